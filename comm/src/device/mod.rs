@@ -1,0 +1,139 @@
+//! The device that operations run on, behind one trait: [`host`] for CPU memory; `cuda` joins it.
+//!
+//! `RINGSIGHT_DEVICE=cuda|host` chooses (default `cuda`); there is no silent fallback.
+
+pub mod host;
+
+use std::{sync::Arc, time::Duration};
+
+use ringsight_kernels::Launch;
+
+/// Opaque handle as it crosses the C ABI: the value of a `cudaStream_t`. 0 is the default stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+#[repr(transparent)]
+pub struct Stream(pub usize);
+
+/// Opaque handle of an event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct Event(pub usize);
+
+/// Opaque handle of a captured graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct Graph(pub usize);
+
+/// Opaque handle of an instantiated graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct GraphExec(pub usize);
+
+/// The capture that a stream takes part in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Capture {
+    /// Unique in the process, never 0; the number that records carry as the graph.
+    pub id: u32,
+}
+
+/// What a device call can fail with. The text says which argument and why.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum DeviceError {
+    /// `RINGSIGHT_DEVICE` names no device that this build or machine has.
+    #[error("{0}")]
+    Unavailable(String),
+    /// A handle that is not (or no longer) one of the device's.
+    #[error("{0}")]
+    InvalidHandle(String),
+    /// A call that is not allowed now: in a capture, in a host function, with a handle of another kind.
+    #[error("{0}")]
+    InvalidUsage(String),
+    /// Not enough memory, threads or the like.
+    #[error("{0}")]
+    Resource(String),
+    /// The device reported a fault.
+    #[error("{0}")]
+    Fault(String),
+}
+
+/// Result of a device call.
+pub type Result<T> = std::result::Result<T, DeviceError>;
+
+/// Whether asynchronous work has finished.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// Everything before this point is done.
+    Done,
+    /// Not yet.
+    Pending,
+}
+
+/// A function that runs on a stream, in order; in a capture it becomes a node that runs at each replay. Its argument is
+/// the replay (0 = eager, n = n-th replay).
+pub type HostFunction = Arc<dyn Fn(u32) + Send + Sync>;
+
+/// Asynchronous execution as CUDA has it. Every call returns before the work is done unless it says otherwise.
+pub trait Device: Send + Sync + 'static {
+    /// `"host"` or `"cuda"`.
+    fn name(&self) -> &'static str;
+    /// The calling thread's current device number.
+    fn current(&self) -> Result<i32>;
+    /// Sets the calling thread's current device number.
+    fn set_current(&self, device: i32) -> Result<()>;
+
+    /// Device memory of `bytes` bytes, aligned to 64.
+    fn allocate(&self, bytes: usize) -> Result<*mut u8>;
+    /// Gives memory of [`Device::allocate`] back; null is accepted.
+    fn free(&self, pointer: *mut u8) -> Result<()>;
+
+    /// A new stream on the current device.
+    fn stream_create(&self) -> Result<Stream>;
+    /// Ends a stream once its work is done; returns at once.
+    fn stream_destroy(&self, stream: Stream) -> Result<()>;
+    /// Whether all work in the stream is done.
+    fn stream_query(&self, stream: Stream) -> Result<Progress>;
+    /// Waits for all work in the stream.
+    fn stream_synchronize(&self, stream: Stream) -> Result<()>;
+    /// Makes later work in `stream` wait for what `event` last recorded. Joins a capture as CUDA does.
+    fn stream_wait_event(&self, stream: Stream, event: Event) -> Result<()>;
+
+    /// A new event, complete until first recorded.
+    fn event_create(&self) -> Result<Event>;
+    /// Destroys it; pending work that refers to it is unaffected.
+    fn event_destroy(&self, event: Event) -> Result<()>;
+    /// Records it after the present work of `stream`.
+    fn event_record(&self, event: Event, stream: Stream) -> Result<()>;
+    /// Whether the work before its last record is done. An event recorded in a capture cannot be queried.
+    fn event_query(&self, event: Event) -> Result<Progress>;
+    /// Waits for it.
+    fn event_synchronize(&self, event: Event) -> Result<()>;
+    /// Time between two completed events.
+    fn event_elapsed(&self, start: Event, end: Event) -> Result<Duration>;
+
+    /// Copies `bytes` bytes in stream order.
+    fn memcpy(&self, destination: usize, source: usize, bytes: usize, stream: Stream) -> Result<()>;
+    /// Fills `bytes` bytes in stream order.
+    fn memset(&self, destination: usize, value: u8, bytes: usize, stream: Stream) -> Result<()>;
+    /// Runs a function in stream order.
+    fn launch_host(&self, stream: Stream, function: HostFunction) -> Result<()>;
+    /// Runs a kernel (all channels of a plan) in stream order; kept alive until it has finished, in a capture until
+    /// the graph and its instances are gone.
+    fn launch_kernel(&self, stream: Stream, launch: Arc<Launch>) -> Result<()>;
+
+    /// The capture that the stream is in, if any.
+    fn capture_of(&self, stream: Stream) -> Result<Option<Capture>>;
+    /// Begins to capture the stream (mode "thread local").
+    fn capture_begin(&self, stream: Stream) -> Result<()>;
+    /// Ends the capture that began on this stream. Fails if a forked stream was not joined.
+    fn capture_end(&self, stream: Stream) -> Result<Graph>;
+    /// Calls `destructor` once, when the captured graph and all its instances are gone and no replay runs (CUDA user object).
+    /// It runs on a thread of the device and must not call the device.
+    fn capture_retain(&self, capture: Capture, destructor: Box<dyn FnOnce() + Send>) -> Result<()>;
+    /// An executable instance of a graph.
+    fn graph_instantiate(&self, graph: Graph) -> Result<GraphExec>;
+    /// Replays it after the present work of `stream`; replays of one instance run one after another.
+    fn graph_launch(&self, exec: GraphExec, stream: Stream) -> Result<()>;
+    /// Destroys an instance; a running replay finishes first, the call does not wait for it.
+    fn graph_exec_destroy(&self, exec: GraphExec) -> Result<()>;
+    /// Destroys a graph; its instances live on.
+    fn graph_destroy(&self, graph: Graph) -> Result<()>;
+}

@@ -1,0 +1,236 @@
+//! What exporters are given: finished spans, metrics and operation summaries, free of where they came from.
+//!
+//! Times are Unix nanoseconds (`CLOCK_REALTIME`); the collector has converted them. Keys are static strings, so that a
+//! span costs few allocations: the collector makes hundreds of thousands a second.
+
+use std::sync::Arc;
+
+/// 128-bit trace id, big-endian as on the wire; never all zero.
+pub type TraceId = [u8; 16];
+/// 64-bit span id, big-endian as on the wire; never all zero.
+pub type SpanId = [u8; 8];
+
+/// An attribute's value.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Value {
+    /// Text from a fixed vocabulary.
+    Static(&'static str),
+    /// Other text, shared between spans.
+    Text(Arc<str>),
+    /// A number.
+    Int(i64),
+    /// A number.
+    Double(f64),
+    /// Yes or no.
+    Bool(bool),
+}
+
+/// One attribute.
+pub type Attribute = (&'static str, Value);
+
+/// Where telemetry comes from: one rank's process on one host. Exporters group by `Arc` identity first, so a collector
+/// keeps one `Arc` per resource.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Resource {
+    /// OpenTelemetry resource attributes (`service.name`, `service.instance.id`, `host.id`, `host.name`, `process.pid`, ...).
+    pub attributes: Vec<Attribute>,
+}
+
+/// A span's kind on the wire: everything here is internal.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Span {
+    /// Whose it is.
+    pub resource: Arc<Resource>,
+    /// Trace.
+    pub trace_id: TraceId,
+    /// Span.
+    pub span_id: SpanId,
+    /// Parent span in the same trace, `None` for the root.
+    pub parent_span_id: Option<SpanId>,
+    /// Low-cardinality name.
+    pub name: &'static str,
+    /// Start, Unix nanoseconds.
+    pub start_unix_ns: u64,
+    /// End, Unix nanoseconds, not before the start.
+    pub end_unix_ns: u64,
+    /// Attributes.
+    pub attributes: Vec<Attribute>,
+    /// Events in it.
+    pub events: Vec<SpanEvent>,
+    /// Links to other spans.
+    pub links: Vec<SpanLink>,
+    /// `Some(message)` if it failed.
+    pub error: Option<Arc<str>>,
+}
+
+/// A moment in a span.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SpanEvent {
+    /// When, Unix nanoseconds.
+    pub unix_ns: u64,
+    /// What.
+    pub name: &'static str,
+    /// Attributes.
+    pub attributes: Vec<Attribute>,
+}
+
+/// A reference to a span that need not have been exported yet, or by this collector.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SpanLink {
+    /// Its trace.
+    pub trace_id: TraceId,
+    /// Its span.
+    pub span_id: SpanId,
+    /// Attributes.
+    pub attributes: Vec<Attribute>,
+}
+
+/// A metric at one moment, cumulative since `start_unix_ns`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Metric {
+    /// Whose it is.
+    pub resource: Arc<Resource>,
+    /// Name, e.g. `ccl.operation.duration`.
+    pub name: &'static str,
+    /// What it tells.
+    pub description: &'static str,
+    /// UCUM unit, e.g. `s`, `By/s`, `{operation}`.
+    pub unit: &'static str,
+    /// Attributes of this point.
+    pub attributes: Vec<Attribute>,
+    /// Since when it accumulates, Unix nanoseconds.
+    pub start_unix_ns: u64,
+    /// When it was read, Unix nanoseconds.
+    pub unix_ns: u64,
+    /// The numbers.
+    pub data: MetricData,
+}
+
+/// A metric's numbers.
+#[derive(Clone, Debug, PartialEq)]
+pub enum MetricData {
+    /// A value that goes up and down.
+    Gauge(f64),
+    /// A monotonic sum.
+    Counter(u64),
+    /// A sum that goes up and down.
+    UpDown(i64),
+    /// An exponential histogram (base `2^(2^-scale)`).
+    Histogram {
+        /// Scale.
+        scale: i32,
+        /// Number of values.
+        count: u64,
+        /// Their sum.
+        sum: f64,
+        /// Least value.
+        min: f64,
+        /// Greatest value.
+        max: f64,
+        /// Values that are zero.
+        zero_count: u64,
+        /// Index of the first bucket.
+        offset: i32,
+        /// Counts from there on.
+        buckets: Vec<u64>,
+    },
+}
+
+/// One collective or message across the ranks that the collector saw: a row of the table, a row of the page.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Operation {
+    /// Its trace.
+    pub trace_id: TraceId,
+    /// `all_reduce`, …; `send_recv` for a message.
+    pub name: &'static str,
+    /// Communicator id.
+    pub communicator: u64,
+    /// Communicator name, empty if it has none.
+    pub communicator_name: Arc<str>,
+    /// Ranks of the communicator.
+    pub ranks: u32,
+    /// Sequence in its communicator or pair.
+    pub sequence: u64,
+    /// Replay, 0 if eager.
+    pub replay: u32,
+    /// Message bytes.
+    pub bytes: u64,
+    /// Data type name.
+    pub data_type: &'static str,
+    /// Algorithm name.
+    pub algorithm: &'static str,
+    /// What each rank did, in rank order; only ranks that were seen.
+    pub by_rank: Vec<OperationRank>,
+    /// The rank that everybody waited for, if one was late beyond the threshold.
+    pub culprit: Option<Culprit>,
+    /// `false` if events were lost.
+    pub complete: bool,
+}
+
+/// One rank's part of an [`Operation`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct OperationRank {
+    /// Rank.
+    pub rank: u32,
+    /// Host name.
+    pub host: Arc<str>,
+    /// Process.
+    pub pid: u32,
+    /// API call entered, Unix nanoseconds.
+    pub api_start_ns: u64,
+    /// Arrived: began on the device.
+    pub device_start_ns: u64,
+    /// Finished on the device.
+    pub device_end_ns: u64,
+}
+
+/// A late rank.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Culprit {
+    /// Rank.
+    pub rank: u32,
+    /// Its arrival minus the median arrival of the others, nanoseconds.
+    pub lag_ns: u64,
+}
+
+/// What the collector hands over at once.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Batch {
+    /// Finished spans.
+    pub spans: Vec<Span>,
+    /// Metrics, if it is time for them.
+    pub metrics: Vec<Metric>,
+    /// Finished operations.
+    pub operations: Vec<Operation>,
+}
+
+/// How an exporter is doing.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ExportStats {
+    /// Spans delivered (acknowledged by the backend, or written to the file).
+    pub spans_delivered: u64,
+    /// Metric points delivered.
+    pub metrics_delivered: u64,
+    /// Spans dropped, by reason (`queue_full`, `rejected`, `too_large`, `shutdown`, `io_error`, …).
+    pub spans_dropped: Vec<(&'static str, u64)>,
+    /// Delivery attempts that were repeated.
+    pub retries: u64,
+    /// What went wrong last.
+    pub last_error: Option<String>,
+}
+
+/// A place that telemetry goes to.
+pub trait Exporter: Send {
+    /// Where, for messages: `OTLP http://localhost:4317`, `file trace.html`.
+    fn target(&self) -> String;
+    /// Takes a batch. Never blocks for long: what cannot be delivered now is queued within the exporter's bound, what
+    /// does not fit is dropped and counted.
+    fn export(&mut self, batch: &Batch);
+    /// How it is doing.
+    fn stats(&self) -> ExportStats;
+    /// Delivers what is queued, within `timeout`, and closes. Later calls do nothing.
+    ///
+    /// # Errors
+    /// What could not be delivered or written, in words.
+    fn shutdown(&mut self, timeout: std::time::Duration) -> Result<(), String>;
+}

@@ -1,0 +1,134 @@
+//! One direction of one connection on one channel: a ring of slots in memory that both its ends can reach.
+//!
+//! The ends are two kernels (same node), or a kernel and its proxy (the proxy moves slots over the network). It is
+//! NCCL's `ncclConnInfo` (head, tail, step sizes) in one piece.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicU32, AtomicU64, Ordering},
+};
+
+/// Slots of a FIFO (`NCCL_STEPS`).
+pub const SLOTS: usize = 8;
+
+/// Control words at the start of a FIFO's memory; the slots follow, [`Fifo::slot_bytes`] each, 4096-byte aligned.
+#[derive(Debug)]
+#[repr(C)]
+pub struct FifoHeader {
+    /// Slots posted by the producer since the beginning.
+    tail: AtomicU64,
+    _line0: [u64; 7],
+    /// Slots released by the consumer since the beginning.
+    head: AtomicU64,
+    _line1: [u64; 7],
+    /// Bytes posted in each slot.
+    sizes: [AtomicU32; SLOTS],
+    _line2: [u64; 4],
+}
+
+const _: () = assert!(size_of::<FifoHeader>() == 192);
+
+/// Offset of the first slot from the start of the memory.
+pub const SLOTS_OFFSET: usize = 4096;
+
+/// A FIFO in mapped memory. Both ends hold one; which side they use is theirs to keep to: one producer, one consumer.
+pub struct Fifo {
+    header: *const FifoHeader,
+    slots: *mut u8,
+    slot_bytes: usize,
+    /// Keeps the memory mapped.
+    _memory: Arc<dyn Send + Sync>,
+}
+
+// SAFETY: the header is atomics; a slot is touched by the producer between `free` and `post`, by the consumer between
+// `posted` and `release`, and these are ordered by tail and head.
+unsafe impl Send for Fifo {}
+// SAFETY: as above; the one-producer-one-consumer rule is the caller's.
+unsafe impl Sync for Fifo {}
+
+impl Fifo {
+    /// Bytes of memory for a FIFO with slots of `slot_bytes`.
+    #[must_use]
+    pub const fn memory_bytes(slot_bytes: usize) -> usize {
+        SLOTS_OFFSET + SLOTS * slot_bytes
+    }
+
+    /// A FIFO in `memory_bytes(slot_bytes)` bytes at `base`, zeroed when new.
+    ///
+    /// # Safety
+    /// `base` is 64-byte aligned, points to that many readable and writable bytes, and stays mapped while `memory` lives.
+    #[must_use]
+    pub unsafe fn new(base: *mut u8, slot_bytes: usize, memory: Arc<dyn Send + Sync>) -> Self {
+        Self {
+            header: base.cast(),
+            // SAFETY: within the caller's memory.
+            slots: unsafe { base.add(SLOTS_OFFSET) },
+            slot_bytes,
+            _memory: memory,
+        }
+    }
+
+    fn header(&self) -> &FifoHeader {
+        // SAFETY: the memory is mapped while `_memory` lives, and the header is atomics only.
+        unsafe { &*self.header }
+    }
+
+    /// Bytes of a slot.
+    #[must_use]
+    pub fn slot_bytes(&self) -> usize {
+        self.slot_bytes
+    }
+
+    /// Producer: position of the next slot to fill, if one is free.
+    #[must_use]
+    pub fn free(&self) -> Option<u64> {
+        let tail = self.header().tail.load(Ordering::Relaxed); // ours alone to write
+        // Acquire: pairs with `release`; the consumer is done with the slot before we overwrite it.
+        let head = self.header().head.load(Ordering::Acquire);
+        (tail.wrapping_sub(head) < SLOTS as u64).then_some(tail)
+    }
+
+    /// Producer: publishes the slot at the position that [`Fifo::free`] gave, holding `bytes` bytes.
+    pub fn post(&self, position: u64, bytes: usize) {
+        self.header().sizes[position as usize % SLOTS].store(bytes as u32, Ordering::Relaxed);
+        // Release: the slot's bytes and size are written before the consumer sees the new tail.
+        self.header().tail.store(position + 1, Ordering::Release);
+    }
+
+    /// Consumer: position and size of the oldest posted slot.
+    #[must_use]
+    pub fn posted(&self) -> Option<(u64, usize)> {
+        let head = self.header().head.load(Ordering::Relaxed); // ours alone to write
+        self.size_at(head).map(|bytes| (head, bytes))
+    }
+
+    /// Consumer: size of the slot at `position` (at or after the oldest), if it is posted.
+    #[must_use]
+    pub fn size_at(&self, position: u64) -> Option<usize> {
+        // Acquire: pairs with `post`; the slot's bytes and size are there.
+        let tail = self.header().tail.load(Ordering::Acquire);
+        // The size comes from the peer: never trust it beyond the slot.
+        (tail.wrapping_sub(position) as i64 > 0).then(|| {
+            (self.header().sizes[position as usize % SLOTS].load(Ordering::Relaxed) as usize).min(self.slot_bytes)
+        })
+    }
+
+    /// Consumer: gives back the oldest slot, at the position that [`Fifo::posted`] gave.
+    pub fn release(&self, position: u64) {
+        // Release: our reads of the slot are done before the producer sees it free.
+        self.header().head.store(position + 1, Ordering::Release);
+    }
+
+    /// Slots released so far: what a producer's end has seen consumed.
+    #[must_use]
+    pub fn released(&self) -> u64 {
+        self.header().head.load(Ordering::Acquire)
+    }
+
+    /// Address of the slot at a position.
+    #[must_use]
+    pub fn slot(&self, position: u64) -> *mut u8 {
+        // SAFETY: the offset is within the memory that `new` was given.
+        unsafe { self.slots.add(position as usize % SLOTS * self.slot_bytes) }
+    }
+}

@@ -1,0 +1,108 @@
+//! Launch parameters: what a plan hands to the device.
+
+use std::{
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
+};
+
+use ringsight_records::{DataType, Function, ReduceOp};
+
+use crate::fifo::Fifo;
+
+/// One kernel launch: the work of every channel of one plan.
+pub struct Launch {
+    /// Channels with work, in channel order. They run side by side.
+    pub channels: Vec<ChannelWork>,
+    /// Checked in every wait; once set, the kernel returns without finishing.
+    pub abort: Arc<AbortWord>,
+    /// Told when channels and operations start and stop on the device.
+    pub observer: Arc<dyn Observer>,
+}
+
+/// Work of one channel. Collectives run one after another in this order; sends and receives of one launch run side by
+/// side after them, since the order in which peers serve them is not known.
+pub struct ChannelWork {
+    /// Channel number.
+    pub channel: u8,
+    /// Its work.
+    pub work: Vec<Work>,
+}
+
+/// One channel's part of one operation.
+pub struct Work {
+    /// Operation number: what the observer is told.
+    pub op: u32,
+    /// What to do.
+    pub function: Function,
+    /// Element type.
+    pub data_type: DataType,
+    /// Reduction, [`ReduceOp::None`] where there is none.
+    pub reduce_op: ReduceOp,
+    /// Address of the send buffer (0 where the function has none on this rank).
+    pub send: usize,
+    /// Address of the receive buffer (0 where the function has none on this rank).
+    pub recv: usize,
+    /// Elements of the operation as the caller gave them: per rank for AllGather, ReduceScatter, AlltoAll, Gather, Scatter.
+    pub count: usize,
+    /// This channel's part of `0..count`, in elements. The parts of all channels cover it without overlap.
+    pub part: Range<usize>,
+    /// This rank.
+    pub rank: u32,
+    /// Ranks of the communicator.
+    pub ranks: u32,
+    /// Root of a rooted function, else 0.
+    pub root: u32,
+    /// What it talks over.
+    pub connections: Connections,
+}
+
+/// The connections of one channel's work.
+pub enum Connections {
+    /// Neither peer nor ring: one rank, or a send to oneself paired with its receive (`send` and `recv` both set).
+    Local,
+    /// A ring.
+    Ring {
+        /// Ranks in ring order, beginning with this one: data goes from `order[0]` to `order[1]` over `next`.
+        order: Arc<[u32]>,
+        /// From the previous rank.
+        prev: Arc<Fifo>,
+        /// To the next rank.
+        next: Arc<Fifo>,
+    },
+    /// Towards one peer.
+    Send(Arc<Fifo>),
+    /// From one peer.
+    Recv(Arc<Fifo>),
+}
+
+/// A word that releases every wait on the device once it is not zero.
+#[derive(Debug, Default)]
+pub struct AbortWord(AtomicU32);
+
+impl AbortWord {
+    /// Releases the waits.
+    pub fn set(&self) {
+        // Release: what the aborting thread wrote before (error code, reason) is visible to who sees the word.
+        self.0.store(1, Ordering::Release);
+    }
+
+    /// Whether it is set.
+    #[must_use]
+    pub fn is_set(&self) -> bool {
+        self.0.load(Ordering::Acquire) != 0
+    }
+}
+
+/// What the device reports while it runs; on a GPU the kernel writes the same into a ring that the host drains.
+/// Called on the device's threads: must be quick and must not call the device.
+pub trait Observer: Send + Sync {
+    /// The first work of a channel for `op` begins; `replay` is 0 for an eager launch.
+    fn channel_started(&self, op: u32, replay: u32, channel: u8);
+    /// That channel's part of `op` is done (`aborted`: given up).
+    fn channel_stopped(&self, op: u32, replay: u32, channel: u8, aborted: bool);
+    /// All work of the launch is done or given up.
+    fn launch_finished(&self, replay: u32, aborted: bool);
+}

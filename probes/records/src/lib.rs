@@ -1,0 +1,29 @@
+//! Byte layouts of everything that crosses a process boundary or enters eBPF: the 64-byte [`Record`], the
+//! per-operation [`Description`], the shared [`pages`] of an observed process and the dense-event [`ring`] in them.
+//!
+//! The communication library writes these; the collector reads them out of a *running* process, possibly of another
+//! version. So every struct is `#[repr(C)]`, its size is asserted, and a change of meaning raises [`VERSION`].
+#![no_std]
+
+pub mod description;
+pub mod pages;
+pub mod record;
+pub mod ring;
+pub mod vocabulary;
+
+pub use description::{Description, DescriptionSlot};
+pub use record::{Flags, Kind, Record, State};
+pub use vocabulary::{Algorithm, DataType, Function, Protocol, ReduceOp};
+
+/// Version of every layout in this crate; four bits of each record and a word of the page header carry it.
+pub const VERSION: u8 = 1;
+
+/// The four exported, never-merged probe functions of the library, in cookie order.
+///
+/// Each takes `*const Record` as its only argument. Body: 1-byte `nop`, 5-byte `nop`, a distinct tail, `ret`; a probe
+/// goes to offset [`PROBE_NOP5_OFFSET`] on kernels that optimise 5-byte nops (>= 6.18), to offset 0 elsewhere.
+pub const PROBE_SYMBOLS: [&str; 4] =
+    ["ringsight_probe_launch", "ringsight_probe_proxy", "ringsight_probe_event", "ringsight_probe_lifecycle"];
+
+/// Offset of the 5-byte nop inside a probe function.
+pub const PROBE_NOP5_OFFSET: u64 = 1;

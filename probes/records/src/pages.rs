@@ -1,0 +1,506 @@
+//! The shared pages of an observed process: one memfd, named [`MEMFD_NAME`], that the library creates at its first
+//! communicator and that a collector finds among `/proc/<pid>/fd` and maps.
+//!
+//! ```text
+//! Header | communicator table | descriptions of eager operations | descriptions of captured operations | ring
+//! ```
+//! A reader takes offsets and counts from the header, after [`Header::geometry`] has checked them against the file's
+//! size: the pages belong to the target, and a target may be broken.
+
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use crate::{
+    Description, DescriptionSlot, Kind, VERSION,
+    ring::{RingCursor, Slot},
+    vocabulary::NAME_BYTES,
+};
+
+/// Name of the memfd: its link in `/proc/<pid>/fd` reads `/memfd:ringsight-pages (deleted)`.
+pub const MEMFD_NAME: &str = "ringsight-pages";
+/// First word of the header: "ringsigh" in ASCII, little-endian.
+pub const MAGIC: u64 = u64::from_le_bytes(*b"ringsigh");
+/// A lease whose heartbeat is older than this has lapsed.
+pub const LEASE_NS: u64 = 5_000_000_000;
+
+/// Entries of the communicator table.
+pub const COMM_ENTRIES: usize = 1024;
+/// Entries of each description table: how many operations may be in flight (or captured) at once and be described.
+pub const DESCRIPTION_ENTRIES: usize = 4096;
+/// Slots of the ring: a reader that drains each millisecond may be held up for 65 ms at 1 M records/s.
+pub const RING_SLOTS: usize = 1 << 16;
+
+/// Operation numbers with this bit belong to captured operations: `CAPTURED | generation << 12 | slot`.
+pub const CAPTURED: u32 = 1 << 31;
+
+/// First page of the shared pages.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Header {
+    /// [`MAGIC`]; written last, with release order, when everything else stands.
+    pub magic: AtomicU64,
+    /// [`VERSION`] of the layout.
+    pub version: u32,
+    /// Library version as `ncclGetVersion` gives it.
+    pub library_version: u32,
+    /// Process that owns the pages, in its own pid namespace.
+    pub pid: u32,
+    /// `sizeof(CommEntry)`, so that tables may grow.
+    pub comm_bytes: u32,
+    /// Process start time in clock ticks since boot (`/proc/<pid>/stat` field 22).
+    pub start_time: u64,
+    /// Offset of the communicator table from the start of the file, bytes; then its entries.
+    pub comm_offset: u32,
+    /// Entries of the communicator table.
+    pub comm_entries: u32,
+    /// Offset of the table of eager operations' descriptions.
+    pub eager_offset: u32,
+    /// Its entries, a power of two; slot = operation number modulo entries.
+    pub eager_entries: u32,
+    /// Offset of the table of captured operations' descriptions.
+    pub captured_offset: u32,
+    /// Its entries, a power of two not above 4096; slot = operation number modulo entries.
+    pub captured_entries: u32,
+    /// Offset of the ring.
+    pub ring_offset: u32,
+    /// Its slots, a power of two.
+    pub ring_slots: u32,
+    /// Bytes of the whole file.
+    pub file_bytes: u64,
+    /// Host identity as the library sees it: `NCCL_HOSTID` if set, else the host name; zero-padded UTF-8.
+    pub host: [u8; 64],
+    /// Communicators that found the table full and are not described.
+    pub comm_overflow: AtomicU64,
+    /// Captured operations that found the table full and are not described.
+    pub captured_overflow: AtomicU64,
+    /// Who may read the ring.
+    pub lease: Lease,
+    /// Positions of the ring, each on cache lines of its own.
+    pub cursor: RingCursor,
+    /// Events by kind since the pages were made: sparse ones always, dense ones while the ring was armed for them.
+    pub emitted: [AtomicU64; Kind::LIMIT],
+    /// Events by kind that found the ring full.
+    pub lost: [AtomicU64; Kind::LIMIT],
+}
+
+const _: () = assert!(size_of::<Header>() <= 4096);
+
+/// The right to read (and thereby consume) the ring: held by one process at a time, lapsing without a heartbeat.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Lease {
+    /// Mask of [`Kind`] bits that the reader wants in the ring; 0 = unarmed. The one word a writer looks at first.
+    pub mask: AtomicU64,
+    /// `CLOCK_MONOTONIC` of the reader's last heartbeat.
+    pub heartbeat_ns: AtomicU64,
+    /// `generation << 32 | pid` of the holder; pid 0 = nobody. The generation tells a holder that was stopped for long
+    /// whether the lease is still its own.
+    pub holder: AtomicU64,
+    /// Start time of the holder's process, clock ticks since boot, to tell it from a later process of the same pid.
+    pub holder_start_time: AtomicU64,
+}
+
+/// Who holds a lease.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Holder {
+    /// Its process.
+    pub pid: u32,
+    /// When that process started, clock ticks since boot.
+    pub start_time: u64,
+    /// Nanoseconds since its last heartbeat.
+    pub silent_ns: u64,
+}
+
+impl Lease {
+    /// Whether events of `kind` are wanted at all: one relaxed load. Order does not matter here: a writer that learns of
+    /// an arming or disarming a moment late loses or adds a record at the edge of the observation, no more.
+    #[must_use]
+    pub fn wants(&self, kind: Kind) -> bool {
+        self.mask.load(Ordering::Relaxed) & kind.bit() != 0
+    }
+
+    /// Whether the reader gave a sign of life within [`LEASE_NS`] of `now_ns`.
+    #[must_use]
+    pub fn alive(&self, now_ns: u64) -> bool {
+        now_ns.saturating_sub(self.heartbeat_ns.load(Ordering::Relaxed)) < LEASE_NS
+    }
+
+    /// Takes the lease for process (`pid`, `start_time`) and arms the ring with `mask`.
+    ///
+    /// `is_running(pid, start_time)` says whether such a process exists: a dead holder's lease is taken at once, a
+    /// living but silent one's after [`LEASE_NS`].
+    ///
+    /// # Errors
+    /// The present holder, when it is alive.
+    pub fn acquire(
+        &self,
+        (pid, start_time): (u32, u64),
+        now_ns: u64,
+        mask: u64,
+        is_running: impl Fn(u32, u64) -> bool,
+    ) -> Result<u64, Holder> {
+        let mut current = self.holder.load(Ordering::Acquire);
+        loop {
+            let holder = Holder {
+                pid: current as u32,
+                start_time: self.holder_start_time.load(Ordering::Relaxed),
+                silent_ns: now_ns.saturating_sub(self.heartbeat_ns.load(Ordering::Relaxed)),
+            };
+            if holder.pid != 0 && holder.silent_ns < LEASE_NS && is_running(holder.pid, holder.start_time) {
+                return Err(holder);
+            }
+            let mine = ((current >> 32).wrapping_add(1) << 32) | u64::from(pid);
+            // AcqRel: of two readers that saw the same lapsed lease one wins; the winner sees all that the previous
+            // holder did to the ring's read position.
+            match self.holder.compare_exchange(current, mine, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => {
+                    self.holder_start_time.store(start_time, Ordering::Relaxed);
+                    self.heartbeat_ns.store(now_ns, Ordering::Relaxed);
+                    // Release: a writer that sees the mask finds the fresh heartbeat.
+                    self.mask.store(mask, Ordering::Release);
+                    return Ok(mine);
+                }
+                Err(seen) => current = seen,
+            }
+        }
+    }
+
+    /// Renews the lease `mine` (as [`Lease::acquire`] returned it); `false` if another reader has taken it over.
+    #[must_use]
+    pub fn renew(&self, mine: u64, now_ns: u64) -> bool {
+        if self.holder.load(Ordering::Acquire) != mine {
+            return false;
+        }
+        self.heartbeat_ns.store(now_ns, Ordering::Relaxed);
+        true
+    }
+
+    /// Gives the lease `mine` back and disarms the ring. Does nothing if it is another reader's by now.
+    pub fn release(&self, mine: u64) {
+        if self.holder.load(Ordering::Acquire) == mine {
+            self.mask.store(0, Ordering::Relaxed);
+            // The generation stays, so that the next holder's word differs from this one. A failed exchange means that
+            // somebody took over between the two lines, which takes a heartbeat of more than LEASE_NS ago.
+            let _ = self.holder.compare_exchange(
+                mine,
+                mine & !u64::from(u32::MAX),
+                Ordering::AcqRel,
+                Ordering::Relaxed,
+            );
+        }
+    }
+}
+
+/// One communicator in the communicator table; 192 bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct Communicator {
+    /// Communicator id (v5 `commId`), the same on all its ranks.
+    pub id: u64,
+    /// Id of the communicator that it was split from, or 0.
+    pub parent: u64,
+    /// When its initialisation began, `CLOCK_MONOTONIC` nanoseconds.
+    pub init_start_ns: u64,
+    /// When it was ready.
+    pub init_end_ns: u64,
+    /// This rank.
+    pub rank: u32,
+    /// Number of ranks (v5 `nranks`).
+    pub ranks: u32,
+    /// This rank among those on its node.
+    pub local_rank: u32,
+    /// Ranks on its node.
+    pub local_ranks: u32,
+    /// Its node, numbered by first rank.
+    pub node: u32,
+    /// Number of nodes (v5 `nNodes`).
+    pub nodes: u32,
+    /// Device number.
+    pub device: i32,
+    /// Channels.
+    pub channels: u32,
+    /// Name that the user gave (v5 `commName`), zero-padded UTF-8.
+    pub name: [u8; NAME_BYTES],
+    /// Room for later fields; zero.
+    pub reserved: [u64; 7],
+}
+
+const _: () = assert!(size_of::<Communicator>() == 168 && align_of::<Communicator>() == 8);
+
+impl Communicator {
+    /// Its name, cut at the first zero byte; empty if it has none or is not UTF-8.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        text(&self.name)
+    }
+}
+
+/// The UTF-8 text in a zero-padded field; empty if it is not UTF-8.
+#[must_use]
+pub fn text(bytes: &[u8]) -> &str {
+    let end = bytes.iter().position(|b| *b == 0).unwrap_or(bytes.len());
+    core::str::from_utf8(&bytes[..end]).unwrap_or_default()
+}
+
+/// Copies `text` into a zero-padded field, cut at a character boundary.
+pub fn put_text(field: &mut [u8], text: &str) {
+    field.fill(0);
+    let mut end = text.len().min(field.len());
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    field[..end].copy_from_slice(&text.as_bytes()[..end]);
+}
+
+const COMM_WORDS: usize = size_of::<Communicator>() / 8;
+
+/// A slot of the communicator table: a sequence lock like [`DescriptionSlot`], with the slot's state.
+#[derive(Debug)]
+#[repr(C)]
+pub struct CommSlot {
+    version: AtomicU64,
+    /// 0 free, 1 live.
+    live: AtomicU32,
+    reserved: u32,
+    words: [AtomicU64; COMM_WORDS],
+    tail: u64,
+}
+
+const _: () = assert!(size_of::<CommSlot>() == 192);
+
+impl CommSlot {
+    /// Claims a free slot and fills it; `false` if it is taken.
+    #[must_use]
+    pub fn claim(&self, communicator: &Communicator) -> bool {
+        // Acquire: the previous owner's clearing happened before.
+        if self.live.compare_exchange(0, 1, Ordering::Acquire, Ordering::Relaxed).is_err() {
+            return false;
+        }
+        let version = self.version.load(Ordering::Relaxed) | 1;
+        // Odd version first, then the words, as in `DescriptionSlot::write`.
+        self.version.store(version, Ordering::Relaxed);
+        core::sync::atomic::fence(Ordering::Release);
+        // SAFETY: `Communicator` is `repr(C)`, a multiple of 8 bytes, without padding, and plain data.
+        let words = unsafe { &*core::ptr::from_ref(communicator).cast::<[u64; COMM_WORDS]>() };
+        for (slot, word) in self.words.iter().zip(words) {
+            slot.store(*word, Ordering::Relaxed);
+        }
+        self.version.store(version.wrapping_add(1), Ordering::Release);
+        true
+    }
+
+    /// Frees the slot. Its words stay readable until the next claim, for a reader that is a moment behind.
+    pub fn free(&self) {
+        self.live.store(0, Ordering::Release);
+    }
+
+    /// Whether the communicator is live.
+    #[must_use]
+    pub fn is_live(&self) -> bool {
+        self.live.load(Ordering::Acquire) == 1
+    }
+
+    /// What the slot holds or last held; `None` if it was never used or is being rewritten without end.
+    #[must_use]
+    pub fn read(&self) -> Option<Communicator> {
+        for _ in 0..64 {
+            let before = self.version.load(Ordering::Acquire);
+            if before & 1 == 1 {
+                core::hint::spin_loop();
+                continue;
+            }
+            let mut words = [0u64; COMM_WORDS];
+            for (word, slot) in words.iter_mut().zip(&self.words) {
+                *word = slot.load(Ordering::Relaxed);
+            }
+            core::sync::atomic::fence(Ordering::Acquire);
+            if self.version.load(Ordering::Relaxed) == before {
+                // SAFETY: `Communicator` is plain data of exactly `COMM_WORDS` words; every bit pattern is valid.
+                let communicator = unsafe { core::mem::transmute::<[u64; COMM_WORDS], Communicator>(words) };
+                return (before != 0).then_some(communicator);
+            }
+        }
+        None
+    }
+}
+
+/// Checked places of the tables in the pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Geometry {
+    /// Offset and entries of the communicator table.
+    pub comms: (usize, usize),
+    /// Offset and entries of the eager descriptions.
+    pub eager: (usize, usize),
+    /// Offset and entries of the captured descriptions.
+    pub captured: (usize, usize),
+    /// Offset and slots of the ring.
+    pub ring: (usize, usize),
+    /// Bytes of the whole file.
+    pub file_bytes: usize,
+}
+
+/// Why pages cannot be read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PagesError {
+    /// Not ours, or not ready yet.
+    Magic(u64),
+    /// Written by a library with another layout.
+    Version(u32),
+    /// A table lies outside the file or is misaligned; names the table.
+    Bounds(&'static str),
+}
+
+impl core::fmt::Display for PagesError {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        match self {
+            Self::Magic(magic) => write!(f, "not ringsight's shared pages (magic {magic:#018x})"),
+            Self::Version(version) => write!(
+                f,
+                "shared pages have layout version {version}, this collector reads {VERSION}: use the collector of the library's release"
+            ),
+            Self::Bounds(table) => write!(f, "shared pages are damaged: the {table} lies outside the file"),
+        }
+    }
+}
+
+impl core::error::Error for PagesError {}
+
+impl Geometry {
+    /// The geometry that a writer lays out.
+    #[must_use]
+    pub const fn standard() -> Self {
+        let comms = 4096;
+        let eager = comms + COMM_ENTRIES * size_of::<CommSlot>();
+        let captured = eager + DESCRIPTION_ENTRIES * size_of::<DescriptionSlot>();
+        let ring = captured + DESCRIPTION_ENTRIES * size_of::<DescriptionSlot>();
+        Self {
+            comms: (comms, COMM_ENTRIES),
+            eager: (eager, DESCRIPTION_ENTRIES),
+            captured: (captured, DESCRIPTION_ENTRIES),
+            ring: (ring, RING_SLOTS),
+            file_bytes: (ring + RING_SLOTS * size_of::<Slot>()).next_multiple_of(4096),
+        }
+    }
+}
+
+impl Header {
+    /// Reads and checks where the tables are, for a mapping of `mapped_bytes`.
+    ///
+    /// # Errors
+    /// See [`PagesError`].
+    pub fn geometry(&self, mapped_bytes: usize) -> Result<Geometry, PagesError> {
+        // Acquire: pairs with the writer's release store of the magic after all else.
+        let magic = self.magic.load(Ordering::Acquire);
+        if magic != MAGIC {
+            return Err(PagesError::Magic(magic));
+        }
+        if self.version != u32::from(VERSION) {
+            return Err(PagesError::Version(self.version));
+        }
+        let table = |name, offset: u32, entries: u32, bytes: usize, limit: usize| {
+            let (offset, entries) = (offset as usize, entries as usize);
+            let end = entries.checked_mul(bytes).and_then(|size| size.checked_add(offset));
+            let fits = end.is_some_and(|end| end <= mapped_bytes) && offset >= size_of::<Self>() && offset % 64 == 0;
+            if fits && entries.is_power_of_two() && entries <= limit {
+                Ok((offset, entries))
+            } else {
+                Err(PagesError::Bounds(name))
+            }
+        };
+        if self.comm_bytes as usize != size_of::<CommSlot>() {
+            return Err(PagesError::Bounds("communicator table"));
+        }
+        let slot = size_of::<DescriptionSlot>();
+        Ok(Geometry {
+            comms: table("communicator table", self.comm_offset, self.comm_entries, size_of::<CommSlot>(), 1 << 20)?,
+            eager: table("description table", self.eager_offset, self.eager_entries, slot, 1 << 20)?,
+            captured: table("captured description table", self.captured_offset, self.captured_entries, slot, 4096)?,
+            ring: table("ring", self.ring_offset, self.ring_slots, size_of::<Slot>(), 1 << 24)?,
+            file_bytes: mapped_bytes,
+        })
+    }
+
+    /// Fills a zeroed header for `geometry`; `magic` is set last.
+    pub fn initialise(&mut self, geometry: &Geometry, pid: u32, start_time: u64, library_version: u32, host: &str) {
+        self.version = u32::from(VERSION);
+        self.library_version = library_version;
+        self.pid = pid;
+        self.comm_bytes = size_of::<CommSlot>() as u32;
+        self.start_time = start_time;
+        (self.comm_offset, self.comm_entries) = (geometry.comms.0 as u32, geometry.comms.1 as u32);
+        (self.eager_offset, self.eager_entries) = (geometry.eager.0 as u32, geometry.eager.1 as u32);
+        (self.captured_offset, self.captured_entries) = (geometry.captured.0 as u32, geometry.captured.1 as u32);
+        (self.ring_offset, self.ring_slots) = (geometry.ring.0 as u32, geometry.ring.1 as u32);
+        self.file_bytes = geometry.file_bytes as u64;
+        put_text(&mut self.host, host);
+        self.magic.store(MAGIC, Ordering::Release);
+    }
+
+    /// Counts an event of this kind.
+    pub fn count_emitted(&self, kind: Kind) {
+        self.emitted[kind as usize].fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// A mapping of shared pages, whoever made it. Does not own the mapping.
+#[derive(Clone, Copy, Debug)]
+pub struct Pages<'a> {
+    header: &'a Header,
+    geometry: Geometry,
+}
+
+impl<'a> Pages<'a> {
+    /// Views `bytes` bytes of shared pages at `base`.
+    ///
+    /// # Errors
+    /// See [`PagesError`].
+    ///
+    /// # Safety
+    /// `base` is page-aligned and points to `bytes` readable and writable bytes, shared or not, that stay mapped for
+    /// `'a` and are only ever changed through atomics after the magic is set.
+    pub unsafe fn new(base: *mut u8, bytes: usize) -> Result<Self, PagesError> {
+        if bytes < size_of::<Header>() {
+            return Err(PagesError::Bounds("header"));
+        }
+        // SAFETY: the caller's promise; the header's size was checked.
+        let header: &'a Header = unsafe { &*base.cast() };
+        Ok(Self { header, geometry: header.geometry(bytes)? })
+    }
+
+    /// The header.
+    #[must_use]
+    pub fn header(&self) -> &'a Header {
+        self.header
+    }
+
+    fn table<T>(&self, (offset, entries): (usize, usize)) -> &'a [T] {
+        let base = core::ptr::from_ref(self.header).cast::<u8>();
+        // SAFETY: `geometry` was checked against the mapping's size in `new`; T is one of the slot types, all atomics.
+        unsafe { core::slice::from_raw_parts(base.add(offset).cast(), entries) }
+    }
+
+    /// The communicator table.
+    #[must_use]
+    pub fn communicators(&self) -> &'a [CommSlot] {
+        self.table(self.geometry.comms)
+    }
+
+    /// The description slot of operation `op`.
+    #[must_use]
+    pub fn slot(&self, op: u32) -> &'a DescriptionSlot {
+        let table: &[DescriptionSlot] =
+            self.table(if op & CAPTURED == 0 { self.geometry.eager } else { self.geometry.captured });
+        &table[op as usize & (table.len() - 1)]
+    }
+
+    /// The description of operation `op`, unless a later operation has taken its slot.
+    #[must_use]
+    pub fn description(&self, op: u32) -> Option<Description> {
+        self.slot(op).read(op)
+    }
+
+    /// The ring's slots.
+    #[must_use]
+    pub fn ring(&self) -> &'a [Slot] {
+        self.table(self.geometry.ring)
+    }
+}
