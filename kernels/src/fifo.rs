@@ -109,7 +109,8 @@ impl Fifo {
         let tail = self.header().tail.load(Ordering::Acquire);
         // The size comes from the peer: never trust it beyond the slot.
         (tail.wrapping_sub(position) as i64 > 0).then(|| {
-            (self.header().sizes[position as usize % SLOTS].load(Ordering::Relaxed) as usize).min(self.slot_bytes)
+            (self.header().sizes[position as usize % SLOTS].load(Ordering::Relaxed) as usize)
+                .min(self.slot_bytes)
         })
     }
 

@@ -63,7 +63,7 @@ pub struct Work {
 pub enum Connections {
     /// Neither peer nor ring: one rank, or a send to oneself paired with its receive (`send` and `recv` both set).
     Local,
-    /// A ring.
+    /// A ring. All connections of a ring have slots of one size, on every rank.
     Ring {
         /// Ranks in ring order, beginning with this one: data goes from `order[0]` to `order[1]` over `next`.
         order: Arc<[u32]>,

@@ -7,6 +7,8 @@ pub mod fifo;
 pub mod host;
 pub mod launch;
 pub mod reduce;
+pub mod schedule;
 
 pub use fifo::{Fifo, FifoHeader};
 pub use launch::{AbortWord, ChannelWork, Connections, Launch, Observer, Work};
+pub use schedule::{Steps, WorkError};

@@ -1,0 +1,344 @@
+//! What a channel does for one operation, step by step: the one description that the device programs execute and that
+//! [`Work::steps`] counts for the proxy.
+//!
+//! A step moves at most one slot in and at most one slot out. Rings need slots of one size on all their connections,
+//! since how an operation is cut into steps must come out the same on every rank.
+
+use std::ops::Range;
+
+use ringsight_records::{DataType, Function};
+
+use crate::launch::{Connections, Work};
+
+/// One step of a channel program. It takes a slot from `prev` (`recv`), combines it with this rank's data (`source`),
+/// and hands the result to the receive buffer (`store`) and to a slot of `next` (`send`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Step {
+    /// Elements moved; a step of 0 elements is skipped by both its ends.
+    pub elems: usize,
+    /// Consumes one slot from `prev`.
+    pub recv: bool,
+    /// Posts one slot to `next`.
+    pub send: bool,
+    /// Where this rank's contribution starts in the send buffer, in elements. With `recv` it is reduced with the slot.
+    pub source: Option<usize>,
+    /// Where the result goes in the receive buffer, in elements.
+    pub store: Option<usize>,
+    /// The result has every rank's contribution: an average divides now.
+    pub complete: bool,
+}
+
+/// The steps of one [`Work`]: `rounds` rounds of `per_round` steps.
+#[derive(Clone, Debug)]
+pub struct Schedule {
+    kind: Kind,
+    part: Range<usize>,
+    /// Elements of all ranks' chunks of one round together.
+    round_elems: usize,
+    /// Rounds that cover the part; 0 if the part is empty.
+    pub rounds: usize,
+    /// Steps of each round, skipped ones included.
+    pub per_round: usize,
+}
+
+#[derive(Clone, Debug)]
+enum Kind {
+    /// Copies between local buffers, without slots.
+    Local,
+    Send,
+    Recv,
+    Ring {
+        function: Function,
+        order: std::sync::Arc<[u32]>,
+        root: u32,
+        count: usize,
+        slot_elems: usize,
+        align: usize,
+    },
+}
+
+/// Elements of one local copy step: large enough to be cheap, small enough to let other channels run.
+const LOCAL_BYTES: usize = 1 << 20;
+
+/// Chunks of an AllReduce round start at multiples of this many bytes, so that reductions run on whole vectors.
+const CHUNK_ALIGN_BYTES: usize = 64;
+
+impl Schedule {
+    /// The schedule of `work`.
+    #[must_use]
+    pub fn new(work: &Work) -> Self {
+        let size = work.data_type.size();
+        let part = work.part.clone();
+        let (kind, round_elems, per_round) = match &work.connections {
+            Connections::Local => (Kind::Local, LOCAL_BYTES / size, 1),
+            Connections::Send(fifo) => (Kind::Send, fifo.slot_bytes() / size, 1),
+            Connections::Recv(fifo) => (Kind::Recv, fifo.slot_bytes() / size, 1),
+            Connections::Ring { order, next, .. } => {
+                let ranks = order.len();
+                let slot_elems = next.slot_bytes() / size;
+                let (round_elems, per_round) = match work.function {
+                    Function::AllReduce => (slot_elems * ranks, 2 * ranks - 1),
+                    Function::AllGather | Function::ReduceScatter => (slot_elems, ranks),
+                    Function::Broadcast | Function::Reduce => (slot_elems, 1),
+                    // No ring program; `Work::check` refuses them.
+                    _ => (slot_elems, 0),
+                };
+                let kind = Kind::Ring {
+                    function: work.function,
+                    order: order.clone(),
+                    root: work.root,
+                    count: work.count,
+                    slot_elems,
+                    align: CHUNK_ALIGN_BYTES / size,
+                };
+                (kind, round_elems, per_round)
+            }
+        };
+        // A slot smaller than an element (refused by `Work::check`) must not divide by zero here.
+        let round_elems = round_elems.max(1);
+        Self {
+            kind,
+            rounds: part.len().div_ceil(round_elems),
+            part,
+            round_elems,
+            per_round,
+        }
+    }
+
+    /// Step `index` of round `round`.
+    #[must_use]
+    pub fn step(&self, round: usize, index: usize) -> Step {
+        let base = self.part.start + round * self.round_elems;
+        let len = (self.part.end - base).min(self.round_elems);
+        let here = Step {
+            elems: len,
+            recv: false,
+            send: false,
+            source: None,
+            store: None,
+            complete: false,
+        };
+        match &self.kind {
+            Kind::Local => Step {
+                source: Some(base),
+                store: Some(base),
+                complete: true,
+                ..here
+            },
+            Kind::Send => Step {
+                send: true,
+                source: Some(base),
+                ..here
+            },
+            Kind::Recv => Step {
+                recv: true,
+                store: Some(base),
+                ..here
+            },
+            Kind::Ring {
+                function,
+                order,
+                root,
+                count,
+                slot_elems,
+                align,
+            } => {
+                let ranks = order.len();
+                let owner = |hop: usize| order[hop % ranks] as usize;
+                match function {
+                    Function::AllReduce => {
+                        // Reduce-scatter: the chunk of the rank behind us leaves first and each chunk travels on to
+                        // its owner, who completes it (index ranks - 1). All-gather: complete chunks go round.
+                        let chunk = len
+                            .div_ceil(ranks)
+                            .next_multiple_of((*align).max(1))
+                            .min(*slot_elems);
+                        let start = (owner(2 * ranks - 1 - index) * chunk).min(len);
+                        let elems = chunk.min(len - start);
+                        let at = Some(base + start);
+                        let reducing = index < ranks;
+                        Step {
+                            elems,
+                            recv: index > 0,
+                            send: index < 2 * ranks - 2,
+                            source: if reducing { at } else { None },
+                            store: if index >= ranks - 1 { at } else { None },
+                            complete: index == ranks - 1,
+                        }
+                    }
+                    Function::AllGather => {
+                        let at = owner(ranks - index) * count + base;
+                        Step {
+                            recv: index > 0,
+                            send: index < ranks - 1,
+                            source: (index == 0).then_some(base),
+                            store: Some(at),
+                            ..here
+                        }
+                    }
+                    Function::ReduceScatter => {
+                        let last = index == ranks - 1;
+                        Step {
+                            recv: index > 0,
+                            send: !last,
+                            source: Some(owner(ranks - 1 - index) * count + base),
+                            store: last.then_some(base),
+                            complete: last,
+                            ..here
+                        }
+                    }
+                    Function::Broadcast => {
+                        let first = order[0] == *root;
+                        Step {
+                            recv: !first,
+                            send: order[1 % ranks] != *root,
+                            source: first.then_some(base),
+                            store: Some(base),
+                            ..here
+                        }
+                    }
+                    Function::Reduce => {
+                        let last = order[0] == *root;
+                        Step {
+                            recv: order[ranks - 1] != *root,
+                            send: !last,
+                            source: Some(base),
+                            store: last.then_some(base),
+                            complete: last,
+                            ..here
+                        }
+                    }
+                    _ => Step { elems: 0, ..here },
+                }
+            }
+        }
+    }
+
+    /// Slots posted and consumed in one round.
+    fn count(&self, round: usize) -> Steps {
+        let mut total = Steps::default();
+        for step in (0..self.per_round)
+            .map(|index| self.step(round, index))
+            .filter(|step| step.elems > 0)
+        {
+            total.send += u32::from(step.send);
+            total.recv += u32::from(step.recv);
+        }
+        total
+    }
+
+    /// Slots posted and consumed in all rounds.
+    #[must_use]
+    pub fn steps(&self) -> Steps {
+        let Some(last) = self.rounds.checked_sub(1) else {
+            return Steps::default();
+        };
+        // Every round but the last is full, so they are alike.
+        let (first, end) = (self.count(0), self.count(last));
+        let full = u32::try_from(last).unwrap_or(u32::MAX);
+        Steps {
+            send: first.send.saturating_mul(full).saturating_add(end.send),
+            recv: first.recv.saturating_mul(full).saturating_add(end.recv),
+        }
+    }
+}
+
+/// FIFO slots that a channel's part of an operation moves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Steps {
+    /// Slots posted to `next` (or the peer of a send).
+    pub send: u32,
+    /// Slots consumed from `prev` (or the peer of a receive).
+    pub recv: u32,
+}
+
+/// Why a [`Work`] cannot run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkError(pub String);
+
+impl std::fmt::Display for WorkError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for WorkError {}
+
+impl Work {
+    /// The exact number of FIFO slots that this channel's part of the operation posts and consumes: what the proxy
+    /// operations of the channel move. Both ends of a connection come to the same number.
+    #[must_use]
+    pub fn steps(&self) -> Steps {
+        Schedule::new(self).steps()
+    }
+
+    /// Whether a device program exists for this work and its parts fit together.
+    ///
+    /// # Errors
+    /// Says what does not fit.
+    pub fn check(&self) -> Result<(), WorkError> {
+        let fail = |why: String| Err(WorkError(format!("op {} ({}): {why}", self.op, self.function)));
+        if self.part.start > self.part.end || self.part.end > self.count {
+            return fail(format!(
+                "part {:?} is not within its {} elements",
+                self.part, self.count
+            ));
+        }
+        match &self.connections {
+            Connections::Local => {}
+            Connections::Send(fifo) | Connections::Recv(fifo) => {
+                if fifo.slot_bytes() < DataType::Float64.size() {
+                    return fail(format!(
+                        "slots of {} bytes cannot hold an element",
+                        fifo.slot_bytes()
+                    ));
+                }
+                let expected = if matches!(self.connections, Connections::Send(_)) {
+                    Function::Send
+                } else {
+                    Function::Recv
+                };
+                if self.function != expected {
+                    return fail(format!("needs a ring, was given a connection for {expected}"));
+                }
+            }
+            Connections::Ring { order, prev, next } => {
+                use Function::{AllGather, AllReduce, Broadcast, Reduce, ReduceScatter};
+                if !matches!(
+                    self.function,
+                    AllReduce | AllGather | ReduceScatter | Broadcast | Reduce
+                ) {
+                    return fail("no ring program; it is made of sends and receives".into());
+                }
+                if prev.slot_bytes() != next.slot_bytes() {
+                    return fail(format!(
+                        "slots of a ring differ: {} bytes from prev, {} to next",
+                        prev.slot_bytes(),
+                        next.slot_bytes()
+                    ));
+                }
+                if next.slot_bytes() < DataType::Float64.size() {
+                    return fail(format!(
+                        "slots of {} bytes cannot hold an element",
+                        next.slot_bytes()
+                    ));
+                }
+                if order.len() < 2 || order.len() != self.ranks as usize || order[0] != self.rank {
+                    return fail(format!(
+                        "ring order {order:?} must hold all {} ranks (2 or more), rank {} first",
+                        self.ranks, self.rank
+                    ));
+                }
+                let mut seen = order.to_vec();
+                seen.sort_unstable();
+                if !seen.iter().copied().eq(0..self.ranks) || self.root >= self.ranks {
+                    return fail(format!(
+                        "ring order {order:?} or root {} is no set of ranks",
+                        self.root
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+}
