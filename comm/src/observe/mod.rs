@@ -1,6 +1,22 @@
 //! Writing what can be seen: records, shared pages, probe functions.
+//!
+//! An event is built as a [`Record`] and handed to [`emit`]. *Sparse* kinds (a handful for an operation) always go
+//! through an exported [`probe`] function; *dense* kinds go to the shared ring, and only while a collector has armed it,
+//! so callers ask [`wants`] before they build one. The library never knows whether anybody looks.
 
-use ringsight_records::{Kind, Record};
+mod numbers;
+pub mod probe;
+mod shared;
+
+use std::sync::atomic::Ordering;
+
+pub use numbers::{describe, next_captured_op, next_group, next_op, next_plan, release_captured_op, set_time};
+use ringsight_records::{
+    Kind, Record,
+    pages::{Communicator, Pages},
+    ring,
+};
+pub use shared::{LIBRARY_VERSION, fork_generation, prepare};
 
 /// `CLOCK_MONOTONIC` in nanoseconds, what `bpf_ktime_get_ns` reads.
 #[must_use]
@@ -11,11 +27,221 @@ pub fn now_ns() -> u64 {
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// Whether a dense event of this kind is worth building a record for: one relaxed load.
+/// Whether a dense event of this kind is worth building a record for: one relaxed load of the armed mask.
+#[inline]
 #[must_use]
-pub fn wants(_kind: Kind) -> bool {
-    false
+pub fn wants(kind: Kind) -> bool {
+    shared::current().is_some_and(|shared| shared.pages.header().lease.wants(kind))
 }
 
-/// Counts the event and hands it to its carriers: the ring if it is armed for the kind, the probe function if the kind is sparse.
-pub fn emit(_record: &Record) {}
+/// Counts the event and hands it to its carriers: the ring if it is armed for the kind, the probe function if the kind
+/// is sparse.
+#[inline]
+pub fn emit(record: &Record) {
+    let Some(kind) = record.kind() else { return };
+    match kind.probe() {
+        None => {
+            if wants(kind) {
+                to_ring(kind, record, true);
+            }
+        }
+        Some(probe) => {
+            if let Some(shared) = shared::current() {
+                shared.pages.header().count_emitted(kind);
+                if shared.pages.header().lease.wants(kind) {
+                    to_ring(kind, record, false);
+                }
+            }
+            probe::call(probe, record);
+        }
+    }
+}
+
+/// Appends to the armed ring. The record's own time stands for "now": it is at most a moment old, and reading the clock
+/// again would cost as much as the rest.
+fn to_ring(kind: Kind, record: &Record, count: bool) {
+    let Some(shared) = shared::current() else { return };
+    let header = shared.pages.header();
+    if !header.lease.alive(record.time_ns) {
+        return;
+    }
+    if count {
+        header.count_emitted(kind);
+    }
+    if !ring::push(&header.cursor, shared.pages.ring(), record) {
+        header.lost[kind as usize].fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// This process's shared pages as a collector sees them, if they have been made.
+#[must_use]
+pub fn pages() -> Option<Pages<'static>> {
+    shared::current().map(|shared| shared.pages)
+}
+
+/// Events of `kind` emitted since the pages were made: sparse ones always, dense ones while the ring was armed for them.
+#[must_use]
+pub fn emitted(kind: Kind) -> u64 {
+    pages().map_or(0, |pages| pages.header().emitted[kind as usize].load(Ordering::Relaxed))
+}
+
+/// Events of `kind` that found the ring full.
+#[must_use]
+pub fn lost(kind: Kind) -> u64 {
+    pages().map_or(0, |pages| pages.header().lost[kind as usize].load(Ordering::Relaxed))
+}
+
+/// A place in the communicator table, freed when dropped.
+#[derive(Debug)]
+pub struct TableEntry {
+    slot: usize,
+    fork: u32,
+}
+
+impl TableEntry {
+    /// Enters a communicator. `None` if the table is full, which is counted, or there are no pages.
+    #[must_use]
+    pub fn claim(communicator: &Communicator) -> Option<Self> {
+        let pages = pages()?;
+        let slot = pages.communicators().iter().position(|slot| !slot.is_live() && slot.claim(communicator));
+        if slot.is_none() {
+            pages.header().comm_overflow.fetch_add(1, Ordering::Relaxed);
+        }
+        slot.map(|slot| Self { slot, fork: fork_generation() })
+    }
+
+    /// Its index in the table.
+    #[must_use]
+    pub fn slot(&self) -> usize {
+        self.slot
+    }
+}
+
+impl Drop for TableEntry {
+    fn drop(&mut self) {
+        // In a forked child the pages are the parent's, or others: the slot is not ours.
+        if self.fork == fork_generation()
+            && let Some(pages) = pages()
+        {
+            pages.communicators()[self.slot].free();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Mutex, MutexGuard};
+
+    use ringsight_records::{Description, State, description::Time};
+
+    use super::*;
+
+    /// Tests of the one set of pages that this process has take turns.
+    fn turn() -> MutexGuard<'static, ()> {
+        static TURN: Mutex<()> = Mutex::new(());
+        prepare().unwrap();
+        TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    fn arm(mask: u64) -> u64 {
+        let lease = &pages().unwrap().header().lease;
+        lease.acquire((std::process::id(), 1), now_ns(), mask, |_, _| false).unwrap()
+    }
+
+    #[test]
+    fn a_dense_record_reaches_the_armed_ring_and_no_other() {
+        let _turn = turn();
+        let (header, slots) = (pages().unwrap().header(), pages().unwrap().ring());
+        let record = Record { value: 77, ..Record::new(Kind::NetPlugin, State::START, now_ns()) };
+        let before = emitted(Kind::NetPlugin);
+        emit(&record);
+        assert_eq!(emitted(Kind::NetPlugin), before, "unarmed events are not counted");
+        let lease = arm(Kind::NetPlugin.bit());
+        assert!(wants(Kind::NetPlugin) && !wants(Kind::ProxyCtrl));
+        emit(&record);
+        emit(&Record::new(Kind::ProxyCtrl, State::START, now_ns()));
+        assert_eq!(emitted(Kind::NetPlugin), before + 1);
+        assert_eq!(ring::pop(&header.cursor, slots), Some(record));
+        assert_eq!(ring::pop(&header.cursor, slots), None);
+        header.lease.release(lease);
+        assert!(!wants(Kind::NetPlugin));
+    }
+
+    #[test]
+    fn a_lapsed_lease_and_a_full_ring() {
+        let _turn = turn();
+        let (header, slots) = (pages().unwrap().header(), pages().unwrap().ring());
+        let lease = arm(Kind::NetPlugin.bit());
+        let late = Record::new(Kind::NetPlugin, State::START, now_ns() + 2 * ringsight_records::pages::LEASE_NS);
+        emit(&late);
+        assert_eq!(ring::pop(&header.cursor, slots), None, "nobody reads any more");
+        let lost_before = lost(Kind::NetPlugin);
+        for _ in 0..slots.len() + 3 {
+            emit(&Record::new(Kind::NetPlugin, State::START, now_ns()));
+        }
+        assert_eq!(lost(Kind::NetPlugin), lost_before + 3);
+        assert_eq!(std::iter::from_fn(|| ring::pop(&header.cursor, slots)).count(), slots.len());
+        header.lease.release(lease);
+    }
+
+    #[test]
+    fn descriptions_are_found_by_number_until_overwritten() {
+        let _turn = turn();
+        let op = next_op();
+        describe(&Description { op, count: 5, ..Default::default() });
+        set_time(op, Time::DeviceEnd, 9);
+        let found = pages().unwrap().description(op).unwrap();
+        assert_eq!((found.count, found.device_end_ns), (5, 9));
+        let later = op + ringsight_records::pages::DESCRIPTION_ENTRIES as u32;
+        describe(&Description { op: later, ..Default::default() });
+        assert_eq!(pages().unwrap().description(op), None);
+        set_time(op, Time::DeviceEnd, 11);
+        assert_eq!(pages().unwrap().description(later).unwrap().device_end_ns, 0);
+    }
+
+    #[test]
+    fn the_header_tells_this_process() {
+        let _turn = turn();
+        let header = pages().unwrap().header();
+        assert_eq!(header.pid, std::process::id());
+        assert_eq!(header.library_version, 22809);
+        assert!(header.start_time > 0);
+        assert!(!ringsight_records::pages::text(&header.host).is_empty());
+    }
+
+    #[test]
+    fn a_forked_child_has_pages_of_its_own() {
+        let _turn = turn();
+        let parent = emitted(Kind::Graph);
+        // SAFETY: the child calls atomics, memfd, mmap and `_exit` only; it returns into no test harness.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let inherited = pages().is_some();
+            emit(&Record::new(Kind::Graph, State::START, 0));
+            let made = prepare().is_ok();
+            emit(&Record::new(Kind::Graph, State::START, 0));
+            let own = pages().is_some_and(|pages| pages.header().pid == std::process::id());
+            let code = i32::from(inherited || !made || !own || emitted(Kind::Graph) != 1);
+            // SAFETY: ends the child without running the parent's exit handlers.
+            unsafe { libc::_exit(code) };
+        }
+        let mut status = -1;
+        // SAFETY: waits for the child just made.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0, "the child saw or wrote the parent's pages");
+        assert_eq!(emitted(Kind::Graph), parent);
+    }
+
+    #[test]
+    fn the_communicator_table_is_reused() {
+        let _turn = turn();
+        // SAFETY: `Communicator` is plain data; zero is valid for every field.
+        let communicator = Communicator { id: 42, ..unsafe { std::mem::zeroed() } };
+        let entry = TableEntry::claim(&communicator).unwrap();
+        let slot = &pages().unwrap().communicators()[entry.slot()];
+        assert!(slot.is_live());
+        assert_eq!(slot.read().unwrap().id, 42);
+        drop(entry);
+        assert!(!slot.is_live());
+    }
+}

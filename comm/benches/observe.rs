@@ -1,0 +1,70 @@
+//! What being observable costs: the probe function, an event nobody wants, and a record in the armed ring.
+
+use std::{
+    hint::black_box,
+    sync::atomic::{AtomicBool, Ordering},
+};
+
+use criterion::{Criterion, criterion_group, criterion_main};
+use ringsight_comm::observe::{self, probe};
+use ringsight_records::{Kind, Record, State, ring};
+
+fn observe(criterion: &mut Criterion) {
+    observe::prepare().expect("shared pages");
+    let pages = observe::pages().expect("shared pages");
+    let record = Record::new(Kind::ProxyStep, State::START, observe::now_ns());
+    let mut group = criterion.benchmark_group("observe");
+
+    group.bench_function("probe function, unattached", |bencher| {
+        bencher.iter(|| {
+            // SAFETY: the function reads nothing.
+            unsafe { probe::ringsight_probe_launch(black_box(&raw const record)) }
+        });
+    });
+    group.bench_function("dense event, unarmed", |bencher| {
+        bencher.iter(|| observe::emit(black_box(&record)))
+    });
+    group.bench_function("sparse event, unattached", |bencher| {
+        let record = Record {
+            kind: Kind::OpLaunched as u8,
+            ..record
+        };
+        bencher.iter(|| observe::emit(black_box(&record)));
+    });
+    group.bench_function("clock", |bencher| bencher.iter(observe::now_ns));
+
+    let (header, slots) = (pages.header(), pages.ring());
+    let lease = header
+        .lease
+        .acquire((std::process::id(), 0), observe::now_ns(), Kind::DENSE, |_, _| {
+            false
+        })
+        .expect("nobody else reads");
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // As a collector does: empties the ring, then sleeps a millisecond.
+            while !done.load(Ordering::Relaxed) {
+                while ring::pop(&header.cursor, slots).is_some() {}
+                let _ = header.lease.renew(lease, observe::now_ns());
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+        });
+        group.bench_function("dense event, armed", |bencher| {
+            bencher.iter(|| {
+                observe::emit(black_box(&record));
+            });
+        });
+        done.store(true, Ordering::Relaxed);
+    });
+    header.lease.release(lease);
+    println!(
+        "ring: {} records, {} of them lost to a full ring",
+        observe::emitted(Kind::ProxyStep),
+        observe::lost(Kind::ProxyStep)
+    );
+    group.finish();
+}
+
+criterion_group!(benches, observe);
+criterion_main!(benches);

@@ -1,0 +1,147 @@
+//! Numbers of operations, groups and plans, and the description entries that belong to operations.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use ringsight_records::{Description, description::Time, pages::CAPTURED};
+
+use super::shared::{self, Shared};
+
+/// Bits of a captured operation's number that name its slot.
+const SLOT_BITS: u32 = 12;
+
+/// Free slots of the table of captured operations, with each slot's generation.
+#[derive(Debug)]
+pub(super) struct CapturedSlots {
+    free: Vec<u16>,
+    generations: Vec<u32>,
+}
+
+impl CapturedSlots {
+    pub(super) fn new(entries: usize) -> Self {
+        // Popped from the end: low slots first.
+        Self {
+            free: (0..entries as u16).rev().collect(),
+            generations: vec![0; entries],
+        }
+    }
+
+    fn take(&mut self) -> Option<u32> {
+        let slot = self.free.pop()?;
+        let generation = &mut self.generations[usize::from(slot)];
+        *generation = generation.wrapping_add(1) & (u32::MAX >> (SLOT_BITS + 1));
+        Some(CAPTURED | *generation << SLOT_BITS | u32::from(slot))
+    }
+
+    fn give_back(&mut self, op: u32) {
+        let slot = op & ((1 << SLOT_BITS) - 1);
+        self.free.push(slot as u16);
+    }
+}
+
+/// The next number of a counter that skips 0 and stays below [`CAPTURED`].
+fn next(counter: &AtomicU32) -> u32 {
+    loop {
+        // Relaxed: numbers need to differ, they order nothing.
+        let number = counter.fetch_add(1, Ordering::Relaxed) & !CAPTURED;
+        if number != 0 {
+            return number;
+        }
+    }
+}
+
+/// Number for an operation that runs once.
+#[must_use]
+pub fn next_op() -> u32 {
+    static NEXT: AtomicU32 = AtomicU32::new(1);
+    next(&NEXT)
+}
+
+/// Number for a captured operation, to be given back by [`release_captured_op`] when its graph is gone. If the table is
+/// full, the overflow is counted and the number is one of an eager operation, whose entry is soon overwritten.
+#[must_use]
+pub fn next_captured_op() -> u32 {
+    let Some(shared) = shared::current() else {
+        return next_op();
+    };
+    if let Some(op) = shared
+        .captured
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner)
+        .take()
+    {
+        return op;
+    }
+    shared
+        .pages
+        .header()
+        .captured_overflow
+        .fetch_add(1, Ordering::Relaxed);
+    next_op()
+}
+
+/// Gives a captured operation's number back; an eager one's is left alone.
+pub fn release_captured_op(op: u32) {
+    if op & CAPTURED == 0 {
+        return;
+    }
+    if let Some(shared) = shared::current() {
+        shared
+            .captured
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .give_back(op);
+    }
+}
+
+/// Number for a group.
+#[must_use]
+pub fn next_group() -> u32 {
+    static NEXT: AtomicU32 = AtomicU32::new(1);
+    next(&NEXT)
+}
+
+/// Number for a plan.
+#[must_use]
+pub fn next_plan() -> u32 {
+    static NEXT: AtomicU32 = AtomicU32::new(1);
+    next(&NEXT)
+}
+
+/// Writes the description entry of operation `description.op`.
+pub fn describe(description: &Description) {
+    if let Some(Shared { pages, .. }) = shared::current() {
+        pages.slot(description.op).write(description);
+    }
+}
+
+/// Sets one time of operation `op`'s entry, unless a later operation has taken its slot.
+pub fn set_time(op: u32, time: Time, ns: u64) {
+    if let Some(Shared { pages, .. }) = shared::current() {
+        pages.slot(op).set_time(op, time, ns);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn captured_slots_come_back_with_another_generation() {
+        let mut slots = CapturedSlots::new(2);
+        let (a, b) = (slots.take().unwrap(), slots.take().unwrap());
+        assert_eq!(slots.take(), None);
+        assert_ne!(a & 0xfff, b & 0xfff);
+        slots.give_back(a);
+        let c = slots.take().unwrap();
+        assert_eq!(a & 0xfff, c & 0xfff);
+        assert_ne!(a, c);
+        assert_eq!(c & CAPTURED, CAPTURED);
+    }
+
+    #[test]
+    fn numbers_skip_zero_and_the_captured_bit() {
+        let counter = AtomicU32::new(CAPTURED - 1);
+        assert_eq!(next(&counter), CAPTURED - 1);
+        assert_eq!(next(&counter), 1);
+    }
+}

@@ -1,0 +1,178 @@
+//! Making the shared pages of this process, and letting go of them in a forked child.
+
+use std::{
+    fs, io, ptr,
+    sync::{
+        Mutex, Once,
+        atomic::{AtomicI32, AtomicPtr, AtomicU32, Ordering},
+    },
+};
+
+use ringsight_records::pages::{Geometry, Header, MEMFD_NAME, Pages};
+
+use super::numbers::CapturedSlots;
+
+/// Version number that `ncclGetVersion` gives: 2.28.9.
+pub const LIBRARY_VERSION: u32 = 22809;
+
+/// The shared pages of this process with what it alone keeps about them. Never freed: a reader of [`CURRENT`] may hold
+/// a reference for as long as it likes.
+pub(super) struct Shared {
+    pub(super) pages: Pages<'static>,
+    pub(super) captured: Mutex<CapturedSlots>,
+    fd: i32,
+}
+
+/// The pages of this process; null before the first use and in a forked child that has not used them yet.
+static CURRENT: AtomicPtr<Shared> = AtomicPtr::new(ptr::null_mut());
+/// Serialises creation. An `AtomicI32` spin lock would be wrong in a forked child; so would a `Mutex` that another
+/// thread of the parent held at the fork, hence the owner's fork generation in it.
+static CREATING: AtomicU32 = AtomicU32::new(0);
+/// How often this process descends by fork from the one that loaded the library.
+static FORKS: AtomicU32 = AtomicU32::new(0);
+/// File descriptor of the current pages, for the fork handler; -1 if there are none.
+static FD: AtomicI32 = AtomicI32::new(-1);
+
+/// The pages, if they have been made.
+#[inline]
+pub(super) fn current() -> Option<&'static Shared> {
+    // Acquire: pairs with the release in `make`; on x86-64 and for a pointer dependency it costs a plain load.
+    let shared = CURRENT.load(Ordering::Acquire);
+    // SAFETY: not null means leaked by `make`, never freed.
+    unsafe { shared.as_ref() }
+}
+
+/// How often this process was forked since the library was loaded: a communicator made under another number belongs to
+/// the parent, whose threads do not exist here.
+#[must_use]
+pub fn fork_generation() -> u32 {
+    FORKS.load(Ordering::Relaxed)
+}
+
+/// Makes the pages if there are none yet.
+///
+/// # Errors
+/// What the system refused. The process then works unobserved; a later call tries again.
+pub fn prepare() -> io::Result<()> {
+    static HANDLER: Once = Once::new();
+    if current().is_some() {
+        return Ok(());
+    }
+    HANDLER.call_once(|| {
+        // SAFETY: registers plain functions that only do atomic stores and `close`, all async-signal-safe.
+        unsafe { libc::pthread_atfork(None, None, Some(forked)) };
+    });
+    // A lock whose holder is named by fork generation: one that a thread of the parent held at the fork is free here.
+    let mine = fork_generation() << 1 | 1;
+    loop {
+        let seen = CREATING.load(Ordering::Relaxed);
+        if seen == mine {
+            std::thread::yield_now();
+        // Acquire: what the previous maker stored is visible.
+        } else if CREATING
+            .compare_exchange(seen, mine, Ordering::Acquire, Ordering::Relaxed)
+            .is_ok()
+        {
+            break;
+        }
+    }
+    let result = if current().is_some() {
+        Ok(())
+    } else {
+        make().map(|shared| {
+            FD.store(shared.fd, Ordering::Relaxed);
+            // Release: who sees the pointer sees the pages initialised.
+            CURRENT.store(Box::into_raw(Box::new(shared)), Ordering::Release);
+        })
+    };
+    CREATING.store(mine & !1, Ordering::Release);
+    result
+}
+
+/// Runs in the child of a fork: the pages there are the parent's.
+extern "C" fn forked() {
+    FORKS.fetch_add(1, Ordering::Relaxed);
+    CURRENT.store(ptr::null_mut(), Ordering::Relaxed);
+    let fd = FD.swap(-1, Ordering::Relaxed);
+    if fd >= 0 {
+        // Else a collector that looks at the child would find the parent's pages among its descriptors.
+        // SAFETY: the descriptor is this module's own.
+        unsafe { libc::close(fd) };
+    }
+}
+
+fn make() -> io::Result<Shared> {
+    let geometry = Geometry::standard();
+    let name = std::ffi::CString::new(MEMFD_NAME)?;
+    // SAFETY: a valid C string; the flags are constants.
+    let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let fail = |error: io::Error| {
+        // SAFETY: `fd` was opened above and is used no further.
+        unsafe { libc::close(fd) };
+        Err(error)
+    };
+    // SAFETY: `fd` is a memfd; the size fits.
+    if unsafe { libc::ftruncate(fd, geometry.file_bytes as libc::off_t) } != 0 {
+        return fail(io::Error::last_os_error());
+    }
+    // SAFETY: a fresh shared mapping of a file of that size, at an address of the kernel's choice.
+    let base = unsafe {
+        libc::mmap(
+            ptr::null_mut(),
+            geometry.file_bytes,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_SHARED,
+            fd,
+            0,
+        )
+    };
+    if base == libc::MAP_FAILED {
+        return fail(io::Error::last_os_error());
+    }
+    let host = std::env::var("NCCL_HOSTID")
+        .ok()
+        .filter(|id| !id.is_empty())
+        .unwrap_or_else(host_name);
+    // SAFETY: page-aligned, zeroed, large enough, and nobody else uses it before the magic is set.
+    let header = unsafe { &mut *base.cast::<Header>() };
+    header.initialise(
+        &geometry,
+        std::process::id(),
+        start_time()?,
+        LIBRARY_VERSION,
+        &host,
+    );
+    // SAFETY: the mapping is `file_bytes` long, never unmapped, and changed through atomics alone from here on.
+    let pages = unsafe { Pages::new(base.cast(), geometry.file_bytes) }.map_err(io::Error::other)?;
+    Ok(Shared {
+        pages,
+        captured: Mutex::new(CapturedSlots::new(geometry.captured.1)),
+        fd,
+    })
+}
+
+/// This machine's host name; "unknown" if it has none.
+fn host_name() -> String {
+    let mut bytes = [0u8; 256];
+    // SAFETY: writes at most 255 bytes into the buffer, whose last byte stays zero.
+    unsafe { libc::gethostname(bytes.as_mut_ptr().cast(), bytes.len() - 1) };
+    let name = ringsight_records::pages::text(&bytes);
+    if name.is_empty() {
+        "unknown".into()
+    } else {
+        name.into()
+    }
+}
+
+/// Start time of this process, clock ticks since boot: field 22 of `/proc/self/stat`.
+fn start_time() -> io::Result<u64> {
+    let stat = fs::read_to_string("/proc/self/stat")?;
+    // The second field, the name in parentheses, may hold anything: count from its end.
+    stat.rsplit_once(')')
+        .and_then(|(_, rest)| rest.split_ascii_whitespace().nth(19))
+        .and_then(|field| field.parse().ok())
+        .ok_or_else(|| io::Error::other("/proc/self/stat has no start time"))
+}
