@@ -1,1 +1,328 @@
-//! host programs
+//! The device code of the host device: one thread runs all channels of a launch, as a GPU's blocks would.
+//!
+//! A channel's programs are resumable: a step that finds no data or no room gives way to the other channels, so no
+//! channel ever blocks another, and the sends and receives of a launch make progress in whatever order their peers
+//! serve them.
+
+use std::{
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use crate::{
+    Fifo,
+    launch::{ChannelWork, Connections, Launch, Work},
+    reduce::Reduction,
+    schedule::{Schedule, Step},
+};
+
+/// Runs a launch to its end, or until its abort word is set. `replay` is 0 for an eager launch, n for the n-th replay
+/// of the graph that holds it.
+///
+/// Every work of the launch must pass [`Work::check`], and its buffers must stay valid until the launch is finished.
+pub fn run(launch: &Launch, replay: u32) {
+    let mut channels: Vec<Channel<'_>> = launch.channels.iter().map(Channel::new).collect();
+    let mut wait = Backoff::default();
+    let mut aborted = false;
+    loop {
+        if launch.abort.is_set() {
+            aborted = true;
+            break;
+        }
+        let mut moved = false;
+        channels.retain_mut(|channel| {
+            moved |= channel.advance(launch, replay);
+            !channel.is_done()
+        });
+        if channels.is_empty() {
+            break;
+        }
+        if moved {
+            wait.reset();
+        } else {
+            wait.pause();
+        }
+    }
+    for channel in &mut channels {
+        channel.give_up(launch, replay);
+    }
+    launch.observer.launch_finished(replay, aborted);
+}
+
+/// One channel while it runs: first its collectives, one after another, then its sends and receives.
+struct Channel<'a> {
+    number: u8,
+    ops: Vec<Op>,
+    lanes: Vec<Lane<'a>>,
+    /// Lanes of the point-to-point phase, which follows the collectives.
+    later: Vec<Lane<'a>>,
+}
+
+/// An operation's works on one channel, for the observer.
+struct Op {
+    number: u32,
+    remaining: usize,
+    started: bool,
+}
+
+/// Programs that run in order because they share a FIFO. Different lanes run side by side.
+struct Lane<'a> {
+    fifo: Option<*const Fifo>,
+    /// Reversed: the current program is last.
+    programs: Vec<Program<'a>>,
+}
+
+impl<'a> Channel<'a> {
+    fn new(channel: &'a ChannelWork) -> Self {
+        let mut ops: Vec<Op> = Vec::new();
+        let mut collectives = Lane {
+            fifo: None,
+            programs: Vec::new(),
+        };
+        let mut later: Vec<Lane<'a>> = Vec::new();
+        for work in &channel.work {
+            let op = ops.iter().position(|op| op.number == work.op).unwrap_or_else(|| {
+                ops.push(Op {
+                    number: work.op,
+                    remaining: 0,
+                    started: false,
+                });
+                ops.len() - 1
+            });
+            ops[op].remaining += 1;
+            let program = Program::new(work, op);
+            if !work.function.is_p2p() {
+                collectives.programs.push(program);
+                continue;
+            }
+            let fifo = match &work.connections {
+                Connections::Send(fifo) | Connections::Recv(fifo) => Some(Arc::as_ptr(fifo)),
+                Connections::Local | Connections::Ring { .. } => None,
+            };
+            match later.iter_mut().find(|lane| lane.fifo == fifo) {
+                Some(lane) => lane.programs.push(program),
+                None => later.push(Lane {
+                    fifo,
+                    programs: vec![program],
+                }),
+            }
+        }
+        let mut lanes = vec![collectives];
+        for lane in lanes.iter_mut().chain(&mut later) {
+            lane.programs.reverse();
+        }
+        lanes.retain(|lane| !lane.programs.is_empty());
+        Self {
+            number: channel.channel,
+            ops,
+            lanes,
+            later,
+        }
+    }
+
+    fn is_done(&self) -> bool {
+        self.lanes.is_empty() && self.later.is_empty()
+    }
+
+    /// Lets every lane make one step; says whether one did.
+    fn advance(&mut self, launch: &Launch, replay: u32) -> bool {
+        if self.lanes.is_empty() {
+            self.lanes = std::mem::take(&mut self.later);
+        }
+        let Self {
+            number, ops, lanes, ..
+        } = self;
+        let mut moved = false;
+        lanes.retain_mut(|lane| {
+            let Some(program) = lane.programs.last_mut() else {
+                return false;
+            };
+            let op = &mut ops[program.op];
+            if !op.started {
+                op.started = true;
+                launch.observer.channel_started(op.number, replay, *number);
+            }
+            match program.advance() {
+                Advance::Waiting => {}
+                Advance::Moved => moved = true,
+                Advance::Done => {
+                    moved = true;
+                    op.remaining -= 1;
+                    if op.remaining == 0 {
+                        launch.observer.channel_stopped(op.number, replay, *number, false);
+                    }
+                    lane.programs.pop();
+                }
+            }
+            !lane.programs.is_empty()
+        });
+        moved
+    }
+
+    /// Reports what was begun and will not be finished.
+    fn give_up(&mut self, launch: &Launch, replay: u32) {
+        for op in self.ops.iter().filter(|op| op.started && op.remaining > 0) {
+            launch
+                .observer
+                .channel_stopped(op.number, replay, self.number, true);
+        }
+    }
+}
+
+enum Advance {
+    /// No data or no room yet.
+    Waiting,
+    Moved,
+    Done,
+}
+
+/// One work while it runs.
+struct Program<'a> {
+    work: &'a Work,
+    /// Index of its operation in the channel.
+    op: usize,
+    schedule: Schedule,
+    reduction: Option<Reduction>,
+    round: usize,
+    index: usize,
+}
+
+impl<'a> Program<'a> {
+    fn new(work: &'a Work, op: usize) -> Self {
+        Self {
+            work,
+            op,
+            schedule: Schedule::new(work),
+            reduction: Reduction::new(work.reduce_op, work.data_type),
+            round: 0,
+            index: 0,
+        }
+    }
+
+    /// Makes the next step, if its slots are there.
+    fn advance(&mut self) -> Advance {
+        while self.round < self.schedule.rounds {
+            if self.index == self.schedule.per_round {
+                self.index = 0;
+                self.round += 1;
+                continue;
+            }
+            let step = self.schedule.step(self.round, self.index);
+            if step.elems > 0 && !self.execute(step) {
+                return Advance::Waiting;
+            }
+            self.index += 1;
+            if step.elems > 0
+                && !(self.round + 1 == self.schedule.rounds && self.index == self.schedule.per_round)
+            {
+                return Advance::Moved;
+            }
+        }
+        Advance::Done
+    }
+
+    /// Executes a step; `false` if a slot is missing.
+    fn execute(&self, step: Step) -> bool {
+        let (prev, next) = match &self.work.connections {
+            Connections::Local => (None, None),
+            Connections::Ring { prev, next, .. } => (step.recv.then_some(prev), step.send.then_some(next)),
+            Connections::Send(next) => (None, step.send.then_some(next)),
+            Connections::Recv(prev) => (step.recv.then_some(prev), None),
+        };
+        let input = match prev.map(|fifo| (fifo, fifo.posted())) {
+            None => None,
+            Some((_, None)) => return false,
+            // The posted size is the peer's word; what this step takes is at most a slot in any case.
+            Some((fifo, Some((position, _)))) => Some((fifo, position)),
+        };
+        let output = match next.map(|fifo| (fifo, fifo.free())) {
+            None => None,
+            Some((_, None)) => return false,
+            Some((fifo, Some(position))) => Some((fifo, position)),
+        };
+
+        let size = self.work.data_type.size();
+        let bytes = step.elems * size;
+        let address = |buffer: usize, at: Option<usize>| {
+            at.filter(|_| buffer != 0)
+                .map(|at| (buffer + at * size) as *mut u8)
+        };
+        let source = address(self.work.send, step.source).map(<*mut u8>::cast_const);
+        let store = address(self.work.recv, step.store);
+        let arrived = input.map(|(fifo, position)| fifo.slot(position).cast_const());
+        let leaving = output.map(|(fifo, position)| fifo.slot(position));
+
+        // SAFETY: a slot holds `elems` elements (the schedule never asks for more) and is ours until posted or
+        // released; the user's buffers hold what the operation says, the launch's contract.
+        unsafe {
+            match (arrived, source, self.reduction) {
+                (Some(slot), Some(own), Some(reduction)) => {
+                    let kernel = if step.complete {
+                        reduction.complete
+                    } else {
+                        reduction.partial
+                    };
+                    if let Some(to) = store.or(leaving) {
+                        kernel(to, slot, own, step.elems, self.work.ranks);
+                        if let (Some(result), Some(leaving)) = (store, leaving) {
+                            leaving.copy_from_nonoverlapping(result, bytes);
+                        }
+                    }
+                }
+                (Some(from), ..) | (None, Some(from), _) => {
+                    if let Some(leaving) = leaving {
+                        leaving.copy_from_nonoverlapping(from, bytes);
+                    }
+                    if let Some(store) = store.filter(|store| store.cast_const() != from) {
+                        // Overlapping buffers are the caller's mistake, but not a reason for undefined behaviour.
+                        store.copy_from(from, bytes);
+                    }
+                }
+                (None, None, _) => {}
+            }
+        }
+        if let Some((fifo, position)) = output {
+            fifo.post(position, bytes);
+        }
+        if let Some((fifo, position)) = input {
+            fifo.release(position);
+        }
+        true
+    }
+}
+
+/// How a kernel waits for its peers: a few spins for a peer on another core, then yields for a peer that shares this
+/// core, then sleeps, so that a rank that waits 80 ms for a late one costs next to nothing.
+#[derive(Default)]
+struct Backoff {
+    pauses: u32,
+    yielding_since: Option<Instant>,
+    sleep: Duration,
+}
+
+impl Backoff {
+    const SPINS: u32 = 32;
+    const YIELD_FOR: Duration = Duration::from_micros(100);
+    const FIRST_SLEEP: Duration = Duration::from_micros(20);
+    const LAST_SLEEP: Duration = Duration::from_micros(100);
+
+    fn reset(&mut self) {
+        *self = Self::default();
+    }
+
+    fn pause(&mut self) {
+        self.pauses += 1;
+        if self.pauses <= Self::SPINS {
+            std::hint::spin_loop();
+            return;
+        }
+        let since = *self.yielding_since.get_or_insert_with(Instant::now);
+        if since.elapsed() < Self::YIELD_FOR {
+            thread::yield_now();
+            return;
+        }
+        self.sleep = (self.sleep * 3 / 2).clamp(Self::FIRST_SLEEP, Self::LAST_SLEEP);
+        thread::sleep(self.sleep);
+    }
+}

@@ -6,6 +6,7 @@
 pub mod fifo;
 pub mod host;
 pub mod launch;
+pub mod minifloat;
 pub mod reduce;
 pub mod schedule;
 

@@ -8,7 +8,10 @@ use std::ops::Range;
 
 use ringsight_records::{DataType, Function};
 
-use crate::launch::{Connections, Work};
+use crate::{
+    launch::{Connections, Work},
+    reduce::Reduction,
+};
 
 /// One step of a channel program. It takes a slot from `prev` (`recv`), combines it with this rank's data (`source`),
 /// and hands the result to the receive buffer (`store`) and to a slot of `next` (`send`).
@@ -283,6 +286,13 @@ impl Work {
                 "part {:?} is not within its {} elements",
                 self.part, self.count
             ));
+        }
+        let reduces = matches!(
+            self.function,
+            Function::AllReduce | Function::ReduceScatter | Function::Reduce
+        );
+        if reduces && Reduction::new(self.reduce_op, self.data_type).is_none() {
+            return fail(format!("no {} reduction for {}", self.reduce_op, self.data_type));
         }
         match &self.connections {
             Connections::Local => {}
