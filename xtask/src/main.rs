@@ -1,2 +1,72 @@
-//! xtask
-fn main() {}
+//! Command line of `cargo xtask`.
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+use xtask::{backend, bench, demo, dist, setup, test, workspace};
+
+/// Developer and operator chores of ringsight.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Installs what builds and tests need, as far as it is missing. The other commands do this themselves.
+    Setup {
+        /// Also what only the tests use: Jaeger (where Go is) and Chromium.
+        #[arg(long)]
+        all: bool,
+    },
+    /// Runs every layer of tests that this machine can run, and says which it skipped and why.
+    Test(test::Options),
+    /// Runs a training job of several processes, attaches the collector to it and writes its traces.
+    Demo(demo::Arguments),
+    /// One rank of the demo's training job.
+    #[command(hide = true)]
+    DemoWorker(demo::worker::Arguments),
+    /// Builds and runs `ringsight`: `probe attach <pid>…`, `probe list <pid>`.
+    #[command(disable_help_flag = true)]
+    Probe {
+        /// Arguments of `ringsight`.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
+    /// Starts a trace backend in the foreground.
+    Backend(backend::Options),
+    /// Makes the release archive: target/dist/ringsight-<version>-x86_64-linux.tar.gz.
+    Dist(dist::Options),
+    /// Runs benchmarks and compares them with their goals.
+    Bench(bench::Options),
+}
+
+fn run() -> Result<ExitCode> {
+    match Arguments::parse().command {
+        Command::Setup { all } => {
+            setup::ebpf_toolchain()?;
+            if all {
+                setup::optional("Jaeger", setup::jaeger());
+                setup::optional("Chromium", setup::chromium());
+            }
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Test(options) => test::run(&options),
+        Command::Demo(arguments) => demo::run(&arguments),
+        Command::DemoWorker(arguments) => demo::worker::run(&arguments).map(|()| ExitCode::SUCCESS),
+        Command::Probe { arguments } => workspace::run_ringsight(&arguments),
+        Command::Backend(options) => backend::run(&options),
+        Command::Dist(options) => dist::run(&options).map(|_| ExitCode::SUCCESS),
+        Command::Bench(options) => bench::run(&options),
+    }
+}
+
+fn main() -> ExitCode {
+    run().unwrap_or_else(|error| {
+        eprintln!("error: {error:#}");
+        ExitCode::FAILURE
+    })
+}

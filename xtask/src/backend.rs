@@ -1,0 +1,243 @@
+//! `cargo xtask backend`: a trace backend to look at traces in.
+
+use std::{
+    io::{Read, Write},
+    net::{SocketAddr, TcpListener, TcpStream},
+    path::PathBuf,
+    process::{Command, ExitCode, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+use clap::{Args, ValueEnum};
+
+use crate::{
+    process::{self, Guarded},
+    setup,
+};
+
+/// Which backend and where.
+#[derive(Args, Debug)]
+pub struct Options {
+    /// Backend to start.
+    backend: Name,
+    /// First of the ports to use: OTLP gRPC, OTLP HTTP, then the query API. By default Jaeger's own: 4317, 4318, 16686.
+    #[arg(long, value_name = "PORT")]
+    port_base: Option<u16>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Name {
+    /// Jaeger v2 with traces in memory.
+    Jaeger,
+}
+
+/// A running Jaeger that keeps traces in memory.
+#[derive(Debug)]
+pub struct Jaeger {
+    /// The process; ends with this object.
+    pub process: Guarded,
+    /// Where OTLP over gRPC is taken.
+    pub otlp_grpc: SocketAddr,
+    /// Where OTLP over HTTP is taken.
+    pub otlp_http: SocketAddr,
+    /// Query API and user interface.
+    pub query: SocketAddr,
+    configuration: PathBuf,
+}
+
+impl Jaeger {
+    /// Starts `program` on these ports and waits until its query API answers.
+    ///
+    /// # Errors
+    /// If it ends or does not answer within 30 s, with what it wrote.
+    pub fn start(program: &std::path::Path, [grpc, http, query]: [u16; 3], quiet: bool) -> Result<Self> {
+        let at = |port| SocketAddr::from(([127, 0, 0, 1], port));
+        let configuration =
+            std::env::temp_dir().join(format!("ringsight-jaeger-{}-{query}.yaml", std::process::id()));
+        std::fs::write(&configuration, configuration_text(grpc, http, query)?)
+            .with_context(|| format!("writing {}", configuration.display()))?;
+        let mut command = Command::new(program);
+        command.arg("--config").arg(&configuration).stdin(Stdio::null());
+        let log = configuration.with_extension("log");
+        if quiet {
+            let file = std::fs::File::create(&log).with_context(|| format!("creating {}", log.display()))?;
+            command.stdout(file.try_clone()?).stderr(file);
+        }
+        let process = Guarded::start("jaeger", &mut command, libc::SIGTERM)?;
+        let mut jaeger = Self {
+            process,
+            otlp_grpc: at(grpc),
+            otlp_http: at(http),
+            query: at(query),
+            configuration,
+        };
+        let end = Instant::now() + Duration::from_secs(30);
+        loop {
+            if get(jaeger.query, "/api/services").is_ok() && TcpStream::connect(jaeger.otlp_grpc).is_ok() {
+                return Ok(jaeger);
+            }
+            let ended = jaeger.process.child().try_wait()?;
+            if ended.is_some() || Instant::now() > end {
+                let wrote = std::fs::read_to_string(&log).unwrap_or_default();
+                let last = wrote.lines().rev().take(5).collect::<Vec<_>>().join("\n    ");
+                match ended {
+                    Some(status) => bail!("Jaeger ended at once: {}\n    {last}", process::reason(status)),
+                    None => bail!("Jaeger does not answer on {}\n    {last}", jaeger.query),
+                }
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+}
+
+impl Drop for Jaeger {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.configuration);
+        let _ = std::fs::remove_file(self.configuration.with_extension("log"));
+    }
+}
+
+/// Ports that are free at this moment.
+///
+/// # Errors
+/// If the system gives none.
+pub fn free_ports<const N: usize>() -> Result<[u16; N]> {
+    // All are held until all are known, so that they differ.
+    let listeners: Vec<_> = (0..N)
+        .map(|_| TcpListener::bind("127.0.0.1:0"))
+        .collect::<Result<_, _>>()?;
+    let mut ports = [0; N];
+    for (port, listener) in ports.iter_mut().zip(&listeners) {
+        *port = listener.local_addr()?.port();
+    }
+    Ok(ports)
+}
+
+/// The configuration of an all-in-one Jaeger v2. Every address is given: its health check and its own metrics would
+/// otherwise take fixed ports, and a second instance would not start.
+fn configuration_text(grpc: u16, http: u16, query: u16) -> Result<String> {
+    let [query_grpc] = free_ports()?;
+    Ok(format!(
+        "service:
+  extensions: [jaeger_storage, jaeger_query]
+  pipelines:
+    traces: {{receivers: [otlp], exporters: [jaeger_storage_exporter]}}
+  telemetry:
+    metrics: {{level: none}}
+    logs: {{level: warn}}
+extensions:
+  jaeger_storage:
+    backends:
+      memory: {{memory: {{max_traces: 100000}}}}
+  jaeger_query:
+    storage: {{traces: memory}}
+    # Times are already of one clock: nothing is to be moved.
+    max_clock_skew_adjust: 0s
+    http: {{endpoint: \"127.0.0.1:{query}\"}}
+    grpc: {{endpoint: \"127.0.0.1:{query_grpc}\"}}
+receivers:
+  otlp:
+    protocols:
+      grpc: {{endpoint: \"127.0.0.1:{grpc}\", max_recv_msg_size_mib: 16}}
+      http: {{endpoint: \"127.0.0.1:{http}\"}}
+exporters:
+  jaeger_storage_exporter: {{trace_storage: memory}}
+"
+    ))
+}
+
+/// Body of an HTTP answer with status 200.
+///
+/// # Errors
+/// If there is no answer within 10 s, or with another status.
+pub fn get(address: SocketAddr, path: &str) -> Result<String> {
+    let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(2))?;
+    stream.set_read_timeout(Some(Duration::from_secs(10)))?;
+    // HTTP/1.0: the body ends where the connection does, never in chunks.
+    write!(
+        stream,
+        "GET {path} HTTP/1.0\r\nHost: {address}\r\nAccept: application/json\r\n\r\n"
+    )?;
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer)?;
+    let answer = String::from_utf8(answer).context("the answer is not UTF-8")?;
+    let (head, body) = answer.split_once("\r\n\r\n").context("the answer has no body")?;
+    let status = head.lines().next().unwrap_or_default();
+    if status.split(' ').nth(1) != Some("200") {
+        bail!(
+            "GET {path}: {status}: {}",
+            body.lines().next().unwrap_or_default()
+        );
+    }
+    Ok(body.to_owned())
+}
+
+/// Starts the backend and waits for its end (or Ctrl-C).
+///
+/// # Errors
+/// If it cannot be built or started.
+pub fn run(options: &Options) -> Result<ExitCode> {
+    let Name::Jaeger = options.backend;
+    let program = setup::jaeger()?;
+    let ports = match options.port_base {
+        None => [4317, 4318, 16686],
+        Some(base) => [
+            base,
+            base.checked_add(1).context("--port-base is too large")?,
+            base + 2,
+        ],
+    };
+    let mut jaeger = Jaeger::start(&program, ports, false)?;
+    println!("OTLP gRPC   http://{}", jaeger.otlp_grpc);
+    println!("OTLP HTTP   http://{}", jaeger.otlp_http);
+    println!("query       http://{}/api/traces/<trace id>", jaeger.query);
+    println!("interface   http://{}", jaeger.query);
+    println!("try         cargo xtask demo --otlp http://{}", jaeger.otlp_grpc);
+    let status = jaeger.process.child().wait()?;
+    println!("Jaeger ended: {}", process::reason(status));
+    Ok(if status.success() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answering(text: &'static str) -> SocketAddr {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut request = [0; 512];
+            let _ = stream.read(&mut request).unwrap();
+            stream.write_all(text.as_bytes()).unwrap();
+        });
+        address
+    }
+
+    #[test]
+    fn get_returns_bodies_and_names_other_statuses() {
+        assert_eq!(
+            get(answering("HTTP/1.0 200 OK\r\nA: b\r\n\r\n{}"), "/x").unwrap(),
+            "{}"
+        );
+        let error = get(answering("HTTP/1.0 404 Not Found\r\n\r\nno such trace\n"), "/x")
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("404") && error.contains("no such trace"),
+            "{error}"
+        );
+        assert!(get(answering("rubbish"), "/x").is_err());
+    }
+
+    #[test]
+    fn free_ports_differ() {
+        let [a, b, c] = free_ports().unwrap();
+        assert!(a != b && b != c && a != c && a != 0);
+    }
+}

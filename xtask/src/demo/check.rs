@@ -1,0 +1,553 @@
+//! Holds the collector's findings against the ranks' own accounts.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
+};
+
+use ringsight_records::Kind;
+use serde::{Deserialize, Serialize};
+
+use super::{
+    summary::{Operation, Summary},
+    truth::{Configuration, Truth},
+};
+
+/// What the run was to be.
+#[derive(Clone, Copy, Debug)]
+pub struct Expectation<'a> {
+    /// The job.
+    pub configuration: &'a Configuration,
+    /// From which lag on a rank is to be named, nanoseconds.
+    pub threshold_ns: u64,
+    /// Files that the collector was to write.
+    pub outputs: &'a [PathBuf],
+    /// Whether it was to send to a backend as well.
+    pub otlp: bool,
+}
+
+/// What came of the check; the demo's last line.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Report {
+    /// Whether there was no problem.
+    pub ok: bool,
+    /// Ranks.
+    pub ranks: u32,
+    /// Collectives that each rank took part in.
+    pub collectives: usize,
+    /// Messages between ranks.
+    pub messages: usize,
+    /// Spans by kind.
+    pub spans: BTreeMap<String, u64>,
+    /// Events received by kind.
+    pub events: BTreeMap<String, u64>,
+    /// Events lost.
+    pub lost: u64,
+    /// Intended delays.
+    pub delays: usize,
+    /// Operations at which a rank was late beyond the threshold, by the ranks' own clocks.
+    pub culprits_expected: usize,
+    /// Operations at which the collector named one.
+    pub culprits_named: usize,
+    /// The largest difference between a lag named and the same lag by the ranks' own clocks.
+    pub worst_lag_error_ms: f64,
+    /// The furthest that an API call's time lies outside what the rank itself noted around the call.
+    pub worst_clock_error_us: f64,
+    /// What attaching took.
+    pub attach_ms: f64,
+    /// What letting go took.
+    pub detach_ms: f64,
+    /// Probe hits for each operation of a rank.
+    pub probe_hits_per_op: f64,
+    /// First and last mean loss.
+    pub loss: Vec<f32>,
+    /// Last accuracy on the validation samples.
+    pub accuracy: f32,
+    /// From gate to last step, milliseconds, slowest rank.
+    pub loop_ms: f64,
+    /// Files written.
+    pub outputs: Vec<String>,
+    /// What is wrong; empty if `ok`.
+    pub problems: Vec<String>,
+}
+
+/// How far a lag may be from the truth: 10 % or 3 ms, whichever is more.
+fn tolerance_ns(lag_ns: u64) -> u64 {
+    (lag_ns / 10).max(3_000_000)
+}
+
+/// Compares. Every difference becomes a line in [`Report::problems`].
+#[must_use]
+pub fn check(truths: &[Truth], summary: &Summary, expectation: &Expectation<'_>) -> Report {
+    let first = truths.first().cloned().unwrap_or_default();
+    let mut report = Report {
+        ranks: truths.len() as u32,
+        collectives: first.collectives.len(),
+        messages: truths.iter().map(|truth| truth.sent.len()).sum(),
+        spans: summary.spans.clone(),
+        events: summary
+            .records
+            .iter()
+            .map(|(kind, events)| (kind.clone(), events.received))
+            .collect(),
+        lost: summary.lost,
+        delays: expectation.configuration.delays.len(),
+        attach_ms: summary.attach_ms,
+        detach_ms: summary.detach_ms,
+        loss: first
+            .loss
+            .first()
+            .into_iter()
+            .chain(first.loss.last())
+            .copied()
+            .collect(),
+        accuracy: first.accuracy.last().copied().unwrap_or_default(),
+        loop_ms: truths.iter().map(|truth| truth.loop_ns).max().unwrap_or(0) as f64 / 1e6,
+        ..Report::default()
+    };
+    let mut problems = Problems::default();
+    check_training(truths, expectation.configuration, &mut problems);
+    check_collectives(truths, summary, expectation, &mut report, &mut problems);
+    check_messages(truths, summary, &mut problems);
+    check_events(truths, summary, &mut problems);
+    check_spans(truths, summary, expectation, &mut report, &mut problems);
+    check_outputs(summary, expectation, &mut report, &mut problems);
+    report.problems = problems.lines;
+    if problems.more > 0 {
+        report.problems.push(format!("and {} more", problems.more));
+    }
+    report.ok = report.problems.is_empty();
+    report
+}
+
+/// A list that stays readable when everything is wrong.
+#[derive(Default)]
+struct Problems {
+    lines: Vec<String>,
+    more: usize,
+}
+
+impl Problems {
+    fn add(&mut self, line: String) {
+        if self.lines.len() < 20 {
+            self.lines.push(line);
+        } else {
+            self.more += 1;
+        }
+    }
+
+    fn expect(&mut self, holds: bool, line: impl FnOnce() -> String) {
+        if !holds {
+            self.add(line());
+        }
+    }
+}
+
+/// The library did its work: every rank computed the same.
+fn check_training(truths: &[Truth], configuration: &Configuration, problems: &mut Problems) {
+    problems.expect(truths.len() == configuration.ranks as usize, || {
+        format!(
+            "{} ranks gave account, {} were started",
+            truths.len(),
+            configuration.ranks
+        )
+    });
+    let Some(first) = truths.first() else { return };
+    problems.expect(first.loss.len() == configuration.steps as usize, || {
+        format!("{} losses after {} steps", first.loss.len(), configuration.steps)
+    });
+    for truth in truths {
+        let same = truth
+            .loss
+            .iter()
+            .map(|x| x.to_bits())
+            .eq(first.loss.iter().map(|x| x.to_bits()));
+        problems.expect(same, || {
+            format!("rank {} saw other losses than rank {}", truth.rank, first.rank)
+        });
+        problems.expect(truth.weights == first.weights, || {
+            format!(
+                "rank {} ended with other weights than rank {}",
+                truth.rank, first.rank
+            )
+        });
+        let kinds = |truth: &Truth| {
+            truth
+                .collectives
+                .iter()
+                .map(|c| (c.name.clone(), c.bytes))
+                .collect::<Vec<_>>()
+        };
+        problems.expect(kinds(truth) == kinds(first), || {
+            format!(
+                "rank {} called other collectives than rank {}",
+                truth.rank, first.rank
+            )
+        });
+        problems.expect(
+            truth
+                .collectives
+                .iter()
+                .all(|c| c.arrived_ns >= c.called_ns - c.called_ns.min(50_000_000)),
+            || format!("rank {}: a collective's arrival was not noted", truth.rank),
+        );
+    }
+    // Enough steps to have learnt something: the data went round, or it could not have.
+    if let (Some(start), Some(end)) = (first.loss.first(), first.loss.last())
+        && configuration.steps >= 50
+    {
+        problems.expect(end < start, || format!("the loss went from {start} to {end}"));
+    }
+}
+
+fn collectives_in(summary: &Summary) -> Vec<&Operation> {
+    let mut operations: Vec<_> = summary
+        .operations
+        .iter()
+        .filter(|op| op.name != "send_recv")
+        .collect();
+    operations.sort_by_key(|op| (op.sequence, op.replay));
+    operations
+}
+
+fn check_collectives(
+    truths: &[Truth],
+    summary: &Summary,
+    expectation: &Expectation<'_>,
+    report: &mut Report,
+    problems: &mut Problems,
+) {
+    let found = collectives_in(summary);
+    let Some(first) = truths.first() else { return };
+    problems.expect(found.len() == first.collectives.len(), || {
+        format!(
+            "the collector has {} collectives, each rank called {}",
+            found.len(),
+            first.collectives.len()
+        )
+    });
+    let communicators: BTreeSet<String> = found.iter().map(|op| op.communicator.to_string()).collect();
+    problems.expect(communicators.len() <= 1, || {
+        format!("one communicator became {}", communicators.len())
+    });
+    let traces: BTreeSet<&str> = summary.operations.iter().map(|op| op.trace_id.as_str()).collect();
+    problems.expect(traces.len() == summary.operations.len(), || {
+        format!(
+            "{} operations share {} trace ids",
+            summary.operations.len(),
+            traces.len()
+        )
+    });
+    for pair in found.windows(2) {
+        problems.expect(pair[1].sequence == pair[0].sequence + 1, || {
+            format!(
+                "collective {} is followed by {}",
+                pair[0].sequence, pair[1].sequence
+            )
+        });
+    }
+    for (index, operation) in found.iter().enumerate().take(first.collectives.len()) {
+        check_collective(index, operation, truths, report, problems);
+        check_culprit(index, operation, truths, expectation, report, problems);
+    }
+    if let Some(named) = summary
+        .operations
+        .iter()
+        .find(|op| op.name == "send_recv" && op.culprit.is_some())
+    {
+        problems.add(format!("a rank is named as late at message {}", named.sequence));
+    }
+    // A delay may drown in what else the machine does; most must not, or the run says nothing about verdicts.
+    let planned = expectation.configuration.delays.len();
+    let seen = truths
+        .iter()
+        .flat_map(|truth| truth.collectives.iter().enumerate().map(move |c| (truth.rank, c)))
+        .filter(|(rank, (index, collective))| {
+            collective.slept_ms > 0
+                && late_rank(truths, *index)
+                    .is_some_and(|(late, lag)| late == *rank && lag >= expectation.threshold_ns)
+        })
+        .count();
+    problems.expect(2 * seen >= planned, || {
+        format!(
+            "only {seen} of {planned} intended delays made a rank late: the machine is too busy to judge by"
+        )
+    });
+}
+
+/// A collective has all ranks, with their processes, times in order, and calls when the ranks say they made them.
+fn check_collective(
+    index: usize,
+    found: &Operation,
+    truths: &[Truth],
+    report: &mut Report,
+    problems: &mut Problems,
+) {
+    let what = || format!("collective {index} ({} {})", found.name, found.sequence);
+    let expected = &truths[0].collectives[index];
+    problems.expect(found.name == expected.name, || {
+        format!("{} was called as {}", what(), expected.name)
+    });
+    problems.expect(found.bytes == expected.bytes, || {
+        format!(
+            "{} has {} bytes instead of {}",
+            what(),
+            found.bytes,
+            expected.bytes
+        )
+    });
+    problems.expect(found.complete, || format!("{} is marked incomplete", what()));
+    problems.expect(found.by_rank.len() == truths.len(), || {
+        format!(
+            "{} shows {} of {} ranks",
+            what(),
+            found.by_rank.len(),
+            truths.len()
+        )
+    });
+    for (part, truth) in found.by_rank.iter().zip(truths) {
+        problems.expect(part.rank == truth.rank && part.pid == truth.pid, || {
+            format!(
+                "{}: rank {} is in process {}, not {}",
+                what(),
+                truth.rank,
+                truth.pid,
+                part.pid
+            )
+        });
+        problems.expect(
+            part.device_start_ns <= part.device_end_ns && part.api_start_ns <= part.device_end_ns,
+            || format!("{}: rank {} ends before it starts", what(), part.rank),
+        );
+        let Some(call) = truth.collectives.get(index) else {
+            continue;
+        };
+        let outside = call
+            .called_ns
+            .saturating_sub(part.api_start_ns)
+            .max(part.api_start_ns.saturating_sub(call.returned_ns));
+        report.worst_clock_error_us = report.worst_clock_error_us.max(outside as f64 / 1e3);
+        problems.expect(outside < 1_000_000, || {
+            format!(
+                "{}: rank {}'s call is {:.3} ms outside of when it was made",
+                what(),
+                part.rank,
+                outside as f64 / 1e6
+            )
+        });
+    }
+}
+
+/// The last rank to arrive at a collective and its lag, by the ranks' own clocks: arrival minus the others' median.
+fn late_rank(truths: &[Truth], index: usize) -> Option<(u32, u64)> {
+    let arrivals: Option<Vec<_>> = truths
+        .iter()
+        .map(|truth| Some((truth.collectives.get(index)?.arrived_ns, truth.rank)))
+        .collect();
+    let mut arrivals = arrivals?;
+    arrivals.sort_unstable();
+    let (last, rank) = arrivals.pop()?;
+    let middle = arrivals.len() / 2;
+    let median = if arrivals.len() % 2 == 1 {
+        arrivals[middle].0
+    } else {
+        let (below, above) = (arrivals.get(middle.checked_sub(1)?)?.0, arrivals[middle].0);
+        below + (above - below) / 2
+    };
+    Some((rank, last - median))
+}
+
+fn check_culprit(
+    index: usize,
+    found: &Operation,
+    truths: &[Truth],
+    expectation: &Expectation<'_>,
+    report: &mut Report,
+    problems: &mut Problems,
+) {
+    let Some((late, lag)) = late_rank(truths, index) else {
+        return;
+    };
+    // A broadcast's receivers wait for the root alone: being late at one holds nobody up.
+    let compared = found.name != "broadcast";
+    let margin = tolerance_ns(lag);
+    let what = || format!("collective {index} ({} {})", found.name, found.sequence);
+    let ms = |ns: u64| ns as f64 / 1e6;
+    let must = compared && lag >= expectation.threshold_ns + margin;
+    if let Some(culprit) = &found.culprit {
+        report.culprits_named += 1;
+        // What lies within the margin of the threshold may be named or not; it counts as it was decided.
+        report.culprits_expected += usize::from(compared && lag + margin >= expectation.threshold_ns);
+        let error = culprit.lag_ns.abs_diff(lag);
+        report.worst_lag_error_ms = report.worst_lag_error_ms.max(ms(error));
+        problems.expect(compared && lag + margin >= expectation.threshold_ns, || {
+            format!(
+                "{} names rank {}, but nobody was late (rank {late} by {:.1} ms)",
+                what(),
+                culprit.rank,
+                ms(lag)
+            )
+        });
+        problems.expect(culprit.rank == late, || {
+            format!("{} names rank {}, rank {late} was late", what(), culprit.rank)
+        });
+        problems.expect(error <= margin, || {
+            format!(
+                "{}: rank {late} was {:.1} ms late, {:.1} are reported",
+                what(),
+                ms(lag),
+                ms(culprit.lag_ns)
+            )
+        });
+    } else if must {
+        report.culprits_expected += 1;
+        problems.add(format!(
+            "{}: rank {late} was {:.1} ms late and is not named",
+            what(),
+            ms(lag)
+        ));
+    }
+}
+
+/// Each message is an operation of its sender and its receiver.
+fn check_messages(truths: &[Truth], summary: &Summary, problems: &mut Problems) {
+    let mut expected: BTreeMap<(u32, u32), u64> = BTreeMap::new();
+    for truth in truths {
+        for message in &truth.sent {
+            *expected.entry((truth.rank, message.peer)).or_default() += 1;
+        }
+    }
+    let sent: usize = truths.iter().map(|truth| truth.sent.len()).sum();
+    let found: Vec<_> = summary
+        .operations
+        .iter()
+        .filter(|op| op.name == "send_recv")
+        .collect();
+    problems.expect(found.len() == sent, || {
+        format!("the collector has {} messages, {sent} were sent", found.len())
+    });
+    // A pair of ranks that sends both ways (two ranks in a ring) counts as one set here.
+    let mut by_pair: BTreeMap<BTreeSet<u32>, (u64, u64)> = BTreeMap::new();
+    for ((from, to), count) in expected {
+        by_pair.entry(BTreeSet::from([from, to])).or_default().0 += count;
+    }
+    for message in found {
+        by_pair
+            .entry(message.by_rank.iter().map(|part| part.rank).collect())
+            .or_default()
+            .1 += 1;
+    }
+    for (pair, (sent, found)) in by_pair {
+        problems.expect(sent == found, || {
+            format!("ranks {pair:?} exchanged {sent} messages, the collector has {found}")
+        });
+    }
+}
+
+/// The library's own counters against what arrived.
+fn check_events(truths: &[Truth], summary: &Summary, problems: &mut Problems) {
+    problems.expect(summary.lost == 0, || format!("{} events were lost", summary.lost));
+    problems.expect(summary.unfinished == 0, || {
+        format!("{} operations did not end", summary.unfinished)
+    });
+    problems.expect(truths.iter().all(|truth| !truth.events.is_empty()), || {
+        "the library's own counters could not be read".to_owned()
+    });
+    for kind in Kind::ALL {
+        let count = |events: &BTreeMap<String, u64>| events.get(kind.name()).copied().unwrap_or(0);
+        // Dense kinds count while a reader has armed the ring, which is from attaching on; sparse kinds count always,
+        // and what came before the collector stood was not its to see.
+        let sparse = Kind::SPARSE & kind.bit() != 0;
+        let emitted: u64 = truths
+            .iter()
+            .map(|truth| count(&truth.events) - if sparse { count(&truth.events_at_gate) } else { 0 })
+            .sum();
+        let events = summary.records.get(kind.name()).copied().unwrap_or_default();
+        problems.expect(events.received == emitted, || {
+            format!(
+                "{kind}: the library counted {emitted} events, the collector received {}",
+                events.received
+            )
+        });
+        problems.expect(events.lost == 0, || {
+            format!("{kind}: {} events were lost", events.lost)
+        });
+    }
+    let ring_lost: u64 = truths.iter().map(|truth| truth.ring_lost).sum();
+    problems.expect(ring_lost == 0, || {
+        format!("{ring_lost} events found the ring full")
+    });
+}
+
+fn check_spans(
+    truths: &[Truth],
+    summary: &Summary,
+    expectation: &Expectation<'_>,
+    report: &mut Report,
+    problems: &mut Problems,
+) {
+    let collectives: u64 = truths.iter().map(|truth| truth.collectives.len() as u64).sum();
+    let messages: u64 = truths
+        .iter()
+        .map(|truth| (truth.sent.len() + truth.received.len()) as u64)
+        .sum();
+    let operations = collectives + messages;
+    let spans = |kind: &str| summary.spans.get(kind).copied().unwrap_or(0);
+    let roots = truths.first().map_or(0, |truth| truth.collectives.len()) as u64 + messages / 2;
+    problems.expect(spans("root") == roots, || {
+        format!("{} root spans for {roots} operations", spans("root"))
+    });
+    for kind in ["rank", "enqueue", "launch"] {
+        problems.expect(spans(kind) == operations, || {
+            format!(
+                "{} {kind} spans for {operations} operations of ranks",
+                spans(kind)
+            )
+        });
+    }
+    problems.expect(spans("kernel_channel") >= operations, || {
+        format!(
+            "{} kernel channel spans for {operations} operations of ranks",
+            spans("kernel_channel")
+        )
+    });
+    problems.expect(spans("group") > 0, || "no group spans".to_owned());
+    if expectation.configuration.nodes > 1 {
+        problems.expect(spans("proxy") > 0, || "no proxy spans between nodes".to_owned());
+    }
+    let lifecycle: u64 = ["comm_init", "comm_destroy", "graph"]
+        .iter()
+        .filter_map(|kind| summary.records.get(*kind))
+        .map(|e| e.received)
+        .sum();
+    report.probe_hits_per_op = summary.probe_hits.saturating_sub(lifecycle) as f64 / operations.max(1) as f64;
+    problems.expect(report.probe_hits_per_op <= 3.0, || {
+        format!(
+            "{:.2} probe hits for an operation, at most 3 are meant",
+            report.probe_hits_per_op
+        )
+    });
+}
+
+fn check_outputs(
+    summary: &Summary,
+    expectation: &Expectation<'_>,
+    report: &mut Report,
+    problems: &mut Problems,
+) {
+    for file in expectation.outputs {
+        match file.metadata() {
+            Ok(data) if data.len() > 0 => report.outputs.push(file.display().to_string()),
+            Ok(_) => problems.add(format!("{} is empty", file.display())),
+            Err(error) => problems.add(format!("{}: {error}", file.display())),
+        }
+    }
+    let exporters = expectation.outputs.len() + usize::from(expectation.otlp);
+    problems.expect(summary.exporters.len() == exporters, || {
+        format!("{} exporters for {exporters} outputs", summary.exporters.len())
+    });
+}
+
+#[cfg(test)]
+#[path = "check_tests.rs"]
+mod tests;

@@ -1,0 +1,242 @@
+//! The check has to find each kind of difference, and nothing where there is none.
+
+use super::*;
+use crate::demo::{
+    summary::{Culprit, Events, RankPart},
+    truth::{Collective, Delay},
+};
+
+const MS: u64 = 1_000_000;
+
+fn configuration() -> Configuration {
+    Configuration {
+        ranks: 4,
+        nodes: 2,
+        steps: 3,
+        seed: 0,
+        pace_ms: 0,
+        delays: vec![Delay {
+            step: 2,
+            rank: 1,
+            ms: 40,
+        }],
+    }
+}
+
+/// Three collectives of four ranks; rank 1 is 40 ms late at the second.
+fn run() -> (Vec<Truth>, Summary) {
+    let truths: Vec<Truth> = (0..4)
+        .map(|rank| {
+            let collectives = (0..3)
+                .map(|index| {
+                    let slept_ms = if index == 1 && rank == 1 { 40 } else { 0 };
+                    let called_ns =
+                        1_000 * MS + index * 100 * MS + u64::from(rank) * 10_000 + u64::from(slept_ms) * MS;
+                    Collective {
+                        name: "all_reduce".to_owned(),
+                        step: index as u32 + 1,
+                        bytes: 64,
+                        called_ns,
+                        returned_ns: called_ns + 20_000,
+                        arrived_ns: called_ns + 5_000,
+                        slept_ms,
+                    }
+                })
+                .collect();
+            Truth {
+                rank,
+                pid: 100 + rank,
+                collectives,
+                events: BTreeMap::from([("op_launched".to_owned(), 4), ("comm_init".to_owned(), 1)]),
+                events_at_gate: BTreeMap::from([("op_launched".to_owned(), 1), ("comm_init".to_owned(), 1)]),
+                loss: vec![1.0, 0.9, 0.8],
+                weights: "aa".to_owned(),
+                ..Truth::default()
+            }
+        })
+        .collect();
+    let operations = (0..3usize)
+        .map(|index| Operation {
+            name: "all_reduce".to_owned(),
+            sequence: 7 + index as u64,
+            bytes: 64,
+            complete: true,
+            trace_id: index.to_string(),
+            ranks: 4,
+            culprit: (index == 1).then_some(Culprit {
+                rank: 1,
+                lag_ns: 40 * MS + 300_000,
+            }),
+            by_rank: truths
+                .iter()
+                .map(|truth| RankPart {
+                    rank: truth.rank,
+                    pid: truth.pid,
+                    api_start_ns: truth.collectives[index].called_ns + 1_000,
+                    device_start_ns: truth.collectives[index].arrived_ns,
+                    device_end_ns: truth.collectives[index].arrived_ns + MS,
+                })
+                .collect(),
+            ..Operation::default()
+        })
+        .collect();
+    let summary = Summary {
+        records: BTreeMap::from([(
+            "op_launched".to_owned(),
+            Events {
+                received: 12,
+                emitted: 12,
+                lost: 0,
+            },
+        )]),
+        spans: [
+            ("root", 3),
+            ("rank", 12),
+            ("enqueue", 12),
+            ("launch", 12),
+            ("kernel_channel", 24),
+            ("proxy", 8),
+            ("group", 12),
+        ]
+        .map(|(kind, count)| (kind.to_owned(), count))
+        .into(),
+        operations,
+        probe_hits: 36,
+        ..Summary::default()
+    };
+    (truths, summary)
+}
+
+fn problems(change: impl FnOnce(&mut Vec<Truth>, &mut Summary)) -> Vec<String> {
+    let (mut truths, mut summary) = run();
+    change(&mut truths, &mut summary);
+    let configuration = configuration();
+    let expectation = Expectation {
+        configuration: &configuration,
+        threshold_ns: 10 * MS,
+        outputs: &[],
+        otlp: false,
+    };
+    let report = check(&truths, &summary, &expectation);
+    assert_eq!(report.ok, report.problems.is_empty());
+    report.problems
+}
+
+#[test]
+fn a_faithful_summary_has_no_problem() {
+    assert_eq!(problems(|_, _| ()), Vec::<String>::new());
+    let (truths, summary) = run();
+    let configuration = configuration();
+    let expectation = Expectation {
+        configuration: &configuration,
+        threshold_ns: 10 * MS,
+        outputs: &[],
+        otlp: false,
+    };
+    let report = check(&truths, &summary, &expectation);
+    assert_eq!(
+        (
+            report.culprits_expected,
+            report.culprits_named,
+            report.collectives
+        ),
+        (1, 1, 3)
+    );
+    assert!((report.probe_hits_per_op - 3.0).abs() < 1e-9);
+    assert!(report.worst_lag_error_ms > 0.0 && report.worst_lag_error_ms < 1.0);
+}
+
+#[test]
+fn each_difference_is_found() {
+    type Change = fn(&mut Vec<Truth>, &mut Summary);
+    let cases: [(&str, Change); 17] = [
+        ("2 collectives, each rank called 3", |_, s| {
+            s.operations.truncate(2);
+        }),
+        ("followed by", |_, s| s.operations[2].sequence += 1),
+        ("shows 3 of 4 ranks", |_, s| s.operations[0].by_rank.truncate(3)),
+        ("is in process", |_, s| s.operations[0].by_rank[2].pid = 9),
+        ("ends before it starts", |_, s| {
+            s.operations[0].by_rank[2].device_end_ns = 1;
+        }),
+        ("outside of when it was made", |_, s| {
+            s.operations[0].by_rank[0].api_start_ns -= 2 * MS;
+        }),
+        ("is not named", |_, s| s.operations[1].culprit = None),
+        ("names rank 3, rank 1 was late", |_, s| {
+            s.operations[1].culprit = Some(Culprit {
+                rank: 3,
+                lag_ns: 40 * MS,
+            });
+        }),
+        ("are reported", |_, s| {
+            s.operations[1].culprit = Some(Culprit {
+                rank: 1,
+                lag_ns: 50 * MS,
+            });
+        }),
+        ("nobody was late", |_, s| {
+            s.operations[0].culprit = Some(Culprit {
+                rank: 3,
+                lag_ns: 12 * MS,
+            });
+        }),
+        ("library counted 12 events, the collector received 11", |_, s| {
+            s.records.insert(
+                "op_launched".to_owned(),
+                Events {
+                    received: 11,
+                    emitted: 12,
+                    lost: 0,
+                },
+            );
+        }),
+        ("1 events were lost", |_, s| s.lost = 1),
+        ("saw other losses", |t, _| t[2].loss[1] = 0.5),
+        ("other weights", |t, _| t[3].weights = "bb".to_owned()),
+        ("11 launch spans", |_, s| {
+            s.spans.insert("launch".to_owned(), 11);
+        }),
+        ("probe hits", |_, s| s.probe_hits = 60),
+        ("has 1 messages, 0 were sent", |_, s| {
+            let message = Operation {
+                name: "send_recv".to_owned(),
+                trace_id: "m".to_owned(),
+                ..Operation::default()
+            };
+            s.operations.push(message);
+        }),
+    ];
+    for (words, change) in cases {
+        let found = problems(change);
+        assert!(
+            found.iter().any(|line| line.contains(words)),
+            "{words}: {found:?}"
+        );
+    }
+}
+
+#[test]
+fn a_busy_machine_is_not_taken_for_a_good_run() {
+    // Everybody is as late as the rank that was to be: no verdict is expected, and the run is refused as evidence.
+    let found = problems(|truths, summary| {
+        for truth in truths.iter_mut() {
+            let collective = &mut truth.collectives[1];
+            collective.arrived_ns = 1_145 * MS;
+        }
+        summary.operations[1].culprit = None;
+    });
+    assert!(found.iter().any(|line| line.contains("too busy")), "{found:?}");
+}
+
+#[test]
+fn the_late_rank_is_the_last_against_the_others_median() {
+    let (mut truths, _) = run();
+    for (truth, arrived) in truths.iter_mut().zip([10, 30, 14, 12]) {
+        truth.collectives[0].arrived_ns = arrived * MS;
+    }
+    assert_eq!(late_rank(&truths, 0), Some((1, 18 * MS)));
+    assert_eq!(late_rank(&truths[..2], 0), Some((1, 20 * MS)));
+    assert_eq!(late_rank(&truths[..3], 0), Some((1, 18 * MS)));
+    assert_eq!(late_rank(&truths, 99), None);
+}

@@ -1,0 +1,360 @@
+//! The library as a training framework sees it: `libnccl.so.2` opened at run time, its C ABI and nothing else.
+#![expect(non_snake_case, reason = "fields are named as in the C ABI")]
+
+use std::{
+    ffi::{CStr, c_char, c_int, c_void},
+    path::Path,
+    ptr,
+};
+
+use anyhow::{Context, Result, bail};
+use libloading::{Library, Symbol};
+
+/// `ncclUniqueId`: opaque bytes that rank 0 makes and hands to the others.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct UniqueId(pub [u8; 128]);
+
+type Comm = *mut c_void;
+type Stream = *mut c_void;
+type HostFunction = unsafe extern "C" fn(*mut c_void);
+
+/// `ncclFloat32`.
+const FLOAT32: c_int = 7;
+
+/// `ncclRedOp_t`: what the demo reduces with.
+#[derive(Clone, Copy, Debug)]
+#[repr(i32)]
+pub enum Reduce {
+    /// `ncclSum`.
+    Sum = 0,
+    /// `ncclAvg`.
+    Avg = 4,
+}
+
+macro_rules! functions {
+    ($($(#[$meta:meta])* $name:ident: fn($($type:ty),*);)+) => {
+        /// Entry points, resolved once.
+        struct Functions {
+            $($(#[$meta])* $name: unsafe extern "C" fn($($type),*) -> c_int,)+
+            ncclGetLastError: unsafe extern "C" fn(Comm) -> *const c_char,
+        }
+
+        impl Functions {
+            /// # Safety
+            /// `library` has to be an implementation of NCCL's ABI, and to outlive the result.
+            unsafe fn resolve(library: &Library) -> Result<Self> {
+                $(
+                    // SAFETY: the signature is the one in nccl.h and ringsight.h; the caller answers for the library.
+                    let $name: Symbol<'_, unsafe extern "C" fn($($type),*) -> c_int> = unsafe {
+                        library.get(concat!(stringify!($name), "\0").as_bytes())
+                    }.context(concat!("the library has no ", stringify!($name)))?;
+                )+
+                let last: Symbol<'_, unsafe extern "C" fn(Comm) -> *const c_char> =
+                    // SAFETY: as above.
+                    unsafe { library.get(b"ncclGetLastError\0") }.context("the library has no ncclGetLastError")?;
+                Ok(Self { $($name: *$name,)+ ncclGetLastError: *last })
+            }
+        }
+    };
+}
+
+functions! {
+    ncclGetVersion: fn(*mut c_int);
+    ncclGetUniqueId: fn(*mut UniqueId);
+    ncclCommInitRank: fn(*mut Comm, c_int, UniqueId, c_int);
+    ncclCommDestroy: fn(Comm);
+    ncclGroupStart: fn();
+    ncclGroupEnd: fn();
+    ncclAllReduce: fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, Stream);
+    ncclBroadcast: fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, Stream);
+    ncclReduceScatter: fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, Stream);
+    ncclAllGather: fn(*const c_void, *mut c_void, usize, c_int, Comm, Stream);
+    ncclSend: fn(*const c_void, usize, c_int, c_int, Comm, Stream);
+    ncclRecv: fn(*mut c_void, usize, c_int, c_int, Comm, Stream);
+    ringsightStreamCreate: fn(*mut Stream);
+    ringsightStreamDestroy: fn(Stream);
+    ringsightStreamSynchronize: fn(Stream);
+    ringsightLaunchHostFunc: fn(Stream, HostFunction, *mut c_void);
+}
+
+/// The opened library.
+pub struct Nccl {
+    functions: Functions,
+    // Dropped after the functions that point into it.
+    _library: Library,
+}
+
+impl Nccl {
+    /// Opens the library `file`: a path, or a name that the loader looks up.
+    ///
+    /// # Errors
+    /// The loader's words, or the entry point that is missing.
+    pub fn open(file: &Path) -> Result<Self> {
+        // SAFETY: the file is the library under test; its initialisers are the Rust runtime's.
+        let library = unsafe { Library::new(file) }.with_context(|| format!("opening {}", file.display()))?;
+        // SAFETY: it is an implementation of NCCL's ABI, and is kept beside the functions.
+        let functions = unsafe { Functions::resolve(&library) }?;
+        Ok(Self {
+            functions,
+            _library: library,
+        })
+    }
+
+    fn check(&self, name: &str, result: c_int, comm: Comm) -> Result<()> {
+        if result == 0 {
+            return Ok(());
+        }
+        // SAFETY: a null communicator asks for the last error of the thread; the text lives until the next call.
+        let text = unsafe { (self.functions.ncclGetLastError)(comm) };
+        let text = if text.is_null() {
+            String::new()
+        } else {
+            // SAFETY: NCCL's error texts are zero-terminated.
+            unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+        };
+        bail!("{name} returned {result}: {text}")
+    }
+
+    /// `ncclGetVersion`.
+    ///
+    /// # Errors
+    /// The library's.
+    pub fn version(&self) -> Result<i32> {
+        let mut version = 0;
+        // SAFETY: the pointer is valid for the call.
+        let result = unsafe { (self.functions.ncclGetVersion)(&raw mut version) };
+        self.check("ncclGetVersion", result, ptr::null_mut())?;
+        Ok(version)
+    }
+
+    /// `ncclGetUniqueId`.
+    ///
+    /// # Errors
+    /// The library's.
+    pub fn unique_id(&self) -> Result<UniqueId> {
+        let mut id = UniqueId([0; 128]);
+        // SAFETY: the pointer is valid for the call.
+        let result = unsafe { (self.functions.ncclGetUniqueId)(&raw mut id) };
+        self.check("ncclGetUniqueId", result, ptr::null_mut())?;
+        Ok(id)
+    }
+
+    /// `ncclCommInitRank`, with a stream of its own.
+    ///
+    /// # Errors
+    /// The library's.
+    pub fn communicator(&self, ranks: u32, id: UniqueId, rank: u32) -> Result<Communicator<'_>> {
+        let mut comm = ptr::null_mut();
+        // SAFETY: the pointer is valid for the call; the id is passed by value, as the ABI says.
+        let result =
+            unsafe { (self.functions.ncclCommInitRank)(&raw mut comm, ranks as c_int, id, rank as c_int) };
+        self.check("ncclCommInitRank", result, ptr::null_mut())?;
+        let mut stream = ptr::null_mut();
+        // SAFETY: the pointer is valid for the call.
+        let result = unsafe { (self.functions.ringsightStreamCreate)(&raw mut stream) };
+        self.check("ringsightStreamCreate", result, ptr::null_mut())?;
+        Ok(Communicator {
+            nccl: self,
+            comm,
+            stream,
+        })
+    }
+}
+
+/// A communicator and the stream that its operations run on.
+pub struct Communicator<'a> {
+    nccl: &'a Nccl,
+    comm: Comm,
+    stream: Stream,
+}
+
+/// Memory that operations work on while the host goes on: reached through raw pointers only while they are in flight.
+#[derive(Debug)]
+pub struct Buffer {
+    memory: Box<[std::cell::UnsafeCell<f32>]>,
+}
+
+impl Buffer {
+    /// `elements` zeros.
+    #[must_use]
+    pub fn new(elements: usize) -> Self {
+        Self {
+            memory: (0..elements).map(|_| std::cell::UnsafeCell::new(0.0)).collect(),
+        }
+    }
+
+    /// Elements.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.memory.len()
+    }
+
+    /// Whether it has no elements.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.memory.is_empty()
+    }
+
+    /// Its content. No operation on it may be in flight: call [`Communicator::synchronise`] first.
+    pub fn get(&mut self) -> &mut [f32] {
+        // SAFETY: `UnsafeCell<f32>` has f32's layout; the exclusive borrow keeps other safe code away.
+        unsafe { std::slice::from_raw_parts_mut(self.pointer(), self.memory.len()) }
+    }
+
+    fn pointer(&self) -> *mut f32 {
+        self.memory.as_ptr().cast_mut().cast()
+    }
+}
+
+impl Communicator<'_> {
+    /// `ncclAllReduce` in place.
+    ///
+    /// # Errors
+    /// The library's.
+    pub fn all_reduce(&self, buffer: &Buffer, reduce: Reduce) -> Result<()> {
+        let (data, count) = (buffer.pointer().cast(), buffer.len());
+        // SAFETY: the buffer has `count` elements and outlives the operation (the worker synchronises before it ends).
+        let result = unsafe {
+            (self.nccl.functions.ncclAllReduce)(
+                data,
+                data,
+                count,
+                FLOAT32,
+                reduce as c_int,
+                self.comm,
+                self.stream,
+            )
+        };
+        self.nccl.check("ncclAllReduce", result, self.comm)
+    }
+
+    /// `ncclBroadcast` in place from rank `root`.
+    ///
+    /// # Errors
+    /// The library's.
+    pub fn broadcast(&self, buffer: &Buffer, root: u32) -> Result<()> {
+        let (data, count) = (buffer.pointer().cast(), buffer.len());
+        // SAFETY: as in `all_reduce`.
+        let result = unsafe {
+            (self.nccl.functions.ncclBroadcast)(
+                data,
+                data,
+                count,
+                FLOAT32,
+                root as c_int,
+                self.comm,
+                self.stream,
+            )
+        };
+        self.nccl.check("ncclBroadcast", result, self.comm)
+    }
+
+    /// `ncclReduceScatter` with sum: `send` holds the ranks' parts one after the other.
+    ///
+    /// # Errors
+    /// The library's.
+    pub fn reduce_scatter(&self, send: &Buffer, receive: &Buffer) -> Result<()> {
+        let (from, to, count) = (send.pointer().cast(), receive.pointer().cast(), receive.len());
+        // SAFETY: as in `all_reduce`; `send` has ranks * count elements.
+        let result = unsafe {
+            (self.nccl.functions.ncclReduceScatter)(
+                from,
+                to,
+                count,
+                FLOAT32,
+                Reduce::Sum as c_int,
+                self.comm,
+                self.stream,
+            )
+        };
+        self.nccl.check("ncclReduceScatter", result, self.comm)
+    }
+
+    /// `ncclAllGather`: `receive` gets the ranks' parts one after the other.
+    ///
+    /// # Errors
+    /// The library's.
+    pub fn all_gather(&self, send: &Buffer, receive: &Buffer) -> Result<()> {
+        let (from, to, count) = (send.pointer().cast(), receive.pointer().cast(), send.len());
+        // SAFETY: as in `all_reduce`; `receive` has ranks * count elements.
+        let result =
+            unsafe { (self.nccl.functions.ncclAllGather)(from, to, count, FLOAT32, self.comm, self.stream) };
+        self.nccl.check("ncclAllGather", result, self.comm)
+    }
+
+    /// `ncclSend` to rank `to` and `ncclRecv` from rank `from` in one group.
+    ///
+    /// # Errors
+    /// The library's.
+    pub fn exchange(&self, send: &Buffer, to: u32, receive: &Buffer, from: u32) -> Result<()> {
+        let f = &self.nccl.functions;
+        // SAFETY: no arguments.
+        let result = unsafe { (f.ncclGroupStart)() };
+        self.nccl.check("ncclGroupStart", result, self.comm)?;
+        // SAFETY: as in `all_reduce`.
+        let result = unsafe {
+            (f.ncclSend)(
+                send.pointer().cast(),
+                send.len(),
+                FLOAT32,
+                to as c_int,
+                self.comm,
+                self.stream,
+            )
+        };
+        self.nccl.check("ncclSend", result, self.comm)?;
+        // SAFETY: as in `all_reduce`.
+        let result = unsafe {
+            (f.ncclRecv)(
+                receive.pointer().cast(),
+                receive.len(),
+                FLOAT32,
+                from as c_int,
+                self.comm,
+                self.stream,
+            )
+        };
+        self.nccl.check("ncclRecv", result, self.comm)?;
+        // SAFETY: no arguments.
+        let result = unsafe { (f.ncclGroupEnd)() };
+        self.nccl.check("ncclGroupEnd", result, self.comm)
+    }
+
+    /// Has the stream run `function(argument)` when it gets there.
+    ///
+    /// # Errors
+    /// The library's.
+    ///
+    /// # Safety
+    /// `argument` must be good for `function` until the stream has been synchronised.
+    pub unsafe fn host_function(&self, function: HostFunction, argument: *mut c_void) -> Result<()> {
+        // SAFETY: the caller's promise.
+        let result =
+            unsafe { (self.nccl.functions.ringsightLaunchHostFunc)(self.stream, function, argument) };
+        self.nccl.check("ringsightLaunchHostFunc", result, self.comm)
+    }
+
+    /// Waits for everything on the stream.
+    ///
+    /// # Errors
+    /// The library's, also of operations that failed since.
+    pub fn synchronise(&self) -> Result<()> {
+        // SAFETY: the stream lives as long as this object.
+        let result = unsafe { (self.nccl.functions.ringsightStreamSynchronize)(self.stream) };
+        self.nccl.check("ringsightStreamSynchronize", result, self.comm)
+    }
+
+    /// Destroys the communicator and its stream.
+    ///
+    /// # Errors
+    /// The library's.
+    pub fn destroy(self) -> Result<()> {
+        // SAFETY: both are live, and used no more.
+        let result = unsafe { (self.nccl.functions.ncclCommDestroy)(self.comm) };
+        self.nccl.check("ncclCommDestroy", result, ptr::null_mut())?;
+        // SAFETY: as above.
+        let result = unsafe { (self.nccl.functions.ringsightStreamDestroy)(self.stream) };
+        self.nccl.check("ringsightStreamDestroy", result, ptr::null_mut())
+    }
+}

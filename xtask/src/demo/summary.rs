@@ -1,0 +1,156 @@
+//! What `ringsight attach --summary` writes, version 1.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+/// The collector's account of a run.
+#[derive(Clone, Debug, Default, Deserialize)]
+pub struct Summary {
+    /// Version of this layout.
+    pub version: u32,
+    /// Processes watched.
+    pub pids: Vec<u32>,
+    /// Events by kind.
+    pub records: BTreeMap<String, Events>,
+    /// Spans by kind: `root`, `rank`, `enqueue`, `launch`, `kernel_channel`, `proxy`, `group`.
+    pub spans: BTreeMap<String, u64>,
+    /// Operations in the order in which they ended.
+    pub operations: Vec<Operation>,
+    /// Events lost, all kinds and carriers.
+    pub lost: u64,
+    /// Operations that had not ended.
+    pub unfinished: u64,
+    /// From attached to let go, seconds.
+    pub duration_s: f64,
+    /// What attaching took.
+    pub attach_ms: f64,
+    /// What letting go took.
+    pub detach_ms: f64,
+    /// Hits of probes.
+    pub probe_hits: u64,
+    /// How each exporter did.
+    #[serde(default)]
+    pub exporters: Vec<serde_json::Value>,
+}
+
+/// Events of a kind.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
+pub struct Events {
+    /// That the collector got.
+    pub received: u64,
+    /// That the library counted meanwhile.
+    pub emitted: u64,
+    /// That are known to be lost.
+    pub lost: u64,
+}
+
+/// An operation.
+#[derive(Clone, Debug, Default, Deserialize)]
+pub struct Operation {
+    /// Name.
+    pub name: String,
+    /// Communicator id, a number or text.
+    pub communicator: serde_json::Value,
+    /// Sequence in its communicator or pair.
+    pub sequence: u64,
+    /// Replay, 0 if eager.
+    pub replay: u32,
+    /// Message bytes.
+    pub bytes: u64,
+    /// `false` if events of it were lost.
+    pub complete: bool,
+    /// Its trace.
+    pub trace_id: String,
+    /// Ranks of the communicator.
+    pub ranks: u32,
+    /// Who was late.
+    pub culprit: Option<Culprit>,
+    /// What each rank did, in rank order.
+    pub by_rank: Vec<RankPart>,
+}
+
+/// Who was late.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
+pub struct Culprit {
+    /// Rank.
+    pub rank: u32,
+    /// Arrival minus the others' median, nanoseconds.
+    pub lag_ns: u64,
+}
+
+/// One rank's part. Times are Unix nanoseconds.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
+pub struct RankPart {
+    /// Rank.
+    pub rank: u32,
+    /// Process.
+    pub pid: u32,
+    /// API call entered.
+    pub api_start_ns: u64,
+    /// Began on the device.
+    pub device_start_ns: u64,
+    /// Finished on the device.
+    pub device_end_ns: u64,
+}
+
+/// All operations of one name.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Row {
+    /// Name.
+    pub name: String,
+    /// How many.
+    pub count: usize,
+    /// Sum of their bytes.
+    pub bytes: u64,
+    /// Median from first arrival to last end.
+    pub median_ms: f64,
+    /// The longest.
+    pub longest_ms: f64,
+}
+
+impl Operation {
+    /// From the first rank's arrival to the last rank's end, nanoseconds.
+    #[must_use]
+    pub fn duration_ns(&self) -> u64 {
+        let start = self
+            .by_rank
+            .iter()
+            .map(|part| part.device_start_ns)
+            .min()
+            .unwrap_or(0);
+        let end = self
+            .by_rank
+            .iter()
+            .map(|part| part.device_end_ns)
+            .max()
+            .unwrap_or(0);
+        end.saturating_sub(start)
+    }
+}
+
+impl Summary {
+    /// A row for each name, in alphabetical order.
+    #[must_use]
+    pub fn by_name(&self) -> Vec<Row> {
+        let mut names: BTreeMap<&str, (Vec<u64>, u64)> = BTreeMap::new();
+        for operation in &self.operations {
+            let row = names.entry(&operation.name).or_default();
+            row.0.push(operation.duration_ns());
+            row.1 += operation.bytes;
+        }
+        names
+            .into_iter()
+            .map(|(name, (mut durations, bytes))| {
+                durations.sort_unstable();
+                Row {
+                    name: name.to_owned(),
+                    count: durations.len(),
+                    bytes,
+                    median_ms: durations[durations.len() / 2] as f64 / 1e6,
+                    longest_ms: durations[durations.len() - 1] as f64 / 1e6,
+                }
+            })
+            .collect()
+    }
+}

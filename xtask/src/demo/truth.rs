@@ -1,0 +1,103 @@
+//! What a worker knows of its own run, from its own clock: the reference that the collector's findings are held against.
+//! The collector never opens these files.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+/// One rank's account. Times are `CLOCK_REALTIME` nanoseconds.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Truth {
+    /// Rank.
+    pub rank: u32,
+    /// Process.
+    pub pid: u32,
+    /// Node name (`NCCL_HOSTID`).
+    pub host: String,
+    /// Collectives in the order in which they were called.
+    pub collectives: Vec<Collective>,
+    /// Messages sent, in order.
+    pub sent: Vec<Message>,
+    /// Messages received, in order.
+    pub received: Vec<Message>,
+    /// The library's own count of events by kind when the loop was about to begin.
+    pub events_at_gate: BTreeMap<String, u64>,
+    /// The same after the communicator was destroyed.
+    pub events: BTreeMap<String, u64>,
+    /// The library's own count of events that found its ring full, all kinds.
+    pub ring_lost: u64,
+    /// Mean loss over all ranks after each step.
+    pub loss: Vec<f32>,
+    /// Accuracy on all validation points at each evaluation.
+    pub accuracy: Vec<f32>,
+    /// FNV-1a of the final weights' bits, in hexadecimal.
+    pub weights: String,
+    /// From the opened gate to the last step's end.
+    pub loop_ns: u64,
+}
+
+/// One collective on one rank.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Collective {
+    /// Name, as spans have it.
+    pub name: String,
+    /// Step of the training loop; 0 before the first.
+    pub step: u32,
+    /// Message bytes by nccl-tests' definition.
+    pub bytes: u64,
+    /// The call was about to be made.
+    pub called_ns: u64,
+    /// The call had returned.
+    pub returned_ns: u64,
+    /// The stream had got there: noted by a host function put on the stream right before the collective.
+    pub arrived_ns: u64,
+    /// How long this rank slept right before the call, on purpose.
+    pub slept_ms: u32,
+}
+
+/// One message.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Message {
+    /// The other rank.
+    pub peer: u32,
+    /// Bytes.
+    pub bytes: u64,
+    /// The group's first call was about to be made.
+    pub called_ns: u64,
+}
+
+/// What a worker is to do. Every rank gets the same.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Configuration {
+    /// Number of ranks.
+    pub ranks: u32,
+    /// Number of nodes that they pretend to be on, in blocks.
+    pub nodes: u32,
+    /// Training steps.
+    pub steps: u32,
+    /// Seed of weights and samples.
+    pub seed: u64,
+    /// Rest after each step, milliseconds: a job that lasts, for tests that need time during it.
+    pub pace_ms: u64,
+    /// Who sleeps when.
+    pub delays: Vec<Delay>,
+}
+
+/// One intended delay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Delay {
+    /// Step, counted from 1.
+    pub step: u32,
+    /// Rank that sleeps before its first collective of the step.
+    pub rank: u32,
+    /// For how long, milliseconds.
+    pub ms: u32,
+}
+
+impl Configuration {
+    /// Node of `rank`: ranks are dealt in blocks, as launchers do.
+    #[must_use]
+    pub fn node(&self, rank: u32) -> u32 {
+        (u64::from(rank) * u64::from(self.nodes) / u64::from(self.ranks)) as u32
+    }
+}

@@ -1,0 +1,395 @@
+//! One rank of the demo's job: data-parallel training on `libnccl.so.2`.
+//!
+//! It is driven through its pipes. Standard output: `id <hex>` (rank 0), `ready`, text for people, `done`. Standard
+//! input: `id <hex>` (other ranks), `go`, `exit`.
+
+use std::{
+    ffi::c_void,
+    fs,
+    io::{BufRead, Write},
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicU64, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+
+use super::{
+    counters::Counters,
+    model::{self, LAYERS, Samples, Weights},
+    nccl::{Buffer, Communicator, Nccl, Reduce, UniqueId},
+    random::Random,
+    truth::{Collective, Configuration, Message, Truth},
+};
+
+/// Which rank, and what it works from.
+#[derive(Args, Debug)]
+pub struct Arguments {
+    /// Rank.
+    #[arg(long)]
+    rank: u32,
+    /// JSON file with the [`Configuration`].
+    #[arg(long)]
+    configuration: PathBuf,
+    /// Where the truth goes.
+    #[arg(long)]
+    truth: PathBuf,
+}
+
+/// Samples in a rank's part of a step's batch.
+const BATCH: usize = 32;
+/// Validation samples that a rank holds at a time.
+const SHARD: usize = 64;
+/// Bins of a rank in the evaluation's histogram.
+const BINS: usize = 8;
+/// Steps between evaluations.
+const EVALUATE_EVERY: u32 = 5;
+/// Learning rate.
+const RATE: f32 = 0.3;
+
+fn now_ns() -> u64 {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: `time` is a valid timespec to write to; CLOCK_REALTIME always exists.
+    unsafe { libc::clock_gettime(libc::CLOCK_REALTIME, &raw mut time) };
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
+/// Put on the stream before a collective: notes when the stream got there.
+unsafe extern "C" fn note_arrival(slot: *mut c_void) {
+    // SAFETY: `slot` is one of `Rank::arrivals`, which outlive the stream's work.
+    let slot = unsafe { &*slot.cast::<AtomicU64>() };
+    // Relaxed: read after the stream was synchronised, which orders it.
+    slot.store(now_ns(), Ordering::Relaxed);
+}
+
+fn read_line(expected: &str) -> Result<String> {
+    let mut line = String::new();
+    std::io::stdin().lock().read_line(&mut line)?;
+    match line.trim_end().strip_prefix(expected) {
+        Some(rest) => Ok(rest.trim().to_owned()),
+        None if line.is_empty() => bail!("the demo has ended while this rank waited for `{expected}`"),
+        None => bail!("expected `{expected}`, was told `{}`", line.trim_end()),
+    }
+}
+
+fn tell(line: &str) -> Result<()> {
+    let mut output = std::io::stdout().lock();
+    writeln!(output, "{line}")?;
+    Ok(output.flush()?)
+}
+
+/// Runs the rank.
+///
+/// # Errors
+/// The library's, or whatever made the training go wrong.
+pub fn run(arguments: &Arguments) -> Result<()> {
+    let text = fs::read_to_string(&arguments.configuration)
+        .with_context(|| format!("reading {}", arguments.configuration.display()))?;
+    let configuration: Configuration = serde_json::from_str(&text).context("configuration")?;
+    let nccl = Nccl::open(Path::new("libnccl.so.2"))?;
+    let id = if arguments.rank == 0 {
+        let id = nccl.unique_id()?;
+        tell(&format!("id {}", super::hex(&id.0)))?;
+        id
+    } else {
+        let bytes = super::unhex(&read_line("id ")?).context("the unique id is not hexadecimal")?;
+        UniqueId(bytes.try_into().ok().context("a unique id has 128 bytes")?)
+    };
+    let communicator = nccl.communicator(configuration.ranks, id, arguments.rank)?;
+    let counters = Counters::open();
+    tell("ready")?;
+    read_line("go")?;
+
+    let mut rank = Rank::new(&communicator, &configuration, arguments.rank);
+    if let Some(counters) = &counters {
+        rank.truth.events_at_gate = counters.emitted();
+    }
+    rank.train()?;
+    let mut truth = rank.finish();
+    tell("done")?;
+    read_line("exit")?;
+    communicator.destroy()?;
+    if let Some(counters) = &counters {
+        truth.events = counters.emitted();
+        truth.ring_lost = counters.lost();
+    }
+    let text = serde_json::to_string(&truth)?;
+    fs::write(&arguments.truth, text).with_context(|| format!("writing {}", arguments.truth.display()))
+}
+
+/// The training state of one rank.
+struct Rank<'a> {
+    communicator: &'a Communicator<'a>,
+    configuration: &'a Configuration,
+    rank: u32,
+    truth: Truth,
+    /// One slot a collective, written by the stream.
+    arrivals: Box<[AtomicU64]>,
+    step: u32,
+    slept_ms: u32,
+    random: Random,
+    weights: Weights,
+    /// Gradient of each layer; the last layer's has the loss behind it.
+    gradients: [Buffer; LAYERS],
+    /// Validation samples held now: the rank that they came from, then points and labels.
+    shard: [Buffer; 2],
+    /// Correct answers and samples of each bin of all ranks; then of this rank's bins; then of all ranks again.
+    histogram: [Buffer; 3],
+}
+
+impl<'a> Rank<'a> {
+    fn new(communicator: &'a Communicator<'a>, configuration: &'a Configuration, rank: u32) -> Self {
+        let ranks = configuration.ranks as usize;
+        // Rank 0's weights are the ones that all will train: others begin with different ones and get them by broadcast.
+        let mut random = Random::new(configuration.seed ^ (u64::from(rank) << 32));
+        let weights = model::initial(&mut random);
+        let gradients = std::array::from_fn(|layer| {
+            Buffer::new(model::parameters(layer) + usize::from(layer == LAYERS - 1))
+        });
+        let validation = Samples::draw(&mut random, SHARD);
+        let mut shard = [Buffer::new(1 + 3 * SHARD), Buffer::new(1 + 3 * SHARD)];
+        let held = shard[0].get();
+        held[0] = rank as f32;
+        held[1..=2 * SHARD].copy_from_slice(&validation.points);
+        held[1 + 2 * SHARD..].copy_from_slice(&validation.labels);
+        let histogram = [2 * BINS * ranks, 2 * BINS, 2 * BINS * ranks].map(Buffer::new);
+        let collectives = LAYERS * (1 + configuration.steps as usize) + 2 * configuration.steps as usize;
+        Self {
+            communicator,
+            configuration,
+            rank,
+            truth: Truth {
+                rank,
+                pid: std::process::id(),
+                host: std::env::var("NCCL_HOSTID").unwrap_or_default(),
+                ..Truth::default()
+            },
+            arrivals: (0..collectives).map(|_| AtomicU64::new(0)).collect(),
+            step: 0,
+            slept_ms: 0,
+            random,
+            weights,
+            gradients,
+            shard,
+            histogram,
+        }
+    }
+
+    /// Calls a collective, with everything about it noted.
+    fn collective(&mut self, name: &str, bytes: usize, call: impl FnOnce(&Self) -> Result<()>) -> Result<()> {
+        let slot = self
+            .arrivals
+            .get(self.truth.collectives.len())
+            .context("more collectives than planned")?;
+        // SAFETY: the slots live in a box that `train` keeps until the stream is synchronised.
+        unsafe {
+            self.communicator
+                .host_function(note_arrival, std::ptr::from_ref(slot).cast_mut().cast())
+        }?;
+        let called_ns = now_ns();
+        call(self)?;
+        self.truth.collectives.push(Collective {
+            name: name.to_owned(),
+            step: self.step,
+            bytes: bytes as u64,
+            called_ns,
+            returned_ns: now_ns(),
+            arrived_ns: 0,
+            slept_ms: std::mem::take(&mut self.slept_ms),
+        });
+        Ok(())
+    }
+
+    fn train(&mut self) -> Result<()> {
+        let result = self.steps();
+        // Also after an error: the stream may still write to buffers and arrival slots.
+        let synchronised = self.communicator.synchronise();
+        result.and(synchronised)
+    }
+
+    fn steps(&mut self) -> Result<()> {
+        let start = Instant::now();
+        self.broadcast_weights()?;
+        for step in 1..=self.configuration.steps {
+            self.step = step;
+            if let Some(delay) = self
+                .configuration
+                .delays
+                .iter()
+                .find(|d| d.step == step && d.rank == self.rank)
+            {
+                thread::sleep(Duration::from_millis(delay.ms.into()));
+                self.slept_ms = delay.ms;
+            }
+            if step % EVALUATE_EVERY == 0 {
+                self.evaluate()?;
+            }
+            self.train_step()?;
+            if self.rank == 0 && (step % 10 == 0 || step == 1 || step == self.configuration.steps) {
+                let loss = self.truth.loss.last().copied().unwrap_or_default();
+                let accuracy = self
+                    .truth
+                    .accuracy
+                    .last()
+                    .map_or_else(String::new, |a| format!("  accuracy {:.1} %", 100.0 * a));
+                tell(&format!("step {step:>4}  loss {loss:.4}{accuracy}"))?;
+            }
+            if self.configuration.pace_ms > 0 {
+                thread::sleep(Duration::from_millis(self.configuration.pace_ms));
+            }
+        }
+        self.truth.loop_ns = start.elapsed().as_nanos() as u64;
+        Ok(())
+    }
+
+    fn broadcast_weights(&mut self) -> Result<()> {
+        for layer in 0..LAYERS {
+            let count = self.weights[layer].len();
+            self.gradients[layer].get()[..count].copy_from_slice(&self.weights[layer]);
+        }
+        for layer in 0..LAYERS {
+            let bytes = 4 * self.gradients[layer].len();
+            self.collective("broadcast", bytes, |rank| {
+                rank.communicator.broadcast(&rank.gradients[layer], 0)
+            })?;
+        }
+        self.communicator.synchronise()?;
+        for layer in 0..LAYERS {
+            let count = self.weights[layer].len();
+            self.weights[layer].copy_from_slice(&self.gradients[layer].get()[..count]);
+        }
+        Ok(())
+    }
+
+    /// Forward, backward with each layer's gradients on their way while the next layer's are computed, and the update.
+    fn train_step(&mut self) -> Result<()> {
+        let samples = Samples::draw(&mut self.random, BATCH);
+        let weights = std::mem::take(&mut self.weights);
+        let activations = model::forward(&weights, &samples.points);
+        let loss = activations.loss(&samples.labels);
+        model::backward(&weights, &activations, &samples.labels, |layer, gradient| {
+            let buffer = self.gradients[layer].get();
+            buffer[..gradient.len()].copy_from_slice(gradient);
+            if layer == LAYERS - 1 {
+                buffer[gradient.len()] = loss;
+            }
+            let bytes = 4 * buffer.len();
+            self.collective("all_reduce", bytes, |rank| {
+                rank.communicator.all_reduce(&rank.gradients[layer], Reduce::Avg)
+            })
+        })?;
+        self.communicator.synchronise()?;
+        self.weights = weights;
+        for (weights, gradient) in self.weights.iter_mut().zip(&mut self.gradients) {
+            for (weight, slope) in weights.iter_mut().zip(gradient.get().iter()) {
+                *weight -= RATE * slope;
+            }
+        }
+        let loss = self.gradients[LAYERS - 1]
+            .get()
+            .last()
+            .copied()
+            .context("the loss has no place")?;
+        if !loss.is_finite() {
+            bail!("the loss is {loss} after step {}", self.step);
+        }
+        self.truth.loss.push(loss);
+        Ok(())
+    }
+
+    /// Accuracy over all ranks' validation samples: each rank counts by bins of the abscissa, sums its own bins over
+    /// all ranks and shares them. Then the samples move on to the next rank, so that each sees all in time.
+    fn evaluate(&mut self) -> Result<()> {
+        let ranks = self.configuration.ranks as usize;
+        let held = self.shard[0].get().to_vec();
+        let (points, labels) = held[1..].split_at(2 * SHARD);
+        let activations = model::forward(&self.weights, points);
+        let bins = self.histogram[0].get();
+        bins.fill(0.0);
+        for ((logit, label), point) in activations
+            .logits()
+            .iter()
+            .zip(labels)
+            .zip(points.chunks_exact(2))
+        {
+            let all = BINS * ranks;
+            // The moons lie between -1.2 and 2.2.
+            let bin = ((point[0] + 1.2) / 3.4 * all as f32).clamp(0.0, all as f32 - 1.0) as usize;
+            bins[2 * bin] += f32::from((*logit > 0.0) == (*label > 0.5));
+            bins[2 * bin + 1] += 1.0;
+        }
+        let bytes = 4 * self.histogram[0].len();
+        self.collective("reduce_scatter", bytes, |rank| {
+            rank.communicator
+                .reduce_scatter(&rank.histogram[0], &rank.histogram[1])
+        })?;
+        self.collective("all_gather", bytes, |rank| {
+            rank.communicator
+                .all_gather(&rank.histogram[1], &rank.histogram[2])
+        })?;
+        self.rotate()?;
+        self.communicator.synchronise()?;
+        let all = self.histogram[2].get();
+        let (right, total) = all
+            .chunks_exact(2)
+            .fold((0.0, 0.0), |sum, bin| (sum.0 + bin[0], sum.1 + bin[1]));
+        if total as usize != SHARD * ranks {
+            bail!(
+                "the histogram holds {total} samples, {} were counted",
+                SHARD * ranks
+            );
+        }
+        self.truth.accuracy.push(right / total);
+        self.shard.swap(0, 1);
+        let turns = self.truth.accuracy.len() as u32 % self.configuration.ranks;
+        let origin = (self.rank + self.configuration.ranks - turns) % self.configuration.ranks;
+        let came_from = self.shard[0].get()[0];
+        if came_from as u32 != origin {
+            bail!(
+                "rank {} got the samples of rank {came_from}, not of rank {origin}",
+                self.rank
+            );
+        }
+        Ok(())
+    }
+
+    fn rotate(&mut self) -> Result<()> {
+        let ranks = self.configuration.ranks;
+        let (next, previous) = ((self.rank + 1) % ranks, (self.rank + ranks - 1) % ranks);
+        let message = Message {
+            peer: next,
+            bytes: 4 * self.shard[0].len() as u64,
+            called_ns: now_ns(),
+        };
+        self.communicator
+            .exchange(&self.shard[0], next, &self.shard[1], previous)?;
+        self.truth.sent.push(message.clone());
+        self.truth.received.push(Message {
+            peer: previous,
+            ..message
+        });
+        Ok(())
+    }
+
+    fn finish(mut self) -> Truth {
+        for (collective, arrival) in self.truth.collectives.iter_mut().zip(&self.arrivals) {
+            // Relaxed: the stream was synchronised after its last store.
+            collective.arrived_ns = arrival.load(Ordering::Relaxed);
+        }
+        let bits = self
+            .weights
+            .iter()
+            .flatten()
+            .flat_map(|weight| weight.to_bits().to_le_bytes());
+        let hash = bits.fold(0xcbf2_9ce4_8422_2325_u64, |h, b| {
+            (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3)
+        });
+        self.truth.weights = format!("{hash:016x}");
+        self.truth
+    }
+}

@@ -1,0 +1,267 @@
+//! Child processes that do not outlive their parent.
+
+use std::{
+    io::{BufRead, BufReader},
+    os::unix::process::{CommandExt, ExitStatusExt},
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+
+/// Runs `command` with this process's terminal.
+///
+/// # Errors
+/// The command as one would type it, if it cannot be started or fails.
+pub fn run(command: &mut Command) -> Result<()> {
+    let status = command
+        .status()
+        .with_context(|| format!("cannot start {}", line(command)))?;
+    if !status.success() {
+        bail!("{} failed: {}", line(command), reason(status));
+    }
+    Ok(())
+}
+
+/// Standard output of `command`, without the line end.
+///
+/// # Errors
+/// As [`run`], with the last line of standard error.
+pub fn output(command: &mut Command) -> Result<String> {
+    let output = command
+        .output()
+        .with_context(|| format!("cannot start {}", line(command)))?;
+    if !output.status.success() {
+        let errors = String::from_utf8_lossy(&output.stderr);
+        let last = errors
+            .lines()
+            .rev()
+            .find(|line| !line.trim().is_empty())
+            .unwrap_or_default();
+        bail!("{} failed: {}: {last}", line(command), reason(output.status));
+    }
+    let text = String::from_utf8(output.stdout).with_context(|| format!("output of {}", line(command)))?;
+    Ok(text.trim_end().to_owned())
+}
+
+/// The command as one would type it.
+#[must_use]
+pub fn line(command: &Command) -> String {
+    std::iter::once(command.get_program())
+        .chain(command.get_args())
+        .map(|word| word.to_string_lossy().into_owned())
+        .collect::<Vec<_>>()
+        .join(" ")
+}
+
+/// How a process ended, in words.
+#[must_use]
+pub fn reason(status: ExitStatus) -> String {
+    match (status.code(), status.signal()) {
+        (Some(code), _) => format!("exit status {code}"),
+        (None, Some(signal)) => format!("killed by signal {signal}"),
+        (None, None) => status.to_string(),
+    }
+}
+
+/// Path of a program in `PATH`.
+#[must_use]
+pub fn find(program: &str) -> Option<PathBuf> {
+    std::env::split_paths(&std::env::var_os("PATH")?)
+        .map(|folder| folder.join(program))
+        .find(|path| is_program(path))
+}
+
+/// Whether `path` is a file that may be executed.
+#[must_use]
+pub fn is_program(path: &Path) -> bool {
+    use std::os::unix::fs::PermissionsExt;
+    path.metadata()
+        .is_ok_and(|data| data.is_file() && data.permissions().mode() & 0o111 != 0)
+}
+
+/// A child that is ended when its guard is dropped and, by the kernel, when the thread that started it ends.
+#[derive(Debug)]
+pub struct Guarded {
+    name: String,
+    child: Child,
+    end_signal: i32,
+}
+
+impl Guarded {
+    /// Starts `command`. `end_signal` is what asks it to end: `SIGTERM` for what has to clean up, else `SIGKILL`.
+    ///
+    /// # Errors
+    /// If it cannot be started.
+    pub fn start(name: &str, command: &mut Command, end_signal: i32) -> Result<Self> {
+        let parent = std::process::id();
+        // SAFETY: between fork and exec only prctl and getppid are called, both async-signal-safe; no memory is touched.
+        unsafe {
+            command.pre_exec(move || {
+                if libc::prctl(libc::PR_SET_PDEATHSIG, end_signal) != 0 {
+                    return Err(std::io::Error::last_os_error());
+                }
+                // The parent may have died before the line above; then nobody will send the signal.
+                if libc::getppid() as u32 != parent {
+                    return Err(std::io::Error::from_raw_os_error(libc::ESRCH));
+                }
+                Ok(())
+            });
+        }
+        let child = command
+            .spawn()
+            .with_context(|| format!("cannot start {name}: {}", line(command)))?;
+        Ok(Self {
+            name: name.to_owned(),
+            child,
+            end_signal,
+        })
+    }
+
+    /// Process id.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// What it is called in messages.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The child itself, for its pipes.
+    pub fn child(&mut self) -> &mut Child {
+        &mut self.child
+    }
+
+    /// Sends a signal; nothing happens if the process has been waited for.
+    pub fn signal(&mut self, signal: i32) {
+        if matches!(self.child.try_wait(), Ok(None)) {
+            // SAFETY: the process is our child and not reaped (checked above, and only this object reaps it), so the
+            // pid cannot have been given to another process.
+            unsafe { libc::kill(self.child.id() as i32, signal) };
+        }
+    }
+
+    /// Waits for its end, at most `limit`.
+    ///
+    /// # Errors
+    /// If it is still running then.
+    pub fn wait(&mut self, limit: Duration) -> Result<ExitStatus> {
+        let end = Instant::now() + limit;
+        loop {
+            if let Some(status) = self.child.try_wait()? {
+                return Ok(status);
+            }
+            if Instant::now() >= end {
+                bail!(
+                    "{} (process {}) is still running after {limit:?}",
+                    self.name,
+                    self.child.id()
+                );
+            }
+            thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// Asks it to end and waits; kills it after `limit`.
+    ///
+    /// # Errors
+    /// If it had to be killed though it was only to be asked.
+    pub fn end(&mut self, limit: Duration) -> Result<ExitStatus> {
+        self.signal(self.end_signal);
+        self.wait(limit).inspect_err(|_| {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        })
+    }
+}
+
+impl Drop for Guarded {
+    fn drop(&mut self) {
+        if matches!(self.child.try_wait(), Ok(None)) {
+            let _ = self.end(Duration::from_secs(3));
+        }
+    }
+}
+
+/// Runs `command`, passes each line of its standard output on to `each`, and prints it; standard error goes to the
+/// terminal.
+///
+/// # Errors
+/// If it cannot be started or read.
+pub fn stream(command: &mut Command, mut each: impl FnMut(&str)) -> Result<ExitStatus> {
+    let mut child = command
+        .stdout(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("cannot start {}", line(command)))?;
+    let output = child.stdout.take().context("standard output is not piped")?;
+    for text in BufReader::new(output).split(b'\n') {
+        let text = text?;
+        let text = String::from_utf8_lossy(&text);
+        println!("{text}");
+        each(&text);
+    }
+    Ok(child.wait()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guard_ends_its_child() {
+        let guard = Guarded::start("sleeper", Command::new("sleep").arg("600"), libc::SIGTERM).unwrap();
+        let stat = format!("/proc/{}/stat", guard.pid());
+        assert!(Path::new(&stat).exists());
+        drop(guard);
+        assert!(
+            !Path::new(&stat).exists(),
+            "the child was neither ended nor reaped"
+        );
+    }
+
+    #[test]
+    fn a_child_that_ignores_the_signal_is_killed_and_reported() {
+        let mut command = Command::new("sh");
+        command
+            .args(["-c", "trap '' TERM; echo ready; while :; do sleep 1; done"])
+            .stdout(Stdio::piped());
+        let mut guard = Guarded::start("stubborn", &mut command, libc::SIGTERM).unwrap();
+        let mut ready = String::new();
+        BufReader::new(guard.child().stdout.take().unwrap())
+            .read_line(&mut ready)
+            .unwrap();
+        let error = guard.end(Duration::from_millis(50)).unwrap_err().to_string();
+        assert!(error.contains("stubborn"), "{error}");
+        assert!(!Path::new(&format!("/proc/{}/stat", guard.pid())).exists());
+    }
+
+    #[test]
+    fn a_failing_command_is_named() {
+        let error = run(Command::new("sh").args(["-c", "exit 3"]))
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("sh -c exit 3") && error.contains("exit status 3"),
+            "{error}"
+        );
+        let error = output(Command::new("sh").args(["-c", "echo because >&2; exit 1"]))
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("because"), "{error}");
+    }
+
+    #[test]
+    fn lines_are_streamed_in_order() {
+        let mut lines = Vec::new();
+        let status = stream(Command::new("sh").args(["-c", "echo a; echo b; printf c"]), |l| {
+            lines.push(l.to_owned());
+        });
+        assert!(status.unwrap().success());
+        assert_eq!(lines, ["a", "b", "c"]);
+    }
+}

@@ -1,0 +1,419 @@
+//! Installs what builds and tests need: the eBPF toolchain always, Jaeger and Chromium for those tests that use them.
+//!
+//! Everything is looked for first, so that a second run costs milliseconds. System packages come from apt (as root or
+//! through `sudo`); the rest is compiled into a cache, [`cache`].
+
+use std::{
+    fs,
+    os::unix::fs::symlink,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    sync::OnceLock,
+    time::Instant,
+};
+
+use anyhow::{Context, Result, bail};
+
+use crate::process;
+
+/// Version of bpf-linker: the last one whose features name the LLVM that the compilers below bring.
+const BPF_LINKER: &str = "0.13.0";
+/// Version of the Go module that Jaeger is built from (Jaeger v2).
+const JAEGER: &str = "1.76.0";
+/// Debian's compiler for packages that need a recent one, and the source of its `core`.
+const DEBIAN_RUST: [&str; 3] = ["rustc-web", "cargo-web", "rust-web-src"];
+
+/// Where compiled tools are kept: `$RINGSIGHT_CACHE`, else `ringsight` in the user's cache folder.
+///
+/// # Errors
+/// If neither that variable nor `XDG_CACHE_HOME` nor `HOME` is set.
+pub fn cache() -> Result<PathBuf> {
+    let variable = |name| {
+        std::env::var_os(name)
+            .filter(|value| !value.is_empty())
+            .map(PathBuf::from)
+    };
+    variable("RINGSIGHT_CACHE")
+        .or_else(|| variable("XDG_CACHE_HOME").map(|folder| folder.join("ringsight")))
+        .or_else(|| variable("HOME").map(|folder| folder.join(".cache/ringsight")))
+        .context("no place for tools: set RINGSIGHT_CACHE to a folder")
+}
+
+/// A compiler that can build `core` for `bpfel-unknown-none`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Compiler {
+    rustc: PathBuf,
+    /// LLVM's major version, and its shared library.
+    llvm: (u32, PathBuf),
+}
+
+/// Installs the toolchain that compiles eBPF programs.
+///
+/// # Errors
+/// Names the command to run where this cannot be done here.
+pub fn ebpf_toolchain() -> Result<()> {
+    // A ready object: nothing is compiled (see probes/build.rs, which looks for the tools where this puts them).
+    if std::env::var_os("RINGSIGHT_BPF_OBJECT").is_some_and(|object| !object.is_empty()) {
+        return Ok(());
+    }
+    let compiler = match compiler() {
+        Some(compiler) => compiler,
+        None => install_compiler()?,
+    };
+    install_bpf_linker(&compiler)
+}
+
+/// The compiler that probes/build.rs will use: Debian's, else a rustup nightly; either with the source of its `core`.
+fn compiler() -> Option<Compiler> {
+    // Kept once it is found (each look starts five processes); its absence is not, since it may be installed next.
+    static FOUND: OnceLock<Compiler> = OnceLock::new();
+    if FOUND.get().is_none() {
+        let compiler = debian().or_else(nightly)?;
+        let _ = FOUND.set(compiler);
+    }
+    FOUND.get().cloned()
+}
+
+fn nightly() -> Option<Compiler> {
+    let rustup = process::find("rustup")?;
+    let rustc =
+        process::output(Command::new(&rustup).args(["which", "--toolchain", "nightly", "rustc"])).ok()?;
+    let rustc = PathBuf::from(rustc);
+    let sysroot = PathBuf::from(process::output(Command::new(&rustc).args(["--print", "sysroot"])).ok()?);
+    if !sysroot
+        .join("lib/rustlib/src/rust/library/core/src/lib.rs")
+        .is_file()
+    {
+        return None;
+    }
+    let llvm = llvm_of(&rustc, &sysroot.join("lib"))?;
+    Some(Compiler { rustc, llvm })
+}
+
+fn debian() -> Option<Compiler> {
+    let rustc = PathBuf::from("/usr/bin/rustc");
+    if !process::is_program(Path::new("/usr/bin/cargo")) || !process::is_program(&rustc) {
+        return None;
+    }
+    let version = process::output(Command::new(&rustc).arg("--version")).ok()?;
+    // "rustc 1.96.0 (...)"; the packages of a plain `rustc` are too old and have no source beside them.
+    let version = version.split(' ').nth(1)?.to_owned();
+    if !Path::new(&format!("/usr/src/rustc-{version}/library/core/src/lib.rs")).is_file() {
+        return None;
+    }
+    let llvm = llvm_of(&rustc, Path::new("/usr/lib/x86_64-linux-gnu"))?;
+    Some(Compiler { rustc, llvm })
+}
+
+/// Major version and shared library of the LLVM in `rustc`: its bitcode can be linked by the same LLVM only.
+fn llvm_of(rustc: &Path, folder: &Path) -> Option<(u32, PathBuf)> {
+    let text = process::output(Command::new(rustc).arg("-vV")).ok()?;
+    let version = text
+        .lines()
+        .find_map(|line| line.strip_prefix("LLVM version: "))?;
+    let major: u32 = version.split('.').next()?.parse().ok()?;
+    // `libLLVM.so.22.1` from Debian, `libLLVM.so.22.1-rust-1.97.0-nightly` from rustup.
+    let prefix = format!("libLLVM.so.{major}.");
+    let library = fs::read_dir(folder)
+        .ok()?
+        .flatten()
+        .find(|entry| entry.file_name().to_string_lossy().starts_with(&prefix))?
+        .path();
+    Some((major, library))
+}
+
+/// The first of these that works: Debian's packages, a rustup nightly.
+fn install_compiler() -> Result<Compiler> {
+    let rustup = process::find("rustup");
+    let mut failures = Vec::new();
+    if apt_has(DEBIAN_RUST[0]) {
+        match apt_install(&DEBIAN_RUST)
+            .and_then(|()| debian().context("the packages hold no usable compiler"))
+        {
+            Ok(compiler) => return Ok(compiler),
+            Err(error) => failures.push(format!("{error:#}")),
+        }
+    }
+    let mut rustup_line = vec![
+        "toolchain",
+        "install",
+        "nightly",
+        "--profile=minimal",
+        "--component=rust-src",
+    ];
+    if let Some(rustup) = &rustup {
+        say("a nightly Rust compiler with the source of `core` (rustup)");
+        let done = process::run(Command::new(rustup).args(&rustup_line));
+        match done.and_then(|()| nightly().context("rustup installed no usable nightly")) {
+            Ok(compiler) => return Ok(compiler),
+            Err(error) => failures.push(format!("{error:#}")),
+        }
+    }
+    rustup_line.insert(0, "rustup");
+    bail!(
+        "eBPF programs need a compiler with the source of `core`. Run one of\n    {}\n    {}\nand then this command \
+         again. What was tried here:\n    {}",
+        rustup_line.join(" "),
+        apt_line(&DEBIAN_RUST).join(" "),
+        if failures.is_empty() {
+            "nothing: neither apt nor rustup is here".to_owned()
+        } else {
+            failures.join("\n    ")
+        }
+    )
+}
+
+fn install_bpf_linker(compiler: &Compiler) -> Result<()> {
+    let cache = cache()?;
+    let program = cache.join("bin/bpf-linker");
+    // The program may be there and not start: built for a compiler that was replaced since.
+    let works = |program: &Path| {
+        process::output(Command::new(program).arg("--version"))
+            .is_ok_and(|version| version.ends_with(BPF_LINKER))
+            && process::output(Command::new("ldd").arg(program))
+                .is_ok_and(|libraries| libraries.contains(&format!("libLLVM.so.{}.", compiler.llvm.0)))
+    };
+    if works(&program) {
+        return Ok(());
+    }
+    let (major, library) = &compiler.llvm;
+    let prefix = cache.join(format!("llvm{major}-prefix"));
+    let links = prefix.join("lib");
+    fs::create_dir_all(&links).with_context(|| format!("creating {}", links.display()))?;
+    // Under the name that the linker looks for, and under its own: the program is started with this folder as run path.
+    let own_name = library.file_name().context("libLLVM has no name")?;
+    for name in [std::ffi::OsStr::new("libLLVM.so"), own_name] {
+        let link = links.join(name);
+        let _ = fs::remove_file(&link);
+        symlink(library, &link).with_context(|| format!("linking {}", link.display()))?;
+    }
+    say(&format!(
+        "bpf-linker {BPF_LINKER} for LLVM {major} (compiled once, about a minute)"
+    ));
+    let start = Instant::now();
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command
+        .args([
+            "install",
+            "bpf-linker",
+            "--version",
+            BPF_LINKER,
+            "--locked",
+            "--force",
+        ])
+        .args([
+            "--no-default-features",
+            "--features",
+            &format!("llvm-{major}"),
+            "--root",
+        ])
+        .arg(&cache)
+        .env("LLVM_PREFIX", &prefix)
+        // A target folder or flags meant for the workspace are not meant for the tool.
+        .env_remove("CARGO_TARGET_DIR")
+        .env_remove("RUSTFLAGS")
+        .env_remove("CARGO_ENCODED_RUSTFLAGS");
+    process::run(&mut command)?;
+    if !works(&program) {
+        bail!(
+            "{} was built but does not run with {}; `ldd` on it says what it misses",
+            program.display(),
+            library.display()
+        );
+    }
+    say(&format!(
+        "bpf-linker is ready after {:.0} s",
+        start.elapsed().as_secs_f64()
+    ));
+    Ok(())
+}
+
+/// Jaeger's binary, built at the first call (4 minutes on two cores) where Go is.
+///
+/// # Errors
+/// Says what is missing; callers skip what needs it.
+pub fn jaeger() -> Result<PathBuf> {
+    let program = cache()?.join(format!("bin/jaeger-{JAEGER}"));
+    if process::is_program(&program) {
+        return Ok(program);
+    }
+    let go = process::find("go")
+        .or_else(|| Some(PathBuf::from("/usr/local/go/bin/go")).filter(|path| process::is_program(path)))
+        .context(
+            "Jaeger is built from its Go module, and Go (1.25 or newer) is not installed: https://go.dev/dl",
+        )?;
+    say(&format!(
+        "Jaeger {JAEGER} (compiled once from its Go module, about 4 minutes)"
+    ));
+    let start = Instant::now();
+    // `go install` refuses a module with replace directives; built inside the module, its own go.mod rules.
+    let module = format!("github.com/jaegertracing/jaeger@v{JAEGER}");
+    let download = process::output(Command::new(&go).args(["mod", "download", "-json", &module]))?;
+    let download: serde_json::Value = serde_json::from_str(&download).context("output of go mod download")?;
+    let source = download["Dir"].as_str().context("go mod download names no Dir")?;
+    let folder = program.parent().context("the cache has no bin folder")?;
+    fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+    // Under another name until it is whole: an interrupted build leaves nothing that looks finished.
+    let partial = program.with_extension("partial");
+    process::run(
+        Command::new(&go)
+            .args(["build", "-trimpath", "-ldflags", "-s -w", "-o"])
+            .arg(&partial)
+            .arg("./cmd/jaeger")
+            .current_dir(source),
+    )?;
+    fs::rename(&partial, &program).with_context(|| format!("creating {}", program.display()))?;
+    say(&format!(
+        "Jaeger is ready after {:.0} s",
+        start.elapsed().as_secs_f64()
+    ));
+    Ok(program)
+}
+
+/// A Chromium or Chrome; installed where apt has a real package of it (Ubuntu's only refers to a snap).
+///
+/// # Errors
+/// Says what is missing; callers skip what needs it.
+pub fn chromium() -> Result<PathBuf> {
+    const NAMES: [&str; 4] = [
+        "chromium",
+        "chromium-browser",
+        "google-chrome",
+        "google-chrome-stable",
+    ];
+    let found = || NAMES.iter().find_map(|name| process::find(name));
+    if let Some(program) = found() {
+        return Ok(program);
+    }
+    let debian =
+        fs::read_to_string("/etc/os-release").is_ok_and(|text| text.lines().any(|line| line == "ID=debian"));
+    if !debian {
+        bail!("no Chromium or Chrome in PATH");
+    }
+    apt_install(&["chromium"])?;
+    found().context("the package chromium brought no program of that name")
+}
+
+/// Says what an optional tool came to.
+pub fn optional(name: &str, found: Result<PathBuf>) {
+    match found {
+        Ok(path) => say(&format!("{name}: {}", path.display())),
+        Err(error) => say(&format!("{name}: none ({error:#})")),
+    }
+}
+
+/// `program` with the rights to attach probes, as far as they can be had without a question to the user.
+#[must_use]
+pub fn privileged(program: &Path) -> Command {
+    if is_root() || !sudo_works() {
+        return Command::new(program);
+    }
+    let mut command = Command::new("sudo");
+    command
+        .args(["--non-interactive", "--preserve-env", "--"])
+        .arg(program);
+    command
+}
+
+fn is_root() -> bool {
+    // SAFETY: geteuid has no preconditions and cannot fail.
+    unsafe { libc::geteuid() == 0 }
+}
+
+fn sudo_works() -> bool {
+    Command::new("sudo")
+        .args(["--non-interactive", "true"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status()
+        .is_ok_and(|status| status.success())
+}
+
+fn apt_line<'a>(packages: &[&'a str]) -> Vec<&'a str> {
+    let mut line = if is_root() { vec![] } else { vec!["sudo"] };
+    // Another apt may be at work: wait for it. The compiler's recommended packages are not needed.
+    line.extend([
+        "apt-get",
+        "-o",
+        "DPkg::Lock::Timeout=500",
+        "install",
+        "-y",
+        "--no-install-recommends",
+    ]);
+    line.extend(packages);
+    line
+}
+
+/// Whether apt offers the package, after fetching its lists if it does not seem to.
+fn apt_has(package: &str) -> bool {
+    if process::find("apt-get").is_none() {
+        return false;
+    }
+    let known = || {
+        process::output(Command::new("apt-cache").args(["policy", package])).is_ok_and(|text| {
+            text.lines()
+                .any(|line| line.contains("Candidate:") && !line.contains("(none)"))
+        })
+    };
+    if known() {
+        return true;
+    }
+    if is_root() || sudo_works() {
+        say("package lists (apt-get update)");
+        let mut line = if is_root() { vec![] } else { vec!["sudo"] };
+        line.extend(["apt-get", "-o", "DPkg::Lock::Timeout=500", "update"]);
+        let _ = process::run(Command::new(line[0]).args(&line[1..]));
+    }
+    known()
+}
+
+fn apt_install(packages: &[&str]) -> Result<()> {
+    let line = apt_line(packages);
+    if process::find("apt-get").is_none() || !(is_root() || sudo_works()) {
+        bail!(
+            "this needs system packages. Run\n    {}\nand then this command again",
+            line.join(" ")
+        );
+    }
+    say(&format!("{} (apt-get)", packages.join(" ")));
+    let install = || {
+        process::run(
+            Command::new(line[0])
+                .args(&line[1..])
+                .env("DEBIAN_FRONTEND", "noninteractive")
+                // A question would wait for ever where nobody is there to answer.
+                .stdin(Stdio::null()),
+        )
+    };
+    // Lists that are there may be of an older state than the archive: fetched anew after a failure, not before.
+    install().or_else(|_| {
+        let mut update = if is_root() { vec![] } else { vec!["sudo"] };
+        update.extend(["apt-get", "-o", "DPkg::Lock::Timeout=500", "update"]);
+        process::run(Command::new(update[0]).args(&update[1..]))?;
+        install()
+    })
+}
+
+fn say(what: &str) {
+    eprintln!("set-up: {what}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_apt_line_never_asks_and_waits_for_the_lock() {
+        let line = apt_line(&["one", "two"]).join(" ");
+        assert!(
+            line.ends_with("install -y --no-install-recommends one two"),
+            "{line}"
+        );
+        assert!(line.contains("DPkg::Lock::Timeout="), "{line}");
+    }
+
+    #[test]
+    fn a_compiler_without_its_llvm_is_none() {
+        assert_eq!(llvm_of(Path::new("/nonexistent/rustc"), Path::new("/")), None);
+    }
+}

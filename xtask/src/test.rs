@@ -1,0 +1,486 @@
+//! `cargo xtask test`: every layer of tests that this machine can run.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, ExitCode},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Result, bail};
+use clap::Args;
+
+use crate::{
+    demo, dist, process, setup,
+    workspace::{self, cargo, root},
+};
+
+/// What to test.
+#[derive(Args, Debug)]
+pub struct Options {
+    /// Also what takes longer: benchmarks against their goals.
+    #[arg(long)]
+    full: bool,
+    /// Only layers, or tests within the layers of tests, whose name contains this.
+    filter: Option<String>,
+}
+
+/// Environment variable that names the file to which tests append what they skipped, one `name: reason` a line.
+pub const SKIP_LOG: &str = "RINGSIGHT_SKIP_LOG";
+/// Environment variable with the path of a Jaeger binary, for the tests that read traces back.
+pub const JAEGER: &str = "RINGSIGHT_JAEGER";
+/// Environment variable with the path of a Chromium binary, for the tests that look at the page.
+pub const CHROMIUM: &str = "RINGSIGHT_CHROMIUM";
+
+/// Tests that passed, failed and were skipped.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Counts {
+    passed: u64,
+    failed: u64,
+    skipped: u64,
+}
+
+impl Counts {
+    const PASSED: Self = Self {
+        passed: 1,
+        failed: 0,
+        skipped: 0,
+    };
+
+    fn add(&mut self, other: Self) {
+        self.passed += other.passed;
+        self.failed += other.failed;
+        self.skipped += other.skipped;
+    }
+
+    /// Counts of one closing line of libtest:
+    /// `test result: ok. 3 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.01s`.
+    fn of_line(line: &str) -> Option<Self> {
+        let (_, counts) = line.strip_prefix("test result: ")?.split_once(". ")?;
+        let number = |word: &str| {
+            counts
+                .split("; ")
+                .find_map(|part| part.trim().strip_suffix(word)?.trim_end().parse::<u64>().ok())
+        };
+        Some(Self {
+            passed: number("passed")?,
+            failed: number("failed")?,
+            skipped: number("ignored")?,
+        })
+    }
+}
+
+/// How a layer ended.
+enum Outcome {
+    Ran(Counts),
+    Failed(Counts, String),
+    Skipped(String),
+}
+
+struct Row {
+    name: &'static str,
+    outcome: Outcome,
+    took: Duration,
+}
+
+struct Suite {
+    filter: Option<String>,
+    rows: Vec<Row>,
+    skip_log: PathBuf,
+}
+
+impl Suite {
+    /// Runs a layer unless a filter excludes it. `tests` says whether the filter may name tests inside it.
+    fn layer(&mut self, name: &'static str, tests: bool, run: impl FnOnce(Option<&str>) -> Result<Outcome>) {
+        let filter = self.filter.clone();
+        let inner = match filter.as_deref() {
+            Some(filter) if name.contains(filter) => None,
+            Some(filter) if tests => Some(filter),
+            Some(_) => return,
+            None => None,
+        };
+        println!("\n=== {name}");
+        let start = Instant::now();
+        let outcome = run(inner).unwrap_or_else(|error| {
+            Outcome::Failed(
+                Counts {
+                    failed: 1,
+                    ..Counts::default()
+                },
+                format!("{error:#}"),
+            )
+        });
+        let took = start.elapsed();
+        match &outcome {
+            Outcome::Ran(counts) => println!(
+                "=== {name}: {} passed in {:.1} s",
+                counts.passed,
+                took.as_secs_f64()
+            ),
+            Outcome::Failed(_, why) => {
+                println!("=== {name}: FAILED after {:.1} s: {why}", took.as_secs_f64());
+            }
+            Outcome::Skipped(why) => println!("=== {name}: skipped: {why}"),
+        }
+        self.rows.push(Row { name, outcome, took });
+    }
+
+    /// Prints the table, what was skipped by name, and the closing line; `true` if nothing failed.
+    fn close(&self) -> bool {
+        let mut total = Counts::default();
+        println!(
+            "\n{:<22} {:>9} {:>7} {:>7} {:>7}  note",
+            "layer", "seconds", "passed", "failed", "skipped"
+        );
+        let mut skips = Vec::new();
+        for row in &self.rows {
+            let (counts, note) = match &row.outcome {
+                Outcome::Ran(counts) => (*counts, ""),
+                Outcome::Failed(counts, why) => (*counts, why.lines().next().unwrap_or_default()),
+                Outcome::Skipped(why) => (
+                    Counts {
+                        skipped: 1,
+                        ..Counts::default()
+                    },
+                    why.as_str(),
+                ),
+            };
+            if let Outcome::Skipped(why) = &row.outcome {
+                skips.push(format!("{}: {why}", row.name));
+            }
+            let Counts {
+                passed,
+                failed,
+                skipped,
+            } = counts;
+            println!(
+                "{:<22} {:>9.1} {passed:>7} {failed:>7} {skipped:>7}  {note}",
+                row.name,
+                row.took.as_secs_f64()
+            );
+            total.add(counts);
+        }
+        skips.extend(self.logged_skips());
+        for skip in &skips {
+            println!("skipped {skip}");
+        }
+        println!(
+            "\n{} passed, {} failed, {} skipped",
+            total.passed, total.failed, total.skipped
+        );
+        total.failed == 0 && total.passed > 0
+    }
+
+    /// What tests have written to the skip log so far.
+    fn logged_skips(&self) -> Vec<String> {
+        fs::read_to_string(&self.skip_log)
+            .unwrap_or_default()
+            .lines()
+            .map(str::to_owned)
+            .collect()
+    }
+
+    /// Runs `cargo test` with `arguments` and counts; tests that logged a skip count as skipped, not as passed.
+    fn cargo_test(&self, command: &mut Command, filter: Option<&str>) -> Result<Outcome> {
+        let before = self.logged_skips().len() as u64;
+        command.env(SKIP_LOG, &self.skip_log).args(filter);
+        let mut counts = Counts::default();
+        let status = process::stream(command, |line| {
+            if let Some(more) = Counts::of_line(line) {
+                counts.add(more);
+            }
+        })?;
+        let skipped = self.logged_skips().len() as u64 - before;
+        counts.skipped += skipped;
+        counts.passed = counts.passed.saturating_sub(skipped);
+        if !status.success() {
+            // A crate that does not compile, or a test that took its process down, appears in no count.
+            counts.failed = counts.failed.max(1);
+            return Ok(Outcome::Failed(
+                counts,
+                format!("{} {}", process::line(command), process::reason(status)),
+            ));
+        }
+        Ok(Outcome::Ran(counts))
+    }
+}
+
+fn check(command: &mut Command) -> Result<Outcome> {
+    process::run(command)?;
+    Ok(Outcome::Ran(Counts::PASSED))
+}
+
+fn has_loom_model() -> bool {
+    fs::read_to_string(root().join("probes/records/Cargo.toml"))
+        .is_ok_and(|manifest| manifest.contains("loom"))
+}
+
+/// Runs the layers.
+///
+/// # Errors
+/// If not even the first can be begun; failures of layers make the exit code.
+pub fn run(options: &Options) -> Result<ExitCode> {
+    let start = Instant::now();
+    let target = workspace::target()?;
+    fs::create_dir_all(&target)?;
+    let skip_log = target.join(format!("skipped-{}.log", std::process::id()));
+    let _ = fs::remove_file(&skip_log);
+    let mut suite = Suite {
+        filter: options.filter.clone(),
+        rows: Vec::new(),
+        skip_log,
+    };
+    layers(&mut suite, options, &target);
+    let good = suite.close_after(start);
+    Ok(if good {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+impl Suite {
+    fn close_after(&self, start: Instant) -> bool {
+        if self.rows.is_empty() {
+            println!(
+                "no layer and no test is called {}",
+                self.filter.as_deref().unwrap_or_default()
+            );
+        }
+        println!("\nall layers: {:.0} s", start.elapsed().as_secs_f64());
+        let good = self.close();
+        let _ = fs::remove_file(&self.skip_log);
+        good
+    }
+}
+
+fn layers(suite: &mut Suite, options: &Options, target: &Path) {
+    suite.layer("format", false, |_| {
+        process::run(cargo().args(["fmt", "--all", "--check"]))?;
+        if root().join("probes/ebpf/Cargo.toml").is_file() {
+            process::run(cargo().args(["fmt", "--manifest-path", "probes/ebpf/Cargo.toml", "--check"]))?;
+        }
+        Ok(Outcome::Ran(Counts::PASSED))
+    });
+    // Everything after this compiles `ringsight-probes`, which holds the eBPF object.
+    let mut toolchain = Ok(());
+    if suite.filter.as_deref().is_none_or(|filter| filter != "format") {
+        toolchain = setup::ebpf_toolchain();
+    }
+    if let Err(error) = toolchain {
+        suite.layer("set-up", true, |_| Err(error));
+        return;
+    }
+    suite.layer("clippy", false, |_| {
+        check(cargo().args([
+            "clippy",
+            "--workspace",
+            "--all-targets",
+            "--locked",
+            "--",
+            "-D",
+            "warnings",
+        ]))
+    });
+    suite.layer("docs", false, |_| {
+        check(
+            cargo()
+                .args(["doc", "--workspace", "--no-deps", "--locked"])
+                .env("RUSTDOCFLAGS", "-D warnings"),
+        )
+    });
+    let chromium = setup::chromium();
+    let suite_log = Suite {
+        filter: None,
+        rows: Vec::new(),
+        skip_log: suite.skip_log.clone(),
+    };
+    suite.layer("unit and integration", true, |filter| {
+        let mut command = cargo();
+        command.args([
+            "test",
+            "--workspace",
+            "--exclude",
+            "ringsight-tests",
+            "--locked",
+            "--no-fail-fast",
+        ]);
+        if let Ok(chromium) = &chromium {
+            command.env(CHROMIUM, chromium);
+        }
+        suite_log.cargo_test(&mut command, filter)
+    });
+    suite.layer("loom model", false, |_| {
+        if !has_loom_model() {
+            return Ok(Outcome::Skipped("ringsight-records has no loom model".to_owned()));
+        }
+        let mut command = cargo();
+        command
+            .args([
+                "test",
+                "--release",
+                "--locked",
+                "-p",
+                "ringsight-records",
+                "--test",
+                "loom",
+            ])
+            // Other flags compile everything anew: kept apart from the other layers' builds.
+            .env("RUSTFLAGS", "--cfg loom")
+            .env("CARGO_TARGET_DIR", target.join("loom"));
+        suite_log.cargo_test(&mut command, None)
+    });
+    end_to_end_layers(suite, &suite_log, options, chromium.ok().as_deref());
+}
+
+fn end_to_end_layers(suite: &mut Suite, log: &Suite, options: &Options, chromium: Option<&Path>) {
+    suite.layer("release build", true, |filter| {
+        workspace::build()?;
+        Ok(Outcome::Ran(if filter.is_some() {
+            Counts::default()
+        } else {
+            Counts::PASSED
+        }))
+    });
+    if matches!(
+        suite.rows.last(),
+        Some(Row {
+            outcome: Outcome::Failed(..),
+            ..
+        })
+    ) {
+        return;
+    }
+    suite.layer("demo", false, |_| check_demo(&[]));
+    suite.layer("demo, nobody slow", false, |_| check_demo(&["--no-slow"]));
+    let jaeger = setup::jaeger();
+    suite.layer("end to end", true, |filter| {
+        let mut command = cargo();
+        // One at a time: each starts a job of several processes and checks times.
+        command.args([
+            "test",
+            "--locked",
+            "--no-fail-fast",
+            "-p",
+            "ringsight-tests",
+            "--",
+            "--test-threads=1",
+        ]);
+        if let Ok(jaeger) = &jaeger {
+            command.env(JAEGER, jaeger);
+        }
+        if let Some(chromium) = chromium {
+            command.env(CHROMIUM, chromium);
+        }
+        log.cargo_test(&mut command, filter)
+    });
+    suite.layer("dist", false, |_| {
+        dist::check()?;
+        Ok(Outcome::Ran(Counts::PASSED))
+    });
+    if options.full {
+        suite.layer("bench", false, |_| {
+            let status = process::stream(
+                Command::new(std::env::current_exe()?)
+                    .args(["bench", "--check"])
+                    .current_dir(root()),
+                |_| (),
+            )?;
+            if !status.success() {
+                bail!("a benchmark missed its goal");
+            }
+            Ok(Outcome::Ran(Counts::PASSED))
+        });
+    }
+}
+
+/// Runs the demo with `--check` in a process of its own: what it leaves behind would show in this one's exit.
+fn check_demo(more: &[&str]) -> Result<Outcome> {
+    let mut command = Command::new(std::env::current_exe()?);
+    command
+        .args(["demo", "--check", "--ranks", "4", "--steps", "60", "--seed", "7"])
+        .args(more)
+        .current_dir(root());
+    let mut last = String::new();
+    let status = process::stream(&mut command, |line| line.clone_into(&mut last))?;
+    let report: demo::check::Report = match serde_json::from_str(&last) {
+        Ok(report) => report,
+        Err(error) => bail!("the demo's last line is no report ({error}): {last}"),
+    };
+    if !status.success() || !report.ok {
+        bail!("the demo found: {}", report.problems.join("; "));
+    }
+    Ok(Outcome::Ran(Counts::PASSED))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn libtests_closing_line_is_counted() {
+        let line =
+            "test result: ok. 12 passed; 0 failed; 3 ignored; 0 measured; 1 filtered out; finished in 0.40s";
+        assert_eq!(
+            Counts::of_line(line),
+            Some(Counts {
+                passed: 12,
+                failed: 0,
+                skipped: 3
+            })
+        );
+        let line = "test result: FAILED. 1 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out";
+        assert_eq!(
+            Counts::of_line(line),
+            Some(Counts {
+                passed: 1,
+                failed: 2,
+                skipped: 0
+            })
+        );
+        for other in [
+            "",
+            "test result: ",
+            "test result: ok. x passed; 0 failed; 0 ignored",
+            "12 passed; 0 failed",
+        ] {
+            assert_eq!(Counts::of_line(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn a_logged_skip_is_not_a_pass_and_a_crash_is_a_failure() {
+        let log = std::env::temp_dir().join(format!("ringsight-skip-test-{}", std::process::id()));
+        let _ = fs::remove_file(&log);
+        let suite = Suite {
+            filter: None,
+            rows: Vec::new(),
+            skip_log: log.clone(),
+        };
+        let script =
+            format!("echo 'test result: ok. 5 passed; 0 failed; 0 ignored'; echo 'x: y' >> ${SKIP_LOG}");
+        let Outcome::Ran(counts) = suite
+            .cargo_test(Command::new("sh").args(["-c", &script]), None)
+            .unwrap()
+        else {
+            panic!("the script succeeds")
+        };
+        assert_eq!(
+            counts,
+            Counts {
+                passed: 4,
+                failed: 0,
+                skipped: 1
+            }
+        );
+        assert_eq!(suite.logged_skips(), ["x: y"]);
+        let Outcome::Failed(counts, _) = suite
+            .cargo_test(Command::new("sh").args(["-c", "exit 1"]), None)
+            .unwrap()
+        else {
+            panic!("the script fails")
+        };
+        assert_eq!(counts.failed, 1);
+        fs::remove_file(&log).unwrap();
+    }
+}

@@ -1,0 +1,154 @@
+//! Where things are in the workspace, and building them.
+
+use std::{
+    ffi::OsString,
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, ExitCode},
+};
+
+use anyhow::{Context, Result, bail};
+
+use crate::{process, setup};
+
+/// Root of the workspace.
+#[must_use]
+pub fn root() -> PathBuf {
+    // Cargo sets the variable for what it runs; the built-in path serves a binary that is started by hand.
+    let manifest = std::env::var_os("CARGO_MANIFEST_DIR")
+        .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")), PathBuf::from);
+    let built_in = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let manifest = if manifest.parent().is_some_and(|root| root.join("xtask").is_dir()) {
+        manifest
+    } else {
+        built_in.into()
+    };
+    manifest.parent().map_or(manifest.clone(), Path::to_path_buf)
+}
+
+/// The cargo that runs us, at the root of the workspace.
+#[must_use]
+pub fn cargo() -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo")));
+    command.current_dir(root());
+    command
+}
+
+/// Cargo's target folder for this workspace.
+///
+/// # Errors
+/// If cargo cannot tell.
+pub fn target() -> Result<PathBuf> {
+    if let Some(folder) = std::env::var_os("CARGO_TARGET_DIR") {
+        return Ok(root().join(folder));
+    }
+    let metadata =
+        process::output(cargo().args(["metadata", "--format-version=1", "--no-deps", "--offline"]))?;
+    let metadata: serde_json::Value = serde_json::from_str(&metadata).context("output of cargo metadata")?;
+    metadata["target_directory"]
+        .as_str()
+        .map(PathBuf::from)
+        .context("cargo metadata names no target_directory")
+}
+
+/// What the demo, the tests and the archive run.
+#[derive(Clone, Debug)]
+pub struct Artifacts {
+    /// The collector, `ringsight`.
+    pub ringsight: PathBuf,
+    /// Folder that holds the library as `libnccl.so.2`.
+    pub library_folder: PathBuf,
+    /// This program, for worker processes.
+    pub xtask: PathBuf,
+    /// Cargo's target folder.
+    pub target: PathBuf,
+}
+
+/// Installs the toolchain if need be and builds collector, library and workers with optimisation.
+///
+/// # Errors
+/// If the set-up or the build fails.
+pub fn build() -> Result<Artifacts> {
+    setup::ebpf_toolchain()?;
+    let packages = ["-p", "ringsight-collector", "-p", "ringsight-comm", "-p", "xtask"];
+    process::run(cargo().args(["build", "--release", "--locked"]).args(packages))?;
+    artifacts()
+}
+
+/// What [`build`] has built.
+///
+/// # Errors
+/// Names the file that is missing.
+pub fn artifacts() -> Result<Artifacts> {
+    let target = target()?;
+    let release = target.join("release");
+    let [ringsight, library, xtask] =
+        ["ringsight", "libringsight_comm.so", "xtask"].map(|name| release.join(name));
+    for file in [&ringsight, &library, &xtask] {
+        if !file.is_file() {
+            bail!(
+                "{} is not built: cargo build --release -p ringsight-collector -p ringsight-comm -p xtask",
+                file.display()
+            );
+        }
+    }
+    let library_folder = target.join("ringsight-lib");
+    install_library(&library, &library_folder)?;
+    Ok(Artifacts {
+        ringsight,
+        library_folder,
+        xtask,
+        target,
+    })
+}
+
+/// Copies the library to `folder/libnccl.so.2` if it differs from what is there. The old file is replaced, never
+/// written to: a job may still run on it.
+fn install_library(library: &Path, folder: &Path) -> Result<()> {
+    let installed = folder.join("libnccl.so.2");
+    let content = fs::read(library).with_context(|| format!("reading {}", library.display()))?;
+    if fs::read(&installed).is_ok_and(|present| present == content) {
+        return Ok(());
+    }
+    fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+    let fresh = folder.join(format!("libnccl.so.2.{}", std::process::id()));
+    fs::write(&fresh, content).with_context(|| format!("writing {}", fresh.display()))?;
+    fs::rename(&fresh, &installed).with_context(|| format!("replacing {}", installed.display()))
+}
+
+/// Builds `ringsight` and runs it with `arguments`.
+///
+/// # Errors
+/// If it cannot be built or started. Its own failure is the returned exit code.
+pub fn run_ringsight(arguments: &[String]) -> Result<ExitCode> {
+    setup::ebpf_toolchain()?;
+    process::run(cargo().args([
+        "build",
+        "--release",
+        "--locked",
+        "--quiet",
+        "-p",
+        "ringsight-collector",
+    ]))?;
+    let program = target()?.join("release/ringsight");
+    let mut command = setup::privileged(&program);
+    let status = command
+        .args(arguments)
+        .status()
+        .with_context(|| format!("cannot start {}", program.display()))?;
+    Ok(status
+        .code()
+        .and_then(|code| u8::try_from(code).ok())
+        .map_or(ExitCode::FAILURE, ExitCode::from))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_root_is_the_workspace() {
+        assert!(root().join("Cargo.toml").is_file());
+        assert!(root().join("probes/records").is_dir());
+    }
+}
