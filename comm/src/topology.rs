@@ -1,8 +1,8 @@
 //! Which rank runs where, and the rings that follow from it.
 
-use std::sync::Arc;
+use std::{collections::HashMap, sync::Arc};
 
-use crate::bootstrap::{Bootstrap, Error, Result};
+use crate::bootstrap::{Bootstrap, Error, Result, fnv1a};
 
 /// What every rank tells the others about itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,36 +25,170 @@ pub struct RankInfo {
     pub library_version: u32,
 }
 
+/// Rank u32 | pid u32 | device u32 | library version u32 | host hash u64 | start time u64 | two strings (u16 length each).
+const FIXED_BYTES: usize = 32;
+
 impl RankInfo {
-    /// This process's part of the truth, for `rank` on `device` with a proxy at `proxy_address`.
+    /// What this process knows of itself, for `rank` on `device` with a proxy at `proxy_address`.
+    ///
+    /// `NCCL_HOSTID` replaces the identity of the host, as in NCCL. Without it, ranks are of one host if host name, boot
+    /// and network namespace agree: containers with network namespaces of their own cannot reach each other's abstract
+    /// unix sockets, so to each other they are other nodes.
     #[must_use]
-    pub fn local(_rank: u32, _device: i32, _proxy_address: String, _library_version: u32) -> Self {
-        unimplemented!()
+    pub fn local(rank: u32, device: i32, proxy_address: String, library_version: u32) -> Self {
+        let (host, identity) = match std::env::var("NCCL_HOSTID") {
+            Ok(id) if !id.is_empty() => (id.clone(), id),
+            _ => {
+                let read = |path| {
+                    std::fs::read_to_string(path)
+                        .unwrap_or_default()
+                        .trim()
+                        .to_owned()
+                };
+                let host = read("/proc/sys/kernel/hostname");
+                let namespace = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
+                let boot = read("/proc/sys/kernel/random/boot_id");
+                let identity = format!("{host} {boot} {}", namespace.display());
+                (host, identity)
+            }
+        };
+        Self {
+            rank,
+            host,
+            host_hash: fnv1a(identity.as_bytes()),
+            pid: std::process::id(),
+            process_start_time: process_start_time(),
+            device,
+            proxy_address,
+            library_version,
+        }
+    }
+
+    fn encode(&self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        for word in [
+            self.rank,
+            self.pid,
+            self.device.cast_unsigned(),
+            self.library_version,
+        ] {
+            bytes.extend(word.to_le_bytes());
+        }
+        bytes.extend(self.host_hash.to_le_bytes());
+        bytes.extend(self.process_start_time.to_le_bytes());
+        for text in [&self.host, &self.proxy_address] {
+            // Neither comes near the limit: an environment variable and an address of our own making.
+            let length = text.floor_char_boundary(usize::from(u16::MAX));
+            bytes.extend((length as u16).to_le_bytes());
+            bytes.extend(&text.as_bytes()[..length]);
+        }
+        bytes
+    }
+
+    /// `None` for what [`RankInfo::encode`] did not write.
+    fn decode(bytes: &[u8]) -> Option<Self> {
+        let (fixed, mut rest) = bytes.split_at_checked(FIXED_BYTES)?;
+        let word = |at: usize| fixed[at..at + 4].try_into().map(u32::from_le_bytes).ok();
+        let long = |at: usize| fixed[at..at + 8].try_into().map(u64::from_le_bytes).ok();
+        let mut text = || {
+            let (length, after) = rest.split_first_chunk::<2>()?;
+            let (text, after) = after.split_at_checked(u16::from_le_bytes(*length).into())?;
+            rest = after;
+            String::from_utf8(text.to_vec()).ok()
+        };
+        let (host, proxy_address) = (text()?, text()?);
+        rest.is_empty().then_some(Self {
+            rank: word(0)?,
+            pid: word(4)?,
+            device: word(8)?.cast_signed(),
+            library_version: word(12)?,
+            host_hash: long(16)?,
+            process_start_time: long(24)?,
+            host,
+            proxy_address,
+        })
     }
 }
 
+/// Field 22 of `/proc/self/stat`; 0 where there is no `/proc`.
+fn process_start_time() -> u64 {
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    // The name (field 2) may hold spaces and parentheses; after its last ')' comes field 3.
+    let after_name = stat.rsplit(')').next().unwrap_or_default();
+    after_name
+        .split_whitespace()
+        .nth(22 - 3)
+        .and_then(|field| field.parse().ok())
+        .unwrap_or(0)
+}
+
 /// Every rank's place.
-pub struct Topology {}
+#[derive(Clone, Debug)]
+pub struct Topology {
+    rank: u32,
+    /// By rank.
+    infos: Vec<RankInfo>,
+    /// Node of each rank.
+    node_of: Vec<u32>,
+    /// Ranks of each node, in rank order.
+    nodes: Vec<Vec<u32>>,
+}
 
 impl Topology {
     /// Exchanges what the ranks know of themselves. Every rank calls it.
     ///
     /// # Errors
-    /// As [`Bootstrap::all_gather`]; [`Error::Protocol`] when a rank says something unreadable or contradictory.
-    pub fn exchange(_bootstrap: &Bootstrap, _mine: RankInfo) -> Result<Self> {
-        Err(Error::Protocol(String::new()))
+    /// As [`Bootstrap::all_gather`]; [`Error::Protocol`] when a rank says something unreadable, or is of another library
+    /// version.
+    pub fn exchange(bootstrap: &Bootstrap, mine: RankInfo) -> Result<Self> {
+        let mut infos = Vec::new();
+        for (rank, bytes) in (0u32..).zip(bootstrap.all_gather(&mine.encode())?) {
+            let info = RankInfo::decode(&bytes)
+                .filter(|info| info.rank == rank)
+                .ok_or_else(|| {
+                    Error::Protocol(format!("rank {rank} describes itself in unreadable bytes"))
+                })?;
+            if info.library_version != mine.library_version {
+                return Err(Error::Protocol(format!(
+                    "rank {rank} on {} uses library version {}, this rank {}",
+                    info.host, info.library_version, mine.library_version
+                )));
+            }
+            infos.push(info);
+        }
+        Ok(Self::new(bootstrap.rank(), infos))
+    }
+
+    fn new(rank: u32, infos: Vec<RankInfo>) -> Self {
+        let mut numbers = HashMap::new();
+        let mut nodes: Vec<Vec<u32>> = Vec::new();
+        let mut node_of = Vec::new();
+        for (rank, info) in (0u32..).zip(&infos) {
+            let node = *numbers.entry(info.host_hash).or_insert(nodes.len());
+            if node == nodes.len() {
+                nodes.push(Vec::new());
+            }
+            nodes[node].push(rank);
+            node_of.push(node as u32);
+        }
+        Self {
+            rank,
+            infos,
+            node_of,
+            nodes,
+        }
     }
 
     /// This rank.
     #[must_use]
     pub fn rank(&self) -> u32 {
-        unimplemented!()
+        self.rank
     }
 
     /// Number of ranks.
     #[must_use]
     pub fn ranks(&self) -> u32 {
-        unimplemented!()
+        self.infos.len() as u32
     }
 
     /// What a rank said.
@@ -62,14 +196,14 @@ impl Topology {
     /// # Panics
     /// When there is no such rank.
     #[must_use]
-    pub fn info(&self, _rank: u32) -> &RankInfo {
-        unimplemented!()
+    pub fn info(&self, rank: u32) -> &RankInfo {
+        &self.infos[rank as usize]
     }
 
     /// Number of nodes.
     #[must_use]
     pub fn nodes(&self) -> u32 {
-        unimplemented!()
+        self.nodes.len() as u32
     }
 
     /// The node of a rank; nodes are numbered by their first rank.
@@ -77,25 +211,109 @@ impl Topology {
     /// # Panics
     /// When there is no such rank.
     #[must_use]
-    pub fn node_of(&self, _rank: u32) -> u32 {
-        unimplemented!()
+    pub fn node_of(&self, rank: u32) -> u32 {
+        self.node_of[rank as usize]
     }
 
     /// This rank's number among the ranks of its node.
     #[must_use]
     pub fn local_rank(&self) -> u32 {
-        unimplemented!()
+        self.local_ranks().partition_point(|rank| *rank < self.rank) as u32
     }
 
     /// The ranks of this rank's node, in rank order.
     #[must_use]
     pub fn local_ranks(&self) -> &[u32] {
-        unimplemented!()
+        &self.nodes[self.node_of(self.rank) as usize]
     }
 
     /// Ranks in the order of a channel's ring, beginning with this one: data goes from `[0]` to `[1]`.
+    ///
+    /// All ranks have the same ring. The ranks of a node are neighbours, so each node has one way in and one way out;
+    /// odd channels run the other way round, so that both directions of a link carry data.
     #[must_use]
-    pub fn ring(&self, _channel: u8) -> Arc<[u32]> {
-        unimplemented!()
+    pub fn ring(&self, channel: u8) -> Arc<[u32]> {
+        let mut order = self.nodes.concat();
+        if channel % 2 == 1 {
+            order.reverse();
+        }
+        let start = order.iter().position(|rank| *rank == self.rank).unwrap_or(0);
+        order.rotate_left(start);
+        order.into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn info(rank: u32, host: u64) -> RankInfo {
+        RankInfo {
+            rank,
+            host_hash: host,
+            host: format!("h{host}"),
+            ..RankInfo::local(rank, 0, "a".into(), 1)
+        }
+    }
+
+    fn topology(rank: u32, hosts: &[u64]) -> Topology {
+        Topology::new(
+            rank,
+            (0..).zip(hosts).map(|(rank, host)| info(rank, *host)).collect(),
+        )
+    }
+
+    #[test]
+    fn nodes_are_numbered_by_their_first_rank() {
+        let topology = topology(3, &[70, 5, 70, 5, 1]);
+        assert_eq!(
+            (0..5).map(|rank| topology.node_of(rank)).collect::<Vec<_>>(),
+            [0, 1, 0, 1, 2]
+        );
+        assert_eq!(
+            (topology.nodes(), topology.local_rank(), topology.local_ranks()),
+            (3, 1, &[1, 3][..])
+        );
+        assert_eq!(*topology.ring(0), [3, 4, 0, 2, 1]);
+        assert_eq!(*topology.ring(1), [3, 1, 2, 0, 4]);
+    }
+
+    #[test]
+    fn this_process_has_a_start_time() {
+        let mine = RankInfo::local(0, 0, String::new(), 1);
+        assert!(mine.process_start_time > 0);
+        assert_eq!(mine, RankInfo::local(0, 0, String::new(), 1));
+    }
+
+    proptest! {
+        #[test]
+        fn every_rank_sees_the_same_ring(hosts in proptest::collection::vec(0u64..4, 1..12), channel: u8) {
+            let ranks = hosts.len() as u32;
+            let first = topology(0, &hosts).ring(channel);
+            let mut crossings = 0;
+            for rank in 0..ranks {
+                let topology = topology(rank, &hosts);
+                let mut ring = topology.ring(channel).to_vec();
+                prop_assert_eq!(ring[0], rank);
+                let next = ring[1 % ring.len()];
+                crossings += u32::from(topology.node_of(rank) != topology.node_of(next));
+                let zero = ring.iter().position(|r| *r == 0).unwrap();
+                ring.rotate_left(zero);
+                prop_assert_eq!(&ring[..], &first[..]);
+            }
+            let nodes = topology(0, &hosts).nodes();
+            prop_assert_eq!(crossings, if nodes == 1 { 0 } else { nodes });
+        }
+
+        #[test]
+        fn an_info_survives_and_rubbish_is_refused(rank: u32, device: i32, host in ".{0,40}", bytes in proptest::collection::vec(any::<u8>(), 0..80), cut: prop::sample::Index) {
+            let info = RankInfo { host, ..RankInfo::local(rank, device, "proxy".into(), 7) };
+            let encoded = info.encode();
+            prop_assert_eq!(RankInfo::decode(&encoded), Some(info));
+            prop_assert_eq!(RankInfo::decode(&encoded[..cut.index(encoded.len())]), None);
+            let _ = RankInfo::decode(&bytes);
+        }
     }
 }

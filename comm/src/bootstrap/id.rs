@@ -96,14 +96,14 @@ pub(crate) fn encode_address(address: &SocketAddr) -> [u8; 24] {
     bytes
 }
 
-/// Reads what [`encode_address`] wrote; `None` for another family or port 0.
+/// Reads what [`encode_address`] wrote; `None` for anything else.
 pub(crate) fn decode_address(bytes: &[u8; 24]) -> Option<SocketAddr> {
     let port = u16::from_le_bytes([bytes[2], bytes[3]]);
     if port == 0 {
         return None;
     }
     match u16::from_le_bytes([bytes[0], bytes[1]]) {
-        4 => Some(SocketAddr::new(
+        4 if bytes[8..] == [0; 16] => Some(SocketAddr::new(
             IpAddr::V4(Ipv4Addr::new(bytes[4], bytes[5], bytes[6], bytes[7])),
             port,
         )),

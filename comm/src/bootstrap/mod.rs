@@ -6,12 +6,30 @@
 //! error that names it. Collective calls ([`Bootstrap::all_gather`]) are built from these messages.
 
 mod id;
+mod interface;
+pub(crate) mod pending;
+mod root;
+mod service;
+pub(crate) mod sys;
+#[cfg(test)]
+mod tests;
+pub(crate) mod wire;
 
-use std::{sync::Arc, time::Duration};
-
-use ringsight_kernels::AbortWord;
+use std::{
+    io::{Read, Write},
+    net::{IpAddr, TcpListener, TcpStream, ToSocketAddrs},
+    sync::{Arc, Mutex, PoisonError},
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
 
 pub use id::UniqueId;
+use ringsight_kernels::AbortWord;
+use service::Shared;
+use sys::Wake;
+use wire::{Answer, Hello};
+
+pub(crate) use id::fnv1a;
 
 /// What can go wrong between ranks before there are connections.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -63,77 +81,251 @@ pub fn default_timeout() -> Duration {
 
 /// Makes a unique id and starts its root.
 ///
+/// With `NCCL_COMM_ID=host:port` the id names that address, and rank 0 starts the root there when it joins.
+///
 /// # Errors
-/// When `NCCL_SOCKET_IFNAME` matches no interface or no listener can be opened.
+/// When `NCCL_COMM_ID` is no address, `NCCL_SOCKET_IFNAME` matches no interface, or no listener can be opened.
 pub fn create_root() -> Result<UniqueId> {
-    Err(Error::InvalidArgument(String::new()))
+    if let Ok(text) = std::env::var("NCCL_COMM_ID")
+        && !text.trim().is_empty()
+    {
+        return fixed_id(text.trim());
+    }
+    let ip = interface::default()?.address;
+    let listener = TcpListener::bind(ip).map_err(system(&format!("listening on {ip}")))?;
+    let address = listener
+        .local_addr()
+        .map_err(system("asking for the root's port"))?;
+    let cookie = sys::random_u64().map_err(system("drawing a random secret"))?;
+    let id = UniqueId {
+        address,
+        cookie,
+        fixed: false,
+    };
+    root::start(listener, id)?;
+    Ok(id)
 }
 
-/// One rank's end of the bootstrap network of a communicator.
-pub struct Bootstrap {}
+/// The id of `NCCL_COMM_ID`: its secret is no secret, since every rank has to come to the same one by itself.
+fn fixed_id(text: &str) -> Result<UniqueId> {
+    let invalid =
+        |why: &str| Error::InvalidArgument(format!("NCCL_COMM_ID={text}: {why}; expected host:port"));
+    let mut found = text
+        .to_socket_addrs()
+        .map_err(|error| invalid(&error.to_string()))?;
+    let address = found.next().ok_or_else(|| invalid("the host has no address"))?;
+    if address.port() == 0 {
+        return Err(invalid("port 0"));
+    }
+    Ok(UniqueId {
+        address,
+        cookie: fnv1a(text.as_bytes()),
+        fixed: true,
+    })
+}
+
+fn system(what: &str) -> impl FnOnce(std::io::Error) -> Error {
+    move |source| Error::System {
+        what: what.to_owned(),
+        source: Arc::new(source),
+    }
+}
+
+/// Tags with this bit belong to collective calls.
+const COLLECTIVE: u32 = 1 << 31;
+/// How much longer than the time-out a rank waits for the root to say who is missing.
+const ROOT_GRACE: Duration = Duration::from_secs(1);
+
+/// One rank's end of the bootstrap network of a communicator. Dropping it closes every connection; ranks that still
+/// wait for this one get an error.
+pub struct Bootstrap {
+    shared: Arc<Shared>,
+    local_ip: IpAddr,
+    /// One collective call at a time: their messages carry no more than the round.
+    collective: Mutex<()>,
+    service: Option<JoinHandle<()>>,
+}
 
 impl Bootstrap {
-    /// Takes part in the rendezvous of `id` as `rank` of `ranks`; returns when all ranks have come.
+    /// Takes part in the rendezvous of `id` as `rank` of `ranks`; returns when all ranks have come. `timeout` holds for
+    /// this and for every later wait ([`default_timeout`]).
     ///
     /// # Errors
     /// [`Error::TimedOut`] naming the missing ranks, [`Error::PeerLost`], [`Error::Protocol`] when the root refuses
     /// (rank taken, another number of ranks), [`Error::Aborted`] within 100 ms of `abort`.
     pub fn init(
-        _id: &UniqueId,
-        _rank: u32,
-        _ranks: u32,
-        _abort: Arc<AbortWord>,
-        _timeout: Duration,
+        id: &UniqueId,
+        rank: u32,
+        ranks: u32,
+        abort: Arc<AbortWord>,
+        timeout: Duration,
     ) -> Result<Self> {
-        Err(Error::InvalidArgument(String::new()))
+        if ranks == 0 || ranks > wire::MAX_RANKS || rank >= ranks {
+            return Err(Error::InvalidArgument(format!(
+                "rank {rank} of {ranks} ranks is not possible"
+            )));
+        }
+        if id.fixed && rank == 0 {
+            let listener = TcpListener::bind(id.address)
+                .map_err(system(&format!("listening on {} of NCCL_COMM_ID", id.address)))?;
+            root::start(listener, *id)?;
+        }
+        let deadline = Instant::now() + timeout + ROOT_GRACE;
+        let stream = reach_root(id, &abort, deadline)?;
+        // Peers reach us the way the root does, unless the user names an interface.
+        let local_ip = match interface::requested()? {
+            Some(interface) => interface.address,
+            None => stream
+                .local_addr()
+                .map_err(system("asking for the local address"))?,
+        }
+        .ip();
+        let listener =
+            TcpListener::bind((local_ip, 0)).map_err(system(&format!("listening on {local_ip}")))?;
+        listener
+            .set_nonblocking(true)
+            .map_err(system("listening without blocking"))?;
+        let address = listener.local_addr().map_err(system("asking for the port"))?;
+        let timeout_ms = timeout.as_millis().min(u128::from(u32::MAX)) as u32;
+        let hello = Hello::Join {
+            rank,
+            ranks,
+            timeout_ms,
+            address,
+        }
+        .encode(id.cookie);
+        (&stream)
+            .write_all(&hello)
+            .map_err(system(&format!("writing to the root at {}", id.address)))?;
+        let table = match read_answer(&stream, id, &abort, deadline)? {
+            Answer::Table(table) if table.len() == ranks as usize => table,
+            Answer::Table(table) => {
+                return Err(Error::Protocol(format!(
+                    "the root knows {} ranks, we {ranks}",
+                    table.len()
+                )));
+            }
+            Answer::Missing(missing) => {
+                return Err(Error::TimedOut(format!(
+                    "{} of {ranks} ranks did not come within {timeout:?}: {}",
+                    missing.len(),
+                    ranges(&missing)
+                )));
+            }
+            Answer::Lost(lost) => {
+                let text = format!("rank {lost} came and went away before all {ranks} ranks were there");
+                return Err(Error::PeerLost { rank: lost, text });
+            }
+            Answer::Refused(text) => return Err(Error::Protocol(format!("the root refuses: {text}"))),
+        };
+        let wake = Wake::new().map_err(system("making an eventfd"))?;
+        let shared = Arc::new(Shared::new((rank, id.cookie, table), abort, timeout, wake));
+        let serving = Arc::clone(&shared);
+        let service = thread::Builder::new()
+            .name("rs-bootstrap".into())
+            .stack_size(256 << 10)
+            .spawn(move || serving.serve(&listener))
+            .map_err(system("starting the bootstrap thread"))?;
+        Ok(Self {
+            shared,
+            local_ip,
+            collective: Mutex::new(()),
+            service: Some(service),
+        })
     }
 
     /// This rank.
     #[must_use]
     pub fn rank(&self) -> u32 {
-        0
+        self.shared.rank
     }
 
     /// Number of ranks.
     #[must_use]
     pub fn ranks(&self) -> u32 {
-        0
+        self.shared.table.len() as u32
     }
 
     /// Secret that the ranks share: what a connection between them has to present.
     #[must_use]
     pub fn cookie(&self) -> u64 {
-        0
+        self.shared.cookie
     }
 
     /// Address by which other ranks reach this one.
     #[must_use]
-    pub fn local_ip(&self) -> std::net::IpAddr {
-        std::net::Ipv4Addr::LOCALHOST.into()
+    pub fn local_ip(&self) -> IpAddr {
+        self.local_ip
     }
 
-    /// Gives every rank everyone's bytes, in rank order. Lengths may differ.
+    /// Gives every rank everyone's bytes, in rank order. Lengths may differ. Every rank calls it, in the same order.
+    ///
+    /// Bruck's algorithm: after round k a rank holds the parts of the 2^(k+1) ranks from itself on, so n ranks need
+    /// ⌈log2 n⌉ rounds.
     ///
     /// # Errors
     /// As [`Bootstrap::recv`].
-    pub fn all_gather(&self, _mine: &[u8]) -> Result<Vec<Vec<u8>>> {
-        Ok(Vec::new())
+    pub fn all_gather(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let _turn = self.collective.lock().unwrap_or_else(PoisonError::into_inner);
+        let (rank, ranks) = (self.rank(), self.ranks());
+        let mut parts = vec![mine.to_vec()];
+        let mut round = 0;
+        while parts.len() < ranks as usize {
+            let distance = parts.len() as u32;
+            let (to, from) = ((rank + ranks - distance) % ranks, (rank + distance) % ranks);
+            let count = parts.len().min(ranks as usize - parts.len());
+            self.shared
+                .send(to, COLLECTIVE | round, &wire::join_parts(&parts[..count]))?;
+            let message = self.shared.recv(from, COLLECTIVE | round)?;
+            let theirs = wire::split_parts(&message, count).ok_or_else(|| {
+                Error::Protocol(format!(
+                    "rank {from} sent something else in round {round} of an all-gather"
+                ))
+            })?;
+            parts.extend(theirs);
+            round += 1;
+        }
+        parts.rotate_right(rank as usize); // parts[i] is of rank (rank + i) % ranks
+        Ok(parts)
     }
 
-    /// Sends a message; returns when the system has taken it. Messages of one (peer, tag) arrive in order.
+    /// Sends a message under a tag below 2^31; returns when the system has taken it. Messages of one (peer, tag) arrive
+    /// in order.
     ///
     /// # Errors
-    /// [`Error::PeerLost`], [`Error::TimedOut`], [`Error::Aborted`].
-    pub fn send(&self, _peer: u32, _tag: u32, _data: &[u8]) -> Result<()> {
-        Ok(())
+    /// [`Error::PeerLost`], [`Error::TimedOut`], [`Error::Aborted`]; [`Error::InvalidArgument`] for another tag, a rank
+    /// that does not exist or more than 64 MiB.
+    pub fn send(&self, peer: u32, tag: u32, data: &[u8]) -> Result<()> {
+        self.check(peer, tag)?;
+        if data.len() > wire::MAX_MESSAGE {
+            let text = format!(
+                "a bootstrap message of {} bytes (limit {})",
+                data.len(),
+                wire::MAX_MESSAGE
+            );
+            return Err(Error::InvalidArgument(text));
+        }
+        self.shared.send(peer, tag, data)
     }
 
     /// Waits for the next message of (peer, tag).
     ///
     /// # Errors
-    /// [`Error::PeerLost`], [`Error::TimedOut`], [`Error::Aborted`].
-    pub fn recv(&self, _peer: u32, _tag: u32) -> Result<Vec<u8>> {
-        Ok(Vec::new())
+    /// [`Error::PeerLost`] naming whose loss it is, [`Error::TimedOut`], [`Error::Aborted`];
+    /// [`Error::InvalidArgument`] as in [`Bootstrap::send`].
+    pub fn recv(&self, peer: u32, tag: u32) -> Result<Vec<u8>> {
+        self.check(peer, tag)?;
+        self.shared.recv(peer, tag)
+    }
+
+    fn check(&self, peer: u32, tag: u32) -> Result<()> {
+        if peer < self.ranks() && tag < COLLECTIVE {
+            return Ok(());
+        }
+        Err(Error::InvalidArgument(format!(
+            "no rank {peer} among {} or no tag {tag} below 2^31",
+            self.ranks()
+        )))
     }
 
     /// Returns when every rank has called it.
@@ -143,4 +335,93 @@ impl Bootstrap {
     pub fn barrier(&self) -> Result<()> {
         self.all_gather(&[]).map(drop)
     }
+}
+
+impl Drop for Bootstrap {
+    fn drop(&mut self) {
+        self.shared.stop();
+        if let Some(service) = self.service.take() {
+            let _ = service.join();
+        }
+    }
+}
+
+/// Connects to the root. With `NCCL_COMM_ID` it may not be there yet.
+fn reach_root(id: &UniqueId, abort: &AbortWord, deadline: Instant) -> Result<TcpStream> {
+    let address = &id.address;
+    loop {
+        match sys::connect(address, deadline, &|| abort.is_set()) {
+            Ok(Some(stream)) => return Ok(stream),
+            Ok(None) => return Err(Error::Aborted(format!("connecting to the root at {address}"))),
+            Err(error) if error.kind() == std::io::ErrorKind::TimedOut => {
+                return Err(Error::TimedOut(format!("the root at {address} does not answer")));
+            }
+            Err(_) if id.fixed && Instant::now() < deadline => thread::sleep(sys::ABORT_CHECK),
+            Err(error) => {
+                return Err(Error::Protocol(format!(
+                    "no root at {address} ({error}): the process that made the unique id has ended, or the id has \
+                     been used already"
+                )));
+            }
+        }
+    }
+}
+
+/// Waits for what the root has to say.
+fn read_answer(
+    mut stream: &TcpStream,
+    id: &UniqueId,
+    abort: &AbortWord,
+    deadline: Instant,
+) -> Result<Answer> {
+    let mut bytes = Vec::new();
+    loop {
+        let missing =
+            Answer::missing(&bytes).ok_or_else(|| Error::Protocol("the root answers rubbish".into()))?;
+        if missing == 0 {
+            return Answer::parse(&bytes).ok_or_else(|| Error::Protocol("the root answers rubbish".into()));
+        }
+        let mut piece = vec![0; missing.min(64 << 10)];
+        match stream.read(&mut piece) {
+            Ok(0) => {
+                return Err(Error::Protocol(format!(
+                    "the root at {} closed the connection: its process ended, or the unique id is not its own",
+                    id.address
+                )));
+            }
+            Ok(read) => bytes.extend_from_slice(&piece[..read]),
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                if abort.is_set() {
+                    return Err(Error::Aborted("waiting for the other ranks".into()));
+                }
+                let left = deadline.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    return Err(Error::TimedOut(format!(
+                        "the root at {} does not answer",
+                        id.address
+                    )));
+                }
+                sys::poll(
+                    &mut [sys::interest(stream, libc::POLLIN)],
+                    Some(left.min(sys::ABORT_CHECK)),
+                )
+                .map_err(system("waiting for the root"))?;
+            }
+            Err(error) => return Err(system(&format!("reading from the root at {}", id.address))(error)),
+        }
+    }
+}
+
+/// "3, 5-7" for sorted ranks.
+fn ranges(ranks: &[u32]) -> String {
+    let runs = ranks.chunk_by(|a, b| a + 1 == *b);
+    let texts: Vec<String> = runs
+        .map(|run| match run {
+            [one] => format!("rank {one}"),
+            [first, .., last] => format!("ranks {first}-{last}"),
+            [] => String::new(),
+        })
+        .collect();
+    texts.join(", ")
 }

@@ -1,0 +1,191 @@
+//! The few system calls that the standard library has no words for: poll, eventfd, a connect that does not block.
+
+use std::{
+    io,
+    net::{SocketAddr, TcpStream},
+    os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
+    time::{Duration, Instant},
+};
+
+/// Longest sleep of a wait that the abort word has to release: well below the 100 ms that are promised.
+pub(crate) const ABORT_CHECK: Duration = Duration::from_millis(40);
+
+/// Turns the -1 of a system call into the error behind it.
+pub(crate) fn check(result: libc::c_int) -> io::Result<libc::c_int> {
+    if result < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(result)
+    }
+}
+
+/// An eventfd by which other threads end a thread's poll.
+#[derive(Debug)]
+pub(crate) struct Wake(OwnedFd);
+
+impl Wake {
+    /// A new one, not signalled.
+    pub(crate) fn new() -> io::Result<Self> {
+        // SAFETY: no pointers; the result is checked.
+        let fd = check(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) })?;
+        // SAFETY: a new descriptor that nobody else owns.
+        Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
+    }
+
+    /// Ends the present or the next poll. Cannot fail: a counter at its limit is signalled already.
+    pub(crate) fn wake(&self) {
+        let one = 1u64;
+        // SAFETY: eight readable bytes.
+        unsafe { libc::write(self.0.as_raw_fd(), (&raw const one).cast(), 8) };
+    }
+
+    /// Takes the signal back.
+    pub(crate) fn drain(&self) {
+        let mut count = 0u64;
+        // SAFETY: eight writable bytes; the descriptor does not block.
+        unsafe { libc::read(self.0.as_raw_fd(), (&raw mut count).cast(), 8) };
+    }
+}
+
+impl AsRawFd for Wake {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+}
+
+/// One descriptor to poll.
+pub(crate) fn interest(fd: &impl AsRawFd, events: libc::c_short) -> libc::pollfd {
+    libc::pollfd {
+        fd: fd.as_raw_fd(),
+        events,
+        revents: 0,
+    }
+}
+
+/// Waits for the descriptors, at most `timeout` (`None`: without limit). An interrupted wait is a wait that ended early.
+pub(crate) fn poll(fds: &mut [libc::pollfd], timeout: Option<Duration>) -> io::Result<usize> {
+    let time = timeout.map(|timeout| libc::timespec {
+        tv_sec: timeout.as_secs().min(1 << 30) as libc::time_t,
+        tv_nsec: timeout.subsec_nanos().into(),
+    });
+    let time = time.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+    // SAFETY: `fds` is writable for its length, `time` is null or points to a timespec, and there is no signal mask.
+    let ready = unsafe {
+        libc::ppoll(
+            fds.as_mut_ptr(),
+            fds.len() as libc::nfds_t,
+            time,
+            std::ptr::null(),
+        )
+    };
+    match check(ready) {
+        Ok(ready) => Ok(ready as usize),
+        Err(error) if error.kind() == io::ErrorKind::Interrupted => {
+            for fd in fds {
+                fd.revents = 0;
+            }
+            Ok(0)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Whether a polled descriptor has anything to say.
+pub(crate) fn is_ready(fd: &libc::pollfd) -> bool {
+    fd.revents != 0
+}
+
+/// Begins to connect; the socket does not block and is writable once the outcome is known ([`TcpStream::take_error`]).
+pub(crate) fn connect_start(address: &SocketAddr) -> io::Result<TcpStream> {
+    let (storage, length) = sockaddr(address);
+    let family = i32::from(storage.ss_family);
+    // SAFETY: no pointers; the result is checked.
+    let fd = check(unsafe {
+        libc::socket(
+            family,
+            libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK,
+            0,
+        )
+    })?;
+    // SAFETY: a new descriptor that nobody else owns.
+    let stream = unsafe { TcpStream::from_raw_fd(fd) };
+    // SAFETY: `storage` holds an address of `length` bytes.
+    match check(unsafe { libc::connect(fd, (&raw const storage).cast(), length) }) {
+        Ok(_) => {}
+        Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => {}
+        Err(error) => return Err(error),
+    }
+    stream.set_nodelay(true)?;
+    Ok(stream)
+}
+
+/// Connects, giving up at `deadline` or as soon as `stop` says so (looked at every [`ABORT_CHECK`]); `Ok(None)`: stopped.
+pub(crate) fn connect(
+    address: &SocketAddr,
+    deadline: Instant,
+    stop: &dyn Fn() -> bool,
+) -> io::Result<Option<TcpStream>> {
+    let stream = connect_start(address)?;
+    loop {
+        if stop() {
+            return Ok(None);
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        if poll(
+            &mut [interest(&stream, libc::POLLOUT)],
+            Some(left.min(ABORT_CHECK)),
+        )? > 0
+        {
+            return stream.take_error()?.map_or(Ok(Some(stream)), Err);
+        }
+    }
+}
+
+fn sockaddr(address: &SocketAddr) -> (libc::sockaddr_storage, libc::socklen_t) {
+    // SAFETY: all-zero bytes are a valid `sockaddr_storage` (family AF_UNSPEC).
+    let mut storage: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
+    match address {
+        SocketAddr::V4(v4) => {
+            let raw = libc::sockaddr_in {
+                sin_family: libc::AF_INET as libc::sa_family_t,
+                sin_port: v4.port().to_be(),
+                sin_addr: libc::in_addr {
+                    s_addr: u32::from_ne_bytes(v4.ip().octets()),
+                },
+                sin_zero: [0; 8],
+            };
+            // SAFETY: `sockaddr_storage` is large and aligned enough for every address.
+            unsafe { (&raw mut storage).cast::<libc::sockaddr_in>().write(raw) };
+            (storage, size_of::<libc::sockaddr_in>() as libc::socklen_t)
+        }
+        SocketAddr::V6(v6) => {
+            let raw = libc::sockaddr_in6 {
+                sin6_family: libc::AF_INET6 as libc::sa_family_t,
+                sin6_port: v6.port().to_be(),
+                sin6_flowinfo: v6.flowinfo(),
+                sin6_addr: libc::in6_addr {
+                    s6_addr: v6.ip().octets(),
+                },
+                sin6_scope_id: v6.scope_id(),
+            };
+            // SAFETY: as above.
+            unsafe { (&raw mut storage).cast::<libc::sockaddr_in6>().write(raw) };
+            (storage, size_of::<libc::sockaddr_in6>() as libc::socklen_t)
+        }
+    }
+}
+
+/// Eight bytes that nobody can guess.
+pub(crate) fn random_u64() -> io::Result<u64> {
+    let mut bytes = [0u8; 8];
+    // SAFETY: eight writable bytes. Requests of up to 256 bytes are not cut short once the pool is initialised.
+    let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
+    if got == bytes.len() as isize {
+        Ok(u64::from_ne_bytes(bytes))
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
