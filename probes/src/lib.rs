@@ -1,5 +1,22 @@
 //! Finding a target's library, planning probe sites, attaching, and reading raw records.
+//!
+//! [`Session`] is the way in: it watches running processes and is a [`Source`] of [`Sample`]s. [`target`] and [`site`] answer
+//! "what would be probed, and what would it cost" without touching anything.
 
+mod attach;
+pub mod elf;
+pub mod error;
+mod multi;
+mod pages;
+pub mod process;
 pub mod sample;
+pub mod session;
+pub mod signature;
+pub mod site;
+pub mod target;
+mod watch;
 
+pub use error::{AttachError, Unavailable};
+pub use pages::ByKind;
 pub use sample::{Carrier, Sample, Source};
+pub use session::{Attached, Counters, Options, ProbeStats, Session, UseEbpf};

@@ -5,14 +5,20 @@
 //! version. So every struct is `#[repr(C)]`, its size is asserted, and a change of meaning raises [`VERSION`].
 #![no_std]
 
+// eBPF has no compare-and-exchange of the width that the pages and the ring need; its programs touch neither.
+#[cfg(not(target_arch = "bpf"))]
 pub mod description;
+#[cfg(not(target_arch = "bpf"))]
 pub mod pages;
+pub mod probed;
 pub mod record;
+#[cfg(not(target_arch = "bpf"))]
 pub mod ring;
 pub mod vocabulary;
 
+#[cfg(not(target_arch = "bpf"))]
 pub use description::{Description, DescriptionSlot};
-pub use record::{Flags, Kind, Record, State};
+pub use record::{Flags, Kind, ProbedRecord, Record, State};
 pub use vocabulary::{Algorithm, DataType, Function, Protocol, ReduceOp};
 
 /// Version of every layout in this crate; four bits of each record and a word of the page header carry it.

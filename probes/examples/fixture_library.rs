@@ -1,0 +1,158 @@
+//! A library that emits as the communication library does, on command: four probe functions, shared pages, a ring.
+//! For tests and benches only.
+
+use std::{
+    ffi::CString,
+    os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd},
+    sync::{OnceLock, atomic::{AtomicU32, Ordering}},
+};
+
+use ringsight_probes::process::{now_ns, start_time};
+use ringsight_records::{
+    Description, Flags, Kind, Record, State,
+    pages::{Communicator, Geometry, Header, MEMFD_NAME, Pages},
+    ring,
+};
+
+macro_rules! probe_function {
+    ($name:ident, $tail:literal) => {
+        /// A probe function: nop, 5-byte nop, a tail of its own (no two bodies alike), return.
+        #[unsafe(naked)]
+        #[unsafe(no_mangle)]
+        pub extern "C" fn $name(_record: *const Record) {
+            core::arch::naked_asm!("nop", ".byte 0x0f,0x1f,0x44,0x00,0x00", $tail, "ret")
+        }
+    };
+}
+
+probe_function!(ringsight_probe_launch, "mov eax, 1");
+probe_function!(ringsight_probe_proxy, "mov eax, 2");
+probe_function!(ringsight_probe_event, "mov eax, 3");
+probe_function!(ringsight_probe_lifecycle, "mov eax, 4");
+
+static PAGES: OnceLock<Pages<'static>> = OnceLock::new();
+static NEXT_OP: AtomicU32 = AtomicU32::new(1);
+
+/// Makes the shared pages with this layout version. Returns 0, or an errno.
+#[unsafe(no_mangle)]
+pub extern "C" fn fixture_open(version: u32) -> i32 {
+    let geometry = Geometry::standard();
+    let Ok(name) = CString::new(MEMFD_NAME) else { return libc::EINVAL };
+    // SAFETY: plain system calls; the mapping is checked before use and never unmapped.
+    unsafe {
+        let fd = libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING);
+        if fd < 0 || libc::ftruncate(fd, geometry.file_bytes as libc::off_t) != 0 {
+            return std::io::Error::last_os_error().raw_os_error().unwrap_or(-1);
+        }
+        let fd = OwnedFd::from_raw_fd(fd);
+        let base = libc::mmap(
+            std::ptr::null_mut(),
+            geometry.file_bytes,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_SHARED,
+            fd.as_raw_fd(),
+            0,
+        );
+        if base == libc::MAP_FAILED {
+            return std::io::Error::last_os_error().raw_os_error().unwrap_or(-1);
+        }
+        let header = &mut *base.cast::<Header>();
+        // Its own pid namespace's number, as the library writes it.
+        let pid = libc::getpid() as u32;
+        header.initialise(&geometry, pid, start_time(pid).unwrap_or(0), 22809, "fixture-host");
+        if let Ok(pages) = Pages::new(base.cast(), geometry.file_bytes) {
+            let _ = PAGES.set(pages);
+        }
+        (&raw mut header.version).write(version);
+        std::mem::forget(fd);
+    }
+    0
+}
+
+fn emit(record: &Record) {
+    let Some(kind) = record.kind() else { return };
+    let Some(pages) = PAGES.get() else { return };
+    let header = pages.header();
+    let wanted = header.lease.wants(kind);
+    if kind.probe().is_none() && !wanted {
+        return;
+    }
+    header.count_emitted(kind);
+    if wanted && !ring::push(&header.cursor, pages.ring(), record) {
+        header.lost[kind as usize].fetch_add(1, Ordering::Relaxed);
+    }
+    match kind.probe() {
+        Some(0) => ringsight_probe_launch(record),
+        Some(1) => ringsight_probe_proxy(record),
+        Some(2) => ringsight_probe_event(record),
+        Some(_) => ringsight_probe_lifecycle(record),
+        None => {}
+    }
+}
+
+/// Creates communicator `id`.
+#[unsafe(no_mangle)]
+pub extern "C" fn fixture_communicator(id: u64) {
+    let Some(pages) = PAGES.get() else { return };
+    let now = now_ns();
+    // SAFETY: plain integers; zero is a value of each.
+    let mut communicator: Communicator = unsafe { std::mem::zeroed() };
+    (communicator.id, communicator.ranks, communicator.init_start_ns) = (id, 2, now);
+    if let Some(index) = pages.communicators().iter().position(|slot| slot.claim(&communicator)) {
+        emit(&Record { comm: id, value: index as u64, ..Record::new(Kind::CommInit, State::START, now) });
+    }
+}
+
+/// Runs `count` operations on communicator `comm`: description, launch, `dense` proxy steps, completion.
+#[unsafe(no_mangle)]
+pub extern "C" fn fixture_operations(comm: u64, count: u64, dense: u64) {
+    let Some(pages) = PAGES.get() else { return };
+    for _ in 0..count {
+        let op = NEXT_OP.fetch_add(1, Ordering::Relaxed);
+        let now = now_ns();
+        let description = Description {
+            comm,
+            seq: u64::from(op),
+            count: 1000,
+            op,
+            api_start_ns: now,
+            root: -1,
+            peer: -1,
+            ..Description::default()
+        };
+        pages.slot(op).write(&description);
+        let record = |kind, state| Record { comm, seq: u64::from(op), op, ..Record::new(kind, state, now_ns()) };
+        emit(&record(Kind::OpLaunched, State::START));
+        for step in 0..dense {
+            emit(
+                &Record { value: step, ..record(Kind::ProxyStep, State::STEP_SEND_WAIT) }.with_flags(Flags::SEND),
+            );
+        }
+        emit(&record(Kind::OpCompleted, State::STOP));
+    }
+}
+
+/// Claims `count` ring slots and never finishes them: what a writer that dies in the middle leaves.
+#[unsafe(no_mangle)]
+pub extern "C" fn fixture_holes(count: u64) {
+    if let Some(pages) = PAGES.get() {
+        pages.header().cursor.head.fetch_add(count, Ordering::Relaxed);
+    }
+}
+
+/// Calls a probe function `count` times with a fixed record and nothing else; returns the nanoseconds that took.
+#[unsafe(no_mangle)]
+pub extern "C" fn fixture_probe(count: u64) -> u64 {
+    let record = Record::new(Kind::OpCompleted, State::STOP, now_ns());
+    let begun = now_ns();
+    for _ in 0..count {
+        ringsight_probe_event(std::hint::black_box(&raw const record));
+    }
+    now_ns() - begun
+}
+
+/// Calls a probe function with an address that cannot be read.
+#[unsafe(no_mangle)]
+pub extern "C" fn fixture_fault() {
+    ringsight_probe_event(std::hint::black_box(8 as *const Record));
+}

@@ -1,0 +1,335 @@
+//! The eBPF side of a session: loaded once, attached once per library file, told which processes to watch.
+
+use std::{
+    collections::{HashMap, HashSet},
+    ffi::CString,
+    io,
+    os::fd::{AsFd as _, AsRawFd as _, OwnedFd},
+    path::Path,
+};
+
+use aya::{
+    Ebpf, EbpfLoader, Pod,
+    maps::{Array, Map, MapData, PerCpuHashMap, PerCpuValues, RingBuf},
+    programs::{
+        UProbe,
+        uprobe::{UProbeAttachLocation, UProbeAttachPoint, UProbeLinkId, UProbeScope},
+    },
+};
+use ringsight_records::{
+    Kind, ProbedRecord, Record,
+    probed::{self, PidNamespace, ProbedCall, Tally},
+};
+
+use crate::{
+    error::Unavailable,
+    multi,
+    site::Site,
+    target::{FileKey, Library},
+};
+
+static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/ringsight.bpf.o"));
+
+/// Inode of the initial pid namespace (`PROC_PID_INIT_INO` in the kernel's `proc_ns.h`).
+const INITIAL_PID_NAMESPACE: u64 = 0xefff_fffc;
+
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+struct PodTally(Tally);
+// SAFETY: 64-bit integers only, no padding.
+unsafe impl Pod for PodTally {}
+
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+struct PodNamespace(PidNamespace);
+// SAFETY: as above.
+unsafe impl Pod for PodNamespace {}
+
+/// How a library's sites are linked to the programs.
+enum Links {
+    /// One link for the entries, one for the returns if any.
+    Multi { _links: Vec<OwnedFd> },
+    /// A link a site: (program, link).
+    PerfEvent(Vec<(&'static str, UProbeLinkId)>),
+}
+
+struct Attachment {
+    number: u64,
+    links: Links,
+    keys: HashSet<u64>,
+}
+
+/// What came out of the ring buffer.
+pub(crate) enum Event {
+    Record(ProbedRecord),
+    Call(ProbedCall),
+}
+
+/// The loaded programs and their maps.
+pub(crate) struct Probes {
+    ebpf: Ebpf,
+    /// `None` where the kernel has no `uprobe_multi`.
+    multi: Option<multi::Programs>,
+    multi_loaded: HashMap<&'static str, OwnedFd>,
+    ring: RingBuf<MapData>,
+    processes: PerCpuHashMap<MapData, u64, PodTally>,
+    namespaces: Array<MapData, PodNamespace>,
+    known_namespaces: Vec<PidNamespace>,
+    /// Held for its descriptor, which programs loaded later refer to.
+    _pending: MapData,
+    attachments: HashMap<FileKey, Attachment>,
+    next_library: u64,
+    cpus: usize,
+}
+
+fn map_error(error: impl std::fmt::Display) -> Unavailable {
+    Unavailable::explain(error)
+}
+
+impl Probes {
+    /// Loads the object: maps now, programs when first attached.
+    pub(crate) fn load(force_perf_event: bool) -> Result<Self, Unavailable> {
+        let mut ebpf = EbpfLoader::new().load(OBJECT).map_err(|error| Unavailable::explain(chain(&error)))?;
+        let mut take = |name: &str| ebpf.take_map(name).ok_or_else(|| map_error(format!("no map {name} in the object")));
+        let (events, processes, namespaces, pending) =
+            (take("EVENTS")?, take("PROCESSES")?, take("NAMESPACES")?, take("PENDING")?);
+        let Map::LruHashMap(pending) = pending else { return Err(map_error("map PENDING has another type")) };
+        let fds = [
+            ("EVENTS", &events),
+            ("PROCESSES", &processes),
+            ("NAMESPACES", &namespaces),
+        ]
+        .map(|(name, map)| (name, fd_of(map)));
+        let fds = [fds[0], fds[1], fds[2], ("PENDING", pending.fd().as_fd().as_raw_fd())];
+        let multi = if force_perf_event || crate::site::kernel_version() < (6, 6) {
+            None
+        } else {
+            Some(multi::Programs::new(OBJECT, &fds).map_err(map_error)?)
+        };
+        Ok(Self {
+            multi,
+            multi_loaded: HashMap::new(),
+            ring: events.try_into().map_err(map_error)?,
+            processes: processes.try_into().map_err(map_error)?,
+            namespaces: namespaces.try_into().map_err(map_error)?,
+            known_namespaces: Vec::new(),
+            _pending: pending,
+            attachments: HashMap::new(),
+            next_library: 1,
+            cpus: aya::util::nr_cpus().map_err(|(_, error)| map_error(error))?,
+            ebpf,
+        })
+    }
+
+    /// Watches process `pid` through its library: attaches to the file unless another process of the session already
+    /// brought it, and lets the programs pass this process. Returns the process's key
+    /// and its library's number.
+    pub(crate) fn watch(&mut self, pid: u32, library: &Library, sites: &[Site]) -> io::Result<(u64, u64)> {
+        let key = self.process_key(pid)?;
+        let number = if let Some(attachment) = self.attachments.get(&library.key) {
+            attachment.number
+        } else {
+            let number = self.next_library;
+            let links = self.link(library, sites, number)?;
+            self.next_library += 1;
+            self.attachments.insert(library.key, Attachment { number, links, keys: HashSet::new() });
+            number
+        };
+        let values = PerCpuValues::try_from(vec![PodTally(Tally::new(number)); self.cpus])?;
+        if let Err(error) = self.processes.insert(key, values, 0) {
+            self.unlink_if_unused(library.key);
+            return Err(io::Error::other(chain(&error)));
+        }
+        if let Some(attachment) = self.attachments.get_mut(&library.key) {
+            attachment.keys.insert(key);
+        }
+        Ok((key, number))
+    }
+
+    /// Lets the programs pass this process no more; its tally is gone with it.
+    pub(crate) fn forget(&mut self, key: u64) {
+        let _ = self.processes.remove(&key);
+    }
+
+    /// Counts the process out of its library; the last one of a file takes the links along.
+    pub(crate) fn unlink(&mut self, key: u64, library: FileKey) {
+        if let Some(attachment) = self.attachments.get_mut(&library) {
+            attachment.keys.remove(&key);
+        }
+        self.unlink_if_unused(library);
+    }
+
+    /// What was seen of a process so far, over all CPUs.
+    pub(crate) fn tally(&self, key: u64) -> Tally {
+        let mut sum = Tally::new(0);
+        let Ok(values) = self.processes.get(&key, 0) else { return sum };
+        for PodTally(tally) in values.iter() {
+            for kind in 0..Kind::LIMIT {
+                sum.hits[kind] += tally.hits[kind];
+                sum.lost[kind] += tally.lost[kind];
+            }
+            sum.faults += tally.faults;
+            sum.calls += tally.calls;
+            sum.calls_lost += tally.calls_lost;
+        }
+        sum
+    }
+
+    /// Takes at most `limit` events out of the ring buffer; `true` if it was drained before that.
+    pub(crate) fn drain(&mut self, limit: usize, mut take: impl FnMut(Event)) -> bool {
+        for _ in 0..limit {
+            let Some(item) = self.ring.next() else { return true };
+            if item.len() == size_of::<ProbedRecord>() {
+                // SAFETY: the length was checked, and every bit pattern is a `ProbedRecord`.
+                take(Event::Record(unsafe { item.as_ptr().cast::<ProbedRecord>().read_unaligned() }));
+            } else if item.len() == size_of::<ProbedCall>() {
+                // SAFETY: the same.
+                take(Event::Call(unsafe { item.as_ptr().cast::<ProbedCall>().read_unaligned() }));
+            }
+        }
+        false
+    }
+
+    /// Name of the kind of link in use.
+    pub(crate) fn link_kind(&self) -> &'static str {
+        if self.multi.is_some() { "uprobe_multi" } else { "perf_event" }
+    }
+
+    fn unlink_if_unused(&mut self, library: FileKey) {
+        if self.attachments.get(&library).is_none_or(|attachment| !attachment.keys.is_empty()) {
+            return;
+        }
+        if let Some(Attachment { links: Links::PerfEvent(links), .. }) = self.attachments.remove(&library) {
+            for (name, link) in links {
+                if let Ok(program) = self.program(name) {
+                    let _ = program.detach(link);
+                }
+            }
+        }
+        // Links of the other kind close as they are dropped.
+    }
+
+    fn link(&mut self, library: &Library, sites: &[Site], number: u64) -> io::Result<Links> {
+        // The very file that was examined, wherever its name leads by now.
+        let path = format!("/proc/self/fd/{}", library.file.as_raw_fd());
+        let points = |returns: bool| -> Vec<(u64, u64)> {
+            sites
+                .iter()
+                .filter(|site| !returns || site.returns)
+                .map(|site| (site.offset, probed::cookie(number, site.cookie & 0xff) | site.cookie & probed::STACK_ARGUMENTS))
+                .collect()
+        };
+        let entry = if sites.iter().any(|site| site.returns) { "on_entry" } else { "on_record" };
+        // Returns first: an entry whose return is not probed yet would stay pending.
+        let parts = [("on_return", true, points(true)), (entry, false, points(false))];
+        let parts = parts.iter().filter(|(_, _, points)| !points.is_empty());
+
+        if self.multi.is_some() {
+            match self.link_multi(&path, parts.clone()) {
+                Ok(links) => return Ok(Links::Multi { _links: links }),
+                // The kernel was built without it.
+                Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP | 524)) => {
+                    self.multi = None;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        let mut links = Vec::new();
+        for (name, _, points) in parts {
+            let program = self.program(name).map_err(io::Error::other)?;
+            if program.fd().is_err() {
+                program.load().map_err(|error| io::Error::other(chain(&error)))?;
+            }
+            for (offset, cookie) in points {
+                let point = UProbeAttachPoint {
+                    location: UProbeAttachLocation::AbsoluteOffset(*offset),
+                    cookie: Some(*cookie),
+                };
+                let link = program
+                    .attach(point, Path::new(&path), UProbeScope::AllProcesses)
+                    .map_err(|error| io::Error::other(chain(&error)))?;
+                links.push((*name, link));
+            }
+        }
+        Ok(Links::PerfEvent(links))
+    }
+
+    fn link_multi<'a>(
+        &mut self,
+        path: &str,
+        parts: impl Iterator<Item = &'a (&'static str, bool, Vec<(u64, u64)>)>,
+    ) -> io::Result<Vec<OwnedFd>> {
+        let Some(programs) = &self.multi else { return Ok(Vec::new()) };
+        let path = CString::new(path)?;
+        let mut links = Vec::new();
+        for (name, returns, points) in parts {
+            if !self.multi_loaded.contains_key(name) {
+                self.multi_loaded.insert(name, programs.load(name)?);
+            }
+            links.push(multi::link(self.multi_loaded[name].as_fd(), &path, points, *returns)?);
+        }
+        Ok(links)
+    }
+
+    fn program(&mut self, name: &str) -> Result<&mut UProbe, String> {
+        let program = self.ebpf.program_mut(name).ok_or_else(|| format!("no program {name} in the object"))?;
+        program.try_into().map_err(|error: aya::programs::ProgramError| error.to_string())
+    }
+
+    /// How the programs know the process: by its id in the initial pid namespace, or, where this collector lives in another
+    /// one and cannot know that id, by its own namespace and its id there.
+    fn process_key(&mut self, pid: u32) -> io::Result<u64> {
+        use std::os::unix::fs::MetadataExt as _;
+
+        let own = std::fs::metadata("/proc/self/ns/pid")?;
+        if own.ino() == INITIAL_PID_NAMESPACE {
+            return Ok(probed::process_key(0, pid));
+        }
+        let theirs = std::fs::metadata(format!("/proc/{pid}/ns/pid"))?;
+        let namespace = PidNamespace { device: kernel_device(theirs.dev()), inode: theirs.ino() };
+        let index = match self.known_namespaces.iter().position(|known| *known == namespace) {
+            Some(index) => index,
+            None if self.known_namespaces.len() < probed::NAMESPACES as usize => {
+                let index = self.known_namespaces.len();
+                self.namespaces.set(index as u32, PodNamespace(namespace), 0).map_err(io::Error::other)?;
+                self.known_namespaces.push(namespace);
+                index
+            }
+            None => return Err(io::Error::other("processes of too many pid namespaces; start a second collector")),
+        };
+        let inner = crate::process::innermost_pid(pid)?;
+        Ok(probed::process_key(index as u32 + 1, inner))
+    }
+}
+
+/// A device number as the kernel keeps it (`MKDEV`), which `stat` recodes.
+fn kernel_device(device: u64) -> u64 {
+    u64::from(libc::major(device)) << 20 | u64::from(libc::minor(device))
+}
+
+fn fd_of(map: &Map) -> i32 {
+    match map {
+        Map::RingBuf(data) | Map::PerCpuHashMap(data) | Map::Array(data) => data.fd().as_fd().as_raw_fd(),
+        _ => -1,
+    }
+}
+
+/// An error with its causes, on one line.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let more = error.to_string();
+        if !text.contains(&more) {
+            text.push_str(": ");
+            text.push_str(&more);
+        }
+        cause = error.source();
+    }
+    text
+}
+
+/// Ring buffer bytes that a record takes with the kernel's header.
+pub(crate) const RECORD_BYTES: u64 = (size_of::<ProbedRecord>() + 8) as u64;
+
+const _: () = assert!(size_of::<Record>() == 64 && size_of::<ProbedRecord>() != size_of::<ProbedCall>());

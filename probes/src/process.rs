@@ -1,0 +1,192 @@
+//! What `/proc` says about a process.
+
+use std::{
+    fs, io,
+    os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd},
+};
+
+use crate::{
+    error::AttachError,
+    sample::Process,
+    target::{Flavour, Library, process_error},
+};
+
+/// Environment variables that are handed on for resource attributes.
+const ENVIRONMENT: [&str; 16] = [
+    "OTEL_SERVICE_NAME",
+    "OTEL_RESOURCE_ATTRIBUTES",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NAME",
+    "SLURM_PROCID",
+    "SLURM_NODEID",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "GROUP_RANK",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "OMPI_COMM_WORLD_RANK",
+    "PMIX_RANK",
+    "JOB_NAME",
+    "HOSTNAME",
+];
+
+/// Start time of a process in clock ticks since boot; `None` if it does not exist or is a zombie.
+#[must_use]
+pub fn start_time(pid: u32) -> Option<u64> {
+    parse_stat(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+}
+
+/// Field 22 of a `stat` line. The name in field 2 may hold anything, so fields are counted from its closing parenthesis.
+fn parse_stat(stat: &str) -> Option<u64> {
+    let mut fields = stat.get(stat.rfind(')')? + 1..)?.split_ascii_whitespace();
+    let state = fields.next()?;
+    if matches!(state, "Z" | "X") {
+        return None;
+    }
+    fields.nth(18)?.parse().ok()
+}
+
+/// Whether the process that started then is still running.
+#[must_use]
+pub fn is_running(pid: u32, started: u64) -> bool {
+    start_time(pid) == Some(started)
+}
+
+/// `CLOCK_MONOTONIC` in nanoseconds.
+#[must_use]
+pub fn now_ns() -> u64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `time` is a valid timespec to write to; CLOCK_MONOTONIC always exists.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
+/// The process that thread `tid` belongs to.
+pub(crate) fn process_of(tid: u32) -> Result<u32, AttachError> {
+    let status = fs::read_to_string(format!("/proc/{tid}/status")).map_err(|error| process_error(tid, "status", &error))?;
+    status_field(&status, "Tgid:").and_then(|text| text.parse().ok()).ok_or(AttachError::Gone { pid: tid })
+}
+
+/// The process's id in its own pid namespace.
+pub(crate) fn innermost_pid(pid: u32) -> io::Result<u32> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let inner = status_field(&status, "NSpid:").and_then(|text| text.split_whitespace().last()?.parse().ok());
+    Ok(inner.unwrap_or(pid))
+}
+
+fn status_field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
+    status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim)
+}
+
+/// A descriptor that becomes readable when the process ends.
+pub(crate) fn pidfd(pid: u32) -> io::Result<OwnedFd> {
+    // SAFETY: a system call on integers.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel just returned this descriptor (close-on-exec) and nobody else has it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
+}
+
+/// Which of these processes have ended; never waits.
+pub(crate) fn ended(pidfds: &[&OwnedFd]) -> Vec<bool> {
+    let mut polled: Vec<libc::pollfd> = pidfds
+        .iter()
+        .map(|fd| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 })
+        .collect();
+    // SAFETY: `polled` is an array of that many entries; with a timeout of zero the call returns at once.
+    unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, 0) };
+    polled.iter().map(|entry| entry.revents & libc::POLLIN != 0).collect()
+}
+
+/// Describes a process for the collector. `host` is the identity that the library wrote into its pages, if it has any.
+pub(crate) fn describe(
+    pid: u32,
+    started: u64,
+    library: &Library,
+    pages: Option<(u32, String)>,
+) -> Process {
+    let read = |what: &str| fs::read_to_string(format!("/proc/{pid}/{what}")).unwrap_or_default();
+    // Another user's environment may be unreadable; then there is none.
+    let environ = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+    let variable = |name: &str| {
+        environ.split(|byte| *byte == 0).find_map(|entry| {
+            let value = entry.strip_prefix(name.as_bytes())?.strip_prefix(b"=")?;
+            Some(String::from_utf8_lossy(value).into_owned())
+        })
+    };
+    let host = variable("NCCL_HOSTID").filter(|host| !host.is_empty());
+    let (version, page_host) = pages.unwrap_or_default();
+    let named = Some(page_host).filter(|host| !host.is_empty());
+    let host_name = host.clone().or(named).unwrap_or_else(|| host_name(pid));
+    Process {
+        pid,
+        start_time: started,
+        name: read("comm").trim_end().to_owned(),
+        library: library.path.clone(),
+        library_version: if version == 0 { library.version } else { version },
+        host_id: host.unwrap_or_else(machine_id),
+        host_name,
+        instrumented: library.flavour == Flavour::Instrumented,
+        environment: ENVIRONMENT
+            .iter()
+            .filter_map(|name| Some(((*name).to_owned(), variable(name)?)))
+            .collect(),
+    }
+}
+
+/// UTS host name as the process has it: ours, if it is in our namespace; else what its root says.
+fn host_name(pid: u32) -> String {
+    let namespace = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/uts")).ok();
+    let own = || fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let text = if namespace(&pid.to_string()) == namespace("self") {
+        own()
+    } else {
+        fs::read_to_string(format!("/proc/{pid}/root/etc/hostname")).unwrap_or_else(|_| own())
+    };
+    text.trim().to_owned()
+}
+
+/// `/etc/machine-id`, or the boot id where there is none.
+fn machine_id() -> String {
+    ["/etc/machine-id", "/proc/sys/kernel/random/boot_id"]
+        .iter()
+        .filter_map(|path| fs::read_to_string(path).ok())
+        .map(|text| text.trim().to_owned())
+        .find(|text| !text.is_empty())
+        .unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn start_time_is_counted_from_the_last_parenthesis() {
+        let fields: Vec<String> = (4..=52).map(|field| field.to_string()).collect();
+        let stat = |state: &str| format!("77 (a) b) (c) {state} {}", fields.join(" "));
+        assert_eq!(parse_stat(&stat("S")), Some(22));
+        assert_eq!(parse_stat(&stat("Z")), None, "a zombie reads and writes nothing any more");
+        assert_eq!(parse_stat("77 (short) S 1 2"), None);
+        assert_eq!(parse_stat(""), None);
+    }
+
+    #[test]
+    fn this_process_runs_and_another_start_time_is_another_process() {
+        let pid = std::process::id();
+        let started = start_time(pid).unwrap();
+        assert!(is_running(pid, started) && !is_running(pid, started + 1));
+    }
+
+    #[test]
+    fn a_pidfd_tells_the_end_of_its_process() {
+        let mut child = std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
+        let fd = pidfd(child.id()).unwrap();
+        assert_eq!(ended(&[&fd]), [false]);
+        drop(child.stdin.take());
+        child.wait().unwrap();
+        assert_eq!(ended(&[&fd]), [true]);
+    }
+}

@@ -1,0 +1,467 @@
+//! A session: processes being watched, and the samples that come of it.
+//!
+//! Everything happens in the caller's thread, in [`Session::poll`], which never waits: how often to look is for the caller
+//! (1 ms is what the buffers are sized for).
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    os::fd::OwnedFd,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use ringsight_records::{Kind, VERSION, probed::Tally};
+
+use crate::{
+    attach::{Event, Probes, RECORD_BYTES},
+    error::{AttachError, Unavailable},
+    pages::{ByKind, Mapped},
+    process::{self, now_ns},
+    sample::{Carrier, Process, Sample, Source},
+    site::{self, Site},
+    target::{self, FileKey, Flavour},
+    watch::Watched,
+};
+
+/// Events taken from a carrier in one poll, so that a poll ends even if its target never pauses.
+const BATCH: usize = 1 << 18;
+/// How often the eBPF tallies are read for losses: a system call a process.
+const TALLY_NS: u64 = 20_000_000;
+
+/// Whether to attach eBPF probes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum UseEbpf {
+    /// If this process may; otherwise the shared ring alone carries all events.
+    #[default]
+    Auto,
+    /// Attaching fails without.
+    Require,
+    /// The shared ring alone.
+    Never,
+}
+
+/// How a session works.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Whether to attach eBPF probes.
+    pub use_ebpf: UseEbpf,
+    /// Dense kinds to arm the ring with, as a mask of [`Kind::bit`].
+    pub dense: u64,
+    /// Use perf-event links even where the kernel has `uprobe_multi`. They take 105 ms each to detach; for comparison.
+    pub force_perf_event: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { use_ebpf: UseEbpf::Auto, dense: Kind::DENSE, force_perf_event: false }
+    }
+}
+
+/// What attaching did.
+#[derive(Clone, Debug)]
+pub struct Attached {
+    /// The process.
+    pub process: Arc<Process>,
+    /// Sites that its library is probed at; empty with the ring alone.
+    pub sites: Vec<Site>,
+    /// How long it took.
+    pub elapsed: Duration,
+    /// What carries sparse records: [`Carrier::Ring`] where eBPF is not available.
+    pub carrier: Carrier,
+}
+
+/// The target's own counters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Counters {
+    /// Events by kind since attaching, as the library counted them.
+    pub emitted: ByKind,
+    /// Of those, events that found the shared ring full.
+    pub lost: ByKind,
+    /// What `emitted` was at attach.
+    pub emitted_before: ByKind,
+    /// What `lost` was at attach.
+    pub lost_before: ByKind,
+}
+
+impl Counters {
+    pub(crate) fn new((before, now): ((ByKind, ByKind), (ByKind, ByKind))) -> Self {
+        let since = |now: ByKind, before: ByKind| std::array::from_fn(|kind| now[kind].wrapping_sub(before[kind]));
+        Self {
+            emitted: since(now.0, before.0),
+            lost: since(now.1, before.1),
+            emitted_before: before.0,
+            lost_before: before.1,
+        }
+    }
+}
+
+/// What the probes did, over all processes of the session.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ProbeStats {
+    /// Records by kind that passed a probe, lost ones included.
+    pub hits: ByKind,
+    /// Records by kind that found the eBPF ring buffer full.
+    pub lost: ByKind,
+    /// Records that could not be read from their process's memory.
+    pub faults: u64,
+    /// Calls of stock libraries, lost ones included.
+    pub calls: u64,
+    /// Calls that found the eBPF ring buffer full.
+    pub calls_lost: u64,
+    /// Bytes that went through the eBPF ring buffer.
+    pub bytes: u64,
+}
+
+impl ProbeStats {
+    fn add(&mut self, tally: &Tally) {
+        for kind in 0..Kind::LIMIT {
+            self.hits[kind] += tally.hits[kind];
+            self.lost[kind] += tally.lost[kind];
+            self.bytes += (tally.hits[kind] - tally.lost[kind].min(tally.hits[kind])) * RECORD_BYTES;
+        }
+        self.faults += tally.faults;
+        self.calls += tally.calls;
+        self.calls_lost += tally.calls_lost;
+        self.bytes += (tally.calls - tally.calls_lost.min(tally.calls)) * 112;
+    }
+}
+
+/// Processes being watched.
+pub struct Session {
+    options: Options,
+    probes: Option<Probes>,
+    unavailable: Option<Unavailable>,
+    targets: BTreeMap<u32, Target>,
+    /// Final counters of processes that have ended or were let go.
+    finished: HashMap<u32, Counters>,
+    past: ProbeStats,
+    ready: Vec<Sample>,
+    problems: Vec<String>,
+    own: (u32, u64),
+    tallied_ns: u64,
+}
+
+struct Target {
+    pidfd: OwnedFd,
+    library: FileKey,
+    /// Key in the programs' table and library number, while probes are attached.
+    probed: Option<(u64, u64)>,
+    reported: Tally,
+    watched: Watched,
+}
+
+impl std::fmt::Debug for Session {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Session")
+            .field("options", &self.options)
+            .field("unavailable", &self.unavailable)
+            .field("pids", &self.targets.keys().collect::<Vec<_>>())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Session {
+    /// A session that watches nobody yet; loads the eBPF object unless told not to.
+    ///
+    /// # Errors
+    /// [`Unavailable`] if eBPF is required and cannot be used.
+    pub fn new(options: Options) -> Result<Self, Unavailable> {
+        let (probes, unavailable) = match options.use_ebpf {
+            UseEbpf::Never => (None, None),
+            UseEbpf::Auto | UseEbpf::Require => match Probes::load(options.force_perf_event) {
+                Ok(probes) => (Some(probes), None),
+                Err(unavailable) if options.use_ebpf == UseEbpf::Require => return Err(unavailable),
+                Err(unavailable) => (None, Some(unavailable)),
+            },
+        };
+        let pid = std::process::id();
+        Ok(Self {
+            options,
+            probes,
+            unavailable,
+            targets: BTreeMap::new(),
+            finished: HashMap::new(),
+            past: ProbeStats::default(),
+            ready: Vec::new(),
+            problems: Vec::new(),
+            own: (pid, process::start_time(pid).unwrap_or(0)),
+            tallied_ns: 0,
+        })
+    }
+
+    /// Why eBPF is not in use although it was wanted: to be shown once.
+    #[must_use]
+    pub fn unavailable(&self) -> Option<&Unavailable> {
+        self.unavailable.as_ref()
+    }
+
+    /// Which kind of kernel link carries the probes; `None` without eBPF.
+    #[must_use]
+    pub fn link_kind(&self) -> Option<&'static str> {
+        self.probes.as_ref().map(Probes::link_kind)
+    }
+
+    /// The processes being watched.
+    pub fn pids(&self) -> impl Iterator<Item = u32> {
+        self.targets.keys().copied()
+    }
+
+    /// Begins to watch the process that `pid` is, or is a thread of. What exists of it already (its communicators) comes with
+    /// the next [`Session::poll`].
+    ///
+    /// # Errors
+    /// See [`AttachError`]; the session and its other processes are as before.
+    pub fn attach(&mut self, pid: u32) -> Result<Attached, AttachError> {
+        let begun = Instant::now();
+        let pid = process::process_of(pid)?;
+        if self.targets.contains_key(&pid) {
+            return Err(AttachError::Twice { pid });
+        }
+        let gone = AttachError::Gone { pid };
+        let started = process::start_time(pid).ok_or(gone.clone())?;
+        let pidfd = process::pidfd(pid).map_err(|error| target::process_error(pid, "pidfd", &error))?;
+        let library = target::find(pid)?;
+        let sites = site::plan(&library, site::kernel_version());
+        let instrumented = library.flavour == Flavour::Instrumented;
+
+        let mut pages = if instrumented { Mapped::find(pid)? } else { None };
+        let mask = |probes: &Option<Probes>| {
+            self.options.dense & Kind::DENSE | if probes.is_some() { 0 } else { Kind::SPARSE }
+        };
+        if let Some(pages) = &mut pages {
+            // Before any probe is placed: a second reader must not disturb the first.
+            pages.lease(pid, self.own, mask(&self.probes))?;
+        }
+        let mut probed = None;
+        if let Some(probes) = &mut self.probes {
+            match probes.watch(pid, &library, &sites) {
+                Ok(keys) => probed = Some(keys),
+                Err(error) => {
+                    let denied = matches!(error.raw_os_error(), Some(libc::EPERM | libc::EACCES));
+                    let unused = self.targets.values().all(|target| target.probed.is_none());
+                    if !(denied && unused && self.options.use_ebpf == UseEbpf::Auto) {
+                        return Err(AttachError::Attach { pid, library: library.path, problem: error.to_string() });
+                    }
+                    self.unavailable = Some(Unavailable::explain(error));
+                    self.probes = None;
+                    if let Some(pages) = &mut pages {
+                        pages.release();
+                        pages.lease(pid, self.own, mask(&self.probes))?;
+                    }
+                }
+            }
+        }
+        if !instrumented && probed.is_none() {
+            let unavailable = self.unavailable.clone().unwrap_or_else(|| Unavailable {
+                problem: "this session was told not to use them".into(),
+                remedy: "a library without shared pages can be watched in no other way".into(),
+            });
+            return Err(AttachError::Ebpf { pid, unavailable });
+        }
+        if let Some(pages) = &mut pages {
+            // Sparse events count from the moment when a probe sees them.
+            pages.rebase(Kind::SPARSE);
+        }
+        let identity = pages.as_ref().map(Mapped::identity);
+        let process = Arc::new(process::describe(pid, started, &library, identity));
+        // The process may have ended, and its number be another's, while it was looked at.
+        if process::start_time(pid) != Some(started) {
+            if let (Some(probes), Some((key, _))) = (&mut self.probes, probed) {
+                probes.forget(key);
+                probes.unlink(key, library.key);
+            }
+            return Err(gone);
+        }
+        self.ready.push(Sample::Process(Arc::clone(&process)));
+        let mut watched = Watched::new(pid, instrumented, pages);
+        watched.communicators(&mut self.ready);
+        let target = Target { pidfd, library: library.key, probed, reported: Tally::new(0), watched };
+        self.targets.insert(pid, target);
+        self.finished.remove(&pid);
+        Ok(Attached {
+            process,
+            sites: if probed.is_some() { sites } else { Vec::new() },
+            elapsed: begun.elapsed(),
+            carrier: if probed.is_some() { Carrier::Probe } else { Carrier::Ring },
+        })
+    }
+
+    /// Lets go of a process; its last samples come with the next [`Session::poll`]. Returns how long it took, `None` if it was
+    /// not being watched.
+    pub fn detach(&mut self, pid: u32) -> Option<Duration> {
+        let begun = Instant::now();
+        if !self.targets.contains_key(&pid) {
+            return None;
+        }
+        self.let_go(&[pid]);
+        Some(begun.elapsed())
+    }
+
+    /// Lets go of every process. Returns how long it took.
+    pub fn detach_all(&mut self) -> Duration {
+        let begun = Instant::now();
+        let pids: Vec<u32> = self.targets.keys().copied().collect();
+        self.let_go(&pids);
+        begun.elapsed()
+    }
+
+    /// The target's own counts of its events, also after it was let go or has ended; `None` if it never had pages.
+    #[must_use]
+    pub fn counters(&self, pid: u32) -> Option<Counters> {
+        match self.targets.get(&pid) {
+            Some(target) => target.watched.counters(),
+            None => self.finished.get(&pid).copied(),
+        }
+    }
+
+    /// What the probes did so far.
+    #[must_use]
+    pub fn probe_stats(&self) -> ProbeStats {
+        let mut stats = self.past;
+        if let Some(probes) = &self.probes {
+            for (key, _) in self.targets.values().filter_map(|target| target.probed) {
+                stats.add(&probes.tally(key));
+            }
+        }
+        stats
+    }
+
+    /// Stops the events of `pids`, takes what they left in both carriers, then takes the links away.
+    fn let_go(&mut self, pids: &[u32]) {
+        let mut samples = std::mem::take(&mut self.ready);
+        for pid in pids {
+            if let Some(target) = self.targets.get_mut(pid) {
+                if let (Some(probes), Some((key, _))) = (&mut self.probes, target.probed) {
+                    Self::report(&mut target.reported, &probes.tally(key), *pid, &mut samples);
+                    self.past.add(&probes.tally(key));
+                    probes.forget(key);
+                }
+                target.watched.disarm();
+            }
+        }
+        // Bounded all the same: what comes meanwhile is other processes'.
+        self.drain_probes(&mut samples);
+        for pid in pids {
+            let Some(mut target) = self.targets.remove(pid) else { continue };
+            target.watched.drain(BATCH, now_ns(), false, &mut samples);
+            self.close(*pid, target, &mut samples);
+        }
+        self.ready = samples;
+    }
+
+    /// The end of a target whose events were all taken.
+    fn close(&mut self, pid: u32, mut target: Target, samples: &mut Vec<Sample>) {
+        target.watched.lost(samples);
+        if let Some(counters) = target.watched.counters() {
+            self.finished.insert(pid, counters);
+        }
+        if let (Some(probes), Some((key, _))) = (&mut self.probes, target.probed) {
+            probes.unlink(key, target.library);
+        }
+        samples.push(Sample::Exited { pid });
+    }
+
+    /// Reports what the probes lost since the last report.
+    fn report(reported: &mut Tally, now: &Tally, pid: u32, samples: &mut Vec<Sample>) {
+        let mut lost = |kind: Option<Kind>, count: u64| {
+            if count > 0 {
+                samples.push(Sample::Lost { pid: Some(pid), carrier: Carrier::Probe, kind, count });
+            }
+        };
+        for kind in Kind::ALL {
+            lost(Some(*kind), now.lost[*kind as usize].saturating_sub(reported.lost[*kind as usize]));
+        }
+        let nameless = |tally: &Tally| tally.faults + tally.calls_lost;
+        lost(None, nameless(now).saturating_sub(nameless(reported)));
+        *reported = *now;
+    }
+
+    /// Hands on what the eBPF ring buffer holds; `true` if it was drained.
+    fn drain_probes(&mut self, samples: &mut Vec<Sample>) -> bool {
+        let Some(probes) = &mut self.probes else { return true };
+        // A handful of processes on a node: a list beats a hash.
+        let keys: Vec<(u64, u64, u32)> = self
+            .targets
+            .iter()
+            .filter_map(|(pid, target)| target.probed.map(|(key, library)| (key, library, *pid)))
+            .collect();
+        let targets = &mut self.targets;
+        let problems = &mut self.problems;
+        probes.drain(BATCH, |event| {
+            let (cookie, inner) = match &event {
+                Event::Record(record) => (record.cookie, record.pid),
+                Event::Call(call) => (call.cookie, call.pid),
+            };
+            let library = ringsight_records::probed::library_of(cookie);
+            // The low half of a key is the process's number in its namespace. Events of a process that was let go are nobody's.
+            let Some((_, _, pid)) = keys.iter().find(|(key, number, _)| *number == library && *key as u32 == inner)
+            else {
+                return;
+            };
+            let Some(target) = targets.get_mut(pid) else { return };
+            match event {
+                Event::Record(probed) if probed.record.version() != VERSION => {
+                    target.watched.foreign(probed.record.version(), problems);
+                }
+                Event::Record(probed) => target.watched.record(probed.tid, Carrier::Probe, probed.record, samples),
+                Event::Call(call) => target.watched.call(&call, samples),
+            }
+        })
+    }
+}
+
+impl Source for Session {
+    fn poll(&mut self, samples: &mut Vec<Sample>) -> Result<bool, String> {
+        samples.append(&mut self.ready);
+        // Time and deaths are read before the carriers: what they hold at the end of this poll covers both.
+        let now = now_ns();
+        let ended = process::ended(&self.targets.values().map(|target| &target.pidfd).collect::<Vec<_>>());
+        let drained = self.drain_probes(samples);
+
+        let tallying = now.saturating_sub(self.tallied_ns) >= TALLY_NS;
+        let mut over = Vec::new();
+        for ((pid, target), ended) in self.targets.iter_mut().zip(ended) {
+            if let Err(problem) = target.watched.look(now, self.own, || {
+                self.options.dense & Kind::DENSE | if target.probed.is_some() { 0 } else { Kind::SPARSE }
+            }) {
+                self.problems.push(problem.to_string());
+            }
+            if !target.watched.renew(now) {
+                self.problems.push(format!(
+                    "process {pid}: another reader has taken its ring over, because this one gave no sign of life for 5 s; \
+                     dense events go to that reader now"
+                ));
+            }
+            let complete = target.watched.drain(BATCH, now, ended, samples) && drained;
+            target.watched.lost(samples);
+            if let (Some(probes), Some((key, _))) = (&self.probes, target.probed)
+                && (tallying || ended)
+            {
+                Self::report(&mut target.reported, &probes.tally(key), *pid, samples);
+            }
+            target.watched.communicators_if_due(now, samples);
+            if complete {
+                samples.push(Sample::Watermark { pid: *pid, time_ns: now });
+                if ended {
+                    over.push(*pid);
+                }
+            }
+        }
+        if tallying {
+            self.tallied_ns = now;
+        }
+        for pid in over {
+            let Some(target) = self.targets.remove(&pid) else { continue };
+            if let (Some(probes), Some((key, _))) = (&mut self.probes, target.probed) {
+                self.past.add(&probes.tally(key));
+                probes.forget(key);
+            }
+            self.close(pid, target, samples);
+        }
+        if self.problems.is_empty() {
+            Ok(!self.targets.is_empty())
+        } else {
+            Err(std::mem::take(&mut self.problems).join("; "))
+        }
+    }
+}

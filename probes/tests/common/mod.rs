@@ -1,0 +1,148 @@
+//! Targets for the tests: processes that load a library and do as they are told.
+#![allow(dead_code, reason = "each test file uses its part")]
+
+use std::{
+    fs,
+    io::{BufRead as _, BufReader, Write as _},
+    path::{Path, PathBuf},
+    process::{Child, ChildStdin, ChildStdout, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use ringsight_probes::{Options, Sample, Session, Source as _, UseEbpf};
+
+/// A directory of built examples: beside the test's own binary.
+pub fn examples() -> PathBuf {
+    let test = std::env::current_exe().expect("own path");
+    test.ancestors().nth(2).expect("target/<profile>/deps/<test>").join("examples")
+}
+
+pub fn fixture_library() -> PathBuf {
+    examples().join("libfixture_library.so")
+}
+
+/// A running target. Killed when dropped.
+pub struct Target {
+    child: Child,
+    input: Option<ChildStdin>,
+    output: BufReader<ChildStdout>,
+}
+
+impl Target {
+    pub fn start(library: &Path) -> Self {
+        Self::run(&mut Command::new(examples().join("fixture_target")), library)
+    }
+
+    pub fn run(command: &mut Command, library: &Path) -> Self {
+        let mut child = command
+            .arg(library)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("the fixture example is built with the tests");
+        let input = child.stdin.take();
+        let output = BufReader::new(child.stdout.take().expect("piped"));
+        let mut target = Self { child, input, output };
+        assert_eq!(target.line(), "ready");
+        target
+    }
+
+    /// With shared pages and one communicator, id 7.
+    pub fn instrumented() -> Self {
+        let mut target = Self::start(&fixture_library());
+        target.open();
+        target
+    }
+
+    pub fn open(&mut self) {
+        assert_eq!(self.call("fixture_open 1"), 0);
+        self.call("fixture_communicator 7");
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Has the target call a function and waits until it has returned.
+    pub fn call(&mut self, line: &str) -> u64 {
+        self.send(line);
+        self.answer()
+    }
+
+    pub fn send(&mut self, line: &str) {
+        let input = self.input.as_mut().expect("not ended");
+        writeln!(input, "{line}").expect("the target reads");
+    }
+
+    pub fn answer(&mut self) -> u64 {
+        self.line().parse().expect("a number")
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).expect("the target writes");
+        line.trim().to_owned()
+    }
+
+    /// Lets it end by itself and reaps it.
+    pub fn end(mut self) {
+        drop(self.input.take());
+        self.child.wait().expect("a child");
+    }
+
+    pub fn memory(&self, address: u64, bytes: usize) -> Vec<u8> {
+        use std::os::unix::fs::FileExt as _;
+        let mut buffer = vec![0; bytes];
+        fs::File::open(format!("/proc/{}/mem", self.pid()))
+            .and_then(|file| file.read_exact_at(&mut buffer, address))
+            .expect("the target's memory");
+        buffer
+    }
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A session with eBPF, or `None` after saying that the test is skipped and why.
+pub fn session(test: &str) -> Option<Session> {
+    session_with(test, Options { use_ebpf: UseEbpf::Require, ..Options::default() })
+}
+
+pub fn session_with(test: &str, options: Options) -> Option<Session> {
+    match Session::new(options) {
+        Ok(session) => Some(session),
+        Err(unavailable) => {
+            println!("SKIPPED {test}: {unavailable}");
+            None
+        }
+    }
+}
+
+/// Polls until `enough` says so; fails after ten seconds.
+pub fn poll_until(session: &mut Session, samples: &mut Vec<Sample>, enough: impl Fn(&[Sample]) -> bool) {
+    let begun = Instant::now();
+    while !enough(samples) {
+        session.poll(samples).expect("no problem");
+        assert!(begun.elapsed() < Duration::from_secs(10), "not enough after 10 s: {} samples", samples.len());
+        std::thread::yield_now();
+    }
+}
+
+/// One poll after the target has come to rest: everything is there.
+pub fn poll(session: &mut Session) -> Vec<Sample> {
+    let mut samples = Vec::new();
+    session.poll(&mut samples).expect("no problem");
+    samples
+}
+
+pub fn records(samples: &[Sample], kind: ringsight_records::Kind) -> usize {
+    samples.iter().filter(|sample| matches!(sample, Sample::Record { record, .. } if record.kind() == Some(kind))).count()
+}
+
+pub fn lost(samples: &[Sample]) -> u64 {
+    samples.iter().map(|sample| if let Sample::Lost { count, .. } = sample { *count } else { 0 }).sum()
+}
