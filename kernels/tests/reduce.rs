@@ -190,7 +190,7 @@ fn signed_zeros_do_not_depend_on_position() {
             b.as_ptr().cast(),
             45,
             1,
-        )
+        );
     };
     assert!(out.iter().all(|x| x.to_bits() == (-0.0_f32).to_bits()));
 }

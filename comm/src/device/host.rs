@@ -1,1 +1,584 @@
-//! The host device.
+//! The host device: CUDA's execution model on CPU memory.
+//!
+//! A stream is a thread with a queue, an event a point in that order, a captured graph runs its independent branches on
+//! threads of its own. The rules (what a capture refuses, what invalidates it) are CUDA's with capture mode "thread
+//! local", so that a program that is right here is right on a GPU. There is no legacy default stream that
+//! synchronises with others: stream 0 is an ordinary stream, one per device number.
+
+mod capture;
+mod graph;
+mod worker;
+
+#[cfg(test)]
+mod tests;
+
+use std::{
+    cell::Cell,
+    collections::HashMap,
+    sync::{Arc, Mutex},
+    thread,
+    time::Duration,
+};
+
+use ringsight_kernels::Launch;
+
+use self::{
+    capture::Capturing,
+    graph::{Action, Destructor, GraphBody, Instance},
+    worker::{Point, Worker, in_callback, lock},
+};
+use super::{Capture, Device, DeviceError, Event, Graph, GraphExec, HostFunction, Progress, Result, Stream};
+
+/// Alignment of [`Device::allocate`], in bytes.
+const ALIGNMENT: usize = 64;
+
+/// First handle: small values are CUDA's special streams or a caller's mistake.
+const FIRST_HANDLE: usize = 0x1000;
+
+thread_local! {
+    static CURRENT: Cell<i32> = const { Cell::new(0) };
+}
+
+/// The device; see the module's documentation.
+pub struct HostDevice {
+    state: Mutex<State>,
+    /// Runs the destructors of captured graphs.
+    reclaim: Arc<Worker>,
+}
+
+#[derive(Default)]
+struct State {
+    last_handle: usize,
+    last_capture: u32,
+    streams: HashMap<usize, StreamState>,
+    /// Default streams by device number.
+    defaults: HashMap<i32, usize>,
+    events: HashMap<usize, EventState>,
+    captures: HashMap<u32, Capturing>,
+    graphs: HashMap<usize, Arc<GraphBody>>,
+    instances: HashMap<usize, Arc<Instance>>,
+    /// Sizes of allocations by address.
+    memory: HashMap<usize, usize>,
+}
+
+struct StreamState {
+    worker: Arc<Worker>,
+    /// The capture it takes part in.
+    capture: Option<u32>,
+    is_default: bool,
+}
+
+#[derive(Clone)]
+enum EventState {
+    Never,
+    /// Recorded in a running stream.
+    Recorded(Arc<Point>),
+    /// Recorded in a capture, after these of its nodes.
+    Captured {
+        capture: u32,
+        tip: Vec<usize>,
+    },
+}
+
+fn usage<T>(text: impl Into<String>) -> Result<T> {
+    Err(DeviceError::InvalidUsage(text.into()))
+}
+
+fn unknown(what: &str, handle: usize) -> DeviceError {
+    DeviceError::InvalidHandle(format!("{what} {handle:#x} does not exist or was destroyed"))
+}
+
+impl State {
+    fn handle(&mut self) -> usize {
+        self.last_handle = self.last_handle.max(FIRST_HANDLE) + 16;
+        self.last_handle
+    }
+
+    fn add_stream(&mut self, name: String, is_default: bool) -> Result<usize> {
+        let handle = self.handle();
+        let worker = Arc::new(Worker::spawn(name)?);
+        self.streams.insert(
+            handle,
+            StreamState {
+                worker,
+                capture: None,
+                is_default,
+            },
+        );
+        Ok(handle)
+    }
+
+    /// Handle of a stream that exists; the default stream is made when first used.
+    fn resolve(&mut self, stream: Stream) -> Result<usize> {
+        if stream.0 == 0 {
+            let device = CURRENT.get();
+            if let Some(&handle) = self.defaults.get(&device) {
+                return Ok(handle);
+            }
+            let handle = self.add_stream(format!("rs-default-{device}"), true)?;
+            self.defaults.insert(device, handle);
+            return Ok(handle);
+        }
+        match self.streams.get(&stream.0) {
+            Some(found) if !found.is_default => Ok(stream.0),
+            _ => Err(unknown("stream", stream.0)),
+        }
+    }
+
+    fn event(&mut self, event: Event) -> Result<&mut EventState> {
+        self.events
+            .get_mut(&event.0)
+            .ok_or_else(|| unknown("event", event.0))
+    }
+
+    /// The capture that `stream` (resolved) is in, if it is whole.
+    fn capturing(&mut self, stream: usize) -> Result<Option<&mut Capturing>> {
+        let Some(id) = self.streams[&stream].capture else {
+            return Ok(None);
+        };
+        let capture = self
+            .captures
+            .get_mut(&id)
+            .ok_or_else(|| unknown("capture", id as usize))?;
+        capture.check()?;
+        Ok(Some(capture))
+    }
+
+    /// Refuses a call that waits for or asks about running work, as CUDA does: always for a stream (resolved) in a
+    /// capture, and for anything at all on a thread that captures. Either way the capture is lost.
+    fn refuse_in_capture(&mut self, call: &str, stream: Option<usize>) -> Result<()> {
+        let me = thread::current().id();
+        let mut refused = None;
+        if let Some(id) = stream.and_then(|stream| self.streams[&stream].capture) {
+            refused = Some(format!("{call} on a stream that is being captured"));
+            if let (Some(capture), Some(why)) = (self.captures.get_mut(&id), &refused) {
+                capture.invalidate(why);
+            }
+        }
+        for capture in self.captures.values_mut().filter(|capture| capture.thread == me) {
+            let why = refused.get_or_insert_with(|| format!("{call} on a thread that captures a stream"));
+            capture.invalidate(why);
+        }
+        refused.map_or(Ok(()), |why| {
+            usage(format!("{why}: not permitted, the capture is invalidated"))
+        })
+    }
+
+    /// Takes a capture and its streams apart.
+    fn remove_capture(&mut self, id: u32) -> Option<Capturing> {
+        let capture = self.captures.remove(&id)?;
+        for stream in capture.streams() {
+            if let Some(stream) = self.streams.get_mut(&stream) {
+                stream.capture = None;
+            }
+        }
+        Some(capture)
+    }
+}
+
+impl HostDevice {
+    /// The device, with no streams yet.
+    ///
+    /// # Errors
+    /// [`DeviceError::Resource`] if its housekeeping thread cannot be started.
+    pub fn new() -> Result<Self> {
+        Ok(Self {
+            state: Mutex::default(),
+            reclaim: Arc::new(Worker::spawn("rs-reclaim".into())?),
+        })
+    }
+
+    /// Locks the state; refused inside functions that the device calls.
+    fn enter(&self) -> Result<std::sync::MutexGuard<'_, State>> {
+        if in_callback() {
+            return usage("a host function, destructor or observer that runs on the device must not call it");
+        }
+        Ok(lock(&self.state))
+    }
+
+    /// Appends work to a stream, or to its capture.
+    fn submit(&self, stream: Stream, action: Action) -> Result<()> {
+        let mut state = self.enter()?;
+        let handle = state.resolve(stream)?;
+        match state.capturing(handle)? {
+            Some(capture) => capture.add(handle, action),
+            None => state.streams[&handle]
+                .worker
+                .push(Box::new(move || action.run(0))),
+        }
+        Ok(())
+    }
+
+    /// The worker of a stream that may be waited for.
+    fn waitable(&self, call: &str, stream: Stream) -> Result<Arc<Worker>> {
+        let mut state = self.enter()?;
+        let handle = state.resolve(stream)?;
+        state.refuse_in_capture(call, Some(handle))?;
+        Ok(state.streams[&handle].worker.clone())
+    }
+
+    /// The point of an event that may be waited for; `None` if it was never recorded.
+    fn point(&self, call: &str, event: Event) -> Result<Option<Arc<Point>>> {
+        let mut state = self.enter()?;
+        let found = state.event(event)?.clone();
+        state.refuse_in_capture(call, None)?;
+        match found {
+            EventState::Never => Ok(None),
+            EventState::Recorded(point) => Ok(Some(point)),
+            EventState::Captured { .. } => usage(format!(
+                "{call}: event {:#x} was last recorded in a capture",
+                event.0
+            )),
+        }
+    }
+}
+
+fn check_address(name: &str, address: usize, bytes: usize) -> Result<()> {
+    if bytes > 0 && (address == 0 || address.checked_add(bytes).is_none()) {
+        return usage(format!("{name} {address:#x} is no address of {bytes} bytes"));
+    }
+    Ok(())
+}
+
+impl Device for HostDevice {
+    fn name(&self) -> &'static str {
+        "host"
+    }
+
+    fn current(&self) -> Result<i32> {
+        Ok(CURRENT.get())
+    }
+
+    fn set_current(&self, device: i32) -> Result<()> {
+        if device < 0 {
+            return usage(format!("device {device} is negative"));
+        }
+        CURRENT.set(device);
+        Ok(())
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<*mut u8> {
+        let mut state = self.enter()?;
+        if bytes == 0 {
+            return Ok(std::ptr::null_mut());
+        }
+        let fail = || DeviceError::Resource(format!("cannot allocate {bytes} bytes"));
+        let rounded = bytes.checked_next_multiple_of(ALIGNMENT).ok_or_else(fail)?;
+        // SAFETY: the alignment is a power of two that divides the size.
+        let pointer = unsafe { libc::aligned_alloc(ALIGNMENT, rounded) };
+        if pointer.is_null() {
+            return Err(fail());
+        }
+        state.memory.insert(pointer as usize, bytes);
+        Ok(pointer.cast())
+    }
+
+    fn free(&self, pointer: *mut u8) -> Result<()> {
+        let mut state = self.enter()?;
+        if !pointer.is_null() {
+            state
+                .memory
+                .remove(&(pointer as usize))
+                .ok_or_else(|| unknown("allocation", pointer as usize))?;
+            // SAFETY: it came from `aligned_alloc` and was not freed since, or it would not have been listed.
+            unsafe { libc::free(pointer.cast()) };
+        }
+        Ok(())
+    }
+
+    fn stream_create(&self) -> Result<Stream> {
+        let mut state = self.enter()?;
+        let number = (state.last_handle.max(FIRST_HANDLE) - FIRST_HANDLE) / 16;
+        state.add_stream(format!("rs-stream-{number}"), false).map(Stream)
+    }
+
+    fn stream_destroy(&self, stream: Stream) -> Result<()> {
+        let mut state = self.enter()?;
+        if stream.0 == 0 {
+            return Err(DeviceError::InvalidHandle(
+                "the default stream cannot be destroyed".into(),
+            ));
+        }
+        let handle = state.resolve(stream)?;
+        if let Some(id) = state.streams[&handle].capture {
+            return usage(format!(
+                "stream {handle:#x} is being captured (capture {id}): end the capture first"
+            ));
+        }
+        // The thread ends once the queue is empty.
+        state.streams.remove(&handle);
+        Ok(())
+    }
+
+    fn stream_query(&self, stream: Stream) -> Result<Progress> {
+        self.waitable("stream query", stream)?.query()
+    }
+
+    fn stream_synchronize(&self, stream: Stream) -> Result<()> {
+        self.waitable("stream synchronize", stream)?.synchronize()
+    }
+
+    fn stream_wait_event(&self, stream: Stream, event: Event) -> Result<()> {
+        let mut state = self.enter()?;
+        let handle = state.resolve(stream)?;
+        let found = state.event(event)?.clone();
+        let own = state.capturing(handle)?;
+        match found {
+            EventState::Never => Ok(()),
+            EventState::Recorded(point) => {
+                if let Some(capture) = own {
+                    let why = format!(
+                        "a captured stream cannot wait for event {:#x}, recorded outside",
+                        event.0
+                    );
+                    capture.invalidate(&why);
+                    return usage(why);
+                }
+                if point.passed().is_none() {
+                    state.streams[&handle].worker.push(Box::new(move || {
+                        point.wait();
+                        Ok(())
+                    }));
+                }
+                Ok(())
+            }
+            EventState::Captured { capture: id, tip } => {
+                let own = state.streams[&handle].capture;
+                let is_default = state.streams[&handle].is_default;
+                let Some(capture) = state.captures.get_mut(&id) else {
+                    return usage(format!(
+                        "event {:#x} was recorded in a capture that has ended",
+                        event.0
+                    ));
+                };
+                capture.check()?;
+                let refused = match own {
+                    Some(other) if other != id => Some(format!("event {:#x} would merge captures", event.0)),
+                    None if is_default => Some("the default stream cannot join a capture".to_owned()),
+                    _ => None,
+                };
+                if let Some(why) = refused {
+                    capture.invalidate(&why);
+                    if let Some(other) = own.and_then(|other| state.captures.get_mut(&other)) {
+                        other.invalidate(&why);
+                    }
+                    return usage(why);
+                }
+                capture.follow(handle, &tip);
+                if let Some(stream) = state.streams.get_mut(&handle) {
+                    stream.capture = Some(id);
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn event_create(&self) -> Result<Event> {
+        let mut state = self.enter()?;
+        let handle = state.handle();
+        state.events.insert(handle, EventState::Never);
+        Ok(Event(handle))
+    }
+
+    fn event_destroy(&self, event: Event) -> Result<()> {
+        self.enter()?
+            .events
+            .remove(&event.0)
+            .map(drop)
+            .ok_or_else(|| unknown("event", event.0))
+    }
+
+    fn event_record(&self, event: Event, stream: Stream) -> Result<()> {
+        let mut state = self.enter()?;
+        let handle = state.resolve(stream)?;
+        state.event(event)?;
+        let id = state.streams[&handle].capture;
+        let recorded = match (id, state.capturing(handle)?) {
+            (Some(capture), Some(capturing)) => EventState::Captured {
+                capture,
+                tip: capturing.tip(handle),
+            },
+            _ => {
+                let point = Arc::new(Point::default());
+                let reached = point.clone();
+                state.streams[&handle].worker.push(Box::new(move || {
+                    reached.pass();
+                    Ok(())
+                }));
+                EventState::Recorded(point)
+            }
+        };
+        *state.event(event)? = recorded;
+        Ok(())
+    }
+
+    fn event_query(&self, event: Event) -> Result<Progress> {
+        let point = self.point("event query", event)?;
+        let done = point.is_none_or(|point| point.passed().is_some());
+        Ok(if done { Progress::Done } else { Progress::Pending })
+    }
+
+    fn event_synchronize(&self, event: Event) -> Result<()> {
+        if let Some(point) = self.point("event synchronize", event)? {
+            point.wait();
+        }
+        Ok(())
+    }
+
+    fn event_elapsed(&self, start: Event, end: Event) -> Result<Duration> {
+        let passed = |name: &str, event| match self.point("event elapsed time", event)? {
+            None => Err(DeviceError::InvalidHandle(format!(
+                "the {name} event was never recorded"
+            ))),
+            Some(point) => match point.passed() {
+                Some(time) => Ok(time),
+                None => usage(format!("the {name} event is not complete: synchronize it first")),
+            },
+        };
+        Ok(passed("end", end)?.saturating_duration_since(passed("start", start)?))
+    }
+
+    fn memcpy(&self, destination: usize, source: usize, bytes: usize, stream: Stream) -> Result<()> {
+        check_address("destination", destination, bytes)?;
+        check_address("source", source, bytes)?;
+        self.submit(
+            stream,
+            Action::Memcpy {
+                destination,
+                source,
+                bytes,
+            },
+        )
+    }
+
+    fn memset(&self, destination: usize, value: u8, bytes: usize, stream: Stream) -> Result<()> {
+        check_address("destination", destination, bytes)?;
+        self.submit(
+            stream,
+            Action::Memset {
+                destination,
+                value,
+                bytes,
+            },
+        )
+    }
+
+    fn launch_host(&self, stream: Stream, function: HostFunction) -> Result<()> {
+        self.submit(stream, Action::Host(function))
+    }
+
+    fn launch_kernel(&self, stream: Stream, launch: Arc<Launch>) -> Result<()> {
+        for work in launch.channels.iter().flat_map(|channel| &channel.work) {
+            work.check()
+                .map_err(|error| DeviceError::InvalidUsage(error.to_string()))?;
+        }
+        self.submit(stream, Action::Kernel(launch))
+    }
+
+    fn capture_of(&self, stream: Stream) -> Result<Option<Capture>> {
+        let mut state = self.enter()?;
+        let handle = state.resolve(stream)?;
+        Ok(state.streams[&handle].capture.map(|id| Capture { id }))
+    }
+
+    fn capture_begin(&self, stream: Stream) -> Result<()> {
+        let mut state = self.enter()?;
+        let handle = state.resolve(stream)?;
+        if state.streams[&handle].is_default {
+            return usage("the default stream cannot be captured");
+        }
+        if let Some(id) = state.streams[&handle].capture {
+            return usage(format!("stream {handle:#x} is already in capture {id}"));
+        }
+        let Some(id) = state.last_capture.checked_add(1) else {
+            return Err(DeviceError::Resource("no capture number is left".into()));
+        };
+        state.last_capture = id;
+        let capture = Capturing::new(id, handle, thread::current().id(), self.reclaim.clone());
+        state.captures.insert(id, capture);
+        if let Some(stream) = state.streams.get_mut(&handle) {
+            stream.capture = Some(id);
+        }
+        Ok(())
+    }
+
+    fn capture_end(&self, stream: Stream) -> Result<Graph> {
+        let mut state = self.enter()?;
+        let handle = state.resolve(stream)?;
+        let Some(id) = state.streams[&handle].capture else {
+            return usage(format!("stream {handle:#x} is not being captured"));
+        };
+        let wrong = state.captures.get_mut(&id).and_then(|capture| {
+            if capture.thread != thread::current().id() {
+                return Some("a capture must be ended by the thread that began it");
+            }
+            (capture.origin != handle).then_some("a capture must be ended on the stream that it began on")
+        });
+        if let Some(why) = wrong {
+            return usage(why);
+        }
+        let capture = state
+            .remove_capture(id)
+            .ok_or_else(|| unknown("capture", id as usize))?;
+        // A failed capture drops its nodes, which may run code of the library: not under the lock.
+        drop(state);
+        let body = Arc::new(capture.finish()?);
+        let mut state = self.enter()?;
+        let handle = state.handle();
+        state.graphs.insert(handle, body);
+        Ok(Graph(handle))
+    }
+
+    fn capture_retain(&self, capture: Capture, destructor: Destructor) -> Result<()> {
+        let mut state = self.enter()?;
+        let found = state
+            .captures
+            .get_mut(&capture.id)
+            .ok_or_else(|| unknown("capture", capture.id as usize))?;
+        found.check()?;
+        found.retain(destructor);
+        Ok(())
+    }
+
+    fn graph_instantiate(&self, graph: Graph) -> Result<GraphExec> {
+        let mut state = self.enter()?;
+        let body = state
+            .graphs
+            .get(&graph.0)
+            .cloned()
+            .ok_or_else(|| unknown("graph", graph.0))?;
+        let handle = state.handle();
+        let instance = Arc::new(Instance::new(body, (handle - FIRST_HANDLE) / 16)?);
+        state.instances.insert(handle, instance);
+        Ok(GraphExec(handle))
+    }
+
+    fn graph_launch(&self, exec: GraphExec, stream: Stream) -> Result<()> {
+        let mut state = self.enter()?;
+        let handle = state.resolve(stream)?;
+        let instance = state
+            .instances
+            .get(&exec.0)
+            .cloned()
+            .ok_or_else(|| unknown("graph instance", exec.0))?;
+        if let Some(capture) = state.capturing(handle)? {
+            let why = "a graph cannot be launched into a capture";
+            capture.invalidate(why);
+            return usage(why);
+        }
+        // Numbered under the lock: the order of replays is the order of these calls.
+        let replay = instance.next();
+        state.streams[&handle].worker.push(Box::new(move || replay.run()));
+        Ok(())
+    }
+
+    fn graph_exec_destroy(&self, exec: GraphExec) -> Result<()> {
+        let removed = self.enter()?.instances.remove(&exec.0);
+        removed.map(drop).ok_or_else(|| unknown("graph instance", exec.0))
+    }
+
+    fn graph_destroy(&self, graph: Graph) -> Result<()> {
+        let removed = self.enter()?.graphs.remove(&graph.0);
+        removed.map(drop).ok_or_else(|| unknown("graph", graph.0))
+    }
+}

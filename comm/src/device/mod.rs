@@ -4,7 +4,10 @@
 
 pub mod host;
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
 
 use ringsight_kernels::Launch;
 
@@ -136,4 +139,71 @@ pub trait Device: Send + Sync + 'static {
     fn graph_exec_destroy(&self, exec: GraphExec) -> Result<()>;
     /// Destroys a graph; its instances live on.
     fn graph_destroy(&self, graph: Graph) -> Result<()>;
+}
+
+/// The device that `RINGSIGHT_DEVICE` names (`cuda`, the default, or `host`), opened at the first call.
+///
+/// # Errors
+/// [`DeviceError::Unavailable`] if the name is unknown or the device cannot be used here; the answer stays the same for
+/// the life of the process.
+pub fn device() -> Result<&'static Arc<dyn Device>> {
+    static DEVICE: OnceLock<Result<Arc<dyn Device>>> = OnceLock::new();
+    DEVICE
+        .get_or_init(|| open(std::env::var_os("RINGSIGHT_DEVICE").as_deref()))
+        .as_ref()
+        .map_err(Clone::clone)
+}
+
+fn open(name: Option<&std::ffi::OsStr>) -> Result<Arc<dyn Device>> {
+    let unavailable = |text: String| Err(DeviceError::Unavailable(text));
+    match name.map(std::ffi::OsStr::to_string_lossy).as_deref() {
+        Some("host") => Ok(Arc::new(host::HostDevice::new()?)),
+        None | Some("" | "cuda") => {
+            // SAFETY: a NUL-terminated name; loading the driver runs its initialisers, as any CUDA program does.
+            let driver = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+            if driver.is_null() {
+                return unavailable(
+                    "RINGSIGHT_DEVICE=cuda (the default), but libcuda.so.1 was not found: install the NVIDIA driver, \
+                     or set RINGSIGHT_DEVICE=host to run on CPU memory"
+                        .into(),
+                );
+            }
+            unavailable(
+                "RINGSIGHT_DEVICE=cuda (the default): libcuda.so.1 is there, but this build has no CUDA device yet; \
+                 set RINGSIGHT_DEVICE=host to run on CPU memory"
+                    .into(),
+            )
+        }
+        Some(other) => unavailable(format!(
+            "RINGSIGHT_DEVICE={other} is unknown; accepted are cuda and host"
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::OsStr;
+
+    use super::*;
+
+    #[test]
+    fn the_device_is_the_one_named_or_none() {
+        assert_eq!(
+            open(Some(OsStr::new("host"))).map(|device| device.name()).ok(),
+            Some("host")
+        );
+        for name in [None, Some(OsStr::new("cuda"))] {
+            let error = open(name)
+                .map(|device| device.name())
+                .expect_err("no CUDA device in this build");
+            assert!(error.to_string().contains("RINGSIGHT_DEVICE=host"), "{error}");
+        }
+        let error = open(Some(OsStr::new("gpu")))
+            .map(|device| device.name())
+            .expect_err("unknown");
+        assert!(
+            error.to_string().contains("accepted are cuda and host"),
+            "{error}"
+        );
+    }
 }

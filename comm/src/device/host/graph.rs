@@ -1,0 +1,289 @@
+//! Work as data, and graphs of it: what a capture collects, an instance arranges and a replay runs.
+
+use std::{
+    mem,
+    sync::{Arc, Mutex},
+};
+
+use ringsight_kernels::{Launch, host as programs};
+
+use super::worker::{Outcome, Point, Worker, callback, contained, lock};
+use crate::device::{HostFunction, Result};
+
+/// One operation in a stream or one node of a graph.
+#[derive(Clone)]
+pub(super) enum Action {
+    Memcpy {
+        destination: usize,
+        source: usize,
+        bytes: usize,
+    },
+    Memset {
+        destination: usize,
+        value: u8,
+        bytes: usize,
+    },
+    Host(HostFunction),
+    Kernel(Arc<Launch>),
+}
+
+impl Action {
+    /// Runs it; `replay` is 0 for eager work.
+    pub(super) fn run(&self, replay: u32) -> Outcome {
+        contained(|| {
+            match self {
+                Self::Memcpy {
+                    destination,
+                    source,
+                    bytes,
+                } => {
+                    // SAFETY: valid addresses of that many bytes are the caller's contract, as for cudaMemcpyAsync;
+                    // `copy` allows them to overlap.
+                    unsafe { (*destination as *mut u8).copy_from(*source as *const u8, *bytes) };
+                }
+                Self::Memset {
+                    destination,
+                    value,
+                    bytes,
+                } => {
+                    // SAFETY: as above.
+                    unsafe { (*destination as *mut u8).write_bytes(*value, *bytes) };
+                }
+                Self::Host(function) => callback(|| function(replay)),
+                // The observer is told from inside and must not call the device either.
+                Self::Kernel(launch) => callback(|| programs::run(launch, replay)),
+            }
+            Ok(())
+        })
+    }
+}
+
+/// A node: what runs, and the nodes (by index, all smaller than its own) that must be done before.
+pub(super) struct Node {
+    pub(super) action: Action,
+    pub(super) after: Vec<usize>,
+}
+
+/// A destructor of [`crate::device::Device::capture_retain`].
+pub(super) type Destructor = Box<dyn FnOnce() + Send>;
+
+/// Destructors that run when this is dropped, on the device's own thread.
+pub(super) struct Retained {
+    /// Behind a lock only because a graph is shared between threads; destructors need not be `Sync`.
+    destructors: Mutex<Vec<Destructor>>,
+    reclaim: Arc<Worker>,
+}
+
+impl Retained {
+    pub(super) fn new(reclaim: Arc<Worker>) -> Self {
+        Self {
+            destructors: Mutex::default(),
+            reclaim,
+        }
+    }
+
+    pub(super) fn push(&self, destructor: Destructor) {
+        lock(&self.destructors).push(destructor);
+    }
+}
+
+impl Drop for Retained {
+    fn drop(&mut self) {
+        for destructor in mem::take(&mut *lock(&self.destructors)) {
+            self.reclaim.push(Box::new(|| {
+                callback(destructor);
+                Ok(())
+            }));
+        }
+    }
+}
+
+/// A captured graph. Fields are dropped in this order: destructors run after the nodes they serve are gone.
+pub(super) struct GraphBody {
+    pub(super) nodes: Vec<Node>,
+    pub(super) _retained: Retained,
+}
+
+/// An executable instance.
+pub(super) struct Instance {
+    program: Arc<Program>,
+    /// One per lane but the first, which the launching stream runs.
+    workers: Vec<Worker>,
+    launches: Mutex<Launches>,
+}
+
+/// A graph covered by chains ("lanes") in which each node depends on the one before. Every lane has a thread of its
+/// own, so nodes that do not depend on each other can always run side by side: a kernel that waits for a peer never
+/// keeps another from running.
+struct Program {
+    lanes: Vec<Vec<usize>>,
+    graph: Arc<GraphBody>,
+}
+
+#[derive(Default)]
+struct Launches {
+    count: u32,
+    last: Option<Arc<Point>>,
+}
+
+/// Covers the graph with chains of nodes that depend on each other, directly or not.
+fn lanes(nodes: &[Node]) -> Vec<Vec<usize>> {
+    let mut lanes: Vec<Vec<usize>> = Vec::new();
+    let mut ancestors: Vec<NodeSet> = Vec::with_capacity(nodes.len());
+    for (index, node) in nodes.iter().enumerate() {
+        let mut mine = NodeSet::default();
+        for &before in &node.after {
+            mine.union(&ancestors[before]);
+            mine.insert(before);
+        }
+        match lanes
+            .iter_mut()
+            .find(|lane| lane.last().is_some_and(|&last| mine.contains(last)))
+        {
+            Some(lane) => lane.push(index),
+            None => lanes.push(vec![index]),
+        }
+        ancestors.push(mine);
+    }
+    lanes
+}
+
+/// Nodes that must be done before the nodes of `ends`, these included.
+pub(super) fn closure(nodes: &[Node], ends: &[usize]) -> NodeSet {
+    let mut set = NodeSet::default();
+    let mut open = ends.to_vec();
+    while let Some(index) = open.pop() {
+        if !set.contains(index) {
+            set.insert(index);
+            open.extend(&nodes[index].after);
+        }
+    }
+    set
+}
+
+/// A set of node indices.
+#[derive(Default)]
+pub(super) struct NodeSet(Vec<u64>);
+
+impl NodeSet {
+    fn insert(&mut self, index: usize) {
+        if self.0.len() <= index / 64 {
+            self.0.resize(index / 64 + 1, 0);
+        }
+        self.0[index / 64] |= 1 << (index % 64);
+    }
+
+    fn union(&mut self, other: &Self) {
+        self.0.resize(self.0.len().max(other.0.len()), 0);
+        self.0
+            .iter_mut()
+            .zip(&other.0)
+            .for_each(|(word, other)| *word |= other);
+    }
+
+    pub(super) fn contains(&self, index: usize) -> bool {
+        self.0
+            .get(index / 64)
+            .is_some_and(|word| word >> (index % 64) & 1 == 1)
+    }
+}
+
+impl Instance {
+    /// An instance whose threads are named after `number`.
+    pub(super) fn new(graph: Arc<GraphBody>, number: usize) -> Result<Self> {
+        let lanes = lanes(&graph.nodes);
+        let workers = (1..lanes.len())
+            .map(|_| Worker::spawn(format!("rs-graph-{number}")))
+            .collect::<Result<_>>()?;
+        Ok(Self {
+            program: Arc::new(Program { lanes, graph }),
+            workers,
+            launches: Mutex::default(),
+        })
+    }
+
+    /// The next launch. Numbers count from 1 per instance, so ranks that replay alike number alike.
+    pub(super) fn next(self: &Arc<Self>) -> Replay {
+        let mut launches = lock(&self.launches);
+        // 0 stands for eager work.
+        launches.count = launches.count.checked_add(1).unwrap_or(1);
+        let done = Arc::new(Point::default());
+        let previous = launches.last.replace(done.clone());
+        Replay {
+            instance: self.clone(),
+            number: launches.count,
+            previous,
+            done,
+        }
+    }
+}
+
+impl Program {
+    fn run_lane(&self, lane: usize, replay: u32, passed: &[Point]) -> Outcome {
+        let mut outcome = Ok(());
+        for &index in &self.lanes[lane] {
+            let node = &self.graph.nodes[index];
+            node.after.iter().for_each(|&before| passed[before].wait());
+            // After a fault the rest still runs, as far as it can: peers wait for it.
+            outcome = outcome.and(node.action.run(replay));
+            passed[index].pass();
+        }
+        outcome
+    }
+}
+
+/// One launch of an instance, numbered and ordered behind the launches before it.
+pub(super) struct Replay {
+    instance: Arc<Instance>,
+    number: u32,
+    previous: Option<Arc<Point>>,
+    done: Arc<Point>,
+}
+
+impl Replay {
+    /// Runs the whole graph and returns when all of it is done.
+    pub(super) fn run(self) -> Outcome {
+        if let Some(previous) = &self.previous {
+            previous.wait();
+        }
+        let (program, number) = (&self.instance.program, self.number);
+        let passed: Arc<[Point]> = program.graph.nodes.iter().map(|_| Point::default()).collect();
+        let branches: Vec<Arc<Branch>> = self.instance.workers.iter().map(|_| Arc::default()).collect();
+        for (at, worker) in self.instance.workers.iter().enumerate() {
+            let (program, passed, branch) = (program.clone(), passed.clone(), branches[at].clone());
+            worker.push(Box::new(move || {
+                *lock(&branch.outcome) = program.run_lane(at + 1, number, &passed);
+                // Before the launching stream goes on: once it is done, no replay keeps the graph alive.
+                drop(program);
+                branch.done.pass();
+                Ok(())
+            }));
+        }
+        let mut outcome = if program.lanes.is_empty() {
+            Ok(())
+        } else {
+            program.run_lane(0, number, &passed)
+        };
+        for branch in branches {
+            branch.done.wait();
+            outcome = outcome.and(mem::replace(&mut *lock(&branch.outcome), Ok(())));
+        }
+        self.done.pass();
+        outcome
+    }
+}
+
+/// What a lane that runs on a thread of the instance reports back.
+struct Branch {
+    done: Point,
+    outcome: Mutex<Outcome>,
+}
+
+impl Default for Branch {
+    fn default() -> Self {
+        Self {
+            done: Point::default(),
+            outcome: Mutex::new(Ok(())),
+        }
+    }
+}
