@@ -1,13 +1,18 @@
 //! A collective-communication library behind NCCL's ABI whose every operation can be seen.
 //!
-//! Along the path of an operation: [`abi`] (C entry points) → `group` (task queues) → `plan` (algorithm, channels,
-//! work budget) → `launch` (streams, capture) → [`device`]; beside it [`bootstrap`], `topology`, [`transport`],
-//! [`proxy`], and [`observe`], which writes the records and pages that a collector reads.
+//! Along the path of an operation: [`abi`] (C entry points) → [`group`] (task queues) → [`plan`] (algorithm, channels,
+//! work budget) → [`launch`] (streams, capture) → [`device`]; beside it [`communicator`], [`bootstrap`], [`topology`],
+//! [`transport`], [`proxy`], and [`observe`], which writes the records and pages that a collector reads.
 
 pub mod abi;
 pub mod bootstrap;
+pub mod communicator;
 pub mod device;
+pub mod error;
+pub mod group;
+pub mod launch;
 pub mod observe;
+pub mod plan;
 pub mod proxy;
 pub mod topology;
 pub mod transport;

@@ -1,1 +1,73 @@
-//! abi
+//! C entry points: NCCL's names, structs and result codes.
+//!
+//! Every function exists twice, as `ncclX` and as `pncclX`, so that a profiler may interpose the first and call the
+//! second: the twins share a body and never call each other. Nothing unwinds out of here; a failed call leaves its
+//! reason for `ncclGetLastError`.
+
+mod arguments;
+mod communicators;
+mod last_error;
+mod operations;
+mod types;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+pub use communicators::*;
+pub use last_error::*;
+pub use operations::*;
+pub use types::*;
+
+use crate::error::{Error, Result, ResultCode};
+
+/// Runs the body of an entry point: errors and panics become result codes and a text for `ncclGetLastError`.
+pub(crate) fn call(function: &str, body: impl FnOnce() -> Result<()>) -> ResultCode {
+    // AssertUnwindSafe: what a panic may leave half done is behind locks that are written to stay consistent
+    // (`communicator::lock`), and the communicator reports the failure.
+    let error = match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => return ResultCode::Success,
+        Ok(Err(error)) => error,
+        Err(panic) => {
+            let text = panic
+                .downcast_ref::<&str>()
+                .map(|text| (*text).to_owned())
+                .or_else(|| panic.downcast_ref::<String>().cloned())
+                .unwrap_or_default();
+            Error::internal(format!("panicked: {text}"))
+        }
+    };
+    set(&format!("{function}: {}", error.text));
+    error.code
+}
+
+/// Defines `ncclX` and `pncclX` with one body, which is a `Result<()>`.
+macro_rules! entry {
+    ($(#[$meta:meta])* $name:ident, $twin:ident($($argument:ident: $type:ty),* $(,)?) $body:block) => {
+        mod $name {
+            #[allow(unused_imports, reason = "one import list serves every body")]
+            use super::*;
+
+            pub(super) fn body($($argument: $type),*) -> ResultCode {
+                $crate::abi::call(stringify!($name), || $body)
+            }
+        }
+
+        $(#[$meta])*
+        ///
+        /// # Safety
+        /// Pointers are null or point to what NCCL's documentation says.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($argument: $type),*) -> ResultCode {
+            $name::body($($argument),*)
+        }
+
+        #[doc = concat!("[`", stringify!($name), "`] under its profiling name.")]
+        ///
+        /// # Safety
+        #[doc = concat!("As [`", stringify!($name), "`].")]
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $twin($($argument: $type),*) -> ResultCode {
+            $name::body($($argument),*)
+        }
+    };
+}
+pub(crate) use entry;

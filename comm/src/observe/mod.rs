@@ -10,7 +10,9 @@ mod shared;
 
 use std::sync::atomic::Ordering;
 
-pub use numbers::{describe, next_captured_op, next_group, next_op, next_plan, release_captured_op, set_time};
+pub use numbers::{
+    describe, next_captured_op, next_group, next_op, next_plan, release_captured_op, set_time,
+};
 use ringsight_records::{
     Kind, Record,
     pages::{Communicator, Pages},
@@ -21,7 +23,10 @@ pub use shared::{LIBRARY_VERSION, fork_generation, prepare};
 /// `CLOCK_MONOTONIC` in nanoseconds, what `bpf_ktime_get_ns` reads.
 #[must_use]
 pub fn now_ns() -> u64 {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
     // SAFETY: `time` is a valid timespec to write to; CLOCK_MONOTONIC always exists.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
@@ -82,13 +87,17 @@ pub fn pages() -> Option<Pages<'static>> {
 /// Events of `kind` emitted since the pages were made: sparse ones always, dense ones while the ring was armed for them.
 #[must_use]
 pub fn emitted(kind: Kind) -> u64 {
-    pages().map_or(0, |pages| pages.header().emitted[kind as usize].load(Ordering::Relaxed))
+    pages().map_or(0, |pages| {
+        pages.header().emitted[kind as usize].load(Ordering::Relaxed)
+    })
 }
 
 /// Events of `kind` that found the ring full.
 #[must_use]
 pub fn lost(kind: Kind) -> u64 {
-    pages().map_or(0, |pages| pages.header().lost[kind as usize].load(Ordering::Relaxed))
+    pages().map_or(0, |pages| {
+        pages.header().lost[kind as usize].load(Ordering::Relaxed)
+    })
 }
 
 /// A place in the communicator table, freed when dropped.
@@ -103,11 +112,17 @@ impl TableEntry {
     #[must_use]
     pub fn claim(communicator: &Communicator) -> Option<Self> {
         let pages = pages()?;
-        let slot = pages.communicators().iter().position(|slot| !slot.is_live() && slot.claim(communicator));
+        let slot = pages
+            .communicators()
+            .iter()
+            .position(|slot| !slot.is_live() && slot.claim(communicator));
         if slot.is_none() {
             pages.header().comm_overflow.fetch_add(1, Ordering::Relaxed);
         }
-        slot.map(|slot| Self { slot, fork: fork_generation() })
+        slot.map(|slot| Self {
+            slot,
+            fork: fork_generation(),
+        })
     }
 
     /// Its index in the table.
@@ -145,14 +160,19 @@ mod tests {
 
     fn arm(mask: u64) -> u64 {
         let lease = &pages().unwrap().header().lease;
-        lease.acquire((std::process::id(), 1), now_ns(), mask, |_, _| false).unwrap()
+        lease
+            .acquire((std::process::id(), 1), now_ns(), mask, |_, _| false)
+            .unwrap()
     }
 
     #[test]
     fn a_dense_record_reaches_the_armed_ring_and_no_other() {
         let _turn = turn();
         let (header, slots) = (pages().unwrap().header(), pages().unwrap().ring());
-        let record = Record { value: 77, ..Record::new(Kind::NetPlugin, State::START, now_ns()) };
+        let record = Record {
+            value: 77,
+            ..Record::new(Kind::NetPlugin, State::START, now_ns())
+        };
         let before = emitted(Kind::NetPlugin);
         emit(&record);
         assert_eq!(emitted(Kind::NetPlugin), before, "unarmed events are not counted");
@@ -172,7 +192,11 @@ mod tests {
         let _turn = turn();
         let (header, slots) = (pages().unwrap().header(), pages().unwrap().ring());
         let lease = arm(Kind::NetPlugin.bit());
-        let late = Record::new(Kind::NetPlugin, State::START, now_ns() + 2 * ringsight_records::pages::LEASE_NS);
+        let late = Record::new(
+            Kind::NetPlugin,
+            State::START,
+            now_ns() + 2 * ringsight_records::pages::LEASE_NS,
+        );
         emit(&late);
         assert_eq!(ring::pop(&header.cursor, slots), None, "nobody reads any more");
         let lost_before = lost(Kind::NetPlugin);
@@ -180,7 +204,10 @@ mod tests {
             emit(&Record::new(Kind::NetPlugin, State::START, now_ns()));
         }
         assert_eq!(lost(Kind::NetPlugin), lost_before + 3);
-        assert_eq!(std::iter::from_fn(|| ring::pop(&header.cursor, slots)).count(), slots.len());
+        assert_eq!(
+            std::iter::from_fn(|| ring::pop(&header.cursor, slots)).count(),
+            slots.len()
+        );
         header.lease.release(lease);
     }
 
@@ -188,12 +215,19 @@ mod tests {
     fn descriptions_are_found_by_number_until_overwritten() {
         let _turn = turn();
         let op = next_op();
-        describe(&Description { op, count: 5, ..Default::default() });
+        describe(&Description {
+            op,
+            count: 5,
+            ..Default::default()
+        });
         set_time(op, Time::DeviceEnd, 9);
         let found = pages().unwrap().description(op).unwrap();
         assert_eq!((found.count, found.device_end_ns), (5, 9));
         let later = op + ringsight_records::pages::DESCRIPTION_ENTRIES as u32;
-        describe(&Description { op: later, ..Default::default() });
+        describe(&Description {
+            op: later,
+            ..Default::default()
+        });
         assert_eq!(pages().unwrap().description(op), None);
         set_time(op, Time::DeviceEnd, 11);
         assert_eq!(pages().unwrap().description(later).unwrap().device_end_ns, 0);
@@ -236,7 +270,10 @@ mod tests {
     fn the_communicator_table_is_reused() {
         let _turn = turn();
         // SAFETY: `Communicator` is plain data; zero is valid for every field.
-        let communicator = Communicator { id: 42, ..unsafe { std::mem::zeroed() } };
+        let communicator = Communicator {
+            id: 42,
+            ..unsafe { std::mem::zeroed() }
+        };
         let entry = TableEntry::claim(&communicator).unwrap();
         let slot = &pages().unwrap().communicators()[entry.slot()];
         assert!(slot.is_live());

@@ -1,0 +1,234 @@
+//! Entry points about the library, communicators, memory and groups.
+
+#![expect(non_snake_case, reason = "NCCL's names")]
+
+use std::ffi::{c_int, c_void};
+
+use super::{
+    arguments::{config, out},
+    entry,
+    types::{NcclConfig, UniqueIdBytes},
+};
+use crate::{
+    bootstrap,
+    communicator::{self, Config, Handle, InitJob},
+    device::device,
+    error::{Error, Result, ResultCode},
+    group::{self, PendingInit},
+    observe,
+};
+
+/// Notes a failed call with the group that it was made in.
+fn in_group(result: Result<()>) -> Result<()> {
+    if let Err(error) = &result {
+        group::note_error(error);
+    }
+    result
+}
+
+/// Makes one rank; `comm` receives its handle, at the end of the group if there is one.
+///
+/// # Safety
+/// `comm` is null or valid for writes until then.
+unsafe fn init_rank(
+    comm: *mut Handle,
+    ranks: c_int,
+    id: UniqueIdBytes,
+    rank: c_int,
+    device_number: Option<c_int>,
+    config: Config,
+) -> Result<()> {
+    // SAFETY: the caller's promise.
+    *unsafe { out("comm", comm) }? = Handle(0);
+    let ranks = u32::try_from(ranks)
+        .ok()
+        .filter(|ranks| *ranks > 0)
+        .ok_or_else(|| Error::argument(format!("nranks ({ranks}) is not a positive number")))?;
+    let rank = u32::try_from(rank)
+        .ok()
+        .filter(|rank| *rank < ranks)
+        .ok_or_else(|| {
+            Error::argument(format!(
+                "rank ({rank}) is not between 0 and nranks - 1 ({})",
+                ranks - 1
+            ))
+        })?;
+    let device_number = match device_number {
+        Some(number) => number,
+        None => device()?.current()?,
+    };
+    group::init(PendingInit {
+        job: InitJob {
+            id: id.0,
+            ranks,
+            rank,
+            device: device_number,
+            config,
+        },
+        deliver: Box::new(move |handle| {
+            // SAFETY: checked above; the caller keeps it valid until the group ends.
+            unsafe { *comm = handle };
+        }),
+    })
+}
+
+entry! {
+    /// The library's version as a number.
+    ncclGetVersion, pncclGetVersion(version: *mut c_int) {
+        // SAFETY: null or valid, says the entry point's contract.
+        *unsafe { out("version", version) }? = observe::LIBRARY_VERSION as c_int;
+        Ok(())
+    }
+}
+
+entry! {
+    /// Makes an id for a new communicator and begins to listen for its ranks.
+    ncclGetUniqueId, pncclGetUniqueId(uniqueId: *mut UniqueIdBytes) {
+        // SAFETY: null or valid, says the entry point's contract.
+        let place = unsafe { out("uniqueId", uniqueId) }?;
+        *place = UniqueIdBytes(bootstrap::create_root()?.to_bytes());
+        Ok(())
+    }
+}
+
+entry! {
+    /// Makes one rank of a communicator on the current device.
+    ncclCommInitRank, pncclCommInitRank(comm: *mut Handle, nranks: c_int, commId: UniqueIdBytes, rank: c_int) {
+        // SAFETY: null or valid, says the entry point's contract.
+        in_group(unsafe { init_rank(comm, nranks, commId, rank, None, Config::default()) })
+    }
+}
+
+entry! {
+    /// As [`ncclCommInitRank`], with choices.
+    ncclCommInitRankConfig, pncclCommInitRankConfig(
+        comm: *mut Handle, nranks: c_int, commId: UniqueIdBytes, rank: c_int, settings: *mut NcclConfig,
+    ) {
+        // SAFETY: null or valid, says the entry point's contract.
+        in_group(unsafe { config(settings) }.and_then(|config| {
+            // SAFETY: as above.
+            unsafe { init_rank(comm, nranks, commId, rank, None, config) }
+        }))
+    }
+}
+
+entry! {
+    /// Makes all ranks of a communicator in this process, on the devices of `devlist` (0, 1, … if null).
+    ncclCommInitAll, pncclCommInitAll(comms: *mut Handle, ndev: c_int, devlist: *const c_int) {
+        if comms.is_null() {
+            return Err(Error::argument("comms is NULL"));
+        }
+        let ranks = usize::try_from(ndev)
+            .ok()
+            .filter(|ndev| *ndev > 0)
+            .ok_or_else(|| Error::argument(format!("ndev ({ndev}) is not a positive number")))?;
+        device()?;
+        let id = UniqueIdBytes(bootstrap::create_root()?.to_bytes());
+        group::start()?;
+        let made = (0..ranks).try_for_each(|rank| {
+            // SAFETY: `comms` and `devlist` have `ndev` entries, says the entry point's contract.
+            unsafe {
+                let number = if devlist.is_null() { rank as c_int } else { *devlist.add(rank) };
+                init_rank(comms.add(rank), ndev, id, rank as c_int, Some(number), Config::default())
+            }
+        });
+        made.and(group::end())
+    }
+}
+
+entry! {
+    /// Waits for all enqueued work; afterwards the communicator can only be destroyed.
+    ncclCommFinalize, pncclCommFinalize(comm: Handle) {
+        communicator::lookup(comm)?.finalize()
+    }
+}
+
+entry! {
+    /// Finalizes if need be, and frees the communicator.
+    ncclCommDestroy, pncclCommDestroy(comm: Handle) {
+        // As in NCCL, destroying no communicator is fine.
+        if comm == Handle(0) { Ok(()) } else { communicator::remove(comm)?.destroy() }
+    }
+}
+
+entry! {
+    /// Releases every wait and frees the communicator, whatever its peers do.
+    ncclCommAbort, pncclCommAbort(comm: Handle) {
+        if comm != Handle(0) {
+            communicator::remove(comm)?.abort();
+        }
+        Ok(())
+    }
+}
+
+entry! {
+    /// What went wrong behind the caller's back; `ncclSuccess` if nothing did.
+    ncclCommGetAsyncError, pncclCommGetAsyncError(comm: Handle, asyncError: *mut c_int) {
+        let comm = communicator::lookup(comm)?;
+        // SAFETY: null or valid, says the entry point's contract.
+        *unsafe { out("asyncError", asyncError) }? =
+            comm.async_error().map_or(ResultCode::Success, |error| error.code) as c_int;
+        Ok(())
+    }
+}
+
+entry! {
+    /// Number of ranks.
+    ncclCommCount, pncclCommCount(comm: Handle, count: *mut c_int) {
+        let comm = communicator::lookup(comm)?;
+        // SAFETY: null or valid, says the entry point's contract.
+        *unsafe { out("count", count) }? = comm.ranks as c_int;
+        Ok(())
+    }
+}
+
+entry! {
+    /// Device number.
+    ncclCommCuDevice, pncclCommCuDevice(comm: Handle, device: *mut c_int) {
+        let comm = communicator::lookup(comm)?;
+        // SAFETY: null or valid, says the entry point's contract.
+        *unsafe { out("device", device) }? = comm.device;
+        Ok(())
+    }
+}
+
+entry! {
+    /// This rank.
+    ncclCommUserRank, pncclCommUserRank(comm: Handle, rank: *mut c_int) {
+        let comm = communicator::lookup(comm)?;
+        // SAFETY: null or valid, says the entry point's contract.
+        *unsafe { out("rank", rank) }? = comm.rank as c_int;
+        Ok(())
+    }
+}
+
+entry! {
+    /// Memory that the library can use best.
+    ncclMemAlloc, pncclMemAlloc(ptr: *mut *mut c_void, size: usize) {
+        // SAFETY: null or valid, says the entry point's contract.
+        let place = unsafe { out("ptr", ptr) }?;
+        *place = device()?.allocate(size)?.cast();
+        Ok(())
+    }
+}
+
+entry! {
+    /// Gives memory of [`ncclMemAlloc`] back.
+    ncclMemFree, pncclMemFree(ptr: *mut c_void) {
+        Ok(device()?.free(ptr.cast())?)
+    }
+}
+
+entry! {
+    /// Opens a group: calls until [`ncclGroupEnd`] are done together.
+    ncclGroupStart, pncclGroupStart() {
+        group::start()
+    }
+}
+
+entry! {
+    /// Closes a group; the outermost one does what was collected.
+    ncclGroupEnd, pncclGroupEnd() {
+        group::end()
+    }
+}

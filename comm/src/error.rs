@@ -1,0 +1,148 @@
+//! What a call can fail with: NCCL's result code and the text that `ncclGetLastError` gives.
+
+use crate::{bootstrap, device::DeviceError, proxy};
+
+/// `ncclResult_t`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(i32)]
+pub enum ResultCode {
+    /// The call did what it says.
+    Success = 0,
+    /// The device refused a call.
+    UnhandledCudaError = 1,
+    /// The system refused a call.
+    SystemError = 2,
+    /// A defect of the library.
+    InternalError = 3,
+    /// An argument has an impossible value.
+    InvalidArgument = 4,
+    /// The call is not allowed now or in this way.
+    InvalidUsage = 5,
+    /// A peer is gone or failed.
+    RemoteError = 6,
+    /// Not finished yet.
+    InProgress = 7,
+}
+
+impl ResultCode {
+    /// Every code, in numeric order.
+    pub const ALL: [Self; 8] = [
+        Self::Success,
+        Self::UnhandledCudaError,
+        Self::SystemError,
+        Self::InternalError,
+        Self::InvalidArgument,
+        Self::InvalidUsage,
+        Self::RemoteError,
+        Self::InProgress,
+    ];
+
+    /// What `ncclGetErrorString` says.
+    #[must_use]
+    pub const fn text(self) -> &'static std::ffi::CStr {
+        match self {
+            Self::Success => c"no error",
+            Self::UnhandledCudaError => c"unhandled device error (ncclGetLastError says more)",
+            Self::SystemError => c"unhandled system error (ncclGetLastError says more)",
+            Self::InternalError => c"internal error, a defect of the library (ncclGetLastError says more)",
+            Self::InvalidArgument => c"invalid argument (ncclGetLastError says which)",
+            Self::InvalidUsage => c"invalid usage (ncclGetLastError says why)",
+            Self::RemoteError => c"remote process exited or there was a network error",
+            Self::InProgress => c"operation in progress",
+        }
+    }
+}
+
+/// A failed call.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{text}")]
+pub struct Error {
+    /// What the caller is told by number.
+    pub code: ResultCode,
+    /// Which argument, and why.
+    pub text: String,
+}
+
+/// Result of most functions of this crate.
+pub type Result<T> = std::result::Result<T, Error>;
+
+impl Error {
+    /// An error with a code.
+    #[must_use]
+    pub fn new(code: ResultCode, text: impl Into<String>) -> Self {
+        Self {
+            code,
+            text: text.into(),
+        }
+    }
+
+    /// [`ResultCode::InvalidArgument`].
+    #[must_use]
+    pub fn argument(text: impl Into<String>) -> Self {
+        Self::new(ResultCode::InvalidArgument, text)
+    }
+
+    /// [`ResultCode::InvalidUsage`].
+    #[must_use]
+    pub fn usage(text: impl Into<String>) -> Self {
+        Self::new(ResultCode::InvalidUsage, text)
+    }
+
+    /// [`ResultCode::InternalError`].
+    #[must_use]
+    pub fn internal(text: impl Into<String>) -> Self {
+        Self::new(ResultCode::InternalError, text)
+    }
+
+    /// The same error with `context` before its text.
+    #[must_use]
+    pub fn within(mut self, context: &str) -> Self {
+        self.text = format!("{context}: {}", self.text);
+        self
+    }
+}
+
+impl From<DeviceError> for Error {
+    fn from(error: DeviceError) -> Self {
+        let code = match &error {
+            DeviceError::InvalidHandle(_) => ResultCode::InvalidArgument,
+            DeviceError::InvalidUsage(_) => ResultCode::InvalidUsage,
+            DeviceError::Resource(_) => ResultCode::SystemError,
+            DeviceError::Unavailable(_) | DeviceError::Fault(_) => ResultCode::UnhandledCudaError,
+        };
+        Self::new(code, error.to_string())
+    }
+}
+
+impl From<bootstrap::Error> for Error {
+    fn from(error: bootstrap::Error) -> Self {
+        let code = match &error {
+            bootstrap::Error::InvalidId(_) | bootstrap::Error::InvalidArgument(_) => {
+                ResultCode::InvalidArgument
+            }
+            bootstrap::Error::System { .. } | bootstrap::Error::TimedOut(_) => ResultCode::SystemError,
+            bootstrap::Error::PeerLost { .. } | bootstrap::Error::Protocol(_) => ResultCode::RemoteError,
+            bootstrap::Error::Aborted(_) => ResultCode::InvalidUsage,
+        };
+        Self::new(code, error.to_string())
+    }
+}
+
+impl From<proxy::Error> for Error {
+    fn from(error: proxy::Error) -> Self {
+        let code = match &error {
+            proxy::Error::System { .. } | proxy::Error::TimedOut(_) => ResultCode::SystemError,
+            proxy::Error::Refused(_) | proxy::Error::Protocol(_) | proxy::Error::PeerLost(_) => {
+                ResultCode::RemoteError
+            }
+            proxy::Error::Aborted(_) => ResultCode::InvalidUsage,
+        };
+        Self::new(code, error.to_string())
+    }
+}
+
+impl From<ringsight_kernels::schedule::WorkError> for Error {
+    fn from(error: ringsight_kernels::schedule::WorkError) -> Self {
+        Self::internal(error.to_string())
+    }
+}

@@ -1,0 +1,428 @@
+//! Group semantics: what is called between `ncclGroupStart` and `ncclGroupEnd` is done together at the end.
+//!
+//! A lone call is a group of its own, of depth 1. Groups belong to the calling thread.
+
+use std::{cell::RefCell, mem, sync::Arc};
+
+use ringsight_records::{Flags, Function, Kind, Record, State, description::Time, pages::CAPTURED};
+
+use crate::{
+    communicator::{self, Communicator, Handle, InitJob},
+    device::{Capture, Device, Stream, device},
+    error::{Error, Result},
+    launch::Launching,
+    observe,
+    plan::{self, Exchange, OpInfo, Request, Task},
+};
+
+/// Where the handle of a communicator goes that is made at the end of the group.
+pub struct PendingInit {
+    /// What to make.
+    pub job: InitJob,
+    /// Receives the handle; 0 on failure.
+    pub deliver: Box<dyn FnOnce(Handle)>,
+}
+
+/// What one group asks of one communicator.
+struct Tasks {
+    comm: Arc<Communicator>,
+    collectives: Vec<Task>,
+    exchange: Exchange,
+    streams: Vec<Stream>,
+    /// Of its first operation; all others must be in the same.
+    capture: Option<Capture>,
+}
+
+/// The calling thread's group.
+#[derive(Default)]
+struct Group {
+    /// 0 outside of groups.
+    depth: u32,
+    number: u32,
+    error: Option<Error>,
+    tasks: Vec<Tasks>,
+    inits: Vec<PendingInit>,
+    captured: bool,
+}
+
+thread_local! {
+    static GROUP: RefCell<Group> = RefCell::default();
+}
+
+/// Depth of groups that the caller opened on this thread.
+#[must_use]
+pub fn depth() -> u32 {
+    GROUP.with_borrow(|group| group.depth)
+}
+
+fn emit_api(number: u32, depth: u32, state: State, time_ns: u64, captured: bool) {
+    if observe::wants(Kind::GroupApi) {
+        let record = Record {
+            op: number,
+            value: u64::from(depth),
+            pid: std::process::id(),
+            ..Record::new(Kind::GroupApi, state, time_ns)
+        };
+        observe::emit(&record.with_flags(Flags::GRAPH.when(captured)));
+    }
+}
+
+/// Depth that an explicit group's own records carry: the implicit one plus the caller's outermost.
+const EXPLICIT: u32 = 2;
+
+/// Opens a group, or one more level of it.
+///
+/// # Errors
+/// More levels than can be counted.
+pub fn start() -> Result<()> {
+    let start = observe::now_ns();
+    GROUP.with_borrow_mut(|group| {
+        if group.depth == u32::MAX - 1 {
+            return Err(Error::usage("ncclGroupStart: too many levels"));
+        }
+        group.depth += 1;
+        if group.depth == 1 {
+            group.number = observe::next_group();
+            emit_api(group.number, EXPLICIT, State::START, start, false);
+            emit_api(
+                group.number,
+                EXPLICIT,
+                State::GROUP_START_API_STOP,
+                observe::now_ns(),
+                false,
+            );
+        }
+        Ok(())
+    })
+}
+
+/// Closes a level; the outermost one does what the group collected.
+///
+/// # Errors
+/// No open group; the first error of the group's calls (then nothing is launched); what planning or launching failed with.
+pub fn end() -> Result<()> {
+    let start = observe::now_ns();
+    let group = GROUP.with_borrow_mut(|group| {
+        if group.depth == 0 {
+            return Err(Error::usage("ncclGroupEnd without ncclGroupStart on this thread"));
+        }
+        group.depth -= 1;
+        Ok((group.depth == 0).then(|| mem::take(group)))
+    })?;
+    let Some(group) = group else { return Ok(()) };
+    let (number, captured) = (group.number, group.captured);
+    emit_api(number, EXPLICIT, State::GROUP_END_API_START, start, captured);
+    let result = group.run();
+    emit_api(number, EXPLICIT, State::STOP, observe::now_ns(), captured);
+    announce(result?);
+    Ok(())
+}
+
+/// Makes it known that operations have been handed to the device: last of all, so that their descriptions are complete.
+fn announce(launched: Vec<OpInfo>) {
+    for info in launched {
+        observe::emit(&info.record(Kind::OpLaunched, State::START, observe::now_ns(), 0));
+    }
+}
+
+/// Notes an error of a call inside a group, which then fails as a whole.
+pub fn note_error(error: &Error) {
+    GROUP.with_borrow_mut(|group| {
+        if group.depth > 0 {
+            group.error.get_or_insert_with(|| error.clone());
+        }
+    });
+}
+
+/// Makes a communicator: at once outside of a group, at its end inside.
+///
+/// # Errors
+/// As [`InitJob::run`].
+pub fn init(pending: PendingInit) -> Result<()> {
+    let now = GROUP.with_borrow_mut(|group| {
+        if group.depth == 0 {
+            return Some(pending);
+        }
+        group.inits.push(pending);
+        None
+    });
+    now.map_or(Ok(()), |pending| run_inits(vec![pending]))
+}
+
+/// Each in a thread of its own: they wait for each other.
+fn run_inits(pending: Vec<PendingInit>) -> Result<()> {
+    let mut first = Ok(());
+    let made: Vec<_> = if let [only] = &pending[..] {
+        let restore = device().and_then(|device| device.current());
+        let made = only.job.run();
+        if let (Ok(device), Ok(number)) = (device(), restore) {
+            device.set_current(number)?;
+        }
+        vec![made]
+    } else {
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = pending
+                .iter()
+                .map(|pending| {
+                    let job = &pending.job;
+                    std::thread::Builder::new()
+                        .name(format!("rs-init-{}", job.rank))
+                        .spawn_scoped(scope, || job.run())
+                })
+                .collect();
+            threads
+                .into_iter()
+                .map(|thread| match thread.map(std::thread::ScopedJoinHandle::join) {
+                    Ok(Ok(made)) => made,
+                    Ok(Err(_)) => Err(Error::internal("a thread that makes a communicator panicked")),
+                    Err(error) => Err(Error::new(
+                        crate::error::ResultCode::SystemError,
+                        format!("no thread to make a communicator with: {error}"),
+                    )),
+                })
+                .collect()
+        })
+    };
+    for (pending, made) in pending.into_iter().zip(made) {
+        match made {
+            Ok(communicator) => (pending.deliver)(communicator::register(communicator)),
+            Err(error) => {
+                (pending.deliver)(Handle(0));
+                if first.is_ok() {
+                    first = Err(error);
+                }
+            }
+        }
+    }
+    first
+}
+
+/// Enqueues one operation: launched at once outside of a group, at its end inside. `start_ns` is when the call began.
+///
+/// # Errors
+/// A stream that is none, or in another capture than the rest of the group; what planning or launching failed with.
+pub fn enqueue(comm: &Arc<Communicator>, request: Request, start_ns: u64) -> Result<()> {
+    // Nothing to move, nobody to wait for: as in NCCL, empty operations are dropped.
+    if request.count == 0 {
+        comm.check_usable()?;
+        return device_of(comm, |device| Ok(device.capture_of(request.stream).map(drop)?));
+    }
+    let depth = depth();
+    if depth > 0 {
+        return GROUP.with_borrow_mut(|group| {
+            let info = group.push(comm, request, start_ns)?;
+            let end = observe::now_ns();
+            if let Some(task) = group.last_task(comm, &info) {
+                task.api_end_ns = end;
+            }
+            info.emit(info.api_kind(), State::STOP, end);
+            Ok(())
+        });
+    }
+    let mut group = Group {
+        number: observe::next_group(),
+        ..Group::default()
+    };
+    emit_api(group.number, 1, State::START, start_ns, false);
+    let info = group.push(comm, request, start_ns)?;
+    let (number, captured) = (group.number, group.captured);
+    let result = group.run();
+    let end = observe::now_ns();
+    observe::set_time(info.op, Time::ApiEnd, end);
+    info.emit(info.api_kind(), State::STOP, end);
+    emit_api(number, 1, State::STOP, end, captured);
+    announce(result?);
+    Ok(())
+}
+
+/// Calls `what` with the communicator's device number current, as kernels and default streams depend on it.
+fn device_of<T>(comm: &Communicator, what: impl FnOnce(&dyn Device) -> Result<T>) -> Result<T> {
+    let device = &**device()?;
+    let before = device.current()?;
+    if before == comm.device {
+        return what(device);
+    }
+    device.set_current(comm.device)?;
+    let result = what(device);
+    device.set_current(before)?;
+    result
+}
+
+impl Group {
+    fn push(&mut self, comm: &Arc<Communicator>, request: Request, start_ns: u64) -> Result<OpInfo> {
+        comm.check_usable()?;
+        let capture = device_of(comm, |device| Ok(device.capture_of(request.stream)?))?;
+        let index = self
+            .tasks
+            .iter()
+            .position(|tasks| Arc::ptr_eq(&tasks.comm, comm))
+            .unwrap_or_else(|| {
+                self.tasks.push(Tasks {
+                    comm: comm.clone(),
+                    collectives: Vec::new(),
+                    exchange: Exchange::default(),
+                    streams: Vec::new(),
+                    capture,
+                });
+                self.tasks.len() - 1
+            });
+        let tasks = &mut self.tasks[index];
+        if tasks.capture != capture {
+            return Err(Error::usage(
+                "stream: all operations of a group on one communicator must be in the same capture, or in none",
+            ));
+        }
+        if !tasks.streams.contains(&request.stream) {
+            tasks.streams.push(request.stream);
+        }
+        self.captured |= capture.is_some();
+        let graph = capture.map_or(0, |capture| capture.id);
+        let peer = request.peer.unwrap_or(0);
+        let (op, (seq, node)) = {
+            let mut planner = comm.planner();
+            let op = if graph == 0 {
+                observe::next_op()
+            } else {
+                observe::next_captured_op()
+            };
+            if op & CAPTURED != 0 {
+                Communicator::note_captured_op(&mut planner, graph, op);
+            }
+            (op, planner.sequences.next(request.function, peer, graph))
+        };
+        let p2p = request.function.is_p2p();
+        let info = OpInfo {
+            op,
+            comm: comm.id,
+            seq,
+            bytes: request.bytes(comm.ranks),
+            rank: comm.rank,
+            peer: request.peer.map_or(-1, |peer| peer as i32),
+            flags: Flags::GRAPH
+                .when(graph != 0)
+                .with(Flags::P2P.when(p2p))
+                .with(Flags::SEND.when(request.function == Function::Send)),
+        };
+        info.emit(info.api_kind(), State::START, start_ns);
+        let task = Task {
+            request,
+            info,
+            node,
+            graph,
+            api_start_ns: start_ns,
+            api_end_ns: 0,
+            group_depth: self.depth + 1,
+            tid: thread_id(),
+        };
+        if p2p {
+            tasks.exchange.push(task);
+        } else {
+            tasks.collectives.push(task);
+        }
+        Ok(info)
+    }
+
+    /// The task just pushed.
+    fn last_task(&mut self, comm: &Arc<Communicator>, info: &OpInfo) -> Option<&mut Task> {
+        let tasks = self
+            .tasks
+            .iter_mut()
+            .find(|tasks| Arc::ptr_eq(&tasks.comm, comm))?;
+        let task = if info.flags.contains(Flags::P2P) {
+            tasks.exchange.last(info)
+        } else {
+            tasks.collectives.last_mut()
+        };
+        task.filter(|task| task.info.op == info.op)
+    }
+
+    /// Does what was collected; returns the operations that were launched.
+    fn run(mut self) -> Result<Vec<OpInfo>> {
+        if let Some(error) = self.error.take() {
+            for pending in self.inits {
+                (pending.deliver)(Handle(0));
+            }
+            return Err(error);
+        }
+        if !self.inits.is_empty() {
+            run_inits(mem::take(&mut self.inits))?;
+        }
+        if self.tasks.is_empty() {
+            return Ok(Vec::new());
+        }
+        let record = Record {
+            op: self.number,
+            pid: std::process::id(),
+            ..Record::new(Kind::Group, State::START, observe::now_ns())
+        }
+        .with_flags(Flags::GRAPH.when(self.captured));
+        if observe::wants(Kind::Group) {
+            observe::emit(&record);
+        }
+        let result = self.launch();
+        if observe::wants(Kind::Group) {
+            observe::emit(&Record {
+                state: State::STOP,
+                time_ns: observe::now_ns(),
+                ..record
+            });
+        }
+        result
+    }
+
+    fn launch(self) -> Result<Vec<OpInfo>> {
+        let mut launchings = Vec::with_capacity(self.tasks.len());
+        for tasks in self.tasks {
+            let comm = tasks.comm;
+            comm.planner().plans.drain();
+            let persistent = tasks.capture.is_some();
+            let plans = plan::build(&comm, tasks.collectives, tasks.exchange, persistent, self.number)?;
+            launchings.push(Launching {
+                comm,
+                streams: tasks.streams,
+                capture: tasks.capture,
+                plans,
+                launched: Vec::new(),
+            });
+        }
+        let each = |launchings: &mut Vec<Launching>,
+                    step: &dyn Fn(&mut Launching, &dyn Device) -> Result<()>| {
+            launchings.iter_mut().try_for_each(|launching| {
+                let comm = launching.comm.clone();
+                device_of(&comm, |device| step(launching, device))
+            })
+        };
+        each(&mut launchings, &|launching, device| {
+            launching.prepare(device, &launching.comm.planner())
+        })?;
+        // Round by round: when communicators of one process (ranks of one set, it may be) have several plans each, none
+        // runs ahead of the others.
+        let rounds = launchings
+            .iter()
+            .map(|launching| launching.plans.len())
+            .max()
+            .unwrap_or(0);
+        for round in 0..rounds {
+            each(&mut launchings, &|launching, device| {
+                let comm = launching.comm.clone();
+                launching.launch(device, &mut comm.planner(), round)
+            })?;
+        }
+        each(&mut launchings, &|launching, device| {
+            launching.finish(device, &mut launching.comm.planner())
+        })?;
+        Ok(launchings
+            .into_iter()
+            .flat_map(|launching| launching.launched)
+            .collect())
+    }
+}
+
+/// The calling thread's id, asked once a thread.
+fn thread_id() -> u32 {
+    thread_local! {
+        // SAFETY: gettid cannot fail.
+        static ID: u32 = unsafe { libc::gettid() } as u32;
+    }
+    ID.with(|id| *id)
+}

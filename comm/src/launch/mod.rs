@@ -1,0 +1,180 @@
+//! Handing plans to the device: streams, order, capture, network work.
+
+pub mod observer;
+pub mod reclaim;
+
+use std::sync::Arc;
+
+use ringsight_records::{Flags, Kind, Record, State, description::Time};
+
+use crate::{
+    communicator::{Communicator, Planner},
+    device::{Capture, Device, Event, Stream},
+    error::Result,
+    observe,
+    plan::{OpInfo, Plan},
+};
+
+/// Everything that one group launches on one communicator.
+pub(crate) struct Launching {
+    pub(crate) comm: Arc<Communicator>,
+    /// The streams that the caller named, in the order of their first use; the first one carries the kernels.
+    pub(crate) streams: Vec<Stream>,
+    pub(crate) capture: Option<Capture>,
+    pub(crate) plans: Vec<Plan>,
+    /// Operations whose plans were launched.
+    pub(crate) launched: Vec<OpInfo>,
+}
+
+/// Makes later work of `waiting` wait for the present work of `stream`.
+fn join(device: &dyn Device, waiting: Stream, stream: Stream) -> Result<()> {
+    let event = device.event_create()?;
+    let joined = device
+        .event_record(event, stream)
+        .and_then(|()| device.stream_wait_event(waiting, event));
+    device.event_destroy(event)?;
+    Ok(joined?)
+}
+
+/// The event after which a communicator's next kernel may run: its operations are ordered whatever streams they are
+/// given to. A capture has an order of its own, since it must not wait for what is outside it.
+#[derive(Debug, Default)]
+pub(crate) struct Order {
+    eager: Option<Event>,
+    /// With the graph number.
+    captured: Option<(u32, Event)>,
+}
+
+impl Order {
+    fn before(&self, capture: Option<Capture>) -> Option<Event> {
+        match capture {
+            None => self.eager,
+            Some(capture) => self
+                .captured
+                .filter(|(graph, _)| *graph == capture.id)
+                .map(|(_, event)| event),
+        }
+    }
+
+    fn record(&mut self, device: &dyn Device, stream: Stream, capture: Option<Capture>) -> Result<()> {
+        let event = match (capture, self.eager, self.captured) {
+            (None, Some(event), _) => event,
+            (None, None, _) => *self.eager.insert(device.event_create()?),
+            (Some(capture), _, Some((graph, event))) if graph == capture.id => event,
+            (Some(capture), _, old) => {
+                if let Some((_, event)) = old {
+                    device.event_destroy(event)?;
+                }
+                self.captured.insert((capture.id, device.event_create()?)).1
+            }
+        };
+        Ok(device.event_record(event, stream)?)
+    }
+
+    /// Destroys the events.
+    pub(crate) fn clear(&mut self, device: &dyn Device) {
+        for event in self
+            .eager
+            .take()
+            .into_iter()
+            .chain(self.captured.take().map(|(_, event)| event))
+        {
+            // Nothing is left to be done about an event that cannot be destroyed.
+            let _ = device.event_destroy(event);
+        }
+    }
+}
+
+impl Launching {
+    fn stream(&self) -> Stream {
+        self.streams[0]
+    }
+
+    /// Joins the caller's other streams and the communicator's earlier work into the stream of the kernels.
+    pub(crate) fn prepare(&self, device: &dyn Device, planner: &Planner) -> Result<()> {
+        for other in &self.streams[1..] {
+            join(device, self.stream(), *other)?;
+        }
+        if let Some(event) = planner.order.before(self.capture) {
+            device.stream_wait_event(self.stream(), event)?;
+        }
+        Ok(())
+    }
+
+    /// Launches plan number `index`, if there is one.
+    pub(crate) fn launch(&mut self, device: &dyn Device, planner: &mut Planner, index: usize) -> Result<()> {
+        let Some(plan) = self.plans.get(index) else {
+            return Ok(());
+        };
+        let graph = self.capture.map_or(0, |capture| capture.id);
+        // Network work of captured plans is posted by each replay. While graphs live, eager plans go the same way:
+        // posted at once, theirs would overtake that of a replay which is still queued.
+        let posted_by_stream = !plan.proxy_ops.is_empty() && (graph != 0 || planner.plans.graphs() > 0);
+        if let Some(capture) = self.capture
+            && !planner.plans.knows(capture.id)
+        {
+            self.comm.retain_graph(device, capture, planner)?;
+        }
+        if posted_by_stream {
+            let (comm, ops) = (Arc::downgrade(&self.comm), plan.proxy_ops.clone());
+            let observer = plan.observer.clone();
+            device.launch_host(
+                self.stream(),
+                Arc::new(move |replay| {
+                    // A communicator that is gone has set its abort word: the kernel gives up without network work.
+                    if let Some(comm) = comm.upgrade() {
+                        comm.post(&ops, observer.states(), replay);
+                    }
+                }),
+            )?;
+        }
+        planner
+            .plans
+            .enter(plan.number, graph, plan.launch.clone(), plan.observer.clone());
+        let start = observe::now_ns();
+        let result = device.launch_kernel(self.stream(), plan.launch.clone());
+        let end = observe::now_ns();
+        if let Err(error) = result {
+            planner.plans.withdraw(plan.number);
+            return Err(error.into());
+        }
+        if !posted_by_stream && !plan.proxy_ops.is_empty() {
+            self.comm.post(&plan.proxy_ops, plan.observer.states(), 0);
+        }
+        for info in &plan.ops {
+            observe::set_time(info.op, Time::LaunchStart, start);
+            observe::set_time(info.op, Time::LaunchEnd, end);
+            info.emit(info.kind(), State::STOP, end);
+        }
+        if observe::wants(Kind::KernelLaunch) {
+            let record = Record {
+                comm: self.comm.id,
+                rank: self.comm.rank,
+                op: plan.number,
+                value: self.stream().0 as u64,
+                pid: std::process::id(),
+                ..Record::new(Kind::KernelLaunch, State::START, start)
+            }
+            .with_flags(Flags::GRAPH.when(graph != 0));
+            observe::emit(&record);
+            observe::emit(&Record {
+                state: State::STOP,
+                time_ns: end,
+                ..record
+            });
+        }
+        self.launched.extend_from_slice(&plan.ops);
+        Ok(())
+    }
+
+    /// Lets the caller's other streams and the communicator's next operation wait for the kernels.
+    pub(crate) fn finish(&self, device: &dyn Device, planner: &mut Planner) -> Result<()> {
+        planner.order.record(device, self.stream(), self.capture)?;
+        for other in &self.streams[1..] {
+            if let Some(event) = planner.order.before(self.capture) {
+                device.stream_wait_event(*other, event)?;
+            }
+        }
+        Ok(())
+    }
+}
