@@ -29,6 +29,9 @@ enum Command {
     /// One rank of the demo's training job.
     #[command(hide = true)]
     DemoWorker(demo::worker::Arguments),
+    /// A process that measures its probe function.
+    #[command(hide = true)]
+    BenchProbe(bench::probe::Arguments),
     /// Builds and runs `ringsight`: `probe attach <pid>…`, `probe list <pid>`.
     #[command(disable_help_flag = true)]
     Probe {
@@ -57,6 +60,7 @@ fn run() -> Result<ExitCode> {
         Command::Test(options) => test::run(&options),
         Command::Demo(arguments) => demo::run(&arguments),
         Command::DemoWorker(arguments) => demo::worker::run(&arguments).map(|()| ExitCode::SUCCESS),
+        Command::BenchProbe(arguments) => bench::probe::run(&arguments).map(|()| ExitCode::SUCCESS),
         Command::Probe { arguments } => workspace::run_ringsight(&arguments),
         Command::Backend(options) => backend::run(&options),
         Command::Dist(options) => dist::run(&options).map(|_| ExitCode::SUCCESS),

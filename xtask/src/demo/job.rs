@@ -25,7 +25,8 @@ use crate::{
 const START_LIMIT: Duration = Duration::from_secs(60);
 
 enum Event {
-    Line(String),
+    /// A line, and when it came.
+    Line(String, Instant),
     End,
 }
 
@@ -103,7 +104,7 @@ impl Job {
     fn line(&mut self, end: Instant, what: &str) -> Result<(usize, String)> {
         let left = end.saturating_duration_since(Instant::now());
         match self.events.recv_timeout(left) {
-            Ok((rank, Event::Line(line))) => Ok((rank, line)),
+            Ok((rank, Event::Line(line, _))) => Ok((rank, line)),
             Ok((rank, Event::End)) => Err(self.autopsy(rank)),
             Err(_) => bail!("a rank took too long {what}"),
         }
@@ -186,15 +187,44 @@ impl Job {
         let end = Instant::now() + limit;
         loop {
             let (_, line) = self.line(end, "to get to a step")?;
-            let mut words = line.split_whitespace();
-            if words.next() == Some("step")
-                && words
-                    .next()
-                    .and_then(|n| n.parse::<u32>().ok())
-                    .is_some_and(|n| n >= step)
-            {
+            if step_of(&line).is_some_and(|n| n >= step) {
                 return Ok(());
             }
+        }
+    }
+
+    /// Milliseconds that a step takes on average, from now until `end`.
+    ///
+    /// # Errors
+    /// As [`Job::wait_done`], or if rank 0 told of fewer than two steps.
+    pub fn pace_until(&mut self, end: Instant) -> Result<f64> {
+        // What was told before is not of this window.
+        while let Ok(event) = self.events.try_recv() {
+            if let (rank, Event::End) = event {
+                return Err(self.autopsy(rank));
+            }
+        }
+        let (mut first, mut last) = (None, None);
+        loop {
+            match self
+                .events
+                .recv_timeout(end.saturating_duration_since(Instant::now()))
+            {
+                Ok((_, Event::Line(line, at))) => {
+                    if let Some(step) = step_of(&line) {
+                        first.get_or_insert((step, at));
+                        last = Some((step, at));
+                    }
+                }
+                Ok((rank, Event::End)) => return Err(self.autopsy(rank)),
+                Err(_) => break,
+            }
+        }
+        match (first, last) {
+            (Some((from, start)), Some((to, stop))) if to > from => {
+                Ok((stop - start).as_secs_f64() * 1e3 / f64::from(to - from))
+            }
+            _ => bail!("rank 0 did not get from one step that it tells of to the next"),
         }
     }
 
@@ -225,6 +255,15 @@ impl Job {
     }
 }
 
+/// The number in rank 0's line about a step.
+fn step_of(line: &str) -> Option<u32> {
+    line.strip_prefix("step ")?
+        .split_whitespace()
+        .next()?
+        .parse()
+        .ok()
+}
+
 impl Worker {
     fn start(
         rank: u32,
@@ -246,7 +285,10 @@ impl Worker {
         let sender = sender.clone();
         thread::spawn(move || {
             for line in BufReader::new(output).lines().map_while(Result::ok) {
-                if sender.send((rank as usize, Event::Line(line))).is_err() {
+                if sender
+                    .send((rank as usize, Event::Line(line, Instant::now())))
+                    .is_err()
+                {
                     return;
                 }
             }

@@ -1,0 +1,246 @@
+//! `cargo xtask bench`: measurements against goals.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use serde::Serialize;
+
+mod attached;
+pub mod probe;
+
+use crate::{
+    process, setup,
+    workspace::{self, cargo},
+};
+
+/// Which benchmarks, and how to report.
+#[derive(Args, Debug)]
+pub struct Options {
+    /// Only benchmarks whose name contains this.
+    name: Option<String>,
+    /// Report as one line of JSON.
+    #[arg(long)]
+    json: bool,
+    /// Fail if a goal is missed.
+    #[arg(long)]
+    check: bool,
+    /// Pairs of windows in which the demo's loop runs with and without a collector.
+    #[arg(long, default_value_t = 6)]
+    pairs: u32,
+}
+
+/// Benchmarks written with criterion: package, target.
+const CRITERION: [(&str, &str); 3] = [
+    ("ringsight-comm", "observe"),
+    ("ringsight-collector", "throughput"),
+    ("ringsight-exporters", "otlp_encode"),
+];
+
+/// Goals for criterion benchmarks: identifier and the most that its median may be, nanoseconds.
+const GOALS: [(&str, f64); 2] = [
+    ("observe/probe function, unattached", 3.0),
+    ("observe/dense event, armed", 40.0),
+];
+
+/// One measurement.
+#[derive(Clone, Debug, Serialize)]
+pub struct Row {
+    /// Name.
+    pub name: String,
+    /// Median.
+    pub median: f64,
+    /// Its unit.
+    pub unit: &'static str,
+    /// The most that the median may be; `None` if there is no goal.
+    pub goal: Option<f64>,
+    /// What else is worth knowing.
+    pub note: String,
+}
+
+impl Row {
+    fn meets(&self) -> Option<bool> {
+        Some(self.median <= self.goal?)
+    }
+}
+
+/// Runs the benchmarks.
+///
+/// # Errors
+/// If one cannot be built or run.
+pub fn run(options: &Options) -> Result<ExitCode> {
+    let wanted = |name: &str| options.name.as_deref().is_none_or(|part| name.contains(part));
+    setup::ebpf_toolchain()?;
+    let mut rows = Vec::new();
+    for (package, target) in CRITERION {
+        if wanted(target) || wanted(package) {
+            rows.extend(criterion(package, target)?);
+        }
+    }
+    if wanted("probe") {
+        rows.extend(probe::measure(&workspace::build()?)?);
+    }
+    if wanted("attached") || wanted("demo") {
+        rows.extend(attached::measure(&workspace::build()?, options.pairs)?);
+    }
+    if rows.is_empty() {
+        bail!(
+            "no benchmark is called {}",
+            options.name.as_deref().unwrap_or_default()
+        );
+    }
+    if options.json {
+        println!("{}", serde_json::to_string(&rows)?);
+    } else {
+        print(&rows);
+    }
+    let missed = rows.iter().any(|row| row.meets() == Some(false));
+    Ok(if options.check && missed {
+        ExitCode::FAILURE
+    } else {
+        ExitCode::SUCCESS
+    })
+}
+
+fn print(rows: &[Row]) {
+    println!(
+        "\n{:<52} {:>12} {:<10} {:>9}         note",
+        "benchmark", "median", "unit", "goal"
+    );
+    for row in rows {
+        let goal = row.goal.map_or_else(String::new, |goal| format!("<= {goal}"));
+        let verdict = row
+            .meets()
+            .map_or("", |meets| if meets { "met" } else { "MISSED" });
+        println!(
+            "{:<52} {:>12.3} {:<10} {goal:>9} {verdict:<7} {}",
+            row.name, row.median, row.unit, row.note
+        );
+    }
+}
+
+/// Runs a criterion target and reads the medians that it leaves under `target/criterion`.
+fn criterion(package: &str, target: &str) -> Result<Vec<Row>> {
+    let folder = workspace::target()?.join("criterion");
+    // What an earlier run left would look like this one's.
+    if folder.exists() {
+        fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;
+    }
+    let mut command = cargo();
+    command
+        .args(["bench", "--locked", "-p", package, "--bench", target])
+        .env("CRITERION_HOME", &folder);
+    // The rows below are the result; criterion's own lines go where progress goes.
+    let status = command
+        .stdout(std::io::stderr())
+        .status()
+        .with_context(|| process::line(&command))?;
+    if !status.success() {
+        bail!("{} failed: {}", process::line(&command), process::reason(status));
+    }
+    let mut rows = Vec::new();
+    for file in estimates(&folder)? {
+        rows.push(row(&file)?);
+    }
+    rows.sort_by(|a, b| a.name.cmp(&b.name));
+    if rows.is_empty() {
+        bail!(
+            "{} left no estimates in {}",
+            process::line(&command),
+            folder.display()
+        );
+    }
+    Ok(rows)
+}
+
+/// Every `new/estimates.json` below `folder`.
+fn estimates(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    let mut open = vec![folder.to_path_buf()];
+    while let Some(folder) = open.pop() {
+        for entry in fs::read_dir(&folder).with_context(|| format!("reading {}", folder.display()))? {
+            let path = entry?.path();
+            if path.is_dir() {
+                open.push(path);
+            } else if path.ends_with("new/estimates.json") {
+                found.push(path);
+            }
+        }
+    }
+    Ok(found)
+}
+
+fn row(estimates: &Path) -> Result<Row> {
+    let read = |file: &Path| -> Result<serde_json::Value> {
+        let text = fs::read_to_string(file).with_context(|| format!("reading {}", file.display()))?;
+        serde_json::from_str(&text).with_context(|| file.display().to_string())
+    };
+    let median = read(estimates)?["median"]["point_estimate"]
+        .as_f64()
+        .context("no median in criterion's estimates")?;
+    let benchmark = read(&estimates.with_file_name("benchmark.json"))?;
+    let name = benchmark["full_id"]
+        .as_str()
+        .context("no name in criterion's benchmark.json")?
+        .to_owned();
+    // Throughput is per iteration: an iteration of many elements is worth its rate.
+    let elements = benchmark["throughput"]["Elements"].as_f64();
+    let note = elements.map_or_else(String::new, |n| format!("{:.2} M elements/s", n * 1e3 / median));
+    let goal = GOALS.iter().find(|(id, _)| *id == name).map(|(_, goal)| *goal);
+    Ok(Row {
+        name,
+        median,
+        unit: "ns",
+        goal,
+        note,
+    })
+}
+
+/// The middle of a set of numbers.
+fn median(mut values: Vec<f64>) -> Option<f64> {
+    values.sort_by(f64::total_cmp);
+    let middle = values.len() / 2;
+    match values.len() {
+        0 => None,
+        n if n % 2 == 1 => Some(values[middle]),
+        _ => Some(f64::midpoint(values[middle - 1], values[middle])),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn medians() {
+        assert_eq!(median(vec![]), None);
+        assert_eq!(median(vec![3.0, 1.0, 2.0]), Some(2.0));
+        assert_eq!(median(vec![4.0, 1.0, 2.0, 3.0]), Some(2.5));
+    }
+
+    #[test]
+    fn criterions_files_become_rows() {
+        let folder = std::env::temp_dir().join(format!("ringsight-criterion-{}/a/new", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        let estimates_file = folder.join("estimates.json");
+        fs::write(&estimates_file, r#"{"median":{"point_estimate":2.5}}"#).unwrap();
+        let name = GOALS[0].0;
+        fs::write(
+            folder.join("benchmark.json"),
+            format!(r#"{{"full_id":"{name}","throughput":{{"Elements":5}}}}"#),
+        )
+        .unwrap();
+        let top = folder.ancestors().nth(2).unwrap();
+        assert_eq!(estimates(top).unwrap(), std::slice::from_ref(&estimates_file));
+        let row = row(&estimates_file).unwrap();
+        assert_eq!((row.median, row.goal, row.meets()), (2.5, Some(3.0), Some(true)));
+        assert_eq!(row.note, "2000.00 M elements/s");
+        fs::write(&estimates_file, "rubbish").unwrap();
+        assert!(super::row(&estimates_file).is_err());
+        fs::remove_dir_all(top).unwrap();
+    }
+}
