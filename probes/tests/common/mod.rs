@@ -12,34 +12,34 @@ use std::{
 use ringsight_probes::{Options, Sample, Session, Source as _, UseEbpf};
 
 /// A directory of built examples: beside the test's own binary.
-pub fn examples() -> PathBuf {
+pub(crate) fn examples() -> PathBuf {
     let test = std::env::current_exe().expect("own path");
     test.ancestors().nth(2).expect("target/<profile>/deps/<test>").join("examples")
 }
 
-pub fn fixture_library() -> PathBuf {
+pub(crate) fn fixture_library() -> PathBuf {
     examples().join("libfixture_library.so")
 }
 
 /// A running target. Killed when dropped.
-pub struct Target {
+pub(crate) struct Target {
     child: Child,
     input: Option<ChildStdin>,
     output: BufReader<ChildStdout>,
 }
 
 impl Target {
-    pub fn start(library: &Path) -> Self {
+    pub(crate) fn start(library: &Path) -> Self {
         Self::run(&mut Command::new(examples().join("fixture_target")), library)
     }
 
-    pub fn run(command: &mut Command, library: &Path) -> Self {
+    pub(crate) fn run(command: &mut Command, library: &Path) -> Self {
         let mut child = command
             .arg(library)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .expect("the fixture example is built with the tests");
+            .expect("the fixture: build it with `cargo build -p ringsight-probes --examples`");
         let input = child.stdin.take();
         let output = BufReader::new(child.stdout.take().expect("piped"));
         let mut target = Self { child, input, output };
@@ -48,33 +48,33 @@ impl Target {
     }
 
     /// With shared pages and one communicator, id 7.
-    pub fn instrumented() -> Self {
+    pub(crate) fn instrumented() -> Self {
         let mut target = Self::start(&fixture_library());
         target.open();
         target
     }
 
-    pub fn open(&mut self) {
+    pub(crate) fn open(&mut self) {
         assert_eq!(self.call("fixture_open 1"), 0);
         self.call("fixture_communicator 7");
     }
 
-    pub fn pid(&self) -> u32 {
+    pub(crate) fn pid(&self) -> u32 {
         self.child.id()
     }
 
     /// Has the target call a function and waits until it has returned.
-    pub fn call(&mut self, line: &str) -> u64 {
+    pub(crate) fn call(&mut self, line: &str) -> u64 {
         self.send(line);
         self.answer()
     }
 
-    pub fn send(&mut self, line: &str) {
+    pub(crate) fn send(&mut self, line: &str) {
         let input = self.input.as_mut().expect("not ended");
         writeln!(input, "{line}").expect("the target reads");
     }
 
-    pub fn answer(&mut self) -> u64 {
+    pub(crate) fn answer(&mut self) -> u64 {
         self.line().parse().expect("a number")
     }
 
@@ -85,12 +85,12 @@ impl Target {
     }
 
     /// Lets it end by itself and reaps it.
-    pub fn end(mut self) {
+    pub(crate) fn end(mut self) {
         drop(self.input.take());
         self.child.wait().expect("a child");
     }
 
-    pub fn memory(&self, address: u64, bytes: usize) -> Vec<u8> {
+    pub(crate) fn memory(&self, address: u64, bytes: usize) -> Vec<u8> {
         use std::os::unix::fs::FileExt as _;
         let mut buffer = vec![0; bytes];
         fs::File::open(format!("/proc/{}/mem", self.pid()))
@@ -108,11 +108,11 @@ impl Drop for Target {
 }
 
 /// A session with eBPF, or `None` after saying that the test is skipped and why.
-pub fn session(test: &str) -> Option<Session> {
+pub(crate) fn session(test: &str) -> Option<Session> {
     session_with(test, Options { use_ebpf: UseEbpf::Require, ..Options::default() })
 }
 
-pub fn session_with(test: &str, options: Options) -> Option<Session> {
+pub(crate) fn session_with(test: &str, options: Options) -> Option<Session> {
     match Session::new(options) {
         Ok(session) => Some(session),
         Err(unavailable) => {
@@ -123,7 +123,7 @@ pub fn session_with(test: &str, options: Options) -> Option<Session> {
 }
 
 /// Polls until `enough` says so; fails after ten seconds.
-pub fn poll_until(session: &mut Session, samples: &mut Vec<Sample>, enough: impl Fn(&[Sample]) -> bool) {
+pub(crate) fn poll_until(session: &mut Session, samples: &mut Vec<Sample>, enough: impl Fn(&[Sample]) -> bool) {
     let begun = Instant::now();
     while !enough(samples) {
         session.poll(samples).expect("no problem");
@@ -133,16 +133,16 @@ pub fn poll_until(session: &mut Session, samples: &mut Vec<Sample>, enough: impl
 }
 
 /// One poll after the target has come to rest: everything is there.
-pub fn poll(session: &mut Session) -> Vec<Sample> {
+pub(crate) fn poll(session: &mut Session) -> Vec<Sample> {
     let mut samples = Vec::new();
     session.poll(&mut samples).expect("no problem");
     samples
 }
 
-pub fn records(samples: &[Sample], kind: ringsight_records::Kind) -> usize {
+pub(crate) fn records(samples: &[Sample], kind: ringsight_records::Kind) -> usize {
     samples.iter().filter(|sample| matches!(sample, Sample::Record { record, .. } if record.kind() == Some(kind))).count()
 }
 
-pub fn lost(samples: &[Sample]) -> u64 {
+pub(crate) fn lost(samples: &[Sample]) -> u64 {
     samples.iter().map(|sample| if let Sample::Lost { count, .. } = sample { *count } else { 0 }).sum()
 }
