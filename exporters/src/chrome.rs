@@ -337,11 +337,11 @@ impl<M: Medium> Writer<M> {
             } else {
                 Vec::new()
             },
-            retries: 0,
             last_error: self
                 .last_error
                 .as_ref()
                 .map(|error| format!("cannot write trace file {path}: {error}")),
+            ..ExportStats::default()
         }
     }
 }

@@ -213,6 +213,8 @@ pub struct ExportStats {
     pub metrics_delivered: u64,
     /// Spans dropped, by reason (`queue_full`, `rejected`, `too_large`, `shutdown`, `io_error`, …).
     pub spans_dropped: Vec<(&'static str, u64)>,
+    /// Metric points dropped, by the same reasons.
+    pub metrics_dropped: Vec<(&'static str, u64)>,
     /// Delivery attempts that were repeated.
     pub retries: u64,
     /// What went wrong last.

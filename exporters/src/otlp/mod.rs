@@ -1,1 +1,5 @@
-//! otlp
+//! OTLP over gRPC and HTTP/protobuf.
+
+pub mod encode;
+pub(crate) mod group;
+mod wire;
