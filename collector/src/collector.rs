@@ -1,0 +1,303 @@
+//! The whole line from samples to a [`Batch`].
+
+use std::sync::Arc;
+
+use ringsight_exporters::model::{Batch, ExportStats};
+use ringsight_probes::sample::Sample;
+use ringsight_records::{Function, Kind};
+
+use crate::{
+    clock::Clock,
+    correlate::{
+        Correlator, Finished, Limits,
+        communicators::Communicators,
+        instance::{Instance, Instances},
+    },
+    identity::{InstanceKey, Scope},
+    lag,
+    metrics::{Metrics, Readings},
+    resource,
+    spans::SpanMaker,
+    summary::OperationLog,
+};
+
+/// How a collector works.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Goes into every trace id.
+    pub scope: Scope,
+    /// Replaces the service name that targets say themselves.
+    pub service: Option<String>,
+    /// From which lag on a rank is named.
+    pub lag_threshold_ns: u64,
+    /// Bounds.
+    pub limits: Limits,
+    /// Operation rows kept for a summary.
+    pub keep_operations: usize,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            scope: Scope::default(),
+            service: None,
+            lag_threshold_ns: lag::DEFAULT_THRESHOLD_NS,
+            limits: Limits::default(),
+            keep_operations: 0,
+        }
+    }
+}
+
+/// Samples in, batches out. Drives nothing by itself and reads no clock but the one that it is given.
+#[derive(Debug)]
+pub struct Collector {
+    limits: Limits,
+    correlator: Correlator,
+    communicators: Communicators,
+    instances: Instances,
+    maker: SpanMaker,
+    metrics: Metrics,
+    clock: Clock,
+    log: OperationLog,
+    batch: Batch,
+    unfinished: u64,
+    /// Processes that ended, with the time from which on nothing refers to them any more.
+    gone: Vec<(u64, u32)>,
+    now_ns: u64,
+    finished: Vec<Finished>,
+    ready: Vec<Instance>,
+    scratch: Vec<u64>,
+}
+
+impl Collector {
+    /// A collector that watches nothing yet; `now_ns` is the monotonic time from which metrics accumulate.
+    #[must_use]
+    pub fn new(options: Options, clock: Clock, now_ns: u64) -> Self {
+        let own = Arc::new(resource::of_collector());
+        Self {
+            limits: options.limits,
+            correlator: Correlator::new(options.limits),
+            communicators: Communicators::new(options.service.as_deref()),
+            instances: Instances::default(),
+            maker: SpanMaker::new(options.scope, options.lag_threshold_ns),
+            metrics: Metrics::new(clock.unix_ns(now_ns), own),
+            clock,
+            log: OperationLog::new(options.keep_operations),
+            batch: Batch::default(),
+            unfinished: 0,
+            gone: Vec::new(),
+            now_ns,
+            finished: Vec::new(),
+            ready: Vec::new(),
+            scratch: Vec::new(),
+        }
+    }
+
+    /// The clock, to be refreshed by whoever drives the collector.
+    pub fn clock_mut(&mut self) -> &mut Clock {
+        &mut self.clock
+    }
+
+    /// Takes in samples, leaving the vector empty, and hands on what is over because of them.
+    pub fn ingest(&mut self, samples: &mut Vec<Sample>) {
+        for sample in samples.drain(..) {
+            self.take(sample);
+        }
+        self.settle();
+    }
+
+    fn take(&mut self, sample: Sample) {
+        match &sample {
+            Sample::Process(process) => {
+                // A process id that is used again: what its former owner did is past.
+                if self
+                    .communicators
+                    .process(process.pid)
+                    .is_some_and(|w| w.process.start_time != process.start_time)
+                {
+                    self.correlator
+                        .ingest(Sample::Exited { pid: process.pid }, &mut self.finished);
+                    self.hand_on();
+                    self.communicators.exited(process.pid);
+                }
+                self.gone.retain(|(_, pid)| *pid != process.pid);
+                self.communicators.watch(process);
+            }
+            Sample::Communicator { pid, communicator } => self.communicators.enter(*pid, communicator),
+            Sample::Record { pid, record, .. } if record.kind == Kind::CommDestroy as u8 => {
+                self.communicators.destroyed(record.comm, *pid, record.rank);
+            }
+            Sample::Watermark { time_ns, .. } => self.now_ns = self.now_ns.max(*time_ns),
+            Sample::Exited { pid } => {
+                let until = self.now_ns.saturating_add(2 * self.limits.instance_linger_ns);
+                self.gone.push((until, *pid));
+            }
+            _ => {}
+        }
+        self.correlator.ingest(sample, &mut self.finished);
+        if !self.finished.is_empty() {
+            self.hand_on();
+        }
+    }
+
+    /// What the correlator finished goes to the instances, or becomes spans at once.
+    fn hand_on(&mut self) {
+        let mut finished = std::mem::take(&mut self.finished);
+        for finished in finished.drain(..) {
+            match finished {
+                Finished::Operation(mut part) => {
+                    if part.ranks == 0 {
+                        part.ranks = self
+                            .communicators
+                            .get(part.comm)
+                            .map_or(0, |communicator| communicator.ranks);
+                    }
+                    let expected = part.instance().map_or(0, |key| self.communicators.expected(&key));
+                    let left = self
+                        .instances
+                        .add(part, expected, self.now_ns, &self.limits, &mut self.ready);
+                    if let Some(part) = left {
+                        self.correlator.recycle(part);
+                    }
+                }
+                Finished::Unfinished(part) => {
+                    self.unfinished += 1;
+                    let spans = &mut self.batch.spans;
+                    self.maker
+                        .unfinished(&part, self.now_ns, &self.communicators, &self.clock, spans);
+                }
+                Finished::Group(group) => {
+                    self.maker
+                        .group(&group, &self.communicators, &self.clock, &mut self.batch.spans);
+                }
+                Finished::Call(call) => {
+                    self.maker
+                        .call(&call, &self.communicators, &self.clock, &mut self.batch.spans);
+                }
+            }
+        }
+        self.finished = finished;
+        if !self.ready.is_empty() {
+            self.emit();
+        }
+    }
+
+    /// Hands on instances that are whole or have waited long enough.
+    fn settle(&mut self) {
+        let (least, most) = self.correlator.watermarks().unwrap_or((u64::MAX, self.now_ns));
+        let expected = |key: &InstanceKey| self.communicators.expected(key);
+        self.instances
+            .settle(least, most, &self.limits, expected, &mut self.ready);
+        self.emit();
+        if !self.gone.is_empty() {
+            let now = self.now_ns;
+            let communicators = &mut self.communicators;
+            self.gone.retain(|(until, pid)| {
+                if *until <= now {
+                    communicators.exited(*pid);
+                }
+                *until > now
+            });
+        }
+    }
+
+    fn emit(&mut self) {
+        let mut ready = std::mem::take(&mut self.ready);
+        for mut instance in ready.drain(..) {
+            let verdict = self.maker.judge(&instance);
+            let spans = &mut self.batch.spans;
+            let trace_id = self
+                .maker
+                .instance(&instance, &verdict, &self.communicators, &self.clock, spans);
+            let synchronises = verdict.function.is_some_and(Function::synchronises);
+            let arrivals: Vec<u64> = instance.parts.iter().map(|part| part.device.0).collect();
+            for (at, part) in instance.parts.iter().enumerate() {
+                let communicator = self.communicators.get(part.comm);
+                let member = communicator.and_then(|communicator| communicator.member(part.pid, part.rank));
+                if let Some(member) = member {
+                    let lag = (synchronises && arrivals.len() > 1 && !arrivals.contains(&0))
+                        .then(|| lag::lag_of(&arrivals, at, &mut self.scratch));
+                    self.metrics
+                        .observe(part, &member.resource, verdict.bus_bandwidth, lag);
+                }
+            }
+            if !instance.late {
+                let operation =
+                    self.maker
+                        .operation(&instance, &verdict, trace_id, &self.communicators, &self.clock);
+                self.log.add(&operation);
+                self.batch.operations.push(operation);
+            }
+            for part in instance.parts.drain(..) {
+                self.correlator.recycle(part);
+            }
+            self.instances.recycle(instance.parts);
+        }
+        self.ready = ready;
+    }
+
+    /// Lets go of everything: operations in flight are reported as unfinished.
+    pub fn finish(&mut self, now_ns: u64) {
+        self.now_ns = self.now_ns.max(now_ns);
+        self.correlator.finish(&mut self.finished);
+        self.hand_on();
+        self.instances.finish(&mut self.ready);
+        self.emit();
+    }
+
+    /// What has been made since the last call.
+    pub fn take_batch(&mut self) -> Batch {
+        std::mem::take(&mut self.batch)
+    }
+
+    /// Spans made since the last [`Collector::take_batch`].
+    #[must_use]
+    pub fn batched_spans(&self) -> usize {
+        self.batch.spans.len()
+    }
+
+    /// Adds all metrics, as of `now_ns`, to the batch.
+    pub fn add_metrics(&mut self, now_ns: u64, cpu_seconds: f64, exporters: Vec<(String, ExportStats)>) {
+        let readings = Readings {
+            cpu_seconds,
+            exporters,
+            ..self.readings()
+        };
+        let metrics = self
+            .metrics
+            .read(self.clock.unix_ns(now_ns), &readings, &self.communicators);
+        self.batch.metrics.extend(metrics);
+    }
+
+    /// What has come in, been made and been given up so far.
+    #[must_use]
+    pub fn readings(&self) -> Readings {
+        Readings {
+            counts: *self.correlator.counts(),
+            given: self.correlator.given(),
+            given_up: *self.instances.given_up(),
+            spans: *self.maker.counts(),
+            in_flight: self.correlator.in_flight(),
+            cpu_seconds: 0.0,
+            exporters: Vec::new(),
+        }
+    }
+
+    /// Operations so far.
+    #[must_use]
+    pub fn log(&self) -> &OperationLog {
+        &self.log
+    }
+
+    /// Operations that were still running when they were let go of.
+    #[must_use]
+    pub fn unfinished(&self) -> u64 {
+        self.unfinished
+    }
+
+    /// Instances that wait for ranks.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        self.instances.waiting()
+    }
+}

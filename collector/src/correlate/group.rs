@@ -1,0 +1,149 @@
+//! Groups of one process: `ncclGroupStart` … `ncclGroupEnd` and the planning at its end.
+
+use ringsight_records::{Description, Function, Kind, Record, State, pages::CAPTURED};
+use rustc_hash::FxHashMap;
+
+use crate::identity::{Direction, InstanceKey, TraceKind};
+
+/// Operations that a group's span links to; a group of more says how many there were.
+pub const GROUP_LINKS: usize = 128;
+/// Groups of a process that may be open at once.
+const OPEN_GROUPS: usize = 4096;
+
+/// A group of one process.
+#[derive(Clone, Debug, Default)]
+pub struct Group {
+    /// Process.
+    pub pid: u32,
+    /// Group number in its process.
+    pub number: u32,
+    /// First group call entered and last one left, monotonic nanoseconds.
+    pub api: (u64, u64),
+    /// First `ncclGroupStart` returned; 0 = not seen.
+    pub start_returned_ns: u64,
+    /// Last `ncclGroupEnd` entered; 0 = not seen.
+    pub end_entered_ns: u64,
+    /// Planning began and all plans were launched.
+    pub plan: (u64, u64),
+    /// The caller opened it: not one around a lone operation.
+    pub explicit: bool,
+    /// Operations in it.
+    pub operations: u32,
+    /// Spans of the first [`GROUP_LINKS`] of them.
+    pub members: Vec<(InstanceKey, u32, Direction)>,
+}
+
+impl Group {
+    /// When it was over.
+    #[must_use]
+    pub fn end_ns(&self) -> u64 {
+        self.api.1.max(self.plan.1)
+    }
+}
+
+/// The open groups of one process.
+#[derive(Debug, Default)]
+pub(super) struct Groups {
+    open: FxHashMap<u32, Group>,
+    /// Closed at the API and waiting for the watermark.
+    closed: Vec<u32>,
+    pub(super) evicted: u64,
+}
+
+impl Groups {
+    fn group(&mut self, pid: u32, number: u32) -> &mut Group {
+        if self.open.len() >= OPEN_GROUPS && !self.open.contains_key(&number) {
+            // Only groups whose end was lost stay for so long; which of them goes does not matter.
+            self.evicted += self.open.len() as u64;
+            self.open.clear();
+            self.closed.clear();
+        }
+        self.open.entry(number).or_insert_with(|| Group {
+            pid,
+            number,
+            ..Group::default()
+        })
+    }
+
+    pub(super) fn record(&mut self, pid: u32, kind: Kind, record: &Record) {
+        let group = self.group(pid, record.op);
+        let stop = matches!(record.state, State::STOP | State::ABORTED);
+        if kind == Kind::Group {
+            if stop {
+                group.plan.1 = record.time_ns;
+            } else if record.state == State::START {
+                group.plan.0 = record.time_ns;
+            }
+            return;
+        }
+        group.explicit |= record.value > 1;
+        match record.state {
+            State::START if group.api.0 == 0 => group.api.0 = record.time_ns,
+            State::GROUP_START_API_STOP if group.start_returned_ns == 0 => {
+                group.start_returned_ns = record.time_ns
+            }
+            State::GROUP_END_API_START => group.end_entered_ns = record.time_ns,
+            _ if stop => {
+                let first = group.api.1 == 0;
+                group.api.1 = record.time_ns;
+                if first {
+                    self.closed.push(record.op);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Enters an eager operation into its group when its description is first read.
+    pub(super) fn describe(&mut self, pid: u32, description: &Description) {
+        if description.group == 0 || description.op & CAPTURED != 0 {
+            return;
+        }
+        let function = Function::from_code(description.function);
+        let (direction, pair) = match (function, u32::try_from(description.peer)) {
+            (Some(Function::Send), Ok(peer)) => (Direction::Send, Some((description.rank, peer))),
+            (Some(Function::Recv), Ok(peer)) => (Direction::Recv, Some((peer, description.rank))),
+            _ => (Direction::None, None),
+        };
+        let key = InstanceKey {
+            comm: description.comm,
+            seq: description.seq,
+            ranks: description.ranks,
+            replay: 0,
+            kind: if pair.is_some() {
+                TraceKind::PointToPoint
+            } else {
+                TraceKind::Collective
+            },
+            pair,
+        };
+        let group = self.group(pid, description.group);
+        group.explicit |= description.group_depth > 1;
+        group.operations += 1;
+        if group.members.len() < GROUP_LINKS {
+            group.members.push((key, description.rank, direction));
+        }
+    }
+
+    /// Hands out the groups that ended before `watermark_ns`. A group of the caller's only: those around a lone
+    /// operation say nothing that the operation's own span does not.
+    pub(super) fn settle(&mut self, watermark_ns: u64, linger_ns: u64, finished: &mut impl FnMut(Group)) {
+        self.closed.retain(|number| {
+            let Some(group) = self.open.get(number) else {
+                return false;
+            };
+            let planned = group.plan.0 == 0 || group.plan.1 != 0;
+            let over = watermark_ns >= group.end_ns() && planned;
+            if !over && watermark_ns < group.end_ns().saturating_add(linger_ns) {
+                return true;
+            }
+            if let Some(group) = self.open.remove(number)
+                && group.explicit
+                && group.api.0 != 0
+            {
+                finished(group);
+            }
+            false
+        });
+    }
+}

@@ -1,0 +1,268 @@
+//! Samples to operations: what belongs together on one rank ([`Correlator`]), then across ranks
+//! ([`instance::Instances`]).
+//!
+//! The carriers keep no order among each other: a completion may be read before the launch. An operation is final when its
+//! completion is in, everything that its description announces has been seen, and the process's watermark has passed all
+//! of it. What does not become whole is given up after a linger, and says that it is incomplete.
+
+pub mod communicators;
+pub mod group;
+pub mod instance;
+pub mod operation;
+mod target;
+
+use ringsight_probes::sample::{Carrier, HostCall, Sample};
+use ringsight_records::{Kind, VERSION};
+use rustc_hash::FxHashMap;
+
+pub use group::Group;
+pub use operation::RankOperation;
+pub use target::Given;
+use target::Target;
+
+/// What bounds the correlator's memory and patience.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Operations in flight in a process.
+    pub in_flight: usize,
+    /// How long a completed operation waits for the rest of its records after the last one, nanoseconds.
+    pub linger_ns: u64,
+    /// How long an instance waits for the other watched ranks.
+    pub instance_linger_ns: u64,
+    /// Instances that wait at once.
+    pub instances: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            in_flight: 16_384,
+            linger_ns: 500_000_000,
+            instance_linger_ns: 2_000_000_000,
+            instances: 65_536,
+        }
+    }
+}
+
+/// Something that is over.
+#[derive(Clone, Debug)]
+pub enum Finished {
+    /// An operation of one rank.
+    Operation(Box<RankOperation>),
+    /// An operation that was still running when its process ended or was let go of.
+    Unfinished(Box<RankOperation>),
+    /// A group that the caller opened.
+    Group(Box<Group>),
+    /// A host-timed call.
+    Call(Box<HostCall>),
+}
+
+/// Events by kind.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Records that came in.
+    pub received: [u64; Kind::LIMIT],
+    /// Records that the carriers lost.
+    pub lost: [u64; Kind::LIMIT],
+    /// Events lost whose kind is not known, descriptions among them.
+    pub lost_other: u64,
+    /// Records that came through a probe function: hits of a uprobe.
+    pub probe_hits: u64,
+    /// Records of a kind or version that this collector does not know.
+    pub unknown: u64,
+}
+
+impl Counts {
+    /// Everything that was lost.
+    #[must_use]
+    pub fn lost_total(&self) -> u64 {
+        self.lost.iter().sum::<u64>() + self.lost_other
+    }
+
+    /// Everything that came in.
+    #[must_use]
+    pub fn received_total(&self) -> u64 {
+        self.received.iter().sum()
+    }
+}
+
+/// Puts operations of each watched process together.
+pub struct Correlator {
+    limits: Limits,
+    targets: Vec<Option<Target>>,
+    by_pid: FxHashMap<u32, usize>,
+    /// Where the last sample's process is: samples come in runs of one process.
+    recent: (u32, usize),
+    counts: Counts,
+    given: Given,
+}
+
+impl std::fmt::Debug for Correlator {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Correlator")
+            .field("counts", &self.counts)
+            .field("given", &self.given)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Correlator {
+    /// A correlator that watches nothing yet.
+    #[must_use]
+    pub fn new(limits: Limits) -> Self {
+        Self {
+            limits,
+            targets: Vec::new(),
+            by_pid: FxHashMap::default(),
+            recent: (0, usize::MAX),
+            counts: Counts::default(),
+            given: Given::default(),
+        }
+    }
+
+    fn target(&mut self, pid: u32) -> Option<&mut Target> {
+        if self.recent.0 != pid || self.recent.1 == usize::MAX {
+            self.recent = (pid, *self.by_pid.get(&pid)?);
+        }
+        self.targets.get_mut(self.recent.1).and_then(Option::as_mut)
+    }
+
+    /// Takes in a sample; what is over because of it is appended to `finished`. Communicators are the caller's matter.
+    pub fn ingest(&mut self, sample: Sample, finished: &mut Vec<Finished>) {
+        let limits = self.limits;
+        match sample {
+            Sample::Record {
+                pid, record, carrier, ..
+            } => {
+                self.counts.probe_hits += u64::from(carrier == Carrier::Probe);
+                let kind = match record.kind() {
+                    Some(kind) if record.version() == VERSION => kind,
+                    _ => {
+                        self.counts.unknown += 1;
+                        return;
+                    }
+                };
+                self.counts.received[kind as usize] += 1;
+                if let Some(target) = self.target(pid) {
+                    target.record(kind, &record, &limits);
+                }
+            }
+            Sample::Description { pid, description } => {
+                if let Some(target) = self.target(pid) {
+                    target.describe(description, &limits);
+                }
+            }
+            Sample::Watermark { pid, time_ns } => {
+                if let Some(target) = self.target(pid) {
+                    target.settle(time_ns, &limits, finished);
+                }
+            }
+            Sample::Lost { pid, kind, count, .. } => {
+                match kind {
+                    Some(kind) => self.counts.lost[kind as usize] += count,
+                    None => self.counts.lost_other += count,
+                }
+                match pid {
+                    Some(pid) => {
+                        if let Some(target) = self.target(pid) {
+                            target.lost(kind);
+                        }
+                    }
+                    None => self
+                        .targets
+                        .iter_mut()
+                        .flatten()
+                        .for_each(|target| target.lost(kind)),
+                }
+            }
+            Sample::Process(process) => {
+                self.exited(process.pid, finished);
+                self.by_pid.insert(process.pid, self.targets.len());
+                self.targets.push(Some(Target::new(process)));
+            }
+            Sample::Exited { pid } => self.exited(pid, finished),
+            Sample::Call(call) => finished.push(Finished::Call(call)),
+            Sample::Communicator { .. } => {}
+        }
+    }
+
+    fn exited(&mut self, pid: u32, finished: &mut Vec<Finished>) {
+        let Some(at) = self.by_pid.remove(&pid) else {
+            return;
+        };
+        self.recent = (0, usize::MAX);
+        if let Some(mut target) = self.targets[at].take() {
+            target.flush(&self.limits, finished);
+            self.add_given(target.given);
+        }
+        // Places at the end are used again; a collector that outlives many processes keeps a short list.
+        while self.targets.last().is_some_and(Option::is_none) {
+            self.targets.pop();
+        }
+    }
+
+    fn add_given(&mut self, given: Given) {
+        self.given.late_records += given.late_records;
+        self.given.evicted_operations += given.evicted_operations;
+        self.given.evicted_groups += given.evicted_groups;
+    }
+
+    /// Flushes every process.
+    pub fn finish(&mut self, finished: &mut Vec<Finished>) {
+        let pids: Vec<u32> = self
+            .targets
+            .iter()
+            .flatten()
+            .map(|target| target.process.pid)
+            .collect();
+        for pid in pids {
+            self.exited(pid, finished);
+        }
+    }
+
+    /// Takes back the box of an operation that has been dealt with.
+    pub fn recycle(&mut self, operation: Box<RankOperation>) {
+        if let Some(target) = self.target(operation.pid) {
+            target.recycle(operation);
+        }
+    }
+
+    /// The earliest and the latest watermark of the instrumented processes; `None` if there are none.
+    #[must_use]
+    pub fn watermarks(&self) -> Option<(u64, u64)> {
+        let mut all = self
+            .targets
+            .iter()
+            .flatten()
+            .filter(|target| target.process.instrumented)
+            .map(|target| target.watermark_ns);
+        let first = all.next()?;
+        Some(all.fold((first, first), |(least, most), next| {
+            (least.min(next), most.max(next))
+        }))
+    }
+
+    /// Operations in flight on all ranks.
+    #[must_use]
+    pub fn in_flight(&self) -> usize {
+        self.targets.iter().flatten().map(Target::in_flight).sum()
+    }
+
+    /// Events by kind so far.
+    #[must_use]
+    pub fn counts(&self) -> &Counts {
+        &self.counts
+    }
+
+    /// What was given up so far.
+    #[must_use]
+    pub fn given(&self) -> Given {
+        let mut all = self.given;
+        for target in self.targets.iter().flatten() {
+            all.late_records += target.given.late_records;
+            all.evicted_operations += target.given.evicted_operations;
+            all.evicted_groups += target.given.evicted_groups;
+        }
+        all
+    }
+}

@@ -1,0 +1,660 @@
+//! One operation on one rank, put together from its records.
+
+use ringsight_records::{Description, Flags, Function, Kind, Record, State, pages::CAPTURED};
+
+use crate::identity::{Direction, InstanceKey, TraceKind};
+
+/// Steps of one proxy operation that may be under way at once: twice NCCL's `NCCL_STEPS`.
+const ACTIVE_STEPS: usize = 16;
+
+/// The states that a network step waits in, in the order of [`ProxyOperation::sums`].
+pub const STEP_STATES: [State; 6] = [
+    State::STEP_SEND_GPU_WAIT,
+    State::STEP_SEND_PEER_WAIT,
+    State::STEP_SEND_WAIT,
+    State::STEP_RECV_WAIT,
+    State::STEP_RECV_FLUSH_WAIT,
+    State::STEP_RECV_GPU_WAIT,
+];
+
+/// Position in [`STEP_STATES`], or its length for a step that has begun and is in none of them.
+fn state_index(state: State) -> usize {
+    STEP_STATES
+        .iter()
+        .position(|known| *known == state)
+        .unwrap_or(STEP_STATES.len())
+}
+
+/// Time that the steps of a proxy operation spent in one state.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StateSum {
+    /// When a step first entered it, monotonic nanoseconds; 0 = never.
+    pub first_ns: u64,
+    /// Sum over the steps, nanoseconds.
+    pub total_ns: u64,
+    /// Longest, nanoseconds.
+    pub max_ns: u64,
+    /// How often it was entered.
+    pub count: u32,
+}
+
+/// A step that has begun and not ended.
+#[derive(Clone, Copy, Debug, Default)]
+struct ActiveStep {
+    step: u64,
+    started_ns: u64,
+    since_ns: u64,
+    state: usize,
+}
+
+/// One proxy operation (channel, peer, direction) with its steps summed up. No step is kept once it has ended.
+#[derive(Clone, Debug)]
+pub struct ProxyOperation {
+    /// Channel.
+    pub channel: u8,
+    /// Peer rank.
+    pub peer: u32,
+    /// Whether this rank sends.
+    pub send: bool,
+    /// Counts operations that are equal in channel, peer and direction.
+    pub index: u32,
+    /// Posted; 0 = not seen.
+    pub start_ns: u64,
+    /// First progress; 0 = not seen.
+    pub progress_ns: u64,
+    /// Done; 0 = not seen.
+    pub stop_ns: u64,
+    /// Steps announced.
+    pub steps: u32,
+    /// Steps seen to end.
+    pub steps_done: u32,
+    /// Bytes of the steps that ended.
+    pub bytes: u64,
+    /// Longest step, nanoseconds.
+    pub max_step_ns: u64,
+    /// Steps whose start or end was not seen, or which did not fit among the active ones.
+    pub steps_missed: u32,
+    /// Time by state, as in [`STEP_STATES`].
+    pub sums: [StateSum; STEP_STATES.len()],
+    active: [ActiveStep; ACTIVE_STEPS],
+    active_len: usize,
+}
+
+impl ProxyOperation {
+    fn new(record: &Record, index: u32) -> Self {
+        Self {
+            channel: record.channel,
+            peer: record.peer.cast_unsigned(),
+            send: record.flags().contains(Flags::SEND),
+            index,
+            start_ns: 0,
+            progress_ns: 0,
+            stop_ns: 0,
+            steps: 0,
+            steps_done: 0,
+            bytes: 0,
+            max_step_ns: 0,
+            steps_missed: 0,
+            sums: Default::default(),
+            active: Default::default(),
+            active_len: 0,
+        }
+    }
+
+    fn is_for(&self, record: &Record) -> bool {
+        self.channel == record.channel
+            && self.peer == record.peer.cast_unsigned()
+            && self.send == record.flags().contains(Flags::SEND)
+    }
+
+    /// Whether its start, its end and every announced step were seen.
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        self.start_ns != 0
+            && self.stop_ns != 0
+            && self.steps_missed == 0
+            && self.active_len == 0
+            // Without step records (a kind that nobody armed) there are sums of none, not of some.
+            && (self.steps_done == self.steps || self.steps_done == 0)
+    }
+
+    fn step(&mut self, record: &Record) {
+        let found = self.active[..self.active_len]
+            .iter()
+            .position(|active| active.step == record.value);
+        let now = record.time_ns;
+        if record.state == State::START {
+            match found {
+                Some(_) => self.steps_missed += 1,
+                None if self.active_len == ACTIVE_STEPS => self.steps_missed += 1,
+                None => {
+                    self.active[self.active_len] = ActiveStep {
+                        step: record.value,
+                        started_ns: now,
+                        since_ns: now,
+                        state: STEP_STATES.len(),
+                    };
+                    self.active_len += 1;
+                }
+            }
+            return;
+        }
+        let ended = matches!(record.state, State::STOP | State::ABORTED);
+        let Some(at) = found else {
+            // Its start was before the ring was armed, was lost, or did not fit. Counted once, at its end.
+            self.steps_missed += u32::from(ended);
+            return;
+        };
+        let active = &mut self.active[at];
+        if let Some(sum) = self.sums.get_mut(active.state) {
+            let spent = now.saturating_sub(active.since_ns);
+            sum.total_ns += spent;
+            sum.max_ns = sum.max_ns.max(spent);
+        }
+        if ended {
+            self.steps_done += 1;
+            self.bytes += record.bytes;
+            self.max_step_ns = self.max_step_ns.max(now.saturating_sub(active.started_ns));
+            self.active_len -= 1;
+            self.active[at] = self.active[self.active_len];
+        } else {
+            active.state = state_index(record.state);
+            active.since_ns = now;
+            if let Some(sum) = self.sums.get_mut(active.state) {
+                sum.count += 1;
+                if sum.first_ns == 0 {
+                    sum.first_ns = now;
+                }
+            }
+        }
+    }
+}
+
+/// One channel of the operation's kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KernelChannel {
+    /// Channel.
+    pub channel: u8,
+    /// Began; 0 = not seen.
+    pub start_ns: u64,
+    /// Ended; 0 = not seen.
+    pub stop_ns: u64,
+}
+
+/// One operation on one rank. Times are monotonic nanoseconds, 0 = not known.
+///
+/// Kept in boxes that are used again: its vectors keep their capacity, so that a steady stream of operations allocates
+/// nothing.
+#[derive(Clone, Debug, Default)]
+pub struct RankOperation {
+    /// Process.
+    pub pid: u32,
+    /// Operation number in its process.
+    pub op: u32,
+    /// Replay, 0 if eager.
+    pub replay: u32,
+    /// Communicator id; 0 = not known yet.
+    pub comm: u64,
+    /// Sequence.
+    pub seq: u64,
+    /// Message bytes as the records say it.
+    pub bytes: u64,
+    /// Rank.
+    pub rank: u32,
+    /// Size of the communicator; 0 = not known.
+    pub ranks: u32,
+    /// Peer or root as the records say it.
+    pub peer: i32,
+    /// Whether it is a send or recv.
+    pub p2p: bool,
+    /// Whether it sends; only for point-to-point.
+    pub send: bool,
+    /// Its description, once read.
+    pub description: Option<Box<Description>>,
+    /// API call entered and left, as records say it.
+    pub api: (u64, u64),
+    /// Launch call entered and left.
+    pub launch: (u64, u64),
+    /// Handed to the device.
+    pub launched_ns: u64,
+    /// First channel started, last channel finished.
+    pub device: (u64, u64),
+    /// All proxy operations done.
+    pub proxy_completed_ns: u64,
+    /// `OpCompleted` was seen.
+    pub completed: bool,
+    /// The operation was aborted.
+    pub aborted: bool,
+    /// Something that may have been its was lost.
+    pub tainted: bool,
+    /// Everything that it consists of was seen. Settled when it is final.
+    pub complete: bool,
+    /// Latest time in any of its records.
+    pub last_ns: u64,
+    /// Channels of its kernel, in the order in which they were first seen.
+    pub channels: Vec<KernelChannel>,
+    /// Proxy operations.
+    pub proxies: Vec<ProxyOperation>,
+    recent_proxy: usize,
+}
+
+impl RankOperation {
+    /// Makes this box hold a fresh operation, keeping the capacity of its vectors.
+    pub fn reset(&mut self, pid: u32, op: u32, replay: u32) {
+        self.channels.clear();
+        self.proxies.clear();
+        *self = Self {
+            pid,
+            op,
+            replay,
+            peer: -1,
+            channels: std::mem::take(&mut self.channels),
+            proxies: std::mem::take(&mut self.proxies),
+            ..Self::default()
+        };
+    }
+
+    /// Whether it belongs to a graph.
+    #[must_use]
+    pub fn captured(&self) -> bool {
+        self.op & CAPTURED != 0
+    }
+
+    /// Its function, if its description is known.
+    #[must_use]
+    pub fn function(&self) -> Option<Function> {
+        self.description
+            .as_ref()
+            .and_then(|description| Function::from_code(description.function))
+    }
+
+    /// Direction in its trace: only a message's two ends have one.
+    #[must_use]
+    pub fn direction(&self) -> Direction {
+        match (self.p2p, self.send) {
+            (false, _) => Direction::None,
+            (true, true) => Direction::Send,
+            (true, false) => Direction::Recv,
+        }
+    }
+
+    /// Which instance it is a part of; `None` if its communicator, that one's size or its peer is not known.
+    #[must_use]
+    pub fn instance(&self) -> Option<InstanceKey> {
+        if self.comm == 0 || self.ranks == 0 {
+            return None;
+        }
+        let (kind, pair) = if self.p2p {
+            let peer = u32::try_from(self.peer).ok()?;
+            let pair = if self.send {
+                (self.rank, peer)
+            } else {
+                (peer, self.rank)
+            };
+            (TraceKind::PointToPoint, Some(pair))
+        } else {
+            (TraceKind::Collective, None)
+        };
+        Some(InstanceKey {
+            comm: self.comm,
+            seq: self.seq,
+            ranks: self.ranks,
+            replay: self.replay,
+            kind,
+            pair,
+        })
+    }
+
+    /// Takes in one of its records; `kind` is the record's.
+    pub fn record(&mut self, kind: Kind, record: &Record) {
+        self.last_ns = self.last_ns.max(record.time_ns);
+        let stop = matches!(record.state, State::STOP | State::ABORTED);
+        // What the records of the operation itself (not of its proxy operations, whose peer and direction are their own)
+        // say about its identity.
+        if !matches!(kind, Kind::ProxyOp | Kind::ProxyStep | Kind::NetPlugin) {
+            self.identify(kind, record);
+        }
+        match kind {
+            Kind::CollApi | Kind::P2pApi => {
+                if record.state == State::START {
+                    self.api.0 = record.time_ns;
+                } else if stop {
+                    self.api.1 = record.time_ns;
+                }
+            }
+            Kind::OpLaunched => self.launched_ns = record.time_ns,
+            Kind::OpCompleted => {
+                self.completed = true;
+                self.device = (record.value, record.time_ns);
+                self.aborted |= record.state == State::ABORTED;
+            }
+            Kind::ProxyCompleted => self.proxy_completed_ns = record.time_ns,
+            Kind::KernelCh => self.kernel_channel(record, stop),
+            Kind::ProxyOp => {
+                let at = self.proxy(record, record.state == State::START);
+                let proxy = &mut self.proxies[at];
+                match record.state {
+                    State::START => {
+                        proxy.start_ns = record.time_ns;
+                        proxy.steps = record.proxy_op_shape().0;
+                    }
+                    State::OP_IN_PROGRESS if proxy.progress_ns == 0 => proxy.progress_ns = record.time_ns,
+                    _ if stop => {
+                        proxy.stop_ns = record.time_ns;
+                        self.aborted |= record.state == State::ABORTED;
+                    }
+                    _ => {}
+                }
+            }
+            Kind::ProxyStep => {
+                let at = self.proxy(record, false);
+                self.proxies[at].step(record);
+            }
+            _ => {}
+        }
+    }
+
+    fn identify(&mut self, kind: Kind, record: &Record) {
+        if record.comm == 0 {
+            return;
+        }
+        self.comm = record.comm;
+        self.seq = record.seq;
+        self.rank = record.rank;
+        if record.peer >= 0 {
+            self.peer = record.peer;
+        }
+        self.bytes = self.bytes.max(record.bytes);
+        if record.flags().contains(Flags::P2P) || matches!(kind, Kind::P2p | Kind::P2pApi) {
+            self.p2p = true;
+            // A description tells the function; the flag stands in for it.
+            if self.description.is_none() {
+                self.send |= record.flags().contains(Flags::SEND);
+            }
+        }
+    }
+
+    /// Takes in its description, which is read more than once; later readings know more times.
+    pub fn describe(&mut self, new: Box<Description>) {
+        self.comm = new.comm;
+        self.seq = new.seq;
+        self.rank = new.rank;
+        self.ranks = new.ranks;
+        if let Some(function) = Function::from_code(new.function) {
+            self.p2p = function.is_p2p();
+            self.send = function == Function::Send;
+        }
+        if self.p2p {
+            self.peer = new.peer;
+        }
+        match &mut self.description {
+            None => self.description = Some(new),
+            Some(old) => {
+                let keep = |new: &mut u64, old: u64| *new = if *new == 0 { old } else { *new };
+                let mut new = new;
+                keep(&mut new.api_end_ns, old.api_end_ns);
+                keep(&mut new.launch_start_ns, old.launch_start_ns);
+                keep(&mut new.launch_end_ns, old.launch_end_ns);
+                keep(&mut new.device_start_ns, old.device_start_ns);
+                keep(&mut new.device_end_ns, old.device_end_ns);
+                *old = new;
+            }
+        }
+    }
+
+    fn kernel_channel(&mut self, record: &Record, stop: bool) {
+        let at = self
+            .channels
+            .iter()
+            .position(|known| known.channel == record.channel);
+        let at = at.unwrap_or_else(|| {
+            self.channels.push(KernelChannel {
+                channel: record.channel,
+                start_ns: 0,
+                stop_ns: 0,
+            });
+            self.channels.len() - 1
+        });
+        let channel = &mut self.channels[at];
+        if record.state == State::START {
+            channel.start_ns = record.time_ns;
+        } else if record.state == State::KERNEL_CH_STOP || (stop && channel.stop_ns == 0) {
+            // The device's stop time is the better one where both come.
+            channel.stop_ns = record.time_ns;
+        }
+    }
+
+    /// The proxy operation that a record belongs to. `start` begins another one if there is an equal one that has started.
+    fn proxy(&mut self, record: &Record, start: bool) -> usize {
+        if !start
+            && self
+                .proxies
+                .get(self.recent_proxy)
+                .is_some_and(|recent| recent.is_for(record))
+        {
+            return self.recent_proxy;
+        }
+        let equal = self.proxies.iter().filter(|known| known.is_for(record)).count();
+        let last = self.proxies.iter().rposition(|known| known.is_for(record));
+        self.recent_proxy = match last {
+            Some(at) if !start || self.proxies[at].start_ns == 0 => at,
+            _ => {
+                self.proxies.push(ProxyOperation::new(record, equal as u32));
+                self.proxies.len() - 1
+            }
+        };
+        self.recent_proxy
+    }
+
+    /// API call entered and left: the description's times, or the records'. Nothing for a replay, whose call was made at
+    /// capture.
+    #[must_use]
+    pub fn api_times(&self) -> (u64, u64) {
+        if self.captured() {
+            return (0, 0);
+        }
+        let (start, end) = self
+            .description
+            .as_ref()
+            .map_or((0, 0), |d| (d.api_start_ns, d.api_end_ns));
+        (
+            if start == 0 { self.api.0 } else { start },
+            if end == 0 { self.api.1 } else { end },
+        )
+    }
+
+    /// Launch call entered and left: the description's times, or the plan's (`self.launch`).
+    #[must_use]
+    pub fn launch_times(&self) -> (u64, u64) {
+        if self.captured() {
+            // The entry's times are those of the latest replay, which may be another one by now.
+            return self.launch;
+        }
+        let (start, end) = self
+            .description
+            .as_ref()
+            .map_or((0, 0), |d| (d.launch_start_ns, d.launch_end_ns));
+        (
+            if start == 0 { self.launch.0 } else { start },
+            if end == 0 { self.launch.1 } else { end },
+        )
+    }
+
+    /// Whether everything that the operation is known to consist of has been seen.
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        let Some(description) = &self.description else {
+            return false;
+        };
+        self.completed
+            && self.host_side_is_whole()
+            && self.kernel_is_whole(description)
+            && self.proxies_are_whole(description)
+    }
+
+    fn host_side_is_whole(&self) -> bool {
+        self.captured() || (self.api_times().1 != 0 && self.launch_times().1 != 0)
+    }
+
+    fn kernel_is_whole(&self, description: &Description) -> bool {
+        self.channels.len() == usize::from(description.channels)
+            && self
+                .channels
+                .iter()
+                .all(|channel| channel.start_ns != 0 && channel.stop_ns != 0)
+    }
+
+    fn proxies_are_whole(&self, description: &Description) -> bool {
+        self.proxies.len() == description.proxy_ops as usize
+            && self.proxies.iter().all(ProxyOperation::is_whole)
+            && (description.proxy_ops == 0 || self.proxy_completed_ns != 0)
+    }
+
+    /// The latest thing known of it.
+    #[must_use]
+    pub fn latest_ns(&self) -> u64 {
+        self.last_ns.max(self.device.1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn step(state: State, step: u64, time_ns: u64) -> Record {
+        Record {
+            value: step,
+            bytes: 100,
+            peer: 1,
+            ..Record::new(Kind::ProxyStep, state, time_ns)
+        }
+        .with_flags(Flags::SEND)
+    }
+
+    fn operation() -> RankOperation {
+        let mut operation = RankOperation::default();
+        operation.reset(1, 7, 0);
+        operation
+    }
+
+    #[test]
+    fn steps_add_up_by_state() {
+        let mut operation = operation();
+        for record in [
+            step(State::START, 0, 10),
+            step(State::STEP_SEND_GPU_WAIT, 0, 10),
+            step(State::START, 1, 12),
+            step(State::STEP_SEND_GPU_WAIT, 1, 12),
+            step(State::STEP_SEND_WAIT, 0, 20),
+            step(State::STEP_SEND_WAIT, 1, 32),
+            step(State::STOP, 0, 25),
+            step(State::STOP, 1, 40),
+        ] {
+            operation.record(Kind::ProxyStep, &record);
+        }
+        let proxy = &operation.proxies[0];
+        assert_eq!(
+            (
+                proxy.steps_done,
+                proxy.bytes,
+                proxy.max_step_ns,
+                proxy.steps_missed
+            ),
+            (2, 200, 28, 0)
+        );
+        assert_eq!(
+            proxy.sums[0],
+            StateSum {
+                first_ns: 10,
+                total_ns: 30,
+                max_ns: 20,
+                count: 2
+            }
+        );
+        assert_eq!(
+            proxy.sums[2],
+            StateSum {
+                first_ns: 20,
+                total_ns: 13,
+                max_ns: 8,
+                count: 2
+            }
+        );
+        assert_eq!(proxy.sums[1], StateSum::default());
+    }
+
+    #[test]
+    fn steps_without_a_beginning_or_beyond_the_limit_are_counted() {
+        let mut operation = operation();
+        operation.record(Kind::ProxyStep, &step(State::STEP_SEND_WAIT, 9, 5));
+        operation.record(Kind::ProxyStep, &step(State::STOP, 9, 6));
+        assert_eq!(operation.proxies[0].steps_missed, 1);
+        for i in 0..=ACTIVE_STEPS as u64 {
+            operation.record(Kind::ProxyStep, &step(State::START, i, 10 + i));
+        }
+        assert_eq!(operation.proxies[0].steps_missed, 2);
+        assert!(!operation.proxies[0].is_whole());
+    }
+
+    #[test]
+    fn equal_proxy_operations_are_told_apart_by_index() {
+        let mut operation = operation();
+        let record = |state, time| Record {
+            peer: 1,
+            ..Record::new(Kind::ProxyOp, state, time)
+        };
+        for time in [10, 20] {
+            operation.record(Kind::ProxyOp, &record(State::START, time));
+            operation.record(Kind::ProxyOp, &record(State::STOP, time + 5));
+        }
+        let times: Vec<_> = operation
+            .proxies
+            .iter()
+            .map(|p| (p.index, p.start_ns, p.stop_ns))
+            .collect();
+        assert_eq!(times, [(0, 10, 15), (1, 20, 25)]);
+    }
+
+    #[test]
+    fn a_later_description_keeps_times_that_it_lacks() {
+        let mut operation = operation();
+        let base = Description {
+            op: 7,
+            comm: 1,
+            ranks: 2,
+            api_start_ns: 5,
+            ..Default::default()
+        };
+        operation.describe(Box::new(Description {
+            api_end_ns: 6,
+            launch_end_ns: 9,
+            ..base
+        }));
+        operation.describe(Box::new(Description {
+            device_end_ns: 20,
+            ..base
+        }));
+        assert_eq!(operation.api_times(), (5, 6));
+        assert_eq!(operation.launch_times().1, 9);
+        assert_eq!(operation.description.as_ref().unwrap().device_end_ns, 20);
+    }
+
+    #[test]
+    fn both_ends_of_a_message_are_one_instance() {
+        let end = |function: Function, rank, peer| {
+            let mut operation = operation();
+            operation.describe(Box::new(Description {
+                comm: 9,
+                seq: 3,
+                ranks: 4,
+                rank,
+                peer,
+                function: function.code(),
+                ..Default::default()
+            }));
+            operation.instance().unwrap()
+        };
+        assert_eq!(end(Function::Send, 1, 3), end(Function::Recv, 3, 1));
+        assert_ne!(end(Function::Send, 1, 3), end(Function::Send, 3, 1));
+    }
+}

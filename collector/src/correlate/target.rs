@@ -1,0 +1,322 @@
+//! What is known of one watched process: its operations in flight, in any order of their records.
+
+use std::{collections::VecDeque, sync::Arc};
+
+use ringsight_probes::sample::Process;
+use ringsight_records::{Description, Kind, Record, State, pages::CAPTURED};
+use rustc_hash::{FxHashMap, FxHashSet};
+
+use super::{Finished, Limits, group::Groups, operation::RankOperation};
+
+/// Operations whose records may still trickle in after they were settled.
+const SETTLED: usize = 8192;
+/// Plans whose launch times are remembered; a power of two.
+const PLANS: usize = 1024;
+/// Boxes kept for later operations.
+const SPARE: usize = 1024;
+
+/// Key of an operation in its process.
+fn key(op: u32, replay: u32) -> u64 {
+    u64::from(replay) << 32 | u64::from(op)
+}
+
+/// Launch of one plan, in a table where plan n is at n modulo its size.
+#[derive(Clone, Copy, Default)]
+struct PlanLaunch {
+    plan: u64,
+    start_ns: u64,
+    stop_ns: u64,
+}
+
+/// Counted reasons for which something known of a process was given up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Given {
+    /// Records of operations that had been settled without them.
+    pub late_records: u64,
+    /// Operations given up because too many were in flight.
+    pub evicted_operations: u64,
+    /// Groups given up because too many were open.
+    pub evicted_groups: u64,
+}
+
+/// One watched process.
+pub(super) struct Target {
+    pub(super) process: Arc<Process>,
+    pub(super) watermark_ns: u64,
+    pub(super) given: Given,
+    operations: FxHashMap<u64, Box<RankOperation>>,
+    /// Keys in the order in which operations were first seen; may hold keys that are gone.
+    order: VecDeque<u64>,
+    /// Completed, waiting for the rest of their records.
+    pending: Vec<u64>,
+    captured: FxHashMap<u32, Box<Description>>,
+    groups: Groups,
+    plans: Box<[PlanLaunch]>,
+    settled: FxHashSet<u64>,
+    settled_order: VecDeque<u64>,
+    spare: Vec<Box<RankOperation>>,
+    /// A completion may have been lost: look for operations that ended without one.
+    completions_lost: bool,
+}
+
+impl Target {
+    pub(super) fn new(process: Arc<Process>) -> Self {
+        Self {
+            process,
+            watermark_ns: 0,
+            given: Given::default(),
+            operations: FxHashMap::default(),
+            order: VecDeque::new(),
+            pending: Vec::new(),
+            captured: FxHashMap::default(),
+            groups: Groups::default(),
+            plans: vec![PlanLaunch::default(); PLANS].into_boxed_slice(),
+            settled: FxHashSet::default(),
+            settled_order: VecDeque::new(),
+            spare: Vec::new(),
+            completions_lost: false,
+        }
+    }
+
+    pub(super) fn in_flight(&self) -> usize {
+        self.operations.len()
+    }
+
+    /// The operation of a key, made if it is new; `None` if it has been settled.
+    fn operation(&mut self, op: u32, replay: u32, limits: &Limits) -> Option<&mut RankOperation> {
+        let key = key(op, replay);
+        if !self.operations.contains_key(&key) {
+            if self.settled.contains(&key) {
+                self.given.late_records += 1;
+                return None;
+            }
+            if self.operations.len() >= limits.in_flight {
+                self.evict_oldest();
+            }
+            let mut new = self.spare.pop().unwrap_or_default();
+            new.reset(self.process.pid, op, replay);
+            self.operations.insert(key, new);
+            self.order.push_back(key);
+            if self.order.len() > 2 * limits.in_flight {
+                self.order.retain(|key| self.operations.contains_key(key));
+            }
+        }
+        self.operations.get_mut(&key).map(|operation| &mut **operation)
+    }
+
+    fn evict_oldest(&mut self) {
+        while let Some(key) = self.order.pop_front() {
+            if self.operations.contains_key(&key) {
+                self.pending.retain(|pending| *pending != key);
+                if let Some(operation) = self.remove(key) {
+                    self.recycle(operation);
+                }
+                self.given.evicted_operations += 1;
+                return;
+            }
+        }
+    }
+
+    fn remove(&mut self, key: u64) -> Option<Box<RankOperation>> {
+        let operation = self.operations.remove(&key)?;
+        if self.settled.insert(key) {
+            self.settled_order.push_back(key);
+            if self.settled_order.len() > SETTLED
+                && let Some(oldest) = self.settled_order.pop_front()
+            {
+                self.settled.remove(&oldest);
+            }
+        }
+        Some(operation)
+    }
+
+    /// Takes back the box of an operation that has been dealt with.
+    pub(super) fn recycle(&mut self, operation: Box<RankOperation>) {
+        if self.spare.len() < SPARE {
+            self.spare.push(operation);
+        }
+    }
+
+    pub(super) fn record(&mut self, kind: Kind, record: &Record, limits: &Limits) {
+        match kind {
+            Kind::Group | Kind::GroupApi => self.groups.record(self.process.pid, kind, record),
+            Kind::KernelLaunch => {
+                let plan = key(record.op, record.replay);
+                let slot = &mut self.plans[record.op as usize % PLANS];
+                if slot.plan != plan {
+                    *slot = PlanLaunch {
+                        plan,
+                        ..PlanLaunch::default()
+                    };
+                }
+                if record.state == State::START {
+                    slot.start_ns = record.time_ns;
+                } else {
+                    slot.stop_ns = record.time_ns;
+                }
+            }
+            Kind::Graph => {
+                if record.state != State::START {
+                    self.captured
+                        .retain(|_, description| description.graph != record.op);
+                }
+            }
+            Kind::CommInit | Kind::CommDestroy | Kind::ProxyCtrl | Kind::NetPlugin => {}
+            Kind::Coll
+            | Kind::P2p
+            | Kind::CollApi
+            | Kind::P2pApi
+            | Kind::KernelCh
+            | Kind::OpLaunched
+            | Kind::OpCompleted
+            | Kind::ProxyCompleted
+            | Kind::ProxyOp
+            | Kind::ProxyStep => {
+                if record.op & CAPTURED != 0 && record.replay == 0 {
+                    // The call at capture: nothing runs then.
+                    return;
+                }
+                let Some(operation) = self.operation(record.op, record.replay, limits) else {
+                    return;
+                };
+                let was_completed = operation.completed;
+                operation.record(kind, record);
+                if operation.completed && !was_completed {
+                    self.pending.push(key(record.op, record.replay));
+                }
+            }
+        }
+    }
+
+    pub(super) fn describe(&mut self, description: Box<Description>, limits: &Limits) {
+        if description.op & CAPTURED != 0 {
+            if self.captured.len() < limits.in_flight || self.captured.contains_key(&description.op) {
+                self.captured.insert(description.op, description);
+            }
+            return;
+        }
+        let pid = self.process.pid;
+        let Some(operation) = self.operation(description.op, 0, limits) else {
+            return;
+        };
+        let first = operation.description.is_none().then(|| (*description).clone());
+        operation.describe(description);
+        if let Some(first) = first {
+            self.groups.describe(pid, &first);
+        }
+    }
+
+    /// Something of `kind` was lost in this process: what is in flight may lack it.
+    pub(super) fn lost(&mut self, kind: Option<Kind>) {
+        // A description that could not be read shows by its absence. What is of no operation touches none.
+        let touches = match kind {
+            None | Some(Kind::ProxyCtrl | Kind::NetPlugin | Kind::CommInit | Kind::CommDestroy) => false,
+            Some(Kind::Group | Kind::GroupApi | Kind::Graph | Kind::Coll | Kind::P2p) => false,
+            Some(_) => true,
+        };
+        if touches {
+            for operation in self.operations.values_mut() {
+                operation.tainted = true;
+            }
+        }
+        self.completions_lost |= kind == Some(Kind::OpCompleted);
+    }
+
+    /// Gives an operation what stands outside of its own records: a replay's description, the launch of its plan, the
+    /// size of its communicator.
+    fn supplement(&self, operation: &mut RankOperation) {
+        if operation.captured()
+            && operation.description.is_none()
+            && let Some(description) = self.captured.get(&operation.op)
+        {
+            operation.describe(description.clone());
+        }
+        if let Some(description) = &operation.description
+            && operation.launch_times().1 == 0
+        {
+            let plan = key(description.plan, operation.replay);
+            let slot = &self.plans[description.plan as usize % PLANS];
+            if slot.plan == plan {
+                operation.launch = (slot.start_ns, slot.stop_ns);
+            }
+        }
+    }
+
+    /// Hands out what is over by `watermark_ns`.
+    pub(super) fn settle(&mut self, watermark_ns: u64, limits: &Limits, finished: &mut Vec<Finished>) {
+        self.watermark_ns = self.watermark_ns.max(watermark_ns);
+        let now = self.watermark_ns;
+        if self.completions_lost {
+            self.complete_from_channels(now, limits);
+        }
+        let mut pending = std::mem::take(&mut self.pending);
+        pending.retain(|key| {
+            let Some(mut operation) = self.operations.remove(key) else {
+                return false;
+            };
+            self.supplement(&mut operation);
+            let whole = operation.is_whole() && now >= operation.latest_ns();
+            let over = whole || now >= operation.latest_ns().saturating_add(limits.linger_ns);
+            // Back in, so that `remove` below does all that belongs to a removal.
+            self.operations.insert(*key, operation);
+            if over && let Some(mut operation) = self.remove(*key) {
+                operation.complete = whole && !operation.tainted;
+                finished.push(Finished::Operation(operation));
+            }
+            !over
+        });
+        self.pending = pending;
+        self.groups.settle(now, limits.linger_ns, &mut |group| {
+            finished.push(Finished::Group(Box::new(group)))
+        });
+        self.given.evicted_groups = self.groups.evicted;
+    }
+
+    /// Completes operations whose completion was lost and whose every channel is known to have finished.
+    fn complete_from_channels(&mut self, now: u64, limits: &Limits) {
+        let mut waiting = false;
+        for (key, operation) in &mut self.operations {
+            if operation.completed || !operation.tainted {
+                continue;
+            }
+            let channels = operation
+                .description
+                .as_ref()
+                .map_or(0, |d| usize::from(d.channels));
+            let start = operation
+                .channels
+                .iter()
+                .map(|channel| channel.start_ns)
+                .min()
+                .unwrap_or(0);
+            let stop = operation
+                .channels
+                .iter()
+                .map(|channel| channel.stop_ns)
+                .max()
+                .unwrap_or(0);
+            let all = channels != 0
+                && operation.channels.len() == channels
+                && operation.channels.iter().all(|channel| channel.stop_ns != 0);
+            if all && now >= operation.latest_ns().saturating_add(limits.linger_ns) {
+                operation.completed = true;
+                operation.device = (if start == 0 { stop } else { start }, stop);
+                self.pending.push(*key);
+            } else {
+                waiting = true;
+            }
+        }
+        self.completions_lost = waiting;
+    }
+
+    /// Hands out everything: what has completed as an operation, the rest as unfinished.
+    pub(super) fn flush(&mut self, limits: &Limits, finished: &mut Vec<Finished>) {
+        self.settle(u64::MAX, limits, finished);
+        for key in std::mem::take(&mut self.order) {
+            if let Some(mut operation) = self.operations.remove(&key) {
+                self.supplement(&mut operation);
+                finished.push(Finished::Unfinished(operation));
+            }
+        }
+    }
+}

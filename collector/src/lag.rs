@@ -1,0 +1,124 @@
+//! Who was late: pure functions over arrival times.
+//!
+//! Arrival is the moment when a rank's part of a collective began on its device. In a collective where no rank can finish
+//! before all have started ([`Function::synchronises`]) the others wait for the last one, so a late arrival is what
+//! made the operation long.
+
+use ringsight_exporters::model::Culprit;
+use ringsight_records::Function;
+
+/// Default threshold: well above scheduling noise on a busy host, well below what a training step can hide.
+pub const DEFAULT_THRESHOLD_NS: u64 = 15_000_000;
+
+/// The median of `values`: of an even number of them the lower middle plus half the distance to the upper one.
+/// `None` if there are none. Sorts `values`.
+#[must_use]
+pub fn median(values: &mut [u64]) -> Option<u64> {
+    values.sort_unstable();
+    let upper = *values.get(values.len() / 2)?;
+    if values.len() % 2 == 1 {
+        return Some(upper);
+    }
+    let lower = values[values.len() / 2 - 1];
+    Some(lower + (upper - lower) / 2)
+}
+
+/// Lag of one of `arrivals`: its arrival minus the median of the others; negative if it was early. 0 for a lone rank.
+/// `scratch` is overwritten.
+#[must_use]
+pub fn lag_of(arrivals: &[u64], index: usize, scratch: &mut Vec<u64>) -> i64 {
+    scratch.clear();
+    scratch.extend(
+        arrivals
+            .iter()
+            .enumerate()
+            .filter(|(other, _)| *other != index)
+            .map(|(_, arrival)| *arrival),
+    );
+    median(scratch).map_or(0, |others| arrivals[index].wrapping_sub(others).cast_signed())
+}
+
+/// The rank that everybody waited for: the last to arrive, if its lag reaches `threshold_ns` and the function makes the
+/// others wait. `arrivals` are (rank, arrival in nanoseconds on one clock).
+#[must_use]
+pub fn culprit(function: Option<Function>, arrivals: &[(u32, u64)], threshold_ns: u64) -> Option<Culprit> {
+    if arrivals.len() < 2 || !function.is_some_and(Function::synchronises) {
+        return None;
+    }
+    // Of ranks that arrived at the same moment the lowest is named, whatever the order in which they were seen.
+    let last = (0..arrivals.len()).max_by_key(|&i| (arrivals[i].1, std::cmp::Reverse(arrivals[i].0)))?;
+    let mut others: Vec<u64> = arrivals
+        .iter()
+        .enumerate()
+        .filter(|(i, _)| *i != last)
+        .map(|(_, (_, arrival))| *arrival)
+        .collect();
+    let lag_ns = arrivals[last].1.saturating_sub(median(&mut others)?);
+    (lag_ns >= threshold_ns).then_some(Culprit {
+        rank: arrivals[last].0,
+        lag_ns,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const MS: u64 = 1_000_000;
+
+    #[test]
+    fn names_the_late_rank_with_its_distance_from_the_others_median() {
+        let arrivals = [(0, 100 * MS), (1, 101 * MS), (2, 160 * MS), (3, 103 * MS)];
+        let culprit = culprit(Some(Function::AllReduce), &arrivals, 15 * MS).unwrap();
+        assert_eq!((culprit.rank, culprit.lag_ns), (2, 59 * MS));
+    }
+
+    #[test]
+    fn names_nobody_below_the_threshold_or_where_nobody_waits() {
+        let arrivals = [(0, 0), (1, 14 * MS)];
+        assert_eq!(culprit(Some(Function::AllReduce), &arrivals, 15 * MS), None);
+        assert!(culprit(Some(Function::AllReduce), &arrivals, 14 * MS).is_some());
+        let late = [(0, 0), (1, 500 * MS)];
+        for function in [
+            Function::Broadcast,
+            Function::Send,
+            Function::Recv,
+            Function::Reduce,
+        ] {
+            assert_eq!(culprit(Some(function), &late, 15 * MS), None, "{function}");
+        }
+        assert_eq!(culprit(None, &late, 15 * MS), None);
+        assert_eq!(culprit(Some(Function::AllReduce), &late[..1], 0), None);
+    }
+
+    #[test]
+    fn two_late_ranks_of_four_the_later_is_named_against_the_middle() {
+        let arrivals = [(0, 0), (1, 50 * MS), (2, 0), (3, 80 * MS)];
+        let culprit = culprit(Some(Function::ReduceScatter), &arrivals, 15 * MS).unwrap();
+        assert_eq!((culprit.rank, culprit.lag_ns), (3, 80 * MS));
+    }
+
+    proptest! {
+        #[test]
+        fn order_does_not_matter(mut arrivals in prop::collection::vec(0u64..1000, 2..12)) {
+            let of = |a: &[u64]| {
+                let mut ranked: Vec<_> = (0u32..).zip(a.iter().copied()).collect();
+                let one = culprit(Some(Function::AllReduce), &ranked, 1);
+                ranked.reverse();
+                prop_assert_eq!(&one, &culprit(Some(Function::AllReduce), &ranked, 1));
+                Ok(one)
+            };
+            let named = of(&arrivals)?;
+            // The named rank's lag is what `lag_of` says.
+            if let Some(culprit) = named {
+                let lag = lag_of(&arrivals, culprit.rank as usize, &mut Vec::new());
+                prop_assert_eq!(lag, culprit.lag_ns.cast_signed());
+            }
+            // Equal arrivals name nobody.
+            arrivals.fill(7);
+            prop_assert_eq!(of(&arrivals)?, None);
+        }
+    }
+}

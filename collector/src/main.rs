@@ -1,0 +1,2 @@
+//! ringsight
+fn main() {}

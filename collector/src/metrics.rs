@@ -1,0 +1,312 @@
+//! Metrics: cumulative since the collector began, per rank.
+
+mod histogram;
+
+use std::sync::Arc;
+
+use ringsight_exporters::model::{Attribute, ExportStats, Metric, MetricData, Resource, Value};
+use ringsight_records::{Function, Kind};
+use rustc_hash::FxHashMap;
+
+pub use histogram::Histogram;
+
+use crate::{
+    correlate::{
+        Counts, Given, RankOperation, communicators::Communicators, instance::GivenUp, operation::STEP_STATES,
+    },
+    spans::SpanCounts,
+};
+
+/// What one function did on one rank.
+#[derive(Clone, Debug, Default)]
+struct OfFunction {
+    duration: Histogram,
+    bandwidth: Histogram,
+    size: Histogram,
+    lag: Histogram,
+}
+
+/// What one rank did.
+#[derive(Clone, Debug)]
+struct OfRank {
+    resource: Arc<Resource>,
+    functions: Vec<(Option<Function>, OfFunction)>,
+    states: [Histogram; STEP_STATES.len()],
+}
+
+/// Readings that are not accumulated here.
+#[derive(Clone, Debug, Default)]
+pub struct Readings {
+    /// Events in and lost.
+    pub counts: Counts,
+    /// Given up on one rank.
+    pub given: Given,
+    /// Given up across ranks.
+    pub given_up: GivenUp,
+    /// Spans made.
+    pub spans: SpanCounts,
+    /// Operations in flight.
+    pub in_flight: usize,
+    /// CPU time of the collector, seconds.
+    pub cpu_seconds: f64,
+    /// Exporters by target.
+    pub exporters: Vec<(String, ExportStats)>,
+}
+
+/// Accumulates.
+#[derive(Debug)]
+pub struct Metrics {
+    start_unix_ns: u64,
+    resource: Arc<Resource>,
+    /// By the address of the resource, which `OfRank` keeps alive.
+    ranks: FxHashMap<usize, OfRank>,
+}
+
+/// Ranks that metrics are kept of; those of processes long gone make room.
+const RANKS: usize = 16_384;
+
+impl Metrics {
+    /// Nothing yet; `resource` is the collector's own.
+    #[must_use]
+    pub fn new(start_unix_ns: u64, resource: Arc<Resource>) -> Self {
+        Self {
+            start_unix_ns,
+            resource,
+            ranks: FxHashMap::default(),
+        }
+    }
+
+    /// One rank's part of an operation is over.
+    pub fn observe(
+        &mut self,
+        part: &RankOperation,
+        resource: &Arc<Resource>,
+        bus_bandwidth: Option<f64>,
+        lag_ns: Option<i64>,
+    ) {
+        let key = Arc::as_ptr(resource).addr();
+        if self.ranks.len() >= RANKS && !self.ranks.contains_key(&key) {
+            // Nobody else holds the resource of a process that was forgotten.
+            self.ranks.retain(|_, rank| Arc::strong_count(&rank.resource) > 1);
+        }
+        let rank = self.ranks.entry(key).or_insert_with(|| OfRank {
+            resource: resource.clone(),
+            functions: Vec::new(),
+            states: Default::default(),
+        });
+        let function = part.function();
+        let at = rank
+            .functions
+            .iter()
+            .position(|(known, _)| *known == function)
+            .unwrap_or_else(|| {
+                rank.functions.push((function, OfFunction::default()));
+                rank.functions.len() - 1
+            });
+        let of = &mut rank.functions[at].1;
+        if part.device.0 != 0 && part.device.1 >= part.device.0 {
+            of.duration.add((part.device.1 - part.device.0) as f64 / 1e9);
+        }
+        of.size.add(
+            part.description
+                .as_ref()
+                .map_or(part.bytes, |description| description.bytes) as f64,
+        );
+        if let Some(bandwidth) = bus_bandwidth {
+            of.bandwidth.add(bandwidth);
+        }
+        if let Some(lag_ns) = lag_ns {
+            // A histogram counts what is positive; who was early is not late.
+            of.lag.add(lag_ns.max(0) as f64 / 1e9);
+        }
+        for proxy in &part.proxies {
+            for (histogram, sum) in rank.states.iter_mut().zip(&proxy.sums) {
+                if sum.count > 0 {
+                    histogram.add(sum.total_ns as f64 / 1e9);
+                }
+            }
+        }
+    }
+
+    /// Everything as of `unix_ns`.
+    #[must_use]
+    pub fn read(&self, unix_ns: u64, readings: &Readings, communicators: &Communicators) -> Vec<Metric> {
+        let mut made = Made {
+            start_unix_ns: self.start_unix_ns,
+            unix_ns,
+            metrics: Vec::new(),
+        };
+        for rank in self.ranks.values() {
+            for (function, of) in &rank.functions {
+                let attributes = vec![(
+                    "ccl.operation.name",
+                    Value::Static(function.map_or("unknown", Function::name)),
+                )];
+                let mut histogram = |name, description, unit, histogram: &Histogram| {
+                    if histogram.count() > 0 {
+                        made.push(
+                            &rank.resource,
+                            (name, description, unit),
+                            attributes.clone(),
+                            histogram.data(),
+                        );
+                    }
+                };
+                histogram(
+                    "ccl.operation.duration",
+                    "Time on the device, first channel to last",
+                    "s",
+                    &of.duration,
+                );
+                histogram(
+                    "ccl.operation.bus_bandwidth",
+                    "Bus bandwidth by the factors of nccl-tests, from the last rank's arrival on",
+                    "By/s",
+                    &of.bandwidth,
+                );
+                histogram("ccl.operation.size", "Message size", "By", &of.size);
+                histogram(
+                    "ccl.operation.straggler.lag",
+                    "Arrival of the rank after the median of the others, 0 if before",
+                    "s",
+                    &of.lag,
+                );
+            }
+            for (state, histogram) in STEP_STATES.iter().zip(&rank.states) {
+                if histogram.count() > 0 {
+                    made.push(
+                        &rank.resource,
+                        (
+                            "ccl.proxy.state.duration",
+                            "Time of a proxy operation's steps in a state",
+                            "s",
+                        ),
+                        vec![(
+                            "ccl.proxy.state",
+                            Value::Static(state.name().unwrap_or("unknown")),
+                        )],
+                        histogram.data(),
+                    );
+                }
+            }
+        }
+        for (watched, count) in communicators.count_by_process() {
+            let text = ("ccl.communicator.count", "Live communicators", "{communicator}");
+            made.push(
+                &watched.resource,
+                text,
+                Vec::new(),
+                MetricData::UpDown(i64::try_from(count).unwrap_or(i64::MAX)),
+            );
+        }
+        self.read_own(readings, &mut made);
+        made.metrics
+    }
+
+    fn read_own(&self, readings: &Readings, made: &mut Made) {
+        let mut own = |text, attributes, data| made.push(&self.resource, text, attributes, data);
+        own(
+            (
+                "ccl.operation.active",
+                "Operations in flight on the watched ranks",
+                "{operation}",
+            ),
+            Vec::new(),
+            MetricData::UpDown(i64::try_from(readings.in_flight).unwrap_or(i64::MAX)),
+        );
+        let hits = (
+            "ccl.probe.hits",
+            "Probe function calls that were recorded",
+            "{hit}",
+        );
+        own(hits, Vec::new(), MetricData::Counter(readings.counts.probe_hits));
+        for &kind in Kind::ALL {
+            let attribute = || vec![("ccl.record.kind", Value::Static(kind.name()))];
+            let received = readings.counts.received[kind as usize];
+            let lost = readings.counts.lost[kind as usize];
+            if received > 0 {
+                let text = ("ccl.probe.records", "Records that came in", "{record}");
+                own(text, attribute(), MetricData::Counter(received));
+            }
+            if received > 0 || lost > 0 {
+                let text = ("ccl.probe.lost", "Records that a carrier lost", "{record}");
+                own(text, attribute(), MetricData::Counter(lost));
+            }
+        }
+        let dropped = [
+            ("unknown_record", readings.counts.unknown),
+            ("lost_description", readings.counts.lost_other),
+            ("late_record", readings.given.late_records),
+            ("evicted_operation", readings.given.evicted_operations),
+            ("evicted_group", readings.given.evicted_groups),
+            ("unidentified_operation", readings.given_up.unidentified),
+            ("duplicate_operation", readings.given_up.duplicates),
+            ("timed_out_instance", readings.given_up.timed_out),
+            ("evicted_instance", readings.given_up.evicted),
+        ];
+        for (reason, count) in dropped.into_iter().filter(|(_, count)| *count > 0) {
+            let text = (
+                "ccl.probe.given_up",
+                "What the collector could not use or wait for, by reason",
+                "{item}",
+            );
+            own(
+                text,
+                vec![("reason", Value::Static(reason))],
+                MetricData::Counter(count),
+            );
+        }
+        let text = ("ccl.probe.spans", "Spans made", "{span}");
+        own(text, Vec::new(), MetricData::Counter(readings.spans.total()));
+        own(
+            ("ccl.probe.cpu.time", "CPU time of the collector", "s"),
+            Vec::new(),
+            MetricData::Gauge(readings.cpu_seconds),
+        );
+        for (target, stats) in &readings.exporters {
+            let target: Arc<str> = target.as_str().into();
+            let attribute = || ("ccl.export.target", Value::Text(target.clone()));
+            let text = ("ccl.probe.export.delivered", "Spans delivered", "{span}");
+            own(
+                text,
+                vec![attribute()],
+                MetricData::Counter(stats.spans_delivered),
+            );
+            for (reason, count) in &stats.spans_dropped {
+                let text = ("ccl.probe.export.dropped", "Spans dropped, by reason", "{span}");
+                own(
+                    text,
+                    vec![attribute(), ("reason", Value::Static(reason))],
+                    MetricData::Counter(*count),
+                );
+            }
+        }
+    }
+}
+
+struct Made {
+    start_unix_ns: u64,
+    unix_ns: u64,
+    metrics: Vec<Metric>,
+}
+
+impl Made {
+    fn push(
+        &mut self,
+        resource: &Arc<Resource>,
+        (name, description, unit): (&'static str, &'static str, &'static str),
+        attributes: Vec<Attribute>,
+        data: MetricData,
+    ) {
+        self.metrics.push(Metric {
+            resource: resource.clone(),
+            name,
+            description,
+            unit,
+            attributes,
+            start_unix_ns: self.start_unix_ns,
+            unix_ns: self.unix_ns,
+            data,
+        });
+    }
+}

@@ -1,0 +1,237 @@
+//! Where spans come from, as OpenTelemetry resource attributes.
+
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use ringsight_exporters::model::{Attribute, Resource, Value};
+use ringsight_probes::sample::Process;
+
+/// Attribute names taken from targets' `OTEL_RESOURCE_ATTRIBUTES` that are kept for the life of the collector; more
+/// names than that are ignored.
+const FOREIGN_NAMES: usize = 64;
+
+/// Resource of a process, or of one rank in it.
+///
+/// Later ones win: `OTEL_RESOURCE_ATTRIBUTES` of the target, what is known of the process, `OTEL_SERVICE_NAME` of the
+/// target, `service`. `host.id` and `host.name` are always there: without them Jaeger takes each span for another host's.
+#[must_use]
+pub fn of_process(process: &Process, service: Option<&Arc<str>>, rank: Option<u32>) -> Resource {
+    let environment = |name: &str| {
+        let found = process
+            .environment
+            .iter()
+            .find(|(key, value)| key == name && !value.is_empty());
+        found.map(|(_, value)| value.as_str())
+    };
+    let mut attributes: Vec<Attribute> = Vec::new();
+    for pair in environment("OTEL_RESOURCE_ATTRIBUTES")
+        .unwrap_or_default()
+        .split(',')
+    {
+        if let Some((name, value)) = pair.split_once('=')
+            && let Some(name) = foreign_name(&percent_decoded(name.trim()))
+        {
+            set(&mut attributes, name, text(&percent_decoded(value.trim())));
+        }
+    }
+    let named = environment("OTEL_SERVICE_NAME").map(Arc::from);
+    match service.cloned().or(named) {
+        Some(service) => set(&mut attributes, "service.name", Value::Text(service)),
+        None if attributes.iter().any(|(name, _)| *name == "service.name") => {}
+        // The specification's name for a service that has none.
+        None => set(
+            &mut attributes,
+            "service.name",
+            text(&format!("unknown_service:{}", process.name)),
+        ),
+    }
+    let rank = rank
+        .map(|rank| rank.to_string())
+        .or_else(|| environment("RANK").map(str::to_owned));
+    let instance = rank.unwrap_or_else(|| format!("{}:{}", process.host_name, process.pid));
+    set(&mut attributes, "service.instance.id", text(&instance));
+    set(&mut attributes, "host.id", text(&process.host_id));
+    set(&mut attributes, "host.name", text(&process.host_name));
+    set(&mut attributes, "process.pid", Value::Int(i64::from(process.pid)));
+    set(&mut attributes, "process.executable.name", text(&process.name));
+    for (name, variable) in [
+        ("slurm.job.id", "SLURM_JOB_ID"),
+        ("torchelastic.run.id", "TORCHELASTIC_RUN_ID"),
+    ] {
+        if let Some(value) = environment(variable) {
+            set(&mut attributes, name, text(value));
+        }
+    }
+    Resource { attributes }
+}
+
+/// Resource of the collector itself.
+#[must_use]
+pub fn of_collector() -> Resource {
+    let read = |path: &str| {
+        std::fs::read_to_string(path)
+            .map(|text| text.trim().to_owned())
+            .unwrap_or_default()
+    };
+    let name = read("/proc/sys/kernel/hostname");
+    let id = Some(read("/etc/machine-id"))
+        .filter(|id| !id.is_empty())
+        .unwrap_or_else(|| name.clone());
+    Resource {
+        attributes: vec![
+            ("service.name", Value::Static("ringsight")),
+            ("service.version", Value::Static(env!("CARGO_PKG_VERSION"))),
+            (
+                "service.instance.id",
+                text(&format!("{name}:{}", std::process::id())),
+            ),
+            ("host.id", text(&id)),
+            ("host.name", text(&name)),
+            ("process.pid", Value::Int(i64::from(std::process::id()))),
+        ],
+    }
+}
+
+/// `ncclGetVersion`'s number as people write it; empty if it is 0.
+#[must_use]
+pub fn version(number: u32) -> String {
+    match number {
+        0 => String::new(),
+        // NCCL's own change of scheme: 2.9 and later have five digits.
+        n if n < 10_000 => format!("{}.{}.{}", n / 1000, n / 100 % 10, n % 100),
+        n => format!("{}.{}.{}", n / 10_000, n / 100 % 100, n % 100),
+    }
+}
+
+fn text(value: &str) -> Value {
+    Value::Text(value.into())
+}
+
+fn set(attributes: &mut Vec<Attribute>, name: &'static str, value: Value) {
+    match attributes.iter_mut().find(|(known, _)| *known == name) {
+        Some((_, old)) => *old = value,
+        None => attributes.push((name, value)),
+    }
+}
+
+/// The one kept copy of an attribute name that a target brought; `None` for an unusable one or one too many.
+fn foreign_name(name: &str) -> Option<&'static str> {
+    static NAMES: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
+    if name.is_empty() || name.len() > 128 {
+        return None;
+    }
+    let mut names = NAMES.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(known) = names.get(name) {
+        return Some(known);
+    }
+    if names.len() >= FOREIGN_NAMES {
+        return None;
+    }
+    // Attribute names live as long as the collector; the set bounds how many there can be.
+    let kept: &'static str = Box::leak(name.to_owned().into_boxed_str());
+    names.insert(kept);
+    Some(kept)
+}
+
+/// `OTEL_RESOURCE_ATTRIBUTES` uses W3C Baggage's percent encoding. Bad escapes stand for themselves.
+fn percent_decoded(text: &str) -> String {
+    let bytes = text.as_bytes();
+    let mut decoded = Vec::with_capacity(bytes.len());
+    let mut at = 0;
+    while at < bytes.len() {
+        let escape = text.get(at + 1..at + 3).filter(|_| bytes[at] == b'%');
+        match escape.and_then(|hex| u8::from_str_radix(hex, 16).ok()) {
+            Some(byte) => {
+                decoded.push(byte);
+                at += 3;
+            }
+            None => {
+                decoded.push(bytes[at]);
+                at += 1;
+            }
+        }
+    }
+    String::from_utf8(decoded).unwrap_or_else(|_| text.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn process(environment: &[(&str, &str)]) -> Process {
+        Process {
+            pid: 42,
+            start_time: 1,
+            name: "train".into(),
+            library: "/lib/libnccl.so.2".into(),
+            library_version: 22_809,
+            host_id: "h1".into(),
+            host_name: "node-1".into(),
+            instrumented: true,
+            environment: environment
+                .iter()
+                .map(|(k, v)| ((*k).into(), (*v).into()))
+                .collect(),
+        }
+    }
+
+    fn value(resource: &Resource, name: &str) -> Option<Value> {
+        resource
+            .attributes
+            .iter()
+            .find(|(key, _)| *key == name)
+            .map(|(_, value)| value.clone())
+    }
+
+    #[test]
+    fn who_names_the_service() {
+        let named = [
+            ("OTEL_SERVICE_NAME", "a"),
+            ("OTEL_RESOURCE_ATTRIBUTES", "service.name=b,team=x%20y"),
+        ];
+        let of = |environment: &[(&str, &str)], service: Option<&str>| {
+            let service = service.map(Arc::from);
+            value(
+                &of_process(&process(environment), service.as_ref(), Some(3)),
+                "service.name",
+            )
+        };
+        assert_eq!(of(&named, Some("c")), Some(text("c")));
+        assert_eq!(of(&named, None), Some(text("a")));
+        assert_eq!(of(&named[1..], None), Some(text("b")));
+        assert_eq!(of(&[], None), Some(text("unknown_service:train")));
+        let resource = of_process(&process(&named), None, Some(3));
+        assert_eq!(value(&resource, "team"), Some(text("x y")));
+        assert_eq!(value(&resource, "service.instance.id"), Some(text("3")));
+        assert_eq!(value(&resource, "host.name"), Some(text("node-1")));
+    }
+
+    #[test]
+    fn no_two_attributes_have_one_name() {
+        let bad = [("OTEL_RESOURCE_ATTRIBUTES", "host.id=evil,=x,a,a=1,a=2,%ZZ=%4")];
+        let resource = of_process(&process(&bad), None, None);
+        let mut names: Vec<_> = resource.attributes.iter().map(|(name, _)| *name).collect();
+        names.sort_unstable();
+        let count = names.len();
+        names.dedup();
+        assert_eq!(names.len(), count);
+        assert_eq!(value(&resource, "host.id"), Some(text("h1")));
+        assert_eq!(value(&resource, "service.instance.id"), Some(text("node-1:42")));
+    }
+
+    #[test]
+    fn versions_are_written_as_people_do() {
+        assert_eq!(version(22_809), "2.28.9");
+        assert_eq!(version(2_708), "2.7.8");
+        assert_eq!(version(0), "");
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn any_environment_is_survived(text in ".*") {
+            let _ = of_process(&process(&[("OTEL_RESOURCE_ATTRIBUTES", &text)]), None, None);
+        }
+    }
+}

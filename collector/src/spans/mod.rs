@@ -1,0 +1,613 @@
+//! Finished operations to spans: the tree of `docs/src/data-model.md`.
+//!
+//! A span's children lie inside it: where records of different origin disagree by a little, the parent is stretched.
+
+mod names;
+mod rank;
+
+use std::sync::Arc;
+
+use ringsight_exporters::model::{
+    Attribute, Culprit, Operation, OperationRank, Resource, Span, SpanId, SpanLink, TraceId, Value,
+};
+use ringsight_probes::sample::{Call, HostCall};
+use ringsight_records::{Algorithm, DataType, Description, Function, Protocol, ReduceOp};
+
+use crate::{
+    clock::Clock,
+    correlate::{
+        Group, RankOperation,
+        communicators::{Communicator, Communicators, Watched},
+        instance::Instance,
+    },
+    identity::{Direction, InstanceKey, Role, Scope, SpanKey, TraceKind},
+    lag,
+};
+
+/// Spans made, by what they are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SpanCounts {
+    /// By [`Role`], as a number.
+    pub by_role: [u64; 9],
+}
+
+impl SpanCounts {
+    fn count(&mut self, role: Role) {
+        self.by_role[role as usize] += 1;
+    }
+
+    /// How many of a role.
+    #[must_use]
+    pub fn of(&self, role: Role) -> u64 {
+        self.by_role[role as usize]
+    }
+
+    /// All of them.
+    #[must_use]
+    pub fn total(&self) -> u64 {
+        self.by_role.iter().sum()
+    }
+}
+
+/// What an instance's parts say together.
+#[derive(Clone, Debug)]
+pub struct Verdict {
+    /// Its function, if any part knows.
+    pub function: Option<Function>,
+    /// The late rank.
+    pub culprit: Option<Culprit>,
+    /// Bus bandwidth in bytes per second, by nccl-tests' factors; `None` if the time or size is not known.
+    pub bus_bandwidth: Option<f64>,
+    /// Everything was seen of every watched rank.
+    pub complete: bool,
+}
+
+/// Makes spans.
+#[derive(Debug)]
+pub struct SpanMaker {
+    scope: Scope,
+    lag_threshold_ns: u64,
+    fallback: Arc<Resource>,
+    counts: SpanCounts,
+    scratch: Vec<u64>,
+    arrivals: Vec<(u32, u64)>,
+}
+
+/// A time range in monotonic nanoseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Range {
+    start: u64,
+    end: u64,
+}
+
+impl Range {
+    const EMPTY: Self = Self {
+        start: u64::MAX,
+        end: 0,
+    };
+
+    /// Grows to hold a moment, unless that is unknown (0).
+    fn hold(&mut self, ns: u64) {
+        if ns != 0 {
+            self.start = self.start.min(ns);
+            self.end = self.end.max(ns);
+        }
+    }
+
+    fn hold_range(&mut self, other: Self) {
+        self.hold(other.start);
+        self.hold(other.end);
+    }
+
+    /// Start and end with unknown ones taken from `outer`, in order.
+    fn of((start, end): (u64, u64), outer: Self) -> Self {
+        let start = if start == 0 { outer.start } else { start };
+        let end = if end == 0 { outer.end } else { end };
+        Self {
+            start,
+            end: end.max(start),
+        }
+    }
+}
+
+impl SpanMaker {
+    /// A maker; `lag_threshold_ns` is from which lag on a rank is named as culprit.
+    #[must_use]
+    pub fn new(scope: Scope, lag_threshold_ns: u64) -> Self {
+        Self {
+            scope,
+            lag_threshold_ns,
+            fallback: Arc::new(crate::resource::of_collector()),
+            counts: SpanCounts::default(),
+            scratch: Vec::new(),
+            arrivals: Vec::new(),
+        }
+    }
+
+    /// Spans made so far.
+    #[must_use]
+    pub fn counts(&self) -> &SpanCounts {
+        &self.counts
+    }
+
+    /// Lag and bandwidth of an instance.
+    pub fn judge(&mut self, instance: &Instance) -> Verdict {
+        let function = instance.parts.iter().find_map(|part| part.function());
+        self.arrivals.clear();
+        let started = instance.parts.iter().filter(|part| part.device.0 != 0);
+        self.arrivals
+            .extend(started.map(|part| (part.rank, part.device.0)));
+        let culprit = lag::culprit(function, &self.arrivals, self.lag_threshold_ns);
+        let last = self.arrivals.iter().map(|(_, arrival)| *arrival).max();
+        let first = self.arrivals.iter().map(|(_, arrival)| *arrival).min();
+        // What the slowest rank made the others wait is not the network's doing.
+        let begin = if function.is_some_and(Function::synchronises) {
+            last
+        } else {
+            first
+        };
+        let end = instance.parts.iter().map(|part| part.device.1).max().unwrap_or(0);
+        let bytes = instance
+            .parts
+            .iter()
+            .map(|part| bytes_of(part))
+            .max()
+            .unwrap_or(0);
+        let bus_bandwidth = match (function, begin) {
+            (Some(function), Some(begin)) if end > begin && bytes > 0 => {
+                Some(bytes as f64 * function.bus_factor(instance.key.ranks) * 1e9 / (end - begin) as f64)
+            }
+            _ => None,
+        };
+        let complete = instance.whole && !instance.late && instance.parts.iter().all(|part| part.complete);
+        Verdict {
+            function,
+            culprit,
+            bus_bandwidth,
+            complete,
+        }
+    }
+
+    /// Spans of an instance: its root, if this collector is to send it, and each part with its children.
+    pub fn instance(
+        &mut self,
+        instance: &Instance,
+        verdict: &Verdict,
+        communicators: &Communicators,
+        clock: &Clock,
+        spans: &mut Vec<Span>,
+    ) -> TraceId {
+        let trace_id = instance.key.trace_id(&self.scope);
+        let root_id = SpanKey::of(Role::Root).span_id(&trace_id);
+        let communicator = communicators.get(instance.key.comm);
+        // The lag of a part is against the other parts' arrivals; `judge` left those in `self.arrivals`.
+        let starts: Vec<u64> = self.arrivals.iter().map(|(_, arrival)| *arrival).collect();
+        let synchronises = starts.len() > 1 && verdict.function.is_some_and(Function::synchronises);
+        let mut union = Range::EMPTY;
+        let mut arrival = 0;
+        for part in &instance.parts {
+            let mut lag_ns = None;
+            if part.device.0 != 0 {
+                lag_ns = synchronises.then(|| lag::lag_of(&starts, arrival, &mut self.scratch));
+                arrival += 1;
+            }
+            let ids = rank::Ids {
+                trace_id,
+                root_id,
+                scope: &self.scope,
+            };
+            let made = rank::Part {
+                part,
+                communicator,
+                communicators,
+                clock,
+                lag_ns,
+                fallback: &self.fallback,
+            };
+            union.hold_range(made.spans(&ids, verdict.function, spans, &mut self.counts));
+        }
+        if !instance.late
+            && let Some(member) = communicators.root_member(&instance.key)
+        {
+            self.counts.count(Role::Root);
+            spans.push(Span {
+                resource: member.resource.clone(),
+                trace_id,
+                span_id: root_id,
+                parent_span_id: None,
+                name: names::operation(verdict.function, instance.key.kind),
+                start_unix_ns: clock.unix_ns(union.start),
+                end_unix_ns: clock.unix_ns(union.end),
+                attributes: root_attributes(instance, verdict, communicator, &member.watched, clock),
+                events: Vec::new(),
+                links: Vec::new(),
+                error: None,
+            });
+        }
+        trace_id
+    }
+
+    /// The row that an instance is in tables and pages.
+    #[must_use]
+    pub fn operation(
+        &self,
+        instance: &Instance,
+        verdict: &Verdict,
+        trace_id: TraceId,
+        communicators: &Communicators,
+        clock: &Clock,
+    ) -> Operation {
+        let communicator = communicators.get(instance.key.comm);
+        let description = instance.parts.iter().find_map(|part| part.description.as_deref());
+        let unix = |ns: u64| if ns == 0 { 0 } else { clock.unix_ns(ns) };
+        let by_rank = instance.parts.iter().map(|part| OperationRank {
+            rank: part.rank,
+            host: communicators
+                .process(part.pid)
+                .map_or_else(|| "".into(), |watched| watched.host.clone()),
+            pid: part.pid,
+            api_start_ns: unix(part.api_times().0),
+            device_start_ns: unix(part.device.0),
+            device_end_ns: unix(part.device.1),
+        });
+        Operation {
+            trace_id,
+            name: names::operation(verdict.function, instance.key.kind),
+            communicator: instance.key.comm,
+            communicator_name: communicator
+                .map_or_else(|| "".into(), |communicator| communicator.name.clone()),
+            ranks: instance.key.ranks,
+            sequence: instance.key.seq,
+            replay: instance.key.replay,
+            bytes: instance
+                .parts
+                .iter()
+                .map(|part| bytes_of(part))
+                .max()
+                .unwrap_or(0),
+            data_type: description
+                .and_then(|d| DataType::from_code(d.data_type))
+                .map_or("", DataType::name),
+            algorithm: description
+                .and_then(|d| Algorithm::from_code(d.algorithm))
+                .map_or("", Algorithm::name),
+            by_rank: by_rank.collect(),
+            culprit: verdict.culprit.clone(),
+            complete: verdict.complete,
+        }
+    }
+
+    /// An operation that was still running when it was last seen: a trace of its own, linked to where the operation's rank
+    /// span will be if a later collector sees it end.
+    pub fn unfinished(
+        &mut self,
+        part: &RankOperation,
+        now_ns: u64,
+        communicators: &Communicators,
+        clock: &Clock,
+        spans: &mut Vec<Span>,
+    ) {
+        let Some(watched) = communicators.process(part.pid) else {
+            return;
+        };
+        let communicator = communicators.get(part.comm);
+        let key = InstanceKey {
+            comm: watched.identity,
+            seq: u64::from(part.op),
+            ranks: 0,
+            replay: part.replay,
+            kind: TraceKind::Unfinished,
+            pair: None,
+        };
+        let trace_id = key.trace_id(&self.scope);
+        let mut range = Range::EMPTY;
+        for ns in [part.api_times().0, part.launched_ns, part.device.0, part.last_ns] {
+            range.hold(ns);
+        }
+        if range == Range::EMPTY {
+            return;
+        }
+        let mut attributes = vec![
+            (
+                "ccl.operation.name",
+                Value::Static(names::function(part.function())),
+            ),
+            ("ccl.rank", Value::Int(i64::from(part.rank))),
+            ("ccl.operation.sequence", int(part.seq)),
+            ("ccl.complete", Value::Bool(false)),
+        ];
+        attributes.extend(
+            communicator.map(|communicator| ("ccl.communicator.id", Value::Text(communicator.id.clone()))),
+        );
+        let links = part.instance().map(|instance| {
+            let trace_id = instance.trace_id(&self.scope);
+            let span_id = SpanKey::rank(Role::Rank, part.rank, part.direction()).span_id(&trace_id);
+            link(trace_id, span_id, "operation")
+        });
+        self.counts.count(Role::Unfinished);
+        spans.push(Span {
+            resource: resource_of(part, communicator, communicators, &self.fallback),
+            trace_id,
+            span_id: SpanKey::rank(Role::Unfinished, part.rank, part.direction()).span_id(&trace_id),
+            parent_span_id: None,
+            name: "ccl.operation.unfinished",
+            start_unix_ns: clock.unix_ns(range.start),
+            end_unix_ns: clock.unix_ns(range.end.max(now_ns)),
+            attributes,
+            events: Vec::new(),
+            links: links.into_iter().collect(),
+            error: Some("the operation had not finished when its observation ended".into()),
+        });
+    }
+
+    /// A group that the caller opened, linked to its operations.
+    pub fn group(
+        &mut self,
+        group: &Group,
+        communicators: &Communicators,
+        clock: &Clock,
+        spans: &mut Vec<Span>,
+    ) {
+        let Some(watched) = communicators.process(group.pid) else {
+            return;
+        };
+        let trace_id = group_key(watched.identity, group.number).trace_id(&self.scope);
+        let range = Range::of(
+            (group.api.0, group.end_ns()),
+            Range {
+                start: group.api.0,
+                end: group.api.0,
+            },
+        );
+        let mut attributes = vec![
+            ("ccl.group.number", Value::Int(i64::from(group.number))),
+            ("ccl.group.operations", Value::Int(i64::from(group.operations))),
+            ("ccl.timing.source", Value::Static("host")),
+        ];
+        if group.plan.0 != 0 && group.plan.1 >= group.plan.0 {
+            attributes.push(("ccl.group.planning", seconds(group.plan.1 - group.plan.0)));
+        }
+        let links = group.members.iter().map(|(key, rank, direction)| {
+            let trace_id = key.trace_id(&self.scope);
+            link(
+                trace_id,
+                SpanKey::rank(Role::Rank, *rank, *direction).span_id(&trace_id),
+                "group",
+            )
+        });
+        let links = links.collect();
+        self.counts.count(Role::Group);
+        spans.push(Span {
+            resource: watched.resource.clone(),
+            trace_id,
+            span_id: SpanKey::of(Role::Group).span_id(&trace_id),
+            parent_span_id: None,
+            name: "group",
+            start_unix_ns: clock.unix_ns(range.start),
+            end_unix_ns: clock.unix_ns(range.end),
+            attributes,
+            events: Vec::new(),
+            links,
+            error: None,
+        });
+    }
+
+    /// A call into a library without probe functions: what is known is when the caller was inside it. Group calls show
+    /// nothing by themselves and make no span.
+    pub fn call(
+        &mut self,
+        call: &HostCall,
+        communicators: &Communicators,
+        clock: &Clock,
+        spans: &mut Vec<Span>,
+    ) {
+        let Call::Operation {
+            function,
+            count,
+            data_type,
+            reduce_op,
+            peer,
+            comm,
+            ..
+        } = &call.call
+        else {
+            return;
+        };
+        let Some(watched) = communicators.process(call.pid) else {
+            return;
+        };
+        let key = InstanceKey {
+            comm: watched.identity,
+            seq: call.start_ns,
+            ranks: 0,
+            replay: call.tid,
+            kind: TraceKind::HostCall,
+            pair: None,
+        };
+        let trace_id = key.trace_id(&self.scope);
+        let mut attributes = vec![
+            ("ccl.system.name", Value::Static("nccl")),
+            ("ccl.operation.name", Value::Static(function.name())),
+            ("ccl.timing.source", Value::Static("host")),
+            ("ccl.message.count", int(*count)),
+            // The handle means something within its process only: it is no communicator id.
+            (
+                "ccl.communicator.handle",
+                Value::Text(format!("{comm:#x}").into()),
+            ),
+            ("thread.id", Value::Int(i64::from(call.tid))),
+        ];
+        if !watched.version.is_empty() {
+            attributes.push(("ccl.system.version", Value::Text(watched.version.clone())));
+        }
+        if let Some(data_type) = data_type {
+            attributes.push(("ccl.data_type", Value::Static(data_type.name())));
+            attributes.push((
+                "ccl.message.size",
+                int(count.saturating_mul(data_type.size() as u64)),
+            ));
+        }
+        attributes.extend(reduce_op.map(|op| ("ccl.reduction", Value::Static(op.name()))));
+        if *peer >= 0 {
+            let name = if function.is_p2p() {
+                "ccl.peer.rank"
+            } else {
+                "ccl.root_rank"
+            };
+            attributes.push((name, Value::Int(i64::from(*peer))));
+        }
+        let error = call
+            .result
+            .filter(|result| *result != 0 && *result != IN_PROGRESS);
+        self.counts.count(Role::HostCall);
+        spans.push(Span {
+            resource: watched.resource.clone(),
+            trace_id,
+            span_id: SpanKey::of(Role::HostCall).span_id(&trace_id),
+            parent_span_id: None,
+            name: function.name(),
+            start_unix_ns: clock.unix_ns(call.start_ns),
+            end_unix_ns: clock.unix_ns(call.end_ns.unwrap_or(call.start_ns).max(call.start_ns)),
+            attributes,
+            events: Vec::new(),
+            links: Vec::new(),
+            error: error.map(|result| format!("the call returned ncclResult_t {result}").into()),
+        });
+    }
+}
+
+/// `ncclInProgress`: what a call on a non-blocking communicator returns when nothing is wrong.
+const IN_PROGRESS: i32 = 7;
+
+/// Identity of a group's trace.
+fn group_key(process: u64, number: u32) -> InstanceKey {
+    InstanceKey {
+        comm: process,
+        seq: u64::from(number),
+        ranks: 0,
+        replay: 0,
+        kind: TraceKind::Group,
+        pair: None,
+    }
+}
+
+fn link(trace_id: TraceId, span_id: SpanId, kind: &'static str) -> SpanLink {
+    SpanLink {
+        trace_id,
+        span_id,
+        attributes: vec![("ccl.link.type", Value::Static(kind))],
+    }
+}
+
+/// A number that OTLP can carry; what does not fit is at its limit.
+fn int(value: u64) -> Value {
+    Value::Int(i64::try_from(value).unwrap_or(i64::MAX))
+}
+
+/// A duration as OpenTelemetry gives it.
+fn seconds(ns: u64) -> Value {
+    Value::Double(ns as f64 / 1e9)
+}
+
+fn bytes_of(part: &RankOperation) -> u64 {
+    part.description
+        .as_ref()
+        .map_or(part.bytes, |description| description.bytes)
+}
+
+fn resource_of(
+    part: &RankOperation,
+    communicator: Option<&Communicator>,
+    communicators: &Communicators,
+    fallback: &Arc<Resource>,
+) -> Arc<Resource> {
+    communicator
+        .and_then(|communicator| communicator.member(part.pid, part.rank))
+        .map(|member| &member.resource)
+        .or_else(|| communicators.process(part.pid).map(|watched| &watched.resource))
+        .unwrap_or(fallback)
+        .clone()
+}
+
+fn root_attributes(
+    instance: &Instance,
+    verdict: &Verdict,
+    communicator: Option<&Communicator>,
+    watched: &Watched,
+    clock: &Clock,
+) -> Vec<Attribute> {
+    let key = &instance.key;
+    let description = instance.parts.iter().find_map(|part| part.description.as_deref());
+    let mut attributes = Vec::with_capacity(24);
+    attributes.push(("ccl.system.name", Value::Static("ringsight")));
+    attributes.push(("ccl.system.version", Value::Text(watched.version.clone())));
+    attributes.push((
+        "ccl.operation.name",
+        Value::Static(names::operation(verdict.function, key.kind)),
+    ));
+    attributes.push(("ccl.operation.sequence", int(key.seq)));
+    attributes.push((
+        "ccl.sequence.source",
+        Value::Static(if key.replay == 0 { "library" } else { "replay" }),
+    ));
+    if let Some(communicator) = communicator {
+        attributes.push(("ccl.communicator.id", Value::Text(communicator.id.clone())));
+        if !communicator.name.is_empty() {
+            attributes.push(("ccl.communicator.name", Value::Text(communicator.name.clone())));
+        }
+    }
+    attributes.push(("ccl.communicator.size", Value::Int(i64::from(key.ranks))));
+    attributes.push(("ccl.ranks.observed", int(instance.parts.len() as u64)));
+    attributes.push((
+        "ccl.message.size",
+        int(instance
+            .parts
+            .iter()
+            .map(|part| bytes_of(part))
+            .max()
+            .unwrap_or(0)),
+    ));
+    if let Some(description) = description {
+        shape_attributes(description, &mut attributes);
+    }
+    if let Some((source, destination)) = key.pair {
+        attributes.push(("ccl.source.rank", Value::Int(i64::from(source))));
+        attributes.push(("ccl.destination.rank", Value::Int(i64::from(destination))));
+    }
+    attributes.push(("ccl.graph.captured", Value::Bool(key.replay != 0)));
+    if key.replay != 0 {
+        attributes.push(("ccl.graph.replay", Value::Int(i64::from(key.replay))));
+    }
+    attributes.push(("ccl.timing.source", Value::Static("device")));
+    attributes.push(("ccl.clock.uncertainty", seconds(clock.uncertainty_ns())));
+    if let Some(culprit) = &verdict.culprit {
+        attributes.push(("ccl.straggler.rank", Value::Int(i64::from(culprit.rank))));
+        attributes.push(("ccl.straggler.lag", seconds(culprit.lag_ns)));
+    }
+    if let Some(bandwidth) = verdict.bus_bandwidth {
+        attributes.push(("ccl.operation.bus_bandwidth", Value::Double(bandwidth)));
+    }
+    attributes.push(("ccl.complete", Value::Bool(verdict.complete)));
+    attributes
+}
+
+fn shape_attributes(description: &Description, attributes: &mut Vec<Attribute>) {
+    let data_type = DataType::from_code(description.data_type);
+    attributes.extend(data_type.map(|data_type| ("ccl.data_type", Value::Static(data_type.name()))));
+    let reduction = ReduceOp::from_code(description.reduce_op).filter(|op| *op != ReduceOp::None);
+    attributes.extend(reduction.map(|op| ("ccl.reduction", Value::Static(op.name()))));
+    if description.root >= 0 {
+        attributes.push(("ccl.root_rank", Value::Int(i64::from(description.root))));
+    }
+    let algorithm = Algorithm::from_code(description.algorithm);
+    attributes.extend(algorithm.map(|algorithm| ("ccl.algorithm", Value::Static(algorithm.name()))));
+    let protocol = Protocol::from_code(description.protocol);
+    attributes.extend(protocol.map(|protocol| ("ccl.protocol", Value::Static(protocol.name()))));
+    attributes.push(("ccl.channel.count", Value::Int(i64::from(description.channels))));
+}
+
+/// The send that a recv's data come from.
+fn send_of(key: &InstanceKey, trace_id: &TraceId) -> Option<SpanId> {
+    key.pair
+        .map(|(source, _)| SpanKey::rank(Role::Rank, source, Direction::Send).span_id(trace_id))
+}

@@ -1,0 +1,285 @@
+//! One rank's spans: its part of the operation and the parts of that.
+
+use std::sync::Arc;
+
+use ringsight_exporters::model::{Attribute, Resource, Span, SpanEvent, SpanId, TraceId, Value};
+use ringsight_records::Function;
+
+use super::{Range, SpanCounts, bytes_of, group_key, int, link, names, resource_of, seconds, send_of};
+use crate::{
+    clock::Clock,
+    correlate::{
+        RankOperation,
+        communicators::{Communicator, Communicators},
+        operation::{ProxyOperation, STEP_STATES},
+    },
+    identity::{Direction, Role, Scope, SpanKey},
+};
+
+/// Identity of the trace that the spans go to.
+pub(super) struct Ids<'a> {
+    pub(super) trace_id: TraceId,
+    pub(super) root_id: SpanId,
+    pub(super) scope: &'a Scope,
+}
+
+/// A part and what is known around it.
+pub(super) struct Part<'a> {
+    pub(super) part: &'a RankOperation,
+    pub(super) communicator: Option<&'a Communicator>,
+    pub(super) communicators: &'a Communicators,
+    pub(super) clock: &'a Clock,
+    /// Arrival against the other parts' median, where that means something.
+    pub(super) lag_ns: Option<i64>,
+    pub(super) fallback: &'a Arc<Resource>,
+}
+
+impl Part<'_> {
+    /// Appends the part's spans; returns the time that they cover.
+    pub(super) fn spans(
+        &self,
+        ids: &Ids<'_>,
+        function: Option<Function>,
+        spans: &mut Vec<Span>,
+        counts: &mut SpanCounts,
+    ) -> Range {
+        let part = self.part;
+        let resource = resource_of(part, self.communicator, self.communicators, self.fallback);
+        let key = SpanKey::rank(Role::Rank, part.rank, part.direction());
+        let rank_id = key.span_id(&ids.trace_id);
+
+        let (api, launch) = (part.api_times(), part.launch_times());
+        // What must be inside, known or not; the children's own unknown ends are taken from here.
+        let mut range = Range::EMPTY;
+        for ns in [
+            api.0,
+            api.1,
+            launch.0,
+            launch.1,
+            part.launched_ns,
+            part.device.0,
+            part.device.1,
+        ] {
+            range.hold(ns);
+        }
+        if range == Range::EMPTY {
+            range.hold(part.last_ns);
+        }
+        let device = Range::of(part.device, range);
+        for channel in &part.channels {
+            range.hold(channel.start_ns);
+            range.hold(channel.stop_ns);
+        }
+        for proxy in &part.proxies {
+            range.hold(proxy.start_ns);
+            range.hold(proxy.stop_ns);
+        }
+
+        let child = |key: SpanKey, name, range: Range, attributes, events| Span {
+            resource: resource.clone(),
+            trace_id: ids.trace_id,
+            span_id: key.span_id(&ids.trace_id),
+            parent_span_id: Some(rank_id),
+            name,
+            start_unix_ns: self.clock.unix_ns(range.start),
+            end_unix_ns: self.clock.unix_ns(range.end),
+            attributes,
+            events,
+            links: Vec::new(),
+            error: None,
+        };
+        let rank_attribute = || ("ccl.rank", Value::Int(i64::from(part.rank)));
+
+        counts.count(Role::Rank);
+        spans.push(Span {
+            parent_span_id: Some(ids.root_id),
+            attributes: self.attributes(function),
+            links: self.links(ids),
+            error: part.aborted.then(|| "the operation was aborted".into()),
+            ..child(
+                key,
+                names::rank(function, part.direction()),
+                range,
+                Vec::new(),
+                Vec::new(),
+            )
+        });
+        if api.0 != 0 {
+            counts.count(Role::Enqueue);
+            let inner = Range::of(
+                api,
+                Range {
+                    start: api.0,
+                    end: api.0,
+                },
+            );
+            let key = SpanKey {
+                role: Role::Enqueue,
+                ..key
+            };
+            spans.push(child(key, "enqueue", inner, vec![rank_attribute()], Vec::new()));
+        }
+        if launch.0 != 0 {
+            counts.count(Role::Launch);
+            let inner = Range::of(
+                launch,
+                Range {
+                    start: launch.0,
+                    end: launch.0,
+                },
+            );
+            let key = SpanKey {
+                role: Role::Launch,
+                ..key
+            };
+            spans.push(child(key, "launch", inner, vec![rank_attribute()], Vec::new()));
+        }
+        for channel in &part.channels {
+            counts.count(Role::KernelChannel);
+            let inner = Range::of((channel.start_ns, channel.stop_ns), device);
+            let key = SpanKey {
+                role: Role::KernelChannel,
+                channel: u32::from(channel.channel),
+                ..key
+            };
+            let attributes = vec![
+                rank_attribute(),
+                ("ccl.channel.id", Value::Int(i64::from(channel.channel))),
+            ];
+            spans.push(child(key, "kernel channel", inner, attributes, Vec::new()));
+        }
+        for proxy in &part.proxies {
+            counts.count(Role::Proxy);
+            let inner = Range::of((proxy.start_ns, proxy.stop_ns), range);
+            let direction = if proxy.send {
+                Direction::Send
+            } else {
+                Direction::Recv
+            };
+            let key = SpanKey {
+                role: Role::Proxy,
+                rank: part.rank,
+                channel: u32::from(proxy.channel),
+                peer: proxy.peer,
+                direction,
+                index: proxy.index,
+            };
+            let name = if proxy.send { "proxy send" } else { "proxy recv" };
+            let mut attributes = vec![rank_attribute()];
+            proxy_attributes(proxy, &mut attributes);
+            spans.push(child(
+                key,
+                name,
+                inner,
+                attributes,
+                self.state_events(proxy, inner),
+            ));
+        }
+        range
+    }
+
+    fn attributes(&self, function: Option<Function>) -> Vec<Attribute> {
+        let part = self.part;
+        let mut attributes = Vec::with_capacity(14);
+        attributes.push(("ccl.operation.name", Value::Static(names::function(function))));
+        attributes.push(("ccl.operation.sequence", int(part.seq)));
+        if let Some(communicator) = self.communicator {
+            attributes.push(("ccl.communicator.id", Value::Text(communicator.id.clone())));
+        }
+        attributes.push(("ccl.rank", Value::Int(i64::from(part.rank))));
+        if let Some(member) = self
+            .communicator
+            .and_then(|communicator| communicator.member(part.pid, part.rank))
+        {
+            attributes.push(("ccl.rank.local", Value::Int(i64::from(member.local_rank))));
+        }
+        if part.direction() != Direction::None {
+            attributes.push(("ccl.peer.rank", Value::Int(i64::from(part.peer))));
+        }
+        attributes.push(("ccl.message.size", int(bytes_of(part))));
+        if let Some(description) = &part.description {
+            attributes.push(("ccl.channel.count", Value::Int(i64::from(description.channels))));
+            if description.tid != 0 {
+                attributes.push(("thread.id", Value::Int(i64::from(description.tid))));
+            }
+        }
+        if part.replay != 0 {
+            attributes.push(("ccl.graph.replay", Value::Int(i64::from(part.replay))));
+        }
+        attributes.push(("ccl.timing.source", Value::Static("device")));
+        if part.device.0 != 0 && part.device.1 >= part.device.0 {
+            attributes.push(("ccl.device.duration", seconds(part.device.1 - part.device.0)));
+        }
+        if let Some(lag_ns) = self.lag_ns {
+            attributes.push(("ccl.straggler.lag", Value::Double(lag_ns as f64 / 1e9)));
+        }
+        attributes.push(("ccl.complete", Value::Bool(part.complete)));
+        attributes
+    }
+
+    fn links(&self, ids: &Ids<'_>) -> Vec<ringsight_exporters::model::SpanLink> {
+        let part = self.part;
+        let mut links = Vec::new();
+        if part.direction() == Direction::Recv
+            && let Some(send) = part.instance().and_then(|key| send_of(&key, &ids.trace_id))
+        {
+            links.push(link(ids.trace_id, send, "send"));
+        }
+        if let Some(description) = &part.description
+            && description.group_depth > 1
+            && description.group != 0
+            && !part.captured()
+            && let Some(watched) = self.communicators.process(part.pid)
+        {
+            let trace_id = group_key(watched.identity, description.group).trace_id(ids.scope);
+            links.push(link(
+                trace_id,
+                SpanKey::of(Role::Group).span_id(&trace_id),
+                "group",
+            ));
+        }
+        links
+    }
+
+    /// One event for each state that the steps were in, at its first occurrence.
+    fn state_events(&self, proxy: &ProxyOperation, range: Range) -> Vec<SpanEvent> {
+        let entered = STEP_STATES
+            .iter()
+            .zip(&proxy.sums)
+            .filter(|(_, sum)| sum.count > 0);
+        let mut events: Vec<SpanEvent> = entered
+            .map(|(state, sum)| SpanEvent {
+                unix_ns: self.clock.unix_ns(sum.first_ns.clamp(range.start, range.end)),
+                name: state.name().unwrap_or("unknown"),
+                attributes: vec![
+                    ("ccl.proxy.state.duration", seconds(sum.total_ns)),
+                    ("ccl.proxy.state.max", seconds(sum.max_ns)),
+                    ("ccl.proxy.state.count", Value::Int(i64::from(sum.count))),
+                ],
+            })
+            .collect();
+        if proxy.progress_ns != 0 {
+            events.push(SpanEvent {
+                unix_ns: self
+                    .clock
+                    .unix_ns(proxy.progress_ns.clamp(range.start, range.end)),
+                name: "in_progress",
+                attributes: Vec::new(),
+            });
+        }
+        events.sort_by_key(|event| event.unix_ns);
+        events
+    }
+}
+
+fn proxy_attributes(proxy: &ProxyOperation, attributes: &mut Vec<Attribute>) {
+    attributes.push(("ccl.channel.id", Value::Int(i64::from(proxy.channel))));
+    attributes.push(("ccl.peer.rank", Value::Int(i64::from(proxy.peer))));
+    attributes.push(("ccl.proxy.steps", Value::Int(i64::from(proxy.steps))));
+    if proxy.steps_done > 0 {
+        attributes.push(("ccl.proxy.steps.done", Value::Int(i64::from(proxy.steps_done))));
+        attributes.push(("ccl.proxy.step.max", seconds(proxy.max_step_ns)));
+        attributes.push(("ccl.message.size", int(proxy.bytes)));
+    }
+    attributes.push(("ccl.timing.source", Value::Static("proxy")));
+}

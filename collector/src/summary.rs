@@ -1,0 +1,337 @@
+//! What a run came to: the JSON of `--summary` and the table at the end.
+
+use std::collections::BTreeMap;
+
+use ringsight_exporters::model::{ExportStats, Operation};
+use ringsight_records::Kind;
+use serde::Serialize;
+
+use crate::{correlate::Counts, identity::Role, spans::SpanCounts};
+
+/// Rows of the table of slowest and of late operations.
+const TOP: usize = 10;
+
+/// The summary file. Times are Unix nanoseconds.
+#[derive(Clone, Debug, Serialize)]
+pub struct Summary {
+    /// Version of this layout: 1.
+    pub version: u32,
+    /// Watched processes.
+    pub pids: Vec<u32>,
+    /// Records by kind.
+    pub records: BTreeMap<&'static str, RecordCount>,
+    /// Spans by what they are.
+    pub spans: BTreeMap<&'static str, u64>,
+    /// Operations, as far as they were kept.
+    pub operations: Vec<OperationRow>,
+    /// Operations beyond those that were kept.
+    pub operations_left_out: u64,
+    /// Records lost, all kinds.
+    pub lost: u64,
+    /// Operations still running at the end.
+    pub unfinished: u64,
+    /// Operations and instances that could not be completed or named, by reason.
+    pub given_up: BTreeMap<&'static str, u64>,
+    /// How long was watched, seconds.
+    pub duration_s: f64,
+    /// How long attaching took, milliseconds.
+    pub attach_ms: f64,
+    /// How long detaching took, milliseconds.
+    pub detach_ms: f64,
+    /// Probe function calls recorded.
+    pub probe_hits: u64,
+    /// CPU time of the collector, seconds.
+    pub cpu_s: f64,
+    /// Exporters.
+    pub exporters: Vec<ExporterRow>,
+}
+
+/// Records of one kind.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct RecordCount {
+    /// Came in.
+    pub received: u64,
+    /// Emitted by the libraries since the attach, by their own count.
+    pub emitted: u64,
+    /// Lost by a carrier.
+    pub lost: u64,
+}
+
+/// One operation.
+#[derive(Clone, Debug, Serialize)]
+pub struct OperationRow {
+    /// Name.
+    pub name: &'static str,
+    /// Communicator id, 16 hexadecimal digits.
+    pub communicator: String,
+    /// Sequence.
+    pub sequence: u64,
+    /// Replay, 0 if eager.
+    pub replay: u32,
+    /// Message bytes.
+    pub bytes: u64,
+    /// Nothing of it was lost.
+    pub complete: bool,
+    /// Trace id, 32 hexadecimal digits.
+    pub trace_id: String,
+    /// Ranks of the communicator.
+    pub ranks: u32,
+    /// Late rank.
+    pub culprit: Option<CulpritRow>,
+    /// Ranks that were seen.
+    pub by_rank: Vec<RankRow>,
+}
+
+/// A late rank.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct CulpritRow {
+    /// Rank.
+    pub rank: u32,
+    /// Lag, nanoseconds.
+    pub lag_ns: u64,
+}
+
+/// One rank's part.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct RankRow {
+    /// Rank.
+    pub rank: u32,
+    /// Process.
+    pub pid: u32,
+    /// API call entered; 0 for a replay.
+    pub api_start_ns: u64,
+    /// Began on the device.
+    pub device_start_ns: u64,
+    /// Finished on the device.
+    pub device_end_ns: u64,
+}
+
+/// One exporter.
+#[derive(Clone, Debug, Serialize)]
+pub struct ExporterRow {
+    /// Where to.
+    pub target: String,
+    /// Spans delivered.
+    pub delivered: u64,
+    /// Spans dropped, by reason.
+    pub dropped: BTreeMap<&'static str, u64>,
+    /// Delivery attempts that were repeated.
+    pub retries: u64,
+    /// What was not delivered at the end, in words.
+    pub error: Option<String>,
+}
+
+impl ExporterRow {
+    /// A row from an exporter's own account.
+    #[must_use]
+    pub fn new(target: String, stats: &ExportStats, error: Option<String>) -> Self {
+        let mut dropped = BTreeMap::new();
+        for (reason, count) in &stats.spans_dropped {
+            *dropped.entry(*reason).or_insert(0) += count;
+        }
+        Self {
+            target,
+            delivered: stats.spans_delivered,
+            dropped,
+            retries: stats.retries,
+            error,
+        }
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    use std::fmt::Write;
+    bytes
+        .iter()
+        .fold(String::with_capacity(2 * bytes.len()), |mut text, byte| {
+            // Writing to a string does not fail.
+            let _ = write!(text, "{byte:02x}");
+            text
+        })
+}
+
+impl From<&Operation> for OperationRow {
+    fn from(operation: &Operation) -> Self {
+        let by_rank = operation.by_rank.iter().map(|rank| RankRow {
+            rank: rank.rank,
+            pid: rank.pid,
+            api_start_ns: rank.api_start_ns,
+            device_start_ns: rank.device_start_ns,
+            device_end_ns: rank.device_end_ns,
+        });
+        Self {
+            name: operation.name,
+            communicator: format!("{:016x}", operation.communicator),
+            sequence: operation.sequence,
+            replay: operation.replay,
+            bytes: operation.bytes,
+            complete: operation.complete,
+            trace_id: hex(&operation.trace_id),
+            ranks: operation.ranks,
+            culprit: operation.culprit.as_ref().map(|c| CulpritRow {
+                rank: c.rank,
+                lag_ns: c.lag_ns,
+            }),
+            by_rank: by_rank.collect(),
+        }
+    }
+}
+
+/// Records by kind, kinds of which there were none left out.
+#[must_use]
+pub fn records(counts: &Counts, emitted: &[u64; Kind::LIMIT]) -> BTreeMap<&'static str, RecordCount> {
+    let of = |kind: &Kind| {
+        let at = *kind as usize;
+        (
+            kind.name(),
+            RecordCount {
+                received: counts.received[at],
+                emitted: emitted[at],
+                lost: counts.lost[at],
+            },
+        )
+    };
+    Kind::ALL
+        .iter()
+        .map(of)
+        .filter(|(_, count)| *count != RecordCount::default())
+        .collect()
+}
+
+/// Spans by what they are.
+#[must_use]
+pub fn spans(counts: &SpanCounts) -> BTreeMap<&'static str, u64> {
+    let named = [
+        ("root", Role::Root),
+        ("rank", Role::Rank),
+        ("enqueue", Role::Enqueue),
+        ("launch", Role::Launch),
+        ("kernel_channel", Role::KernelChannel),
+        ("proxy", Role::Proxy),
+        ("group", Role::Group),
+        ("host_call", Role::HostCall),
+        ("unfinished", Role::Unfinished),
+    ];
+    named
+        .into_iter()
+        .map(|(name, role)| (name, counts.of(role)))
+        .collect()
+}
+
+/// Operations that were seen: the newest few of interest always, all of them up to a limit if asked.
+#[derive(Debug, Default)]
+pub struct OperationLog {
+    limit: usize,
+    rows: Vec<OperationRow>,
+    left_out: u64,
+    seen: u64,
+    incomplete: u64,
+    late: u64,
+    top_late: Vec<(u64, Operation)>,
+    top_slow: Vec<(u64, Operation)>,
+}
+
+/// Time from the first arrival to the last end.
+fn duration_ns(operation: &Operation) -> u64 {
+    let starts = operation
+        .by_rank
+        .iter()
+        .map(|rank| rank.device_start_ns)
+        .filter(|ns| *ns != 0);
+    let end = operation
+        .by_rank
+        .iter()
+        .map(|rank| rank.device_end_ns)
+        .max()
+        .unwrap_or(0);
+    starts.min().map_or(0, |start| end.saturating_sub(start))
+}
+
+fn keep(top: &mut Vec<(u64, Operation)>, weight: u64, operation: &Operation) {
+    if top.len() == TOP && top.last().is_some_and(|(least, _)| *least >= weight) {
+        return;
+    }
+    let at = top.partition_point(|(known, _)| *known >= weight);
+    top.insert(at, (weight, operation.clone()));
+    top.truncate(TOP);
+}
+
+impl OperationLog {
+    /// A log that keeps up to `limit` rows.
+    #[must_use]
+    pub fn new(limit: usize) -> Self {
+        Self {
+            limit,
+            ..Self::default()
+        }
+    }
+
+    /// Adds an operation.
+    pub fn add(&mut self, operation: &Operation) {
+        self.seen += 1;
+        self.incomplete += u64::from(!operation.complete);
+        if self.rows.len() < self.limit {
+            self.rows.push(operation.into());
+        } else {
+            self.left_out += 1;
+        }
+        keep(&mut self.top_slow, duration_ns(operation), operation);
+        if let Some(culprit) = &operation.culprit {
+            self.late += 1;
+            keep(&mut self.top_late, culprit.lag_ns, operation);
+        }
+    }
+
+    /// The rows kept and how many more there were.
+    #[must_use]
+    pub fn rows(&self) -> (&[OperationRow], u64) {
+        (&self.rows, self.left_out)
+    }
+
+    /// Operations seen, seen incompletely, and with a late rank.
+    #[must_use]
+    pub fn counts(&self) -> (u64, u64, u64) {
+        (self.seen, self.incomplete, self.late)
+    }
+
+    /// The operations that took longest and those with the latest ranks, as text; empty if there were none.
+    #[must_use]
+    pub fn table(&self) -> String {
+        let mut text = String::new();
+        let mut part = |title: &str, rows: &[(u64, Operation)]| {
+            if rows.is_empty() {
+                return;
+            }
+            text.push_str(&format!(
+                "{title}\n  {:<16} {:>16} {:>10} {:>10} {:>12}  {}\n",
+                "operation", "communicator", "sequence", "bytes", "duration", "late rank"
+            ));
+            for (_, operation) in rows {
+                let sequence = match operation.replay {
+                    0 => operation.sequence.to_string(),
+                    n => format!(
+                        "{}.{}#{n}",
+                        operation.sequence >> 32,
+                        operation.sequence & 0xffff_ffff
+                    ),
+                };
+                let late = operation.culprit.as_ref().map_or_else(String::new, |culprit| {
+                    format!("rank {} by {:.1} ms", culprit.rank, culprit.lag_ns as f64 / 1e6)
+                });
+                let line = format!(
+                    "  {:<16} {:016x} {:>10} {:>10} {:>9.3} ms  {late}",
+                    operation.name,
+                    operation.communicator,
+                    sequence,
+                    operation.bytes,
+                    duration_ns(operation) as f64 / 1e6,
+                );
+                text.push_str(line.trim_end());
+                text.push('\n');
+            }
+        };
+        part("Operations with a late rank:", &self.top_late);
+        part("Slowest operations:", &self.top_slow);
+        text
+    }
+}
