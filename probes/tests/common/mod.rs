@@ -146,3 +146,71 @@ pub(crate) fn records(samples: &[Sample], kind: ringsight_records::Kind) -> usiz
 pub(crate) fn lost(samples: &[Sample]) -> u64 {
     samples.iter().map(|sample| if let Sample::Lost { count, .. } = sample { *count } else { 0 }).sum()
 }
+
+/// Compiles a C file of this folder into a shared library in `directory`; `None` without a compiler.
+pub(crate) fn compile(test: &str, source: &str, library: &Path, flags: &[&str]) -> Option<()> {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/common").join(source);
+    let status = Command::new("cc").args(["-shared", "-fPIC", "-O1"]).args(flags).arg(&source).arg("-o").arg(library).status();
+    match status {
+        Ok(status) => {
+            assert!(status.success(), "{} does not compile", source.display());
+            Some(())
+        }
+        Err(error) => {
+            println!("SKIPPED {test}: no C compiler (cc: {error})");
+            None
+        }
+    }
+}
+
+/// A reader in a process of its own.
+pub(crate) struct Reader {
+    child: Child,
+    output: BufReader<ChildStdout>,
+}
+
+impl Reader {
+    /// Runs `fixture_reader` by `command` and returns it with its first line.
+    pub(crate) fn start(mut command: Command, pid: u32) -> (Self, String) {
+        let mut child = command
+            .arg(pid.to_string())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("the fixture: build it with `cargo build -p ringsight-probes --examples`");
+        let mut output = BufReader::new(child.stdout.take().expect("piped"));
+        let mut line = String::new();
+        output.read_line(&mut line).expect("a line");
+        (Self { child, output }, line.trim().to_owned())
+    }
+
+    pub(crate) fn command() -> Command {
+        Command::new(examples().join("fixture_reader"))
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// As the out-of-memory killer does it.
+    pub(crate) fn kill(mut self) {
+        self.child.kill().expect("a child");
+        self.child.wait().expect("a child");
+    }
+
+    /// Ends it and returns how many records it saw.
+    pub(crate) fn end(mut self) -> usize {
+        drop(self.child.stdin.take());
+        let mut line = String::new();
+        self.output.read_line(&mut line).expect("a line");
+        self.child.wait().expect("a child");
+        line.trim().strip_prefix("records ").and_then(|count| count.parse().ok()).expect("a count")
+    }
+}
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
