@@ -17,7 +17,8 @@ use std::{
     process::{Command, exit},
 };
 
-const REMEDY: &str = "run `cargo xtask setup`, which installs what is missing, or set RINGSIGHT_BPF_OBJECT to a ready object";
+const REMEDY: &str =
+    "run `cargo xtask setup`, which installs what is missing, or set RINGSIGHT_BPF_OBJECT to a ready object";
 const VARIABLES: [&str; 5] = [
     "RINGSIGHT_BPF_OBJECT",
     "RINGSIGHT_BPF_CARGO",
@@ -27,7 +28,14 @@ const VARIABLES: [&str; 5] = [
 ];
 
 fn main() {
-    for source in ["build.rs", "ebpf/src", "ebpf/Cargo.toml", "ebpf/Cargo.lock", "records/src", "records/Cargo.toml"] {
+    for source in [
+        "build.rs",
+        "ebpf/src",
+        "ebpf/Cargo.toml",
+        "ebpf/Cargo.lock",
+        "records/src",
+        "records/Cargo.toml",
+    ] {
         println!("cargo::rerun-if-changed={source}");
     }
     for name in VARIABLES {
@@ -78,10 +86,18 @@ fn object() -> Result<(), String> {
         // `-Zbuild-std` on a stable toolchain; the target's `core` exists in no other form.
         .env("RUSTC_BOOTSTRAP", "1")
         .env("CARGO_ENCODED_RUSTFLAGS", flags)
-        .args(["build", "--release", "--locked", "-Zbuild-std=core", "--target=bpfel-unknown-none"])
+        .args([
+            "build",
+            "--release",
+            "--locked",
+            "-Zbuild-std=core",
+            "--target=bpfel-unknown-none",
+        ])
         .arg("--target-dir")
         .arg(&target_dir);
-    let output = build.output().map_err(|error| format!("cannot run {}: {error}", cargo.display()))?;
+    let output = build
+        .output()
+        .map_err(|error| format!("cannot run {}: {error}", cargo.display()))?;
     if !output.status.success() {
         return Err(format!(
             "`{}` failed ({}):\n{}",
@@ -92,7 +108,9 @@ fn object() -> Result<(), String> {
         .replace('\n', "\ncargo::error="));
     }
     let built = target_dir.join("bpfel-unknown-none/release/ringsight");
-    fs::copy(&built, &object).map(drop).map_err(|error| format!("cannot copy {}: {error}", built.display()))
+    fs::copy(&built, &object)
+        .map(drop)
+        .map_err(|error| format!("cannot copy {}: {error}", built.display()))
 }
 
 fn variable(name: &str) -> Option<OsString> {
@@ -109,7 +127,10 @@ fn toolchain() -> Result<(PathBuf, PathBuf), String> {
         return Ok(debian);
     }
     let rustup = |tool: &str| {
-        let output = Command::new("rustup").args(["which", "--toolchain", "nightly", tool]).output().ok()?;
+        let output = Command::new("rustup")
+            .args(["which", "--toolchain", "nightly", tool])
+            .output()
+            .ok()?;
         let path = String::from_utf8(output.stdout).ok()?;
         output.status.success().then(|| PathBuf::from(path.trim()))
     };
@@ -118,15 +139,22 @@ fn toolchain() -> Result<(PathBuf, PathBuf), String> {
     {
         return Ok((cargo, rustc));
     }
-    Err("no Rust toolchain with library source: neither Debian's rustc-web, cargo-web and rust-web-src \
+    Err(
+        "no Rust toolchain with library source: neither Debian's rustc-web, cargo-web and rust-web-src \
          nor a rustup nightly with rust-src"
-        .into())
+            .into(),
+    )
 }
 
 fn has_library_source(rustc: &Path) -> bool {
-    let Ok(output) = Command::new(rustc).args(["--print", "sysroot"]).output() else { return false };
+    let Ok(output) = Command::new(rustc).args(["--print", "sysroot"]).output() else {
+        return false;
+    };
     let sysroot = String::from_utf8_lossy(&output.stdout).trim().to_owned();
-    output.status.success() && Path::new(&sysroot).join("lib/rustlib/src/rust/library/core").exists()
+    output.status.success()
+        && Path::new(&sysroot)
+            .join("lib/rustlib/src/rust/library/core")
+            .exists()
 }
 
 fn linker() -> Result<PathBuf, String> {
@@ -135,7 +163,12 @@ fn linker() -> Result<PathBuf, String> {
     }
     let home = || variable("HOME").map(|home| Path::new(&home).join(".cache"));
     let cache = variable("RINGSIGHT_CACHE").map(PathBuf::from).or_else(|| {
-        Some(variable("XDG_CACHE_HOME").map(PathBuf::from).or_else(home)?.join("ringsight"))
+        Some(
+            variable("XDG_CACHE_HOME")
+                .map(PathBuf::from)
+                .or_else(home)?
+                .join("ringsight"),
+        )
     });
     let path = variable("PATH").unwrap_or_default();
     cache

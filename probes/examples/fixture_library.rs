@@ -4,10 +4,13 @@
 use std::{
     ffi::CString,
     os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd},
-    sync::{OnceLock, atomic::{AtomicU32, Ordering}},
+    sync::{
+        OnceLock,
+        atomic::{AtomicU32, Ordering},
+    },
 };
 
-use ringsight_probes::process::{now_ns, start_time};
+use ringsight_probes::process::{now_ns, own_start_time};
 use ringsight_records::{
     Description, Flags, Kind, Record, State,
     pages::{Communicator, Geometry, Header, MEMFD_NAME, Pages},
@@ -37,7 +40,9 @@ static NEXT_OP: AtomicU32 = AtomicU32::new(1);
 #[unsafe(no_mangle)]
 pub extern "C" fn fixture_open(version: u32) -> i32 {
     let geometry = Geometry::standard();
-    let Ok(name) = CString::new(MEMFD_NAME) else { return libc::EINVAL };
+    let Ok(name) = CString::new(MEMFD_NAME) else {
+        return libc::EINVAL;
+    };
     // SAFETY: plain system calls; the mapping is checked before use and never unmapped.
     unsafe {
         let fd = libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING);
@@ -59,7 +64,7 @@ pub extern "C" fn fixture_open(version: u32) -> i32 {
         let header = &mut *base.cast::<Header>();
         // Its own pid namespace's number, as the library writes it.
         let pid = libc::getpid() as u32;
-        header.initialise(&geometry, pid, start_time(pid).unwrap_or(0), 22809, "fixture-host");
+        header.initialise(&geometry, pid, own_start_time(), 22809, "fixture-host");
         if let Ok(pages) = Pages::new(base.cast(), geometry.file_bytes) {
             let _ = PAGES.set(pages);
         }
@@ -98,8 +103,16 @@ pub extern "C" fn fixture_communicator(id: u64) {
     // SAFETY: plain integers; zero is a value of each.
     let mut communicator: Communicator = unsafe { std::mem::zeroed() };
     (communicator.id, communicator.ranks, communicator.init_start_ns) = (id, 2, now);
-    if let Some(index) = pages.communicators().iter().position(|slot| slot.claim(&communicator)) {
-        emit(&Record { comm: id, value: index as u64, ..Record::new(Kind::CommInit, State::START, now) });
+    if let Some(index) = pages
+        .communicators()
+        .iter()
+        .position(|slot| slot.claim(&communicator))
+    {
+        emit(&Record {
+            comm: id,
+            value: index as u64,
+            ..Record::new(Kind::CommInit, State::START, now)
+        });
     }
 }
 
@@ -121,11 +134,20 @@ pub extern "C" fn fixture_operations(comm: u64, count: u64, dense: u64) {
             ..Description::default()
         };
         pages.slot(op).write(&description);
-        let record = |kind, state| Record { comm, seq: u64::from(op), op, ..Record::new(kind, state, now_ns()) };
+        let record = |kind, state| Record {
+            comm,
+            seq: u64::from(op),
+            op,
+            ..Record::new(kind, state, now_ns())
+        };
         emit(&record(Kind::OpLaunched, State::START));
         for step in 0..dense {
             emit(
-                &Record { value: step, ..record(Kind::ProxyStep, State::STEP_SEND_WAIT) }.with_flags(Flags::SEND),
+                &Record {
+                    value: step,
+                    ..record(Kind::ProxyStep, State::STEP_SEND_WAIT)
+                }
+                .with_flags(Flags::SEND),
             );
         }
         emit(&record(Kind::OpCompleted, State::STOP));

@@ -11,10 +11,16 @@ use ringsight_probes::{Options, Sample, Session, Source as _};
 
 fn main() {
     let mut arguments = std::env::args().skip(1);
-    let pid = arguments.next().and_then(|pid| pid.parse().ok()).expect("usage: fixture_reader PID [--perf-event]");
+    let pid = arguments
+        .next()
+        .and_then(|pid| pid.parse().ok())
+        .expect("usage: fixture_reader PID [--perf-event]");
     let force_perf_event = arguments.next().as_deref() == Some("--perf-event");
-    let mut session =
-        Session::new(Options { force_perf_event, ..Options::default() }).expect("without rights there is the ring");
+    let mut session = Session::new(Options {
+        force_perf_event,
+        ..Options::default()
+    })
+    .expect("without rights there is the ring");
     let attached = match session.attach(pid) {
         Ok(attached) => attached,
         Err(error) => {
@@ -36,9 +42,15 @@ fn main() {
     // The tick that the collector polls with.
     while ended.recv_timeout(Duration::from_millis(1)).is_err() {
         session.poll(&mut samples).expect("no problem");
-        records += samples.drain(..).filter(|sample| matches!(sample, Sample::Record { .. })).count();
+        records += samples
+            .drain(..)
+            .filter(|sample| matches!(sample, Sample::Record { .. }))
+            .count();
     }
     session.poll(&mut samples).expect("no problem");
-    records += samples.iter().filter(|sample| matches!(sample, Sample::Record { .. })).count();
+    records += samples
+        .iter()
+        .filter(|sample| matches!(sample, Sample::Record { .. }))
+        .count();
     println!("records {records}");
 }

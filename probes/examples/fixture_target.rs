@@ -23,7 +23,9 @@ fn main() {
     // SAFETY: loads a library of the tests.
     let library = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
     // SAFETY: dlerror after a failure is a valid string.
-    assert!(!library.is_null(), "{:?}", unsafe { std::ffi::CStr::from_ptr(libc::dlerror()) });
+    assert!(!library.is_null(), "{:?}", unsafe {
+        std::ffi::CStr::from_ptr(libc::dlerror())
+    });
 
     let mut output = std::io::stdout().lock();
     writeln!(output, "ready").expect("a reader");
@@ -32,7 +34,12 @@ fn main() {
         let mut words = line.split_whitespace();
         let Some(name) = words.next() else { continue };
         if name == "mark" {
-            writeln!(output, "{}", symbol(library, words.next().expect("a name")) as u64).expect("a reader");
+            writeln!(
+                output,
+                "{}",
+                symbol(library, words.next().expect("a name")) as u64
+            )
+            .expect("a reader");
             continue;
         }
         let mut a = [0u64; 8];

@@ -89,18 +89,34 @@ fn map_error(error: impl std::fmt::Display) -> Unavailable {
 impl Probes {
     /// Loads the object: maps now, programs when first attached.
     pub(crate) fn load(force_perf_event: bool) -> Result<Self, Unavailable> {
-        let mut ebpf = EbpfLoader::new().load(OBJECT).map_err(|error| Unavailable::explain(chain(&error)))?;
-        let mut take = |name: &str| ebpf.take_map(name).ok_or_else(|| map_error(format!("no map {name} in the object")));
-        let (events, processes, namespaces, pending) =
-            (take("EVENTS")?, take("PROCESSES")?, take("NAMESPACES")?, take("PENDING")?);
-        let Map::LruHashMap(pending) = pending else { return Err(map_error("map PENDING has another type")) };
+        let mut ebpf = EbpfLoader::new()
+            .load(OBJECT)
+            .map_err(|error| Unavailable::explain(chain(&error)))?;
+        let mut take = |name: &str| {
+            ebpf.take_map(name)
+                .ok_or_else(|| map_error(format!("no map {name} in the object")))
+        };
+        let (events, processes, namespaces, pending) = (
+            take("EVENTS")?,
+            take("PROCESSES")?,
+            take("NAMESPACES")?,
+            take("PENDING")?,
+        );
+        let Map::LruHashMap(pending) = pending else {
+            return Err(map_error("map PENDING has another type"));
+        };
         let fds = [
             ("EVENTS", &events),
             ("PROCESSES", &processes),
             ("NAMESPACES", &namespaces),
         ]
         .map(|(name, map)| (name, fd_of(map)));
-        let fds = [fds[0], fds[1], fds[2], ("PENDING", pending.fd().as_fd().as_raw_fd())];
+        let fds = [
+            fds[0],
+            fds[1],
+            fds[2],
+            ("PENDING", pending.fd().as_fd().as_raw_fd()),
+        ];
         let multi = if force_perf_event || crate::site::kernel_version() < (6, 6) {
             None
         } else {
@@ -132,7 +148,14 @@ impl Probes {
             let number = self.next_library;
             let links = self.link(library, sites, number)?;
             self.next_library += 1;
-            self.attachments.insert(library.key, Attachment { number, links, keys: HashSet::new() });
+            self.attachments.insert(
+                library.key,
+                Attachment {
+                    number,
+                    links,
+                    keys: HashSet::new(),
+                },
+            );
             number
         };
         let values = PerCpuValues::try_from(vec![PodTally(Tally::new(number)); self.cpus])?;
@@ -162,7 +185,9 @@ impl Probes {
     /// What was seen of a process so far, over all CPUs.
     pub(crate) fn tally(&self, key: u64) -> Tally {
         let mut sum = Tally::new(0);
-        let Ok(values) = self.processes.get(&key, 0) else { return sum };
+        let Ok(values) = self.processes.get(&key, 0) else {
+            return sum;
+        };
         for PodTally(tally) in values.iter() {
             for kind in 0..Kind::LIMIT {
                 sum.hits[kind] += tally.hits[kind];
@@ -181,10 +206,14 @@ impl Probes {
             let Some(item) = self.ring.next() else { return true };
             if item.len() == size_of::<ProbedRecord>() {
                 // SAFETY: the length was checked, and every bit pattern is a `ProbedRecord`.
-                take(Event::Record(unsafe { item.as_ptr().cast::<ProbedRecord>().read_unaligned() }));
+                take(Event::Record(unsafe {
+                    item.as_ptr().cast::<ProbedRecord>().read_unaligned()
+                }));
             } else if item.len() == size_of::<ProbedCall>() {
                 // SAFETY: the same.
-                take(Event::Call(unsafe { item.as_ptr().cast::<ProbedCall>().read_unaligned() }));
+                take(Event::Call(unsafe {
+                    item.as_ptr().cast::<ProbedCall>().read_unaligned()
+                }));
             }
         }
         false
@@ -192,14 +221,26 @@ impl Probes {
 
     /// Name of the kind of link in use.
     pub(crate) fn link_kind(&self) -> &'static str {
-        if self.multi.is_some() { "uprobe_multi" } else { "perf_event" }
+        if self.multi.is_some() {
+            "uprobe_multi"
+        } else {
+            "perf_event"
+        }
     }
 
     fn unlink_if_unused(&mut self, library: FileKey) {
-        if self.attachments.get(&library).is_none_or(|attachment| !attachment.keys.is_empty()) {
+        if self
+            .attachments
+            .get(&library)
+            .is_none_or(|attachment| !attachment.keys.is_empty())
+        {
             return;
         }
-        if let Some(Attachment { links: Links::PerfEvent(links), .. }) = self.attachments.remove(&library) {
+        if let Some(Attachment {
+            links: Links::PerfEvent(links),
+            ..
+        }) = self.attachments.remove(&library)
+        {
             for (name, link) in links {
                 if let Ok(program) = self.program(name) {
                     let _ = program.detach(link);
@@ -216,10 +257,19 @@ impl Probes {
             sites
                 .iter()
                 .filter(|site| !returns || site.returns)
-                .map(|site| (site.offset, probed::cookie(number, site.cookie & 0xff) | site.cookie & probed::STACK_ARGUMENTS))
+                .map(|site| {
+                    (
+                        site.offset,
+                        probed::cookie(number, site.cookie & 0xff) | site.cookie & probed::STACK_ARGUMENTS,
+                    )
+                })
                 .collect()
         };
-        let entry = if sites.iter().any(|site| site.returns) { "on_entry" } else { "on_record" };
+        let entry = if sites.iter().any(|site| site.returns) {
+            "on_entry"
+        } else {
+            "on_record"
+        };
         // Returns first: an entry whose return is not probed yet would stay pending.
         let parts = [("on_return", true, points(true)), (entry, false, points(false))];
         let parts = parts.iter().filter(|(_, _, points)| !points.is_empty());
@@ -259,21 +309,33 @@ impl Probes {
         path: &str,
         parts: impl Iterator<Item = &'a (&'static str, bool, Vec<(u64, u64)>)>,
     ) -> io::Result<Vec<OwnedFd>> {
-        let Some(programs) = &self.multi else { return Ok(Vec::new()) };
+        let Some(programs) = &self.multi else {
+            return Ok(Vec::new());
+        };
         let path = CString::new(path)?;
         let mut links = Vec::new();
         for (name, returns, points) in parts {
             if !self.multi_loaded.contains_key(name) {
                 self.multi_loaded.insert(name, programs.load(name)?);
             }
-            links.push(multi::link(self.multi_loaded[name].as_fd(), &path, points, *returns)?);
+            links.push(multi::link(
+                self.multi_loaded[name].as_fd(),
+                &path,
+                points,
+                *returns,
+            )?);
         }
         Ok(links)
     }
 
     fn program(&mut self, name: &str) -> Result<&mut UProbe, String> {
-        let program = self.ebpf.program_mut(name).ok_or_else(|| format!("no program {name} in the object"))?;
-        program.try_into().map_err(|error: aya::programs::ProgramError| error.to_string())
+        let program = self
+            .ebpf
+            .program_mut(name)
+            .ok_or_else(|| format!("no program {name} in the object"))?;
+        program
+            .try_into()
+            .map_err(|error: aya::programs::ProgramError| error.to_string())
     }
 
     /// How the programs know the process: by its id in the initial pid namespace, or, where this collector lives in another
@@ -286,16 +348,25 @@ impl Probes {
             return Ok(probed::process_key(0, pid));
         }
         let theirs = std::fs::metadata(format!("/proc/{pid}/ns/pid"))?;
-        let namespace = PidNamespace { device: kernel_device(theirs.dev()), inode: theirs.ino() };
+        let namespace = PidNamespace {
+            device: kernel_device(theirs.dev()),
+            inode: theirs.ino(),
+        };
         let index = match self.known_namespaces.iter().position(|known| *known == namespace) {
             Some(index) => index,
             None if self.known_namespaces.len() < probed::NAMESPACES as usize => {
                 let index = self.known_namespaces.len();
-                self.namespaces.set(index as u32, PodNamespace(namespace), 0).map_err(io::Error::other)?;
+                self.namespaces
+                    .set(index as u32, PodNamespace(namespace), 0)
+                    .map_err(io::Error::other)?;
                 self.known_namespaces.push(namespace);
                 index
             }
-            None => return Err(io::Error::other("processes of too many pid namespaces; start a second collector")),
+            None => {
+                return Err(io::Error::other(
+                    "processes of too many pid namespaces; start a second collector",
+                ));
+            }
         };
         let inner = crate::process::innermost_pid(pid)?;
         Ok(probed::process_key(index as u32 + 1, inner))

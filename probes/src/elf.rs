@@ -38,13 +38,22 @@ impl Drop for Image {
 impl Image {
     /// Maps the file; `None` if it is not a 64-bit little-endian ELF file.
     pub(crate) fn map(file: &File) -> io::Result<Option<Self>> {
-        let Ok(bytes) = usize::try_from(file.metadata()?.len()) else { return Ok(None) };
+        let Ok(bytes) = usize::try_from(file.metadata()?.len()) else {
+            return Ok(None);
+        };
         if bytes < 64 {
             return Ok(None);
         }
         // SAFETY: a fresh private read-only mapping of a file that we hold open.
         let base = unsafe {
-            libc::mmap(std::ptr::null_mut(), bytes, libc::PROT_READ, libc::MAP_PRIVATE, file.as_raw_fd(), 0)
+            libc::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                libc::PROT_READ,
+                libc::MAP_PRIVATE,
+                file.as_raw_fd(),
+                0,
+            )
         };
         if base == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
@@ -85,7 +94,11 @@ impl Image {
             let mut head = [0; HEAD_BYTES];
             let kept = rest.len().min(HEAD_BYTES);
             head[..kept].copy_from_slice(&rest[..kept]);
-            Some(Symbol { name: (*name).to_owned(), offset, head })
+            Some(Symbol {
+                name: (*name).to_owned(),
+                offset,
+                head,
+            })
         };
         names.iter().zip(&found).filter_map(symbol).collect()
     }
@@ -93,7 +106,9 @@ impl Image {
     /// Whether there is a symbol table at all.
     pub(crate) fn has_symbols(&self) -> bool {
         self.elf().is_some_and(|elf| {
-            elf.dynamic_symbols().chain(elf.symbols()).any(|symbol| symbol.is_definition() && symbol.address() != 0)
+            elf.dynamic_symbols()
+                .chain(elf.symbols())
+                .any(|symbol| symbol.is_definition() && symbol.address() != 0)
         })
     }
 
@@ -101,22 +116,29 @@ impl Image {
     fn file_offset(&self, address: u64) -> Option<u64> {
         let data = self.data();
         let header = FileHeader64::<LittleEndian>::parse(data).ok()?;
-        header.program_headers(LittleEndian, data).ok()?.iter().find_map(|segment| {
-            let (start, bytes) = (segment.p_vaddr(LittleEndian), segment.p_filesz(LittleEndian));
-            let inside = address.checked_sub(start).filter(|inside| *inside < bytes)?;
-            (segment.p_type(LittleEndian) == object::elf::PT_LOAD)
-                .then(|| segment.p_offset(LittleEndian).checked_add(inside))?
-        })
+        header
+            .program_headers(LittleEndian, data)
+            .ok()?
+            .iter()
+            .find_map(|segment| {
+                let (start, bytes) = (segment.p_vaddr(LittleEndian), segment.p_filesz(LittleEndian));
+                let inside = address.checked_sub(start).filter(|inside| *inside < bytes)?;
+                (segment.p_type(LittleEndian) == object::elf::PT_LOAD)
+                    .then(|| segment.p_offset(LittleEndian).checked_add(inside))?
+            })
     }
 
     /// The linker's build id; empty if there is none.
     pub(crate) fn build_id(&self) -> &[u8] {
-        self.elf().and_then(|elf| elf.build_id().ok().flatten()).unwrap_or_default()
+        self.elf()
+            .and_then(|elf| elf.build_id().ok().flatten())
+            .unwrap_or_default()
     }
 }
 
 fn is_program(elf: &ElfFile64<'_, LittleEndian>) -> bool {
-    elf.section_by_name(".interp").is_some_and(|section| section.size() > 0)
+    elf.section_by_name(".interp")
+        .is_some_and(|section| section.size() > 0)
 }
 
 /// Addresses of exported functions by the GNU hash table: a lookup touches a few pages, where a walk over the symbols of
@@ -127,7 +149,8 @@ fn exported(data: &[u8], names: &[&str]) -> Option<Vec<Option<u64>>> {
     let sections = header.sections(endian, data).ok()?;
     let symbols = sections.symbols(endian, data, object::elf::SHT_DYNSYM).ok()?;
     let defined = |symbol: &object::elf::Sym64<LittleEndian>| {
-        (!symbol.is_undefined(endian) && symbol.st_type() == object::elf::STT_FUNC).then(|| symbol.st_value(endian))
+        (!symbol.is_undefined(endian) && symbol.st_type() == object::elf::STT_FUNC)
+            .then(|| symbol.st_value(endian))
     };
     if let Ok(Some((hash, _))) = sections.gnu_hash(endian, data)
         && has_sane_gnu_hash(&sections, data)
@@ -135,7 +158,14 @@ fn exported(data: &[u8], names: &[&str]) -> Option<Vec<Option<u64>>> {
         let versions = sections.versions(endian, data).ok().flatten().unwrap_or_default();
         let address = |name: &&str| {
             let name = name.as_bytes();
-            let found = hash.find(endian, name, object::elf::gnu_hash(name), None, &symbols, &versions)?;
+            let found = hash.find(
+                endian,
+                name,
+                object::elf::gnu_hash(name),
+                None,
+                &symbols,
+                &versions,
+            )?;
             defined(found.1)
         };
         return Some(names.iter().map(address).collect());
@@ -153,18 +183,33 @@ fn exported(data: &[u8], names: &[&str]) -> Option<Vec<Option<u64>>> {
 
 /// Whether the table's counts are such that a lookup does not divide by zero or shift too far: `object` trusts them, and the
 /// file is whatever a process chose to map.
-fn has_sane_gnu_hash(sections: &object::read::elf::SectionTable<'_, FileHeader64<LittleEndian>>, data: &[u8]) -> bool {
-    let mut tables = sections.iter().filter(|section| section.sh_type(LittleEndian) == object::elf::SHT_GNU_HASH);
-    let Some(Ok(table)) = tables.next().map(|section| section.data(LittleEndian, data)) else { return false };
-    let word = |index: usize| Some(u32::from_le_bytes(table.get(index * 4..index * 4 + 4)?.try_into().ok()?));
+fn has_sane_gnu_hash(
+    sections: &object::read::elf::SectionTable<'_, FileHeader64<LittleEndian>>,
+    data: &[u8],
+) -> bool {
+    let mut tables = sections
+        .iter()
+        .filter(|section| section.sh_type(LittleEndian) == object::elf::SHT_GNU_HASH);
+    let Some(Ok(table)) = tables.next().map(|section| section.data(LittleEndian, data)) else {
+        return false;
+    };
+    let word = |index: usize| {
+        Some(u32::from_le_bytes(
+            table.get(index * 4..index * 4 + 4)?.try_into().ok()?,
+        ))
+    };
     // Buckets, first symbol, bloom words, bloom shift.
     matches!((word(0), word(2), word(3)), (Some(1..), Some(bloom), Some(..32)) if bloom.is_power_of_two())
 }
 
 /// `ncclGetVersion`'s number, from the constant that it stores (`mov dword ptr [rdi], imm32`); 0 if it is not found.
 pub(crate) fn nccl_version(image: &Image) -> u32 {
-    let Some(symbol) = image.find(&["ncclGetVersion"]).pop() else { return 0 };
-    let Ok(start) = usize::try_from(symbol.offset) else { return 0 };
+    let Some(symbol) = image.find(&["ncclGetVersion"]).pop() else {
+        return 0;
+    };
+    let Ok(start) = usize::try_from(symbol.offset) else {
+        return 0;
+    };
     let code = &image.data()[start..image.bytes.min(start + 256)];
     code.windows(6)
         .filter(|window| window.starts_with(&[0xc7, 0x07]) || window.starts_with(&[0xc7, 0x03]))

@@ -114,7 +114,9 @@ impl AttachError {
             remedy.push_str(" and CAP_CHECKPOINT_RESTORE");
         }
         if let Some(scope) = sysctl("kernel/yama/ptrace_scope").filter(|scope| *scope > 0) {
-            remedy.push_str(&format!(" (kernel.yama.ptrace_scope is {scope}: 0 would do for processes of the same user)"));
+            remedy.push_str(&format!(
+                " (kernel.yama.ptrace_scope is {scope}: 0 would do for processes of the same user)"
+            ));
         }
         Self::Denied { pid, what, remedy }
     }
@@ -126,7 +128,11 @@ struct Listed<'a>(&'a [String]);
 impl fmt::Display for Listed<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0[..self.0.len().min(8)].join(", "))?;
-        if self.0.len() > 8 { write!(f, ", and {} more", self.0.len() - 8) } else { Ok(()) }
+        if self.0.len() > 8 {
+            write!(f, ", and {} more", self.0.len() - 8)
+        } else {
+            Ok(())
+        }
     }
 }
 
@@ -154,14 +160,19 @@ impl Unavailable {
         if missing.is_empty() {
             let (major, minor) = crate::site::kernel_version();
             if (major, minor) < (5, 15) {
-                remedy.push(format!("this kernel is {major}.{minor}, probes need 5.15 or newer"));
+                remedy.push(format!(
+                    "this kernel is {major}.{minor}, probes need 5.15 or newer"
+                ));
             } else {
                 remedy.push(
                     "the capabilities are there, so a security module, a seccomp filter or kernel lockdown refuses it".into(),
                 );
             }
         } else {
-            remedy.push(format!("this process lacks {}: run it as root or with these capabilities", missing.join(" and ")));
+            remedy.push(format!(
+                "this process lacks {}: run it as root or with these capabilities",
+                missing.join(" and ")
+            ));
             if let Some(level) = sysctl("kernel/unprivileged_bpf_disabled").filter(|level| *level > 0) {
                 remedy.push(format!("kernel.unprivileged_bpf_disabled is {level}"));
             }
@@ -169,17 +180,26 @@ impl Unavailable {
                 remedy.push(format!("kernel.perf_event_paranoid is {level}"));
             }
         }
-        Self { problem, remedy: remedy.join("; ") }
+        Self {
+            problem,
+            remedy: remedy.join("; "),
+        }
     }
 }
 
 fn sysctl(name: &str) -> Option<i64> {
-    fs::read_to_string(format!("/proc/sys/{name}")).ok()?.trim().parse().ok()
+    fs::read_to_string(format!("/proc/sys/{name}"))
+        .ok()?
+        .trim()
+        .parse()
+        .ok()
 }
 
 /// Whether this process has a capability in effect (CAP_SYS_ADMIN, number 21, includes those asked for here).
 fn has_capability(number: u32) -> bool {
-    let Ok(status) = fs::read_to_string("/proc/self/status") else { return false };
+    let Ok(status) = fs::read_to_string("/proc/self/status") else {
+        return false;
+    };
     let effective = status
         .lines()
         .find_map(|line| line.strip_prefix("CapEff:"))

@@ -27,17 +27,30 @@ impl Programs {
         // BTF serves introspection only, and the copy that would be needed here is aya's.
         let text: HashSet<usize> = object.functions.keys().map(|(section, _)| *section).collect();
         let definitions = object.maps.clone();
-        let known = maps.iter().filter_map(|(name, fd)| Some((*name, *fd, definitions.get(*name)?)));
-        object.relocate_maps(known, &text).map_err(|error| error.to_string())?;
+        let known = maps
+            .iter()
+            .filter_map(|(name, fd)| Some((*name, *fd, definitions.get(*name)?)));
+        object
+            .relocate_maps(known, &text)
+            .map_err(|error| error.to_string())?;
         object.relocate_calls(&text).map_err(|error| error.to_string())?;
         Ok(Self(object))
     }
 
     /// Loads a program for `uprobe_multi` links.
     pub(crate) fn load(&self, name: &str) -> io::Result<OwnedFd> {
-        let missing = || io::Error::new(io::ErrorKind::NotFound, format!("no program {name} in the object"));
+        let missing = || {
+            io::Error::new(
+                io::ErrorKind::NotFound,
+                format!("no program {name} in the object"),
+            )
+        };
         let program = self.0.programs.get(name).ok_or_else(missing)?;
-        let function = self.0.functions.get(&program.function_key()).ok_or_else(missing)?;
+        let function = self
+            .0
+            .functions
+            .get(&program.function_key())
+            .ok_or_else(missing)?;
         // SAFETY: `bpf_attr` is a union of plain integers; zero is its documented "not given".
         let mut attributes: bpf_attr = unsafe { std::mem::zeroed() };
         // SAFETY: all bytes of the union are initialised.
@@ -78,7 +91,14 @@ pub(crate) fn link(
 
 fn bpf(command: bpf_cmd, attributes: &mut bpf_attr) -> io::Result<OwnedFd> {
     // SAFETY: `attributes` is a whole `bpf_attr` of the size given, and what it points to lives in the callers.
-    let fd = unsafe { libc::syscall(libc::SYS_bpf, command, &raw mut *attributes, size_of::<bpf_attr>()) };
+    let fd = unsafe {
+        libc::syscall(
+            libc::SYS_bpf,
+            command,
+            &raw mut *attributes,
+            size_of::<bpf_attr>(),
+        )
+    };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }

@@ -143,7 +143,10 @@ impl Mapped {
     /// Library version and host identity.
     pub(crate) fn identity(&self) -> (u32, String) {
         self.view().map_or((0, String::new()), |pages| {
-            (pages.header().library_version, text(&pages.header().host).to_owned())
+            (
+                pages.header().library_version,
+                text(&pages.header().host).to_owned(),
+            )
         })
     }
 
@@ -153,11 +156,14 @@ impl Mapped {
         let header = pages.header();
         let counters = counters(&pages);
         let now = now_ns();
-        let lease = header.lease.acquire(own, now, mask, is_running).map_err(|holder| AttachError::Leased {
-            pid,
-            holder: holder.pid,
-            silent_ms: holder.silent_ns / 1_000_000,
-        })?;
+        let lease = header
+            .lease
+            .acquire(own, now, mask, is_running)
+            .map_err(|holder| AttachError::Leased {
+                pid,
+                holder: holder.pid,
+                silent_ms: holder.silent_ns / 1_000_000,
+            })?;
         self.baseline = counters;
         self.lost_reported = counters.1;
         self.lease = Some(lease);
@@ -172,7 +178,9 @@ impl Mapped {
         if now_ns.saturating_sub(self.renewed_ns) < HEARTBEAT_NS {
             return true;
         }
-        let renewed = self.view().is_some_and(|pages| pages.header().lease.renew(lease, now_ns));
+        let renewed = self
+            .view()
+            .is_some_and(|pages| pages.header().lease.renew(lease, now_ns));
         if renewed {
             self.renewed_ns = now_ns;
         } else {
@@ -205,7 +213,11 @@ impl Mapped {
             && pages.header().lease.renew(lease, now_ns())
         {
             // Relaxed: a writer that learns of it late adds a record at the edge, no more.
-            pages.header().lease.mask.store(0, std::sync::atomic::Ordering::Relaxed);
+            pages
+                .header()
+                .lease
+                .mask
+                .store(0, std::sync::atomic::Ordering::Relaxed);
         }
     }
 
@@ -220,7 +232,13 @@ impl Mapped {
 
     /// Takes at most `limit` records out of the ring, if it is ours; `true` if everything that happened before the call was
     /// delivered. `dead` says that no writer is left: slots that were claimed and never finished are skipped.
-    pub(crate) fn drain(&mut self, limit: usize, now_ns: u64, dead: bool, mut take: impl FnMut(&Pages<'_>, Record)) -> bool {
+    pub(crate) fn drain(
+        &mut self,
+        limit: usize,
+        now_ns: u64,
+        dead: bool,
+        mut take: impl FnMut(&Pages<'_>, Record),
+    ) -> bool {
         if self.lease.is_none() {
             return true;
         }
@@ -252,7 +270,9 @@ impl Mapped {
 
     /// Events lost in the ring since the last call, by kind.
     pub(crate) fn newly_lost(&mut self) -> Vec<(Kind, u64)> {
-        let Some(now) = self.view().map(|pages| counters(&pages).1) else { return Vec::new() };
+        let Some(now) = self.view().map(|pages| counters(&pages).1) else {
+            return Vec::new();
+        };
         let mut lost = Vec::new();
         for kind in Kind::ALL {
             let index = *kind as usize;
@@ -267,7 +287,10 @@ impl Mapped {
 
     /// Emitted and lost events: when the ring was armed, and now.
     pub(crate) fn counters(&self) -> ((ByKind, ByKind), (ByKind, ByKind)) {
-        (self.baseline, self.view().map_or(self.baseline, |pages| counters(&pages)))
+        (
+            self.baseline,
+            self.view().map_or(self.baseline, |pages| counters(&pages)),
+        )
     }
 }
 

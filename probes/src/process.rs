@@ -37,6 +37,16 @@ pub fn start_time(pid: u32) -> Option<u64> {
     parse_stat(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
+/// Start time of this process. By `/proc/self`: the number that it has in its own pid namespace may be another process's in
+/// the namespace that `/proc` was mounted for.
+#[must_use]
+pub fn own_start_time() -> u64 {
+    fs::read_to_string("/proc/self/stat")
+        .ok()
+        .and_then(|stat| parse_stat(&stat))
+        .unwrap_or(0)
+}
+
 /// Field 22 of a `stat` line. The name in field 2 may hold anything, so fields are counted from its closing parenthesis.
 fn parse_stat(stat: &str) -> Option<u64> {
     let mut fields = stat.get(stat.rfind(')')? + 1..)?.split_ascii_whitespace();
@@ -56,7 +66,10 @@ pub fn is_running(pid: u32, started: u64) -> bool {
 /// `CLOCK_MONOTONIC` in nanoseconds.
 #[must_use]
 pub fn now_ns() -> u64 {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
     // SAFETY: `time` is a valid timespec to write to; CLOCK_MONOTONIC always exists.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
@@ -64,8 +77,11 @@ pub fn now_ns() -> u64 {
 
 /// The process that thread `tid` belongs to.
 pub(crate) fn process_of(tid: u32) -> Result<u32, AttachError> {
-    let status = fs::read_to_string(format!("/proc/{tid}/status")).map_err(|error| process_error(tid, "status", &error))?;
-    status_field(&status, "Tgid:").and_then(|text| text.parse().ok()).ok_or(AttachError::Gone { pid: tid })
+    let status = fs::read_to_string(format!("/proc/{tid}/status"))
+        .map_err(|error| process_error(tid, "status", &error))?;
+    status_field(&status, "Tgid:")
+        .and_then(|text| text.parse().ok())
+        .ok_or(AttachError::Gone { pid: tid })
 }
 
 /// The process's id in its own pid namespace.
@@ -76,7 +92,10 @@ pub(crate) fn innermost_pid(pid: u32) -> io::Result<u32> {
 }
 
 fn status_field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
-    status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim)
+    status
+        .lines()
+        .find_map(|line| line.strip_prefix(name))
+        .map(str::trim)
 }
 
 /// A descriptor that becomes readable when the process ends.
@@ -94,20 +113,22 @@ pub(crate) fn pidfd(pid: u32) -> io::Result<OwnedFd> {
 pub(crate) fn ended(pidfds: &[&OwnedFd]) -> Vec<bool> {
     let mut polled: Vec<libc::pollfd> = pidfds
         .iter()
-        .map(|fd| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 })
+        .map(|fd| libc::pollfd {
+            fd: fd.as_raw_fd(),
+            events: libc::POLLIN,
+            revents: 0,
+        })
         .collect();
     // SAFETY: `polled` is an array of that many entries; with a timeout of zero the call returns at once.
     unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, 0) };
-    polled.iter().map(|entry| entry.revents & libc::POLLIN != 0).collect()
+    polled
+        .iter()
+        .map(|entry| entry.revents & libc::POLLIN != 0)
+        .collect()
 }
 
 /// Describes a process for the collector. `host` is the identity that the library wrote into its pages, if it has any.
-pub(crate) fn describe(
-    pid: u32,
-    started: u64,
-    library: &Library,
-    pages: Option<(u32, String)>,
-) -> Process {
+pub(crate) fn describe(pid: u32, started: u64, library: &Library, pages: Option<(u32, String)>) -> Process {
     let read = |what: &str| fs::read_to_string(format!("/proc/{pid}/{what}")).unwrap_or_default();
     // Another user's environment may be unreadable; then there is none.
     let environ = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
@@ -168,7 +189,11 @@ mod tests {
         let fields: Vec<String> = (4..=52).map(|field| field.to_string()).collect();
         let stat = |state: &str| format!("77 (a) b) (c) {state} {}", fields.join(" "));
         assert_eq!(parse_stat(&stat("S")), Some(22));
-        assert_eq!(parse_stat(&stat("Z")), None, "a zombie reads and writes nothing any more");
+        assert_eq!(
+            parse_stat(&stat("Z")),
+            None,
+            "a zombie reads and writes nothing any more"
+        );
         assert_eq!(parse_stat("77 (short) S 1 2"), None);
         assert_eq!(parse_stat(""), None);
     }
@@ -182,7 +207,10 @@ mod tests {
 
     #[test]
     fn a_pidfd_tells_the_end_of_its_process() {
-        let mut child = std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
+        let mut child = std::process::Command::new("cat")
+            .stdin(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
         let fd = pidfd(child.id()).unwrap();
         assert_eq!(ended(&[&fd]), [false]);
         drop(child.stdin.take());

@@ -49,11 +49,18 @@ pub struct Options {
     pub dense: u64,
     /// Use perf-event links even where the kernel has `uprobe_multi`. They take 105 ms each to detach; for comparison.
     pub force_perf_event: bool,
+    /// Plan sites as on a kernel that does not optimise 5-byte nops (before 6.18); for comparison.
+    pub force_nop1: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { use_ebpf: UseEbpf::Auto, dense: Kind::DENSE, force_perf_event: false }
+        Self {
+            use_ebpf: UseEbpf::Auto,
+            dense: Kind::DENSE,
+            force_perf_event: false,
+            force_nop1: false,
+        }
     }
 }
 
@@ -85,7 +92,8 @@ pub struct Counters {
 
 impl Counters {
     pub(crate) fn new((before, now): ((ByKind, ByKind), (ByKind, ByKind))) -> Self {
-        let since = |now: ByKind, before: ByKind| std::array::from_fn(|kind| now[kind].wrapping_sub(before[kind]));
+        let since =
+            |now: ByKind, before: ByKind| std::array::from_fn(|kind| now[kind].wrapping_sub(before[kind]));
         Self {
             emitted: since(now.0, before.0),
             lost: since(now.1, before.1),
@@ -184,7 +192,7 @@ impl Session {
             past: ProbeStats::default(),
             ready: Vec::new(),
             problems: Vec::new(),
-            own: (pid, process::start_time(pid).unwrap_or(0)),
+            own: (pid, process::own_start_time()),
             tallied_ns: 0,
         })
     }
@@ -221,7 +229,12 @@ impl Session {
         let started = process::start_time(pid).ok_or(gone.clone())?;
         let pidfd = process::pidfd(pid).map_err(|error| target::process_error(pid, "pidfd", &error))?;
         let library = target::find(pid)?;
-        let sites = site::plan(&library, site::kernel_version());
+        let kernel = if self.options.force_nop1 {
+            (0, 0)
+        } else {
+            site::kernel_version()
+        };
+        let sites = site::plan(&library, kernel);
         let instrumented = library.flavour == Flavour::Instrumented;
 
         let mut pages = if instrumented { Mapped::find(pid)? } else { None };
@@ -240,7 +253,11 @@ impl Session {
                     let denied = matches!(error.raw_os_error(), Some(libc::EPERM | libc::EACCES));
                     let unused = self.targets.values().all(|target| target.probed.is_none());
                     if !(denied && unused && self.options.use_ebpf == UseEbpf::Auto) {
-                        return Err(AttachError::Attach { pid, library: library.path, problem: error.to_string() });
+                        return Err(AttachError::Attach {
+                            pid,
+                            library: library.path,
+                            problem: error.to_string(),
+                        });
                     }
                     self.unavailable = Some(Unavailable::explain(error));
                     self.probes = None;
@@ -275,14 +292,24 @@ impl Session {
         self.ready.push(Sample::Process(Arc::clone(&process)));
         let mut watched = Watched::new(pid, instrumented, pages);
         watched.communicators(&mut self.ready);
-        let target = Target { pidfd, library: library.key, probed, reported: Tally::new(0), watched };
+        let target = Target {
+            pidfd,
+            library: library.key,
+            probed,
+            reported: Tally::new(0),
+            watched,
+        };
         self.targets.insert(pid, target);
         self.finished.remove(&pid);
         Ok(Attached {
             process,
             sites: if probed.is_some() { sites } else { Vec::new() },
             elapsed: begun.elapsed(),
-            carrier: if probed.is_some() { Carrier::Probe } else { Carrier::Ring },
+            carrier: if probed.is_some() {
+                Carrier::Probe
+            } else {
+                Carrier::Ring
+            },
         })
     }
 
@@ -342,7 +369,9 @@ impl Session {
         // Bounded all the same: what comes meanwhile is other processes'.
         self.drain_probes(&mut samples);
         for pid in pids {
-            let Some(mut target) = self.targets.remove(pid) else { continue };
+            let Some(mut target) = self.targets.remove(pid) else {
+                continue;
+            };
             target.watched.drain(BATCH, now_ns(), false, &mut samples);
             self.close(*pid, target, &mut samples);
         }
@@ -365,11 +394,19 @@ impl Session {
     fn report(reported: &mut Tally, now: &Tally, pid: u32, samples: &mut Vec<Sample>) {
         let mut lost = |kind: Option<Kind>, count: u64| {
             if count > 0 {
-                samples.push(Sample::Lost { pid: Some(pid), carrier: Carrier::Probe, kind, count });
+                samples.push(Sample::Lost {
+                    pid: Some(pid),
+                    carrier: Carrier::Probe,
+                    kind,
+                    count,
+                });
             }
         };
         for kind in Kind::ALL {
-            lost(Some(*kind), now.lost[*kind as usize].saturating_sub(reported.lost[*kind as usize]));
+            lost(
+                Some(*kind),
+                now.lost[*kind as usize].saturating_sub(reported.lost[*kind as usize]),
+            );
         }
         let nameless = |tally: &Tally| tally.faults + tally.calls_lost;
         lost(None, nameless(now).saturating_sub(nameless(reported)));
@@ -378,7 +415,9 @@ impl Session {
 
     /// Hands on what the eBPF ring buffer holds; `true` if it was drained.
     fn drain_probes(&mut self, samples: &mut Vec<Sample>) -> bool {
-        let Some(probes) = &mut self.probes else { return true };
+        let Some(probes) = &mut self.probes else {
+            return true;
+        };
         // A handful of processes on a node: a list beats a hash.
         let keys: Vec<(u64, u64, u32)> = self
             .targets
@@ -394,16 +433,24 @@ impl Session {
             };
             let library = ringsight_records::probed::library_of(cookie);
             // The low half of a key is the process's number in its namespace. Events of a process that was let go are nobody's.
-            let Some((_, _, pid)) = keys.iter().find(|(key, number, _)| *number == library && *key as u32 == inner)
+            let Some((_, _, pid)) = keys
+                .iter()
+                .find(|(key, number, _)| *number == library && *key as u32 == inner)
             else {
                 return;
             };
-            let Some(target) = targets.get_mut(pid) else { return };
+            let Some(target) = targets.get_mut(pid) else {
+                return;
+            };
             match event {
                 Event::Record(probed) if probed.record.version() != VERSION => {
                     target.watched.foreign(probed.record.version(), problems);
                 }
-                Event::Record(probed) => target.watched.record(probed.tid, Carrier::Probe, probed.record, samples),
+                Event::Record(probed) => {
+                    target
+                        .watched
+                        .record(probed.tid, Carrier::Probe, probed.record, samples)
+                }
                 Event::Call(call) => target.watched.call(&call, samples),
             }
         })
@@ -415,7 +462,13 @@ impl Source for Session {
         samples.append(&mut self.ready);
         // Time and deaths are read before the carriers: what they hold at the end of this poll covers both.
         let now = now_ns();
-        let ended = process::ended(&self.targets.values().map(|target| &target.pidfd).collect::<Vec<_>>());
+        let ended = process::ended(
+            &self
+                .targets
+                .values()
+                .map(|target| &target.pidfd)
+                .collect::<Vec<_>>(),
+        );
         let drained = self.drain_probes(samples);
 
         let tallying = now.saturating_sub(self.tallied_ns) >= TALLY_NS;
@@ -441,7 +494,10 @@ impl Source for Session {
             }
             target.watched.communicators_if_due(now, samples);
             if complete {
-                samples.push(Sample::Watermark { pid: *pid, time_ns: now });
+                samples.push(Sample::Watermark {
+                    pid: *pid,
+                    time_ns: now,
+                });
                 if ended {
                     over.push(*pid);
                 }
@@ -451,7 +507,9 @@ impl Source for Session {
             self.tallied_ns = now;
         }
         for pid in over {
-            let Some(target) = self.targets.remove(&pid) else { continue };
+            let Some(target) = self.targets.remove(&pid) else {
+                continue;
+            };
             if let (Some(probes), Some((key, _))) = (&mut self.probes, target.probed) {
                 self.past.add(&probes.tally(key));
                 probes.forget(key);

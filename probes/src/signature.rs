@@ -35,23 +35,79 @@ struct Signature {
 }
 
 const fn operation(name: &'static str, function: Function, arguments: &'static [Argument]) -> Signature {
-    Signature { name, function: Some(function), arguments }
+    Signature {
+        name,
+        function: Some(function),
+        arguments,
+    }
 }
 
 const SIGNATURES: [Signature; 13] = [
-    operation("ncclAllReduce", Function::AllReduce, &[Send, Recv, Count, Type, Reduction, Comm, Stream]),
-    operation("ncclAllGather", Function::AllGather, &[Send, Recv, Count, Type, Comm, Stream]),
-    operation("ncclReduceScatter", Function::ReduceScatter, &[Send, Recv, Count, Type, Reduction, Comm, Stream]),
-    operation("ncclBroadcast", Function::Broadcast, &[Send, Recv, Count, Type, Peer, Comm, Stream]),
-    operation("ncclBcast", Function::Broadcast, &[Both, Count, Type, Peer, Comm, Stream]),
-    operation("ncclReduce", Function::Reduce, &[Send, Recv, Count, Type, Reduction, Peer, Comm, Stream]),
-    operation("ncclSend", Function::Send, &[Send, Count, Type, Peer, Comm, Stream]),
-    operation("ncclRecv", Function::Recv, &[Recv, Count, Type, Peer, Comm, Stream]),
-    operation("ncclAlltoAll", Function::AlltoAll, &[Send, Recv, Count, Type, Comm, Stream]),
-    operation("ncclGather", Function::Gather, &[Send, Recv, Count, Type, Peer, Comm, Stream]),
-    operation("ncclScatter", Function::Scatter, &[Send, Recv, Count, Type, Peer, Comm, Stream]),
-    Signature { name: "ncclGroupStart", function: None, arguments: &[] },
-    Signature { name: "ncclGroupEnd", function: None, arguments: &[] },
+    operation(
+        "ncclAllReduce",
+        Function::AllReduce,
+        &[Send, Recv, Count, Type, Reduction, Comm, Stream],
+    ),
+    operation(
+        "ncclAllGather",
+        Function::AllGather,
+        &[Send, Recv, Count, Type, Comm, Stream],
+    ),
+    operation(
+        "ncclReduceScatter",
+        Function::ReduceScatter,
+        &[Send, Recv, Count, Type, Reduction, Comm, Stream],
+    ),
+    operation(
+        "ncclBroadcast",
+        Function::Broadcast,
+        &[Send, Recv, Count, Type, Peer, Comm, Stream],
+    ),
+    operation(
+        "ncclBcast",
+        Function::Broadcast,
+        &[Both, Count, Type, Peer, Comm, Stream],
+    ),
+    operation(
+        "ncclReduce",
+        Function::Reduce,
+        &[Send, Recv, Count, Type, Reduction, Peer, Comm, Stream],
+    ),
+    operation(
+        "ncclSend",
+        Function::Send,
+        &[Send, Count, Type, Peer, Comm, Stream],
+    ),
+    operation(
+        "ncclRecv",
+        Function::Recv,
+        &[Recv, Count, Type, Peer, Comm, Stream],
+    ),
+    operation(
+        "ncclAlltoAll",
+        Function::AlltoAll,
+        &[Send, Recv, Count, Type, Comm, Stream],
+    ),
+    operation(
+        "ncclGather",
+        Function::Gather,
+        &[Send, Recv, Count, Type, Peer, Comm, Stream],
+    ),
+    operation(
+        "ncclScatter",
+        Function::Scatter,
+        &[Send, Recv, Count, Type, Peer, Comm, Stream],
+    ),
+    Signature {
+        name: "ncclGroupStart",
+        function: None,
+        arguments: &[],
+    },
+    Signature {
+        name: "ncclGroupEnd",
+        function: None,
+        arguments: &[],
+    },
 ];
 
 /// Exported functions whose calls are decoded; a function's place is its number in an attach cookie.
@@ -68,7 +124,11 @@ pub const NAMES: [&str; SIGNATURES.len()] = {
 /// The cookie bits of a function: its number, and whether it has arguments on the stack. `None` for unknown names.
 pub(crate) fn cookie(name: &str) -> Option<u64> {
     let index = SIGNATURES.iter().position(|signature| signature.name == name)?;
-    let stack = if SIGNATURES[index].arguments.len() > REGISTER_ARGUMENTS { STACK_ARGUMENTS } else { 0 };
+    let stack = if SIGNATURES[index].arguments.len() > REGISTER_ARGUMENTS {
+        STACK_ARGUMENTS
+    } else {
+        0
+    };
     Some(index as u64 | stack)
 }
 
@@ -76,10 +136,18 @@ pub(crate) fn cookie(name: &str) -> Option<u64> {
 pub(crate) fn decode(function: usize, raw: &[u64; ARGUMENTS]) -> Option<Call> {
     let signature = SIGNATURES.get(function)?;
     let Some(function) = signature.function else {
-        return Some(if signature.name == "ncclGroupStart" { Call::GroupStart } else { Call::GroupEnd });
+        return Some(if signature.name == "ncclGroupStart" {
+            Call::GroupStart
+        } else {
+            Call::GroupEnd
+        });
     };
     let value = |wanted: Argument| {
-        signature.arguments.iter().position(|argument| *argument == wanted).map(|index| raw[index])
+        signature
+            .arguments
+            .iter()
+            .position(|argument| *argument == wanted)
+            .map(|index| raw[index])
     };
     // Enumerations are 32-bit: the upper half of their register is whatever the caller left there.
     let code = |wanted| value(wanted).and_then(|raw| u8::try_from(raw as u32).ok());
@@ -89,7 +157,9 @@ pub(crate) fn decode(function: usize, raw: &[u64; ARGUMENTS]) -> Option<Call> {
         recv: value(Recv).or(value(Both)).unwrap_or(0),
         count: value(Count).unwrap_or(0),
         data_type: code(Type).and_then(DataType::from_code),
-        reduce_op: code(Reduction).and_then(ReduceOp::from_code).filter(|op| *op != ReduceOp::None),
+        reduce_op: code(Reduction)
+            .and_then(ReduceOp::from_code)
+            .filter(|op| *op != ReduceOp::None),
         peer: value(Peer).map_or(-1, |raw| raw as i32),
         comm: value(Comm).unwrap_or(0),
         stream: value(Stream).unwrap_or(0),
@@ -133,7 +203,12 @@ mod tests {
         assert_eq!(decode(5, &raw), Some(expected));
         // A reduction made by ncclRedOpCreatePreMulSum has a number of its own and is no built-in one.
         let raw = [0x1000, 0x2000, 77, 99, 4096, 3, 0xc0, 0x57];
-        let Some(Call::Operation { data_type: None, reduce_op: None, .. }) = decode(5, &raw) else {
+        let Some(Call::Operation {
+            data_type: None,
+            reduce_op: None,
+            ..
+        }) = decode(5, &raw)
+        else {
             panic!("numbers that mean nothing must not be given a meaning")
         };
         assert_eq!(decode(99, &raw), None);

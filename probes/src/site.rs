@@ -75,7 +75,12 @@ impl Site {
     /// Nanoseconds that a hit is expected to take; see [`SiteKind::predicted_ns`].
     #[must_use]
     pub const fn predicted_ns(&self) -> u32 {
-        self.kind.predicted_ns() + if self.returns { self.kind.predicted_return_ns() } else { 0 }
+        self.kind.predicted_ns()
+            + if self.returns {
+                self.kind.predicted_return_ns()
+            } else {
+                0
+            }
     }
 }
 
@@ -86,14 +91,20 @@ pub fn kernel_version() -> (u32, u32) {
 }
 
 fn parse_version(text: &str) -> (u32, u32) {
-    let mut numbers = text.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse().unwrap_or(0));
+    let mut numbers = text
+        .split(|c: char| !c.is_ascii_digit())
+        .map(|number| number.parse().unwrap_or(0));
     (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))
 }
 
 /// Where to attach in a library, on a kernel of this version.
 #[must_use]
 pub fn plan(library: &Library, kernel: (u32, u32)) -> Vec<Site> {
-    library.symbols.iter().filter_map(|symbol| site(symbol, library.flavour, kernel)).collect()
+    library
+        .symbols
+        .iter()
+        .filter_map(|symbol| site(symbol, library.flavour, kernel))
+        .collect()
 }
 
 fn site(symbol: &Symbol, flavour: Flavour, kernel: (u32, u32)) -> Option<Site> {
@@ -103,7 +114,8 @@ fn site(symbol: &Symbol, flavour: Flavour, kernel: (u32, u32)) -> Option<Site> {
     };
     let optimised = kernel >= (6, 18) && cfg!(target_arch = "x86_64");
     let nop5_at = PROBE_NOP5_OFFSET as usize;
-    let within = if flavour == Flavour::Instrumented && optimised && symbol.head[nop5_at..].starts_with(&NOP5) {
+    let within = if flavour == Flavour::Instrumented && optimised && symbol.head[nop5_at..].starts_with(&NOP5)
+    {
         PROBE_NOP5_OFFSET
     } else {
         0
@@ -138,7 +150,11 @@ mod tests {
     fn symbol(name: &str, code: &[u8]) -> Symbol {
         let mut head = [0; crate::elf::HEAD_BYTES];
         head[..code.len()].copy_from_slice(code);
-        Symbol { name: name.into(), offset: 0x1000, head }
+        Symbol {
+            name: name.into(),
+            offset: 0x1000,
+            head,
+        }
     }
 
     const PROBE: [u8; 7] = [0x90, 0x0f, 0x1f, 0x44, 0x00, 0x00, 0xc3];
@@ -147,7 +163,10 @@ mod tests {
     fn a_probe_function_is_probed_at_its_5_byte_nop_where_that_pays() {
         let symbol = symbol("ringsight_probe_event", &PROBE);
         let new = site(&symbol, Flavour::Instrumented, (6, 18)).unwrap();
-        assert_eq!((new.offset, new.kind, new.cookie, new.returns), (0x1001, SiteKind::Nop5, 2, false));
+        assert_eq!(
+            (new.offset, new.kind, new.cookie, new.returns),
+            (0x1001, SiteKind::Nop5, 2, false)
+        );
         // Before 6.18 a 5-byte nop is single-stepped: the 1-byte nop in front of it is ten times cheaper.
         let old = site(&symbol, Flavour::Instrumented, (6, 12)).unwrap();
         assert_eq!((old.offset, old.kind), (0x1000, SiteKind::Emulated));

@@ -69,7 +69,8 @@ struct Mapping {
 /// # Errors
 /// Nothing found, or no right to look; see [`AttachError`].
 pub fn find(pid: u32) -> Result<Library, AttachError> {
-    let maps = fs::read_to_string(format!("/proc/{pid}/maps")).map_err(|error| process_error(pid, "maps", &error))?;
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps"))
+        .map_err(|error| process_error(pid, "maps", &error))?;
     let mut files = mapped_files(&maps);
     if files.is_empty() {
         return Err(AttachError::Gone { pid });
@@ -91,7 +92,9 @@ pub fn find(pid: u32) -> Result<Library, AttachError> {
                 continue;
             }
         };
-        let Ok(Some(image)) = Image::map(&file) else { continue };
+        let Ok(Some(image)) = Image::map(&file) else {
+            continue;
+        };
         looked_at.push(mapping.path.clone());
         let found = image.find(&ringsight_records::PROBE_SYMBOLS);
         if found.len() == ringsight_records::PROBE_SYMBOLS.len() {
@@ -124,15 +127,23 @@ pub fn find(pid: u32) -> Result<Library, AttachError> {
 /// What a failure to read `/proc/<pid>/<what>` means.
 pub(crate) fn process_error(pid: u32, what: &'static str, error: &io::Error) -> AttachError {
     match error.raw_os_error() {
-        Some(libc::ENOENT | libc::ESRCH) if !Path::new(&format!("/proc/{pid}")).exists() => AttachError::Gone { pid },
+        Some(libc::ENOENT | libc::ESRCH) if !Path::new(&format!("/proc/{pid}")).exists() => {
+            AttachError::Gone { pid }
+        }
         Some(libc::ESRCH) => AttachError::Gone { pid },
         Some(libc::EPERM | libc::EACCES) => AttachError::denied(pid, what),
-        _ => AttachError::Io { pid, what, error: error.to_string() },
+        _ => AttachError::Io {
+            pid,
+            what,
+            error: error.to_string(),
+        },
     }
 }
 
 fn is_likely(path: &str) -> bool {
-    path.rsplit('/').next().is_some_and(|name| name.contains("nccl") || name.contains("ringsight"))
+    path.rsplit('/')
+        .next()
+        .is_some_and(|name| name.contains("nccl") || name.contains("ringsight"))
 }
 
 /// The distinct files of a `maps` text that have an executable mapping, each with one of those mappings.
@@ -140,27 +151,42 @@ fn mapped_files(maps: &str) -> Vec<Mapping> {
     let mut files = BTreeMap::new();
     for line in maps.lines() {
         let mut fields = line.splitn(6, ' ');
-        let (Some(range), Some(permissions), Some(_offset), Some(device), Some(inode), Some(path)) =
-            (fields.next(), fields.next(), fields.next(), fields.next(), fields.next(), fields.next())
-        else {
+        let (Some(range), Some(permissions), Some(_offset), Some(device), Some(inode), Some(path)) = (
+            fields.next(),
+            fields.next(),
+            fields.next(),
+            fields.next(),
+            fields.next(),
+            fields.next(),
+        ) else {
             continue;
         };
         let path = path.trim_start();
         if !permissions.contains('x') || !path.starts_with('/') || path.starts_with("/memfd:") {
             continue;
         }
-        let Some((start, end)) = range.split_once('-') else { continue };
-        let (Ok(start), Ok(end)) = (u64::from_str_radix(start, 16), u64::from_str_radix(end, 16)) else { continue };
+        let Some((start, end)) = range.split_once('-') else {
+            continue;
+        };
+        let (Ok(start), Ok(end)) = (u64::from_str_radix(start, 16), u64::from_str_radix(end, 16)) else {
+            continue;
+        };
         files
             .entry((device.to_owned(), inode.to_owned()))
-            .or_insert_with(|| Mapping { start, end, path: unescape(path) });
+            .or_insert_with(|| Mapping {
+                start,
+                end,
+                path: unescape(path),
+            });
     }
     files.into_values().collect()
 }
 
 /// A path of `maps`: newlines are written `\012`, and ` (deleted)` follows the name of an unlinked file.
 fn unescape(path: &str) -> String {
-    path.strip_suffix(" (deleted)").unwrap_or(path).replace("\\012", "\n")
+    path.strip_suffix(" (deleted)")
+        .unwrap_or(path)
+        .replace("\\012", "\n")
 }
 
 fn open(pid: u32, mapping: &Mapping) -> io::Result<File> {
@@ -172,9 +198,14 @@ fn open(pid: u32, mapping: &Mapping) -> io::Result<File> {
         let metadata = named.metadata()?;
         let maps = fs::read_to_string(format!("/proc/{pid}/maps"))?;
         let same = maps.lines().any(|line| {
-            line.split_whitespace().nth(4) == Some(metadata.ino().to_string().as_str()) && line.contains(&mapping.path)
+            line.split_whitespace().nth(4) == Some(metadata.ino().to_string().as_str())
+                && line.contains(&mapping.path)
         });
-        if same { Ok(named) } else { Err(io::ErrorKind::PermissionDenied.into()) }
+        if same {
+            Ok(named)
+        } else {
+            Err(io::ErrorKind::PermissionDenied.into())
+        }
     })
 }
 
@@ -195,7 +226,10 @@ fn library(
     }
     Ok(Library {
         path: PathBuf::from(&mapping.path),
-        key: FileKey { device: metadata.dev(), inode: metadata.ino() },
+        key: FileKey {
+            device: metadata.dev(),
+            inode: metadata.ino(),
+        },
         file,
         flavour,
         build_id,
@@ -224,8 +258,16 @@ rubbish
         assert_eq!(
             files,
             [
-                Mapping { start: 0x40_0000, end: 0x40_1000, path: "/srv/a dir/lib nccl.so.2".into() },
-                Mapping { start: 0x55d0_c8a0_2000, end: 0x55d0_c8a0_3000, path: "/usr/bin/python3".into() },
+                Mapping {
+                    start: 0x40_0000,
+                    end: 0x40_1000,
+                    path: "/srv/a dir/lib nccl.so.2".into()
+                },
+                Mapping {
+                    start: 0x55d0_c8a0_2000,
+                    end: 0x55d0_c8a0_3000,
+                    path: "/usr/bin/python3".into()
+                },
             ]
         );
         assert!(is_likely(&files[0].path) && !is_likely(&files[1].path));
@@ -236,7 +278,10 @@ rubbish
         let Err(AttachError::NoLibrary { looked_at, .. }) = find(std::process::id()) else {
             panic!("this test links no communication library")
         };
-        assert!(looked_at.iter().any(|path| path.contains("libc.so")), "{looked_at:?}");
+        assert!(
+            looked_at.iter().any(|path| path.contains("libc.so")),
+            "{looked_at:?}"
+        );
     }
 
     proptest::proptest! {

@@ -31,7 +31,14 @@ pub(crate) struct Watched {
 
 impl Watched {
     pub(crate) fn new(pid: u32, instrumented: bool, pages: Option<Mapped>) -> Self {
-        Self { pid, instrumented, pages, looked_ns: 0, foreign: false, refused: false }
+        Self {
+            pid,
+            instrumented,
+            pages,
+            looked_ns: 0,
+            foreign: false,
+            refused: false,
+        }
     }
 
     /// Looks for the pages, if there are none yet and it is time: a library makes them with its first communicator.
@@ -41,7 +48,11 @@ impl Watched {
         own: (u32, u64),
         mask: impl FnOnce() -> u64,
     ) -> Result<(), AttachError> {
-        if !self.instrumented || self.refused || self.pages.is_some() || now_ns.saturating_sub(self.looked_ns) < LOOK_NS {
+        if !self.instrumented
+            || self.refused
+            || self.pages.is_some()
+            || now_ns.saturating_sub(self.looked_ns) < LOOK_NS
+        {
             return Ok(());
         }
         self.looked_ns = now_ns;
@@ -77,13 +88,22 @@ impl Watched {
 
     /// Hands on what the shared ring holds; see [`Mapped::drain`].
     pub(crate) fn drain(&mut self, limit: usize, now_ns: u64, dead: bool, samples: &mut Vec<Sample>) -> bool {
-        let Some(mut pages) = self.pages.take() else { return true };
+        let Some(mut pages) = self.pages.take() else {
+            return true;
+        };
         let mut foreign = 0;
         let seen = std::mem::take(&mut pages.seen);
         let mut seen = seen;
         let complete = pages.drain(limit, now_ns, dead, |pages, record| {
             if record.version() == VERSION {
-                deliver(self.pid, 0, Carrier::Ring, record, Some((pages, &mut seen)), samples);
+                deliver(
+                    self.pid,
+                    0,
+                    Carrier::Ring,
+                    record,
+                    Some((pages, &mut seen)),
+                    samples,
+                );
             } else {
                 foreign += 1;
             }
@@ -91,7 +111,12 @@ impl Watched {
         pages.seen = seen;
         self.pages = Some(pages);
         if foreign > 0 {
-            samples.push(Sample::Lost { pid: Some(self.pid), carrier: Carrier::Ring, kind: None, count: foreign });
+            samples.push(Sample::Lost {
+                pid: Some(self.pid),
+                carrier: Carrier::Ring,
+                kind: None,
+                count: foreign,
+            });
         }
         complete
     }
@@ -104,7 +129,14 @@ impl Watched {
         };
         let mut seen = std::mem::take(&mut pages.seen);
         let view = pages.view();
-        deliver(self.pid, tid, carrier, record, view.as_ref().map(|view| (view, &mut seen)), samples);
+        deliver(
+            self.pid,
+            tid,
+            carrier,
+            record,
+            view.as_ref().map(|view| (view, &mut seen)),
+            samples,
+        );
         pages.seen = seen;
     }
 
@@ -190,10 +222,18 @@ fn deliver(
         Some(Kind::OpLaunched | Kind::OpCompleted) => {
             match pages.and_then(|(pages, _)| pages.description(record.op)) {
                 Some(description) => {
-                    samples.push(Sample::Description { pid, description: Box::new(description) });
+                    samples.push(Sample::Description {
+                        pid,
+                        description: Box::new(description),
+                    });
                 }
                 // Its slot went to a later operation before we came.
-                None => samples.push(Sample::Lost { pid: Some(pid), carrier: Carrier::Ring, kind: None, count: 1 }),
+                None => samples.push(Sample::Lost {
+                    pid: Some(pid),
+                    carrier: Carrier::Ring,
+                    kind: None,
+                    count: 1,
+                }),
             }
         }
         Some(Kind::CommInit) => {
@@ -203,7 +243,12 @@ fn deliver(
         }
         _ => {}
     }
-    samples.push(Sample::Record { pid, tid, carrier, record });
+    samples.push(Sample::Record {
+        pid,
+        tid,
+        carrier,
+        record,
+    });
 }
 
 /// Hands on the communicators that are not in `seen`, and puts them there.
@@ -216,10 +261,16 @@ fn announce(pid: u32, pages: &Pages<'_>, seen: &mut Seen, samples: &mut Vec<Samp
         }
         if let Some(communicator) = slot.read() {
             // One id may live in several slots: ranks of one process.
-            let identity = (communicator.id ^ u64::from(communicator.rank) << 48, communicator.init_start_ns);
+            let identity = (
+                communicator.id ^ u64::from(communicator.rank) << 48,
+                communicator.init_start_ns,
+            );
             if *seen != Some(identity) {
                 *seen = Some(identity);
-                samples.push(Sample::Communicator { pid, communicator: Box::new(communicator) });
+                samples.push(Sample::Communicator {
+                    pid,
+                    communicator: Box::new(communicator),
+                });
             }
         }
     }

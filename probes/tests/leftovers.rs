@@ -15,11 +15,16 @@ use ringsight_records::PROBE_SYMBOLS;
 fn descriptors() -> (Vec<String>, Vec<(String, u32)>) {
     let (mut links, mut objects) = (Vec::new(), Vec::new());
     for entry in fs::read_dir("/proc/self/fd").unwrap().flatten() {
-        let Ok(link) = fs::read_link(entry.path()) else { continue };
+        let Ok(link) = fs::read_link(entry.path()) else {
+            continue;
+        };
         links.push(link.display().to_string());
-        let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", entry.file_name().display())).unwrap_or_default();
+        let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", entry.file_name().display()))
+            .unwrap_or_default();
         for kind in ["prog_id", "map_id", "link_id"] {
-            let id = info.lines().find_map(|line| line.strip_prefix(kind)?.strip_prefix(":")?.trim().parse().ok());
+            let id = info
+                .lines()
+                .find_map(|line| line.strip_prefix(kind)?.strip_prefix(":")?.trim().parse().ok());
             objects.extend(id.map(|id| (kind.to_owned(), id)));
         }
     }
@@ -30,9 +35,13 @@ fn descriptors() -> (Vec<String>, Vec<(String, u32)>) {
 /// Whether the kernel still has an eBPF object of this id.
 fn exists((kind, id): &(String, u32)) -> bool {
     match kind.as_str() {
-        "prog_id" => aya::programs::loaded_programs().flatten().any(|program| program.id() == *id),
+        "prog_id" => aya::programs::loaded_programs()
+            .flatten()
+            .any(|program| program.id() == *id),
         "map_id" => aya::maps::loaded_maps().flatten().any(|map| map.id() == *id),
-        _ => aya::programs::loaded_links().flatten().any(|link| link.id() == *id),
+        _ => aya::programs::loaded_links()
+            .flatten()
+            .any(|link| link.id() == *id),
     }
 }
 
@@ -49,7 +58,11 @@ fn nothing_is_left_after_detaching() {
     target.call("fixture_operations 7 10 10");
     target.call("fixture_communicator 9");
     poll(&mut session);
-    assert_ne!(code(&target), original, "a probe changes the code that it sits on");
+    assert_ne!(
+        code(&target),
+        original,
+        "a probe changes the code that it sits on"
+    );
     let (_, objects) = descriptors();
     assert!(objects.iter().any(|(kind, _)| kind == "link_id"));
 
@@ -62,12 +75,19 @@ fn nothing_is_left_after_detaching() {
     drop(session);
     assert_eq!(descriptors(), before);
     let maps = fs::read_to_string("/proc/self/maps").unwrap();
-    assert!(!maps.contains("ringsight-pages") && !maps.contains("bpf-map"), "{maps}");
+    assert!(
+        !maps.contains("ringsight-pages") && !maps.contains("bpf-map"),
+        "{maps}"
+    );
 
     // The kernel frees its objects after a grace period.
     let begun = Instant::now();
     while objects.iter().any(exists) {
-        assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", objects.iter().filter(|o| exists(o)).collect::<Vec<_>>());
+        assert!(
+            begun.elapsed() < Duration::from_secs(5),
+            "{:?}",
+            objects.iter().filter(|o| exists(o)).collect::<Vec<_>>()
+        );
         std::thread::yield_now();
     }
     // And the target goes on.

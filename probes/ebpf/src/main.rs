@@ -34,7 +34,7 @@ static EVENTS: RingBuf = RingBuf::with_byte_size(probed::RING_BYTES, 0);
 /// Watched processes, and what was seen of each, by [`probed::process_key`]. Per CPU: no shared
 /// cache line among probes; not preallocated: on hosts of hundreds of CPUs a full table would take 100 MB.
 #[map]
-static PROCESSES: PerCpuHashMap<u64, Tally> = 
+static PROCESSES: PerCpuHashMap<u64, Tally> =
     PerCpuHashMap::with_max_entries(probed::PROCESSES, BPF_F_NO_PREALLOC);
 
 /// Pid namespaces to look up a process in; an entry with inode 0 ends the list. The list is empty when the loader lives
@@ -106,16 +106,26 @@ fn of_kind(counters: *mut [u64; Kind::LIMIT], kind: u8) -> *mut u64 {
 pub fn on_record(ctx: ProbeContext) -> u32 {
     // SAFETY: the helper reads the cookie of the site that was hit.
     let cookie = unsafe { bpf_get_attach_cookie(ctx.as_ptr()) };
-    let Some((id, tally)) = watched(cookie) else { return 0 };
-    let Some(pointer) = ctx.arg::<*const Record>(0) else { return 0 };
+    let Some((id, tally)) = watched(cookie) else {
+        return 0;
+    };
+    let Some(pointer) = ctx.arg::<*const Record>(0) else {
+        return 0;
+    };
     // SAFETY: `tally` is a valid map value; only addresses are formed here.
-    let (hits, lost, faults) =
-        unsafe { (&raw mut (*tally).hits, &raw mut (*tally).lost, &raw mut (*tally).faults) };
+    let (hits, lost, faults) = unsafe {
+        (
+            &raw mut (*tally).hits,
+            &raw mut (*tally).lost,
+            &raw mut (*tally).faults,
+        )
+    };
 
     let Some(mut entry) = EVENTS.reserve::<ProbedRecord>(0) else {
         // Full: what is lost is at least counted under its kind.
         // SAFETY: the helper checks the address.
-        let kind = unsafe { bpf_probe_read_user(pointer.cast::<u8>().add(core::mem::offset_of!(Record, kind))) };
+        let kind =
+            unsafe { bpf_probe_read_user(pointer.cast::<u8>().add(core::mem::offset_of!(Record, kind))) };
         match kind {
             Ok(kind) => {
                 add(of_kind(hits, kind), 1);
@@ -179,12 +189,16 @@ pub fn on_entry(ctx: ProbeContext) -> u32 {
 pub fn on_return(ctx: RetProbeContext) -> u32 {
     // SAFETY: as in `on_record`.
     let cookie = unsafe { bpf_get_attach_cookie(ctx.as_ptr()) };
-    let Some((id, tally)) = watched(cookie) else { return 0 };
+    let Some((id, tally)) = watched(cookie) else {
+        return 0;
+    };
     // SAFETY: no precondition.
     let end_ns = unsafe { bpf_ktime_get_ns() };
     let key = CallKey { id, cookie };
     // SAFETY: only this thread writes this key, and it is here; an eviction at this moment leaves stale bytes, no fault.
-    let Some(call) = (unsafe { PENDING.get(&key) }) else { return 0 };
+    let Some(call) = (unsafe { PENDING.get(&key) }) else {
+        return 0;
+    };
     // SAFETY: `tally` is a valid map value; only addresses are formed here.
     let (calls, lost) = unsafe { (&raw mut (*tally).calls, &raw mut (*tally).calls_lost) };
     add(calls, 1);

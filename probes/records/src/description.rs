@@ -125,7 +125,11 @@ impl DescriptionSlot {
     pub fn op(&self) -> u32 {
         let word = self.words[core::mem::offset_of!(Description, op) / 8].load(Ordering::Acquire);
         // `op` is the first half of its word.
-        if cfg!(target_endian = "little") { word as u32 } else { (word >> 32) as u32 }
+        if cfg!(target_endian = "little") {
+            word as u32
+        } else {
+            (word >> 32) as u32
+        }
     }
 
     /// The entry of operation `op`; `None` if the slot holds another operation or is being rewritten without end.

@@ -28,8 +28,12 @@ pub const VERSION: u8 = 1;
 ///
 /// Each takes `*const Record` as its only argument. Body: 1-byte `nop`, 5-byte `nop`, a distinct tail, `ret`; a probe
 /// goes to offset [`PROBE_NOP5_OFFSET`] on kernels that optimise 5-byte nops (>= 6.18), to offset 0 elsewhere.
-pub const PROBE_SYMBOLS: [&str; 4] =
-    ["ringsight_probe_launch", "ringsight_probe_proxy", "ringsight_probe_event", "ringsight_probe_lifecycle"];
+pub const PROBE_SYMBOLS: [&str; 4] = [
+    "ringsight_probe_launch",
+    "ringsight_probe_proxy",
+    "ringsight_probe_event",
+    "ringsight_probe_lifecycle",
+];
 
 /// Offset of the 5-byte nop inside a probe function.
 pub const PROBE_NOP5_OFFSET: u64 = 1;

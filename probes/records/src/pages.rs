@@ -151,7 +151,10 @@ impl Lease {
             let mine = ((current >> 32).wrapping_add(1) << 32) | u64::from(pid);
             // AcqRel: of two readers that saw the same lapsed lease one wins; the winner sees all that the previous
             // holder did to the ring's read position.
-            match self.holder.compare_exchange(current, mine, Ordering::AcqRel, Ordering::Acquire) {
+            match self
+                .holder
+                .compare_exchange(current, mine, Ordering::AcqRel, Ordering::Acquire)
+            {
                 Ok(_) => {
                     self.holder_start_time.store(start_time, Ordering::Relaxed);
                     self.heartbeat_ns.store(now_ns, Ordering::Relaxed);
@@ -272,7 +275,11 @@ impl CommSlot {
     #[must_use]
     pub fn claim(&self, communicator: &Communicator) -> bool {
         // Acquire: the previous owner's clearing happened before.
-        if self.live.compare_exchange(0, 1, Ordering::Acquire, Ordering::Relaxed).is_err() {
+        if self
+            .live
+            .compare_exchange(0, 1, Ordering::Acquire, Ordering::Relaxed)
+            .is_err()
+        {
             return false;
         }
         let version = self.version.load(Ordering::Relaxed) | 1;
@@ -398,8 +405,11 @@ impl Header {
         }
         let table = |name, offset: u32, entries: u32, bytes: usize, limit: usize| {
             let (offset, entries) = (offset as usize, entries as usize);
-            let end = entries.checked_mul(bytes).and_then(|size| size.checked_add(offset));
-            let fits = end.is_some_and(|end| end <= mapped_bytes) && offset >= size_of::<Self>() && offset % 64 == 0;
+            let end = entries
+                .checked_mul(bytes)
+                .and_then(|size| size.checked_add(offset));
+            let fits =
+                end.is_some_and(|end| end <= mapped_bytes) && offset >= size_of::<Self>() && offset % 64 == 0;
             if fits && entries.is_power_of_two() && entries <= limit {
                 Ok((offset, entries))
             } else {
@@ -411,16 +421,47 @@ impl Header {
         }
         let slot = size_of::<DescriptionSlot>();
         Ok(Geometry {
-            comms: table("communicator table", self.comm_offset, self.comm_entries, size_of::<CommSlot>(), 1 << 20)?,
-            eager: table("description table", self.eager_offset, self.eager_entries, slot, 1 << 20)?,
-            captured: table("captured description table", self.captured_offset, self.captured_entries, slot, 4096)?,
-            ring: table("ring", self.ring_offset, self.ring_slots, size_of::<Slot>(), 1 << 24)?,
+            comms: table(
+                "communicator table",
+                self.comm_offset,
+                self.comm_entries,
+                size_of::<CommSlot>(),
+                1 << 20,
+            )?,
+            eager: table(
+                "description table",
+                self.eager_offset,
+                self.eager_entries,
+                slot,
+                1 << 20,
+            )?,
+            captured: table(
+                "captured description table",
+                self.captured_offset,
+                self.captured_entries,
+                slot,
+                4096,
+            )?,
+            ring: table(
+                "ring",
+                self.ring_offset,
+                self.ring_slots,
+                size_of::<Slot>(),
+                1 << 24,
+            )?,
             file_bytes: mapped_bytes,
         })
     }
 
     /// Fills a zeroed header for `geometry`; `magic` is set last.
-    pub fn initialise(&mut self, geometry: &Geometry, pid: u32, start_time: u64, library_version: u32, host: &str) {
+    pub fn initialise(
+        &mut self,
+        geometry: &Geometry,
+        pid: u32,
+        start_time: u64,
+        library_version: u32,
+        host: &str,
+    ) {
         self.version = u32::from(VERSION);
         self.library_version = library_version;
         self.pid = pid;
@@ -428,7 +469,8 @@ impl Header {
         self.start_time = start_time;
         (self.comm_offset, self.comm_entries) = (geometry.comms.0 as u32, geometry.comms.1 as u32);
         (self.eager_offset, self.eager_entries) = (geometry.eager.0 as u32, geometry.eager.1 as u32);
-        (self.captured_offset, self.captured_entries) = (geometry.captured.0 as u32, geometry.captured.1 as u32);
+        (self.captured_offset, self.captured_entries) =
+            (geometry.captured.0 as u32, geometry.captured.1 as u32);
         (self.ring_offset, self.ring_slots) = (geometry.ring.0 as u32, geometry.ring.1 as u32);
         self.file_bytes = geometry.file_bytes as u64;
         put_text(&mut self.host, host);
@@ -463,7 +505,10 @@ impl<'a> Pages<'a> {
         }
         // SAFETY: the caller's promise; the header's size was checked.
         let header: &'a Header = unsafe { &*base.cast() };
-        Ok(Self { header, geometry: header.geometry(bytes)? })
+        Ok(Self {
+            header,
+            geometry: header.geometry(bytes)?,
+        })
     }
 
     /// The header.
@@ -487,8 +532,11 @@ impl<'a> Pages<'a> {
     /// The description slot of operation `op`.
     #[must_use]
     pub fn slot(&self, op: u32) -> &'a DescriptionSlot {
-        let table: &[DescriptionSlot] =
-            self.table(if op & CAPTURED == 0 { self.geometry.eager } else { self.geometry.captured });
+        let table: &[DescriptionSlot] = self.table(if op & CAPTURED == 0 {
+            self.geometry.eager
+        } else {
+            self.geometry.captured
+        });
         &table[op as usize & (table.len() - 1)]
     }
 

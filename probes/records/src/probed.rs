@@ -73,7 +73,14 @@ impl Tally {
     /// Nothing seen yet of a process that is watched through `library`.
     #[must_use]
     pub const fn new(library: u64) -> Self {
-        Self { library, hits: [0; Kind::LIMIT], lost: [0; Kind::LIMIT], faults: 0, calls: 0, calls_lost: 0 }
+        Self {
+            library,
+            hits: [0; Kind::LIMIT],
+            lost: [0; Kind::LIMIT],
+            faults: 0,
+            calls: 0,
+            calls_lost: 0,
+        }
     }
 }
 

@@ -74,7 +74,8 @@ pub fn push(cursor: &RingCursor, slots: &[Slot], record: &Record) -> bool {
                         // store below.
                         unsafe { *slot.record.get() = *record };
                         // Release: who reads this turn reads the record.
-                        slot.turn.store(position.wrapping_add(1).wrapping_sub(index), Ordering::Release);
+                        slot.turn
+                            .store(position.wrapping_add(1).wrapping_sub(index), Ordering::Release);
                         return true;
                     }
                     Err(seen) => position = seen,
@@ -103,7 +104,10 @@ pub fn pop(cursor: &RingCursor, slots: &[Slot]) -> Option<Record> {
     // SAFETY: the turn says that the record is complete, and no writer claims the slot before the store below.
     let record = unsafe { *slot.record.get() };
     // Release: a writer that sees the slot free sees our copy done.
-    slot.turn.store(position.wrapping_add(slots.len() as u64).wrapping_sub(index), Ordering::Release);
+    slot.turn.store(
+        position.wrapping_add(slots.len() as u64).wrapping_sub(index),
+        Ordering::Release,
+    );
     // Relaxed: only this reader, or a successor that acquired the lease after it, reads `tail`.
     cursor.tail.store(position.wrapping_add(1), Ordering::Relaxed);
     Some(record)
@@ -121,9 +125,10 @@ pub fn is_held_up(cursor: &RingCursor) -> bool {
 pub fn skip(cursor: &RingCursor, slots: &[Slot]) {
     let position = cursor.tail.load(Ordering::Relaxed);
     let index = position & (slots.len() as u64 - 1);
-    slots[index as usize]
-        .turn
-        .store(position.wrapping_add(slots.len() as u64).wrapping_sub(index), Ordering::Release);
+    slots[index as usize].turn.store(
+        position.wrapping_add(slots.len() as u64).wrapping_sub(index),
+        Ordering::Release,
+    );
     cursor.tail.store(position.wrapping_add(1), Ordering::Relaxed);
 }
 
@@ -136,7 +141,12 @@ mod tests {
     use crate::{Kind, State};
 
     fn ring(slots: usize) -> (Box<RingCursor>, Vec<Slot>) {
-        let cursor = RingCursor { head: AtomicU64::new(0), _line0: [0; 7], tail: AtomicU64::new(0), _line1: [0; 7] };
+        let cursor = RingCursor {
+            head: AtomicU64::new(0),
+            _line0: [0; 7],
+            tail: AtomicU64::new(0),
+            _line1: [0; 7],
+        };
         let slots = (0..slots)
             .map(|_| Slot {
                 turn: AtomicU64::new(0),
@@ -147,7 +157,10 @@ mod tests {
     }
 
     fn record(value: u64) -> Record {
-        Record { value, ..Record::new(Kind::ProxyStep, State::START, value) }
+        Record {
+            value,
+            ..Record::new(Kind::ProxyStep, State::START, value)
+        }
     }
 
     #[test]
@@ -174,7 +187,9 @@ mod tests {
             let writers: Vec<_> = (0..3u64)
                 .map(|writer| {
                     scope.spawn(move || {
-                        (0..EACH).filter(|i| !push(cursor, slots, &record(writer << 32 | i))).count() as u64
+                        (0..EACH)
+                            .filter(|i| !push(cursor, slots, &record(writer << 32 | i)))
+                            .count() as u64
                     })
                 })
                 .collect();

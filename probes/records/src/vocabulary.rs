@@ -60,7 +60,10 @@ impl Function {
     /// Whether no rank can finish before every rank has started, so that its start times can be compared for lag.
     #[must_use]
     pub const fn synchronises(self) -> bool {
-        matches!(self, Self::AllReduce | Self::AllGather | Self::ReduceScatter | Self::AlltoAll)
+        matches!(
+            self,
+            Self::AllReduce | Self::AllGather | Self::ReduceScatter | Self::AlltoAll
+        )
     }
 
     /// Bus bandwidth over algorithm bandwidth for `ranks` ranks (nccl-tests, `doc/PERFORMANCE.md`).
@@ -69,7 +72,9 @@ impl Function {
         let n = f64::from(ranks.max(1));
         match self {
             Self::AllReduce => 2.0 * (n - 1.0) / n,
-            Self::AllGather | Self::ReduceScatter | Self::AlltoAll | Self::Gather | Self::Scatter => (n - 1.0) / n,
+            Self::AllGather | Self::ReduceScatter | Self::AlltoAll | Self::Gather | Self::Scatter => {
+                (n - 1.0) / n
+            }
             Self::Broadcast | Self::Reduce | Self::Send | Self::Recv => 1.0,
         }
     }

@@ -4,6 +4,7 @@
 use std::{
     fs,
     io::{BufRead as _, BufReader, Write as _},
+    os::fd::AsRawFd as _,
     path::{Path, PathBuf},
     process::{Child, ChildStdin, ChildStdout, Command, Stdio},
     time::{Duration, Instant},
@@ -14,7 +15,10 @@ use ringsight_probes::{Options, Sample, Session, Source as _, UseEbpf};
 /// A directory of built examples: beside the test's own binary.
 pub(crate) fn examples() -> PathBuf {
     let test = std::env::current_exe().expect("own path");
-    test.ancestors().nth(2).expect("target/<profile>/deps/<test>").join("examples")
+    test.ancestors()
+        .nth(2)
+        .expect("target/<profile>/deps/<test>")
+        .join("examples")
 }
 
 pub(crate) fn fixture_library() -> PathBuf {
@@ -74,6 +78,18 @@ impl Target {
         writeln!(input, "{line}").expect("the target reads");
     }
 
+    /// Whether an answer has come; never waits.
+    pub(crate) fn answered(&self) -> bool {
+        let mut polled = libc::pollfd {
+            fd: self.output.get_ref().as_raw_fd(),
+            events: libc::POLLIN,
+            revents: 0,
+        };
+        // SAFETY: one entry; with a timeout of zero the call returns at once.
+        unsafe { libc::poll(&raw mut polled, 1, 0) };
+        !self.output.buffer().is_empty() || polled.revents != 0
+    }
+
     pub(crate) fn answer(&mut self) -> u64 {
         self.line().parse().expect("a number")
     }
@@ -109,7 +125,13 @@ impl Drop for Target {
 
 /// A session with eBPF, or `None` after saying that the test is skipped and why.
 pub(crate) fn session(test: &str) -> Option<Session> {
-    session_with(test, Options { use_ebpf: UseEbpf::Require, ..Options::default() })
+    session_with(
+        test,
+        Options {
+            use_ebpf: UseEbpf::Require,
+            ..Options::default()
+        },
+    )
 }
 
 pub(crate) fn session_with(test: &str, options: Options) -> Option<Session> {
@@ -123,11 +145,19 @@ pub(crate) fn session_with(test: &str, options: Options) -> Option<Session> {
 }
 
 /// Polls until `enough` says so; fails after ten seconds.
-pub(crate) fn poll_until(session: &mut Session, samples: &mut Vec<Sample>, enough: impl Fn(&[Sample]) -> bool) {
+pub(crate) fn poll_until(
+    session: &mut Session,
+    samples: &mut Vec<Sample>,
+    enough: impl Fn(&[Sample]) -> bool,
+) {
     let begun = Instant::now();
     while !enough(samples) {
         session.poll(samples).expect("no problem");
-        assert!(begun.elapsed() < Duration::from_secs(10), "not enough after 10 s: {} samples", samples.len());
+        assert!(
+            begun.elapsed() < Duration::from_secs(10),
+            "not enough after 10 s: {} samples",
+            samples.len()
+        );
         std::thread::yield_now();
     }
 }
@@ -140,17 +170,37 @@ pub(crate) fn poll(session: &mut Session) -> Vec<Sample> {
 }
 
 pub(crate) fn records(samples: &[Sample], kind: ringsight_records::Kind) -> usize {
-    samples.iter().filter(|sample| matches!(sample, Sample::Record { record, .. } if record.kind() == Some(kind))).count()
+    samples
+        .iter()
+        .filter(|sample| matches!(sample, Sample::Record { record, .. } if record.kind() == Some(kind)))
+        .count()
 }
 
 pub(crate) fn lost(samples: &[Sample]) -> u64 {
-    samples.iter().map(|sample| if let Sample::Lost { count, .. } = sample { *count } else { 0 }).sum()
+    samples
+        .iter()
+        .map(|sample| {
+            if let Sample::Lost { count, .. } = sample {
+                *count
+            } else {
+                0
+            }
+        })
+        .sum()
 }
 
 /// Compiles a C file of this folder into a shared library in `directory`; `None` without a compiler.
 pub(crate) fn compile(test: &str, source: &str, library: &Path, flags: &[&str]) -> Option<()> {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/common").join(source);
-    let status = Command::new("cc").args(["-shared", "-fPIC", "-O1"]).args(flags).arg(&source).arg("-o").arg(library).status();
+    let source = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/common")
+        .join(source);
+    let status = Command::new("cc")
+        .args(["-shared", "-fPIC", "-O1"])
+        .args(flags)
+        .arg(&source)
+        .arg("-o")
+        .arg(library)
+        .status();
     match status {
         Ok(status) => {
             assert!(status.success(), "{} does not compile", source.display());
@@ -204,7 +254,10 @@ impl Reader {
         let mut line = String::new();
         self.output.read_line(&mut line).expect("a line");
         self.child.wait().expect("a child");
-        line.trim().strip_prefix("records ").and_then(|count| count.parse().ok()).expect("a count")
+        line.trim()
+            .strip_prefix("records ")
+            .and_then(|count| count.parse().ok())
+            .expect("a count")
     }
 }
 
