@@ -5,7 +5,7 @@
 //! a connection is opened at the first message, used in one direction, and watched, so that the death of a rank is an
 //! error that names it. Collective calls ([`Bootstrap::all_gather`]) are built from these messages.
 
-mod id;
+pub(crate) mod id;
 mod interface;
 pub(crate) mod pending;
 mod root;

@@ -5,9 +5,30 @@
 //! served by the progress thread, which starts with the first of them: operations are saved, started, and then moved
 //! step by step between a [`ringsight_kernels::Fifo`] and a socket.
 
-use std::{net::IpAddr, sync::Arc};
+pub mod client;
+pub(crate) mod events;
+pub(crate) mod memory;
+pub mod message;
+mod progress;
+mod service;
+mod unix;
+
+use std::{
+    fmt,
+    net::{IpAddr, SocketAddr, TcpListener},
+    str::FromStr,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::{self, JoinHandle},
+};
 
 use ringsight_kernels::AbortWord;
+
+use crate::bootstrap::sys::{self, Wake};
+use progress::{Command, Progress};
+use service::Service;
 
 /// What can go wrong with a proxy.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -103,36 +124,154 @@ pub struct ProxyOp {
     pub pid: u32,
 }
 
+/// Where a proxy answers: an abstract unix socket for its node, a TCP port for other nodes' proxies.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ProxyAddress {
+    /// Name of the abstract unix socket.
+    pub unix: String,
+    /// Where it listens for senders of other nodes.
+    pub tcp: SocketAddr,
+}
+
+impl fmt::Display for ProxyAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}@{}", self.unix, self.tcp)
+    }
+}
+
+impl FromStr for ProxyAddress {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let parts = text.split_once('@').filter(|(unix, _)| !unix.is_empty());
+        parts
+            .and_then(|(unix, tcp)| {
+                Some(Self {
+                    unix: unix.to_owned(),
+                    tcp: tcp.parse().ok()?,
+                })
+            })
+            .ok_or_else(|| Error::Protocol(format!("{text:?} is no proxy's address")))
+    }
+}
+
 /// The proxy of one rank of one communicator. Dropping it gives up what is left and joins its threads.
-pub struct Proxy {}
+pub struct Proxy {
+    address: ProxyAddress,
+    config: ProxyConfig,
+    progress: Arc<Progress>,
+    /// Operations saved and not yet started.
+    saved: Mutex<Vec<ProxyOp>>,
+    wake: Arc<Wake>,
+    ending: Arc<AtomicBool>,
+    service: Option<JoinHandle<()>>,
+}
 
 impl Proxy {
     /// Opens the sockets and starts the service thread.
     ///
     /// # Errors
-    /// [`Error::System`].
-    pub fn new(_config: ProxyConfig) -> Result<Self> {
-        Err(Error::Refused(String::new()))
+    /// [`Error::System`]; [`Error::Refused`] for slots of 0 bytes or more than `u32` can count.
+    pub fn new(config: ProxyConfig) -> Result<Self> {
+        if config.slot_bytes == 0 || u32::try_from(config.slot_bytes).is_err() {
+            return Err(Error::Refused(format!(
+                "slots of {} bytes are not possible",
+                config.slot_bytes
+            )));
+        }
+        let random = sys::random_u64().map_err(system("drawing a random name"))?;
+        let name = format!(
+            "ringsight-proxy-{}-{}-{random:016x}",
+            std::process::id(),
+            config.rank
+        );
+        let unix = unix::listen(&name).map_err(system(&format!("listening at @{name}")))?;
+        let what = format!("listening on {}", config.listen);
+        let tcp = TcpListener::bind((config.listen, 0)).map_err(system(&what))?;
+        tcp.set_nonblocking(true).map_err(system(&what))?;
+        let address = ProxyAddress {
+            unix: name,
+            tcp: tcp.local_addr().map_err(system(&what))?,
+        };
+        let wake = Arc::new(Wake::new().map_err(system("making an eventfd"))?);
+        let ending = Arc::new(AtomicBool::new(false));
+        let ProxyConfig {
+            rank,
+            abort,
+            on_completed,
+            on_error,
+            ..
+        } = config.clone();
+        let progress = Arc::new(
+            Progress::new(rank, abort, on_completed, on_error).map_err(system("making an eventfd"))?,
+        );
+        let signals = (Arc::clone(&wake), Arc::clone(&ending));
+        let service = Service::new(config.clone(), (unix, tcp), signals, Arc::clone(&progress));
+        let service = thread::Builder::new()
+            .name("rs-proxy".into())
+            .stack_size(256 << 10)
+            .spawn(move || service.run())
+            .map_err(system("starting the proxy's service thread"))?;
+        Ok(Self {
+            address,
+            config,
+            progress,
+            saved: Mutex::default(),
+            wake,
+            ending,
+            service: Some(service),
+        })
     }
 
-    /// Where it answers: what [`crate::topology::RankInfo::proxy_address`] carries.
+    /// Where it answers; its text is what [`crate::topology::RankInfo::proxy_address`] carries.
     #[must_use]
-    pub fn address(&self) -> String {
-        unimplemented!()
+    pub fn address(&self) -> &ProxyAddress {
+        &self.address
+    }
+
+    /// What it was made of.
+    #[must_use]
+    pub fn config(&self) -> &ProxyConfig {
+        &self.config
     }
 
     /// Queues an operation until the next [`Proxy::start`].
-    pub fn save_op(&self, _op: ProxyOp) {
-        unimplemented!()
+    pub fn save_op(&self, op: ProxyOp) {
+        self.saved.lock().unwrap_or_else(PoisonError::into_inner).push(op);
     }
 
-    /// Posts the saved operations to the progress thread, in the order saved.
+    /// Posts the saved operations to the progress thread, in the order saved. Operations of one connection run in this
+    /// order, those of different connections side by side.
     pub fn start(&self) {
-        unimplemented!()
+        // Posted under the lock, so that two threads that start at once cannot change the order.
+        let mut saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner);
+        if !saved.is_empty() {
+            self.progress.tell(Command::Ops(std::mem::take(&mut saved)));
+        }
     }
 
     /// Waits until every posted operation has finished, or was given up after a failure or abort.
     pub fn stop(&self) {
-        unimplemented!()
+        self.progress.drain();
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        // Release: pairs with the service's acquire; it reads nothing else by it.
+        self.ending.store(true, Ordering::Release);
+        self.wake.wake();
+        // The service first: it could start the progress thread.
+        if let Some(service) = self.service.take() {
+            let _ = service.join();
+        }
+        self.progress.end();
+    }
+}
+
+fn system(what: &str) -> impl FnOnce(std::io::Error) -> Error {
+    move |source| Error::System {
+        what: what.to_owned(),
+        source: Arc::new(source),
     }
 }

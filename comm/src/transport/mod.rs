@@ -1,11 +1,23 @@
 //! Connections between ranks: shared memory within a node, sockets between nodes.
 
-use std::sync::Arc;
+pub(crate) mod socket;
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
 
 use ringsight_kernels::{AbortWord, Fifo};
 
 use crate::{
-    proxy::{self, ConnectionId, Proxy},
+    bootstrap,
+    proxy::{
+        ConnectionId, Error, Proxy, ProxyAddress, Result,
+        client::ProxyClient,
+        memory,
+        message::{Endpoint, Reply, Request, Transport},
+    },
     topology::Topology,
 };
 
@@ -49,36 +61,200 @@ pub struct RingConnections {
 ///
 /// The receiver's proxy makes a connection when it is first asked for, whoever asks first: no call here waits for the
 /// peer's own call, so any number of pairs can connect in any order without a deadlock.
-pub struct Connector {}
+pub struct Connector {
+    topology: Arc<Topology>,
+    proxy: Arc<Proxy>,
+    abort: Arc<AbortWord>,
+    timeout: Duration,
+    /// Clients of the proxies that we have asked, by rank.
+    clients: Mutex<HashMap<u32, Arc<ProxyClient>>>,
+    /// Ends that stand, so that each is mapped once.
+    ends: Mutex<HashMap<Endpoint, End>>,
+}
+
+/// One end of a connection.
+#[derive(Clone)]
+struct End {
+    fifo: Arc<Fifo>,
+    proxy: Option<ConnectionId>,
+    transport: &'static str,
+}
 
 impl Connector {
     /// A connector for the ranks of `topology`, through this rank's proxy.
     #[must_use]
-    pub fn new(_topology: Arc<Topology>, _proxy: Arc<Proxy>, _abort: Arc<AbortWord>) -> Self {
-        Self {}
+    pub fn new(topology: Arc<Topology>, proxy: Arc<Proxy>, abort: Arc<AbortWord>) -> Self {
+        let timeout = bootstrap::default_timeout();
+        Self {
+            topology,
+            proxy,
+            abort,
+            timeout,
+            clients: Mutex::default(),
+            ends: Mutex::default(),
+        }
     }
 
     /// The connections of this rank in the ring of `channel` ([`Topology::ring`]). There must be at least two ranks.
     ///
     /// # Errors
     /// When a peer's proxy is gone or refuses, or on abort.
-    pub fn connect_ring(&self, _channel: u8) -> proxy::Result<RingConnections> {
-        Err(proxy::Error::Refused(String::new()))
+    pub fn connect_ring(&self, channel: u8) -> Result<RingConnections> {
+        let ring = self.topology.ring(channel);
+        let (Some(next), Some(prev)) = (ring.get(1), ring.last()) else {
+            return Err(Error::Refused("a communicator of one rank has no ring".into()));
+        };
+        let prev = self.receive_end(*prev, channel, false)?;
+        Ok(RingConnections {
+            prev,
+            next: self.send_end(*next, channel, false)?,
+        })
     }
 
     /// The point-to-point connection to `peer` on `channel`; the same one each time.
     ///
     /// # Errors
     /// When the peer's proxy is gone or refuses, or on abort.
-    pub fn connect_send(&self, _peer: u32, _channel: u8) -> proxy::Result<SendConnection> {
-        Err(proxy::Error::Refused(String::new()))
+    pub fn connect_send(&self, peer: u32, channel: u8) -> Result<SendConnection> {
+        self.send_end(peer, channel, true)
     }
 
     /// The point-to-point connection from `peer` on `channel`; the same one each time.
     ///
     /// # Errors
     /// When this rank's proxy cannot make it, or on abort.
-    pub fn connect_recv(&self, _peer: u32, _channel: u8) -> proxy::Result<RecvConnection> {
-        Err(proxy::Error::Refused(String::new()))
+    pub fn connect_recv(&self, peer: u32, channel: u8) -> Result<RecvConnection> {
+        self.receive_end(peer, channel, true)
     }
+
+    fn send_end(&self, peer: u32, channel: u8, p2p: bool) -> Result<SendConnection> {
+        let End {
+            fifo,
+            proxy,
+            transport,
+        } = self.end(peer, channel, p2p, true)?;
+        Ok(SendConnection {
+            fifo,
+            proxy,
+            transport,
+        })
+    }
+
+    fn receive_end(&self, peer: u32, channel: u8, p2p: bool) -> Result<RecvConnection> {
+        let End {
+            fifo,
+            proxy,
+            transport,
+        } = self.end(peer, channel, p2p, false)?;
+        Ok(RecvConnection {
+            fifo,
+            proxy,
+            transport,
+        })
+    }
+
+    fn end(&self, peer: u32, channel: u8, p2p: bool, is_send: bool) -> Result<End> {
+        let rank = self.topology.rank();
+        if peer >= self.topology.ranks() || peer == rank {
+            return Err(Error::Refused(format!(
+                "rank {rank} has no connection to rank {peer}"
+            )));
+        }
+        let same_node = self.topology.node_of(peer) == self.topology.node_of(rank);
+        let transport = if same_node {
+            Transport::Shm
+        } else {
+            Transport::NetSocket
+        };
+        let endpoint = Endpoint {
+            peer,
+            channel,
+            p2p,
+            is_send,
+            transport,
+        };
+        // Held while connecting: one end is made once, and nothing below waits for a peer's own call.
+        let mut ends = self.ends.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(end) = ends.get(&endpoint) {
+            return Ok(end.clone());
+        }
+        let end = match transport {
+            // The memory is the receiver's; a sender asks the receiver's proxy for it.
+            Transport::Shm if is_send => self.make(
+                peer,
+                Endpoint {
+                    peer: rank,
+                    is_send: false,
+                    ..endpoint
+                },
+            )?,
+            Transport::Shm | Transport::NetSocket => self.make(rank, endpoint)?,
+        };
+        ends.insert(endpoint, end.clone());
+        Ok(end)
+    }
+
+    /// Goes through a proxy's requests for an endpoint, as that proxy sees it.
+    fn make(&self, proxy_rank: u32, endpoint: Endpoint) -> Result<End> {
+        let client = self.client(proxy_rank)?;
+        let config = self.proxy.config();
+        let (cookie, rank) = (config.cookie, self.topology.rank());
+        let Reply::Init { connection } = client.call_blocking(&Request::Init {
+            cookie,
+            rank,
+            endpoint,
+        })?
+        else {
+            return Err(unexpected(proxy_rank));
+        };
+        let slot_bytes = config.slot_bytes as u32;
+        client.call_blocking(&Request::SharedInit {
+            connection,
+            slot_bytes,
+        })?;
+        let Reply::Setup { handle, .. } = client.call_blocking(&Request::Setup { connection })? else {
+            return Err(unexpected(proxy_rank));
+        };
+        let fd = client.get_fd(handle)?;
+        let fifo = memory::map(&fd, config.slot_bytes).map_err(|error| Error::System {
+            what: format!("mapping the FIFO of rank {proxy_rank}"),
+            source: Arc::new(error),
+        })?;
+        let is_net = endpoint.transport == Transport::NetSocket;
+        let address = match is_net && endpoint.is_send {
+            true => Some(self.address_of(endpoint.peer)?.tcp),
+            false => None,
+        };
+        client.call_blocking(&Request::Connect { connection, address })?;
+        let transport = if is_net { NET_SOCKET } else { SHM };
+        Ok(End {
+            fifo,
+            proxy: is_net.then_some(ConnectionId(connection)),
+            transport,
+        })
+    }
+
+    fn address_of(&self, rank: u32) -> Result<ProxyAddress> {
+        self.topology.info(rank).proxy_address.parse()
+    }
+
+    fn client(&self, rank: u32) -> Result<Arc<ProxyClient>> {
+        let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(client) = clients.get(&rank) {
+            return Ok(Arc::clone(client));
+        }
+        let name = self.address_of(rank)?.unix;
+        let client = Arc::new(ProxyClient::connect(
+            &name,
+            rank,
+            Arc::clone(&self.abort),
+            self.timeout,
+        )?);
+        clients.insert(rank, Arc::clone(&client));
+        Ok(client)
+    }
+}
+
+fn unexpected(rank: u32) -> Error {
+    Error::Protocol(format!("the proxy of rank {rank} answers another question"))
 }

@@ -1,0 +1,59 @@
+//! Records of proxy operations, their steps, and what the progress thread does besides.
+
+use ringsight_records::{Flags, Kind, Record, State};
+
+use super::ProxyOp;
+use crate::observe;
+
+/// A record of this operation, if anybody wants such.
+fn write(op: &ProxyOp, kind: Kind, state: State, value: u64, bytes: u64) {
+    if !observe::wants(kind) {
+        return;
+    }
+    let flags = Flags::SEND
+        .when(op.is_send)
+        .with(Flags::P2P.when(op.p2p))
+        .with(Flags::GRAPH.when(op.graph));
+    let record = Record {
+        comm: op.comm,
+        seq: op.seq,
+        bytes,
+        value,
+        op: op.op,
+        replay: op.replay,
+        rank: op.rank,
+        peer: op.peer.cast_signed(),
+        pid: op.pid,
+        channel: op.channel,
+        ..Record::new(kind, state, observe::now_ns())
+    };
+    observe::emit(&record.with_flags(flags));
+}
+
+/// The operation itself: `bytes` is what it has transferred so far.
+pub(crate) fn op(op: &ProxyOp, state: State, bytes: u64) {
+    write(
+        op,
+        Kind::ProxyOp,
+        state,
+        Record::pack_proxy_op_shape(op.steps, op.chunk_bytes),
+        bytes,
+    );
+}
+
+/// One of its steps: `bytes` is what the step has transferred so far.
+pub(crate) fn step(op: &ProxyOp, step: u32, state: State, bytes: usize) {
+    write(op, Kind::ProxyStep, state, step.into(), bytes as u64);
+}
+
+/// The progress thread of `rank`: `appended` is how many operations it took over so far.
+pub(crate) fn control(rank: u32, state: State, appended: u64) {
+    if observe::wants(Kind::ProxyCtrl) {
+        observe::emit(&Record {
+            bytes: appended,
+            rank,
+            pid: std::process::id(),
+            ..Record::new(Kind::ProxyCtrl, state, observe::now_ns())
+        });
+    }
+}

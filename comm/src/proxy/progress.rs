@@ -1,0 +1,427 @@
+//! The progress thread: moves the operations of all network connections of one proxy.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    io,
+    net::TcpStream,
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use ringsight_kernels::{AbortWord, Fifo};
+use ringsight_records::State;
+
+use super::{ConnectionId, OnCompleted, OnError, ProxyOp, events, message::Endpoint};
+use crate::{
+    bootstrap::sys::{self, Wake},
+    transport::socket::{Needs, Receiver, Sender, Socket, Turn},
+};
+
+/// How often the thread yields before it sleeps, when the device is to move next.
+const YIELDS: u32 = 8;
+/// First and longest sleep while the device is to move next: no event tells of what a kernel writes.
+const SLEEP: (Duration, Duration) = (Duration::from_micros(20), Duration::from_micros(100));
+/// After this long without any movement the device is not about to move: sleep longer, so that a stalled job leaves the
+/// processor to whoever holds it up.
+const STALLED: (Duration, Duration) = (Duration::from_millis(20), Duration::from_micros(250));
+/// Turns with movement between two looks at the sockets that would have blocked.
+const POLL_EVERY: u32 = 8;
+
+/// What the other threads tell the progress thread.
+pub(super) enum Command {
+    /// A connection exists; operations may come before its socket does.
+    Add(ConnectionId, Endpoint, Arc<Fifo>),
+    /// Its socket.
+    Attach(ConnectionId, TcpStream),
+    /// Forget it and give up its operations.
+    Remove(ConnectionId),
+    /// Operations to move.
+    Ops(Vec<ProxyOp>),
+}
+
+/// The other threads' side of the progress thread.
+pub(super) struct Progress {
+    rank: u32,
+    abort: Arc<AbortWord>,
+    on_completed: OnCompleted,
+    on_error: OnError,
+    wake: Wake,
+    inbox: Mutex<Vec<Command>>,
+    /// Operations posted and neither finished nor given up.
+    outstanding: Mutex<usize>,
+    drained: Condvar,
+    ending: AtomicBool,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Nothing that runs under these locks leaves their contents half changed.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Progress {
+    pub(super) fn new(
+        rank: u32,
+        abort: Arc<AbortWord>,
+        on_completed: OnCompleted,
+        on_error: OnError,
+    ) -> io::Result<Self> {
+        Ok(Self {
+            rank,
+            abort,
+            on_completed,
+            on_error,
+            wake: Wake::new()?,
+            inbox: Mutex::default(),
+            outstanding: Mutex::new(0),
+            drained: Condvar::new(),
+            ending: AtomicBool::new(false),
+            thread: Mutex::new(None),
+        })
+    }
+
+    /// Starts the thread unless it runs.
+    pub(super) fn ensure_started(self: &Arc<Self>) -> io::Result<()> {
+        let mut thread = lock(&self.thread);
+        if thread.is_none() {
+            let this = Arc::clone(self);
+            let builder = thread::Builder::new()
+                .name("rs-progress".into())
+                .stack_size(256 << 10);
+            *thread = Some(builder.spawn(move || Engine::new(&this).run())?);
+        }
+        Ok(())
+    }
+
+    pub(super) fn tell(&self, command: Command) {
+        if let Command::Ops(ops) = &command {
+            *lock(&self.outstanding) += ops.len();
+        }
+        lock(&self.inbox).push(command);
+        self.wake.wake();
+    }
+
+    /// Whether every posted operation has finished or was given up.
+    pub(super) fn is_drained(&self) -> bool {
+        *lock(&self.outstanding) == 0
+    }
+
+    /// Waits for that.
+    pub(super) fn drain(&self) {
+        let mut outstanding = lock(&self.outstanding);
+        // Operations posted to a thread that never ran (no connection, so no valid operation) are given up by `end`.
+        while *outstanding > 0 && lock(&self.thread).is_some() {
+            outstanding = self
+                .drained
+                .wait(outstanding)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Gives up what is left and joins the thread.
+    pub(super) fn end(&self) {
+        // Release: pairs with the engine's acquire; what was posted before is in the inbox by then.
+        self.ending.store(true, Ordering::Release);
+        self.wake.wake();
+        let thread = lock(&self.thread).take();
+        if let Some(thread) = thread {
+            let _ = thread.join();
+        }
+        lock(&self.inbox).clear();
+        *lock(&self.outstanding) = 0;
+        self.drained.notify_all();
+    }
+
+    fn retire(&self, count: usize) {
+        let mut outstanding = lock(&self.outstanding);
+        *outstanding = outstanding.saturating_sub(count);
+        if *outstanding == 0 {
+            self.drained.notify_all();
+        }
+    }
+}
+
+enum Machine {
+    Sender(Sender),
+    Receiver(Receiver),
+}
+
+impl Machine {
+    fn turn(&mut self, op: &ProxyOp, socket: &mut Socket) -> Result<Turn, String> {
+        match self {
+            Self::Sender(sender) => sender.turn(op, socket),
+            Self::Receiver(receiver) => receiver.turn(op, socket),
+        }
+    }
+
+    fn needs(&self) -> Needs {
+        match self {
+            Self::Sender(sender) => sender.needs(),
+            Self::Receiver(receiver) => receiver.needs(),
+        }
+    }
+
+    fn step(&self) -> u32 {
+        match self {
+            Self::Sender(sender) => sender.step(),
+            Self::Receiver(receiver) => receiver.step(),
+        }
+    }
+}
+
+struct Connection {
+    endpoint: Endpoint,
+    machine: Machine,
+    socket: Option<Socket>,
+    /// In the order saved; the first one is under way.
+    ops: VecDeque<ProxyOp>,
+    /// The first operation's start has been written, and its first progress.
+    started: (bool, bool),
+    failed: bool,
+}
+
+struct Engine<'a> {
+    shared: &'a Progress,
+    connections: BTreeMap<ConnectionId, Connection>,
+    /// Operations of all connections.
+    active: usize,
+    appended: u64,
+}
+
+impl<'a> Engine<'a> {
+    fn new(shared: &'a Progress) -> Self {
+        Self {
+            shared,
+            connections: BTreeMap::new(),
+            active: 0,
+            appended: 0,
+        }
+    }
+
+    fn run(mut self) {
+        let rank = self.shared.rank;
+        let mut last_move = Instant::now();
+        let (mut idle_turns, mut moved_turns) = (0u32, 0u32);
+        loop {
+            let was_idle = self.active == 0;
+            self.take_commands();
+            // Acquire: pairs with `Progress::end`.
+            let ending = self.shared.ending.load(Ordering::Acquire);
+            if ending || self.shared.abort.is_set() {
+                self.give_up_everything();
+            }
+            if ending {
+                return;
+            }
+            if was_idle && self.active > 0 {
+                events::control(rank, State::CTRL_ACTIVE, 0);
+                last_move = Instant::now();
+            }
+            let moved = self.turn();
+            if self.active == 0 {
+                if !was_idle {
+                    events::control(rank, State::CTRL_IDLE, 0);
+                }
+                events::control(rank, State::CTRL_SLEEP, 0);
+                self.poll(None);
+                events::control(rank, State::CTRL_WAKEUP, 0);
+                continue;
+            }
+            if moved {
+                (last_move, idle_turns) = (Instant::now(), 0);
+                moved_turns += 1;
+                if moved_turns % POLL_EVERY == 0 {
+                    self.poll(Some(Duration::ZERO));
+                }
+                continue;
+            }
+            idle_turns += 1;
+            let waits_for_device = self.working().any(|connection| connection.machine.needs().device);
+            if !waits_for_device {
+                self.poll(Some(sys::ABORT_CHECK));
+            } else if idle_turns <= YIELDS {
+                self.poll(Some(Duration::ZERO));
+                thread::yield_now();
+            } else if last_move.elapsed() < STALLED.0 {
+                let doubled = SLEEP.0 * (1 << (idle_turns - YIELDS - 1).min(8));
+                self.poll(Some(doubled.min(SLEEP.1)));
+            } else {
+                self.poll(Some(STALLED.1));
+            }
+        }
+    }
+
+    /// Connections that have an operation to move and a socket to move it over.
+    fn working(&self) -> impl Iterator<Item = &Connection> {
+        self.connections
+            .values()
+            .filter(|connection| !connection.ops.is_empty() && connection.socket.is_some())
+    }
+
+    fn take_commands(&mut self) {
+        let commands = std::mem::take(&mut *lock(&self.shared.inbox));
+        for command in commands {
+            match command {
+                Command::Add(id, endpoint, fifo) => {
+                    let machine = if endpoint.is_send {
+                        Machine::Sender(Sender::new(fifo))
+                    } else {
+                        Machine::Receiver(Receiver::new(fifo))
+                    };
+                    let (socket, ops, started, failed) = (None, VecDeque::new(), (false, false), false);
+                    self.connections.insert(
+                        id,
+                        Connection {
+                            endpoint,
+                            machine,
+                            socket,
+                            ops,
+                            started,
+                            failed,
+                        },
+                    );
+                }
+                Command::Attach(id, stream) => {
+                    if let Some(connection) = self.connections.get_mut(&id) {
+                        connection.socket = Some(Socket::new(stream));
+                    }
+                }
+                Command::Remove(id) => {
+                    if let Some(mut connection) = self.connections.remove(&id) {
+                        self.active -= connection.give_up(self.shared);
+                    }
+                }
+                Command::Ops(ops) => self.append(ops),
+            }
+        }
+    }
+
+    fn append(&mut self, ops: Vec<ProxyOp>) {
+        events::control(self.shared.rank, State::CTRL_APPEND, self.appended);
+        for op in ops {
+            self.appended += 1;
+            match self.connections.get_mut(&op.connection) {
+                Some(connection) if !connection.failed => {
+                    connection.ops.push_back(op);
+                    self.active += 1;
+                }
+                // The failure was reported when it happened.
+                Some(_) => self.shared.retire(1),
+                None => {
+                    self.shared.retire(1);
+                    (self.shared.on_error)(format!(
+                        "proxy operation of operation {} on a connection ({}) that does not exist",
+                        op.op, op.connection.0
+                    ));
+                }
+            }
+        }
+        events::control(self.shared.rank, State::CTRL_APPEND_END, self.appended);
+    }
+
+    /// One turn of every connection; whether anything moved.
+    fn turn(&mut self) -> bool {
+        let mut moved = false;
+        for connection in self.connections.values_mut() {
+            let Some(op) = connection.ops.front().copied() else {
+                continue;
+            };
+            if !std::mem::replace(&mut connection.started.0, true) {
+                events::op(&op, State::START, 0);
+            }
+            let Some(socket) = &mut connection.socket else {
+                continue;
+            };
+            match connection.machine.turn(&op, socket) {
+                Ok(Turn::Waiting) => {}
+                Ok(turn) => {
+                    moved = true;
+                    if !std::mem::replace(&mut connection.started.1, true) {
+                        events::op(&op, State::OP_IN_PROGRESS, 0);
+                    }
+                    if let Turn::Done(bytes) = turn {
+                        events::op(&op, State::STOP, bytes);
+                        connection.started = (false, false);
+                        connection.ops.pop_front();
+                        self.active -= 1;
+                        (self.shared.on_completed)(op.op, op.replay);
+                        self.shared.retire(1);
+                    }
+                }
+                Err(text) => {
+                    let step = connection.machine.step();
+                    let text = connection.describe(self.shared.rank, &op, step, &text);
+                    connection.failed = true;
+                    connection.socket = None;
+                    self.active -= connection.give_up(self.shared);
+                    (self.shared.on_error)(text);
+                    moved = true;
+                }
+            }
+        }
+        moved
+    }
+
+    /// Waits for the sockets of the connections at work, for a command, and at most `timeout`.
+    fn poll(&mut self, timeout: Option<Duration>) {
+        let mut fds = vec![sys::interest(&self.shared.wake, libc::POLLIN)];
+        for connection in self.working() {
+            if let Some(socket) = &connection.socket {
+                fds.push(sys::interest(&socket.stream, connection.machine.needs().events));
+            }
+        }
+        if sys::poll(&mut fds, timeout).is_err() {
+            thread::yield_now(); // only for want of memory: the next turns try the sockets by themselves
+        }
+        if sys::is_ready(&fds[0]) {
+            self.shared.wake.drain();
+        }
+        let working = self
+            .connections
+            .values_mut()
+            .filter(|c| !c.ops.is_empty())
+            .filter_map(|c| c.socket.as_mut());
+        for (fd, socket) in fds[1..].iter().zip(working) {
+            let broken = fd.revents & (libc::POLLERR | libc::POLLHUP | libc::POLLNVAL) != 0;
+            socket.readable |= broken || fd.revents & libc::POLLIN != 0;
+            socket.writable |= broken || fd.revents & libc::POLLOUT != 0;
+        }
+    }
+
+    fn give_up_everything(&mut self) {
+        for connection in self.connections.values_mut() {
+            self.active -= connection.give_up(self.shared);
+            // What was under way is torn: nothing that follows on this connection could be understood.
+            connection.failed = true;
+            connection.socket = None;
+        }
+    }
+}
+
+impl Connection {
+    /// Drops its operations; how many there were.
+    fn give_up(&mut self, shared: &Progress) -> usize {
+        let count = self.ops.len();
+        if std::mem::take(&mut self.started).0
+            && let Some(op) = self.ops.front()
+        {
+            events::op(op, State::ABORTED, 0);
+        }
+        self.ops.clear();
+        shared.retire(count);
+        count
+    }
+
+    fn describe(&self, rank: u32, op: &ProxyOp, step: u32, text: &str) -> String {
+        let Endpoint { peer, channel, .. } = self.endpoint;
+        let (from, to) = if op.is_send { (rank, peer) } else { (peer, rank) };
+        let steps = op.steps;
+        format!(
+            "network, rank {from} to rank {to}, channel {channel}, step {step} of {steps}, seen by rank {rank}: {text}"
+        )
+    }
+}

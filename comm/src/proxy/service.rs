@@ -1,0 +1,619 @@
+//! The service thread: answers requests, and makes and accepts the TCP connections between proxies.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    io::{self, Read, Write},
+    net::{SocketAddr, TcpListener, TcpStream},
+    os::fd::{AsFd, OwnedFd},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use ringsight_kernels::Fifo;
+
+use super::{
+    ConnectionId, ProxyConfig,
+    message::{Endpoint, Reply, Request, Transport, encode_response},
+    progress::{Command, Progress},
+    {memory, unix},
+};
+use crate::{
+    bootstrap::{
+        pending::Undecided,
+        sys::{self, Wake},
+    },
+    transport::socket::{Hello, VERDICT_BYTES, Verdict},
+};
+
+/// Channels of a communicator (`MAXCHANNELS`).
+const MAX_CHANNELS: u8 = 64;
+/// Responses that a client may leave unread before it is dropped.
+const MAX_UNREAD: usize = 1024;
+/// Pause of the listeners when the process has no descriptor left.
+const STARVED_PAUSE: Duration = Duration::from_millis(20);
+
+/// A client of the service.
+struct Client {
+    socket: OwnedFd,
+    /// It has presented the secret.
+    trusted: bool,
+    /// It is of this process.
+    own: bool,
+    /// Responses that the socket did not take yet; the handle says which descriptor goes along.
+    unsent: VecDeque<(Vec<u8>, Option<u64>)>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// Made by Init.
+    Initialised,
+    /// Its transport's shared part stands.
+    Shared,
+    /// It has its FIFO.
+    SetUp,
+    /// A sender on the network waits for the peer's proxy.
+    Connecting,
+    /// Ready.
+    Connected,
+}
+
+struct Connection {
+    endpoint: Endpoint,
+    stage: Stage,
+    /// Handle of its descriptor, once set up.
+    handle: Option<u64>,
+    /// A receiver on the network: the sender's socket is there.
+    attached: bool,
+}
+
+/// A connection to another proxy that is being made.
+struct Outgoing {
+    connection: u32,
+    /// Who asked: client and request.
+    asked: (u64, u64),
+    address: SocketAddr,
+    stream: TcpStream,
+    /// The hello is on its way.
+    greeted: bool,
+    verdict: Vec<u8>,
+}
+
+/// The service of one proxy.
+pub(super) struct Service {
+    pub(super) config: ProxyConfig,
+    pub(super) unix: OwnedFd,
+    pub(super) tcp: TcpListener,
+    pub(super) wake: Arc<Wake>,
+    pub(super) ending: Arc<AtomicBool>,
+    pub(super) progress: Arc<Progress>,
+    clients: HashMap<u64, Client>,
+    next_client: u64,
+    connections: HashMap<u32, Connection>,
+    by_endpoint: HashMap<Endpoint, u32>,
+    next_connection: u32,
+    fds: HashMap<u64, OwnedFd>,
+    outgoing: Vec<Outgoing>,
+    /// Stop requests that wait for the progress thread.
+    stopping: Vec<(u64, u64)>,
+}
+
+impl Service {
+    pub(super) fn new(
+        config: ProxyConfig,
+        (unix, tcp): (OwnedFd, TcpListener),
+        (wake, ending): (Arc<Wake>, Arc<AtomicBool>),
+        progress: Arc<Progress>,
+    ) -> Self {
+        Self {
+            config,
+            unix,
+            tcp,
+            wake,
+            ending,
+            progress,
+            clients: HashMap::new(),
+            next_client: 0,
+            connections: HashMap::new(),
+            by_endpoint: HashMap::new(),
+            next_connection: 1,
+            fds: HashMap::new(),
+            outgoing: Vec::new(),
+            stopping: Vec::new(),
+        }
+    }
+
+    pub(super) fn run(mut self) {
+        let mut undecided = Undecided::new(Hello::missing);
+        let mut starved = false;
+        // Acquire: pairs with the release in the proxy's drop; nothing else is read by it.
+        while !self.ending.load(Ordering::Acquire) {
+            let listen = if starved { 0 } else { libc::POLLIN };
+            let mut fds = vec![
+                sys::interest(&*self.wake, libc::POLLIN),
+                sys::interest(&self.unix, listen),
+                sys::interest(&self.tcp, listen),
+            ];
+            let ids: Vec<u64> = self.clients.keys().copied().collect();
+            fds.extend(ids.iter().map(|id| {
+                let client = &self.clients[id];
+                let events = if client.unsent.is_empty() {
+                    libc::POLLIN
+                } else {
+                    libc::POLLIN | libc::POLLOUT
+                };
+                sys::interest(&client.socket, events)
+            }));
+            let first_outgoing = fds.len();
+            fds.extend(self.outgoing.iter().map(|outgoing| {
+                sys::interest(
+                    &outgoing.stream,
+                    if outgoing.greeted {
+                        libc::POLLIN
+                    } else {
+                        libc::POLLOUT
+                    },
+                )
+            }));
+            undecided.interests(&mut fds);
+            let timeout = match (starved, self.stopping.is_empty(), undecided.is_empty()) {
+                (true, ..) => Some(STARVED_PAUSE),
+                (false, false, _) => Some(Duration::from_millis(2)),
+                (false, true, false) => Some(Duration::from_secs(1)),
+                (false, true, true) => None,
+            };
+            if sys::poll(&mut fds, timeout).is_err() {
+                return; // only for want of memory; clients see their connections close
+            }
+            if sys::is_ready(&fds[0]) {
+                self.wake.drain();
+            }
+            let ready_outgoing: Vec<bool> = fds[first_outgoing..][..self.outgoing.len()]
+                .iter()
+                .map(sys::is_ready)
+                .collect();
+            for (id, fd) in ids.iter().zip(&fds[3..]) {
+                if sys::is_ready(fd) && !self.serve_client(*id) {
+                    self.clients.remove(id);
+                }
+            }
+            self.advance_outgoing(&ready_outgoing);
+            starved = !undecided.accept(&self.tcp);
+            for (stream, bytes) in undecided.decided() {
+                self.welcome(stream, &bytes);
+            }
+            starved |= !self.accept_clients();
+            if self.progress.is_drained() {
+                for asked in std::mem::take(&mut self.stopping) {
+                    self.respond(asked, &Ok(Reply::Stop), None);
+                }
+            }
+        }
+    }
+
+    /// False when the process is out of descriptors.
+    fn accept_clients(&mut self) -> bool {
+        loop {
+            match unix::accept(&self.unix) {
+                Ok(socket) => {
+                    // SAFETY: no arguments, cannot fail.
+                    let user = unsafe { libc::geteuid() };
+                    let Ok(who) = unix::credentials(&socket) else {
+                        continue;
+                    };
+                    // An abstract name has no permissions: other users are shown the door here.
+                    if who.uid == user || who.uid == 0 {
+                        let own = who.pid.cast_unsigned() == std::process::id();
+                        self.next_client += 1;
+                        let client = Client {
+                            socket,
+                            trusted: false,
+                            own,
+                            unsent: VecDeque::new(),
+                        };
+                        self.clients.insert(self.next_client, client);
+                    }
+                }
+                Err(error) => match error.raw_os_error() {
+                    Some(libc::EINTR | libc::ECONNABORTED) => {}
+                    code => {
+                        return !matches!(
+                            code,
+                            Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM)
+                        );
+                    }
+                },
+            }
+        }
+    }
+
+    /// Reads and answers what a client asks; false when it is gone or speaks otherwise.
+    fn serve_client(&mut self, id: u64) -> bool {
+        loop {
+            let Some(client) = self.clients.get_mut(&id) else {
+                return false;
+            };
+            if !flush(client, &self.fds) || client.unsent.len() > MAX_UNREAD {
+                return false;
+            }
+            let bytes = match unix::receive(&client.socket) {
+                Ok((bytes, _)) if bytes.is_empty() => return false,
+                Ok((bytes, _)) => bytes,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return error.kind() == io::ErrorKind::WouldBlock,
+            };
+            let Some((request_id, request)) = Request::parse(&bytes) else {
+                return false;
+            };
+            let asked = (id, request_id);
+            match self.answer(asked, request) {
+                Some(response) => {
+                    let fd = match (&response, request) {
+                        (Ok(Reply::GetFd), Request::GetFd { handle }) => Some(handle),
+                        _ => None,
+                    };
+                    self.respond(asked, &response, fd);
+                }
+                None => {} // answered later
+            }
+        }
+    }
+
+    fn respond(&mut self, (client, request): (u64, u64), response: &Result<Reply, String>, fd: Option<u64>) {
+        if let Some(client) = self.clients.get_mut(&client) {
+            client.unsent.push_back((encode_response(request, response), fd));
+            flush(client, &self.fds); // a broken client is noticed when it is polled
+        }
+    }
+
+    /// The response to a request; `None` when it comes later.
+    fn answer(&mut self, asked: (u64, u64), request: Request) -> Option<Result<Reply, String>> {
+        let client = &self.clients[&asked.0];
+        if let Request::Init { cookie, .. } = request {
+            if cookie != self.config.cookie {
+                return Some(Err("wrong secret: this proxy serves another communicator".into()));
+            }
+        } else if !client.trusted {
+            return Some(Err("no Init with the communicator's secret yet".into()));
+        }
+        if matches!(request, Request::Stop | Request::Destroy { .. }) && !client.own {
+            return Some(Err("only the proxy's own process may stop it".into()));
+        }
+        Some(match request {
+            Request::Init { rank, endpoint, .. } => {
+                if let Some(client) = self.clients.get_mut(&asked.0) {
+                    client.trusted = true;
+                }
+                self.init(rank, endpoint)
+                    .map(|connection| Reply::Init { connection })
+            }
+            Request::SharedInit {
+                connection,
+                slot_bytes,
+            } => self
+                .shared_init(connection, slot_bytes)
+                .map(|()| Reply::SharedInit),
+            Request::Setup { connection } => self.set_up(connection).map(|handle| Reply::Setup {
+                handle,
+                slot_bytes: self.config.slot_bytes as u32,
+            }),
+            Request::Connect { connection, address } => return self.connect(asked, connection, address),
+            Request::GetFd { handle } if self.fds.contains_key(&handle) => Ok(Reply::GetFd),
+            Request::GetFd { handle } => Err(format!("no descriptor has handle {handle:#x}")),
+            Request::Stop => {
+                self.stopping.push(asked);
+                return None;
+            }
+            Request::Destroy { connection } => self.destroy(connection).map(|()| Reply::Destroy),
+        })
+    }
+
+    /// Finds or makes the connection of an endpoint.
+    fn init(&mut self, rank: u32, endpoint: Endpoint) -> Result<u32, String> {
+        let Endpoint {
+            peer,
+            channel,
+            is_send,
+            transport,
+            ..
+        } = endpoint;
+        let ProxyConfig { rank: own, ranks, .. } = self.config;
+        if peer >= ranks || peer == own || channel >= MAX_CHANNELS {
+            return Err(format!(
+                "no connection between rank {own} and rank {peer} on channel {channel}"
+            ));
+        }
+        if rank != own && (rank != peer || is_send || transport != Transport::Shm) {
+            return Err(format!(
+                "rank {rank} may ask for what it sends to rank {own} in shared memory, no more"
+            ));
+        }
+        if let Some(id) = self.by_endpoint.get(&endpoint) {
+            return Ok(*id);
+        }
+        let id = self.next_connection;
+        self.next_connection += 1;
+        self.by_endpoint.insert(endpoint, id);
+        let connection = Connection {
+            endpoint,
+            stage: Stage::Initialised,
+            handle: None,
+            attached: false,
+        };
+        self.connections.insert(id, connection);
+        Ok(id)
+    }
+
+    fn connection(&mut self, id: u32) -> Result<&mut Connection, String> {
+        self.connections
+            .get_mut(&id)
+            .ok_or_else(|| format!("there is no connection {id}"))
+    }
+
+    fn shared_init(&mut self, id: u32, slot_bytes: u32) -> Result<(), String> {
+        let own = self.config.slot_bytes;
+        let progress = Arc::clone(&self.progress);
+        let connection = self.connection(id)?;
+        if slot_bytes as usize != own {
+            return Err(format!(
+                "slots of {slot_bytes} bytes, its own have {own}: NCCL_BUFFSIZE differs between ranks"
+            ));
+        }
+        if connection.endpoint.transport == Transport::NetSocket {
+            progress
+                .ensure_started()
+                .map_err(|error| format!("starting the progress thread: {error}"))?;
+        }
+        if connection.stage == Stage::Initialised {
+            connection.stage = Stage::Shared;
+        }
+        Ok(())
+    }
+
+    fn set_up(&mut self, id: u32) -> Result<u64, String> {
+        let slot_bytes = self.config.slot_bytes;
+        let connection = self.connection(id)?;
+        if let Some(handle) = connection.handle {
+            return Ok(handle);
+        }
+        if connection.stage != Stage::Shared {
+            return Err(format!("Setup of connection {id} before SharedInit"));
+        }
+        let failed = |error: io::Error| format!("allocating a FIFO of {slot_bytes}-byte slots: {error}");
+        let fd = memory::create(Fifo::memory_bytes(slot_bytes)).map_err(failed)?;
+        // Not guessable, so that a handle is the right to the descriptor.
+        let handle = sys::random_u64().map_err(failed)?;
+        connection.handle = Some(handle);
+        connection.stage = Stage::SetUp;
+        let endpoint = connection.endpoint;
+        if endpoint.transport == Transport::NetSocket {
+            let fifo = memory::map(&fd, slot_bytes).map_err(failed)?;
+            self.progress.tell(Command::Add(ConnectionId(id), endpoint, fifo));
+        }
+        self.fds.insert(handle, fd);
+        Ok(handle)
+    }
+
+    fn connect(
+        &mut self,
+        asked: (u64, u64),
+        id: u32,
+        address: Option<SocketAddr>,
+    ) -> Option<Result<Reply, String>> {
+        let connection = match self.connection(id) {
+            Ok(connection) => connection,
+            Err(text) => return Some(Err(text)),
+        };
+        match connection.stage {
+            Stage::Connected => return Some(Ok(Reply::Connect)),
+            Stage::SetUp => {}
+            Stage::Connecting => return Some(Err(format!("connection {id} is being connected already"))),
+            Stage::Initialised | Stage::Shared => {
+                return Some(Err(format!("Connect of connection {id} before Setup")));
+            }
+        }
+        if connection.endpoint.transport == Transport::Shm || !connection.endpoint.is_send {
+            // Shared memory needs no more; a receiver on the network is found by its sender.
+            connection.stage = Stage::Connected;
+            return Some(Ok(Reply::Connect));
+        }
+        let Some(address) = address else {
+            return Some(Err(format!(
+                "Connect of connection {id} without the peer's address"
+            )));
+        };
+        match sys::connect_start(&address) {
+            Ok(stream) => {
+                connection.stage = Stage::Connecting;
+                let (greeted, verdict) = (false, Vec::new());
+                self.outgoing.push(Outgoing {
+                    connection: id,
+                    asked,
+                    address,
+                    stream,
+                    greeted,
+                    verdict,
+                });
+                None
+            }
+            Err(error) => Some(Err(format!("connecting to {address}: {error}"))),
+        }
+    }
+
+    fn destroy(&mut self, id: u32) -> Result<(), String> {
+        let connection = self
+            .connections
+            .remove(&id)
+            .ok_or_else(|| format!("there is no connection {id}"))?;
+        self.by_endpoint.remove(&connection.endpoint);
+        if let Some(handle) = connection.handle {
+            self.fds.remove(&handle);
+        }
+        self.outgoing.retain(|outgoing| outgoing.connection != id);
+        self.progress.tell(Command::Remove(ConnectionId(id)));
+        Ok(())
+    }
+
+    /// Moves the connections that are being made.
+    fn advance_outgoing(&mut self, ready: &[bool]) {
+        let mut ready = ready.iter();
+        for mut outgoing in std::mem::take(&mut self.outgoing) {
+            // One that was added since the poll is at the end, and not ready.
+            let outcome = if *ready.next().unwrap_or(&false) {
+                self.advance(&mut outgoing)
+            } else {
+                Ok(false)
+            };
+            let Outgoing {
+                connection: id,
+                asked,
+                address,
+                stream,
+                ..
+            } = outgoing;
+            let Some(connection) = self.connections.get_mut(&id) else {
+                continue;
+            };
+            let response = match outcome {
+                Ok(false) => {
+                    self.outgoing.push(Outgoing { stream, ..outgoing });
+                    continue;
+                }
+                Ok(true) => {
+                    connection.stage = Stage::Connected;
+                    self.progress.tell(Command::Attach(ConnectionId(id), stream));
+                    Ok(Reply::Connect)
+                }
+                Err(text) => {
+                    connection.stage = Stage::SetUp;
+                    Err(format!(
+                        "the proxy of rank {} at {address}: {text}",
+                        connection.endpoint.peer
+                    ))
+                }
+            };
+            self.respond(asked, &response, None);
+        }
+    }
+
+    /// Greets once connected, then reads the verdict; true when it is good.
+    fn advance(&self, outgoing: &mut Outgoing) -> Result<bool, String> {
+        let Some(connection) = self.connections.get(&outgoing.connection) else {
+            return Ok(false);
+        };
+        let Endpoint {
+            peer, channel, p2p, ..
+        } = connection.endpoint;
+        let gone = |error: io::Error| format!("{error}: its process is gone or cannot be reached");
+        if !outgoing.greeted {
+            if let Some(error) = outgoing.stream.take_error().map_err(gone)? {
+                return Err(gone(error));
+            }
+            let ProxyConfig {
+                cookie,
+                rank,
+                slot_bytes,
+                ..
+            } = self.config;
+            let hello = Hello {
+                cookie,
+                from: rank,
+                to: peer,
+                channel,
+                p2p,
+                slot_bytes: slot_bytes as u32,
+            };
+            // A new socket takes this little whole.
+            (&outgoing.stream).write_all(&hello.encode()).map_err(gone)?;
+            outgoing.greeted = true;
+            return Ok(false);
+        }
+        let mut piece = [0; VERDICT_BYTES];
+        let wanted = VERDICT_BYTES - outgoing.verdict.len();
+        match (&outgoing.stream).read(&mut piece[..wanted]) {
+            Ok(0) => {
+                return Err("it closed the connection: not the proxy of this communicator, or gone".into());
+            }
+            Ok(read) => outgoing.verdict.extend_from_slice(&piece[..read]),
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
+                ) => {}
+            Err(error) => return Err(gone(error)),
+        }
+        let Ok(verdict) = <&[u8; VERDICT_BYTES]>::try_from(&outgoing.verdict[..]) else {
+            return Ok(false);
+        };
+        match Verdict::parse(verdict) {
+            Some(Verdict::Welcome) => Ok(true),
+            Some(Verdict::OtherSlots(bytes)) => Err(format!(
+                "its slots have {bytes} bytes, ours {}: NCCL_BUFFSIZE differs between ranks",
+                self.config.slot_bytes
+            )),
+            Some(Verdict::Taken) => Err(format!("channel {channel} from this rank is connected already")),
+            Some(Verdict::Impossible) => Err("it cannot make its end of the connection".into()),
+            None => Err("it answers rubbish".into()),
+        }
+    }
+
+    /// Another proxy wants to send to us: makes our end, whether our rank has asked for it yet or not.
+    fn welcome(&mut self, stream: TcpStream, bytes: &[u8]) {
+        let Some(hello) = Hello::parse(bytes, self.config.cookie) else {
+            return;
+        };
+        let verdict = self.receiver_for(&hello);
+        let answer = verdict
+            .as_ref()
+            .map_or_else(|verdict| *verdict, |_| Verdict::Welcome);
+        // A new socket takes this little whole.
+        if (&stream).write_all(&answer.encode()).is_err() {
+            return;
+        }
+        if let Ok(id) = verdict
+            && let Some(connection) = self.connections.get_mut(&id)
+        {
+            connection.attached = true;
+            self.progress.tell(Command::Attach(ConnectionId(id), stream));
+        }
+    }
+
+    fn receiver_for(&mut self, hello: &Hello) -> Result<u32, Verdict> {
+        let (own, slot_bytes) = (self.config.rank, self.config.slot_bytes as u32);
+        if hello.to != own {
+            return Err(Verdict::Impossible);
+        }
+        if hello.slot_bytes != slot_bytes {
+            return Err(Verdict::OtherSlots(slot_bytes));
+        }
+        let transport = Transport::NetSocket;
+        let endpoint = Endpoint {
+            peer: hello.from,
+            channel: hello.channel,
+            p2p: hello.p2p,
+            is_send: false,
+            transport,
+        };
+        let id = self.init(own, endpoint).map_err(|_| Verdict::Impossible)?;
+        if self.connections[&id].attached {
+            return Err(Verdict::Taken);
+        }
+        let made = self.shared_init(id, slot_bytes).and_then(|()| self.set_up(id));
+        made.map(|_| id).map_err(|_| Verdict::Impossible)
+    }
+}
+
+/// Sends what the socket takes; false when the client is gone.
+fn flush(client: &mut Client, fds: &HashMap<u64, OwnedFd>) -> bool {
+    while let Some((bytes, handle)) = client.unsent.front() {
+        let fd = handle.and_then(|handle| fds.get(&handle));
+        match unix::send(&client.socket, bytes, fd.map(AsFd::as_fd)) {
+            Ok(()) => drop(client.unsent.pop_front()),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return error.kind() == io::ErrorKind::WouldBlock,
+        }
+    }
+    true
+}

@@ -1,0 +1,175 @@
+//! Abstract unix sockets that keep message boundaries (`SOCK_SEQPACKET`) and carry descriptors (`SCM_RIGHTS`).
+//!
+//! An abstract name lives in the network namespace and goes with its socket: nothing in the file system to clean up.
+
+use std::{
+    io,
+    os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
+    ptr,
+};
+
+use crate::bootstrap::sys::check;
+
+/// Longest message, bytes; longer ones are cut and so refused by the parser.
+pub(super) const MAX_MESSAGE: usize = 1024;
+
+fn socket() -> io::Result<OwnedFd> {
+    let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+    // SAFETY: no pointers; the result is checked.
+    let fd = check(unsafe { libc::socket(libc::AF_UNIX, kind, 0) })?;
+    // SAFETY: a new descriptor that nobody else owns.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// The address of an abstract name: a zero byte and the name, no zero at the end.
+fn address(name: &str) -> io::Result<(libc::sockaddr_un, libc::socklen_t)> {
+    // SAFETY: all-zero bytes are a valid `sockaddr_un`.
+    let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
+    address.sun_family = libc::AF_UNIX as libc::sa_family_t;
+    if name.is_empty() || name.len() >= address.sun_path.len() {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            format!("no unix socket name: {name:?}"),
+        ));
+    }
+    for (to, from) in address.sun_path[1..].iter_mut().zip(name.bytes()) {
+        *to = libc::c_char::from_ne_bytes([from]);
+    }
+    let length = std::mem::offset_of!(libc::sockaddr_un, sun_path) + 1 + name.len();
+    Ok((address, length as libc::socklen_t))
+}
+
+/// A listener, not blocking.
+pub(super) fn listen(name: &str) -> io::Result<OwnedFd> {
+    let (address, length) = address(name)?;
+    let socket = socket()?;
+    // SAFETY: `address` holds an address of `length` bytes.
+    check(unsafe { libc::bind(socket.as_raw_fd(), (&raw const address).cast(), length) })?;
+    // SAFETY: no pointers.
+    check(unsafe { libc::listen(socket.as_raw_fd(), libc::SOMAXCONN) })?;
+    Ok(socket)
+}
+
+/// A connection, not blocking. `WouldBlock`: the listener's queue is full, try again.
+pub(super) fn connect(name: &str) -> io::Result<OwnedFd> {
+    let (address, length) = address(name)?;
+    let socket = socket()?;
+    // SAFETY: `address` holds an address of `length` bytes.
+    check(unsafe { libc::connect(socket.as_raw_fd(), (&raw const address).cast(), length) })?;
+    Ok(socket)
+}
+
+/// The next connection, not blocking.
+pub(super) fn accept(listener: &OwnedFd) -> io::Result<OwnedFd> {
+    let flags = libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+    // SAFETY: null address: we do not ask who it is (its name is empty anyway).
+    let fd = check(unsafe { libc::accept4(listener.as_raw_fd(), ptr::null_mut(), ptr::null_mut(), flags) })?;
+    // SAFETY: a new descriptor that nobody else owns.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Process and user at the other end, as the kernel saw them when it connected.
+pub(super) fn credentials(socket: &OwnedFd) -> io::Result<libc::ucred> {
+    let mut credentials = libc::ucred {
+        pid: 0,
+        uid: 0,
+        gid: 0,
+    };
+    let mut length = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: `credentials` is writable for `length` bytes.
+    check(unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut credentials).cast(),
+            &raw mut length,
+        )
+    })?;
+    Ok(credentials)
+}
+
+/// Room for one descriptor in a control message, aligned as `cmsghdr` wants it.
+#[repr(C, align(8))]
+struct Control([u8; 32]);
+
+fn message(part: &mut libc::iovec, control: &mut Control, control_bytes: usize) -> libc::msghdr {
+    // SAFETY: all-zero bytes are a valid `msghdr` without name, parts and control.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = part;
+    message.msg_iovlen = 1;
+    if control_bytes > 0 {
+        message.msg_control = control.0.as_mut_ptr().cast();
+        message.msg_controllen = control_bytes as _;
+    }
+    message
+}
+
+/// Sends one message, with a descriptor if given; all or nothing, not blocking.
+pub(super) fn send(socket: &OwnedFd, bytes: &[u8], fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
+    let mut part = libc::iovec {
+        iov_base: bytes.as_ptr().cast_mut().cast(),
+        iov_len: bytes.len(),
+    };
+    let mut control = Control([0; 32]);
+    // SAFETY: computes a size.
+    let space = unsafe { libc::CMSG_SPACE(size_of::<libc::c_int>() as u32) } as usize;
+    assert!(
+        space <= size_of::<Control>(),
+        "a control message with one descriptor has grown"
+    );
+    let message = message(&mut part, &mut control, if fd.is_some() { space } else { 0 });
+    if let Some(fd) = fd {
+        // SAFETY: the control buffer is aligned and has room for one header with one descriptor.
+        unsafe {
+            let header = libc::CMSG_FIRSTHDR(&raw const message);
+            (*header).cmsg_level = libc::SOL_SOCKET;
+            (*header).cmsg_type = libc::SCM_RIGHTS;
+            (*header).cmsg_len = libc::CMSG_LEN(size_of::<libc::c_int>() as u32) as _;
+            libc::CMSG_DATA(header)
+                .cast::<libc::c_int>()
+                .write_unaligned(fd.as_raw_fd());
+        }
+    }
+    // SAFETY: `message` points to `part` and `control`, which live to the end of the call.
+    let sent = unsafe { libc::sendmsg(socket.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) };
+    if sent < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(())
+    }
+}
+
+/// Receives one message with the descriptor that came along, not blocking. No bytes: the other end has closed.
+pub(super) fn receive(socket: &OwnedFd) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
+    let mut bytes = vec![0u8; MAX_MESSAGE];
+    let mut part = libc::iovec {
+        iov_base: bytes.as_mut_ptr().cast(),
+        iov_len: bytes.len(),
+    };
+    let mut control = Control([0; 32]);
+    let mut message = message(&mut part, &mut control, size_of::<Control>());
+    // SAFETY: `message` points to `part` and `control`, both writable for the lengths given.
+    let got = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC) };
+    if got < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    bytes.truncate(got as usize);
+    let mut received = None;
+    // SAFETY: walks the control messages that the kernel wrote; each `SCM_RIGHTS` descriptor is new and ours to own,
+    // so those beyond the first are closed by being dropped.
+    unsafe {
+        let mut header = libc::CMSG_FIRSTHDR(&raw const message);
+        while !header.is_null() {
+            if (*header).cmsg_level == libc::SOL_SOCKET && (*header).cmsg_type == libc::SCM_RIGHTS {
+                let data = libc::CMSG_DATA(header).cast::<libc::c_int>();
+                let length = (*header).cmsg_len as usize - libc::CMSG_LEN(0) as usize;
+                for i in 0..length / size_of::<libc::c_int>() {
+                    received.get_or_insert(OwnedFd::from_raw_fd(data.add(i).read_unaligned()));
+                }
+            }
+            header = libc::CMSG_NXTHDR(&raw const message, header);
+        }
+    }
+    Ok((bytes, received))
+}
