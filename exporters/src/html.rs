@@ -1,1 +1,184 @@
-//! html
+//! One self-contained HTML page: operations over time with a row per rank, late ranks marked and ranked.
+//!
+//! The page needs no network and no server. It is written when the exporter is created (empty, so that a directory that
+//! cannot be written to is noticed then), rewritten while the recording goes on, and at shutdown; each time beside its
+//! place first and then renamed into it, so that a reader never meets half a page and a full disk leaves the last
+//! whole one. Sources: `assets/`; what they are given: [`page`].
+
+mod page;
+mod store;
+
+use std::{
+    collections::HashMap,
+    fs,
+    io::Write as _,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use self::store::Store;
+use crate::model::{Batch, ExportStats, Exporter, MetricData};
+
+/// Operations that a page keeps unless told otherwise.
+pub const DEFAULT_OPERATIONS: usize = 50_000;
+/// Ranks' parts, over all operations, that a page keeps: 50,000 operations of 16 ranks, 45 MB of memory.
+const DEFAULT_PARTS: usize = 800_000;
+/// The page is rewritten no more often than this, and takes at most a fiftieth of the time.
+const REWRITE: Duration = Duration::from_secs(10);
+/// Counters of events that never reached the collector.
+const LOST_METRIC: &str = "ccl.probe.lost";
+
+/// Writes the page.
+pub struct HtmlExporter {
+    path: PathBuf,
+    title: String,
+    store: Store,
+    /// Lost events by who counted them.
+    lost: HashMap<String, u64>,
+    unwritten: u64,
+    written_at: Instant,
+    took: Duration,
+    closed: bool,
+    last_error: Option<String>,
+}
+
+impl HtmlExporter {
+    /// Creates the page at `path` (replacing a file there), with `title` as its heading.
+    ///
+    /// # Errors
+    /// The place is no regular file, or cannot be written; the text names it and the reason.
+    pub fn create(path: impl AsRef<Path>, title: impl Into<String>) -> Result<Self, String> {
+        Self::with_limit(path, title, DEFAULT_OPERATIONS)
+    }
+
+    /// As [`HtmlExporter::create`], keeping the latest `operations` operations instead of [`DEFAULT_OPERATIONS`].
+    ///
+    /// # Errors
+    /// As [`HtmlExporter::create`].
+    pub fn with_limit(
+        path: impl AsRef<Path>,
+        title: impl Into<String>,
+        operations: usize,
+    ) -> Result<Self, String> {
+        let path = path.as_ref();
+        // A rename would put a file in the place of a link, or of a device.
+        let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        if path.exists() && !path.is_file() {
+            return Err(format!(
+                "cannot write page {}: it is not a regular file",
+                path.display()
+            ));
+        }
+        let mut exporter = Self {
+            path,
+            title: title.into(),
+            store: Store::new(operations, DEFAULT_PARTS),
+            lost: HashMap::new(),
+            unwritten: 0,
+            written_at: Instant::now(),
+            took: Duration::ZERO,
+            closed: false,
+            last_error: None,
+        };
+        exporter.write(false)?;
+        Ok(exporter)
+    }
+
+    /// Puts the page as it is now in its place.
+    fn write(&mut self, last: bool) -> Result<(), String> {
+        let started = Instant::now();
+        let lost = self.lost.values().sum();
+        let written = write_beside(&self.path, |file| {
+            page::write(file, &self.title, &self.store, lost, last)
+        });
+        self.written_at = Instant::now();
+        self.took = started.elapsed();
+        match written {
+            Ok(()) => {
+                self.unwritten = 0;
+                Ok(())
+            }
+            Err(error) => {
+                let error = format!("cannot write page {}: {error}", self.path.display());
+                self.last_error = Some(error.clone());
+                Err(error)
+            }
+        }
+    }
+
+    fn count_lost(&mut self, batch: &Batch) {
+        for metric in batch.metrics.iter().filter(|metric| metric.name == LOST_METRIC) {
+            if let MetricData::Counter(count) = metric.data {
+                // Counters are cumulative: the latest of each source counts. A source is its attributes.
+                self.lost.insert(
+                    format!("{:?} {:?}", metric.resource.attributes, metric.attributes),
+                    count,
+                );
+            }
+        }
+    }
+}
+
+/// Writes a file under a temporary name in the same directory and renames it to `path`.
+fn write_beside(
+    path: &Path,
+    write: impl FnOnce(&mut std::io::BufWriter<fs::File>) -> std::io::Result<()>,
+) -> std::io::Result<()> {
+    let name = path
+        .file_name()
+        .map(|name| name.to_string_lossy().into_owned())
+        .unwrap_or_default();
+    let beside = path.with_file_name(format!(".{name}.{}.part", std::process::id()));
+    let result = fs::File::create(&beside).and_then(|file| {
+        let mut buffered = std::io::BufWriter::with_capacity(1 << 18, file);
+        write(&mut buffered)?;
+        buffered.flush()?;
+        fs::rename(&beside, path)
+    });
+    if result.is_err() {
+        // The room it took is wanted back; that it cannot be removed adds nothing to the error.
+        let _ = fs::remove_file(&beside);
+    }
+    result
+}
+
+impl Exporter for HtmlExporter {
+    fn target(&self) -> String {
+        format!("page {}", self.path.display())
+    }
+
+    fn export(&mut self, batch: &Batch) {
+        if self.closed {
+            return;
+        }
+        self.count_lost(batch);
+        for operation in &batch.operations {
+            self.store.push(operation);
+        }
+        self.unwritten += batch.operations.len() as u64;
+        if self.unwritten > 0 && self.written_at.elapsed() >= REWRITE.max(self.took * 50) {
+            // Counted in `stats`; the next time may succeed.
+            let _ = self.write(false);
+        }
+    }
+
+    /// Spans and metrics are not on the page: their figures are zero. What failed is in `last_error`.
+    fn stats(&self) -> ExportStats {
+        ExportStats {
+            last_error: self.last_error.clone(),
+            ..ExportStats::default()
+        }
+    }
+
+    fn shutdown(&mut self, _timeout: Duration) -> Result<(), String> {
+        if std::mem::replace(&mut self.closed, true) {
+            return Ok(());
+        }
+        let unwritten = self.unwritten;
+        self.write(true)
+            .map_err(|error| format!("{error}; the page there lacks the latest {unwritten} operations"))
+    }
+}
+
+#[cfg(test)]
+mod tests;
