@@ -8,6 +8,7 @@ mod arguments;
 mod communicators;
 mod last_error;
 mod operations;
+mod ringsight;
 mod types;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,6 +16,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 pub use communicators::*;
 pub use last_error::*;
 pub use operations::*;
+pub use ringsight::*;
 pub use types::*;
 
 use crate::error::{Error, Result, ResultCode};
@@ -35,7 +37,7 @@ pub(crate) fn call(function: &str, body: impl FnOnce() -> Result<()>) -> ResultC
             Error::internal(format!("panicked: {text}"))
         }
     };
-    set(&format!("{function}: {}", error.text));
+    set_last_error(&format!("{function}: {}", error.text));
     error.code
 }
 

@@ -1,0 +1,274 @@
+//! What the tests share: ranks as threads, streams, typed buffers and a plain reference.
+
+#![allow(dead_code, reason = "each test binary uses a part of it")]
+#![allow(unreachable_pub, reason = "a module of each test binary")]
+
+use std::{
+    ffi::{CStr, c_int, c_void},
+    sync::{Arc, Once},
+    thread,
+};
+
+use ringsight_comm::{
+    abi::{self, UniqueIdBytes},
+    communicator::Handle,
+    device::{Device, Stream, device},
+    error::ResultCode,
+};
+use ringsight_records::{DataType, Function, ReduceOp};
+
+/// Chooses the host device for this process; to be called first by every test.
+pub fn host() -> &'static Arc<dyn Device> {
+    static CHOSEN: Once = Once::new();
+    CHOSEN.call_once(|| {
+        // SAFETY: every test calls this first, and the others wait for it here.
+        unsafe {
+            std::env::set_var("RINGSIGHT_DEVICE", "host");
+            if std::env::var_os("NCCL_SOCKET_IFNAME").is_none() {
+                std::env::set_var("NCCL_SOCKET_IFNAME", "lo");
+            }
+        }
+    });
+    device().expect("host device")
+}
+
+/// The text of this thread's last error.
+pub fn last_error() -> String {
+    // SAFETY: a C string that is valid until the next failing call.
+    unsafe { CStr::from_ptr(abi::ncclGetLastError(Handle(0))) }.to_string_lossy().into_owned()
+}
+
+/// Panics with the library's reason unless `code` is success.
+#[track_caller]
+pub fn ok(code: ResultCode) {
+    assert_eq!(code, ResultCode::Success, "{}", last_error());
+}
+
+/// A new unique id.
+pub fn unique_id() -> UniqueIdBytes {
+    let mut id = UniqueIdBytes([0; 128]);
+    // SAFETY: a valid place.
+    ok(unsafe { abi::ncclGetUniqueId(&raw mut id) });
+    id
+}
+
+/// One rank.
+#[derive(Clone, Copy)]
+pub struct Rank {
+    pub comm: Handle,
+    pub rank: usize,
+    pub ranks: usize,
+    pub stream: Stream,
+}
+
+impl Rank {
+    /// Joins the communicator `id`.
+    pub fn join(id: UniqueIdBytes, rank: usize, ranks: usize) -> Self {
+        let device = host();
+        device.set_current(rank as i32).unwrap();
+        let mut comm = Handle(0);
+        // SAFETY: a valid place.
+        ok(unsafe { abi::ncclCommInitRank(&raw mut comm, ranks as c_int, id, rank as c_int) });
+        Self { comm, rank, ranks, stream: device.stream_create().unwrap() }
+    }
+
+    pub fn synchronize(&self) {
+        host().stream_synchronize(self.stream).unwrap();
+    }
+
+    pub fn leave(self) {
+        host().stream_destroy(self.stream).unwrap();
+        // SAFETY: a live communicator.
+        ok(unsafe { abi::ncclCommDestroy(self.comm) });
+    }
+
+    /// Calls a communication function; buffers as it takes them.
+    pub fn call(&self, call: &Call, send: *const u8, recv: *mut u8) -> ResultCode {
+        let (send, recv): (*const c_void, *mut c_void) = (send.cast(), recv.cast());
+        let (count, kind, comm, stream) = (call.count, c_int::from(call.data_type.code()), self.comm, self.stream);
+        let (op, root) = (c_int::from(call.op.code()), call.root as c_int);
+        // SAFETY: the buffers have the sizes that `Call` says, and live until the stream is synchronized.
+        unsafe {
+            match call.function {
+                Function::AllReduce => abi::ncclAllReduce(send, recv, count, kind, op, comm, stream),
+                Function::AllGather => abi::ncclAllGather(send, recv, count, kind, comm, stream),
+                Function::ReduceScatter => abi::ncclReduceScatter(send, recv, count, kind, op, comm, stream),
+                Function::Broadcast => abi::ncclBroadcast(send, recv, count, kind, root, comm, stream),
+                Function::Reduce => abi::ncclReduce(send, recv, count, kind, op, root, comm, stream),
+                Function::Send => abi::ncclSend(send, count, kind, root, comm, stream),
+                Function::Recv => abi::ncclRecv(recv, count, kind, root, comm, stream),
+                other => panic!("no entry point for {other}"),
+            }
+        }
+    }
+}
+
+/// Runs `body` on `ranks` threads, each with its rank of one communicator.
+pub fn on_ranks<T: Send>(ranks: usize, body: impl Fn(Rank) -> T + Sync) -> Vec<T> {
+    host();
+    let id = unique_id();
+    thread::scope(|scope| {
+        let threads: Vec<_> = (0..ranks)
+            .map(|rank| {
+                let body = &body;
+                scope.spawn(move || {
+                    let rank = Rank::join(id, rank, ranks);
+                    let result = body(rank);
+                    rank.leave();
+                    result
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().expect("rank panicked")).collect()
+    })
+}
+
+/// One operation with its arguments; `root` is the peer of a send or receive.
+#[derive(Clone, Copy, Debug)]
+pub struct Call {
+    pub function: Function,
+    pub data_type: DataType,
+    pub op: ReduceOp,
+    pub count: usize,
+    pub root: usize,
+}
+
+impl Call {
+    pub fn new(function: Function, count: usize) -> Self {
+        Self { function, data_type: DataType::Float32, op: ReduceOp::Sum, count, root: 0 }
+    }
+
+    pub fn peer(function: Function, count: usize, peer: usize) -> Self {
+        Self { root: peer, ..Self::new(function, count) }
+    }
+
+    /// Elements of (send, receive) buffers.
+    pub fn elements(&self, ranks: usize) -> (usize, usize) {
+        match self.function {
+            Function::AllGather => (self.count, self.count * ranks),
+            Function::ReduceScatter => (self.count * ranks, self.count),
+            _ => (self.count, self.count),
+        }
+    }
+
+    /// What rank `rank` puts at element `index` of its send buffer: small, so that every type holds every result.
+    pub fn input(&self, rank: usize, index: usize) -> i64 {
+        match self.op {
+            ReduceOp::Prod => 1 + i64::from((rank + index).is_multiple_of(4)),
+            // The same on all ranks, so that the average is exact in every type.
+            ReduceOp::Avg => (index % 11) as i64,
+            _ => ((rank * 5 + index * 3) % 11 + 1) as i64,
+        }
+    }
+
+    fn reduced(&self, ranks: usize, index: usize) -> i64 {
+        let values = (0..ranks).map(|rank| self.input(rank, index));
+        match self.op {
+            ReduceOp::Sum => values.sum(),
+            ReduceOp::Prod => values.product(),
+            ReduceOp::Max => values.max().unwrap(),
+            ReduceOp::Min => values.min().unwrap(),
+            ReduceOp::Avg => values.sum::<i64>() / ranks as i64,
+            other => panic!("no reference for {other}"),
+        }
+    }
+
+    /// What rank `rank` must find at element `index` of its receive buffer; `None` if the function leaves it alone.
+    pub fn expected(&self, rank: usize, ranks: usize, index: usize) -> Option<i64> {
+        match self.function {
+            Function::AllReduce => Some(self.reduced(ranks, index)),
+            Function::Reduce => (rank == self.root).then(|| self.reduced(ranks, index)),
+            Function::ReduceScatter => Some(self.reduced(ranks, rank * self.count + index)),
+            Function::AllGather => Some(self.input(index / self.count, index % self.count)),
+            Function::Broadcast => Some(self.input(self.root, index)),
+            _ => None,
+        }
+    }
+
+    /// Runs it on one rank, in place or not, and compares every element with the reference.
+    #[track_caller]
+    pub fn check(&self, rank: &Rank, in_place: bool) {
+        let (sent, received) = self.elements(rank.ranks);
+        let input: Vec<u8> =
+            (0..sent).flat_map(|index| encode(self.data_type, self.input(rank.rank, index))).collect();
+        let size = self.data_type.size();
+        let mut output = vec![0xa5; received * size];
+        let mut send = input.clone();
+        if in_place {
+            // NCCL's rule: an all-gather sends its own block of the receive buffer, a reduce-scatter receives into its
+            // own block of the send buffer.
+            let (send, recv) = match self.function {
+                Function::AllGather => {
+                    let at = rank.rank * sent * size;
+                    output[at..at + input.len()].copy_from_slice(&input);
+                    (output[at..].as_ptr(), output.as_mut_ptr())
+                }
+                Function::ReduceScatter => {
+                    (send.as_ptr(), send[rank.rank * received * size..].as_mut_ptr())
+                }
+                _ => {
+                    output.copy_from_slice(&input);
+                    (output.as_ptr(), output.as_mut_ptr())
+                }
+            };
+            ok(rank.call(self, send, recv));
+        } else {
+            ok(rank.call(self, send.as_ptr(), output.as_mut_ptr()));
+        }
+        rank.synchronize();
+        if in_place && self.function == Function::ReduceScatter {
+            let at = rank.rank * received * size;
+            output.copy_from_slice(&send[at..at + received * size]);
+        }
+        for index in 0..received {
+            let Some(expected) = self.expected(rank.rank, rank.ranks, index) else { continue };
+            assert_eq!(
+                output[index * size..][..size],
+                encode(self.data_type, expected),
+                "{self:?} rank {} of {} in_place {in_place} element {index}: expected {expected}",
+                rank.rank,
+                rank.ranks
+            );
+        }
+        if !in_place {
+            assert_eq!(send, input, "{self:?} wrote into its send buffer");
+        }
+    }
+}
+
+/// A small whole number (at most 256) as an element of `data_type`.
+pub fn encode(data_type: DataType, value: i64) -> Vec<u8> {
+    let float = value as f32;
+    match data_type {
+        DataType::Int8 | DataType::Uint8 => vec![value as u8],
+        DataType::Int32 | DataType::Uint32 => (value as u32).to_ne_bytes().to_vec(),
+        DataType::Int64 | DataType::Uint64 => value.to_ne_bytes().to_vec(),
+        DataType::Float32 => float.to_ne_bytes().to_vec(),
+        DataType::Float64 => (value as f64).to_ne_bytes().to_vec(),
+        DataType::Bfloat16 => ((float.to_bits() >> 16) as u16).to_ne_bytes().to_vec(),
+        DataType::Float16 => {
+            let bits = float.to_bits();
+            let half = if value == 0 { 0 } else { ((bits >> 23) - 127 + 15) << 10 | (bits >> 13 & 0x3ff) };
+            (half as u16).to_ne_bytes().to_vec()
+        }
+        other => panic!("no exact small numbers in {other}"),
+    }
+}
+
+/// Types that hold the test's numbers exactly.
+pub const EXACT_TYPES: [DataType; 10] = [
+    DataType::Int8,
+    DataType::Uint8,
+    DataType::Int32,
+    DataType::Uint32,
+    DataType::Int64,
+    DataType::Uint64,
+    DataType::Float16,
+    DataType::Float32,
+    DataType::Float64,
+    DataType::Bfloat16,
+];
+
+/// Functions that all ranks call together.
+pub const COLLECTIVES: [Function; 5] =
+    [Function::AllReduce, Function::AllGather, Function::ReduceScatter, Function::Broadcast, Function::Reduce];
