@@ -1,1 +1,94 @@
-//! ringsight-tests
+//! What the end-to-end tests share: the built programs, jobs, and traces read back from files and backends.
+//!
+//! The tests run what users run: `ringsight` and worker processes on `libnccl.so.2`, from outside.
+
+use std::{
+    fs,
+    io::Write,
+    path::Path,
+    sync::{Mutex, MutexGuard, OnceLock, PoisonError},
+    time::Duration,
+};
+
+use anyhow::{Context, Result};
+use xtask::{
+    demo::{job::Job, truth::Configuration},
+    workspace::{self, Artifacts},
+};
+
+pub mod traces;
+
+/// The longest that a job of these tests may take.
+pub const LIMIT: Duration = Duration::from_secs(120);
+
+/// Collector, library and workers, built at the first call.
+///
+/// # Panics
+/// If they cannot be built.
+#[must_use]
+pub fn artifacts() -> &'static Artifacts {
+    static BUILT: OnceLock<Artifacts> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        workspace::build().unwrap_or_else(|error| panic!("building what is tested: {error:#}"))
+    })
+}
+
+/// Jobs have the machine to themselves: times are checked.
+pub fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Reports that a test cannot run here, for `cargo xtask test` to list by name.
+pub fn skip(test: &str, reason: &str) {
+    println!("skipped {test}: {reason}");
+    if let Some(log) = std::env::var_os(xtask::test::SKIP_LOG) {
+        let written = fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(&log)
+            .and_then(|mut file| writeln!(file, "{test}: {reason}"));
+        if let Err(error) = written {
+            panic!("{}: {error}", Path::new(&log).display());
+        }
+    }
+}
+
+/// Whether this process may attach probes; tests of the fallback run in either case.
+#[must_use]
+pub fn may_attach() -> bool {
+    // SAFETY: geteuid has no preconditions and cannot fail.
+    unsafe { libc::geteuid() == 0 }
+}
+
+/// A job of `ranks` ranks on two nodes, with nobody late.
+#[must_use]
+pub fn job(ranks: u32, steps: u32, pace_ms: u64) -> Configuration {
+    Configuration {
+        ranks,
+        nodes: ranks.min(2),
+        steps,
+        seed: 11,
+        pace_ms,
+        delays: Vec::new(),
+    }
+}
+
+/// Starts a job; its files go to `folder/job`.
+///
+/// # Errors
+/// See [`Job::start`].
+pub fn start(configuration: &Configuration, folder: &Path) -> Result<Job> {
+    Job::start(configuration, artifacts(), &folder.join("job"))
+}
+
+/// A folder that goes away with the test.
+///
+/// # Errors
+/// If it cannot be made.
+pub fn folder() -> Result<tempfile::TempDir> {
+    tempfile::Builder::new()
+        .prefix("ringsight-test-")
+        .tempdir()
+        .context("making a folder for the test")
+}

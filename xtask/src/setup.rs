@@ -228,6 +228,12 @@ fn install_bpf_linker(compiler: &Compiler) -> Result<()> {
     Ok(())
 }
 
+/// Jaeger's binary, if an earlier call of [`jaeger`] built it.
+#[must_use]
+pub fn cached_jaeger() -> Option<PathBuf> {
+    Some(cache().ok()?.join(format!("bin/jaeger-{JAEGER}"))).filter(|program| process::is_program(program))
+}
+
 /// Jaeger's binary, built at the first call (4 minutes on two cores) where Go is.
 ///
 /// # Errors

@@ -1,0 +1,193 @@
+//! Real backends take the traces of a job and give them back whole.
+
+use std::{
+    net::{SocketAddr, ToSocketAddrs},
+    path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, ensure};
+use ringsight_tests::{LIMIT, alone, artifacts, folder, job, skip, start, traces};
+use xtask::{
+    backend::{self, Jaeger},
+    demo::{collector::Collector, summary::Summary},
+};
+
+/// Jaeger's binary, if `cargo xtask test` (or the user) names one, or the cache has one.
+fn jaeger_binary() -> Option<PathBuf> {
+    let named = std::env::var_os(xtask::test::JAEGER).map(PathBuf::from);
+    named.or_else(xtask::setup::cached_jaeger)
+}
+
+/// Runs a job whose traces go to `otlp`; returns the collector's account.
+fn send(folder: &Path, otlp: &str, protocol: &str, steps: u32) -> Result<Summary> {
+    let configuration = job(4, steps, 0);
+    let mut job = start(&configuration, folder)?;
+    let options = [format!("--otlp={otlp}"), format!("--otlp-protocol={protocol}")];
+    let mut collector = Collector::attach(artifacts(), &job.pids(), &options, folder)?;
+    job.go()?;
+    job.wait_done(LIMIT, |_, _| ())?;
+    job.exit()?;
+    collector.finish(LIMIT)
+}
+
+/// Reads every operation's trace with `read` and checks it. A backend may index with a delay: a trace that is not whole
+/// is read again until `patience` has passed.
+fn check_all(
+    summary: &Summary,
+    patience: Duration,
+    read: impl Fn(&str) -> Result<Vec<traces::Span>>,
+) -> Result<()> {
+    ensure!(!summary.operations.is_empty(), "the collector saw no operation");
+    ensure!(summary.lost == 0, "{} events were lost", summary.lost);
+    let end = Instant::now() + patience;
+    for operation in &summary.operations {
+        loop {
+            let checked = read(&operation.trace_id).and_then(|trace| {
+                let faults = if operation.name == "send_recv" {
+                    traces::faults(&trace)
+                } else {
+                    traces::collective_faults(&trace, 4, true)
+                };
+                ensure!(
+                    faults.is_empty(),
+                    "{} {}: {faults:#?}",
+                    operation.name,
+                    operation.sequence
+                );
+                Ok(())
+            });
+            match checked {
+                Ok(()) => break,
+                Err(error) if Instant::now() > end => return Err(error),
+                Err(_) => thread::sleep(Duration::from_millis(100)),
+            }
+        }
+    }
+    Ok(())
+}
+
+fn through_jaeger(test: &str, protocol: &str) -> Result<()> {
+    let Some(binary) = jaeger_binary() else {
+        skip(test, "no Jaeger: `cargo xtask setup --all` builds it where Go is");
+        return Ok(());
+    };
+    let _alone = alone();
+    let folder = folder()?;
+    let jaeger = Jaeger::start(&binary, backend::free_ports()?, true)?;
+    let otlp = if protocol == "grpc" {
+        jaeger.otlp_grpc
+    } else {
+        jaeger.otlp_http
+    };
+    let summary = send(folder.path(), &format!("http://{otlp}"), protocol, 60)?;
+    check_all(&summary, Duration::from_secs(10), |id| {
+        traces::read_jaeger(&backend::get(jaeger.query, &format!("/api/traces/{id}"))?)
+    })
+}
+
+#[test]
+fn jaeger_gives_back_what_it_got_over_grpc() -> Result<()> {
+    through_jaeger("jaeger_gives_back_what_it_got_over_grpc", "grpc")
+}
+
+#[test]
+fn jaeger_gives_back_what_it_got_over_http() -> Result<()> {
+    through_jaeger("jaeger_gives_back_what_it_got_over_http", "http/protobuf")
+}
+
+#[test]
+fn a_backend_that_comes_up_during_the_run_gets_everything() -> Result<()> {
+    let Some(binary) = jaeger_binary() else {
+        skip(
+            "a_backend_that_comes_up_during_the_run_gets_everything",
+            "no Jaeger: `cargo xtask setup --all` builds it",
+        );
+        return Ok(());
+    };
+    let _alone = alone();
+    let folder = folder()?;
+    let ports = backend::free_ports()?;
+    let configuration = job(2, 60, 20);
+    let mut job = start(&configuration, folder.path())?;
+    let options = [
+        format!("--otlp=http://127.0.0.1:{}", ports[0]),
+        "--otlp-protocol=grpc".to_owned(),
+    ];
+    let mut collector = Collector::attach(artifacts(), &job.pids(), &options, folder.path())?;
+    job.go()?;
+    // By then the first spans have been refused.
+    job.wait_step(40, LIMIT)?;
+    let jaeger = Jaeger::start(&binary, ports, true)?;
+    job.wait_done(LIMIT, |_, _| ())?;
+    let truths = job.exit()?;
+    let summary = collector.finish(LIMIT)?;
+    let messages: usize = truths.iter().map(|truth| truth.sent.len()).sum();
+    ensure!(
+        summary.operations.len() == truths[0].collectives.len() + messages,
+        "operations are missing"
+    );
+    for operation in &summary.operations {
+        let trace = traces::read_jaeger(&backend::get(
+            jaeger.query,
+            &format!("/api/traces/{}", operation.trace_id),
+        )?)?;
+        let faults = traces::faults(&trace);
+        ensure!(
+            faults.is_empty(),
+            "{} {}: {faults:#?}",
+            operation.name,
+            operation.sequence
+        );
+    }
+    Ok(())
+}
+
+/// `http://host:port`, as an address.
+fn address(url: &str) -> Result<SocketAddr> {
+    let rest = url
+        .strip_prefix("http://")
+        .with_context(|| format!("{url} does not begin with http://"))?;
+    rest.trim_end_matches('/')
+        .to_socket_addrs()?
+        .next()
+        .with_context(|| format!("{url} has no address"))
+}
+
+#[test]
+fn tempo_gives_back_what_it_got() -> Result<()> {
+    let (Ok(otlp), Ok(query)) = (
+        std::env::var("RINGSIGHT_TEMPO_OTLP"),
+        std::env::var("RINGSIGHT_TEMPO_QUERY"),
+    ) else {
+        skip(
+            "tempo_gives_back_what_it_got",
+            "no Tempo: set RINGSIGHT_TEMPO_OTLP (OTLP gRPC) and RINGSIGHT_TEMPO_QUERY to the URLs of one",
+        );
+        return Ok(());
+    };
+    let _alone = alone();
+    let folder = folder()?;
+    let summary = send(folder.path(), &otlp, "grpc", 40)?;
+    let query = address(&query)?;
+    check_all(&summary, Duration::from_secs(60), |id| {
+        traces::read_tempo(&backend::get(query, &format!("/api/traces/{id}"))?)
+    })?;
+    println!("Tempo gave back {} traces", summary.operations.len());
+    Ok(())
+}
+
+#[test]
+fn addresses_are_read() {
+    assert_eq!(
+        address("http://127.0.0.1:4317/").ok(),
+        Some(SocketAddr::from(([127, 0, 0, 1], 4317)))
+    );
+    for wrong in ["127.0.0.1:1", "https://127.0.0.1:1", "http://"] {
+        let refused: Result<SocketAddr> = address(wrong);
+        if refused.is_ok() {
+            panic!("{wrong} was taken");
+        }
+    }
+}
