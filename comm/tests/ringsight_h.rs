@@ -1,8 +1,9 @@
-//! The C interface as a C program calls it. The host device is the process's device only if `RINGSIGHT_DEVICE=host`;
-//! these tests choose it before anything asks.
+//! `ringsight.h` as a C program uses it. A process has one device, so this is a test program of its own, and the one
+//! that names the CUDA device runs as its child.
 
 use std::{
-    ffi::c_void,
+    ffi::{CStr, c_void},
+    process::Command,
     ptr,
     sync::{
         Once,
@@ -10,20 +11,32 @@ use std::{
     },
 };
 
-use super::*;
+use ringsight_comm::{
+    abi::{ncclGetLastError, ringsight::*},
+    communicator::Handle,
+    device::{Event, Graph, GraphExec, Stream},
+    error::ResultCode,
+};
 
-const SUCCESS: Code = ResultCode::Success as Code;
-const ARGUMENT: Code = ResultCode::InvalidArgument as Code;
-const USAGE: Code = ResultCode::InvalidUsage as Code;
+const SUCCESS: ResultCode = ResultCode::Success;
+const ARGUMENT: ResultCode = ResultCode::InvalidArgument;
+const USAGE: ResultCode = ResultCode::InvalidUsage;
 
-/// Whether the process's device is the host device; it is chosen once, and a test runner may have chosen another.
-fn host() -> bool {
+/// Makes the host device the process's.
+fn choose_host() {
     static CHOOSE: Once = Once::new();
     CHOOSE.call_once(|| {
-        // SAFETY: libtest's threads read the environment only through Rust's functions, which lock it.
+        // SAFETY: every thread of this program reads the environment through Rust's functions, which lock it.
         unsafe { std::env::set_var("RINGSIGHT_DEVICE", "host") };
     });
-    device().is_ok_and(|device| device.name() == "host")
+}
+
+/// What the thread's last failed call left.
+fn last_error() -> String {
+    // SAFETY: a text of this thread, read before its next call.
+    unsafe { CStr::from_ptr(ncclGetLastError(Handle(0))) }
+        .to_string_lossy()
+        .into_owned()
 }
 
 unsafe extern "C" fn count(argument: *mut c_void) {
@@ -33,7 +46,7 @@ unsafe extern "C" fn count(argument: *mut c_void) {
 
 #[test]
 fn a_program_in_c() {
-    assert!(host(), "RINGSIGHT_DEVICE was read before this test could set it");
+    choose_host();
     let counter = AtomicU32::new(0);
     let argument = (&raw const counter).cast_mut().cast::<c_void>();
     let (mut stream, mut start, mut end) = (Stream(0), Event(0), Event(0));
@@ -78,7 +91,7 @@ fn a_program_in_c() {
 
 #[test]
 fn bad_arguments_are_named() {
-    assert!(host(), "RINGSIGHT_DEVICE was read before this test could set it");
+    choose_host();
     let mut graph = Graph(1);
     // SAFETY: null pointers and stale handles are what is tested; the others are live locals.
     unsafe {
@@ -95,7 +108,25 @@ fn bad_arguments_are_named() {
         assert_eq!(ringsightSetDevice(-1), ARGUMENT);
     }
     assert_eq!(graph, Graph(0));
-    assert!(
-        matches!(call("test", |_| panic!("on purpose")), code if code == ResultCode::InternalError as Code)
-    );
+    assert_eq!(last_error(), "ringsightSetDevice: device -1 is negative");
+}
+
+#[test]
+#[ignore = "run by `without_the_host_device_every_call_is_refused`"]
+fn child_with_the_cuda_device() {
+    let mut stream = Stream(0);
+    // SAFETY: a live local.
+    assert_eq!(unsafe { ringsightStreamCreate(&raw mut stream) }, USAGE);
+    assert!(last_error().contains("RINGSIGHT_DEVICE=host"), "{}", last_error());
+}
+
+#[test]
+fn without_the_host_device_every_call_is_refused() {
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "child_with_the_cuda_device", "--ignored"])
+        .env("RINGSIGHT_DEVICE", "cuda")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
 }

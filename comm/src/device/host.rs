@@ -94,7 +94,7 @@ impl State {
         self.last_handle
     }
 
-    fn add_stream(&mut self, name: String, is_default: bool) -> Result<usize> {
+    fn add_stream(&mut self, name: &str, is_default: bool) -> Result<usize> {
         let handle = self.handle();
         let worker = Arc::new(Worker::spawn(name)?);
         self.streams.insert(
@@ -115,7 +115,7 @@ impl State {
             if let Some(&handle) = self.defaults.get(&device) {
                 return Ok(handle);
             }
-            let handle = self.add_stream(format!("rs-default-{device}"), true)?;
+            let handle = self.add_stream(&format!("rs-default-{device}"), true)?;
             self.defaults.insert(device, handle);
             return Ok(handle);
         }
@@ -184,7 +184,7 @@ impl HostDevice {
     pub fn new() -> Result<Self> {
         Ok(Self {
             state: Mutex::default(),
-            reclaim: Arc::new(Worker::spawn("rs-reclaim".into())?),
+            reclaim: Arc::new(Worker::spawn("rs-reclaim")?),
         })
     }
 
@@ -235,7 +235,8 @@ impl HostDevice {
 
 fn check_address(name: &str, address: usize, bytes: usize) -> Result<()> {
     if bytes > 0 && (address == 0 || address.checked_add(bytes).is_none()) {
-        return usage(format!("{name} {address:#x} is no address of {bytes} bytes"));
+        let text = format!("{name} {address:#x} is no address of {bytes} bytes");
+        return Err(DeviceError::InvalidHandle(text));
     }
     Ok(())
 }
@@ -251,7 +252,7 @@ impl Device for HostDevice {
 
     fn set_current(&self, device: i32) -> Result<()> {
         if device < 0 {
-            return usage(format!("device {device} is negative"));
+            return Err(DeviceError::InvalidHandle(format!("device {device} is negative")));
         }
         CURRENT.set(device);
         Ok(())
@@ -289,7 +290,9 @@ impl Device for HostDevice {
     fn stream_create(&self) -> Result<Stream> {
         let mut state = self.enter()?;
         let number = (state.last_handle.max(FIRST_HANDLE) - FIRST_HANDLE) / 16;
-        state.add_stream(format!("rs-stream-{number}"), false).map(Stream)
+        state
+            .add_stream(&format!("rs-stream-{number}"), false)
+            .map(Stream)
     }
 
     fn stream_destroy(&self, stream: Stream) -> Result<()> {

@@ -44,7 +44,7 @@ pub enum DeviceError {
     /// `RINGSIGHT_DEVICE` names no device that this build or machine has.
     #[error("{0}")]
     Unavailable(String),
-    /// A handle that is not (or no longer) one of the device's.
+    /// A handle that is not (or no longer) one of the device's, or an argument with an impossible value.
     #[error("{0}")]
     InvalidHandle(String),
     /// A call that is not allowed now: in a capture, in a host function, with a handle of another kind.

@@ -193,7 +193,7 @@ impl Instance {
     pub(super) fn new(graph: Arc<GraphBody>, number: usize) -> Result<Self> {
         let lanes = lanes(&graph.nodes);
         let workers = (1..lanes.len())
-            .map(|_| Worker::spawn(format!("rs-graph-{number}")))
+            .map(|_| Worker::spawn(&format!("rs-graph-{number}")))
             .collect::<Result<_>>()?;
         Ok(Self {
             program: Arc::new(Program { lanes, graph }),

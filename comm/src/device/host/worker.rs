@@ -78,7 +78,7 @@ struct Queue {
 
 impl Worker {
     /// Starts a thread named `name`.
-    pub(super) fn spawn(name: String) -> Result<Self> {
+    pub(super) fn spawn(name: &str) -> Result<Self> {
         let shared = Arc::new(Shared {
             queue: Mutex::default(),
             work: Condvar::new(),
@@ -86,7 +86,7 @@ impl Worker {
         });
         let own = shared.clone();
         thread::Builder::new()
-            .name(name.clone())
+            .name(name.to_owned())
             .spawn(move || own.run())
             .map_err(|error| DeviceError::Resource(format!("cannot start thread {name}: {error}")))?;
         Ok(Self(shared))
