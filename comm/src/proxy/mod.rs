@@ -223,10 +223,10 @@ impl Proxy {
         })
     }
 
-    /// Where it answers; its text is what [`crate::topology::RankInfo::proxy_address`] carries.
+    /// Where it answers, the text of a [`ProxyAddress`]: what [`crate::topology::RankInfo::proxy_address`] carries.
     #[must_use]
-    pub fn address(&self) -> &ProxyAddress {
-        &self.address
+    pub fn address(&self) -> String {
+        self.address.to_string()
     }
 
     /// What it was made of.

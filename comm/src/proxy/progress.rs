@@ -128,7 +128,8 @@ impl Progress {
         self.ending.store(true, Ordering::Release);
         self.wake.wake();
         let thread = lock(&self.thread).take();
-        if let Some(thread) = thread {
+        // The last owner may be a callback of the thread itself, which then ends right after it.
+        if let Some(thread) = thread.filter(|thread| thread.thread().id() != thread::current().id()) {
             let _ = thread.join();
         }
         lock(&self.inbox).clear();
