@@ -18,7 +18,7 @@ thread_local! {
 }
 
 /// Keeps `text` for this thread's `ncclGetLastError`.
-pub(crate) fn set_last_error(text: &str) {
+pub(crate) fn set(text: &str) {
     // A zero byte would end the text there anyway.
     let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
     // Nobody can ask while the thread's variables are being destroyed.
