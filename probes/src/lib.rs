@@ -6,6 +6,7 @@
 mod attach;
 pub mod elf;
 pub mod error;
+mod look;
 mod multi;
 mod pages;
 pub mod process;
@@ -17,6 +18,7 @@ pub mod target;
 mod watch;
 
 pub use error::{AttachError, Unavailable};
+pub use look::communicators;
 pub use pages::ByKind;
 pub use sample::{Carrier, Sample, Source};
 pub use session::{Attached, Counters, Options, ProbeStats, Session, UseEbpf};
