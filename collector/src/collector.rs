@@ -28,6 +28,8 @@ pub struct Options {
     pub scope: Scope,
     /// Replaces the service name that targets say themselves.
     pub service: Option<String>,
+    /// Service name of targets that say none.
+    pub default_service: Option<String>,
     /// From which lag on a rank is named.
     pub lag_threshold_ns: u64,
     /// Bounds.
@@ -41,6 +43,7 @@ impl Default for Options {
         Self {
             scope: Scope::default(),
             service: None,
+            default_service: None,
             lag_threshold_ns: lag::DEFAULT_THRESHOLD_NS,
             limits: Limits::default(),
             keep_operations: 0,
@@ -77,7 +80,7 @@ impl Collector {
         Self {
             limits: options.limits,
             correlator: Correlator::new(options.limits),
-            communicators: Communicators::new(options.service.as_deref()),
+            communicators: Communicators::new(options.service.as_deref(), options.default_service.as_deref()),
             instances: Instances::default(),
             maker: SpanMaker::new(options.scope, options.lag_threshold_ns),
             metrics: Metrics::new(clock.unix_ns(now_ns), own),

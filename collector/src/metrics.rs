@@ -53,6 +53,24 @@ pub struct Readings {
     pub exporters: Vec<(String, ExportStats)>,
 }
 
+impl Readings {
+    /// What could not be used or waited for, by reason.
+    #[must_use]
+    pub fn given_up_by_reason(&self) -> [(&'static str, u64); 9] {
+        [
+            ("unknown_record", self.counts.unknown),
+            ("lost_description", self.counts.lost_other),
+            ("late_record", self.given.late_records),
+            ("evicted_operation", self.given.evicted_operations),
+            ("evicted_group", self.given.evicted_groups),
+            ("unidentified_operation", self.given_up.unidentified),
+            ("duplicate_operation", self.given_up.duplicates),
+            ("timed_out_instance", self.given_up.timed_out),
+            ("evicted_instance", self.given_up.evicted),
+        ]
+    }
+}
+
 /// Accumulates.
 #[derive(Debug)]
 pub struct Metrics {
@@ -233,17 +251,7 @@ impl Metrics {
                 own(text, attribute(), MetricData::Counter(lost));
             }
         }
-        let dropped = [
-            ("unknown_record", readings.counts.unknown),
-            ("lost_description", readings.counts.lost_other),
-            ("late_record", readings.given.late_records),
-            ("evicted_operation", readings.given.evicted_operations),
-            ("evicted_group", readings.given.evicted_groups),
-            ("unidentified_operation", readings.given_up.unidentified),
-            ("duplicate_operation", readings.given_up.duplicates),
-            ("timed_out_instance", readings.given_up.timed_out),
-            ("evicted_instance", readings.given_up.evicted),
-        ];
+        let dropped = readings.given_up_by_reason();
         for (reason, count) in dropped.into_iter().filter(|(_, count)| *count > 0) {
             let text = (
                 "ccl.probe.given_up",

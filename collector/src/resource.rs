@@ -12,12 +12,21 @@ use ringsight_probes::sample::Process;
 /// names than that are ignored.
 const FOREIGN_NAMES: usize = 64;
 
+/// Who names the service if not the target.
+#[derive(Clone, Debug, Default)]
+pub struct Service {
+    /// Whatever the target says.
+    pub always: Option<Arc<str>>,
+    /// If the target says nothing.
+    pub default: Option<Arc<str>>,
+}
+
 /// Resource of a process, or of one rank in it.
 ///
-/// Later ones win: `OTEL_RESOURCE_ATTRIBUTES` of the target, what is known of the process, `OTEL_SERVICE_NAME` of the
-/// target, `service`. `host.id` and `host.name` are always there: without them Jaeger takes each span for another host's.
+/// Later ones win: `service.default`, `OTEL_RESOURCE_ATTRIBUTES` of the target, what is known of the process,
+/// `OTEL_SERVICE_NAME` of the target, `service.always`. `host.id` and `host.name` are always there: without them Jaeger takes each span for another host's.
 #[must_use]
-pub fn of_process(process: &Process, service: Option<&Arc<str>>, rank: Option<u32>) -> Resource {
+pub fn of_process(process: &Process, service: &Service, rank: Option<u32>) -> Resource {
     let environment = |name: &str| {
         let found = process
             .environment
@@ -37,9 +46,12 @@ pub fn of_process(process: &Process, service: Option<&Arc<str>>, rank: Option<u3
         }
     }
     let named = environment("OTEL_SERVICE_NAME").map(Arc::from);
-    match service.cloned().or(named) {
+    match service.always.clone().or(named) {
         Some(service) => set(&mut attributes, "service.name", Value::Text(service)),
         None if attributes.iter().any(|(name, _)| *name == "service.name") => {}
+        None if service.default.is_some() => {
+            attributes.extend(service.default.clone().map(|s| ("service.name", Value::Text(s))))
+        }
         // The specification's name for a service that has none.
         None => set(
             &mut attributes,
@@ -192,9 +204,12 @@ mod tests {
             ("OTEL_RESOURCE_ATTRIBUTES", "service.name=b,team=x%20y"),
         ];
         let of = |environment: &[(&str, &str)], service: Option<&str>| {
-            let service = service.map(Arc::from);
+            let service = Service {
+                always: service.map(Arc::from),
+                default: None,
+            };
             value(
-                &of_process(&process(environment), service.as_ref(), Some(3)),
+                &of_process(&process(environment), &service, Some(3)),
                 "service.name",
             )
         };
@@ -202,7 +217,7 @@ mod tests {
         assert_eq!(of(&named, None), Some(text("a")));
         assert_eq!(of(&named[1..], None), Some(text("b")));
         assert_eq!(of(&[], None), Some(text("unknown_service:train")));
-        let resource = of_process(&process(&named), None, Some(3));
+        let resource = of_process(&process(&named), &Service::default(), Some(3));
         assert_eq!(value(&resource, "team"), Some(text("x y")));
         assert_eq!(value(&resource, "service.instance.id"), Some(text("3")));
         assert_eq!(value(&resource, "host.name"), Some(text("node-1")));
@@ -211,7 +226,7 @@ mod tests {
     #[test]
     fn no_two_attributes_have_one_name() {
         let bad = [("OTEL_RESOURCE_ATTRIBUTES", "host.id=evil,=x,a,a=1,a=2,%ZZ=%4")];
-        let resource = of_process(&process(&bad), None, None);
+        let resource = of_process(&process(&bad), &Service::default(), None);
         let mut names: Vec<_> = resource.attributes.iter().map(|(name, _)| *name).collect();
         names.sort_unstable();
         let count = names.len();
@@ -231,7 +246,7 @@ mod tests {
     proptest::proptest! {
         #[test]
         fn any_environment_is_survived(text in ".*") {
-            let _ = of_process(&process(&[("OTEL_RESOURCE_ATTRIBUTES", &text)]), None, None);
+            let _ = of_process(&process(&[("OTEL_RESOURCE_ATTRIBUTES", &text)]), &Service::default(), None);
         }
     }
 }

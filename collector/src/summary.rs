@@ -6,7 +6,7 @@ use ringsight_exporters::model::{ExportStats, Operation};
 use ringsight_records::Kind;
 use serde::Serialize;
 
-use crate::{correlate::Counts, identity::Role, spans::SpanCounts};
+use crate::{correlate::Counts, identity::Role, metrics::Readings, spans::SpanCounts};
 
 /// Rows of the table of slowest and of late operations.
 const TOP: usize = 10;
@@ -195,6 +195,16 @@ pub fn records(counts: &Counts, emitted: &[u64; Kind::LIMIT]) -> BTreeMap<&'stat
         .iter()
         .map(of)
         .filter(|(_, count)| *count != RecordCount::default())
+        .collect()
+}
+
+/// What was given up, by reason; reasons of which there was none left out.
+#[must_use]
+pub fn given_up(readings: &Readings) -> BTreeMap<&'static str, u64> {
+    readings
+        .given_up_by_reason()
+        .into_iter()
+        .filter(|(_, count)| *count > 0)
         .collect()
 }
 

@@ -68,15 +68,19 @@ pub struct Communicators {
     processes: FxHashMap<u32, Arc<Watched>>,
     resources: FxHashMap<(u32, u32), Arc<Resource>>,
     destroyed: VecDeque<(u64, u32, u32)>,
-    service: Option<Arc<str>>,
+    service: resource::Service,
 }
 
 impl Communicators {
-    /// Knows none; `service` replaces the service name that processes say themselves.
+    /// Knows none; `service` replaces the service name that processes say themselves, `default` stands for one that they
+    /// do not say.
     #[must_use]
-    pub fn new(service: Option<&str>) -> Self {
+    pub fn new(service: Option<&str>, default: Option<&str>) -> Self {
         Self {
-            service: service.map(Into::into),
+            service: resource::Service {
+                always: service.map(Into::into),
+                default: default.map(Into::into),
+            },
             ..Self::default()
         }
     }
@@ -87,7 +91,7 @@ impl Communicators {
             identity: process_identity(&process.host_id, process.pid, process.start_time),
             host: process.host_name.as_str().into(),
             version: resource::version(process.library_version).into(),
-            resource: Arc::new(resource::of_process(process, self.service.as_ref(), None)),
+            resource: Arc::new(resource::of_process(process, &self.service, None)),
             process: process.clone(),
         };
         self.processes.insert(process.pid, Arc::new(watched));
@@ -115,7 +119,7 @@ impl Communicators {
                     .find(|m| m.pid == pid && m.device == entry.device)
             })
             .map_or(entry.rank, |member| member.resource_rank);
-        let service = self.service.as_ref();
+        let service = &self.service;
         let resource = self
             .resources
             .entry((pid, resource_rank))

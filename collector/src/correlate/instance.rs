@@ -89,7 +89,8 @@ impl Instances {
             }
             Err(at) => instance.parts.insert(at, part),
         }
-        if !instance.whole && instance.parts.len() >= expected {
+        // Who comes after the instance was handed out has nobody to wait for.
+        if !instance.whole && (instance.late || instance.parts.len() >= expected) {
             instance.whole = true;
             self.whole.push(key);
         }
@@ -115,7 +116,7 @@ impl Instances {
             if instance.parts.iter().any(|part| part.device.1 > least_ns) {
                 return true;
             }
-            if instance.parts.len() < expected(key) {
+            if !instance.late && instance.parts.len() < expected(key) {
                 // A rank turned up since; its part makes the instance whole again.
                 instance.whole = false;
                 return false;

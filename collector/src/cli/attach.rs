@@ -1,0 +1,519 @@
+//! `ringsight attach`: the reader loop.
+
+use std::{
+    io::{IsTerminal, Write},
+    path::PathBuf,
+    time::{Duration, Instant},
+};
+
+use clap::Args;
+use ringsight_collector::{
+    Collector, Options,
+    clock::{self, Clock},
+    correlate::Limits,
+    identity::Scope,
+    summary::{self, ExporterRow, Summary},
+};
+use ringsight_exporters::Exporter;
+use ringsight_probes::{Attached, Carrier, Sample, Session, Source, UseEbpf, site::SiteKind};
+use ringsight_records::Kind;
+use serde_json::json;
+
+use super::{Exit, outputs, signals::Ending, write_whole};
+
+/// How often the carriers are read: what their buffers are sized for.
+const POLL: Duration = Duration::from_millis(1);
+/// How often exporters are given what there is.
+const EXPORT: Duration = Duration::from_millis(200);
+/// How many spans are given to exporters before that.
+const EXPORT_SPANS: usize = 16_384;
+/// How often metrics are read.
+const METRICS: Duration = Duration::from_secs(10);
+/// How often the status line is drawn.
+const STATUS: Duration = Duration::from_millis(500);
+/// How long exporters may take to deliver what they hold at the end.
+const SHUTDOWN: Duration = Duration::from_secs(10);
+/// Operations that a summary lists.
+const SUMMARY_OPERATIONS: usize = 200_000;
+
+/// Arguments of `ringsight attach`.
+#[derive(Debug, Args)]
+pub(crate) struct AttachArguments {
+    /// Processes to watch
+    #[arg(required = true, value_name = "PID")]
+    pids: Vec<u32>,
+    /// Send to an OTLP endpoint, e.g. http://localhost:4317; without it the OTEL_EXPORTER_OTLP_* environment decides
+    #[arg(long, value_name = "URL")]
+    otlp: Option<String>,
+    /// Protocol of the OTLP endpoint; by default OTEL_EXPORTER_OTLP_PROTOCOL, else gRPC
+    #[arg(long, value_name = "PROTOCOL")]
+    otlp_protocol: Option<outputs::Protocol>,
+    /// Write a file, in the format that its extension names: .jsonl (OTLP JSON lines), .json (Chrome trace, for
+    /// Perfetto), .html (one page); may be repeated
+    #[arg(long = "out", value_name = "FILE", value_parser = outputs::parse_output)]
+    outputs: Vec<PathBuf>,
+    /// End after this many seconds
+    #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
+    duration: Option<Duration>,
+    /// Write what the run came to as JSON
+    #[arg(long, value_name = "FILE")]
+    summary: Option<PathBuf>,
+    /// Create this file when every process has been attached to
+    #[arg(long, value_name = "FILE")]
+    ready_file: Option<PathBuf>,
+    /// Name a rank as late from this lag on
+    #[arg(long, value_name = "MILLISECONDS", default_value = "15", value_parser = parse_milliseconds)]
+    lag_threshold: Duration,
+    /// Read everything through the shared ring; needs no rights but those to look into the process
+    #[arg(long)]
+    no_ebpf: bool,
+    /// Service name of the spans; by default OTEL_SERVICE_NAME of the watched process, else of this one
+    #[arg(long, value_name = "NAME")]
+    service: Option<String>,
+    /// Text that goes into every trace id, the same for all collectors of a job
+    #[arg(long, value_name = "TEXT", value_parser = parse_scope, conflicts_with = "scope_env")]
+    scope: Option<String>,
+    /// Take the scope from this environment variable of the first process, e.g. SLURM_JOB_ID
+    #[arg(long, value_name = "NAME")]
+    scope_env: Option<String>,
+    /// Print errors only
+    #[arg(long, short)]
+    quiet: bool,
+}
+
+fn parse_number(text: &str, unit: f64) -> Result<Duration, String> {
+    let number: f64 = text.parse().map_err(|_| "not a number".to_owned())?;
+    Duration::try_from_secs_f64(number * unit).map_err(|error| error.to_string())
+}
+
+fn parse_seconds(text: &str) -> Result<Duration, String> {
+    parse_number(text, 1.0)
+}
+
+fn parse_milliseconds(text: &str) -> Result<Duration, String> {
+    parse_number(text, 1e-3)
+}
+
+fn parse_scope(text: &str) -> Result<String, String> {
+    Scope::new(text).map(|_| text.to_owned())
+}
+
+/// Exporters and what the user is told of them.
+struct Outputs {
+    exporters: Vec<Box<dyn Exporter>>,
+}
+
+impl Outputs {
+    fn open(arguments: &AttachArguments) -> Result<Self, String> {
+        let mut exporters: Vec<Box<dyn Exporter>> = Vec::new();
+        for path in &arguments.outputs {
+            exporters.push(outputs::open(path)?);
+        }
+        if let Some(exporter) = outputs::otlp(arguments.otlp.as_deref(), arguments.otlp_protocol)? {
+            exporters.push(exporter);
+        }
+        Ok(Self { exporters })
+    }
+
+    fn export(&mut self, collector: &mut Collector) {
+        let batch = collector.take_batch();
+        if batch.spans.is_empty() && batch.metrics.is_empty() && batch.operations.is_empty() {
+            return;
+        }
+        for exporter in &mut self.exporters {
+            exporter.export(&batch);
+        }
+    }
+
+    fn stats(&self) -> Vec<(String, ringsight_exporters::ExportStats)> {
+        self.exporters
+            .iter()
+            .map(|exporter| (exporter.target(), exporter.stats()))
+            .collect()
+    }
+
+    /// Delivers what is queued. Says what was not delivered.
+    fn shutdown(&mut self) -> Vec<ExporterRow> {
+        let mut rows = Vec::new();
+        for exporter in &mut self.exporters {
+            let error = exporter.shutdown(SHUTDOWN).err();
+            rows.push(ExporterRow::new(exporter.target(), &exporter.stats(), error));
+        }
+        rows
+    }
+}
+
+/// What happened until the reader loop ended.
+struct Watched {
+    attached: Vec<Attached>,
+    failed: usize,
+    attach_ms: f64,
+}
+
+/// Runs the command.
+pub(crate) fn run(arguments: &AttachArguments) -> Exit {
+    match try_run(arguments) {
+        Ok(exit) => exit,
+        Err((exit, error)) => {
+            eprintln!("ringsight: {error}");
+            exit
+        }
+    }
+}
+
+fn try_run(arguments: &AttachArguments) -> Result<Exit, (Exit, String)> {
+    let error = |error: String| (Exit::Error, error);
+    let ending = Ending::install().map_err(|e| error(format!("cannot handle signals: {e}")))?;
+    let mut outputs = Outputs::open(arguments).map_err(error)?;
+    let use_ebpf = if arguments.no_ebpf {
+        UseEbpf::Never
+    } else {
+        UseEbpf::Auto
+    };
+    let options = ringsight_probes::Options {
+        use_ebpf,
+        ..Default::default()
+    };
+    let mut session = Session::new(options).map_err(|e| (Exit::NothingAttached, e.to_string()))?;
+
+    let watched = attach(arguments, &mut session);
+    if watched.attached.is_empty() {
+        return Err((Exit::NothingAttached, "nothing could be attached".into()));
+    }
+    let scope = scope(arguments, &watched.attached).map_err(|e| (Exit::Usage, e))?;
+    let mut collector = Collector::new(
+        Options {
+            scope,
+            service: arguments.service.clone(),
+            default_service: std::env::var("OTEL_SERVICE_NAME")
+                .ok()
+                .filter(|name| !name.is_empty()),
+            lag_threshold_ns: u64::try_from(arguments.lag_threshold.as_nanos()).unwrap_or(u64::MAX),
+            limits: Limits::default(),
+            keep_operations: if arguments.summary.is_some() {
+                SUMMARY_OPERATIONS
+            } else {
+                0
+            },
+        },
+        Clock::system(),
+        clock::monotonic_ns(),
+    );
+    let begun = Instant::now();
+    let mut reader = Reader {
+        session: &mut session,
+        collector: &mut collector,
+        outputs: &mut outputs,
+        samples: Vec::new(),
+        last_problem: String::new(),
+        status: !arguments.quiet && std::io::stderr().is_terminal(),
+    };
+    if let (Some(path), 0) = (&arguments.ready_file, watched.failed) {
+        let pids: Vec<u32> = watched
+            .attached
+            .iter()
+            .map(|attached| attached.process.pid)
+            .collect();
+        write_whole(
+            path,
+            &json!({ "version": 1, "pids": pids, "attach_ms": watched.attach_ms }).to_string(),
+        )
+        .map_err(error)?;
+    }
+    reader.watch(&ending, arguments.duration, begun);
+    let detach_ms = reader.let_go(arguments.quiet);
+    let duration_s = begun.elapsed().as_secs_f64();
+    let exporters = outputs.shutdown();
+
+    let summary = summarise(&session, &collector, &watched, exporters, (duration_s, detach_ms));
+    if !arguments.quiet {
+        eprint!("{}", report(&summary, &collector));
+    }
+    if let Some(path) = &arguments.summary {
+        let text =
+            serde_json::to_string(&summary).map_err(|e| error(format!("cannot write the summary: {e}")))?;
+        write_whole(path, &text).map_err(error)?;
+    }
+    let mut exit = if watched.failed == 0 {
+        Exit::Success
+    } else {
+        Exit::Error
+    };
+    for row in &summary.exporters {
+        if row.error.is_some() || !row.dropped.is_empty() {
+            let dropped: u64 = row.dropped.values().sum();
+            let reason = row.error.clone().unwrap_or_else(|| format!("{:?}", row.dropped));
+            eprintln!(
+                "ringsight: {}: {dropped} spans were not delivered: {reason}",
+                row.target
+            );
+            exit = Exit::ExportIncomplete;
+        }
+    }
+    Ok(exit)
+}
+
+/// Attaches to each process, telling how it went.
+fn attach(arguments: &AttachArguments, session: &mut Session) -> Watched {
+    let begun = Instant::now();
+    let mut pids = arguments.pids.clone();
+    let mut seen = std::collections::BTreeSet::new();
+    pids.retain(|pid| seen.insert(*pid));
+    let mut attached = Vec::new();
+    let mut failed = 0;
+    for pid in pids {
+        match session.attach(pid) {
+            Ok(one) => attached.push(one),
+            Err(error) => {
+                eprintln!("ringsight: {error}");
+                failed += 1;
+            }
+        }
+    }
+    let attach_ms = begun.elapsed().as_secs_f64() * 1e3;
+    if let Some(unavailable) = session.unavailable()
+        && !attached.is_empty()
+    {
+        eprintln!("ringsight: {unavailable}; everything is read through the shared ring");
+    }
+    if !arguments.quiet {
+        for one in &attached {
+            eprintln!("{}", describe(one));
+        }
+    }
+    Watched {
+        attached,
+        failed,
+        attach_ms,
+    }
+}
+
+fn describe(attached: &Attached) -> String {
+    let process = &attached.process;
+    let mut kinds: Vec<&str> = Vec::new();
+    for kind in [SiteKind::Nop5, SiteKind::Emulated, SiteKind::SingleStepped] {
+        if attached.sites.iter().any(|site| site.kind == kind) {
+            kinds.push(kind.name());
+        }
+    }
+    let how = match (attached.carrier, process.instrumented) {
+        (Carrier::Probe, true) => format!(
+            "{} probes ({}) and shared ring",
+            attached.sites.len(),
+            kinds.join(", ")
+        ),
+        (Carrier::Probe, false) => {
+            format!(
+                "{} probes ({}), host-timed: a library without our symbols",
+                attached.sites.len(),
+                kinds.join(", ")
+            )
+        }
+        (Carrier::Ring, _) => "shared ring".to_owned(),
+    };
+    format!(
+        "attached to {} ({}): {}, {how}, {:.1} ms",
+        process.pid,
+        process.name,
+        process.library.display(),
+        attached.elapsed.as_secs_f64() * 1e3
+    )
+}
+
+fn scope(arguments: &AttachArguments, attached: &[Attached]) -> Result<Scope, String> {
+    let text = match (&arguments.scope, &arguments.scope_env) {
+        (Some(scope), _) => scope.as_str(),
+        (None, Some(name)) => {
+            let environment = attached
+                .first()
+                .map(|attached| attached.process.environment.as_slice());
+            let found = environment
+                .unwrap_or_default()
+                .iter()
+                .find(|(key, _)| key == name);
+            let missing = || {
+                format!("the first process has no {name} in its environment, or it is not one that is read")
+            };
+            found.map(|(_, value)| value.as_str()).ok_or_else(missing)?
+        }
+        (None, None) => "",
+    };
+    Scope::new(text)
+}
+
+struct Reader<'a> {
+    session: &'a mut Session,
+    collector: &'a mut Collector,
+    outputs: &'a mut Outputs,
+    samples: Vec<Sample>,
+    last_problem: String,
+    status: bool,
+}
+
+impl Reader<'_> {
+    /// Reads until there is a reason to end.
+    fn watch(&mut self, ending: &Ending, duration: Option<Duration>, begun: Instant) {
+        let (mut exported, mut metered, mut drawn) = (begun, begun, begun);
+        loop {
+            let now = Instant::now();
+            let over = duration.is_some_and(|duration| now.duration_since(begun) >= duration);
+            if !self.poll() || ending.asked() || over {
+                break;
+            }
+            let busy = self.collector.batched_spans() >= EXPORT_SPANS;
+            if busy || now.duration_since(exported) >= EXPORT {
+                if now.duration_since(metered) >= METRICS {
+                    self.meter();
+                    metered = now;
+                }
+                self.outputs.export(self.collector);
+                exported = now;
+            }
+            if self.status && now.duration_since(drawn) >= STATUS {
+                self.draw(begun);
+                drawn = now;
+            }
+            if !busy {
+                std::thread::sleep(POLL);
+            }
+        }
+        if self.status {
+            // Clears the status line.
+            eprint!("\r\x1b[K");
+        }
+    }
+
+    /// Takes in what has come. `false` once no process is left.
+    fn poll(&mut self) -> bool {
+        let now = clock::monotonic_ns();
+        self.collector.clock_mut().refresh(now);
+        let more = match self.session.poll(&mut self.samples) {
+            Ok(more) => more,
+            Err(problem) => {
+                // A problem that lasts is told once.
+                if problem != self.last_problem {
+                    eprintln!("ringsight: {problem}");
+                    self.last_problem = problem;
+                }
+                self.session.pids().next().is_some()
+            }
+        };
+        self.collector.ingest(&mut self.samples);
+        more
+    }
+
+    fn meter(&mut self) {
+        let stats = self.outputs.stats();
+        self.collector
+            .add_metrics(clock::monotonic_ns(), cpu_seconds(), stats);
+    }
+
+    fn draw(&self, begun: Instant) {
+        let readings = self.collector.readings();
+        let (operations, incomplete, late) = self.collector.log().counts();
+        eprint!(
+            "\r\x1b[K{:.0} s: {} processes, {operations} operations ({} in flight, {late} with a late rank, {incomplete} incomplete), \
+             {} records, {} lost",
+            begun.elapsed().as_secs_f64(),
+            self.session.pids().count(),
+            readings.in_flight,
+            readings.counts.received_total(),
+            readings.counts.lost_total(),
+        );
+        // A status line that cannot be drawn is not worth a word.
+        let _ = std::io::stderr().flush();
+    }
+
+    /// Detaches, takes what is left and hands all of it to the exporters. Returns how long detaching took, milliseconds.
+    fn let_go(&mut self, quiet: bool) -> f64 {
+        // What has happened until now is taken while everything still runs.
+        self.poll();
+        let detached = self.session.detach_all();
+        // Two polls: the last samples of a process come with the poll after it was let go.
+        while self.poll() {}
+        self.collector.finish(clock::monotonic_ns());
+        self.meter();
+        self.outputs.export(self.collector);
+        let detach_ms = detached.as_secs_f64() * 1e3;
+        if !quiet {
+            eprintln!("detached in {detach_ms:.1} ms");
+        }
+        detach_ms
+    }
+}
+
+/// CPU time that this process has taken, all threads, in seconds.
+fn cpu_seconds() -> f64 {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: `time` is a valid timespec to write to; the clock always exists.
+    unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut time) };
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+}
+
+fn summarise(
+    session: &Session,
+    collector: &Collector,
+    watched: &Watched,
+    exporters: Vec<ExporterRow>,
+    (duration_s, detach_ms): (f64, f64),
+) -> Summary {
+    let pids: Vec<u32> = watched
+        .attached
+        .iter()
+        .map(|attached| attached.process.pid)
+        .collect();
+    let mut emitted = [0; Kind::LIMIT];
+    for counters in pids.iter().filter_map(|pid| session.counters(*pid)) {
+        for (sum, count) in emitted.iter_mut().zip(counters.emitted) {
+            *sum += count;
+        }
+    }
+    let readings = collector.readings();
+    let (rows, left_out) = collector.log().rows();
+    Summary {
+        version: 1,
+        pids,
+        records: summary::records(&readings.counts, &emitted),
+        spans: summary::spans(&readings.spans),
+        operations: rows.to_vec(),
+        operations_left_out: if rows.is_empty() { 0 } else { left_out },
+        lost: readings.counts.lost_total(),
+        unfinished: collector.unfinished(),
+        given_up: summary::given_up(&readings),
+        duration_s,
+        attach_ms: watched.attach_ms,
+        detach_ms,
+        probe_hits: session.probe_stats().hits.iter().sum(),
+        cpu_s: cpu_seconds(),
+        exporters,
+    }
+}
+
+/// What the run came to, for people.
+fn report(summary: &Summary, collector: &Collector) -> String {
+    use std::fmt::Write;
+    let mut text = collector.log().table();
+    let (operations, incomplete, late) = collector.log().counts();
+    let received: u64 = summary.records.values().map(|count| count.received).sum();
+    let spans: u64 = summary.spans.values().sum();
+    // Writing to a string does not fail.
+    let _ = writeln!(
+        text,
+        "{operations} operations in {:.1} s: {late} with a late rank, {incomplete} incomplete, {} unfinished; \
+         {received} records, {} lost; {spans} spans",
+        summary.duration_s, summary.unfinished, summary.lost
+    );
+    for (kind, count) in summary.records.iter().filter(|(_, count)| count.lost > 0) {
+        let _ = writeln!(text, "  {kind}: {} lost of {}", count.lost, count.emitted);
+    }
+    for (reason, count) in &summary.given_up {
+        let _ = writeln!(text, "  {reason}: {count}");
+    }
+    for row in &summary.exporters {
+        let _ = writeln!(text, "{}: {} spans delivered", row.target, row.delivered);
+    }
+    text
+}

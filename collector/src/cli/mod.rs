@@ -1,0 +1,122 @@
+//! The command line.
+
+mod attach;
+mod list;
+mod outputs;
+mod signals;
+
+use std::{path::PathBuf, process::ExitCode};
+
+use clap::{CommandFactory, Parser, Subcommand};
+
+/// How a command ended. Usage errors exit with 2, which is clap's doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Exit {
+    /// Everything went well.
+    Success = 0,
+    /// Something failed that is none of the others.
+    Error = 1,
+    /// The command line makes no sense.
+    Usage = 2,
+    /// Nothing could be attached to.
+    NothingAttached = 3,
+    /// Not everything reached where it was to go.
+    ExportIncomplete = 4,
+}
+
+impl From<Exit> for ExitCode {
+    fn from(exit: Exit) -> Self {
+        Self::from(exit as u8)
+    }
+}
+
+#[derive(Debug, Parser)]
+#[command(name = "ringsight", version, about = "Sees the collectives of running processes", long_about = None)]
+#[command(
+    after_help = "Exit codes: 0 success, 1 error, 2 wrong usage, 3 nothing could be attached, 4 export incomplete."
+)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Watch running processes until they end, a signal comes or the time is over
+    Attach(attach::AttachArguments),
+    /// Show what would be probed in a process, and what it would cost
+    List {
+        /// Process to look at
+        pid: u32,
+        /// Write JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Write a completion script for a shell to standard output
+    Completions {
+        /// Shell
+        shell: clap_complete::Shell,
+    },
+}
+
+/// Runs the command that the arguments name.
+pub(crate) fn main() -> ExitCode {
+    let exit = match Arguments::parse().command {
+        Command::Attach(arguments) => attach::run(&arguments),
+        Command::List { pid, json } => list::run(pid, json),
+        Command::Completions { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Arguments::command(), "ringsight", &mut script);
+            print(&String::from_utf8_lossy(&script))
+        }
+    };
+    exit.into()
+}
+
+/// Writes to standard output. A reader that has gone away is no error worth a message.
+fn print(text: &str) -> Exit {
+    use std::io::Write;
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Ok(()) => Exit::Success,
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Exit::Success,
+        Err(error) => {
+            eprintln!("ringsight: cannot write to standard output: {error}");
+            Exit::Error
+        }
+    }
+}
+
+/// Writes a file so that a reader sees all of it or nothing: beside it first, then in its place.
+fn write_whole(path: &PathBuf, text: &str) -> Result<(), String> {
+    let mut beside = path.clone().into_os_string();
+    beside.push(format!(".{}.tmp", std::process::id()));
+    std::fs::write(&beside, text)
+        .and_then(|()| std::fs::rename(&beside, path))
+        .map_err(|error| {
+            // What is left of it, if anything, is of no use.
+            let _ = std::fs::remove_file(&beside);
+            format!("cannot write {}: {error}", path.display())
+        })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Arguments::command().debug_assert();
+    }
+
+    #[test]
+    fn files_appear_whole_and_leave_nothing_beside_them() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("ready.json");
+        write_whole(&path, "{}").unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "{}");
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+        let error = write_whole(&folder.path().join("no/such/folder"), "").unwrap_err();
+        assert!(error.contains("no/such/folder"), "{error}");
+    }
+}
