@@ -12,7 +12,7 @@ use std::{
 };
 
 use ringsight_comm::{
-    abi::{ncclGetLastError, ringsight::*},
+    abi::*,
     communicator::Handle,
     device::{Event, Graph, GraphExec, Stream},
     error::ResultCode,
