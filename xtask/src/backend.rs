@@ -59,6 +59,8 @@ impl Jaeger {
             .with_context(|| format!("writing {}", configuration.display()))?;
         let mut command = Command::new(program);
         command.arg("--config").arg(&configuration).stdin(Stdio::null());
+        // Its own requests are not what anybody looks for here.
+        command.env("OTEL_TRACES_SAMPLER", "always_off");
         let log = configuration.with_extension("log");
         if quiet {
             let file = std::fs::File::create(&log).with_context(|| format!("creating {}", log.display()))?;

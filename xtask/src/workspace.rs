@@ -70,9 +70,25 @@ pub struct Artifacts {
 /// If the set-up or the build fails.
 pub fn build() -> Result<Artifacts> {
     setup::ebpf_toolchain()?;
-    let packages = ["-p", "ringsight-collector", "-p", "ringsight-comm", "-p", "xtask"];
-    process::run(cargo().args(["build", "--release", "--locked"]).args(packages))?;
+    compile(&["ringsight-collector", "ringsight-comm", "xtask"])?;
     artifacts()
+}
+
+/// As [`build`] without the collector, which alone needs the eBPF toolchain.
+///
+/// # Errors
+/// If the build fails.
+pub fn build_job() -> Result<Artifacts> {
+    compile(&["ringsight-comm", "xtask"])?;
+    locate(&["libringsight_comm.so", "xtask"])
+}
+
+fn compile(packages: &[&str]) -> Result<()> {
+    process::run(
+        cargo()
+            .args(["build", "--release", "--locked"])
+            .args(packages.iter().flat_map(|name| ["-p", name])),
+    )
 }
 
 /// What [`build`] has built.
@@ -80,24 +96,28 @@ pub fn build() -> Result<Artifacts> {
 /// # Errors
 /// Names the file that is missing.
 pub fn artifacts() -> Result<Artifacts> {
+    locate(&["ringsight", "libringsight_comm.so", "xtask"])
+}
+
+fn locate(needed: &[&str]) -> Result<Artifacts> {
     let target = target()?;
     let release = target.join("release");
-    let [ringsight, library, xtask] =
-        ["ringsight", "libringsight_comm.so", "xtask"].map(|name| release.join(name));
-    for file in [&ringsight, &library, &xtask] {
-        if !file.is_file() {
-            bail!(
-                "{} is not built: cargo build --release -p ringsight-collector -p ringsight-comm -p xtask",
-                file.display()
-            );
-        }
+    if let Some(file) = needed
+        .iter()
+        .map(|name| release.join(name))
+        .find(|file| !file.is_file())
+    {
+        bail!(
+            "{} is not built: cargo build --release -p ringsight-collector -p ringsight-comm -p xtask",
+            file.display()
+        );
     }
     let library_folder = target.join("ringsight-lib");
-    install_library(&library, &library_folder)?;
+    install_library(&release.join("libringsight_comm.so"), &library_folder)?;
     Ok(Artifacts {
-        ringsight,
+        ringsight: release.join("ringsight"),
         library_folder,
-        xtask,
+        xtask: release.join("xtask"),
         target,
     })
 }

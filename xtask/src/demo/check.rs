@@ -143,6 +143,14 @@ impl Problems {
     }
 }
 
+/// What is wrong with the training alone.
+#[must_use]
+pub fn training_problems(truths: &[Truth], configuration: &Configuration) -> Vec<String> {
+    let mut problems = Problems::default();
+    check_training(truths, configuration, &mut problems);
+    problems.lines
+}
+
 /// The library did its work: every rank computed the same.
 fn check_training(truths: &[Truth], configuration: &Configuration, problems: &mut Problems) {
     problems.expect(truths.len() == configuration.ranks as usize, || {
