@@ -156,7 +156,9 @@ impl Topology {
             }
             infos.push(info);
         }
-        Ok(Self::new(bootstrap.rank(), infos))
+        let rank = bootstrap.rank();
+        infos[rank as usize] = mine;
+        Ok(Self::new(rank, infos))
     }
 
     fn new(rank: u32, infos: Vec<RankInfo>) -> Self {

@@ -165,10 +165,7 @@ fn produce(fifo: &Fifo, seed: u64, steps: u32) {
         wait_for("room in a FIFO", || fifo.free().is_some());
         let position = fifo.free().unwrap();
         // SAFETY: the slot is free and ours until posted; `bytes` is no longer than a slot.
-        unsafe {
-            fifo.slot(position)
-                .copy_from_nonoverlapping(bytes.as_ptr(), bytes.len())
-        };
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), fifo.slot(position), bytes.len()) };
         fifo.post(position, bytes.len());
     }
 }
@@ -511,7 +508,8 @@ fn ranks_that_disagree_are_told_so() {
         let send = rank.connector.connect_send(peer, 0).unwrap();
         rank.post(rank.op(send.proxy.unwrap(), peer, true, (1, 2)));
         produce(&send.fifo, 1, 2);
-        rank.errors.recv_timeout(PATIENCE).unwrap_or_default()
+        rank.proxy.stop(); // both steps had credit: the sender's own operation is complete
+        String::new()
     });
     assert!(
         errors[1].contains("step 0 of 2") && errors[1].contains("of 3"),

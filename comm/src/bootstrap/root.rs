@@ -36,14 +36,12 @@ pub(super) fn start(listener: TcpListener, id: UniqueId) -> Result<()> {
         source: Arc::new(source),
     };
     listener.set_nonblocking(true).map_err(system)?;
-    let run = move || {
-        Root {
-            listener,
-            cookie: id.cookie,
-            members: Vec::new(),
-        }
-        .run()
+    let root = Root {
+        listener,
+        cookie: id.cookie,
+        members: Vec::new(),
     };
+    let run = move || root.run();
     thread::Builder::new()
         .name("rs-root".into())
         .stack_size(256 << 10)

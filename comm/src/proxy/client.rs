@@ -102,7 +102,7 @@ impl ProxyClient {
                 Ok(()) => return Ok(RequestId(id)),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    self.wait(libc::POLLOUT, deadline)?
+                    self.wait(libc::POLLOUT, deadline)?;
                 }
                 Err(error) => return Err(self.lost(&error.to_string())),
             }

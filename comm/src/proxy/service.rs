@@ -248,15 +248,13 @@ impl Service {
                 return false;
             };
             let asked = (id, request_id);
-            match self.answer(asked, request) {
-                Some(response) => {
-                    let fd = match (&response, request) {
-                        (Ok(Reply::GetFd), Request::GetFd { handle }) => Some(handle),
-                        _ => None,
-                    };
-                    self.respond(asked, &response, fd);
-                }
-                None => {} // answered later
+            // Some answers come later.
+            if let Some(response) = self.answer(asked, request) {
+                let fd = match (&response, request) {
+                    (Ok(Reply::GetFd), Request::GetFd { handle }) => Some(handle),
+                    _ => None,
+                };
+                self.respond(asked, &response, fd);
             }
         }
     }
