@@ -35,16 +35,16 @@ function copyButton(label, text) {
   return button;
 }
 
+const FEW_RANKS = 24;
 function rankTable(op, all) {
   const [from, to] = extent(op), width = Math.max(to - from, 1), percent = (ns) => `${ns / width * 100}%`;
   const colour = typeColour(raw.names[ops.name[op]]);
   const list = [];
   for (let k = ops.part[op]; k < ops.part[op + 1]; k++) list.push(k);
-  if (!all && list.length > 32) {
-    // The latest tell most; they are shown in rank order all the same.
-    list.sort((a, b) => parts.start[b] - parts.start[a]).length = 32;
-    list.sort((a, b) => a - b);
-  }
+  // Few ranks stand in their order; of many, the latest come first.
+  const many = list.length > 16;
+  if (many) list.sort((a, b) => parts.start[b] - parts.start[a]);
+  if (!all) list.length = Math.min(list.length, FEW_RANKS);
   const body = element("tbody");
   for (const k of list) {
     const row = rows[parts.row[k]], late = isLate(op) && parts.row[k] === ops.culprit[op];
@@ -62,11 +62,11 @@ function rankTable(op, all) {
     const own = rankOf(k) === row.rank ? "" : ` (job rank ${row.rank})`;
     body.append(element("tr", { className: late ? "culprit" : "" },
       element("td", { textContent: rankOf(k) + own, title: `${row.host}, pid ${row.pid}` }),
-      element("td", { className: "muted", textContent: row.host }),
+      element("td", { className: "muted host", textContent: row.host, title: row.host }),
       element("td", { className: "number", textContent: arrival === 0 ? "first" : `+${duration(arrival)}` }),
       element("td", { className: "span" }, track)));
   }
-  const heads = [["Rank", ""], ["Host", ""], ["Arrival", "number"], ["Called – arrived – ended", "span"]];
+  const heads = [["Rank", ""], ["Host", ""], [many ? "Arrival ↓" : "Arrival", "number"], ["Called – arrived – ended", "span"]];
   const head = element("thead", {}, element("tr", {}, ...heads.map(([textContent, className]) => element("th", { textContent, className, scope: "col" }))));
   return element("table", { id: "ranks" }, head, body);
 }
@@ -86,8 +86,18 @@ function drawDetails() {
   if (ops.incomplete[op]) {
     content.push(element("p", { className: "notice", textContent: "Events of this operation were lost; what is shown may lack parts." }));
   }
+  const ranks = rankTable(op, false);
+  content.push(ranks);
+  if (seen > FEW_RANKS) {
+    const all = element("button", { type: "button", className: "quiet", textContent: `Show all ${count(seen)} ranks (here: the ${FEW_RANKS} latest)` });
+    all.addEventListener("click", () => {
+      ranks.replaceWith(rankTable(op, true));
+      all.remove();
+    });
+    content.push(all);
+  }
   const facts = [
-    ["Started", `${day(ops.first[op])} ${clock(ops.first[op], 6)} UTC (+${(ops.first[op] / 1e9).toFixed(6)} s)`],
+    ["Started", `${day(ops.first[op])} ${clock(ops.first[op], 6)} UTC`],
     ["Duration", `${duration(ops.end[op] - ops.first[op])}: arriving ${duration(ops.last[op] - ops.first[op])}, moving data ${duration(ops.end[op] - ops.last[op])}`],
     ["Waited", `${duration(ops.waited[op])}, all ranks together`],
     ["Message", `${size(ops.bytes[op])} of ${raw.data_types[ops.type[op]] || "unknown type"}, ${raw.algorithms[ops.algorithm[op]] || "unknown algorithm"}`],
@@ -104,15 +114,5 @@ function drawDetails() {
   });
   const link = () => `${location.href.split("#")[0]}#${addressText()}`;
   content.push(element("div", { className: "acts" }, show, copyButton("Copy trace id", () => ops.trace(op)), copyButton("Copy link", link)));
-  const ranks = rankTable(op, false);
-  content.push(ranks);
-  if (seen > 32) {
-    const all = element("button", { type: "button", className: "quiet", textContent: `Show all ${count(seen)} ranks (now the 32 latest)` });
-    all.addEventListener("click", () => {
-      ranks.replaceWith(rankTable(op, true));
-      all.remove();
-    });
-    content.push(all);
-  }
   panel.replaceChildren(...content);
 }

@@ -83,6 +83,7 @@ function start() {
   });
   on("selection", () => {
     showInTable(state.selected);
+    if (state.selected >= 0 && ops.culprit[state.selected] >= 0) showRow(ops.culprit[state.selected]);
     drawTable();
     drawDetails();
     redraw();
@@ -92,16 +93,19 @@ function start() {
   readAddress();
   drawPrintList();
   drawNow();
+  if (culprits.length && culprits[0].row >= 0 && state.selected < 0) showRow(culprits[0].row);
   document.documentElement.dataset.renderMs = (performance.now() - began).toFixed(1);
 
   byId("scroller").addEventListener("scroll", redraw, { passive: true });
   new ResizeObserver(() => {
+    layout();
     redraw();
     drawStrips();
     drawTable();
   }).observe(document.body);
   const repaint = () => {
     readTheme();
+    layout();
     timeline.hatches.clear();
     paintTypes();
     drawStrips();

@@ -27,6 +27,7 @@ function drawVerdict() {
   if (incomplete) losses.push(`${plural(incomplete, "operation lacks", "operations lack")} some events (search for “incomplete”).`);
   if (raw.dropped) losses.push(`The page keeps the latest ${count(ops.n)} operations; ${count(raw.dropped)} earlier ones are not on it.`);
   byId("losses").hidden = !losses.length;
+  byId("losses").classList.toggle("bad", raw.lost > 0);
   byId("losses").textContent = losses.join(" ");
 }
 

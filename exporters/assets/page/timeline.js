@@ -3,10 +3,14 @@
 const AXIS = 24;
 const timeline = { gutter: 150, rowTops: [], height: 0, lane: 20, hatches: new Map() };
 
+const viewHeight = () => matchMedia("print").matches ? Infinity : Math.max(220, innerHeight * 0.62);
+
 function layout() {
   const lanes = rows.reduce((sum, row) => sum + row.lanes.length, 0);
   const hosts = new Set(rows.map((row) => row.host)).size;
-  timeline.lane = lanes <= 10 ? 26 : lanes <= 20 ? 20 : lanes <= 48 ? 15 : 11;
+  // As tall as the room allows, so that all ranks are in sight at once where that leaves them legible.
+  const room = viewHeight() - AXIS - 8 * hosts - 3 * rows.length;
+  timeline.lane = Math.max(6, Math.min(26, Math.floor(room / lanes)));
   const gap = timeline.lane >= 15 ? 5 : 3;
   let y = 2;
   timeline.rowTops = rows.map((row, r) => {
@@ -47,6 +51,7 @@ function hatch(context, colour) {
   return pattern;
 }
 
+const laneGap = () => timeline.lane >= 12 ? 2 : 1;
 const xScale = (width) => (width - timeline.gutter) / (state.to - state.from);
 
 // Steps of 1, 2 or 5 times a power of ten, at least 110 pixels apart.
@@ -63,8 +68,7 @@ function tickLabel(at, step) {
 function drawRows() {
   const canvas = byId("rows"), scroller = byId("scroller");
   const width = scroller.clientWidth;
-  const limit = matchMedia("print").matches ? Infinity : Math.max(220, innerHeight * 0.62);
-  const height = Math.min(timeline.height + AXIS, limit);
+  const height = Math.min(timeline.height + AXIS, viewHeight());
   canvas.style.height = `${height}px`;
   const c = fitCanvas(canvas, width, height);
   const scale = xScale(width), left = timeline.gutter, { from, to } = state;
@@ -110,7 +114,7 @@ function firstVisible(lane, from) {
 }
 
 function drawLane(c, lane, top, x, scale, width) {
-  const height = timeline.lane - 2, middle = Math.round(top + height / 2);
+  const height = timeline.lane - laneGap(), middle = Math.round(top + height / 2);
   // Parts narrower than a pixel and a half are gathered per pixel column: below, the share of moving, above it that of
   // waiting, fainter the less of the column they fill.
   let column = -1, wait = 0, move = 0, widest = -1, colour = "";
@@ -164,26 +168,39 @@ function drawLane(c, lane, top, x, scale, width) {
     const end = Math.max(x1 - (x1 - xm > 4 ? 0.5 : 0), xm + 1);
     c.fillStyle = type;
     c.fillRect(xm, top, end - xm, height);
-    const visible = Math.min(end, width) - Math.max(xm, timeline.gutter);
-    if (visible > 64 && timeline.lane >= 15 && state.matches[op]) {
-      c.save();
-      c.beginPath();
-      c.rect(Math.max(xm, timeline.gutter), top, visible - 4, height);
-      c.clip();
-      c.fillStyle = theme.dark ? "#0c0e10" : "#fff";
-      c.font = `11px ${theme.font}`;
-      c.textBaseline = "middle";
-      c.fillText(`${opTitle(op)}  ${size(ops.bytes[op])}`, Math.max(xm, timeline.gutter) + 6, top + height / 2 + 0.5);
-      c.restore();
-    }
+    if (timeline.lane >= 15 && state.matches[op]) label(c, op, x0, xm, end, top, width);
   }
   flush();
+}
+
+// The operation's name where there is room for it: in the moving part, else over the waiting part.
+function label(c, op, from, move, to, top, width) {
+  const shown = (a, b) => Math.min(b, width) - Math.max(a, timeline.gutter);
+  const waits = shown(move, to) < 64;
+  if (waits && shown(from, move) < 190) return;
+  const left = Math.max(waits ? from : move, timeline.gutter) + 6, right = Math.min(waits ? move : to, width) - 4;
+  const text = `${opTitle(op)}  ${size(ops.bytes[op])}`;
+  c.save();
+  c.font = `11px ${theme.font}`;
+  c.textBaseline = "middle";
+  c.beginPath();
+  c.rect(left - 6, top, right - left + 6, timeline.lane - 2);
+  c.clip();
+  if (waits) {
+    c.fillStyle = theme.ground;
+    c.globalAlpha = 0.86;
+    c.fillRect(left - 4, top + 3, c.measureText(text).width + 8, timeline.lane - 8);
+    c.globalAlpha = 1;
+  }
+  c.fillStyle = waits ? theme.text : theme.dark ? "#0c0e10" : "#fff";
+  c.fillText(text, left, top + timeline.lane / 2 - 0.5);
+  c.restore();
 }
 
 // A late rank's missing time, from the others' median arrival to its own, and its arrival as a line that never gets
 // thinner than two pixels: what is late must be seen at any zoom.
 function drawLate(c, row, rowTop, x, width) {
-  const height = timeline.lane - 2;
+  const height = timeline.lane - laneGap();
   for (const cause of culprits) {
     if (cause.row !== row) continue;
     for (const op of cause.ops) {
@@ -197,14 +214,15 @@ function drawLate(c, row, rowTop, x, width) {
       c.fillStyle = theme["late-soft"];
       c.fillRect(x0, top, x1 - x0, height);
       c.fillStyle = theme.late;
+      c.fillRect(x0, top + height - 2, x1 - x0, 2);
       c.fillRect(x1 - 2, top - 2, 2, height + 4);
       const room = Math.min(x1, width) - Math.max(x0, timeline.gutter);
-      if (room > 34) {
+      if (room > 34 && timeline.lane >= 12) {
         const text = room > 92 ? `late ${duration(ops.lag[op])}` : "late";
         c.font = `600 11px ${theme.font}`;
         c.textBaseline = "middle";
         c.textAlign = "right";
-        c.fillText(text, Math.min(x1, width) - 6, top + height / 2 + 0.5);
+        c.fillText(text, Math.min(x1, width) - 6, top + height / 2 - 0.5);
         c.textAlign = "left";
       }
       c.globalAlpha = 1;
@@ -214,12 +232,19 @@ function drawLate(c, row, rowTop, x, width) {
 
 function outline(c, op, x, scale, scroll) {
   c.strokeStyle = theme.text;
-  c.lineWidth = 1.5;
+  c.lineWidth = timeline.lane >= 12 ? 1.5 : 1;
   for (let k = ops.part[op]; k < ops.part[op + 1]; k++) {
     const top = timeline.rowTops[parts.row[k]] + parts.lane[k] * timeline.lane + AXIS - scroll;
     const a = x(parts.start[k]);
-    c.strokeRect(a - 1, top - 0.5, Math.max((parts.end[k] - parts.start[k]) * scale, 1) + 2, timeline.lane - 1);
+    c.strokeRect(a - 1, top - 0.5, Math.max((parts.end[k] - parts.start[k]) * scale, 1) + 2, timeline.lane - laneGap() + 1);
   }
+}
+
+// Scrolls a row into sight where not all rows are.
+function showRow(r) {
+  const scroller = byId("scroller"), top = timeline.rowTops[r], tall = rows[r].lanes.length * timeline.lane;
+  const seen = scroller.clientHeight - AXIS;
+  if (top < scroller.scrollTop || top + tall > scroller.scrollTop + seen) scroller.scrollTop = top - (seen - tall) / 2;
 }
 
 function drawLabels(c, height, scroll) {
@@ -231,12 +256,12 @@ function drawLabels(c, height, scroll) {
   c.textBaseline = "middle";
   let host = null;
   rows.forEach((row, r) => {
-    const top = timeline.rowTops[r] + AXIS - scroll, tall = row.lanes.length * timeline.lane - 2;
+    const top = timeline.rowTops[r] + AXIS - scroll, tall = row.lanes.length * timeline.lane - laneGap();
     const centre = top + tall / 2 + 0.5;
     if (top < height && top + tall > AXIS) {
-      c.font = `${row.late ? 600 : 400} 12px ${theme.font}`;
+      c.font = `${row.late ? 600 : 400} ${tall >= 12 ? 12 : 10}px ${theme.font}`;
       c.fillStyle = row.late ? theme.late : theme.text;
-      if (timeline.lane >= 15 || r % 2 === 0 || rows.length < 60) c.fillText(`rank ${row.rank}`, 0, centre);
+      if (tall >= 9 || r % 2 === 0 || row.late) c.fillText(`rank ${row.rank}`, 0, centre);
       if (row.host !== host || top - timeline.lane < AXIS) {
         c.font = `12px ${theme.font}`;
         c.fillStyle = theme.muted;
@@ -303,8 +328,11 @@ function drawOverview() {
   }
   c.fillStyle = theme.panel;
   c.fillRect(left, 0, inner, height);
-  c.fillStyle = theme.chosen;
-  c.fillRect(x(state.from), 0, Math.max(2, x(state.to) - x(state.from)), height);
+  const part = state.to - state.from < tEnd;
+  if (part) {
+    c.fillStyle = theme.chosen;
+    c.fillRect(x(state.from), 0, Math.max(2, x(state.to) - x(state.from)), height);
+  }
   c.fillStyle = theme.activity;
   for (let i = 0; i < inner; i++) {
     const tall = Math.min(1, overview.activity[i] / rows.length) * 18;
@@ -317,6 +345,7 @@ function drawOverview() {
       c.fillRect(left + i - 0.5, 26 - tall, 2, tall);
     }
   }
+  if (!part) return;
   c.strokeStyle = theme.focus;
   c.lineWidth = 1;
   c.strokeRect(Math.round(x(state.from)) + 0.5, 0.5, Math.max(2, Math.round(x(state.to) - x(state.from)) - 1), height - 1);
