@@ -1,9 +1,6 @@
 //! Where spans come from, as OpenTelemetry resource attributes.
 
-use std::{
-    collections::BTreeSet,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::{collections::BTreeSet, sync::Arc};
 
 use ringsight_exporters::model::{Attribute, Resource, Value};
 use ringsight_probes::sample::Process;
@@ -26,7 +23,7 @@ pub struct Service {
 /// Later ones win: `service.default`, `OTEL_RESOURCE_ATTRIBUTES` of the target, what is known of the process,
 /// `OTEL_SERVICE_NAME` of the target, `service.always`. `host.id` and `host.name` are always there: without them Jaeger takes each span for another host's.
 #[must_use]
-pub fn of_process(process: &Process, service: &Service, rank: Option<u32>) -> Resource {
+pub fn of_process(process: &Process, service: &Service, names: &mut Names, rank: Option<u32>) -> Resource {
     let environment = |name: &str| {
         let found = process
             .environment
@@ -40,7 +37,7 @@ pub fn of_process(process: &Process, service: &Service, rank: Option<u32>) -> Re
         .split(',')
     {
         if let Some((name, value)) = pair.split_once('=')
-            && let Some(name) = foreign_name(&percent_decoded(name.trim()))
+            && let Some(name) = names.keep(&percent_decoded(name.trim()))
         {
             set(&mut attributes, name, text(&percent_decoded(value.trim())));
         }
@@ -50,7 +47,7 @@ pub fn of_process(process: &Process, service: &Service, rank: Option<u32>) -> Re
         Some(service) => set(&mut attributes, "service.name", Value::Text(service)),
         None if attributes.iter().any(|(name, _)| *name == "service.name") => {}
         None if service.default.is_some() => {
-            attributes.extend(service.default.clone().map(|s| ("service.name", Value::Text(s))))
+            attributes.extend(service.default.clone().map(|s| ("service.name", Value::Text(s))));
         }
         // The specification's name for a service that has none.
         None => set(
@@ -128,23 +125,27 @@ fn set(attributes: &mut Vec<Attribute>, name: &'static str, value: Value) {
     }
 }
 
-/// The one kept copy of an attribute name that a target brought; `None` for an unusable one or one too many.
-fn foreign_name(name: &str) -> Option<&'static str> {
-    static NAMES: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
-    if name.is_empty() || name.len() > 128 {
-        return None;
+/// Attribute names that targets brought.
+#[derive(Debug, Default)]
+pub struct Names(BTreeSet<&'static str>);
+
+impl Names {
+    /// The one kept copy of a name; `None` for an unusable one or one too many.
+    fn keep(&mut self, name: &str) -> Option<&'static str> {
+        if name.is_empty() || name.len() > 128 {
+            return None;
+        }
+        if let Some(known) = self.0.get(name) {
+            return Some(known);
+        }
+        if self.0.len() >= FOREIGN_NAMES {
+            return None;
+        }
+        // Exporters take static names only; how much is leaked is bounded above.
+        let kept: &'static str = Box::leak(name.to_owned().into_boxed_str());
+        self.0.insert(kept);
+        Some(kept)
     }
-    let mut names = NAMES.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(known) = names.get(name) {
-        return Some(known);
-    }
-    if names.len() >= FOREIGN_NAMES {
-        return None;
-    }
-    // Attribute names live as long as the collector; the set bounds how many there can be.
-    let kept: &'static str = Box::leak(name.to_owned().into_boxed_str());
-    names.insert(kept);
-    Some(kept)
 }
 
 /// `OTEL_RESOURCE_ATTRIBUTES` uses W3C Baggage's percent encoding. Bad escapes stand for themselves.
@@ -209,7 +210,7 @@ mod tests {
                 default: None,
             };
             value(
-                &of_process(&process(environment), &service, Some(3)),
+                &of_process(&process(environment), &service, &mut Names::default(), Some(3)),
                 "service.name",
             )
         };
@@ -217,7 +218,12 @@ mod tests {
         assert_eq!(of(&named, None), Some(text("a")));
         assert_eq!(of(&named[1..], None), Some(text("b")));
         assert_eq!(of(&[], None), Some(text("unknown_service:train")));
-        let resource = of_process(&process(&named), &Service::default(), Some(3));
+        let resource = of_process(
+            &process(&named),
+            &Service::default(),
+            &mut Names::default(),
+            Some(3),
+        );
         assert_eq!(value(&resource, "team"), Some(text("x y")));
         assert_eq!(value(&resource, "service.instance.id"), Some(text("3")));
         assert_eq!(value(&resource, "host.name"), Some(text("node-1")));
@@ -226,7 +232,7 @@ mod tests {
     #[test]
     fn no_two_attributes_have_one_name() {
         let bad = [("OTEL_RESOURCE_ATTRIBUTES", "host.id=evil,=x,a,a=1,a=2,%ZZ=%4")];
-        let resource = of_process(&process(&bad), &Service::default(), None);
+        let resource = of_process(&process(&bad), &Service::default(), &mut Names::default(), None);
         let mut names: Vec<_> = resource.attributes.iter().map(|(name, _)| *name).collect();
         names.sort_unstable();
         let count = names.len();
@@ -246,7 +252,7 @@ mod tests {
     proptest::proptest! {
         #[test]
         fn any_environment_is_survived(text in ".*") {
-            let _ = of_process(&process(&[("OTEL_RESOURCE_ATTRIBUTES", &text)]), &Service::default(), None);
+            let _ = of_process(&process(&[("OTEL_RESOURCE_ATTRIBUTES", &text)]), &Service::default(), &mut Names::default(), None);
         }
     }
 }

@@ -245,20 +245,19 @@ impl Job {
 
     /// Everything that `ranks` deliver for `operations`, then watermarks that pass all of it.
     #[must_use]
-    pub fn samples(
-        &self,
-        ranks: impl IntoIterator<Item = u32> + Clone,
-        operations: &[Operation],
-    ) -> Vec<Sample> {
+    pub fn samples(&self, ranks: std::ops::Range<u32>, operations: &[Operation]) -> Vec<Sample> {
         let mut samples = Vec::new();
         for rank in ranks.clone() {
             samples.extend(self.streams(rank, operations).concat());
         }
-        let end = operations.iter().map(Operation::end_ns).max().unwrap_or(EPOCH_NS) + 1_000_000;
-        samples.extend(ranks.into_iter().map(|rank| Sample::Watermark {
-            pid: self.pid(rank),
-            time_ns: end,
-        }));
+        let end = operations.iter().map(Operation::end_ns).max().unwrap_or(EPOCH_NS);
+        // The second one is past the time for which groups wait for their operations' descriptions.
+        for time_ns in [end + 1_000_000, end + 1_000_000_000] {
+            samples.extend(ranks.clone().map(|rank| Sample::Watermark {
+                pid: self.pid(rank),
+                time_ns,
+            }));
+        }
         samples
     }
 }

@@ -69,6 +69,7 @@ pub struct Communicators {
     resources: FxHashMap<(u32, u32), Arc<Resource>>,
     destroyed: VecDeque<(u64, u32, u32)>,
     service: resource::Service,
+    names: resource::Names,
 }
 
 impl Communicators {
@@ -91,7 +92,12 @@ impl Communicators {
             identity: process_identity(&process.host_id, process.pid, process.start_time),
             host: process.host_name.as_str().into(),
             version: resource::version(process.library_version).into(),
-            resource: Arc::new(resource::of_process(process, &self.service, None)),
+            resource: Arc::new(resource::of_process(
+                process,
+                &self.service,
+                &mut self.names,
+                None,
+            )),
             process: process.clone(),
         };
         self.processes.insert(process.pid, Arc::new(watched));
@@ -119,7 +125,7 @@ impl Communicators {
                     .find(|m| m.pid == pid && m.device == entry.device)
             })
             .map_or(entry.rank, |member| member.resource_rank);
-        let service = &self.service;
+        let (service, names) = (&self.service, &mut self.names);
         let resource = self
             .resources
             .entry((pid, resource_rank))
@@ -127,6 +133,7 @@ impl Communicators {
                 Arc::new(resource::of_process(
                     &watched.process,
                     service,
+                    names,
                     Some(resource_rank),
                 ))
             })

@@ -80,7 +80,7 @@ impl Groups {
         match record.state {
             State::START if group.api.0 == 0 => group.api.0 = record.time_ns,
             State::GROUP_START_API_STOP if group.start_returned_ns == 0 => {
-                group.start_returned_ns = record.time_ns
+                group.start_returned_ns = record.time_ns;
             }
             State::GROUP_END_API_START => group.end_entered_ns = record.time_ns,
             _ if stop => {
@@ -96,7 +96,8 @@ impl Groups {
 
     /// Enters an eager operation into its group when its description is first read.
     pub(super) fn describe(&mut self, pid: u32, description: &Description) {
-        if description.group == 0 || description.op & CAPTURED != 0 {
+        // A group around a lone operation says nothing that the operation's own span does not.
+        if description.group == 0 || description.group_depth < 2 || description.op & CAPTURED != 0 {
             return;
         }
         let function = Function::from_code(description.function);
@@ -118,23 +119,21 @@ impl Groups {
             pair,
         };
         let group = self.group(pid, description.group);
-        group.explicit |= description.group_depth > 1;
+        group.explicit = true;
         group.operations += 1;
         if group.members.len() < GROUP_LINKS {
             group.members.push((key, description.rank, direction));
         }
     }
 
-    /// Hands out the groups that ended before `watermark_ns`. A group of the caller's only: those around a lone
-    /// operation say nothing that the operation's own span does not.
+    /// Hands out the groups that ended `linger_ns` before `watermark_ns`: an operation is announced, and its description
+    /// read, a moment after the end of its group. Groups around a lone operation are dropped at once.
     pub(super) fn settle(&mut self, watermark_ns: u64, linger_ns: u64, finished: &mut impl FnMut(Group)) {
         self.closed.retain(|number| {
             let Some(group) = self.open.get(number) else {
                 return false;
             };
-            let planned = group.plan.0 == 0 || group.plan.1 != 0;
-            let over = watermark_ns >= group.end_ns() && planned;
-            if !over && watermark_ns < group.end_ns().saturating_add(linger_ns) {
+            if group.explicit && watermark_ns < group.end_ns().saturating_add(linger_ns) {
                 return true;
             }
             if let Some(group) = self.open.remove(number)

@@ -46,6 +46,10 @@ pub struct Instances {
     whole: Vec<InstanceKey>,
     remembered: FxHashSet<InstanceKey>,
     remembered_order: VecDeque<InstanceKey>,
+    #[expect(
+        clippy::vec_box,
+        reason = "boxes move between tables without a copy of what is in them"
+    )]
     spare: Vec<Vec<Box<RankOperation>>>,
     given_up: GivenUp,
 }

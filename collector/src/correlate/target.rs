@@ -54,6 +54,10 @@ pub(super) struct Target {
     plans: Box<[PlanLaunch]>,
     settled: FxHashSet<u64>,
     settled_order: VecDeque<u64>,
+    #[expect(
+        clippy::vec_box,
+        reason = "the boxes are what is kept: they move between tables without a copy"
+    )]
     spare: Vec<Box<RankOperation>>,
     /// A completion may have been lost: look for operations that ended without one.
     completions_lost: bool,
@@ -87,7 +91,6 @@ impl Target {
         let key = key(op, replay);
         if !self.operations.contains_key(&key) {
             if self.settled.contains(&key) {
-                self.given.late_records += 1;
                 return None;
             }
             if self.operations.len() >= limits.in_flight {
@@ -199,7 +202,7 @@ impl Target {
         let Some(operation) = self.operation(description.op, 0, limits) else {
             return;
         };
-        let first = operation.description.is_none().then(|| (*description).clone());
+        let first = operation.description.is_none().then_some(*description);
         operation.describe(description);
         if let Some(first) = first {
             self.groups.describe(pid, &first);
@@ -267,7 +270,7 @@ impl Target {
         });
         self.pending = pending;
         self.groups.settle(now, limits.linger_ns, &mut |group| {
-            finished.push(Finished::Group(Box::new(group)))
+            finished.push(Finished::Group(Box::new(group)));
         });
         self.given.evicted_groups = self.groups.evicted;
     }

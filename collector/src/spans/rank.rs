@@ -51,18 +51,11 @@ impl Part<'_> {
         let (api, launch) = (part.api_times(), part.launch_times());
         // What must be inside, known or not; the children's own unknown ends are taken from here.
         let mut range = Range::EMPTY;
-        for ns in [
-            api.0,
-            api.1,
-            launch.0,
-            launch.1,
-            part.launched_ns,
-            part.device.0,
-            part.device.1,
-        ] {
+        for ns in [api.0, api.1, launch.0, launch.1, part.device.0, part.device.1] {
             range.hold(ns);
         }
         if range == Range::EMPTY {
+            range.hold(part.launched_ns);
             range.hold(part.last_ns);
         }
         let device = Range::of(part.device, range);
