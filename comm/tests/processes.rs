@@ -1,80 +1,30 @@
 //! Ranks as processes: on one node over shared memory, on two over sockets.
 //!
-//! Each rank is this test binary again, running [`worker`] alone, with its part in the environment.
+//! Each rank is this test binary again, running [`worker`] alone; see [`common::run_processes`].
 
 mod common;
 
-use std::{
-    env,
-    process::{Child, Command, Output, Stdio},
-};
-
-use common::{COLLECTIVES, Call, Rank, host, ok, unique_id};
-use ringsight_comm::{abi, abi::UniqueIdBytes};
+use common::{COLLECTIVES, Call, Rank, host, ok, rank_of_process, run_processes};
+use ringsight_comm::abi;
 use ringsight_records::Function;
-
-const ID: &str = "RINGSIGHT_TEST_ID";
-const PLACE: &str = "RINGSIGHT_TEST_PLACE";
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-fn unhex(text: &str) -> Vec<u8> {
-    (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect()
-}
-
-/// Starts `ranks` processes on `nodes` nodes and waits for them.
-fn run(ranks: usize, nodes: usize) -> Vec<Output> {
-    host();
-    let id = unique_id();
-    let children: Vec<Child> = (0..ranks)
-        .map(|rank| {
-            Command::new(env::current_exe().unwrap())
-                .args(["--exact", "worker", "--ignored", "--nocapture"])
-                .env(ID, hex(&id.0))
-                .env(PLACE, format!("{rank} {ranks}"))
-                .env("RINGSIGHT_DEVICE", "host")
-                .env("NCCL_SOCKET_IFNAME", "lo")
-                .env("NCCL_HOSTID", format!("node{}", rank * nodes / ranks))
-                .stdout(Stdio::piped())
-                .stderr(Stdio::piped())
-                .spawn()
-                .unwrap()
-        })
-        .collect();
-    children.into_iter().map(|child| child.wait_with_output().unwrap()).collect()
-}
-
-#[track_caller]
-fn succeed(outputs: Vec<Output>) {
-    for (rank, output) in outputs.into_iter().enumerate() {
-        let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        assert!(output.status.success(), "rank {rank}:\n{out}\n{err}");
-        assert!(out.contains("rank done"), "rank {rank} did not run:\n{out}");
-    }
-}
 
 #[test]
 fn one_node() {
-    succeed(run(2, 1));
-    succeed(run(4, 1));
+    run_processes("worker", 2, 1);
+    run_processes("worker", 4, 1);
 }
 
 #[test]
 fn two_nodes() {
-    succeed(run(2, 2));
-    succeed(run(4, 2));
+    run_processes("worker", 2, 2);
+    run_processes("worker", 4, 2);
 }
 
 /// What each rank does; does nothing when it is not one.
 #[test]
 #[ignore = "the body of one rank; started by the other tests"]
 fn worker() {
-    let (Ok(id), Ok(place)) = (env::var(ID), env::var(PLACE)) else { return };
-    let (rank, ranks) = place.split_once(' ').unwrap();
-    let id = UniqueIdBytes(unhex(&id).try_into().unwrap());
-    let rank = Rank::join(id, rank.parse().unwrap(), ranks.parse().unwrap());
+    let Some(rank) = rank_of_process() else { return };
     let ranks = rank.ranks;
     for function in COLLECTIVES {
         for count in [1, 17, 40_001, 300_003] {

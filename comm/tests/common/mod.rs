@@ -4,7 +4,9 @@
 #![allow(unreachable_pub, reason = "a module of each test binary")]
 
 use std::{
+    env,
     ffi::{CStr, c_int, c_void},
+    process::{Child, Command, Output, Stdio},
     sync::{Arc, Once},
     thread,
 };
@@ -23,9 +25,9 @@ pub fn host() -> &'static Arc<dyn Device> {
     CHOSEN.call_once(|| {
         // SAFETY: every test calls this first, and the others wait for it here.
         unsafe {
-            std::env::set_var("RINGSIGHT_DEVICE", "host");
-            if std::env::var_os("NCCL_SOCKET_IFNAME").is_none() {
-                std::env::set_var("NCCL_SOCKET_IFNAME", "lo");
+            env::set_var("RINGSIGHT_DEVICE", "host");
+            if env::var_os("NCCL_SOCKET_IFNAME").is_none() {
+                env::set_var("NCCL_SOCKET_IFNAME", "lo");
             }
         }
     });
@@ -272,3 +274,46 @@ pub const EXACT_TYPES: [DataType; 10] = [
 /// Functions that all ranks call together.
 pub const COLLECTIVES: [Function; 5] =
     [Function::AllReduce, Function::AllGather, Function::ReduceScatter, Function::Broadcast, Function::Reduce];
+
+const ID: &str = "RINGSIGHT_TEST_ID";
+const PLACE: &str = "RINGSIGHT_TEST_PLACE";
+
+/// Starts `ranks` processes on `nodes` nodes, each this test binary running the ignored test `worker` alone, and waits
+/// until all have succeeded. A worker takes its part by [`rank_of_process`] and prints "rank done" at its end.
+#[track_caller]
+pub fn run_processes(worker: &str, ranks: usize, nodes: usize) {
+    host();
+    let id: String = unique_id().0.iter().map(|byte| format!("{byte:02x}")).collect();
+    let children: Vec<Child> = (0..ranks)
+        .map(|rank| {
+            Command::new(env::current_exe().unwrap())
+                .args(["--exact", worker, "--ignored", "--nocapture"])
+                .env(ID, &id)
+                .env(PLACE, format!("{rank} {ranks}"))
+                .env("RINGSIGHT_DEVICE", "host")
+                .env("NCCL_SOCKET_IFNAME", "lo")
+                .env("NCCL_HOSTID", format!("node{}", rank * nodes / ranks))
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped())
+                .spawn()
+                .unwrap()
+        })
+        .collect();
+    let outputs: Vec<Output> = children.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
+    for (rank, output) in outputs.into_iter().enumerate() {
+        let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert!(output.status.success(), "rank {rank}:\n{out}\n{err}");
+        assert!(out.contains("rank done"), "rank {rank} did not run:\n{out}");
+    }
+}
+
+/// The rank that this process was started as; `None` in a run of the whole test binary.
+pub fn rank_of_process() -> Option<Rank> {
+    let (id, place) = (env::var(ID).ok()?, env::var(PLACE).ok()?);
+    let (rank, ranks) = place.split_once(' ')?;
+    let mut bytes = [0; 128];
+    for (byte, digits) in bytes.iter_mut().zip(id.as_bytes().chunks(2)) {
+        *byte = u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()?;
+    }
+    Some(Rank::join(UniqueIdBytes(bytes), rank.parse().ok()?, ranks.parse().ok()?))
+}
