@@ -19,6 +19,8 @@ use super::{
 
 /// How long messages of a rank may still be under way on its own connection after it closed ours.
 const GRACE: Duration = Duration::from_millis(500);
+/// How long a rank may go on waiting for one that is well after a third one gave up over a loss.
+const HEARSAY_GRACE: Duration = Duration::from_secs(1);
 
 /// A connection between two ranks. Messages go one way; the other way carries at most a [`FrameKind::Lost`].
 pub(super) struct Link {
@@ -53,8 +55,9 @@ struct State {
     ended: HashMap<u32, String>,
     /// Peers that closed our connection to them, and when.
     closed: HashMap<u32, (Instant, String)>,
-    /// The first loss that this rank had to give up over, or was told of: (rank, what was seen).
-    lost: Option<(u32, String)>,
+    /// Peers that gave up, when we heard of it, and over whose loss: (rank, what was seen).
+    gave_up: HashMap<u32, (Instant, u32, String)>,
+    /// We gave up and have told so.
     announced: bool,
     stop: bool,
 }
@@ -120,7 +123,7 @@ impl Shared {
                 "rank {peer} took no message for {:?}",
                 self.timeout
             ))),
-            Err(error) => Err(self.give_up(peer, format!("rank {peer} is gone ({}: {error})", doing()))),
+            Err(error) => Err(self.unreachable(peer, format!("rank {peer} is gone ({}: {error})", doing()))),
         }
     }
 
@@ -165,7 +168,7 @@ impl Shared {
             }
             Err(error) => {
                 let text = format!("rank {peer} is gone (connecting to {address}: {error})");
-                return Err(self.give_up(peer, text));
+                return Err(self.unreachable(peer, text));
             }
         };
         let link = Arc::new(Link {
@@ -207,11 +210,7 @@ impl Shared {
             if self.abort.is_set() {
                 return Err(Error::Aborted(format!("waiting for rank {peer}")));
             }
-            if let Some((rank, text)) = state
-                .lost
-                .clone()
-                .or_else(|| state.is_gone(peer).map(|text| (peer, text)))
-            {
+            if let Some((rank, text)) = state.is_lost(peer) {
                 drop(state);
                 return Err(self.give_up(rank, text));
             }
@@ -240,15 +239,38 @@ impl Shared {
         }
     }
 
-    /// Keeps the loss in mind, tells the ranks that we are connected to (they may wait for us, not for the culprit), and
-    /// makes the error.
+    /// The error for a peer that cannot be reached. It may have left over another's loss and said so: its last words get
+    /// [`GRACE`] to arrive.
+    fn unreachable(&self, peer: u32, text: String) -> Error {
+        let deadline = Instant::now() + GRACE;
+        let mut state = self.state();
+        while !state.gave_up.contains_key(&peer)
+            && !state.ended.contains_key(&peer)
+            && Instant::now() < deadline
+            && !self.abort.is_set()
+        {
+            state = self
+                .arrived
+                .wait_timeout(state, sys::ABORT_CHECK)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+        let hearsay = state.gave_up.get(&peer).or_else(|| state.gave_up.values().next());
+        let (rank, text) = hearsay.map_or((peer, text), |(_, rank, text)| (*rank, text.clone()));
+        drop(state);
+        self.give_up(rank, text)
+    }
+
+    /// Makes the error, and tells the ranks that we are connected to, once: they may wait for us, not for the culprit.
     fn give_up(&self, rank: u32, text: String) -> Error {
         let mut state = self.state();
-        let (rank, text) = state.lost.get_or_insert((rank, text)).clone();
         if !std::mem::replace(&mut state.announced, true) {
             let mut frame = frame_header(FrameKind::Lost, rank, text.len()).to_vec();
             frame.extend(text.as_bytes());
-            for link in state.outs.values().chain(state.ins.iter().map(|(_, link)| link)) {
+            let outs = &state.outs;
+            // Behind our messages where there are any, so that nobody gives up what he could still have had.
+            let backwards = state.ins.iter().filter(|(peer, _)| !outs.contains_key(peer));
+            for link in outs.values().chain(backwards.map(|(_, link)| link)) {
                 // Only if nobody is in the middle of a frame, and only if it fits: this is a courtesy.
                 if let Ok(_writing) = link.writing.try_lock() {
                     let _ = (&link.stream).write(&frame);
@@ -349,9 +371,11 @@ impl Shared {
         let end = loop {
             match reader.frames.next() {
                 Ok(Some(frame)) if frame.kind == FrameKind::Lost => {
+                    let text = String::from_utf8_lossy(&frame.data).into_owned();
                     state
-                        .lost
-                        .get_or_insert((frame.tag, String::from_utf8_lossy(&frame.data).into_owned()));
+                        .gave_up
+                        .entry(reader.peer)
+                        .or_insert((Instant::now(), frame.tag, text));
                 }
                 Ok(Some(frame)) => state
                     .inbox
@@ -378,15 +402,29 @@ impl Shared {
 }
 
 impl State {
-    /// Why nothing more will come from `peer`, if so. The end of its own connection is certain, since messages come in
-    /// order before it. The end of ours alone is not: its connection may be on its way, so it gets [`GRACE`].
-    fn is_gone(&self, peer: u32) -> Option<String> {
-        if let Some(text) = self.ended.get(&peer) {
-            return Some(text.clone());
+    /// Why nothing more will come from `peer`, if so: (whose loss it is, what was seen).
+    ///
+    /// The end of its own connection is certain, since messages come in order before it. The end of ours alone is not:
+    /// its connection may be on its way, so it gets [`GRACE`]. A peer that gave up sends nothing more, either; if
+    /// another rank did, `peer` may not have noticed yet or may not depend on it, so it gets [`HEARSAY_GRACE`].
+    fn is_lost(&self, peer: u32) -> Option<(u32, String)> {
+        if let Some((_, rank, text)) = self.gave_up.get(&peer) {
+            return Some((*rank, text.clone()));
         }
-        let (since, text) = self.closed.get(&peer)?;
+        if let Some(text) = self.ended.get(&peer) {
+            return Some((peer, text.clone()));
+        }
         let connected = self.ins.iter().any(|(rank, _)| *rank == peer);
-        (!connected && since.elapsed() >= GRACE).then(|| text.clone())
+        if let Some((since, text)) = self.closed.get(&peer).filter(|_| !connected)
+            && since.elapsed() >= GRACE
+        {
+            return Some((peer, text.clone()));
+        }
+        let mut hearsay = self
+            .gave_up
+            .values()
+            .filter(|(since, ..)| since.elapsed() >= HEARSAY_GRACE);
+        hearsay.next().map(|(_, rank, text)| (*rank, text.clone()))
     }
 }
 
