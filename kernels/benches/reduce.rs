@@ -1,5 +1,7 @@
 //! Bytes per second that a reduction produces, of data in the second-level cache, with a plain copy as the yardstick.
 
+#![expect(missing_docs, reason = "criterion_group! makes a public function without one")]
+
 use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};

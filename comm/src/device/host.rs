@@ -7,14 +7,13 @@
 
 mod capture;
 mod graph;
+mod state;
 mod worker;
 
 #[cfg(test)]
 mod tests;
 
 use std::{
-    cell::Cell,
-    collections::HashMap,
     sync::{Arc, Mutex},
     thread,
     time::Duration,
@@ -24,7 +23,8 @@ use ringsight_kernels::Launch;
 
 use self::{
     capture::Capturing,
-    graph::{Action, Destructor, GraphBody, Instance},
+    graph::{Action, Destructor, Instance},
+    state::{CURRENT, EventState, FIRST_HANDLE, State, unknown, usage},
     worker::{Point, Worker, in_callback, lock},
 };
 use super::{Capture, Device, DeviceError, Event, Graph, GraphExec, HostFunction, Progress, Result, Stream};
@@ -32,148 +32,11 @@ use super::{Capture, Device, DeviceError, Event, Graph, GraphExec, HostFunction,
 /// Alignment of [`Device::allocate`], in bytes.
 const ALIGNMENT: usize = 64;
 
-/// First handle: small values are CUDA's special streams or a caller's mistake.
-const FIRST_HANDLE: usize = 0x1000;
-
-thread_local! {
-    static CURRENT: Cell<i32> = const { Cell::new(0) };
-}
-
 /// The device; see the module's documentation.
 pub struct HostDevice {
     state: Mutex<State>,
     /// Runs the destructors of captured graphs.
     reclaim: Arc<Worker>,
-}
-
-#[derive(Default)]
-struct State {
-    last_handle: usize,
-    last_capture: u32,
-    streams: HashMap<usize, StreamState>,
-    /// Default streams by device number.
-    defaults: HashMap<i32, usize>,
-    events: HashMap<usize, EventState>,
-    captures: HashMap<u32, Capturing>,
-    graphs: HashMap<usize, Arc<GraphBody>>,
-    instances: HashMap<usize, Arc<Instance>>,
-    /// Sizes of allocations by address.
-    memory: HashMap<usize, usize>,
-}
-
-struct StreamState {
-    worker: Arc<Worker>,
-    /// The capture it takes part in.
-    capture: Option<u32>,
-    is_default: bool,
-}
-
-#[derive(Clone)]
-enum EventState {
-    Never,
-    /// Recorded in a running stream.
-    Recorded(Arc<Point>),
-    /// Recorded in a capture, after these of its nodes.
-    Captured {
-        capture: u32,
-        tip: Vec<usize>,
-    },
-}
-
-fn usage<T>(text: impl Into<String>) -> Result<T> {
-    Err(DeviceError::InvalidUsage(text.into()))
-}
-
-fn unknown(what: &str, handle: usize) -> DeviceError {
-    DeviceError::InvalidHandle(format!("{what} {handle:#x} does not exist or was destroyed"))
-}
-
-impl State {
-    fn handle(&mut self) -> usize {
-        self.last_handle = self.last_handle.max(FIRST_HANDLE) + 16;
-        self.last_handle
-    }
-
-    fn add_stream(&mut self, name: &str, is_default: bool) -> Result<usize> {
-        let handle = self.handle();
-        let worker = Arc::new(Worker::spawn(name)?);
-        self.streams.insert(
-            handle,
-            StreamState {
-                worker,
-                capture: None,
-                is_default,
-            },
-        );
-        Ok(handle)
-    }
-
-    /// Handle of a stream that exists; the default stream is made when first used.
-    fn resolve(&mut self, stream: Stream) -> Result<usize> {
-        if stream.0 == 0 {
-            let device = CURRENT.get();
-            if let Some(&handle) = self.defaults.get(&device) {
-                return Ok(handle);
-            }
-            let handle = self.add_stream(&format!("rs-default-{device}"), true)?;
-            self.defaults.insert(device, handle);
-            return Ok(handle);
-        }
-        match self.streams.get(&stream.0) {
-            Some(found) if !found.is_default => Ok(stream.0),
-            _ => Err(unknown("stream", stream.0)),
-        }
-    }
-
-    fn event(&mut self, event: Event) -> Result<&mut EventState> {
-        self.events
-            .get_mut(&event.0)
-            .ok_or_else(|| unknown("event", event.0))
-    }
-
-    /// The capture that `stream` (resolved) is in, if it is whole.
-    fn capturing(&mut self, stream: usize) -> Result<Option<&mut Capturing>> {
-        let Some(id) = self.streams[&stream].capture else {
-            return Ok(None);
-        };
-        let capture = self
-            .captures
-            .get_mut(&id)
-            .ok_or_else(|| unknown("capture", id as usize))?;
-        capture.check()?;
-        Ok(Some(capture))
-    }
-
-    /// Refuses a call that waits for or asks about running work, as CUDA does: always for a stream (resolved) in a
-    /// capture, and for anything at all on a thread that captures. Either way the capture is lost.
-    fn refuse_in_capture(&mut self, call: &str, stream: Option<usize>) -> Result<()> {
-        let me = thread::current().id();
-        let mut refused = None;
-        if let Some(id) = stream.and_then(|stream| self.streams[&stream].capture) {
-            refused = Some(format!("{call} on a stream that is being captured"));
-            if let (Some(capture), Some(why)) = (self.captures.get_mut(&id), &refused) {
-                capture.invalidate(why);
-            }
-        }
-        for capture in self.captures.values_mut().filter(|capture| capture.thread == me) {
-            let why = refused.get_or_insert_with(|| format!("{call} on a thread that captures a stream"));
-            capture.invalidate(why);
-        }
-        refused.map_or(Ok(()), |why| {
-            usage(format!("{why}: not permitted, the capture is invalidated"))
-        })
-    }
-
-    /// Takes a capture and its streams apart.
-    fn remove_capture(&mut self, id: u32) -> Option<Capturing> {
-        let capture = self.captures.remove(&id)?;
-        for stream in capture.streams() {
-            if let Some(stream) = self.streams.get_mut(&stream) {
-                stream.capture = None;
-            }
-        }
-        Some(capture)
-    }
 }
 
 impl HostDevice {
