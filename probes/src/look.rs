@@ -1,6 +1,6 @@
 //! Looking at a process without watching it.
 
-use ringsight_records::pages::Communicator;
+use ringsight_records::pages::{CommSlot, Communicator, Pages};
 
 use crate::{error::AttachError, pages::Mapped};
 
@@ -11,9 +11,9 @@ use crate::{error::AttachError, pages::Mapped};
 pub fn communicators(pid: u32) -> Result<Vec<Communicator>, AttachError> {
     let mapped = Mapped::find(pid)?;
     let pages = mapped.as_ref().and_then(Mapped::view);
-    let slots = pages.iter().flat_map(|pages| pages.communicators());
+    let slots = pages.iter().flat_map(Pages::communicators);
     Ok(slots
         .filter(|slot| slot.is_live())
-        .filter_map(|slot| slot.read())
+        .filter_map(CommSlot::read)
         .collect())
 }

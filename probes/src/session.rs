@@ -449,7 +449,7 @@ impl Session {
                 Event::Record(probed) => {
                     target
                         .watched
-                        .record(probed.tid, Carrier::Probe, probed.record, samples)
+                        .record(probed.tid, Carrier::Probe, probed.record, samples);
                 }
                 Event::Call(call) => target.watched.call(&call, samples),
             }
