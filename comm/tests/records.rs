@@ -2,7 +2,12 @@
 
 mod common;
 
-use std::collections::{HashMap, HashSet};
+use std::{
+    collections::{HashMap, HashSet},
+    sync::mpsc::{RecvTimeoutError, Sender, channel},
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
 
 use common::{Call, Rank, host, ok, on_ranks, rank_of_process, run_processes};
 use ringsight_comm::{abi, observe};
@@ -13,6 +18,8 @@ struct Watch {
     lease: u64,
     /// Emitted by kind when the watch began.
     before: Vec<u64>,
+    /// Keeps the lease alive until told to end.
+    heartbeat: (Sender<()>, JoinHandle<()>),
 }
 
 fn counters() -> Vec<u64> {
@@ -27,11 +34,19 @@ impl Watch {
             .lease
             .acquire((std::process::id(), 1), observe::now_ns(), Kind::EVERY, |_, _| true)
             .expect("nobody else watches this process");
-        Self { lease, before: counters() }
+        let (end, ended) = channel::<()>();
+        let heartbeat = std::thread::spawn(move || {
+            while ended.recv_timeout(Duration::from_millis(500)) == Err(RecvTimeoutError::Timeout) {
+                assert!(header.lease.renew(lease, observe::now_ns()));
+            }
+        });
+        Self { lease, before: counters(), heartbeat: (end, heartbeat) }
     }
 
     /// Takes what has come; checks that it is all that was counted, each record of this version.
     fn end(self) -> Vec<Record> {
+        drop(self.heartbeat.0);
+        self.heartbeat.1.join().expect("the lease was kept");
         let pages = observe::pages().unwrap();
         let records: Vec<Record> =
             std::iter::from_fn(|| ring::pop(&pages.header().cursor, pages.ring())).collect();
@@ -56,6 +71,15 @@ fn count(records: &[Record], kind: Kind, state: State) -> usize {
 
 fn description(op: u32) -> Description {
     observe::pages().unwrap().description(op).expect("described")
+}
+
+/// Waits until `count` more graphs than `before` came or went: they go on a thread of the device.
+fn graphs_settle(before: u64, count: u64) {
+    let end = Instant::now() + Duration::from_secs(20);
+    while observe::emitted(Kind::Graph) < before + count {
+        assert!(Instant::now() < end, "graphs are not given up");
+        std::thread::yield_now();
+    }
 }
 
 /// Tests of the one ring of this process take turns.
@@ -188,6 +212,7 @@ fn a_group_is_one_event_with_its_operations_under_it() {
 fn replays_are_numbered_and_their_graph_is_seen() {
     let _turn = turn();
     let watch = Watch::begin();
+    let graphs_before = observe::emitted(Kind::Graph);
     on_ranks(2, |rank| {
         let device = host();
         let (data, mut sum) = (vec![1f32; 1000], vec![0f32; 1000]);
@@ -208,6 +233,7 @@ fn replays_are_numbered_and_their_graph_is_seen() {
         }
         Call::new(Function::AllReduce, 10).check(&rank, false);
     });
+    graphs_settle(graphs_before, 8);
     let records = watch.end();
     assert_eq!(count(&records, Kind::OpLaunched, State::START), 2 * (2 * 2 + 1));
     let mut replays: HashMap<(u32, u64), Vec<u32>> = HashMap::new();
@@ -291,10 +317,11 @@ fn network_work_is_seen_on_two_nodes() {
 fn network_worker() {
     let Some(rank) = rank_of_process() else { return };
     let device = host();
-    // 8 MiB over two channels: 64 slots of 128 KiB a direction and rank, or so; the ring tells exactly.
-    let call = Call::new(Function::AllReduce, 2 << 20);
+    // Several slots on each of two channels.
+    let call = Call::new(Function::AllReduce, 400_000);
     call.check(&rank, false);
     let watch = Watch::begin();
+    let graphs_before = observe::emitted(Kind::Graph);
     call.check(&rank, false);
     send_around(&rank);
     let (data, mut sum) = (vec![1f32; 1000], vec![0f32; 1000]);
@@ -311,6 +338,7 @@ fn network_worker() {
     device.graph_exec_destroy(exec).unwrap();
     // Finalize waits for the proxy: all its records are there.
     rank.leave();
+    graphs_settle(graphs_before, 2);
     let records = watch.end();
 
     let ops: Vec<&Record> = of(&records, Kind::OpCompleted).collect();
