@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use ringsight_records::{
     Description, DescriptionSlot, Kind, Record, State, VERSION,
     description::Time,
-    pages::{CAPTURED, Communicator, Geometry, Header, LEASE_NS, Lease, MAGIC, Pages, PagesError},
+    pages::{CAPTURED, CommSlot, Communicator, Geometry, Header, LEASE_NS, Lease, MAGIC, Pages, PagesError},
     ring,
 };
 
@@ -107,7 +107,7 @@ proptest! {
             prop_assert!(memory.contains(std::slice::from_ref(pages.slot(op & !CAPTURED))));
             prop_assert!(memory.contains(std::slice::from_ref(pages.slot(op | CAPTURED))));
             // And what lies there is nothing.
-            let _ = pages.communicators().iter().filter_map(|slot| slot.read()).count();
+            let _ = pages.communicators().iter().filter_map(CommSlot::read).count();
             let _ = pages.description(op);
             let _ = ring::pop(&pages.header().cursor, pages.ring());
         }
