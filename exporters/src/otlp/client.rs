@@ -1,0 +1,313 @@
+//! One connection to one endpoint.
+
+use std::io::Write as _;
+use std::time::Duration;
+
+use bytes::Bytes;
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use http::header::{CONTENT_ENCODING, CONTENT_TYPE, HOST, TE, USER_AGENT};
+use http::{HeaderMap, HeaderValue, Request, Response};
+use http_body_util::{BodyExt as _, Full, LengthLimitError, Limited};
+use hyper::body::Incoming;
+use hyper::client::conn::{http1, http2};
+use hyper::rt::{Read, Write};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::rustls::pki_types::ServerName;
+
+use super::config::{ConfigError, Endpoint, Protocol};
+use super::response::{self, Outcome};
+use super::tls;
+
+/// Response bytes that are read; an export response is a few dozen.
+const MAX_RESPONSE: usize = 1 << 20;
+
+const AGENT: &str = concat!("ringsight/", env!("CARGO_PKG_VERSION"));
+
+/// Sends requests to one endpoint, over a connection that is kept.
+pub(super) struct Client {
+    endpoint: Endpoint,
+    tls: Option<TlsConnector>,
+    headers: HeaderMap,
+    connection: Option<Connection>,
+}
+
+enum Connection {
+    Http1(http1::SendRequest<Full<Bytes>>),
+    Http2(http2::SendRequest<Full<Bytes>>),
+}
+
+/// Why an attempt brought no answer.
+enum Failure {
+    /// No connection.
+    Connect(String),
+    /// The connection broke.
+    Broken(String),
+    /// The answer is longer than any export response.
+    TooLong,
+}
+
+impl Client {
+    pub(super) fn new(endpoint: &Endpoint) -> Result<Self, ConfigError> {
+        let mut headers = endpoint.headers.0.clone();
+        headers
+            .entry(USER_AGENT)
+            .or_insert(HeaderValue::from_static(AGENT));
+        let compressed = endpoint.gzip.then_some(HeaderValue::from_static("gzip"));
+        match endpoint.protocol {
+            Protocol::Grpc => {
+                headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+                headers.insert(TE, HeaderValue::from_static("trailers"));
+                // gRPC counts a timeout in at most eight digits.
+                let timeout = format!("{}m", endpoint.timeout.as_millis().min(99_999_999));
+                headers.insert(
+                    "grpc-timeout",
+                    HeaderValue::try_from(timeout).expect("digits and a letter"),
+                );
+                compressed.map(|gzip| headers.insert("grpc-encoding", gzip));
+            }
+            Protocol::HttpProtobuf => {
+                headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/x-protobuf"));
+                let host = endpoint
+                    .uri
+                    .authority()
+                    .map(|authority| authority.as_str())
+                    .unwrap_or_default();
+                headers.insert(
+                    HOST,
+                    HeaderValue::try_from(host).expect("an authority is visible ASCII"),
+                );
+                compressed.map(|gzip| headers.insert(CONTENT_ENCODING, gzip));
+            }
+        }
+        let tls = tls::connector(endpoint)?;
+        Ok(Self {
+            endpoint: endpoint.clone(),
+            tls,
+            headers,
+            connection: None,
+        })
+    }
+
+    pub(super) fn base(&self) -> &str {
+        &self.endpoint.base
+    }
+
+    /// `message` as the body of a request: compressed and framed as the endpoint wants it.
+    pub(super) fn body(&self, message: Bytes) -> Bytes {
+        let gzip = self.endpoint.gzip;
+        let frame = match self.endpoint.protocol {
+            Protocol::Grpc => 5,
+            Protocol::HttpProtobuf if !gzip => return message,
+            Protocol::HttpProtobuf => 0,
+        };
+        let mut body = vec![0; frame];
+        if gzip {
+            let mut encoder = GzEncoder::new(body, Compression::fast());
+            let written = encoder.write_all(&message).and_then(|()| encoder.finish());
+            body = written.expect("writing to memory does not fail");
+        } else {
+            body.extend_from_slice(&message);
+        }
+        if frame > 0 {
+            // Requests are megabytes at most, far below the 4 GiB that gRPC's frame can tell.
+            let len = u32::try_from(body.len() - frame).expect("a request is below 4 GiB");
+            body[0] = u8::from(gzip);
+            body[1..frame].copy_from_slice(&len.to_be_bytes());
+        }
+        body.into()
+    }
+
+    /// Sends `body` and interprets the answer.
+    pub(super) async fn send(&mut self, body: &Bytes) -> Outcome {
+        let limit = self.endpoint.timeout;
+        // Failing to connect within the time is failing to connect; anything later is a server that does not answer.
+        let outcome = tokio::time::timeout(limit, self.attempt(body)).await;
+        let mut outcome = outcome.unwrap_or_else(|_| {
+            let answered = self.connection.take().is_some();
+            Outcome::Retry {
+                after: None,
+                answered,
+                error: format!("no response within {}", seconds(limit)),
+            }
+        });
+        match &mut outcome {
+            Outcome::Accepted { message: text, .. }
+            | Outcome::Retry { error: text, .. }
+            | Outcome::Refused { error: text, .. } => self.scrub(text),
+        }
+        outcome
+    }
+
+    async fn attempt(&mut self, body: &Bytes) -> Outcome {
+        let reused = self.connection.is_some();
+        let mut result = self.exchange(body).await;
+        if reused && matches!(result, Err(Failure::Broken(_))) {
+            // Most likely the server had closed an idle connection; that says nothing about a new one.
+            self.connection = None;
+            result = self.exchange(body).await;
+        }
+        match result {
+            Ok(outcome) => outcome,
+            Err(failure) => {
+                self.connection = None;
+                match failure {
+                    Failure::Connect(error) => Outcome::Retry {
+                        after: None,
+                        answered: false,
+                        error,
+                    },
+                    Failure::Broken(error) => Outcome::Retry {
+                        after: None,
+                        answered: true,
+                        error,
+                    },
+                    Failure::TooLong => {
+                        Outcome::malformed(format!("a response of more than {MAX_RESPONSE} bytes"))
+                    }
+                }
+            }
+        }
+    }
+
+    async fn exchange(&mut self, body: &Bytes) -> Result<Outcome, Failure> {
+        if self.connection.is_none() {
+            self.connection = Some(self.connect().await?);
+        }
+        let broken = |error: hyper::Error| Failure::Broken(format!("connection broken: {}", chain(&error)));
+        let response = match &mut self.connection {
+            Some(Connection::Http1(connection)) => {
+                connection.ready().await.map_err(broken)?;
+                let path = self
+                    .endpoint
+                    .uri
+                    .path_and_query()
+                    .map_or("/", |path| path.as_str());
+                let request = request(path, &self.headers, body);
+                connection.send_request(request).await.map_err(broken)?
+            }
+            Some(Connection::Http2(connection)) => {
+                connection.ready().await.map_err(broken)?;
+                let request = request(&self.endpoint.uri.to_string(), &self.headers, body);
+                connection.send_request(request).await.map_err(broken)?
+            }
+            None => unreachable!("connected above"),
+        };
+        self.read(response).await
+    }
+
+    async fn read(&self, response: Response<Incoming>) -> Result<Outcome, Failure> {
+        let (head, body) = response.into_parts();
+        let body = Limited::new(body, MAX_RESPONSE)
+            .collect()
+            .await
+            .map_err(|error| {
+                if error.is::<LengthLimitError>() {
+                    Failure::TooLong
+                } else {
+                    Failure::Broken(format!("response cut short: {error}"))
+                }
+            })?;
+        let trailers = body.trailers().cloned();
+        let body = body.to_bytes();
+        Ok(match self.endpoint.protocol {
+            Protocol::Grpc => response::grpc(head.status, &head.headers, trailers.as_ref(), &body),
+            Protocol::HttpProtobuf => response::http(head.status, &head.headers, &body),
+        })
+    }
+
+    async fn connect(&self) -> Result<Connection, Failure> {
+        let failed =
+            |what: &str, error: &dyn std::error::Error| Failure::Connect(format!("{what}: {}", chain(error)));
+        let uri = &self.endpoint.uri;
+        let host = uri
+            .host()
+            .unwrap_or_default()
+            .trim_start_matches('[')
+            .trim_end_matches(']');
+        let port = uri.port_u16().unwrap_or_default();
+        let stream = TcpStream::connect((host, port))
+            .await
+            .map_err(|e| failed("cannot connect", &e))?;
+        // Requests are written whole; waiting to fill a segment only delays their ends.
+        stream
+            .set_nodelay(true)
+            .map_err(|e| failed("cannot connect", &e))?;
+        match &self.tls {
+            None => self.handshake(TokioIo::new(stream)).await,
+            Some(tls) => {
+                let name =
+                    ServerName::try_from(host.to_owned()).map_err(|e| failed("not a host name", &e))?;
+                let stream = tls
+                    .connect(name, stream)
+                    .await
+                    .map_err(|e| failed("TLS handshake failed", &e))?;
+                self.handshake(TokioIo::new(stream)).await
+            }
+        }
+    }
+
+    async fn handshake<T: Read + Write + Send + Unpin + 'static>(
+        &self,
+        io: T,
+    ) -> Result<Connection, Failure> {
+        let failed =
+            |error: hyper::Error| Failure::Connect(format!("HTTP handshake failed: {}", chain(&error)));
+        // The connection's own task ends with its error in the request that meets it.
+        match self.endpoint.protocol {
+            Protocol::HttpProtobuf => {
+                let (sender, connection) = http1::handshake(io).await.map_err(failed)?;
+                tokio::spawn(connection);
+                Ok(Connection::Http1(sender))
+            }
+            Protocol::Grpc => {
+                let (sender, connection) =
+                    http2::handshake(TokioExecutor::new(), io).await.map_err(failed)?;
+                tokio::spawn(connection);
+                Ok(Connection::Http2(sender))
+            }
+        }
+    }
+
+    /// Takes header values out of `text`: a server may repeat a token in its complaint about it.
+    fn scrub(&self, text: &mut String) {
+        for value in self.endpoint.headers.0.values() {
+            // The credentials without their scheme (`Bearer`) are as secret. Very short values hide nothing.
+            let whole = value.to_str().unwrap_or_default();
+            for secret in [whole, whole.rsplit(' ').next().unwrap_or_default()] {
+                if secret.len() >= 4 && text.contains(secret) {
+                    *text = text.replace(secret, "[redacted]");
+                }
+            }
+        }
+    }
+}
+
+fn request(target: &str, headers: &HeaderMap, body: &Bytes) -> Request<Full<Bytes>> {
+    let mut request = Request::post(target)
+        .body(Full::new(body.clone()))
+        .expect("the target came from a valid URI");
+    *request.headers_mut() = headers.clone();
+    request
+}
+
+/// An error with its causes, which hyper's own text leaves out.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text = format!("{text}: {cause_text}");
+        }
+        source = cause.source();
+    }
+    text
+}
+
+/// A duration for messages.
+pub(super) fn seconds(duration: Duration) -> String {
+    format!("{} s", duration.as_secs_f64())
+}

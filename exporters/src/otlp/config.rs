@@ -1,0 +1,452 @@
+//! Where to send, and how: OpenTelemetry's environment variables.
+//!
+//! Follows the specification's "OpenTelemetry Protocol Exporter": a variable of one signal
+//! (`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`) goes before the general one (`OTEL_EXPORTER_OTLP_ENDPOINT`), an empty variable is
+//! an unset one.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use http::uri::{Authority, Scheme};
+use http::{HeaderMap, HeaderName, HeaderValue, Uri};
+
+/// How requests travel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Protocol {
+    /// `grpc`: gRPC over HTTP/2, port 4317 unless told otherwise.
+    Grpc,
+    /// `http/protobuf`: protobuf over HTTP/1.1, port 4318 unless told otherwise.
+    HttpProtobuf,
+}
+
+impl FromStr for Protocol {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "grpc" => Ok(Self::Grpc),
+            "http/protobuf" => Ok(Self::HttpProtobuf),
+            "http/json" => Err("`http/json` is not supported; use `http/protobuf` or `grpc`".to_owned()),
+            _ => Err("not a protocol; use `grpc` or `http/protobuf`".to_owned()),
+        }
+    }
+}
+
+/// A setting that cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{variable}: {problem}")]
+pub struct ConfigError {
+    /// The environment variable, or `OTLP endpoint` for one given on the command line.
+    pub variable: String,
+    /// What is wrong with it and what to do; never a secret value.
+    pub problem: String,
+}
+
+/// One kind of telemetry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Signal {
+    Traces,
+    Metrics,
+}
+
+impl Signal {
+    pub(crate) const ALL: [Self; 2] = [Self::Traces, Self::Metrics];
+
+    /// Its part of a variable's name.
+    fn variable(self) -> &'static str {
+        match self {
+            Self::Traces => "TRACES_",
+            Self::Metrics => "METRICS_",
+        }
+    }
+
+    /// What HTTP appends to a general endpoint.
+    fn http_path(self) -> &'static str {
+        match self {
+            Self::Traces => "/v1/traces",
+            Self::Metrics => "/v1/metrics",
+        }
+    }
+
+    /// The gRPC method.
+    fn grpc_path(self) -> &'static str {
+        match self {
+            Self::Traces => "/opentelemetry.proto.collector.trace.v1.TraceService/Export",
+            Self::Metrics => "/opentelemetry.proto.collector.metrics.v1.MetricsService/Export",
+        }
+    }
+}
+
+/// Request headers. Their values are mostly credentials, so `Debug` shows the names only.
+#[derive(Clone, Default, PartialEq)]
+pub struct Headers(pub(crate) HeaderMap);
+
+impl fmt::Debug for Headers {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.debug_set().entries(self.0.keys()).finish()
+    }
+}
+
+/// Certificates, as PEM files.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Tls {
+    /// Certificates to trust, instead of the system's.
+    pub ca: Option<PathBuf>,
+    /// Our certificate and its private key, for mutual TLS.
+    pub identity: Option<(PathBuf, PathBuf)>,
+}
+
+/// Where one signal goes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Endpoint {
+    /// How.
+    pub protocol: Protocol,
+    /// Scheme, host and port, without what is secret or per signal; for messages.
+    pub(crate) base: String,
+    /// What is requested.
+    pub(crate) uri: Uri,
+    /// Request headers.
+    pub headers: Headers,
+    /// Limit on one attempt, from connecting to the response.
+    pub timeout: Duration,
+    /// Compress requests with gzip.
+    pub gzip: bool,
+    /// Used if the endpoint is `https`.
+    pub tls: Tls,
+}
+
+impl Endpoint {
+    pub(crate) fn is_tls(&self) -> bool {
+        self.uri.scheme() == Some(&Scheme::HTTPS)
+    }
+}
+
+/// Repetition of attempts that failed but may succeed later.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Retry {
+    /// Pause after the first failure; it doubles with each one. Each pause is cut at random by up to a half.
+    pub initial: Duration,
+    /// Longest pause.
+    pub max: Duration,
+    /// How long a request that the server keeps answering with a passing error is tried. Without a server to answer, it is
+    /// tried as long as it has room in the queue.
+    pub give_up_after: Duration,
+}
+
+/// Configuration of an [`OtlpExporter`](super::OtlpExporter).
+#[derive(Clone, Debug, PartialEq)]
+pub struct Config {
+    /// Where spans go.
+    pub traces: Endpoint,
+    /// Where metrics go.
+    pub metrics: Endpoint,
+    /// Bound on encoded requests that are waiting or being sent, in bytes.
+    pub queue_bytes: usize,
+    /// Bound on one uncompressed request, in bytes. Servers often refuse more than 4 MiB.
+    pub request_bytes: usize,
+    /// Repetition.
+    pub retry: Retry,
+}
+
+impl Config {
+    /// The configuration that the process's environment describes.
+    ///
+    /// `endpoint` and `protocol` stand for command-line options and go before the environment; `endpoint` is a base URL as
+    /// `OTEL_EXPORTER_OTLP_ENDPOINT` is, for both signals. If no protocol is named anywhere, an endpoint with port 4317 is
+    /// gRPC and any other one HTTP/protobuf.
+    ///
+    /// # Errors
+    /// The first setting that cannot be used.
+    pub fn from_env(endpoint: Option<&str>, protocol: Option<Protocol>) -> Result<Self, ConfigError> {
+        Self::from_variables(endpoint, protocol, &|name| std::env::var(name).ok())
+    }
+
+    /// As [`from_env`](Self::from_env), with the variables that `get` knows instead of the process's.
+    ///
+    /// # Errors
+    /// The first setting that cannot be used.
+    pub fn from_variables(
+        endpoint: Option<&str>,
+        protocol: Option<Protocol>,
+        get: &dyn Fn(&str) -> Option<String>,
+    ) -> Result<Self, ConfigError> {
+        let read = |signal| Reader { signal, get }.endpoint(endpoint, protocol);
+        Ok(Self {
+            traces: read(Signal::Traces)?,
+            metrics: read(Signal::Metrics)?,
+            queue_bytes: 64 << 20,
+            request_bytes: 3 << 20,
+            retry: Retry {
+                initial: Duration::from_millis(500),
+                max: Duration::from_secs(10),
+                give_up_after: Duration::from_secs(300),
+            },
+        })
+    }
+
+    pub(crate) fn endpoint(&self, signal: Signal) -> &Endpoint {
+        match signal {
+            Signal::Traces => &self.traces,
+            Signal::Metrics => &self.metrics,
+        }
+    }
+}
+
+/// A variable that is set.
+struct Variable {
+    name: String,
+    value: String,
+    /// Of this signal only.
+    specific: bool,
+}
+
+impl Variable {
+    fn error(&self, problem: impl Into<String>) -> ConfigError {
+        ConfigError {
+            variable: self.name.clone(),
+            problem: problem.into(),
+        }
+    }
+}
+
+/// Reads the variables of one signal.
+struct Reader<'a> {
+    signal: Signal,
+    get: &'a dyn Fn(&str) -> Option<String>,
+}
+
+impl Reader<'_> {
+    fn variable(&self, suffix: &str) -> Option<Variable> {
+        [(self.signal.variable(), true), ("", false)]
+            .into_iter()
+            .find_map(|(infix, specific)| {
+                let name = format!("OTEL_EXPORTER_OTLP_{infix}{suffix}");
+                let value = (self.get)(&name)?.trim().to_owned();
+                (!value.is_empty()).then_some(Variable {
+                    name,
+                    value,
+                    specific,
+                })
+            })
+    }
+
+    fn endpoint(&self, url: Option<&str>, protocol: Option<Protocol>) -> Result<Endpoint, ConfigError> {
+        let protocol = match (protocol, self.variable("PROTOCOL")) {
+            (Some(protocol), _) => Some(protocol),
+            (None, Some(variable)) => Some(
+                variable
+                    .value
+                    .parse()
+                    .map_err(|problem: String| variable.error(problem))?,
+            ),
+            (None, None) => None,
+        };
+        let given = url.map(|url| Variable {
+            name: "OTLP endpoint".to_owned(),
+            value: url.trim().to_owned(),
+            specific: false,
+        });
+        let given = given.or_else(|| self.variable("ENDPOINT"));
+        let protocol = protocol.unwrap_or_else(|| match &given {
+            Some(variable) if names_grpc_port(&variable.value) => Protocol::Grpc,
+            _ => Protocol::HttpProtobuf,
+        });
+        let (base, uri) = match given {
+            Some(variable) => self.uri(&variable, protocol)?,
+            None => {
+                let port = if protocol == Protocol::Grpc { 4317 } else { 4318 };
+                let name = "default endpoint".to_owned();
+                let value = format!("http://localhost:{port}");
+                self.uri(
+                    &Variable {
+                        name,
+                        value,
+                        specific: false,
+                    },
+                    protocol,
+                )?
+            }
+        };
+        Ok(Endpoint {
+            protocol,
+            base,
+            uri,
+            headers: self.headers()?,
+            timeout: self.timeout()?,
+            gzip: self.gzip()?,
+            tls: self.tls()?,
+        })
+    }
+
+    /// The endpoint for messages, and what to request there.
+    fn uri(&self, variable: &Variable, protocol: Protocol) -> Result<(String, Uri), ConfigError> {
+        let mut url = variable.value.clone();
+        if !url.contains("://") {
+            if protocol == Protocol::HttpProtobuf {
+                return Err(
+                    variable.error("has no scheme; write it as http://HOST:PORT or https://HOST:PORT")
+                );
+            }
+            let scheme = if self.insecure()? { "http" } else { "https" };
+            url = format!("{scheme}://{url}");
+        }
+        let uri: Uri = url
+            .parse()
+            .map_err(|error| variable.error(format!("not a URL ({error})")))?;
+        let scheme = match uri.scheme_str() {
+            Some(scheme @ ("http" | "https")) => scheme,
+            _ => return Err(variable.error("its scheme must be http or https")),
+        };
+        let authority = uri.authority().filter(|authority| !authority.host().is_empty());
+        let authority = authority.ok_or_else(|| variable.error("names no host"))?;
+        if authority.as_str().contains('@') {
+            let hint = "put the credentials into OTEL_EXPORTER_OTLP_HEADERS instead of the URL";
+            return Err(variable.error(hint));
+        }
+        let authority = with_port(authority, scheme, protocol, variable)?;
+        let path = match protocol {
+            // gRPC has no path of its own.
+            Protocol::Grpc => self.signal.grpc_path().to_owned(),
+            Protocol::HttpProtobuf if variable.specific => {
+                uri.path_and_query().map_or("/", |path| path.as_str()).to_owned()
+            }
+            Protocol::HttpProtobuf => {
+                let query = uri.query().map(|query| format!("?{query}")).unwrap_or_default();
+                format!(
+                    "{}{}{query}",
+                    uri.path().trim_end_matches('/'),
+                    self.signal.http_path()
+                )
+            }
+        };
+        let base = format!("{scheme}://{authority}");
+        let uri = format!("{base}{path}");
+        let uri = uri
+            .parse()
+            .map_err(|error| variable.error(format!("not a URL ({error})")))?;
+        Ok((base, uri))
+    }
+
+    fn insecure(&self) -> Result<bool, ConfigError> {
+        let Some(variable) = self.variable("INSECURE") else {
+            return Ok(false);
+        };
+        match variable.value.to_ascii_lowercase().as_str() {
+            "true" => Ok(true),
+            "false" => Ok(false),
+            _ => Err(variable.error("must be `true` or `false`")),
+        }
+    }
+
+    fn headers(&self) -> Result<Headers, ConfigError> {
+        let mut headers = HeaderMap::new();
+        let Some(variable) = self.variable("HEADERS") else {
+            return Ok(Headers(headers));
+        };
+        for (index, pair) in variable.value.split(',').map(str::trim).enumerate() {
+            if pair.is_empty() {
+                continue;
+            }
+            // Neither name nor value of a malformed entry is shown: it may be a piece of a token.
+            let position = index + 1;
+            let wrong = |what: &str| variable.error(format!("entry {position} {what}"));
+            let (name, value) = pair.split_once('=').ok_or_else(|| wrong("is not NAME=VALUE"))?;
+            let name = HeaderName::from_bytes(name.trim().as_bytes());
+            let name = name.map_err(|_| wrong("has a name that is not a header name"))?;
+            let value =
+                percent_decode(value.trim()).ok_or_else(|| wrong("has an incomplete percent escape"))?;
+            let value = HeaderValue::from_bytes(&value);
+            let mut value = value.map_err(|_| wrong("has a character that headers cannot hold"))?;
+            value.set_sensitive(true);
+            headers.append(name, value);
+        }
+        Ok(Headers(headers))
+    }
+
+    fn timeout(&self) -> Result<Duration, ConfigError> {
+        let Some(variable) = self.variable("TIMEOUT") else {
+            return Ok(Duration::from_secs(10));
+        };
+        match variable.value.parse::<u32>() {
+            Ok(milliseconds) if milliseconds > 0 => Ok(Duration::from_millis(milliseconds.into())),
+            _ => Err(variable.error("must be a whole number of milliseconds above 0")),
+        }
+    }
+
+    fn gzip(&self) -> Result<bool, ConfigError> {
+        let Some(variable) = self.variable("COMPRESSION") else {
+            return Ok(false);
+        };
+        match variable.value.as_str() {
+            "gzip" => Ok(true),
+            "none" => Ok(false),
+            _ => Err(variable.error("must be `gzip` or `none`")),
+        }
+    }
+
+    fn tls(&self) -> Result<Tls, ConfigError> {
+        let ca = self.variable("CERTIFICATE").map(|variable| variable.value.into());
+        let identity = match (self.variable("CLIENT_CERTIFICATE"), self.variable("CLIENT_KEY")) {
+            (Some(certificate), Some(key)) => Some((certificate.value.into(), key.value.into())),
+            (None, None) => None,
+            (Some(alone), None) => {
+                return Err(alone.error("is set without the CLIENT_KEY that belongs to it"));
+            }
+            (None, Some(alone)) => {
+                return Err(alone.error("is set without the CLIENT_CERTIFICATE it belongs to"));
+            }
+        };
+        Ok(Tls { ca, identity })
+    }
+}
+
+/// Whether the URL's port is the one that is registered for OTLP over gRPC.
+fn names_grpc_port(url: &str) -> bool {
+    let rest = url.split_once("://").map_or(url, |(_, rest)| rest);
+    rest.split(['/', '?'])
+        .next()
+        .is_some_and(|authority| authority.ends_with(":4317"))
+}
+
+/// `authority` with the port that it implies.
+fn with_port(
+    authority: &Authority,
+    scheme: &str,
+    protocol: Protocol,
+    variable: &Variable,
+) -> Result<String, ConfigError> {
+    let after_host = &authority.as_str()[authority.host().len()..];
+    match (after_host, authority.port_u16()) {
+        (_, Some(0)) => Err(variable.error("port 0 cannot be connected to")),
+        (_, Some(_)) => Ok(authority.to_string()),
+        ("", None) => {
+            // A URL without port means the scheme's to HTTP, and OTLP's to gRPC, as in every gRPC client of OTLP.
+            let port = match (protocol, scheme) {
+                (Protocol::Grpc, _) => 4317,
+                (Protocol::HttpProtobuf, "https") => 443,
+                (Protocol::HttpProtobuf, _) => 80,
+            };
+            Ok(format!("{authority}:{port}"))
+        }
+        _ => Err(variable.error("its port must be a number from 1 to 65535")),
+    }
+}
+
+/// Percent-decoding as in W3C baggage; `None` for an escape without two hexadecimal digits.
+fn percent_decode(text: &str) -> Option<Vec<u8>> {
+    let mut out = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let Some((&byte, tail)) = rest.split_first() {
+        if byte != b'%' {
+            out.push(byte);
+            rest = tail;
+            continue;
+        }
+        let digit = |at: usize| tail.get(at).and_then(|&digit| char::from(digit).to_digit(16));
+        out.push(u8::try_from(digit(0)? << 4 | digit(1)?).ok()?);
+        rest = &tail[2..];
+    }
+    Some(out)
+}
