@@ -133,3 +133,51 @@ impl Fifo {
         unsafe { self.slots.add(position as usize % SLOTS * self.slot_bytes) }
     }
 }
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// A FIFO on the heap.
+    pub(crate) fn heap(slot_bytes: usize) -> Arc<Fifo> {
+        #[derive(Clone, Copy)]
+        #[repr(align(64))]
+        struct Line(#[expect(dead_code, reason = "only there to be memory")] [u8; 64]);
+        let mut memory = vec![Line([0; 64]); Fifo::memory_bytes(slot_bytes).div_ceil(64)];
+        let base = memory.as_mut_ptr().cast();
+        // SAFETY: aligned, zeroed and large enough; a vector's elements stay where they are when it is moved.
+        Arc::new(unsafe { Fifo::new(base, slot_bytes, Arc::new(memory)) })
+    }
+
+    #[test]
+    fn slots_are_handed_over_in_order_and_reused() {
+        let fifo = heap(100);
+        assert!(fifo.posted().is_none());
+        for round in 0..3_u64 {
+            for slot in 0..SLOTS as u64 {
+                let position = fifo.free().unwrap();
+                assert_eq!(position, round * SLOTS as u64 + slot);
+                // SAFETY: a free slot of 100 bytes.
+                unsafe { fifo.slot(position).write_bytes(position as u8, 100) };
+                fifo.post(position, slot as usize);
+            }
+            assert!(fifo.free().is_none(), "full");
+            for slot in 0..SLOTS as u64 {
+                let (position, bytes) = fifo.posted().unwrap();
+                assert_eq!(bytes as u64, slot);
+                // SAFETY: a posted slot of 100 bytes.
+                assert_eq!(unsafe { fifo.slot(position).add(99).read() }, position as u8);
+                fifo.release(position);
+                assert_eq!(fifo.released(), position + 1);
+            }
+        }
+    }
+
+    #[test]
+    fn a_size_beyond_the_slot_is_cut() {
+        let fifo = heap(100);
+        fifo.post(0, 5000);
+        assert_eq!(fifo.posted(), Some((0, 100)));
+        assert_eq!(fifo.size_at(1), None);
+    }
+}

@@ -352,3 +352,118 @@ impl Work {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use proptest::prelude::*;
+    use ringsight_records::ReduceOp;
+
+    use super::*;
+    use crate::{Fifo, fifo::tests::heap};
+
+    const RINGS: [Function; 5] = [
+        Function::AllReduce,
+        Function::AllGather,
+        Function::ReduceScatter,
+        Function::Broadcast,
+        Function::Reduce,
+    ];
+
+    fn work(function: Function, data_type: DataType, members: &[u32], at: usize, slot: &Arc<Fifo>) -> Work {
+        let ranks = members.len();
+        Work {
+            op: 0,
+            function,
+            data_type,
+            reduce_op: ReduceOp::Sum,
+            send: 0,
+            recv: 0,
+            count: 0,
+            part: 0..0,
+            rank: members[at],
+            ranks: ranks as u32,
+            root: 0,
+            connections: Connections::Ring {
+                order: (0..ranks).map(|hop| members[(at + hop) % ranks]).collect(),
+                prev: slot.clone(),
+                next: slot.clone(),
+            },
+        }
+    }
+
+    fn all(schedule: &Schedule) -> Vec<Step> {
+        (0..schedule.rounds)
+            .flat_map(|round| (0..schedule.per_round).map(move |index| schedule.step(round, index)))
+            .filter(|step| step.elems > 0)
+            .collect()
+    }
+
+    proptest! {
+        #[test]
+        fn both_ends_agree_and_the_result_is_covered_once(
+            function in proptest::sample::select(&RINGS[..]),
+            data_type in proptest::sample::select(DataType::ALL),
+            members in (2_u32..9).prop_flat_map(|ranks| Just((0..ranks).collect::<Vec<_>>()).prop_shuffle()),
+            slot_bytes in 8_usize..600,
+            before in 0_usize..50,
+            len in 0_usize..3000,
+            after in 0_usize..50,
+            root in any::<prop::sample::Index>(),
+        ) {
+            let fifo = heap(slot_bytes);
+            let ranks = members.len();
+            let works: Vec<Work> = (0..ranks)
+                .map(|at| Work {
+                    count: before + len + after,
+                    part: before..before + len,
+                    root: root.index(ranks) as u32,
+                    ..work(function, data_type, &members, at, &fifo)
+                })
+                .collect();
+            let programs: Vec<Vec<Step>> = works.iter().map(|work| all(&Schedule::new(work))).collect();
+            for (at, (work, steps)) in works.iter().zip(&programs).enumerate() {
+                work.check().map_err(|error| TestCaseError::fail(error.to_string()))?;
+                let moved = |steps: &[Step], which: fn(&Step) -> bool| {
+                    steps.iter().filter(|step| which(step)).map(|step| step.elems).collect::<Vec<_>>()
+                };
+                let (sent, got) = (moved(steps, |step| step.send), moved(steps, |step| step.recv));
+                prop_assert_eq!(work.steps(), Steps { send: sent.len() as u32, recv: got.len() as u32 });
+                prop_assert_eq!(&sent, &moved(&programs[(at + 1) % ranks], |step| step.recv));
+                prop_assert!(sent.iter().all(|elems| elems * data_type.size() <= slot_bytes));
+
+                // Every element of this channel's result is stored exactly once; nothing else is.
+                let outputs = if function == Function::AllGather { ranks } else { 1 };
+                let mut stored = vec![0_u32; outputs * work.count];
+                for step in steps {
+                    for at in step.store.map_or(0..0, |at| at..at + step.elems) {
+                        stored[at] += 1;
+                    }
+                }
+                let has_result = function != Function::Reduce || work.rank == work.root;
+                for (at, times) in stored.into_iter().enumerate() {
+                    prop_assert_eq!(times, u32::from(has_result && work.part.contains(&(at % work.count))));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn steps_of_a_large_operation_are_counted_without_walking_it() {
+        let fifo = heap(64);
+        let large = Work {
+            count: usize::MAX / 64,
+            part: 0..1 << 30,
+            ..work(Function::AllReduce, DataType::Uint8, &[0, 1], 0, &fifo)
+        };
+        // 128 bytes a round, 2 slots each way.
+        assert_eq!(
+            large.steps(),
+            Steps {
+                send: 1 << 24,
+                recv: 1 << 24
+            }
+        );
+    }
+}
