@@ -75,6 +75,10 @@ pub enum Progress {
 pub type HostFunction = Arc<dyn Fn(u32) + Send + Sync>;
 
 /// Asynchronous execution as CUDA has it. Every call returns before the work is done unless it says otherwise.
+///
+/// On a thread that captures a stream, no stream or event may be queried or synchronised, and from no thread a stream
+/// that is being captured: the call fails and the capture is invalidated (capture mode "thread local"). Functions that
+/// run on the device must not call it.
 pub trait Device: Send + Sync + 'static {
     /// `"host"` or `"cuda"`.
     fn name(&self) -> &'static str;
