@@ -1,0 +1,121 @@
+//! The shipped headers and the shared library, as a C program sees them.
+
+use std::{
+    env,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+/// The library that this test run built: beside the test's own directory.
+fn library() -> PathBuf {
+    let test = env::current_exe().unwrap();
+    let deps = test.parent().unwrap();
+    let candidates = [deps.join("libringsight_comm.so"), deps.parent().unwrap().join("libringsight_comm.so")];
+    candidates
+        .iter()
+        .filter(|path| path.exists())
+        .max_by_key(|path| path.metadata().and_then(|data| data.modified()).ok())
+        .expect("cargo builds the shared library with the tests of its package")
+        .clone()
+}
+
+fn include() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("include")
+}
+
+#[track_caller]
+fn run(command: &mut Command) -> String {
+    let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{command:?}:\n{text}");
+    text
+}
+
+/// Names that the library exports.
+fn exports() -> Vec<String> {
+    run(Command::new("nm").args(["-D", "--defined-only"]).arg(library()))
+        .lines()
+        .filter_map(|line| line.split_ascii_whitespace().last().map(str::to_owned))
+        .collect()
+}
+
+#[test]
+fn a_c_program_runs_on_two_processes() {
+    let directory = tempfile::tempdir().unwrap();
+    let program = directory.path().join("header");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/header.c");
+    // Linked by the name that NCCL's users link with.
+    let linked = directory.path().join("libnccl.so.2");
+    std::fs::copy(library(), &linked).unwrap();
+    run(Command::new("gcc")
+        .args(["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-I"])
+        .arg(include())
+        .arg(source)
+        .arg(&linked)
+        .arg("-o")
+        .arg(&program));
+    let id = directory.path().join("id");
+    let ranks: Vec<_> = (0..2)
+        .map(|rank: u32| {
+            Command::new(&program)
+                .args([&rank.to_string(), "2"])
+                .arg(&id)
+                .env("LD_LIBRARY_PATH", directory.path())
+                .env("RINGSIGHT_DEVICE", "host")
+                .env("NCCL_SOCKET_IFNAME", "lo")
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped())
+                .spawn()
+                .unwrap()
+        })
+        .collect();
+    for (rank, child) in ranks.into_iter().enumerate() {
+        let output = child.wait_with_output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+        assert_eq!(text, format!("rank {rank} ok\n"));
+    }
+}
+
+#[test]
+fn headers_compile_as_c_and_cpp_without_cuda() {
+    let directory = tempfile::tempdir().unwrap();
+    for (compiler, standard, name) in [("gcc", "-std=c99", "h.c"), ("g++", "-std=c++11", "h.cc")] {
+        let source = directory.path().join(name);
+        std::fs::write(
+            &source,
+            "#include \"ringsight.h\"\n#include \"nccl.h\"\nint main() { ncclConfig_t c = NCCL_CONFIG_INITIALIZER; return (int)c.magic; }\n",
+        )
+        .unwrap();
+        run(Command::new(compiler)
+            .args([standard, "-Wall", "-Wextra", "-pedantic", "-Werror", "-fsyntax-only", "-I"])
+            .arg(include())
+            .arg(source));
+    }
+}
+
+#[test]
+fn every_declared_function_is_exported_and_every_export_declared() {
+    let mut declared: Vec<String> =
+        ringsight_records::PROBE_SYMBOLS.iter().map(|name| (*name).to_owned()).collect();
+    let nccl = std::fs::read_to_string(include().join("nccl.h")).unwrap();
+    for line in nccl.lines().filter(|line| line.starts_with("RINGSIGHT_NCCL_API(")) {
+        let name = line.split([',', '(']).nth(2).unwrap().trim();
+        declared.extend([name.to_owned(), format!("p{name}")]);
+    }
+    let own = std::fs::read_to_string(include().join("ringsight.h")).unwrap();
+    for line in own.lines().filter(|line| line.starts_with("ncclResult_t ")) {
+        declared.push(line["ncclResult_t ".len()..].split('(').next().unwrap().to_owned());
+    }
+    assert!(declared.len() > 70, "the headers were read: {declared:?}");
+    let mut exported = exports();
+    declared.sort();
+    exported.sort();
+    assert_eq!(exported, declared);
+}
+
+#[test]
+fn the_library_has_the_soname_of_nccl() {
+    let dynamic = run(Command::new("readelf").arg("-d").arg(library()));
+    assert!(dynamic.contains("Library soname: [libnccl.so.2]"), "{dynamic}");
+}
