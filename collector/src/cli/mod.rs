@@ -43,7 +43,7 @@ struct Arguments {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Watch running processes until they end, a signal comes or the time is over
-    Attach(attach::AttachArguments),
+    Attach(Box<attach::AttachArguments>),
     /// Show what would be probed in a process, and what it would cost
     List {
         /// Process to look at

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
-use ringsight_exporters::{Exporter, chrome::ChromeExporter, html::HtmlExporter};
+use ringsight_exporters::{Exporter, chrome::ChromeExporter, html::HtmlExporter, otlp};
 
 /// OTLP's transports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -55,12 +55,34 @@ pub(crate) fn open(path: &Path) -> Result<Box<dyn Exporter>, String> {
     })
 }
 
+/// Environment variables that name an endpoint.
+const ENDPOINTS: [&str; 3] = [
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT",
+];
+
 /// The OTLP exporter, if the command line or the environment names an endpoint.
 pub(crate) fn otlp(
-    _endpoint: Option<&str>,
-    _protocol: Option<Protocol>,
+    endpoint: Option<&str>,
+    protocol: Option<Protocol>,
 ) -> Result<Option<Box<dyn Exporter>>, String> {
-    Ok(None)
+    let named = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+    if endpoint.is_none() && !ENDPOINTS.into_iter().any(named) {
+        if protocol.is_some() {
+            return Err(
+                "--otlp-protocol without an endpoint: give --otlp, or set OTEL_EXPORTER_OTLP_ENDPOINT".into(),
+            );
+        }
+        return Ok(None);
+    }
+    let protocol = protocol.map(|protocol| match protocol {
+        Protocol::Grpc => otlp::Protocol::Grpc,
+        Protocol::HttpProtobuf => otlp::Protocol::HttpProtobuf,
+    });
+    let config = otlp::Config::from_env(endpoint, protocol).map_err(|error| error.to_string())?;
+    let exporter = otlp::OtlpExporter::new(&config).map_err(|error| error.to_string())?;
+    Ok(Some(Box::new(exporter)))
 }
 
 #[cfg(test)]
