@@ -223,10 +223,8 @@ fn ten_thousand_operations_with_their_culprits() {
     );
     assert!(text(table[0]).contains("rank 5"), "{}", text(table[0]));
     assert!(document.0.contains("aria-rowcount=\"10001\""));
-    println!(
-        "10,000 operations of 8 ranks drawn in {} ms",
-        document.number("render-ms")
-    );
+    let (first, frame) = (document.number("render-ms"), document.number("frame-ms"));
+    println!("10,000 operations of 8 ranks: first drawing {first} ms, a frame {frame} ms");
     assert!(document.number("render-ms") < 20_000.0);
 }
 
@@ -296,6 +294,20 @@ fn search_selection_and_zoom_come_from_the_address() {
     let document = page.document("q=lag%3Efast&t=1000000-3000000");
     assert_eq!((document.number("from"), document.number("to")), (1e6, 3e6));
     assert!(text(document.inside("id=\"query-help\"", "p")).starts_with("“lag>fast” is not understood."));
+}
+
+/// What a person does, as events in the page; the first thing that does not follow is named.
+const DRIVER: &str = include_str!("html_driver.js");
+
+#[test]
+fn mouse_and_keys_do_what_they_say() {
+    let Some(page) = page("driven", "driven", &large().run()) else {
+        return;
+    };
+    let text = std::fs::read_to_string(&page.path).expect("the page");
+    let driven = text.replace("</body>", &format!("<script>{DRIVER}</script></body>"));
+    std::fs::write(&page.path, driven).expect("the page can be rewritten");
+    assert_eq!(page.document("").data("driven"), Some("ok"));
 }
 
 #[test]

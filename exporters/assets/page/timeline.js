@@ -359,6 +359,8 @@ function redraw() {
 }
 function drawNow() {
   drawing = 0;
+  const began = performance.now();
   drawOverview();
   drawRows();
+  document.documentElement.dataset.frameMs = (performance.now() - began).toFixed(1);
 }

@@ -322,10 +322,14 @@ fn data(out: &mut impl Write, store: &Store, lost: u64, last: bool) -> io::Resul
                 .map(move |part| (part, Times::of(part), start))
         })
     };
-    if parts().any(|(part, ..)| part.rank != rows.rows[rows.number(part)].0) {
+    let numbers: Vec<usize> = parts().map(|(part, ..)| rows.number(part)).collect();
+    if parts()
+        .zip(&numbers)
+        .any(|((part, ..), number)| part.rank != rows.rows[*number].0)
+    {
         column(out, "rank", parts(), |(part, ..)| part.rank)?;
     }
-    column(out, "row", parts(), |(part, ..)| rows.number(part))?;
+    column(out, "row", numbers.iter(), |number| number)?;
     let call = |times: &Times, start: u64| times.call.map_or(-1, |call| (call.max(start) - start) as i64);
     column(out, "call", parts(), |(_, times, start)| call(&times, start))?;
     column(out, "start", parts(), |(_, times, start)| {
