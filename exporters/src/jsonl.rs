@@ -1,1 +1,273 @@
-//! jsonl
+//! OTLP JSON lines: one `ExportTraceServiceRequest` or `ExportMetricsServiceRequest` a line, as the OpenTelemetry
+//! Collector's file exporter writes them and its `otlpjsonfile` receiver reads them.
+//!
+//! Each batch is written at once and whole: a process that is killed leaves at most one unfinished line, a full disk none.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read as _, Seek as _, SeekFrom, Write};
+use std::path::Path;
+use std::time::Duration;
+
+use crate::model::{Batch, ExportStats, Exporter};
+use crate::otlp::json;
+
+/// Bytes of lines that are kept for a file that cannot take them, before lines are dropped.
+const KEPT: usize = 4 << 20;
+
+/// Writes batches to a file of OTLP JSON lines. Operations in a batch are not OTLP's and are left to other exporters.
+pub struct JsonlExporter {
+    path: String,
+    writer: Writer<File>,
+}
+
+impl JsonlExporter {
+    /// Begins the file anew.
+    ///
+    /// # Errors
+    /// The file cannot be created, in words.
+    pub fn create(path: impl AsRef<Path>) -> Result<Self, String> {
+        let path = path.as_ref().display().to_string();
+        match File::create(&path).and_then(|file| Writer::new(file, 0)) {
+            Ok(writer) => Ok(Self { path, writer }),
+            Err(error) => Err(format!("cannot create trace file {path}: {error}")),
+        }
+    }
+
+    /// Continues the file if it is there, after its last whole line: what follows that is the rest of a writer that was
+    /// killed, and is cut off.
+    ///
+    /// # Errors
+    /// The file cannot be opened, read or cut, in words.
+    pub fn append(path: impl AsRef<Path>) -> Result<Self, String> {
+        let path = path.as_ref().display().to_string();
+        let open = || {
+            let mut file = OpenOptions::new()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .open(&path)?;
+            let end = end_of_last_line(&mut file)?;
+            file.set_len(end)?;
+            Writer::new(file, end)
+        };
+        match open() {
+            Ok(writer) => Ok(Self { path, writer }),
+            Err(error) => Err(format!("cannot continue trace file {path}: {error}")),
+        }
+    }
+}
+
+/// Where the last whole line ends.
+fn end_of_last_line(file: &mut File) -> io::Result<u64> {
+    let mut end = file.seek(SeekFrom::End(0))?;
+    let mut block = [0; 8192];
+    while end > 0 {
+        let start = end.saturating_sub(block.len() as u64);
+        let part = &mut block[..usize::try_from(end - start).unwrap_or(0)];
+        file.seek(SeekFrom::Start(start))?;
+        file.read_exact(part)?;
+        if let Some(newline) = part.iter().rposition(|&byte| byte == b'\n') {
+            return Ok(start + newline as u64 + 1);
+        }
+        end = start;
+    }
+    Ok(0)
+}
+
+impl Exporter for JsonlExporter {
+    fn target(&self) -> String {
+        format!("OTLP JSON lines {}", self.path)
+    }
+
+    fn export(&mut self, batch: &Batch) {
+        self.writer.export(batch);
+    }
+
+    fn stats(&self) -> ExportStats {
+        let mut stats = self.writer.stats.clone();
+        stats.last_error = stats
+            .last_error
+            .map(|error| format!("cannot write trace file {}: {error}", self.path));
+        stats
+    }
+
+    fn shutdown(&mut self, _timeout: Duration) -> Result<(), String> {
+        self.writer
+            .close(File::sync_all)
+            .map_err(|error| format!("trace file {}: {error}", self.path))
+    }
+}
+
+/// Where lines go: a file, or a test's idea of one.
+trait Medium: Write {
+    /// Makes the file end at `end` and the next write go there.
+    fn cut(&mut self, end: u64) -> io::Result<()>;
+}
+
+impl Medium for File {
+    fn cut(&mut self, end: u64) -> io::Result<()> {
+        if !self.metadata()?.is_file() {
+            // A pipe or a device keeps what it got.
+            return Ok(());
+        }
+        self.set_len(end)?;
+        self.seek(SeekFrom::Start(end)).map(drop)
+    }
+}
+
+/// A line that is waiting to be written.
+struct Line {
+    bytes: usize,
+    spans: u64,
+    points: u64,
+}
+
+struct Writer<M> {
+    medium: M,
+    /// Bytes in the file, all whole lines.
+    end: u64,
+    /// Something after `end` could not be cut off yet.
+    ragged: bool,
+    buffer: Vec<u8>,
+    lines: Vec<Line>,
+    stats: ExportStats,
+    closed: bool,
+}
+
+impl<M: Medium> Writer<M> {
+    fn new(mut medium: M, end: u64) -> io::Result<Self> {
+        medium.cut(end)?;
+        let (buffer, lines, stats) = Default::default();
+        Ok(Self {
+            medium,
+            end,
+            ragged: false,
+            buffer,
+            lines,
+            stats,
+            closed: false,
+        })
+    }
+
+    fn export(&mut self, batch: &Batch) {
+        if self.closed {
+            return;
+        }
+        if !batch.spans.is_empty() {
+            self.line(batch.spans.len() as u64, 0, |out| json::traces(out, &batch.spans));
+        }
+        if !batch.metrics.is_empty() {
+            self.line(0, batch.metrics.len() as u64, |out| {
+                json::metrics(out, &batch.metrics)
+            });
+        }
+        if self.flush().is_err() {
+            self.limit();
+        }
+    }
+
+    fn line(&mut self, spans: u64, points: u64, write: impl FnOnce(&mut Vec<u8>)) {
+        let start = self.buffer.len();
+        write(&mut self.buffer);
+        self.buffer.push(b'\n');
+        self.lines.push(Line {
+            bytes: self.buffer.len() - start,
+            spans,
+            points,
+        });
+    }
+
+    /// Writes all lines; after an error the file ends with the last whole one and the rest stays in the buffer.
+    fn flush(&mut self) -> io::Result<()> {
+        let (written, result) = self.write();
+        let (mut bytes, mut whole) = (0, 0);
+        for line in &self.lines {
+            if bytes + line.bytes > written {
+                break;
+            }
+            bytes += line.bytes;
+            whole += 1;
+            self.stats.spans_delivered += line.spans;
+            self.stats.metrics_delivered += line.points;
+        }
+        self.lines.drain(..whole);
+        self.buffer.drain(..bytes);
+        self.end += bytes as u64;
+        if let Err(error) = &result {
+            self.stats.last_error = Some(error.to_string());
+            self.ragged = self.medium.cut(self.end).is_err();
+        }
+        result
+    }
+
+    /// Writes as much of the buffer as possible; returns how much that was.
+    fn write(&mut self) -> (usize, io::Result<()>) {
+        if self.ragged {
+            if let Err(error) = self.medium.cut(self.end) {
+                return (0, Err(error));
+            }
+            self.ragged = false;
+        }
+        let mut written = 0;
+        while written < self.buffer.len() {
+            match self.medium.write(&self.buffer[written..]) {
+                Ok(0) => return (written, Err(io::ErrorKind::WriteZero.into())),
+                Ok(more) => written += more,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return (written, Err(error)),
+            }
+        }
+        (written, Ok(()))
+    }
+
+    /// Drops the newest lines that exceed what is kept for later.
+    fn limit(&mut self) {
+        let mut excess = 0;
+        while self.buffer.len() - excess > KEPT
+            && let Some(line) = self.lines.pop()
+        {
+            excess += line.bytes;
+            self.drop_line(&line);
+        }
+        self.buffer.truncate(self.buffer.len() - excess);
+    }
+
+    fn drop_line(&mut self, line: &Line) {
+        let count = |list: &mut Vec<(&'static str, u64)>, items| match list.first_mut() {
+            Some((_, count)) => *count += items,
+            None if items > 0 => list.push(("io_error", items)),
+            None => {}
+        };
+        count(&mut self.stats.spans_dropped, line.spans);
+        count(&mut self.stats.metrics_dropped, line.points);
+    }
+
+    /// Writes what is left and has `sync` bring it to the disk.
+    fn close(&mut self, sync: impl FnOnce(&M) -> io::Result<()>) -> Result<(), String> {
+        if std::mem::replace(&mut self.closed, true) {
+            return Ok(());
+        }
+        let result = self.flush();
+        for line in std::mem::take(&mut self.lines) {
+            self.drop_line(&line);
+        }
+        self.buffer = Vec::new();
+        let lost = |list: &[(&str, u64)]| list.iter().map(|(_, count)| count).sum::<u64>();
+        let (spans, points) = (lost(&self.stats.spans_dropped), lost(&self.stats.metrics_dropped));
+        let unsupported = |error: &io::Error| error.kind() == io::ErrorKind::InvalidInput;
+        match result.and_then(|()| sync(&self.medium)) {
+            // Pipes and devices cannot be synchronised.
+            Err(error) if !unsupported(&error) => Err(format!(
+                "{error}; {spans} spans and {points} metric points are missing from it"
+            )),
+            _ if spans + points > 0 => Err(format!(
+                "{spans} spans and {points} metric points are missing from it"
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

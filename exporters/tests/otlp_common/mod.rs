@@ -421,3 +421,8 @@ pub(crate) fn metrics_request(points: &[Metric]) -> ExportMetricsServiceRequest 
         resource_metrics: groups.into_iter().map(|(_, group)| group).collect(),
     }
 }
+
+/// Trace ids of `spans`.
+pub(crate) fn ids(spans: &[Span]) -> Vec<Vec<u8>> {
+    spans.iter().map(|span| span.trace_id.to_vec()).collect()
+}

@@ -1,0 +1,383 @@
+//! OTLP servers for tests: a real one over gRPC, and a scripted one over HTTP/1.1.
+#![allow(dead_code, reason = "each test file uses a part")]
+
+use std::collections::VecDeque;
+use std::io::{BufRead as _, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use http::{HeaderMap, HeaderName, HeaderValue};
+use opentelemetry_proto::tonic::collector::metrics::v1 as metrics;
+use opentelemetry_proto::tonic::collector::trace::v1 as trace;
+use prost::Message;
+use tonic::codec::CompressionEncoding;
+use tonic::transport::{Identity, Server, ServerTlsConfig, server::TcpIncoming};
+use tonic::{Request, Response, Status};
+
+/// Waits until `condition` holds; fails the test if it takes half a minute.
+pub(crate) fn eventually(what: &str, condition: impl Fn() -> bool) {
+    let started = Instant::now();
+    while !condition() {
+        assert!(
+            started.elapsed() < Duration::from_secs(30),
+            "waited in vain for {what}"
+        );
+        thread::yield_now();
+    }
+}
+
+/// What a server took.
+#[derive(Clone, Default)]
+pub(crate) struct Received {
+    pub(crate) traces: trace::ExportTraceServiceRequest,
+    pub(crate) metrics: metrics::ExportMetricsServiceRequest,
+    pub(crate) headers: Vec<HeaderMap>,
+}
+
+impl Received {
+    pub(crate) fn trace_ids(&self) -> Vec<Vec<u8>> {
+        let scopes = self
+            .traces
+            .resource_spans
+            .iter()
+            .flat_map(|group| &group.scope_spans);
+        scopes
+            .flat_map(|scope| &scope.spans)
+            .map(|span| span.trace_id.clone())
+            .collect()
+    }
+}
+
+/// A scripted HTTP response.
+#[derive(Clone)]
+pub(crate) struct Answer {
+    pub(crate) status: u16,
+    pub(crate) headers: Vec<(&'static str, String)>,
+    pub(crate) body: Vec<u8>,
+    /// Sent instead of an HTTP response.
+    pub(crate) raw: Option<Vec<u8>>,
+}
+
+impl Answer {
+    pub(crate) fn status(status: u16) -> Self {
+        Self {
+            status,
+            headers: vec![],
+            body: vec![],
+            raw: None,
+        }
+    }
+
+    pub(crate) fn header(mut self, name: &'static str, value: &str) -> Self {
+        self.headers.push((name, value.to_owned()));
+        self
+    }
+}
+
+/// 200 with a protobuf body.
+pub(crate) fn ok(body: &[u8]) -> Answer {
+    Answer {
+        body: body.to_vec(),
+        ..Answer::status(200)
+    }
+    .header("content-type", "application/x-protobuf")
+}
+
+/// An encoded response that tells of a partial success.
+pub(crate) fn partial(rejected_spans: i64, error_message: &str) -> Vec<u8> {
+    let partial = trace::ExportTracePartialSuccess {
+        rejected_spans,
+        error_message: error_message.to_owned(),
+    };
+    trace::ExportTraceServiceResponse {
+        partial_success: Some(partial),
+    }
+    .encode_to_vec()
+}
+
+#[derive(Default)]
+struct HttpState {
+    script: VecDeque<Answer>,
+    received: Received,
+    connections: Vec<TcpStream>,
+    stopped: bool,
+}
+
+/// An HTTP/1.1 server that gives the answers of a script, then 200 for ever. Requests with status 200 are recorded.
+pub(crate) struct HttpServer {
+    pub(crate) url: String,
+    address: SocketAddr,
+    state: Arc<Mutex<HttpState>>,
+    thread: Option<thread::JoinHandle<()>>,
+}
+
+impl HttpServer {
+    pub(crate) fn start(script: Vec<Answer>) -> Self {
+        Self::start_at("127.0.0.1:0".parse().unwrap(), script)
+    }
+
+    pub(crate) fn start_at(address: SocketAddr, script: Vec<Answer>) -> Self {
+        let listener = TcpListener::bind(address).unwrap();
+        let address = listener.local_addr().unwrap();
+        let state = Arc::new(Mutex::new(HttpState {
+            script: script.into(),
+            ..HttpState::default()
+        }));
+        let shared = Arc::clone(&state);
+        let thread = thread::spawn(move || {
+            for stream in listener.incoming().map_while(Result::ok) {
+                let mut locked = shared.lock().unwrap();
+                if locked.stopped {
+                    return;
+                }
+                locked.connections.push(stream.try_clone().unwrap());
+                drop(locked);
+                let shared = Arc::clone(&shared);
+                thread::spawn(move || while serve_one(&stream, &shared).is_some() {});
+            }
+        });
+        Self {
+            url: format!("http://{address}"),
+            address,
+            state,
+            thread: Some(thread),
+        }
+    }
+
+    pub(crate) fn received(&self) -> Received {
+        self.state.lock().unwrap().received.clone()
+    }
+
+    /// Closes everything; the address can be used again.
+    pub(crate) fn stop(&mut self) -> SocketAddr {
+        if let Some(thread) = self.thread.take() {
+            let connections = {
+                let mut state = self.state.lock().unwrap();
+                state.stopped = true;
+                std::mem::take(&mut state.connections)
+            };
+            // Wakes the accepting thread.
+            drop(TcpStream::connect(self.address));
+            thread.join().unwrap();
+            for connection in connections {
+                let _ = connection.shutdown(std::net::Shutdown::Both);
+            }
+        }
+        self.address
+    }
+}
+
+impl Drop for HttpServer {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// Serves one request; `None` when the connection ends.
+fn serve_one(stream: &TcpStream, state: &Mutex<HttpState>) -> Option<()> {
+    let mut reader = BufReader::new(stream);
+    let mut first = String::new();
+    reader.read_line(&mut first).ok().filter(|&read| read > 0)?;
+    let mut headers = HeaderMap::new();
+    let path = first.split(' ').nth(1).unwrap_or_default().to_owned();
+    loop {
+        let mut line = String::new();
+        reader.read_line(&mut line).ok()?;
+        let Some((name, value)) = line.trim_end().split_once(": ") else {
+            break;
+        };
+        headers.append(
+            HeaderName::from_bytes(name.as_bytes()).ok()?,
+            HeaderValue::from_str(value).ok()?,
+        );
+    }
+    let length = headers
+        .get("content-length")
+        .and_then(|value| value.to_str().ok()?.parse().ok())
+        .unwrap_or(0);
+    let mut body = vec![0; length];
+    reader.read_exact(&mut body).ok()?;
+
+    let answer = state
+        .lock()
+        .unwrap()
+        .script
+        .pop_front()
+        .unwrap_or_else(|| ok(b""));
+    let mut out = Vec::new();
+    if let Some(raw) = &answer.raw {
+        out.extend_from_slice(raw);
+    } else {
+        write!(
+            out,
+            "HTTP/1.1 {} x\r\ncontent-length: {}\r\n",
+            answer.status,
+            answer.body.len()
+        )
+        .unwrap();
+        for (name, value) in &answer.headers {
+            write!(out, "{name}: {value}\r\n").unwrap();
+        }
+        out.extend_from_slice(b"\r\n");
+        out.extend_from_slice(&answer.body);
+    }
+    if answer.status == 200 && answer.raw.is_none() {
+        if headers
+            .get("content-encoding")
+            .is_some_and(|encoding| encoding == "gzip")
+        {
+            let mut plain = Vec::new();
+            flate2::read::GzDecoder::new(&body[..])
+                .read_to_end(&mut plain)
+                .unwrap();
+            body = plain;
+        }
+        let received = &mut state.lock().unwrap().received;
+        match path.as_str() {
+            "/v1/traces" => received.traces.merge(&body[..]).unwrap(),
+            "/v1/metrics" => received.metrics.merge(&body[..]).unwrap(),
+            _ => panic!("unexpected path {path}"),
+        }
+        received.headers.push(headers);
+    }
+    (&*stream).write_all(&out).ok()?;
+    if answer.raw.is_some() || answer.headers.iter().any(|(name, _)| *name == "x-then") {
+        let _ = stream.shutdown(std::net::Shutdown::Both);
+        return None;
+    }
+    Some(())
+}
+
+#[derive(Default)]
+struct GrpcState {
+    script: VecDeque<Status>,
+    rejected: Option<(i64, String)>,
+    received: Received,
+}
+
+/// A real OTLP server over gRPC. It fails with the statuses of a script, then takes everything.
+pub(crate) struct GrpcServer {
+    pub(crate) url: String,
+    state: Arc<Mutex<GrpcState>>,
+    /// Stops when dropped.
+    _runtime: tokio::runtime::Runtime,
+}
+
+#[derive(Clone)]
+struct Service(Arc<Mutex<GrpcState>>);
+
+impl GrpcServer {
+    pub(crate) fn start(script: Vec<Status>) -> Self {
+        Self::start_with(script, None)
+    }
+
+    pub(crate) fn start_with(script: Vec<Status>, tls: Option<ServerTlsConfig>) -> Self {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .unwrap();
+        let state = Arc::new(Mutex::new(GrpcState {
+            script: script.into(),
+            ..GrpcState::default()
+        }));
+        let service = Service(Arc::clone(&state));
+        let scheme = if tls.is_some() { "https" } else { "http" };
+        let incoming = {
+            let _inside = runtime.enter();
+            TcpIncoming::bind("127.0.0.1:0".parse().unwrap()).unwrap()
+        };
+        let port = incoming.local_addr().unwrap().port();
+        let traces = trace::trace_service_server::TraceServiceServer::new(service.clone());
+        let points = metrics::metrics_service_server::MetricsServiceServer::new(service);
+        runtime.spawn(async move {
+            let mut server = Server::builder();
+            if let Some(tls) = tls {
+                server = server.tls_config(tls).unwrap();
+            }
+            server
+                .add_service(traces.accept_compressed(CompressionEncoding::Gzip))
+                .add_service(points.accept_compressed(CompressionEncoding::Gzip))
+                .serve_with_incoming(incoming)
+                .await
+                .unwrap();
+        });
+        Self {
+            url: format!("{scheme}://localhost:{port}"),
+            state,
+            _runtime: runtime,
+        }
+    }
+
+    pub(crate) fn received(&self) -> Received {
+        self.state.lock().unwrap().received.clone()
+    }
+
+    /// From now on tells of `count` rejected items in every response.
+    pub(crate) fn reject(&self, count: i64, message: &str) {
+        self.state.lock().unwrap().rejected = Some((count, message.to_owned()));
+    }
+}
+
+/// TLS of a server with `certificate` and `key` in PEM, that asks for client certificates of `client_ca` if there is one.
+pub(crate) fn tls(certificate: &str, key: &str, client_ca: Option<&str>) -> ServerTlsConfig {
+    let config = ServerTlsConfig::new().identity(Identity::from_pem(certificate, key));
+    match client_ca {
+        Some(ca) => config.client_ca_root(tonic::transport::Certificate::from_pem(ca)),
+        None => config,
+    }
+}
+
+#[tonic::async_trait]
+impl trace::trace_service_server::TraceService for Service {
+    async fn export(
+        &self,
+        request: Request<trace::ExportTraceServiceRequest>,
+    ) -> Result<Response<trace::ExportTraceServiceResponse>, Status> {
+        let mut state = self.0.lock().unwrap();
+        if let Some(status) = state.script.pop_front() {
+            return Err(status);
+        }
+        let partial_success =
+            state.rejected.clone().map(
+                |(rejected_spans, error_message)| trace::ExportTracePartialSuccess {
+                    rejected_spans,
+                    error_message,
+                },
+            );
+        state
+            .received
+            .headers
+            .push(request.metadata().clone().into_headers());
+        state
+            .received
+            .traces
+            .resource_spans
+            .extend(request.into_inner().resource_spans);
+        Ok(Response::new(trace::ExportTraceServiceResponse {
+            partial_success,
+        }))
+    }
+}
+
+#[tonic::async_trait]
+impl metrics::metrics_service_server::MetricsService for Service {
+    async fn export(
+        &self,
+        request: Request<metrics::ExportMetricsServiceRequest>,
+    ) -> Result<Response<metrics::ExportMetricsServiceResponse>, Status> {
+        let mut state = self.0.lock().unwrap();
+        state
+            .received
+            .headers
+            .push(request.metadata().clone().into_headers());
+        state
+            .received
+            .metrics
+            .resource_metrics
+            .extend(request.into_inner().resource_metrics);
+        Ok(Response::new(metrics::ExportMetricsServiceResponse::default()))
+    }
+}
