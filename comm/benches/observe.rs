@@ -5,7 +5,7 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
-use criterion::{Criterion, criterion_group, criterion_main};
+use criterion::Criterion;
 use ringsight_comm::observe::{self, probe};
 use ringsight_records::{Kind, Record, State, ring};
 
@@ -18,7 +18,7 @@ fn observe(criterion: &mut Criterion) {
     group.bench_function("probe function, unattached", |bencher| {
         bencher.iter(|| {
             // SAFETY: the function reads nothing.
-            unsafe { probe::ringsight_probe_launch(black_box(&raw const record)) }
+            unsafe { probe::ringsight_probe_launch(black_box(&raw const record)) };
         });
     });
     group.bench_function("dense event, unarmed", |bencher| {
@@ -66,5 +66,12 @@ fn observe(criterion: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, observe);
-criterion_main!(benches);
+mod benches {
+    #![expect(missing_docs, reason = "made by criterion's macro")]
+
+    use super::observe;
+
+    criterion::criterion_group!(all, observe);
+}
+
+criterion::criterion_main!(benches::all);

@@ -47,20 +47,52 @@ fn operations_name_the_bad_argument() {
             let all_reduce = |send: *const f32, recv, kind, op, comm, stream| {
                 abi::ncclAllReduce(send.cast(), recv, 8, kind, op, comm, stream)
             };
-            fails(all_reduce(at, out, 7, 0, Handle(0), stream), ARGUMENT, "comm is NULL");
-            fails(all_reduce(at, out, 7, 0, Handle(0xdead), stream), ARGUMENT, "comm (0xdead)");
-            fails(all_reduce(at, out, 12, 0, comm, stream), ARGUMENT, "datatype (12)");
-            fails(all_reduce(at, out, -1, 0, comm, stream), ARGUMENT, "datatype (-1)");
+            fails(
+                all_reduce(at, out, 7, 0, Handle(0), stream),
+                ARGUMENT,
+                "comm is NULL",
+            );
+            fails(
+                all_reduce(at, out, 7, 0, Handle(0xdead), stream),
+                ARGUMENT,
+                "comm (0xdead)",
+            );
+            fails(
+                all_reduce(at, out, 12, 0, comm, stream),
+                ARGUMENT,
+                "datatype (12)",
+            );
+            fails(
+                all_reduce(at, out, -1, 0, comm, stream),
+                ARGUMENT,
+                "datatype (-1)",
+            );
             fails(all_reduce(at, out, 7, 5, comm, stream), ARGUMENT, "op (5)");
             fails(all_reduce(at, out, 7, -1, comm, stream), ARGUMENT, "op (-1)");
-            fails(all_reduce(null(), out, 7, 0, comm, stream), ARGUMENT, "sendbuff is NULL");
-            fails(all_reduce(at, null_mut(), 7, 0, comm, stream), ARGUMENT, "recvbuff is NULL");
+            fails(
+                all_reduce(null(), out, 7, 0, comm, stream),
+                ARGUMENT,
+                "sendbuff is NULL",
+            );
+            fails(
+                all_reduce(at, null_mut(), 7, 0, comm, stream),
+                ARGUMENT,
+                "recvbuff is NULL",
+            );
             fails(all_reduce(at, out, 7, 0, comm, Stream(0xbad)), ARGUMENT, "stream");
             let broadcast = |root| abi::ncclBroadcast(at.cast(), out, 8, 7, root, comm, stream);
             fails(broadcast(2), ARGUMENT, "root (2)");
             fails(broadcast(-1), ARGUMENT, "root (-1)");
-            fails(abi::ncclSend(at.cast(), 8, 7, 2, comm, stream), ARGUMENT, "peer (2)");
-            fails(abi::ncclRecv(out, usize::MAX, 7, 0, comm, stream), ARGUMENT, "count");
+            fails(
+                abi::ncclSend(at.cast(), 8, 7, 2, comm, stream),
+                ARGUMENT,
+                "peer (2)",
+            );
+            fails(
+                abi::ncclRecv(out, usize::MAX, 7, 0, comm, stream),
+                ARGUMENT,
+                "count",
+            );
             fails(abi::ncclCommCount(comm, null_mut()), ARGUMENT, "count is NULL");
             fails(abi::ncclGetVersion(null_mut()), ARGUMENT, "version is NULL");
             fails(abi::ncclGroupEnd(), USAGE, "without ncclGroupStart");
@@ -79,7 +111,11 @@ fn a_group_with_a_bad_call_launches_nothing() {
         // SAFETY: no arguments.
         ok(unsafe { abi::ncclGroupStart() });
         ok(rank.call(&call, data.as_ptr().cast(), out.as_mut_ptr().cast()));
-        fails(rank.call(&call, null(), out.as_mut_ptr().cast()), ARGUMENT, "sendbuff");
+        fails(
+            rank.call(&call, null(), out.as_mut_ptr().cast()),
+            ARGUMENT,
+            "sendbuff",
+        );
         // SAFETY: no arguments.
         fails(unsafe { abi::ncclGroupEnd() }, ARGUMENT, "sendbuff");
         rank.synchronize();
@@ -87,7 +123,11 @@ fn a_group_with_a_bad_call_launches_nothing() {
         // An unpaired message to oneself can never be received.
         // SAFETY: no arguments.
         ok(unsafe { abi::ncclGroupStart() });
-        ok(rank.call(&Call::peer(Function::Send, 8, rank.rank), data.as_ptr().cast(), null_mut()));
+        ok(rank.call(
+            &Call::peer(Function::Send, 8, rank.rank),
+            data.as_ptr().cast(),
+            null_mut(),
+        ));
         // SAFETY: no arguments.
         fails(unsafe { abi::ncclGroupEnd() }, USAGE, "must pair");
     });
@@ -101,7 +141,11 @@ fn stale_handles_are_errors() {
     // SAFETY: stale handles are what is tested.
     unsafe {
         let data = [0f32; 1];
-        let code = rank.call(&Call::new(Function::AllReduce, 1), data.as_ptr().cast(), data.as_ptr().cast_mut().cast());
+        let code = rank.call(
+            &Call::new(Function::AllReduce, 1),
+            data.as_ptr().cast(),
+            data.as_ptr().cast_mut().cast(),
+        );
         fails(code, ARGUMENT, "destroyed or aborted");
         fails(abi::ncclCommDestroy(rank.comm), ARGUMENT, "destroyed or aborted");
         fails(abi::ncclCommAbort(rank.comm), ARGUMENT, "destroyed or aborted");
@@ -121,7 +165,11 @@ fn a_finalized_communicator_only_answers_questions() {
         }
         let data = [0f32; 1];
         let at = data.as_ptr().cast_mut().cast();
-        fails(rank.call(&Call::new(Function::AllReduce, 1), at, at), USAGE, "finalized");
+        fails(
+            rank.call(&Call::new(Function::AllReduce, 1), at, at),
+            USAGE,
+            "finalized",
+        );
     });
 }
 
@@ -155,7 +203,8 @@ fn configs_are_checked() {
         let (mut comm, mut settings) = (Handle(1), config());
         change(&mut settings);
         // SAFETY: valid places.
-        let code = unsafe { abi::ncclCommInitRankConfig(&raw mut comm, 1, unique_id(), 0, &raw mut settings) };
+        let code =
+            unsafe { abi::ncclCommInitRankConfig(&raw mut comm, 1, unique_id(), 0, &raw mut settings) };
         if code == ResultCode::Success {
             // SAFETY: the communicator just made.
             ok(unsafe { abi::ncclCommDestroy(comm) });
@@ -163,15 +212,23 @@ fn configs_are_checked() {
         code
     };
     ok(init(|_| {}));
-    ok(init(|config| (config.min_ctas, config.max_ctas, config.comm_name) = (1, 4, c"name".as_ptr())));
+    ok(init(|config| {
+        (config.min_ctas, config.max_ctas, config.comm_name) = (1, 4, c"name".as_ptr())
+    }));
     // Built against 2.17: what came later is not looked at, whatever is there.
-    ok(init(|config| (config.size, config.version, config.comm_name) = (48, 21700, null::<u8>().wrapping_add(1).cast())));
+    ok(init(|config| {
+        (config.size, config.version, config.comm_name) = (48, 21700, null::<u8>().wrapping_add(1).cast())
+    }));
     fails(init(|config| config.magic = 1), ARGUMENT, "config.magic");
     fails(init(|config| config.size = 8), ARGUMENT, "config.size");
     fails(init(|config| config.blocking = 0), USAGE, "config.blocking");
     fails(init(|config| config.blocking = 2), ARGUMENT, "config.blocking");
     fails(init(|config| config.min_ctas = 0), ARGUMENT, "config.minCTAs");
-    fails(init(|config| (config.min_ctas, config.max_ctas) = (8, 4)), ARGUMENT, "config.maxCTAs");
+    fails(
+        init(|config| (config.min_ctas, config.max_ctas) = (8, 4)),
+        ARGUMENT,
+        "config.maxCTAs",
+    );
 }
 
 #[test]
@@ -190,8 +247,16 @@ fn init_checks_its_arguments() {
     assert_eq!(comm, Handle(0));
     // SAFETY: null is refused.
     unsafe {
-        fails(abi::ncclCommInitRank(null_mut(), 1, id, 0), ARGUMENT, "comm is NULL");
-        fails(abi::ncclCommInitAll(null_mut(), 1, null()), ARGUMENT, "comms is NULL");
+        fails(
+            abi::ncclCommInitRank(null_mut(), 1, id, 0),
+            ARGUMENT,
+            "comm is NULL",
+        );
+        fails(
+            abi::ncclCommInitAll(null_mut(), 1, null()),
+            ARGUMENT,
+            "comms is NULL",
+        );
         fails(abi::ncclGetUniqueId(null_mut()), ARGUMENT, "uniqueId is NULL");
     }
 }
@@ -200,7 +265,9 @@ fn init_checks_its_arguments() {
 fn result_codes_have_words() {
     let text = |code| {
         // SAFETY: a static C string.
-        unsafe { CStr::from_ptr(abi::ncclGetErrorString(code)) }.to_str().unwrap()
+        unsafe { CStr::from_ptr(abi::ncclGetErrorString(code)) }
+            .to_str()
+            .unwrap()
     };
     assert_eq!(text(0), "no error");
     let all: std::collections::HashSet<&str> = (0..8).map(text).collect();
@@ -260,7 +327,11 @@ fn abort_alone() {
     // Streams end on a thread of their own.
     let end = Instant::now() + Duration::from_secs(10);
     while holdings() != before {
-        assert!(Instant::now() < end, "threads and descriptors: {:?}, before {before:?}", holdings());
+        assert!(
+            Instant::now() < end,
+            "threads and descriptors: {:?}, before {before:?}",
+            holdings()
+        );
         std::thread::yield_now();
     }
     println!("nothing left");
@@ -272,7 +343,11 @@ fn alone(test: &str, change: impl FnOnce(&mut Command)) -> String {
     command.args(["--exact", test, "--ignored", "--nocapture"]);
     change(&mut command);
     let output = command.output().unwrap();
-    let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    let text = format!(
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
     assert!(output.status.success(), "{text}");
     text
 }
@@ -280,7 +355,9 @@ fn alone(test: &str, change: impl FnOnce(&mut Command)) -> String {
 #[test]
 fn abort_returns_and_leaves_nothing() {
     let text = alone("abort_alone", |command| {
-        command.env("RINGSIGHT_DEVICE", "host").env("NCCL_SOCKET_IFNAME", "lo");
+        command
+            .env("RINGSIGHT_DEVICE", "host")
+            .env("NCCL_SOCKET_IFNAME", "lo");
         // What the test harness itself needs is the same each time.
         command.arg("--test-threads=1");
     });
@@ -301,15 +378,22 @@ fn no_device() {
 #[test]
 fn without_a_device_init_says_so() {
     let text = alone("no_device", |command| {
-        command.env_remove("RINGSIGHT_DEVICE").env("NCCL_SOCKET_IFNAME", "lo");
+        command
+            .env_remove("RINGSIGHT_DEVICE")
+            .env("NCCL_SOCKET_IFNAME", "lo");
     });
-    assert!(text.contains("libcuda.so.1") && text.contains("RINGSIGHT_DEVICE=host"), "{text}");
+    assert!(
+        text.contains("libcuda.so.1") && text.contains("RINGSIGHT_DEVICE=host"),
+        "{text}"
+    );
 }
 
 #[test]
 fn a_forked_child_is_refused() {
     let text = alone("forked_alone", |command| {
-        command.env("RINGSIGHT_DEVICE", "host").env("NCCL_SOCKET_IFNAME", "lo");
+        command
+            .env("RINGSIGHT_DEVICE", "host")
+            .env("NCCL_SOCKET_IFNAME", "lo");
     });
     assert!(text.contains("child refused"), "{text}");
 }
@@ -332,6 +416,10 @@ fn forked_alone() {
         assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
         assert_eq!(status, 0);
         println!("child refused");
-        Call { data_type: DataType::Int32, ..Call::new(Function::AllReduce, 10) }.check(&rank, false);
+        Call {
+            data_type: DataType::Int32,
+            ..Call::new(Function::AllReduce, 10)
+        }
+        .check(&rank, false);
     });
 }

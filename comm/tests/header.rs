@@ -10,7 +10,10 @@ use std::{
 fn library() -> PathBuf {
     let test = env::current_exe().unwrap();
     let deps = test.parent().unwrap();
-    let candidates = [deps.join("libringsight_comm.so"), deps.parent().unwrap().join("libringsight_comm.so")];
+    let candidates = [
+        deps.join("libringsight_comm.so"),
+        deps.parent().unwrap().join("libringsight_comm.so"),
+    ];
     candidates
         .iter()
         .filter(|path| path.exists())
@@ -25,8 +28,14 @@ fn include() -> PathBuf {
 
 #[track_caller]
 fn run(command: &mut Command) -> String {
-    let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
-    let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    let output = command
+        .output()
+        .unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    let text = format!(
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
     assert!(output.status.success(), "{command:?}:\n{text}");
     text
 }
@@ -72,7 +81,11 @@ fn a_c_program_runs_on_two_processes() {
     for (rank, child) in ranks.into_iter().enumerate() {
         let output = child.wait_with_output().unwrap();
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+        assert!(
+            output.status.success(),
+            "{text}{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
         assert_eq!(text, format!("rank {rank} ok\n"));
     }
 }
@@ -88,7 +101,15 @@ fn headers_compile_as_c_and_cpp_without_cuda() {
         )
         .unwrap();
         run(Command::new(compiler)
-            .args([standard, "-Wall", "-Wextra", "-pedantic", "-Werror", "-fsyntax-only", "-I"])
+            .args([
+                standard,
+                "-Wall",
+                "-Wextra",
+                "-pedantic",
+                "-Werror",
+                "-fsyntax-only",
+                "-I",
+            ])
             .arg(include())
             .arg(source));
     }
@@ -96,16 +117,27 @@ fn headers_compile_as_c_and_cpp_without_cuda() {
 
 #[test]
 fn every_declared_function_is_exported_and_every_export_declared() {
-    let mut declared: Vec<String> =
-        ringsight_records::PROBE_SYMBOLS.iter().map(|name| (*name).to_owned()).collect();
+    let mut declared: Vec<String> = ringsight_records::PROBE_SYMBOLS
+        .iter()
+        .map(|name| (*name).to_owned())
+        .collect();
     let nccl = std::fs::read_to_string(include().join("nccl.h")).unwrap();
-    for line in nccl.lines().filter(|line| line.starts_with("RINGSIGHT_NCCL_API(")) {
+    for line in nccl
+        .lines()
+        .filter(|line| line.starts_with("RINGSIGHT_NCCL_API("))
+    {
         let name = line.split([',', '(']).nth(2).unwrap().trim();
         declared.extend([name.to_owned(), format!("p{name}")]);
     }
     let own = std::fs::read_to_string(include().join("ringsight.h")).unwrap();
     for line in own.lines().filter(|line| line.starts_with("ncclResult_t ")) {
-        declared.push(line["ncclResult_t ".len()..].split('(').next().unwrap().to_owned());
+        declared.push(
+            line["ncclResult_t ".len()..]
+                .split('(')
+                .next()
+                .unwrap()
+                .to_owned(),
+        );
     }
     assert!(declared.len() > 70, "the headers were read: {declared:?}");
     let mut exported = exports();

@@ -29,7 +29,11 @@ fn worker() {
     for function in COLLECTIVES {
         for count in [1, 17, 40_001, 300_003] {
             for in_place in [false, true] {
-                Call { root: count % ranks, ..Call::new(function, count) }.check(&rank, in_place);
+                Call {
+                    root: count % ranks,
+                    ..Call::new(function, count)
+                }
+                .check(&rank, in_place);
             }
         }
     }
@@ -41,14 +45,24 @@ fn worker() {
 
 fn all_to_all(rank: &Rank, count: usize) {
     let value = |from: usize, to: usize, i: usize| (from * 1000 + to * 100 + i % 97) as f32;
-    let out: Vec<f32> = (0..rank.ranks * count).map(|i| value(rank.rank, i / count, i % count)).collect();
+    let out: Vec<f32> = (0..rank.ranks * count)
+        .map(|i| value(rank.rank, i / count, i % count))
+        .collect();
     let mut into = vec![-1f32; rank.ranks * count];
     // SAFETY: no arguments.
     ok(unsafe { abi::ncclGroupStart() });
     for peer in 0..rank.ranks {
         let (send, recv) = (out[peer * count..].as_ptr(), into[peer * count..].as_mut_ptr());
-        ok(rank.call(&Call::peer(Function::Send, count, peer), send.cast(), std::ptr::null_mut()));
-        ok(rank.call(&Call::peer(Function::Recv, count, peer), std::ptr::null(), recv.cast()));
+        ok(rank.call(
+            &Call::peer(Function::Send, count, peer),
+            send.cast(),
+            std::ptr::null_mut(),
+        ));
+        ok(rank.call(
+            &Call::peer(Function::Recv, count, peer),
+            std::ptr::null(),
+            recv.cast(),
+        ));
     }
     // SAFETY: no arguments.
     ok(unsafe { abi::ncclGroupEnd() });
@@ -64,7 +78,11 @@ fn replay(rank: &Rank) {
     let mut data = vec![0f32; 50_000];
     let mut sum = vec![0f32; 50_000];
     device.capture_begin(rank.stream).unwrap();
-    ok(rank.call(&Call::new(Function::AllReduce, 50_000), data.as_ptr().cast(), sum.as_mut_ptr().cast()));
+    ok(rank.call(
+        &Call::new(Function::AllReduce, 50_000),
+        data.as_ptr().cast(),
+        sum.as_mut_ptr().cast(),
+    ));
     let graph = device.capture_end(rank.stream).unwrap();
     let exec = device.graph_instantiate(graph).unwrap();
     device.graph_destroy(graph).unwrap();

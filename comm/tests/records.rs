@@ -32,7 +32,9 @@ impl Watch {
         let header = observe::pages().unwrap().header();
         let lease = header
             .lease
-            .acquire((std::process::id(), 1), observe::now_ns(), Kind::EVERY, |_, _| true)
+            .acquire((std::process::id(), 1), observe::now_ns(), Kind::EVERY, |_, _| {
+                true
+            })
             .expect("nobody else watches this process");
         let (end, ended) = channel::<()>();
         let heartbeat = std::thread::spawn(move || {
@@ -40,7 +42,11 @@ impl Watch {
                 assert!(header.lease.renew(lease, observe::now_ns()));
             }
         });
-        Self { lease, before: counters(), heartbeat: (end, heartbeat) }
+        Self {
+            lease,
+            before: counters(),
+            heartbeat: (end, heartbeat),
+        }
     }
 
     /// Takes what has come; checks that it is all that was counted, each record of this version.
@@ -52,11 +58,22 @@ impl Watch {
             std::iter::from_fn(|| ring::pop(&pages.header().cursor, pages.ring())).collect();
         pages.header().lease.release(self.lease);
         for ((kind, before), after) in Kind::ALL.iter().zip(self.before).zip(counters()) {
-            assert_eq!(of(&records, *kind).count() as u64, after - before, "{kind} records and their counter");
+            assert_eq!(
+                of(&records, *kind).count() as u64,
+                after - before,
+                "{kind} records and their counter"
+            );
             assert_eq!(observe::lost(*kind), 0);
         }
-        assert!(records.iter().all(|record| record.version() == ringsight_records::VERSION));
-        assert!(records.iter().all(|record| record.pid == std::process::id()), "originator pid");
+        assert!(
+            records
+                .iter()
+                .all(|record| record.version() == ringsight_records::VERSION)
+        );
+        assert!(
+            records.iter().all(|record| record.pid == std::process::id()),
+            "originator pid"
+        );
         records
     }
 }
@@ -110,35 +127,83 @@ fn a_lone_collective_tells_its_life() {
     let records = watch.end();
     assert_eq!(count(&records, Kind::CommInit, State::STOP), 2);
     assert_eq!(count(&records, Kind::CommDestroy, State::STOP), 2);
-    for kind in [Kind::CollApi, Kind::Coll, Kind::KernelLaunch, Kind::GroupApi, Kind::Group] {
-        assert_eq!((count(&records, kind, State::START), count(&records, kind, State::STOP)), (6, 6), "{kind}");
+    for kind in [
+        Kind::CollApi,
+        Kind::Coll,
+        Kind::KernelLaunch,
+        Kind::GroupApi,
+        Kind::Group,
+    ] {
+        assert_eq!(
+            (
+                count(&records, kind, State::START),
+                count(&records, kind, State::STOP)
+            ),
+            (6, 6),
+            "{kind}"
+        );
     }
     assert_eq!(count(&records, Kind::OpLaunched, State::START), 6);
     assert_eq!(count(&records, Kind::OpCompleted, State::STOP), 6);
-    assert_eq!(of(&records, Kind::P2pApi).chain(of(&records, Kind::P2p)).count(), 0);
-    assert_eq!(of(&records, Kind::ProxyOp).chain(of(&records, Kind::ProxyCompleted)).count(), 0, "one node");
+    assert_eq!(
+        of(&records, Kind::P2pApi).chain(of(&records, Kind::P2p)).count(),
+        0
+    );
+    assert_eq!(
+        of(&records, Kind::ProxyOp)
+            .chain(of(&records, Kind::ProxyCompleted))
+            .count(),
+        0,
+        "one node"
+    );
 
     let comm = of(&records, Kind::CommInit).next().unwrap().comm;
     let mut seen = HashSet::new();
     for launched in of(&records, Kind::OpLaunched) {
         let op = launched.op;
-        assert!(seen.insert((launched.rank, launched.seq)), "one operation, one sequence");
+        assert!(
+            seen.insert((launched.rank, launched.seq)),
+            "one operation, one sequence"
+        );
         assert!(launched.seq < 3 && launched.rank < 2 && launched.replay == 0);
-        assert_eq!((launched.comm, launched.peer, launched.bytes), (comm, -1, 4 * COUNT as u64));
+        assert_eq!(
+            (launched.comm, launched.peer, launched.bytes),
+            (comm, -1, 4 * COUNT as u64)
+        );
         let about = description(op);
-        assert_eq!((about.comm, about.seq, about.rank, about.ranks), (comm, launched.seq, launched.rank, 2));
+        assert_eq!(
+            (about.comm, about.seq, about.rank, about.ranks),
+            (comm, launched.seq, launched.rank, 2)
+        );
         assert_eq!((about.count, about.bytes), (COUNT as u64, 4 * COUNT as u64));
         assert_eq!(about.channels, 2, "800 kB take both channels");
         // Every channel starts and stops once, between the operation's device times.
-        let channels: Vec<&Record> = of(&records, Kind::KernelCh).filter(|record| record.op == op).collect();
+        let channels: Vec<&Record> = of(&records, Kind::KernelCh)
+            .filter(|record| record.op == op)
+            .collect();
         assert_eq!(channels.len(), 4);
         for channel in 0..2 {
-            let of_channel: Vec<_> = channels.iter().filter(|record| record.channel == channel).collect();
-            assert_eq!((of_channel[0].state, of_channel[1].state), (State::START, State::STOP));
-            assert!(of_channel.iter().all(|record| record.value > 0 && record.seq == launched.seq));
+            let of_channel: Vec<_> = channels
+                .iter()
+                .filter(|record| record.channel == channel)
+                .collect();
+            assert_eq!(
+                (of_channel[0].state, of_channel[1].state),
+                (State::START, State::STOP)
+            );
+            assert!(
+                of_channel
+                    .iter()
+                    .all(|record| record.value > 0 && record.seq == launched.seq)
+            );
         }
-        let completed = of(&records, Kind::OpCompleted).find(|record| record.op == op).unwrap();
-        assert_eq!((completed.value, completed.time_ns), (about.device_start_ns, about.device_end_ns));
+        let completed = of(&records, Kind::OpCompleted)
+            .find(|record| record.op == op)
+            .unwrap();
+        assert_eq!(
+            (completed.value, completed.time_ns),
+            (about.device_start_ns, about.device_end_ns)
+        );
         let times = [
             about.api_start_ns,
             about.launch_start_ns,
@@ -147,11 +212,18 @@ fn a_lone_collective_tells_its_life() {
         ];
         assert!(times[0] > 0 && times.is_sorted(), "{times:?}");
         assert!(about.launch_start_ns <= about.launch_end_ns && about.launch_end_ns <= about.api_end_ns);
-        assert!(about.api_end_ns <= launched.time_ns, "complete before it is announced");
+        assert!(
+            about.api_end_ns <= launched.time_ns,
+            "complete before it is announced"
+        );
         assert_eq!(about.group_depth, 1, "implicit");
-        let api = of(&records, Kind::GroupApi).find(|record| record.op == about.group).unwrap();
+        let api = of(&records, Kind::GroupApi)
+            .find(|record| record.op == about.group)
+            .unwrap();
         assert_eq!(api.value, 1);
-        let launch = of(&records, Kind::KernelLaunch).find(|record| record.op == about.plan).unwrap();
+        let launch = of(&records, Kind::KernelLaunch)
+            .find(|record| record.op == about.plan)
+            .unwrap();
         assert_eq!((launch.value, launch.comm), (about.stream, comm));
     }
 }
@@ -166,7 +238,11 @@ fn a_group_is_one_event_with_its_operations_under_it() {
         let other = 1 - rank.rank;
         group(|| {
             for result in &mut results[..3] {
-                ok(rank.call(&Call::new(Function::AllReduce, 100), data.as_ptr().cast(), result.as_mut_ptr().cast()));
+                ok(rank.call(
+                    &Call::new(Function::AllReduce, 100),
+                    data.as_ptr().cast(),
+                    result.as_mut_ptr().cast(),
+                ));
             }
             let send = Call::peer(Function::Send, 100, other);
             ok(rank.call(&send, data.as_ptr().cast(), std::ptr::null_mut()));
@@ -190,21 +266,38 @@ fn a_group_is_one_event_with_its_operations_under_it() {
         (Kind::OpLaunched, State::START, 10),
         (Kind::OpCompleted, State::STOP, 10),
     ] {
-        assert_eq!(count(&records, kind, state), expected, "{kind} {:?}", state.name());
+        assert_eq!(
+            count(&records, kind, state),
+            expected,
+            "{kind} {:?}",
+            state.name()
+        );
     }
     for launched in of(&records, Kind::OpLaunched) {
         let about = description(launched.op);
         assert_eq!(about.group_depth, 2);
         assert!(of(&records, Kind::GroupApi).any(|record| record.op == about.group && record.value == 2));
         let p2p = launched.flags().contains(Flags::P2P);
-        assert_eq!(p2p, matches!(Function::from_code(about.function), Some(Function::Send | Function::Recv)));
+        assert_eq!(
+            p2p,
+            matches!(
+                Function::from_code(about.function),
+                Some(Function::Send | Function::Recv)
+            )
+        );
         if p2p {
-            assert_eq!((launched.peer, launched.seq), (1 - launched.rank as i32, 0), "first of its pair");
+            assert_eq!(
+                (launched.peer, launched.seq),
+                (1 - launched.rank as i32, 0),
+                "first of its pair"
+            );
             assert_eq!((about.peer, about.root), (launched.peer, -1));
         }
     }
     // The two plans hold all operations of their rank.
-    let plans: HashSet<u32> = of(&records, Kind::OpLaunched).map(|record| description(record.op).plan).collect();
+    let plans: HashSet<u32> = of(&records, Kind::OpLaunched)
+        .map(|record| description(record.op).plan)
+        .collect();
     assert_eq!(plans.len(), 2);
 }
 
@@ -240,12 +333,22 @@ fn replays_are_numbered_and_their_graph_is_seen() {
     for completed in of(&records, Kind::OpCompleted) {
         assert!(completed.value > 0 && completed.value <= completed.time_ns);
         assert_eq!(completed.flags().contains(Flags::GRAPH), completed.replay > 0);
-        replays.entry((completed.rank, completed.seq)).or_default().push(completed.replay);
+        replays
+            .entry((completed.rank, completed.seq))
+            .or_default()
+            .push(completed.replay);
     }
     for rank in 0..2 {
-        assert_eq!(replays.remove(&(rank, 0)), Some(vec![0]), "the eager operation counts for itself");
+        assert_eq!(
+            replays.remove(&(rank, 0)),
+            Some(vec![0]),
+            "the eager operation counts for itself"
+        );
         for (graph, node) in [(1, 0), (1, 1), (2, 0), (2, 1)] {
-            assert_eq!(replays.remove(&(rank, graph << 32 | node)), Some(vec![1, 2, 3, 4, 5]));
+            assert_eq!(
+                replays.remove(&(rank, graph << 32 | node)),
+                Some(vec![1, 2, 3, 4, 5])
+            );
         }
     }
     assert!(replays.is_empty());
@@ -255,7 +358,13 @@ fn replays_are_numbered_and_their_graph_is_seen() {
             .map(|record| (record.rank, record.op))
             .collect::<HashSet<_>>()
     };
-    assert_eq!((graphs(State::START).len(), count(&records, Kind::Graph, State::START)), (4, 4));
+    assert_eq!(
+        (
+            graphs(State::START).len(),
+            count(&records, Kind::Graph, State::START)
+        ),
+        (4, 4)
+    );
     assert_eq!(graphs(State::START), graphs(State::STOP));
 }
 
@@ -265,7 +374,7 @@ fn work_beyond_the_budget_is_cut_alike_on_all_ranks() {
     const OPS: usize = 3000;
     let watch = Watch::begin();
     on_ranks(2, |rank| {
-        let data = vec![1f32; 4];
+        let data = [1f32; 4];
         let mut sums = vec![[0f32; 4]; OPS];
         let other = 1 - rank.rank;
         // Rank 1 sends nothing: its plans end elsewhere, its collectives must not.
@@ -296,14 +405,33 @@ fn work_beyond_the_budget_is_cut_alike_on_all_ranks() {
     assert!(channels[0] == channels[1], "channels are chosen alike");
     let mut cuts = [HashMap::new(), HashMap::new()];
     for launched in of(&records, Kind::OpLaunched).filter(|record| !record.flags().contains(Flags::P2P)) {
-        let Some(about) = observe::pages().unwrap().description(launched.op) else { continue };
-        let first = of(&records, Kind::KernelLaunch).find(|record| record.rank == about.rank).unwrap().op;
+        let Some(about) = observe::pages().unwrap().description(launched.op) else {
+            continue;
+        };
+        let first = of(&records, Kind::KernelLaunch)
+            .find(|record| record.rank == about.rank)
+            .unwrap()
+            .op;
         cuts[launched.rank as usize].insert(launched.seq, about.plan == first);
     }
-    let both: Vec<u64> = cuts[0].keys().filter(|seq| cuts[1].contains_key(seq)).copied().collect();
-    assert!(both.iter().any(|seq| cuts[0][seq]) && both.iter().any(|seq| !cuts[0][seq]), "both plans are described");
-    assert!(both.iter().all(|seq| cuts[0][seq] == cuts[1][seq]), "plans are cut alike");
-    assert_eq!(count(&records, Kind::KernelLaunch, State::START), 4, "two plans of at most 2048 elements a rank");
+    let both: Vec<u64> = cuts[0]
+        .keys()
+        .filter(|seq| cuts[1].contains_key(seq))
+        .copied()
+        .collect();
+    assert!(
+        both.iter().any(|seq| cuts[0][seq]) && both.iter().any(|seq| !cuts[0][seq]),
+        "both plans are described"
+    );
+    assert!(
+        both.iter().all(|seq| cuts[0][seq] == cuts[1][seq]),
+        "plans are cut alike"
+    );
+    assert_eq!(
+        count(&records, Kind::KernelLaunch, State::START),
+        4,
+        "two plans of at most 2048 elements a rank"
+    );
 }
 
 #[test]
@@ -343,15 +471,25 @@ fn network_worker() {
 
     let ops: Vec<&Record> = of(&records, Kind::OpCompleted).collect();
     assert_eq!(ops.len(), 1 + 2 + 3);
-    assert_eq!(count(&records, Kind::ProxyCompleted, State::STOP), ops.len(), "each operation crosses the network");
+    assert_eq!(
+        count(&records, Kind::ProxyCompleted, State::STOP),
+        ops.len(),
+        "each operation crosses the network"
+    );
     for op in ops {
         let about = description(op.op);
-        let mine = |kind| {
-            of(&records, kind).filter(move |record| (record.op, record.replay) == (op.op, op.replay))
-        };
-        let starts: Vec<&Record> = mine(Kind::ProxyOp).filter(|record| record.state == State::START).collect();
+        let mine =
+            |kind| of(&records, kind).filter(move |record| (record.op, record.replay) == (op.op, op.replay));
+        let starts: Vec<&Record> = mine(Kind::ProxyOp)
+            .filter(|record| record.state == State::START)
+            .collect();
         assert_eq!(starts.len() as u32, about.proxy_ops);
-        assert_eq!(mine(Kind::ProxyOp).filter(|record| record.state == State::STOP).count(), starts.len());
+        assert_eq!(
+            mine(Kind::ProxyOp)
+                .filter(|record| record.state == State::STOP)
+                .count(),
+            starts.len()
+        );
         let completed = mine(Kind::ProxyCompleted).next().unwrap();
         assert_eq!(completed.value, u64::from(about.proxy_ops));
         assert_eq!((completed.seq, completed.comm), (op.seq, op.comm));
@@ -363,9 +501,17 @@ fn network_worker() {
             assert_eq!(start.peer, 1 - op.rank as i32);
             steps += planned;
         }
-        assert_eq!(mine(Kind::ProxyStep).filter(|record| record.state == State::STOP).count() as u32, steps);
+        assert_eq!(
+            mine(Kind::ProxyStep)
+                .filter(|record| record.state == State::STOP)
+                .count() as u32,
+            steps
+        );
         if about.function == Function::AllReduce.code() {
-            let sends = starts.iter().filter(|record| record.flags().contains(Flags::SEND)).count();
+            let sends = starts
+                .iter()
+                .filter(|record| record.flags().contains(Flags::SEND))
+                .count();
             assert_eq!(sends * 2, starts.len(), "each channel sends and receives");
             assert_eq!(starts.len(), 2 * usize::from(about.channels));
         }
@@ -377,8 +523,16 @@ fn send_around(rank: &Rank) {
     let (data, mut into) = (vec![1f32; 1000], vec![0f32; 1000]);
     let other = 1 - rank.rank;
     group(|| {
-        ok(rank.call(&Call::peer(Function::Send, 1000, other), data.as_ptr().cast(), std::ptr::null_mut()));
-        ok(rank.call(&Call::peer(Function::Recv, 1000, other), std::ptr::null(), into.as_mut_ptr().cast()));
+        ok(rank.call(
+            &Call::peer(Function::Send, 1000, other),
+            data.as_ptr().cast(),
+            std::ptr::null_mut(),
+        ));
+        ok(rank.call(
+            &Call::peer(Function::Recv, 1000, other),
+            std::ptr::null(),
+            into.as_mut_ptr().cast(),
+        ));
     });
     rank.synchronize();
     assert_eq!(into, data);

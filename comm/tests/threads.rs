@@ -5,15 +5,16 @@ mod common;
 use std::{ffi::c_int, sync::Mutex};
 
 use common::{COLLECTIVES, Call, EXACT_TYPES, Rank, encode, host, ok, on_ranks, unique_id};
-use ringsight_comm::{
-    abi,
-    communicator::Handle,
-    device::Stream,
-    error::ResultCode,
-};
+use ringsight_comm::{abi, communicator::Handle, device::Stream, error::ResultCode};
 use ringsight_records::{DataType, Function, ReduceOp};
 
-const OPS: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Prod, ReduceOp::Max, ReduceOp::Min, ReduceOp::Avg];
+const OPS: [ReduceOp; 5] = [
+    ReduceOp::Sum,
+    ReduceOp::Prod,
+    ReduceOp::Max,
+    ReduceOp::Min,
+    ReduceOp::Avg,
+];
 
 /// Counts around what changes the program: one element, fewer than ranks, odd, one slot and more, all channels.
 const COUNTS: [usize; 6] = [1, 3, 17, 1000, 40_001, 300_003];
@@ -38,7 +39,10 @@ fn every_collective_at_every_size() {
             for function in COLLECTIVES {
                 for count in COUNTS {
                     let root = count % ranks;
-                    let call = Call { root, ..Call::new(function, count) };
+                    let call = Call {
+                        root,
+                        ..Call::new(function, count)
+                    };
                     for in_place in [false, true] {
                         call.check(&rank, in_place);
                     }
@@ -55,11 +59,21 @@ fn every_type_and_reduction() {
             for data_type in EXACT_TYPES {
                 for op in OPS {
                     for function in [Function::AllReduce, Function::ReduceScatter, Function::Reduce] {
-                        Call { data_type, op, root: 1, ..Call::new(function, 1001) }.check(&rank, false);
+                        Call {
+                            data_type,
+                            op,
+                            root: 1,
+                            ..Call::new(function, 1001)
+                        }
+                        .check(&rank, false);
                     }
                 }
                 for function in [Function::AllGather, Function::Broadcast] {
-                    Call { data_type, ..Call::new(function, 1001) }.check(&rank, true);
+                    Call {
+                        data_type,
+                        ..Call::new(function, 1001)
+                    }
+                    .check(&rank, true);
                 }
             }
         });
@@ -90,8 +104,16 @@ fn exchange(rank: &Rank, messages: &[(usize, usize, usize)]) -> Vec<Vec<f32>> {
     let mut received: Vec<Vec<f32>> = messages.iter().map(|(_, _, count)| vec![-1.0; *count]).collect();
     ok(abi_group_start());
     for (((to, from, count), out), into) in messages.iter().zip(&sent).zip(&mut received) {
-        ok(rank.call(&Call::peer(Function::Send, *count, *to), out.as_ptr().cast(), std::ptr::null_mut()));
-        ok(rank.call(&Call::peer(Function::Recv, *count, *from), std::ptr::null(), into.as_mut_ptr().cast()));
+        ok(rank.call(
+            &Call::peer(Function::Send, *count, *to),
+            out.as_ptr().cast(),
+            std::ptr::null_mut(),
+        ));
+        ok(rank.call(
+            &Call::peer(Function::Recv, *count, *from),
+            std::ptr::null(),
+            into.as_mut_ptr().cast(),
+        ));
     }
     ok(abi_group_end());
     rank.synchronize();
@@ -115,7 +137,10 @@ fn a_ring_of_messages() {
             let (next, prev) = ((rank.rank + 1) % ranks, (rank.rank + ranks - 1) % ranks);
             for count in COUNTS {
                 let came = exchange(&rank, &[(next, prev, count)]);
-                assert_eq!(came[0], floats(count, |i| (prev * 1000 + rank.rank * 100 + i % 97) as f32));
+                assert_eq!(
+                    came[0],
+                    floats(count, |i| (prev * 1000 + rank.rank * 100 + i % 97) as f32)
+                );
             }
         });
     }
@@ -136,7 +161,10 @@ fn all_to_all_with_several_messages_a_pair() {
                 .collect();
             let came = exchange(&rank, &messages);
             for ((_, from, count), data) in messages.iter().zip(came) {
-                assert_eq!(data, floats(*count, |i| (from * 1000 + rank.rank * 100 + i % 97) as f32));
+                assert_eq!(
+                    data,
+                    floats(*count, |i| (from * 1000 + rank.rank * 100 + i % 97) as f32)
+                );
             }
         });
     }
@@ -151,7 +179,11 @@ fn messages_without_group_in_opposite_order() {
         let send = Call::peer(Function::Send, 100, other);
         let recv = Call::peer(Function::Recv, 100, other);
         // Small enough for the FIFO: rank 0 sends before rank 1 has asked for anything.
-        let calls = if rank.rank == 0 { [send, recv] } else { [recv, send] };
+        let calls = if rank.rank == 0 {
+            [send, recv]
+        } else {
+            [recv, send]
+        };
         for call in calls {
             ok(rank.call(&call, out.as_ptr().cast(), into.as_mut_ptr().cast()));
         }
@@ -173,7 +205,11 @@ fn collectives_and_messages_in_one_group() {
         ok(rank.call(&Call::new(Function::AllReduce, 5000), o, s));
         ok(abi_group_end());
         // Rank 0 does not receive in the same order as the others: collectives are drained first everywhere.
-        ok(rank.call(&Call::peer(Function::Recv, 5000, prev), std::ptr::null(), from_prev.as_mut_ptr().cast()));
+        ok(rank.call(
+            &Call::peer(Function::Recv, 5000, prev),
+            std::ptr::null(),
+            from_prev.as_mut_ptr().cast(),
+        ));
         ok(rank.call(&Call::new(Function::AllGather, 5000), o, all.as_mut_ptr().cast()));
         ok(abi_group_end());
         rank.synchronize();
@@ -187,7 +223,10 @@ fn collectives_and_messages_in_one_group() {
 fn operations_on_two_streams_keep_their_order() {
     on_ranks(2, |rank| {
         let device = host();
-        let other = Rank { stream: device.stream_create().unwrap(), ..rank };
+        let other = Rank {
+            stream: device.stream_create().unwrap(),
+            ..rank
+        };
         // Each adds up what the one before it on the other stream left.
         let mut data = vec![1f32; 4096];
         let at = data.as_mut_ptr().cast();
@@ -206,13 +245,21 @@ fn operations_on_two_streams_keep_their_order() {
 fn a_group_over_two_streams_is_complete_on_both() {
     on_ranks(2, |rank| {
         let device = host();
-        let other = Rank { stream: device.stream_create().unwrap(), ..rank };
+        let other = Rank {
+            stream: device.stream_create().unwrap(),
+            ..rank
+        };
         let (mut a, mut b) = (vec![0f32; 50_000], vec![0f32; 50_000]);
         let (one, two) = (vec![1f32; 50_000], vec![2f32; 50_000]);
         // The input of the second operation is made on its own stream: the group must wait for it.
         let mut input = vec![0f32; 50_000];
         device
-            .memcpy(input.as_mut_ptr() as usize, two.as_ptr() as usize, 200_000, other.stream)
+            .memcpy(
+                input.as_mut_ptr() as usize,
+                two.as_ptr() as usize,
+                200_000,
+                other.stream,
+            )
             .unwrap();
         ok(abi_group_start());
         let call = Call::new(Function::AllReduce, 50_000);
@@ -221,7 +268,11 @@ fn a_group_over_two_streams_is_complete_on_both() {
         ok(abi_group_end());
         other.synchronize();
         assert_eq!(b, vec![4f32; 50_000]);
-        assert_eq!(a, vec![2f32; 50_000], "the other stream waits for the whole group");
+        assert_eq!(
+            a,
+            vec![2f32; 50_000],
+            "the other stream waits for the whole group"
+        );
         device.stream_destroy(other.stream).unwrap();
     });
 }
@@ -235,7 +286,11 @@ fn a_captured_step_is_replayed() {
             let prev = (rank.rank + ranks - 1) % ranks;
             let mut data = vec![0f32; 10_000];
             let (mut sum, mut from) = (vec![0f32; 10_000], vec![0f32; 10_000]);
-            let (d, s, f) = (data.as_mut_ptr().cast(), sum.as_mut_ptr().cast(), from.as_mut_ptr().cast());
+            let (d, s, f) = (
+                data.as_mut_ptr().cast(),
+                sum.as_mut_ptr().cast(),
+                from.as_mut_ptr().cast(),
+            );
             device.capture_begin(rank.stream).unwrap();
             ok(rank.call(&Call::new(Function::AllReduce, 10_000), d, s));
             ok(abi_group_start());
@@ -278,8 +333,16 @@ fn one_thread_holds_all_ranks() {
                 ok(abi::ncclCommUserRank(*comm, &raw mut number));
                 ok(abi::ncclCommCuDevice(*comm, &raw mut at));
             }
-            assert_eq!((count, number, at), (RANKS as c_int, rank as c_int, rank as c_int));
-            Rank { comm: *comm, rank, ranks: RANKS, stream: device.stream_create().unwrap() }
+            assert_eq!(
+                (count, number, at),
+                (RANKS as c_int, rank as c_int, rank as c_int)
+            );
+            Rank {
+                comm: *comm,
+                rank,
+                ranks: RANKS,
+                stream: device.stream_create().unwrap(),
+            }
         })
         .collect();
     let inputs: Vec<Vec<f32>> = (0..RANKS).map(|rank| vec![rank as f32; 100_000]).collect();
@@ -325,8 +388,15 @@ fn ranks_are_made_in_a_group() {
 #[test]
 fn the_default_stream_works() {
     on_ranks(2, |rank| {
-        let rank = Rank { stream: Stream(0), ..rank };
-        Call { data_type: DataType::Int64, ..Call::new(Function::AllReduce, 999) }.check(&rank, true);
+        let rank = Rank {
+            stream: Stream(0),
+            ..rank
+        };
+        Call {
+            data_type: DataType::Int64,
+            ..Call::new(Function::AllReduce, 999)
+        }
+        .check(&rank, true);
     });
 }
 

@@ -80,13 +80,7 @@ pub(super) unsafe fn config(pointer: *const NcclConfig) -> Result<Config> {
         return Ok(Config::default());
     }
     // SAFETY: every version begins with these fields.
-    let (size, magic, version) = unsafe {
-        (
-            *(&raw const (*pointer).size),
-            *(&raw const (*pointer).magic),
-            *(&raw const (*pointer).version),
-        )
-    };
+    let (size, magic, version) = unsafe { ((*pointer).size, (*pointer).magic, (*pointer).version) };
     if magic != CONFIG_MAGIC {
         return Err(Error::argument(format!(
             "config.magic is {magic:#x}: initialise the struct with NCCL_CONFIG_INITIALIZER"

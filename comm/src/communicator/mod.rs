@@ -97,23 +97,38 @@ impl Faults {
 
 /// Proxy operations that are still to finish, by (operation, replay).
 #[derive(Debug, Default)]
-pub(crate) struct Proxied(Mutex<HashMap<(u32, u32), (u32, u32, OpInfo)>>);
+pub(crate) struct Proxied(Mutex<HashMap<(u32, u32), Outstanding>>);
+
+/// Proxy operations of one run of one operation.
+#[derive(Debug)]
+struct Outstanding {
+    left: u32,
+    total: u32,
+    info: OpInfo,
+}
 
 impl Proxied {
     /// Expects `count` proxy operations of `info` to finish.
     fn expect(&self, info: OpInfo, replay: u32, count: u32) {
-        lock(&self.0).insert((info.op, replay), (count, count, info));
+        lock(&self.0).insert(
+            (info.op, replay),
+            Outstanding {
+                left: count,
+                total: count,
+                info,
+            },
+        );
     }
 
     /// One has finished.
     pub(crate) fn completed(&self, op: u32, replay: u32) {
         let mut waiting = lock(&self.0);
-        let Some((left, total, info)) = waiting.get_mut(&(op, replay)) else {
+        let Some(outstanding) = waiting.get_mut(&(op, replay)) else {
             return;
         };
-        *left -= 1;
-        if *left == 0 {
-            let (total, info) = (*total, *info);
+        outstanding.left -= 1;
+        if outstanding.left == 0 {
+            let Outstanding { total, info, .. } = *outstanding;
             waiting.remove(&(op, replay));
             drop(waiting);
             let record = info.record(Kind::ProxyCompleted, State::STOP, observe::now_ns(), replay);

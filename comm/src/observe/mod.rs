@@ -39,42 +39,46 @@ pub fn wants(kind: Kind) -> bool {
     shared::current().is_some_and(|shared| shared.pages.header().lease.wants(kind))
 }
 
+/// By kind number: 1 + the probe function that carries the kind, 0 for dense kinds.
+const PROBES: [u8; Kind::LIMIT] = {
+    let mut probes = [0; Kind::LIMIT];
+    let mut i = 0;
+    while i < Kind::ALL.len() {
+        if let Some(probe) = Kind::ALL[i].probe() {
+            probes[Kind::ALL[i] as usize] = probe as u8 + 1;
+        }
+        i += 1;
+    }
+    probes
+};
+
 /// Counts the event and hands it to its carriers: the ring if it is armed for the kind, the probe function if the kind
 /// is sparse.
 #[inline]
 pub fn emit(record: &Record) {
-    let Some(kind) = record.kind() else { return };
-    match kind.probe() {
-        None => {
-            if wants(kind) {
-                to_ring(kind, record, true);
-            }
-        }
-        Some(probe) => {
-            if let Some(shared) = shared::current() {
-                shared.pages.header().count_emitted(kind);
-                if shared.pages.header().lease.wants(kind) {
-                    to_ring(kind, record, false);
-                }
-            }
-            probe::call(probe, record);
-        }
-    }
-}
-
-/// Appends to the armed ring. The record's own time stands for "now": it is at most a moment old, and reading the clock
-/// again would cost as much as the rest.
-fn to_ring(kind: Kind, record: &Record, count: bool) {
-    let Some(shared) = shared::current() else { return };
-    let header = shared.pages.header();
-    if !header.lease.alive(record.time_ns) {
+    let kind = usize::from(record.kind) % Kind::LIMIT;
+    let shared = shared::current();
+    // The mask is all that an unwanted dense event looks at. Order does not matter: see `Lease::wants`.
+    let wanted = shared
+        .is_some_and(|shared| shared.pages.header().lease.mask.load(Ordering::Relaxed) & 1 << kind != 0);
+    let probe = PROBES[kind];
+    if probe == 0 && !wanted {
         return;
     }
-    if count {
-        header.count_emitted(kind);
+    if let Some(shared) = shared {
+        let header = shared.pages.header();
+        // The record's own time stands for "now": it is at most a moment old, and reading the clock again would cost as
+        // much as the rest. A lease that has lapsed is as good as none.
+        let wanted = wanted && header.lease.alive(record.time_ns);
+        if wanted || probe != 0 {
+            header.emitted[kind].fetch_add(1, Ordering::Relaxed);
+        }
+        if wanted && !ring::push(&header.cursor, shared.pages.ring(), record) {
+            header.lost[kind].fetch_add(1, Ordering::Relaxed);
+        }
     }
-    if !ring::push(&header.cursor, shared.pages.ring(), record) {
-        header.lost[kind as usize].fetch_add(1, Ordering::Relaxed);
+    if probe != 0 {
+        probe::call(usize::from(probe) - 1, record);
     }
 }
 

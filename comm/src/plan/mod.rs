@@ -181,10 +181,7 @@ pub(crate) fn build(
     let mut plans = Vec::new();
     let mut plan = Builder::new(comm, budget, group);
     for task in collectives {
-        let (channels, choice) = match choice_of(&task, comm) {
-            Ok(found) => found,
-            Err(error) => return Err(error),
-        };
+        let (channels, choice) = choice_of(&task, comm)?;
         if !plan.fits(channels) {
             plans.push(plan.finish(persistent)?);
             plan = Builder::new(comm, budget, group);

@@ -37,7 +37,9 @@ pub fn host() -> &'static Arc<dyn Device> {
 /// The text of this thread's last error.
 pub fn last_error() -> String {
     // SAFETY: a C string that is valid until the next failing call.
-    unsafe { CStr::from_ptr(abi::ncclGetLastError(Handle(0))) }.to_string_lossy().into_owned()
+    unsafe { CStr::from_ptr(abi::ncclGetLastError(Handle(0))) }
+        .to_string_lossy()
+        .into_owned()
 }
 
 /// Panics with the library's reason unless `code` is success.
@@ -71,7 +73,12 @@ impl Rank {
         let mut comm = Handle(0);
         // SAFETY: a valid place.
         ok(unsafe { abi::ncclCommInitRank(&raw mut comm, ranks as c_int, id, rank as c_int) });
-        Self { comm, rank, ranks, stream: device.stream_create().unwrap() }
+        Self {
+            comm,
+            rank,
+            ranks,
+            stream: device.stream_create().unwrap(),
+        }
     }
 
     pub fn synchronize(&self) {
@@ -87,7 +94,12 @@ impl Rank {
     /// Calls a communication function; buffers as it takes them.
     pub fn call(&self, call: &Call, send: *const u8, recv: *mut u8) -> ResultCode {
         let (send, recv): (*const c_void, *mut c_void) = (send.cast(), recv.cast());
-        let (count, kind, comm, stream) = (call.count, c_int::from(call.data_type.code()), self.comm, self.stream);
+        let (count, kind, comm, stream) = (
+            call.count,
+            c_int::from(call.data_type.code()),
+            self.comm,
+            self.stream,
+        );
         let (op, root) = (c_int::from(call.op.code()), call.root as c_int);
         // SAFETY: the buffers have the sizes that `Call` says, and live until the stream is synchronized.
         unsafe {
@@ -121,7 +133,10 @@ pub fn on_ranks<T: Send>(ranks: usize, body: impl Fn(Rank) -> T + Sync) -> Vec<T
                 })
             })
             .collect();
-        threads.into_iter().map(|thread| thread.join().expect("rank panicked")).collect()
+        threads
+            .into_iter()
+            .map(|thread| thread.join().expect("rank panicked"))
+            .collect()
     })
 }
 
@@ -137,11 +152,20 @@ pub struct Call {
 
 impl Call {
     pub fn new(function: Function, count: usize) -> Self {
-        Self { function, data_type: DataType::Float32, op: ReduceOp::Sum, count, root: 0 }
+        Self {
+            function,
+            data_type: DataType::Float32,
+            op: ReduceOp::Sum,
+            count,
+            root: 0,
+        }
     }
 
     pub fn peer(function: Function, count: usize, peer: usize) -> Self {
-        Self { root: peer, ..Self::new(function, count) }
+        Self {
+            root: peer,
+            ..Self::new(function, count)
+        }
     }
 
     /// Elements of (send, receive) buffers.
@@ -191,8 +215,9 @@ impl Call {
     #[track_caller]
     pub fn check(&self, rank: &Rank, in_place: bool) {
         let (sent, received) = self.elements(rank.ranks);
-        let input: Vec<u8> =
-            (0..sent).flat_map(|index| encode(self.data_type, self.input(rank.rank, index))).collect();
+        let input: Vec<u8> = (0..sent)
+            .flat_map(|index| encode(self.data_type, self.input(rank.rank, index)))
+            .collect();
         let size = self.data_type.size();
         let mut output = vec![0xa5; received * size];
         let mut send = input.clone();
@@ -205,9 +230,7 @@ impl Call {
                     output[at..at + input.len()].copy_from_slice(&input);
                     (output[at..].as_ptr(), output.as_mut_ptr())
                 }
-                Function::ReduceScatter => {
-                    (send.as_ptr(), send[rank.rank * received * size..].as_mut_ptr())
-                }
+                Function::ReduceScatter => (send.as_ptr(), send[rank.rank * received * size..].as_mut_ptr()),
                 _ => {
                     output.copy_from_slice(&input);
                     (output.as_ptr(), output.as_mut_ptr())
@@ -223,7 +246,9 @@ impl Call {
             output.copy_from_slice(&send[at..at + received * size]);
         }
         for index in 0..received {
-            let Some(expected) = self.expected(rank.rank, rank.ranks, index) else { continue };
+            let Some(expected) = self.expected(rank.rank, rank.ranks, index) else {
+                continue;
+            };
             assert_eq!(
                 output[index * size..][..size],
                 encode(self.data_type, expected),
@@ -250,7 +275,11 @@ pub fn encode(data_type: DataType, value: i64) -> Vec<u8> {
         DataType::Bfloat16 => ((float.to_bits() >> 16) as u16).to_ne_bytes().to_vec(),
         DataType::Float16 => {
             let bits = float.to_bits();
-            let half = if value == 0 { 0 } else { ((bits >> 23) - 127 + 15) << 10 | (bits >> 13 & 0x3ff) };
+            let half = if value == 0 {
+                0
+            } else {
+                ((bits >> 23) - 127 + 15) << 10 | (bits >> 13 & 0x3ff)
+            };
             (half as u16).to_ne_bytes().to_vec()
         }
         other => panic!("no exact small numbers in {other}"),
@@ -272,8 +301,13 @@ pub const EXACT_TYPES: [DataType; 10] = [
 ];
 
 /// Functions that all ranks call together.
-pub const COLLECTIVES: [Function; 5] =
-    [Function::AllReduce, Function::AllGather, Function::ReduceScatter, Function::Broadcast, Function::Reduce];
+pub const COLLECTIVES: [Function; 5] = [
+    Function::AllReduce,
+    Function::AllGather,
+    Function::ReduceScatter,
+    Function::Broadcast,
+    Function::Reduce,
+];
 
 const ID: &str = "RINGSIGHT_TEST_ID";
 const PLACE: &str = "RINGSIGHT_TEST_PLACE";
@@ -299,9 +333,15 @@ pub fn run_processes(worker: &str, ranks: usize, nodes: usize) {
                 .unwrap()
         })
         .collect();
-    let outputs: Vec<Output> = children.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
+    let outputs: Vec<Output> = children
+        .into_iter()
+        .map(|child| child.wait_with_output().unwrap())
+        .collect();
     for (rank, output) in outputs.into_iter().enumerate() {
-        let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        let (out, err) = (
+            String::from_utf8_lossy(&output.stdout),
+            String::from_utf8_lossy(&output.stderr),
+        );
         assert!(output.status.success(), "rank {rank}:\n{out}\n{err}");
         assert!(out.contains("rank done"), "rank {rank} did not run:\n{out}");
     }
@@ -315,5 +355,9 @@ pub fn rank_of_process() -> Option<Rank> {
     for (byte, digits) in bytes.iter_mut().zip(id.as_bytes().chunks(2)) {
         *byte = u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()?;
     }
-    Some(Rank::join(UniqueIdBytes(bytes), rank.parse().ok()?, ranks.parse().ok()?))
+    Some(Rank::join(
+        UniqueIdBytes(bytes),
+        rank.parse().ok()?,
+        ranks.parse().ok()?,
+    ))
 }
