@@ -303,7 +303,9 @@ struct Backoff {
 
 impl Backoff {
     const SPINS: u32 = 32;
-    const YIELD_FOR: Duration = Duration::from_micros(100);
+    /// Longer than a ring step of a crowd of ranks takes: once one rank of a ring sleeps, its peers wait longer, sleep
+    /// too, and all go on at the pace of timers (8 ranks on 2 cores: 5 to 10 times slower with 100 µs here).
+    const YIELD_FOR: Duration = Duration::from_micros(500);
     const FIRST_SLEEP: Duration = Duration::from_micros(20);
     const LAST_SLEEP: Duration = Duration::from_micros(100);
 
