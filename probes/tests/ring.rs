@@ -3,6 +3,7 @@
 mod common;
 
 use std::{
+    io::{Read as _, Write as _},
     process::Command,
     time::{Duration, Instant},
 };
@@ -225,8 +226,12 @@ fn bad_targets_are_refused_with_a_reason() {
     let mut session = session_with("", RING_ONLY).unwrap();
     let mut child = Command::new("cat")
         .stdin(std::process::Stdio::piped())
+        .stdout(std::process::Stdio::piped())
         .spawn()
         .unwrap();
+    // Once it has echoed a byte it is `cat` for certain, and not this test's image before `exec`.
+    child.stdin.as_mut().unwrap().write_all(b"x").unwrap();
+    child.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
     let pid = child.id();
     assert!(matches!(session.attach(pid), Err(AttachError::NoLibrary { .. })));
     child.kill().unwrap();
