@@ -4,6 +4,8 @@
 //! it has room for since the connection began. A receiver gives credit only for steps of an operation that its own rank
 //! has launched, so a sender that waits for credit waits for its peer's arrival or for its peer's kernel.
 
+mod wire;
+
 use std::{
     collections::VecDeque,
     io::{self, IoSlice, Read, Write},
@@ -14,161 +16,10 @@ use std::{
 use ringsight_kernels::{Fifo, fifo::SLOTS};
 use ringsight_records::State;
 
-use crate::{
-    bootstrap::wire::word,
-    proxy::{ProxyOp, events},
-};
+use wire::{CREDIT_BYTES, STEP_BYTES, StepHeader, encode_credit, parse_credit};
+pub(crate) use wire::{Hello, VERDICT_BYTES, Verdict};
 
-/// First four bytes of a connection ("RSNT"), of a step ("RSST") and of a credit ("RSCR").
-const HELLO_MAGIC: u32 = u32::from_le_bytes(*b"RSNT");
-const STEP_MAGIC: u32 = u32::from_le_bytes(*b"RSST");
-const CREDIT_MAGIC: u32 = u32::from_le_bytes(*b"RSCR");
-const VERSION: u32 = 1;
-
-/// Bytes of a [`Hello`].
-pub(crate) const HELLO_BYTES: usize = 32;
-/// Bytes of a [`Verdict`].
-pub(crate) const VERDICT_BYTES: usize = 12;
-const STEP_BYTES: usize = 20;
-const CREDIT_BYTES: usize = 12;
-
-/// What a sender's proxy says first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Hello {
-    pub(crate) cookie: u64,
-    pub(crate) from: u32,
-    pub(crate) to: u32,
-    pub(crate) channel: u8,
-    pub(crate) p2p: bool,
-    pub(crate) slot_bytes: u32,
-}
-
-impl Hello {
-    /// Magic u32 | version u32 | cookie u64 | from u32 | to u32 | channel u8 | p2p u8 | zero u16 | slot bytes u32.
-    pub(crate) fn encode(&self) -> [u8; HELLO_BYTES] {
-        let mut bytes = [0; HELLO_BYTES];
-        bytes[..4].copy_from_slice(&HELLO_MAGIC.to_le_bytes());
-        bytes[4..8].copy_from_slice(&VERSION.to_le_bytes());
-        bytes[8..16].copy_from_slice(&self.cookie.to_le_bytes());
-        bytes[16..20].copy_from_slice(&self.from.to_le_bytes());
-        bytes[20..24].copy_from_slice(&self.to.to_le_bytes());
-        bytes[24] = self.channel;
-        bytes[25] = self.p2p.into();
-        bytes[28..].copy_from_slice(&self.slot_bytes.to_le_bytes());
-        bytes
-    }
-
-    /// How many bytes of a hello are still missing.
-    pub(crate) fn missing(bytes: &[u8]) -> usize {
-        HELLO_BYTES.saturating_sub(bytes.len())
-    }
-
-    /// `None` for whoever does not know `cookie` or speaks otherwise.
-    pub(crate) fn parse(bytes: &[u8], cookie: u64) -> Option<Self> {
-        let known = word(bytes, 0)? == HELLO_MAGIC
-            && word(bytes, 4)? == VERSION
-            && bytes.get(8..16)? == cookie.to_le_bytes()
-            && bytes.len() == HELLO_BYTES
-            && bytes[25] <= 1
-            && bytes[26..28] == [0, 0];
-        known.then_some(Self {
-            cookie,
-            from: word(bytes, 16)?,
-            to: word(bytes, 20)?,
-            channel: bytes[24],
-            p2p: bytes[25] == 1,
-            slot_bytes: word(bytes, 28)?,
-        })
-    }
-}
-
-/// What the receiver's proxy answers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Verdict {
-    /// The connection stands.
-    Welcome,
-    /// The receiver's slots are of this many bytes.
-    OtherSlots(u32),
-    /// There is one already.
-    Taken,
-    /// No such rank or channel, or the receiver could not make its end.
-    Impossible,
-}
-
-impl Verdict {
-    /// Magic u32 | code u32 | detail u32.
-    pub(crate) fn encode(self) -> [u8; VERDICT_BYTES] {
-        let (code, detail) = match self {
-            Self::Welcome => (0, 0),
-            Self::OtherSlots(bytes) => (1, bytes),
-            Self::Taken => (2, 0),
-            Self::Impossible => (3, 0),
-        };
-        let mut bytes = [0; VERDICT_BYTES];
-        for (place, value) in bytes
-            .as_chunks_mut::<4>()
-            .0
-            .iter_mut()
-            .zip([HELLO_MAGIC, code, detail])
-        {
-            *place = u32::to_le_bytes(value);
-        }
-        bytes
-    }
-
-    pub(crate) fn parse(bytes: &[u8; VERDICT_BYTES]) -> Option<Self> {
-        match (word(bytes, 0)? == HELLO_MAGIC, word(bytes, 4)?, word(bytes, 8)?) {
-            (true, 0, 0) => Some(Self::Welcome),
-            (true, 1, bytes) => Some(Self::OtherSlots(bytes)),
-            (true, 2, 0) => Some(Self::Taken),
-            (true, 3, 0) => Some(Self::Impossible),
-            _ => None,
-        }
-    }
-}
-
-/// What stands before a step's bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct StepHeader {
-    /// Operations of this connection before this one, modulo 2^32: both ends count them.
-    op: u32,
-    step: u32,
-    steps: u32,
-    bytes: u32,
-}
-
-impl StepHeader {
-    fn encode(&self) -> [u8; STEP_BYTES] {
-        let mut bytes = [0; STEP_BYTES];
-        let words = [STEP_MAGIC, self.op, self.step, self.steps, self.bytes];
-        for (place, value) in bytes.as_chunks_mut::<4>().0.iter_mut().zip(words) {
-            *place = u32::to_le_bytes(value);
-        }
-        bytes
-    }
-
-    fn parse(bytes: &[u8; STEP_BYTES]) -> Option<Self> {
-        (word(bytes, 0)? == STEP_MAGIC).then_some(Self {
-            op: word(bytes, 4)?,
-            step: word(bytes, 8)?,
-            steps: word(bytes, 12)?,
-            bytes: word(bytes, 16)?,
-        })
-    }
-}
-
-/// A credit: magic u32 | steps granted since the connection began u64.
-fn encode_credit(granted: u64) -> [u8; CREDIT_BYTES] {
-    let mut bytes = [0; CREDIT_BYTES];
-    bytes[..4].copy_from_slice(&CREDIT_MAGIC.to_le_bytes());
-    bytes[4..].copy_from_slice(&granted.to_le_bytes());
-    bytes
-}
-
-fn parse_credit(bytes: &[u8; CREDIT_BYTES]) -> Option<u64> {
-    let granted = u64::from_le_bytes(bytes[4..].try_into().ok()?);
-    (word(bytes, 0)? == CREDIT_MAGIC).then_some(granted)
-}
+use crate::proxy::{ProxyOp, events};
 
 /// A socket that does not block, with what the last attempts and polls said of it.
 pub(crate) struct Socket {
@@ -612,40 +463,5 @@ impl Receiver {
         }
         needs.device = self.consumed < self.received;
         needs
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    proptest! {
-        #[test]
-        fn messages_survive_and_rubbish_is_refused(
-            cookie: u64, from: u32, to: u32, channel: u8, p2p: bool, slot_bytes: u32, rubbish: [u8; HELLO_BYTES], flip in 0usize..16, bit in 0u8..8,
-        ) {
-            let hello = Hello { cookie, from, to, channel, p2p, slot_bytes };
-            let mut bytes = hello.encode();
-            prop_assert_eq!(Hello::parse(&bytes, cookie), Some(hello));
-            prop_assert_eq!(Hello::parse(&bytes, !cookie), None);
-            prop_assert_eq!(Hello::parse(&bytes[..31], cookie), None);
-            bytes[flip] ^= 1 << bit;
-            prop_assert_eq!(Hello::parse(&bytes, cookie), None);
-            prop_assert_eq!(Hello::parse(&rubbish, cookie), None);
-            for verdict in [Verdict::Welcome, Verdict::OtherSlots(slot_bytes), Verdict::Taken, Verdict::Impossible] {
-                prop_assert_eq!(Verdict::parse(&verdict.encode()), Some(verdict));
-            }
-            let header = StepHeader { op: from, step: to, steps: slot_bytes, bytes: 7 };
-            let mut encoded = header.encode();
-            prop_assert_eq!(StepHeader::parse(&encoded), Some(header));
-            encoded[flip % 4] ^= 1 << bit;
-            prop_assert_eq!(StepHeader::parse(&encoded), None);
-            let mut encoded = encode_credit(cookie);
-            prop_assert_eq!(parse_credit(&encoded), Some(cookie));
-            encoded[flip % 4] ^= 1 << bit;
-            prop_assert_eq!(parse_credit(&encoded), None);
-        }
     }
 }
