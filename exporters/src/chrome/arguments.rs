@@ -17,8 +17,11 @@ pub(super) struct Arguments<'a> {
     pub(super) communicator_name: Option<&'a str>,
     /// `ccl.communicator.id`
     pub(super) communicator: Option<&'a str>,
+    /// `ccl.communicator.size`
+    pub(super) size: Option<i64>,
     rank: Option<i64>,
-    size: Option<i64>,
+    source: Option<i64>,
+    destination: Option<i64>,
     bytes: Option<i64>,
     sequence: Option<i64>,
     data_type: Option<&'a str>,
@@ -50,8 +53,10 @@ impl<'a> Arguments<'a> {
             peer: None,
             communicator_name: None,
             communicator: None,
-            rank: None,
             size: None,
+            rank: None,
+            source: None,
+            destination: None,
             bytes: None,
             sequence: None,
             data_type: None,
@@ -64,6 +69,8 @@ impl<'a> Arguments<'a> {
                 "ccl.communicator.name" => found.communicator_name = str_of(value),
                 "ccl.communicator.id" => found.communicator = str_of(value),
                 "ccl.rank" => found.rank = int_of(value),
+                "ccl.source.rank" => found.source = int_of(value),
+                "ccl.destination.rank" => found.destination = int_of(value),
                 "ccl.communicator.size" => found.size = int_of(value),
                 "ccl.message.size" => found.bytes = int_of(value),
                 "ccl.operation.sequence" => found.sequence = int_of(value),
@@ -101,17 +108,13 @@ impl<'a> Arguments<'a> {
         number("Group size", self.size);
         number("Rank", self.rank);
         number("Seq", self.sequence);
-        match self.operation {
-            Some("send") => {
-                number("Src Rank", self.rank);
-                number("Dst Rank", self.peer);
-            }
-            Some("recv") => {
-                number("Src Rank", self.peer);
-                number("Dst Rank", self.rank);
-            }
-            _ => {}
-        }
+        let (source, destination) = match self.operation {
+            Some("send") => (self.rank, self.peer),
+            Some("recv") => (self.peer, self.rank),
+            _ => (self.source, self.destination),
+        };
+        number("Src Rank", source);
+        number("Dst Rank", destination);
         for (key, value) in self.all {
             string(buffer, key);
             buffer.push(b':');

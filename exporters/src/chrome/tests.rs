@@ -230,6 +230,57 @@ fn every_event_is_named_and_placed_as_the_format_asks() {
 }
 
 #[test]
+fn roots_stand_apart_and_host_calls_in_their_process() {
+    let resource = Arc::new(Resource {
+        attributes: vec![
+            ("service.instance.id", Value::Static("node-1:42")),
+            ("host.name", Value::Static("node-1")),
+            ("process.pid", Value::Int(42)),
+        ],
+    });
+    let mut root = span(&resource, "send_recv", 1, T0, T0 + 10);
+    root.parent_span_id = None;
+    root.attributes = vec![
+        ("ccl.operation.name", Value::Static("send_recv")),
+        ("ccl.communicator.name", Value::Static("pipeline")),
+        ("ccl.communicator.size", Value::Int(4)),
+        ("ccl.source.rank", Value::Int(3)),
+        ("ccl.destination.rank", Value::Int(1)),
+    ];
+    let mut call = span(&resource, "all_reduce", 2, T0, T0 + 10);
+    call.parent_span_id = None;
+    call.attributes = vec![("ccl.operation.name", Value::Static("all_reduce"))];
+    let events = written(&[Batch {
+        spans: vec![root, call],
+        ..Batch::default()
+    }]);
+    let named = |kind: &str, event: &Json| {
+        let found = events.iter().find(|e| {
+            e["name"] == kind
+                && e["pid"] == event["pid"]
+                && (kind == "process_name" || e["tid"] == event["tid"])
+        });
+        found.unwrap()["args"]["name"].as_str().unwrap().to_owned()
+    };
+    let (root, call) = (
+        by_name(&events, "X", "send_recv")[0],
+        by_name(&events, "X", "all_reduce")[0],
+    );
+    assert_eq!(
+        (&*named("process_name", root), &*named("thread_name", root)),
+        ("collectives", "communicator pipeline")
+    );
+    assert_eq!(
+        (&*named("process_name", call), &*named("thread_name", call)),
+        ("node-1 · pid 42", "api")
+    );
+    assert_eq!(
+        (&root["args"]["Src Rank"], &root["args"]["Dst Rank"]),
+        (&3.into(), &1.into())
+    );
+}
+
+#[test]
 fn slices_of_one_thread_never_overlap() {
     let resource = resource(0);
     // Five in flight at once, out of order, with some that touch.

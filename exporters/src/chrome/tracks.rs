@@ -61,9 +61,11 @@ impl Track {
             "proxy send" => Self::ProxySend(channel, peer),
             "proxy recv" => Self::ProxyRecv(channel, peer),
             name if name.ends_with(" rank") => Self::Operation,
-            name if span.parent_span_id.is_none()
-                && (attributes.operation == Some(name) || name == "send_recv") =>
-            {
+            name if span.parent_span_id.is_none() && attributes.operation == Some(name) => {
+                // A root names its communicator's size; a call that was only timed on the host knows of none.
+                if attributes.size.is_none() {
+                    return Self::Api;
+                }
                 Self::Collective(
                     attributes
                         .communicator_name
@@ -328,7 +330,13 @@ impl Process {
             "collectives".into()
         } else {
             let Identity { host, process, rank } = &self.identity;
-            let parts = [("rank ", rank), ("", host), ("pid ", process)];
+            // An instance that is not numbered by rank is named after its host and process: nothing new.
+            let numbered = rank.bytes().all(|byte| byte.is_ascii_digit());
+            let parts = [
+                ("rank ", if numbered { rank.as_str() } else { "" }),
+                ("", host),
+                ("pid ", process),
+            ];
             let parts = parts.iter().filter(|(_, value)| !value.is_empty());
             parts
                 .map(|(prefix, value)| format!("{prefix}{value}"))
