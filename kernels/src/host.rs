@@ -293,12 +293,12 @@ impl<'a> Program<'a> {
 }
 
 /// How a kernel waits for its peers: a few spins for a peer on another core, then yields for a peer that shares this
-/// core, then sleeps, so that a rank that waits 80 ms for a late one costs next to nothing.
+/// core, then sleeps that grow with the wait, so that a rank that waits 80 ms for a late one costs next to nothing.
 #[derive(Default)]
 struct Backoff {
     pauses: u32,
-    yielding_since: Option<Instant>,
-    sleep: Duration,
+    /// When spinning ended.
+    since: Option<Instant>,
 }
 
 impl Backoff {
@@ -306,25 +306,26 @@ impl Backoff {
     /// Longer than a ring step of a crowd of ranks takes: once one rank of a ring sleeps, its peers wait longer, sleep
     /// too, and all go on at the pace of timers (8 ranks on 2 cores: 5 to 10 times slower with 100 µs here).
     const YIELD_FOR: Duration = Duration::from_micros(500);
-    const FIRST_SLEEP: Duration = Duration::from_micros(20);
-    const LAST_SLEEP: Duration = Duration::from_micros(100);
+    /// A sleep is this part of the wait so far: what oversleeping adds to a wait stays near 3 %.
+    const SLEEP_PART: u32 = 32;
+    const SHORTEST_SLEEP: Duration = Duration::from_micros(20);
+    const LONGEST_SLEEP: Duration = Duration::from_micros(500);
 
     fn reset(&mut self) {
         *self = Self::default();
     }
 
     fn pause(&mut self) {
-        self.pauses += 1;
-        if self.pauses <= Self::SPINS {
+        if self.pauses < Self::SPINS {
+            self.pauses += 1;
             std::hint::spin_loop();
             return;
         }
-        let since = *self.yielding_since.get_or_insert_with(Instant::now);
-        if since.elapsed() < Self::YIELD_FOR {
+        let waited = self.since.get_or_insert_with(Instant::now).elapsed();
+        if waited < Self::YIELD_FOR {
             thread::yield_now();
-            return;
+        } else {
+            thread::sleep((waited / Self::SLEEP_PART).clamp(Self::SHORTEST_SLEEP, Self::LONGEST_SLEEP));
         }
-        self.sleep = (self.sleep * 3 / 2).clamp(Self::FIRST_SLEEP, Self::LAST_SLEEP);
-        thread::sleep(self.sleep);
     }
 }
