@@ -218,3 +218,103 @@ pub(crate) fn nccl_version(image: &Image) -> u32 {
         .find(|version| (2000..100_000).contains(version))
         .unwrap_or(0)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Seek as _, Write as _};
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// The C library of this very process: a real file with all tables.
+    fn library() -> Vec<u8> {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let path = maps
+            .split_whitespace()
+            .find(|word| word.contains("/libc.so"))
+            .expect("this test is dynamically linked");
+        std::fs::read(path).unwrap()
+    }
+
+    fn image(bytes: &[u8]) -> Option<Image> {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(bytes).unwrap();
+        file.rewind().unwrap();
+        Image::map(&file).unwrap()
+    }
+
+    #[test]
+    fn functions_are_found_where_they_are() {
+        let bytes = library();
+        let image = image(&bytes).unwrap();
+        let found = image.find(&["getpid", "no_such_function", "write"]);
+        assert_eq!(
+            found
+                .iter()
+                .map(|symbol| symbol.name.as_str())
+                .collect::<Vec<_>>(),
+            ["getpid", "write"]
+        );
+        for symbol in &found {
+            let at = usize::try_from(symbol.offset).unwrap();
+            assert_eq!(bytes[at..at + HEAD_BYTES], symbol.head);
+        }
+        assert!(image.has_symbols() && !image.build_id().is_empty());
+        assert_eq!(nccl_version(&image), 0);
+    }
+
+    #[test]
+    fn what_is_no_library_is_none() {
+        for bytes in [&b""[..], b"#!/bin/sh\n", &[0x7f; 4096], b"\x7fELF\x02\x01"] {
+            assert!(image(bytes).is_none(), "{bytes:x?}");
+        }
+    }
+
+    /// Where the tables that are followed lie: headers, hash table, symbols, names.
+    fn tables(bytes: &[u8]) -> Vec<std::ops::Range<usize>> {
+        let elf = ElfFile64::<LittleEndian>::parse(bytes).unwrap();
+        let headers = elf.elf_header();
+        let start = headers.e_shoff.get(LittleEndian) as usize;
+        let named = [
+            ".gnu.hash",
+            ".dynsym",
+            ".dynstr",
+            ".gnu.version",
+            ".gnu.version_d",
+            ".note.gnu.build-id",
+        ];
+        let mut ranges = vec![0..64, 64..64 + 56 * 14, start..bytes.len()];
+        ranges.extend(named.iter().filter_map(|name| {
+            let (offset, size) = elf.section_by_name(name)?.file_range()?;
+            // The beginning, where counts and shifts are, as often as the rest.
+            Some(offset as usize..(offset + size) as usize)
+        }));
+        let hash = ranges[3].start;
+        ranges.push(hash..hash + 16);
+        ranges
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(128))]
+        #[test]
+        fn a_damaged_library_is_survived(
+            damage in prop::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>(), any::<u8>()), 1..24),
+            cut in prop::option::of(any::<prop::sample::Index>()),
+        ) {
+            let mut bytes = library();
+            let tables = tables(&bytes);
+            for (table, at, value) in damage {
+                let range = table.get(&tables).clone();
+                bytes[range.start + at.index(range.len())] = value;
+            }
+            if let Some(cut) = cut {
+                bytes.truncate(cut.index(bytes.len()));
+            }
+            if let Some(image) = image(&bytes) {
+                let _ = (image.find(&["getpid", "ncclAllReduce", "write"]), image.has_symbols(), image.build_id().len());
+                let _ = nccl_version(&image);
+            }
+        }
+    }
+}
