@@ -220,6 +220,45 @@ fn two_collectors_make_one_trace_with_one_root() {
 }
 
 #[test]
+fn a_collector_that_begins_again_makes_no_second_root() {
+    // The first one is let go of when some ranks have ended the second operation and others have not.
+    let job = Job::default();
+    let operations: Vec<_> = (1..=3).map(Operation::all_reduce).collect();
+    for seen_by_first in [vec![0, 2], vec![1, 2, 3], vec![]] {
+        let (mut first, mut second) = (collector(), collector());
+        let (mut to_first, mut to_second) = (Vec::new(), Vec::new());
+        for rank in 0..4 {
+            let streams = job.streams(rank, &operations);
+            to_first.extend(streams.head.clone());
+            to_second.extend(streams.head);
+            let last = if seen_by_first.contains(&rank) { 2 } else { 1 };
+            for sample in streams.ring.into_iter().chain(streams.probe) {
+                let time_ns = match &sample {
+                    Sample::Record { record, .. } => record.time_ns,
+                    Sample::Description { description, .. } => description.api_start_ns,
+                    _ => 0,
+                };
+                let is_first = time_ns < EPOCH_NS + (last + 1) * 1_000_000;
+                if is_first { &mut to_first } else { &mut to_second }.push(sample);
+            }
+        }
+        let watermarks = |time_ns| (0..4).map(move |rank| Sample::Watermark { pid: FIRST_PID + rank, time_ns });
+        to_first.extend(watermarks(EPOCH_NS + 3_000_000));
+        first.ingest(&mut to_first);
+        first.finish(EPOCH_NS + 3_000_000);
+        to_second.extend(watermarks(EPOCH_NS + 4_000_000));
+        to_second.extend(watermarks(EPOCH_NS + 8_000_000_000));
+        second.ingest(&mut to_second);
+        second.finish(EPOCH_NS + 8_000_000_000);
+        let spans: Vec<_> = first.take_batch().spans.into_iter().chain(second.take_batch().spans).collect();
+        assert_eq!(named(&spans, "all_reduce").count(), 3, "{seen_by_first:?}");
+        assert_eq!(named(&spans, "all_reduce rank").count(), 12, "{seen_by_first:?}");
+        let ids: BTreeSet<_> = spans.iter().map(|span| (span.trace_id, span.span_id)).collect();
+        assert_eq!(ids.len(), spans.len(), "{seen_by_first:?}");
+    }
+}
+
+#[test]
 fn a_late_rank_is_named_with_its_lag() {
     let job = Job::default();
     let ms = 1_000_000;

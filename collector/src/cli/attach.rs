@@ -513,7 +513,9 @@ fn report(summary: &Summary, collector: &Collector) -> String {
         let _ = writeln!(text, "  {reason}: {count}");
     }
     for row in &summary.exporters {
-        let _ = writeln!(text, "{}: {} spans delivered", row.target, row.delivered);
+        // A page shows operations, not spans, and counts none.
+        let delivered = if row.delivered == 0 { String::new() } else { format!(": {} spans delivered", row.delivered) };
+        let _ = writeln!(text, "{}{delivered}", row.target);
     }
     text
 }

@@ -224,18 +224,6 @@ impl Communicators {
                 .count(),
         }
     }
-
-    /// The rank that stands for the whole instance if it is watched here: rank 0, or a message's sender. The collector
-    /// that watches it, and no other, sends the root span.
-    #[must_use]
-    pub fn root_member(&self, key: &InstanceKey) -> Option<&Member> {
-        let rank = key.pair.map_or(0, |(source, _)| source);
-        self.known
-            .get(&key.comm)?
-            .members
-            .iter()
-            .find(|member| member.rank == rank)
-    }
 }
 
 impl Communicator {

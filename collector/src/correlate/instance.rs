@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::{Limits, RankOperation};
-use crate::identity::InstanceKey;
+use crate::identity::{Direction, InstanceKey};
 
 /// Instances that were handed out before all their parts had come and are remembered for the parts that come later.
 const REMEMBERED: usize = 65_536;
@@ -19,9 +19,19 @@ pub struct Instance {
     pub parts: Vec<Box<RankOperation>>,
     /// All parts that watched ranks were to deliver are here.
     pub whole: bool,
-    /// The instance was handed out before, without these parts: its root span is not to be sent again.
+    /// The instance was handed out before, without these parts.
     pub late: bool,
     since_ns: u64,
+}
+
+impl Instance {
+    /// The part that stands for the whole: rank 0's, or a message's sender's.
+    #[must_use]
+    pub fn root_part(&self) -> Option<&RankOperation> {
+        let (rank, direction) =
+            self.key.pair.map_or((0, Direction::None), |(source, _)| (source, Direction::Send));
+        self.parts.iter().find(|part| part.rank == rank && part.direction() == direction).map(|part| &**part)
+    }
 }
 
 /// What was given up, counted.

@@ -168,7 +168,10 @@ impl SpanMaker {
         }
     }
 
-    /// Spans of an instance: its root, if this collector is to send it, and each part with its children.
+    /// Spans of an instance: each part with its children, and the root if the part that stands for the whole is there.
+    ///
+    /// That part completes once, and one collector takes in that it did: so one root is sent, however many collectors
+    /// share the ranks, and whether or not one of them is let go of and begins again between two ranks' parts.
     pub fn instance(
         &mut self,
         instance: &Instance,
@@ -206,19 +209,19 @@ impl SpanMaker {
             };
             union.hold_range(made.spans(&ids, verdict.function, spans, &mut self.counts));
         }
-        if !instance.late
-            && let Some(member) = communicators.root_member(&instance.key)
+        if let Some(part) = instance.root_part()
+            && let Some(watched) = communicators.process(part.pid)
         {
             self.counts.count(Role::Root);
             spans.push(Span {
-                resource: member.resource.clone(),
+                resource: resource_of(part, communicator, communicators, &self.fallback),
                 trace_id,
                 span_id: root_id,
                 parent_span_id: None,
                 name: names::operation(verdict.function, instance.key.kind),
                 start_unix_ns: clock.unix_ns(union.start),
                 end_unix_ns: clock.unix_ns(union.end),
-                attributes: root_attributes(instance, verdict, communicator, &member.watched, clock),
+                attributes: root_attributes(instance, verdict, communicator, watched, clock),
                 events: Vec::new(),
                 links: Vec::new(),
                 error: None,
