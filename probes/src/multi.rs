@@ -1,6 +1,9 @@
-//! The `uprobe_multi` link (Linux >= 6.6): all sites of a file through one link, detached in 20 ms together where perf-event
-//! links take 105 ms each. `aya` 0.14 has no such link, so the two system calls are made here, with programs out of the same
-//! object and maps that `aya` made.
+//! The `uprobe_multi` link (Linux >= 6.6): all sites of a file through one link. `aya` 0.14 has no such link, so the two system
+//! calls are made here, with programs out of the same object and maps that `aya` made.
+//!
+//! What it is for is detaching (two-core virtual machine, Linux 6.18): the four probe functions take 27 ms through this link and
+//! 430 ms through perf-event links (105 ms each, one after another, whatever the number of threads); six entries and six returns
+//! of a stock library 74 ms and 1.1 s.
 
 use std::{
     collections::HashSet,

@@ -4,7 +4,7 @@ mod common;
 
 use std::{fs, process::Command, time::Duration};
 
-use common::{Target, compile, fixture_library, lost, poll, records, session, session_with};
+use common::{Reader, Target, compile, fixture_library, lost, poll, records, session, session_with};
 use ringsight_probes::{Carrier, Options, Sample, Source as _, UseEbpf, sample::Call};
 use ringsight_records::{DataType, Function, Kind, ReduceOp};
 
@@ -183,6 +183,42 @@ fn a_process_in_its_own_mount_and_pid_namespace_is_found() {
         ),
         (9, 18)
     );
+}
+
+#[test]
+fn a_collector_in_a_pid_namespace_of_its_own_sees_its_processes() {
+    let name = "a_collector_in_a_pid_namespace_of_its_own_sees_its_processes";
+    if session(name).is_none() {
+        return;
+    }
+    let namespaces = ["--mount", "--pid", "--fork", "--mount-proc"];
+    if !Command::new("unshare")
+        .args(namespaces)
+        .arg("true")
+        .status()
+        .is_ok_and(|status| status.success())
+    {
+        println!("SKIPPED {name}: no right to make namespaces");
+        return;
+    }
+    let mut command = Command::new("unshare");
+    command
+        .args(namespaces)
+        .arg("--kill-child")
+        .arg(common::examples().join("fixture_target"));
+    let mut target = Target::run(&mut command, &fixture_library());
+    target.open();
+    let children = format!("/proc/{0}/task/{0}/children", target.pid());
+    let outside = fs::read_to_string(children).unwrap().trim().to_owned();
+    // In there the target is process 1, and its number in the initial namespace cannot be known.
+    let mut command = Command::new("nsenter");
+    command
+        .args(["--target", &outside, "--mount", "--pid"])
+        .arg(common::examples().join("fixture_reader"));
+    let (reader, line) = Reader::start(command, 1);
+    assert!(line.starts_with("attached Probe"), "{line}");
+    target.call("fixture_operations 7 10 10");
+    assert_eq!(reader.end(), 120);
 }
 
 #[test]
