@@ -118,6 +118,12 @@ pub struct Endpoint {
 }
 
 impl Endpoint {
+    /// What is requested, in full.
+    #[must_use]
+    pub fn url(&self) -> String {
+        self.uri.to_string()
+    }
+
     pub(crate) fn is_tls(&self) -> bool {
         self.uri.scheme() == Some(&Scheme::HTTPS)
     }

@@ -237,7 +237,7 @@ fn write_point(out: &mut Vec<u8>, point: &Metric) {
         out,
         format_args!(",\"startTimeUnixNano\":\"{start}\",\"timeUnixNano\":\"{time}\""),
     );
-    let mut double = |out: &mut Vec<u8>, key: &str, value| {
+    let double = |out: &mut Vec<u8>, key: &str, value| {
         put_fmt(out, format_args!(",\"{key}\":"));
         put_double(out, value);
     };

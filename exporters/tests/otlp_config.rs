@@ -1,0 +1,253 @@
+//! OpenTelemetry's environment variables.
+
+mod otlp_server;
+
+use std::time::Duration;
+
+use otlp_server::{Answer, HttpServer};
+use proptest::prelude::*;
+use ringsight_exporters::model::Exporter;
+use ringsight_exporters::otlp::{Config, ConfigError, OtlpExporter, Protocol};
+
+fn read(url: Option<&str>, variables: &[(&str, &str)]) -> Result<Config, ConfigError> {
+    let get = |name: &str| {
+        let suffix = name.strip_prefix("OTEL_EXPORTER_OTLP_")?;
+        variables
+            .iter()
+            .find(|(key, _)| *key == suffix)
+            .map(|(_, value)| (*value).to_owned())
+    };
+    Config::from_variables(url, None, &get)
+}
+
+fn config(variables: &[(&str, &str)]) -> Config {
+    read(None, variables).unwrap()
+}
+
+fn urls(config: &Config) -> (String, String) {
+    (config.traces.url(), config.metrics.url())
+}
+
+const GRPC_TRACES: &str = "/opentelemetry.proto.collector.trace.v1.TraceService/Export";
+const GRPC_METRICS: &str = "/opentelemetry.proto.collector.metrics.v1.MetricsService/Export";
+
+#[test]
+fn defaults_are_the_specifications() {
+    let config = config(&[]);
+    assert_eq!(config.traces.protocol, Protocol::HttpProtobuf);
+    let expected = (
+        "http://localhost:4318/v1/traces",
+        "http://localhost:4318/v1/metrics",
+    );
+    assert_eq!(urls(&config), (expected.0.to_owned(), expected.1.to_owned()));
+    assert_eq!(config.traces.timeout, Duration::from_secs(10));
+    assert!(!config.traces.gzip);
+    let grpc = self::config(&[("PROTOCOL", "grpc")]);
+    assert_eq!(grpc.traces.protocol, Protocol::Grpc);
+    assert_eq!(grpc.traces.url(), format!("http://localhost:4317{GRPC_TRACES}"));
+    assert_eq!(grpc.metrics.url(), format!("http://localhost:4317{GRPC_METRICS}"));
+}
+
+#[test]
+fn endpoints_follow_the_specifications_path_rules() {
+    for (variables, traces, metrics) in [
+        (
+            vec![("ENDPOINT", "https://host/otlp/")],
+            "https://host:443/otlp/v1/traces",
+            "https://host:443/otlp/v1/metrics",
+        ),
+        (
+            vec![("ENDPOINT", "http://host:1/a?key=1")],
+            "http://host:1/a/v1/traces?key=1",
+            "http://host:1/a/v1/metrics?key=1",
+        ),
+        (
+            vec![
+                ("ENDPOINT", "http://[::1]:9"),
+                ("TRACES_ENDPOINT", "https://t.example:8443"),
+            ],
+            "https://t.example:8443/",
+            "http://[::1]:9/v1/metrics",
+        ),
+        (
+            vec![("METRICS_ENDPOINT", "http://m:1/custom/path")],
+            "http://localhost:4318/v1/traces",
+            "http://m:1/custom/path",
+        ),
+        (
+            vec![("ENDPOINT", "  "), ("TRACES_ENDPOINT", "")],
+            "http://localhost:4318/v1/traces",
+            "http://localhost:4318/v1/metrics",
+        ),
+    ] {
+        assert_eq!(
+            urls(&config(&variables)),
+            (traces.to_owned(), metrics.to_owned()),
+            "{variables:?}"
+        );
+    }
+}
+
+#[test]
+fn an_endpoint_on_the_command_line_goes_before_the_environment() {
+    let variables = [
+        ("TRACES_ENDPOINT", "http://env:1/x"),
+        ("ENDPOINT", "http://env:2"),
+    ];
+    let config = read(Some("http://flag:3"), &variables).unwrap();
+    assert_eq!(config.traces.url(), "http://flag:3/v1/traces");
+    assert_eq!(config.metrics.url(), "http://flag:3/v1/metrics");
+    assert_eq!(
+        read(Some("http://flag:4317"), &variables)
+            .unwrap()
+            .traces
+            .protocol,
+        Protocol::Grpc
+    );
+    let variables = [("PROTOCOL", "http/protobuf")];
+    assert_eq!(
+        read(Some("http://flag:4317"), &variables)
+            .unwrap()
+            .traces
+            .protocol,
+        Protocol::HttpProtobuf
+    );
+    let config =
+        Config::from_variables(Some("http://flag:4317"), Some(Protocol::HttpProtobuf), &|_| None).unwrap();
+    assert_eq!(config.traces.protocol, Protocol::HttpProtobuf);
+}
+
+#[test]
+fn grpc_endpoints_may_lack_a_scheme_and_are_secure_then_unless_told() {
+    let secure = config(&[("PROTOCOL", "grpc"), ("ENDPOINT", "host:4317")]);
+    assert_eq!(secure.traces.url(), format!("https://host:4317{GRPC_TRACES}"));
+    let plain = config(&[("PROTOCOL", "grpc"), ("ENDPOINT", "host"), ("INSECURE", "TRUE")]);
+    assert_eq!(plain.traces.url(), format!("http://host:4317{GRPC_TRACES}"));
+    let mixed = config(&[
+        ("PROTOCOL", "grpc"),
+        ("ENDPOINT", "host:1"),
+        ("METRICS_INSECURE", "true"),
+    ]);
+    assert!(mixed.traces.url().starts_with("https://") && mixed.metrics.url().starts_with("http://"));
+}
+
+#[test]
+fn a_signals_variable_goes_before_the_general_one() {
+    let config = config(&[
+        ("TIMEOUT", "2000"),
+        ("TRACES_TIMEOUT", "250"),
+        ("COMPRESSION", "gzip"),
+        ("METRICS_COMPRESSION", "none"),
+        ("PROTOCOL", "grpc"),
+        ("METRICS_PROTOCOL", "http/protobuf"),
+        ("CERTIFICATE", "/general.pem"),
+        ("TRACES_CERTIFICATE", "/traces.pem"),
+    ]);
+    assert_eq!(
+        (
+            config.traces.timeout.as_millis(),
+            config.metrics.timeout.as_millis()
+        ),
+        (250, 2000)
+    );
+    assert_eq!((config.traces.gzip, config.metrics.gzip), (true, false));
+    assert_eq!(
+        (config.traces.protocol, config.metrics.protocol),
+        (Protocol::Grpc, Protocol::HttpProtobuf)
+    );
+    assert_eq!(config.traces.tls.ca.as_deref(), Some("/traces.pem".as_ref()));
+    assert_eq!(config.metrics.tls.ca.as_deref(), Some("/general.pem".as_ref()));
+}
+
+#[test]
+fn errors_name_the_variable_and_keep_secrets() {
+    for (variable, value, problem) in [
+        ("ENDPOINT", "localhost:4318", "has no scheme"),
+        ("ENDPOINT", "ftp://host", "http or https"),
+        ("ENDPOINT", "http://", "not a URL"),
+        ("ENDPOINT", "http://:80", "names no host"),
+        ("ENDPOINT", "http://host:99999", "port"),
+        ("ENDPOINT", "http://host:0", "port 0"),
+        ("ENDPOINT", "http://host:", "port"),
+        (
+            "TRACES_ENDPOINT",
+            "http://user:s3cret@host",
+            "OTEL_EXPORTER_OTLP_HEADERS",
+        ),
+        ("PROTOCOL", "http/json", "not supported"),
+        ("METRICS_PROTOCOL", "thrift", "use `grpc` or `http/protobuf`"),
+        ("TIMEOUT", "10s", "milliseconds"),
+        ("TIMEOUT", "0", "above 0"),
+        ("TIMEOUT", "-1", "milliseconds"),
+        ("COMPRESSION", "zstd", "`gzip` or `none`"),
+        ("HEADERS", "a=1,s3cret", "entry 2 is not NAME=VALUE"),
+        ("HEADERS", "s3cret key=1", "entry 1 has a name"),
+        ("HEADERS", "a=s3cret%2", "entry 1 has an incomplete"),
+        ("HEADERS", "a=s3cret%0a", "entry 1 has a character"),
+    ] {
+        let error = read(None, &[(variable, value)]).unwrap_err();
+        assert_eq!(
+            error.variable,
+            format!("OTEL_EXPORTER_OTLP_{variable}"),
+            "{value}"
+        );
+        assert!(error.problem.contains(problem), "{value}: {error}");
+        assert!(!error.to_string().contains("s3cret"), "{error}");
+    }
+    let error = read(
+        None,
+        &[("PROTOCOL", "grpc"), ("ENDPOINT", "host"), ("INSECURE", "yes")],
+    )
+    .unwrap_err();
+    assert_eq!(error.variable, "OTEL_EXPORTER_OTLP_INSECURE");
+    assert_eq!(read(Some("nonsense"), &[]).unwrap_err().variable, "OTLP endpoint");
+}
+
+proptest! {
+    #[test]
+    fn no_text_makes_it_panic(
+        variable in prop::sample::select(&["ENDPOINT", "HEADERS", "TIMEOUT", "PROTOCOL", "COMPRESSION", "INSECURE"][..]),
+        value in prop_oneof![".{0,40}", "(http|https)://[a-z:@/?#%\\[\\]0-9]{0,20}", "[a-z=%,;0-9]{0,30}"],
+    ) {
+        for protocol in [None, Some(Protocol::Grpc), Some(Protocol::HttpProtobuf)] {
+            let name = format!("OTEL_EXPORTER_OTLP_{variable}");
+            let get = |asked: &str| (asked == name).then(|| value.clone());
+            if let Ok(config) = Config::from_variables(None, protocol, &get) {
+                // What is accepted as an endpoint can be requested.
+                if !config.traces.url().starts_with("https") {
+                    prop_assert!(OtlpExporter::new(&config).is_ok());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn no_response_makes_it_panic(
+        status in prop::sample::select(&[200u16, 202, 400, 429, 503][..]),
+        kind in prop::sample::select(&["application/x-protobuf", "application/json", "text/html; charset=x", ""][..]),
+        body in prop::collection::vec(any::<u8>(), 0..64),
+        retry_after in prop::sample::select(&["0", "-1", "99999999999999999999", "x", "Thu, 01 Jan 1970 00:00:00 GMT"][..]),
+    ) {
+        let answer = Answer { body, ..Answer::status(status) }.header("content-type", kind).header("retry-after", retry_after);
+        let server = HttpServer::start(vec![answer]);
+        let mut config = Config::from_variables(Some(&server.url), Some(Protocol::HttpProtobuf), &|_| None).unwrap();
+        config.retry.initial = Duration::from_millis(1);
+        let mut exporter = OtlpExporter::new(&config).unwrap();
+        let resource = std::sync::Arc::new(ringsight_exporters::model::Resource { attributes: vec![] });
+        let metric = ringsight_exporters::model::Metric {
+            resource,
+            name: "ccl.rank.idle.time",
+            description: "",
+            unit: "s",
+            attributes: vec![],
+            start_unix_ns: 1,
+            unix_ns: 2,
+            data: ringsight_exporters::model::MetricData::Gauge(0.5),
+        };
+        exporter.export(&ringsight_exporters::Batch { metrics: vec![metric], ..Default::default() });
+        exporter.shutdown(Duration::from_secs(20)).unwrap();
+        let stats = exporter.stats();
+        let dropped: u64 = stats.metrics_dropped.iter().map(|(_, count)| count).sum();
+        prop_assert_eq!(stats.metrics_delivered + dropped, 1);
+    }
+}
