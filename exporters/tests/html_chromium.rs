@@ -291,7 +291,12 @@ fn search_selection_and_zoom_come_from_the_address() {
     ] {
         assert_eq!(page.document(query).number("shown"), expected, "{query}");
     }
-    let document = page.document("q=lag%3Efast&t=1000000-3000000");
+    let document = page.document("sort=-seq");
+    assert!(
+        text(document.table_rows()[0])
+            .contains(&operations.iter().map(|o| o.sequence).max().unwrap().to_string())
+    );
+    let document = page.document("q=lag%3Efast&t=1000000-3000000&sort=nonsense");
     assert_eq!((document.number("from"), document.number("to")), (1e6, 3e6));
     assert!(text(document.inside("id=\"query-help\"", "p")).starts_with("“lag>fast” is not understood."));
 }

@@ -56,8 +56,7 @@ function tell() {
 
 function start() {
   const began = performance.now();
-  state.sort.column = culprits.length ? "waited" : "start";
-  state.sort.descending = culprits.length > 0;
+  state.sort = usualSort();
   readTheme();
   layout();
   buildTools();

@@ -5,6 +5,9 @@ const state = {
   selected: -1, hovered: -1, from: 0, to: tEnd, sort: { column: null, descending: true },
 };
 
+// What cost most comes first, where anything did.
+const usualSort = () => culprits.length ? { column: "waited", descending: true } : { column: "start", descending: false };
+
 const listeners = { view: [], selection: [], filter: [] };
 const on = (what, listener) => listeners[what].push(listener);
 const changed = (what) => { for (const listener of listeners[what]) listener(); };
@@ -87,16 +90,16 @@ function stepLate(direction) {
   if (best >= 0) select(best, { show: true });
 }
 
-// ---- the address: #q=late&hide=broadcast&sel=<trace id>&t=<from>-<to> (nanoseconds after the recording's start)
+// ---- the address: #q=late&hide=broadcast&sort=-lag&sel=<trace id>&t=<from>-<to> (nanoseconds after the recording's start)
 
 function readAddress() {
   const wanted = new URLSearchParams(location.hash.slice(1));
   state.hidden = new Set((wanted.get("hide") ?? "").split(",").map((name) => raw.names.indexOf(name)).filter((i) => i >= 0));
   state.lateOnly = wanted.get("late") === "1";
+  const sort = /^(-?)([a-z]+)$/.exec(wanted.get("sort") ?? "");
+  if (sort && COLUMNS.some((column) => column.key === sort[2])) state.sort = { column: sort[2], descending: sort[1] === "-" };
   byId("query").value = wanted.get("q") ?? "";
   setQuery(byId("query").value);
-  const sort = /^(-?)([a-z]+)$/.exec(wanted.get("sort") ?? "");
-  if (sort) state.sort = { column: sort[2], descending: sort[1] === "-" };
   const selected = wanted.has("sel") ? ops.indexOf(wanted.get("sel").toLowerCase()) : -1;
   const window = /^(-?[\d.]+)-(-?[\d.]+)$/.exec(wanted.get("t") ?? "");
   if (window) setWindow(Number(window[1]), Number(window[2]));
@@ -116,5 +119,7 @@ function addressText() {
   if (state.hidden.size) wanted.set("hide", [...state.hidden].map((i) => raw.names[i]).join(","));
   if (state.selected >= 0) wanted.set("sel", ops.trace(state.selected));
   if (state.to - state.from < tEnd) wanted.set("t", `${Math.round(state.from)}-${Math.round(state.to)}`);
+  const { column, descending } = state.sort, usual = usualSort();
+  if (column !== usual.column || descending !== usual.descending) wanted.set("sort", (descending ? "-" : "") + column);
   return wanted.toString();
 }

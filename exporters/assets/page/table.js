@@ -93,6 +93,7 @@ function buildTable() {
       sortTable();
       byId("list").scrollTop = 0;
       drawTable();
+      writeAddress();
     });
     head.append(element("th", { scope: "col", className: column.number ? "number" : "" }, button));
   }
