@@ -67,8 +67,6 @@ fn observe(criterion: &mut Criterion) {
 }
 
 mod benches {
-    #![expect(missing_docs, reason = "made by criterion's macro")]
-
     use super::observe;
 
     criterion::criterion_group!(all, observe);

@@ -213,11 +213,11 @@ fn configs_are_checked() {
     };
     ok(init(|_| {}));
     ok(init(|config| {
-        (config.min_ctas, config.max_ctas, config.comm_name) = (1, 4, c"name".as_ptr())
+        (config.min_ctas, config.max_ctas, config.comm_name) = (1, 4, c"name".as_ptr());
     }));
     // Built against 2.17: what came later is not looked at, whatever is there.
     ok(init(|config| {
-        (config.size, config.version, config.comm_name) = (48, 21700, null::<u8>().wrapping_add(1).cast())
+        (config.size, config.version, config.comm_name) = (48, 21700, null::<u8>().wrapping_add(1).cast());
     }));
     fails(init(|config| config.magic = 1), ARGUMENT, "config.magic");
     fails(init(|config| config.size = 8), ARGUMENT, "config.size");
