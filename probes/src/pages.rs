@@ -15,7 +15,7 @@ use ringsight_records::{
 
 use crate::{
     error::AttachError,
-    process::{innermost_pid, is_running, now_ns, start_time},
+    process::{innermost_pid, is_running_anywhere, now_ns, start_time},
     target::process_error,
     watch::Seen,
 };
@@ -158,7 +158,7 @@ impl Mapped {
         let now = now_ns();
         let lease = header
             .lease
-            .acquire(own, now, mask, is_running)
+            .acquire(own, now, mask, is_running_anywhere)
             .map_err(|holder| AttachError::Leased {
                 pid,
                 holder: holder.pid,

@@ -63,6 +63,21 @@ pub fn is_running(pid: u32, started: u64) -> bool {
     start_time(pid) == Some(started)
 }
 
+/// The same for a number that may have been given in another pid namespace: a reader in a container calls itself what its
+/// container does. Start times are the same in all of them. A process of an outer namespace stays unseen.
+#[must_use]
+pub fn is_running_anywhere(pid: u32, started: u64) -> bool {
+    is_running(pid, started)
+        || fs::read_dir("/proc").is_ok_and(|entries| {
+            entries
+                .flatten()
+                .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+                .any(|number| {
+                    is_running(number, started) && innermost_pid(number).is_ok_and(|inner| inner == pid)
+                })
+        })
+}
+
 /// `CLOCK_MONOTONIC` in nanoseconds.
 #[must_use]
 pub fn now_ns() -> u64 {

@@ -5,7 +5,7 @@ mod common;
 use std::{fs, process::Command, time::Duration};
 
 use common::{Reader, Target, compile, fixture_library, lost, poll, records, session, session_with};
-use ringsight_probes::{Carrier, Options, Sample, Source as _, UseEbpf, sample::Call};
+use ringsight_probes::{AttachError, Carrier, Options, Sample, Source as _, UseEbpf, sample::Call};
 use ringsight_records::{DataType, Function, Kind, ReduceOp};
 
 #[test]
@@ -188,9 +188,7 @@ fn a_process_in_its_own_mount_and_pid_namespace_is_found() {
 #[test]
 fn a_collector_in_a_pid_namespace_of_its_own_sees_its_processes() {
     let name = "a_collector_in_a_pid_namespace_of_its_own_sees_its_processes";
-    if session(name).is_none() {
-        return;
-    }
+    let Some(mut session) = session(name) else { return };
     let namespaces = ["--mount", "--pid", "--fork", "--mount-proc"];
     if !Command::new("unshare")
         .args(namespaces)
@@ -217,6 +215,9 @@ fn a_collector_in_a_pid_namespace_of_its_own_sees_its_processes() {
         .arg(common::examples().join("fixture_reader"));
     let (reader, line) = Reader::start(command, 1);
     assert!(line.starts_with("attached Probe"), "{line}");
+    // A reader out here knows that one by another number, and leaves it its ring all the same.
+    let refused = session.attach(outside.parse().unwrap());
+    assert!(matches!(refused, Err(AttachError::Leased { .. })), "{refused:?}");
     target.call("fixture_operations 7 10 10");
     assert_eq!(reader.end(), 120);
 }

@@ -157,6 +157,27 @@ pub fn on_record(ctx: ProbeContext) -> u32 {
     0
 }
 
+/// The seventh and eighth integer argument: on x86-64 they lie above the return address.
+#[cfg(bpf_target_arch = "x86_64")]
+#[inline(always)]
+fn further_arguments(ctx: &ProbeContext) -> (u64, u64) {
+    // SAFETY: `ctx.regs` are the registers at the site; the helper checks the addresses.
+    unsafe {
+        let stack = (*ctx.regs).rsp as *const u64;
+        (
+            bpf_probe_read_user(stack.add(1)).unwrap_or(0),
+            bpf_probe_read_user(stack.add(2)).unwrap_or(0),
+        )
+    }
+}
+
+/// The seventh and eighth integer argument: in registers like the others.
+#[cfg(not(bpf_target_arch = "x86_64"))]
+#[inline(always)]
+fn further_arguments(ctx: &ProbeContext) -> (u64, u64) {
+    (ctx.arg(6).unwrap_or(0), ctx.arg(7).unwrap_or(0))
+}
+
 /// An exported function of a library without our probe functions was entered.
 #[uprobe]
 pub fn on_entry(ctx: ProbeContext) -> u32 {
@@ -172,13 +193,8 @@ pub fn on_entry(ctx: ProbeContext) -> u32 {
         call.arguments[index] = ctx.arg(index).unwrap_or(0);
     }
     if cookie & probed::STACK_ARGUMENTS != 0 {
-        // The seventh and eighth integer argument lie above the return address.
-        // SAFETY: `ctx.regs` are the registers at the site; the helper checks the address.
-        let stack = unsafe { (*ctx.regs).rsp } as *const u64;
-        for index in 0..2 {
-            // SAFETY: as above.
-            call.arguments[6 + index] = unsafe { bpf_probe_read_user(stack.add(1 + index)) }.unwrap_or(0);
-        }
+        let further = further_arguments(&ctx);
+        (call.arguments[6], call.arguments[7]) = further;
     }
     let _ = PENDING.insert(&CallKey { id, cookie }, &call, u64::from(BPF_ANY));
     0
