@@ -18,11 +18,8 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::rustls::pki_types::ServerName;
 
 use super::config::{ConfigError, Endpoint, Protocol};
-use super::response::{self, Outcome};
+use super::response::{self, MAX_RESPONSE, Outcome};
 use super::tls;
-
-/// Response bytes that are read; an export response is a few dozen.
-const MAX_RESPONSE: usize = 1 << 20;
 
 const AGENT: &str = concat!("ringsight/", env!("CARGO_PKG_VERSION"));
 
@@ -66,6 +63,7 @@ impl Client {
                     "grpc-timeout",
                     HeaderValue::try_from(timeout).expect("digits and a letter"),
                 );
+                headers.insert("grpc-accept-encoding", HeaderValue::from_static("identity,gzip"));
                 compressed.map(|gzip| headers.insert("grpc-encoding", gzip));
             }
             Protocol::HttpProtobuf => {

@@ -1,13 +1,18 @@
 //! What a server's answer means.
 
+use std::borrow::Cow;
+use std::io::Read as _;
 use std::time::{Duration, SystemTime};
 
 use base64::Engine as _;
 use base64::alphabet::STANDARD;
 use base64::engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig};
+use flate2::read::GzDecoder;
 use http::{HeaderMap, StatusCode};
 use prost::Message;
 
+/// Response bytes that are read; an export response is a few dozen.
+pub(super) const MAX_RESPONSE: usize = 1 << 20;
 /// Longest pause that a server may ask for; more would only overflow.
 const MAX_PAUSE: Duration = Duration::from_secs(3600);
 /// Characters of a server's own words that are kept.
@@ -153,13 +158,9 @@ pub(super) fn grpc(
         return Outcome::malformed("grpc-status is not a number".to_owned());
     };
     if code == 0 {
-        return match body.split_first_chunk::<5>() {
-            Some(([0, a, b, c, d], message))
-                if u32::from_be_bytes([*a, *b, *c, *d]) as usize == message.len() =>
-            {
-                accepted(message)
-            }
-            _ => Outcome::malformed("gRPC status OK without one whole uncompressed message".to_owned()),
+        return match grpc_message(headers, body) {
+            Some(message) => accepted(&message),
+            None => Outcome::malformed("gRPC status OK without one whole message, plain or gzip".to_owned()),
         };
     }
     let message = trailers
@@ -184,6 +185,27 @@ pub(super) fn grpc(
             error,
         },
         _ => Outcome::refused(error),
+    }
+}
+
+/// The one message of a gRPC response. Servers like to answer a compressed request compressed.
+fn grpc_message<'b>(headers: &HeaderMap, body: &'b [u8]) -> Option<Cow<'b, [u8]>> {
+    let ([flag, a, b, c, d], message) = body.split_first_chunk()?;
+    if u32::from_be_bytes([*a, *b, *c, *d]) as usize != message.len() {
+        return None;
+    }
+    match flag {
+        0 => Some(Cow::Borrowed(message)),
+        1 if headers.get("grpc-encoding")? == "gzip" => {
+            let mut plain = Vec::new();
+            // A small response can unfold to gigabytes; what is cut off then no longer decodes.
+            GzDecoder::new(message)
+                .take(MAX_RESPONSE as u64)
+                .read_to_end(&mut plain)
+                .ok()?;
+            Some(Cow::Owned(plain))
+        }
+        _ => None,
     }
 }
 
@@ -337,4 +359,144 @@ fn code_name(code: u8) -> &'static str {
         .get(usize::from(code))
         .copied()
         .unwrap_or("status outside gRPC's")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use flate2::Compression;
+    use flate2::write::GzEncoder;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn headers(pairs: &[(&'static str, &str)]) -> HeaderMap {
+        pairs
+            .iter()
+            .map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap()))
+            .collect()
+    }
+
+    fn frame(flag: u8, message: &[u8]) -> Vec<u8> {
+        let len = u32::try_from(message.len()).unwrap().to_be_bytes();
+        [&[flag], &len[..], message].concat()
+    }
+
+    fn gzip(plain: &[u8]) -> Vec<u8> {
+        let mut encoder = GzEncoder::new(vec![], Compression::fast());
+        encoder.write_all(plain).unwrap();
+        encoder.finish().unwrap()
+    }
+
+    #[test]
+    fn a_compressed_grpc_response_is_read() {
+        let partial = PartialSuccess {
+            rejected: 3,
+            error_message: "old".to_owned(),
+        };
+        let message = ExportResponse {
+            partial_success: Some(partial),
+        }
+        .encode_to_vec();
+        let headers = headers(&[("grpc-status", "0"), ("grpc-encoding", "gzip")]);
+        let expected = Outcome::Accepted {
+            rejected: 3,
+            message: "old".to_owned(),
+        };
+        for body in [frame(0, &message), frame(1, &gzip(&message))] {
+            assert_eq!(grpc(StatusCode::OK, &headers, None, &body), expected);
+        }
+        // A bomb, a piece, a lie about the length, an encoding nobody asked for.
+        let bomb = frame(1, &gzip(&vec![0xff; 8 << 20]));
+        for body in [
+            bomb,
+            frame(1, &gzip(&message)[..12]),
+            frame(0, &message)[..7].to_vec(),
+            frame(2, &message),
+        ] {
+            let outcome = grpc(StatusCode::OK, &headers, None, &body);
+            assert!(
+                matches!(
+                    outcome,
+                    Outcome::Refused {
+                        reason: "malformed_response",
+                        ..
+                    }
+                ),
+                "{outcome:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn pauses_are_read_and_bounded() {
+        let pause = |text| retry_after(&headers(&[("retry-after", text)]));
+        assert_eq!(pause("7"), Some(Duration::from_secs(7)));
+        assert_eq!(pause("18446744073709551615"), Some(MAX_PAUSE));
+        assert_eq!(pause("99999999999999999999"), None);
+        assert_eq!(pause("soon"), None);
+        assert_eq!(pause("Thu, 01 Jan 1970 00:00:00 GMT"), Some(Duration::ZERO));
+        let later = httpdate::fmt_http_date(SystemTime::now() + Duration::from_secs(100));
+        assert!((98..=100).contains(&pause(&later).unwrap().as_secs()));
+    }
+
+    #[test]
+    fn a_proxys_answer_is_told_from_a_grpc_servers() {
+        let html = headers(&[("content-type", "text/html")]);
+        let busy = grpc(StatusCode::SERVICE_UNAVAILABLE, &html, None, b"busy");
+        assert!(matches!(busy, Outcome::Retry { answered: true, .. }));
+        let page = grpc(StatusCode::OK, &html, None, b"<html>");
+        assert!(matches!(
+            page,
+            Outcome::Refused {
+                reason: "malformed_response",
+                ..
+            }
+        ));
+        let absent = grpc(StatusCode::NOT_FOUND, &html, None, b"");
+        assert!(matches!(
+            absent,
+            Outcome::Refused {
+                reason: "rejected",
+                ..
+            }
+        ));
+    }
+
+    #[test]
+    fn a_servers_words_are_one_line_of_bounded_length() {
+        let Outcome::Refused { error, .. } = http(
+            StatusCode::BAD_REQUEST,
+            &HeaderMap::new(),
+            &b"\x1b[2J\nx".repeat(500),
+        ) else {
+            panic!("400 is final")
+        };
+        assert!(error.len() < 300 && !error.contains(char::is_control), "{error}");
+    }
+
+    proptest! {
+        #[test]
+        fn rubbish_is_no_panic(
+            body in proptest::collection::vec(any::<u8>(), 0..64),
+            status in "[0-9a-z]{0,3}",
+            text in "[ -~]{0,20}",
+            framed: bool,
+        ) {
+            let headers = headers(&[
+                ("grpc-status", &status),
+                ("grpc-message", &text),
+                ("grpc-status-details-bin", &text),
+                ("retry-after", &text),
+                ("content-type", &text),
+            ]);
+            let body = if framed { frame(0, &body) } else { body };
+            for code in [StatusCode::OK, StatusCode::TOO_MANY_REQUESTS] {
+                grpc(code, &headers, None, &body);
+                http(code, &headers, &body);
+            }
+            retry_info(base64::engine::general_purpose::STANDARD.encode(&body).as_bytes());
+        }
+    }
 }

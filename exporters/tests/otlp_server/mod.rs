@@ -298,8 +298,16 @@ impl GrpcServer {
                 server = server.tls_config(tls).unwrap();
             }
             server
-                .add_service(traces.accept_compressed(CompressionEncoding::Gzip))
-                .add_service(points.accept_compressed(CompressionEncoding::Gzip))
+                .add_service(
+                    traces
+                        .accept_compressed(CompressionEncoding::Gzip)
+                        .send_compressed(CompressionEncoding::Gzip),
+                )
+                .add_service(
+                    points
+                        .accept_compressed(CompressionEncoding::Gzip)
+                        .send_compressed(CompressionEncoding::Gzip),
+                )
                 .serve_with_incoming(incoming)
                 .await
                 .unwrap();
