@@ -242,7 +242,12 @@ fn a_collector_that_begins_again_makes_no_second_root() {
                 if is_first { &mut to_first } else { &mut to_second }.push(sample);
             }
         }
-        let watermarks = |time_ns| (0..4).map(move |rank| Sample::Watermark { pid: FIRST_PID + rank, time_ns });
+        let watermarks = |time_ns| {
+            (0..4).map(move |rank| Sample::Watermark {
+                pid: FIRST_PID + rank,
+                time_ns,
+            })
+        };
         to_first.extend(watermarks(EPOCH_NS + 3_000_000));
         first.ingest(&mut to_first);
         first.finish(EPOCH_NS + 3_000_000);
@@ -250,7 +255,12 @@ fn a_collector_that_begins_again_makes_no_second_root() {
         to_second.extend(watermarks(EPOCH_NS + 8_000_000_000));
         second.ingest(&mut to_second);
         second.finish(EPOCH_NS + 8_000_000_000);
-        let spans: Vec<_> = first.take_batch().spans.into_iter().chain(second.take_batch().spans).collect();
+        let spans: Vec<_> = first
+            .take_batch()
+            .spans
+            .into_iter()
+            .chain(second.take_batch().spans)
+            .collect();
         assert_eq!(named(&spans, "all_reduce").count(), 3, "{seen_by_first:?}");
         assert_eq!(named(&spans, "all_reduce rank").count(), 12, "{seen_by_first:?}");
         let ids: BTreeSet<_> = spans.iter().map(|span| (span.trace_id, span.span_id)).collect();

@@ -514,7 +514,11 @@ fn report(summary: &Summary, collector: &Collector) -> String {
     }
     for row in &summary.exporters {
         // A page shows operations, not spans, and counts none.
-        let delivered = if row.delivered == 0 { String::new() } else { format!(": {} spans delivered", row.delivered) };
+        let delivered = if row.delivered == 0 {
+            String::new()
+        } else {
+            format!(": {} spans delivered", row.delivered)
+        };
         let _ = writeln!(text, "{}{delivered}", row.target);
     }
     text

@@ -28,9 +28,14 @@ impl Instance {
     /// The part that stands for the whole: rank 0's, or a message's sender's.
     #[must_use]
     pub fn root_part(&self) -> Option<&RankOperation> {
-        let (rank, direction) =
-            self.key.pair.map_or((0, Direction::None), |(source, _)| (source, Direction::Send));
-        self.parts.iter().find(|part| part.rank == rank && part.direction() == direction).map(|part| &**part)
+        let (rank, direction) = self
+            .key
+            .pair
+            .map_or((0, Direction::None), |(source, _)| (source, Direction::Send));
+        self.parts
+            .iter()
+            .find(|part| part.rank == rank && part.direction() == direction)
+            .map(|part| &**part)
     }
 }
 
