@@ -403,4 +403,7 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
 /// Ring buffer bytes that a record takes with the kernel's header.
 pub(crate) const RECORD_BYTES: u64 = (size_of::<ProbedRecord>() + 8) as u64;
 
+/// The same for a call.
+pub(crate) const CALL_BYTES: u64 = (size_of::<ProbedCall>() + 8) as u64;
+
 const _: () = assert!(size_of::<Record>() == 64 && size_of::<ProbedRecord>() != size_of::<ProbedCall>());

@@ -14,6 +14,7 @@ pub mod sample;
 pub mod session;
 pub mod signature;
 pub mod site;
+mod stats;
 pub mod target;
 mod watch;
 
@@ -21,4 +22,5 @@ pub use error::{AttachError, Unavailable};
 pub use look::communicators;
 pub use pages::ByKind;
 pub use sample::{Carrier, Sample, Source};
-pub use session::{Attached, Counters, Options, ProbeStats, Session, UseEbpf};
+pub use session::{Attached, Options, Session, UseEbpf};
+pub use stats::{Counters, ProbeStats};

@@ -2,6 +2,7 @@
 
 use ringsight_records::{
     Kind, Record, VERSION,
+    pages::Pages,
     probed::{ProbedCall, site_of},
 };
 
@@ -9,8 +10,8 @@ use crate::{
     error::AttachError,
     pages::Mapped,
     sample::{Carrier, HostCall, Sample},
-    session::Counters,
     signature,
+    stats::Counters,
 };
 
 /// How often to look for pages that are not there yet, and for communicators whose record was lost.
@@ -203,8 +204,6 @@ impl Watched {
         self.pages.as_ref().map(|pages| Counters::new(pages.counters()))
     }
 }
-
-use ringsight_records::pages::Pages;
 
 /// What was read from each communicator slot: (id, start of its initialisation).
 pub(crate) type Seen = Vec<Option<(u64, u64)>>;
