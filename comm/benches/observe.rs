@@ -16,13 +16,11 @@ fn observe(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("observe");
 
     group.bench_function("probe function, unattached", |bencher| {
-        bencher.iter(|| {
-            // SAFETY: the function reads nothing.
-            unsafe { probe::ringsight_probe_launch(black_box(&raw const record)) };
-        });
+        // SAFETY: the function reads nothing.
+        bencher.iter(|| unsafe { probe::ringsight_probe_launch(black_box(&raw const record)) });
     });
     group.bench_function("dense event, unarmed", |bencher| {
-        bencher.iter(|| observe::emit(black_box(&record)))
+        bencher.iter(|| observe::emit(black_box(&record)));
     });
     group.bench_function("sparse event, unattached", |bencher| {
         let record = Record {

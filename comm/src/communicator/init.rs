@@ -1,9 +1,6 @@
 //! Making a communicator: rendezvous, what the ranks agree on, connections.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, atomic::AtomicBool, mpsc},
-};
+use std::sync::{Arc, Mutex, atomic::AtomicBool, mpsc};
 
 use ringsight_kernels::{AbortWord, fifo::SLOTS};
 use ringsight_records::{Kind, State, pages};
@@ -245,7 +242,6 @@ impl InitJob {
                 sequences: Sequences::default(),
                 plans: Plans::new(queue),
                 order: Order::default(),
-                captured_ops: HashMap::new(),
             }),
             proxy,
             bootstrap,

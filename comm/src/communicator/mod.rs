@@ -76,8 +76,6 @@ pub(crate) struct Planner {
     pub(crate) sequences: Sequences,
     pub(crate) plans: Plans,
     pub(crate) order: Order,
-    /// Captured operations by graph, whose numbers are given back when the graph is gone.
-    captured_ops: HashMap<u32, Arc<Mutex<Vec<u32>>>>,
 }
 
 /// Failures that happen behind the caller's back.
@@ -202,11 +200,6 @@ impl Communicator {
         self.proxy.start();
     }
 
-    /// Notes that a captured operation's number is to be given back with its graph.
-    pub(crate) fn note_captured_op(planner: &mut Planner, graph: u32, op: u32) {
-        lock(planner.captured_ops.entry(graph).or_default()).push(op);
-    }
-
     /// Ties what a graph holds of this communicator to the graph's life.
     pub(crate) fn retain_graph(
         &self,
@@ -215,7 +208,9 @@ impl Communicator {
         planner: &mut Planner,
     ) -> Result<()> {
         let graph = capture.id;
-        let ops = planner.captured_ops.entry(graph).or_default().clone();
+        let Some(ops) = planner.plans.retain(graph) else {
+            return Ok(());
+        };
         let reclaim = self.reclaim.clone();
         let record = Record {
             comm: self.id,
@@ -327,11 +322,5 @@ impl Communicator {
     #[must_use]
     pub fn bootstrap(&self) -> &Bootstrap {
         &self.bootstrap
-    }
-}
-
-impl Drop for Planner {
-    fn drop(&mut self) {
-        self.plans.drain();
     }
 }

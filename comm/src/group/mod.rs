@@ -223,8 +223,8 @@ pub fn enqueue(comm: &Arc<Communicator>, request: Request, start_ns: u64) -> Res
         number: observe::next_group(),
         ..Group::default()
     };
-    emit_api(group.number, 1, State::START, start_ns, false);
     let info = group.push(comm, request, start_ns)?;
+    emit_api(group.number, 1, State::START, start_ns, false);
     let (number, captured) = (group.number, group.captured);
     let result = group.run();
     let end = observe::now_ns();
@@ -286,7 +286,7 @@ impl Group {
                 observe::next_captured_op()
             };
             if op & CAPTURED != 0 {
-                Communicator::note_captured_op(&mut planner, graph, op);
+                planner.plans.note_captured_op(graph, op);
             }
             (op, planner.sequences.next(request.function, peer, graph))
         };

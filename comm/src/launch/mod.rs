@@ -109,10 +109,8 @@ impl Launching {
         let graph = self.capture.map_or(0, |capture| capture.id);
         // Network work of captured plans is posted by each replay. While graphs live, eager plans go the same way:
         // posted at once, theirs would overtake that of a replay which is still queued.
-        let posted_by_stream = !plan.proxy_ops.is_empty() && (graph != 0 || planner.plans.graphs() > 0);
-        if let Some(capture) = self.capture
-            && !planner.plans.knows(capture.id)
-        {
+        let posted_by_stream = !plan.proxy_ops.is_empty() && (graph != 0 || planner.plans.has_graphs());
+        if let Some(capture) = self.capture {
             self.comm.retain_graph(device, capture, planner)?;
         }
         if posted_by_stream {

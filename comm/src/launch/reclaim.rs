@@ -3,13 +3,14 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, mpsc::Receiver},
+    sync::{Arc, Mutex, mpsc::Receiver},
     time::{Duration, Instant},
 };
 
 use ringsight_kernels::Launch;
 
 use super::observer::{PlanObserver, Stage};
+use crate::{communicator::lock, observe};
 
 /// A note in the queue.
 #[derive(Clone, Copy, Debug)]
@@ -32,7 +33,17 @@ pub(crate) struct Plans {
     queue: Receiver<Reclaim>,
     eager: HashMap<u32, InFlight>,
     /// By graph number.
-    captured: HashMap<u32, Vec<InFlight>>,
+    captured: HashMap<u32, Captured>,
+}
+
+/// What a graph holds of a communicator.
+#[derive(Default)]
+struct Captured {
+    plans: Vec<InFlight>,
+    /// Operation numbers, to be given back when the graph is gone; shared with the graph's destructor.
+    ops: Arc<Mutex<Vec<u32>>>,
+    /// The destructor is in place.
+    retained: bool,
 }
 
 impl Plans {
@@ -59,7 +70,7 @@ impl Plans {
         if graph == 0 {
             self.eager.insert(number, plan);
         } else {
-            self.captured.entry(graph).or_default().push(plan);
+            self.captured.entry(graph).or_default().plans.push(plan);
         }
     }
 
@@ -68,14 +79,20 @@ impl Plans {
         self.eager.remove(&number);
     }
 
-    /// Graphs that hold plans of this communicator.
-    pub(crate) fn graphs(&self) -> usize {
-        self.captured.len()
+    /// Whether graphs hold plans of this communicator.
+    pub(crate) fn has_graphs(&self) -> bool {
+        self.captured.values().any(|captured| captured.retained)
     }
 
-    /// Whether the graph holds plans of this communicator already.
-    pub(crate) fn knows(&self, graph: u32) -> bool {
-        self.captured.contains_key(&graph)
+    /// Notes an operation that a graph will hold.
+    pub(crate) fn note_captured_op(&mut self, graph: u32, op: u32) {
+        lock(&self.captured.entry(graph).or_default().ops).push(op);
+    }
+
+    /// The operation numbers that a graph holds, for its destructor; `None` if it has one already.
+    pub(crate) fn retain(&mut self, graph: u32) -> Option<Arc<Mutex<Vec<u32>>>> {
+        let captured = self.captured.entry(graph).or_default();
+        (!std::mem::replace(&mut captured.retained, true)).then(|| captured.ops.clone())
     }
 
     fn reclaim(&mut self, note: Reclaim) {
@@ -115,9 +132,22 @@ impl Plans {
     }
 
     fn running(&self) -> bool {
+        let captured = self.captured.values().flat_map(|captured| &captured.plans);
         self.eager
             .values()
-            .chain(self.captured.values().flatten())
+            .chain(captured)
             .any(|plan| plan.observer.stage() == Stage::Running)
+    }
+}
+
+impl Drop for Plans {
+    fn drop(&mut self) {
+        self.drain();
+        // Operations of captures that failed before anything was launched: no destructor gives their numbers back.
+        for captured in self.captured.values().filter(|captured| !captured.retained) {
+            lock(&captured.ops)
+                .drain(..)
+                .for_each(observe::release_captured_op);
+        }
     }
 }

@@ -8,7 +8,7 @@ use ringsight_records::{Algorithm, Function, Protocol};
 pub struct Row {
     /// For which functions.
     pub functions: &'static [Function],
-    /// For messages of at most so many bytes ([`super::Task::bytes`]).
+    /// For messages of at most so many bytes ([`super::Request::bytes`]).
     pub max_bytes: u64,
     /// What they get.
     pub choice: Choice,
