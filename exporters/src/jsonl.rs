@@ -159,7 +159,7 @@ impl<M: Medium> Writer<M> {
         }
         if !batch.metrics.is_empty() {
             self.line(0, batch.metrics.len() as u64, |out| {
-                json::metrics(out, &batch.metrics)
+                json::metrics(out, &batch.metrics);
             });
         }
         if self.flush().is_err() {

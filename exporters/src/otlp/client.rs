@@ -71,7 +71,7 @@ impl Client {
                 let host = endpoint
                     .uri
                     .authority()
-                    .map(|authority| authority.as_str())
+                    .map(http::uri::Authority::as_str)
                     .unwrap_or_default();
                 headers.insert(
                     HOST,

@@ -301,9 +301,8 @@ impl Reader<'_> {
         let uri: Uri = url
             .parse()
             .map_err(|error| variable.error(format!("not a URL ({error})")))?;
-        let scheme = match uri.scheme_str() {
-            Some(scheme @ ("http" | "https")) => scheme,
-            _ => return Err(variable.error("its scheme must be http or https")),
+        let Some(scheme @ ("http" | "https")) = uri.scheme_str() else {
+            return Err(variable.error("its scheme must be http or https"));
         };
         let authority = uri.authority().filter(|authority| !authority.host().is_empty());
         let authority = authority.ok_or_else(|| variable.error("names no host"))?;
