@@ -12,7 +12,7 @@ pub use histogram::Histogram;
 
 use crate::{
     correlate::{
-        Counts, Given, RankOperation, communicators::Communicators, instance::GivenUp, operation::STEP_STATES,
+        Counts, Given, RankOperation, communicators::Communicators, instance::GivenUp, proxy::STEP_STATES,
     },
     spans::SpanCounts,
 };

@@ -15,7 +15,10 @@ fn ringsight(arguments: &[&str]) -> Output {
 /// Exit code and what it said to standard error.
 fn failure(arguments: &[&str]) -> (i32, String) {
     let output = ringsight(arguments);
-    (output.status.code().unwrap_or(-1), String::from_utf8_lossy(&output.stderr).into_owned())
+    (
+        output.status.code().unwrap_or(-1),
+        String::from_utf8_lossy(&output.stderr).into_owned(),
+    )
 }
 
 /// A process that ended, and was waited for: nobody has its number for a while.
@@ -62,7 +65,10 @@ fn usage_errors_name_what_is_wrong() {
         (&["attach", "1", "--duration", "-1"], "'-1'"),
         (&["attach", "1", "--lag-threshold", "soon"], "--lag-threshold"),
         (&["attach", "1", "--otlp-protocol", "smoke"], "http/protobuf"),
-        (&["attach", "1", "--scope", "a", "--scope-env", "B"], "cannot be used with"),
+        (
+            &["attach", "1", "--scope", "a", "--scope-env", "B"],
+            "cannot be used with",
+        ),
         (&["completions", "tcl"], "bash"),
     ] {
         let (code, text) = failure(arguments);
@@ -88,9 +94,15 @@ fn an_output_that_cannot_be_opened_is_told_before_anything_is_attached() {
 fn version_and_completions() {
     let version = ringsight(&["--version"]);
     assert!(version.status.success());
-    assert_eq!(String::from_utf8_lossy(&version.stdout), format!("ringsight {}\n", env!("CARGO_PKG_VERSION")));
-    for (shell, word) in [("bash", "complete -F _ringsight"), ("zsh", "#compdef ringsight"), ("fish", "complete -c ringsight")]
-    {
+    assert_eq!(
+        String::from_utf8_lossy(&version.stdout),
+        format!("ringsight {}\n", env!("CARGO_PKG_VERSION"))
+    );
+    for (shell, word) in [
+        ("bash", "complete -F _ringsight"),
+        ("zsh", "#compdef ringsight"),
+        ("fish", "complete -c ringsight"),
+    ] {
         let script = ringsight(&["completions", shell]);
         assert!(script.status.success());
         assert!(String::from_utf8_lossy(&script.stdout).contains(word), "{shell}");

@@ -53,18 +53,42 @@ fn a_job_in_figures() {
     let durations: Vec<_> = of(&metrics, "ccl.operation.duration").collect();
     assert_eq!(durations.len(), 4, "one a rank");
     for duration in &durations {
-        assert_eq!(duration.attributes, [("ccl.operation.name", Value::Static("all_reduce"))]);
-        assert_eq!((duration.start_unix_ns, duration.unix_ns), (1_000, 10_000_001_000));
+        assert_eq!(
+            duration.attributes,
+            [("ccl.operation.name", Value::Static("all_reduce"))]
+        );
+        assert_eq!(
+            (duration.start_unix_ns, duration.unix_ns),
+            (1_000, 10_000_001_000)
+        );
         let (count, sum, max) = histogram(duration);
         assert_eq!(count, 10);
         // The late rank itself took no longer than ever; the others waited for it.
-        let late = duration.resource.attributes.contains(&("service.instance.id", Value::Text("3".into())));
+        let late = duration
+            .resource
+            .attributes
+            .contains(&("service.instance.id", Value::Text("3".into())));
         let longest = if late { 100e-6 } else { 30.1e-3 };
-        assert!((max - longest).abs() < 1e-9 && (sum - (9.0 * 100e-6 + longest)).abs() < 1e-9, "{sum} {max}");
+        assert!(
+            (max - longest).abs() < 1e-9 && (sum - (9.0 * 100e-6 + longest)).abs() < 1e-9,
+            "{sum} {max}"
+        );
     }
-    let lags: Vec<_> = of(&metrics, "ccl.operation.straggler.lag").map(histogram).collect();
-    assert_eq!(lags.iter().filter(|(_, _, max)| (max - 0.03).abs() < 1e-9).count(), 1);
-    assert_eq!(lags.iter().filter(|(count, sum, _)| *count == 10 && *sum == 0.0).count(), 3);
+    let lags: Vec<_> = of(&metrics, "ccl.operation.straggler.lag")
+        .map(histogram)
+        .collect();
+    assert_eq!(
+        lags.iter()
+            .filter(|(_, _, max)| (max - 0.03).abs() < 1e-9)
+            .count(),
+        1
+    );
+    assert_eq!(
+        lags.iter()
+            .filter(|(count, sum, _)| *count == 10 && *sum == 0.0)
+            .count(),
+        3
+    );
     for bandwidth in of(&metrics, "ccl.operation.bus_bandwidth") {
         let expected = f64::from(1 << 20) * 1.5 / 100e-6;
         assert!((histogram(bandwidth).2 - expected).abs() < 1.0);
@@ -74,12 +98,27 @@ fn a_job_in_figures() {
     for metric in of(&metrics, "ccl.communicator.count") {
         assert_eq!(metric.data, MetricData::UpDown(1));
     }
-    assert_eq!(of(&metrics, "ccl.operation.active").next().unwrap().data, MetricData::UpDown(0));
-    assert_eq!(counter(&metrics, "ccl.probe.lost", ("ccl.record.kind", "proxy_step")), Some(7));
-    assert_eq!(counter(&metrics, "ccl.probe.records", ("ccl.record.kind", "op_completed")), Some(40));
+    assert_eq!(
+        of(&metrics, "ccl.operation.active").next().unwrap().data,
+        MetricData::UpDown(0)
+    );
+    assert_eq!(
+        counter(&metrics, "ccl.probe.lost", ("ccl.record.kind", "proxy_step")),
+        Some(7)
+    );
+    assert_eq!(
+        counter(&metrics, "ccl.probe.records", ("ccl.record.kind", "op_completed")),
+        Some(40)
+    );
     // Launched, proxy done, completed on each rank.
-    assert_eq!(of(&metrics, "ccl.probe.hits").next().unwrap().data, MetricData::Counter(120));
-    assert_eq!(of(&metrics, "ccl.probe.cpu.time").next().unwrap().data, MetricData::Gauge(1.5));
+    assert_eq!(
+        of(&metrics, "ccl.probe.hits").next().unwrap().data,
+        MetricData::Counter(120)
+    );
+    assert_eq!(
+        of(&metrics, "ccl.probe.cpu.time").next().unwrap().data,
+        MetricData::Gauge(1.5)
+    );
 }
 
 #[test]
@@ -93,7 +132,9 @@ fn points_accumulate_and_each_has_one_identity() {
         collector.ingest(&mut samples);
         let metrics = read(&mut collector);
         assert_eq!(
-            of(&metrics, "ccl.operation.size").map(|metric| histogram(metric).0).collect::<Vec<_>>(),
+            of(&metrics, "ccl.operation.size")
+                .map(|metric| histogram(metric).0)
+                .collect::<Vec<_>>(),
             [5 * (u64::from(round) + 1); 4]
         );
         for (at, metric) in metrics.iter().enumerate() {

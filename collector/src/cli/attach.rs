@@ -12,14 +12,18 @@ use ringsight_collector::{
     clock::{self, Clock},
     correlate::Limits,
     identity::Scope,
-    summary::{self, ExporterRow, Summary},
+    summary::ExporterRow,
 };
 use ringsight_exporters::Exporter;
 use ringsight_probes::{Attached, Carrier, Sample, Session, Source, UseEbpf, site::SiteKind};
-use ringsight_records::Kind;
 use serde_json::json;
 
-use super::{Exit, outputs, signals::Ending, write_whole};
+use super::{
+    Exit, outputs,
+    report::{cpu_seconds, report, summarise},
+    signals::Ending,
+    write_whole,
+};
 
 /// How often the carriers are read: what their buffers are sized for.
 const POLL: Duration = Duration::from_millis(1);
@@ -144,10 +148,12 @@ impl Outputs {
 }
 
 /// What happened until the reader loop ended.
-struct Watched {
-    attached: Vec<Attached>,
+pub(super) struct Watched {
+    /// Processes that are being watched.
+    pub(super) attached: Vec<Attached>,
     failed: usize,
-    attach_ms: f64,
+    /// How long attaching to all of them took, milliseconds.
+    pub(super) attach_ms: f64,
 }
 
 /// Runs the command.
@@ -440,86 +446,4 @@ impl Reader<'_> {
         }
         detach_ms
     }
-}
-
-/// CPU time that this process has taken, all threads, in seconds.
-fn cpu_seconds() -> f64 {
-    let mut time = libc::timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    // SAFETY: `time` is a valid timespec to write to; the clock always exists.
-    unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut time) };
-    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
-}
-
-fn summarise(
-    session: &Session,
-    collector: &Collector,
-    watched: &Watched,
-    exporters: Vec<ExporterRow>,
-    (duration_s, detach_ms): (f64, f64),
-) -> Summary {
-    let pids: Vec<u32> = watched
-        .attached
-        .iter()
-        .map(|attached| attached.process.pid)
-        .collect();
-    let mut emitted = [0; Kind::LIMIT];
-    for counters in pids.iter().filter_map(|pid| session.counters(*pid)) {
-        for (sum, count) in emitted.iter_mut().zip(counters.emitted) {
-            *sum += count;
-        }
-    }
-    let readings = collector.readings();
-    let (rows, left_out) = collector.log().rows();
-    Summary {
-        version: 1,
-        pids,
-        records: summary::records(&readings.counts, &emitted),
-        spans: summary::spans(&readings.spans),
-        operations: rows.to_vec(),
-        operations_left_out: if rows.is_empty() { 0 } else { left_out },
-        lost: readings.counts.lost_total(),
-        unfinished: collector.unfinished(),
-        given_up: summary::given_up(&readings),
-        duration_s,
-        attach_ms: watched.attach_ms,
-        detach_ms,
-        probe_hits: session.probe_stats().hits.iter().sum(),
-        cpu_s: cpu_seconds(),
-        exporters,
-    }
-}
-
-/// What the run came to, for people.
-fn report(summary: &Summary, collector: &Collector) -> String {
-    use std::fmt::Write;
-    let mut text = collector.log().table();
-    let (operations, incomplete, late) = collector.log().counts();
-    let received: u64 = summary.records.values().map(|count| count.received).sum();
-    let spans: u64 = summary.spans.values().sum();
-    // Writing to a string does not fail.
-    let _ = writeln!(
-        text,
-        "{operations} operations in {:.1} s: {late} with a late rank, {incomplete} incomplete, {} unfinished; \
-         {received} records, {} lost; {spans} spans",
-        summary.duration_s, summary.unfinished, summary.lost
-    );
-    for (kind, count) in summary.records.iter().filter(|(_, count)| count.lost > 0) {
-        let _ = writeln!(text, "  {kind}: {} lost of {}", count.lost, count.emitted);
-    }
-    for (reason, count) in &summary.given_up {
-        let _ = writeln!(text, "  {reason}: {count}");
-    }
-    for row in &summary.exporters {
-        // A page shows operations, not spans, and counts none.
-        let delivered = if row.delivered == 0 {
-            String::new()
-        } else {
-            format!(": {} spans delivered", row.delivered)
-        };
-        let _ = writeln!(text, "{}{delivered}", row.target);
-    }
-    text
 }

@@ -3,6 +3,7 @@
 mod attach;
 mod list;
 mod outputs;
+mod report;
 mod signals;
 
 use std::{path::PathBuf, process::ExitCode};

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
-use ringsight_exporters::{Exporter, chrome::ChromeExporter, html::HtmlExporter, otlp};
+use ringsight_exporters::{Exporter, chrome::ChromeExporter, html::HtmlExporter, jsonl::JsonlExporter, otlp};
 
 /// OTLP's transports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -49,7 +49,7 @@ pub(crate) fn parse_output(text: &str) -> Result<PathBuf, String> {
 /// Opens an output file.
 pub(crate) fn open(path: &Path) -> Result<Box<dyn Exporter>, String> {
     Ok(match format_of(path)? {
-        Format::Jsonl => return Err("no JSON lines yet".into()),
+        Format::Jsonl => Box::new(JsonlExporter::create(path)?),
         Format::Chrome => Box::new(ChromeExporter::create(path)?),
         Format::Html => Box::new(HtmlExporter::create(path, "ringsight")?),
     })

@@ -9,6 +9,7 @@ pub mod communicators;
 pub mod group;
 pub mod instance;
 pub mod operation;
+pub mod proxy;
 mod target;
 
 use ringsight_probes::sample::{Carrier, HostCall, Sample};

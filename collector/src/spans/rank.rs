@@ -11,7 +11,7 @@ use crate::{
     correlate::{
         RankOperation,
         communicators::{Communicator, Communicators},
-        operation::{ProxyOperation, STEP_STATES},
+        proxy::{ProxyOperation, STEP_STATES},
     },
     identity::{Direction, Role, Scope, SpanKey},
 };

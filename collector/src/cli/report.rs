@@ -1,0 +1,92 @@
+//! What a run came to, as a file and for people.
+
+use ringsight_collector::{
+    Collector,
+    summary::{self, ExporterRow, Summary},
+};
+use ringsight_probes::Session;
+use ringsight_records::Kind;
+
+use super::attach::Watched;
+
+/// CPU time that this process has taken, all threads, in seconds.
+pub(super) fn cpu_seconds() -> f64 {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: `time` is a valid timespec to write to; the clock always exists.
+    unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut time) };
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+}
+
+pub(super) fn summarise(
+    session: &Session,
+    collector: &Collector,
+    watched: &Watched,
+    exporters: Vec<ExporterRow>,
+    (duration_s, detach_ms): (f64, f64),
+) -> Summary {
+    let pids: Vec<u32> = watched
+        .attached
+        .iter()
+        .map(|attached| attached.process.pid)
+        .collect();
+    let mut emitted = [0; Kind::LIMIT];
+    for counters in pids.iter().filter_map(|pid| session.counters(*pid)) {
+        for (sum, count) in emitted.iter_mut().zip(counters.emitted) {
+            *sum += count;
+        }
+    }
+    let readings = collector.readings();
+    let (rows, left_out) = collector.log().rows();
+    Summary {
+        version: 1,
+        pids,
+        records: summary::records(&readings.counts, &emitted),
+        spans: summary::spans(&readings.spans),
+        operations: rows.to_vec(),
+        operations_left_out: if rows.is_empty() { 0 } else { left_out },
+        lost: readings.counts.lost_total(),
+        unfinished: collector.unfinished(),
+        given_up: summary::given_up(&readings),
+        duration_s,
+        attach_ms: watched.attach_ms,
+        detach_ms,
+        probe_hits: session.probe_stats().hits.iter().sum(),
+        cpu_s: cpu_seconds(),
+        exporters,
+    }
+}
+
+/// What the run came to, for people.
+pub(super) fn report(summary: &Summary, collector: &Collector) -> String {
+    use std::fmt::Write;
+    let mut text = collector.log().table();
+    let (operations, incomplete, late) = collector.log().counts();
+    let received: u64 = summary.records.values().map(|count| count.received).sum();
+    let spans: u64 = summary.spans.values().sum();
+    // Writing to a string does not fail.
+    let _ = writeln!(
+        text,
+        "{operations} operations in {:.1} s: {late} with a late rank, {incomplete} incomplete, {} unfinished; \
+         {received} records, {} lost; {spans} spans",
+        summary.duration_s, summary.unfinished, summary.lost
+    );
+    for (kind, count) in summary.records.iter().filter(|(_, count)| count.lost > 0) {
+        let _ = writeln!(text, "  {kind}: {} lost of {}", count.lost, count.emitted);
+    }
+    for (reason, count) in &summary.given_up {
+        let _ = writeln!(text, "  {reason}: {count}");
+    }
+    for row in &summary.exporters {
+        // A page shows operations, not spans, and counts none.
+        let delivered = if row.delivered == 0 {
+            String::new()
+        } else {
+            format!(": {} spans delivered", row.delivered)
+        };
+        let _ = writeln!(text, "{}{delivered}", row.target);
+    }
+    text
+}
