@@ -304,7 +304,7 @@ fn replays_of_a_graph_are_told_apart_and_have_no_call() {
         .map(|o| (o.sequence & 1, o.replay))
         .collect();
     assert_eq!(replays.len(), 6);
-    // Once the graph is gone, a replay of it has no description and says so.
+    // Once the graph is long gone, a replay of it has no description and says so.
     let gone = Record {
         op: 1,
         ..Record::new(Kind::Graph, State::STOP, EPOCH_NS)
@@ -315,6 +315,10 @@ fn replays_of_a_graph_are_told_apart_and_have_no_call() {
         carrier: Carrier::Probe,
         record: gone,
     }];
+    samples.push(Sample::Watermark {
+        pid: FIRST_PID,
+        time_ns: EPOCH_NS + 2_000_000_000,
+    });
     let late = job.streams(0, &[Operation::replayed(10, 0, 9)]);
     samples.extend(
         late.ring
@@ -335,4 +339,43 @@ fn replays_of_a_graph_are_told_apart_and_have_no_call() {
             .iter()
             .all(|operation| !operation.complete)
     );
+}
+
+#[test]
+fn a_graph_destroyed_before_its_last_replay_is_settled() {
+    let job = Job {
+        ranks: 1,
+        nodes: 1,
+        ..Job::default()
+    };
+    let operation = Operation::replayed(1, 0, 1);
+    let end = operation.end_ns();
+    let streams = job.streams(0, &[operation]);
+    let gone = Record {
+        op: 1,
+        ..Record::new(Kind::Graph, State::STOP, end + 1_000)
+    };
+    let mut samples = [streams.head, streams.probe].concat();
+    samples.push(Sample::Record {
+        pid: FIRST_PID,
+        tid: 0,
+        carrier: Carrier::Probe,
+        record: gone,
+    });
+    samples.push(Sample::Watermark {
+        pid: FIRST_PID,
+        time_ns: end - 1,
+    });
+    let mut collector = collector();
+    collector.ingest(&mut samples);
+    samples.extend(streams.ring);
+    samples.push(Sample::Watermark {
+        pid: FIRST_PID,
+        time_ns: end + 1_000_000,
+    });
+    collector.ingest(&mut samples);
+    let batch = collector.take_batch();
+    check_trees(&batch.spans);
+    assert!(batch.operations[0].complete);
+    assert_eq!(batch.operations[0].name, "all_reduce");
 }

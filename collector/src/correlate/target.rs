@@ -50,6 +50,8 @@ pub(super) struct Target {
     /// Completed, waiting for the rest of their records.
     pending: Vec<u64>,
     captured: FxHashMap<u32, Box<Description>>,
+    /// Graphs that were destroyed, and when: their last replays may not be settled yet.
+    destroyed: Vec<(u64, u32)>,
     groups: Groups,
     plans: Box<[PlanLaunch]>,
     settled: FxHashSet<u64>,
@@ -73,6 +75,7 @@ impl Target {
             order: VecDeque::new(),
             pending: Vec::new(),
             captured: FxHashMap::default(),
+            destroyed: Vec::new(),
             groups: Groups::default(),
             plans: vec![PlanLaunch::default(); PLANS].into_boxed_slice(),
             settled: FxHashSet::default(),
@@ -160,8 +163,7 @@ impl Target {
             }
             Kind::Graph => {
                 if record.state != State::START {
-                    self.captured
-                        .retain(|_, description| description.graph != record.op);
+                    self.destroyed.push((record.time_ns, record.op));
                 }
             }
             Kind::CommInit | Kind::CommDestroy | Kind::ProxyCtrl | Kind::NetPlugin => {}
@@ -273,6 +275,14 @@ impl Target {
             finished.push(Finished::Group(Box::new(group)));
         });
         self.given.evicted_groups = self.groups.evicted;
+        let captured = &mut self.captured;
+        self.destroyed.retain(|(destroyed_ns, graph)| {
+            let past = now >= destroyed_ns.saturating_add(limits.linger_ns);
+            if past {
+                captured.retain(|_, description| description.graph != *graph);
+            }
+            !past
+        });
     }
 
     /// Completes operations whose completion was lost and whose every channel is known to have finished.
