@@ -20,8 +20,10 @@ pub struct Span {
     pub parent: Option<String>,
     /// Name.
     pub name: String,
-    /// Start and end in the reader's unit.
+    /// Start and end, nanoseconds, as exact as the reader has them.
     pub time: (u64, u64),
+    /// How much the times may be off by rounding, nanoseconds.
+    pub rounding: u64,
     /// `ccl.rank`, if the span has one.
     pub rank: Option<i64>,
     /// Warnings that a backend put on it.
@@ -75,12 +77,13 @@ fn otlp_span(span: &Value) -> Result<Span> {
             number(&span["startTimeUnixNano"]).context("no start")?,
             number(&span["endTimeUnixNano"]).context("no end")?,
         ),
+        rounding: 0,
         rank: rank.and_then(|rank| i64::try_from(rank).ok()),
         warnings: Vec::new(),
     })
 }
 
-/// Reads a trace in the JSON of Jaeger's `/api/traces/{id}`; times are microseconds.
+/// Reads a trace in the JSON of Jaeger's `/api/traces/{id}`, whose times are microseconds.
 ///
 /// # Errors
 /// If it is something else, or not exactly one trace.
@@ -97,13 +100,18 @@ pub fn read_jaeger(body: &str) -> Result<Vec<Span>> {
                     reference["refType"] == "CHILD_OF" && reference["traceID"] == span["traceID"]
                 })
                 .and_then(|reference| text(&reference["spanID"]));
-            let start = number(&span["startTime"]).context("no startTime")?;
+            let start = 1000 * number(&span["startTime"]).context("no startTime")?;
             Ok(Span {
                 trace_id: text(&span["traceID"]).context("no traceID")?,
                 span_id: text(&span["spanID"]).context("no spanID")?,
                 parent,
                 name: text(&span["operationName"]).context("no operationName")?,
-                time: (start, start + number(&span["duration"]).context("no duration")?),
+                time: (
+                    start,
+                    start + 1000 * number(&span["duration"]).context("no duration")?,
+                ),
+                // Start and duration are each cut to microseconds.
+                rounding: 2000,
                 rank: array(&span["tags"])
                     .find(|tag| tag["key"] == "ccl.rank")
                     .and_then(|tag| tag["value"].as_i64()),
@@ -178,10 +186,20 @@ pub fn by_trace(spans: Vec<Span>) -> BTreeMap<String, Vec<Span>> {
     traces
 }
 
+/// Who made a trace's spans.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Makers {
+    /// One collector: the root encloses everything.
+    One,
+    /// Several that do not talk to one another: the root's maker saw some of the ranks only, and the root may end before
+    /// the others do.
+    Several,
+}
+
 /// What has to hold for any trace: one root, every parent in the trace, no span id twice, nobody before its start, and
 /// each child within its parent. Returns what does not.
 #[must_use]
-pub fn faults(trace: &[Span]) -> Vec<String> {
+pub fn faults(trace: &[Span], makers: Makers) -> Vec<String> {
     let mut faults = Vec::new();
     let id = trace.first().map_or("", |span| span.trace_id.as_str());
     let roots = trace.iter().filter(|span| span.parent.is_none()).count();
@@ -204,7 +222,11 @@ pub fn faults(trace: &[Span]) -> Vec<String> {
         if let Some(parent) = &span.parent {
             match by_id.get(parent.as_str()) {
                 None => faults.push(format!("trace {id}: {} is an orphan of {parent}", span.name)),
-                Some(parent) if span.time.0 < parent.time.0 || span.time.1 > parent.time.1 => {
+                Some(parent)
+                    if (makers == Makers::One || parent.parent.is_some())
+                        && (span.time.0 + span.rounding < parent.time.0
+                            || span.time.1 > parent.time.1 + parent.rounding) =>
+                {
                     faults.push(format!(
                         "trace {id}: {} is not within its parent {}",
                         span.name, parent.name
@@ -220,11 +242,26 @@ pub fn faults(trace: &[Span]) -> Vec<String> {
     faults
 }
 
+/// Traces of collectives of `ranks` ranks, among those of one collector, that are whole.
+#[must_use]
+pub fn whole_collectives(traces: &BTreeMap<String, Vec<Span>>, ranks: u32) -> usize {
+    let of_collective = |trace: &&Vec<Span>| {
+        trace
+            .iter()
+            .any(|span| span.parent.is_none() && span.name != "send_recv")
+    };
+    traces
+        .values()
+        .filter(of_collective)
+        .filter(|trace| collective_faults(trace, ranks, true, Makers::One).is_empty())
+        .count()
+}
+
 /// What has to hold for the trace of a collective of `ranks` ranks: a rank span for each rank under the root, and under
 /// each of them its API call, its launch and at least one kernel channel; where `proxies`, a proxy operation under some.
 #[must_use]
-pub fn collective_faults(trace: &[Span], ranks: u32, proxies: bool) -> Vec<String> {
-    let mut found = faults(trace);
+pub fn collective_faults(trace: &[Span], ranks: u32, proxies: bool, makers: Makers) -> Vec<String> {
+    let mut found = faults(trace, makers);
     let id = trace.first().map_or("", |span| span.trace_id.as_str());
     let Some(root) = trace.iter().find(|span| span.parent.is_none()) else {
         return found;
@@ -279,6 +316,7 @@ mod tests {
             parent: parent.map(str::to_owned),
             name: name.to_owned(),
             time,
+            rounding: 0,
             rank,
             warnings: Vec::new(),
         }
@@ -305,7 +343,10 @@ mod tests {
     #[test]
     fn faults_are_found_and_only_they() {
         type Change = fn(&mut Vec<Span>);
-        assert_eq!(collective_faults(&good(), 2, true), Vec::<String>::new());
+        assert_eq!(
+            collective_faults(&good(), 2, true, Makers::One),
+            Vec::<String>::new()
+        );
         let cases: [(&str, Change); 10] = [
             ("0 roots", |t| drop(t.remove(0))),
             ("2 roots", |t| t[1].parent = None),
@@ -321,12 +362,24 @@ mod tests {
         for (words, change) in cases {
             let mut trace = good();
             change(&mut trace);
-            let found = collective_faults(&trace, 2, true);
+            let found = collective_faults(&trace, 2, true, Makers::One);
             assert!(
                 found.iter().any(|line| line.contains(words)),
                 "{words}: {found:?}"
             );
         }
+    }
+
+    #[test]
+    fn a_root_of_several_makers_need_not_enclose_ranks_that_it_did_not_see() {
+        let mut trace = good();
+        trace[1].time = (0, 101);
+        assert_eq!(
+            collective_faults(&trace, 2, true, Makers::Several),
+            Vec::<String>::new()
+        );
+        trace[2].time = (0, 102);
+        assert_eq!(collective_faults(&trace, 2, true, Makers::Several).len(), 1);
     }
 
     #[test]
@@ -350,7 +403,7 @@ mod tests {
         let spans = read_jaeger(jaeger).unwrap();
         assert_eq!(
             (spans[0].parent.as_deref(), spans[0].rank, spans[0].time),
-            (Some("p"), Some(1), (5, 7))
+            (Some("p"), Some(1), (5000, 7000))
         );
         assert_eq!(spans[0].warnings, ["w"]);
         assert!(read_jaeger(r#"{"data":[]}"#).is_err());

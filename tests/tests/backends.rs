@@ -8,7 +8,10 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use ringsight_tests::{LIMIT, alone, artifacts, folder, job, skip, start, traces};
+use ringsight_tests::{
+    LIMIT, alone, artifacts, folder, job, skip, start,
+    traces::{self, Makers},
+};
 use xtask::{
     backend::{self, Jaeger},
     demo::{collector::Collector, summary::Summary},
@@ -46,9 +49,9 @@ fn check_all(
         loop {
             let checked = read(&operation.trace_id).and_then(|trace| {
                 let faults = if operation.name == "send_recv" {
-                    traces::faults(&trace)
+                    traces::faults(&trace, Makers::One)
                 } else {
-                    traces::collective_faults(&trace, 4, true)
+                    traces::collective_faults(&trace, 4, true, Makers::One)
                 };
                 ensure!(
                     faults.is_empty(),
@@ -133,7 +136,7 @@ fn a_backend_that_comes_up_during_the_run_gets_everything() -> Result<()> {
             jaeger.query,
             &format!("/api/traces/{}", operation.trace_id),
         )?)?;
-        let faults = traces::faults(&trace);
+        let faults = traces::faults(&trace, Makers::One);
         ensure!(
             faults.is_empty(),
             "{} {}: {faults:#?}",

@@ -3,7 +3,10 @@
 use std::collections::BTreeSet;
 
 use anyhow::{Result, ensure};
-use ringsight_tests::{LIMIT, alone, artifacts, folder, job, start, traces};
+use ringsight_tests::{
+    LIMIT, alone, artifacts, folder, job, start,
+    traces::{self, Makers},
+};
 use xtask::demo::collector::Collector;
 
 #[test]
@@ -39,20 +42,20 @@ fn two_collectors_on_half_the_ranks_each_make_one_trace_a_collective() -> Result
     let (mut faults, mut names) = (Vec::new(), Vec::new());
     for trace in merged.values() {
         let Some(root) = trace.iter().find(|span| span.parent.is_none()) else {
-            faults.extend(traces::faults(trace));
+            faults.extend(traces::faults(trace, Makers::Several));
             continue;
         };
         names.push(root.name.clone());
         if root.name == "send_recv" {
-            faults.extend(traces::faults(trace));
+            faults.extend(traces::faults(trace, Makers::Several));
         } else if truths[0]
             .collectives
             .iter()
             .any(|collective| collective.name == root.name)
         {
-            faults.extend(traces::collective_faults(trace, 4, true));
+            faults.extend(traces::collective_faults(trace, 4, true, Makers::Several));
         } else {
-            faults.extend(traces::faults(trace));
+            faults.extend(traces::faults(trace, Makers::Several));
         }
     }
     ensure!(
