@@ -14,8 +14,8 @@ mod types;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 pub use communicators::*;
-pub use last_error::{ncclGetErrorString, ncclGetLastError, pncclGetErrorString, pncclGetLastError};
 pub(crate) use last_error::set as set_last_error;
+pub use last_error::{ncclGetErrorString, ncclGetLastError, pncclGetErrorString, pncclGetLastError};
 pub use operations::*;
 pub use ringsight::*;
 pub use types::*;
