@@ -246,13 +246,16 @@ fn try_run(arguments: &AttachArguments) -> Result<Exit, (Exit, String)> {
         Exit::Error
     };
     for row in &summary.exporters {
-        if row.error.is_some() || !row.dropped.is_empty() {
-            let dropped: u64 = row.dropped.values().sum();
-            let reason = row.error.clone().unwrap_or_else(|| format!("{:?}", row.dropped));
+        if let Some(problem) = &row.error {
+            eprintln!("ringsight: {problem}");
+        }
+        for (reason, dropped) in &row.dropped {
             eprintln!(
-                "ringsight: {}: {dropped} spans were not delivered: {reason}",
+                "ringsight: {}: {dropped} spans were dropped ({reason})",
                 row.target
             );
+        }
+        if row.error.is_some() || !row.dropped.is_empty() {
             exit = Exit::ExportIncomplete;
         }
     }
