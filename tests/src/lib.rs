@@ -68,6 +68,7 @@ pub fn job(ranks: u32, steps: u32, pace_ms: u64) -> Configuration {
         ranks,
         nodes: ranks.min(2),
         steps,
+        batch: 32,
         seed: 11,
         pace_ms,
         delays: Vec::new(),

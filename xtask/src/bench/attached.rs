@@ -13,6 +13,9 @@ use crate::{
 /// Length of a window.
 const WINDOW: Duration = Duration::from_secs(2);
 
+/// Samples of a rank in a step: some 10 ms of computation between collectives, a fraction of what training steps take.
+const BATCH: u32 = 1024;
+
 /// Runs `pairs` pairs of windows; the order within a pair alternates, so that a drift of the machine cancels out.
 pub(super) fn measure(artifacts: &Artifacts, pairs: u32) -> Result<Vec<Row>> {
     let work = artifacts.target.join("bench");
@@ -21,13 +24,14 @@ pub(super) fn measure(artifacts: &Artifacts, pairs: u32) -> Result<Vec<Row>> {
         ranks: 2,
         nodes: 1,
         steps: 200_000,
+        batch: BATCH,
         seed: 1,
         pace_ms: 0,
         delays: Vec::new(),
     };
     let mut job = Job::start(&configuration, artifacts, &work)?;
     job.go()?;
-    job.wait_step(200, Duration::from_secs(60))?;
+    job.wait_step(30, Duration::from_secs(60))?;
     let mut windows = Vec::new();
     let mut hits = Vec::new();
     for pair in 0..pairs {
@@ -81,7 +85,7 @@ pub(super) fn measure(artifacts: &Artifacts, pairs: u32) -> Result<Vec<Row>> {
             without,
             "ms",
             None,
-            format!("{} ranks", configuration.ranks),
+            format!("{} ranks, {BATCH} samples each", configuration.ranks),
         )?,
         row("demo step, collector attached", with, "ms", None, String::new())?,
         row("demo step, attached / not", ratios, "", Some(1.01), spread)?,

@@ -13,6 +13,7 @@ fn configuration() -> Configuration {
         ranks: 4,
         nodes: 2,
         steps: 3,
+        batch: 32,
         seed: 0,
         pace_ms: 0,
         delays: vec![Delay {

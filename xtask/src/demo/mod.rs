@@ -42,6 +42,9 @@ pub struct Arguments {
     /// Training steps.
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub steps: u32,
+    /// Samples in each rank's part of a step's batch: how much a step computes.
+    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub batch: u32,
     /// Seed of weights, samples and delays; by default another one each time.
     #[arg(long)]
     pub seed: Option<u64>,
@@ -126,6 +129,7 @@ impl Arguments {
             ranks: self.ranks,
             nodes: self.nodes,
             steps: self.steps,
+            batch: self.batch,
             seed,
             pace_ms: 0,
             delays: draw_delays(seed, slow, self.ranks, self.steps, self.delay),
@@ -397,6 +401,7 @@ mod tests {
             ranks,
             nodes,
             steps: 1,
+            batch: 32,
             seed: 0,
             pace_ms: 0,
             delays: vec![],

@@ -75,6 +75,8 @@ pub struct Configuration {
     pub nodes: u32,
     /// Training steps.
     pub steps: u32,
+    /// Samples in each rank's part of a step's batch: how much a step computes.
+    pub batch: u32,
     /// Seed of weights and samples.
     pub seed: u64,
     /// Rest after each step, milliseconds: a job that lasts, for tests that need time during it.

@@ -38,8 +38,6 @@ pub struct Arguments {
     truth: PathBuf,
 }
 
-/// Samples in a rank's part of a step's batch.
-const BATCH: usize = 32;
 /// Validation samples that a rank holds at a time.
 const SHARD: usize = 64;
 /// Bins of a rank in the evaluation's histogram.
@@ -268,7 +266,7 @@ impl<'a> Rank<'a> {
 
     /// Forward, backward with each layer's gradients on their way while the next layer's are computed, and the update.
     fn train_step(&mut self) -> Result<()> {
-        let samples = Samples::draw(&mut self.random, BATCH);
+        let samples = Samples::draw(&mut self.random, self.configuration.batch as usize);
         let weights = std::mem::take(&mut self.weights);
         let activations = model::forward(&weights, &samples.points);
         let loss = activations.loss(&samples.labels);
