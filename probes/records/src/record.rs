@@ -3,7 +3,7 @@
 use crate::VERSION;
 
 /// What an event is about. Values below 32; those up to 11 are the bit positions of NCCL's profiler event types
-/// (`ncclProfileGroup = 1 << 0` … `ncclProfileKernelLaunch = 1 << 11`, seed 002), so a mask of kinds is also an
+/// (`ncclProfileGroup = 1 << 0` … `ncclProfileKernelLaunch = 1 << 11`), so a mask of kinds is also an
 /// activation mask.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
@@ -159,7 +159,7 @@ impl core::fmt::Display for Kind {
 }
 
 /// Where an event is in its life: its start, its stop, or one of NCCL's profiler states
-/// (`ncclProfilerEventState_v5_t`, seed 002; the numbers are NCCL's).
+/// (`ncclProfilerEventState_v5_t`; the numbers are NCCL's).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(transparent)]
 pub struct State(pub u8);
