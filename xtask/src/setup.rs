@@ -96,7 +96,8 @@ fn debian() -> Option<Compiler> {
         return None;
     }
     let version = process::output(Command::new(&rustc).arg("--version")).ok()?;
-    // "rustc 1.96.0 (...)"; the packages of a plain `rustc` are too old and have no source beside them.
+    // "rustc 1.96.0 (...)"; the packages of a plain `rustc` are too old and have no source beside them. So is the
+    // `rustc-web` of a Debian 12 whose security suite is not among its sources: `llvm_of` refuses it.
     let version = version.split(' ').nth(1)?.to_owned();
     if !Path::new(&format!("/usr/src/rustc-{version}/library/core/src/lib.rs")).is_file() {
         return None;
@@ -112,6 +113,9 @@ fn llvm_of(rustc: &Path, folder: &Path) -> Option<(u32, PathBuf)> {
         .lines()
         .find_map(|line| line.strip_prefix("LLVM version: "))?;
     let major: u32 = version.split('.').next()?.parse().ok()?;
+    if !LLVM_MAJORS.contains(&major) {
+        return None;
+    }
     // `libLLVM.so.22.1` from Debian, `libLLVM.so.22.1-rust-1.97.0-nightly` from rustup.
     let prefix = format!("libLLVM.so.{major}.");
     let library = fs::read_dir(folder)
@@ -122,14 +126,21 @@ fn llvm_of(rustc: &Path, folder: &Path) -> Option<(u32, PathBuf)> {
     Some((major, library))
 }
 
+/// LLVM versions that this bpf-linker has a feature for.
+const LLVM_MAJORS: std::ops::RangeInclusive<u32> = 21..=23;
+
 /// The first of these that works: Debian's packages, a rustup nightly.
 fn install_compiler() -> Result<Compiler> {
     let rustup = process::find("rustup");
     let mut failures = Vec::new();
     if apt_has(DEBIAN_RUST[0]) {
-        match apt_install(&DEBIAN_RUST)
-            .and_then(|()| debian().context("the packages hold no usable compiler"))
-        {
+        // Debian 12 brings a new enough compiler as a security update: lists from before it know an old one only.
+        apt_update();
+        match apt_install(&DEBIAN_RUST).and_then(|()| {
+            debian().context(
+                "the packages hold no compiler of LLVM 21 or newer (Debian 12: the suite bookworm-security has one)",
+            )
+        }) {
             Ok(compiler) => return Ok(compiler),
             Err(error) => failures.push(format!("{error:#}")),
         }
@@ -364,13 +375,21 @@ fn apt_has(package: &str) -> bool {
     if known() {
         return true;
     }
-    if is_root() || sudo_works() {
-        say("package lists (apt-get update)");
-        let mut line = if is_root() { vec![] } else { vec!["sudo"] };
-        line.extend(["apt-get", "-o", "DPkg::Lock::Timeout=500", "update"]);
-        let _ = process::run(Command::new(line[0]).args(&line[1..]));
-    }
+    apt_update();
     known()
+}
+
+/// Fetches the package lists, once in a run. A failure shows in what is installed next.
+fn apt_update() {
+    static ONCE: std::sync::Once = std::sync::Once::new();
+    ONCE.call_once(|| {
+        if is_root() || sudo_works() {
+            say("package lists (apt-get update)");
+            let mut line = if is_root() { vec![] } else { vec!["sudo"] };
+            line.extend(["apt-get", "-o", "DPkg::Lock::Timeout=500", "update"]);
+            let _ = process::run(Command::new(line[0]).args(&line[1..]));
+        }
+    });
 }
 
 fn apt_install(packages: &[&str]) -> Result<()> {
@@ -393,9 +412,7 @@ fn apt_install(packages: &[&str]) -> Result<()> {
     };
     // Lists that are there may be of an older state than the archive: fetched anew after a failure, not before.
     install().or_else(|_| {
-        let mut update = if is_root() { vec![] } else { vec!["sudo"] };
-        update.extend(["apt-get", "-o", "DPkg::Lock::Timeout=500", "update"]);
-        process::run(Command::new(update[0]).args(&update[1..]))?;
+        apt_update();
         install()
     })
 }
