@@ -30,6 +30,23 @@ pub fn root() -> PathBuf {
 #[must_use]
 pub fn cargo() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo")));
+    // What cargo told us of our own package is not the next build's: build scripts that watch such a variable (ring's
+    // does) would run again each time that another package starts a build.
+    for (name, _) in std::env::vars_os() {
+        let own = [
+            "CARGO_PKG_",
+            "CARGO_MANIFEST_",
+            "CARGO_CRATE_",
+            "CARGO_BIN_",
+            "CARGO_PRIMARY_",
+        ];
+        if name
+            .to_str()
+            .is_some_and(|name| own.iter().any(|prefix| name.starts_with(prefix)))
+        {
+            command.env_remove(name);
+        }
+    }
     command.current_dir(root());
     command
 }
