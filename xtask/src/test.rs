@@ -322,8 +322,8 @@ fn layers(suite: &mut Suite, options: &Options, target: &Path) {
                 "--locked",
                 "-p",
                 "ringsight-records",
-                "--test",
-                "loom",
+                "--lib",
+                "model",
             ])
             // Other flags compile everything anew: kept apart from the other layers' builds.
             .env("RUSTFLAGS", "--cfg loom")
