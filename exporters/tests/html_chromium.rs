@@ -3,12 +3,10 @@
 //! Set `RINGSIGHT_PAGE_DIR` to keep the pages and look at them.
 
 mod html_job;
+#[path = "../../tests/src/skip.rs"]
+mod skip;
 
-use std::{
-    path::{Path, PathBuf},
-    process::Command,
-    time::Duration,
-};
+use std::{path::PathBuf, process::Command, time::Duration};
 
 use html_job::{Job, waited_for};
 use ringsight_exporters::{
@@ -16,7 +14,10 @@ use ringsight_exporters::{
     model::{Batch, Exporter, Operation},
 };
 
-const CHROMIUM: &str = "/usr/bin/chromium";
+/// `RINGSIGHT_CHROMIUM`, which `cargo xtask test` sets, else Debian's.
+fn browser() -> PathBuf {
+    std::env::var_os("RINGSIGHT_CHROMIUM").map_or_else(|| "/usr/bin/chromium".into(), PathBuf::from)
+}
 
 /// A page on disk and the browser's directory.
 struct Page {
@@ -26,8 +27,9 @@ struct Page {
 
 /// `None`, said aloud, where there is no browser.
 fn page(name: &str, title: &str, operations: &[Operation]) -> Option<Page> {
-    if !Path::new(CHROMIUM).exists() {
-        println!("SKIPPED html_chromium: chromium is not installed");
+    let browser = browser();
+    if !browser.exists() {
+        skip::skip(name, &format!("no browser at {}", browser.display()));
         return None;
     }
     let directory = tempfile::tempdir().expect("a temporary directory");
@@ -51,7 +53,7 @@ fn page(name: &str, title: &str, operations: &[Operation]) -> Option<Page> {
 impl Page {
     /// The document as the browser has it after its script ran, opened at `#fragment`.
     fn document(&self, fragment: &str) -> Document {
-        let output = Command::new(CHROMIUM)
+        let output = Command::new(browser())
             .args([
                 "--headless",
                 "--no-sandbox",

@@ -2,6 +2,8 @@
 
 #[expect(dead_code, reason = "each test uses its part of the made-up job")]
 mod html_job;
+#[path = "../../tests/src/skip.rs"]
+mod skip;
 
 use std::{path::PathBuf, process::Command, sync::Arc, time::Duration};
 
@@ -27,7 +29,7 @@ impl SmallDisk {
             .output()
             .is_ok_and(|output| output.status.success());
         if !mounted {
-            println!("SKIPPED {test}: mounting a file system needs CAP_SYS_ADMIN");
+            skip::skip(test, "mounting a file system needs CAP_SYS_ADMIN");
         }
         mounted.then_some(Self { directory })
     }

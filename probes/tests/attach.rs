@@ -164,7 +164,7 @@ fn a_process_in_its_own_mount_and_pid_namespace_is_found() {
         .status()
         .is_ok_and(|s| s.success())
     {
-        println!("SKIPPED {name}: no right to make namespaces");
+        common::skip(name, "no right to make namespaces");
         return;
     }
     let mut target = Target::run(&mut command, &library);
@@ -196,7 +196,7 @@ fn a_collector_in_a_pid_namespace_of_its_own_sees_its_processes() {
         .status()
         .is_ok_and(|status| status.success())
     {
-        println!("SKIPPED {name}: no right to make namespaces");
+        common::skip(name, "no right to make namespaces");
         return;
     }
     let mut command = Command::new("unshare");

@@ -197,10 +197,11 @@ fn without_rights_there_is_one_message_and_the_ring() {
         .arg(examples().join("fixture_target"))
         .status();
     if !allowed.is_ok_and(|status| status.success()) {
-        println!(
-            "SKIPPED {name}: no right to become another user, or that user cannot run {}",
+        let reason = format!(
+            "no right to become another user, or that user cannot run {}",
             examples().display()
         );
+        common::skip(name, &reason);
         return;
     }
     let mut target = Target::run(&mut as_nobody("fixture_target"), &fixture_library());

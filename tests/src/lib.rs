@@ -3,8 +3,6 @@
 //! The tests run what users run: `ringsight` and worker processes on `libnccl.so.2`, from outside.
 
 use std::{
-    fs,
-    io::Write,
     path::Path,
     sync::{Mutex, MutexGuard, OnceLock, PoisonError},
     time::Duration,
@@ -16,7 +14,10 @@ use xtask::{
     workspace::{self, Artifacts},
 };
 
+mod skip;
 pub mod traces;
+
+pub use skip::skip;
 
 /// The longest that a job of these tests may take.
 pub const LIMIT: Duration = Duration::from_secs(120);
@@ -37,21 +38,6 @@ pub fn artifacts() -> &'static Artifacts {
 pub fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Reports that a test cannot run here, for `cargo xtask test` to list by name.
-pub fn skip(test: &str, reason: &str) {
-    println!("skipped {test}: {reason}");
-    if let Some(log) = std::env::var_os(xtask::test::SKIP_LOG) {
-        let written = fs::OpenOptions::new()
-            .create(true)
-            .append(true)
-            .open(&log)
-            .and_then(|mut file| writeln!(file, "{test}: {reason}"));
-        if let Err(error) = written {
-            panic!("{}: {error}", Path::new(&log).display());
-        }
-    }
 }
 
 /// Whether this process may attach probes; tests of the fallback run in either case.

@@ -12,6 +12,10 @@ use std::{
 
 use ringsight_probes::{Options, Sample, Session, Source as _, UseEbpf};
 
+#[path = "../../../tests/src/skip.rs"]
+mod skip;
+pub(crate) use skip::skip;
+
 /// A directory of built examples: beside the test's own binary.
 pub(crate) fn examples() -> PathBuf {
     let test = std::env::current_exe().expect("own path");
@@ -138,7 +142,7 @@ pub(crate) fn session_with(test: &str, options: Options) -> Option<Session> {
     match Session::new(options) {
         Ok(session) => Some(session),
         Err(unavailable) => {
-            println!("SKIPPED {test}: {unavailable}");
+            skip(test, &unavailable.to_string());
             None
         }
     }
@@ -207,7 +211,7 @@ pub(crate) fn compile(test: &str, source: &str, library: &Path, flags: &[&str]) 
             Some(())
         }
         Err(error) => {
-            println!("SKIPPED {test}: no C compiler (cc: {error})");
+            skip(test, &format!("no C compiler (cc: {error})"));
             None
         }
     }
