@@ -1,8 +1,8 @@
 //! Chrome Trace Event JSON, for `ui.perfetto.dev` and `chrome://tracing`.
 //!
-//! One process per rank, one thread per kind of work in it ([`tracks`]); spans are complete events (`"X"`), the edge
+//! One process per rank, one thread per kind of work in it (`tracks`); spans are complete events (`"X"`), the edge
 //! from a send to its recv is a flow, a late rank is an instant. Arguments carry the keys that `PyTorch`'s profiler
-//! writes for collectives ([`arguments`]), so that tools for its traces read these.
+//! writes for collectives (`arguments`), so that tools for its traces read these.
 //!
 //! `ts` counts microseconds since midnight UTC of the day of the first event, with three decimals: a Unix time in
 //! nanoseconds does not fit the 53 bits that viewers keep of a number, and files of one day, from several collectors,

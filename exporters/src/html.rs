@@ -3,7 +3,7 @@
 //! The page needs no network and no server. It is written when the exporter is created (empty, so that a directory that
 //! cannot be written to is noticed then), rewritten while the recording goes on, and at shutdown; each time beside its
 //! place first and then renamed into it, so that a reader never meets half a page and a full disk leaves the last
-//! whole one. Sources: `assets/`; what they are given: [`page`].
+//! whole one. Sources: `assets/`; what they are given: `page`.
 
 mod page;
 mod store;

@@ -1,6 +1,6 @@
 //! Elementwise reductions: two inputs, one output, any of the three may be the same memory.
 //!
-//! Each call works on blocks of [`LANES`] elements held in local arrays, the last one padded: every element takes the
+//! Each call works on blocks of `LANES` elements held in local arrays, the last one padded: every element takes the
 //! same instructions wherever it stands, results do not depend on alignment or length, and LLVM needs no alias checks
 //! to use vectors. Narrow floats are widened to `f32` and rounded once per call.
 
