@@ -9,6 +9,8 @@
 #[cfg(not(target_arch = "bpf"))]
 pub mod description;
 #[cfg(not(target_arch = "bpf"))]
+mod lease;
+#[cfg(not(target_arch = "bpf"))]
 pub mod pages;
 pub mod probed;
 pub mod record;
