@@ -44,13 +44,15 @@ impl Image {
         if bytes < 64 {
             return Ok(None);
         }
-        // SAFETY: a fresh private read-only mapping of a file that we hold open.
+        // Shared, so that it shows the file: a uprobe's patch is a private copy of a page in every private mapping of the
+        // file, this one included, and code that another reader has patched would be taken for another kind of site.
+        // SAFETY: a fresh read-only mapping of a file that we hold open.
         let base = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
                 bytes,
                 libc::PROT_READ,
-                libc::MAP_PRIVATE,
+                libc::MAP_SHARED,
                 file.as_raw_fd(),
                 0,
             )
@@ -63,8 +65,9 @@ impl Image {
     }
 
     fn data(&self) -> &[u8] {
-        // SAFETY: `bytes` mapped bytes. The file is a program text in use: the kernel refuses to write to it
-        // (ETXTBSY) or its writer breaks the very process that we look at.
+        // SAFETY: `bytes` bytes of the file itself, mapped until `self` is dropped. Only a write to the file changes them (no
+        // uprobe does, the mapping being shared), and who writes to a library in use breaks the very process that we
+        // look at; libraries are replaced by new files.
         unsafe { slice::from_raw_parts(self.base.cast(), self.bytes) }
     }
 

@@ -5,7 +5,12 @@ mod common;
 use std::{fs, process::Command, time::Duration};
 
 use common::{Reader, Target, compile, fixture_library, lost, poll, records, session, session_with};
-use ringsight_probes::{AttachError, Carrier, Options, Sample, Source as _, UseEbpf, sample::Call};
+use ringsight_probes::{
+    AttachError, Carrier, Options, Sample, Source as _, UseEbpf,
+    sample::Call,
+    site::{kernel_version, plan},
+    target::find,
+};
 use ringsight_records::{DataType, Function, Kind, ReduceOp};
 
 #[test]
@@ -121,6 +126,29 @@ fn several_processes_of_one_file_are_told_apart() {
     session.attach(targets[0].pid()).unwrap();
     targets[0].call("fixture_operations 7 3 0");
     assert_eq!(of(&poll(&mut session), targets[0].pid()), 3);
+}
+
+#[test]
+fn a_patched_library_is_planned_as_the_file_says() {
+    let name = "a_patched_library_is_planned_as_the_file_says";
+    let Some(mut first) = session(name) else { return };
+    let Some(mut second) = session(name) else { return };
+    let mut targets = [(); 3].map(|()| Target::instrumented());
+    let sites = first.attach(targets[0].pid()).unwrap().sites;
+    assert_eq!(sites.len(), 4);
+    // The probes are in: each later look at the file must see what the first one saw.
+    assert_eq!(first.attach(targets[1].pid()).unwrap().sites, sites);
+    assert_eq!(second.attach(targets[2].pid()).unwrap().sites, sites);
+    assert_eq!(
+        plan(&find(targets[0].pid()).unwrap(), kernel_version()),
+        sites,
+        "a look without attaching"
+    );
+    for target in &mut targets {
+        target.call("fixture_operations 7 5 0");
+    }
+    let launched = |session| records(&poll(session), Kind::OpLaunched);
+    assert_eq!((launched(&mut first), launched(&mut second)), (10, 5));
 }
 
 #[test]
