@@ -4,14 +4,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-use super::{Row, median};
+use super::{Goal, Row, median};
 use crate::{
     demo::{collector::Collector, job::Job, truth::Configuration},
     workspace::Artifacts,
 };
 
 /// Length of a window.
-const WINDOW: Duration = Duration::from_secs(2);
+const WINDOW: Duration = Duration::from_millis(500);
 
 /// Samples of a rank in a step: some 10 ms of computation between collectives, a fraction of what training steps take.
 const BATCH: u32 = 1024;
@@ -88,12 +88,18 @@ pub(super) fn measure(artifacts: &Artifacts, pairs: u32) -> Result<Vec<Row>> {
             format!("{} ranks, {BATCH} samples each", configuration.ranks),
         )?,
         row("demo step, collector attached", with, "ms", None, String::new())?,
-        row("demo step, attached / not", ratios, "", Some(1.01), spread)?,
+        row(
+            "demo step, attached / not",
+            ratios,
+            "",
+            Some(Goal::AtMost(1.01)),
+            spread,
+        )?,
         row(
             "probe hits for each operation of a rank",
             hits,
             "",
-            Some(3.0),
+            Some(Goal::AtMost(3.0)),
             String::new(),
         )?,
     ])

@@ -1,7 +1,7 @@
 //! `cargo xtask bench`: measurements against goals.
 
 use std::{
-    fs,
+    fmt, fs,
     path::{Path, PathBuf},
     process::ExitCode,
 };
@@ -11,6 +11,7 @@ use clap::Args;
 use serde::Serialize;
 
 mod attached;
+mod own;
 pub mod probe;
 
 use crate::{
@@ -30,14 +31,16 @@ pub struct Options {
     #[arg(long)]
     check: bool,
     /// Pairs of windows in which the demo's loop runs with and without a collector.
-    #[arg(long, default_value_t = 6)]
+    #[arg(long, default_value_t = 40)]
     pairs: u32,
+    /// How long each case of the collector's throughput is measured, seconds of work.
+    #[arg(long, value_name = "N", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..=3600))]
+    seconds: u32,
 }
 
 /// Benchmarks written with criterion: package, target.
-const CRITERION: [(&str, &str); 3] = [
+const CRITERION: [(&str, &str); 2] = [
     ("ringsight-comm", "observe"),
-    ("ringsight-collector", "throughput"),
     ("ringsight-exporters", "otlp_encode"),
 ];
 
@@ -46,6 +49,36 @@ const GOALS: [(&str, f64); 2] = [
     ("observe/probe function, unattached", 3.0),
     ("observe/dense event, armed", 40.0),
 ];
+
+/// Where a median has to lie.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Goal {
+    /// At this or below: costs.
+    AtMost(f64),
+    /// At this or above: rates.
+    AtLeast(f64),
+}
+
+impl Goal {
+    /// Whether `value` reaches it; what is not a number does not.
+    #[must_use]
+    pub fn met(self, value: f64) -> bool {
+        match self {
+            Self::AtMost(most) => value <= most,
+            Self::AtLeast(least) => value >= least,
+        }
+    }
+}
+
+impl fmt::Display for Goal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::AtMost(most) => write!(f, "<= {most}"),
+            Self::AtLeast(least) => write!(f, ">= {least}"),
+        }
+    }
+}
 
 /// One measurement.
 #[derive(Clone, Debug, Serialize)]
@@ -56,15 +89,15 @@ pub struct Row {
     pub median: f64,
     /// Its unit.
     pub unit: &'static str,
-    /// The most that the median may be; `None` if there is no goal.
-    pub goal: Option<f64>,
+    /// Where the median has to lie; `None` if there is no goal.
+    pub goal: Option<Goal>,
     /// What else is worth knowing.
     pub note: String,
 }
 
 impl Row {
     fn meets(&self) -> Option<bool> {
-        Some(self.median <= self.goal?)
+        Some(self.goal?.met(self.median))
     }
 }
 
@@ -80,6 +113,12 @@ pub fn run(options: &Options) -> Result<ExitCode> {
         if wanted(target) || wanted(package) {
             rows.extend(criterion(package, target)?);
         }
+    }
+    if wanted(own::THROUGHPUT.1) || wanted(own::THROUGHPUT.0) {
+        rows.extend(own::throughput(options.seconds)?);
+    }
+    if wanted(own::PROBE.1) || wanted(own::PROBE.0) {
+        rows.extend(own::probe()?);
     }
     if wanted("probe") {
         rows.extend(probe::measure(&workspace::build()?)?);
@@ -108,16 +147,16 @@ pub fn run(options: &Options) -> Result<ExitCode> {
 
 fn print(rows: &[Row]) {
     println!(
-        "\n{:<52} {:>12} {:<10} {:>9}         note",
+        "\n{:<52} {:>14} {:<10} {:>12}         note",
         "benchmark", "median", "unit", "goal"
     );
     for row in rows {
-        let goal = row.goal.map_or_else(String::new, |goal| format!("<= {goal}"));
+        let goal = row.goal.map_or_else(String::new, |goal| goal.to_string());
         let verdict = row
             .meets()
             .map_or("", |meets| if meets { "met" } else { "MISSED" });
         println!(
-            "{:<52} {:>12.3} {:<10} {goal:>9} {verdict:<7} {}",
+            "{:<52} {:>14.3} {:<10} {goal:>12} {verdict:<7} {}",
             row.name, row.median, row.unit, row.note
         );
     }
@@ -190,7 +229,10 @@ fn row(estimates: &Path) -> Result<Row> {
     // Throughput is per iteration: an iteration of many elements is worth its rate.
     let elements = benchmark["throughput"]["Elements"].as_f64();
     let note = elements.map_or_else(String::new, |n| format!("{:.2} M elements/s", n * 1e3 / median));
-    let goal = GOALS.iter().find(|(id, _)| *id == name).map(|(_, goal)| *goal);
+    let goal = GOALS
+        .iter()
+        .find(|(id, _)| *id == name)
+        .map(|(_, most)| Goal::AtMost(*most));
     Ok(Row {
         name,
         median,
@@ -216,6 +258,17 @@ mod tests {
     use super::*;
 
     #[test]
+    fn goals_have_a_direction() {
+        assert!(Goal::AtMost(3.0).met(3.0) && !Goal::AtMost(3.0).met(3.1));
+        assert!(Goal::AtLeast(3.0).met(3.0) && !Goal::AtLeast(3.0).met(2.9));
+        assert!(!Goal::AtMost(3.0).met(f64::NAN) && !Goal::AtLeast(3.0).met(f64::NAN));
+        assert_eq!(
+            serde_json::to_string(&Goal::AtLeast(3.0)).unwrap(),
+            r#"{"at_least":3.0}"#
+        );
+    }
+
+    #[test]
     fn medians() {
         assert_eq!(median(vec![]), None);
         assert_eq!(median(vec![3.0, 1.0, 2.0]), Some(2.0));
@@ -237,7 +290,10 @@ mod tests {
         let top = folder.ancestors().nth(2).unwrap();
         assert_eq!(estimates(top).unwrap(), std::slice::from_ref(&estimates_file));
         let row = row(&estimates_file).unwrap();
-        assert_eq!((row.median, row.goal, row.meets()), (2.5, Some(3.0), Some(true)));
+        assert_eq!(
+            (row.median, row.goal, row.meets()),
+            (2.5, Some(Goal::AtMost(3.0)), Some(true))
+        );
         assert_eq!(row.note, "2000.00 M elements/s");
         fs::write(&estimates_file, "rubbish").unwrap();
         assert!(super::row(&estimates_file).is_err());

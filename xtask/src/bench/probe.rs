@@ -13,7 +13,7 @@ use clap::Args;
 use libloading::{Library, Symbol};
 use ringsight_records::{Kind, PROBE_SYMBOLS, Record, State};
 
-use super::{Row, median};
+use super::{Goal, Row, median};
 use crate::{
     demo::{collector::Collector, nccl::Nccl},
     process::Guarded,
@@ -131,7 +131,7 @@ pub(super) fn measure(artifacts: &Artifacts) -> Result<Vec<Row>> {
         name: name.to_owned(),
         median,
         unit,
-        goal: Some(goal),
+        goal: Some(Goal::AtMost(goal)),
         note,
     };
     Ok(vec![

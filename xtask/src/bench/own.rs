@@ -1,0 +1,200 @@
+//! Benchmarks with a main function of their own, which print JSON.
+
+use std::process::Stdio;
+
+use anyhow::{Context, Result, bail};
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::{Goal, Row};
+use crate::{process, workspace::cargo};
+
+/// Package and target of the collector's throughput.
+pub(super) const THROUGHPUT: (&str, &str) = ("ringsight-collector", "throughput");
+/// Package and target of what probes cost where they are.
+pub(super) const PROBE: (&str, &str) = ("ringsight-probes", "probe");
+
+/// Records a second that one core has to take.
+const RECORDS_PER_S: f64 = 1e6;
+/// Resident memory at the end over what a tenth of the time took: flat.
+const RESIDENT_GROWTH: f64 = 1.1;
+/// The most that a call may cost with a probe on a 1-byte nop, which traps into the kernel once, nanoseconds.
+const NOP1_NS: f64 = 700.0;
+
+/// A case of the throughput benchmark, as it prints it.
+#[derive(Deserialize)]
+struct Case {
+    case: String,
+    records_per_s: f64,
+    spans_per_s: f64,
+    operations: u64,
+    given_up: u64,
+    /// After a tenth of the time and at the end.
+    resident_kib: [f64; 2],
+}
+
+/// Measures each case of the collector's throughput for `seconds`.
+pub(super) fn throughput(seconds: u32) -> Result<Vec<Row>> {
+    throughput_rows(&objects(THROUGHPUT, &[&seconds.to_string()])?)
+}
+
+fn throughput_rows(cases: &[Value]) -> Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    for case in cases {
+        let case = Case::deserialize(case).with_context(|| format!("{case} is no case of the throughput"))?;
+        let row = |what: &str, median, unit, goal, note| Row {
+            name: format!("collector throughput, {}: {what}", case.case),
+            median,
+            unit,
+            goal: Some(goal),
+            note,
+        };
+        let [start, end] = case.resident_kib;
+        rows.push(row(
+            "records",
+            case.records_per_s,
+            "/s",
+            Goal::AtLeast(RECORDS_PER_S),
+            format!("{:.0} spans/s", case.spans_per_s),
+        ));
+        rows.push(row(
+            "given up",
+            case.given_up as f64,
+            "",
+            Goal::AtMost(0.0),
+            format!("of {} operations", case.operations),
+        ));
+        rows.push(row(
+            "resident, end / start",
+            // Where the start was not read there is no ratio, and no goal is met.
+            if start > 0.0 { end / start } else { f64::NAN },
+            "",
+            Goal::AtMost(RESIDENT_GROWTH),
+            format!("{start:.0} -> {end:.0} KiB"),
+        ));
+    }
+    Ok(rows)
+}
+
+/// Measures probes in a process that does nothing else. Without the right to attach there are fewer rows.
+pub(super) fn probe() -> Result<Vec<Row>> {
+    let objects = objects(PROBE, &[])?;
+    let [figures] = objects.as_slice() else {
+        bail!(
+            "the probe benchmark printed {} objects instead of one",
+            objects.len()
+        );
+    };
+    probe_rows(figures)
+}
+
+fn probe_rows(figures: &Value) -> Result<Vec<Row>> {
+    let figures = figures
+        .as_object()
+        .context("the probe benchmark printed no object")?;
+    figures
+        .iter()
+        .map(|(name, value)| {
+            let (name, unit) = match name.rsplit_once('_') {
+                Some((name, "ns")) => (name, "ns"),
+                Some((name, "ms")) => (name, "ms"),
+                _ => bail!("the probe benchmark's figure {name} has no unit that is known"),
+            };
+            Ok(Row {
+                name: format!("probe fixture, {}", name.replace('_', " ")),
+                median: value
+                    .as_f64()
+                    .with_context(|| format!("{name} is {value}, not a number"))?,
+                unit,
+                goal: (name == "probe_attached_nop1").then_some(Goal::AtMost(NOP1_NS)),
+                note: "fastest run".to_owned(),
+            })
+        })
+        .collect()
+}
+
+/// Runs a benchmark; the JSON objects that it printed, in order. Its other lines go where progress goes.
+fn objects((package, target): (&str, &str), arguments: &[&str]) -> Result<Vec<Value>> {
+    let mut command = cargo();
+    command
+        .args(["bench", "--locked", "-p", package, "--bench", target, "--"])
+        .args(arguments)
+        .arg("--json")
+        .stderr(Stdio::inherit());
+    let output = command.output().with_context(|| process::line(&command))?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    if !output.status.success() {
+        eprint!("{text}");
+        bail!(
+            "{} failed: {}",
+            process::line(&command),
+            process::reason(output.status)
+        );
+    }
+    let found = parse(&text)?;
+    if found.is_empty() {
+        bail!("{} printed no figures", process::line(&command));
+    }
+    Ok(found)
+}
+
+fn parse(text: &str) -> Result<Vec<Value>> {
+    let mut found = Vec::new();
+    for line in text.lines() {
+        if line.starts_with('{') {
+            found.push(serde_json::from_str(line).with_context(|| format!("{line:?} is no JSON"))?);
+        } else {
+            eprintln!("{line}");
+        }
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CASE: &str = r#"{"case":"node","records_per_s":999999.0,"spans_per_s":5.0,"operations":9,"given_up":1,"resident_kib":[1000,1200]}"#;
+
+    #[test]
+    fn a_slow_lossy_growing_case_misses_each_goal() {
+        let verdicts = |text: &str| -> Vec<_> {
+            throughput_rows(&parse(text).unwrap())
+                .unwrap()
+                .iter()
+                .map(Row::meets)
+                .collect()
+        };
+        assert_eq!(verdicts(CASE), [Some(false); 3]);
+        let good = CASE
+            .replace("999999.0", "1000000.0")
+            .replace("\"given_up\":1", "\"given_up\":0")
+            .replace("1200", "1100");
+        assert_eq!(verdicts(&good), [Some(true); 3]);
+        // Memory that was not read proves nothing.
+        assert_eq!(verdicts(&good.replace("[1000", "[0"))[2], Some(false));
+    }
+
+    #[test]
+    fn rubbish_is_refused() {
+        assert!(parse("{rubbish").is_err());
+        assert!(throughput_rows(&parse("{}").unwrap()).is_err());
+        for wrong in [r#"{"a":1}"#, r#"{"a_ns":"x"}"#, r#"{"a_kg":1}"#] {
+            assert!(probe_rows(&parse(wrong).unwrap()[0]).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn the_single_byte_nop_has_a_goal() {
+        let text = "SKIPPED something: no right\n{\"probe_attached_nop5_ns\":90.0,\"probe_attached_nop1_ns\":701.0,\"attach_ms\":3.0}";
+        let rows = probe_rows(&parse(text).unwrap()[0]).unwrap();
+        let verdict = |name: &str| {
+            rows.iter()
+                .find(|row| row.name.ends_with(name))
+                .map(|row| (row.unit, row.meets()))
+        };
+        assert_eq!(verdict("attached nop1"), Some(("ns", Some(false))));
+        assert_eq!(verdict("attached nop5"), Some(("ns", None)));
+        assert_eq!(verdict("attach"), Some(("ms", None)));
+    }
+}
