@@ -150,26 +150,40 @@ impl Mapped {
         })
     }
 
-    /// Takes the lease and arms the ring for the kinds in `mask`.
-    pub(crate) fn lease(&mut self, pid: u32, own: (u32, u64), mask: u64) -> Result<(), AttachError> {
+    /// Takes the lease, with the ring asking for nothing yet: no other reader can have it, and no writer writes.
+    pub(crate) fn lease(&mut self, pid: u32, own: (u32, u64)) -> Result<(), AttachError> {
         let Some(pages) = self.view() else { return Ok(()) };
         let header = pages.header();
-        let counters = counters(&pages);
         let now = now_ns();
         let lease = header
             .lease
-            .acquire(own, now, mask, is_running_anywhere)
+            .acquire(own, now, 0, is_running_anywhere)
             .map_err(|holder| AttachError::Leased {
                 pid,
                 holder: holder.pid,
                 silent_ms: holder.silent_ns / 1_000_000,
             })?;
-        self.baseline = counters;
-        self.lost_reported = counters.1;
         self.lease = Some(lease);
         self.renewed_ns = now;
         self.own = own;
         Ok(())
+    }
+
+    /// Asks the writers for the kinds in `mask`, and counts events of all kinds from now. A lease that somebody else has
+    /// taken meanwhile is left to them; [`Mapped::renew`] finds it out.
+    pub(crate) fn arm(&mut self, mask: u64) {
+        let (Some(lease), Some(pages)) = (self.lease, self.view()) else {
+            return;
+        };
+        let lease_words = &pages.header().lease;
+        // Before the mask: what is emitted because of it counts.
+        let counters = counters(&pages);
+        if lease_words.renew(lease, now_ns()) {
+            // Release: a writer that sees the mask finds the fresh heartbeat.
+            lease_words.mask.store(mask, std::sync::atomic::Ordering::Release);
+        }
+        self.baseline = counters;
+        self.lost_reported = counters.1;
     }
 
     /// Gives a sign of life when one is due; `false` if another reader has taken the ring over.
@@ -187,15 +201,6 @@ impl Mapped {
             self.lease = None;
         }
         renewed
-    }
-
-    /// Counts events of the kinds in `mask` from now.
-    pub(crate) fn rebase(&mut self, mask: u64) {
-        let now = self.view().map_or(self.baseline, |pages| counters(&pages));
-        for kind in Kind::ALL.iter().filter(|kind| mask & kind.bit() != 0) {
-            self.baseline.0[*kind as usize] = now.0[*kind as usize];
-            self.baseline.1[*kind as usize] = now.1[*kind as usize];
-        }
     }
 
     /// Counts sparse events from the beginning of the pages.

@@ -182,12 +182,9 @@ impl Session {
         let instrumented = library.flavour == Flavour::Instrumented;
 
         let mut pages = if instrumented { Mapped::find(pid)? } else { None };
-        let mask = |probes: &Option<Probes>| {
-            self.options.dense & Kind::DENSE | if probes.is_some() { 0 } else { Kind::SPARSE }
-        };
         if let Some(pages) = &mut pages {
             // Before any probe is placed: a second reader must not disturb the first.
-            pages.lease(pid, self.own, mask(&self.probes))?;
+            pages.lease(pid, self.own)?;
         }
         let mut probed = None;
         if let Some(probes) = &mut self.probes {
@@ -205,10 +202,6 @@ impl Session {
                     }
                     self.unavailable = Some(Unavailable::explain(error));
                     self.probes = None;
-                    if let Some(pages) = &mut pages {
-                        pages.release();
-                        pages.lease(pid, self.own, mask(&self.probes))?;
-                    }
                 }
             }
         }
@@ -220,8 +213,8 @@ impl Session {
             return Err(AttachError::Ebpf { pid, unavailable });
         }
         if let Some(pages) = &mut pages {
-            // Sparse events count from the moment when a probe sees them.
-            pages.rebase(Kind::SPARSE);
+            // After the probes: an operation of which the ring tells anything is one whose end they see.
+            pages.arm(self.options.dense & Kind::DENSE | if probed.is_some() { 0 } else { Kind::SPARSE });
         }
         let identity = pages.as_ref().map(Mapped::identity);
         let process = Arc::new(process::describe(pid, started, &library, identity));

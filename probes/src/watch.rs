@@ -59,7 +59,8 @@ impl Watched {
         self.looked_ns = now_ns;
         let found = Mapped::find(self.pid).and_then(|found| {
             let Some(mut pages) = found else { return Ok(None) };
-            pages.lease(self.pid, own, mask())?;
+            pages.lease(self.pid, own)?;
+            pages.arm(mask());
             // The probes were there before the pages: the library's counts are complete from zero for sparse events.
             pages.count_from_zero();
             Ok(Some(pages))

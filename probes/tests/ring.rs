@@ -39,6 +39,41 @@ fn without_probes_the_ring_carries_everything() {
     assert_eq!((descriptions, lost(&samples)), (200, 0));
 }
 
+#[test]
+fn an_operation_that_the_ring_tells_of_is_seen_to_end() {
+    let Some(mut session) = session("an_operation_that_the_ring_tells_of_is_seen_to_end") else {
+        return;
+    };
+    let mut target = Target::instrumented();
+    // It never pauses, so that some operation is under way at each moment of attaching; killed at the end.
+    target.send("fixture_operations 7 1000000000 3");
+    loop {
+        session.attach(target.pid()).unwrap();
+        if session.counters(target.pid()).unwrap().emitted_before[Kind::OpLaunched as usize] > 0 {
+            break;
+        }
+        // Too early: it has not begun yet.
+        session.detach(target.pid()).unwrap();
+        poll(&mut session);
+    }
+    let mut samples = Vec::new();
+    common::poll_until(&mut session, &mut samples, |samples| {
+        records(samples, Kind::ProxyStep) > 0 && records(samples, Kind::OpCompleted) > 0
+    });
+    let first = |kind: Kind| {
+        let operation = |sample: &Sample| match sample {
+            Sample::Record { record, .. } if record.kind() == Some(kind) => Some(record.op),
+            _ => None,
+        };
+        samples.iter().filter_map(operation).min().expect("some")
+    };
+    let (step, completed) = (first(Kind::ProxyStep), first(Kind::OpCompleted));
+    assert!(
+        completed <= step,
+        "steps from operation {step} on, ends only from {completed} on"
+    );
+}
+
 const ROUNDS: u64 = 40;
 
 #[test]
