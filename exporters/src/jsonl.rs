@@ -3,7 +3,7 @@
 //!
 //! Each batch is written at once and whole: a process that is killed leaves at most one unfinished line, a full disk none.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read as _, Seek as _, SeekFrom, Write};
 use std::path::Path;
 use std::time::Duration;
@@ -27,7 +27,19 @@ impl JsonlExporter {
     /// The file cannot be created, in words.
     pub fn create(path: impl AsRef<Path>) -> Result<Self, String> {
         let path = path.as_ref().display().to_string();
-        match File::create(&path).and_then(|file| Writer::new(file, 0)) {
+        let open = || {
+            let file = OpenOptions::new()
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .open(&path)?;
+            lock(&file)?;
+            if file.metadata()?.is_file() {
+                file.set_len(0)?;
+            }
+            Writer::new(file, 0)
+        };
+        match open() {
             Ok(writer) => Ok(Self { path, writer }),
             Err(error) => Err(format!("cannot create trace file {path}: {error}")),
         }
@@ -47,6 +59,7 @@ impl JsonlExporter {
                 .create(true)
                 .truncate(false)
                 .open(&path)?;
+            lock(&file)?;
             let end = end_of_last_line(&mut file)?;
             file.set_len(end)?;
             Writer::new(file, end)
@@ -55,6 +68,14 @@ impl JsonlExporter {
             Ok(writer) => Ok(Self { path, writer }),
             Err(error) => Err(format!("cannot continue trace file {path}: {error}")),
         }
+    }
+}
+
+/// Two writers in one file would destroy each other's lines. Pipes and devices, which cannot be locked, are let through.
+fn lock(file: &File) -> io::Result<()> {
+    match file.try_lock() {
+        Err(TryLockError::WouldBlock) => Err(io::Error::other("another process is writing it")),
+        Err(TryLockError::Error(_)) | Ok(()) => Ok(()),
     }
 }
 

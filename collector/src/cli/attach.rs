@@ -35,8 +35,6 @@ const EXPORT_SPANS: usize = 16_384;
 const METRICS: Duration = Duration::from_secs(10);
 /// How often the status line is drawn.
 const STATUS: Duration = Duration::from_millis(500);
-/// How long exporters may take to deliver what they hold at the end.
-const SHUTDOWN: Duration = Duration::from_secs(10);
 /// Operations that a summary lists.
 const SUMMARY_OPERATIONS: usize = 200_000;
 
@@ -65,6 +63,12 @@ pub(crate) struct AttachArguments {
     /// Create this file when every process has been attached to
     #[arg(long, value_name = "FILE")]
     ready_file: Option<PathBuf>,
+    /// Replace .json and .html files that exist; a .jsonl file is begun anew instead of continued
+    #[arg(long)]
+    force: bool,
+    /// At the end, go on trying to deliver what is queued for this long; what is left is counted as dropped
+    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = parse_seconds)]
+    flush_timeout: Duration,
     /// Name a rank as late from this lag on
     #[arg(long, value_name = "MILLISECONDS", default_value = "15", value_parser = parse_milliseconds)]
     lag_threshold: Duration,
@@ -105,21 +109,40 @@ fn parse_scope(text: &str) -> Result<String, String> {
 /// Exporters and what the user is told of them.
 struct Outputs {
     exporters: Vec<Box<dyn Exporter>>,
+    /// How each was doing when it was last looked at.
+    health: Vec<outputs::Health>,
 }
 
 impl Outputs {
-    fn open(arguments: &AttachArguments) -> Result<Self, String> {
-        let mut exporters: Vec<Box<dyn Exporter>> = Vec::new();
+    /// The endpoint, if one is named; no file is touched yet.
+    fn connect(arguments: &AttachArguments) -> Result<Self, String> {
+        outputs::check(&arguments.outputs, arguments.force)?;
+        let otlp = outputs::otlp(arguments.otlp.as_deref(), arguments.otlp_protocol)?;
+        Ok(Self {
+            health: otlp.iter().map(|_| outputs::Health::default()).collect(),
+            exporters: otlp.into_iter().collect(),
+        })
+    }
+
+    fn open_files(&mut self, arguments: &AttachArguments) -> Result<(), String> {
         for path in &arguments.outputs {
-            exporters.push(outputs::open(path)?);
+            self.exporters.push(outputs::open(path, arguments.force)?);
+            self.health.push(outputs::Health::default());
         }
-        if let Some(exporter) = outputs::otlp(arguments.otlp.as_deref(), arguments.otlp_protocol)? {
-            exporters.push(exporter);
+        Ok(())
+    }
+
+    /// Says when deliveries begin to fail and when they work again: a long observation must not be silent about it.
+    fn tell_health(&mut self) {
+        for (exporter, health) in self.exporters.iter().zip(&mut self.health) {
+            if let Some(news) = health.update(&exporter.stats()) {
+                eprintln!("ringsight: {}: {news}", exporter.target());
+            }
         }
-        Ok(Self { exporters })
     }
 
     fn export(&mut self, collector: &mut Collector) {
+        self.tell_health();
         let batch = collector.take_batch();
         if batch.spans.is_empty() && batch.metrics.is_empty() && batch.operations.is_empty() {
             return;
@@ -137,10 +160,10 @@ impl Outputs {
     }
 
     /// Delivers what is queued. Says what was not delivered.
-    fn shutdown(&mut self) -> Vec<ExporterRow> {
+    fn shutdown(&mut self, timeout: Duration) -> Vec<ExporterRow> {
         let mut rows = Vec::new();
         for exporter in &mut self.exporters {
-            let error = exporter.shutdown(SHUTDOWN).err();
+            let error = exporter.shutdown(timeout).err();
             rows.push(ExporterRow::new(exporter.target(), &exporter.stats(), error));
         }
         rows
@@ -170,7 +193,8 @@ pub(crate) fn run(arguments: &AttachArguments) -> Exit {
 fn try_run(arguments: &AttachArguments) -> Result<Exit, (Exit, String)> {
     let error = |error: String| (Exit::Error, error);
     let ending = Ending::install().map_err(|e| error(format!("cannot handle signals: {e}")))?;
-    let mut outputs = Outputs::open(arguments).map_err(error)?;
+    // Files are looked at first and opened last: a process that cannot be watched costs no file its content.
+    let mut outputs = Outputs::connect(arguments).map_err(error)?;
     let use_ebpf = if arguments.no_ebpf {
         UseEbpf::Never
     } else {
@@ -186,6 +210,7 @@ fn try_run(arguments: &AttachArguments) -> Result<Exit, (Exit, String)> {
     if watched.attached.is_empty() {
         return Err((Exit::NothingAttached, "nothing could be attached".into()));
     }
+    outputs.open_files(arguments).map_err(error)?;
     let scope = scope(arguments, &watched.attached).map_err(|e| (Exit::Usage, e))?;
     let mut collector = Collector::new(
         Options {
@@ -229,7 +254,7 @@ fn try_run(arguments: &AttachArguments) -> Result<Exit, (Exit, String)> {
     reader.watch(&ending, arguments.duration, begun);
     let detach_ms = reader.let_go(arguments.quiet);
     let duration_s = begun.elapsed().as_secs_f64();
-    let exporters = outputs.shutdown();
+    let exporters = outputs.shutdown(arguments.flush_timeout);
 
     let summary = summarise(&session, &collector, &watched, exporters, (duration_s, detach_ms));
     if !arguments.quiet {

@@ -3,7 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
-use ringsight_exporters::{Exporter, chrome::ChromeExporter, html::HtmlExporter, jsonl::JsonlExporter, otlp};
+use ringsight_exporters::{
+    ExportStats, Exporter, chrome::ChromeExporter, html::HtmlExporter, jsonl::JsonlExporter, otlp,
+};
 
 /// OTLP's transports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -46,13 +48,72 @@ pub(crate) fn parse_output(text: &str) -> Result<PathBuf, String> {
     format_of(&path).map(|_| path)
 }
 
-/// Opens an output file.
-pub(crate) fn open(path: &Path) -> Result<Box<dyn Exporter>, String> {
+/// Finds what would keep the files from being opened, and refuses to overwrite: only lines can be continued, the other
+/// formats would replace what is there.
+pub(crate) fn check(paths: &[PathBuf], force: bool) -> Result<(), String> {
+    for path in paths {
+        // Devices and pipes hold nothing that could be lost.
+        if path.is_file() && !force && format_of(path)? != Format::Jsonl {
+            return Err(format!(
+                "{} exists: name another file, or replace it with --force (a .jsonl file is continued)",
+                path.display()
+            ));
+        }
+        let folder = path
+            .parent()
+            .filter(|folder| !folder.as_os_str().is_empty())
+            .unwrap_or(Path::new("."));
+        let problem = if path.exists() {
+            std::fs::OpenOptions::new().append(true).open(path).err()
+        } else {
+            std::fs::read_dir(folder).err()
+        };
+        if let Some(problem) = problem {
+            return Err(format!("cannot write {}: {problem}", path.display()));
+        }
+    }
+    Ok(())
+}
+
+/// Opens an output file: lines are continued unless `force`, the other formats begun.
+pub(crate) fn open(path: &Path, force: bool) -> Result<Box<dyn Exporter>, String> {
     Ok(match format_of(path)? {
-        Format::Jsonl => Box::new(JsonlExporter::create(path)?),
+        Format::Jsonl if force => Box::new(JsonlExporter::create(path)?),
+        Format::Jsonl => Box::new(JsonlExporter::append(path)?),
         Format::Chrome => Box::new(ChromeExporter::create(path)?),
         Format::Html => Box::new(HtmlExporter::create(path, "ringsight")?),
     })
+}
+
+/// Whether an exporter delivers, as far as its statistics tell.
+#[derive(Debug, Default)]
+pub(crate) struct Health {
+    delivered: u64,
+    failures: u64,
+    failing: bool,
+}
+
+impl Health {
+    /// What is worth telling since the last look: that deliveries fail, or that they work again.
+    pub(crate) fn update(&mut self, stats: &ExportStats) -> Option<String> {
+        let delivered = stats.spans_delivered + stats.metrics_delivered;
+        let dropped: u64 = stats.spans_dropped.iter().map(|(_, count)| count).sum();
+        let failures = stats.retries + dropped;
+        let news = if self.failing && delivered > self.delivered {
+            self.failing = false;
+            Some("delivering again".to_owned())
+        } else if !self.failing && failures > self.failures {
+            self.failing = true;
+            let why = stats.last_error.as_deref().unwrap_or("no reason given");
+            Some(format!(
+                "not delivering ({why}); what comes is kept as long as there is room, and tried again"
+            ))
+        } else {
+            None
+        };
+        (self.delivered, self.failures) = (delivered, failures);
+        news
+    }
 }
 
 /// Environment variables that name an endpoint.
@@ -88,6 +149,46 @@ pub(crate) fn otlp(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn files_that_cannot_be_continued_are_not_overwritten() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str| folder.path().join(name);
+        for name in ["t.json", "t.html", "t.jsonl"] {
+            std::fs::write(file(name), "precious").unwrap();
+        }
+        assert_eq!(check(&[file("t.jsonl"), file("new.html")], false), Ok(()));
+        for name in ["t.json", "t.html"] {
+            let error = check(&[file("new.html"), file(name)], false).unwrap_err();
+            assert!(error.contains(name) && error.contains("--force"), "{error}");
+            assert_eq!(check(&[file(name)], true), Ok(()));
+        }
+        std::fs::write(file("t.jsonl"), "{}\nhalf a li").unwrap();
+        drop(open(&file("t.jsonl"), false).unwrap());
+        assert_eq!(std::fs::read_to_string(file("t.jsonl")).unwrap(), "{}\n");
+    }
+
+    #[test]
+    fn trouble_and_its_end_are_told_once_each() {
+        let mut health = Health::default();
+        let mut stats = ExportStats::default();
+        assert_eq!(health.update(&stats), None);
+        stats.retries = 1;
+        stats.last_error = Some("connection refused".into());
+        assert!(
+            health
+                .update(&stats)
+                .is_some_and(|news| news.contains("connection refused"))
+        );
+        stats.retries = 2;
+        assert_eq!(health.update(&stats), None);
+        stats.spans_delivered = 10;
+        assert!(health.update(&stats).is_some_and(|news| news.contains("again")));
+        stats.spans_delivered = 20;
+        assert_eq!(health.update(&stats), None);
+        stats.spans_dropped = vec![("queue_full", 3)];
+        assert!(health.update(&stats).is_some());
+    }
 
     #[test]
     fn the_extension_names_the_format() {

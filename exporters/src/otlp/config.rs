@@ -182,7 +182,7 @@ impl Config {
         Ok(Self {
             traces: read(Signal::Traces)?,
             metrics: read(Signal::Metrics)?,
-            queue_bytes: 64 << 20,
+            queue_bytes: 256 << 20,
             request_bytes: 3 << 20,
             retry: Retry {
                 initial: Duration::from_millis(500),
