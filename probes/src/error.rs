@@ -109,7 +109,9 @@ pub enum AttachError {
 
 impl AttachError {
     pub(crate) fn denied(pid: u32, what: &'static str) -> Self {
-        let mut remedy = String::from("run as the process's user, or give this program CAP_SYS_PTRACE");
+        let mut remedy = String::from(
+            "run as the process's user, or give this program CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH",
+        );
         if what == "map_files" {
             remedy.push_str(" and CAP_CHECKPOINT_RESTORE");
         }
