@@ -9,6 +9,7 @@ use ringsight_records::Kind;
 use serde::{Deserialize, Serialize};
 
 use super::{
+    lateness,
     summary::{Operation, Summary},
     truth::{Configuration, Truth},
 };
@@ -45,6 +46,12 @@ pub struct Report {
     pub lost: u64,
     /// Intended delays.
     pub delays: usize,
+    /// Intended delays that made nobody late beyond the threshold, by the ranks' own clocks: they drowned in what else
+    /// the machine did, and no verdict is expected of them.
+    pub drowned: usize,
+    /// Collectives at which, by the ranks' own clocks, a rank was late beyond the threshold though it did not sleep.
+    /// Where no delay was intended, the collector may name a rank at these and nowhere else.
+    pub really_late: usize,
     /// Operations at which a rank was late beyond the threshold, by the ranks' own clocks.
     pub culprits_expected: usize,
     /// Operations at which the collector named one.
@@ -69,11 +76,6 @@ pub struct Report {
     pub outputs: Vec<String>,
     /// What is wrong; empty if `ok`.
     pub problems: Vec<String>,
-}
-
-/// How far a lag may be from the truth: 10 % or 3 ms, whichever is more.
-fn tolerance_ns(lag_ns: u64) -> u64 {
-    (lag_ns / 10).max(3_000_000)
 }
 
 /// Compares. Every difference becomes a line in [`Report::problems`].
@@ -107,7 +109,8 @@ pub fn check(truths: &[Truth], summary: &Summary, expectation: &Expectation<'_>)
     };
     let mut problems = Problems::default();
     check_training(truths, expectation.configuration, &mut problems);
-    check_collectives(truths, summary, expectation, &mut report, &mut problems);
+    check_collectives(truths, summary, &mut report, &mut problems);
+    lateness::check_verdicts(truths, summary, expectation, &mut report, &mut problems);
     check_messages(truths, summary, &mut problems);
     check_events(truths, summary, &mut problems);
     check_spans(truths, summary, expectation, &mut report, &mut problems);
@@ -122,13 +125,13 @@ pub fn check(truths: &[Truth], summary: &Summary, expectation: &Expectation<'_>)
 
 /// A list that stays readable when everything is wrong.
 #[derive(Default)]
-struct Problems {
+pub(super) struct Problems {
     lines: Vec<String>,
     more: usize,
 }
 
 impl Problems {
-    fn add(&mut self, line: String) {
+    pub(super) fn add(&mut self, line: String) {
         if self.lines.len() < 20 {
             self.lines.push(line);
         } else {
@@ -136,7 +139,7 @@ impl Problems {
         }
     }
 
-    fn expect(&mut self, holds: bool, line: impl FnOnce() -> String) {
+    pub(super) fn expect(&mut self, holds: bool, line: impl FnOnce() -> String) {
         if !holds {
             self.add(line());
         }
@@ -208,7 +211,8 @@ fn check_training(truths: &[Truth], configuration: &Configuration, problems: &mu
     }
 }
 
-fn collectives_in(summary: &Summary) -> Vec<&Operation> {
+/// Collectives in the order in which they were called.
+pub(super) fn collectives_in(summary: &Summary) -> Vec<&Operation> {
     let mut operations: Vec<_> = summary
         .operations
         .iter()
@@ -218,13 +222,7 @@ fn collectives_in(summary: &Summary) -> Vec<&Operation> {
     operations
 }
 
-fn check_collectives(
-    truths: &[Truth],
-    summary: &Summary,
-    expectation: &Expectation<'_>,
-    report: &mut Report,
-    problems: &mut Problems,
-) {
+fn check_collectives(truths: &[Truth], summary: &Summary, report: &mut Report, problems: &mut Problems) {
     let found = collectives_in(summary);
     let Some(first) = truths.first() else { return };
     problems.expect(found.len() == first.collectives.len(), || {
@@ -256,31 +254,7 @@ fn check_collectives(
     }
     for (index, operation) in found.iter().enumerate().take(first.collectives.len()) {
         check_collective(index, operation, truths, report, problems);
-        check_culprit(index, operation, truths, expectation, report, problems);
     }
-    if let Some(named) = summary
-        .operations
-        .iter()
-        .find(|op| op.name == "send_recv" && op.culprit.is_some())
-    {
-        problems.add(format!("a rank is named as late at message {}", named.sequence));
-    }
-    // A delay may drown in what else the machine does; most must not, or the run says nothing about verdicts.
-    let planned = expectation.configuration.delays.len();
-    let seen = truths
-        .iter()
-        .flat_map(|truth| truth.collectives.iter().enumerate().map(move |c| (truth.rank, c)))
-        .filter(|(rank, (index, collective))| {
-            collective.slept_ms > 0
-                && late_rank(truths, *index)
-                    .is_some_and(|(late, lag)| late == *rank && lag >= expectation.threshold_ns)
-        })
-        .count();
-    problems.expect(2 * seen >= planned, || {
-        format!(
-            "only {seen} of {planned} intended delays made a rank late: the machine is too busy to judge by"
-        )
-    });
 }
 
 /// A collective has all ranks, with their processes, times in order, and calls when the ranks say they made them.
@@ -343,77 +317,6 @@ fn check_collective(
                 outside as f64 / 1e6
             )
         });
-    }
-}
-
-/// The last rank to arrive at a collective and its lag, by the ranks' own clocks: arrival minus the others' median.
-fn late_rank(truths: &[Truth], index: usize) -> Option<(u32, u64)> {
-    let arrivals: Option<Vec<_>> = truths
-        .iter()
-        .map(|truth| Some((truth.collectives.get(index)?.arrived_ns, truth.rank)))
-        .collect();
-    let mut arrivals = arrivals?;
-    arrivals.sort_unstable();
-    let (last, rank) = arrivals.pop()?;
-    let middle = arrivals.len() / 2;
-    let median = if arrivals.len() % 2 == 1 {
-        arrivals[middle].0
-    } else {
-        let (below, above) = (arrivals.get(middle.checked_sub(1)?)?.0, arrivals[middle].0);
-        below + (above - below) / 2
-    };
-    Some((rank, last - median))
-}
-
-fn check_culprit(
-    index: usize,
-    found: &Operation,
-    truths: &[Truth],
-    expectation: &Expectation<'_>,
-    report: &mut Report,
-    problems: &mut Problems,
-) {
-    let Some((late, lag)) = late_rank(truths, index) else {
-        return;
-    };
-    // A broadcast's receivers wait for the root alone: being late at one holds nobody up.
-    let compared = found.name != "broadcast";
-    let margin = tolerance_ns(lag);
-    let what = || format!("collective {index} ({} {})", found.name, found.sequence);
-    let ms = |ns: u64| ns as f64 / 1e6;
-    let must = compared && lag >= expectation.threshold_ns + margin;
-    if let Some(culprit) = &found.culprit {
-        report.culprits_named += 1;
-        // What lies within the margin of the threshold may be named or not; it counts as it was decided.
-        report.culprits_expected += usize::from(compared && lag + margin >= expectation.threshold_ns);
-        let error = culprit.lag_ns.abs_diff(lag);
-        report.worst_lag_error_ms = report.worst_lag_error_ms.max(ms(error));
-        problems.expect(compared && lag + margin >= expectation.threshold_ns, || {
-            format!(
-                "{} names rank {}, but nobody was late (rank {late} by {:.1} ms)",
-                what(),
-                culprit.rank,
-                ms(lag)
-            )
-        });
-        problems.expect(culprit.rank == late, || {
-            format!("{} names rank {}, rank {late} was late", what(), culprit.rank)
-        });
-        problems.expect(error <= margin, || {
-            format!(
-                "{}: rank {late} was {:.1} ms late, {:.1} are reported",
-                what(),
-                ms(lag),
-                ms(culprit.lag_ns)
-            )
-        });
-    } else if must {
-        report.culprits_expected += 1;
-        problems.add(format!(
-            "{}: rank {late} was {:.1} ms late and is not named",
-            what(),
-            ms(lag)
-        ));
     }
 }
 

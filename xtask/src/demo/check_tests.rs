@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::demo::{
+    lateness::late_rank,
     summary::{Culprit, Events, RankPart},
     truth::{Collective, Delay},
 };
@@ -143,6 +144,7 @@ fn a_faithful_summary_has_no_problem() {
         ),
         (1, 1, 3)
     );
+    assert_eq!((report.drowned, report.really_late), (0, 0));
     assert!((report.probe_hits_per_op - 3.0).abs() < 1e-9);
     assert!(report.worst_lag_error_ms > 0.0 && report.worst_lag_error_ms < 1.0);
 }
@@ -228,6 +230,50 @@ fn a_busy_machine_is_not_taken_for_a_good_run() {
         summary.operations[1].culprit = None;
     });
     assert!(found.iter().any(|line| line.contains("too busy")), "{found:?}");
+}
+
+/// A run in which no delay is intended, and rank 1 arrives at the second collective `lag_ms` after the others.
+fn quiet(lag_ms: u64, named: bool) -> Report {
+    let (mut truths, mut summary) = run();
+    for truth in &mut truths {
+        truth.collectives[1].slept_ms = 0;
+        truth.collectives[1].arrived_ns = 1_200 * MS;
+    }
+    truths[1].collectives[1].arrived_ns += lag_ms * MS;
+    summary.operations[1].culprit = named.then_some(Culprit {
+        rank: 1,
+        lag_ns: lag_ms * MS + 100_000,
+    });
+    let configuration = Configuration {
+        delays: vec![],
+        ..configuration()
+    };
+    let expectation = Expectation {
+        configuration: &configuration,
+        threshold_ns: 10 * MS,
+        outputs: &[],
+        otlp: false,
+    };
+    check(&truths, &summary, &expectation)
+}
+
+#[test]
+fn where_nobody_is_to_be_late_only_who_really_was_may_be_named() {
+    let report = quiet(0, false);
+    assert_eq!((report.problems, report.really_late), (vec![], 0));
+    // Within the margin of the threshold, which excuses a name in a run with delays.
+    let report = quiet(9, true);
+    assert!(
+        report
+            .problems
+            .iter()
+            .any(|line| line.contains("nobody was late")),
+        "{:?}",
+        report.problems
+    );
+    assert_eq!(report.really_late, 0);
+    let report = quiet(20, true);
+    assert_eq!((report.problems, report.really_late), (vec![], 1));
 }
 
 #[test]

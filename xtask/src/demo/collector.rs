@@ -42,7 +42,9 @@ impl Collector {
         let name = unique.context("no name is free")?;
         let file = |what: &str| folder.join(format!("collector-{name}.{what}"));
         let (summary, ready, log) = (file("summary.json"), file("ready"), file("log"));
-        let _ = fs::remove_file(&ready);
+        for left_over in [&summary, &ready] {
+            let _ = fs::remove_file(left_over);
+        }
         let output = fs::File::create(&log).with_context(|| format!("creating {}", log.display()))?;
         let mut command: Command = setup::privileged(&artifacts.ringsight);
         command

@@ -15,6 +15,7 @@ pub mod check;
 pub mod collector;
 pub mod counters;
 pub mod job;
+mod lateness;
 pub mod model;
 pub mod nccl;
 pub mod random;
@@ -170,15 +171,33 @@ pub fn unhex(text: &str) -> Option<Vec<u8>> {
         .collect()
 }
 
-/// Runs the demo.
+/// Runs the demo. With `--check` the last line is the report, whatever happens.
 ///
 /// # Errors
-/// What broke; what the check found is in the exit code and the report.
+/// What broke, without `--check`; with it, that is in the report, as is what the check found.
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
-    let configuration = arguments.configuration()?;
     if arguments.unwatched {
-        return run_unwatched(&configuration);
+        return run_unwatched(&arguments.configuration()?);
     }
+    let report = run_watched(arguments);
+    if !arguments.check {
+        return report.map(|_| ExitCode::SUCCESS);
+    }
+    let report = report.unwrap_or_else(|error| Report::failed(format!("{error:#}")));
+    for problem in &report.problems {
+        println!("problem   {problem}");
+    }
+    println!("{}", serde_json::to_string(&report)?);
+    Ok(if report.ok {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+/// Runs the job with a collector, prints what that found and compares it with what the ranks know.
+fn run_watched(arguments: &Arguments) -> Result<Report> {
+    let configuration = arguments.configuration()?;
     let artifacts = workspace::build()?;
     let out = arguments
         .out
@@ -195,6 +214,15 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         configuration.delays.len()
     );
     let outputs = ["trace.html", "trace.json", "trace.jsonl"].map(|name| out.join(name));
+    // An earlier run's files would be refused or appended to, or be taken for this run's where it fails.
+    for file in &outputs {
+        match fs::remove_file(file) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                return Err(error).with_context(|| format!("removing {}", file.display()));
+            }
+            _ => {}
+        }
+    }
     let (truths, summary) = observe(&configuration, &artifacts, &work, arguments, &outputs)?;
     let expectation = Expectation {
         configuration: &configuration,
@@ -210,18 +238,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     } else {
         fs::remove_dir_all(&work).with_context(|| format!("removing {}", work.display()))?;
     }
-    if !arguments.check {
-        return Ok(ExitCode::SUCCESS);
-    }
-    for problem in &report.problems {
-        println!("problem   {problem}");
-    }
-    println!("{}", serde_json::to_string(&report)?);
-    Ok(if report.ok {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    })
+    Ok(report)
 }
 
 /// Runs the job alone and checks that all ranks computed the same. Builds the library and the workers only: it works
@@ -277,7 +294,6 @@ fn observe(
         options.push("--no-ebpf".to_owned());
     }
     for file in outputs {
-        let _ = fs::remove_file(file);
         options.push(format!("--out={}", file.display()));
     }
     let mut collector = Collector::attach(artifacts, &pids, &options, work)?;
