@@ -56,13 +56,14 @@ pub struct Readings {
 impl Readings {
     /// What could not be used or waited for, by reason.
     #[must_use]
-    pub fn given_up_by_reason(&self) -> [(&'static str, u64); 9] {
+    pub fn given_up_by_reason(&self) -> [(&'static str, u64); 10] {
         [
             ("unknown_record", self.counts.unknown),
             ("lost_description", self.counts.lost_other),
             ("late_record", self.given.late_records),
             ("evicted_operation", self.given.evicted_operations),
             ("evicted_group", self.given.evicted_groups),
+            ("begun_before_attach", self.given.begun_before_attach),
             ("unidentified_operation", self.given_up.unidentified),
             ("duplicate_operation", self.given_up.duplicates),
             ("timed_out_instance", self.given_up.timed_out),

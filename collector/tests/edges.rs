@@ -246,6 +246,55 @@ fn operations_in_flight_at_the_end_are_reported_as_unfinished() {
 }
 
 #[test]
+fn what_the_ring_tells_of_operations_before_the_attach_is_not_in_flight() {
+    let job = Job::default();
+    let watermark = |ns| Sample::Watermark {
+        pid: FIRST_PID,
+        time_ns: EPOCH_NS + ns,
+    };
+    let mut collector = collector();
+    // Of the first two the ring alone tells; nothing of the third is over.
+    let mut samples = job.streams(0, &[1, 2].map(Operation::all_reduce)).head;
+    samples.extend(job.streams(0, &[1, 2].map(Operation::all_reduce)).ring);
+    let third = job.streams(0, &[Operation::all_reduce(3)]);
+    let ended =
+        |s: &Sample| matches!(s, Sample::Record { record, .. } if record.kind() == Some(Kind::OpCompleted));
+    samples.extend(third.ring);
+    samples.extend(third.probe.into_iter().filter(|sample| !ended(sample)));
+    samples.push(watermark(5_000_000));
+    // A fourth began after the attach, and its launch was lost.
+    samples.extend(job.streams(0, &[Operation::all_reduce(8)]).ring);
+    samples.push(watermark(900_000_000));
+    collector.ingest(&mut samples);
+    assert_eq!(collector.readings().in_flight, 2, "the third and the fourth");
+
+    // The second was running all the while: its end is seen, and it is an operation like any other.
+    let second = job.streams(0, &[Operation::all_reduce(2)]).probe;
+    let at = second.iter().position(ended).unwrap();
+    // Its description comes right before.
+    samples.extend_from_slice(&second[at - 1..=at]);
+    samples.push(watermark(2_000_000_000));
+    collector.ingest(&mut samples);
+    collector.finish(EPOCH_NS + 3_000_000_000);
+    let batch = collector.take_batch();
+    let sequences: Vec<_> = batch
+        .operations
+        .iter()
+        .map(|operation| operation.sequence)
+        .collect();
+    assert_eq!(sequences, [1], "the second");
+    assert_eq!(collector.unfinished(), 2);
+    assert_eq!(named(&batch.spans, "ccl.operation.unfinished").count(), 2);
+    let readings = collector.readings();
+    assert_eq!((readings.in_flight, readings.given.begun_before_attach), (0, 1));
+    assert!(
+        readings
+            .given_up_by_reason()
+            .contains(&("begun_before_attach", 1))
+    );
+}
+
+#[test]
 fn a_process_that_ends_flushes_what_it_had() {
     let job = Job::default();
     let mut samples = job.samples(0..4, &[Operation::all_reduce(1)]);

@@ -155,7 +155,7 @@ impl Correlator {
             }
             Sample::Watermark { pid, time_ns } => {
                 if let Some(target) = self.target(pid) {
-                    target.settle(time_ns, &limits, finished);
+                    target.watermark(time_ns, &limits, finished);
                 }
             }
             Sample::Lost { pid, kind, count, .. } => {
@@ -206,6 +206,7 @@ impl Correlator {
         self.given.late_records += given.late_records;
         self.given.evicted_operations += given.evicted_operations;
         self.given.evicted_groups += given.evicted_groups;
+        self.given.begun_before_attach += given.begun_before_attach;
     }
 
     /// Flushes every process.
@@ -263,6 +264,7 @@ impl Correlator {
             all.late_records += target.given.late_records;
             all.evicted_operations += target.given.evicted_operations;
             all.evicted_groups += target.given.evicted_groups;
+            all.begun_before_attach += target.given.begun_before_attach;
         }
         all
     }

@@ -64,6 +64,8 @@ pub struct RankOperation {
     pub tainted: bool,
     /// Everything that it consists of was seen. Settled when it is final.
     pub complete: bool,
+    /// Earliest time in any of its records.
+    pub first_ns: u64,
     /// Latest time in any of its records.
     pub last_ns: u64,
     /// Channels of its kernel, in the order in which they were first seen.
@@ -93,6 +95,12 @@ impl RankOperation {
     #[must_use]
     pub fn captured(&self) -> bool {
         self.op & CAPTURED != 0
+    }
+
+    /// Whether its launch or its completion was seen, and not only what the ring alone tells.
+    #[must_use]
+    pub fn announced(&self) -> bool {
+        self.completed || self.launched_ns != 0 || self.description.is_some()
     }
 
     /// Its function, if its description is known.
@@ -143,6 +151,9 @@ impl RankOperation {
     /// Takes in one of its records; `kind` is the record's.
     pub fn record(&mut self, kind: Kind, record: &Record) {
         self.last_ns = self.last_ns.max(record.time_ns);
+        if self.first_ns == 0 || record.time_ns < self.first_ns {
+            self.first_ns = record.time_ns;
+        }
         let stop = matches!(record.state, State::STOP | State::ABORTED);
         // What the records of the operation itself (not of its proxy operations, whose peer and direction are their own)
         // say about its identity.

@@ -37,12 +37,16 @@ pub struct Given {
     pub evicted_operations: u64,
     /// Groups given up because too many were open.
     pub evicted_groups: u64,
+    /// Operations begun before the process was watched, whose end was never seen: they may have ended before it, too.
+    pub begun_before_attach: u64,
 }
 
 /// One watched process.
 pub(super) struct Target {
     pub(super) process: Arc<Process>,
     pub(super) watermark_ns: u64,
+    /// The first watermark: the process has been watched since before.
+    watched_ns: Option<u64>,
     pub(super) given: Given,
     operations: FxHashMap<u64, Box<RankOperation>>,
     /// Keys in the order in which operations were first seen; may hold keys that are gone.
@@ -70,6 +74,7 @@ impl Target {
         Self {
             process,
             watermark_ns: 0,
+            watched_ns: None,
             given: Given::default(),
             operations: FxHashMap::default(),
             order: VecDeque::new(),
@@ -85,8 +90,19 @@ impl Target {
         }
     }
 
+    /// Operations that are known to be running.
     pub(super) fn in_flight(&self) -> usize {
-        self.operations.len()
+        let operations = self.operations.values();
+        operations
+            .filter(|operation| !self.is_left_over(operation))
+            .count()
+    }
+
+    /// Whether neither launch nor completion of an operation is known, and it began before the process was watched. The
+    /// ring may hold records of operations that are long over: those that a previous reader left, and those of proxies
+    /// that lag behind the device. Of an operation that is still running the end will come, and tell what it is.
+    fn is_left_over(&self, operation: &RankOperation) -> bool {
+        !operation.announced() && self.watched_ns.is_some_and(|since| operation.first_ns < since)
     }
 
     /// The operation of a key, made if it is new; `None` if it has been settled.
@@ -115,9 +131,13 @@ impl Target {
             if self.operations.contains_key(&key) {
                 self.pending.retain(|pending| *pending != key);
                 if let Some(operation) = self.remove(key) {
+                    if self.is_left_over(&operation) {
+                        self.given.begun_before_attach += 1;
+                    } else {
+                        self.given.evicted_operations += 1;
+                    }
                     self.recycle(operation);
                 }
-                self.given.evicted_operations += 1;
                 return;
             }
         }
@@ -247,8 +267,14 @@ impl Target {
         }
     }
 
+    /// All that happened before `time_ns` has been taken in: hands out what is over.
+    pub(super) fn watermark(&mut self, time_ns: u64, limits: &Limits, finished: &mut Vec<Finished>) {
+        self.watched_ns.get_or_insert(time_ns);
+        self.settle(time_ns, limits, finished);
+    }
+
     /// Hands out what is over by `watermark_ns`.
-    pub(super) fn settle(&mut self, watermark_ns: u64, limits: &Limits, finished: &mut Vec<Finished>) {
+    fn settle(&mut self, watermark_ns: u64, limits: &Limits, finished: &mut Vec<Finished>) {
         self.watermark_ns = self.watermark_ns.max(watermark_ns);
         let now = self.watermark_ns;
         if self.completions_lost {
@@ -327,6 +353,10 @@ impl Target {
         self.settle(u64::MAX, limits, finished);
         for key in std::mem::take(&mut self.order) {
             if let Some(mut operation) = self.operations.remove(&key) {
+                if self.is_left_over(&operation) {
+                    self.given.begun_before_attach += 1;
+                    continue;
+                }
                 self.supplement(&mut operation);
                 finished.push(Finished::Unfinished(operation));
             }
