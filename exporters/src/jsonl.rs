@@ -60,6 +60,10 @@ impl JsonlExporter {
                 .truncate(false)
                 .open(&path)?;
             lock(&file)?;
+            // Pipes and devices have no end to continue at.
+            if !file.metadata()?.is_file() {
+                return Writer::new(file, 0);
+            }
             let end = end_of_last_line(&mut file)?;
             file.set_len(end)?;
             Writer::new(file, end)
