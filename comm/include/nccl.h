@@ -1,7 +1,7 @@
 /* nccl.h: collective communication behind NCCL's ABI (2.28.9). Compiles without CUDA, as C and as C++.
  *
  * Constants, structs and signatures are those of NVIDIA's NCCL, so that programs built against either header run with
- * this library. What is not declared here is not served by this version.
+ * this library. The host side of the device API is in nccl_device.h, as in NVIDIA's NCCL.
  *
  * Copyright 2026 the ringsight authors. Licensed under the Apache License, Version 2.0. */
 #ifndef NCCL_H_
@@ -10,6 +10,20 @@
 #include <limits.h>
 #include <stddef.h>
 
+/* NVIDIA's nccl.h includes these; programs rely on it. */
+#if defined(__has_include)
+#if __has_include(<cuda_runtime.h>)
+#include <cuda_runtime.h>
+#define RINGSIGHT_HAS_CUDA_RUNTIME
+#if __has_include(<cuda_fp16.h>)
+#include <cuda_fp16.h>
+#endif
+#if __has_include(<cuda_bf16.h>)
+#include <cuda_bf16.h>
+#endif
+#endif
+#endif
+
 #define NCCL_MAJOR 2
 #define NCCL_MINOR 28
 #define NCCL_PATCH 9
@@ -17,17 +31,23 @@
 
 #define NCCL_VERSION(X, Y, Z) \
   (((X) <= 2 && (Y) <= 8) ? (X) * 1000 + (Y) * 100 + (Z) : (X) * 10000 + (Y) * 100 + (Z))
-#define NCCL_VERSION_CODE NCCL_VERSION(NCCL_MAJOR, NCCL_MINOR, NCCL_PATCH)
+#define NCCL_VERSION_CODE 22809
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* As the CUDA headers declare it: both may be included. A stream of ringsight.h on the host device. */
+/* A stream of ringsight.h on the host device. */
+#ifdef RINGSIGHT_HAS_CUDA_RUNTIME
+#undef RINGSIGHT_HAS_CUDA_RUNTIME
+#else
 typedef struct CUstream_st* cudaStream_t;
+#endif
 
 /* One rank of a communicator. */
 typedef struct ncclComm* ncclComm_t;
+/* A buffer registered with every rank of a communicator. */
+typedef struct ncclWindow_vidmem* ncclWindow_t;
 #define NCCL_COMM_NULL NULL
 
 #define NCCL_UNIQUE_ID_BYTES 128
@@ -50,6 +70,18 @@ typedef enum {
 #define NCCL_CONFIG_UNDEF_PTR NULL
 #define NCCL_SPLIT_NOCOLOR -1
 #define NCCL_UNDEF_FLOAT -1.0f
+
+/* Flags of ncclCommWindowRegister, and the alignment of its buffers. */
+#define NCCL_WIN_DEFAULT 0x00
+#define NCCL_WIN_COLL_SYMMETRIC 0x01
+#define NCCL_WIN_REQUIRED_ALIGNMENT 4096
+
+/* Flags of ncclCommShrink: wait for the parent's work, or end it first. */
+#define NCCL_SHRINK_DEFAULT 0x00
+#define NCCL_SHRINK_ABORT 0x01
+
+/* Flags of ncclCommRevoke. */
+#define NCCL_REVOKE_DEFAULT 0x00
 
 /* Policies for ncclConfig_t.CTAPolicy. */
 #define NCCL_CTA_POLICY_DEFAULT 0x00
@@ -99,12 +131,29 @@ typedef struct ncclConfig_v22800 {
   NCCL_CONFIG_UNDEF_INT  /* nvlinkCentricSched */ \
 }
 
+/* What ncclGroupSimulateEnd tells. Always begin with NCCL_SIM_INFO_INITIALIZER. */
+typedef struct ncclSimInfo_v22200 {
+  size_t size;
+  unsigned int magic;
+  unsigned int version;
+  /* Microseconds. */
+  float estimatedTime;
+} ncclSimInfo_t;
+
+#define NCCL_SIM_INFO_INITIALIZER { \
+  sizeof(ncclSimInfo_t), /* size */ \
+  0x74685283, /* magic */ \
+  NCCL_VERSION_CODE, /* version */ \
+  NCCL_UNDEF_FLOAT /* estimatedTime */ \
+}
+
 typedef enum {
   ncclSum = 0,
   ncclProd = 1,
   ncclMax = 2,
   ncclMin = 3,
   ncclAvg = 4,
+  /* From here on: what ncclRedOpCreatePreMulSum made. */
   ncclNumOps = 5,
   ncclMaxRedOp = 0x7fffffff
 } ncclRedOp_t;
@@ -125,6 +174,12 @@ typedef enum {
   ncclNumTypes = 12
 } ncclDataType_t;
 
+/* When the scalar of a reduction is read: on the device while the operation runs, or before the call returns. */
+typedef enum {
+  ncclScalarDevice = 0,
+  ncclScalarHostImmediate = 1
+} ncclScalarResidence_t;
+
 /* Every function has a twin pncclX that a profiler interposing ncclX may call. */
 #define RINGSIGHT_NCCL_API(type, name, ...) type name(__VA_ARGS__); type p##name(__VA_ARGS__)
 
@@ -140,8 +195,20 @@ RINGSIGHT_NCCL_API(const char*, ncclGetLastError, ncclComm_t comm);
 RINGSIGHT_NCCL_API(ncclResult_t, ncclCommInitRank, ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank);
 RINGSIGHT_NCCL_API(ncclResult_t, ncclCommInitRankConfig, ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank,
                    ncclConfig_t* config);
+/* With nId unique ids, so that as many ranks share the work of bringing all together. */
+RINGSIGHT_NCCL_API(ncclResult_t, ncclCommInitRankScalable, ncclComm_t* newcomm, int nranks, int myrank, int nId,
+                   ncclUniqueId* commIds, ncclConfig_t* config);
 /* All ranks in this process; devlist may be NULL for devices 0 to ndev - 1. */
 RINGSIGHT_NCCL_API(ncclResult_t, ncclCommInitAll, ncclComm_t* comms, int ndev, const int* devlist);
+/* Ranks of the same colour make a communicator, ordered by key, then rank; every rank of comm calls it.
+ * NCCL_SPLIT_NOCOLOR joins none and receives NULL. config may be NULL: as the parent. */
+RINGSIGHT_NCCL_API(ncclResult_t, ncclCommSplit, ncclComm_t comm, int color, int key, ncclComm_t* newcomm,
+                   ncclConfig_t* config);
+/* The ranks that are not in excludeRanksList make a communicator, without the others' help. */
+RINGSIGHT_NCCL_API(ncclResult_t, ncclCommShrink, ncclComm_t comm, int* excludeRanksList, int excludeRanksCount,
+                   ncclComm_t* newcomm, ncclConfig_t* config, int shrinkFlags);
+/* Ends the work of comm; it can then only be shrunk, split, queried and destroyed. */
+RINGSIGHT_NCCL_API(ncclResult_t, ncclCommRevoke, ncclComm_t comm, int revokeFlags);
 /* Waits for all enqueued work. */
 RINGSIGHT_NCCL_API(ncclResult_t, ncclCommFinalize, ncclComm_t comm);
 RINGSIGHT_NCCL_API(ncclResult_t, ncclCommDestroy, ncclComm_t comm);
@@ -154,6 +221,18 @@ RINGSIGHT_NCCL_API(ncclResult_t, ncclCommUserRank, const ncclComm_t comm, int* r
 
 RINGSIGHT_NCCL_API(ncclResult_t, ncclMemAlloc, void** ptr, size_t size);
 RINGSIGHT_NCCL_API(ncclResult_t, ncclMemFree, void* ptr);
+/* Makes a buffer known to this rank, or (windows) to all ranks at once: every rank calls it. */
+RINGSIGHT_NCCL_API(ncclResult_t, ncclCommRegister, const ncclComm_t comm, void* buff, size_t size, void** handle);
+RINGSIGHT_NCCL_API(ncclResult_t, ncclCommDeregister, const ncclComm_t comm, void* handle);
+RINGSIGHT_NCCL_API(ncclResult_t, ncclCommWindowRegister, ncclComm_t comm, void* buff, size_t size, ncclWindow_t* win,
+                   int winFlags);
+RINGSIGHT_NCCL_API(ncclResult_t, ncclCommWindowDeregister, ncclComm_t comm, ncclWindow_t win);
+
+/* A sum whose inputs are first multiplied by *scalar, of the given type; for operations on comm. */
+RINGSIGHT_NCCL_API(ncclResult_t, ncclRedOpCreatePreMulSum, ncclRedOp_t* op, void* scalar, ncclDataType_t datatype,
+                   ncclScalarResidence_t residence, ncclComm_t comm);
+/* Operations already called with it are not affected. */
+RINGSIGHT_NCCL_API(ncclResult_t, ncclRedOpDestroy, ncclRedOp_t op, ncclComm_t comm);
 
 /* Operations return once they are enqueued on the stream. */
 RINGSIGHT_NCCL_API(ncclResult_t, ncclAllReduce, const void* sendbuff, void* recvbuff, size_t count,
@@ -170,6 +249,15 @@ RINGSIGHT_NCCL_API(ncclResult_t, ncclReduceScatter, const void* sendbuff, void* 
 /* sendcount elements a rank: recvbuff holds nranks times as many. */
 RINGSIGHT_NCCL_API(ncclResult_t, ncclAllGather, const void* sendbuff, void* recvbuff, size_t sendcount,
                    ncclDataType_t datatype, ncclComm_t comm, cudaStream_t stream);
+/* Block r of sendbuff goes to rank r, whose block it becomes by this rank's number; count elements a block. */
+RINGSIGHT_NCCL_API(ncclResult_t, ncclAlltoAll, const void* sendbuff, void* recvbuff, size_t count,
+                   ncclDataType_t datatype, ncclComm_t comm, cudaStream_t stream);
+/* count elements a rank: recvbuff of root holds nranks times as many. */
+RINGSIGHT_NCCL_API(ncclResult_t, ncclGather, const void* sendbuff, void* recvbuff, size_t count,
+                   ncclDataType_t datatype, int root, ncclComm_t comm, cudaStream_t stream);
+/* count elements a rank: sendbuff of root holds nranks times as many. */
+RINGSIGHT_NCCL_API(ncclResult_t, ncclScatter, const void* sendbuff, void* recvbuff, size_t count,
+                   ncclDataType_t datatype, int root, ncclComm_t comm, cudaStream_t stream);
 /* Sends and receives that depend on each other belong into one group. */
 RINGSIGHT_NCCL_API(ncclResult_t, ncclSend, const void* sendbuff, size_t count, ncclDataType_t datatype, int peer,
                    ncclComm_t comm, cudaStream_t stream);
@@ -179,6 +267,11 @@ RINGSIGHT_NCCL_API(ncclResult_t, ncclRecv, void* recvbuff, size_t count, ncclDat
 /* Calls between the two are done together at the end; groups nest, and belong to the calling thread. */
 RINGSIGHT_NCCL_API(ncclResult_t, ncclGroupStart, void);
 RINGSIGHT_NCCL_API(ncclResult_t, ncclGroupEnd, void);
+/* Ends the group without doing what it collected, and estimates how long that would have taken. */
+RINGSIGHT_NCCL_API(ncclResult_t, ncclGroupSimulateEnd, ncclSimInfo_t* simInfo);
+
+/* Reads NCCL_DEBUG and the like again. */
+RINGSIGHT_NCCL_API(void, ncclResetDebugInit, void);
 
 #undef RINGSIGHT_NCCL_API
 

@@ -6,6 +6,7 @@
 
 mod arguments;
 mod communicators;
+mod device_api;
 mod last_error;
 mod operations;
 mod ringsight;
@@ -14,6 +15,7 @@ mod types;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 pub use communicators::*;
+pub use device_api::*;
 pub(crate) use last_error::set as set_last_error;
 pub use last_error::{ncclGetErrorString, ncclGetLastError, pncclGetErrorString, pncclGetLastError};
 pub use operations::*;
