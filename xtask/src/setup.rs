@@ -63,6 +63,22 @@ pub fn ebpf_toolchain() -> Result<()> {
     install_bpf_linker(&compiler)
 }
 
+/// Installs what tests of the library's C interface run: compilers of C and C++, and `nm`.
+///
+/// # Errors
+/// Names the command to run where this cannot be done here.
+pub fn c_toolchain() -> Result<()> {
+    let missing: Vec<_> = [("gcc", "gcc"), ("g++", "g++"), ("nm", "binutils")]
+        .into_iter()
+        .filter(|(program, _)| process::find(program).is_none())
+        .map(|(_, package)| package)
+        .collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    apt_install(&missing)
+}
+
 /// The compiler that probes/build.rs will use: Debian's, else a rustup nightly; either with the source of its `core`.
 fn compiler() -> Option<Compiler> {
     // Kept once it is found (each look starts five processes); its absence is not, since it may be installed next.

@@ -265,7 +265,7 @@ fn layers(suite: &mut Suite, options: &Options, target: &Path) {
     // Everything after this compiles `ringsight-probes`, which holds the eBPF object.
     let mut toolchain = Ok(());
     if suite.filter.as_deref().is_none_or(|filter| filter != "format") {
-        toolchain = setup::ebpf_toolchain();
+        toolchain = setup::ebpf_toolchain().and_then(|()| setup::c_toolchain());
     }
     if let Err(error) = toolchain {
         suite.layer("set-up", true, |_| Err(error));
