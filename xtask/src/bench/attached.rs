@@ -10,8 +10,8 @@ use crate::{
     workspace::Artifacts,
 };
 
-/// Length of a window.
-const WINDOW: Duration = Duration::from_millis(500);
+/// Length of a window: some ten stretches of steps, so that one which the machine disturbed does not count.
+const WINDOW: Duration = Duration::from_secs(1);
 
 /// Samples of a rank in a step: some 10 ms of computation between collectives, a fraction of what training steps take.
 const BATCH: u32 = 1024;
@@ -39,7 +39,8 @@ pub(super) fn measure(artifacts: &Artifacts, pairs: u32) -> Result<Vec<Row>> {
             let mut collector = attached
                 .then(|| Collector::attach(artifacts, &job.pids(), &[], &work))
                 .transpose()?;
-            windows.push((attached, job.pace_until(Instant::now() + WINDOW)?));
+            let pace = median(job.paces_until(Instant::now() + WINDOW)?).context("an empty window")?;
+            windows.push((attached, pace));
             if let Some(collector) = &mut collector {
                 let summary = collector.stop(Duration::from_secs(30))?;
                 let operations: usize = summary.operations.iter().map(|op| op.by_rank.len()).sum();
@@ -61,13 +62,11 @@ pub(super) fn measure(artifacts: &Artifacts, pairs: u32) -> Result<Vec<Row>> {
         .zip(&without)
         .map(|(with, without)| with / without)
         .collect();
+    let (low, high) = interval(ratios.clone());
     let spread = format!(
-        "pairs {}",
-        ratios
-            .iter()
-            .map(|ratio| format!("{ratio:.3}"))
-            .collect::<Vec<_>>()
-            .join(" ")
+        "95 % confidence {low:.4} to {high:.4}, {} pairs of {} ms",
+        ratios.len(),
+        WINDOW.as_millis()
     );
     let row = |name: &str, values: Vec<f64>, unit, goal, note: String| -> Result<Row> {
         let median = median(values).context("no windows")?;
@@ -103,4 +102,31 @@ pub(super) fn measure(artifacts: &Artifacts, pairs: u32) -> Result<Vec<Row>> {
             String::new(),
         )?,
     ])
+}
+
+/// Where the median of what `values` are drawn from lies with 95 % confidence, whatever its distribution: order
+/// statistics, with the binomial distribution taken as normal (Conover, Practical Nonparametric Statistics, 3.2).
+fn interval(mut values: Vec<f64>) -> (f64, f64) {
+    values.sort_by(f64::total_cmp);
+    let n = values.len() as f64;
+    let reach = 1.96 * n.sqrt() / 2.0;
+    let at = |rank: f64| {
+        let index = (rank.max(1.0) as usize).min(values.len()).saturating_sub(1);
+        values.get(index).copied().unwrap_or(f64::NAN)
+    };
+    (at((n / 2.0 - reach).floor()), at((n / 2.0 + reach + 1.0).ceil()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_interval_narrows_with_the_number_of_values() {
+        let values = |n: u32| (0..n).map(f64::from).collect::<Vec<_>>();
+        assert_eq!(interval(values(4)), (0.0, 3.0), "few values: all of them");
+        let (low, high) = interval(values(100));
+        assert_eq!((low, high), (39.0, 60.0));
+        assert!(interval(Vec::new()).0.is_nan());
+    }
 }

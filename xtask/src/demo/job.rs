@@ -193,39 +193,41 @@ impl Job {
         }
     }
 
-    /// Milliseconds that a step takes on average, from now until `end`.
+    /// Milliseconds that a step takes, from now until `end`: one figure for each stretch of steps between two that rank
+    /// 0 tells of.
     ///
     /// # Errors
     /// As [`Job::wait_done`], or if rank 0 told of fewer than two steps.
-    pub fn pace_until(&mut self, end: Instant) -> Result<f64> {
+    pub fn paces_until(&mut self, end: Instant) -> Result<Vec<f64>> {
         // What was told before is not of this window.
         while let Ok(event) = self.events.try_recv() {
             if let (rank, Event::End) = event {
                 return Err(self.autopsy(rank));
             }
         }
-        let (mut first, mut last) = (None, None);
+        let mut paces = Vec::new();
+        let mut last = None;
         loop {
             match self
                 .events
                 .recv_timeout(end.saturating_duration_since(Instant::now()))
             {
                 Ok((_, Event::Line(line, at))) => {
-                    if let Some(step) = step_of(&line) {
-                        first.get_or_insert((step, at));
-                        last = Some((step, at));
+                    let Some(step) = step_of(&line) else { continue };
+                    if let Some((from, start)) = last.replace((step, at))
+                        && step > from
+                    {
+                        paces.push((at - start).as_secs_f64() * 1e3 / f64::from(step - from));
                     }
                 }
                 Ok((rank, Event::End)) => return Err(self.autopsy(rank)),
                 Err(_) => break,
             }
         }
-        match (first, last) {
-            (Some((from, start)), Some((to, stop))) if to > from => {
-                Ok((stop - start).as_secs_f64() * 1e3 / f64::from(to - from))
-            }
-            _ => bail!("rank 0 did not get from one step that it tells of to the next"),
+        if paces.is_empty() {
+            bail!("rank 0 did not get from one step that it tells of to the next");
         }
+        Ok(paces)
     }
 
     /// Lets the ranks destroy their communicators and end; returns what they know.
