@@ -2,10 +2,11 @@
 //!
 //! Along the path of an operation: [`abi`] (C entry points) → [`group`] (task queues) → [`plan`] (algorithm, channels,
 //! work budget) → [`launch`] (streams, capture) → [`device`]; beside it [`communicator`], [`bootstrap`], [`topology`],
-//! [`transport`], [`proxy`], and [`observe`], which writes the records and pages that a collector reads.
+//! [`transport`], [`proxy`], [`checks`] (do the ranks call alike?), and [`observe`], which writes the records and pages that a collector reads.
 
 pub mod abi;
 pub mod bootstrap;
+pub mod checks;
 pub mod communicator;
 pub mod device;
 pub mod error;

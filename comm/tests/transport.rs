@@ -26,6 +26,8 @@ use ringsight_kernels::{AbortWord, Fifo, fifo::SLOTS};
 use ringsight_records::{Flags, Kind, Record, State, ring};
 
 const SLOT: usize = 4096;
+/// Tag of every operation here.
+const TAG: u32 = 7;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Tests look at the descriptors, threads and shared pages of the process, so they take turns.
@@ -108,6 +110,7 @@ impl Rank {
             p2p: true,
             graph: true,
             steps,
+            tag: TAG,
             chunk_bytes: SLOT as u32,
             pid: 99,
         }
@@ -166,7 +169,7 @@ fn produce(fifo: &Fifo, seed: u64, steps: u32) {
         let position = fifo.free().unwrap();
         // SAFETY: the slot is free and ours until posted; `bytes` is no longer than a slot.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), fifo.slot(position), bytes.len()) };
-        fifo.post(position, bytes.len());
+        fifo.post(position, bytes.len(), TAG);
     }
 }
 

@@ -23,10 +23,14 @@ pub struct FifoHeader {
     _line1: [u64; 7],
     /// Bytes posted in each slot.
     sizes: [AtomicU32; SLOTS],
-    _line2: [u64; 4],
+    /// Tag of the operation that each slot belongs to ([`Work::tag`](crate::Work::tag)), in the line of the sizes: a
+    /// consumer that has fetched one has the other.
+    tags: [AtomicU32; SLOTS],
 }
 
 const _: () = assert!(size_of::<FifoHeader>() == 192);
+const _: () = assert!(std::mem::offset_of!(FifoHeader, sizes) == 128);
+const _: () = assert!(std::mem::offset_of!(FifoHeader, tags) == 160);
 
 /// Offset of the first slot from the start of the memory.
 pub const SLOTS_OFFSET: usize = 4096;
@@ -88,11 +92,21 @@ impl Fifo {
         (tail.wrapping_sub(head) < SLOTS as u64).then_some(tail)
     }
 
-    /// Producer: publishes the slot at the position that [`Fifo::free`] gave, holding `bytes` bytes.
-    pub fn post(&self, position: u64, bytes: usize) {
-        self.header().sizes[position as usize % SLOTS].store(bytes as u32, Ordering::Relaxed);
-        // Release: the slot's bytes and size are written before the consumer sees the new tail.
+    /// Producer: publishes the slot at the position that [`Fifo::free`] gave, holding `bytes` bytes of the operation
+    /// with this tag.
+    pub fn post(&self, position: u64, bytes: usize, tag: u32) {
+        let slot = position as usize % SLOTS;
+        self.header().sizes[slot].store(bytes as u32, Ordering::Relaxed);
+        self.header().tags[slot].store(tag, Ordering::Relaxed);
+        // Release: the slot's bytes, size and tag are written before the consumer sees the new tail.
         self.header().tail.store(position + 1, Ordering::Release);
+    }
+
+    /// Consumer: tag of the slot at a position that [`Fifo::posted`] or [`Fifo::size_at`] said is posted.
+    #[must_use]
+    pub fn tag_at(&self, position: u64) -> u32 {
+        // Relaxed: those have acquired the tail, and the producer writes the tag before the tail.
+        self.header().tags[position as usize % SLOTS].load(Ordering::Relaxed)
     }
 
     /// Consumer: position and size of the oldest posted slot.
@@ -159,12 +173,13 @@ pub(crate) mod tests {
                 assert_eq!(position, round * SLOTS as u64 + slot);
                 // SAFETY: a free slot of 100 bytes.
                 unsafe { fifo.slot(position).write_bytes(position as u8, 100) };
-                fifo.post(position, slot as usize);
+                fifo.post(position, slot as usize, position as u32 + 1);
             }
             assert!(fifo.free().is_none(), "full");
             for slot in 0..SLOTS as u64 {
                 let (position, bytes) = fifo.posted().unwrap();
                 assert_eq!(bytes as u64, slot);
+                assert_eq!(u64::from(fifo.tag_at(position)), position + 1);
                 // SAFETY: a posted slot of 100 bytes.
                 assert_eq!(unsafe { fifo.slot(position).add(99).read() }, position as u8);
                 fifo.release(position);
@@ -176,7 +191,7 @@ pub(crate) mod tests {
     #[test]
     fn a_size_beyond_the_slot_is_cut() {
         let fifo = heap(100);
-        fifo.post(0, 5000);
+        fifo.post(0, 5000, 1);
         assert_eq!(fifo.posted(), Some((0, 100)));
         assert_eq!(fifo.size_at(1), None);
     }

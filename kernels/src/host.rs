@@ -14,7 +14,7 @@ use crate::{
     Fifo,
     launch::{ChannelWork, Connections, Launch, Work},
     reduce::Reduction,
-    schedule::{Schedule, Step},
+    schedule::{Position, Schedule, Step},
 };
 
 /// Runs a launch to its end, or until its abort word is set. `replay` is 0 for an eager launch, n for the n-th replay
@@ -25,6 +25,7 @@ pub fn run(launch: &Launch, replay: u32) {
     let mut channels: Vec<Channel<'_>> = launch.channels.iter().map(Channel::new).collect();
     let mut wait = Backoff::default();
     let mut aborted = false;
+    let mut differs = false;
     loop {
         if launch.abort.is_set() {
             aborted = true;
@@ -32,13 +33,19 @@ pub fn run(launch: &Launch, replay: u32) {
         }
         let mut moved = false;
         channels.retain_mut(|channel| {
-            moved |= channel.advance(launch, replay);
+            if !differs {
+                match channel.advance(launch, replay) {
+                    Ok(now) => moved |= now,
+                    Err(Differs) => differs = true,
+                }
+            }
             !channel.is_done()
         });
         if channels.is_empty() {
             break;
         }
-        if moved {
+        // Once ranks differ, whatever moved on would be wrong: all that is left is to wait for the abort word.
+        if moved && !differs {
             wait.reset();
         } else {
             wait.pause();
@@ -82,15 +89,18 @@ impl<'a> Channel<'a> {
         };
         let mut later: Vec<Lane<'a>> = Vec::new();
         for work in &channel.work {
-            let op = ops.iter().position(|op| op.number == work.op).unwrap_or_else(|| {
-                ops.push(Op {
-                    number: work.op,
-                    remaining: 0,
-                    started: false,
+            let op = (!work.only_shows_tag()).then(|| {
+                let op = ops.iter().position(|op| op.number == work.op).unwrap_or_else(|| {
+                    ops.push(Op {
+                        number: work.op,
+                        remaining: 0,
+                        started: false,
+                    });
+                    ops.len() - 1
                 });
-                ops.len() - 1
+                ops[op].remaining += 1;
+                op
             });
-            ops[op].remaining += 1;
             let program = Program::new(work, op);
             if !work.function.is_p2p() {
                 collectives.programs.push(program);
@@ -125,32 +135,44 @@ impl<'a> Channel<'a> {
         self.lanes.is_empty() && self.later.is_empty()
     }
 
-    /// Lets every lane make one step; says whether one did.
-    fn advance(&mut self, launch: &Launch, replay: u32) -> bool {
+    /// Lets every lane make one step; says whether one did. The observer has been told of what differs.
+    fn advance(&mut self, launch: &Launch, replay: u32) -> Result<bool, Differs> {
         if self.lanes.is_empty() {
             self.lanes = std::mem::take(&mut self.later);
         }
         let Self {
             number, ops, lanes, ..
         } = self;
-        let mut moved = false;
+        let mut moved = Ok(false);
         lanes.retain_mut(|lane| {
+            if moved.is_err() {
+                return true;
+            }
             let Some(program) = lane.programs.last_mut() else {
                 return false;
             };
-            let op = &mut ops[program.op];
-            if !op.started {
-                op.started = true;
-                launch.observer.channel_started(op.number, replay, *number);
-            }
+            let op = program.op.map(|op| &mut ops[op]);
+            let op = op.map(|op| {
+                if !op.started {
+                    op.started = true;
+                    launch.observer.channel_started(op.number, replay, *number);
+                }
+                op
+            });
             match program.advance() {
                 Advance::Waiting => {}
-                Advance::Moved => moved = true,
+                Advance::Moved => moved = Ok(true),
+                Advance::Differs(theirs) => {
+                    launch.observer.mismatch(program.work.op, replay, *number, theirs);
+                    moved = Err(Differs);
+                }
                 Advance::Done => {
-                    moved = true;
-                    op.remaining -= 1;
-                    if op.remaining == 0 {
-                        launch.observer.channel_stopped(op.number, replay, *number, false);
+                    moved = Ok(true);
+                    if let Some(op) = op {
+                        op.remaining -= 1;
+                        if op.remaining == 0 {
+                            launch.observer.channel_stopped(op.number, replay, *number, false);
+                        }
                     }
                     lane.programs.pop();
                 }
@@ -170,75 +192,86 @@ impl<'a> Channel<'a> {
     }
 }
 
+/// Another rank does something else than this one.
+struct Differs;
+
 enum Advance {
     /// No data or no room yet.
     Waiting,
     Moved,
     Done,
+    /// A slot of an operation with this tag has arrived.
+    Differs(u32),
 }
 
 /// One work while it runs.
 struct Program<'a> {
     work: &'a Work,
-    /// Index of its operation in the channel.
-    op: usize,
+    /// Index of its operation in the channel; none for work that the observer is not told of.
+    op: Option<usize>,
     schedule: Schedule,
     reduction: Option<Reduction>,
-    round: usize,
-    index: usize,
+    position: Position,
+    /// The step at `position`; none at the end.
+    step: Option<Step>,
 }
 
 impl<'a> Program<'a> {
-    fn new(work: &'a Work, op: usize) -> Self {
+    fn new(work: &'a Work, op: Option<usize>) -> Self {
+        let schedule = Schedule::new(work);
+        let mut position = Position::default();
         Self {
             work,
             op,
-            schedule: Schedule::new(work),
+            step: schedule.seek(&mut position),
+            schedule,
             reduction: Reduction::new(work.reduce_op, work.data_type),
-            round: 0,
-            index: 0,
+            position,
         }
     }
 
     /// Makes the next step, if its slots are there.
     fn advance(&mut self) -> Advance {
-        while self.round < self.schedule.rounds {
-            if self.index == self.schedule.per_round {
-                self.index = 0;
-                self.round += 1;
-                continue;
-            }
-            let step = self.schedule.step(self.round, self.index);
-            if step.elems > 0 && !self.execute(step) {
-                return Advance::Waiting;
-            }
-            self.index += 1;
-            if step.elems > 0
-                && !(self.round + 1 == self.schedule.rounds && self.index == self.schedule.per_round)
-            {
-                return Advance::Moved;
-            }
+        let Some(step) = self.step else {
+            return Advance::Done;
+        };
+        match self.execute(step) {
+            Advance::Moved => {}
+            other => return other,
         }
-        Advance::Done
+        self.position.pass();
+        self.step = self.schedule.seek(&mut self.position);
+        if self.step.is_some() {
+            Advance::Moved
+        } else {
+            Advance::Done
+        }
     }
 
-    /// Executes a step; `false` if a slot is missing.
-    fn execute(&self, step: Step) -> bool {
+    /// Executes a step.
+    fn execute(&self, step: Step) -> Advance {
         let (prev, next) = match &self.work.connections {
             Connections::Local => (None, None),
-            Connections::Ring { prev, next, .. } => (step.recv.then_some(prev), step.send.then_some(next)),
+            Connections::Ring { prev, next, .. } => (Some(prev), step.send.then_some(next)),
             Connections::Send(next) => (None, step.send.then_some(next)),
-            Connections::Recv(prev) => (step.recv.then_some(prev), None),
+            Connections::Recv(prev) => (Some(prev), None),
         };
-        let input = match prev.map(|fifo| (fifo, fifo.posted())) {
-            None => None,
-            Some((_, None)) => return false,
-            // The posted size is the peer's word; what this step takes is at most a slot in any case.
-            Some((fifo, Some((position, _)))) => Some((fifo, position)),
-        };
+        // Looked at before every step, also one that takes nothing: a rank that waits for room may wait for one that
+        // waits for something else. The oldest slot is of this work, since the last step of every program takes one.
+        let arrived = prev.and_then(|fifo| Some((fifo, fifo.posted()?.0)));
+        if let Some((fifo, position)) = arrived {
+            let theirs = fifo.tag_at(position);
+            if theirs != self.work.tag {
+                return Advance::Differs(theirs);
+            }
+        } else if step.recv {
+            return Advance::Waiting;
+        }
+        // The posted size is the peer's word; what this step takes is at most a slot in any case.
+        let input = arrived.filter(|_| step.recv);
         let output = match next.map(|fifo| (fifo, fifo.free())) {
             None => None,
-            Some((_, None)) => return false,
+            Some((_, None)) => return Advance::Waiting,
             Some((fifo, Some(position))) => Some((fifo, position)),
         };
 
@@ -283,12 +316,12 @@ impl<'a> Program<'a> {
             }
         }
         if let Some((fifo, position)) = output {
-            fifo.post(position, bytes);
+            fifo.post(position, bytes, self.work.tag);
         }
         if let Some((fifo, position)) = input {
             fifo.release(position);
         }
-        true
+        Advance::Moved
     }
 }
 

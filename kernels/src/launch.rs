@@ -35,6 +35,9 @@ pub struct ChannelWork {
 pub struct Work {
     /// Operation number: what the observer is told.
     pub op: u32,
+    /// Hash of what the caller asked for, never 0, the same on all ranks that call alike. It travels with every slot, and
+    /// whoever takes a slot with another tag calls [`Observer::mismatch`].
+    pub tag: u32,
     /// What to do.
     pub function: Function,
     /// Element type.
@@ -103,6 +106,10 @@ pub trait Observer: Send + Sync {
     fn channel_started(&self, op: u32, replay: u32, channel: u8);
     /// That channel's part of `op` is done (`aborted`: given up).
     fn channel_stopped(&self, op: u32, replay: u32, channel: u8, aborted: bool);
+    /// The work of `op` on this channel found a slot whose tag is `theirs`: the rank at the other end does something
+    /// else. The kernel moves nothing any more and waits for the abort word, so that whoever waits for it finds the
+    /// reason in place. Told at most once a launch.
+    fn mismatch(&self, op: u32, replay: u32, channel: u8, theirs: u32);
     /// All work of the launch is done or given up.
     fn launch_finished(&self, replay: u32, aborted: bool);
 }

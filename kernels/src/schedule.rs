@@ -3,6 +3,22 @@
 //!
 //! A step moves at most one slot in and at most one slot out. Rings need slots of one size on all their connections,
 //! since how an operation is cut into steps must come out the same on every rank.
+//!
+//! # Every rank sees its previous rank's tag
+//!
+//! Slots carry the tag of their operation, so ranks that call different operations find out where these meet, provided
+//! that on every channel each rank posts a slot to its next one, and that they cannot all wait before they do.
+//! - A rank whose program begins by waiting for its previous rank (all but the root in Broadcast, all but the one behind
+//!   the root in Reduce) first posts an *empty* slot. The one behind whom no data comes takes it at its end, so that
+//!   nobody waits for it earlier than he must.
+//! - AllGather and ReduceScatter begin with a slot of data on every hop; so does AllReduce where each rank owns
+//!   a part. A small AllReduce has fewer parts; but there is always rank 0's, and with it the rank behind rank 0 begins.
+//! - Functions that are made of sends and receives (AlltoAll, Gather, Scatter) have a ring program of one empty slot.
+//!
+//! So whatever the ranks call, the rank behind rank 0 posts a slot without waiting for anybody. Its next rank takes it or
+//! differs; if it takes it, it does the same and posts a slot in turn; and so on round the ring: either a rank differs
+//! from the one before it and sees that, or all are the same. (A program that waits for room looks at what has arrived,
+//! too.)
 
 use std::ops::Range;
 
@@ -17,8 +33,10 @@ use crate::{
 /// and hands the result to the receive buffer (`store`) and to a slot of `next` (`send`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// Elements moved; a step of 0 elements is skipped by both its ends.
+    /// Elements moved; a step of 0 elements that is no [`Step::mark`] is skipped by both its ends.
     pub elems: usize,
+    /// Its slot is empty and carries the tag alone.
+    pub mark: bool,
     /// Consumes one slot from `prev`.
     pub recv: bool,
     /// Posts one slot to `next`.
@@ -31,6 +49,21 @@ pub struct Step {
     pub complete: bool,
 }
 
+impl Step {
+    /// A step with an empty slot; one that is skipped if it neither posts nor takes it.
+    fn marked(send: bool, recv: bool) -> Self {
+        Self {
+            elems: 0,
+            mark: send || recv,
+            recv,
+            send,
+            source: None,
+            store: None,
+            complete: false,
+        }
+    }
+}
+
 /// The steps of one [`Work`]: `rounds` rounds of `per_round` steps.
 #[derive(Clone, Debug)]
 pub struct Schedule {
@@ -38,10 +71,64 @@ pub struct Schedule {
     part: Range<usize>,
     /// Elements of all ranks' chunks of one round together.
     round_elems: usize,
+    marks: Marks,
     /// Rounds that cover the part; 0 if the part is empty.
     pub rounds: usize,
     /// Steps of each round, skipped ones included.
     pub per_round: usize,
+}
+
+/// Empty slots of a program, in the order in which it comes to them. What one rank posts its next one takes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Marks {
+    /// Posts one before the rounds.
+    post: bool,
+    /// Takes one before the rounds: data follows it.
+    take_first: bool,
+    /// Takes one after the rounds: no data follows it.
+    take_last: bool,
+}
+
+impl Marks {
+    /// `order` begins with this rank, as in [`Connections::Ring`].
+    fn new(function: Function, order: &[u32], root: u32) -> Self {
+        let ranks = order.len();
+        // Whether the program of the rank `back` hops before this one begins by waiting for its previous rank.
+        let waits = |back: usize| {
+            let at = |hops: usize| order[(2 * ranks - hops) % ranks];
+            match function {
+                Function::Broadcast => at(back) != root,
+                Function::Reduce => at(back + 1) != root,
+                Function::AlltoAll | Function::Gather | Function::Scatter => true,
+                _ => false,
+            }
+        };
+        let data_arrives = match function {
+            Function::Broadcast => order[0] != root,
+            Function::Reduce => order[ranks - 1] != root,
+            _ => false,
+        };
+        Self {
+            post: waits(0),
+            take_first: waits(1) && data_arrives,
+            take_last: waits(1) && !data_arrives,
+        }
+    }
+}
+
+/// Where a program is. Begins at [`Position::default`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Position {
+    /// 0 for the empty slots before the rounds, then the rounds from 1 on, then the empty slot after them.
+    stage: usize,
+    index: usize,
+}
+
+impl Position {
+    /// Passes the step that [`Schedule::seek`] gave.
+    pub fn pass(&mut self) {
+        self.index += 1;
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -72,6 +159,10 @@ impl Schedule {
     pub fn new(work: &Work) -> Self {
         let size = work.data_type.size();
         let part = work.part.clone();
+        let marks = match &work.connections {
+            Connections::Ring { order, .. } => Marks::new(work.function, order, work.root),
+            Connections::Local | Connections::Send(_) | Connections::Recv(_) => Marks::default(),
+        };
         let (kind, round_elems, per_round) = match &work.connections {
             Connections::Local => (Kind::Local, LOCAL_BYTES / size, 1),
             Connections::Send(fifo) => (Kind::Send, fifo.slot_bytes() / size, 1),
@@ -83,7 +174,7 @@ impl Schedule {
                     Function::AllReduce => (slot_elems * ranks, 2 * ranks - 1),
                     Function::AllGather | Function::ReduceScatter => (slot_elems, ranks),
                     Function::Broadcast | Function::Reduce => (slot_elems, 1),
-                    // No ring program; `Work::check` refuses them.
+                    // No data goes round the ring, `Work::check` sees to it.
                     _ => (slot_elems, 0),
                 };
                 let kind = Kind::Ring {
@@ -104,17 +195,50 @@ impl Schedule {
             rounds: part.len().div_ceil(round_elems),
             part,
             round_elems,
+            marks,
             per_round,
         }
     }
 
-    /// Step `index` of round `round`.
+    /// The step at `position`, or the first one after it that is not to be skipped; `None` at the end of the program.
+    #[must_use]
+    pub fn seek(&self, position: &mut Position) -> Option<Step> {
+        loop {
+            let Position { stage, index } = *position;
+            let steps = match stage {
+                0 => 2,
+                _ if stage <= self.rounds => self.per_round,
+                _ if stage == self.rounds + 1 => 1,
+                _ => return None,
+            };
+            if index >= steps {
+                *position = Position {
+                    stage: stage + 1,
+                    index: 0,
+                };
+                continue;
+            }
+            let step = match (stage, index) {
+                (0, 0) => Step::marked(self.marks.post, false),
+                (0, _) => Step::marked(false, self.marks.take_first),
+                _ if stage <= self.rounds => self.step(stage - 1, index),
+                _ => Step::marked(false, self.marks.take_last),
+            };
+            if step.elems > 0 || step.mark {
+                return Some(step);
+            }
+            position.index += 1;
+        }
+    }
+
+    /// Step `index` of round `round`; the rounds are what moves data.
     #[must_use]
     pub fn step(&self, round: usize, index: usize) -> Step {
         let base = self.part.start + round * self.round_elems;
         let len = (self.part.end - base).min(self.round_elems);
         let here = Step {
             elems: len,
+            mark: false,
             recv: false,
             send: false,
             source: None,
@@ -162,6 +286,7 @@ impl Schedule {
                         let reducing = index < ranks;
                         Step {
                             elems,
+                            mark: false,
                             recv: index > 0,
                             send: index < 2 * ranks - 2,
                             source: if reducing { at } else { None },
@@ -233,15 +358,25 @@ impl Schedule {
     /// Slots posted and consumed in all rounds.
     #[must_use]
     pub fn steps(&self) -> Steps {
+        let marks = Steps {
+            send: u32::from(self.marks.post),
+            recv: u32::from(self.marks.take_first) + u32::from(self.marks.take_last),
+        };
         let Some(last) = self.rounds.checked_sub(1) else {
-            return Steps::default();
+            return marks;
         };
         // Every round but the last is full, so they are alike.
         let (first, end) = (self.count(0), self.count(last));
         let full = u32::try_from(last).unwrap_or(u32::MAX);
+        let total = |marks: u32, first: u32, end: u32| {
+            first
+                .saturating_mul(full)
+                .saturating_add(end)
+                .saturating_add(marks)
+        };
         Steps {
-            send: first.send.saturating_mul(full).saturating_add(end.send),
-            recv: first.recv.saturating_mul(full).saturating_add(end.recv),
+            send: total(marks.send, first.send, end.send),
+            recv: total(marks.recv, first.recv, end.recv),
         }
     }
 }
@@ -273,6 +408,19 @@ impl Work {
     #[must_use]
     pub fn steps(&self) -> Steps {
         Schedule::new(self).steps()
+    }
+
+    /// Whether it moves nothing and only shows its tag round a ring, for an operation that is made of sends and receives
+    /// ([module documentation](self)). The observer is not told when such work starts and stops: the operation's own work
+    /// may be on other channels, or in a later launch.
+    #[must_use]
+    pub fn only_shows_tag(&self) -> bool {
+        matches!(self.connections, Connections::Ring { .. })
+            && matches!(
+                self.function,
+                Function::AlltoAll | Function::Gather | Function::Scatter
+            )
+            && self.part.is_empty()
     }
 
     /// Whether a device program exists for this work and its parts fit together.
@@ -314,10 +462,11 @@ impl Work {
             }
             Connections::Ring { order, prev, next } => {
                 use Function::{AllGather, AllReduce, Broadcast, Reduce, ReduceScatter};
-                if !matches!(
+                let moves_data = matches!(
                     self.function,
                     AllReduce | AllGather | ReduceScatter | Broadcast | Reduce
-                ) {
+                );
+                if !moves_data && !self.only_shows_tag() {
                     return fail("no ring program; it is made of sends and receives".into());
                 }
                 if prev.slot_bytes() != next.slot_bytes() {
@@ -363,18 +512,22 @@ mod tests {
     use super::*;
     use crate::{Fifo, fifo::tests::heap};
 
-    const RINGS: [Function; 5] = [
+    const RINGS: [Function; 8] = [
         Function::AllReduce,
         Function::AllGather,
         Function::ReduceScatter,
         Function::Broadcast,
         Function::Reduce,
+        Function::AlltoAll,
+        Function::Gather,
+        Function::Scatter,
     ];
 
     fn work(function: Function, data_type: DataType, members: &[u32], at: usize, slot: &Arc<Fifo>) -> Work {
         let ranks = members.len();
         Work {
             op: 0,
+            tag: 1,
             function,
             data_type,
             reduce_op: ReduceOp::Sum,
@@ -394,10 +547,13 @@ mod tests {
     }
 
     fn all(schedule: &Schedule) -> Vec<Step> {
-        (0..schedule.rounds)
-            .flat_map(|round| (0..schedule.per_round).map(move |index| schedule.step(round, index)))
-            .filter(|step| step.elems > 0)
-            .collect()
+        let mut position = Position::default();
+        std::iter::from_fn(|| {
+            let step = schedule.seek(&mut position);
+            position.pass();
+            step
+        })
+        .collect()
     }
 
     proptest! {
@@ -414,6 +570,8 @@ mod tests {
         ) {
             let fifo = heap(slot_bytes);
             let ranks = members.len();
+            let of_messages = !RINGS[..5].contains(&function);
+            let len = if of_messages { 0 } else { len };
             let works: Vec<Work> = (0..ranks)
                 .map(|at| Work {
                     count: before + len + after,
@@ -432,6 +590,12 @@ mod tests {
                 prop_assert_eq!(work.steps(), Steps { send: sent.len() as u32, recv: got.len() as u32 });
                 prop_assert_eq!(&sent, &moved(&programs[(at + 1) % ranks], |step| step.recv));
                 prop_assert!(sent.iter().all(|elems| elems * data_type.size() <= slot_bytes));
+                if len > 0 || of_messages {
+                    // Every hop shows its tag, and a slot at the head of the ring is never one of a later operation
+                    // while there is anything left to do.
+                    prop_assert!(!sent.is_empty() && !got.is_empty());
+                    prop_assert!(steps.last().is_some_and(|step| step.recv));
+                }
 
                 // Every element of this channel's result is stored exactly once; nothing else is.
                 let outputs = if function == Function::AllGather { ranks } else { 1 };
@@ -446,6 +610,89 @@ mod tests {
                     prop_assert_eq!(times, u32::from(has_result && work.part.contains(&(at % work.count))));
                 }
             }
+        }
+    }
+
+    /// What one rank calls: function, data type, root, elements.
+    type Called = (Function, DataType, u32, usize);
+
+    /// Lets every rank run the program of what it calls, over FIFOs that hold tags only. Returns whether a rank saw a tag
+    /// that was not its own; panics if all wait.
+    fn somebody_sees_it(calls: &[Called], members: &[u32], slot_bytes: usize, finished: &mut usize) -> bool {
+        let (slot, ranks) = (heap(slot_bytes), members.len());
+        let tag = |at: usize| calls.iter().position(|call| *call == calls[at]).unwrap();
+        let mut programs: Vec<(Schedule, Position)> = (0..ranks)
+            .map(|at| {
+                let (function, data_type, root, count) = calls[at];
+                let part = if RINGS[..5].contains(&function) {
+                    0..count
+                } else {
+                    0..0
+                };
+                let work = Work {
+                    count,
+                    part,
+                    root,
+                    ..work(function, data_type, members, at, &slot)
+                };
+                work.check().unwrap();
+                (Schedule::new(&work), Position::default())
+            })
+            .collect();
+        // What is on its way to each rank.
+        let mut arriving = vec![std::collections::VecDeque::new(); ranks];
+        loop {
+            let (mut moved, mut running) = (false, 0);
+            for (at, (schedule, position)) in programs.iter_mut().enumerate() {
+                let Some(step) = schedule.seek(position) else {
+                    continue;
+                };
+                running += 1;
+                let next = (at + 1) % ranks;
+                match arriving[at].front() {
+                    Some(theirs) if *theirs != tag(at) => return true,
+                    None if step.recv => continue,
+                    _ => {}
+                }
+                if step.send && arriving[next].len() == crate::fifo::SLOTS {
+                    continue;
+                }
+                if step.recv {
+                    arriving[at].pop_front();
+                }
+                if step.send {
+                    arriving[next].push_back(tag(at));
+                }
+                position.pass();
+                moved = true;
+            }
+            *finished = ranks - running;
+            if running == 0 {
+                return false;
+            }
+            assert!(moved, "all wait: {calls:?} in ring order {members:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn ranks_that_call_different_operations_meet(
+            // Few values, so that many ranks call the same.
+            pool in prop::collection::vec(
+                (proptest::sample::select(&RINGS[..]), proptest::sample::select(DataType::ALL), 0_u32..9, 1_usize..2000), 1..4),
+            choices in prop::collection::vec(any::<prop::sample::Index>(), 9),
+            members in (2_u32..9).prop_flat_map(|ranks| Just((0..ranks).collect::<Vec<_>>()).prop_shuffle()),
+            slot_bytes in 8_usize..600,
+        ) {
+            let ranks = members.len();
+            let calls: Vec<Called> = (0..ranks).map(|at| {
+                let (function, data_type, root, count) = pool[choices[at].index(pool.len())];
+                (function, data_type, root % ranks as u32, count)
+            }).collect();
+            let differ = calls.iter().any(|call| *call != calls[0]);
+            let mut finished = 0;
+            prop_assert_eq!(somebody_sees_it(&calls, &members, slot_bytes, &mut finished), differ);
+            prop_assert!(differ || finished == ranks);
         }
     }
 

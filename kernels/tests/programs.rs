@@ -36,6 +36,7 @@ fn fifo(slot_bytes: usize) -> Arc<Fifo> {
 enum Seen {
     Started(u32, u32, u8),
     Stopped(u32, u32, u8, bool),
+    Mismatch(u32, u32, u8, u32),
     Finished(u32, bool),
 }
 
@@ -50,6 +51,12 @@ impl Observer for Log {
             .lock()
             .unwrap()
             .push(Seen::Stopped(op, replay, channel, aborted));
+    }
+    fn mismatch(&self, op: u32, replay: u32, channel: u8, theirs: u32) {
+        self.0
+            .lock()
+            .unwrap()
+            .push(Seen::Mismatch(op, replay, channel, theirs));
     }
     fn launch_finished(&self, replay: u32, aborted: bool) {
         self.0.lock().unwrap().push(Seen::Finished(replay, aborted));
@@ -167,6 +174,7 @@ fn collective(case: Case) -> Vec<Vec<i32>> {
                         let ends = (prev.clone(), next.clone());
                         let work = Work {
                             op: 5,
+                            tag: 3,
                             function,
                             data_type: DataType::Int32,
                             reduce_op,
@@ -333,6 +341,7 @@ fn every_rank_gets_the_same_float_bits() {
                 let address = data.as_mut_ptr() as usize;
                 let work = Work {
                     op: 1,
+                    tag: 3,
                     function: Function::AllReduce,
                     data_type: DataType::Float32,
                     reduce_op: ReduceOp::Avg,
@@ -374,6 +383,7 @@ fn p2p(op: u32, function: Function, address: usize, count: usize, connections: C
     };
     Work {
         op,
+        tag: 3,
         function,
         data_type: DataType::Uint8,
         reduce_op: ReduceOp::None,
@@ -626,7 +636,7 @@ fn waiting_for_a_late_peer_costs_little() {
         move || {
             thread::sleep(late);
             let position = wire.free().unwrap();
-            wire.post(position, 10);
+            wire.post(position, 10, 3);
         }
     });
     let mut buffer = vec![0_u8; 10];
@@ -700,4 +710,43 @@ fn what_cannot_run_is_refused_with_a_reason() {
         *prev = fifo(128);
     }
     assert!(refused(odd).contains("slots of a ring differ"));
+}
+
+/// A rank that finds a slot of another operation says so once, moves nothing more and waits to be aborted.
+#[test]
+fn a_slot_of_another_operation_is_reported_and_left_alone() {
+    let (wire, other) = (fifo(64), fifo(64));
+    wire.post(0, 0, 8);
+    let (abort, log) = (Arc::new(AbortWord::default()), Arc::new(Log::default()));
+    let mut buffer = vec![7_u8; 100];
+    let at = buffer.as_mut_ptr() as usize;
+    let launch = Launch {
+        channels: vec![ChannelWork {
+            channel: 1,
+            work: vec![
+                p2p(2, Function::Recv, at, 100, Connections::Recv(wire.clone())),
+                p2p(4, Function::Send, at, 100, Connections::Send(other.clone())),
+            ],
+        }],
+        abort: abort.clone(),
+        observer: log.clone(),
+    };
+    let kernel = thread::spawn(move || host::run(&launch, 9));
+    while !log.0.lock().unwrap().contains(&Seen::Mismatch(2, 9, 1, 8)) {
+        thread::yield_now();
+    }
+    abort.set();
+    kernel.join().unwrap();
+    let seen = log.0.lock().unwrap().clone();
+    assert_eq!(
+        seen,
+        [
+            Seen::Started(2, 9, 1),
+            Seen::Mismatch(2, 9, 1, 8),
+            Seen::Stopped(2, 9, 1, true),
+            Seen::Finished(9, true)
+        ]
+    );
+    assert_eq!((wire.released(), buffer), (0, vec![7; 100]));
+    assert!(other.posted().is_none(), "something moved on");
 }

@@ -173,6 +173,8 @@ impl Observer for PlanObserver {
         }
     }
 
+    fn mismatch(&self, _op: u32, _replay: u32, _channel: u8, _theirs: u32) {}
+
     fn launch_finished(&self, replay: u32, aborted: bool) {
         if aborted {
             // What was begun on some channels only, or not at all, is over too.

@@ -17,6 +17,7 @@ use ringsight_records::{
 };
 
 use crate::{
+    checks::Call,
     communicator::Communicator,
     device::Stream,
     error::{Error, Result},
@@ -75,6 +76,18 @@ pub struct Request {
 }
 
 impl Request {
+    /// What the ranks must agree on.
+    #[must_use]
+    pub fn call(&self) -> Call {
+        Call {
+            function: self.function,
+            count: self.count,
+            data_type: self.data_type,
+            reduce_op: self.reduce_op,
+            peer: self.peer,
+        }
+    }
+
     /// Message bytes by nccl-tests' definition.
     #[must_use]
     pub fn bytes(&self, ranks: u32) -> u64 {
@@ -182,7 +195,8 @@ pub(crate) fn build(
     let mut plan = Builder::new(comm, budget, group);
     for task in collectives {
         let (channels, choice) = choice_of(&task, comm)?;
-        if !plan.fits(channels) {
+        // Not by its own channels: where ranks call something different, it shall be in the same plan all the same.
+        if !plan.fits(comm.channels()) {
             plans.push(plan.finish(persistent)?);
             plan = Builder::new(comm, budget, group);
         }
@@ -254,10 +268,16 @@ impl<'a> Builder<'a> {
 
     fn add_collective(&mut self, task: &Task, wanted: usize, choice: algorithm::Choice) -> Result<()> {
         let request = &task.request;
-        let picked = self.picker.pick(wanted, task.info.bytes);
-        let parts = channels::split(request.count, request.data_type.size(), picked.len());
+        let mut parts = channels::split(request.count, request.data_type.size(), wanted);
+        parts.retain(|part| !part.is_empty());
+        // Ranks that call different operations find out where these meet, so they must meet. Let the n-th collective of
+        // a group be the first that differs. Where plans are cut depends on the operations before it alone, so all ranks have it
+        // in the same plan, and the channels' loads are the same, since all before it was. What is picked for it are
+        // the least loaded channels, more or fewer: the least loaded one is always among them, and has work. There
+        // everybody comes to it after the same operations, and `ringsight_kernels::schedule` says why somebody sees it.
+        let picked = self.picker.pick(parts.len(), task.info.bytes);
         let (mut mask, mut proxies) = (0u64, 0);
-        for (channel, part) in picked.into_iter().zip(parts).filter(|(_, part)| !part.is_empty()) {
+        for (channel, part) in picked.into_iter().zip(parts) {
             let connections = match &self.comm.rings[usize::from(channel)] {
                 None => Connections::Local,
                 Some(ring) => Connections::Ring {
@@ -342,6 +362,7 @@ impl<'a> Builder<'a> {
         let request = &task.request;
         Work {
             op,
+            tag: request.call().tag(),
             function: request.function,
             data_type: request.data_type,
             reduce_op: request.reduce_op,
@@ -391,6 +412,7 @@ impl<'a> Builder<'a> {
             p2p: task.info.flags.contains(Flags::P2P),
             graph: task.info.flags.contains(Flags::GRAPH),
             steps,
+            tag: task.request.call().tag(),
             chunk_bytes: self.comm.slot_bytes as u32,
             pid: std::process::id(),
         });

@@ -118,6 +118,8 @@ pub struct ProxyOp {
     pub graph: bool,
     /// Slots that the kernel posts (sender) or consumes (receiver) for it.
     pub steps: u32,
+    /// Tag that its steps carry ([`ringsight_kernels::Work::tag`]).
+    pub tag: u32,
     /// Bytes of a full step.
     pub chunk_bytes: u32,
     /// Process that made the operation.

@@ -222,6 +222,7 @@ impl Sender {
             step: self.step,
             steps: op.steps,
             bytes: bytes as u32,
+            tag: self.fifo.tag_at(position),
         }
         .encode();
         // SAFETY: the device posted the slot with `bytes` bytes (at most a slot, says the FIFO) and does not touch it
@@ -297,6 +298,9 @@ pub(crate) struct Receiver {
     credit_written: usize,
     /// What the last credit said.
     announced: u64,
+    /// The sender's rank does something else than ours: the slot that tells our kernel is posted, and nothing that
+    /// follows could be understood.
+    differs: bool,
     transferred: u64,
 }
 
@@ -315,6 +319,7 @@ impl Receiver {
             credit: [0; CREDIT_BYTES],
             credit_written: CREDIT_BYTES,
             announced: 0,
+            differs: false,
             transferred: 0,
         }
     }
@@ -395,7 +400,7 @@ impl Receiver {
 
     /// Reads one step, or what there is of it.
     fn receive(&mut self, op: &ProxyOp, socket: &mut Socket) -> Result<(), String> {
-        if self.received == self.granted {
+        if self.received == self.granted || self.differs {
             return Ok(());
         }
         if self.here < STEP_BYTES {
@@ -404,7 +409,8 @@ impl Receiver {
                 return Ok(());
             }
         }
-        let bytes = self.check_header(op)?;
+        let header = self.check_header(op)?;
+        let bytes = header.bytes as usize;
         let Some(position) = self.fifo.free() else {
             return Err("a granted slot is not free: the device released slots twice".into());
         };
@@ -420,7 +426,8 @@ impl Receiver {
             events::step(op, step, State::STEP_RECV_FLUSH_WAIT, bytes);
             // CPU memory needs no flush: the release of the tail orders the bytes before it.
             events::step(op, step, State::STEP_RECV_GPU_WAIT, bytes);
-            self.fifo.post(position, bytes);
+            self.fifo.post(position, bytes, header.tag);
+            self.differs = header.tag != op.tag;
             self.sizes.push_back(bytes);
             self.received += 1;
             self.transferred += bytes as u64;
@@ -429,15 +436,16 @@ impl Receiver {
         Ok(())
     }
 
-    fn check_header(&self, op: &ProxyOp) -> Result<usize, String> {
+    fn check_header(&self, op: &ProxyOp) -> Result<StepHeader, String> {
+        let header = StepHeader::parse(&self.header).ok_or("the peer sent something that is no step")?;
         let expected = StepHeader {
             op: self.ops,
             step: self.step(),
             steps: op.steps,
-            bytes: 0,
+            ..header
         };
-        let header = StepHeader::parse(&self.header).ok_or("the peer sent something that is no step")?;
-        if (StepHeader { bytes: 0, ..header }) != expected {
+        // A step of another operation goes to the kernel, which reports what the ranks do differently.
+        if header.tag == op.tag && header != expected {
             return Err(format!(
                 "the peer sends step {} of {} of the connection's operation {}, expected was step {} of {} of operation \
                  {}: the ranks do not call the same operations with the same sizes",
@@ -450,12 +458,12 @@ impl Receiver {
                 "the peer sends a step of {bytes} bytes, a slot has {slot}"
             ));
         }
-        Ok(bytes)
+        Ok(header)
     }
 
     pub(crate) fn needs(&self) -> Needs {
         let mut needs = Needs::default();
-        if self.received < self.granted {
+        if self.received < self.granted && !self.differs {
             needs.events |= libc::POLLIN;
         }
         if self.credit_written < CREDIT_BYTES {

@@ -199,6 +199,7 @@ struct Told(AtomicU32);
 impl Observer for Told {
     fn channel_started(&self, _: u32, _: u32, _: u8) {}
     fn channel_stopped(&self, _: u32, _: u32, _: u8, _: bool) {}
+    fn mismatch(&self, _: u32, _: u32, _: u8, _: u32) {}
     fn launch_finished(&self, replay: u32, _: bool) {
         self.0.store(replay + 1, Ordering::Relaxed);
     }
@@ -214,6 +215,7 @@ fn message(function: Function, wire: &Arc<Fifo>, buffer: usize, observer: Arc<To
     };
     let work = Work {
         op: 0,
+        tag: 3,
         function,
         data_type: DataType::Uint8,
         reduce_op: ReduceOp::None,

@@ -6,13 +6,13 @@ use crate::bootstrap::wire::word;
 const HELLO_MAGIC: u32 = u32::from_le_bytes(*b"RSNT");
 const STEP_MAGIC: u32 = u32::from_le_bytes(*b"RSST");
 const CREDIT_MAGIC: u32 = u32::from_le_bytes(*b"RSCR");
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// Bytes of a [`Hello`].
 pub(crate) const HELLO_BYTES: usize = 32;
 /// Bytes of a [`Verdict`].
 pub(crate) const VERDICT_BYTES: usize = 12;
-pub(super) const STEP_BYTES: usize = 20;
+pub(super) const STEP_BYTES: usize = 24;
 pub(super) const CREDIT_BYTES: usize = 12;
 
 /// What a sender's proxy says first.
@@ -118,12 +118,14 @@ pub(super) struct StepHeader {
     pub(super) step: u32,
     pub(super) steps: u32,
     pub(super) bytes: u32,
+    /// Of the slot, as the sender's kernel gave it.
+    pub(super) tag: u32,
 }
 
 impl StepHeader {
     pub(super) fn encode(&self) -> [u8; STEP_BYTES] {
         let mut bytes = [0; STEP_BYTES];
-        let words = [STEP_MAGIC, self.op, self.step, self.steps, self.bytes];
+        let words = [STEP_MAGIC, self.op, self.step, self.steps, self.bytes, self.tag];
         for (place, value) in bytes.as_chunks_mut::<4>().0.iter_mut().zip(words) {
             *place = u32::to_le_bytes(value);
         }
@@ -136,6 +138,7 @@ impl StepHeader {
             step: word(bytes, 8)?,
             steps: word(bytes, 12)?,
             bytes: word(bytes, 16)?,
+            tag: word(bytes, 20)?,
         })
     }
 }
@@ -175,7 +178,7 @@ mod tests {
             for verdict in [Verdict::Welcome, Verdict::OtherSlots(slot_bytes), Verdict::Taken, Verdict::Impossible] {
                 prop_assert_eq!(Verdict::parse(&verdict.encode()), Some(verdict));
             }
-            let header = StepHeader { op: from, step: to, steps: slot_bytes, bytes: 7 };
+            let header = StepHeader { op: from, step: to, steps: slot_bytes, bytes: 7, tag: !from };
             let mut encoded = header.encode();
             prop_assert_eq!(StepHeader::parse(&encoded), Some(header));
             encoded[flip % 4] ^= 1 << bit;
