@@ -1,15 +1,18 @@
 //! How the ranks of a new communicator find each other: a unique id, a rendezvous, and messages between ranks.
 //!
 //! One process makes a [`UniqueId`] and with it a root, a thread that listens on TCP. Each rank tells the root where it
-//! listens; when all have come the root gives every rank the whole table and ends. From then on ranks talk directly:
-//! a connection is opened at the first message, used in one direction, and watched, so that the death of a rank is an
-//! error that names it. Collective calls ([`Bootstrap::all_gather`]) are built from these messages.
+//! listens; when all have come the root gives every rank the whole table and ends. From then on ranks talk directly,
+//! over a tree and over connections that are opened at the first message, and every rank hears of every other's death
+//! ([`Bootstrap::on_lost`]). Collective calls ([`Bootstrap::all_gather`]) are built from these messages.
 
+mod collective;
 pub(crate) mod id;
 mod interface;
+mod link;
 pub(crate) mod pending;
 mod root;
 mod service;
+mod shared;
 pub(crate) mod sys;
 #[cfg(test)]
 mod tests;
@@ -17,17 +20,17 @@ pub(crate) mod wire;
 
 use std::{
     io::{Read, Write},
-    net::{IpAddr, TcpListener, TcpStream, ToSocketAddrs},
-    sync::{Arc, Mutex, PoisonError},
+    net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs},
+    sync::{Arc, Mutex},
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
 pub use id::UniqueId;
 use ringsight_kernels::AbortWord;
-use service::Shared;
+use shared::{Class, Shared};
 use sys::Wake;
-use wire::{Answer, Hello};
+use wire::{Answer, Frame, Hello};
 
 pub(crate) use id::fnv1a;
 
@@ -131,18 +134,29 @@ fn system(what: &str) -> impl FnOnce(std::io::Error) -> Error {
     }
 }
 
-/// Tags with this bit belong to collective calls.
-const COLLECTIVE: u32 = 1 << 31;
+impl Error {
+    fn internal_loss(rank: u32) -> Self {
+        let text = format!("rank {rank} is gone");
+        Self::PeerLost { rank, text }
+    }
+}
+
+/// Told of control messages: (from, bytes). Called on the bootstrap's thread: must not block.
+pub type OnControl = Arc<dyn Fn(u32, &[u8]) + Send + Sync>;
+/// Told of ranks whose process died or whose connection broke: (rank, what was seen). Called on the bootstrap's thread:
+/// must not block.
+pub type OnLost = Arc<dyn Fn(u32, &str) + Send + Sync>;
+
 /// How much longer than the time-out a rank waits for the root to say who is missing.
 const ROOT_GRACE: Duration = Duration::from_secs(1);
 
-/// One rank's end of the bootstrap network of a communicator. Dropping it closes every connection; ranks that still
-/// wait for this one get an error.
+/// One rank's end of the bootstrap network of a communicator. Dropping it says goodbye ([`Bootstrap::leave`]) and closes
+/// every connection; ranks that still wait for this one get an error.
 pub struct Bootstrap {
     shared: Arc<Shared>,
     local_ip: IpAddr,
-    /// One collective call at a time: their messages carry no more than the round.
-    collective: Mutex<()>,
+    /// Collective calls so far; locked for the length of one, so that all ranks count them alike.
+    collectives: Mutex<u64>,
     service: Option<JoinHandle<()>>,
 }
 
@@ -180,11 +194,7 @@ impl Bootstrap {
                 .map_err(system("asking for the local address"))?,
         }
         .ip();
-        let listener =
-            TcpListener::bind((local_ip, 0)).map_err(system(&format!("listening on {local_ip}")))?;
-        listener
-            .set_nonblocking(true)
-            .map_err(system("listening without blocking"))?;
+        let listener = listen(local_ip)?;
         let address = listener.local_addr().map_err(system("asking for the port"))?;
         let timeout_ms = timeout.as_millis().min(u128::from(u32::MAX)) as u32;
         let hello = Hello::Join {
@@ -218,8 +228,20 @@ impl Bootstrap {
             }
             Answer::Refused(text) => return Err(Error::Protocol(format!("the root refuses: {text}"))),
         };
+        Self::open((rank, id.cookie, table), listener, local_ip, abort, timeout)
+    }
+
+    /// The rank's end of a network whose table (rank, secret, addresses) is known.
+    fn open(
+        ours: (u32, u64, Vec<SocketAddr>),
+        listener: TcpListener,
+        local_ip: IpAddr,
+        abort: Arc<AbortWord>,
+        timeout: Duration,
+    ) -> Result<Self> {
         let wake = Wake::new().map_err(system("making an eventfd"))?;
-        let shared = Arc::new(Shared::new((rank, id.cookie, table), abort, timeout, wake));
+        let shared = Arc::new(Shared::new(ours, abort, timeout, wake));
+        shared.join_tree()?;
         let serving = Arc::clone(&shared);
         let service = thread::Builder::new()
             .name("rs-bootstrap".into())
@@ -229,7 +251,7 @@ impl Bootstrap {
         Ok(Self {
             shared,
             local_ip,
-            collective: Mutex::new(()),
+            collectives: Mutex::default(),
             service: Some(service),
         })
     }
@@ -258,45 +280,13 @@ impl Bootstrap {
         self.local_ip
     }
 
-    /// Gives every rank everyone's bytes, in rank order. Lengths may differ. Every rank calls it, in the same order.
-    ///
-    /// Bruck's algorithm: after round k a rank holds the parts of the 2^(k+1) ranks from itself on, so n ranks need
-    /// ⌈log2 n⌉ rounds.
+    /// Sends a message; returns when the system has taken it. Messages of one (peer, tag) arrive in order.
     ///
     /// # Errors
-    /// As [`Bootstrap::recv`].
-    pub fn all_gather(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let _turn = self.collective.lock().unwrap_or_else(PoisonError::into_inner);
-        let (rank, ranks) = (self.rank(), self.ranks());
-        let mut parts = vec![mine.to_vec()];
-        let mut round = 0;
-        while parts.len() < ranks as usize {
-            let distance = parts.len() as u32;
-            let (to, from) = ((rank + ranks - distance) % ranks, (rank + distance) % ranks);
-            let count = parts.len().min(ranks as usize - parts.len());
-            self.shared
-                .send(to, COLLECTIVE | round, &wire::join_parts(&parts[..count]))?;
-            let message = self.shared.recv(from, COLLECTIVE | round)?;
-            let theirs = wire::split_parts(&message, count).ok_or_else(|| {
-                Error::Protocol(format!(
-                    "rank {from} sent something else in round {round} of an all-gather"
-                ))
-            })?;
-            parts.extend(theirs);
-            round += 1;
-        }
-        parts.rotate_right(rank as usize); // parts[i] is of rank (rank + i) % ranks
-        Ok(parts)
-    }
-
-    /// Sends a message under a tag below 2^31; returns when the system has taken it. Messages of one (peer, tag) arrive
-    /// in order.
-    ///
-    /// # Errors
-    /// [`Error::PeerLost`], [`Error::TimedOut`], [`Error::Aborted`]; [`Error::InvalidArgument`] for another tag, a rank
-    /// that does not exist or more than 64 MiB.
+    /// [`Error::PeerLost`], [`Error::TimedOut`], [`Error::Aborted`]; [`Error::InvalidArgument`] for a rank that does not
+    /// exist or more than 64 MiB.
     pub fn send(&self, peer: u32, tag: u32, data: &[u8]) -> Result<()> {
-        self.check(peer, tag)?;
+        self.check(peer)?;
         if data.len() > wire::MAX_MESSAGE {
             let text = format!(
                 "a bootstrap message of {} bytes (limit {})",
@@ -305,7 +295,16 @@ impl Bootstrap {
             );
             return Err(Error::InvalidArgument(text));
         }
-        self.shared.send(peer, tag, data)
+        let tag = tag.into();
+        if peer == self.rank() {
+            self.shared.keep(Class::Message, tag, data.to_vec());
+            return Ok(());
+        }
+        let frame = Frame::Data {
+            tag,
+            data: Vec::new(),
+        };
+        self.shared.send(peer, &frame, data, self.shared.wait())
     }
 
     /// Waits for the next message of (peer, tag).
@@ -314,33 +313,91 @@ impl Bootstrap {
     /// [`Error::PeerLost`] naming whose loss it is, [`Error::TimedOut`], [`Error::Aborted`];
     /// [`Error::InvalidArgument`] as in [`Bootstrap::send`].
     pub fn recv(&self, peer: u32, tag: u32) -> Result<Vec<u8>> {
-        self.check(peer, tag)?;
-        self.shared.recv(peer, tag)
+        self.check(peer)?;
+        self.shared
+            .recv(peer, Class::Message, tag.into(), self.shared.wait())
     }
 
-    fn check(&self, peer: u32, tag: u32) -> Result<()> {
-        if peer < self.ranks() && tag < COLLECTIVE {
+    fn check(&self, peer: u32) -> Result<()> {
+        if peer < self.ranks() {
             return Ok(());
         }
         Err(Error::InvalidArgument(format!(
-            "no rank {peer} among {} or no tag {tag} below 2^31",
+            "there is no rank {peer} among {}",
             self.ranks()
         )))
     }
 
-    /// Returns when every rank has called it.
+    /// Sends a control message to one rank (this one, too), from any thread; does not block and does not wait. Control
+    /// messages of one rank to another arrive in order, independently of the abort word. A connection is opened if there is none: to tell
+    /// everyone, use [`Bootstrap::post_control_to_all`].
     ///
     /// # Errors
-    /// As [`Bootstrap::recv`].
-    pub fn barrier(&self) -> Result<()> {
-        self.all_gather(&[]).map(drop)
+    /// [`Error::PeerLost`] for a rank that is known to be gone; [`Error::System`] when no connection can be opened;
+    /// [`Error::InvalidArgument`] for a rank that does not exist or more than 1 MiB.
+    pub fn post_control(&self, peer: u32, data: &[u8]) -> Result<()> {
+        self.check(peer)?;
+        check_control(data)?;
+        self.shared.post_control(peer, data)
     }
+
+    /// Sends a control message to every other rank, from rank to rank over the connections that there are; does not
+    /// block and does not wait. Each arrives once, two of them in any order.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for more than 1 MiB.
+    pub fn post_control_to_all(&self, data: &[u8]) -> Result<()> {
+        check_control(data)?;
+        self.shared.spread_control(data);
+        Ok(())
+    }
+
+    /// Gives control messages to `callback`, first those that have come already.
+    pub fn on_control(&self, callback: OnControl) {
+        self.shared.on_control(callback);
+    }
+
+    /// Tells `callback` of every rank whose process died or whose connection broke without a goodbye, once a rank, first
+    /// of those that did already. Not called any more once this rank has said goodbye.
+    pub fn on_lost(&self, callback: OnLost) {
+        self.shared.on_lost(callback);
+    }
+
+    /// Says goodbye: an orderly destroy (or an abort, if `aborted`), so that nobody takes this rank for dead. Messages
+    /// that were sent before arrive. Ranks that wait for this one get an error. Once is enough.
+    pub fn leave(&self, aborted: bool) {
+        self.shared.leave(aborted);
+    }
+}
+
+fn check_control(data: &[u8]) -> Result<()> {
+    if data.len() <= wire::MAX_CONTROL {
+        return Ok(());
+    }
+    Err(Error::InvalidArgument(format!(
+        "a control message of {} bytes (limit {})",
+        data.len(),
+        wire::MAX_CONTROL
+    )))
+}
+
+/// A listener for other ranks, not blocking.
+fn listen(ip: IpAddr) -> Result<TcpListener> {
+    let listener = TcpListener::bind((ip, 0)).map_err(system(&format!("listening on {ip}")))?;
+    listener
+        .set_nonblocking(true)
+        .map_err(system("listening without blocking"))?;
+    Ok(listener)
 }
 
 impl Drop for Bootstrap {
     fn drop(&mut self) {
+        self.leave(self.shared.abort.is_set());
         self.shared.stop();
-        if let Some(service) = self.service.take() {
+        // The last owner may be a callback of the thread itself, which then ends right after it.
+        if let Some(service) = self.service.take()
+            && service.thread().id() != thread::current().id()
+        {
             let _ = service.join();
         }
     }

@@ -119,6 +119,31 @@ pub(crate) fn connect_start(address: &SocketAddr) -> io::Result<TcpStream> {
     Ok(stream)
 }
 
+/// Lets the system ask now and then whether the other end is still there: a machine that vanished without a word is
+/// noticed after about 11 s.
+pub(crate) fn keep_alive(stream: &TcpStream) -> io::Result<()> {
+    let options = [
+        (libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 5),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, 2),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 3),
+    ];
+    for (level, name, value) in options {
+        let value: libc::c_int = value;
+        // SAFETY: `value` is readable for its size.
+        check(unsafe {
+            libc::setsockopt(
+                stream.as_raw_fd(),
+                level,
+                name,
+                (&raw const value).cast(),
+                size_of::<libc::c_int>() as libc::socklen_t,
+            )
+        })?;
+    }
+    Ok(())
+}
+
 /// Connects, giving up at `deadline` or as soon as `stop` says so (looked at every [`ABORT_CHECK`]); `Ok(None)`: stopped.
 pub(crate) fn connect(
     address: &SocketAddr,

@@ -1,8 +1,12 @@
-use std::{net::SocketAddr, sync::mpsc};
+use std::{
+    collections::HashMap,
+    net::SocketAddr,
+    sync::{Barrier, mpsc},
+};
 
 use proptest::prelude::*;
 
-use super::*;
+use super::{shared::Wait, *};
 
 const SHORT: Duration = Duration::from_millis(400);
 const LONG: Duration = Duration::from_secs(30);
@@ -341,4 +345,167 @@ proptest! {
 #[test]
 fn runs_of_ranks_are_written_short() {
     assert_eq!(ranges(&[0, 2, 3, 4, 9]), "rank 0, ranks 2-4, rank 9");
+}
+
+/// Losses as a rank's callback sees them.
+fn losses(bootstrap: &Bootstrap) -> mpsc::Receiver<(u32, String)> {
+    let (tell, told) = mpsc::channel();
+    bootstrap.on_lost(Arc::new(move |rank, text| {
+        let _ = tell.send((rank, text.to_owned()));
+    }));
+    told
+}
+
+/// Ends a rank as a killed process would: no goodbye.
+fn kill(bootstrap: Bootstrap) {
+    bootstrap.shared.forget_goodbye();
+    drop(bootstrap);
+}
+
+#[test]
+fn every_rank_hears_of_every_death_once() {
+    let ranks = 16;
+    // The root of the tree, a chain of three, and leaves; the survivors have no way to each other but new connections.
+    let dead = [0, 1, 3, 5, 12];
+    let start = Barrier::new(ranks as usize);
+    all(&root(), ranks, |bootstrap| {
+        let told = losses(&bootstrap);
+        bootstrap.barrier().unwrap();
+        start.wait();
+        let begin = Instant::now();
+        if dead.contains(&bootstrap.rank()) {
+            return kill(bootstrap);
+        }
+        let mut heard: Vec<u32> = dead.iter().map(|_| told.recv_timeout(LONG).unwrap().0).collect();
+        let taken = begin.elapsed();
+        heard.sort_unstable();
+        assert_eq!(heard, dead);
+        assert!(taken < Duration::from_secs(1), "{taken:?}");
+        let alive: Vec<u32> = (0..ranks).filter(|rank| !dead.contains(rank)).collect();
+        let error = bootstrap.barrier().unwrap_err();
+        assert!(
+            matches!(error, Error::PeerLost { rank, .. } if dead.contains(&rank)),
+            "{error}"
+        );
+        let parts = bootstrap
+            .gather_among(&alive, 1, &[bootstrap.rank() as u8])
+            .unwrap();
+        assert_eq!(
+            parts,
+            alive.iter().map(|rank| vec![*rank as u8]).collect::<Vec<_>>()
+        );
+        assert!(told.try_recv().is_err(), "a death was told twice");
+    });
+}
+
+#[test]
+fn a_goodbye_is_no_death() {
+    let start = Barrier::new(7);
+    let end = Barrier::new(7);
+    all(&root(), 7, |bootstrap| {
+        let told = losses(&bootstrap);
+        bootstrap.barrier().unwrap();
+        start.wait();
+        if bootstrap.rank() % 2 == 0 {
+            bootstrap.leave(bootstrap.rank() == 4);
+            drop(bootstrap);
+            end.wait();
+            return;
+        }
+        // Rank 0 has left: found by the goodbye or by connecting, but never called dead.
+        let error = bootstrap.recv(0, 0).unwrap_err();
+        assert!(
+            matches!(
+                error,
+                Error::PeerLost {
+                    rank: 0 | 2 | 4 | 6,
+                    ..
+                }
+            ),
+            "{error}"
+        );
+        end.wait();
+        assert!(told.try_recv().is_err());
+    });
+}
+
+#[test]
+fn control_messages_come_in_order_also_to_oneself_and_after_an_abort() {
+    let ranks = 9;
+    all(&root(), ranks, |bootstrap| {
+        bootstrap.shared.abort.set();
+        for number in 0..50u8 {
+            for peer in 0..ranks {
+                bootstrap.post_control(peer, &[number]).unwrap();
+            }
+            bootstrap.post_control_to_all(&[b'a', number]).unwrap();
+        }
+        let (tell, told) = mpsc::channel();
+        bootstrap.on_control(Arc::new(move |from, data: &[u8]| {
+            let _ = tell.send((from, data.to_vec()));
+        }));
+        let mut heard: HashMap<u32, (Vec<u8>, Vec<u8>)> = HashMap::new();
+        for _ in 0..50 * ranks + 50 * (ranks - 1) {
+            let (from, data) = told.recv_timeout(LONG).unwrap();
+            let (direct, spread) = heard.entry(from).or_default();
+            match *data {
+                [number] => direct.push(number),
+                [b'a', number] => spread.push(number),
+                _ => panic!("{data:?}"),
+            }
+        }
+        let counted: Vec<u8> = (0..50).collect();
+        for (from, (direct, mut spread)) in heard {
+            spread.sort_unstable();
+            assert_eq!(direct, counted);
+            assert_eq!(
+                spread,
+                if from == bootstrap.rank() {
+                    vec![]
+                } else {
+                    counted.clone()
+                }
+            );
+        }
+        // Everyone has heard everything before anyone leaves.
+        let members: Vec<u32> = (0..ranks).collect();
+        let never = AbortWord::default();
+        let wait = Wait {
+            abort: &never,
+            timeout: LONG,
+            needs: None,
+        };
+        bootstrap.gather(&members, 1, &[], wait).unwrap();
+    });
+}
+
+#[test]
+fn a_child_is_made_of_survivors_whatever_the_parent_is_in() {
+    let ranks = 8;
+    let start = Barrier::new(ranks as usize);
+    all(&root(), ranks, |bootstrap| {
+        bootstrap.barrier().unwrap();
+        start.wait();
+        if [0, 3].contains(&bootstrap.rank()) {
+            return kill(bootstrap);
+        }
+        bootstrap.shared.abort.set();
+        let members = [7, 1, 6, 2, 4];
+        if bootstrap.rank() == 5 {
+            let error = bootstrap.child(&members, 3, Arc::default(), LONG).err().unwrap();
+            assert!(error.to_string().contains("this rank (5) among them"), "{error}");
+            return;
+        }
+        let (first, second) = (
+            bootstrap.child(&members, 3, Arc::default(), LONG).unwrap(),
+            bootstrap.child(&members, 4, Arc::default(), LONG).unwrap(),
+        );
+        assert_eq!(members[first.rank() as usize], bootstrap.rank());
+        assert_ne!(first.cookie(), second.cookie());
+        drop(bootstrap);
+        for child in [first, second] {
+            let parts = child.all_gather(&[child.rank() as u8]).unwrap();
+            assert_eq!(parts, (0..5).map(|rank| vec![rank]).collect::<Vec<_>>());
+        }
+    });
 }

@@ -271,6 +271,7 @@ impl Communicator {
             planner.order.clear(&**device);
         }
         drop(planner);
+        self.bootstrap.leave(state == State::ABORTED);
         lock(&self.table).take();
         if !self.ended.swap(true, Ordering::Relaxed) {
             observe::emit(&self.lifecycle(Kind::CommDestroy, state, 0));

@@ -1,0 +1,194 @@
+//! What ranks do together over the bootstrap: gather, and make a bootstrap of some of them.
+
+use std::{
+    net::SocketAddr,
+    sync::{Arc, PoisonError},
+    time::Duration,
+};
+
+use ringsight_kernels::AbortWord;
+
+use super::{
+    Bootstrap, Error, Result,
+    id::{decode_address, encode_address, fnv1a},
+    listen,
+    shared::{Class, Wait},
+    sys, system,
+    wire::{self, Frame, join_parts, split_parts},
+};
+
+/// Tags with this bit are hashes of who gathers; the others count the calls of all ranks.
+const AMONG: u64 = 1 << 63;
+
+impl Bootstrap {
+    /// Gives every rank everyone's bytes, in rank order. Lengths may differ. Every rank calls it, in the same order.
+    ///
+    /// # Errors
+    /// As [`Bootstrap::recv`]; [`Error::InvalidArgument`] when it is more than 64 MiB together.
+    pub fn all_gather(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let mut calls = self.collectives.lock().unwrap_or_else(PoisonError::into_inner);
+        *calls += 1;
+        let members: Vec<u32> = (0..self.ranks()).collect();
+        self.gather(&members, *calls & !AMONG, mine, self.shared.wait())
+    }
+
+    /// Returns when every rank has called it.
+    ///
+    /// # Errors
+    /// As [`Bootstrap::recv`].
+    pub fn barrier(&self) -> Result<()> {
+        self.all_gather(&[]).map(drop)
+    }
+
+    /// Gives each of `members` everyone's bytes, in the order of `members`. Each member calls it, with the same list and
+    /// tag; ranks that are no members take no part, and may be dead. Calls with the same members and tag are matched in
+    /// order, so a tag of which a call failed should not be used again.
+    ///
+    /// # Errors
+    /// [`Error::PeerLost`] when a member is gone, [`Error::TimedOut`], [`Error::Aborted`]; [`Error::InvalidArgument`] when
+    /// this rank is no member, or a member is twice there or no rank.
+    pub fn gather_among(&self, members: &[u32], tag: u32, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.check_members(members)?;
+        let wait = Wait {
+            needs: Some(members),
+            ..self.shared.wait()
+        };
+        self.gather(members, among(b"gather", members, tag.into()), mine, wait)
+    }
+
+    /// A bootstrap of `members` (ranks of this one, in the order of the child's ranks), made over this one: other ranks
+    /// may be dead, and this one's abort word set. `salt` is the same on all members and another one for each child.
+    /// The child's waits end by `abort` and after `timeout`.
+    ///
+    /// # Errors
+    /// As [`Bootstrap::gather_among`] (ranks in texts are this bootstrap's), and [`Error::System`].
+    pub fn child(
+        &self,
+        members: &[u32],
+        salt: u64,
+        abort: Arc<AbortWord>,
+        timeout: Duration,
+    ) -> Result<Self> {
+        let rank = self.check_members(members)?;
+        let listener = listen(self.local_ip)?;
+        let address = listener.local_addr().map_err(system("asking for the port"))?;
+        let part = sys::random_u64().map_err(system("drawing a random secret"))?;
+        let mine = [&encode_address(&address)[..], &part.to_le_bytes()].concat();
+        let wait = Wait {
+            abort: &abort,
+            timeout,
+            needs: Some(members),
+        };
+        let parts = self.gather(members, among(b"child", members, salt), &mine, wait)?;
+        let table: Option<Vec<SocketAddr>> = parts
+            .iter()
+            .map(|part| {
+                let (address, secret) = part.split_first_chunk::<24>()?;
+                decode_address(address).filter(|_| secret.len() == 8)
+            })
+            .collect();
+        let table = table.ok_or_else(|| Error::Protocol("a rank gives no address for the child".into()))?;
+        let secret = [&self.cookie().to_le_bytes()[..], &parts.concat()].concat();
+        Self::open(
+            (rank, fnv1a(&secret), table),
+            listener,
+            self.local_ip,
+            abort,
+            timeout,
+        )
+    }
+
+    /// Our place in `members`, if they are possible.
+    fn check_members(&self, members: &[u32]) -> Result<u32> {
+        let mut sorted = members.to_vec();
+        sorted.sort_unstable();
+        sorted.dedup();
+        let place = members.iter().position(|member| *member == self.rank());
+        match place {
+            Some(place)
+                if sorted.len() == members.len()
+                    && sorted.last().is_some_and(|last| *last < self.ranks()) =>
+            {
+                Ok(place as u32)
+            }
+            _ => Err(Error::InvalidArgument(format!(
+                "members {members:?}: must be distinct ranks below {}, this rank ({}) among them",
+                self.ranks(),
+                self.rank()
+            ))),
+        }
+    }
+
+    /// Up a binary tree over the places in `members` and down again: 2 (n - 1) messages, and no more connections than
+    /// the tree has edges.
+    pub(super) fn gather(
+        &self,
+        members: &[u32],
+        tag: u64,
+        mine: &[u8],
+        wait: Wait<'_>,
+    ) -> Result<Vec<Vec<u8>>> {
+        let Some(me) = members.iter().position(|member| *member == self.rank()) else {
+            return Err(Error::InvalidArgument(format!(
+                "rank {} is no member",
+                self.rank()
+            )));
+        };
+        let frame = Frame::Gather {
+            tag,
+            data: Vec::new(),
+        };
+        let send = |place: usize, data: &[u8]| {
+            if data.len() > wire::MAX_MESSAGE {
+                let text = format!("{} bytes to gather (limit {})", data.len(), wire::MAX_MESSAGE);
+                return Err(Error::InvalidArgument(text));
+            }
+            self.shared.send(members[place], &frame, data, wait)
+        };
+        let recv = |place: usize| self.shared.recv(members[place], Class::Gather, tag, wait);
+        let children = [2 * me + 1, 2 * me + 2]
+            .into_iter()
+            .filter(|child| *child < members.len());
+        let mut message = join_parts([(me as u32, mine)]);
+        for child in children.clone() {
+            message.extend(recv(child)?);
+        }
+        if me > 0 {
+            let parent = (me - 1) / 2;
+            send(parent, &message)?;
+            message = recv(parent)?;
+        }
+        let parts = in_order(&message, members.len()).ok_or_else(|| {
+            Error::Protocol(format!(
+                "the {} ranks that gather have not sent one part each",
+                members.len()
+            ))
+        })?;
+        for child in children {
+            send(child, &message)?;
+        }
+        Ok(parts)
+    }
+}
+
+fn among(what: &[u8], members: &[u32], tag: u64) -> u64 {
+    let members = members.iter().flat_map(|member| member.to_le_bytes());
+    let bytes: Vec<u8> = what
+        .iter()
+        .copied()
+        .chain(tag.to_le_bytes())
+        .chain(members)
+        .collect();
+    fnv1a(&bytes) | AMONG
+}
+
+/// The parts of a message by number, if it holds exactly those below `count`.
+fn in_order(message: &[u8], count: usize) -> Option<Vec<Vec<u8>>> {
+    let mut parts: Vec<Option<&[u8]>> = vec![None; count];
+    for (number, part) in split_parts(message)? {
+        if parts.get_mut(number as usize)?.replace(part).is_some() {
+            return None;
+        }
+    }
+    parts.into_iter().map(|part| part.map(<[u8]>::to_vec)).collect()
+}

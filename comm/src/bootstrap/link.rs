@@ -1,0 +1,130 @@
+//! A connection between two ranks. Both ends send frames over it; bytes that the system does not take yet wait here, so
+//! that nobody who must not block blocks, and a frame once begun is always finished.
+
+use std::{
+    io::{self, Read, Write},
+    net::{Shutdown, SocketAddr, TcpStream},
+    os::fd::{AsRawFd, RawFd},
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+use super::sys;
+
+/// One connection.
+pub(super) struct Link {
+    /// The rank at the other end.
+    pub(super) peer: u32,
+    /// We opened it.
+    pub(super) ours: bool,
+    stream: TcpStream,
+    out: Mutex<Outbox>,
+}
+
+/// Bytes on their way out.
+#[derive(Default)]
+struct Outbox {
+    bytes: Vec<u8>,
+    /// How many of `bytes` the system has taken.
+    taken: usize,
+    /// Bytes that the system took before those of `bytes`.
+    before: u64,
+}
+
+impl Outbox {
+    fn taken(&self) -> u64 {
+        self.before + self.taken as u64
+    }
+}
+
+impl Link {
+    /// Begins to connect to `peer`; `hello` goes first. Failures of the connect show as failures to write and read.
+    pub(super) fn open(peer: u32, address: &SocketAddr, hello: &[u8]) -> io::Result<Self> {
+        let stream = sys::connect_start(address)?;
+        sys::keep_alive(&stream)?;
+        let link = Self {
+            peer,
+            ours: true,
+            stream,
+            out: Mutex::default(),
+        };
+        link.push(&[hello]);
+        Ok(link)
+    }
+
+    /// A connection that `peer` opened.
+    pub(super) fn accepted(peer: u32, stream: TcpStream) -> Self {
+        // A connection without keep-alive works as well; only a machine that vanishes is noticed later.
+        let _ = sys::keep_alive(&stream);
+        Self {
+            peer,
+            ours: false,
+            stream,
+            out: Mutex::default(),
+        }
+    }
+
+    fn out(&self) -> MutexGuard<'_, Outbox> {
+        // Whole between any two statements that could panic.
+        self.out.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Queues `parts` as one piece; the position in the stream behind it, for [`Link::flush`].
+    pub(super) fn push(&self, parts: &[&[u8]]) -> u64 {
+        let mut out = self.out();
+        for part in parts {
+            out.bytes.extend_from_slice(part);
+        }
+        out.before + out.bytes.len() as u64
+    }
+
+    /// Gives the system what it takes now; the position up to which it has taken everything.
+    ///
+    /// # Errors
+    /// When the connection is broken or could not be made.
+    pub(super) fn flush(&self) -> io::Result<u64> {
+        let mut out = self.out();
+        while out.taken < out.bytes.len() {
+            match (&self.stream).write(&out.bytes[out.taken..]) {
+                Ok(taken) => out.taken += taken,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(out.taken()),
+                Err(error) => return Err(error),
+            }
+        }
+        out.before = out.taken();
+        out.taken = 0;
+        out.bytes.clear();
+        if out.bytes.capacity() > 1 << 20 {
+            out.bytes = Vec::new();
+        }
+        Ok(out.before)
+    }
+
+    /// Whether bytes wait for the system.
+    pub(super) fn has_unsent(&self) -> bool {
+        let out = self.out();
+        out.taken < out.bytes.len()
+    }
+
+    /// Whether the system ever took a byte: the connection was made.
+    pub(super) fn was_made(&self) -> bool {
+        !self.ours || self.out().taken() > 0
+    }
+
+    /// What has come, not blocking; 0 bytes: the end.
+    pub(super) fn read(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        (&self.stream).read(buffer)
+    }
+
+    /// Nothing more will be sent.
+    pub(super) fn shut_down(&self) {
+        // A connection that is broken needs no end.
+        let _ = self.stream.shutdown(Shutdown::Write);
+    }
+}
+
+impl AsRawFd for Link {
+    fn as_raw_fd(&self) -> RawFd {
+        self.stream.as_raw_fd()
+    }
+}

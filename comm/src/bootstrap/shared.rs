@@ -1,0 +1,668 @@
+//! What a rank's callers and its service thread share: messages that have come, connections, and who is gone.
+//!
+//! A rank has one connection to its parent in a binary tree over the ranks ([`Shared::parent`]) and opens others when it
+//! has something to send. Who sees a connection end without a goodbye tells everyone he is connected to, and so does who
+//! hears of it for the first time; the ranks below the dead one connect to the next ancestor. So every rank hears of
+//! every death over as many connections as there are ranks.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque},
+    net::SocketAddr,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use ringsight_kernels::AbortWord;
+
+use super::{
+    Error, OnControl, OnLost, Result,
+    link::Link,
+    sys::{self, Wake},
+    system,
+    wire::{Frame, Hello},
+};
+
+/// How long the reason why a rank cannot be reached may take to arrive by way of others.
+const GRACE: Duration = Duration::from_millis(500);
+/// How long a wait that needs all ranks goes on after one has left: what it said before may still be under way.
+const LEFT_GRACE: Duration = Duration::from_secs(2);
+/// Control messages that may wait for someone to take them; beyond it the oldest is dropped.
+const MAX_WAITING: usize = 4096;
+
+/// What the service thread and the callers share.
+pub(super) struct Shared {
+    pub(super) rank: u32,
+    pub(super) cookie: u64,
+    /// Where each rank listens.
+    pub(super) table: Vec<SocketAddr>,
+    pub(super) abort: Arc<AbortWord>,
+    pub(super) timeout: Duration,
+    pub(super) wake: Wake,
+    state: Mutex<State>,
+    arrived: Condvar,
+}
+
+/// Which messages of a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Class {
+    Message,
+    Gather,
+}
+
+/// How a wait ends early.
+#[derive(Clone, Copy)]
+pub(super) struct Wait<'a> {
+    pub(super) abort: &'a AbortWord,
+    pub(super) timeout: Duration,
+    /// Ranks whose going ends it; `None`: every rank.
+    pub(super) needs: Option<&'a [u32]>,
+}
+
+#[derive(Default)]
+pub(super) struct State {
+    inbox: HashMap<(u32, Class, u64), VecDeque<Vec<u8>>>,
+    /// The connection by which messages to a peer go.
+    outs: HashMap<u32, Arc<Link>>,
+    /// All connections.
+    links: Vec<Arc<Link>>,
+    /// Connections that the service does not read yet.
+    pub(super) fresh: Vec<Arc<Link>>,
+    gone: BTreeMap<u32, Gone>,
+    /// Ranks that have said goodbye on one connection and have another by which their last messages come.
+    leaving: HashSet<u32>,
+    /// A death is new, and the tree may have a hole.
+    heal: bool,
+    on_control: Option<OnControl>,
+    controls: VecDeque<(u32, Vec<u8>)>,
+    on_lost: Option<OnLost>,
+    losses: VecDeque<(u32, String)>,
+    /// Messages that we have spread.
+    spread: u32,
+    /// What each rank has spread so far.
+    seen: HashMap<u32, Seen>,
+    /// We have said goodbye.
+    left: bool,
+    pub(super) stop: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum How {
+    /// Its process died or its connection broke.
+    Died,
+    /// It said goodbye, or is said to have.
+    Left,
+    /// It cannot be reached, and nobody has said why yet.
+    Unreachable,
+}
+
+/// Which of a rank's spread messages have come; over several ways they come several times and in any order.
+#[derive(Debug, Default)]
+struct Seen {
+    /// All up to this one.
+    through: u32,
+    /// Some after it.
+    beyond: BTreeSet<u32>,
+}
+
+impl Seen {
+    /// Whether it is the first time.
+    fn note(&mut self, number: u32) -> bool {
+        if number <= self.through || !self.beyond.insert(number) {
+            return false;
+        }
+        // What is missing for this long went down with whoever had to pass it on.
+        if self.beyond.len() > MAX_WAITING {
+            self.through = self.beyond.pop_first().unwrap_or(self.through);
+        }
+        while self
+            .beyond
+            .first()
+            .is_some_and(|first| *first - 1 == self.through)
+        {
+            self.beyond.pop_first();
+            self.through += 1;
+        }
+        true
+    }
+}
+
+/// A rank that is not there any more.
+struct Gone {
+    how: How,
+    /// Its own goodbye has come, behind its messages.
+    direct: bool,
+    since: Instant,
+    text: String,
+    /// Everyone has been told.
+    told: bool,
+}
+
+impl Shared {
+    pub(super) fn new(
+        (rank, cookie, table): (u32, u64, Vec<SocketAddr>),
+        abort: Arc<AbortWord>,
+        timeout: Duration,
+        wake: Wake,
+    ) -> Self {
+        Self {
+            rank,
+            cookie,
+            table,
+            abort,
+            timeout,
+            wake,
+            state: Mutex::default(),
+            arrived: Condvar::new(),
+        }
+    }
+
+    pub(super) fn state(&self) -> MutexGuard<'_, State> {
+        // The state is whole between any two statements that could panic; a panicking caller does not spoil it.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn pause<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        let waited = self.arrived.wait_timeout(state, sys::ABORT_CHECK);
+        waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    /// A wait with the abort word and the time-out of the whole bootstrap, that needs every rank.
+    pub(super) fn wait(&self) -> Wait<'_> {
+        Wait {
+            abort: &self.abort,
+            timeout: self.timeout,
+            needs: None,
+        }
+    }
+
+    /// Sends a frame's header and payload to another rank; returns when the system has taken it.
+    pub(super) fn send(&self, peer: u32, frame: &Frame, data: &[u8], wait: Wait<'_>) -> Result<()> {
+        let doing = || format!("sending to rank {peer}");
+        let deadline = Instant::now() + wait.timeout;
+        let link = match self.link(peer) {
+            Ok(link) => link,
+            Err(Error::PeerLost { text, .. }) => return Err(self.unreachable(peer, text, wait)),
+            Err(error) => return Err(error),
+        };
+        let end = link.push(&[&frame.header(data.len()), data]);
+        loop {
+            match link.flush() {
+                Ok(taken) if taken >= end => return Ok(()),
+                Ok(_) => {}
+                Err(error) => {
+                    let text = format!("rank {peer} is gone ({}: {error})", doing());
+                    return Err(self.unreachable(peer, text, wait));
+                }
+            }
+            let late = Instant::now() >= deadline;
+            if wait.abort.is_set() || late {
+                self.wake.wake(); // the service finishes the frame
+                return Err(if late {
+                    Error::TimedOut(format!("rank {peer} took no message for {:?}", wait.timeout))
+                } else {
+                    Error::Aborted(doing())
+                });
+            }
+            sys::poll(
+                &mut [sys::interest(&*link, libc::POLLOUT)],
+                Some(sys::ABORT_CHECK),
+            )
+            .map_err(system("waiting for a connection"))?;
+        }
+    }
+
+    /// A message of ours to ourselves.
+    pub(super) fn keep(&self, class: Class, tag: u64, data: Vec<u8>) {
+        let mut state = self.state();
+        let queue = state.inbox.entry((self.rank, class, tag)).or_default();
+        queue.push_back(data);
+        drop(state);
+        self.arrived.notify_all();
+    }
+
+    /// The connection to send to `peer` by, opened if need be; does not block.
+    fn link(&self, peer: u32) -> Result<Arc<Link>> {
+        self.link_of(&mut self.state(), peer)
+    }
+
+    fn link_of(&self, state: &mut State, peer: u32) -> Result<Arc<Link>> {
+        if let Some(link) = state.outs.get(&peer) {
+            return Ok(Arc::clone(link));
+        }
+        if let Some(gone) = state.gone.get(&peer) {
+            let (rank, text) = (peer, gone.text.clone());
+            return Err(Error::PeerLost { rank, text });
+        }
+        let hello = Hello::Peer {
+            from: self.rank,
+            to: peer,
+        };
+        let address = self.table[peer as usize];
+        let link = Link::open(peer, &address, &hello.encode(self.cookie)).map_err(|error| {
+            match error.raw_os_error() {
+                Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM) => {
+                    system(&format!("connecting to rank {peer} at {address}"))(error)
+                }
+                _ => {
+                    let text = format!("rank {peer} is gone (connecting to {address}: {error})");
+                    Error::PeerLost { rank: peer, text }
+                }
+            }
+        })?;
+        let link = Arc::new(link);
+        // Whoever connects to us or to whom we connect hears what we know of the dead.
+        for (rank, gone) in &state.gone {
+            if gone.how == How::Died {
+                link.push(&[&gone.frame(*rank).encode()]);
+            }
+        }
+        state.outs.insert(peer, Arc::clone(&link));
+        state.links.push(Arc::clone(&link));
+        state.fresh.push(Arc::clone(&link));
+        self.wake.wake();
+        Ok(link)
+    }
+
+    /// Opens the connection to the parent, by which this rank hears of all others.
+    pub(super) fn join_tree(&self) -> Result<()> {
+        let mut state = self.state();
+        let parent = Self::parent(&state, self.rank);
+        parent.map_or(Ok(()), |parent| self.link_of(&mut state, parent).map(drop))
+    }
+
+    /// The rank above `rank`: the nearest ancestor that has not died; without any, the least rank that has not.
+    fn parent(state: &State, rank: u32) -> Option<u32> {
+        let alive = |rank: &u32| state.gone.get(rank).is_none_or(|gone| gone.how != How::Died);
+        let above = |rank: &u32| (*rank > 0).then(|| (*rank - 1) / 2);
+        std::iter::successors(above(&rank), above)
+            .find(alive)
+            .or_else(|| (0..rank).find(alive))
+    }
+
+    /// A connection that a peer opened.
+    pub(super) fn adopt(&self, link: &Arc<Link>) {
+        let mut state = self.state();
+        state.outs.entry(link.peer).or_insert_with(|| Arc::clone(link));
+        for (rank, gone) in &state.gone {
+            if gone.how == How::Died {
+                link.push(&[&gone.frame(*rank).encode()]);
+            }
+        }
+        if state.left && !state.stop {
+            // It came too late to hear the goodbye.
+            let (aborted, elsewhere) = (self.abort.is_set(), false);
+            link.push(&[&Frame::Goodbye { aborted, elsewhere }.encode()]);
+        }
+        state.links.push(Arc::clone(link));
+    }
+
+    /// Waits for the next message of (peer, class, tag).
+    pub(super) fn recv(&self, peer: u32, class: Class, tag: u64, wait: Wait<'_>) -> Result<Vec<u8>> {
+        let deadline = Instant::now() + wait.timeout;
+        let mut state = self.state();
+        loop {
+            if let Some(queue) = state.inbox.get_mut(&(peer, class, tag)) {
+                let message = queue.pop_front();
+                if queue.is_empty() {
+                    state.inbox.remove(&(peer, class, tag));
+                }
+                if let Some(message) = message {
+                    return Ok(message);
+                }
+            }
+            if wait.abort.is_set() {
+                return Err(Error::Aborted(format!("waiting for rank {peer}")));
+            }
+            if let Some(rank) = state.missing(peer, wait.needs) {
+                return Err(self.give_up(&mut state, rank));
+            }
+            if Instant::now() >= deadline {
+                return Err(Error::TimedOut(format!(
+                    "rank {peer} sent nothing for {:?} while rank {} waited",
+                    wait.timeout, self.rank
+                )));
+            }
+            state = self.pause(state);
+        }
+    }
+
+    /// The error for a peer that cannot be reached. It may have left over another's death and said so, or somebody else
+    /// may know: the reason gets [`GRACE`] to arrive.
+    fn unreachable(&self, peer: u32, text: String, wait: Wait<'_>) -> Error {
+        let deadline = Instant::now() + GRACE;
+        let mut state = self.state();
+        loop {
+            let needed = |rank: &&u32| wait.needs.is_none_or(|needs| needs.contains(rank));
+            let died = state
+                .gone
+                .iter()
+                .filter(|(_, gone)| gone.how == How::Died)
+                .map(|(rank, _)| rank)
+                .find(needed)
+                .copied();
+            let known = state
+                .gone
+                .get(&peer)
+                .is_some_and(|gone| gone.how != How::Unreachable);
+            if let Some(rank) = died.or(known.then_some(peer)) {
+                return self.give_up(&mut state, rank);
+            }
+            if Instant::now() >= deadline || wait.abort.is_set() {
+                return Error::PeerLost { rank: peer, text };
+            }
+            state = self.pause(state);
+        }
+    }
+
+    /// Makes the error, and tells everyone: they may wait for us, not for who is gone.
+    fn give_up(&self, state: &mut State, rank: u32) -> Error {
+        let Some(gone) = state.gone.get_mut(&rank) else {
+            return Error::internal_loss(rank);
+        };
+        let text = gone.text.clone();
+        if !std::mem::replace(&mut gone.told, true) {
+            let frame = gone.frame(rank);
+            self.tell_all(state, &frame, None);
+        }
+        Error::PeerLost { rank, text }
+    }
+
+    /// Queues a frame on every connection but `except`.
+    fn tell_all(&self, state: &State, frame: &Frame, except: Option<&Arc<Link>>) {
+        let bytes = frame.encode();
+        for link in &state.links {
+            if except.is_none_or(|except| !Arc::ptr_eq(link, except)) {
+                link.push(&[&bytes]);
+                // A broken connection is the service's to notice.
+                let _ = link.flush();
+            }
+        }
+        self.wake.wake();
+    }
+
+    /// Notes a death, once: everyone is told, and the tree may need mending.
+    fn note_death(&self, state: &mut State, rank: u32, text: &str, from: Option<&Arc<Link>>) {
+        if state.left
+            || rank == self.rank
+            || rank as usize >= self.table.len()
+            || state.gone.get(&rank).is_some_and(|gone| gone.how == How::Died)
+        {
+            return;
+        }
+        let gone = Gone {
+            how: How::Died,
+            direct: true,
+            since: Instant::now(),
+            text: text.to_owned(),
+            told: true,
+        };
+        let frame = gone.frame(rank);
+        state.gone.insert(rank, gone);
+        state.losses.push_back((rank, text.to_owned()));
+        state.heal = true;
+        self.tell_all(state, &frame, from);
+    }
+
+    /// Sends a control message; does not block.
+    pub(super) fn post_control(&self, peer: u32, data: &[u8]) -> Result<()> {
+        if peer == self.rank {
+            self.state().controls.push_back((peer, data.to_vec()));
+            self.wake.wake();
+            return Ok(());
+        }
+        let link = self.link(peer)?;
+        let frame = Frame::Control { data: Vec::new() };
+        link.push(&[&frame.header(data.len()), data]);
+        // A broken connection is the service's to notice.
+        let _ = link.flush();
+        if link.has_unsent() {
+            self.wake.wake();
+        }
+        Ok(())
+    }
+
+    /// Sends a control message to every other rank; does not block.
+    pub(super) fn spread_control(&self, data: &[u8]) {
+        let mut state = self.state();
+        state.spread += 1;
+        let frame = Frame::Spread {
+            from: self.rank,
+            number: state.spread,
+            data: data.to_vec(),
+        };
+        self.tell_all(&state, &frame, None);
+    }
+
+    pub(super) fn on_control(&self, callback: OnControl) {
+        self.state().on_control = Some(callback);
+        self.wake.wake();
+    }
+
+    pub(super) fn on_lost(&self, callback: OnLost) {
+        self.state().on_lost = Some(callback);
+        self.wake.wake();
+    }
+
+    /// Says goodbye to whoever is connected: from here on nobody's end matters to us, nor ours to others.
+    pub(super) fn leave(&self, aborted: bool) {
+        let mut state = self.state();
+        if std::mem::replace(&mut state.left, true) {
+            return;
+        }
+        for link in &state.links {
+            let elsewhere = state
+                .outs
+                .get(&link.peer)
+                .is_some_and(|out| !Arc::ptr_eq(out, link));
+            link.push(&[&Frame::Goodbye { aborted, elsewhere }.encode()]);
+            let _ = link.flush();
+        }
+        state.losses.clear();
+        self.wake.wake();
+    }
+
+    /// Nothing will be said at the end, as if the process died.
+    #[cfg(test)]
+    pub(super) fn forget_goodbye(&self) {
+        let mut state = self.state();
+        (state.left, state.stop) = (true, true);
+    }
+
+    /// Ends the service thread.
+    pub(super) fn stop(&self) {
+        self.state().stop = true;
+        self.wake.wake();
+    }
+
+    /// Gives callbacks what waits for them; on the service thread, which holds no lock meanwhile.
+    pub(super) fn deliver(&self) {
+        loop {
+            let mut state = self.state();
+            if let Some(callback) = state.on_control.clone()
+                && let Some((from, data)) = state.controls.pop_front()
+            {
+                drop(state);
+                callback(from, &data);
+            } else if let Some(callback) = state.on_lost.clone()
+                && let Some((rank, text)) = state.losses.pop_front()
+            {
+                drop(state);
+                callback(rank, &text);
+            } else {
+                return;
+            }
+        }
+    }
+
+    /// After a death: connects to the ranks that are above and below us now. Both ways, since what was above or below
+    /// the dead one may have died with it, and only who tries to connect finds that out.
+    pub(super) fn heal(&self) {
+        let mut state = self.state();
+        while std::mem::take(&mut state.heal) && !state.left {
+            let above = Self::parent(&state, self.rank);
+            let below = (self.rank + 1..self.table.len() as u32)
+                .filter(|rank| Self::parent(&state, *rank) == Some(self.rank));
+            let neighbours: Vec<u32> = above.into_iter().chain(below).collect();
+            for rank in neighbours {
+                // A rank that has left keeps nobody together, and the communicator is at its end.
+                if state.outs.contains_key(&rank) || state.gone.contains_key(&rank) {
+                    continue;
+                }
+                if let Err(Error::PeerLost { text, .. }) = self.link_of(&mut state, rank) {
+                    self.note_death(&mut state, rank, &text, None);
+                }
+            }
+        }
+    }
+
+    /// Takes a frame; an error text when the connection must end.
+    pub(super) fn take(&self, link: &Arc<Link>, frame: Frame) -> std::result::Result<(), String> {
+        let mut state = self.state();
+        let peer = link.peer;
+        match frame {
+            Frame::Data { tag, data } => {
+                let queue = state.inbox.entry((peer, Class::Message, tag)).or_default();
+                queue.push_back(data);
+            }
+            Frame::Gather { tag, data } => {
+                let queue = state.inbox.entry((peer, Class::Gather, tag)).or_default();
+                queue.push_back(data);
+            }
+            Frame::Control { data } => state.control(peer, data),
+            Frame::Spread { from, number, data } => {
+                if from as usize >= self.table.len() {
+                    return Err(format!("sent a message of rank {from}, which does not exist"));
+                }
+                if from != self.rank && state.seen.entry(from).or_default().note(number) {
+                    let frame = Frame::Spread {
+                        from,
+                        number,
+                        data: data.clone(),
+                    };
+                    self.tell_all(&state, &frame, Some(link));
+                    state.control(from, data);
+                }
+            }
+            Frame::Gone { rank, died, text } => {
+                if died {
+                    self.note_death(&mut state, rank, &text, Some(link));
+                } else if (rank as usize) < self.table.len() && rank != self.rank {
+                    let gone = state.gone.entry(rank).or_insert_with(|| Gone {
+                        how: How::Left,
+                        direct: false,
+                        since: Instant::now(),
+                        text,
+                        told: false,
+                    });
+                    if !std::mem::replace(&mut gone.told, true) {
+                        let frame = gone.frame(rank);
+                        self.tell_all(&state, &frame, Some(link));
+                    }
+                }
+            }
+            Frame::Goodbye { elsewhere: true, .. } => {
+                state.leaving.insert(peer);
+            }
+            Frame::Goodbye { aborted, .. } => {
+                let how = if aborted { "aborted" } else { "has left" };
+                let gone = state.gone.entry(peer).or_insert_with(|| Gone {
+                    how: How::Left,
+                    direct: true,
+                    since: Instant::now(),
+                    text: format!("rank {peer} {how}: it destroyed its communicator or failed to make it"),
+                    told: false,
+                });
+                gone.direct = true;
+            }
+            Frame::Refused { text } => return Err(format!("refused the connection: {text}")),
+        }
+        drop(state);
+        self.arrived.notify_all();
+        Ok(())
+    }
+
+    /// A connection is at its end.
+    pub(super) fn ended(&self, link: &Arc<Link>, why: &str) {
+        let mut state = self.state();
+        let peer = link.peer;
+        state.links.retain(|other| !Arc::ptr_eq(other, link));
+        if state.outs.get(&peer).is_some_and(|out| Arc::ptr_eq(out, link)) {
+            state.outs.remove(&peer);
+        }
+        let other = state.links.iter().find(|other| other.peer == peer).cloned();
+        if let Some(other) = other {
+            state.outs.entry(peer).or_insert(other);
+        } else if !state.gone.contains_key(&peer) && !state.leaving.contains(&peer) {
+            let text = format!("rank {peer} {why} (seen by rank {})", self.rank);
+            if link.was_made() || state.gone.values().any(|gone| gone.how == How::Died) {
+                self.note_death(&mut state, peer, &text, None);
+            } else {
+                // It may have left long ago, and those it was connected to know.
+                let gone = Gone {
+                    how: How::Unreachable,
+                    direct: false,
+                    since: Instant::now(),
+                    text,
+                    told: false,
+                };
+                state.gone.insert(peer, gone);
+            }
+        }
+        drop(state);
+        self.arrived.notify_all();
+    }
+
+    /// Last frames go out; the connections end.
+    pub(super) fn close(&self) {
+        let state = self.state();
+        for link in &state.links {
+            let _ = link.flush();
+            link.shut_down();
+        }
+    }
+}
+
+impl Gone {
+    fn frame(&self, rank: u32) -> Frame {
+        Frame::Gone {
+            rank,
+            died: self.how == How::Died,
+            text: self.text.clone(),
+        }
+    }
+}
+
+impl State {
+    fn control(&mut self, from: u32, data: Vec<u8>) {
+        if self.controls.len() == MAX_WAITING {
+            self.controls.pop_front();
+        }
+        self.controls.push_back((from, data));
+    }
+
+    /// The rank for whose sake a wait for `peer` is in vain, if one is: nothing more can come from `peer` itself, or one
+    /// that is needed died, or has left for longer than its last messages could take. Of several, one that died; then
+    /// one over which others have given up, since they left for its sake.
+    fn missing(&self, peer: u32, needs: Option<&[u32]>) -> Option<u32> {
+        let needed = || {
+            let is_needed = move |rank: u32| needs.is_none_or(|needs| needs.contains(&rank));
+            self.gone
+                .iter()
+                .map(|(rank, gone)| (*rank, gone))
+                .filter(move |(rank, _)| is_needed(*rank))
+        };
+        let end = |(rank, gone): &(u32, &Gone)| {
+            let ends = match gone.how {
+                How::Died => true,
+                How::Left if *rank == peer && gone.direct => true,
+                How::Left => gone.since.elapsed() >= LEFT_GRACE,
+                How::Unreachable => *rank == peer && gone.since.elapsed() >= GRACE,
+            };
+            ends.then_some(*rank)
+        };
+        let found = needed().find_map(|gone| end(&gone))?;
+        let died = needed().find(|(_, gone)| gone.how == How::Died);
+        let blamed = needed().find(|(_, gone)| gone.how == How::Left && !gone.direct);
+        Some(died.or(blamed).map_or(found, |(rank, _)| rank))
+    }
+}
