@@ -94,6 +94,12 @@ impl Error {
         Self::new(ResultCode::InternalError, text)
     }
 
+    /// [`ResultCode::InProgress`], which is no failure.
+    #[must_use]
+    pub fn in_progress() -> Self {
+        Self::new(ResultCode::InProgress, "in progress")
+    }
+
     /// The same error with `context` before its text.
     #[must_use]
     pub fn within(mut self, context: &str) -> Self {

@@ -2,19 +2,22 @@
 
 #![expect(non_snake_case, reason = "NCCL's names")]
 
-use std::ffi::{c_int, c_void};
+use std::{
+    ffi::{c_int, c_void},
+    time::Duration,
+};
 
 use super::{
-    arguments::{config, out},
-    entry,
+    arguments::out,
+    config, entry,
     types::{NcclConfig, UniqueIdBytes},
 };
 use crate::{
     bootstrap,
-    communicator::{self, Config, Handle, InitJob},
+    communicator::{self, Config, Handle, InitJob, Lifecycle},
     device::device,
     error::{Error, Result, ResultCode},
-    group::{self, PendingInit},
+    group::{self, Job, Made},
     observe,
 };
 
@@ -26,20 +29,23 @@ fn in_group(result: Result<()>) -> Result<()> {
     result
 }
 
-/// Makes one rank; `comm` receives its handle, at the end of the group if there is one.
+/// How long a call waits for another thread to notice an abort: it looks ten times a second.
+const SETTLE: Duration = Duration::from_millis(500);
+
+/// What the caller chose and what the environment makes of it.
 ///
 /// # Safety
-/// `comm` is null or valid for writes until then.
-unsafe fn init_rank(
-    comm: *mut Handle,
-    ranks: c_int,
-    id: UniqueIdBytes,
-    rank: c_int,
-    device_number: Option<c_int>,
-    config: Config,
-) -> Result<()> {
-    // SAFETY: the caller's promise.
-    *unsafe { out("comm", comm) }? = Handle(0);
+/// `settings` is null or as [`config::read`] wants it.
+unsafe fn choices(settings: *const NcclConfig, default: Config) -> Result<Config> {
+    if settings.is_null() {
+        return default.overridden();
+    }
+    // SAFETY: not null; the caller's promise.
+    unsafe { config::read(settings) }?.overridden()
+}
+
+/// The rank and number of ranks, if they go together.
+fn place_of(rank: c_int, ranks: c_int) -> Result<(u32, u32)> {
     let ranks = u32::try_from(ranks)
         .ok()
         .filter(|ranks| *ranks > 0)
@@ -53,22 +59,57 @@ unsafe fn init_rank(
                 ranks - 1
             ))
         })?;
+    Ok((rank, ranks))
+}
+
+/// Makes one rank, at the end of the group if there is one; `comm` receives its handle at once.
+///
+/// # Safety
+/// `comm` is null or valid for writes until then.
+unsafe fn init_rank(
+    comm: *mut Handle,
+    ranks: c_int,
+    id: UniqueIdBytes,
+    rank: c_int,
+    device_number: Option<c_int>,
+    config: Result<Config>,
+) -> Result<()> {
+    // SAFETY: the caller's promise.
+    *unsafe { out("comm", comm) }? = Handle(0);
+    let (rank, ranks) = place_of(rank, ranks)?;
+    let config = config?;
     let device_number = match device_number {
         Some(number) => number,
         None => device()?.current()?,
     };
-    group::init(PendingInit {
-        job: InitJob {
-            id: id.0,
-            ranks,
-            rank,
-            device: device_number,
-            config,
-        },
-        deliver: Box::new(move |handle| {
-            // SAFETY: checked above; the caller keeps it valid until the group ends.
-            unsafe { *comm = handle };
-        }),
+    let life = Lifecycle::new(config.blocking);
+    let handle = communicator::reserve(life.clone());
+    let job = InitJob {
+        life: life.clone(),
+        id: id.0,
+        ranks,
+        rank,
+        device: device_number,
+        config,
+    };
+    group::submit(Job {
+        release: Some(life.abort_word().clone()),
+        life,
+        // SAFETY: checked above; the caller keeps it valid until the group ends.
+        made: Some(unsafe { Made::announce(handle, comm) }),
+        work: Box::new(move || communicator::fulfil(handle, &job.run()?)),
+    })
+}
+
+/// Waits for the work of a communicator, at the end of the group if there is one.
+fn finalize(comm: Handle) -> Result<()> {
+    let comm = communicator::lookup(comm)?;
+    comm.close()?;
+    group::submit(Job {
+        life: comm.life().clone(),
+        release: None,
+        made: None,
+        work: Box::new(move || comm.flush()),
     })
 }
 
@@ -95,7 +136,7 @@ entry! {
     /// Makes one rank of a communicator on the current device.
     ncclCommInitRank, pncclCommInitRank(comm: *mut Handle, nranks: c_int, commId: UniqueIdBytes, rank: c_int) {
         // SAFETY: null or valid, says the entry point's contract.
-        in_group(unsafe { init_rank(comm, nranks, commId, rank, None, Config::default()) })
+        in_group(unsafe { init_rank(comm, nranks, commId, rank, None, Config::default().overridden()) })
     }
 }
 
@@ -105,10 +146,9 @@ entry! {
         comm: *mut Handle, nranks: c_int, commId: UniqueIdBytes, rank: c_int, settings: *mut NcclConfig,
     ) {
         // SAFETY: null or valid, says the entry point's contract.
-        in_group(unsafe { config(settings) }.and_then(|config| {
-            // SAFETY: as above.
-            unsafe { init_rank(comm, nranks, commId, rank, None, config) }
-        }))
+        in_group(unsafe {
+            init_rank(comm, nranks, commId, rank, None, choices(settings, Config::default()))
+        })
     }
 }
 
@@ -124,22 +164,25 @@ entry! {
             .ok_or_else(|| Error::argument(format!("ndev ({ndev}) is not a positive number")))?;
         device()?;
         let id = UniqueIdBytes(bootstrap::create_root()?.to_bytes());
+        let config = Config::default().overridden();
         group::start()?;
         let made = (0..ranks).try_for_each(|rank| {
             // SAFETY: `comms` and `devlist` have `ndev` entries, says the entry point's contract.
             unsafe {
                 let number = if devlist.is_null() { rank as c_int } else { *devlist.add(rank) };
-                init_rank(comms.add(rank), ndev, id, rank as c_int, Some(number), Config::default())
+                init_rank(comms.add(rank), ndev, id, rank as c_int, Some(number), config.clone())
             }
         });
-        made.and(group::end())
+        // Also when a call failed: the group has to end.
+        let ended = group::end();
+        made.and(ended)
     }
 }
 
 entry! {
     /// Waits for all enqueued work; afterwards the communicator can only be destroyed.
     ncclCommFinalize, pncclCommFinalize(comm: Handle) {
-        communicator::lookup(comm)?.finalize()
+        in_group(finalize(comm))
     }
 }
 
@@ -147,15 +190,25 @@ entry! {
     /// Finalizes if need be, and frees the communicator.
     ncclCommDestroy, pncclCommDestroy(comm: Handle) {
         // As in NCCL, destroying no communicator is fine.
-        if comm == Handle(0) { Ok(()) } else { communicator::remove(comm)?.destroy() }
+        if comm == Handle(0) {
+            return Ok(());
+        }
+        communicator::remove(comm)?.map_or(Ok(()), |comm| comm.destroy())
     }
 }
 
 entry! {
     /// Releases every wait and frees the communicator, whatever its peers do.
     ncclCommAbort, pncclCommAbort(comm: Handle) {
-        if comm != Handle(0) {
-            communicator::remove(comm)?.abort();
+        if comm == Handle(0) {
+            return Ok(());
+        }
+        let (life, comm) = communicator::tear_out(comm)?;
+        life.abort();
+        // A group that works on it gives up first, so that nothing is launched behind what follows.
+        life.settle(SETTLE);
+        if let Some(comm) = comm {
+            comm.abort();
         }
         Ok(())
     }
@@ -164,10 +217,9 @@ entry! {
 entry! {
     /// What went wrong behind the caller's back; `ncclSuccess` if nothing did.
     ncclCommGetAsyncError, pncclCommGetAsyncError(comm: Handle, asyncError: *mut c_int) {
-        let comm = communicator::lookup(comm)?;
+        let (code, _) = communicator::state(comm)?;
         // SAFETY: null or valid, says the entry point's contract.
-        *unsafe { out("asyncError", asyncError) }? =
-            comm.async_error().map_or(ResultCode::Success, |error| error.code) as c_int;
+        *unsafe { out("asyncError", asyncError) }? = code as c_int;
         Ok(())
     }
 }

@@ -27,9 +27,7 @@ pub(crate) fn set(text: &str) {
 
 fn last_error(comm: Handle) -> *const c_char {
     std::panic::catch_unwind(|| {
-        let failure = communicator::lookup(comm)
-            .ok()
-            .and_then(|comm| comm.async_error());
+        let failure = communicator::state(comm).ok().and_then(|(_, failure)| failure);
         match failure {
             Some(error) => RETURNED.with(|returned| {
                 *returned.borrow_mut() = CString::new(error.text.replace('\0', " ")).unwrap_or_default();

@@ -6,6 +6,7 @@
 
 mod arguments;
 mod communicators;
+mod config;
 mod device_api;
 mod last_error;
 mod operations;
@@ -30,6 +31,8 @@ pub(crate) fn call(function: &str, body: impl FnOnce() -> Result<()>) -> ResultC
     // (`communicator::lock`), and the communicator reports the failure.
     let error = match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => return ResultCode::Success,
+        // Not a failure: there is nothing to say about it.
+        Ok(Err(error)) if error.code == ResultCode::InProgress => return error.code,
         Ok(Err(error)) => error,
         Err(panic) => {
             let text = panic

@@ -2,10 +2,14 @@
 
 use std::sync::{Arc, Mutex, atomic::AtomicBool, mpsc};
 
-use ringsight_kernels::{AbortWord, fifo::SLOTS};
+use ringsight_kernels::fifo::SLOTS;
 use ringsight_records::{Kind, State, pages};
 
-use super::{Communicator, Faults, Planner, Proxied};
+use super::{
+    Communicator, Config, Planner, Proxied,
+    config::{MAX_CHANNELS, number},
+    lifecycle::Lifecycle,
+};
 use crate::{
     bootstrap::{self, Bootstrap, UniqueId},
     device::device,
@@ -18,26 +22,15 @@ use crate::{
     transport::Connector,
 };
 
-/// Most channels of a communicator: descriptions carry them as a mask of 64 bits.
-const MAX_CHANNELS: u32 = 32;
 const DEFAULT_CHANNELS: u32 = 2;
 /// `NCCL_BUFFSIZE` by default: slots of 128 KiB stay in a core's cache between its producer and its consumer.
 const DEFAULT_BUFFER_BYTES: usize = 1 << 20;
 
-/// What a caller may choose.
-#[derive(Clone, Debug, Default)]
-pub struct Config {
-    /// Fewest channels (`minCTAs`).
-    pub min_channels: Option<u32>,
-    /// Most channels (`maxCTAs`).
-    pub max_channels: Option<u32>,
-    /// Name for traces (`commName`).
-    pub name: String,
-}
-
 /// A communicator that is to be made.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct InitJob {
+    /// What its handle stands for.
+    pub life: Arc<Lifecycle>,
     /// The 128 bytes that the ranks share.
     pub id: [u8; UniqueId::BYTES],
     /// Ranks.
@@ -48,21 +41,6 @@ pub struct InitJob {
     pub device: i32,
     /// Choices.
     pub config: Config,
-}
-
-fn number<T: std::str::FromStr>(names: &[&str]) -> Result<Option<T>> {
-    for name in names {
-        if let Ok(text) = std::env::var(name)
-            && !text.trim().is_empty()
-        {
-            return text.trim().parse().map(Some).map_err(|_| {
-                Error::argument(format!(
-                    "environment variable {name}={text} is not a number in range"
-                ))
-            });
-        }
-    }
-    Ok(None)
 }
 
 /// FNV-1a, 64 bits.
@@ -92,9 +70,6 @@ impl Terms {
     const BYTES: usize = 24;
 
     fn mine(config: &Config) -> Result<Self> {
-        // The environment wins over the program, as in NCCL.
-        let min = number(&["NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS"])?.or(config.min_channels);
-        let max = number(&["NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS"])?.or(config.max_channels);
         let buffer: usize = number(&["NCCL_BUFFSIZE"])?.unwrap_or(DEFAULT_BUFFER_BYTES);
         if !(4096..=1 << 30).contains(&buffer) {
             return Err(Error::argument(format!(
@@ -103,8 +78,8 @@ impl Terms {
         }
         let depth: usize = number(&["RINGSIGHT_WORK_FIFO_DEPTH"])?.unwrap_or(WORK_FIFO_DEPTH);
         Ok(Self {
-            min_channels: min.unwrap_or(1).clamp(1, MAX_CHANNELS),
-            max_channels: max.unwrap_or(MAX_CHANNELS).clamp(1, MAX_CHANNELS),
+            min_channels: config.min_channels.unwrap_or(1).clamp(1, MAX_CHANNELS),
+            max_channels: config.max_channels.unwrap_or(MAX_CHANNELS).clamp(1, MAX_CHANNELS),
             slot_bytes: (buffer / SLOTS).next_multiple_of(64) as u64,
             work_fifo_depth: depth.clamp(2, 1 << 20) as u64,
         })
@@ -171,7 +146,7 @@ impl InitJob {
             );
         }
         let context = |error: Error| error.within(&format!("rank {} of {}", self.rank, self.ranks));
-        let abort = Arc::new(AbortWord::default());
+        let abort = self.life.abort_word().clone();
         let bootstrap = Bootstrap::init(
             &unique_id,
             self.rank,
@@ -190,7 +165,7 @@ impl InitJob {
             })
             .collect::<Result<_>>()?;
         let (channels, slot_bytes, work_fifo_depth) = Terms::agree(&terms);
-        let (proxied, faults) = (Arc::new(Proxied::default()), Arc::new(Faults::default()));
+        let (proxied, faults) = (Arc::new(Proxied::default()), self.life.faults().clone());
         let proxy = Arc::new(
             Proxy::new(ProxyConfig {
                 rank: self.rank,
@@ -236,6 +211,7 @@ impl InitJob {
             connector,
             abort,
             reclaim,
+            life: self.life.clone(),
             proxied,
             faults,
             planner: Mutex::new(Planner {

@@ -1,6 +1,8 @@
 //! A communicator: one rank's part in a set of ranks.
 
+mod config;
 mod init;
+mod lifecycle;
 mod registry;
 
 use std::{
@@ -19,7 +21,7 @@ use ringsight_records::{Flags, Kind, Record, State};
 use crate::{
     bootstrap::Bootstrap,
     device::{Capture, Device, device},
-    error::{Error, Result, ResultCode},
+    error::{Error, Result},
     launch::{
         Order,
         observer::OpState,
@@ -32,8 +34,12 @@ use crate::{
     transport::{Connector, RingConnections},
 };
 
-pub use init::{Config, InitJob};
-pub use registry::{Handle, lookup, register, remove};
+pub use config::Config;
+pub use init::InitJob;
+pub(crate) use lifecycle::Background;
+use lifecycle::Faults;
+pub use lifecycle::Lifecycle;
+pub use registry::{Handle, fulfil, is_made, lookup, remove, reserve, state, tear_out, withdraw};
 
 /// One rank of a communicator.
 pub struct Communicator {
@@ -59,6 +65,7 @@ pub struct Communicator {
     pub(crate) abort: Arc<AbortWord>,
     /// Where finished plans go.
     pub(crate) reclaim: Sender<Reclaim>,
+    life: Arc<Lifecycle>,
     proxied: Arc<Proxied>,
     faults: Arc<Faults>,
     planner: Mutex<Planner>,
@@ -76,21 +83,6 @@ pub(crate) struct Planner {
     pub(crate) sequences: Sequences,
     pub(crate) plans: Plans,
     pub(crate) order: Order,
-}
-
-/// Failures that happen behind the caller's back.
-#[derive(Debug, Default)]
-pub(crate) struct Faults(Mutex<Option<Error>>);
-
-impl Faults {
-    /// Keeps the first one.
-    pub(crate) fn set(&self, error: Error) {
-        lock(&self.0).get_or_insert(error);
-    }
-
-    fn get(&self) -> Option<Error> {
-        lock(&self.0).clone()
-    }
 }
 
 /// Proxy operations that are still to finish, by (operation, replay).
@@ -156,6 +148,11 @@ impl Communicator {
         lock(&self.planner)
     }
 
+    /// What its handle stands for.
+    pub(crate) fn life(&self) -> &Arc<Lifecycle> {
+        &self.life
+    }
+
     /// What went wrong behind the caller's back, if anything did.
     #[must_use]
     pub fn async_error(&self) -> Option<Error> {
@@ -167,11 +164,7 @@ impl Communicator {
     /// # Errors
     /// After finalize, abort or an asynchronous error, and in a child of the process that made it.
     pub fn check_usable(&self) -> Result<()> {
-        if self.fork != observe::fork_generation() {
-            return Err(Error::usage(
-                "comm belongs to the parent of this forked process: make a communicator after the fork",
-            ));
-        }
+        self.check_fork()?;
         if self.finalized.load(Ordering::Relaxed) {
             return Err(Error::usage(
                 "comm has been finalized: only ncclCommDestroy and queries are left",
@@ -238,17 +231,24 @@ impl Communicator {
         Ok(())
     }
 
-    /// Waits until all work that was enqueued is done; afterwards nothing can be enqueued any more.
+    /// Nothing can be enqueued any more; [`Communicator::flush`] does the rest.
+    ///
+    /// # Errors
+    /// That has been said before, or it belongs to the parent of this forked process.
+    pub fn close(&self) -> Result<()> {
+        self.check_fork()?;
+        // Relaxed: a caller that enqueues meanwhile is on another thread without order to this one.
+        if self.finalized.swap(true, Ordering::Relaxed) {
+            return Err(Error::argument("comm has been finalized already"));
+        }
+        Ok(())
+    }
+
+    /// Waits until all work that was enqueued is done.
     ///
     /// # Errors
     /// What went wrong asynchronously meanwhile.
-    pub fn finalize(&self) -> Result<()> {
-        if self.fork != observe::fork_generation() {
-            return Err(Error::usage("comm belongs to the parent of this forked process"));
-        }
-        if self.finalized.swap(true, Ordering::Relaxed) {
-            return Ok(());
-        }
+    pub fn flush(&self) -> Result<()> {
         let mut planner = self.planner();
         planner
             .plans
@@ -258,6 +258,15 @@ impl Communicator {
             self.proxy.stop();
         }
         self.async_error().map_or(Ok(()), Err)
+    }
+
+    fn check_fork(&self) -> Result<()> {
+        if self.fork == observe::fork_generation() {
+            return Ok(());
+        }
+        Err(Error::usage(
+            "comm belongs to the parent of this forked process: make a communicator after the fork",
+        ))
     }
 
     /// Ends the communicator: its threads are joined when the last reference is gone.
@@ -288,15 +297,14 @@ impl Communicator {
         }
     }
 
-    /// Finalizes if that has not been done, and ends it.
+    /// Waits for its work and ends it.
     ///
     /// # Errors
-    /// As [`Communicator::finalize`]; the communicator is gone all the same.
+    /// As [`Communicator::flush`]; the communicator is gone all the same.
     pub fn destroy(&self) -> Result<()> {
-        if self.fork != observe::fork_generation() {
-            return Err(Error::usage("comm belongs to the parent of this forked process"));
-        }
-        let result = self.finalize();
+        self.check_fork()?;
+        self.finalized.store(true, Ordering::Relaxed);
+        let result = self.flush();
         let failed = self.abort.is_set() || self.faults.get().is_some();
         self.end(if failed { State::ABORTED } else { State::STOP });
         result
@@ -304,12 +312,10 @@ impl Communicator {
 
     /// Ends it at once: every wait is released, work that has begun gives up.
     pub fn abort(&self) {
-        if self.fork != observe::fork_generation() {
+        if self.check_fork().is_err() {
             return;
         }
-        self.abort.set();
-        self.faults
-            .set(Error::new(ResultCode::InvalidUsage, "comm has been aborted"));
+        self.life.abort();
         self.end(State::ABORTED);
     }
 

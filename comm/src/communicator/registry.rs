@@ -1,5 +1,5 @@
-//! Live communicators by handle. Handles are numbers that are never used twice, so that a handle of a communicator that
-//! is gone is an error and not a crash.
+//! Communicators by handle, from the call that asks for one to its destruction. Handles are numbers that are never used
+//! twice, so that a handle of a communicator that is gone is an error and not a crash.
 
 use std::{
     collections::HashMap,
@@ -9,8 +9,8 @@ use std::{
     },
 };
 
-use super::Communicator;
-use crate::error::{Error, Result};
+use super::{Communicator, lifecycle::Lifecycle};
+use crate::error::{Error, Result, ResultCode};
 
 /// The value of an `ncclComm_t`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -22,24 +22,62 @@ const FIRST: usize = 0x5253_0000_0000;
 const STEP: usize = 0x10;
 
 static NEXT: AtomicUsize = AtomicUsize::new(FIRST);
-static LIVE: RwLock<Option<HashMap<usize, Arc<Communicator>>>> = RwLock::new(None);
+static LIVE: RwLock<Option<HashMap<usize, Slot>>> = RwLock::new(None);
 
-/// Enters a communicator.
+/// What a handle stands for.
+#[derive(Clone)]
+struct Slot {
+    life: Arc<Lifecycle>,
+    /// `None` while it is being made, and if that failed.
+    communicator: Option<Arc<Communicator>>,
+}
+
+/// A handle for a communicator that is to be made.
 #[must_use]
-pub fn register(communicator: Arc<Communicator>) -> Handle {
+pub fn reserve(life: Arc<Lifecycle>) -> Handle {
+    // Relaxed: handles need to differ, they order nothing.
     let handle = NEXT.fetch_add(STEP, Ordering::Relaxed);
+    let slot = Slot {
+        life,
+        communicator: None,
+    };
     LIVE.write()
         .unwrap_or_else(PoisonError::into_inner)
         .get_or_insert_default()
-        .insert(handle, communicator);
+        .insert(handle, slot);
     Handle(handle)
 }
 
-/// The communicator of a handle.
+/// Puts a communicator behind its handle.
 ///
 /// # Errors
-/// Says whether the handle is null, was destroyed, or never was one.
-pub fn lookup(handle: Handle) -> Result<Arc<Communicator>> {
+/// The handle was aborted meanwhile: then the communicator is aborted too.
+pub fn fulfil(handle: Handle, communicator: &Arc<Communicator>) -> Result<()> {
+    let mut live = LIVE.write().unwrap_or_else(PoisonError::into_inner);
+    if let Some(slot) = live.as_mut().and_then(|live| live.get_mut(&handle.0)) {
+        slot.communicator = Some(communicator.clone());
+        return Ok(());
+    }
+    drop(live);
+    communicator.abort();
+    Err(Error::usage("comm was aborted while it was being made"))
+}
+
+/// Whether there is a communicator behind the handle.
+#[must_use]
+pub fn is_made(handle: Handle) -> bool {
+    slot(handle).is_ok_and(|slot| slot.communicator.is_some())
+}
+
+/// Takes back a handle whose communicator could not be made.
+pub fn withdraw(handle: Handle) {
+    let mut live = LIVE.write().unwrap_or_else(PoisonError::into_inner);
+    if let Some(live) = live.as_mut() {
+        live.remove(&handle.0);
+    }
+}
+
+fn slot(handle: Handle) -> Result<Slot> {
     let live = LIVE.read().unwrap_or_else(PoisonError::into_inner);
     live.as_ref()
         .and_then(|live| live.get(&handle.0))
@@ -47,14 +85,67 @@ pub fn lookup(handle: Handle) -> Result<Arc<Communicator>> {
         .ok_or_else(|| unknown(handle))
 }
 
+/// The communicator of a handle, ready for calls.
+///
+/// # Errors
+/// Says whether the handle is null, was destroyed, or never was one; whether its communicator is still being made, could
+/// not be made, or is busy with an earlier non-blocking call.
+pub fn lookup(handle: Handle) -> Result<Arc<Communicator>> {
+    let Slot { life, .. } = slot(handle)?;
+    life.check_idle()?;
+    // Asked again: it may have come while the group was at work.
+    slot(handle)?.communicator.ok_or_else(|| {
+        let unfinished = || Error::argument("comm is not made yet: its group has not ended");
+        life.faults().get().unwrap_or_else(unfinished)
+    })
+}
+
+/// What `ncclCommGetAsyncError` says: the state of the communicator and why it failed, if it did.
+///
+/// # Errors
+/// The handle is none.
+pub fn state(handle: Handle) -> Result<(ResultCode, Option<Error>)> {
+    let Slot { life, .. } = slot(handle)?;
+    if life.is_busy() {
+        return Ok((ResultCode::InProgress, None));
+    }
+    let fault = life.faults().get();
+    let made = slot(handle)?.communicator.is_some();
+    Ok(match fault {
+        Some(error) => (error.code, Some(error)),
+        None if made => (ResultCode::Success, None),
+        None => (ResultCode::InProgress, None),
+    })
+}
+
 /// Takes a communicator out.
 ///
 /// # Errors
-/// As [`lookup`].
-pub fn remove(handle: Handle) -> Result<Arc<Communicator>> {
+/// As [`lookup`], but for a communicator that could not be made: then there is nothing but its handle, which is gone now.
+pub fn remove(handle: Handle) -> Result<Option<Arc<Communicator>>> {
+    let Slot { life, communicator } = slot(handle)?;
+    life.check_idle()?;
+    if communicator.is_none() && life.faults().get().is_none() {
+        return Err(Error::argument(
+            "comm is still being made: wait for it, or use ncclCommAbort",
+        ));
+    }
     let mut live = LIVE.write().unwrap_or_else(PoisonError::into_inner);
     live.as_mut()
         .and_then(|live| live.remove(&handle.0))
+        .map(|slot| slot.communicator)
+        .ok_or_else(|| unknown(handle))
+}
+
+/// Takes a communicator out whatever it is doing.
+///
+/// # Errors
+/// The handle is none.
+pub fn tear_out(handle: Handle) -> Result<(Arc<Lifecycle>, Option<Arc<Communicator>>)> {
+    let mut live = LIVE.write().unwrap_or_else(PoisonError::into_inner);
+    live.as_mut()
+        .and_then(|live| live.remove(&handle.0))
+        .map(|slot| (slot.life, slot.communicator))
         .ok_or_else(|| unknown(handle))
 }
 

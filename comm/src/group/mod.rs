@@ -2,26 +2,27 @@
 //!
 //! A lone call is a group of its own, of depth 1. Groups belong to the calling thread.
 
-use std::{cell::RefCell, mem, sync::Arc};
+mod jobs;
+
+use std::{
+    cell::RefCell,
+    mem,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::Arc,
+};
 
 use ringsight_records::{Flags, Function, Kind, Record, State, description::Time, pages::CAPTURED};
 
 use crate::{
-    communicator::{self, Communicator, Handle, InitJob},
+    communicator::{Background, Communicator, Lifecycle},
     device::{Capture, Device, Stream, device},
-    error::{Error, Result},
+    error::{Error, Result, ResultCode},
     launch::Launching,
     observe,
     plan::{self, Exchange, OpInfo, Request, Task},
 };
 
-/// Where the handle of a communicator goes that is made at the end of the group.
-pub struct PendingInit {
-    /// What to make.
-    pub job: InitJob,
-    /// Receives the handle; 0 on failure.
-    pub deliver: Box<dyn FnOnce(Handle)>,
-}
+pub use jobs::{Job, Made, submit};
 
 /// What one group asks of one communicator.
 struct Tasks {
@@ -41,7 +42,9 @@ struct Group {
     number: u32,
     error: Option<Error>,
     tasks: Vec<Tasks>,
-    inits: Vec<PendingInit>,
+    jobs: jobs::Jobs,
+    /// Whether its communicators are blocking; `None` until the first one comes.
+    blocking: Option<bool>,
     captured: bool,
 }
 
@@ -112,7 +115,7 @@ pub fn end() -> Result<()> {
     let Some(group) = group else { return Ok(()) };
     let (number, captured) = (group.number, group.captured);
     emit_api(number, EXPLICIT, State::GROUP_END_API_START, start, captured);
-    let result = group.run();
+    let result = group.complete();
     emit_api(number, EXPLICIT, State::STOP, observe::now_ns(), captured);
     announce(result?);
     Ok(())
@@ -127,74 +130,14 @@ fn announce(launched: Vec<OpInfo>) {
 
 /// Notes an error of a call inside a group, which then fails as a whole.
 pub fn note_error(error: &Error) {
+    if error.code == ResultCode::InProgress {
+        return;
+    }
     GROUP.with_borrow_mut(|group| {
         if group.depth > 0 {
             group.error.get_or_insert_with(|| error.clone());
         }
     });
-}
-
-/// Makes a communicator: at once outside of a group, at its end inside.
-///
-/// # Errors
-/// As [`InitJob::run`].
-pub fn init(pending: PendingInit) -> Result<()> {
-    let now = GROUP.with_borrow_mut(|group| {
-        if group.depth == 0 {
-            return Some(pending);
-        }
-        group.inits.push(pending);
-        None
-    });
-    now.map_or(Ok(()), |pending| run_inits(vec![pending]))
-}
-
-/// Each in a thread of its own: they wait for each other.
-fn run_inits(pending: Vec<PendingInit>) -> Result<()> {
-    let mut first = Ok(());
-    let made: Vec<_> = if let [only] = &pending[..] {
-        let restore = device().and_then(|device| device.current());
-        let made = only.job.run();
-        if let (Ok(device), Ok(number)) = (device(), restore) {
-            device.set_current(number)?;
-        }
-        vec![made]
-    } else {
-        std::thread::scope(|scope| {
-            let threads: Vec<_> = pending
-                .iter()
-                .map(|pending| {
-                    let job = &pending.job;
-                    std::thread::Builder::new()
-                        .name(format!("rs-init-{}", job.rank))
-                        .spawn_scoped(scope, || job.run())
-                })
-                .collect();
-            threads
-                .into_iter()
-                .map(|thread| match thread.map(std::thread::ScopedJoinHandle::join) {
-                    Ok(Ok(made)) => made,
-                    Ok(Err(_)) => Err(Error::internal("a thread that makes a communicator panicked")),
-                    Err(error) => Err(Error::new(
-                        crate::error::ResultCode::SystemError,
-                        format!("no thread to make a communicator with: {error}"),
-                    )),
-                })
-                .collect()
-        })
-    };
-    for (pending, made) in pending.into_iter().zip(made) {
-        match made {
-            Ok(communicator) => (pending.deliver)(communicator::register(communicator)),
-            Err(error) => {
-                (pending.deliver)(Handle(0));
-                if first.is_ok() {
-                    first = Err(error);
-                }
-            }
-        }
-    }
-    first
 }
 
 /// Enqueues one operation: launched at once outside of a group, at its end inside. `start_ns` is when the call began.
@@ -226,7 +169,13 @@ pub fn enqueue(comm: &Arc<Communicator>, request: Request, start_ns: u64) -> Res
     let info = group.push(comm, request, start_ns)?;
     emit_api(group.number, 1, State::START, start_ns, false);
     let (number, captured) = (group.number, group.captured);
-    let result = group.run();
+    if group.blocking == Some(false)
+        && let Some(task) = group.last_task(comm, &info)
+    {
+        // The thread that launches it writes its description.
+        task.api_end_ns = observe::now_ns();
+    }
+    let result = group.complete();
     let end = observe::now_ns();
     observe::set_time(info.op, Time::ApiEnd, end);
     info.emit(info.api_kind(), State::STOP, end);
@@ -251,6 +200,7 @@ fn device_of<T>(comm: &Communicator, what: impl FnOnce(&dyn Device) -> Result<T>
 impl Group {
     fn push(&mut self, comm: &Arc<Communicator>, request: Request, start_ns: u64) -> Result<OpInfo> {
         comm.check_usable()?;
+        self.admit(comm.life())?;
         let capture = device_of(comm, |device| Ok(device.capture_of(request.stream)?))?;
         let index = self
             .tasks
@@ -336,17 +286,58 @@ impl Group {
         task.filter(|task| task.info.op == info.op)
     }
 
-    /// Does what was collected; returns the operations that were launched.
-    fn run(mut self) -> Result<Vec<OpInfo>> {
+    /// Takes part in the group.
+    fn admit(&mut self, life: &Lifecycle) -> Result<()> {
+        if *self.blocking.get_or_insert(life.blocking()) != life.blocking() {
+            return Err(Error::argument(
+                "comm: blocking and non-blocking communicators cannot be in one group: end the group between them",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Does what was collected; returns the operations that were launched. With non-blocking communicators a thread does
+    /// it, and their state tells of its end.
+    fn complete(mut self) -> Result<Vec<OpInfo>> {
         if let Some(error) = self.error.take() {
-            for pending in self.inits {
-                (pending.deliver)(Handle(0));
-            }
+            self.jobs.withdraw();
             return Err(error);
         }
-        if !self.inits.is_empty() {
-            run_inits(mem::take(&mut self.inits))?;
+        if self.blocking != Some(false) {
+            mem::take(&mut self.jobs).run()?;
+            return self.run();
         }
+        let mut lives: Vec<Arc<Lifecycle>> = self.jobs.lives().cloned().collect();
+        lives.extend(self.tasks.iter().map(|tasks| tasks.comm.life().clone()));
+        lives.sort_by_key(Arc::as_ptr);
+        lives.dedup_by(|one, other| Arc::ptr_eq(one, other));
+        let mut words = self.jobs.words();
+        words.extend(self.tasks.iter().map(|tasks| tasks.comm.abort.clone()));
+        let work = Background::new(words);
+        for life in &lives {
+            life.begin(&work);
+        }
+        let (ready, made) = mem::take(&mut self.jobs).split();
+        let waiting = lives.clone();
+        let started = work.start(move || {
+            let result = catch_unwind(AssertUnwindSafe(|| ready.run().and_then(|()| self.run())))
+                .unwrap_or_else(|_| Err(Error::internal("a group's thread panicked")));
+            let result = result.map(announce);
+            for life in &waiting {
+                life.finish(&result);
+            }
+        });
+        if let Err(error) = started {
+            let result = Err(error.clone());
+            lives.iter().for_each(|life| life.finish(&result));
+            made.into_iter().for_each(Made::withdraw);
+            return Err(error);
+        }
+        Err(Error::in_progress())
+    }
+
+    /// Launches the operations; returns them.
+    fn run(self) -> Result<Vec<OpInfo>> {
         if self.tasks.is_empty() {
             return Ok(Vec::new());
         }

@@ -7,12 +7,13 @@ use std::{
     env,
     ffi::{CStr, c_int, c_void},
     process::{Child, Command, Output, Stdio},
+    ptr,
     sync::{Arc, Once},
     thread,
 };
 
 use ringsight_comm::{
-    abi::{self, UniqueIdBytes},
+    abi::{self, NcclConfig, UniqueIdBytes},
     communicator::Handle,
     device::{Device, Stream, device},
     error::ResultCode,
@@ -360,4 +361,28 @@ pub fn rank_of_process() -> Option<Rank> {
         rank.parse().ok()?,
         ranks.parse().ok()?,
     ))
+}
+
+/// What `NCCL_CONFIG_INITIALIZER` of 2.28.9 sets.
+pub fn config() -> NcclConfig {
+    const UNDEF: c_int = c_int::MIN;
+    NcclConfig {
+        size: size_of::<NcclConfig>(),
+        magic: 0xcafe_beef,
+        version: 22809,
+        blocking: UNDEF,
+        cga_cluster_size: UNDEF,
+        min_ctas: UNDEF,
+        max_ctas: UNDEF,
+        net_name: ptr::null(),
+        split_share: UNDEF,
+        traffic_class: UNDEF,
+        comm_name: ptr::null(),
+        collnet_enable: UNDEF,
+        cta_policy: UNDEF,
+        shrink_share: UNDEF,
+        nvls_ctas: UNDEF,
+        n_channels_per_net_peer: UNDEF,
+        nvlink_centric_sched: UNDEF,
+    }
 }

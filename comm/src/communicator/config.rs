@@ -1,0 +1,261 @@
+//! What a caller may choose for a communicator, and what the environment makes of it.
+
+use crate::error::{Error, Result};
+
+/// Most channels of a communicator: descriptions carry them as a mask of 64 bits.
+pub(super) const MAX_CHANNELS: u32 = 32;
+/// The network between nodes, by NCCL's name for it.
+const SOCKET: &str = "Socket";
+
+/// Choices for a communicator (`ncclConfig_t`), checked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// `blocking`: calls return when they are done; else `ncclInProgress`.
+    pub blocking: bool,
+    /// Fewest channels (`minCTAs`).
+    pub min_channels: Option<u32>,
+    /// Most channels (`maxCTAs`).
+    pub max_channels: Option<u32>,
+    /// `cgaClusterSize`: blocks of a cluster, 0 to 8; for kernels on a GPU.
+    pub cga_cluster_size: Option<u32>,
+    /// Network to use (`netName`).
+    pub net_name: Option<String>,
+    /// Children of a split share this communicator's proxy (`splitShare`).
+    pub split_share: bool,
+    /// Children of a shrink share this communicator's proxy (`shrinkShare`).
+    pub shrink_share: bool,
+    /// `trafficClass` of the network.
+    pub traffic_class: Option<i32>,
+    /// Name for traces (`commName`).
+    pub name: String,
+    /// `collnetEnable`: reductions in switches, where there are such.
+    pub collnet: bool,
+    /// `CTAPolicy`: 0 default, 1 efficiency, 2 zero.
+    pub cta_policy: u32,
+    /// `nvlsCTAs`: channels for NVLink SHARP.
+    pub nvls_channels: Option<u32>,
+    /// `nChannelsPerNetPeer`.
+    pub channels_per_net_peer: Option<u32>,
+    /// `nvlinkCentricSched`.
+    pub nvlink_centric: bool,
+}
+
+impl Default for Config {
+    /// What NCCL takes where a caller chooses nothing.
+    fn default() -> Self {
+        Self {
+            blocking: true,
+            min_channels: None,
+            max_channels: None,
+            cga_cluster_size: None,
+            net_name: None,
+            split_share: false,
+            shrink_share: false,
+            traffic_class: None,
+            name: String::new(),
+            collnet: false,
+            cta_policy: 0,
+            nvls_channels: None,
+            channels_per_net_peer: None,
+            nvlink_centric: false,
+        }
+    }
+}
+
+/// The first of `names` that the environment sets, as a number.
+pub(super) fn number<T: std::str::FromStr>(names: &[&str]) -> Result<Option<T>> {
+    number_in(&|name| std::env::var(name).ok(), names)
+}
+
+fn number_in<T: std::str::FromStr>(
+    environment: &dyn Fn(&str) -> Option<String>,
+    names: &[&str],
+) -> Result<Option<T>> {
+    for name in names {
+        if let Some(text) = environment(name)
+            && !text.trim().is_empty()
+        {
+            return text.trim().parse().map(Some).map_err(|_| {
+                Error::argument(format!(
+                    "environment variable {name}={text} is not a number in range"
+                ))
+            });
+        }
+    }
+    Ok(None)
+}
+
+impl Config {
+    /// This config with what the environment says in its place: the environment wins over the program, as in NCCL, and
+    /// a number that makes no sense for its field is passed over.
+    ///
+    /// # Errors
+    /// A variable that is no number; a network that there is none of.
+    pub fn overridden(self) -> Result<Self> {
+        self.overridden_by(&|name| std::env::var(name).ok())
+    }
+
+    fn overridden_by(mut self, environment: &dyn Fn(&str) -> Option<String>) -> Result<Self> {
+        let number = |names: &[&str]| number_in::<i64>(environment, names);
+        let positive = |names: &[&str]| {
+            Ok::<_, Error>(
+                number(names)?.and_then(|value| u32::try_from(value).ok().filter(|value| *value > 0)),
+            )
+        };
+        let flag = |names: &[&str], field: &mut bool, else_off: bool| {
+            match number(names)? {
+                Some(value @ (0 | 1)) => *field = value == 1,
+                // What is neither yes nor no switches sharing and offload off; other fields stay as they are.
+                Some(_) if else_off => *field = false,
+                _ => {}
+            }
+            Ok::<_, Error>(())
+        };
+        flag(&["NCCL_COMM_BLOCKING"], &mut self.blocking, false)?;
+        flag(&["NCCL_COMM_SPLIT_SHARE_RESOURCES"], &mut self.split_share, true)?;
+        flag(
+            &["NCCL_COMM_SHRINK_SHARE_RESOURCES"],
+            &mut self.shrink_share,
+            true,
+        )?;
+        flag(&["NCCL_COLLNET_ENABLE"], &mut self.collnet, true)?;
+        flag(
+            &["NCCL_NVLINK_UTIL_CENTRIC_SCHED_ENABLE"],
+            &mut self.nvlink_centric,
+            false,
+        )?;
+        self.min_channels = positive(&["NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS"])?.or(self.min_channels);
+        self.max_channels = positive(&["NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS"])?.or(self.max_channels);
+        self.nvls_channels = positive(&["NCCL_NVLS_NCHANNELS"])?.or(self.nvls_channels);
+        self.channels_per_net_peer =
+            positive(&["NCCL_NCHANNELS_PER_NET_PEER"])?.or(self.channels_per_net_peer);
+        if let Some(size) = number(&["NCCL_CGA_CLUSTER_SIZE"])?
+            && size >= 0
+        {
+            self.cga_cluster_size = Some(size.min(8) as u32);
+        }
+        if let Some(policy) = number(&["NCCL_CTA_POLICY"])? {
+            self.cta_policy = u32::try_from(policy)
+                .ok()
+                .filter(|policy| *policy <= 2)
+                .unwrap_or(0);
+        }
+        if let Some(name) = environment("NCCL_NET").filter(|name| !name.is_empty()) {
+            self.net_name = Some(name);
+        }
+        if let Some(name) = &self.net_name
+            && !name.eq_ignore_ascii_case(SOCKET)
+        {
+            return Err(Error::usage(format!(
+                "network {name} (config.netName or environment variable NCCL_NET) is not there: {SOCKET} is"
+            )));
+        }
+        // The least maximum wins over the greatest minimum.
+        if let (Some(min), Some(max)) = (self.min_channels, self.max_channels) {
+            self.min_channels = Some(min.min(max));
+        }
+        Ok(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::ResultCode;
+
+    fn with(config: Config, variables: &[(&str, &str)]) -> Result<Config> {
+        config.overridden_by(&|name| {
+            let found = variables.iter().find(|(variable, _)| *variable == name);
+            found.map(|(_, value)| (*value).to_owned())
+        })
+    }
+
+    #[test]
+    fn the_environment_wins_over_the_program() {
+        let asked = Config {
+            min_channels: Some(3),
+            max_channels: Some(6),
+            ..Config::default()
+        };
+        assert_eq!(with(asked.clone(), &[]), Ok(asked.clone()));
+        let changed = with(
+            asked.clone(),
+            &[
+                ("NCCL_COMM_BLOCKING", "0"),
+                ("NCCL_COMM_SPLIT_SHARE_RESOURCES", "1"),
+                ("NCCL_COMM_SHRINK_SHARE_RESOURCES", "1"),
+                ("NCCL_MIN_CTAS", "4"),
+                ("NCCL_MAX_NCHANNELS", "5"),
+                ("NCCL_CGA_CLUSTER_SIZE", "99"),
+                ("NCCL_CTA_POLICY", "2"),
+                ("NCCL_NVLS_NCHANNELS", "7"),
+                ("NCCL_NCHANNELS_PER_NET_PEER", "2"),
+                ("NCCL_NVLINK_UTIL_CENTRIC_SCHED_ENABLE", "1"),
+                ("NCCL_COLLNET_ENABLE", "1"),
+                ("NCCL_NET", "socket"),
+            ],
+        );
+        let expected = Config {
+            blocking: false,
+            min_channels: Some(4),
+            max_channels: Some(5),
+            cga_cluster_size: Some(8),
+            net_name: Some("socket".into()),
+            split_share: true,
+            shrink_share: true,
+            collnet: true,
+            cta_policy: 2,
+            nvls_channels: Some(7),
+            channels_per_net_peer: Some(2),
+            nvlink_centric: true,
+            ..Config::default()
+        };
+        assert_eq!(changed, Ok(expected));
+    }
+
+    #[test]
+    fn numbers_that_make_no_sense_are_passed_over() {
+        let asked = Config {
+            min_channels: Some(3),
+            split_share: true,
+            ..Config::default()
+        };
+        let changed = with(
+            asked.clone(),
+            &[
+                ("NCCL_COMM_BLOCKING", "2"),
+                ("NCCL_MIN_CTAS", "0"),
+                ("NCCL_MAX_CTAS", "-4"),
+                ("NCCL_CGA_CLUSTER_SIZE", "-1"),
+                ("NCCL_CTA_POLICY", "3"),
+                ("NCCL_COMM_SPLIT_SHARE_RESOURCES", "2"),
+            ],
+        );
+        let expected = Config {
+            split_share: false,
+            ..asked
+        };
+        assert_eq!(changed, Ok(expected));
+    }
+
+    #[test]
+    fn the_least_maximum_wins() {
+        let config = Config {
+            min_channels: Some(8),
+            ..Config::default()
+        };
+        let config = with(config, &[("NCCL_MAX_CTAS", "2")]).unwrap();
+        assert_eq!((config.min_channels, config.max_channels), (Some(2), Some(2)));
+    }
+
+    #[test]
+    fn what_cannot_be_served_is_refused() {
+        let refused = |variable, value| with(Config::default(), &[(variable, value)]).unwrap_err();
+        let error = refused("NCCL_NET", "IB");
+        assert_eq!(error.code, ResultCode::InvalidUsage);
+        assert!(error.text.contains("NCCL_NET"), "{error}");
+        let error = refused("NCCL_MIN_CTAS", "many");
+        assert_eq!(error.code, ResultCode::InvalidArgument);
+        assert!(error.text.contains("NCCL_MIN_CTAS=many"), "{error}");
+    }
+}

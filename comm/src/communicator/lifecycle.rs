@@ -1,0 +1,204 @@
+//! What a communicator's handle stands for from its first moment on: being made, ready, busy, failed.
+
+use std::{
+    sync::{Arc, Condvar, Mutex},
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use ringsight_kernels::AbortWord;
+
+use super::lock;
+use crate::error::{Error, Result, ResultCode};
+
+/// Failures that happen behind the caller's back.
+#[derive(Debug, Default)]
+pub(crate) struct Faults(Mutex<Option<Error>>);
+
+impl Faults {
+    /// Keeps the first one.
+    pub(crate) fn set(&self, error: Error) {
+        lock(&self.0).get_or_insert(error);
+    }
+
+    pub(crate) fn get(&self) -> Option<Error> {
+        lock(&self.0).clone()
+    }
+}
+
+/// What stays with a handle while the communicator behind it comes and goes.
+pub struct Lifecycle {
+    blocking: bool,
+    abort: Arc<AbortWord>,
+    faults: Arc<Faults>,
+    activity: Mutex<Activity>,
+}
+
+#[derive(Default)]
+struct Activity {
+    /// The group that works on it, or has.
+    work: Option<Arc<Background>>,
+    running: bool,
+}
+
+impl Lifecycle {
+    /// Of a communicator whose calls return when they are done (`blocking`), or `ncclInProgress`.
+    #[must_use]
+    pub fn new(blocking: bool) -> Arc<Self> {
+        Arc::new(Self {
+            blocking,
+            abort: Arc::default(),
+            faults: Arc::default(),
+            activity: Mutex::default(),
+        })
+    }
+
+    /// Whether its calls return when they are done.
+    #[must_use]
+    pub fn blocking(&self) -> bool {
+        self.blocking
+    }
+
+    pub(crate) fn abort_word(&self) -> &Arc<AbortWord> {
+        &self.abort
+    }
+
+    pub(crate) fn faults(&self) -> &Arc<Faults> {
+        &self.faults
+    }
+
+    /// Whether a group still works on it.
+    #[must_use]
+    pub fn is_busy(&self) -> bool {
+        let mut activity = lock(&self.activity);
+        if !activity.running
+            && let Some(work) = activity.work.take()
+        {
+            // Who sees the end also sees the thread gone, as far as it is up to us.
+            drop(activity);
+            work.join(Duration::from_secs(1));
+            return false;
+        }
+        activity.running
+    }
+
+    /// No group works on it.
+    ///
+    /// # Errors
+    /// One does: what NCCL calls an attempt to use a communicator before the previous operation is done.
+    pub fn check_idle(&self) -> Result<()> {
+        if self.is_busy() {
+            return Err(Error::argument(
+                "comm is busy with an earlier call: wait until ncclCommGetAsyncError no longer gives ncclInProgress",
+            ));
+        }
+        Ok(())
+    }
+
+    /// A group begins to work on it.
+    pub(crate) fn begin(&self, work: &Arc<Background>) {
+        let mut activity = lock(&self.activity);
+        activity.work = Some(work.clone());
+        activity.running = true;
+    }
+
+    /// The group is done with it.
+    pub(crate) fn finish(&self, result: &Result<()>) {
+        if let Err(error) = result {
+            self.faults.set(error.clone());
+        }
+        lock(&self.activity).running = false;
+    }
+
+    /// Releases every wait of the communicator and of the group that works on it.
+    pub(crate) fn abort(&self) {
+        self.abort.set();
+        self.faults
+            .set(Error::new(ResultCode::InvalidUsage, "comm has been aborted"));
+        let activity = lock(&self.activity);
+        if activity.running
+            && let Some(work) = &activity.work
+        {
+            work.abort();
+        }
+    }
+
+    /// Waits until no group works on it, at most `limit`.
+    pub(crate) fn settle(&self, limit: Duration) {
+        let work = lock(&self.activity).work.take();
+        if let Some(work) = work {
+            work.join(limit);
+        }
+    }
+}
+
+/// A group of non-blocking communicators at work on a thread of its own.
+#[derive(Default)]
+pub(crate) struct Background {
+    /// What releases the waits of its jobs.
+    words: Vec<Arc<AbortWord>>,
+    done: Mutex<bool>,
+    ended: Condvar,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Background {
+    /// Work that these words release.
+    pub(crate) fn new(words: Vec<Arc<AbortWord>>) -> Arc<Self> {
+        Arc::new(Self {
+            words,
+            ..Self::default()
+        })
+    }
+
+    /// Begins it.
+    ///
+    /// # Errors
+    /// No thread could be had.
+    pub(crate) fn start(self: &Arc<Self>, work: impl FnOnce() + Send + 'static) -> Result<()> {
+        let background = self.clone();
+        // Locked until the handle is in, so that who sees the end finds it.
+        let mut thread = lock(&self.thread);
+        let started = thread::Builder::new().name("rs-group".into()).spawn(move || {
+            work();
+            *lock(&background.done) = true;
+            background.ended.notify_all();
+        });
+        *thread = Some(started.map_err(|error| {
+            let text = format!("no thread to work on a group of non-blocking communicators: {error}");
+            Error::new(ResultCode::SystemError, text)
+        })?);
+        Ok(())
+    }
+
+    fn abort(&self) {
+        for word in &self.words {
+            word.set();
+        }
+    }
+
+    /// Waits for its end, at most `limit`, and sees its thread off.
+    fn join(&self, limit: Duration) {
+        let end = Instant::now() + limit;
+        let mut done = lock(&self.done);
+        while !*done {
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            done = self
+                .ended
+                .wait_timeout(done, left)
+                .unwrap_or_else(std::sync::PoisonError::into_inner)
+                .0;
+        }
+        drop(done);
+        let thread = lock(&self.thread).take();
+        if let Some(thread) = thread
+            && thread.thread().id() != thread::current().id()
+        {
+            // A panic has been turned into an error already.
+            let _ = thread.join();
+        }
+    }
+}
