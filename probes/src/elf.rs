@@ -64,7 +64,7 @@ impl Image {
         Ok(image.data().starts_with(b"\x7fELF\x02\x01").then_some(image))
     }
 
-    fn data(&self) -> &[u8] {
+    pub(crate) fn data(&self) -> &[u8] {
         // SAFETY: `bytes` bytes of the file itself, mapped until `self` is dropped. Only a write to the file changes them (no
         // uprobe does, the mapping being shared), and who writes to a library in use breaks the very process that we
         // look at; libraries are replaced by new files.
@@ -129,6 +129,14 @@ impl Image {
                 (segment.p_type(LittleEndian) == object::elf::PT_LOAD)
                     .then(|| segment.p_offset(LittleEndian).checked_add(inside))?
             })
+    }
+
+    /// Contents of a section; `None` without it, or without section headers.
+    pub(crate) fn section(&self, name: &str) -> Option<&[u8]> {
+        let elf = self.elf()?;
+        let (offset, bytes) = elf.section_by_name(name)?.file_range()?;
+        let (start, bytes) = (usize::try_from(offset).ok()?, usize::try_from(bytes).ok()?);
+        self.data().get(start..start.checked_add(bytes)?)
     }
 
     /// The linker's build id; empty if there is none.
@@ -205,23 +213,6 @@ fn has_sane_gnu_hash(
     matches!((word(0), word(2), word(3)), (Some(1..), Some(bloom), Some(..32)) if bloom.is_power_of_two())
 }
 
-/// `ncclGetVersion`'s number, from the constant that it stores (`mov dword ptr [rdi], imm32`); 0 if it is not found.
-pub(crate) fn nccl_version(image: &Image) -> u32 {
-    let Some(symbol) = image.find(&["ncclGetVersion"]).pop() else {
-        return 0;
-    };
-    let Ok(start) = usize::try_from(symbol.offset) else {
-        return 0;
-    };
-    let code = &image.data()[start..image.bytes.min(start + 256)];
-    code.windows(6)
-        .filter(|window| window.starts_with(&[0xc7, 0x07]) || window.starts_with(&[0xc7, 0x03]))
-        .map(|window| u32::from_le_bytes([window[2], window[3], window[4], window[5]]))
-        // 2.0.0 … 9.99.99: `major * 10000 + minor * 100 + patch` from 2.9 on, `* 1000` before.
-        .find(|version| (2000..100_000).contains(version))
-        .unwrap_or(0)
-}
-
 #[cfg(test)]
 mod tests {
     use std::io::{Seek as _, Write as _};
@@ -229,6 +220,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::version;
 
     /// The C library of this very process: a real file with all tables.
     fn library() -> Vec<u8> {
@@ -264,7 +256,7 @@ mod tests {
             assert_eq!(bytes[at..at + HEAD_BYTES], symbol.head);
         }
         assert!(image.has_symbols() && !image.build_id().is_empty());
-        assert_eq!(nccl_version(&image), 0);
+        assert_eq!(version::of(&image), 0);
     }
 
     #[test]
@@ -316,7 +308,7 @@ mod tests {
             }
             if let Some(image) = image(&bytes) {
                 let _ = (image.find(&["getpid", "ncclAllReduce", "write"]), image.has_symbols(), image.build_id().len());
-                let _ = nccl_version(&image);
+                let _ = version::of(&image);
             }
         }
     }

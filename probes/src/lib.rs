@@ -16,10 +16,11 @@ pub mod signature;
 pub mod site;
 mod stats;
 pub mod target;
+mod version;
 mod watch;
 
 pub use error::{AttachError, Unavailable};
-pub use look::communicators;
+pub use look::{Look, look};
 pub use pages::ByKind;
 pub use sample::{Carrier, Sample, Source};
 pub use session::{Attached, Options, Session, UseEbpf};

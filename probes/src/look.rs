@@ -4,16 +4,36 @@ use ringsight_records::pages::{CommSlot, Communicator, Pages};
 
 use crate::{error::AttachError, pages::Mapped};
 
-/// The live communicators of `pid`, which may be watched by somebody else meanwhile; none if the library has made none.
+/// What the shared pages of a process say at one moment.
+#[derive(Clone, Debug, Default)]
+pub struct Look {
+    /// `ncclGetVersion` number as the library itself tells it; 0 if it has made no pages yet.
+    pub library_version: u32,
+    /// Live communicators.
+    pub communicators: Vec<Communicator>,
+}
+
+/// Reads the pages of `pid`, which may be watched by somebody else meanwhile. A library makes them with its first
+/// communicator; before, there is nothing to read.
 ///
 /// # Errors
 /// No such process, no right to look, or pages that cannot be read.
-pub fn communicators(pid: u32) -> Result<Vec<Communicator>, AttachError> {
+pub fn look(pid: u32) -> Result<Look, AttachError> {
     let mapped = Mapped::find(pid)?;
-    let pages = mapped.as_ref().and_then(Mapped::view);
-    let slots = pages.iter().flat_map(Pages::communicators);
-    Ok(slots
+    let Some(pages) = mapped.as_ref().and_then(Mapped::view) else {
+        return Ok(Look::default());
+    };
+    Ok(Look {
+        library_version: pages.header().library_version,
+        communicators: communicators(&pages),
+    })
+}
+
+fn communicators(pages: &Pages<'_>) -> Vec<Communicator> {
+    pages
+        .communicators()
+        .iter()
         .filter(|slot| slot.is_live())
         .filter_map(CommSlot::read)
-        .collect())
+        .collect()
 }

@@ -14,9 +14,9 @@ use std::{
 };
 
 use crate::{
-    elf::{self, Image, Symbol},
+    elf::{Image, Symbol},
     error::AttachError,
-    signature,
+    signature, version,
 };
 
 /// Identity of a file, whatever its names: device and inode.
@@ -233,7 +233,7 @@ fn library(
         file,
         flavour,
         build_id,
-        version: elf::nccl_version(image),
+        version: version::of(image),
         symbols,
     })
 }

@@ -12,6 +12,7 @@ use ringsight_collector::{
     clock::{self, Clock},
     correlate::Limits,
     identity::Scope,
+    resource,
     summary::ExporterRow,
 };
 use ringsight_exporters::Exporter;
@@ -345,8 +346,12 @@ fn describe(attached: &Attached) -> String {
         }
         (Carrier::Ring, _) => "shared ring".to_owned(),
     };
+    let version = match resource::version(process.library_version) {
+        unknown if unknown.is_empty() => "version unknown".to_owned(),
+        version => version,
+    };
     format!(
-        "attached to {} ({}): {}, {how}, {:.1} ms",
+        "attached to {} ({}): {} ({version}), {how}, {:.1} ms",
         process.pid,
         process.name,
         process.library.display(),

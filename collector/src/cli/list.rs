@@ -1,6 +1,8 @@
 //! `ringsight list`: what would be probed in a process, and what it would cost, without touching it.
 
+use ringsight_collector::resource;
 use ringsight_probes::{
+    Look,
     site::{self, Site},
     target::{self, Flavour, Library},
 };
@@ -20,20 +22,29 @@ pub(crate) fn run(pid: u32, json: bool) -> Exit {
     };
     let kernel = site::kernel_version();
     let sites = site::plan(&library, kernel);
-    let communicators = match library.flavour {
-        Flavour::Instrumented => match ringsight_probes::communicators(pid) {
-            Ok(communicators) => communicators,
+    let Look {
+        library_version,
+        communicators,
+    } = match library.flavour {
+        Flavour::Instrumented => match ringsight_probes::look(pid) {
+            Ok(look) => look,
             Err(error) => {
                 eprintln!("ringsight: {error}");
                 return Exit::Error;
             }
         },
-        Flavour::Stock => Vec::new(),
+        Flavour::Stock => Look::default(),
     };
+    // What the running library says of itself goes before what its file looks like.
+    let version = resource::version(match library_version {
+        0 => library.version,
+        told => told,
+    });
     if json {
-        return print(&format!("{:#}\n", to_json(pid, &library, &sites, &communicators)));
+        let value = to_json(pid, &library, &version, &sites, &communicators);
+        return print(&format!("{value:#}\n"));
     }
-    print(&to_text(pid, &library, kernel, &sites, &communicators))
+    print(&to_text(pid, &library, &version, kernel, &sites, &communicators))
 }
 
 fn flavour(library: &Library) -> &'static str {
@@ -43,7 +54,13 @@ fn flavour(library: &Library) -> &'static str {
     }
 }
 
-fn to_json(pid: u32, library: &Library, sites: &[Site], communicators: &[Communicator]) -> Value {
+fn to_json(
+    pid: u32,
+    library: &Library,
+    version: &str,
+    sites: &[Site],
+    communicators: &[Communicator],
+) -> Value {
     let sites = sites.iter().map(|site| {
         json!({
             "symbol": site.symbol,
@@ -71,7 +88,7 @@ fn to_json(pid: u32, library: &Library, sites: &[Site], communicators: &[Communi
         "version": 1,
         "pid": pid,
         "library": library.path,
-        "library_version": ringsight_collector::resource::version(library.version),
+        "library_version": version,
         "build_id": library.build_id,
         "flavour": flavour(library),
         "sites": sites.collect::<Vec<_>>(),
@@ -82,13 +99,13 @@ fn to_json(pid: u32, library: &Library, sites: &[Site], communicators: &[Communi
 fn to_text(
     pid: u32,
     library: &Library,
+    version: &str,
     (major, minor): (u32, u32),
     sites: &[Site],
     communicators: &[Communicator],
 ) -> String {
     use std::fmt::Write;
     let mut text = String::new();
-    let version = ringsight_collector::resource::version(library.version);
     // Writing to a string does not fail, here and below.
     let _ = writeln!(
         text,
@@ -99,7 +116,7 @@ fn to_text(
     let _ = writeln!(
         text,
         "version {}, build id {}, kernel {major}.{minor}",
-        if version.is_empty() { "unknown" } else { &version },
+        if version.is_empty() { "unknown" } else { version },
         if library.build_id.is_empty() {
             "none"
         } else {

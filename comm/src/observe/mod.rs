@@ -18,7 +18,7 @@ use ringsight_records::{
     pages::{Communicator, Pages},
     ring,
 };
-pub use shared::{LIBRARY_VERSION, fork_generation, prepare};
+pub use shared::{LIBRARY_VERSION, VERSION_BANNER, fork_generation, prepare};
 
 /// `CLOCK_MONOTONIC` in nanoseconds, what `bpf_ktime_get_ns` reads.
 #[must_use]
@@ -243,6 +243,12 @@ mod tests {
         let header = pages().unwrap().header();
         assert_eq!(header.pid, std::process::id());
         assert_eq!(header.library_version, 22809);
+        let (major, minor, patch) = (
+            LIBRARY_VERSION / 10_000,
+            LIBRARY_VERSION / 100 % 100,
+            LIBRARY_VERSION % 100,
+        );
+        assert_eq!(VERSION_BANNER, format!("NCCL version {major}.{minor}.{patch}"));
         assert!(header.start_time > 0);
         assert!(!ringsight_records::pages::text(&header.host).is_empty());
     }

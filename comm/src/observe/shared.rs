@@ -14,6 +14,9 @@ use super::numbers::CapturedSlots;
 
 /// Version number that `ncclGetVersion` gives: 2.28.9.
 pub const LIBRARY_VERSION: u32 = 22809;
+/// The same as text, in the words that every release of NCCL has among its constants: tools tell a library file's version
+/// by it where no process runs it yet.
+pub static VERSION_BANNER: &str = "NCCL version 2.28.9";
 
 /// The shared pages of this process with what it alone keeps about them. Never freed: a reader of [`CURRENT`] may hold
 /// a reference for as long as it likes.
