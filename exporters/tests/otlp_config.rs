@@ -7,7 +7,7 @@ use std::time::Duration;
 use otlp_server::{Answer, HttpServer};
 use proptest::prelude::*;
 use ringsight_exporters::model::Exporter;
-use ringsight_exporters::otlp::{Config, ConfigError, OtlpExporter, Protocol};
+use ringsight_exporters::otlp::{Config, ConfigError, OtlpExporter, PemFile, Protocol};
 
 fn read(url: Option<&str>, variables: &[(&str, &str)]) -> Result<Config, ConfigError> {
     let get = |name: &str| {
@@ -155,8 +155,16 @@ fn a_signals_variable_goes_before_the_general_one() {
         (config.traces.protocol, config.metrics.protocol),
         (Protocol::Grpc, Protocol::HttpProtobuf)
     );
-    assert_eq!(config.traces.tls.ca.as_deref(), Some("/traces.pem".as_ref()));
-    assert_eq!(config.metrics.tls.ca.as_deref(), Some("/general.pem".as_ref()));
+    for (endpoint, path, variable) in [
+        (&config.traces, "/traces.pem", "TRACES_CERTIFICATE"),
+        (&config.metrics, "/general.pem", "CERTIFICATE"),
+    ] {
+        let expected = PemFile {
+            path: path.into(),
+            variable: format!("OTEL_EXPORTER_OTLP_{variable}"),
+        };
+        assert_eq!(endpoint.tls.ca.as_ref(), Some(&expected));
+    }
 }
 
 #[test]

@@ -154,9 +154,37 @@ fn unusable_files_are_named_with_their_variable() {
     let absent = "/nonexistent/ca.pem".to_owned();
     for (variables, variable, problem) in [
         (
-            vec![("CERTIFICATE", absent)],
+            vec![("CERTIFICATE", absent.clone())],
             "CERTIFICATE",
             "/nonexistent/ca.pem",
+        ),
+        // The variable that was set, not the general one; the other signal's goes on with its own.
+        (
+            vec![("METRICS_CERTIFICATE", absent)],
+            "METRICS_CERTIFICATE",
+            "/nonexistent/ca.pem",
+        ),
+        (
+            vec![("TRACES_CERTIFICATE", empty.clone())],
+            "TRACES_CERTIFICATE",
+            "holds no PEM certificate",
+        ),
+        (
+            vec![
+                ("TRACES_CLIENT_CERTIFICATE", certificate.clone()),
+                ("TRACES_CLIENT_KEY", stranger.clone()),
+            ],
+            "TRACES_CLIENT_CERTIFICATE",
+            "does not go with the client key",
+        ),
+        (
+            vec![
+                ("CLIENT_CERTIFICATE", certificate.clone()),
+                ("CLIENT_KEY", key.clone()),
+                ("TRACES_CLIENT_KEY", empty.clone()),
+            ],
+            "TRACES_CLIENT_KEY",
+            "cannot read a private key",
         ),
         (
             vec![("CERTIFICATE", empty.clone())],

@@ -89,13 +89,22 @@ impl fmt::Debug for Headers {
     }
 }
 
+/// A PEM file, and who named it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PemFile {
+    /// The file.
+    pub path: PathBuf,
+    /// The environment variable that names it, for messages.
+    pub variable: String,
+}
+
 /// Certificates, as PEM files.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tls {
     /// Certificates to trust, instead of the system's.
-    pub ca: Option<PathBuf>,
+    pub ca: Option<PemFile>,
     /// Our certificate and its private key, for mutual TLS.
-    pub identity: Option<(PathBuf, PathBuf)>,
+    pub identity: Option<(PemFile, PemFile)>,
 }
 
 /// Where one signal goes.
@@ -213,6 +222,15 @@ impl Variable {
         ConfigError {
             variable: self.name.clone(),
             problem: problem.into(),
+        }
+    }
+}
+
+impl From<Variable> for PemFile {
+    fn from(variable: Variable) -> Self {
+        Self {
+            path: variable.value.into(),
+            variable: variable.name,
         }
     }
 }
@@ -392,9 +410,9 @@ impl Reader<'_> {
     }
 
     fn tls(&self) -> Result<Tls, ConfigError> {
-        let ca = self.variable("CERTIFICATE").map(|variable| variable.value.into());
+        let ca = self.variable("CERTIFICATE").map(PemFile::from);
         let identity = match (self.variable("CLIENT_CERTIFICATE"), self.variable("CLIENT_KEY")) {
-            (Some(certificate), Some(key)) => Some((certificate.value.into(), key.value.into())),
+            (Some(certificate), Some(key)) => Some((certificate.into(), key.into())),
             (None, None) => None,
             (Some(alone), None) => {
                 return Err(alone.error("is set without the CLIENT_KEY that belongs to it"));

@@ -21,7 +21,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-pub use config::{Config, ConfigError, Endpoint, Headers, Protocol, Retry, Tls};
+pub use config::{Config, ConfigError, Endpoint, Headers, PemFile, Protocol, Retry, Tls};
 
 use self::client::{Client, seconds};
 use self::config::Signal;

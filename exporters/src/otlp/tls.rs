@@ -1,6 +1,5 @@
 //! TLS by rustls.
 
-use std::path::Path;
 use std::sync::Arc;
 
 use tokio_rustls::TlsConnector;
@@ -8,23 +7,27 @@ use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio_rustls::rustls::{ClientConfig, RootCertStore, crypto};
 
-use super::config::{ConfigError, Endpoint, Protocol};
+use super::config::{ConfigError, Endpoint, PemFile, Protocol};
+
+/// What names trusted certificates where no variable does.
+const GENERAL: &str = "OTEL_EXPORTER_OTLP_CERTIFICATE";
 
 fn error(variable: &str, problem: String) -> ConfigError {
     ConfigError {
-        variable: format!("OTEL_EXPORTER_OTLP_{variable}"),
+        variable: variable.to_owned(),
         problem,
     }
 }
 
-fn certificates(variable: &str, path: &Path) -> Result<Vec<CertificateDer<'static>>, ConfigError> {
+fn certificates(file: &PemFile) -> Result<Vec<CertificateDer<'static>>, ConfigError> {
     let wrong = |cause| {
+        let path = file.path.display();
         error(
-            variable,
-            format!("cannot read certificates from {}: {cause}", path.display()),
+            &file.variable,
+            format!("cannot read certificates from {path}: {cause}"),
         )
     };
-    let read = CertificateDer::pem_file_iter(path).and_then(Iterator::collect::<Result<Vec<_>, _>>);
+    let read = CertificateDer::pem_file_iter(&file.path).and_then(Iterator::collect::<Result<Vec<_>, _>>);
     let certificates = read.map_err(|cause| wrong(cause.to_string()))?;
     if certificates.is_empty() {
         return Err(wrong("it holds no PEM certificate".to_owned()));
@@ -38,12 +41,13 @@ pub(super) fn connector(endpoint: &Endpoint) -> Result<Option<TlsConnector>, Con
         return Ok(None);
     }
     let mut roots = RootCertStore::empty();
-    if let Some(path) = &endpoint.tls.ca {
-        for certificate in certificates("CERTIFICATE", path)? {
+    if let Some(file) = &endpoint.tls.ca {
+        for certificate in certificates(file)? {
             roots.add(certificate).map_err(|cause| {
+                let path = file.path.display();
                 error(
-                    "CERTIFICATE",
-                    format!("{} holds an unusable certificate: {cause}", path.display()),
+                    &file.variable,
+                    format!("{path} holds an unusable certificate: {cause}"),
                 )
             })?;
         }
@@ -52,27 +56,28 @@ pub(super) fn connector(endpoint: &Endpoint) -> Result<Option<TlsConnector>, Con
         if roots.is_empty() {
             let problem = "the system has no trusted certificates; install its ca-certificates package or name a PEM \
                            file here";
-            return Err(error("CERTIFICATE", problem.to_owned()));
+            return Err(error(GENERAL, problem.to_owned()));
         }
     }
     // Named here, so that another provider installed in the process changes nothing.
     let builder = ClientConfig::builder_with_provider(Arc::new(crypto::ring::default_provider()))
         .with_safe_default_protocol_versions()
-        .map_err(|cause| error("CERTIFICATE", cause.to_string()))?
+        .map_err(|cause| error(GENERAL, cause.to_string()))?
         .with_root_certificates(roots);
     let mut config = match &endpoint.tls.identity {
         None => builder.with_no_client_auth(),
         Some((certificate, key)) => {
-            let chain = certificates("CLIENT_CERTIFICATE", certificate)?;
-            let key = PrivateKeyDer::from_pem_file(key).map_err(|cause| {
+            let chain = certificates(certificate)?;
+            let private = PrivateKeyDer::from_pem_file(&key.path).map_err(|cause| {
+                let path = key.path.display();
                 error(
-                    "CLIENT_KEY",
-                    format!("cannot read a private key from {}: {cause}", key.display()),
+                    &key.variable,
+                    format!("cannot read a private key from {path}: {cause}"),
                 )
             })?;
-            builder.with_client_auth_cert(chain, key).map_err(|cause| {
+            builder.with_client_auth_cert(chain, private).map_err(|cause| {
                 error(
-                    "CLIENT_CERTIFICATE",
+                    &certificate.variable,
                     format!("does not go with the client key: {cause}"),
                 )
             })?
