@@ -9,6 +9,9 @@ use ringsight_probes::sample::Process;
 /// names than that are ignored.
 const FOREIGN_NAMES: usize = 64;
 
+/// Variables in which launchers tell a process its rank in the job.
+const RANKS: [&str; 3] = ["RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK"];
+
 /// Who names the service if not the target.
 #[derive(Clone, Debug, Default)]
 pub struct Service {
@@ -21,7 +24,8 @@ pub struct Service {
 /// Resource of a process, or of one rank in it.
 ///
 /// Later ones win: `service.default`, `OTEL_RESOURCE_ATTRIBUTES` of the target, what is known of the process,
-/// `OTEL_SERVICE_NAME` of the target, `service.always`. `host.id` and `host.name` are always there: without them Jaeger takes each span for another host's.
+/// `OTEL_SERVICE_NAME` of the target, `service.always`. The instance is the rank; of what is of no one rank, the rank that the
+/// launcher gave the process, else `<host.name>:<process.pid>`. `host.id` and `host.name` are always there: without them Jaeger takes each span for another host's.
 #[must_use]
 pub fn of_process(process: &Process, service: &Service, names: &mut Names, rank: Option<u32>) -> Resource {
     let environment = |name: &str| {
@@ -56,10 +60,11 @@ pub fn of_process(process: &Process, service: &Service, names: &mut Names, rank:
             text(&format!("unknown_service:{}", process.name)),
         ),
     }
-    let rank = rank
+    let launched = || RANKS.iter().find_map(|name| environment(name));
+    let instance = rank
         .map(|rank| rank.to_string())
-        .or_else(|| environment("RANK").map(str::to_owned));
-    let instance = rank.unwrap_or_else(|| format!("{}:{}", process.host_name, process.pid));
+        .or_else(|| launched().map(str::to_owned))
+        .unwrap_or_else(|| format!("{}:{}", process.host_name, process.pid));
     set(&mut attributes, "service.instance.id", text(&instance));
     set(&mut attributes, "host.id", text(&process.host_id));
     set(&mut attributes, "host.name", text(&process.host_name));
@@ -227,6 +232,22 @@ mod tests {
         assert_eq!(value(&resource, "team"), Some(text("x y")));
         assert_eq!(value(&resource, "service.instance.id"), Some(text("3")));
         assert_eq!(value(&resource, "host.name"), Some(text("node-1")));
+    }
+
+    #[test]
+    fn the_instance_is_the_rank_then_the_launchers_then_the_process() {
+        let instance = |environment: &[(&str, &str)], rank| {
+            let (service, mut names) = (Service::default(), Names::default());
+            value(
+                &of_process(&process(environment), &service, &mut names, rank),
+                "service.instance.id",
+            )
+        };
+        let launched = [("PMIX_RANK", "6"), ("RANK", "5")];
+        assert_eq!(instance(&launched, Some(3)), Some(text("3")));
+        assert_eq!(instance(&launched, None), Some(text("5")));
+        assert_eq!(instance(&launched[..1], None), Some(text("6")));
+        assert_eq!(instance(&[("RANK", "")], None), Some(text("node-1:42")));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use ringsight_collector::{
     correlate::Limits,
     synthetic::{EPOCH_NS, FIRST_PID, Job, Operation},
 };
-use ringsight_exporters::model::Value;
+use ringsight_exporters::model::{Span, Value};
 use ringsight_probes::sample::{Call, Carrier, HostCall, Sample};
 use ringsight_records::{Function, Kind, Record, State};
 
@@ -197,6 +197,18 @@ fn a_group_and_its_operations_link_to_each_other() {
         })
         .unwrap();
     assert_eq!(attribute(of_first, "ccl.group.operations"), Some(&Value::Int(2)));
+    // A process with one rank is one instance, in its groups too.
+    for group in &groups {
+        let of_process = |span: &&Span| {
+            let pid = |span: &Span| {
+                let mut attributes = span.resource.attributes.iter();
+                attributes.find(|(name, _)| *name == "process.pid").cloned()
+            };
+            span.name == "all_reduce rank" && pid(span) == pid(group)
+        };
+        let rank = batch.spans.iter().find(of_process).expect("each takes part");
+        assert_eq!(group.resource.attributes, rank.resource.attributes);
+    }
     assert_eq!(of_first.links.len(), 2);
     for link in &of_first.links {
         let member = batch

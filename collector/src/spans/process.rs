@@ -1,12 +1,17 @@
 //! Spans in traces of one process: groups, host-timed calls, unfinished operations.
 
-use ringsight_exporters::model::{Span, Value};
+use std::sync::Arc;
+
+use ringsight_exporters::model::{Resource, Span, Value};
 use ringsight_probes::sample::{Call, HostCall};
 
 use super::{Range, SpanMaker, group_key, int, link, names, resource_of, seconds};
 use crate::{
     clock::Clock,
-    correlate::{Group, RankOperation, communicators::Communicators},
+    correlate::{
+        Group, RankOperation,
+        communicators::{Communicators, Watched},
+    },
     identity::{InstanceKey, Role, SpanKey, TraceKind},
 };
 
@@ -115,7 +120,7 @@ impl SpanMaker {
         let links = links.collect();
         self.counts.count(Role::Group);
         spans.push(Span {
-            resource: watched.resource.clone(),
+            resource: group_resource(group, watched, communicators),
             trace_id,
             span_id: SpanKey::of(Role::Group).span_id(&trace_id),
             parent_span_id: None,
@@ -210,5 +215,19 @@ impl SpanMaker {
             links: Vec::new(),
             error: error.map(|result| format!("the call returned ncclResult_t {result}").into()),
         });
+    }
+}
+
+/// The resource of the rank that all of a group's operations are of; the process's if they are several ranks'.
+fn group_resource(group: &Group, watched: &Watched, communicators: &Communicators) -> Arc<Resource> {
+    let mut of_members = group.members.iter().map(|(key, rank, _)| {
+        let member = communicators.get(key.comm)?.member(group.pid, *rank)?;
+        Some(&member.resource)
+    });
+    match of_members.next() {
+        Some(Some(first)) if of_members.all(|other| other.is_some_and(|other| Arc::ptr_eq(first, other))) => {
+            first.clone()
+        }
+        _ => watched.resource.clone(),
     }
 }
