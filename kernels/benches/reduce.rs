@@ -20,11 +20,12 @@ fn reduce(criterion: &mut Criterion) {
     group.bench_function("copy", |bencher| {
         bencher.iter(|| black_box(&mut out).copy_from_slice(black_box(&a)));
     });
-    for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Max] {
+    for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Max, ReduceOp::PreMulSum] {
         for &data_type in DataType::ALL {
             let Some(reduction) = Reduction::new(op, data_type) else {
                 continue;
             };
+            let argument = Reduction::argument(op, data_type, 8, 0x3333_3333_3333_3333);
             group.bench_function(BenchmarkId::new(op.name(), data_type), |bencher| {
                 bencher.iter(|| {
                     // SAFETY: three separate buffers of `BYTES` bytes.
@@ -34,7 +35,7 @@ fn reduce(criterion: &mut Criterion) {
                             black_box(&a).as_ptr(),
                             black_box(&b).as_ptr(),
                             BYTES / data_type.size(),
-                            8,
+                            argument,
                         );
                     }
                 });

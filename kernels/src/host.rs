@@ -10,9 +10,11 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ringsight_records::ReduceOp;
+
 use crate::{
     Fifo,
-    launch::{ChannelWork, Connections, Launch, Work},
+    launch::{ChannelWork, Connections, Launch, Scalar, Work},
     reduce::Reduction,
     schedule::{Position, Schedule, Step},
 };
@@ -20,7 +22,8 @@ use crate::{
 /// Runs a launch to its end, or until its abort word is set. `replay` is 0 for an eager launch, n for the n-th replay
 /// of the graph that holds it.
 ///
-/// Every work of the launch must pass [`Work::check`], and its buffers must stay valid until the launch is finished.
+/// Every work of the launch must pass [`Work::check`], and its buffers and scalars must stay valid until the launch is
+/// finished.
 pub fn run(launch: &Launch, replay: u32) {
     let mut channels: Vec<Channel<'_>> = launch.channels.iter().map(Channel::new).collect();
     let mut wait = Backoff::default();
@@ -195,6 +198,26 @@ impl<'a> Channel<'a> {
 /// Another rank does something else than this one.
 struct Differs;
 
+/// A work's reduction and the argument of its kernels: this is where a scalar in device memory is read.
+fn reduction_of(work: &Work) -> Option<(Reduction, u64)> {
+    // The average of one rank's elements is what they are: not even a NaN changes its bits.
+    let reduction = Reduction::new(work.reduce_op, work.data_type)
+        .filter(|_| work.ranks > 1 || work.reduce_op != ReduceOp::Avg)?;
+    let scalar = match work.scalar {
+        Scalar::None => 0,
+        Scalar::Immediate(bits) => bits,
+        Scalar::Device(address) => {
+            let mut bits = [0; 8];
+            let element = &mut bits[..work.data_type.size()];
+            // SAFETY: the launch's contract: an element of the type is there. Copied as bytes: aligned or not.
+            unsafe { std::ptr::copy_nonoverlapping(address as *const u8, element.as_mut_ptr(), element.len()) };
+            u64::from_le_bytes(bits)
+        }
+    };
+    let argument = Reduction::argument(work.reduce_op, work.data_type, work.ranks, scalar);
+    Some((reduction, argument))
+}
+
 enum Advance {
     /// No data or no room yet.
     Waiting,
@@ -210,7 +233,7 @@ struct Program<'a> {
     /// Index of its operation in the channel; none for work that the observer is not told of.
     op: Option<usize>,
     schedule: Schedule,
-    reduction: Option<Reduction>,
+    reduction: Option<(Reduction, u64)>,
     position: Position,
     /// The step at `position`; none at the end.
     step: Option<Step>,
@@ -225,7 +248,7 @@ impl<'a> Program<'a> {
             op,
             step: schedule.seek(&mut position),
             schedule,
-            reduction: Reduction::new(work.reduce_op, work.data_type),
+            reduction: reduction_of(work),
             position,
         }
     }
@@ -290,17 +313,31 @@ impl<'a> Program<'a> {
         // released; the user's buffers hold what the operation says, the launch's contract.
         unsafe {
             match (arrived, source, self.reduction) {
-                (Some(slot), Some(own), Some(reduction)) => {
+                (Some(slot), Some(own), Some((reduction, argument))) => {
                     let kernel = if step.complete {
                         reduction.complete
                     } else {
                         reduction.partial
                     };
                     if let Some(to) = store.or(leaving) {
-                        kernel(to, slot, own, step.elems, self.work.ranks);
+                        kernel(to, slot, own, step.elems, argument);
                         if let (Some(result), Some(leaving)) = (store, leaving) {
                             leaving.copy_from_nonoverlapping(result, bytes);
                         }
+                    }
+                }
+                (
+                    None,
+                    Some(own),
+                    Some((
+                        Reduction {
+                            first: Some(first), ..
+                        },
+                        argument,
+                    )),
+                ) => {
+                    if let Some(to) = store.or(leaving) {
+                        first(to, own, step.elems, argument);
                     }
                 }
                 (Some(from), ..) | (None, Some(from), _) => {

@@ -44,6 +44,8 @@ pub struct Work {
     pub data_type: DataType,
     /// Reduction, [`ReduceOp::None`] where there is none.
     pub reduce_op: ReduceOp,
+    /// What [`ReduceOp::PreMulSum`] multiplies this rank's elements with.
+    pub scalar: Scalar,
     /// Address of the send buffer (0 where the function has none on this rank).
     pub send: usize,
     /// Address of the receive buffer (0 where the function has none on this rank).
@@ -60,6 +62,18 @@ pub struct Work {
     pub root: u32,
     /// What it talks over.
     pub connections: Connections,
+}
+
+/// The factor of [`ReduceOp::PreMulSum`]: an element of the operation's type.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Scalar {
+    /// None: all other reductions.
+    #[default]
+    None,
+    /// The element itself, in the low bytes.
+    Immediate(u64),
+    /// The address of the element, which is read when the work begins to run, at each replay anew.
+    Device(usize),
 }
 
 /// The connections of one channel's work.

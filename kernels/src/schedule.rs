@@ -22,10 +22,10 @@
 
 use std::ops::Range;
 
-use ringsight_records::{DataType, Function};
+use ringsight_records::{DataType, Function, ReduceOp};
 
 use crate::{
-    launch::{Connections, Work},
+    launch::{Connections, Scalar, Work},
     reduce::Reduction,
 };
 
@@ -442,6 +442,10 @@ impl Work {
         if reduces && Reduction::new(self.reduce_op, self.data_type).is_none() {
             return fail(format!("no {} reduction for {}", self.reduce_op, self.data_type));
         }
+        let has_scalar = !matches!(self.scalar, Scalar::None | Scalar::Device(0));
+        if has_scalar != (self.reduce_op == ReduceOp::PreMulSum) {
+            return fail(format!("scalar {:?} for {}", self.scalar, self.reduce_op));
+        }
         match &self.connections {
             Connections::Local => {}
             Connections::Send(fifo) | Connections::Recv(fifo) => {
@@ -507,7 +511,6 @@ mod tests {
     use std::sync::Arc;
 
     use proptest::prelude::*;
-    use ringsight_records::ReduceOp;
 
     use super::*;
     use crate::{Fifo, fifo::tests::heap};
@@ -531,6 +534,7 @@ mod tests {
             function,
             data_type,
             reduce_op: ReduceOp::Sum,
+            scalar: Scalar::None,
             send: 0,
             recv: 0,
             count: 0,

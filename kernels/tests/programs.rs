@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ringsight_kernels::{AbortWord, ChannelWork, Connections, Fifo, Launch, Observer, Steps, Work, host};
+use ringsight_kernels::{AbortWord, ChannelWork, Connections, Fifo, Launch, Observer, Scalar, Steps, Work, host};
 use ringsight_records::{DataType, Function, ReduceOp};
 
 /// Heap memory for a FIFO.
@@ -178,6 +178,7 @@ fn collective(case: Case) -> Vec<Vec<i32>> {
                             function,
                             data_type: DataType::Int32,
                             reduce_op,
+                            scalar: Scalar::None,
                             send: send_address,
                             recv: recv_address,
                             count,
@@ -345,6 +346,7 @@ fn every_rank_gets_the_same_float_bits() {
                     function: Function::AllReduce,
                     data_type: DataType::Float32,
                     reduce_op: ReduceOp::Avg,
+                    scalar: Scalar::None,
                     send: address,
                     recv: address,
                     count,
@@ -387,6 +389,7 @@ fn p2p(op: u32, function: Function, address: usize, count: usize, connections: C
         function,
         data_type: DataType::Uint8,
         reduce_op: ReduceOp::None,
+        scalar: Scalar::None,
         send,
         recv,
         count,
