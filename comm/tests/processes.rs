@@ -27,7 +27,7 @@ fn worker() {
     let Some(rank) = rank_of_process() else { return };
     let ranks = rank.ranks;
     for function in COLLECTIVES {
-        for count in [1, 17, 40_001, 300_003] {
+        for count in [1, 17, 40_001, 70_003] {
             for in_place in [false, true] {
                 Call {
                     root: count % ranks,

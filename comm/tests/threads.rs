@@ -17,7 +17,7 @@ const OPS: [ReduceOp; 5] = [
 ];
 
 /// Counts around what changes the program: one element, fewer than ranks, odd, one slot and more, all channels.
-const COUNTS: [usize; 6] = [1, 3, 17, 1000, 40_001, 300_003];
+const COUNTS: [usize; 6] = [1, 3, 17, 1000, 40_001, 70_003];
 
 #[test]
 fn one_all_reduce() {

@@ -210,7 +210,9 @@ fn reduction_of(work: &Work) -> Option<(Reduction, u64)> {
             let mut bits = [0; 8];
             let element = &mut bits[..work.data_type.size()];
             // SAFETY: the launch's contract: an element of the type is there. Copied as bytes: aligned or not.
-            unsafe { std::ptr::copy_nonoverlapping(address as *const u8, element.as_mut_ptr(), element.len()) };
+            unsafe {
+                std::ptr::copy_nonoverlapping(address as *const u8, element.as_mut_ptr(), element.len())
+            };
             u64::from_le_bytes(bits)
         }
     };

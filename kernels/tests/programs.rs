@@ -8,7 +8,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ringsight_kernels::{AbortWord, ChannelWork, Connections, Fifo, Launch, Observer, Scalar, Steps, Work, host};
+use ringsight_kernels::{
+    AbortWord, ChannelWork, Connections, Fifo, Launch, Observer, Scalar, Steps, Work, host,
+};
 use ringsight_records::{DataType, Function, ReduceOp};
 
 /// Heap memory for a FIFO.

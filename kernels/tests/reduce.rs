@@ -32,7 +32,11 @@ macro_rules! int_reference {
     ($type:ty, $op:expr, $a:expr, $b:expr) => {{
         let a = $a.map(|a| <$type>::from_le_bytes(a.try_into().unwrap()));
         let b = <$type>::from_le_bytes($b.try_into().unwrap());
-        let b = if $op == ReduceOp::PreMulSum { b.wrapping_mul(SCALAR as $type) } else { b };
+        let b = if $op == ReduceOp::PreMulSum {
+            b.wrapping_mul(SCALAR as $type)
+        } else {
+            b
+        };
         let value = match (a, $op) {
             (None, _) => b,
             (Some(a), ReduceOp::Sum | ReduceOp::PreMulSum) => a.wrapping_add(b),
@@ -71,7 +75,11 @@ fn reference(data_type: DataType, op: ReduceOp, a: Option<&[u8]>, b: &[u8]) -> V
     let scalar = &SCALAR.to_le_bytes()[..data_type.size()];
     macro_rules! narrow {
         ($of:expr, $into:expr) => {{
-            let factor = if op == ReduceOp::Avg { 1.0 / RANKS as f32 } else { $of(scalar) };
+            let factor = if op == ReduceOp::Avg {
+                1.0 / RANKS as f32
+            } else {
+                $of(scalar)
+            };
             $into(float(op, a.map($of), $of(b), factor))
         }};
     }
@@ -89,7 +97,11 @@ fn reference(data_type: DataType, op: ReduceOp, a: Option<&[u8]>, b: &[u8]) -> V
         }
         DataType::Float64 => {
             let of = |x: &[u8]| f64::from_le_bytes(x.try_into().unwrap());
-            let factor = if op == ReduceOp::Avg { 1.0 / f64::from(RANKS) } else { of(scalar) };
+            let factor = if op == ReduceOp::Avg {
+                1.0 / f64::from(RANKS)
+            } else {
+                of(scalar)
+            };
             float(op, a.map(of), of(b), factor).to_le_bytes().to_vec()
         }
         DataType::Float16 => narrow!(|x: &[u8]| Half(u16s(x)).to_f32(), |x| Half::from_f32(x)
@@ -101,10 +113,14 @@ fn reference(data_type: DataType, op: ReduceOp, a: Option<&[u8]>, b: &[u8]) -> V
             .to_le_bytes()
             .to_vec()),
         DataType::Float8e4m3 => {
-            narrow!(|x: &[u8]| Float8E4M3(x[0]).to_f32(), |x| vec![Float8E4M3::from_f32(x).0])
+            narrow!(|x: &[u8]| Float8E4M3(x[0]).to_f32(), |x| vec![
+                Float8E4M3::from_f32(x).0
+            ])
         }
         DataType::Float8e5m2 => {
-            narrow!(|x: &[u8]| Float8E5M2(x[0]).to_f32(), |x| vec![Float8E5M2::from_f32(x).0])
+            narrow!(|x: &[u8]| Float8E5M2(x[0]).to_f32(), |x| vec![
+                Float8E5M2::from_f32(x).0
+            ])
         }
     }
 }
@@ -137,7 +153,10 @@ const OPS: [ReduceOp; 6] = [
 #[track_caller]
 fn assert_same(data_type: DataType, op: ReduceOp, got: &[u8], want: &[u8], place: &str) {
     let both_nan = is_nan(data_type, want) && is_nan(data_type, got);
-    assert!(got == want || both_nan, "{data_type} {op} {place}: {got:?} {want:?}");
+    assert!(
+        got == want || both_nan,
+        "{data_type} {op} {place}: {got:?} {want:?}"
+    );
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::ffi::c_int;
 
-use ringsight_records::{DataType, ReduceOp};
+use ringsight_records::DataType;
 
 use crate::{
     communicator::Communicator,
@@ -28,14 +28,6 @@ pub(super) fn data_type(code: c_int) -> Result<DataType> {
                 DataType::ALL.len()
             ))
         })
-}
-
-pub(super) fn reduce_op(code: c_int) -> Result<ReduceOp> {
-    u8::try_from(code)
-        .ok()
-        .and_then(ReduceOp::from_code)
-        .filter(|op| !matches!(op, ReduceOp::None | ReduceOp::PreMulSum))
-        .ok_or_else(|| Error::argument(format!("op ({code}) is not a reduction: 0 (sum) to 4 (avg) are")))
 }
 
 /// A rank of `comm`.

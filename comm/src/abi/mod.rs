@@ -10,6 +10,7 @@ mod config;
 mod device_api;
 mod last_error;
 mod operations;
+mod reductions;
 mod ringsight;
 mod types;
 
@@ -20,6 +21,7 @@ pub use device_api::*;
 pub(crate) use last_error::set as set_last_error;
 pub use last_error::{ncclGetErrorString, ncclGetLastError, pncclGetErrorString, pncclGetLastError};
 pub use operations::*;
+pub use reductions::*;
 pub use ringsight::*;
 pub use types::*;
 

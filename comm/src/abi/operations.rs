@@ -8,10 +8,11 @@ use std::{
     sync::Arc,
 };
 
+use ringsight_kernels::Scalar;
 use ringsight_records::{Function, ReduceOp};
 
 use super::{
-    arguments::{buffer, count as check_count, data_type, rank, reduce_op},
+    arguments::{buffer, count as check_count, data_type, rank},
     entry,
 };
 use crate::{
@@ -36,7 +37,10 @@ fn operation(
     let start = observe::now_ns();
     let enqueue = |comm: &Arc<Communicator>| {
         let data_type = data_type(type_code)?;
-        let reduce_op = op_code.map_or(Ok(ReduceOp::None), reduce_op)?;
+        // What the number stands for is kept from here on: it may be destroyed as soon as this call returns.
+        let (reduce_op, scalar) = op_code.map_or(Ok((ReduceOp::None, Scalar::None)), |code| {
+            comm.reduce_ops.resolve(code, data_type)
+        })?;
         let peer = peer.map(|(name, value)| rank(name, value, comm)).transpose()?;
         let count = check_count(count, data_type, comm.ranks)?;
         let is_root = peer == Some(comm.rank);
@@ -44,8 +48,8 @@ fn operation(
         let (sends, receives) = match function {
             Function::Send => (true, false),
             Function::Recv => (false, true),
-            Function::Broadcast => (is_root, true),
-            Function::Reduce => (true, is_root),
+            Function::Broadcast | Function::Scatter => (is_root, true),
+            Function::Reduce | Function::Gather => (true, is_root),
             _ => (true, true),
         };
         let request = Request {
@@ -63,6 +67,7 @@ fn operation(
             count,
             data_type,
             reduce_op,
+            scalar,
             peer,
             stream,
         };
@@ -134,6 +139,38 @@ entry! {
     ) {
         let root = Some(("root", root));
         operation(Function::Reduce, (sendbuff, recvbuff), count, datatype, Some(op), root, comm, stream)
+    }
+}
+
+entry! {
+    /// Sends block `r` of `count` elements to rank `r`; what rank `r` sends here becomes block `r` of the result. The
+    /// buffers must not overlap unless there is one rank only.
+    ncclAlltoAll, pncclAlltoAll(
+        sendbuff: *const c_void, recvbuff: *mut c_void, count: usize, datatype: c_int, comm: Handle, stream: Stream,
+    ) {
+        operation(Function::AlltoAll, (sendbuff, recvbuff), count, datatype, None, None, comm, stream)
+    }
+}
+
+entry! {
+    /// `root` gets the `count` elements of each rank, in rank order; in place if its own are where they belong.
+    ncclGather, pncclGather(
+        sendbuff: *const c_void, recvbuff: *mut c_void, count: usize, datatype: c_int, root: c_int, comm: Handle,
+        stream: Stream,
+    ) {
+        let root = Some(("root", root));
+        operation(Function::Gather, (sendbuff, recvbuff), count, datatype, None, root, comm, stream)
+    }
+}
+
+entry! {
+    /// Rank `r` gets block `r` of `count` elements of `root`; in place if the root's own stay where they are.
+    ncclScatter, pncclScatter(
+        sendbuff: *const c_void, recvbuff: *mut c_void, count: usize, datatype: c_int, root: c_int, comm: Handle,
+        stream: Stream,
+    ) {
+        let root = Some(("root", root));
+        operation(Function::Scatter, (sendbuff, recvbuff), count, datatype, None, root, comm, stream)
     }
 }
 

@@ -24,11 +24,11 @@ use crate::{
     error::{Error, Result},
     launch::{
         Order,
-        observer::OpState,
+        observer::PlanObserver,
         reclaim::{Plans, Reclaim},
     },
     observe,
-    plan::{OpInfo, Sequences},
+    plan::{OpInfo, ReduceOps, Sequences},
     proxy::{Proxy, ProxyOp},
     topology::Topology,
     transport::{Connector, RingConnections},
@@ -63,6 +63,8 @@ pub struct Communicator {
     pub(crate) connector: Connector,
     /// Releases every wait.
     pub(crate) abort: Arc<AbortWord>,
+    /// Reductions that the caller made.
+    pub(crate) reduce_ops: ReduceOps,
     /// Where finished plans go.
     pub(crate) reclaim: Sender<Reclaim>,
     life: Arc<Lifecycle>,
@@ -180,12 +182,9 @@ impl Communicator {
     }
 
     /// Posts network work to the proxy.
-    pub(crate) fn post(&self, ops: &[ProxyOp], states: &[OpState], replay: u32) {
-        for state in states {
-            let (info, count) = state.proxied();
-            if count > 0 {
-                self.proxied.expect(info, replay, count);
-            }
+    pub(crate) fn post(&self, ops: &[ProxyOp], observer: &PlanObserver, replay: u32) {
+        for (info, count) in observer.proxied() {
+            self.proxied.expect(info, replay, count);
         }
         for op in ops {
             self.proxy.save_op(ProxyOp { replay, ..*op });

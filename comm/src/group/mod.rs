@@ -264,8 +264,8 @@ impl Group {
             group_depth: self.depth + 1,
             tid: thread_id(),
         };
-        if p2p {
-            tasks.exchange.push(task);
+        if Exchange::serves(task.request.function) {
+            tasks.exchange.push(task, comm.rank, comm.ranks);
         } else {
             tasks.collectives.push(task);
         }
@@ -278,12 +278,10 @@ impl Group {
             .tasks
             .iter_mut()
             .find(|tasks| Arc::ptr_eq(&tasks.comm, comm))?;
-        let task = if info.flags.contains(Flags::P2P) {
-            tasks.exchange.last(info)
-        } else {
-            tasks.collectives.last_mut()
-        };
-        task.filter(|task| task.info.op == info.op)
+        [tasks.exchange.last(), tasks.collectives.last_mut()]
+            .into_iter()
+            .flatten()
+            .find(|task| task.info.op == info.op)
     }
 
     /// Takes part in the group.
@@ -367,7 +365,13 @@ impl Group {
             let comm = tasks.comm;
             comm.planner().plans.drain();
             let persistent = tasks.capture.is_some();
-            let plans = plan::build(&comm, tasks.collectives, tasks.exchange, persistent, self.number)?;
+            let plans = plan::build(
+                &comm,
+                &tasks.collectives,
+                &tasks.exchange,
+                persistent,
+                self.number,
+            )?;
             launchings.push(Launching {
                 comm,
                 streams: tasks.streams,

@@ -121,7 +121,7 @@ impl Launching {
                 Arc::new(move |replay| {
                     // A communicator that is gone has set its abort word: the kernel gives up without network work.
                     if let Some(comm) = comm.upgrade() {
-                        comm.post(&ops, observer.states(), replay);
+                        comm.post(&ops, &observer, replay);
                     }
                 }),
             )?;
@@ -137,7 +137,7 @@ impl Launching {
             return Err(error.into());
         }
         if !posted_by_stream && !plan.proxy_ops.is_empty() {
-            self.comm.post(&plan.proxy_ops, plan.observer.states(), 0);
+            self.comm.post(&plan.proxy_ops, &plan.observer, 0);
         }
         for info in &plan.ops {
             observe::set_time(info.op, Time::LaunchStart, start);

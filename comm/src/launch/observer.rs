@@ -1,6 +1,7 @@
 //! What the device tells while it runs a plan, turned into records.
 
 use std::sync::{
+    Arc,
     atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering},
     mpsc::Sender,
 };
@@ -25,6 +26,16 @@ pub struct OpState {
     aborted: AtomicBool,
     /// The replay that was completed last, plus one.
     completed: AtomicU32,
+    /// Where several plans hold works of the operation: by channel, in how many.
+    split: Option<Box<[Split]>>,
+}
+
+/// A channel of an operation whose works are spread over several plans, which run one after another.
+#[derive(Debug, Default)]
+struct Split {
+    plans: u32,
+    /// Plans that have not done theirs.
+    left: AtomicU32,
 }
 
 impl OpState {
@@ -38,16 +49,49 @@ impl OpState {
             start_ns: AtomicU64::new(0),
             aborted: AtomicBool::new(false),
             completed: AtomicU32::new(0),
+            split: None,
         }
+    }
+
+    /// The same for an operation that several plans share; `masks` are the channels that it takes in each.
+    pub(crate) fn split(self, masks: impl Iterator<Item = u64> + Clone) -> Self {
+        let plans = |channel: usize| masks.clone().filter(|mask| mask >> channel & 1 == 1).count() as u32;
+        let split = (0..u64::BITS as usize)
+            .map(|channel| Split {
+                plans: plans(channel),
+                left: AtomicU32::new(plans(channel)),
+            })
+            .collect();
+        Self {
+            split: Some(split),
+            ..self
+        }
+    }
+
+    /// Whether the start of a channel's works in a plan is the start of the channel.
+    fn is_first(&self, channel: u8) -> bool {
+        // Relaxed: plans of a communicator run one after another, with the device's ordering between them.
+        self.split.as_ref().is_none_or(|split| {
+            let channel = &split[usize::from(channel)];
+            channel.left.load(Ordering::Relaxed) == channel.plans
+        })
+    }
+
+    /// Whether the end of a channel's works in a plan is the end of the channel.
+    fn is_last(&self, channel: u8, aborted: bool) -> bool {
+        self.split.as_ref().is_none_or(|split| {
+            let channel = &split[usize::from(channel)];
+            // Relaxed: as above. After an abort no later plan begins.
+            let last = channel.left.fetch_sub(1, Ordering::Relaxed) == 1;
+            if last {
+                channel.left.store(channel.plans, Ordering::Relaxed);
+            }
+            last || aborted
+        })
     }
 
     fn infos(&self) -> impl Iterator<Item = &OpInfo> {
         std::iter::once(&self.info).chain(&self.twin)
-    }
-
-    /// The operation and how many proxy operations it takes.
-    pub(crate) fn proxied(&self) -> (OpInfo, u32) {
-        (self.info, self.proxy_ops)
     }
 
     fn channel_record(&self, state: State, now: u64, replay: u32, channel: u8) {
@@ -94,11 +138,20 @@ pub(crate) enum Stage {
     Finished = 2,
 }
 
+/// An operation that several plans have works of.
+pub(crate) struct Shared {
+    pub(crate) state: Arc<OpState>,
+    /// This is the first of them.
+    pub(crate) begins: bool,
+}
+
 /// The observer of one plan.
 pub struct PlanObserver {
     number: u32,
     /// By operation number.
     states: Vec<OpState>,
+    /// Operations that other plans have works of too, by operation number; each is counted for the plan that it begins in.
+    shared: Vec<Shared>,
     persistent: bool,
     stage: AtomicU8,
     reclaim: Sender<Reclaim>,
@@ -108,13 +161,16 @@ impl PlanObserver {
     pub(crate) fn new(
         number: u32,
         mut states: Vec<OpState>,
+        mut shared: Vec<Shared>,
         persistent: bool,
         reclaim: Sender<Reclaim>,
     ) -> Self {
         states.sort_by_key(|state| state.info.op);
+        shared.sort_by_key(|shared| shared.state.info.op);
         Self {
             number,
             states,
+            shared,
             persistent,
             stage: AtomicU8::new(Stage::Waiting as u8),
             reclaim,
@@ -130,15 +186,26 @@ impl PlanObserver {
         }
     }
 
-    pub(crate) fn states(&self) -> &[OpState] {
-        &self.states
+    /// The operations that begin in this plan and have network work, and how many proxy operations each takes.
+    pub(crate) fn proxied(&self) -> impl Iterator<Item = (OpInfo, u32)> {
+        let shared = self.shared.iter().filter(|shared| shared.begins);
+        self.states
+            .iter()
+            .chain(shared.map(|shared| &*shared.state))
+            .map(|state| (state.info, state.proxy_ops))
+            .filter(|(_, proxy_ops)| *proxy_ops > 0)
     }
 
     fn state(&self, op: u32) -> Option<&OpState> {
         self.states
             .binary_search_by_key(&op, |state| state.info.op)
-            .ok()
             .map(|index| &self.states[index])
+            .or_else(|_| {
+                self.shared
+                    .binary_search_by_key(&op, |shared| shared.state.info.op)
+                    .map(|index| &*self.shared[index].state)
+            })
+            .ok()
     }
 }
 
@@ -157,11 +224,16 @@ impl Observer for PlanObserver {
                 observe::set_time(info.op, Time::DeviceStart, now);
             }
         }
-        state.channel_record(State::START, now, replay, channel);
+        if state.is_first(channel) {
+            state.channel_record(State::START, now, replay, channel);
+        }
     }
 
     fn channel_stopped(&self, op: u32, replay: u32, channel: u8, aborted: bool) {
         let Some(state) = self.state(op) else { return };
+        if !state.is_last(channel, aborted) {
+            return;
+        }
         let now = observe::now_ns();
         state.channel_record(State::STOP, now, replay, channel);
         if aborted {
@@ -179,7 +251,8 @@ impl Observer for PlanObserver {
         if aborted {
             // What was begun on some channels only, or not at all, is over too.
             let now = observe::now_ns();
-            for state in &self.states {
+            let shared = self.shared.iter().map(|shared| &*shared.state);
+            for state in self.states.iter().chain(shared) {
                 if state.completed.load(Ordering::Relaxed) != replay.wrapping_add(1) {
                     state.aborted.store(true, Ordering::Relaxed);
                     state.complete(now, replay);

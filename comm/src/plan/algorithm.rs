@@ -8,7 +8,8 @@ use ringsight_records::{Algorithm, Function, Protocol};
 pub struct Row {
     /// For which functions.
     pub functions: &'static [Function],
-    /// For messages of at most so many bytes ([`super::Request::bytes`]).
+    /// For messages of at most so many bytes: [`super::Request::bytes`], or those of one message where the operation is
+    /// made of several.
     pub max_bytes: u64,
     /// What they get.
     pub choice: Choice,
@@ -33,6 +34,15 @@ const COLLECTIVES: &[Function] = &[
     Function::Reduce,
 ];
 
+/// Both ends of a message must come to the same choice, whichever functions they called: these share their rows.
+const EXCHANGES: &[Function] = &[
+    Function::Send,
+    Function::Recv,
+    Function::AlltoAll,
+    Function::Gather,
+    Function::Scatter,
+];
+
 /// The table. A channel is one thread's work on the host device and one block's on a GPU: a second one pays off when
 /// both have several FIFO slots to move.
 pub const TABLE: &[Row] = &[
@@ -46,7 +56,7 @@ pub const TABLE: &[Row] = &[
         },
     },
     Row {
-        functions: &[Function::Send, Function::Recv],
+        functions: EXCHANGES,
         max_bytes: u64::MAX,
         choice: Choice {
             algorithm: Algorithm::Direct,
@@ -90,12 +100,11 @@ mod tests {
 
     #[test]
     fn every_function_served_is_served_at_every_size() {
-        for function in COLLECTIVES.iter().chain(&[Function::Send, Function::Recv]) {
+        for function in Function::ALL {
             assert!(
                 choose(*function, 0).is_some() && choose(*function, u64::MAX).is_some(),
                 "{function}"
             );
         }
-        assert_eq!(choose(Function::AlltoAll, 1), None, "made of sends and receives");
     }
 }

@@ -2,16 +2,18 @@
 //!
 //! Collectives drain before point-to-point: plans are cut where the work budget ends, and the number of sends and
 //! receives differs between ranks. If these came first, ranks would cut their collectives at different places, and the
-//! least-loaded channel picker, whose loads begin anew with each plan, would give different answers.
+//! least-loaded channel picker, whose loads begin anew with each plan, would give different answers. AlltoAll, Gather and
+//! Scatter are made of messages and drain with them; one of them may have messages in several plans.
 
 pub mod algorithm;
 pub mod channels;
-mod p2p;
+mod exchange;
+mod reduce_ops;
 mod sequence;
 
-use std::{ops::Range, sync::Arc};
+use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
-use ringsight_kernels::{ChannelWork, Connections, Launch, Work};
+use ringsight_kernels::{ChannelWork, Connections, Launch, Scalar, Work};
 use ringsight_records::{
     Algorithm, DataType, Description, Flags, Function, Kind, Protocol, Record, ReduceOp, State,
 };
@@ -21,12 +23,13 @@ use crate::{
     communicator::Communicator,
     device::Stream,
     error::{Error, Result},
-    launch::observer::{OpState, PlanObserver},
+    launch::observer::{OpState, PlanObserver, Shared},
     observe,
     proxy::ProxyOp,
 };
 
-pub(crate) use p2p::Exchange;
+pub(crate) use exchange::Exchange;
+pub(crate) use reduce_ops::ReduceOps;
 pub(crate) use sequence::Sequences;
 
 /// Work elements (one channel's part of one operation) that fit into a communicator's work FIFO. A plan that runs once
@@ -69,6 +72,8 @@ pub struct Request {
     pub data_type: DataType,
     /// Reduction.
     pub reduce_op: ReduceOp,
+    /// What a PreMulSum multiplies with.
+    pub scalar: Scalar,
     /// Root of a rooted collective, peer of a send or receive.
     pub peer: Option<u32>,
     /// The stream given.
@@ -93,8 +98,21 @@ impl Request {
     pub fn bytes(&self, ranks: u32) -> u64 {
         let one = (self.count * self.data_type.size()) as u64;
         match self.function {
-            Function::AllGather | Function::ReduceScatter => one * u64::from(ranks),
+            Function::AllGather
+            | Function::ReduceScatter
+            | Function::AlltoAll
+            | Function::Gather
+            | Function::Scatter => one * u64::from(ranks),
             _ => one,
+        }
+    }
+
+    /// Bytes by which its algorithm is chosen: those of one message where it is made of several.
+    fn bytes_of_choice(&self, ranks: u32) -> u64 {
+        if Exchange::serves(self.function) {
+            (self.count * self.data_type.size()) as u64
+        } else {
+            self.bytes(ranks)
         }
     }
 }
@@ -181,8 +199,8 @@ pub(crate) struct Plan {
 /// Plans everything that a group asks of one communicator.
 pub(crate) fn build(
     comm: &Communicator,
-    collectives: Vec<Task>,
-    exchange: Exchange,
+    collectives: &[Task],
+    exchange: &Exchange,
     persistent: bool,
     group: u32,
 ) -> Result<Vec<Plan>> {
@@ -191,39 +209,133 @@ pub(crate) fn build(
     } else {
         comm.work_fifo_depth / 2
     };
-    let mut plans = Vec::new();
-    let mut plan = Builder::new(comm, budget, group);
+    let mut plans = Plans {
+        comm,
+        budget,
+        group,
+        made: Vec::new(),
+    };
     for task in collectives {
-        let (channels, choice) = choice_of(&task, comm)?;
+        let (channels, choice) = choice_of(task, comm)?;
         // Not by its own channels: where ranks call something different, it shall be in the same plan all the same.
-        if !plan.fits(comm.channels()) {
-            plans.push(plan.finish(persistent)?);
-            plan = Builder::new(comm, budget, group);
-        }
-        plan.add_collective(&task, channels, choice)?;
+        let (plan, _) = plans.with_room(comm.channels());
+        plan.add_collective(task, channels, choice)?;
     }
+    let tasks = exchange.tasks();
+    // Operations made of several messages, by their task.
+    let mut spreads: BTreeMap<usize, Spread> = BTreeMap::new();
     for round in exchange.rounds(comm.rank, comm.ranks)? {
-        let needed: usize = round
-            .tasks()
-            .map(|task| choice_of(task, comm).map_or(1, |(channels, _)| channels))
+        let needed = round
+            .messages()
+            .map(|message| choice_of(&tasks[message.task], comm).map_or(1, |(channels, _)| channels))
             .sum();
-        if !plan.fits(needed) {
-            plans.push(plan.finish(persistent)?);
-            plan = Builder::new(comm, budget, group);
+        let (plan, index) = plans.with_room(needed);
+        for (send, recv) in &round.to_self {
+            plan.add_to_self(&tasks[send.task], &tasks[recv.task], send.address, recv.address)?;
+            if !tasks[send.task].request.function.is_p2p() {
+                spreads.entry(send.task).or_default().add(index, 1, 0);
+            }
         }
-        plan.add_round(&round)?;
+        for (message, is_send) in [(round.send, true), (round.recv, false)] {
+            let Some(message) = message else { continue };
+            let task = &tasks[message.task];
+            let (mask, proxies, choice) = plan.add_message(task, message, is_send)?;
+            if task.request.function.is_p2p() {
+                plan.add_op(task, None, mask, proxies, choice.algorithm, choice.protocol);
+            } else {
+                spreads.entry(message.task).or_default().add(index, mask, proxies);
+            }
+        }
     }
-    if !plan.is_empty() {
-        plans.push(plan.finish(persistent)?);
+    for (task, spread) in spreads {
+        plans.add_spread(&tasks[task], &spread)?;
     }
-    Ok(plans)
+    plans
+        .made
+        .into_iter()
+        .map(|plan| plan.finish(persistent))
+        .collect()
 }
 
 fn choice_of(task: &Task, comm: &Communicator) -> Result<(usize, algorithm::Choice)> {
     let function = task.request.function;
-    let choice = algorithm::choose(function, task.info.bytes)
+    let bytes = task.request.bytes_of_choice(comm.ranks);
+    let choice = algorithm::choose(function, bytes)
         .ok_or_else(|| Error::internal(format!("no algorithm serves {function}")))?;
-    Ok((choice.channels(task.info.bytes, comm.channels()), choice))
+    Ok((choice.channels(bytes, comm.channels()), choice))
+}
+
+/// The plans of a group on one communicator.
+struct Plans<'a> {
+    comm: &'a Communicator,
+    /// Work elements of a plan.
+    budget: usize,
+    group: u32,
+    made: Vec<Builder<'a>>,
+}
+
+impl<'a> Plans<'a> {
+    /// A plan with room for `elements` more work elements, and its index: the last one, or a new one. Something always
+    /// fits into an empty plan.
+    fn with_room(&mut self, elements: usize) -> (&mut Builder<'a>, usize) {
+        if self
+            .made
+            .last()
+            .is_none_or(|plan| plan.used > 0 && plan.used + elements > self.budget)
+        {
+            self.made.push(Builder::new(self.comm, self.group));
+        }
+        let index = self.made.len() - 1;
+        (&mut self.made[index], index)
+    }
+
+    /// Enters an operation whose messages have been added: with the plan that it begins in, and as seen by all.
+    fn add_spread(&mut self, task: &Task, spread: &Spread) -> Result<()> {
+        let (_, choice) = choice_of(task, self.comm)?;
+        let mask = spread.masks.values().fold(0, |all, mask| all | mask);
+        let (Some(begins), Some(ends)) = (spread.masks.keys().next(), spread.masks.keys().last()) else {
+            return Err(Error::internal("an operation without messages"));
+        };
+        if begins == ends {
+            self.made[*begins].add_op(
+                task,
+                None,
+                mask,
+                spread.proxies,
+                choice.algorithm,
+                choice.protocol,
+            );
+            return Ok(());
+        }
+        let state = Arc::new(
+            OpState::new(task.info, None, mask.count_ones(), spread.proxies)
+                .split(spread.masks.values().copied()),
+        );
+        self.made[*begins].announce(task, mask, spread.proxies, choice.algorithm, choice.protocol);
+        for index in spread.masks.keys() {
+            self.made[*index].shared.push(Shared {
+                state: state.clone(),
+                begins: index == begins,
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Where the messages of one operation went.
+#[derive(Debug, Default)]
+struct Spread {
+    /// Channels taken, by index of the plan.
+    masks: BTreeMap<usize, u64>,
+    /// Proxy operations.
+    proxies: u32,
+}
+
+impl Spread {
+    fn add(&mut self, plan: usize, mask: u64, proxies: u32) {
+        *self.masks.entry(plan).or_default() |= mask;
+        self.proxies += proxies;
+    }
 }
 
 /// A plan in the making.
@@ -231,39 +343,31 @@ struct Builder<'a> {
     comm: &'a Communicator,
     number: u32,
     group: u32,
-    budget: usize,
+    /// Work elements.
     used: usize,
     picker: channels::Picker,
     /// By channel number.
     work: Vec<Vec<Work>>,
     states: Vec<OpState>,
+    shared: Vec<Shared>,
     ops: Vec<OpInfo>,
     proxy_ops: Vec<ProxyOp>,
 }
 
 impl<'a> Builder<'a> {
-    fn new(comm: &'a Communicator, budget: usize, group: u32) -> Self {
+    fn new(comm: &'a Communicator, group: u32) -> Self {
         Self {
             comm,
             number: observe::next_plan(),
             group,
-            budget,
             used: 0,
             picker: channels::Picker::new(comm.channels()),
             work: (0..comm.channels()).map(|_| Vec::new()).collect(),
             states: Vec::new(),
+            shared: Vec::new(),
             ops: Vec::new(),
             proxy_ops: Vec::new(),
         }
-    }
-
-    fn is_empty(&self) -> bool {
-        self.used == 0
-    }
-
-    /// Whether `elements` more work elements are within the budget. Something always fits into an empty plan.
-    fn fits(&self, elements: usize) -> bool {
-        self.is_empty() || self.used + elements <= self.budget
     }
 
     fn add_collective(&mut self, task: &Task, wanted: usize, choice: algorithm::Choice) -> Result<()> {
@@ -286,7 +390,7 @@ impl<'a> Builder<'a> {
                     next: ring.next.fifo.clone(),
                 },
             };
-            let work = self.work_of(task, task.info.op, part, connections);
+            let work = self.work_of(task, part, connections);
             work.check()?;
             if let Some(ring) = &self.comm.rings[usize::from(channel)] {
                 let (order, steps) = (self.comm.topology.ring(channel), work.steps());
@@ -301,34 +405,37 @@ impl<'a> Builder<'a> {
         Ok(())
     }
 
-    fn add_round(&mut self, round: &p2p::Round) -> Result<()> {
-        if let Some((send, recv)) = &round.to_self {
-            let bytes = |task: &Task| task.info.bytes;
-            if bytes(send) != bytes(recv) {
-                return Err(Error::usage(format!(
-                    "ncclSend to oneself of {} bytes is paired with ncclRecv from oneself of {} bytes",
-                    bytes(send),
-                    bytes(recv)
-                )));
-            }
-            let mut work = self.work_of(send, send.info.op, 0..send.request.count, Connections::Local);
-            work.recv = recv.request.recv;
-            work.check()?;
-            self.add_work(0, work);
-            self.add_op(send, Some(recv), 1, 0, Algorithm::Direct, Protocol::Simple);
+    /// Adds a message from this rank to itself: a send and its receive, or a part of an operation made of messages.
+    fn add_to_self(&mut self, send: &Task, recv: &Task, from: usize, to: usize) -> Result<()> {
+        let bytes = |task: &Task| task.request.count * task.request.data_type.size();
+        if bytes(send) != bytes(recv) {
+            return Err(Error::usage(format!(
+                "ncclSend to oneself of {} bytes is paired with ncclRecv from oneself of {} bytes",
+                bytes(send),
+                bytes(recv)
+            )));
         }
-        for task in round.send.iter().chain(&round.recv) {
-            self.add_message(task)?;
+        let work = Work {
+            send: from,
+            recv: to,
+            ..self.message_of(send, Function::Send, 0..send.request.count, Connections::Local)
+        };
+        work.check()?;
+        self.add_work(0, work);
+        if send.request.function.is_p2p() {
+            self.add_op(send, Some(recv), 1, 0, Algorithm::Direct, Protocol::Simple);
         }
         Ok(())
     }
 
-    fn add_message(&mut self, task: &Task) -> Result<()> {
-        let (comm, request) = (self.comm, &task.request);
-        let peer = request
-            .peer
-            .ok_or_else(|| Error::internal("a send or receive without peer"))?;
-        let is_send = request.function == Function::Send;
+    /// Adds one end of a message; returns its channels, its proxy operations, and how it goes.
+    fn add_message(
+        &mut self,
+        task: &Task,
+        message: exchange::Message,
+        is_send: bool,
+    ) -> Result<(u64, u32, algorithm::Choice)> {
+        let (comm, request, peer) = (self.comm, &task.request, message.peer);
         let (source, destination) = if is_send {
             (comm.rank, peer)
         } else {
@@ -339,14 +446,17 @@ impl<'a> Builder<'a> {
         let parts = channels::split(request.count, request.data_type.size(), wanted);
         for (index, part) in parts.into_iter().enumerate().filter(|(_, part)| !part.is_empty()) {
             let channel = channels::p2p_channel(source, destination, comm.ranks, index, comm.channels());
-            let (connections, proxy) = if is_send {
+            let (work, proxy) = if is_send {
                 let connection = comm.connector.connect_send(peer, channel)?;
-                (Connections::Send(connection.fifo), connection.proxy)
+                let work = self.message_of(task, Function::Send, part, Connections::Send(connection.fifo));
+                let send = message.address;
+                (Work { send, ..work }, connection.proxy)
             } else {
                 let connection = comm.connector.connect_recv(peer, channel)?;
-                (Connections::Recv(connection.fifo), connection.proxy)
+                let work = self.message_of(task, Function::Recv, part, Connections::Recv(connection.fifo));
+                let recv = message.address;
+                (Work { recv, ..work }, connection.proxy)
             };
-            let work = self.work_of(task, task.info.op, part, connections);
             work.check()?;
             let steps = work.steps();
             let steps = if is_send { steps.send } else { steps.recv };
@@ -354,29 +464,42 @@ impl<'a> Builder<'a> {
             self.add_work(channel, work);
             mask |= 1 << channel;
         }
-        self.add_op(task, None, mask, proxies, choice.algorithm, choice.protocol);
-        Ok(())
+        Ok((mask, proxies, choice))
     }
 
-    fn work_of(&self, task: &Task, op: u32, part: Range<usize>, connections: Connections) -> Work {
+    /// A part of a message, without its addresses.
+    fn message_of(
+        &self,
+        task: &Task,
+        function: Function,
+        part: Range<usize>,
+        connections: Connections,
+    ) -> Work {
+        Work {
+            function,
+            send: 0,
+            recv: 0,
+            root: 0,
+            ..self.work_of(task, part, connections)
+        }
+    }
+
+    fn work_of(&self, task: &Task, part: Range<usize>, connections: Connections) -> Work {
         let request = &task.request;
         Work {
-            op,
+            op: task.info.op,
             tag: request.call().tag(),
             function: request.function,
             data_type: request.data_type,
             reduce_op: request.reduce_op,
+            scalar: request.scalar,
             send: request.send,
             recv: request.recv,
             count: request.count,
             part,
             rank: self.comm.rank,
             ranks: self.comm.ranks,
-            root: if request.function.is_p2p() {
-                0
-            } else {
-                request.peer.unwrap_or(0)
-            },
+            root: request.peer.unwrap_or(0),
             connections,
         }
     }
@@ -429,11 +552,8 @@ impl<'a> Builder<'a> {
         algorithm: Algorithm,
         protocol: Protocol,
     ) {
-        let now = observe::now_ns();
         for task in std::iter::once(task).chain(twin) {
-            self.describe(task, channel_mask, proxy_ops, algorithm, protocol);
-            task.info.emit(task.info.kind(), State::START, now);
-            self.ops.push(task.info);
+            self.announce(task, channel_mask, proxy_ops, algorithm, protocol);
         }
         self.states.push(OpState::new(
             task.info,
@@ -441,6 +561,20 @@ impl<'a> Builder<'a> {
             channel_mask.count_ones(),
             proxy_ops,
         ));
+    }
+
+    /// Describes an operation and lists it.
+    fn announce(
+        &mut self,
+        task: &Task,
+        channel_mask: u64,
+        proxy_ops: u32,
+        algorithm: Algorithm,
+        protocol: Protocol,
+    ) {
+        self.describe(task, channel_mask, proxy_ops, algorithm, protocol);
+        task.info.emit(task.info.kind(), State::START, observe::now_ns());
+        self.ops.push(task.info);
     }
 
     fn describe(
@@ -493,6 +627,7 @@ impl<'a> Builder<'a> {
         let observer = Arc::new(PlanObserver::new(
             self.number,
             self.states,
+            self.shared,
             persistent,
             self.comm.reclaim.clone(),
         ));

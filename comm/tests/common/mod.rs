@@ -110,9 +110,11 @@ impl Rank {
                 Function::ReduceScatter => abi::ncclReduceScatter(send, recv, count, kind, op, comm, stream),
                 Function::Broadcast => abi::ncclBroadcast(send, recv, count, kind, root, comm, stream),
                 Function::Reduce => abi::ncclReduce(send, recv, count, kind, op, root, comm, stream),
+                Function::AlltoAll => abi::ncclAlltoAll(send, recv, count, kind, comm, stream),
+                Function::Gather => abi::ncclGather(send, recv, count, kind, root, comm, stream),
+                Function::Scatter => abi::ncclScatter(send, recv, count, kind, root, comm, stream),
                 Function::Send => abi::ncclSend(send, count, kind, root, comm, stream),
                 Function::Recv => abi::ncclRecv(recv, count, kind, root, comm, stream),
-                other => panic!("no entry point for {other}"),
             }
         }
     }
@@ -172,8 +174,9 @@ impl Call {
     /// Elements of (send, receive) buffers.
     pub fn elements(&self, ranks: usize) -> (usize, usize) {
         match self.function {
-            Function::AllGather => (self.count, self.count * ranks),
-            Function::ReduceScatter => (self.count * ranks, self.count),
+            Function::AllGather | Function::Gather => (self.count, self.count * ranks),
+            Function::ReduceScatter | Function::Scatter => (self.count * ranks, self.count),
+            Function::AlltoAll => (self.count * ranks, self.count * ranks),
             _ => (self.count, self.count),
         }
     }
@@ -182,8 +185,8 @@ impl Call {
     pub fn input(&self, rank: usize, index: usize) -> i64 {
         match self.op {
             ReduceOp::Prod => 1 + i64::from((rank + index).is_multiple_of(4)),
-            // The same on all ranks, so that the average is exact in every type.
-            ReduceOp::Avg => (index % 11) as i64,
+            // The same on all ranks and a multiple of 2 and 3, so that the average over so many is exact in every type.
+            ReduceOp::Avg => (index % 5 * 6) as i64,
             _ => ((rank * 5 + index * 3) % 11 + 1) as i64,
         }
     }
@@ -208,11 +211,16 @@ impl Call {
             Function::ReduceScatter => Some(self.reduced(ranks, rank * self.count + index)),
             Function::AllGather => Some(self.input(index / self.count, index % self.count)),
             Function::Broadcast => Some(self.input(self.root, index)),
+            Function::AlltoAll => {
+                Some(self.input(index / self.count, rank * self.count + index % self.count))
+            }
+            Function::Gather if rank == self.root => Some(self.input(index / self.count, index % self.count)),
+            Function::Scatter => Some(self.input(self.root, rank * self.count + index)),
             _ => None,
         }
     }
 
-    /// Runs it on one rank, in place or not, and compares every element with the reference.
+    /// Runs it on one rank, in place or not (an all-to-all never is), and compares every element with the reference.
     #[track_caller]
     pub fn check(&self, rank: &Rank, in_place: bool) {
         let (sent, received) = self.elements(rank.ranks);
@@ -223,15 +231,18 @@ impl Call {
         let mut output = vec![0xa5; received * size];
         let mut send = input.clone();
         if in_place {
-            // NCCL's rule: an all-gather sends its own block of the receive buffer, a reduce-scatter receives into its
-            // own block of the send buffer.
+            // NCCL's rule: gathers send their own block of the receive buffer, scatters receive into their own block of
+            // the send buffer.
             let (send, recv) = match self.function {
-                Function::AllGather => {
+                Function::AlltoAll => (send.as_ptr(), output.as_mut_ptr()),
+                Function::AllGather | Function::Gather => {
                     let at = rank.rank * sent * size;
                     output[at..at + input.len()].copy_from_slice(&input);
                     (output[at..].as_ptr(), output.as_mut_ptr())
                 }
-                Function::ReduceScatter => (send.as_ptr(), send[rank.rank * received * size..].as_mut_ptr()),
+                Function::ReduceScatter | Function::Scatter => {
+                    (send.as_ptr(), send[rank.rank * received * size..].as_mut_ptr())
+                }
                 _ => {
                     output.copy_from_slice(&input);
                     (output.as_ptr(), output.as_mut_ptr())
@@ -242,7 +253,7 @@ impl Call {
             ok(rank.call(self, send.as_ptr(), output.as_mut_ptr()));
         }
         rank.synchronize();
-        if in_place && self.function == Function::ReduceScatter {
+        if in_place && matches!(self.function, Function::ReduceScatter | Function::Scatter) {
             let at = rank.rank * received * size;
             output.copy_from_slice(&send[at..at + received * size]);
         }
@@ -302,7 +313,10 @@ pub const EXACT_TYPES: [DataType; 10] = [
 ];
 
 /// Functions that all ranks call together.
-pub const COLLECTIVES: [Function; 5] = [
+pub const COLLECTIVES: [Function; 8] = [
+    Function::AlltoAll,
+    Function::Gather,
+    Function::Scatter,
     Function::AllReduce,
     Function::AllGather,
     Function::ReduceScatter,

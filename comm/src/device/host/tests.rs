@@ -5,7 +5,7 @@ use std::sync::{
     atomic::{AtomicU32, AtomicUsize, Ordering},
 };
 
-use ringsight_kernels::{AbortWord, ChannelWork, Connections, Fifo, Observer, Work};
+use ringsight_kernels::{AbortWord, ChannelWork, Connections, Fifo, Observer, Scalar, Work};
 use ringsight_records::{DataType, Function, ReduceOp};
 
 use super::*;
@@ -219,6 +219,7 @@ fn message(function: Function, wire: &Arc<Fifo>, buffer: usize, observer: Arc<To
         function,
         data_type: DataType::Uint8,
         reduce_op: ReduceOp::None,
+        scalar: Scalar::None,
         send: buffer,
         recv: buffer,
         count: 1,
