@@ -242,7 +242,8 @@ fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
     loop {}
 }
 
-// `bpf_probe_read_user` and the tracing helpers are for GPL-compatible programs alone.
+// `bpf_probe_read_user` and the tracing helpers are for GPL-compatible programs alone. Of this crate's two licences this is
+// the one that the kernel knows a word for (`LICENSE-GPL2`).
 #[unsafe(link_section = "license")]
 #[unsafe(no_mangle)]
-static LICENSE: [u8; 13] = *b"Dual MIT/GPL\0";
+static LICENSE: [u8; 4] = *b"GPL\0";

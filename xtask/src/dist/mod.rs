@@ -79,6 +79,11 @@ fn pack() -> Result<PathBuf> {
         )?;
     }
     copy(&root().join("LICENSE"), &folder.join("LICENSE"))?;
+    // Of the eBPF programs that `ringsight` embeds.
+    copy(
+        &root().join("probes/ebpf/LICENSE-GPL2"),
+        &folder.join("LICENSE-GPL2"),
+    )?;
     for (shell, file) in COMPLETIONS {
         let text = process::output(Command::new(&program).args(["completions", shell]))?;
         fs::write(folder.join("completions").join(file), text + "\n")?;
@@ -186,6 +191,11 @@ fn use_in(archive: &Path, folder: &Path) -> Result<()> {
         command.env_clear().env("PATH", "/usr/bin:/bin").current_dir("/");
         command
     };
+    for licence in ["LICENSE", "LICENSE-GPL2"] {
+        if !unpacked.join(licence).is_file() {
+            bail!("the archive has no {licence}");
+        }
+    }
     let version = process::output(clean(unpacked.join("bin/ringsight")).arg("--version"))?;
     if !version.contains(env!("CARGO_PKG_VERSION")) {
         bail!("`ringsight --version` says {version}");
