@@ -260,7 +260,7 @@ fn holdings() -> (usize, usize) {
 
 /// Rank 1 never calls the collective; rank 0 is stuck in it until it is aborted from another thread.
 #[test]
-#[ignore = "counts this process's threads and descriptors: run alone, by `abort_returns_and_leaves_nothing`"]
+#[ignore = "helper: counts this process's threads and descriptors: run alone, by `abort_returns_and_leaves_nothing`"]
 fn abort_alone() {
     let once = || {
         let calls = AtomicUsize::new(0);
@@ -342,7 +342,7 @@ fn abort_returns_and_leaves_nothing() {
 }
 
 #[test]
-#[ignore = "chooses no device: run alone, by `without_a_device_init_says_so`"]
+#[ignore = "helper: chooses no device: run alone, by `without_a_device_init_says_so`"]
 fn no_device() {
     let id = unique_id();
     let mut comm = Handle(1);
@@ -376,7 +376,7 @@ fn a_forked_child_is_refused() {
 }
 
 #[test]
-#[ignore = "forks, when no other thread may hold a lock: run alone, by `a_forked_child_is_refused`"]
+#[ignore = "helper: forks, when no other thread may hold a lock: run alone, by `a_forked_child_is_refused`"]
 fn forked_alone() {
     on_ranks(1, |rank| {
         let data = [0f32; 1];

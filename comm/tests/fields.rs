@@ -397,7 +397,7 @@ fn every_row_finds_its_field() {
 
 /// One rank of [`every_row_finds_its_field`].
 #[test]
-#[ignore = "the body of one rank; started by another test"]
+#[ignore = "helper: the body of one rank; started by another test"]
 fn fields_worker() {
     let Some(rank) = rank_of_process() else { return };
     let device = host();

@@ -22,7 +22,7 @@ fn two_nodes() {
 
 /// What each rank does; does nothing when it is not one.
 #[test]
-#[ignore = "the body of one rank; started by the other tests"]
+#[ignore = "helper: the body of one rank; started by the other tests"]
 fn worker() {
     let Some(rank) = rank_of_process() else { return };
     let ranks = rank.ranks;

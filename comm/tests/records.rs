@@ -441,7 +441,7 @@ fn network_work_is_seen_on_two_nodes() {
 
 /// One rank of [`network_work_is_seen_on_two_nodes`].
 #[test]
-#[ignore = "the body of one rank; started by another test"]
+#[ignore = "helper: the body of one rank; started by another test"]
 fn network_worker() {
     let Some(rank) = rank_of_process() else { return };
     let device = host();

@@ -112,7 +112,7 @@ fn bad_arguments_are_named() {
 }
 
 #[test]
-#[ignore = "run by `without_the_host_device_every_call_is_refused`"]
+#[ignore = "helper: run by `without_the_host_device_every_call_is_refused`"]
 fn child_with_the_cuda_device() {
     let mut stream = Stream(0);
     // SAFETY: a live local.

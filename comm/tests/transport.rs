@@ -788,6 +788,7 @@ fn nothing_is_left_after_destroy_abort_or_death() {
 
 /// What one rank of [`ranks_may_be_processes`] does; its own process.
 #[test]
+#[ignore = "helper: the body of one rank; started by another test"]
 fn process_rank() {
     let Ok(role) = std::env::var("RINGSIGHT_TEST_RANK") else {
         return;
@@ -853,7 +854,7 @@ fn ranks_may_be_processes_and_a_killed_one_is_named() {
     let children: Vec<_> = (0..4)
         .map(|rank| {
             Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", "process_rank", "--nocapture"])
+                .args(["--exact", "process_rank", "--ignored", "--nocapture"])
                 .env("RINGSIGHT_TEST_RANK", format!("{rank} {id}"))
                 .env("NCCL_HOSTID", format!("node{}", rank / 2))
                 .stdout(Stdio::piped())

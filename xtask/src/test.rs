@@ -2,12 +2,13 @@
 
 use std::{
     fs,
+    io::Write as _,
     path::{Path, PathBuf},
     process::{Command, ExitCode},
     time::{Duration, Instant},
 };
 
-use anyhow::{Result, bail};
+use anyhow::{Context as _, Result, bail};
 use clap::Args;
 
 use crate::{
@@ -68,6 +69,17 @@ impl Counts {
             skipped: number("ignored")?,
         })
     }
+}
+
+/// How the reason of an ignored test begins that another test runs in a process of its own: a part of that test, not one
+/// that is skipped.
+const HELPER: &str = "helper: ";
+
+/// Name and reason of an ignored test, from libtest's line of it: `test NAME ... ignored, REASON`.
+fn ignored(line: &str) -> Option<(&str, &str)> {
+    let (name, state) = line.strip_prefix("test ")?.split_once(" ... ")?;
+    let reason = state.strip_prefix("ignored")?;
+    Some((name, reason.strip_prefix(", ").unwrap_or("no reason given")))
 }
 
 /// How a layer ended.
@@ -180,18 +192,31 @@ impl Suite {
             .collect()
     }
 
-    /// Runs `cargo test` with `arguments` and counts; tests that logged a skip count as skipped, not as passed.
+    /// Runs `cargo test` with `arguments` and counts; tests that logged a skip count as skipped, not as passed. Ignored
+    /// tests are skipped, and logged here; but for helpers, which are no tests by themselves.
     fn cargo_test(&self, command: &mut Command, filter: Option<&str>) -> Result<Outcome> {
         let before = self.logged_skips().len() as u64;
         command.env(SKIP_LOG, &self.skip_log).args(filter);
         let mut counts = Counts::default();
+        let (mut helpers, mut left_out) = (0, String::new());
         let status = process::stream(command, |line| {
+            match ignored(line) {
+                Some((_, reason)) if reason.starts_with(HELPER) => helpers += 1,
+                Some((name, reason)) => left_out += &format!("{name}: {reason}\n"),
+                None => {}
+            }
             if let Some(more) = Counts::of_line(line) {
                 counts.add(more);
             }
         })?;
         let skipped = self.logged_skips().len() as u64 - before;
-        counts.skipped += skipped;
+        counts.skipped = (counts.skipped + skipped).saturating_sub(helpers);
+        fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(&self.skip_log)
+            .and_then(|mut log| log.write_all(left_out.as_bytes()))
+            .with_context(|| format!("writing {}", self.skip_log.display()))?;
         counts.passed = counts.passed.saturating_sub(skipped);
         if !status.success() {
             // A crate that does not compile, or a test that took its process down, appears in no count.
@@ -457,8 +482,11 @@ mod tests {
             rows: Vec::new(),
             skip_log: log.clone(),
         };
-        let script =
-            format!("echo 'test result: ok. 5 passed; 0 failed; 0 ignored'; echo 'x: y' >> ${SKIP_LOG}");
+        let script = format!(
+            "echo 'test a ... ok'; echo 'test worker ... ignored, helper: one rank'; echo 'test slow ... ignored, takes hours'
+             echo 'test bare ... ignored'
+             echo 'test result: ok. 5 passed; 0 failed; 3 ignored'; echo 'x: y' >> ${SKIP_LOG}"
+        );
         let Outcome::Ran(counts) = suite
             .cargo_test(Command::new("sh").args(["-c", &script]), None)
             .unwrap()
@@ -470,10 +498,13 @@ mod tests {
             Counts {
                 passed: 4,
                 failed: 0,
-                skipped: 1
+                skipped: 3
             }
         );
-        assert_eq!(suite.logged_skips(), ["x: y"]);
+        assert_eq!(
+            suite.logged_skips(),
+            ["x: y", "slow: takes hours", "bare: no reason given"]
+        );
         let Outcome::Failed(counts, _) = suite
             .cargo_test(Command::new("sh").args(["-c", "exit 1"]), None)
             .unwrap()
