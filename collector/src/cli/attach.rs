@@ -55,8 +55,8 @@ pub(crate) struct AttachArguments {
     /// Perfetto), .html (one page); may be repeated
     #[arg(long = "out", value_name = "FILE", value_parser = outputs::parse_output)]
     outputs: Vec<PathBuf>,
-    /// End after this many seconds
-    #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
+    /// End after this many seconds; without it, when the processes end or a signal comes
+    #[arg(long, value_name = "SECONDS", value_parser = parse_duration)]
     duration: Option<Duration>,
     /// Write what the run came to as JSON
     #[arg(long, value_name = "FILE")]
@@ -97,6 +97,14 @@ fn parse_number(text: &str, unit: f64) -> Result<Duration, String> {
 
 fn parse_seconds(text: &str) -> Result<Duration, String> {
     parse_number(text, 1.0)
+}
+
+/// How long to watch: no time at all would show nothing, and is more likely meant as "without end".
+fn parse_duration(text: &str) -> Result<Duration, String> {
+    match parse_seconds(text)? {
+        Duration::ZERO => Err("must be above 0; leave it out to watch until the processes end".to_owned()),
+        duration => Ok(duration),
+    }
 }
 
 fn parse_milliseconds(text: &str) -> Result<Duration, String> {
@@ -331,16 +339,15 @@ fn describe(attached: &Attached) -> String {
             kinds.push(kind.name());
         }
     }
+    let probes = match attached.sites.len() {
+        1 => "1 probe".to_owned(),
+        count => format!("{count} probes"),
+    };
     let how = match (attached.carrier, process.instrumented) {
-        (Carrier::Probe, true) => format!(
-            "{} probes ({}) and shared ring",
-            attached.sites.len(),
-            kinds.join(", ")
-        ),
+        (Carrier::Probe, true) => format!("{probes} ({}) and shared ring", kinds.join(", ")),
         (Carrier::Probe, false) => {
             format!(
-                "{} probes ({}), host-timed: a library without our symbols",
-                attached.sites.len(),
+                "{probes} ({}), host-timed: a library without our symbols",
                 kinds.join(", ")
             )
         }
