@@ -109,9 +109,12 @@ pub enum AttachError {
 
 impl AttachError {
     pub(crate) fn denied(pid: u32, what: &'static str) -> Self {
-        let mut remedy = String::from(
-            "run as the process's user, or give this program CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH",
-        );
+        let mut remedy = String::from(if is_of_this_user(pid) {
+            "it runs as the same user, but with capabilities that this program lacks, or refuses to be dumped: \
+             give this program CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH"
+        } else {
+            "run as the process's user, or give this program CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH"
+        });
         if what == "map_files" {
             remedy.push_str(" and CAP_CHECKPOINT_RESTORE");
         }
@@ -187,6 +190,17 @@ impl Unavailable {
             remedy: remedy.join("; "),
         }
     }
+}
+
+/// Whether a process runs as the user that this one runs as, by what everybody may read.
+fn is_of_this_user(pid: u32) -> bool {
+    let effective = |pid: &str| {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+        let uids = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+        uids.split_whitespace().nth(1).map(str::to_owned)
+    };
+    let own = effective("self");
+    own.is_some() && own == effective(&pid.to_string())
 }
 
 fn sysctl(name: &str) -> Option<i64> {
