@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{Call, Rank, config, host, last_error, ok, on_ranks, unique_id};
+use common::{Call, Rank, config, fails, host, last_error, ok, on_ranks, settled, state, unique_id};
 use ringsight_comm::{
     abi::{self, UniqueIdBytes},
     communicator::Handle,
@@ -20,34 +20,6 @@ use ringsight_records::Function;
 
 const ARGUMENT: ResultCode = ResultCode::InvalidArgument;
 const USAGE: ResultCode = ResultCode::InvalidUsage;
-
-/// Asserts the code and that the text says `what`.
-#[track_caller]
-fn fails(code: ResultCode, expected: ResultCode, what: &str) {
-    let text = last_error();
-    assert_eq!(code, expected, "{text}");
-    assert!(text.contains(what), "{text:?} does not say {what:?}");
-}
-
-/// The state of a communicator, as a number.
-fn state(comm: Handle) -> ResultCode {
-    let mut code = -1;
-    // SAFETY: a valid place.
-    ok(unsafe { abi::ncclCommGetAsyncError(comm, &raw mut code) });
-    ResultCode::ALL[code as usize]
-}
-
-/// Polls until a communicator is no longer busy, as a program does that was told `ncclInProgress`.
-fn settled(comm: Handle) -> ResultCode {
-    let end = Instant::now() + Duration::from_secs(60);
-    loop {
-        match state(comm) {
-            ResultCode::InProgress => assert!(Instant::now() < end, "still in progress"),
-            code => return code,
-        }
-        thread::yield_now();
-    }
-}
 
 /// What `ncclGetLastError` says about a communicator.
 fn reason(comm: Handle) -> String {

@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{Call, Rank, config, host, last_error, ok, on_ranks, unique_id};
+use common::{Call, Rank, config, fails, host, last_error, ok, on_ranks, unique_id};
 use ringsight_comm::{
     abi::{self, NcclConfig, UniqueIdBytes},
     communicator::Handle,
@@ -22,14 +22,6 @@ use ringsight_comm::{
     error::ResultCode,
 };
 use ringsight_records::{DataType, Function};
-
-/// Asserts the code and that the text says `what`.
-#[track_caller]
-fn fails(code: ResultCode, expected: ResultCode, what: &str) {
-    let text = last_error();
-    assert_eq!(code, expected, "{text}");
-    assert!(text.contains(what), "{text:?} does not say {what:?}");
-}
 
 const ARGUMENT: ResultCode = ResultCode::InvalidArgument;
 const USAGE: ResultCode = ResultCode::InvalidUsage;

@@ -22,7 +22,7 @@ use crate::{
 };
 
 /// Notes a failed call with the group that it was made in.
-fn in_group(result: Result<()>) -> Result<()> {
+pub(super) fn in_group(result: Result<()>) -> Result<()> {
     if let Err(error) = &result {
         group::note_error(error);
     }
@@ -30,13 +30,13 @@ fn in_group(result: Result<()>) -> Result<()> {
 }
 
 /// How long a call waits for another thread to notice an abort: it looks ten times a second.
-const SETTLE: Duration = Duration::from_millis(500);
+pub(super) const SETTLE: Duration = Duration::from_millis(500);
 
 /// What the caller chose and what the environment makes of it.
 ///
 /// # Safety
 /// `settings` is null or as [`config::read`] wants it.
-unsafe fn choices(settings: *const NcclConfig, default: Config) -> Result<Config> {
+pub(super) unsafe fn choices(settings: *const NcclConfig, default: Config) -> Result<Config> {
     if settings.is_null() {
         return default.overridden();
     }
@@ -93,6 +93,7 @@ unsafe fn init_rank(
         config,
     };
     group::submit(Job {
+        child: None,
         release: Some(life.abort_word().clone()),
         life,
         // SAFETY: checked above; the caller keeps it valid until the group ends.
@@ -107,6 +108,7 @@ fn finalize(comm: Handle) -> Result<()> {
     comm.close()?;
     group::submit(Job {
         life: comm.life().clone(),
+        child: None,
         release: None,
         made: None,
         work: Box::new(move || comm.flush()),
@@ -164,14 +166,26 @@ entry! {
             .ok()
             .filter(|ndev| *ndev > 0)
             .ok_or_else(|| Error::argument(format!("ndev ({ndev}) is not a positive number")))?;
+        // SAFETY: null or `ndev` entries, says the entry point's contract.
+        let devices = (!devlist.is_null()).then(|| unsafe { std::slice::from_raw_parts(devlist, ranks) });
+        for (index, number) in devices.unwrap_or_default().iter().enumerate() {
+            if *number < 0 {
+                return Err(Error::argument(format!("devlist[{index}] ({number}) is not a device")));
+            }
+            if devices.unwrap_or_default()[..index].contains(number) {
+                return Err(Error::usage(format!(
+                    "devlist[{index}] ({number}) is there twice: each rank needs a device of its own"
+                )));
+            }
+        }
         device()?;
         let id = UniqueIdBytes(bootstrap::create_root()?.to_bytes());
         let config = Config::default().overridden();
         group::start()?;
         let made = (0..ranks).try_for_each(|rank| {
-            // SAFETY: `comms` and `devlist` have `ndev` entries, says the entry point's contract.
+            let number = devices.map_or(rank as c_int, |devices| devices[rank]);
+            // SAFETY: `comms` has `ndev` entries, says the entry point's contract.
             unsafe {
-                let number = if devlist.is_null() { rank as c_int } else { *devlist.add(rank) };
                 init_rank(comms.add(rank), ndev, id, rank as c_int, Some(number), config.clone())
             }
         });

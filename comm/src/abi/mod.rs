@@ -5,6 +5,7 @@
 //! reason for `ncclGetLastError`.
 
 mod arguments;
+mod children;
 mod communicators;
 mod config;
 mod device_api;
@@ -16,6 +17,7 @@ mod types;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+pub use children::*;
 pub use communicators::*;
 pub use device_api::*;
 pub(crate) use last_error::set as set_last_error;

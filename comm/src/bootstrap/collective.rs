@@ -48,8 +48,23 @@ impl Bootstrap {
     /// [`Error::PeerLost`] when a member is gone, [`Error::TimedOut`], [`Error::Aborted`]; [`Error::InvalidArgument`] when
     /// this rank is no member, or a member is twice there or no rank.
     pub fn gather_among(&self, members: &[u32], tag: u32, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.gather_among_with(members, tag, mine, &self.shared.abort)
+    }
+
+    /// As [`Bootstrap::gather_among`], with another abort word than the bootstrap's, which may be set.
+    ///
+    /// # Errors
+    /// As [`Bootstrap::gather_among`].
+    pub fn gather_among_with(
+        &self,
+        members: &[u32],
+        tag: u32,
+        mine: &[u8],
+        abort: &AbortWord,
+    ) -> Result<Vec<Vec<u8>>> {
         self.check_members(members)?;
         let wait = Wait {
+            abort,
             needs: Some(members),
             ..self.shared.wait()
         };

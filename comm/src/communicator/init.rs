@@ -1,30 +1,21 @@
 //! Making a communicator: rendezvous, what the ranks agree on, connections.
 
-use std::sync::{Arc, Mutex, atomic::AtomicBool, mpsc};
+use std::sync::{Arc, Mutex, OnceLock, atomic::AtomicBool, mpsc};
 
-use ringsight_kernels::fifo::SLOTS;
 use ringsight_records::{Kind, State, pages};
 
-use super::{
-    Communicator, Config, Planner, Proxied,
-    config::{MAX_CHANNELS, number},
-    lifecycle::Lifecycle,
-};
+use super::{Communicator, Config, Planner, Proxied, lifecycle::Lifecycle, terms::Terms};
 use crate::{
-    bootstrap::{self, Bootstrap, UniqueId},
+    bootstrap::{self, Bootstrap, UniqueId, fnv1a},
     device::device,
     error::{Error, Result, ResultCode},
     launch::{Order, reclaim::Plans},
     observe,
-    plan::{ReduceOps, Sequences, WORK_FIFO_DEPTH},
+    plan::{ReduceOps, Sequences},
     proxy::{Proxy, ProxyConfig},
     topology::{RankInfo, Topology},
     transport::Connector,
 };
-
-const DEFAULT_CHANNELS: u32 = 2;
-/// `NCCL_BUFFSIZE` by default: slots of 128 KiB stay in a core's cache between its producer and its consumer.
-const DEFAULT_BUFFER_BYTES: usize = 1 << 20;
 
 /// A communicator that is to be made.
 #[derive(Clone)]
@@ -43,90 +34,9 @@ pub struct InitJob {
     pub config: Config,
 }
 
-/// FNV-1a, 64 bits.
-fn hash(parts: &[&[u8]]) -> u64 {
-    parts
-        .iter()
-        .flat_map(|part| part.iter())
-        .fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
-            (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
-        })
-}
-
 /// The id of a communicator: the same on every rank, never 0.
 fn communicator_id(id: &[u8; UniqueId::BYTES], ranks: u32) -> u64 {
-    hash(&[id, &ranks.to_le_bytes()]).max(1)
-}
-
-/// What the ranks must agree on, as they tell each other.
-struct Terms {
-    min_channels: u32,
-    max_channels: u32,
-    slot_bytes: u64,
-    work_fifo_depth: u64,
-}
-
-impl Terms {
-    const BYTES: usize = 24;
-
-    fn mine(config: &Config) -> Result<Self> {
-        let buffer: usize = number(&["NCCL_BUFFSIZE"])?.unwrap_or(DEFAULT_BUFFER_BYTES);
-        if !(4096..=1 << 30).contains(&buffer) {
-            return Err(Error::argument(format!(
-                "environment variable NCCL_BUFFSIZE={buffer}: must be between 4096 and 1073741824 bytes"
-            )));
-        }
-        let depth: usize = number(&["RINGSIGHT_WORK_FIFO_DEPTH"])?.unwrap_or(WORK_FIFO_DEPTH);
-        Ok(Self {
-            min_channels: config.min_channels.unwrap_or(1).clamp(1, MAX_CHANNELS),
-            max_channels: config.max_channels.unwrap_or(MAX_CHANNELS).clamp(1, MAX_CHANNELS),
-            slot_bytes: (buffer / SLOTS).next_multiple_of(64) as u64,
-            work_fifo_depth: depth.clamp(2, 1 << 20) as u64,
-        })
-    }
-
-    fn to_bytes(&self) -> [u8; Self::BYTES] {
-        let mut bytes = [0; Self::BYTES];
-        bytes[..4].copy_from_slice(&self.min_channels.to_le_bytes());
-        bytes[4..8].copy_from_slice(&self.max_channels.to_le_bytes());
-        bytes[8..16].copy_from_slice(&self.slot_bytes.to_le_bytes());
-        bytes[16..].copy_from_slice(&self.work_fifo_depth.to_le_bytes());
-        bytes
-    }
-
-    fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        let (min, rest) = bytes.split_first_chunk()?;
-        let (max, rest) = rest.split_first_chunk()?;
-        let (slot, rest) = rest.split_first_chunk()?;
-        Some(Self {
-            min_channels: u32::from_le_bytes(*min),
-            max_channels: u32::from_le_bytes(*max),
-            slot_bytes: u64::from_le_bytes(*slot),
-            work_fifo_depth: u64::from_le_bytes(rest.try_into().ok()?),
-        })
-    }
-
-    /// (channels, bytes of a slot, depth of the work FIFO) for everybody: the greatest minimum, the least maximum.
-    fn agree(all: &[Self]) -> (u32, usize, usize) {
-        let min = all.iter().map(|terms| terms.min_channels).max().unwrap_or(1);
-        let max = all
-            .iter()
-            .map(|terms| terms.max_channels)
-            .min()
-            .unwrap_or(MAX_CHANNELS);
-        let slot = all
-            .iter()
-            .map(|terms| terms.slot_bytes)
-            .min()
-            .unwrap_or(4096)
-            .clamp(64, 1 << 30);
-        let depth = all.iter().map(|terms| terms.work_fifo_depth).min().unwrap_or(2);
-        (
-            DEFAULT_CHANNELS.max(min).min(max).clamp(1, MAX_CHANNELS),
-            slot as usize,
-            usize::try_from(depth).unwrap_or(WORK_FIFO_DEPTH),
-        )
-    }
+    fnv1a(&[&id[..], &ranks.to_le_bytes()].concat()).max(1)
 }
 
 impl InitJob {
@@ -135,29 +45,60 @@ impl InitJob {
     /// # Errors
     /// Bad arguments, a rank that does not come or dies, or the system.
     pub fn run(&self) -> Result<Arc<Communicator>> {
-        let init_start_ns = observe::now_ns();
-        let device = device()?;
+        let making = Making {
+            life: &self.life,
+            parent: 0,
+            device: self.device,
+            config: &self.config,
+            start_ns: observe::now_ns(),
+        };
         let unique_id = UniqueId::from_bytes(&self.id)?;
-        device.set_current(self.device)?;
+        making.enter_device()?;
+        let context = |error: Error| error.within(&format!("rank {} of {}", self.rank, self.ranks));
+        let bootstrap = Bootstrap::init(
+            &unique_id,
+            self.rank,
+            self.ranks,
+            self.life.abort_word().clone(),
+            bootstrap::default_timeout(),
+        )
+        .map_err(|error| context(error.into()))?;
+        making
+            .complete(bootstrap, communicator_id(&self.id, self.ranks))
+            .map_err(context)
+    }
+}
+
+/// What making a communicator takes, whether it is the first or comes of another one.
+pub(super) struct Making<'a> {
+    pub(super) life: &'a Arc<Lifecycle>,
+    /// Id of the communicator that it comes of, or 0.
+    pub(super) parent: u64,
+    pub(super) device: i32,
+    pub(super) config: &'a Config,
+    /// When the call began.
+    pub(super) start_ns: u64,
+}
+
+impl Making<'_> {
+    /// Chooses the device for the thread that makes it, and makes the process's shared pages.
+    pub(super) fn enter_device(&self) -> Result<()> {
+        device()?.set_current(self.device)?;
         if let Err(error) = observe::prepare() {
             // Being observed is a service, not a condition.
             eprintln!(
                 "ringsight: shared pages cannot be made, this process cannot be fully observed: {error}"
             );
         }
-        let context = |error: Error| error.within(&format!("rank {} of {}", self.rank, self.ranks));
+        Ok(())
+    }
+
+    /// Makes it over a bootstrap of its ranks; returns when all ranks are connected.
+    pub(super) fn complete(&self, bootstrap: Bootstrap, id: u64) -> Result<Arc<Communicator>> {
+        let (rank, ranks) = (bootstrap.rank(), bootstrap.ranks());
         let abort = self.life.abort_word().clone();
-        let bootstrap = Bootstrap::init(
-            &unique_id,
-            self.rank,
-            self.ranks,
-            abort.clone(),
-            bootstrap::default_timeout(),
-        )
-        .map_err(|error| context(error.into()))?;
         let terms: Vec<Terms> = bootstrap
-            .all_gather(&Terms::mine(&self.config)?.to_bytes())
-            .map_err(|error| context(error.into()))?
+            .all_gather(&Terms::mine(self.config)?.to_bytes())?
             .iter()
             .map(|bytes| {
                 Terms::from_bytes(bytes)
@@ -166,44 +107,37 @@ impl InitJob {
             .collect::<Result<_>>()?;
         let (channels, slot_bytes, work_fifo_depth) = Terms::agree(&terms);
         let (proxied, faults) = (Arc::new(Proxied::default()), self.life.faults().clone());
-        let proxy = Arc::new(
-            Proxy::new(ProxyConfig {
-                rank: self.rank,
-                ranks: self.ranks,
-                cookie: bootstrap.cookie(),
-                listen: bootstrap.local_ip(),
-                slot_bytes,
-                abort: abort.clone(),
-                on_completed: {
-                    let proxied = proxied.clone();
-                    Arc::new(move |op, replay| proxied.completed(op, replay))
-                },
-                on_error: {
-                    let faults = faults.clone();
-                    Arc::new(move |text| faults.set(Error::new(ResultCode::RemoteError, text)))
-                },
-            })
-            .map_err(|error| context(error.into()))?,
-        );
-        let info = RankInfo::local(self.rank, self.device, proxy.address(), observe::LIBRARY_VERSION);
-        let topology = Arc::new(Topology::exchange(&bootstrap, info).map_err(|error| context(error.into()))?);
+        let proxy = Arc::new(Proxy::new(ProxyConfig {
+            rank,
+            ranks,
+            cookie: bootstrap.cookie(),
+            listen: bootstrap.local_ip(),
+            slot_bytes,
+            abort: abort.clone(),
+            on_completed: {
+                let proxied = proxied.clone();
+                Arc::new(move |op, replay| proxied.completed(op, replay))
+            },
+            on_error: {
+                let faults = faults.clone();
+                Arc::new(move |text| faults.set(Error::new(ResultCode::RemoteError, text)))
+            },
+        })?);
+        let info = RankInfo::local(rank, self.device, proxy.address(), observe::LIBRARY_VERSION);
+        let topology = Arc::new(Topology::exchange(&bootstrap, info)?);
         let connector = Connector::new(topology.clone(), proxy.clone(), abort.clone());
         let rings = (0..channels as u8)
-            .map(|channel| {
-                (self.ranks > 1)
-                    .then(|| connector.connect_ring(channel))
-                    .transpose()
-            })
-            .collect::<std::result::Result<Vec<_>, _>>()
-            .map_err(|error| context(error.into()))?;
+            .map(|channel| (ranks > 1).then(|| connector.connect_ring(channel)).transpose())
+            .collect::<std::result::Result<Vec<_>, _>>()?;
         // A rank that fails to connect is known to all before anyone believes the communicator ready.
-        bootstrap.barrier().map_err(|error| context(error.into()))?;
+        bootstrap.barrier()?;
         let (reclaim, queue) = mpsc::channel();
         let communicator = Communicator {
-            id: communicator_id(&self.id, self.ranks),
-            rank: self.rank,
-            ranks: self.ranks,
+            id,
+            rank,
+            ranks,
             device: self.device,
+            config: self.config.clone(),
             topology,
             rings,
             slot_bytes,
@@ -222,22 +156,24 @@ impl InitJob {
             }),
             proxy,
             bootstrap,
+            children: Mutex::default(),
             finalized: AtomicBool::new(false),
+            given_up: OnceLock::new(),
             ended: AtomicBool::new(false),
             fork: observe::fork_generation(),
             table: Mutex::new(None),
         };
-        communicator.enter(init_start_ns, &self.config.name);
+        communicator.enter(self.start_ns, self.parent);
         Ok(Arc::new(communicator))
     }
 }
 
 impl Communicator {
     /// Makes it known in the shared pages.
-    fn enter(&self, init_start_ns: u64, name: &str) {
+    fn enter(&self, init_start_ns: u64, parent: u64) {
         let mut entry = pages::Communicator {
             id: self.id,
-            parent: 0,
+            parent,
             init_start_ns,
             init_end_ns: observe::now_ns(),
             rank: self.rank,
@@ -251,7 +187,7 @@ impl Communicator {
             name: [0; ringsight_records::vocabulary::NAME_BYTES],
             reserved: [0; 7],
         };
-        pages::put_text(&mut entry.name, name);
+        pages::put_text(&mut entry.name, &self.config.name);
         let claimed = observe::TableEntry::claim(&entry);
         // A slot that no table has says that the communicator is not described.
         let slot = claimed.as_ref().map_or(u64::MAX, |entry| entry.slot() as u64);
@@ -263,29 +199,6 @@ impl Communicator {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn ranks_agree_whatever_they_ask_for() {
-        let terms = |min_channels, max_channels| Terms {
-            min_channels,
-            max_channels,
-            slot_bytes: 4096 * u64::from(min_channels),
-            work_fifo_depth: 8,
-        };
-        assert_eq!(Terms::agree(&[terms(1, 32), terms(1, 32)]).0, 2);
-        assert_eq!(Terms::agree(&[terms(4, 8), terms(1, 32)]), (4, 4096, 8));
-        assert_eq!(
-            Terms::agree(&[terms(4, 8), terms(1, 1)]).0,
-            1,
-            "the least maximum wins"
-        );
-        let there_and_back = Terms::from_bytes(&terms(4, 8).to_bytes()).unwrap();
-        assert_eq!(
-            (there_and_back.min_channels, there_and_back.slot_bytes),
-            (4, 4 * 4096)
-        );
-        assert!(Terms::from_bytes(&[0; 23]).is_none() && Terms::from_bytes(&[0; 25]).is_none());
-    }
 
     #[test]
     fn the_id_depends_on_unique_id_and_size() {

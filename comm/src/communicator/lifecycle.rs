@@ -1,7 +1,7 @@
 //! What a communicator's handle stands for from its first moment on: being made, ready, busy, failed.
 
 use std::{
-    sync::{Arc, Condvar, Mutex},
+    sync::{Arc, Condvar, Mutex, Weak},
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
@@ -13,16 +13,38 @@ use crate::error::{Error, Result, ResultCode};
 
 /// Failures that happen behind the caller's back.
 #[derive(Debug, Default)]
-pub(crate) struct Faults(Mutex<Option<Error>>);
+pub(crate) struct Faults(Mutex<Fault>);
+
+#[derive(Debug, Default)]
+struct Fault {
+    first: Option<Error>,
+    silent: bool,
+}
 
 impl Faults {
     /// Keeps the first one.
     pub(crate) fn set(&self, error: Error) {
-        lock(&self.0).get_or_insert(error);
+        let mut fault = lock(&self.0);
+        if !fault.silent {
+            fault.first.get_or_insert(error);
+        }
+    }
+
+    /// Keeps what a call of the caller's failed with, also when nothing else matters any more.
+    fn set_by_call(&self, error: Error) {
+        lock(&self.0).first.get_or_insert(error);
     }
 
     pub(crate) fn get(&self) -> Option<Error> {
-        lock(&self.0).clone()
+        lock(&self.0).first.clone()
+    }
+
+    /// Forgets what went wrong and will go wrong: the communicator was given up, so nothing depends on it.
+    pub(crate) fn silence(&self) {
+        *lock(&self.0) = Fault {
+            first: None,
+            silent: true,
+        };
     }
 }
 
@@ -39,6 +61,9 @@ struct Activity {
     /// The group that works on it, or has.
     work: Option<Arc<Background>>,
     running: bool,
+    aborted: bool,
+    /// What releases communicators that are being made from this one.
+    children: Vec<Weak<AbortWord>>,
 }
 
 impl Lifecycle {
@@ -105,22 +130,50 @@ impl Lifecycle {
     /// The group is done with it.
     pub(crate) fn finish(&self, result: &Result<()>) {
         if let Err(error) = result {
-            self.faults.set(error.clone());
+            self.faults.set_by_call(error.clone());
         }
         lock(&self.activity).running = false;
     }
 
+    /// Notes a communicator that is being made from this one, so that it is aborted along with it.
+    pub(crate) fn expect_child(&self, abort: &Arc<AbortWord>) {
+        let mut activity = lock(&self.activity);
+        activity.children.retain(|child| child.strong_count() > 0);
+        activity.children.push(Arc::downgrade(abort));
+        if activity.aborted {
+            abort.set();
+        }
+    }
+
+    /// That communicator is its own now.
+    pub(crate) fn release_child(&self, abort: &Arc<AbortWord>) {
+        lock(&self.activity)
+            .children
+            .retain(|child| !std::ptr::eq(child.as_ptr(), Arc::as_ptr(abort)));
+    }
+
     /// Releases every wait of the communicator and of the group that works on it.
-    pub(crate) fn abort(&self) {
+    pub(crate) fn release(&self) {
         self.abort.set();
-        self.faults
-            .set(Error::new(ResultCode::InvalidUsage, "comm has been aborted"));
         let activity = lock(&self.activity);
         if activity.running
             && let Some(work) = &activity.work
         {
             work.abort();
         }
+    }
+
+    /// Releases every wait of the communicator, of what is made from it and of the group that works on it.
+    pub(crate) fn abort(&self) {
+        self.faults
+            .set(Error::new(ResultCode::InvalidUsage, "comm has been aborted"));
+        let mut activity = lock(&self.activity);
+        activity.aborted = true;
+        for child in activity.children.iter().filter_map(Weak::upgrade) {
+            child.set();
+        }
+        drop(activity);
+        self.release();
     }
 
     /// Waits until no group works on it, at most `limit`.

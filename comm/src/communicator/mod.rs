@@ -1,18 +1,16 @@
 //! A communicator: one rank's part in a set of ranks.
 
+mod child;
 mod config;
+mod ending;
 mod init;
 mod lifecycle;
 mod registry;
+mod terms;
 
 use std::{
     collections::HashMap,
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, Ordering},
-        mpsc::Sender,
-    },
-    time::Duration,
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, atomic::AtomicBool, mpsc::Sender},
 };
 
 use ringsight_kernels::AbortWord;
@@ -20,7 +18,7 @@ use ringsight_records::{Flags, Kind, Record, State};
 
 use crate::{
     bootstrap::Bootstrap,
-    device::{Capture, Device, device},
+    device::{Capture, Device},
     error::{Error, Result},
     launch::{
         Order,
@@ -34,12 +32,13 @@ use crate::{
     transport::{Connector, RingConnections},
 };
 
+pub use child::{ChildJob, Selection};
 pub use config::Config;
 pub use init::InitJob;
 pub(crate) use lifecycle::Background;
 use lifecycle::Faults;
 pub use lifecycle::Lifecycle;
-pub use registry::{Handle, fulfil, is_made, lookup, remove, reserve, state, tear_out, withdraw};
+pub use registry::{Handle, find, fulfil, is_made, lookup, remove, reserve, state, tear_out, withdraw};
 
 /// One rank of a communicator.
 pub struct Communicator {
@@ -51,6 +50,8 @@ pub struct Communicator {
     pub ranks: u32,
     /// Device number that was current when it was made.
     pub device: i32,
+    /// What the caller chose for it.
+    pub(crate) config: Config,
     /// Which rank runs where.
     pub(crate) topology: Arc<Topology>,
     /// By channel; `None` when there is one rank only.
@@ -73,7 +74,10 @@ pub struct Communicator {
     planner: Mutex<Planner>,
     proxy: Arc<Proxy>,
     bootstrap: Bootstrap,
+    children: Mutex<child::Counts>,
     finalized: AtomicBool,
+    /// Which call terminated its operations, leaving it only to be destroyed and to make children from.
+    given_up: OnceLock<&'static str>,
     ended: AtomicBool,
     /// Which process it belongs to; see [`observe::fork_generation`].
     fork: u32,
@@ -161,26 +165,6 @@ impl Communicator {
         self.faults.get()
     }
 
-    /// Whether operations may be enqueued.
-    ///
-    /// # Errors
-    /// After finalize, abort or an asynchronous error, and in a child of the process that made it.
-    pub fn check_usable(&self) -> Result<()> {
-        self.check_fork()?;
-        if self.finalized.load(Ordering::Relaxed) {
-            return Err(Error::usage(
-                "comm has been finalized: only ncclCommDestroy and queries are left",
-            ));
-        }
-        if self.abort.is_set() {
-            return Err(Error::usage("comm has been aborted"));
-        }
-        match self.async_error() {
-            Some(error) => Err(error.within("comm has failed earlier")),
-            None => Ok(()),
-        }
-    }
-
     /// Posts network work to the proxy.
     pub(crate) fn post(&self, ops: &[ProxyOp], observer: &PlanObserver, replay: u32) {
         for (info, count) in observer.proxied() {
@@ -230,62 +214,6 @@ impl Communicator {
         Ok(())
     }
 
-    /// Nothing can be enqueued any more; [`Communicator::flush`] does the rest.
-    ///
-    /// # Errors
-    /// That has been said before, or it belongs to the parent of this forked process.
-    pub fn close(&self) -> Result<()> {
-        self.check_fork()?;
-        // Relaxed: a caller that enqueues meanwhile is on another thread without order to this one.
-        if self.finalized.swap(true, Ordering::Relaxed) {
-            return Err(Error::argument("comm has been finalized already"));
-        }
-        Ok(())
-    }
-
-    /// Waits until all work that was enqueued is done.
-    ///
-    /// # Errors
-    /// What went wrong asynchronously meanwhile.
-    pub fn flush(&self) -> Result<()> {
-        let mut planner = self.planner();
-        planner
-            .plans
-            .wait(|_| self.abort.is_set() || self.faults.get().is_some());
-        drop(planner);
-        if self.faults.get().is_none() && !self.abort.is_set() {
-            self.proxy.stop();
-        }
-        self.async_error().map_or(Ok(()), Err)
-    }
-
-    fn check_fork(&self) -> Result<()> {
-        if self.fork == observe::fork_generation() {
-            return Ok(());
-        }
-        Err(Error::usage(
-            "comm belongs to the parent of this forked process: make a communicator after the fork",
-        ))
-    }
-
-    /// Ends the communicator: its threads are joined when the last reference is gone.
-    fn end(&self, state: State) {
-        // From here on replays of graphs that still hold plans of this communicator give up instead of waiting for
-        // ranks and threads that are gone.
-        self.abort.set();
-        let mut planner = self.planner();
-        planner.plans.wait_aborted(Duration::from_secs(10));
-        if let Ok(device) = device() {
-            planner.order.clear(&**device);
-        }
-        drop(planner);
-        self.bootstrap.leave(state == State::ABORTED);
-        lock(&self.table).take();
-        if !self.ended.swap(true, Ordering::Relaxed) {
-            observe::emit(&self.lifecycle(Kind::CommDestroy, state, 0));
-        }
-    }
-
     fn lifecycle(&self, kind: Kind, state: State, value: u64) -> Record {
         Record {
             comm: self.id,
@@ -294,28 +222,6 @@ impl Communicator {
             pid: std::process::id(),
             ..Record::new(kind, state, observe::now_ns())
         }
-    }
-
-    /// Waits for its work and ends it.
-    ///
-    /// # Errors
-    /// As [`Communicator::flush`]; the communicator is gone all the same.
-    pub fn destroy(&self) -> Result<()> {
-        self.check_fork()?;
-        self.finalized.store(true, Ordering::Relaxed);
-        let result = self.flush();
-        let failed = self.abort.is_set() || self.faults.get().is_some();
-        self.end(if failed { State::ABORTED } else { State::STOP });
-        result
-    }
-
-    /// Ends it at once: every wait is released, work that has begun gives up.
-    pub fn abort(&self) {
-        if self.check_fork().is_err() {
-            return;
-        }
-        self.life.abort();
-        self.end(State::ABORTED);
     }
 
     /// Whether it lives in one process with all its peers, for tests of the topology.

@@ -63,6 +63,14 @@ pub fn fulfil(handle: Handle, communicator: &Arc<Communicator>) -> Result<()> {
     Err(Error::usage("comm was aborted while it was being made"))
 }
 
+/// What is behind a handle, whatever it is doing.
+///
+/// # Errors
+/// The handle is none.
+pub fn find(handle: Handle) -> Result<(Arc<Lifecycle>, Option<Arc<Communicator>>)> {
+    slot(handle).map(|slot| (slot.life, slot.communicator))
+}
+
 /// Whether there is a communicator behind the handle.
 #[must_use]
 pub fn is_made(handle: Handle) -> bool {

@@ -3,6 +3,7 @@
 
 use std::{
     collections::BTreeMap,
+    iter,
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -23,6 +24,8 @@ use crate::{
 pub struct Job {
     /// The communicator whose state tells of it: the one that is made; of a split, the parent.
     pub life: Arc<Lifecycle>,
+    /// The communicator that is made from it.
+    pub child: Option<Arc<Lifecycle>>,
     /// Releases its waits when another job of the group fails.
     pub release: Option<Arc<AbortWord>>,
     /// What it makes, if it makes a communicator.
@@ -87,7 +90,9 @@ impl Jobs {
 
     /// Communicators whose state tells of the jobs.
     pub(super) fn lives(&self) -> impl Iterator<Item = &Arc<Lifecycle>> {
-        self.0.iter().map(|job| &job.life)
+        self.0
+            .iter()
+            .flat_map(|job| iter::once(&job.life).chain(&job.child))
     }
 
     /// What releases their waits.

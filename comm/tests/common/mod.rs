@@ -10,6 +10,7 @@ use std::{
     ptr,
     sync::{Arc, Once},
     thread,
+    time::{Duration, Instant},
 };
 
 use ringsight_comm::{
@@ -74,6 +75,28 @@ impl Rank {
         let mut comm = Handle(0);
         // SAFETY: a valid place.
         ok(unsafe { abi::ncclCommInitRank(&raw mut comm, ranks as c_int, id, rank as c_int) });
+        Self {
+            comm,
+            rank,
+            ranks,
+            stream: device.stream_create().unwrap(),
+        }
+    }
+
+    /// Joins the communicator `id` with choices, and waits until it has.
+    pub fn join_with(id: UniqueIdBytes, rank: usize, ranks: usize, settings: &mut NcclConfig) -> Self {
+        let device = host();
+        device.set_current(rank as i32).unwrap();
+        let mut comm = Handle(0);
+        // SAFETY: valid places.
+        let code = unsafe {
+            abi::ncclCommInitRankConfig(&raw mut comm, ranks as c_int, id, rank as c_int, settings)
+        };
+        if code == ResultCode::InProgress {
+            assert_eq!(settled(comm), ResultCode::Success);
+        } else {
+            ok(code);
+        }
         Self {
             comm,
             rank,
@@ -398,5 +421,33 @@ pub fn config() -> NcclConfig {
         nvls_ctas: UNDEF,
         n_channels_per_net_peer: UNDEF,
         nvlink_centric_sched: UNDEF,
+    }
+}
+
+/// Asserts the code and that the text says `what`.
+#[track_caller]
+pub fn fails(code: ResultCode, expected: ResultCode, what: &str) {
+    let text = last_error();
+    assert_eq!(code, expected, "{text}");
+    assert!(text.contains(what), "{text:?} does not say {what:?}");
+}
+
+/// The state of a communicator, as a number.
+pub fn state(comm: Handle) -> ResultCode {
+    let mut code = -1;
+    // SAFETY: a valid place.
+    ok(unsafe { abi::ncclCommGetAsyncError(comm, &raw mut code) });
+    ResultCode::ALL[code as usize]
+}
+
+/// Polls until a communicator is no longer busy, as a program does that was told `ncclInProgress`.
+pub fn settled(comm: Handle) -> ResultCode {
+    let end = Instant::now() + Duration::from_secs(60);
+    loop {
+        match state(comm) {
+            ResultCode::InProgress => assert!(Instant::now() < end, "still in progress"),
+            code => return code,
+        }
+        thread::yield_now();
     }
 }

@@ -1,0 +1,180 @@
+//! How a communicator ends: finalized, destroyed, revoked, aborted.
+
+use std::{sync::atomic::Ordering, time::Duration};
+
+use ringsight_records::{Kind, State};
+
+use super::{Communicator, lock};
+use crate::{
+    device::device,
+    error::{Error, Result},
+    observe,
+};
+
+/// How long plans on the device may take to notice the abort word.
+const GIVE_UP: Duration = Duration::from_secs(10);
+
+impl Communicator {
+    /// Whether operations may be enqueued.
+    ///
+    /// # Errors
+    /// After finalize, revoke, abort or an asynchronous error, and in a child of the process that made it.
+    pub fn check_usable(&self) -> Result<()> {
+        if let Some(call) = self.given_up.get() {
+            return Err(Error::usage(format!(
+                "comm has been revoked by {call}: ncclCommSplit, ncclCommShrink and ncclCommDestroy are left"
+            )));
+        }
+        self.check_live()?;
+        match self.async_error() {
+            Some(error) => Err(error.within("comm has failed earlier")),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether children may be made from it: a revoked communicator still can.
+    ///
+    /// # Errors
+    /// As [`Communicator::check_usable`].
+    pub fn check_parent(&self) -> Result<()> {
+        self.check_fork()?;
+        if self.given_up.get().is_some() {
+            return Ok(());
+        }
+        self.check_live()?;
+        match self.async_error() {
+            Some(error) => Err(error.within(
+                "comm has failed earlier (ncclCommShrink with NCCL_SHRINK_ABORT makes one of the ranks that are well)",
+            )),
+            None => Ok(()),
+        }
+    }
+
+    fn check_live(&self) -> Result<()> {
+        self.check_fork()?;
+        if self.finalized.load(Ordering::Relaxed) {
+            return Err(Error::usage(
+                "comm has been finalized: only ncclCommDestroy and queries are left",
+            ));
+        }
+        if self.abort.is_set() {
+            return Err(Error::usage("comm has been aborted"));
+        }
+        Ok(())
+    }
+
+    pub(super) fn check_fork(&self) -> Result<()> {
+        if self.fork == observe::fork_generation() {
+            return Ok(());
+        }
+        Err(Error::usage(
+            "comm belongs to the parent of this forked process: make a communicator after the fork",
+        ))
+    }
+
+    /// Nothing can be enqueued any more; [`Communicator::flush`] does the rest.
+    ///
+    /// # Errors
+    /// That has been said before, it has been revoked, or it belongs to the parent of this forked process.
+    pub fn close(&self) -> Result<()> {
+        self.check_fork()?;
+        if self.given_up.get().is_some() {
+            return Err(Error::argument(
+                "comm has been revoked: it cannot be finalized, only destroyed",
+            ));
+        }
+        // Relaxed: a caller that enqueues meanwhile is on another thread without order to this one.
+        if self.finalized.swap(true, Ordering::Relaxed) {
+            return Err(Error::argument("comm has been finalized already"));
+        }
+        Ok(())
+    }
+
+    /// Waits until all work that was enqueued is done.
+    ///
+    /// # Errors
+    /// What went wrong asynchronously meanwhile.
+    pub fn flush(&self) -> Result<()> {
+        let mut planner = self.planner();
+        planner
+            .plans
+            .wait(|_| self.abort.is_set() || self.faults.get().is_some());
+        drop(planner);
+        if self.faults.get().is_none() && !self.abort.is_set() {
+            self.proxy.stop();
+        }
+        self.async_error().map_or(Ok(()), Err)
+    }
+
+    /// Terminates its operations for good, on behalf of `call`: every wait is released. [`Communicator::quiesce`] waits
+    /// until they have given up.
+    ///
+    /// # Errors
+    /// It is finalized, or has been given up before.
+    pub fn give_up(&self, call: &'static str) -> Result<()> {
+        self.check_fork()?;
+        if self.finalized.load(Ordering::Relaxed) {
+            return Err(Error::argument(
+                "comm has been finalized: it cannot be revoked any more",
+            ));
+        }
+        if self.given_up.set(call).is_err() {
+            return Err(Error::argument("comm has been revoked already"));
+        }
+        self.life.release();
+        Ok(())
+    }
+
+    /// Whether [`Communicator::give_up`] was called.
+    #[must_use]
+    pub fn is_given_up(&self) -> bool {
+        self.given_up.get().is_some()
+    }
+
+    /// After [`Communicator::give_up`]: waits until nothing runs any more, and forgets what went wrong before.
+    pub fn quiesce(&self) {
+        self.planner().plans.wait_aborted(GIVE_UP);
+        self.proxy.stop();
+        self.faults.silence();
+    }
+
+    /// Ends the communicator: its threads are joined when the last reference is gone.
+    fn end(&self, state: State) {
+        // From here on replays of graphs that still hold plans of this communicator give up instead of waiting for
+        // ranks and threads that are gone.
+        self.abort.set();
+        let mut planner = self.planner();
+        planner.plans.wait_aborted(GIVE_UP);
+        if let Ok(device) = device() {
+            planner.order.clear(&**device);
+        }
+        drop(planner);
+        self.bootstrap.leave(state == State::ABORTED);
+        lock(&self.table).take();
+        if !self.ended.swap(true, Ordering::Relaxed) {
+            observe::emit(&self.lifecycle(Kind::CommDestroy, state, 0));
+        }
+    }
+
+    /// Waits for its work and ends it.
+    ///
+    /// # Errors
+    /// As [`Communicator::flush`]; the communicator is gone all the same.
+    pub fn destroy(&self) -> Result<()> {
+        self.check_fork()?;
+        self.finalized.store(true, Ordering::Relaxed);
+        let result = self.flush();
+        let failed = self.abort.is_set() || self.faults.get().is_some();
+        self.end(if failed { State::ABORTED } else { State::STOP });
+        result
+    }
+
+    /// Ends it at once: every wait is released, work that has begun gives up.
+    pub fn abort(&self) {
+        if self.check_fork().is_err() {
+            return;
+        }
+        self.life.abort();
+        self.end(State::ABORTED);
+    }
+}

@@ -1,0 +1,117 @@
+//! What the ranks of a communicator must agree on before they connect.
+
+use ringsight_kernels::fifo::SLOTS;
+
+use super::config::{Config, MAX_CHANNELS, number};
+use crate::{
+    error::{Error, Result},
+    plan::WORK_FIFO_DEPTH,
+};
+
+const DEFAULT_CHANNELS: u32 = 2;
+/// `NCCL_BUFFSIZE` by default: slots of 128 KiB stay in a core's cache between its producer and its consumer.
+const DEFAULT_BUFFER_BYTES: usize = 1 << 20;
+
+/// What the ranks must agree on, as they tell each other.
+pub(super) struct Terms {
+    min_channels: u32,
+    max_channels: u32,
+    slot_bytes: u64,
+    work_fifo_depth: u64,
+}
+
+impl Terms {
+    const BYTES: usize = 24;
+
+    /// What this rank asks for.
+    ///
+    /// # Errors
+    /// A variable with an impossible value.
+    pub(super) fn mine(config: &Config) -> Result<Self> {
+        let buffer: usize = number(&["NCCL_BUFFSIZE"])?.unwrap_or(DEFAULT_BUFFER_BYTES);
+        if !(4096..=1 << 30).contains(&buffer) {
+            return Err(Error::argument(format!(
+                "environment variable NCCL_BUFFSIZE={buffer}: must be between 4096 and 1073741824 bytes"
+            )));
+        }
+        let depth: usize = number(&["RINGSIGHT_WORK_FIFO_DEPTH"])?.unwrap_or(WORK_FIFO_DEPTH);
+        Ok(Self {
+            min_channels: config.min_channels.unwrap_or(1).clamp(1, MAX_CHANNELS),
+            max_channels: config.max_channels.unwrap_or(MAX_CHANNELS).clamp(1, MAX_CHANNELS),
+            slot_bytes: (buffer / SLOTS).next_multiple_of(64) as u64,
+            work_fifo_depth: depth.clamp(2, 1 << 20) as u64,
+        })
+    }
+
+    pub(super) fn to_bytes(&self) -> [u8; Self::BYTES] {
+        let mut bytes = [0; Self::BYTES];
+        bytes[..4].copy_from_slice(&self.min_channels.to_le_bytes());
+        bytes[4..8].copy_from_slice(&self.max_channels.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.slot_bytes.to_le_bytes());
+        bytes[16..].copy_from_slice(&self.work_fifo_depth.to_le_bytes());
+        bytes
+    }
+
+    /// `None` for what [`Terms::to_bytes`] did not write.
+    pub(super) fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let (min, rest) = bytes.split_first_chunk()?;
+        let (max, rest) = rest.split_first_chunk()?;
+        let (slot, rest) = rest.split_first_chunk()?;
+        Some(Self {
+            min_channels: u32::from_le_bytes(*min),
+            max_channels: u32::from_le_bytes(*max),
+            slot_bytes: u64::from_le_bytes(*slot),
+            work_fifo_depth: u64::from_le_bytes(rest.try_into().ok()?),
+        })
+    }
+
+    /// (channels, bytes of a slot, depth of the work FIFO) for everybody: the greatest minimum, the least maximum.
+    pub(super) fn agree(all: &[Self]) -> (u32, usize, usize) {
+        let min = all.iter().map(|terms| terms.min_channels).max().unwrap_or(1);
+        let max = all
+            .iter()
+            .map(|terms| terms.max_channels)
+            .min()
+            .unwrap_or(MAX_CHANNELS);
+        let slot = all
+            .iter()
+            .map(|terms| terms.slot_bytes)
+            .min()
+            .unwrap_or(4096)
+            .clamp(64, 1 << 30);
+        let depth = all.iter().map(|terms| terms.work_fifo_depth).min().unwrap_or(2);
+        (
+            DEFAULT_CHANNELS.max(min).min(max).clamp(1, MAX_CHANNELS),
+            slot as usize,
+            usize::try_from(depth).unwrap_or(WORK_FIFO_DEPTH),
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_agree_whatever_they_ask_for() {
+        let terms = |min_channels, max_channels| Terms {
+            min_channels,
+            max_channels,
+            slot_bytes: 4096 * u64::from(min_channels),
+            work_fifo_depth: 8,
+        };
+        assert_eq!(Terms::agree(&[terms(1, 32), terms(1, 32)]).0, 2);
+        assert_eq!(Terms::agree(&[terms(4, 8), terms(1, 32)]), (4, 4096, 8));
+        assert_eq!(
+            Terms::agree(&[terms(4, 8), terms(1, 1)]).0,
+            1,
+            "the least maximum wins"
+        );
+        let there_and_back = Terms::from_bytes(&terms(4, 8).to_bytes()).unwrap();
+        assert_eq!(
+            (there_and_back.min_channels, there_and_back.slot_bytes),
+            (4, 4 * 4096)
+        );
+        assert!(Terms::from_bytes(&[0; 23]).is_none() && Terms::from_bytes(&[0; 25]).is_none());
+    }
+}
