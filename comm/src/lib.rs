@@ -10,6 +10,8 @@ pub mod checks;
 pub mod communicator;
 pub mod device;
 pub mod error;
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod group;
 pub mod launch;
 pub mod observe;

@@ -85,6 +85,13 @@ impl RankInfo {
         bytes
     }
 
+    /// Feeds bytes to the parser, for [`crate::fuzzing`].
+    pub(crate) fn fuzz(bytes: &[u8]) {
+        if let Some(info) = Self::decode(bytes) {
+            assert_eq!(Self::decode(&info.encode()), Some(info));
+        }
+    }
+
     /// `None` for what [`RankInfo::encode`] did not write.
     fn decode(bytes: &[u8]) -> Option<Self> {
         let (fixed, mut rest) = bytes.split_at_checked(FIXED_BYTES)?;

@@ -7,6 +7,7 @@ pub mod backend;
 pub mod bench;
 pub mod demo;
 pub mod dist;
+pub mod fuzz;
 pub mod process;
 pub mod setup;
 pub mod test;

@@ -18,6 +18,8 @@ use crate::process;
 
 /// Version of bpf-linker: the last one whose features name the LLVM that the compilers below bring.
 const BPF_LINKER: &str = "0.13.0";
+/// Version of cargo-fuzz.
+const CARGO_FUZZ: &str = "0.13.2";
 /// Version of the Go module that Jaeger is built from (Jaeger v2).
 const JAEGER: &str = "1.76.0";
 /// Debian's compiler for packages that need a recent one, and the source of its `core`.
@@ -61,6 +63,58 @@ pub fn ebpf_toolchain() -> Result<()> {
         None => install_compiler()?,
     };
     install_bpf_linker(&compiler)
+}
+
+/// Installs cargo-fuzz into the cache, once.
+///
+/// # Errors
+/// If it cannot be compiled.
+pub fn cargo_fuzz() -> Result<PathBuf> {
+    let program = cache()?.join("bin/cargo-fuzz");
+    let version = || process::output(Command::new(&program).arg("--version")).ok();
+    if version().is_some_and(|text| text.ends_with(CARGO_FUZZ)) {
+        return Ok(program);
+    }
+    say(&format!(
+        "cargo-fuzz {CARGO_FUZZ} (compiled once, about a minute)"
+    ));
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command
+        .args([
+            "install",
+            "cargo-fuzz",
+            "--version",
+            CARGO_FUZZ,
+            "--locked",
+            "--force",
+            "--root",
+        ])
+        .arg(cache()?)
+        .env_remove("CARGO_TARGET_DIR")
+        .env_remove("RUSTFLAGS")
+        .env_remove("CARGO_ENCODED_RUSTFLAGS");
+    process::run(&mut command)?;
+    Ok(program)
+}
+
+/// `program` run with the nightly toolchain, which sanitizers need.
+///
+/// # Errors
+/// Says how to install that toolchain where it is not.
+pub fn nightly_command(program: &Path) -> Result<Command> {
+    let rustup =
+        process::find("rustup").context("fuzzers need rustup with a nightly toolchain: https://rustup.rs")?;
+    process::output(Command::new(&rustup).args(["which", "--toolchain", "nightly", "rustc"]))
+        .context("fuzzers need the nightly toolchain: rustup toolchain install nightly --profile minimal")?;
+    let mut command = Command::new(rustup);
+    command
+        .args(["run", "nightly"])
+        .arg(program)
+        .arg("fuzz")
+        // The stable cargo that runs us, which cargo-fuzz would run again.
+        .env_remove("CARGO")
+        .env_remove("RUSTC");
+    Ok(command)
 }
 
 /// Installs what tests of the library's C interface run: compilers of C and C++, and `nm`.

@@ -42,11 +42,12 @@ const INITIALIZER: NcclConfig = NcclConfig {
 ///
 /// # Safety
 /// `pointer` points to a struct that begins with its size; the texts in it are C strings.
-pub(super) unsafe fn read(pointer: *const NcclConfig) -> Result<Config> {
+pub(crate) unsafe fn read(pointer: *const NcclConfig) -> Result<Config> {
     // SAFETY: every version begins with its size.
     let size = unsafe { (&raw const (*pointer).size).read_unaligned() };
-    // The least that any version has; what is shorter has no magic to look at.
-    if size < HEAD_BYTES {
+    // The least that any version has; what is shorter has no magic to look at. Every version is a whole number of words: a
+    // size between them would cut a pointer in half.
+    if size < HEAD_BYTES || !size.is_multiple_of(align_of::<NcclConfig>()) {
         return Err(Error::argument(format!(
             "config.size ({size}) is not the size of any version's ncclConfig_t: initialise the struct with \
              NCCL_CONFIG_INITIALIZER"
@@ -273,7 +274,9 @@ mod tests {
         assert!(error.text.contains("more than config.maxCTAs (4)"), "{error}");
         let error = read_words(22809, 80, &[(8, 1)]).unwrap_err();
         assert!(error.text.starts_with("config.magic is 0x1"), "{error}");
-        let error = read_words(22809, 15, &[]).unwrap_err();
-        assert!(error.text.starts_with("config.size (15)"), "{error}");
+        for size in [15, 50, 79] {
+            let error = read_words(22809, size, &[]).unwrap_err();
+            assert!(error.text.starts_with(&format!("config.size ({size})")), "{error}");
+        }
     }
 }

@@ -19,6 +19,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 pub use children::*;
 pub use communicators::*;
+pub(crate) use config::read as read_config;
 pub use device_api::*;
 pub(crate) use last_error::set as set_last_error;
 pub use last_error::{ncclGetErrorString, ncclGetLastError, pncclGetErrorString, pncclGetLastError};

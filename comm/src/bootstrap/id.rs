@@ -38,9 +38,7 @@ impl UniqueId {
         bytes[10..12].copy_from_slice(&u16::from(self.fixed).to_le_bytes());
         bytes[12..36].copy_from_slice(&encode_address(&self.address));
         bytes[40..48].copy_from_slice(&self.cookie.to_le_bytes());
-        let checksum = fnv1a(&bytes[..CHECKSUM]);
-        bytes[CHECKSUM..CHECKSUM + 8].copy_from_slice(&checksum.to_le_bytes());
-        bytes
+        with_checksum(bytes)
     }
 
     /// Reads an id.
@@ -76,6 +74,13 @@ impl UniqueId {
             fixed: head[10] & 1 != 0,
         })
     }
+}
+
+/// `bytes` with the checksum that belongs to them.
+pub(super) fn with_checksum(mut bytes: [u8; UniqueId::BYTES]) -> [u8; UniqueId::BYTES] {
+    let checksum = fnv1a(&bytes[..CHECKSUM]);
+    bytes[CHECKSUM..CHECKSUM + 8].copy_from_slice(&checksum.to_le_bytes());
+    bytes
 }
 
 /// Family u16 (4 or 6) | port u16 | address 16 bytes | scope u32, little-endian but for the address itself.

@@ -6,6 +6,7 @@
 //! ([`Bootstrap::on_lost`]). Collective calls ([`Bootstrap::all_gather`]) are built from these messages.
 
 mod collective;
+pub(crate) mod fuzzing;
 pub(crate) mod id;
 mod interface;
 mod link;

@@ -17,7 +17,7 @@ use ringsight_kernels::{Fifo, fifo::SLOTS};
 use ringsight_records::State;
 
 use wire::{CREDIT_BYTES, STEP_BYTES, StepHeader, encode_credit, parse_credit};
-pub(crate) use wire::{Hello, VERDICT_BYTES, Verdict};
+pub(crate) use wire::{Hello, VERDICT_BYTES, Verdict, fuzz};
 
 use crate::proxy::{ProxyOp, events};
 

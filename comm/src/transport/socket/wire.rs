@@ -54,7 +54,10 @@ impl Hello {
             && bytes.len() == HELLO_BYTES
             && bytes[25] <= 1
             && bytes[26..28] == [0, 0];
-        known.then_some(Self {
+        if !known {
+            return None;
+        }
+        Some(Self {
             cookie,
             from: word(bytes, 16)?,
             to: word(bytes, 20)?,
@@ -154,6 +157,32 @@ pub(super) fn encode_credit(granted: u64) -> [u8; CREDIT_BYTES] {
 pub(super) fn parse_credit(bytes: &[u8; CREDIT_BYTES]) -> Option<u64> {
     let granted = u64::from_le_bytes(bytes[4..].try_into().ok()?);
     (word(bytes, 0)? == CREDIT_MAGIC).then_some(granted)
+}
+
+/// Feeds bytes to the parsers, for [`crate::fuzzing`]; what one accepts must survive being written and read again.
+pub(crate) fn fuzz(data: &[u8]) {
+    let cookie = data
+        .get(8..16)
+        .and_then(|bytes| bytes.try_into().ok())
+        .map_or(0, u64::from_le_bytes);
+    if let Some(hello) = Hello::parse(data, cookie) {
+        assert_eq!(hello.encode(), data);
+    }
+    if let Some(bytes) = data.first_chunk()
+        && let Some(verdict) = Verdict::parse(bytes)
+    {
+        assert_eq!(verdict.encode(), *bytes);
+    }
+    if let Some(bytes) = data.first_chunk()
+        && let Some(header) = StepHeader::parse(bytes)
+    {
+        assert_eq!(header.encode(), *bytes);
+    }
+    if let Some(bytes) = data.first_chunk()
+        && let Some(granted) = parse_credit(bytes)
+    {
+        assert_eq!(encode_credit(granted), *bytes);
+    }
 }
 
 #[cfg(test)]
