@@ -211,7 +211,7 @@ fn reduction_of(work: &Work) -> Option<(Reduction, u64)> {
             let element = &mut bits[..work.data_type.size()];
             // SAFETY: the launch's contract: an element of the type is there. Copied as bytes: aligned or not.
             unsafe {
-                std::ptr::copy_nonoverlapping(address as *const u8, element.as_mut_ptr(), element.len())
+                std::ptr::copy_nonoverlapping(address as *const u8, element.as_mut_ptr(), element.len());
             };
             u64::from_le_bytes(bits)
         }

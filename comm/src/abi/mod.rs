@@ -13,6 +13,7 @@ mod last_error;
 mod operations;
 mod reductions;
 mod ringsight;
+mod simulation;
 mod types;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -26,6 +27,7 @@ pub use last_error::{ncclGetErrorString, ncclGetLastError, pncclGetErrorString, 
 pub use operations::*;
 pub use reductions::*;
 pub use ringsight::*;
+pub use simulation::*;
 pub use types::*;
 
 use crate::error::{Error, Result, ResultCode};

@@ -54,3 +54,23 @@ pub struct NcclConfig {
 
 const _: () = assert!(size_of::<NcclConfig>() == 80 && size_of::<UniqueIdBytes>() == 128);
 const _: () = assert!(std::mem::offset_of!(NcclConfig, comm_name) == 48);
+
+/// Magic of [`NcclSimInfo`].
+pub const SIM_INFO_MAGIC: u32 = 0x7468_5283;
+
+/// `ncclSimInfo_t`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct NcclSimInfo {
+    /// Bytes of the caller's struct.
+    pub size: usize,
+    /// [`SIM_INFO_MAGIC`].
+    pub magic: u32,
+    /// The version that the caller was built against.
+    pub version: u32,
+    /// Microseconds that the group's operations would take; set by `ncclGroupSimulateEnd`.
+    pub estimated_time: f32,
+}
+
+const _: () = assert!(size_of::<NcclSimInfo>() == 24);
+const _: () = assert!(std::mem::offset_of!(NcclSimInfo, estimated_time) == 16);

@@ -88,6 +88,10 @@ impl Jobs {
         self.0.push(job);
     }
 
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// Communicators whose state tells of the jobs.
     pub(super) fn lives(&self) -> impl Iterator<Item = &Arc<Lifecycle>> {
         self.0
@@ -219,5 +223,5 @@ pub fn submit(job: Job) -> Result<()> {
         group.jobs.push(job);
         admitted.map(|()| None)
     })?;
-    lone.map_or(Ok(()), |lone| lone.complete().map(drop))
+    lone.map_or(Ok(()), |lone| lone.complete(&mut Vec::new()))
 }

@@ -6,9 +6,11 @@ mod jobs;
 
 use std::{
     cell::RefCell,
+    collections::HashSet,
     mem,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
+    time::Duration,
 };
 
 use ringsight_records::{Flags, Function, Kind, Record, State, description::Time, pages::CAPTURED};
@@ -104,6 +106,22 @@ pub fn start() -> Result<()> {
 /// # Errors
 /// No open group; the first error of the group's calls (then nothing is launched); what planning or launching failed with.
 pub fn end() -> Result<()> {
+    close(Group::complete).map(drop)
+}
+
+/// Closes a level; the outermost one makes the group's communicators, and forgets its operations instead of launching
+/// them. Returns what `check`, called before anything is made, returned, and how long the operations would take
+/// ([`plan::estimate`]); `None` for an inner level. With non-blocking communicators the result of making them may be
+/// still to come: the third value is `ncclInProgress` then.
+///
+/// # Errors
+/// As [`end`], and what `check` fails with; the operations are forgotten all the same.
+pub fn simulate_end<T>(check: impl FnOnce() -> Result<T>) -> Result<Option<(T, Duration, Result<()>)>> {
+    close(|group, _| group.simulate(check))
+}
+
+/// Closes a level and hands the outermost one's group to `complete`.
+fn close<T>(complete: impl FnOnce(Group, &mut Vec<OpInfo>) -> Result<T>) -> Result<Option<T>> {
     let start = observe::now_ns();
     let group = GROUP.with_borrow_mut(|group| {
         if group.depth == 0 {
@@ -112,17 +130,18 @@ pub fn end() -> Result<()> {
         group.depth -= 1;
         Ok((group.depth == 0).then(|| mem::take(group)))
     })?;
-    let Some(group) = group else { return Ok(()) };
+    let Some(group) = group else { return Ok(None) };
     let (number, captured) = (group.number, group.captured);
     emit_api(number, EXPLICIT, State::GROUP_END_API_START, start, captured);
-    let result = group.complete();
+    let mut launched = Vec::new();
+    let result = complete(group, &mut launched);
     emit_api(number, EXPLICIT, State::STOP, observe::now_ns(), captured);
-    announce(result?);
-    Ok(())
+    announce(&launched);
+    result.map(Some)
 }
 
 /// Makes it known that operations have been handed to the device: last of all, so that their descriptions are complete.
-fn announce(launched: Vec<OpInfo>) {
+fn announce(launched: &[OpInfo]) {
     for info in launched {
         observe::emit(&info.record(Kind::OpLaunched, State::START, observe::now_ns(), 0));
     }
@@ -175,13 +194,14 @@ pub fn enqueue(comm: &Arc<Communicator>, request: Request, start_ns: u64) -> Res
         // The thread that launches it writes its description.
         task.api_end_ns = observe::now_ns();
     }
-    let result = group.complete();
+    let mut launched = Vec::new();
+    let result = group.complete(&mut launched);
     let end = observe::now_ns();
     observe::set_time(info.op, Time::ApiEnd, end);
     info.emit(info.api_kind(), State::STOP, end);
     emit_api(number, 1, State::STOP, end, captured);
-    announce(result?);
-    Ok(())
+    announce(&launched);
+    result
 }
 
 /// Calls `what` with the communicator's device number current, as kernels and default streams depend on it.
@@ -294,16 +314,20 @@ impl Group {
         Ok(())
     }
 
-    /// Does what was collected; returns the operations that were launched. With non-blocking communicators a thread does
-    /// it, and their state tells of its end.
-    fn complete(mut self) -> Result<Vec<OpInfo>> {
+    /// Does what was collected; lists the operations that were launched, also where others could not be. With
+    /// non-blocking communicators a thread does it, and their state tells of its end.
+    fn complete(mut self, launched: &mut Vec<OpInfo>) -> Result<()> {
         if let Some(error) = self.error.take() {
-            self.jobs.withdraw();
+            mem::take(&mut self.jobs).withdraw();
+            self.forget(&[]);
             return Err(error);
         }
         if self.blocking != Some(false) {
-            mem::take(&mut self.jobs).run()?;
-            return self.run();
+            let made = mem::take(&mut self.jobs).run();
+            if made.is_err() {
+                self.forget(&[]);
+            }
+            return made.and_then(|()| self.run(launched));
         }
         let mut lives: Vec<Arc<Lifecycle>> = self.jobs.lives().cloned().collect();
         lives.extend(self.tasks.iter().map(|tasks| tasks.comm.life().clone()));
@@ -318,9 +342,12 @@ impl Group {
         let (ready, made) = mem::take(&mut self.jobs).split();
         let waiting = lives.clone();
         let started = work.start(move || {
-            let result = catch_unwind(AssertUnwindSafe(|| ready.run().and_then(|()| self.run())))
-                .unwrap_or_else(|_| Err(Error::internal("a group's thread panicked")));
-            let result = result.map(announce);
+            let mut launched = Vec::new();
+            let result = catch_unwind(AssertUnwindSafe(|| {
+                ready.run().and_then(|()| self.run(&mut launched))
+            }))
+            .unwrap_or_else(|_| Err(Error::internal("a group's thread panicked")));
+            announce(&launched);
             for life in &waiting {
                 life.finish(&result);
             }
@@ -334,10 +361,10 @@ impl Group {
         Err(Error::in_progress())
     }
 
-    /// Launches the operations; returns them.
-    fn run(self) -> Result<Vec<OpInfo>> {
+    /// Launches the operations and lists them, also where others could not be launched: those have not happened.
+    fn run(self, launched: &mut Vec<OpInfo>) -> Result<()> {
         if self.tasks.is_empty() {
-            return Ok(Vec::new());
+            return Ok(());
         }
         let record = Record {
             op: self.number,
@@ -348,7 +375,7 @@ impl Group {
         if observe::wants(Kind::Group) {
             observe::emit(&record);
         }
-        let result = self.launch();
+        let result = self.launch(launched);
         if observe::wants(Kind::Group) {
             observe::emit(&Record {
                 state: State::STOP,
@@ -356,60 +383,116 @@ impl Group {
                 ..record
             });
         }
+        if result.is_err() {
+            self.forget(launched);
+        }
         result
     }
 
-    fn launch(self) -> Result<Vec<OpInfo>> {
+    /// Makes the communicators, and says how long the operations would take.
+    fn simulate<T>(mut self, check: impl FnOnce() -> Result<T>) -> Result<(T, Duration, Result<()>)> {
+        let operations = Self {
+            tasks: mem::take(&mut self.tasks),
+            ..Self::default()
+        };
+        let checked = match self.error.take() {
+            Some(error) => Err(error),
+            None => check(),
+        };
+        self.error = checked.as_ref().err().cloned();
+        let made = if self.error.is_some() || !self.jobs.is_empty() {
+            self.complete(&mut Vec::new())
+        } else {
+            Ok(())
+        };
+        // Communicators work side by side.
+        let times: Result<Vec<Duration>> = operations.tasks.iter().map(Tasks::estimate).collect();
+        operations.forget(&[]);
+        match made {
+            Err(error) if error.code != ResultCode::InProgress => Err(error),
+            made => Ok((checked?, times?.into_iter().max().unwrap_or_default(), made)),
+        }
+    }
+
+    /// Gives back the sequence numbers of all operations but those in `launched`: what was not launched has not
+    /// happened, and when it is called again, it must be the same operation as on the other ranks.
+    fn forget(&self, launched: &[OpInfo]) {
+        let launched: HashSet<u32> = launched.iter().map(|info| info.op).collect();
+        for tasks in &self.tasks {
+            let all = tasks.collectives.iter().chain(tasks.exchange.tasks());
+            let mut forgotten: Vec<&Task> = all.filter(|task| !launched.contains(&task.info.op)).collect();
+            tasks.comm.planner().sequences.give_back(&mut forgotten);
+        }
+    }
+
+    fn launch(&self, launched: &mut Vec<OpInfo>) -> Result<()> {
         let mut launchings = Vec::with_capacity(self.tasks.len());
-        for tasks in self.tasks {
-            let comm = tasks.comm;
+        for tasks in &self.tasks {
+            let comm = tasks.comm.clone();
             comm.planner().plans.drain();
-            let persistent = tasks.capture.is_some();
             let plans = plan::build(
                 &comm,
                 &tasks.collectives,
                 &tasks.exchange,
-                persistent,
+                tasks.capture.is_some(),
                 self.number,
             )?;
             launchings.push(Launching {
                 comm,
-                streams: tasks.streams,
+                streams: &tasks.streams,
                 capture: tasks.capture,
                 plans,
-                launched: Vec::new(),
+                next: 0,
             });
         }
-        let each = |launchings: &mut Vec<Launching>,
-                    step: &dyn Fn(&mut Launching, &dyn Device) -> Result<()>| {
+        Self::launch_all(&mut launchings, launched).map_err(|error| {
+            launchings.iter().for_each(Launching::abandon);
+            let all: usize = self.tasks.iter().map(Tasks::len).sum();
+            match launched.len() {
+                0 => error,
+                some => error.within(&format!(
+                    "{some} of the group's {all} operations were launched, then"
+                )),
+            }
+        })
+    }
+
+    fn launch_all(launchings: &mut [Launching<'_>], launched: &mut Vec<OpInfo>) -> Result<()> {
+        let mut each = |step: &mut dyn FnMut(&mut Launching<'_>, &dyn Device) -> Result<()>| {
             launchings.iter_mut().try_for_each(|launching| {
                 let comm = launching.comm.clone();
                 device_of(&comm, |device| step(launching, device))
             })
         };
-        each(&mut launchings, &|launching, device| {
-            launching.prepare(device, &launching.comm.planner())
-        })?;
+        each(&mut |launching, device| launching.prepare(device, &launching.comm.planner()))?;
         // Round by round: when communicators of one process (ranks of one set, it may be) have several plans each, none
         // runs ahead of the others.
-        let rounds = launchings
-            .iter()
-            .map(|launching| launching.plans.len())
-            .max()
-            .unwrap_or(0);
-        for round in 0..rounds {
-            each(&mut launchings, &|launching, device| {
+        let mut more = true;
+        while mem::take(&mut more) {
+            each(&mut |launching, device| {
                 let comm = launching.comm.clone();
-                launching.launch(device, &mut comm.planner(), round)
+                more |= launching.launch(device, &mut comm.planner(), launched)?;
+                Ok(())
             })?;
         }
-        each(&mut launchings, &|launching, device| {
-            launching.finish(device, &mut launching.comm.planner())
-        })?;
-        Ok(launchings
-            .into_iter()
-            .flat_map(|launching| launching.launched)
-            .collect())
+        each(&mut |launching, device| launching.finish(device, &mut launching.comm.planner()))
+    }
+}
+
+impl Tasks {
+    /// Operations.
+    fn len(&self) -> usize {
+        self.collectives.len() + self.exchange.tasks().len()
+    }
+
+    /// How long they would take.
+    fn estimate(&self) -> Result<Duration> {
+        plan::estimate(
+            &self.comm,
+            &self.collectives,
+            &self.exchange,
+            self.capture.is_some(),
+        )
     }
 }
 

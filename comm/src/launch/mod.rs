@@ -16,14 +16,14 @@ use crate::{
 };
 
 /// Everything that one group launches on one communicator.
-pub(crate) struct Launching {
+pub(crate) struct Launching<'a> {
     pub(crate) comm: Arc<Communicator>,
     /// The streams that the caller named, in the order of their first use; the first one carries the kernels.
-    pub(crate) streams: Vec<Stream>,
+    pub(crate) streams: &'a [Stream],
     pub(crate) capture: Option<Capture>,
     pub(crate) plans: Vec<Plan>,
-    /// Operations whose plans were launched.
-    pub(crate) launched: Vec<OpInfo>,
+    /// The plan to be launched next.
+    pub(crate) next: usize,
 }
 
 /// Makes later work of `waiting` wait for the present work of `stream`.
@@ -85,7 +85,7 @@ impl Order {
     }
 }
 
-impl Launching {
+impl Launching<'_> {
     fn stream(&self) -> Stream {
         self.streams[0]
     }
@@ -101,10 +101,15 @@ impl Launching {
         Ok(())
     }
 
-    /// Launches plan number `index`, if there is one.
-    pub(crate) fn launch(&mut self, device: &dyn Device, planner: &mut Planner, index: usize) -> Result<()> {
-        let Some(plan) = self.plans.get(index) else {
-            return Ok(());
+    /// Launches the next plan, if there is one, and lists its operations; says whether there are more plans.
+    pub(crate) fn launch(
+        &mut self,
+        device: &dyn Device,
+        planner: &mut Planner,
+        launched: &mut Vec<OpInfo>,
+    ) -> Result<bool> {
+        let Some(plan) = self.plans.get(self.next) else {
+            return Ok(false);
         };
         let graph = self.capture.map_or(0, |capture| capture.id);
         // Network work of captured plans is posted by each replay. While graphs live, eager plans go the same way:
@@ -161,8 +166,20 @@ impl Launching {
                 ..record
             });
         }
-        self.launched.extend_from_slice(&plan.ops);
-        Ok(())
+        launched.extend_from_slice(&plan.ops);
+        self.next += 1;
+        Ok(self.next < self.plans.len())
+    }
+
+    /// After a failure: ends what the plans that were not launched will never do.
+    pub(crate) fn abandon(&self) {
+        for plan in &self.plans[self.next..] {
+            let now = observe::now_ns();
+            for info in &plan.ops {
+                info.emit(info.kind(), State::ABORTED, now);
+            }
+            plan.observer.abandon(now);
+        }
     }
 
     /// Lets the caller's other streams and the communicator's next operation wait for the kernels.

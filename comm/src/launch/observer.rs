@@ -107,6 +107,15 @@ impl OpState {
         }
     }
 
+    /// Completes it as aborted if it has not been completed.
+    fn abandon(&self, now: u64) {
+        // Relaxed: what is left of it in this plan keeps the others from completing it.
+        if self.completed.load(Ordering::Relaxed) == 0 {
+            self.aborted.store(true, Ordering::Relaxed);
+            self.complete(now, 0);
+        }
+    }
+
     fn complete(&self, now: u64, replay: u32) {
         // Made ready for the next replay before anybody learns that this one is done.
         // Relaxed: the device runs replays one after another, with its own ordering between them.
@@ -174,6 +183,13 @@ impl PlanObserver {
             persistent,
             stage: AtomicU8::new(Stage::Waiting as u8),
             reclaim,
+        }
+    }
+
+    /// Ends operations that began in an earlier plan and were to go on in this one, which is not launched.
+    pub(crate) fn abandon(&self, now: u64) {
+        for shared in self.shared.iter().filter(|shared| !shared.begins) {
+            shared.state.abandon(now);
         }
     }
 

@@ -7,11 +7,12 @@
 
 pub mod algorithm;
 pub mod channels;
+pub mod estimate;
 mod exchange;
 mod reduce_ops;
 mod sequence;
 
-use std::{collections::BTreeMap, ops::Range, sync::Arc};
+use std::{collections::BTreeMap, ops::Range, sync::Arc, time::Duration};
 
 use ringsight_kernels::{ChannelWork, Connections, Launch, Scalar, Work};
 use ringsight_records::{
@@ -26,6 +27,7 @@ use crate::{
     launch::observer::{OpState, PlanObserver, Shared},
     observe,
     proxy::ProxyOp,
+    transport::RingConnections,
 };
 
 pub(crate) use exchange::Exchange;
@@ -204,57 +206,29 @@ pub(crate) fn build(
     persistent: bool,
     group: u32,
 ) -> Result<Vec<Plan>> {
-    let budget = if persistent {
-        usize::MAX
-    } else {
-        comm.work_fifo_depth / 2
-    };
-    let mut plans = Plans {
-        comm,
-        budget,
-        group,
-        made: Vec::new(),
-    };
-    for task in collectives {
-        let (channels, choice) = choice_of(task, comm)?;
-        // Not by its own channels: where ranks call something different, it shall be in the same plan all the same.
-        let (plan, _) = plans.with_room(comm.channels());
-        plan.add_collective(task, channels, choice)?;
-    }
-    let tasks = exchange.tasks();
-    // Operations made of several messages, by their task.
-    let mut spreads: BTreeMap<usize, Spread> = BTreeMap::new();
-    for round in exchange.rounds(comm.rank, comm.ranks)? {
-        let needed = round
-            .messages()
-            .map(|message| choice_of(&tasks[message.task], comm).map_or(1, |(channels, _)| channels))
-            .sum();
-        let (plan, index) = plans.with_room(needed);
-        for (send, recv) in &round.to_self {
-            plan.add_to_self(&tasks[send.task], &tasks[recv.task], send.address, recv.address)?;
-            if !tasks[send.task].request.function.is_p2p() {
-                spreads.entry(send.task).or_default().add(index, 1, 0);
-            }
-        }
-        for (message, is_send) in [(round.send, true), (round.recv, false)] {
-            let Some(message) = message else { continue };
-            let task = &tasks[message.task];
-            let (mask, proxies, choice) = plan.add_message(task, message, is_send)?;
-            if task.request.function.is_p2p() {
-                plan.add_op(task, None, mask, proxies, choice.algorithm, choice.protocol);
-            } else {
-                spreads.entry(message.task).or_default().add(index, mask, proxies);
-            }
-        }
-    }
-    for (task, spread) in spreads {
-        plans.add_spread(&tasks[task], &spread)?;
-    }
-    plans
-        .made
+    Plans::lay_out(comm, collectives, exchange, persistent, Some(group))?
         .into_iter()
         .map(|plan| plan.finish(persistent))
         .collect()
+}
+
+/// How long what a group asks of one communicator would take, by the model of [`estimate`]. Nothing is connected,
+/// described or launched.
+///
+/// # Errors
+/// As [`build`].
+pub(crate) fn estimate(
+    comm: &Communicator,
+    collectives: &[Task],
+    exchange: &Exchange,
+    persistent: bool,
+) -> Result<Duration> {
+    let plans = Plans::lay_out(comm, collectives, exchange, persistent, None)?;
+    Ok(plans
+        .iter()
+        .filter_map(|plan| plan.simulated)
+        .map(estimate::Load::time)
+        .sum())
 }
 
 fn choice_of(task: &Task, comm: &Communicator) -> Result<(usize, algorithm::Choice)> {
@@ -270,11 +244,69 @@ struct Plans<'a> {
     comm: &'a Communicator,
     /// Work elements of a plan.
     budget: usize,
-    group: u32,
+    /// `None`: only to know what they would take.
+    group: Option<u32>,
     made: Vec<Builder<'a>>,
 }
 
 impl<'a> Plans<'a> {
+    /// Puts every task into a plan.
+    fn lay_out(
+        comm: &'a Communicator,
+        collectives: &[Task],
+        exchange: &Exchange,
+        persistent: bool,
+        group: Option<u32>,
+    ) -> Result<Vec<Builder<'a>>> {
+        let budget = if persistent {
+            usize::MAX
+        } else {
+            comm.work_fifo_depth / 2
+        };
+        let mut plans = Self {
+            comm,
+            budget,
+            group,
+            made: Vec::new(),
+        };
+        for task in collectives {
+            let (channels, choice) = choice_of(task, comm)?;
+            // Not by its own channels: where ranks call something different, it shall be in the same plan all the same.
+            let (plan, _) = plans.with_room(comm.channels());
+            plan.add_collective(task, channels, choice)?;
+        }
+        let tasks = exchange.tasks();
+        // Operations made of several messages, by their task.
+        let mut spreads: BTreeMap<usize, Spread> = BTreeMap::new();
+        for round in exchange.rounds(comm.rank, comm.ranks)? {
+            let needed = round
+                .messages()
+                .map(|message| choice_of(&tasks[message.task], comm).map_or(1, |(channels, _)| channels))
+                .sum();
+            let (plan, index) = plans.with_room(needed);
+            for (send, recv) in &round.to_self {
+                plan.add_to_self(&tasks[send.task], &tasks[recv.task], send.address, recv.address)?;
+                if !tasks[send.task].request.function.is_p2p() {
+                    spreads.entry(send.task).or_default().add(index, 1, 0);
+                }
+            }
+            for (message, is_send) in [(round.send, true), (round.recv, false)] {
+                let Some(message) = message else { continue };
+                let task = &tasks[message.task];
+                let (mask, proxies, choice) = plan.add_message(task, message, is_send)?;
+                if task.request.function.is_p2p() {
+                    plan.add_op(task, None, mask, proxies, choice.algorithm, choice.protocol);
+                } else {
+                    spreads.entry(message.task).or_default().add(index, mask, proxies);
+                }
+            }
+        }
+        for (task, spread) in spreads {
+            plans.add_spread(&tasks[task], &spread)?;
+        }
+        Ok(plans.made)
+    }
+
     /// A plan with room for `elements` more work elements, and its index: the last one, or a new one. Something always
     /// fits into an empty plan.
     fn with_room(&mut self, elements: usize) -> (&mut Builder<'a>, usize) {
@@ -296,7 +328,7 @@ impl<'a> Plans<'a> {
         let (Some(begins), Some(ends)) = (spread.masks.keys().next(), spread.masks.keys().last()) else {
             return Err(Error::internal("an operation without messages"));
         };
-        if begins == ends {
+        if begins == ends || self.group.is_none() {
             self.made[*begins].add_op(
                 task,
                 None,
@@ -343,6 +375,8 @@ struct Builder<'a> {
     comm: &'a Communicator,
     number: u32,
     group: u32,
+    /// Where it is not to be launched: what it would take.
+    simulated: Option<estimate::Load>,
     /// Work elements.
     used: usize,
     picker: channels::Picker,
@@ -355,11 +389,13 @@ struct Builder<'a> {
 }
 
 impl<'a> Builder<'a> {
-    fn new(comm: &'a Communicator, group: u32) -> Self {
+    /// An empty plan of a group; without one it only says what it would take.
+    fn new(comm: &'a Communicator, group: Option<u32>) -> Self {
         Self {
             comm,
-            number: observe::next_plan(),
-            group,
+            number: group.map_or(0, |_| observe::next_plan()),
+            group: group.unwrap_or(0),
+            simulated: group.is_none().then(estimate::Load::default),
             used: 0,
             picker: channels::Picker::new(comm.channels()),
             work: (0..comm.channels()).map(|_| Vec::new()).collect(),
@@ -392,6 +428,18 @@ impl<'a> Builder<'a> {
             };
             let work = self.work_of(task, part, connections);
             work.check()?;
+            if let Some(load) = &mut self.simulated {
+                let proxied = |ring: &RingConnections| ring.prev.proxy.is_some() || ring.next.proxy.is_some();
+                let ring = self.comm.rings[usize::from(channel)].as_ref();
+                load.add_work(
+                    &work,
+                    if ring.is_some_and(proxied) {
+                        estimate::NETWORK
+                    } else {
+                        estimate::SHARED
+                    },
+                );
+            }
             if let Some(ring) = &self.comm.rings[usize::from(channel)] {
                 let (order, steps) = (self.comm.topology.ring(channel), work.steps());
                 let (next, prev) = (order[1], order[order.len() - 1]);
@@ -421,6 +469,9 @@ impl<'a> Builder<'a> {
             ..self.message_of(send, Function::Send, 0..send.request.count, Connections::Local)
         };
         work.check()?;
+        if let Some(load) = &mut self.simulated {
+            load.add(estimate::LOCAL, 0, bytes(send));
+        }
         self.add_work(0, work);
         if send.request.function.is_p2p() {
             self.add_op(send, Some(recv), 1, 0, Algorithm::Direct, Protocol::Simple);
@@ -446,6 +497,15 @@ impl<'a> Builder<'a> {
         let parts = channels::split(request.count, request.data_type.size(), wanted);
         for (index, part) in parts.into_iter().enumerate().filter(|(_, part)| !part.is_empty()) {
             let channel = channels::p2p_channel(source, destination, comm.ranks, index, comm.channels());
+            if let Some(load) = &mut self.simulated {
+                // No connection is made for this.
+                let bytes = part.len() * request.data_type.size();
+                let near = comm.topology.node_of(peer) == comm.topology.node_of(comm.rank);
+                let way = if near { estimate::SHARED } else { estimate::NETWORK };
+                load.add(way, bytes.div_ceil(comm.slot_bytes) as u32, bytes);
+                self.used += 1;
+                continue;
+            }
             let (work, proxy) = if is_send {
                 let connection = comm.connector.connect_send(peer, channel)?;
                 let work = self.message_of(task, Function::Send, part, Connections::Send(connection.fifo));
@@ -552,6 +612,9 @@ impl<'a> Builder<'a> {
         algorithm: Algorithm,
         protocol: Protocol,
     ) {
+        if self.simulated.is_some() {
+            return;
+        }
         for task in std::iter::once(task).chain(twin) {
             self.announce(task, channel_mask, proxy_ops, algorithm, protocol);
         }

@@ -1,8 +1,10 @@
 //! Sequence numbers: what makes an operation the same one on every rank that takes part in it.
 
-use std::collections::HashMap;
+use std::{cmp::Reverse, collections::HashMap};
 
 use ringsight_records::Function;
+
+use super::Task;
 
 /// A sequence of operations that some ranks do together: eager ones are counted from 0, captured ones are numbered
 /// `graph << 32 | node`, where `graph` counts the captures in which the sequence took part, from 1.
@@ -34,6 +36,26 @@ impl Sequence {
     }
 }
 
+impl Sequence {
+    /// Takes back the number given out last: `seq` if that is still the last one.
+    fn give_back(&mut self, graph: u32, seq: u64) {
+        if graph == 0 {
+            if self.eager == seq + 1 {
+                self.eager = seq;
+            }
+        } else if self.capture == graph
+            && self.node > 0
+            && seq == u64::from(self.graphs) << 32 | u64::from(self.node - 1)
+        {
+            self.node -= 1;
+            if self.node == 0 {
+                self.graphs -= 1;
+                self.capture = 0;
+            }
+        }
+    }
+}
+
 /// The sequences of one rank of a communicator.
 #[derive(Debug, Default)]
 pub(crate) struct Sequences {
@@ -60,6 +82,27 @@ impl Sequences {
         };
         (seq, node)
     }
+
+    /// Takes back the numbers of tasks, as far as they were given out last.
+    pub(crate) fn give_back(&mut self, tasks: &mut [&Task]) {
+        tasks.sort_unstable_by_key(|task| Reverse(task.info.seq));
+        for task in &*tasks {
+            let peer = task.request.peer.unwrap_or(0);
+            let sequence = match task.request.function {
+                Function::Send => self.to.get_mut(&peer),
+                Function::Recv => self.from.get_mut(&peer),
+                _ => Some(&mut self.collectives),
+            };
+            if let Some(sequence) = sequence {
+                sequence.give_back(task.graph, task.info.seq);
+            }
+        }
+        tasks.sort_unstable_by_key(|task| Reverse(task.node));
+        for task in tasks.iter().filter(|task| task.graph != 0) {
+            let seq = u64::from(self.nodes.graphs) << 32 | u64::from(task.node);
+            self.nodes.give_back(task.graph, seq);
+        }
+    }
 }
 
 #[cfg(test)]
@@ -73,6 +116,22 @@ mod tests {
         assert_eq!([sequence.next(7), sequence.next(7)], [1 << 32, 1 << 32 | 1]);
         assert_eq!(sequence.next(0), 2);
         assert_eq!(sequence.next(9), 2 << 32);
+    }
+
+    #[test]
+    fn numbers_that_were_given_out_last_can_be_given_back() {
+        let mut sequence = Sequence::default();
+        for graph in [0, 7] {
+            let given = [sequence.next(graph), sequence.next(graph), sequence.next(graph)];
+            sequence.give_back(graph, given[0]);
+            assert_eq!(sequence.next(graph), given[2] + 1, "only the last one");
+            for seq in [given[2] + 1, given[2], given[1], given[0]] {
+                sequence.give_back(graph, seq);
+            }
+            assert_eq!(sequence.next(graph), given[0]);
+            sequence.give_back(graph, given[0]);
+        }
+        assert_eq!(sequence.next(8), 1 << 32, "capture 7 had nothing");
     }
 
     #[test]
