@@ -19,7 +19,7 @@ use crate::{
 /// What to test.
 #[derive(Args, Debug)]
 pub struct Options {
-    /// Also what takes longer: benchmarks against their goals.
+    /// Also what takes longer: whole matrices instead of samples, benchmarks against their goals.
     #[arg(long)]
     full: bool,
     /// Only layers, or tests within the layers of tests, whose name contains this.
@@ -28,6 +28,8 @@ pub struct Options {
 
 /// Environment variable that names the file to which tests append what they skipped, one `name: reason` a line.
 pub const SKIP_LOG: &str = "RINGSIGHT_SKIP_LOG";
+/// Environment variable that makes tests which sample check everything.
+pub const FULL: &str = "RINGSIGHT_TEST_FULL";
 /// Environment variable with the path of a Jaeger binary, for the tests that read traces back.
 pub const JAEGER: &str = "RINGSIGHT_JAEGER";
 /// Environment variable with the path of a Chromium binary, for the tests that look at the page.
@@ -332,6 +334,10 @@ fn layers(suite: &mut Suite, options: &Options, target: &Path) {
         ]);
         if let Ok(chromium) = &chromium {
             command.env(CHROMIUM, chromium);
+        }
+        if options.full {
+            // The whole of what is sampled otherwise.
+            command.env(FULL, "1");
         }
         suite_log.cargo_test(&mut command, filter)
     });

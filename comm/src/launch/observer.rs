@@ -54,8 +54,8 @@ impl OpState {
     }
 
     /// The same for an operation that several plans share; `masks` are the channels that it takes in each.
-    pub(crate) fn split(self, masks: impl Iterator<Item = u64> + Clone) -> Self {
-        let plans = |channel: usize| masks.clone().filter(|mask| mask >> channel & 1 == 1).count() as u32;
+    pub(crate) fn split(self, masks: &[u64]) -> Self {
+        let plans = |channel: usize| masks.iter().filter(|mask| **mask >> channel & 1 == 1).count() as u32;
         let split = (0..u64::BITS as usize)
             .map(|channel| Split {
                 plans: plans(channel),

@@ -339,10 +339,9 @@ impl<'a> Plans<'a> {
             );
             return Ok(());
         }
-        let state = Arc::new(
-            OpState::new(task.info, None, mask.count_ones(), spread.proxies)
-                .split(spread.masks.values().copied()),
-        );
+        let masks: Vec<u64> = spread.masks.values().copied().collect();
+        let state = OpState::new(task.info, None, mask.count_ones(), spread.proxies);
+        let state = Arc::new(state.split(&masks));
         self.made[*begins].announce(task, mask, spread.proxies, choice.algorithm, choice.protocol);
         for index in spread.masks.keys() {
             self.made[*index].shared.push(Shared {
