@@ -120,6 +120,9 @@ pub fn run(options: &Options) -> Result<ExitCode> {
     if wanted(own::PROBE.1) || wanted(own::PROBE.0) {
         rows.extend(own::probe()?);
     }
+    if wanted(own::LIMITS.1) || wanted(own::LIMITS.0) {
+        rows.extend(own::limits()?);
+    }
     if wanted("probe") {
         rows.extend(probe::measure(&workspace::build()?)?);
     }

@@ -14,12 +14,20 @@ pub(super) const THROUGHPUT: (&str, &str) = ("ringsight-collector", "throughput"
 /// Package and target of what probes cost where they are.
 pub(super) const PROBE: (&str, &str) = ("ringsight-probes", "probe");
 
+/// Package and target of what all-reduce takes against what the machine gives.
+pub(super) const LIMITS: (&str, &str) = ("ringsight-comm", "limits");
+
 /// Records a second that one core has to take.
 const RECORDS_PER_S: f64 = 1e6;
 /// Resident memory at the end over what a tenth of the time took: flat.
 const RESIDENT_GROWTH: f64 = 1.1;
 /// The most that a call may cost with a probe on a 1-byte nop, which traps into the kernel once, nanoseconds.
 const NOP1_NS: f64 = 700.0;
+
+/// The most that a large all-reduce over 4 processes may take, in times of what 2 of them take to copy as many bytes.
+const LARGE_RATIO: f64 = 3.0;
+/// The most that a small all-reduce over 2 processes may take on its stream, in times of a flag's way there and back.
+const SMALL_RATIO: f64 = 2.0;
 
 /// A case of the throughput benchmark, as it prints it.
 #[derive(Deserialize)]
@@ -115,6 +123,92 @@ fn probe_rows(figures: &Value) -> Result<Vec<Row>> {
         .collect()
 }
 
+/// Measures all-reduce over processes, against copies and flags in the same run.
+pub(super) fn limits() -> Result<Vec<Row>> {
+    let objects = objects(LIMITS, &[])?;
+    let [figures] = objects.as_slice() else {
+        bail!(
+            "the benchmark of limits printed {} objects instead of one",
+            objects.len()
+        );
+    };
+    limits_rows(figures)
+}
+
+fn limits_rows(figures: &Value) -> Result<Vec<Row>> {
+    let figure = |name: &str| {
+        figures[name]
+            .as_f64()
+            .with_context(|| format!("the benchmark of limits printed no number {name}"))
+    };
+    let row = |name: &str, median, unit, goal, note: &str| Row {
+        name: format!("limits, {name}"),
+        median,
+        unit,
+        goal,
+        note: note.to_owned(),
+    };
+    let ms = |name| figure(name).map(|ns| ns / 1e6);
+    Ok(vec![
+        row(
+            "2 processes copying 4 x 64 MiB",
+            ms("copy_256MiB_by_2_processes_ns")?,
+            "ms",
+            None,
+            "private memory",
+        ),
+        row(
+            "all_reduce 64 MiB, 4 processes",
+            ms("all_reduce_64MiB_4_processes_ns")?,
+            "ms",
+            None,
+            "float32 sum, out of place",
+        ),
+        row(
+            "all_reduce 64 MiB / copies",
+            figure("all_reduce_64MiB_ratio")?,
+            "",
+            Some(Goal::AtMost(LARGE_RATIO)),
+            "in turns in one run",
+        ),
+        row(
+            "processor time of all_reduce / of copies",
+            figure("all_reduce_64MiB_cpu_ratio")?,
+            "",
+            None,
+            "what other load on the machine changes least",
+        ),
+        row(
+            "flag there and back, 2 processes",
+            figure("flag_round_trip_ns")?,
+            "ns",
+            None,
+            "shared memory, spinning",
+        ),
+        row(
+            "all_reduce 8 B on the stream, 2 processes",
+            figure("all_reduce_8B_on_the_stream_ns")?,
+            "ns",
+            None,
+            "part of a graph of 200",
+        ),
+        row(
+            "all_reduce 8 B / flag",
+            figure("all_reduce_8B_ratio")?,
+            "",
+            Some(Goal::AtMost(SMALL_RATIO)),
+            "in turns in one run",
+        ),
+        row(
+            "all_reduce 8 B, call and synchronize",
+            figure("all_reduce_8B_call_and_synchronize_ns")?,
+            "ns",
+            None,
+            "latency that a caller sees",
+        ),
+    ])
+}
+
 /// Runs a benchmark; the JSON objects that it printed, in order. Its other lines go where progress goes.
 fn objects((package, target): (&str, &str), arguments: &[&str]) -> Result<Vec<Value>> {
     let mut command = cargo();
@@ -178,9 +272,18 @@ mod tests {
     }
 
     #[test]
+    fn limits_have_goals_on_ratios() {
+        let text = r#"{"copy_256MiB_by_2_processes_ns":1e7,"all_reduce_64MiB_4_processes_ns":3e7,"all_reduce_64MiB_ratio":3.0,"all_reduce_64MiB_cpu_ratio":3.1,"flag_round_trip_ns":200,"all_reduce_8B_on_the_stream_ns":402,"all_reduce_8B_ratio":2.01,"all_reduce_8B_call_and_synchronize_ns":9000}"#;
+        let rows = limits_rows(&parse(text).unwrap()[0]).unwrap();
+        let verdicts: Vec<_> = rows.iter().filter_map(Row::meets).collect();
+        assert_eq!(verdicts, [true, false]);
+    }
+
+    #[test]
     fn rubbish_is_refused() {
         assert!(parse("{rubbish").is_err());
         assert!(throughput_rows(&parse("{}").unwrap()).is_err());
+        assert!(limits_rows(&serde_json::json!({})).is_err());
         for wrong in [r#"{"a":1}"#, r#"{"a_ns":"x"}"#, r#"{"a_kg":1}"#] {
             assert!(probe_rows(&parse(wrong).unwrap()[0]).is_err(), "{wrong}");
         }
