@@ -11,7 +11,7 @@ use ringsight_kernels::AbortWord;
 use super::{
     Bootstrap, Error, Result,
     id::{decode_address, encode_address, fnv1a},
-    listen,
+    listen_at,
     shared::{Class, Wait},
     sys, system,
     wire::{self, Frame, join_parts, split_parts},
@@ -85,7 +85,7 @@ impl Bootstrap {
         timeout: Duration,
     ) -> Result<Self> {
         let rank = self.check_members(members)?;
-        let listener = listen(self.local_ip)?;
+        let listener = listen_at((self.local_ip, 0).into())?;
         let address = listener.local_addr().map_err(system("asking for the port"))?;
         let part = sys::random_u64().map_err(system("drawing a random secret"))?;
         let mine = [&encode_address(&address)[..], &part.to_le_bytes()].concat();

@@ -48,6 +48,8 @@ impl Link {
             out: Mutex::default(),
         };
         link.push(&[hello]);
+        // At once where the connection is made at once: who has said nothing is the first to be dropped.
+        let _ = link.flush();
         Ok(link)
     }
 

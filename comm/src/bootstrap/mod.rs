@@ -11,6 +11,7 @@ pub(crate) mod id;
 mod interface;
 mod link;
 pub(crate) mod pending;
+mod rendezvous;
 mod root;
 mod service;
 mod shared;
@@ -20,18 +21,18 @@ mod tests;
 pub(crate) mod wire;
 
 use std::{
-    io::{Read, Write},
-    net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs},
+    net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs},
     sync::{Arc, Mutex},
     thread::{self, JoinHandle},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 pub use id::UniqueId;
+pub use rendezvous::root_of;
 use ringsight_kernels::AbortWord;
 use shared::{Class, Shared};
 use sys::Wake;
-use wire::{Answer, Frame, Hello};
+use wire::Frame;
 
 pub(crate) use id::fnv1a;
 
@@ -95,19 +96,7 @@ pub fn create_root() -> Result<UniqueId> {
     {
         return fixed_id(text.trim());
     }
-    let ip = interface::default()?.address;
-    let listener = TcpListener::bind(ip).map_err(system(&format!("listening on {ip}")))?;
-    let address = listener
-        .local_addr()
-        .map_err(system("asking for the root's port"))?;
-    let cookie = sys::random_u64().map_err(system("drawing a random secret"))?;
-    let id = UniqueId {
-        address,
-        cookie,
-        fixed: false,
-    };
-    root::start(listener, id)?;
-    Ok(id)
+    root::create(interface::default()?.address.ip())
 }
 
 /// The id of `NCCL_COMM_ID`: its secret is no secret, since every rank has to come to the same one by itself.
@@ -148,9 +137,6 @@ pub type OnControl = Arc<dyn Fn(u32, &[u8]) + Send + Sync>;
 /// must not block.
 pub type OnLost = Arc<dyn Fn(u32, &str) + Send + Sync>;
 
-/// How much longer than the time-out a rank waits for the root to say who is missing.
-const ROOT_GRACE: Duration = Duration::from_secs(1);
-
 /// One rank's end of the bootstrap network of a communicator. Dropping it says goodbye ([`Bootstrap::leave`]) and closes
 /// every connection; ranks that still wait for this one get an error.
 pub struct Bootstrap {
@@ -167,7 +153,7 @@ impl Bootstrap {
     ///
     /// # Errors
     /// [`Error::TimedOut`] naming the missing ranks, [`Error::PeerLost`], [`Error::Protocol`] when the root refuses
-    /// (rank taken, another number of ranks), [`Error::Aborted`] within 100 ms of `abort`.
+    /// (rank taken, another number of ranks, another version), [`Error::Aborted`] within 100 ms of `abort`.
     pub fn init(
         id: &UniqueId,
         rank: u32,
@@ -175,61 +161,24 @@ impl Bootstrap {
         abort: Arc<AbortWord>,
         timeout: Duration,
     ) -> Result<Self> {
-        if ranks == 0 || ranks > wire::MAX_RANKS || rank >= ranks {
-            return Err(Error::InvalidArgument(format!(
-                "rank {rank} of {ranks} ranks is not possible"
-            )));
-        }
-        if id.fixed && rank == 0 {
-            let listener = TcpListener::bind(id.address)
-                .map_err(system(&format!("listening on {} of NCCL_COMM_ID", id.address)))?;
-            root::start(listener, *id)?;
-        }
-        let deadline = Instant::now() + timeout + ROOT_GRACE;
-        let stream = reach_root(id, &abort, deadline)?;
-        // Peers reach us the way the root does, unless the user names an interface.
-        let local_ip = match interface::requested()? {
-            Some(interface) => interface.address,
-            None => stream
-                .local_addr()
-                .map_err(system("asking for the local address"))?,
-        }
-        .ip();
-        let listener = listen(local_ip)?;
-        let address = listener.local_addr().map_err(system("asking for the port"))?;
-        let timeout_ms = timeout.as_millis().min(u128::from(u32::MAX)) as u32;
-        let hello = Hello::Join {
-            rank,
-            ranks,
-            timeout_ms,
-            address,
-        }
-        .encode(id.cookie);
-        (&stream)
-            .write_all(&hello)
-            .map_err(system(&format!("writing to the root at {}", id.address)))?;
-        let table = match read_answer(&stream, id, &abort, deadline)? {
-            Answer::Table(table) if table.len() == ranks as usize => table,
-            Answer::Table(table) => {
-                return Err(Error::Protocol(format!(
-                    "the root knows {} ranks, we {ranks}",
-                    table.len()
-                )));
-            }
-            Answer::Missing(missing) => {
-                return Err(Error::TimedOut(format!(
-                    "{} of {ranks} ranks did not come within {timeout:?}: {}",
-                    missing.len(),
-                    ranges(&missing)
-                )));
-            }
-            Answer::Lost(lost) => {
-                let text = format!("rank {lost} came and went away before all {ranks} ranks were there");
-                return Err(Error::PeerLost { rank: lost, text });
-            }
-            Answer::Refused(text) => return Err(Error::Protocol(format!("the root refuses: {text}"))),
-        };
-        Self::open((rank, id.cookie, table), listener, local_ip, abort, timeout)
+        Self::init_scalable(std::slice::from_ref(id), rank, ranks, abort, timeout)
+    }
+
+    /// As [`Bootstrap::init`] with 1 to `ranks` ids, the same in the same order on all ranks, among whose roots the ranks
+    /// are spread ([`root_of`]).
+    ///
+    /// # Errors
+    /// As [`Bootstrap::init`]; [`Error::InvalidArgument`] for another number of ids.
+    pub fn init_scalable(
+        ids: &[UniqueId],
+        rank: u32,
+        ranks: u32,
+        abort: Arc<AbortWord>,
+        timeout: Duration,
+    ) -> Result<Self> {
+        let joined = rendezvous::join(ids, rank, ranks, &abort, timeout)?;
+        let ours = (rank, joined.cookie, joined.table);
+        Self::open(ours, joined.listener, joined.local_ip, abort, timeout)
     }
 
     /// The rank's end of a network whose table (rank, secret, addresses) is known.
@@ -382,12 +331,13 @@ fn check_control(data: &[u8]) -> Result<()> {
     )))
 }
 
-/// A listener for other ranks, not blocking.
-fn listen(ip: IpAddr) -> Result<TcpListener> {
-    let listener = TcpListener::bind((ip, 0)).map_err(system(&format!("listening on {ip}")))?;
-    listener
-        .set_nonblocking(true)
-        .map_err(system("listening without blocking"))?;
+/// A listener, not blocking, with room for many that connect at once: where the queue is full, the system drops the
+/// connection and the other end tries again only after a second.
+fn listen_at(address: SocketAddr) -> Result<TcpListener> {
+    let listening = || format!("listening on {address}");
+    let listener = TcpListener::bind(address).map_err(system(&listening()))?;
+    sys::deepen_queue(&listener).map_err(system(&listening()))?;
+    listener.set_nonblocking(true).map_err(system(&listening()))?;
     Ok(listener)
 }
 
@@ -402,84 +352,4 @@ impl Drop for Bootstrap {
             let _ = service.join();
         }
     }
-}
-
-/// Connects to the root. With `NCCL_COMM_ID` it may not be there yet.
-fn reach_root(id: &UniqueId, abort: &AbortWord, deadline: Instant) -> Result<TcpStream> {
-    let address = &id.address;
-    loop {
-        match sys::connect(address, deadline, &|| abort.is_set()) {
-            Ok(Some(stream)) => return Ok(stream),
-            Ok(None) => return Err(Error::Aborted(format!("connecting to the root at {address}"))),
-            Err(error) if error.kind() == std::io::ErrorKind::TimedOut => {
-                return Err(Error::TimedOut(format!("the root at {address} does not answer")));
-            }
-            Err(_) if id.fixed && Instant::now() < deadline => thread::sleep(sys::ABORT_CHECK),
-            Err(error) => {
-                return Err(Error::Protocol(format!(
-                    "no root at {address} ({error}): the process that made the unique id has ended, or the id has \
-                     been used already"
-                )));
-            }
-        }
-    }
-}
-
-/// Waits for what the root has to say.
-fn read_answer(
-    mut stream: &TcpStream,
-    id: &UniqueId,
-    abort: &AbortWord,
-    deadline: Instant,
-) -> Result<Answer> {
-    let mut bytes = Vec::new();
-    loop {
-        let missing =
-            Answer::missing(&bytes).ok_or_else(|| Error::Protocol("the root answers rubbish".into()))?;
-        if missing == 0 {
-            return Answer::parse(&bytes).ok_or_else(|| Error::Protocol("the root answers rubbish".into()));
-        }
-        let mut piece = vec![0; missing.min(64 << 10)];
-        match stream.read(&mut piece) {
-            Ok(0) => {
-                return Err(Error::Protocol(format!(
-                    "the root at {} closed the connection: its process ended, or the unique id is not its own",
-                    id.address
-                )));
-            }
-            Ok(read) => bytes.extend_from_slice(&piece[..read]),
-            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
-                if abort.is_set() {
-                    return Err(Error::Aborted("waiting for the other ranks".into()));
-                }
-                let left = deadline.saturating_duration_since(Instant::now());
-                if left.is_zero() {
-                    return Err(Error::TimedOut(format!(
-                        "the root at {} does not answer",
-                        id.address
-                    )));
-                }
-                sys::poll(
-                    &mut [sys::interest(stream, libc::POLLIN)],
-                    Some(left.min(sys::ABORT_CHECK)),
-                )
-                .map_err(system("waiting for the root"))?;
-            }
-            Err(error) => return Err(system(&format!("reading from the root at {}", id.address))(error)),
-        }
-    }
-}
-
-/// "3, 5-7" for sorted ranks.
-fn ranges(ranks: &[u32]) -> String {
-    let runs = ranks.chunk_by(|a, b| a + 1 == *b);
-    let texts: Vec<String> = runs
-        .map(|run| match run {
-            [one] => format!("rank {one}"),
-            [first, .., last] => format!("ranks {first}-{last}"),
-            [] => String::new(),
-        })
-        .collect();
-    texts.join(", ")
 }

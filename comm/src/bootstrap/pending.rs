@@ -12,7 +12,9 @@ use super::sys;
 /// How long a connection may take over its hello.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How many may be undecided at once; beyond it the oldest is dropped.
-const LIMIT: usize = 256;
+const LIMIT: usize = 512;
+/// How many are accepted at once, so that those that have said everything are decided before any is dropped.
+const BATCH: usize = 64;
 
 /// One undecided connection.
 pub(crate) struct Pending {
@@ -70,13 +72,14 @@ impl Undecided {
         self.list.is_empty()
     }
 
-    /// Accepts whatever waits at the listener. False when the process is out of descriptors: poll it later again.
+    /// Accepts what waits at the listener, some of it: to be called before every [`Undecided::decided`]. False when the
+    /// process is out of descriptors: poll the listener later again.
     pub(crate) fn accept(&mut self, listener: &TcpListener) -> bool {
-        loop {
+        for _ in 0..BATCH {
             match listener.accept() {
                 Ok((stream, _)) => {
                     if stream.set_nonblocking(true).is_ok() && stream.set_nodelay(true).is_ok() {
-                        if self.list.len() == LIMIT {
+                        if self.list.len() >= LIMIT {
                             self.list.remove(0);
                         }
                         self.list.push(Pending {
@@ -97,6 +100,7 @@ impl Undecided {
                 },
             }
         }
+        true
     }
 
     /// Reads on; gives the connections whose hello is whole, and drops the broken and the slow.

@@ -1,197 +1,661 @@
-//! The root: one thread, one rendezvous.
+//! Roots: where the ranks of new communicators tell their addresses and learn everyone else's.
+//!
+//! All unique ids of a process are served by one thread at one port, which ends when the last of them has been used: an
+//! id that is never used costs a table entry, not a thread and a descriptor of its own. Which id a connection is for its
+//! cookie says.
+//!
+//! With several ids for one communicator, the root of the first has the table; the others relay for the ranks that were
+//! given to them, each over one connection, so that no root has more connections than its share of ranks and roots.
 
 use std::{
-    io::{Read, Write},
-    net::{SocketAddr, TcpListener, TcpStream},
-    sync::Arc,
+    collections::{BTreeMap, HashMap, HashSet},
+    net::{IpAddr, SocketAddr, TcpListener, TcpStream},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread,
     time::{Duration, Instant},
 };
 
 use super::{
-    Error, Result, UniqueId,
+    Result, UniqueId,
+    link::Link,
+    listen_at,
     pending::Undecided,
-    sys,
-    wire::{Answer, Hello, MAX_RANKS},
+    sys::{self, Wake},
+    system,
+    wire::{ANSWER_HEADER, Answer, DOWNWARD_HEADER, EVERYONE, Hello, Joining, MAX_RANKS, Upward},
 };
+use crate::observe;
 
-/// How long a rank may take to read the answer before it counts as gone.
+/// How long somebody may take to read an answer before its connection is closed.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
 /// Pause of the listener when the process has no descriptor left.
 const STARVED_PAUSE: Duration = Duration::from_millis(20);
+/// Bytes that one read takes.
+const PIECE: usize = 16 << 10;
 
-/// A rank that waits for the others.
-struct Member {
-    stream: TcpStream,
-    address: SocketAddr,
-    /// When it wants to be told who is missing.
-    deadline: Instant,
+/// The ids that a root's thread serves.
+struct Registry {
+    open: Mutex<Open>,
+    wake: Wake,
 }
 
-/// Starts the root of `id` on `listener` in a thread of its own. The thread ends with the rendezvous; until the first
-/// rank comes it waits without limit, since an id may be passed around for long before it is used.
-pub(super) fn start(listener: TcpListener, id: UniqueId) -> Result<()> {
-    let system = |source| Error::System {
-        what: "starting the bootstrap root".into(),
-        source: Arc::new(source),
+#[derive(Default)]
+struct Open {
+    cookies: HashSet<u64>,
+    /// The thread has ended, or is about to.
+    ended: bool,
+}
+
+impl Registry {
+    fn open(&self) -> MutexGuard<'_, Open> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Serves one more id; false when the thread has ended.
+    fn add(&self, cookie: u64) -> bool {
+        let mut open = self.open();
+        if !open.ended {
+            open.cookies.insert(cookie);
+        }
+        !open.ended
+    }
+}
+
+/// The root thread of this process's own ids.
+struct Running {
+    registry: Arc<Registry>,
+    address: SocketAddr,
+    /// The thread stays behind in a fork.
+    fork: u32,
+}
+
+/// Process-wide because the ids of a process are: `ncclGetUniqueId` has nothing else to keep it in.
+static RUNNING: Mutex<Option<Running>> = Mutex::new(None);
+
+/// Makes an id and serves it, at `ip`.
+pub(super) fn create(ip: IpAddr) -> Result<UniqueId> {
+    let cookie = sys::random_u64().map_err(system("drawing a random secret"))?;
+    let id = |address| UniqueId {
+        address,
+        cookie,
+        fixed: false,
     };
-    listener.set_nonblocking(true).map_err(system)?;
+    let mut running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
+    let fork = observe::fork_generation();
+    if let Some(running) = &*running
+        && running.fork == fork
+        && running.address.ip() == ip
+        && running.registry.add(cookie)
+    {
+        return Ok(id(running.address));
+    }
+    let listener = listen_at((ip, 0).into())?;
+    let address = listener
+        .local_addr()
+        .map_err(system("asking for the root's port"))?;
+    let registry = start(listener, cookie)?;
+    *running = Some(Running {
+        registry,
+        address,
+        fork,
+    });
+    Ok(id(address))
+}
+
+/// Serves one id at a listener of its own, in a thread of its own.
+pub(super) fn serve(listener: TcpListener, cookie: u64) -> Result<()> {
+    start(listener, cookie).map(drop)
+}
+
+fn start(listener: TcpListener, cookie: u64) -> Result<Arc<Registry>> {
+    let registry = Arc::new(Registry {
+        open: Mutex::default(),
+        wake: Wake::new().map_err(system("making an eventfd"))?,
+    });
+    registry.add(cookie);
     let root = Root {
         listener,
-        cookie: id.cookie,
-        members: Vec::new(),
+        registry: Arc::clone(&registry),
+        connections: BTreeMap::new(),
+        next: 0,
+        halls: HashMap::new(),
     };
-    let run = move || root.run();
     thread::Builder::new()
         .name("rs-root".into())
         .stack_size(256 << 10)
-        .spawn(run)
-        .map_err(system)?;
-    Ok(())
+        .spawn(move || root.run())
+        .map_err(system("starting the bootstrap root"))?;
+    Ok(registry)
+}
+
+/// Names a connection.
+type Id = u64;
+
+struct Connection {
+    link: Link,
+    /// Which id it is for.
+    cookie: u64,
+    role: Role,
+}
+
+enum Role {
+    /// A rank that waits for its answer.
+    Rank(Joining),
+    /// A root that relays to us; what it has said of its next message.
+    Relay(Vec<u8>),
+    /// The root that we relay to; likewise.
+    Main(Vec<u8>),
+    /// It has its answer and is closed once it has been sent.
+    Done(Instant),
+}
+
+/// A rank that waits for the others.
+struct Member {
+    address: SocketAddr,
+    /// When it wants to be told who is missing.
+    deadline: Instant,
+    /// The connection that its answer goes to: its own, or its relay's.
+    by: Id,
+    relayed: bool,
+}
+
+/// Where the ranks of one id meet.
+enum Hall {
+    /// With the table.
+    Main {
+        /// What the first said; the others must say the same.
+        first: Joining,
+        /// By rank.
+        members: Vec<Option<Member>>,
+    },
+    /// Without: everything goes to the root of another id.
+    Relay { main: (u64, SocketAddr), by: Id },
 }
 
 struct Root {
     listener: TcpListener,
-    cookie: u64,
-    /// By rank; empty until the first rank has said how many there are.
-    members: Vec<Option<Member>>,
+    registry: Arc<Registry>,
+    connections: BTreeMap<Id, Connection>,
+    next: Id,
+    /// By cookie, while ranks wait.
+    halls: HashMap<u64, Hall>,
 }
 
 impl Root {
     fn run(mut self) {
         let mut undecided = Undecided::new(Hello::missing);
+        let mut piece = vec![0; PIECE];
         let mut starved = false;
         loop {
-            let mut fds = vec![sys::interest(
-                &self.listener,
-                if starved { 0 } else { libc::POLLIN },
-            )];
-            undecided.interests(&mut fds);
-            fds.extend(
-                self.members
-                    .iter()
-                    .flatten()
-                    .map(|m| sys::interest(&m.stream, libc::POLLIN)),
-            );
-            let next = self.members.iter().flatten().map(|member| member.deadline).min();
-            let mut timeout = next.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-            if !undecided.is_empty() {
-                timeout = Some(timeout.unwrap_or(Duration::MAX).min(Duration::from_secs(1)));
-            }
-            if starved {
-                timeout = Some(STARVED_PAUSE);
-            }
-            if sys::poll(&mut fds, timeout).is_err() {
-                return; // only for want of memory; ranks see the root go
-            }
-            starved = !undecided.accept(&self.listener);
-            for (stream, bytes) in undecided.decided() {
-                // Whoever does not know the cookie is no rank of ours: dropped without a word.
-                if let Some(hello) = Hello::parse(&bytes, self.cookie) {
-                    self.welcome(stream, hello);
+            {
+                let mut open = self.registry.open();
+                if open.cookies.is_empty() && self.connections.is_empty() {
+                    open.ended = true;
+                    return;
                 }
             }
-            if !self.members.is_empty() && self.members.iter().all(Option::is_some) {
-                return self.give_table();
+            let mut fds = vec![
+                sys::interest(&self.registry.wake, libc::POLLIN),
+                sys::interest(&self.listener, if starved { 0 } else { libc::POLLIN }),
+            ];
+            let ids: Vec<Id> = self.connections.keys().copied().collect();
+            fds.extend(self.connections.values().map(|connection| {
+                let out = if connection.link.has_unsent() {
+                    libc::POLLOUT
+                } else {
+                    0
+                };
+                sys::interest(&connection.link, libc::POLLIN | out)
+            }));
+            undecided.interests(&mut fds);
+            let timeout = self.next_deadline(starved, !undecided.is_empty());
+            if sys::poll(&mut fds, timeout).is_err() {
+                self.registry.open().ended = true;
+                return; // only for want of memory; ranks see the root go
             }
-            self.watch();
+            if sys::is_ready(&fds[0]) {
+                self.registry.wake.drain();
+            }
+            for (id, fd) in ids.into_iter().zip(&fds[2..]) {
+                if sys::is_ready(fd) {
+                    self.serve(id, &mut piece);
+                }
+            }
+            starved = sys::is_ready(&fds[1]) && !undecided.accept(&self.listener);
+            for (stream, bytes) in undecided.decided() {
+                self.welcome(stream, &bytes);
+            }
+            self.tell_the_late();
+            let now = Instant::now();
+            self.connections.retain(|_, connection| match connection.role {
+                Role::Done(deadline) => connection.link.has_unsent() && now < deadline,
+                _ => true,
+            });
         }
     }
 
-    fn welcome(&mut self, stream: TcpStream, hello: Hello) {
-        let Hello::Join {
-            rank,
-            ranks,
-            timeout_ms,
-            address,
-        } = hello
-        else {
-            return;
-        };
-        let refusal = if ranks == 0 || ranks > MAX_RANKS || rank >= ranks {
-            Some(format!("rank {rank} of {ranks} is not possible"))
-        } else if self.members.iter().any(Option::is_some) && self.members.len() != ranks as usize {
-            Some(format!(
-                "rank {rank} says {ranks} ranks, the first that came said {}",
-                self.members.len()
-            ))
-        } else if self.members.get(rank as usize).is_some_and(Option::is_some) {
-            Some(format!(
-                "rank {rank} is there already: two processes use one rank"
-            ))
-        } else {
-            None
-        };
-        if let Some(text) = refusal {
-            return answer(stream, &Answer::Refused(text));
+    fn next_deadline(&self, starved: bool, undecided: bool) -> Option<Duration> {
+        if starved {
+            return Some(STARVED_PAUSE);
         }
-        self.members.resize_with(ranks as usize, || None);
-        let deadline = Instant::now() + Duration::from_millis(timeout_ms.into());
-        self.members[rank as usize] = Some(Member {
-            stream,
-            address,
-            deadline,
+        let members = self.halls.values().filter_map(|hall| match hall {
+            Hall::Main { members, .. } => Some(members.iter().flatten()),
+            Hall::Relay { .. } => None,
         });
+        let mut next = members.flatten().map(|member| member.deadline).min();
+        let closing = self
+            .connections
+            .values()
+            .filter_map(|connection| match connection.role {
+                Role::Done(deadline) => Some(deadline),
+                _ => None,
+            });
+        next = next.into_iter().chain(closing).min();
+        let mut timeout = next.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        if undecided {
+            timeout = Some(timeout.unwrap_or(Duration::MAX).min(Duration::from_secs(1)));
+        }
+        timeout
     }
 
-    /// Tells ranks whose time is up who is missing, and everyone when a rank that had come is gone.
-    fn watch(&mut self) {
-        let is_gone = |member: &Member| {
-            // A rank says nothing after its hello: bytes, an end or an error all mean that it is not one any more.
-            let would_block = |error: &std::io::Error| error.kind() == std::io::ErrorKind::WouldBlock;
-            !matches!((&member.stream).read(&mut [0]), Err(error) if would_block(&error))
+    fn enter(&mut self, link: Link, cookie: u64, role: Role) -> Id {
+        self.next += 1;
+        self.connections
+            .insert(self.next, Connection { link, cookie, role });
+        self.next
+    }
+
+    /// Somebody has said hello, or something else.
+    fn welcome(&mut self, stream: TcpStream, bytes: &[u8]) {
+        let link = Link::accepted(0, stream);
+        let refusal = match Hello::parse(bytes) {
+            Ok((cookie, hello)) if self.registry.open().cookies.contains(&cookie) => match hello {
+                Hello::Join(joining) => {
+                    let by = self.enter(link, cookie, Role::Rank(joining));
+                    return self.join(cookie, joining, by, false);
+                }
+                Hello::Relay => {
+                    self.enter(link, cookie, Role::Relay(Vec::new()));
+                    return;
+                }
+                Hello::Peer { .. } => "a rank's connection that came to a root".to_owned(),
+            },
+            Ok(_) => "no ranks are awaited under this unique id: it has been used already, or is another \
+                      process's"
+                .to_owned(),
+            Err(stranger) => stranger.text(),
         };
-        if let Some(rank) = self
-            .members
-            .iter()
-            .position(|member| member.as_ref().is_some_and(is_gone))
-        {
-            self.members[rank] = None;
-            for member in std::mem::take(&mut self.members).into_iter().flatten() {
-                answer(member.stream, &Answer::Lost(rank as u32));
-            }
+        // What it has said on is not read, but would make the system discard our answer.
+        let _ = link.read(&mut [0; 512]);
+        let by = self.enter(link, 0, Role::Done(Instant::now() + ANSWER_PATIENCE));
+        self.answer(by, None, &Answer::Refused(refusal));
+    }
+
+    /// Gives an answer to a rank over a connection, its own (`relayed` is `None`) or its relay's.
+    fn answer(&mut self, by: Id, relayed: Option<u32>, answer: &Answer) {
+        let Some(connection) = self.connections.get_mut(&by) else {
             return;
-        }
-        let now = Instant::now();
-        let absent = |members: &[Option<Member>]| {
-            (0u32..)
-                .zip(members)
-                .filter(|(_, member)| member.is_none())
-                .map(|(rank, _)| rank)
-                .collect()
         };
-        let missing: Vec<u32> = absent(&self.members);
-        for slot in &mut self.members {
-            if let Some(member) = slot.take_if(|member| member.deadline <= now) {
-                answer(member.stream, &Answer::Missing(missing.clone()));
+        let rank = relayed.map(u32::to_le_bytes);
+        connection
+            .link
+            .push(&[rank.as_ref().map_or(&[], |rank| &rank[..]), &answer.encode()]);
+        // A broken connection is found by reading.
+        let _ = connection.link.flush();
+        if relayed.is_none() {
+            connection.role = Role::Done(Instant::now() + ANSWER_PATIENCE);
+        }
+    }
+
+    /// A rank has come, by itself or by a relay.
+    fn join(&mut self, cookie: u64, joining: Joining, by: Id, relayed: bool) {
+        let to = relayed.then_some(joining.rank);
+        match self.try_join(cookie, joining, by, relayed) {
+            Ok(()) => {}
+            Err(text) => self.answer(by, to, &Answer::Refused(text)),
+        }
+        if let Some(Hall::Main { members, .. }) = self.halls.get(&cookie)
+            && members.iter().all(Option::is_some)
+        {
+            self.give_table(cookie);
+        }
+    }
+
+    fn try_join(
+        &mut self,
+        cookie: u64,
+        joining: Joining,
+        by: Id,
+        relayed: bool,
+    ) -> std::result::Result<(), String> {
+        let Joining { rank, ranks, .. } = joining;
+        if ranks == 0 || ranks > MAX_RANKS || rank >= ranks {
+            return Err(format!("rank {rank} of {ranks} is not possible"));
+        }
+        if joining.main.0 != cookie {
+            if relayed {
+                return Err(format!("rank {rank} came by a root that is not its own"));
+            }
+            return self.relay(cookie, joining);
+        }
+        let hall = self.halls.entry(cookie).or_insert_with(|| Hall::Main {
+            first: joining,
+            members: Vec::new(),
+        });
+        let Hall::Main { first, members } = hall else {
+            return Err(format!(
+                "rank {rank} has the unique ids in another order than others"
+            ));
+        };
+        if members.iter().all(Option::is_none) {
+            *first = joining;
+            members.clear();
+            members.resize_with(ranks as usize, || None);
+        }
+        if first.ranks != ranks {
+            return Err(format!(
+                "rank {rank} says {ranks} ranks, the first that came said {}",
+                first.ranks
+            ));
+        }
+        if first.ids != joining.ids {
+            return Err(format!(
+                "rank {rank} was given other unique ids than rank {}",
+                first.rank
+            ));
+        }
+        if first.library != joining.library {
+            return Err(format!(
+                "rank {rank} uses library version {}, rank {} version {}",
+                joining.library, first.rank, first.library
+            ));
+        }
+        let place = &mut members[rank as usize];
+        if place.is_some() {
+            return Err(twice(rank));
+        }
+        *place = Some(Member {
+            address: joining.address,
+            deadline: Instant::now() + Duration::from_millis(joining.timeout_ms.into()),
+            by,
+            relayed,
+        });
+        Ok(())
+    }
+
+    /// Passes a rank on to the root that has the table.
+    fn relay(&mut self, cookie: u64, joining: Joining) -> std::result::Result<(), String> {
+        let (main, address) = joining.main;
+        // Its own connection counts already.
+        if self.ranks_of(cookie, |other| other.rank == joining.rank).len() > 1 {
+            return Err(twice(joining.rank));
+        }
+        let by = match self.halls.get(&cookie) {
+            Some(Hall::Relay { main, by }) if *main == joining.main => *by,
+            Some(_) => {
+                return Err(format!(
+                    "rank {} has the unique ids in another order than others",
+                    joining.rank
+                ));
+            }
+            None => {
+                let link = Link::open(0, &address, &Hello::Relay.encode(main))
+                    .map_err(|error| unreachable(&address, &error.to_string()))?;
+                let by = self.enter(link, cookie, Role::Main(Vec::new()));
+                self.halls.insert(
+                    cookie,
+                    Hall::Relay {
+                        main: joining.main,
+                        by,
+                    },
+                );
+                by
+            }
+        };
+        if let Some(connection) = self.connections.get(&by) {
+            connection.link.push(&[&Upward::Joined(joining).encode()]);
+            // A broken connection is found by reading.
+            let _ = connection.link.flush();
+        }
+        Ok(())
+    }
+
+    /// A connection has something to say, takes more of what we say, or has ended.
+    fn serve(&mut self, id: Id, piece: &mut [u8]) {
+        let Some(connection) = self.connections.get_mut(&id) else {
+            return;
+        };
+        let _ = connection.link.flush();
+        let read = match connection.link.read(piece) {
+            Ok(0) => None,
+            Ok(read) => Some(&piece[..read]),
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted
+                ) =>
+            {
+                return;
+            }
+            Err(_) => None,
+        };
+        match (&mut connection.role, read) {
+            (Role::Relay(bytes) | Role::Main(bytes), Some(read)) => bytes.extend_from_slice(read),
+            // A rank says nothing after its hello: bytes and an end alike mean that it is not one any more.
+            (Role::Rank(_) | Role::Done(_), _) | (_, None) => return self.ended(id),
+        }
+        let fine = match connection.role {
+            Role::Relay(_) => self.hear_relay(id),
+            _ => self.hear_main(id),
+        };
+        if !fine {
+            self.ended(id);
+        }
+    }
+
+    /// Takes what a relay has said; false for rubbish.
+    fn hear_relay(&mut self, id: Id) -> bool {
+        loop {
+            let Some(Connection {
+                role: Role::Relay(bytes),
+                cookie,
+                ..
+            }) = self.connections.get_mut(&id)
+            else {
+                return true;
+            };
+            if bytes.len() < Upward::BYTES {
+                return true;
+            }
+            let message: Vec<u8> = bytes.drain(..Upward::BYTES).collect();
+            let cookie = *cookie;
+            match Upward::parse(&message) {
+                Some(Upward::Joined(joining)) => self.join(cookie, joining, id, true),
+                Some(Upward::Gone(joining)) => {
+                    self.lost(cookie, |rank, member| rank == joining.rank && member.by == id)
+                }
+                None => return false,
             }
         }
-        if self.members.iter().all(Option::is_none) {
-            self.members.clear(); // the ranks may try again, also in another number
+    }
+
+    /// Takes what the root with the table has said; false for rubbish.
+    fn hear_main(&mut self, id: Id) -> bool {
+        loop {
+            let Some(Connection {
+                role: Role::Main(bytes),
+                cookie,
+                ..
+            }) = self.connections.get_mut(&id)
+            else {
+                return true;
+            };
+            let cookie = *cookie;
+            let Some((rank, rest)) = bytes.split_first_chunk::<DOWNWARD_HEADER>() else {
+                return true;
+            };
+            let rank = u32::from_le_bytes(*rank);
+            match Answer::missing(rest) {
+                None => return false,
+                Some(0) => {}
+                Some(_) => return true,
+            }
+            // The length stands in the header that `missing` has found whole.
+            let whole = super::wire::word(rest, 4).map_or(0, |length| ANSWER_HEADER + length as usize);
+            let Some(answer) = rest.get(..whole).and_then(Answer::parse) else {
+                return false;
+            };
+            bytes.drain(..DOWNWARD_HEADER + whole);
+            let is_table = matches!(answer, Answer::Table(_));
+            for by in self.ranks_of(cookie, |joining| rank == EVERYONE || joining.rank == rank) {
+                self.answer(by, None, &answer);
+            }
+            if is_table {
+                self.close(cookie);
+            } else if self.ranks_of(cookie, |_| true).is_empty() {
+                self.leave_hall(cookie); // the ranks may try again
+            }
         }
     }
 
-    fn give_table(self) {
-        let table = self
-            .members
+    /// Connections of ranks that wait under an id.
+    fn ranks_of(&self, cookie: u64, which: impl Fn(&Joining) -> bool) -> Vec<Id> {
+        self.connections
             .iter()
-            .flatten()
-            .map(|member| member.address)
-            .collect();
-        let bytes = Answer::Table(table).encode();
-        for member in self.members.into_iter().flatten() {
-            send(member.stream, &bytes);
+            .filter(|(_, connection)| {
+                connection.cookie == cookie
+                    && matches!(&connection.role, Role::Rank(joining) if which(joining))
+            })
+            .map(|(id, _)| *id)
+            .collect()
+    }
+
+    /// A connection is at its end.
+    fn ended(&mut self, id: Id) {
+        let Some(Connection { cookie, role, .. }) = self.connections.remove(&id) else {
+            return;
+        };
+        match role {
+            Role::Rank(joining) => match self.halls.get(&cookie) {
+                Some(Hall::Relay { by, .. }) => {
+                    let by = *by;
+                    if let Some(main) = self.connections.get(&by) {
+                        main.link.push(&[&Upward::Gone(joining).encode()]);
+                        let _ = main.link.flush();
+                    }
+                    if self.ranks_of(cookie, |_| true).is_empty() {
+                        self.leave_hall(cookie);
+                    }
+                }
+                _ => self.lost(cookie, |_, member| member.by == id),
+            },
+            Role::Relay(_) => self.lost(cookie, |_, member| member.by == id),
+            Role::Main(_) => {
+                let Some(Hall::Relay { main, .. }) = self.halls.remove(&cookie) else {
+                    return;
+                };
+                let text = unreachable(&main.1, "it closed the connection");
+                for by in self.ranks_of(cookie, |_| true) {
+                    self.answer(by, None, &Answer::Refused(text.clone()));
+                }
+            }
+            Role::Done(_) => {}
+        }
+    }
+
+    /// Tells everyone that a rank that had come is gone; they may try again, also in another number.
+    fn lost(&mut self, cookie: u64, is_gone: impl Fn(u32, &Member) -> bool) {
+        let Some(Hall::Main { members, .. }) = self.halls.get_mut(&cookie) else {
+            return;
+        };
+        let gone = |(rank, member): (u32, &Option<Member>)| {
+            member
+                .as_ref()
+                .is_some_and(|member| is_gone(rank, member))
+                .then_some(rank)
+        };
+        let Some(rank) = (0u32..).zip(members.iter()).find_map(gone) else {
+            return;
+        };
+        let waiting = std::mem::take(members);
+        self.halls.remove(&cookie);
+        for (other, member) in (0u32..).zip(waiting).filter_map(|(rank, m)| m.map(|m| (rank, m))) {
+            if !is_gone(other, &member) {
+                let relayed = member.relayed.then_some(other);
+                self.answer(member.by, relayed, &Answer::Lost(rank));
+            }
+        }
+    }
+
+    /// Tells ranks whose time is up who is missing.
+    fn tell_the_late(&mut self) {
+        let now = Instant::now();
+        let mut answers = Vec::new();
+        self.halls.retain(|_, hall| {
+            let Hall::Main { members, .. } = hall else {
+                return true;
+            };
+            if members.iter().flatten().any(|member| member.deadline <= now) {
+                let missing: Vec<u32> = (0u32..)
+                    .zip(members.iter())
+                    .filter(|(_, member)| member.is_none())
+                    .map(|(rank, _)| rank)
+                    .collect();
+                for (rank, place) in (0u32..).zip(members.iter_mut()) {
+                    if let Some(late) = place.take_if(|member| member.deadline <= now) {
+                        answers.push((late.by, late.relayed.then_some(rank), missing.clone()));
+                    }
+                }
+            }
+            members.iter().any(Option::is_some)
+        });
+        for (by, relayed, missing) in answers {
+            self.answer(by, relayed, &Answer::Missing(missing));
+        }
+    }
+
+    /// Everyone is there.
+    fn give_table(&mut self, cookie: u64) {
+        let Some(Hall::Main { members, .. }) = self.halls.get(&cookie) else {
+            return;
+        };
+        let table = Answer::Table(members.iter().flatten().map(|member| member.address).collect());
+        let (relays, own): (Vec<&Member>, Vec<&Member>) =
+            members.iter().flatten().partition(|member| member.relayed);
+        let own: Vec<Id> = own.iter().map(|member| member.by).collect();
+        let relays: HashSet<Id> = relays.iter().map(|member| member.by).collect();
+        for by in own {
+            self.answer(by, None, &table);
+        }
+        for by in relays {
+            self.answer(by, Some(EVERYONE), &table);
+        }
+        self.close(cookie);
+    }
+
+    /// An id has done its service.
+    fn close(&mut self, cookie: u64) {
+        self.registry.open().cookies.remove(&cookie);
+        self.leave_hall(cookie);
+        for connection in self.connections.values_mut() {
+            if connection.cookie == cookie && !matches!(connection.role, Role::Done(_)) {
+                connection.role = Role::Done(Instant::now() + ANSWER_PATIENCE);
+            }
+        }
+    }
+
+    /// Nobody waits under an id any more; a relay says so by closing.
+    fn leave_hall(&mut self, cookie: u64) {
+        if let Some(Hall::Relay { by, .. }) = self.halls.remove(&cookie) {
+            self.connections.remove(&by);
         }
     }
 }
 
-fn answer(stream: TcpStream, answer: &Answer) {
-    send(stream, &answer.encode());
+fn twice(rank: u32) -> String {
+    format!("rank {rank} is there already: two processes use one rank")
 }
 
-/// Writes and closes. A rank that does not read is gone; the others will notice when they talk to it.
-fn send(mut stream: TcpStream, bytes: &[u8]) {
-    let _ = stream.set_nonblocking(false);
-    let _ = stream.set_write_timeout(Some(ANSWER_PATIENCE));
-    let _ = stream.write_all(bytes);
+fn unreachable(address: &SocketAddr, why: &str) -> String {
+    format!("the root of the first unique id, at {address}, cannot be reached ({why})")
 }

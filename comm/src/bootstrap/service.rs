@@ -1,13 +1,18 @@
 //! The rank's own thread: accepts connections of other ranks, reads frames, notices who is gone.
 
-use std::{io, net::TcpListener, sync::Arc, time::Duration};
+use std::{
+    io,
+    net::{TcpListener, TcpStream},
+    sync::Arc,
+    time::Duration,
+};
 
 use super::{
     link::Link,
     pending::Undecided,
     shared::Shared,
     sys,
-    wire::{FrameReader, Hello},
+    wire::{Frame, FrameReader, Hello},
 };
 
 /// Pause of the listener when the process has no descriptor left.
@@ -55,6 +60,27 @@ impl Reader {
 }
 
 impl Shared {
+    /// The connection of another rank; anybody else is told why it is closed.
+    fn welcome(&self, stream: TcpStream, bytes: &[u8]) -> Option<Arc<Link>> {
+        let text = match Hello::parse(bytes) {
+            Ok((cookie, Hello::Peer { from, to })) if cookie == self.cookie => {
+                if to == self.rank && from != self.rank && (from as usize) < self.table.len() {
+                    return Some(Arc::new(Link::accepted(from, stream)));
+                }
+                format!("this is rank {}, and not rank {to} of rank {from}", self.rank)
+            }
+            Ok(_) => format!("this is rank {} of another communicator", self.rank),
+            Err(stranger) => stranger.text(),
+        };
+        let link = Link::accepted(self.rank, stream);
+        // What it has said on is not read, but would make the system discard our answer.
+        let _ = link.read(&mut [0; 512]);
+        link.push(&[&Frame::Refused { text }.encode()]);
+        let _ = link.flush();
+        link.shut_down();
+        None
+    }
+
     /// The service thread.
     pub(super) fn serve(&self, listener: &TcpListener) {
         let mut undecided = Undecided::new(Hello::missing);
@@ -116,12 +142,7 @@ impl Shared {
             });
             starved = sys::is_ready(&fds[1]) && !undecided.accept(listener);
             for (stream, bytes) in undecided.decided() {
-                if let Some(Hello::Peer { from, to }) = Hello::parse(&bytes, self.cookie)
-                    && to == self.rank
-                    && from != self.rank
-                    && (from as usize) < self.table.len()
-                {
-                    let link = Arc::new(Link::accepted(from, stream));
+                if let Some(link) = self.welcome(stream, &bytes) {
                     self.adopt(&link);
                     readers.push(Reader::new(link));
                 }

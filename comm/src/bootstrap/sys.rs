@@ -119,6 +119,13 @@ pub(crate) fn connect_start(address: &SocketAddr) -> io::Result<TcpStream> {
     Ok(stream)
 }
 
+/// Lets as many connections wait at a listener as the system allows (`net.core.somaxconn`); the standard library asks
+/// for 128.
+pub(crate) fn deepen_queue(listener: &impl AsRawFd) -> io::Result<()> {
+    // SAFETY: no pointers. A second listen only changes the length of the queue.
+    check(unsafe { libc::listen(listener.as_raw_fd(), libc::c_int::MAX) }).map(drop)
+}
+
 /// Lets the system ask now and then whether the other end is still there: a machine that vanished without a word is
 /// noticed after about 11 s.
 pub(crate) fn keep_alive(stream: &TcpStream) -> io::Result<()> {

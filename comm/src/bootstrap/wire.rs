@@ -8,9 +8,10 @@ use super::id::{VERSION, decode_address, encode_address};
 const MAGIC: u32 = u32::from_le_bytes(*b"RSBS");
 const JOIN: u16 = 1;
 const PEER: u16 = 2;
+const RELAY: u16 = 3;
 /// Magic u32 | version u16 | kind u16 | cookie u64.
 const PRELUDE: usize = 16;
-const JOIN_BYTES: usize = PRELUDE + 36;
+const JOIN_BYTES: usize = PRELUDE + Joining::BYTES;
 const PEER_BYTES: usize = PRELUDE + 8;
 
 /// Most ranks of a communicator.
@@ -22,18 +23,94 @@ pub(super) const MAX_CONTROL: usize = 1 << 20;
 /// Longest text about a rank, bytes.
 const MAX_TEXT: usize = 4096;
 
+/// A rank that wants to take part: rank u32 | ranks u32 | time-out in ms u32 | library version u32 | hash of all unique
+/// ids u64 | cookie of the first u64 | its address 24 bytes | the rank's address 24 bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Joining {
+    pub(super) rank: u32,
+    pub(super) ranks: u32,
+    pub(super) timeout_ms: u32,
+    /// What `ncclGetVersion` says.
+    pub(super) library: u32,
+    /// Of the ids that the rank was given: the same for all ranks.
+    pub(super) ids: u64,
+    /// The first of these ids: its root is the one that has the table.
+    pub(super) main: (u64, SocketAddr),
+    /// Where the rank listens.
+    pub(super) address: SocketAddr,
+}
+
+impl Joining {
+    pub(super) const BYTES: usize = 80;
+
+    pub(super) fn encode(&self) -> [u8; Self::BYTES] {
+        let mut bytes = [0; Self::BYTES];
+        for (place, word) in bytes.as_chunks_mut::<4>().0.iter_mut().zip([
+            self.rank,
+            self.ranks,
+            self.timeout_ms,
+            self.library,
+        ]) {
+            *place = word.to_le_bytes();
+        }
+        bytes[16..24].copy_from_slice(&self.ids.to_le_bytes());
+        bytes[24..32].copy_from_slice(&self.main.0.to_le_bytes());
+        bytes[32..56].copy_from_slice(&encode_address(&self.main.1));
+        bytes[56..].copy_from_slice(&encode_address(&self.address));
+        bytes
+    }
+
+    /// `None` for what [`Joining::encode`] did not write.
+    pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
+        let bytes: &[u8; Self::BYTES] = bytes.try_into().ok()?;
+        let long = |at: usize| bytes[at..at + 8].try_into().map(u64::from_le_bytes).ok();
+        let address = |at: usize| decode_address(bytes[at..at + 24].try_into().ok()?);
+        Some(Self {
+            rank: word(bytes, 0)?,
+            ranks: word(bytes, 4)?,
+            timeout_ms: word(bytes, 8)?,
+            library: word(bytes, 12)?,
+            ids: long(16)?,
+            main: (long(24)?, address(32)?),
+            address: address(56)?,
+        })
+    }
+}
+
 /// What whoever connects says first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Hello {
-    /// To the root: rank u32 | ranks u32 | time-out in ms u32 | address 24 bytes.
-    Join {
-        rank: u32,
-        ranks: u32,
-        timeout_ms: u32,
-        address: SocketAddr,
-    },
+    /// A rank to its root.
+    Join(Joining),
     /// To another rank: from u32 | to u32.
     Peer { from: u32, to: u32 },
+    /// A root that speaks for the ranks that were given to it, to the root that has the table. [`Upward`] follows.
+    Relay,
+}
+
+/// Why somebody's first bytes are not a hello.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stranger {
+    /// No rank of this library.
+    Foreign,
+    /// A rank of this library that speaks another version of this protocol.
+    Version(u16),
+    /// The beginning is right and the rest is not.
+    Malformed,
+}
+
+impl Stranger {
+    /// What it is told.
+    pub(super) fn text(self) -> String {
+        match self {
+            Self::Foreign => "this port is for the ranks of a communicator".to_owned(),
+            Self::Version(version) => format!(
+                "another version of the library: it speaks bootstrap protocol {version}, this one {VERSION}; \
+                 use one version on all ranks"
+            ),
+            Self::Malformed => "the hello cannot be read".to_owned(),
+        }
+    }
 }
 
 impl Hello {
@@ -41,26 +118,20 @@ impl Hello {
         let mut bytes = Vec::with_capacity(JOIN_BYTES);
         bytes.extend(MAGIC.to_le_bytes());
         bytes.extend(VERSION.to_le_bytes());
+        let kind = match self {
+            Self::Join(_) => JOIN,
+            Self::Peer { .. } => PEER,
+            Self::Relay => RELAY,
+        };
+        bytes.extend(kind.to_le_bytes());
+        bytes.extend(cookie.to_le_bytes());
         match self {
-            Self::Join {
-                rank,
-                ranks,
-                timeout_ms,
-                address,
-            } => {
-                bytes.extend(JOIN.to_le_bytes());
-                bytes.extend(cookie.to_le_bytes());
-                for word in [rank, ranks, timeout_ms] {
-                    bytes.extend(word.to_le_bytes());
-                }
-                bytes.extend(encode_address(address));
-            }
+            Self::Join(joining) => bytes.extend(joining.encode()),
             Self::Peer { from, to } => {
-                bytes.extend(PEER.to_le_bytes());
-                bytes.extend(cookie.to_le_bytes());
                 bytes.extend(from.to_le_bytes());
                 bytes.extend(to.to_le_bytes());
             }
+            Self::Relay => {}
         }
         bytes
     }
@@ -68,8 +139,15 @@ impl Hello {
     /// How many more bytes `bytes` needs before it is a hello or is known to be none; 0: enough.
     /// Whoever reads never takes more than this, so that what follows the hello stays in the socket.
     pub(super) fn missing(bytes: &[u8]) -> usize {
+        let (begun, magic) = (bytes.len().min(4), MAGIC.to_le_bytes());
+        if bytes[..begun] != magic[..begun] {
+            return 0;
+        }
         if bytes.len() < PRELUDE {
             return PRELUDE - bytes.len();
+        }
+        if bytes[4..6] != VERSION.to_le_bytes() {
+            return 0;
         }
         let whole = match u16::from_le_bytes([bytes[6], bytes[7]]) {
             JOIN => JOIN_BYTES,
@@ -79,33 +157,71 @@ impl Hello {
         whole.saturating_sub(bytes.len())
     }
 
-    /// Reads a whole hello ([`Hello::missing`] is 0); `None` for whoever does not know `cookie` or speaks otherwise.
-    pub(super) fn parse(bytes: &[u8], cookie: u64) -> Option<Self> {
-        let (prelude, body) = bytes.split_at_checked(PRELUDE)?;
-        if prelude[..4] != MAGIC.to_le_bytes()
-            || prelude[4..6] != VERSION.to_le_bytes()
-            || prelude[8..] != cookie.to_le_bytes()
-        {
-            return None;
+    /// Reads a whole hello ([`Hello::missing`] is 0) and the cookie that it presents.
+    ///
+    /// # Errors
+    /// Who it comes from otherwise.
+    pub(super) fn parse(bytes: &[u8]) -> Result<(u64, Self), Stranger> {
+        let (prelude, body) = bytes.split_at_checked(PRELUDE).ok_or(Stranger::Foreign)?;
+        let [m, a, g, i, v, w, k, l, cookie @ ..] = prelude else {
+            return Err(Stranger::Foreign);
+        };
+        if [*m, *a, *g, *i] != MAGIC.to_le_bytes() {
+            return Err(Stranger::Foreign);
         }
-        match u16::from_le_bytes([prelude[6], prelude[7]]) {
-            JOIN => {
-                let address = decode_address(body.get(12..36)?.try_into().ok()?)?;
-                Some(Self::Join {
-                    rank: word(body, 0)?,
-                    ranks: word(body, 4)?,
-                    timeout_ms: word(body, 8)?,
-                    address,
-                })
-            }
-            PEER => Some(Self::Peer {
-                from: word(body, 0)?,
-                to: word(body, 4)?,
-            }),
+        let version = u16::from_le_bytes([*v, *w]);
+        if version != VERSION {
+            return Err(Stranger::Version(version));
+        }
+        let read = || {
+            Some(match (u16::from_le_bytes([*k, *l]), body.len()) {
+                (JOIN, Joining::BYTES) => Self::Join(Joining::decode(body)?),
+                (PEER, 8) => Self::Peer {
+                    from: word(body, 0)?,
+                    to: word(body, 4)?,
+                },
+                (RELAY, 0) => Self::Relay,
+                _ => return None,
+            })
+        };
+        let cookie = cookie.try_into().map_or(0, u64::from_le_bytes);
+        read().map(|hello| (cookie, hello)).ok_or(Stranger::Malformed)
+    }
+}
+
+/// What a root that relays says upward: kind u32 | [`Joining`] (1: a rank has come; 2: it has gone, of which only the
+/// rank is read).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Upward {
+    Joined(Joining),
+    Gone(Joining),
+}
+
+impl Upward {
+    pub(super) const BYTES: usize = 4 + Joining::BYTES;
+
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let (kind, joining) = match self {
+            Self::Joined(joining) => (1u32, joining),
+            Self::Gone(joining) => (2, joining),
+        };
+        [&kind.to_le_bytes()[..], &joining.encode()].concat()
+    }
+
+    pub(super) fn parse(bytes: &[u8]) -> Option<Self> {
+        let joining = Joining::decode(bytes.get(4..)?)?;
+        match word(bytes, 0)? {
+            1 => Some(Self::Joined(joining)),
+            2 => Some(Self::Gone(joining)),
             _ => None,
         }
     }
 }
+
+/// The rank of a answer to all in what a root says to one that relays.
+pub(super) const EVERYONE: u32 = u32::MAX;
+/// Bytes before the answer in what a root says to one that relays: the rank u32.
+pub(super) const DOWNWARD_HEADER: usize = 4;
 
 /// The root's answer to a rank: kind u32 | length u32 | payload.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -138,7 +254,7 @@ impl Answer {
         bytes
     }
 
-    /// How many more bytes it takes; `None`: longer than any answer.
+    /// How many more bytes the answer that `bytes` begins takes; `None`: longer than any answer.
     pub(super) fn missing(bytes: &[u8]) -> Option<usize> {
         let Some(length) = word(bytes, 4) else {
             return Some(ANSWER_HEADER - bytes.len());
@@ -371,24 +487,29 @@ mod tests {
     proptest! {
         #[test]
         fn hellos_survive_and_rubbish_does_not(
-            rank: u32, ranks: u32, timeout_ms: u32, port in 1u16.., ip: [u8; 4], cookie: u64, flip in 0usize..52, bit in 0u8..8,
+            words: [u32; 4], ids: u64, main: u64, port in 1u16.., ip: [u8; 4], cookie: u64, flip in 0usize..JOIN_BYTES, bit in 0u8..8,
         ) {
-            let hello = Hello::Join { rank, ranks, timeout_ms, address: (ip, port).into() };
+            let [rank, ranks, timeout_ms, library] = words;
+            let address = (ip, port).into();
+            let joining = Joining { rank, ranks, timeout_ms, library, ids, main: (main, address), address };
+            let hello = Hello::Join(joining);
             let mut bytes = hello.encode(cookie);
             prop_assert_eq!(Hello::missing(&bytes), 0);
-            prop_assert_eq!(Hello::parse(&bytes, cookie), Some(hello));
+            prop_assert_eq!(Hello::parse(&bytes), Ok((cookie, hello)));
+            prop_assert_eq!(Upward::parse(&Upward::Joined(joining).encode()), Some(Upward::Joined(joining)));
             bytes[flip] ^= 1 << bit;
-            if flip < PRELUDE && flip != 6 && flip != 7 {
-                prop_assert_eq!(Hello::parse(&bytes, cookie), None);
-            } else {
-                prop_assert_ne!(Hello::parse(&bytes, cookie), Some(hello));
+            prop_assert_ne!(Hello::parse(&bytes), Ok((cookie, hello)));
+            match flip {
+                0..4 => prop_assert_eq!((Hello::missing(&bytes[..4]), Hello::parse(&bytes)), (0, Err(Stranger::Foreign))),
+                4..6 => prop_assert!(matches!(Hello::parse(&bytes), Err(Stranger::Version(_)))),
+                _ => {}
             }
         }
 
         #[test]
         fn no_parser_panics(bytes in proptest::collection::vec(any::<u8>(), 0..200), kind in 0u8..9) {
-            let _ = (Hello::missing(&bytes), Hello::parse(&bytes, 0), Answer::parse(&bytes), Answer::missing(&bytes));
-            let _ = split_parts(&bytes);
+            let _ = (Hello::missing(&bytes), Hello::parse(&bytes), Answer::parse(&bytes), Answer::missing(&bytes));
+            let _ = (split_parts(&bytes), Upward::parse(&bytes), Joining::decode(&bytes));
             let mut likely = bytes.clone();
             if let Some(first) = likely.get_mut(..4) {
                 first.copy_from_slice(&u32::from(kind).to_le_bytes());

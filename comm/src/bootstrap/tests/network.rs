@@ -1,42 +1,12 @@
+//! Messages, collective calls and deaths, once the ranks know each other.
+
 use std::{
     collections::HashMap,
-    net::SocketAddr,
     sync::{Barrier, mpsc},
+    time::Instant,
 };
 
-use proptest::prelude::*;
-
-use super::{shared::Wait, *};
-
-const SHORT: Duration = Duration::from_millis(400);
-const LONG: Duration = Duration::from_secs(30);
-
-fn root() -> UniqueId {
-    // On loopback, whatever interfaces the machine has and whatever other tests do to the environment.
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = listener.local_addr().unwrap();
-    let id = UniqueId {
-        address,
-        cookie: sys::random_u64().unwrap(),
-        fixed: false,
-    };
-    root::start(listener, id).unwrap();
-    UniqueId::from_bytes(&id.to_bytes()).unwrap()
-}
-
-fn join(id: &UniqueId, rank: u32, ranks: u32, timeout: Duration) -> Result<Bootstrap> {
-    Bootstrap::init(id, rank, ranks, Arc::default(), timeout)
-}
-
-/// Runs `body` on every rank, each on a thread of its own.
-fn all<T: Send>(id: &UniqueId, ranks: u32, body: impl Fn(Bootstrap) -> T + Sync) -> Vec<T> {
-    thread::scope(|scope| {
-        let body = &body;
-        let start = move |rank| scope.spawn(move || body(join(id, rank, ranks, LONG).unwrap()));
-        let threads: Vec<_> = (0..ranks).map(start).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
-}
+use super::{super::shared::Wait, *};
 
 #[test]
 fn ranks_gather_in_rank_order_whatever_their_number() {
@@ -79,99 +49,6 @@ fn messages_arrive_in_order_by_peer_and_tag() {
 }
 
 #[test]
-fn rubbish_at_the_port_is_refused_and_the_rendezvous_lives_on() {
-    let id = root();
-    let mut open = Vec::new();
-    let hello = Hello::Join {
-        rank: 0,
-        ranks: 2,
-        timeout_ms: 1000,
-        address: id.address,
-    };
-    let mut old = hello.encode(id.cookie);
-    old[4] ^= 0xff; // another version
-    let mut truncated = hello.encode(id.cookie);
-    truncated.truncate(20);
-    let sprays: [&[u8]; 6] = [
-        b"",
-        b"GET / HTTP/1.1\r\n\r\n",
-        &[0xff; 4096],
-        &old,
-        &hello.encode(id.cookie ^ 1),
-        &truncated,
-    ];
-    for round in 0..60 {
-        let mut stream = TcpStream::connect(id.address).unwrap();
-        let _ = stream.write_all(sprays[round % sprays.len()]);
-        if round % 2 == 0 {
-            open.push(stream); // half of them stay
-        }
-    }
-    let gathered = all(&id, 3, |bootstrap| {
-        // The ranks' own listeners take rubbish, too.
-        for address in &bootstrap.shared.table {
-            let mut stream = TcpStream::connect(address).unwrap();
-            let _ = stream.write_all(&[0x5a; 300]);
-        }
-        bootstrap.all_gather(&[bootstrap.rank() as u8]).unwrap()
-    });
-    assert_eq!(gathered, vec![vec![vec![0], vec![1], vec![2]]; 3]);
-}
-
-#[test]
-fn the_time_out_names_the_missing_ranks() {
-    let id = root();
-    let errors = thread::scope(|scope| {
-        let threads = [0, 2].map(|rank| scope.spawn(move || join(&id, rank, 6, SHORT).err().unwrap()));
-        threads.map(|thread| thread.join().unwrap().to_string())
-    });
-    assert!(
-        errors
-            .iter()
-            .any(|text| text.contains("4 of 6 ranks did not come within 400ms: rank 1, ranks 3-5")),
-        "{errors:?}"
-    );
-    // Everyone has left; the same id serves a second try.
-    assert_eq!(all(&id, 2, |bootstrap| bootstrap.ranks()), [2, 2]);
-}
-
-/// A rank that says hello and then only waits.
-fn hello(id: &UniqueId, rank: u32, ranks: u32) -> TcpStream {
-    let mut stream = TcpStream::connect(id.address).unwrap();
-    let hello = Hello::Join {
-        rank,
-        ranks,
-        timeout_ms: 30_000,
-        address: id.address,
-    };
-    stream.write_all(&hello.encode(id.cookie)).unwrap();
-    stream
-}
-
-fn read_whole_answer(mut stream: TcpStream) -> Answer {
-    let mut bytes = Vec::new();
-    stream.read_to_end(&mut bytes).unwrap();
-    Answer::parse(&bytes).unwrap()
-}
-
-#[test]
-fn a_rank_cannot_come_twice_nor_with_another_number() {
-    let id = root();
-    let first = hello(&id, 0, 2);
-    let another_number = join(&id, 1, 3, LONG).err().unwrap().to_string();
-    assert!(
-        another_number.contains("rank 1 says 3 ranks, the first that came said 2"),
-        "{another_number}"
-    );
-    let twice = join(&id, 0, 2, LONG).err().unwrap().to_string();
-    assert!(twice.contains("two processes use one rank"), "{twice}");
-    drop(join(&id, 1, 2, LONG).unwrap());
-    assert!(
-        matches!(read_whole_answer(first), Answer::Table(table) if table.len() == 2 && table[0] == id.address)
-    );
-}
-
-#[test]
 fn a_rank_that_leaves_is_named_by_all_who_wait() {
     // Rank 2 leaves; the others wait for different ranks, directly or in a collective.
     let errors = all(&root(), 5, |bootstrap| {
@@ -187,79 +64,6 @@ fn a_rank_that_leaves_is_named_by_all_who_wait() {
             other => assert!(rank == 2 && other.is_none(), "rank {rank}: {other:?}"),
         }
     }
-}
-
-#[test]
-fn a_rank_that_leaves_during_the_rendezvous_is_named() {
-    let id = root();
-    let (leaver, waiter) = (hello(&id, 3, 4), hello(&id, 0, 4));
-    // Once a third one is refused, the root has read the two before it.
-    assert!(matches!(join(&id, 0, 4, LONG), Err(Error::Protocol(_))));
-    drop(leaver);
-    assert_eq!(read_whole_answer(waiter), Answer::Lost(3));
-}
-
-#[test]
-fn what_the_root_says_becomes_an_error() {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let id = UniqueId {
-        address: listener.local_addr().unwrap(),
-        cookie: 1,
-        fixed: false,
-    };
-    let told = |bytes: &[u8]| {
-        thread::scope(|scope| {
-            let rank = scope.spawn(|| join(&id, 1, 4, LONG).err().unwrap());
-            let (mut stream, _) = listener.accept().unwrap();
-            stream.read_exact(&mut [0; 52]).unwrap();
-            stream.write_all(bytes).unwrap();
-            drop(stream);
-            rank.join().unwrap()
-        })
-    };
-    assert!(matches!(
-        told(&Answer::Lost(3).encode()),
-        Error::PeerLost { rank: 3, .. }
-    ));
-    assert!(
-        matches!(told(&Answer::Refused("so".into()).encode()), Error::Protocol(text) if text.contains("so"))
-    );
-    assert!(matches!(
-        told(&Answer::Table(vec![id.address]).encode()),
-        Error::Protocol(_)
-    ));
-    assert!(matches!(told(&[0xff; 64]), Error::Protocol(text) if text.contains("rubbish")));
-    assert!(matches!(told(&[]), Error::Protocol(text) if text.contains("closed")));
-}
-
-#[test]
-fn the_abort_word_releases_the_rendezvous() {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let id = UniqueId {
-        address: listener.local_addr().unwrap(),
-        cookie: 1,
-        fixed: false,
-    };
-    let abort = Arc::new(AbortWord::default());
-    thread::scope(|scope| {
-        let rank = scope.spawn(|| {
-            let error = Bootstrap::init(&id, 0, 2, Arc::clone(&abort), LONG)
-                .err()
-                .unwrap();
-            (error, Instant::now())
-        });
-        let (mut stream, _) = listener.accept().unwrap();
-        stream.read_exact(&mut [0; 52]).unwrap();
-        let set = Instant::now();
-        abort.set();
-        let (error, released) = rank.join().unwrap();
-        assert!(matches!(error, Error::Aborted(_)), "{error}");
-        assert!(
-            released - set < Duration::from_millis(100),
-            "{:?}",
-            released - set
-        );
-    });
 }
 
 #[test]
@@ -302,49 +106,6 @@ fn the_abort_word_releases_every_wait() {
             );
         }
     });
-}
-
-#[test]
-fn an_ended_root_is_a_clear_error() {
-    let id = root();
-    all(&id, 2, |bootstrap| bootstrap.barrier().unwrap());
-    let text = loop {
-        // The root's thread may be about to end.
-        match join(&id, 0, 2, SHORT).err().unwrap() {
-            Error::Protocol(text) => break text,
-            Error::System { .. } => {}
-            other => panic!("{other}"),
-        }
-    };
-    assert!(text.contains("root"), "{text}");
-}
-
-#[test]
-fn ranks_of_a_fixed_address_may_come_before_the_root() {
-    let free = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = free.local_addr().unwrap().port();
-    drop(free);
-    let id = fixed_id(&format!("127.0.0.1:{port}")).unwrap();
-    assert_eq!(UniqueId::from_bytes(&id.to_bytes()).unwrap(), id);
-    assert_eq!(all(&id, 3, |bootstrap| bootstrap.ranks()), [3; 3]);
-    assert!(fixed_id("nowhere").unwrap_err().to_string().contains("host:port"));
-}
-
-proptest! {
-    #[test]
-    fn an_id_survives_and_any_damage_is_found(ip: [u8; 4], six: [u8; 16], is_six: bool, port in 1u16.., cookie: u64, at in 0usize..128, bit in 0u8..8) {
-        let address = if is_six { SocketAddr::from((six, port)) } else { SocketAddr::from((ip, port)) };
-        let id = UniqueId { address, cookie, fixed: false };
-        let mut bytes = id.to_bytes();
-        prop_assert_eq!(UniqueId::from_bytes(&bytes).unwrap(), id);
-        bytes[at] ^= 1 << bit;
-        prop_assert!(UniqueId::from_bytes(&bytes).is_err());
-    }
-}
-
-#[test]
-fn runs_of_ranks_are_written_short() {
-    assert_eq!(ranges(&[0, 2, 3, 4, 9]), "rank 0, ranks 2-4, rank 9");
 }
 
 /// Losses as a rank's callback sees them.

@@ -1,0 +1,243 @@
+//! A rank's part in the rendezvous: it tells a root where it listens, and is told where all others do.
+
+use std::{
+    io::{self, Read, Write},
+    net::{IpAddr, SocketAddr, TcpListener, TcpStream},
+    thread,
+    time::{Duration, Instant},
+};
+
+use ringsight_kernels::AbortWord;
+
+use super::{
+    Error, Result, UniqueId, fnv1a, interface, listen_at, root, sys, system,
+    wire::{Answer, Hello, Joining, MAX_RANKS},
+};
+use crate::observe;
+
+/// How much longer than the time-out a rank waits for the root to say who is missing.
+const ROOT_GRACE: Duration = Duration::from_secs(1);
+
+/// Which of `roots` roots `rank` of `ranks` goes to: blocks of ranks one after the other, the first `ranks % roots` of
+/// them one rank larger (NCCL's rule). `roots` is between 1 and `ranks`.
+#[must_use]
+pub fn root_of(rank: u32, ranks: u32, roots: u32) -> u32 {
+    let (each, larger) = (ranks / roots, ranks % roots);
+    let in_larger = larger * (each + 1);
+    if rank < in_larger {
+        rank / (each + 1)
+    } else {
+        (rank - in_larger) / each + larger
+    }
+}
+
+/// What a rank has after the rendezvous.
+pub(super) struct Joined {
+    /// Secret of the ranks.
+    pub(super) cookie: u64,
+    /// Where each rank listens.
+    pub(super) table: Vec<SocketAddr>,
+    pub(super) listener: TcpListener,
+    pub(super) local_ip: IpAddr,
+}
+
+/// Takes part as `rank` of `ranks`.
+pub(super) fn join(
+    ids: &[UniqueId],
+    rank: u32,
+    ranks: u32,
+    abort: &AbortWord,
+    timeout: Duration,
+) -> Result<Joined> {
+    if ranks == 0 || ranks > MAX_RANKS || rank >= ranks {
+        return Err(Error::InvalidArgument(format!(
+            "rank {rank} of {ranks} ranks is not possible"
+        )));
+    }
+    let Some((main, others)) = ids.split_first().filter(|_| ids.len() <= ranks as usize) else {
+        return Err(Error::InvalidArgument(format!(
+            "{} unique ids for {ranks} ranks: there must be at least one and at most one for each rank",
+            ids.len()
+        )));
+    };
+    // One NCCL_COMM_ID gives the same id as often as it is asked for.
+    let ids = if others.iter().all(|id| id == main) {
+        &ids[..1]
+    } else {
+        ids
+    };
+    let root = root_of(rank, ranks, ids.len() as u32);
+    let is_first = rank == 0 || root_of(rank - 1, ranks, ids.len() as u32) != root;
+    let id = ids[root as usize];
+    if id.fixed && is_first {
+        root::serve(listen_at(id.address)?, id.cookie)?;
+    }
+    let all: Vec<u8> = ids.iter().flat_map(UniqueId::to_bytes).collect();
+    let deadline = Instant::now() + timeout + ROOT_GRACE;
+    let mut listening: Option<(TcpListener, SocketAddr)> = None;
+    loop {
+        let stream = reach_root(&id, abort, deadline)?;
+        let (_, address) = match &listening {
+            Some(listening) => listening,
+            None => listening.insert(listen_beside(&stream)?),
+        };
+        let hello = Hello::Join(Joining {
+            rank,
+            ranks,
+            timeout_ms: timeout.as_millis().min(u128::from(u32::MAX)) as u32,
+            library: observe::LIBRARY_VERSION,
+            ids: fnv1a(&all),
+            main: (main.cookie, main.address),
+            address: *address,
+        });
+        // A broken connection shows when it is read.
+        let _ = (&stream).write_all(&hello.encode(id.cookie));
+        let table = match read_answer(&stream, &id, abort, deadline)? {
+            // Dropped without a word: among too many connections that said nothing, before ours could speak. When the
+            // root is gone the next attempt says so.
+            None => {
+                thread::sleep(sys::ABORT_CHECK);
+                continue;
+            }
+            Some(Answer::Table(table)) if table.len() == ranks as usize => table,
+            Some(Answer::Table(table)) => {
+                return Err(Error::Protocol(format!(
+                    "the root knows {} ranks, we {ranks}",
+                    table.len()
+                )));
+            }
+            Some(Answer::Missing(missing)) => {
+                return Err(Error::TimedOut(format!(
+                    "{} of {ranks} ranks did not come within {timeout:?}: {}",
+                    missing.len(),
+                    ranges(&missing)
+                )));
+            }
+            Some(Answer::Lost(lost)) => {
+                let text = format!("rank {lost} came and went away before all {ranks} ranks were there");
+                return Err(Error::PeerLost { rank: lost, text });
+            }
+            Some(Answer::Refused(text)) => {
+                return Err(Error::Protocol(format!(
+                    "the root at {} refuses: {text}",
+                    id.address
+                )));
+            }
+        };
+        let Some((listener, address)) = listening else {
+            continue; // made before the hello
+        };
+        let cookie = if ids.len() == 1 {
+            main.cookie
+        } else {
+            let cookies: Vec<u8> = ids.iter().flat_map(|id| id.cookie.to_le_bytes()).collect();
+            fnv1a(&cookies)
+        };
+        return Ok(Joined {
+            cookie,
+            table,
+            listener,
+            local_ip: address.ip(),
+        });
+    }
+}
+
+/// Listens for other ranks: they reach us the way the root does, unless the user names an interface.
+fn listen_beside(stream: &TcpStream) -> Result<(TcpListener, SocketAddr)> {
+    let ip = match interface::requested()? {
+        Some(interface) => interface.address,
+        None => stream
+            .local_addr()
+            .map_err(system("asking for the local address"))?,
+    }
+    .ip();
+    let listener = listen_at((ip, 0).into())?;
+    let address = listener.local_addr().map_err(system("asking for the port"))?;
+    Ok((listener, address))
+}
+
+/// Connects to the root. With `NCCL_COMM_ID` it may not be there yet.
+fn reach_root(id: &UniqueId, abort: &AbortWord, deadline: Instant) -> Result<TcpStream> {
+    let address = &id.address;
+    loop {
+        match sys::connect(address, deadline, &|| abort.is_set()) {
+            Ok(Some(stream)) => return Ok(stream),
+            Ok(None) => return Err(Error::Aborted(format!("connecting to the root at {address}"))),
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                return Err(Error::TimedOut(format!("the root at {address} does not answer")));
+            }
+            Err(_) if id.fixed && Instant::now() < deadline => thread::sleep(sys::ABORT_CHECK),
+            Err(error) => {
+                return Err(Error::Protocol(format!(
+                    "no root at {address} ({error}): the process that made the unique id has ended, or the id has \
+                     been used already"
+                )));
+            }
+        }
+    }
+}
+
+/// Waits for what the root has to say; `None` when it closes without a word.
+fn read_answer(
+    mut stream: &TcpStream,
+    id: &UniqueId,
+    abort: &AbortWord,
+    deadline: Instant,
+) -> Result<Option<Answer>> {
+    let rubbish = || {
+        Error::Protocol(format!(
+            "the root at {} answers rubbish: something else listens there",
+            id.address
+        ))
+    };
+    let mut bytes = Vec::new();
+    loop {
+        let missing = Answer::missing(&bytes).ok_or_else(rubbish)?;
+        if missing == 0 {
+            return Answer::parse(&bytes).map(Some).ok_or_else(rubbish);
+        }
+        let mut piece = vec![0; missing.min(64 << 10)];
+        match stream.read(&mut piece) {
+            Ok(read @ 1..) => bytes.extend_from_slice(&piece[..read]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                if abort.is_set() {
+                    return Err(Error::Aborted("waiting for the other ranks".into()));
+                }
+                let left = deadline.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    return Err(Error::TimedOut(format!(
+                        "the root at {} does not answer",
+                        id.address
+                    )));
+                }
+                sys::poll(
+                    &mut [sys::interest(stream, libc::POLLIN)],
+                    Some(left.min(sys::ABORT_CHECK)),
+                )
+                .map_err(system("waiting for the root"))?;
+            }
+            Ok(0) | Err(_) if bytes.is_empty() && Instant::now() < deadline => return Ok(None),
+            Ok(0) => {
+                return Err(Error::Protocol(format!(
+                    "the root at {} closed the connection: its process ended",
+                    id.address
+                )));
+            }
+            Err(error) => return Err(system(&format!("reading from the root at {}", id.address))(error)),
+        }
+    }
+}
+
+/// "3, 5-7" for sorted ranks.
+pub(super) fn ranges(ranks: &[u32]) -> String {
+    let runs = ranks.chunk_by(|a, b| a + 1 == *b);
+    let texts: Vec<String> = runs
+        .map(|run| match run {
+            [one] => format!("rank {one}"),
+            [first, .., last] => format!("ranks {first}-{last}"),
+            [] => String::new(),
+        })
+        .collect();
+    texts.join(", ")
+}
