@@ -2,7 +2,7 @@
 
 use super::{
     id::{self, UniqueId},
-    wire::{Answer, Frame, FrameReader, Hello, join_parts, split_parts},
+    wire::{Answer, Frame, FrameReader, Hello, Upward, join_parts, split_parts},
 };
 
 /// Feeds `data` to every parser; what one accepts must survive being written and read again.
@@ -15,15 +15,13 @@ pub(crate) fn messages(data: &[u8]) {
             }
         }
     }
-    // A stranger does not know the secret; a rank of another communicator does, so its bytes are looked at.
-    let cookie = data
-        .get(8..16)
-        .and_then(|bytes| bytes.try_into().ok())
-        .map_or(0, u64::from_le_bytes);
     if Hello::missing(data) == 0
-        && let Some(hello) = Hello::parse(data, cookie)
+        && let Ok((cookie, hello)) = Hello::parse(data)
     {
-        assert_eq!(Hello::parse(&hello.encode(cookie), cookie), Some(hello));
+        assert_eq!(Hello::parse(&hello.encode(cookie)), Ok((cookie, hello)));
+    }
+    if let Some(upward) = Upward::parse(data) {
+        assert_eq!(Upward::parse(&upward.encode()), Some(upward));
     }
     if Answer::missing(data) == Some(0)
         && let Some(answer) = Answer::parse(data)
