@@ -162,6 +162,15 @@ pub extern "C" fn fixture_holes(count: u64) {
     }
 }
 
+/// Begins the program that called anew, in the same process; returns only if that fails.
+#[unsafe(no_mangle)]
+pub extern "C" fn fixture_exec() -> i32 {
+    use std::os::unix::process::CommandExt as _;
+    let mut again = std::process::Command::new("/proc/self/exe");
+    again.args(std::env::args_os().skip(1));
+    again.exec().raw_os_error().unwrap_or(-1)
+}
+
 /// CPU time of the calling thread: what the machine does for others meanwhile does not count.
 fn thread_ns() -> u64 {
     let mut time = libc::timespec {

@@ -2,7 +2,10 @@
 
 use std::{
     fs, io,
-    os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd},
+    os::{
+        fd::{AsRawFd as _, FromRawFd as _, OwnedFd},
+        unix::fs::FileExt as _,
+    },
 };
 
 use crate::{
@@ -140,6 +143,27 @@ pub(crate) fn ended(pidfds: &[&OwnedFd]) -> Vec<bool> {
         .iter()
         .map(|entry| entry.revents & libc::POLLIN != 0)
         .collect()
+}
+
+/// The program that a process runs, as long as it runs it.
+///
+/// `/proc/<pid>/maps` belongs to the memory that the process had when the file was opened. After `execve`, of the same
+/// executable even, that memory is gone and the file empty, while pid, start time and pidfd are as before.
+#[derive(Debug)]
+pub(crate) struct Program(fs::File);
+
+impl Program {
+    /// The program that `pid` runs now.
+    pub(crate) fn of(pid: u32) -> io::Result<Self> {
+        fs::File::open(format!("/proc/{pid}/maps")).map(Self)
+    }
+
+    /// Whether the process, still running, has begun another program since.
+    pub(crate) fn is_replaced(&self, pid: u32) -> bool {
+        let is_empty = |file: &fs::File| file.read_at(&mut [0], 0).is_ok_and(|bytes| bytes == 0);
+        // A process that is ending has no memory either, and never will again.
+        is_empty(&self.0) && Self::of(pid).is_ok_and(|now| !is_empty(&now.0))
+    }
 }
 
 /// Describes a process for the collector. `host` is the identity that the library wrote into its pages, if it has any.

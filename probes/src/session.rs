@@ -16,7 +16,7 @@ use crate::{
     attach::{Event, Probes},
     error::{AttachError, Unavailable},
     pages::Mapped,
-    process::{self, now_ns},
+    process::{self, Program, now_ns},
     sample::{Carrier, Process, Sample, Source},
     site::{self, Site},
     stats::{Counters, ProbeStats},
@@ -28,6 +28,8 @@ use crate::{
 const BATCH: usize = 1 << 18;
 /// How often the eBPF tallies are read for losses: a system call a process.
 const TALLY_NS: u64 = 20_000_000;
+/// How often to look whether processes still run the program that was attached to.
+const PROGRAM_NS: u64 = 50_000_000;
 
 /// Whether to attach eBPF probes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -91,10 +93,14 @@ pub struct Session {
     problems: Vec<String>,
     own: (u32, u64),
     tallied_ns: u64,
+    programs_ns: u64,
 }
 
 struct Target {
     pidfd: OwnedFd,
+    program: Program,
+    /// The process runs another program by now.
+    replaced: bool,
     library: FileKey,
     /// Key in the programs' table and library number, while probes are attached.
     probed: Option<(u64, u64)>,
@@ -138,6 +144,7 @@ impl Session {
             problems: Vec::new(),
             own: (pid, process::own_start_time()),
             tallied_ns: 0,
+            programs_ns: 0,
         })
     }
 
@@ -172,6 +179,8 @@ impl Session {
         let gone = AttachError::Gone { pid };
         let started = process::start_time(pid).ok_or(gone.clone())?;
         let pidfd = process::pidfd(pid).map_err(|error| target::process_error(pid, "pidfd", &error))?;
+        // Before the library is looked for: another program from here on is noticed.
+        let program = Program::of(pid).map_err(|error| target::process_error(pid, "maps", &error))?;
         let library = target::find(pid)?;
         let kernel = if self.options.force_nop1 {
             (0, 0)
@@ -231,6 +240,8 @@ impl Session {
         watched.communicators(&mut self.ready);
         let target = Target {
             pidfd,
+            program,
+            replaced: false,
             library: library.key,
             probed,
             reported: Tally::new(0),
@@ -350,6 +361,26 @@ impl Session {
         *reported = *now;
     }
 
+    /// Notices processes that have begun another program (`execve`): nothing of what was attached to exists any more.
+    fn look_for_other_programs(&mut self, now_ns: u64, ended: &[bool]) {
+        if now_ns.saturating_sub(self.programs_ns) < PROGRAM_NS {
+            return;
+        }
+        self.programs_ns = now_ns;
+        for ((pid, target), ended) in self.targets.iter_mut().zip(ended) {
+            if *ended || target.replaced || !target.program.is_replaced(*pid) {
+                continue;
+            }
+            target.replaced = true;
+            let name = std::fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
+            self.problems.push(format!(
+                "process {pid} has begun another program ({}): what the one before was doing ended with it; \
+                 attach again once this one has loaded the library",
+                name.display()
+            ));
+        }
+    }
+
     /// Hands on what the eBPF ring buffer holds; `true` if it was drained.
     fn drain_probes(&mut self, samples: &mut Vec<Sample>) -> bool {
         let Some(probes) = &mut self.probes else {
@@ -406,11 +437,14 @@ impl Source for Session {
                 .map(|target| &target.pidfd)
                 .collect::<Vec<_>>(),
         );
+        self.look_for_other_programs(now, &ended);
         let drained = self.drain_probes(samples);
 
         let tallying = now.saturating_sub(self.tallied_ns) >= TALLY_NS;
         let mut over = Vec::new();
         for ((pid, target), ended) in self.targets.iter_mut().zip(ended) {
+            // What ran the library is gone either way.
+            let ended = ended || target.replaced;
             if let Err(problem) = target.watched.look(now, self.own, || {
                 self.options.dense & Kind::DENSE | if target.probed.is_some() { 0 } else { Kind::SPARSE }
             }) {

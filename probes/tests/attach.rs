@@ -307,6 +307,42 @@ fn a_process_that_ends_is_drained_first() {
 }
 
 #[test]
+fn a_process_that_begins_another_program_is_let_go() {
+    let Some(mut session) = session("a_process_that_begins_another_program_is_let_go") else {
+        return;
+    };
+    let mut target = Target::instrumented();
+    session.attach(target.pid()).unwrap();
+    target.call("fixture_operations 7 50 10");
+    target.call("fixture_holes 3");
+    // The same executable, and by it the same library file: only the memory is another one.
+    target.exec();
+    target.open();
+    target.call("fixture_operations 7 4 0");
+    let begun = std::time::Instant::now();
+    let mut samples = Vec::new();
+    let problem = loop {
+        if let Err(problem) = session.poll(&mut samples) {
+            break problem;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(10), "nothing was noticed");
+        std::thread::yield_now();
+    };
+    assert!(
+        problem.contains(&format!("process {} has begun another program", target.pid()))
+            && problem.contains("fixture_target"),
+        "{problem}"
+    );
+    assert!(matches!(samples.last(), Some(Sample::Exited { pid }) if *pid == target.pid()));
+    assert_eq!(records(&samples, Kind::ProxyStep), 500);
+    assert_eq!(session.pids().count(), 0);
+    // It can be attached to as it is now.
+    session.attach(target.pid()).unwrap();
+    target.call("fixture_operations 7 9 0");
+    assert_eq!(records(&poll(&mut session), Kind::OpLaunched), 9);
+}
+
+#[test]
 fn a_full_ring_buffer_and_unreadable_records_are_counted() {
     let Some(mut session) = session("a_full_ring_buffer_and_unreadable_records_are_counted") else {
         return;

@@ -98,6 +98,12 @@ impl Target {
         self.line().parse().expect("a number")
     }
 
+    /// Has the target begin its program anew, and waits until it has.
+    pub(crate) fn exec(&mut self) {
+        self.send("fixture_exec");
+        assert_eq!(self.line(), "ready");
+    }
+
     fn line(&mut self) -> String {
         let mut line = String::new();
         self.output.read_line(&mut line).expect("the target writes");
