@@ -173,9 +173,18 @@ impl Collector {
                     self.maker
                         .group(&group, &self.communicators, &self.clock, &mut self.batch.spans);
                 }
-                Finished::Call(call) => {
+                Finished::HostGroup(group) => {
                     self.maker
-                        .call(&call, &self.communicators, &self.clock, &mut self.batch.spans);
+                        .host_group(&group, &self.communicators, &self.clock, &mut self.batch.spans);
+                }
+                Finished::Call(call, group) => {
+                    self.maker.call(
+                        &call,
+                        group,
+                        &self.communicators,
+                        &self.clock,
+                        &mut self.batch.spans,
+                    );
                 }
             }
         }

@@ -7,6 +7,7 @@
 
 pub mod communicators;
 pub mod group;
+pub mod host_group;
 pub mod instance;
 pub mod operation;
 pub mod proxy;
@@ -17,6 +18,8 @@ use ringsight_records::{Kind, VERSION};
 use rustc_hash::FxHashMap;
 
 pub use group::Group;
+pub use host_group::HostGroup;
+use host_group::HostGroups;
 pub use operation::RankOperation;
 pub use target::Given;
 use target::Target;
@@ -54,8 +57,10 @@ pub enum Finished {
     Unfinished(Box<RankOperation>),
     /// A group that the caller opened.
     Group(Box<Group>),
-    /// A host-timed call.
-    Call(Box<HostCall>),
+    /// A host-timed call, and when the group that it was made in began.
+    Call(Box<HostCall>, Option<u64>),
+    /// A group of host-timed calls.
+    HostGroup(Box<HostGroup>),
 }
 
 /// Events by kind.
@@ -96,6 +101,7 @@ pub struct Correlator {
     recent: (u32, usize),
     counts: Counts,
     given: Given,
+    host_groups: HostGroups,
 }
 
 impl std::fmt::Debug for Correlator {
@@ -118,6 +124,7 @@ impl Correlator {
             recent: (0, usize::MAX),
             counts: Counts::default(),
             given: Given::default(),
+            host_groups: HostGroups::default(),
         }
     }
 
@@ -165,6 +172,10 @@ impl Correlator {
                 }
                 match pid {
                     Some(pid) => {
+                        // Of calls no kind is told.
+                        if kind.is_none() {
+                            self.host_groups.give_up(pid);
+                        }
                         if let Some(target) = self.target(pid) {
                             target.lost(kind);
                         }
@@ -182,7 +193,11 @@ impl Correlator {
                 self.targets.push(Some(Target::new(process)));
             }
             Sample::Exited { pid } => self.exited(pid, finished),
-            Sample::Call(call) => finished.push(Finished::Call(call)),
+            Sample::Call(call) => {
+                let (group, ended) = self.host_groups.call(&call);
+                finished.push(Finished::Call(call, group));
+                finished.extend(ended.map(Finished::HostGroup));
+            }
             Sample::Communicator { .. } => {}
         }
     }
@@ -192,6 +207,7 @@ impl Correlator {
             return;
         };
         self.recent = (0, usize::MAX);
+        self.host_groups.give_up(pid);
         if let Some(mut target) = self.targets[at].take() {
             target.flush(&self.limits, finished);
             self.add_given(target.given);

@@ -9,7 +9,7 @@ use super::{Range, SpanMaker, group_key, int, link, names, resource_of, seconds}
 use crate::{
     clock::Clock,
     correlate::{
-        Group, RankOperation,
+        Group, HostGroup, RankOperation,
         communicators::{Communicators, Watched},
     },
     identity::{InstanceKey, Role, SpanKey, TraceKind},
@@ -134,11 +134,56 @@ impl SpanMaker {
         });
     }
 
-    /// A call into a library without probe functions: what is known is when the caller was inside it. Group calls show
-    /// nothing by themselves and make no span.
+    /// A group of calls into a library without probe functions, linked to them.
+    pub fn host_group(
+        &mut self,
+        group: &HostGroup,
+        communicators: &Communicators,
+        clock: &Clock,
+        spans: &mut Vec<Span>,
+    ) {
+        let Some(watched) = communicators.process(group.pid) else {
+            return;
+        };
+        let trace_id =
+            host_key(TraceKind::Group, watched.identity, group.api.0, group.tid).trace_id(&self.scope);
+        let mut attributes = vec![
+            ("ccl.system.name", Value::Static("nccl")),
+            ("ccl.group.operations", Value::Int(i64::from(group.operations))),
+            ("ccl.timing.source", Value::Static("host")),
+            ("thread.id", Value::Int(i64::from(group.tid))),
+        ];
+        if !watched.version.is_empty() {
+            attributes.push(("ccl.system.version", Value::Text(watched.version.clone())));
+        }
+        let links = group.members.iter().map(|start_ns| {
+            let key = host_key(TraceKind::HostCall, watched.identity, *start_ns, group.tid);
+            let trace_id = key.trace_id(&self.scope);
+            link(trace_id, SpanKey::of(Role::HostCall).span_id(&trace_id), "group")
+        });
+        let links = links.collect();
+        self.counts.count(Role::Group);
+        spans.push(Span {
+            resource: watched.resource.clone(),
+            trace_id,
+            span_id: SpanKey::of(Role::Group).span_id(&trace_id),
+            parent_span_id: None,
+            name: "group",
+            start_unix_ns: clock.unix_ns(group.api.0),
+            end_unix_ns: clock.unix_ns(group.api.1.max(group.api.0)),
+            attributes,
+            events: Vec::new(),
+            links,
+            error: error_of(group.result),
+        });
+    }
+
+    /// A call into a library without probe functions: what is known is when the caller was inside it. `group` is when the
+    /// group that it was made in began. Group calls make no span by themselves.
     pub fn call(
         &mut self,
         call: &HostCall,
+        group: Option<u64>,
         communicators: &Communicators,
         clock: &Clock,
         spans: &mut Vec<Span>,
@@ -158,15 +203,12 @@ impl SpanMaker {
         let Some(watched) = communicators.process(call.pid) else {
             return;
         };
-        let key = InstanceKey {
-            comm: watched.identity,
-            seq: call.start_ns,
-            ranks: 0,
-            replay: call.tid,
-            kind: TraceKind::HostCall,
-            pair: None,
-        };
-        let trace_id = key.trace_id(&self.scope);
+        let key = |kind, start_ns| host_key(kind, watched.identity, start_ns, call.tid);
+        let trace_id = key(TraceKind::HostCall, call.start_ns).trace_id(&self.scope);
+        let links = group.map(|start_ns| {
+            let trace_id = key(TraceKind::Group, start_ns).trace_id(&self.scope);
+            link(trace_id, SpanKey::of(Role::Group).span_id(&trace_id), "group")
+        });
         let mut attributes = vec![
             ("ccl.system.name", Value::Static("nccl")),
             ("ccl.operation.name", Value::Static(function.name())),
@@ -198,9 +240,6 @@ impl SpanMaker {
             };
             attributes.push((name, Value::Int(i64::from(*peer))));
         }
-        let error = call
-            .result
-            .filter(|result| *result != 0 && *result != IN_PROGRESS);
         self.counts.count(Role::HostCall);
         spans.push(Span {
             resource: watched.resource.clone(),
@@ -212,10 +251,28 @@ impl SpanMaker {
             end_unix_ns: clock.unix_ns(call.end_ns.unwrap_or(call.start_ns).max(call.start_ns)),
             attributes,
             events: Vec::new(),
-            links: Vec::new(),
-            error: error.map(|result| format!("the call returned ncclResult_t {result}").into()),
+            links: links.into_iter().collect(),
+            error: error_of(call.result),
         });
     }
+}
+
+/// What a thread of a process called at a time. A group goes by its first `ncclGroupStart`.
+fn host_key(kind: TraceKind, process: u64, start_ns: u64, tid: u32) -> InstanceKey {
+    InstanceKey {
+        comm: process,
+        seq: start_ns,
+        ranks: 0,
+        replay: tid,
+        kind,
+        pair: None,
+    }
+}
+
+/// What a result code other than success is called in a span.
+fn error_of(result: Option<i32>) -> Option<Arc<str>> {
+    let failed = result.filter(|result| *result != 0 && *result != IN_PROGRESS)?;
+    Some(format!("the call returned ncclResult_t {failed}").into())
 }
 
 /// The resource of the rank that all of a group's operations are of; the process's if they are several ranks'.
