@@ -276,7 +276,10 @@ mod tests {
         assert!(error.text.starts_with("config.magic is 0x1"), "{error}");
         for size in [15, 50, 79] {
             let error = read_words(22809, size, &[]).unwrap_err();
-            assert!(error.text.starts_with(&format!("config.size ({size})")), "{error}");
+            assert!(
+                error.text.starts_with(&format!("config.size ({size})")),
+                "{error}"
+            );
         }
     }
 }

@@ -1,10 +1,14 @@
 //! Making a communicator: rendezvous, what the ranks agree on, connections.
 
-use std::sync::{Arc, Mutex, OnceLock, atomic::AtomicBool, mpsc};
+use std::sync::{
+    Arc, Mutex, OnceLock,
+    atomic::{AtomicBool, AtomicU32},
+    mpsc,
+};
 
 use ringsight_records::{Kind, State, pages};
 
-use super::{Communicator, Config, Planner, Proxied, lifecycle::Lifecycle, terms::Terms};
+use super::{Communicator, Config, Planner, Proxied, Registrations, lifecycle::Lifecycle, terms::Terms};
 use crate::{
     bootstrap::{self, Bootstrap, UniqueId, fnv1a},
     device::device,
@@ -157,6 +161,8 @@ impl Making<'_> {
             proxy,
             bootstrap,
             children: Mutex::default(),
+            registrations: Registrations::default(),
+            windows: AtomicU32::new(0),
             finalized: AtomicBool::new(false),
             given_up: OnceLock::new(),
             ended: AtomicBool::new(false),

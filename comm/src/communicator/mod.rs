@@ -5,12 +5,17 @@ mod config;
 mod ending;
 mod init;
 mod lifecycle;
+mod registration;
 mod registry;
 mod terms;
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, atomic::AtomicBool, mpsc::Sender},
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicBool, AtomicU32},
+        mpsc::Sender,
+    },
 };
 
 use ringsight_kernels::AbortWord;
@@ -38,6 +43,8 @@ pub use init::InitJob;
 pub(crate) use lifecycle::Background;
 use lifecycle::Faults;
 pub use lifecycle::Lifecycle;
+pub use registration::PAGE;
+pub(crate) use registration::Registrations;
 pub use registry::{Handle, find, fulfil, is_made, lookup, remove, reserve, state, tear_out, withdraw};
 
 /// One rank of a communicator.
@@ -75,6 +82,9 @@ pub struct Communicator {
     proxy: Arc<Proxy>,
     bootstrap: Bootstrap,
     children: Mutex<child::Counts>,
+    registrations: Registrations,
+    /// Windows registered so far.
+    windows: AtomicU32,
     finalized: AtomicBool,
     /// Which call terminated its operations, leaving it only to be destroyed and to make children from.
     given_up: OnceLock<&'static str>,

@@ -29,8 +29,8 @@ use self::{
 };
 use super::{Capture, Device, DeviceError, Event, Graph, GraphExec, HostFunction, Progress, Result, Stream};
 
-/// Alignment of [`Device::allocate`], in bytes.
-const ALIGNMENT: usize = 64;
+/// Alignment of [`Device::allocate`], in bytes: a page, since windows begin at one.
+const ALIGNMENT: usize = 4096;
 
 /// The device; see the module's documentation.
 pub struct HostDevice {

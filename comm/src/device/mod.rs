@@ -87,7 +87,7 @@ pub trait Device: Send + Sync + 'static {
     /// Sets the calling thread's current device number.
     fn set_current(&self, device: i32) -> Result<()>;
 
-    /// Device memory of `bytes` bytes, aligned to 64.
+    /// Device memory of `bytes` bytes, aligned to 4096.
     fn allocate(&self, bytes: usize) -> Result<*mut u8>;
     /// Gives memory of [`Device::allocate`] back; null is accepted.
     fn free(&self, pointer: *mut u8) -> Result<()>;

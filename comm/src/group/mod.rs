@@ -271,7 +271,8 @@ impl Group {
             flags: Flags::GRAPH
                 .when(graph != 0)
                 .with(Flags::P2P.when(p2p))
-                .with(Flags::SEND.when(request.function == Function::Send)),
+                .with(Flags::SEND.when(request.function == Function::Send))
+                .with(Flags::REGISTERED.when(comm.registrations().cover(request.buffers(comm.ranks)))),
         };
         info.emit(info.api_kind(), State::START, start_ns);
         let task = Task {

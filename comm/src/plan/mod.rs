@@ -109,6 +109,19 @@ impl Request {
         }
     }
 
+    /// Its (send, receive) buffers: address, 0 if it has none, and bytes.
+    pub(crate) fn buffers(&self, ranks: u32) -> [(usize, usize); 2] {
+        let one = self.count * self.data_type.size();
+        let all = one * ranks as usize;
+        let (send, recv) = match self.function {
+            Function::AllGather | Function::Gather => (one, all),
+            Function::ReduceScatter | Function::Scatter => (all, one),
+            Function::AlltoAll => (all, all),
+            _ => (one, one),
+        };
+        [(self.send, send), (self.recv, recv)]
+    }
+
     /// Bytes by which its algorithm is chosen: those of one message where it is made of several.
     fn bytes_of_choice(&self, ranks: u32) -> u64 {
         if Exchange::serves(self.function) {

@@ -249,6 +249,8 @@ impl Flags {
     pub const GRAPH: Self = Self(1 << 1);
     /// The operation is a send or recv: `seq` counts the ordered pair, not the communicator.
     pub const P2P: Self = Self(1 << 2);
+    /// The operation's buffers lie in memory that the caller registered with the communicator.
+    pub const REGISTERED: Self = Self(1 << 3);
 
     /// Both sets of flags.
     #[must_use]

@@ -1,0 +1,130 @@
+//! Entry points that register memory with a communicator.
+
+#![expect(non_snake_case, reason = "NCCL's names")]
+
+use std::{
+    ffi::{c_int, c_void},
+    sync::Arc,
+};
+
+use super::{arguments::out, communicators::in_group, entry};
+use crate::{
+    communicator::{self, Communicator, Handle, PAGE},
+    error::{Error, Result, ResultCode},
+    group::{self, Job},
+};
+
+/// `NCCL_WIN_COLL_SYMMETRIC`, the only flag.
+const COLL_SYMMETRIC: c_int = 1;
+
+/// The communicator, also while a group works on it: registration does not need it at rest.
+fn made(comm: Handle) -> Result<Arc<Communicator>> {
+    match communicator::find(comm)? {
+        (_, Some(comm)) => Ok(comm),
+        // Says why.
+        _ => communicator::lookup(comm),
+    }
+}
+
+/// Whether `NCCL_LOCAL_REGISTER` leaves registration on.
+fn enabled() -> bool {
+    std::env::var("NCCL_LOCAL_REGISTER").map_or(true, |value| value.trim() != "0")
+}
+
+entry! {
+    /// Registers a buffer for operations of a communicator; `handle` is for [`ncclCommDeregister`].
+    ncclCommRegister, pncclCommRegister(comm: Handle, buff: *mut c_void, size: usize, handle: *mut usize) {
+        let comm = made(comm)?;
+        // SAFETY: null or valid, says the entry point's contract.
+        let place = unsafe { out("handle", handle) }?;
+        *place = 0;
+        if enabled() {
+            *place = comm.registrations().add(buff as usize, size)?;
+        }
+        Ok(())
+    }
+}
+
+entry! {
+    /// Gives a registration back; NULL is fine.
+    ncclCommDeregister, pncclCommDeregister(comm: Handle, handle: usize) {
+        let comm = made(comm)?;
+        if handle == 0 {
+            return Ok(());
+        }
+        comm.registrations().remove("handle", handle)
+    }
+}
+
+/// Registers this rank's part of a window and waits for the others, at the end of the group if there is one.
+///
+/// # Safety
+/// `win` is null or valid for writes.
+unsafe fn register_window(
+    comm: Handle,
+    pointer: *const c_void,
+    size: usize,
+    win: *mut usize,
+    flags: c_int,
+) -> Result<()> {
+    let comm = communicator::lookup(comm)?;
+    // SAFETY: the caller's promise.
+    let place = unsafe { out("win", win) }?;
+    *place = 0;
+    if flags & !COLL_SYMMETRIC != 0 {
+        return Err(Error::argument(format!(
+            "winFlags ({flags}) is neither NCCL_WIN_DEFAULT (0) nor NCCL_WIN_COLL_SYMMETRIC (1)"
+        )));
+    }
+    // As in NCCL, there is no window of nothing.
+    if pointer.is_null() || size == 0 || !enabled() {
+        return Ok(());
+    }
+    let address = pointer as usize;
+    if !address.is_multiple_of(PAGE) {
+        return Err(Error::argument(format!(
+            "buff ({address:#x}) is not aligned to {PAGE} bytes, as windows must be: memory of ncclMemAlloc is"
+        )));
+    }
+    comm.check_usable()?;
+    let window = comm.registrations().add(address, size)?;
+    *place = window;
+    let number = comm.next_window();
+    group::submit(Job {
+        life: comm.life().clone(),
+        child: None,
+        release: None,
+        made: None,
+        work: Box::new(move || {
+            comm.meet_for_window(number).inspect_err(|_| {
+                // Whoever uses the handle all the same is told that there is no such window.
+                let _ = comm.registrations().remove("win", window);
+            })
+        }),
+    })
+    .inspect_err(|error| {
+        if error.code != ResultCode::InProgress {
+            *place = 0;
+        }
+    })
+}
+
+entry! {
+    /// Registers a buffer as this rank's part of a window; all ranks of the communicator call it.
+    ncclCommWindowRegister, pncclCommWindowRegister(
+        comm: Handle, buff: *mut c_void, size: usize, win: *mut usize, winFlags: c_int,
+    ) {
+        // SAFETY: null or valid, says the entry point's contract.
+        in_group(unsafe { register_window(comm, buff, size, win, winFlags) })
+    }
+}
+
+entry! {
+    /// Gives a window back; NULL is fine.
+    ncclCommWindowDeregister, pncclCommWindowDeregister(comm: Handle, win: usize) {
+        if win == 0 {
+            return Ok(());
+        }
+        made(comm)?.registrations().remove("win", win)
+    }
+}
