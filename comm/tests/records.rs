@@ -2,109 +2,14 @@
 
 mod common;
 
-use std::{
-    collections::{HashMap, HashSet},
-    sync::mpsc::{RecvTimeoutError, Sender, channel},
-    thread::JoinHandle,
-    time::{Duration, Instant},
+use std::collections::{HashMap, HashSet};
+
+use common::{
+    Call, Rank, host, ok, on_ranks, rank_of_process, run_processes,
+    watch::{Watch, count, description, graphs_settle, of, turn},
 };
-
-use common::{Call, Rank, host, ok, on_ranks, rank_of_process, run_processes};
 use ringsight_comm::{abi, observe};
-use ringsight_records::{Description, Flags, Function, Kind, Record, State, ring};
-
-/// The armed ring of this process.
-struct Watch {
-    lease: u64,
-    /// Emitted by kind when the watch began.
-    before: Vec<u64>,
-    /// Keeps the lease alive until told to end.
-    heartbeat: (Sender<()>, JoinHandle<()>),
-}
-
-fn counters() -> Vec<u64> {
-    Kind::ALL.iter().map(|kind| observe::emitted(*kind)).collect()
-}
-
-impl Watch {
-    fn begin() -> Self {
-        observe::prepare().unwrap();
-        let header = observe::pages().unwrap().header();
-        let lease = header
-            .lease
-            .acquire((std::process::id(), 1), observe::now_ns(), Kind::EVERY, |_, _| {
-                true
-            })
-            .expect("nobody else watches this process");
-        let (end, ended) = channel::<()>();
-        let heartbeat = std::thread::spawn(move || {
-            while ended.recv_timeout(Duration::from_millis(500)) == Err(RecvTimeoutError::Timeout) {
-                assert!(header.lease.renew(lease, observe::now_ns()));
-            }
-        });
-        Self {
-            lease,
-            before: counters(),
-            heartbeat: (end, heartbeat),
-        }
-    }
-
-    /// Takes what has come; checks that it is all that was counted, each record of this version.
-    fn end(self) -> Vec<Record> {
-        drop(self.heartbeat.0);
-        self.heartbeat.1.join().expect("the lease was kept");
-        let pages = observe::pages().unwrap();
-        let records: Vec<Record> =
-            std::iter::from_fn(|| ring::pop(&pages.header().cursor, pages.ring())).collect();
-        pages.header().lease.release(self.lease);
-        for ((kind, before), after) in Kind::ALL.iter().zip(self.before).zip(counters()) {
-            assert_eq!(
-                of(&records, *kind).count() as u64,
-                after - before,
-                "{kind} records and their counter"
-            );
-            assert_eq!(observe::lost(*kind), 0);
-        }
-        assert!(
-            records
-                .iter()
-                .all(|record| record.version() == ringsight_records::VERSION)
-        );
-        assert!(
-            records.iter().all(|record| record.pid == std::process::id()),
-            "originator pid"
-        );
-        records
-    }
-}
-
-fn of(records: &[Record], kind: Kind) -> impl Iterator<Item = &Record> {
-    records.iter().filter(move |record| record.kind() == Some(kind))
-}
-
-fn count(records: &[Record], kind: Kind, state: State) -> usize {
-    of(records, kind).filter(|record| record.state == state).count()
-}
-
-fn description(op: u32) -> Description {
-    observe::pages().unwrap().description(op).expect("described")
-}
-
-/// Waits until `count` more graphs than `before` came or went: they go on a thread of the device.
-fn graphs_settle(before: u64, count: u64) {
-    let end = Instant::now() + Duration::from_secs(20);
-    while observe::emitted(Kind::Graph) < before + count {
-        assert!(Instant::now() < end, "graphs are not given up");
-        std::thread::yield_now();
-    }
-}
-
-/// Tests of the one ring of this process take turns.
-fn turn() -> std::sync::MutexGuard<'static, ()> {
-    static TURN: std::sync::Mutex<()> = std::sync::Mutex::new(());
-    host();
-    TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-}
+use ringsight_records::{Flags, Function, Kind, Record, State};
 
 fn group(body: impl FnOnce()) {
     // SAFETY: no arguments.

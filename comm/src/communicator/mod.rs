@@ -169,6 +169,14 @@ impl Communicator {
         &self.life
     }
 
+    /// Plans that it holds memory for, once all notes of finished ones are read: those that run once, and those of graphs.
+    #[must_use]
+    pub fn held_plans(&self) -> (usize, usize) {
+        let mut planner = self.planner();
+        planner.plans.drain();
+        planner.plans.held()
+    }
+
     /// What went wrong behind the caller's back, if anything did.
     #[must_use]
     pub fn async_error(&self) -> Option<Error> {

@@ -363,7 +363,7 @@ impl Group {
     }
 
     /// Launches the operations and lists them, also where others could not be launched: those have not happened.
-    fn run(self, launched: &mut Vec<OpInfo>) -> Result<()> {
+    fn run(mut self, launched: &mut Vec<OpInfo>) -> Result<()> {
         if self.tasks.is_empty() {
             return Ok(());
         }
@@ -376,6 +376,9 @@ impl Group {
         if observe::wants(Kind::Group) {
             observe::emit(&record);
         }
+        // In an order that all ranks come to, whichever communicator each of them used first: on a stream that several
+        // communicators share, ranks must not wait for each other crosswise.
+        self.tasks.sort_by_key(|tasks| tasks.comm.id);
         let result = self.launch(launched);
         if observe::wants(Kind::Group) {
             observe::emit(&Record {
@@ -459,24 +462,32 @@ impl Group {
     }
 
     fn launch_all(launchings: &mut [Launching<'_>], launched: &mut Vec<OpInfo>) -> Result<()> {
-        let mut each = |step: &mut dyn FnMut(&mut Launching<'_>, &dyn Device) -> Result<()>| {
+        type Step<'a> = &'a mut dyn FnMut(&mut Launching<'_>, &dyn Device) -> Result<()>;
+        let each = |launchings: &mut [Launching<'_>], step: Step<'_>| {
             launchings.iter_mut().try_for_each(|launching| {
                 let comm = launching.comm.clone();
                 device_of(&comm, |device| step(launching, device))
             })
         };
-        each(&mut |launching, device| launching.prepare(device, &launching.comm.planner()))?;
-        // Round by round: when communicators of one process (ranks of one set, it may be) have several plans each, none
-        // runs ahead of the others.
-        let mut more = true;
-        while mem::take(&mut more) {
-            each(&mut |launching, device| {
-                let comm = launching.comm.clone();
-                more |= launching.launch(device, &mut comm.planner(), launched)?;
-                Ok(())
-            })?;
+        each(launchings, &mut |launching, device| {
+            launching.prepare(device, &launching.comm.planner())
+        })?;
+        // All plans of a communicator before those of the next one, since ranks may have cut their messages differently,
+        // and a plan then waits for a later one of its peer. But several ranks of one communicator in this process go
+        // round by round: none runs ahead of the others.
+        for ranks in launchings.chunk_by_mut(|one, next| one.comm.id == next.comm.id) {
+            let mut more = true;
+            while mem::take(&mut more) {
+                each(ranks, &mut |launching, device| {
+                    let comm = launching.comm.clone();
+                    more |= launching.launch(device, &mut comm.planner(), launched)?;
+                    Ok(())
+                })?;
+            }
         }
-        each(&mut |launching, device| launching.finish(device, &mut launching.comm.planner()))
+        each(launchings, &mut |launching, device| {
+            launching.finish(device, &mut launching.comm.planner())
+        })
     }
 }
 

@@ -102,6 +102,12 @@ impl Plans {
         }
     }
 
+    /// Plans that are held: those that run once, and those of graphs.
+    pub(crate) fn held(&self) -> (usize, usize) {
+        let captured = self.captured.values().map(|captured| captured.plans.len()).sum();
+        (self.eager.len(), captured)
+    }
+
     /// Takes back everything that is finished, without waiting.
     pub(crate) fn drain(&mut self) {
         while let Ok(note) = self.queue.try_recv() {

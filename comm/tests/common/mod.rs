@@ -3,6 +3,8 @@
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 #![allow(unreachable_pub, reason = "a module of each test binary")]
 
+pub mod watch;
+
 use std::{
     env,
     ffi::{CStr, c_int, c_void},
@@ -354,6 +356,12 @@ const PLACE: &str = "RINGSIGHT_TEST_PLACE";
 /// until all have succeeded. A worker takes its part by [`rank_of_process`] and prints "rank done" at its end.
 #[track_caller]
 pub fn run_processes(worker: &str, ranks: usize, nodes: usize) {
+    run_processes_with(worker, ranks, nodes, &[]);
+}
+
+/// The same with environment variables.
+#[track_caller]
+pub fn run_processes_with(worker: &str, ranks: usize, nodes: usize, variables: &[(&str, &str)]) {
     host();
     let id: String = unique_id().0.iter().map(|byte| format!("{byte:02x}")).collect();
     let children: Vec<Child> = (0..ranks)
@@ -365,6 +373,7 @@ pub fn run_processes(worker: &str, ranks: usize, nodes: usize) {
                 .env("RINGSIGHT_DEVICE", "host")
                 .env("NCCL_SOCKET_IFNAME", "lo")
                 .env("NCCL_HOSTID", format!("node{}", rank * nodes / ranks))
+                .envs(variables.iter().copied())
                 .stdout(Stdio::piped())
                 .stderr(Stdio::piped())
                 .spawn()
