@@ -9,11 +9,13 @@ pub mod bootstrap;
 pub mod checks;
 pub mod communicator;
 pub mod device;
+pub(crate) mod env;
 pub mod error;
 #[doc(hidden)]
 pub mod fuzzing;
 pub mod group;
 pub mod launch;
+pub(crate) mod log;
 pub mod observe;
 pub mod plan;
 pub mod proxy;

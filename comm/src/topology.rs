@@ -36,9 +36,9 @@ impl RankInfo {
     /// unix sockets, so to each other they are other nodes.
     #[must_use]
     pub fn local(rank: u32, device: i32, proxy_address: String, library_version: u32) -> Self {
-        let (host, identity) = match std::env::var("NCCL_HOSTID") {
-            Ok(id) if !id.is_empty() => (id.clone(), id),
-            _ => {
+        let (host, identity) = match crate::env::text("NCCL_HOSTID") {
+            Some(id) => (id.clone(), id),
+            None => {
                 let read = |path| {
                     std::fs::read_to_string(path)
                         .unwrap_or_default()

@@ -147,8 +147,6 @@ const PENDING: &[&str] = &[
     "ncclCommWindowDeregister",
     "ncclCommWindowRegister",
     "ncclGroupSimulateEnd",
-    "ncclResetDebugInit",
-    "ncclResetDebugInitInternal",
 ];
 
 #[test]

@@ -8,6 +8,7 @@ mod arguments;
 mod children;
 mod communicators;
 mod config;
+mod debug;
 mod device_api;
 mod last_error;
 mod operations;
@@ -22,6 +23,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 pub use children::*;
 pub use communicators::*;
 pub(crate) use config::read as read_config;
+pub use debug::*;
 pub use device_api::*;
 pub(crate) use last_error::set as set_last_error;
 pub use last_error::{ncclGetErrorString, ncclGetLastError, pncclGetErrorString, pncclGetLastError};
@@ -36,6 +38,7 @@ use crate::error::{Error, Result, ResultCode};
 
 /// Runs the body of an entry point: errors and panics become result codes and a text for `ncclGetLastError`.
 pub(crate) fn call(function: &str, body: impl FnOnce() -> Result<()>) -> ResultCode {
+    crate::log::start();
     // AssertUnwindSafe: what a panic may leave half done is behind locks that are written to stay consistent
     // (`communicator::lock`), and the communicator reports the failure.
     let error = match catch_unwind(AssertUnwindSafe(body)) {

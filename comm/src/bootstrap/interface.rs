@@ -7,6 +7,7 @@ use std::{
 };
 
 use super::{Error, Result};
+use crate::env;
 
 /// An interface that is up, with one of its addresses; port 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -54,25 +55,20 @@ impl<'a> Filter<'a> {
 
 /// The interface that the environment asks for; `None` if it asks for none.
 pub(super) fn requested() -> Result<Option<Interface>> {
-    match std::env::var("NCCL_SOCKET_IFNAME") {
-        Ok(filter) if !filter.trim().is_empty() => {
-            choose(&up()?, Some(&filter), family().as_deref()).map(Some)
-        }
-        _ => Ok(None),
-    }
+    env::text("NCCL_SOCKET_IFNAME")
+        .map(|filter| choose(&up()?, Some(&filter), family().as_deref()))
+        .transpose()
 }
 
 /// The interface to use: the requested one, else the first that is neither loopback nor docker's, else docker's, else
 /// loopback (NCCL's order).
 pub(super) fn default() -> Result<Interface> {
-    let filter = std::env::var("NCCL_SOCKET_IFNAME")
-        .ok()
-        .filter(|filter| !filter.trim().is_empty());
+    let filter = env::text("NCCL_SOCKET_IFNAME");
     choose(&up()?, filter.as_deref(), family().as_deref())
 }
 
 fn family() -> Option<String> {
-    std::env::var("NCCL_SOCKET_FAMILY").ok()
+    env::text("NCCL_SOCKET_FAMILY")
 }
 
 fn choose(interfaces: &[Interface], filter: Option<&str>, family: Option<&str>) -> Result<Interface> {

@@ -78,10 +78,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 /// How long ranks wait for each other: `RINGSIGHT_BOOTSTRAP_TIMEOUT_MS`, 120 s by default.
 #[must_use]
 pub fn default_timeout() -> Duration {
-    std::env::var("RINGSIGHT_BOOTSTRAP_TIMEOUT_MS")
-        .ok()
-        .and_then(|text| text.trim().parse().ok())
-        .map_or(Duration::from_secs(120), Duration::from_millis)
+    crate::env::number_or("RINGSIGHT_BOOTSTRAP_TIMEOUT_MS", 120_000, Duration::from_millis)
 }
 
 /// Makes a unique id and starts its root.
@@ -91,12 +88,15 @@ pub fn default_timeout() -> Duration {
 /// # Errors
 /// When `NCCL_COMM_ID` is no address, `NCCL_SOCKET_IFNAME` matches no interface, or no listener can be opened.
 pub fn create_root() -> Result<UniqueId> {
-    if let Ok(text) = std::env::var("NCCL_COMM_ID")
-        && !text.trim().is_empty()
-    {
-        return fixed_id(text.trim());
+    if let Some(text) = crate::env::text("NCCL_COMM_ID") {
+        return fixed_id(&text);
     }
-    root::create(interface::default()?.address.ip())
+    let interface = interface::default()?;
+    let ip = interface.address.ip();
+    tracing::info!(target: crate::log::BOOTSTRAP, "Bootstrap : Using {}:{ip}", interface.name);
+    root::create(ip).inspect(|id| {
+        tracing::info!(target: crate::log::BOOTSTRAP, "Bootstrap : root listens on {}", id.address);
+    })
 }
 
 /// The id of `NCCL_COMM_ID`: its secret is no secret, since every rank has to come to the same one by itself.

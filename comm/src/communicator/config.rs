@@ -64,7 +64,7 @@ impl Default for Config {
 
 /// The first of `names` that the environment sets, as a number.
 pub(super) fn number<T: std::str::FromStr>(names: &[&str]) -> Result<Option<T>> {
-    number_in(&|name| std::env::var(name).ok(), names)
+    number_in(&crate::env::text, names)
 }
 
 fn number_in<T: std::str::FromStr>(
@@ -92,7 +92,7 @@ impl Config {
     /// # Errors
     /// A variable that is no number; a network that there is none of.
     pub fn overridden(self) -> Result<Self> {
-        self.overridden_by(&|name| std::env::var(name).ok())
+        self.overridden_by(&crate::env::text)
     }
 
     fn overridden_by(mut self, environment: &dyn Fn(&str) -> Option<String>) -> Result<Self> {

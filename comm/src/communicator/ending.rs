@@ -152,6 +152,15 @@ impl Communicator {
         self.bootstrap.leave(state == State::ABORTED);
         lock(&self.table).take();
         if !self.ended.swap(true, Ordering::Relaxed) {
+            tracing::info!(
+                target: crate::log::INIT,
+                "comm {:#x} rank {} nranks {} cudaDev {} - {} COMPLETE",
+                self.id,
+                self.rank,
+                self.ranks,
+                self.device,
+                if state == State::ABORTED { "Abort" } else { "Destroy" },
+            );
             observe::emit(&self.lifecycle(Kind::CommDestroy, state, 0));
         }
     }

@@ -14,7 +14,7 @@ use crate::{
     device::device,
     error::{Error, Result, ResultCode},
     launch::{Order, reclaim::Plans},
-    observe,
+    log, observe,
     plan::{ReduceOps, Sequences},
     proxy::{Proxy, ProxyConfig},
     topology::{RankInfo, Topology},
@@ -90,8 +90,9 @@ impl Making<'_> {
         device()?.set_current(self.device)?;
         if let Err(error) = observe::prepare() {
             // Being observed is a service, not a condition.
-            eprintln!(
-                "ringsight: shared pages cannot be made, this process cannot be fully observed: {error}"
+            tracing::warn!(
+                target: log::INIT,
+                "shared pages cannot be made, this process cannot be fully observed: {error}"
             );
         }
         Ok(())
@@ -100,6 +101,14 @@ impl Making<'_> {
     /// Makes it over a bootstrap of its ranks; returns when all ranks are connected.
     pub(super) fn complete(&self, bootstrap: Bootstrap, id: u64) -> Result<Arc<Communicator>> {
         let (rank, ranks) = (bootstrap.rank(), bootstrap.ranks());
+        if rank == 0 {
+            log::version();
+        }
+        let device = self.device;
+        tracing::info!(
+            target: log::INIT,
+            "ncclCommInitRank rank {rank} nranks {ranks} cudaDev {device} commId {id:#x} - Init START"
+        );
         let abort = self.life.abort_word().clone();
         let terms: Vec<Terms> = bootstrap
             .all_gather(&Terms::mine(self.config)?.to_bytes())?
@@ -130,9 +139,11 @@ impl Making<'_> {
         let info = RankInfo::local(rank, self.device, proxy.address(), observe::LIBRARY_VERSION);
         let topology = Arc::new(Topology::exchange(&bootstrap, info)?);
         let connector = Connector::new(topology.clone(), proxy.clone(), abort.clone());
+        log::rings(&topology, channels);
         let rings = (0..channels as u8)
             .map(|channel| (ranks > 1).then(|| connector.connect_ring(channel)).transpose())
             .collect::<std::result::Result<Vec<_>, _>>()?;
+        tracing::info!(target: log::INIT, "Connected all rings");
         // A rank that fails to connect is known to all before anyone believes the communicator ready.
         bootstrap.barrier()?;
         let (reclaim, queue) = mpsc::channel();
@@ -170,6 +181,17 @@ impl Making<'_> {
             table: Mutex::new(None),
         };
         communicator.enter(self.start_ns, self.parent);
+        tracing::info!(
+            target: log::INIT,
+            "ncclCommInitRank comm {id:#x} rank {rank} nranks {ranks} cudaDev {device} localRank {} localRanks {} node {} \
+             nNodes {} channels {channels} slots of {slot_bytes} bytes parent {:#x} - Init COMPLETE in {:.2} ms",
+            communicator.topology.local_rank(),
+            communicator.topology.local_ranks().len(),
+            communicator.topology.node_of(rank),
+            communicator.topology.nodes(),
+            self.parent,
+            observe::now_ns().saturating_sub(self.start_ns) as f64 / 1e6,
+        );
         Ok(Arc::new(communicator))
     }
 }

@@ -25,8 +25,9 @@ impl Faults {
     /// Keeps the first one.
     pub(crate) fn set(&self, error: Error) {
         let mut fault = lock(&self.0);
-        if !fault.silent {
-            fault.first.get_or_insert(error);
+        if !fault.silent && fault.first.is_none() {
+            tracing::warn!(target: crate::log::INIT, "the communicator has failed: {error}");
+            fault.first = Some(error);
         }
     }
 

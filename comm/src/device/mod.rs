@@ -151,16 +151,22 @@ pub trait Device: Send + Sync + 'static {
 /// [`DeviceError::Unavailable`] if the name is unknown or the device cannot be used here; the answer stays the same for
 /// the life of the process.
 pub fn device() -> Result<&'static Arc<dyn Device>> {
-    static DEVICE: OnceLock<Result<Arc<dyn Device>>> = OnceLock::new();
     DEVICE
-        .get_or_init(|| open(std::env::var_os("RINGSIGHT_DEVICE").as_deref()))
+        .get_or_init(|| open(crate::env::text("RINGSIGHT_DEVICE").as_deref()))
         .as_ref()
         .map_err(Clone::clone)
 }
 
-fn open(name: Option<&std::ffi::OsStr>) -> Result<Arc<dyn Device>> {
+/// The device if it has been opened: asking does not open it.
+pub(crate) fn opened() -> Option<&'static Arc<dyn Device>> {
+    DEVICE.get()?.as_ref().ok()
+}
+
+static DEVICE: OnceLock<Result<Arc<dyn Device>>> = OnceLock::new();
+
+fn open(name: Option<&str>) -> Result<Arc<dyn Device>> {
     let unavailable = |text: String| Err(DeviceError::Unavailable(text));
-    match name.map(std::ffi::OsStr::to_string_lossy).as_deref() {
+    match name {
         Some("host") => Ok(Arc::new(host::HostDevice::new()?)),
         None | Some("" | "cuda") => {
             // SAFETY: a NUL-terminated name; loading the driver runs its initialisers, as any CUDA program does.
@@ -186,23 +192,18 @@ fn open(name: Option<&std::ffi::OsStr>) -> Result<Arc<dyn Device>> {
 
 #[cfg(test)]
 mod tests {
-    use std::ffi::OsStr;
-
     use super::*;
 
     #[test]
     fn the_device_is_the_one_named_or_none() {
-        assert_eq!(
-            open(Some(OsStr::new("host"))).map(|device| device.name()).ok(),
-            Some("host")
-        );
-        for name in [None, Some(OsStr::new("cuda"))] {
+        assert_eq!(open(Some("host")).map(|device| device.name()).ok(), Some("host"));
+        for name in [None, Some("cuda")] {
             let error = open(name)
                 .map(|device| device.name())
                 .expect_err("no CUDA device in this build");
             assert!(error.to_string().contains("RINGSIGHT_DEVICE=host"), "{error}");
         }
-        let error = open(Some(OsStr::new("gpu")))
+        let error = open(Some("gpu"))
             .map(|device| device.name())
             .expect_err("unknown");
         assert!(

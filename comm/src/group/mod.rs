@@ -275,6 +275,7 @@ impl Group {
                 .with(Flags::REGISTERED.when(comm.registrations().cover(request.buffers(comm.ranks)))),
         };
         info.emit(info.api_kind(), State::START, start_ns);
+        crate::log::operation(&request, &info, comm.ranks);
         let task = Task {
             request,
             info,

@@ -135,10 +135,7 @@ fn make() -> io::Result<Shared> {
     if base == libc::MAP_FAILED {
         return fail(io::Error::last_os_error());
     }
-    let host = std::env::var("NCCL_HOSTID")
-        .ok()
-        .filter(|id| !id.is_empty())
-        .unwrap_or_else(host_name);
+    let host = crate::env::text("NCCL_HOSTID").unwrap_or_else(host_name);
     // SAFETY: page-aligned, zeroed, large enough, and nobody else uses it before the magic is set.
     let header = unsafe { &mut *base.cast::<Header>() };
     header.initialise(

@@ -648,6 +648,7 @@ impl<'a> Builder<'a> {
         protocol: Protocol,
     ) {
         self.describe(task, channel_mask, proxy_ops, algorithm, protocol);
+        crate::log::choice(task, channel_mask, (algorithm, protocol));
         task.info.emit(task.info.kind(), State::START, observe::now_ns());
         self.ops.push(task.info);
     }

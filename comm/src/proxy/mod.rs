@@ -195,6 +195,7 @@ impl Proxy {
             unix: name,
             tcp: tcp.local_addr().map_err(system(&what))?,
         };
+        tracing::info!(target: crate::log::PROXY, "Proxy of rank {} listens on @{address}", config.rank);
         let wake = Arc::new(Wake::new().map_err(system("making an eventfd"))?);
         let ending = Arc::new(AtomicBool::new(false));
         let ProxyConfig {

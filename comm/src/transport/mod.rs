@@ -190,6 +190,7 @@ impl Connector {
             )?,
             Transport::Shm | Transport::NetSocket => self.make(rank, endpoint)?,
         };
+        crate::log::connection(&self.topology, &endpoint);
         ends.insert(endpoint, end.clone());
         Ok(end)
     }

@@ -1,0 +1,210 @@
+//! Log lines as NCCL writes them, chosen by `NCCL_DEBUG` and its companions.
+//!
+//! The library's events are `tracing` events whose target is one of the subsystems below. When `NCCL_DEBUG` asks for
+//! lines, a subscriber that prints them becomes the global one of the `tracing` in this binary: the shared library has
+//! its own, so an application's is never touched; in a Rust program that links this crate, whoever comes first is the
+//! subscriber. When nothing asks for lines there is no subscriber, and an event costs one relaxed load.
+//!
+//! Levels: `warn!` is NCCL's WARN, `info!` INFO, `debug!` ABORT, `trace!` TRACE; the version has a level of its own, below
+//! WARN ([`version`]). No call ever fails because a line cannot be written.
+
+mod line;
+mod lines;
+mod settings;
+
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, Mutex, Once, PoisonError, RwLock},
+};
+
+use tracing::{
+    Event, Metadata, Subscriber,
+    level_filters::LevelFilter,
+    span::{Attributes, Id, Record},
+    subscriber::Interest,
+};
+
+pub(crate) use lines::{choice, connection, operation, rings};
+use settings::{Level, Settings};
+
+macro_rules! subsystems {
+    ($($(#[$meta:meta])* $name:ident = $bit:literal;)+) => {
+        $($(#[$meta])* pub(crate) const $name: &str = concat!("nccl::", stringify!($name));)+
+
+        /// Names and bits of the subsystems, as `NCCL_DEBUG_SUBSYS` lists them.
+        const SUBSYSTEMS: &[(&str, u32)] = &[$((stringify!($name), 1 << $bit)),+];
+    };
+}
+
+#[allow(
+    dead_code,
+    reason = "a subsystem that a user may name exists before its first line does"
+)]
+mod targets {
+    subsystems! {
+        /// Making and ending communicators.
+        INIT = 0;
+        /// Operations as they are called.
+        COLL = 1;
+        /// Connections within a process or between GPUs.
+        P2P = 2;
+        /// Connections through shared memory.
+        SHM = 3;
+        /// Connections through the network.
+        NET = 4;
+        /// Topology: rings and channels.
+        GRAPH = 5;
+        /// Chosen algorithms.
+        TUNING = 6;
+        /// Environment variables that are set.
+        ENV = 7;
+        /// Memory.
+        ALLOC = 8;
+        /// Every call.
+        CALL = 9;
+        /// The proxy.
+        PROXY = 10;
+        /// NVLink SHARP.
+        NVLS = 11;
+        /// How ranks find each other.
+        BOOTSTRAP = 12;
+        /// Registered buffers.
+        REG = 13;
+        /// Profilers.
+        PROFILE = 14;
+        /// Watching ranks.
+        RAS = 15;
+    }
+
+    /// The bit of a subsystem by its name or its target.
+    pub(super) fn bit(name: &str) -> Option<u32> {
+        SUBSYSTEMS
+            .iter()
+            .find(|(known, _)| known.eq_ignore_ascii_case(name))
+            .map(|(_, bit)| *bit)
+    }
+}
+pub(crate) use targets::*;
+
+/// What the environment asked for when it was last read.
+static SETTINGS: RwLock<Option<Arc<Settings>>> = RwLock::new(None);
+static STARTED: Once = Once::new();
+
+fn settings() -> Option<Arc<Settings>> {
+    SETTINGS.read().unwrap_or_else(PoisonError::into_inner).clone()
+}
+
+/// Reads the environment if that has not been done: at the first call into the library.
+pub(crate) fn start() {
+    STARTED.call_once(apply);
+}
+
+/// Reads the environment again (`ncclResetDebugInit`).
+pub(crate) fn reset() {
+    // Whoever comes first reads it, and reading it twice in a row does no harm.
+    STARTED.call_once(|| ());
+    apply();
+}
+
+fn apply() {
+    let before = settings();
+    let settings = Settings::read(&|name| std::env::var(name).ok(), before.as_deref());
+    let wants_lines = settings.level > Level::Version;
+    let complaints = settings.complaints.clone();
+    *SETTINGS.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(settings));
+    if wants_lines && before.is_none_or(|before| before.level <= Level::Version) {
+        // Fails if it has been set, by us earlier or by an application that links this crate: then theirs it is.
+        let _ = tracing::subscriber::set_global_default(Printer);
+    }
+    tracing::callsite::rebuild_interest_cache();
+    for complaint in complaints {
+        tracing::warn!(target: ENV, "{complaint}");
+    }
+}
+
+/// The version line, which `NCCL_DEBUG=VERSION` asks for alone: on every communicator's rank 0.
+pub(crate) fn version() {
+    let text = format!(
+        "NCCL version {}+ringsight{}",
+        dotted(crate::observe::LIBRARY_VERSION),
+        env!("CARGO_PKG_VERSION")
+    );
+    match settings() {
+        Some(settings) if matches!(settings.level, Level::Version | Level::Warn) => {
+            settings.sink.write(&format!("{text}\n"));
+        }
+        _ => tracing::info!(target: INIT, "{text}"),
+    }
+}
+
+fn dotted(version: u32) -> String {
+    format!("{}.{}.{}", version / 10000, version / 100 % 100, version % 100)
+}
+
+/// Says once in the life of the process that a variable is set.
+pub(crate) fn set_by_environment(name: &str, value: &str) {
+    static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    if !tracing::enabled!(target: ENV, tracing::Level::INFO) {
+        return;
+    }
+    let fresh = SAID
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .insert(name.to_owned());
+    if fresh {
+        tracing::info!(target: ENV, "{name} set by environment to {value}.");
+    }
+}
+
+/// Prints events.
+struct Printer;
+
+fn wants(metadata: &Metadata<'_>) -> bool {
+    let Some(name) = metadata.target().strip_prefix("nccl::") else {
+        return false;
+    };
+    let level = Level::of(*metadata.level());
+    settings().is_some_and(|settings| {
+        // Whatever goes wrong is said, whichever subsystem it is of.
+        level <= settings.level
+            && (level == Level::Warn || bit(name).is_some_and(|bit| settings.mask & bit != 0))
+    })
+}
+
+impl Subscriber for Printer {
+    fn register_callsite(&self, metadata: &'static Metadata<'static>) -> Interest {
+        // Asked again after each reading of the environment.
+        if !metadata.is_span() && wants(metadata) {
+            Interest::always()
+        } else {
+            Interest::never()
+        }
+    }
+
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        !metadata.is_span() && wants(metadata)
+    }
+
+    fn max_level_hint(&self) -> Option<LevelFilter> {
+        Some(settings().map_or(LevelFilter::OFF, |settings| settings.level.filter()))
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        // No span is ever enabled; ids are never 0.
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        if let Some(settings) = settings() {
+            settings.sink.write(&line::of(event, &settings));
+        }
+    }
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
