@@ -28,7 +28,7 @@ fn made(comm: Handle) -> Result<Arc<Communicator>> {
 
 /// Whether `NCCL_LOCAL_REGISTER` leaves registration on.
 fn enabled() -> bool {
-    std::env::var("NCCL_LOCAL_REGISTER").map_or(true, |value| value.trim() != "0")
+    crate::env::text("NCCL_LOCAL_REGISTER").is_none_or(|value| value != "0")
 }
 
 entry! {
