@@ -111,6 +111,7 @@ impl Rank {
             graph: true,
             steps,
             tag: TAG,
+            counted: true,
             chunk_bytes: SLOT as u32,
             pid: 99,
         }

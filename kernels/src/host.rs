@@ -154,14 +154,11 @@ impl<'a> Channel<'a> {
             let Some(program) = lane.programs.last_mut() else {
                 return false;
             };
-            let op = program.op.map(|op| &mut ops[op]);
-            let op = op.map(|op| {
-                if !op.started {
-                    op.started = true;
-                    launch.observer.channel_started(op.number, replay, *number);
-                }
-                op
-            });
+            let mut op = program.op.map(|op| &mut ops[op]);
+            if let Some(op) = op.as_mut().filter(|op| !op.started) {
+                op.started = true;
+                launch.observer.channel_started(op.number, replay, *number);
+            }
             match program.advance() {
                 Advance::Waiting => {}
                 Advance::Moved => moved = Ok(true),

@@ -7,7 +7,7 @@ use ringsight_records::{Kind, State};
 use super::{Communicator, lock};
 use crate::{
     device::device,
-    error::{Error, Result},
+    error::{Error, Result, ResultCode},
     observe,
 };
 
@@ -30,6 +30,17 @@ impl Communicator {
             Some(error) => Err(error.within("comm has failed earlier")),
             None => Ok(()),
         }
+    }
+
+    /// What an operation that could not be planned failed with, in truth: a connection that cannot be made may be the
+    /// consequence of something that this rank has not heard of yet.
+    pub(crate) fn reason(&self, error: Error) -> Error {
+        if error.code == ResultCode::RemoteError && self.check_usable().is_ok() {
+            // The ranks' operations no longer fit together either way.
+            self.checks.network(error.text.clone());
+            self.checks.wait();
+        }
+        self.check_usable().err().unwrap_or(error)
     }
 
     /// Whether children may be made from it: a revoked communicator still can.
@@ -57,7 +68,8 @@ impl Communicator {
                 "comm has been finalized: only ncclCommDestroy and queries are left",
             ));
         }
-        if self.abort.is_set() {
+        // After a failure it is set, too; then there is more to say.
+        if self.abort.is_set() && self.async_error().is_none() {
             return Err(Error::usage("comm has been aborted"));
         }
         Ok(())
@@ -149,6 +161,7 @@ impl Communicator {
             planner.order.clear(&**device);
         }
         drop(planner);
+        self.checks.stop();
         self.bootstrap.leave(state == State::ABORTED);
         lock(&self.table).take();
         if !self.ended.swap(true, Ordering::Relaxed) {

@@ -11,6 +11,7 @@ use ringsight_records::{Kind, State, pages};
 use super::{Communicator, Config, Planner, Proxied, Registrations, lifecycle::Lifecycle, terms::Terms};
 use crate::{
     bootstrap::{self, Bootstrap, UniqueId, fnv1a},
+    checks::Checks,
     device::device,
     error::{Error, Result, ResultCode},
     launch::{Order, reclaim::Plans},
@@ -41,6 +42,30 @@ pub struct InitJob {
 /// The id of a communicator: the same on every rank, never 0.
 fn communicator_id(id: &[u8; UniqueId::BYTES], ranks: u32) -> u64 {
     fnv1a(&[&id[..], &ranks.to_le_bytes()].concat()).max(1)
+}
+
+/// The checks of a rank whose control messages go over `bootstrap`; what they find ends up in `life`.
+fn checks_over(bootstrap: &Arc<Bootstrap>, life: &Arc<Lifecycle>) -> Arc<Checks> {
+    let (network, life) = (Arc::downgrade(bootstrap), Arc::clone(life));
+    let checks = Checks::new(
+        bootstrap.rank(),
+        bootstrap.ranks(),
+        Box::new(move |peer, bytes| {
+            network.upgrade().is_some_and(|bootstrap| {
+                match peer {
+                    Some(peer) => bootstrap.post_control(peer, bytes),
+                    None => bootstrap.post_control_to_all(bytes),
+                }
+                .is_ok()
+            })
+        }),
+        Box::new(move |error| life.fail(error)),
+    );
+    bootstrap.on_control({
+        let checks = checks.clone();
+        Arc::new(move |from, bytes| checks.control(from, bytes))
+    });
+    checks
 }
 
 impl InitJob {
@@ -110,6 +135,8 @@ impl Making<'_> {
             "ncclCommInitRank rank {rank} nranks {ranks} cudaDev {device} commId {id:#x} - Init START"
         );
         let abort = self.life.abort_word().clone();
+        let bootstrap = Arc::new(bootstrap);
+        let checks = checks_over(&bootstrap, self.life);
         let terms: Vec<Terms> = bootstrap
             .all_gather(&Terms::mine(self.config)?.to_bytes())?
             .iter()
@@ -132,8 +159,8 @@ impl Making<'_> {
                 Arc::new(move |op, replay| proxied.completed(op, replay))
             },
             on_error: {
-                let faults = faults.clone();
-                Arc::new(move |text| faults.set(Error::new(ResultCode::RemoteError, text)))
+                let checks = checks.clone();
+                Arc::new(move |text| checks.network(text))
             },
         })?);
         let info = RankInfo::local(rank, self.device, proxy.address(), observe::LIBRARY_VERSION);
@@ -146,6 +173,11 @@ impl Making<'_> {
         tracing::info!(target: log::INIT, "Connected all rings");
         // A rank that fails to connect is known to all before anyone believes the communicator ready.
         bootstrap.barrier()?;
+        // Not before, so that whoever fails in the steps above hears why.
+        bootstrap.on_lost({
+            let checks = checks.clone();
+            Arc::new(move |rank, text| checks.lost(rank, text))
+        });
         let (reclaim, queue) = mpsc::channel();
         let communicator = Communicator {
             id,
@@ -174,6 +206,7 @@ impl Making<'_> {
             children: Mutex::default(),
             registrations: Registrations::default(),
             windows: AtomicU32::new(0),
+            checks,
             finalized: AtomicBool::new(false),
             given_up: OnceLock::new(),
             ended: AtomicBool::new(false),

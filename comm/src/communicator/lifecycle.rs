@@ -136,6 +136,13 @@ impl Lifecycle {
         lock(&self.activity).running = false;
     }
 
+    /// Something went wrong behind the caller's back: the first such error stays, and every wait is released.
+    pub(crate) fn fail(&self, error: Error) {
+        // The error first: who is released finds it.
+        self.faults.set(error);
+        self.abort.set();
+    }
+
     /// Notes a communicator that is being made from this one, so that it is aborted along with it.
     pub(crate) fn expect_child(&self, abort: &Arc<AbortWord>) {
         let mut activity = lock(&self.activity);

@@ -23,6 +23,7 @@ use ringsight_records::{Flags, Kind, Record, State};
 
 use crate::{
     bootstrap::Bootstrap,
+    checks::Checks,
     device::{Capture, Device},
     error::{Error, Result},
     launch::{
@@ -80,7 +81,9 @@ pub struct Communicator {
     faults: Arc<Faults>,
     planner: Mutex<Planner>,
     proxy: Arc<Proxy>,
-    bootstrap: Bootstrap,
+    bootstrap: Arc<Bootstrap>,
+    /// Whether the ranks call alike, and are there.
+    pub(crate) checks: Arc<Checks>,
     children: Mutex<child::Counts>,
     registrations: Registrations,
     /// Windows registered so far.
@@ -205,7 +208,7 @@ impl Communicator {
         let Some(ops) = planner.plans.retain(graph) else {
             return Ok(());
         };
-        let reclaim = self.reclaim.clone();
+        let (reclaim, checks) = (self.reclaim.clone(), self.checks.clone());
         let record = Record {
             comm: self.id,
             rank: self.rank,
@@ -225,6 +228,7 @@ impl Communicator {
                     time_ns: observe::now_ns(),
                     ..record
                 });
+                checks.forget(graph);
                 let _ = reclaim.send(Reclaim::Graph(graph));
             }),
         )?;
@@ -252,5 +256,12 @@ impl Communicator {
     #[must_use]
     pub fn bootstrap(&self) -> &Bootstrap {
         &self.bootstrap
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        // Also where nobody ended it: a thread of the checks would keep them.
+        self.checks.stop();
     }
 }

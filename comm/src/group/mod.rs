@@ -441,7 +441,8 @@ impl Group {
                 &tasks.exchange,
                 tasks.capture.is_some(),
                 self.number,
-            )?;
+            )
+            .map_err(|error| comm.reason(error))?;
             launchings.push(Launching {
                 comm,
                 streams: &tasks.streams,

@@ -134,6 +134,7 @@ impl Launching<'_> {
         planner
             .plans
             .enter(plan.number, graph, plan.launch.clone(), plan.observer.clone());
+        self.comm.checks.note(graph, &plan.calls);
         let start = observe::now_ns();
         let result = device.launch_kernel(self.stream(), plan.launch.clone());
         let end = observe::now_ns();

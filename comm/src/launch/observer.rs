@@ -10,7 +10,7 @@ use ringsight_kernels::Observer;
 use ringsight_records::{Kind, Record, State, description::Time};
 
 use super::reclaim::Reclaim;
-use crate::{observe, plan::OpInfo};
+use crate::{checks::Checks, observe, plan::OpInfo};
 
 /// One operation of a plan while its kernel runs. Replays of a plan run one after another, so one state serves all.
 pub struct OpState {
@@ -164,6 +164,7 @@ pub struct PlanObserver {
     persistent: bool,
     stage: AtomicU8,
     reclaim: Sender<Reclaim>,
+    checks: Arc<Checks>,
 }
 
 impl PlanObserver {
@@ -173,6 +174,7 @@ impl PlanObserver {
         mut shared: Vec<Shared>,
         persistent: bool,
         reclaim: Sender<Reclaim>,
+        checks: Arc<Checks>,
     ) -> Self {
         states.sort_by_key(|state| state.info.op);
         shared.sort_by_key(|shared| shared.state.info.op);
@@ -183,6 +185,7 @@ impl PlanObserver {
             persistent,
             stage: AtomicU8::new(Stage::Waiting as u8),
             reclaim,
+            checks,
         }
     }
 
@@ -261,7 +264,9 @@ impl Observer for PlanObserver {
         }
     }
 
-    fn mismatch(&self, _op: u32, _replay: u32, _channel: u8, _theirs: u32) {}
+    fn mismatch(&self, op: u32, _replay: u32, _channel: u8, theirs: u32) {
+        self.checks.mismatch(op, theirs);
+    }
 
     fn launch_finished(&self, replay: u32, aborted: bool) {
         if aborted {

@@ -20,14 +20,13 @@ use ringsight_records::{
 };
 
 use crate::{
-    checks::Call,
+    checks::{self, Call},
     communicator::Communicator,
     device::Stream,
     error::{Error, Result},
     launch::observer::{OpState, PlanObserver, Shared},
     observe,
     proxy::ProxyOp,
-    transport::RingConnections,
 };
 
 pub(crate) use exchange::Exchange;
@@ -209,6 +208,8 @@ pub(crate) struct Plan {
     pub(crate) proxy_ops: Vec<ProxyOp>,
     /// Its operations.
     pub(crate) ops: Vec<OpInfo>,
+    /// What was called for them.
+    pub(crate) calls: Vec<checks::Entry>,
 }
 
 /// Plans everything that a group asks of one communicator.
@@ -282,13 +283,24 @@ impl<'a> Plans<'a> {
             group,
             made: Vec::new(),
         };
+        let tasks = exchange.tasks();
+        // In call order, so that ranks that call in another order differ.
+        let mut of_messages = tasks
+            .iter()
+            .filter(|task| !task.request.function.is_p2p())
+            .peekable();
         for task in collectives {
+            while let Some(earlier) = of_messages.next_if(|other| other.info.seq < task.info.seq) {
+                plans.with_room(comm.channels()).0.show_tag(earlier)?;
+            }
             let (channels, choice) = choice_of(task, comm)?;
             // Not by its own channels: where ranks call something different, it shall be in the same plan all the same.
             let (plan, _) = plans.with_room(comm.channels());
             plan.add_collective(task, channels, choice)?;
         }
-        let tasks = exchange.tasks();
+        for task in of_messages {
+            plans.with_room(comm.channels()).0.show_tag(task)?;
+        }
         // Operations made of several messages, by their task.
         let mut spreads: BTreeMap<usize, Spread> = BTreeMap::new();
         for round in exchange.rounds(comm.rank, comm.ranks)? {
@@ -397,6 +409,7 @@ struct Builder<'a> {
     states: Vec<OpState>,
     shared: Vec<Shared>,
     ops: Vec<OpInfo>,
+    calls: Vec<checks::Entry>,
     proxy_ops: Vec<ProxyOp>,
 }
 
@@ -414,6 +427,7 @@ impl<'a> Builder<'a> {
             states: Vec::new(),
             shared: Vec::new(),
             ops: Vec::new(),
+            calls: Vec::new(),
             proxy_ops: Vec::new(),
         }
     }
@@ -430,39 +444,68 @@ impl<'a> Builder<'a> {
         let picked = self.picker.pick(parts.len(), task.info.bytes);
         let (mut mask, mut proxies) = (0u64, 0);
         for (channel, part) in picked.into_iter().zip(parts) {
-            let connections = match &self.comm.rings[usize::from(channel)] {
-                None => Connections::Local,
-                Some(ring) => Connections::Ring {
-                    order: self.comm.topology.ring(channel),
-                    prev: ring.prev.fifo.clone(),
-                    next: ring.next.fifo.clone(),
-                },
-            };
-            let work = self.work_of(task, part, connections);
-            work.check()?;
-            if let Some(load) = &mut self.simulated {
-                let proxied = |ring: &RingConnections| ring.prev.proxy.is_some() || ring.next.proxy.is_some();
-                let ring = self.comm.rings[usize::from(channel)].as_ref();
-                load.add_work(
-                    &work,
-                    if ring.is_some_and(proxied) {
-                        estimate::NETWORK
-                    } else {
-                        estimate::SHARED
-                    },
-                );
-            }
-            if let Some(ring) = &self.comm.rings[usize::from(channel)] {
-                let (order, steps) = (self.comm.topology.ring(channel), work.steps());
-                let (next, prev) = (order[1], order[order.len() - 1]);
-                proxies += self.add_proxy(task, channel, ring.next.proxy, next, true, steps.send);
-                proxies += self.add_proxy(task, channel, ring.prev.proxy, prev, false, steps.recv);
-            }
-            self.add_work(channel, work);
+            proxies += self.add_ring(task, channel, part)?;
             mask |= 1 << channel;
         }
         self.add_op(task, None, mask, proxies, choice.algorithm, choice.protocol);
         Ok(())
+    }
+
+    /// Shows the tag of an operation that is made of messages to the next rank of a ring, and looks at the previous
+    /// one's: where ranks call different operations, their messages need not meet, but rings do.
+    fn show_tag(&mut self, task: &Task) -> Result<()> {
+        if self.comm.ranks > 1 {
+            for channel in self.picker.pick(1, 0) {
+                self.add_ring(task, channel, 0..0)?;
+            }
+            self.calls
+                .push(checks::Entry::new(&task.info, task.request.call()));
+        }
+        Ok(())
+    }
+
+    /// Adds one channel's part of an operation that goes round its ring; returns how many proxy operations it takes.
+    fn add_ring(&mut self, task: &Task, channel: u8, part: Range<usize>) -> Result<u32> {
+        let Some(ring) = &self.comm.rings[usize::from(channel)] else {
+            let work = self.work_of(task, part, Connections::Local);
+            work.check()?;
+            if let Some(load) = &mut self.simulated {
+                load.add_work(&work, estimate::SHARED);
+            }
+            self.add_work(channel, work);
+            return Ok(0);
+        };
+        let order = self.comm.topology.ring(channel);
+        let (next, prev) = (order[1], order[order.len() - 1]);
+        let connections = Connections::Ring {
+            order,
+            prev: ring.prev.fifo.clone(),
+            next: ring.next.fifo.clone(),
+        };
+        let work = self.work_of(task, part, connections);
+        work.check()?;
+        if let Some(load) = &mut self.simulated {
+            let networked = ring.prev.proxy.is_some() || ring.next.proxy.is_some();
+            let way = if networked {
+                estimate::NETWORK
+            } else {
+                estimate::SHARED
+            };
+            load.add_work(&work, way);
+        }
+        let steps = work.steps();
+        let counted = !work.only_shows_tag();
+        self.add_work(channel, work);
+        let proxies = [
+            (ring.next.proxy, next, true, steps.send),
+            (ring.prev.proxy, prev, false, steps.recv),
+        ]
+        .into_iter()
+        .map(|(proxy, peer, is_send, steps)| {
+            self.add_proxy(task, channel, proxy, peer, is_send, (steps, counted))
+        })
+        .sum();
+        Ok(proxies)
     }
 
     /// Adds a message from this rank to itself: a send and its receive, or a part of an operation made of messages.
@@ -532,7 +575,7 @@ impl<'a> Builder<'a> {
             work.check()?;
             let steps = work.steps();
             let steps = if is_send { steps.send } else { steps.recv };
-            proxies += self.add_proxy(task, channel, proxy, peer, is_send, steps);
+            proxies += self.add_proxy(task, channel, proxy, peer, is_send, (steps, true));
             self.add_work(channel, work);
             mask |= 1 << channel;
         }
@@ -582,6 +625,7 @@ impl<'a> Builder<'a> {
     }
 
     /// Adds a proxy operation if the connection has a proxy and there are steps to move; returns how many were added.
+    /// What is not `counted` is beside the operation's own.
     fn add_proxy(
         &mut self,
         task: &Task,
@@ -589,7 +633,7 @@ impl<'a> Builder<'a> {
         connection: Option<crate::proxy::ConnectionId>,
         peer: u32,
         is_send: bool,
-        steps: u32,
+        (steps, counted): (u32, bool),
     ) -> u32 {
         let (Some(connection), true) = (connection, steps > 0) else {
             return 0;
@@ -608,6 +652,7 @@ impl<'a> Builder<'a> {
             graph: task.info.flags.contains(Flags::GRAPH),
             steps,
             tag: task.request.call().tag(),
+            counted,
             chunk_bytes: self.comm.slot_bytes as u32,
             pid: std::process::id(),
         });
@@ -651,6 +696,8 @@ impl<'a> Builder<'a> {
         crate::log::choice(task, channel_mask, (algorithm, protocol));
         task.info.emit(task.info.kind(), State::START, observe::now_ns());
         self.ops.push(task.info);
+        self.calls
+            .push(checks::Entry::new(&task.info, task.request.call()));
     }
 
     fn describe(
@@ -706,6 +753,7 @@ impl<'a> Builder<'a> {
             self.shared,
             persistent,
             self.comm.reclaim.clone(),
+            self.comm.checks.clone(),
         ));
         let channels = self
             .work
@@ -727,6 +775,7 @@ impl<'a> Builder<'a> {
             observer,
             proxy_ops: self.proxy_ops,
             ops: self.ops,
+            calls: self.calls,
         })
     }
 }

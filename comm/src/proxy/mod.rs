@@ -120,6 +120,8 @@ pub struct ProxyOp {
     pub steps: u32,
     /// Tag that its steps carry ([`ringsight_kernels::Work::tag`]).
     pub tag: u32,
+    /// Its end is told ([`ProxyConfig::on_completed`]).
+    pub counted: bool,
     /// Bytes of a full step.
     pub chunk_bytes: u32,
     /// Process that made the operation.

@@ -349,7 +349,9 @@ impl<'a> Engine<'a> {
                         connection.started = (false, false);
                         connection.ops.pop_front();
                         self.active -= 1;
-                        (self.shared.on_completed)(op.op, op.replay);
+                        if op.counted {
+                            (self.shared.on_completed)(op.op, op.replay);
+                        }
                         self.shared.retire(1);
                     }
                 }

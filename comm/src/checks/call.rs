@@ -1,4 +1,6 @@
-//! Checks between ranks: what an operation's tag is made of.
+//! What a rank called: its tag, its name in messages, its bytes between ranks.
+
+use std::fmt;
 
 use ringsight_records::{DataType, Function, ReduceOp};
 
@@ -45,6 +47,62 @@ impl Call {
         // Folded, so that all 64 bits have a say.
         ((hash >> 32) as u32 ^ hash as u32).max(1)
     }
+
+    pub(super) const BYTES: usize = 16;
+
+    /// Function u8 | type u8 | reduction u8 | has a peer u8 | peer u32 | count u64.
+    pub(super) fn encode(&self) -> [u8; Self::BYTES] {
+        let mut bytes = [0; Self::BYTES];
+        bytes[0] = self.function.code();
+        bytes[1] = self.data_type.code();
+        bytes[2] = self.reduce_op.code();
+        bytes[3] = self.peer.is_some().into();
+        bytes[4..8].copy_from_slice(&self.peer.unwrap_or(0).to_le_bytes());
+        bytes[8..].copy_from_slice(&(self.count as u64).to_le_bytes());
+        bytes
+    }
+
+    /// `None` for anything that [`Call::encode`] does not write.
+    pub(super) fn parse(bytes: &[u8; Self::BYTES]) -> Option<Self> {
+        let peer = u32::from_le_bytes([bytes[4], bytes[5], bytes[6], bytes[7]]);
+        let (count, peer) = (bytes.last_chunk()?, (bytes[3] != 0).then_some(peer));
+        let call = Self {
+            function: Function::from_code(bytes[0])?,
+            count: usize::try_from(u64::from_le_bytes(*count)).ok()?,
+            data_type: DataType::from_code(bytes[1])?,
+            reduce_op: ReduceOp::from_code(bytes[2])?,
+            peer,
+        };
+        (call.encode() == *bytes).then_some(call)
+    }
+}
+
+/// As in `AllReduce(count 1024, float32, sum)`.
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = match self.function {
+            Function::AllReduce => "AllReduce",
+            Function::AllGather => "AllGather",
+            Function::ReduceScatter => "ReduceScatter",
+            Function::Broadcast => "Broadcast",
+            Function::Reduce => "Reduce",
+            Function::AlltoAll => "AlltoAll",
+            Function::Gather => "Gather",
+            Function::Scatter => "Scatter",
+            Function::Send => "Send",
+            Function::Recv => "Recv",
+        };
+        write!(f, "{name}(count {}, {}", self.count, self.data_type)?;
+        if self.reduce_op != ReduceOp::None {
+            write!(f, ", {}", self.reduce_op)?;
+        }
+        match (self.function, self.peer) {
+            (Function::Send, Some(peer)) => write!(f, ") to rank {peer}"),
+            (Function::Recv, Some(peer)) => write!(f, ") from rank {peer}"),
+            (_, Some(root)) => write!(f, ", root {root})"),
+            (_, None) => f.write_str(")"),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -52,6 +110,17 @@ mod tests {
     use std::collections::HashMap;
 
     use super::*;
+
+    #[test]
+    fn calls_are_named_as_the_caller_wrote_them() {
+        assert_eq!(REDUCE.to_string(), "Reduce(count 10, float32, sum, root 0)");
+        let send = Call {
+            function: Function::Send,
+            reduce_op: ReduceOp::None,
+            ..REDUCE
+        };
+        assert_eq!(send.to_string(), "Send(count 10, float32) to rank 0");
+    }
 
     const REDUCE: Call = Call {
         function: Function::Reduce,

@@ -1,0 +1,223 @@
+//! What ranks tell each other when their calls differ; the parser refuses everything else.
+
+use super::{
+    Call,
+    calls::{Entry, Identity},
+};
+use crate::bootstrap::wire::word;
+
+/// First four bytes: "RSCK".
+const MAGIC: u32 = u32::from_le_bytes(*b"RSCK");
+/// Longest text, bytes.
+const MAX_TEXT: usize = 1 << 16;
+
+/// A control message between the ranks of a communicator.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Message {
+    /// To the rank that asks for all: at this operation of mine another one's slot arrived, with tag `theirs`.
+    Differs { mine: (Identity, Call), theirs: u32 },
+    /// From that rank to all: what did you call around `identity`, and what with tag `theirs`?
+    Ask { identity: Identity, theirs: u32 },
+    /// Back to it: this.
+    Called(Answer),
+    /// From it to all: who called what.
+    Verdict(String),
+}
+
+/// What a rank called.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Answer {
+    /// In the sequence that was asked for, by number.
+    pub(super) calls: Vec<(u64, Call)>,
+    /// With the tag that was asked for.
+    pub(super) tagged: Option<(Identity, Call)>,
+}
+
+fn put_identity(bytes: &mut Vec<u8>, identity: Identity) {
+    let (kind, from, to, seq) = match identity {
+        Identity::Collective { seq } => (0, 0, 0, seq),
+        Identity::Message { from, to, seq } => (1, from, to, seq),
+    };
+    bytes.push(kind);
+    bytes.extend(from.to_le_bytes());
+    bytes.extend(to.to_le_bytes());
+    bytes.extend(seq.to_le_bytes());
+}
+
+/// Bytes that are taken from the front.
+struct Rest<'a>(&'a [u8]);
+
+impl<'a> Rest<'a> {
+    fn take<const N: usize>(&mut self) -> Option<&'a [u8; N]> {
+        let (head, rest) = self.0.split_first_chunk()?;
+        self.0 = rest;
+        Some(head)
+    }
+
+    fn u32(&mut self) -> Option<u32> {
+        self.take().map(|bytes| u32::from_le_bytes(*bytes))
+    }
+
+    fn u64(&mut self) -> Option<u64> {
+        self.take().map(|bytes| u64::from_le_bytes(*bytes))
+    }
+
+    fn identity(&mut self) -> Option<Identity> {
+        let [kind] = *self.take()?;
+        let (from, to, seq) = (self.u32()?, self.u32()?, self.u64()?);
+        match (kind, from, to) {
+            (0, 0, 0) => Some(Identity::Collective { seq }),
+            (1, ..) => Some(Identity::Message { from, to, seq }),
+            _ => None,
+        }
+    }
+
+    fn call(&mut self) -> Option<Call> {
+        Call::parse(self.take()?)
+    }
+}
+
+impl Message {
+    /// Magic u32 | kind u8 | body.
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let mut bytes = MAGIC.to_le_bytes().to_vec();
+        match self {
+            Self::Differs {
+                mine: (identity, call),
+                theirs,
+            } => {
+                bytes.push(1);
+                put_identity(&mut bytes, *identity);
+                bytes.extend(call.encode());
+                bytes.extend(theirs.to_le_bytes());
+            }
+            Self::Ask { identity, theirs } => {
+                bytes.push(2);
+                put_identity(&mut bytes, *identity);
+                bytes.extend(theirs.to_le_bytes());
+            }
+            Self::Called(Answer { calls, tagged }) => {
+                bytes.push(3);
+                bytes.push(tagged.is_some().into());
+                if let Some((identity, call)) = tagged {
+                    put_identity(&mut bytes, *identity);
+                    bytes.extend(call.encode());
+                }
+                for (seq, call) in calls {
+                    bytes.extend(seq.to_le_bytes());
+                    bytes.extend(call.encode());
+                }
+            }
+            Self::Verdict(text) => {
+                bytes.push(4);
+                bytes.extend(&text.as_bytes()[..text.floor_char_boundary(MAX_TEXT)]);
+            }
+        }
+        bytes
+    }
+
+    /// `None` for anything that [`Message::encode`] does not write.
+    pub(super) fn parse(bytes: &[u8]) -> Option<Self> {
+        if word(bytes, 0)? != MAGIC {
+            return None;
+        }
+        let mut rest = Rest(bytes.get(4..)?);
+        let [kind] = *rest.take()?;
+        let message = match kind {
+            1 => Self::Differs {
+                mine: (rest.identity()?, rest.call()?),
+                theirs: rest.u32()?,
+            },
+            2 => Self::Ask {
+                identity: rest.identity()?,
+                theirs: rest.u32()?,
+            },
+            3 => {
+                let tagged = match *rest.take()? {
+                    [0] => None,
+                    [1] => Some((rest.identity()?, rest.call()?)),
+                    _ => return None,
+                };
+                let mut calls = Vec::with_capacity(rest.0.len() / (8 + Call::BYTES));
+                while !rest.0.is_empty() {
+                    calls.push((rest.u64()?, rest.call()?));
+                }
+                Self::Called(Answer { calls, tagged })
+            }
+            4 if rest.0.len() <= MAX_TEXT => {
+                let text = std::str::from_utf8(std::mem::take(&mut rest.0)).ok()?;
+                Self::Verdict(text.to_owned())
+            }
+            _ => return None,
+        };
+        rest.0.is_empty().then_some(message)
+    }
+}
+
+impl From<Entry> for (Identity, Call) {
+    fn from(entry: Entry) -> Self {
+        (entry.identity, entry.call)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use ringsight_records::{DataType, Function, ReduceOp};
+
+    use super::*;
+
+    fn identities() -> impl Strategy<Value = Identity> {
+        prop_oneof![
+            any::<u64>().prop_map(|seq| Identity::Collective { seq }),
+            any::<(u32, u32, u64)>().prop_map(|(from, to, seq)| Identity::Message { from, to, seq }),
+        ]
+    }
+
+    fn calls() -> impl Strategy<Value = Call> {
+        (
+            prop::sample::select(Function::ALL),
+            any::<usize>(),
+            prop::sample::select(DataType::ALL),
+            prop::sample::select(ReduceOp::ALL),
+            any::<Option<u32>>(),
+        )
+            .prop_map(|(function, count, data_type, reduce_op, peer)| Call {
+                function,
+                count,
+                data_type,
+                reduce_op,
+                peer,
+            })
+    }
+
+    fn messages() -> impl Strategy<Value = Message> {
+        let answer = (
+            prop::collection::vec((any::<u64>(), calls()), 0..5),
+            prop::option::of((identities(), calls())),
+        );
+        prop_oneof![
+            ((identities(), calls()), any::<u32>())
+                .prop_map(|(mine, theirs)| Message::Differs { mine, theirs }),
+            (identities(), any::<u32>()).prop_map(|(identity, theirs)| Message::Ask { identity, theirs }),
+            answer.prop_map(|(calls, tagged)| Message::Called(Answer { calls, tagged })),
+            ".{0,100}".prop_map(Message::Verdict),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn messages_survive_and_no_parser_panics(
+            message in messages(), raw in prop::collection::vec(any::<u8>(), 0..80), kind: u8, cut: prop::sample::Index,
+        ) {
+            let bytes = message.encode();
+            prop_assert_eq!(Message::parse(&bytes), Some(message.clone()));
+            if !matches!(message, Message::Verdict(_) | Message::Called(_)) {
+                prop_assert_eq!(Message::parse(&bytes[..cut.index(bytes.len())]), None);
+            }
+            prop_assert_eq!(Message::parse(&[b"XSCK", &bytes[4..]].concat()), None);
+            let _ = Message::parse(&[b"RSCK", &[kind % 6][..], &raw].concat());
+            let _ = Message::parse(&raw);
+        }
+    }
+}

@@ -1,0 +1,346 @@
+//! The thread that finds out what went wrong and says so, once.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::mpsc::{Receiver, RecvTimeoutError},
+    time::{Duration, Instant},
+};
+
+use super::{
+    Call, Checks,
+    calls::{Entry, Identity},
+    message::{Answer, Message},
+    verdict,
+};
+use crate::{communicator::lock, error::Error};
+
+/// How long the rank that asks waits for the others' answers. They come from threads that nothing blocks; but a process may be
+/// stopped.
+const ANSWERS: Duration = Duration::from_secs(1);
+/// How long the others wait for what it found out.
+const VERDICT: Duration = Duration::from_secs(2);
+/// How long a broken connection may turn out to be a death or the end of a rank that had its reason.
+const REASON: Duration = Duration::from_millis(500);
+
+/// What the reporter hears.
+#[derive(Clone, Debug)]
+pub(super) enum Event {
+    /// An operation of ours met one with another tag.
+    Differs { mine: Option<Entry>, theirs: u32 },
+    /// From another rank.
+    Message { from: u32, message: Message },
+    /// A rank is gone.
+    Lost { rank: u32, text: String },
+    /// A connection is broken.
+    Network { text: String },
+}
+
+/// Where a difference was noticed: by whom, at which operation, and the tag that was not expected.
+type Seen = (u32, (Identity, Call), u32);
+
+pub(super) struct Reporter<'a> {
+    checks: &'a Checks,
+    /// On the rank that asks.
+    seen: Option<Seen>,
+    answers: BTreeMap<u32, Answer>,
+    lost: BTreeSet<u32>,
+    /// What to fail with, and when, if nothing better is heard.
+    otherwise: Option<(Instant, Error)>,
+    /// The ranks differ, and are finding out about it.
+    differs: bool,
+}
+
+impl<'a> Reporter<'a> {
+    pub(super) fn new(checks: &'a Checks) -> Self {
+        Self {
+            checks,
+            seen: None,
+            answers: BTreeMap::new(),
+            lost: BTreeSet::new(),
+            otherwise: None,
+            differs: false,
+        }
+    }
+
+    /// Returns when the communicator has failed, or has ended (the sender of `queue` is gone).
+    pub(super) fn run(&mut self, first: Event, queue: &Receiver<Event>) {
+        let mut event = first;
+        loop {
+            if let Some(error) = self.hear(event) {
+                return (self.checks.fail)(error);
+            }
+            let left = self
+                .otherwise
+                .as_ref()
+                .map(|(when, _)| when.saturating_duration_since(Instant::now()));
+            // Nothing to wait for only if there is nothing to report yet.
+            let next = match left {
+                Some(left) => queue.recv_timeout(left),
+                None => queue.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            };
+            event = match (next, self.otherwise.take()) {
+                (Ok(event), otherwise) => {
+                    self.otherwise = otherwise;
+                    event
+                }
+                (Err(RecvTimeoutError::Timeout), Some((_, error))) => {
+                    let error = self.verdict().unwrap_or(error);
+                    return (self.checks.fail)(error);
+                }
+                (Err(_), _) => return,
+            };
+        }
+    }
+
+    /// What to fail with now, if that is known.
+    fn hear(&mut self, event: Event) -> Option<Error> {
+        let alone = event.alone();
+        match event {
+            Event::Differs { mine, theirs } => {
+                self.wait(VERDICT, alone);
+                // Without it nobody can look for the operation.
+                let mine = mine?.into();
+                let message = Message::Differs { mine, theirs }.encode();
+                let own = self.checks.rank;
+                let first = (0..own).find(|rank| (self.checks.post)(Some(*rank), &message));
+                if first.is_some() {
+                    None
+                } else {
+                    self.ask((own, mine, theirs))
+                }
+            }
+            Event::Message { from, message } => self.read(from, message),
+            Event::Lost { rank, .. } => {
+                self.lost.insert(rank);
+                if self.differs {
+                    self.complete()
+                } else {
+                    Some(alone)
+                }
+            }
+            Event::Network { .. } => {
+                if self.otherwise.is_none() {
+                    self.otherwise = Some((Instant::now() + REASON, alone));
+                }
+                None
+            }
+        }
+    }
+
+    fn read(&mut self, from: u32, message: Message) -> Option<Error> {
+        let checks = self.checks;
+        if from >= checks.ranks {
+            return None;
+        }
+        match message {
+            Message::Differs { mine, theirs } => self.ask((from, mine, theirs)),
+            Message::Ask { identity, theirs } => {
+                self.wait(VERDICT, Error::usage("the ranks do not call the same operations"));
+                let answer = Message::Called(self.answer(identity, theirs));
+                (checks.post)(Some(from), &answer.encode());
+                None
+            }
+            Message::Called(answer) => {
+                self.answers.insert(from, answer);
+                self.complete()
+            }
+            Message::Verdict(text) => Some(Error::usage(text)),
+        }
+    }
+
+    /// Asks all what they called, unless that is being done.
+    fn ask(&mut self, seen: Seen) -> Option<Error> {
+        if self.seen.is_some() {
+            return None;
+        }
+        let (_, (identity, _), theirs) = seen;
+        self.seen = Some(seen);
+        self.wait(ANSWERS, Error::usage("the ranks do not call the same operations"));
+        (self.checks.post)(None, &Message::Ask { identity, theirs }.encode());
+        self.answers
+            .insert(self.checks.rank, self.answer(identity, theirs));
+        self.complete()
+    }
+
+    /// The ranks differ: fails with `error` after `time`, whatever else was to be waited for. A connection that broke
+    /// before was broken by a rank that heard of it earlier.
+    fn wait(&mut self, time: Duration, error: Error) {
+        if !std::mem::replace(&mut self.differs, true) || self.seen.is_some() {
+            self.otherwise = Some((Instant::now() + time, error));
+        }
+    }
+
+    fn answer(&self, identity: Identity, theirs: u32) -> Answer {
+        let calls = lock(&self.checks.calls);
+        Answer {
+            calls: calls.around(identity),
+            tagged: calls.tagged(theirs).map(Into::into),
+        }
+    }
+
+    /// On the rank that asks: the verdict, if everyone has answered.
+    fn complete(&mut self) -> Option<Error> {
+        let missing = (0..self.checks.ranks)
+            .any(|rank| !self.answers.contains_key(&rank) && !self.lost.contains(&rank));
+        if missing { None } else { self.verdict() }
+    }
+
+    /// On the rank that asks: tells all and returns it.
+    fn verdict(&mut self) -> Option<Error> {
+        let text = verdict::text(self.seen?, &self.answers, self.checks.ranks);
+        (self.checks.post)(None, &Message::Verdict(text.clone()).encode());
+        Some(Error::usage(text))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex, OnceLock, Weak, mpsc};
+
+    use ringsight_kernels::fifo::SLOTS;
+    use ringsight_records::{DataType, Flags, Function, ReduceOp};
+
+    use super::*;
+    use crate::{error::ResultCode, plan::OpInfo};
+
+    /// Ranks that talk by function calls; `deaf` ones hear nothing.
+    struct World {
+        ranks: Vec<Arc<Checks>>,
+        failed: Vec<Receiver<Error>>,
+    }
+
+    fn world(count: u32, deaf: &[u32]) -> World {
+        let all: Arc<OnceLock<Vec<Weak<Checks>>>> = Arc::default();
+        let (mut ranks, mut failed) = (Vec::new(), Vec::new());
+        for rank in 0..count {
+            let (tell, told) = mpsc::channel();
+            let tell = Mutex::new(tell);
+            let (all, deaf) = (Arc::clone(&all), deaf.to_vec());
+            let post = move |to: Option<u32>, bytes: &[u8]| {
+                for peer in (0..count).filter(|peer| to.map_or(*peer != rank, |to| to == *peer)) {
+                    if let Some(checks) = all.get().and_then(|all| all[peer as usize].upgrade())
+                        && !deaf.contains(&peer)
+                    {
+                        checks.control(rank, bytes);
+                    }
+                }
+                true
+            };
+            let fail = move |error| lock(&tell).send(error).unwrap();
+            ranks.push(Checks::new(rank, count, Box::new(post), Box::new(fail)));
+            failed.push(told);
+        }
+        let _ = all.set(ranks.iter().map(Arc::downgrade).collect());
+        World { ranks, failed }
+    }
+
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    impl World {
+        fn note(&self, rank: usize, op: u32, seq: u64, count: usize) -> Call {
+            let call = Call {
+                function: Function::AllReduce,
+                count,
+                data_type: DataType::Float32,
+                reduce_op: ReduceOp::Sum,
+                peer: None,
+            };
+            let info = OpInfo {
+                op,
+                comm: 1,
+                seq,
+                bytes: 0,
+                rank: rank as u32,
+                peer: -1,
+                flags: Flags(0),
+            };
+            self.ranks[rank].note(0, &[Entry::new(&info, call)]);
+            call
+        }
+
+        fn error(&self, rank: usize) -> Error {
+            self.failed[rank].recv_timeout(PATIENCE).unwrap()
+        }
+    }
+
+    #[test]
+    fn every_rank_hears_the_same_whoever_notices() {
+        for by in 0..4 {
+            let world = world(4, &[]);
+            for rank in 0..4 {
+                for seq in 0..SLOTS {
+                    let odd = rank == 2 && seq >= 5;
+                    world.note(rank, 100 + seq as u32, seq as u64, if odd { 9 } else { 3 });
+                }
+            }
+            // Noticed at a later operation than the first that differs.
+            world.ranks[by].mismatch(106, 7);
+            let errors: Vec<Error> = (0..4).map(|rank| world.error(rank)).collect();
+            assert_eq!(errors[0].code, ResultCode::InvalidUsage);
+            assert_eq!(
+                errors[0].text,
+                "ranks 0-1, 3 called AllReduce(count 3, float32, sum) while rank 2 called AllReduce(count 9, float32, \
+                 sum): collective #5"
+            );
+            assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
+            // Once and for all.
+            world.ranks[by].mismatch(107, 7);
+            world.ranks.iter().for_each(|checks| checks.stop());
+            assert!(world.failed.iter().all(|failed| failed.try_recv().is_err()));
+        }
+    }
+
+    #[test]
+    fn a_rank_that_does_not_answer_is_not_waited_for() {
+        let world = world(3, &[1]);
+        let call = world.note(0, 1, 0, 3);
+        world.note(2, 1, 0, 4);
+        world.ranks[2].mismatch(1, call.tag());
+        for rank in [0, 2] {
+            let text = world.error(rank).text;
+            assert!(
+                text.ends_with("collective #0 (rank 1 did not yet call it)"),
+                "{text}"
+            );
+        }
+        // And if nothing is heard of rank 0, each rank fails by itself.
+        let world = self::world(2, &[0]);
+        world.note(1, 1, 0, 4);
+        world.ranks[1].mismatch(1, 5);
+        let text = world.error(1).text;
+        assert!(
+            text.contains("AllReduce(count 4, float32, sum) of this rank met"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn a_broken_connection_is_the_last_thing_to_blame() {
+        let world = world(2, &[]);
+        world.ranks[0].network("rank 0 to rank 1 broke".into());
+        world.ranks[0].lost(1, "killed");
+        assert_eq!(world.error(0).text, "rank 1 is gone: killed");
+        world.ranks[1].network("rank 1 to rank 0 broke".into());
+        assert_eq!(world.error(1).text, "rank 1 to rank 0 broke");
+        assert_eq!(world.ranks[1].ranks, 2);
+
+        let world = self::world(2, &[]);
+        let call = world.note(0, 1, 0, 3);
+        world.note(1, 1, 0, 4);
+        world.ranks[1].network("rank 1 to rank 0 broke".into());
+        world.ranks[1].mismatch(1, call.tag());
+        assert!(world.error(1).text.ends_with("collective #0"));
+        assert!(world.error(0).text.ends_with("collective #0"));
+    }
+
+    #[test]
+    fn nothing_is_reported_after_the_end() {
+        let world = world(2, &[0, 1]);
+        world.ranks[0].mismatch(1, 2);
+        world.ranks[0].stop();
+        world.ranks[0].mismatch(1, 2);
+        world.ranks[0].lost(1, "killed");
+        assert!(world.failed[0].try_recv().is_err());
+        assert!(lock(&world.ranks[0].thread).handle.is_none());
+    }
+}
