@@ -16,12 +16,15 @@ use anyhow::{Context, Result, bail};
 
 use crate::process;
 
+mod apt;
+mod tools;
+
+pub use tools::{cached_jaeger, chromium, jaeger};
+
 /// Version of bpf-linker: the last one whose features name the LLVM that the compilers below bring.
 const BPF_LINKER: &str = "0.13.0";
 /// Version of cargo-fuzz.
 const CARGO_FUZZ: &str = "0.13.2";
-/// Version of the Go module that Jaeger is built from (Jaeger v2).
-const JAEGER: &str = "1.76.0";
 /// Debian's compiler for packages that need a recent one, and the source of its `core`.
 const DEBIAN_RUST: [&str; 3] = ["rustc-web", "cargo-web", "rust-web-src"];
 
@@ -130,7 +133,7 @@ pub fn c_toolchain() -> Result<()> {
     if missing.is_empty() {
         return Ok(());
     }
-    apt_install(&missing)
+    apt::install(&missing)
 }
 
 /// The compiler that probes/build.rs will use: Debian's, else a rustup nightly; either with the source of its `core`.
@@ -203,10 +206,10 @@ const LLVM_MAJORS: std::ops::RangeInclusive<u32> = 21..=23;
 fn install_compiler() -> Result<Compiler> {
     let rustup = process::find("rustup");
     let mut failures = Vec::new();
-    if apt_has(DEBIAN_RUST[0]) {
+    if apt::has(DEBIAN_RUST[0]) {
         // Debian 12 brings a new enough compiler as a security update: lists from before it know an old one only.
-        apt_update();
-        match apt_install(&DEBIAN_RUST).and_then(|()| {
+        apt::update();
+        match apt::install(&DEBIAN_RUST).and_then(|()| {
             debian().context(
                 "the packages hold no compiler of LLVM 21 or newer (Debian 12: the suite bookworm-security has one)",
             )
@@ -235,7 +238,7 @@ fn install_compiler() -> Result<Compiler> {
         "eBPF programs need a compiler with the source of `core`. Run one of\n    {}\n    {}\nand then this command \
          again. What was tried here:\n    {}",
         rustup_line.join(" "),
-        apt_line(&DEBIAN_RUST).join(" "),
+        apt::line(&DEBIAN_RUST).join(" "),
         if failures.is_empty() {
             "nothing: neither apt nor rustup is here".to_owned()
         } else {
@@ -309,78 +312,6 @@ fn install_bpf_linker(compiler: &Compiler) -> Result<()> {
     Ok(())
 }
 
-/// Jaeger's binary, if an earlier call of [`jaeger`] built it.
-#[must_use]
-pub fn cached_jaeger() -> Option<PathBuf> {
-    Some(cache().ok()?.join(format!("bin/jaeger-{JAEGER}"))).filter(|program| process::is_program(program))
-}
-
-/// Jaeger's binary, built at the first call (4 minutes on two cores) where Go is.
-///
-/// # Errors
-/// Says what is missing; callers skip what needs it.
-pub fn jaeger() -> Result<PathBuf> {
-    let program = cache()?.join(format!("bin/jaeger-{JAEGER}"));
-    if process::is_program(&program) {
-        return Ok(program);
-    }
-    let go = process::find("go")
-        .or_else(|| Some(PathBuf::from("/usr/local/go/bin/go")).filter(|path| process::is_program(path)))
-        .context(
-            "Jaeger is built from its Go module, and Go (1.25 or newer) is not installed: https://go.dev/dl",
-        )?;
-    say(&format!(
-        "Jaeger {JAEGER} (compiled once from its Go module, about 4 minutes)"
-    ));
-    let start = Instant::now();
-    // `go install` refuses a module with replace directives; built inside the module, its own go.mod rules.
-    let module = format!("github.com/jaegertracing/jaeger@v{JAEGER}");
-    let download = process::output(Command::new(&go).args(["mod", "download", "-json", &module]))?;
-    let download: serde_json::Value = serde_json::from_str(&download).context("output of go mod download")?;
-    let source = download["Dir"].as_str().context("go mod download names no Dir")?;
-    let folder = program.parent().context("the cache has no bin folder")?;
-    fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
-    // Under another name until it is whole: an interrupted build leaves nothing that looks finished.
-    let partial = program.with_extension("partial");
-    process::run(
-        Command::new(&go)
-            .args(["build", "-trimpath", "-ldflags", "-s -w", "-o"])
-            .arg(&partial)
-            .arg("./cmd/jaeger")
-            .current_dir(source),
-    )?;
-    fs::rename(&partial, &program).with_context(|| format!("creating {}", program.display()))?;
-    say(&format!(
-        "Jaeger is ready after {:.0} s",
-        start.elapsed().as_secs_f64()
-    ));
-    Ok(program)
-}
-
-/// A Chromium or Chrome; installed where apt has a real package of it (Ubuntu's only refers to a snap).
-///
-/// # Errors
-/// Says what is missing; callers skip what needs it.
-pub fn chromium() -> Result<PathBuf> {
-    const NAMES: [&str; 4] = [
-        "chromium",
-        "chromium-browser",
-        "google-chrome",
-        "google-chrome-stable",
-    ];
-    let found = || NAMES.iter().find_map(|name| process::find(name));
-    if let Some(program) = found() {
-        return Ok(program);
-    }
-    let debian =
-        fs::read_to_string("/etc/os-release").is_ok_and(|text| text.lines().any(|line| line == "ID=debian"));
-    if !debian {
-        bail!("no Chromium or Chrome in PATH");
-    }
-    apt_install(&["chromium"])?;
-    found().context("the package chromium brought no program of that name")
-}
-
 /// Says what an optional tool came to.
 pub fn optional(name: &str, found: Result<PathBuf>) {
     match found {
@@ -416,77 +347,6 @@ fn sudo_works() -> bool {
         .is_ok_and(|status| status.success())
 }
 
-fn apt_line<'a>(packages: &[&'a str]) -> Vec<&'a str> {
-    let mut line = if is_root() { vec![] } else { vec!["sudo"] };
-    // Another apt may be at work: wait for it. The compiler's recommended packages are not needed.
-    line.extend([
-        "apt-get",
-        "-o",
-        "DPkg::Lock::Timeout=500",
-        "install",
-        "-y",
-        "--no-install-recommends",
-    ]);
-    line.extend(packages);
-    line
-}
-
-/// Whether apt offers the package, after fetching its lists if it does not seem to.
-fn apt_has(package: &str) -> bool {
-    if process::find("apt-get").is_none() {
-        return false;
-    }
-    let known = || {
-        process::output(Command::new("apt-cache").args(["policy", package])).is_ok_and(|text| {
-            text.lines()
-                .any(|line| line.contains("Candidate:") && !line.contains("(none)"))
-        })
-    };
-    if known() {
-        return true;
-    }
-    apt_update();
-    known()
-}
-
-/// Fetches the package lists, once in a run. A failure shows in what is installed next.
-fn apt_update() {
-    static ONCE: std::sync::Once = std::sync::Once::new();
-    ONCE.call_once(|| {
-        if is_root() || sudo_works() {
-            say("package lists (apt-get update)");
-            let mut line = if is_root() { vec![] } else { vec!["sudo"] };
-            line.extend(["apt-get", "-o", "DPkg::Lock::Timeout=500", "update"]);
-            let _ = process::run(Command::new(line[0]).args(&line[1..]));
-        }
-    });
-}
-
-fn apt_install(packages: &[&str]) -> Result<()> {
-    let line = apt_line(packages);
-    if process::find("apt-get").is_none() || !(is_root() || sudo_works()) {
-        bail!(
-            "this needs system packages. Run\n    {}\nand then this command again",
-            line.join(" ")
-        );
-    }
-    say(&format!("{} (apt-get)", packages.join(" ")));
-    let install = || {
-        process::run(
-            Command::new(line[0])
-                .args(&line[1..])
-                .env("DEBIAN_FRONTEND", "noninteractive")
-                // A question would wait for ever where nobody is there to answer.
-                .stdin(Stdio::null()),
-        )
-    };
-    // Lists that are there may be of an older state than the archive: fetched anew after a failure, not before.
-    install().or_else(|_| {
-        apt_update();
-        install()
-    })
-}
-
 fn say(what: &str) {
     eprintln!("set-up: {what}");
 }
@@ -494,16 +354,6 @@ fn say(what: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_apt_line_never_asks_and_waits_for_the_lock() {
-        let line = apt_line(&["one", "two"]).join(" ");
-        assert!(
-            line.ends_with("install -y --no-install-recommends one two"),
-            "{line}"
-        );
-        assert!(line.contains("DPkg::Lock::Timeout="), "{line}");
-    }
 
     #[test]
     fn a_compiler_without_its_llvm_is_none() {
