@@ -65,14 +65,11 @@ fn member((code, comm): (ResultCode, Handle)) -> Rank {
     }
 }
 
-/// Every collective of a communicator works.
+/// Data goes all the way round the communicator.
 #[track_caller]
 fn works(rank: &Rank) {
-    for function in common::COLLECTIVES {
-        for count in [7, 40_000] {
-            Call::new(function, count).check(rank, false);
-        }
-    }
+    Call::new(Function::AllReduce, 5000).check(rank, false);
+    Call::new(Function::AllGather, 7).check(rank, false);
 }
 
 fn id(rank: &Rank) -> u64 {
@@ -216,8 +213,8 @@ fn one_thread_splits_all_its_ranks_in_a_group() {
         member.synchronize();
         assert_eq!(*data, [2.0; 8]);
     }
-    // SAFETY: live communicators.
     for comm in comms {
+        // SAFETY: a live communicator.
         ok(unsafe { abi::ncclCommDestroy(comm) });
     }
     members.into_iter().for_each(Rank::leave);

@@ -306,21 +306,6 @@ fn abort_alone() {
     println!("nothing left");
 }
 
-/// Runs an ignored test of this file in a process of its own.
-fn alone(test: &str, change: impl FnOnce(&mut Command)) -> String {
-    let mut command = Command::new(env::current_exe().unwrap());
-    command.args(["--exact", test, "--ignored", "--nocapture"]);
-    change(&mut command);
-    let output = command.output().unwrap();
-    let text = format!(
-        "{}{}",
-        String::from_utf8_lossy(&output.stdout),
-        String::from_utf8_lossy(&output.stderr)
-    );
-    assert!(output.status.success(), "{text}");
-    text
-}
-
 #[test]
 fn abort_returns_and_leaves_nothing() {
     let text = alone("abort_alone", |command| {

@@ -460,3 +460,19 @@ pub fn settled(comm: Handle) -> ResultCode {
         thread::yield_now();
     }
 }
+
+/// Runs an ignored test of this binary in a process of its own.
+#[track_caller]
+pub fn alone(test: &str, change: impl FnOnce(&mut Command)) -> String {
+    let mut command = Command::new(env::current_exe().unwrap());
+    command.args(["--exact", test, "--ignored", "--nocapture"]);
+    change(&mut command);
+    let output = command.output().unwrap();
+    let text = format!(
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    assert!(output.status.success(), "{text}");
+    text
+}

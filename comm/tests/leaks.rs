@@ -1,0 +1,314 @@
+//! Communicators leave nothing behind: no thread, descriptor, mapping or file, whatever order they come and go in.
+
+mod common;
+
+use std::{
+    collections::BTreeMap,
+    ffi::c_int,
+    fs,
+    ptr::{null, null_mut},
+    thread,
+    time::{Duration, Instant},
+};
+
+use common::{Call, Rank, alone, config, host, ok, unique_id};
+use ringsight_comm::{abi, communicator::Handle, error::ResultCode};
+use ringsight_records::Function;
+
+/// Communicators (each rank is one) that the test makes.
+const COMMUNICATORS: usize = 1000;
+/// The most that live at the same time.
+const LIVE: usize = 24;
+const SEED: u64 = 0x5eed_0001;
+
+/// xorshift64*: the same numbers each time.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: usize) -> usize {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) as usize % limit
+    }
+
+    fn one_in(&mut self, chances: usize) -> bool {
+        self.below(chances) == 0
+    }
+}
+
+/// What the process holds, by name, with how many of each.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Holdings(BTreeMap<String, usize>);
+
+impl Holdings {
+    fn now() -> Self {
+        let mut holdings = Self::default();
+        let names = |path: &str| {
+            let entries = fs::read_dir(path).unwrap();
+            entries.filter_map(Result::ok).map(|entry| entry.path())
+        };
+        for task in names("/proc/self/task") {
+            if let Ok(name) = fs::read_to_string(task.join("comm")) {
+                holdings.add(format!("thread {}", name.trim()));
+            }
+        }
+        for fd in names("/proc/self/fd") {
+            // The descriptor of this listing is gone by now.
+            if let Ok(target) = fs::read_link(fd) {
+                // Of sockets and pipes the number is not always the same.
+                let target = target.display().to_string();
+                let kind = target.split(":[").next().unwrap_or_default();
+                holdings.add(format!("descriptor of {kind}"));
+            }
+        }
+        for line in fs::read_to_string("/proc/self/maps").unwrap().lines() {
+            // Files only: the allocator keeps anonymous memory as it likes.
+            if let Some((_, name)) = line.split_once('/') {
+                holdings.add(format!("mapping of /{name}"));
+            }
+        }
+        for path in ["/dev/shm", "/tmp"] {
+            for file in names(path).filter(|file| file.display().to_string().contains("ringsight")) {
+                holdings.add(format!("file {}", file.display()));
+            }
+        }
+        holdings
+    }
+
+    fn add(&mut self, name: String) {
+        *self.0.entry(name).or_default() += 1;
+    }
+
+    /// What there is more of than in `before`.
+    fn beyond(&self, before: &Self) -> BTreeMap<&str, usize> {
+        let more = |name: &String, count: &usize| count.saturating_sub(*before.0.get(name).unwrap_or(&0));
+        self.0
+            .iter()
+            .map(|(name, count)| (name.as_str(), more(name, count)))
+            .filter(|(_, more)| *more > 0)
+            .collect()
+    }
+}
+
+/// All ranks of one communicator, in this thread.
+struct Set {
+    ranks: Vec<Handle>,
+    /// Its operations were terminated: it can only go.
+    revoked: bool,
+}
+
+fn group(body: impl FnOnce()) {
+    // SAFETY: no arguments.
+    ok(unsafe { abi::ncclGroupStart() });
+    body();
+    // SAFETY: no arguments.
+    ok(unsafe { abi::ncclGroupEnd() });
+}
+
+impl Set {
+    fn new(size: usize) -> Self {
+        let mut ranks = vec![Handle(0); size];
+        // SAFETY: as many places as ranks.
+        ok(unsafe { abi::ncclCommInitAll(ranks.as_mut_ptr(), size as c_int, null()) });
+        Self { ranks, revoked: false }
+    }
+
+    /// Ranks as they are split by colour, without those that get none.
+    fn split(&self, random: &mut Random) -> Vec<Set> {
+        let colors: Vec<c_int> = self.ranks.iter().map(|_| random.below(3) as c_int - 1).collect();
+        let mut children = vec![Handle(0); self.ranks.len()];
+        group(|| {
+            for ((comm, color), child) in self.ranks.iter().zip(&colors).zip(&mut children) {
+                // SAFETY: a valid place until the group has ended.
+                ok(unsafe { abi::ncclCommSplit(*comm, *color, 0, child, null_mut()) });
+            }
+        });
+        let of_color = |color: c_int| -> Vec<Handle> {
+            let pairs = colors.iter().zip(&children);
+            pairs.filter(|(theirs, _)| **theirs == color).map(|(_, child)| *child).collect()
+        };
+        [0, 1]
+            .into_iter()
+            .map(|color| Set {
+                ranks: of_color(color),
+                revoked: false,
+            })
+            .filter(|set| !set.ranks.is_empty())
+            .collect()
+    }
+
+    /// All ranks but the last.
+    fn shrink(&mut self, terminate: bool) -> Set {
+        let mut excluded = [self.ranks.len() as c_int - 1];
+        let mut children = vec![Handle(0); self.ranks.len() - 1];
+        group(|| {
+            for (comm, child) in self.ranks.iter().zip(&mut children) {
+                // SAFETY: valid places until the group has ended.
+                ok(unsafe {
+                    abi::ncclCommShrink(*comm, excluded.as_mut_ptr(), 1, child, null_mut(), terminate.into())
+                });
+            }
+        });
+        self.revoked |= terminate;
+        Set {
+            ranks: children,
+            revoked: false,
+        }
+    }
+
+    fn all_reduce(&self) {
+        let mut data = vec![[1f32; 100]; self.ranks.len()];
+        let size = self.ranks.len();
+        let ranks: Vec<Rank> = (0..size)
+            .map(|rank| Rank {
+                comm: self.ranks[rank],
+                rank,
+                ranks: size,
+                stream: host().stream_create().unwrap(),
+            })
+            .collect();
+        group(|| {
+            for (rank, data) in ranks.iter().zip(&mut data) {
+                let at = data.as_mut_ptr().cast();
+                ok(rank.call(&Call::new(Function::AllReduce, 100), at, at));
+            }
+        });
+        for rank in ranks {
+            rank.synchronize();
+            host().stream_destroy(rank.stream).unwrap();
+        }
+        assert!(data.iter().flatten().all(|value| *value == size as f32));
+    }
+
+    /// Each rank on its own: destroyed, or aborted.
+    fn end(self, random: &mut Random) {
+        for comm in self.ranks {
+            // SAFETY: live communicators.
+            unsafe {
+                match random.below(4) {
+                    0 => ok(abi::ncclCommAbort(comm)),
+                    1 if !self.revoked => {
+                        ok(abi::ncclCommFinalize(comm));
+                        ok(abi::ncclCommDestroy(comm));
+                    }
+                    _ => ok(abi::ncclCommDestroy(comm)),
+                }
+            }
+        }
+    }
+}
+
+/// A rank whose peer never comes, aborted while it waits.
+fn in_vain() {
+    let (id, mut comm) = (unique_id(), Handle(0));
+    let mut settings = config();
+    settings.blocking = 0;
+    // SAFETY: valid places.
+    unsafe {
+        let code = abi::ncclCommInitRankConfig(&raw mut comm, 2, id, 0, &raw mut settings);
+        assert_eq!(code, ResultCode::InProgress);
+        ok(abi::ncclCommAbort(comm));
+        // If it was aborted before it reached the root, that still waits for the first rank: let it be this one.
+        if abi::ncclCommInitRank(&raw mut comm, 1, id, 0) == ResultCode::Success {
+            ok(abi::ncclCommDestroy(comm));
+        }
+    }
+}
+
+/// Makes at least `count` communicators and ends them all.
+fn come_and_go(count: usize, random: &mut Random) {
+    let mut sets: Vec<Set> = Vec::new();
+    let mut made = 0;
+    while made < count {
+        let live: usize = sets.iter().map(|set| set.ranks.len()).sum();
+        if sets.is_empty() || live < LIVE && random.one_in(2) {
+            let set = Set::new(1 + random.below(4));
+            made += set.ranks.len();
+            sets.push(set);
+            continue;
+        }
+        let chosen = random.below(sets.len());
+        match random.below(8) {
+            0 | 1 if live < LIVE => {
+                let children = sets[chosen].split(random);
+                made += children.iter().map(|child| child.ranks.len()).sum::<usize>();
+                sets.extend(children);
+            }
+            2 if live < LIVE && sets[chosen].ranks.len() > 1 => {
+                let terminate = random.one_in(2);
+                let child = sets[chosen].shrink(terminate);
+                made += child.ranks.len();
+                sets.push(child);
+            }
+            3 => {
+                in_vain();
+                made += 1;
+            }
+            4 if !sets[chosen].revoked => sets[chosen].all_reduce(),
+            5 if !sets[chosen].revoked => {
+                for comm in &sets[chosen].ranks {
+                    // SAFETY: a live communicator.
+                    ok(unsafe { abi::ncclCommRevoke(*comm, 0) });
+                }
+                sets[chosen].revoked = true;
+            }
+            _ => sets.swap_remove(chosen).end(random),
+        }
+    }
+    for set in sets {
+        set.end(random);
+    }
+}
+
+/// What the process holds once nothing ends any more: threads that have been told to end need a moment.
+fn steady() -> Holdings {
+    let mut last = (Holdings::now(), Instant::now());
+    while last.1.elapsed() < Duration::from_secs(1) {
+        let now = Holdings::now();
+        if now != last.0 {
+            last = (now, Instant::now());
+        }
+        thread::yield_now();
+    }
+    last.0
+}
+
+#[test]
+#[ignore = "lists what this process holds: run alone, by `a_thousand_communicators_leave_nothing`"]
+fn thousand_alone() {
+    host();
+    let mut random = Random(SEED);
+    // What stays for the life of the process is made by the first ones.
+    come_and_go(20, &mut random);
+    let settle = |before: &Holdings| {
+        // Threads that have been told to end may need a moment to do it.
+        let end = Instant::now() + Duration::from_secs(10);
+        loop {
+            let now = Holdings::now();
+            let beyond = now.beyond(before);
+            if beyond.is_empty() {
+                return;
+            }
+            assert!(Instant::now() < end, "left behind: {beyond:#?}");
+            thread::yield_now();
+        }
+    };
+    let before = steady();
+    let begin = Instant::now();
+    come_and_go(COMMUNICATORS, &mut random);
+    settle(&before);
+    println!("nothing left of {COMMUNICATORS} after {:.1} s", begin.elapsed().as_secs_f64());
+}
+
+#[test]
+fn a_thousand_communicators_leave_nothing() {
+    let text = alone("thousand_alone", |command| {
+        command
+            .env("RINGSIGHT_DEVICE", "host")
+            .env("NCCL_SOCKET_IFNAME", "lo")
+            .arg("--test-threads=1");
+    });
+    let told = text.lines().find(|line| line.contains("nothing left"));
+    println!("{}", told.expect("it says so"));
+}
