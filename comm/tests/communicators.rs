@@ -13,7 +13,7 @@ use std::{
 use common::{Call, Rank, config, fails, host, last_error, ok, on_ranks, settled, state, unique_id};
 use ringsight_comm::{
     abi::{self, UniqueIdBytes},
-    communicator::Handle,
+    communicator::{Handle, lookup},
     error::ResultCode,
 };
 use ringsight_records::Function;
@@ -305,4 +305,89 @@ fn aborting_one_releases_the_group_that_makes_it() {
     abort(comms[1]);
     // SAFETY: null is fine.
     ok(unsafe { abi::ncclCommAbort(Handle(null_mut::<u8>() as usize)) });
+}
+
+#[test]
+fn ranks_meet_over_several_roots() {
+    host();
+    let ids = [(); 3].map(|()| unique_id());
+    let comm_ids = thread::scope(|scope| {
+        let threads: Vec<_> = (0..5)
+            .map(|rank| {
+                scope.spawn(move || {
+                    host().set_current(rank as i32).unwrap();
+                    let mut comm = Handle(0);
+                    // SAFETY: valid places.
+                    ok(unsafe {
+                        abi::ncclCommInitRankScalable(
+                            &raw mut comm,
+                            5,
+                            rank as c_int,
+                            3,
+                            ids.as_ptr(),
+                            null_mut(),
+                        )
+                    });
+                    let stream = host().stream_create().unwrap();
+                    let rank = Rank {
+                        comm,
+                        rank,
+                        ranks: 5,
+                        stream,
+                    };
+                    Call::new(Function::AllGather, 100).check(&rank, false);
+                    let id = lookup(comm).unwrap().id;
+                    rank.leave();
+                    id
+                })
+            })
+            .collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap())
+            .collect::<Vec<u64>>()
+    });
+    assert!(comm_ids.iter().all(|id| *id == comm_ids[0]));
+}
+
+#[test]
+fn scalable_inits_are_checked() {
+    host();
+    let ids = [UniqueIdBytes([0; 128]); 2];
+    let refused = |count, ids, text: &str| {
+        let mut comm = Handle(0);
+        // SAFETY: valid places.
+        let code = unsafe { abi::ncclCommInitRankScalable(&raw mut comm, 2, 0, count, ids, null_mut()) };
+        fails(code, ARGUMENT, text);
+    };
+    refused(0, ids.as_ptr(), "nId (0)");
+    refused(3, ids.as_ptr(), "nId (3)");
+    refused(1, std::ptr::null(), "commIds is NULL");
+    refused(2, ids.as_ptr(), "unique id");
+}
+
+#[test]
+fn all_ranks_of_a_process_need_a_device_each() {
+    host();
+    let refused = |devices: &[c_int], code: ResultCode, text: &str| {
+        let mut comms = [Handle(0); 4];
+        // SAFETY: as many places as devices.
+        let made =
+            unsafe { abi::ncclCommInitAll(comms.as_mut_ptr(), devices.len() as c_int, devices.as_ptr()) };
+        fails(made, code, text);
+        assert_eq!(comms, [Handle(0); 4]);
+    };
+    refused(&[0, 2, 0], USAGE, "devlist[2] (0)");
+    refused(&[1, -1], ARGUMENT, "devlist[1] (-1)");
+    let mut comms = [Handle(0); 2];
+    // SAFETY: as many places as devices.
+    unsafe {
+        ok(abi::ncclCommInitAll(comms.as_mut_ptr(), 2, [5, 3].as_ptr()));
+        for (comm, device) in comms.into_iter().zip([5, 3]) {
+            let mut number = -1;
+            ok(abi::ncclCommCuDevice(comm, &raw mut number));
+            assert_eq!(number, device);
+            ok(abi::ncclCommDestroy(comm));
+        }
+    }
 }

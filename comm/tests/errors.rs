@@ -3,9 +3,7 @@
 mod common;
 
 use std::{
-    env,
     ffi::CStr,
-    process::Command,
     ptr::{null, null_mut},
     sync::{
         Mutex,
@@ -14,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{Call, Rank, config, fails, host, last_error, ok, on_ranks, unique_id};
+use common::{Call, Rank, alone, config, fails, host, last_error, ok, on_ranks, unique_id};
 use ringsight_comm::{
     abi::{self, NcclConfig, UniqueIdBytes},
     communicator::Handle,

@@ -69,7 +69,7 @@ fn place_of(rank: c_int, ranks: c_int) -> Result<(u32, u32)> {
 unsafe fn init_rank(
     comm: *mut Handle,
     ranks: c_int,
-    id: UniqueIdBytes,
+    ids: Vec<[u8; 128]>,
     rank: c_int,
     device_number: Option<c_int>,
     config: Result<Config>,
@@ -86,7 +86,7 @@ unsafe fn init_rank(
     let handle = communicator::reserve(life.clone());
     let job = InitJob {
         life: life.clone(),
-        id: id.0,
+        ids,
         ranks,
         rank,
         device: device_number,
@@ -140,7 +140,7 @@ entry! {
     /// Makes one rank of a communicator on the current device.
     ncclCommInitRank, pncclCommInitRank(comm: *mut Handle, nranks: c_int, commId: UniqueIdBytes, rank: c_int) {
         // SAFETY: null or valid, says the entry point's contract.
-        in_group(unsafe { init_rank(comm, nranks, commId, rank, None, Config::default().overridden()) })
+        in_group(unsafe { init_rank(comm, nranks, vec![commId.0], rank, None, Config::default().overridden()) })
     }
 }
 
@@ -151,8 +151,33 @@ entry! {
     ) {
         // SAFETY: null or valid, says the entry point's contract.
         in_group(unsafe {
-            init_rank(comm, nranks, commId, rank, None, choices(settings, Config::default()))
+            init_rank(comm, nranks, vec![commId.0], rank, None, choices(settings, Config::default()))
         })
+    }
+}
+
+entry! {
+    /// As [`ncclCommInitRankConfig`], with the ranks spread over the roots of `nId` unique ids.
+    ncclCommInitRankScalable, pncclCommInitRankScalable(
+        comm: *mut Handle, nranks: c_int, rank: c_int, nId: c_int, commIds: *const UniqueIdBytes,
+        settings: *mut NcclConfig,
+    ) {
+        let ids = || {
+            let count = usize::try_from(nId).ok().filter(|count| *count > 0 && nId <= nranks);
+            let count = count.ok_or_else(|| {
+                Error::argument(format!("nId ({nId}) is not between 1 and nranks ({nranks})"))
+            })?;
+            if commIds.is_null() {
+                return Err(Error::argument("commIds is NULL"));
+            }
+            // Bytes, which need no alignment.
+            // SAFETY: `nId` ids of 128 bytes, says the entry point's contract.
+            Ok(unsafe { std::slice::from_raw_parts(commIds.cast::<[u8; 128]>(), count) }.to_vec())
+        };
+        // SAFETY: null or valid, says the entry point's contract.
+        in_group(ids().and_then(|ids| unsafe {
+            init_rank(comm, nranks, ids, rank, None, choices(settings, Config::default()))
+        }))
     }
 }
 
@@ -186,7 +211,7 @@ entry! {
             let number = devices.map_or(rank as c_int, |devices| devices[rank]);
             // SAFETY: `comms` has `ndev` entries, says the entry point's contract.
             unsafe {
-                init_rank(comms.add(rank), ndev, id, rank as c_int, Some(number), config.clone())
+                init_rank(comms.add(rank), ndev, vec![id.0], rank as c_int, Some(number), config.clone())
             }
         });
         // Also when a call failed: the group has to end.

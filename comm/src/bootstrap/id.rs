@@ -22,7 +22,7 @@ pub struct UniqueId {
     /// Secret of this rendezvous.
     pub(super) cookie: u64,
     /// `NCCL_COMM_ID` gave the address: rank 0 starts the root when it joins.
-    pub(super) fixed: bool,
+    pub(crate) fixed: bool,
 }
 
 impl UniqueId {

@@ -27,8 +27,8 @@ use crate::{
 pub struct InitJob {
     /// What its handle stands for.
     pub life: Arc<Lifecycle>,
-    /// The 128 bytes that the ranks share.
-    pub id: [u8; UniqueId::BYTES],
+    /// The 128 bytes that the ranks share, or several of them, the same in the same order on all ranks.
+    pub ids: Vec<[u8; UniqueId::BYTES]>,
     /// Ranks.
     pub ranks: u32,
     /// This one.
@@ -40,8 +40,8 @@ pub struct InitJob {
 }
 
 /// The id of a communicator: the same on every rank, never 0.
-fn communicator_id(id: &[u8; UniqueId::BYTES], ranks: u32) -> u64 {
-    fnv1a(&[&id[..], &ranks.to_le_bytes()].concat()).max(1)
+fn communicator_id(ids: &[[u8; UniqueId::BYTES]], ranks: u32) -> u64 {
+    fnv1a(&[ids.as_flattened(), &ranks.to_le_bytes()].concat()).max(1)
 }
 
 /// The checks of a rank whose control messages go over `bootstrap`; what they find ends up in `life`.
@@ -81,11 +81,19 @@ impl InitJob {
             config: &self.config,
             start_ns: observe::now_ns(),
         };
-        let unique_id = UniqueId::from_bytes(&self.id)?;
+        let mut ids = self
+            .ids
+            .iter()
+            .map(UniqueId::from_bytes)
+            .collect::<std::result::Result<Vec<_>, _>>()?;
+        if ids.iter().any(|id| id.fixed) {
+            // NCCL_COMM_ID names one root, whatever number of ids was asked for.
+            ids.truncate(1);
+        }
         making.enter_device()?;
         let context = |error: Error| error.within(&format!("rank {} of {}", self.rank, self.ranks));
-        let bootstrap = Bootstrap::init(
-            &unique_id,
+        let bootstrap = Bootstrap::init_scalable(
+            &ids,
             self.rank,
             self.ranks,
             self.life.abort_word().clone(),
@@ -93,7 +101,7 @@ impl InitJob {
         )
         .map_err(|error| context(error.into()))?;
         making
-            .complete(bootstrap, communicator_id(&self.id, self.ranks))
+            .complete(bootstrap, communicator_id(&self.ids, self.ranks))
             .map_err(context)
     }
 }
@@ -264,8 +272,9 @@ mod tests {
     #[test]
     fn the_id_depends_on_unique_id_and_size() {
         let (a, b) = ([1; 128], [2; 128]);
-        assert_eq!(communicator_id(&a, 4), communicator_id(&a, 4));
-        assert_ne!(communicator_id(&a, 4), communicator_id(&b, 4));
-        assert_ne!(communicator_id(&a, 4), communicator_id(&a, 5));
+        assert_eq!(communicator_id(&[a], 4), communicator_id(&[a], 4));
+        assert_ne!(communicator_id(&[a], 4), communicator_id(&[b], 4));
+        assert_ne!(communicator_id(&[a], 4), communicator_id(&[a], 5));
+        assert_ne!(communicator_id(&[a], 4), communicator_id(&[a, b], 4));
     }
 }
