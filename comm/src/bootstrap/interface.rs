@@ -71,18 +71,26 @@ fn family() -> Option<String> {
     env::text("NCCL_SOCKET_FAMILY")
 }
 
-fn choose(interfaces: &[Interface], filter: Option<&str>, family: Option<&str>) -> Result<Interface> {
-    let family_admits = |address: &SocketAddr| match family.map(str::trim) {
+/// Whether `NCCL_SOCKET_FAMILY` allows an address.
+pub(super) fn family_admits(address: &SocketAddr) -> Result<bool> {
+    admits(family().as_deref(), address)
+}
+
+fn admits(family: Option<&str>, address: &SocketAddr) -> Result<bool> {
+    match family.map(str::trim) {
         Some("AF_INET") => Ok(address.is_ipv4()),
         Some("AF_INET6") => Ok(address.is_ipv6()),
         None | Some("") => Ok(true),
         Some(other) => Err(Error::InvalidArgument(format!(
             "NCCL_SOCKET_FAMILY={other}: neither AF_INET nor AF_INET6"
         ))),
-    };
+    }
+}
+
+fn choose(interfaces: &[Interface], filter: Option<&str>, family: Option<&str>) -> Result<Interface> {
     let mut admitted = Vec::new();
     for interface in interfaces {
-        if family_admits(&interface.address)?
+        if admits(family, &interface.address)?
             && filter.is_none_or(|f| Filter::parse(f).admits(&interface.name))
         {
             admitted.push(interface);

@@ -101,12 +101,24 @@ pub fn create_root() -> Result<UniqueId> {
 
 /// The id of `NCCL_COMM_ID`: its secret is no secret, since every rank has to come to the same one by itself.
 fn fixed_id(text: &str) -> Result<UniqueId> {
-    let invalid =
-        |why: &str| Error::InvalidArgument(format!("NCCL_COMM_ID={text}: {why}; expected host:port"));
-    let mut found = text
+    let invalid = |why: &str| {
+        Error::InvalidArgument(format!(
+            "NCCL_COMM_ID={text}: {why}; expected host:port, [address]:port for IPv6"
+        ))
+    };
+    let found = text
         .to_socket_addrs()
         .map_err(|error| invalid(&error.to_string()))?;
-    let address = found.next().ok_or_else(|| invalid("the host has no address"))?;
+    // A host may have addresses of both families.
+    let mut wanted = Vec::new();
+    for address in found {
+        if interface::family_admits(&address)? {
+            wanted.push(address);
+        }
+    }
+    let Some(address) = wanted.first().copied() else {
+        return Err(invalid("the host has no address of the family that is wanted"));
+    };
     if address.port() == 0 {
         return Err(invalid("port 0"));
     }
@@ -176,6 +188,7 @@ impl Bootstrap {
         abort: Arc<AbortWord>,
         timeout: Duration,
     ) -> Result<Self> {
+        sys::raise_descriptor_limit();
         let joined = rendezvous::join(ids, rank, ranks, &abort, timeout)?;
         let ours = (rank, joined.cookie, joined.table);
         Self::open(ours, joined.listener, joined.local_ip, abort, timeout)

@@ -18,6 +18,9 @@ use crate::observe;
 /// How much longer than the time-out a rank waits for the root to say who is missing.
 const ROOT_GRACE: Duration = Duration::from_secs(1);
 
+/// How long the address of `NCCL_COMM_ID` may stay taken.
+const FIXED_PATIENCE: Duration = Duration::from_secs(5);
+
 /// Which of `roots` roots `rank` of `ranks` goes to: blocks of ranks one after the other, the first `ranks % roots` of
 /// them one rank larger (NCCL's rule). `roots` is between 1 and `ranks`.
 #[must_use]
@@ -69,11 +72,11 @@ pub(super) fn join(
     let root = root_of(rank, ranks, ids.len() as u32);
     let is_first = rank == 0 || root_of(rank - 1, ranks, ids.len() as u32) != root;
     let id = ids[root as usize];
+    let deadline = Instant::now() + timeout + ROOT_GRACE;
     if id.fixed && is_first {
-        root::serve(listen_at(id.address)?, id.cookie)?;
+        root::serve(listen_fixed(id.address, abort)?, id.cookie)?;
     }
     let all: Vec<u8> = ids.iter().flat_map(UniqueId::to_bytes).collect();
-    let deadline = Instant::now() + timeout + ROOT_GRACE;
     let mut listening: Option<(TcpListener, SocketAddr)> = None;
     loop {
         let stream = reach_root(&id, abort, deadline)?;
@@ -117,6 +120,18 @@ pub(super) fn join(
                 let text = format!("rank {lost} came and went away before all {ranks} ranks were there");
                 return Err(Error::PeerLost { rank: lost, text });
             }
+            // The root of the communicator before this one, at the same fixed address, is about to end.
+            Some(Answer::Unknown) if id.fixed && Instant::now() < deadline => {
+                thread::sleep(sys::ABORT_CHECK);
+                continue;
+            }
+            Some(Answer::Unknown) => {
+                return Err(Error::Protocol(format!(
+                    "no ranks are awaited at {} under this unique id: it has been used already, or its process \
+                     has ended and another one listens there",
+                    id.address
+                )));
+            }
             Some(Answer::Refused(text)) => {
                 return Err(Error::Protocol(format!(
                     "the root at {} refuses: {text}",
@@ -139,6 +154,23 @@ pub(super) fn join(
             listener,
             local_ip: address.ip(),
         });
+    }
+}
+
+/// Listens at the address of `NCCL_COMM_ID`. The root of the communicator before this one may be about to leave it.
+fn listen_fixed(address: SocketAddr, abort: &AbortWord) -> Result<TcpListener> {
+    let deadline = Instant::now() + FIXED_PATIENCE;
+    loop {
+        match listen_at(address) {
+            Err(Error::System { source, .. })
+                if source.kind() == io::ErrorKind::AddrInUse
+                    && Instant::now() < deadline
+                    && !abort.is_set() =>
+            {
+                thread::sleep(sys::ABORT_CHECK);
+            }
+            outcome => return outcome,
+        }
     }
 }
 

@@ -24,7 +24,7 @@ use super::{
     system,
     wire::{ANSWER_HEADER, Answer, DOWNWARD_HEADER, EVERYONE, Hello, Joining, MAX_RANKS, Upward},
 };
-use crate::observe;
+use crate::{log, observe};
 
 /// How long somebody may take to read an answer before its connection is closed.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
@@ -267,6 +267,7 @@ impl Root {
 
     /// Somebody has said hello, or something else.
     fn welcome(&mut self, stream: TcpStream, bytes: &[u8]) {
+        let from = stream.peer_addr();
         let link = Link::accepted(0, stream);
         let refusal = match Hello::parse(bytes) {
             Ok((cookie, hello)) if self.registry.open().cookies.contains(&cookie) => match hello {
@@ -278,17 +279,18 @@ impl Root {
                     self.enter(link, cookie, Role::Relay(Vec::new()));
                     return;
                 }
-                Hello::Peer { .. } => "a rank's connection that came to a root".to_owned(),
+                Hello::Peer { .. } => Answer::Refused("a rank's connection that came to a root".to_owned()),
             },
-            Ok(_) => "no ranks are awaited under this unique id: it has been used already, or is another \
-                      process's"
-                .to_owned(),
-            Err(stranger) => stranger.text(),
+            Ok(_) => Answer::Unknown,
+            Err(stranger) => Answer::Refused(stranger.text()),
         };
         // What it has said on is not read, but would make the system discard our answer.
         let _ = link.read(&mut [0; 512]);
+        if let Ok(from) = from {
+            tracing::info!(target: log::BOOTSTRAP, "Bootstrap : root refuses {from}: {refusal:?}");
+        }
         let by = self.enter(link, 0, Role::Done(Instant::now() + ANSWER_PATIENCE));
-        self.answer(by, None, &Answer::Refused(refusal));
+        self.answer(by, None, &refusal);
     }
 
     /// Gives an answer to a rank over a connection, its own (`relayed` is `None`) or its relay's.
@@ -472,7 +474,7 @@ impl Root {
             match Upward::parse(&message) {
                 Some(Upward::Joined(joining)) => self.join(cookie, joining, id, true),
                 Some(Upward::Gone(joining)) => {
-                    self.lost(cookie, |rank, member| rank == joining.rank && member.by == id)
+                    self.lost(cookie, |rank, member| rank == joining.rank && member.by == id);
                 }
                 None => return false,
             }

@@ -119,6 +119,26 @@ pub(crate) fn connect_start(address: &SocketAddr) -> io::Result<TcpStream> {
     Ok(stream)
 }
 
+/// Raises the process's limit of open files to what it may raise it to, as NCCL does: a rank has about
+/// 15 descriptors, and ranks may be threads of one process. Done once; what the caller sets later stays.
+pub(crate) fn raise_descriptor_limit() {
+    static RAISED: std::sync::Once = std::sync::Once::new();
+    RAISED.call_once(|| {
+        let mut limit = libc::rlimit {
+            rlim_cur: 0,
+            rlim_max: 0,
+        };
+        // SAFETY: a valid place.
+        let known = check(unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) });
+        if known.is_ok() && limit.rlim_cur < limit.rlim_max {
+            limit.rlim_cur = limit.rlim_max;
+            // If it is refused, what needs descriptors says so.
+            // SAFETY: a valid limit.
+            unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
+        }
+    });
+}
+
 /// Lets as many connections wait at a listener as the system allows (`net.core.somaxconn`); the standard library asks
 /// for 128.
 pub(crate) fn deepen_queue(listener: &impl AsRawFd) -> io::Result<()> {

@@ -234,6 +234,8 @@ pub(super) enum Answer {
     Lost(u32),
     /// You cannot take part, because.
     Refused(String),
+    /// No ranks are awaited under this unique id.
+    Unknown,
 }
 
 /// Bytes before an answer's payload.
@@ -246,6 +248,7 @@ impl Answer {
             Self::Missing(ranks) => (2, ranks.iter().flat_map(|rank| rank.to_le_bytes()).collect()),
             Self::Lost(rank) => (3, rank.to_le_bytes().into()),
             Self::Refused(text) => (4, text.clone().into_bytes()),
+            Self::Unknown => (5, Vec::new()),
         };
         let mut bytes = Vec::with_capacity(ANSWER_HEADER + payload.len());
         bytes.extend(kind.to_le_bytes());
@@ -277,6 +280,7 @@ impl Answer {
             }
             3 => Some(Self::Lost(word(payload, 0).filter(|_| payload.len() == 4)?)),
             4 => Some(Self::Refused(String::from_utf8_lossy(payload).into_owned())),
+            5 if payload.is_empty() => Some(Self::Unknown),
             _ => None,
         }
     }
@@ -544,7 +548,7 @@ mod tests {
         #[test]
         fn answers_survive(table in proptest::collection::vec((any::<[u8; 4]>(), 1u16..), 0..9), ranks: Vec<u32>) {
             let table = table.into_iter().map(SocketAddr::from).collect();
-            for answer in [Answer::Table(table), Answer::Missing(ranks), Answer::Lost(3), Answer::Refused("no".into())] {
+            for answer in [Answer::Table(table), Answer::Missing(ranks), Answer::Lost(3), Answer::Refused("no".into()), Answer::Unknown] {
                 let bytes = answer.encode();
                 prop_assert_eq!(Answer::missing(&bytes), Some(0));
                 prop_assert_eq!(Answer::parse(&bytes), Some(answer));

@@ -8,6 +8,8 @@ use super::*;
 
 const SHORT: Duration = Duration::from_millis(400);
 const LONG: Duration = Duration::from_secs(30);
+/// How soon the abort word ends a wait: within 100 ms, and more on a machine that is busy with something else.
+const RELEASED: Duration = Duration::from_secs(2);
 
 fn root() -> UniqueId {
     // On loopback, whatever interfaces the machine has and whatever other tests do to the environment.
