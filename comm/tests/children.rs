@@ -10,7 +10,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{Call, Rank, config, fails, host, last_error, ok, on_ranks, settled, unique_id};
+use common::{
+    Call, Rank, config, fails, host, last_error, ok, on_ranks, rank_of_process, run_processes, settled,
+    unique_id,
+};
 use ringsight_comm::{
     abi::{self, NcclConfig},
     communicator::{Handle, lookup},
@@ -457,4 +460,76 @@ fn aborting_the_parent_aborts_the_split() {
             });
         }
     });
+}
+
+#[test]
+fn children_in_processes_of_two_nodes() {
+    run_processes("child_worker", 4, 2);
+}
+
+#[test]
+#[ignore = "a rank of `children_in_processes_of_two_nodes`"]
+fn child_worker() {
+    let Some(rank) = rank_of_process() else { return };
+    // Across the nodes, and within them.
+    let across = member(split(&rank, (rank.rank % 2) as c_int, 0, null_mut()));
+    let within = member(split(&rank, (rank.rank / 2) as c_int, 0, null_mut()));
+    for child in [across, within, rank] {
+        works(&child);
+    }
+    rank.leave();
+    works(&across);
+    across.leave();
+    within.leave();
+    println!("rank done");
+}
+
+#[test]
+fn a_dead_rank_is_excluded() {
+    for nodes in [1, 2] {
+        run_processes("survivor_worker", 4, nodes);
+    }
+}
+
+#[test]
+#[ignore = "a rank of `a_dead_rank_is_excluded`"]
+fn survivor_worker() {
+    let Some(rank) = rank_of_process() else { return };
+    works(&rank);
+    let comm = lookup(rank.comm).unwrap();
+    if rank.rank == 1 {
+        // Not before the others have what it sent.
+        for other in [0, 2, 3] {
+            comm.bootstrap().recv(other, 1).unwrap();
+        }
+        println!("rank done");
+        // SAFETY: ends the process, which says goodbye to nobody.
+        unsafe { libc::_exit(0) };
+    }
+    comm.bootstrap().send(1, 1, &[]).unwrap();
+    drop(comm);
+    // Into a collective that the dead rank is missing from, unless its death is known already.
+    let mut data = vec![1f32; 1 << 20];
+    let at = data.as_mut_ptr().cast();
+    let code = rank.call(&Call::new(Function::AllReduce, data.len()), at, at);
+    assert!(
+        matches!(code, ResultCode::Success | ResultCode::RemoteError),
+        "{}",
+        last_error()
+    );
+    let end = Instant::now() + Duration::from_secs(30);
+    while common::state(rank.comm) == ResultCode::Success {
+        assert!(Instant::now() < end, "nobody has noticed");
+        thread::yield_now();
+    }
+    let (code, child) = shrink(&rank, &[1], null_mut(), 0);
+    fails(code, ResultCode::RemoteError, "NCCL_SHRINK_ABORT");
+    assert_eq!(child, Handle(0));
+    let child = member(shrink(&rank, &[1], null_mut(), 1));
+    rank.synchronize();
+    assert_eq!((child.rank, child.ranks), ([0, 9, 1, 2][rank.rank], 3));
+    works(&child);
+    child.leave();
+    rank.leave();
+    println!("rank done");
 }
