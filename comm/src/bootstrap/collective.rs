@@ -10,11 +10,11 @@ use ringsight_kernels::AbortWord;
 
 use super::{
     Bootstrap, Error, Result,
+    frame::{Frame, MAX_MESSAGE, join_parts, split_parts},
     id::{decode_address, encode_address, fnv1a},
     listen_at,
     shared::{Class, Wait},
     sys, system,
-    wire::{self, Frame, join_parts, split_parts},
 };
 
 /// Tags with this bit are hashes of who gathers; the others count the calls of all ranks.
@@ -92,6 +92,7 @@ impl Bootstrap {
         let wait = Wait {
             abort: &abort,
             timeout,
+            grace: Duration::ZERO,
             needs: Some(members),
         };
         let parts = self.gather(members, among(b"child", members, salt), &mine, wait)?;
@@ -136,51 +137,131 @@ impl Bootstrap {
 
     /// Up a binary tree over the places in `members` and down again: 2 (n - 1) messages, and no more connections than
     /// the tree has edges.
-    pub(super) fn gather(
-        &self,
-        members: &[u32],
-        tag: u64,
-        mine: &[u8],
-        wait: Wait<'_>,
-    ) -> Result<Vec<Vec<u8>>> {
+    ///
+    /// A rank that waits in vain is not always below or above the one that is missing, so whoever runs out of time says
+    /// for whom he waited, and those who wait for him wait a little longer: every rank names the one that did not come.
+    fn gather(&self, members: &[u32], tag: u64, mine: &[u8], wait: Wait<'_>) -> Result<Vec<Vec<u8>>> {
         let Some(me) = members.iter().position(|member| *member == self.rank()) else {
             return Err(Error::InvalidArgument(format!(
                 "rank {} is no member",
                 self.rank()
             )));
         };
-        let frame = Frame::Gather {
+        let gather = Gather {
+            bootstrap: self,
+            members,
             tag,
-            data: Vec::new(),
+            wait,
+            me,
         };
-        let send = |place: usize, data: &[u8]| {
-            if data.len() > wire::MAX_MESSAGE {
-                let text = format!("{} bytes to gather (limit {})", data.len(), wire::MAX_MESSAGE);
-                return Err(Error::InvalidArgument(text));
-            }
-            self.shared.send(members[place], &frame, data, wait)
-        };
-        let recv = |place: usize| self.shared.recv(members[place], Class::Gather, tag, wait);
-        let children = [2 * me + 1, 2 * me + 2]
+        let result = gather.run(mine);
+        if let Err(Error::TimedOut(text) | Error::Protocol(text)) = &result {
+            gather.say_failed(text);
+        }
+        result
+    }
+}
+
+/// What a message of a gather begins with: parts follow, or a text that says why there are none.
+const PARTS: u8 = 0;
+const FAILED: u8 = 1;
+/// How much longer each step of the way from who ran out of time may take.
+const STEP_GRACE: Duration = Duration::from_millis(100);
+
+/// One gather.
+struct Gather<'a> {
+    bootstrap: &'a Bootstrap,
+    members: &'a [u32],
+    tag: u64,
+    wait: Wait<'a>,
+    /// Our place.
+    me: usize,
+}
+
+impl Gather<'_> {
+    fn parent(&self) -> Option<usize> {
+        (self.me > 0).then(|| (self.me - 1) / 2)
+    }
+
+    fn children(&self) -> impl Iterator<Item = usize> {
+        let end = self.members.len();
+        [2 * self.me + 1, 2 * self.me + 2]
             .into_iter()
-            .filter(|child| *child < members.len());
-        let mut message = join_parts([(me as u32, mine)]);
-        for child in children.clone() {
-            message.extend(recv(child)?);
+            .filter(move |child| *child < end)
+    }
+
+    fn frame(&self) -> Frame {
+        Frame::Gather {
+            tag: self.tag,
+            data: Vec::new(),
         }
-        if me > 0 {
-            let parent = (me - 1) / 2;
-            send(parent, &message)?;
-            message = recv(parent)?;
+    }
+
+    fn send(&self, place: usize, data: &[u8]) -> Result<()> {
+        if data.len() > MAX_MESSAGE {
+            let text = format!("{} bytes to gather (limit {MAX_MESSAGE})", data.len());
+            return Err(Error::InvalidArgument(text));
         }
-        let parts = in_order(&message, members.len()).ok_or_else(|| {
+        self.bootstrap
+            .shared
+            .send(self.members[place], &self.frame(), data, self.wait)
+    }
+
+    /// The message from a place, whose own wait was `steps` messages earlier.
+    fn recv(&self, place: usize, steps: u32) -> Result<Vec<u8>> {
+        let wait = Wait {
+            grace: STEP_GRACE * steps,
+            ..self.wait
+        };
+        let shared = &self.bootstrap.shared;
+        let mut message = shared.recv(self.members[place], Class::Gather, self.tag, wait)?;
+        match message.first() {
+            Some(&PARTS) => {
+                message.remove(0);
+                Ok(message)
+            }
+            Some(&FAILED) => Err(Error::TimedOut(
+                String::from_utf8_lossy(&message[1..]).into_owned(),
+            )),
+            _ => Err(Error::Protocol(format!(
+                "rank {} sent something else than its part",
+                self.members[place]
+            ))),
+        }
+    }
+
+    /// Tells those who wait for us, if they still can be told without waiting.
+    fn say_failed(&self, text: &str) {
+        let data = [&[FAILED], text.as_bytes()].concat();
+        let others = self.parent().into_iter().chain(self.children());
+        for place in others {
+            self.bootstrap
+                .shared
+                .post(self.members[place], &self.frame(), &data);
+        }
+    }
+
+    fn run(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
+        // Steps to the deepest leaf of the whole tree, and to the deepest below us.
+        let (height, depth) = (self.members.len().ilog2(), (self.me + 1).ilog2());
+        let mut message = vec![PARTS];
+        message.extend(join_parts([(self.me as u32, mine)]));
+        for child in self.children() {
+            message.extend(self.recv(child, height - depth)?);
+        }
+        if let Some(parent) = self.parent() {
+            self.send(parent, &message)?;
+            message = vec![PARTS];
+            message.extend(self.recv(parent, height + depth)?);
+        }
+        let parts = in_order(&message[1..], self.members.len()).ok_or_else(|| {
             Error::Protocol(format!(
                 "the {} ranks that gather have not sent one part each",
-                members.len()
+                self.members.len()
             ))
         })?;
-        for child in children {
-            send(child, &message)?;
+        for child in self.children() {
+            self.send(child, &message)?;
         }
         Ok(parts)
     }

@@ -1,8 +1,9 @@
 //! The bootstrap's parsers, for [`crate::fuzzing`].
 
 use super::{
+    frame::{Frame, FrameReader, join_parts, split_parts},
     id::{self, UniqueId},
-    wire::{Answer, Frame, FrameReader, Hello, Upward, join_parts, split_parts},
+    wire::{Answer, Hello, Upward},
 };
 
 /// Feeds `data` to every parser; what one accepts must survive being written and read again.

@@ -6,6 +6,7 @@
 //! ([`Bootstrap::on_lost`]). Collective calls ([`Bootstrap::all_gather`]) are built from these messages.
 
 mod collective;
+mod frame;
 pub(crate) mod fuzzing;
 pub(crate) mod id;
 mod interface;
@@ -27,12 +28,12 @@ use std::{
     time::Duration,
 };
 
+use frame::{Frame, MAX_CONTROL, MAX_MESSAGE};
 pub use id::UniqueId;
 pub use rendezvous::root_of;
 use ringsight_kernels::AbortWord;
 use shared::{Class, Shared};
 use sys::Wake;
-use wire::Frame;
 
 pub(crate) use id::fnv1a;
 
@@ -250,11 +251,11 @@ impl Bootstrap {
     /// exist or more than 64 MiB.
     pub fn send(&self, peer: u32, tag: u32, data: &[u8]) -> Result<()> {
         self.check(peer)?;
-        if data.len() > wire::MAX_MESSAGE {
+        if data.len() > MAX_MESSAGE {
             let text = format!(
                 "a bootstrap message of {} bytes (limit {})",
                 data.len(),
-                wire::MAX_MESSAGE
+                MAX_MESSAGE
             );
             return Err(Error::InvalidArgument(text));
         }
@@ -334,13 +335,13 @@ impl Bootstrap {
 }
 
 fn check_control(data: &[u8]) -> Result<()> {
-    if data.len() <= wire::MAX_CONTROL {
+    if data.len() <= MAX_CONTROL {
         return Ok(());
     }
     Err(Error::InvalidArgument(format!(
         "a control message of {} bytes (limit {})",
         data.len(),
-        wire::MAX_CONTROL
+        MAX_CONTROL
     )))
 }
 

@@ -8,11 +8,12 @@ use std::{
 };
 
 use super::{
+    frame::{Frame, FrameReader},
     link::Link,
     pending::Undecided,
     shared::Shared,
     sys,
-    wire::{Frame, FrameReader, Hello},
+    wire::Hello,
 };
 
 /// Pause of the listener when the process has no descriptor left.

@@ -5,29 +5,29 @@
 //! hears of it for the first time; the ranks below the dead one connect to the next ancestor. So every rank hears of
 //! every death over as many connections as there are ranks.
 
+mod events;
+mod gone;
+mod spread;
+
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque},
+    collections::{BTreeMap, HashMap, HashSet, VecDeque},
     net::SocketAddr,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
+use gone::{GRACE, Gone, How};
 use ringsight_kernels::AbortWord;
+use spread::Seen;
 
 use super::{
     Error, OnControl, OnLost, Result,
+    frame::Frame,
     link::Link,
     sys::{self, Wake},
     system,
-    wire::{Frame, Hello},
+    wire::Hello,
 };
-
-/// How long the reason why a rank cannot be reached may take to arrive by way of others.
-const GRACE: Duration = Duration::from_millis(500);
-/// How long a wait that needs all ranks goes on after one has left: what it said before may still be under way.
-const LEFT_GRACE: Duration = Duration::from_secs(2);
-/// Control messages that may wait for someone to take them; beyond it the oldest is dropped.
-const MAX_WAITING: usize = 4096;
 
 /// What the service thread and the callers share.
 pub(super) struct Shared {
@@ -54,6 +54,8 @@ pub(super) enum Class {
 pub(super) struct Wait<'a> {
     pub(super) abort: &'a AbortWord,
     pub(super) timeout: Duration,
+    /// How much longer a message may take than `timeout`.
+    pub(super) grace: Duration,
     /// Ranks whose going ends it; `None`: every rank.
     pub(super) needs: Option<&'a [u32]>,
 }
@@ -83,58 +85,6 @@ pub(super) struct State {
     /// We have said goodbye.
     left: bool,
     pub(super) stop: bool,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum How {
-    /// Its process died or its connection broke.
-    Died,
-    /// It said goodbye, or is said to have.
-    Left,
-    /// It cannot be reached, and nobody has said why yet.
-    Unreachable,
-}
-
-/// Which of a rank's spread messages have come; over several ways they come several times and in any order.
-#[derive(Debug, Default)]
-struct Seen {
-    /// All up to this one.
-    through: u32,
-    /// Some after it.
-    beyond: BTreeSet<u32>,
-}
-
-impl Seen {
-    /// Whether it is the first time.
-    fn note(&mut self, number: u32) -> bool {
-        if number <= self.through || !self.beyond.insert(number) {
-            return false;
-        }
-        // What is missing for this long went down with whoever had to pass it on.
-        if self.beyond.len() > MAX_WAITING {
-            self.through = self.beyond.pop_first().unwrap_or(self.through);
-        }
-        while self
-            .beyond
-            .first()
-            .is_some_and(|first| *first - 1 == self.through)
-        {
-            self.beyond.pop_first();
-            self.through += 1;
-        }
-        true
-    }
-}
-
-/// A rank that is not there any more.
-struct Gone {
-    how: How,
-    /// Its own goodbye has come, behind its messages.
-    direct: bool,
-    since: Instant,
-    text: String,
-    /// Everyone has been told.
-    told: bool,
 }
 
 impl Shared {
@@ -171,6 +121,7 @@ impl Shared {
         Wait {
             abort: &self.abort,
             timeout: self.timeout,
+            grace: Duration::ZERO,
             needs: None,
         }
     }
@@ -279,26 +230,9 @@ impl Shared {
             .or_else(|| (0..rank).find(alive))
     }
 
-    /// A connection that a peer opened.
-    pub(super) fn adopt(&self, link: &Arc<Link>) {
-        let mut state = self.state();
-        state.outs.entry(link.peer).or_insert_with(|| Arc::clone(link));
-        for (rank, gone) in &state.gone {
-            if gone.how == How::Died {
-                link.push(&[&gone.frame(*rank).encode()]);
-            }
-        }
-        if state.left && !state.stop {
-            // It came too late to hear the goodbye.
-            let (aborted, elsewhere) = (self.abort.is_set(), false);
-            link.push(&[&Frame::Goodbye { aborted, elsewhere }.encode()]);
-        }
-        state.links.push(Arc::clone(link));
-    }
-
     /// Waits for the next message of (peer, class, tag).
     pub(super) fn recv(&self, peer: u32, class: Class, tag: u64, wait: Wait<'_>) -> Result<Vec<u8>> {
-        let deadline = Instant::now() + wait.timeout;
+        let deadline = Instant::now() + wait.timeout + wait.grace;
         let mut state = self.state();
         loop {
             if let Some(queue) = state.inbox.get_mut(&(peer, class, tag)) {
@@ -313,7 +247,7 @@ impl Shared {
             if wait.abort.is_set() {
                 return Err(Error::Aborted(format!("waiting for rank {peer}")));
             }
-            if let Some(rank) = state.missing(peer, wait.needs) {
+            if let Some(rank) = gone::missing(&state.gone, peer, wait.needs) {
                 return Err(self.give_up(&mut state, rank));
             }
             if Instant::now() >= deadline {
@@ -380,27 +314,14 @@ impl Shared {
         self.wake.wake();
     }
 
-    /// Notes a death, once: everyone is told, and the tree may need mending.
-    fn note_death(&self, state: &mut State, rank: u32, text: &str, from: Option<&Arc<Link>>) {
-        if state.left
-            || rank == self.rank
-            || rank as usize >= self.table.len()
-            || state.gone.get(&rank).is_some_and(|gone| gone.how == How::Died)
-        {
-            return;
+    /// Queues a frame on the connection to a rank, if there is one; does not block.
+    pub(super) fn post(&self, peer: u32, frame: &Frame, data: &[u8]) {
+        if let Some(link) = self.state().outs.get(&peer) {
+            link.push(&[&frame.header(data.len()), data]);
+            // A broken connection is the service's to notice.
+            let _ = link.flush();
         }
-        let gone = Gone {
-            how: How::Died,
-            direct: true,
-            since: Instant::now(),
-            text: text.to_owned(),
-            told: true,
-        };
-        let frame = gone.frame(rank);
-        state.gone.insert(rank, gone);
-        state.losses.push_back((rank, text.to_owned()));
-        state.heal = true;
-        self.tell_all(state, &frame, from);
+        self.wake.wake();
     }
 
     /// Sends a control message; does not block.
@@ -472,197 +393,5 @@ impl Shared {
     pub(super) fn stop(&self) {
         self.state().stop = true;
         self.wake.wake();
-    }
-
-    /// Gives callbacks what waits for them; on the service thread, which holds no lock meanwhile.
-    pub(super) fn deliver(&self) {
-        loop {
-            let mut state = self.state();
-            if let Some(callback) = state.on_control.clone()
-                && let Some((from, data)) = state.controls.pop_front()
-            {
-                drop(state);
-                callback(from, &data);
-            } else if let Some(callback) = state.on_lost.clone()
-                && let Some((rank, text)) = state.losses.pop_front()
-            {
-                drop(state);
-                callback(rank, &text);
-            } else {
-                return;
-            }
-        }
-    }
-
-    /// After a death: connects to the ranks that are above and below us now. Both ways, since what was above or below
-    /// the dead one may have died with it, and only who tries to connect finds that out.
-    pub(super) fn heal(&self) {
-        let mut state = self.state();
-        while std::mem::take(&mut state.heal) && !state.left {
-            let above = Self::parent(&state, self.rank);
-            let below = (self.rank + 1..self.table.len() as u32)
-                .filter(|rank| Self::parent(&state, *rank) == Some(self.rank));
-            let neighbours: Vec<u32> = above.into_iter().chain(below).collect();
-            for rank in neighbours {
-                // A rank that has left keeps nobody together, and the communicator is at its end.
-                if state.outs.contains_key(&rank) || state.gone.contains_key(&rank) {
-                    continue;
-                }
-                if let Err(Error::PeerLost { text, .. }) = self.link_of(&mut state, rank) {
-                    self.note_death(&mut state, rank, &text, None);
-                }
-            }
-        }
-    }
-
-    /// Takes a frame; an error text when the connection must end.
-    pub(super) fn take(&self, link: &Arc<Link>, frame: Frame) -> std::result::Result<(), String> {
-        let mut state = self.state();
-        let peer = link.peer;
-        match frame {
-            Frame::Data { tag, data } => {
-                let queue = state.inbox.entry((peer, Class::Message, tag)).or_default();
-                queue.push_back(data);
-            }
-            Frame::Gather { tag, data } => {
-                let queue = state.inbox.entry((peer, Class::Gather, tag)).or_default();
-                queue.push_back(data);
-            }
-            Frame::Control { data } => state.control(peer, data),
-            Frame::Spread { from, number, data } => {
-                if from as usize >= self.table.len() {
-                    return Err(format!("sent a message of rank {from}, which does not exist"));
-                }
-                if from != self.rank && state.seen.entry(from).or_default().note(number) {
-                    let frame = Frame::Spread {
-                        from,
-                        number,
-                        data: data.clone(),
-                    };
-                    self.tell_all(&state, &frame, Some(link));
-                    state.control(from, data);
-                }
-            }
-            Frame::Gone { rank, died, text } => {
-                if died {
-                    self.note_death(&mut state, rank, &text, Some(link));
-                } else if (rank as usize) < self.table.len() && rank != self.rank {
-                    let gone = state.gone.entry(rank).or_insert_with(|| Gone {
-                        how: How::Left,
-                        direct: false,
-                        since: Instant::now(),
-                        text,
-                        told: false,
-                    });
-                    if !std::mem::replace(&mut gone.told, true) {
-                        let frame = gone.frame(rank);
-                        self.tell_all(&state, &frame, Some(link));
-                    }
-                }
-            }
-            Frame::Goodbye { elsewhere: true, .. } => {
-                state.leaving.insert(peer);
-            }
-            Frame::Goodbye { aborted, .. } => {
-                let how = if aborted { "aborted" } else { "has left" };
-                let gone = state.gone.entry(peer).or_insert_with(|| Gone {
-                    how: How::Left,
-                    direct: true,
-                    since: Instant::now(),
-                    text: format!("rank {peer} {how}: it destroyed its communicator or failed to make it"),
-                    told: false,
-                });
-                gone.direct = true;
-            }
-            Frame::Refused { text } => return Err(format!("refused the connection: {text}")),
-        }
-        drop(state);
-        self.arrived.notify_all();
-        Ok(())
-    }
-
-    /// A connection is at its end.
-    pub(super) fn ended(&self, link: &Arc<Link>, why: &str) {
-        let mut state = self.state();
-        let peer = link.peer;
-        state.links.retain(|other| !Arc::ptr_eq(other, link));
-        if state.outs.get(&peer).is_some_and(|out| Arc::ptr_eq(out, link)) {
-            state.outs.remove(&peer);
-        }
-        let other = state.links.iter().find(|other| other.peer == peer).cloned();
-        if let Some(other) = other {
-            state.outs.entry(peer).or_insert(other);
-        } else if !state.gone.contains_key(&peer) && !state.leaving.contains(&peer) {
-            let text = format!("rank {peer} {why} (seen by rank {})", self.rank);
-            if link.was_made() || state.gone.values().any(|gone| gone.how == How::Died) {
-                self.note_death(&mut state, peer, &text, None);
-            } else {
-                // It may have left long ago, and those it was connected to know.
-                let gone = Gone {
-                    how: How::Unreachable,
-                    direct: false,
-                    since: Instant::now(),
-                    text,
-                    told: false,
-                };
-                state.gone.insert(peer, gone);
-            }
-        }
-        drop(state);
-        self.arrived.notify_all();
-    }
-
-    /// Last frames go out; the connections end.
-    pub(super) fn close(&self) {
-        let state = self.state();
-        for link in &state.links {
-            let _ = link.flush();
-            link.shut_down();
-        }
-    }
-}
-
-impl Gone {
-    fn frame(&self, rank: u32) -> Frame {
-        Frame::Gone {
-            rank,
-            died: self.how == How::Died,
-            text: self.text.clone(),
-        }
-    }
-}
-
-impl State {
-    fn control(&mut self, from: u32, data: Vec<u8>) {
-        if self.controls.len() == MAX_WAITING {
-            self.controls.pop_front();
-        }
-        self.controls.push_back((from, data));
-    }
-
-    /// The rank for whose sake a wait for `peer` is in vain, if one is: nothing more can come from `peer` itself, or one
-    /// that is needed died, or has left for longer than its last messages could take. Of several, one that died; then
-    /// one over which others have given up, since they left for its sake.
-    fn missing(&self, peer: u32, needs: Option<&[u32]>) -> Option<u32> {
-        let needed = || {
-            let is_needed = move |rank: u32| needs.is_none_or(|needs| needs.contains(&rank));
-            self.gone
-                .iter()
-                .map(|(rank, gone)| (*rank, gone))
-                .filter(move |(rank, _)| is_needed(*rank))
-        };
-        let end = |(rank, gone): &(u32, &Gone)| {
-            let ends = match gone.how {
-                How::Died => true,
-                How::Left if *rank == peer && gone.direct => true,
-                How::Left => gone.since.elapsed() >= LEFT_GRACE,
-                How::Unreachable => *rank == peer && gone.since.elapsed() >= GRACE,
-            };
-            ends.then_some(*rank)
-        };
-        let found = needed().find_map(|gone| end(&gone))?;
-        let died = needed().find(|(_, gone)| gone.how == How::Died);
-        let blamed = needed().find(|(_, gone)| gone.how == How::Left && !gone.direct);
-        Some(died.or(blamed).map_or(found, |(rank, _)| rank))
     }
 }

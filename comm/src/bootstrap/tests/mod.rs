@@ -30,3 +30,12 @@ fn all<T: Send>(id: &UniqueId, ranks: u32, body: impl Fn(Bootstrap) -> T + Sync)
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
 }
+
+/// A rank that meets the others however long it takes, and waits for them no longer than `timeout` afterwards.
+fn join_patiently(id: &UniqueId, rank: u32, ranks: u32, timeout: Duration) -> Bootstrap {
+    let ids = std::slice::from_ref(id);
+    let joined = super::rendezvous::join(ids, rank, ranks, &AbortWord::default(), LONG).unwrap();
+    let ours = (rank, joined.cookie, joined.table);
+    let bootstrap = Bootstrap::open(ours, joined.listener, joined.local_ip, Arc::default(), timeout);
+    bootstrap.unwrap()
+}

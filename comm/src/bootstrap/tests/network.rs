@@ -6,7 +6,7 @@ use std::{
     time::Instant,
 };
 
-use super::{super::shared::Wait, *};
+use super::*;
 
 #[test]
 fn ranks_gather_in_rank_order_whatever_their_number() {
@@ -189,6 +189,7 @@ fn a_goodbye_is_no_death() {
 #[test]
 fn control_messages_come_in_order_also_to_oneself_and_after_an_abort() {
     let ranks = 9;
+    let end = Barrier::new(ranks as usize);
     all(&root(), ranks, |bootstrap| {
         bootstrap.shared.abort.set();
         for number in 0..50u8 {
@@ -225,14 +226,7 @@ fn control_messages_come_in_order_also_to_oneself_and_after_an_abort() {
             );
         }
         // Everyone has heard everything before anyone leaves.
-        let members: Vec<u32> = (0..ranks).collect();
-        let never = AbortWord::default();
-        let wait = Wait {
-            abort: &never,
-            timeout: LONG,
-            needs: None,
-        };
-        bootstrap.gather(&members, 1, &[], wait).unwrap();
+        end.wait();
     });
 }
 
@@ -265,4 +259,30 @@ fn a_child_is_made_of_survivors_whatever_the_parent_is_in() {
             assert_eq!(parts, (0..5).map(|rank| vec![rank]).collect::<Vec<_>>());
         }
     });
+}
+
+#[test]
+fn every_rank_names_the_one_that_does_not_come() {
+    // An inner one of the tree, a leaf and the root of it; who waits for it are its neighbours alone.
+    for absent in [1, 6, 0] {
+        let (id, ranks) = (root(), 7);
+        let (start, end) = (Barrier::new(ranks as usize), Barrier::new(ranks as usize));
+        thread::scope(|scope| {
+            for rank in 0..ranks {
+                let (start, end) = (&start, &end);
+                scope.spawn(move || {
+                    let bootstrap = join_patiently(&id, rank, ranks, Duration::from_secs(1));
+                    start.wait();
+                    if rank != absent {
+                        let text = bootstrap.barrier().unwrap_err().to_string();
+                        assert!(
+                            text.contains(&format!("rank {absent} sent nothing for 1s")),
+                            "rank {rank}: {text}"
+                        );
+                    }
+                    end.wait();
+                });
+            }
+        });
+    }
 }

@@ -1,0 +1,209 @@
+//! What happens on the service thread: frames, connections that begin and end, deaths.
+
+use std::{sync::Arc, time::Instant};
+
+use super::{
+    super::{Error, frame::Frame, link::Link},
+    Class, Gone, How, Shared, State,
+};
+
+/// Control messages that may wait for someone to take them; beyond it the oldest is dropped.
+const MAX_WAITING: usize = 4096;
+
+impl Shared {
+    /// A connection that a peer opened.
+    pub(in crate::bootstrap) fn adopt(&self, link: &Arc<Link>) {
+        let mut state = self.state();
+        state.outs.entry(link.peer).or_insert_with(|| Arc::clone(link));
+        for (rank, gone) in &state.gone {
+            if gone.how == How::Died {
+                link.push(&[&gone.frame(*rank).encode()]);
+            }
+        }
+        if state.left && !state.stop {
+            // It came too late to hear the goodbye.
+            let (aborted, elsewhere) = (self.abort.is_set(), false);
+            link.push(&[&Frame::Goodbye { aborted, elsewhere }.encode()]);
+        }
+        state.links.push(Arc::clone(link));
+    }
+
+    /// Notes a death, once: everyone is told, and the tree may need mending.
+    pub(super) fn note_death(&self, state: &mut State, rank: u32, text: &str, from: Option<&Arc<Link>>) {
+        if state.left
+            || rank == self.rank
+            || rank as usize >= self.table.len()
+            || state.gone.get(&rank).is_some_and(|gone| gone.how == How::Died)
+        {
+            return;
+        }
+        let gone = Gone {
+            how: How::Died,
+            direct: true,
+            since: Instant::now(),
+            text: text.to_owned(),
+            told: true,
+        };
+        let frame = gone.frame(rank);
+        state.gone.insert(rank, gone);
+        state.losses.push_back((rank, text.to_owned()));
+        state.heal = true;
+        self.tell_all(state, &frame, from);
+    }
+
+    /// Gives callbacks what waits for them; on the service thread, which holds no lock meanwhile.
+    pub(in crate::bootstrap) fn deliver(&self) {
+        loop {
+            let mut state = self.state();
+            if let Some(callback) = state.on_control.clone()
+                && let Some((from, data)) = state.controls.pop_front()
+            {
+                drop(state);
+                callback(from, &data);
+            } else if let Some(callback) = state.on_lost.clone()
+                && let Some((rank, text)) = state.losses.pop_front()
+            {
+                drop(state);
+                callback(rank, &text);
+            } else {
+                return;
+            }
+        }
+    }
+
+    /// After a death: connects to the ranks that are above and below us now. Both ways, since what was above or below
+    /// the dead one may have died with it, and only who tries to connect finds that out.
+    pub(in crate::bootstrap) fn heal(&self) {
+        let mut state = self.state();
+        while std::mem::take(&mut state.heal) && !state.left {
+            let above = Self::parent(&state, self.rank);
+            let below = (self.rank + 1..self.table.len() as u32)
+                .filter(|rank| Self::parent(&state, *rank) == Some(self.rank));
+            let neighbours: Vec<u32> = above.into_iter().chain(below).collect();
+            for rank in neighbours {
+                // A rank that has left keeps nobody together, and the communicator is at its end.
+                if state.outs.contains_key(&rank) || state.gone.contains_key(&rank) {
+                    continue;
+                }
+                if let Err(Error::PeerLost { text, .. }) = self.link_of(&mut state, rank) {
+                    self.note_death(&mut state, rank, &text, None);
+                }
+            }
+        }
+    }
+
+    /// Takes a frame; an error text when the connection must end.
+    pub(in crate::bootstrap) fn take(&self, link: &Arc<Link>, frame: Frame) -> Result<(), String> {
+        let mut state = self.state();
+        let peer = link.peer;
+        match frame {
+            Frame::Data { tag, data } => {
+                let queue = state.inbox.entry((peer, Class::Message, tag)).or_default();
+                queue.push_back(data);
+            }
+            Frame::Gather { tag, data } => {
+                let queue = state.inbox.entry((peer, Class::Gather, tag)).or_default();
+                queue.push_back(data);
+            }
+            Frame::Control { data } => state.control(peer, data),
+            Frame::Spread { from, number, data } => {
+                if from as usize >= self.table.len() {
+                    return Err(format!("sent a message of rank {from}, which does not exist"));
+                }
+                if from != self.rank && state.seen.entry(from).or_default().note(number) {
+                    let frame = Frame::Spread {
+                        from,
+                        number,
+                        data: data.clone(),
+                    };
+                    self.tell_all(&state, &frame, Some(link));
+                    state.control(from, data);
+                }
+            }
+            Frame::Gone { rank, died, text } => {
+                if died {
+                    self.note_death(&mut state, rank, &text, Some(link));
+                } else if (rank as usize) < self.table.len() && rank != self.rank {
+                    let gone = state.gone.entry(rank).or_insert_with(|| Gone {
+                        how: How::Left,
+                        direct: false,
+                        since: Instant::now(),
+                        text,
+                        told: false,
+                    });
+                    if !std::mem::replace(&mut gone.told, true) {
+                        let frame = gone.frame(rank);
+                        self.tell_all(&state, &frame, Some(link));
+                    }
+                }
+            }
+            Frame::Goodbye { elsewhere: true, .. } => {
+                state.leaving.insert(peer);
+            }
+            Frame::Goodbye { aborted, .. } => {
+                let how = if aborted { "aborted" } else { "has left" };
+                let gone = state.gone.entry(peer).or_insert_with(|| Gone {
+                    how: How::Left,
+                    direct: true,
+                    since: Instant::now(),
+                    text: format!("rank {peer} {how}: it destroyed its communicator or failed to make it"),
+                    told: false,
+                });
+                gone.direct = true;
+            }
+            Frame::Refused { text } => return Err(format!("refused the connection: {text}")),
+        }
+        drop(state);
+        self.arrived.notify_all();
+        Ok(())
+    }
+
+    /// A connection is at its end.
+    pub(in crate::bootstrap) fn ended(&self, link: &Arc<Link>, why: &str) {
+        let mut state = self.state();
+        let peer = link.peer;
+        state.links.retain(|other| !Arc::ptr_eq(other, link));
+        if state.outs.get(&peer).is_some_and(|out| Arc::ptr_eq(out, link)) {
+            state.outs.remove(&peer);
+        }
+        let other = state.links.iter().find(|other| other.peer == peer).cloned();
+        if let Some(other) = other {
+            state.outs.entry(peer).or_insert(other);
+        } else if !state.gone.contains_key(&peer) && !state.leaving.contains(&peer) {
+            let text = format!("rank {peer} {why} (seen by rank {})", self.rank);
+            if link.was_made() || state.gone.values().any(|gone| gone.how == How::Died) {
+                self.note_death(&mut state, peer, &text, None);
+            } else {
+                // It may have left long ago, and those it was connected to know.
+                let gone = Gone {
+                    how: How::Unreachable,
+                    direct: false,
+                    since: Instant::now(),
+                    text,
+                    told: false,
+                };
+                state.gone.insert(peer, gone);
+            }
+        }
+        drop(state);
+        self.arrived.notify_all();
+    }
+
+    /// Last frames go out; the connections end.
+    pub(in crate::bootstrap) fn close(&self) {
+        let state = self.state();
+        for link in &state.links {
+            let _ = link.flush();
+            link.shut_down();
+        }
+    }
+}
+
+impl State {
+    fn control(&mut self, from: u32, data: Vec<u8>) {
+        if self.controls.len() == MAX_WAITING {
+            self.controls.pop_front();
+        }
+        self.controls.push_back((from, data));
+    }
+}
