@@ -11,8 +11,8 @@ use std::{
 };
 
 use common::{
-    Call, Rank, config, fails, host, last_error, ok, on_ranks, rank_of_process, run_processes, settled,
-    unique_id,
+    Call, Rank, config, fails, host, last_error, ok, on_ranks, rank_of_process, run_processes,
+    run_processes_with, settled, unique_id,
 };
 use ringsight_comm::{
     abi::{self, NcclConfig},
@@ -464,7 +464,14 @@ fn aborting_the_parent_aborts_the_split() {
 
 #[test]
 fn children_in_processes_of_two_nodes() {
-    run_processes("child_worker", 4, 2);
+    for share in ["0", "1"] {
+        run_processes_with(
+            "child_worker",
+            4,
+            2,
+            &[("NCCL_COMM_SPLIT_SHARE_RESOURCES", share)],
+        );
+    }
 }
 
 #[test]
@@ -477,8 +484,24 @@ fn child_worker() {
     for child in [across, within, rank] {
         works(&child);
     }
+    // One that is aborted in the middle of an operation does the others no harm.
+    let doomed = member(split(&rank, 0, 0, null_mut()));
+    let mut data = Vec::new();
+    if rank.rank < 3 {
+        stuck(&doomed, &mut data);
+    }
+    // SAFETY: a live communicator.
+    ok(unsafe { abi::ncclCommAbort(doomed.comm) });
+    host().stream_destroy(doomed.stream).unwrap();
+    for child in [rank, across] {
+        works(&child);
+    }
     rank.leave();
     works(&across);
+    // Of a child whose parent is gone.
+    let pair = member(split(&across, 0, 1, null_mut()));
+    works(&pair);
+    pair.leave();
     across.leave();
     within.leave();
     println!("rank done");

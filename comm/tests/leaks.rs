@@ -58,7 +58,7 @@ impl Holdings {
             if let Ok(target) = fs::read_link(fd) {
                 // Of sockets and pipes the number is not always the same.
                 let target = target.display().to_string();
-                let kind = target.split(":[").next().unwrap_or_default();
+                let kind = target.split(['[', ' ']).next().unwrap_or_default();
                 holdings.add(format!("descriptor of {kind}"));
             }
         }
@@ -107,11 +107,29 @@ fn group(body: impl FnOnce()) {
 }
 
 impl Set {
-    fn new(size: usize) -> Self {
+    /// With `share`, its children use its proxies.
+    fn new(size: usize, share: bool) -> Self {
         let mut ranks = vec![Handle(0); size];
-        // SAFETY: as many places as ranks.
-        ok(unsafe { abi::ncclCommInitAll(ranks.as_mut_ptr(), size as c_int, null()) });
-        Self { ranks, revoked: false }
+        if share {
+            let id = unique_id();
+            let mut settings = config();
+            (settings.split_share, settings.shrink_share) = (1, 1);
+            group(|| {
+                for (rank, comm) in ranks.iter_mut().enumerate() {
+                    // SAFETY: valid places until the group has ended.
+                    ok(unsafe {
+                        abi::ncclCommInitRankConfig(comm, size as c_int, id, rank as c_int, &raw mut settings)
+                    });
+                }
+            });
+        } else {
+            // SAFETY: as many places as ranks.
+            ok(unsafe { abi::ncclCommInitAll(ranks.as_mut_ptr(), size as c_int, null()) });
+        }
+        Self {
+            ranks,
+            revoked: false,
+        }
     }
 
     /// Ranks as they are split by colour, without those that get none.
@@ -126,7 +144,10 @@ impl Set {
         });
         let of_color = |color: c_int| -> Vec<Handle> {
             let pairs = colors.iter().zip(&children);
-            pairs.filter(|(theirs, _)| **theirs == color).map(|(_, child)| *child).collect()
+            pairs
+                .filter(|(theirs, _)| **theirs == color)
+                .map(|(_, child)| *child)
+                .collect()
         };
         [0, 1]
             .into_iter()
@@ -146,7 +167,14 @@ impl Set {
             for (comm, child) in self.ranks.iter().zip(&mut children) {
                 // SAFETY: valid places until the group has ended.
                 ok(unsafe {
-                    abi::ncclCommShrink(*comm, excluded.as_mut_ptr(), 1, child, null_mut(), terminate.into())
+                    abi::ncclCommShrink(
+                        *comm,
+                        excluded.as_mut_ptr(),
+                        1,
+                        child,
+                        null_mut(),
+                        terminate.into(),
+                    )
                 });
             }
         });
@@ -223,7 +251,7 @@ fn come_and_go(count: usize, random: &mut Random) {
     while made < count {
         let live: usize = sets.iter().map(|set| set.ranks.len()).sum();
         if sets.is_empty() || live < LIVE && random.one_in(2) {
-            let set = Set::new(1 + random.below(4));
+            let set = Set::new(1 + random.below(4), random.one_in(2));
             made += set.ranks.len();
             sets.push(set);
             continue;
@@ -298,7 +326,10 @@ fn thousand_alone() {
     let begin = Instant::now();
     come_and_go(COMMUNICATORS, &mut random);
     settle(&before);
-    println!("nothing left of {COMMUNICATORS} after {:.1} s", begin.elapsed().as_secs_f64());
+    println!(
+        "nothing left of {COMMUNICATORS} after {:.1} s",
+        begin.elapsed().as_secs_f64()
+    );
 }
 
 #[test]
@@ -311,4 +342,70 @@ fn a_thousand_communicators_leave_nothing() {
     });
     let told = text.lines().find(|line| line.contains("nothing left"));
     println!("{}", told.expect("it says so"));
+}
+
+#[test]
+#[ignore = "counts this process's threads: run alone, by `shared_children_have_no_proxy_of_their_own`"]
+fn shared_alone() {
+    host();
+    for (share, proxies) in [(false, [2, 4, 2, 0]), (true, [2, 2, 2, 0])] {
+        let count = || Holdings::now().0.get("thread rs-proxy").copied().unwrap_or(0);
+        let settles_at = |expected: usize| {
+            let end = Instant::now() + Duration::from_secs(10);
+            while count() != expected {
+                assert!(Instant::now() < end, "{} proxies, not {expected}", count());
+                thread::yield_now();
+            }
+        };
+        let parent = Set::new(2, share);
+        settles_at(proxies[0]);
+        let mut child = Set {
+            ranks: vec![Handle(0); 2],
+            revoked: false,
+        };
+        group(|| {
+            for (comm, child) in parent.ranks.iter().zip(&mut child.ranks) {
+                // SAFETY: a valid place until the group has ended.
+                ok(unsafe { abi::ncclCommSplit(*comm, 0, 0, child, null_mut()) });
+            }
+        });
+        settles_at(proxies[1]);
+        let descriptors = || {
+            Holdings::now()
+                .0
+                .get("descriptor of /memfd:ringsight-fifo")
+                .copied()
+        };
+        let before = descriptors();
+        parent.all_reduce();
+        child.all_reduce();
+        for comm in parent.ranks {
+            // SAFETY: a live communicator.
+            ok(unsafe { abi::ncclCommDestroy(comm) });
+        }
+        settles_at(proxies[2]);
+        assert!(
+            descriptors() < before,
+            "the parent's connections are gone: {:?} of {before:?}",
+            descriptors()
+        );
+        child.all_reduce();
+        for comm in child.ranks {
+            // SAFETY: a live communicator.
+            ok(unsafe { abi::ncclCommDestroy(comm) });
+        }
+        settles_at(proxies[3]);
+    }
+    println!("counted");
+}
+
+#[test]
+fn shared_children_have_no_proxy_of_their_own() {
+    let text = alone("shared_alone", |command| {
+        command
+            .env("RINGSIGHT_DEVICE", "host")
+            .env("NCCL_SOCKET_IFNAME", "lo")
+            .arg("--test-threads=1");
+    });
+    assert!(text.contains("counted"), "{text}");
 }

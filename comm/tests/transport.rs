@@ -72,7 +72,7 @@ impl Rank {
             on_completed: Arc::new(move |op, replay| {
                 let _ = tell_completed.send((op, replay));
             }),
-            on_error: Arc::new(move |text| {
+            on_error: Arc::new(move |_, text| {
                 let _ = tell_error.send(text);
             }),
         };
@@ -561,6 +561,7 @@ fn requests_are_answered_by_id_in_their_order_of_life() {
         let address: ProxyAddress = rank.proxy.address().parse().unwrap();
         let client = || ProxyClient::connect(&address.unix, me, rank.abort.clone(), PATIENCE).unwrap();
         let endpoint = Endpoint {
+            comm: 0,
             peer: 1 - me,
             channel: 7,
             p2p: true,

@@ -143,11 +143,19 @@ impl ChildJob {
         let Some((color, members)) = self.members().map_err(context)? else {
             return Ok(None);
         };
+        // A revoked parent's proxy is not to be trusted with more.
+        let share = match self.selection {
+            _ if parent.is_given_up() => false,
+            Selection::Split { .. } => parent.config.split_share,
+            Selection::Shrink { .. } => parent.config.shrink_share,
+        };
+        let proxy_ranks = || members.iter().map(|member| parent.proxy_ranks[*member as usize]);
         let making = Making {
             life: &self.life,
             parent: parent.id,
             device: parent.device,
             config: &self.config,
+            share: share.then(|| (parent.membership.family.clone(), proxy_ranks().collect())),
             start_ns,
         };
         making.enter_device()?;

@@ -112,9 +112,8 @@ impl Communicator {
             .plans
             .wait(|_| self.abort.is_set() || self.faults.get().is_some());
         drop(planner);
-        if self.faults.get().is_none() && !self.abort.is_set() {
-            self.proxy.stop();
-        }
+        let failed = || self.abort.is_set() || self.faults.get().is_some();
+        self.membership.family.proxied.wait(self.id, failed);
         self.async_error().map_or(Ok(()), Err)
     }
 
@@ -146,7 +145,7 @@ impl Communicator {
     /// After [`Communicator::give_up`]: waits until nothing runs any more, and forgets what went wrong before.
     pub fn quiesce(&self) {
         self.planner().plans.wait_aborted(GIVE_UP);
-        self.proxy.stop();
+        self.membership.leave(&self.connector);
         self.faults.silence();
     }
 
@@ -161,6 +160,7 @@ impl Communicator {
             planner.order.clear(&**device);
         }
         drop(planner);
+        self.membership.leave(&self.connector);
         self.checks.stop();
         self.bootstrap.leave(state == State::ABORTED);
         lock(&self.table).take();

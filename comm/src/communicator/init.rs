@@ -8,7 +8,12 @@ use std::sync::{
 
 use ringsight_records::{Kind, State, pages};
 
-use super::{Communicator, Config, Planner, Proxied, Registrations, lifecycle::Lifecycle, terms::Terms};
+use super::{
+    Communicator, Config, Planner, Registrations,
+    family::{Family, Membership},
+    lifecycle::Lifecycle,
+    terms::{Agreement, Terms},
+};
 use crate::{
     bootstrap::{self, Bootstrap, UniqueId, fnv1a},
     checks::Checks,
@@ -17,9 +22,8 @@ use crate::{
     launch::{Order, reclaim::Plans},
     log, observe,
     plan::{ReduceOps, Sequences},
-    proxy::{Proxy, ProxyConfig},
     topology::{RankInfo, Topology},
-    transport::Connector,
+    transport::{Connector, RingConnections},
 };
 
 /// A communicator that is to be made.
@@ -79,6 +83,7 @@ impl InitJob {
             parent: 0,
             device: self.device,
             config: &self.config,
+            share: None,
             start_ns: observe::now_ns(),
         };
         let mut ids = self
@@ -113,6 +118,8 @@ pub(super) struct Making<'a> {
     pub(super) parent: u64,
     pub(super) device: i32,
     pub(super) config: &'a Config,
+    /// The proxy that it may share, and its ranks as that one counts them.
+    pub(super) share: Option<(Arc<Family>, Arc<[u32]>)>,
     /// When the call began.
     pub(super) start_ns: u64,
 }
@@ -146,41 +153,43 @@ impl Making<'_> {
         let bootstrap = Arc::new(bootstrap);
         let checks = checks_over(&bootstrap, self.life);
         let terms: Vec<Terms> = bootstrap
-            .all_gather(&Terms::mine(self.config)?.to_bytes())?
+            .all_gather(&Terms::mine(self.config, self.share.is_some())?.to_bytes())?
             .iter()
             .map(|bytes| {
                 Terms::from_bytes(bytes)
                     .ok_or_else(|| Error::new(ResultCode::RemoteError, "a rank's terms cannot be read"))
             })
             .collect::<Result<_>>()?;
-        let (channels, slot_bytes, work_fifo_depth) = Terms::agree(&terms);
-        let (proxied, faults) = (Arc::new(Proxied::default()), self.life.faults().clone());
-        let proxy = Arc::new(Proxy::new(ProxyConfig {
-            rank,
-            ranks,
-            cookie: bootstrap.cookie(),
-            listen: bootstrap.local_ip(),
+        let Agreement {
+            channels,
             slot_bytes,
-            abort: abort.clone(),
-            on_completed: {
-                let proxied = proxied.clone();
-                Arc::new(move |op, replay| proxied.completed(op, replay))
-            },
-            on_error: {
-                let checks = checks.clone();
-                Arc::new(move |text| checks.network(text))
-            },
-        })?);
-        let info = RankInfo::local(rank, self.device, proxy.address(), observe::LIBRARY_VERSION);
+            work_fifo_depth,
+            share,
+        } = Terms::agree(&terms);
+        let faults = self.life.faults().clone();
+        let shared = self.share.as_ref().filter(|_| share);
+        let (family, domain, proxy_ranks) = match shared {
+            None => (Family::new(&bootstrap, slot_bytes)?, 0, (0..ranks).collect()),
+            Some((family, proxy_ranks)) => (family.clone(), id, proxy_ranks.clone()),
+        };
+        // That of a shared proxy stands.
+        let slot_bytes = family.proxy.config().slot_bytes;
+        let membership = Membership::new(&family, domain, id, &checks);
+        let info = RankInfo::local(
+            rank,
+            self.device,
+            family.proxy.address(),
+            observe::LIBRARY_VERSION,
+        );
         let topology = Arc::new(Topology::exchange(&bootstrap, info)?);
-        let connector = Connector::new(topology.clone(), proxy.clone(), abort.clone());
+        let connector = Connector::new(topology.clone(), family.proxy.clone(), abort.clone())
+            .over_shared_proxies(domain, proxy_ranks.clone());
         log::rings(&topology, channels);
-        let rings = (0..channels as u8)
-            .map(|channel| (ranks > 1).then(|| connector.connect_ring(channel)).transpose())
-            .collect::<std::result::Result<Vec<_>, _>>()?;
-        tracing::info!(target: log::INIT, "Connected all rings");
-        // A rank that fails to connect is known to all before anyone believes the communicator ready.
-        bootstrap.barrier()?;
+        let connected = self.connect(&bootstrap, &connector, channels);
+        if connected.is_err() {
+            membership.leave(&connector);
+        }
+        let rings = connected?;
         // Not before, so that whoever fails in the steps above hears why.
         bootstrap.on_lost({
             let checks = checks.clone();
@@ -202,14 +211,14 @@ impl Making<'_> {
             reduce_ops: ReduceOps::default(),
             reclaim,
             life: self.life.clone(),
-            proxied,
+            membership,
+            proxy_ranks,
             faults,
             planner: Mutex::new(Planner {
                 sequences: Sequences::default(),
                 plans: Plans::new(queue),
                 order: Order::default(),
             }),
-            proxy,
             bootstrap,
             children: Mutex::default(),
             registrations: Registrations::default(),
@@ -234,6 +243,28 @@ impl Making<'_> {
             observe::now_ns().saturating_sub(self.start_ns) as f64 / 1e6,
         );
         Ok(Arc::new(communicator))
+    }
+}
+
+impl Making<'_> {
+    /// The rings of all channels; returns when all ranks have theirs.
+    fn connect(
+        &self,
+        bootstrap: &Bootstrap,
+        connector: &Connector,
+        channels: u32,
+    ) -> Result<Vec<Option<RingConnections>>> {
+        let rings = (0..channels as u8)
+            .map(|channel| {
+                (bootstrap.ranks() > 1)
+                    .then(|| connector.connect_ring(channel))
+                    .transpose()
+            })
+            .collect::<std::result::Result<Vec<_>, _>>()?;
+        tracing::info!(target: log::INIT, "Connected all rings");
+        // A rank that fails to connect is known to all before anyone believes the communicator ready.
+        bootstrap.barrier()?;
+        Ok(rings)
     }
 }
 

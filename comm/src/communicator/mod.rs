@@ -3,19 +3,17 @@
 mod child;
 mod config;
 mod ending;
+mod family;
 mod init;
 mod lifecycle;
 mod registration;
 mod registry;
 mod terms;
 
-use std::{
-    collections::HashMap,
-    sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
-        atomic::{AtomicBool, AtomicU32},
-        mpsc::Sender,
-    },
+use std::sync::{
+    Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+    atomic::{AtomicBool, AtomicU32},
+    mpsc::Sender,
 };
 
 use ringsight_kernels::AbortWord;
@@ -32,8 +30,8 @@ use crate::{
         reclaim::{Plans, Reclaim},
     },
     observe,
-    plan::{OpInfo, ReduceOps, Sequences},
-    proxy::{Proxy, ProxyOp},
+    plan::{ReduceOps, Sequences},
+    proxy::ProxyOp,
     topology::Topology,
     transport::{Connector, RingConnections},
 };
@@ -77,10 +75,11 @@ pub struct Communicator {
     /// Where finished plans go.
     pub(crate) reclaim: Sender<Reclaim>,
     life: Arc<Lifecycle>,
-    proxied: Arc<Proxied>,
+    membership: family::Membership,
+    /// Its ranks, as its proxy counts them.
+    proxy_ranks: Arc<[u32]>,
     faults: Arc<Faults>,
     planner: Mutex<Planner>,
-    proxy: Arc<Proxy>,
     bootstrap: Arc<Bootstrap>,
     /// Whether the ranks call alike, and are there.
     pub(crate) checks: Arc<Checks>,
@@ -102,51 +101,6 @@ pub(crate) struct Planner {
     pub(crate) sequences: Sequences,
     pub(crate) plans: Plans,
     pub(crate) order: Order,
-}
-
-/// Proxy operations that are still to finish, by (operation, replay).
-#[derive(Debug, Default)]
-pub(crate) struct Proxied(Mutex<HashMap<(u32, u32), Outstanding>>);
-
-/// Proxy operations of one run of one operation.
-#[derive(Debug)]
-struct Outstanding {
-    left: u32,
-    total: u32,
-    info: OpInfo,
-}
-
-impl Proxied {
-    /// Expects `count` proxy operations of `info` to finish.
-    fn expect(&self, info: OpInfo, replay: u32, count: u32) {
-        lock(&self.0).insert(
-            (info.op, replay),
-            Outstanding {
-                left: count,
-                total: count,
-                info,
-            },
-        );
-    }
-
-    /// One has finished.
-    pub(crate) fn completed(&self, op: u32, replay: u32) {
-        let mut waiting = lock(&self.0);
-        let Some(outstanding) = waiting.get_mut(&(op, replay)) else {
-            return;
-        };
-        outstanding.left -= 1;
-        if outstanding.left == 0 {
-            let Outstanding { total, info, .. } = *outstanding;
-            waiting.remove(&(op, replay));
-            drop(waiting);
-            let record = info.record(Kind::ProxyCompleted, State::STOP, observe::now_ns(), replay);
-            observe::emit(&Record {
-                value: u64::from(total),
-                ..record
-            });
-        }
-    }
 }
 
 /// Locks, whoever panicked while holding it: a panic is reported as an internal error at the call that it broke, and
@@ -188,13 +142,17 @@ impl Communicator {
 
     /// Posts network work to the proxy.
     pub(crate) fn post(&self, ops: &[ProxyOp], observer: &PlanObserver, replay: u32) {
+        // The kernels give up: there is nothing to move.
+        if self.abort.is_set() {
+            return;
+        }
         for (info, count) in observer.proxied() {
-            self.proxied.expect(info, replay, count);
+            self.membership.family.proxied.expect(info, replay, count);
         }
         for op in ops {
-            self.proxy.save_op(ProxyOp { replay, ..*op });
+            self.membership.family.proxy.save_op(ProxyOp { replay, ..*op });
         }
-        self.proxy.start();
+        self.membership.family.proxy.start();
     }
 
     /// Ties what a graph holds of this communicator to the graph's life.

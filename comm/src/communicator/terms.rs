@@ -18,16 +18,28 @@ pub(super) struct Terms {
     max_channels: u32,
     slot_bytes: u64,
     work_fifo_depth: u64,
+    /// It can share its parent's proxy.
+    share: bool,
+}
+
+/// What the ranks have agreed on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Agreement {
+    pub(super) channels: u32,
+    pub(super) slot_bytes: usize,
+    pub(super) work_fifo_depth: usize,
+    /// All of them can share their parent's proxies.
+    pub(super) share: bool,
 }
 
 impl Terms {
-    const BYTES: usize = 24;
+    const BYTES: usize = 25;
 
     /// What this rank asks for.
     ///
     /// # Errors
     /// A variable with an impossible value.
-    pub(super) fn mine(config: &Config) -> Result<Self> {
+    pub(super) fn mine(config: &Config, share: bool) -> Result<Self> {
         let buffer: usize = number(&["NCCL_BUFFSIZE"])?.unwrap_or(DEFAULT_BUFFER_BYTES);
         if !(4096..=1 << 30).contains(&buffer) {
             return Err(Error::argument(format!(
@@ -40,6 +52,7 @@ impl Terms {
             max_channels: config.max_channels.unwrap_or(MAX_CHANNELS).clamp(1, MAX_CHANNELS),
             slot_bytes: (buffer / SLOTS).next_multiple_of(64) as u64,
             work_fifo_depth: depth.clamp(2, 1 << 20) as u64,
+            share,
         })
     }
 
@@ -48,7 +61,8 @@ impl Terms {
         bytes[..4].copy_from_slice(&self.min_channels.to_le_bytes());
         bytes[4..8].copy_from_slice(&self.max_channels.to_le_bytes());
         bytes[8..16].copy_from_slice(&self.slot_bytes.to_le_bytes());
-        bytes[16..].copy_from_slice(&self.work_fifo_depth.to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.work_fifo_depth.to_le_bytes());
+        bytes[24] = self.share.into();
         bytes
     }
 
@@ -57,16 +71,19 @@ impl Terms {
         let (min, rest) = bytes.split_first_chunk()?;
         let (max, rest) = rest.split_first_chunk()?;
         let (slot, rest) = rest.split_first_chunk()?;
+        let (depth, rest) = rest.split_first_chunk()?;
+        let [share @ (0 | 1)] = *rest else { return None };
         Some(Self {
             min_channels: u32::from_le_bytes(*min),
             max_channels: u32::from_le_bytes(*max),
             slot_bytes: u64::from_le_bytes(*slot),
-            work_fifo_depth: u64::from_le_bytes(rest.try_into().ok()?),
+            work_fifo_depth: u64::from_le_bytes(*depth),
+            share: share == 1,
         })
     }
 
-    /// (channels, bytes of a slot, depth of the work FIFO) for everybody: the greatest minimum, the least maximum.
-    pub(super) fn agree(all: &[Self]) -> (u32, usize, usize) {
+    /// What holds for everybody: the greatest minimum, the least maximum.
+    pub(super) fn agree(all: &[Self]) -> Agreement {
         let min = all.iter().map(|terms| terms.min_channels).max().unwrap_or(1);
         let max = all
             .iter()
@@ -80,11 +97,12 @@ impl Terms {
             .unwrap_or(4096)
             .clamp(64, 1 << 30);
         let depth = all.iter().map(|terms| terms.work_fifo_depth).min().unwrap_or(2);
-        (
-            DEFAULT_CHANNELS.max(min).min(max).clamp(1, MAX_CHANNELS),
-            slot as usize,
-            usize::try_from(depth).unwrap_or(WORK_FIFO_DEPTH),
-        )
+        Agreement {
+            channels: DEFAULT_CHANNELS.max(min).min(max).clamp(1, MAX_CHANNELS),
+            slot_bytes: slot as usize,
+            work_fifo_depth: usize::try_from(depth).unwrap_or(WORK_FIFO_DEPTH),
+            share: all.iter().all(|terms| terms.share),
+        }
     }
 }
 
@@ -99,11 +117,19 @@ mod tests {
             max_channels,
             slot_bytes: 4096 * u64::from(min_channels),
             work_fifo_depth: 8,
+            share: min_channels == 4,
         };
-        assert_eq!(Terms::agree(&[terms(1, 32), terms(1, 32)]).0, 2);
-        assert_eq!(Terms::agree(&[terms(4, 8), terms(1, 32)]), (4, 4096, 8));
+        assert_eq!(Terms::agree(&[terms(1, 32), terms(1, 32)]).channels, 2);
+        let agreed = Agreement {
+            channels: 4,
+            slot_bytes: 4096,
+            work_fifo_depth: 8,
+            share: false,
+        };
+        assert_eq!(Terms::agree(&[terms(4, 8), terms(1, 32)]), agreed);
+        assert!(Terms::agree(&[terms(4, 8), terms(4, 9)]).share);
         assert_eq!(
-            Terms::agree(&[terms(4, 8), terms(1, 1)]).0,
+            Terms::agree(&[terms(4, 8), terms(1, 1)]).channels,
             1,
             "the least maximum wins"
         );
@@ -112,6 +138,7 @@ mod tests {
             (there_and_back.min_channels, there_and_back.slot_bytes),
             (4, 4 * 4096)
         );
-        assert!(Terms::from_bytes(&[0; 23]).is_none() && Terms::from_bytes(&[0; 25]).is_none());
+        assert!(Terms::from_bytes(&[0; 24]).is_none() && Terms::from_bytes(&[0; 26]).is_none());
+        assert!(Terms::from_bytes(&[2; 25]).is_none());
     }
 }

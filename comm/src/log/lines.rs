@@ -52,6 +52,7 @@ pub(crate) fn connection(topology: &Topology, endpoint: &Endpoint) {
         p2p,
         is_send,
         transport,
+        ..
     } = *endpoint;
     let name = match transport {
         Transport::Shm => "SHM",

@@ -9,7 +9,7 @@ use crate::bootstrap::{
 
 /// First four bytes of every message: "RSPX".
 const MAGIC: u32 = u32::from_le_bytes(*b"RSPX");
-const VERSION: u16 = 1;
+const VERSION: u16 = 2;
 /// Magic u32 | version u16 | kind u16 | request id u64.
 const HEADER: usize = 16;
 /// Longest text of a refusal, bytes.
@@ -28,7 +28,10 @@ pub enum Transport {
 /// What a connection is for, as the proxy that keeps it sees it. There is one connection for each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Endpoint {
-    /// The rank at the other end.
+    /// 0 for the communicator that the proxy was made for; the id of another one that shares it. Their connections are
+    /// apart.
+    pub comm: u64,
+    /// The rank at the other end, as the proxies count ranks.
     pub peer: u32,
     /// Channel.
     pub channel: u8,
@@ -165,6 +168,7 @@ impl Request {
                 endpoint,
             } => {
                 let Endpoint {
+                    comm,
                     peer,
                     channel,
                     p2p,
@@ -177,6 +181,7 @@ impl Request {
                     .u32(rank)
                     .u32(peer)
                     .u32(u32::from_le_bytes(small))
+                    .u64(comm)
             }
             Self::SharedInit {
                 connection,
@@ -202,7 +207,7 @@ impl Request {
     pub fn parse(bytes: &[u8]) -> Option<(u64, Self)> {
         let (kind, id, body) = open(bytes)?;
         let request = match (kind, body.len()) {
-            (1, 20) => {
+            (1, 28) => {
                 let flag = |byte: u8| (byte <= 1).then_some(byte == 1);
                 let transport = match body[19] {
                     1 => Transport::Shm,
@@ -211,6 +216,7 @@ impl Request {
                 };
                 let (peer, channel) = (word(body, 12)?, body[16]);
                 let endpoint = Endpoint {
+                    comm: long(body, 20)?,
                     peer,
                     channel,
                     p2p: flag(body[17])?,
@@ -312,15 +318,17 @@ mod tests {
 
     fn requests() -> impl Strategy<Value = Request> {
         let endpoint = (
+            any::<u64>(),
             any::<u32>(),
             any::<u8>(),
             any::<bool>(),
             any::<bool>(),
             any::<bool>(),
         )
-            .prop_map(|(peer, channel, p2p, is_send, net)| {
+            .prop_map(|(comm, peer, channel, p2p, is_send, net)| {
                 let transport = if net { Transport::NetSocket } else { Transport::Shm };
                 Endpoint {
+                    comm,
                     peer,
                     channel,
                     p2p,

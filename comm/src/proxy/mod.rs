@@ -67,8 +67,8 @@ pub struct ConnectionId(pub u32);
 
 /// Called when a proxy operation has finished: (operation number, replay).
 pub type OnCompleted = Arc<dyn Fn(u32, u32) + Send + Sync>;
-/// Called with a text that names peer, channel and step when a network connection fails.
-pub type OnError = Arc<dyn Fn(String) + Send + Sync>;
+/// Called with [`message::Endpoint::comm`] (or [`ProxyOp::comm`], where there is no connection) and a text that names peer, channel and step when a network connection fails.
+pub type OnError = Arc<dyn Fn(u64, String) + Send + Sync>;
 
 /// What a proxy is made of.
 #[derive(Clone)]

@@ -314,10 +314,11 @@ impl<'a> Engine<'a> {
                 Some(_) => self.shared.retire(1),
                 None => {
                     self.shared.retire(1);
-                    (self.shared.on_error)(format!(
+                    let text = format!(
                         "proxy operation of operation {} on a connection ({}) that does not exist",
                         op.op, op.connection.0
-                    ));
+                    );
+                    (self.shared.on_error)(op.comm, text);
                 }
             }
         }
@@ -361,7 +362,7 @@ impl<'a> Engine<'a> {
                     connection.failed = true;
                     connection.socket = None;
                     self.active -= connection.give_up(self.shared);
-                    (self.shared.on_error)(text);
+                    (self.shared.on_error)(connection.endpoint.comm, text);
                     moved = true;
                 }
             }

@@ -57,6 +57,9 @@ pub struct RingConnections {
     pub next: SendConnection,
 }
 
+/// How long a proxy of one's own may take to free connections.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(1);
+
 /// Makes the connections of one rank.
 ///
 /// The receiver's proxy makes a connection when it is first asked for, whoever asks first: no call here waits for the
@@ -64,6 +67,10 @@ pub struct RingConnections {
 pub struct Connector {
     topology: Arc<Topology>,
     proxy: Arc<Proxy>,
+    /// [`Endpoint::comm`] of its connections.
+    comm: u64,
+    /// By rank, as the proxies count ranks; `None` where they are the same.
+    proxy_ranks: Option<Arc<[u32]>>,
     abort: Arc<AbortWord>,
     timeout: Duration,
     /// Clients of the proxies that we have asked, by rank.
@@ -78,6 +85,8 @@ struct End {
     fifo: Arc<Fifo>,
     proxy: Option<ConnectionId>,
     transport: &'static str,
+    /// The connection of this rank's proxy, if it keeps it.
+    kept: Option<u32>,
 }
 
 impl Connector {
@@ -88,10 +97,68 @@ impl Connector {
         Self {
             topology,
             proxy,
+            comm: 0,
+            proxy_ranks: None,
             abort,
             timeout,
             clients: Mutex::default(),
             ends: Mutex::default(),
+        }
+    }
+
+    /// The same for communicator `comm`, whose ranks use proxies that were made for another one, in which they are
+    /// `proxy_ranks`.
+    #[must_use]
+    pub fn over_shared_proxies(mut self, comm: u64, proxy_ranks: Arc<[u32]>) -> Self {
+        (self.comm, self.proxy_ranks) = (comm, Some(proxy_ranks));
+        self
+    }
+
+    /// Has this rank's proxy free the connections that it keeps: for a communicator that ends while others still use the
+    /// proxy. Whoever still has one mapped keeps the memory.
+    pub fn release(&self) {
+        let ends = std::mem::take(&mut *self.ends.lock().unwrap_or_else(PoisonError::into_inner));
+        let rank = self.topology.rank();
+        if ends.is_empty() {
+            return;
+        }
+        // A client of its own: the others no longer wait once the abort word is set.
+        let client = self
+            .address_of(rank)
+            .and_then(|address| ProxyClient::connect(&address.unix, rank, Arc::default(), RELEASE_TIMEOUT));
+        let Ok(client) = client else { return };
+        let endpoint = ends.iter().find(|(_, end)| end.kept.is_some());
+        // The first request of a client presents the secret.
+        let Some((endpoint, _)) = endpoint else { return };
+        if self.introduce(&client, *endpoint).is_err() {
+            return;
+        }
+        for connection in ends.values().filter_map(|end| end.kept) {
+            // What cannot be freed now is freed with the proxy.
+            let _ = client.call_blocking(&Request::Destroy { connection });
+        }
+    }
+
+    /// A rank, as the proxies count.
+    fn proxy_rank(&self, rank: u32) -> u32 {
+        self.proxy_ranks
+            .as_ref()
+            .map_or(rank, |ranks| ranks[rank as usize])
+    }
+
+    /// The first request about an endpoint: which connection it is.
+    fn introduce(&self, client: &ProxyClient, endpoint: Endpoint) -> Result<u32> {
+        let request = Request::Init {
+            cookie: self.proxy.config().cookie,
+            rank: self.proxy_rank(self.topology.rank()),
+            endpoint: Endpoint {
+                peer: self.proxy_rank(endpoint.peer),
+                ..endpoint
+            },
+        };
+        match client.call_blocking(&request)? {
+            Reply::Init { connection } => Ok(connection),
+            _ => Err(unexpected(self.topology.rank())),
         }
     }
 
@@ -132,6 +199,7 @@ impl Connector {
             fifo,
             proxy,
             transport,
+            ..
         } = self.end(peer, channel, p2p, true)?;
         Ok(SendConnection {
             fifo,
@@ -145,6 +213,7 @@ impl Connector {
             fifo,
             proxy,
             transport,
+            ..
         } = self.end(peer, channel, p2p, false)?;
         Ok(RecvConnection {
             fifo,
@@ -167,6 +236,7 @@ impl Connector {
             Transport::NetSocket
         };
         let endpoint = Endpoint {
+            comm: self.comm,
             peer,
             channel,
             p2p,
@@ -199,15 +269,7 @@ impl Connector {
     fn make(&self, proxy_rank: u32, endpoint: Endpoint) -> Result<End> {
         let client = self.client(proxy_rank)?;
         let config = self.proxy.config();
-        let (cookie, rank) = (config.cookie, self.topology.rank());
-        let Reply::Init { connection } = client.call_blocking(&Request::Init {
-            cookie,
-            rank,
-            endpoint,
-        })?
-        else {
-            return Err(unexpected(proxy_rank));
-        };
+        let connection = self.introduce(&client, endpoint)?;
         let slot_bytes = config.slot_bytes as u32;
         client.call_blocking(&Request::SharedInit {
             connection,
@@ -232,6 +294,7 @@ impl Connector {
             fifo,
             proxy: is_net.then_some(ConnectionId(connection)),
             transport,
+            kept: (proxy_rank == self.topology.rank()).then_some(connection),
         })
     }
 

@@ -76,7 +76,11 @@ impl Service {
             return Ok(false);
         };
         let Endpoint {
-            peer, channel, p2p, ..
+            comm,
+            peer,
+            channel,
+            p2p,
+            ..
         } = connection.endpoint;
         let gone = |error: io::Error| format!("{error}: its process is gone or cannot be reached");
         if !outgoing.greeted {
@@ -91,6 +95,7 @@ impl Service {
             } = self.config;
             let hello = Hello {
                 cookie,
+                comm,
                 from: rank,
                 to: peer,
                 channel,
@@ -162,6 +167,7 @@ impl Service {
         }
         let transport = Transport::NetSocket;
         let endpoint = Endpoint {
+            comm: hello.comm,
             peer: hello.from,
             channel: hello.channel,
             p2p: hello.p2p,

@@ -6,10 +6,10 @@ use crate::bootstrap::wire::word;
 const HELLO_MAGIC: u32 = u32::from_le_bytes(*b"RSNT");
 const STEP_MAGIC: u32 = u32::from_le_bytes(*b"RSST");
 const CREDIT_MAGIC: u32 = u32::from_le_bytes(*b"RSCR");
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// Bytes of a [`Hello`].
-pub(crate) const HELLO_BYTES: usize = 32;
+pub(crate) const HELLO_BYTES: usize = 40;
 /// Bytes of a [`Verdict`].
 pub(crate) const VERDICT_BYTES: usize = 12;
 pub(super) const STEP_BYTES: usize = 24;
@@ -19,6 +19,8 @@ pub(super) const CREDIT_BYTES: usize = 12;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Hello {
     pub(crate) cookie: u64,
+    /// Communicator id: see [`crate::proxy::message::Endpoint::comm`].
+    pub(crate) comm: u64,
     pub(crate) from: u32,
     pub(crate) to: u32,
     pub(crate) channel: u8,
@@ -27,7 +29,8 @@ pub(crate) struct Hello {
 }
 
 impl Hello {
-    /// Magic u32 | version u32 | cookie u64 | from u32 | to u32 | channel u8 | p2p u8 | zero u16 | slot bytes u32.
+    /// Magic u32 | version u32 | cookie u64 | from u32 | to u32 | channel u8 | p2p u8 | zero u16 | slot bytes u32 |
+    /// communicator u64.
     pub(crate) fn encode(&self) -> [u8; HELLO_BYTES] {
         let mut bytes = [0; HELLO_BYTES];
         bytes[..4].copy_from_slice(&HELLO_MAGIC.to_le_bytes());
@@ -37,7 +40,8 @@ impl Hello {
         bytes[20..24].copy_from_slice(&self.to.to_le_bytes());
         bytes[24] = self.channel;
         bytes[25] = self.p2p.into();
-        bytes[28..].copy_from_slice(&self.slot_bytes.to_le_bytes());
+        bytes[28..32].copy_from_slice(&self.slot_bytes.to_le_bytes());
+        bytes[32..].copy_from_slice(&self.comm.to_le_bytes());
         bytes
     }
 
@@ -59,6 +63,7 @@ impl Hello {
         }
         Some(Self {
             cookie,
+            comm: u64::from_le_bytes(bytes[32..].try_into().ok()?),
             from: word(bytes, 16)?,
             to: word(bytes, 20)?,
             channel: bytes[24],
@@ -194,13 +199,13 @@ mod tests {
     proptest! {
         #[test]
         fn messages_survive_and_rubbish_is_refused(
-            cookie: u64, from: u32, to: u32, channel: u8, p2p: bool, slot_bytes: u32, rubbish: [u8; HELLO_BYTES], flip in 0usize..16, bit in 0u8..8,
+            cookie: u64, comm: u64, from: u32, to: u32, channel: u8, p2p: bool, slot_bytes: u32, rubbish: [u8; HELLO_BYTES], flip in 0usize..16, bit in 0u8..8,
         ) {
-            let hello = Hello { cookie, from, to, channel, p2p, slot_bytes };
+            let hello = Hello { cookie, comm, from, to, channel, p2p, slot_bytes };
             let mut bytes = hello.encode();
             prop_assert_eq!(Hello::parse(&bytes, cookie), Some(hello));
             prop_assert_eq!(Hello::parse(&bytes, !cookie), None);
-            prop_assert_eq!(Hello::parse(&bytes[..31], cookie), None);
+            prop_assert_eq!(Hello::parse(&bytes[..39], cookie), None);
             bytes[flip] ^= 1 << bit;
             prop_assert_eq!(Hello::parse(&bytes, cookie), None);
             prop_assert_eq!(Hello::parse(&rubbish, cookie), None);

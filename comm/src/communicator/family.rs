@@ -1,0 +1,205 @@
+//! Communicators that share a proxy: one that was made with `splitShare` or `shrinkShare`, and its children.
+//!
+//! They share the proxy's two threads and its sockets for requests. Connections, memory, abort words and bootstraps are
+//! each communicator's own, so each may be aborted without harm to the others. The proxy ends with the last of them.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Condvar, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use ringsight_kernels::AbortWord;
+use ringsight_records::{Kind, Record, State};
+
+use super::lock;
+use crate::{
+    bootstrap::Bootstrap,
+    checks::Checks,
+    error::Result,
+    observe,
+    plan::OpInfo,
+    proxy::{Proxy, ProxyConfig},
+    transport::Connector,
+};
+
+/// A proxy and the communicators of this rank that use it.
+pub(super) struct Family {
+    pub(super) proxy: Arc<Proxy>,
+    pub(super) proxied: Arc<Proxied>,
+    /// The proxy's abort word: set when no member is left.
+    abort: Arc<AbortWord>,
+    members: Arc<Members>,
+}
+
+/// Who hears of failures.
+#[derive(Default)]
+struct Members(Mutex<Vec<Member>>);
+
+struct Member {
+    /// As in [`crate::proxy::message::Endpoint::comm`].
+    domain: u64,
+    id: u64,
+    checks: Arc<Checks>,
+}
+
+impl Members {
+    fn failed(&self, comm: u64, text: &str) {
+        for member in &*lock(&self.0) {
+            if member.domain == comm || member.id == comm {
+                member.checks.network(text.to_owned());
+            }
+        }
+    }
+}
+
+impl Family {
+    /// A proxy of its own for the communicator of `bootstrap`.
+    pub(super) fn new(bootstrap: &Bootstrap, slot_bytes: usize) -> Result<Arc<Self>> {
+        let (proxied, members) = (Arc::new(Proxied::default()), Arc::new(Members::default()));
+        let abort = Arc::new(AbortWord::default());
+        let proxy = Proxy::new(ProxyConfig {
+            rank: bootstrap.rank(),
+            ranks: bootstrap.ranks(),
+            cookie: bootstrap.cookie(),
+            listen: bootstrap.local_ip(),
+            slot_bytes,
+            abort: abort.clone(),
+            on_completed: {
+                let proxied = proxied.clone();
+                Arc::new(move |op, replay| proxied.completed(op, replay))
+            },
+            on_error: {
+                let members = members.clone();
+                Arc::new(move |comm, text| members.failed(comm, &text))
+            },
+        })?;
+        Ok(Arc::new(Self {
+            proxy: Arc::new(proxy),
+            proxied,
+            abort,
+            members,
+        }))
+    }
+
+    /// Takes a communicator out; whether others are left, who keep the proxy.
+    fn leave(&self, id: u64) -> bool {
+        let mut members = lock(&self.members.0);
+        let index = members.iter().position(|member| member.id == id);
+        let gone = index.map(|index| members.swap_remove(index));
+        let others = !members.is_empty();
+        drop(members);
+        drop(gone); // not under the lock: it may be the last reference
+        if !others {
+            self.abort.set();
+        }
+        self.proxied.forget(id);
+        others
+    }
+}
+
+/// A communicator's part in its family; it leaves when this is dropped, if not before.
+pub(super) struct Membership {
+    pub(super) family: Arc<Family>,
+    id: u64,
+    left: AtomicBool,
+}
+
+impl Membership {
+    /// Enters a communicator, whose connections are told from others' by `domain`: 0 or its id.
+    pub(super) fn new(family: &Arc<Family>, domain: u64, id: u64, checks: &Arc<Checks>) -> Self {
+        let checks = checks.clone();
+        lock(&family.members.0).push(Member { domain, id, checks });
+        Self {
+            family: family.clone(),
+            id,
+            left: AtomicBool::new(false),
+        }
+    }
+
+    /// Leaves: the proxy gives up what it still does for this communicator.
+    pub(super) fn leave(&self, connector: &Connector) {
+        // Relaxed: it only matters that one of the callers does it.
+        if !self.left.swap(true, Ordering::Relaxed) && self.family.leave(self.id) {
+            connector.release();
+        }
+    }
+}
+
+impl Drop for Membership {
+    fn drop(&mut self) {
+        if !self.left.swap(true, Ordering::Relaxed) {
+            self.family.leave(self.id);
+        }
+    }
+}
+
+/// Proxy operations that are still to finish, by (operation, replay).
+#[derive(Debug, Default)]
+pub(super) struct Proxied {
+    waiting: Mutex<HashMap<(u32, u32), Outstanding>>,
+    /// Told when one leaves.
+    fewer: Condvar,
+}
+
+/// Proxy operations of one run of one operation.
+#[derive(Debug)]
+struct Outstanding {
+    left: u32,
+    total: u32,
+    info: OpInfo,
+}
+
+impl Proxied {
+    /// Expects `count` proxy operations of `info` to finish.
+    pub(super) fn expect(&self, info: OpInfo, replay: u32, count: u32) {
+        lock(&self.waiting).insert(
+            (info.op, replay),
+            Outstanding {
+                left: count,
+                total: count,
+                info,
+            },
+        );
+    }
+
+    /// One has finished.
+    fn completed(&self, op: u32, replay: u32) {
+        let mut waiting = lock(&self.waiting);
+        let Some(outstanding) = waiting.get_mut(&(op, replay)) else {
+            return;
+        };
+        outstanding.left -= 1;
+        if outstanding.left == 0 {
+            let Outstanding { total, info, .. } = *outstanding;
+            waiting.remove(&(op, replay));
+            drop(waiting);
+            self.fewer.notify_all();
+            let record = info.record(Kind::ProxyCompleted, State::STOP, observe::now_ns(), replay);
+            observe::emit(&Record {
+                value: u64::from(total),
+                ..record
+            });
+        }
+    }
+
+    /// Waits until none of communicator `comm` is left, or `give_up` says so (asked ten times a second).
+    pub(super) fn wait(&self, comm: u64, give_up: impl Fn() -> bool) {
+        let mut waiting = lock(&self.waiting);
+        while waiting.values().any(|outstanding| outstanding.info.comm == comm) && !give_up() {
+            waiting = self
+                .fewer
+                .wait_timeout(waiting, Duration::from_millis(100))
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+
+    /// Forgets those of a communicator, which were given up.
+    fn forget(&self, comm: u64) {
+        lock(&self.waiting).retain(|_, outstanding| outstanding.info.comm != comm);
+    }
+}
