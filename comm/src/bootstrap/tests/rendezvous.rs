@@ -100,7 +100,7 @@ fn strangers_are_told_why_they_are_sent_away() {
 }
 
 /// Connects to `address` again and again, says something random or nothing, and stays or goes. Not without end: a port
-/// number that was used is not free again for a minute.
+/// number that was used is not free again for a minute, and thousands of those make every connect slow.
 fn spray(address: SocketAddr, seed: u64, likely: &[u8], stop: &AtomicBool) -> u32 {
     let mut random = seed;
     let mut next = |below: usize| {
@@ -113,7 +113,7 @@ fn spray(address: SocketAddr, seed: u64, likely: &[u8], stop: &AtomicBool) -> u3
     };
     let (mut open, mut sprayed) = (Vec::new(), 0);
     // Relaxed: nothing else is read by it.
-    while sprayed < 1000 && !stop.load(Ordering::Relaxed) {
+    while sprayed < 150 && !stop.load(Ordering::Relaxed) {
         let Ok(mut stream) = TcpStream::connect(address) else {
             break; // the root has ended
         };
@@ -139,7 +139,7 @@ fn spray(address: SocketAddr, seed: u64, likely: &[u8], stop: &AtomicBool) -> u3
 
 #[test]
 fn random_bytes_at_the_ports_disturb_nobody() {
-    for seed in 0..4 {
+    for seed in 0..2 {
         let (id, ranks) = (root(), 12);
         let likely = Hello::Join(joining(&id, 0, ranks)).encode(id.cookie ^ 1);
         let peer = Hello::Peer { from: 1, to: 0 }.encode(id.cookie ^ 1);
