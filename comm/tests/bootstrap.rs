@@ -10,7 +10,7 @@ use std::{
     net::TcpListener,
     os::unix::process::CommandExt,
     process::Command,
-    sync::Barrier,
+    sync::{Arc, Barrier},
     thread,
     time::{Duration, Instant},
 };
@@ -18,16 +18,23 @@ use std::{
 use common::{host, last_error, ok, unique_id};
 use ringsight_comm::{
     abi::{self, UniqueIdBytes},
+    bootstrap::{Bootstrap, UniqueId},
     communicator::Handle,
     error::ResultCode,
 };
 
 const MANY: usize = 256;
 
+/// A helper in a process of its own.
+fn helper(name: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args([name, "--exact", "--ignored", "--nocapture", "--test-threads=1"]);
+    command
+}
+
 /// Runs a helper in a process of its own and gives what it printed.
 fn run(helper: &str, environment: &[(&str, &str)], open_files: Option<u64>) -> String {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args([helper, "--exact", "--ignored", "--nocapture", "--test-threads=1"]);
+    let mut command = self::helper(helper);
     for (name, value) in environment {
         command.env(name, value);
     }
@@ -185,4 +192,53 @@ fn impossible_environment() {
     let (text, expected) = (last_error(), std::env::var("EXPECTED").unwrap());
     assert!(text.contains(&expected), "{text}");
     println!("helper done");
+}
+
+#[test]
+fn a_rank_that_is_killed_in_init_is_named_by_all_others() {
+    host();
+    let id = unique_id();
+    let text: String = id.0.iter().map(|byte| format!("{byte:02x}")).collect();
+    let mut command = helper("killed_in_init");
+    command.env("ID", text);
+    let mut child = command.spawn().unwrap();
+    let ends = thread::scope(|scope| {
+        let ranks = [0, 1, 2, 4, 5, 6].map(|rank| {
+            scope.spawn(move || {
+                let code = init(id, rank, 7).0;
+                (code, last_error(), Instant::now())
+            })
+        });
+        ranks.map(|rank| rank.join().unwrap())
+    });
+    child.wait().unwrap();
+    for (code, text, _) in &ends {
+        assert_eq!(*code, ResultCode::RemoteError, "{text}");
+        assert!(
+            text.contains("rank 3") && text.contains("its process ended"),
+            "{text}"
+        );
+    }
+    let (first, last) = (
+        ends.iter().map(|end| end.2).min(),
+        ends.iter().map(|end| end.2).max(),
+    );
+    // All hear of it within a second; more is allowed for a machine that is busy with something else.
+    assert!(last.unwrap() - first.unwrap() < Duration::from_secs(5));
+}
+
+#[test]
+#[ignore = "helper: started by a test in a process of its own"]
+fn killed_in_init() {
+    let text = std::env::var("ID").unwrap();
+    let mut bytes = [0; UniqueId::BYTES];
+    for (byte, digits) in bytes.iter_mut().zip(text.as_bytes().chunks(2)) {
+        *byte = u8::from_str_radix(std::str::from_utf8(digits).unwrap(), 16).unwrap();
+    }
+    let id = UniqueId::from_bytes(&bytes).unwrap();
+    let patience = Duration::from_secs(30);
+    // It knows the others, they know it, and then it takes no part in what follows.
+    let _bootstrap = Bootstrap::init(&id, 3, 7, Arc::default(), patience).unwrap();
+    // SAFETY: kills this very process, as a machine would.
+    unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
 }
