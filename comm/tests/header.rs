@@ -1,53 +1,14 @@
 //! The shipped headers and the shared library, as a C program sees them.
 
+mod native;
+
 use std::{
     collections::BTreeSet,
-    env,
-    path::{Path, PathBuf},
+    path::Path,
     process::{Command, Stdio},
 };
 
-/// The library that this test run built: beside the test's own directory.
-fn library() -> PathBuf {
-    let test = env::current_exe().unwrap();
-    let deps = test.parent().unwrap();
-    let candidates = [
-        deps.join("libringsight_comm.so"),
-        deps.parent().unwrap().join("libringsight_comm.so"),
-    ];
-    candidates
-        .iter()
-        .filter(|path| path.exists())
-        .max_by_key(|path| path.metadata().and_then(|data| data.modified()).ok())
-        .expect("cargo builds the shared library with the tests of its package")
-        .clone()
-}
-
-fn include() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("include")
-}
-
-#[track_caller]
-fn run(command: &mut Command) -> String {
-    let output = command
-        .output()
-        .unwrap_or_else(|error| panic!("{command:?}: {error}"));
-    let text = format!(
-        "{}{}",
-        String::from_utf8_lossy(&output.stdout),
-        String::from_utf8_lossy(&output.stderr)
-    );
-    assert!(output.status.success(), "{command:?}:\n{text}");
-    text
-}
-
-/// Names that the library exports.
-fn exports() -> Vec<String> {
-    run(Command::new("nm").args(["-D", "--defined-only"]).arg(library()))
-        .lines()
-        .filter_map(|line| line.split_ascii_whitespace().last().map(str::to_owned))
-        .collect()
-}
+use native::{exports, include, library, listed, run};
 
 #[test]
 fn a_c_program_runs_on_two_processes() {
@@ -117,46 +78,11 @@ fn headers_compile_as_c_and_cpp_without_cuda() {
     }
 }
 
-/// The committed list of symbols.
-fn listed() -> Vec<String> {
-    let list =
-        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("abi/exports.txt")).unwrap();
-    let mut names = Vec::new();
-    for line in list.lines() {
-        let name = line.split('#').next().unwrap().trim();
-        if name.is_empty() {
-            continue;
-        }
-        names.push(name.to_owned());
-        if name.starts_with("nccl") && !line.contains("no twin") {
-            names.push(format!("p{name}"));
-        }
-    }
-    names.sort();
-    names
-}
-
-/// Functions of the list that may still be missing.
-const PENDING: &[&str] = &[
-    "ncclCommDeregister",
-    "ncclCommInitRankScalable",
-    "ncclCommRegister",
-    "ncclCommRevoke",
-    "ncclCommShrink",
-    "ncclCommSplit",
-    "ncclCommWindowDeregister",
-    "ncclCommWindowRegister",
-    "ncclGroupSimulateEnd",
-];
-
 #[test]
 fn the_library_exports_what_the_list_says_and_nothing_else() {
     let listed = BTreeSet::from_iter(listed());
     let exported = BTreeSet::from_iter(exports());
-    let missing: Vec<_> = listed
-        .difference(&exported)
-        .filter(|name| !PENDING.contains(&name.trim_start_matches('p')))
-        .collect();
+    let missing: Vec<_> = listed.difference(&exported).collect();
     let unlisted: Vec<_> = exported.difference(&listed).collect();
     assert!(
         missing.is_empty() && unlisted.is_empty(),

@@ -56,6 +56,7 @@ fn run() -> Result<ExitCode> {
             if all {
                 setup::optional("Jaeger", setup::jaeger());
                 setup::optional("Chromium", setup::chromium());
+                setup::optional("NVIDIA's NCCL headers", setup::nvidia_headers());
             }
             Ok(ExitCode::SUCCESS)
         }

@@ -68,6 +68,66 @@ pub fn ebpf_toolchain() -> Result<()> {
     install_bpf_linker(&compiler)
 }
 
+/// Puts the headers of all wheels in a folder (nvidia/<what>/include of each) into one, and drops the wheels.
+const UNPACK: &str = r"
+import glob, os, sys, zipfile
+folder = sys.argv[1]
+for wheel in glob.glob(folder + '/*.whl'):
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            at = name.find('/include/')
+            if at < 0 or name.endswith('/'):
+                continue
+            path = folder + name[at:]
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, 'wb') as file:
+                file.write(archive.read(name))
+    os.remove(wheel)
+";
+
+/// Folder of NVIDIA's `nccl.h` with the CUDA headers that it includes, unpacked once from PyPI's wheels (200 MB to download).
+/// Nothing of them is linked or shipped: the library is tested against the header that it must agree with.
+///
+/// # Errors
+/// Says what is missing; callers skip what needs it.
+pub fn nvidia_headers() -> Result<PathBuf> {
+    const WHEELS: [&str; 4] = [
+        "nvidia-nccl-cu13==2.28.9",
+        "nvidia-cuda-runtime==13.0.*",
+        "nvidia-cuda-crt==13.0.*",
+        "nvidia-cuda-cccl==13.0.*",
+    ];
+    let folder = cache()?.join("nccl-2.28.9/include");
+    if folder.join("nccl.h").is_file() {
+        return Ok(folder);
+    }
+    let python =
+        process::find("python3").context("NVIDIA's headers are fetched by pip, and there is no python3")?;
+    let part = cache()?.join(format!("nccl-2.28.9.{}", std::process::id()));
+    let _ = fs::remove_dir_all(&part);
+    fs::create_dir_all(part.join("include")).with_context(|| format!("creating {}", part.display()))?;
+    say("NVIDIA's NCCL headers (once, 200 MB to download)");
+    let fetched = process::output(
+        Command::new(&python)
+            .args(["-m", "pip", "download", "--quiet", "--no-deps", "--dest"])
+            .arg(&part)
+            .args(WHEELS),
+    )
+    .and_then(|_| process::output(Command::new(&python).args(["-c", UNPACK]).arg(&part)));
+    let placed = fetched.and_then(|_| {
+        // Whole or not at all: an interrupted download leaves nothing that looks finished.
+        let whole = cache()?.join("nccl-2.28.9");
+        let _ = fs::remove_dir_all(&whole);
+        fs::rename(&part, &whole).with_context(|| format!("creating {}", whole.display()))
+    });
+    let _ = fs::remove_dir_all(&part);
+    placed?;
+    if !folder.join("nccl.h").is_file() {
+        bail!("NVIDIA's wheel has no nccl.h");
+    }
+    Ok(folder)
+}
+
 /// Installs cargo-fuzz into the cache, once.
 ///
 /// # Errors

@@ -38,6 +38,8 @@ pub const FULL: &str = "RINGSIGHT_TEST_FULL";
 pub const JAEGER: &str = "RINGSIGHT_JAEGER";
 /// Environment variable with the path of a Chromium binary, for the tests that look at the page.
 pub const CHROMIUM: &str = "RINGSIGHT_CHROMIUM";
+/// Environment variable that names a folder of NVIDIA's headers to the tests.
+const NCCL_INCLUDE: &str = "RINGSIGHT_NCCL_INCLUDE";
 
 /// How a layer ended.
 enum Outcome {
@@ -289,6 +291,12 @@ fn layers(suite: &mut Suite, options: &Options, target: &Path) {
         ]);
         if let Ok(chromium) = &chromium {
             command.env(CHROMIUM, chromium);
+        }
+        match setup::nvidia_headers() {
+            Ok(headers) => {
+                command.env(NCCL_INCLUDE, headers);
+            }
+            Err(error) => println!("no NVIDIA headers: {error:#}"),
         }
         if options.full {
             // The whole of what is sampled otherwise.

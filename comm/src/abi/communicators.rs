@@ -223,6 +223,10 @@ entry! {
 entry! {
     /// Waits for all enqueued work; afterwards the communicator can only be destroyed.
     ncclCommFinalize, pncclCommFinalize(comm: Handle) {
+        // As in NCCL, finalizing no communicator is fine.
+        if comm == Handle(0) {
+            return Ok(());
+        }
         in_group(finalize(comm))
     }
 }
@@ -298,8 +302,9 @@ entry! {
 entry! {
     /// Memory that the library can use best.
     ncclMemAlloc, pncclMemAlloc(ptr: *mut *mut c_void, size: usize) {
+        // The device refuses a null pointer, and NCCL returns its refusal.
         // SAFETY: null or valid, says the entry point's contract.
-        let place = unsafe { out("ptr", ptr) }?;
+        let place = unsafe { out("ptr", ptr) }.map_err(|error| Error::new(ResultCode::UnhandledCudaError, error.text))?;
         *place = device()?.allocate(size)?.cast();
         Ok(())
     }

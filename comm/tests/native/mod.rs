@@ -1,0 +1,72 @@
+//! What tests of the shared library as C programs see it have in common.
+#![allow(dead_code, reason = "each test program uses a part")]
+#![allow(unreachable_pub, reason = "a module of each test program")]
+
+use std::{
+    env,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+/// The library that this test run built: beside the test's own directory.
+pub fn library() -> PathBuf {
+    let test = env::current_exe().unwrap();
+    let deps = test.parent().unwrap();
+    let candidates = [
+        deps.join("libringsight_comm.so"),
+        deps.parent().unwrap().join("libringsight_comm.so"),
+    ];
+    candidates
+        .iter()
+        .filter(|path| path.exists())
+        .max_by_key(|path| path.metadata().and_then(|data| data.modified()).ok())
+        .expect("cargo builds the shared library with the tests of its package")
+        .clone()
+}
+
+/// The shipped headers.
+pub fn include() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("include")
+}
+
+/// Output of a command that must succeed.
+#[track_caller]
+pub fn run(command: &mut Command) -> String {
+    let output = command
+        .output()
+        .unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    let text = format!(
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    assert!(output.status.success(), "{command:?}:\n{text}");
+    text
+}
+
+/// Names that the library exports.
+pub fn exports() -> Vec<String> {
+    run(Command::new("nm").args(["-D", "--defined-only"]).arg(library()))
+        .lines()
+        .filter_map(|line| line.split_ascii_whitespace().last().map(str::to_owned))
+        .collect()
+}
+
+/// The committed list of symbols.
+pub fn listed() -> Vec<String> {
+    let list =
+        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("abi/exports.txt")).unwrap();
+    let mut names = Vec::new();
+    for line in list.lines() {
+        let name = line.split('#').next().unwrap().trim();
+        if name.is_empty() {
+            continue;
+        }
+        names.push(name.to_owned());
+        if name.starts_with("nccl") && !line.contains("no twin") {
+            names.push(format!("p{name}"));
+        }
+    }
+    names.sort();
+    names
+}
