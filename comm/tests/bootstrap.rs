@@ -201,30 +201,28 @@ fn a_rank_that_is_killed_in_init_is_named_by_all_others() {
     let text: String = id.0.iter().map(|byte| format!("{byte:02x}")).collect();
     let mut command = helper("killed_in_init");
     command.env("ID", text);
+    let begin = Instant::now();
     let mut child = command.spawn().unwrap();
     let ends = thread::scope(|scope| {
         let ranks = [0, 1, 2, 4, 5, 6].map(|rank| {
             scope.spawn(move || {
                 let code = init(id, rank, 7).0;
-                (code, last_error(), Instant::now())
+                (code, last_error())
             })
         });
         ranks.map(|rank| rank.join().unwrap())
     });
     child.wait().unwrap();
-    for (code, text, _) in &ends {
+    let taken = begin.elapsed();
+    for (code, text) in &ends {
         assert_eq!(*code, ResultCode::RemoteError, "{text}");
         assert!(
             text.contains("rank 3") && text.contains("its process ended"),
             "{text}"
         );
     }
-    let (first, last) = (
-        ends.iter().map(|end| end.2).min(),
-        ends.iter().map(|end| end.2).max(),
-    );
     // All hear of it within a second; more is allowed for a machine that is busy with something else.
-    assert!(last.unwrap() - first.unwrap() < Duration::from_secs(5));
+    assert!(taken < Duration::from_secs(10), "{taken:?}");
 }
 
 #[test]
@@ -239,6 +237,18 @@ fn killed_in_init() {
     let patience = Duration::from_secs(30);
     // It knows the others, they know it, and then it takes no part in what follows.
     let _bootstrap = Bootstrap::init(&id, 3, 7, Arc::default(), patience).unwrap();
+    // A data loader's worker outlives it. It says nothing to anybody, but it has inherited whatever was open.
+    // SAFETY: the child makes only calls that are allowed after a fork of a process with threads.
+    unsafe {
+        if libc::fork() == 0 {
+            (0..3).for_each(|standard| {
+                libc::close(standard);
+            });
+            libc::alarm(20);
+            libc::pause();
+            libc::_exit(0);
+        }
+    }
     // SAFETY: kills this very process, as a machine would.
     unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
 }

@@ -8,7 +8,7 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-use super::sys;
+use super::{fork::ParentOnly, sys};
 
 /// One connection.
 pub(super) struct Link {
@@ -16,7 +16,7 @@ pub(super) struct Link {
     pub(super) peer: u32,
     /// We opened it.
     pub(super) ours: bool,
-    stream: TcpStream,
+    stream: ParentOnly<TcpStream>,
     out: Mutex<Outbox>,
 }
 
@@ -44,7 +44,7 @@ impl Link {
         let link = Self {
             peer,
             ours: true,
-            stream,
+            stream: ParentOnly::new(stream),
             out: Mutex::default(),
         };
         link.push(&[hello]);
@@ -60,7 +60,7 @@ impl Link {
         Self {
             peer,
             ours: false,
-            stream,
+            stream: ParentOnly::new(stream),
             out: Mutex::default(),
         }
     }
@@ -86,7 +86,7 @@ impl Link {
     pub(super) fn flush(&self) -> io::Result<u64> {
         let mut out = self.out();
         while out.taken < out.bytes.len() {
-            match (&self.stream).write(&out.bytes[out.taken..]) {
+            match (&*self.stream).write(&out.bytes[out.taken..]) {
                 Ok(taken) => out.taken += taken,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(out.taken()),
@@ -115,7 +115,7 @@ impl Link {
 
     /// What has come, not blocking; 0 bytes: the end.
     pub(super) fn read(&self, buffer: &mut [u8]) -> io::Result<usize> {
-        (&self.stream).read(buffer)
+        (&*self.stream).read(buffer)
     }
 
     /// Nothing more will be sent.

@@ -6,6 +6,7 @@
 //! ([`Bootstrap::on_lost`]). Collective calls ([`Bootstrap::all_gather`]) are built from these messages.
 
 mod collective;
+mod fork;
 mod frame;
 pub(crate) mod fuzzing;
 pub(crate) mod id;
@@ -28,6 +29,7 @@ use std::{
     time::Duration,
 };
 
+use fork::ParentOnly;
 use frame::{Frame, MAX_CONTROL, MAX_MESSAGE};
 pub use id::UniqueId;
 pub use rendezvous::root_of;
@@ -210,7 +212,7 @@ impl Bootstrap {
         let service = thread::Builder::new()
             .name("rs-bootstrap".into())
             .stack_size(256 << 10)
-            .spawn(move || serving.serve(&listener))
+            .spawn(move || serving.serve(&ParentOnly::new(listener)))
             .map_err(system("starting the bootstrap thread"))?;
         Ok(Self {
             shared,

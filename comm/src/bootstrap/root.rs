@@ -21,6 +21,7 @@ use hall::Hall;
 
 use super::{
     Result, UniqueId,
+    fork::ParentOnly,
     link::Link,
     listen_at,
     pending::Undecided,
@@ -118,7 +119,7 @@ fn start(listener: TcpListener, cookie: u64) -> Result<Arc<Registry>> {
     });
     registry.add(cookie);
     let root = Root {
-        listener,
+        listener: ParentOnly::new(listener),
         registry: Arc::clone(&registry),
         connections: BTreeMap::new(),
         next: 0,
@@ -154,7 +155,7 @@ enum Role {
 }
 
 struct Root {
-    listener: TcpListener,
+    listener: ParentOnly<TcpListener>,
     registry: Arc<Registry>,
     connections: BTreeMap<Id, Connection>,
     next: Id,
@@ -177,7 +178,7 @@ impl Root {
             }
             let mut fds = vec![
                 sys::interest(&self.registry.wake, libc::POLLIN),
-                sys::interest(&self.listener, if starved { 0 } else { libc::POLLIN }),
+                sys::interest(&*self.listener, if starved { 0 } else { libc::POLLIN }),
             ];
             let ids: Vec<Id> = self.connections.keys().copied().collect();
             fds.extend(self.connections.values().map(|connection| {
