@@ -77,6 +77,12 @@ impl Fifo {
         unsafe { &*self.header }
     }
 
+    /// Where its memory begins: what a device that reaches the same memory is given.
+    #[must_use]
+    pub fn base(&self) -> *mut u8 {
+        self.header.cast_mut().cast()
+    }
+
     /// Bytes of a slot.
     #[must_use]
     pub fn slot_bytes(&self) -> usize {

@@ -2,7 +2,9 @@
 //!
 //! [`launch`] is what the host hands to a device: which channels do which work over which [`fifo`]s. [`host`] is the
 //! device code of the host device: channel programs that are stepped round-robin, as a GPU's blocks run side by side.
+//! [`cuda`] is that of GPUs.
 
+pub mod cuda;
 pub mod fifo;
 pub mod host;
 pub mod launch;

@@ -53,6 +53,7 @@ fn run() -> Result<ExitCode> {
     match Arguments::parse().command {
         Command::Setup { all } => {
             setup::ebpf_toolchain()?;
+            setup::optional("nvcc", setup::nvcc());
             if all {
                 setup::optional("Jaeger", setup::jaeger());
                 setup::optional("Chromium", setup::chromium());

@@ -1,4 +1,5 @@
-//! Installs what builds and tests need: the eBPF toolchain always, Jaeger and Chromium for those tests that use them.
+//! Installs what builds and tests need: the eBPF toolchain always, CUDA's compiler where it can be had, Jaeger and Chromium
+//! for those tests that use them.
 //!
 //! Everything is looked for first, so that a second run costs milliseconds. System packages come from apt (as root or
 //! through `sudo`); the rest is compiled into a cache, [`cache`].
@@ -27,6 +28,16 @@ const BPF_LINKER: &str = "0.13.0";
 const CARGO_FUZZ: &str = "0.13.2";
 /// Debian's compiler for packages that need a recent one, and the source of its `core`.
 const DEBIAN_RUST: [&str; 3] = ["rustc-web", "cargo-web", "rust-web-src"];
+
+/// What NVIDIA's compiler consists of, as PyPI has it. kernels/build.rs looks for it in [`CUDA_FOLDER`] of the cache.
+const CUDA_WHEELS: [&str; 5] = [
+    "nvidia-cuda-nvcc==13.0.88",
+    "nvidia-nvvm==13.0.88",
+    "nvidia-cuda-crt==13.0.88",
+    "nvidia-cuda-runtime==13.0.96",
+    "nvidia-cuda-cccl==13.0.85",
+];
+const CUDA_FOLDER: &str = "cuda-13.0";
 
 /// Where compiled tools are kept: `$RINGSIGHT_CACHE`, else `ringsight` in the user's cache folder.
 ///
@@ -194,6 +205,65 @@ pub fn c_toolchain() -> Result<()> {
         return Ok(());
     }
     apt::install(&missing)
+}
+
+/// NVIDIA's compiler for the kernels, in `RINGSIGHT_NVCC` or fetched once from PyPI (60 MB); no GPU and no driver is needed.
+///
+/// # Errors
+/// Says what is missing. Without it the library is built for the host device only.
+pub fn nvcc() -> Result<PathBuf> {
+    if let Some(nvcc) = std::env::var_os("RINGSIGHT_NVCC").filter(|path| !path.is_empty()) {
+        return Ok(nvcc.into());
+    }
+    c_toolchain()?;
+    let folder = cache()?.join(CUDA_FOLDER);
+    let nvcc = folder.join("nvidia/cu13/bin/nvcc");
+    let stamp = folder.join("wheels");
+    let wheels = CUDA_WHEELS.join("\n");
+    if process::is_program(&nvcc) && fs::read_to_string(&stamp).is_ok_and(|present| present == wheels) {
+        return Ok(nvcc);
+    }
+    let pip = |python: &Path| {
+        let mut pip = Command::new(python);
+        pip.args(["-m", "pip"]);
+        pip
+    };
+    let with_pip = || {
+        let python = process::find("python3")?;
+        process::output(pip(&python).arg("--version"))
+            .is_ok()
+            .then_some(python)
+    };
+    let python = match with_pip() {
+        Some(python) => python,
+        None => {
+            apt::install(&["python3-pip"])?;
+            with_pip().context("the package python3-pip brought no pip")?
+        }
+    };
+    say("CUDA's compiler (nvcc 13.0, from PyPI, 60 MB)");
+    // Under another name until it is whole.
+    let partial = folder.with_extension(format!("{}.partial", std::process::id()));
+    let _ = fs::remove_dir_all(&partial);
+    process::run(
+        pip(&python)
+            .args([
+                "install",
+                "--no-deps",
+                "--only-binary=:all:",
+                "--no-compile",
+                "--target",
+            ])
+            .arg(&partial)
+            .args(CUDA_WHEELS),
+    )?;
+    fs::write(partial.join("wheels"), wheels).with_context(|| format!("writing to {}", partial.display()))?;
+    let _ = fs::remove_dir_all(&folder);
+    fs::rename(&partial, &folder).with_context(|| format!("creating {}", folder.display()))?;
+    if !process::is_program(&nvcc) {
+        bail!("the wheels were unpacked, but {} is not there", nvcc.display());
+    }
+    Ok(nvcc)
 }
 
 /// The compiler that probes/build.rs will use: Debian's, else a rustup nightly; either with the source of its `core`.

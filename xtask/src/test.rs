@@ -255,6 +255,11 @@ fn layers(suite: &mut Suite, options: &Options, target: &Path) {
         suite.layer("set-up", true, |_| Err(error));
         return;
     }
+    suite.layer("kernels", false, |_| match setup::nvcc() {
+        Ok(_) => check(cargo().args(["build", "--locked", "-p", "ringsight-kernels"])),
+        // All but the CUDA device is built and tested without them.
+        Err(error) => Ok(Outcome::Skipped(format!("{error:#}"))),
+    });
     suite.layer("clippy", false, |_| {
         check(cargo().args([
             "clippy",

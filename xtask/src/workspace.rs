@@ -87,6 +87,7 @@ pub struct Artifacts {
 /// If the set-up or the build fails.
 pub fn build() -> Result<Artifacts> {
     setup::ebpf_toolchain()?;
+    setup::optional("nvcc", setup::nvcc());
     compile(&["ringsight-collector", "ringsight-comm", "xtask"])?;
     artifacts()
 }

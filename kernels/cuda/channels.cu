@@ -1,0 +1,16 @@
+// The kernel that runs any launch: a block for each channel.
+#include "channels.cuh"
+
+extern "C" __global__ void __launch_bounds__(512)
+ringsight_channels(const __grid_constant__ ringsight::Arguments arguments) {
+  using namespace ringsight;
+  __shared__ Turn turn;
+  // Room for the states of the channel with most lanes, then of that with most operations.
+  extern __shared__ u64 states[];
+  LaneState* lanes = reinterpret_cast<LaneState*>(states);
+  OpState* ops = reinterpret_cast<OpState*>(lanes + arguments.lanes);
+  Block(arguments, blockIdx.x, gridDim.x, turn, lanes, ops).run();
+}
+
+static_assert(sizeof(ringsight::LaneState) == 48, "LANE_STATE_BYTES in src/cuda/layout.rs");
+static_assert(sizeof(ringsight::OpState) == 8, "OP_STATE_BYTES in src/cuda/layout.rs");

@@ -1,0 +1,302 @@
+// The programs of one channel, run by one block: the twin of src/host.rs.
+//
+// Thread 0 decides what is to be done next and waits for slots; all threads move its bytes. Collectives run one after
+// another; then the lanes of messages take turns, since in what order their peers serve them is not known.
+#pragma once
+
+#include "move.cuh"
+#include "schedule.cuh"
+
+namespace ringsight {
+
+struct LaneState {
+  Position position;
+  // Positions of the present work's slots, read from the FIFOs when it begins; they are ours alone to move.
+  u64 head;
+  u64 tail;
+  u64 argument;
+  // The present work; the lane's end when it is done.
+  u32 work;
+  bool begun;
+};
+
+// Works of an operation that are left on this channel, and whether one has begun.
+struct OpState {
+  u32 left;
+  bool begun;
+};
+
+enum class Next : u32 { Move, Done, GiveUp };
+
+// What thread 0 tells the others.
+struct Turn {
+  Next next;
+  u32 lane;
+  bool recv;
+  bool send;
+  u32 bytes;
+  Move move;
+};
+
+class Block {
+ public:
+  // `lanes` and `ops` have room for the channel's; both are shared by the threads of the block, as is `turn`.
+  DEVICE Block(const Arguments& arguments, u32 index, u32 blocks, Turn& turn, LaneState* lanes, OpState* ops)
+      : arguments_(arguments),
+        program_(arguments.program != 0 ? reinterpret_cast<const u8*>(arguments.program) : arguments.inline_program),
+        channel_(table<Channel>(arguments.channels_at)[index]),
+        works_(table<Work>(arguments.works_at)),
+        all_lanes_(table<Lane>(arguments.lanes_at) + channel_.first_lane),
+        all_ops_(table<Op>(arguments.ops_at) + channel_.first_op),
+        state_(reinterpret_cast<LaunchState*>(arguments.state)),
+        control_(reinterpret_cast<LaunchControl*>(arguments.control)),
+        blocks_(blocks),
+        turn_(turn),
+        lanes_(lanes),
+        ops_(ops) {}
+
+  DEVICE void run() {
+    const u32 messages = channel_.first_message_lane - channel_.first_lane;
+    const u32 end = channel_.end_lane - channel_.first_lane;
+    if (thread_index() == 0) begin(end);
+    const bool done = phase(0, messages) && phase(messages, end);
+    if (thread_index() == 0) finish(!done);
+  }
+
+ private:
+  template <class T>
+  DEVICE const T* table(u32 at) const { return reinterpret_cast<const T*>(program_ + at); }
+
+  DEVICE void begin(u32 lanes) {
+    // Written by the last block of the launch's last run, before this one began.
+    replay_ = arguments_.captured != 0 ? load_relaxed(&state_->runs) - arguments_.runs_before + 1 : 0;
+    for (u32 lane = 0; lane < lanes; lane++) {
+      lanes_[lane] = LaneState{};
+      lanes_[lane].work = all_lanes_[lane].first_work;
+    }
+    for (u32 op = 0; op < channel_.end_op - channel_.first_op; op++) ops_[op] = OpState{all_ops_[op].works, false};
+  }
+
+  // Runs some of the lanes to their ends; false if the launch is to be given up.
+  DEVICE bool phase(u32 first, u32 end) {
+    u32 last = end - 1;
+    for (;;) {
+      if (thread_index() == 0) {
+        decide(first, end, last);
+        last = turn_.lane;
+      }
+      block_barrier();
+      const Next next = turn_.next;
+      if (next == Next::Move) run_move(turn_.move);
+      // All have read the turn and are done with the slots: thread 0 may hand them over and write the next turn.
+      block_barrier();
+      if (next != Next::Move) return next == Next::Done;
+      if (thread_index() == 0) hand_over();
+    }
+  }
+
+  // Waits until one of the lanes can move, all are done, or the launch is to be given up.
+  DEVICE void decide(u32 first, u32 end, u32 last) {
+    const u32 count = end - first;
+    for (u32 polls = 0;; polls++) {
+      // Not at every turn: both words are far away.
+      if (polls % 8 == 0 && (load_relaxed(&control_->abort) != 0 || load_relaxed(&state_->differs) != 0)) {
+        return give_up();
+      }
+      bool left = false;
+      for (u32 turn = 0; turn < count; turn++) {
+        const u32 lane = first + (last - first + 1 + turn) % count;
+        switch (advance(lane)) {
+          case Advance::Done: break;
+          case Advance::Waiting: left = true; break;
+          case Advance::Ready: return;
+          case Advance::Differs: return give_up();
+        }
+      }
+      if (!left) {
+        turn_.next = Next::Done;
+        turn_.lane = last;
+        return;
+      }
+      pause_polling();
+    }
+  }
+
+  // Nothing moves any more. If ranks differ, whoever waits for this one shall find the reason in place: the abort word
+  // is waited for.
+  DEVICE void give_up() {
+    while (load_relaxed(&control_->abort) == 0) pause_polling();
+    turn_.next = Next::GiveUp;
+    turn_.lane = 0;
+  }
+
+  enum class Advance { Waiting, Ready, Done, Differs };
+
+  // Finds what a lane does next; `Ready`: it is in `turn_`.
+  DEVICE Advance advance(u32 lane) {
+    LaneState& state = lanes_[lane];
+    while (state.work < all_lanes_[lane].end_work) {
+      const Work& work = works_[state.work];
+      if (!state.begun) begin_work(state, work);
+      const Schedule schedule(work, program_);
+      Step step;
+      if (schedule.seek(state.position, step)) return prepare(lane, work, step);
+      if (work.state != NONE) {
+        OpState& op = ops_[work.state];
+        if (--op.left == 0) report(EventKind::Stopped, work.op, device_time());
+      }
+      state.position = Position{};
+      state.begun = false;
+      state.work++;
+    }
+    return Advance::Done;
+  }
+
+  DEVICE void begin_work(LaneState& state, const Work& work) {
+    state.begun = true;
+    if (work.prev != 0) state.head = load_relaxed(&fifo(work.prev)->head);
+    if (work.next != 0) state.tail = load_relaxed(&fifo(work.next)->tail);
+    state.argument = work.scalar_kind == ScalarKind::Device
+                         ? scalar_argument(reinterpret_cast<const void*>(work.scalar), work.data_type)
+                         : work.scalar;
+    if (work.state != NONE && !ops_[work.state].begun) {
+      ops_[work.state].begun = true;
+      report(EventKind::Started, work.op, device_time());
+    }
+  }
+
+  DEVICE Advance prepare(u32 lane, const Work& work, const Step& step) {
+    LaneState& state = lanes_[lane];
+    const u32 in = state.head % SLOTS, out = state.tail % SLOTS;
+    // Looked at before every step, also one that takes nothing: a rank that waits for room may wait for one that waits
+    // for something else. Acquire: the slot, its size and its tag are there.
+    const bool arrived =
+        work.prev != 0 && static_cast<int64_t>(load_acquire(&fifo(work.prev)->tail) - state.head) > 0;
+    if (arrived) {
+      const u32 theirs = load_relaxed(&fifo(work.prev)->tags[in]);
+      if (theirs != work.tag) {
+        if (exchange_relaxed(&state_->differs, 1) == 0) report(EventKind::Mismatch, work.op, theirs);
+        return Advance::Differs;
+      }
+    } else if (step.recv) {
+      return Advance::Waiting;
+    }
+    // Acquire: the consumer is done with the slot before it is overwritten.
+    if (step.send && state.tail - load_acquire(&fifo(work.next)->head) >= SLOTS) return Advance::Waiting;
+
+    const u32 size = size_of(work.data_type);
+    turn_.next = Next::Move;
+    turn_.lane = lane;
+    turn_.recv = step.recv;
+    turn_.send = step.send;
+    turn_.bytes = static_cast<u32>(step.elems) * size;
+    auto address = [size](u64 buffer, u64 at) -> void* {
+      return buffer != 0 && at != NOWHERE ? reinterpret_cast<void*>(buffer + at * size) : nullptr;
+    };
+    void* source = address(work.send, step.source);
+    void* store = address(work.recv, step.store);
+    void* slot = step.recv ? slot_of(work.prev, in, work.slot_bytes) : nullptr;
+    void* leaving = step.send ? slot_of(work.next, out, work.slot_bytes) : nullptr;
+    Move& move = turn_.move;
+    move = Move{nullptr, slot != nullptr ? slot : source, store, leaving, step.elems, state.argument, work.data_type,
+                Kernel::Copy};
+    if (source != nullptr && work.combine != Combine::Copy) {
+      if (slot != nullptr) {
+        move.partial = slot;
+        move.from = source;
+        move.kernel = kernel_of(work.combine, step.complete);
+      } else if (work.combine == Combine::MulSum) {
+        move.kernel = Kernel::Scale;
+      }
+    }
+    if (move.out == nullptr || (move.out == move.from && move.kernel == Kernel::Copy)) {
+      move.out = move.also;
+      move.also = nullptr;
+    }
+    if (move.from == nullptr || move.out == nullptr) move.elems = 0;
+    return Advance::Ready;
+  }
+
+  DEVICE static Kernel kernel_of(Combine combine, bool complete) {
+    switch (combine) {
+      case Combine::Sum: return Kernel::Sum;
+      case Combine::Prod: return Kernel::Prod;
+      case Combine::Max: return Kernel::Max;
+      case Combine::Min: return Kernel::Min;
+      case Combine::MulSum: return Kernel::MulSum;
+      case Combine::SumDiv: return complete ? Kernel::SumDiv : Kernel::Sum;
+      default: return Kernel::Copy;
+    }
+  }
+
+  // Posts and releases the slots of the turn, whose bytes have been moved.
+  DEVICE void hand_over() {
+    LaneState& state = lanes_[turn_.lane];
+    const Work& work = works_[state.work];
+    if (turn_.send) {
+      FifoHeader* next = fifo(work.next);
+      const u32 slot = state.tail % SLOTS;
+      store_relaxed(&next->sizes[slot], turn_.bytes);
+      store_relaxed(&next->tags[slot], work.tag);
+      // Release: the slot's bytes, which the barrier has ordered before this, its size and its tag.
+      store_release(&next->tail, ++state.tail);
+    }
+    // Release: the threads' reads of the slot are done.
+    if (turn_.recv) store_release(&fifo(work.prev)->head, ++state.head);
+    state.position.index++;
+  }
+
+  // Reports what was begun and will not be finished, and that this block is done.
+  DEVICE void finish(bool aborted) {
+    if (aborted) {
+      for (u32 op = 0; op < channel_.end_op - channel_.first_op; op++) {
+        if (ops_[op].begun && ops_[op].left > 0) report(EventKind::Aborted, all_ops_[op].number, device_time());
+      }
+      store_relaxed(&state_->aborted, 1u);
+    }
+    // AcqRel: the last block sees what the others have marked, and what they have reported is before what it says.
+    if (add_acq_rel(&state_->blocks_done, 1) + 1 != blocks_) return;
+    const u32 runs = load_relaxed(&state_->runs) + 1;
+    store_relaxed(&control_->aborted, load_relaxed(&state_->aborted));
+    store_relaxed(&state_->blocks_done, 0u);
+    store_relaxed(&state_->differs, 0u);
+    store_relaxed(&state_->aborted, 0u);
+    store_relaxed(&state_->runs, runs);
+    // Release: events and marks of this run are there before the host learns that it is over.
+    store_release(&control_->runs, runs);
+  }
+
+  // Puts an event into the ring, over the oldest one. Every word carries the lap: the host sees whether all four are of
+  // one event without an order between them.
+  DEVICE void report(EventKind kind, u32 op, u64 value) {
+    const u64 ticket = add_relaxed(reinterpret_cast<u64*>(arguments_.ring_ticket), 1);
+    const u64 lap = ticket / (static_cast<u64>(arguments_.ring_mask) + 1) % 0xffff + 1;
+    Event& event = reinterpret_cast<Event*>(arguments_.ring)[ticket & arguments_.ring_mask];
+    const u64 what = static_cast<u64>(kind) << 8 | channel_.channel;
+    store_relaxed(&event.words[0], value << 16 | lap);
+    store_relaxed(&event.words[1], static_cast<u64>(op) << 32 | what << 16 | lap);
+    store_relaxed(&event.words[2], static_cast<u64>(arguments_.launch) << 32 | value >> 48 << 16 | lap);
+    store_relaxed(&event.words[3], static_cast<u64>(replay_) << 32 | lap);
+  }
+
+  DEVICE static FifoHeader* fifo(u64 address) { return reinterpret_cast<FifoHeader*>(address); }
+  DEVICE static void* slot_of(u64 fifo, u32 slot, u32 bytes) {
+    return reinterpret_cast<void*>(fifo + SLOTS_OFFSET + static_cast<u64>(slot) * bytes);
+  }
+
+  const Arguments& arguments_;
+  const u8* program_;
+  const Channel& channel_;
+  const Work* works_;
+  const Lane* all_lanes_;
+  const Op* all_ops_;
+  LaunchState* state_;
+  LaunchControl* control_;
+  u32 blocks_;
+  u32 replay_ = 0;
+  Turn& turn_;
+  LaneState* lanes_;
+  OpState* ops_;
+};
+
+}  // namespace ringsight

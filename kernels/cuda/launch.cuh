@@ -1,0 +1,156 @@
+// Launch parameters: the twin of src/cuda/layout.rs, which says what every field means.
+#pragma once
+
+#include "platform.cuh"
+
+namespace ringsight {
+
+enum class Connections : u8 { Local = 0, Ring = 1, Send = 2, Recv = 3 };
+enum class ScalarKind : u8 { Argument = 0, Device = 1 };
+
+enum class Function : u8 {
+  AllReduce = 0, AllGather = 1, ReduceScatter = 2, Broadcast = 3, Reduce = 4,
+  AlltoAll = 5, Gather = 6, Scatter = 7, Send = 8, Recv = 9,
+};
+
+enum class DataType : u8 {
+  Int8 = 0, Uint8 = 1, Int32 = 2, Uint32 = 3, Int64 = 4, Uint64 = 5, Float16 = 6, Float32 = 7, Float64 = 8,
+  Bfloat16 = 9, Float8e4m3 = 10, Float8e5m2 = 11,
+};
+
+DEVICE inline u32 size_of(DataType type) {
+  switch (type) {
+    case DataType::Int8:
+    case DataType::Uint8:
+    case DataType::Float8e4m3:
+    case DataType::Float8e5m2: return 1;
+    case DataType::Float16:
+    case DataType::Bfloat16: return 2;
+    case DataType::Int32:
+    case DataType::Uint32:
+    case DataType::Float32: return 4;
+    default: return 8;
+  }
+}
+
+// How contributions are combined (`Combination` in src/cuda/layout.rs).
+enum class Combine : u8 { Copy = 0, Sum = 1, Prod = 2, Max = 3, Min = 4, MulSum = 5, SumDiv = 6 };
+
+constexpr u32 NONE = 0xffffffff;
+
+struct Work {
+  u64 send;
+  u64 recv;
+  u64 count;
+  u64 part_start;
+  u64 part_end;
+  u64 prev;
+  u64 next;
+  u64 scalar;
+  u32 order_at;
+  u32 slot_bytes;
+  u32 op;
+  u32 tag;
+  u32 ranks;
+  u32 root;
+  u32 state;
+  Connections connections;
+  Function function;
+  DataType data_type;
+  Combine combine;
+  ScalarKind scalar_kind;
+  u8 reserved[7];
+};
+static_assert(sizeof(Work) == 104, "as in src/cuda/layout.rs");
+static_assert(offsetof(Work, scalar) == 56, "as in src/cuda/layout.rs");
+static_assert(offsetof(Work, order_at) == 64, "as in src/cuda/layout.rs");
+static_assert(offsetof(Work, connections) == 92, "as in src/cuda/layout.rs");
+static_assert(offsetof(Work, scalar_kind) == 96, "as in src/cuda/layout.rs");
+
+struct Lane {
+  u32 first_work;
+  u32 end_work;
+};
+static_assert(sizeof(Lane) == 8, "as in src/cuda/layout.rs");
+
+struct Op {
+  u32 number;
+  u32 works;
+};
+static_assert(sizeof(Op) == 8, "as in src/cuda/layout.rs");
+
+struct Channel {
+  u32 channel;
+  u32 first_lane;
+  u32 first_message_lane;
+  u32 end_lane;
+  u32 first_op;
+  u32 end_op;
+};
+static_assert(sizeof(Channel) == 24, "as in src/cuda/layout.rs");
+
+// One word of an event says its lap in the low bits; see `Ring` in src/cuda/ring.rs.
+struct Event { u64 words[4]; };
+static_assert(sizeof(Event) == 32, "as in src/cuda/ring.rs");
+
+enum class EventKind : u8 { Started = 1, Stopped = 2, Aborted = 3, Mismatch = 4 };
+
+// In device memory, one for each launch that may be running; zero before the first.
+struct LaunchState {
+  u32 blocks_done;
+  u32 runs;
+  u32 differs;
+  u32 aborted;
+};
+static_assert(sizeof(LaunchState) == 16, "as in src/cuda/layout.rs");
+
+// In host memory that the device reaches, one for each launch that may be running.
+struct LaunchControl {
+  u32 abort;
+  u32 aborted;
+  u32 runs;
+  u32 reserved[13];
+};
+static_assert(sizeof(LaunchControl) == 64, "as in src/cuda/layout.rs");
+
+constexpr u32 INLINE_BYTES = 3992;
+
+struct Arguments {
+  u64 state;
+  u64 control;
+  u64 ring;
+  u64 ring_ticket;
+  u64 program;
+  u32 ring_mask;
+  u32 launch;
+  u32 runs_before;
+  u32 captured;
+  u32 channels_at;
+  u32 works_at;
+  u32 lanes_at;
+  u32 ops_at;
+  u32 lanes;
+  u32 reserved;
+  u8 inline_program[INLINE_BYTES];
+};
+static_assert(offsetof(Arguments, ring_mask) == 40, "as in src/cuda/layout.rs");
+static_assert(offsetof(Arguments, inline_program) == 80, "as in src/cuda/layout.rs");
+static_assert(sizeof(Arguments) == 4072, "as in src/cuda/layout.rs; kernels take 4096 bytes of arguments");
+
+// The head of a FIFO's memory: the twin of `FifoHeader` in src/fifo.rs.
+constexpr u32 SLOTS = 8;
+constexpr u64 SLOTS_OFFSET = 4096;
+struct FifoHeader {
+  u64 tail;
+  u64 line0[7];
+  u64 head;
+  u64 line1[7];
+  u32 sizes[SLOTS];
+  u32 tags[SLOTS];
+};
+static_assert(sizeof(FifoHeader) == 192, "as in src/fifo.rs");
+static_assert(offsetof(FifoHeader, head) == 64, "as in src/fifo.rs");
+static_assert(offsetof(FifoHeader, sizes) == 128, "as in src/fifo.rs");
+static_assert(offsetof(FifoHeader, tags) == 160, "as in src/fifo.rs");
+
+}  // namespace ringsight

@@ -1,0 +1,13 @@
+// The channel programs for the host's processor, a block on one thread: what tests/cuda_source.rs runs.
+#include <vector>
+
+#include "channels.cuh"
+
+using namespace ringsight;
+
+extern "C" void ringsight_run_block(const Arguments* arguments, u32 index, u32 blocks, u32 ops) {
+  Turn turn;
+  std::vector<LaneState> lane_states(arguments->lanes);
+  std::vector<OpState> op_states(ops);
+  Block(*arguments, index, blocks, turn, lane_states.data(), op_states.data()).run();
+}

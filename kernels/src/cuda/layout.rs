@@ -1,0 +1,224 @@
+//! Launch parameters as the kernel reads them: the twin of `cuda/launch.cuh`. All are little-endian and hold no padding that
+//! is not named.
+
+use std::mem::offset_of;
+
+/// How contributions are combined.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Combination {
+    /// They are not.
+    Copy = 0,
+    /// Sum.
+    Sum = 1,
+    /// Product.
+    Prod = 2,
+    /// Maximum.
+    Max = 3,
+    /// Minimum.
+    Min = 4,
+    /// Each is multiplied with the argument and added.
+    MulSum = 5,
+    /// Integers are added, the last sum is divided by the argument.
+    SumDiv = 6,
+}
+
+/// What [`Work::connections`] says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum ConnectionKind {
+    /// No FIFO.
+    Local = 0,
+    /// `prev` and `next`.
+    Ring = 1,
+    /// `next` only.
+    Send = 2,
+    /// `prev` only.
+    Recv = 3,
+}
+
+/// Stands for no index.
+pub const NONE: u32 = u32::MAX;
+
+/// One channel's part of one operation: [`crate::Work`], with addresses as the device knows them.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Work {
+    /// Send buffer, 0 if there is none.
+    pub send: u64,
+    /// Receive buffer, 0 if there is none.
+    pub recv: u64,
+    /// Elements of the operation.
+    pub count: u64,
+    /// First element of this part.
+    pub part_start: u64,
+    /// Its end.
+    pub part_end: u64,
+    /// FIFO that slots come from, 0 if there is none.
+    pub prev: u64,
+    /// FIFO that slots go to, 0 if there is none.
+    pub next: u64,
+    /// Argument of the combination, or the address of the element that it is made from.
+    pub scalar: u64,
+    /// Where the ranks in ring order (`u32` each) stand in the program.
+    pub order_at: u32,
+    /// Bytes of a slot.
+    pub slot_bytes: u32,
+    /// Operation number.
+    pub op: u32,
+    /// Its tag.
+    pub tag: u32,
+    /// Ranks of the communicator.
+    pub ranks: u32,
+    /// Root.
+    pub root: u32,
+    /// Index of its operation among the channel's; [`NONE`] for work that is not reported.
+    pub state: u32,
+    /// A [`ConnectionKind`].
+    pub connections: u8,
+    /// Code of the function.
+    pub function: u8,
+    /// Code of the data type.
+    pub data_type: u8,
+    /// A [`Combination`].
+    pub combine: u8,
+    /// 0: `scalar` is the argument; 1: it is an address.
+    pub scalar_kind: u8,
+    /// 0.
+    pub reserved: [u8; 7],
+}
+
+const _: () = assert!(size_of::<Work>() == 104);
+const _: () = assert!(offset_of!(Work, scalar) == 56);
+const _: () = assert!(offset_of!(Work, order_at) == 64);
+const _: () = assert!(offset_of!(Work, connections) == 92);
+const _: () = assert!(offset_of!(Work, scalar_kind) == 96);
+
+/// Works that run one after another.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Lane {
+    /// Index of the first.
+    pub first_work: u32,
+    /// Index behind the last.
+    pub end_work: u32,
+}
+
+const _: () = assert!(size_of::<Lane>() == 8);
+
+/// An operation that a channel has works of.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Op {
+    /// Its number.
+    pub number: u32,
+    /// How many.
+    pub works: u32,
+}
+
+const _: () = assert!(size_of::<Op>() == 8);
+
+/// What one block does.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Channel {
+    /// Channel number.
+    pub channel: u32,
+    /// Its first lane: that of the collectives, if it has any.
+    pub first_lane: u32,
+    /// Its first lane of messages; these take turns.
+    pub first_message_lane: u32,
+    /// Behind its last lane.
+    pub end_lane: u32,
+    /// Its first operation.
+    pub first_op: u32,
+    /// Behind its last operation.
+    pub end_op: u32,
+}
+
+const _: () = assert!(size_of::<Channel>() == 24);
+
+/// What the blocks of a launch share, in device memory. Zeroed before its first use; what is left by a launch is what
+/// the next one needs.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct LaunchState {
+    /// Blocks of the present run that are done.
+    pub blocks_done: u32,
+    /// Runs that are over, of all launches that used it.
+    pub runs: u32,
+    /// A block has met a slot with another tag.
+    pub differs: u32,
+    /// A block has given up.
+    pub aborted: u32,
+}
+
+const _: () = assert!(size_of::<LaunchState>() == 16);
+
+/// What host and kernel say to each other, in host memory that the device reaches. Both sides use atomic accesses.
+#[derive(Debug, Default)]
+#[repr(C, align(64))]
+pub struct LaunchControl {
+    /// Host: not 0 releases every wait of the launch.
+    pub abort: std::sync::atomic::AtomicU32,
+    /// Kernel: the last run gave up. Written before `runs`.
+    pub aborted: std::sync::atomic::AtomicU32,
+    /// Kernel: [`LaunchState::runs`], once all that the run has done and reported is visible.
+    pub runs: std::sync::atomic::AtomicU32,
+    /// 0.
+    pub reserved: [u32; 13],
+}
+
+const _: () = assert!(size_of::<LaunchControl>() == 64);
+
+/// Bytes of a program that travel with the arguments.
+pub const INLINE_BYTES: usize = 3992;
+
+/// The kernel's one argument.
+#[derive(Clone)]
+#[repr(C)]
+pub struct Arguments {
+    /// Device address of a [`LaunchState`].
+    pub state: u64,
+    /// Device address of a [`LaunchControl`].
+    pub control: u64,
+    /// Device address of the [`Ring`](super::Ring)'s entries.
+    pub ring: u64,
+    /// Device address of the ring's ticket, a `u64`.
+    pub ring_ticket: u64,
+    /// Device address of the program; 0: it is in `inline_program`.
+    pub program: u64,
+    /// Entries of the ring, a power of two, minus one.
+    pub ring_mask: u32,
+    /// What its events say of where they come from.
+    pub launch: u32,
+    /// [`LaunchState::runs`] before the first run of this launch.
+    pub runs_before: u32,
+    /// 1: runs are replays, numbered from 1; 0: it runs once, and its events say 0.
+    pub captured: u32,
+    /// Where the [`Channel`]s stand in the program.
+    pub channels_at: u32,
+    /// Where the [`Work`]s stand.
+    pub works_at: u32,
+    /// Where the [`Lane`]s stand.
+    pub lanes_at: u32,
+    /// Where the [`Op`]s stand.
+    pub ops_at: u32,
+    /// The most lanes that a channel has.
+    pub lanes: u32,
+    /// 0.
+    pub reserved: u32,
+    /// The program, if it fits.
+    pub inline_program: [u8; INLINE_BYTES],
+}
+
+const _: () = assert!(offset_of!(Arguments, ring_mask) == 40);
+const _: () = assert!(offset_of!(Arguments, inline_program) == 80);
+const _: () = assert!(size_of::<Arguments>() == 4072);
+// What a kernel of any driver can take.
+const _: () = assert!(size_of::<Arguments>() <= 4096);
+
+/// Shared memory that a block needs for each lane.
+pub const LANE_STATE_BYTES: usize = 48;
+/// Shared memory that a block needs for each operation.
+pub const OP_STATE_BYTES: usize = 8;

@@ -1,0 +1,30 @@
+//! The device code of GPUs: kernels of `cuda/`, what they are given ([`layout`], [`program`]) and what they tell ([`ring`]).
+
+pub mod layout;
+pub mod program;
+pub mod ring;
+
+pub use layout::{Arguments, LaunchControl, LaunchState};
+pub use program::Program;
+pub use ring::{Event, EventKind, Ring};
+
+/// Machine code for every supported architecture, to be loaded with `cuModuleLoadData`.
+///
+/// # Errors
+/// Says what was missing when this crate was built.
+pub fn fatbin() -> Result<&'static [u8], &'static str> {
+    // The driver reads 64-bit words.
+    #[repr(align(64))]
+    struct Aligned<T: ?Sized>(T);
+    static FATBIN: &Aligned<[u8]> = &Aligned(*include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin")));
+    if FATBIN.0.is_empty() {
+        return Err(env!("RINGSIGHT_NO_KERNELS"));
+    }
+    Ok(&FATBIN.0)
+}
+
+/// Name of the kernel that runs any launch, a block for each channel.
+pub const KERNEL: &std::ffi::CStr = c"ringsight_channels";
+
+/// Threads of each of its blocks.
+pub const THREADS: u32 = 512;

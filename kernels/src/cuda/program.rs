@@ -1,0 +1,309 @@
+//! A launch in the form that the kernel runs.
+
+use ringsight_records::{DataType, ReduceOp};
+
+use super::layout::{
+    Arguments, Channel, Combination, ConnectionKind, INLINE_BYTES, LANE_STATE_BYTES, Lane, NONE,
+    OP_STATE_BYTES, Op, Work,
+};
+use crate::{
+    Fifo,
+    launch::{self, ChannelWork, Connections, Launch, Scalar},
+    reduce::Reduction,
+    schedule::WorkError,
+};
+
+/// Channels, lanes, operations, works and ring orders, one after another.
+#[derive(Clone, Debug, Default)]
+pub struct Program {
+    bytes: Vec<u8>,
+    channels: u32,
+    channels_at: u32,
+    works_at: u32,
+    lanes_at: u32,
+    ops_at: u32,
+    /// The most that a channel has.
+    lanes: u32,
+    ops: u32,
+}
+
+/// The tables while they are made.
+#[derive(Default)]
+struct Tables {
+    channels: Vec<Channel>,
+    works: Vec<Work>,
+    lanes: Vec<Lane>,
+    ops: Vec<Op>,
+    orders: Vec<u32>,
+}
+
+impl Program {
+    /// The program of `launch`, whose works must pass [`launch::Work::check`]. FIFOs and buffers are given to the kernel at
+    /// the addresses that the host knows them by.
+    ///
+    /// # Errors
+    /// A buffer that does not stand at a multiple of its elements' size.
+    pub fn new(launch: &Launch) -> Result<Self, WorkError> {
+        let mut tables = Tables::default();
+        for channel in &launch.channels {
+            tables.add_channel(channel)?;
+        }
+        let most = |count: fn(&Channel) -> u32| tables.channels.iter().map(count).max().unwrap_or(0);
+        let (lanes, ops) = (
+            most(|channel| channel.end_lane - channel.first_lane),
+            most(|channel| channel.end_op - channel.first_op),
+        );
+        let mut program = Self {
+            channels: tables.channels.len() as u32,
+            lanes,
+            ops,
+            ..Self::default()
+        };
+        program.works_at = 0;
+        program.channels_at = (tables.works.len() * size_of::<Work>()) as u32;
+        program.lanes_at = program.channels_at + (tables.channels.len() * size_of::<Channel>()) as u32;
+        program.ops_at = program.lanes_at + (tables.lanes.len() * size_of::<Lane>()) as u32;
+        let orders_at = program.ops_at + (tables.ops.len() * size_of::<Op>()) as u32;
+        for work in &mut tables.works {
+            // Until now it counted from the first order.
+            work.order_at += orders_at;
+        }
+        program.append(&tables.works);
+        program.append(&tables.channels);
+        program.append(&tables.lanes);
+        program.append(&tables.ops);
+        program.append(&tables.orders);
+        Ok(program)
+    }
+
+    fn append<T: Plain>(&mut self, table: &[T]) {
+        // SAFETY: `Plain` types have no padding, so that all bytes are initialised.
+        self.bytes.extend_from_slice(unsafe {
+            std::slice::from_raw_parts(table.as_ptr().cast(), size_of_val(table))
+        });
+    }
+
+    /// What must be put where the device reaches it, at a multiple of 8, and given to [`Program::arguments`]; `None` if it
+    /// travels with the arguments.
+    #[must_use]
+    pub fn outside(&self) -> Option<&[u8]> {
+        (self.bytes.len() > INLINE_BYTES).then_some(&self.bytes)
+    }
+
+    /// Blocks of the launch.
+    #[must_use]
+    pub fn blocks(&self) -> u32 {
+        self.channels
+    }
+
+    /// The most operations that a channel has.
+    #[must_use]
+    pub fn ops(&self) -> u32 {
+        self.ops
+    }
+
+    /// Dynamic shared memory of each block.
+    #[must_use]
+    pub fn shared_bytes(&self) -> usize {
+        self.lanes as usize * LANE_STATE_BYTES + self.ops as usize * OP_STATE_BYTES
+    }
+
+    /// Arguments that run it; what is not about the program is left 0.
+    #[must_use]
+    pub fn arguments(&self, program: u64) -> Arguments {
+        let mut arguments = Arguments {
+            state: 0,
+            control: 0,
+            ring: 0,
+            ring_ticket: 0,
+            program,
+            ring_mask: 0,
+            launch: 0,
+            runs_before: 0,
+            captured: 0,
+            channels_at: self.channels_at,
+            works_at: self.works_at,
+            lanes_at: self.lanes_at,
+            ops_at: self.ops_at,
+            lanes: self.lanes,
+            reserved: 0,
+            inline_program: [0; INLINE_BYTES],
+        };
+        if self.outside().is_none() {
+            arguments.inline_program[..self.bytes.len()].copy_from_slice(&self.bytes);
+        }
+        arguments
+    }
+}
+
+/// A type of [`super::layout`]: any bytes are one, and it has no padding.
+trait Plain: Copy {}
+impl Plain for Work {}
+impl Plain for Channel {}
+impl Plain for Lane {}
+impl Plain for Op {}
+impl Plain for u32 {}
+
+impl Tables {
+    fn add_channel(&mut self, channel: &ChannelWork) -> Result<(), WorkError> {
+        let (first_lane, first_op) = (self.lanes.len() as u32, self.ops.len());
+        let (messages, collectives): (Vec<_>, Vec<_>) =
+            channel.work.iter().partition(|work| work.function.is_p2p());
+        if !collectives.is_empty() {
+            self.add_lane(&collectives, first_op)?;
+        }
+        let first_message_lane = self.lanes.len() as u32;
+        // Messages over one FIFO keep their order; those to oneself are one lane.
+        let mut lanes: Vec<(Option<u64>, Vec<&launch::Work>)> = Vec::new();
+        for work in messages {
+            let fifo = match &work.connections {
+                Connections::Send(fifo) | Connections::Recv(fifo) => Some(address(fifo)),
+                Connections::Local | Connections::Ring { .. } => None,
+            };
+            match lanes.iter_mut().find(|lane| lane.0 == fifo) {
+                Some(lane) => lane.1.push(work),
+                None => lanes.push((fifo, vec![work])),
+            }
+        }
+        for (_, works) in &lanes {
+            self.add_lane(works, first_op)?;
+        }
+        self.channels.push(Channel {
+            channel: channel.channel.into(),
+            first_lane,
+            first_message_lane,
+            end_lane: self.lanes.len() as u32,
+            first_op: first_op as u32,
+            end_op: self.ops.len() as u32,
+        });
+        Ok(())
+    }
+
+    fn add_lane(&mut self, works: &[&launch::Work], first_op: usize) -> Result<(), WorkError> {
+        let first_work = self.works.len() as u32;
+        for work in works {
+            let state = if work.only_shows_tag() {
+                NONE
+            } else {
+                self.state_of(work.op, first_op)
+            };
+            let work = self.work_of(work, state)?;
+            self.works.push(work);
+        }
+        self.lanes.push(Lane {
+            first_work,
+            end_work: self.works.len() as u32,
+        });
+        Ok(())
+    }
+
+    /// Index of the operation among the channel's, which counts one more work.
+    fn state_of(&mut self, number: u32, first_op: usize) -> u32 {
+        let ops = &mut self.ops[first_op..];
+        if let Some(index) = ops.iter().position(|op| op.number == number) {
+            ops[index].works += 1;
+            return index as u32;
+        }
+        self.ops.push(Op { number, works: 1 });
+        (self.ops.len() - 1 - first_op) as u32
+    }
+
+    fn work_of(&mut self, work: &launch::Work, state: u32) -> Result<Work, WorkError> {
+        let mut order_at = 0;
+        let (connections, prev, next, slot_bytes) = match &work.connections {
+            Connections::Local => (ConnectionKind::Local, 0, 0, 0),
+            Connections::Ring { order, prev, next } => {
+                // Works of one ring follow each other and share its order.
+                if !self.orders.ends_with(order) {
+                    self.orders.extend_from_slice(order);
+                }
+                order_at = ((self.orders.len() - order.len()) * size_of::<u32>()) as u32;
+                (
+                    ConnectionKind::Ring,
+                    address(prev),
+                    address(next),
+                    next.slot_bytes(),
+                )
+            }
+            Connections::Send(next) => (ConnectionKind::Send, 0, address(next), next.slot_bytes()),
+            Connections::Recv(prev) => (ConnectionKind::Recv, address(prev), 0, prev.slot_bytes()),
+        };
+        let size = work.data_type.size();
+        let scalar_at = match work.scalar {
+            Scalar::Device(address) => address,
+            Scalar::None | Scalar::Immediate(_) => 0,
+        };
+        for (name, address) in [
+            ("sendbuff", work.send),
+            ("recvbuff", work.recv),
+            ("scalar", scalar_at),
+        ] {
+            if address % size != 0 {
+                return Err(WorkError(format!(
+                    "{name} {address:#x} is no multiple of the {size} bytes of {}",
+                    work.data_type
+                )));
+            }
+        }
+        let (scalar, scalar_kind) = match work.scalar {
+            Scalar::Device(address) => (address as u64, 1),
+            Scalar::None => (argument(work, 0), 0),
+            Scalar::Immediate(bits) => (argument(work, bits), 0),
+        };
+        Ok(Work {
+            send: work.send as u64,
+            recv: work.recv as u64,
+            count: work.count as u64,
+            part_start: work.part.start as u64,
+            part_end: work.part.end as u64,
+            prev,
+            next,
+            scalar,
+            order_at,
+            slot_bytes: slot_bytes as u32,
+            op: work.op,
+            tag: work.tag,
+            ranks: work.ranks,
+            root: work.root,
+            state,
+            connections: connections as u8,
+            function: work.function.code(),
+            data_type: work.data_type.code(),
+            combine: combination(work) as u8,
+            scalar_kind,
+            reserved: [0; 7],
+        })
+    }
+}
+
+fn address(fifo: &Fifo) -> u64 {
+    fifo.base() as u64
+}
+
+fn argument(work: &launch::Work, scalar: u64) -> u64 {
+    Reduction::argument(work.reduce_op, work.data_type, work.ranks, scalar)
+}
+
+fn combination(work: &launch::Work) -> Combination {
+    let integers = matches!(
+        work.data_type,
+        DataType::Int8
+            | DataType::Uint8
+            | DataType::Int32
+            | DataType::Uint32
+            | DataType::Int64
+            | DataType::Uint64
+    );
+    match work.reduce_op {
+        ReduceOp::None => Combination::Copy,
+        ReduceOp::Sum => Combination::Sum,
+        ReduceOp::Prod => Combination::Prod,
+        ReduceOp::Max => Combination::Max,
+        ReduceOp::Min => Combination::Min,
+        ReduceOp::PreMulSum => Combination::MulSum,
+        // As on the host: the average of one rank's elements is what they are.
+        ReduceOp::Avg if work.ranks == 1 => Combination::Copy,
+        ReduceOp::Avg if integers => Combination::SumDiv,
+        ReduceOp::Avg => Combination::MulSum,
+    }
+}

@@ -1,0 +1,135 @@
+//! The kernel's source, compiled for the host's processor: the same cases as for the host device, each block on a thread.
+//! What this does not show is what a GPU's memory model and its many threads a block add.
+
+#[path = "common/programs.rs"]
+mod cases;
+
+use std::{
+    path::Path,
+    process::Command,
+    sync::{OnceLock, atomic::Ordering},
+    thread,
+    time::Duration,
+};
+
+use ringsight_kernels::{
+    Launch,
+    cuda::{Arguments, EventKind, LaunchControl, LaunchState, Program, Ring, ring::Entry},
+};
+
+type RunBlock = unsafe extern "C" fn(arguments: *const Arguments, index: u32, blocks: u32, ops: u32);
+
+/// The entry of `cuda/on_host.cpp`.
+fn run_block() -> RunBlock {
+    static ENTRY: OnceLock<(libloading::Library, RunBlock)> = OnceLock::new();
+    let (_, entry) = ENTRY.get_or_init(|| {
+        let folder = tempfile::tempdir().unwrap();
+        let library = folder.path().join("on_host.so");
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/on_host.cpp");
+        let status = Command::new("g++")
+            .args([
+                "-std=c++17",
+                "-O2",
+                "-Wall",
+                "-Wextra",
+                "-Werror",
+                "-ffp-contract=off",
+                "-fPIC",
+                "-shared",
+            ])
+            .arg(source)
+            .arg("-o")
+            .arg(&library)
+            .status()
+            .expect("g++ compiles the kernel's source");
+        assert!(status.success(), "{status}");
+        // SAFETY: just built from our source; it has no initialisers. The symbol has this signature.
+        unsafe {
+            let library = libloading::Library::new(&library).unwrap();
+            let entry = *library.get::<RunBlock>(b"ringsight_run_block\0").unwrap();
+            (library, entry)
+        }
+    });
+    *entry
+}
+
+/// An address that another thread may use.
+struct Shared<T>(*const T);
+// SAFETY: what is shared this way outlives the threads, and the kernel accesses it with atomics or not at all.
+unsafe impl<T> Send for Shared<T> {}
+
+/// Runs a launch as [`ringsight_kernels::host::run`] does.
+fn run(launch: &Launch, replay: u32) {
+    let program = Program::new(launch).unwrap();
+    let outside: Option<Vec<u64>> = program.outside().map(|bytes| {
+        bytes
+            .chunks(8)
+            .map(|chunk| {
+                let mut word = [0; 8];
+                word[..chunk.len()].copy_from_slice(chunk);
+                u64::from_le_bytes(word)
+            })
+            .collect()
+    });
+    // As if the launch had been replayed before.
+    let runs_before = 7_u32;
+    let runs = runs_before.wrapping_add(replay.saturating_sub(1));
+    let mut state = LaunchState {
+        runs,
+        ..LaunchState::default()
+    };
+    let (control, mut ticket) = (LaunchControl::default(), 0_u64);
+    let entries: Vec<Entry> = (0..1024).map(|_| Entry::default()).collect();
+    let arguments = Arguments {
+        state: &raw mut state as u64,
+        control: &raw const control as u64,
+        ring: entries.as_ptr() as u64,
+        ring_ticket: &raw mut ticket as u64,
+        ring_mask: 1023,
+        launch: 5,
+        runs_before,
+        captured: u32::from(replay != 0),
+        ..program.arguments(outside.as_ref().map_or(0, |words| words.as_ptr() as u64))
+    };
+    let (entry, blocks, ops) = (run_block(), program.blocks(), program.ops());
+    let mut ring = Ring::new(&entries);
+    let mut drain = || {
+        while let Some(event) = ring.next_event() {
+            assert_eq!((event.launch, event.replay), (5, replay));
+            let (op, channel, observer) = (event.op, event.channel, &launch.observer);
+            match event.kind {
+                EventKind::Started => observer.channel_started(op, replay, channel),
+                EventKind::Stopped => observer.channel_stopped(op, replay, channel, false),
+                EventKind::Aborted => observer.channel_stopped(op, replay, channel, true),
+                EventKind::Mismatch => observer.mismatch(op, replay, channel, event.value as u32),
+            }
+        }
+        assert_eq!(ring.lost(), 0);
+    };
+    thread::scope(|scope| {
+        let threads: Vec<_> = (0..blocks)
+            .map(|index| {
+                let arguments = Shared(&raw const arguments);
+                scope.spawn(move || {
+                    let arguments = arguments;
+                    // SAFETY: the arguments and all that they refer to live until this scope ends.
+                    unsafe { entry(arguments.0, index, blocks, ops) };
+                })
+            })
+            .collect();
+        while !threads.iter().all(thread::ScopedJoinHandle::is_finished) {
+            if launch.abort.is_set() {
+                control.abort.store(1, Ordering::Release);
+            }
+            drain();
+            thread::sleep(Duration::from_micros(20));
+        }
+    });
+    drain();
+    if blocks > 0 {
+        assert_eq!(control.runs.load(Ordering::Acquire), runs + 1);
+    }
+    launch
+        .observer
+        .launch_finished(replay, control.aborted.load(Ordering::Relaxed) != 0);
+}
