@@ -394,7 +394,7 @@ fn run(program: &Program) -> Result<(), String> {
 
 proptest! {
     #![proptest_config(Config {
-        cases: if std::env::var_os("RINGSIGHT_TEST_FULL").is_some() { 500 } else { 24 },
+        cases: if std::env::var_os("RINGSIGHT_TEST_FULL").is_some() { 200 } else { 24 },
         max_shrink_iters: 100,
         failure_persistence: None,
         ..Config::default()

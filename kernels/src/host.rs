@@ -5,6 +5,7 @@
 //! serve them.
 
 use std::{
+    collections::HashMap,
     sync::Arc,
     thread,
     time::{Duration, Instant},
@@ -86,6 +87,8 @@ struct Lane<'a> {
 impl<'a> Channel<'a> {
     fn new(channel: &'a ChannelWork) -> Self {
         let mut ops: Vec<Op> = Vec::new();
+        // A few are found faster by looking at each; a captured plan may have thousands.
+        let mut index: Option<HashMap<u32, usize>> = (channel.work.len() > 32).then(HashMap::new);
         let mut collectives = Lane {
             fifo: None,
             programs: Vec::new(),
@@ -93,14 +96,18 @@ impl<'a> Channel<'a> {
         let mut later: Vec<Lane<'a>> = Vec::new();
         for work in &channel.work {
             let op = (!work.only_shows_tag()).then(|| {
-                let op = ops.iter().position(|op| op.number == work.op).unwrap_or_else(|| {
+                let next = ops.len();
+                let op = match &mut index {
+                    Some(index) => *index.entry(work.op).or_insert(next),
+                    None => ops.iter().position(|op| op.number == work.op).unwrap_or(next),
+                };
+                if op == next {
                     ops.push(Op {
                         number: work.op,
                         remaining: 0,
                         started: false,
                     });
-                    ops.len() - 1
-                });
+                }
                 ops[op].remaining += 1;
                 op
             });
