@@ -38,7 +38,7 @@ struct Step {
     depth: usize,
     /// Captured and replayed, instead of run at once.
     captured: bool,
-    /// Odd ranks call their messages before the other collectives.
+    /// Odd ranks call their messages before the collectives.
     messages_first: bool,
     ops: Vec<Op>,
 }
@@ -118,15 +118,18 @@ struct Buffers {
 
 impl Op {
     fn is_message(&self) -> bool {
-        match &self.what {
-            What::Message { .. } => true,
-            What::Collective(call) => {
-                matches!(
-                    call.function,
-                    Function::AlltoAll | Function::Gather | Function::Scatter
-                )
-            }
-        }
+        matches!(self.what, What::Message { .. })
+    }
+
+    /// Whether it is a collective made of messages, whose order among both is the same on all ranks.
+    fn is_exchange(&self) -> bool {
+        matches!(
+            self.what,
+            What::Collective(Call {
+                function: Function::AlltoAll | Function::Gather | Function::Scatter,
+                ..
+            })
+        )
     }
 
     fn buffers(&self, rank: usize, ranks: usize) -> Buffers {
@@ -267,7 +270,8 @@ impl Run<'_> {
 
     fn calls(&self, step: &Step, buffers: &mut [Buffers]) -> Result<(), String> {
         let mut order: Vec<usize> = (0..step.ops.len()).collect();
-        if step.messages_first && step.depth > 0 && self.rank % 2 == 1 {
+        let free = step.depth > 0 && !step.ops.iter().any(Op::is_exchange);
+        if step.messages_first && free && self.rank % 2 == 1 {
             order.sort_by_key(|index| !step.ops[*index].is_message());
         }
         let last = order.len() - 1;

@@ -396,10 +396,10 @@ fn a_simulation_checks_its_argument_and_forgets_the_group() {
     );
     // A struct that ends before the time is left as it is; a larger one is a later version's.
     let mut short = changed(|info| info.size = 16);
-    ok(attempt(&mut short));
+    ok(attempt(&raw mut short));
     assert_eq!(short.estimated_time, -1.0);
     let mut long = changed(|info| info.size = 64);
-    ok(attempt(&mut long));
+    ok(attempt(&raw mut long));
     assert!(long.estimated_time > 0.0);
     fails(
         simulate(&mut sim_info()),

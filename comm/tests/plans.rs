@@ -95,10 +95,10 @@ fn steps(rank: usize) -> Vec<Step> {
         steps.insert(at, Step::Collective(Call::new(Function::AlltoAll, 5)));
     }
     let mut random = Random(rank as u64);
-    for other in 0..RANKS {
+    for (other, theirs) in MESSAGES.iter().enumerate() {
         for (messages, step) in [
             (MESSAGES[rank][other], Step::Send(other)),
-            (MESSAGES[other][rank], Step::Recv(other)),
+            (theirs[rank], Step::Recv(other)),
         ] {
             for _ in 0..messages {
                 let at = random.below(messages_before);

@@ -5,9 +5,9 @@ use ringsight_records::{Flags, Kind, Record, State};
 use super::ProxyOp;
 use crate::observe;
 
-/// A record of this operation, if anybody wants such.
+/// A record of this operation, if it is one of those that its description counts, and anybody wants such.
 fn write(op: &ProxyOp, kind: Kind, state: State, value: u64, bytes: u64) {
-    if !observe::wants(kind) {
+    if !op.counted || !observe::wants(kind) {
         return;
     }
     let flags = Flags::SEND
