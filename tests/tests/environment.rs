@@ -7,20 +7,59 @@ use std::{
 };
 
 const TABLE: &str = include_str!("../../docs/src/environment.md");
-const PREFIXES: [&str; 2] = ["NCCL_", "RINGSIGHT_"];
+const PREFIXES: [&str; 3] = ["NCCL_", "RINGSIGHT_", "OTEL_"];
+/// The system's and cargo's own variables, which nobody sets for us.
+const FOREIGN: [&str; 7] = [
+    "CARGO",
+    "CARGO_CFG_TARGET_ARCH",
+    "CARGO_MANIFEST_DIR",
+    "CARGO_TARGET_DIR",
+    "HOME",
+    "PATH",
+    "XDG_CACHE_HOME",
+];
 
-/// Names of variables in `text` that stand between two `quote`s.
-fn quoted(text: &str, quote: char) -> BTreeSet<&str> {
-    text.split(quote)
-        .filter(|word| {
-            PREFIXES
-                .iter()
-                .any(|prefix| word.len() > prefix.len() && word.starts_with(prefix))
-                && word
-                    .bytes()
-                    .all(|b| b.is_ascii_uppercase() || b.is_ascii_digit() || b == b'_')
-                && !word.ends_with('_')
+fn is_name(word: &str) -> bool {
+    word.bytes()
+        .all(|b| b.is_ascii_uppercase() || b.is_ascii_digit() || b == b'_')
+        && !word.ends_with('_')
+}
+
+fn is_ours(word: &str) -> bool {
+    let prefixed = |prefix: &str| word.len() > prefix.len() && word.starts_with(prefix);
+    PREFIXES.iter().any(|prefix| prefixed(prefix)) && is_name(word)
+}
+
+/// Names of variables that stand in back quotes; those that end in `_*` stand for all that begin so.
+fn documented() -> (BTreeSet<&'static str>, Vec<&'static str>) {
+    let words = TABLE.split('`');
+    let families = words
+        .clone()
+        .filter_map(|word| word.strip_suffix('*'))
+        .filter(|word| word.ends_with('_'));
+    (words.filter(|word| is_ours(word)).collect(), families.collect())
+}
+
+/// Names of variables between double quotes, but for those that are only given to a child process.
+fn mentioned(text: &str) -> BTreeSet<&str> {
+    let pieces: Vec<&str> = text.split('"').collect();
+    pieces
+        .windows(2)
+        .filter(|pair| {
+            !pair[0].trim_end().ends_with(".env(") && !pair[0].trim_end().ends_with(".env_remove(")
         })
+        .map(|pair| pair[1])
+        .filter(|word| is_ours(word))
+        .collect()
+}
+
+/// Names that are given to a function which reads the environment, whatever they begin with.
+fn read(text: &str) -> BTreeSet<&str> {
+    ["env::var(", "env::var_os(", "env::text(", "env::number_or("]
+        .iter()
+        .flat_map(|call| text.split(call).skip(1))
+        .filter_map(|after| after.trim_start().strip_prefix('"')?.split('"').next())
+        .filter(|word| is_name(word))
         .collect()
 }
 
@@ -65,16 +104,26 @@ fn every_variable_that_is_read_is_documented_and_the_other_way_round() {
         .iter()
         .map(|file| fs::read_to_string(file).expect("a source file"))
         .collect();
-    let code: BTreeSet<&str> = texts
+    let texts: Vec<&str> = texts
         .iter()
         // What follows the first test module is tests.
         .map(|text| text.split("\n#[cfg(test)]\nmod tests {").next().unwrap_or(text))
-        .flat_map(|text| quoted(text, '"'))
-        // Values with such a name are not variables: result codes, macros of the header.
-        .filter(|name| !["NCCL_MAJOR", "NCCL_MINOR", "NCCL_PATCH"].contains(name))
         .collect();
-    let table = quoted(TABLE, '`');
-    let undocumented: Vec<_> = code.difference(&table).collect();
+    // Values with such a name are not variables: macros of the header, options of windows.
+    let values = ["NCCL_MAJOR", "NCCL_MINOR", "NCCL_PATCH"];
+    let code: BTreeSet<&str> = texts
+        .iter()
+        .flat_map(|text| mentioned(text))
+        .filter(|name| !values.contains(name))
+        .collect();
+    let (table, families) = documented();
+    let of_a_family = |name: &str| families.iter().any(|family| name.starts_with(family));
+    let undocumented: Vec<_> = code
+        .iter()
+        .copied()
+        .chain(texts.iter().flat_map(|text| read(text)))
+        .filter(|name| !table.contains(name) && !of_a_family(name) && !FOREIGN.contains(name))
+        .collect();
     let unread: Vec<_> = table.difference(&code).collect();
     assert!(
         undocumented.is_empty(),
@@ -84,4 +133,31 @@ fn every_variable_that_is_read_is_documented_and_the_other_way_round() {
         unread.is_empty(),
         "in docs/src/environment.md, not read by the code: {unread:?}"
     );
+    for family in families {
+        assert!(
+            code.iter().any(|name| name.starts_with(family)),
+            "nothing reads a {family}*"
+        );
+    }
+}
+
+#[test]
+fn the_library_reads_variables_in_one_place() {
+    let comm = Path::new(env!("CARGO_MANIFEST_DIR")).join("../comm/src");
+    let mut files = Vec::new();
+    sources(&comm, &mut files);
+    assert!(files.len() > 30, "only {} sources found", files.len());
+    for file in files {
+        // Logging reads its own: what it would say about them depends on them.
+        if file.ends_with("src/env.rs") || file.ends_with("log/mod.rs") {
+            continue;
+        }
+        let text = fs::read_to_string(&file).expect("a source file");
+        let text = text.split("\n#[cfg(test)]\nmod tests {").next().unwrap_or(&text);
+        assert!(
+            !text.contains("std::env::var") && !text.contains(" env::var"),
+            "{}",
+            file.display()
+        );
+    }
 }
