@@ -12,16 +12,17 @@ use ringsight_records::{
 
 use crate::{
     abi::{NcclConfig, read_config},
-    bootstrap, proxy, topology, transport,
+    bootstrap, checks, communicator, proxy, topology, transport,
 };
 
 /// A fuzz target.
 pub type Target = fn(&[u8]);
 
 /// Every target by name.
-pub const TARGETS: [(&str, Target); 4] = [
+pub const TARGETS: [(&str, Target); 5] = [
     ("bootstrap", bootstrap),
     ("config", config),
+    ("control", control),
     ("proxy", proxy),
     ("records", records),
 ];
@@ -62,6 +63,12 @@ pub fn config(data: &[u8]) {
 pub fn bootstrap(data: &[u8]) {
     bootstrap::fuzzing::messages(data);
     topology::RankInfo::fuzz(data);
+}
+
+/// What ranks that are connected tell each other: their terms, and what they called where calls differ.
+pub fn control(data: &[u8]) {
+    communicator::fuzz(data);
+    checks::message::fuzz(data);
 }
 
 /// Requests to a proxy, its responses, and what two proxies say to each other.

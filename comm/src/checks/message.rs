@@ -154,6 +154,13 @@ impl Message {
     }
 }
 
+/// Feeds bytes to the parser, for [`crate::fuzzing`]; what it accepts must survive being written and read again.
+pub(crate) fn fuzz(data: &[u8]) {
+    if let Some(message) = Message::parse(data) {
+        assert_eq!(message.encode(), data);
+    }
+}
+
 impl From<Entry> for (Identity, Call) {
     fn from(entry: Entry) -> Self {
         (entry.identity, entry.call)

@@ -8,7 +8,7 @@
 
 mod call;
 mod calls;
-mod message;
+pub(crate) mod message;
 mod reporter;
 mod verdict;
 

@@ -36,6 +36,11 @@ use crate::{
     transport::{Connector, RingConnections},
 };
 
+/// Feeds bytes to the parser of what ranks agree on, for [`crate::fuzzing`].
+pub(crate) fn fuzz(data: &[u8]) {
+    terms::Terms::fuzz(data);
+}
+
 pub use child::{ChildJob, Selection};
 pub use config::Config;
 pub use init::InitJob;

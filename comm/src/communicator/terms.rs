@@ -82,6 +82,17 @@ impl Terms {
         })
     }
 
+    /// Feeds bytes to the parser, for [`crate::fuzzing`]: whatever a rank says, what all agree on is possible.
+    pub(super) fn fuzz(data: &[u8]) {
+        if let Some(terms) = Self::from_bytes(data) {
+            assert_eq!(terms.to_bytes(), data);
+            let agreed = Self::agree(&[terms]);
+            assert!((1..=MAX_CHANNELS).contains(&agreed.channels));
+            assert!((64..=1 << 30).contains(&agreed.slot_bytes));
+            assert!((2..=1 << 20).contains(&agreed.work_fifo_depth));
+        }
+    }
+
     /// What holds for everybody: the greatest minimum, the least maximum.
     pub(super) fn agree(all: &[Self]) -> Agreement {
         let min = all.iter().map(|terms| terms.min_channels).max().unwrap_or(1);
@@ -97,6 +108,7 @@ impl Terms {
             .unwrap_or(4096)
             .clamp(64, 1 << 30);
         let depth = all.iter().map(|terms| terms.work_fifo_depth).min().unwrap_or(2);
+        let depth = depth.clamp(2, 1 << 20);
         Agreement {
             channels: DEFAULT_CHANNELS.max(min).min(max).clamp(1, MAX_CHANNELS),
             slot_bytes: slot as usize,
