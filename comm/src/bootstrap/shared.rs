@@ -29,6 +29,9 @@ use super::{
     wire::Hello,
 };
 
+/// How long a rank may be silent that no connection would tell of.
+const SILENCE: Duration = Duration::from_millis(250);
+
 /// What the service thread and the callers share.
 pub(super) struct Shared {
     pub(super) rank: u32,
@@ -190,15 +193,11 @@ impl Shared {
         };
         let address = self.table[peer as usize];
         let link = Link::open(peer, &address, &hello.encode(self.cookie)).map_err(|error| {
-            match error.raw_os_error() {
-                Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM) => {
-                    system(&format!("connecting to rank {peer} at {address}"))(error)
-                }
-                _ => {
-                    let text = format!("rank {peer} is gone (connecting to {address}: {error})");
-                    Error::PeerLost { rank: peer, text }
-                }
+            if sys::is_starved(&error) {
+                return system(&format!("connecting to rank {peer} at {address}"))(error);
             }
+            let text = format!("rank {peer} is gone (connecting to {address}: {error})");
+            Error::PeerLost { rank: peer, text }
         })?;
         let link = Arc::new(link);
         // Whoever connects to us or to whom we connect hears what we know of the dead.
@@ -232,7 +231,8 @@ impl Shared {
 
     /// Waits for the next message of (peer, class, tag).
     pub(super) fn recv(&self, peer: u32, class: Class, tag: u64, wait: Wait<'_>) -> Result<Vec<u8>> {
-        let deadline = Instant::now() + wait.timeout + wait.grace;
+        let begin = Instant::now();
+        let deadline = begin + wait.timeout + wait.grace;
         let mut state = self.state();
         loop {
             if let Some(queue) = state.inbox.get_mut(&(peer, class, tag)) {
@@ -255,6 +255,14 @@ impl Shared {
                     "rank {peer} sent nothing for {:?} while rank {} waited",
                     wait.timeout, self.rank
                 )));
+            }
+            // A rank that died before it connected to anybody is noticed by whoever tries to connect to it.
+            if peer != self.rank
+                && begin.elapsed() >= SILENCE
+                && !state.links.iter().any(|link| link.peer == peer)
+                && !state.gone.contains_key(&peer)
+            {
+                self.link_of(&mut state, peer)?;
             }
             state = self.pause(state);
         }
@@ -282,6 +290,9 @@ impl Shared {
                 return self.give_up(&mut state, rank);
             }
             if Instant::now() >= deadline || wait.abort.is_set() {
+                if state.gone.contains_key(&peer) {
+                    return self.give_up(&mut state, peer);
+                }
                 return Error::PeerLost { rank: peer, text };
             }
             state = self.pause(state);

@@ -1,9 +1,14 @@
 //! The few system calls that the standard library has no words for: poll, eventfd, a connect that does not block.
 
 use std::{
+    ffi::CStr,
     io,
     net::{SocketAddr, TcpStream},
     os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
+    sync::{
+        OnceLock,
+        atomic::{AtomicU64, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -17,6 +22,61 @@ pub(crate) fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     } else {
         Ok(result)
     }
+}
+
+/// A zeroed memfd of `bytes` bytes, sealed: no process that has it can shrink it, which would kill the others at their next
+/// access. It is no file of `/dev/shm`, so that a small one of these does not matter.
+pub(crate) fn sealed_memfd(name: &CStr, bytes: usize) -> io::Result<OwnedFd> {
+    let mut limit = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
+    // SAFETY: `limit` is writable.
+    check(unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) })?;
+    if limit.rlim_cur < bytes as libc::rlim_t {
+        // Growing a file beyond the limit is a signal (SIGXFSZ) that ends most processes.
+        return Err(io::Error::from_raw_os_error(libc::EFBIG));
+    }
+    let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
+    // SAFETY: a C string; the result is checked.
+    let fd = check(unsafe { libc::memfd_create(name.as_ptr(), flags) })?;
+    // SAFETY: a new descriptor that nobody else owns.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    // SAFETY: no pointers.
+    check(unsafe { libc::ftruncate(fd.as_raw_fd(), bytes as libc::off_t) })?;
+    let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+    // SAFETY: no pointers.
+    check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) })?;
+    Ok(fd)
+}
+
+/// When a listener of this process last had no descriptor or memory for a connection: [`now_ms`], 0 for never.
+static STARVED: AtomicU64 = AtomicU64::new(0);
+
+/// Milliseconds since the first call, from 1.
+fn now_ms() -> u64 {
+    static FIRST: OnceLock<Instant> = OnceLock::new();
+    FIRST.get_or_init(Instant::now).elapsed().as_millis() as u64 + 1
+}
+
+/// Whether a call failed because the process or the system has no descriptor or memory left. Remembered, since it is other
+/// ranks that suffer for it: they wait for an answer.
+pub(crate) fn is_starved(error: &io::Error) -> bool {
+    let starved = matches!(
+        error.raw_os_error(),
+        Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM)
+    );
+    if starved {
+        // Relaxed: only for a message.
+        STARVED.store(now_ms(), Ordering::Relaxed);
+    }
+    starved
+}
+
+/// Whether that happened within the last `time`.
+pub(crate) fn was_starved(time: Duration) -> bool {
+    let last = STARVED.load(Ordering::Relaxed);
+    last != 0 && now_ms().saturating_sub(last) <= time.as_millis() as u64
 }
 
 /// An eventfd by which other threads end a thread's poll.

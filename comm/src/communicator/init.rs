@@ -12,6 +12,7 @@ use super::{
     Communicator, Config, Planner, Registrations,
     family::{Family, Membership},
     lifecycle::Lifecycle,
+    losses::{self, Losses},
     terms::{Agreement, Terms},
 };
 use crate::{
@@ -104,7 +105,7 @@ impl InitJob {
             self.life.abort_word().clone(),
             bootstrap::default_timeout(),
         )
-        .map_err(|error| context(error.into()))?;
+        .map_err(|error| context(losses::with_want(error.into())))?;
         making
             .complete(bootstrap, communicator_id(&self.ids, self.ranks))
             .map_err(context)
@@ -149,9 +150,17 @@ impl Making<'_> {
             target: log::INIT,
             "ncclCommInitRank rank {rank} nranks {ranks} cudaDev {device} commId {id:#x} - Init START"
         );
-        let abort = self.life.abort_word().clone();
         let bootstrap = Arc::new(bootstrap);
-        let checks = checks_over(&bootstrap, self.life);
+        let losses = Losses::of(&bootstrap);
+        let made = self.connect(&bootstrap, id, &losses);
+        made.map_err(|error| losses.reason(error))
+    }
+
+    /// Agrees on the terms and connects.
+    fn connect(&self, bootstrap: &Arc<Bootstrap>, id: u64, losses: &Losses) -> Result<Arc<Communicator>> {
+        let (rank, ranks, device) = (bootstrap.rank(), bootstrap.ranks(), self.device);
+        let abort = self.life.abort_word().clone();
+        let checks = checks_over(bootstrap, self.life);
         let terms: Vec<Terms> = bootstrap
             .all_gather(&Terms::mine(self.config, self.share.is_some())?.to_bytes())?
             .iter()
@@ -169,7 +178,7 @@ impl Making<'_> {
         let faults = self.life.faults().clone();
         let shared = self.share.as_ref().filter(|_| share);
         let (family, domain, proxy_ranks) = match shared {
-            None => (Family::new(&bootstrap, slot_bytes)?, 0, (0..ranks).collect()),
+            None => (Family::new(bootstrap, slot_bytes)?, 0, (0..ranks).collect()),
             Some((family, proxy_ranks)) => (family.clone(), id, proxy_ranks.clone()),
         };
         // That of a shared proxy stands.
@@ -181,20 +190,16 @@ impl Making<'_> {
             family.proxy.address(),
             observe::LIBRARY_VERSION,
         );
-        let topology = Arc::new(Topology::exchange(&bootstrap, info)?);
+        let topology = Arc::new(Topology::exchange(bootstrap, info)?);
         let connector = Connector::new(topology.clone(), family.proxy.clone(), abort.clone())
             .over_shared_proxies(domain, proxy_ranks.clone());
         log::rings(&topology, channels);
-        let connected = self.connect(&bootstrap, &connector, channels);
+        let connected = connect_rings(bootstrap, &connector, channels);
         if connected.is_err() {
             membership.leave(&connector);
         }
         let rings = connected?;
-        // Not before, so that whoever fails in the steps above hears why.
-        bootstrap.on_lost({
-            let checks = checks.clone();
-            Arc::new(move |rank, text| checks.lost(rank, text))
-        });
+        losses.hand_over(&checks);
         let (reclaim, queue) = mpsc::channel();
         let communicator = Communicator {
             id,
@@ -219,7 +224,7 @@ impl Making<'_> {
                 plans: Plans::new(queue),
                 order: Order::default(),
             }),
-            bootstrap,
+            bootstrap: bootstrap.clone(),
             children: Mutex::default(),
             registrations: Registrations::default(),
             windows: AtomicU32::new(0),
@@ -246,26 +251,23 @@ impl Making<'_> {
     }
 }
 
-impl Making<'_> {
-    /// The rings of all channels; returns when all ranks have theirs.
-    fn connect(
-        &self,
-        bootstrap: &Bootstrap,
-        connector: &Connector,
-        channels: u32,
-    ) -> Result<Vec<Option<RingConnections>>> {
-        let rings = (0..channels as u8)
-            .map(|channel| {
-                (bootstrap.ranks() > 1)
-                    .then(|| connector.connect_ring(channel))
-                    .transpose()
-            })
-            .collect::<std::result::Result<Vec<_>, _>>()?;
-        tracing::info!(target: log::INIT, "Connected all rings");
-        // A rank that fails to connect is known to all before anyone believes the communicator ready.
-        bootstrap.barrier()?;
-        Ok(rings)
-    }
+/// The rings of all channels; returns when all ranks have theirs.
+fn connect_rings(
+    bootstrap: &Bootstrap,
+    connector: &Connector,
+    channels: u32,
+) -> Result<Vec<Option<RingConnections>>> {
+    let rings = (0..channels as u8)
+        .map(|channel| {
+            (bootstrap.ranks() > 1)
+                .then(|| connector.connect_ring(channel))
+                .transpose()
+        })
+        .collect::<std::result::Result<Vec<_>, _>>()?;
+    tracing::info!(target: log::INIT, "Connected all rings");
+    // A rank that fails to connect is known to all before anyone believes the communicator ready.
+    bootstrap.barrier()?;
+    Ok(rings)
 }
 
 impl Communicator {

@@ -6,6 +6,7 @@ mod ending;
 mod family;
 mod init;
 mod lifecycle;
+mod losses;
 mod registration;
 mod registry;
 mod terms;

@@ -1,7 +1,9 @@
 //! Making the shared pages of this process, and letting go of them in a forked child.
 
 use std::{
-    fs, io, ptr,
+    fs, io,
+    os::fd::IntoRawFd,
+    ptr,
     sync::{
         Mutex, Once,
         atomic::{AtomicI32, AtomicPtr, AtomicU32, Ordering},
@@ -11,6 +13,7 @@ use std::{
 use ringsight_records::pages::{Geometry, Header, MEMFD_NAME, Pages};
 
 use super::numbers::CapturedSlots;
+use crate::bootstrap::sys;
 
 /// Version number that `ncclGetVersion` gives: 2.28.9.
 pub const LIBRARY_VERSION: u32 = 22809;
@@ -107,20 +110,13 @@ extern "C" fn forked() {
 fn make() -> io::Result<Shared> {
     let geometry = Geometry::standard();
     let name = std::ffi::CString::new(MEMFD_NAME)?;
-    // SAFETY: a valid C string; the flags are constants.
-    let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
+    // Kept open for the life of the process: a collector finds the pages by this descriptor.
+    let fd = sys::sealed_memfd(&name, geometry.file_bytes)?.into_raw_fd();
     let fail = |error: io::Error| {
         // SAFETY: `fd` was opened above and is used no further.
         unsafe { libc::close(fd) };
         Err(error)
     };
-    // SAFETY: `fd` is a memfd; the size fits.
-    if unsafe { libc::ftruncate(fd, geometry.file_bytes as libc::off_t) } != 0 {
-        return fail(io::Error::last_os_error());
-    }
     // SAFETY: a fresh shared mapping of a file of that size, at an address of the kernel's choice.
     let base = unsafe {
         libc::mmap(

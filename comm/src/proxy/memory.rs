@@ -2,14 +2,14 @@
 
 use std::{
     io,
-    os::fd::{AsRawFd, FromRawFd, OwnedFd},
+    os::fd::{AsRawFd, OwnedFd},
     ptr,
     sync::Arc,
 };
 
 use ringsight_kernels::Fifo;
 
-use crate::bootstrap::sys::check;
+use crate::bootstrap::sys::{self, check};
 
 /// A shared mapping, unmapped when dropped.
 struct Mapping {
@@ -31,17 +31,7 @@ impl Drop for Mapping {
 
 /// A zeroed memfd of `bytes` bytes that nobody can resize, so that no process can take another's pages away.
 pub(crate) fn create(bytes: usize) -> io::Result<OwnedFd> {
-    let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
-    // SAFETY: a C string; the result is checked.
-    let fd = check(unsafe { libc::memfd_create(c"ringsight-fifo".as_ptr(), flags) })?;
-    // SAFETY: a new descriptor that nobody else owns.
-    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-    // SAFETY: no pointers.
-    check(unsafe { libc::ftruncate(fd.as_raw_fd(), bytes as libc::off_t) })?;
-    let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
-    // SAFETY: no pointers.
-    check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) })?;
-    Ok(fd)
+    sys::sealed_memfd(c"ringsight-fifo", bytes)
 }
 
 /// Maps a memfd of [`create`] as a FIFO with slots of `slot_bytes`.

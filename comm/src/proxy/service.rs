@@ -210,12 +210,7 @@ impl Service {
                 }
                 Err(error) => match error.raw_os_error() {
                     Some(libc::EINTR | libc::ECONNABORTED) => {}
-                    code => {
-                        return !matches!(
-                            code,
-                            Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM)
-                        );
-                    }
+                    _ => return !sys::is_starved(&error),
                 },
             }
         }

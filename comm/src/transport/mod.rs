@@ -4,6 +4,7 @@ pub(crate) mod socket;
 
 use std::{
     collections::HashMap,
+    io,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -267,6 +268,18 @@ impl Connector {
 
     /// Goes through a proxy's requests for an endpoint, as that proxy sees it.
     fn make(&self, proxy_rank: u32, endpoint: Endpoint) -> Result<End> {
+        let own = proxy_rank == self.topology.rank();
+        self.make_at(proxy_rank, endpoint).map_err(|error| match error {
+            // What one's own proxy cannot do is no peer's failure.
+            Error::Refused(text) if own && endpoint.transport == Transport::Shm => Error::System {
+                what: "connecting".into(),
+                source: Arc::new(io::Error::other(text)),
+            },
+            other => other,
+        })
+    }
+
+    fn make_at(&self, proxy_rank: u32, endpoint: Endpoint) -> Result<End> {
         let client = self.client(proxy_rank)?;
         let config = self.proxy.config();
         let connection = self.introduce(&client, endpoint)?;

@@ -362,9 +362,25 @@ pub fn run_processes(worker: &str, ranks: usize, nodes: usize) {
 /// The same with environment variables.
 #[track_caller]
 pub fn run_processes_with(worker: &str, ranks: usize, nodes: usize, variables: &[(&str, &str)]) {
+    let outputs: Vec<Output> = start_processes(worker, ranks, nodes, variables)
+        .into_iter()
+        .map(|child| child.wait_with_output().unwrap())
+        .collect();
+    for (rank, output) in outputs.into_iter().enumerate() {
+        let (out, err) = (
+            String::from_utf8_lossy(&output.stdout),
+            String::from_utf8_lossy(&output.stderr),
+        );
+        assert!(output.status.success(), "rank {rank}:\n{out}\n{err}");
+        assert!(out.contains("rank done"), "rank {rank} did not run:\n{out}");
+    }
+}
+
+/// Only starts them.
+pub fn start_processes(worker: &str, ranks: usize, nodes: usize, variables: &[(&str, &str)]) -> Vec<Child> {
     host();
     let id: String = unique_id().0.iter().map(|byte| format!("{byte:02x}")).collect();
-    let children: Vec<Child> = (0..ranks)
+    (0..ranks)
         .map(|rank| {
             Command::new(env::current_exe().unwrap())
                 .args(["--exact", worker, "--ignored", "--nocapture"])
@@ -379,34 +395,24 @@ pub fn run_processes_with(worker: &str, ranks: usize, nodes: usize, variables: &
                 .spawn()
                 .unwrap()
         })
-        .collect();
-    let outputs: Vec<Output> = children
-        .into_iter()
-        .map(|child| child.wait_with_output().unwrap())
-        .collect();
-    for (rank, output) in outputs.into_iter().enumerate() {
-        let (out, err) = (
-            String::from_utf8_lossy(&output.stdout),
-            String::from_utf8_lossy(&output.stderr),
-        );
-        assert!(output.status.success(), "rank {rank}:\n{out}\n{err}");
-        assert!(out.contains("rank done"), "rank {rank} did not run:\n{out}");
-    }
+        .collect()
 }
 
 /// The rank that this process was started as; `None` in a run of the whole test binary.
 pub fn rank_of_process() -> Option<Rank> {
+    let (id, rank, ranks) = place_of_process()?;
+    Some(Rank::join(id, rank, ranks))
+}
+
+/// The unique id, rank and number of ranks that this process was started with.
+pub fn place_of_process() -> Option<(UniqueIdBytes, usize, usize)> {
     let (id, place) = (env::var(ID).ok()?, env::var(PLACE).ok()?);
     let (rank, ranks) = place.split_once(' ')?;
     let mut bytes = [0; 128];
     for (byte, digits) in bytes.iter_mut().zip(id.as_bytes().chunks(2)) {
         *byte = u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()?;
     }
-    Some(Rank::join(
-        UniqueIdBytes(bytes),
-        rank.parse().ok()?,
-        ranks.parse().ok()?,
-    ))
+    Some((UniqueIdBytes(bytes), rank.parse().ok()?, ranks.parse().ok()?))
 }
 
 /// What `NCCL_CONFIG_INITIALIZER` of 2.28.9 sets.
