@@ -53,6 +53,13 @@ fn every_collective_type_and_reduction_on_all_kinds_of_ranks() {
             Ok(cases) => done += cases.len(),
             Err(why) => failures.push(why),
         }
+        if full {
+            let seconds = start.elapsed().as_secs();
+            tell(&format!(
+                "matrix: {done} of {all} cases after {seconds} s, done with {:?}",
+                worlds[number]
+            ));
+        }
     }
     tell(&format!(
         "matrix: {done} of {all} cases, seed {seed}, {:.0} s",

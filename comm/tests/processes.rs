@@ -4,7 +4,14 @@
 
 mod common;
 
-use common::{COLLECTIVES, Call, Rank, host, ok, rank_of_process, run_processes};
+use std::{
+    env,
+    path::Path,
+    thread,
+    time::{Duration, Instant},
+};
+
+use common::{COLLECTIVES, Call, Rank, host, ok, rank_of_process, run_processes, run_processes_with};
 use ringsight_comm::abi;
 use ringsight_records::Function;
 
@@ -18,6 +25,44 @@ fn one_node() {
 fn two_nodes() {
     run_processes("worker", 2, 2);
     run_processes("worker", 4, 2);
+}
+
+/// Each rank checks that the previous one calls the same operation, also where it receives nothing from it. So a rank
+/// that has all it asked for still owes that to the next one, and must not leave before.
+#[test]
+fn a_rank_that_is_done_first_does_not_leave_the_next_one_in_doubt() {
+    let folder = env::temp_dir().join(format!("ringsight-first-{}", std::process::id()));
+    std::fs::create_dir(&folder).unwrap();
+    run_processes_with("first_worker", 3, 3, &[(FOLDER, folder.to_str().unwrap())]);
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+/// Where [`first_worker`] says that it has left.
+const FOLDER: &str = "RINGSIGHT_TEST_FOLDER";
+
+#[test]
+#[ignore = "helper: the body of one rank; started by another test"]
+fn first_worker() {
+    let Some(rank) = rank_of_process() else { return };
+    let left = Path::new(&env::var_os(FOLDER).unwrap()).join("left");
+    let scatter = Call {
+        root: 0,
+        ..Call::new(Function::Scatter, 100)
+    };
+    if rank.rank == 2 {
+        // Rank 1 has its part from rank 0 long before this is over; this rank has called nothing yet.
+        let end = Instant::now() + Duration::from_millis(500);
+        while Instant::now() < end {
+            assert!(!left.exists(), "rank 1 has left");
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+    scatter.check(&rank, false);
+    rank.leave();
+    if rank.rank == 1 {
+        std::fs::write(&left, "").unwrap();
+    }
+    println!("rank done");
 }
 
 /// What each rank does; does nothing when it is not one.

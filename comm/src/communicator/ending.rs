@@ -112,8 +112,9 @@ impl Communicator {
             .plans
             .wait(|_| self.abort.is_set() || self.faults.get().is_some());
         drop(planner);
+        // All of it: a peer may still wait for a tag that this rank only shows, when all that it asked for is here.
         let failed = || self.abort.is_set() || self.faults.get().is_some();
-        self.membership.family.proxied.wait(self.id, failed);
+        self.membership.family.proxy.flush(self.id, failed);
         self.async_error().map_or(Ok(()), Err)
     }
 

@@ -6,10 +6,9 @@
 use std::{
     collections::HashMap,
     sync::{
-        Arc, Condvar, Mutex, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
-    time::Duration,
 };
 
 use ringsight_kernels::AbortWord;
@@ -139,11 +138,7 @@ impl Drop for Membership {
 
 /// Proxy operations that are still to finish, by (operation, replay).
 #[derive(Debug, Default)]
-pub(super) struct Proxied {
-    waiting: Mutex<HashMap<(u32, u32), Outstanding>>,
-    /// Told when one leaves.
-    fewer: Condvar,
-}
+pub(super) struct Proxied(Mutex<HashMap<(u32, u32), Outstanding>>);
 
 /// Proxy operations of one run of one operation.
 #[derive(Debug)]
@@ -156,7 +151,7 @@ struct Outstanding {
 impl Proxied {
     /// Expects `count` proxy operations of `info` to finish.
     pub(super) fn expect(&self, info: OpInfo, replay: u32, count: u32) {
-        lock(&self.waiting).insert(
+        lock(&self.0).insert(
             (info.op, replay),
             Outstanding {
                 left: count,
@@ -168,7 +163,7 @@ impl Proxied {
 
     /// One has finished.
     fn completed(&self, op: u32, replay: u32) {
-        let mut waiting = lock(&self.waiting);
+        let mut waiting = lock(&self.0);
         let Some(outstanding) = waiting.get_mut(&(op, replay)) else {
             return;
         };
@@ -177,7 +172,6 @@ impl Proxied {
             let Outstanding { total, info, .. } = *outstanding;
             waiting.remove(&(op, replay));
             drop(waiting);
-            self.fewer.notify_all();
             let record = info.record(Kind::ProxyCompleted, State::STOP, observe::now_ns(), replay);
             observe::emit(&Record {
                 value: u64::from(total),
@@ -186,20 +180,8 @@ impl Proxied {
         }
     }
 
-    /// Waits until none of communicator `comm` is left, or `give_up` says so (asked ten times a second).
-    pub(super) fn wait(&self, comm: u64, give_up: impl Fn() -> bool) {
-        let mut waiting = lock(&self.waiting);
-        while waiting.values().any(|outstanding| outstanding.info.comm == comm) && !give_up() {
-            waiting = self
-                .fewer
-                .wait_timeout(waiting, Duration::from_millis(100))
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
-        }
-    }
-
     /// Forgets those of a communicator, which were given up.
     fn forget(&self, comm: u64) {
-        lock(&self.waiting).retain(|_, outstanding| outstanding.info.comm != comm);
+        lock(&self.0).retain(|_, outstanding| outstanding.info.comm != comm);
     }
 }

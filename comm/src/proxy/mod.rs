@@ -257,7 +257,13 @@ impl Proxy {
 
     /// Waits until every posted operation has finished, or was given up after a failure or abort.
     pub fn stop(&self) {
-        self.progress.drain();
+        self.progress.drain(None, || false);
+    }
+
+    /// Waits for that for the operations of communicator `comm` ([`ProxyOp::comm`]), those that nobody is told of
+    /// included, or until `give_up` says so (asked ten times a second).
+    pub fn flush(&self, comm: u64, give_up: impl Fn() -> bool) {
+        self.progress.drain(Some(comm), give_up);
     }
 }
 

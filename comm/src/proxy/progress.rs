@@ -1,7 +1,7 @@
 //! The progress thread: moves the operations of all network connections of one proxy.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, VecDeque, btree_map::Entry},
     io,
     net::TcpStream,
     sync::{
@@ -51,8 +51,9 @@ pub(super) struct Progress {
     on_error: OnError,
     wake: Wake,
     inbox: Mutex<Vec<Command>>,
-    /// Operations posted and neither finished nor given up.
-    outstanding: Mutex<usize>,
+    /// Operations posted and neither finished nor given up, by communicator; none is there with 0.
+    outstanding: Mutex<BTreeMap<u64, usize>>,
+    /// Told when a communicator has none left.
     drained: Condvar,
     ending: AtomicBool,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -77,7 +78,7 @@ impl Progress {
             on_error,
             wake: Wake::new()?,
             inbox: Mutex::default(),
-            outstanding: Mutex::new(0),
+            outstanding: Mutex::default(),
             drained: Condvar::new(),
             ending: AtomicBool::new(false),
             thread: Mutex::new(None),
@@ -99,7 +100,10 @@ impl Progress {
 
     pub(super) fn tell(&self, command: Command) {
         if let Command::Ops(ops) = &command {
-            *lock(&self.outstanding) += ops.len();
+            let mut outstanding = lock(&self.outstanding);
+            for op in ops {
+                *outstanding.entry(op.comm).or_default() += 1;
+            }
         }
         lock(&self.inbox).push(command);
         self.wake.wake();
@@ -107,18 +111,24 @@ impl Progress {
 
     /// Whether every posted operation has finished or was given up.
     pub(super) fn is_drained(&self) -> bool {
-        *lock(&self.outstanding) == 0
+        lock(&self.outstanding).is_empty()
     }
 
-    /// Waits for that.
-    pub(super) fn drain(&self) {
+    /// Waits for that, for the operations of communicator `comm` alone if one is named, or until `give_up` says so (asked
+    /// ten times a second).
+    pub(super) fn drain(&self, comm: Option<u64>, give_up: impl Fn() -> bool) {
         let mut outstanding = lock(&self.outstanding);
+        let is_left = |outstanding: &BTreeMap<u64, usize>| match comm {
+            Some(comm) => outstanding.contains_key(&comm),
+            None => !outstanding.is_empty(),
+        };
         // Operations posted to a thread that never ran (no connection, so no valid operation) are given up by `end`.
-        while *outstanding > 0 && lock(&self.thread).is_some() {
+        while is_left(&outstanding) && lock(&self.thread).is_some() && !give_up() {
             outstanding = self
                 .drained
-                .wait(outstanding)
-                .unwrap_or_else(PoisonError::into_inner);
+                .wait_timeout(outstanding, Duration::from_millis(100))
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
     }
 
@@ -133,15 +143,19 @@ impl Progress {
             let _ = thread.join();
         }
         lock(&self.inbox).clear();
-        *lock(&self.outstanding) = 0;
+        lock(&self.outstanding).clear();
         self.drained.notify_all();
     }
 
-    fn retire(&self, count: usize) {
+    /// Takes off an operation that has finished or was given up.
+    fn retire(&self, op: &ProxyOp) {
         let mut outstanding = lock(&self.outstanding);
-        *outstanding = outstanding.saturating_sub(count);
-        if *outstanding == 0 {
-            self.drained.notify_all();
+        if let Entry::Occupied(mut entry) = outstanding.entry(op.comm) {
+            *entry.get_mut() -= 1;
+            if *entry.get() == 0 {
+                entry.remove();
+                self.drained.notify_all();
+            }
         }
     }
 }
@@ -311,9 +325,9 @@ impl<'a> Engine<'a> {
                     self.active += 1;
                 }
                 // The failure was reported when it happened.
-                Some(_) => self.shared.retire(1),
+                Some(_) => self.shared.retire(&op),
                 None => {
-                    self.shared.retire(1);
+                    self.shared.retire(&op);
                     let text = format!(
                         "proxy operation of operation {} on a connection ({}) that does not exist",
                         op.op, op.connection.0
@@ -353,7 +367,7 @@ impl<'a> Engine<'a> {
                         if op.counted {
                             (self.shared.on_completed)(op.op, op.replay);
                         }
-                        self.shared.retire(1);
+                        self.shared.retire(&op);
                     }
                 }
                 Err(text) => {
@@ -415,8 +429,7 @@ impl Connection {
         {
             events::op(op, State::ABORTED, 0);
         }
-        self.ops.clear();
-        shared.retire(count);
+        self.ops.drain(..).for_each(|op| shared.retire(&op));
         count
     }
 

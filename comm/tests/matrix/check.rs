@@ -5,14 +5,14 @@ use std::{
     hash::{DefaultHasher, Hasher},
 };
 
-use ringsight_comm::abi;
+use ringsight_comm::{abi, error::ResultCode};
 use ringsight_records::{Function, ReduceOp};
 
 use super::{
     cases::{Case, Residence},
     numbers::{check_reduced, input_bits, noise, scalar_bits},
 };
-use crate::common::{Rank, ok};
+use crate::common::{Rank, last_error, ok, state};
 
 /// Bytes before and after a buffer that nobody may write to.
 const GUARD: usize = 64;
@@ -234,5 +234,12 @@ impl Case {
             }
         }
         rank.synchronize();
+        // What has failed leaves the stream like what is done.
+        assert_eq!(
+            state(rank.comm),
+            ResultCode::Success,
+            "{self:?}: {}",
+            last_error()
+        );
     }
 }
