@@ -388,7 +388,7 @@ fn few_descriptors() {
 #[test]
 fn few_descriptors_are_an_error_and_nothing_leaks() {
     let text = alone("few_descriptors", |command| {
-        limit(command, libc::RLIMIT_NOFILE, 64)
+        limit(command, libc::RLIMIT_NOFILE, 64);
     });
     assert!(text.contains("nothing leaked"), "{text}");
 }
@@ -426,7 +426,7 @@ fn no_memory() {
 #[test]
 fn memory_that_cannot_be_had_is_an_error() {
     let text = alone("no_memory", |command| {
-        limit(command, libc::RLIMIT_FSIZE, 64 << 10)
+        limit(command, libc::RLIMIT_FSIZE, 64 << 10);
     });
     assert!(text.contains("said so"), "{text}");
 }

@@ -1,0 +1,129 @@
+//! Peers that die, disagree or talk rubbish, and the abort word.
+
+use std::{
+    io::Write,
+    net::TcpStream,
+    thread,
+    time::{Duration, Instant},
+};
+
+use ringsight_comm::proxy::{Error, ProxyAddress};
+
+use super::ranks::{PATIENCE, consume, produce, seed, turn, world};
+
+#[test]
+fn a_peer_that_dies_is_named_and_stop_returns() {
+    let _turn = turn();
+    world(&[1, 2], |rank| {
+        let peer = 1 - rank.rank();
+        if rank.rank() == 1 {
+            let recv = rank.connector.connect_recv(peer, 0).unwrap();
+            rank.post(rank.op(recv.proxy.unwrap(), peer, false, (1, 20)));
+            consume(&recv.fifo, 1, 4);
+            return; // with sixteen steps to go
+        }
+        let send = rank.connector.connect_send(peer, 0).unwrap();
+        rank.post(rank.op(send.proxy.unwrap(), peer, true, (1, 20)));
+        produce(&send.fifo, 1, 4);
+        let text = rank.errors.recv_timeout(PATIENCE).unwrap();
+        assert!(
+            text.contains("rank 0 to rank 1, channel 0, step 4 of 20"),
+            "{text}"
+        );
+        // What follows on the connection is given up without another word.
+        rank.post(rank.op(send.proxy.unwrap(), peer, true, (2, 1)));
+        rank.proxy.stop();
+        assert!(rank.errors.try_recv().is_err() && rank.completed.try_recv().is_err());
+        // Its proxy is gone, too.
+        let error = rank.connector.connect_send(peer, 1).err().unwrap();
+        assert!(
+            matches!(&error, Error::Refused(text) if text.contains("rank 1")),
+            "{error}"
+        );
+    });
+}
+
+#[test]
+fn ranks_that_disagree_are_told_so() {
+    let _turn = turn();
+    let errors = world(&[1, 2], |rank| {
+        let peer = 1 - rank.rank();
+        if rank.rank() == 1 {
+            let recv = rank.connector.connect_recv(peer, 0).unwrap();
+            rank.post(rank.op(recv.proxy.unwrap(), peer, false, (1, 3)));
+            return rank.errors.recv_timeout(PATIENCE).unwrap();
+        }
+        let send = rank.connector.connect_send(peer, 0).unwrap();
+        rank.post(rank.op(send.proxy.unwrap(), peer, true, (1, 2)));
+        produce(&send.fifo, 1, 2);
+        rank.proxy.stop(); // both steps had credit: the sender's own operation is complete
+        String::new()
+    });
+    assert!(
+        errors[1].contains("step 0 of 2") && errors[1].contains("of 3"),
+        "{errors:?}"
+    );
+    assert!(
+        errors[1].contains("do not call the same operations"),
+        "{errors:?}"
+    );
+}
+
+#[test]
+fn the_abort_word_ends_network_operations() {
+    let _turn = turn();
+    world(&[1, 2], |rank| {
+        let peer = 1 - rank.rank();
+        let connection = if rank.rank() == 0 {
+            rank.connector.connect_send(peer, 0).unwrap().proxy
+        } else {
+            rank.connector.connect_recv(peer, 0).unwrap().proxy
+        };
+        rank.post(rank.op(connection.unwrap(), peer, rank.rank() == 0, (1, 5)));
+        rank.bootstrap.barrier().unwrap();
+        let start = Instant::now();
+        rank.abort.set();
+        rank.proxy.stop();
+        assert!(
+            start.elapsed() < Duration::from_millis(100),
+            "{:?}",
+            start.elapsed()
+        );
+        assert!(rank.completed.try_recv().is_err());
+        assert!(matches!(
+            rank.connector.connect_recv(peer, 3),
+            Err(Error::Aborted(_)) | Ok(_)
+        ));
+    });
+}
+
+#[test]
+fn rubbish_at_the_proxy_changes_nothing() {
+    let _turn = turn();
+    world(&[1, 2], |rank| {
+        let me = rank.rank();
+        let peer = 1 - me;
+        let mut open = Vec::new();
+        for other in 0..2 {
+            let address: ProxyAddress = rank.topology.info(other).proxy_address.parse().unwrap();
+            for length in [0, 3, 32, 4000] {
+                let mut stream = TcpStream::connect(address.tcp).unwrap();
+                let _ = stream.write_all(&vec![0xa5; length]);
+                open.push(stream);
+            }
+        }
+        let send = rank.connector.connect_send(peer, 0).unwrap();
+        let recv = rank.connector.connect_recv(peer, 0).unwrap();
+        rank.proxy
+            .save_op(rank.op(send.proxy.unwrap(), peer, true, (1, 12)));
+        rank.proxy
+            .save_op(rank.op(recv.proxy.unwrap(), peer, false, (1, 12)));
+        rank.proxy.start();
+        thread::scope(|scope| {
+            scope.spawn(|| produce(&send.fifo, seed(me, peer, 0), 12));
+            scope.spawn(|| consume(&recv.fifo, seed(peer, me, 0), 12));
+        });
+        rank.proxy.stop();
+        rank.bootstrap.barrier().unwrap();
+    });
+}
