@@ -167,13 +167,11 @@ class Block {
 
   DEVICE Advance prepare(u32 lane, const Work& work, const Step& step) {
     LaneState& state = lanes_[lane];
-    const u32 in = state.head % SLOTS, out = state.tail % SLOTS;
     // Looked at before every step, also one that takes nothing: a rank that waits for room may wait for one that waits
     // for something else. Acquire: the slot, its size and its tag are there.
-    const bool arrived =
-        work.prev != 0 && static_cast<int64_t>(load_acquire(&fifo(work.prev)->tail) - state.head) > 0;
+    const bool arrived = work.prev != 0 && load_acquire(&line_of(work.prev, state.head)->flag) == state.head + 1;
     if (arrived) {
-      const u32 theirs = load_relaxed(&fifo(work.prev)->tags[in]);
+      const u32 theirs = load_relaxed(&line_of(work.prev, state.head)->tag);
       if (theirs != work.tag) {
         if (exchange_relaxed(&state_->differs, 1) == 0) report(EventKind::Mismatch, work.op, theirs);
         return Advance::Differs;
@@ -195,8 +193,8 @@ class Block {
     };
     void* source = address(work.send, step.source);
     void* store = address(work.recv, step.store);
-    void* slot = step.recv ? slot_of(work.prev, in, work.slot_bytes) : nullptr;
-    void* leaving = step.send ? slot_of(work.next, out, work.slot_bytes) : nullptr;
+    void* slot = step.recv ? slot_of(work.prev, state.head, turn_.bytes, work.slot_bytes) : nullptr;
+    void* leaving = step.send ? slot_of(work.next, state.tail, turn_.bytes, work.slot_bytes) : nullptr;
     Move& move = turn_.move;
     move = Move{nullptr, slot != nullptr ? slot : source, store, leaving, step.elems, state.argument, work.data_type,
                 Kernel::Copy};
@@ -234,12 +232,13 @@ class Block {
     LaneState& state = lanes_[turn_.lane];
     const Work& work = works_[state.work];
     if (turn_.send) {
-      FifoHeader* next = fifo(work.next);
-      const u32 slot = state.tail % SLOTS;
-      store_relaxed(&next->sizes[slot], turn_.bytes);
-      store_relaxed(&next->tags[slot], work.tag);
+      FifoLine* line = line_of(work.next, state.tail);
+      store_relaxed(&line->size, turn_.bytes);
+      store_relaxed(&line->tag, work.tag);
       // Release: the slot's bytes, which the barrier has ordered before this, its size and its tag.
-      store_release(&next->tail, ++state.tail);
+      store_release(&line->flag, ++state.tail);
+      // For the next producer, be it this block or another or the host: whatever lets it begin comes after this.
+      store_relaxed(&fifo(work.next)->tail, state.tail);
     }
     // Release: the threads' reads of the slot are done.
     if (turn_.recv) store_release(&fifo(work.prev)->head, ++state.head);
@@ -280,8 +279,11 @@ class Block {
   }
 
   DEVICE static FifoHeader* fifo(u64 address) { return reinterpret_cast<FifoHeader*>(address); }
-  DEVICE static void* slot_of(u64 fifo, u32 slot, u32 bytes) {
-    return reinterpret_cast<void*>(fifo + SLOTS_OFFSET + static_cast<u64>(slot) * bytes);
+  DEVICE static FifoLine* line_of(u64 address, u64 position) { return &fifo(address)->lines[position % SLOTS]; }
+  // Where so many bytes of the slot at a position are.
+  DEVICE static void* slot_of(u64 address, u64 position, u32 bytes, u32 slot_bytes) {
+    if (bytes <= LINE_BYTES) return line_of(address, position)->data;
+    return reinterpret_cast<void*>(address + SLOTS_OFFSET + position % SLOTS * slot_bytes);
   }
 
   const Arguments& arguments_;

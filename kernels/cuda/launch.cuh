@@ -137,20 +137,34 @@ static_assert(offsetof(Arguments, ring_mask) == 40, "as in src/cuda/layout.rs");
 static_assert(offsetof(Arguments, inline_program) == 80, "as in src/cuda/layout.rs");
 static_assert(sizeof(Arguments) == 4072, "as in src/cuda/layout.rs; kernels take 4096 bytes of arguments");
 
-// The head of a FIFO's memory: the twin of `FifoHeader` in src/fifo.rs.
+// The head of a FIFO's memory: the twin of `FifoHeader` in src/fifo.rs, which says what its words mean.
 constexpr u32 SLOTS = 8;
 constexpr u64 SLOTS_OFFSET = 4096;
+// The twin of `INLINE_BYTES` there.
+constexpr u32 LINE_BYTES = 48;
+struct FifoLine {
+  u64 flag;
+  u32 size;
+  u32 tag;
+  u8 data[LINE_BYTES];
+  u64 apart[8];
+};
+static_assert(sizeof(FifoLine) == 128, "as in src/fifo.rs");
+static_assert(offsetof(FifoLine, size) == 8, "as in src/fifo.rs");
+static_assert(offsetof(FifoLine, tag) == 12, "as in src/fifo.rs");
+static_assert(offsetof(FifoLine, data) == 16, "as in src/fifo.rs");
 struct FifoHeader {
   u64 tail;
-  u64 line0[7];
+  // The host's producers remember the head here; kernels look at the head itself and leave this behind it.
+  u64 seen_head;
+  u64 apart0[14];
   u64 head;
-  u64 line1[7];
-  u32 sizes[SLOTS];
-  u32 tags[SLOTS];
+  u64 apart1[15];
+  FifoLine lines[SLOTS];
 };
-static_assert(sizeof(FifoHeader) == 192, "as in src/fifo.rs");
-static_assert(offsetof(FifoHeader, head) == 64, "as in src/fifo.rs");
-static_assert(offsetof(FifoHeader, sizes) == 128, "as in src/fifo.rs");
-static_assert(offsetof(FifoHeader, tags) == 160, "as in src/fifo.rs");
+static_assert(sizeof(FifoHeader) == 1280, "as in src/fifo.rs");
+static_assert(offsetof(FifoHeader, tail) == 0, "as in src/fifo.rs");
+static_assert(offsetof(FifoHeader, head) == 128, "as in src/fifo.rs");
+static_assert(offsetof(FifoHeader, lines) == 256, "as in src/fifo.rs");
 
 }  // namespace ringsight

@@ -1,36 +1,74 @@
 //! One direction of one connection on one channel: a ring of slots in memory that both its ends can reach.
 //!
 //! The ends are two kernels (same node), or a kernel and its proxy (the proxy moves slots over the network). It is
-//! NCCL's `ncclConnInfo` (head, tail, step sizes) in one piece.
+//! NCCL's `ncclConnInfo` (head, tail, step sizes) in one piece, with a flag for each slot beside
+//! its size, as in NCCL's LL128 protocol: what a consumer waits for brings the rest along.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU32, AtomicU64, Ordering},
+use std::{
+    cell::UnsafeCell,
+    mem::offset_of,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, AtomicU64, Ordering},
+    },
 };
 
 /// Slots of a FIFO (`NCCL_STEPS`).
 pub const SLOTS: usize = 8;
 
-/// Control words at the start of a FIFO's memory; the slots follow, [`Fifo::slot_bytes`] each, 4096-byte aligned.
-#[derive(Debug)]
-#[repr(C)]
-pub struct FifoHeader {
-    /// Slots posted by the producer since the beginning.
-    tail: AtomicU64,
-    _line0: [u64; 7],
-    /// Slots released by the consumer since the beginning.
-    head: AtomicU64,
-    _line1: [u64; 7],
-    /// Bytes posted in each slot.
-    sizes: [AtomicU32; SLOTS],
-    /// Tag of the operation that each slot belongs to ([`Work::tag`](crate::Work::tag)), in the line of the sizes: a
-    /// consumer that has fetched one has the other.
-    tags: [AtomicU32; SLOTS],
+/// Bytes that travel in the line of a slot's flag: one line goes from core to core instead of two.
+pub const INLINE_BYTES: usize = 48;
+
+/// What the producer tells of a slot: the words that it writes for each slot and nobody else writes, in one cache line.
+#[repr(C, align(64))]
+struct Line {
+    /// Position of the slot plus one, once it is posted.
+    flag: AtomicU64,
+    /// Bytes posted.
+    size: AtomicU32,
+    /// Tag of the operation that the slot belongs to ([`Work::tag`](crate::Work::tag)).
+    tag: AtomicU32,
+    /// The slot's bytes, if they fit.
+    data: UnsafeCell<[u8; INLINE_BYTES]>,
 }
 
-const _: () = assert!(size_of::<FifoHeader>() == 192);
-const _: () = assert!(std::mem::offset_of!(FifoHeader, sizes) == 128);
-const _: () = assert!(std::mem::offset_of!(FifoHeader, tags) == 160);
+/// A line and the one that processors fetch with it, so that who waits for a slot does not take the line of the next one
+/// from its producer.
+#[repr(C, align(128))]
+struct Apart<T>(T);
+
+/// Control words at the start of a FIFO's memory; the slots follow, [`Fifo::slot_bytes`] each, 4096-byte aligned. Kernels of
+/// GPUs have a twin of it in `cuda/launch.cuh`.
+#[repr(C)]
+pub struct FifoHeader {
+    /// The producer's alone.
+    producer: Apart<Producer>,
+    /// Slots released by the consumer since the beginning.
+    head: Apart<AtomicU64>,
+    /// By position modulo [`SLOTS`].
+    lines: [Apart<Line>; SLOTS],
+}
+
+/// What the producer keeps for itself, in the shared memory since it may be one object now and another later.
+#[repr(C)]
+struct Producer {
+    /// Slots posted since the beginning.
+    tail: AtomicU64,
+    /// What `head` was when last looked at: looking again takes its line from the consumer, who waits for it at the next
+    /// release. Never beyond `head`, so that a producer that looks at that each time (a GPU's kernel) may leave it behind.
+    head: AtomicU64,
+}
+
+// What `cuda/launch.cuh` says of its twins.
+const _: () = assert!(size_of::<Line>() == 64);
+const _: () = assert!(offset_of!(Line, size) == 8);
+const _: () = assert!(offset_of!(Line, tag) == 12);
+const _: () = assert!(offset_of!(Line, data) == 16);
+const _: () = assert!(size_of::<FifoHeader>() == 256 + SLOTS * 128);
+const _: () = assert!(offset_of!(FifoHeader, producer) == 0);
+const _: () = assert!(offset_of!(FifoHeader, head) == 128);
+const _: () = assert!(offset_of!(FifoHeader, lines) == 256);
+const _: () = assert!(size_of::<FifoHeader>() <= SLOTS_OFFSET);
 
 /// Offset of the first slot from the start of the memory.
 pub const SLOTS_OFFSET: usize = 4096;
@@ -44,8 +82,8 @@ pub struct Fifo {
     _memory: Arc<dyn Send + Sync>,
 }
 
-// SAFETY: the header is atomics; a slot is touched by the producer between `free` and `post`, by the consumer between
-// `posted` and `release`, and these are ordered by tail and head.
+// SAFETY: the header is atomics and short slots; a slot is touched by the producer between `free` and `post`, by the
+// consumer between `posted` and `release`, and these are ordered by flag and head.
 unsafe impl Send for Fifo {}
 // SAFETY: as above; the one-producer-one-consumer rule is the caller's.
 unsafe impl Sync for Fifo {}
@@ -60,7 +98,7 @@ impl Fifo {
     /// A FIFO in `memory_bytes(slot_bytes)` bytes at `base`, zeroed when new.
     ///
     /// # Safety
-    /// `base` is 64-byte aligned, points to that many readable and writable bytes, and stays mapped while `memory` lives.
+    /// `base` is 128-byte aligned, points to that many readable and writable bytes, and stays mapped while `memory` lives.
     #[must_use]
     pub unsafe fn new(base: *mut u8, slot_bytes: usize, memory: Arc<dyn Send + Sync>) -> Self {
         Self {
@@ -73,7 +111,7 @@ impl Fifo {
     }
 
     fn header(&self) -> &FifoHeader {
-        // SAFETY: the memory is mapped while `_memory` lives, and the header is atomics only.
+        // SAFETY: the memory is mapped while `_memory` lives, and the header is atomics and cells.
         unsafe { &*self.header }
     }
 
@@ -89,66 +127,84 @@ impl Fifo {
         self.slot_bytes
     }
 
+    fn line(&self, position: u64) -> &Line {
+        &self.header().lines[position as usize % SLOTS].0
+    }
+
     /// Producer: position of the next slot to fill, if one is free.
     #[must_use]
     pub fn free(&self) -> Option<u64> {
-        let tail = self.header().tail.load(Ordering::Relaxed); // ours alone to write
-        // Acquire: pairs with `release`; the consumer is done with the slot before we overwrite it.
-        let head = self.header().head.load(Ordering::Acquire);
-        (tail.wrapping_sub(head) < SLOTS as u64).then_some(tail)
+        let Producer { tail, head } = &self.header().producer.0;
+        // Relaxed: both are ours alone to write. What we did not acquire ourselves in this call we did in an earlier one.
+        let (tail, seen) = (tail.load(Ordering::Relaxed), head.load(Ordering::Relaxed));
+        let room = |head: u64| (tail.wrapping_sub(head) < SLOTS as u64).then_some(tail);
+        room(seen).or_else(|| {
+            // Acquire: pairs with `release`; the consumer is done with the slot before we overwrite it.
+            let now = self.header().head.0.load(Ordering::Acquire);
+            head.store(now, Ordering::Relaxed);
+            room(now)
+        })
     }
 
     /// Producer: publishes the slot at the position that [`Fifo::free`] gave, holding `bytes` bytes of the operation
-    /// with this tag.
+    /// with this tag, which were written to [`Fifo::slot`].
     pub fn post(&self, position: u64, bytes: usize, tag: u32) {
-        let slot = position as usize % SLOTS;
-        self.header().sizes[slot].store(bytes as u32, Ordering::Relaxed);
-        self.header().tags[slot].store(tag, Ordering::Relaxed);
-        // Release: the slot's bytes, size and tag are written before the consumer sees the new tail.
-        self.header().tail.store(position + 1, Ordering::Release);
+        let line = self.line(position);
+        line.size.store(bytes as u32, Ordering::Relaxed);
+        line.tag.store(tag, Ordering::Relaxed);
+        // Release: the slot's bytes, size and tag are written before the consumer sees the flag.
+        line.flag.store(position + 1, Ordering::Release);
+        // Relaxed: the producer's own.
+        self.header()
+            .producer
+            .0
+            .tail
+            .store(position + 1, Ordering::Relaxed);
     }
 
     /// Consumer: tag of the slot at a position that [`Fifo::posted`] or [`Fifo::size_at`] said is posted.
     #[must_use]
     pub fn tag_at(&self, position: u64) -> u32 {
-        // Relaxed: those have acquired the tail, and the producer writes the tag before the tail.
-        self.header().tags[position as usize % SLOTS].load(Ordering::Relaxed)
+        // Relaxed: those have acquired the flag, and the producer writes the tag before the flag.
+        self.line(position).tag.load(Ordering::Relaxed)
     }
 
     /// Consumer: position and size of the oldest posted slot.
     #[must_use]
     pub fn posted(&self) -> Option<(u64, usize)> {
-        let head = self.header().head.load(Ordering::Relaxed); // ours alone to write
+        let head = self.header().head.0.load(Ordering::Relaxed); // ours alone to write
         self.size_at(head).map(|bytes| (head, bytes))
     }
 
-    /// Consumer: size of the slot at `position` (at or after the oldest), if it is posted.
+    /// Consumer: size of the slot at `position` (the oldest, or one of the [`SLOTS`] from it on), if it is posted.
     #[must_use]
     pub fn size_at(&self, position: u64) -> Option<usize> {
+        let line = self.line(position);
         // Acquire: pairs with `post`; the slot's bytes and size are there.
-        let tail = self.header().tail.load(Ordering::Acquire);
         // The size comes from the peer: never trust it beyond the slot.
-        (tail.wrapping_sub(position) as i64 > 0).then(|| {
-            (self.header().sizes[position as usize % SLOTS].load(Ordering::Relaxed) as usize)
-                .min(self.slot_bytes)
-        })
+        (line.flag.load(Ordering::Acquire) == position + 1)
+            .then(|| (line.size.load(Ordering::Relaxed) as usize).min(self.slot_bytes))
     }
 
     /// Consumer: gives back the oldest slot, at the position that [`Fifo::posted`] gave.
     pub fn release(&self, position: u64) {
         // Release: our reads of the slot are done before the producer sees it free.
-        self.header().head.store(position + 1, Ordering::Release);
+        self.header().head.0.store(position + 1, Ordering::Release);
     }
 
     /// Slots released so far: what a producer's end has seen consumed.
     #[must_use]
     pub fn released(&self) -> u64 {
-        self.header().head.load(Ordering::Acquire)
+        self.header().head.0.load(Ordering::Acquire)
     }
 
-    /// Address of the slot at a position.
+    /// Where `bytes` bytes of the slot at a position are, at most [`Fifo::slot_bytes`]: both ends must ask with the size
+    /// that is posted.
     #[must_use]
-    pub fn slot(&self, position: u64) -> *mut u8 {
+    pub fn slot(&self, position: u64, bytes: usize) -> *mut u8 {
+        if bytes <= INLINE_BYTES {
+            return self.line(position).data.get().cast();
+        }
         // SAFETY: the offset is within the memory that `new` was given.
         unsafe { self.slots.add(position as usize % SLOTS * self.slot_bytes) }
     }
@@ -161,9 +217,9 @@ pub(crate) mod tests {
     /// A FIFO on the heap.
     pub(crate) fn heap(slot_bytes: usize) -> Arc<Fifo> {
         #[derive(Clone, Copy)]
-        #[repr(align(64))]
-        struct Line(#[expect(dead_code, reason = "only there to be memory")] [u8; 64]);
-        let mut memory = vec![Line([0; 64]); Fifo::memory_bytes(slot_bytes).div_ceil(64)];
+        #[repr(align(128))]
+        struct Lines(#[expect(dead_code, reason = "only there to be memory")] [u8; 128]);
+        let mut memory = vec![Lines([0; 128]); Fifo::memory_bytes(slot_bytes).div_ceil(128)];
         let base = memory.as_mut_ptr().cast();
         // SAFETY: aligned, zeroed and large enough; a vector's elements stay where they are when it is moved.
         Arc::new(unsafe { Fifo::new(base, slot_bytes, Arc::new(memory)) })
@@ -171,26 +227,44 @@ pub(crate) mod tests {
 
     #[test]
     fn slots_are_handed_over_in_order_and_reused() {
-        let fifo = heap(100);
-        assert!(fifo.posted().is_none());
-        for round in 0..3_u64 {
-            for slot in 0..SLOTS as u64 {
-                let position = fifo.free().unwrap();
-                assert_eq!(position, round * SLOTS as u64 + slot);
-                // SAFETY: a free slot of 100 bytes.
-                unsafe { fifo.slot(position).write_bytes(position as u8, 100) };
-                fifo.post(position, slot as usize, position as u32 + 1);
+        // The longest bytes that travel with the flag, the shortest that do not, and as many as a slot has.
+        for length in [INLINE_BYTES, INLINE_BYTES + 1, 100] {
+            let fifo = heap(100);
+            assert!(fifo.posted().is_none());
+            for round in 0..3_u64 {
+                for slot in 0..SLOTS as u64 {
+                    let position = fifo.free().unwrap();
+                    assert_eq!(position, round * SLOTS as u64 + slot);
+                    let bytes = length - slot as usize % 2;
+                    // SAFETY: a free slot, and no more bytes than asked for.
+                    unsafe { fifo.slot(position, bytes).write_bytes(position as u8, bytes) };
+                    fifo.post(position, bytes, position as u32 + 1);
+                }
+                assert!(fifo.free().is_none(), "full");
+                assert_eq!(fifo.size_at((round + 1) * SLOTS as u64), None, "not yet");
+                for slot in 0..SLOTS as u64 {
+                    let (position, bytes) = fifo.posted().unwrap();
+                    assert_eq!(bytes, length - slot as usize % 2);
+                    assert_eq!(u64::from(fifo.tag_at(position)), position + 1);
+                    // SAFETY: a posted slot of so many bytes.
+                    let bytes = unsafe { std::slice::from_raw_parts(fifo.slot(position, bytes), bytes) };
+                    assert!(bytes.iter().all(|byte| *byte == position as u8));
+                    fifo.release(position);
+                    assert_eq!(fifo.released(), position + 1);
+                }
             }
-            assert!(fifo.free().is_none(), "full");
-            for slot in 0..SLOTS as u64 {
-                let (position, bytes) = fifo.posted().unwrap();
-                assert_eq!(bytes as u64, slot);
-                assert_eq!(u64::from(fifo.tag_at(position)), position + 1);
-                // SAFETY: a posted slot of 100 bytes.
-                assert_eq!(unsafe { fifo.slot(position).add(99).read() }, position as u8);
-                fifo.release(position);
-                assert_eq!(fifo.released(), position + 1);
-            }
+        }
+    }
+
+    #[test]
+    fn a_full_fifo_has_room_after_each_release() {
+        let fifo = heap(64);
+        (0..SLOTS as u64).for_each(|position| fifo.post(position, 0, 1));
+        for position in 0..20 {
+            assert_eq!(fifo.free(), None);
+            fifo.release(position);
+            assert_eq!(fifo.free(), Some(position + SLOTS as u64));
+            fifo.post(position + SLOTS as u64, 0, 1);
         }
     }
 

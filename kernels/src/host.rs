@@ -312,8 +312,8 @@ impl<'a> Program<'a> {
         };
         let source = address(self.work.send, step.source).map(<*mut u8>::cast_const);
         let store = address(self.work.recv, step.store);
-        let arrived = input.map(|(fifo, position)| fifo.slot(position).cast_const());
-        let leaving = output.map(|(fifo, position)| fifo.slot(position));
+        let arrived = input.map(|(fifo, position)| fifo.slot(position, bytes).cast_const());
+        let leaving = output.map(|(fifo, position)| fifo.slot(position, bytes));
 
         // SAFETY: a slot holds `elems` elements (the schedule never asks for more) and is ours until posted or
         // released; the user's buffers hold what the operation says, the launch's contract.

@@ -227,7 +227,7 @@ impl Sender {
         .encode();
         // SAFETY: the device posted the slot with `bytes` bytes (at most a slot, says the FIFO) and does not touch it
         // before it is released; the FIFO keeps it mapped.
-        let data = unsafe { std::slice::from_raw_parts(self.fifo.slot(position).cast_const(), bytes) };
+        let data = unsafe { std::slice::from_raw_parts(self.fifo.slot(position, bytes).cast_const(), bytes) };
         let rest = written.saturating_sub(STEP_BYTES);
         socket.write(&[
             IoSlice::new(&header[written.min(STEP_BYTES)..]),
@@ -418,13 +418,13 @@ impl Receiver {
         if have < bytes {
             // SAFETY: the slot is free, so the device does not touch it before it is posted; `bytes` is at most a slot
             // (checked with the header); the FIFO keeps it mapped.
-            let slot = unsafe { std::slice::from_raw_parts_mut(self.fifo.slot(position), bytes) };
+            let slot = unsafe { std::slice::from_raw_parts_mut(self.fifo.slot(position, bytes), bytes) };
             self.here += socket.read(&mut slot[have..])?;
         }
         if self.here == STEP_BYTES + bytes {
             let step = self.step();
             events::step(op, step, State::STEP_RECV_FLUSH_WAIT, bytes);
-            // CPU memory needs no flush: the release of the tail orders the bytes before it.
+            // CPU memory needs no flush: the release of the flag orders the bytes before it.
             events::step(op, step, State::STEP_RECV_GPU_WAIT, bytes);
             self.fifo.post(position, bytes, header.tag);
             self.differs = header.tag != op.tag;

@@ -164,7 +164,9 @@ pub(super) fn produce(fifo: &Fifo, seed: u64, steps: u32) {
         wait_for("room in a FIFO", || fifo.free().is_some());
         let position = fifo.free().unwrap();
         // SAFETY: the slot is free and ours until posted; `bytes` is no longer than a slot.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), fifo.slot(position), bytes.len()) };
+        unsafe {
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), fifo.slot(position, bytes.len()), bytes.len());
+        };
         fifo.post(position, bytes.len(), TAG);
     }
 }
@@ -177,7 +179,7 @@ pub(super) fn consume(fifo: &Fifo, seed: u64, steps: u32) {
         wait_for("data in a FIFO", || fifo.posted().is_some());
         let (position, length) = fifo.posted().unwrap();
         // SAFETY: the slot is posted, so nobody writes it until it is released; `length` is no longer than a slot.
-        let bytes = unsafe { std::slice::from_raw_parts(fifo.slot(position), length) };
+        let bytes = unsafe { std::slice::from_raw_parts(fifo.slot(position, length), length) };
         assert!(
             bytes == expected,
             "step {step}: {length} bytes, expected {}",

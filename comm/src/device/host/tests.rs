@@ -243,7 +243,7 @@ fn message(function: Function, wire: &Arc<Fifo>, buffer: usize, observer: Arc<To
 fn wire() -> Arc<Fifo> {
     let mut memory = Box::new(Page([0; 1024]));
     let base = memory.0.as_mut_ptr().cast::<u8>();
-    let aligned = base.align_offset(64);
+    let aligned = base.align_offset(128);
     let memory: Arc<dyn Send + Sync> = Arc::new(Mutex::new(memory));
     // SAFETY: 64 slots' bytes fit behind the header within 8 KiB, aligned, zeroed, kept by `memory`.
     Arc::new(unsafe { Fifo::new(base.add(aligned), 64, memory) })
