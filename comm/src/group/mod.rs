@@ -65,7 +65,7 @@ fn emit_api(number: u32, depth: u32, state: State, time_ns: u64, captured: bool)
         let record = Record {
             op: number,
             value: u64::from(depth),
-            pid: std::process::id(),
+            pid: observe::pid(),
             ..Record::new(Kind::GroupApi, state, time_ns)
         };
         observe::emit(&record.with_flags(Flags::GRAPH.when(captured)));
@@ -370,7 +370,7 @@ impl Group {
         }
         let record = Record {
             op: self.number,
-            pid: std::process::id(),
+            pid: observe::pid(),
             ..Record::new(Kind::Group, State::START, observe::now_ns())
         }
         .with_flags(Flags::GRAPH.when(self.captured));

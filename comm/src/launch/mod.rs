@@ -156,7 +156,7 @@ impl Launching<'_> {
                 rank: self.comm.rank,
                 op: plan.number,
                 value: self.stream().0 as u64,
-                pid: std::process::id(),
+                pid: observe::pid(),
                 ..Record::new(Kind::KernelLaunch, State::START, start)
             }
             .with_flags(Flags::GRAPH.when(graph != 0));

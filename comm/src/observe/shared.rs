@@ -55,6 +55,13 @@ pub fn fork_generation() -> u32 {
     FORKS.load(Ordering::Relaxed)
 }
 
+/// This process's number, which the pages of it hold: asking the kernel costs as much as the rest of a record.
+#[inline]
+#[must_use]
+pub fn pid() -> u32 {
+    current().map_or_else(std::process::id, |shared| shared.pages.header().pid)
+}
+
 /// Makes the pages if there are none yet.
 ///
 /// # Errors

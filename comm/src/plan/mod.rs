@@ -162,7 +162,7 @@ impl OpInfo {
             replay,
             rank: self.rank,
             peer: self.peer,
-            pid: std::process::id(),
+            pid: observe::pid(),
             ..Record::new(kind, state, time_ns)
         }
         .with_flags(self.flags)
@@ -654,7 +654,7 @@ impl<'a> Builder<'a> {
             tag: task.request.call().tag(),
             counted,
             chunk_bytes: self.comm.slot_bytes as u32,
-            pid: std::process::id(),
+            pid: observe::pid(),
         });
         1
     }

@@ -52,7 +52,7 @@ pub(crate) fn control(rank: u32, state: State, appended: u64) {
         observe::emit(&Record {
             bytes: appended,
             rank,
-            pid: std::process::id(),
+            pid: observe::pid(),
             ..Record::new(Kind::ProxyCtrl, state, observe::now_ns())
         });
     }
