@@ -6,7 +6,7 @@
 
 use std::{
     collections::HashMap,
-    sync::Arc,
+    sync::{Arc, Mutex, PoisonError},
     thread,
     time::{Duration, Instant},
 };
@@ -20,13 +20,46 @@ use crate::{
     schedule::{Position, Schedule, Step},
 };
 
-/// Runs a launch to its end, or until its abort word is set. `replay` is 0 for an eager launch, n for the n-th replay
-/// of the graph that holds it.
+/// A launch that is ready to run, as often as it is replayed: what its works have to do step by step is laid out once.
 ///
 /// Every work of the launch must pass [`Work::check`], and its buffers and scalars must stay valid until the launch is
 /// finished.
+pub struct Kernel {
+    launch: Arc<Launch>,
+    /// Locked by each run: the runs of one launch are one after another.
+    channels: Mutex<Vec<Channel>>,
+}
+
+impl Kernel {
+    /// Lays the launch out.
+    #[must_use]
+    pub fn new(launch: Arc<Launch>) -> Self {
+        let channels = Mutex::new(channels(&launch));
+        Self { launch, channels }
+    }
+
+    /// Runs it to its end, or until its abort word is set. `replay` is 0 for an eager launch, n for the n-th replay of the
+    /// graph that holds it.
+    pub fn run(&self, replay: u32) {
+        // A run that panicked has left a state that the next one begins anew.
+        let mut channels = self.channels.lock().unwrap_or_else(PoisonError::into_inner);
+        run_channels(&self.launch, &mut channels, replay);
+    }
+}
+
+/// Runs a launch once, as [`Kernel::run`] does.
 pub fn run(launch: &Launch, replay: u32) {
-    let mut channels: Vec<Channel<'_>> = launch.channels.iter().map(Channel::new).collect();
+    run_channels(launch, &mut channels(launch), replay);
+}
+
+fn channels(launch: &Launch) -> Vec<Channel> {
+    launch.channels.iter().map(Channel::new).collect()
+}
+
+fn run_channels(launch: &Launch, channels: &mut [Channel], replay: u32) {
+    for (channel, work) in channels.iter_mut().zip(&launch.channels) {
+        channel.reset(&work.work);
+    }
     let mut wait = Backoff::default();
     let mut aborted = false;
     let mut differs = false;
@@ -35,17 +68,17 @@ pub fn run(launch: &Launch, replay: u32) {
             aborted = true;
             break;
         }
-        let mut moved = false;
-        channels.retain_mut(|channel| {
-            if !differs {
-                match channel.advance(launch, replay) {
+        let (mut moved, mut running) = (false, false);
+        for (channel, work) in channels.iter_mut().zip(&launch.channels) {
+            if !differs && !channel.is_done() {
+                match channel.advance(&work.work, launch, replay) {
                     Ok(now) => moved |= now,
                     Err(Differs) => differs = true,
                 }
             }
-            !channel.is_done()
-        });
-        if channels.is_empty() {
+            running |= !channel.is_done();
+        }
+        if !running {
             break;
         }
         // Once ranks differ, whatever moved on would be wrong: all that is left is to wait for the abort word.
@@ -55,63 +88,68 @@ pub fn run(launch: &Launch, replay: u32) {
             wait.pause();
         }
     }
-    for channel in &mut channels {
+    for channel in channels {
         channel.give_up(launch, replay);
     }
     launch.observer.launch_finished(replay, aborted);
 }
 
-/// One channel while it runs: first its collectives, one after another, then its sends and receives.
-struct Channel<'a> {
+/// One channel: first its collectives, one after another, then its sends and receives.
+struct Channel {
     number: u8,
     ops: Vec<Op>,
-    lanes: Vec<Lane<'a>>,
-    /// Lanes of the point-to-point phase, which follows the collectives.
-    later: Vec<Lane<'a>>,
+    collectives: Lane,
+    messages: Vec<Lane>,
+    /// Programs that have not come to their end.
+    left: usize,
 }
 
 /// An operation's works on one channel, for the observer.
 struct Op {
     number: u32,
+    works: usize,
     remaining: usize,
     started: bool,
 }
 
 /// Programs that run in order because they share a FIFO. Different lanes run side by side.
-struct Lane<'a> {
+#[derive(Default)]
+struct Lane {
     fifo: Option<*const Fifo>,
-    /// Reversed: the current program is last.
-    programs: Vec<Program<'a>>,
+    programs: Vec<Program>,
+    /// The one that runs.
+    at: usize,
 }
 
-impl<'a> Channel<'a> {
-    fn new(channel: &'a ChannelWork) -> Self {
+// SAFETY: the pointers tell FIFOs apart and are never followed.
+unsafe impl Send for Lane {}
+
+impl Channel {
+    fn new(channel: &ChannelWork) -> Self {
         let mut ops: Vec<Op> = Vec::new();
         // A few are found faster by looking at each; a captured plan may have thousands.
-        let mut index: Option<HashMap<u32, usize>> = (channel.work.len() > 32).then(HashMap::new);
-        let mut collectives = Lane {
-            fifo: None,
-            programs: Vec::new(),
-        };
-        let mut later: Vec<Lane<'a>> = Vec::new();
-        for work in &channel.work {
+        let mut numbers: Option<HashMap<u32, usize>> = (channel.work.len() > 32).then(HashMap::new);
+        let mut collectives = Lane::default();
+        let mut messages: Vec<Lane> = Vec::new();
+        for (index, work) in channel.work.iter().enumerate() {
             let op = (!work.only_shows_tag()).then(|| {
                 let next = ops.len();
-                let op = match &mut index {
-                    Some(index) => *index.entry(work.op).or_insert(next),
+                let op = match &mut numbers {
+                    Some(numbers) => *numbers.entry(work.op).or_insert(next),
                     None => ops.iter().position(|op| op.number == work.op).unwrap_or(next),
                 };
                 if op == next {
                     ops.push(Op {
                         number: work.op,
+                        works: 0,
                         remaining: 0,
                         started: false,
                     });
                 }
-                ops[op].remaining += 1;
+                ops[op].works += 1;
                 op
             });
-            let program = Program::new(work, op);
+            let program = Program::new(index, work, op);
             if !work.function.is_p2p() {
                 collectives.programs.push(program);
                 continue;
@@ -120,73 +158,86 @@ impl<'a> Channel<'a> {
                 Connections::Send(fifo) | Connections::Recv(fifo) => Some(Arc::as_ptr(fifo)),
                 Connections::Local | Connections::Ring { .. } => None,
             };
-            match later.iter_mut().find(|lane| lane.fifo == fifo) {
+            match messages.iter_mut().find(|lane| lane.fifo == fifo) {
                 Some(lane) => lane.programs.push(program),
-                None => later.push(Lane {
+                None => messages.push(Lane {
                     fifo,
                     programs: vec![program],
+                    at: 0,
                 }),
             }
         }
-        let mut lanes = vec![collectives];
-        for lane in lanes.iter_mut().chain(&mut later) {
-            lane.programs.reverse();
-        }
-        lanes.retain(|lane| !lane.programs.is_empty());
         Self {
             number: channel.channel,
             ops,
-            lanes,
-            later,
+            collectives,
+            messages,
+            left: 0,
+        }
+    }
+
+    /// Before each run. `work` is what the channel was made of.
+    fn reset(&mut self, work: &[Work]) {
+        for op in &mut self.ops {
+            op.remaining = op.works;
+            op.started = false;
+        }
+        self.left = 0;
+        for lane in std::iter::once(&mut self.collectives).chain(&mut self.messages) {
+            lane.at = 0;
+            self.left += lane.programs.len();
+            for program in &mut lane.programs {
+                program.reset(&work[program.work]);
+            }
         }
     }
 
     fn is_done(&self) -> bool {
-        self.lanes.is_empty() && self.later.is_empty()
+        self.left == 0
     }
 
     /// Lets every lane make one step; says whether one did. The observer has been told of what differs.
-    fn advance(&mut self, launch: &Launch, replay: u32) -> Result<bool, Differs> {
-        if self.lanes.is_empty() {
-            self.lanes = std::mem::take(&mut self.later);
-        }
+    fn advance(&mut self, work: &[Work], launch: &Launch, replay: u32) -> Result<bool, Differs> {
         let Self {
-            number, ops, lanes, ..
+            number, ops, left, ..
         } = self;
-        let mut moved = Ok(false);
-        lanes.retain_mut(|lane| {
-            if moved.is_err() {
-                return true;
-            }
-            let Some(program) = lane.programs.last_mut() else {
-                return false;
+        let lanes = if self.collectives.at < self.collectives.programs.len() {
+            std::slice::from_mut(&mut self.collectives)
+        } else {
+            &mut self.messages
+        };
+        let mut moved = false;
+        for lane in lanes {
+            let Some(program) = lane.programs.get_mut(lane.at) else {
+                continue;
             };
             let mut op = program.op.map(|op| &mut ops[op]);
             if let Some(op) = op.as_mut().filter(|op| !op.started) {
                 op.started = true;
                 launch.observer.channel_started(op.number, replay, *number);
             }
-            match program.advance() {
+            match program.advance(&work[program.work]) {
                 Advance::Waiting => {}
-                Advance::Moved => moved = Ok(true),
+                Advance::Moved => moved = true,
                 Advance::Differs(theirs) => {
-                    launch.observer.mismatch(program.work.op, replay, *number, theirs);
-                    moved = Err(Differs);
+                    let op = work[program.work].op;
+                    launch.observer.mismatch(op, replay, *number, theirs);
+                    return Err(Differs);
                 }
                 Advance::Done => {
-                    moved = Ok(true);
+                    moved = true;
                     if let Some(op) = op {
                         op.remaining -= 1;
                         if op.remaining == 0 {
                             launch.observer.channel_stopped(op.number, replay, *number, false);
                         }
                     }
-                    lane.programs.pop();
+                    lane.at += 1;
+                    *left -= 1;
                 }
             }
-            !lane.programs.is_empty()
-        });
-        moved
+        }
+        Ok(moved)
     }
 
     /// Reports what was begun and will not be finished.
@@ -202,11 +253,15 @@ impl<'a> Channel<'a> {
 /// Another rank does something else than this one.
 struct Differs;
 
-/// A work's reduction and the argument of its kernels: this is where a scalar in device memory is read.
-fn reduction_of(work: &Work) -> Option<(Reduction, u64)> {
+/// The reduction of a work that has one.
+fn reduction_of(work: &Work) -> Option<Reduction> {
     // The average of one rank's elements is what they are: not even a NaN changes its bits.
-    let reduction = Reduction::new(work.reduce_op, work.data_type)
-        .filter(|_| work.ranks > 1 || work.reduce_op != ReduceOp::Avg)?;
+    Reduction::new(work.reduce_op, work.data_type)
+        .filter(|_| work.ranks > 1 || work.reduce_op != ReduceOp::Avg)
+}
+
+/// The argument of a reduction's kernels: this is where a scalar in device memory is read.
+fn argument_of(work: &Work) -> u64 {
     let scalar = match work.scalar {
         Scalar::None => 0,
         Scalar::Immediate(bits) => bits,
@@ -220,8 +275,7 @@ fn reduction_of(work: &Work) -> Option<(Reduction, u64)> {
             u64::from_le_bytes(bits)
         }
     };
-    let argument = Reduction::argument(work.reduce_op, work.data_type, work.ranks, scalar);
-    Some((reduction, argument))
+    Reduction::argument(work.reduce_op, work.data_type, work.ranks, scalar)
 }
 
 enum Advance {
@@ -234,37 +288,47 @@ enum Advance {
 }
 
 /// One work while it runs.
-struct Program<'a> {
-    work: &'a Work,
+struct Program {
+    /// Its index in the channel.
+    work: usize,
     /// Index of its operation in the channel; none for work that the observer is not told of.
     op: Option<usize>,
     schedule: Schedule,
-    reduction: Option<(Reduction, u64)>,
+    reduction: Option<Reduction>,
+    argument: u64,
     position: Position,
     /// The step at `position`; none at the end.
     step: Option<Step>,
 }
 
-impl<'a> Program<'a> {
-    fn new(work: &'a Work, op: Option<usize>) -> Self {
-        let schedule = Schedule::new(work);
-        let mut position = Position::default();
+impl Program {
+    fn new(index: usize, work: &Work, op: Option<usize>) -> Self {
         Self {
-            work,
+            work: index,
             op,
-            step: schedule.seek(&mut position),
-            schedule,
+            step: None,
+            schedule: Schedule::new(work),
             reduction: reduction_of(work),
-            position,
+            argument: 0,
+            position: Position::default(),
         }
     }
 
-    /// Makes the next step, if its slots are there.
-    fn advance(&mut self) -> Advance {
+    /// Before each run.
+    fn reset(&mut self, work: &Work) {
+        if self.reduction.is_some() {
+            self.argument = argument_of(work);
+        }
+        self.position = Position::default();
+        self.step = self.schedule.seek(&mut self.position);
+    }
+
+    /// Makes the next step, if its slots are there. `work` is what it was made of.
+    fn advance(&mut self, work: &Work) -> Advance {
         let Some(step) = self.step else {
             return Advance::Done;
         };
-        match self.execute(step) {
+        match self.execute(work, step) {
             Advance::Moved => {}
             other => return other,
         }
@@ -278,8 +342,8 @@ impl<'a> Program<'a> {
     }
 
     /// Executes a step.
-    fn execute(&self, step: Step) -> Advance {
-        let (prev, next) = match &self.work.connections {
+    fn execute(&self, work: &Work, step: Step) -> Advance {
+        let (prev, next) = match &work.connections {
             Connections::Local => (None, None),
             Connections::Ring { prev, next, .. } => (Some(prev), step.send.then_some(next)),
             Connections::Send(next) => (None, step.send.then_some(next)),
@@ -290,7 +354,7 @@ impl<'a> Program<'a> {
         let arrived = prev.and_then(|fifo| Some((fifo, fifo.posted()?.0)));
         if let Some((fifo, position)) = arrived {
             let theirs = fifo.tag_at(position);
-            if theirs != self.work.tag {
+            if theirs != work.tag {
                 return Advance::Differs(theirs);
             }
         } else if step.recv {
@@ -304,14 +368,14 @@ impl<'a> Program<'a> {
             Some((fifo, Some(position))) => Some((fifo, position)),
         };
 
-        let size = self.work.data_type.size();
+        let size = work.data_type.size();
         let bytes = step.elems * size;
         let address = |buffer: usize, at: Option<usize>| {
             at.filter(|_| buffer != 0)
                 .map(|at| (buffer + at * size) as *mut u8)
         };
-        let source = address(self.work.send, step.source).map(<*mut u8>::cast_const);
-        let store = address(self.work.recv, step.store);
+        let source = address(work.send, step.source).map(<*mut u8>::cast_const);
+        let store = address(work.recv, step.store);
         let arrived = input.map(|(fifo, position)| fifo.slot(position, bytes).cast_const());
         let leaving = output.map(|(fifo, position)| fifo.slot(position, bytes));
 
@@ -319,14 +383,14 @@ impl<'a> Program<'a> {
         // released; the user's buffers hold what the operation says, the launch's contract.
         unsafe {
             match (arrived, source, self.reduction) {
-                (Some(slot), Some(own), Some((reduction, argument))) => {
+                (Some(slot), Some(own), Some(reduction)) => {
                     let kernel = if step.complete {
                         reduction.complete
                     } else {
                         reduction.partial
                     };
                     if let Some(to) = store.or(leaving) {
-                        kernel(to, slot, own, step.elems, argument);
+                        kernel(to, slot, own, step.elems, self.argument);
                         if let (Some(result), Some(leaving)) = (store, leaving) {
                             leaving.copy_from_nonoverlapping(result, bytes);
                         }
@@ -335,15 +399,12 @@ impl<'a> Program<'a> {
                 (
                     None,
                     Some(own),
-                    Some((
-                        Reduction {
-                            first: Some(first), ..
-                        },
-                        argument,
-                    )),
+                    Some(Reduction {
+                        first: Some(first), ..
+                    }),
                 ) => {
                     if let Some(to) = store.or(leaving) {
-                        first(to, own, step.elems, argument);
+                        first(to, own, step.elems, self.argument);
                     }
                 }
                 (Some(from), ..) | (None, Some(from), _) => {
@@ -359,7 +420,7 @@ impl<'a> Program<'a> {
             }
         }
         if let Some((fifo, position)) = output {
-            fifo.post(position, bytes, self.work.tag);
+            fifo.post(position, bytes, work.tag);
         }
         if let Some((fifo, position)) = input {
             fifo.release(position);

@@ -19,7 +19,7 @@ use std::{
     time::Duration,
 };
 
-use ringsight_kernels::Launch;
+use ringsight_kernels::{Launch, host::Kernel};
 
 use self::{
     capture::Capturing,
@@ -338,7 +338,7 @@ impl Device for HostDevice {
             work.check()
                 .map_err(|error| DeviceError::InvalidUsage(error.to_string()))?;
         }
-        self.submit(stream, Action::Kernel(launch))
+        self.submit(stream, Action::Kernel(Arc::new(Kernel::new(launch))))
     }
 
     fn capture_of(&self, stream: Stream) -> Result<Option<Capture>> {

@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-use ringsight_kernels::{Launch, host as programs};
+use ringsight_kernels::host;
 
 use super::worker::{Outcome, Point, Worker, callback, contained, lock};
 use crate::device::{HostFunction, Result};
@@ -24,7 +24,7 @@ pub(super) enum Action {
         bytes: usize,
     },
     Host(HostFunction),
-    Kernel(Arc<Launch>),
+    Kernel(Arc<host::Kernel>),
 }
 
 impl Action {
@@ -51,7 +51,7 @@ impl Action {
                 }
                 Self::Host(function) => callback(|| function(replay)),
                 // The observer is told from inside and must not call the device either.
-                Self::Kernel(launch) => callback(|| programs::run(launch, replay)),
+                Self::Kernel(kernel) => callback(|| kernel.run(replay)),
             }
             Ok(())
         })
