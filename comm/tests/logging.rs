@@ -11,7 +11,9 @@ use ringsight_records::Function;
 
 fn work() {
     on_ranks(2, |rank| {
-        Call::new(Function::AllReduce, 1000).check(&rank, false);
+        for count in [1000, 100_000] {
+            Call::new(Function::AllReduce, count).check(&rank, false);
+        }
         let (data, mut into) = ([1f32; 8], [0f32; 8]);
         // SAFETY: no arguments.
         assert_eq!(unsafe { abi::ncclGroupStart() }, ResultCode::Success);
@@ -233,7 +235,8 @@ fn subsystems_and_the_file() {
         "AllReduce: opCount 0 sendbuff 0x",
         "count 1000 datatype 7 op 0 root 0 comm 0x",
         "Send: opCount 0 ",
-        "AllReduce: 4000 Bytes -> Algo RING proto ",
+        "AllReduce: 4000 Bytes -> Algo ONE_SHOT proto SIMPLE channel{Lo..Hi}={0..0}",
+        "AllReduce: 400000 Bytes -> Algo RING proto SIMPLE channel{Lo..Hi}={0..1}",
         "WARN ncclBroadcast: root (9)",
         "- Destroy COMPLETE",
     ] {

@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ringsight_records::ReduceOp;
+use ringsight_records::{Algorithm, ReduceOp};
 
 use crate::{
     Fifo,
@@ -45,6 +45,15 @@ impl Kernel {
         let mut channels = self.channels.lock().unwrap_or_else(PoisonError::into_inner);
         run_channels(&self.launch, &mut channels, replay);
     }
+}
+
+/// Whether this device has programs of an algorithm ([`Work::algorithm`]).
+#[must_use]
+pub fn runs(algorithm: Algorithm) -> bool {
+    matches!(
+        algorithm,
+        Algorithm::Ring | Algorithm::Direct | Algorithm::OneShot
+    )
 }
 
 /// Runs a launch once, as [`Kernel::run`] does.
@@ -296,6 +305,9 @@ struct Program {
     schedule: Schedule,
     reduction: Option<Reduction>,
     argument: u64,
+    /// What [`Step::keep`] keeps, by rank. This rank's elements are in its buffer, and their place here is for partial
+    /// results.
+    kept: Vec<u8>,
     position: Position,
     /// The step at `position`; none at the end.
     step: Option<Step>,
@@ -303,11 +315,13 @@ struct Program {
 
 impl Program {
     fn new(index: usize, work: &Work, op: Option<usize>) -> Self {
+        let schedule = Schedule::new(work);
         Self {
             work: index,
             op,
             step: None,
-            schedule: Schedule::new(work),
+            kept: vec![0; schedule.kept() * work.data_type.size() * work.ranks as usize],
+            schedule,
             reduction: reduction_of(work),
             argument: 0,
             position: Position::default(),
@@ -342,7 +356,7 @@ impl Program {
     }
 
     /// Executes a step.
-    fn execute(&self, work: &Work, step: Step) -> Advance {
+    fn execute(&mut self, work: &Work, step: Step) -> Advance {
         let (prev, next) = match &work.connections {
             Connections::Local => (None, None),
             Connections::Ring { prev, next, .. } => (Some(prev), step.send.then_some(next)),
@@ -382,6 +396,40 @@ impl Program {
         // SAFETY: a slot holds `elems` elements (the schedule never asks for more) and is ours until posted or
         // released; the user's buffers hold what the operation says, the launch's contract.
         unsafe {
+            if let Some(rank) = step.keep {
+                if let (Some(from), Some(leaving)) = (arrived.or(source), leaving) {
+                    leaving.copy_from_nonoverlapping(from, bytes);
+                }
+                if let Some(from) = arrived {
+                    self.keep(work, step.elems, (rank, from), source.zip(store));
+                }
+            } else {
+                self.combine(step, arrived, source, (store, leaving), bytes);
+            }
+        }
+        if let Some((fifo, position)) = output {
+            fifo.post(position, bytes, work.tag);
+        }
+        if let Some((fifo, position)) = input {
+            fifo.release(position);
+        }
+        Advance::Moved
+    }
+
+    /// What most steps do with their data: reduces what arrived with this rank's, or copies whichever is there.
+    ///
+    /// # Safety
+    /// All of them are memory of the step's elements; `bytes` is their size.
+    unsafe fn combine(
+        &self,
+        step: Step,
+        arrived: Option<*const u8>,
+        source: Option<*const u8>,
+        (store, leaving): (Option<*mut u8>, Option<*mut u8>),
+        bytes: usize,
+    ) {
+        // SAFETY: the caller's.
+        unsafe {
             match (arrived, source, self.reduction) {
                 (Some(slot), Some(own), Some(reduction)) => {
                     let kernel = if step.complete {
@@ -419,13 +467,52 @@ impl Program {
                 (None, None, _) => {}
             }
         }
-        if let Some((fifo, position)) = output {
-            fifo.post(position, bytes, work.tag);
+    }
+
+    /// Keeps the elements of one rank, or, with the last ones, reduces all ranks' in the order of ranks: from this rank's
+    /// own into the result.
+    ///
+    /// # Safety
+    /// All of them are memory of `elems` elements; where to keep so many of each rank is in `kept`.
+    unsafe fn keep(
+        &mut self,
+        work: &Work,
+        elems: usize,
+        (arrived, from): (u32, *const u8),
+        last: Option<(*const u8, *mut u8)>,
+    ) {
+        let bytes = elems * work.data_type.size();
+        let kept = self.kept.as_mut_ptr();
+        // SAFETY: within `kept`, the caller's word.
+        let place = |rank: u32| unsafe { kept.add(rank as usize * bytes) };
+        let (Some((own, to)), Some(reduction)) = (last, self.reduction) else {
+            // SAFETY: the caller's; a slot is not in `kept`.
+            return unsafe { place(arrived).copy_from_nonoverlapping(from, bytes) };
+        };
+        let elements = |rank: u32| match rank {
+            _ if rank == work.rank => own,
+            _ if rank == arrived => from,
+            _ => place(rank).cast_const(),
+        };
+        let partial = place(work.rank);
+        let mut sum = elements(0);
+        // SAFETY: the caller's. The place for partial results is nobody's elements; where this rank's own are those of
+        // the result, they are the same address and read before the last call writes.
+        unsafe {
+            if let Some(first) = reduction.first {
+                first(partial, sum, elems, self.argument);
+                sum = partial;
+            }
+            for rank in 1..work.ranks {
+                let (kernel, out) = if rank + 1 == work.ranks {
+                    (reduction.complete, to)
+                } else {
+                    (reduction.partial, partial)
+                };
+                kernel(out, sum, elements(rank), elems, self.argument);
+                sum = out;
+            }
         }
-        if let Some((fifo, position)) = input {
-            fifo.release(position);
-        }
-        Advance::Moved
     }
 }
 

@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use ringsight_records::{DataType, Function, ReduceOp};
+use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
 use crate::fifo::Fifo;
 
@@ -40,6 +40,9 @@ pub struct Work {
     pub tag: u32,
     /// What to do.
     pub function: Function,
+    /// How its ranks are arranged, the same on all of them: [`Algorithm::Ring`] or [`Algorithm::OneShot`] round a ring,
+    /// [`Algorithm::Direct`] between two. Without connections it says nothing.
+    pub algorithm: Algorithm,
     /// Element type.
     pub data_type: DataType,
     /// Reduction, [`ReduceOp::None`] where there is none.

@@ -11,18 +11,26 @@
 //! - A rank whose program begins by waiting for its previous rank (all but the root in Broadcast, all but the one behind
 //!   the root in Reduce) first posts an *empty* slot. The one behind whom no data comes takes it at its end, so that
 //!   nobody waits for it earlier than he must.
-//! - AllGather and ReduceScatter begin with a slot of data on every hop; so does AllReduce where each rank owns
-//!   a part. A small AllReduce has fewer parts; but there is always rank 0's, and with it the rank behind rank 0 begins.
+//! - AllGather, ReduceScatter and a one-shot AllReduce begin with a slot of data on every hop; so does an AllReduce where
+//!   each rank owns a part. A small AllReduce has fewer parts; but there is always rank 0's, and with it the rank behind
+//!   rank 0 begins.
 //! - Functions that are made of sends and receives (AlltoAll, Gather, Scatter) have a ring program of one empty slot.
 //!
 //! So whatever the ranks call, the rank behind rank 0 posts a slot without waiting for anybody. Its next rank takes it or
 //! differs; if it takes it, it does the same and posts a slot in turn; and so on round the ring: either a rank differs
 //! from the one before it and sees that, or all are the same. (A program that waits for room looks at what has arrived,
 //! too.)
+//!
+//! # One-shot AllReduce
+//!
+//! Where latency is what counts ([`Algorithm::OneShot`]), each rank's elements go all the way round the ring, `ranks - 1` hops
+//! one after another instead of the `2 * ranks - 2` of reduce-scatter and all-gather, and all ranks begin at once. Each rank
+//! keeps what comes by and reduces it at the end in the order of ranks, which is the same on all of them, so that all have
+//! the same bits.
 
 use std::ops::Range;
 
-use ringsight_records::{DataType, Function, ReduceOp};
+use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
 use crate::{
     launch::{Connections, Scalar, Work},
@@ -47,6 +55,9 @@ pub struct Step {
     pub store: Option<usize>,
     /// The result has every rank's contribution: an average divides now.
     pub complete: bool,
+    /// Its slot holds the elements of this rank as they are. They are kept until the step with a `store`, which reduces
+    /// all ranks' in the order of ranks.
+    pub keep: Option<u32>,
 }
 
 impl Step {
@@ -60,6 +71,7 @@ impl Step {
             source: None,
             store: None,
             complete: false,
+            keep: None,
         }
     }
 }
@@ -137,6 +149,10 @@ enum Kind {
     Local,
     Send,
     Recv,
+    /// A one-shot AllReduce.
+    OneShot {
+        order: std::sync::Arc<[u32]>,
+    },
     Ring {
         function: Function,
         order: std::sync::Arc<[u32]>,
@@ -167,6 +183,10 @@ impl Schedule {
             Connections::Local => (Kind::Local, LOCAL_BYTES / size, 1),
             Connections::Send(fifo) => (Kind::Send, fifo.slot_bytes() / size, 1),
             Connections::Recv(fifo) => (Kind::Recv, fifo.slot_bytes() / size, 1),
+            Connections::Ring { order, next, .. } if work.algorithm == Algorithm::OneShot => {
+                let kind = Kind::OneShot { order: order.clone() };
+                (kind, next.slot_bytes() / size, order.len())
+            }
             Connections::Ring { order, next, .. } => {
                 let ranks = order.len();
                 let slot_elems = next.slot_bytes() / size;
@@ -197,6 +217,15 @@ impl Schedule {
             round_elems,
             marks,
             per_round,
+        }
+    }
+
+    /// Elements to keep of each rank ([`Step::keep`]).
+    #[must_use]
+    pub fn kept(&self) -> usize {
+        match self.kind {
+            Kind::OneShot { .. } => self.part.len(),
+            _ => 0,
         }
     }
 
@@ -244,6 +273,7 @@ impl Schedule {
             source: None,
             store: None,
             complete: false,
+            keep: None,
         };
         match &self.kind {
             Kind::Local => Step {
@@ -262,6 +292,19 @@ impl Schedule {
                 store: Some(base),
                 ..here
             },
+            Kind::OneShot { order } => {
+                let ranks = order.len();
+                let last = index == ranks - 1;
+                Step {
+                    recv: index > 0,
+                    send: !last,
+                    source: (index == 0 || last).then_some(base),
+                    store: last.then_some(base),
+                    complete: last,
+                    keep: Some(order[(ranks - index) % ranks]),
+                    ..here
+                }
+            }
             Kind::Ring {
                 function,
                 order,
@@ -292,6 +335,7 @@ impl Schedule {
                             source: if reducing { at } else { None },
                             store: if index >= ranks - 1 { at } else { None },
                             complete: index == ranks - 1,
+                            keep: None,
                         }
                     }
                     Function::AllGather => {
@@ -463,6 +507,9 @@ impl Work {
                 if self.function != expected {
                     return fail(format!("needs a ring, was given a connection for {expected}"));
                 }
+                if self.algorithm != Algorithm::Direct {
+                    return fail(format!("no {} program between two ranks", self.algorithm));
+                }
             }
             Connections::Ring { order, prev, next } => {
                 use Function::{AllGather, AllReduce, Broadcast, Reduce, ReduceScatter};
@@ -486,6 +533,11 @@ impl Work {
                         next.slot_bytes()
                     ));
                 }
+                match self.algorithm {
+                    Algorithm::Ring => {}
+                    Algorithm::OneShot => self.check_one_shot(next.slot_bytes())?,
+                    other => return fail(format!("no {other} program round a ring")),
+                }
                 if order.len() < 2 || order.len() != self.ranks as usize || order[0] != self.rank {
                     return fail(format!(
                         "ring order {order:?} must hold all {} ranks (2 or more), rank {} first",
@@ -501,6 +553,26 @@ impl Work {
                     ));
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// A one-shot program needs all elements of each rank as they are, in one slot.
+    fn check_one_shot(&self, slot_bytes: usize) -> Result<(), WorkError> {
+        let fail = |why: String| Err(WorkError(format!("op {} ({}): {why}", self.op, self.function)));
+        if self.function != Function::AllReduce {
+            return fail("no one_shot program; it reduces on all ranks".into());
+        }
+        if self.reduce_op == ReduceOp::PreMulSum {
+            return fail(
+                "no one_shot program for premulsum: each rank's factor is known to that rank alone".into(),
+            );
+        }
+        let bytes = self.part.len().saturating_mul(self.data_type.size());
+        if bytes > slot_bytes {
+            return fail(format!(
+                "{bytes} bytes for a one_shot program of slots of {slot_bytes}"
+            ));
         }
         Ok(())
     }
@@ -532,6 +604,7 @@ mod tests {
             op: 0,
             tag: 1,
             function,
+            algorithm: Algorithm::Ring,
             data_type,
             reduce_op: ReduceOp::Sum,
             scalar: Scalar::None,
@@ -547,6 +620,15 @@ mod tests {
                 prev: slot.clone(),
                 next: slot.clone(),
             },
+        }
+    }
+
+    /// The ring, or one shot where that is wanted and possible.
+    fn algorithm(function: Function, bytes: usize, slot_bytes: usize, one_shot: bool) -> Algorithm {
+        if one_shot && function == Function::AllReduce && bytes <= slot_bytes {
+            Algorithm::OneShot
+        } else {
+            Algorithm::Ring
         }
     }
 
@@ -568,7 +650,8 @@ mod tests {
             members in (2_u32..9).prop_flat_map(|ranks| Just((0..ranks).collect::<Vec<_>>()).prop_shuffle()),
             slot_bytes in 8_usize..600,
             before in 0_usize..50,
-            len in 0_usize..3000,
+            len in prop_oneof![0_usize..60, 0_usize..3000],
+            one_shot in any::<bool>(),
             after in 0_usize..50,
             root in any::<prop::sample::Index>(),
         ) {
@@ -581,6 +664,7 @@ mod tests {
                     count: before + len + after,
                     part: before..before + len,
                     root: root.index(ranks) as u32,
+                    algorithm: algorithm(function, len * data_type.size(), slot_bytes, one_shot),
                     ..work(function, data_type, &members, at, &fifo)
                 })
                 .collect();
@@ -617,8 +701,8 @@ mod tests {
         }
     }
 
-    /// What one rank calls: function, data type, root, elements.
-    type Called = (Function, DataType, u32, usize);
+    /// What one rank calls: function, data type, root, elements, whether in one shot where that is possible.
+    type Called = (Function, DataType, u32, usize, bool);
 
     /// Lets every rank run the program of what it calls, over FIFOs that hold tags only. Returns whether a rank saw a tag
     /// that was not its own; panics if all wait.
@@ -627,7 +711,7 @@ mod tests {
         let tag = |at: usize| calls.iter().position(|call| *call == calls[at]).unwrap();
         let mut programs: Vec<(Schedule, Position)> = (0..ranks)
             .map(|at| {
-                let (function, data_type, root, count) = calls[at];
+                let (function, data_type, root, count, one_shot) = calls[at];
                 let part = if RINGS[..5].contains(&function) {
                     0..count
                 } else {
@@ -637,6 +721,7 @@ mod tests {
                     count,
                     part,
                     root,
+                    algorithm: algorithm(function, count * data_type.size(), slot_bytes, one_shot),
                     ..work(function, data_type, members, at, &slot)
                 };
                 work.check().unwrap();
@@ -683,15 +768,16 @@ mod tests {
         fn ranks_that_call_different_operations_meet(
             // Few values, so that many ranks call the same.
             pool in prop::collection::vec(
-                (proptest::sample::select(&RINGS[..]), proptest::sample::select(DataType::ALL), 0_u32..9, 1_usize..2000), 1..4),
+                (proptest::sample::select(&RINGS[..]), proptest::sample::select(DataType::ALL), 0_u32..9,
+                    prop_oneof![1_usize..60, 1_usize..2000], any::<bool>()), 1..4),
             choices in prop::collection::vec(any::<prop::sample::Index>(), 9),
             members in (2_u32..9).prop_flat_map(|ranks| Just((0..ranks).collect::<Vec<_>>()).prop_shuffle()),
             slot_bytes in 8_usize..600,
         ) {
             let ranks = members.len();
             let calls: Vec<Called> = (0..ranks).map(|at| {
-                let (function, data_type, root, count) = pool[choices[at].index(pool.len())];
-                (function, data_type, root % ranks as u32, count)
+                let (function, data_type, root, count, one_shot) = pool[choices[at].index(pool.len())];
+                (function, data_type, root % ranks as u32, count, one_shot)
             }).collect();
             let differ = calls.iter().any(|call| *call != calls[0]);
             let mut finished = 0;

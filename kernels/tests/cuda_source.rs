@@ -7,15 +7,16 @@ mod cases;
 use std::{
     path::Path,
     process::Command,
-    sync::{OnceLock, atomic::Ordering},
+    sync::{Arc, OnceLock, atomic::Ordering},
     thread,
     time::Duration,
 };
 
 use ringsight_kernels::{
-    Launch,
-    cuda::{Arguments, EventKind, LaunchControl, LaunchState, Program, Ring, ring::Entry},
+    ChannelWork, Connections, Launch, Work,
+    cuda::{Arguments, EventKind, LaunchControl, LaunchState, Program, Ring, program::runs, ring::Entry},
 };
+use ringsight_records::{Algorithm, Function};
 
 type RunBlock = unsafe extern "C" fn(arguments: *const Arguments, index: u32, blocks: u32, ops: u32);
 
@@ -132,4 +133,32 @@ fn run(launch: &Launch, replay: u32) {
     launch
         .observer
         .launch_finished(replay, control.aborted.load(Ordering::Relaxed) != 0);
+}
+
+#[test]
+fn an_algorithm_without_a_program_is_refused() {
+    let launch = |algorithm| Launch {
+        channels: vec![ChannelWork {
+            channel: 0,
+            work: vec![Work {
+                algorithm,
+                ..cases::p2p(7, Function::AllReduce, 0, 10, Connections::Local)
+            }],
+        }],
+        abort: Arc::default(),
+        observer: Arc::new(cases::Log::default()),
+    };
+    for algorithm in Algorithm::ALL {
+        match Program::new(&launch(*algorithm)) {
+            Ok(_) => assert!(runs(*algorithm)),
+            Err(error) => {
+                let name = algorithm.name();
+                assert!(!runs(*algorithm));
+                assert_eq!(
+                    error.to_string(),
+                    format!("op 7 (all_reduce): kernels of GPUs have no {name} program")
+                );
+            }
+        }
+    }
 }

@@ -9,7 +9,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ringsight_kernels::{ChannelWork, Connections, Launch, host::run};
+use ringsight_kernels::{
+    ChannelWork, Connections, Launch,
+    host::{run, runs},
+};
 use ringsight_records::Function;
 
 /// CPU time of the calling thread.

@@ -174,6 +174,7 @@ impl Making<'_> {
             slot_bytes,
             work_fifo_depth,
             share,
+            one_shot,
         } = Terms::agree(&terms);
         let faults = self.life.faults().clone();
         let shared = self.share.as_ref().filter(|_| share);
@@ -210,6 +211,7 @@ impl Making<'_> {
             topology,
             rings,
             slot_bytes,
+            one_shot,
             work_fifo_depth,
             connector,
             abort,

@@ -70,6 +70,8 @@ pub struct Communicator {
     pub(crate) rings: Vec<Option<RingConnections>>,
     /// Bytes of a FIFO slot.
     pub(crate) slot_bytes: usize,
+    /// Whether all ranks' devices do an operation in one shot.
+    pub(crate) one_shot: bool,
     /// Work elements of its FIFO.
     pub(crate) work_fifo_depth: usize,
     /// Makes point-to-point connections.

@@ -1,9 +1,11 @@
 //! What the ranks of a communicator must agree on before they connect.
 
 use ringsight_kernels::fifo::SLOTS;
+use ringsight_records::Algorithm;
 
 use super::config::{Config, MAX_CHANNELS, number};
 use crate::{
+    device,
     error::{Error, Result},
     plan::WORK_FIFO_DEPTH,
 };
@@ -20,6 +22,8 @@ pub(super) struct Terms {
     work_fifo_depth: u64,
     /// It can share its parent's proxy.
     share: bool,
+    /// Its device has programs of [`Algorithm::OneShot`].
+    one_shot: bool,
 }
 
 /// What the ranks have agreed on.
@@ -30,10 +34,12 @@ pub(super) struct Agreement {
     pub(super) work_fifo_depth: usize,
     /// All of them can share their parent's proxies.
     pub(super) share: bool,
+    /// All of their devices have programs of [`Algorithm::OneShot`].
+    pub(super) one_shot: bool,
 }
 
 impl Terms {
-    const BYTES: usize = 25;
+    const BYTES: usize = 26;
 
     /// What this rank asks for.
     ///
@@ -53,6 +59,7 @@ impl Terms {
             slot_bytes: (buffer / SLOTS).next_multiple_of(64) as u64,
             work_fifo_depth: depth.clamp(2, 1 << 20) as u64,
             share,
+            one_shot: device::device()?.runs(Algorithm::OneShot),
         })
     }
 
@@ -63,6 +70,7 @@ impl Terms {
         bytes[8..16].copy_from_slice(&self.slot_bytes.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.work_fifo_depth.to_le_bytes());
         bytes[24] = self.share.into();
+        bytes[25] = self.one_shot.into();
         bytes
     }
 
@@ -72,13 +80,16 @@ impl Terms {
         let (max, rest) = rest.split_first_chunk()?;
         let (slot, rest) = rest.split_first_chunk()?;
         let (depth, rest) = rest.split_first_chunk()?;
-        let [share @ (0 | 1)] = *rest else { return None };
+        let [share @ (0 | 1), one_shot @ (0 | 1)] = *rest else {
+            return None;
+        };
         Some(Self {
             min_channels: u32::from_le_bytes(*min),
             max_channels: u32::from_le_bytes(*max),
             slot_bytes: u64::from_le_bytes(*slot),
             work_fifo_depth: u64::from_le_bytes(*depth),
             share: share == 1,
+            one_shot: one_shot == 1,
         })
     }
 
@@ -114,6 +125,7 @@ impl Terms {
             slot_bytes: slot as usize,
             work_fifo_depth: usize::try_from(depth).unwrap_or(WORK_FIFO_DEPTH),
             share: all.iter().all(|terms| terms.share),
+            one_shot: all.iter().all(|terms| terms.one_shot),
         }
     }
 }
@@ -130,6 +142,7 @@ mod tests {
             slot_bytes: 4096 * u64::from(min_channels),
             work_fifo_depth: 8,
             share: min_channels == 4,
+            one_shot: max_channels == 32,
         };
         assert_eq!(Terms::agree(&[terms(1, 32), terms(1, 32)]).channels, 2);
         let agreed = Agreement {
@@ -137,9 +150,11 @@ mod tests {
             slot_bytes: 4096,
             work_fifo_depth: 8,
             share: false,
+            one_shot: false,
         };
         assert_eq!(Terms::agree(&[terms(4, 8), terms(1, 32)]), agreed);
         assert!(Terms::agree(&[terms(4, 8), terms(4, 9)]).share);
+        assert!(Terms::agree(&[terms(4, 32), terms(1, 32)]).one_shot);
         assert_eq!(
             Terms::agree(&[terms(4, 8), terms(1, 1)]).channels,
             1,
@@ -150,7 +165,7 @@ mod tests {
             (there_and_back.min_channels, there_and_back.slot_bytes),
             (4, 4 * 4096)
         );
-        assert!(Terms::from_bytes(&[0; 24]).is_none() && Terms::from_bytes(&[0; 26]).is_none());
-        assert!(Terms::from_bytes(&[2; 25]).is_none());
+        assert!(Terms::from_bytes(&[0; 25]).is_none() && Terms::from_bytes(&[0; 27]).is_none());
+        assert!(Terms::from_bytes(&[2; 26]).is_none());
     }
 }

@@ -20,6 +20,7 @@ use std::{
 };
 
 use ringsight_kernels::{Launch, host::Kernel};
+use ringsight_records::Algorithm;
 
 use self::{
     capture::Capturing,
@@ -107,6 +108,10 @@ fn check_address(name: &str, address: usize, bytes: usize) -> Result<()> {
 impl Device for HostDevice {
     fn name(&self) -> &'static str {
         "host"
+    }
+
+    fn runs(&self, algorithm: Algorithm) -> bool {
+        ringsight_kernels::host::runs(algorithm)
     }
 
     fn current(&self) -> Result<i32> {

@@ -10,6 +10,7 @@ use std::{
 };
 
 use ringsight_kernels::Launch;
+use ringsight_records::Algorithm;
 
 /// Opaque handle as it crosses the C ABI: the value of a `cudaStream_t`. 0 is the default stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
@@ -82,6 +83,9 @@ pub type HostFunction = Arc<dyn Fn(u32) + Send + Sync>;
 pub trait Device: Send + Sync + 'static {
     /// `"host"` or `"cuda"`.
     fn name(&self) -> &'static str;
+    /// Whether its kernels have programs of an algorithm ([`Work::algorithm`](ringsight_kernels::Work::algorithm)). All have
+    /// those of [`Algorithm::Ring`] and [`Algorithm::Direct`].
+    fn runs(&self, algorithm: Algorithm) -> bool;
     /// The calling thread's current device number.
     fn current(&self) -> Result<i32>;
     /// Sets the calling thread's current device number.

@@ -1,16 +1,34 @@
 //! Which algorithm serves an operation: a table of data. Every rank reads the same table with the same values, so that
 //! all come to the same choice.
 
-use ringsight_records::{Algorithm, Function, Protocol};
+use ringsight_records::{Algorithm, Function, Protocol, ReduceOp};
 
-/// One row: the first whose conditions hold is taken.
+/// What the choice depends on; all of it is the same on every rank.
+#[derive(Clone, Copy, Debug)]
+pub struct Asked {
+    /// Function.
+    pub function: Function,
+    /// Reduction.
+    pub reduce_op: ReduceOp,
+    /// [`super::Request::bytes`], or those of one message where the operation is made of several.
+    pub bytes: u64,
+    /// Ranks of the communicator.
+    pub ranks: u32,
+    /// Bytes of a FIFO slot.
+    pub slot_bytes: usize,
+    /// Whether all ranks' devices have programs of [`Algorithm::OneShot`].
+    pub one_shot: bool,
+}
+
+/// One row: the first whose conditions hold, and whose algorithm is possible, is taken.
 #[derive(Clone, Copy, Debug)]
 pub struct Row {
     /// For which functions.
     pub functions: &'static [Function],
-    /// For messages of at most so many bytes: [`super::Request::bytes`], or those of one message where the operation is
-    /// made of several.
+    /// For at most so many [`Asked::bytes`].
     pub max_bytes: u64,
+    /// For at most so many of them on all ranks together.
+    pub max_bytes_of_all: u64,
     /// What they get.
     pub choice: Choice,
 }
@@ -46,9 +64,21 @@ const EXCHANGES: &[Function] = &[
 /// The table. A channel is one thread's work on the host device and one block's on a GPU: a second one pays off when
 /// both have several FIFO slots to move.
 pub const TABLE: &[Row] = &[
+    // Half the hops. Each rank sends, receives and reduces what all have: up to here that takes less than the hops do.
+    Row {
+        functions: &[Function::AllReduce],
+        max_bytes: u64::MAX,
+        max_bytes_of_all: 16 << 10,
+        choice: Choice {
+            algorithm: Algorithm::OneShot,
+            protocol: Protocol::Simple,
+            bytes_per_channel: 256 << 10,
+        },
+    },
     Row {
         functions: COLLECTIVES,
         max_bytes: u64::MAX,
+        max_bytes_of_all: u64::MAX,
         choice: Choice {
             algorithm: Algorithm::Ring,
             protocol: Protocol::Simple,
@@ -58,6 +88,7 @@ pub const TABLE: &[Row] = &[
     Row {
         functions: EXCHANGES,
         max_bytes: u64::MAX,
+        max_bytes_of_all: u64::MAX,
         choice: Choice {
             algorithm: Algorithm::Direct,
             protocol: Protocol::Simple,
@@ -66,13 +97,36 @@ pub const TABLE: &[Row] = &[
     },
 ];
 
-/// The choice for `function` with `bytes` bytes; `None` if no row serves it.
+/// The choice for an operation; `None` if no row serves it.
 #[must_use]
-pub fn choose(function: Function, bytes: u64) -> Option<Choice> {
+pub fn choose(asked: &Asked) -> Option<Choice> {
     TABLE
         .iter()
-        .find(|row| row.functions.contains(&function) && bytes <= row.max_bytes)
+        .find(|row| row.serves(asked) && is_possible(row.choice.algorithm, asked))
         .map(|row| row.choice)
+}
+
+impl Row {
+    fn serves(&self, asked: &Asked) -> bool {
+        self.functions.contains(&asked.function)
+            && asked.bytes <= self.max_bytes
+            && asked.bytes.saturating_mul(asked.ranks.into()) <= self.max_bytes_of_all
+    }
+}
+
+/// Whether there is a program, wherever the table puts its limits.
+fn is_possible(algorithm: Algorithm, asked: &Asked) -> bool {
+    match algorithm {
+        Algorithm::OneShot => {
+            asked.one_shot
+                // One rank has nobody to send to.
+                && asked.ranks > 1
+                // Each rank's factor is known to that rank alone.
+                && asked.reduce_op != ReduceOp::PreMulSum
+                && asked.bytes <= asked.slot_bytes as u64
+        }
+        _ => true,
+    }
 }
 
 impl Choice {
@@ -89,9 +143,20 @@ impl Choice {
 mod tests {
     use super::*;
 
+    fn asked(function: Function, bytes: u64) -> Asked {
+        Asked {
+            function,
+            reduce_op: ReduceOp::Sum,
+            bytes,
+            ranks: 4,
+            slot_bytes: 8 << 10,
+            one_shot: true,
+        }
+    }
+
     #[test]
     fn small_messages_take_one_channel_and_large_ones_all() {
-        let choice = choose(Function::AllReduce, 8).unwrap();
+        let choice = choose(&asked(Function::AllReduce, 8)).unwrap();
         assert_eq!(choice.channels(8, 4), 1);
         assert_eq!(choice.channels(0, 4), 1);
         assert_eq!(choice.channels(choice.bytes_per_channel + 1, 4), 2);
@@ -101,10 +166,38 @@ mod tests {
     #[test]
     fn every_function_served_is_served_at_every_size() {
         for function in Function::ALL {
-            assert!(
-                choose(*function, 0).is_some() && choose(*function, u64::MAX).is_some(),
-                "{function}"
-            );
+            for bytes in [0, u64::MAX] {
+                assert!(choose(&asked(*function, bytes)).is_some(), "{function}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_short_all_reduce_is_done_in_one_shot_where_that_is_possible() {
+        let chosen = |asked: Asked| choose(&asked).unwrap().algorithm;
+        let short = asked(Function::AllReduce, 4 << 10);
+        assert_eq!(chosen(short), Algorithm::OneShot);
+        let longer = asked(Function::AllReduce, (4 << 10) + 1);
+        let others = [
+            longer,
+            asked(Function::Reduce, 8),
+            Asked { ranks: 1, ..short },
+            Asked { ranks: 5, ..short },
+            Asked {
+                slot_bytes: 2 << 10,
+                ..short
+            },
+            Asked {
+                one_shot: false,
+                ..short
+            },
+            Asked {
+                reduce_op: ReduceOp::PreMulSum,
+                ..short
+            },
+        ];
+        for other in others {
+            assert_eq!(chosen(other), Algorithm::Ring, "{other:?}");
         }
     }
 }

@@ -9,7 +9,7 @@
 use std::time::Duration;
 
 use ringsight_kernels::{Connections, Work};
-use ringsight_records::Function;
+use ringsight_records::{Algorithm, Function};
 
 /// What a way costs.
 #[derive(Clone, Copy, Debug)]
@@ -59,6 +59,7 @@ impl Load {
         let (steps, ranks) = (work.steps(), work.ranks as usize);
         // What each rank passes on of a part.
         let bytes = match work.function {
+            Function::AllReduce if work.algorithm == Algorithm::OneShot => part * (ranks - 1),
             Function::AllReduce => 2 * part / ranks * (ranks - 1),
             Function::AllGather | Function::ReduceScatter => part * (ranks - 1),
             _ => part,

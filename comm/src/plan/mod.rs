@@ -248,7 +248,15 @@ pub(crate) fn estimate(
 fn choice_of(task: &Task, comm: &Communicator) -> Result<(usize, algorithm::Choice)> {
     let function = task.request.function;
     let bytes = task.request.bytes_of_choice(comm.ranks);
-    let choice = algorithm::choose(function, bytes)
+    let asked = algorithm::Asked {
+        function,
+        reduce_op: task.request.reduce_op,
+        bytes,
+        ranks: comm.ranks,
+        slot_bytes: comm.slot_bytes,
+        one_shot: comm.one_shot,
+    };
+    let choice = algorithm::choose(&asked)
         .ok_or_else(|| Error::internal(format!("no algorithm serves {function}")))?;
     Ok((choice.channels(bytes, comm.channels()), choice))
 }
@@ -444,7 +452,7 @@ impl<'a> Builder<'a> {
         let picked = self.picker.pick(parts.len(), task.info.bytes);
         let (mut mask, mut proxies) = (0u64, 0);
         for (channel, part) in picked.into_iter().zip(parts) {
-            proxies += self.add_ring(task, channel, part)?;
+            proxies += self.add_ring(task, channel, part, choice.algorithm)?;
             mask |= 1 << channel;
         }
         self.add_op(task, None, mask, proxies, choice.algorithm, choice.protocol);
@@ -456,7 +464,7 @@ impl<'a> Builder<'a> {
     fn show_tag(&mut self, task: &Task) -> Result<()> {
         if self.comm.ranks > 1 {
             for channel in self.picker.pick(1, 0) {
-                self.add_ring(task, channel, 0..0)?;
+                self.add_ring(task, channel, 0..0, Algorithm::Ring)?;
             }
             self.calls
                 .push(checks::Entry::new(&task.info, task.request.call()));
@@ -465,9 +473,15 @@ impl<'a> Builder<'a> {
     }
 
     /// Adds one channel's part of an operation that goes round its ring; returns how many proxy operations it takes.
-    fn add_ring(&mut self, task: &Task, channel: u8, part: Range<usize>) -> Result<u32> {
+    fn add_ring(
+        &mut self,
+        task: &Task,
+        channel: u8,
+        part: Range<usize>,
+        algorithm: Algorithm,
+    ) -> Result<u32> {
         let Some(ring) = &self.comm.rings[usize::from(channel)] else {
-            let work = self.work_of(task, part, Connections::Local);
+            let work = self.work_of(task, part, algorithm, Connections::Local);
             work.check()?;
             if let Some(load) = &mut self.simulated {
                 load.add_work(&work, estimate::SHARED);
@@ -482,7 +496,7 @@ impl<'a> Builder<'a> {
             prev: ring.prev.fifo.clone(),
             next: ring.next.fifo.clone(),
         };
-        let work = self.work_of(task, part, connections);
+        let work = self.work_of(task, part, algorithm, connections);
         work.check()?;
         if let Some(load) = &mut self.simulated {
             let networked = ring.prev.proxy.is_some() || ring.next.proxy.is_some();
@@ -595,16 +609,23 @@ impl<'a> Builder<'a> {
             send: 0,
             recv: 0,
             root: 0,
-            ..self.work_of(task, part, connections)
+            ..self.work_of(task, part, Algorithm::Direct, connections)
         }
     }
 
-    fn work_of(&self, task: &Task, part: Range<usize>, connections: Connections) -> Work {
+    fn work_of(
+        &self,
+        task: &Task,
+        part: Range<usize>,
+        algorithm: Algorithm,
+        connections: Connections,
+    ) -> Work {
         let request = &task.request;
         Work {
             op: task.info.op,
             tag: request.call().tag(),
             function: request.function,
+            algorithm,
             data_type: request.data_type,
             reduce_op: request.reduce_op,
             scalar: request.scalar,

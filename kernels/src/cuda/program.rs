@@ -1,6 +1,6 @@
 //! A launch in the form that the kernel runs.
 
-use ringsight_records::{DataType, ReduceOp};
+use ringsight_records::{Algorithm, DataType, ReduceOp};
 
 use super::layout::{
     Arguments, Channel, Combination, ConnectionKind, INLINE_BYTES, LANE_STATE_BYTES, Lane, NONE,
@@ -42,7 +42,8 @@ impl Program {
     /// the addresses that the host knows them by.
     ///
     /// # Errors
-    /// A buffer that does not stand at a multiple of its elements' size.
+    /// An algorithm that kernels have no program for ([`runs`]); a buffer that does not stand at a multiple of its elements'
+    /// size.
     pub fn new(launch: &Launch) -> Result<Self, WorkError> {
         let mut tables = Tables::default();
         for channel in &launch.channels {
@@ -136,6 +137,12 @@ impl Program {
     }
 }
 
+/// Whether kernels of GPUs have programs of an algorithm ([`launch::Work::algorithm`]).
+#[must_use]
+pub fn runs(algorithm: Algorithm) -> bool {
+    matches!(algorithm, Algorithm::Ring | Algorithm::Direct)
+}
+
 /// A type of [`super::layout`]: any bytes are one, and it has no padding.
 trait Plain: Copy {}
 impl Plain for Work {}
@@ -209,6 +216,12 @@ impl Tables {
     }
 
     fn work_of(&mut self, work: &launch::Work, state: u32) -> Result<Work, WorkError> {
+        if !runs(work.algorithm) {
+            return Err(WorkError(format!(
+                "op {} ({}): kernels of GPUs have no {} program",
+                work.op, work.function, work.algorithm
+            )));
+        }
         let mut order_at = 0;
         let (connections, prev, next, slot_bytes) = match &work.connections {
             Connections::Local => (ConnectionKind::Local, 0, 0, 0),

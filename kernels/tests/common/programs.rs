@@ -8,9 +8,9 @@ use std::{
 };
 
 use ringsight_kernels::{AbortWord, ChannelWork, Connections, Fifo, Launch, Observer, Scalar, Steps, Work};
-use ringsight_records::{DataType, Function, ReduceOp};
+use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
-use super::run;
+use super::{run, runs};
 
 /// Heap memory for a FIFO.
 struct Heap(*mut u8, Layout);
@@ -80,6 +80,7 @@ fn ring(members: &[u32], slot_bytes: usize) -> Vec<Connections> {
 #[derive(Clone, Copy)]
 struct Case {
     function: Function,
+    algorithm: Algorithm,
     reduce_op: ReduceOp,
     ranks: usize,
     count: usize,
@@ -106,6 +107,7 @@ fn value(rank: usize, at: usize) -> i32 {
 fn collective(case: Case) -> Vec<Vec<i32>> {
     let Case {
         function,
+        algorithm,
         reduce_op,
         ranks,
         count,
@@ -177,6 +179,7 @@ fn collective(case: Case) -> Vec<Vec<i32>> {
                             op: 5,
                             tag: 3,
                             function,
+                            algorithm,
                             data_type: DataType::Int32,
                             reduce_op,
                             scalar: Scalar::None,
@@ -292,27 +295,40 @@ fn check(case: Case) {
 
 #[test]
 fn collectives_match_the_reference() {
-    for (function, reduce_op) in [
-        (Function::AllReduce, ReduceOp::Sum),
-        (Function::AllReduce, ReduceOp::Avg),
-        (Function::AllGather, ReduceOp::None),
-        (Function::ReduceScatter, ReduceOp::Max),
-        (Function::ReduceScatter, ReduceOp::Avg),
-        (Function::Broadcast, ReduceOp::None),
-        (Function::Reduce, ReduceOp::Sum),
-    ] {
+    use Algorithm::{OneShot, Ring};
+    let cases = [
+        (Function::AllReduce, Ring, ReduceOp::Sum),
+        (Function::AllReduce, Ring, ReduceOp::Avg),
+        (Function::AllReduce, OneShot, ReduceOp::Sum),
+        (Function::AllReduce, OneShot, ReduceOp::Avg),
+        (Function::AllGather, Ring, ReduceOp::None),
+        (Function::ReduceScatter, Ring, ReduceOp::Max),
+        (Function::ReduceScatter, Ring, ReduceOp::Avg),
+        (Function::Broadcast, Ring, ReduceOp::None),
+        (Function::Reduce, Ring, ReduceOp::Sum),
+    ];
+    for (function, algorithm, reduce_op) in cases.into_iter().filter(|case| runs(case.1)) {
         for ranks in [2, 3, 5, 8] {
             for (count, channels, slot_bytes) in [
                 (1, 1, 64),
                 (7, 2, 64),
+                (150, 3, 256),
                 (1000, 3, 256),
+                (2047, 2, 4096),
                 (4099, 2, 4096),
                 (20_011, 1, 1000),
             ] {
+                let fits = parts(count, channels)
+                    .iter()
+                    .all(|part| part.len() * 4 <= slot_bytes);
+                if algorithm == OneShot && !fits {
+                    continue;
+                }
                 for in_place in [false, true] {
                     let root = count % ranks;
                     check(Case {
                         function,
+                        algorithm,
                         reduce_op,
                         ranks,
                         count,
@@ -329,7 +345,15 @@ fn collectives_match_the_reference() {
 
 #[test]
 fn every_rank_gets_the_same_float_bits() {
-    let (ranks, count) = (5, 3001);
+    for (algorithm, count) in [(Algorithm::Ring, 3001), (Algorithm::OneShot, 127)] {
+        if runs(algorithm) {
+            same_float_bits(algorithm, count);
+        }
+    }
+}
+
+fn same_float_bits(algorithm: Algorithm, count: usize) {
+    let ranks = 5;
     let mut connections: Vec<_> = ring(&[3, 0, 4, 1, 2], 512).into_iter().map(Some).collect();
     let threads: Vec<_> = [3_u32, 0, 4, 1, 2]
         .into_iter()
@@ -345,6 +369,7 @@ fn every_rank_gets_the_same_float_bits() {
                     op: 1,
                     tag: 3,
                     function: Function::AllReduce,
+                    algorithm,
                     data_type: DataType::Float32,
                     reduce_op: ReduceOp::Avg,
                     scalar: Scalar::None,
@@ -394,6 +419,7 @@ pub(crate) fn p2p(
         op,
         tag: 3,
         function,
+        algorithm: Algorithm::Direct,
         data_type: DataType::Uint8,
         reduce_op: ReduceOp::None,
         scalar: Scalar::None,
@@ -637,6 +663,7 @@ fn what_cannot_run_is_refused_with_a_reason() {
         let connections = ring(&[0, 1, 2], 64).remove(0);
         Work {
             ranks: 3,
+            algorithm: Algorithm::Ring,
             ..p2p(4, Function::AllGather, 0, 10, connections)
         }
     };
@@ -671,6 +698,51 @@ fn what_cannot_run_is_refused_with_a_reason() {
             ..good()
         })
         .contains("needs a ring")
+    );
+    assert!(
+        refused(Work {
+            algorithm: Algorithm::Tree,
+            ..good()
+        })
+        .contains("no tree program round a ring")
+    );
+    let ring_of_two = p2p(0, Function::Send, 0, 10, Connections::Send(fifo(64)));
+    assert!(
+        refused(Work {
+            algorithm: Algorithm::Ring,
+            ..ring_of_two
+        })
+        .contains("no ring program between two")
+    );
+    let one_shot = || Work {
+        function: Function::AllReduce,
+        reduce_op: ReduceOp::Sum,
+        algorithm: Algorithm::OneShot,
+        ..good()
+    };
+    one_shot().check().unwrap();
+    assert!(
+        refused(Work {
+            function: Function::ReduceScatter,
+            ..one_shot()
+        })
+        .contains("no one_shot program")
+    );
+    assert!(
+        refused(Work {
+            reduce_op: ReduceOp::PreMulSum,
+            scalar: Scalar::Immediate(2),
+            ..one_shot()
+        })
+        .contains("each rank's factor")
+    );
+    assert!(
+        refused(Work {
+            count: 65,
+            part: 0..65,
+            ..one_shot()
+        })
+        .contains("65 bytes for a one_shot program of slots of 64")
     );
     let mut odd = good();
     if let Connections::Ring { prev, .. } = &mut odd.connections {

@@ -217,6 +217,7 @@ fn message(function: Function, wire: &Arc<Fifo>, buffer: usize, observer: Arc<To
         op: 0,
         tag: 3,
         function,
+        algorithm: Algorithm::Direct,
         data_type: DataType::Uint8,
         reduce_op: ReduceOp::None,
         scalar: Scalar::None,
