@@ -1,7 +1,7 @@
 //! What all-reduce takes over processes of one node, against what the machine gives: copies for a large one, a flag's way
 //! there and back for a small one.
 //!
-//! `cargo bench -p ringsight-comm --bench limits -- [ROUNDS] [--json]`. Ranks are processes: this program again, which
+//! `cargo bench -p ringsight-comm --bench limits -- [ROUNDS] [large|small] [--json]`. Ranks are processes: this program again, which
 //! takes commands from its parent. What is compared is measured in turns in the same run, on the same processes; every
 //! figure is the median of its rounds. On a machine that does something else too, compare the ratios alone.
 //!
@@ -78,7 +78,17 @@ fn main() {
         .find_map(|argument| argument.parse().ok())
         .unwrap_or(40);
     let json = arguments.iter().any(|argument| argument == "--json");
-    let figures = [large(rounds), small(rounds)].concat();
+    let wanted = |name: &str, other: &str| {
+        arguments.iter().any(|argument| argument == name)
+            || arguments.iter().all(|argument| argument != other)
+    };
+    let mut figures = Vec::new();
+    if wanted("large", "small") {
+        figures.extend(large(rounds));
+    }
+    if wanted("small", "large") {
+        figures.extend(small(rounds));
+    }
     if json {
         let mut line = String::from("{");
         for (i, (name, value)) in figures.iter().enumerate() {

@@ -516,7 +516,7 @@ impl Program {
     }
 }
 
-/// How a kernel waits for its peers: a few spins for a peer on another core, then yields for a peer that shares this
+/// How a kernel waits for its peers: some spins for a peer on another core, then yields for a peer that shares this
 /// core, then sleeps that grow with the wait, so that a rank that waits 80 ms for a late one costs next to nothing.
 #[derive(Default)]
 struct Backoff {
@@ -526,7 +526,9 @@ struct Backoff {
 }
 
 impl Backoff {
-    const SPINS: u32 = 32;
+    /// Some microseconds: a peer that does the same as this rank is no later than that, and a yield takes one, also where
+    /// there is nobody to yield to.
+    const SPINS: u32 = 100;
     /// Longer than a ring step of a crowd of ranks takes: once one rank of a ring sleeps, its peers wait longer, sleep
     /// too, and all go on at the pace of timers (8 ranks on 2 cores: 5 to 10 times slower with 100 µs here).
     const YIELD_FOR: Duration = Duration::from_micros(500);

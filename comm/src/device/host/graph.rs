@@ -116,8 +116,43 @@ pub(super) struct Instance {
 /// own, so nodes that do not depend on each other can always run side by side: a kernel that waits for a peer never
 /// keeps another from running.
 struct Program {
-    lanes: Vec<Vec<usize>>,
+    lanes: Vec<Vec<Turn>>,
     graph: Arc<GraphBody>,
+}
+
+/// A node in its lane. What is before it in the lane is done when its turn comes, so only lanes wait for each other.
+struct Turn {
+    node: usize,
+    /// Nodes of other lanes that must be done before.
+    waits: Vec<usize>,
+    /// A node of another lane waits for it.
+    tells: bool,
+}
+
+/// The turns of each lane.
+fn turns(nodes: &[Node], lanes: &[Vec<usize>]) -> Vec<Vec<Turn>> {
+    let mut lane_of = vec![0; nodes.len()];
+    for (lane, members) in lanes.iter().enumerate() {
+        members.iter().for_each(|&node| lane_of[node] = lane);
+    }
+    let elsewhere = |node: usize| {
+        let lanes = &lane_of;
+        let after = nodes[node].after.iter().copied();
+        after.filter(move |&before| lanes[before] != lanes[node])
+    };
+    let mut tells = vec![false; nodes.len()];
+    (0..nodes.len())
+        .flat_map(elsewhere)
+        .for_each(|before| tells[before] = true);
+    let turn = |&node: &usize| Turn {
+        node,
+        waits: elsewhere(node).collect(),
+        tells: tells[node],
+    };
+    lanes
+        .iter()
+        .map(|members| members.iter().map(turn).collect())
+        .collect()
 }
 
 #[derive(Default)]
@@ -196,7 +231,10 @@ impl Instance {
             .map(|_| Worker::spawn(&format!("rs-graph-{number}")))
             .collect::<Result<_>>()?;
         Ok(Self {
-            program: Arc::new(Program { lanes, graph }),
+            program: Arc::new(Program {
+                lanes: turns(&graph.nodes, &lanes),
+                graph,
+            }),
             workers,
             launches: Mutex::default(),
         })
@@ -221,12 +259,13 @@ impl Instance {
 impl Program {
     fn run_lane(&self, lane: usize, replay: u32, passed: &[Point]) -> Outcome {
         let mut outcome = Ok(());
-        for &index in &self.lanes[lane] {
-            let node = &self.graph.nodes[index];
-            node.after.iter().for_each(|&before| passed[before].wait());
+        for turn in &self.lanes[lane] {
+            turn.waits.iter().for_each(|&before| passed[before].wait());
             // After a fault the rest still runs, as far as it can: peers wait for it.
-            outcome = outcome.and(node.action.run(replay));
-            passed[index].pass();
+            outcome = outcome.and(self.graph.nodes[turn.node].action.run(replay));
+            if turn.tells {
+                passed[turn.node].pass();
+            }
         }
         outcome
     }

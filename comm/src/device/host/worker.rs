@@ -72,6 +72,10 @@ struct Queue {
     submitted: u64,
     completed: u64,
     closed: bool,
+    /// The thread waits for tasks. A notification is a system call whether anybody waits or not.
+    idle: bool,
+    /// Threads that wait for tasks to be completed.
+    waiters: u32,
     /// The first fault; it stays.
     fault: Option<String>,
 }
@@ -97,8 +101,11 @@ impl Worker {
         let mut queue = lock(&self.0.queue);
         queue.tasks.push_back(task);
         queue.submitted += 1;
+        let idle = queue.idle;
         drop(queue);
-        self.0.work.notify_one();
+        if idle {
+            self.0.work.notify_one();
+        }
     }
 
     /// Whether everything pushed so far is done.
@@ -114,13 +121,15 @@ impl Worker {
 
     /// Waits for everything pushed so far.
     pub(super) fn synchronize(&self) -> Result<()> {
-        let queue = lock(&self.0.queue);
+        let mut queue = lock(&self.0.queue);
         let until = queue.submitted;
-        let queue = self
+        queue.waiters += 1;
+        let mut queue = self
             .0
             .done
             .wait_while(queue, |queue| queue.completed < until)
             .unwrap_or_else(PoisonError::into_inner);
+        queue.waiters -= 1;
         queue.check()
     }
 }
@@ -144,11 +153,13 @@ impl Queue {
 impl Shared {
     fn run(&self) {
         loop {
-            let queue = lock(&self.queue);
+            let mut queue = lock(&self.queue);
+            queue.idle = true;
             let mut queue = self
                 .work
                 .wait_while(queue, |queue| queue.tasks.is_empty() && !queue.closed)
                 .unwrap_or_else(PoisonError::into_inner);
+            queue.idle = false;
             let Some(task) = queue.tasks.pop_front() else {
                 return;
             };
@@ -161,8 +172,11 @@ impl Shared {
             if let Err(fault) = outcome {
                 queue.fault.get_or_insert(fault);
             }
+            let waited_for = queue.waiters > 0;
             drop(queue);
-            self.done.notify_all();
+            if waited_for {
+                self.done.notify_all();
+            }
         }
     }
 }
@@ -170,29 +184,44 @@ impl Shared {
 /// A point in the order of a stream: passed once, with the time of passing.
 #[derive(Default)]
 pub(super) struct Point {
-    passed: Mutex<Option<Instant>>,
+    state: Mutex<PointState>,
     changed: Condvar,
+}
+
+#[derive(Default)]
+struct PointState {
+    passed: Option<Instant>,
+    /// Somebody waits, and has to be notified.
+    waited_for: bool,
 }
 
 impl Point {
     /// Marks it as passed.
     pub(super) fn pass(&self) {
-        *lock(&self.passed) = Some(Instant::now());
-        self.changed.notify_all();
+        let mut state = lock(&self.state);
+        state.passed = Some(Instant::now());
+        let waited_for = state.waited_for;
+        drop(state);
+        if waited_for {
+            self.changed.notify_all();
+        }
     }
 
     /// When it was passed.
     pub(super) fn passed(&self) -> Option<Instant> {
-        *lock(&self.passed)
+        lock(&self.state).passed
     }
 
     /// Waits until it is passed.
     pub(super) fn wait(&self) {
-        let passed = lock(&self.passed);
-        drop(
-            self.changed
-                .wait_while(passed, |passed| passed.is_none())
-                .unwrap_or_else(PoisonError::into_inner),
-        );
+        let mut state = lock(&self.state);
+        if state.passed.is_none() {
+            state.waited_for = true;
+            drop(
+                self.changed
+                    .wait_while(state, |state| state.passed.is_none())
+                    .unwrap_or_else(PoisonError::into_inner),
+            );
+        }
     }
 }
