@@ -303,15 +303,22 @@ struct Program {
     /// Index of its operation in the channel; none for work that the observer is not told of.
     op: Option<usize>,
     schedule: Schedule,
+    /// All steps, where they are few: those of an operation that takes no longer than finding them.
+    few: Vec<Step>,
     reduction: Option<Reduction>,
     argument: u64,
     /// What [`Step::keep`] keeps, by rank. This rank's elements are in its buffer, and their place here is for partial
     /// results.
     kept: Vec<u8>,
     position: Position,
+    /// Steps made.
+    made: usize,
     /// The step at `position`; none at the end.
     step: Option<Step>,
 }
+
+/// How many steps are few.
+const FEW_STEPS: usize = 16;
 
 impl Program {
     fn new(index: usize, work: &Work, op: Option<usize>) -> Self {
@@ -320,6 +327,8 @@ impl Program {
             work: index,
             op,
             step: None,
+            made: 0,
+            few: few_steps(&schedule),
             kept: vec![0; schedule.kept() * work.data_type.size() * work.ranks as usize],
             schedule,
             reduction: reduction_of(work),
@@ -334,7 +343,17 @@ impl Program {
             self.argument = argument_of(work);
         }
         self.position = Position::default();
-        self.step = self.schedule.seek(&mut self.position);
+        self.made = 0;
+        self.seek();
+    }
+
+    /// Finds the next step.
+    fn seek(&mut self) {
+        self.step = if self.few.is_empty() {
+            self.schedule.seek(&mut self.position)
+        } else {
+            self.few.get(self.made).copied()
+        };
     }
 
     /// Makes the next step, if its slots are there. `work` is what it was made of.
@@ -347,7 +366,8 @@ impl Program {
             other => return other,
         }
         self.position.pass();
-        self.step = self.schedule.seek(&mut self.position);
+        self.made += 1;
+        self.seek();
         if self.step.is_some() {
             Advance::Moved
         } else {
@@ -514,6 +534,20 @@ impl Program {
             }
         }
     }
+}
+
+/// All steps of a schedule if they are few, else none.
+fn few_steps(schedule: &Schedule) -> Vec<Step> {
+    let mut steps = Vec::new();
+    let mut position = Position::default();
+    while let Some(step) = schedule.seek(&mut position) {
+        if steps.len() == FEW_STEPS {
+            return Vec::new();
+        }
+        steps.push(step);
+        position.pass();
+    }
+    steps
 }
 
 /// How a kernel waits for its peers: some spins for a peer on another core, then yields for a peer that shares this
