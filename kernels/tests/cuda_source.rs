@@ -1,7 +1,7 @@
 //! The kernel's source, compiled for the host's processor: the same cases as for the host device, each block on a thread.
 //! What this does not show is what a GPU's memory model and its many threads a block add.
 
-#[path = "common/programs.rs"]
+#[path = "common/programs/mod.rs"]
 mod cases;
 
 use std::{

@@ -1,6 +1,6 @@
 //! The programs of the host device.
 
-#[path = "common/programs.rs"]
+#[path = "common/programs/mod.rs"]
 mod cases;
 
 use std::{

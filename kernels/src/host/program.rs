@@ -1,0 +1,297 @@
+//! One work while it runs: its steps, one at a time.
+
+use ringsight_records::ReduceOp;
+
+use crate::{
+    launch::{Connections, Scalar, Work},
+    reduce::Reduction,
+    schedule::{Position, Schedule, Step},
+};
+
+/// The reduction of a work that has one.
+fn reduction_of(work: &Work) -> Option<Reduction> {
+    // The average of one rank's elements is what they are: not even a NaN changes its bits.
+    Reduction::new(work.reduce_op, work.data_type)
+        .filter(|_| work.ranks > 1 || work.reduce_op != ReduceOp::Avg)
+}
+
+/// The argument of a reduction's kernels: this is where a scalar in device memory is read.
+fn argument_of(work: &Work) -> u64 {
+    let scalar = match work.scalar {
+        Scalar::None => 0,
+        Scalar::Immediate(bits) => bits,
+        Scalar::Device(address) => {
+            let mut bits = [0; 8];
+            let element = &mut bits[..work.data_type.size()];
+            // SAFETY: the launch's contract: an element of the type is there. Copied as bytes: aligned or not.
+            unsafe {
+                std::ptr::copy_nonoverlapping(address as *const u8, element.as_mut_ptr(), element.len());
+            };
+            u64::from_le_bytes(bits)
+        }
+    };
+    Reduction::argument(work.reduce_op, work.data_type, work.ranks, scalar)
+}
+
+pub(super) enum Advance {
+    /// No data or no room yet.
+    Waiting,
+    Moved,
+    Done,
+    /// A slot of an operation with this tag has arrived.
+    Differs(u32),
+}
+
+/// One work while it runs.
+pub(super) struct Program {
+    /// Its index in the channel.
+    pub(super) work: usize,
+    /// Index of its operation in the channel; none for work that the observer is not told of.
+    pub(super) op: Option<usize>,
+    schedule: Schedule,
+    /// All steps, where they are few: those of an operation that takes no longer than finding them.
+    few: Vec<Step>,
+    reduction: Option<Reduction>,
+    argument: u64,
+    /// What [`Step::keep`] keeps, by rank. This rank's elements are in its buffer, and their place here is for partial
+    /// results.
+    kept: Vec<u8>,
+    position: Position,
+    /// Steps made.
+    made: usize,
+    /// The step at `position`; none at the end.
+    step: Option<Step>,
+}
+
+/// How many steps are few.
+const FEW_STEPS: usize = 16;
+
+impl Program {
+    pub(super) fn new(index: usize, work: &Work, op: Option<usize>) -> Self {
+        let schedule = Schedule::new(work);
+        Self {
+            work: index,
+            op,
+            step: None,
+            made: 0,
+            few: few_steps(&schedule),
+            kept: vec![0; schedule.kept() * work.data_type.size() * work.ranks as usize],
+            schedule,
+            reduction: reduction_of(work),
+            argument: 0,
+            position: Position::default(),
+        }
+    }
+
+    /// Before each run.
+    pub(super) fn reset(&mut self, work: &Work) {
+        if self.reduction.is_some() {
+            self.argument = argument_of(work);
+        }
+        self.position = Position::default();
+        self.made = 0;
+        self.seek();
+    }
+
+    /// Finds the next step.
+    fn seek(&mut self) {
+        self.step = if self.few.is_empty() {
+            self.schedule.seek(&mut self.position)
+        } else {
+            self.few.get(self.made).copied()
+        };
+    }
+
+    /// Makes the next step, if its slots are there. `work` is what it was made of.
+    pub(super) fn advance(&mut self, work: &Work) -> Advance {
+        let Some(step) = self.step else {
+            return Advance::Done;
+        };
+        match self.execute(work, step) {
+            Advance::Moved => {}
+            other => return other,
+        }
+        self.position.pass();
+        self.made += 1;
+        self.seek();
+        if self.step.is_some() {
+            Advance::Moved
+        } else {
+            Advance::Done
+        }
+    }
+
+    /// Executes a step.
+    fn execute(&mut self, work: &Work, step: Step) -> Advance {
+        let (prev, next) = match &work.connections {
+            Connections::Local => (None, None),
+            Connections::Ring { prev, next, .. } => (Some(prev), step.send.then_some(next)),
+            Connections::Send(next) => (None, step.send.then_some(next)),
+            Connections::Recv(prev) => (Some(prev), None),
+        };
+        // Looked at before every step, also one that takes nothing: a rank that waits for room may wait for one that
+        // waits for something else. The oldest slot is of this work, since the last step of every program takes one.
+        let arrived = prev.and_then(|fifo| Some((fifo, fifo.posted()?.0)));
+        if let Some((fifo, position)) = arrived {
+            let theirs = fifo.tag_at(position);
+            if theirs != work.tag {
+                return Advance::Differs(theirs);
+            }
+        } else if step.recv {
+            return Advance::Waiting;
+        }
+        // The posted size is the peer's word; what this step takes is at most a slot in any case.
+        let input = arrived.filter(|_| step.recv);
+        let output = match next.map(|fifo| (fifo, fifo.free())) {
+            None => None,
+            Some((_, None)) => return Advance::Waiting,
+            Some((fifo, Some(position))) => Some((fifo, position)),
+        };
+
+        let size = work.data_type.size();
+        let bytes = step.elems * size;
+        let address = |buffer: usize, at: Option<usize>| {
+            at.filter(|_| buffer != 0)
+                .map(|at| (buffer + at * size) as *mut u8)
+        };
+        let source = address(work.send, step.source).map(<*mut u8>::cast_const);
+        let store = address(work.recv, step.store);
+        let arrived = input.map(|(fifo, position)| fifo.slot(position, bytes).cast_const());
+        let leaving = output.map(|(fifo, position)| fifo.slot(position, bytes));
+
+        // SAFETY: a slot holds `elems` elements (the schedule never asks for more) and is ours until posted or
+        // released; the user's buffers hold what the operation says, the launch's contract.
+        unsafe {
+            if let Some(rank) = step.keep {
+                if let (Some(from), Some(leaving)) = (arrived.or(source), leaving) {
+                    leaving.copy_from_nonoverlapping(from, bytes);
+                }
+                if let Some(from) = arrived {
+                    self.keep(work, step.elems, (rank, from), source.zip(store));
+                }
+            } else {
+                self.combine(step, arrived, source, (store, leaving), bytes);
+            }
+        }
+        if let Some((fifo, position)) = output {
+            fifo.post(position, bytes, work.tag);
+        }
+        if let Some((fifo, position)) = input {
+            fifo.release(position);
+        }
+        Advance::Moved
+    }
+
+    /// What most steps do with their data: reduces what arrived with this rank's, or copies whichever is there.
+    ///
+    /// # Safety
+    /// All of them are memory of the step's elements; `bytes` is their size.
+    unsafe fn combine(
+        &self,
+        step: Step,
+        arrived: Option<*const u8>,
+        source: Option<*const u8>,
+        (store, leaving): (Option<*mut u8>, Option<*mut u8>),
+        bytes: usize,
+    ) {
+        // SAFETY: the caller's.
+        unsafe {
+            match (arrived, source, self.reduction) {
+                (Some(slot), Some(own), Some(reduction)) => {
+                    let kernel = if step.complete {
+                        reduction.complete
+                    } else {
+                        reduction.partial
+                    };
+                    if let Some(to) = store.or(leaving) {
+                        kernel(to, slot, own, step.elems, self.argument);
+                        if let (Some(result), Some(leaving)) = (store, leaving) {
+                            leaving.copy_from_nonoverlapping(result, bytes);
+                        }
+                    }
+                }
+                (
+                    None,
+                    Some(own),
+                    Some(Reduction {
+                        first: Some(first), ..
+                    }),
+                ) => {
+                    if let Some(to) = store.or(leaving) {
+                        first(to, own, step.elems, self.argument);
+                    }
+                }
+                (Some(from), ..) | (None, Some(from), _) => {
+                    if let Some(leaving) = leaving {
+                        leaving.copy_from_nonoverlapping(from, bytes);
+                    }
+                    if let Some(store) = store.filter(|store| store.cast_const() != from) {
+                        // Overlapping buffers are the caller's mistake, but not a reason for undefined behaviour.
+                        store.copy_from(from, bytes);
+                    }
+                }
+                (None, None, _) => {}
+            }
+        }
+    }
+
+    /// Keeps the elements of one rank, or, with the last ones, reduces all ranks' in the order of ranks: from this rank's
+    /// own into the result.
+    ///
+    /// # Safety
+    /// All of them are memory of `elems` elements; where to keep so many of each rank is in `kept`.
+    unsafe fn keep(
+        &mut self,
+        work: &Work,
+        elems: usize,
+        (arrived, from): (u32, *const u8),
+        last: Option<(*const u8, *mut u8)>,
+    ) {
+        let bytes = elems * work.data_type.size();
+        let kept = self.kept.as_mut_ptr();
+        // SAFETY: within `kept`, the caller's word.
+        let place = |rank: u32| unsafe { kept.add(rank as usize * bytes) };
+        let (Some((own, to)), Some(reduction)) = (last, self.reduction) else {
+            // SAFETY: the caller's; a slot is not in `kept`.
+            return unsafe { place(arrived).copy_from_nonoverlapping(from, bytes) };
+        };
+        let elements = |rank: u32| match rank {
+            _ if rank == work.rank => own,
+            _ if rank == arrived => from,
+            _ => place(rank).cast_const(),
+        };
+        let partial = place(work.rank);
+        let mut sum = elements(0);
+        // SAFETY: the caller's. The place for partial results is nobody's elements; where this rank's own are those of
+        // the result, they are the same address and read before the last call writes.
+        unsafe {
+            if let Some(first) = reduction.first {
+                first(partial, sum, elems, self.argument);
+                sum = partial;
+            }
+            for rank in 1..work.ranks {
+                let (kernel, out) = if rank + 1 == work.ranks {
+                    (reduction.complete, to)
+                } else {
+                    (reduction.partial, partial)
+                };
+                kernel(out, sum, elements(rank), elems, self.argument);
+                sum = out;
+            }
+        }
+    }
+}
+
+/// All steps of a schedule if they are few, else none.
+fn few_steps(schedule: &Schedule) -> Vec<Step> {
+    let mut steps = Vec::new();
+    let mut position = Position::default();
+    while let Some(step) = schedule.seek(&mut position) {
+        if steps.len() == FEW_STEPS {
+            return Vec::new();
+        }
+        steps.push(step);
+        position.pass();
+    }
+    steps
+}

@@ -1,0 +1,153 @@
+//! Which works a device can run.
+
+use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
+
+use super::{Schedule, Steps};
+use crate::{
+    launch::{Connections, Scalar, Work},
+    reduce::Reduction,
+};
+
+/// Why a [`Work`] cannot run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkError(pub String);
+
+impl std::fmt::Display for WorkError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for WorkError {}
+
+impl Work {
+    /// The exact number of FIFO slots that this channel's part of the operation posts and consumes: what the proxy
+    /// operations of the channel move. Both ends of a connection come to the same number.
+    #[must_use]
+    pub fn steps(&self) -> Steps {
+        Schedule::new(self).steps()
+    }
+
+    /// Whether it moves nothing and only shows its tag round a ring, for an operation that is made of sends and receives
+    /// ([module documentation](crate::schedule)). The observer is not told when such work starts and stops: the operation's own work
+    /// may be on other channels, or in a later launch.
+    #[must_use]
+    pub fn only_shows_tag(&self) -> bool {
+        matches!(self.connections, Connections::Ring { .. })
+            && matches!(
+                self.function,
+                Function::AlltoAll | Function::Gather | Function::Scatter
+            )
+            && self.part.is_empty()
+    }
+
+    /// Whether a device program exists for this work and its parts fit together.
+    ///
+    /// # Errors
+    /// Says what does not fit.
+    pub fn check(&self) -> Result<(), WorkError> {
+        let fail = |why: String| Err(WorkError(format!("op {} ({}): {why}", self.op, self.function)));
+        if self.part.start > self.part.end || self.part.end > self.count {
+            return fail(format!(
+                "part {:?} is not within its {} elements",
+                self.part, self.count
+            ));
+        }
+        let reduces = matches!(
+            self.function,
+            Function::AllReduce | Function::ReduceScatter | Function::Reduce
+        );
+        if reduces && Reduction::new(self.reduce_op, self.data_type).is_none() {
+            return fail(format!("no {} reduction for {}", self.reduce_op, self.data_type));
+        }
+        let has_scalar = !matches!(self.scalar, Scalar::None | Scalar::Device(0));
+        if has_scalar != (self.reduce_op == ReduceOp::PreMulSum) {
+            return fail(format!("scalar {:?} for {}", self.scalar, self.reduce_op));
+        }
+        match &self.connections {
+            Connections::Local => {}
+            Connections::Send(fifo) | Connections::Recv(fifo) => {
+                if fifo.slot_bytes() < DataType::Float64.size() {
+                    return fail(format!(
+                        "slots of {} bytes cannot hold an element",
+                        fifo.slot_bytes()
+                    ));
+                }
+                let expected = if matches!(self.connections, Connections::Send(_)) {
+                    Function::Send
+                } else {
+                    Function::Recv
+                };
+                if self.function != expected {
+                    return fail(format!("needs a ring, was given a connection for {expected}"));
+                }
+                if self.algorithm != Algorithm::Direct {
+                    return fail(format!("no {} program between two ranks", self.algorithm));
+                }
+            }
+            Connections::Ring { order, prev, next } => {
+                use Function::{AllGather, AllReduce, Broadcast, Reduce, ReduceScatter};
+                let moves_data = matches!(
+                    self.function,
+                    AllReduce | AllGather | ReduceScatter | Broadcast | Reduce
+                );
+                if !moves_data && !self.only_shows_tag() {
+                    return fail("no ring program; it is made of sends and receives".into());
+                }
+                if prev.slot_bytes() != next.slot_bytes() {
+                    return fail(format!(
+                        "slots of a ring differ: {} bytes from prev, {} to next",
+                        prev.slot_bytes(),
+                        next.slot_bytes()
+                    ));
+                }
+                if next.slot_bytes() < DataType::Float64.size() {
+                    return fail(format!(
+                        "slots of {} bytes cannot hold an element",
+                        next.slot_bytes()
+                    ));
+                }
+                match self.algorithm {
+                    Algorithm::Ring => {}
+                    Algorithm::OneShot => self.check_one_shot(next.slot_bytes())?,
+                    other => return fail(format!("no {other} program round a ring")),
+                }
+                if order.len() < 2 || order.len() != self.ranks as usize || order[0] != self.rank {
+                    return fail(format!(
+                        "ring order {order:?} must hold all {} ranks (2 or more), rank {} first",
+                        self.ranks, self.rank
+                    ));
+                }
+                let mut seen = order.to_vec();
+                seen.sort_unstable();
+                if !seen.iter().copied().eq(0..self.ranks) || self.root >= self.ranks {
+                    return fail(format!(
+                        "ring order {order:?} or root {} is no set of ranks",
+                        self.root
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A one-shot program needs all elements of each rank as they are, in one slot.
+    fn check_one_shot(&self, slot_bytes: usize) -> Result<(), WorkError> {
+        let fail = |why: String| Err(WorkError(format!("op {} ({}): {why}", self.op, self.function)));
+        if self.function != Function::AllReduce {
+            return fail("no one_shot program; it reduces on all ranks".into());
+        }
+        if self.reduce_op == ReduceOp::PreMulSum {
+            return fail(
+                "no one_shot program for premulsum: each rank's factor is known to that rank alone".into(),
+            );
+        }
+        let bytes = self.part.len().saturating_mul(self.data_type.size());
+        if bytes > slot_bytes {
+            return fail(format!(
+                "{bytes} bytes for a one_shot program of slots of {slot_bytes}"
+            ));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,112 @@
+//! Channel programs: threads as ranks over FIFOs on the heap, every function against a plain reference.
+
+mod collectives;
+mod endings;
+mod messages;
+mod refusals;
+
+use std::{
+    alloc::{Layout, alloc_zeroed, dealloc},
+    sync::{Arc, Mutex},
+};
+
+use ringsight_kernels::{Connections, Fifo, Observer, Scalar, Work};
+use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
+
+use super::{run, runs};
+
+/// Heap memory for a FIFO.
+struct Heap(*mut u8, Layout);
+// SAFETY: only an address that is freed once.
+unsafe impl Send for Heap {}
+// SAFETY: as above.
+unsafe impl Sync for Heap {}
+impl Drop for Heap {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `fifo` with this layout.
+        unsafe { dealloc(self.0, self.1) };
+    }
+}
+
+pub(crate) fn fifo(slot_bytes: usize) -> Arc<Fifo> {
+    let layout = Layout::from_size_align(Fifo::memory_bytes(slot_bytes), 4096).unwrap();
+    // SAFETY: the layout is not empty.
+    let base = unsafe { alloc_zeroed(layout) };
+    // SAFETY: aligned, zeroed, and freed by the last owner of `Heap`.
+    Arc::new(unsafe { Fifo::new(base, slot_bytes, Arc::new(Heap(base, layout))) })
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Seen {
+    Started(u32, u32, u8),
+    Stopped(u32, u32, u8, bool),
+    Mismatch(u32, u32, u8, u32),
+    Finished(u32, bool),
+}
+
+#[derive(Default)]
+pub(crate) struct Log(Mutex<Vec<Seen>>);
+impl Observer for Log {
+    fn channel_started(&self, op: u32, replay: u32, channel: u8) {
+        self.0.lock().unwrap().push(Seen::Started(op, replay, channel));
+    }
+    fn channel_stopped(&self, op: u32, replay: u32, channel: u8, aborted: bool) {
+        self.0
+            .lock()
+            .unwrap()
+            .push(Seen::Stopped(op, replay, channel, aborted));
+    }
+    fn mismatch(&self, op: u32, replay: u32, channel: u8, theirs: u32) {
+        self.0
+            .lock()
+            .unwrap()
+            .push(Seen::Mismatch(op, replay, channel, theirs));
+    }
+    fn launch_finished(&self, replay: u32, aborted: bool) {
+        self.0.lock().unwrap().push(Seen::Finished(replay, aborted));
+    }
+}
+
+/// A ring through `members` on one channel: `(order, prev, next)` of each, in the order of `members`.
+fn ring(members: &[u32], slot_bytes: usize) -> Vec<Connections> {
+    let n = members.len();
+    let fifos: Vec<_> = (0..n).map(|_| fifo(slot_bytes)).collect();
+    (0..n)
+        .map(|at| Connections::Ring {
+            order: (0..n).map(|hop| members[(at + hop) % n]).collect(),
+            prev: fifos[(at + n - 1) % n].clone(),
+            next: fifos[at].clone(),
+        })
+        .collect()
+}
+
+pub(crate) fn p2p(
+    op: u32,
+    function: Function,
+    address: usize,
+    count: usize,
+    connections: Connections,
+) -> Work {
+    let (send, recv) = if function == Function::Send {
+        (address, 0)
+    } else {
+        (0, address)
+    };
+    Work {
+        op,
+        tag: 3,
+        function,
+        algorithm: Algorithm::Direct,
+        data_type: DataType::Uint8,
+        reduce_op: ReduceOp::None,
+        scalar: Scalar::None,
+        send,
+        recv,
+        count,
+        part: 0..count,
+        rank: 0,
+        ranks: 4,
+        root: 0,
+        connections,
+    }
+}
