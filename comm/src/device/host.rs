@@ -24,7 +24,7 @@ use ringsight_records::Algorithm;
 
 use self::{
     capture::Capturing,
-    graph::{Action, Destructor, Instance},
+    graph::{Action, Destructor, External, Instance, Step},
     state::{CURRENT, EventState, FIRST_HANDLE, State, unknown, usage},
     worker::{Point, Worker, in_callback, lock},
 };
@@ -65,11 +65,33 @@ impl HostDevice {
         let mut state = self.enter()?;
         let handle = state.resolve(stream)?;
         match state.capturing(handle)? {
-            Some(capture) => capture.add(handle, action),
+            Some(capture) => capture.add(handle, Step::Action(action)),
             None => state.streams[&handle]
                 .worker
                 .push(Box::new(move || action.run(0))),
         }
+        Ok(())
+    }
+
+    /// Appends a node that has to do with an event outside to a stream's capture.
+    fn submit_external(&self, stream: Stream, event: Event, external: External) -> Result<()> {
+        let mut state = self.enter()?;
+        let handle = state.resolve(stream)?;
+        let found = state.event(event)?.clone();
+        let own = state.streams[&handle].capture;
+        let Some(capture) = state.capturing(handle)? else {
+            return usage(format!(
+                "event {:#x} can be external to a capture only, and stream {handle:#x} is in none",
+                event.0
+            ));
+        };
+        if matches!(found, EventState::Captured { capture, .. } if Some(capture) == own) {
+            return usage(format!(
+                "event {:#x} was last recorded in this capture: it is not external to it",
+                event.0
+            ));
+        }
+        capture.add(handle, Step::External(external));
         Ok(())
     }
 
@@ -283,6 +305,14 @@ impl Device for HostDevice {
         Ok(())
     }
 
+    fn event_record_external(&self, event: Event, stream: Stream) -> Result<()> {
+        self.submit_external(stream, event, External::Record(event.0))
+    }
+
+    fn stream_wait_event_external(&self, stream: Stream, event: Event) -> Result<()> {
+        self.submit_external(stream, event, External::Wait(event.0))
+    }
+
     fn event_query(&self, event: Event) -> Result<Progress> {
         let point = self.point("event query", event)?;
         let done = point.is_none_or(|point| point.passed().is_some());
@@ -437,8 +467,9 @@ impl Device for HostDevice {
             capture.invalidate(why);
             return usage(why);
         }
-        // Numbered under the lock: the order of replays is the order of these calls.
-        let replay = instance.next();
+        // Numbered under the lock, as events are recorded: the order of replays is the order of these calls.
+        let outside = state.outside(&instance);
+        let replay = instance.next(outside);
         state.streams[&handle].worker.push(Box::new(move || replay.run()));
         Ok(())
     }

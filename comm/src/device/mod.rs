@@ -113,6 +113,13 @@ pub trait Device: Send + Sync + 'static {
     fn event_destroy(&self, event: Event) -> Result<()>;
     /// Records it after the present work of `stream`.
     fn event_record(&self, event: Event, stream: Stream) -> Result<()>;
+    /// Captures a record that each replay makes: from the launch of the graph on, who waits for `event` waits for the end
+    /// of `stream`'s present work in that replay. Refused outside captures, as CUDA does (`cudaEventRecordExternal`).
+    fn event_record_external(&self, event: Event, stream: Stream) -> Result<()>;
+    /// Captures a wait that each replay makes: later work in `stream` waits for what `event`, which is not of this capture,
+    /// had recorded when the graph was launched, or was recorded by an earlier node of the same replay. Refused outside
+    /// captures (`cudaEventWaitExternal`).
+    fn stream_wait_event_external(&self, stream: Stream, event: Event) -> Result<()>;
     /// Whether the work before its last record is done. An event recorded in a capture cannot be queried.
     fn event_query(&self, event: Event) -> Result<Progress>;
     /// Waits for it.

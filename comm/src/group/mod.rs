@@ -472,7 +472,7 @@ impl Group {
             })
         };
         each(launchings, &mut |launching, device| {
-            launching.prepare(device, &launching.comm.planner())
+            launching.prepare(device, &mut launching.comm.planner())
         })?;
         // All plans of a communicator before those of the next one, since ranks may have cut their messages differently,
         // and a plan then waits for a later one of its peer. But several ranks of one communicator in this process go

@@ -1,15 +1,18 @@
 //! Handing plans to the device: streams, order, capture, network work.
 
 pub mod observer;
+mod order;
 pub mod reclaim;
 
 use std::sync::Arc;
 
 use ringsight_records::{Flags, Kind, Record, State, description::Time};
 
+pub(crate) use order::Order;
+
 use crate::{
     communicator::{Communicator, Planner},
-    device::{Capture, Device, Event, Stream},
+    device::{Capture, Device, Stream},
     error::Result,
     observe,
     plan::{OpInfo, Plan},
@@ -36,69 +39,19 @@ fn join(device: &dyn Device, waiting: Stream, stream: Stream) -> Result<()> {
     Ok(joined?)
 }
 
-/// The event after which a communicator's next kernel may run: its operations are ordered whatever streams they are
-/// given to. A capture has an order of its own, since it must not wait for what is outside it.
-#[derive(Debug, Default)]
-pub(crate) struct Order {
-    eager: Option<Event>,
-    /// With the graph number.
-    captured: Option<(u32, Event)>,
-}
-
-impl Order {
-    fn before(&self, capture: Option<Capture>) -> Option<Event> {
-        match capture {
-            None => self.eager,
-            Some(capture) => self
-                .captured
-                .filter(|(graph, _)| *graph == capture.id)
-                .map(|(_, event)| event),
-        }
-    }
-
-    fn record(&mut self, device: &dyn Device, stream: Stream, capture: Option<Capture>) -> Result<()> {
-        let event = match (capture, self.eager, self.captured) {
-            (None, Some(event), _) => event,
-            (None, None, _) => *self.eager.insert(device.event_create()?),
-            (Some(capture), _, Some((graph, event))) if graph == capture.id => event,
-            (Some(capture), _, old) => {
-                if let Some((_, event)) = old {
-                    device.event_destroy(event)?;
-                }
-                self.captured.insert((capture.id, device.event_create()?)).1
-            }
-        };
-        Ok(device.event_record(event, stream)?)
-    }
-
-    /// Destroys the events.
-    pub(crate) fn clear(&mut self, device: &dyn Device) {
-        for event in self
-            .eager
-            .take()
-            .into_iter()
-            .chain(self.captured.take().map(|(_, event)| event))
-        {
-            // Nothing is left to be done about an event that cannot be destroyed.
-            let _ = device.event_destroy(event);
-        }
-    }
-}
-
 impl Launching<'_> {
     fn stream(&self) -> Stream {
         self.streams[0]
     }
 
     /// Joins the caller's other streams and the communicator's earlier work into the stream of the kernels.
-    pub(crate) fn prepare(&self, device: &dyn Device, planner: &Planner) -> Result<()> {
+    pub(crate) fn prepare(&self, device: &dyn Device, planner: &mut Planner) -> Result<()> {
         for other in &self.streams[1..] {
             join(device, self.stream(), *other)?;
         }
-        if let Some(event) = planner.order.before(self.capture) {
-            device.stream_wait_event(self.stream(), event)?;
-        }
-        Ok(())
+        let Planner { plans, order, .. } = planner;
+        order.retain(device, |graph| plans.holds(graph));
+        order.enter(device, self.stream(), self.capture)
     }
 
     /// Launches the next plan, if there is one, and lists its operations; says whether there are more plans.
@@ -113,17 +66,21 @@ impl Launching<'_> {
         };
         let graph = self.capture.map_or(0, |capture| capture.id);
         // Network work of captured plans is posted by each replay. While graphs live, eager plans go the same way:
-        // posted at once, theirs would overtake that of a replay which is still queued.
-        let posted_by_stream = !plan.proxy_ops.is_empty() && (graph != 0 || planner.plans.has_graphs());
+        // posted at once, theirs would overtake that of a replay which is still queued. So do those that follow until
+        // the last of these is posted.
+        let posted_by_stream = !plan.proxy_ops.is_empty()
+            && (graph != 0 || planner.plans.has_graphs() || planner.order.is_posting());
         if let Some(capture) = self.capture {
             self.comm.retain_graph(device, capture, planner)?;
         }
         if posted_by_stream {
             let (comm, ops) = (Arc::downgrade(&self.comm), plan.proxy_ops.clone());
             let observer = plan.observer.clone();
+            let posting = (graph == 0).then(|| planner.order.begin_posting());
             device.launch_host(
                 self.stream(),
                 Arc::new(move |replay| {
+                    let _posting = &posting;
                     // A communicator that is gone has set its abort word: the kernel gives up without network work.
                     if let Some(comm) = comm.upgrade() {
                         comm.post(&ops, &observer, replay);
@@ -185,11 +142,9 @@ impl Launching<'_> {
 
     /// Lets the caller's other streams and the communicator's next operation wait for the kernels.
     pub(crate) fn finish(&self, device: &dyn Device, planner: &mut Planner) -> Result<()> {
-        planner.order.record(device, self.stream(), self.capture)?;
+        let end = planner.order.leave(device, self.stream(), self.capture)?;
         for other in &self.streams[1..] {
-            if let Some(event) = planner.order.before(self.capture) {
-                device.stream_wait_event(*other, event)?;
-            }
+            device.stream_wait_event(*other, end)?;
         }
         Ok(())
     }

@@ -84,6 +84,11 @@ impl Plans {
         self.captured.values().any(|captured| captured.retained)
     }
 
+    /// Whether the graph, or the capture that it may come of, has plans of this communicator.
+    pub(crate) fn holds(&self, graph: u32) -> bool {
+        self.captured.contains_key(&graph)
+    }
+
     /// Notes an operation that a graph will hold.
     pub(crate) fn note_captured_op(&mut self, graph: u32, op: u32) {
         lock(&self.captured.entry(graph).or_default().ops).push(op);

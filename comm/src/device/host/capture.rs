@@ -3,7 +3,7 @@
 use std::{collections::HashMap, sync::Arc, thread::ThreadId};
 
 use super::{
-    graph::{Action, GraphBody, Node, Retained, closure},
+    graph::{GraphBody, Node, Retained, Step, closure},
     worker::Worker,
 };
 use crate::device::{DeviceError, Result};
@@ -58,10 +58,10 @@ impl Capturing {
     }
 
     /// Appends a node to a stream.
-    pub(super) fn add(&mut self, stream: usize, action: Action) {
+    pub(super) fn add(&mut self, stream: usize, step: Step) {
         let node = self.nodes.len();
         let after = self.tips.insert(stream, vec![node]).unwrap_or_default();
-        self.nodes.push(Node { action, after });
+        self.nodes.push(Node { step, after });
     }
 
     /// What an event recorded in `stream` now stands for.

@@ -58,9 +58,24 @@ impl Action {
     }
 }
 
-/// A node: what runs, and the nodes (by index, all smaller than its own) that must be done before.
+/// What a graph has to do with an event (a handle) that is not of its capture.
+#[derive(Clone, Copy)]
+pub(super) enum External {
+    /// Waits for what it had recorded when the graph was launched.
+    Wait(usize),
+    /// Is recorded by it.
+    Record(usize),
+}
+
+/// What a node does.
+pub(super) enum Step {
+    Action(Action),
+    External(External),
+}
+
+/// A node: what it does, and the nodes (by index, all smaller than its own) that must be done before.
 pub(super) struct Node {
-    pub(super) action: Action,
+    pub(super) step: Step,
     pub(super) after: Vec<usize>,
 }
 
@@ -240,8 +255,18 @@ impl Instance {
         })
     }
 
-    /// The next launch. Numbers count from 1 per instance, so ranks that replay alike number alike.
-    pub(super) fn next(self: &Arc<Self>) -> Replay {
+    /// The nodes that have to do with events outside, by index.
+    pub(super) fn externals(&self) -> impl Iterator<Item = (usize, External)> {
+        let nodes = self.program.graph.nodes.iter().enumerate();
+        nodes.filter_map(|(index, node)| match node.step {
+            Step::External(external) => Some((index, external)),
+            Step::Action(_) => None,
+        })
+    }
+
+    /// The next launch, in which nodes wait for or pass these points outside, by index. Numbers count from 1 per instance,
+    /// so ranks that replay alike number alike.
+    pub(super) fn next(self: &Arc<Self>, outside: Vec<(usize, Arc<Point>)>) -> Replay {
         let mut launches = lock(&self.launches);
         // 0 stands for eager work.
         launches.count = launches.count.checked_add(1).unwrap_or(1);
@@ -250,6 +275,7 @@ impl Instance {
         Replay {
             instance: self.clone(),
             number: launches.count,
+            outside: outside.into(),
             previous,
             done,
         }
@@ -257,12 +283,28 @@ impl Instance {
 }
 
 impl Program {
-    fn run_lane(&self, lane: usize, replay: u32, passed: &[Point]) -> Outcome {
+    fn run_lane(
+        &self,
+        lane: usize,
+        replay: u32,
+        (passed, outside): (&[Point], &[(usize, Arc<Point>)]),
+    ) -> Outcome {
         let mut outcome = Ok(());
         for turn in &self.lanes[lane] {
             turn.waits.iter().for_each(|&before| passed[before].wait());
             // After a fault the rest still runs, as far as it can: peers wait for it.
-            outcome = outcome.and(self.graph.nodes[turn.node].action.run(replay));
+            outcome = outcome.and(match &self.graph.nodes[turn.node].step {
+                Step::Action(action) => action.run(replay),
+                Step::External(external) => {
+                    if let Ok(at) = outside.binary_search_by_key(&turn.node, |(node, _)| *node) {
+                        match external {
+                            External::Wait(_) => outside[at].1.wait(),
+                            External::Record(_) => outside[at].1.pass(),
+                        }
+                    }
+                    Ok(())
+                }
+            });
             if turn.tells {
                 passed[turn.node].pass();
             }
@@ -275,6 +317,7 @@ impl Program {
 pub(super) struct Replay {
     instance: Arc<Instance>,
     number: u32,
+    outside: Arc<[(usize, Arc<Point>)]>,
     previous: Option<Arc<Point>>,
     done: Arc<Point>,
 }
@@ -290,8 +333,9 @@ impl Replay {
         let branches: Vec<Arc<Branch>> = self.instance.workers.iter().map(|_| Arc::default()).collect();
         for (at, worker) in self.instance.workers.iter().enumerate() {
             let (program, passed, branch) = (program.clone(), passed.clone(), branches[at].clone());
+            let outside = self.outside.clone();
             worker.push(Box::new(move || {
-                *lock(&branch.outcome) = program.run_lane(at + 1, number, &passed);
+                *lock(&branch.outcome) = program.run_lane(at + 1, number, (&passed, &outside));
                 // Before the launching stream goes on: once it is done, no replay keeps the graph alive.
                 drop(program);
                 branch.done.pass();
@@ -301,7 +345,7 @@ impl Replay {
         let mut outcome = if program.lanes.is_empty() {
             Ok(())
         } else {
-            program.run_lane(0, number, &passed)
+            program.run_lane(0, number, (&passed, &self.outside))
         };
         for branch in branches {
             branch.done.wait();

@@ -4,7 +4,7 @@ use std::{cell::Cell, collections::HashMap, sync::Arc, thread};
 
 use super::{
     capture::Capturing,
-    graph::{GraphBody, Instance},
+    graph::{External, GraphBody, Instance},
     worker::{Point, Worker},
 };
 use crate::device::{DeviceError, Event, Result, Stream};
@@ -103,6 +103,29 @@ impl State {
         self.events
             .get_mut(&event.0)
             .ok_or_else(|| unknown("event", event.0))
+    }
+
+    /// The points that the nodes of a graph wait for or pass outside, by node, now that it is launched. Events that are
+    /// gone or were never recorded are waited for by nobody.
+    pub(super) fn outside(&mut self, instance: &Instance) -> Vec<(usize, Arc<Point>)> {
+        let mut outside = Vec::new();
+        for (node, external) in instance.externals() {
+            match external {
+                External::Wait(event) => {
+                    if let Some(EventState::Recorded(point)) = self.events.get(&event) {
+                        outside.push((node, point.clone()));
+                    }
+                }
+                External::Record(event) => {
+                    if let Some(event) = self.events.get_mut(&event) {
+                        let point = Arc::new(Point::default());
+                        *event = EventState::Recorded(point.clone());
+                        outside.push((node, point));
+                    }
+                }
+            }
+        }
+        outside
     }
 
     /// The capture that `stream` (resolved) is in, if it is whole.
