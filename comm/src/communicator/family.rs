@@ -21,7 +21,7 @@ use crate::{
     error::Result,
     observe,
     plan::OpInfo,
-    proxy::{Proxy, ProxyConfig},
+    proxy::{Proxy, ProxyConfig, affinity::Cpus},
     transport::Connector,
 };
 
@@ -66,6 +66,7 @@ impl Family {
             cookie: bootstrap.cookie(),
             listen: bootstrap.local_ip(),
             slot_bytes,
+            cpus: Cpus::by_environment()?,
             abort: abort.clone(),
             on_completed: {
                 let proxied = proxied.clone();

@@ -5,6 +5,7 @@
 //! served by the progress thread, which starts with the first of them: operations are saved, started, and then moved
 //! step by step between a [`ringsight_kernels::Fifo`] and a socket.
 
+pub mod affinity;
 pub mod client;
 pub(crate) mod events;
 pub(crate) mod memory;
@@ -14,12 +15,13 @@ mod service;
 mod unix;
 
 use std::{
-    fmt,
+    fmt, io,
     net::{IpAddr, SocketAddr, TcpListener},
     str::FromStr,
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
+        mpsc,
     },
     thread::{self, JoinHandle},
 };
@@ -39,7 +41,7 @@ pub enum Error {
         /// What was tried.
         what: String,
         /// What the system said.
-        source: Arc<std::io::Error>,
+        source: Arc<io::Error>,
     },
     /// The proxy refused a request, or a peer's proxy could not be reached; the text says why.
     #[error("{0}")]
@@ -83,6 +85,8 @@ pub struct ProxyConfig {
     pub listen: IpAddr,
     /// Bytes of a slot of every connection; the same on all ranks.
     pub slot_bytes: usize,
+    /// CPUs that its threads run on, if not on those of the thread that makes it.
+    pub cpus: Option<affinity::Cpus>,
     /// Releases every wait.
     pub abort: Arc<AbortWord>,
     /// Told of finished operations, on the progress thread. Not called for operations that are given up.
@@ -212,12 +216,23 @@ impl Proxy {
         );
         let signals = (Arc::clone(&wake), Arc::clone(&ending));
         let service = Service::new(config.clone(), (unix, tcp), signals, Arc::clone(&progress));
+        let cpus = config.cpus.clone();
+        let (tell, settled) = mpsc::sync_channel(1);
         let service = thread::Builder::new()
             .name("rs-proxy".into())
             .stack_size(256 << 10)
-            .spawn(move || service.run())
+            .spawn(move || {
+                // The progress thread is started by this one and runs where it does.
+                let result = cpus.map_or(Ok(()), |cpus| cpus.apply());
+                let settled = result.is_ok();
+                // Whoever waits for it is there until then.
+                let _ = tell.send(result);
+                if settled {
+                    service.run();
+                }
+            })
             .map_err(system("starting the proxy's service thread"))?;
-        Ok(Self {
+        let proxy = Self {
             address,
             config,
             progress,
@@ -225,7 +240,14 @@ impl Proxy {
             wake,
             ending,
             service: Some(service),
-        })
+        };
+        if let Some(cpus) = &proxy.config.cpus {
+            let what = format!("running the proxy's threads on CPUs {cpus}, by NCCL_PROXY_CPUSET");
+            let settled = settled.recv().map_err(io::Error::other);
+            settled.and_then(|result| result).map_err(system(&what))?;
+            tracing::info!(target: crate::log::PROXY, "Proxy of rank {} runs on CPUs {cpus}", proxy.config.rank);
+        }
+        Ok(proxy)
     }
 
     /// Where it answers, the text of a [`ProxyAddress`]: what [`crate::topology::RankInfo::proxy_address`] carries.
@@ -280,7 +302,7 @@ impl Drop for Proxy {
     }
 }
 
-fn system(what: &str) -> impl FnOnce(std::io::Error) -> Error {
+fn system(what: &str) -> impl FnOnce(io::Error) -> Error {
     move |source| Error::System {
         what: what.to_owned(),
         source: Arc::new(source),

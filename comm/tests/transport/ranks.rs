@@ -57,6 +57,7 @@ impl Rank {
             cookie: bootstrap.cookie(),
             listen: bootstrap.local_ip(),
             slot_bytes: SLOT,
+            cpus: None,
             abort: abort.clone(),
             on_completed: Arc::new(move |op, replay| {
                 let _ = tell_completed.send((op, replay));

@@ -1,0 +1,159 @@
+//! The CPUs that a proxy's threads run on.
+
+use std::{fmt, io};
+
+use crate::error::{Error, Result};
+
+/// CPUs that Linux can count.
+const MOST: usize = 8192;
+
+/// Some of the machine's CPUs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cpus([u64; MOST / 64]);
+
+impl Cpus {
+    /// Those that [`crate::proxy::ProxyConfig::cpus`] is to be: `NCCL_PROXY_CPUSET`, or with `NCCL_IGNORE_CPU_AFFINITY=1` all
+    /// that are near the device, which for the host device is all. `None`: those of the thread that makes the proxy.
+    ///
+    /// # Errors
+    /// A variable that is no list of CPUs, or neither 0 nor 1.
+    pub(crate) fn by_environment() -> Result<Option<Self>> {
+        Self::by(&crate::env::text)
+    }
+
+    fn by(environment: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>> {
+        const SET: &str = "NCCL_PROXY_CPUSET";
+        const IGNORE: &str = "NCCL_IGNORE_CPU_AFFINITY";
+        if let Some(list) = environment(SET) {
+            return Self::parse(&list).map(Some).map_err(|why| {
+                Error::argument(format!(
+                    "environment variable {SET}={list}: {why}; a list of CPUs such as 0-3,8 is wanted"
+                ))
+            });
+        }
+        match environment(IGNORE).as_deref() {
+            None | Some("0") => Ok(None),
+            Some("1") => Ok(Some(Self([u64::MAX; MOST / 64]))),
+            Some(other) => Err(Error::argument(format!(
+                "environment variable {IGNORE}={other}: must be 0 or 1"
+            ))),
+        }
+    }
+
+    /// Reads a list as the kernel writes it: numbers and ranges between commas. At least one CPU; the error says what is
+    /// wrong.
+    fn parse(list: &str) -> std::result::Result<Self, String> {
+        let mut cpus = Self([0; MOST / 64]);
+        for part in list.split(',') {
+            let number = |text: &str| match text.trim().parse::<usize>() {
+                Ok(cpu) if cpu < MOST => Ok(cpu),
+                Ok(cpu) => Err(format!("no machine has a CPU {cpu}")),
+                Err(_) => Err(format!("{:?} is neither a CPU nor a range", part.trim())),
+            };
+            let (first, last) = match part.split_once('-') {
+                Some((first, last)) => (number(first)?, number(last)?),
+                None => (number(part)?, number(part)?),
+            };
+            if first > last {
+                return Err(format!("{:?} is no range", part.trim()));
+            }
+            for cpu in first..=last {
+                cpus.0[cpu / 64] |= 1 << (cpu % 64);
+            }
+        }
+        Ok(cpus)
+    }
+
+    /// Makes the calling thread, and those that it starts from now on, run on these: on those of them that it may use.
+    ///
+    /// # Errors
+    /// When it may use none.
+    pub(super) fn apply(&self) -> io::Result<()> {
+        let (thread, bytes) = (0, size_of_val(&self.0));
+        // SAFETY: readable for its size; the kernel takes masks of any length.
+        let result = unsafe { libc::sched_setaffinity(thread, bytes, self.0.as_ptr().cast()) };
+        crate::bootstrap::sys::check(result).map(drop)
+    }
+}
+
+impl fmt::Display for Cpus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let has = |cpu: usize| cpu < MOST && self.0[cpu / 64] >> (cpu % 64) & 1 == 1;
+        let mut comma = "";
+        let mut cpu = 0;
+        while cpu < MOST {
+            if !has(cpu) {
+                cpu += 1;
+                continue;
+            }
+            let first = cpu;
+            while has(cpu) {
+                cpu += 1;
+            }
+            match cpu - 1 {
+                last if last == first => write!(f, "{comma}{first}")?,
+                last => write!(f, "{comma}{first}-{last}")?,
+            }
+            comma = ",";
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn by(name: &'static str, value: &'static str) -> Result<Option<Cpus>> {
+        Cpus::by(&|asked| (asked == name).then(|| value.to_owned()))
+    }
+
+    #[test]
+    fn lists_are_read_as_the_kernel_writes_them() {
+        for (list, same) in [
+            ("0", "0"),
+            ("0-3,8", "0-3,8"),
+            (" 2 , 1, 0 ", "0-2"),
+            ("5-5,63,64", "5,63-64"),
+            ("8191", "8191"),
+        ] {
+            let cpus = by("NCCL_PROXY_CPUSET", list).unwrap().unwrap();
+            assert_eq!(cpus.to_string(), same);
+        }
+    }
+
+    #[test]
+    fn what_is_no_list_is_refused_and_named() {
+        for (list, why) in [
+            ("x", "\"x\" is neither a CPU nor a range"),
+            ("0,,1", "\"\" is neither a CPU nor a range"),
+            ("0-", "\"0-\" is neither a CPU nor a range"),
+            ("-1", "\"-1\" is neither"),
+            ("1-2-3", "\"1-2-3\" is neither"),
+            ("3-1", "\"3-1\" is no range"),
+            ("8192", "no machine has a CPU 8192"),
+            ("99999999999999999999", "is neither a CPU"),
+        ] {
+            let error = by("NCCL_PROXY_CPUSET", list).unwrap_err();
+            assert_eq!(error.code, crate::error::ResultCode::InvalidArgument);
+            assert!(
+                error.text.contains("NCCL_PROXY_CPUSET=") && error.text.contains(why),
+                "{error}"
+            );
+        }
+        assert_eq!(by("NCCL_IGNORE_CPU_AFFINITY", "0"), Ok(None));
+        let error = by("NCCL_IGNORE_CPU_AFFINITY", "yes").unwrap_err();
+        assert!(error.text.contains("NCCL_IGNORE_CPU_AFFINITY=yes"), "{error}");
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read(cpus in proptest::collection::btree_set(0..MOST, 1..40)) {
+            let list: Vec<String> = cpus.iter().map(ToString::to_string).collect();
+            let read = Cpus::parse(&list.join(",")).unwrap();
+            prop_assert_eq!(Cpus::parse(&read.to_string()), Ok(read));
+        }
+    }
+}
