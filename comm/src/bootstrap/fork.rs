@@ -19,10 +19,10 @@ static HELD: [AtomicU64; MOST / 64] = [const { AtomicU64::new(0) }; MOST / 64];
 /// Something with a descriptor that is closed in children of this process when they are forked. What is left of it in
 /// a child must be neither used nor dropped: communicators refuse both.
 #[derive(Debug)]
-pub(super) struct ParentOnly<T: AsRawFd>(T);
+pub(crate) struct ParentOnly<T: AsRawFd>(T);
 
 impl<T: AsRawFd> ParentOnly<T> {
-    pub(super) fn new(inner: T) -> Self {
+    pub(crate) fn new(inner: T) -> Self {
         static HANDLER: Once = Once::new();
         // SAFETY: registers a plain function that only does atomic operations and `close`, all async-signal-safe.
         HANDLER.call_once(|| unsafe {

@@ -54,13 +54,13 @@ impl Link {
     }
 
     /// A connection that `peer` opened.
-    pub(super) fn accepted(peer: u32, stream: TcpStream) -> Self {
+    pub(super) fn accepted(peer: u32, stream: ParentOnly<TcpStream>) -> Self {
         // A connection without keep-alive works as well; only a machine that vanishes is noticed later.
         let _ = sys::keep_alive(&stream);
         Self {
             peer,
             ours: false,
-            stream: ParentOnly::new(stream),
+            stream,
             out: Mutex::default(),
         }
     }

@@ -6,7 +6,7 @@
 //! ([`Bootstrap::on_lost`]). Collective calls ([`Bootstrap::all_gather`]) are built from these messages.
 
 mod collective;
-mod fork;
+pub(crate) mod fork;
 mod frame;
 pub(crate) mod fuzzing;
 pub(crate) mod id;

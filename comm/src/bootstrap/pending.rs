@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::sys;
+use super::{fork::ParentOnly, sys};
 
 /// How long a connection may take over its hello.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -18,7 +18,7 @@ const BATCH: usize = 64;
 
 /// One undecided connection.
 pub(crate) struct Pending {
-    stream: TcpStream,
+    stream: ParentOnly<TcpStream>,
     bytes: Vec<u8>,
     since: Instant,
 }
@@ -32,7 +32,7 @@ impl Pending {
                 return Ok(true);
             }
             let mut piece = [0; 64];
-            match self.stream.read(&mut piece[..wanted.min(64)]) {
+            match (&*self.stream).read(&mut piece[..wanted.min(64)]) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(read) => self.bytes.extend_from_slice(&piece[..read]),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
@@ -63,7 +63,7 @@ impl Undecided {
         fds.extend(
             self.list
                 .iter()
-                .map(|pending| sys::interest(&pending.stream, libc::POLLIN)),
+                .map(|pending| sys::interest(&*pending.stream, libc::POLLIN)),
         );
     }
 
@@ -83,7 +83,7 @@ impl Undecided {
                             self.list.remove(0);
                         }
                         self.list.push(Pending {
-                            stream,
+                            stream: ParentOnly::new(stream),
                             bytes: Vec::new(),
                             since: Instant::now(),
                         });
@@ -99,7 +99,7 @@ impl Undecided {
     }
 
     /// Reads on; gives the connections whose hello is whole, and drops the broken and the slow.
-    pub(crate) fn decided(&mut self) -> Vec<(TcpStream, Vec<u8>)> {
+    pub(crate) fn decided(&mut self) -> Vec<(ParentOnly<TcpStream>, Vec<u8>)> {
         let mut decided = Vec::new();
         for mut pending in std::mem::take(&mut self.list) {
             match pending.read(self.missing) {

@@ -248,7 +248,7 @@ impl Root {
     }
 
     /// Somebody has said hello, or something else.
-    fn welcome(&mut self, stream: TcpStream, bytes: &[u8]) {
+    fn welcome(&mut self, stream: ParentOnly<TcpStream>, bytes: &[u8]) {
         let from = stream.peer_addr();
         let link = Link::accepted(0, stream);
         let refusal = match Hello::parse(bytes) {

@@ -8,6 +8,7 @@ use std::{
 };
 
 use super::{
+    fork::ParentOnly,
     frame::{Frame, FrameReader},
     link::Link,
     pending::Undecided,
@@ -62,7 +63,7 @@ impl Reader {
 
 impl Shared {
     /// The connection of another rank; anybody else is told why it is closed.
-    fn welcome(&self, stream: TcpStream, bytes: &[u8]) -> Option<Arc<Link>> {
+    fn welcome(&self, stream: ParentOnly<TcpStream>, bytes: &[u8]) -> Option<Arc<Link>> {
         let text = match Hello::parse(bytes) {
             Ok((cookie, Hello::Peer { from, to })) if cookie == self.cookie => {
                 if to == self.rank && from != self.rank && (from as usize) < self.table.len() {

@@ -33,7 +33,7 @@ pub struct Response {
 
 /// A connection to a proxy's service. Requests may be outstanding in any number and are answered in any order.
 pub struct ProxyClient {
-    socket: OwnedFd,
+    socket: unix::Socket,
     /// Whose proxy it is, for messages.
     rank: u32,
     abort: Arc<AbortWord>,
@@ -194,7 +194,7 @@ impl ProxyClient {
         }
         // Another thread may take our response out of the socket, so never sleep long.
         match sys::poll(
-            &mut [sys::interest(&self.socket, events)],
+            &mut [sys::interest(&*self.socket, events)],
             Some(left.min(sys::ABORT_CHECK)),
         ) {
             Ok(_) => Ok(()),

@@ -28,7 +28,10 @@ use std::{
 
 use ringsight_kernels::AbortWord;
 
-use crate::bootstrap::sys::{self, Wake};
+use crate::bootstrap::{
+    fork::ParentOnly,
+    sys::{self, Wake},
+};
 use progress::{Command, Progress};
 use service::Service;
 
@@ -196,6 +199,7 @@ impl Proxy {
         let unix = unix::listen(&name).map_err(system(&format!("listening at @{name}")))?;
         let what = format!("listening on {}", config.listen);
         let tcp = TcpListener::bind((config.listen, 0)).map_err(system(&what))?;
+        let tcp = ParentOnly::new(tcp);
         tcp.set_nonblocking(true).map_err(system(&what))?;
         let address = ProxyAddress {
             unix: name,

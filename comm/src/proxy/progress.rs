@@ -17,7 +17,10 @@ use ringsight_records::State;
 
 use super::{ConnectionId, OnCompleted, OnError, ProxyOp, events, message::Endpoint};
 use crate::{
-    bootstrap::sys::{self, Wake},
+    bootstrap::{
+        fork::ParentOnly,
+        sys::{self, Wake},
+    },
     transport::socket::{Needs, Receiver, Sender, Socket, Turn},
 };
 
@@ -36,7 +39,7 @@ pub(super) enum Command {
     /// A connection exists; operations may come before its socket does.
     Add(ConnectionId, Endpoint, Arc<Fifo>),
     /// Its socket.
-    Attach(ConnectionId, TcpStream),
+    Attach(ConnectionId, ParentOnly<TcpStream>),
     /// Forget it and give up its operations.
     Remove(ConnectionId),
     /// Operations to move.
@@ -389,7 +392,7 @@ impl<'a> Engine<'a> {
         let mut fds = vec![sys::interest(&self.shared.wake, libc::POLLIN)];
         for connection in self.working() {
             if let Some(socket) = &connection.socket {
-                fds.push(sys::interest(&socket.stream, connection.machine.needs().events));
+                fds.push(sys::interest(&*socket.stream, connection.machine.needs().events));
             }
         }
         if sys::poll(&mut fds, timeout).is_err() {

@@ -26,6 +26,7 @@ use super::{
 };
 use crate::{
     bootstrap::{
+        fork::ParentOnly,
         pending::Undecided,
         sys::{self, Wake},
     },
@@ -41,7 +42,7 @@ const STARVED_PAUSE: Duration = Duration::from_millis(20);
 
 /// A client of the service.
 struct Client {
-    socket: OwnedFd,
+    socket: unix::Socket,
     /// It has presented the secret.
     trusted: bool,
     /// It is of this process.
@@ -76,8 +77,8 @@ struct Connection {
 /// The service of one proxy.
 pub(super) struct Service {
     pub(super) config: ProxyConfig,
-    pub(super) unix: OwnedFd,
-    pub(super) tcp: TcpListener,
+    pub(super) unix: unix::Socket,
+    pub(super) tcp: ParentOnly<TcpListener>,
     pub(super) wake: Arc<Wake>,
     pub(super) ending: Arc<AtomicBool>,
     pub(super) progress: Arc<Progress>,
@@ -95,7 +96,7 @@ pub(super) struct Service {
 impl Service {
     pub(super) fn new(
         config: ProxyConfig,
-        (unix, tcp): (OwnedFd, TcpListener),
+        (unix, tcp): (unix::Socket, ParentOnly<TcpListener>),
         (wake, ending): (Arc<Wake>, Arc<AtomicBool>),
         progress: Arc<Progress>,
     ) -> Self {
@@ -125,8 +126,8 @@ impl Service {
             let listen = if starved { 0 } else { libc::POLLIN };
             let mut fds = vec![
                 sys::interest(&*self.wake, libc::POLLIN),
-                sys::interest(&self.unix, listen),
-                sys::interest(&self.tcp, listen),
+                sys::interest(&*self.unix, listen),
+                sys::interest(&*self.tcp, listen),
             ];
             let ids: Vec<u64> = self.clients.keys().copied().collect();
             fds.extend(ids.iter().map(|id| {
@@ -136,12 +137,12 @@ impl Service {
                 } else {
                     libc::POLLIN | libc::POLLOUT
                 };
-                sys::interest(&client.socket, events)
+                sys::interest(&*client.socket, events)
             }));
             let first_outgoing = fds.len();
             fds.extend(self.outgoing.iter().map(|outgoing| {
                 sys::interest(
-                    &outgoing.stream,
+                    &*outgoing.stream,
                     if outgoing.greeted {
                         libc::POLLIN
                     } else {
@@ -417,7 +418,7 @@ impl Service {
                     connection: id,
                     asked,
                     address,
-                    stream,
+                    stream: ParentOnly::new(stream),
                     greeted,
                     verdict,
                 });

@@ -8,17 +8,20 @@ use std::{
     ptr,
 };
 
-use crate::bootstrap::sys::check;
+use crate::bootstrap::{fork::ParentOnly, sys::check};
 
 /// Longest message, bytes; longer ones are cut and so refused by the parser.
 pub(super) const MAX_MESSAGE: usize = 1024;
 
-fn socket() -> io::Result<OwnedFd> {
+/// A forked child keeps none: a name would outlive the proxy that answers there.
+pub(super) type Socket = ParentOnly<OwnedFd>;
+
+fn socket() -> io::Result<Socket> {
     let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     // SAFETY: no pointers; the result is checked.
     let fd = check(unsafe { libc::socket(libc::AF_UNIX, kind, 0) })?;
     // SAFETY: a new descriptor that nobody else owns.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    Ok(ParentOnly::new(unsafe { OwnedFd::from_raw_fd(fd) }))
 }
 
 /// The address of an abstract name: a zero byte and the name, no zero at the end.
@@ -40,7 +43,7 @@ fn address(name: &str) -> io::Result<(libc::sockaddr_un, libc::socklen_t)> {
 }
 
 /// A listener, not blocking.
-pub(super) fn listen(name: &str) -> io::Result<OwnedFd> {
+pub(super) fn listen(name: &str) -> io::Result<Socket> {
     let (address, length) = address(name)?;
     let socket = socket()?;
     // SAFETY: `address` holds an address of `length` bytes.
@@ -51,7 +54,7 @@ pub(super) fn listen(name: &str) -> io::Result<OwnedFd> {
 }
 
 /// A connection, not blocking. `WouldBlock`: the listener's queue is full, try again.
-pub(super) fn connect(name: &str) -> io::Result<OwnedFd> {
+pub(super) fn connect(name: &str) -> io::Result<Socket> {
     let (address, length) = address(name)?;
     let socket = socket()?;
     // SAFETY: `address` holds an address of `length` bytes.
@@ -60,16 +63,16 @@ pub(super) fn connect(name: &str) -> io::Result<OwnedFd> {
 }
 
 /// The next connection, not blocking.
-pub(super) fn accept(listener: &OwnedFd) -> io::Result<OwnedFd> {
+pub(super) fn accept(listener: &Socket) -> io::Result<Socket> {
     let flags = libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     // SAFETY: null address: we do not ask who it is (its name is empty anyway).
     let fd = check(unsafe { libc::accept4(listener.as_raw_fd(), ptr::null_mut(), ptr::null_mut(), flags) })?;
     // SAFETY: a new descriptor that nobody else owns.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    Ok(ParentOnly::new(unsafe { OwnedFd::from_raw_fd(fd) }))
 }
 
 /// Process and user at the other end, as the kernel saw them when it connected.
-pub(super) fn credentials(socket: &OwnedFd) -> io::Result<libc::ucred> {
+pub(super) fn credentials(socket: &Socket) -> io::Result<libc::ucred> {
     let mut credentials = libc::ucred {
         pid: 0,
         uid: 0,
@@ -106,7 +109,7 @@ fn message(part: &mut libc::iovec, control: &mut Control, control_bytes: usize) 
 }
 
 /// Sends one message, with a descriptor if given; all or nothing, not blocking.
-pub(super) fn send(socket: &OwnedFd, bytes: &[u8], fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
+pub(super) fn send(socket: &Socket, bytes: &[u8], fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
     let mut part = libc::iovec {
         iov_base: bytes.as_ptr().cast_mut().cast(),
         iov_len: bytes.len(),
@@ -141,7 +144,7 @@ pub(super) fn send(socket: &OwnedFd, bytes: &[u8], fd: Option<BorrowedFd<'_>>) -
 }
 
 /// Receives one message with the descriptor that came along, not blocking. No bytes: the other end has closed.
-pub(super) fn receive(socket: &OwnedFd) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
+pub(super) fn receive(socket: &Socket) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
     let mut bytes = vec![0u8; MAX_MESSAGE];
     let mut part = libc::iovec {
         iov_base: bytes.as_mut_ptr().cast(),

@@ -19,19 +19,33 @@ use ringsight_records::State;
 use wire::{CREDIT_BYTES, STEP_BYTES, StepHeader, encode_credit, parse_credit};
 pub(crate) use wire::{Hello, VERDICT_BYTES, Verdict, fuzz};
 
-use crate::proxy::{ProxyOp, events};
+use crate::{
+    bootstrap::fork::ParentOnly,
+    proxy::{ProxyOp, events},
+};
 
 /// A socket that does not block, with what the last attempts and polls said of it.
 pub(crate) struct Socket {
-    pub(crate) stream: TcpStream,
+    pub(crate) stream: ParentOnly<TcpStream>,
     /// A read may give something. Cleared when one would block.
     pub(crate) readable: bool,
     /// A write may take something. Cleared when one would block.
     pub(crate) writable: bool,
 }
 
+/// What it means that a peer has closed a connection.
+const GONE: &str = "it aborted, was destroyed or its process ended";
+
+fn broken(error: &io::Error) -> String {
+    match error.kind() {
+        // It closed the connection with something unread.
+        io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => format!("{error}: {GONE}"),
+        _ => error.to_string(),
+    }
+}
+
 impl Socket {
-    pub(crate) fn new(stream: TcpStream) -> Self {
+    pub(crate) fn new(stream: ParentOnly<TcpStream>) -> Self {
         Self {
             stream,
             readable: true,
@@ -44,17 +58,15 @@ impl Socket {
         if !self.readable {
             return Ok(0);
         }
-        match (&self.stream).read(buffer) {
-            Ok(0) => {
-                Err("the peer closed the connection: it aborted, was destroyed or its process ended".into())
-            }
+        match (&*self.stream).read(buffer) {
+            Ok(0) => Err(format!("the peer closed the connection: {GONE}")),
             Ok(read) => Ok(read),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 self.readable = false;
                 Ok(0)
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(0),
-            Err(error) => Err(error.to_string()),
+            Err(error) => Err(broken(&error)),
         }
     }
 
@@ -63,14 +75,14 @@ impl Socket {
         if !self.writable {
             return Ok(0);
         }
-        match (&self.stream).write_vectored(parts) {
+        match (&*self.stream).write_vectored(parts) {
             Ok(written) => Ok(written),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 self.writable = false;
                 Ok(0)
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(0),
-            Err(error) => Err(error.to_string()),
+            Err(error) => Err(broken(&error)),
         }
     }
 }

@@ -3,13 +3,14 @@
 use std::{
     io::Write,
     net::TcpStream,
+    sync::atomic::{AtomicI32, Ordering},
     thread,
     time::{Duration, Instant},
 };
 
-use ringsight_comm::proxy::{Error, ProxyAddress};
+use ringsight_comm::proxy::{Error, ProxyAddress, client::ProxyClient};
 
-use super::ranks::{PATIENCE, consume, produce, seed, turn, world};
+use super::ranks::{PATIENCE, consume, produce, seed, turn, wait_for, world};
 
 #[test]
 fn a_peer_that_dies_is_named_and_stop_returns() {
@@ -125,5 +126,67 @@ fn rubbish_at_the_proxy_changes_nothing() {
         });
         rank.proxy.stop();
         rank.bootstrap.barrier().unwrap();
+    });
+}
+
+/// A forked child, killed when the test is over.
+struct Child(AtomicI32);
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        let child = *self.0.get_mut();
+        if child > 0 {
+            // SAFETY: our child, not waited for yet.
+            unsafe {
+                libc::kill(child, libc::SIGKILL);
+                libc::waitpid(child, std::ptr::null_mut(), 0);
+            }
+        }
+    }
+}
+
+/// A data loader's workers are forked from a rank and may live on when it has died.
+#[test]
+fn a_forked_child_keeps_no_connection_and_no_name_open() {
+    let _turn = turn();
+    let child = Child(AtomicI32::new(0));
+    world(&[1, 2], |rank| {
+        let peer = 1 - rank.rank();
+        let of_peer: ProxyAddress = rank.topology.info(peer).proxy_address.parse().unwrap();
+        if rank.rank() == 0 {
+            let send = rank.connector.connect_send(peer, 0).unwrap();
+            rank.post(rank.op(send.proxy.unwrap(), peer, true, (1, 20)));
+            produce(&send.fifo, 1, 4);
+            rank.bootstrap.barrier().unwrap();
+            // SAFETY: the child does nothing but wait to be killed.
+            let forked = unsafe {
+                match libc::fork() {
+                    0 => loop {
+                        libc::pause();
+                    },
+                    child => child,
+                }
+            };
+            assert!(forked > 0);
+            child.0.store(forked, Ordering::Relaxed);
+            return; // and the child lives
+        }
+        let recv = rank.connector.connect_recv(peer, 0).unwrap();
+        rank.post(rank.op(recv.proxy.unwrap(), peer, false, (1, 20)));
+        consume(&recv.fifo, 1, 4);
+        rank.bootstrap.barrier().unwrap();
+        let text = rank.errors.recv_timeout(PATIENCE).unwrap();
+        assert!(
+            text.contains("step 4 of 20") && text.contains("its process ended"),
+            "{text}"
+        );
+        // The connection goes first, the rest of the proxy with it.
+        wait_for("its port to be closed", || {
+            TcpStream::connect(of_peer.tcp).is_err()
+        });
+        wait_for("its name to be gone", || {
+            let client = ProxyClient::connect(&of_peer.unix, peer, rank.abort.clone(), PATIENCE);
+            matches!(client, Err(Error::PeerLost(_)))
+        });
     });
 }

@@ -7,6 +7,7 @@ use std::{
 
 use super::{Service, Stage};
 use crate::{
+    bootstrap::fork::ParentOnly,
     proxy::{
         ConnectionId, ProxyConfig,
         message::{Endpoint, Reply, Transport},
@@ -21,7 +22,7 @@ pub(super) struct Outgoing {
     /// Who asked: client and request.
     pub(super) asked: (u64, u64),
     pub(super) address: SocketAddr,
-    pub(super) stream: TcpStream,
+    pub(super) stream: ParentOnly<TcpStream>,
     /// The hello is on its way.
     pub(super) greeted: bool,
     pub(super) verdict: Vec<u8>,
@@ -103,13 +104,13 @@ impl Service {
                 slot_bytes: slot_bytes as u32,
             };
             // A new socket takes this little whole.
-            (&outgoing.stream).write_all(&hello.encode()).map_err(gone)?;
+            (&*outgoing.stream).write_all(&hello.encode()).map_err(gone)?;
             outgoing.greeted = true;
             return Ok(false);
         }
         let mut piece = [0; VERDICT_BYTES];
         let wanted = VERDICT_BYTES - outgoing.verdict.len();
-        match (&outgoing.stream).read(&mut piece[..wanted]) {
+        match (&*outgoing.stream).read(&mut piece[..wanted]) {
             Ok(0) => {
                 return Err("it closed the connection: not the proxy of this communicator, or gone".into());
             }
@@ -137,7 +138,7 @@ impl Service {
     }
 
     /// Another proxy wants to send to us: makes our end, whether our rank has asked for it yet or not.
-    pub(super) fn welcome(&mut self, stream: TcpStream, bytes: &[u8]) {
+    pub(super) fn welcome(&mut self, stream: ParentOnly<TcpStream>, bytes: &[u8]) {
         let Some(hello) = Hello::parse(bytes, self.config.cookie) else {
             return;
         };
@@ -146,7 +147,7 @@ impl Service {
             .as_ref()
             .map_or_else(|verdict| *verdict, |_| Verdict::Welcome);
         // A new socket takes this little whole.
-        if (&stream).write_all(&answer.encode()).is_err() {
+        if (&*stream).write_all(&answer.encode()).is_err() {
             return;
         }
         if let Ok(id) = verdict
