@@ -12,7 +12,7 @@ use ringsight_records::{
 
 use crate::{
     abi::{NcclConfig, read_config},
-    bootstrap, checks, communicator, proxy, topology, transport,
+    bootstrap, checks, communicator, proxy, topology, transport, watchdog,
 };
 
 /// A fuzz target.
@@ -65,10 +65,11 @@ pub fn bootstrap(data: &[u8]) {
     topology::RankInfo::fuzz(data);
 }
 
-/// What ranks that are connected tell each other: their terms, and what they called where calls differ.
+/// What ranks that are connected tell each other: their terms, and what they called where calls differ, and where they are.
 pub fn control(data: &[u8]) {
     communicator::fuzz(data);
     checks::message::fuzz(data);
+    watchdog::fuzz(data);
 }
 
 /// Requests to a proxy, its responses, and what two proxies say to each other.

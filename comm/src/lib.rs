@@ -2,7 +2,7 @@
 //!
 //! Along the path of an operation: [`abi`] (C entry points) → [`group`] (task queues) → [`plan`] (algorithm, channels,
 //! work budget) → [`launch`] (streams, capture) → [`device`]; beside it [`communicator`], [`bootstrap`], [`topology`],
-//! [`transport`], [`proxy`], [`checks`] (do the ranks call alike?), and [`observe`], which writes the records and pages that a collector reads.
+//! [`transport`], [`proxy`], [`checks`] (do the ranks call alike?), `watchdog` (whom do they wait for?), and [`observe`], which writes the records and pages that a collector reads.
 
 pub mod abi;
 pub mod bootstrap;
@@ -21,3 +21,4 @@ pub mod plan;
 pub mod proxy;
 pub mod topology;
 pub mod transport;
+pub(crate) mod watchdog;

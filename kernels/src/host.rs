@@ -95,6 +95,7 @@ fn run_channels(launch: &Launch, channels: &mut [Channel], replay: u32) {
         }
         // Once ranks differ, whatever moved on would be wrong: all that is left is to wait for the abort word.
         if moved && !differs {
+            launch.observer.moved();
             wait.reset();
         } else {
             wait.pause();

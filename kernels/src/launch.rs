@@ -123,6 +123,8 @@ pub trait Observer: Send + Sync {
     fn channel_started(&self, op: u32, replay: u32, channel: u8);
     /// That channel's part of `op` is done (`aborted`: given up).
     fn channel_stopped(&self, op: u32, replay: u32, channel: u8, aborted: bool);
+    /// Something moved: called at least once in every stretch of time in which it did.
+    fn moved(&self) {}
     /// The work of `op` on this channel found a slot whose tag is `theirs`: the rank at the other end does something
     /// else. The kernel moves nothing any more and waits for the abort word, so that whoever waits for it finds the
     /// reason in place. Told at most once a launch.

@@ -20,7 +20,7 @@ use rustc_hash::FxHashMap;
 pub use group::Group;
 pub use host_group::HostGroup;
 use host_group::HostGroups;
-pub use operation::RankOperation;
+pub use operation::{RankOperation, Verdict};
 pub use target::Given;
 use target::Target;
 

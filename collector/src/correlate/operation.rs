@@ -1,6 +1,6 @@
 //! One operation on one rank, put together from its records.
 
-use ringsight_records::{Description, Flags, Function, Kind, Record, State, pages::CAPTURED};
+use ringsight_records::{Cause, Description, Flags, Function, Kind, Record, State, pages::CAPTURED};
 
 use super::proxy::ProxyOperation;
 use crate::identity::{Direction, InstanceKey, TraceKind};
@@ -14,6 +14,19 @@ pub struct KernelChannel {
     pub start_ns: u64,
     /// Ended; 0 = not seen.
     pub stop_ns: u64,
+}
+
+/// Why the library's watchdog says that an operation does not end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Verdict {
+    /// When it was said.
+    pub time_ns: u64,
+    /// Why.
+    pub cause: Cause,
+    /// The rank that the others wait for.
+    pub culprit: u32,
+    /// It will not end by itself; otherwise that rank is late.
+    pub hang: bool,
 }
 
 /// One operation on one rank. Times are monotonic nanoseconds, 0 = not known.
@@ -72,6 +85,8 @@ pub struct RankOperation {
     pub channels: Vec<KernelChannel>,
     /// Proxy operations.
     pub proxies: Vec<ProxyOperation>,
+    /// What the watchdog said of it, in order.
+    pub verdicts: Vec<Verdict>,
     recent_proxy: usize,
 }
 
@@ -80,6 +95,7 @@ impl RankOperation {
     pub fn reset(&mut self, pid: u32, op: u32, replay: u32) {
         self.channels.clear();
         self.proxies.clear();
+        self.verdicts.clear();
         *self = Self {
             pid,
             op,
@@ -87,6 +103,7 @@ impl RankOperation {
             peer: -1,
             channels: std::mem::take(&mut self.channels),
             proxies: std::mem::take(&mut self.proxies),
+            verdicts: std::mem::take(&mut self.verdicts),
             ..Self::default()
         };
     }
@@ -191,6 +208,16 @@ impl RankOperation {
                     }
                     _ => {}
                 }
+            }
+            Kind::Verdict => {
+                // A later library may have causes that this one does not know.
+                let cause = u8::try_from(record.value >> 32).ok().and_then(Cause::from_code);
+                self.verdicts.extend(cause.map(|cause| Verdict {
+                    time_ns: record.time_ns,
+                    cause,
+                    culprit: record.value as u32,
+                    hang: stop,
+                }));
             }
             Kind::ProxyStep => {
                 let at = self.proxy(record, false);

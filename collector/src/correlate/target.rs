@@ -196,7 +196,8 @@ impl Target {
             | Kind::OpCompleted
             | Kind::ProxyCompleted
             | Kind::ProxyOp
-            | Kind::ProxyStep => {
+            | Kind::ProxyStep
+            | Kind::Verdict => {
                 if record.op & CAPTURED != 0 && record.replay == 0 {
                     // The call at capture: nothing runs then.
                     return;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use ringsight_exporters::model::{Resource, Span, Value};
 use ringsight_probes::sample::{Call, HostCall};
 
-use super::{Range, SpanMaker, group_key, int, link, names, resource_of, seconds};
+use super::{Range, SpanMaker, group_key, int, link, names, rank, resource_of, seconds};
 use crate::{
     clock::Clock,
     correlate::{
@@ -76,9 +76,10 @@ impl SpanMaker {
             start_unix_ns: clock.unix_ns(range.start),
             end_unix_ns: clock.unix_ns(range.end.max(now_ns)),
             attributes,
-            events: Vec::new(),
+            events: rank::verdicts(part, clock),
             links: links.into_iter().collect(),
-            error: Some("the operation had not finished when its observation ended".into()),
+            error: rank::error(part)
+                .or_else(|| Some("the operation had not finished when its observation ended".into())),
         });
     }
 

@@ -9,7 +9,7 @@ use super::{Range, SpanCounts, bytes_of, group_key, int, link, names, resource_o
 use crate::{
     clock::Clock,
     correlate::{
-        RankOperation,
+        RankOperation, Verdict,
         communicators::{Communicator, Communicators},
         proxy::{ProxyOperation, STEP_STATES},
     },
@@ -32,6 +32,30 @@ pub(super) struct Part<'a> {
     /// Arrival against the other parts' median, where that means something.
     pub(super) lag_ns: Option<i64>,
     pub(super) fallback: &'a Arc<Resource>,
+}
+
+/// What the watchdog said of an operation, as events of its span.
+pub(super) fn verdicts(part: &RankOperation, clock: &Clock) -> Vec<SpanEvent> {
+    let event = |verdict: &Verdict| SpanEvent {
+        unix_ns: clock.unix_ns(verdict.time_ns),
+        name: "ccl.watchdog.verdict",
+        attributes: vec![
+            ("ccl.watchdog.cause", Value::Static(verdict.cause.name())),
+            ("ccl.watchdog.culprit", Value::Int(i64::from(verdict.culprit))),
+            ("ccl.watchdog.hang", Value::Bool(verdict.hang)),
+        ],
+    };
+    part.verdicts.iter().map(event).collect()
+}
+
+/// Why an operation failed, if it did: the last hang, or that it was aborted.
+pub(super) fn error(part: &RankOperation) -> Option<Arc<str>> {
+    let hang = part.verdicts.iter().rev().find(|verdict| verdict.hang);
+    match (hang, part.aborted) {
+        (Some(Verdict { cause, culprit, .. }), _) => Some(format!("{cause}: rank {culprit}").into()),
+        (None, true) => Some("the operation was aborted".into()),
+        (None, false) => None,
+    }
 }
 
 impl Part<'_> {
@@ -63,6 +87,9 @@ impl Part<'_> {
             range.hold(channel.start_ns);
             range.hold(channel.stop_ns);
         }
+        for verdict in &part.verdicts {
+            range.hold(verdict.time_ns);
+        }
         for proxy in &part.proxies {
             range.hold(proxy.start_ns);
             range.hold(proxy.stop_ns);
@@ -88,13 +115,13 @@ impl Part<'_> {
             parent_span_id: Some(ids.root_id),
             attributes: self.attributes(function),
             links: self.links(ids),
-            error: part.aborted.then(|| "the operation was aborted".into()),
+            error: error(part),
             ..child(
                 key,
                 names::rank(function, part.direction()),
                 range,
                 Vec::new(),
-                Vec::new(),
+                verdicts(part, self.clock),
             )
         });
         if api.0 != 0 {

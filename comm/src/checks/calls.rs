@@ -27,7 +27,7 @@ pub(crate) enum Identity {
 }
 
 impl Identity {
-    pub(super) fn of(info: &OpInfo) -> Self {
+    pub(crate) fn of(info: &OpInfo) -> Self {
         let (seq, peer) = (info.seq, info.peer.cast_unsigned());
         match (info.flags.contains(Flags::P2P), info.flags.contains(Flags::SEND)) {
             (false, _) => Self::Collective { seq },
@@ -120,6 +120,18 @@ impl Calls {
     /// The call that became operation `op`.
     pub(super) fn find(&self, op: u32) -> Option<Entry> {
         self.all().find(|entry| entry.op == op).copied()
+    }
+
+    /// Whether `identity` or a later one of its sequence has been called.
+    pub(super) fn has(&self, identity: Identity) -> bool {
+        let seq = identity.seq();
+        // Numbers of one graph, or of no graph, are a sequence.
+        let same_graph = |other: u64| other >> 32 == seq >> 32;
+        self.all().any(|entry| {
+            entry.identity.at(seq) == identity
+                && entry.identity.seq() >= seq
+                && same_graph(entry.identity.seq())
+        })
     }
 
     /// The latest call with this tag.

@@ -3,6 +3,7 @@
 use super::{
     Call,
     calls::{Entry, Identity},
+    wire::{Rest, put_identity},
 };
 use crate::bootstrap::wire::word;
 
@@ -33,48 +34,8 @@ pub(super) struct Answer {
     pub(super) tagged: Option<(Identity, Call)>,
 }
 
-fn put_identity(bytes: &mut Vec<u8>, identity: Identity) {
-    let (kind, from, to, seq) = match identity {
-        Identity::Collective { seq } => (0, 0, 0, seq),
-        Identity::Message { from, to, seq } => (1, from, to, seq),
-    };
-    bytes.push(kind);
-    bytes.extend(from.to_le_bytes());
-    bytes.extend(to.to_le_bytes());
-    bytes.extend(seq.to_le_bytes());
-}
-
-/// Bytes that are taken from the front.
-struct Rest<'a>(&'a [u8]);
-
-impl<'a> Rest<'a> {
-    fn take<const N: usize>(&mut self) -> Option<&'a [u8; N]> {
-        let (head, rest) = self.0.split_first_chunk()?;
-        self.0 = rest;
-        Some(head)
-    }
-
-    fn u32(&mut self) -> Option<u32> {
-        self.take().map(|bytes| u32::from_le_bytes(*bytes))
-    }
-
-    fn u64(&mut self) -> Option<u64> {
-        self.take().map(|bytes| u64::from_le_bytes(*bytes))
-    }
-
-    fn identity(&mut self) -> Option<Identity> {
-        let [kind] = *self.take()?;
-        let (from, to, seq) = (self.u32()?, self.u32()?, self.u64()?);
-        match (kind, from, to) {
-            (0, 0, 0) => Some(Identity::Collective { seq }),
-            (1, ..) => Some(Identity::Message { from, to, seq }),
-            _ => None,
-        }
-    }
-
-    fn call(&mut self) -> Option<Call> {
-        Call::parse(self.take()?)
-    }
+fn call(rest: &mut Rest<'_>) -> Option<Call> {
+    Call::parse(rest.take()?)
 }
 
 impl Message {
@@ -125,7 +86,7 @@ impl Message {
         let [kind] = *rest.take()?;
         let message = match kind {
             1 => Self::Differs {
-                mine: (rest.identity()?, rest.call()?),
+                mine: (rest.identity()?, call(&mut rest)?),
                 theirs: rest.u32()?,
             },
             2 => Self::Ask {
@@ -135,12 +96,12 @@ impl Message {
             3 => {
                 let tagged = match *rest.take()? {
                     [0] => None,
-                    [1] => Some((rest.identity()?, rest.call()?)),
+                    [1] => Some((rest.identity()?, call(&mut rest)?)),
                     _ => return None,
                 };
                 let mut calls = Vec::with_capacity(rest.0.len() / (8 + Call::BYTES));
-                while !rest.0.is_empty() {
-                    calls.push((rest.u64()?, rest.call()?));
+                while !rest.is_empty() {
+                    calls.push((rest.u64()?, call(&mut rest)?));
                 }
                 Self::Called(Answer { calls, tagged })
             }
@@ -150,7 +111,7 @@ impl Message {
             }
             _ => return None,
         };
-        rest.0.is_empty().then_some(message)
+        rest.is_empty().then_some(message)
     }
 }
 

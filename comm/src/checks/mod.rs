@@ -11,6 +11,7 @@ mod calls;
 pub(crate) mod message;
 mod reporter;
 mod verdict;
+pub(crate) mod wire;
 
 use std::{
     sync::{
@@ -22,7 +23,7 @@ use std::{
 
 pub use call::Call;
 use calls::Calls;
-pub(crate) use calls::Entry;
+pub(crate) use calls::{Entry, Identity};
 use message::Message;
 use reporter::{Event, Reporter};
 
@@ -73,6 +74,17 @@ impl Checks {
     /// Remembers calls that are about to run, or, with the number of a `graph`, to run as long as that lives.
     pub(crate) fn note(&self, graph: u32, entries: &[Entry]) {
         lock(&self.calls).note(graph, entries);
+    }
+
+    /// Whether an operation, or a later one of its sequence, has been called; of captured operations only those of graphs
+    /// that live.
+    pub(crate) fn has_called(&self, identity: Identity) -> bool {
+        lock(&self.calls).has(identity)
+    }
+
+    /// The call that became operation `op`.
+    pub(crate) fn call_of(&self, op: u32) -> Option<Call> {
+        lock(&self.calls).find(op).map(|entry| entry.call)
     }
 
     /// A graph is gone.

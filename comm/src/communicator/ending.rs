@@ -133,6 +133,9 @@ impl Communicator {
         if self.given_up.set(call).is_err() {
             return Err(Error::argument("comm has been revoked already"));
         }
+        if let Some(watch) = self.watch() {
+            watch.end(true);
+        }
         self.life.release();
         Ok(())
     }
@@ -155,6 +158,9 @@ impl Communicator {
         // From here on replays of graphs that still hold plans of this communicator give up instead of waiting for
         // ranks and threads that are gone.
         self.abort.set();
+        if let Some(watch) = self.watch() {
+            watch.end(state == State::ABORTED);
+        }
         let mut planner = self.planner();
         planner.plans.wait_aborted(GIVE_UP);
         if let Ok(device) = device() {

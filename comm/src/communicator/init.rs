@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     bootstrap::{self, Bootstrap, UniqueId, fnv1a},
-    checks::Checks,
+    checks::{Checks, Post},
     device::device,
     error::{Error, Result, ResultCode},
     launch::{Order, reclaim::Plans},
@@ -25,6 +25,7 @@ use crate::{
     plan::{ReduceOps, Sequences},
     topology::{RankInfo, Topology},
     transport::{Connector, RingConnections},
+    watchdog,
 };
 
 /// A communicator that is to be made.
@@ -49,21 +50,27 @@ fn communicator_id(ids: &[[u8; UniqueId::BYTES]], ranks: u32) -> u64 {
     fnv1a(&[ids.as_flattened(), &ranks.to_le_bytes()].concat()).max(1)
 }
 
+/// What sends control messages over `bootstrap`.
+fn post_over(bootstrap: &Arc<Bootstrap>) -> Post {
+    let network = Arc::downgrade(bootstrap);
+    Box::new(move |peer, bytes| {
+        network.upgrade().is_some_and(|bootstrap| {
+            match peer {
+                Some(peer) => bootstrap.post_control(peer, bytes),
+                None => bootstrap.post_control_to_all(bytes),
+            }
+            .is_ok()
+        })
+    })
+}
+
 /// The checks of a rank whose control messages go over `bootstrap`; what they find ends up in `life`.
 fn checks_over(bootstrap: &Arc<Bootstrap>, life: &Arc<Lifecycle>) -> Arc<Checks> {
-    let (network, life) = (Arc::downgrade(bootstrap), Arc::clone(life));
+    let life = Arc::clone(life);
     let checks = Checks::new(
         bootstrap.rank(),
         bootstrap.ranks(),
-        Box::new(move |peer, bytes| {
-            network.upgrade().is_some_and(|bootstrap| {
-                match peer {
-                    Some(peer) => bootstrap.post_control(peer, bytes),
-                    None => bootstrap.post_control_to_all(bytes),
-                }
-                .is_ok()
-            })
-        }),
+        post_over(bootstrap),
         Box::new(move |error| life.fail(error)),
     );
     bootstrap.on_control({
@@ -129,6 +136,8 @@ impl Making<'_> {
     /// Chooses the device for the thread that makes it, and makes the process's shared pages.
     pub(super) fn enter_device(&self) -> Result<()> {
         device()?.set_current(self.device)?;
+        // Before the others are met: who cannot read its settings does not come.
+        watchdog::Settings::read()?;
         if let Err(error) = observe::prepare() {
             // Being observed is a service, not a condition.
             tracing::warn!(
@@ -200,7 +209,8 @@ impl Making<'_> {
             membership.leave(&connector);
         }
         let rings = connected?;
-        losses.hand_over(&checks);
+        let watch = self.watch(id, bootstrap, &topology, &checks)?;
+        losses.hand_over(&checks, watch.as_deref());
         let (reclaim, queue) = mpsc::channel();
         let communicator = Communicator {
             id,
@@ -231,6 +241,7 @@ impl Making<'_> {
             registrations: Registrations::default(),
             windows: AtomicU32::new(0),
             checks,
+            watch,
             finalized: AtomicBool::new(false),
             given_up: OnceLock::new(),
             ended: AtomicBool::new(false),
@@ -250,6 +261,40 @@ impl Making<'_> {
             observe::now_ns().saturating_sub(self.start_ns) as f64 / 1e6,
         );
         Ok(Arc::new(communicator))
+    }
+}
+
+impl Making<'_> {
+    /// Lets the watchdog look at it, unless that is off.
+    fn watch(
+        &self,
+        id: u64,
+        bootstrap: &Arc<Bootstrap>,
+        topology: &Arc<Topology>,
+        checks: &Arc<Checks>,
+    ) -> Result<Option<watchdog::Detected>> {
+        let Some(settings) = watchdog::Settings::read()? else {
+            return Ok(None);
+        };
+        let subject = watchdog::Subject {
+            comm: id,
+            name: self.config.name.clone(),
+            device: self.device,
+            on_gpu: device()?.name() != "host",
+            topology: topology.clone(),
+            checks: checks.clone(),
+            life: self.life.clone(),
+            post: post_over(bootstrap),
+        };
+        let watch = watchdog::Watch::new(subject, settings);
+        let (watching, checks) = (Arc::downgrade(&watch), checks.clone());
+        bootstrap.on_control(Arc::new(move |from, bytes| {
+            checks.control(from, bytes);
+            if let Some(watch) = watching.upgrade() {
+                watch.control(from, bytes);
+            }
+        }));
+        Ok(Some(watchdog::Detected::new(watch)))
     }
 }
 

@@ -1,7 +1,7 @@
 //! Why a communicator could not be made, when ranks die meanwhile.
 
 use std::{
-    sync::{Arc, Condvar, Mutex, PoisonError},
+    sync::{Arc, Condvar, Mutex, PoisonError, Weak},
     time::Duration,
 };
 
@@ -10,6 +10,7 @@ use crate::{
     bootstrap::{self, Bootstrap, sys},
     checks::Checks,
     error::{Error, ResultCode},
+    watchdog::Watch,
 };
 
 /// How long the news of a death may take to a rank that has failed over its consequences.
@@ -26,6 +27,7 @@ pub(super) struct Losses {
 struct State {
     first: Option<(u32, String)>,
     checks: Option<Arc<Checks>>,
+    watch: Option<Weak<Watch>>,
 }
 
 impl Losses {
@@ -39,7 +41,12 @@ impl Losses {
     fn tell(&self, rank: u32, text: &str) {
         let mut state = lock(&self.state);
         if let Some(checks) = state.checks.clone() {
+            let watch = state.watch.as_ref().and_then(Weak::upgrade);
             drop(state);
+            if let Some(watch) = watch {
+                // First: what is in progress ends with the communicator's failure.
+                watch.lost(rank);
+            }
             checks.lost(rank, text);
             return;
         }
@@ -48,9 +55,10 @@ impl Losses {
     }
 
     /// The communicator is made: deaths are its checks' business.
-    pub(super) fn hand_over(&self, checks: &Arc<Checks>) {
+    pub(super) fn hand_over(&self, checks: &Arc<Checks>, watch: Option<&Arc<Watch>>) {
         let mut state = lock(&self.state);
         state.checks = Some(checks.clone());
+        state.watch = watch.map(Arc::downgrade);
         let first = state.first.take();
         drop(state);
         if let Some((rank, text)) = first {

@@ -12,7 +12,7 @@ mod registry;
 mod terms;
 
 use std::sync::{
-    Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+    Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
     atomic::{AtomicBool, AtomicU32},
     mpsc::Sender,
 };
@@ -35,6 +35,7 @@ use crate::{
     proxy::ProxyOp,
     topology::Topology,
     transport::{Connector, RingConnections},
+    watchdog,
 };
 
 /// Feeds bytes to the parser of what ranks agree on, for [`crate::fuzzing`].
@@ -91,6 +92,8 @@ pub struct Communicator {
     bootstrap: Arc<Bootstrap>,
     /// Whether the ranks call alike, and are there.
     pub(crate) checks: Arc<Checks>,
+    /// `None` if the watchdog is off.
+    watch: Option<watchdog::Detected>,
     children: Mutex<child::Counts>,
     registrations: Registrations,
     /// Windows registered so far.
@@ -127,6 +130,11 @@ impl Communicator {
     /// The planner, to be held while a group is enqueued or launched.
     pub(crate) fn planner(&self) -> MutexGuard<'_, Planner> {
         lock(&self.planner)
+    }
+
+    /// Who looks for operations that do not end, if anybody does.
+    pub(crate) fn watch(&self) -> Option<&watchdog::Watch> {
+        self.watch.as_ref().map(|watch| &***watch)
     }
 
     /// What its handle stands for.
@@ -175,6 +183,7 @@ impl Communicator {
             return Ok(());
         };
         let (reclaim, checks) = (self.reclaim.clone(), self.checks.clone());
+        let watch = self.watch.as_ref().map(|watch| Arc::downgrade(watch));
         let record = Record {
             comm: self.id,
             rank: self.rank,
@@ -195,6 +204,9 @@ impl Communicator {
                     ..record
                 });
                 checks.forget(graph);
+                if let Some(watch) = watch.as_ref().and_then(Weak::upgrade) {
+                    watch.forget(graph);
+                }
                 let _ = reclaim.send(Reclaim::Graph(graph));
             }),
         )?;

@@ -91,12 +91,19 @@ impl Launching<'_> {
         planner
             .plans
             .enter(plan.number, graph, plan.launch.clone(), plan.observer.clone());
-        self.comm.checks.note(graph, &plan.calls);
         let start = observe::now_ns();
+        if let Some(watch) = self.comm.watch() {
+            // Before it is noted as called: what was called and is not on its way counts as done.
+            watch.enter(&plan.observer, graph, start);
+        }
+        self.comm.checks.note(graph, &plan.calls);
         let result = device.launch_kernel(self.stream(), plan.launch.clone());
         let end = observe::now_ns();
         if let Err(error) = result {
             planner.plans.withdraw(plan.number);
+            if let Some(watch) = self.comm.watch() {
+                watch.withdraw(&plan.observer);
+            }
             return Err(error.into());
         }
         if !posted_by_stream && !plan.proxy_ops.is_empty() {

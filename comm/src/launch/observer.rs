@@ -23,6 +23,8 @@ pub struct OpState {
     remaining: AtomicU32,
     /// When the first channel started, 0 if none has.
     start_ns: AtomicU64,
+    /// The replay that this was in.
+    replay: AtomicU32,
     aborted: AtomicBool,
     /// The replay that was completed last, plus one.
     completed: AtomicU32,
@@ -47,6 +49,7 @@ impl OpState {
             proxy_ops,
             remaining: AtomicU32::new(channels),
             start_ns: AtomicU64::new(0),
+            replay: AtomicU32::new(0),
             aborted: AtomicBool::new(false),
             completed: AtomicU32::new(0),
             split: None,
@@ -116,13 +119,32 @@ impl OpState {
         }
     }
 
+    /// Where it is.
+    fn seen(&self) -> Seen {
+        // Acquire: pairs with `complete` and `channel_started`.
+        match (
+            self.start_ns.load(Ordering::Acquire),
+            self.completed.load(Ordering::Relaxed),
+        ) {
+            (0, 0) => Seen::NotReached,
+            (0, completed) => Seen::Completed {
+                replay: completed - 1,
+            },
+            (start_ns, _) => Seen::InProgress {
+                replay: self.replay.load(Ordering::Relaxed),
+                start_ns,
+            },
+        }
+    }
+
     fn complete(&self, now: u64, replay: u32) {
         // Made ready for the next replay before anybody learns that this one is done.
         // Relaxed: the device runs replays one after another, with its own ordering between them.
         self.remaining.store(self.channels, Ordering::Relaxed);
-        let start = self.start_ns.swap(0, Ordering::Relaxed);
         let aborted = self.aborted.swap(false, Ordering::Relaxed);
         self.completed.store(replay.wrapping_add(1), Ordering::Relaxed);
+        // Release: pairs with `seen`; who sees that it runs no more sees that it is completed.
+        let start = self.start_ns.swap(0, Ordering::Release);
         let state = if aborted { State::ABORTED } else { State::STOP };
         for info in self.infos() {
             observe::set_time(info.op, Time::DeviceEnd, now);
@@ -133,6 +155,21 @@ impl OpState {
             });
         }
     }
+}
+
+/// Where an operation is, as the device told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Seen {
+    /// It has not begun.
+    NotReached,
+    /// It has begun and is not done; if it is captured, in this replay.
+    InProgress {
+        replay: u32,
+        /// When its first channel started.
+        start_ns: u64,
+    },
+    /// It is done; if it is captured, this replay is, and no later one has begun.
+    Completed { replay: u32 },
 }
 
 /// Where a plan is.
@@ -163,6 +200,8 @@ pub struct PlanObserver {
     shared: Vec<Shared>,
     persistent: bool,
     stage: AtomicU8,
+    /// How often something moved.
+    moves: AtomicU64,
     reclaim: Sender<Reclaim>,
     checks: Arc<Checks>,
 }
@@ -184,6 +223,7 @@ impl PlanObserver {
             shared,
             persistent,
             stage: AtomicU8::new(Stage::Waiting as u8),
+            moves: AtomicU64::new(0),
             reclaim,
             checks,
         }
@@ -215,6 +255,20 @@ impl PlanObserver {
             .filter(|(_, proxy_ops)| *proxy_ops > 0)
     }
 
+    /// Its operations, and where they are; those that began in an earlier plan, too.
+    pub(crate) fn operations(&self) -> impl Iterator<Item = (&OpInfo, Seen)> {
+        let shared = self.shared.iter().map(|shared| &*shared.state);
+        self.states
+            .iter()
+            .chain(shared)
+            .flat_map(|state| state.infos().map(|info| (info, state.seen())))
+    }
+
+    /// A number that changes whenever the kernel moves something.
+    pub(crate) fn moves(&self) -> u64 {
+        self.moves.load(Ordering::Relaxed)
+    }
+
     fn state(&self, op: u32) -> Option<&OpState> {
         self.states
             .binary_search_by_key(&op, |state| state.info.op)
@@ -233,10 +287,12 @@ impl Observer for PlanObserver {
         let Some(state) = self.state(op) else { return };
         let now = observe::now_ns();
         self.stage.store(Stage::Running as u8, Ordering::Relaxed);
-        // Relaxed: the first channel's time is kept; nothing else hangs on it.
+        // Relaxed: the same from all channels, and read by who has acquired the time that follows.
+        state.replay.store(replay, Ordering::Relaxed);
+        // Release: pairs with `seen`. The first channel's time is kept.
         if state
             .start_ns
-            .compare_exchange(0, now, Ordering::Relaxed, Ordering::Relaxed)
+            .compare_exchange(0, now, Ordering::Release, Ordering::Relaxed)
             .is_ok()
         {
             for info in state.infos() {
@@ -262,6 +318,15 @@ impl Observer for PlanObserver {
         if state.remaining.fetch_sub(1, Ordering::AcqRel) == 1 {
             state.complete(now, replay);
         }
+    }
+
+    fn moved(&self) {
+        // Relaxed, and no read-modify-write: only the thread that runs the kernel writes it, and who reads it compares
+        // it with what it was long before.
+        self.moves.store(
+            self.moves.load(Ordering::Relaxed).wrapping_add(1),
+            Ordering::Relaxed,
+        );
     }
 
     fn mismatch(&self, op: u32, _replay: u32, _channel: u8, theirs: u32) {

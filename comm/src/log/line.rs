@@ -18,11 +18,30 @@ pub(super) fn of(event: &Event<'_>, settings: &Settings) -> String {
     let mut text = Text::default();
     event.record(&mut text);
     let level = Level::of(*event.metadata().level());
-    let mut line = String::with_capacity(160);
+    let device = crate::device::opened()
+        .and_then(|device| device.current().ok())
+        .unwrap_or(-1);
+    let line = format(
+        level,
+        device,
+        format_args!("{}{}", text.message, text.fields),
+        settings,
+    );
+    // NCCL sets warnings off by an empty line.
     if level == Level::Warn {
-        // NCCL sets warnings off by an empty line.
-        line.push('\n');
+        format!("\n{line}")
+    } else {
+        line
     }
+}
+
+/// A warning of a thread that must not ask the device which it is on.
+pub(super) fn alarm(text: &str, device: i32, settings: &Settings) -> String {
+    format(Level::Warn, device, format_args!("{text}"), settings)
+}
+
+fn format(level: Level, device: i32, text: fmt::Arguments<'_>, settings: &Settings) -> String {
+    let mut line = String::with_capacity(160);
     if settings.stamped & 1 << level as u32 != 0 {
         line.push_str(&stamp(&settings.stamp, SystemTime::now()));
     }
@@ -30,15 +49,10 @@ pub(super) fn of(event: &Event<'_>, settings: &Settings) -> String {
     let tid = unsafe { libc::gettid() };
     let _ = writeln!(
         line,
-        "{}:{}:{tid} [{}] NCCL {} {}{}",
+        "{}:{}:{tid} [{device}] NCCL {} {text}",
         settings.host,
         std::process::id(),
-        crate::device::opened()
-            .and_then(|device| device.current().ok())
-            .unwrap_or(-1),
         level.name(),
-        text.message,
-        text.fields
     );
     line
 }

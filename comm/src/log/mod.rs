@@ -137,6 +137,17 @@ pub(crate) fn version() {
     }
 }
 
+/// Says something whatever `NCCL_DEBUG` asks for, as warnings.
+pub(crate) fn alarm(device: i32, texts: &[String]) {
+    if let Some(settings) = settings() {
+        let lines: String = texts
+            .iter()
+            .map(|text| line::alarm(text, device, &settings))
+            .collect();
+        settings.sink.write(&format!("\n{lines}"));
+    }
+}
+
 fn dotted(version: u32) -> String {
     format!("{}.{}.{}", version / 10000, version / 100 % 100, version % 100)
 }

@@ -21,7 +21,7 @@ pub mod vocabulary;
 #[cfg(not(target_arch = "bpf"))]
 pub use description::{Description, DescriptionSlot};
 pub use record::{Flags, Kind, ProbedRecord, Record, State};
-pub use vocabulary::{Algorithm, DataType, Function, Protocol, ReduceOp};
+pub use vocabulary::{Algorithm, Cause, DataType, Function, Protocol, ReduceOp};
 
 /// Version of every layout in this crate; four bits of each record and a word of the page header carry it.
 pub const VERSION: u8 = 1;

@@ -45,6 +45,9 @@ pub enum Kind {
     CommDestroy = 21,
     /// *Sparse*: a graph that holds operations was instantiated (start) or destroyed (stop); `op` is the graph number.
     Graph = 22,
+    /// *Sparse*: the watchdog's verdict on an operation that does not end: a hang (stop) or a rank that is late (start).
+    /// `value` is [`crate::vocabulary::Cause`] `<< 32 |` the rank that the others wait for.
+    Verdict = 23,
 }
 
 impl Kind {
@@ -68,6 +71,7 @@ impl Kind {
         Self::CommInit,
         Self::CommDestroy,
         Self::Graph,
+        Self::Verdict,
     ];
 
     /// How many numbers kinds may take; per-kind counters are arrays of this length.
@@ -79,7 +83,8 @@ impl Kind {
         | Self::ProxyCompleted.bit()
         | Self::CommInit.bit()
         | Self::CommDestroy.bit()
-        | Self::Graph.bit();
+        | Self::Graph.bit()
+        | Self::Verdict.bit();
 
     /// Kinds that go to the shared ring alone.
     pub const DENSE: u64 = {
@@ -136,6 +141,7 @@ impl Kind {
             Self::CommInit => "comm_init",
             Self::CommDestroy => "comm_destroy",
             Self::Graph => "graph",
+            Self::Verdict => "verdict",
         }
     }
 
@@ -146,7 +152,7 @@ impl Kind {
             Self::OpLaunched => Some(0),
             Self::ProxyCompleted => Some(1),
             Self::OpCompleted => Some(2),
-            Self::CommInit | Self::CommDestroy | Self::Graph => Some(3),
+            Self::CommInit | Self::CommDestroy | Self::Graph | Self::Verdict => Some(3),
             _ => None,
         }
     }

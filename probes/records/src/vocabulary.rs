@@ -112,6 +112,19 @@ impl DataType {
 }
 
 vocabulary! {
+    /// Why an operation does not end, as the watchdog says. Of several that fit, the first counts: later ones are its consequences.
+    Cause {
+        RankDead = 1 => "RANK_DEAD",
+        PeerAborted = 2 => "PEER_ABORTED",
+        RankStopped = 3 => "RANK_STOPPED",
+        NoAnswer = 4 => "NO_ANSWER",
+        NotLaunched = 5 => "NOT_LAUNCHED",
+        QueuedBehindCompute = 6 => "QUEUED_BEHIND_COMPUTE",
+        StuckKernel = 7 => "STUCK_KERNEL",
+    }
+}
+
+vocabulary! {
     /// `ncclRedOp_t`, and [`ReduceOp::None`] for functions that do not reduce.
     ReduceOp {
         Sum = 0 => "sum",

@@ -1,0 +1,157 @@
+//! Which operations of a communicator are on their way on this rank.
+
+use std::{collections::VecDeque, sync::Arc};
+
+use super::position::{Position, Run};
+use crate::{
+    checks::Identity,
+    launch::observer::{PlanObserver, Seen, Stage},
+    plan::OpInfo,
+};
+
+/// A plan that was launched.
+pub(super) struct Flight {
+    observer: Arc<PlanObserver>,
+    /// Graph number if captured, else 0.
+    graph: u32,
+    launched_ns: u64,
+    /// When it was seen to have moved last, and [`PlanObserver::moves`] then.
+    moved: (u64, u64),
+}
+
+/// An operation that has begun and is not done.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct InProgress {
+    pub(super) info: OpInfo,
+    pub(super) run: Run,
+    pub(super) start_ns: u64,
+    pub(super) launched_ns: u64,
+}
+
+/// Plans of a communicator that are on their way, oldest first; those of graphs as long as the graphs live.
+#[derive(Default)]
+pub(super) struct Flights {
+    eager: VecDeque<Flight>,
+    captured: Vec<Flight>,
+    /// When the last one was launched, or the communicator was made.
+    pub(super) last_launch_ns: u64,
+}
+
+impl Flights {
+    /// None, of a communicator that was made at this time.
+    pub(super) fn since(now: u64) -> Self {
+        Self {
+            last_launch_ns: now,
+            ..Self::default()
+        }
+    }
+
+    pub(super) fn enter(&mut self, observer: &Arc<PlanObserver>, graph: u32, now: u64) {
+        let flight = Flight {
+            observer: observer.clone(),
+            graph,
+            launched_ns: now,
+            moved: (now, observer.moves()),
+        };
+        self.last_launch_ns = now;
+        if graph == 0 {
+            // Plans finish in order: what is left behind here is at most what is on its way.
+            while self
+                .eager
+                .front()
+                .is_some_and(|flight| flight.observer.stage() == Stage::Finished)
+            {
+                self.eager.pop_front();
+            }
+            self.eager.push_back(flight);
+        } else {
+            self.captured.push(flight);
+        }
+    }
+
+    /// A plan could not be launched after all.
+    pub(super) fn withdraw(&mut self, observer: &Arc<PlanObserver>) {
+        self.eager
+            .retain(|flight| !Arc::ptr_eq(&flight.observer, observer));
+        self.captured
+            .retain(|flight| !Arc::ptr_eq(&flight.observer, observer));
+    }
+
+    /// A graph is gone.
+    pub(super) fn forget(&mut self, graph: u32) {
+        self.captured.retain(|flight| flight.graph != graph);
+    }
+
+    /// Notes which plans have moved since the last time, and forgets finished ones.
+    pub(super) fn look(&mut self, now: u64) {
+        self.eager
+            .retain(|flight| flight.observer.stage() != Stage::Finished);
+        for flight in self.eager.iter_mut().chain(&mut self.captured) {
+            let moves = flight.observer.moves();
+            if moves != flight.moved.1 {
+                flight.moved = (now, moves);
+            }
+        }
+    }
+
+    fn all(&self) -> impl Iterator<Item = &Flight> {
+        self.eager.iter().chain(&self.captured)
+    }
+
+    /// What is in progress.
+    pub(super) fn in_progress(&self) -> impl Iterator<Item = InProgress> {
+        self.all().flat_map(|flight| {
+            flight
+                .observer
+                .operations()
+                .filter_map(|(info, seen)| match seen {
+                    Seen::InProgress { replay, start_ns } => Some(InProgress {
+                        info: *info,
+                        run: Run {
+                            identity: Identity::of(info),
+                            replay,
+                        },
+                        start_ns,
+                        launched_ns: flight.launched_ns,
+                    }),
+                    Seen::NotReached | Seen::Completed { .. } => None,
+                })
+        })
+    }
+
+    /// Where this rank is with a run, if it is on its way.
+    pub(super) fn position(&self, run: Run, now: u64) -> Option<Position> {
+        let ago = |ns: u64| now.saturating_sub(ns);
+        let not_launched = Position::NotLaunched {
+            idle_ns: ago(self.last_launch_ns),
+        };
+        self.all().find_map(|flight| {
+            let (_, seen) = flight
+                .observer
+                .operations()
+                .find(|(info, _)| Identity::of(info) == run.identity)?;
+            Some(match seen {
+                Seen::InProgress { replay, start_ns } if replay == run.replay => {
+                    let moved_ns = flight.moved.0.max(start_ns);
+                    Position::Running {
+                        since_ns: ago(start_ns),
+                        // It moved after we looked last.
+                        still_ns: if flight.observer.moves() == flight.moved.1 {
+                            ago(moved_ns)
+                        } else {
+                            0
+                        },
+                    }
+                }
+                Seen::InProgress { replay, .. } | Seen::Completed { replay } if replay >= run.replay => {
+                    Position::Done
+                }
+                Seen::NotReached if flight.graph == 0 => Position::Queued {
+                    since_ns: ago(flight.launched_ns),
+                },
+                // Whether the replay has been launched nobody here knows: graphs are launched without us.
+                _ => not_launched,
+            })
+        })
+    }
+}

@@ -1,0 +1,256 @@
+//! Asking the ranks of an operation where they are with it, and what follows from that.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
+
+use ringsight_records::{Cause, Kind, Record, State};
+
+use super::{
+    Action, Watch,
+    flights::InProgress,
+    message::{Health, Message},
+    position::{Answer, Position, Run},
+    report,
+    settings::SHORTEST,
+    verdict::{Heard, Verdict, judge},
+};
+use crate::{
+    communicator::lock,
+    error::{Error, ResultCode},
+    log, observe,
+};
+
+/// How long a rank may take to answer: its service thread does nothing else, but its host may be busy.
+const ANSWERS: Duration = Duration::from_millis(200);
+/// How long the neighbours of those who did not may take.
+const LOOKS: Duration = Duration::from_millis(150);
+
+/// Up to so many ranks are asked one by one; more by a message that goes from rank to rank, which takes fewer connections but
+/// may be held up by the very rank that is looked for.
+const DIRECTLY: usize = 64;
+
+/// The question that is being asked, and what has been said before.
+#[derive(Default)]
+pub(super) struct Inquiry {
+    /// Number of the present or last question.
+    query: u32,
+    open: Option<Open>,
+    /// Ranks that have given up their operations.
+    ended: BTreeSet<u32>,
+    /// The run that a rank has not answered to once.
+    unanswered: Option<Run>,
+    /// What was said of which run.
+    said: Option<(Run, Verdict)>,
+}
+
+struct Open {
+    run: Run,
+    asked_ns: u64,
+    heard: BTreeMap<u32, Heard>,
+    /// Those who did not answer are being looked at, since then.
+    looking_ns: Option<u64>,
+}
+
+impl Inquiry {
+    /// An answer has come.
+    pub(super) fn heard(&mut self, query: u32, rank: u32, heard: Heard) {
+        if let Some(open) = self.open.as_mut().filter(|_| query == self.query)
+            // What a rank says of itself beats what others say of it.
+            && (heard != Heard::Silent || !open.heard.contains_key(&rank))
+        {
+            open.heard.insert(rank, heard);
+        }
+    }
+
+    /// A rank has given up its operations.
+    pub(super) fn ended(&mut self, rank: u32) {
+        self.ended.insert(rank);
+    }
+
+    /// Nothing is in progress any more.
+    pub(super) fn close(&mut self) {
+        self.open = None;
+        self.said = None;
+    }
+}
+
+impl Watch {
+    /// Goes on asking about an operation that has been in progress for `age`; says when to look again.
+    pub(super) fn inquire(&self, op: &InProgress, age: Duration, now: u64) -> Duration {
+        let participants = self.participants(op.run.identity);
+        let mut inquiry = lock(&self.inquiry);
+        let Some(open) = inquiry.open.as_mut().filter(|open| open.run == op.run) else {
+            inquiry.query = inquiry.query.wrapping_add(1);
+            let question = Message::Where {
+                query: inquiry.query,
+                run: op.run,
+            };
+            let answer = |position| {
+                Heard::Answer(Answer {
+                    position,
+                    held_up: None,
+                })
+            };
+            let mut heard: BTreeMap<u32, Heard> = inquiry
+                .ended
+                .iter()
+                .filter(|rank| participants.contains(rank))
+                .map(|rank| (*rank, answer(Position::Ended)))
+                .collect();
+            heard.insert(self.rank, answer(self.position(op.run, now)));
+            inquiry.open = Some(Open {
+                run: op.run,
+                asked_ns: now,
+                heard,
+                looking_ns: None,
+            });
+            drop(inquiry);
+            self.ask(&participants, &question);
+            return SHORTEST;
+        };
+        let waited = |since: u64| Duration::from_nanos(now.saturating_sub(since));
+        let missing: Vec<u32> = participants
+            .iter()
+            .copied()
+            .filter(|rank| !open.heard.contains_key(rank))
+            .collect();
+        if !missing.is_empty() {
+            match open.looking_ns {
+                None if waited(open.asked_ns) < ANSWERS => return SHORTEST,
+                None => {
+                    open.looking_ns = Some(now);
+                    let query = inquiry.query;
+                    drop(inquiry);
+                    self.look_at(&missing, query, op.run);
+                    return SHORTEST;
+                }
+                Some(since) if waited(since) < LOOKS => return SHORTEST,
+                Some(_) => {}
+            }
+        }
+        let mut heard = std::mem::take(&mut open.heard);
+        for rank in missing {
+            heard.insert(rank, Heard::Silent);
+        }
+        inquiry.open = None;
+        let verdict = judge(&heard, age, &self.settings);
+        // A rank that is only busy may answer the next time.
+        let unsure = verdict
+            .as_ref()
+            .is_some_and(|verdict| verdict.cause == Cause::NoAnswer);
+        if unsure && inquiry.unanswered.replace(op.run) != Some(op.run) {
+            return SHORTEST;
+        }
+        let said = inquiry.said.take().filter(|(run, _)| *run == op.run);
+        let verdict = verdict.map(|verdict| match &said {
+            // Others have followed the first culprit, which stays what it is.
+            Some((_, said)) => verdict.with_culprit(said.culprit),
+            None => verdict,
+        });
+        let fresh = verdict
+            .clone()
+            .filter(|verdict| !said.is_some_and(|(_, said)| said.is_as(verdict)));
+        inquiry.said = verdict.map(|verdict| (op.run, verdict));
+        drop(inquiry);
+        if let Some(verdict) = fresh {
+            self.say(op, &verdict, &heard, now);
+        }
+        // Asked again for as long as it lasts: the verdict may change.
+        self.settings.rest().min(self.settings.interval)
+    }
+
+    fn ask(&self, ranks: &[u32], question: &Message) {
+        let bytes = question.encode();
+        if ranks.len() > DIRECTLY {
+            (self.post)(None, &bytes);
+            return;
+        }
+        for rank in ranks.iter().filter(|rank| **rank != self.rank) {
+            // One that cannot be reached does not answer.
+            (self.post)(Some(*rank), &bytes);
+        }
+    }
+
+    /// Finds out about ranks that do not answer: here if they are of this node, else by another rank of theirs. They are
+    /// asked again, too, without a detour.
+    fn look_at(&self, silent: &[u32], query: u32, run: Run) {
+        let question = Message::Where { query, run }.encode();
+        for rank in silent {
+            (self.post)(Some(*rank), &question);
+            let node = self.topology.node_of(*rank);
+            if node == self.topology.node_of(self.rank) {
+                let heard = self.health(*rank).into();
+                lock(&self.inquiry).heard(query, *rank, heard);
+                continue;
+            }
+            let neighbours =
+                || (0..self.ranks).filter(|other| self.topology.node_of(*other) == node && other != rank);
+            let look = Message::Look { query, rank: *rank }.encode();
+            match neighbours().find(|other| !silent.contains(other)) {
+                Some(neighbour) => {
+                    (self.post)(Some(neighbour), &look);
+                }
+                // They may be silent because of this one.
+                None => neighbours().for_each(|other| {
+                    (self.post)(Some(other), &look);
+                }),
+            }
+        }
+    }
+
+    /// What is known at once of the operation that began first, without asking.
+    pub(super) fn judge_alone(&self, cause: Cause, culprit: u32) {
+        let Some(op) = self.oldest() else { return };
+        let mut inquiry = lock(&self.inquiry);
+        // Of several that die the first is the cause.
+        if matches!(&inquiry.said, Some((run, said)) if *run == op.run && said.cause == cause) {
+            return;
+        }
+        let verdict = Verdict {
+            cause,
+            culprit,
+            others: Vec::new(),
+            since_ns: None,
+            held_up: None,
+            hang: true,
+        };
+        inquiry.said = Some((op.run, verdict.clone()));
+        drop(inquiry);
+        let now = observe::now_ns();
+        self.report(
+            &op,
+            &verdict,
+            &BTreeMap::from([(culprit, Heard::from(Health::Gone))]),
+            now,
+        );
+    }
+
+    fn say(&self, op: &InProgress, verdict: &Verdict, heard: &BTreeMap<u32, Heard>, now: u64) {
+        // The error first: who reads the report finds it.
+        let error = || {
+            let text = format!("{}: {}", verdict.cause, report::sentence(verdict));
+            Error::new(ResultCode::SystemError, text)
+        };
+        match self.settings.action {
+            Action::Error if verdict.hang => self.life.faults().set(error()),
+            Action::Abort if verdict.hang => self.life.fail(error()),
+            Action::Report | Action::Error | Action::Abort => {}
+        }
+        self.report(op, verdict, heard, now);
+    }
+
+    fn report(&self, op: &InProgress, verdict: &Verdict, heard: &BTreeMap<u32, Heard>, now: u64) {
+        let state = if verdict.hang { State::STOP } else { State::START };
+        observe::emit(&Record {
+            value: u64::from(verdict.cause as u8) << 32 | u64::from(verdict.culprit),
+            ..op.info.record(Kind::Verdict, state, now, op.run.replay)
+        });
+        let heard = heard.iter().map(|(rank, heard)| (*rank, *heard));
+        log::alarm(
+            self.device,
+            &report::lines(self, op, verdict, heard, &self.settings, now),
+        );
+    }
+}

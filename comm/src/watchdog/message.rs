@@ -1,0 +1,224 @@
+//! What watchdogs ask each other; the parser refuses everything else.
+
+use super::position::{Answer, HeldUp, Position, Run};
+use crate::{
+    bootstrap::wire::word,
+    checks::wire::{Rest, put_identity},
+};
+
+/// First four bytes: "RSWD".
+const MAGIC: u32 = u32::from_le_bytes(*b"RSWD");
+
+/// What a rank's node says of the rank's process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Health {
+    /// Nothing can be found out.
+    Unknown,
+    /// It runs or sleeps.
+    Alive,
+    /// It is stopped by a signal or a debugger.
+    Stopped,
+    /// It is gone.
+    Gone,
+}
+
+impl Health {
+    const ALL: [Self; 4] = [Self::Unknown, Self::Alive, Self::Stopped, Self::Gone];
+}
+
+/// A control message between the ranks of a communicator. Answers repeat the number of the question.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Message {
+    /// Where are you with this run?
+    Where { query: u32, run: Run },
+    /// Here.
+    Here { query: u32, answer: Answer },
+    /// To a rank on the node of a silent one: what is the matter with it?
+    Look { query: u32, rank: u32 },
+    /// This.
+    Looked { query: u32, rank: u32, health: Health },
+    /// To all: this rank gives up its operations; nobody need ask.
+    Ended,
+}
+
+fn put_run(bytes: &mut Vec<u8>, run: Run) {
+    put_identity(bytes, run.identity);
+    bytes.extend(run.replay.to_le_bytes());
+}
+
+fn run(rest: &mut Rest<'_>) -> Option<Run> {
+    Some(Run {
+        identity: rest.identity()?,
+        replay: rest.u32()?,
+    })
+}
+
+impl Message {
+    /// Magic u32 | kind u8 | query u32 | body.
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let mut bytes = MAGIC.to_le_bytes().to_vec();
+        let mut begin = |kind: u8, query: u32| {
+            bytes.push(kind);
+            bytes.extend(query.to_le_bytes());
+        };
+        match *self {
+            Self::Where { query, run } => {
+                begin(1, query);
+                put_run(&mut bytes, run);
+            }
+            Self::Here { query, answer } => {
+                begin(2, query);
+                let (code, first, second) = match answer.position {
+                    Position::NotLaunched { idle_ns } => (0, idle_ns, 0),
+                    Position::Queued { since_ns } => (1, since_ns, 0),
+                    Position::Running { since_ns, still_ns } => (2, since_ns, still_ns),
+                    Position::Done => (3, 0, 0),
+                    Position::Ended => (4, 0, 0_u64),
+                };
+                bytes.push(code);
+                bytes.extend(u64::to_le_bytes(first));
+                bytes.extend(second.to_le_bytes());
+                bytes.push(answer.held_up.is_some().into());
+                if let Some(HeldUp { comm, run, since_ns }) = answer.held_up {
+                    bytes.extend(comm.to_le_bytes());
+                    put_run(&mut bytes, run);
+                    bytes.extend(since_ns.to_le_bytes());
+                }
+            }
+            Self::Look { query, rank } => {
+                begin(3, query);
+                bytes.extend(rank.to_le_bytes());
+            }
+            Self::Looked { query, rank, health } => {
+                begin(4, query);
+                bytes.extend(rank.to_le_bytes());
+                bytes.push(health as u8);
+            }
+            Self::Ended => begin(5, 0),
+        }
+        bytes
+    }
+
+    /// `None` for anything that [`Message::encode`] does not write.
+    pub(super) fn parse(bytes: &[u8]) -> Option<Self> {
+        if word(bytes, 0)? != MAGIC {
+            return None;
+        }
+        let mut rest = Rest(bytes.get(4..)?);
+        let [kind] = *rest.take()?;
+        let query = rest.u32()?;
+        let message = match kind {
+            1 => Self::Where {
+                query,
+                run: run(&mut rest)?,
+            },
+            2 => {
+                let [code] = *rest.take()?;
+                let position = match (code, rest.u64()?, rest.u64()?) {
+                    (0, idle_ns, 0) => Position::NotLaunched { idle_ns },
+                    (1, since_ns, 0) => Position::Queued { since_ns },
+                    (2, since_ns, still_ns) => Position::Running { since_ns, still_ns },
+                    (3, 0, 0) => Position::Done,
+                    (4, 0, 0) => Position::Ended,
+                    _ => return None,
+                };
+                let held_up = match *rest.take()? {
+                    [0] => None,
+                    [1] => Some(HeldUp {
+                        comm: rest.u64()?,
+                        run: run(&mut rest)?,
+                        since_ns: rest.u64()?,
+                    }),
+                    _ => return None,
+                };
+                Self::Here {
+                    query,
+                    answer: Answer { position, held_up },
+                }
+            }
+            3 => Self::Look {
+                query,
+                rank: rest.u32()?,
+            },
+            4 => {
+                let rank = rest.u32()?;
+                let [code] = *rest.take()?;
+                Self::Looked {
+                    query,
+                    rank,
+                    health: *Health::ALL.get(usize::from(code))?,
+                }
+            }
+            5 if query == 0 => Self::Ended,
+            _ => return None,
+        };
+        rest.is_empty().then_some(message)
+    }
+}
+
+/// Feeds bytes to the parser, for [`crate::fuzzing`]; what it accepts must survive being written and read again.
+pub(super) fn fuzz(data: &[u8]) {
+    if let Some(message) = Message::parse(data) {
+        assert_eq!(message.encode(), data);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::checks::Identity;
+
+    fn runs() -> impl Strategy<Value = Run> {
+        let identity = prop_oneof![
+            any::<u64>().prop_map(|seq| Identity::Collective { seq }),
+            any::<(u32, u32, u64)>().prop_map(|(from, to, seq)| Identity::Message { from, to, seq }),
+        ];
+        (identity, any::<u32>()).prop_map(|(identity, replay)| Run { identity, replay })
+    }
+
+    fn positions() -> impl Strategy<Value = Position> {
+        prop_oneof![
+            any::<u64>().prop_map(|idle_ns| Position::NotLaunched { idle_ns }),
+            any::<u64>().prop_map(|since_ns| Position::Queued { since_ns }),
+            any::<(u64, u64)>().prop_map(|(since_ns, still_ns)| Position::Running { since_ns, still_ns }),
+            Just(Position::Done),
+            Just(Position::Ended),
+        ]
+    }
+
+    fn messages() -> impl Strategy<Value = Message> {
+        let held_up = prop::option::of(
+            (any::<u64>(), runs(), any::<u64>()).prop_map(|(comm, run, since_ns)| HeldUp {
+                comm,
+                run,
+                since_ns,
+            }),
+        );
+        prop_oneof![
+            (any::<u32>(), runs()).prop_map(|(query, run)| Message::Where { query, run }),
+            (any::<u32>(), positions(), held_up).prop_map(|(query, position, held_up)| Message::Here {
+                query,
+                answer: Answer { position, held_up },
+            }),
+            Just(Message::Ended),
+            any::<(u32, u32)>().prop_map(|(query, rank)| Message::Look { query, rank }),
+            (any::<(u32, u32)>(), prop::sample::select(&Health::ALL[..]))
+                .prop_map(|((query, rank), health)| Message::Looked { query, rank, health }),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn messages_survive_and_no_parser_panics(
+            message in messages(), raw in prop::collection::vec(any::<u8>(), 0..80), kind: u8, cut: prop::sample::Index,
+        ) {
+            let bytes = message.encode();
+            prop_assert_eq!(Message::parse(&bytes), Some(message));
+            prop_assert_eq!(Message::parse(&bytes[..cut.index(bytes.len())]), None);
+            fuzz(&[b"RSWD", &[kind % 7][..], &raw].concat());
+            fuzz(&raw);
+        }
+    }
+}

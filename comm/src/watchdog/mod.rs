@@ -1,0 +1,254 @@
+//! The watchdog: which rank do the others wait for, and why? `docs/src/watchdog.md` says what it promises.
+//!
+//! [`Watch`] knows a communicator's operations that are on their way on this rank. [`detector`]'s thread looks at all of
+//! them; where one has been in progress for too long it asks the other ranks, whose service threads answer from memory,
+//! and [`verdict::judge`] decides. Nothing here calls the device.
+
+mod detector;
+mod flights;
+mod inquiry;
+mod message;
+mod position;
+mod report;
+mod settings;
+mod verdict;
+
+use std::{
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+pub(crate) use detector::Detected;
+use flights::{Flights, InProgress};
+use inquiry::Inquiry;
+use message::{Health, Message};
+use position::{Answer, HeldUp, Position, Run};
+use ringsight_records::Cause;
+pub(crate) use settings::{Action, Settings};
+
+use crate::{
+    checks::{Checks, Identity, Post},
+    communicator::{Lifecycle, lock},
+    launch::observer::PlanObserver,
+    observe,
+    topology::Topology,
+};
+
+/// Feeds bytes to the parser of messages, for [`crate::fuzzing`].
+pub(crate) fn fuzz(data: &[u8]) {
+    message::fuzz(data);
+}
+
+/// What is watched of one communicator on this rank.
+pub(crate) struct Watch {
+    comm: u64,
+    name: String,
+    rank: u32,
+    ranks: u32,
+    device: i32,
+    /// It is a CUDA device.
+    on_gpu: bool,
+    settings: Settings,
+    topology: Arc<Topology>,
+    checks: Arc<Checks>,
+    life: Arc<Lifecycle>,
+    post: Post,
+    flights: Mutex<Flights>,
+    inquiry: Mutex<Inquiry>,
+    ended: AtomicBool,
+}
+
+/// A communicator as the watchdog needs to know it.
+pub(crate) struct Subject {
+    pub(crate) comm: u64,
+    pub(crate) name: String,
+    pub(crate) device: i32,
+    pub(crate) on_gpu: bool,
+    pub(crate) topology: Arc<Topology>,
+    pub(crate) checks: Arc<Checks>,
+    pub(crate) life: Arc<Lifecycle>,
+    pub(crate) post: Post,
+}
+
+impl Watch {
+    pub(crate) fn new(subject: Subject, settings: Settings) -> Arc<Self> {
+        let Subject {
+            comm,
+            name,
+            device,
+            on_gpu,
+            topology,
+            checks,
+            life,
+            post,
+        } = subject;
+        Arc::new(Self {
+            comm,
+            name,
+            rank: topology.rank(),
+            ranks: topology.ranks(),
+            device,
+            on_gpu,
+            settings,
+            topology,
+            checks,
+            life,
+            post,
+            flights: Mutex::new(Flights::since(observe::now_ns())),
+            inquiry: Mutex::default(),
+            ended: AtomicBool::new(false),
+        })
+    }
+
+    /// A plan is about to be launched; `graph` is 0 for one that runs once.
+    pub(crate) fn enter(&self, observer: &Arc<PlanObserver>, graph: u32, now: u64) {
+        lock(&self.flights).enter(observer, graph, now);
+    }
+
+    /// It could not be launched.
+    pub(crate) fn withdraw(&self, observer: &Arc<PlanObserver>) {
+        lock(&self.flights).withdraw(observer);
+    }
+
+    /// A graph is gone.
+    pub(crate) fn forget(&self, graph: u32) {
+        lock(&self.flights).forget(graph);
+    }
+
+    /// The communicator ends, or its operations are given up: whoever asks is told so, and if they did not end by
+    /// themselves (`given_up`) also who does not.
+    pub(crate) fn end(&self, given_up: bool) {
+        // Relaxed: an answer that comes a moment too early is not wrong.
+        if !self.ended.swap(true, Ordering::Relaxed) && given_up {
+            (self.post)(None, &Message::Ended.encode());
+        }
+    }
+
+    /// The process of a rank is gone: operations in progress will not end.
+    pub(crate) fn lost(&self, rank: u32) {
+        self.judge_alone(Cause::RankDead, rank);
+    }
+
+    /// A control message has come; called on the bootstrap's service thread.
+    pub(crate) fn control(&self, from: u32, bytes: &[u8]) {
+        // Others use control messages, too.
+        let Some(message) = Message::parse(bytes) else {
+            return;
+        };
+        if from >= self.ranks {
+            return;
+        }
+        let answer = match message {
+            Message::Where { query, run } => {
+                let held_up = detector::oldest_in_progress(self.device, (self.comm, run));
+                let answer = Answer {
+                    position: self.position(run, observe::now_ns()),
+                    held_up,
+                };
+                Message::Here { query, answer }
+            }
+            Message::Look { query, rank } if rank < self.ranks => Message::Looked {
+                query,
+                rank,
+                health: self.health(rank),
+            },
+            Message::Look { .. } => return,
+            Message::Ended => return lock(&self.inquiry).ended(from),
+            Message::Here { query, answer } => {
+                return lock(&self.inquiry).heard(query, from, verdict::Heard::Answer(answer));
+            }
+            Message::Looked { query, rank, health } => {
+                return lock(&self.inquiry).heard(query, rank, health.into());
+            }
+        };
+        (self.post)(Some(from), &answer.encode());
+    }
+
+    fn position(&self, run: Run, now: u64) -> Position {
+        if self.ended.load(Ordering::Relaxed) {
+            return Position::Ended;
+        }
+        let flights = lock(&self.flights);
+        let idle_ns = now.saturating_sub(flights.last_launch_ns);
+        flights.position(run, now).unwrap_or_else(|| {
+            // What was called and is not on its way any more is done. A captured operation is on its way as long as its
+            // graph lives.
+            if run.replay == 0 && self.checks.has_called(run.identity) {
+                Position::Done
+            } else {
+                Position::NotLaunched { idle_ns }
+            }
+        })
+    }
+
+    /// What the system says of the process of a rank of this node.
+    fn health(&self, rank: u32) -> Health {
+        if self.topology.node_of(rank) != self.topology.node_of(self.rank) {
+            return Health::Unknown;
+        }
+        let info = self.topology.info(rank);
+        let Ok(stat) = std::fs::read_to_string(format!("/proc/{}/stat", info.pid)) else {
+            // In a pid namespace of its own it has another number here.
+            return Health::Unknown;
+        };
+        let mut fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
+        let state = fields.next().unwrap_or_default();
+        // Field 22; the state is field 3.
+        let start: Option<u64> = fields.nth(22 - 4).and_then(|field| field.parse().ok());
+        match state {
+            // Another process has this number now, or here.
+            _ if start != Some(info.process_start_time) => Health::Unknown,
+            "T" | "t" => Health::Stopped,
+            "Z" | "X" => Health::Gone,
+            _ => Health::Alive,
+        }
+    }
+
+    /// The ranks that take part in an operation.
+    fn participants(&self, identity: Identity) -> Vec<u32> {
+        match identity {
+            Identity::Collective { .. } => (0..self.ranks).collect(),
+            Identity::Message { from, to, .. } if from == to => vec![from],
+            Identity::Message { from, to, .. } => vec![from.min(to), from.max(to)],
+        }
+    }
+
+    /// What is in progress on this rank, the one that began first.
+    fn oldest(&self) -> Option<InProgress> {
+        lock(&self.flights).in_progress().min_by_key(|op| op.start_ns)
+    }
+
+    /// What keeps this rank, except for `run`.
+    fn holds_up(&self, but: Option<Run>, now: u64) -> Option<HeldUp> {
+        lock(&self.flights)
+            .in_progress()
+            .filter(|op| Some(op.run) != but)
+            .min_by_key(|op| op.start_ns)
+            .map(|op| HeldUp {
+                comm: self.comm,
+                run: op.run,
+                since_ns: now.saturating_sub(op.start_ns),
+            })
+    }
+
+    /// Looks at what is in progress, asks and reports; says when to look again.
+    fn look(&self) -> Duration {
+        let now = observe::now_ns();
+        lock(&self.flights).look(now);
+        if self.ended.load(Ordering::Relaxed) {
+            return self.settings.rest();
+        }
+        let Some(op) = self.oldest() else {
+            lock(&self.inquiry).close();
+            return self.settings.rest();
+        };
+        let age = Duration::from_nanos(now.saturating_sub(op.start_ns));
+        match self.settings.threshold.checked_sub(age) {
+            Some(left) if !left.is_zero() => left.min(self.settings.rest()),
+            _ => self.inquire(&op, age, now),
+        }
+    }
+}

@@ -1,0 +1,54 @@
+//! Where a rank is with an operation.
+
+use crate::checks::Identity;
+
+/// One run of an operation: the same on all ranks that take part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Run {
+    pub(crate) identity: Identity,
+    /// 0 for an eager operation, n for the n-th replay of a captured one.
+    pub(crate) replay: u32,
+}
+
+/// Where a rank is with a run. Times are nanoseconds ago, since the ranks' clocks need not agree.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Position {
+    /// It has not been called, or replayed, on this communicator, which launched something last so long ago.
+    NotLaunched {
+        /// Since its last launch, or since the communicator was made.
+        idle_ns: u64,
+    },
+    /// It has been launched and has not begun.
+    Queued {
+        /// Since its launch.
+        since_ns: u64,
+    },
+    /// It has begun.
+    Running {
+        /// Since its first channel started.
+        since_ns: u64,
+        /// Since it moved data last.
+        still_ns: u64,
+    },
+    /// It is done.
+    Done,
+    /// The communicator is being ended there: aborted, revoked or destroyed.
+    Ended,
+}
+
+/// What a rank says when it is asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Answer {
+    pub(crate) position: Position,
+    /// The operation that it has been in for longest, on any communicator, if it is another one.
+    pub(crate) held_up: Option<HeldUp>,
+}
+
+/// An operation that keeps a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct HeldUp {
+    pub(crate) comm: u64,
+    pub(crate) run: Run,
+    /// Since it began.
+    pub(crate) since_ns: u64,
+}

@@ -1,0 +1,188 @@
+//! What a verdict looks like in the log.
+
+use std::{fmt::Write as _, time::Duration};
+
+use ringsight_records::{Cause, Description};
+
+use super::{
+    Watch,
+    flights::InProgress,
+    message::Health,
+    position::{Answer, Position},
+    settings::Settings,
+    verdict::{Heard, Verdict},
+};
+use crate::{checks::Identity, observe};
+
+fn seconds(ns: u64) -> String {
+    format!("{:.1} s", ns as f64 / 1e9)
+}
+
+/// As in `rank 2 has not launched it`.
+pub(super) fn sentence(verdict: &Verdict) -> String {
+    let rank = verdict.culprit;
+    let since = verdict.since_ns.map(seconds);
+    let mut text = match verdict.cause {
+        Cause::RankDead => format!("the process of rank {rank} is gone"),
+        Cause::PeerAborted => format!("rank {rank} has aborted, revoked or destroyed the communicator"),
+        Cause::RankStopped => format!("the process of rank {rank} is stopped"),
+        Cause::NoAnswer => format!("rank {rank} does not answer"),
+        Cause::NotLaunched => format!("rank {rank} has not launched it"),
+        Cause::QueuedBehindCompute => format!("rank {rank} has launched it, its stream has not come to it"),
+        Cause::StuckKernel => format!("every rank has come, nothing moves, and rank {rank} stopped first"),
+    };
+    match (verdict.cause, since) {
+        (Cause::NotLaunched, Some(since)) => {
+            let _ = write!(text, "; its last launch on this communicator was {since} ago");
+        }
+        (_, Some(since)) => {
+            let _ = write!(text, ", for {since}");
+        }
+        _ => {}
+    }
+    if let Some(held) = verdict.held_up {
+        let _ = write!(
+            text,
+            "; it is in {} of communicator {:#x} since {}",
+            name(held.run.identity, held.run.replay),
+            held.comm,
+            seconds(held.since_ns)
+        );
+    }
+    if !verdict.others.is_empty() {
+        let ranks: Vec<String> = verdict.others.iter().map(u32::to_string).collect();
+        let _ = write!(text, " (so it is with rank {})", ranks.join(", "));
+    }
+    text
+}
+
+fn name(identity: Identity, replay: u32) -> String {
+    let graph = |seq: u64| match (seq >> 32, seq as u32) {
+        (0, seq) => format!("{seq}"),
+        (graph, node) => format!("{node} of graph {graph}, replay {replay}"),
+    };
+    match identity {
+        Identity::Collective { seq } => format!("collective {}", graph(seq)),
+        Identity::Message { from, to, seq } => {
+            format!("message {} from rank {from} to rank {to}", graph(seq))
+        }
+    }
+}
+
+/// One line for each rank that is not simply running it.
+fn line(rank: u32, heard: &Heard) -> String {
+    let what = match heard {
+        Heard::Gone => "gone".to_owned(),
+        Heard::Stopped => "stopped".to_owned(),
+        Heard::Silent => "no answer".to_owned(),
+        Heard::Answer(Answer { position, .. }) => match position {
+            Position::NotLaunched { idle_ns } => format!("not launched, idle {}", seconds(*idle_ns)),
+            Position::Queued { since_ns } => format!("queued {}", seconds(*since_ns)),
+            Position::Running { since_ns, still_ns } => {
+                format!("running {}, moved {} ago", seconds(*since_ns), seconds(*still_ns))
+            }
+            Position::Done => "done".to_owned(),
+            Position::Ended => "communicator ended".to_owned(),
+        },
+    };
+    format!("Rank {rank}: {what}")
+}
+
+/// Ranks whose state is told one by one.
+const MOST: usize = 32;
+
+/// The lines of a report, without line ends.
+pub(super) fn lines(
+    watch: &Watch,
+    op: &InProgress,
+    verdict: &Verdict,
+    heard: impl Iterator<Item = (u32, Heard)>,
+    settings: &Settings,
+    now: u64,
+) -> Vec<String> {
+    let ms = |ns: u64| Duration::from_nanos(ns).as_millis();
+    let description = observe::pages().and_then(|pages| pages.description(op.info.op));
+    let Description {
+        api_start_ns,
+        launch_start_ns,
+        channel_mask,
+        bytes,
+        stream,
+        warps,
+        ..
+    } = description.unwrap_or_default();
+    let call = watch.checks.call_of(op.info.op);
+    let mut lines = vec![
+        if verdict.hang {
+            "NCCL KERNEL TIMEOUT DETECTED"
+        } else {
+            "NCCL KERNEL WAITS"
+        }
+        .to_owned(),
+        "=== NCCL Kernel Timeout Report ===".to_owned(),
+        format!(
+            "Comm: {:#x}{}, Rank: {}/{}",
+            watch.comm,
+            if watch.name.is_empty() {
+                String::new()
+            } else {
+                format!(" ({})", watch.name)
+            },
+            watch.rank,
+            watch.ranks
+        ),
+        format!(
+            "Kernel: {}, {}",
+            call.map_or_else(|| "unknown".to_owned(), |call| call.to_string()),
+            name(op.run.identity, op.run.replay)
+        ),
+        format!(
+            "Timeout: {} ms (threshold: {} ms)",
+            ms(now.saturating_sub(op.start_ns)),
+            settings.threshold.as_millis()
+        ),
+        format!("Channel Mask: {channel_mask:#x}"),
+        // One warp on the host device stands for the one thread that runs a launch.
+        format!(
+            "Threads per Block: {}",
+            if watch.on_gpu { u32::from(warps) * 32 } else { 1 }
+        ),
+        format!("CUDA Device: {}", watch.device),
+        format!("Bytes: {bytes}, Stream: {stream:#x}, Operation: {}", op.info.op),
+        format!(
+            "Enqueued: {} ms ago, launched: {} ms ago, started: {} ms ago",
+            ms(now.saturating_sub(api_start_ns)),
+            ms(now.saturating_sub(launch_start_ns.max(op.launched_ns))),
+            ms(now.saturating_sub(op.start_ns))
+        ),
+        format!(
+            "Verdict: {} ({}): {}",
+            verdict.cause,
+            if verdict.hang { "hang" } else { "late" },
+            sentence(verdict)
+        ),
+    ];
+    let mut more = 0;
+    for (index, (rank, heard)) in heard.enumerate() {
+        if index < MOST {
+            lines.push(line(rank, &heard));
+        } else {
+            more += 1;
+        }
+    }
+    if more > 0 {
+        lines.push(format!("and {more} more ranks"));
+    }
+    lines.push("==================================".to_owned());
+    lines
+}
+
+impl From<Health> for Heard {
+    fn from(health: Health) -> Self {
+        match health {
+            Health::Gone => Self::Gone,
+            Health::Stopped => Self::Stopped,
+            Health::Unknown | Health::Alive => Self::Silent,
+        }
+    }
+}

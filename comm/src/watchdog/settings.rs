@@ -1,0 +1,77 @@
+//! What the environment says of the watchdog.
+
+use std::time::Duration;
+
+use crate::{
+    env,
+    error::{Error, Result},
+};
+
+/// What a hang does besides being reported.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Action {
+    /// Nothing.
+    #[default]
+    Report,
+    /// It becomes the asynchronous error of the communicator.
+    Error,
+    /// The communicator fails: every wait is released, too.
+    Abort,
+}
+
+/// When the watchdog speaks, and what it does then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Settings {
+    /// How long an operation may be in progress before the other ranks are asked.
+    pub(crate) threshold: Duration,
+    /// How long a rank may be late before that is a hang.
+    pub(crate) arrival: Duration,
+    /// How often it looks.
+    pub(crate) interval: Duration,
+    pub(crate) action: Action,
+}
+
+/// Shortest interval.
+pub(crate) const SHORTEST: Duration = Duration::from_millis(50);
+
+impl Settings {
+    /// What the environment says; `None` if the watchdog is off.
+    ///
+    /// # Errors
+    /// A value that means nothing: better to say so than to watch with another one.
+    pub(crate) fn read() -> Result<Option<Self>> {
+        let threshold = milliseconds("NCCL_KERNEL_TIMEOUT_MS", 2000)?;
+        let action = match env::text("RINGSIGHT_WATCHDOG_ACTION").as_deref() {
+            None | Some("report") => Action::Report,
+            Some("error") => Action::Error,
+            Some("abort") => Action::Abort,
+            Some(other) => {
+                return Err(Error::argument(format!(
+                    "RINGSIGHT_WATCHDOG_ACTION={other} is unknown; accepted are report, error and abort"
+                )));
+            }
+        };
+        let settings = Self {
+            threshold,
+            arrival: milliseconds("RINGSIGHT_ARRIVAL_TIMEOUT_MS", 600_000)?,
+            interval: milliseconds("RINGSIGHT_WATCHDOG_INTERVAL_MS", 1000)?.max(SHORTEST),
+            action,
+        };
+        Ok((!threshold.is_zero()).then_some(settings))
+    }
+
+    /// How long it sleeps when nothing is late: short enough to see an operation well before its time is up.
+    pub(crate) fn rest(&self) -> Duration {
+        self.interval.min(self.threshold / 2).max(SHORTEST)
+    }
+}
+
+fn milliseconds(name: &str, default: u64) -> Result<Duration> {
+    let Some(value) = env::text(name) else {
+        return Ok(Duration::from_millis(default));
+    };
+    value
+        .parse()
+        .map(Duration::from_millis)
+        .map_err(|_| Error::argument(format!("{name}={value} is not a number of milliseconds")))
+}

@@ -1,0 +1,257 @@
+//! From what the ranks say to one verdict. `docs/src/watchdog.md` has the table.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use ringsight_records::Cause;
+
+use super::{
+    position::{Answer, HeldUp, Position},
+    settings::Settings,
+};
+
+/// What is known of a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Heard {
+    /// It answered.
+    Answer(Answer),
+    /// Its process is gone.
+    Gone,
+    /// Its process is stopped.
+    Stopped,
+    /// It does not answer, and nobody knows why.
+    Silent,
+}
+
+/// Why an operation does not end, and because of whom.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Verdict {
+    pub(crate) cause: Cause,
+    /// The rank that the others wait for.
+    pub(crate) culprit: u32,
+    /// Other ranks of which the same is true, in rank order.
+    pub(crate) others: Vec<u32>,
+    /// For how long, where that is known.
+    pub(crate) since_ns: Option<u64>,
+    /// What keeps the culprit, if it is in another operation.
+    pub(crate) held_up: Option<HeldUp>,
+    /// It will not end by itself, as far as can be known; otherwise somebody is late.
+    pub(crate) hang: bool,
+}
+
+impl Verdict {
+    /// The same with another rank of those that it is true of as the culprit.
+    pub(crate) fn with_culprit(mut self, rank: u32) -> Self {
+        if let Some(place) = self.others.iter_mut().find(|other| **other == rank) {
+            std::mem::swap(place, &mut self.culprit);
+            self.others.sort_unstable();
+            (self.since_ns, self.held_up) = (None, None);
+        }
+        self
+    }
+
+    /// Whether two verdicts need not both be said.
+    pub(crate) fn is_as(&self, other: &Self) -> bool {
+        (self.cause, self.culprit, self.hang) == (other.cause, other.culprit, other.hang)
+    }
+}
+
+/// A rank that an operation may be waiting for.
+struct Suspect {
+    cause: Cause,
+    rank: u32,
+    since_ns: Option<u64>,
+    held_up: Option<HeldUp>,
+}
+
+/// Judges an operation that has been in progress on one of the ranks for `overdue`; `heard` has all ranks that take
+/// part, itself among them. `None` if it is only slow.
+pub(crate) fn judge(heard: &BTreeMap<u32, Heard>, overdue: Duration, settings: &Settings) -> Option<Verdict> {
+    let mut suspects: Vec<Suspect> = heard
+        .iter()
+        .filter_map(|(rank, heard)| suspect(*rank, heard))
+        .collect();
+    let cause = suspects.iter().map(|suspect| suspect.cause).min()?;
+    suspects.retain(|suspect| suspect.cause == cause);
+    if cause == Cause::StuckKernel {
+        let threshold = settings.threshold.as_nanos() as u64;
+        if suspects.iter().any(|suspect| suspect.since_ns < Some(threshold)) {
+            return None;
+        }
+        // The others stopped moving because it did.
+        suspects.sort_by_key(|suspect| std::cmp::Reverse(suspect.since_ns));
+    }
+    // Whoever is in another operation will come once that ends; whoever is not is what they all wait for.
+    suspects.sort_by_key(|suspect| suspect.held_up.is_some());
+    let late = matches!(cause, Cause::NotLaunched | Cause::QueuedBehindCompute);
+    let mut ranks = suspects.iter().map(|suspect| suspect.rank);
+    let culprit = ranks.next()?;
+    let mut others: Vec<u32> = ranks.collect();
+    others.sort_unstable();
+    if cause == Cause::StuckKernel {
+        // They all do not move: that says nothing of them.
+        others.clear();
+    }
+    Some(Verdict {
+        cause,
+        culprit,
+        others,
+        since_ns: suspects[0].since_ns,
+        held_up: suspects[0].held_up,
+        hang: !late || overdue >= settings.arrival,
+    })
+}
+
+fn suspect(rank: u32, heard: &Heard) -> Option<Suspect> {
+    let of = |cause, since_ns| Suspect {
+        cause,
+        rank,
+        since_ns,
+        held_up: None,
+    };
+    Some(match *heard {
+        Heard::Gone => of(Cause::RankDead, None),
+        Heard::Stopped => of(Cause::RankStopped, None),
+        Heard::Silent => of(Cause::NoAnswer, None),
+        Heard::Answer(Answer { position, held_up }) => match position {
+            Position::Ended => of(Cause::PeerAborted, None),
+            Position::NotLaunched { idle_ns } => Suspect {
+                held_up,
+                ..of(Cause::NotLaunched, Some(idle_ns))
+            },
+            Position::Queued { since_ns } => Suspect {
+                held_up,
+                ..of(Cause::QueuedBehindCompute, Some(since_ns))
+            },
+            Position::Running { still_ns, .. } => of(Cause::StuckKernel, Some(still_ns)),
+            Position::Done => return None,
+        },
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        checks::Identity,
+        watchdog::{position::Run, settings::Action},
+    };
+
+    const MS: u64 = 1_000_000;
+    const SETTINGS: Settings = Settings {
+        threshold: Duration::from_millis(2000),
+        arrival: Duration::from_secs(600),
+        interval: Duration::from_secs(1),
+        action: Action::Report,
+    };
+
+    fn at(position: Position) -> Heard {
+        Heard::Answer(Answer {
+            position,
+            held_up: None,
+        })
+    }
+
+    fn running(still_ms: u64) -> Heard {
+        at(Position::Running {
+            since_ns: 3000 * MS,
+            still_ns: still_ms * MS,
+        })
+    }
+
+    fn late(idle_ms: u64) -> Heard {
+        at(Position::NotLaunched {
+            idle_ns: idle_ms * MS,
+        })
+    }
+
+    fn verdict(heard: &[Heard], overdue_s: u64) -> Option<(Cause, u32, bool)> {
+        let heard = (0..).zip(heard.iter().copied()).collect();
+        judge(&heard, Duration::from_secs(overdue_s), &SETTINGS)
+            .map(|verdict| (verdict.cause, verdict.culprit, verdict.hang))
+    }
+
+    #[test]
+    fn the_first_cause_counts() {
+        let stuck = running(2500);
+        let queued = at(Position::Queued { since_ns: 5 * MS });
+        let ended = at(Position::Ended);
+        let cases = [
+            (
+                vec![stuck, late(9), queued, Heard::Gone, ended],
+                Cause::RankDead,
+                3,
+                true,
+            ),
+            (
+                vec![stuck, late(9), ended, Heard::Stopped],
+                Cause::PeerAborted,
+                2,
+                true,
+            ),
+            (
+                vec![stuck, late(9), Heard::Silent, Heard::Stopped],
+                Cause::RankStopped,
+                3,
+                true,
+            ),
+            (vec![stuck, late(9), Heard::Silent], Cause::NoAnswer, 2, true),
+            (vec![stuck, queued, late(9)], Cause::NotLaunched, 2, false),
+            (
+                vec![stuck, queued, at(Position::Done)],
+                Cause::QueuedBehindCompute,
+                1,
+                false,
+            ),
+            (
+                vec![stuck, running(2600), running(2500)],
+                Cause::StuckKernel,
+                1,
+                true,
+            ),
+        ];
+        for (heard, cause, culprit, hang) in cases {
+            assert_eq!(verdict(&heard, 3), Some((cause, culprit, hang)), "{heard:?}");
+        }
+    }
+
+    #[test]
+    fn slow_is_not_stuck_and_late_becomes_a_hang() {
+        assert_eq!(verdict(&[running(2500), running(10)], 60), None);
+        assert_eq!(
+            verdict(&[running(2500), at(Position::Done)], 3),
+            Some((Cause::StuckKernel, 0, true))
+        );
+        assert_eq!(
+            verdict(&[running(2500), late(1)], 599),
+            Some((Cause::NotLaunched, 1, false))
+        );
+        assert_eq!(
+            verdict(&[running(2500), late(1)], 600),
+            Some((Cause::NotLaunched, 1, true))
+        );
+    }
+
+    #[test]
+    fn a_rank_that_waits_elsewhere_is_not_the_culprit() {
+        let elsewhere = Heard::Answer(Answer {
+            position: Position::NotLaunched { idle_ns: 9000 * MS },
+            held_up: Some(HeldUp {
+                comm: 7,
+                run: Run {
+                    identity: Identity::Collective { seq: 3 },
+                    replay: 0,
+                },
+                since_ns: 4000 * MS,
+            }),
+        });
+        let heard = (0..).zip([running(2500), elsewhere, late(5), late(6)]).collect();
+        let verdict = judge(&heard, Duration::from_secs(3), &SETTINGS).unwrap();
+        assert_eq!((verdict.culprit, verdict.others), (2, vec![1, 3]));
+        let heard = (0..).zip([running(2500), elsewhere]).collect();
+        let verdict = judge(&heard, Duration::from_secs(3), &SETTINGS).unwrap();
+        assert_eq!(
+            (verdict.culprit, verdict.held_up.map(|held| held.comm)),
+            (1, Some(7))
+        );
+    }
+}
