@@ -273,14 +273,15 @@ fn every_rank_names_the_one_that_does_not_come() {
                 scope.spawn(move || {
                     let bootstrap = join_patiently(&id, rank, ranks, Duration::from_secs(1));
                     start.wait();
-                    if rank != absent {
-                        let text = bootstrap.barrier().unwrap_err().to_string();
+                    let text = (rank != absent).then(|| bootstrap.barrier().unwrap_err().to_string());
+                    // Before anything is asserted: who panics would leave the others here.
+                    end.wait();
+                    if let Some(text) = text {
                         assert!(
                             text.contains(&format!("rank {absent} sent nothing for 1s")),
                             "rank {rank}: {text}"
                         );
                     }
-                    end.wait();
                 });
             }
         });
