@@ -280,3 +280,55 @@ fn a_hang_can_be_an_error() {
         &[("RINGSIGHT_WATCHDOG_ACTION", "error")],
     );
 }
+
+/// One rank of [`a_stuck_kernel_is_a_hang_and_can_be_aborted`].
+#[test]
+#[ignore = "the body of one rank; started by another test"]
+fn stuck_rank() {
+    let Some(rank) = rank_of_process() else { return };
+    let device = host();
+    if rank.rank == 1 {
+        ok(abi::ncclSimulateKernelTimeout(rank.comm, rank.stream));
+    }
+    thread::sleep(THRESHOLD + PROMISED);
+    let mut expected = (ResultCode::Success, Progress::Done);
+    if rank.rank == 1 {
+        expected = (ResultCode::SystemError, Progress::Pending);
+    }
+    assert_eq!(
+        (state(rank.comm), device.stream_query(rank.stream).unwrap()),
+        expected
+    );
+    let begin = Instant::now();
+    // SAFETY: a live communicator.
+    ok(unsafe { abi::ncclCommAbort(rank.comm) });
+    rank.synchronize();
+    assert!(begin.elapsed() < Duration::from_secs(1), "{:?}", begin.elapsed());
+    println!("\nrank done");
+}
+
+#[test]
+fn a_stuck_kernel_is_a_hang_and_can_be_aborted() {
+    let variables = [
+        ("NCCL_KERNEL_TIMEOUT_MS", "300"),
+        ("RINGSIGHT_WATCHDOG_ACTION", "error"),
+    ];
+    for (rank, child) in start_processes("stuck_rank", 2, 1, &variables)
+        .into_iter()
+        .enumerate()
+    {
+        let output = child.wait_with_output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() && text.contains("rank done"), "{text}");
+        let verdicts: Vec<&str> = text.lines().filter(|line| line.contains("Verdict: ")).collect();
+        if rank == 1 {
+            assert!(
+                verdicts.len() == 1
+                    && verdicts[0].contains("Verdict: STUCK_KERNEL (hang): every rank has come"),
+                "{text}"
+            );
+        } else {
+            assert_eq!(verdicts, [""; 0], "{text}");
+        }
+    }
+}

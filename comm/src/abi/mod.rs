@@ -17,6 +17,7 @@ mod registration;
 mod ringsight;
 mod simulation;
 mod types;
+mod watchdog;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -33,6 +34,7 @@ pub use registration::*;
 pub use ringsight::*;
 pub use simulation::*;
 pub use types::*;
+pub use watchdog::*;
 
 use crate::error::{Error, Result, ResultCode};
 

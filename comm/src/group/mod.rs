@@ -217,6 +217,32 @@ fn device_of<T>(comm: &Communicator, what: impl FnOnce(&dyn Device) -> Result<T>
     result
 }
 
+/// Launches a kernel that never ends as an operation of this rank ([`plan::stuck`]).
+///
+/// # Errors
+/// The communicator cannot be used, the stream is being captured, or the system.
+pub(crate) fn launch_stuck(comm: &Arc<Communicator>, stream: Stream) -> Result<()> {
+    comm.check_usable()?;
+    device_of(comm, |device| {
+        if device.capture_of(stream)?.is_some() {
+            return Err(Error::usage("stream is being captured"));
+        }
+        let streams = [stream];
+        let mut launching = Launching {
+            comm: comm.clone(),
+            streams: &streams,
+            capture: None,
+            plans: vec![plan::stuck(comm, stream, observe::next_group())?],
+            next: 0,
+        };
+        let mut planner = comm.planner();
+        planner.plans.drain();
+        launching.prepare(device, &mut planner)?;
+        launching.launch(device, &mut planner, &mut Vec::new())?;
+        launching.finish(device, &mut planner)
+    })
+}
+
 impl Group {
     fn push(&mut self, comm: &Arc<Communicator>, request: Request, start_ns: u64) -> Result<OpInfo> {
         comm.check_usable()?;

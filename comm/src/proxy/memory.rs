@@ -72,3 +72,8 @@ pub(crate) fn map(fd: &OwnedFd, slot_bytes: usize) -> io::Result<Arc<Fifo>> {
     // SAFETY: page-aligned, `memory_bytes` long, cannot shrink, and mapped while `mapping` lives.
     Ok(Arc::new(unsafe { Fifo::new(base.cast(), slot_bytes, mapping) }))
 }
+
+/// A FIFO of this process alone, that nobody sends to.
+pub(crate) fn private(slot_bytes: usize) -> io::Result<Arc<Fifo>> {
+    map(&create(Fifo::memory_bytes(slot_bytes))?, slot_bytes)
+}
