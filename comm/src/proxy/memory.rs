@@ -9,12 +9,16 @@ use std::{
 
 use ringsight_kernels::Fifo;
 
-use crate::bootstrap::sys::{self, check};
+use crate::{
+    bootstrap::sys::{self, check},
+    device::{self, Reachable},
+};
 
 /// A shared mapping, unmapped when dropped.
 struct Mapping {
     base: *mut libc::c_void,
     bytes: usize,
+    reachable: Reachable,
 }
 
 // SAFETY: the mapping belongs to no thread; what is in it is ordered by whoever uses it (the FIFO's head and tail).
@@ -24,6 +28,8 @@ unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        // First: what kernels reach must be mapped.
+        self.reachable = None;
         // SAFETY: made by `mmap` with this length, and whoever used it held the `Arc` that is now gone.
         unsafe { libc::munmap(self.base, self.bytes) };
     }
@@ -39,6 +45,31 @@ pub(crate) fn create(bytes: usize) -> io::Result<OwnedFd> {
 /// # Errors
 /// When the file is not of that size, may shrink, or cannot be mapped.
 pub(crate) fn map(fd: &OwnedFd, slot_bytes: usize) -> io::Result<Arc<Fifo>> {
+    Ok(fifo(mapping(fd, slot_bytes)?, slot_bytes))
+}
+
+/// The same for a FIFO that kernels fill or drain.
+///
+/// # Errors
+/// As [`map`], or the device cannot reach it.
+pub(crate) fn map_for_kernels(fd: &OwnedFd, slot_bytes: usize) -> io::Result<Arc<Fifo>> {
+    let mut mapping = mapping(fd, slot_bytes)?;
+    // Tests connect without a device, and need none.
+    if let Some(device) = device::opened() {
+        mapping.reachable = device
+            .reach(mapping.base as usize, mapping.bytes)
+            .map_err(io::Error::other)?;
+    }
+    Ok(fifo(mapping, slot_bytes))
+}
+
+fn fifo(mapping: Mapping, slot_bytes: usize) -> Arc<Fifo> {
+    let base = mapping.base.cast();
+    // SAFETY: page-aligned, `memory_bytes` long, cannot shrink, and mapped while the mapping lives.
+    Arc::new(unsafe { Fifo::new(base, slot_bytes, Arc::new(mapping)) })
+}
+
+fn mapping(fd: &OwnedFd, slot_bytes: usize) -> io::Result<Mapping> {
     let bytes = Fifo::memory_bytes(slot_bytes);
     // SAFETY: all-zero bytes are a valid `stat` to write to.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
@@ -68,9 +99,11 @@ pub(crate) fn map(fd: &OwnedFd, slot_bytes: usize) -> io::Result<Arc<Fifo>> {
     if base == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
-    let mapping = Arc::new(Mapping { base, bytes });
-    // SAFETY: page-aligned, `memory_bytes` long, cannot shrink, and mapped while `mapping` lives.
-    Ok(Arc::new(unsafe { Fifo::new(base.cast(), slot_bytes, mapping) }))
+    Ok(Mapping {
+        base,
+        bytes,
+        reachable: None,
+    })
 }
 
 /// A FIFO of this process alone, that nobody sends to.

@@ -292,7 +292,7 @@ impl Connector {
             return Err(unexpected(proxy_rank));
         };
         let fd = client.get_fd(handle)?;
-        let fifo = memory::map(&fd, config.slot_bytes).map_err(|error| Error::System {
+        let fifo = memory::map_for_kernels(&fd, config.slot_bytes).map_err(|error| Error::System {
             what: format!("mapping the FIFO of rank {proxy_rank}"),
             source: Arc::new(error),
         })?;

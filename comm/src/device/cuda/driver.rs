@@ -1,0 +1,207 @@
+//! Calls of the CUDA driver, with errors that name the call.
+
+use std::ffi::{CStr, c_int, c_void};
+
+use cudarc::driver::sys::{self, CUdevice_attribute, CUresult, CUstream, CUstreamCaptureMode};
+
+use crate::device::{DeviceError, Result, Stream};
+
+/// The oldest driver whose every function used here is there: CUDA 12.2.
+const OLDEST: c_int = 12020;
+
+/// Loads the driver.
+///
+/// # Errors
+/// It is not there, or older than [`OLDEST`], or has no device.
+pub(super) fn open() -> Result<usize> {
+    let unavailable = |text: String| {
+        DeviceError::Unavailable(format!(
+            "RINGSIGHT_DEVICE=cuda (the default), but {text}; set RINGSIGHT_DEVICE=host to run on CPU memory"
+        ))
+    };
+    // SAFETY: loading the driver runs its initialisers, as any CUDA program does.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(unavailable(
+            "libcuda.so.1 was not found: install the NVIDIA driver".into(),
+        ));
+    }
+    let (mut version, mut devices) = (0, 0);
+    // SAFETY: the library is there, these functions are as old as it is, and the results are written to locals.
+    unsafe {
+        let result = sys::cuDriverGetVersion(&raw mut version);
+        if result != CUresult::CUDA_SUCCESS || version < OLDEST {
+            let (major, minor) = (version / 1000, version % 1000 / 10);
+            return Err(unavailable(format!(
+                "the NVIDIA driver is of CUDA {major}.{minor}: 12.2 is the oldest"
+            )));
+        }
+        for (call, result) in [
+            ("cuInit", sys::cuInit(0)),
+            ("cuDeviceGetCount", sys::cuDeviceGetCount(&raw mut devices)),
+        ] {
+            check(call, result).map_err(|error| unavailable(error.to_string()))?;
+        }
+    }
+    usize::try_from(devices)
+        .ok()
+        .filter(|devices| *devices > 0)
+        .ok_or_else(|| unavailable("no GPU is visible (CUDA_VISIBLE_DEVICES?)".into()))
+}
+
+/// What a call returned, in words.
+pub(super) fn check(call: &str, result: CUresult) -> Result<()> {
+    use CUresult::{
+        CUDA_ERROR_CAPTURED_EVENT, CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_DEVICE,
+        CUDA_ERROR_INVALID_HANDLE, CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_OUT_OF_MEMORY,
+        CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED,
+        CUDA_ERROR_STREAM_CAPTURE_ISOLATION, CUDA_ERROR_STREAM_CAPTURE_MERGE,
+        CUDA_ERROR_STREAM_CAPTURE_UNJOINED, CUDA_ERROR_STREAM_CAPTURE_UNMATCHED,
+        CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD, CUDA_SUCCESS,
+    };
+    if result == CUDA_SUCCESS {
+        return Ok(());
+    }
+    let (mut name, mut text) = (std::ptr::null(), std::ptr::null());
+    // SAFETY: both write a pointer to a string of the driver's, or null.
+    let words = unsafe {
+        let _ = sys::cuGetErrorName(result, &raw mut name);
+        let _ = sys::cuGetErrorString(result, &raw mut text);
+        [name, text]
+            .into_iter()
+            .filter(|text| !text.is_null())
+            .map(|text| CStr::from_ptr(text).to_string_lossy())
+            .collect::<Vec<_>>()
+            .join(": ")
+    };
+    let text = format!("{call}: {words}");
+    Err(match result {
+        CUDA_ERROR_OUT_OF_MEMORY => DeviceError::Resource(text),
+        CUDA_ERROR_INVALID_VALUE
+        | CUDA_ERROR_INVALID_HANDLE
+        | CUDA_ERROR_INVALID_CONTEXT
+        | CUDA_ERROR_INVALID_DEVICE => DeviceError::InvalidHandle(text),
+        CUDA_ERROR_CAPTURED_EVENT
+        | CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+        | CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+        | CUDA_ERROR_STREAM_CAPTURE_ISOLATION
+        | CUDA_ERROR_STREAM_CAPTURE_MERGE
+        | CUDA_ERROR_STREAM_CAPTURE_UNJOINED
+        | CUDA_ERROR_STREAM_CAPTURE_UNMATCHED
+        | CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+        | CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD => DeviceError::InvalidUsage(text),
+        _ => DeviceError::Fault(text),
+    })
+}
+
+/// Calls a function of the driver and checks its result: `call!(cuInit(0))`. To be used in an `unsafe` block.
+macro_rules! call {
+    ($function:ident($($argument:expr),* $(,)?)) => {
+        $crate::device::cuda::driver::check(
+            stringify!($function),
+            cudarc::driver::sys::$function($($argument),*),
+        )
+    };
+}
+pub(super) use call;
+
+/// The driver's handle of a stream. Null, 1 and 2 are the default streams in the driver's interface as in the runtime's.
+pub(super) fn stream(stream: Stream) -> CUstream {
+    stream.0 as CUstream
+}
+
+/// An attribute of a device.
+pub(super) fn attribute(device: c_int, attribute: CUdevice_attribute) -> Result<c_int> {
+    let mut value = 0;
+    // SAFETY: writes to the local; a device number that is none is refused.
+    unsafe { call!(cuDeviceGetAttribute(&raw mut value, attribute, device)) }?;
+    Ok(value)
+}
+
+/// While it lives, this thread may allocate and map memory although some stream is being captured: none of that becomes
+/// part of a graph.
+pub(super) struct OutsideCapture(CUstreamCaptureMode);
+
+impl OutsideCapture {
+    pub(super) fn enter() -> Result<Self> {
+        let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: exchanges the local with the thread's mode.
+        unsafe { call!(cuThreadExchangeStreamCaptureMode(&raw mut mode)) }?;
+        Ok(Self(mode))
+    }
+}
+
+impl Drop for OutsideCapture {
+    fn drop(&mut self) {
+        // SAFETY: gives the mode back that `enter` was given. It cannot fail where that did not.
+        let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut self.0) };
+    }
+}
+
+/// Host memory that every GPU reaches at the address that the host knows it by.
+pub(super) struct Pinned {
+    base: *mut c_void,
+    bytes: usize,
+}
+
+// SAFETY: an allocation that belongs to no thread.
+unsafe impl Send for Pinned {}
+// SAFETY: as above; what is in it is accessed by atomics, or by its one owner.
+unsafe impl Sync for Pinned {}
+
+impl Pinned {
+    /// Zeroed memory; a context must be current.
+    pub(super) fn new(bytes: usize) -> Result<Self> {
+        let _outside = OutsideCapture::enter()?;
+        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+        let mut base = std::ptr::null_mut();
+        // SAFETY: writes the address to the local; what is then zeroed has just been allocated with this size.
+        unsafe {
+            call!(cuMemHostAlloc(&raw mut base, bytes, flags))?;
+            base.cast::<u8>().write_bytes(0, bytes);
+        }
+        Ok(Self { base, bytes })
+    }
+
+    pub(super) fn base(&self) -> *mut c_void {
+        self.base
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new` and freed once. At the end of the process the driver may be gone, and the memory with
+        // it.
+        let _ = unsafe { sys::cuMemFreeHost(self.base) };
+    }
+}
+
+/// Memory of this process that was made reachable for GPUs, at the address that the host knows it by.
+pub(super) struct Registered(*mut c_void);
+
+// SAFETY: an address that is given back once.
+unsafe impl Send for Registered {}
+// SAFETY: as above.
+unsafe impl Sync for Registered {}
+
+impl Registered {
+    /// # Safety
+    /// The memory stays mapped while this lives.
+    pub(super) unsafe fn new(base: *mut u8, bytes: usize) -> Result<Self> {
+        let _outside = OutsideCapture::enter()?;
+        let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
+        // SAFETY: the caller's memory.
+        unsafe { call!(cuMemHostRegister_v2(base.cast(), bytes, flags)) }?;
+        Ok(Self(base.cast()))
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        // SAFETY: registered in `new`, and still mapped. As for `Pinned`, the driver may be gone.
+        let _ = unsafe { sys::cuMemHostUnregister(self.0) };
+    }
+}

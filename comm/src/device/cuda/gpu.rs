@@ -1,0 +1,351 @@
+//! One GPU: its kernel, the ring of its events, and what its launches share with the host.
+
+use std::{
+    collections::HashMap,
+    ffi::{c_int, c_void},
+    ops::Deref,
+    sync::{Arc, Condvar, Mutex, OnceLock, atomic::Ordering},
+    thread,
+};
+
+use cudarc::driver::sys::{
+    CUcontext, CUdevice_attribute, CUdeviceptr, CUfunction, CUfunction_attribute, CUstream,
+};
+use ringsight_kernels::{
+    Launch,
+    cuda::{self, Arguments, LaunchControl, LaunchState, Program, ring::Entry},
+};
+
+use super::{
+    drain::{Drain, InFlight},
+    driver::{OutsideCapture, Pinned, attribute, call, check},
+};
+use crate::{
+    communicator::lock,
+    device::{DeviceError, Result},
+};
+
+/// Events that the host may be late by: those of 16 thousand operations of one channel.
+const RING_ENTRIES: usize = 1 << 15;
+/// Launches for which memory is had at once.
+const CHUNK: usize = 256;
+
+/// One GPU, opened.
+pub(super) struct Gpu {
+    kernel: CUfunction,
+    /// The ring's ticket, in device memory.
+    ticket: CUdeviceptr,
+    entries: Arc<Memory<Entry>>,
+    /// Most dynamic shared memory of a block.
+    shared_bytes: usize,
+    pub(super) launches: Arc<Launches>,
+    /// The primary context: as the runtime uses it.
+    context: CUcontext,
+    /// Programs that are too long for the arguments are put here; by size class.
+    pinned: Mutex<HashMap<usize, Vec<Pinned>>>,
+}
+
+// SAFETY: the handles may be used by any thread, the rest is locked.
+unsafe impl Send for Gpu {}
+// SAFETY: as above.
+unsafe impl Sync for Gpu {}
+
+/// Pinned memory as a slice of values for which zeros are one.
+pub(super) struct Memory<T> {
+    pinned: Pinned,
+    _of: std::marker::PhantomData<T>,
+}
+
+impl<T> Memory<T> {
+    /// Zeroed.
+    ///
+    /// # Safety
+    /// Zeros must be a `T`, and a `T` needs no drop.
+    unsafe fn new(count: usize) -> Result<Self> {
+        Ok(Self {
+            pinned: Pinned::new(count * size_of::<T>())?,
+            _of: std::marker::PhantomData,
+        })
+    }
+}
+
+impl<T> Deref for Memory<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: the memory is page-aligned, of this size and was zeroed, which is a value; only atomics are written.
+        unsafe { std::slice::from_raw_parts(self.pinned.base().cast(), self.pinned.bytes() / size_of::<T>()) }
+    }
+}
+
+/// What a launch and the host share; belongs to one launch at a time.
+pub(super) struct Slot {
+    chunk: Arc<Chunk>,
+    index: usize,
+    /// Runs of all launches that have used it, before the present one.
+    pub(super) runs_before: u32,
+}
+
+struct Chunk {
+    controls: Memory<LaunchControl>,
+    states: CUdeviceptr,
+}
+
+impl Slot {
+    pub(super) fn control(&self) -> &LaunchControl {
+        &self.chunk.controls[self.index]
+    }
+
+    fn state(&self) -> CUdeviceptr {
+        self.chunk.states + (self.index * size_of::<LaunchState>()) as CUdeviceptr
+    }
+
+    /// Ready for the next launch, once the present one is over.
+    pub(super) fn renew(&mut self) {
+        let control = self.control();
+        // Relaxed: the next launch orders these before its kernel.
+        control.abort.store(0, Ordering::Relaxed);
+        control.aborted.store(0, Ordering::Relaxed);
+        self.runs_before = control.runs.load(Ordering::Relaxed);
+    }
+}
+
+/// Launches of one GPU, shared with the thread that drains its events.
+#[derive(Default)]
+pub(super) struct Launches {
+    pub(super) table: Mutex<Table>,
+    /// There is something to drain.
+    pub(super) wake: Condvar,
+}
+
+/// See [`Launches`].
+#[derive(Default)]
+pub(super) struct Table {
+    pub(super) in_flight: HashMap<u32, InFlight>,
+    pub(super) free: Vec<Slot>,
+    next: u32,
+}
+
+/// A device number's GPU, opened at its first use.
+pub(super) struct Slotted(OnceLock<Result<Arc<Gpu>>>);
+
+impl Slotted {
+    pub(super) fn new() -> Self {
+        Self(OnceLock::new())
+    }
+
+    pub(super) fn get(&self, device: c_int) -> Result<&Arc<Gpu>> {
+        self.0
+            .get_or_init(|| Gpu::open(device).map(Arc::new))
+            .as_ref()
+            .map_err(Clone::clone)
+    }
+}
+
+impl Gpu {
+    /// Opens it; its primary context becomes current.
+    fn open(device: c_int) -> Result<Self> {
+        let unavailable = |text: &str| Err(DeviceError::Unavailable(format!("GPU {device}: {text}")));
+        let has = |what| Ok::<_, DeviceError>(attribute(device, what)? != 0);
+        use CUdevice_attribute as Of;
+        if attribute(device, Of::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? < 8 {
+            return unavailable(
+                "its architecture is older than Ampere (sm_80), the oldest that the kernels are built for",
+            );
+        }
+        if !has(Of::CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM)? {
+            return unavailable("it does not reach host memory at the host's addresses");
+        }
+        let shared = attribute(device, Of::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+        // Some of it is the kernel's own.
+        let shared_bytes = usize::try_from(shared).unwrap_or(0).saturating_sub(4096);
+        let fatbin = match cuda::fatbin() {
+            Ok(fatbin) => fatbin,
+            Err(missing) => return unavailable(&format!("this build has no kernels: {missing}")),
+        };
+        let _outside = OutsideCapture::enter()?;
+        let (mut context, mut module, mut kernel) =
+            (std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut());
+        let mut ticket = 0;
+        // SAFETY: handles are written to the locals; the image is a fat binary of nvcc's. Setting an attribute loads the
+        // kernel now: loaded at its first launch, it would wait for kernels that wait for it.
+        unsafe {
+            call!(cuDevicePrimaryCtxRetain(&raw mut context, device))?;
+            call!(cuCtxSetCurrent(context))?;
+            call!(cuModuleLoadData(&raw mut module, fatbin.as_ptr().cast()))?;
+            call!(cuModuleGetFunction(
+                &raw mut kernel,
+                module,
+                cuda::KERNEL.as_ptr()
+            ))?;
+            call!(cuFuncSetAttribute(
+                kernel,
+                CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                shared_bytes as c_int
+            ))?;
+            call!(cuMemAlloc_v2(&raw mut ticket, size_of::<u64>()))?;
+            call!(cuMemsetD8_v2(ticket, 0, size_of::<u64>()))?;
+        }
+        // SAFETY: entries are atomics.
+        let entries = Arc::new(unsafe { Memory::<Entry>::new(RING_ENTRIES) }?);
+        let launches = Arc::new(Launches::default());
+        let drain = Drain::new(entries.clone(), launches.clone());
+        thread::Builder::new()
+            .name(format!("rs-gpu-{device}"))
+            .spawn(move || drain.run())
+            .map_err(|error| {
+                DeviceError::Resource(format!("no thread for the events of GPU {device}: {error}"))
+            })?;
+        Ok(Self {
+            kernel,
+            ticket,
+            entries,
+            shared_bytes,
+            launches,
+            context,
+            pinned: Mutex::default(),
+        })
+    }
+
+    /// Its primary context becomes the thread's current one.
+    pub(super) fn make_current(&self) -> Result<()> {
+        // SAFETY: retained for the life of the process.
+        unsafe { call!(cuCtxSetCurrent(self.context)) }
+    }
+
+    fn grow(&self) -> Result<Vec<Slot>> {
+        let mut states = 0;
+        let bytes = CHUNK * size_of::<LaunchState>();
+        let _outside = OutsideCapture::enter()?;
+        // SAFETY: written to the local; then exactly what was allocated is zeroed.
+        unsafe {
+            call!(cuMemAlloc_v2(&raw mut states, bytes))?;
+            call!(cuMemsetD8_v2(states, 0, bytes))?;
+        }
+        let chunk = Arc::new(Chunk {
+            // SAFETY: atomics and integers.
+            controls: unsafe { Memory::new(CHUNK) }?,
+            states,
+        });
+        Ok((0..CHUNK)
+            .map(|index| Slot {
+                chunk: chunk.clone(),
+                index,
+                runs_before: 0,
+            })
+            .collect())
+    }
+
+    fn slot(&self) -> Result<Slot> {
+        if let Some(slot) = lock(&self.launches.table).free.pop() {
+            return Ok(slot);
+        }
+        let mut slots = self.grow()?;
+        let slot = slots.pop();
+        lock(&self.launches.table).free.append(&mut slots);
+        slot.ok_or_else(|| DeviceError::Resource("no memory for launches".into()))
+    }
+
+    /// Pinned memory that holds `bytes`.
+    fn outside(&self, bytes: &[u8]) -> Result<Pinned> {
+        let class = bytes.len().next_power_of_two().max(4096);
+        let kept = lock(&self.pinned).get_mut(&class).and_then(Vec::pop);
+        let pinned = match kept {
+            Some(pinned) => pinned,
+            None => Pinned::new(class)?,
+        };
+        // SAFETY: it is large enough, and nobody else's.
+        unsafe {
+            pinned
+                .base()
+                .cast::<u8>()
+                .copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
+        };
+        Ok(pinned)
+    }
+
+    /// Keeps the memory of a program that is over.
+    fn keep(&self, pinned: Pinned) {
+        lock(&self.pinned).entry(pinned.bytes()).or_default().push(pinned);
+    }
+
+    /// Puts a launch into the stream; returns its number.
+    pub(super) fn launch(
+        self: &Arc<Self>,
+        stream: CUstream,
+        launch: &Arc<Launch>,
+        captured: bool,
+    ) -> Result<u32> {
+        let program = Program::new(launch).map_err(|error| DeviceError::InvalidUsage(error.to_string()))?;
+        if program.shared_bytes() > self.shared_bytes {
+            return Err(DeviceError::InvalidUsage(format!(
+                "the messages of one channel need {} bytes of state, a block has {}: make groups of fewer messages",
+                program.shared_bytes(),
+                self.shared_bytes
+            )));
+        }
+        let outside = program.outside().map(|bytes| self.outside(bytes)).transpose()?;
+        let slot = self.slot()?;
+        let mut arguments = Arguments {
+            state: slot.state(),
+            control: std::ptr::from_ref(slot.control()) as u64,
+            ring: self.entries.as_ptr() as u64,
+            ring_ticket: self.ticket,
+            ring_mask: RING_ENTRIES as u32 - 1,
+            runs_before: slot.runs_before,
+            captured: captured.into(),
+            ..program.arguments(outside.as_ref().map_or(0, |pinned| pinned.base() as u64))
+        };
+        let keeper = Arc::downgrade(self);
+        let on_end = outside.map(|pinned| -> Box<dyn FnOnce() + Send> {
+            Box::new(move || {
+                if let Some(gpu) = keeper.upgrade() {
+                    gpu.keep(pinned);
+                }
+            })
+        });
+        // Entered first: its events may come before the call returns.
+        let mut table = lock(&self.launches.table);
+        let number = table.next;
+        table.next = table.next.wrapping_add(1);
+        arguments.launch = number;
+        table
+            .in_flight
+            .insert(number, InFlight::new(launch.clone(), slot, captured, on_end));
+        drop(table);
+        self.launches.wake.notify_all();
+        let mut parameters = [(&raw mut arguments).cast::<c_void>()];
+        // SAFETY: the kernel takes this one argument, which is copied by the call. What it refers to lives until the
+        // launch is over: the table holds it.
+        let result = unsafe {
+            cudarc::driver::sys::cuLaunchKernel(
+                self.kernel,
+                program.blocks(),
+                1,
+                1,
+                cuda::THREADS,
+                1,
+                1,
+                program.shared_bytes() as u32,
+                stream,
+                parameters.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        };
+        check("cuLaunchKernel", result).inspect_err(|_| self.launches.forget(number))?;
+        Ok(number)
+    }
+}
+
+impl Launches {
+    /// A launch will not run any more.
+    pub(super) fn forget(&self, number: u32) {
+        let mut table = lock(&self.table);
+        if let Some(launch) = table.in_flight.remove(&number) {
+            let (slot, rest) = launch.end();
+            table.free.push(slot);
+            drop(table);
+            super::release::later(rest);
+        }
+    }
+}

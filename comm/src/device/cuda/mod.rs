@@ -1,0 +1,402 @@
+//! GPUs, through the CUDA driver. Contexts are the primary ones, as the runtime uses them, so that streams, events and
+//! memory of a program that uses the runtime are the ones meant here.
+//!
+//! A launch is one kernel ([`ringsight_kernels::cuda`]) with its program in the arguments. What it tells goes through a
+//! ring in host memory that a thread of this module drains; it learns of an abort through a word there. Neither needs a
+//! call of the driver.
+
+mod drain;
+mod driver;
+mod gpu;
+mod release;
+
+use std::{
+    collections::HashMap,
+    ffi::c_void,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU32, Ordering},
+    },
+    time::Duration,
+};
+
+use cudarc::driver::sys::{
+    self, CUevent, CUgraph, CUgraphExec, CUresult, CUstreamCaptureMode, CUstreamCaptureStatus,
+};
+use ringsight_kernels::Launch;
+
+use self::{
+    driver::{Registered, call, check, stream as handle},
+    gpu::{Gpu, Slotted},
+};
+use super::{
+    Capture, Device, DeviceError, Event, Graph, GraphExec, HostFunction, Progress, Reachable, Result, Stream,
+};
+use crate::communicator::lock;
+
+/// The device; see the module's documentation.
+pub struct CudaDevice {
+    /// By device number.
+    gpus: Vec<Slotted>,
+    captures: Arc<Mutex<Captures>>,
+}
+
+/// Captures that operations were captured in: the driver's number, and ours, which records carry.
+#[derive(Default)]
+struct Captures {
+    /// By the driver's number.
+    known: HashMap<u64, Known>,
+    last: u32,
+}
+
+/// A capture: our number and the graph in the making.
+#[derive(Clone, Copy)]
+struct Known {
+    number: u32,
+    graph: usize,
+}
+
+impl Captures {
+    fn number(&mut self, id: u64, graph: CUgraph) -> Result<u32> {
+        if let Some(known) = self.known.get(&id) {
+            return Ok(known.number);
+        }
+        self.last = self
+            .last
+            .checked_add(1)
+            .ok_or_else(|| DeviceError::Resource("no capture number is left".into()))?;
+        self.known.insert(
+            id,
+            Known {
+                number: self.last,
+                graph: graph as usize,
+            },
+        );
+        Ok(self.last)
+    }
+}
+
+impl CudaDevice {
+    /// The GPUs of this machine; none is used yet.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unavailable`] without driver, GPU or kernels.
+    pub fn new() -> Result<Self> {
+        let devices = driver::open()?;
+        release::start()?;
+        Ok(Self {
+            gpus: (0..devices).map(|_| Slotted::new()).collect(),
+            captures: Arc::default(),
+        })
+    }
+
+    fn gpu(&self, device: i32) -> Result<&Arc<Gpu>> {
+        usize::try_from(device)
+            .ok()
+            .and_then(|index| self.gpus.get(index))
+            .ok_or_else(|| {
+                DeviceError::InvalidHandle(format!("device {device} is none of the {} GPUs", self.gpus.len()))
+            })?
+            .get(device)
+    }
+
+    /// The graph that the stream is being captured into, with the driver's number of the capture.
+    fn capturing(&self, stream: Stream) -> Result<Option<(u64, CUgraph)>> {
+        let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        let (mut id, mut graph) = (0, std::ptr::null_mut());
+        // SAFETY: written to the locals; null for what is not asked for.
+        unsafe {
+            call!(cuStreamGetCaptureInfo_v2(
+                handle(stream),
+                &raw mut status,
+                &raw mut id,
+                &raw mut graph,
+                std::ptr::null_mut(),
+                std::ptr::null_mut()
+            ))
+        }?;
+        match status {
+            CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => Ok(None),
+            CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE => Ok(Some((id, graph))),
+            CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED => {
+                Err(DeviceError::InvalidUsage(format!(
+                    "the capture that stream {:#x} takes part in has been invalidated by an earlier error",
+                    stream.0
+                )))
+            }
+        }
+    }
+}
+
+fn query(call: &str, result: CUresult) -> Result<Progress> {
+    match result {
+        CUresult::CUDA_ERROR_NOT_READY => Ok(Progress::Pending),
+        result => check(call, result).map(|()| Progress::Done),
+    }
+}
+
+/// A host function in a stream.
+struct HostNode {
+    function: HostFunction,
+    /// Calls so far, of a function in a graph.
+    calls: Option<AtomicU32>,
+}
+
+/// Called by the driver in stream order.
+unsafe extern "C" fn call_host(data: *mut c_void) {
+    // SAFETY: the box of `launch_host`; in a graph it lives as long as the graph, else until here.
+    let node = unsafe { &*data.cast::<HostNode>() };
+    // Relaxed: replays of one graph run one after another.
+    let replay = node
+        .calls
+        .as_ref()
+        .map_or(0, |calls| calls.fetch_add(1, Ordering::Relaxed) + 1);
+    // Nothing may unwind into the driver.
+    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| (node.function)(replay)));
+    if node.calls.is_none() {
+        // SAFETY: made by `launch_host` for this one call. Dropped elsewhere: its end may call the driver.
+        release::later(unsafe { Box::from_raw(data.cast::<HostNode>()) });
+    }
+}
+
+impl Device for CudaDevice {
+    fn name(&self) -> &'static str {
+        "cuda"
+    }
+
+    fn current(&self) -> Result<i32> {
+        let mut device = 0;
+        // SAFETY: writes to the local.
+        match unsafe { sys::cuCtxGetDevice(&raw mut device) } {
+            // As the runtime has it before its first call.
+            CUresult::CUDA_ERROR_INVALID_CONTEXT => Ok(0),
+            result => check("cuCtxGetDevice", result).map(|()| device),
+        }
+    }
+
+    fn set_current(&self, device: i32) -> Result<()> {
+        self.gpu(device)?.make_current()
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<*mut u8> {
+        if bytes == 0 {
+            return Ok(std::ptr::null_mut());
+        }
+        self.set_current(self.current()?)?;
+        let mut pointer = 0;
+        // SAFETY: writes to the local.
+        unsafe { call!(cuMemAlloc_v2(&raw mut pointer, bytes)) }?;
+        Ok(pointer as *mut u8)
+    }
+
+    fn free(&self, pointer: *mut u8) -> Result<()> {
+        if pointer.is_null() {
+            return Ok(());
+        }
+        // SAFETY: an address that is no allocation is refused.
+        unsafe { call!(cuMemFree_v2(pointer as u64)) }
+    }
+
+    fn reach(&self, base: usize, bytes: usize) -> Result<Reachable> {
+        // SAFETY: the caller of `reach` keeps the memory mapped.
+        Ok(Some(Box::new(unsafe {
+            Registered::new(base as *mut u8, bytes)
+        }?)))
+    }
+
+    fn stream_create(&self) -> Result<Stream> {
+        self.set_current(self.current()?)?;
+        let mut stream = std::ptr::null_mut();
+        // SAFETY: writes to the local.
+        unsafe {
+            call!(cuStreamCreate(
+                &raw mut stream,
+                sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32
+            ))
+        }?;
+        Ok(Stream(stream as usize))
+    }
+
+    fn stream_destroy(&self, stream: Stream) -> Result<()> {
+        // SAFETY: the caller's handle, as with every CUDA call.
+        unsafe { call!(cuStreamDestroy_v2(handle(stream))) }
+    }
+
+    fn stream_query(&self, stream: Stream) -> Result<Progress> {
+        // SAFETY: as above.
+        query("cuStreamQuery", unsafe { sys::cuStreamQuery(handle(stream)) })
+    }
+
+    fn stream_synchronize(&self, stream: Stream) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { call!(cuStreamSynchronize(handle(stream))) }
+    }
+
+    fn stream_wait_event(&self, stream: Stream, event: Event) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { call!(cuStreamWaitEvent(handle(stream), event.0 as CUevent, 0)) }
+    }
+
+    fn event_create(&self) -> Result<Event> {
+        let mut event = std::ptr::null_mut();
+        // SAFETY: writes to the local.
+        unsafe { call!(cuEventCreate(&raw mut event, 0)) }?;
+        Ok(Event(event as usize))
+    }
+
+    fn event_destroy(&self, event: Event) -> Result<()> {
+        // SAFETY: the caller's handle.
+        unsafe { call!(cuEventDestroy_v2(event.0 as CUevent)) }
+    }
+
+    fn event_record(&self, event: Event, stream: Stream) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { call!(cuEventRecord(event.0 as CUevent, handle(stream))) }
+    }
+
+    fn event_query(&self, event: Event) -> Result<Progress> {
+        // SAFETY: as above.
+        query("cuEventQuery", unsafe { sys::cuEventQuery(event.0 as CUevent) })
+    }
+
+    fn event_synchronize(&self, event: Event) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { call!(cuEventSynchronize(event.0 as CUevent)) }
+    }
+
+    fn event_elapsed(&self, start: Event, end: Event) -> Result<Duration> {
+        let mut milliseconds = 0.0;
+        // SAFETY: as above; writes to the local.
+        unsafe {
+            call!(cuEventElapsedTime(
+                &raw mut milliseconds,
+                start.0 as CUevent,
+                end.0 as CUevent
+            ))
+        }?;
+        Ok(Duration::from_secs_f32((milliseconds / 1e3).max(0.0)))
+    }
+
+    fn memcpy(&self, destination: usize, source: usize, bytes: usize, stream: Stream) -> Result<()> {
+        // SAFETY: the caller's buffers; the driver refuses addresses that it does not know.
+        unsafe {
+            call!(cuMemcpyAsync(
+                destination as u64,
+                source as u64,
+                bytes,
+                handle(stream)
+            ))
+        }
+    }
+
+    fn memset(&self, destination: usize, value: u8, bytes: usize, stream: Stream) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { call!(cuMemsetD8Async(destination as u64, value, bytes, handle(stream))) }
+    }
+
+    fn launch_host(&self, stream: Stream, function: HostFunction) -> Result<()> {
+        let capturing = self.capturing(stream)?;
+        let node = Box::into_raw(Box::new(HostNode {
+            function,
+            calls: capturing.is_some().then(AtomicU32::default),
+        }));
+        // SAFETY: `call_host` takes such a box.
+        let launched = unsafe { call!(cuLaunchHostFunc(handle(stream), Some(call_host), node.cast())) };
+        // SAFETY: made above. An eager node is gone with its call; one in a graph, or nowhere, is still ours.
+        let ours = |node| unsafe { Box::from_raw(node) };
+        match (launched, capturing) {
+            (Err(error), _) => {
+                drop(ours(node));
+                Err(error)
+            }
+            (Ok(()), None) => Ok(()),
+            (Ok(()), Some((_, graph))) => {
+                let node = ours(node);
+                release::when_gone(graph, Box::new(move || release::later(node)))
+            }
+        }
+    }
+
+    fn launch_kernel(&self, stream: Stream, launch: Arc<Launch>) -> Result<()> {
+        for work in launch.channels.iter().flat_map(|channel| &channel.work) {
+            work.check()
+                .map_err(|error| DeviceError::InvalidUsage(error.to_string()))?;
+        }
+        if launch.channels.is_empty() {
+            // No block would be there to say that it is over.
+            return self.launch_host(
+                stream,
+                Arc::new(move |replay| launch.observer.launch_finished(replay, launch.abort.is_set())),
+            );
+        }
+        let gpu = self.gpu(self.current()?)?;
+        let capturing = self.capturing(stream)?;
+        let number = gpu.launch(handle(stream), &launch, capturing.is_some())?;
+        if let Some((_, graph)) = capturing {
+            let launches = gpu.launches.clone();
+            release::when_gone(graph, Box::new(move || launches.forget(number)))?;
+        }
+        Ok(())
+    }
+
+    fn capture_of(&self, stream: Stream) -> Result<Option<Capture>> {
+        self.capturing(stream)?
+            .map(|(id, graph)| lock(&self.captures).number(id, graph).map(|id| Capture { id }))
+            .transpose()
+    }
+
+    fn capture_begin(&self, stream: Stream) -> Result<()> {
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the caller's handle.
+        unsafe { call!(cuStreamBeginCapture_v2(handle(stream), mode)) }
+    }
+
+    fn capture_end(&self, stream: Stream) -> Result<Graph> {
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: the caller's handle; writes to the local.
+        unsafe { call!(cuStreamEndCapture(handle(stream), &raw mut graph)) }?;
+        Ok(Graph(graph as usize))
+    }
+
+    fn capture_retain(&self, capture: Capture, destructor: Box<dyn FnOnce() + Send>) -> Result<()> {
+        // The capture is still under way: operations are captured into it by the call that this is part of.
+        let graph = lock(&self.captures)
+            .known
+            .values()
+            .find(|known| known.number == capture.id)
+            .map(|known| known.graph as CUgraph)
+            .ok_or_else(|| DeviceError::InvalidHandle(format!("capture {} is not known", capture.id)))?;
+        let captures = self.captures.clone();
+        release::when_gone(
+            graph,
+            Box::new(move || {
+                lock(&captures)
+                    .known
+                    .retain(|_, known| known.number != capture.id);
+                destructor();
+            }),
+        )
+    }
+
+    fn graph_instantiate(&self, graph: Graph) -> Result<GraphExec> {
+        let mut exec = std::ptr::null_mut();
+        // SAFETY: the caller's handle; writes to the local.
+        unsafe { call!(cuGraphInstantiateWithFlags(&raw mut exec, graph.0 as CUgraph, 0)) }?;
+        Ok(GraphExec(exec as usize))
+    }
+
+    fn graph_launch(&self, exec: GraphExec, stream: Stream) -> Result<()> {
+        // SAFETY: the caller's handles.
+        unsafe { call!(cuGraphLaunch(exec.0 as CUgraphExec, handle(stream))) }
+    }
+
+    fn graph_exec_destroy(&self, exec: GraphExec) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { call!(cuGraphExecDestroy(exec.0 as CUgraphExec)) }
+    }
+
+    fn graph_destroy(&self, graph: Graph) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { call!(cuGraphDestroy(graph.0 as CUgraph)) }
+    }
+}
