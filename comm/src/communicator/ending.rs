@@ -108,9 +108,12 @@ impl Communicator {
     /// What went wrong asynchronously meanwhile.
     pub fn flush(&self) -> Result<()> {
         let mut planner = self.planner();
-        planner
-            .plans
-            .wait(|_| self.abort.is_set() || self.faults.get().is_some());
+        planner.plans.wait(|_| {
+            if let Err(error) = device().and_then(|device| device.check_health(self.device)) {
+                self.life.fail(Error::from(error));
+            }
+            self.abort.is_set() || self.faults.get().is_some()
+        });
         drop(planner);
         // All of it: a peer may still wait for a tag that this rank only shows, when all that it asked for is here.
         let failed = || self.abort.is_set() || self.faults.get().is_some();
@@ -163,8 +166,13 @@ impl Communicator {
         }
         let mut planner = self.planner();
         planner.plans.wait_aborted(GIVE_UP);
-        if let Ok(device) = device() {
+        if let Ok(device) = device()
+            && let Ok(before) = device.mark()
+        {
+            // Nothing is left to be done about a device that is broken.
+            let _ = device.set_current(self.device);
             planner.order.clear(&**device);
+            let _ = device.restore(before);
         }
         drop(planner);
         self.membership.leave(&self.connector);

@@ -54,7 +54,10 @@ impl Terms {
         }
         let depth: usize = number(&["RINGSIGHT_WORK_FIFO_DEPTH"])?.unwrap_or(WORK_FIFO_DEPTH);
         Ok(Self {
-            min_channels: config.min_channels.unwrap_or(1).clamp(1, MAX_CHANNELS),
+            min_channels: match config.min_channels {
+                Some(min) => min.clamp(1, MAX_CHANNELS),
+                None => device::device()?.channels(),
+            },
             max_channels: config.max_channels.unwrap_or(MAX_CHANNELS).clamp(1, MAX_CHANNELS),
             slot_bytes: (buffer / SLOTS).next_multiple_of(64) as u64,
             work_fifo_depth: depth.clamp(2, 1 << 20) as u64,

@@ -28,7 +28,9 @@ use self::{
     state::{CURRENT, EventState, FIRST_HANDLE, State, unknown, usage},
     worker::{Point, Worker, in_callback, lock},
 };
-use super::{Capture, Device, DeviceError, Event, Graph, GraphExec, HostFunction, Progress, Result, Stream};
+use super::{
+    Capture, Device, DeviceError, Event, Graph, GraphExec, HostFunction, Mark, Progress, Result, Stream,
+};
 
 /// Alignment of [`Device::allocate`], in bytes: a page, since windows begin at one.
 const ALIGNMENT: usize = 4096;
@@ -146,6 +148,14 @@ impl Device for HostDevice {
         }
         CURRENT.set(device);
         Ok(())
+    }
+
+    fn mark(&self) -> Result<Mark> {
+        Ok(Mark(CURRENT.get() as usize))
+    }
+
+    fn restore(&self, mark: Mark) -> Result<()> {
+        self.set_current(mark.0 as i32)
     }
 
     fn allocate(&self, bytes: usize) -> Result<*mut u8> {

@@ -6,6 +6,7 @@ pub mod cuda;
 pub mod host;
 
 use std::{
+    any::Any,
     sync::{Arc, OnceLock},
     time::Duration,
 };
@@ -79,6 +80,10 @@ pub type HostFunction = Arc<dyn Fn(u32) + Send + Sync>;
 /// Keeps memory reachable for the device; `None` where all memory is.
 pub type Reachable = Option<Box<dyn Send + Sync>>;
 
+/// What was current on a thread; see [`Device::mark`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mark(usize);
+
 /// Asynchronous execution as CUDA has it. Every call returns before the work is done unless it says otherwise.
 ///
 /// On a thread that captures a stream, no stream or event may be queried or synchronised, and from no thread a stream
@@ -90,10 +95,23 @@ pub trait Device: Send + Sync + 'static {
     /// Whether its kernels have programs of an algorithm ([`Work::algorithm`](ringsight_kernels::Work::algorithm)). All have
     /// those of [`Algorithm::Ring`] and [`Algorithm::Direct`].
     fn runs(&self, algorithm: Algorithm) -> bool;
+    /// Fewest channels of a communicator whose caller asks for none.
+    fn channels(&self) -> u32 {
+        1
+    }
     /// The calling thread's current device number.
     fn current(&self) -> Result<i32>;
     /// Sets the calling thread's current device number.
     fn set_current(&self, device: i32) -> Result<()>;
+    /// What is current on the calling thread, to be given to [`Device::restore`]: more than a number, as a thread that has
+    /// not used the device yet has none.
+    fn mark(&self) -> Result<Mark>;
+    /// Makes current what was.
+    fn restore(&self, mark: Mark) -> Result<()>;
+    /// What has broken device number `device` for good, if anything has: nothing that was launched on it ends any more.
+    fn check_health(&self, _device: i32) -> Result<()> {
+        Ok(())
+    }
 
     /// Device memory of `bytes` bytes, aligned to 4096.
     fn allocate(&self, bytes: usize) -> Result<*mut u8>;
@@ -103,6 +121,10 @@ pub trait Device: Send + Sync + 'static {
     /// the result lives. The memory must stay mapped for longer.
     fn reach(&self, _base: usize, _bytes: usize) -> Result<Reachable> {
         Ok(None)
+    }
+    /// Drops what only the caller holds, where that may take as long as the kernels that run now.
+    fn retire(&self, waste: Box<dyn Any + Send>) {
+        drop(waste);
     }
 
     /// A new stream on the current device.

@@ -156,10 +156,10 @@ impl Ready {
             result
         };
         if chains.len() == 1 {
-            let restore = device().and_then(|device| device.current());
+            let before = device().and_then(|device| device.mark());
             let result = chains.into_values().try_for_each(run);
-            if let (Ok(device), Ok(number)) = (device(), restore) {
-                device.set_current(number)?;
+            if let (Ok(device), Ok(before)) = (device(), before) {
+                device.restore(before)?;
             }
             return result;
         }

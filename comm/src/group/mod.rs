@@ -207,13 +207,10 @@ pub fn enqueue(comm: &Arc<Communicator>, request: Request, start_ns: u64) -> Res
 /// Calls `what` with the communicator's device number current, as kernels and default streams depend on it.
 fn device_of<T>(comm: &Communicator, what: impl FnOnce(&dyn Device) -> Result<T>) -> Result<T> {
     let device = &**device()?;
-    let before = device.current()?;
-    if before == comm.device {
-        return what(device);
-    }
+    let before = device.mark()?;
     device.set_current(comm.device)?;
     let result = what(device);
-    device.set_current(before)?;
+    device.restore(before)?;
     result
 }
 

@@ -11,14 +11,13 @@ use ringsight_kernels::Fifo;
 
 use crate::{
     bootstrap::sys::{self, check},
-    device::{self, Reachable},
+    device,
 };
 
 /// A shared mapping, unmapped when dropped.
 struct Mapping {
     base: *mut libc::c_void,
     bytes: usize,
-    reachable: Reachable,
 }
 
 // SAFETY: the mapping belongs to no thread; what is in it is ordered by whoever uses it (the FIFO's head and tail).
@@ -28,10 +27,20 @@ unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // First: what kernels reach must be mapped.
-        self.reachable = None;
         // SAFETY: made by `mmap` with this length, and whoever used it held the `Arc` that is now gone.
         unsafe { libc::munmap(self.base, self.bytes) };
+    }
+}
+
+/// A mapping that kernels reach.
+struct Reached(Option<(Box<dyn Send + Sync>, Mapping)>);
+
+impl Drop for Reached {
+    fn drop(&mut self) {
+        // In this order: what kernels reach must be mapped.
+        if let (Some(reached), Some(device)) = (self.0.take(), device::opened()) {
+            device.retire(Box::new(reached));
+        }
     }
 }
 
@@ -45,7 +54,8 @@ pub(crate) fn create(bytes: usize) -> io::Result<OwnedFd> {
 /// # Errors
 /// When the file is not of that size, may shrink, or cannot be mapped.
 pub(crate) fn map(fd: &OwnedFd, slot_bytes: usize) -> io::Result<Arc<Fifo>> {
-    Ok(fifo(mapping(fd, slot_bytes)?, slot_bytes))
+    let mapping = mapping(fd, slot_bytes)?;
+    Ok(fifo(mapping.base, slot_bytes, Arc::new(mapping)))
 }
 
 /// The same for a FIFO that kernels fill or drain.
@@ -53,20 +63,26 @@ pub(crate) fn map(fd: &OwnedFd, slot_bytes: usize) -> io::Result<Arc<Fifo>> {
 /// # Errors
 /// As [`map`], or the device cannot reach it.
 pub(crate) fn map_for_kernels(fd: &OwnedFd, slot_bytes: usize) -> io::Result<Arc<Fifo>> {
-    let mut mapping = mapping(fd, slot_bytes)?;
+    let mapping = mapping(fd, slot_bytes)?;
+    let base = mapping.base;
     // Tests connect without a device, and need none.
-    if let Some(device) = device::opened() {
-        mapping.reachable = device
-            .reach(mapping.base as usize, mapping.bytes)
-            .map_err(io::Error::other)?;
-    }
-    Ok(fifo(mapping, slot_bytes))
+    let reachable = match device::opened() {
+        None => None,
+        Some(device) => device
+            .reach(base as usize, mapping.bytes)
+            .map_err(io::Error::other)?,
+    };
+    let memory: Arc<dyn Send + Sync> = match reachable {
+        None => Arc::new(mapping),
+        Some(reachable) => Arc::new(Reached(Some((reachable, mapping)))),
+    };
+    Ok(fifo(base, slot_bytes, memory))
 }
 
-fn fifo(mapping: Mapping, slot_bytes: usize) -> Arc<Fifo> {
-    let base = mapping.base.cast();
+/// A FIFO at the base of the mapping in `memory`.
+fn fifo(base: *mut libc::c_void, slot_bytes: usize, memory: Arc<dyn Send + Sync>) -> Arc<Fifo> {
     // SAFETY: page-aligned, `memory_bytes` long, cannot shrink, and mapped while the mapping lives.
-    Arc::new(unsafe { Fifo::new(base, slot_bytes, Arc::new(mapping)) })
+    Arc::new(unsafe { Fifo::new(base.cast(), slot_bytes, memory) })
 }
 
 fn mapping(fd: &OwnedFd, slot_bytes: usize) -> io::Result<Mapping> {
@@ -99,11 +115,7 @@ fn mapping(fd: &OwnedFd, slot_bytes: usize) -> io::Result<Mapping> {
     if base == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
-    Ok(Mapping {
-        base,
-        bytes,
-        reachable: None,
-    })
+    Ok(Mapping { base, bytes })
 }
 
 /// A FIFO of this process alone, that nobody sends to.

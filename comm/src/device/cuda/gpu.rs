@@ -9,7 +9,8 @@ use std::{
 };
 
 use cudarc::driver::sys::{
-    CUcontext, CUdevice_attribute, CUdeviceptr, CUfunction, CUfunction_attribute, CUstream,
+    CUcontext, CUdevice_attribute, CUdeviceptr, CUfunction, CUfunction_attribute, CUresult, CUstream,
+    CUstream_flags,
 };
 use ringsight_kernels::{
     Launch,
@@ -41,6 +42,8 @@ pub(super) struct Gpu {
     pub(super) launches: Arc<Launches>,
     /// The primary context: as the runtime uses it.
     context: CUcontext,
+    /// For work of this module's own: waits for no other stream, and none waits for it.
+    stream: CUstream,
     /// Programs that are too long for the arguments are put here; by size class.
     pinned: Mutex<HashMap<usize, Vec<Pinned>>>,
 }
@@ -140,6 +143,11 @@ impl Slotted {
             .as_ref()
             .map_err(Clone::clone)
     }
+
+    /// If it has been opened.
+    pub(super) fn opened(&self) -> Option<&Arc<Gpu>> {
+        self.0.get()?.as_ref().ok()
+    }
 }
 
 impl Gpu {
@@ -166,7 +174,7 @@ impl Gpu {
         let _outside = OutsideCapture::enter()?;
         let (mut context, mut module, mut kernel) =
             (std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut());
-        let mut ticket = 0;
+        let mut stream = std::ptr::null_mut();
         // SAFETY: handles are written to the locals; the image is a fat binary of nvcc's. Setting an attribute loads the
         // kernel now: loaded at its first launch, it would wait for kernels that wait for it.
         unsafe {
@@ -183,12 +191,17 @@ impl Gpu {
                 CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                 shared_bytes as c_int
             ))?;
-            call!(cuMemAlloc_v2(&raw mut ticket, size_of::<u64>()))?;
-            call!(cuMemsetD8_v2(ticket, 0, size_of::<u64>()))?;
+            call!(cuStreamCreate(
+                &raw mut stream,
+                CUstream_flags::CU_STREAM_NON_BLOCKING as u32
+            ))?;
         }
+        let ticket = zeroed(size_of::<u64>(), stream)?;
         // SAFETY: entries are atomics.
         let entries = Arc::new(unsafe { Memory::<Entry>::new(RING_ENTRIES) }?);
         let launches = Arc::new(Launches::default());
+        // Now: with kernels on the GPU that wait for others, memory might not be had without waiting for them.
+        lock(&launches.table).free = slots(stream)?;
         let drain = Drain::new(entries.clone(), launches.clone());
         thread::Builder::new()
             .name(format!("rs-gpu-{device}"))
@@ -203,6 +216,7 @@ impl Gpu {
             shared_bytes,
             launches,
             context,
+            stream,
             pinned: Mutex::default(),
         })
     }
@@ -213,34 +227,21 @@ impl Gpu {
         unsafe { call!(cuCtxSetCurrent(self.context)) }
     }
 
-    fn grow(&self) -> Result<Vec<Slot>> {
-        let mut states = 0;
-        let bytes = CHUNK * size_of::<LaunchState>();
-        let _outside = OutsideCapture::enter()?;
-        // SAFETY: written to the local; then exactly what was allocated is zeroed.
-        unsafe {
-            call!(cuMemAlloc_v2(&raw mut states, bytes))?;
-            call!(cuMemsetD8_v2(states, 0, bytes))?;
+    /// What has broken the GPU for good, if anything has.
+    pub(super) fn check_health(&self) -> Result<()> {
+        // SAFETY: a stream of our own. What a kernel did wrong is the answer to every call.
+        let result = unsafe { cudarc::driver::sys::cuStreamQuery(self.stream) };
+        match result {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(()),
+            result => check("a kernel on the GPU", result),
         }
-        let chunk = Arc::new(Chunk {
-            // SAFETY: atomics and integers.
-            controls: unsafe { Memory::new(CHUNK) }?,
-            states,
-        });
-        Ok((0..CHUNK)
-            .map(|index| Slot {
-                chunk: chunk.clone(),
-                index,
-                runs_before: 0,
-            })
-            .collect())
     }
 
     fn slot(&self) -> Result<Slot> {
         if let Some(slot) = lock(&self.launches.table).free.pop() {
             return Ok(slot);
         }
-        let mut slots = self.grow()?;
+        let mut slots = slots(self.stream)?;
         let slot = slots.pop();
         lock(&self.launches.table).free.append(&mut slots);
         slot.ok_or_else(|| DeviceError::Resource("no memory for launches".into()))
@@ -335,6 +336,36 @@ impl Gpu {
         check("cuLaunchKernel", result).inspect_err(|_| self.launches.forget(number))?;
         Ok(number)
     }
+}
+
+/// Zeroed device memory of the current context; its own stream makes it so.
+fn zeroed(bytes: usize, stream: CUstream) -> Result<CUdeviceptr> {
+    let _outside = OutsideCapture::enter()?;
+    let mut memory = 0;
+    // SAFETY: written to the local; then exactly what was allocated is zeroed. The default stream would wait for kernels
+    // of the caller's streams.
+    unsafe {
+        call!(cuMemAlloc_v2(&raw mut memory, bytes))?;
+        call!(cuMemsetD8Async(memory, 0, bytes, stream))?;
+        call!(cuStreamSynchronize(stream))?;
+    }
+    Ok(memory)
+}
+
+/// What [`CHUNK`] launches need, in the current context.
+fn slots(stream: CUstream) -> Result<Vec<Slot>> {
+    let chunk = Arc::new(Chunk {
+        // SAFETY: atomics and integers.
+        controls: unsafe { Memory::new(CHUNK) }?,
+        states: zeroed(CHUNK * size_of::<LaunchState>(), stream)?,
+    });
+    Ok((0..CHUNK)
+        .map(|index| Slot {
+            chunk: chunk.clone(),
+            index,
+            runs_before: 0,
+        })
+        .collect())
 }
 
 impl Launches {

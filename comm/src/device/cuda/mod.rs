@@ -11,6 +11,7 @@ mod gpu;
 mod release;
 
 use std::{
+    any::Any,
     collections::HashMap,
     ffi::c_void,
     sync::{
@@ -21,16 +22,18 @@ use std::{
 };
 
 use cudarc::driver::sys::{
-    self, CUevent, CUgraph, CUgraphExec, CUresult, CUstreamCaptureMode, CUstreamCaptureStatus,
+    self, CUcontext, CUevent, CUgraph, CUgraphExec, CUresult, CUstreamCaptureMode, CUstreamCaptureStatus,
 };
 use ringsight_kernels::Launch;
+use ringsight_records::Algorithm;
 
 use self::{
     driver::{Registered, call, check, stream as handle},
     gpu::{Gpu, Slotted},
 };
 use super::{
-    Capture, Device, DeviceError, Event, Graph, GraphExec, HostFunction, Progress, Reachable, Result, Stream,
+    Capture, Device, DeviceError, Event, Graph, GraphExec, HostFunction, Mark, Progress, Reachable, Result,
+    Stream,
 };
 use crate::communicator::lock;
 
@@ -164,6 +167,15 @@ impl Device for CudaDevice {
         "cuda"
     }
 
+    fn runs(&self, algorithm: Algorithm) -> bool {
+        ringsight_kernels::cuda::program::runs(algorithm)
+    }
+
+    fn channels(&self) -> u32 {
+        // A block has as many bytes under way as its threads load at once: it takes several to fill a PCIe link.
+        8
+    }
+
     fn current(&self) -> Result<i32> {
         let mut device = 0;
         // SAFETY: writes to the local.
@@ -176,6 +188,22 @@ impl Device for CudaDevice {
 
     fn set_current(&self, device: i32) -> Result<()> {
         self.gpu(device)?.make_current()
+    }
+
+    fn mark(&self) -> Result<Mark> {
+        let mut context = std::ptr::null_mut();
+        // SAFETY: writes to the local.
+        unsafe { call!(cuCtxGetCurrent(&raw mut context)) }?;
+        Ok(Mark(context as usize))
+    }
+
+    fn restore(&self, mark: Mark) -> Result<()> {
+        // SAFETY: a context that was this thread's current one, or none.
+        unsafe { call!(cuCtxSetCurrent(mark.0 as CUcontext)) }
+    }
+
+    fn check_health(&self, device: i32) -> Result<()> {
+        self.gpu(device)?.check_health()
     }
 
     fn allocate(&self, bytes: usize) -> Result<*mut u8> {
@@ -198,10 +226,20 @@ impl Device for CudaDevice {
     }
 
     fn reach(&self, base: usize, bytes: usize) -> Result<Reachable> {
+        // A thread that connects ranks need not have used the device.
+        let before = self.mark()?;
+        if before == Mark(0) {
+            let opened = self.gpus.iter().find_map(Slotted::opened);
+            opened.map_or_else(|| self.set_current(0), |gpu| gpu.make_current())?;
+        }
         // SAFETY: the caller of `reach` keeps the memory mapped.
-        Ok(Some(Box::new(unsafe {
-            Registered::new(base as *mut u8, bytes)
-        }?)))
+        let registered = unsafe { Registered::new(base as *mut u8, bytes) };
+        self.restore(before)?;
+        Ok(Some(Box::new(registered?)))
+    }
+
+    fn retire(&self, waste: Box<dyn Any + Send>) {
+        release::later(waste);
     }
 
     fn stream_create(&self) -> Result<Stream> {

@@ -1,0 +1,401 @@
+// A CUDA driver without a GPU, for comm/tests/cuda.rs: as much of libcuda.so.1 as the library and tests/cuda/driver.c use,
+// with the semantics that these rely on. Memory is the host's; a stream is a thread; the kernel is the one of
+// kernels/cuda compiled for this processor, each block on a thread of its own. RINGSIGHT_MOCK_GPUS says how many devices
+// there are (2).
+//
+// It refuses what the driver refuses: calls on a thread without a context, host memory that kernels were given without
+// registration is not noticed.
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <thread>
+
+#include "on_host.cpp"
+
+namespace {
+
+enum Result : int {
+  SUCCESS = 0,
+  INVALID_VALUE = 1,
+  INVALID_DEVICE = 101,
+  INVALID_CONTEXT = 201,
+  INVALID_HANDLE = 400,
+  NOT_READY = 600,
+  ALREADY_REGISTERED = 712,
+  NOT_REGISTERED = 713,
+  CAPTURE_UNSUPPORTED = 900,
+  CAPTURE_UNMATCHED = 903,
+};
+
+using Work = std::function<void()>;
+
+// The destructors of a graph's user objects, called when the graph and its instances are gone.
+struct Objects {
+  std::vector<std::pair<void (*)(void*), void*>> all;
+  ~Objects() {
+    // On another thread, as the driver does.
+    auto calls = std::move(all);
+    std::thread([calls] {
+      for (auto& [function, data] : calls) function(data);
+    }).detach();
+  }
+};
+
+struct Graph {
+  std::vector<Work> nodes;
+  std::shared_ptr<Objects> objects = std::make_shared<Objects>();
+};
+struct Exec {
+  std::vector<Work> nodes;
+  std::shared_ptr<Objects> objects;
+};
+
+// Nodes run in the order of their capture: one that every order of forks and joins allows.
+struct Capture {
+  u64 id;
+  struct Stream* origin;
+  Graph* graph;
+};
+
+struct Context {
+  int device;
+};
+
+struct Stream {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<Work> queue;
+  bool busy = false, ended = false;
+  std::shared_ptr<Capture> capture;
+  std::thread thread;
+
+  Stream() {
+    thread = std::thread([this] { run(); });
+  }
+  void run() {
+    std::unique_lock lock(mutex);
+    for (;;) {
+      changed.wait(lock, [this] { return !queue.empty() || ended; });
+      if (queue.empty()) return;
+      Work work = std::move(queue.front());
+      queue.pop_front();
+      busy = true;
+      lock.unlock();
+      work();
+      work = nullptr;
+      lock.lock();
+      busy = false;
+      changed.notify_all();
+    }
+  }
+  void add(Work work) {
+    if (capture) {
+      capture->graph->nodes.push_back(std::move(work));
+      return;
+    }
+    std::lock_guard lock(mutex);
+    queue.push_back(std::move(work));
+    changed.notify_all();
+  }
+  bool idle() {
+    std::lock_guard lock(mutex);
+    return queue.empty() && !busy;
+  }
+  void wait() {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [this] { return queue.empty() && !busy; });
+  }
+  // Work in it goes on.
+  void end() {
+    {
+      std::lock_guard lock(mutex);
+      ended = true;
+      changed.notify_all();
+    }
+    thread.detach();
+  }
+};
+
+struct Moment {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool done = false;
+  u64 nanoseconds = 0;
+  void reach() {
+    std::lock_guard lock(mutex);
+    done = true;
+    nanoseconds = ringsight::device_time();
+    changed.notify_all();
+  }
+  void wait() {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [this] { return done; });
+  }
+};
+struct Mark {
+  std::shared_ptr<Moment> moment;
+  std::shared_ptr<Capture> capture;
+};
+
+struct UserObject {
+  void (*function)(void*);
+  void* data;
+};
+
+int devices() {
+  const char* text = std::getenv("RINGSIGHT_MOCK_GPUS");
+  return text != nullptr ? std::atoi(text) : 2;
+}
+Context contexts[16] = {{0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9}, {10}, {11}, {12}, {13}, {14}, {15}};
+thread_local Context* current = nullptr;
+std::mutex memory_mutex;
+std::set<void*> memory, registered;
+// The default stream of the process; never ended.
+Stream* default_stream() {
+  static Stream* stream = new Stream;
+  return stream;
+}
+Stream* of(void* stream) { return stream == nullptr ? default_stream() : static_cast<Stream*>(stream); }
+
+int add(void* stream, Work work) {
+  if (current == nullptr) return INVALID_CONTEXT;
+  of(stream)->add(std::move(work));
+  return SUCCESS;
+}
+
+}  // namespace
+
+extern "C" {
+
+int cuInit(unsigned) { return SUCCESS; }
+int cuDriverGetVersion(int* version) { return *version = 13000, SUCCESS; }
+int cuDeviceGetCount(int* count) { return *count = devices(), SUCCESS; }
+int cuDeviceGetName(char* name, int bytes, int) { return std::strncpy(name, "mock", bytes), SUCCESS; }
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  if (device < 0 || device >= devices()) return INVALID_DEVICE;
+  switch (attribute) {
+    case 75: *value = 9; break;       // compute capability, major
+    case 91: *value = 1; break;       // registered memory at the host's addresses
+    case 97: *value = 232448; break;  // shared memory of a block
+    default: return INVALID_VALUE;
+  }
+  return SUCCESS;
+}
+int cuGetErrorName(int result, const char** name) {
+  static const std::map<int, const char*> names = {
+      {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"},         {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE"},
+      {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT"},     {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE"},
+      {NOT_READY, "CUDA_ERROR_NOT_READY"},                 {CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"},
+      {CAPTURE_UNMATCHED, "CUDA_ERROR_STREAM_CAPTURE_UNMATCHED"}};
+  auto found = names.find(result);
+  *name = found == names.end() ? "CUDA_ERROR" : found->second;
+  return SUCCESS;
+}
+int cuGetErrorString(int, const char** text) { return *text = "of the mock driver", SUCCESS; }
+
+int cuDevicePrimaryCtxRetain(Context** context, int device) {
+  if (device < 0 || device >= devices()) return INVALID_DEVICE;
+  *context = &contexts[device];
+  return SUCCESS;
+}
+int cuCtxSetCurrent(Context* context) { return current = context, SUCCESS; }
+int cuCtxGetCurrent(Context** context) { return *context = current, SUCCESS; }
+int cuCtxGetDevice(int* device) {
+  if (current == nullptr) return INVALID_CONTEXT;
+  *device = current->device;
+  return SUCCESS;
+}
+
+int cuModuleLoadData(void** module, const void*) { return *module = contexts, SUCCESS; }
+int cuModuleGetFunction(void** function, void*, const char* name) {
+  if (std::strcmp(name, "ringsight_channels") != 0) return INVALID_HANDLE;
+  *function = contexts;
+  return SUCCESS;
+}
+int cuFuncSetAttribute(void*, int, int) { return SUCCESS; }
+
+int cuMemAlloc_v2(void** pointer, size_t bytes) {
+  if (current == nullptr) return INVALID_CONTEXT;
+  *pointer = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+  // What was there before is no zeros.
+  std::memset(*pointer, 0x5a, bytes);
+  std::lock_guard lock(memory_mutex);
+  memory.insert(*pointer);
+  return SUCCESS;
+}
+int cuMemFree_v2(void* pointer) {
+  std::lock_guard lock(memory_mutex);
+  if (memory.erase(pointer) == 0) return INVALID_VALUE;
+  std::free(pointer);
+  return SUCCESS;
+}
+int cuMemHostAlloc(void** pointer, size_t bytes, unsigned) { return cuMemAlloc_v2(pointer, bytes); }
+int cuMemFreeHost(void* pointer) { return cuMemFree_v2(pointer); }
+int cuMemHostRegister_v2(void* pointer, size_t, unsigned) {
+  if (current == nullptr) return INVALID_CONTEXT;
+  std::lock_guard lock(memory_mutex);
+  return registered.insert(pointer).second ? SUCCESS : ALREADY_REGISTERED;
+}
+int cuMemHostUnregister(void* pointer) {
+  std::lock_guard lock(memory_mutex);
+  return registered.erase(pointer) != 0 ? SUCCESS : NOT_REGISTERED;
+}
+int cuMemsetD8Async(void* pointer, unsigned char value, size_t bytes, void* stream) {
+  return add(stream, [=] { std::memset(pointer, value, bytes); });
+}
+int cuMemcpyAsync(void* to, const void* from, size_t bytes, void* stream) {
+  return add(stream, [=] { std::memcpy(to, from, bytes); });
+}
+int cuMemcpyHtoDAsync_v2(void* to, const void* from, size_t bytes, void* stream) {
+  return cuMemcpyAsync(to, from, bytes, stream);
+}
+int cuMemcpyDtoHAsync_v2(void* to, const void* from, size_t bytes, void* stream) {
+  return cuMemcpyAsync(to, from, bytes, stream);
+}
+int cuMemcpyDtoDAsync_v2(void* to, const void* from, size_t bytes, void* stream) {
+  return cuMemcpyAsync(to, from, bytes, stream);
+}
+
+int cuStreamCreate(Stream** stream, unsigned) {
+  if (current == nullptr) return INVALID_CONTEXT;
+  *stream = new Stream;
+  return SUCCESS;
+}
+int cuStreamDestroy_v2(Stream* stream) { return stream->end(), SUCCESS; }
+int cuStreamQuery(void* stream) {
+  if (of(stream)->capture) return CAPTURE_UNSUPPORTED;
+  return of(stream)->idle() ? SUCCESS : NOT_READY;
+}
+int cuStreamSynchronize(void* stream) {
+  if (of(stream)->capture) return CAPTURE_UNSUPPORTED;
+  of(stream)->wait();
+  return SUCCESS;
+}
+
+int cuEventCreate(Mark** event, unsigned) { return *event = new Mark, SUCCESS; }
+int cuEventDestroy_v2(Mark* event) {
+  delete event;
+  return SUCCESS;
+}
+int cuEventRecord(Mark* event, void* stream) {
+  event->moment = std::make_shared<Moment>();
+  event->capture = of(stream)->capture;
+  if (event->capture) return SUCCESS;  // it orders nodes, which run in order anyhow
+  return add(stream, [moment = event->moment] { moment->reach(); });
+}
+int cuEventQuery(Mark* event) {
+  if (event->capture) return CAPTURE_UNSUPPORTED;
+  if (!event->moment) return SUCCESS;
+  std::lock_guard lock(event->moment->mutex);
+  return event->moment->done ? SUCCESS : NOT_READY;
+}
+int cuEventSynchronize(Mark* event) {
+  if (event->capture) return CAPTURE_UNSUPPORTED;
+  if (event->moment) event->moment->wait();
+  return SUCCESS;
+}
+int cuEventElapsedTime(float* milliseconds, Mark* start, Mark* end) {
+  *milliseconds = static_cast<float>(end->moment->nanoseconds - start->moment->nanoseconds) / 1e6f;
+  return SUCCESS;
+}
+int cuStreamWaitEvent(void* stream, Mark* event, unsigned) {
+  Stream* waiting = of(stream);
+  if (event->capture) {
+    // Only those of a capture under way, which the stream joins.
+    if (event->capture->origin->capture != event->capture) return CAPTURE_UNMATCHED;
+    waiting->capture = event->capture;
+    return SUCCESS;
+  }
+  // A capture waits for nothing outside it.
+  if (waiting->capture) return CAPTURE_UNSUPPORTED;
+  if (!event->moment) return SUCCESS;
+  return add(stream, [moment = event->moment] { moment->wait(); });
+}
+
+int cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
+  return add(stream, [=] { function(data); });
+}
+int cuLaunchKernel(void*, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned shared_bytes,
+                   void* stream, void** parameters, void**) {
+  if (threads != 512) return INVALID_VALUE;
+  auto arguments = std::make_shared<Arguments>(*static_cast<Arguments*>(parameters[0]));
+  const u32 ops = (shared_bytes - arguments->lanes * static_cast<u32>(sizeof(LaneState))) / static_cast<u32>(sizeof(OpState));
+  return add(stream, [=] {
+    std::vector<std::thread> all;
+    for (unsigned block = 1; block < blocks; block++) {
+      all.emplace_back([=] { ringsight_run_block(arguments.get(), block, blocks, ops); });
+    }
+    ringsight_run_block(arguments.get(), 0, blocks, ops);
+    for (auto& thread : all) thread.join();
+  });
+}
+
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  thread_local int present = 0;
+  std::swap(present, *mode);
+  return SUCCESS;
+}
+int cuStreamBeginCapture_v2(Stream* stream, int) {
+  static std::atomic<u64> last{0};
+  if (stream == nullptr || stream->capture) return CAPTURE_UNSUPPORTED;
+  stream->capture = std::make_shared<Capture>(Capture{++last, stream, new Graph});
+  return SUCCESS;
+}
+// Streams that joined are told by the event that joins them back; here they just see that it is over.
+int cuStreamEndCapture(Stream* stream, Graph** graph) {
+  *graph = nullptr;
+  if (!stream->capture || stream->capture->origin != stream) return CAPTURE_UNMATCHED;
+  *graph = stream->capture->graph;
+  stream->capture = nullptr;
+  return SUCCESS;
+}
+int cuStreamGetCaptureInfo_v2(void* stream, int* status, u64* id, Graph** graph, void*, void*) {
+  if (current == nullptr && stream == nullptr) return INVALID_CONTEXT;
+  auto& capture = of(stream)->capture;
+  if (capture && capture->origin->capture != capture) capture = nullptr;
+  *status = capture ? 1 : 0;
+  if (capture) {
+    *id = capture->id;
+    *graph = capture->graph;
+  }
+  return SUCCESS;
+}
+int cuUserObjectCreate(UserObject** object, void* data, void (*function)(void*), unsigned, unsigned) {
+  *object = new UserObject{function, data};
+  return SUCCESS;
+}
+int cuUserObjectRelease(UserObject* object, unsigned) {
+  object->function(object->data);
+  delete object;
+  return SUCCESS;
+}
+int cuGraphRetainUserObject(Graph* graph, UserObject* object, unsigned, unsigned) {
+  graph->objects->all.emplace_back(object->function, object->data);
+  delete object;
+  return SUCCESS;
+}
+int cuGraphInstantiateWithFlags(std::shared_ptr<Exec>** exec, Graph* graph, u64) {
+  *exec = new std::shared_ptr<Exec>(std::make_shared<Exec>(Exec{graph->nodes, graph->objects}));
+  return SUCCESS;
+}
+int cuGraphLaunch(std::shared_ptr<Exec>* exec, void* stream) {
+  return add(stream, [exec = *exec] {
+    for (auto& node : exec->nodes) node();
+  });
+}
+int cuGraphExecDestroy(std::shared_ptr<Exec>* exec) {
+  delete exec;
+  return SUCCESS;
+}
+int cuGraphDestroy(Graph* graph) {
+  delete graph;
+  return SUCCESS;
+}
+}
