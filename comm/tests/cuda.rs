@@ -1,0 +1,116 @@
+//! The CUDA device without a GPU: cuda/driver.c, which runs on GPUs too, on cuda/libcuda.cpp, a driver whose kernels are those
+//! of `ringsight-kernels` compiled for this processor.
+
+mod native;
+#[path = "../../tests/src/skip.rs"]
+mod skip;
+
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+    sync::OnceLock,
+};
+
+use native::{library, run};
+use ringsight_kernels::cuda;
+use tempfile::TempDir;
+
+/// The folder of the driver without a GPU and of the program.
+fn built() -> &'static Path {
+    static FOLDER: OnceLock<TempDir> = OnceLock::new();
+    FOLDER
+        .get_or_init(|| {
+            let folder = tempfile::tempdir().unwrap();
+            let crates = Path::new(env!("CARGO_MANIFEST_DIR"));
+            let strict = ["-O2", "-Wall", "-Wextra", "-Werror", "-pthread"];
+            run(Command::new("g++")
+                .args(["-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-I"])
+                .arg(crates.join("../kernels/cuda"))
+                .args(strict)
+                .arg(crates.join("tests/cuda/libcuda.cpp"))
+                .arg("-o")
+                .arg(folder.path().join("libcuda.so.1")));
+            run(Command::new("gcc")
+                .arg("-std=gnu11")
+                .args(strict)
+                .arg(crates.join("tests/cuda/driver.c"))
+                .arg("-o")
+                .arg(folder.path().join("driver"))
+                .args(["-ldl", "-lm"]));
+            folder
+        })
+        .path()
+}
+
+/// Runs the program; its last line says that all is well, after "ok ".
+#[track_caller]
+fn drive(test: &str, arguments: &[&str], variables: &[(&str, &str)]) -> Option<String> {
+    if let Err(missing) = cuda::fatbin() {
+        skip::skip(test, missing);
+        return None;
+    }
+    let program: PathBuf = built().join("driver");
+    let said = run(Command::new(program)
+        .arg(library())
+        .args(arguments)
+        .env("LD_LIBRARY_PATH", built())
+        .env("NCCL_SOCKET_IFNAME", "lo")
+        .env_remove("NCCL_DEBUG")
+        .env_remove("RINGSIGHT_DEVICE")
+        .envs(variables.iter().copied()));
+    let last = said.lines().last().unwrap_or_default().strip_prefix("ok ");
+    assert!(!said.contains("FAILED"), "{said}");
+    Some(last.unwrap_or_else(|| panic!("{said}")).to_owned())
+}
+
+#[test]
+fn results_are_right() {
+    for (ranks, kind, gpus) in [
+        ("1", "t", "2"),
+        ("2", "t", "2"),
+        ("3", "t", "2"),
+        ("2", "p", "2"),
+        ("4", "p", "4"),
+    ] {
+        let arguments = ["check", ranks, kind, "4194304"];
+        if let Some(said) = drive("results_are_right", &arguments, &[("RINGSIGHT_MOCK_GPUS", gpus)]) {
+            assert_eq!(said, "309 cases a rank", "{ranks} {kind}");
+        }
+    }
+}
+
+#[test]
+fn slots_may_be_small_and_channels_many() {
+    let small = [("NCCL_BUFFSIZE", "65536"), ("NCCL_MIN_CTAS", "8")];
+    drive(
+        "slots_may_be_small_and_channels_many",
+        &["check", "2", "t", "4194304"],
+        &small,
+    );
+}
+
+#[test]
+fn graphs_replay() {
+    for kind in ["t", "p"] {
+        drive("graphs_replay", &["graph", "2", kind], &[]);
+    }
+}
+
+#[test]
+fn an_abort_frees_the_stream() {
+    for kind in ["t", "p"] {
+        drive("an_abort_frees_the_stream", &["abort", "2", kind], &[]);
+    }
+}
+
+#[test]
+fn a_death_frees_the_others() {
+    drive("a_death_frees_the_others", &["death", "2", "p"], &[]);
+}
+
+#[test]
+fn ranks_that_differ_are_told() {
+    for kind in ["t", "p"] {
+        drive("ranks_that_differ_are_told", &["differ", "2", kind], &[]);
+    }
+}

@@ -1,0 +1,398 @@
+// Runs collectives of a libnccl.so.2 on GPUs: checks them, captures them, aborts them, times them. One binary runs any
+// library on any driver: tests/cuda.rs runs it on a driver without a GPU.
+//
+// driver LIBRARY MODE RANKS t|p [MAX_BYTES [STEP [MIN_BYTES]]]
+// driver LIBRARY watch RANKS t|p FOLDER
+//
+// Ranks are threads or processes; rank r uses device r, modulo the devices. The last line says "ok", or a line "FAILED" and why.
+#include "rank.h"
+
+static void run_check(struct Rank* r) {
+  open_rank(r, 0);
+  buffers(r, max_bytes);
+  int salt = 0;
+  const size_t large = max_bytes / 8 / (size_t)ranks - 3;
+  // Every type and reduction.
+  for (int t = 0; t < 12; t++)
+    for (int reduction = 0; reduction < 7; reduction++) {
+      check_one(r, ALL_REDUCE, &TYPES[t], 1003, reduction, false, salt++);
+      if (reduction == 0 || reduction == 6) check_one(r, REDUCE_SCATTER, &TYPES[t], 501, reduction, false, salt++);
+    }
+  // Every operation and several sizes.
+  const int types[] = {F32, BF16, I8};
+  for (int op = 0; op < OPS; op++) {
+    for (int t = 0; t < 3; t++) {
+      const size_t counts[] = {1, 33, 4099, 200003, large};
+      for (int c = 0; c < 5; c++) {
+        if (c == 4 && t != 0) continue;
+        check_one(r, op, &TYPES[types[t]], counts[c], 0, false, salt++);
+        if (c % 2 == 0) check_one(r, op, &TYPES[types[t]], counts[c], 0, true, salt++);
+      }
+    }
+  }
+  // Many small ones, in a row and in groups.
+  for (int i = 0; i < 50; i++) enqueue(r, ALL_REDUCE, F32, 100 + i, 0, 0, r->send, r->recv);
+  NC(GroupStart());
+  for (int i = 0; i < 20; i++) enqueue(r, i % 2 ? ALL_GATHER : ALL_REDUCE, F32, 100 + i, 0, 0, r->send, r->recv);
+  NC(GroupEnd());
+  CU(cuStreamSynchronize, r->stream);
+  // Memory of the library's, registered.
+  void *memory, *handle;
+  NC(MemAlloc(&memory, 1 << 20));
+  NC(CommRegister(r->comm, memory, 1 << 20, &handle));
+  CUdeviceptr own = r->send;
+  r->send = (CUdeviceptr)memory;
+  check_one(r, ALL_REDUCE, &TYPES[F32], 5000, 0, false, salt++);
+  r->send = own;
+  barrier();
+  NC(CommDeregister(r->comm, handle));
+  NC(MemFree(memory));
+  shared->numbers[r->rank] = (double)r->cases;
+  barrier();
+  NC(CommDestroy(r->comm));
+  barrier();
+  if (r->rank == 0) printf("ok %ld cases a rank\n", r->cases);
+}
+
+static void run_graph(struct Rank* r) {
+  open_rank(r, 0);
+  buffers(r, 8 << 20);
+  const size_t count = 100003;
+  // A connection is made at the first message: not in the capture.
+  enqueue(r, SEND_RECV, F32, count, 0, 0, r->send, r->recv);
+  CU(cuStreamSynchronize, r->stream);
+  barrier();
+  CUgraph graph;
+  CUgraphExec exec;
+  float* in = (float*)r->in;
+  CUdeviceptr gathered = r->recv + (1 << 20);
+  CUdeviceptr moved = r->recv + (4 << 20);
+  CU(cuStreamBeginCapture, r->stream, 1u);
+  CU(cuMemcpyHtoDAsync, r->send, r->in, count * 4, r->stream);
+  enqueue(r, ALL_REDUCE, F32, count, 0, 0, r->send, r->recv);
+  NC(GroupStart());
+  enqueue(r, ALL_GATHER, F32, 1000, 0, 0, r->recv, gathered);
+  enqueue(r, ALL_REDUCE, F32, 10, 0, 0, r->send, r->recv + (7 << 20));
+  NC(GroupEnd());
+  enqueue(r, SEND_RECV, F32, count, 0, 0, r->send, moved);
+  CU(cuStreamEndCapture, r->stream, &graph);
+  CU(cuGraphInstantiate, &exec, graph, 0ull);
+  CU(cuGraphDestroy, graph);
+  for (int replay = 0; replay < 30; replay++) {
+    for (size_t i = 0; i < count; i++) in[i] = (float)element(replay, r->rank, i, false);
+    CU(cuGraphLaunch, exec, r->stream);
+    // Eager ones between replays.
+    if (replay % 3 == 0) enqueue(r, ALL_REDUCE, F32, 777, 0, 0, r->send, r->recv + (6 << 20));
+    CU(cuStreamSynchronize, r->stream);
+    CU(cuMemcpyDtoHAsync, r->out, r->recv, (size_t)8 << 20, r->stream);
+    CU(cuStreamSynchronize, r->stream);
+    const float* few = (const float*)(r->out + (7 << 20));
+    for (size_t i = 0; i < 10; i++)
+      if (few[i] != (float)combined(replay, i, 0, false)) fail("graph replay %d rank %d: few %zu", replay, r->rank, i);
+    const float *out = (const float*)r->out, *all = (const float*)(r->out + (1 << 20)), *from = (const float*)(r->out + (4 << 20));
+    for (size_t i = 0; i < count; i++) {
+      float want = (float)combined(replay, i, 0, false);
+      if (out[i] != want) fail("graph replay %d rank %d: reduced element %zu is %g, not %g", replay, r->rank, i, out[i], want);
+      float sent = (float)element(replay, (r->rank + ranks - 1) % ranks, i, false);
+      if (from[i] != sent) fail("graph replay %d rank %d: received element %zu is %g, not %g", replay, r->rank, i, from[i], sent);
+    }
+    for (size_t i = 0; i < 1000 * (size_t)ranks; i++) {
+      float want = (float)combined(replay, i % 1000, 0, false);
+      if (all[i] != want) fail("graph replay %d rank %d: gathered element %zu is %g, not %g", replay, r->rank, i, all[i], want);
+    }
+  }
+  barrier();
+  double start = now();
+  int replays = processes && ranks > devices ? 20 : 300;
+  for (int replay = 0; replay < replays; replay++) CU(cuGraphLaunch, exec, r->stream);
+  CU(cuStreamSynchronize, r->stream);
+  double took = now() - start;
+  CU(cuGraphExecDestroy, exec);
+  // What the graph held may be gone only now.
+  enqueue(r, ALL_REDUCE, F32, count, 0, 0, r->send, r->recv);
+  CU(cuStreamSynchronize, r->stream);
+  barrier();
+  NC(CommDestroy(r->comm));
+  barrier();
+  if (r->rank == 0) printf("ok 30 replays checked; %d in a row: %.1f us each (4 operations)\n", replays, took / replays * 1e6);
+}
+
+// Rank 0 waits for the others in vain.
+static void run_abort(struct Rank* r) {
+  open_rank(r, 0);
+  Comm first = r->comm;
+  if (r->rank == 0) NC(GetUniqueId(&shared->id[1]));
+  barrier();
+  Comm second;
+  NC(CommInitRank(&second, ranks, shared->id[1], r->rank));
+  buffers(r, 8 << 20);
+  CUstream other;
+  CU(cuStreamCreate, &other, 1u);
+  enqueue(r, ALL_REDUCE, F32, 1000, 0, 0, r->send, r->recv);
+  r->comm = second;
+  enqueue(r, ALL_REDUCE, F32, 1000, 0, 0, r->send, r->recv);
+  CU(cuStreamSynchronize, r->stream);
+  barrier();
+  if (r->rank == 0) {
+    NC(AllReduce((void*)r->send, (void*)r->recv, 1000000, F32, 0, first, r->stream));
+    NC(AllReduce((void*)r->send, (void*)r->recv, 1000, F32, 0, second, other));
+    usleep(300000);
+    if (CALL(cuStreamQuery, r->stream) != CUDA_ERROR_NOT_READY) fail("abort: the operation is not stuck");
+    double start = now();
+    NC(CommAbort(first));
+    double aborted = now();
+    CU(cuStreamSynchronize, r->stream);
+    double done = now();
+    if (CALL(cuStreamQuery, other) != CUDA_ERROR_NOT_READY) fail("abort: the other communicator's operation is not stuck");
+    NC(CommAbort(second));
+    double last = now();
+    CU(cuStreamSynchronize, other);
+    printf("%s abort returned in %.1f ms (another communicator stuck), stream free %.1f ms later; the other's abort %.1f ms\n",
+           last - start < 1 ? "ok" : "FAILED", (aborted - start) * 1e3, (done - aborted) * 1e3, (last - done) * 1e3);
+    fflush(stdout);
+    barrier();
+  } else {
+    barrier();
+    NC(CommAbort(first));
+    NC(CommAbort(second));
+  }
+  barrier();
+  // And again from the beginning.
+  open_rank(r, 2);
+  enqueue(r, ALL_REDUCE, F32, 1000, 0, 0, r->send, r->recv);
+  CU(cuStreamSynchronize, r->stream);
+  barrier();
+  NC(CommDestroy(r->comm));
+  barrier();
+  if (r->rank == 0) printf("ok a new communicator works after the aborts\n");
+}
+
+// The last rank dies while the others wait for it (processes only).
+static void run_death(struct Rank* r) {
+  open_rank(r, 0);
+  buffers(r, 8 << 20);
+  enqueue(r, ALL_REDUCE, F32, 1000, 0, 0, r->send, r->recv);
+  CU(cuStreamSynchronize, r->stream);
+  barrier();
+  if (r->rank == ranks - 1) {
+    usleep(200000);
+    kill(getpid(), SIGKILL);
+  }
+  double start = now();
+  NC(AllReduce((void*)r->send, (void*)r->recv, 1000000, F32, 0, r->comm, r->stream));
+  Code async = 0;
+  while (now() - start < 20 && async == 0) {
+    NC(CommGetAsyncError(r->comm, &async));
+    usleep(1000);
+  }
+  double noticed = now() - start - 0.2;
+  char text[200];
+  snprintf(text, sizeof text, "%s", nccl.GetLastError(r->comm));
+  CU(cuStreamSynchronize, r->stream);
+  double free = now() - start - 0.2;
+  NC(CommAbort(r->comm));
+  if (r->rank == 0)
+    printf("%s death of a rank: error %d after %.0f ms, stream free after %.0f ms: %s\n", async ? "ok" : "FAILED", async, noticed * 1e3,
+           free * 1e3, text);
+}
+
+// The ranks call alike but for the type: each is told what the others called.
+static void run_differ(struct Rank* r) {
+  open_rank(r, 0);
+  buffers(r, 1 << 20);
+  enqueue(r, ALL_REDUCE, F32, 1000, 0, 0, r->send, r->recv);
+  CU(cuStreamSynchronize, r->stream);
+  NC(AllReduce((void*)r->send, (void*)r->recv, 1000, r->rank == 0 ? F32 : I32, 0, r->comm, r->stream));
+  Code async = 0;
+  for (double start = now(); now() - start < 20 && async == 0; usleep(1000)) NC(CommGetAsyncError(r->comm, &async));
+  char text[1000];
+  snprintf(text, sizeof text, "%s", nccl.GetLastError(r->comm));
+  bool told = async != 0 && strstr(text, "float32") && strstr(text, "int32");
+  CU(cuStreamSynchronize, r->stream);
+  NC(CommAbort(r->comm));
+  barrier();
+  if (!told) fail("differ: rank %d: error %d: %s", r->rank, async, text);
+  if (r->rank == 0) printf("ok %s\n", text);
+}
+
+static void time_sizes(struct Rank* r, enum Op op) {
+  const double factor = op == ALL_REDUCE ? 2.0 * (ranks - 1) / ranks : op == SEND_RECV ? 1 : (double)(ranks - 1) / ranks;
+  CUevent begin, end;
+  CU(cuEventCreate, &begin, 0u);
+  CU(cuEventCreate, &end, 0u);
+  for (size_t bytes = min_size; bytes <= max_bytes; bytes *= (size_t)sizes_step) {
+    const size_t blocks = op == ALL_GATHER || op == REDUCE_SCATTER || op == ALLTOALL ? (size_t)ranks : 1;
+    const size_t count = bytes / 4 / blocks;
+    if (count == 0) continue;
+    const bool slow = processes && ranks > devices;
+    const int iterations = slow ? 3 : bytes <= 65536 ? 100 : bytes <= (4 << 20) ? 30 : 5;
+    for (int i = 0; i < 3; i++) enqueue(r, op, F32, count, 0, 0, r->send, r->recv);
+    CU(cuStreamSynchronize, r->stream);
+    double best = 1e9, host = 1e9;
+    for (int repeat = 0; repeat < 3; repeat++) {
+      barrier();
+      double start = now();
+      for (int i = 0; i < iterations; i++) enqueue(r, op, F32, count, 0, 0, r->send, r->recv);
+      double called = (now() - start) / iterations;
+      CU(cuStreamSynchronize, r->stream);
+      double took = (now() - start) / iterations;
+      if (took < best) best = took;
+      if (called < host) host = called;
+    }
+    // A graph of 20.
+    double graph_best = 0;
+    if (bytes <= (4 << 20) && !slow) {
+      CUgraph graph;
+      CUgraphExec exec;
+      CU(cuStreamBeginCapture, r->stream, 1u);
+      for (int i = 0; i < 20; i++) enqueue(r, op, F32, count, 0, 0, r->send, r->recv);
+      CU(cuStreamEndCapture, r->stream, &graph);
+      CU(cuGraphInstantiate, &exec, graph, 0ull);
+      CU(cuGraphLaunch, exec, r->stream);
+      CU(cuStreamSynchronize, r->stream);
+      graph_best = 1e9;
+      for (int repeat = 0; repeat < 5; repeat++) {
+        barrier();
+        CU(cuEventRecord, begin, r->stream);
+        CU(cuGraphLaunch, exec, r->stream);
+        CU(cuEventRecord, end, r->stream);
+        CU(cuStreamSynchronize, r->stream);
+        float milliseconds;
+        CU(cuEventElapsedTime, &milliseconds, begin, end);
+        if (milliseconds / 20e3 < graph_best) graph_best = milliseconds / 20e3;
+      }
+      CU(cuGraphExecDestroy, exec);
+      CU(cuGraphDestroy, graph);
+    }
+    shared->numbers[r->rank] = best;
+    barrier();
+    if (r->rank == 0) {
+      for (int i = 1; i < ranks; i++) best = shared->numbers[i] > best ? shared->numbers[i] : best;
+      printf("row %s %d%s %zu eager_us %.2f host_us %.2f graph_us %.2f bus_GBps %.2f\n", OP_NAMES[op], ranks,
+             processes ? "p" : "t", bytes, best * 1e6, host * 1e6, graph_best * 1e6, bytes / best * factor / 1e9);
+      fflush(stdout);
+    }
+    barrier();
+  }
+}
+
+static void run_bench(struct Rank* r) {
+  double start = now();
+  open_rank(r, 0);
+  double init = now() - start;
+  buffers(r, max_bytes);
+  if (r->rank == 0) printf("init %.0f ms\n", init * 1e3);
+  const char* wanted = getenv("OPS") ? getenv("OPS") : "all_reduce";
+  for (int op = 0; op < OPS; op++)
+  {
+    const char* found = strstr(wanted, OP_NAMES[op]);
+    size_t length = strlen(OP_NAMES[op]);
+    if (found && (found == wanted || found[-1] == ' ') && (found[length] == 0 || found[length] == ' ')) time_sizes(r, op);
+  }
+  NC(CommDestroy(r->comm));
+}
+
+// Something to be seen: says that it is ready by a file in the folder, and begins when the file "go" is there.
+static const char* folder;
+static void run_watch(struct Rank* r) {
+  char ready[1000], go[1000];
+  snprintf(ready, sizeof ready, "%s/ready", folder);
+  snprintf(go, sizeof go, "%s/go", folder);
+  open_rank(r, 0);
+  buffers(r, 8 << 20);
+  enqueue(r, ALL_REDUCE, F32, 1000, 0, 0, r->send, r->recv);
+  CU(cuStreamSynchronize, r->stream);
+  barrier();
+  if (r->rank == 0) fclose(fopen(ready, "w"));
+  for (int i = 0; i < 3000 && access(go, F_OK) != 0; i++) usleep(10000);
+  barrier();
+  for (int i = 0; i < 200; i++) {
+    if (i == 100 && r->rank == ranks - 1) usleep(50000);
+    enqueue(r, i % 4 == 3 ? ALL_GATHER : ALL_REDUCE, F32, 1000 << (i % 8), 0, 0, r->send, r->recv);
+    CU(cuStreamSynchronize, r->stream);
+  }
+  barrier();
+  CUgraph graph;
+  CUgraphExec exec;
+  CU(cuStreamBeginCapture, r->stream, 1u);
+  for (int i = 0; i < 3; i++) enqueue(r, ALL_REDUCE, F32, 5000, 0, 0, r->send, r->recv);
+  CU(cuStreamEndCapture, r->stream, &graph);
+  CU(cuGraphInstantiate, &exec, graph, 0ull);
+  for (int i = 0; i < 100; i++) CU(cuGraphLaunch, exec, r->stream);
+  CU(cuStreamSynchronize, r->stream);
+  usleep(200000);
+  CU(cuGraphExecDestroy, exec);
+  CU(cuGraphDestroy, graph);
+  NC(CommDestroy(r->comm));
+  barrier();
+  if (r->rank == 0) printf("ok 200 eager operations, 300 in 100 replays\n");
+}
+
+static void* run(void* argument) {
+  struct Rank* r = argument;
+  if (!strcmp(mode, "check")) run_check(r);
+  else if (!strcmp(mode, "graph")) run_graph(r);
+  else if (!strcmp(mode, "abort")) run_abort(r);
+  else if (!strcmp(mode, "death")) run_death(r);
+  else if (!strcmp(mode, "differ")) run_differ(r);
+  else if (!strcmp(mode, "bench")) run_bench(r);
+  else if (!strcmp(mode, "watch")) run_watch(r);
+  else fail("unknown mode %s", mode);
+  return NULL;
+}
+
+int main(int arguments, char** argument) {
+  if (arguments < 5 || atoi(argument[3]) < 1 || atoi(argument[3]) > MAX_RANKS)
+    return fprintf(stderr, "driver LIBRARY MODE RANKS t|p [MAX_BYTES [STEP [MIN_BYTES]]]\n"), 2;
+  library = argument[1];
+  mode = argument[2];
+  ranks = atoi(argument[3]);
+  processes = argument[4][0] == 'p';
+  if (arguments > 5) folder = argument[5];
+  if (arguments > 5 && strcmp(mode, "watch")) max_bytes = strtoull(argument[5], NULL, 0);
+  if (arguments > 6) sizes_step = atoi(argument[6]);
+  if (arguments > 7) min_size = strtoull(argument[7], NULL, 0);
+  setvbuf(stdout, NULL, _IOLBF, 0);
+  shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  pthread_barrierattr_t attributes;
+  pthread_barrierattr_init(&attributes);
+  pthread_barrierattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
+  pthread_barrier_init(&shared->barrier, &attributes, (unsigned)ranks);
+  static struct Rank all[MAX_RANKS];
+  if (!processes) {
+    load();
+    pthread_t threads[MAX_RANKS];
+    for (int i = 0; i < ranks; i++) {
+      all[i].rank = i;
+      pthread_create(&threads[i], NULL, run, &all[i]);
+    }
+    for (int i = 0; i < ranks; i++) pthread_join(threads[i], NULL);
+    return shared->failed;
+  }
+  pid_t children[MAX_RANKS];
+  for (int i = 0; i < ranks; i++) {
+    children[i] = fork();
+    if (children[i] == 0) {
+      all[i].rank = i;
+      load();
+      run(&all[i]);
+      fflush(stdout);
+      exit(0);
+    }
+  }
+  int worst = 0;
+  for (int i = 0; i < ranks; i++) {
+    int status;
+    pid_t done = waitpid(-1, &status, 0);
+    bool killed = WIFSIGNALED(status);
+    if (killed && !(WTERMSIG(status) == SIGKILL && !strcmp(mode, "death")))
+      printf("FAILED a rank died of signal %d\n", WTERMSIG(status));
+    bool bad = WIFEXITED(status) ? WEXITSTATUS(status) != 0 : strcmp(mode, "death") != 0;
+    if (bad && !worst) {
+      worst = 1;
+      for (int j = 0; j < ranks; j++)
+        if (children[j] != done) kill(children[j], SIGKILL);
+    }
+  }
+  return worst;
+}

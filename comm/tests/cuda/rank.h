@@ -1,0 +1,212 @@
+// One rank of driver.c: its buffers, the operations, and what their results must be.
+#pragma once
+#include "load.h"
+
+// ---- types ----
+struct Type { const char* name; int code, size, exponent, mantissa; };  // exponent 0: integers
+static const struct Type TYPES[] = {
+    {"i8", 0, 1, 0, 0}, {"u8", 1, 1, 0, 0}, {"i32", 2, 4, 0, 0}, {"u32", 3, 4, 0, 0}, {"i64", 4, 8, 0, 0},
+    {"u64", 5, 8, 0, 0}, {"f16", 6, 2, 5, 10}, {"f32", 7, 4, 8, 23}, {"f64", 8, 8, 11, 52}, {"bf16", 9, 2, 8, 7},
+    {"e4m3", 10, 1, 4, 3}, {"e5m2", 11, 1, 5, 2},
+};
+enum { F32 = 7, BF16 = 9, I8 = 0, I32 = 2 };
+static const char* REDUCTIONS[] = {"sum", "prod", "max", "min", "avg", "premul-host", "premul-device"};
+
+// A small value that the type represents exactly.
+static uint64_t encode(const struct Type* t, double value) {
+  if (t->exponent == 0) {
+    uint64_t bits = (uint64_t)(int64_t)value;
+    return t->size == 8 ? bits : bits & ((1ull << (8 * t->size)) - 1);
+  }
+  if (value == 0) return 0;
+  int exponent;
+  double fraction = frexp(value, &exponent);  // [0.5, 1)
+  uint64_t bias = (1ull << (t->exponent - 1)) - 1;
+  uint64_t mantissa = (uint64_t)ldexp(fraction * 2 - 1, t->mantissa);
+  return (uint64_t)(exponent - 1 + (int)bias) << t->mantissa | mantissa;
+}
+static double decode(const struct Type* t, uint64_t bits) {
+  if (t->exponent == 0) {
+    switch (t->code) {
+      case 0: return (int8_t)bits;
+      case 2: return (int32_t)bits;
+      case 4: return (double)(int64_t)bits;
+      default: return (double)bits;
+    }
+  }
+  uint64_t bias = (1ull << (t->exponent - 1)) - 1;
+  int exponent = (int)(bits >> t->mantissa & ((1ull << t->exponent) - 1));
+  double fraction = ldexp((double)(bits & ((1ull << t->mantissa) - 1)), -t->mantissa);
+  double value = exponent == 0 ? ldexp(fraction, 1 - (int)bias) : ldexp(1 + fraction, exponent - (int)bias);
+  return bits >> (8 * t->size - 1) ? -value : value;
+}
+static uint64_t get(const struct Type* t, const void* at, size_t i) {
+  uint64_t bits = 0;
+  memcpy(&bits, (const char*)at + i * t->size, t->size);
+  return bits;
+}
+static void put(const struct Type* t, void* at, size_t i, uint64_t bits) { memcpy((char*)at + i * t->size, &bits, t->size); }
+
+// Element i of rank r's data: 0, 1, 2 (products: 1, 2).
+static int element(int salt, int rank, size_t i, bool product) {
+  size_t x = i * 7 + (size_t)rank * 5 + i / 11 + (size_t)salt;
+  return product ? 1 + (int)(x % 5 == 0) : (int)(x % 3);
+}
+
+// ---- one rank ----
+struct Rank {
+  int rank, device;
+  Comm comm;
+  CUstream stream;
+  CUdeviceptr send, recv, scalar;
+  char *in, *out;
+  size_t bytes;
+  long cases;
+};
+
+static void open_rank(struct Rank* r, int which) {
+  r->device = r->rank % devices;
+  CUcontext context;
+  CU(cuDevicePrimaryCtxRetain, &context, r->device);
+  CU(cuCtxSetCurrent, context);
+  CU(cuStreamCreate, &r->stream, 1u);
+  if (r->rank == 0) NC(GetUniqueId(&shared->id[which]));
+  barrier();
+  NC(CommInitRank(&r->comm, ranks, shared->id[which], r->rank));
+}
+static void buffers(struct Rank* r, size_t bytes) {
+  r->bytes = bytes;
+  CU(cuMemAlloc, &r->send, bytes);
+  CU(cuMemAlloc, &r->recv, bytes);
+  CU(cuMemAlloc, &r->scalar, (size_t)4096);
+  CU(cuMemHostAlloc, (void**)&r->in, bytes, 0u);
+  CU(cuMemHostAlloc, (void**)&r->out, bytes, 0u);
+  barrier();
+}
+
+enum Op { ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, REDUCE, ALLTOALL, GATHER, SCATTER, SEND_RECV, PAIRS, OPS };
+static const char* OP_NAMES[] = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "alltoall",
+                                 "gather", "scatter", "sendrecv", "pairs"};
+
+static double combined(int salt, size_t i, int reduction, bool integers) {
+  double all = element(salt, 0, i, reduction == 1);
+  if (reduction >= 5) all *= 2;
+  for (int rank = 1; rank < ranks; rank++) {
+    double one = element(salt, rank, i, reduction == 1);
+    if (reduction >= 5) one *= 2;
+    switch (reduction) {
+      case 1: all *= one; break;
+      case 2: all = all > one ? all : one; break;
+      case 3: all = all < one ? all : one; break;
+      default: all += one;
+    }
+  }
+  if (reduction == 4) all = integers ? (double)((long)all / ranks) : all / ranks;
+  return all;
+}
+
+static void enqueue(struct Rank* r, enum Op op, int type, size_t count, int reduction, int root, CUdeviceptr send,
+                    CUdeviceptr recv) {
+  const void* s = (const void*)send;
+  void* d = (void*)recv;
+  switch (op) {
+    case ALL_REDUCE: NC(AllReduce(s, d, count, type, reduction, r->comm, r->stream)); break;
+    case ALL_GATHER: NC(AllGather(s, d, count, type, r->comm, r->stream)); break;
+    case REDUCE_SCATTER: NC(ReduceScatter(s, d, count, type, reduction, r->comm, r->stream)); break;
+    case BROADCAST: NC(Broadcast(s, d, count, type, root, r->comm, r->stream)); break;
+    case REDUCE: NC(Reduce(s, d, count, type, reduction, root, r->comm, r->stream)); break;
+    case ALLTOALL: NC(AlltoAll(s, d, count, type, r->comm, r->stream)); break;
+    case GATHER: NC(Gather(s, d, count, type, root, r->comm, r->stream)); break;
+    case SCATTER: NC(Scatter(s, d, count, type, root, r->comm, r->stream)); break;
+    case SEND_RECV:
+      NC(GroupStart());
+      NC(Send(s, count, type, (r->rank + 1) % ranks, r->comm, r->stream));
+      NC(Recv(d, count, type, (r->rank + ranks - 1) % ranks, r->comm, r->stream));
+      NC(GroupEnd());
+      break;
+    case PAIRS: {  // all to all by messages, with a collective in the same group
+      size_t size = TYPES[type].size * count;
+      NC(GroupStart());
+      for (int peer = 0; peer < ranks; peer++) {
+        NC(Send((const char*)s + peer * size, count, type, peer, r->comm, r->stream));
+        NC(Recv((char*)d + peer * size, count, type, peer, r->comm, r->stream));
+      }
+      NC(GroupEnd());
+      break;
+    }
+    default: break;
+  }
+}
+
+// Where block b of this rank's result comes from: rank and first element there; -1: nothing is written.
+static int origin(enum Op op, int rank, int root, int block, int* from_block) {
+  *from_block = 0;
+  switch (op) {
+    case ALL_GATHER: return block;
+    case BROADCAST: return root;
+    case ALLTOALL:
+    case PAIRS: *from_block = rank; return block;
+    case GATHER: return rank == root ? block : -1;
+    case SCATTER: *from_block = rank; return root;
+    case SEND_RECV: return (rank + ranks - 1) % ranks;
+    default: return -1;
+  }
+}
+
+static void check_one(struct Rank* r, enum Op op, const struct Type* t, size_t count, int reduction, bool in_place, int salt) {
+  const bool reduces = op == ALL_REDUCE || op == REDUCE_SCATTER || op == REDUCE;
+  const bool product = reduces && reduction == 1;
+  const int root = salt % ranks;
+  size_t send_blocks = op == REDUCE_SCATTER || op == ALLTOALL || op == SCATTER || op == PAIRS ? (size_t)ranks : 1;
+  size_t recv_blocks = op == ALL_GATHER || op == ALLTOALL || op == GATHER || op == PAIRS ? (size_t)ranks : 1;
+  size_t size = t->size, send_bytes = send_blocks * count * size, recv_bytes = recv_blocks * count * size;
+  if (send_bytes > r->bytes || recv_bytes > r->bytes) return;
+  uint64_t codes[3] = {encode(t, 0), encode(t, 1), encode(t, 2)};
+  for (size_t i = 0; i < send_blocks * count; i++) put(t, r->in, i, codes[element(salt, r->rank, i, product)]);
+  CUdeviceptr send = r->send, recv = r->recv;
+  CU(cuMemsetD8Async, recv, (unsigned char)0xa5, r->bytes < recv_bytes + 64 ? recv_bytes : recv_bytes + 64, r->stream);
+  if (in_place) {
+    if (op == ALL_REDUCE || op == REDUCE || op == BROADCAST) send = recv;
+    if (op == ALL_GATHER) send = recv + (size_t)r->rank * count * size;
+    if (op == REDUCE_SCATTER) recv = send + (size_t)r->rank * count * size;
+  }
+  CU(cuMemcpyHtoDAsync, send, r->in, send_bytes, r->stream);
+  int number = reduction;
+  bool made = reduces && reduction >= 5;
+  if (made) {
+    uint64_t two = encode(t, 2);
+    memcpy(r->out, &two, 8);
+    if (reduction == 6) CU(cuMemcpyHtoDAsync, r->scalar, r->out, (size_t)8, r->stream);
+    NC(RedOpCreatePreMulSum(&number, reduction == 6 ? (void*)r->scalar : (void*)r->out, t->code, reduction == 5, r->comm));
+  }
+  enqueue(r, op, t->code, count, number, root, send, recv);
+  if (made) NC(RedOpDestroy(number, r->comm));
+  CU(cuStreamSynchronize, r->stream);
+  CU(cuMemcpyDtoHAsync, r->out, recv, recv_bytes, r->stream);
+  CU(cuStreamSynchronize, r->stream);
+  r->cases++;
+  if (op == REDUCE && r->rank != root) return;
+  for (size_t block = 0; block < recv_blocks; block++) {
+    int from_block = 0, from = reduces ? 0 : origin(op, r->rank, root, (int)block, &from_block);
+    if (from < 0) continue;
+    for (size_t i = 0; i < count; i++) {
+      uint64_t found = get(t, r->out, block * count + i);
+      bool right;
+      if (reduces) {
+        size_t at = op == REDUCE_SCATTER ? (size_t)r->rank * count + i : i;
+        double want = combined(salt, at, reduction, t->exponent == 0);
+        double slack = reduction == 4 && t->exponent != 0 && (ranks & (ranks - 1)) ? ldexp(want, 1 - t->mantissa) : 0;
+        right = slack != 0 ? fabs(decode(t, found) - want) <= slack : found == encode(t, want);
+        if (!right)
+          fail("%s %s %s count %zu root %d rank %d of %d%s: element %zu is %g, not %g", OP_NAMES[op], t->name,
+               REDUCTIONS[reduction], count, root, r->rank, ranks, in_place ? " in place" : "", i, decode(t, found), want);
+      } else {
+        uint64_t want = codes[element(salt, from, (size_t)from_block * count + i, false)];
+        if (found != want)
+          fail("%s %s count %zu root %d rank %d of %d%s: block %zu element %zu is %#lx, not %#lx", OP_NAMES[op], t->name,
+               count, root, r->rank, ranks, in_place ? " in place" : "", block, i, (long)found, (long)want);
+      }
+    }
+  }
+}
+
