@@ -34,7 +34,7 @@ enum Result : int {
   CAPTURE_UNMATCHED = 903,
 };
 
-using Work = std::function<void()>;
+using Task = std::function<void()>;
 
 // The destructors of a graph's user objects, called when the graph and its instances are gone.
 struct Objects {
@@ -48,12 +48,47 @@ struct Objects {
   }
 };
 
+struct Moment {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool done = false;
+  u64 nanoseconds = 0;
+  void reach() {
+    std::lock_guard lock(mutex);
+    done = true;
+    nanoseconds = ringsight::device_time();
+    changed.notify_all();
+  }
+  void wait() {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [this] { return done; });
+  }
+};
+// What an event recorded last. Nodes of graphs may outlive the event.
+struct Recorded {
+  std::mutex mutex;
+  std::shared_ptr<Moment> moment;
+  std::shared_ptr<Moment> last() {
+    std::lock_guard lock(mutex);
+    return moment;
+  }
+  std::shared_ptr<Moment> next() {
+    std::lock_guard lock(mutex);
+    return moment = std::make_shared<Moment>();
+  }
+};
+
+// One of the three.
+struct Node {
+  Task work;
+  std::shared_ptr<Recorded> waited, recorded;
+};
 struct Graph {
-  std::vector<Work> nodes;
+  std::vector<Node> nodes;
   std::shared_ptr<Objects> objects = std::make_shared<Objects>();
 };
 struct Exec {
-  std::vector<Work> nodes;
+  std::vector<Node> nodes;
   std::shared_ptr<Objects> objects;
 };
 
@@ -71,7 +106,7 @@ struct Context {
 struct Stream {
   std::mutex mutex;
   std::condition_variable changed;
-  std::deque<Work> queue;
+  std::deque<Task> queue;
   bool busy = false, ended = false;
   std::shared_ptr<Capture> capture;
   std::thread thread;
@@ -84,7 +119,7 @@ struct Stream {
     for (;;) {
       changed.wait(lock, [this] { return !queue.empty() || ended; });
       if (queue.empty()) return;
-      Work work = std::move(queue.front());
+      Task work = std::move(queue.front());
       queue.pop_front();
       busy = true;
       lock.unlock();
@@ -95,9 +130,9 @@ struct Stream {
       changed.notify_all();
     }
   }
-  void add(Work work) {
+  void add(Task work) {
     if (capture) {
-      capture->graph->nodes.push_back(std::move(work));
+      capture->graph->nodes.push_back({std::move(work), nullptr, nullptr});
       return;
     }
     std::lock_guard lock(mutex);
@@ -123,24 +158,8 @@ struct Stream {
   }
 };
 
-struct Moment {
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool done = false;
-  u64 nanoseconds = 0;
-  void reach() {
-    std::lock_guard lock(mutex);
-    done = true;
-    nanoseconds = ringsight::device_time();
-    changed.notify_all();
-  }
-  void wait() {
-    std::unique_lock lock(mutex);
-    changed.wait(lock, [this] { return done; });
-  }
-};
 struct Mark {
-  std::shared_ptr<Moment> moment;
+  std::shared_ptr<Recorded> recorded = std::make_shared<Recorded>();
   std::shared_ptr<Capture> capture;
 };
 
@@ -164,7 +183,7 @@ Stream* default_stream() {
 }
 Stream* of(void* stream) { return stream == nullptr ? default_stream() : static_cast<Stream*>(stream); }
 
-int add(void* stream, Work work) {
+int add(void* stream, Task work) {
   if (current == nullptr) return INVALID_CONTEXT;
   of(stream)->add(std::move(work));
   return SUCCESS;
@@ -285,28 +304,41 @@ int cuEventDestroy_v2(Mark* event) {
   return SUCCESS;
 }
 int cuEventRecord(Mark* event, void* stream) {
-  event->moment = std::make_shared<Moment>();
+  auto moment = event->recorded->next();
   event->capture = of(stream)->capture;
   if (event->capture) return SUCCESS;  // it orders nodes, which run in order anyhow
-  return add(stream, [moment = event->moment] { moment->reach(); });
+  return add(stream, [moment] { moment->reach(); });
+}
+int cuEventRecordWithFlags(Mark* event, void* stream, unsigned flags) {
+  if (flags == 0) return cuEventRecord(event, stream);
+  if (!of(stream)->capture) return INVALID_VALUE;
+  of(stream)->capture->graph->nodes.push_back({nullptr, nullptr, event->recorded});
+  return SUCCESS;
 }
 int cuEventQuery(Mark* event) {
   if (event->capture) return CAPTURE_UNSUPPORTED;
-  if (!event->moment) return SUCCESS;
-  std::lock_guard lock(event->moment->mutex);
-  return event->moment->done ? SUCCESS : NOT_READY;
+  auto moment = event->recorded->last();
+  if (!moment) return SUCCESS;
+  std::lock_guard lock(moment->mutex);
+  return moment->done ? SUCCESS : NOT_READY;
 }
 int cuEventSynchronize(Mark* event) {
   if (event->capture) return CAPTURE_UNSUPPORTED;
-  if (event->moment) event->moment->wait();
+  if (auto moment = event->recorded->last()) moment->wait();
   return SUCCESS;
 }
 int cuEventElapsedTime(float* milliseconds, Mark* start, Mark* end) {
-  *milliseconds = static_cast<float>(end->moment->nanoseconds - start->moment->nanoseconds) / 1e6f;
+  const u64 from = start->recorded->last()->nanoseconds, to = end->recorded->last()->nanoseconds;
+  *milliseconds = static_cast<float>(to - from) / 1e6f;
   return SUCCESS;
 }
-int cuStreamWaitEvent(void* stream, Mark* event, unsigned) {
+int cuStreamWaitEvent(void* stream, Mark* event, unsigned flags) {
   Stream* waiting = of(stream);
+  if (flags != 0) {
+    if (!waiting->capture) return INVALID_VALUE;
+    waiting->capture->graph->nodes.push_back({nullptr, event->recorded, nullptr});
+    return SUCCESS;
+  }
   if (event->capture) {
     // Only those of a capture under way, which the stream joins.
     if (event->capture->origin->capture != event->capture) return CAPTURE_UNMATCHED;
@@ -315,8 +347,9 @@ int cuStreamWaitEvent(void* stream, Mark* event, unsigned) {
   }
   // A capture waits for nothing outside it.
   if (waiting->capture) return CAPTURE_UNSUPPORTED;
-  if (!event->moment) return SUCCESS;
-  return add(stream, [moment = event->moment] { moment->wait(); });
+  auto moment = event->recorded->last();
+  if (!moment) return SUCCESS;
+  return add(stream, [moment] { moment->wait(); });
 }
 
 int cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
@@ -356,7 +389,7 @@ int cuStreamEndCapture(Stream* stream, Graph** graph) {
   stream->capture = nullptr;
   return SUCCESS;
 }
-int cuStreamGetCaptureInfo_v2(void* stream, int* status, u64* id, Graph** graph, void*, void*) {
+int cuStreamGetCaptureInfo_v2(void* stream, int* status, u64* id, Graph** graph, void*, size_t* dependencies) {
   if (current == nullptr && stream == nullptr) return INVALID_CONTEXT;
   auto& capture = of(stream)->capture;
   if (capture && capture->origin->capture != capture) capture = nullptr;
@@ -364,8 +397,13 @@ int cuStreamGetCaptureInfo_v2(void* stream, int* status, u64* id, Graph** graph,
   if (capture) {
     *id = capture->id;
     *graph = capture->graph;
+    // Nodes run in order: none is said to depend on another.
+    *dependencies = 0;
   }
   return SUCCESS;
+}
+int cuStreamUpdateCaptureDependencies(void* stream, void*, size_t, unsigned) {
+  return of(stream)->capture ? SUCCESS : CAPTURE_UNMATCHED;
 }
 int cuUserObjectCreate(UserObject** object, void* data, void (*function)(void*), unsigned, unsigned) {
   *object = new UserObject{function, data};
@@ -386,8 +424,19 @@ int cuGraphInstantiateWithFlags(std::shared_ptr<Exec>** exec, Graph* graph, u64)
   return SUCCESS;
 }
 int cuGraphLaunch(std::shared_ptr<Exec>* exec, void* stream) {
-  return add(stream, [exec = *exec] {
-    for (auto& node : exec->nodes) node();
+  // What is waited for outside is decided now.
+  auto works = std::make_shared<std::vector<Task>>();
+  for (auto& node : (*exec)->nodes) {
+    if (node.work) {
+      works->push_back(node.work);
+    } else if (node.recorded) {
+      works->push_back([moment = node.recorded->next()] { moment->reach(); });
+    } else if (auto moment = node.waited->last()) {
+      works->push_back([moment] { moment->wait(); });
+    }
+  }
+  return add(stream, [works, exec = *exec] {
+    for (auto& work : *works) work();
   });
 }
 int cuGraphExecDestroy(std::shared_ptr<Exec>* exec) {

@@ -22,7 +22,8 @@ use std::{
 };
 
 use cudarc::driver::sys::{
-    self, CUcontext, CUevent, CUgraph, CUgraphExec, CUresult, CUstreamCaptureMode, CUstreamCaptureStatus,
+    self, CUcontext, CUevent, CUgraph, CUgraphExec, CUgraphNode, CUresult, CUstreamCaptureMode,
+    CUstreamCaptureStatus,
 };
 use ringsight_kernels::Launch;
 use ringsight_records::Algorithm;
@@ -105,30 +106,62 @@ impl CudaDevice {
 
     /// The graph that the stream is being captured into, with the driver's number of the capture.
     fn capturing(&self, stream: Stream) -> Result<Option<(u64, CUgraph)>> {
-        let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-        let (mut id, mut graph) = (0, std::ptr::null_mut());
-        // SAFETY: written to the locals; null for what is not asked for.
-        unsafe {
-            call!(cuStreamGetCaptureInfo_v2(
-                handle(stream),
-                &raw mut status,
-                &raw mut id,
-                &raw mut graph,
-                std::ptr::null_mut(),
-                std::ptr::null_mut()
-            ))
-        }?;
-        match status {
-            CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => Ok(None),
-            CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE => Ok(Some((id, graph))),
-            CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED => {
-                Err(DeviceError::InvalidUsage(format!(
-                    "the capture that stream {:#x} takes part in has been invalidated by an earlier error",
-                    stream.0
-                )))
-            }
-        }
+        let capture = captured(stream)?;
+        Ok(capture.map(|capture| (capture.id, capture.graph)))
     }
+
+    /// The nodes that what is captured next in the stream will wait for.
+    fn dependencies(&self, stream: Stream) -> Result<Vec<CUgraphNode>> {
+        let capture = captured(stream)?.ok_or_else(|| {
+            DeviceError::InvalidUsage(format!("stream {:#x} is not being captured", stream.0))
+        })?;
+        if capture.count == 0 {
+            return Ok(Vec::new());
+        }
+        // SAFETY: so many nodes; the array is the driver's and stays as it is until the stream's next call, which is ours.
+        Ok(unsafe { std::slice::from_raw_parts(capture.dependencies, capture.count) }.to_vec())
+    }
+}
+
+/// What a stream takes part in.
+struct Captured {
+    id: u64,
+    graph: CUgraph,
+    dependencies: *const CUgraphNode,
+    count: usize,
+}
+
+fn captured(stream: Stream) -> Result<Option<Captured>> {
+    let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+    let mut captured = Captured {
+        id: 0,
+        graph: std::ptr::null_mut(),
+        dependencies: std::ptr::dangling(),
+        count: 0,
+    };
+    // SAFETY: written to the locals.
+    unsafe {
+        call!(cuStreamGetCaptureInfo_v2(
+            handle(stream),
+            &raw mut status,
+            &raw mut captured.id,
+            &raw mut captured.graph,
+            &raw mut captured.dependencies,
+            &raw mut captured.count
+        ))
+    }?;
+    match status {
+        CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => Ok(None),
+        CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE => Ok(Some(captured)),
+        CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED => Err(invalidated(stream)),
+    }
+}
+
+fn invalidated(stream: Stream) -> DeviceError {
+    DeviceError::InvalidUsage(format!(
+        "the capture that stream {:#x} takes part in has been invalidated by an earlier error",
+        stream.0
+    ))
 }
 
 fn query(call: &str, result: CUresult) -> Result<Progress> {
@@ -290,6 +323,36 @@ impl Device for CudaDevice {
     fn event_record(&self, event: Event, stream: Stream) -> Result<()> {
         // SAFETY: as above.
         unsafe { call!(cuEventRecord(event.0 as CUevent, handle(stream))) }
+    }
+
+    fn event_record_external(&self, event: Event, stream: Stream) -> Result<()> {
+        let before = self.dependencies(stream)?;
+        let external = sys::CUevent_record_flags::CU_EVENT_RECORD_EXTERNAL as u32;
+        // SAFETY: the caller's handles; refused outside captures.
+        unsafe {
+            call!(cuEventRecordWithFlags(
+                event.0 as CUevent,
+                handle(stream),
+                external
+            ))
+        }?;
+        // What follows in the stream does not wait for the record: it is a leaf of the graph.
+        let set = sys::CUstreamUpdateCaptureDependencies_flags::CU_STREAM_SET_CAPTURE_DEPENDENCIES as u32;
+        // SAFETY: nodes of the graph in the making, which `dependencies` has just been given.
+        unsafe {
+            call!(cuStreamUpdateCaptureDependencies(
+                handle(stream),
+                before.as_ptr().cast_mut(),
+                before.len(),
+                set
+            ))
+        }
+    }
+
+    fn stream_wait_event_external(&self, stream: Stream, event: Event) -> Result<()> {
+        let external = sys::CUevent_wait_flags::CU_EVENT_WAIT_EXTERNAL as u32;
+        // SAFETY: the caller's handles; refused outside captures.
+        unsafe { call!(cuStreamWaitEvent(handle(stream), event.0 as CUevent, external)) }
     }
 
     fn event_query(&self, event: Event) -> Result<Progress> {
