@@ -44,8 +44,18 @@ impl Launching<'_> {
         self.streams[0]
     }
 
-    /// Joins the caller's other streams and the communicator's earlier work into the stream of the kernels.
+    /// Joins the caller's other streams and the communicator's earlier work into the stream of the kernels. Waits while
+    /// the work FIFO has no room for the first plan: the others may wait for their peers' plans of the same group, so
+    /// these are not kept from each other.
     pub(crate) fn prepare(&self, device: &dyn Device, planner: &mut Planner) -> Result<()> {
+        if let (None, Some(first)) = (self.capture, self.plans.first()) {
+            let works = reclaim::works(&first.launch);
+            let depth = self.comm.work_fifo_depth;
+            let over = || self.comm.check_usable().is_err();
+            if !planner.plans.wait_for_room(works, depth, over) {
+                self.comm.check_usable()?;
+            }
+        }
         for other in &self.streams[1..] {
             join(device, self.stream(), *other)?;
         }

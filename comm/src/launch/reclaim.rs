@@ -24,14 +24,28 @@ pub enum Reclaim {
 /// A plan that the device may still run.
 struct InFlight {
     /// Kept for the communicator's life with the plan; the device holds its own reference.
-    _launch: Arc<Launch>,
+    launch: Arc<Launch>,
     observer: Arc<PlanObserver>,
+}
+
+impl InFlight {
+    /// Work elements.
+    fn works(&self) -> usize {
+        works(&self.launch)
+    }
+}
+
+/// Work elements of a launch, all channels together.
+pub(super) fn works(launch: &Launch) -> usize {
+    launch.channels.iter().map(|channel| channel.work.len()).sum()
 }
 
 /// Plans that were launched and not reclaimed.
 pub(crate) struct Plans {
     queue: Receiver<Reclaim>,
     eager: HashMap<u32, InFlight>,
+    /// Work elements of all of `eager`.
+    works: usize,
     /// By graph number.
     captured: HashMap<u32, Captured>,
 }
@@ -51,6 +65,7 @@ impl Plans {
         Self {
             queue,
             eager: HashMap::new(),
+            works: 0,
             captured: HashMap::new(),
         }
     }
@@ -63,20 +78,20 @@ impl Plans {
         launch: Arc<Launch>,
         observer: Arc<PlanObserver>,
     ) {
-        let plan = InFlight {
-            _launch: launch,
-            observer,
-        };
+        let plan = InFlight { launch, observer };
         if graph == 0 {
+            self.works += plan.works();
             self.eager.insert(number, plan);
         } else {
             self.captured.entry(graph).or_default().plans.push(plan);
         }
     }
 
-    /// Forgets a plan whose launch failed.
+    /// Forgets a plan that runs once: it is finished, or its launch failed.
     pub(crate) fn withdraw(&mut self, number: u32) {
-        self.eager.remove(&number);
+        if let Some(plan) = self.eager.remove(&number) {
+            self.works -= plan.works();
+        }
     }
 
     /// Whether graphs hold plans of this communicator.
@@ -102,7 +117,7 @@ impl Plans {
 
     fn reclaim(&mut self, note: Reclaim) {
         match note {
-            Reclaim::Plan(number) => drop(self.eager.remove(&number)),
+            Reclaim::Plan(number) => self.withdraw(number),
             Reclaim::Graph(graph) => drop(self.captured.remove(&graph)),
         }
     }
@@ -118,6 +133,21 @@ impl Plans {
         while let Ok(note) = self.queue.try_recv() {
             self.reclaim(note);
         }
+    }
+
+    /// Waits until a FIFO of `depth` work elements has room for `works` more, or `give_up` says so (asked ten times a second);
+    /// whether there is room.
+    pub(crate) fn wait_for_room(&mut self, works: usize, depth: usize, give_up: impl Fn() -> bool) -> bool {
+        self.drain();
+        while self.works > 0 && self.works + works > depth {
+            if give_up() {
+                return false;
+            }
+            if let Ok(note) = self.queue.recv_timeout(Duration::from_millis(100)) {
+                self.reclaim(note);
+            }
+        }
+        true
     }
 
     /// Waits until every plan that runs once is finished, or `give_up` says so (asked ten times a second).
