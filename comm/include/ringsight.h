@@ -58,10 +58,10 @@ ncclResult_t ringsightGraphLaunch(ringsightGraphExec_t exec, cudaStream_t stream
 ncclResult_t ringsightGraphExecDestroy(ringsightGraphExec_t exec);
 ncclResult_t ringsightGraphDestroy(ringsightGraph_t graph);
 
-/* Launches a kernel that never ends on the stream, as an operation of comm on this rank alone, and returns at once: shows what the
- * watchdog says of a stuck kernel. Later operations of comm wait behind it, until ncclCommAbort or ncclCommRevoke. On any
+/* Launches a kernel that never ends, as an operation of comm on this rank alone on a stream of its own, and returns at once: shows
+ * what the watchdog says of a stuck kernel. Later operations of comm wait behind it, until ncclCommAbort or ncclCommRevoke. On any
  * device. */
-ncclResult_t ncclSimulateKernelTimeout(ncclComm_t comm, cudaStream_t stream);
+ncclResult_t ncclSimulateKernelTimeout(ncclComm_t comm);
 
 #ifdef __cplusplus
 }

@@ -288,7 +288,11 @@ fn stuck_rank() {
     let Some(rank) = rank_of_process() else { return };
     let device = host();
     if rank.rank == 1 {
-        ok(abi::ncclSimulateKernelTimeout(rank.comm, rank.stream));
+        ok(abi::ncclSimulateKernelTimeout(rank.comm));
+        // The communicator's next operation waits behind it, on whatever stream.
+        let data = [0_u8; 8];
+        // SAFETY: as many bytes, which nothing ever touches.
+        ok(unsafe { abi::ncclSend(data.as_ptr().cast(), 8, 0, 0, rank.comm, rank.stream) });
     }
     thread::sleep(THRESHOLD + PROMISED);
     let mut expected = (ResultCode::Success, Progress::Done);

@@ -214,16 +214,14 @@ fn device_of<T>(comm: &Communicator, what: impl FnOnce(&dyn Device) -> Result<T>
     result
 }
 
-/// Launches a kernel that never ends as an operation of this rank ([`plan::stuck`]).
+/// Launches a kernel that never ends as an operation of this rank ([`plan::stuck`]), on a stream of its own.
 ///
 /// # Errors
-/// The communicator cannot be used, the stream is being captured, or the system.
-pub(crate) fn launch_stuck(comm: &Arc<Communicator>, stream: Stream) -> Result<()> {
+/// The communicator cannot be used, or the system.
+pub(crate) fn launch_stuck(comm: &Arc<Communicator>) -> Result<()> {
     comm.check_usable()?;
     device_of(comm, |device| {
-        if device.capture_of(stream)?.is_some() {
-            return Err(Error::usage("stream is being captured"));
-        }
+        let stream = device.stream_create()?;
         let streams = [stream];
         let mut launching = Launching {
             comm: comm.clone(),
@@ -236,7 +234,9 @@ pub(crate) fn launch_stuck(comm: &Arc<Communicator>, stream: Stream) -> Result<(
         planner.plans.drain();
         launching.prepare(device, &mut planner)?;
         launching.launch(device, &mut planner, &mut Vec::new())?;
-        launching.finish(device, &mut planner)
+        launching.finish(device, &mut planner)?;
+        // It ends with its work.
+        Ok(device.stream_destroy(stream)?)
     })
 }
 
