@@ -3,28 +3,23 @@
 //! A lone call is a group of its own, of depth 1. Groups belong to the calling thread.
 
 mod jobs;
+mod run;
 
-use std::{
-    cell::RefCell,
-    collections::HashSet,
-    mem,
-    panic::{AssertUnwindSafe, catch_unwind},
-    sync::Arc,
-    time::Duration,
-};
+use std::{cell::RefCell, mem, sync::Arc, time::Duration};
 
 use ringsight_records::{Flags, Function, Kind, Record, State, description::Time, pages::CAPTURED};
 
 use crate::{
-    communicator::{Background, Communicator, Lifecycle},
-    device::{Capture, Device, Stream, device},
+    communicator::{Communicator, Lifecycle},
+    device::{Capture, Stream},
     error::{Error, Result, ResultCode},
-    launch::Launching,
     observe,
-    plan::{self, Exchange, OpInfo, Request, Task},
+    plan::{Exchange, OpInfo, Request, Task},
 };
 
 pub use jobs::{Job, Made, submit};
+use run::device_of;
+pub(crate) use run::launch_stuck;
 
 /// What one group asks of one communicator.
 struct Tasks {
@@ -111,7 +106,7 @@ pub fn end() -> Result<()> {
 
 /// Closes a level; the outermost one makes the group's communicators, and forgets its operations instead of launching
 /// them. Returns what `check`, called before anything is made, returned, and how long the operations would take
-/// ([`plan::estimate`]); `None` for an inner level. With non-blocking communicators the result of making them may be
+/// ([`crate::plan::estimate`]); `None` for an inner level. With non-blocking communicators the result of making them may be
 /// still to come: the third value is `ncclInProgress` then.
 ///
 /// # Errors
@@ -202,42 +197,6 @@ pub fn enqueue(comm: &Arc<Communicator>, request: Request, start_ns: u64) -> Res
     emit_api(number, 1, State::STOP, end, captured);
     announce(&launched);
     result
-}
-
-/// Calls `what` with the communicator's device number current, as kernels and default streams depend on it.
-fn device_of<T>(comm: &Communicator, what: impl FnOnce(&dyn Device) -> Result<T>) -> Result<T> {
-    let device = &**device()?;
-    let before = device.mark()?;
-    device.set_current(comm.device)?;
-    let result = what(device);
-    device.restore(before)?;
-    result
-}
-
-/// Launches a kernel that never ends as an operation of this rank ([`plan::stuck`]), on a stream of its own.
-///
-/// # Errors
-/// The communicator cannot be used, or the system.
-pub(crate) fn launch_stuck(comm: &Arc<Communicator>) -> Result<()> {
-    comm.check_usable()?;
-    device_of(comm, |device| {
-        let stream = device.stream_create()?;
-        let streams = [stream];
-        let mut launching = Launching {
-            comm: comm.clone(),
-            streams: &streams,
-            capture: None,
-            plans: vec![plan::stuck(comm, stream, observe::next_group())?],
-            next: 0,
-        };
-        let mut planner = comm.planner();
-        planner.plans.drain();
-        launching.prepare(device, &mut planner)?;
-        launching.launch(device, &mut planner, &mut Vec::new())?;
-        launching.finish(device, &mut planner)?;
-        // It ends with its work.
-        Ok(device.stream_destroy(stream)?)
-    })
 }
 
 impl Group {
@@ -337,199 +296,6 @@ impl Group {
             ));
         }
         Ok(())
-    }
-
-    /// Does what was collected; lists the operations that were launched, also where others could not be. With
-    /// non-blocking communicators a thread does it, and their state tells of its end.
-    fn complete(mut self, launched: &mut Vec<OpInfo>) -> Result<()> {
-        if let Some(error) = self.error.take() {
-            mem::take(&mut self.jobs).withdraw();
-            self.forget(&[]);
-            return Err(error);
-        }
-        if self.blocking != Some(false) {
-            let made = mem::take(&mut self.jobs).run();
-            if made.is_err() {
-                self.forget(&[]);
-            }
-            return made.and_then(|()| self.run(launched));
-        }
-        let mut lives: Vec<Arc<Lifecycle>> = self.jobs.lives().cloned().collect();
-        lives.extend(self.tasks.iter().map(|tasks| tasks.comm.life().clone()));
-        lives.sort_by_key(Arc::as_ptr);
-        lives.dedup_by(|one, other| Arc::ptr_eq(one, other));
-        let mut words = self.jobs.words();
-        words.extend(self.tasks.iter().map(|tasks| tasks.comm.abort.clone()));
-        let work = Background::new(words);
-        for life in &lives {
-            life.begin(&work);
-        }
-        let (ready, made) = mem::take(&mut self.jobs).split();
-        let waiting = lives.clone();
-        let started = work.start(move || {
-            let mut launched = Vec::new();
-            let result = catch_unwind(AssertUnwindSafe(|| {
-                ready.run().and_then(|()| self.run(&mut launched))
-            }))
-            .unwrap_or_else(|_| Err(Error::internal("a group's thread panicked")));
-            announce(&launched);
-            for life in &waiting {
-                life.finish(&result);
-            }
-        });
-        if let Err(error) = started {
-            let result = Err(error.clone());
-            lives.iter().for_each(|life| life.finish(&result));
-            made.into_iter().for_each(Made::withdraw);
-            return Err(error);
-        }
-        Err(Error::in_progress())
-    }
-
-    /// Launches the operations and lists them, also where others could not be launched: those have not happened.
-    fn run(mut self, launched: &mut Vec<OpInfo>) -> Result<()> {
-        if self.tasks.is_empty() {
-            return Ok(());
-        }
-        let record = Record {
-            op: self.number,
-            pid: observe::pid(),
-            ..Record::new(Kind::Group, State::START, observe::now_ns())
-        }
-        .with_flags(Flags::GRAPH.when(self.captured));
-        if observe::wants(Kind::Group) {
-            observe::emit(&record);
-        }
-        // In an order that all ranks come to, whichever communicator each of them used first: on a stream that several
-        // communicators share, ranks must not wait for each other crosswise.
-        self.tasks.sort_by_key(|tasks| tasks.comm.id);
-        let result = self.launch(launched);
-        if observe::wants(Kind::Group) {
-            observe::emit(&Record {
-                state: State::STOP,
-                time_ns: observe::now_ns(),
-                ..record
-            });
-        }
-        if result.is_err() {
-            self.forget(launched);
-        }
-        result
-    }
-
-    /// Makes the communicators, and says how long the operations would take.
-    fn simulate<T>(mut self, check: impl FnOnce() -> Result<T>) -> Result<(T, Duration, Result<()>)> {
-        let operations = Self {
-            tasks: mem::take(&mut self.tasks),
-            ..Self::default()
-        };
-        let checked = match self.error.take() {
-            Some(error) => Err(error),
-            None => check(),
-        };
-        self.error = checked.as_ref().err().cloned();
-        let made = if self.error.is_some() || !self.jobs.is_empty() {
-            self.complete(&mut Vec::new())
-        } else {
-            Ok(())
-        };
-        // Communicators work side by side.
-        let times: Result<Vec<Duration>> = operations.tasks.iter().map(Tasks::estimate).collect();
-        operations.forget(&[]);
-        match made {
-            Err(error) if error.code != ResultCode::InProgress => Err(error),
-            made => Ok((checked?, times?.into_iter().max().unwrap_or_default(), made)),
-        }
-    }
-
-    /// Gives back the sequence numbers of all operations but those in `launched`: what was not launched has not
-    /// happened, and when it is called again, it must be the same operation as on the other ranks.
-    fn forget(&self, launched: &[OpInfo]) {
-        let launched: HashSet<u32> = launched.iter().map(|info| info.op).collect();
-        for tasks in &self.tasks {
-            let all = tasks.collectives.iter().chain(tasks.exchange.tasks());
-            let mut forgotten: Vec<&Task> = all.filter(|task| !launched.contains(&task.info.op)).collect();
-            tasks.comm.planner().sequences.give_back(&mut forgotten);
-        }
-    }
-
-    fn launch(&self, launched: &mut Vec<OpInfo>) -> Result<()> {
-        let mut launchings = Vec::with_capacity(self.tasks.len());
-        for tasks in &self.tasks {
-            let comm = tasks.comm.clone();
-            comm.planner().plans.drain();
-            let plans = plan::build(
-                &comm,
-                &tasks.collectives,
-                &tasks.exchange,
-                tasks.capture.is_some(),
-                self.number,
-            )
-            .map_err(|error| comm.reason(error))?;
-            launchings.push(Launching {
-                comm,
-                streams: &tasks.streams,
-                capture: tasks.capture,
-                plans,
-                next: 0,
-            });
-        }
-        Self::launch_all(&mut launchings, launched).map_err(|error| {
-            launchings.iter().for_each(Launching::abandon);
-            let all: usize = self.tasks.iter().map(Tasks::len).sum();
-            match launched.len() {
-                0 => error,
-                some => error.within(&format!(
-                    "{some} of the group's {all} operations were launched, then"
-                )),
-            }
-        })
-    }
-
-    fn launch_all(launchings: &mut [Launching<'_>], launched: &mut Vec<OpInfo>) -> Result<()> {
-        type Step<'a> = &'a mut dyn FnMut(&mut Launching<'_>, &dyn Device) -> Result<()>;
-        let each = |launchings: &mut [Launching<'_>], step: Step<'_>| {
-            launchings.iter_mut().try_for_each(|launching| {
-                let comm = launching.comm.clone();
-                device_of(&comm, |device| step(launching, device))
-            })
-        };
-        each(launchings, &mut |launching, device| {
-            launching.prepare(device, &mut launching.comm.planner())
-        })?;
-        // All plans of a communicator before those of the next one, since ranks may have cut their messages differently,
-        // and a plan then waits for a later one of its peer. But several ranks of one communicator in this process go
-        // round by round: none runs ahead of the others.
-        for ranks in launchings.chunk_by_mut(|one, next| one.comm.id == next.comm.id) {
-            let mut more = true;
-            while mem::take(&mut more) {
-                each(ranks, &mut |launching, device| {
-                    let comm = launching.comm.clone();
-                    more |= launching.launch(device, &mut comm.planner(), launched)?;
-                    Ok(())
-                })?;
-            }
-        }
-        each(launchings, &mut |launching, device| {
-            launching.finish(device, &mut launching.comm.planner())
-        })
-    }
-}
-
-impl Tasks {
-    /// Operations.
-    fn len(&self) -> usize {
-        self.collectives.len() + self.exchange.tasks().len()
-    }
-
-    /// How long they would take.
-    fn estimate(&self) -> Result<Duration> {
-        plan::estimate(
-            &self.comm,
-            &self.collectives,
-            &self.exchange,
-            self.capture.is_some(),
-        )
     }
 }
 

@@ -1,0 +1,420 @@
+//! A plan in the making: work elements, network work and descriptions of its operations.
+
+use std::{ops::Range, sync::Arc};
+
+use ringsight_kernels::{ChannelWork, Connections, Launch, Work};
+use ringsight_records::{Algorithm, Description, Flags, Function, Protocol, State};
+
+use super::{OpInfo, Plan, Task, algorithm, channels, estimate, exchange, layout::choice_of};
+use crate::{
+    checks,
+    communicator::Communicator,
+    error::{Error, Result},
+    launch::observer::{OpState, PlanObserver, Shared},
+    observe,
+    proxy::ProxyOp,
+};
+
+/// A plan in the making.
+pub(super) struct Builder<'a> {
+    comm: &'a Communicator,
+    number: u32,
+    group: u32,
+    /// Where it is not to be launched: what it would take.
+    pub(super) simulated: Option<estimate::Load>,
+    /// Work elements.
+    pub(super) used: usize,
+    picker: channels::Picker,
+    /// By channel number.
+    work: Vec<Vec<Work>>,
+    states: Vec<OpState>,
+    pub(super) shared: Vec<Shared>,
+    ops: Vec<OpInfo>,
+    calls: Vec<checks::Entry>,
+    proxy_ops: Vec<ProxyOp>,
+}
+
+impl<'a> Builder<'a> {
+    /// An empty plan of a group; without one it only says what it would take.
+    pub(super) fn new(comm: &'a Communicator, group: Option<u32>) -> Self {
+        Self {
+            comm,
+            number: group.map_or(0, |_| observe::next_plan()),
+            group: group.unwrap_or(0),
+            simulated: group.is_none().then(estimate::Load::default),
+            used: 0,
+            picker: channels::Picker::new(comm.channels()),
+            work: (0..comm.channels()).map(|_| Vec::new()).collect(),
+            states: Vec::new(),
+            shared: Vec::new(),
+            ops: Vec::new(),
+            calls: Vec::new(),
+            proxy_ops: Vec::new(),
+        }
+    }
+
+    pub(super) fn add_collective(
+        &mut self,
+        task: &Task,
+        wanted: usize,
+        choice: algorithm::Choice,
+    ) -> Result<()> {
+        let request = &task.request;
+        let mut parts = channels::split(request.count, request.data_type.size(), wanted);
+        parts.retain(|part| !part.is_empty());
+        // Ranks that call different operations find out where these meet, so they must meet. Let the n-th collective of
+        // a group be the first that differs. Where plans are cut depends on the operations before it alone, so all ranks have it
+        // in the same plan, and the channels' loads are the same, since all before it was. What is picked for it are
+        // the least loaded channels, more or fewer: the least loaded one is always among them, and has work. There
+        // everybody comes to it after the same operations, and `ringsight_kernels::schedule` says why somebody sees it.
+        let picked = self.picker.pick(parts.len(), task.info.bytes);
+        let (mut mask, mut proxies) = (0u64, 0);
+        for (channel, part) in picked.into_iter().zip(parts) {
+            proxies += self.add_ring(task, channel, part, choice.algorithm)?;
+            mask |= 1 << channel;
+        }
+        self.add_op(task, None, mask, proxies, choice.algorithm, choice.protocol);
+        Ok(())
+    }
+
+    /// Shows the tag of an operation that is made of messages to the next rank of a ring, and looks at the previous
+    /// one's: where ranks call different operations, their messages need not meet, but rings do.
+    pub(super) fn show_tag(&mut self, task: &Task) -> Result<()> {
+        if self.comm.ranks > 1 {
+            for channel in self.picker.pick(1, 0) {
+                self.add_ring(task, channel, 0..0, Algorithm::Ring)?;
+            }
+            self.calls
+                .push(checks::Entry::new(&task.info, task.request.call()));
+        }
+        Ok(())
+    }
+
+    /// Adds one channel's part of an operation that goes round its ring; returns how many proxy operations it takes.
+    fn add_ring(
+        &mut self,
+        task: &Task,
+        channel: u8,
+        part: Range<usize>,
+        algorithm: Algorithm,
+    ) -> Result<u32> {
+        let Some(ring) = &self.comm.rings[usize::from(channel)] else {
+            let work = self.work_of(task, part, algorithm, Connections::Local);
+            work.check()?;
+            if let Some(load) = &mut self.simulated {
+                load.add_work(&work, estimate::SHARED);
+            }
+            self.add_work(channel, work);
+            return Ok(0);
+        };
+        let order = self.comm.topology.ring(channel);
+        let (next, prev) = (order[1], order[order.len() - 1]);
+        let connections = Connections::Ring {
+            order,
+            prev: ring.prev.fifo.clone(),
+            next: ring.next.fifo.clone(),
+        };
+        let work = self.work_of(task, part, algorithm, connections);
+        work.check()?;
+        if let Some(load) = &mut self.simulated {
+            let networked = ring.prev.proxy.is_some() || ring.next.proxy.is_some();
+            let way = if networked {
+                estimate::NETWORK
+            } else {
+                estimate::SHARED
+            };
+            load.add_work(&work, way);
+        }
+        let steps = work.steps();
+        let counted = !work.only_shows_tag();
+        self.add_work(channel, work);
+        let proxies = [
+            (ring.next.proxy, next, true, steps.send),
+            (ring.prev.proxy, prev, false, steps.recv),
+        ]
+        .into_iter()
+        .map(|(proxy, peer, is_send, steps)| {
+            self.add_proxy(task, channel, proxy, peer, is_send, (steps, counted))
+        })
+        .sum();
+        Ok(proxies)
+    }
+
+    /// Adds a message from this rank to itself: a send and its receive, or a part of an operation made of messages.
+    pub(super) fn add_to_self(&mut self, send: &Task, recv: &Task, from: usize, to: usize) -> Result<()> {
+        let bytes = |task: &Task| task.request.count * task.request.data_type.size();
+        if bytes(send) != bytes(recv) {
+            return Err(Error::usage(format!(
+                "ncclSend to oneself of {} bytes is paired with ncclRecv from oneself of {} bytes",
+                bytes(send),
+                bytes(recv)
+            )));
+        }
+        let work = Work {
+            send: from,
+            recv: to,
+            ..self.message_of(send, Function::Send, 0..send.request.count, Connections::Local)
+        };
+        work.check()?;
+        if let Some(load) = &mut self.simulated {
+            load.add(estimate::LOCAL, 0, bytes(send));
+        }
+        self.add_work(0, work);
+        if send.request.function.is_p2p() {
+            self.add_op(send, Some(recv), 1, 0, Algorithm::Direct, Protocol::Simple);
+        }
+        Ok(())
+    }
+
+    /// Adds one end of a message; returns its channels, its proxy operations, and how it goes.
+    pub(super) fn add_message(
+        &mut self,
+        task: &Task,
+        message: exchange::Message,
+        is_send: bool,
+    ) -> Result<(u64, u32, algorithm::Choice)> {
+        let (comm, request, peer) = (self.comm, &task.request, message.peer);
+        let (source, destination) = if is_send {
+            (comm.rank, peer)
+        } else {
+            (peer, comm.rank)
+        };
+        let (wanted, choice) = choice_of(task, comm)?;
+        let (mut mask, mut proxies) = (0u64, 0);
+        let parts = channels::split(request.count, request.data_type.size(), wanted);
+        for (index, part) in parts.into_iter().enumerate().filter(|(_, part)| !part.is_empty()) {
+            let channel = channels::p2p_channel(source, destination, comm.ranks, index, comm.channels());
+            if let Some(load) = &mut self.simulated {
+                // No connection is made for this.
+                let bytes = part.len() * request.data_type.size();
+                let near = comm.topology.node_of(peer) == comm.topology.node_of(comm.rank);
+                let way = if near { estimate::SHARED } else { estimate::NETWORK };
+                load.add(way, bytes.div_ceil(comm.slot_bytes) as u32, bytes);
+                self.used += 1;
+                continue;
+            }
+            let (work, proxy) = if is_send {
+                let connection = comm.connector.connect_send(peer, channel)?;
+                let work = self.message_of(task, Function::Send, part, Connections::Send(connection.fifo));
+                let send = message.address;
+                (Work { send, ..work }, connection.proxy)
+            } else {
+                let connection = comm.connector.connect_recv(peer, channel)?;
+                let work = self.message_of(task, Function::Recv, part, Connections::Recv(connection.fifo));
+                let recv = message.address;
+                (Work { recv, ..work }, connection.proxy)
+            };
+            work.check()?;
+            let steps = work.steps();
+            let steps = if is_send { steps.send } else { steps.recv };
+            proxies += self.add_proxy(task, channel, proxy, peer, is_send, (steps, true));
+            self.add_work(channel, work);
+            mask |= 1 << channel;
+        }
+        Ok((mask, proxies, choice))
+    }
+
+    /// A part of a message, without its addresses.
+    pub(super) fn message_of(
+        &self,
+        task: &Task,
+        function: Function,
+        part: Range<usize>,
+        connections: Connections,
+    ) -> Work {
+        Work {
+            function,
+            send: 0,
+            recv: 0,
+            root: 0,
+            ..self.work_of(task, part, Algorithm::Direct, connections)
+        }
+    }
+
+    fn work_of(
+        &self,
+        task: &Task,
+        part: Range<usize>,
+        algorithm: Algorithm,
+        connections: Connections,
+    ) -> Work {
+        let request = &task.request;
+        Work {
+            op: task.info.op,
+            tag: request.call().tag(),
+            function: request.function,
+            algorithm,
+            data_type: request.data_type,
+            reduce_op: request.reduce_op,
+            scalar: request.scalar,
+            send: request.send,
+            recv: request.recv,
+            count: request.count,
+            part,
+            rank: self.comm.rank,
+            ranks: self.comm.ranks,
+            root: request.peer.unwrap_or(0),
+            connections,
+        }
+    }
+
+    pub(super) fn add_work(&mut self, channel: u8, work: Work) {
+        self.used += 1;
+        self.work[usize::from(channel)].push(work);
+    }
+
+    /// Adds a proxy operation if the connection has a proxy and there are steps to move; returns how many were added.
+    /// What is not `counted` is beside the operation's own.
+    fn add_proxy(
+        &mut self,
+        task: &Task,
+        channel: u8,
+        connection: Option<crate::proxy::ConnectionId>,
+        peer: u32,
+        is_send: bool,
+        (steps, counted): (u32, bool),
+    ) -> u32 {
+        let (Some(connection), true) = (connection, steps > 0) else {
+            return 0;
+        };
+        self.proxy_ops.push(ProxyOp {
+            connection,
+            op: task.info.op,
+            replay: 0,
+            comm: task.info.comm,
+            seq: task.info.seq,
+            rank: task.info.rank,
+            peer,
+            channel,
+            is_send,
+            p2p: task.info.flags.contains(Flags::P2P),
+            graph: task.info.flags.contains(Flags::GRAPH),
+            steps,
+            tag: task.request.call().tag(),
+            counted,
+            chunk_bytes: self.comm.slot_bytes as u32,
+            pid: observe::pid(),
+        });
+        1
+    }
+
+    /// Enters an operation whose work has been added; `twin` is the receive that a send to oneself is done with.
+    pub(super) fn add_op(
+        &mut self,
+        task: &Task,
+        twin: Option<&Task>,
+        channel_mask: u64,
+        proxy_ops: u32,
+        algorithm: Algorithm,
+        protocol: Protocol,
+    ) {
+        if self.simulated.is_some() {
+            return;
+        }
+        for task in std::iter::once(task).chain(twin) {
+            self.announce(task, channel_mask, proxy_ops, algorithm, protocol);
+        }
+        self.states.push(OpState::new(
+            task.info,
+            twin.map(|task| task.info),
+            channel_mask.count_ones(),
+            proxy_ops,
+        ));
+    }
+
+    /// Describes an operation and lists it.
+    pub(super) fn announce(
+        &mut self,
+        task: &Task,
+        channel_mask: u64,
+        proxy_ops: u32,
+        algorithm: Algorithm,
+        protocol: Protocol,
+    ) {
+        self.describe(task, channel_mask, proxy_ops, algorithm, protocol);
+        crate::log::choice(task, channel_mask, (algorithm, protocol));
+        task.info.emit(task.info.kind(), State::START, observe::now_ns());
+        self.ops.push(task.info);
+        self.calls
+            .push(checks::Entry::new(&task.info, task.request.call()));
+    }
+
+    fn describe(
+        &self,
+        task: &Task,
+        channel_mask: u64,
+        proxy_ops: u32,
+        algorithm: Algorithm,
+        protocol: Protocol,
+    ) {
+        let (request, info) = (&task.request, &task.info);
+        let p2p = request.function.is_p2p();
+        let peer = request.peer.map_or(-1, |peer| peer as i32);
+        observe::describe(&Description {
+            comm: info.comm,
+            seq: info.seq,
+            count: request.count as u64,
+            bytes: info.bytes,
+            send_buffer: request.send as u64,
+            recv_buffer: request.recv as u64,
+            stream: request.stream.0 as u64,
+            channel_mask,
+            api_start_ns: task.api_start_ns,
+            api_end_ns: task.api_end_ns,
+            op: info.op,
+            group: self.group,
+            plan: self.number,
+            rank: info.rank,
+            ranks: self.comm.ranks,
+            root: if p2p { -1 } else { peer },
+            peer: if p2p { peer } else { -1 },
+            proxy_ops,
+            graph: task.graph,
+            node: task.node,
+            group_depth: task.group_depth,
+            tid: task.tid,
+            function: request.function.code(),
+            data_type: request.data_type.code(),
+            reduce_op: request.reduce_op.code(),
+            algorithm: algorithm.code(),
+            protocol: protocol.code(),
+            channels: channel_mask.count_ones() as u8,
+            warps: 1,
+            flags: info.flags.0,
+            ..Default::default()
+        });
+    }
+
+    pub(super) fn finish(self, persistent: bool) -> Result<Plan> {
+        let observer = Arc::new(PlanObserver::new(
+            self.number,
+            self.states,
+            self.shared,
+            persistent,
+            self.comm.reclaim.clone(),
+            self.comm.checks.clone(),
+        ));
+        let channels = self
+            .work
+            .into_iter()
+            .enumerate()
+            .filter(|(_, work)| !work.is_empty())
+            .map(|(channel, work)| ChannelWork {
+                channel: channel as u8,
+                work,
+            })
+            .collect();
+        Ok(Plan {
+            number: self.number,
+            launch: Arc::new(Launch {
+                channels,
+                abort: self.comm.abort.clone(),
+                observer: observer.clone(),
+            }),
+            observer,
+            proxy_ops: self.proxy_ops,
+            ops: self.ops,
+            calls: self.calls,
+        })
+    }
+}

@@ -1,0 +1,168 @@
+//! Which task goes into which plan.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use super::{Exchange, Task, algorithm, builder::Builder};
+use crate::{
+    communicator::Communicator,
+    error::{Error, Result},
+    launch::observer::{OpState, Shared},
+};
+
+/// How a task is carried out, and over how many channels.
+pub(super) fn choice_of(task: &Task, comm: &Communicator) -> Result<(usize, algorithm::Choice)> {
+    let function = task.request.function;
+    let bytes = task.request.bytes_of_choice(comm.ranks);
+    let asked = algorithm::Asked {
+        function,
+        reduce_op: task.request.reduce_op,
+        bytes,
+        ranks: comm.ranks,
+        slot_bytes: comm.slot_bytes,
+        one_shot: comm.one_shot,
+    };
+    let choice = algorithm::choose(&asked)
+        .ok_or_else(|| Error::internal(format!("no algorithm serves {function}")))?;
+    Ok((choice.channels(bytes, comm.channels()), choice))
+}
+
+/// The plans of a group on one communicator.
+pub(super) struct Plans<'a> {
+    comm: &'a Communicator,
+    /// Work elements of a plan.
+    budget: usize,
+    /// `None`: only to know what they would take.
+    group: Option<u32>,
+    made: Vec<Builder<'a>>,
+}
+
+impl<'a> Plans<'a> {
+    /// Puts every task into a plan.
+    pub(super) fn lay_out(
+        comm: &'a Communicator,
+        collectives: &[Task],
+        exchange: &Exchange,
+        persistent: bool,
+        group: Option<u32>,
+    ) -> Result<Vec<Builder<'a>>> {
+        let budget = if persistent {
+            usize::MAX
+        } else {
+            comm.work_fifo_depth / 2
+        };
+        let mut plans = Self {
+            comm,
+            budget,
+            group,
+            made: Vec::new(),
+        };
+        let tasks = exchange.tasks();
+        // In call order, so that ranks that call in another order differ.
+        let mut of_messages = tasks
+            .iter()
+            .filter(|task| !task.request.function.is_p2p())
+            .peekable();
+        for task in collectives {
+            while let Some(earlier) = of_messages.next_if(|other| other.info.seq < task.info.seq) {
+                plans.with_room(comm.channels()).0.show_tag(earlier)?;
+            }
+            let (channels, choice) = choice_of(task, comm)?;
+            // Not by its own channels: where ranks call something different, it shall be in the same plan all the same.
+            let (plan, _) = plans.with_room(comm.channels());
+            plan.add_collective(task, channels, choice)?;
+        }
+        for task in of_messages {
+            plans.with_room(comm.channels()).0.show_tag(task)?;
+        }
+        // Operations made of several messages, by their task.
+        let mut spreads: BTreeMap<usize, Spread> = BTreeMap::new();
+        for round in exchange.rounds(comm.rank, comm.ranks)? {
+            let needed = round
+                .messages()
+                .map(|message| choice_of(&tasks[message.task], comm).map_or(1, |(channels, _)| channels))
+                .sum();
+            let (plan, index) = plans.with_room(needed);
+            for (send, recv) in &round.to_self {
+                plan.add_to_self(&tasks[send.task], &tasks[recv.task], send.address, recv.address)?;
+                if !tasks[send.task].request.function.is_p2p() {
+                    spreads.entry(send.task).or_default().add(index, 1, 0);
+                }
+            }
+            for (message, is_send) in [(round.send, true), (round.recv, false)] {
+                let Some(message) = message else { continue };
+                let task = &tasks[message.task];
+                let (mask, proxies, choice) = plan.add_message(task, message, is_send)?;
+                if task.request.function.is_p2p() {
+                    plan.add_op(task, None, mask, proxies, choice.algorithm, choice.protocol);
+                } else {
+                    spreads.entry(message.task).or_default().add(index, mask, proxies);
+                }
+            }
+        }
+        for (task, spread) in spreads {
+            plans.add_spread(&tasks[task], &spread)?;
+        }
+        Ok(plans.made)
+    }
+
+    /// A plan with room for `elements` more work elements, and its index: the last one, or a new one. Something always
+    /// fits into an empty plan.
+    fn with_room(&mut self, elements: usize) -> (&mut Builder<'a>, usize) {
+        if self
+            .made
+            .last()
+            .is_none_or(|plan| plan.used > 0 && plan.used + elements > self.budget)
+        {
+            self.made.push(Builder::new(self.comm, self.group));
+        }
+        let index = self.made.len() - 1;
+        (&mut self.made[index], index)
+    }
+
+    /// Enters an operation whose messages have been added: with the plan that it begins in, and as seen by all.
+    fn add_spread(&mut self, task: &Task, spread: &Spread) -> Result<()> {
+        let (_, choice) = choice_of(task, self.comm)?;
+        let mask = spread.masks.values().fold(0, |all, mask| all | mask);
+        let (Some(begins), Some(ends)) = (spread.masks.keys().next(), spread.masks.keys().last()) else {
+            return Err(Error::internal("an operation without messages"));
+        };
+        if begins == ends || self.group.is_none() {
+            self.made[*begins].add_op(
+                task,
+                None,
+                mask,
+                spread.proxies,
+                choice.algorithm,
+                choice.protocol,
+            );
+            return Ok(());
+        }
+        let masks: Vec<u64> = spread.masks.values().copied().collect();
+        let state = OpState::new(task.info, None, mask.count_ones(), spread.proxies);
+        let state = Arc::new(state.split(&masks));
+        self.made[*begins].announce(task, mask, spread.proxies, choice.algorithm, choice.protocol);
+        for index in spread.masks.keys() {
+            self.made[*index].shared.push(Shared {
+                state: state.clone(),
+                begins: index == begins,
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Where the messages of one operation went.
+#[derive(Debug, Default)]
+struct Spread {
+    /// Channels taken, by index of the plan.
+    masks: BTreeMap<usize, u64>,
+    /// Proxy operations.
+    proxies: u32,
+}
+
+impl Spread {
+    fn add(&mut self, plan: usize, mask: u64, proxies: u32) {
+        *self.masks.entry(plan).or_default() |= mask;
+        self.proxies += proxies;
+    }
+}
