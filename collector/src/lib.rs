@@ -14,6 +14,7 @@ pub mod identity;
 pub mod lag;
 pub mod metrics;
 pub mod resource;
+pub mod snapshot;
 pub mod spans;
 pub mod summary;
 pub mod synthetic;

@@ -1,6 +1,9 @@
 //! Looking at a process without watching it.
 
-use ringsight_records::pages::{CommSlot, Communicator, Pages};
+use ringsight_records::{
+    Description,
+    pages::{CommSlot, Communicator, Pages},
+};
 
 use crate::{error::AttachError, pages::Mapped};
 
@@ -11,6 +14,8 @@ pub struct Look {
     pub library_version: u32,
     /// Live communicators.
     pub communicators: Vec<Communicator>,
+    /// Operations that are described: those on their way, the latest finished ones, captured ones. In no order.
+    pub operations: Vec<Description>,
 }
 
 /// Reads the pages of `pid`, which may be watched by somebody else meanwhile. A library makes them with its first
@@ -26,6 +31,7 @@ pub fn look(pid: u32) -> Result<Look, AttachError> {
     Ok(Look {
         library_version: pages.header().library_version,
         communicators: communicators(&pages),
+        operations: pages.descriptions().collect(),
     })
 }
 

@@ -81,6 +81,15 @@ pub fn is_running_anywhere(pid: u32, started: u64) -> bool {
         })
 }
 
+/// Whether a process is stopped by a signal or a debugger; `None` if it is gone.
+#[must_use]
+pub fn is_stopped(pid: u32) -> Option<bool> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name, in parentheses, may hold anything; the state follows it.
+    let state = stat.rsplit(')').next()?.split_whitespace().next()?;
+    Some(matches!(state, "T" | "t"))
+}
+
 /// `CLOCK_MONOTONIC` in nanoseconds.
 #[must_use]
 pub fn now_ns() -> u64 {

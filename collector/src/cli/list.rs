@@ -25,6 +25,7 @@ pub(crate) fn run(pid: u32, json: bool) -> Exit {
     let Look {
         library_version,
         communicators,
+        ..
     } = match library.flavour {
         Flavour::Instrumented => match ringsight_probes::look(pid) {
             Ok(look) => look,

@@ -5,6 +5,7 @@ mod list;
 mod outputs;
 mod report;
 mod signals;
+mod snapshot;
 
 use std::{path::PathBuf, process::ExitCode};
 
@@ -53,6 +54,15 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Show the operations that processes are in now, and which rank they wait for, without attaching
+    Snapshot {
+        /// Processes of one job, on this host; with all ranks of a communicator it can tell who is missing
+        #[arg(required = true)]
+        pids: Vec<u32>,
+        /// Write JSON
+        #[arg(long)]
+        json: bool,
+    },
     /// Write a completion script for a shell to standard output
     Completions {
         /// Shell
@@ -65,6 +75,7 @@ pub(crate) fn main() -> ExitCode {
     let exit = match Arguments::parse().command {
         Command::Attach(arguments) => attach::run(&arguments),
         Command::List { pid, json } => list::run(pid, json),
+        Command::Snapshot { pids, json } => snapshot::run(&pids, json),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Arguments::command(), "ringsight", &mut script);

@@ -437,6 +437,19 @@ impl<'a> Pages<'a> {
         self.slot(op).read(op)
     }
 
+    /// What the description tables hold, in no order: operations on their way, finished ones whose slot has not been taken
+    /// since, and captured ones.
+    pub fn descriptions(&self) -> impl Iterator<Item = Description> {
+        let (eager, captured) = (self.geometry.eager, self.geometry.captured);
+        [eager, captured]
+            .into_iter()
+            .flat_map(|place| self.table::<DescriptionSlot>(place))
+            .filter_map(|slot| match slot.op() {
+                0 => None,
+                op => slot.read(op),
+            })
+    }
+
     /// The ring's slots.
     #[must_use]
     pub fn ring(&self) -> &'a [Slot] {

@@ -1,0 +1,348 @@
+//! What processes are in at one moment, from their shared pages alone: operations on their way, and who is missing in them.
+
+use std::collections::BTreeMap;
+
+use ringsight_records::{DataType, Description, Flags, Function, pages::Communicator};
+
+/// What was read of one process.
+#[derive(Clone, Debug)]
+pub struct Process {
+    /// Its number.
+    pub pid: u32,
+    /// It is stopped by a signal or a debugger.
+    pub stopped: bool,
+    /// Its live communicators.
+    pub communicators: Vec<Communicator>,
+    /// Operations that it describes.
+    pub operations: Vec<Description>,
+}
+
+/// Where a rank is with an operation. Times are nanoseconds until the moment of the snapshot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// It has not launched it.
+    NotLaunched {
+        /// Since its last operation on the communicator ended; `None` if there was none, or it is forgotten.
+        idle_ns: Option<u64>,
+    },
+    /// Launched, not begun on the device.
+    Queued {
+        /// Since its launch.
+        since_ns: u64,
+    },
+    /// Begun.
+    Running {
+        /// Since it began.
+        since_ns: u64,
+    },
+    /// Done.
+    Done,
+}
+
+/// One rank's part in an operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// Rank.
+    pub rank: u32,
+    /// Process.
+    pub pid: u32,
+    /// Its process is stopped.
+    pub stopped: bool,
+    /// Where it is.
+    pub place: Place,
+}
+
+/// An operation that at least one rank is in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Operation {
+    /// Function, if it is a known one.
+    pub function: Option<Function>,
+    /// Sequence; of a captured operation `graph << 32 | node`.
+    pub seq: u64,
+    /// Sender and receiver of a message.
+    pub pair: Option<(u32, u32)>,
+    /// Message bytes.
+    pub bytes: u64,
+    /// Data type.
+    pub data_type: Option<DataType>,
+    /// Since it began on the first rank, or was launched there.
+    pub oldest_ns: u64,
+    /// By rank: those that take part and were looked at.
+    pub parts: Vec<Part>,
+    /// Ranks that take part and were not looked at.
+    pub unseen: Vec<u32>,
+}
+
+impl Operation {
+    /// The parts that the others wait for: those that have not come, stopped ones first.
+    #[must_use]
+    pub fn awaited(&self) -> Vec<&Part> {
+        let missing = |part: &&Part| matches!(part.place, Place::NotLaunched { .. } | Place::Queued { .. });
+        let mut awaited: Vec<&Part> = self
+            .parts
+            .iter()
+            .filter(|part| part.stopped || missing(part))
+            .collect();
+        awaited.sort_by_key(|part| (!part.stopped, part.rank));
+        awaited
+    }
+}
+
+/// One communicator.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Group {
+    /// Id.
+    pub id: u64,
+    /// Name, if it has one.
+    pub name: String,
+    /// Ranks.
+    pub ranks: u32,
+    /// Ranks that were looked at.
+    pub seen: Vec<u32>,
+    /// What is on its way, the oldest first.
+    pub operations: Vec<Operation>,
+}
+
+/// The identity of an operation within a communicator.
+type Key = (Option<(u32, u32)>, u64);
+
+fn key(description: &Description) -> Key {
+    let flags = Flags(description.flags);
+    let peer = u32::try_from(description.peer).ok();
+    let pair = peer.filter(|_| flags.contains(Flags::P2P)).map(|peer| {
+        if flags.contains(Flags::SEND) {
+            (description.rank, peer)
+        } else {
+            (peer, description.rank)
+        }
+    });
+    (pair, description.seq)
+}
+
+/// Where an operation that is described is; `None` if it is captured and was never replayed.
+fn place(description: &Description, now: u64) -> Option<Place> {
+    let Description {
+        launch_start_ns: launched,
+        device_start_ns: begun,
+        device_end_ns: ended,
+        graph,
+        ..
+    } = *description;
+    let ago = |ns: u64| now.saturating_sub(ns);
+    Some(match (launched, begun, ended) {
+        (_, begun, ended) if begun > ended => Place::Running { since_ns: ago(begun) },
+        (_, _, ended) if ended != 0 => Place::Done,
+        _ if graph != 0 => return None,
+        (0, ..) => Place::NotLaunched { idle_ns: None },
+        (launched, ..) => Place::Queued {
+            since_ns: ago(launched),
+        },
+    })
+}
+
+/// Puts together what was read at `now` (`CLOCK_MONOTONIC` nanoseconds).
+#[must_use]
+pub fn take(processes: &[Process], now: u64) -> Vec<Group> {
+    // By communicator and rank: the process, and where its operations are.
+    let mut groups: BTreeMap<u64, (Communicator, BTreeMap<u32, Member<'_>>)> = BTreeMap::new();
+    for process in processes {
+        for communicator in &process.communicators {
+            let (_, members) = groups
+                .entry(communicator.id)
+                .or_insert_with(|| (*communicator, BTreeMap::new()));
+            let member = Member::of(process, communicator, now);
+            members.insert(communicator.rank, member);
+        }
+    }
+    groups
+        .into_values()
+        .map(|(communicator, members)| Group {
+            id: communicator.id,
+            name: communicator.name().to_owned(),
+            ranks: communicator.ranks,
+            seen: members.keys().copied().collect(),
+            operations: operations(&communicator, &members),
+        })
+        .collect()
+}
+
+/// One rank that was looked at.
+struct Member<'a> {
+    process: &'a Process,
+    /// Since the last operation ended.
+    idle_ns: Option<u64>,
+    places: BTreeMap<Key, (Place, &'a Description)>,
+}
+
+impl<'a> Member<'a> {
+    fn of(process: &'a Process, communicator: &Communicator, now: u64) -> Self {
+        let own = || {
+            let is_own = |description: &&Description| {
+                (description.comm, description.rank) == (communicator.id, communicator.rank)
+            };
+            process.operations.iter().filter(is_own)
+        };
+        let latest = own().map(|description| description.device_end_ns).max();
+        Self {
+            process,
+            idle_ns: latest.filter(|ns| *ns != 0).map(|ns| now.saturating_sub(ns)),
+            places: own()
+                .filter_map(|description| Some((key(description), (place(description, now)?, description))))
+                .collect(),
+        }
+    }
+}
+
+fn operations(communicator: &Communicator, members: &BTreeMap<u32, Member<'_>>) -> Vec<Operation> {
+    let mut found: BTreeMap<Key, (u64, &Description)> = BTreeMap::new();
+    for member in members.values() {
+        for (key, (place, description)) in &member.places {
+            if let Place::Running { since_ns } | Place::Queued { since_ns } = place {
+                let (oldest, _) = found.entry(*key).or_insert((*since_ns, description));
+                *oldest = (*oldest).max(*since_ns);
+            }
+        }
+    }
+    let mut operations: Vec<Operation> = found
+        .into_iter()
+        .map(|(key, (oldest_ns, description))| {
+            let ranks: Vec<u32> = match key.0 {
+                None => (0..communicator.ranks).collect(),
+                Some((from, to)) if from == to => vec![from],
+                Some((from, to)) => vec![from.min(to), from.max(to)],
+            };
+            let part = |rank: &u32| {
+                let member = members.get(rank)?;
+                let place = member.places.get(&key).map(|(place, _)| *place);
+                Some(Part {
+                    rank: *rank,
+                    pid: member.process.pid,
+                    stopped: member.process.stopped,
+                    place: place.unwrap_or(Place::NotLaunched {
+                        idle_ns: member.idle_ns,
+                    }),
+                })
+            };
+            Operation {
+                function: Function::from_code(description.function),
+                seq: description.seq,
+                pair: key.0,
+                bytes: description.bytes,
+                data_type: DataType::from_code(description.data_type),
+                oldest_ns,
+                parts: ranks.iter().filter_map(part).collect(),
+                unseen: ranks
+                    .iter()
+                    .copied()
+                    .filter(|rank| !members.contains_key(rank))
+                    .collect(),
+            }
+        })
+        .collect();
+    operations.sort_by_key(|operation| std::cmp::Reverse(operation.oldest_ns));
+    operations
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NOW: u64 = 1_000_000;
+
+    fn communicator(rank: u32, ranks: u32) -> Communicator {
+        Communicator {
+            id: 7,
+            parent: 0,
+            init_start_ns: 1,
+            init_end_ns: 2,
+            rank,
+            ranks,
+            local_rank: rank,
+            local_ranks: ranks,
+            node: 0,
+            nodes: 1,
+            device: 0,
+            channels: 1,
+            name: [0; ringsight_records::vocabulary::NAME_BYTES],
+            reserved: [0; 7],
+        }
+    }
+
+    fn operation(rank: u32, seq: u64, (launch, begin, end): (u64, u64, u64)) -> Description {
+        Description {
+            comm: 7,
+            seq,
+            rank,
+            op: seq as u32 + 1,
+            peer: -1,
+            launch_start_ns: launch,
+            device_start_ns: begin,
+            device_end_ns: end,
+            ..Description::default()
+        }
+    }
+
+    fn process(rank: u32, operations: Vec<Description>) -> Process {
+        Process {
+            pid: 100 + rank,
+            stopped: rank == 2,
+            communicators: vec![communicator(rank, 5)],
+            operations,
+        }
+    }
+
+    #[test]
+    fn whoever_has_not_come_is_awaited() {
+        let processes = [
+            process(
+                0,
+                vec![operation(0, 1, (10, 11, 12)), operation(0, 2, (20, 21, 0))],
+            ),
+            process(1, vec![operation(1, 1, (10, 11, 15))]),
+            process(2, vec![operation(2, 2, (20, 21, 0))]),
+            process(3, vec![operation(3, 2, (30, 0, 0))]),
+        ];
+        let groups = take(&processes, NOW);
+        assert_eq!((groups.len(), &groups[0].seen[..]), (1, &[0, 1, 2, 3][..]));
+        let [operation] = &groups[0].operations[..] else {
+            panic!("{groups:?}")
+        };
+        assert_eq!((operation.seq, operation.oldest_ns), (2, NOW - 20 - 1));
+        assert_eq!(operation.unseen, [4]);
+        let awaited: Vec<_> = operation
+            .awaited()
+            .iter()
+            .map(|part| (part.rank, part.place))
+            .collect();
+        let expected = [
+            (2, Place::Running { since_ns: NOW - 21 }),
+            (
+                1,
+                Place::NotLaunched {
+                    idle_ns: Some(NOW - 15),
+                },
+            ),
+            (3, Place::Queued { since_ns: NOW - 30 }),
+        ];
+        assert_eq!(awaited, expected);
+    }
+
+    #[test]
+    fn finished_and_unplayed_operations_are_nobodys() {
+        let mut captured = operation(0, 1 << 32, (10, 0, 0));
+        captured.graph = 1;
+        let processes = [process(0, vec![operation(0, 1, (10, 11, 12)), captured])];
+        assert!(take(&processes, NOW)[0].operations.is_empty());
+    }
+
+    #[test]
+    fn a_message_is_of_its_two_ends() {
+        let mut send = operation(0, 4, (10, 11, 0));
+        send.peer = 3;
+        send.flags = Flags::P2P.with(Flags::SEND).0;
+        let groups = take(&[process(0, vec![send]), process(3, vec![])], NOW);
+        let operation = &groups[0].operations[0];
+        assert_eq!((operation.pair, operation.parts.len()), (Some((0, 3)), 2));
+        assert_eq!(operation.awaited()[0].rank, 3);
+    }
+}
