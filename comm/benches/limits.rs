@@ -1,8 +1,8 @@
 //! What all-reduce takes over processes of one node, against what the machine gives: copies for a large one, a flag's way
 //! there and back for a small one.
 //!
-//! `cargo bench -p ringsight-comm --bench limits -- [ROUNDS] [large|small] [--json]`. Ranks are processes: this program again, which
-//! takes commands from its parent. What is compared is measured in turns in the same run, on the same processes; every
+//! `cargo bench -p ringsight-comm --bench limits -- [ROUNDS] [large|small] [--json]`. Ranks are processes: this program
+//! again, which takes commands from its parent. What is compared is measured in turns in the same run, on the same processes; every
 //! figure is the median of its rounds. On a machine that does something else too, compare the ratios alone.
 //!
 //! - *Large*: float32 sum of 64 MiB over 4 processes, out of place in private memory, from the first rank's call to the
@@ -11,9 +11,10 @@
 //!   is busy with something else, four processes are given more of it than two: there the processes' own times (user and
 //!   system, all threads) compare better.
 //! - *Small*: float32 sum of 8 B over 2 processes, each on a core of its own where there are two; against a flag that
-//!   goes to the other process and back, each flag in a cache line of its own in shared memory. *On the stream* is an operation's
-//!   part of a captured graph of 200, replayed; *call and synchronize* is one operation's latency as its caller sees it, with the
-//!   caller's and the stream's thread handing over to each other twice.
+//!   goes to the other process and back, each flag in a cache line of its own in shared memory. *On the stream* is an
+//!   operation's part of a captured graph of 200, replayed; *of one rank* is the same where there is nobody to wait for: what
+//!   it takes to run and record an operation at all; *call and synchronize* is one operation's latency as its caller sees it,
+//!   with the caller's and the stream's thread handing over to each other twice.
 
 use std::{
     env,
@@ -134,11 +135,13 @@ fn large(rounds: usize) -> Vec<Figure> {
 
 /// The small all-reduce and the flags; ten batches of each in a round.
 fn small(rounds: usize) -> Vec<Figure> {
-    let mut job = Job::start(2);
+    let (mut job, mut alone) = (Job::start(2), Job::start(1));
     let (mut flags, mut replays, mut calls) = (Vec::new(), Vec::new(), Vec::new());
+    let mut replays_alone = Vec::new();
     for _ in 0..rounds {
         flags.extend(job.samples("flags"));
         replays.extend(job.samples("replay"));
+        replays_alone.extend(alone.samples("replay"));
         calls.extend(job.samples("call"));
     }
     let (flag, replay, call) = (median(&flags), median(&replays), median(&calls));
@@ -146,6 +149,7 @@ fn small(rounds: usize) -> Vec<Figure> {
         ("flag_round_trip_ns", flag),
         ("all_reduce_8B_on_the_stream_ns", replay),
         ("all_reduce_8B_ratio", replay / flag),
+        ("all_reduce_8B_of_one_rank_ns", median(&replays_alone)),
         ("all_reduce_8B_call_and_synchronize_ns", call),
     ]
 }
@@ -296,7 +300,7 @@ impl Worker {
             let digits = std::str::from_utf8(digits).expect("digits");
             *byte = u8::from_str_radix(digits, 16).expect("digits");
         }
-        if ranks == 2 {
+        if ranks <= 2 {
             // Before there are other threads, which inherit it.
             pin(rank);
         }
@@ -305,7 +309,7 @@ impl Worker {
         // SAFETY: a valid place.
         ok(unsafe { abi::ncclCommInitRank(&raw mut comm, ranks as c_int, id, rank as c_int) });
         let (bytes, buffers) = match (ranks, rank) {
-            (2, _) => (SMALL, 2),
+            (1 | 2, _) => (SMALL, 2),
             (_, 0 | 1) => (LARGE, 4),
             _ => (LARGE, 2),
         };
@@ -323,7 +327,7 @@ impl Worker {
         worker.reduce();
         worker.synchronize();
         assert!(worker.buffers[1].iter().all(|sum| *sum == 1.5 * ranks as f32));
-        if ranks == 2 {
+        if ranks <= 2 {
             worker.capture();
         }
         worker
