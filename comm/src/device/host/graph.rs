@@ -1,6 +1,7 @@
 //! Work as data, and graphs of it: what a capture collects, an instance arranges and a replay runs.
 
 use std::{
+    collections::HashSet,
     mem,
     sync::{Arc, Mutex},
 };
@@ -122,6 +123,8 @@ pub(super) struct GraphBody {
 /// An executable instance.
 pub(super) struct Instance {
     program: Arc<Program>,
+    /// The nodes that have to do with events outside, by index.
+    externals: Vec<(usize, External)>,
     /// One per lane but the first, which the launching stream runs.
     workers: Vec<Worker>,
     launches: Mutex<Launches>,
@@ -144,8 +147,31 @@ struct Turn {
     tells: bool,
 }
 
+/// The nodes that have to do with events outside, by index. A launch is one moment to who looks at an event from outside: of
+/// the records of one event the last one is seen, and the others only where the graph itself waits for them.
+fn externals(nodes: &[Node]) -> Vec<(usize, External)> {
+    let mut recorded_later = HashSet::new();
+    let mut externals: Vec<_> = nodes
+        .iter()
+        .enumerate()
+        .rev()
+        .filter_map(|(index, node)| match node.step {
+            Step::External(External::Record(event)) if !recorded_later.insert(event) => None,
+            Step::External(external) => {
+                if let External::Wait(event) = external {
+                    recorded_later.remove(&event);
+                }
+                Some((index, external))
+            }
+            Step::Action(_) => None,
+        })
+        .collect();
+    externals.reverse();
+    externals
+}
+
 /// The turns of each lane.
-fn turns(nodes: &[Node], lanes: &[Vec<usize>]) -> Vec<Vec<Turn>> {
+fn turns(nodes: &[Node], lanes: &[Vec<usize>], externals: &[(usize, External)]) -> Vec<Vec<Turn>> {
     let mut lane_of = vec![0; nodes.len()];
     for (lane, members) in lanes.iter().enumerate() {
         members.iter().for_each(|&node| lane_of[node] = lane);
@@ -164,9 +190,17 @@ fn turns(nodes: &[Node], lanes: &[Vec<usize>]) -> Vec<Vec<Turn>> {
         waits: elsewhere(node).collect(),
         tells: tells[node],
     };
+    let does_something = |turn: &Turn| {
+        !turn.waits.is_empty()
+            || turn.tells
+            || matches!(nodes[turn.node].step, Step::Action(_))
+            || externals
+                .binary_search_by_key(&turn.node, |(node, _)| *node)
+                .is_ok()
+    };
     lanes
         .iter()
-        .map(|members| members.iter().map(turn).collect())
+        .map(|members| members.iter().map(turn).filter(does_something).collect())
         .collect()
 }
 
@@ -245,23 +279,21 @@ impl Instance {
         let workers = (1..lanes.len())
             .map(|_| Worker::spawn(&format!("rs-graph-{number}")))
             .collect::<Result<_>>()?;
+        let externals = externals(&graph.nodes);
         Ok(Self {
             program: Arc::new(Program {
-                lanes: turns(&graph.nodes, &lanes),
+                lanes: turns(&graph.nodes, &lanes, &externals),
                 graph,
             }),
+            externals,
             workers,
             launches: Mutex::default(),
         })
     }
 
     /// The nodes that have to do with events outside, by index.
-    pub(super) fn externals(&self) -> impl Iterator<Item = (usize, External)> {
-        let nodes = self.program.graph.nodes.iter().enumerate();
-        nodes.filter_map(|(index, node)| match node.step {
-            Step::External(external) => Some((index, external)),
-            Step::Action(_) => None,
-        })
+    pub(super) fn externals(&self) -> &[(usize, External)] {
+        &self.externals
     }
 
     /// The next launch, in which nodes wait for or pass these points outside, by index. Numbers count from 1 per instance,

@@ -109,7 +109,7 @@ impl State {
     /// gone or were never recorded are waited for by nobody.
     pub(super) fn outside(&mut self, instance: &Instance) -> Vec<(usize, Arc<Point>)> {
         let mut outside = Vec::new();
-        for (node, external) in instance.externals() {
+        for &(node, external) in instance.externals() {
             match external {
                 External::Wait(event) => {
                     if let Some(EventState::Recorded(point)) = self.events.get(&event) {

@@ -271,6 +271,56 @@ fn replays_wait_for_and_record_events_outside_where_they_are_launched() {
 }
 
 #[test]
+fn of_a_graphs_records_of_an_event_the_last_is_seen_from_outside() {
+    let d = device();
+    let [s, t] = [(); 2].map(|()| d.stream_create().unwrap());
+    let [event, fork, join] = [(); 3].map(|()| d.event_create().unwrap());
+    let log = Log::default();
+    let gate = Arc::new(Gate::default());
+    d.capture_begin(s).unwrap();
+    d.event_record(fork, s).unwrap();
+    d.stream_wait_event(t, fork).unwrap();
+    for what in ["a", "b"] {
+        note(&d, s, &log, what);
+        d.event_record_external(event, s).unwrap();
+    }
+    // A branch that waits for what was recorded before it: not for what comes then.
+    d.stream_wait_event_external(t, event).unwrap();
+    d.launch_host(t, {
+        let gate = gate.clone();
+        Arc::new(move |_| gate.open())
+    })
+    .unwrap();
+    d.event_record(join, t).unwrap();
+    d.launch_host(s, {
+        let gate = gate.clone();
+        Arc::new(move |_| gate.wait())
+    })
+    .unwrap();
+    d.event_record_external(event, s).unwrap();
+    let held = Arc::new(Gate::default());
+    d.launch_host(s, {
+        let held = held.clone();
+        Arc::new(move |_| held.wait())
+    })
+    .unwrap();
+    d.event_record_external(event, s).unwrap();
+    d.stream_wait_event(s, join).unwrap();
+    let exec = d.graph_instantiate(d.capture_end(s).unwrap()).unwrap();
+    d.graph_launch(exec, s).unwrap();
+    // The first gate was opened by the branch; the last record is behind the second one.
+    d.stream_wait_event(t, event).unwrap();
+    note(&d, t, &log, "outside");
+    gate.wait();
+    assert_eq!(d.event_query(event).unwrap(), Progress::Pending);
+    assert_eq!(*lock(&log), [("a", 1), ("b", 1)]);
+    held.open();
+    d.stream_synchronize(t).unwrap();
+    assert_eq!(*lock(&log), [("a", 1), ("b", 1), ("outside", 0)]);
+    d.stream_synchronize(s).unwrap();
+}
+
+#[test]
 fn events_are_external_to_captures_only() {
     let d = device();
     let s = d.stream_create().unwrap();
