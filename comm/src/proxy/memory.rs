@@ -122,3 +122,32 @@ fn mapping(fd: &OwnedFd, slot_bytes: usize) -> io::Result<Mapping> {
 pub(crate) fn private(slot_bytes: usize) -> io::Result<Arc<Fifo>> {
     map(&create(Fifo::memory_bytes(slot_bytes))?, slot_bytes)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::FromRawFd;
+
+    use super::*;
+
+    #[test]
+    fn memory_that_could_shrink_is_no_fifo() {
+        let bytes = Fifo::memory_bytes(512);
+        assert!(mapping(&create(bytes).unwrap(), 512).is_ok());
+        let refused = |fd: &OwnedFd| mapping(fd, 512).map(drop).unwrap_err();
+        // Another size than ours.
+        let text = refused(&create(bytes + 4096).unwrap()).to_string();
+        assert!(text.contains(&format!("where {bytes} were expected")), "{text}");
+        // Of a peer that could take it away from us.
+        // SAFETY: a C string, and a new descriptor that nobody else owns.
+        let unsealed = unsafe {
+            let fd = libc::memfd_create(c"unsealed".as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING);
+            OwnedFd::from_raw_fd(check(fd).unwrap())
+        };
+        let file = std::fs::File::from(unsealed);
+        file.set_len(bytes as u64).unwrap();
+        assert_eq!(refused(&file.into()).kind(), io::ErrorKind::InvalidData);
+        // No memory at all.
+        let file = std::fs::File::open("/dev/null").unwrap();
+        refused(&file.into());
+    }
+}

@@ -191,14 +191,28 @@ impl Machine {
     }
 }
 
+/// How far a connection is with its first operation; NCCL's `ncclProxyOpNone`, `ncclProxyOpReady`, `ncclProxyOpProgress`.
+/// Each change is recorded: [`State::START`], [`State::OP_IN_PROGRESS`], and back to none [`State::STOP`] or
+/// [`State::ABORTED`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+enum OpState {
+    /// Not begun, or there is none.
+    #[default]
+    None,
+    /// Its turn has come; there may be no socket yet.
+    Ready,
+    /// Its steps have begun.
+    Progress,
+}
+
 struct Connection {
     endpoint: Endpoint,
     machine: Machine,
     socket: Option<Socket>,
     /// In the order saved; the first one is under way.
     ops: VecDeque<ProxyOp>,
-    /// The first operation's start has been written, and its first progress.
-    started: (bool, bool),
+    /// Of the first operation.
+    state: OpState,
     failed: bool,
 }
 
@@ -290,7 +304,7 @@ impl<'a> Engine<'a> {
                     } else {
                         Machine::Receiver(Receiver::new(fifo))
                     };
-                    let (socket, ops, started, failed) = (None, VecDeque::new(), (false, false), false);
+                    let (socket, ops, state, failed) = (None, VecDeque::new(), OpState::None, false);
                     self.connections.insert(
                         id,
                         Connection {
@@ -298,7 +312,7 @@ impl<'a> Engine<'a> {
                             machine,
                             socket,
                             ops,
-                            started,
+                            state,
                             failed,
                         },
                     );
@@ -349,9 +363,7 @@ impl<'a> Engine<'a> {
             let Some(op) = connection.ops.front().copied() else {
                 continue;
             };
-            if !std::mem::replace(&mut connection.started.0, true) {
-                events::op(&op, State::START, 0);
-            }
+            connection.reach(OpState::Ready, &op);
             let Some(socket) = &mut connection.socket else {
                 continue;
             };
@@ -359,12 +371,10 @@ impl<'a> Engine<'a> {
                 Ok(Turn::Waiting) => {}
                 Ok(turn) => {
                     moved = true;
-                    if !std::mem::replace(&mut connection.started.1, true) {
-                        events::op(&op, State::OP_IN_PROGRESS, 0);
-                    }
+                    connection.reach(OpState::Progress, &op);
                     if let Turn::Done(bytes) = turn {
                         events::op(&op, State::STOP, bytes);
-                        connection.started = (false, false);
+                        connection.state = OpState::None;
                         connection.ops.pop_front();
                         self.active -= 1;
                         if op.counted {
@@ -424,10 +434,23 @@ impl<'a> Engine<'a> {
 }
 
 impl Connection {
+    /// Brings its first operation as far as `state`, unless it is.
+    fn reach(&mut self, state: OpState, op: &ProxyOp) {
+        if self.state < state {
+            self.state = state;
+            let recorded = match state {
+                OpState::None => return,
+                OpState::Ready => State::START,
+                OpState::Progress => State::OP_IN_PROGRESS,
+            };
+            events::op(op, recorded, 0);
+        }
+    }
+
     /// Drops its operations; how many there were.
     fn give_up(&mut self, shared: &Progress) -> usize {
         let count = self.ops.len();
-        if std::mem::take(&mut self.started).0
+        if std::mem::take(&mut self.state) != OpState::None
             && let Some(op) = self.ops.front()
         {
             events::op(op, State::ABORTED, 0);

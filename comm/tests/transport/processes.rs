@@ -45,11 +45,15 @@ fn process_rank() {
     rank.bootstrap.barrier().unwrap();
     // The second operation never ends: rank 3's process is killed in it.
     run(2, 50, 5);
-    rank.bootstrap.barrier().unwrap();
     if me == 3 {
+        // Not before the others wait for nothing else.
+        for other in 0..3 {
+            rank.bootstrap.recv(other, 1).unwrap();
+        }
         // SAFETY: kills this very process, as a machine would.
         unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
     }
+    rank.bootstrap.send(3, 1, &[]).unwrap();
     // Its neighbours on the network see it by the connection, its node's ranks and everybody else by bootstrap.
     if connections.next.proxy.is_some() && next == 3 || connections.prev.proxy.is_some() && prev == 3 {
         let text = rank.errors.recv_timeout(PATIENCE).unwrap();

@@ -1,12 +1,168 @@
 //! What a proxy is asked, and what it answers.
 
+use std::{
+    fs::File,
+    io::{ErrorKind, Read},
+    net::TcpListener,
+    os::fd::AsRawFd,
+    thread,
+};
+
 use ringsight_comm::proxy::{
     Error, ProxyAddress,
     client::ProxyClient,
     message::{Endpoint, Reply, Request, Transport},
 };
 
-use super::ranks::{PATIENCE, SLOT, turn, world};
+use ringsight_kernels::Fifo;
+
+use super::ranks::{PATIENCE, Rank, SLOT, turn, world};
+
+/// A client of the rank's own proxy.
+fn client_of(rank: &Rank) -> ProxyClient {
+    let address: ProxyAddress = rank.proxy.address().parse().unwrap();
+    ProxyClient::connect(&address.unix, rank.rank(), rank.abort.clone(), PATIENCE).unwrap()
+}
+
+/// The rank's connection for sending to `peer` over the network, or for receiving from it in shared memory.
+fn connect_to(rank: &Rank, client: &ProxyClient, peer: u32, channel: u8, is_send: bool) -> u32 {
+    let request = Request::Init {
+        cookie: rank.bootstrap.cookie(),
+        rank: rank.rank(),
+        endpoint: Endpoint {
+            comm: 0,
+            peer,
+            channel,
+            p2p: true,
+            is_send,
+            transport: if is_send {
+                Transport::NetSocket
+            } else {
+                Transport::Shm
+            },
+        },
+    };
+    match client.call_blocking(&request).unwrap() {
+        Reply::Init { connection } => connection,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Brings a connection as far as its memory, whose handle it returns.
+fn set_up(client: &ProxyClient, connection: u32) -> u64 {
+    let slot_bytes = SLOT as u32;
+    let request = Request::SharedInit {
+        connection,
+        slot_bytes,
+    };
+    client.call_blocking(&request).unwrap();
+    match client.call_blocking(&Request::Setup { connection }).unwrap() {
+        Reply::Setup { handle, .. } => handle,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Connect is answered when the other proxy has answered; meanwhile everything else is.
+#[test]
+fn requests_are_asked_without_waiting_and_polled_for() {
+    let _turn = turn();
+    world(&[1, 2], |rank| {
+        let peer = 1 - rank.rank();
+        let client = client_of(&rank);
+        let connection = connect_to(&rank, &client, peer, 9, true);
+        let slot_bytes = SLOT as u32;
+        // Three requests on their way at once.
+        let ids = [
+            Request::SharedInit {
+                connection,
+                slot_bytes,
+            },
+            Request::Setup { connection },
+            Request::Setup { connection: 999 },
+        ]
+        .map(|request| client.call_async(&request).unwrap());
+        let [shared, memory, unknown] = ids.map(|id| client.wait_for(id).unwrap().outcome);
+        assert_eq!(shared.unwrap(), Reply::SharedInit);
+        let Reply::Setup { handle, .. } = memory.unwrap() else {
+            panic!("no handle");
+        };
+        assert!(matches!(unknown, Err(Error::Refused(text)) if text.contains("no connection 999")));
+        // A proxy that takes its time.
+        let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+        let connect = |address| Request::Connect {
+            connection,
+            address: Some(address),
+        };
+        let slow = client.call_async(&connect(silent.local_addr().unwrap())).unwrap();
+        let (mut stream, _) = silent.accept().unwrap();
+        stream.read_exact(&mut [0; 8]).unwrap(); // its hello
+        drop(client.get_fd(handle).unwrap());
+        let again = client.call_blocking(&connect(silent.local_addr().unwrap()));
+        assert!(matches!(again, Err(Error::Refused(text)) if text.contains("being connected already")));
+        assert!(client.poll(slow).unwrap().is_none(), "answered by nobody");
+        drop(stream);
+        let failed = loop {
+            if let Some(response) = client.poll(slow).unwrap() {
+                break response.outcome;
+            }
+            thread::yield_now();
+        };
+        assert!(
+            matches!(&failed, Err(Error::Refused(text)) if text.contains(&format!("the proxy of rank {peer}"))),
+            "{failed:?}"
+        );
+        // It can be tried again, and with the right one it works.
+        let there: ProxyAddress = rank.topology.info(peer).proxy_address.parse().unwrap();
+        assert_eq!(client.call_blocking(&connect(there.tcp)).unwrap(), Reply::Connect);
+        // Whoever waits for an answer is told when none will come.
+        let endless = TcpListener::bind("127.0.0.1:0").unwrap();
+        let connection = connect_to(&rank, &client, peer, 10, true);
+        set_up(&client, connection);
+        let address = Some(endless.local_addr().unwrap());
+        let never = client
+            .call_async(&Request::Connect { connection, address })
+            .unwrap();
+        rank.bootstrap.barrier().unwrap();
+        drop(rank);
+        assert!(matches!(client.wait_for(never), Err(Error::PeerLost(_))));
+    });
+}
+
+/// Whoever holds the memory of a FIFO can neither take pages away from the others nor add any.
+#[test]
+fn descriptors_that_proxies_give_away_cannot_be_resized() {
+    let _turn = turn();
+    world(&[1, 1], |rank| {
+        let client = client_of(&rank);
+        let handle = set_up(&client, connect_to(&rank, &client, 1 - rank.rank(), 0, false));
+        let file = File::from(client.get_fd(handle).unwrap());
+        let bytes = file.metadata().unwrap().len();
+        assert_eq!(bytes, Fifo::memory_bytes(SLOT) as u64);
+        let fcntl = |what, value: libc::c_int| {
+            // SAFETY: no pointers.
+            unsafe { libc::fcntl(file.as_raw_fd(), what, value) }
+        };
+        let wanted = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+        assert_eq!(fcntl(libc::F_GET_SEALS, 0), wanted);
+        assert_eq!(
+            fcntl(libc::F_ADD_SEALS, libc::F_SEAL_WRITE),
+            -1,
+            "writers would die of it"
+        );
+        let reopened = File::options()
+            .write(true)
+            .open(format!("/proc/self/fd/{}", file.as_raw_fd()))
+            .unwrap();
+        for file in [&file, &reopened] {
+            for size in [0, bytes - 1, bytes + 4096] {
+                let error = file.set_len(size).unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::PermissionDenied, "{size} bytes");
+            }
+        }
+        assert_eq!(file.metadata().unwrap().len(), bytes);
+        rank.bootstrap.barrier().unwrap();
+    });
+}
 
 #[test]
 fn requests_are_answered_by_id_in_their_order_of_life() {

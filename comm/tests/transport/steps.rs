@@ -9,7 +9,7 @@ use ringsight_comm::observe;
 use ringsight_kernels::fifo::SLOTS;
 use ringsight_records::{Flags, Kind, Record, State, ring};
 
-use super::ranks::{Random, SLOT, consume, produce, turn, wait_for, world};
+use super::ranks::{PATIENCE, Random, SLOT, consume, produce, turn, wait_for, world};
 
 /// Takes the ring of this process while it lives.
 struct Armed(u64);
@@ -36,6 +36,58 @@ impl Drop for Armed {
         self.take();
         observe::pages().unwrap().header().lease.release(self.0);
     }
+}
+
+/// The three states of an operation: none, ready, in progress.
+#[test]
+fn an_operation_is_ready_in_its_turn_in_progress_with_its_steps_and_gone_at_its_end() {
+    let _turn = turn();
+    let armed = Armed::new(Kind::ProxyOp.bit());
+    let seen = Mutex::new(Vec::new());
+    let states = |op: u32| -> Vec<State> {
+        let mut seen = seen.lock().unwrap();
+        seen.extend(armed.take());
+        seen.iter()
+            .filter(|record| record.op == op)
+            .map(|record| record.state)
+            .collect()
+    };
+    world(&[1, 2], |rank| {
+        let (me, peer) = (rank.rank(), 1 - rank.rank());
+        if me == 0 {
+            rank.bootstrap.barrier().unwrap(); // the receiver has seen that its first operation waits
+            let send = rank.connector.connect_send(peer, 0).unwrap();
+            for op in [50, 51] {
+                rank.post(rank.op(send.proxy.unwrap(), peer, true, (100 + op, 3)));
+                produce(&send.fifo, op.into(), 3);
+            }
+            rank.proxy.stop();
+            rank.bootstrap.barrier().unwrap(); // the receiver has seen that its third one waits
+            return; // it is given up with the connection
+        }
+        let recv = rank.connector.connect_recv(peer, 0).unwrap();
+        for op in 50..53 {
+            rank.proxy
+                .save_op(rank.op(recv.proxy.unwrap(), peer, false, (op, 3)));
+        }
+        rank.proxy.start();
+        // The sender has not connected yet. Only the first one's turn has come.
+        wait_for("the first operation to be ready", || states(50) == [State::START]);
+        assert!(states(51).is_empty() && states(52).is_empty());
+        rank.bootstrap.barrier().unwrap();
+        consume(&recv.fifo, 50, 3);
+        consume(&recv.fifo, 51, 3);
+        let begun = [State::START, State::OP_IN_PROGRESS];
+        wait_for("the third operation to be in progress", || states(52) == begun);
+        let whole = [State::START, State::OP_IN_PROGRESS, State::STOP];
+        assert_eq!((states(50), states(51)), (whole.to_vec(), whole.to_vec()));
+        rank.bootstrap.barrier().unwrap();
+        rank.proxy.stop();
+        let text = rank.errors.recv_timeout(PATIENCE).unwrap();
+        assert!(text.contains("step 0 of 3"), "{text}");
+        let given_up = [State::START, State::OP_IN_PROGRESS, State::ABORTED];
+        assert_eq!(states(52), given_up);
+    });
 }
 
 #[test]
