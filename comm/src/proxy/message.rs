@@ -157,6 +157,19 @@ fn long(bytes: &[u8], offset: usize) -> Option<u64> {
 }
 
 impl Request {
+    /// What it is called in the log.
+    pub(super) fn name(&self) -> &'static str {
+        match self {
+            Self::Init { .. } => "Init",
+            Self::SharedInit { .. } => "SharedInit",
+            Self::Setup { .. } => "Setup",
+            Self::Connect { .. } => "Connect",
+            Self::GetFd { .. } => "GetFd",
+            Self::Stop => "Stop",
+            Self::Destroy { .. } => "Destroy",
+        }
+    }
+
     /// The message that asks this under `id`.
     #[must_use]
     pub fn encode(&self, id: u64) -> Vec<u8> {

@@ -30,6 +30,7 @@ use crate::{
         pending::Undecided,
         sys::{self, Wake},
     },
+    log::PROXY,
     transport::socket::Hello,
 };
 
@@ -180,6 +181,7 @@ impl Service {
             starved |= !self.accept_clients();
             if self.progress.is_drained() {
                 for asked in std::mem::take(&mut self.stopping) {
+                    self.log("Stop", Some(&Ok(Reply::Stop)));
                     self.respond(asked, &Ok(Reply::Stop), None);
                 }
             }
@@ -236,14 +238,28 @@ impl Service {
                 return false;
             };
             let asked = (id, request_id);
+            let response = self.answer(asked, request);
+            self.log(request.name(), response.as_ref());
             // Some answers come later.
-            if let Some(response) = self.answer(asked, request) {
+            if let Some(response) = response {
                 let fd = match (&response, request) {
                     (Ok(Reply::GetFd), Request::GetFd { handle }) => Some(handle),
                     _ => None,
                 };
                 self.respond(asked, &response, fd);
             }
+        }
+    }
+
+    /// Tells what became of a request; `None`: it is under way.
+    fn log(&self, operation: &str, response: Option<&Result<Reply, String>>) {
+        let rank = self.config.rank;
+        match response {
+            Some(Ok(_)) => tracing::info!(target: PROXY, "Proxy of rank {rank} : operation={operation} done"),
+            Some(Err(text)) => {
+                tracing::info!(target: PROXY, "Proxy of rank {rank} : operation={operation} refused: {text}");
+            }
+            None => tracing::info!(target: PROXY, "Proxy of rank {rank} : operation={operation} begun"),
         }
     }
 
@@ -322,6 +338,11 @@ impl Service {
         let id = self.next_connection;
         self.next_connection += 1;
         self.by_endpoint.insert(endpoint, id);
+        let direction = if is_send { "send" } else { "recv" };
+        tracing::info!(
+            target: PROXY,
+            "New proxy {direction} connection {id} of rank {own} with rank {peer}, channel {channel}, transport {transport:?}"
+        );
         let connection = Connection {
             endpoint,
             stage: Stage::Initialised,

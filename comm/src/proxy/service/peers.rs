@@ -67,6 +67,7 @@ impl Service {
                     ))
                 }
             };
+            self.log("Connect", Some(&response));
             self.respond(asked, &response, None);
         }
     }
