@@ -175,17 +175,34 @@ impl Program {
     }
 }
 
+/// The variable `name` of a process's environment as it was started; `None` if it has none of that name.
+///
+/// # Errors
+/// If the environment cannot be read, or the value is not UTF-8.
+pub fn environment_variable(pid: u32, name: &str) -> io::Result<Option<String>> {
+    let environ = fs::read(format!("/proc/{pid}/environ"))?;
+    variable(&environ, name)
+        .map(|value| {
+            let wrong = |_| io::Error::new(io::ErrorKind::InvalidData, format!("{name} is not UTF-8"));
+            str::from_utf8(value).map(str::to_owned).map_err(wrong)
+        })
+        .transpose()
+}
+
+/// A variable among the `NAME=value` entries, each ended by a zero.
+fn variable<'a>(environ: &'a [u8], name: &str) -> Option<&'a [u8]> {
+    environ
+        .split(|byte| *byte == 0)
+        .find_map(|entry| entry.strip_prefix(name.as_bytes())?.strip_prefix(b"="))
+}
+
 /// Describes a process for the collector. `host` is the identity that the library wrote into its pages, if it has any.
 pub(crate) fn describe(pid: u32, started: u64, library: &Library, pages: Option<(u32, String)>) -> Process {
     let read = |what: &str| fs::read_to_string(format!("/proc/{pid}/{what}")).unwrap_or_default();
     // Another user's environment may be unreadable; then there is none.
     let environ = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-    let variable = |name: &str| {
-        environ.split(|byte| *byte == 0).find_map(|entry| {
-            let value = entry.strip_prefix(name.as_bytes())?.strip_prefix(b"=")?;
-            Some(String::from_utf8_lossy(value).into_owned())
-        })
-    };
+    let variable =
+        |name: &str| variable(&environ, name).map(|value| String::from_utf8_lossy(value).into_owned());
     let host = variable("NCCL_HOSTID").filter(|host| !host.is_empty());
     let (version, page_host) = pages.unwrap_or_default();
     let named = Some(page_host).filter(|host| !host.is_empty());
@@ -251,6 +268,42 @@ mod tests {
         let pid = std::process::id();
         let started = start_time(pid).unwrap();
         assert!(is_running(pid, started) && !is_running(pid, started + 1));
+    }
+
+    #[test]
+    fn any_variable_of_an_environment_is_found() {
+        use std::{
+            io::{Read as _, Write as _},
+            os::unix::ffi::OsStrExt as _,
+        };
+
+        let environ = b"A=1\0MYJOB=seven\0MYJOB_ID=8\0EMPTY=\0rubbish\0X=a=b\0";
+        for (name, value) in [
+            ("MYJOB", Some(&b"seven"[..])),
+            ("EMPTY", Some(b"")),
+            ("X", Some(b"a=b")),
+            ("MYJO", None),
+            ("rubbish", None),
+        ] {
+            assert_eq!(variable(environ, name), value, "{name}");
+        }
+        let mut child = std::process::Command::new("cat")
+            .env("MYJOB", "seven")
+            .env("LATIN", std::ffi::OsStr::from_bytes(b"\xe9"))
+            .stdin(std::process::Stdio::piped())
+            .stdout(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        // Once it has echoed a byte it is `cat` for certain, and has its own environment.
+        child.stdin.as_mut().unwrap().write_all(b"x").unwrap();
+        child.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
+        let of = |name| environment_variable(child.id(), name);
+        assert_eq!(of("MYJOB").unwrap().as_deref(), Some("seven"));
+        assert_eq!(of("MYJOB_").unwrap(), None);
+        assert!(of("LATIN").is_err());
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(environment_variable(child.id(), "MYJOB").is_err());
     }
 
     #[test]

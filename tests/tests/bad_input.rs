@@ -224,6 +224,72 @@ fn a_full_disk_is_reported_and_other_outputs_go_on() -> Result<()> {
 }
 
 #[test]
+fn a_summary_that_finds_the_disk_full_goes_to_standard_output_and_drops_are_told() -> Result<()> {
+    let _alone = alone();
+    let folder = folder()?;
+    let full = ["full.jsonl", "full.json"].map(|name| folder.path().join(name));
+    for link in &full {
+        symlink("/dev/full", link)?;
+    }
+    // Paced, so that it lasts longer than it is watched.
+    let mut job = start(&job(2, 2_000, 5), folder.path())?;
+    job.go()?;
+    job.wait_step(10, LIMIT)?;
+    let mut arguments: Vec<String> = job.pids().iter().map(u32::to_string).collect();
+    arguments.extend([
+        "--duration=1".to_owned(),
+        format!("--out={}", full[0].display()),
+        format!("--summary={}", full[1].display()),
+    ]);
+    let (code, text) = attach(&arguments)?;
+    ensure!(code == Some(4), "exit code {code:?}:\n{text}");
+    let json = text
+        .lines()
+        .find(|line| line.starts_with('{'))
+        .with_context(|| format!("no summary on standard output:\n{text}"))?;
+    let summary: Summary = serde_json::from_str(json)?;
+    ensure!(!summary.operations.is_empty(), "nothing was watched");
+    for words in ["full.json: No space left", "spans were dropped"] {
+        ensure!(text.contains(words), "{words:?} is not said:\n{text}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_scope_that_is_not_there_costs_no_file_its_content() -> Result<()> {
+    let _alone = alone();
+    let folder = folder()?;
+    let job = start(&job(2, 20, 0), folder.path())?;
+    let pid = job.pids()[0].to_string();
+    let file = folder.path().join("trace.jsonl");
+    fs::write(&file, "precious\n")?;
+    let with = |options: &[&str]| {
+        let mut arguments = vec![
+            pid.clone(),
+            "--force".to_owned(),
+            format!("--out={}", file.display()),
+        ];
+        arguments.extend(options.iter().map(|option| (*option).to_owned()));
+        attach(&arguments)
+    };
+    let (code, text) = with(&["--scope-env=NO_SUCH_VARIABLE"])?;
+    ensure!(
+        code == Some(2) && text.contains("NO_SUCH_VARIABLE"),
+        "{code:?}:\n{text}"
+    );
+    let (code, text) = with(&["--summary=/no/such/folder/summary.json"])?;
+    ensure!(
+        code == Some(1) && text.contains("/no/such/folder"),
+        "{code:?}:\n{text}"
+    );
+    ensure!(fs::read_to_string(&file)? == "precious\n", "the file was touched");
+    // One that no list of known variables has: the job was started with it.
+    let (code, text) = with(&["--scope-env=NCCL_SOCKET_IFNAME", "--duration=0.1"])?;
+    ensure!(code == Some(0), "{code:?}:\n{text}");
+    Ok(())
+}
+
+#[test]
 fn a_killed_collectors_successor_sees_everything_from_then_on() -> Result<()> {
     let _alone = alone();
     let folder = folder()?;

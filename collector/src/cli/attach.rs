@@ -13,14 +13,16 @@ use ringsight_collector::{
     correlate::Limits,
     identity::Scope,
     resource,
-    summary::ExporterRow,
+    summary::{ExporterRow, Summary},
 };
 use ringsight_exporters::Exporter;
-use ringsight_probes::{Attached, Carrier, Sample, Session, Source, UseEbpf, site::SiteKind};
+use ringsight_probes::{
+    Attached, Carrier, Sample, Session, Source, UseEbpf, process::environment_variable, site::SiteKind,
+};
 use serde_json::json;
 
 use super::{
-    Exit, outputs,
+    Exit, outputs, print,
     report::{cpu_seconds, report, summarise},
     signals::Ending,
     write_whole,
@@ -126,6 +128,9 @@ impl Outputs {
     /// The endpoint, if one is named; no file is touched yet.
     fn connect(arguments: &AttachArguments) -> Result<Self, String> {
         outputs::check(&arguments.outputs, arguments.force)?;
+        for place in [&arguments.summary, &arguments.ready_file].into_iter().flatten() {
+            outputs::check_place(place)?;
+        }
         let otlp = outputs::otlp(arguments.otlp.as_deref(), arguments.otlp_protocol)?;
         Ok(Self {
             health: otlp.iter().map(|_| outputs::Health::default()).collect(),
@@ -219,8 +224,8 @@ fn try_run(arguments: &AttachArguments) -> Result<Exit, (Exit, String)> {
     if watched.attached.is_empty() {
         return Err((Exit::NothingAttached, "nothing could be attached".into()));
     }
+    let scope = scope(arguments, watched.attached[0].process.pid).map_err(|e| (Exit::Usage, e))?;
     outputs.open_files(arguments).map_err(error)?;
-    let scope = scope(arguments, &watched.attached).map_err(|e| (Exit::Usage, e))?;
     let mut collector = Collector::new(
         Options {
             scope,
@@ -269,16 +274,16 @@ fn try_run(arguments: &AttachArguments) -> Result<Exit, (Exit, String)> {
     if !arguments.quiet {
         eprint!("{}", report(&summary, &collector));
     }
-    if let Some(path) = &arguments.summary {
-        let text =
-            serde_json::to_string(&summary).map_err(|e| error(format!("cannot write the summary: {e}")))?;
-        write_whole(path, &text).map_err(error)?;
-    }
     let mut exit = if watched.failed == 0 {
         Exit::Success
     } else {
         Exit::Error
     };
+    if let Some(path) = &arguments.summary
+        && !write_summary(path, &summary)
+    {
+        exit = Exit::ExportIncomplete;
+    }
     for row in &summary.exporters {
         if let Some(problem) = &row.error {
             eprintln!("ringsight: {problem}");
@@ -294,6 +299,23 @@ fn try_run(arguments: &AttachArguments) -> Result<Exit, (Exit, String)> {
         }
     }
     Ok(exit)
+}
+
+/// Writes the summary to its file; where that fails, says why and writes it to standard output, lest the run's account be
+/// lost. `false` if it is not in its file.
+fn write_summary(path: &PathBuf, summary: &Summary) -> bool {
+    let problem = match serde_json::to_string(summary) {
+        Err(problem) => format!("the summary cannot be written: {problem}"),
+        Ok(text) => match write_whole(path, &text) {
+            Ok(()) => return true,
+            Err(problem) => {
+                print(&(text + "\n"));
+                format!("{problem}; the summary went to standard output instead")
+            }
+        },
+    };
+    eprintln!("ringsight: {problem}");
+    false
 }
 
 /// Attaches to each process, telling how it went.
@@ -366,25 +388,16 @@ fn describe(attached: &Attached) -> String {
     )
 }
 
-fn scope(arguments: &AttachArguments, attached: &[Attached]) -> Result<Scope, String> {
-    let text = match (&arguments.scope, &arguments.scope_env) {
-        (Some(scope), _) => scope.as_str(),
-        (None, Some(name)) => {
-            let environment = attached
-                .first()
-                .map(|attached| attached.process.environment.as_slice());
-            let found = environment
-                .unwrap_or_default()
-                .iter()
-                .find(|(key, _)| key == name);
-            let missing = || {
-                format!("the first process has no {name} in its environment, or it is not one that is read")
-            };
-            found.map(|(_, value)| value.as_str()).ok_or_else(missing)?
-        }
-        (None, None) => "",
+/// The text for trace ids; `first` is the process whose environment `--scope-env` names a variable of.
+fn scope(arguments: &AttachArguments, first: u32) -> Result<Scope, String> {
+    let Some(name) = &arguments.scope_env else {
+        return Scope::new(arguments.scope.as_deref().unwrap_or_default());
     };
-    Scope::new(text)
+    let value = environment_variable(first, name)
+        .map_err(|problem| format!("--scope-env: the environment of process {first}: {problem}"))?
+        .filter(|value| !value.is_empty())
+        .ok_or_else(|| format!("--scope-env: process {first} was not started with {name}, or it is empty"))?;
+    Scope::new(&value).map_err(|problem| format!("--scope-env: {name} of process {first}: {problem}"))
 }
 
 struct Reader<'a> {

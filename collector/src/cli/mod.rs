@@ -99,8 +99,13 @@ fn print(text: &str) -> Exit {
     }
 }
 
-/// Writes a file so that a reader sees all of it or nothing: beside it first, then in its place.
+/// Writes a file so that a reader sees all of it or nothing: beside it first, then in its place. A pipe or a device is
+/// written to: in its place a file would help nobody.
 fn write_whole(path: &PathBuf, text: &str) -> Result<(), String> {
+    if path.metadata().is_ok_and(|about| !about.is_file()) {
+        return std::fs::write(path, text)
+            .map_err(|error| format!("cannot write {}: {error}", path.display()));
+    }
     let mut beside = path.clone().into_os_string();
     beside.push(format!(".{}.tmp", std::process::id()));
     std::fs::write(&beside, text)
@@ -130,5 +135,11 @@ mod tests {
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
         let error = write_whole(&folder.path().join("no/such/folder"), "").unwrap_err();
         assert!(error.contains("no/such/folder"), "{error}");
+        // A full device stays what it is.
+        let link = folder.path().join("full");
+        std::os::unix::fs::symlink("/dev/full", &link).unwrap();
+        let error = write_whole(&link, "{}").unwrap_err();
+        assert!(error.contains("No space left"), "{error}");
+        assert!(std::fs::symlink_metadata(&link).unwrap().is_symlink());
     }
 }

@@ -59,20 +59,25 @@ pub(crate) fn check(paths: &[PathBuf], force: bool) -> Result<(), String> {
                 path.display()
             ));
         }
-        let folder = path
-            .parent()
-            .filter(|folder| !folder.as_os_str().is_empty())
-            .unwrap_or(Path::new("."));
-        let problem = if path.exists() {
-            std::fs::OpenOptions::new().append(true).open(path).err()
-        } else {
-            std::fs::read_dir(folder).err()
-        };
-        if let Some(problem) = problem {
-            return Err(format!("cannot write {}: {problem}", path.display()));
-        }
+        check_place(path)?;
     }
     Ok(())
+}
+
+/// Finds what would keep a file from being written, and changes nothing.
+pub(crate) fn check_place(path: &Path) -> Result<(), String> {
+    let folder = path
+        .parent()
+        .filter(|folder| !folder.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
+    let problem = if path.exists() {
+        std::fs::OpenOptions::new().append(true).open(path).err()
+    } else {
+        std::fs::read_dir(folder).err()
+    };
+    problem.map_or(Ok(()), |problem| {
+        Err(format!("cannot write {}: {problem}", path.display()))
+    })
 }
 
 /// Opens an output file: lines are continued unless `force`, the other formats begun.
@@ -162,6 +167,12 @@ mod tests {
             let error = check(&[file("new.html"), file(name)], false).unwrap_err();
             assert!(error.contains(name) && error.contains("--force"), "{error}");
             assert_eq!(check(&[file(name)], true), Ok(()));
+        }
+        assert_eq!(check_place(&file("t.json")), Ok(()));
+        assert_eq!(std::fs::read_to_string(file("t.json")).unwrap(), "precious");
+        assert_eq!(check_place(Path::new("beside-the-program")), Ok(()));
+        for place in [folder.path(), Path::new("/no/such/folder/file")] {
+            assert!(check_place(place).is_err(), "{}", place.display());
         }
         std::fs::write(file("t.jsonl"), "{}\nhalf a li").unwrap();
         drop(open(&file("t.jsonl"), false).unwrap());
