@@ -109,22 +109,74 @@ pub enum AttachError {
 
 impl AttachError {
     pub(crate) fn denied(pid: u32, what: &'static str) -> Self {
-        let mut remedy = String::from(if is_of_this_user(pid) {
-            "it runs as the same user, but with capabilities that this program lacks, or refuses to be dumped: \
-             give this program CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH"
-        } else {
-            "run as the process's user, or give this program CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH"
-        });
-        if what == "map_files" {
-            remedy.push_str(" and CAP_CHECKPOINT_RESTORE");
-        }
-        if let Some(scope) = sysctl("kernel/yama/ptrace_scope").filter(|scope| *scope > 0) {
-            remedy.push_str(&format!(
-                " (kernel.yama.ptrace_scope is {scope}: 0 would do for processes of the same user)"
-            ));
-        }
+        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+        let remedy = remedy(
+            what,
+            is_of_this_user(pid),
+            effective_capabilities(),
+            hidden(&mounts),
+        );
         Self::Denied { pid, what, remedy }
     }
+}
+
+/// Capability numbers: linux/capability.h.
+const CAP_DAC_OVERRIDE: u32 = 1;
+const CAP_DAC_READ_SEARCH: u32 = 2;
+const CAP_SYS_PTRACE: u32 = 19;
+const CAP_SYS_ADMIN: u32 = 21;
+const CAP_PERFMON: u32 = 38;
+const CAP_BPF: u32 = 39;
+const CAP_CHECKPOINT_RESTORE: u32 = 40;
+
+/// What would let a program with the capabilities `held` read `/proc/<pid>/<what>`. `hidden` is how `/proc` hides processes.
+///
+/// The kernel asks for `PTRACE_MODE_READ`, which kernel.yama.ptrace_scope has no say in, for the folder's permissions, which
+/// are the process's user's alone, and to follow the links of `map_files` for a capability of its own.
+fn remedy(what: &str, same_user: bool, held: u64, hidden: Option<&str>) -> String {
+    let has = |number: u32| held & 1 << number != 0;
+    let mut missing = Vec::new();
+    if !has(CAP_SYS_PTRACE) {
+        missing.push("CAP_SYS_PTRACE");
+    }
+    if !same_user && what != "maps" && !has(CAP_DAC_READ_SEARCH) && !has(CAP_DAC_OVERRIDE) {
+        missing.push("CAP_DAC_READ_SEARCH");
+    }
+    if what == "map_files" && !has(CAP_CHECKPOINT_RESTORE) && !has(CAP_SYS_ADMIN) {
+        missing.push("CAP_CHECKPOINT_RESTORE");
+    }
+    let missing = missing.join(" and ");
+    let mut remedy = match (missing.is_empty(), same_user) {
+        (true, _) => {
+            "this program has the capabilities that it takes, so a security module refuses it, or they are \
+                      those of a user namespace that the process is not in"
+                .to_owned()
+        }
+        (false, true) => format!(
+            "it runs as the same user, but with capabilities that this program lacks, or refuses to be dumped: give this \
+             program {missing}"
+        ),
+        (false, false) => format!("run as the process's user, or give this program {missing}"),
+    };
+    if let Some(hidden) = hidden.filter(|_| !has(CAP_SYS_PTRACE)) {
+        remedy.push_str(&format!(
+            " (/proc is mounted with {hidden}: it shows a process to its own user only)"
+        ));
+    }
+    remedy
+}
+
+/// The `hidepid` option of the `/proc` in a `mountinfo` text, if it hides anything.
+fn hidden(mounts: &str) -> Option<&str> {
+    // The last mount on a place is the one that is seen. Options of the file system come last.
+    let mount = mounts
+        .lines()
+        .rfind(|line| line.split(' ').nth(4) == Some("/proc"))?;
+    mount
+        .rsplit(' ')
+        .next()?
+        .split(',')
+        .find(|option| option.starts_with("hidepid=") && !matches!(*option, "hidepid=0" | "hidepid=off"))
 }
 
 /// At most eight names of a list.
@@ -155,10 +207,11 @@ impl Unavailable {
     /// Explains a failed step by the rights of this process and the kernel's settings.
     pub(crate) fn explain(problem: impl fmt::Display) -> Self {
         let problem = problem.to_string();
-        // Capability numbers: linux/capability.h.
-        let missing: Vec<&str> = [(39, "CAP_BPF"), (38, "CAP_PERFMON")]
+        let held = effective_capabilities();
+        // CAP_SYS_ADMIN includes both.
+        let missing: Vec<&str> = [(CAP_BPF, "CAP_BPF"), (CAP_PERFMON, "CAP_PERFMON")]
             .into_iter()
-            .filter(|(number, _)| !has_capability(*number))
+            .filter(|(number, _)| held & (1 << number | 1 << CAP_SYS_ADMIN) == 0)
             .map(|(_, name)| name)
             .collect();
         let mut remedy = Vec::new();
@@ -211,15 +264,68 @@ fn sysctl(name: &str) -> Option<i64> {
         .ok()
 }
 
-/// Whether this process has a capability in effect (CAP_SYS_ADMIN, number 21, includes those asked for here).
-fn has_capability(number: u32) -> bool {
-    let Ok(status) = fs::read_to_string("/proc/self/status") else {
-        return false;
-    };
-    let effective = status
+/// Capabilities in effect in this process, a bit each.
+fn effective_capabilities() -> u64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    status
         .lines()
         .find_map(|line| line.strip_prefix("CapEff:"))
         .and_then(|text| u64::from_str_radix(text.trim(), 16).ok())
-        .unwrap_or(0);
-    effective & (1 << number | 1 << 21) != 0
+        .unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_is_missing_is_asked_for() {
+        let bit = |number: u32| 1u64 << number;
+        for (what, same_user, held, expected) in [
+            ("fd", false, 0, "CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH"),
+            ("fd", false, bit(CAP_SYS_PTRACE), "CAP_DAC_READ_SEARCH"),
+            ("fd", false, bit(CAP_DAC_READ_SEARCH), "CAP_SYS_PTRACE"),
+            ("fd", false, bit(CAP_DAC_OVERRIDE), "CAP_SYS_PTRACE"),
+            ("fd", true, 0, "CAP_SYS_PTRACE"),
+            ("maps", false, 0, "CAP_SYS_PTRACE"),
+            (
+                "map_files",
+                false,
+                bit(CAP_SYS_PTRACE) | bit(CAP_DAC_OVERRIDE),
+                "CAP_CHECKPOINT_RESTORE",
+            ),
+            ("map_files", true, bit(CAP_SYS_ADMIN), "CAP_SYS_PTRACE"),
+        ] {
+            let text = remedy(what, same_user, held, None);
+            assert!(
+                text.ends_with(&format!("give this program {expected}")),
+                "{what} {same_user} {held:x}: {text}"
+            );
+            assert_eq!(text.contains("same user"), same_user, "{text}");
+        }
+        let all = remedy("fd", false, u64::MAX, Some("hidepid=2"));
+        assert!(all.contains("security module") && !all.contains("CAP_"), "{all}");
+        assert!(
+            !all.contains("hidepid"),
+            "it hides nothing from this program: {all}"
+        );
+        assert!(remedy("fd", false, 0, Some("hidepid=2")).contains("mounted with hidepid=2"));
+    }
+
+    #[test]
+    fn a_proc_that_hides_processes_is_recognised() {
+        let mount = |options: &str| {
+            format!(
+                "1 0 8:1 / / rw - ext4 /dev/sda rw\n22 27 0:21 / /proc rw,nosuid shared:5 - proc proc {options}\n"
+            )
+        };
+        assert_eq!(hidden(&mount("rw")), None);
+        assert_eq!(hidden(&mount("rw,hidepid=off")), None);
+        assert_eq!(
+            hidden(&mount("rw,gid=7,hidepid=invisible")),
+            Some("hidepid=invisible")
+        );
+        assert_eq!(hidden(&(mount("rw,hidepid=2") + &mount("rw"))), None);
+        assert_eq!(hidden("rubbish"), None);
+    }
 }

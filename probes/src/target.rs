@@ -128,7 +128,14 @@ pub fn find(pid: u32) -> Result<Library, AttachError> {
 pub(crate) fn process_error(pid: u32, what: &'static str, error: &io::Error) -> AttachError {
     match error.raw_os_error() {
         Some(libc::ENOENT | libc::ESRCH) if !Path::new(&format!("/proc/{pid}")).exists() => {
-            AttachError::Gone { pid }
+            // SAFETY: signal 0 asks, and does nothing.
+            let asked = unsafe { libc::kill(pid.cast_signed(), 0) };
+            // A `/proc` mounted with `hidepid` has no entry for what it hides.
+            if asked < 0 && io::Error::last_os_error().raw_os_error() == Some(libc::EPERM) {
+                AttachError::denied(pid, what)
+            } else {
+                AttachError::Gone { pid }
+            }
         }
         Some(libc::ESRCH) => AttachError::Gone { pid },
         Some(libc::EPERM | libc::EACCES) => AttachError::denied(pid, what),
