@@ -270,7 +270,7 @@ impl Metrics {
         own(
             ("ccl.probe.cpu.time", "CPU time of the collector", "s"),
             Vec::new(),
-            MetricData::Gauge(readings.cpu_seconds),
+            MetricData::Total(readings.cpu_seconds),
         );
         for (target, stats) in &readings.exporters {
             let target: Arc<str> = target.as_str().into();

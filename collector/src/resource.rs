@@ -3,7 +3,9 @@
 use std::{collections::BTreeSet, sync::Arc};
 
 use ringsight_exporters::model::{Attribute, Resource, Value};
-use ringsight_probes::sample::Process;
+use ringsight_probes::{process::own_start_time, sample::Process};
+
+use crate::identity::process_identity;
 
 /// Attribute names taken from targets' `OTEL_RESOURCE_ATTRIBUTES` that are kept for the life of the collector; more
 /// names than that are ignored.
@@ -24,8 +26,8 @@ pub struct Service {
 /// Resource of a process, or of one rank in it.
 ///
 /// Later ones win: `service.default`, `OTEL_RESOURCE_ATTRIBUTES` of the target, what is known of the process,
-/// `OTEL_SERVICE_NAME` of the target, `service.always`. The instance is the rank; of what is of no one rank, the rank that the
-/// launcher gave the process, else `<host.name>:<process.pid>`. `host.id` and `host.name` are always there: without them Jaeger takes each span for another host's.
+/// `OTEL_SERVICE_NAME` of the target, `service.always`. The instance is the process among all hosts, with the rank in it where
+/// there is one; `ccl.job.rank` is that rank, else the one that the launcher gave the process. `host.id` and `host.name` are always there: without them Jaeger takes each span for another host's.
 #[must_use]
 pub fn of_process(process: &Process, service: &Service, names: &mut Names, rank: Option<u32>) -> Resource {
     let environment = |name: &str| {
@@ -60,12 +62,17 @@ pub fn of_process(process: &Process, service: &Service, names: &mut Names, rank:
             text(&format!("unknown_service:{}", process.name)),
         ),
     }
-    let launched = || RANKS.iter().find_map(|name| environment(name));
-    let instance = rank
-        .map(|rank| rank.to_string())
-        .or_else(|| launched().map(str::to_owned))
-        .unwrap_or_else(|| format!("{}:{}", process.host_name, process.pid));
+    // By what every collector finds of the process: unique, and the same after a collector's restart.
+    let identity = process_identity(&process.host_id, process.pid, process.start_time);
+    let instance = match rank {
+        Some(rank) => format!("{identity:016x}/{rank}"),
+        None => format!("{identity:016x}"),
+    };
     set(&mut attributes, "service.instance.id", text(&instance));
+    let launched = || RANKS.iter().find_map(|name| environment(name)?.parse().ok());
+    if let Some(rank) = rank.or_else(launched) {
+        set(&mut attributes, "ccl.job.rank", Value::Int(i64::from(rank)));
+    }
     set(&mut attributes, "host.id", text(&process.host_id));
     set(&mut attributes, "host.name", text(&process.host_name));
     set(&mut attributes, "process.pid", Value::Int(i64::from(process.pid)));
@@ -99,7 +106,10 @@ pub fn of_collector() -> Resource {
             ("service.version", Value::Static(env!("CARGO_PKG_VERSION"))),
             (
                 "service.instance.id",
-                text(&format!("{name}:{}", std::process::id())),
+                text(&format!(
+                    "{:016x}",
+                    process_identity(&id, std::process::id(), own_start_time())
+                )),
             ),
             ("host.id", text(&id)),
             ("host.name", text(&name)),
@@ -230,24 +240,62 @@ mod tests {
             Some(3),
         );
         assert_eq!(value(&resource, "team"), Some(text("x y")));
-        assert_eq!(value(&resource, "service.instance.id"), Some(text("3")));
         assert_eq!(value(&resource, "host.name"), Some(text("node-1")));
     }
 
     #[test]
-    fn the_instance_is_the_rank_then_the_launchers_then_the_process() {
-        let instance = |environment: &[(&str, &str)], rank| {
+    fn an_instance_is_one_process_or_rank_among_all_and_stays_the_same() {
+        let instance = |change: fn(&mut Process), rank| {
+            let (service, mut names) = (Service::default(), Names::default());
+            let mut process = process(&[("RANK", "5")]);
+            change(&mut process);
+            match value(
+                &of_process(&process, &service, &mut names, rank),
+                "service.instance.id",
+            ) {
+                Some(Value::Text(text)) => text.to_string(),
+                other => panic!("{other:?}"),
+            }
+        };
+        let same: fn(&mut Process) = |_| ();
+        let all = [
+            instance(same, Some(3)),
+            instance(same, Some(4)),
+            instance(same, None),
+            // Another job's rank 3: elsewhere, beside it, after it.
+            instance(|process| process.host_id = "h2".into(), Some(3)),
+            instance(|process| process.pid = 43, Some(3)),
+            instance(|process| process.start_time = 2, Some(3)),
+        ];
+        assert_eq!(all.iter().collect::<BTreeSet<_>>().len(), all.len(), "{all:?}");
+        // A collector that comes later finds the same, whatever the process is called by then.
+        assert_eq!(
+            instance(|process| process.name = "renamed".into(), Some(3)),
+            all[0]
+        );
+        assert_eq!(
+            all[2],
+            format!("{:016x}", process_identity("h1", 42, 1)),
+            "the formula of the book"
+        );
+        assert_eq!(all[0], format!("{}/3", all[2]));
+    }
+
+    #[test]
+    fn the_rank_is_the_communicators_then_the_launchers() {
+        let rank_of = |environment: &[(&str, &str)], rank| {
             let (service, mut names) = (Service::default(), Names::default());
             value(
                 &of_process(&process(environment), &service, &mut names, rank),
-                "service.instance.id",
+                "ccl.job.rank",
             )
         };
         let launched = [("PMIX_RANK", "6"), ("RANK", "5")];
-        assert_eq!(instance(&launched, Some(3)), Some(text("3")));
-        assert_eq!(instance(&launched, None), Some(text("5")));
-        assert_eq!(instance(&launched[..1], None), Some(text("6")));
-        assert_eq!(instance(&[("RANK", "")], None), Some(text("node-1:42")));
+        assert_eq!(rank_of(&launched, Some(3)), Some(Value::Int(3)));
+        assert_eq!(rank_of(&launched, None), Some(Value::Int(5)));
+        assert_eq!(rank_of(&launched[..1], None), Some(Value::Int(6)));
+        assert_eq!(rank_of(&[("RANK", "")], None), None);
+        assert_eq!(rank_of(&[("RANK", "first")], None), None);
     }
 
     #[test]
@@ -260,7 +308,6 @@ mod tests {
         names.dedup();
         assert_eq!(names.len(), count);
         assert_eq!(value(&resource, "host.id"), Some(text("h1")));
-        assert_eq!(value(&resource, "service.instance.id"), Some(text("node-1:42")));
     }
 
     #[test]

@@ -67,7 +67,7 @@ fn a_job_in_figures() {
         let late = duration
             .resource
             .attributes
-            .contains(&("service.instance.id", Value::Text("3".into())));
+            .contains(&("ccl.job.rank", Value::Int(3)));
         let longest = if late { 100e-6 } else { 30.1e-3 };
         assert!(
             (max - longest).abs() < 1e-9 && (sum - (9.0 * 100e-6 + longest)).abs() < 1e-9,
@@ -117,7 +117,7 @@ fn a_job_in_figures() {
     );
     assert_eq!(
         of(&metrics, "ccl.probe.cpu.time").next().unwrap().data,
-        MetricData::Gauge(1.5)
+        MetricData::Total(1.5)
     );
 }
 

@@ -113,6 +113,8 @@ pub enum MetricData {
     Gauge(f64),
     /// A monotonic sum.
     Counter(u64),
+    /// A monotonic sum of what is measured and not counted, such as seconds.
+    Total(f64),
     /// A sum that goes up and down.
     UpDown(i64),
     /// An exponential histogram (base `2^(2^-scale)`).

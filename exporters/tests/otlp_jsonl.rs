@@ -41,7 +41,7 @@ fn finite_span(span: &mut Span) {
 fn finite_metric(metric: &mut Metric) {
     finite_attributes(&mut metric.attributes);
     match &mut metric.data {
-        MetricData::Gauge(value) => finite(value),
+        MetricData::Gauge(value) | MetricData::Total(value) => finite(value),
         MetricData::Histogram { sum, min, max, .. } => [sum, min, max].into_iter().for_each(finite),
         MetricData::Counter(_) | MetricData::UpDown(_) => {}
     }

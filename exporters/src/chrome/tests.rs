@@ -57,7 +57,11 @@ fn resource(rank: i64) -> Arc<Resource> {
     Arc::new(Resource {
         attributes: vec![
             ("service.name", Value::Static("train")),
-            ("service.instance.id", Value::Text(rank.to_string().into())),
+            (
+                "service.instance.id",
+                Value::Text(format!("00c0ffee/{rank}").into()),
+            ),
+            ("ccl.job.rank", Value::Int(rank)),
             ("host.name", Value::Text(format!("node-{}", rank / 2).into())),
             ("process.pid", Value::Int(4000 + rank)),
         ],
@@ -235,7 +239,7 @@ fn every_event_is_named_and_placed_as_the_format_asks() {
 fn roots_stand_apart_and_host_calls_in_their_process() {
     let resource = Arc::new(Resource {
         attributes: vec![
-            ("service.instance.id", Value::Static("node-1:42")),
+            ("service.instance.id", Value::Static("00c0ffee")),
             ("host.name", Value::Static("node-1")),
             ("process.pid", Value::Int(42)),
         ],

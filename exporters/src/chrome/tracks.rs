@@ -279,11 +279,12 @@ impl Tracks {
                 .map(|(_, value)| text(value).into_owned())
                 .unwrap_or_default()
         };
-        let identity = Identity {
-            host: attribute("host.name"),
-            process: attribute("process.pid"),
-            rank: attribute("service.instance.id"),
+        let (host, process) = (attribute("host.name"), attribute("process.pid"));
+        let rank = match attribute("ccl.job.rank") {
+            none if none.is_empty() => format!("{host}:{process}"),
+            rank => rank,
         };
+        let identity = Identity { host, process, rank };
         let index = match self.by_identity.get(&identity) {
             Some(index) => *index,
             None => self.add(identity, attribute("service.name")),

@@ -273,7 +273,7 @@ fn encode_metric(out: &mut Vec<u8>, points: &[&Metric]) {
     wire::bytes(out, 3, first.unit.as_bytes());
     let (field, cumulative, monotonic) = match first.data {
         MetricData::Gauge(_) => (5, false, false),
-        MetricData::Counter(_) => (7, true, true),
+        MetricData::Counter(_) | MetricData::Total(_) => (7, true, true),
         MetricData::UpDown(_) => (7, true, false),
         MetricData::Histogram { .. } => (10, true, false),
     };
@@ -302,7 +302,7 @@ fn encode_point(out: &mut Vec<u8>, point: &Metric) {
         encode_attributes(out, 7, &point.attributes);
     };
     match &point.data {
-        MetricData::Gauge(value) => number(out, 4, value.to_bits()),
+        MetricData::Gauge(value) | MetricData::Total(value) => number(out, 4, value.to_bits()),
         MetricData::Counter(value) => number(out, 6, counter_value(*value).cast_unsigned()),
         MetricData::UpDown(value) => number(out, 6, value.cast_unsigned()),
         MetricData::Histogram {

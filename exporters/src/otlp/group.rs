@@ -1,7 +1,6 @@
 //! Sorting a batch into the groups that OTLP is nested by.
 
 use std::collections::HashMap;
-use std::mem;
 use std::sync::Arc;
 
 use crate::model::{Metric, MetricData, Resource, Span};
@@ -45,7 +44,8 @@ pub(crate) fn by_resource<T: HasResource>(items: &[T]) -> Vec<(&Resource, Vec<&T
     groups
 }
 
-/// Points of one resource that are one metric to OTLP: same name, unit, description and kind.
+/// Points of one resource that are one metric to OTLP: same name, unit, description and kind (whole and fractional sums are
+/// one kind).
 pub(crate) fn by_metric<'a>(points: &[&'a Metric]) -> Vec<Vec<&'a Metric>> {
     let mut groups: Vec<Vec<&Metric>> = Vec::new();
     for point in points {
@@ -59,6 +59,11 @@ pub(crate) fn by_metric<'a>(points: &[&'a Metric]) -> Vec<Vec<&'a Metric>> {
 }
 
 fn is_same_metric(a: &Metric, b: &Metric) -> bool {
-    let kind = mem::discriminant::<MetricData>;
+    let kind = |data: &MetricData| match data {
+        MetricData::Gauge(_) => 0,
+        MetricData::Counter(_) | MetricData::Total(_) => 1,
+        MetricData::UpDown(_) => 2,
+        MetricData::Histogram { .. } => 3,
+    };
     a.name == b.name && kind(&a.data) == kind(&b.data) && a.unit == b.unit && a.description == b.description
 }

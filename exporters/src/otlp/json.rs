@@ -209,7 +209,7 @@ fn write_metric(out: &mut Vec<u8>, points: &[&Metric]) {
     put_text(out, first.unit);
     let kind = match first.data {
         MetricData::Gauge(_) => "gauge",
-        MetricData::Counter(_) | MetricData::UpDown(_) => "sum",
+        MetricData::Counter(_) | MetricData::Total(_) | MetricData::UpDown(_) => "sum",
         MetricData::Histogram { .. } => "exponentialHistogram",
     };
     put_fmt(out, format_args!(",\"{kind}\":{{\"dataPoints\":["));
@@ -223,7 +223,7 @@ fn write_metric(out: &mut Vec<u8>, points: &[&Metric]) {
         put_fmt(out, format_args!(",\"aggregationTemporality\":{CUMULATIVE}"));
     }
     if kind == "sum" {
-        let monotonic = matches!(first.data, MetricData::Counter(_));
+        let monotonic = matches!(first.data, MetricData::Counter(_) | MetricData::Total(_));
         put_fmt(out, format_args!(",\"isMonotonic\":{monotonic}"));
     }
     put(out, "}}");
@@ -242,7 +242,7 @@ fn write_point(out: &mut Vec<u8>, point: &Metric) {
         put_double(out, value);
     };
     match &point.data {
-        MetricData::Gauge(value) => double(out, "asDouble", *value),
+        MetricData::Gauge(value) | MetricData::Total(value) => double(out, "asDouble", *value),
         MetricData::Counter(value) => put_fmt(out, format_args!(",\"asInt\":\"{}\"", counter_value(*value))),
         MetricData::UpDown(value) => put_fmt(out, format_args!(",\"asInt\":\"{value}\"")),
         MetricData::Histogram {

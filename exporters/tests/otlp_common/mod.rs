@@ -152,6 +152,7 @@ fn metric(resources: Vec<Arc<Resource>>) -> impl Strategy<Value = Metric> {
     let data = prop_oneof![
         any::<f64>().prop_map(MetricData::Gauge),
         (0..=i64::MAX.cast_unsigned()).prop_map(MetricData::Counter),
+        any::<f64>().prop_map(MetricData::Total),
         any::<i64>().prop_map(MetricData::UpDown),
         histogram(),
     ];
@@ -320,6 +321,11 @@ fn metric_data(point: &Metric) -> metrics::metric::Data {
         }),
         MetricData::Counter(value) => Data::Sum(metrics::Sum {
             data_points: vec![number(point, Number::AsInt(value.cast_signed()))],
+            aggregation_temporality,
+            is_monotonic: true,
+        }),
+        MetricData::Total(value) => Data::Sum(metrics::Sum {
+            data_points: vec![number(point, Number::AsDouble(*value))],
             aggregation_temporality,
             is_monotonic: true,
         }),
