@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use ringsight_exporters::model::{Resource, Span, Value};
 use ringsight_probes::sample::{Call, HostCall};
+use ringsight_records::Function;
 
 use super::{Range, SpanMaker, group_key, int, link, names, rank, resource_of, seconds};
 use crate::{
@@ -228,7 +229,7 @@ impl SpanMaker {
         if let Some(data_type) = data_type {
             attributes.push(("ccl.data_type", Value::Static(data_type.name())));
             attributes.push((
-                "ccl.message.size",
+                size_name(*function),
                 int(count.saturating_mul(data_type.size() as u64)),
             ));
         }
@@ -255,6 +256,21 @@ impl SpanMaker {
             links: links.into_iter().collect(),
             error: error_of(call.result),
         });
+    }
+}
+
+/// What the bytes of a call's `count` are: nccl-tests' size, or, where that is `count` times the ranks of a communicator of
+/// which only the handle is known, one rank's part.
+const fn size_name(function: Function) -> &'static str {
+    match function {
+        Function::AllGather
+        | Function::ReduceScatter
+        | Function::AlltoAll
+        | Function::Gather
+        | Function::Scatter => "ccl.message.size_per_rank",
+        Function::AllReduce | Function::Broadcast | Function::Reduce | Function::Send | Function::Recv => {
+            "ccl.message.size"
+        }
     }
 }
 
