@@ -78,7 +78,7 @@ fn through_jaeger(test: &str, protocol: &str) -> Result<()> {
     };
     let _alone = alone();
     let folder = folder()?;
-    let jaeger = Jaeger::start(&binary, backend::free_ports()?, true)?;
+    let jaeger = Jaeger::start(&binary, backend::free_ports()?, None, true)?;
     let otlp = if protocol == "grpc" {
         jaeger.otlp_grpc
     } else {
@@ -122,7 +122,7 @@ fn a_backend_that_comes_up_during_the_run_gets_everything() -> Result<()> {
     job.go()?;
     // By then the first spans have been refused.
     job.wait_step(40, LIMIT)?;
-    let jaeger = Jaeger::start(&binary, ports, true)?;
+    let jaeger = Jaeger::start(&binary, ports, None, true)?;
     job.wait_done(LIMIT, |_, _| ())?;
     let truths = job.exit()?;
     let summary = collector.finish(LIMIT)?;

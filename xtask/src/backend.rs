@@ -3,7 +3,7 @@
 use std::{
     io::{Read, Write},
     net::{SocketAddr, TcpListener, TcpStream},
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Command, ExitCode, Stdio},
     time::{Duration, Instant},
 };
@@ -24,6 +24,10 @@ pub struct Options {
     /// First of the ports to use: OTLP gRPC, OTLP HTTP, then the query API. By default Jaeger's own: 4317, 4318, 16686.
     #[arg(long, value_name = "PORT")]
     port_base: Option<u16>,
+    /// Jaeger's web pages, which its Go module lacks: a folder of built ones, or a clone of jaeger-ui to build them in. Kept
+    /// for later calls.
+    #[arg(long, value_name = "DIR")]
+    ui: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -41,21 +45,26 @@ pub struct Jaeger {
     pub otlp_grpc: SocketAddr,
     /// Where OTLP over HTTP is taken.
     pub otlp_http: SocketAddr,
-    /// Query API and user interface.
+    /// Query API, and web pages if there are any.
     pub query: SocketAddr,
     configuration: PathBuf,
 }
 
 impl Jaeger {
-    /// Starts `program` on these ports and waits until its query API answers.
+    /// Starts `program` on these ports and waits until its query API answers. `ui` is a folder of built web pages.
     ///
     /// # Errors
     /// If it ends or does not answer within 30 s, with what it wrote.
-    pub fn start(program: &std::path::Path, [grpc, http, query]: [u16; 3], quiet: bool) -> Result<Self> {
+    pub fn start(
+        program: &Path,
+        [grpc, http, query]: [u16; 3],
+        ui: Option<&Path>,
+        quiet: bool,
+    ) -> Result<Self> {
         let at = |port| SocketAddr::from(([127, 0, 0, 1], port));
         let configuration =
             std::env::temp_dir().join(format!("ringsight-jaeger-{}-{query}.yaml", std::process::id()));
-        std::fs::write(&configuration, configuration_text(grpc, http, query)?)
+        std::fs::write(&configuration, configuration_text([grpc, http, query], ui)?)
             .with_context(|| format!("writing {}", configuration.display()))?;
         let mut command = Command::new(program);
         command.arg("--config").arg(&configuration).stdin(Stdio::null());
@@ -91,6 +100,17 @@ impl Jaeger {
             std::thread::sleep(Duration::from_millis(50));
         }
     }
+
+    /// Whether it serves web pages to look at traces with, and not only its placeholder.
+    #[must_use]
+    pub fn has_pages(&self) -> bool {
+        get(self.query, "/").is_ok_and(|page| is_interface(&page))
+    }
+}
+
+/// Whether a page is that of Jaeger's interface: a program that draws itself, and not the notice that there is none.
+fn is_interface(page: &str) -> bool {
+    page.contains("<script") && !page.contains("not the Jaeger UI")
 }
 
 impl Drop for Jaeger {
@@ -118,8 +138,16 @@ pub fn free_ports<const N: usize>() -> Result<[u16; N]> {
 
 /// The configuration of an all-in-one Jaeger v2. Every address is given: its health check and its own metrics would
 /// otherwise take fixed ports, and a second instance would not start.
-fn configuration_text(grpc: u16, http: u16, query: u16) -> Result<String> {
+fn configuration_text([grpc, http, query]: [u16; 3], ui: Option<&Path>) -> Result<String> {
     let [query_grpc] = free_ports()?;
+    // A JSON string is a YAML string.
+    let ui = match ui {
+        Some(folder) => format!(
+            "\n    ui: {{assets_path: {}}}",
+            serde_json::to_string(&folder.to_str().context("the pages' folder is not UTF-8")?)?
+        ),
+        None => String::new(),
+    };
     Ok(format!(
         "service:
   extensions: [jaeger_storage, jaeger_query]
@@ -133,7 +161,7 @@ extensions:
     backends:
       memory: {{memory: {{max_traces: 100000}}}}
   jaeger_query:
-    storage: {{traces: memory}}
+    storage: {{traces: memory}}{ui}
     # Times are already of one clock: nothing is to be moved.
     max_clock_skew_adjust: 0s
     http: {{endpoint: \"127.0.0.1:{query}\"}}
@@ -190,11 +218,28 @@ pub fn run(options: &Options) -> Result<ExitCode> {
             base + 2,
         ],
     };
-    let mut jaeger = Jaeger::start(&program, ports, false)?;
+    let ui = match &options.ui {
+        Some(from) => Some(setup::jaeger_ui(from)?),
+        None => setup::cached_jaeger_ui(),
+    };
+    let mut jaeger = Jaeger::start(&program, ports, ui.as_deref(), false)?;
     println!("OTLP gRPC   http://{}", jaeger.otlp_grpc);
     println!("OTLP HTTP   http://{}", jaeger.otlp_http);
     println!("query       http://{}/api/traces/<trace id>", jaeger.query);
-    println!("interface   http://{}", jaeger.query);
+    if jaeger.has_pages() {
+        println!("interface   http://{}", jaeger.query);
+    } else {
+        println!(
+            "interface   none: Jaeger's Go module comes without its web pages. To build them, once, with npm:"
+        );
+        println!(
+            "                {}",
+            setup::jaeger_ui_remedy().replace('\n', "\n                ")
+        );
+        println!(
+            "            Or start an official Jaeger (image jaegertracing/jaeger, ports 4317 and 16686) instead."
+        );
+    }
     println!("try         cargo xtask demo --otlp http://{}", jaeger.otlp_grpc);
     let status = jaeger.process.child().wait()?;
     println!("Jaeger ended: {}", process::reason(status));
@@ -235,6 +280,27 @@ mod tests {
             "{error}"
         );
         assert!(get(answering("rubbish"), "/x").is_err());
+    }
+
+    #[test]
+    fn pages_are_asked_for_where_there_are_any() {
+        let text = configuration_text([1, 2, 3], None).unwrap();
+        assert!(!text.contains("assets_path"), "{text}");
+        let text = configuration_text([1, 2, 3], Some(Path::new("/a b/\"ui\""))).unwrap();
+        assert!(
+            text.contains("\n    ui: {assets_path: \"/a b/\\\"ui\\\"\"}\n"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn the_placeholder_is_no_interface() {
+        assert!(is_interface(
+            "<html><body><script src=\"/static/index.js\"></script></body></html>"
+        ));
+        assert!(!is_interface(
+            "<html><h1>🥋: This is not the Jaeger UI you are looking for!</h1><script></script></html>"
+        ));
     }
 
     #[test]

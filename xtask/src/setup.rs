@@ -19,8 +19,10 @@ use crate::process;
 
 mod apt;
 mod tools;
+mod ui;
 
 pub use tools::{cached_jaeger, chromium, jaeger};
+pub use ui::{JAEGER_UI, cached_jaeger_ui, jaeger_ui, jaeger_ui_remedy};
 
 /// Version of bpf-linker: the last one whose features name the LLVM that the compilers below bring.
 const BPF_LINKER: &str = "0.13.0";
