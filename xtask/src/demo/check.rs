@@ -48,7 +48,7 @@ pub struct Report {
     pub delays: usize,
     /// Intended delays that made nobody late beyond the threshold, by the ranks' own clocks: they drowned in what else
     /// the machine did, and no verdict is expected of them.
-    pub drowned: usize,
+    pub drowned: Vec<Drowned>,
     /// Collectives at which, by the ranks' own clocks, a rank was late beyond the threshold though it did not sleep.
     /// Where no delay was intended, the collector may name a rank at these and nowhere else.
     pub really_late: usize,
@@ -62,8 +62,8 @@ pub struct Report {
     pub worst_clock_error_us: f64,
     /// What attaching took.
     pub attach_ms: f64,
-    /// What letting go took.
-    pub detach_ms: f64,
+    /// What letting go of the waiting ranks took, before the run; at its end they are gone, and nothing is let go of.
+    pub detach_ms: Option<f64>,
     /// Probe hits for each operation of a rank.
     pub probe_hits_per_op: f64,
     /// First and last mean loss.
@@ -76,6 +76,23 @@ pub struct Report {
     pub outputs: Vec<String>,
     /// What is wrong; empty if `ok`.
     pub problems: Vec<String>,
+}
+
+/// An intended delay that made nobody late.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Drowned {
+    /// Collective, counted from 0.
+    pub collective: usize,
+    /// Step.
+    pub step: u32,
+    /// Rank that slept.
+    pub rank: u32,
+    /// For how long, milliseconds.
+    pub slept_ms: u32,
+    /// By how much it arrived after the others' median nevertheless, milliseconds; negative if before.
+    pub lag_ms: f64,
+    /// What kept it from being late.
+    pub why: String,
 }
 
 /// Compares. Every difference becomes a line in [`Report::problems`].
@@ -95,7 +112,6 @@ pub fn check(truths: &[Truth], summary: &Summary, expectation: &Expectation<'_>)
         lost: summary.lost,
         delays: expectation.configuration.delays.len(),
         attach_ms: summary.attach_ms,
-        detach_ms: summary.detach_ms,
         loss: first
             .loss
             .first()
@@ -422,7 +438,11 @@ fn check_spans(
             spans("kernel_channel")
         )
     });
-    problems.expect(spans("group") > 0, || "no group spans".to_owned());
+    // Each message goes out in a group with the one that comes in.
+    let groups: u64 = truths.iter().map(|truth| truth.sent.len() as u64).sum();
+    problems.expect(spans("group") == groups, || {
+        format!("{} group spans for {groups} groups", spans("group"))
+    });
     if expectation.configuration.nodes > 1 {
         problems.expect(spans("proxy") > 0, || "no proxy spans between nodes".to_owned());
     }

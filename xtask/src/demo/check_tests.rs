@@ -98,7 +98,7 @@ fn run() -> (Vec<Truth>, Summary) {
             ("launch", 12),
             ("kernel_channel", 24),
             ("proxy", 8),
-            ("group", 12),
+            ("group", 0),
         ]
         .map(|(kind, count)| (kind.to_owned(), count))
         .into(),
@@ -144,7 +144,7 @@ fn a_faithful_summary_has_no_problem() {
         ),
         (1, 1, 3)
     );
-    assert_eq!((report.drowned, report.really_late), (0, 0));
+    assert_eq!((report.drowned, report.really_late), (vec![], 0));
     assert!((report.probe_hits_per_op - 3.0).abs() < 1e-9);
     assert!(report.worst_lag_error_ms > 0.0 && report.worst_lag_error_ms < 1.0);
 }
@@ -152,7 +152,16 @@ fn a_faithful_summary_has_no_problem() {
 #[test]
 fn each_difference_is_found() {
     type Change = fn(&mut Vec<Truth>, &mut Summary);
-    let cases: [(&str, Change); 17] = [
+    let cases: [(&str, Change); 20] = [
+        ("1 group spans for 0 groups", |_, s| {
+            s.spans.insert("group".to_owned(), 1);
+        }),
+        ("was to sleep 40 ms", |t, _| {
+            t[1].collectives[1].called_ns = t[1].collectives[0].returned_ns + 39 * MS;
+        }),
+        ("called nothing in step 2", |t, _| {
+            t[1].collectives[1].step = 9;
+        }),
         ("2 collectives, each rank called 3", |_, s| {
             s.operations.truncate(2);
         }),
@@ -230,6 +239,64 @@ fn a_busy_machine_is_not_taken_for_a_good_run() {
         summary.operations[1].culprit = None;
     });
     assert!(found.iter().any(|line| line.contains("too busy")), "{found:?}");
+}
+
+#[test]
+fn a_delay_that_drowned_is_told_with_its_reason() {
+    let report = |change: fn(&mut Vec<Truth>, &mut Summary)| {
+        let (mut truths, mut summary) = run();
+        change(&mut truths, &mut summary);
+        let mut configuration = configuration();
+        // Another delay, of the same rank one step later, that is seen.
+        configuration.delays.push(Delay {
+            step: 3,
+            rank: 1,
+            ms: 50,
+        });
+        let later = &mut truths[1].collectives[2];
+        later.slept_ms = 50;
+        later.arrived_ns += 50 * MS;
+        summary.operations[2].culprit = Some(Culprit {
+            rank: 1,
+            lag_ns: 50 * MS,
+        });
+        let expectation = Expectation {
+            configuration: &configuration,
+            threshold_ns: 10 * MS,
+            outputs: &[],
+            otlp: false,
+        };
+        check(&truths, &summary, &expectation)
+    };
+    // The others came when it did.
+    let near = report(|truths, summary| {
+        for truth in truths.iter_mut() {
+            truth.collectives[1].arrived_ns = 1_145 * MS;
+        }
+        summary.operations[1].culprit = None;
+    });
+    assert_eq!(near.problems, Vec::<String>::new());
+    let [drowned] = &near.drowned[..] else {
+        panic!("{:?}", near.drowned)
+    };
+    assert_eq!(
+        (drowned.collective, drowned.step, drowned.rank, drowned.slept_ms),
+        (1, 2, 1, 40)
+    );
+    assert!(drowned.lag_ms.abs() < 1e-9, "{drowned:?}");
+    // Another came later, and is the one to name.
+    let overtaken = report(|truths, summary| {
+        truths[3].collectives[1].arrived_ns += 70 * MS;
+        let lag_ns = late_rank(truths, 1).unwrap().1;
+        summary.operations[1].culprit = Some(Culprit { rank: 3, lag_ns });
+    });
+    assert_eq!(overtaken.problems, Vec::<String>::new());
+    assert!(
+        overtaken.drowned[0].why.contains("rank 3 arrived"),
+        "{:?}",
+        overtaken.drowned
+    );
+    assert!(overtaken.drowned[0].lag_ms > 10.0, "{:?}", overtaken.drowned);
 }
 
 /// A run in which no delay is intended, and rank 1 arrives at the second collective `lag_ms` after the others.

@@ -223,14 +223,17 @@ fn run_watched(arguments: &Arguments) -> Result<Report> {
             _ => {}
         }
     }
-    let (truths, summary) = observe(&configuration, &artifacts, &work, arguments, &outputs)?;
+    let (truths, summary, detach_ms) = observe(&configuration, &artifacts, &work, arguments, &outputs)?;
     let expectation = Expectation {
         configuration: &configuration,
         threshold_ns: (arguments.lag_threshold * 1e6) as u64,
         outputs: &outputs,
         otlp: arguments.otlp.is_some(),
     };
-    let report = check::check(&truths, &summary, &expectation);
+    let report = Report {
+        detach_ms,
+        ..check::check(&truths, &summary, &expectation)
+    };
     print_table(&summary);
     print_outputs(&outputs, arguments.otlp.as_deref());
     if arguments.keep {
@@ -269,14 +272,15 @@ fn run_unwatched(configuration: &Configuration) -> Result<ExitCode> {
     })
 }
 
-/// Runs the job with a collector attached to all of it.
+/// Runs the job with a collector attached to all of it. For a check, another one attaches before and lets go of the ranks as
+/// they wait; how long that took comes back, in milliseconds.
 fn observe(
     configuration: &Configuration,
     artifacts: &Artifacts,
     work: &Path,
     arguments: &Arguments,
     outputs: &[PathBuf],
-) -> Result<(Vec<truth::Truth>, Summary)> {
+) -> Result<(Vec<truth::Truth>, Summary, Option<f64>)> {
     let mut job = Job::start(configuration, artifacts, work)?;
     let pids = job.pids();
     println!(
@@ -284,14 +288,20 @@ fn observe(
         pids.iter().map(u32::to_string).collect::<Vec<_>>().join(" ")
     );
     let mut options = vec![format!("--lag-threshold={}", arguments.lag_threshold)];
+    if arguments.no_ebpf {
+        options.push("--no-ebpf".to_owned());
+    }
+    let detach_ms = if arguments.check {
+        let mut before = Collector::attach(artifacts, &pids, &options, work)?;
+        Some(before.stop(Duration::from_secs(60))?.detach_ms)
+    } else {
+        None
+    };
     if let Some(url) = &arguments.otlp {
         options.extend([
             format!("--otlp={url}"),
             format!("--otlp-protocol={}", arguments.otlp_protocol),
         ]);
-    }
-    if arguments.no_ebpf {
-        options.push("--no-ebpf".to_owned());
     }
     for file in outputs {
         options.push(format!("--out={}", file.display()));
@@ -303,7 +313,7 @@ fn observe(
     let truths = job.exit()?;
     // The processes it watched have ended, so it ends.
     let summary = collector.finish(Duration::from_secs(60))?;
-    Ok((truths, summary))
+    Ok((truths, summary, detach_ms))
 }
 
 /// A line for each kind of operation, and one for each operation that somebody was late at.
