@@ -154,6 +154,24 @@ pub extern "C" fn fixture_operations(comm: u64, count: u64, dense: u64) {
     }
 }
 
+/// Emits `each_ms` dense records a millisecond for `ms` milliseconds, each millisecond's within an operation of communicator
+/// `comm`; returns how many nanoseconds that took.
+#[unsafe(no_mangle)]
+pub extern "C" fn fixture_stream(comm: u64, each_ms: u64, ms: u64) -> u64 {
+    const MS: u64 = 1_000_000;
+    /// After a pause that the machine made, no more is caught up than this, or one burst would fill the ring.
+    const CATCH_UP: u64 = 10 * MS;
+    let begun = now_ns();
+    let mut due = begun;
+    while now_ns() - begun < ms * MS {
+        fixture_operations(comm, 1, each_ms);
+        due = (due + MS).max(now_ns().saturating_sub(CATCH_UP));
+        let ahead = due.saturating_sub(now_ns());
+        std::thread::sleep(std::time::Duration::from_nanos(ahead));
+    }
+    now_ns() - begun
+}
+
 /// Claims `count` ring slots and never finishes them: what a writer that dies in the middle leaves.
 #[unsafe(no_mangle)]
 pub extern "C" fn fixture_holes(count: u64) {

@@ -73,6 +73,7 @@ pub(super) fn measure(artifacts: &Artifacts, pairs: u32) -> Result<Vec<Row>> {
         Ok(Row {
             name: name.to_owned(),
             median,
+            min: None,
             unit,
             goal,
             note,

@@ -11,6 +11,7 @@ use clap::Args;
 use serde::Serialize;
 
 mod attached;
+mod live;
 mod own;
 pub mod probe;
 
@@ -44,6 +45,9 @@ const CRITERION: [(&str, &str); 3] = [
     ("ringsight-comm", "observe"),
     ("ringsight-exporters", "otlp_encode"),
 ];
+
+/// The longest that a process emits to a live collector, seconds.
+const LIVE_SECONDS: u32 = 10;
 
 /// Goals for criterion benchmarks: identifier and the most that its median may be, nanoseconds.
 const GOALS: [(&str, f64); 3] = [
@@ -87,8 +91,11 @@ impl fmt::Display for Goal {
 pub struct Row {
     /// Name.
     pub name: String,
-    /// Median.
+    /// Median of several runs, or the one figure of what is measured once.
     pub median: f64,
+    /// The least of the runs, if it is told.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub min: Option<f64>,
     /// Its unit.
     pub unit: &'static str,
     /// Where the median has to lie; `None` if there is no goal.
@@ -128,6 +135,12 @@ pub fn run(options: &Options) -> Result<ExitCode> {
     if wanted("probe") {
         rows.extend(probe::measure(&workspace::build()?)?);
     }
+    if wanted("live") {
+        rows.extend(live::measure(
+            &workspace::build()?,
+            options.seconds.min(LIVE_SECONDS),
+        )?);
+    }
     if wanted("attached") || wanted("demo") {
         rows.extend(attached::measure(&workspace::build()?, options.pairs)?);
     }
@@ -152,8 +165,8 @@ pub fn run(options: &Options) -> Result<ExitCode> {
 
 fn print(rows: &[Row]) {
     println!(
-        "\n{:<52} {:>14} {:<10} {:>12}         note",
-        "benchmark", "median", "unit", "goal"
+        "\n{:<52} {:>14} {:>14} {:<10} {:>12}         note",
+        "benchmark", "median", "min", "unit", "goal"
     );
     for row in rows {
         let goal = row.goal.map_or_else(String::new, |goal| goal.to_string());
@@ -161,8 +174,12 @@ fn print(rows: &[Row]) {
             .meets()
             .map_or("", |meets| if meets { "met" } else { "MISSED" });
         println!(
-            "{:<52} {:>14.3} {:<10} {goal:>12} {verdict:<7} {}",
-            row.name, row.median, row.unit, row.note
+            "{:<52} {:>14.3} {:>14} {:<10} {goal:>12} {verdict:<7} {}",
+            row.name,
+            row.median,
+            row.min.map_or_else(String::new, |min| format!("{min:.3}")),
+            row.unit,
+            row.note
         );
     }
 }
@@ -241,6 +258,7 @@ fn row(estimates: &Path) -> Result<Row> {
     Ok(Row {
         name,
         median,
+        min: None,
         unit: "ns",
         goal,
         note,
