@@ -29,7 +29,8 @@ const DESCRIPTORS: &str = "
     kernelCh: channelId pTimer
 ";
 
-/// One run: a broadcast from rank 1 (not captured), a captured all-reduce, a grouped send and receive.
+/// One run: a reduction, a broadcast from rank 1, a captured all-reduce, a grouped send and receive, the same captured. In this
+/// order: what is found by its place in it is not found by the number that is looked for.
 struct Run {
     records: Vec<Record>,
     rank: Rank,
@@ -52,11 +53,26 @@ impl Run {
             .unwrap_or_else(|| panic!("no {kind} of {op:#x}"))
     }
 
-    /// The description of the only operation of `function`.
-    fn described(&self, function: Function) -> Description {
+    /// The `n`-th record of this kind, in the order of their times.
+    fn nth(&self, kind: Kind, state: State, n: usize) -> &Record {
+        let mut records: Vec<_> = self.of(kind, state).collect();
+        records.sort_by_key(|record| record.time_ns);
+        records
+            .get(n)
+            .unwrap_or_else(|| panic!("{} records of {kind}, not {n}", records.len()))
+    }
+
+    /// The descriptions of the operations of `function`, in the order of their launches.
+    fn descriptions(&self, function: Function) -> impl Iterator<Item = Description> {
         self.of(Kind::OpLaunched, State::START)
             .filter_map(|record| observe::pages().unwrap().description(record.op))
-            .find(|about| about.function == function.code())
+            .filter(move |about| about.function == function.code())
+    }
+
+    /// The description of the first operation of `function`.
+    fn described(&self, function: Function) -> Description {
+        self.descriptions(function)
+            .next()
             .unwrap_or_else(|| panic!("{function} is not described"))
     }
 
@@ -70,6 +86,11 @@ impl Run {
 
     fn sent(&self) -> Description {
         self.described(Function::Send)
+    }
+
+    fn captured_send(&self) -> Description {
+        let described = self.descriptions(Function::Send).last();
+        described.expect("a captured send")
     }
 
     fn received(&self) -> Description {
@@ -99,8 +120,8 @@ const FIELDS: &[(&str, &str, Read, Read)] = &[
     (
         "all",
         "parentObj",
-        |run| u64::from(run.find(Kind::CollApi, State::START, run.coll().op).op),
-        |run| u64::from(run.find(Kind::Coll, State::START, run.coll().op).op),
+        |run| u64::from(run.nth(Kind::CollApi, State::START, 1).op),
+        |run| u64::from(run.coll().op),
     ),
     (
         "all",
@@ -168,8 +189,8 @@ const FIELDS: &[(&str, &str, Read, Read)] = &[
     (
         "p2pApi",
         "graphCaptured",
-        |run| run.graph(Kind::P2pApi, run.sent().op),
-        |_| 0,
+        |run| run.graph(Kind::P2pApi, run.captured_send().op) << 1 | run.graph(Kind::P2pApi, run.sent().op),
+        |_| 0b10,
     ),
     (
         "kernelLaunch",
@@ -181,7 +202,7 @@ const FIELDS: &[(&str, &str, Read, Read)] = &[
         "coll",
         "seqNumber",
         |run| run.find(Kind::Coll, State::START, run.coll().op).seq,
-        |_| 0,
+        |_| 1,
     ),
     (
         "coll",
@@ -223,7 +244,7 @@ const FIELDS: &[(&str, &str, Read, Read)] = &[
         "coll",
         "parentGroup",
         |run| run.coll().group.into(),
-        |run| run.find(Kind::Group, State::START, run.coll().group).op.into(),
+        |run| run.nth(Kind::Group, State::START, 1).op.into(),
     ),
     (
         "p2p",
@@ -254,11 +275,10 @@ const FIELDS: &[(&str, &str, Read, Read)] = &[
     (
         "p2p",
         "parentGroup",
-        |run| run.sent().group.into(),
+        |run| u64::from(run.sent().group) << 32 | u64::from(run.received().group),
         |run| {
-            run.find(Kind::Group, State::START, run.received().group)
-                .op
-                .into()
+            let group = u64::from(run.nth(Kind::Group, State::START, 3).op);
+            group << 32 | group
         },
     ),
     (
@@ -410,37 +430,47 @@ fn fields_worker() {
         .expect("nobody else watches this process");
     let (send, mut recv) = (vec![1f32; COUNT], vec![0f32; COUNT]);
     let (out, into) = (send.as_ptr().cast(), recv.as_mut_ptr().cast());
-    ok(rank.call(
-        &Call {
-            root: 1,
-            ..Call::new(Function::Broadcast, COUNT)
-        },
-        out,
-        into,
-    ));
+    for function in [Function::Reduce, Function::Broadcast] {
+        ok(rank.call(
+            &Call {
+                root: 1,
+                ..Call::new(function, COUNT)
+            },
+            out,
+            into,
+        ));
+    }
     rank.synchronize();
-    device.capture_begin(rank.stream).unwrap();
-    ok(rank.call(&Call::new(Function::AllReduce, COUNT), out, into));
-    let graph = device.capture_end(rank.stream).unwrap();
-    let exec = device.graph_instantiate(graph).unwrap();
-    device.graph_destroy(graph).unwrap();
-    device.graph_launch(exec, rank.stream).unwrap();
+    let captured = |calls: &dyn Fn()| {
+        device.capture_begin(rank.stream).unwrap();
+        calls();
+        let graph = device.capture_end(rank.stream).unwrap();
+        let exec = device.graph_instantiate(graph).unwrap();
+        device.graph_destroy(graph).unwrap();
+        device.graph_launch(exec, rank.stream).unwrap();
+        rank.synchronize();
+        exec
+    };
+    let exchange = || {
+        // SAFETY: no arguments.
+        ok(unsafe { abi::ncclGroupStart() });
+        ok(rank.call(
+            &Call::peer(Function::Send, COUNT, 1 - rank.rank),
+            out,
+            std::ptr::null_mut(),
+        ));
+        ok(rank.call(
+            &Call::peer(Function::Recv, COUNT, 1 - rank.rank),
+            std::ptr::null(),
+            into,
+        ));
+        // SAFETY: no arguments.
+        ok(unsafe { abi::ncclGroupEnd() });
+    };
+    let reduced = captured(&|| ok(rank.call(&Call::new(Function::AllReduce, COUNT), out, into)));
+    exchange();
     rank.synchronize();
-    // SAFETY: no arguments.
-    ok(unsafe { abi::ncclGroupStart() });
-    ok(rank.call(
-        &Call::peer(Function::Send, COUNT, 1 - rank.rank),
-        out,
-        std::ptr::null_mut(),
-    ));
-    ok(rank.call(
-        &Call::peer(Function::Recv, COUNT, 1 - rank.rank),
-        std::ptr::null(),
-        into,
-    ));
-    // SAFETY: no arguments.
-    ok(unsafe { abi::ncclGroupEnd() });
-    rank.synchronize();
+    let exchanged = captured(&exchange);
     // The proxy's last records follow the kernel's.
     // SAFETY: a live communicator.
     ok(unsafe { abi::ncclCommFinalize(rank.comm) });
@@ -456,7 +486,9 @@ fn fields_worker() {
     for (event, field, found, expected) in FIELDS {
         assert_eq!(found(&run), expected(&run), "{event}.{field}");
     }
-    device.graph_exec_destroy(exec).unwrap();
+    for exec in [reduced, exchanged] {
+        device.graph_exec_destroy(exec).unwrap();
+    }
     rank.leave();
     println!("rank done");
 }
