@@ -24,7 +24,7 @@ typedef void (*ringsightHostFn_t)(void* argument);
 ncclResult_t ringsightSetDevice(int device);
 ncclResult_t ringsightGetDevice(int* device);
 
-/* Memory that the device can reach; 64-byte aligned. On the host device any memory will do. */
+/* Memory that the device can reach; 4096-byte aligned. On the host device any memory will do. */
 ncclResult_t ringsightMalloc(void** pointer, size_t bytes);
 ncclResult_t ringsightFree(void* pointer);
 

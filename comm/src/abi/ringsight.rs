@@ -92,7 +92,7 @@ entry_points! {
         unsafe { store(number, "device", || device.current()) }
     };
 
-    /// Memory that the device can reach, 64-byte aligned; NULL for 0 bytes.
+    /// Memory that the device can reach, 4096-byte aligned; NULL for 0 bytes.
     fn ringsightMalloc(pointer: *mut *mut c_void, bytes: usize) |device| {
         // SAFETY: the caller's.
         unsafe { store(pointer, "pointer", || device.allocate(bytes).map(<*mut u8>::cast)) }

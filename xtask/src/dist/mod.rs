@@ -72,7 +72,7 @@ fn pack() -> Result<PathBuf> {
     strip(&artifacts.ringsight, &program)?;
     strip(&artifacts.library_folder.join("libnccl.so.2"), &library)?;
     std::os::unix::fs::symlink("libnccl.so.2", folder.join("lib/libnccl.so"))?;
-    for header in ["nccl.h", "ringsight.h"] {
+    for header in ["nccl.h", "nccl_device.h", "ringsight.h"] {
         copy(
             &root().join("comm/include").join(header),
             &folder.join("include").join(header),
