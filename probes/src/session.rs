@@ -395,15 +395,15 @@ impl Session {
         let targets = &mut self.targets;
         let problems = &mut self.problems;
         probes.drain(BATCH, |event| {
-            let (cookie, inner) = match &event {
-                Event::Record(record) => (record.cookie, record.pid),
-                Event::Call(call) => (call.cookie, call.pid),
+            let (cookie, process) = match &event {
+                Event::Record(record) => (record.cookie, record.process),
+                Event::Call(call) => (call.cookie, call.process),
             };
             let library = ringsight_records::probed::library_of(cookie);
-            // The low half of a key is the process's number in its namespace. Events of a process that was let go are nobody's.
+            // Events of a process that was let go are nobody's.
             let Some((_, _, pid)) = keys
                 .iter()
-                .find(|(key, number, _)| *number == library && *key as u32 == inner)
+                .find(|(key, number, _)| *number == library && *key == process)
             else {
                 return;
             };

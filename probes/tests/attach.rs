@@ -81,7 +81,7 @@ fn a_running_process_gives_its_records() {
     assert_eq!(counters.emitted_before[Kind::OpLaunched as usize], 5);
     assert_eq!(counters.emitted[Kind::ProxyStep as usize], 300);
     assert_eq!(stats.hits[Kind::OpLaunched as usize], 100);
-    assert_eq!(stats.bytes, 201 * 88);
+    assert_eq!(stats.bytes, 201 * 96);
 }
 
 #[test]

@@ -88,7 +88,7 @@ impl Tally {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct CallKey {
-    /// `tgid << 32 | tid`.
+    /// `tgid << 32 | tid` in the initial pid namespace, whichever the process is known in: no two threads have the same.
     pub id: u64,
     /// Which function: calls nest, `ncclGroupEnd` within `ncclAllReduce`.
     pub cookie: u64,
@@ -108,10 +108,8 @@ pub struct PendingCall {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct ProbedCall {
-    /// Thread group id, as in the key of the process.
-    pub pid: u32,
-    /// Thread id in the same namespace.
-    pub tid: u32,
+    /// Which process, as [`process_key`] makes it.
+    pub process: u64,
     /// Attach cookie: which function, see [`STACK_ARGUMENTS`].
     pub cookie: u64,
     /// Entry, `CLOCK_MONOTONIC` nanoseconds.
@@ -120,8 +118,8 @@ pub struct ProbedCall {
     pub end_ns: u64,
     /// Result code.
     pub result: i32,
-    /// Zero.
-    pub reserved: u32,
+    /// Thread id, in the pid namespace that the key names.
+    pub tid: u32,
     /// Integer arguments at entry.
     pub arguments: [u64; ARGUMENTS],
 }

@@ -394,14 +394,17 @@ impl Record {
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct ProbedRecord {
-    /// Thread group id in the initial pid namespace.
-    pub pid: u32,
-    /// Thread id in the initial pid namespace.
-    pub tid: u32,
+    /// Which process, as [`crate::probed::process_key`] makes it: the same number may be several processes', in several pid
+    /// namespaces.
+    pub process: u64,
     /// Attach cookie: which site was hit.
     pub cookie: u64,
     /// The record that the probe function was given.
     pub record: Record,
+    /// Thread id, in the pid namespace that the key names.
+    pub tid: u32,
+    /// Zero.
+    pub reserved: u32,
 }
 
-const _: () = assert!(size_of::<ProbedRecord>() == 80);
+const _: () = assert!(size_of::<ProbedRecord>() == 88);
