@@ -2,7 +2,7 @@
 
 use core::sync::atomic::{AtomicU64, Ordering, fence};
 
-/// Everything about one operation on one rank; 256 bytes. Times are `CLOCK_MONOTONIC` nanoseconds, 0 = not yet.
+/// Everything about one operation on one rank; 208 bytes. Times are `CLOCK_MONOTONIC` nanoseconds, 0 = not yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 #[repr(C)]
 pub struct Description {
@@ -75,25 +75,36 @@ pub struct Description {
     /// [`crate::Flags`].
     pub flags: u8,
     /// Room for later fields; zero.
-    pub reserved: [u64; 9],
+    pub reserved: [u64; 5],
 }
 
 const WORDS: usize = size_of::<Description>() / 8;
-const _: () = assert!(size_of::<Description>() == 240 && align_of::<Description>() == 8);
+const _: () = assert!(size_of::<Description>() == 208 && align_of::<Description>() == 8);
 
 /// A slot of the description table: a sequence lock over the words of one [`Description`]; 256 bytes.
 ///
 /// One writer at a time (the thread that owns the operation at that moment: caller, then device); readers in other
 /// processes retry. `version` is odd while a write is going on.
+///
+/// The times of [`Time`] come after the rest, without the lock, from threads that may be slow: by the time one stores the
+/// end of its operation, the slot may be another operation's. So each of these times has a check word, made of the time
+/// and of the operation whose it is. A reader takes no time whose check is not that of the operation it reads of: a late
+/// writer may cost another operation a time, which then is not known, but never gives it a wrong one.
 #[derive(Debug)]
 #[repr(C)]
 pub struct DescriptionSlot {
     version: AtomicU64,
     words: [AtomicU64; WORDS],
-    reserved: u64,
+    checks: [AtomicU64; TIMES.len()],
 }
 
 const _: () = assert!(size_of::<DescriptionSlot>() == 256);
+
+/// What stands beside time `ns` of operation `op`. Multiplied by an odd number, no two operations give the same; and those
+/// that share a slot differ in the upper bits, where times of the same age do not.
+const fn check(op: u32, ns: u64) -> u64 {
+    ns ^ (op as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
 
 impl DescriptionSlot {
     /// Replaces the whole entry.
@@ -108,16 +119,25 @@ impl DescriptionSlot {
         for (slot, word) in self.words.iter().zip(words) {
             slot.store(*word, Ordering::Relaxed);
         }
+        for (slot, time) in self.checks.iter().zip(TIMES) {
+            slot.store(check(description.op, words[time.word()]), Ordering::Relaxed);
+        }
         // Release: whoever reads this even version also reads the words above.
         self.version.store(version.wrapping_add(1), Ordering::Release);
     }
 
-    /// Sets one time (a field of [`Description`] by [`Time`]) if the slot still holds operation `op`. A single-word
-    /// store needs no lock: the reader sees either value, and both are true.
+    /// Sets one time (a field of [`Description`] by [`Time`]) if the slot still holds operation `op`. Needs no lock: the
+    /// reader sees the time with its check, or neither.
     pub fn set_time(&self, op: u32, time: Time, ns: u64) {
         if self.op() == op {
-            self.words[time as usize].store(ns, Ordering::Release);
+            self.store_time(op, time, ns);
         }
+    }
+
+    fn store_time(&self, op: u32, time: Time, ns: u64) {
+        // Relaxed: a reader that must see both has read a record that was written after them.
+        self.words[time.word()].store(ns, Ordering::Relaxed);
+        self.checks[time as usize].store(check(op, ns), Ordering::Relaxed);
     }
 
     /// The operation number that the slot holds now.
@@ -146,6 +166,12 @@ impl DescriptionSlot {
             for (word, slot) in words.iter_mut().zip(&self.words) {
                 *word = slot.load(Ordering::Relaxed);
             }
+            for (slot, time) in self.checks.iter().zip(TIMES) {
+                let word = &mut words[time.word()];
+                if slot.load(Ordering::Relaxed) != check(op, *word) {
+                    *word = 0;
+                }
+            }
             // Pairs with the writer's release fence: had a word above come from a later write, the version load below
             // would see at least that write's odd version.
             fence(Ordering::Acquire);
@@ -159,18 +185,76 @@ impl DescriptionSlot {
     }
 }
 
-/// The times that are written after the description itself, as word indices.
+/// The times that are written after the description itself, each at its place among the check words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum Time {
     /// [`Description::api_end_ns`]
-    ApiEnd = core::mem::offset_of!(Description, api_end_ns) / 8,
+    ApiEnd,
     /// [`Description::launch_start_ns`]
-    LaunchStart = core::mem::offset_of!(Description, launch_start_ns) / 8,
+    LaunchStart,
     /// [`Description::launch_end_ns`]
-    LaunchEnd = core::mem::offset_of!(Description, launch_end_ns) / 8,
+    LaunchEnd,
     /// [`Description::device_start_ns`]
-    DeviceStart = core::mem::offset_of!(Description, device_start_ns) / 8,
+    DeviceStart,
     /// [`Description::device_end_ns`]
-    DeviceEnd = core::mem::offset_of!(Description, device_end_ns) / 8,
+    DeviceEnd,
+}
+
+const TIMES: [Time; 5] = [
+    Time::ApiEnd,
+    Time::LaunchStart,
+    Time::LaunchEnd,
+    Time::DeviceStart,
+    Time::DeviceEnd,
+];
+
+impl Time {
+    /// Its word in the description.
+    const fn word(self) -> usize {
+        let offset = match self {
+            Self::ApiEnd => core::mem::offset_of!(Description, api_end_ns),
+            Self::LaunchStart => core::mem::offset_of!(Description, launch_start_ns),
+            Self::LaunchEnd => core::mem::offset_of!(Description, launch_end_ns),
+            Self::DeviceStart => core::mem::offset_of!(Description, device_start_ns),
+            Self::DeviceEnd => core::mem::offset_of!(Description, device_end_ns),
+        };
+        offset / 8
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_time_that_comes_late_goes_to_no_other_operation() {
+        // SAFETY: atomics of integers; zero is a value of each.
+        let slot: DescriptionSlot = unsafe { core::mem::zeroed() };
+        let describe = |op, device_end_ns| {
+            slot.write(&Description {
+                op,
+                device_end_ns,
+                ..Description::default()
+            });
+        };
+        let end_of = |op| slot.read(op).map(|description| description.device_end_ns);
+        describe(1, 0);
+        slot.set_time(1, Time::DeviceEnd, 1000);
+        assert_eq!(end_of(1), Some(1000));
+        // The slot goes to another operation while a thread is between the question and the store of `set_time`.
+        describe(4097, 0);
+        slot.store_time(1, Time::DeviceEnd, 1001);
+        assert_eq!(end_of(4097), Some(0), "not its own");
+        // Or between its two stores, after which the other operation's own time comes.
+        slot.words[Time::DeviceEnd.word()].store(1002, Ordering::Relaxed);
+        assert_eq!(end_of(4097), Some(0));
+        slot.set_time(4097, Time::DeviceEnd, 2000);
+        assert_eq!(end_of(4097), Some(2000));
+        slot.checks[Time::DeviceEnd as usize].store(check(1, 1002), Ordering::Relaxed);
+        assert_eq!(end_of(4097), Some(0), "unknown rather than doubtful");
+        // What the description itself brings is its own.
+        describe(8193, 3000);
+        assert_eq!(end_of(8193), Some(3000));
+    }
 }

@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use ringsight_records::{
     Description, DescriptionSlot, Kind, Record, State, VERSION,
     description::Time,
-    pages::{CAPTURED, CommSlot, Communicator, Geometry, Header, LEASE_NS, Lease, MAGIC, Pages, PagesError},
+    pages::{CAPTURED, CommSlot, Communicator, Geometry, Header, MAGIC, Pages, PagesError},
     ring,
 };
 
@@ -160,7 +160,7 @@ fn uniform(n: u32) -> Description {
         op: 1,
         group: n,
         tid: n,
-        reserved: [wide; 9],
+        reserved: [wide; 5],
         ..Description::default()
     }
 }
@@ -219,38 +219,4 @@ fn a_communicators_slot_is_claimed_once_and_reused() {
     );
     assert!(slot.claim(&communicator));
     assert_eq!(slot.read().map(|read| read.id), Some(2));
-}
-
-#[test]
-fn a_lease_is_held_by_one_and_lapses() {
-    let memory = Memory::standard();
-    let lease: &Lease = &memory.header().lease;
-    let everybody = |_: u32, _: u64| true;
-    let now = 1_000_000_000_000;
-    let first = lease.acquire((10, 100), now, Kind::DENSE, everybody).unwrap();
-    assert!(lease.wants(Kind::ProxyStep) && !lease.wants(Kind::OpLaunched) && lease.alive(now));
-    let holder = lease
-        .acquire((11, 101), now + LEASE_NS - 1, 0, everybody)
-        .unwrap_err();
-    assert_eq!(
-        (holder.pid, holder.start_time, holder.silent_ns),
-        (10, 100, LEASE_NS - 1)
-    );
-    // Silent for too long, or dead: the next one has it, and the first one learns of it.
-    let second = lease
-        .acquire((11, 101), now + LEASE_NS, Kind::EVERY, everybody)
-        .unwrap();
-    assert!(!lease.renew(first, now + LEASE_NS) && lease.renew(second, now + LEASE_NS));
-    lease.release(first);
-    assert!(lease.wants(Kind::OpLaunched), "not the first one's to give back");
-    let third = lease
-        .acquire((12, 102), now + LEASE_NS, Kind::DENSE, |pid, _| pid != 11)
-        .unwrap();
-    lease.release(third);
-    assert!(!lease.wants(Kind::ProxyStep));
-    // The same process again is another holder.
-    assert_ne!(
-        lease.acquire((12, 102), now + LEASE_NS, 0, everybody).unwrap(),
-        third
-    );
 }
