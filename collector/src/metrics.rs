@@ -251,6 +251,15 @@ impl Metrics {
                 let text = ("ccl.probe.lost", "Records that a carrier lost", "{record}");
                 own(text, attribute(), MetricData::Counter(lost));
             }
+            let missed = readings.counts.missed[kind as usize];
+            if missed > 0 {
+                let text = (
+                    "ccl.probe.missed",
+                    "Events that happened while no collector was attached, after an earlier one",
+                    "{event}",
+                );
+                own(text, attribute(), MetricData::Counter(missed));
+            }
         }
         let dropped = readings.given_up_by_reason();
         for (reason, count) in dropped.into_iter().filter(|(_, count)| *count > 0) {

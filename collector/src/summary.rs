@@ -28,6 +28,8 @@ pub struct Summary {
     pub operations_left_out: u64,
     /// Records lost, all kinds.
     pub lost: u64,
+    /// Events that happened while no collector was attached, after an earlier one, all kinds.
+    pub missed: u64,
     /// Operations still running at the end.
     pub unfinished: u64,
     /// Operations and instances that could not be completed or named, by reason.
@@ -53,8 +55,10 @@ pub struct RecordCount {
     pub received: u64,
     /// Emitted by the libraries since the attach, by their own count.
     pub emitted: u64,
-    /// Lost by a carrier.
+    /// Lost since the attach: by a carrier that says so, or emitted and never seen.
     pub lost: u64,
+    /// Emitted while no collector was attached, after an earlier one, and not to be had any more.
+    pub missed: u64,
 }
 
 /// One operation.
@@ -188,6 +192,7 @@ pub fn records(counts: &Counts, emitted: &[u64; Kind::LIMIT]) -> BTreeMap<&'stat
                 received: counts.received[at],
                 emitted: emitted[at],
                 lost: counts.lost[at],
+                missed: counts.missed[at],
             },
         )
     };

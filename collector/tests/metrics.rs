@@ -47,8 +47,22 @@ fn a_job_in_figures() {
         kind: Some(Kind::ProxyStep),
         count: 7,
     });
+    samples.push(Sample::Missed {
+        pid: FIRST_PID,
+        kind: Kind::OpLaunched,
+        count: 5,
+    });
     collector.ingest(&mut samples);
     let metrics = read(&mut collector);
+    let missed: Vec<_> = of(&metrics, "ccl.probe.missed").collect();
+    assert_eq!(missed.len(), 1);
+    assert_eq!(
+        missed[0].attributes,
+        [("ccl.record.kind", Value::Static("op_launched"))]
+    );
+    assert!(matches!(missed[0].data, MetricData::Counter(5)));
+    let counts = collector.readings().counts;
+    assert_eq!((counts.missed_total(), counts.lost_total()), (5, 7), "told apart");
 
     let durations: Vec<_> = of(&metrics, "ccl.operation.duration").collect();
     assert_eq!(durations.len(), 4, "one a rank");

@@ -8,7 +8,11 @@ use std::{
 
 use criterion::Criterion;
 use ringsight_comm::observe::{self, probe};
-use ringsight_records::{Kind, Record, State, pages::RING_SLOTS, ring};
+use ringsight_records::{
+    Kind, Record, State,
+    pages::{RING_SLOTS, Reader},
+    ring,
+};
 
 fn observe(criterion: &mut Criterion) {
     observe::prepare().expect("shared pages");
@@ -35,9 +39,12 @@ fn observe(criterion: &mut Criterion) {
     let (header, slots) = (pages.header(), pages.ring());
     let lease = header
         .lease
-        .acquire((std::process::id(), 0), observe::now_ns(), Kind::DENSE, |_, _| {
-            false
-        })
+        .acquire(
+            &Reader::new(std::process::id(), 0, 0),
+            observe::now_ns(),
+            Kind::DENSE,
+            |_| false,
+        )
         .expect("nobody else reads");
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {

@@ -146,7 +146,7 @@ fn pages(data: &[u8]) {
     // As a collector does once the writers are dead: everything is read or skipped, and that ends.
     for _ in 0..2 * slots.len() {
         if ring::pop(cursor, slots).is_none() {
-            if !ring::is_held_up(cursor) {
+            if !ring::is_held_up(cursor, slots) {
                 break;
             }
             ring::skip(cursor, slots);

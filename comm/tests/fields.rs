@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 use common::{Call, Rank, host, ok, rank_of_process, run_processes};
 use ringsight_comm::{abi, observe};
 use ringsight_records::{
-    Algorithm, DataType, Description, Flags, Function, Kind, Protocol, Record, State, ring,
+    Algorithm, DataType, Description, Flags, Function, Kind, Protocol, Record, State, pages::Reader, ring,
 };
 
 /// The events and fields of `ncclProfilerEventDescr_v5_t` and `ncclProfilerEventStateArgs_v5_t`, in their order.
@@ -424,9 +424,12 @@ fn fields_worker() {
     let header = observe::pages().unwrap().header();
     let lease = header
         .lease
-        .acquire((std::process::id(), 1), observe::now_ns(), Kind::EVERY, |_, _| {
-            true
-        })
+        .acquire(
+            &Reader::new(std::process::id(), 1, 0),
+            observe::now_ns(),
+            Kind::EVERY,
+            |_| false,
+        )
         .expect("nobody else watches this process");
     let (send, mut recv) = (vec![1f32; COUNT], vec![0f32; COUNT]);
     let (out, into) = (send.as_ptr().cast(), recv.as_mut_ptr().cast());

@@ -78,13 +78,17 @@ fn emit(record: &Record) {
     let Some(kind) = record.kind() else { return };
     let Some(pages) = PAGES.get() else { return };
     let header = pages.header();
-    let wanted = header.lease.wants(kind);
-    if kind.probe().is_none() && !wanted {
-        return;
+    let sparse = kind.probe().is_some();
+    if sparse {
+        header.count_emitted(kind);
     }
-    header.count_emitted(kind);
-    if wanted && !ring::push(&header.cursor, pages.ring(), record) {
-        header.lost[kind as usize].fetch_add(1, Ordering::Relaxed);
+    if header.lease.wants(kind) && header.lease.alive(record.time_ns) {
+        if !sparse {
+            header.count_emitted(kind);
+        }
+        if !ring::push(&header.cursor, pages.ring(), record) {
+            header.lost[kind as usize].fetch_add(1, Ordering::Relaxed);
+        }
     }
     match kind.probe() {
         Some(0) => ringsight_probe_launch(record),

@@ -67,13 +67,13 @@ pub enum AttachError {
     },
     /// Somebody else reads this process's ring.
     #[error(
-        "process {pid} is being watched by process {holder} (last sign of life {silent_ms} ms ago): stop that one first; if it hangs, its lease lapses after 5 s"
+        "process {pid} is being watched by {holder} (last sign of life {silent_ms} ms ago): stop that one first; if it hangs, its lease lapses after 5 s"
     )]
     Leased {
         /// Process.
         pid: u32,
-        /// The reader.
-        holder: u32,
+        /// The reader, in words.
+        holder: String,
         /// Milliseconds since its last heartbeat.
         silent_ms: u64,
     },

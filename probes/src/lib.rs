@@ -3,6 +3,7 @@
 //! [`Session`] is the way in: it watches running processes and is a [`Source`] of [`Sample`]s. [`target`] and [`site`] answer
 //! "what would be probed, and what would it cost" without touching anything.
 
+mod account;
 mod attach;
 pub mod elf;
 pub mod error;

@@ -5,17 +5,19 @@ use std::{
     io,
     os::fd::AsRawFd as _,
     path::Path,
+    sync::atomic::Ordering,
 };
 
 use ringsight_records::{
     Kind, Record,
-    pages::{Geometry, MEMFD_NAME, Pages, text},
+    pages::{Geometry, Holder, MEMFD_NAME, Pages, Reader, text},
     ring,
 };
 
 use crate::{
+    account::Base,
     error::AttachError,
-    process::{innermost_pid, is_running_anywhere, now_ns, start_time},
+    process::{innermost_pid, is_gone, now_ns, start_time},
     target::process_error,
     watch::Seen,
 };
@@ -34,9 +36,12 @@ pub(crate) struct Mapped {
     base: *mut u8,
     bytes: usize,
     lease: Option<u64>,
+    /// When the lease was last renewed, or reached for in vain.
     renewed_ns: u64,
-    /// Which process we are to the target's ring, to renew and to re-acquire.
-    own: (u32, u64),
+    /// What to arm the ring with, should the lease be lost and come back; 0 = nothing any more.
+    wanted: u64,
+    /// Positions of the ring before this one were claimed before it was armed by us.
+    pub(crate) begins: u64,
     /// Communicators that were handed on.
     pub(crate) seen: Seen,
     held_up_since: Option<u64>,
@@ -119,7 +124,8 @@ impl Mapped {
             bytes,
             lease: None,
             renewed_ns: 0,
-            own: (0, 0),
+            wanted: 0,
+            begins: 0,
             seen: Vec::new(),
             held_up_since: None,
             lost_reported: [0; Kind::LIMIT],
@@ -150,79 +156,121 @@ impl Mapped {
         })
     }
 
-    /// Takes the lease, with the ring asking for nothing yet: no other reader can have it, and no writer writes.
-    pub(crate) fn lease(&mut self, pid: u32, own: (u32, u64)) -> Result<(), AttachError> {
-        let Some(pages) = self.view() else { return Ok(()) };
-        let header = pages.header();
+    /// Takes the lease and asks the writers for the kinds in `mask`. Returns where the account of events begins.
+    pub(crate) fn lease(&mut self, pid: u32, own: &Reader, mask: u64) -> Result<Option<Base>, AttachError> {
         let now = now_ns();
-        let lease = header
+        let Some(pages) = self.view() else { return Ok(None) };
+        let header = pages.header();
+        let term = header
             .lease
-            .acquire(own, now, 0, is_running_anywhere)
+            .acquire(own, now, mask, |reader| is_gone(own, reader))
             .map_err(|holder| AttachError::Leased {
                 pid,
-                holder: holder.pid,
+                holder: name(&holder, own),
                 silent_ms: holder.silent_ns / 1_000_000,
             })?;
-        self.lease = Some(lease);
-        self.renewed_ns = now;
-        self.own = own;
-        Ok(())
+        // After arming, the position before the counters: what is not counted here comes through the ring, and what lies
+        // before this position is counted here.
+        let begins = header.cursor.head.load(Ordering::SeqCst);
+        let (emitted, lost) = counters(&pages);
+        // The first term of all: what happened before it was never anybody's to see.
+        let taken = if term == 1 { emitted } else { taken(&pages) };
+        // All of it is accounted for from here on: it comes, or is reported as missed.
+        for (word, emitted) in header.taken.iter().zip(emitted) {
+            word.fetch_max(emitted, Ordering::Relaxed);
+        }
+        (self.lease, self.renewed_ns, self.wanted, self.begins) = (Some(term), now, mask, begins);
+        self.baseline = (emitted, lost);
+        self.lost_reported = lost;
+        Ok(Some(Base { emitted, taken }))
     }
 
-    /// Asks the writers for the kinds in `mask`, and counts events of all kinds from now. A lease that somebody else has
-    /// taken meanwhile is left to them; [`Mapped::renew`] finds it out.
-    pub(crate) fn arm(&mut self, mask: u64) {
-        let (Some(lease), Some(pages)) = (self.lease, self.view()) else {
-            return;
+    /// Gives a sign of life when one is due, and takes a lease that was lost as soon as nobody has it.
+    pub(crate) fn renew(&mut self, own: &Reader, now_ns: u64) -> Hold {
+        let silent_ns = now_ns.saturating_sub(self.renewed_ns);
+        if self.wanted == 0 || silent_ns < HEARTBEAT_NS {
+            return Hold::AsBefore;
+        }
+        let Some(pages) = self.view() else {
+            return Hold::AsBefore;
         };
-        let lease_words = &pages.header().lease;
-        // Before the mask: what is emitted because of it counts.
-        let counters = counters(&pages);
-        if lease_words.renew(lease, now_ns()) {
-            // Release: a writer that sees the mask finds the fresh heartbeat.
-            lease_words.mask.store(mask, std::sync::atomic::Ordering::Release);
-        }
-        self.baseline = counters;
-        self.lost_reported = counters.1;
+        let lease = &pages.header().lease;
+        let (held, hold) = match self.lease {
+            Some(term) if lease.renew(term, now_ns) => (Some(term), Hold::AsBefore),
+            Some(_) => {
+                let holder = lease
+                    .holder(now_ns)
+                    .map_or_else(|| "another reader".to_owned(), |holder| name(&holder, own));
+                (None, Hold::Lost { holder, silent_ns })
+            }
+            None => match lease.acquire(own, now_ns, self.wanted, |reader| is_gone(own, reader)) {
+                Ok(term) => (Some(term), Hold::Regained),
+                Err(_) => (None, Hold::AsBefore),
+            },
+        };
+        (self.lease, self.renewed_ns) = (held, now_ns);
+        self.held_up_since = None;
+        hold
     }
 
-    /// Gives a sign of life when one is due; `false` if another reader has taken the ring over.
-    pub(crate) fn renew(&mut self, now_ns: u64) -> bool {
-        let Some(lease) = self.lease else { return true };
-        if now_ns.saturating_sub(self.renewed_ns) < HEARTBEAT_NS {
-            return true;
+    /// Whether the ring is ours to read, as far as we know.
+    pub(crate) fn is_held(&self) -> bool {
+        self.lease.is_some()
+    }
+
+    /// Where the ring is being written now.
+    pub(crate) fn head(&self) -> u64 {
+        self.view()
+            .map_or(0, |pages| pages.header().cursor.head.load(Ordering::SeqCst))
+    }
+
+    /// Whether everything before this position has been read.
+    pub(crate) fn is_read_to(&self, position: u64) -> bool {
+        self.view().is_none_or(|pages| {
+            let tail = pages.header().cursor.tail.load(Ordering::Relaxed);
+            tail.wrapping_sub(position) as i64 >= 0
+        })
+    }
+
+    /// Tells later readers what this one has accounted for, as long as the ring is its own.
+    pub(crate) fn publish(&self, news: &ByKind) {
+        if let (Some(_), Some(pages)) = (self.lease, self.view()) {
+            // Relaxed: counters order nothing. A reader that was stopped before this line adds to its successor's sum, and
+            // what it adds is true.
+            for (word, news) in pages
+                .header()
+                .taken
+                .iter()
+                .zip(news)
+                .filter(|(_, news)| **news > 0)
+            {
+                word.fetch_add(*news, Ordering::Relaxed);
+            }
         }
-        let renewed = self
-            .view()
-            .is_some_and(|pages| pages.header().lease.renew(lease, now_ns));
-        if renewed {
-            self.renewed_ns = now_ns;
-        } else {
-            self.lease = None;
-        }
-        renewed
     }
 
     /// Counts sparse events from the beginning of the pages.
-    pub(crate) fn count_from_zero(&mut self) {
+    pub(crate) fn count_from_zero(&mut self, base: &mut Base) {
         for kind in Kind::ALL.iter().filter(|kind| Kind::SPARSE & kind.bit() != 0) {
-            self.baseline.0[*kind as usize] = 0;
-            self.baseline.1[*kind as usize] = 0;
+            let at = *kind as usize;
+            (self.baseline.0[at], self.baseline.1[at]) = (0, 0);
+            (base.emitted[at], base.taken[at]) = (0, 0);
         }
+    }
+
+    /// Events emitted since the pages were made, by kind.
+    pub(crate) fn emitted(&self) -> ByKind {
+        self.view().map_or(self.baseline.0, |pages| counters(&pages).0)
     }
 
     /// Asks the writers for no more events; the lease, and with it the right to read what is there, stays.
     pub(crate) fn disarm(&mut self) {
+        self.wanted = 0;
         if let Some(lease) = self.lease
             && let Some(pages) = self.view()
-            && pages.header().lease.renew(lease, now_ns())
         {
-            // Relaxed: a writer that learns of it late adds a record at the edge, no more.
-            pages
-                .header()
-                .lease
-                .mask
-                .store(0, std::sync::atomic::Ordering::Relaxed);
+            // If it is another reader's by now, it is not ours to disarm.
+            let _ = pages.header().lease.arm(lease, 0);
         }
     }
 
@@ -242,7 +290,7 @@ impl Mapped {
         limit: usize,
         now_ns: u64,
         dead: bool,
-        mut take: impl FnMut(&Pages<'_>, Record),
+        mut take: impl FnMut(&Pages<'_>, u64, Record),
     ) -> bool {
         if self.lease.is_none() {
             return true;
@@ -252,9 +300,9 @@ impl Mapped {
         if let Some(pages) = self.view() {
             let (cursor, slots) = (&pages.header().cursor, pages.ring());
             while left > 0 {
-                if let Some(record) = ring::pop(cursor, slots) {
-                    take(&pages, record);
-                } else if !ring::is_held_up(cursor) {
+                if let Some((position, record)) = ring::pop_at(cursor, slots) {
+                    take(&pages, position, record);
+                } else if !ring::is_held_up(cursor, slots) {
                     break;
                 } else if dead {
                     ring::skip(cursor, slots);
@@ -273,8 +321,8 @@ impl Mapped {
         now_ns.saturating_sub(since) > HELD_UP_NS
     }
 
-    /// Events lost in the ring since the last call, by kind.
-    pub(crate) fn newly_lost(&mut self) -> Vec<(Kind, u64)> {
+    /// Events of the kinds in `mask` lost in the ring since the last call.
+    pub(crate) fn newly_lost(&mut self, mask: u64) -> Vec<(Kind, u64)> {
         let Some(now) = self.view().map(|pages| counters(&pages).1) else {
             return Vec::new();
         };
@@ -282,7 +330,7 @@ impl Mapped {
         for kind in Kind::ALL {
             let index = *kind as usize;
             let count = now[index].wrapping_sub(self.lost_reported[index]);
-            if count > 0 {
+            if count > 0 && mask & kind.bit() != 0 {
                 lost.push((*kind, count));
             }
         }
@@ -300,11 +348,40 @@ impl Mapped {
 }
 
 fn counters(pages: &Pages<'_>) -> (ByKind, ByKind) {
-    use std::sync::atomic::Ordering::Relaxed;
     let header = pages.header();
-    // Relaxed: counters order nothing; exact totals are read when their writers are known to have stopped.
+    // SeqCst: read after arming, as writers look at the mask after counting; see `Lease::acquire`.
     (
-        std::array::from_fn(|kind| header.emitted[kind].load(Relaxed)),
-        std::array::from_fn(|kind| header.lost[kind].load(Relaxed)),
+        std::array::from_fn(|kind| header.emitted[kind].load(Ordering::SeqCst)),
+        std::array::from_fn(|kind| header.lost[kind].load(Ordering::Relaxed)),
     )
+}
+
+fn taken(pages: &Pages<'_>) -> ByKind {
+    std::array::from_fn(|kind| pages.header().taken[kind].load(Ordering::Relaxed))
+}
+
+/// A reader in words, for messages.
+fn name(holder: &Holder, own: &Reader) -> String {
+    match &holder.reader {
+        Some(reader) if reader.namespace() == own.namespace() => format!("process {}", reader.pid()),
+        // Its number means another process here, if any.
+        Some(reader) => format!("process {} of another pid namespace", reader.pid()),
+        None => "a reader that has just begun".to_owned(),
+    }
+}
+
+/// What became of the lease.
+#[derive(Debug)]
+pub(crate) enum Hold {
+    /// Nothing.
+    AsBefore,
+    /// Another reader has taken it.
+    Lost {
+        /// Who, in words.
+        holder: String,
+        /// How long ago this reader's last sign of life was by then.
+        silent_ns: u64,
+    },
+    /// It had been lost and is this reader's again.
+    Regained,
 }

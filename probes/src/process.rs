@@ -4,9 +4,11 @@ use std::{
     fs, io,
     os::{
         fd::{AsRawFd as _, FromRawFd as _, OwnedFd},
-        unix::fs::FileExt as _,
+        unix::fs::{FileExt as _, MetadataExt as _},
     },
 };
+
+use ringsight_records::pages::Reader;
 
 use crate::{
     error::AttachError,
@@ -60,25 +62,38 @@ fn parse_stat(stat: &str) -> Option<u64> {
     fields.nth(18)?.parse().ok()
 }
 
-/// Whether the process that started then is still running.
+/// This process as it signs the lease of a ring.
 #[must_use]
-pub fn is_running(pid: u32, started: u64) -> bool {
-    start_time(pid) == Some(started)
+pub fn own_reader() -> Reader {
+    // 0, which no namespace has, if there is no /proc to ask.
+    let namespace = fs::metadata("/proc/self/ns/pid").map_or(0, |namespace| namespace.ino());
+    Reader::new(std::process::id(), own_start_time(), namespace)
 }
 
-/// The same for a number that may have been given in another pid namespace: a reader in a container calls itself what its
-/// container does. Start times are the same in all of them. A process of an outer namespace stays unseen.
-#[must_use]
-pub fn is_running_anywhere(pid: u32, started: u64) -> bool {
-    is_running(pid, started)
-        || fs::read_dir("/proc").is_ok_and(|entries| {
-            entries
-                .flatten()
-                .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
-                .any(|number| {
-                    is_running(number, started) && innermost_pid(number).is_ok_and(|inner| inner == pid)
-                })
-        })
+/// Whether a reader certainly does not exist any more, as far as `own` can tell, which is this process. A number says nothing
+/// in another pid namespace than the one that it was given in: a process there may be alive and not be seen from here.
+pub(crate) fn is_gone(own: &Reader, reader: &Reader) -> bool {
+    if own.namespace() == 0 || own.namespace() != reader.namespace() {
+        return false;
+    }
+    let Some(pid) = i32::try_from(reader.pid()).ok().filter(|pid| *pid > 0) else {
+        return false;
+    };
+    // By a signal that is none: `/proc` may hide other users' processes, or be another namespace's.
+    // SAFETY: a system call on integers that does nothing but check.
+    let exists =
+        unsafe { libc::kill(pid, 0) } == 0 || io::Error::last_os_error().raw_os_error() != Some(libc::ESRCH);
+    if !exists {
+        return true;
+    }
+    // It may be a zombie, or another process of that number. A `/proc` of our own namespace tells: this process has one
+    // number in it.
+    let numbers = fs::read_to_string("/proc/self/status")
+        .ok()
+        .and_then(|status| Some(status_field(&status, "NSpid:")?.split_whitespace().count()));
+    numbers == Some(1)
+        && fs::read_to_string(format!("/proc/{pid}/stat"))
+            .is_ok_and(|stat| parse_stat(&stat).is_none_or(|started| started != reader.start_time()))
 }
 
 /// Whether a process is stopped by a signal or a debugger; `None` if it is gone.
@@ -264,10 +279,36 @@ mod tests {
     }
 
     #[test]
-    fn this_process_runs_and_another_start_time_is_another_process() {
-        let pid = std::process::id();
-        let started = start_time(pid).unwrap();
-        assert!(is_running(pid, started) && !is_running(pid, started + 1));
+    fn a_reader_is_gone_only_where_its_number_means_something() {
+        let own = own_reader();
+        assert_eq!(
+            (own.pid(), own.start_time()),
+            (std::process::id(), own_start_time())
+        );
+        assert!(!is_gone(&own, &own));
+        let later = Reader::new(own.pid(), own.start_time() + 1, own.namespace());
+        assert!(is_gone(&own, &later), "another process of the same number");
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let started = loop {
+            // As long as it is no zombie it can be asked.
+            match fs::read_to_string(format!("/proc/{}/stat", child.id())) {
+                Ok(stat) if parse_stat(&stat).is_none() => break own.start_time(),
+                _ => std::thread::yield_now(),
+            }
+        };
+        let zombie = Reader::new(child.id(), started, own.namespace());
+        assert!(is_gone(&own, &zombie), "a zombie reads nothing any more");
+        child.wait().unwrap();
+        assert!(is_gone(&own, &zombie));
+        for namespace in [0, own.namespace() + 1] {
+            let elsewhere = Reader::new(child.id(), started, namespace);
+            assert!(
+                !is_gone(&own, &elsewhere),
+                "it may be alive and not be seen from here"
+            );
+        }
+        assert!(!is_gone(&own, &Reader::new(0, 0, own.namespace())));
+        assert!(!is_gone(&own, &Reader::new(u32::MAX, 0, own.namespace())));
     }
 
     #[test]

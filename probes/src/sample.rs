@@ -55,6 +55,16 @@ pub enum Sample {
         /// How many.
         count: u64,
     },
+    /// Events that happened before this reader came and after an earlier one had ended, and that were not in the ring any
+    /// more, if they ever were. No event of the time before the first reader is missed.
+    Missed {
+        /// Process.
+        pid: u32,
+        /// Kind.
+        kind: Kind,
+        /// How many.
+        count: u64,
+    },
     /// A host-timed call into a library without our probe functions.
     Call(Box<HostCall>),
     /// Everything that happened in this process before `time_ns` (`CLOCK_MONOTONIC`) has been delivered.

@@ -10,12 +10,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ringsight_records::{Kind, VERSION, probed::Tally};
+use ringsight_records::{Kind, VERSION, pages::Reader, probed::Tally};
 
 use crate::{
     attach::{Event, Probes},
     error::{AttachError, Unavailable},
-    pages::Mapped,
+    pages::{Hold, Mapped},
     process::{self, Program, now_ns},
     sample::{Carrier, Process, Sample, Source},
     site::{self, Site},
@@ -30,6 +30,8 @@ const BATCH: usize = 1 << 18;
 const TALLY_NS: u64 = 20_000_000;
 /// How often to look whether processes still run the program that was attached to.
 const PROGRAM_NS: u64 = 50_000_000;
+/// How long letting go waits for events that were counted and have not come.
+const REST: Duration = Duration::from_millis(5);
 
 /// Whether to attach eBPF probes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -91,7 +93,7 @@ pub struct Session {
     past: ProbeStats,
     ready: Vec<Sample>,
     problems: Vec<String>,
-    own: (u32, u64),
+    own: Reader,
     tallied_ns: u64,
     programs_ns: u64,
 }
@@ -106,6 +108,43 @@ struct Target {
     probed: Option<(u64, u64)>,
     reported: Tally,
     watched: Watched,
+}
+
+impl Target {
+    /// Reports what the probes lost since the last report.
+    fn report(&mut self, now: &Tally, pid: u32, samples: &mut Vec<Sample>) {
+        for kind in Kind::ALL {
+            let at = *kind as usize;
+            let count = now.lost[at].saturating_sub(self.reported.lost[at]);
+            if count > 0 {
+                self.watched.report_lost(Carrier::Probe, *kind, count, samples);
+            }
+        }
+        let nameless = |tally: &Tally| tally.faults + tally.calls_lost;
+        let count = nameless(now).saturating_sub(nameless(&self.reported));
+        if count > 0 {
+            samples.push(Sample::Lost {
+                pid: Some(pid),
+                carrier: Carrier::Probe,
+                kind: None,
+                count,
+            });
+        }
+        self.reported = *now;
+    }
+
+    /// Keeps the lease of the ring. What became of it, if it is worth a word.
+    fn renew(&mut self, pid: u32, own: &Reader, now_ns: u64) -> Option<String> {
+        match self.watched.renew(own, now_ns) {
+            Hold::AsBefore => None,
+            Hold::Lost { holder, silent_ns } => Some(format!(
+                "process {pid}: {holder} has taken its ring over (a lease lapses after 5 s; the last sign of life of this \
+                 reader is {:.1} s old): what the ring carries goes there until that lease is given back or lapses",
+                silent_ns as f64 / 1e9
+            )),
+            Hold::Regained => Some(format!("process {pid}: its ring is this reader's again")),
+        }
+    }
 }
 
 impl std::fmt::Debug for Session {
@@ -132,7 +171,6 @@ impl Session {
                 Err(unavailable) => (None, Some(unavailable)),
             },
         };
-        let pid = std::process::id();
         Ok(Self {
             options,
             probes,
@@ -142,7 +180,7 @@ impl Session {
             past: ProbeStats::default(),
             ready: Vec::new(),
             problems: Vec::new(),
-            own: (pid, process::own_start_time()),
+            own: process::own_reader(),
             tallied_ns: 0,
             programs_ns: 0,
         })
@@ -191,9 +229,11 @@ impl Session {
         let instrumented = library.flavour == Flavour::Instrumented;
 
         let mut pages = if instrumented { Mapped::find(pid)? } else { None };
+        let mut base = None;
         if let Some(pages) = &mut pages {
-            // Before any probe is placed: a second reader must not disturb the first.
-            pages.lease(pid, self.own)?;
+            // Before any probe is placed: a second reader must not disturb the first. The ring is armed from here on: what
+            // happens before the probes are in place comes through it.
+            base = pages.lease(pid, &self.own, self.mask())?;
         }
         let mut probed = None;
         if let Some(probes) = &mut self.probes {
@@ -221,10 +261,6 @@ impl Session {
             });
             return Err(AttachError::Ebpf { pid, unavailable });
         }
-        if let Some(pages) = &mut pages {
-            // After the probes: an operation of which the ring tells anything is one whose end they see.
-            pages.arm(self.options.dense & Kind::DENSE | if probed.is_some() { 0 } else { Kind::SPARSE });
-        }
         let identity = pages.as_ref().map(Mapped::identity);
         let process = Arc::new(process::describe(pid, started, &library, identity));
         // The process may have ended, and its number be another's, while it was looked at.
@@ -236,7 +272,8 @@ impl Session {
             return Err(gone);
         }
         self.ready.push(Sample::Process(Arc::clone(&process)));
-        let mut watched = Watched::new(pid, instrumented, pages);
+        let pages = pages.map(|pages| (pages, base));
+        let mut watched = Watched::new(pid, instrumented, probed.is_some(), pages, now_ns());
         watched.communicators(&mut self.ready);
         let target = Target {
             pidfd,
@@ -301,13 +338,40 @@ impl Session {
         stats
     }
 
+    /// Kinds that the rings are armed for. With probes in place the sparse ones in there are for a successor: should this
+    /// reader be killed, what happens until the lease lapses is still to be read.
+    fn mask(&self) -> u64 {
+        self.options.dense & Kind::DENSE | Kind::SPARSE
+    }
+
+    /// Takes what happened until now, also of threads that have counted an event and are about to write it.
+    fn come_to_rest(&mut self, pids: &[u32], samples: &mut Vec<Sample>) {
+        for target in self.targets.iter_mut().filter(|(pid, _)| pids.contains(pid)) {
+            target.1.watched.begin_to_end();
+        }
+        let begun = Instant::now();
+        loop {
+            self.drain_probes(samples);
+            let mut even = true;
+            for target in self.targets.iter_mut().filter(|(pid, _)| pids.contains(pid)) {
+                target.1.watched.drain(BATCH, now_ns(), false, samples);
+                even &= target.1.watched.is_even();
+            }
+            if even || begun.elapsed() >= REST {
+                return;
+            }
+            std::thread::yield_now();
+        }
+    }
+
     /// Stops the events of `pids`, takes what they left in both carriers, then takes the links away.
     fn let_go(&mut self, pids: &[u32]) {
         let mut samples = std::mem::take(&mut self.ready);
+        self.come_to_rest(pids, &mut samples);
         for pid in pids {
             if let Some(target) = self.targets.get_mut(pid) {
                 if let (Some(probes), Some((key, _))) = (&mut self.probes, target.probed) {
-                    Self::report(&mut target.reported, &probes.tally(key), *pid, &mut samples);
+                    target.report(&probes.tally(key), *pid, &mut samples);
                     self.past.add(&probes.tally(key));
                     probes.forget(key);
                 }
@@ -328,7 +392,7 @@ impl Session {
 
     /// The end of a target whose events were all taken.
     fn close(&mut self, pid: u32, mut target: Target, samples: &mut Vec<Sample>) {
-        target.watched.lost(samples);
+        target.watched.close(samples);
         if let Some(counters) = target.watched.counters() {
             self.finished.insert(pid, counters);
         }
@@ -336,29 +400,6 @@ impl Session {
             probes.unlink(key, target.library);
         }
         samples.push(Sample::Exited { pid });
-    }
-
-    /// Reports what the probes lost since the last report.
-    fn report(reported: &mut Tally, now: &Tally, pid: u32, samples: &mut Vec<Sample>) {
-        let mut lost = |kind: Option<Kind>, count: u64| {
-            if count > 0 {
-                samples.push(Sample::Lost {
-                    pid: Some(pid),
-                    carrier: Carrier::Probe,
-                    kind,
-                    count,
-                });
-            }
-        };
-        for kind in Kind::ALL {
-            lost(
-                Some(*kind),
-                now.lost[*kind as usize].saturating_sub(reported.lost[*kind as usize]),
-            );
-        }
-        let nameless = |tally: &Tally| tally.faults + tally.calls_lost;
-        lost(None, nameless(now).saturating_sub(nameless(reported)));
-        *reported = *now;
     }
 
     /// Notices processes that have begun another program (`execve`): nothing of what was attached to exists any more.
@@ -415,9 +456,7 @@ impl Session {
                     target.watched.foreign(probed.record.version(), problems);
                 }
                 Event::Record(probed) => {
-                    target
-                        .watched
-                        .record(probed.tid, Carrier::Probe, probed.record, samples);
+                    target.watched.record(probed.tid, probed.record, samples);
                 }
                 Event::Call(call) => target.watched.call(&call, samples),
             }
@@ -439,30 +478,25 @@ impl Source for Session {
         );
         self.look_for_other_programs(now, &ended);
         let drained = self.drain_probes(samples);
+        let mask = self.mask();
 
         let tallying = now.saturating_sub(self.tallied_ns) >= TALLY_NS;
         let mut over = Vec::new();
         for ((pid, target), ended) in self.targets.iter_mut().zip(ended) {
             // What ran the library is gone either way.
             let ended = ended || target.replaced;
-            if let Err(problem) = target.watched.look(now, self.own, || {
-                self.options.dense & Kind::DENSE | if target.probed.is_some() { 0 } else { Kind::SPARSE }
-            }) {
+            if let Err(problem) = target.watched.look(now, &self.own, mask) {
                 self.problems.push(problem.to_string());
             }
-            if !target.watched.renew(now) {
-                self.problems.push(format!(
-                    "process {pid}: another reader has taken its ring over, because this one gave no sign of life for 5 s; \
-                     dense events go to that reader now"
-                ));
-            }
+            self.problems.extend(target.renew(*pid, &self.own, now));
             let complete = target.watched.drain(BATCH, now, ended, samples) && drained;
             target.watched.lost(samples);
             if let (Some(probes), Some((key, _))) = (&self.probes, target.probed)
                 && (tallying || ended)
             {
-                Self::report(&mut target.reported, &probes.tally(key), *pid, samples);
+                target.report(&probes.tally(key), *pid, samples);
             }
+            target.watched.publish();
             target.watched.communicators_if_due(now, samples);
             if complete {
                 samples.push(Sample::Watermark {

@@ -1,14 +1,17 @@
 //! One watched process: its pages, and the samples made of its raw events.
 
+use std::collections::HashSet;
+
 use ringsight_records::{
     Kind, Record, VERSION,
-    pages::Pages,
+    pages::{Pages, Reader},
     probed::{ProbedCall, site_of},
 };
 
 use crate::{
+    account::{Account, Base},
     error::AttachError,
-    pages::Mapped,
+    pages::{ByKind, Hold, Mapped},
     sample::{Carrier, HostCall, Sample},
     signature,
     stats::Counters,
@@ -17,12 +20,22 @@ use crate::{
 /// How often to look for pages that are not there yet, and for communicators whose record was lost.
 const LOOK_NS: u64 = 50_000_000;
 
+/// How long after the probes were there sparse records of the ring may come through them as well: what a thread did between
+/// the two takes it no longer than it is kept from running.
+const RECOVERY_NS: u64 = 1_000_000_000;
+
 /// State of one process.
 #[derive(Debug)]
 pub(crate) struct Watched {
     pid: u32,
     instrumented: bool,
+    /// Sparse records come through probes; those in the ring are for a successor.
+    probed: bool,
     pages: Option<Mapped>,
+    account: Account,
+    recovery: Option<Recovery>,
+    /// Emitted when the end began: what comes after is not ours to see.
+    end: Option<ByKind>,
     looked_ns: u64,
     /// A layout version that is not ours was reported.
     foreign: bool,
@@ -30,28 +43,65 @@ pub(crate) struct Watched {
     refused: bool,
 }
 
+/// The beginning of a watch: what is in the ring by then is taken from there, sparse records too, of which some come through
+/// the probes as well.
+#[derive(Debug)]
+struct Recovery {
+    /// Positions from here on were claimed with the probes in place: their sparse records come through those.
+    until: u64,
+    began_ns: u64,
+    /// Sparse records that came so far. One that comes by both carriers is the same to the last bit.
+    seen: HashSet<[u8; size_of::<Record>()]>,
+}
+
+fn is_sparse(record: &Record) -> bool {
+    Kind::SPARSE >> (record.kind & 63) & 1 == 1
+}
+
 impl Watched {
-    pub(crate) fn new(pid: u32, instrumented: bool, pages: Option<Mapped>) -> Self {
-        Self {
+    /// `pages` are leased, with the account that begins with them; `probed` says that the probes are in place.
+    pub(crate) fn new(
+        pid: u32,
+        instrumented: bool,
+        probed: bool,
+        pages: Option<(Mapped, Option<Base>)>,
+        now_ns: u64,
+    ) -> Self {
+        let mut watched = Self {
             pid,
             instrumented,
-            pages,
+            probed,
+            pages: None,
+            account: Account::new(),
+            recovery: None,
+            end: None,
             looked_ns: 0,
             foreign: false,
             refused: false,
+        };
+        if let Some((pages, base)) = pages {
+            watched.begin(pages, base, now_ns);
         }
+        watched
+    }
+
+    fn begin(&mut self, pages: Mapped, base: Option<Base>, now_ns: u64) {
+        if let Some(base) = base {
+            self.account.begin(base);
+            self.recovery = Some(Recovery {
+                until: pages.head(),
+                began_ns: now_ns,
+                seen: HashSet::new(),
+            });
+        }
+        self.pages = Some(pages);
     }
 
     /// Looks for the pages, if there are none yet and it is time: a library makes them with its first communicator.
-    pub(crate) fn look(
-        &mut self,
-        now_ns: u64,
-        own: (u32, u64),
-        mask: impl FnOnce() -> u64,
-    ) -> Result<(), AttachError> {
+    pub(crate) fn look(&mut self, now_ns: u64, own: &Reader, mask: u64) -> Result<(), AttachError> {
         if !self.instrumented
-            || self.refused
             || self.pages.is_some()
+            || self.end.is_some()
             || now_ns.saturating_sub(self.looked_ns) < LOOK_NS
         {
             return Ok(());
@@ -59,29 +109,44 @@ impl Watched {
         self.looked_ns = now_ns;
         let found = Mapped::find(self.pid).and_then(|found| {
             let Some(mut pages) = found else { return Ok(None) };
-            pages.lease(self.pid, own)?;
-            pages.arm(mask());
-            // The probes were there before the pages: the library's counts are complete from zero for sparse events.
-            pages.count_from_zero();
-            Ok(Some(pages))
+            let mut base = pages.lease(self.pid, own, mask)?;
+            if let (true, Some(base)) = (self.probed, &mut base) {
+                // The probes were there before the pages: the library's counts are complete from zero for sparse events.
+                pages.count_from_zero(base);
+            }
+            Ok(Some((pages, base)))
         });
         match found {
-            Ok(pages) => self.pages = pages,
-            Err(AttachError::Gone { .. }) => {}
+            Ok(Some((pages, base))) => self.begin(pages, base, now_ns),
+            Ok(None) | Err(AttachError::Gone { .. }) => {}
+            // Told once. Another reader may be gone later, and what is damaged stays so.
             Err(error) => {
-                self.refused = true;
-                return Err(error);
+                if !std::mem::replace(&mut self.refused, true) {
+                    return Err(error);
+                }
             }
         }
         Ok(())
     }
 
     /// See [`Mapped::renew`].
-    pub(crate) fn renew(&mut self, now_ns: u64) -> bool {
-        self.pages.as_mut().is_none_or(|pages| pages.renew(now_ns))
+    pub(crate) fn renew(&mut self, own: &Reader, now_ns: u64) -> Hold {
+        self.pages
+            .as_mut()
+            .map_or(Hold::AsBefore, |pages| pages.renew(own, now_ns))
     }
 
-    /// Stops new dense events; what is in the ring stays ours to read.
+    /// Notes what has been emitted by now as all that is to be accounted for.
+    pub(crate) fn begin_to_end(&mut self) {
+        self.end = Some(self.pages.as_ref().map_or([0; Kind::LIMIT], Mapped::emitted));
+    }
+
+    /// Whether that has come, or is known to be lost.
+    pub(crate) fn is_even(&self) -> bool {
+        self.end.is_none_or(|emitted| self.account.is_even(&emitted))
+    }
+
+    /// Stops new events in the ring; what is in there stays ours to read.
     pub(crate) fn disarm(&mut self) {
         if let Some(pages) = &mut self.pages {
             pages.disarm();
@@ -94,9 +159,21 @@ impl Watched {
             return true;
         };
         let mut foreign = 0;
-        let seen = std::mem::take(&mut pages.seen);
-        let mut seen = seen;
-        let complete = pages.drain(limit, now_ns, dead, |pages, record| {
+        let mut seen = std::mem::take(&mut pages.seen);
+        let begins = pages.begins;
+        let complete = pages.drain(limit, now_ns, dead, |pages, position, record| {
+            if self.probed && is_sparse(&record) {
+                let new = self.recovery.as_mut().is_some_and(|recovery| {
+                    (position.wrapping_sub(recovery.until) as i64) < 0
+                        && recovery.seen.insert(record.to_bytes())
+                });
+                // The probes bring it, or have brought it.
+                if !new {
+                    return;
+                }
+            }
+            self.account
+                .received(record.kind, (position.wrapping_sub(begins) as i64) < 0);
             if record.version() == VERSION {
                 deliver(
                     self.pid,
@@ -120,11 +197,84 @@ impl Watched {
                 count: foreign,
             });
         }
+        self.recover(now_ns, samples);
         complete
     }
 
+    /// Once what was in the ring at the beginning has been read: what was not in there is missed.
+    fn recover(&mut self, now_ns: u64, samples: &mut Vec<Sample>) {
+        let Some(pages) = &self.pages else { return };
+        if let Some(recovery) = &self.recovery
+            && now_ns.saturating_sub(recovery.began_ns) >= RECOVERY_NS
+            && pages.is_read_to(recovery.until)
+        {
+            self.recovery = None;
+            let emitted = pages.emitted();
+            self.missed(&emitted, samples);
+        }
+    }
+
+    fn missed(&mut self, emitted: &ByKind, samples: &mut Vec<Sample>) {
+        for (kind, count) in self.account.missed(emitted) {
+            samples.push(Sample::Missed {
+                pid: self.pid,
+                kind,
+                count,
+            });
+        }
+    }
+
+    /// Tells the pages what has been accounted for; see [`Mapped::publish`].
+    pub(crate) fn publish(&mut self) {
+        if let Some(pages) = self.pages.as_ref().filter(|pages| pages.is_held()) {
+            pages.publish(&self.account.publish());
+        }
+    }
+
+    /// The end: what was emitted and has not come is missed or lost, whatever the carriers say.
+    pub(crate) fn close(&mut self, samples: &mut Vec<Sample>) {
+        self.lost(samples);
+        let Some(pages) = &self.pages else { return };
+        let emitted = self.end.unwrap_or_else(|| pages.emitted());
+        self.missed(&emitted, samples);
+        for (kind, count) in self.account.unaccounted(&emitted) {
+            let carrier = if self.probed && Kind::SPARSE & kind.bit() != 0 {
+                Carrier::Probe
+            } else {
+                Carrier::Ring
+            };
+            self.report_lost(carrier, kind, count, samples);
+        }
+        self.publish();
+    }
+
+    /// Hands a loss on.
+    pub(crate) fn report_lost(
+        &mut self,
+        carrier: Carrier,
+        kind: Kind,
+        count: u64,
+        samples: &mut Vec<Sample>,
+    ) {
+        self.account.lost(kind, count);
+        samples.push(Sample::Lost {
+            pid: Some(self.pid),
+            carrier,
+            kind: Some(kind),
+            count,
+        });
+    }
+
     /// Hands a probed record on, with what must come before it.
-    pub(crate) fn record(&mut self, tid: u32, carrier: Carrier, record: Record, samples: &mut Vec<Sample>) {
+    pub(crate) fn record(&mut self, tid: u32, record: Record, samples: &mut Vec<Sample>) {
+        if let Some(recovery) = &mut self.recovery
+            && !recovery.seen.insert(record.to_bytes())
+        {
+            // It came out of the ring.
+            return;
+        }
+        self.account.received(record.kind, false);
+        let carrier = Carrier::Probe;
         let Some(pages) = &mut self.pages else {
             deliver(self.pid, tid, carrier, record, None, samples);
             return;
@@ -186,17 +336,16 @@ impl Watched {
         }
     }
 
-    /// Reports what the ring lost since the last report.
+    /// Reports what the ring lost since the last report, of the kinds that it is the carrier of.
     pub(crate) fn lost(&mut self, samples: &mut Vec<Sample>) {
-        if let Some(pages) = &mut self.pages {
-            for (kind, count) in pages.newly_lost() {
-                samples.push(Sample::Lost {
-                    pid: Some(self.pid),
-                    carrier: Carrier::Ring,
-                    kind: Some(kind),
-                    count,
-                });
-            }
+        let carried = if self.probed { Kind::DENSE } else { Kind::EVERY };
+        let lost = self
+            .pages
+            .as_mut()
+            .map(|pages| pages.newly_lost(carried))
+            .unwrap_or_default();
+        for (kind, count) in lost {
+            self.report_lost(Carrier::Ring, kind, count, samples);
         }
     }
 

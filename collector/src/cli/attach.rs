@@ -470,9 +470,13 @@ impl Reader<'_> {
     fn draw(&self, begun: Instant) {
         let readings = self.collector.readings();
         let (operations, incomplete, late) = self.collector.log().counts();
+        let missed = match readings.counts.missed_total() {
+            0 => String::new(),
+            missed => format!(", {missed} missed before"),
+        };
         eprint!(
             "\r\x1b[K{:.0} s: {} processes, {operations} operations ({} in flight, {late} with a late rank, {incomplete} incomplete), \
-             {} records, {} lost",
+             {} records, {} lost{missed}",
             begun.elapsed().as_secs_f64(),
             self.session.pids().count(),
             readings.in_flight,

@@ -48,6 +48,7 @@ pub(super) fn summarise(
         operations: rows.to_vec(),
         operations_left_out: if rows.is_empty() { 0 } else { left_out },
         lost: readings.counts.lost_total(),
+        missed: readings.counts.missed_total(),
         unfinished: collector.unfinished(),
         given_up: summary::given_up(&readings),
         duration_s,
@@ -75,6 +76,18 @@ pub(super) fn report(summary: &Summary, collector: &Collector) -> String {
     );
     for (kind, count) in summary.records.iter().filter(|(_, count)| count.lost > 0) {
         let _ = writeln!(text, "  {kind}: {} lost of {}", count.lost, count.emitted);
+    }
+    if summary.missed > 0 {
+        let by_kind = summary.records.iter().filter(|(_, count)| count.missed > 0);
+        let by_kind: Vec<String> = by_kind
+            .map(|(kind, count)| format!("{kind} {}", count.missed))
+            .collect();
+        let _ = writeln!(
+            text,
+            "missed while no collector was attached: {} events ({})",
+            summary.missed,
+            by_kind.join(", ")
+        );
     }
     for (reason, count) in &summary.given_up {
         let _ = writeln!(text, "  {reason}: {count}");

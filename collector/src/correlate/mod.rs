@@ -72,6 +72,8 @@ pub struct Counts {
     pub lost: [u64; Kind::LIMIT],
     /// Events lost whose kind is not known, descriptions among them.
     pub lost_other: u64,
+    /// Events of the time between an earlier reader's end and this one's beginning that never came.
+    pub missed: [u64; Kind::LIMIT],
     /// Records that came through a probe function: hits of a uprobe.
     pub probe_hits: u64,
     /// Records of a kind or version that this collector does not know.
@@ -83,6 +85,12 @@ impl Counts {
     #[must_use]
     pub fn lost_total(&self) -> u64 {
         self.lost.iter().sum::<u64>() + self.lost_other
+    }
+
+    /// Everything that was missed before.
+    #[must_use]
+    pub fn missed_total(&self) -> u64 {
+        self.missed.iter().sum()
     }
 
     /// Everything that came in.
@@ -167,7 +175,10 @@ impl Correlator {
             }
             Sample::Lost { pid, kind, count, .. } => {
                 match kind {
-                    Some(kind) => self.counts.lost[kind as usize] += count,
+                    Some(kind) => {
+                        let lost = &mut self.counts.lost[kind as usize];
+                        *lost = lost.saturating_add(count);
+                    }
                     None => self.counts.lost_other += count,
                 }
                 match pid {
@@ -185,6 +196,13 @@ impl Correlator {
                         .iter_mut()
                         .flatten()
                         .for_each(|target| target.lost(kind)),
+                }
+            }
+            Sample::Missed { pid, kind, count } => {
+                let missed = &mut self.counts.missed[kind as usize];
+                *missed = missed.saturating_add(count);
+                if let Some(target) = self.target(pid) {
+                    target.missed(kind);
                 }
             }
             Sample::Process(process) => {

@@ -248,6 +248,15 @@ impl Target {
         self.completions_lost |= kind == Some(Kind::OpCompleted);
     }
 
+    /// Something of `kind` was missed before this process was watched: operations from that time may lack it.
+    pub(super) fn missed(&mut self, kind: Kind) {
+        let since = self.watched_ns.unwrap_or(u64::MAX);
+        for operation in self.operations.values_mut() {
+            operation.tainted |= operation.first_ns < since;
+        }
+        self.completions_lost |= kind == Kind::OpCompleted;
+    }
+
     /// Gives an operation what stands outside of its own records: a replay's description, the launch of its plan, the
     /// size of its communicator.
     fn supplement(&self, operation: &mut RankOperation) {

@@ -57,24 +57,25 @@ const PROBES: [u8; Kind::LIMIT] = {
 #[inline]
 pub fn emit(record: &Record) {
     let kind = usize::from(record.kind) % Kind::LIMIT;
-    let shared = shared::current();
-    // The mask is all that an unwanted dense event looks at. Order does not matter: see `Lease::wants`.
-    let wanted = shared
-        .is_some_and(|shared| shared.pages.header().lease.mask.load(Ordering::Relaxed) & 1 << kind != 0);
     let probe = PROBES[kind];
-    if probe == 0 && !wanted {
-        return;
-    }
-    if let Some(shared) = shared {
+    if let Some(shared) = shared::current() {
         let header = shared.pages.header();
-        // The record's own time stands for "now": it is at most a moment old, and reading the clock again would cost as
-        // much as the rest. A lease that has lapsed is as good as none.
-        let wanted = wanted && header.lease.alive(record.time_ns);
-        if wanted || probe != 0 {
-            header.emitted[kind].fetch_add(1, Ordering::Relaxed);
+        // A sparse event is counted before the mask is looked at, a dense one after: only wanted ones count. A reader arms
+        // the ring and then reads the counters, so that what is counted later than that is in the ring. SeqCst makes it so,
+        // and costs nothing: a read-modify-write is a full barrier where loads need one.
+        if probe != 0 {
+            header.emitted[kind].fetch_add(1, Ordering::SeqCst);
         }
-        if wanted && !ring::push(&header.cursor, shared.pages.ring(), record) {
-            header.lost[kind].fetch_add(1, Ordering::Relaxed);
+        // The mask is all that an unwanted dense event looks at; see `Lease::mask`. The record's own time stands for "now":
+        // it is at most a moment old, and reading the clock again would cost as much as the rest. A lease that has lapsed is
+        // as good as none.
+        if header.lease.mask() & 1 << kind != 0 && header.lease.alive(record.time_ns) {
+            if probe == 0 {
+                header.emitted[kind].fetch_add(1, Ordering::Relaxed);
+            }
+            if !ring::push(&header.cursor, shared.pages.ring(), record) {
+                header.lost[kind].fetch_add(1, Ordering::Relaxed);
+            }
         }
     }
     if probe != 0 {
@@ -151,7 +152,7 @@ impl Drop for TableEntry {
 mod tests {
     use std::sync::{Mutex, MutexGuard};
 
-    use ringsight_records::{Description, State, description::Time};
+    use ringsight_records::{Description, State, description::Time, pages::Reader};
 
     use super::*;
 
@@ -165,7 +166,7 @@ mod tests {
     fn arm(mask: u64) -> u64 {
         let lease = &pages().unwrap().header().lease;
         lease
-            .acquire((std::process::id(), 1), now_ns(), mask, |_, _| false)
+            .acquire(&Reader::new(std::process::id(), 1, 0), now_ns(), mask, |_| true)
             .unwrap()
     }
 

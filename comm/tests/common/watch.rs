@@ -7,7 +7,7 @@ use std::{
 };
 
 use ringsight_comm::observe;
-use ringsight_records::{Description, Kind, Record, State, ring};
+use ringsight_records::{Description, Kind, Record, State, pages::Reader, ring};
 
 use super::host;
 
@@ -38,7 +38,12 @@ impl Watch {
         let header = pages.header();
         let lease = header
             .lease
-            .acquire((std::process::id(), 1), observe::now_ns(), kinds, |_, _| true)
+            .acquire(
+                &Reader::new(std::process::id(), 1, 0),
+                observe::now_ns(),
+                kinds,
+                |_| false,
+            )
             .expect("nobody else watches this process");
         let (end, ended) = channel::<()>();
         let reader = std::thread::spawn(move || {

@@ -20,7 +20,12 @@ impl Armed {
         let lease = &observe::pages().unwrap().header().lease;
         Self(
             lease
-                .acquire((std::process::id(), 1), observe::now_ns(), mask, |_, _| false)
+                .acquire(
+                    &ringsight_records::pages::Reader::new(std::process::id(), 1, 0),
+                    observe::now_ns(),
+                    mask,
+                    |_| true,
+                )
                 .unwrap(),
         )
     }

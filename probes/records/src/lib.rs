@@ -24,7 +24,7 @@ pub use record::{Flags, Kind, ProbedRecord, Record, State};
 pub use vocabulary::{Algorithm, Cause, DataType, Function, Protocol, ReduceOp};
 
 /// Version of every layout in this crate; four bits of each record and a word of the page header carry it.
-pub const VERSION: u8 = 1;
+pub const VERSION: u8 = 2;
 
 /// The four exported, never-merged probe functions of the library, in cookie order.
 ///

@@ -15,7 +15,7 @@ use crate::{
     vocabulary::NAME_BYTES,
 };
 
-pub use crate::lease::{Holder, LEASE_NS, Lease};
+pub use crate::lease::{Holder, LEASE_NS, Lease, Reader};
 
 /// Name of the memfd: its link in `/proc/<pid>/fd` reads `/memfd:ringsight-pages (deleted)`.
 pub const MEMFD_NAME: &str = "ringsight-pages";
@@ -80,9 +80,18 @@ pub struct Header {
     pub emitted: [AtomicU64; Kind::LIMIT],
     /// Events by kind that found the ring full.
     pub lost: [AtomicU64; Kind::LIMIT],
+    /// Events by kind that readers have accounted for, by any carrier: read, or known to be lost. What `emitted` is ahead
+    /// of it when a reader comes, its predecessor never saw.
+    pub taken: [AtomicU64; Kind::LIMIT],
 }
 
 const _: () = assert!(size_of::<Header>() <= 4096);
+// What a writer looks at before it writes is on one cache line.
+#[cfg(not(loom))]
+const _: () = assert!(
+    core::mem::offset_of!(Header, lease) / 64 == (core::mem::offset_of!(Header, cursor) - 1) / 64
+        && size_of::<Lease>() == 40
+);
 
 /// One communicator in the communicator table; 192 bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -368,9 +377,10 @@ impl Header {
         self.magic.store(MAGIC, Ordering::Release);
     }
 
-    /// Counts an event of this kind.
+    /// Counts an event of this kind; before the mask of the lease is looked at if it is sparse, so that what a reader does
+    /// not find counted when it has armed the ring comes to it.
     pub fn count_emitted(&self, kind: Kind) {
-        self.emitted[kind as usize].fetch_add(1, Ordering::Relaxed);
+        self.emitted[kind as usize].fetch_add(1, Ordering::SeqCst);
     }
 }
 

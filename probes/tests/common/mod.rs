@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test file uses its part")]
 
 use std::{
+    collections::BTreeMap,
     fs,
     io::{BufRead as _, BufReader, Write as _},
     os::fd::AsRawFd as _,
@@ -63,7 +64,10 @@ impl Target {
     }
 
     pub(crate) fn open(&mut self) {
-        assert_eq!(self.call("fixture_open 1"), 0);
+        assert_eq!(
+            self.call(&format!("fixture_open {}", ringsight_records::VERSION)),
+            0
+        );
         self.call("fixture_communicator 7");
     }
 
@@ -231,17 +235,22 @@ pub(crate) struct Reader {
 
 impl Reader {
     /// Runs `fixture_reader` by `command` and returns it with its first line.
-    pub(crate) fn start(mut command: Command, pid: u32) -> (Self, String) {
+    pub(crate) fn start(command: Command, pid: u32) -> (Self, String) {
+        Self::start_on(command, &[pid])
+    }
+
+    /// The same, on several processes.
+    pub(crate) fn start_on(mut command: Command, pids: &[u32]) -> (Self, String) {
         let mut child = command
-            .arg(pid.to_string())
+            .args(pids.iter().map(ToString::to_string))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .expect("the fixture: build it with `cargo build -p ringsight-probes --examples`");
-        let mut output = BufReader::new(child.stdout.take().expect("piped"));
-        let mut line = String::new();
-        output.read_line(&mut line).expect("a line");
-        (Self { child, output }, line.trim().to_owned())
+        let output = BufReader::new(child.stdout.take().expect("piped"));
+        let mut reader = Self { child, output };
+        let line = reader.line();
+        (reader, line)
     }
 
     pub(crate) fn command() -> Command {
@@ -252,6 +261,19 @@ impl Reader {
         self.child.id()
     }
 
+    /// The next line that it writes.
+    pub(crate) fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).expect("a line");
+        line.trim().to_owned()
+    }
+
+    /// Stops it (`SIGSTOP`) or has it go on (`SIGCONT`).
+    pub(crate) fn signal(&self, signal: i32) {
+        // SAFETY: a system call on integers; the child has not been waited for.
+        assert_eq!(unsafe { libc::kill(self.pid() as i32, signal) }, 0);
+    }
+
     /// As the out-of-memory killer does it.
     pub(crate) fn kill(mut self) {
         self.child.kill().expect("a child");
@@ -259,15 +281,27 @@ impl Reader {
     }
 
     /// Ends it and returns how many records it saw.
-    pub(crate) fn end(mut self) -> usize {
+    pub(crate) fn end(self) -> usize {
+        self.end_by_process().0
+    }
+
+    /// Ends it and returns how many records it saw, and of each process: records, missed, lost.
+    pub(crate) fn end_by_process(mut self) -> (usize, BTreeMap<u32, [u64; 3]>) {
         drop(self.child.stdin.take());
-        let mut line = String::new();
-        self.output.read_line(&mut line).expect("a line");
+        let line = self.line();
         self.child.wait().expect("a child");
-        line.trim()
-            .strip_prefix("records ")
-            .and_then(|count| count.parse().ok())
-            .expect("a count")
+        let mut words = line.strip_prefix("records ").expect("a count").split(' ');
+        let total = words.next().and_then(|count| count.parse().ok());
+        let by_process = words
+            .map(|word| {
+                let numbers: Vec<u64> = word.split(':').map(|n| n.parse().expect("a number")).collect();
+                let [pid, records, missed, lost] = numbers[..] else {
+                    panic!("{word}")
+                };
+                (pid as u32, [records, missed, lost])
+            })
+            .collect();
+        (total.expect("a count"), by_process)
     }
 }
 
@@ -276,4 +310,29 @@ impl Drop for Reader {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// The process of this number in the namespace that its parent lives in, that is, the one child of `pid`.
+pub(crate) fn child_of(pid: u32) -> u32 {
+    let children = format!("/proc/{pid}/task/{pid}/children");
+    let begun = Instant::now();
+    loop {
+        let text = fs::read_to_string(&children).expect("a process");
+        if let Ok(child) = text.trim().parse() {
+            return child;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(10), "children {text:?}");
+        std::thread::yield_now();
+    }
+}
+
+/// The numbers of a process in the namespaces that it is in, the innermost last.
+pub(crate) fn numbers_of(pid: u32) -> Vec<u32> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("a process");
+    let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
+    numbers
+        .expect("a field of every kernel since 4.1")
+        .split_whitespace()
+        .map(|number| number.parse().expect("a number"))
+        .collect()
 }

@@ -19,6 +19,9 @@ pub struct Summary {
     pub operations: Vec<Operation>,
     /// Events lost, all kinds and carriers.
     pub lost: u64,
+    /// Events of the time between an earlier collector and this one that it never saw.
+    #[serde(default)]
+    pub missed: u64,
     /// Operations that had not ended.
     pub unfinished: u64,
     /// From attached to let go, seconds.
