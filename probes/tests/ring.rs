@@ -183,8 +183,9 @@ fn a_second_reader_is_refused_and_a_dead_ones_lease_is_taken() {
     );
     target.call("fixture_operations 7 20 10");
     let samples = poll(&mut session);
-    assert!(records(&samples, Kind::ProxyStep) >= 200);
-    assert_eq!(records(&samples, Kind::OpLaunched), 20);
+    // And what the first one had not read by then.
+    assert!((200..=300).contains(&records(&samples, Kind::ProxyStep)));
+    assert!((20..=30).contains(&records(&samples, Kind::OpLaunched)));
     assert_eq!(lost(&samples), 0);
 }
 
