@@ -108,7 +108,7 @@ fn compile(nvcc: &Path, out: &Path, built: &Path) -> Result<(), String> {
         fs::create_dir_all(&shared).map_err(write)?;
         // Under another name until it is whole.
         let partial = shared.join(format!("{key:016x}.{}", std::process::id()));
-        command.arg("-o").arg(&partial).arg(folder.join("channels.cu"));
+        command.arg("-o").arg(&partial).arg(folder.join("kernels.cu"));
         let output = command
             .output()
             .map_err(|error| format!("cannot run {}: {error}", nvcc.display()))?;

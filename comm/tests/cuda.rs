@@ -74,7 +74,7 @@ fn results_are_right() {
     ] {
         let arguments = ["check", ranks, kind, "4194304"];
         if let Some(said) = drive("results_are_right", &arguments, &[("RINGSIGHT_MOCK_GPUS", gpus)]) {
-            assert_eq!(said, "309 cases a rank", "{ranks} {kind}");
+            assert_eq!(said, "407 cases a rank", "{ranks} {kind}");
         }
     }
 }

@@ -5,6 +5,8 @@
 #pragma once
 
 #include "move.cuh"
+#include "peers.cuh"
+#include "report.cuh"
 #include "schedule.cuh"
 
 namespace ringsight {
@@ -48,8 +50,7 @@ class Block {
         works_(table<Work>(arguments.works_at)),
         all_lanes_(table<Lane>(arguments.lanes_at) + channel_.first_lane),
         all_ops_(table<Op>(arguments.ops_at) + channel_.first_op),
-        state_(reinterpret_cast<LaunchState*>(arguments.state)),
-        control_(reinterpret_cast<LaunchControl*>(arguments.control)),
+        report_(arguments.head),
         blocks_(blocks),
         turn_(turn),
         lanes_(lanes),
@@ -68,8 +69,7 @@ class Block {
   DEVICE const T* table(u32 at) const { return reinterpret_cast<const T*>(program_ + at); }
 
   DEVICE void begin(u32 lanes) {
-    // Written by the last block of the launch's last run, before this one began.
-    replay_ = arguments_.captured != 0 ? load_relaxed(&state_->runs) - arguments_.runs_before + 1 : 0;
+    replay_ = report_.replay(report_.runs());
     for (u32 lane = 0; lane < lanes; lane++) {
       lanes_[lane] = LaneState{};
       lanes_[lane].work = all_lanes_[lane].first_work;
@@ -100,7 +100,7 @@ class Block {
     const u32 count = end - first;
     for (u32 polls = 0;; polls++) {
       // Not at every turn: both words are far away.
-      if (polls % 8 == 0 && (load_relaxed(&control_->abort) != 0 || load_relaxed(&state_->differs) != 0)) {
+      if (polls % 8 == 0 && (load_relaxed(&report_.control().abort) != 0 || load_relaxed(&report_.state().differs) != 0)) {
         return give_up();
       }
       bool left = false;
@@ -111,6 +111,12 @@ class Block {
           case Advance::Waiting: left = true; break;
           case Advance::Ready: return;
           case Advance::Differs: return give_up();
+        }
+      }
+      // Seldom: it is only for ranks that call different operations.
+      if (polls % 256 == 255) {
+        for (u32 lane = first; lane < end; lane++) {
+          if (met_one_shot(lane)) return give_up();
         }
       }
       if (!left) {
@@ -125,7 +131,7 @@ class Block {
   // Nothing moves any more. If ranks differ, whoever waits for this one shall find the reason in place: the abort word
   // is waited for.
   DEVICE void give_up() {
-    while (load_relaxed(&control_->abort) == 0) pause_polling();
+    while (load_relaxed(&report_.control().abort) == 0) pause_polling();
     turn_.next = Next::GiveUp;
     turn_.lane = 0;
   }
@@ -173,8 +179,7 @@ class Block {
     if (arrived) {
       const u32 theirs = load_relaxed(&line_of(work.prev, state.head)->tag);
       if (theirs != work.tag) {
-        if (exchange_relaxed(&state_->differs, 1) == 0) report(EventKind::Mismatch, work.op, theirs);
-        return Advance::Differs;
+        return differs(work, theirs);
       }
     } else if (step.recv) {
       return Advance::Waiting;
@@ -215,6 +220,26 @@ class Block {
     return Advance::Ready;
   }
 
+  DEVICE Advance differs(const Work& work, u32 theirs) {
+    if (exchange_relaxed(&report_.state().differs, 1) == 0) report(EventKind::Mismatch, work.op, theirs);
+    return Advance::Differs;
+  }
+
+  // Whether the previous rank has begun a one-shot operation where this lane waits for its slot. What that rank has
+  // posted before is there once its operation is seen to have begun: a slot that is still missing will not come.
+  DEVICE bool met_one_shot(u32 lane) {
+    LaneState& state = lanes_[lane];
+    if (arguments_.peers == 0 || state.work >= all_lanes_[lane].end_work || !state.begun) return false;
+    const Work& work = works_[state.work];
+    if (work.connections != Connections::Ring) return false;
+    const u32 prev = reinterpret_cast<const u32*>(program_ + work.order_at)[work.ranks - 1];
+    u32 theirs;
+    if (!peeked_tag(arguments_.peers, prev, theirs)) return false;
+    if (load_acquire(&line_of(work.prev, state.head)->flag) == state.head + 1) return false;
+    differs(work, theirs);
+    return true;
+  }
+
   DEVICE static Kernel kernel_of(Combine combine, bool complete) {
     switch (combine) {
       case Combine::Sum: return Kernel::Sum;
@@ -251,31 +276,15 @@ class Block {
       for (u32 op = 0; op < channel_.end_op - channel_.first_op; op++) {
         if (ops_[op].begun && ops_[op].left > 0) report(EventKind::Aborted, all_ops_[op].number, device_time());
       }
-      store_relaxed(&state_->aborted, 1u);
     }
-    // AcqRel: the last block sees what the others have marked, and what they have reported is before what it says.
-    if (add_acq_rel(&state_->blocks_done, 1) + 1 != blocks_) return;
-    const u32 runs = load_relaxed(&state_->runs) + 1;
-    store_relaxed(&control_->aborted, load_relaxed(&state_->aborted));
-    store_relaxed(&state_->blocks_done, 0u);
-    store_relaxed(&state_->differs, 0u);
-    store_relaxed(&state_->aborted, 0u);
-    store_relaxed(&state_->runs, runs);
+    if (!report_.block_done(blocks_, aborted)) return;
+    const u32 runs = report_.renew(report_.runs(), aborted);
     // Release: events and marks of this run are there before the host learns that it is over.
-    store_release(&control_->runs, runs);
+    store_release(&report_.control().runs, runs);
   }
 
-  // Puts an event into the ring, over the oldest one. Every word carries the lap: the host sees whether all four are of
-  // one event without an order between them.
   DEVICE void report(EventKind kind, u32 op, u64 value) {
-    const u64 ticket = add_relaxed(reinterpret_cast<u64*>(arguments_.ring_ticket), 1);
-    const u64 lap = ticket / (static_cast<u64>(arguments_.ring_mask) + 1) % 0xffff + 1;
-    Event& event = reinterpret_cast<Event*>(arguments_.ring)[ticket & arguments_.ring_mask];
-    const u64 what = static_cast<u64>(kind) << 8 | channel_.channel;
-    store_relaxed(&event.words[0], value << 16 | lap);
-    store_relaxed(&event.words[1], static_cast<u64>(op) << 32 | what << 16 | lap);
-    store_relaxed(&event.words[2], static_cast<u64>(arguments_.launch) << 32 | value >> 48 << 16 | lap);
-    store_relaxed(&event.words[3], static_cast<u64>(replay_) << 32 | lap);
+    report_.event(kind, replay_, channel_.channel, op, value);
   }
 
   DEVICE static FifoHeader* fifo(u64 address) { return reinterpret_cast<FifoHeader*>(address); }
@@ -292,8 +301,7 @@ class Block {
   const Work* works_;
   const Lane* all_lanes_;
   const Op* all_ops_;
-  LaunchState* state_;
-  LaunchControl* control_;
+  const Report report_;
   u32 blocks_;
   u32 replay_ = 0;
   Turn& turn_;

@@ -100,7 +100,7 @@ struct LaunchState {
   u32 blocks_done;
   u32 runs;
   u32 differs;
-  u32 aborted;
+  u32 reserved;
 };
 static_assert(sizeof(LaunchState) == 16, "as in src/cuda/layout.rs");
 
@@ -113,18 +113,25 @@ struct LaunchControl {
 };
 static_assert(sizeof(LaunchControl) == 64, "as in src/cuda/layout.rs");
 
-constexpr u32 INLINE_BYTES = 3992;
-
-struct Arguments {
+// What every kernel is told of where it reports to.
+struct Head {
   u64 state;
   u64 control;
   u64 ring;
   u64 ring_ticket;
-  u64 program;
   u32 ring_mask;
   u32 launch;
   u32 runs_before;
   u32 captured;
+};
+static_assert(sizeof(Head) == 48, "as in src/cuda/layout.rs");
+
+constexpr u32 INLINE_BYTES = 3984;
+
+struct Arguments {
+  Head head;
+  u64 program;
+  u64 peers;
   u32 channels_at;
   u32 works_at;
   u32 lanes_at;
@@ -133,8 +140,9 @@ struct Arguments {
   u32 reserved;
   u8 inline_program[INLINE_BYTES];
 };
-static_assert(offsetof(Arguments, ring_mask) == 40, "as in src/cuda/layout.rs");
-static_assert(offsetof(Arguments, inline_program) == 80, "as in src/cuda/layout.rs");
+static_assert(offsetof(Arguments, program) == 48, "as in src/cuda/layout.rs");
+static_assert(offsetof(Arguments, channels_at) == 64, "as in src/cuda/layout.rs");
+static_assert(offsetof(Arguments, inline_program) == 88, "as in src/cuda/layout.rs");
 static_assert(sizeof(Arguments) == 4072, "as in src/cuda/layout.rs; kernels take 4096 bytes of arguments");
 
 // The head of a FIFO's memory: the twin of `FifoHeader` in src/fifo.rs, which says what its words mean.

@@ -10,7 +10,10 @@
 #ifdef __CUDACC__
 #define DEVICE __device__
 #define NOINLINE __noinline__
-#define UNROLL _Pragma("unroll")
+#define INLINE __forceinline__
+#define PRAGMA(text) _Pragma(#text)
+#define UNROLL PRAGMA(unroll)
+#define UNROLL_BY(times) PRAGMA(unroll times)
 #else
 #include <atomic>
 #include <chrono>
@@ -19,7 +22,9 @@
 #include <thread>
 #define DEVICE
 #define NOINLINE __attribute__((noinline))
+#define INLINE inline
 #define UNROLL
+#define UNROLL_BY(times)
 #endif
 
 namespace ringsight {
@@ -80,6 +85,31 @@ DEVICE inline void store_relaxed(u32* address, u32 value) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// Two words of data, each beside a flag: half a line may be seen before the other.
+struct alignas(16) Line { u32 low, low_flag, high, high_flag; };
+DEVICE inline void store_line(Line* address, u32 low, u32 high, u32 flag) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(address), "r"(low), "r"(flag), "r"(high) : "memory");
+}
+DEVICE inline Line load_line(const Line* address) {
+  Line line;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(line.low), "=r"(line.low_flag), "=r"(line.high), "=r"(line.high_flag)
+               : "l"(address)
+               : "memory");
+  return line;
+}
+
+// Orders what the block's threads did before a barrier before what this thread does after it, for all processors.
+DEVICE inline void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// The same for all threads of a warp that are here together, read by one of them.
+DEVICE inline u32 load_once_a_warp(const u32* address) {
+  const u32 here = __activemask(), first = __ffs(static_cast<int>(here)) - 1;
+  u32 value = 0;
+  if (threadIdx.x % 32 == first) value = load_relaxed(address);
+  return __shfl_sync(here, value, static_cast<int>(first));
+}
+
 // Atomics among the blocks of this GPU.
 DEVICE inline u64 add_relaxed(u64* address, u64 value) {
   return atomicAdd(reinterpret_cast<unsigned long long*>(address), static_cast<unsigned long long>(value));
@@ -118,6 +148,20 @@ void store_relaxed(T* address, T value) { __atomic_store_n(address, value, __ATO
 inline u64 add_relaxed(u64* address, u64 value) { return __atomic_fetch_add(address, value, __ATOMIC_RELAXED); }
 inline u32 add_acq_rel(u32* address, u32 value) { return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL); }
 inline u32 exchange_relaxed(u32* address, u32 value) { return __atomic_exchange_n(address, value, __ATOMIC_RELAXED); }
+
+struct alignas(16) Line { u32 low, low_flag, high, high_flag; };
+inline void store_line(Line* address, u32 low, u32 high, u32 flag) {
+  u64* halves = reinterpret_cast<u64*>(address);
+  store_relaxed(&halves[0], static_cast<u64>(flag) << 32 | low);
+  store_relaxed(&halves[1], static_cast<u64>(flag) << 32 | high);
+}
+inline Line load_line(const Line* address) {
+  const u64* halves = reinterpret_cast<const u64*>(address);
+  const u64 low = load_relaxed(&halves[0]), high = load_relaxed(&halves[1]);
+  return Line{static_cast<u32>(low), static_cast<u32>(low >> 32), static_cast<u32>(high), static_cast<u32>(high >> 32)};
+}
+inline void fence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline u32 load_once_a_warp(const u32* address) { return load_relaxed(address); }
 
 template <class To, class From>
 To bit_copy(From from) {

@@ -169,7 +169,7 @@ impl Channel {
             }
             let fifo = match &work.connections {
                 Connections::Send(fifo) | Connections::Recv(fifo) => Some(Arc::as_ptr(fifo)),
-                Connections::Local | Connections::Ring { .. } => None,
+                Connections::Local | Connections::Ring { .. } | Connections::Peers(_) => None,
             };
             match messages.iter_mut().find(|lane| lane.fifo == fifo) {
                 Some(lane) => lane.programs.push(program),

@@ -20,6 +20,9 @@ pub struct Launch {
     pub abort: Arc<AbortWord>,
     /// Told when channels and operations start and stop on the device.
     pub observer: Arc<dyn Observer>,
+    /// Memory of the communicator's ranks, if it has that: channel programs that wait long see there that a rank does an
+    /// operation among peers instead.
+    pub peers: Option<Arc<Peers>>,
 }
 
 /// Work of one channel. Collectives run one after another in this order; sends and receives of one launch run side by
@@ -41,7 +44,7 @@ pub struct Work {
     /// What to do.
     pub function: Function,
     /// How its ranks are arranged, the same on all of them: [`Algorithm::Ring`] or [`Algorithm::OneShot`] round a ring,
-    /// [`Algorithm::Direct`] between two. Without connections it says nothing.
+    /// [`Algorithm::OneShot`] among peers, [`Algorithm::Direct`] between two. Without connections it says nothing.
     pub algorithm: Algorithm,
     /// Element type.
     pub data_type: DataType,
@@ -96,6 +99,19 @@ pub enum Connections {
     Send(Arc<Fifo>),
     /// From one peer.
     Recv(Arc<Fifo>),
+    /// All ranks, each of whose memory this rank's device reaches. Such work is the only one of its launch.
+    Peers(Arc<Peers>),
+}
+
+/// Memory of all ranks, for kernels that write into that of the others: laid out as [`crate::cuda::peers`] says, zeroed
+/// before the first use.
+pub struct Peers {
+    /// This rank.
+    pub rank: u32,
+    /// By rank: where it is for the kernels of this rank.
+    pub bases: Vec<u64>,
+    /// Keeps it there.
+    pub memory: Box<dyn std::any::Any + Send + Sync>,
 }
 
 /// A word that releases every wait on the device once it is not zero.

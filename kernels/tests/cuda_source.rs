@@ -14,7 +14,7 @@ use std::{
 
 use ringsight_kernels::{
     ChannelWork, Connections, Launch, Work,
-    cuda::{Arguments, EventKind, LaunchControl, LaunchState, Program, Ring, program::runs, ring::Entry},
+    cuda::{Arguments, EventKind, Head, LaunchControl, LaunchState, Program, Ring, program::runs, ring::Entry},
 };
 use ringsight_records::{Algorithm, Function};
 
@@ -82,14 +82,16 @@ fn run(launch: &Launch, replay: u32) {
     let (control, mut ticket) = (LaunchControl::default(), 0_u64);
     let entries: Vec<Entry> = (0..1024).map(|_| Entry::default()).collect();
     let arguments = Arguments {
-        state: &raw mut state as u64,
-        control: &raw const control as u64,
-        ring: entries.as_ptr() as u64,
-        ring_ticket: &raw mut ticket as u64,
-        ring_mask: 1023,
-        launch: 5,
-        runs_before,
-        captured: u32::from(replay != 0),
+        head: Head {
+            state: &raw mut state as u64,
+            control: &raw const control as u64,
+            ring: entries.as_ptr() as u64,
+            ring_ticket: &raw mut ticket as u64,
+            ring_mask: 1023,
+            launch: 5,
+            runs_before,
+            captured: u32::from(replay != 0),
+        },
         ..program.arguments(outside.as_ref().map_or(0, |words| words.as_ptr() as u64))
     };
     let (entry, blocks, ops) = (run_block(), program.blocks(), program.ops());
@@ -138,6 +140,7 @@ fn run(launch: &Launch, replay: u32) {
 #[test]
 fn an_algorithm_without_a_program_is_refused() {
     let launch = |algorithm| Launch {
+        peers: None,
         channels: vec![ChannelWork {
             channel: 0,
             work: vec![Work {

@@ -45,6 +45,7 @@ fn waiting_for_a_late_peer_costs_little() {
     let (wall, cpu) = (Instant::now(), thread_cpu());
     run(
         &Launch {
+            peers: None,
             channels,
             abort: Arc::default(),
             observer: Arc::new(cases::Log::default()),

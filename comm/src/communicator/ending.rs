@@ -202,6 +202,8 @@ impl Communicator {
         self.finalized.store(true, Ordering::Relaxed);
         let result = self.flush();
         let failed = self.abort.is_set() || self.faults.get().is_some();
+        // Relaxed: read by whoever drops the last reference, which orders it.
+        self.peers_ended_well.store(!failed, Ordering::Relaxed);
         self.end(if failed { State::ABORTED } else { State::STOP });
         result
     }

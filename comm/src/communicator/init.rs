@@ -13,6 +13,7 @@ use super::{
     family::{Family, Membership},
     lifecycle::Lifecycle,
     losses::{self, Losses},
+    peers,
     terms::{Agreement, Terms},
 };
 use crate::{
@@ -209,6 +210,9 @@ impl Making<'_> {
             membership.leave(&connector);
         }
         let rings = connected?;
+        let peers_ended_well = Arc::new(AtomicBool::new(false));
+        let peers = peers::connect(bootstrap, &topology, &rings, &peers_ended_well)
+            .inspect_err(|_| membership.leave(&connector))?;
         let watch = self.watch(id, bootstrap, &topology, &checks)?;
         losses.hand_over(&checks, watch.as_deref());
         let (reclaim, queue) = mpsc::channel();
@@ -222,6 +226,8 @@ impl Making<'_> {
             rings,
             slot_bytes,
             one_shot,
+            peers,
+            peers_ended_well,
             work_fifo_depth,
             connector,
             abort,

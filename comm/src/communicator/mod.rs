@@ -7,6 +7,7 @@ mod family;
 mod init;
 mod lifecycle;
 mod losses;
+mod peers;
 mod registration;
 mod registry;
 mod terms;
@@ -17,7 +18,7 @@ use std::sync::{
     mpsc::Sender,
 };
 
-use ringsight_kernels::AbortWord;
+use ringsight_kernels::{AbortWord, launch::Peers};
 use ringsight_records::{Flags, Kind, Record, State};
 
 use crate::{
@@ -73,6 +74,10 @@ pub struct Communicator {
     pub(crate) slot_bytes: usize,
     /// Whether all ranks' devices do an operation in one shot.
     pub(crate) one_shot: bool,
+    /// Memory that the kernels of all ranks reach, if they do.
+    pub(crate) peers: Option<Arc<Peers>>,
+    /// All operations have come to their end, and no more will come: who shares memory may free it.
+    peers_ended_well: Arc<AtomicBool>,
     /// Work elements of its FIFO.
     pub(crate) work_fifo_depth: usize,
     /// Makes point-to-point connections.

@@ -84,6 +84,26 @@ pub type Reachable = Option<Box<dyn Send + Sync>>;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mark(usize);
 
+/// Memory of a device that others reach.
+pub struct Share {
+    /// Where it is for kernels of the device that it is on.
+    pub base: u64,
+    /// What others reach it by.
+    pub handle: Vec<u8>,
+    /// Frees it; to be given to [`Device::retire`].
+    pub memory: Box<dyn Any + Send + Sync>,
+}
+
+/// Another rank's [`Share`].
+pub struct Reached {
+    /// Where it is for kernels of the current device.
+    pub base: u64,
+    /// The rank is one of another process.
+    pub is_foreign: bool,
+    /// Keeps it reachable; to be given to [`Device::retire`].
+    pub memory: Box<dyn Any + Send + Sync>,
+}
+
 /// Asynchronous execution as CUDA has it. Every call returns before the work is done unless it says otherwise.
 ///
 /// On a thread that captures a stream, no stream or event may be queried or synchronised, and from no thread a stream
@@ -106,6 +126,12 @@ pub trait Device: Send + Sync + 'static {
     /// What is current on the calling thread, to be given to [`Device::restore`]: more than a number, as a thread that has
     /// not used the device yet has none.
     fn mark(&self) -> Result<Mark>;
+    /// Makes a device number current; what was before, where that is not the same.
+    fn enter(&self, device: i32) -> Result<Option<Mark>> {
+        let before = self.mark()?;
+        self.set_current(device)?;
+        Ok(Some(before))
+    }
     /// Makes current what was.
     fn restore(&self, mark: Mark) -> Result<()>;
     /// What has broken device number `device` for good, if anything has: nothing that was launched on it ends any more.
@@ -121,6 +147,22 @@ pub trait Device: Send + Sync + 'static {
     /// the result lives. The memory must stay mapped for longer.
     fn reach(&self, _base: usize, _bytes: usize) -> Result<Reachable> {
         Ok(None)
+    }
+    /// Zeroed memory of the current device that kernels of other devices and processes may reach; `None` if the device has none.
+    fn share(&self, _bytes: usize) -> Result<Option<Share>> {
+        Ok(None)
+    }
+    /// Makes what another rank of this machine got by [`Device::share`] reachable for kernels of the current device; that
+    /// rank must keep it while the result lives.
+    fn reach_share(&self, handle: &[u8]) -> Result<Reached> {
+        Err(DeviceError::InvalidHandle(format!(
+            "{} bytes are no memory of this device's",
+            handle.len()
+        )))
+    }
+    /// Copies to memory of [`Device::share`]; returns when that is done, and waits for no kernel.
+    fn write_share(&self, _base: u64, _bytes: &[u8]) -> Result<()> {
+        Err(DeviceError::InvalidUsage("this device shares no memory".into()))
     }
     /// Drops what only the caller holds, where that may take as long as the kernels that run now.
     fn retire(&self, waste: Box<dyn Any + Send>) {
@@ -140,6 +182,10 @@ pub trait Device: Send + Sync + 'static {
 
     /// A new event, complete until first recorded.
     fn event_create(&self) -> Result<Event>;
+    /// The same for order alone: it has no time.
+    fn order_event_create(&self) -> Result<Event> {
+        self.event_create()
+    }
     /// Destroys it; pending work that refers to it is unaffected.
     fn event_destroy(&self, event: Event) -> Result<()>;
     /// Records it after the present work of `stream`.

@@ -23,10 +23,11 @@ use crate::{
 /// Calls `what` with the communicator's device number current, as kernels and default streams depend on it.
 pub(super) fn device_of<T>(comm: &Communicator, what: impl FnOnce(&dyn Device) -> Result<T>) -> Result<T> {
     let device = &**device()?;
-    let before = device.mark()?;
-    device.set_current(comm.device)?;
+    let before = device.enter(comm.device)?;
     let result = what(device);
-    device.restore(before)?;
+    if let Some(before) = before {
+        device.restore(before)?;
+    }
     result
 }
 

@@ -31,7 +31,7 @@ pub(crate) struct Launching<'a> {
 
 /// Makes later work of `waiting` wait for the present work of `stream`.
 fn join(device: &dyn Device, waiting: Stream, stream: Stream) -> Result<()> {
-    let event = device.event_create()?;
+    let event = device.order_event_create()?;
     let joined = device
         .event_record(event, stream)
         .and_then(|()| device.stream_wait_event(waiting, event));

@@ -36,7 +36,7 @@ impl Order {
             (Some(None), Some(last)) => device.stream_wait_event_external(stream, last)?,
             // Never recorded yet, but it may be before a replay.
             (Some(None), None) => {
-                let last = *self.last.insert(device.event_create()?);
+                let last = *self.last.insert(device.order_event_create()?);
                 device.stream_wait_event_external(stream, last)?;
             }
             (None, Some(last)) => device.stream_wait_event(stream, last)?,
@@ -67,7 +67,7 @@ impl Order {
     ) -> Result<Event> {
         let last = match self.last {
             Some(last) => last,
-            None => *self.last.insert(device.event_create()?),
+            None => *self.last.insert(device.order_event_create()?),
         };
         let Some(capture) = capture else {
             device.event_record(last, stream)?;
@@ -78,7 +78,7 @@ impl Order {
         let end = match self.captured.get(&capture.id) {
             Some(end) => *end,
             None => {
-                let end = device.event_create()?;
+                let end = device.order_event_create()?;
                 self.captured.insert(capture.id, end);
                 end
             }

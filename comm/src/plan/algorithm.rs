@@ -1,6 +1,7 @@
 //! Which algorithm serves an operation: a table of data. Every rank reads the same table with the same values, so that
 //! all come to the same choice.
 
+use ringsight_kernels::cuda::peers::one_shot_bytes;
 use ringsight_records::{Algorithm, Function, Protocol, ReduceOp};
 
 /// What the choice depends on; all of it is the same on every rank.
@@ -18,6 +19,8 @@ pub struct Asked {
     pub slot_bytes: usize,
     /// Whether all ranks' devices have programs of [`Algorithm::OneShot`].
     pub one_shot: bool,
+    /// Whether all ranks' kernels reach each other's memory.
+    pub peers: bool,
 }
 
 /// One row: the first whose conditions hold, and whose algorithm is possible, is taken.
@@ -64,6 +67,17 @@ const EXCHANGES: &[Function] = &[
 /// The table. A channel is one thread's work on the host device and one block's on a GPU: a second one pays off when
 /// both have several FIFO slots to move.
 pub const TABLE: &[Row] = &[
+    // One kernel, and no rank waits for anything but the data.
+    Row {
+        functions: &[Function::AllReduce],
+        max_bytes: u64::MAX,
+        max_bytes_of_all: 512 << 10,
+        choice: Choice {
+            algorithm: Algorithm::OneShot,
+            protocol: Protocol::Ll,
+            bytes_per_channel: u64::MAX,
+        },
+    },
     // Half the hops. Each rank sends, receives and reduces what all have: up to here that takes less than the hops do.
     Row {
         functions: &[Function::AllReduce],
@@ -102,7 +116,7 @@ pub const TABLE: &[Row] = &[
 pub fn choose(asked: &Asked) -> Option<Choice> {
     TABLE
         .iter()
-        .find(|row| row.serves(asked) && is_possible(row.choice.algorithm, asked))
+        .find(|row| row.serves(asked) && row.choice.is_possible(asked))
         .map(|row| row.choice)
 }
 
@@ -114,22 +128,32 @@ impl Row {
     }
 }
 
-/// Whether there is a program, wherever the table puts its limits.
-fn is_possible(algorithm: Algorithm, asked: &Asked) -> bool {
-    match algorithm {
-        Algorithm::OneShot => {
-            asked.one_shot
-                // One rank has nobody to send to.
-                && asked.ranks > 1
-                // Each rank's factor is known to that rank alone.
-                && asked.reduce_op != ReduceOp::PreMulSum
-                && asked.bytes <= asked.slot_bytes as u64
-        }
-        _ => true,
-    }
-}
-
 impl Choice {
+    /// Whether kernels do it in memory that all ranks reach.
+    #[must_use]
+    pub fn is_among_peers(&self) -> bool {
+        self.algorithm == Algorithm::OneShot && self.protocol == Protocol::Ll
+    }
+
+    /// Whether there is a program, wherever the table puts its limits.
+    fn is_possible(&self, asked: &Asked) -> bool {
+        if self.algorithm != Algorithm::OneShot {
+            return true;
+        }
+        // One rank has nobody to send to.
+        if asked.ranks < 2
+            // Each rank's factor is known to that rank alone.
+            || asked.reduce_op == ReduceOp::PreMulSum
+        {
+            return false;
+        }
+        if self.is_among_peers() {
+            asked.peers && asked.bytes <= one_shot_bytes(asked.ranks as usize) as u64
+        } else {
+            asked.one_shot && asked.bytes <= asked.slot_bytes as u64
+        }
+    }
+
     /// Channels for `bytes` bytes when the communicator has `available`.
     #[must_use]
     pub fn channels(&self, bytes: u64, available: usize) -> usize {
@@ -151,7 +175,29 @@ mod tests {
             ranks: 4,
             slot_bytes: 8 << 10,
             one_shot: true,
+            peers: false,
         }
+    }
+
+    #[test]
+    fn peers_do_a_short_all_reduce_in_one_kernel() {
+        let among_peers = |ranks: u32, bytes| {
+            let asked = Asked {
+                ranks,
+                peers: true,
+                ..asked(Function::AllReduce, bytes)
+            };
+            choose(&asked).unwrap().is_among_peers()
+        };
+        for ranks in 2..=8 {
+            let most = (512 << 10) / u64::from(ranks);
+            assert!(among_peers(ranks, 1) && !among_peers(ranks, most + 1), "{ranks}");
+            // As far as lines are whole.
+            assert!(among_peers(ranks, most - 8 * u64::from(ranks)), "{ranks}");
+        }
+        assert!(!among_peers(1, 8));
+        let others = [asked(Function::AllGather, 8), asked(Function::AllReduce, 8)];
+        assert!(others.iter().all(|asked| !choose(asked).unwrap().is_among_peers()));
     }
 
     #[test]

@@ -24,6 +24,8 @@ pub(super) struct Builder<'a> {
     pub(super) simulated: Option<estimate::Load>,
     /// Work elements.
     pub(super) used: usize,
+    /// Nothing may be added to its one operation.
+    pub(super) alone: bool,
     picker: channels::Picker,
     /// By channel number.
     work: Vec<Vec<Work>>,
@@ -43,6 +45,7 @@ impl<'a> Builder<'a> {
             group: group.unwrap_or(0),
             simulated: group.is_none().then(estimate::Load::default),
             used: 0,
+            alone: false,
             picker: channels::Picker::new(comm.channels()),
             work: (0..comm.channels()).map(|_| Vec::new()).collect(),
             states: Vec::new(),
@@ -74,6 +77,22 @@ impl<'a> Builder<'a> {
             mask |= 1 << channel;
         }
         self.add_op(task, None, mask, proxies, choice.algorithm, choice.protocol);
+        Ok(())
+    }
+
+    /// Adds an operation that one kernel does among peers. Its plan is the same on all ranks: it depends on the operation
+    /// alone.
+    pub(super) fn add_among_peers(&mut self, task: &Task, choice: algorithm::Choice) -> Result<()> {
+        let peers = self.comm.peers.clone();
+        let peers = peers.ok_or_else(|| Error::internal("no memory is shared with peers"))?;
+        let all = 0..task.request.count;
+        let work = self.work_of(task, all, choice.algorithm, Connections::Peers(peers));
+        work.check()?;
+        if let Some(load) = &mut self.simulated {
+            load.add_work(&work, estimate::SHARED);
+        }
+        self.add_work(0, work);
+        self.add_op(task, None, 1, 0, choice.algorithm, choice.protocol);
         Ok(())
     }
 
@@ -410,6 +429,7 @@ impl<'a> Builder<'a> {
                 channels,
                 abort: self.comm.abort.clone(),
                 observer: observer.clone(),
+                peers: self.comm.peers.clone(),
             }),
             observer,
             proxy_ops: self.proxy_ops,

@@ -20,6 +20,7 @@ pub(super) fn choice_of(task: &Task, comm: &Communicator) -> Result<(usize, algo
         ranks: comm.ranks,
         slot_bytes: comm.slot_bytes,
         one_shot: comm.one_shot,
+        peers: comm.peers.is_some(),
     };
     let choice = algorithm::choose(&asked)
         .ok_or_else(|| Error::internal(format!("no algorithm serves {function}")))?;
@@ -67,6 +68,10 @@ impl<'a> Plans<'a> {
                 plans.with_room(comm.channels()).0.show_tag(earlier)?;
             }
             let (channels, choice) = choice_of(task, comm)?;
+            if choice.is_among_peers() {
+                plans.alone().add_among_peers(task, choice)?;
+                continue;
+            }
             // Not by its own channels: where ranks call something different, it shall be in the same plan all the same.
             let (plan, _) = plans.with_room(comm.channels());
             plan.add_collective(task, channels, choice)?;
@@ -111,12 +116,19 @@ impl<'a> Plans<'a> {
         if self
             .made
             .last()
-            .is_none_or(|plan| plan.used > 0 && plan.used + elements > self.budget)
+            .is_none_or(|plan| plan.alone || plan.used > 0 && plan.used + elements > self.budget)
         {
             self.made.push(Builder::new(self.comm, self.group));
         }
         let index = self.made.len() - 1;
         (&mut self.made[index], index)
+    }
+
+    /// A plan for one operation that has a launch of its own.
+    fn alone(&mut self) -> &mut Builder<'a> {
+        let plan = self.made.push_mut(Builder::new(self.comm, self.group));
+        plan.alone = true;
+        plan
     }
 
     /// Enters an operation whose messages have been added: with the plan that it begins in, and as seen by all.

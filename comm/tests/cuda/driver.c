@@ -3,6 +3,7 @@
 //
 // driver LIBRARY MODE RANKS t|p [MAX_BYTES [STEP [MIN_BYTES]]]
 // driver LIBRARY watch RANKS t|p FOLDER
+// driver LIBRARY differ RANKS t|p VARIANT
 //
 // Ranks are threads or processes; rank r uses device r, modulo the devices. The last line says "ok", or a line "FAILED" and why.
 #include "rank.h"
@@ -28,6 +29,19 @@ static void run_check(struct Rank* r) {
         check_one(r, op, &TYPES[types[t]], counts[c], 0, false, salt++);
         if (c % 2 == 0) check_one(r, op, &TYPES[types[t]], counts[c], 0, true, salt++);
       }
+    }
+  }
+  // Elements that do not fill words, in buffers that do not begin at words; up to where other ways of doing it begin.
+  for (int t = 0; t < 12; t++) {
+    const struct Type* type = &TYPES[t];
+    const size_t counts[] = {1, 2, 3, 5, 8, 9, 31, 300, (512 << 10) / (size_t)(ranks * type->size)};
+    for (int c = 0; c < 9; c++) {
+      const CUdeviceptr send = r->send, recv = r->recv;
+      if (c % 2) r->send += (CUdeviceptr)type->size;
+      if (c % 3 == 1) r->recv += (CUdeviceptr)type->size;
+      if (c != 8 || t == F32 || t == I8) check_one(r, ALL_REDUCE, type, counts[c], 0, false, salt++);
+      r->send = send;
+      r->recv = recv;
     }
   }
   // Many small ones, in a row and in groups.
@@ -196,22 +210,33 @@ static void run_death(struct Rank* r) {
            free * 1e3, text);
 }
 
-// The ranks call alike but for the type: each is told what the others called.
+// Rank 0 calls something else than the others: each is told what they called.
+static int variant;
 static void run_differ(struct Rank* r) {
+  static const struct { enum Op op; int type; size_t count; const char* says; } CALLS[][2] = {
+      {{ALL_REDUCE, F32, 1000, "float32"}, {ALL_REDUCE, I32, 1000, "int32"}},
+      {{ALL_REDUCE, F32, 1000, "count 1000,"}, {ALL_REDUCE, F32, 1001, "count 1001,"}},
+      {{ALL_REDUCE, F32, 1000, "count 1000,"}, {ALL_REDUCE, F32, 1000000, "count 1000000,"}},
+      {{BROADCAST, F32, 1000, "Broadcast"}, {ALL_REDUCE, F32, 1000, "AllReduce"}},
+      {{ALL_REDUCE, F32, 1000, "AllReduce"}, {ALLTOALL, F32, 1000, "AlltoAll"}},
+  };
+  if (variant < 0 || variant >= (int)(sizeof CALLS / sizeof CALLS[0])) fail("differ: no variant %d", variant);
   open_rank(r, 0);
-  buffers(r, 1 << 20);
+  buffers(r, 16 << 20);
   enqueue(r, ALL_REDUCE, F32, 1000, 0, 0, r->send, r->recv);
+  enqueue(r, ALL_GATHER, F32, 1000, 0, 0, r->send, r->recv);
   CU(cuStreamSynchronize, r->stream);
-  NC(AllReduce((void*)r->send, (void*)r->recv, 1000, r->rank == 0 ? F32 : I32, 0, r->comm, r->stream));
+  const int mine = r->rank == 0 ? 0 : 1;
+  enqueue(r, CALLS[variant][mine].op, CALLS[variant][mine].type, CALLS[variant][mine].count, 0, 0, r->send, r->recv);
   Code async = 0;
   for (double start = now(); now() - start < 20 && async == 0; usleep(1000)) NC(CommGetAsyncError(r->comm, &async));
   char text[1000];
   snprintf(text, sizeof text, "%s", nccl.GetLastError(r->comm));
-  bool told = async != 0 && strstr(text, "float32") && strstr(text, "int32");
+  bool told = async != 0 && strstr(text, CALLS[variant][0].says) && strstr(text, CALLS[variant][1].says);
+  if (!told) fail("differ %d: rank %d: error %d: %s", variant, r->rank, async, text);
   CU(cuStreamSynchronize, r->stream);
   NC(CommAbort(r->comm));
   barrier();
-  if (!told) fail("differ: rank %d: error %d: %s", r->rank, async, text);
   if (r->rank == 0) printf("ok %s\n", text);
 }
 
@@ -349,6 +374,7 @@ int main(int arguments, char** argument) {
   ranks = atoi(argument[3]);
   processes = argument[4][0] == 'p';
   if (arguments > 5) folder = argument[5];
+  if (arguments > 5) variant = atoi(argument[5]);
   if (arguments > 5 && strcmp(mode, "watch")) max_bytes = strtoull(argument[5], NULL, 0);
   if (arguments > 6) sizes_step = atoi(argument[6]);
   if (arguments > 7) min_size = strtoull(argument[7], NULL, 0);

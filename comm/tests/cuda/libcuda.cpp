@@ -5,6 +5,10 @@
 //
 // It refuses what the driver refuses: calls on a thread without a context, host memory that kernels were given without
 // registration is not noticed.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
@@ -15,6 +19,7 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <string>
 #include <thread>
 
 #include "on_host.cpp"
@@ -24,12 +29,15 @@ namespace {
 enum Result : int {
   SUCCESS = 0,
   INVALID_VALUE = 1,
+  OUT_OF_MEMORY = 2,
   INVALID_DEVICE = 101,
   INVALID_CONTEXT = 201,
   INVALID_HANDLE = 400,
   NOT_READY = 600,
+  PEER_ACCESS_ALREADY_ENABLED = 704,
   ALREADY_REGISTERED = 712,
   NOT_REGISTERED = 713,
+  NOT_SUPPORTED = 801,
   CAPTURE_UNSUPPORTED = 900,
   CAPTURE_UNMATCHED = 903,
 };
@@ -172,10 +180,18 @@ int devices() {
   const char* text = std::getenv("RINGSIGHT_MOCK_GPUS");
   return text != nullptr ? std::atoi(text) : 2;
 }
+// Their addresses are the functions.
+char channels, one_shot;
 Context contexts[16] = {{0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9}, {10}, {11}, {12}, {13}, {14}, {15}};
 thread_local Context* current = nullptr;
 std::mutex memory_mutex;
-std::set<void*> memory, registered;
+// Device memory is in files, so that other processes can map it: {file, bytes} by address.
+// Never destroyed: threads of the library outlive the program's end.
+auto& memory = *new std::map<void*, std::pair<int, size_t>>;
+auto& opened = *new std::map<void*, std::pair<int, size_t>>;
+auto& host_memory = *new std::set<void*>;
+auto& registered = *new std::set<void*>;
+bool has_peers() { return std::getenv("RINGSIGHT_MOCK_NO_PEERS") == nullptr; }
 // The default stream of the process; never ended.
 Stream* default_stream() {
   static Stream* stream = new Stream;
@@ -234,29 +250,88 @@ int cuCtxGetDevice(int* device) {
 
 int cuModuleLoadData(void** module, const void*) { return *module = contexts, SUCCESS; }
 int cuModuleGetFunction(void** function, void*, const char* name) {
-  if (std::strcmp(name, "ringsight_channels") != 0) return INVALID_HANDLE;
-  *function = contexts;
+  if (std::strcmp(name, "ringsight_channels") == 0) *function = &channels;
+  else if (std::strcmp(name, "ringsight_one_shot") == 0) *function = &one_shot;
+  else return INVALID_HANDLE;
   return SUCCESS;
 }
 int cuFuncSetAttribute(void*, int, int) { return SUCCESS; }
 
 int cuMemAlloc_v2(void** pointer, size_t bytes) {
   if (current == nullptr) return INVALID_CONTEXT;
-  *pointer = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+  const int file = memfd_create("device-memory", MFD_CLOEXEC);
+  if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0) return OUT_OF_MEMORY;
+  *pointer = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  if (*pointer == MAP_FAILED) return OUT_OF_MEMORY;
   // What was there before is no zeros.
   std::memset(*pointer, 0x5a, bytes);
   std::lock_guard lock(memory_mutex);
-  memory.insert(*pointer);
+  memory[*pointer] = {file, bytes};
   return SUCCESS;
 }
 int cuMemFree_v2(void* pointer) {
+  if (current == nullptr) return INVALID_CONTEXT;
   std::lock_guard lock(memory_mutex);
-  if (memory.erase(pointer) == 0) return INVALID_VALUE;
+  auto found = memory.find(pointer);
+  if (found == memory.end()) return INVALID_VALUE;
+  munmap(pointer, found->second.second);
+  close(found->second.first);
+  memory.erase(found);
+  return SUCCESS;
+}
+int cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
+  if (current == nullptr) return INVALID_CONTEXT;
+  *pointer = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+  std::memset(*pointer, 0x5a, bytes);
+  std::lock_guard lock(memory_mutex);
+  host_memory.insert(*pointer);
+  return SUCCESS;
+}
+int cuMemFreeHost(void* pointer) {
+  std::lock_guard lock(memory_mutex);
+  if (host_memory.erase(pointer) == 0) return INVALID_VALUE;
   std::free(pointer);
   return SUCCESS;
 }
-int cuMemHostAlloc(void** pointer, size_t bytes, unsigned) { return cuMemAlloc_v2(pointer, bytes); }
-int cuMemFreeHost(void* pointer) { return cuMemFree_v2(pointer); }
+
+int cuDeviceCanAccessPeer(int* can, int, int) { return *can = has_peers(), SUCCESS; }
+int cuCtxEnablePeerAccess(Context* other, unsigned) {
+  thread_local std::set<Context*> enabled;
+  if (current == nullptr || other == current) return INVALID_CONTEXT;
+  return enabled.insert(other).second ? SUCCESS : PEER_ACCESS_ALREADY_ENABLED;
+}
+struct IpcHandle {
+  u64 process, file, bytes, unused[5];
+};
+int cuIpcGetMemHandle(IpcHandle* handle, void* pointer) {
+  if (!has_peers()) return NOT_SUPPORTED;
+  std::lock_guard lock(memory_mutex);
+  auto found = memory.find(pointer);
+  if (found == memory.end()) return INVALID_VALUE;
+  *handle = {static_cast<u64>(getpid()), static_cast<u64>(found->second.first), found->second.second, {}};
+  return SUCCESS;
+}
+int cuIpcOpenMemHandle_v2(void** pointer, IpcHandle handle, unsigned) {
+  if (current == nullptr || handle.process == static_cast<u64>(getpid())) return INVALID_CONTEXT;
+  const std::string path = "/proc/" + std::to_string(handle.process) + "/fd/" + std::to_string(handle.file);
+  const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (file < 0) return INVALID_VALUE;
+  *pointer = mmap(nullptr, handle.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  close(file);
+  if (*pointer == MAP_FAILED) return INVALID_VALUE;
+  std::lock_guard lock(memory_mutex);
+  opened[*pointer] = {-1, handle.bytes};
+  return SUCCESS;
+}
+int cuIpcCloseMemHandle(void* pointer) {
+  if (current == nullptr) return INVALID_CONTEXT;
+  std::lock_guard lock(memory_mutex);
+  auto found = opened.find(pointer);
+  if (found == opened.end()) return INVALID_VALUE;
+  munmap(pointer, found->second.second);
+  opened.erase(found);
+  return SUCCESS;
+}
 int cuMemHostRegister_v2(void* pointer, size_t, unsigned) {
   if (current == nullptr) return INVALID_CONTEXT;
   std::lock_guard lock(memory_mutex);
@@ -355,17 +430,23 @@ int cuStreamWaitEvent(void* stream, Mark* event, unsigned flags) {
 int cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
   return add(stream, [=] { function(data); });
 }
-int cuLaunchKernel(void*, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned shared_bytes,
-                   void* stream, void** parameters, void**) {
-  if (threads != 512) return INVALID_VALUE;
-  auto arguments = std::make_shared<Arguments>(*static_cast<Arguments*>(parameters[0]));
-  const u32 ops = (shared_bytes - arguments->lanes * static_cast<u32>(sizeof(LaneState))) / static_cast<u32>(sizeof(OpState));
+int cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned,
+                   unsigned shared_bytes, void* stream, void** parameters, void**) {
+  std::function<void(unsigned)> block;
+  if (function == &one_shot) {
+    if (threads > 544 || threads % 32 != 0) return INVALID_VALUE;
+    auto arguments = std::make_shared<OneShot>(*static_cast<OneShot*>(parameters[0]));
+    block = [=](unsigned index) { ringsight_one_shot_block(arguments.get(), index, blocks); };
+  } else {
+    if (threads != 512) return INVALID_VALUE;
+    auto arguments = std::make_shared<Arguments>(*static_cast<Arguments*>(parameters[0]));
+    const u32 ops = (shared_bytes - arguments->lanes * static_cast<u32>(sizeof(LaneState))) / static_cast<u32>(sizeof(OpState));
+    block = [=](unsigned index) { ringsight_run_block(arguments.get(), index, blocks, ops); };
+  }
   return add(stream, [=] {
     std::vector<std::thread> all;
-    for (unsigned block = 1; block < blocks; block++) {
-      all.emplace_back([=] { ringsight_run_block(arguments.get(), block, blocks, ops); });
-    }
-    ringsight_run_block(arguments.get(), 0, blocks, ops);
+    for (unsigned index = 1; index < blocks; index++) all.emplace_back(block, index);
+    block(0);
     for (auto& thread : all) thread.join();
   });
 }

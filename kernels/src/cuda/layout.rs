@@ -3,6 +3,8 @@
 
 use std::mem::offset_of;
 
+use super::peers::MAX_PEERS;
+
 /// How contributions are combined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -143,14 +145,14 @@ const _: () = assert!(size_of::<Channel>() == 24);
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub struct LaunchState {
-    /// Blocks of the present run that are done.
+    /// Blocks of the present run that are done; the upper half counts those that gave up.
     pub blocks_done: u32,
     /// Runs that are over, of all launches that used it.
     pub runs: u32,
     /// A block has met a slot with another tag.
     pub differs: u32,
-    /// A block has given up.
-    pub aborted: u32,
+    /// 0.
+    pub reserved: u32,
 }
 
 const _: () = assert!(size_of::<LaunchState>() == 16);
@@ -171,13 +173,10 @@ pub struct LaunchControl {
 
 const _: () = assert!(size_of::<LaunchControl>() == 64);
 
-/// Bytes of a program that travel with the arguments.
-pub const INLINE_BYTES: usize = 3992;
-
-/// The kernel's one argument.
-#[derive(Clone)]
+/// Where a kernel reports to.
+#[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
-pub struct Arguments {
+pub struct Head {
     /// Device address of a [`LaunchState`].
     pub state: u64,
     /// Device address of a [`LaunchControl`].
@@ -186,8 +185,6 @@ pub struct Arguments {
     pub ring: u64,
     /// Device address of the ring's ticket, a `u64`.
     pub ring_ticket: u64,
-    /// Device address of the program; 0: it is in `inline_program`.
-    pub program: u64,
     /// Entries of the ring, a power of two, minus one.
     pub ring_mask: u32,
     /// What its events say of where they come from.
@@ -196,6 +193,23 @@ pub struct Arguments {
     pub runs_before: u32,
     /// 1: runs are replays, numbered from 1; 0: it runs once, and its events say 0.
     pub captured: u32,
+}
+
+const _: () = assert!(size_of::<Head>() == 48);
+
+/// Bytes of a program that travel with the arguments.
+pub const INLINE_BYTES: usize = 3984;
+
+/// The one argument of the kernel of channel programs.
+#[derive(Clone)]
+#[repr(C)]
+pub struct Arguments {
+    /// Where it reports to.
+    pub head: Head,
+    /// Device address of the program; 0: it is in `inline_program`.
+    pub program: u64,
+    /// This rank's memory that its peers reach ([`super::peers`]), 0 if there is none.
+    pub peers: u64,
     /// Where the [`Channel`]s stand in the program.
     pub channels_at: u32,
     /// Where the [`Work`]s stand.
@@ -212,11 +226,53 @@ pub struct Arguments {
     pub inline_program: [u8; INLINE_BYTES],
 }
 
-const _: () = assert!(offset_of!(Arguments, ring_mask) == 40);
-const _: () = assert!(offset_of!(Arguments, inline_program) == 80);
+const _: () = assert!(offset_of!(Arguments, program) == 48);
+const _: () = assert!(offset_of!(Arguments, channels_at) == 64);
+const _: () = assert!(offset_of!(Arguments, inline_program) == 88);
 const _: () = assert!(size_of::<Arguments>() == 4072);
 // What a kernel of any driver can take.
 const _: () = assert!(size_of::<Arguments>() <= 4096);
+
+/// The one argument of the kernel of [`super::one_shot`].
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct OneShot {
+    /// Where it reports to.
+    pub head: Head,
+    /// By rank: where its memory is for this rank's kernels.
+    pub bases: [u64; MAX_PEERS],
+    /// Send buffer.
+    pub send: u64,
+    /// Receive buffer.
+    pub recv: u64,
+    /// Elements.
+    pub elems: u64,
+    /// Argument of the combination.
+    pub argument: u64,
+    /// Operation number.
+    pub op: u32,
+    /// Its tag.
+    pub tag: u32,
+    /// This rank.
+    pub rank: u32,
+    /// Ranks.
+    pub ranks: u32,
+    /// Lines of each rank and parity.
+    pub lines: u32,
+    /// Code of the data type.
+    pub data_type: u8,
+    /// A [`Combination`].
+    pub combine: u8,
+    /// Channel number.
+    pub channel: u8,
+    /// 0.
+    pub reserved: u8,
+}
+
+const _: () = assert!(offset_of!(OneShot, bases) == 48);
+const _: () = assert!(offset_of!(OneShot, op) == 144);
+const _: () = assert!(offset_of!(OneShot, data_type) == 164);
+const _: () = assert!(size_of::<OneShot>() == 168);
 
 /// Shared memory that a block needs for each lane.
 pub const LANE_STATE_BYTES: usize = 48;

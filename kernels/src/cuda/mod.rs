@@ -1,10 +1,13 @@
 //! The device code of GPUs: kernels of `cuda/`, what they are given ([`layout`], [`program`]) and what they tell ([`ring`]).
 
 pub mod layout;
+pub mod one_shot;
+pub mod peers;
 pub mod program;
 pub mod ring;
 
-pub use layout::{Arguments, LaunchControl, LaunchState};
+pub use layout::{Arguments, Head, LaunchControl, LaunchState, OneShot};
+pub use one_shot::OneShotLaunch;
 pub use program::Program;
 pub use ring::{Event, EventKind, Ring};
 
@@ -28,3 +31,6 @@ pub const KERNEL: &std::ffi::CStr = c"ringsight_channels";
 
 /// Threads of each of its blocks.
 pub const THREADS: u32 = 512;
+
+/// Name of the kernel that a [`OneShotLaunch`] is for.
+pub const ONE_SHOT_KERNEL: &std::ffi::CStr = c"ringsight_one_shot";

@@ -3,7 +3,7 @@
 use ringsight_records::{Algorithm, DataType, ReduceOp};
 
 use super::layout::{
-    Arguments, Channel, Combination, ConnectionKind, INLINE_BYTES, LANE_STATE_BYTES, Lane, NONE,
+    Arguments, Channel, Combination, ConnectionKind, Head, INLINE_BYTES, LANE_STATE_BYTES, Lane, NONE,
     OP_STATE_BYTES, Op, Work,
 };
 use crate::{
@@ -17,6 +17,7 @@ use crate::{
 #[derive(Clone, Debug, Default)]
 pub struct Program {
     bytes: Vec<u8>,
+    peers: u64,
     channels: u32,
     channels_at: u32,
     works_at: u32,
@@ -55,6 +56,11 @@ impl Program {
             most(|channel| channel.end_op - channel.first_op),
         );
         let mut program = Self {
+            peers: launch
+                .peers
+                .as_ref()
+                .and_then(|peers| peers.bases.get(peers.rank as usize))
+                .map_or(0, |base| *base),
             channels: tables.channels.len() as u32,
             lanes,
             ops,
@@ -113,15 +119,9 @@ impl Program {
     #[must_use]
     pub fn arguments(&self, program: u64) -> Arguments {
         let mut arguments = Arguments {
-            state: 0,
-            control: 0,
-            ring: 0,
-            ring_ticket: 0,
+            head: Head::default(),
             program,
-            ring_mask: 0,
-            launch: 0,
-            runs_before: 0,
-            captured: 0,
+            peers: self.peers,
             channels_at: self.channels_at,
             works_at: self.works_at,
             lanes_at: self.lanes_at,
@@ -137,7 +137,7 @@ impl Program {
     }
 }
 
-/// Whether kernels of GPUs have programs of an algorithm ([`launch::Work::algorithm`]).
+/// Whether kernels of GPUs have channel programs of an algorithm ([`launch::Work::algorithm`]).
 #[must_use]
 pub fn runs(algorithm: Algorithm) -> bool {
     matches!(algorithm, Algorithm::Ring | Algorithm::Direct)
@@ -165,7 +165,7 @@ impl Tables {
         for work in messages {
             let fifo = match &work.connections {
                 Connections::Send(fifo) | Connections::Recv(fifo) => Some(address(fifo)),
-                Connections::Local | Connections::Ring { .. } => None,
+                Connections::Local | Connections::Ring { .. } | Connections::Peers(_) => None,
             };
             match lanes.iter_mut().find(|lane| lane.0 == fifo) {
                 Some(lane) => lane.1.push(work),
@@ -238,26 +238,16 @@ impl Tables {
                     next.slot_bytes(),
                 )
             }
+            Connections::Peers(_) => {
+                return Err(WorkError(format!(
+                    "op {} ({}): among peers it is no channel program",
+                    work.op, work.function
+                )));
+            }
             Connections::Send(next) => (ConnectionKind::Send, 0, address(next), next.slot_bytes()),
             Connections::Recv(prev) => (ConnectionKind::Recv, address(prev), 0, prev.slot_bytes()),
         };
-        let size = work.data_type.size();
-        let scalar_at = match work.scalar {
-            Scalar::Device(address) => address,
-            Scalar::None | Scalar::Immediate(_) => 0,
-        };
-        for (name, address) in [
-            ("sendbuff", work.send),
-            ("recvbuff", work.recv),
-            ("scalar", scalar_at),
-        ] {
-            if address % size != 0 {
-                return Err(WorkError(format!(
-                    "{name} {address:#x} is no multiple of the {size} bytes of {}",
-                    work.data_type
-                )));
-            }
-        }
+        address_error(work)?;
         let (scalar, scalar_kind) = match work.scalar {
             Scalar::Device(address) => (address as u64, 1),
             Scalar::None => (argument(work, 0), 0),
@@ -289,15 +279,37 @@ impl Tables {
     }
 }
 
+/// Whether the kernel can load and store its elements.
+pub(super) fn address_error(work: &launch::Work) -> Result<(), WorkError> {
+    let size = work.data_type.size();
+    let scalar_at = match work.scalar {
+        Scalar::Device(address) => address,
+        Scalar::None | Scalar::Immediate(_) => 0,
+    };
+    for (name, address) in [
+        ("sendbuff", work.send),
+        ("recvbuff", work.recv),
+        ("scalar", scalar_at),
+    ] {
+        if address % size != 0 {
+            return Err(WorkError(format!(
+                "{name} {address:#x} is no multiple of the {size} bytes of {}",
+                work.data_type
+            )));
+        }
+    }
+    Ok(())
+}
+
 fn address(fifo: &Fifo) -> u64 {
     fifo.base() as u64
 }
 
-fn argument(work: &launch::Work, scalar: u64) -> u64 {
+pub(super) fn argument(work: &launch::Work, scalar: u64) -> u64 {
     Reduction::argument(work.reduce_op, work.data_type, work.ranks, scalar)
 }
 
-fn combination(work: &launch::Work) -> Combination {
+pub(super) fn combination(work: &launch::Work) -> Combination {
     let integers = matches!(
         work.data_type,
         DataType::Int8

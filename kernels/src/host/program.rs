@@ -124,7 +124,7 @@ impl Program {
     /// Executes a step.
     fn execute(&mut self, work: &Work, step: Step) -> Advance {
         let (prev, next) = match &work.connections {
-            Connections::Local => (None, None),
+            Connections::Local | Connections::Peers(_) => (None, None),
             Connections::Ring { prev, next, .. } => (Some(prev), step.send.then_some(next)),
             Connections::Send(next) => (None, step.send.then_some(next)),
             Connections::Recv(prev) => (Some(prev), None),

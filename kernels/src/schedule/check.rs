@@ -4,7 +4,8 @@ use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
 use super::{Schedule, Steps};
 use crate::{
-    launch::{Connections, Scalar, Work},
+    cuda::peers::{MAX_PEERS, one_shot_bytes},
+    launch::{Connections, Peers, Scalar, Work},
     reduce::Reduction,
 };
 
@@ -66,6 +67,7 @@ impl Work {
         }
         match &self.connections {
             Connections::Local => {}
+            Connections::Peers(peers) => self.check_peers(peers)?,
             Connections::Send(fifo) | Connections::Recv(fifo) => {
                 if fifo.slot_bytes() < DataType::Float64.size() {
                     return fail(format!(
@@ -132,6 +134,28 @@ impl Work {
     }
 
     /// A one-shot program needs all elements of each rank as they are, in one slot.
+    fn check_peers(&self, peers: &Peers) -> Result<(), WorkError> {
+        let fail = |why: String| Err(WorkError(format!("op {} ({}): {why}", self.op, self.function)));
+        let ranks = self.ranks as usize;
+        if !(2..=MAX_PEERS).contains(&ranks) || peers.bases.len() != ranks || self.rank >= self.ranks {
+            return fail(format!(
+                "rank {} of {ranks}, which reaches the memory of {}: there must be 2 to {MAX_PEERS}",
+                self.rank,
+                peers.bases.len()
+            ));
+        }
+        if self.algorithm != Algorithm::OneShot {
+            return fail(format!("no {} program among peers", self.algorithm));
+        }
+        if self.part != (0..self.count) {
+            return fail(format!(
+                "part {:?} of {} elements: one kernel does it all",
+                self.part, self.count
+            ));
+        }
+        self.check_one_shot(one_shot_bytes(ranks))
+    }
+
     fn check_one_shot(&self, slot_bytes: usize) -> Result<(), WorkError> {
         let fail = |why: String| Err(WorkError(format!("op {} ({}): {why}", self.op, self.function)));
         if self.function != Function::AllReduce {
@@ -145,7 +169,7 @@ impl Work {
         let bytes = self.part.len().saturating_mul(self.data_type.size());
         if bytes > slot_bytes {
             return fail(format!(
-                "{bytes} bytes for a one_shot program of slots of {slot_bytes}"
+                "{bytes} bytes for a one_shot program that holds {slot_bytes}"
             ));
         }
         Ok(())

@@ -23,6 +23,8 @@ use crate::communicator::lock;
 const BUSY: Duration = Duration::from_micros(20);
 /// And while graphs hold launches but none has run for a while.
 const QUIET: Duration = Duration::from_millis(1);
+/// Looks at nothing before it sleeps: to be woken costs the thread that launches more than all else.
+const LINGER: u32 = 50;
 /// Looks without an event before it is quiet.
 const PATIENCE: u32 = 500;
 
@@ -183,15 +185,20 @@ impl Drain {
     pub(super) fn run(self) {
         let Self { entries, launches } = self;
         let mut ring = Ring::new(&entries);
-        let mut quiet = 0;
+        let (mut quiet, mut idle) = (0, 0);
         loop {
             let mut table = lock(&launches.table);
-            while table.in_flight.is_empty() {
-                quiet = 0;
-                table = launches
-                    .wake
-                    .wait(table)
-                    .unwrap_or_else(std::sync::PoisonError::into_inner);
+            idle = if table.in_flight.is_empty() { idle + 1 } else { 0 };
+            if idle > LINGER {
+                table.asleep = true;
+                while table.in_flight.is_empty() {
+                    table = launches
+                        .wake
+                        .wait(table)
+                        .unwrap_or_else(std::sync::PoisonError::into_inner);
+                }
+                table.asleep = false;
+                (quiet, idle) = (0, 0);
             }
             let moved = pass(&mut table, &mut ring);
             let eager = table.in_flight.values().any(|launch| !launch.captured);

@@ -13,8 +13,8 @@ use cudarc::driver::sys::{
     CUstream_flags,
 };
 use ringsight_kernels::{
-    Launch,
-    cuda::{self, Arguments, LaunchControl, LaunchState, Program, ring::Entry},
+    Launch, WorkError,
+    cuda::{self, Head, LaunchControl, LaunchState, OneShotLaunch, Program, ring::Entry},
 };
 
 use super::{
@@ -33,7 +33,11 @@ const CHUNK: usize = 256;
 
 /// One GPU, opened.
 pub(super) struct Gpu {
+    pub(super) device: c_int,
+    /// Runs channel programs.
     kernel: CUfunction,
+    /// Does an all_reduce among peers.
+    one_shot: CUfunction,
     /// The ring's ticket, in device memory.
     ticket: CUdeviceptr,
     entries: Arc<Memory<Entry>>,
@@ -41,9 +45,9 @@ pub(super) struct Gpu {
     shared_bytes: usize,
     pub(super) launches: Arc<Launches>,
     /// The primary context: as the runtime uses it.
-    context: CUcontext,
+    pub(super) context: CUcontext,
     /// For work of this module's own: waits for no other stream, and none waits for it.
-    stream: CUstream,
+    pub(super) stream: CUstream,
     /// Programs that are too long for the arguments are put here; by size class.
     pinned: Mutex<HashMap<usize, Vec<Pinned>>>,
 }
@@ -126,6 +130,8 @@ pub(super) struct Launches {
 pub(super) struct Table {
     pub(super) in_flight: HashMap<u32, InFlight>,
     pub(super) free: Vec<Slot>,
+    /// The thread that drains waits to be woken.
+    pub(super) asleep: bool,
     next: u32,
 }
 
@@ -172,8 +178,8 @@ impl Gpu {
             Err(missing) => return unavailable(&format!("this build has no kernels: {missing}")),
         };
         let _outside = OutsideCapture::enter()?;
-        let (mut context, mut module, mut kernel) =
-            (std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut());
+        let (mut context, mut module) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let (mut kernel, mut one_shot) = (std::ptr::null_mut(), std::ptr::null_mut());
         let mut stream = std::ptr::null_mut();
         // SAFETY: handles are written to the locals; the image is a fat binary of nvcc's. Setting an attribute loads the
         // kernel now: loaded at its first launch, it would wait for kernels that wait for it.
@@ -190,6 +196,16 @@ impl Gpu {
                 kernel,
                 CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                 shared_bytes as c_int
+            ))?;
+            call!(cuModuleGetFunction(
+                &raw mut one_shot,
+                module,
+                cuda::ONE_SHOT_KERNEL.as_ptr()
+            ))?;
+            call!(cuFuncSetAttribute(
+                one_shot,
+                CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                0
             ))?;
             call!(cuStreamCreate(
                 &raw mut stream,
@@ -210,7 +226,9 @@ impl Gpu {
                 DeviceError::Resource(format!("no thread for the events of GPU {device}: {error}"))
             })?;
         Ok(Self {
+            device,
             kernel,
+            one_shot,
             ticket,
             entries,
             shared_bytes,
@@ -277,7 +295,17 @@ impl Gpu {
         launch: &Arc<Launch>,
         captured: bool,
     ) -> Result<u32> {
-        let program = Program::new(launch).map_err(|error| DeviceError::InvalidUsage(error.to_string()))?;
+        let invalid = |error: WorkError| DeviceError::InvalidUsage(error.to_string());
+        if let Some(mut one_shot) = OneShotLaunch::new(launch).map_err(invalid)? {
+            let slot = self.slot()?;
+            let head = self.enter(launch, slot, captured, None);
+            one_shot.arguments.head = head;
+            let kernel = (self.one_shot, one_shot.blocks, one_shot.threads, 0);
+            // SAFETY: the kernel's argument.
+            unsafe { self.start(stream, kernel, &mut one_shot.arguments, head.launch) }?;
+            return Ok(head.launch);
+        }
+        let program = Program::new(launch).map_err(invalid)?;
         if program.shared_bytes() > self.shared_bytes {
             return Err(DeviceError::InvalidUsage(format!(
                 "the messages of one channel need {} bytes of state, a block has {}: make groups of fewer messages",
@@ -287,16 +315,7 @@ impl Gpu {
         }
         let outside = program.outside().map(|bytes| self.outside(bytes)).transpose()?;
         let slot = self.slot()?;
-        let mut arguments = Arguments {
-            state: slot.state(),
-            control: std::ptr::from_ref(slot.control()) as u64,
-            ring: self.entries.as_ptr() as u64,
-            ring_ticket: self.ticket,
-            ring_mask: RING_ENTRIES as u32 - 1,
-            runs_before: slot.runs_before,
-            captured: captured.into(),
-            ..program.arguments(outside.as_ref().map_or(0, |pinned| pinned.base() as u64))
-        };
+        let mut arguments = program.arguments(outside.as_ref().map_or(0, |pinned| pinned.base() as u64));
         let keeper = Arc::downgrade(self);
         let on_end = outside.map(|pinned| -> Box<dyn FnOnce() + Send> {
             Box::new(move || {
@@ -305,41 +324,81 @@ impl Gpu {
                 }
             })
         });
-        // Entered first: its events may come before the call returns.
+        arguments.head = self.enter(launch, slot, captured, on_end);
+        let number = arguments.head.launch;
+        let shared_bytes = program.shared_bytes() as u32;
+        let kernel = (self.kernel, program.blocks(), cuda::THREADS, shared_bytes);
+        // SAFETY: the kernel's argument.
+        unsafe { self.start(stream, kernel, &mut arguments, number) }?;
+        Ok(number)
+    }
+
+    /// Enters a launch into the table, before it begins: its events may come before the call that launches it returns.
+    fn enter(
+        &self,
+        launch: &Arc<Launch>,
+        slot: Slot,
+        captured: bool,
+        on_end: Option<Box<dyn FnOnce() + Send>>,
+    ) -> Head {
+        let mut head = Head {
+            state: slot.state(),
+            control: std::ptr::from_ref(slot.control()) as u64,
+            ring: self.entries.as_ptr() as u64,
+            ring_ticket: self.ticket,
+            ring_mask: RING_ENTRIES as u32 - 1,
+            launch: 0,
+            runs_before: slot.runs_before,
+            captured: captured.into(),
+        };
         let mut table = lock(&self.launches.table);
-        let number = table.next;
+        head.launch = table.next;
         table.next = table.next.wrapping_add(1);
-        arguments.launch = number;
         table
             .in_flight
-            .insert(number, InFlight::new(launch.clone(), slot, captured, on_end));
+            .insert(head.launch, InFlight::new(launch.clone(), slot, captured, on_end));
+        let asleep = table.asleep;
         drop(table);
-        self.launches.wake.notify_all();
-        let mut parameters = [(&raw mut arguments).cast::<c_void>()];
-        // SAFETY: the kernel takes this one argument, which is copied by the call. What it refers to lives until the
-        // launch is over: the table holds it.
+        if asleep {
+            self.launches.wake.notify_all();
+        }
+        head
+    }
+
+    /// Launches a kernel with so many blocks, threads and bytes of shared memory; if it cannot, the launch is forgotten.
+    ///
+    /// # Safety
+    /// The kernel takes this one argument.
+    unsafe fn start<A>(
+        &self,
+        stream: CUstream,
+        (kernel, blocks, threads, shared_bytes): (CUfunction, u32, u32, u32),
+        argument: &mut A,
+        launch: u32,
+    ) -> Result<()> {
+        let mut parameters = [std::ptr::from_mut(argument).cast::<c_void>()];
+        // SAFETY: the argument is copied by the call. What it refers to lives until the launch is over: the table holds it.
         let result = unsafe {
             cudarc::driver::sys::cuLaunchKernel(
-                self.kernel,
-                program.blocks(),
+                kernel,
+                blocks,
                 1,
                 1,
-                cuda::THREADS,
+                threads,
                 1,
                 1,
-                program.shared_bytes() as u32,
+                shared_bytes,
                 stream,
                 parameters.as_mut_ptr(),
                 std::ptr::null_mut(),
             )
         };
-        check("cuLaunchKernel", result).inspect_err(|_| self.launches.forget(number))?;
-        Ok(number)
+        check("cuLaunchKernel", result).inspect_err(|_| self.launches.forget(launch))
     }
 }
 
 /// Zeroed device memory of the current context; its own stream makes it so.
-fn zeroed(bytes: usize, stream: CUstream) -> Result<CUdeviceptr> {
+pub(super) fn zeroed(bytes: usize, stream: CUstream) -> Result<CUdeviceptr> {
     let _outside = OutsideCapture::enter()?;
     let mut memory = 0;
     // SAFETY: written to the local; then exactly what was allocated is zeroed. The default stream would wait for kernels

@@ -9,6 +9,7 @@ mod drain;
 mod driver;
 mod gpu;
 mod release;
+mod share;
 
 use std::{
     any::Any,
@@ -33,8 +34,8 @@ use self::{
     gpu::{Gpu, Slotted},
 };
 use super::{
-    Capture, Device, DeviceError, Event, Graph, GraphExec, HostFunction, Mark, Progress, Reachable, Result,
-    Stream,
+    Capture, Device, DeviceError, Event, Graph, GraphExec, HostFunction, Mark, Progress, Reachable, Reached, Result,
+    Share, Stream,
 };
 use crate::communicator::lock;
 
@@ -102,6 +103,13 @@ impl CudaDevice {
                 DeviceError::InvalidHandle(format!("device {device} is none of the {} GPUs", self.gpus.len()))
             })?
             .get(device)
+    }
+
+    /// The current device's GPU, its context current.
+    fn entered(&self) -> Result<&Arc<Gpu>> {
+        let gpu = self.gpu(self.current()?)?;
+        gpu.make_current()?;
+        Ok(gpu)
     }
 
     /// The graph that the stream is being captured into, with the driver's number of the capture.
@@ -230,6 +238,16 @@ impl Device for CudaDevice {
         Ok(Mark(context as usize))
     }
 
+    fn enter(&self, device: i32) -> Result<Option<Mark>> {
+        let gpu = self.gpu(device)?;
+        let before = self.mark()?;
+        if before.0 == gpu.context as usize {
+            return Ok(None);
+        }
+        gpu.make_current()?;
+        Ok(Some(before))
+    }
+
     fn restore(&self, mark: Mark) -> Result<()> {
         // SAFETY: a context that was this thread's current one, or none.
         unsafe { call!(cuCtxSetCurrent(mark.0 as CUcontext)) }
@@ -269,6 +287,18 @@ impl Device for CudaDevice {
         let registered = unsafe { Registered::new(base as *mut u8, bytes) };
         self.restore(before)?;
         Ok(Some(Box::new(registered?)))
+    }
+
+    fn share(&self, bytes: usize) -> Result<Option<Share>> {
+        share::share(self.entered()?, bytes).map(Some)
+    }
+
+    fn reach_share(&self, handle: &[u8]) -> Result<Reached> {
+        share::reach(self.entered()?, handle, |device| self.gpu(device))
+    }
+
+    fn write_share(&self, base: u64, bytes: &[u8]) -> Result<()> {
+        share::write(base, bytes, self.entered()?.stream)
     }
 
     fn retire(&self, waste: Box<dyn Any + Send>) {
@@ -312,6 +342,14 @@ impl Device for CudaDevice {
         let mut event = std::ptr::null_mut();
         // SAFETY: writes to the local.
         unsafe { call!(cuEventCreate(&raw mut event, 0)) }?;
+        Ok(Event(event as usize))
+    }
+
+    fn order_event_create(&self) -> Result<Event> {
+        let mut event = std::ptr::null_mut();
+        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+        // SAFETY: writes to the local.
+        unsafe { call!(cuEventCreate(&raw mut event, flags)) }?;
         Ok(Event(event as usize))
     }
 

@@ -237,6 +237,7 @@ fn message(function: Function, wire: &Arc<Fifo>, buffer: usize, observer: Arc<To
         work: vec![work],
     }];
     Arc::new(Launch {
+        peers: None,
         channels,
         abort: Arc::new(AbortWord::default()),
         observer,

@@ -132,6 +132,7 @@ fn collective(case: Case) -> Vec<Vec<i32>> {
                     .collect();
                 let log = Arc::new(Log::default());
                 let launch = Launch {
+                    peers: None,
                     channels: work,
                     abort: Arc::default(),
                     observer: log.clone(),
@@ -318,6 +319,7 @@ fn same_float_bits(algorithm: Algorithm, count: usize) {
                 }];
                 run(
                     &Launch {
+                        peers: None,
                         channels,
                         abort: Arc::default(),
                         observer: Arc::new(Log::default()),

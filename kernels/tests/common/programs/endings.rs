@@ -29,6 +29,7 @@ fn abort_releases_a_wait() {
         ),
     ];
     let launch = Launch {
+        peers: None,
         channels: vec![ChannelWork { channel: 1, work }],
         abort: abort.clone(),
         observer: log.clone(),
@@ -66,6 +67,7 @@ fn a_slot_of_another_operation_is_reported_and_left_alone() {
     let mut buffer = vec![7_u8; 100];
     let at = buffer.as_mut_ptr() as usize;
     let launch = Launch {
+        peers: None,
         channels: vec![ChannelWork {
             channel: 1,
             work: vec![

@@ -49,6 +49,7 @@ fn sends_and_receives_run_side_by_side() {
                 let channels = vec![ChannelWork { channel: 2, work }];
                 run(
                     &Launch {
+                        peers: None,
                         channels,
                         abort: Arc::default(),
                         observer: log.clone(),
@@ -98,6 +99,7 @@ fn messages_of_one_pair_keep_their_order() {
             let channels = vec![ChannelWork { channel: 0, work }];
             run(
                 &Launch {
+                    peers: None,
                     channels,
                     abort: Arc::default(),
                     observer: Arc::new(Log::default()),
@@ -126,6 +128,7 @@ fn messages_of_one_pair_keep_their_order() {
     let channels = vec![ChannelWork { channel: 0, work }];
     run(
         &Launch {
+            peers: None,
             channels,
             abort: Arc::default(),
             observer: Arc::new(Log::default()),
@@ -160,6 +163,7 @@ fn one_rank_copies_and_empty_work_is_done_at_once() {
     }];
     run(
         &Launch {
+            peers: None,
             channels,
             abort: Arc::default(),
             observer: log.clone(),

@@ -90,7 +90,7 @@ fn what_cannot_run_is_refused_with_a_reason() {
             part: 0..65,
             ..one_shot()
         })
-        .contains("65 bytes for a one_shot program of slots of 64")
+        .contains("65 bytes for a one_shot program that holds 64")
     );
     let mut odd = good();
     if let Connections::Ring { prev, .. } = &mut odd.connections {

@@ -1,6 +1,7 @@
-// The kernel that runs any launch: a block for each channel.
 #include "channels.cuh"
+#include "one_shot.cuh"
 
+// Runs any launch of channel programs: a block for each channel.
 extern "C" __global__ void __launch_bounds__(512)
 ringsight_channels(const __grid_constant__ ringsight::Arguments arguments) {
   using namespace ringsight;
@@ -10,6 +11,13 @@ ringsight_channels(const __grid_constant__ ringsight::Arguments arguments) {
   LaneState* lanes = reinterpret_cast<LaneState*>(states);
   OpState* ops = reinterpret_cast<OpState*>(lanes + arguments.lanes);
   Block(arguments, blockIdx.x, gridDim.x, turn, lanes, ops).run();
+}
+
+// An all_reduce among peers.
+extern "C" __global__ void __launch_bounds__(512 + ringsight::OneShotBlock::SERVICE)
+ringsight_one_shot(const __grid_constant__ ringsight::OneShot arguments) {
+  __shared__ volatile ringsight::u32 aborted;
+  ringsight::OneShotBlock(arguments, blockIdx.x, gridDim.x, aborted).run();
 }
 
 static_assert(sizeof(ringsight::LaneState) == 48, "LANE_STATE_BYTES in src/cuda/layout.rs");

@@ -1,0 +1,162 @@
+//! Memory that the kernels of all ranks reach, where all of them can.
+
+use std::{
+    any::Any,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use ringsight_kernels::{
+    cuda::peers::{Area, BYTES, MAX_PEERS, RingBefore},
+    launch::Peers,
+};
+
+use crate::{
+    bootstrap::Bootstrap,
+    device::{Device, Reached, Share, device},
+    error::Result,
+    log,
+    topology::Topology,
+    transport::RingConnections,
+};
+
+/// The memory of one rank, and what it has of the others'.
+struct Memory {
+    own: Option<Box<dyn Any + Send + Sync>>,
+    others: Vec<Box<dyn Any + Send + Sync>>,
+    /// Some of them are of other processes.
+    foreign: bool,
+    ended_well: Arc<AtomicBool>,
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        let Ok(device) = device() else { return };
+        device.retire(Box::new(std::mem::take(&mut self.others)));
+        let Some(own) = self.own.take() else { return };
+        // After an abort, kernels of other processes may still write here: such memory is kept until this process ends.
+        // Ranks of this process hold it themselves, and where operations have come to their end, all has arrived.
+        if self.foreign && !self.ended_well.load(Ordering::Relaxed) {
+            std::mem::forget(own);
+        } else {
+            device.retire(own);
+        }
+    }
+}
+
+/// Says what every rank could do, and hears it from all; the first who could not is named in the log.
+fn agree(bootstrap: &Bootstrap, mine: std::result::Result<&[u8], &str>) -> Result<Option<Vec<Vec<u8>>>> {
+    let bytes = match mine {
+        Ok(bytes) => [&[1], bytes].concat(),
+        Err(why) => [&[0], why.as_bytes()].concat(),
+    };
+    let all = bootstrap.all_gather(&bytes)?;
+    let cannot = all.iter().position(|bytes| bytes.first() != Some(&1));
+    if let Some(rank) = cannot {
+        let why = String::from_utf8_lossy(all[rank].get(1..).unwrap_or_default());
+        let why: String = why.chars().filter(|char| !char.is_control()).take(300).collect();
+        tracing::info!(
+            target: log::INIT,
+            "Ranks do not reach each other's memory: rank {rank}: {why}"
+        );
+        return Ok(None);
+    }
+    Ok(Some(all.into_iter().map(|bytes| bytes[1..].to_vec()).collect()))
+}
+
+/// Makes the memory and reaches that of the others; `None` if any rank cannot. All ranks call it, and all get the same answer.
+/// `ended_well` is to be set when all of this rank's operations have come to their end.
+///
+/// # Errors
+/// Of the bootstrap network.
+pub(super) fn connect(
+    bootstrap: &Bootstrap,
+    topology: &Topology,
+    rings: &[Option<RingConnections>],
+    ended_well: &Arc<AtomicBool>,
+) -> Result<Option<Arc<Peers>>> {
+    let (rank, ranks) = (bootstrap.rank(), bootstrap.ranks());
+    if !(2..=MAX_PEERS).contains(&(ranks as usize)) || topology.nodes() != 1 {
+        return Ok(None);
+    }
+    let device = &**device()?;
+    let own = make(device, topology, rings);
+    let answer = own.as_ref().map(|share| &*share.handle).map_err(|why| &**why);
+    let handles = agree(bootstrap, answer)?;
+    let (Ok(own), Some(handles)) = (own, handles) else {
+        return Ok(None);
+    };
+    let mut memory = Memory {
+        own: Some(own.memory),
+        others: Vec::new(),
+        foreign: false,
+        ended_well: ended_well.clone(),
+    };
+    let mut bases = Vec::new();
+    let mut failure = None;
+    for (other, handle) in handles.iter().enumerate() {
+        if other == rank as usize {
+            bases.push(own.base);
+            continue;
+        }
+        match device.reach_share(handle) {
+            Ok(Reached {
+                base,
+                is_foreign,
+                memory: reached,
+            }) => {
+                bases.push(base);
+                memory.foreign |= is_foreign;
+                memory.others.push(reached);
+            }
+            Err(error) => {
+                failure = Some(format!("that of rank {other}: {error}"));
+                break;
+            }
+        }
+    }
+    let answer = failure.as_deref().map_or(Ok(&[][..]), Err);
+    // Nobody writes before all have reached all; where not all do, nobody does.
+    if agree(bootstrap, answer)?.is_none() {
+        ended_well.store(true, Ordering::Relaxed);
+        return Ok(None);
+    }
+    tracing::info!(target: log::INIT, "Ranks reach each other's memory: {BYTES} bytes each");
+    Ok(Some(Arc::new(Peers {
+        rank,
+        bases,
+        memory: Box::new(memory),
+    })))
+}
+
+/// This rank's memory; or why there is none.
+fn make(
+    device: &dyn Device,
+    topology: &Topology,
+    rings: &[Option<RingConnections>],
+) -> std::result::Result<Share, String> {
+    if crate::env::text("NCCL_P2P_DISABLE").is_some_and(|value| value != "0") {
+        return Err("NCCL_P2P_DISABLE is set".into());
+    }
+    let share = device
+        .share(BYTES)
+        .map_err(|error| error.to_string())?
+        .ok_or_else(|| format!("the {} device shares no memory", device.name()))?;
+    let mut area = Area::default();
+    for (channel, (before, ring)) in area.rings.iter_mut().zip(rings).enumerate() {
+        let (Some(ring), Some(prev)) = (ring, topology.ring(channel as u8).last().copied()) else {
+            break;
+        };
+        *before = RingBefore {
+            fifo: ring.prev.fifo.base() as u64,
+            prev,
+            reserved: 0,
+        };
+    }
+    device
+        .write_share(share.base, area.bytes())
+        .map_err(|error| error.to_string())?;
+    Ok(share)
+}

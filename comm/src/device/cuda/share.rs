@@ -1,0 +1,232 @@
+//! Memory of a GPU that kernels of other GPUs and other processes reach: by peer access within a process, by CUDA IPC between
+//! processes.
+
+use std::{
+    collections::HashMap,
+    ffi::c_int,
+    sync::{Arc, Mutex, OnceLock, Weak},
+};
+
+use cudarc::driver::sys::{
+    self, CUcontext, CUdeviceptr, CUipcMem_flags_enum, CUipcMemHandle, CUresult, CUstream,
+};
+
+use super::{
+    driver::{OutsideCapture, call, check},
+    gpu::{Gpu, zeroed},
+};
+use crate::{
+    bootstrap::sys::random_u64,
+    communicator::lock,
+    device::{DeviceError, Reached, Result, Share},
+};
+
+/// Memory that was shared in this process, by address: ranks of one process keep it while any of them uses it.
+static SHARED: Mutex<Option<HashMap<CUdeviceptr, Weak<Memory>>>> = Mutex::new(None);
+
+/// An allocation, or another process's as this one has opened it.
+struct Memory {
+    base: CUdeviceptr,
+    context: CUcontext,
+    foreign: bool,
+}
+
+// SAFETY: an address and a context, which belong to no thread.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // Dropped by the thread that releases things: what is current there matters to nobody. At the end of the process the
+        // driver may be gone, and the memory with it.
+        // SAFETY: a context that lives as long as the process; the address is given back once.
+        unsafe {
+            let _ = sys::cuCtxSetCurrent(self.context);
+            let _ = if self.foreign {
+                sys::cuIpcCloseMemHandle(self.base)
+            } else {
+                sys::cuMemFree_v2(self.base)
+            };
+        }
+    }
+}
+
+/// What a handle says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Handle {
+    /// Of its process.
+    process: u64,
+    device: c_int,
+    base: CUdeviceptr,
+    /// `None` if other processes cannot reach it.
+    ipc: Option<[u8; IPC_BYTES]>,
+}
+
+const IPC_BYTES: usize = size_of::<CUipcMemHandle>();
+
+impl Handle {
+    const BYTES: usize = 8 + 4 + 8 + 1 + IPC_BYTES;
+
+    fn to_bytes(self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(Self::BYTES);
+        bytes.extend(self.process.to_le_bytes());
+        bytes.extend(self.device.to_le_bytes());
+        bytes.extend(self.base.to_le_bytes());
+        bytes.push(self.ipc.is_some().into());
+        bytes.extend(self.ipc.unwrap_or([0; IPC_BYTES]));
+        bytes
+    }
+
+    fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let (process, rest) = bytes.split_first_chunk()?;
+        let (device, rest) = rest.split_first_chunk()?;
+        let (base, rest) = rest.split_first_chunk()?;
+        let (has_ipc, ipc) = rest.split_first()?;
+        let ipc: [u8; IPC_BYTES] = ipc.try_into().ok()?;
+        (*has_ipc <= 1).then_some(Self {
+            process: u64::from_le_bytes(*process),
+            device: c_int::from_le_bytes(*device),
+            base: CUdeviceptr::from_le_bytes(*base),
+            ipc: (*has_ipc == 1).then_some(ipc),
+        })
+    }
+}
+
+/// A number that no other process has. A forked child has its parent's, and no CUDA.
+fn process() -> Result<u64> {
+    static PROCESS: OnceLock<std::result::Result<u64, String>> = OnceLock::new();
+    PROCESS
+        .get_or_init(|| random_u64().map_err(|error| error.to_string()))
+        .clone()
+        .map_err(|error| DeviceError::Resource(format!("no random number: {error}")))
+}
+
+/// Zeroed memory of a GPU, whose context is current.
+pub(super) fn share(gpu: &Gpu, bytes: usize) -> Result<Share> {
+    let base = zeroed(bytes, gpu.stream)?;
+    let memory = Arc::new(Memory {
+        base,
+        context: gpu.context,
+        foreign: false,
+    });
+    let mut ipc = CUipcMemHandle {
+        reserved: [0; IPC_BYTES],
+    };
+    // Refused where processes are kept apart: then ranks of other processes will say so.
+    // SAFETY: written to the local; the base of an allocation.
+    let has_ipc = unsafe { sys::cuIpcGetMemHandle(&raw mut ipc, base) } == CUresult::CUDA_SUCCESS;
+    let handle = Handle {
+        process: process()?,
+        device: gpu.device,
+        base,
+        ipc: has_ipc.then(|| ipc.reserved.map(|byte| byte as u8)),
+    };
+    let mut shared = lock(&SHARED);
+    let shared = shared.get_or_insert_default();
+    shared.retain(|_, memory| memory.strong_count() > 0);
+    shared.insert(base, Arc::downgrade(&memory));
+    Ok(Share {
+        base,
+        handle: handle.to_bytes(),
+        memory: Box::new(memory),
+    })
+}
+
+/// Makes it reachable for a GPU, whose context is current. `peer` gives a GPU of this process.
+pub(super) fn reach<'a>(
+    gpu: &Gpu,
+    bytes: &[u8],
+    peer: impl FnOnce(c_int) -> Result<&'a Arc<Gpu>>,
+) -> Result<Reached> {
+    let invalid = |text: &str| DeviceError::InvalidHandle(text.into());
+    let handle = Handle::from_bytes(bytes).ok_or_else(|| invalid("a handle that cannot be read"))?;
+    let _outside = OutsideCapture::enter()?;
+    if handle.process != process()? {
+        let ipc = handle
+            .ipc
+            .ok_or_else(|| invalid("its driver gives no IPC handle for the memory"))?;
+        let handle = CUipcMemHandle {
+            reserved: ipc.map(|byte| byte as std::ffi::c_char),
+        };
+        let lazy = CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+        let mut base = 0;
+        // SAFETY: written to the local; a handle that is none is refused.
+        unsafe { call!(cuIpcOpenMemHandle_v2(&raw mut base, handle, lazy)) }?;
+        let memory = Memory {
+            base,
+            context: gpu.context,
+            foreign: true,
+        };
+        return Ok(Reached {
+            base,
+            is_foreign: true,
+            memory: Box::new(memory),
+        });
+    }
+    if handle.device != gpu.device {
+        let other = peer(handle.device)?;
+        let mut can = 0;
+        // SAFETY: written to the local.
+        unsafe { call!(cuDeviceCanAccessPeer(&raw mut can, gpu.device, handle.device)) }?;
+        if can == 0 {
+            return Err(DeviceError::InvalidUsage(format!(
+                "GPU {} has no peer access to GPU {}",
+                gpu.device, handle.device
+            )));
+        }
+        // SAFETY: a primary context that lives as long as the process.
+        match unsafe { sys::cuCtxEnablePeerAccess(other.context, 0) } {
+            CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => {}
+            result => check("cuCtxEnablePeerAccess", result)?,
+        }
+    }
+    let shared = lock(&SHARED);
+    let memory = shared
+        .as_ref()
+        .and_then(|shared| shared.get(&handle.base)?.upgrade())
+        .ok_or_else(|| invalid("memory that is gone"))?;
+    Ok(Reached {
+        base: handle.base,
+        is_foreign: false,
+        memory: Box::new(memory),
+    })
+}
+
+/// Copies to shared memory; waits for that alone.
+pub(super) fn write(base: CUdeviceptr, bytes: &[u8], stream: CUstream) -> Result<()> {
+    let _outside = OutsideCapture::enter()?;
+    // SAFETY: the caller's memory, as long as the bytes; they stay until the copy is done.
+    unsafe {
+        call!(cuMemcpyHtoDAsync_v2(
+            base,
+            bytes.as_ptr().cast(),
+            bytes.len(),
+            stream
+        ))?;
+        call!(cuStreamSynchronize(stream))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_handle_survives_the_way_and_rubbish_is_none() {
+        let handle = Handle {
+            process: 7,
+            device: 3,
+            base: 0x7f00_0000_0000,
+            ipc: Some([9; IPC_BYTES]),
+        };
+        for handle in [handle, Handle { ipc: None, ..handle }] {
+            assert_eq!(Handle::from_bytes(&handle.to_bytes()), Some(handle));
+        }
+        let bytes = handle.to_bytes();
+        assert_eq!(bytes.len(), Handle::BYTES);
+        assert_eq!(Handle::from_bytes(&bytes[1..]), None);
+        assert_eq!(Handle::from_bytes(&[&bytes[..], &[0]].concat()), None);
+        assert_eq!(Handle::from_bytes(&[2; Handle::BYTES]), None);
+    }
+}

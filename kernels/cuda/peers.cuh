@@ -1,0 +1,49 @@
+// Memory of a rank that all ranks of the communicator reach: the twin of src/cuda/peers.rs, which says what is where.
+#pragma once
+
+#include "launch.cuh"
+
+namespace ringsight {
+
+constexpr u32 MAX_PEERS = 8;
+constexpr u32 MAX_RINGS = 64;
+constexpr u64 LINES_OFFSET = 4096;
+constexpr u32 LINES = 1 << 17;
+
+struct RingBefore {
+  // From the previous rank, or 0.
+  u64 fifo;
+  u32 prev;
+  u32 reserved;
+};
+
+struct Area {
+  // Epoch of this rank's last operation.
+  u32 epoch;
+  u32 reserved[63];
+  // By channel; behind the last one there is none.
+  RingBefore rings[MAX_RINGS];
+  // By the parity of the epoch and the rank that wrote it: {tag, epoch, 0, epoch}.
+  Line tags[2][MAX_PEERS];
+};
+static_assert(offsetof(Area, rings) == 256, "as in src/cuda/peers.rs");
+static_assert(offsetof(Area, tags) == 1280, "as in src/cuda/peers.rs");
+static_assert(sizeof(Area) <= LINES_OFFSET, "as in src/cuda/peers.rs");
+
+// Epochs are never 0, which is what memory begins with, and their parity changes with each.
+constexpr u32 LAST_EPOCH = 0xfffffffe;
+DEVICE inline u32 next_epoch(u32 epoch) { return epoch >= LAST_EPOCH ? 1 : epoch + 1; }
+
+DEVICE inline Area* area_of(u64 base) { return reinterpret_cast<Area*>(base); }
+
+// The tag of the operation that a rank has begun and this one has not, if there is one.
+DEVICE inline bool peeked_tag(u64 base, u32 rank, u32& tag) {
+  const u32 epoch = next_epoch(load_relaxed(&area_of(base)->epoch));
+  const Line line = load_line(&area_of(base)->tags[epoch & 1][rank]);
+  // What that rank did before it began is seen from here on.
+  fence_system();
+  tag = line.low;
+  return line.low_flag == epoch && line.high_flag == epoch;
+}
+
+}  // namespace ringsight

@@ -1,0 +1,63 @@
+// What kernels tell the host: events in the ring, and the end of a run.
+#pragma once
+
+#include "launch.cuh"
+
+namespace ringsight {
+
+class Report {
+ public:
+  // `head` must outlive it: the kernel's argument.
+  DEVICE explicit Report(const Head& head)
+      : head_(head),
+        state_(reinterpret_cast<LaunchState*>(head.state)),
+        control_(reinterpret_cast<LaunchControl*>(head.control)) {}
+
+  DEVICE INLINE LaunchState& state() const { return *state_; }
+  DEVICE INLINE LaunchControl& control() const { return *control_; }
+
+  // Runs before this one: written by the last block of the launch's last run, before this one began.
+  DEVICE INLINE u32 runs() const { return load_relaxed(&state_->runs); }
+  // What events say of the run: the replay, or 0.
+  DEVICE INLINE u32 replay(u32 runs) const { return head_.captured != 0 ? runs - head_.runs_before + 1 : 0; }
+
+  // Puts an event into the ring, over the oldest one. Every word carries the lap: the host sees whether all four are of
+  // one event without an order between them.
+  DEVICE INLINE void event(EventKind kind, u32 replay, u32 channel, u32 op, u64 value) const {
+    const u64 ticket = add_relaxed(reinterpret_cast<u64*>(head_.ring_ticket), 1);
+    const u64 lap = ticket / (static_cast<u64>(head_.ring_mask) + 1) % 0xffff + 1;
+    Event& event = reinterpret_cast<Event*>(head_.ring)[ticket & head_.ring_mask];
+    const u64 what = static_cast<u64>(kind) << 8 | channel;
+    store_relaxed(&event.words[0], value << 16 | lap);
+    store_relaxed(&event.words[1], static_cast<u64>(op) << 32 | what << 16 | lap);
+    store_relaxed(&event.words[2], static_cast<u64>(head_.launch) << 32 | value >> 48 << 16 | lap);
+    store_relaxed(&event.words[3], static_cast<u64>(replay) << 32 | lap);
+  }
+
+  // One block is done; whether it is the run's last one, which learns whether any was aborted.
+  DEVICE INLINE bool block_done(u32 blocks, bool& aborted) const {
+    if (blocks == 1) return true;
+    constexpr u32 ABORTED = 1 << 16;
+    const u32 mine = aborted ? ABORTED + 1 : 1;
+    // AcqRel: what the others have reported is before what the last block says.
+    const u32 done = add_acq_rel(&state_->blocks_done, mine) + mine;
+    aborted = done >= ABORTED;
+    return done % ABORTED == blocks;
+  }
+
+  // The last block makes the state ready for the next run; returns what the host is to be told.
+  DEVICE INLINE u32 renew(u32 runs, bool aborted) const {
+    store_relaxed(&control_->aborted, aborted ? 1u : 0u);
+    store_relaxed(&state_->blocks_done, 0u);
+    store_relaxed(&state_->differs, 0u);
+    store_relaxed(&state_->runs, runs + 1);
+    return runs + 1;
+  }
+
+ private:
+  const Head& head_;
+  LaunchState* state_;
+  LaunchControl* control_;
+};
+
+}  // namespace ringsight

@@ -1,0 +1,99 @@
+//! Memory of a rank that the kernels of all ranks of its communicator reach: the twin of `cuda/peers.cuh`.
+//!
+//! Every rank has as much, zeroed when it is made. It begins with an [`Area`]; from [`LINES_OFFSET`] on there are lines of 16
+//! bytes: 8 of data, and beside each half of them the epoch of the operation that they are of. They are cut by the
+//! parity of the epoch, then by the rank that writes them.
+//!
+//! A communicator's operations over this memory have epochs 1, 2, … on all ranks, counted by the kernels themselves, so that
+//! replays count too.
+
+use std::mem::offset_of;
+
+/// The most ranks.
+pub const MAX_PEERS: usize = 8;
+/// The most channels whose rings are known.
+pub const MAX_RINGS: usize = 64;
+/// Where the lines begin.
+pub const LINES_OFFSET: usize = 4096;
+/// Lines.
+pub const LINES: usize = 1 << 17;
+/// Bytes of all.
+pub const BYTES: usize = LINES_OFFSET + LINES * size_of::<Line>();
+
+/// Data with flags.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C, align(16))]
+pub struct Line {
+    /// Low half of the data.
+    pub low: u32,
+    /// Its flag.
+    pub low_flag: u32,
+    /// High half of the data.
+    pub high: u32,
+    /// Its flag.
+    pub high_flag: u32,
+}
+
+/// The connection from the previous rank in a ring.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct RingBefore {
+    /// Its FIFO as this rank's kernels reach it.
+    pub fifo: u64,
+    /// The rank.
+    pub prev: u32,
+    /// 0.
+    pub reserved: u32,
+}
+
+/// What the memory begins with.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Area {
+    /// Epoch of the operation that was done last.
+    pub epoch: u32,
+    /// 0.
+    pub reserved: [u32; 63],
+    /// By channel; zeros behind the last one. Kernels that wait long for an operation to begin look whether the rank before
+    /// has begun another one there.
+    pub rings: [RingBefore; MAX_RINGS],
+    /// By parity and rank: the tag of the operation that this rank has begun.
+    pub tags: [[Line; MAX_PEERS]; 2],
+}
+
+const _: () = assert!(offset_of!(Area, rings) == 256);
+const _: () = assert!(offset_of!(Area, tags) == 1280);
+const _: () = assert!(size_of::<Area>() == 1280 + 2 * MAX_PEERS * size_of::<Line>());
+const _: () = assert!(size_of::<Area>() <= LINES_OFFSET);
+
+impl Default for Area {
+    fn default() -> Self {
+        Self {
+            epoch: 0,
+            reserved: [0; 63],
+            rings: [RingBefore::default(); MAX_RINGS],
+            tags: Default::default(),
+        }
+    }
+}
+
+impl Area {
+    /// It as it lies in memory.
+    #[must_use]
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: integers without padding: see the offsets above.
+        unsafe { std::slice::from_raw_parts(std::ptr::from_ref(self).cast(), size_of::<Self>()) }
+    }
+}
+
+/// Lines that each of `ranks` ranks has for one parity.
+#[must_use]
+pub const fn lines(ranks: usize) -> usize {
+    LINES / 2 / ranks
+}
+
+/// The most bytes of an operation that is done in one shot.
+#[must_use]
+pub const fn one_shot_bytes(ranks: usize) -> usize {
+    lines(ranks) * 8
+}
