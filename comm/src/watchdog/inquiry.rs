@@ -11,7 +11,7 @@ use super::{
     Action, Watch,
     flights::InProgress,
     message::{Health, Message},
-    position::{Answer, Position, Run},
+    position::{Answer, HeldUp, Position, Run},
     report,
     settings::SHORTEST,
     verdict::{Heard, Verdict, judge},
@@ -135,6 +135,11 @@ impl Watch {
             heard.insert(rank, Heard::Silent);
         }
         inquiry.open = None;
+        for heard in heard.values_mut() {
+            if let Some(held) = self.crossing(heard, now) {
+                *heard = Heard::Crossed(held);
+            }
+        }
         let verdict = judge(&heard, age, &self.settings);
         // A rank that is only busy may answer the next time.
         let unsure = verdict
@@ -159,6 +164,23 @@ impl Watch {
         }
         // Asked again for as long as it lasts: the verdict may change.
         self.settings.rest().min(self.settings.interval)
+    }
+
+    /// The operation of this communicator in which a rank waits for this one, if neither will ever come to the other's: operations
+    /// of a communicator run one after another, this rank is in another one, and has not launched that.
+    fn crossing(&self, heard: &Heard, now: u64) -> Option<HeldUp> {
+        let Heard::Answer(Answer {
+            position: Position::NotLaunched { .. },
+            held_up: Some(held),
+        }) = heard
+        else {
+            return None;
+        };
+        // What graphs run is ordered by whoever launches them.
+        let ordered = held.comm == self.comm && held.run.replay == 0;
+        let awaited = self.participants(held.run.identity).contains(&self.rank);
+        let launched = || !matches!(self.position(held.run, now), Position::NotLaunched { .. });
+        (ordered && awaited && !launched()).then_some(*held)
     }
 
     fn ask(&self, ranks: &[u32], question: &Message) {
@@ -229,6 +251,13 @@ impl Watch {
 
     fn say(&self, op: &InProgress, verdict: &Verdict, heard: &BTreeMap<u32, Heard>, now: u64) {
         // The error first: who reads the report finds it.
+        if let (Cause::MetadataMismatch, Some(held)) = (verdict.cause, verdict.held_up) {
+            // It can never end, and no other rank may find out: whatever the action.
+            let call = self.checks.call_of(op.info.op);
+            self.checks
+                .announce(report::crossing(self.rank, op, call, verdict.culprit, held));
+            return self.report(op, verdict, heard, now);
+        }
         let error = || {
             let text = format!("{}: {}", verdict.cause, report::sentence(verdict));
             Error::new(ResultCode::SystemError, text)

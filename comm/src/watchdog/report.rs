@@ -8,11 +8,14 @@ use super::{
     Watch,
     flights::InProgress,
     message::Health,
-    position::{Answer, Position},
+    position::{Answer, HeldUp, Position},
     settings::Settings,
     verdict::{Heard, Verdict},
 };
-use crate::{checks::Identity, observe};
+use crate::{
+    checks::{Call, Identity},
+    observe,
+};
 
 fn seconds(ns: u64) -> String {
     format!("{:.1} s", ns as f64 / 1e9)
@@ -27,6 +30,9 @@ pub(super) fn sentence(verdict: &Verdict) -> String {
         Cause::PeerAborted => format!("rank {rank} has aborted, revoked or destroyed the communicator"),
         Cause::RankStopped => format!("the process of rank {rank} is stopped"),
         Cause::NoAnswer => format!("rank {rank} does not answer"),
+        Cause::MetadataMismatch => format!(
+            "rank {rank} has not launched it: the ranks do not call the same operations in the same order"
+        ),
         Cause::NotLaunched => format!("rank {rank} has not launched it"),
         Cause::QueuedBehindCompute => format!("rank {rank} has launched it, its stream has not come to it"),
         Cause::StuckKernel => format!("every rank has come, nothing moves, and rank {rank} stopped first"),
@@ -56,6 +62,17 @@ pub(super) fn sentence(verdict: &Verdict) -> String {
     text
 }
 
+/// What all ranks are told of two that wait for each other.
+pub(super) fn crossing(rank: u32, op: &InProgress, call: Option<Call>, other: u32, held: HeldUp) -> String {
+    let call = call.map_or_else(String::new, |call| format!("{call}, "));
+    format!(
+        "rank {rank} is in {call}{}, and rank {other} in {}: each waits for the other, since the ranks do not call the same \
+         operations in the same order",
+        name(op.run.identity, op.run.replay),
+        name(held.run.identity, held.run.replay)
+    )
+}
+
 fn name(identity: Identity, replay: u32) -> String {
     let graph = |seq: u64| match (seq >> 32, seq as u32) {
         (0, seq) => format!("{seq}"),
@@ -75,6 +92,11 @@ fn line(rank: u32, heard: &Heard) -> String {
         Heard::Gone => "gone".to_owned(),
         Heard::Stopped => "stopped".to_owned(),
         Heard::Silent => "no answer".to_owned(),
+        Heard::Crossed(held) => format!(
+            "in {} instead, for {}",
+            name(held.run.identity, held.run.replay),
+            seconds(held.since_ns)
+        ),
         Heard::Answer(Answer { position, .. }) => match position {
             Position::NotLaunched { idle_ns } => format!("not launched, idle {}", seconds(*idle_ns)),
             Position::Queued { since_ns } => format!("queued {}", seconds(*since_ns)),

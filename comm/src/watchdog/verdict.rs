@@ -14,6 +14,9 @@ use super::{
 pub(crate) enum Heard {
     /// It answered.
     Answer(Answer),
+    /// It is in an operation of this communicator that the rank that asks comes to only after the one that it asks about, if
+    /// ever: each waits for the other.
+    Crossed(HeldUp),
     /// Its process is gone.
     Gone,
     /// Its process is stopped.
@@ -51,7 +54,9 @@ impl Verdict {
 
     /// Whether two verdicts need not both be said.
     pub(crate) fn is_as(&self, other: &Self) -> bool {
-        (self.cause, self.culprit, self.hang) == (other.cause, other.culprit, other.hang)
+        // Of ranks that all do not move one or the other is first, by a moment.
+        let same_rank = self.culprit == other.culprit || self.cause == Cause::StuckKernel;
+        (self.cause, self.hang) == (other.cause, other.hang) && same_rank
     }
 }
 
@@ -112,6 +117,10 @@ fn suspect(rank: u32, heard: &Heard) -> Option<Suspect> {
         Heard::Gone => of(Cause::RankDead, None),
         Heard::Stopped => of(Cause::RankStopped, None),
         Heard::Silent => of(Cause::NoAnswer, None),
+        Heard::Crossed(held) => Suspect {
+            held_up: Some(held),
+            ..of(Cause::MetadataMismatch, Some(held.since_ns))
+        },
         Heard::Answer(Answer { position, held_up }) => match position {
             Position::Ended => of(Cause::PeerAborted, None),
             Position::NotLaunched { idle_ns } => Suspect {
@@ -164,6 +173,17 @@ mod tests {
         })
     }
 
+    fn crossed() -> Heard {
+        Heard::Crossed(HeldUp {
+            comm: 1,
+            run: Run {
+                identity: Identity::Collective { seq: 9 },
+                replay: 0,
+            },
+            since_ns: 2500 * MS,
+        })
+    }
+
     fn verdict(heard: &[Heard], overdue_s: u64) -> Option<(Cause, u32, bool)> {
         let heard = (0..).zip(heard.iter().copied()).collect();
         judge(&heard, Duration::from_secs(overdue_s), &SETTINGS)
@@ -195,6 +215,12 @@ mod tests {
                 true,
             ),
             (vec![stuck, late(9), Heard::Silent], Cause::NoAnswer, 2, true),
+            (
+                vec![stuck, queued, crossed(), late(9)],
+                Cause::MetadataMismatch,
+                2,
+                true,
+            ),
             (vec![stuck, queued, late(9)], Cause::NotLaunched, 2, false),
             (
                 vec![stuck, queued, at(Position::Done)],

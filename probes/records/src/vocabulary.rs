@@ -118,9 +118,10 @@ vocabulary! {
         PeerAborted = 2 => "PEER_ABORTED",
         RankStopped = 3 => "RANK_STOPPED",
         NoAnswer = 4 => "NO_ANSWER",
-        NotLaunched = 5 => "NOT_LAUNCHED",
-        QueuedBehindCompute = 6 => "QUEUED_BEHIND_COMPUTE",
-        StuckKernel = 7 => "STUCK_KERNEL",
+        MetadataMismatch = 5 => "METADATA_MISMATCH",
+        NotLaunched = 6 => "NOT_LAUNCHED",
+        QueuedBehindCompute = 7 => "QUEUED_BEHIND_COMPUTE",
+        StuckKernel = 8 => "STUCK_KERNEL",
     }
 }
 
