@@ -5,7 +5,6 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    os::fd::OwnedFd,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -15,14 +14,17 @@ use ringsight_records::{Kind, VERSION, pages::Reader, probed::Tally};
 use crate::{
     attach::{Event, Probes},
     error::{AttachError, Unavailable},
-    pages::{Hold, Mapped},
+    pages::Mapped,
     process::{self, Program, now_ns},
     sample::{Carrier, Process, Sample, Source},
     site::{self, Site},
     stats::{Counters, ProbeStats},
-    target::{self, FileKey, Flavour},
+    target::{self, Flavour},
     watch::Watched,
 };
+use state::Target;
+
+mod state;
 
 /// Events taken from a carrier in one poll, so that a poll ends even if its target never pauses.
 const BATCH: usize = 1 << 18;
@@ -96,55 +98,6 @@ pub struct Session {
     own: Reader,
     tallied_ns: u64,
     programs_ns: u64,
-}
-
-struct Target {
-    pidfd: OwnedFd,
-    program: Program,
-    /// The process runs another program by now.
-    replaced: bool,
-    library: FileKey,
-    /// Key in the programs' table and library number, while probes are attached.
-    probed: Option<(u64, u64)>,
-    reported: Tally,
-    watched: Watched,
-}
-
-impl Target {
-    /// Reports what the probes lost since the last report.
-    fn report(&mut self, now: &Tally, pid: u32, samples: &mut Vec<Sample>) {
-        for kind in Kind::ALL {
-            let at = *kind as usize;
-            let count = now.lost[at].saturating_sub(self.reported.lost[at]);
-            if count > 0 {
-                self.watched.report_lost(Carrier::Probe, *kind, count, samples);
-            }
-        }
-        let nameless = |tally: &Tally| tally.faults + tally.calls_lost;
-        let count = nameless(now).saturating_sub(nameless(&self.reported));
-        if count > 0 {
-            samples.push(Sample::Lost {
-                pid: Some(pid),
-                carrier: Carrier::Probe,
-                kind: None,
-                count,
-            });
-        }
-        self.reported = *now;
-    }
-
-    /// Keeps the lease of the ring. What became of it, if it is worth a word.
-    fn renew(&mut self, pid: u32, own: &Reader, now_ns: u64) -> Option<String> {
-        match self.watched.renew(own, now_ns) {
-            Hold::AsBefore => None,
-            Hold::Lost { holder, silent_ns } => Some(format!(
-                "process {pid}: {holder} has taken its ring over (a lease lapses after 5 s; the last sign of life of this \
-                 reader is {:.1} s old): what the ring carries goes there until that lease is given back or lapses",
-                silent_ns as f64 / 1e9
-            )),
-            Hold::Regained => Some(format!("process {pid}: its ring is this reader's again")),
-        }
-    }
 }
 
 impl std::fmt::Debug for Session {
