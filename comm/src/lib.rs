@@ -19,6 +19,7 @@ pub(crate) mod log;
 pub mod observe;
 pub mod plan;
 pub mod proxy;
+pub(crate) mod threads;
 pub mod topology;
 pub mod transport;
 pub(crate) mod watchdog;

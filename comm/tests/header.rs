@@ -4,27 +4,43 @@ mod native;
 
 use std::{
     collections::BTreeSet,
-    path::Path,
+    path::{Path, PathBuf},
     process::{Command, Stdio},
 };
 
 use native::{exports, include, library, listed, run};
 
-#[test]
-fn a_c_program_runs_on_two_processes() {
-    let directory = tempfile::tempdir().unwrap();
-    let program = directory.path().join("header");
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/header.c");
-    // Linked by the name that NCCL's users link with.
-    let linked = directory.path().join("libnccl.so.2");
+/// Compiles tests/NAME.c into a program in `directory`, linked with the library there by the name that NCCL's users link
+/// with.
+fn compiled(name: &str, directory: &Path) -> PathBuf {
+    let program = directory.join(name);
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/{name}.c"));
+    let linked = directory.join("libnccl.so.2");
     std::fs::copy(library(), &linked).unwrap();
     run(Command::new("gcc")
-        .args(["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-I"])
+        .args(["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-pthread", "-I"])
         .arg(include())
         .arg(source)
         .arg(&linked)
         .arg("-o")
         .arg(&program));
+    program
+}
+
+#[test]
+fn calls_work_when_the_threads_variables_are_destroyed() {
+    let directory = tempfile::tempdir().unwrap();
+    let text = run(Command::new(compiled("late", directory.path()))
+        .env("LD_LIBRARY_PATH", directory.path())
+        .env("RINGSIGHT_DEVICE", "host")
+        .env("NCCL_SOCKET_IFNAME", "lo"));
+    assert_eq!(text, "thread ok after 3 turns\nexit ok\n");
+}
+
+#[test]
+fn a_c_program_runs_on_two_processes() {
+    let directory = tempfile::tempdir().unwrap();
+    let program = compiled("header", directory.path());
     let id = directory.path().join("id");
     let ranks: Vec<_> = (0..2)
         .map(|rank: u32| {

@@ -12,7 +12,7 @@ use std::{
     ptr,
     sync::{
         Mutex, PoisonError,
-        atomic::{AtomicPtr, AtomicU8, Ordering},
+        atomic::{AtomicPtr, AtomicU8, AtomicUsize, Ordering},
     },
 };
 
@@ -125,20 +125,34 @@ thread_local! {
     static OWN: Own = Own::new();
 }
 
+/// The texts of threads whose variables are destroyed already while they still call: in destructors of static objects and
+/// of other variables.
+static LAST: [Text; LAST_TEXTS] = [const { Text::new() }; LAST_TEXTS];
+/// So many calls of such threads may fail before a text is overwritten.
+const LAST_TEXTS: usize = 16;
+
+/// Puts `text` into the next place of [`LAST`].
+fn put_last(text: &str) -> &'static Text {
+    static TURN: AtomicUsize = AtomicUsize::new(0);
+    // Relaxed: turns need to differ, they order nothing.
+    let place = &LAST[TURN.fetch_add(1, Ordering::Relaxed) % LAST_TEXTS];
+    place.write(text);
+    place
+}
+
 /// Keeps `text` for this thread's `ncclGetLastError`, and says it in the log.
 pub(crate) fn set(text: &str) {
-    // While a thread's variables are being destroyed there is nobody to ask.
-    let _ = OWN.try_with(|own| {
-        let place = Own::put(&own.slot.failed, &own.failed, text);
-        // Release: whoever finds this text as the latest reads all of it.
-        LATEST.store(ptr::from_ref(place).cast_mut(), Ordering::Release);
-    });
+    let place = OWN
+        .try_with(|own| Own::put(&own.slot.failed, &own.failed, text))
+        .unwrap_or_else(|_| put_last(text));
+    // Release: whoever finds this text as the latest reads all of it.
+    LATEST.store(ptr::from_ref(place).cast_mut(), Ordering::Release);
     tracing::warn!(target: crate::log::CALL, "{text}");
 }
 
 fn last_error(comm: Handle) -> *const c_char {
     let failure = communicator::state(comm).ok().and_then(|(_, failure)| failure);
-    let text = OWN.try_with(|own| match failure {
+    let text = OWN.try_with(|own| match &failure {
         Some(error) => Some(match own.asked.get() {
             // The same pointer as long as the answer is the same.
             Some(asked) if asked.holds(&error.text) => asked,
@@ -146,8 +160,10 @@ fn last_error(comm: Handle) -> *const c_char {
         }),
         None => own.failed.get(),
     });
+    // A thread that ends has no texts of its own any more.
+    let text = text.unwrap_or_else(|_| failure.map(|error| put_last(&error.text)));
     match text {
-        Ok(Some(text)) => text.as_ptr(),
+        Some(text) => text.as_ptr(),
         // A thread of which nothing failed is told what failed elsewhere, as by NCCL.
         _ => {
             // Acquire: pairs with the release store of the text.

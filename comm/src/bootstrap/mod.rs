@@ -37,6 +37,8 @@ use ringsight_kernels::AbortWord;
 use shared::{Class, Shared};
 use sys::Wake;
 
+use crate::threads;
+
 pub(crate) use id::fnv1a;
 
 /// What can go wrong between ranks before there are connections.
@@ -363,7 +365,7 @@ impl Drop for Bootstrap {
         self.shared.stop();
         // The last owner may be a callback of the thread itself, which then ends right after it.
         if let Some(service) = self.service.take()
-            && service.thread().id() != thread::current().id()
+            && !threads::is_current(&service)
         {
             let _ = service.join();
         }

@@ -30,6 +30,7 @@ use reporter::{Event, Reporter};
 use crate::{
     communicator::lock,
     error::{Error, ResultCode},
+    threads,
 };
 
 /// Sends a control message to one rank, or to all others; must not block. False if it cannot be sent.
@@ -196,7 +197,7 @@ impl Checks {
         let handle = thread.handle.take();
         drop(thread);
         // The last owner of the communicator may be the thread itself.
-        if let Some(handle) = handle.filter(|handle| handle.thread().id() != thread::current().id()) {
+        if let Some(handle) = handle.filter(|handle| !threads::is_current(handle)) {
             // A panic there has been printed; there is nothing left to report to.
             let _ = handle.join();
         }

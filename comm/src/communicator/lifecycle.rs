@@ -9,7 +9,10 @@ use std::{
 use ringsight_kernels::AbortWord;
 
 use super::lock;
-use crate::error::{Error, Result, ResultCode};
+use crate::{
+    error::{Error, Result, ResultCode},
+    threads,
+};
 
 /// Failures that happen behind the caller's back.
 #[derive(Debug, Default)]
@@ -256,7 +259,7 @@ impl Background {
         drop(done);
         let thread = lock(&self.thread).take();
         if let Some(thread) = thread
-            && thread.thread().id() != thread::current().id()
+            && !threads::is_current(&thread)
         {
             // A panic has been turned into an error already.
             let _ = thread.join();

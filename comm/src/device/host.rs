@@ -15,7 +15,6 @@ mod tests;
 
 use std::{
     sync::{Arc, Mutex},
-    thread,
     time::Duration,
 };
 
@@ -31,6 +30,7 @@ use self::{
 use super::{
     Capture, Device, DeviceError, Event, Graph, GraphExec, HostFunction, Mark, Progress, Result, Stream,
 };
+use crate::threads;
 
 /// Alignment of [`Device::allocate`], in bytes: a page, since windows begin at one.
 const ALIGNMENT: usize = 4096;
@@ -408,7 +408,7 @@ impl Device for HostDevice {
             return Err(DeviceError::Resource("no capture number is left".into()));
         };
         state.last_capture = id;
-        let capture = Capturing::new(id, handle, thread::current().id(), self.reclaim.clone());
+        let capture = Capturing::new(id, handle, threads::number(), self.reclaim.clone());
         state.captures.insert(id, capture);
         if let Some(stream) = state.streams.get_mut(&handle) {
             stream.capture = Some(id);
@@ -423,7 +423,7 @@ impl Device for HostDevice {
             return usage(format!("stream {handle:#x} is not being captured"));
         };
         let wrong = state.captures.get_mut(&id).and_then(|capture| {
-            if capture.thread != thread::current().id() {
+            if capture.thread != threads::number() {
                 return Some("a capture must be ended by the thread that began it");
             }
             (capture.origin != handle).then_some("a capture must be ended on the stream that it began on")

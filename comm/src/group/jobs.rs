@@ -13,7 +13,6 @@ use std::{
 
 use ringsight_kernels::AbortWord;
 
-use super::GROUP;
 use crate::{
     communicator::{self, Handle, Lifecycle},
     device::device,
@@ -84,6 +83,8 @@ pub(super) struct Jobs(Vec<Job>);
 pub(super) struct Ready(Vec<Work>);
 
 impl Jobs {
+    pub(super) const NONE: Self = Self(Vec::new());
+
     pub(super) fn push(&mut self, job: Job) {
         self.0.push(job);
     }
@@ -211,7 +212,7 @@ fn most_telling(results: Vec<Result<()>>) -> Result<()> {
 /// # Errors
 /// Blocking and non-blocking communicators in one group; what the job fails with; `ncclInProgress`.
 pub fn submit(job: Job) -> Result<()> {
-    let lone = GROUP.with_borrow_mut(|group| {
+    let lone = super::mine(|group| {
         if group.depth == 0 {
             let mut lone = super::Group::default();
             lone.admit(&job.life)?;

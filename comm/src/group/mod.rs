@@ -5,7 +5,12 @@
 mod jobs;
 mod run;
 
-use std::{cell::RefCell, mem, sync::Arc, time::Duration};
+use std::{
+    cell::RefCell,
+    mem::{self, ManuallyDrop},
+    sync::Arc,
+    time::Duration,
+};
 
 use ringsight_records::{Flags, Function, Kind, Record, State, description::Time, pages::CAPTURED};
 
@@ -32,10 +37,11 @@ struct Tasks {
 }
 
 /// The calling thread's group.
-#[derive(Default)]
 struct Group {
     /// 0 outside of groups.
     depth: u32,
+    /// When it was opened; see [`observe::fork_generation`].
+    fork: u32,
     number: u32,
     error: Option<Error>,
     tasks: Vec<Tasks>,
@@ -46,13 +52,37 @@ struct Group {
 }
 
 thread_local! {
-    static GROUP: RefCell<Group> = RefCell::default();
+    /// Without a destructor: such a variable is there as long as its thread, also for calls that destructors of others
+    /// make, and of static objects.
+    static GROUP: ManuallyDrop<RefCell<Group>> = const { ManuallyDrop::new(RefCell::new(Group::NONE)) };
+    static AT_THE_END: AtTheEnd = const { AtTheEnd };
+}
+
+/// Lets go of a group that its thread never closes.
+struct AtTheEnd;
+
+impl Drop for AtTheEnd {
+    fn drop(&mut self) {
+        abandon(mine(mem::take));
+    }
+}
+
+/// Calls `body` with the calling thread's group, which `body` must not ask for again.
+fn mine<T>(body: impl FnOnce(&mut Group) -> T) -> T {
+    GROUP.with(|group| body(&mut group.borrow_mut()))
+}
+
+/// Drops a group, but not one that a forked child has of its parent: what that holds is the parent's.
+fn abandon(group: Group) {
+    if group.depth > 0 && group.fork != observe::fork_generation() {
+        mem::forget(group);
+    }
 }
 
 /// Depth of groups that the caller opened on this thread.
 #[must_use]
 pub fn depth() -> u32 {
-    GROUP.with_borrow(|group| group.depth)
+    mine(|group| group.depth)
 }
 
 fn emit_api(number: u32, depth: u32, state: State, time_ns: u64, captured: bool) {
@@ -76,12 +106,15 @@ const EXPLICIT: u32 = 2;
 /// More levels than can be counted.
 pub fn start() -> Result<()> {
     let start = observe::now_ns();
-    GROUP.with_borrow_mut(|group| {
+    mine(|group| {
         if group.depth == u32::MAX - 1 {
             return Err(Error::usage("ncclGroupStart: too many levels"));
         }
         group.depth += 1;
         if group.depth == 1 {
+            group.fork = observe::fork_generation();
+            // Where variables are being destroyed already, a group that is never closed is never dropped.
+            let _ = AT_THE_END.try_with(|_| ());
             group.number = observe::next_group();
             emit_api(group.number, EXPLICIT, State::START, start, false);
             emit_api(
@@ -118,9 +151,15 @@ pub fn simulate_end<T>(check: impl FnOnce() -> Result<T>) -> Result<Option<(T, D
 /// Closes a level and hands the outermost one's group to `complete`.
 fn close<T>(complete: impl FnOnce(Group, &mut Vec<OpInfo>) -> Result<T>) -> Result<Option<T>> {
     let start = observe::now_ns();
-    let group = GROUP.with_borrow_mut(|group| {
+    let group = mine(|group| {
         if group.depth == 0 {
             return Err(Error::usage("ncclGroupEnd without ncclGroupStart on this thread"));
+        }
+        if group.fork != observe::fork_generation() {
+            abandon(mem::take(group));
+            return Err(Error::usage(
+                "this group was opened by the parent of this forked process: open one after the fork",
+            ));
         }
         group.depth -= 1;
         Ok((group.depth == 0).then(|| mem::take(group)))
@@ -147,7 +186,7 @@ pub fn note_error(error: &Error) {
     if error.code == ResultCode::InProgress {
         return;
     }
-    GROUP.with_borrow_mut(|group| {
+    mine(|group| {
         if group.depth > 0 {
             group.error.get_or_insert_with(|| error.clone());
         }
@@ -166,7 +205,7 @@ pub fn enqueue(comm: &Arc<Communicator>, request: Request, start_ns: u64) -> Res
     }
     let depth = depth();
     if depth > 0 {
-        return GROUP.with_borrow_mut(|group| {
+        return mine(|group| {
             let info = group.push(comm, request, start_ns)?;
             let end = observe::now_ns();
             if let Some(task) = group.last_task(comm, &info) {
@@ -199,7 +238,25 @@ pub fn enqueue(comm: &Arc<Communicator>, request: Request, start_ns: u64) -> Res
     result
 }
 
+impl Default for Group {
+    fn default() -> Self {
+        Self::NONE
+    }
+}
+
 impl Group {
+    /// None is open.
+    const NONE: Self = Self {
+        depth: 0,
+        fork: 0,
+        number: 0,
+        error: None,
+        tasks: Vec::new(),
+        jobs: jobs::Jobs::NONE,
+        blocking: None,
+        captured: false,
+    };
+
     fn push(&mut self, comm: &Arc<Communicator>, request: Request, start_ns: u64) -> Result<OpInfo> {
         comm.check_usable()?;
         self.admit(comm.life())?;

@@ -21,6 +21,7 @@ use crate::{
         fork::ParentOnly,
         sys::{self, Wake},
     },
+    threads,
     transport::socket::{Needs, Receiver, Sender, Socket, Turn},
 };
 
@@ -142,7 +143,7 @@ impl Progress {
         self.wake.wake();
         let thread = lock(&self.thread).take();
         // The last owner may be a callback of the thread itself, which then ends right after it.
-        if let Some(thread) = thread.filter(|thread| thread.thread().id() != thread::current().id()) {
+        if let Some(thread) = thread.filter(|thread| !threads::is_current(thread)) {
             let _ = thread.join();
         }
         lock(&self.inbox).clear();

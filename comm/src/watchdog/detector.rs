@@ -10,7 +10,7 @@ use std::{
 };
 
 use super::{HeldUp, Run, Watch, settings::SHORTEST};
-use crate::{communicator::lock, log, observe};
+use crate::{communicator::lock, log, observe, threads};
 
 /// The watches of this process, and the thread.
 struct Detector {
@@ -114,7 +114,7 @@ impl Drop for Detected {
         drop(state);
         detector.changed.notify_all();
         // The last owner of a communicator may be the thread itself.
-        if let Some(thread) = thread.filter(|thread| thread.thread().id() != thread::current().id()) {
+        if let Some(thread) = thread.filter(|thread| !threads::is_current(thread)) {
             // A panic there has been printed.
             let _ = thread.join();
         }

@@ -1,6 +1,6 @@
 //! Stream capture: what a captured stream collects and the rules that keep it whole.
 
-use std::{collections::HashMap, sync::Arc, thread::ThreadId};
+use std::{collections::HashMap, sync::Arc};
 
 use super::{
     graph::{GraphBody, Node, Retained, Step, closure},
@@ -13,8 +13,8 @@ pub(super) struct Capturing {
     id: u32,
     /// The stream it began on.
     pub(super) origin: usize,
-    /// The thread that began it and must end it.
-    pub(super) thread: ThreadId,
+    /// The thread that began it and must end it, by its [`crate::threads::number`].
+    pub(super) thread: u64,
     nodes: Vec<Node>,
     retained: Retained,
     /// Streams in the capture, each with the nodes that its next node follows.
@@ -24,7 +24,7 @@ pub(super) struct Capturing {
 }
 
 impl Capturing {
-    pub(super) fn new(id: u32, origin: usize, thread: ThreadId, reclaim: Arc<Worker>) -> Self {
+    pub(super) fn new(id: u32, origin: usize, thread: u64, reclaim: Arc<Worker>) -> Self {
         Self {
             id,
             origin,

@@ -1,13 +1,16 @@
 //! The handles of the host device and what they stand for.
 
-use std::{cell::Cell, collections::HashMap, sync::Arc, thread};
+use std::{cell::Cell, collections::HashMap, sync::Arc};
 
 use super::{
     capture::Capturing,
     graph::{External, GraphBody, Instance},
     worker::{Point, Worker},
 };
-use crate::device::{DeviceError, Event, Result, Stream};
+use crate::{
+    device::{DeviceError, Event, Result, Stream},
+    threads,
+};
 
 /// First handle: small values are CUDA's special streams or a caller's mistake.
 pub(super) const FIRST_HANDLE: usize = 0x1000;
@@ -144,7 +147,7 @@ impl State {
     /// Refuses a call that waits for or asks about running work, as CUDA does: always for a stream (resolved) in a
     /// capture, and for anything at all on a thread that captures. Either way the capture is lost.
     pub(super) fn refuse_in_capture(&mut self, call: &str, stream: Option<usize>) -> Result<()> {
-        let me = thread::current().id();
+        let me = threads::number();
         let mut refused = None;
         if let Some(id) = stream.and_then(|stream| self.streams[&stream].capture) {
             refused = Some(format!("{call} on a stream that is being captured"));

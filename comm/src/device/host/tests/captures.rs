@@ -1,5 +1,7 @@
 //! Captures, graphs and their replays.
 
+use std::thread;
+
 use super::*;
 
 /// s: A ─┬──────── C (sends) ── join
