@@ -4,7 +4,7 @@ use std::{sync::atomic::Ordering, time::Duration};
 
 use ringsight_records::{Kind, State};
 
-use super::{Communicator, lock};
+use super::{Communicator, lock, registry};
 use crate::{
     device::device,
     error::{Error, Result, ResultCode},
@@ -79,9 +79,7 @@ impl Communicator {
         if self.fork == observe::fork_generation() {
             return Ok(());
         }
-        Err(Error::usage(
-            "comm belongs to the parent of this forked process: make a communicator after the fork",
-        ))
+        Err(registry::of_parent())
     }
 
     /// Nothing can be enqueued any more; [`Communicator::flush`] does the rest.

@@ -244,7 +244,10 @@ impl Communicator {
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        // Also where nobody ended it: a thread of the checks would keep them.
-        self.checks.stop();
+        // Also where nobody ended it: a thread of the checks would keep them. Not of a forked child's parent: its threads are
+        // not there.
+        if self.check_fork().is_ok() {
+            self.checks.stop();
+        }
     }
 }

@@ -1,16 +1,23 @@
 //! Communicators by handle, from the call that asks for one to its destruction. Handles are numbers that are never used
 //! twice, so that a handle of a communicator that is gone is an error and not a crash.
+//!
+//! A forked child begins with an empty registry: what its parent's holds is never touched there. To drop a communicator
+//! is to join threads, and the child has none of them.
 
 use std::{
     collections::HashMap,
+    ptr,
     sync::{
-        Arc, PoisonError, RwLock,
-        atomic::{AtomicUsize, Ordering},
+        Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+        atomic::{AtomicPtr, AtomicUsize, Ordering},
     },
 };
 
 use super::{Communicator, lifecycle::Lifecycle};
-use crate::error::{Error, Result, ResultCode};
+use crate::{
+    error::{Error, Result, ResultCode},
+    observe,
+};
 
 /// The value of an `ncclComm_t`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -22,7 +29,56 @@ const FIRST: usize = 0x5253_0000_0000;
 const STEP: usize = 0x10;
 
 static NEXT: AtomicUsize = AtomicUsize::new(FIRST);
-static LIVE: RwLock<Option<HashMap<usize, Slot>>> = RwLock::new(None);
+
+type Live = HashMap<usize, Slot>;
+
+/// The handles of one process.
+struct Registry {
+    /// See [`observe::fork_generation`].
+    fork: u32,
+    /// Its first handle: those before it are of processes that it descends from.
+    first: usize,
+    live: RwLock<Live>,
+}
+
+/// That of this process, never freed; a forked child makes another one, without asking for a lock that a thread which does
+/// not exist there may hold.
+static CURRENT: AtomicPtr<Registry> = AtomicPtr::new(ptr::null_mut());
+
+fn current() -> &'static Registry {
+    observe::notice_forks();
+    let fork = observe::fork_generation();
+    loop {
+        // Acquire: pairs with the exchange below; what it points to is there.
+        let pointer = CURRENT.load(Ordering::Acquire);
+        // SAFETY: null, or a registry that is never freed.
+        if let Some(registry) = unsafe { pointer.as_ref() }.filter(|registry| registry.fork == fork) {
+            return registry;
+        }
+        let fresh = Box::into_raw(Box::new(Registry {
+            fork,
+            // Relaxed: in a child, all that its parent has given out by the fork is there.
+            first: NEXT.load(Ordering::Relaxed),
+            live: RwLock::default(),
+        }));
+        // Release: see above. Whoever comes second gives its own back.
+        if CURRENT
+            .compare_exchange(pointer, fresh, Ordering::Release, Ordering::Relaxed)
+            .is_err()
+        {
+            // SAFETY: made above, and nobody has seen it.
+            drop(unsafe { Box::from_raw(fresh) });
+        }
+    }
+}
+
+fn read() -> RwLockReadGuard<'static, Live> {
+    current().live.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn write() -> RwLockWriteGuard<'static, Live> {
+    current().live.write().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// What a handle stands for.
 #[derive(Clone)]
@@ -35,16 +91,14 @@ struct Slot {
 /// A handle for a communicator that is to be made.
 #[must_use]
 pub fn reserve(life: Arc<Lifecycle>) -> Handle {
-    // Relaxed: handles need to differ, they order nothing.
-    let handle = NEXT.fetch_add(STEP, Ordering::Relaxed);
     let slot = Slot {
         life,
         communicator: None,
     };
-    LIVE.write()
-        .unwrap_or_else(PoisonError::into_inner)
-        .get_or_insert_default()
-        .insert(handle, slot);
+    let mut live = write();
+    // Relaxed: handles need to differ, they order nothing.
+    let handle = NEXT.fetch_add(STEP, Ordering::Relaxed);
+    live.insert(handle, slot);
     Handle(handle)
 }
 
@@ -53,8 +107,8 @@ pub fn reserve(life: Arc<Lifecycle>) -> Handle {
 /// # Errors
 /// The handle was aborted meanwhile: then the communicator is aborted too.
 pub fn fulfil(handle: Handle, communicator: &Arc<Communicator>) -> Result<()> {
-    let mut live = LIVE.write().unwrap_or_else(PoisonError::into_inner);
-    if let Some(slot) = live.as_mut().and_then(|live| live.get_mut(&handle.0)) {
+    let mut live = write();
+    if let Some(slot) = live.get_mut(&handle.0) {
         slot.communicator = Some(communicator.clone());
         return Ok(());
     }
@@ -79,18 +133,11 @@ pub fn is_made(handle: Handle) -> bool {
 
 /// Takes back a handle whose communicator could not be made.
 pub fn withdraw(handle: Handle) {
-    let mut live = LIVE.write().unwrap_or_else(PoisonError::into_inner);
-    if let Some(live) = live.as_mut() {
-        live.remove(&handle.0);
-    }
+    write().remove(&handle.0);
 }
 
 fn slot(handle: Handle) -> Result<Slot> {
-    let live = LIVE.read().unwrap_or_else(PoisonError::into_inner);
-    live.as_ref()
-        .and_then(|live| live.get(&handle.0))
-        .cloned()
-        .ok_or_else(|| unknown(handle))
+    read().get(&handle.0).cloned().ok_or_else(|| unknown(handle))
 }
 
 /// The communicator of a handle, ready for calls.
@@ -138,9 +185,8 @@ pub fn remove(handle: Handle) -> Result<Option<Arc<Communicator>>> {
             "comm is still being made: wait for it, or use ncclCommAbort",
         ));
     }
-    let mut live = LIVE.write().unwrap_or_else(PoisonError::into_inner);
-    live.as_mut()
-        .and_then(|live| live.remove(&handle.0))
+    write()
+        .remove(&handle.0)
         .map(|slot| slot.communicator)
         .ok_or_else(|| unknown(handle))
 }
@@ -150,9 +196,8 @@ pub fn remove(handle: Handle) -> Result<Option<Arc<Communicator>>> {
 /// # Errors
 /// The handle is none.
 pub fn tear_out(handle: Handle) -> Result<(Arc<Lifecycle>, Option<Arc<Communicator>>)> {
-    let mut live = LIVE.write().unwrap_or_else(PoisonError::into_inner);
-    live.as_mut()
-        .and_then(|live| live.remove(&handle.0))
+    write()
+        .remove(&handle.0)
         .map(|slot| (slot.life, slot.communicator))
         .ok_or_else(|| unknown(handle))
 }
@@ -160,9 +205,17 @@ pub fn tear_out(handle: Handle) -> Result<(Arc<Lifecycle>, Option<Arc<Communicat
 fn unknown(handle: Handle) -> Error {
     let given =
         (FIRST..NEXT.load(Ordering::Relaxed)).contains(&handle.0) && (handle.0 - FIRST).is_multiple_of(STEP);
+    if given && handle.0 < current().first {
+        return of_parent();
+    }
     Error::argument(match handle.0 {
         0 => "comm is NULL".to_owned(),
         _ if given => "comm has been destroyed or aborted".to_owned(),
         value => format!("comm ({value:#x}) is not a communicator of this library"),
     })
+}
+
+/// What calls of a forked child on its parent's communicators fail with.
+pub(super) fn of_parent() -> Error {
+    Error::usage("comm belongs to the parent of this forked process: make a communicator after the fork")
 }

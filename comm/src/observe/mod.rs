@@ -18,7 +18,7 @@ use ringsight_records::{
     pages::{Communicator, Pages},
     ring,
 };
-pub use shared::{LIBRARY_VERSION, VERSION_BANNER, fork_generation, pid, prepare};
+pub use shared::{LIBRARY_VERSION, VERSION_BANNER, fork_generation, notice_forks, pid, prepare};
 
 /// `CLOCK_MONOTONIC` in nanoseconds, what `bpf_ktime_get_ns` reads.
 #[must_use]

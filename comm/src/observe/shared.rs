@@ -62,19 +62,24 @@ pub fn pid() -> u32 {
     current().map_or_else(std::process::id, |shared| shared.pages.header().pid)
 }
 
+/// Makes [`fork_generation`] count from now on: before anything that a child must not take for its own.
+pub fn notice_forks() {
+    static HANDLER: Once = Once::new();
+    HANDLER.call_once(|| {
+        // SAFETY: registers plain functions that only do atomic stores and `close`, all async-signal-safe.
+        unsafe { libc::pthread_atfork(None, None, Some(forked)) };
+    });
+}
+
 /// Makes the pages if there are none yet.
 ///
 /// # Errors
 /// What the system refused. The process then works unobserved; a later call tries again.
 pub fn prepare() -> io::Result<()> {
-    static HANDLER: Once = Once::new();
     if current().is_some() {
         return Ok(());
     }
-    HANDLER.call_once(|| {
-        // SAFETY: registers plain functions that only do atomic stores and `close`, all async-signal-safe.
-        unsafe { libc::pthread_atfork(None, None, Some(forked)) };
-    });
+    notice_forks();
     // A lock whose holder is named by fork generation: one that a thread of the parent held at the fork is free here.
     let mine = fork_generation() << 1 | 1;
     loop {
