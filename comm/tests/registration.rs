@@ -169,6 +169,41 @@ fn windows_are_registered_together() {
 }
 
 #[test]
+fn a_group_that_fails_leaves_no_window_out() {
+    on_ranks(2, |rank| {
+        let memory = Memory::new(PAGE);
+        if rank.rank == 0 {
+            let mut win = 0;
+            // SAFETY: a valid place until the group has ended.
+            unsafe {
+                ok(abi::ncclGroupStart());
+                ok(abi::ncclCommWindowRegister(
+                    rank.comm,
+                    memory.0,
+                    PAGE,
+                    &raw mut win,
+                    0,
+                ));
+                let code = abi::ncclBroadcast(memory.0, memory.0, 1, 7, 99, rank.comm, rank.stream);
+                assert_eq!(code, ARGUMENT);
+                assert_eq!(abi::ncclGroupEnd(), ARGUMENT);
+                // There is no such window.
+                fails(
+                    abi::ncclCommWindowDeregister(rank.comm, win),
+                    USAGE,
+                    "not registered",
+                );
+            }
+        }
+        // The first one of both ranks.
+        let (code, win) = window(&rank, memory.0, PAGE, 0);
+        ok(code);
+        // SAFETY: a window that there is.
+        ok(unsafe { abi::ncclCommWindowDeregister(rank.comm, win) });
+    });
+}
+
+#[test]
 fn windows_are_checked() {
     on_ranks(1, |rank| {
         let memory = Memory::new(2 * PAGE);

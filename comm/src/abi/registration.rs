@@ -56,6 +56,29 @@ entry! {
     }
 }
 
+/// A window that the other ranks have not joined in. Dropped as such, also with a group that fails, it is taken back: whoever
+/// uses the handle all the same is told that there is no such window.
+struct Joining {
+    comm: Arc<Communicator>,
+    window: Option<usize>,
+}
+
+impl Joining {
+    /// All ranks have joined.
+    fn keep(mut self) {
+        self.window = None;
+    }
+}
+
+impl Drop for Joining {
+    fn drop(&mut self) {
+        if let Some(window) = self.window {
+            // Fails if the caller has been quicker.
+            let _ = self.comm.registrations().remove("win", window);
+        }
+    }
+}
+
 /// Registers this rank's part of a window and waits for the others, at the end of the group if there is one.
 ///
 /// # Safety
@@ -89,17 +112,21 @@ unsafe fn register_window(
     comm.check_usable()?;
     let window = comm.registrations().add(address, size)?;
     *place = window;
-    let number = comm.next_window();
+    let joining = Joining {
+        comm,
+        window: Some(window),
+    };
     group::submit(Job {
-        life: comm.life().clone(),
+        life: joining.comm.life().clone(),
         child: None,
         release: None,
         made: None,
         work: Box::new(move || {
-            comm.meet_for_window(number).inspect_err(|_| {
-                // Whoever uses the handle all the same is told that there is no such window.
-                let _ = comm.registrations().remove("win", window);
-            })
+            // Numbered here, since a group that fails does not come to it, and the other ranks do not count what it asked for.
+            let comm = &joining.comm;
+            comm.meet_for_window(comm.next_window())?;
+            joining.keep();
+            Ok(())
         }),
     })
     .inspect_err(|error| {

@@ -78,8 +78,6 @@ pub(super) struct Counts {
 pub struct ChildJob {
     parent: Arc<Communicator>,
     selection: Selection,
-    /// Number of this split, or of the shrink to these members; from 1.
-    count: u64,
     life: Arc<Lifecycle>,
     config: Config,
 }
@@ -97,7 +95,7 @@ impl Drop for Expected<'_> {
 }
 
 impl ChildJob {
-    /// A child of `parent`, numbered by the order of these calls, whose handle stands for `life`.
+    /// A child of `parent`, whose handle stands for `life`.
     #[must_use]
     pub fn new(
         parent: Arc<Communicator>,
@@ -105,21 +103,24 @@ impl ChildJob {
         life: Arc<Lifecycle>,
         config: Config,
     ) -> Self {
-        let mut counts = lock(&parent.children);
-        let count = match &selection {
+        Self {
+            parent,
+            selection,
+            life,
+            config,
+        }
+    }
+
+    /// Number of this split, or of the shrink to these members; from 1. Taken when it is made and not when it is asked for:
+    /// what a group that fails has asked for does not happen, and is not counted by the other ranks.
+    fn count(&self) -> u64 {
+        let mut counts = lock(&self.parent.children);
+        let count = match &self.selection {
             Selection::Split { .. } => &mut counts.splits,
             Selection::Shrink { members } => counts.shrinks.entry(members.clone()).or_default(),
         };
         *count += 1;
-        let count = *count;
-        drop(counts);
-        Self {
-            parent,
-            selection,
-            count,
-            life,
-            config,
-        }
+        *count
     }
 
     /// Makes it; `None` if this rank has no colour. Returns when all its ranks are connected.
@@ -140,7 +141,8 @@ impl ChildJob {
                 parent.id, parent.rank
             ))
         };
-        let Some((color, members)) = self.members().map_err(context)? else {
+        let count = self.count();
+        let Some((color, members)) = self.members(count).map_err(context)? else {
             return Ok(None);
         };
         // A revoked parent's proxy is not to be trusted with more.
@@ -159,7 +161,7 @@ impl ChildJob {
             start_ns,
         };
         making.enter_device()?;
-        let id = child_id(parent.id, self.count, color, &members);
+        let id = child_id(parent.id, count, color, &members);
         let bootstrap = parent
             .bootstrap
             .child(&members, id, abort.clone(), bootstrap::default_timeout())
@@ -168,7 +170,7 @@ impl ChildJob {
     }
 
     /// Its colour and the parent's ranks that it is made of, in the order of its own; `None` without a colour.
-    fn members(&self) -> Result<Option<(i32, Vec<u32>)>> {
+    fn members(&self, count: u64) -> Result<Option<(i32, Vec<u32>)>> {
         let (color, key) = match &self.selection {
             Selection::Shrink { members } => return Ok(Some((NO_COLOR, members.clone()))),
             Selection::Split { color, key } => (color.map_or(NO_COLOR, |color| color as i32), *key),
@@ -177,12 +179,10 @@ impl ChildJob {
         let everyone: Vec<u32> = (0..parent.ranks).collect();
         let mine = [color.to_le_bytes(), key.to_le_bytes()].concat();
         // Not by the parent's abort word: that of a revoked parent is set.
-        let parts = parent.bootstrap.gather_among_with(
-            &everyone,
-            self.count as u32,
-            &mine,
-            self.life.abort_word(),
-        )?;
+        let parts =
+            parent
+                .bootstrap
+                .gather_among_with(&everyone, count as u32, &mine, self.life.abort_word())?;
         let choices = parts
             .iter()
             .map(|part| {

@@ -10,7 +10,7 @@ use ringsight_comm::{abi, communicator::Handle, error::ResultCode, observe};
 
 use ringsight_records::Function;
 
-use super::calls::{NO_COLOR, id, member, split, works};
+use super::calls::{NO_COLOR, id, member, shrink, split, works};
 use crate::common::{Call, Rank, config, host, ok, on_ranks, unique_id};
 
 #[test]
@@ -62,6 +62,76 @@ fn the_same_split_again_is_another_communicator() {
     });
     assert_eq!(ids[0], ids[1]);
     assert!(ids[0][0] != ids[0][1] && ids[0][1] != ids[0][2]);
+}
+
+#[test]
+fn what_a_failed_group_asked_for_is_not_counted() {
+    let ids = on_ranks(2, |rank| {
+        if rank.rank == 0 {
+            let mut child = Handle(1);
+            let mut byte = 0u8;
+            let at = (&raw mut byte).cast();
+            // SAFETY: a valid place, until the group has ended.
+            unsafe {
+                ok(abi::ncclGroupStart());
+                ok(abi::ncclCommSplit(rank.comm, 0, 0, &raw mut child, null_mut()));
+                let code = abi::ncclBroadcast(at, at, 1, 0, 99, rank.comm, rank.stream);
+                assert_eq!(code, ResultCode::InvalidArgument);
+                assert_eq!(abi::ncclGroupEnd(), ResultCode::InvalidArgument);
+            }
+            assert_eq!(child, Handle(0));
+            let mut one = rank.rank as c_int;
+            // SAFETY: a list of one rank, which is the caller; valid places.
+            unsafe {
+                ok(abi::ncclGroupStart());
+                let code = abi::ncclCommShrink(rank.comm, &raw mut one, 1, &raw mut child, null_mut(), 0);
+                assert_eq!(code, ResultCode::InvalidArgument);
+                assert_eq!(abi::ncclGroupEnd(), ResultCode::InvalidArgument);
+            }
+        }
+        // The first one of both ranks.
+        let child = member(split(&rank, 0, 0, null_mut()));
+        works(&child);
+        let id = id(&child);
+        child.leave();
+        id
+    });
+    assert_eq!(ids[0], ids[1]);
+}
+
+#[test]
+fn shrinks_of_a_failed_group_are_not_counted() {
+    let ids = on_ranks(3, |rank| {
+        if rank.rank == 0 {
+            let (mut child, mut excluded) = (Handle(1), 2);
+            let mut byte = 0u8;
+            let at = (&raw mut byte).cast();
+            // SAFETY: valid places, until the group has ended.
+            unsafe {
+                ok(abi::ncclGroupStart());
+                ok(abi::ncclCommShrink(
+                    rank.comm,
+                    &raw mut excluded,
+                    1,
+                    &raw mut child,
+                    null_mut(),
+                    0,
+                ));
+                let code = abi::ncclBroadcast(at, at, 1, 0, 99, rank.comm, rank.stream);
+                assert_eq!(code, ResultCode::InvalidArgument);
+                assert_eq!(abi::ncclGroupEnd(), ResultCode::InvalidArgument);
+            }
+        }
+        if rank.rank == 2 {
+            return None;
+        }
+        let child = member(shrink(&rank, &[2], null_mut(), 0));
+        works(&child);
+        let id = id(&child);
+        child.leave();
+        Some(id)
+    });
+    assert_eq!(ids[0], ids[1]);
 }
 
 #[test]
