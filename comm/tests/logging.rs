@@ -54,15 +54,37 @@ fn worker() {
         }
         Ok("theirs") => {
             // A Rust program's own subscriber, which came first.
-            tracing::subscriber::set_global_default(Theirs).unwrap();
+            tracing::subscriber::set_global_default(Theirs { panics: false }).unwrap();
             work();
         }
+        Ok("panics") => panics(),
         _ => panic!("not started by a test"),
     }
 }
 
+/// Calls of a program whose subscriber panics: they return.
+fn panics() {
+    tracing::subscriber::set_global_default(Theirs { panics: true }).unwrap();
+    let mut version = 0;
+    // The first call complains of a variable.
+    // SAFETY: a valid place, and a null pointer that is refused.
+    unsafe {
+        common::ok(abi::ncclGetVersion(&raw mut version));
+        assert_eq!(
+            abi::ncclGetVersion(std::ptr::null_mut()),
+            ResultCode::InvalidArgument
+        );
+    }
+    assert_eq!(common::last_error(), "ncclGetVersion: version is NULL");
+    // It complains again.
+    abi::ncclResetDebugInit();
+    println!("returned");
+}
+
 /// Prints targets, and nothing as NCCL would.
-struct Theirs;
+struct Theirs {
+    panics: bool,
+}
 
 impl tracing::Subscriber for Theirs {
     fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
@@ -79,6 +101,7 @@ impl tracing::Subscriber for Theirs {
 
     fn event(&self, event: &tracing::Event<'_>) {
         println!("theirs {}", event.metadata().target());
+        assert!(!self.panics, "as is wanted");
     }
 
     fn enter(&self, _: &tracing::span::Id) {}
@@ -357,6 +380,18 @@ fn an_applications_own_subscriber_stays_and_sees_the_events() {
     assert_eq!(lines(&text), [""; 0]);
     assert!(
         text.contains("theirs nccl::INIT") && text.contains("theirs nccl::COLL"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_subscriber_that_panics_costs_its_lines() {
+    let text = run(
+        "panics",
+        &[("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "NOISE")],
+    );
+    assert!(
+        text.contains("theirs nccl::ENV") && text.contains("returned"),
         "{text}"
     );
 }

@@ -40,7 +40,10 @@ use crate::error::{Error, Result, ResultCode};
 
 /// Runs the body of an entry point: errors and panics become result codes and a text for `ncclGetLastError`.
 pub(crate) fn call(function: &str, body: impl FnOnce() -> Result<()>) -> ResultCode {
-    crate::log::start();
+    let body = || {
+        crate::log::start();
+        body()
+    };
     // AssertUnwindSafe: what a panic may leave half done is behind locks that are written to stay consistent
     // (`communicator::lock`), and the communicator reports the failure.
     let error = match catch_unwind(AssertUnwindSafe(body)) {
@@ -57,7 +60,8 @@ pub(crate) fn call(function: &str, body: impl FnOnce() -> Result<()>) -> ResultC
             Error::internal(format!("panicked: {text}"))
         }
     };
-    set_last_error(&format!("{function}: {}", error.text));
+    // It also logs, and whoever has set the subscriber in a Rust program may panic there. The text is kept before that.
+    let _ = catch_unwind(|| set_last_error(&format!("{function}: {}", error.text)));
     error.code
 }
 

@@ -96,7 +96,10 @@ fn settings() -> Option<Arc<Settings>> {
 
 /// Reads the environment if that has not been done: at the first call into the library.
 pub(crate) fn start() {
-    STARTED.call_once(apply);
+    // A panic of an application's subscriber, which is told of complaints, costs those.
+    STARTED.call_once(|| {
+        let _ = std::panic::catch_unwind(apply);
+    });
 }
 
 /// Reads the environment again (`ncclResetDebugInit`).
