@@ -14,11 +14,14 @@ ringsight_channels(const __grid_constant__ ringsight::Arguments arguments) {
 }
 
 // An all_reduce among peers.
-extern "C" __global__ void __launch_bounds__(512 + ringsight::OneShotBlock::SERVICE)
-ringsight_one_shot(const __grid_constant__ ringsight::OneShot arguments) {
-  __shared__ volatile ringsight::u32 aborted;
-  ringsight::OneShotBlock(arguments, blockIdx.x, gridDim.x, aborted).run();
-}
+#define RINGSIGHT_KERNEL(NAME, E, OP, RANKS)                                                                          \
+  extern "C" __global__ void __launch_bounds__(512 + ringsight::OneShotBlock<void, void, 0>::SERVICE)                 \
+  NAME(const __grid_constant__ ringsight::OneShot arguments) {                                                        \
+    using namespace ringsight;                                                                                        \
+    __shared__ volatile u64 ticket;                                                                                   \
+    OneShotBlock<E, OP, RANKS>(arguments, blockIdx.x, gridDim.x, ticket).run();                                       \
+  }
+RINGSIGHT_ONE_SHOTS(RINGSIGHT_KERNEL)
 
 static_assert(sizeof(ringsight::LaneState) == 48, "LANE_STATE_BYTES in src/cuda/layout.rs");
 static_assert(sizeof(ringsight::OpState) == 8, "OP_STATE_BYTES in src/cuda/layout.rs");

@@ -13,7 +13,17 @@ extern "C" void ringsight_run_block(const Arguments* arguments, u32 index, u32 b
   Block(*arguments, index, blocks, turn, lane_states.data(), op_states.data()).run();
 }
 
-extern "C" void ringsight_one_shot_block(const OneShot* arguments, u32 index, u32 blocks) {
-  volatile u32 aborted;
-  OneShotBlock(*arguments, index, blocks, aborted).run();
+namespace {
+template <class E, class Op, u32 RANKS>
+void run_one_shot(const OneShot* arguments, u32 index, u32 blocks) {
+  volatile u64 ticket;
+  OneShotBlock<E, Op, RANKS>(*arguments, index, blocks, ticket).run();
 }
+}  // namespace
+
+struct OneShotKernel {
+  const char* name;
+  void (*run_block)(const OneShot* arguments, u32 index, u32 blocks);
+};
+#define RINGSIGHT_KERNEL(NAME, E, OP, RANKS) {#NAME, run_one_shot<E, OP, RANKS>},
+extern "C" const OneShotKernel ringsight_one_shots[] = {RINGSIGHT_ONE_SHOTS(RINGSIGHT_KERNEL){nullptr, nullptr}};

@@ -6,6 +6,8 @@
 // is at an epoch has got every line of the one before from all others, so these have ended the one before that.
 #pragma once
 
+#include <type_traits>
+
 #include "elements.cuh"
 #include "move.cuh"
 #include "peers.cuh"
@@ -82,8 +84,10 @@ struct Fold<SumDiv> {
   template <class W> DEVICE static W last(W sum, u64 ranks) { return Numbers<W>::div(sum, ranks); }
 };
 
-// One block of the kernel. All threads but the last `SERVICE` move data; those of the first block tell what the operation
+// One block of a kernel: of any, where `E` and `Op` are void, or of the one that sums elements `E`; of any number of ranks, or
+// of `RANKS`. All threads but the last `SERVICE` move data; those of the first block tell what the operation
 // does and look whether the others do the same.
+template <class E, class Op, u32 RANKS>
 class OneShotBlock {
  public:
 #ifdef __CUDACC__
@@ -92,47 +96,54 @@ class OneShotBlock {
   static constexpr u32 SERVICE = 0;
 #endif
 
-  // `aborted` is shared by the threads of the block.
-  DEVICE OneShotBlock(const OneShot& arguments, u32 block, u32 blocks, volatile u32& aborted)
+  // `ticket` is shared by the threads of the block.
+  DEVICE OneShotBlock(const OneShot& arguments, u32 block, u32 blocks, volatile u64& ticket)
       : arguments_(arguments),
         report_(arguments.head),
         block_(block),
         blocks_(blocks),
-        aborted_(aborted),
+        ticket_(ticket),
         own_(area_of(arguments.bases[arguments.rank])),
         epoch_(next_epoch(load_relaxed(&own_->epoch))) {}
 
   DEVICE INLINE void run() {
-    const u32 movers = threads() - SERVICE;
-    u32 runs = 0;
-    if (thread_index() == 0) {
-      aborted_ = 0;
-      // Read now, for the end.
-      runs = report_.runs();
-    }
-    if (epoch_ >= LAST_EPOCH - 1) clear();
-    block_barrier();
     // On a GPU each thread is one of the two; on the host the only one is both.
-    if (SERVICE == 0 || thread_index() >= movers) {
-      if (block_ == 0) announce(thread_index() - (SERVICE != 0 ? movers : 0));
-    }
-    if (thread_index() < movers) {
-      move(static_cast<u64>(block_) * movers + thread_index(), static_cast<u64>(blocks_) * movers);
-    }
-    if (SERVICE == 0 || thread_index() >= movers) {
-      if (block_ == 0) compare(thread_index() - (SERVICE != 0 ? movers : 0));
-    }
-    block_barrier();
-    if (thread_index() == 0) finish(runs);
+    const u32 movers = threads() - SERVICE;
+    const bool moves = thread_index() < movers;
+    const bool serves = block_ == 0 && (SERVICE == 0 || !moves);
+    const u32 lane = thread_index() - (SERVICE != 0 ? movers : 0);
+    const u64 first = static_cast<u64>(block_) * movers + thread_index();
+    // All that is read is asked for before anything is waited for: each answer takes as long as a good part of the rest.
+    const u32 runs = thread_index() == 0 ? report_.runs() : 0;
+    const u64 mine = moves ? load(first) : 0;
+    if (epoch_ >= LAST_EPOCH - 1) clear();
+    bool done = true;
+    if (serves) announce(lane);
+    if (moves) done = move(first, static_cast<u64>(blocks_) * movers, mine);
+    if (serves) done = compare(lane) && done;
+    const bool aborted = block_any(!done);
+    if (thread_index() == 0) finish(runs, aborted);
   }
 
  private:
+  static constexpr bool IS_ANY = std::is_void_v<E>;
+  static constexpr u32 MOST_RANKS = RANKS != 0 ? RANKS : MAX_PEERS;
   static constexpr u32 STRIDE = SERVICE != 0 ? SERVICE : 1;
+  DEVICE static constexpr u64 no_ticket() { return ~static_cast<u64>(0); }
+
+  DEVICE INLINE u32 ranks() const { return RANKS != 0 ? RANKS : arguments_.ranks; }
+  DEVICE INLINE u32 element_bytes() const {
+    if constexpr (IS_ANY) {
+      return size_of(arguments_.data_type);
+    } else {
+      return sizeof(E);
+    }
+  }
 
   // Where the lines of one rank and parity begin in the memory of `rank`.
   DEVICE INLINE Line* lines_in(u32 rank, u32 parity, u32 source) const {
     return reinterpret_cast<Line*>(arguments_.bases[rank] + LINES_OFFSET) +
-           (parity * arguments_.ranks + source) * arguments_.lines;
+           (parity * ranks() + source) * arguments_.lines;
   }
 
   // Before epochs begin anew, what is left of old ones goes, so that none is taken for a new one. No rank writes into the
@@ -140,7 +151,7 @@ class OneShotBlock {
   DEVICE INLINE void clear() {
     const u32 parity = ~epoch_ & 1;
     Line* lines = lines_in(arguments_.rank, parity, 0);
-    const u32 all = arguments_.lines * arguments_.ranks;
+    const u32 all = arguments_.lines * ranks();
     for (u32 at = block_ * threads() + thread_index(); at < all; at += blocks_ * threads()) store_line(&lines[at], 0, 0, 0);
     if (block_ == 0) {
       for (u32 at = thread_index(); at < MAX_PEERS; at += threads()) store_line(&own_->tags[parity][at], 0, 0, 0);
@@ -151,7 +162,7 @@ class OneShotBlock {
 
   // `lane` among the threads of the service.
   DEVICE INLINE void announce(u32 lane) {
-    for (u32 rank = lane; rank < arguments_.ranks; rank += STRIDE) {
+    for (u32 rank = lane; rank < ranks(); rank += STRIDE) {
       if (rank == arguments_.rank) continue;
       store_line(&area_of(arguments_.bases[rank])->tags[epoch_ & 1][arguments_.rank], arguments_.tag, 0, epoch_);
     }
@@ -160,15 +171,23 @@ class OneShotBlock {
     }
   }
 
-  // Waits for the tags of all others.
-  DEVICE INLINE void compare(u32 lane) {
-    for (u32 rank = lane; rank < arguments_.ranks; rank += STRIDE) {
+  // Waits for the tags of all others; false if it is to give up.
+  DEVICE INLINE bool compare(u32 lane) {
+    bool same = true;
+    for (u32 rank = lane; same && rank < ranks(); rank += STRIDE) {
       for (u32 polls = 1; rank != arguments_.rank && !is_same(rank); polls++) {
         if (polls % 256 != 0) continue;
-        if (must_give_up()) return;
+        if (must_give_up()) {
+          same = false;
+          break;
+        }
         if (SERVICE != 0) met_ring(rank);
       }
     }
+    // The end is near: what reports it is had now. The host reads events in the order of tickets, so it may wait for this
+    // one until the data is here, too.
+    if (blocks_ == 1 && lane == (arguments_.rank == 0 ? 1 : 0) % STRIDE) ticket_ = same ? report_.ticket() : no_ticket();
+    return same;
   }
 
   // Whether another rank is seen to have begun this operation. If it has begun another one, the host is told.
@@ -201,36 +220,43 @@ class OneShotBlock {
   }
 
   // For who has waited long.
-  DEVICE INLINE bool must_give_up() {
-    if (load_once_a_warp(&report_.control().abort) == 0) return false;
-    aborted_ = 1;
-    return true;
-  }
+  DEVICE INLINE bool must_give_up() const { return load_once_a_warp(&report_.control().abort) != 0; }
 
-  DEVICE INLINE void move(u64 first, u64 stride) {
-    const u32 ranks = arguments_.ranks, me = arguments_.rank, parity = epoch_ & 1;
-    const u64 bytes = arguments_.elems * size_of(arguments_.data_type);
-    const bool aligned = is_aligned(send(0), 8) && is_aligned(recv(0), 8);
-    for (u64 at = first; at * 8 < bytes; at += stride) {
-      const bool full = aligned && at * 8 + 8 <= bytes;
-      const u64 mine = full ? *reinterpret_cast<const u64*>(send(at * 8)) : load_some(at * 8, bytes);
+  // From `first` on, where `mine` is; false if it is to give up.
+  DEVICE INLINE bool move(u64 first, u64 stride, u64 mine) {
+    const u32 ranks = this->ranks(), me = arguments_.rank, parity = epoch_ & 1;
+    const u64 bytes = this->bytes();
+    for (u64 at = first; at * 8 < bytes; mine = load(at += stride)) {
       UNROLL
-      for (u32 hop = 1; hop < MAX_PEERS; hop++) {
+      for (u32 hop = 1; hop < MOST_RANKS; hop++) {
         if (hop < ranks) {
           // Not all to the same one at first.
           const u32 rank = me + hop < ranks ? me + hop : me + hop - ranks;
           store_line(lines_in(rank, parity, me) + at, static_cast<u32>(mine), static_cast<u32>(mine >> 32), epoch_);
         }
       }
-      u64 all[MAX_PEERS];
-      if (!gather(all, mine, lines_in(me, parity, 0) + at)) return;
+      u64 all[MOST_RANKS];
+      if (!gather(all, mine, lines_in(me, parity, 0) + at)) return false;
       const u64 result = reduce(all);
-      if (full) {
+      if (is_full(at, bytes)) {
         *reinterpret_cast<u64*>(recv(at * 8)) = result;
       } else {
         store_some(at * 8, bytes, result);
       }
     }
+    return true;
+  }
+
+  DEVICE INLINE u64 bytes() const { return arguments_.elems * element_bytes(); }
+  // Whether there are 8 bytes, and they can be accessed at once.
+  DEVICE INLINE bool is_full(u64 at, u64 bytes) const {
+    return is_aligned(send(0), 8) && is_aligned(recv(0), 8) && at * 8 + 8 <= bytes;
+  }
+  // The 8 bytes of a line, or what there is of them.
+  DEVICE INLINE u64 load(u64 at) const {
+    const u64 bytes = this->bytes();
+    if (is_full(at, bytes)) return *reinterpret_cast<const u64*>(send(at * 8));
+    return at * 8 < bytes ? load_some(at * 8, bytes) : 0;
   }
 
   DEVICE INLINE const u8* send(u64 at) const { return reinterpret_cast<const u8*>(arguments_.send) + at; }
@@ -238,7 +264,7 @@ class OneShotBlock {
 
   // What there is of 8 bytes, element by element.
   DEVICE INLINE u64 load_some(u64 at, u64 bytes) const {
-    switch (size_of(arguments_.data_type)) {
+    switch (element_bytes()) {
       case 1: return load_as<u8>(at, bytes);
       case 2: return load_as<u16>(at, bytes);
       case 4: return load_as<u32>(at, bytes);
@@ -254,7 +280,7 @@ class OneShotBlock {
     return word;
   }
   DEVICE INLINE void store_some(u64 at, u64 bytes, u64 word) const {
-    switch (size_of(arguments_.data_type)) {
+    switch (element_bytes()) {
       case 1: return store_as<u8>(at, bytes, word);
       case 2: return store_as<u16>(at, bytes, word);
       case 4: return store_as<u32>(at, bytes, word);
@@ -267,12 +293,12 @@ class OneShotBlock {
   }
 
   // Waits for one line of each rank; `lines` is where that of rank 0 comes.
-  DEVICE INLINE bool gather(u64 (&all)[MAX_PEERS], u64 mine, const Line* lines) {
-    const u32 ranks = arguments_.ranks, me = arguments_.rank;
+  DEVICE INLINE bool gather(u64 (&all)[MOST_RANKS], u64 mine, const Line* lines) {
+    const u32 ranks = this->ranks(), me = arguments_.rank;
     for (u32 polls = 1;; polls++) {
       bool here = true;
       UNROLL
-      for (u32 rank = 0; rank < MAX_PEERS; rank++) {
+      for (u32 rank = 0; rank < MOST_RANKS; rank++) {
         all[rank] = mine;
         if (rank < ranks && rank != me) {
           const Line line = load_line(lines + rank * arguments_.lines);
@@ -289,13 +315,20 @@ class OneShotBlock {
 
   // On the host, where who waits for data is who compares tags.
   DEVICE INLINE void look_aside() {
-    for (u32 rank = 0; rank < arguments_.ranks; rank++) {
+    for (u32 rank = 0; rank < ranks(); rank++) {
       if (rank != arguments_.rank && !is_same(rank)) met_ring(rank);
     }
     pause_polling();
   }
 
-  DEVICE INLINE u64 reduce(const u64 (&all)[MAX_PEERS]) const {
+  DEVICE INLINE u64 reduce(const u64 (&all)[MOST_RANKS]) const {
+    if constexpr (IS_ANY) {
+      return reduce_typed(all);
+    } else {
+      return reduce_as<E, Op>(all);
+    }
+  }
+  DEVICE INLINE u64 reduce_typed(const u64 (&all)[MOST_RANKS]) const {
     switch (arguments_.data_type) {
       case DataType::Int8: return reduce_integers<Plain<int8_t>>(all);
       case DataType::Uint8: return reduce_integers<Plain<u8>>(all);
@@ -311,58 +344,75 @@ class OneShotBlock {
       default: return reduce_any<Float8e5m2>(all);
     }
   }
-  template <class E>
-  DEVICE INLINE u64 reduce_integers(const u64 (&all)[MAX_PEERS]) const {
-    return arguments_.combine == Combine::SumDiv ? reduce_as<E, SumDiv>(all) : reduce_any<E>(all);
+  template <class T>
+  DEVICE INLINE u64 reduce_integers(const u64 (&all)[MOST_RANKS]) const {
+    return arguments_.combine == Combine::SumDiv ? reduce_as<T, SumDiv>(all) : reduce_any<T>(all);
   }
-  template <class E>
-  DEVICE INLINE u64 reduce_any(const u64 (&all)[MAX_PEERS]) const {
+  template <class T>
+  DEVICE INLINE u64 reduce_any(const u64 (&all)[MOST_RANKS]) const {
     switch (arguments_.combine) {
-      case Combine::Prod: return reduce_as<E, Prod>(all);
-      case Combine::Max: return reduce_as<E, Max>(all);
-      case Combine::Min: return reduce_as<E, Min>(all);
-      case Combine::MulSum: return reduce_as<E, MulSum>(all);
-      default: return reduce_as<E, Sum>(all);
+      case Combine::Prod: return reduce_as<T, Prod>(all);
+      case Combine::Max: return reduce_as<T, Max>(all);
+      case Combine::Min: return reduce_as<T, Min>(all);
+      case Combine::MulSum: return reduce_as<T, MulSum>(all);
+      default: return reduce_as<T, Sum>(all);
     }
   }
-  template <class E, class Op>
-  DEVICE INLINE u64 reduce_as(const u64 (&all)[MAX_PEERS]) const {
-    using W = typename E::Wide;
-    constexpr u32 BITS = 8 * sizeof(E);
+  template <class T, class How>
+  DEVICE INLINE u64 reduce_as(const u64 (&all)[MOST_RANKS]) const {
+    using W = typename T::Wide;
+    constexpr u32 BITS = 8 * sizeof(T);
     const u64 argument = arguments_.argument;
     u64 result = 0;
     // Conversions of 8-bit floats are long.
-    UNROLL_BY((sizeof(E) == 1 ? 1 : 8 / sizeof(E)))
+    UNROLL_BY((sizeof(T) == 1 ? 1 : 8 / sizeof(T)))
     for (u32 bit = 0; bit < 64; bit += BITS) {
       W sum{};
       UNROLL
-      for (u32 rank = 0; rank < MAX_PEERS; rank++) {
-        if (rank < arguments_.ranks) {
-          const W one = element_of<E>(all[rank] >> bit).widen();
-          sum = rank == 0 ? Fold<Op>::first(one, argument) : Fold<Op>::next(sum, one, argument);
+      for (u32 rank = 0; rank < MOST_RANKS; rank++) {
+        if (rank < ranks()) {
+          const W one = element_of<T>(all[rank] >> bit).widen();
+          sum = rank == 0 ? Fold<How>::first(one, argument) : Fold<How>::next(sum, one, argument);
         }
       }
-      result |= bits_of<E>(E::narrow(Fold<Op>::last(sum, argument))) << bit;
+      result |= bits_of<T>(T::narrow(Fold<How>::last(sum, argument))) << bit;
     }
     return result;
   }
 
-  DEVICE INLINE void finish(u32 runs) {
-    bool aborted = aborted_ != 0;
+  DEVICE INLINE void finish(u32 runs, bool aborted) {
     if (!report_.block_done(blocks_, aborted)) return;
     store_relaxed(&own_->epoch, epoch_);
     const EventKind kind = aborted ? EventKind::Aborted : EventKind::Stopped;
-    report_.event(kind, report_.replay(runs), arguments_.channel, arguments_.op, device_time());
-    // Relaxed: an event that the host sees after this loses but its time.
+    u64 ticket = blocks_ == 1 ? ticket_ : no_ticket();
+    if (ticket == no_ticket()) ticket = report_.ticket();
+    report_.event_at(ticket, kind, report_.replay(runs), arguments_.channel, arguments_.op, device_time());
+    // Relaxed, as an event's words are: a release would have to wait for all that was written to other GPUs and to the host,
+    // which takes longer than the operation. The host's streams order the data by the kernel's end; what the host learns here is
+    // that the run is over, and if it learns so before it sees the event, it makes up for that.
     store_relaxed(&report_.control().runs, report_.renew(runs, aborted));
   }
 
   const OneShot& arguments_;
   const Report report_;
   const u32 block_, blocks_;
-  volatile u32& aborted_;
+  volatile u64& ticket_;
   Area* own_;
   const u32 epoch_;
 };
+
+// The kernels: one for whatever there is, and those for what is called most, whose code is short: fetching code takes a good
+// part of so short an operation. {name, element, combination, ranks}; src/cuda/one_shot.rs chooses.
+#define RINGSIGHT_ONE_SHOTS(X)                               \
+  X(ringsight_one_shot, void, void, 0)                       \
+  X(ringsight_one_shot_sum_f32_2, Plain<float>, Sum, 2)      \
+  X(ringsight_one_shot_sum_f32_4, Plain<float>, Sum, 4)      \
+  X(ringsight_one_shot_sum_f32_8, Plain<float>, Sum, 8)      \
+  X(ringsight_one_shot_sum_f16_2, Half, Sum, 2)              \
+  X(ringsight_one_shot_sum_f16_4, Half, Sum, 4)              \
+  X(ringsight_one_shot_sum_f16_8, Half, Sum, 8)              \
+  X(ringsight_one_shot_sum_bf16_2, Bfloat16, Sum, 2)         \
+  X(ringsight_one_shot_sum_bf16_4, Bfloat16, Sum, 4)         \
+  X(ringsight_one_shot_sum_bf16_8, Bfloat16, Sum, 8)
 
 }  // namespace ringsight

@@ -39,6 +39,8 @@ using u64 = uint64_t;
 DEVICE inline unsigned thread_index() { return threadIdx.x; }
 DEVICE inline unsigned threads() { return blockDim.x; }
 DEVICE inline void block_barrier() { __syncthreads(); }
+// A barrier that tells whether it is so for any thread of the block.
+DEVICE inline bool block_any(bool so) { return __syncthreads_or(so ? 1 : 0) != 0; }
 
 // Nanoseconds of the GPU's clock, which all its kernels share.
 DEVICE inline u64 device_time() {
@@ -121,6 +123,7 @@ DEVICE inline u32 add_acq_rel(u32* address, u32 value) {
 }
 DEVICE inline u32 exchange_relaxed(u32* address, u32 value) { return atomicExch(address, value); }
 
+DEVICE inline u32 bits_set(u32 word) { return static_cast<u32>(__popc(word)); }
 DEVICE inline float bits_to_float(u32 bits) { return __uint_as_float(bits); }
 DEVICE inline u32 float_to_bits(float value) { return __float_as_uint(value); }
 DEVICE inline double bits_to_double(u64 bits) { return __longlong_as_double(static_cast<long long>(bits)); }
@@ -130,6 +133,7 @@ DEVICE inline double bits_to_double(u64 bits) { return __longlong_as_double(stat
 inline unsigned thread_index() { return 0; }
 inline unsigned threads() { return 1; }
 inline void block_barrier() {}
+inline bool block_any(bool so) { return so; }
 inline u64 device_time() {
   return static_cast<u64>(std::chrono::duration_cast<std::chrono::nanoseconds>(
                               std::chrono::steady_clock::now().time_since_epoch())
@@ -170,6 +174,7 @@ To bit_copy(From from) {
   std::memcpy(&to, &from, sizeof to);
   return to;
 }
+inline u32 bits_set(u32 word) { return static_cast<u32>(__builtin_popcount(word)); }
 inline float bits_to_float(u32 bits) { return bit_copy<float>(bits); }
 inline u32 float_to_bits(float value) { return bit_copy<u32>(value); }
 inline double bits_to_double(u64 bits) { return bit_copy<double>(bits); }

@@ -21,11 +21,17 @@ class Report {
   // What events say of the run: the replay, or 0.
   DEVICE INLINE u32 replay(u32 runs) const { return head_.captured != 0 ? runs - head_.runs_before + 1 : 0; }
 
+  // The next place in the ring. What is put there must follow soon: the host reads in this order.
+  DEVICE INLINE u64 ticket() const { return add_relaxed(reinterpret_cast<u64*>(head_.ring_ticket), 1); }
+
+  DEVICE INLINE void event(EventKind kind, u32 replay, u32 channel, u32 op, u64 value) const {
+    event_at(ticket(), kind, replay, channel, op, value);
+  }
   // Puts an event into the ring, over the oldest one. Every word carries the lap: the host sees whether all four are of
   // one event without an order between them.
-  DEVICE INLINE void event(EventKind kind, u32 replay, u32 channel, u32 op, u64 value) const {
-    const u64 ticket = add_relaxed(reinterpret_cast<u64*>(head_.ring_ticket), 1);
-    const u64 lap = ticket / (static_cast<u64>(head_.ring_mask) + 1) % 0xffff + 1;
+  DEVICE INLINE void event_at(u64 ticket, EventKind kind, u32 replay, u32 channel, u32 op, u64 value) const {
+    // Shifted: a GPU has no division.
+    const u64 lap = (ticket >> bits_set(head_.ring_mask)) % 0xffff + 1;
     Event& event = reinterpret_cast<Event*>(head_.ring)[ticket & head_.ring_mask];
     const u64 what = static_cast<u64>(kind) << 8 | channel;
     store_relaxed(&event.words[0], value << 16 | lap);

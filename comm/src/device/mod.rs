@@ -193,6 +193,11 @@ pub trait Device: Send + Sync + 'static {
     /// Captures a record that each replay makes: from the launch of the graph on, who waits for `event` waits for the end
     /// of `stream`'s present work in that replay. Refused outside captures, as CUDA does (`cudaEventRecordExternal`).
     fn event_record_external(&self, event: Event, stream: Stream) -> Result<()>;
+    /// The same in place of the last record of `event` in this capture, if there is one: for an event that nothing within the
+    /// capture waits for. One record at the end takes less than one after each operation.
+    fn event_record_external_last(&self, event: Event, stream: Stream) -> Result<()> {
+        self.event_record_external(event, stream)
+    }
     /// Captures a wait that each replay makes: later work in `stream` waits for what `event`, which is not of this capture,
     /// had recorded when the graph was launched, or was recorded by an earlier node of the same replay. Refused outside
     /// captures (`cudaEventWaitExternal`).

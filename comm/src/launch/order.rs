@@ -73,8 +73,8 @@ impl Order {
             device.event_record(last, stream)?;
             return Ok(last);
         };
-        // First, so that who waits for the end within the capture also waits for this.
-        device.event_record_external(last, stream)?;
+        // What follows within the capture waits for the other event.
+        device.event_record_external_last(last, stream)?;
         let end = match self.captured.get(&capture.id) {
             Some(end) => *end,
             None => {

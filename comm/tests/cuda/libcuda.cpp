@@ -9,6 +9,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
@@ -88,11 +89,21 @@ struct Recorded {
 
 // One of the three.
 struct Node {
+  u64 id;
   Task work;
   std::shared_ptr<Recorded> waited, recorded;
 };
 struct Graph {
   std::vector<Node> nodes;
+  // Adds one; its handle.
+  void* add(Task work, std::shared_ptr<Recorded> waited, std::shared_ptr<Recorded> recorded) {
+    static std::atomic<u64> last{0};
+    nodes.push_back({++last, std::move(work), std::move(waited), std::move(recorded)});
+    return reinterpret_cast<void*>(nodes.back().id);
+  }
+  std::vector<Node>::iterator find(void* node) {
+    return std::find_if(nodes.begin(), nodes.end(), [=](const Node& one) { return reinterpret_cast<void*>(one.id) == node; });
+  }
   std::shared_ptr<Objects> objects = std::make_shared<Objects>();
 };
 struct Exec {
@@ -117,6 +128,7 @@ struct Stream {
   std::deque<Task> queue;
   bool busy = false, ended = false;
   std::shared_ptr<Capture> capture;
+  void* last_node = nullptr;
   std::thread thread;
 
   Stream() {
@@ -140,7 +152,7 @@ struct Stream {
   }
   void add(Task work) {
     if (capture) {
-      capture->graph->nodes.push_back({std::move(work), nullptr, nullptr});
+      last_node = capture->graph->add(std::move(work), nullptr, nullptr);
       return;
     }
     std::lock_guard lock(mutex);
@@ -181,7 +193,7 @@ int devices() {
   return text != nullptr ? std::atoi(text) : 2;
 }
 // Their addresses are the functions.
-char channels, one_shot;
+char channels, one_shots[sizeof ringsight_one_shots / sizeof ringsight_one_shots[0]];
 Context contexts[16] = {{0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9}, {10}, {11}, {12}, {13}, {14}, {15}};
 thread_local Context* current = nullptr;
 std::mutex memory_mutex;
@@ -251,8 +263,12 @@ int cuCtxGetDevice(int* device) {
 int cuModuleLoadData(void** module, const void*) { return *module = contexts, SUCCESS; }
 int cuModuleGetFunction(void** function, void*, const char* name) {
   if (std::strcmp(name, "ringsight_channels") == 0) *function = &channels;
-  else if (std::strcmp(name, "ringsight_one_shot") == 0) *function = &one_shot;
-  else return INVALID_HANDLE;
+  else {
+    size_t number = 0;
+    while (ringsight_one_shots[number].name != nullptr && std::strcmp(name, ringsight_one_shots[number].name) != 0) number++;
+    if (ringsight_one_shots[number].name == nullptr) return INVALID_HANDLE;
+    *function = &one_shots[number];
+  }
   return SUCCESS;
 }
 int cuFuncSetAttribute(void*, int, int) { return SUCCESS; }
@@ -387,7 +403,7 @@ int cuEventRecord(Mark* event, void* stream) {
 int cuEventRecordWithFlags(Mark* event, void* stream, unsigned flags) {
   if (flags == 0) return cuEventRecord(event, stream);
   if (!of(stream)->capture) return INVALID_VALUE;
-  of(stream)->capture->graph->nodes.push_back({nullptr, nullptr, event->recorded});
+  of(stream)->last_node = of(stream)->capture->graph->add(nullptr, nullptr, event->recorded);
   return SUCCESS;
 }
 int cuEventQuery(Mark* event) {
@@ -411,7 +427,7 @@ int cuStreamWaitEvent(void* stream, Mark* event, unsigned flags) {
   Stream* waiting = of(stream);
   if (flags != 0) {
     if (!waiting->capture) return INVALID_VALUE;
-    waiting->capture->graph->nodes.push_back({nullptr, event->recorded, nullptr});
+    waiting->last_node = waiting->capture->graph->add(nullptr, event->recorded, nullptr);
     return SUCCESS;
   }
   if (event->capture) {
@@ -433,10 +449,11 @@ int cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
 int cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned,
                    unsigned shared_bytes, void* stream, void** parameters, void**) {
   std::function<void(unsigned)> block;
-  if (function == &one_shot) {
+  if (function != &channels) {
     if (threads > 544 || threads % 32 != 0) return INVALID_VALUE;
     auto arguments = std::make_shared<OneShot>(*static_cast<OneShot*>(parameters[0]));
-    block = [=](unsigned index) { ringsight_one_shot_block(arguments.get(), index, blocks); };
+    const auto run_block = ringsight_one_shots[static_cast<char*>(function) - one_shots].run_block;
+    block = [=](unsigned index) { run_block(arguments.get(), index, blocks); };
   } else {
     if (threads != 512) return INVALID_VALUE;
     auto arguments = std::make_shared<Arguments>(*static_cast<Arguments*>(parameters[0]));
@@ -460,6 +477,7 @@ int cuStreamBeginCapture_v2(Stream* stream, int) {
   static std::atomic<u64> last{0};
   if (stream == nullptr || stream->capture) return CAPTURE_UNSUPPORTED;
   stream->capture = std::make_shared<Capture>(Capture{++last, stream, new Graph});
+  stream->last_node = nullptr;
   return SUCCESS;
 }
 // Streams that joined are told by the event that joins them back; here they just see that it is over.
@@ -470,7 +488,7 @@ int cuStreamEndCapture(Stream* stream, Graph** graph) {
   stream->capture = nullptr;
   return SUCCESS;
 }
-int cuStreamGetCaptureInfo_v2(void* stream, int* status, u64* id, Graph** graph, void*, size_t* dependencies) {
+int cuStreamGetCaptureInfo_v2(void* stream, int* status, u64* id, Graph** graph, void*** dependencies, size_t* count) {
   if (current == nullptr && stream == nullptr) return INVALID_CONTEXT;
   auto& capture = of(stream)->capture;
   if (capture && capture->origin->capture != capture) capture = nullptr;
@@ -478,13 +496,36 @@ int cuStreamGetCaptureInfo_v2(void* stream, int* status, u64* id, Graph** graph,
   if (capture) {
     *id = capture->id;
     *graph = capture->graph;
-    // Nodes run in order: none is said to depend on another.
-    *dependencies = 0;
+    // Nodes run in order: to depend on the stream's last one is enough.
+    *dependencies = &of(stream)->last_node;
+    *count = of(stream)->last_node == nullptr ? 0 : 1;
   }
   return SUCCESS;
 }
-int cuStreamUpdateCaptureDependencies(void* stream, void*, size_t, unsigned) {
-  return of(stream)->capture ? SUCCESS : CAPTURE_UNMATCHED;
+int cuStreamUpdateCaptureDependencies(void* stream, void** nodes, size_t count, unsigned) {
+  if (!of(stream)->capture || count > 1) return CAPTURE_UNMATCHED;
+  of(stream)->last_node = count == 0 ? nullptr : nodes[0];
+  return SUCCESS;
+}
+int cuGraphAddEventRecordNode(void** node, Graph* graph, void**, size_t, Mark* event) {
+  *node = graph->add(nullptr, nullptr, event->recorded);
+  return SUCCESS;
+}
+// What a node does not wait for any more may be any that comes before it.
+int cuGraphRemoveDependencies(Graph* graph, void** from, void** to, size_t count) {
+  for (size_t i = 0; i < count; i++) {
+    if (graph->find(from[i]) >= graph->find(to[i])) return INVALID_VALUE;
+  }
+  return SUCCESS;
+}
+// A node that is to wait for others comes last: only such that nothing waits for are moved.
+int cuGraphAddDependencies(Graph* graph, void** from, void** to, size_t count) {
+  for (size_t i = 0; i < count; i++) {
+    auto moved = graph->find(to[i]);
+    if (moved == graph->nodes.end() || graph->find(from[i]) == graph->nodes.end()) return INVALID_VALUE;
+    std::rotate(moved, moved + 1, graph->nodes.end());
+  }
+  return SUCCESS;
 }
 int cuUserObjectCreate(UserObject** object, void* data, void (*function)(void*), unsigned, unsigned) {
   *object = new UserObject{function, data};

@@ -32,5 +32,16 @@ pub const KERNEL: &std::ffi::CStr = c"ringsight_channels";
 /// Threads of each of its blocks.
 pub const THREADS: u32 = 512;
 
-/// Name of the kernel that a [`OneShotLaunch`] is for.
-pub const ONE_SHOT_KERNEL: &std::ffi::CStr = c"ringsight_one_shot";
+/// Names of the kernels that a [`OneShotLaunch`] is for, by its number: `RINGSIGHT_ONE_SHOTS` in `cuda/one_shot.cuh`.
+pub const ONE_SHOT_KERNELS: [&std::ffi::CStr; 10] = [
+    c"ringsight_one_shot",
+    c"ringsight_one_shot_sum_f32_2",
+    c"ringsight_one_shot_sum_f32_4",
+    c"ringsight_one_shot_sum_f32_8",
+    c"ringsight_one_shot_sum_f16_2",
+    c"ringsight_one_shot_sum_f16_4",
+    c"ringsight_one_shot_sum_f16_8",
+    c"ringsight_one_shot_sum_bf16_2",
+    c"ringsight_one_shot_sum_bf16_4",
+    c"ringsight_one_shot_sum_bf16_8",
+];

@@ -1,27 +1,47 @@
 //! An all_reduce in one shot among peers: what `cuda/one_shot.cuh` is given.
 
+use ringsight_records::DataType;
+
 use super::{
-    layout::{Head, OneShot},
+    layout::{Combination, Head, OneShot},
     peers::{MAX_PEERS, lines},
     program::{address_error, argument, combination},
 };
 use crate::{
-    launch::{Connections, Launch, Scalar},
+    launch::{Connections, Launch, Scalar, Work},
     schedule::WorkError,
 };
 
 /// Threads of a block that move no data: `OneShotBlock::SERVICE`.
 const SERVICE: u32 = 32;
 
-/// A launch of the kernel.
+/// A launch of one of the kernels.
 #[derive(Clone, Copy, Debug)]
 pub struct OneShotLaunch {
     /// Its argument, but for [`OneShot::head`].
     pub arguments: OneShot,
+    /// The kernel's number in [`ONE_SHOT_KERNELS`](super::ONE_SHOT_KERNELS).
+    pub kernel: usize,
     /// Blocks.
     pub blocks: u32,
     /// Threads of each.
     pub threads: u32,
+}
+
+/// The number of the kernel that is made for a work, or of the one that does anything.
+fn kernel(work: &Work) -> usize {
+    let first = match (combination(work), work.data_type) {
+        (Combination::Sum, DataType::Float32) => 1,
+        (Combination::Sum, DataType::Float16) => 4,
+        (Combination::Sum, DataType::Bfloat16) => 7,
+        _ => return 0,
+    };
+    match work.ranks {
+        2 => first,
+        4 => first + 1,
+        8 => first + 2,
+        _ => 0,
+    }
 }
 
 impl OneShotLaunch {
@@ -39,7 +59,13 @@ impl OneShotLaunch {
         let Some((channel, work, peers)) = among_peers else {
             return Ok(None);
         };
-        if launch.channels.iter().map(|channel| channel.work.len()).sum::<usize>() != 1 {
+        if launch
+            .channels
+            .iter()
+            .map(|channel| channel.work.len())
+            .sum::<usize>()
+            != 1
+        {
             return Err(WorkError(format!(
                 "op {} ({}): work among peers shares its launch",
                 work.op, work.function
@@ -50,7 +76,11 @@ impl OneShotLaunch {
         bases[..peers.bases.len()].copy_from_slice(&peers.bases);
         let words = (work.count * work.data_type.size()).div_ceil(8);
         // Each thread has one line, as far as that goes.
-        let movers = if words <= 4096 { words.next_multiple_of(32).min(256) } else { 512 };
+        let movers = if words <= 4096 {
+            words.next_multiple_of(32).min(256)
+        } else {
+            512
+        };
         let blocks = words.div_ceil(movers).clamp(1, 64);
         Ok(Some(Self {
             arguments: OneShot {
@@ -73,8 +103,62 @@ impl OneShotLaunch {
                 channel,
                 reserved: 0,
             },
+            kernel: kernel(work),
             blocks: blocks as u32,
             threads: movers as u32 + SERVICE,
         }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use ringsight_records::{Algorithm, Function, ReduceOp};
+
+    use super::*;
+    use crate::cuda::ONE_SHOT_KERNELS;
+
+    fn name(data_type: DataType, reduce_op: ReduceOp, ranks: u32) -> &'static str {
+        let work = Work {
+            op: 1,
+            tag: 1,
+            function: Function::AllReduce,
+            algorithm: Algorithm::OneShot,
+            data_type,
+            reduce_op,
+            scalar: Scalar::None,
+            send: 0,
+            recv: 0,
+            count: 1,
+            part: 0..1,
+            rank: 0,
+            ranks,
+            root: 0,
+            connections: Connections::Peers(Arc::new(crate::launch::Peers {
+                rank: 0,
+                bases: vec![0; ranks as usize],
+                memory: Box::new(()),
+            })),
+        };
+        ONE_SHOT_KERNELS[kernel(&work)].to_str().unwrap()
+    }
+
+    #[test]
+    fn what_is_called_most_has_kernels_of_its_own() {
+        for (data_type, short) in [
+            (DataType::Float32, "f32"),
+            (DataType::Float16, "f16"),
+            (DataType::Bfloat16, "bf16"),
+        ] {
+            for ranks in 2..=MAX_PEERS as u32 {
+                let any = "ringsight_one_shot".to_owned();
+                let own = format!("{any}_sum_{short}_{ranks}");
+                let expected = if ranks.is_power_of_two() { own } else { any };
+                assert_eq!(name(data_type, ReduceOp::Sum, ranks), expected);
+            }
+            assert_eq!(name(data_type, ReduceOp::Avg, 2), "ringsight_one_shot");
+        }
+        assert_eq!(name(DataType::Int32, ReduceOp::Sum, 2), "ringsight_one_shot");
     }
 }

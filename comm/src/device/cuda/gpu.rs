@@ -14,7 +14,7 @@ use cudarc::driver::sys::{
 };
 use ringsight_kernels::{
     Launch, WorkError,
-    cuda::{self, Head, LaunchControl, LaunchState, OneShotLaunch, Program, ring::Entry},
+    cuda::{self, Head, LaunchControl, LaunchState, ONE_SHOT_KERNELS, OneShotLaunch, Program, ring::Entry},
 };
 
 use super::{
@@ -36,8 +36,8 @@ pub(super) struct Gpu {
     pub(super) device: c_int,
     /// Runs channel programs.
     kernel: CUfunction,
-    /// Does an all_reduce among peers.
-    one_shot: CUfunction,
+    /// Do an all_reduce among peers: by number.
+    one_shots: [CUfunction; ONE_SHOT_KERNELS.len()],
     /// The ring's ticket, in device memory.
     ticket: CUdeviceptr,
     entries: Arc<Memory<Entry>>,
@@ -179,7 +179,8 @@ impl Gpu {
         };
         let _outside = OutsideCapture::enter()?;
         let (mut context, mut module) = (std::ptr::null_mut(), std::ptr::null_mut());
-        let (mut kernel, mut one_shot) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let mut kernel = std::ptr::null_mut();
+        let mut one_shots = [std::ptr::null_mut(); ONE_SHOT_KERNELS.len()];
         let mut stream = std::ptr::null_mut();
         // SAFETY: handles are written to the locals; the image is a fat binary of nvcc's. Setting an attribute loads the
         // kernel now: loaded at its first launch, it would wait for kernels that wait for it.
@@ -197,16 +198,14 @@ impl Gpu {
                 CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                 shared_bytes as c_int
             ))?;
-            call!(cuModuleGetFunction(
-                &raw mut one_shot,
-                module,
-                cuda::ONE_SHOT_KERNEL.as_ptr()
-            ))?;
-            call!(cuFuncSetAttribute(
-                one_shot,
-                CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                0
-            ))?;
+            for (one_shot, name) in one_shots.iter_mut().zip(ONE_SHOT_KERNELS) {
+                call!(cuModuleGetFunction(one_shot, module, name.as_ptr()))?;
+                call!(cuFuncSetAttribute(
+                    *one_shot,
+                    CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    0
+                ))?;
+            }
             call!(cuStreamCreate(
                 &raw mut stream,
                 CUstream_flags::CU_STREAM_NON_BLOCKING as u32
@@ -228,7 +227,7 @@ impl Gpu {
         Ok(Self {
             device,
             kernel,
-            one_shot,
+            one_shots,
             ticket,
             entries,
             shared_bytes,
@@ -300,7 +299,12 @@ impl Gpu {
             let slot = self.slot()?;
             let head = self.enter(launch, slot, captured, None);
             one_shot.arguments.head = head;
-            let kernel = (self.one_shot, one_shot.blocks, one_shot.threads, 0);
+            let kernel = (
+                self.one_shots[one_shot.kernel],
+                one_shot.blocks,
+                one_shot.threads,
+                0,
+            );
             // SAFETY: the kernel's argument.
             unsafe { self.start(stream, kernel, &mut one_shot.arguments, head.launch) }?;
             return Ok(head.launch);

@@ -34,8 +34,8 @@ use self::{
     gpu::{Gpu, Slotted},
 };
 use super::{
-    Capture, Device, DeviceError, Event, Graph, GraphExec, HostFunction, Mark, Progress, Reachable, Reached, Result,
-    Share, Stream,
+    Capture, Device, DeviceError, Event, Graph, GraphExec, HostFunction, Mark, Progress, Reachable, Reached,
+    Result, Share, Stream,
 };
 use crate::communicator::lock;
 
@@ -55,10 +55,44 @@ struct Captures {
 }
 
 /// A capture: our number and the graph in the making.
-#[derive(Clone, Copy)]
 struct Known {
     number: u32,
     graph: usize,
+    /// By event: the node of its last record.
+    records: HashMap<Event, LastRecord>,
+}
+
+/// A record at what was the end of a stream, which may move on with it.
+struct LastRecord {
+    node: usize,
+    /// What it comes after.
+    after: Vec<usize>,
+}
+
+impl LastRecord {
+    /// Makes it come after other nodes. The driver allows edges of a graph that is being captured to be removed, not nodes.
+    fn move_on(&mut self, graph: CUgraph, after: &[CUgraphNode]) -> Result<()> {
+        let node = self.node as CUgraphNode;
+        let old: Vec<CUgraphNode> = self.after.drain(..).map(|node| node as CUgraphNode).collect();
+        let (to_old, to_new) = (vec![node; old.len()], vec![node; after.len()]);
+        // SAFETY: nodes and edges of this graph: the node was added to it with these; the arrays are as long as the calls say.
+        unsafe {
+            call!(cuGraphRemoveDependencies(
+                graph,
+                old.as_ptr(),
+                to_old.as_ptr(),
+                old.len()
+            ))?;
+            call!(cuGraphAddDependencies(
+                graph,
+                after.as_ptr(),
+                to_new.as_ptr(),
+                after.len()
+            ))?;
+        }
+        self.after = after.iter().map(|node| *node as usize).collect();
+        Ok(())
+    }
 }
 
 impl Captures {
@@ -75,6 +109,7 @@ impl Captures {
             Known {
                 number: self.last,
                 graph: graph as usize,
+                records: HashMap::new(),
             },
         );
         Ok(self.last)
@@ -118,16 +153,17 @@ impl CudaDevice {
         Ok(capture.map(|capture| (capture.id, capture.graph)))
     }
 
-    /// The nodes that what is captured next in the stream will wait for.
-    fn dependencies(&self, stream: Stream) -> Result<Vec<CUgraphNode>> {
+    /// The capture that the stream is in, and the nodes that what is captured next in the stream will wait for.
+    fn dependencies(&self, stream: Stream) -> Result<(Captured, Vec<CUgraphNode>)> {
         let capture = captured(stream)?.ok_or_else(|| {
             DeviceError::InvalidUsage(format!("stream {:#x} is not being captured", stream.0))
         })?;
         if capture.count == 0 {
-            return Ok(Vec::new());
+            return Ok((capture, Vec::new()));
         }
         // SAFETY: so many nodes; the array is the driver's and stays as it is until the stream's next call, which is ours.
-        Ok(unsafe { std::slice::from_raw_parts(capture.dependencies, capture.count) }.to_vec())
+        let nodes = unsafe { std::slice::from_raw_parts(capture.dependencies, capture.count) }.to_vec();
+        Ok((capture, nodes))
     }
 }
 
@@ -354,6 +390,9 @@ impl Device for CudaDevice {
     }
 
     fn event_destroy(&self, event: Event) -> Result<()> {
+        for known in lock(&self.captures).known.values_mut() {
+            known.records.remove(&event);
+        }
         // SAFETY: the caller's handle.
         unsafe { call!(cuEventDestroy_v2(event.0 as CUevent)) }
     }
@@ -364,7 +403,7 @@ impl Device for CudaDevice {
     }
 
     fn event_record_external(&self, event: Event, stream: Stream) -> Result<()> {
-        let before = self.dependencies(stream)?;
+        let (_, before) = self.dependencies(stream)?;
         let external = sys::CUevent_record_flags::CU_EVENT_RECORD_EXTERNAL as u32;
         // SAFETY: the caller's handles; refused outside captures.
         unsafe {
@@ -385,6 +424,38 @@ impl Device for CudaDevice {
                 set
             ))
         }
+    }
+
+    fn event_record_external_last(&self, event: Event, stream: Stream) -> Result<()> {
+        let (capture, after) = self.dependencies(stream)?;
+        let mut captures = lock(&self.captures);
+        captures.number(capture.id, capture.graph)?;
+        let known = captures.known.get_mut(&capture.id);
+        let known = known.ok_or_else(|| DeviceError::InvalidUsage("a capture that is not known".into()))?;
+        if let Some(record) = known.records.get_mut(&event) {
+            return record.move_on(capture.graph, &after);
+        }
+        let mut node = std::ptr::null_mut();
+        // SAFETY: the caller's event; nodes of the graph that is being captured; written to the local. The stream's next node
+        // does not come after this one: it is a leaf.
+        unsafe {
+            call!(cuGraphAddEventRecordNode(
+                &raw mut node,
+                capture.graph,
+                after.as_ptr(),
+                after.len(),
+                event.0 as CUevent
+            ))
+        }?;
+        let after = after.into_iter().map(|node| node as usize).collect();
+        known.records.insert(
+            event,
+            LastRecord {
+                node: node as usize,
+                after,
+            },
+        );
+        Ok(())
     }
 
     fn stream_wait_event_external(&self, stream: Stream, event: Event) -> Result<()> {
