@@ -9,6 +9,7 @@ use std::{
 };
 
 use ringsight_kernels::{
+    Fifo,
     cuda::peers::{Area, BYTES, MAX_PEERS, RingBefore},
     launch::Peers,
 };
@@ -29,6 +30,9 @@ struct Memory {
     /// Some of them are of other processes.
     foreign: bool,
     ended_well: Arc<AtomicBool>,
+    /// Whose addresses it says ([`Area::rings`]): a kernel that begins when its communicator has been aborted still looks there
+    /// before it gives up.
+    _rings: Vec<Arc<Fifo>>,
 }
 
 impl Drop for Memory {
@@ -93,6 +97,11 @@ pub(super) fn connect(
         others: Vec::new(),
         foreign: false,
         ended_well: ended_well.clone(),
+        _rings: rings
+            .iter()
+            .flatten()
+            .map(|ring| ring.prev.fifo.clone())
+            .collect(),
     };
     let mut bases = Vec::new();
     let mut failure = None;

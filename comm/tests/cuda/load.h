@@ -7,6 +7,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -67,7 +68,8 @@ static struct {
   X(cuGraphInstantiate, "cuGraphInstantiateWithFlags") X(cuGraphLaunch, "cuGraphLaunch") \
   X(cuGraphExecDestroy, "cuGraphExecDestroy") X(cuGraphDestroy, "cuGraphDestroy") X(cuEventCreate, "cuEventCreate") \
   X(cuEventRecord, "cuEventRecord") X(cuEventElapsedTime, "cuEventElapsedTime") X(cuEventSynchronize, "cuEventSynchronize") \
-  X(cuGetErrorName, "cuGetErrorName") X(cuStreamQuery, "cuStreamQuery") X(cuDeviceGetName, "cuDeviceGetName")
+  X(cuGetErrorName, "cuGetErrorName") X(cuStreamQuery, "cuStreamQuery") X(cuDeviceGetName, "cuDeviceGetName") \
+  X(cuLaunchHostFunc, "cuLaunchHostFunc")
 #define X(name, symbol) static void* p_##name;
 CUDA_FUNCTIONS(X)
 #undef X
