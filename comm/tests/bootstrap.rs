@@ -72,10 +72,46 @@ fn many_ranks_are_threads_of_one_process_with_the_usual_limit_of_open_files() {
     print!("{}", run("many_ranks", &[], Some(1024)));
 }
 
+/// How long all ranks of a communicator of [`MANY`] may take to be made.
+const MADE_WITHIN: Duration = Duration::from_secs(2);
+
+/// What this process has used of the processors.
+fn processor_time() -> Duration {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: a valid place; this clock exists.
+    let code = unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut time) };
+    assert_eq!(code, 0);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// On a machine that others keep busy the wall clock says how busy they are: there, what counts is the part of the
+/// processors' time that the ranks have used.
 #[test]
 #[ignore = "helper: started by a test in a process of its own"]
 fn many_ranks() {
     host();
+    let cores = thread::available_parallelism().unwrap().get();
+    let load = fs::read_to_string("/proc/loadavg").unwrap();
+    let load: f64 = load.split_ascii_whitespace().next().unwrap().parse().unwrap();
+    let busy = load > cores as f64;
+    let best = (0..3)
+        .map(|_| {
+            let (wall, used) = make_many();
+            let used = used / cores as u32;
+            println!("{MANY} ranks in {wall:?}, {used:?} of {cores} processors each, load {load}");
+            if busy { wall.min(used) } else { wall }
+        })
+        .min()
+        .unwrap();
+    assert!(best <= MADE_WITHIN, "{best:?}, load {load} on {cores} processors");
+    println!("helper done");
+}
+
+/// Makes a communicator of [`MANY`] ranks: how long that took by the wall clock, and of the processors' time.
+fn make_many() -> (Duration, Duration) {
     let id = unique_id();
     let (start, made) = (Barrier::new(MANY + 1), Barrier::new(MANY + 1));
     let entries = |path: &str| fs::read_dir(path).unwrap().count();
@@ -98,21 +134,19 @@ fn many_ranks() {
             });
         }
         start.wait();
-        let begin = Instant::now();
+        let (begin, used) = (Instant::now(), processor_time());
         made.wait();
-        let taken = begin.elapsed();
+        let taken = (begin.elapsed(), processor_time().saturating_sub(used));
         let (files, threads) = (entries("/proc/self/fd"), entries("/proc/self/task"));
         made.wait();
         println!(
-            "{MANY} ranks in {taken:?}: {:.1} descriptors and {:.1} threads a rank",
+            "{MANY} ranks: {:.1} descriptors and {:.1} threads a rank",
             (files - before.0) as f64 / MANY as f64,
             // Each rank has the thread that made it, which is the caller's.
             (threads - before.1 - MANY) as f64 / MANY as f64,
         );
-        // The goal is 2 s; unoptimised and on a busy machine it takes longer. `cargo xtask bench` measures it.
-        assert!(taken < Duration::from_secs(30), "{taken:?}");
-    });
-    println!("helper done");
+        taken
+    })
 }
 
 #[test]
@@ -136,6 +170,27 @@ fn missing_ranks() {
         "{text}"
     );
     println!("helper done");
+}
+
+#[test]
+fn variables_that_are_no_numbers_are_named() {
+    for name in [
+        "RINGSIGHT_BOOTSTRAP_TIMEOUT_MS",
+        "NCCL_KERNEL_TIMEOUT_MS",
+        "NCCL_MAX_CTAS",
+    ] {
+        let text = run("no_number", &[(name, "soon")], None);
+        assert!(text.contains(&format!("{name}=soon is not a number")), "{text}");
+    }
+}
+
+#[test]
+#[ignore = "helper: started by a test in a process of its own"]
+fn no_number() {
+    host();
+    let (code, comm) = init(unique_id(), 0, 1);
+    assert_eq!((code, comm), (ResultCode::InvalidArgument, Handle(0)));
+    println!("{}\nhelper done", last_error());
 }
 
 #[test]

@@ -336,11 +336,19 @@ fn what_cannot_be_written_or_understood_fails_no_call() {
     has(&lines(&text), "NCCL_DEBUG_SUBSYS names no subsystem by NOISE");
     let text = run(
         "work",
-        &[("NCCL_DEBUG", "WARN"), ("RINGSIGHT_BOOTSTRAP_TIMEOUT_MS", "soon")],
+        &[
+            ("NCCL_DEBUG", "WARN"),
+            ("NCCL_MIN_CTAS", "9999"),
+            ("NCCL_MAX_CTAS", "0"),
+        ],
     );
     has(
         &lines(&text),
-        "RINGSIGHT_BOOTSTRAP_TIMEOUT_MS=soon is not a number",
+        "NCCL_MIN_CTAS or NCCL_MIN_NCHANNELS=9999 is out of range: 32 is taken",
+    );
+    has(
+        &lines(&text),
+        "NCCL_MAX_CTAS or NCCL_MAX_NCHANNELS=0 is out of range: it is ignored",
     );
 }
 

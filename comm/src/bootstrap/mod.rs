@@ -81,9 +81,19 @@ pub enum Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// How long ranks wait for each other: `RINGSIGHT_BOOTSTRAP_TIMEOUT_MS`, 120 s by default.
-#[must_use]
-pub fn default_timeout() -> Duration {
-    crate::env::number_or("RINGSIGHT_BOOTSTRAP_TIMEOUT_MS", 120_000, Duration::from_millis)
+///
+/// # Errors
+/// The variable is no number.
+pub fn default_timeout() -> Result<Duration> {
+    const NAME: &str = "RINGSIGHT_BOOTSTRAP_TIMEOUT_MS";
+    let Some(value) = crate::env::text(NAME) else {
+        return Ok(Duration::from_secs(120));
+    };
+    value.parse().map(Duration::from_millis).map_err(|_| {
+        Error::InvalidArgument(format!(
+            "environment variable {NAME}={value} is not a number of milliseconds"
+        ))
+    })
 }
 
 /// Makes a unique id and starts its root.

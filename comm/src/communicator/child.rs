@@ -164,7 +164,7 @@ impl ChildJob {
         let id = child_id(parent.id, count, color, &members);
         let bootstrap = parent
             .bootstrap
-            .child(&members, id, abort.clone(), bootstrap::default_timeout())
+            .child(&members, id, abort.clone(), bootstrap::default_timeout()?)
             .map_err(|error| context(error.into()))?;
         making.complete(bootstrap, id).map(Some).map_err(context)
     }

@@ -1,6 +1,9 @@
 //! What a caller may choose for a communicator, and what the environment makes of it.
 
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    log,
+};
 
 /// Most channels of a communicator: descriptions carry them as a mask of 64 bits.
 pub(super) const MAX_CHANNELS: u32 = 32;
@@ -87,7 +90,7 @@ fn number_in<T: std::str::FromStr>(
 
 impl Config {
     /// This config with what the environment says in its place: the environment wins over the program, as in NCCL, and
-    /// a number that makes no sense for its field is passed over.
+    /// a number out of its field's range is warned of and passed over, or the nearest one in range taken.
     ///
     /// # Errors
     /// A variable that is no number; a network that there is none of.
@@ -97,17 +100,37 @@ impl Config {
 
     fn overridden_by(mut self, environment: &dyn Fn(&str) -> Option<String>) -> Result<Self> {
         let number = |names: &[&str]| number_in::<i64>(environment, names);
+        let nonsense = |names: &[&str], value: i64, instead: &str| {
+            let names = names.join(" or ");
+            tracing::warn!(target: log::ENV, "{names}={value} is out of range: {instead}");
+        };
         let positive = |names: &[&str]| {
-            Ok::<_, Error>(
-                number(names)?.and_then(|value| u32::try_from(value).ok().filter(|value| *value > 0)),
-            )
+            Ok::<_, Error>(number(names)?.and_then(|value| {
+                let sense = u32::try_from(value).ok().filter(|value| *value > 0);
+                if sense.is_none() {
+                    nonsense(names, value, "it is ignored");
+                }
+                sense
+            }))
+        };
+        let channels = |names: &[&str]| {
+            Ok::<_, Error>(positive(names)?.map(|value| {
+                if value > MAX_CHANNELS {
+                    nonsense(names, value.into(), &format!("{MAX_CHANNELS} is taken"));
+                }
+                value.min(MAX_CHANNELS)
+            }))
         };
         let flag = |names: &[&str], field: &mut bool, else_off: bool| {
             match number(names)? {
                 Some(value @ (0 | 1)) => *field = value == 1,
                 // What is neither yes nor no switches sharing and offload off; other fields stay as they are.
-                Some(_) if else_off => *field = false,
-                _ => {}
+                Some(value) if else_off => {
+                    nonsense(names, value, "0 is taken");
+                    *field = false;
+                }
+                Some(value) => nonsense(names, value, "it is ignored"),
+                None => {}
             }
             Ok::<_, Error>(())
         };
@@ -124,21 +147,29 @@ impl Config {
             &mut self.nvlink_centric,
             false,
         )?;
-        self.min_channels = positive(&["NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS"])?.or(self.min_channels);
-        self.max_channels = positive(&["NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS"])?.or(self.max_channels);
+        self.min_channels = channels(&["NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS"])?.or(self.min_channels);
+        self.max_channels = channels(&["NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS"])?.or(self.max_channels);
         self.nvls_channels = positive(&["NCCL_NVLS_NCHANNELS"])?.or(self.nvls_channels);
         self.channels_per_net_peer =
             positive(&["NCCL_NCHANNELS_PER_NET_PEER"])?.or(self.channels_per_net_peer);
-        if let Some(size) = number(&["NCCL_CGA_CLUSTER_SIZE"])?
-            && size >= 0
-        {
-            self.cga_cluster_size = Some(size.min(8) as u32);
+        let cluster = &["NCCL_CGA_CLUSTER_SIZE"];
+        match number(cluster)? {
+            Some(size @ 0..=8) => self.cga_cluster_size = Some(size as u32),
+            Some(size @ 9..) => {
+                nonsense(cluster, size, "8 is taken");
+                self.cga_cluster_size = Some(8);
+            }
+            Some(size) => nonsense(cluster, size, "it is ignored"),
+            None => {}
         }
-        if let Some(policy) = number(&["NCCL_CTA_POLICY"])? {
-            self.cta_policy = u32::try_from(policy)
-                .ok()
-                .filter(|policy| *policy <= 2)
-                .unwrap_or(0);
+        let policy = &["NCCL_CTA_POLICY"];
+        match number(policy)? {
+            Some(value @ 0..=2) => self.cta_policy = value as u32,
+            Some(value) => {
+                nonsense(policy, value, "0 is taken");
+                self.cta_policy = 0;
+            }
+            None => {}
         }
         if let Some(name) = environment("NCCL_NET").filter(|name| !name.is_empty()) {
             self.net_name = Some(name);
@@ -152,6 +183,9 @@ impl Config {
         }
         // The least maximum wins over the greatest minimum.
         if let (Some(min), Some(max)) = (self.min_channels, self.max_channels) {
+            if min > max {
+                tracing::warn!(target: log::ENV, "at least {min} channels and at most {max} are asked for: {max} are made");
+            }
             self.min_channels = Some(min.min(max));
         }
         Ok(self)
@@ -225,7 +259,7 @@ mod tests {
             &[
                 ("NCCL_COMM_BLOCKING", "2"),
                 ("NCCL_MIN_CTAS", "0"),
-                ("NCCL_MAX_CTAS", "-4"),
+                ("NCCL_MAX_NCHANNELS", "-4"),
                 ("NCCL_CGA_CLUSTER_SIZE", "-1"),
                 ("NCCL_CTA_POLICY", "3"),
                 ("NCCL_COMM_SPLIT_SHARE_RESOURCES", "2"),
@@ -234,6 +268,19 @@ mod tests {
         let expected = Config {
             split_share: false,
             ..asked
+        };
+        assert_eq!(changed, Ok(expected));
+    }
+
+    #[test]
+    fn more_channels_than_there_are_is_all_of_them() {
+        let changed = with(
+            Config::default(),
+            &[("NCCL_MIN_CTAS", "9999"), ("NCCL_MAX_CTAS", "0")],
+        );
+        let expected = Config {
+            min_channels: Some(MAX_CHANNELS),
+            ..Config::default()
         };
         assert_eq!(changed, Ok(expected));
     }

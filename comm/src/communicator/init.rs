@@ -111,7 +111,7 @@ impl InitJob {
             self.rank,
             self.ranks,
             self.life.abort_word().clone(),
-            bootstrap::default_timeout(),
+            bootstrap::default_timeout()?,
         )
         .map_err(|error| context(losses::with_want(error.into())))?;
         making
@@ -202,7 +202,8 @@ impl Making<'_> {
             observe::LIBRARY_VERSION,
         );
         let topology = Arc::new(Topology::exchange(bootstrap, info)?);
-        let connector = Connector::new(topology.clone(), family.proxy.clone(), abort.clone())
+        let patience = bootstrap::default_timeout()?;
+        let connector = Connector::new(topology.clone(), family.proxy.clone(), abort.clone(), patience)
             .over_shared_proxies(domain, proxy_ranks.clone());
         log::rings(&topology, channels);
         let connected = connect_rings(bootstrap, &connector, channels);

@@ -90,7 +90,8 @@ impl Losses {
 /// The same error, with what the process lacked meanwhile: ranks of one process may wait in vain for each other because one
 /// of them had no socket left.
 pub(super) fn with_want(error: Error) -> Error {
-    let waited = bootstrap::default_timeout() + Duration::from_secs(2);
+    // What the variable says has been read before anybody waited.
+    let waited = bootstrap::default_timeout().unwrap_or_default() + Duration::from_secs(2);
     if error.code != ResultCode::SystemError || !sys::was_starved(waited) {
         return error;
     }

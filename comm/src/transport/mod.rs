@@ -12,7 +12,6 @@ use std::{
 use ringsight_kernels::{AbortWord, Fifo};
 
 use crate::{
-    bootstrap,
     proxy::{
         ConnectionId, Error, Proxy, ProxyAddress, Result,
         client::ProxyClient,
@@ -91,10 +90,9 @@ struct End {
 }
 
 impl Connector {
-    /// A connector for the ranks of `topology`, through this rank's proxy.
+    /// A connector for the ranks of `topology`, through this rank's proxy, which waits for others' answers for `timeout`.
     #[must_use]
-    pub fn new(topology: Arc<Topology>, proxy: Arc<Proxy>, abort: Arc<AbortWord>) -> Self {
-        let timeout = bootstrap::default_timeout();
+    pub fn new(topology: Arc<Topology>, proxy: Arc<Proxy>, abort: Arc<AbortWord>, timeout: Duration) -> Self {
         Self {
             topology,
             proxy,

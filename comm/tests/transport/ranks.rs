@@ -70,7 +70,7 @@ impl Rank {
         let mut info = RankInfo::local(rank, 0, proxy.address(), 1);
         info.host_hash = host.unwrap_or(info.host_hash);
         let topology = Arc::new(Topology::exchange(&bootstrap, info).unwrap());
-        let connector = Connector::new(topology.clone(), proxy.clone(), abort.clone());
+        let connector = Connector::new(topology.clone(), proxy.clone(), abort.clone(), PATIENCE);
         Self {
             bootstrap,
             topology,
