@@ -330,7 +330,7 @@ fn share_ids(rank: &Rank, count: usize) -> Vec<UniqueIdBytes> {
 }
 
 #[test]
-#[ignore = "the body of one rank; started by the other tests"]
+#[ignore = "helper: the body of one rank; started by the other tests"]
 fn worker() {
     let Some(rank) = rank_of_process() else { return };
     let place = (rank.rank, rank.ranks);

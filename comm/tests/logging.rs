@@ -35,7 +35,7 @@ fn work() {
 }
 
 #[test]
-#[ignore = "started by the tests below in processes of their own"]
+#[ignore = "helper: started by the tests below in processes of their own"]
 fn worker() {
     match env::var("LOGGING_TEST").as_deref() {
         Ok("work") => work(),

@@ -80,7 +80,7 @@ fn the_same_world_gives_the_same_bits_each_time() {
 }
 
 #[test]
-#[ignore = "a share of one world's ranks; started by the other tests"]
+#[ignore = "helper: a share of one world's ranks; started by the other tests"]
 fn worker() {
     run::work();
 }

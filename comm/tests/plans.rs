@@ -256,7 +256,7 @@ fn an_operation_over_several_plans_is_one_operation() {
 }
 
 #[test]
-#[ignore = "the body of one rank; started by another test"]
+#[ignore = "helper: the body of one rank; started by another test"]
 fn split_worker() {
     let Some(rank) = rank_of_process() else { return };
     const COUNT: usize = 3000;

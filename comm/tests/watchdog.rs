@@ -156,7 +156,7 @@ fn expect(fault: &str, expected: Option<(&str, &str)>, variables: &[(&str, &str)
 
 /// One rank of [`watched`].
 #[test]
-#[ignore = "the body of one rank; started by the other tests"]
+#[ignore = "helper: the body of one rank; started by the other tests"]
 fn watched_rank() {
     let Some(rank) = rank_of_process() else { return };
     let fault = env::var(FAULT).unwrap();
@@ -292,7 +292,7 @@ fn a_hang_can_be_an_error() {
 
 /// One rank of [`ranks_that_wait_for_each_other_are_told_so`].
 #[test]
-#[ignore = "the body of one rank; started by another test"]
+#[ignore = "helper: the body of one rank; started by another test"]
 fn crossed_rank() {
     let Some(rank) = rank_of_process() else { return };
     let mut data = vec![1f32; ELEMENTS];
@@ -352,7 +352,7 @@ fn ranks_that_wait_for_each_other_are_told_so() {
 
 /// One rank of [`a_stuck_kernel_is_a_hang_and_can_be_aborted`].
 #[test]
-#[ignore = "the body of one rank; started by another test"]
+#[ignore = "helper: the body of one rank; started by another test"]
 fn stuck_rank() {
     let Some(rank) = rank_of_process() else { return };
     let device = host();

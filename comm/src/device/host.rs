@@ -383,7 +383,10 @@ impl Device for HostDevice {
             work.check()
                 .map_err(|error| DeviceError::InvalidUsage(error.to_string()))?;
             if matches!(work.connections, Connections::Peers(_)) {
-                return usage(format!("op {}: the host device has no program among peers", work.op));
+                return usage(format!(
+                    "op {}: the host device has no program among peers",
+                    work.op
+                ));
             }
         }
         self.submit(stream, Action::Kernel(Arc::new(Kernel::new(launch))))

@@ -197,7 +197,11 @@ mod tests {
         }
         assert!(!among_peers(1, 8));
         let others = [asked(Function::AllGather, 8), asked(Function::AllReduce, 8)];
-        assert!(others.iter().all(|asked| !choose(asked).unwrap().is_among_peers()));
+        assert!(
+            others
+                .iter()
+                .all(|asked| !choose(asked).unwrap().is_among_peers())
+        );
     }
 
     #[test]

@@ -32,7 +32,7 @@ fn children_in_processes_of_two_nodes() {
 }
 
 #[test]
-#[ignore = "a rank of `children_in_processes_of_two_nodes`"]
+#[ignore = "helper: a rank of `children_in_processes_of_two_nodes`"]
 fn child_worker() {
     let Some(rank) = rank_of_process() else { return };
     // Across the nodes, and within them.
@@ -72,7 +72,7 @@ fn a_dead_rank_is_excluded() {
 }
 
 #[test]
-#[ignore = "a rank of `a_dead_rank_is_excluded`"]
+#[ignore = "helper: a rank of `a_dead_rank_is_excluded`"]
 fn survivor_worker() {
     let Some(rank) = rank_of_process() else { return };
     works(&rank);

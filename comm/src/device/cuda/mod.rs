@@ -5,6 +5,7 @@
 //! ring in host memory that a thread of this module drains; it learns of an abort through a word there. Neither needs a
 //! call of the driver.
 
+mod captures;
 mod drain;
 mod driver;
 mod gpu;
@@ -13,7 +14,6 @@ mod share;
 
 use std::{
     any::Any,
-    collections::HashMap,
     ffi::c_void,
     sync::{
         Arc, Mutex,
@@ -22,14 +22,12 @@ use std::{
     time::Duration,
 };
 
-use cudarc::driver::sys::{
-    self, CUcontext, CUevent, CUgraph, CUgraphExec, CUgraphNode, CUresult, CUstreamCaptureMode,
-    CUstreamCaptureStatus,
-};
+use cudarc::driver::sys::{self, CUcontext, CUevent, CUgraph, CUgraphExec, CUresult, CUstreamCaptureMode};
 use ringsight_kernels::Launch;
 use ringsight_records::Algorithm;
 
 use self::{
+    captures::Captures,
     driver::{Registered, call, check, stream as handle},
     gpu::{Gpu, Slotted},
 };
@@ -44,76 +42,6 @@ pub struct CudaDevice {
     /// By device number.
     gpus: Vec<Slotted>,
     captures: Arc<Mutex<Captures>>,
-}
-
-/// Captures that operations were captured in: the driver's number, and ours, which records carry.
-#[derive(Default)]
-struct Captures {
-    /// By the driver's number.
-    known: HashMap<u64, Known>,
-    last: u32,
-}
-
-/// A capture: our number and the graph in the making.
-struct Known {
-    number: u32,
-    graph: usize,
-    /// By event: the node of its last record.
-    records: HashMap<Event, LastRecord>,
-}
-
-/// A record at what was the end of a stream, which may move on with it.
-struct LastRecord {
-    node: usize,
-    /// What it comes after.
-    after: Vec<usize>,
-}
-
-impl LastRecord {
-    /// Makes it come after other nodes. The driver allows edges of a graph that is being captured to be removed, not nodes.
-    fn move_on(&mut self, graph: CUgraph, after: &[CUgraphNode]) -> Result<()> {
-        let node = self.node as CUgraphNode;
-        let old: Vec<CUgraphNode> = self.after.drain(..).map(|node| node as CUgraphNode).collect();
-        let (to_old, to_new) = (vec![node; old.len()], vec![node; after.len()]);
-        // SAFETY: nodes and edges of this graph: the node was added to it with these; the arrays are as long as the calls say.
-        unsafe {
-            call!(cuGraphRemoveDependencies(
-                graph,
-                old.as_ptr(),
-                to_old.as_ptr(),
-                old.len()
-            ))?;
-            call!(cuGraphAddDependencies(
-                graph,
-                after.as_ptr(),
-                to_new.as_ptr(),
-                after.len()
-            ))?;
-        }
-        self.after = after.iter().map(|node| *node as usize).collect();
-        Ok(())
-    }
-}
-
-impl Captures {
-    fn number(&mut self, id: u64, graph: CUgraph) -> Result<u32> {
-        if let Some(known) = self.known.get(&id) {
-            return Ok(known.number);
-        }
-        self.last = self
-            .last
-            .checked_add(1)
-            .ok_or_else(|| DeviceError::Resource("no capture number is left".into()))?;
-        self.known.insert(
-            id,
-            Known {
-                number: self.last,
-                graph: graph as usize,
-                records: HashMap::new(),
-            },
-        );
-        Ok(self.last)
-    }
 }
 
 impl CudaDevice {
@@ -146,66 +74,6 @@ impl CudaDevice {
         gpu.make_current()?;
         Ok(gpu)
     }
-
-    /// The graph that the stream is being captured into, with the driver's number of the capture.
-    fn capturing(&self, stream: Stream) -> Result<Option<(u64, CUgraph)>> {
-        let capture = captured(stream)?;
-        Ok(capture.map(|capture| (capture.id, capture.graph)))
-    }
-
-    /// The capture that the stream is in, and the nodes that what is captured next in the stream will wait for.
-    fn dependencies(&self, stream: Stream) -> Result<(Captured, Vec<CUgraphNode>)> {
-        let capture = captured(stream)?.ok_or_else(|| {
-            DeviceError::InvalidUsage(format!("stream {:#x} is not being captured", stream.0))
-        })?;
-        if capture.count == 0 {
-            return Ok((capture, Vec::new()));
-        }
-        // SAFETY: so many nodes; the array is the driver's and stays as it is until the stream's next call, which is ours.
-        let nodes = unsafe { std::slice::from_raw_parts(capture.dependencies, capture.count) }.to_vec();
-        Ok((capture, nodes))
-    }
-}
-
-/// What a stream takes part in.
-struct Captured {
-    id: u64,
-    graph: CUgraph,
-    dependencies: *const CUgraphNode,
-    count: usize,
-}
-
-fn captured(stream: Stream) -> Result<Option<Captured>> {
-    let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-    let mut captured = Captured {
-        id: 0,
-        graph: std::ptr::null_mut(),
-        dependencies: std::ptr::dangling(),
-        count: 0,
-    };
-    // SAFETY: written to the locals.
-    unsafe {
-        call!(cuStreamGetCaptureInfo_v2(
-            handle(stream),
-            &raw mut status,
-            &raw mut captured.id,
-            &raw mut captured.graph,
-            &raw mut captured.dependencies,
-            &raw mut captured.count
-        ))
-    }?;
-    match status {
-        CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => Ok(None),
-        CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE => Ok(Some(captured)),
-        CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED => Err(invalidated(stream)),
-    }
-}
-
-fn invalidated(stream: Stream) -> DeviceError {
-    DeviceError::InvalidUsage(format!(
-        "the capture that stream {:#x} takes part in has been invalidated by an earlier error",
-        stream.0
-    ))
 }
 
 fn query(call: &str, result: CUresult) -> Result<Progress> {
@@ -390,9 +258,7 @@ impl Device for CudaDevice {
     }
 
     fn event_destroy(&self, event: Event) -> Result<()> {
-        for known in lock(&self.captures).known.values_mut() {
-            known.records.remove(&event);
-        }
+        lock(&self.captures).forget_event(event);
         // SAFETY: the caller's handle.
         unsafe { call!(cuEventDestroy_v2(event.0 as CUevent)) }
     }
@@ -403,7 +269,7 @@ impl Device for CudaDevice {
     }
 
     fn event_record_external(&self, event: Event, stream: Stream) -> Result<()> {
-        let (_, before) = self.dependencies(stream)?;
+        let (_, before) = captures::dependencies(stream)?;
         let external = sys::CUevent_record_flags::CU_EVENT_RECORD_EXTERNAL as u32;
         // SAFETY: the caller's handles; refused outside captures.
         unsafe {
@@ -427,35 +293,7 @@ impl Device for CudaDevice {
     }
 
     fn event_record_external_last(&self, event: Event, stream: Stream) -> Result<()> {
-        let (capture, after) = self.dependencies(stream)?;
-        let mut captures = lock(&self.captures);
-        captures.number(capture.id, capture.graph)?;
-        let known = captures.known.get_mut(&capture.id);
-        let known = known.ok_or_else(|| DeviceError::InvalidUsage("a capture that is not known".into()))?;
-        if let Some(record) = known.records.get_mut(&event) {
-            return record.move_on(capture.graph, &after);
-        }
-        let mut node = std::ptr::null_mut();
-        // SAFETY: the caller's event; nodes of the graph that is being captured; written to the local. The stream's next node
-        // does not come after this one: it is a leaf.
-        unsafe {
-            call!(cuGraphAddEventRecordNode(
-                &raw mut node,
-                capture.graph,
-                after.as_ptr(),
-                after.len(),
-                event.0 as CUevent
-            ))
-        }?;
-        let after = after.into_iter().map(|node| node as usize).collect();
-        known.records.insert(
-            event,
-            LastRecord {
-                node: node as usize,
-                after,
-            },
-        );
-        Ok(())
+        lock(&self.captures).record_last(event, stream)
     }
 
     fn stream_wait_event_external(&self, stream: Stream, event: Event) -> Result<()> {
@@ -505,7 +343,7 @@ impl Device for CudaDevice {
     }
 
     fn launch_host(&self, stream: Stream, function: HostFunction) -> Result<()> {
-        let capturing = self.capturing(stream)?;
+        let capturing = captures::capturing(stream)?;
         let node = Box::into_raw(Box::new(HostNode {
             function,
             calls: capturing.is_some().then(AtomicU32::default),
@@ -540,7 +378,7 @@ impl Device for CudaDevice {
             );
         }
         let gpu = self.gpu(self.current()?)?;
-        let capturing = self.capturing(stream)?;
+        let capturing = captures::capturing(stream)?;
         let number = gpu.launch(handle(stream), &launch, capturing.is_some())?;
         if let Some((_, graph)) = capturing {
             let launches = gpu.launches.clone();
@@ -550,7 +388,7 @@ impl Device for CudaDevice {
     }
 
     fn capture_of(&self, stream: Stream) -> Result<Option<Capture>> {
-        self.capturing(stream)?
+        captures::capturing(stream)?
             .map(|(id, graph)| lock(&self.captures).number(id, graph).map(|id| Capture { id }))
             .transpose()
     }
@@ -570,19 +408,12 @@ impl Device for CudaDevice {
 
     fn capture_retain(&self, capture: Capture, destructor: Box<dyn FnOnce() + Send>) -> Result<()> {
         // The capture is still under way: operations are captured into it by the call that this is part of.
-        let graph = lock(&self.captures)
-            .known
-            .values()
-            .find(|known| known.number == capture.id)
-            .map(|known| known.graph as CUgraph)
-            .ok_or_else(|| DeviceError::InvalidHandle(format!("capture {} is not known", capture.id)))?;
+        let graph = lock(&self.captures).graph(capture.id)?;
         let captures = self.captures.clone();
         release::when_gone(
             graph,
             Box::new(move || {
-                lock(&captures)
-                    .known
-                    .retain(|_, known| known.number != capture.id);
+                lock(&captures).forget(capture.id);
                 destructor();
             }),
         )
