@@ -1,24 +1,28 @@
-//! Communicators leave nothing behind: no thread, descriptor, mapping or file, whatever order they come and go in.
+//! Communicators leave nothing behind: no thread, descriptor, mapping, file or memory, whatever order they come and go in.
 
 mod common;
 
 use std::{
     collections::BTreeMap,
+    env,
     ffi::c_int,
     fs,
+    process::Command,
     ptr::{null, null_mut},
     thread,
     time::{Duration, Instant},
 };
 
-use common::{Call, Rank, alone, config, host, ok, unique_id};
+use common::{Call, Rank, alone, config, host, last_error, ok, unique_id};
 use ringsight_comm::{abi, communicator::Handle, error::ResultCode};
 use ringsight_records::Function;
 
-/// Communicators (each rank is one) that the test makes.
+/// Communicators that the test makes; each has one to four ranks.
 const COMMUNICATORS: usize = 1000;
-/// The most that live at the same time.
+/// The most ranks that live at the same time.
 const LIVE: usize = 24;
+/// Bytes that the process's own memory may grow by: some pages for each ten communicators, as its heaps fray.
+const GROWTH: usize = 2 << 20;
 const SEED: u64 = 0x5eed_0001;
 
 /// xorshift64*: the same numbers each time.
@@ -68,8 +72,9 @@ impl Holdings {
                 holdings.add(format!("mapping of /{name}"));
             }
         }
-        for path in ["/dev/shm", "/tmp"] {
-            for file in names(path).filter(|file| file.display().to_string().contains("ringsight")) {
+        let temporary = env::temp_dir();
+        for path in ["/dev/shm", temporary.to_str().unwrap()] {
+            for file in names(path) {
                 holdings.add(format!("file {}", file.display()));
             }
         }
@@ -91,7 +96,20 @@ impl Holdings {
     }
 }
 
-/// All ranks of one communicator, in this thread.
+/// Bytes of this process's own memory, in no file, once the allocator has given back what it can.
+fn memory() -> usize {
+    // SAFETY: gives free memory back to the system, and touches no other.
+    unsafe { libc::malloc_trim(0) };
+    let text = fs::read_to_string("/proc/self/smaps_rollup").unwrap();
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix("Anonymous:"))
+        .unwrap();
+    let kib: usize = line.trim().trim_end_matches(" kB").parse().unwrap();
+    kib << 10
+}
+
+/// All ranks of one communicator.
 struct Set {
     ranks: Vec<Handle>,
     /// Its operations were terminated: it can only go.
@@ -126,6 +144,24 @@ impl Set {
             // SAFETY: as many places as ranks.
             ok(unsafe { abi::ncclCommInitAll(ranks.as_mut_ptr(), size as c_int, null()) });
         }
+        Self {
+            ranks,
+            revoked: false,
+        }
+    }
+
+    /// Made by a thread for each rank, as those of several processes are.
+    fn on_threads(size: usize) -> Self {
+        let id = unique_id();
+        let mut ranks = vec![Handle(0); size];
+        thread::scope(|scope| {
+            for (rank, comm) in ranks.iter_mut().enumerate() {
+                // SAFETY: a valid place.
+                scope.spawn(move || {
+                    ok(unsafe { abi::ncclCommInitRank(comm, size as c_int, id, rank as c_int) })
+                });
+            }
+        });
         Self {
             ranks,
             revoked: false,
@@ -237,42 +273,46 @@ fn in_vain() {
         let code = abi::ncclCommInitRankConfig(&raw mut comm, 2, id, 0, &raw mut settings);
         assert_eq!(code, ResultCode::InProgress);
         ok(abi::ncclCommAbort(comm));
-        // If it was aborted before it reached the root, that still waits for the first rank: let it be this one.
-        if abi::ncclCommInitRank(&raw mut comm, 1, id, 0) == ResultCode::Success {
-            ok(abi::ncclCommDestroy(comm));
+        // The root serves the id until all ranks have come: let it be this one. It is refused as long as the root has not
+        // seen that the other one, who said that there are two, is gone.
+        let end = Instant::now() + Duration::from_secs(10);
+        while abi::ncclCommInitRank(&raw mut comm, 1, id, 0) != ResultCode::Success {
+            assert!(Instant::now() < end, "{}", last_error());
+            thread::yield_now();
         }
+        ok(abi::ncclCommDestroy(comm));
     }
 }
 
-/// Makes at least `count` communicators and ends them all.
+/// Makes at least `count` communicators, those that come of others included, and ends them all.
 fn come_and_go(count: usize, random: &mut Random) {
     let mut sets: Vec<Set> = Vec::new();
     let mut made = 0;
     while made < count {
         let live: usize = sets.iter().map(|set| set.ranks.len()).sum();
         if sets.is_empty() || live < LIVE && random.one_in(2) {
-            let set = Set::new(1 + random.below(4), random.one_in(2));
-            made += set.ranks.len();
-            sets.push(set);
+            let size = 1 + random.below(4);
+            sets.push(match random.below(3) {
+                0 => Set::on_threads(size),
+                share => Set::new(size, share == 1),
+            });
+            made += 1;
             continue;
         }
         let chosen = random.below(sets.len());
         match random.below(8) {
             0 | 1 if live < LIVE => {
                 let children = sets[chosen].split(random);
-                made += children.iter().map(|child| child.ranks.len()).sum::<usize>();
+                made += children.len();
                 sets.extend(children);
             }
             2 if live < LIVE && sets[chosen].ranks.len() > 1 => {
                 let terminate = random.one_in(2);
                 let child = sets[chosen].shrink(terminate);
-                made += child.ranks.len();
+                made += 1;
                 sets.push(child);
             }
-            3 => {
-                in_vain();
-                made += 1;
-            }
+            3 => in_vain(),
             4 if !sets[chosen].revoked => sets[chosen].all_reduce(),
             5 if !sets[chosen].revoked => {
                 for comm in &sets[chosen].ranks {
@@ -308,7 +348,7 @@ fn thousand_alone() {
     host();
     let mut random = Random(SEED);
     // What stays for the life of the process is made by the first ones.
-    come_and_go(20, &mut random);
+    come_and_go(100, &mut random);
     let settle = |before: &Holdings| {
         // Threads that have been told to end may need a moment to do it.
         let end = Instant::now() + Duration::from_secs(10);
@@ -323,25 +363,52 @@ fn thousand_alone() {
         }
     };
     let before = steady();
+    let bytes = memory();
     let begin = Instant::now();
     come_and_go(COMMUNICATORS, &mut random);
     settle(&before);
+    let grown = memory().saturating_sub(bytes);
+    assert!(
+        grown <= GROWTH,
+        "{grown} bytes more than the {bytes} before {COMMUNICATORS} communicators"
+    );
     println!(
-        "nothing left of {COMMUNICATORS} after {:.1} s",
+        "nothing left of {COMMUNICATORS} after {:.1} s, {grown} bytes grown",
         begin.elapsed().as_secs_f64()
     );
 }
 
 #[test]
 fn a_thousand_communicators_leave_nothing() {
-    let text = alone("thousand_alone", |command| {
+    let temporary = tempfile::tempdir().unwrap();
+    // With folders of its own, where that can be had: other processes have files in those of the system.
+    let apart = ["--mount", "--map-root-user", "sh", "-c"];
+    let script = "mount -t tmpfs none /dev/shm && exec \"$0\" \"$@\"";
+    let can = Command::new("unshare")
+        .args(apart)
+        .args([script, "true"])
+        .status();
+    let program = env::current_exe().unwrap();
+    let mut command = if can.is_ok_and(|status| status.success()) {
+        let mut command = Command::new("unshare");
+        command.args(apart).arg(script).arg(program);
         command
-            .env("RINGSIGHT_DEVICE", "host")
-            .env("NCCL_SOCKET_IFNAME", "lo")
-            .arg("--test-threads=1");
-    });
+    } else {
+        Command::new(program)
+    };
+    let output = command
+        .args(["--exact", "thousand_alone", "--ignored", "--nocapture"])
+        .env("RINGSIGHT_DEVICE", "host")
+        .env("NCCL_SOCKET_IFNAME", "lo")
+        .env("TMPDIR", temporary.path())
+        .output()
+        .unwrap();
+    let text =
+        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{text}");
     let told = text.lines().find(|line| line.contains("nothing left"));
     println!("{}", told.expect("it says so"));
+    assert_eq!(fs::read_dir(temporary.path()).unwrap().count(), 0);
 }
 
 #[test]
