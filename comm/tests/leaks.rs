@@ -156,9 +156,9 @@ impl Set {
         let mut ranks = vec![Handle(0); size];
         thread::scope(|scope| {
             for (rank, comm) in ranks.iter_mut().enumerate() {
-                // SAFETY: a valid place.
                 scope.spawn(move || {
-                    ok(unsafe { abi::ncclCommInitRank(comm, size as c_int, id, rank as c_int) })
+                    // SAFETY: a valid place.
+                    ok(unsafe { abi::ncclCommInitRank(comm, size as c_int, id, rank as c_int) });
                 });
             }
         });
