@@ -7,10 +7,14 @@ mod common;
 use std::{
     ffi::c_int,
     fs,
+    io::{BufRead, BufReader, Write},
     net::TcpListener,
     os::unix::process::CommandExt,
-    process::Command,
-    sync::{Arc, Barrier},
+    process::{Command, Stdio},
+    sync::{
+        Arc, Barrier,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -249,13 +253,241 @@ fn impossible_environment() {
     println!("helper done");
 }
 
+/// Its time-out, in milliseconds.
+type Patience = &'static str;
+
+/// Ranks in processes that end as soon as initialisation fails, as frameworks' do; these make the ids, come in this order,
+/// one `pause` after the other, and the rest stay away. What each says in the end, by rank.
+fn come(
+    ranks: usize,
+    makers: &[usize],
+    coming: &[(usize, Patience)],
+    pause: Duration,
+) -> Vec<(usize, String)> {
+    let start = |(rank, patience): &(usize, Patience)| {
+        let mut command = helper("rank_that_ends_at_once");
+        command
+            .env("PLACE", format!("{rank} {ranks}"))
+            .env("RINGSIGHT_BOOTSTRAP_TIMEOUT_MS", patience)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        if makers.contains(rank) {
+            command.env("MAKES", "1");
+        }
+        let mut child = command.spawn().unwrap();
+        let said = BufReader::new(child.stdout.take().unwrap());
+        (*rank, child, said)
+    };
+    let mut processes: Vec<_> = coming.iter().map(start).collect();
+    // All are ready before the first comes.
+    let mut ids: Vec<(usize, String)> = processes
+        .iter_mut()
+        .map(|(rank, _, said)| (*rank, after(said, "ID=")))
+        .collect();
+    ids.sort_unstable();
+    let line = ids.iter().fold(String::new(), |line, (_, id)| line + id + " ") + "\n";
+    for (_, child, _) in &mut processes {
+        child.stdin.as_mut().unwrap().write_all(line.as_bytes()).unwrap();
+        thread::sleep(pause);
+    }
+    let ends = processes.into_iter().map(|(rank, mut child, mut said)| {
+        let text = after(&mut said, "END=");
+        child.wait().unwrap();
+        (rank, text)
+    });
+    ends.collect()
+}
+
+/// The rest of the line on which `mark` is next.
+fn after(said: &mut impl BufRead, mark: &str) -> String {
+    let mut line = String::new();
+    while said.read_line(&mut line).unwrap() > 0 {
+        if let Some((_, rest)) = line.split_once(mark) {
+            return rest.trim().to_owned();
+        }
+        line.clear();
+    }
+    panic!("ended without {mark}");
+}
+
+#[test]
+#[ignore = "helper: started by a test in a process of its own"]
+fn rank_that_ends_at_once() {
+    host();
+    let place = std::env::var("PLACE").unwrap();
+    let (rank, ranks) = place.split_once(' ').unwrap();
+    let id = std::env::var_os("MAKES").map(|_| to_hex(unique_id()));
+    println!("ID={}", id.unwrap_or_default());
+    let mut line = String::new();
+    std::io::stdin().read_line(&mut line).unwrap();
+    let ids: Vec<UniqueIdBytes> = line.split_whitespace().map(from_hex).collect();
+    let mut comm = Handle(0);
+    // SAFETY: a valid place and as many ids as said; a null config is the default one.
+    let code = unsafe {
+        abi::ncclCommInitRankScalable(
+            &raw mut comm,
+            ranks.parse().unwrap(),
+            rank.parse().unwrap(),
+            ids.len() as c_int,
+            ids.as_ptr(),
+            std::ptr::null_mut(),
+        )
+    };
+    println!("END={code:?} {}", last_error());
+    // SAFETY: ends the process without any more ado.
+    unsafe { libc::_exit(0) };
+}
+
+fn to_hex(id: UniqueIdBytes) -> String {
+    id.0.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn from_hex(text: &str) -> UniqueIdBytes {
+    let mut bytes = [0; UniqueId::BYTES];
+    for (byte, digits) in bytes.iter_mut().zip(text.as_bytes().chunks(2)) {
+        *byte = u8::from_str_radix(std::str::from_utf8(digits).unwrap(), 16).unwrap();
+    }
+    UniqueIdBytes(bytes)
+}
+
+#[test]
+fn every_rank_names_the_missing_one_also_when_the_roots_process_ends_at_once() {
+    for (coming, pause) in [
+        ([(0, "1000"), (1, "1000"), (3, "1000")], 0),
+        ([(0, "1000"), (1, "1000"), (3, "1000")], 30),
+        ([(3, "1000"), (1, "1000"), (0, "1000")], 30),
+        // It is the root's own rank that gives up, or another one.
+        ([(0, "1000"), (3, "60000"), (1, "60000")], 150),
+        ([(1, "60000"), (3, "1000"), (0, "60000")], 150),
+    ] {
+        for (rank, text) in come(4, &[0], &coming, Duration::from_millis(pause)) {
+            assert!(
+                text.starts_with("SystemError")
+                    && text.contains("1 of 4 ranks did not come")
+                    && text.ends_with(": rank 2"),
+                "rank {rank} of {coming:?}: {text}"
+            );
+        }
+    }
+}
+
+#[test]
+fn every_rank_names_the_missing_one_also_when_the_processes_of_several_roots_end_at_once() {
+    // Ranks 0-1, 2-3 and 4-5.
+    for coming in [
+        [
+            (0, "1000"),
+            (1, "60000"),
+            (2, "60000"),
+            (4, "60000"),
+            (5, "60000"),
+        ],
+        [
+            (4, "1000"),
+            (2, "60000"),
+            (0, "60000"),
+            (5, "60000"),
+            (1, "60000"),
+        ],
+        [(5, "1000"), (4, "1000"), (2, "1000"), (1, "1000"), (0, "1000")],
+    ] {
+        for (rank, text) in come(6, &[0, 2, 4], &coming, Duration::from_millis(20)) {
+            assert!(
+                text.starts_with("SystemError")
+                    && text.contains("1 of 6 ranks did not come")
+                    && text.ends_with(": rank 3"),
+                "rank {rank} of {coming:?}: {text}"
+            );
+        }
+    }
+}
+
+#[test]
+fn want_of_descriptors_is_not_blamed_on_the_root() {
+    let id = to_hex(unique_id_of_host());
+    run("without_descriptors", &[("ID", &id)], None);
+}
+
+fn unique_id_of_host() -> UniqueIdBytes {
+    host();
+    unique_id()
+}
+
+#[test]
+#[ignore = "helper: started by a test in a process of its own"]
+fn without_descriptors() {
+    host();
+    let id = from_hex(&std::env::var("ID").unwrap());
+    let limit = libc::rlimit {
+        rlim_cur: 3,
+        rlim_max: 3,
+    };
+    // SAFETY: a valid limit.
+    let lowered = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
+    assert_eq!(lowered, 0);
+    assert_eq!(init(id, 1, 2).0, ResultCode::SystemError);
+    let text = last_error();
+    assert!(
+        text.contains("Too many open files") && !text.contains("no root"),
+        "{text}"
+    );
+    println!("helper done");
+}
+
+#[test]
+fn a_forked_child_makes_communicators_whatever_other_threads_were_doing() {
+    run("forks_beside_others", &[], None);
+}
+
+#[test]
+#[ignore = "helper: started by a test in a process of its own"]
+fn forks_beside_others() {
+    host();
+    let stop = AtomicBool::new(false);
+    let make = || {
+        let (code, comm) = init(unique_id(), 0, 1);
+        // SAFETY: a live communicator.
+        code == ResultCode::Success && unsafe { abi::ncclCommDestroy(comm) } == ResultCode::Success
+    };
+    thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| {
+                // Relaxed: nothing else is read by it.
+                while !stop.load(Ordering::Relaxed) {
+                    assert!(make());
+                }
+            });
+        }
+        for number in 0..60 {
+            thread::sleep(Duration::from_millis(3)); // somewhere in the middle of what they do
+            // SAFETY: the child uses only the library, which is to allow it, and ends.
+            let child = unsafe { libc::fork() };
+            if child == 0 {
+                // SAFETY: no pointers; ends the child without running the parent's exit handlers.
+                unsafe {
+                    libc::alarm(20);
+                    libc::_exit(i32::from(!make()));
+                }
+            }
+            let mut status = -1;
+            // SAFETY: waits for the child just made.
+            assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+            if status != 0 {
+                stop.store(true, Ordering::Relaxed);
+            }
+            assert_eq!(status, 0, "child {number}");
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    println!("helper done");
+}
+
 #[test]
 fn a_rank_that_is_killed_in_init_is_named_by_all_others() {
     host();
     let id = unique_id();
-    let text: String = id.0.iter().map(|byte| format!("{byte:02x}")).collect();
     let mut command = helper("killed_in_init");
-    command.env("ID", text);
+    command.env("ID", to_hex(id));
     let begin = Instant::now();
     let mut child = command.spawn().unwrap();
     let ends = thread::scope(|scope| {
@@ -283,12 +515,7 @@ fn a_rank_that_is_killed_in_init_is_named_by_all_others() {
 #[test]
 #[ignore = "helper: started by a test in a process of its own"]
 fn killed_in_init() {
-    let text = std::env::var("ID").unwrap();
-    let mut bytes = [0; UniqueId::BYTES];
-    for (byte, digits) in bytes.iter_mut().zip(text.as_bytes().chunks(2)) {
-        *byte = u8::from_str_radix(std::str::from_utf8(digits).unwrap(), 16).unwrap();
-    }
-    let id = UniqueId::from_bytes(&bytes).unwrap();
+    let id = UniqueId::from_bytes(&from_hex(&std::env::var("ID").unwrap()).0).unwrap();
     let patience = Duration::from_secs(30);
     // It knows the others, they know it, and then it takes no part in what follows.
     let _bootstrap = Bootstrap::init(&id, 3, 7, Arc::default(), patience).unwrap();

@@ -1,13 +1,17 @@
-//! Sockets that a forked child must not keep: as long as it has them, the other ranks cannot see that the rank's process
-//! has ended (a data loader's workers outlive a killed trainer by seconds).
+//! What a forked child must not keep. Sockets: as long as it has them, the other ranks cannot see that the rank's process
+//! has ended (a data loader's workers outlive a killed trainer by seconds). And locks: the thread that held one at the
+//! fork does not exist in the child.
 
 use std::{
     os::fd::{AsRawFd, RawFd},
+    ptr,
     sync::{
-        Once,
-        atomic::{AtomicU64, Ordering},
+        Mutex, MutexGuard, Once, PoisonError,
+        atomic::{AtomicPtr, AtomicU64, Ordering},
     },
 };
+
+use crate::observe;
 
 /// Descriptors beyond this many stay open in a forked child.
 const MOST: usize = 1 << 16;
@@ -67,6 +71,46 @@ extern "C" fn forked() {
             // SAFETY: a descriptor of ours, of which this process makes no use.
             unsafe { libc::close(word * 64 + held.trailing_zeros() as RawFd) };
             held &= held - 1;
+        }
+    }
+}
+
+/// Something that each process has one of, behind a lock. A forked child begins with a new one, in the lock of which no
+/// thread of its parent is; what the parent had is neither used nor dropped there.
+pub(crate) struct PerFork<T>(AtomicPtr<(u32, Mutex<T>)>);
+
+impl<T: Default + Send> PerFork<T> {
+    /// None yet.
+    pub(crate) const fn new() -> Self {
+        Self(AtomicPtr::new(ptr::null_mut()))
+    }
+
+    /// Locks this process's own.
+    pub(crate) fn lock(&'static self) -> MutexGuard<'static, T> {
+        observe::notice_forks();
+        let fork = observe::fork_generation();
+        // Acquire: who sees the pointer sees what it points to.
+        let mut seen = self.0.load(Ordering::Acquire);
+        loop {
+            // SAFETY: null, or made from a box below, and then never freed.
+            if let Some((of, value)) = unsafe { seen.as_ref() }
+                && *of == fork
+            {
+                return value.lock().unwrap_or_else(PoisonError::into_inner);
+            }
+            let fresh = Box::into_raw(Box::new((fork, Mutex::default())));
+            // Release: as above, for others that acquire it.
+            match self
+                .0
+                .compare_exchange(seen, fresh, Ordering::AcqRel, Ordering::Acquire)
+            {
+                Ok(_) => seen = fresh,
+                Err(other) => {
+                    // SAFETY: made above and given to nobody.
+                    drop(unsafe { Box::from_raw(fresh) });
+                    seen = other;
+                }
+            }
         }
     }
 }

@@ -7,7 +7,7 @@ use super::{Error, Result};
 /// First eight bytes of every unique id.
 const MAGIC: u64 = u64::from_le_bytes(*b"RSUNIQID");
 /// Layout of the id and of every bootstrap message.
-pub(super) const VERSION: u16 = 2;
+pub(super) const VERSION: u16 = 3;
 /// Where the checksum over everything before it stands.
 const CHECKSUM: usize = 48;
 

@@ -11,7 +11,7 @@ use ringsight_kernels::AbortWord;
 
 use super::{
     Error, Result, UniqueId, fnv1a, interface, listen_at, root, sys, system,
-    wire::{Answer, Hello, Joining, MAX_RANKS},
+    wire::{Answer, GaveUp, Hello, Joining, MAX_RANKS},
 };
 use crate::observe;
 
@@ -44,7 +44,7 @@ pub(super) struct Joined {
     pub(super) local_ip: IpAddr,
 }
 
-/// Takes part as `rank` of `ranks`.
+/// Takes part as `rank` of `ranks`. When that fails, the ranks whose root is in this process have heard of it.
 pub(super) fn join(
     ids: &[UniqueId],
     rank: u32,
@@ -52,6 +52,11 @@ pub(super) fn join(
     abort: &AbortWord,
     timeout: Duration,
 ) -> Result<Joined> {
+    // Our connection is closed then, and the root sees that we are gone.
+    try_join(ids, rank, ranks, abort, timeout).inspect_err(|_| root::settle(ids))
+}
+
+fn try_join(ids: &[UniqueId], rank: u32, ranks: u32, abort: &AbortWord, timeout: Duration) -> Result<Joined> {
     if ranks == 0 || ranks > MAX_RANKS || rank >= ranks {
         return Err(Error::InvalidArgument(format!(
             "rank {rank} of {ranks} ranks is not possible"
@@ -73,7 +78,7 @@ pub(super) fn join(
     let is_first = rank == 0 || root_of(rank - 1, ranks, ids.len() as u32) != root;
     let id = ids[root as usize];
     let deadline = Instant::now() + timeout + ROOT_GRACE;
-    if id.fixed && is_first {
+    if id.fixed && is_first && !root::resume(id.address, id.cookie) {
         root::serve(listen_fixed(id.address, abort)?, id.cookie)?;
     }
     let all: Vec<u8> = ids.iter().flat_map(UniqueId::to_bytes).collect();
@@ -95,7 +100,14 @@ pub(super) fn join(
         });
         // A broken connection shows when it is read.
         let _ = (&stream).write_all(&hello.encode(id.cookie));
-        let table = match read_answer(&stream, &id, abort, deadline)? {
+        let mut news = None;
+        let table = match read_answer(&stream, &id, abort, deadline, &mut news)? {
+            None if let Some(news) = &news => {
+                return Err(Error::Protocol(format!(
+                    "the root at {} ended while this rank waited: the process that made the unique id is gone{news}",
+                    id.address
+                )));
+            }
             // Dropped without a word: among too many connections that said nothing, before ours could speak. When the
             // root is gone the next attempt says so.
             None => {
@@ -109,12 +121,8 @@ pub(super) fn join(
                     table.len()
                 )));
             }
-            Some(Answer::Missing(missing)) => {
-                return Err(Error::TimedOut(format!(
-                    "{} of {ranks} ranks did not come within {timeout:?}: {}",
-                    missing.len(),
-                    ranges(&missing)
-                )));
+            Some(Answer::Missing(gave_up)) => {
+                return Err(Error::TimedOut(too_few(&gave_up, rank, ranks)));
             }
             Some(Answer::Lost(lost)) => {
                 let text = format!("rank {lost} came and went away before all {ranks} ranks were there");
@@ -133,11 +141,13 @@ pub(super) fn join(
                 )));
             }
             Some(Answer::Refused(text)) => {
+                let news = news.unwrap_or_default();
                 return Err(Error::Protocol(format!(
-                    "the root at {} refuses: {text}",
+                    "the root at {} refuses: {text}{news}",
                     id.address
                 )));
             }
+            Some(Answer::Waiting { .. }) => continue, // `read_answer` takes these as news
         };
         let Some((listener, address)) = listening else {
             continue; // made before the hello
@@ -198,6 +208,9 @@ fn reach_root(id: &UniqueId, abort: &AbortWord, deadline: Instant) -> Result<Tcp
             Err(error) if error.kind() == io::ErrorKind::TimedOut => {
                 return Err(Error::TimedOut(format!("the root at {address} does not answer")));
             }
+            Err(error) if !is_the_roots(&error) => {
+                return Err(system(&format!("connecting to the root at {address}"))(error));
+            }
             Err(_) if id.fixed && Instant::now() < deadline => thread::sleep(sys::ABORT_CHECK),
             Err(error) => {
                 return Err(Error::Protocol(format!(
@@ -209,12 +222,61 @@ fn reach_root(id: &UniqueId, abort: &AbortWord, deadline: Instant) -> Result<Tcp
     }
 }
 
-/// Waits for what the root has to say; `None` when it closes without a word.
+/// Whether a connection failed for the other end or the way to it, not for want of something in this process.
+fn is_the_roots(error: &io::Error) -> bool {
+    use io::ErrorKind as Kind;
+    matches!(
+        error.kind(),
+        Kind::ConnectionRefused
+            | Kind::ConnectionReset
+            | Kind::ConnectionAborted
+            | Kind::HostUnreachable
+            | Kind::NetworkUnreachable
+            | Kind::NetworkDown
+    )
+}
+
+/// The error of an attempt that was given up.
+fn too_few(gave_up: &GaveUp, rank: u32, ranks: u32) -> String {
+    let GaveUp {
+        waiter,
+        waited_ms,
+        missing,
+    } = gave_up;
+    let waited = Duration::from_millis((*waited_ms).into());
+    let (number, names) = (missing.len(), ranges(missing));
+    if *waiter == rank {
+        format!("{number} of {ranks} ranks did not come within {waited:?}: {names}")
+    } else if missing.contains(&rank) {
+        format!(
+            "rank {rank} came too late: rank {waiter} had given up after {waited:?}, when {number} of {ranks} ranks had \
+             not come: {names}"
+        )
+    } else {
+        format!(
+            "{number} of {ranks} ranks did not come while rank {waiter} waited for {waited:?}, which has given up: \
+             {names}"
+        )
+    }
+}
+
+/// The end of a message: who was missing when it was last heard.
+fn still_missing(missing: u32, first: &[u32]) -> String {
+    let more = match missing.saturating_sub(first.len() as u32) {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    format!("; missing were {}{more}", ranges(first))
+}
+
+/// Waits for the root's answer; `None` when it closes without one. What it says before goes to `news`, as the end of a
+/// message.
 fn read_answer(
     mut stream: &TcpStream,
     id: &UniqueId,
     abort: &AbortWord,
     deadline: Instant,
+    news: &mut Option<String>,
 ) -> Result<Option<Answer>> {
     let rubbish = || {
         Error::Protocol(format!(
@@ -226,7 +288,12 @@ fn read_answer(
     loop {
         let missing = Answer::missing(&bytes).ok_or_else(rubbish)?;
         if missing == 0 {
-            return Answer::parse(&bytes).map(Some).ok_or_else(rubbish);
+            match Answer::parse(&bytes).ok_or_else(rubbish)? {
+                Answer::Waiting { missing, first } => *news = Some(still_missing(missing, &first)),
+                answer => return Ok(Some(answer)),
+            }
+            bytes.clear();
+            continue;
         }
         let mut piece = vec![0; missing.min(64 << 10)];
         match stream.read(&mut piece) {

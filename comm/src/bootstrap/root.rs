@@ -8,28 +8,27 @@
 //! given to them, each over one connection, so that no root has more connections than its share of ranks and roots.
 
 mod hall;
+mod registry;
 
 use std::{
-    collections::{BTreeMap, HashMap, HashSet},
-    net::{IpAddr, SocketAddr, TcpListener, TcpStream},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-    thread,
+    collections::{BTreeMap, HashMap},
+    net::{SocketAddr, TcpListener, TcpStream},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
-use hall::Hall;
+use hall::{Failed, Hall};
+use registry::Registry;
+pub(super) use registry::{create, resume, serve, settle};
 
 use super::{
-    Result, UniqueId,
     fork::ParentOnly,
     link::Link,
-    listen_at,
     pending::Undecided,
-    sys::{self, Wake},
-    system,
+    sys,
     wire::{ANSWER_HEADER, Answer, DOWNWARD_HEADER, EVERYONE, Hello, Joining, Upward},
 };
-use crate::{log, observe};
+use crate::log;
 
 /// How long somebody may take to read an answer before its connection is closed.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
@@ -37,101 +36,6 @@ const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
 const STARVED_PAUSE: Duration = Duration::from_millis(20);
 /// Bytes that one read takes.
 const PIECE: usize = 16 << 10;
-
-/// The ids that a root's thread serves.
-struct Registry {
-    open: Mutex<Open>,
-    wake: Wake,
-}
-
-#[derive(Default)]
-struct Open {
-    cookies: HashSet<u64>,
-    /// The thread has ended, or is about to.
-    ended: bool,
-}
-
-impl Registry {
-    fn open(&self) -> MutexGuard<'_, Open> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Serves one more id; false when the thread has ended.
-    fn add(&self, cookie: u64) -> bool {
-        let mut open = self.open();
-        if !open.ended {
-            open.cookies.insert(cookie);
-        }
-        !open.ended
-    }
-}
-
-/// The root thread of this process's own ids.
-struct Running {
-    registry: Arc<Registry>,
-    address: SocketAddr,
-    /// The thread stays behind in a fork.
-    fork: u32,
-}
-
-/// Process-wide because the ids of a process are: `ncclGetUniqueId` has nothing else to keep it in.
-static RUNNING: Mutex<Option<Running>> = Mutex::new(None);
-
-/// Makes an id and serves it, at `ip`.
-pub(super) fn create(ip: IpAddr) -> Result<UniqueId> {
-    let cookie = sys::random_u64().map_err(system("drawing a random secret"))?;
-    let id = |address| UniqueId {
-        address,
-        cookie,
-        fixed: false,
-    };
-    let mut running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
-    let fork = observe::fork_generation();
-    if let Some(running) = &*running
-        && running.fork == fork
-        && running.address.ip() == ip
-        && running.registry.add(cookie)
-    {
-        return Ok(id(running.address));
-    }
-    let listener = listen_at((ip, 0).into())?;
-    let address = listener
-        .local_addr()
-        .map_err(system("asking for the root's port"))?;
-    let registry = start(listener, cookie)?;
-    *running = Some(Running {
-        registry,
-        address,
-        fork,
-    });
-    Ok(id(address))
-}
-
-/// Serves one id at a listener of its own, in a thread of its own.
-pub(super) fn serve(listener: TcpListener, cookie: u64) -> Result<()> {
-    start(listener, cookie).map(drop)
-}
-
-fn start(listener: TcpListener, cookie: u64) -> Result<Arc<Registry>> {
-    let registry = Arc::new(Registry {
-        open: Mutex::default(),
-        wake: Wake::new().map_err(system("making an eventfd"))?,
-    });
-    registry.add(cookie);
-    let root = Root {
-        listener: ParentOnly::new(listener),
-        registry: Arc::clone(&registry),
-        connections: BTreeMap::new(),
-        next: 0,
-        halls: HashMap::new(),
-    };
-    thread::Builder::new()
-        .name("rs-root".into())
-        .stack_size(256 << 10)
-        .spawn(move || root.run())
-        .map_err(system("starting the bootstrap root"))?;
-    Ok(registry)
-}
 
 /// Names a connection.
 type Id = u64;
@@ -161,23 +65,34 @@ struct Root {
     next: Id,
     /// By cookie, while ranks wait.
     halls: HashMap<u64, Hall>,
+    /// By cookie: how the last attempt failed, for ranks that come after it.
+    failed: HashMap<u64, Failed>,
 }
 
 impl Root {
+    /// A root that serves the ids of `registry` at `listener`.
+    fn new(listener: TcpListener, registry: Arc<Registry>) -> Self {
+        Self {
+            listener: ParentOnly::new(listener),
+            registry,
+            connections: BTreeMap::new(),
+            next: 0,
+            halls: HashMap::new(),
+            failed: HashMap::new(),
+        }
+    }
+
     fn run(mut self) {
         let mut undecided = Undecided::new(Hello::missing);
         let mut piece = vec![0; PIECE];
         let mut starved = false;
+        let mut previous = 0;
         loop {
-            {
-                let mut open = self.registry.open();
-                if open.cookies.is_empty() && self.connections.is_empty() {
-                    open.ended = true;
-                    return;
-                }
-            }
+            let Some(turn) = self.registry.begin_turn(self.connections.is_empty()) else {
+                return;
+            };
             let mut fds = vec![
-                sys::interest(&self.registry.wake, libc::POLLIN),
+                sys::interest(&*self.registry, libc::POLLIN),
                 sys::interest(&*self.listener, if starved { 0 } else { libc::POLLIN }),
             ];
             let ids: Vec<Id> = self.connections.keys().copied().collect();
@@ -190,13 +105,18 @@ impl Root {
                 sys::interest(&connection.link, libc::POLLIN | out)
             }));
             undecided.interests(&mut fds);
-            let timeout = self.next_deadline(starved, !undecided.is_empty());
+            let mut timeout = self.next_deadline(starved, !undecided.is_empty());
+            if turn != previous {
+                // Somebody waits for this turn, whose wake may have ended the one before.
+                timeout = Some(Duration::ZERO);
+                previous = turn;
+            }
             if sys::poll(&mut fds, timeout).is_err() {
-                self.registry.open().ended = true;
+                self.registry.end();
                 return; // only for want of memory; ranks see the root go
             }
             if sys::is_ready(&fds[0]) {
-                self.registry.wake.drain();
+                self.registry.drain();
             }
             for (id, fd) in ids.into_iter().zip(&fds[2..]) {
                 if sys::is_ready(fd) {
@@ -207,12 +127,20 @@ impl Root {
             for (stream, bytes) in undecided.decided() {
                 self.welcome(stream, &bytes);
             }
-            self.tell_the_late();
+            self.give_up();
+            self.tell_news();
             let now = Instant::now();
             self.connections.retain(|_, connection| match connection.role {
                 Role::Done(deadline) => connection.link.has_unsent() && now < deadline,
                 _ => true,
             });
+            if !self
+                .connections
+                .values()
+                .any(|connection| connection.link.has_unsent())
+            {
+                self.registry.finish_turn(turn);
+            }
         }
     }
 
@@ -220,11 +148,7 @@ impl Root {
         if starved {
             return Some(STARVED_PAUSE);
         }
-        let members = self.halls.values().filter_map(|hall| match hall {
-            Hall::Main { members, .. } => Some(members.iter().flatten()),
-            Hall::Relay { .. } => None,
-        });
-        let mut next = members.flatten().map(|member| member.deadline).min();
+        let mut next = self.halls.values().filter_map(Hall::next_deadline).min();
         let closing = self
             .connections
             .values()
@@ -252,7 +176,7 @@ impl Root {
         let from = stream.peer_addr();
         let link = Link::accepted(0, stream);
         let refusal = match Hello::parse(bytes) {
-            Ok((cookie, hello)) if self.registry.open().cookies.contains(&cookie) => match hello {
+            Ok((cookie, hello)) if self.registry.serves(cookie) => match hello {
                 Hello::Join(joining) => {
                     let by = self.enter(link, cookie, Role::Rank(joining));
                     return self.join(cookie, joining, by, false);
@@ -286,7 +210,7 @@ impl Root {
             .push(&[rank.as_ref().map_or(&[], |rank| &rank[..]), &answer.encode()]);
         // A broken connection is found by reading.
         let _ = connection.link.flush();
-        if relayed.is_none() {
+        if relayed.is_none() && !matches!(answer, Answer::Waiting { .. }) {
             connection.role = Role::Done(Instant::now() + ANSWER_PATIENCE);
         }
     }

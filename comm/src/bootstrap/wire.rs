@@ -217,13 +217,29 @@ pub(super) const EVERYONE: u32 = u32::MAX;
 /// Bytes before the answer in what a root says to one that relays: the rank u32.
 pub(super) const DOWNWARD_HEADER: usize = 4;
 
+/// How many missing ranks those that wait are told by number.
+pub(super) const NAMED: usize = 64;
+
+/// How an attempt ended for which not all ranks came: waiter u32 | waited u32 | missing ranks u32 each.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct GaveUp {
+    /// The rank whose time was up first.
+    pub(super) waiter: u32,
+    /// How long it had waited, in milliseconds.
+    pub(super) waited_ms: u32,
+    /// Who had not come.
+    pub(super) missing: Vec<u32>,
+}
+
 /// The root's answer to a rank: kind u32 | length u32 | payload.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Answer {
     /// Everyone is there: every rank's address, in rank order.
     Table(Vec<SocketAddr>),
-    /// Your time is up and these ranks are missing.
-    Missing(Vec<u32>),
+    /// A rank's time is up, and so is yours.
+    Missing(GaveUp),
+    /// Not an answer yet: so many ranks are missing, the first [`NAMED`] of which are these.
+    Waiting { missing: u32, first: Vec<u32> },
     /// This rank had come and went away.
     Lost(u32),
     /// You cannot take part, because.
@@ -239,10 +255,14 @@ impl Answer {
     pub(super) fn encode(&self) -> Vec<u8> {
         let (kind, payload): (u32, Vec<u8>) = match self {
             Self::Table(table) => (1, table.iter().flat_map(encode_address).collect()),
-            Self::Missing(ranks) => (2, ranks.iter().flat_map(|rank| rank.to_le_bytes()).collect()),
+            Self::Missing(gave_up) => {
+                let head = [gave_up.waiter, gave_up.waited_ms];
+                (2, to_bytes(head.iter().chain(&gave_up.missing)))
+            }
             Self::Lost(rank) => (3, rank.to_le_bytes().into()),
             Self::Refused(text) => (4, text.clone().into_bytes()),
             Self::Unknown => (5, Vec::new()),
+            Self::Waiting { missing, first } => (6, to_bytes([missing].into_iter().chain(first))),
         };
         let mut bytes = Vec::with_capacity(ANSWER_HEADER + payload.len());
         bytes.extend(kind.to_le_bytes());
@@ -268,16 +288,39 @@ impl Answer {
                 table.filter(|_| rest.is_empty()).map(Self::Table)
             }
             2 => {
-                let (ranks, rest) = payload.as_chunks::<4>();
-                rest.is_empty()
-                    .then(|| Self::Missing(ranks.iter().map(|rank| u32::from_le_bytes(*rank)).collect()))
+                let words = from_bytes(payload)?;
+                let ([waiter, waited_ms], missing) = words.split_first_chunk()?;
+                Some(Self::Missing(GaveUp {
+                    waiter: *waiter,
+                    waited_ms: *waited_ms,
+                    missing: missing.to_vec(),
+                }))
             }
             3 => Some(Self::Lost(word(payload, 0).filter(|_| payload.len() == 4)?)),
             4 => Some(Self::Refused(String::from_utf8_lossy(payload).into_owned())),
             5 if payload.is_empty() => Some(Self::Unknown),
+            6 => {
+                let words = from_bytes(payload)?;
+                let (missing, first) = words.split_first()?;
+                Some(Self::Waiting {
+                    missing: *missing,
+                    first: first.to_vec(),
+                })
+            }
             _ => None,
         }
     }
+}
+
+fn to_bytes<'a>(words: impl Iterator<Item = &'a u32>) -> Vec<u8> {
+    words.flat_map(|word| word.to_le_bytes()).collect()
+}
+
+/// Little-endian words; `None` if the bytes are not whole ones.
+fn from_bytes(bytes: &[u8]) -> Option<Vec<u32>> {
+    let (words, rest) = bytes.as_chunks::<4>();
+    rest.is_empty()
+        .then(|| words.iter().map(|word| u32::from_le_bytes(*word)).collect())
 }
 
 /// The little-endian u32 at an offset.
@@ -329,9 +372,9 @@ mod tests {
         }
 
         #[test]
-        fn answers_survive(table in proptest::collection::vec((any::<[u8; 4]>(), 1u16..), 0..9), ranks: Vec<u32>) {
+        fn answers_survive(table in proptest::collection::vec((any::<[u8; 4]>(), 1u16..), 0..9), ranks: Vec<u32>, waiter: u32, waited_ms: u32) {
             let table = table.into_iter().map(SocketAddr::from).collect();
-            for answer in [Answer::Table(table), Answer::Missing(ranks), Answer::Lost(3), Answer::Refused("no".into()), Answer::Unknown] {
+            for answer in [Answer::Table(table), Answer::Waiting { missing: waiter, first: ranks.clone() }, Answer::Missing(GaveUp { waiter, waited_ms, missing: ranks }), Answer::Lost(3), Answer::Refused("no".into()), Answer::Unknown] {
                 let bytes = answer.encode();
                 prop_assert_eq!(Answer::missing(&bytes), Some(0));
                 prop_assert_eq!(Answer::parse(&bytes), Some(answer));

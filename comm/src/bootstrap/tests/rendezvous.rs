@@ -13,7 +13,7 @@ use proptest::prelude::*;
 use super::{
     super::{
         rendezvous::ranges,
-        wire::{Answer, Hello, Joining},
+        wire::{Answer, GaveUp, Hello, Joining},
     },
     *,
 };
@@ -43,10 +43,20 @@ fn hello(id: &UniqueId, rank: u32, ranks: u32) -> TcpStream {
     say(id, &Hello::Join(joining(id, rank, ranks)).encode(id.cookie))
 }
 
+/// What the root says in the end, without what it tells in between of who is missing.
 pub(super) fn read_whole_answer(mut stream: TcpStream) -> Answer {
     let mut bytes = Vec::new();
     stream.read_to_end(&mut bytes).unwrap();
-    Answer::parse(&bytes).unwrap()
+    let mut rest = &bytes[..];
+    loop {
+        let length = wire::word(rest, 4).unwrap() as usize;
+        let (answer, behind) = rest.split_at(wire::ANSWER_HEADER + length);
+        match Answer::parse(answer).unwrap() {
+            Answer::Waiting { .. } => rest = behind,
+            answer if behind.is_empty() => return answer,
+            answer => panic!("{behind:?} behind {answer:?}"),
+        }
+    }
 }
 
 #[test]
@@ -69,7 +79,7 @@ fn strangers_are_told_why_they_are_sent_away() {
             b"GET / HTTP/1.1\r\n\r\n".to_vec(),
             "for the ranks of a communicator",
         ),
-        (with(4, 9), "speaks bootstrap protocol 9, this one 2"),
+        (with(4, 9), "speaks bootstrap protocol 9, this one 3"),
         (with(6, 9), "cannot be read"),
         (Hello::Peer { from: 0, to: 1 }.encode(id.cookie), "came to a root"),
         (
@@ -188,9 +198,36 @@ fn the_time_out_names_the_missing_ranks() {
     let two = hello(&id, 2, 6);
     let text = join(&id, 0, 6, SHORT).err().unwrap().to_string();
     assert_eq!(text, "4 of 6 ranks did not come within 400ms: rank 1, ranks 3-5");
-    drop(two);
-    // Once everyone has left, the same id serves a second try, in another number.
-    while !matches!(join(&id, 1, 2, SHORT), Err(Error::TimedOut(_))) {}
+    // For all, whatever their own time-out: with one rank gone the others would wait in vain.
+    let gave_up = GaveUp {
+        waiter: 0,
+        waited_ms: 400,
+        missing: vec![1, 3, 4, 5],
+    };
+    assert_eq!(read_whole_answer(two), Answer::Missing(gave_up));
+    // Who comes now is told so, once, and does not wait.
+    let text = join(&id, 4, 6, LONG).err().unwrap().to_string();
+    assert_eq!(
+        text,
+        "rank 4 came too late: rank 0 had given up after 400ms, when 4 of 6 ranks had not come: rank 1, ranks 3-5"
+    );
+    // The same id serves a second try, also in another number.
+    let text = join(&id, 4, 6, SHORT).err().unwrap().to_string();
+    assert!(text.contains("5 of 6 ranks did not come"), "{text}");
+    assert_eq!(all(&id, 2, |bootstrap| bootstrap.ranks()), [2, 2]);
+}
+
+/// The root keeps its address while it has ranks to tell that they are late, and serves the second try there.
+#[test]
+fn a_fixed_address_serves_a_second_try() {
+    let free = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = free.local_addr().unwrap().port();
+    drop(free);
+    let id = fixed_id(&format!("127.0.0.1:{port}")).unwrap();
+    for _ in 0..2 {
+        let text = join(&id, 0, 3, SHORT).err().unwrap().to_string();
+        assert_eq!(text, "2 of 3 ranks did not come within 400ms: ranks 1-2");
+    }
     assert_eq!(all(&id, 2, |bootstrap| bootstrap.ranks()), [2, 2]);
 }
 
@@ -254,6 +291,18 @@ fn what_the_root_says_becomes_an_error() {
     ));
     assert!(matches!(told(&[0xff; 64]), Error::Protocol(text) if text.contains("rubbish")));
     assert!(matches!(told(&[1, 0]), Error::Protocol(text) if text.contains("closed")));
+    // The root's process is killed.
+    let waiting = Answer::Waiting {
+        missing: 3,
+        first: vec![2, 3],
+    };
+    let text = told(&waiting.encode()).to_string();
+    assert!(
+        text.contains("the process that made the unique id is gone; missing were ranks 2-3 and 1 more"),
+        "{text}"
+    );
+    let refused = [waiting.encode(), Answer::Refused("so".into()).encode()].concat();
+    assert!(told(&refused).to_string().contains("so; missing were ranks 2-3"));
 }
 
 #[test]

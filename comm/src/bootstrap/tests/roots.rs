@@ -3,7 +3,7 @@
 use std::{net::TcpStream, thread, time::Instant};
 
 use super::{
-    super::wire::{Answer, Hello, Joining},
+    super::wire::{Answer, GaveUp, Hello, Joining},
     rendezvous::{joining, read_whole_answer, say},
     *,
 };
@@ -84,11 +84,16 @@ fn the_time_out_names_the_missing_ranks_of_every_root() {
         text,
         "5 of 10 ranks did not come within 400ms: rank 2, rank 5, ranks 7-9"
     );
-    drop(waiting);
-    // The ids serve a second try, in another number.
-    for rank in 0..3 {
-        while !matches!(join_scalable(&ids, rank, 3, SHORT), Err(Error::TimedOut(_))) {}
+    for stream in waiting {
+        assert!(
+            matches!(read_whole_answer(stream), Answer::Missing(GaveUp { waiter: 4, waited_ms: 400, missing }) if missing == [2, 5, 7, 8, 9])
+        );
     }
+    for late in [9, 2] {
+        let text = join_scalable(&ids, late, 10, LONG).err().unwrap().to_string();
+        assert!(text.contains("too late: rank 4 had given up"), "{text}");
+    }
+    // The ids serve a second try, in another number.
     thread::scope(|scope| {
         for rank in 0..3 {
             let ids = &ids;
