@@ -89,7 +89,7 @@ fn killed(phase: &str, nodes: usize, seed: u64) {
 
 /// One rank of [`killed`].
 #[test]
-#[ignore = "the body of one rank; started by the other tests"]
+#[ignore = "helper: the body of one rank; started by the other tests"]
 fn mourner() {
     let Some((id, rank, ranks)) = place_of_process() else {
         return;
@@ -224,7 +224,7 @@ fn a_stopped_rank_is_waited_for() {
 
 /// One rank of [`a_stopped_rank_is_waited_for`]: works until the file that it is named exists.
 #[test]
-#[ignore = "the body of one rank; started by the other tests"]
+#[ignore = "helper: the body of one rank; started by the other tests"]
 fn patient() {
     let Some(rank) = rank_of_process() else { return };
     let stop = env::var(FAULT).unwrap();
@@ -344,7 +344,7 @@ fn descriptors() -> usize {
 }
 
 #[test]
-#[ignore = "lacks descriptors: run alone, by `few_descriptors_are_an_error_and_nothing_leaks`"]
+#[ignore = "helper: lacks descriptors: run alone, by `few_descriptors_are_an_error_and_nothing_leaks`"]
 fn few_descriptors() {
     host();
     part(pair().unwrap());
@@ -396,7 +396,7 @@ fn few_descriptors_are_an_error_and_nothing_leaks() {
 }
 
 #[test]
-#[ignore = "lacks memory: run alone, by `memory_that_cannot_be_had_is_an_error`"]
+#[ignore = "helper: lacks memory: run alone, by `memory_that_cannot_be_had_is_an_error`"]
 fn no_memory() {
     host();
     // What stays for the life of the process is made by the first attempt.
@@ -434,7 +434,7 @@ fn memory_that_cannot_be_had_is_an_error() {
 }
 
 #[test]
-#[ignore = "has no room in /dev/shm: run alone, by `a_full_dev_shm_does_not_matter`"]
+#[ignore = "helper: has no room in /dev/shm: run alone, by `a_full_dev_shm_does_not_matter`"]
 fn full_dev_shm() {
     host();
     let full = fs::write("/dev/shm/more", [0; 8192]);

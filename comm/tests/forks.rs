@@ -31,7 +31,7 @@ fn all_reduce(rank: &Rank) {
 const REFUSED: &str = "comm belongs to the parent of this forked process: make a communicator after the fork";
 
 #[test]
-#[ignore = "forks: run alone, by `calls_of_a_forked_child_are_refused`"]
+#[ignore = "helper: forks: run alone, by `calls_of_a_forked_child_are_refused`"]
 fn refused_alone() {
     let rank = Rank::join(unique_id(), 0, 1);
     all_reduce(&rank);
@@ -94,7 +94,7 @@ fn calls_of_a_forked_child_are_refused() {
 }
 
 #[test]
-#[ignore = "forks: run alone, by `a_forked_child_does_not_end_its_parents_group`"]
+#[ignore = "helper: forks: run alone, by `a_forked_child_does_not_end_its_parents_group`"]
 fn group_alone() {
     let rank = Rank::join(unique_id(), 0, 1);
     let mut data = [1f32; 10];

@@ -343,7 +343,7 @@ fn steady() -> Holdings {
 }
 
 #[test]
-#[ignore = "lists what this process holds: run alone, by `a_thousand_communicators_leave_nothing`"]
+#[ignore = "helper: lists what this process holds: run alone, by `a_thousand_communicators_leave_nothing`"]
 fn thousand_alone() {
     host();
     let mut random = Random(SEED);
@@ -412,7 +412,7 @@ fn a_thousand_communicators_leave_nothing() {
 }
 
 #[test]
-#[ignore = "counts this process's threads: run alone, by `shared_children_have_no_proxy_of_their_own`"]
+#[ignore = "helper: counts this process's threads: run alone, by `shared_children_have_no_proxy_of_their_own`"]
 fn shared_alone() {
     host();
     for (share, proxies) in [(false, [2, 4, 2, 0]), (true, [2, 2, 2, 0])] {

@@ -14,7 +14,9 @@ use std::{
 
 use ringsight_kernels::{
     ChannelWork, Connections, Launch, Work,
-    cuda::{Arguments, EventKind, Head, LaunchControl, LaunchState, Program, Ring, program::runs, ring::Entry},
+    cuda::{
+        Arguments, EventKind, Head, LaunchControl, LaunchState, Program, Ring, program::runs, ring::Entry,
+    },
 };
 use ringsight_records::{Algorithm, Function};
 

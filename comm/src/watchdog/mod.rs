@@ -173,7 +173,19 @@ impl Watch {
         }
         let flights = lock(&self.flights);
         let idle_ns = now.saturating_sub(flights.last_launch_ns);
-        flights.position(run, now).unwrap_or_else(|| {
+        let position = flights.position(run, now).map(|position| match position {
+            // Kernels on GPUs tell of their starts and ends only: for all that is known here they move, unless there is nobody
+            // to wait for.
+            Position::Running { since_ns, .. } if self.on_gpu => Position::Running {
+                since_ns,
+                still_ns: match self.participants(run.identity)[..] {
+                    [_] => since_ns,
+                    _ => 0,
+                },
+            },
+            position => position,
+        });
+        position.unwrap_or_else(|| {
             // What was called and is not on its way any more is done. A captured operation is on its way as long as its
             // graph lives.
             if run.replay == 0 && self.checks.has_called(run.identity) {
