@@ -1,5 +1,7 @@
 //! Which algorithm serves an operation: a table of data. Every rank reads the same table with the same values, so that
-//! all come to the same choice.
+//! all come to the same choice. Why a row does not serve an operation is data, too ([`Reason`]): `ringsight explain` tells it.
+
+use std::fmt;
 
 use ringsight_kernels::cuda::peers::one_shot_bytes;
 use ringsight_records::{Algorithm, Function, Protocol, ReduceOp};
@@ -111,20 +113,83 @@ pub const TABLE: &[Row] = &[
     },
 ];
 
+/// Why a row does not serve an operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reason {
+    /// It is for other functions.
+    Function,
+    /// It is for at most so many bytes.
+    Bytes(u64),
+    /// It is for at most so many bytes of all ranks together.
+    BytesOfAll(u64),
+    /// One rank has nobody to send to.
+    OneRank,
+    /// Each rank's factor (`ncclRedOpCreatePreMulSum`) is known to that rank alone.
+    OwnFactors,
+    /// Some rank's device has no program of it.
+    NoProgram,
+    /// Not all ranks' kernels reach each other's memory.
+    NoPeers,
+    /// The memory among peers holds so many bytes.
+    PeerMemory(u64),
+    /// A slot of a FIFO holds so many bytes.
+    Slot(u64),
+    /// A row before it serves the operation.
+    Earlier,
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Function => f.write_str("it is for other operations"),
+            Self::Bytes(most) => write!(f, "it is for at most {most} bytes"),
+            Self::BytesOfAll(most) => write!(f, "it is for at most {most} bytes of all ranks together"),
+            Self::OneRank => f.write_str("one rank has nobody to send to"),
+            Self::OwnFactors => {
+                f.write_str("each rank's factor (ncclRedOpCreatePreMulSum) is known to that rank alone")
+            }
+            Self::NoProgram => f.write_str("some rank's device has no program of it"),
+            Self::NoPeers => f.write_str("not all ranks' kernels reach each other's memory"),
+            Self::PeerMemory(most) => write!(f, "the memory among peers holds {most} bytes"),
+            Self::Slot(most) => write!(f, "a slot of a FIFO holds {most} bytes"),
+            Self::Earlier => f.write_str("a row before it serves the operation"),
+        }
+    }
+}
+
 /// The choice for an operation; `None` if no row serves it.
 #[must_use]
 pub fn choose(asked: &Asked) -> Option<Choice> {
     TABLE
         .iter()
-        .find(|row| row.serves(asked) && row.choice.is_possible(asked))
+        .find(|row| row.refuses(asked).is_none())
         .map(|row| row.choice)
 }
 
+/// Every row of the table in its order, with the reason why it is not taken; the one without a reason is what [`choose`]
+/// gives.
+pub fn explain(asked: &Asked) -> impl Iterator<Item = (&'static Row, Option<Reason>)> {
+    let mut found = false;
+    TABLE.iter().map(move |row| {
+        let reason = row.refuses(asked).or(found.then_some(Reason::Earlier));
+        found |= reason.is_none();
+        (row, reason)
+    })
+}
+
 impl Row {
-    fn serves(&self, asked: &Asked) -> bool {
-        self.functions.contains(&asked.function)
-            && asked.bytes <= self.max_bytes
-            && asked.bytes.saturating_mul(asked.ranks.into()) <= self.max_bytes_of_all
+    /// Why it does not serve an operation; `None` if it does.
+    fn refuses(&self, asked: &Asked) -> Option<Reason> {
+        if !self.functions.contains(&asked.function) {
+            return Some(Reason::Function);
+        }
+        if asked.bytes > self.max_bytes {
+            return Some(Reason::Bytes(self.max_bytes));
+        }
+        if asked.bytes.saturating_mul(asked.ranks.into()) > self.max_bytes_of_all {
+            return Some(Reason::BytesOfAll(self.max_bytes_of_all));
+        }
+        self.choice.is_impossible(asked)
     }
 }
 
@@ -135,23 +200,30 @@ impl Choice {
         self.algorithm == Algorithm::OneShot && self.protocol == Protocol::Ll
     }
 
-    /// Whether there is a program, wherever the table puts its limits.
-    fn is_possible(&self, asked: &Asked) -> bool {
+    /// Why there is no program, wherever the table puts its limits.
+    fn is_impossible(&self, asked: &Asked) -> Option<Reason> {
         if self.algorithm != Algorithm::OneShot {
-            return true;
+            return None;
         }
-        // One rank has nobody to send to.
-        if asked.ranks < 2
-            // Each rank's factor is known to that rank alone.
-            || asked.reduce_op == ReduceOp::PreMulSum
-        {
-            return false;
+        if asked.ranks < 2 {
+            return Some(Reason::OneRank);
         }
-        if self.is_among_peers() {
-            asked.peers && asked.bytes <= one_shot_bytes(asked.ranks as usize) as u64
+        if asked.reduce_op == ReduceOp::PreMulSum {
+            return Some(Reason::OwnFactors);
+        }
+        let (absent, most, reason): (_, _, fn(u64) -> Reason) = if self.is_among_peers() {
+            let most = one_shot_bytes(asked.ranks as usize);
+            (
+                (!asked.peers).then_some(Reason::NoPeers),
+                most,
+                Reason::PeerMemory,
+            )
         } else {
-            asked.one_shot && asked.bytes <= asked.slot_bytes as u64
-        }
+            let absent = (!asked.one_shot).then_some(Reason::NoProgram);
+            (absent, asked.slot_bytes, Reason::Slot)
+        };
+        let most = most as u64;
+        absent.or((asked.bytes > most).then(|| reason(most)))
     }
 
     /// Channels for `bytes` bytes when the communicator has `available`.
@@ -211,6 +283,61 @@ mod tests {
         assert_eq!(choice.channels(0, 4), 1);
         assert_eq!(choice.channels(choice.bytes_per_channel + 1, 4), 2);
         assert_eq!(choice.channels(u64::MAX, 4), 4);
+    }
+
+    #[test]
+    fn every_row_but_the_chosen_one_has_a_reason() {
+        for function in Function::ALL {
+            for bytes in [0, 4 << 10, 64 << 10, u64::MAX] {
+                for peers in [false, true] {
+                    let asked = Asked {
+                        peers,
+                        ..asked(*function, bytes)
+                    };
+                    let rows: Vec<_> = explain(&asked).collect();
+                    assert_eq!(rows.len(), TABLE.len());
+                    let taken: Vec<_> = rows.iter().filter(|(_, reason)| reason.is_none()).collect();
+                    assert_eq!(taken.len(), 1, "{asked:?}");
+                    assert_eq!(Some(taken[0].0.choice), choose(&asked));
+                }
+            }
+        }
+        let reasons = |asked: Asked| explain(&asked).map(|(_, reason)| reason).collect::<Vec<_>>();
+        let short = asked(Function::AllReduce, 8);
+        assert_eq!(
+            reasons(short)[..3],
+            [Some(Reason::NoPeers), None, Some(Reason::Earlier)]
+        );
+        let without = Asked {
+            one_shot: false,
+            ..short
+        };
+        assert_eq!(
+            reasons(without)[..3],
+            [Some(Reason::NoPeers), Some(Reason::NoProgram), None]
+        );
+        let long = asked(Function::AllReduce, 1 << 20);
+        assert_eq!(
+            reasons(long)[..3],
+            [
+                Some(Reason::BytesOfAll(512 << 10)),
+                Some(Reason::BytesOfAll(16 << 10)),
+                None
+            ]
+        );
+        let slot = Asked {
+            slot_bytes: 2 << 10,
+            ..asked(Function::AllReduce, 4 << 10)
+        };
+        assert_eq!(reasons(slot)[1], Some(Reason::Slot(2 << 10)));
+        let alone = Asked { ranks: 1, ..short };
+        assert_eq!(reasons(alone)[0], Some(Reason::OneRank));
+        let scaled = Asked {
+            reduce_op: ReduceOp::PreMulSum,
+            ..short
+        };
+        assert_eq!(reasons(scaled)[1], Some(Reason::OwnFactors));
+        assert_eq!(reasons(short)[3], Some(Reason::Function));
     }
 
     #[test]
