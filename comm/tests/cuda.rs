@@ -30,13 +30,15 @@ fn built() -> &'static Path {
                 .arg(crates.join("tests/cuda/libcuda.cpp"))
                 .arg("-o")
                 .arg(folder.path().join("libcuda.so.1")));
-            run(Command::new("gcc")
-                .arg("-std=gnu11")
-                .args(strict)
-                .arg(crates.join("tests/cuda/driver.c"))
-                .arg("-o")
-                .arg(folder.path().join("driver"))
-                .args(["-ldl", "-lm"]));
+            for program in ["driver", "calls"] {
+                run(Command::new("gcc")
+                    .args(["-std=gnu11", "-Wno-unused-function", "-Wno-unused-variable"])
+                    .args(strict)
+                    .arg(crates.join("tests/cuda").join(program).with_extension("c"))
+                    .arg("-o")
+                    .arg(folder.path().join(program))
+                    .args(["-ldl", "-lm"]));
+            }
             folder
         })
         .path()
@@ -45,11 +47,16 @@ fn built() -> &'static Path {
 /// Runs the program; its last line says that all is well, after "ok ".
 #[track_caller]
 fn drive(test: &str, arguments: &[&str], variables: &[(&str, &str)]) -> Option<String> {
+    start("driver", test, arguments, variables)
+}
+
+#[track_caller]
+fn start(program: &str, test: &str, arguments: &[&str], variables: &[(&str, &str)]) -> Option<String> {
     if let Err(missing) = cuda::fatbin() {
         skip::skip(test, missing);
         return None;
     }
-    let program: PathBuf = built().join("driver");
+    let program: PathBuf = built().join(program);
     let said = run(Command::new(program)
         .arg(library())
         .args(arguments)
@@ -114,3 +121,37 @@ fn ranks_that_differ_are_told() {
         drive("ranks_that_differ_are_told", &["differ", "2", kind], &[]);
     }
 }
+
+/// By count and not by time, so that no busy machine can make it fail.
+#[test]
+fn an_eager_call_takes_no_more_than_it_took() {
+    let Some(said) = start(
+        "calls",
+        "an_eager_call_takes_no_more_than_it_took",
+        &[],
+        &[("RINGSIGHT_MOCK_KERNELS", "skip")],
+    ) else {
+        return;
+    };
+    // A call, on average over 40 thousand: what is had once for several calls counts for its part.
+    let words: Vec<&str> = said.split_whitespace().collect();
+    let taken = |what: &str| -> f64 {
+        let at = words.iter().position(|word| *word == what).expect(what);
+        words[at + 1].parse().unwrap()
+    };
+    for (what, most) in MOST {
+        let count = taken(what);
+        assert!(count <= *most, "{what}: {count} a call, {most} at most: {said}");
+    }
+    assert!((taken("launches") - 1.0).abs() < f64::EPSILON, "{said}");
+}
+
+/// What an eager all_reduce of one communicator on one stream takes at most: allocations of the calling thread, and calls
+/// of the driver.
+const MOST: &[(&str, f64)] = &[
+    ("allocations", 17.1),
+    ("records", 1.0),
+    ("waits", 1.0),
+    ("captures", 2.0),
+    ("current", 5.0),
+];

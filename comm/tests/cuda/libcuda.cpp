@@ -5,6 +5,10 @@
 //
 // It refuses what the driver refuses: calls on a thread without a context, host memory that kernels were given without
 // registration is not noticed.
+//
+// With RINGSIGHT_MOCK_KERNELS=skip, kernels of one shot move no data: a launch reports their run at once on the calling
+// thread, and events of streams are reached when they are recorded. What a call of the library takes then is the host's part
+// of it. ringsight_mock_calls gives the calls of this thread.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -211,6 +215,24 @@ Stream* default_stream() {
 }
 Stream* of(void* stream) { return stream == nullptr ? default_stream() : static_cast<Stream*>(stream); }
 
+// Kernels are not run.
+const bool skips = [] {
+  const char* text = std::getenv("RINGSIGHT_MOCK_KERNELS");
+  return text != nullptr && std::strcmp(text, "skip") == 0;
+}();
+// Calls of this thread that each operation may make: see ringsight_mock_calls.
+enum Counted { LAUNCH, RECORD, WAIT, CAPTURE, CURRENT, COUNTED };
+thread_local u64 calls[COUNTED];
+
+// What a kernel of one block tells of its run.
+void report_run(const OneShot& arguments) {
+  const Report report(arguments.head);
+  const u32 runs = report.runs(), replay = report.replay(runs);
+  report.event(EventKind::Started, replay, arguments.channel, arguments.op, 1);
+  report.event(EventKind::Stopped, replay, arguments.channel, arguments.op, 1);
+  store_release(&report.control().runs, report.renew(runs, false));
+}
+
 int add(void* stream, Task work) {
   if (current == nullptr) return INVALID_CONTEXT;
   of(stream)->add(std::move(work));
@@ -220,6 +242,10 @@ int add(void* stream, Task work) {
 }  // namespace
 
 extern "C" {
+
+// Calls of this thread: launches of kernels, records of events, waits for events, questions for captures, and for or of what
+// is current.
+const u64* ringsight_mock_calls() { return calls; }
 
 int cuInit(unsigned) { return SUCCESS; }
 int cuDriverGetVersion(int* version) { return *version = 13000, SUCCESS; }
@@ -252,9 +278,10 @@ int cuDevicePrimaryCtxRetain(Context** context, int device) {
   *context = &contexts[device];
   return SUCCESS;
 }
-int cuCtxSetCurrent(Context* context) { return current = context, SUCCESS; }
-int cuCtxGetCurrent(Context** context) { return *context = current, SUCCESS; }
+int cuCtxSetCurrent(Context* context) { return calls[CURRENT]++, current = context, SUCCESS; }
+int cuCtxGetCurrent(Context** context) { return calls[CURRENT]++, *context = current, SUCCESS; }
 int cuCtxGetDevice(int* device) {
+  calls[CURRENT]++;
   if (current == nullptr) return INVALID_CONTEXT;
   *device = current->device;
   return SUCCESS;
@@ -395,6 +422,8 @@ int cuEventDestroy_v2(Mark* event) {
   return SUCCESS;
 }
 int cuEventRecord(Mark* event, void* stream) {
+  calls[RECORD]++;
+  if (skips && !of(stream)->capture) return SUCCESS;
   auto moment = event->recorded->next();
   event->capture = of(stream)->capture;
   if (event->capture) return SUCCESS;  // it orders nodes, which run in order anyhow
@@ -424,6 +453,7 @@ int cuEventElapsedTime(float* milliseconds, Mark* start, Mark* end) {
   return SUCCESS;
 }
 int cuStreamWaitEvent(void* stream, Mark* event, unsigned flags) {
+  calls[WAIT]++;
   Stream* waiting = of(stream);
   if (flags != 0) {
     if (!waiting->capture) return INVALID_VALUE;
@@ -448,6 +478,11 @@ int cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
 }
 int cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned,
                    unsigned shared_bytes, void* stream, void** parameters, void**) {
+  calls[LAUNCH]++;
+  if (skips && function != &channels && !of(stream)->capture) {
+    if (current == nullptr) return INVALID_CONTEXT;
+    return report_run(*static_cast<OneShot*>(parameters[0])), SUCCESS;
+  }
   std::function<void(unsigned)> block;
   if (function != &channels) {
     if (threads > 544 || threads % 32 != 0) return INVALID_VALUE;
@@ -489,6 +524,7 @@ int cuStreamEndCapture(Stream* stream, Graph** graph) {
   return SUCCESS;
 }
 int cuStreamGetCaptureInfo_v2(void* stream, int* status, u64* id, Graph** graph, void*** dependencies, size_t* count) {
+  calls[CAPTURE]++;
   if (current == nullptr && stream == nullptr) return INVALID_CONTEXT;
   auto& capture = of(stream)->capture;
   if (capture && capture->origin->capture != capture) capture = nullptr;

@@ -1,0 +1,90 @@
+// What one eager all_reduce of 8 bytes takes of the calling thread: time, allocations, calls of the driver. For the driver of
+// libcuda.cpp with RINGSIGHT_MOCK_KERNELS=skip, where all of it but some 50 ns is the library's own.
+//
+// calls LIBRARY [BATCHES]
+#include "rank.h"
+
+#include <malloc.h>
+
+// ---- allocations of this thread ----
+static __thread unsigned long allocations, frees;
+extern void *__libc_malloc(size_t), *__libc_calloc(size_t, size_t), *__libc_realloc(void*, size_t), __libc_free(void*);
+extern void* __libc_memalign(size_t, size_t);
+void* malloc(size_t bytes) { return allocations++, __libc_malloc(bytes); }
+void* calloc(size_t count, size_t bytes) { return allocations++, __libc_calloc(count, bytes); }
+void* realloc(void* old, size_t bytes) { return allocations++, __libc_realloc(old, bytes); }
+void free(void* old) { frees += old != NULL, __libc_free(old); }
+void* aligned_alloc(size_t align, size_t bytes) { return allocations++, __libc_memalign(align, bytes); }
+int posix_memalign(void** place, size_t align, size_t bytes) {
+  allocations++;
+  *place = __libc_memalign(align, bytes);
+  return *place == NULL ? ENOMEM : 0;
+}
+
+enum { BATCH = 200, WARM = 20, MAX_BATCHES = 100000 };
+static int batches = 200;
+static const uint64_t* (*driver_calls)(void);
+
+static int compare(const void* a, const void* b) {
+  const double x = *(const double*)a, y = *(const double*)b;
+  return (x > y) - (x < y);
+}
+
+static void call(struct Rank* r) { NC(AllReduce((void*)r->send, (void*)r->recv, 2, F32, 0, r->comm, r->stream)); }
+
+static void* run(void* argument) {
+  struct Rank* r = argument;
+  open_rank(r, 0);
+  buffers(r, 4096);
+  if (r->rank == 0) {
+    static double times[MAX_BATCHES];
+    unsigned long allocated = 0, freed = 0;
+    uint64_t counts[5] = {0};
+    for (int batch = -WARM; batch < batches; batch++) {
+      const unsigned long allocations_before = allocations, frees_before = frees;
+      uint64_t before[5];
+      memcpy(before, driver_calls(), sizeof before);
+      const double start = now();
+      for (int i = 0; i < BATCH; i++) call(r);
+      const double end = now();
+      if (batch >= 0) {
+        times[batch] = (end - start) / BATCH * 1e9;
+        allocated += allocations - allocations_before;
+        freed += frees - frees_before;
+        for (int i = 0; i < 5; i++) counts[i] += driver_calls()[i] - before[i];
+      }
+      // As many as a GPU has under way; those of the batch are over by the next one.
+      usleep(300);
+    }
+    qsort(times, (size_t)batches, sizeof *times, compare);
+    const double all = (double)batches * BATCH;
+    printf("ns best %.0f median %.0f p90 %.0f\n", times[0], times[batches / 2], times[batches * 9 / 10]);
+    printf("ok allocations %.3f frees %.3f launches %.3f records %.3f waits %.3f captures %.3f current %.3f\n",
+           (double)allocated / all, (double)freed / all, (double)counts[0] / all, (double)counts[1] / all,
+           (double)counts[2] / all, (double)counts[3] / all, (double)counts[4] / all);
+  }
+  barrier();
+  NC(CommAbort(r->comm));
+  return NULL;
+}
+
+int main(int arguments, char** argument) {
+  if (arguments < 2) return fprintf(stderr, "calls LIBRARY [BATCHES]\n"), 2;
+  library = argument[1];
+  mode = "calls";
+  if (arguments > 2) batches = atoi(argument[2]);
+  if (batches < 1 || batches > MAX_BATCHES) return fprintf(stderr, "1 to %d batches\n", MAX_BATCHES), 2;
+  shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  pthread_barrier_init(&shared->barrier, NULL, (unsigned)ranks);
+  load();
+  *(void**)&driver_calls = dlsym(RTLD_DEFAULT, "ringsight_mock_calls");
+  if (!driver_calls) fail("not the driver without a GPU");
+  static struct Rank all[MAX_RANKS];
+  pthread_t threads[MAX_RANKS];
+  for (int i = 0; i < ranks; i++) {
+    all[i].rank = i;
+    pthread_create(&threads[i], NULL, run, &all[i]);
+  }
+  for (int i = 0; i < ranks; i++) pthread_join(threads[i], NULL);
+  return shared->failed;
+}
