@@ -11,6 +11,7 @@ pub mod communicator;
 pub mod device;
 pub(crate) mod env;
 pub mod error;
+pub(crate) mod few;
 #[doc(hidden)]
 pub mod fuzzing;
 pub mod group;

@@ -164,6 +164,7 @@ impl Communicator {
         }
         let mut planner = self.planner();
         planner.plans.wait_aborted(GIVE_UP);
+        planner.plans.drop_spares();
         if let Ok(device) = device()
             && let Ok(before) = device.mark()
         {

@@ -3,7 +3,6 @@
 use std::sync::{
     Arc, Mutex, OnceLock,
     atomic::{AtomicBool, AtomicU32},
-    mpsc,
 };
 
 use ringsight_records::{Kind, State, pages};
@@ -21,7 +20,10 @@ use crate::{
     checks::{Checks, Post},
     device::device,
     error::{Error, Result, ResultCode},
-    launch::{Order, reclaim::Plans},
+    launch::{
+        Order,
+        reclaim::{Notes, Plans},
+    },
     log, observe,
     plan::{ReduceOps, Sequences},
     topology::{RankInfo, Topology},
@@ -216,7 +218,7 @@ impl Making<'_> {
             .inspect_err(|_| membership.leave(&connector))?;
         let watch = self.watch(id, bootstrap, &topology, &checks)?;
         losses.hand_over(&checks, watch.as_deref());
-        let (reclaim, queue) = mpsc::channel();
+        let notes: Arc<Notes> = Arc::default();
         let communicator = Communicator {
             id,
             rank,
@@ -233,14 +235,14 @@ impl Making<'_> {
             connector,
             abort,
             reduce_ops: ReduceOps::default(),
-            reclaim,
+            notes: notes.clone(),
             life: self.life.clone(),
             membership,
             proxy_ranks,
             faults,
             planner: Mutex::new(Planner {
                 sequences: Sequences::default(),
-                plans: Plans::new(queue),
+                plans: Plans::new(notes),
                 order: Order::default(),
             }),
             bootstrap: bootstrap.clone(),

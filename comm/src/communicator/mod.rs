@@ -15,7 +15,6 @@ mod terms;
 use std::sync::{
     Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
     atomic::{AtomicBool, AtomicU32},
-    mpsc::Sender,
 };
 
 use ringsight_kernels::{AbortWord, launch::Peers};
@@ -29,7 +28,7 @@ use crate::{
     launch::{
         Order,
         observer::PlanObserver,
-        reclaim::{Plans, Reclaim},
+        reclaim::{Notes, Plans, Reclaim},
     },
     observe,
     plan::{ReduceOps, Sequences},
@@ -87,7 +86,7 @@ pub struct Communicator {
     /// Reductions that the caller made.
     pub(crate) reduce_ops: ReduceOps,
     /// Where finished plans go.
-    pub(crate) reclaim: Sender<Reclaim>,
+    pub(crate) notes: Arc<Notes>,
     life: Arc<Lifecycle>,
     membership: family::Membership,
     /// Its ranks, as its proxy counts them.
@@ -187,7 +186,7 @@ impl Communicator {
         let Some(ops) = planner.plans.retain(graph) else {
             return Ok(());
         };
-        let (reclaim, checks) = (self.reclaim.clone(), self.checks.clone());
+        let (notes, checks) = (self.notes.clone(), self.checks.clone());
         let watch = self.watch.as_ref().map(|watch| Arc::downgrade(watch));
         let record = Record {
             comm: self.id,
@@ -212,7 +211,7 @@ impl Communicator {
                 if let Some(watch) = watch.as_ref().and_then(Weak::upgrade) {
                     watch.forget(graph);
                 }
-                let _ = reclaim.send(Reclaim::Graph(graph));
+                notes.put(Reclaim::Graph(graph));
             }),
         )?;
         observe::emit(&record);

@@ -17,6 +17,7 @@ use crate::{
     communicator::{self, Handle, Lifecycle},
     device::device,
     error::{Error, Result, ResultCode},
+    few::Few,
 };
 
 /// One call.
@@ -128,6 +129,9 @@ impl Jobs {
 
     /// Does them; communicators that could not be made are withdrawn.
     pub(super) fn run(self) -> Result<()> {
+        if self.is_empty() {
+            return Ok(());
+        }
         let (ready, made) = self.split();
         let result = ready.run();
         if result.is_err() {
@@ -224,5 +228,5 @@ pub fn submit(job: Job) -> Result<()> {
         group.jobs.push(job);
         admitted.map(|()| None)
     })?;
-    lone.map_or(Ok(()), |lone| lone.complete(&mut Vec::new()))
+    lone.map_or(Ok(()), |lone| lone.complete(&mut Few::None))
 }

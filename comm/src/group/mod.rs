@@ -18,6 +18,7 @@ use crate::{
     communicator::{Communicator, Lifecycle},
     device::{Capture, Stream},
     error::{Error, Result, ResultCode},
+    few::Few,
     observe,
     plan::{Exchange, OpInfo, Request, Task},
 };
@@ -29,9 +30,9 @@ pub(crate) use run::launch_stuck;
 /// What one group asks of one communicator.
 struct Tasks {
     comm: Arc<Communicator>,
-    collectives: Vec<Task>,
+    collectives: Few<Task>,
     exchange: Exchange,
-    streams: Vec<Stream>,
+    streams: Few<Stream>,
     /// Of its first operation; all others must be in the same.
     capture: Option<Capture>,
 }
@@ -44,7 +45,7 @@ struct Group {
     fork: u32,
     number: u32,
     error: Option<Error>,
-    tasks: Vec<Tasks>,
+    tasks: Few<Tasks>,
     jobs: jobs::Jobs,
     /// Whether its communicators are blocking; `None` until the first one comes.
     blocking: Option<bool>,
@@ -149,7 +150,7 @@ pub fn simulate_end<T>(check: impl FnOnce() -> Result<T>) -> Result<Option<(T, D
 }
 
 /// Closes a level and hands the outermost one's group to `complete`.
-fn close<T>(complete: impl FnOnce(Group, &mut Vec<OpInfo>) -> Result<T>) -> Result<Option<T>> {
+fn close<T>(complete: impl FnOnce(Group, &mut Few<OpInfo>) -> Result<T>) -> Result<Option<T>> {
     let start = observe::now_ns();
     let group = mine(|group| {
         if group.depth == 0 {
@@ -167,17 +168,18 @@ fn close<T>(complete: impl FnOnce(Group, &mut Vec<OpInfo>) -> Result<T>) -> Resu
     let Some(group) = group else { return Ok(None) };
     let (number, captured) = (group.number, group.captured);
     emit_api(number, EXPLICIT, State::GROUP_END_API_START, start, captured);
-    let mut launched = Vec::new();
+    let mut launched = Few::None;
     let result = complete(group, &mut launched);
-    emit_api(number, EXPLICIT, State::STOP, observe::now_ns(), captured);
-    announce(&launched);
+    let end = observe::now_ns();
+    emit_api(number, EXPLICIT, State::STOP, end, captured);
+    announce(&launched, end);
     result.map(Some)
 }
 
 /// Makes it known that operations have been handed to the device: last of all, so that their descriptions are complete.
-fn announce(launched: &[OpInfo]) {
+fn announce(launched: &[OpInfo], now: u64) {
     for info in launched {
-        observe::emit(&info.record(Kind::OpLaunched, State::START, observe::now_ns(), 0));
+        observe::emit(&info.record(Kind::OpLaunched, State::START, now, 0));
     }
 }
 
@@ -228,13 +230,13 @@ pub fn enqueue(comm: &Arc<Communicator>, request: Request, start_ns: u64) -> Res
         // The thread that launches it writes its description.
         task.api_end_ns = observe::now_ns();
     }
-    let mut launched = Vec::new();
+    let mut launched = Few::None;
     let result = group.complete(&mut launched);
     let end = observe::now_ns();
     observe::set_time(info.op, Time::ApiEnd, end);
     info.emit(info.api_kind(), State::STOP, end);
     emit_api(number, 1, State::STOP, end, captured);
-    announce(&launched);
+    announce(&launched, end);
     result
 }
 
@@ -251,7 +253,7 @@ impl Group {
         fork: 0,
         number: 0,
         error: None,
-        tasks: Vec::new(),
+        tasks: Few::None,
         jobs: jobs::Jobs::NONE,
         blocking: None,
         captured: false,
@@ -268,9 +270,9 @@ impl Group {
             .unwrap_or_else(|| {
                 self.tasks.push(Tasks {
                     comm: comm.clone(),
-                    collectives: Vec::new(),
+                    collectives: Few::None,
                     exchange: Exchange::default(),
-                    streams: Vec::new(),
+                    streams: Few::None,
                     capture,
                 });
                 self.tasks.len() - 1

@@ -15,6 +15,7 @@ use crate::{
     communicator::{Background, Communicator, Lifecycle},
     device::{Device, device},
     error::{Error, Result, ResultCode},
+    few::Few,
     launch::Launching,
     observe,
     plan::{self, OpInfo, Task},
@@ -44,13 +45,13 @@ pub(crate) fn launch_stuck(comm: &Arc<Communicator>) -> Result<()> {
             comm: comm.clone(),
             streams: &streams,
             capture: None,
-            plans: vec![plan::stuck(comm, stream, observe::next_group())?],
+            plans: Few::One(plan::stuck(comm, stream, observe::next_group())?),
             next: 0,
         };
         let mut planner = comm.planner();
         planner.plans.drain();
         launching.prepare(device, &mut planner)?;
-        launching.launch(device, &mut planner, &mut Vec::new())?;
+        launching.launch(device, &mut planner, &mut Few::None)?;
         launching.finish(device, &mut planner)?;
         // It ends with its work.
         Ok(device.stream_destroy(stream)?)
@@ -60,7 +61,7 @@ pub(crate) fn launch_stuck(comm: &Arc<Communicator>) -> Result<()> {
 impl Group {
     /// Does what was collected; lists the operations that were launched, also where others could not be. With
     /// non-blocking communicators a thread does it, and their state tells of its end.
-    pub(super) fn complete(mut self, launched: &mut Vec<OpInfo>) -> Result<()> {
+    pub(super) fn complete(mut self, launched: &mut Few<OpInfo>) -> Result<()> {
         if let Some(error) = self.error.take() {
             mem::take(&mut self.jobs).withdraw();
             self.forget(&[]);
@@ -86,12 +87,12 @@ impl Group {
         let (ready, made) = mem::take(&mut self.jobs).split();
         let waiting = lives.clone();
         let started = work.start(move || {
-            let mut launched = Vec::new();
+            let mut launched = Few::None;
             let result = catch_unwind(AssertUnwindSafe(|| {
                 ready.run().and_then(|()| self.run(&mut launched))
             }))
             .unwrap_or_else(|_| Err(Error::internal("a group's thread panicked")));
-            announce(&launched);
+            announce(&launched, observe::now_ns());
             for life in &waiting {
                 life.finish(&result);
             }
@@ -106,34 +107,32 @@ impl Group {
     }
 
     /// Launches the operations and lists them, also where others could not be launched: those have not happened.
-    fn run(mut self, launched: &mut Vec<OpInfo>) -> Result<()> {
+    fn run(&mut self, launched: &mut Few<OpInfo>) -> Result<()> {
         if self.tasks.is_empty() {
             return Ok(());
         }
-        let record = Record {
-            op: self.number,
-            pid: observe::pid(),
-            ..Record::new(Kind::Group, State::START, observe::now_ns())
-        }
-        .with_flags(Flags::GRAPH.when(self.captured));
-        if observe::wants(Kind::Group) {
-            observe::emit(&record);
-        }
+        self.emit(State::START);
         // In an order that all ranks come to, whichever communicator each of them used first: on a stream that several
         // communicators share, ranks must not wait for each other crosswise.
         self.tasks.sort_by_key(|tasks| tasks.comm.id);
         let result = self.launch(launched);
-        if observe::wants(Kind::Group) {
-            observe::emit(&Record {
-                state: State::STOP,
-                time_ns: observe::now_ns(),
-                ..record
-            });
-        }
+        self.emit(State::STOP);
         if result.is_err() {
             self.forget(launched);
         }
         result
+    }
+
+    /// Says that it begins to be launched, or that it is.
+    fn emit(&self, state: State) {
+        if observe::wants(Kind::Group) {
+            let record = Record {
+                op: self.number,
+                pid: observe::pid(),
+                ..Record::new(Kind::Group, state, observe::now_ns())
+            };
+            observe::emit(&record.with_flags(Flags::GRAPH.when(self.captured)));
+        }
     }
 
     /// Makes the communicators, and says how long the operations would take.
@@ -151,7 +150,7 @@ impl Group {
         };
         self.error = checked.as_ref().err().cloned();
         let made = if self.error.is_some() || !self.jobs.is_empty() {
-            self.complete(&mut Vec::new())
+            self.complete(&mut Few::None)
         } else {
             Ok(())
         };
@@ -175,13 +174,14 @@ impl Group {
         }
     }
 
-    fn launch(&self, launched: &mut Vec<OpInfo>) -> Result<()> {
-        let mut launchings = Vec::with_capacity(self.tasks.len());
+    fn launch(&self, launched: &mut Few<OpInfo>) -> Result<()> {
+        let mut launchings = Few::None;
         for tasks in &self.tasks {
             let comm = tasks.comm.clone();
-            comm.planner().plans.drain();
+            let spare = comm.planner().plans.spare();
             let plans = plan::build(
                 &comm,
+                spare,
                 &tasks.collectives,
                 &tasks.exchange,
                 tasks.capture.is_some(),
@@ -208,7 +208,17 @@ impl Group {
         })
     }
 
-    fn launch_all(launchings: &mut [Launching<'_>], launched: &mut Vec<OpInfo>) -> Result<()> {
+    fn launch_all(launchings: &mut [Launching<'_>], launched: &mut Few<OpInfo>) -> Result<()> {
+        // The same in one go: what follows, where there is nobody to take turns with.
+        if let [launching] = launchings {
+            let comm = launching.comm.clone();
+            return device_of(&comm, |device| {
+                let mut planner = comm.planner();
+                launching.prepare(device, &mut planner)?;
+                while launching.launch(device, &mut planner, launched)? {}
+                launching.finish(device, &mut planner)
+            });
+        }
         type Step<'a> = &'a mut dyn FnMut(&mut Launching<'_>, &dyn Device) -> Result<()>;
         let each = |launchings: &mut [Launching<'_>], step: Step<'_>| {
             launchings.iter_mut().try_for_each(|launching| {

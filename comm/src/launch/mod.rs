@@ -14,6 +14,7 @@ use crate::{
     communicator::{Communicator, Planner},
     device::{Capture, Device, Stream},
     error::Result,
+    few::Few,
     observe,
     plan::{OpInfo, Plan},
 };
@@ -24,7 +25,7 @@ pub(crate) struct Launching<'a> {
     /// The streams that the caller named, in the order of their first use; the first one carries the kernels.
     pub(crate) streams: &'a [Stream],
     pub(crate) capture: Option<Capture>,
-    pub(crate) plans: Vec<Plan>,
+    pub(crate) plans: Few<Plan>,
     /// The plan to be launched next.
     pub(crate) next: usize,
 }
@@ -69,7 +70,7 @@ impl Launching<'_> {
         &mut self,
         device: &dyn Device,
         planner: &mut Planner,
-        launched: &mut Vec<OpInfo>,
+        launched: &mut Few<OpInfo>,
     ) -> Result<bool> {
         let Some(plan) = self.plans.get(self.next) else {
             return Ok(false);
@@ -141,7 +142,7 @@ impl Launching<'_> {
                 ..record
             });
         }
-        launched.extend_from_slice(&plan.ops);
+        launched.extend(plan.ops.iter().copied());
         self.next += 1;
         Ok(self.next < self.plans.len())
     }

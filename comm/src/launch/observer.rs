@@ -3,14 +3,13 @@
 use std::sync::{
     Arc,
     atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering},
-    mpsc::Sender,
 };
 
 use ringsight_kernels::Observer;
 use ringsight_records::{Kind, Record, State, description::Time};
 
-use super::reclaim::Reclaim;
-use crate::{checks::Checks, observe, plan::OpInfo};
+use super::reclaim::{Notes, Reclaim};
+use crate::{checks::Checks, few::Few, observe, plan::OpInfo};
 
 /// One operation of a plan while its kernel runs. Replays of a plan run one after another, so one state serves all.
 pub struct OpState {
@@ -195,38 +194,57 @@ pub(crate) struct Shared {
 pub struct PlanObserver {
     number: u32,
     /// By operation number.
-    states: Vec<OpState>,
+    states: Few<OpState>,
     /// Operations that other plans have works of too, by operation number; each is counted for the plan that it begins in.
     shared: Vec<Shared>,
     persistent: bool,
     stage: AtomicU8,
     /// How often something moved.
     moves: AtomicU64,
-    reclaim: Sender<Reclaim>,
+    notes: Arc<Notes>,
     checks: Arc<Checks>,
 }
 
+/// What a plan has for its observer.
+pub(crate) struct Contents {
+    pub(crate) number: u32,
+    pub(crate) states: Few<OpState>,
+    pub(crate) shared: Vec<Shared>,
+    pub(crate) persistent: bool,
+}
+
 impl PlanObserver {
-    pub(crate) fn new(
-        number: u32,
-        mut states: Vec<OpState>,
-        mut shared: Vec<Shared>,
-        persistent: bool,
-        reclaim: Sender<Reclaim>,
-        checks: Arc<Checks>,
-    ) -> Self {
+    pub(crate) fn new(contents: Contents, notes: Arc<Notes>, checks: Arc<Checks>) -> Self {
+        let mut this = Self {
+            number: 0,
+            states: Few::None,
+            shared: Vec::new(),
+            persistent: false,
+            stage: AtomicU8::new(0),
+            moves: AtomicU64::new(0),
+            notes,
+            checks,
+        };
+        this.renew(contents);
+        this
+    }
+
+    /// That of another plan of the communicator.
+    pub(crate) fn renew(&mut self, contents: Contents) {
+        let Contents {
+            number,
+            mut states,
+            mut shared,
+            persistent,
+        } = contents;
         states.sort_by_key(|state| state.info.op);
         shared.sort_by_key(|shared| shared.state.info.op);
-        Self {
-            number,
-            states,
-            shared,
-            persistent,
-            stage: AtomicU8::new(Stage::Waiting as u8),
-            moves: AtomicU64::new(0),
-            reclaim,
-            checks,
-        }
+        self.number = number;
+        self.states = states;
+        self.shared = shared;
+        self.persistent = persistent;
+        *self.stage.get_mut() = Stage::Waiting as u8;
+        *self.moves.get_mut() = 0;
     }
 
     /// Ends operations that began in an earlier plan and were to go on in this one, which is not launched.
@@ -348,8 +366,7 @@ impl Observer for PlanObserver {
         // Release: pairs with `stage`.
         self.stage.store(Stage::Finished as u8, Ordering::Release);
         if !self.persistent {
-            // A communicator that is gone has no queue any more, and nothing to reclaim into.
-            let _ = self.reclaim.send(Reclaim::Plan(self.number));
+            self.notes.put(Reclaim::Plan(self.number));
         }
     }
 }

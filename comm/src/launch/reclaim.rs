@@ -1,28 +1,85 @@
-//! Giving back what finished plans hold. The device's threads and graph destructors only put a note into a queue (many
-//! producers, one consumer); the thread that makes API calls on the communicator empties it at its next group end.
+//! Giving back what finished plans hold. The device's threads and graph destructors only put a note into a queue; the
+//! thread that makes API calls on the communicator empties it at its next group end, and makes its next plan of one that
+//! is over.
 
 use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, mpsc::Receiver},
+    collections::{HashMap, VecDeque},
+    mem,
+    sync::{
+        Arc, Condvar, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
-use ringsight_kernels::Launch;
+use ringsight_kernels::{ChannelWork, Launch, Observer};
 
-use super::observer::{PlanObserver, Stage};
-use crate::{communicator::lock, observe};
+use super::observer::{Contents, PlanObserver, Stage};
+use crate::{communicator::Communicator, communicator::lock, observe};
 
 /// A note in the queue.
 #[derive(Clone, Copy, Debug)]
-pub enum Reclaim {
+pub(crate) enum Reclaim {
     /// A plan that ran once is finished.
     Plan(u32),
     /// A graph is gone with all its instances.
     Graph(u32),
 }
 
+/// The queue of notes: from any thread to the one that makes calls.
+#[derive(Debug, Default)]
+pub(crate) struct Notes {
+    queue: Mutex<Queue>,
+    /// There are some.
+    any: AtomicBool,
+    came: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    notes: Vec<Reclaim>,
+    /// Threads that wait for one. A notification is a system call whether anybody waits or not.
+    waiting: u32,
+}
+
+impl Notes {
+    pub(crate) fn put(&self, note: Reclaim) {
+        let mut queue = lock(&self.queue);
+        queue.notes.push(note);
+        // Relaxed: who looks without the lock and sees it takes the lock; who does not looks again at its next call.
+        self.any.store(true, Ordering::Relaxed);
+        let waiting = queue.waiting > 0;
+        drop(queue);
+        if waiting {
+            self.came.notify_all();
+        }
+    }
+
+    /// Swaps all notes for an empty list, whose memory is used for the next ones.
+    fn swap(&self, empty: &mut Vec<Reclaim>) {
+        // Relaxed: see `put`.
+        if self.any.load(Ordering::Relaxed) {
+            let mut queue = lock(&self.queue);
+            mem::swap(&mut queue.notes, empty);
+            self.any.store(false, Ordering::Relaxed);
+        }
+    }
+
+    /// Waits until there is one, at most so long.
+    fn wait(&self, limit: Duration) {
+        let mut queue = lock(&self.queue);
+        queue.waiting += 1;
+        let (mut queue, _) = self
+            .came
+            .wait_timeout_while(queue, limit, |queue| queue.notes.is_empty())
+            .unwrap_or_else(PoisonError::into_inner);
+        queue.waiting -= 1;
+    }
+}
+
 /// A plan that the device may still run.
 struct InFlight {
+    number: u32,
     /// Kept for the communicator's life with the plan; the device holds its own reference.
     launch: Arc<Launch>,
     observer: Arc<PlanObserver>,
@@ -40,10 +97,74 @@ pub(super) fn works(launch: &Launch) -> usize {
     launch.channels.iter().map(|channel| channel.work.len()).sum()
 }
 
+/// The most plans that are kept for later ones, and the most work elements that each has.
+const SPARES: usize = 256;
+const SPARE_WORKS: usize = 16;
+
+/// A plan that is over and nobody looks at any more: memory for the next one. To have it from here and not from the allocator
+/// takes a tenth of the time, and leaves nothing to be freed by threads that have not allocated it.
+pub(crate) struct Spare {
+    launch: Arc<Launch>,
+    observer: Arc<PlanObserver>,
+}
+
+impl Spare {
+    /// The memory of its works.
+    pub(crate) fn take_works(&mut self) -> Vec<ChannelWork> {
+        Arc::get_mut(&mut self.launch).map_or(Vec::new(), |launch| mem::take(&mut launch.channels))
+    }
+}
+
+/// What the device is given of a plan, and its observer.
+pub(crate) fn assemble(
+    comm: &Communicator,
+    spare: Option<Spare>,
+    channels: Vec<ChannelWork>,
+    contents: Contents,
+) -> (Arc<Launch>, Arc<PlanObserver>) {
+    if let Some(mut spare) = spare
+        && let (Some(launch), Some(observer)) =
+            (Arc::get_mut(&mut spare.launch), Arc::get_mut(&mut spare.observer))
+    {
+        observer.renew(contents);
+        launch.channels = channels;
+        launch.observer = spare.observer.clone();
+        return (spare.launch, spare.observer);
+    }
+    let observer = Arc::new(PlanObserver::new(
+        contents,
+        comm.notes.clone(),
+        comm.checks.clone(),
+    ));
+    let launch = Launch {
+        channels,
+        abort: comm.abort.clone(),
+        observer: observer.clone(),
+        peers: comm.peers.clone(),
+    };
+    (Arc::new(launch), observer)
+}
+
+/// Observes nothing: of launches that are kept for later ones.
+struct Nobody;
+
+impl Observer for Nobody {
+    fn channel_started(&self, _op: u32, _replay: u32, _channel: u8) {}
+    fn channel_stopped(&self, _op: u32, _replay: u32, _channel: u8, _aborted: bool) {}
+    fn mismatch(&self, _op: u32, _replay: u32, _channel: u8, _theirs: u32) {}
+    fn launch_finished(&self, _replay: u32, _aborted: bool) {}
+}
+
 /// Plans that were launched and not reclaimed.
 pub(crate) struct Plans {
-    queue: Receiver<Reclaim>,
-    eager: HashMap<u32, InFlight>,
+    notes: Arc<Notes>,
+    /// Empty, but for its memory.
+    read: Vec<Reclaim>,
+    /// In the order of their launch, which is nearly always that of their end.
+    eager: VecDeque<InFlight>,
+    /// Some that are over, oldest first.
+    spares: VecDeque<InFlight>,
+    nobody: Arc<dyn Observer>,
     /// Work elements of all of `eager`.
     works: usize,
     /// By graph number.
@@ -61,10 +182,13 @@ struct Captured {
 }
 
 impl Plans {
-    pub(crate) fn new(queue: Receiver<Reclaim>) -> Self {
+    pub(crate) fn new(notes: Arc<Notes>) -> Self {
         Self {
-            queue,
-            eager: HashMap::new(),
+            notes,
+            read: Vec::new(),
+            eager: VecDeque::new(),
+            spares: VecDeque::new(),
+            nobody: Arc::new(Nobody),
             works: 0,
             captured: HashMap::new(),
         }
@@ -78,10 +202,14 @@ impl Plans {
         launch: Arc<Launch>,
         observer: Arc<PlanObserver>,
     ) {
-        let plan = InFlight { launch, observer };
+        let plan = InFlight {
+            number,
+            launch,
+            observer,
+        };
         if graph == 0 {
             self.works += plan.works();
-            self.eager.insert(number, plan);
+            self.eager.push_back(plan);
         } else {
             self.captured.entry(graph).or_default().plans.push(plan);
         }
@@ -89,9 +217,34 @@ impl Plans {
 
     /// Forgets a plan that runs once: it is finished, or its launch failed.
     pub(crate) fn withdraw(&mut self, number: u32) {
-        if let Some(plan) = self.eager.remove(&number) {
-            self.works -= plan.works();
+        let place = self.eager.iter().position(|plan| plan.number == number);
+        if let Some(plan) = place.and_then(|place| self.eager.remove(place)) {
+            let works = plan.works();
+            self.works -= works;
+            if self.spares.len() < SPARES && works <= SPARE_WORKS {
+                self.spares.push_back(plan);
+            }
         }
+    }
+
+    /// Takes back everything that is finished, without waiting; gives memory for a plan, if there is some that nobody looks at
+    /// any more.
+    pub(crate) fn spare(&mut self) -> Option<Spare> {
+        self.drain();
+        // The oldest: the device and the watchdog let go of the latest a little after they have said that it is over. Its
+        // observer has two owners then, this and the launch, so that nobody is left who could make it more.
+        let oldest = self.spares.front_mut()?;
+        if Arc::strong_count(&oldest.observer) > 2 {
+            return None;
+        }
+        Arc::get_mut(&mut oldest.launch)?.observer = self.nobody.clone();
+        let InFlight { launch, observer, .. } = self.spares.pop_front()?;
+        Some(Spare { launch, observer })
+    }
+
+    /// No plan follows.
+    pub(crate) fn drop_spares(&mut self) {
+        self.spares.clear();
     }
 
     /// Whether graphs hold plans of this communicator.
@@ -112,7 +265,7 @@ impl Plans {
     /// The operation numbers that a graph holds, for its destructor; `None` if it has one already.
     pub(crate) fn retain(&mut self, graph: u32) -> Option<Arc<Mutex<Vec<u32>>>> {
         let captured = self.captured.entry(graph).or_default();
-        (!std::mem::replace(&mut captured.retained, true)).then(|| captured.ops.clone())
+        (!mem::replace(&mut captured.retained, true)).then(|| captured.ops.clone())
     }
 
     fn reclaim(&mut self, note: Reclaim) {
@@ -130,9 +283,18 @@ impl Plans {
 
     /// Takes back everything that is finished, without waiting.
     pub(crate) fn drain(&mut self) {
-        while let Ok(note) = self.queue.try_recv() {
+        let mut notes = mem::take(&mut self.read);
+        self.notes.swap(&mut notes);
+        for note in notes.drain(..) {
             self.reclaim(note);
         }
+        self.read = notes;
+    }
+
+    /// The same, and waits until there is something, at most so long.
+    fn drain_within(&mut self, limit: Duration) {
+        self.notes.wait(limit);
+        self.drain();
     }
 
     /// Waits until a FIFO of `depth` work elements has room for `works` more, or `give_up` says so (asked ten times a second);
@@ -143,9 +305,7 @@ impl Plans {
             if give_up() {
                 return false;
             }
-            if let Ok(note) = self.queue.recv_timeout(Duration::from_millis(100)) {
-                self.reclaim(note);
-            }
+            self.drain_within(Duration::from_millis(100));
         }
         true
     }
@@ -154,9 +314,7 @@ impl Plans {
     pub(crate) fn wait(&mut self, mut give_up: impl FnMut(&Self) -> bool) {
         self.drain();
         while !self.eager.is_empty() && !give_up(self) {
-            if let Ok(note) = self.queue.recv_timeout(Duration::from_millis(100)) {
-                self.reclaim(note);
-            }
+            self.drain_within(Duration::from_millis(100));
         }
     }
 
@@ -166,16 +324,14 @@ impl Plans {
         let end = Instant::now() + limit;
         self.drain();
         while self.running() && Instant::now() < end {
-            if let Ok(note) = self.queue.recv_timeout(Duration::from_millis(1)) {
-                self.reclaim(note);
-            }
+            self.drain_within(Duration::from_millis(1));
         }
     }
 
     fn running(&self) -> bool {
         let captured = self.captured.values().flat_map(|captured| &captured.plans);
         self.eager
-            .values()
+            .iter()
             .chain(captured)
             .any(|plan| plan.observer.stage() == Stage::Running)
     }

@@ -1,8 +1,8 @@
 //! A plan in the making: work elements, network work and descriptions of its operations.
 
-use std::{ops::Range, sync::Arc};
+use std::ops::Range;
 
-use ringsight_kernels::{ChannelWork, Connections, Launch, Work};
+use ringsight_kernels::{ChannelWork, Connections, Work};
 use ringsight_records::{Algorithm, Description, Flags, Function, Protocol, State};
 
 use super::{OpInfo, Plan, Task, algorithm, channels, estimate, exchange, layout::choice_of};
@@ -10,7 +10,11 @@ use crate::{
     checks,
     communicator::Communicator,
     error::{Error, Result},
-    launch::observer::{OpState, PlanObserver, Shared},
+    few::Few,
+    launch::{
+        observer::{Contents, OpState, Shared},
+        reclaim::{self, Spare},
+    },
     observe,
     proxy::ProxyOp,
 };
@@ -27,19 +31,24 @@ pub(super) struct Builder<'a> {
     /// Nothing may be added to its one operation.
     pub(super) alone: bool,
     picker: channels::Picker,
-    /// By channel number.
-    work: Vec<Vec<Work>>,
-    states: Vec<OpState>,
+    /// What it is made of, but for the works.
+    spare: Option<Spare>,
+    work: ChannelWorks,
+    states: Few<OpState>,
     pub(super) shared: Vec<Shared>,
-    ops: Vec<OpInfo>,
-    calls: Vec<checks::Entry>,
+    ops: Few<OpInfo>,
+    calls: Few<checks::Entry>,
     proxy_ops: Vec<ProxyOp>,
 }
 
 impl<'a> Builder<'a> {
-    /// An empty plan of a group; without one it only says what it would take.
-    pub(super) fn new(comm: &'a Communicator, group: Option<u32>) -> Self {
+    /// An empty plan of a group; without one it only says what it would take. It has the memory of one that is over, if
+    /// there is one.
+    pub(super) fn new(comm: &'a Communicator, group: Option<u32>, spare: Option<Spare>) -> Self {
+        let mut spare = spare;
+        let works = spare.as_mut().map(Spare::take_works).unwrap_or_default();
         Self {
+            spare,
             comm,
             number: group.map_or(0, |_| observe::next_plan()),
             group: group.unwrap_or(0),
@@ -47,11 +56,11 @@ impl<'a> Builder<'a> {
             used: 0,
             alone: false,
             picker: channels::Picker::new(comm.channels()),
-            work: (0..comm.channels()).map(|_| Vec::new()).collect(),
-            states: Vec::new(),
+            work: ChannelWorks::again(works),
+            states: Few::None,
             shared: Vec::new(),
-            ops: Vec::new(),
-            calls: Vec::new(),
+            ops: Few::None,
+            calls: Few::None,
             proxy_ops: Vec::new(),
         }
     }
@@ -279,7 +288,7 @@ impl<'a> Builder<'a> {
 
     pub(super) fn add_work(&mut self, channel: u8, work: Work) {
         self.used += 1;
-        self.work[usize::from(channel)].push(work);
+        self.work.of(channel).push(work);
     }
 
     /// Adds a proxy operation if the connection has a proxy and there are steps to move; returns how many were added.
@@ -352,7 +361,7 @@ impl<'a> Builder<'a> {
     ) {
         self.describe(task, channel_mask, proxy_ops, algorithm, protocol);
         crate::log::choice(task, channel_mask, (algorithm, protocol));
-        task.info.emit(task.info.kind(), State::START, observe::now_ns());
+        task.info.emit_now(task.info.kind(), State::START);
         self.ops.push(task.info);
         self.calls
             .push(checks::Entry::new(&task.info, task.request.call()));
@@ -405,36 +414,58 @@ impl<'a> Builder<'a> {
     }
 
     pub(super) fn finish(self, persistent: bool) -> Result<Plan> {
-        let observer = Arc::new(PlanObserver::new(
-            self.number,
-            self.states,
-            self.shared,
+        let contents = Contents {
+            number: self.number,
+            states: self.states,
+            shared: self.shared,
             persistent,
-            self.comm.reclaim.clone(),
-            self.comm.checks.clone(),
-        ));
-        let channels = self
-            .work
-            .into_iter()
-            .enumerate()
-            .filter(|(_, work)| !work.is_empty())
-            .map(|(channel, work)| ChannelWork {
-                channel: channel as u8,
-                work,
-            })
-            .collect();
+        };
+        let (launch, observer) = reclaim::assemble(self.comm, self.spare, self.work.finish(), contents);
         Ok(Plan {
             number: self.number,
-            launch: Arc::new(Launch {
-                channels,
-                abort: self.comm.abort.clone(),
-                observer: observer.clone(),
-                peers: self.comm.peers.clone(),
-            }),
+            launch,
             observer,
             proxy_ops: self.proxy_ops,
             ops: self.ops,
             calls: self.calls,
         })
+    }
+}
+
+/// The work of a plan's channels in the making.
+struct ChannelWorks {
+    /// Those with work, in channel order; then what is left of a plan that is over.
+    all: Vec<ChannelWork>,
+    used: usize,
+}
+
+impl ChannelWorks {
+    /// None yet, in the memory of others.
+    fn again(mut all: Vec<ChannelWork>) -> Self {
+        all.iter_mut().for_each(|channel| channel.work.clear());
+        Self { all, used: 0 }
+    }
+
+    /// That of one channel.
+    fn of(&mut self, number: u8) -> &mut Vec<Work> {
+        let used = &self.all[..self.used];
+        let place = used.partition_point(|channel| channel.channel < number);
+        if used.get(place).is_none_or(|channel| channel.channel != number) {
+            if self.used == self.all.len() {
+                self.all.push(ChannelWork {
+                    channel: number,
+                    work: Vec::new(),
+                });
+            }
+            self.all[self.used].channel = number;
+            self.all[place..=self.used].rotate_right(1);
+            self.used += 1;
+        }
+        &mut self.all[place].work
+    }
+
+    fn finish(mut self) -> Vec<ChannelWork> {
+        self.all.truncate(self.used);
+        self.all
     }
 }

@@ -8,6 +8,8 @@ use std::ops::Range;
 /// Loads of a plan's channels in bytes.
 #[derive(Clone, Debug)]
 pub struct Picker {
+    channels: usize,
+    /// By channel, from the first operation on.
     loads: Vec<u64>,
 }
 
@@ -16,13 +18,15 @@ impl Picker {
     #[must_use]
     pub fn new(channels: usize) -> Self {
         Self {
-            loads: vec![0; channels],
+            channels,
+            loads: Vec::new(),
         }
     }
 
     /// Takes the `wanted` least loaded channels, in channel order, and loads them with `bytes` together. Ties go to the
     /// lower channel.
     pub fn pick(&mut self, wanted: usize, bytes: u64) -> Vec<u8> {
+        self.loads.resize(self.channels, 0);
         let mut order: Vec<usize> = (0..self.loads.len()).collect();
         order.sort_by_key(|channel| (self.loads[*channel], *channel));
         order.truncate(wanted.clamp(1, self.loads.len()));

@@ -6,7 +6,11 @@ use super::{Exchange, Task, algorithm, builder::Builder};
 use crate::{
     communicator::Communicator,
     error::{Error, Result},
-    launch::observer::{OpState, Shared},
+    few::Few,
+    launch::{
+        observer::{OpState, Shared},
+        reclaim::Spare,
+    },
 };
 
 /// How a task is carried out, and over how many channels.
@@ -34,7 +38,9 @@ pub(super) struct Plans<'a> {
     budget: usize,
     /// `None`: only to know what they would take.
     group: Option<u32>,
-    made: Vec<Builder<'a>>,
+    /// For the next plan.
+    spare: Option<Spare>,
+    made: Few<Builder<'a>>,
 }
 
 impl<'a> Plans<'a> {
@@ -44,18 +50,20 @@ impl<'a> Plans<'a> {
         collectives: &[Task],
         exchange: &Exchange,
         persistent: bool,
-        group: Option<u32>,
-    ) -> Result<Vec<Builder<'a>>> {
+        group: Option<(u32, Option<Spare>)>,
+    ) -> Result<Few<Builder<'a>>> {
         let budget = if persistent {
             usize::MAX
         } else {
             comm.work_fifo_depth / 2
         };
+        let (group, spare) = group.map_or((None, None), |(group, spare)| (Some(group), spare));
         let mut plans = Self {
             comm,
             budget,
             group,
-            made: Vec::new(),
+            spare,
+            made: Few::None,
         };
         let tasks = exchange.tasks();
         // In call order, so that ranks that call in another order differ.
@@ -118,7 +126,8 @@ impl<'a> Plans<'a> {
             .last()
             .is_none_or(|plan| plan.alone || plan.used > 0 && plan.used + elements > self.budget)
         {
-            self.made.push(Builder::new(self.comm, self.group));
+            let builder = Builder::new(self.comm, self.group, self.spare.take());
+            self.made.push(builder);
         }
         let index = self.made.len() - 1;
         (&mut self.made[index], index)
@@ -126,9 +135,11 @@ impl<'a> Plans<'a> {
 
     /// A plan for one operation that has a launch of its own.
     fn alone(&mut self) -> &mut Builder<'a> {
-        let plan = self.made.push_mut(Builder::new(self.comm, self.group));
-        plan.alone = true;
-        plan
+        let mut builder = Builder::new(self.comm, self.group, self.spare.take());
+        builder.alone = true;
+        self.made.push(builder);
+        let last = self.made.len() - 1;
+        &mut self.made[last]
     }
 
     /// Enters an operation whose messages have been added: with the plan that it begins in, and as seen by all.

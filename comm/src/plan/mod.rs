@@ -21,7 +21,12 @@ use std::{sync::Arc, time::Duration};
 use ringsight_kernels::Launch;
 
 use crate::{
-    checks, communicator::Communicator, error::Result, launch::observer::PlanObserver, proxy::ProxyOp,
+    checks,
+    communicator::Communicator,
+    error::Result,
+    few::Few,
+    launch::{observer::PlanObserver, reclaim::Spare},
+    proxy::ProxyOp,
 };
 use layout::Plans;
 
@@ -46,20 +51,21 @@ pub(crate) struct Plan {
     /// Network work; the replay is filled in when it is posted.
     pub(crate) proxy_ops: Vec<ProxyOp>,
     /// Its operations.
-    pub(crate) ops: Vec<OpInfo>,
+    pub(crate) ops: Few<OpInfo>,
     /// What was called for them.
-    pub(crate) calls: Vec<checks::Entry>,
+    pub(crate) calls: Few<checks::Entry>,
 }
 
-/// Plans everything that a group asks of one communicator.
+/// Plans everything that a group asks of one communicator; the first plan has the memory of one that is over, if there is one.
 pub(crate) fn build(
     comm: &Communicator,
+    spare: Option<Spare>,
     collectives: &[Task],
     exchange: &Exchange,
     persistent: bool,
     group: u32,
-) -> Result<Vec<Plan>> {
-    Plans::lay_out(comm, collectives, exchange, persistent, Some(group))?
+) -> Result<Few<Plan>> {
+    Plans::lay_out(comm, collectives, exchange, persistent, Some((group, spare)))?
         .into_iter()
         .map(|plan| plan.finish(persistent))
         .collect()

@@ -46,7 +46,7 @@ pub(crate) fn stuck(comm: &Communicator, stream: Stream, group: u32) -> Result<P
         group_depth: 1,
         tid: 0,
     };
-    let mut plan = Builder::new(comm, Some(group));
+    let mut plan = Builder::new(comm, Some(group), None);
     let work = plan.message_of(&task, Function::Recv, 0..1, Connections::Recv(fifo));
     plan.add_work(0, work);
     plan.add_op(&task, None, 1, 0, Algorithm::Direct, Protocol::Simple);

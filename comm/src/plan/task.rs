@@ -144,6 +144,13 @@ impl OpInfo {
         }
     }
 
+    /// The same of what happens now.
+    pub(crate) fn emit_now(&self, kind: Kind, state: State) {
+        if observe::wants(kind) {
+            observe::emit(&self.record(kind, state, observe::now_ns(), 0));
+        }
+    }
+
     /// [`Kind::P2p`] or [`Kind::Coll`].
     #[must_use]
     pub fn kind(&self) -> Kind {
