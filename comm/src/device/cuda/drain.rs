@@ -3,7 +3,9 @@
 //! One thread a GPU. It reads memory only: a call of the driver could block behind the very kernel that waits for it.
 
 use std::{
-    sync::{Arc, atomic::Ordering},
+    collections::BTreeMap,
+    mem,
+    sync::{Arc, PoisonError, atomic::Ordering},
     thread,
     time::Duration,
 };
@@ -14,10 +16,10 @@ use ringsight_kernels::{
 };
 
 use super::{
-    gpu::{Launches, Memory, Slot, Table},
+    gpu::{Launches, Memory, Slot},
     release,
 };
-use crate::communicator::lock;
+use crate::{communicator::lock, few::Few};
 
 /// How often the ring is looked at while something runs. Times come from the GPU: this is not their resolution.
 const BUSY: Duration = Duration::from_micros(20);
@@ -28,12 +30,21 @@ const LINGER: u32 = 50;
 /// Looks without an event before it is quiet.
 const PATIENCE: u32 = 500;
 
+/// A launch that is about to begin.
+pub(super) struct Entered {
+    pub(super) number: u32,
+    pub(super) launch: Arc<Launch>,
+    pub(super) slot: Slot,
+    pub(super) captured: bool,
+    /// Called when nothing runs it any more.
+    pub(super) on_end: Option<Box<dyn FnOnce() + Send>>,
+}
+
 /// A launch that the GPU may run.
-pub(super) struct InFlight {
+struct InFlight {
     launch: Arc<Launch>,
     slot: Slot,
     captured: bool,
-    /// Called when nothing runs it any more.
     on_end: Option<Box<dyn FnOnce() + Send>>,
     /// The kernel was told of the abort.
     aborted: bool,
@@ -42,7 +53,7 @@ pub(super) struct InFlight {
     /// Runs that the observer was told the end of.
     finished: u32,
     /// The channels of its operations, and what was told of them in this run.
-    told: Vec<Told>,
+    told: Few<Told>,
 }
 
 /// One channel of one operation.
@@ -60,13 +71,15 @@ enum Stage {
 }
 
 impl InFlight {
-    pub(super) fn new(
-        launch: Arc<Launch>,
-        slot: Slot,
-        captured: bool,
-        on_end: Option<Box<dyn FnOnce() + Send>>,
-    ) -> Self {
-        let mut told: Vec<Told> = Vec::new();
+    fn new(entered: Entered) -> Self {
+        let Entered {
+            launch,
+            slot,
+            captured,
+            on_end,
+            ..
+        } = entered;
+        let mut told: Few<Told> = Few::None;
         for channel in &launch.channels {
             for work in channel.work.iter().filter(|work| !work.only_shows_tag()) {
                 if !told
@@ -93,13 +106,18 @@ impl InFlight {
         }
     }
 
-    /// What it held: the slot for the next launch, the rest to be dropped where that may take time.
-    pub(super) fn end(mut self) -> (Slot, Arc<Launch>) {
+    /// Nothing runs it any more; gives its slot for another launch.
+    fn end(mut self) -> Slot {
         if let Some(on_end) = self.on_end.take() {
             on_end();
         }
         self.slot.renew();
-        (self.slot, self.launch)
+        // Nearly always its communicator has it too, and makes another launch of it. Else what it holds is dropped where that
+        // may take time.
+        if let Some(launch) = Arc::into_inner(self.launch) {
+            release::later(launch);
+        }
+        self.slot
     }
 
     fn tell(&mut self, event: &Event) {
@@ -139,7 +157,7 @@ impl InFlight {
     /// The present run is over. What was done and not told was lost, and is made up for.
     fn finish(&mut self, aborted: bool) {
         let observer = &self.launch.observer;
-        for told in &mut self.told {
+        for told in self.told.iter_mut() {
             if !aborted && told.stage == Stage::Nothing {
                 observer.channel_started(told.op, self.replay, told.channel);
             }
@@ -174,77 +192,115 @@ impl InFlight {
 pub(super) struct Drain {
     entries: Arc<Memory<Entry>>,
     launches: Arc<Launches>,
+    /// By number, which is the order of their launch as long as numbers do not begin anew.
+    in_flight: BTreeMap<u32, InFlight>,
+    /// What is handed over next, and what was: empty, but for their memory.
+    entered: Vec<Entered>,
+    forgotten: Vec<u32>,
+    free: Vec<Slot>,
+    looks: Vec<(u32, u32, bool)>,
 }
 
 impl Drain {
     pub(super) fn new(entries: Arc<Memory<Entry>>, launches: Arc<Launches>) -> Self {
-        Self { entries, launches }
+        Self {
+            entries,
+            launches,
+            in_flight: BTreeMap::new(),
+            entered: Vec::new(),
+            forgotten: Vec::new(),
+            free: Vec::new(),
+            looks: Vec::new(),
+        }
     }
 
     /// Runs for the life of the process.
-    pub(super) fn run(self) {
-        let Self { entries, launches } = self;
+    pub(super) fn run(mut self) {
+        let entries = self.entries.clone();
         let mut ring = Ring::new(&entries);
         let (mut quiet, mut idle) = (0, 0);
         loop {
-            let mut table = lock(&launches.table);
-            idle = if table.in_flight.is_empty() { idle + 1 } else { 0 };
+            idle = if self.in_flight.is_empty() { idle + 1 } else { 0 };
             if idle > LINGER {
-                table.asleep = true;
-                while table.in_flight.is_empty() {
-                    table = launches
-                        .wake
-                        .wait(table)
-                        .unwrap_or_else(std::sync::PoisonError::into_inner);
-                }
-                table.asleep = false;
+                self.sleep();
                 (quiet, idle) = (0, 0);
             }
-            let moved = pass(&mut table, &mut ring);
-            let eager = table.in_flight.values().any(|launch| !launch.captured);
-            drop(table);
+            let moved = self.pass(&mut ring);
+            let eager = self.in_flight.values().any(|launch| !launch.captured);
             quiet = if moved || eager { 0 } else { quiet + 1 };
             thread::sleep(if quiet < PATIENCE { BUSY } else { QUIET });
         }
     }
-}
 
-/// Looks at everything once; says whether anything was new.
-fn pass(table: &mut Table, ring: &mut Ring<'_>) -> bool {
-    // Before the ring: the events of runs that are over by now are in it.
-    let looks: Vec<(u32, u32, bool)> = table
-        .in_flight
-        .iter_mut()
-        .map(|(number, launch)| {
+    /// Waits until there is a launch.
+    fn sleep(&self) {
+        let mut exchange = lock(&self.launches.exchange);
+        exchange.asleep = true;
+        while exchange.entered.is_empty() {
+            exchange = self
+                .launches
+                .wake
+                .wait(exchange)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+        exchange.asleep = false;
+    }
+
+    /// Takes what was entered, and notes what is to be forgotten.
+    fn take(&mut self) {
+        let mut exchange = lock(&self.launches.exchange);
+        mem::swap(&mut exchange.entered, &mut self.entered);
+        self.forgotten.append(&mut exchange.forgotten);
+        drop(exchange);
+        for entered in self.entered.drain(..) {
+            self.in_flight.insert(entered.number, InFlight::new(entered));
+        }
+    }
+
+    /// Looks at everything once; says whether anything was new.
+    fn pass(&mut self, ring: &mut Ring<'_>) -> bool {
+        self.take();
+        // Before the ring: the events of runs that are over by now are in it.
+        self.looks.clear();
+        for (number, launch) in &mut self.in_flight {
             let (runs, aborted) = launch.look();
-            (*number, runs, aborted)
-        })
-        .collect();
-    let mut moved = false;
-    while let Some(event) = ring.next_event() {
-        moved = true;
-        if let Some(launch) = table.in_flight.get_mut(&event.launch) {
-            launch.tell(&event);
+            self.looks.push((*number, runs, aborted));
         }
-    }
-    for (number, runs, aborted) in looks {
-        let Some(launch) = table.in_flight.get_mut(&number) else {
-            continue;
-        };
-        while launch.finished != runs && runs.wrapping_sub(launch.finished) < u32::MAX / 2 {
+        let mut moved = false;
+        while let Some(event) = ring.next_event() {
             moved = true;
-            // An abort word stays set: it is the last run that it ended, and all after it.
-            let last = runs.wrapping_sub(launch.finished) == 1;
-            launch.finish(aborted && last);
+            if !self.in_flight.contains_key(&event.launch) {
+                // Entered after the others were taken: that comes before it begins.
+                self.take();
+            }
+            if let Some(launch) = self.in_flight.get_mut(&event.launch) {
+                launch.tell(&event);
+            }
         }
-        if !launch.captured
-            && launch.finished > 0
-            && let Some(launch) = table.in_flight.remove(&number)
-        {
-            let (slot, rest) = launch.end();
-            table.free.push(slot);
-            release::later(rest);
+        for (number, runs, aborted) in self.looks.drain(..) {
+            let Some(launch) = self.in_flight.get_mut(&number) else {
+                continue;
+            };
+            while launch.finished != runs && runs.wrapping_sub(launch.finished) < u32::MAX / 2 {
+                moved = true;
+                // An abort word stays set: it is the last run that it ended, and all after it.
+                let last = runs.wrapping_sub(launch.finished) == 1;
+                launch.finish(aborted && last);
+            }
+            if !launch.captured
+                && launch.finished > 0
+                && let Some(launch) = self.in_flight.remove(&number)
+            {
+                self.free.push(launch.end());
+            }
         }
+        for number in self.forgotten.drain(..) {
+            self.free
+                .extend(self.in_flight.remove(&number).map(InFlight::end));
+        }
+        if !self.free.is_empty() {
+            lock(&self.launches.exchange).free.append(&mut self.free);
+        }
+        moved
     }
-    moved
 }

@@ -4,7 +4,7 @@ use std::{
     collections::HashMap,
     ffi::{c_int, c_void},
     ops::Deref,
-    sync::{Arc, Condvar, Mutex, OnceLock, atomic::Ordering},
+    sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, atomic::Ordering},
     thread,
 };
 
@@ -18,7 +18,7 @@ use ringsight_kernels::{
 };
 
 use super::{
-    drain::{Drain, InFlight},
+    drain::{Drain, Entered},
     driver::{OutsideCapture, Pinned, attribute, call, check},
 };
 use crate::{
@@ -117,18 +117,22 @@ impl Slot {
     }
 }
 
-/// Launches of one GPU, shared with the thread that drains its events.
+/// What threads that launch and the thread that drains one GPU's events hand each other. Launches belong to the latter: no
+/// observer is told of anything under this lock.
 #[derive(Default)]
 pub(super) struct Launches {
-    pub(super) table: Mutex<Table>,
+    pub(super) exchange: Mutex<Exchange>,
     /// There is something to drain.
     pub(super) wake: Condvar,
 }
 
 /// See [`Launches`].
 #[derive(Default)]
-pub(super) struct Table {
-    pub(super) in_flight: HashMap<u32, InFlight>,
+pub(super) struct Exchange {
+    /// Launches that may begin, in order.
+    pub(super) entered: Vec<Entered>,
+    /// Those that will not run, or not any more.
+    pub(super) forgotten: Vec<u32>,
     pub(super) free: Vec<Slot>,
     /// The thread that drains waits to be woken.
     pub(super) asleep: bool,
@@ -216,7 +220,7 @@ impl Gpu {
         let entries = Arc::new(unsafe { Memory::<Entry>::new(RING_ENTRIES) }?);
         let launches = Arc::new(Launches::default());
         // Now: with kernels on the GPU that wait for others, memory might not be had without waiting for them.
-        lock(&launches.table).free = slots(stream)?;
+        lock(&launches.exchange).free = slots(stream)?;
         let drain = Drain::new(entries.clone(), launches.clone());
         thread::Builder::new()
             .name(format!("rs-gpu-{device}"))
@@ -254,14 +258,18 @@ impl Gpu {
         }
     }
 
-    fn slot(&self) -> Result<Slot> {
-        if let Some(slot) = lock(&self.launches.table).free.pop() {
-            return Ok(slot);
+    /// What launches are entered into, with a free slot, and that slot.
+    fn slot(&self) -> Result<(MutexGuard<'_, Exchange>, Slot)> {
+        let mut exchange = lock(&self.launches.exchange);
+        if exchange.free.is_empty() {
+            drop(exchange);
+            let mut more = slots(self.stream)?;
+            exchange = lock(&self.launches.exchange);
+            exchange.free.append(&mut more);
         }
-        let mut slots = slots(self.stream)?;
-        let slot = slots.pop();
-        lock(&self.launches.table).free.append(&mut slots);
-        slot.ok_or_else(|| DeviceError::Resource("no memory for launches".into()))
+        let slot = exchange.free.pop();
+        slot.map(|slot| (exchange, slot))
+            .ok_or_else(|| DeviceError::Resource("no memory for launches".into()))
     }
 
     /// Pinned memory that holds `bytes`.
@@ -296,8 +304,7 @@ impl Gpu {
     ) -> Result<u32> {
         let invalid = |error: WorkError| DeviceError::InvalidUsage(error.to_string());
         if let Some(mut one_shot) = OneShotLaunch::new(launch).map_err(invalid)? {
-            let slot = self.slot()?;
-            let head = self.enter(launch, slot, captured, None);
+            let head = self.enter(launch, captured, None)?;
             one_shot.arguments.head = head;
             let kernel = (
                 self.one_shots[one_shot.kernel],
@@ -318,7 +325,6 @@ impl Gpu {
             )));
         }
         let outside = program.outside().map(|bytes| self.outside(bytes)).transpose()?;
-        let slot = self.slot()?;
         let mut arguments = program.arguments(outside.as_ref().map_or(0, |pinned| pinned.base() as u64));
         let keeper = Arc::downgrade(self);
         let on_end = outside.map(|pinned| -> Box<dyn FnOnce() + Send> {
@@ -328,7 +334,7 @@ impl Gpu {
                 }
             })
         });
-        arguments.head = self.enter(launch, slot, captured, on_end);
+        arguments.head = self.enter(launch, captured, on_end)?;
         let number = arguments.head.launch;
         let shared_bytes = program.shared_bytes() as u32;
         let kernel = (self.kernel, program.blocks(), cuda::THREADS, shared_bytes);
@@ -337,36 +343,38 @@ impl Gpu {
         Ok(number)
     }
 
-    /// Enters a launch into the table, before it begins: its events may come before the call that launches it returns.
+    /// Enters a launch before it begins: its events may come before the call that launches it returns.
     fn enter(
         &self,
         launch: &Arc<Launch>,
-        slot: Slot,
         captured: bool,
         on_end: Option<Box<dyn FnOnce() + Send>>,
-    ) -> Head {
-        let mut head = Head {
+    ) -> Result<Head> {
+        let (mut exchange, slot) = self.slot()?;
+        let head = Head {
             state: slot.state(),
             control: std::ptr::from_ref(slot.control()) as u64,
             ring: self.entries.as_ptr() as u64,
             ring_ticket: self.ticket,
             ring_mask: RING_ENTRIES as u32 - 1,
-            launch: 0,
+            launch: exchange.next,
             runs_before: slot.runs_before,
             captured: captured.into(),
         };
-        let mut table = lock(&self.launches.table);
-        head.launch = table.next;
-        table.next = table.next.wrapping_add(1);
-        table
-            .in_flight
-            .insert(head.launch, InFlight::new(launch.clone(), slot, captured, on_end));
-        let asleep = table.asleep;
-        drop(table);
+        exchange.next = exchange.next.wrapping_add(1);
+        exchange.entered.push(Entered {
+            number: head.launch,
+            launch: launch.clone(),
+            slot,
+            captured,
+            on_end,
+        });
+        let asleep = exchange.asleep;
+        drop(exchange);
         if asleep {
             self.launches.wake.notify_all();
         }
-        head
+        Ok(head)
     }
 
     /// Launches a kernel with so many blocks, threads and bytes of shared memory; if it cannot, the launch is forgotten.
@@ -381,7 +389,8 @@ impl Gpu {
         launch: u32,
     ) -> Result<()> {
         let mut parameters = [std::ptr::from_mut(argument).cast::<c_void>()];
-        // SAFETY: the argument is copied by the call. What it refers to lives until the launch is over: the table holds it.
+        // SAFETY: the argument is copied by the call. What it refers to lives until the launch is over: who drains its
+        // events holds it.
         let result = unsafe {
             cudarc::driver::sys::cuLaunchKernel(
                 kernel,
@@ -434,12 +443,6 @@ fn slots(stream: CUstream) -> Result<Vec<Slot>> {
 impl Launches {
     /// A launch will not run any more.
     pub(super) fn forget(&self, number: u32) {
-        let mut table = lock(&self.table);
-        if let Some(launch) = table.in_flight.remove(&number) {
-            let (slot, rest) = launch.end();
-            table.free.push(slot);
-            drop(table);
-            super::release::later(rest);
-        }
+        lock(&self.exchange).forgotten.push(number);
     }
 }
