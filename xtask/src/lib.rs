@@ -8,6 +8,7 @@ pub mod bench;
 pub mod demo;
 pub mod dist;
 pub mod fuzz;
+pub mod gpu;
 pub mod process;
 pub mod setup;
 pub mod test;

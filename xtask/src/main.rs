@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
-use xtask::{backend, bench, demo, dist, fuzz, setup, test, workspace};
+use xtask::{backend, bench, demo, dist, fuzz, gpu, setup, test, workspace};
 
 /// Developer and operator chores of ringsight.
 #[derive(Parser)]
@@ -45,6 +45,9 @@ enum Command {
     Dist(dist::Options),
     /// Runs benchmarks and compares them with their goals.
     Bench(bench::Options),
+    /// Puts together what tests and measures the library on GPUs.
+    #[command(subcommand)]
+    Gpu(gpu::Command),
     /// Runs the fuzzers of what reads bytes from outside, and reports executions.
     Fuzz(fuzz::Options),
 }
@@ -69,6 +72,7 @@ fn run() -> Result<ExitCode> {
         Command::Backend(options) => backend::run(&options),
         Command::Dist(options) => dist::run(&options).map(|_| ExitCode::SUCCESS),
         Command::Bench(options) => bench::run(&options),
+        Command::Gpu(command) => gpu::run(&command).map(|()| ExitCode::SUCCESS),
         Command::Fuzz(options) => fuzz::run(&options),
     }
 }

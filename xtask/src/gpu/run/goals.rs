@@ -1,0 +1,270 @@
+//! What times are to be, against NCCL's, and the table that says what they are.
+
+use std::fmt::Write as _;
+
+use serde_json::{Value, json};
+
+use super::rows::Run;
+
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+
+/// Goals of one operation at some sizes.
+pub(super) struct Goal {
+    pub(super) operation: &'static str,
+    /// Bytes.
+    pub(super) sizes: &'static [u64],
+    /// How NCCL's buffers are registered (`-R`): its best counts.
+    pub(super) registered: &'static [u32],
+    /// Only graphs on our side.
+    pub(super) graph: bool,
+    /// Most that our time may be of NCCL's, with 2 GPUs and with more.
+    pub(super) ratio: (f64, f64),
+}
+
+/// All of `-R`.
+const ANY: &[u32] = &[0, 1, 2];
+
+/// The goals, in the order of the table.
+pub(super) const GOALS: &[Goal] = &[
+    goal("all_reduce", &[8, 512, 4 * KIB], &[0], true, (0.45, 0.45)),
+    goal(
+        "all_reduce",
+        &[8, 512, 4 * KIB, 32 * KIB],
+        &[2],
+        true,
+        (0.75, 0.75),
+    ),
+    goal("all_reduce", &[256 * KIB], ANY, true, (0.55, 0.6)),
+    goal("all_reduce", &[2 * MIB], ANY, false, (0.6, 0.7)),
+    goal("all_reduce", &[16 * MIB], ANY, false, (0.8, 0.8)),
+    goal(
+        "all_reduce",
+        &[64 * MIB, 128 * MIB, 512 * MIB],
+        ANY,
+        false,
+        (0.85, 0.92),
+    ),
+    goal("all_reduce", &[GIB, 4 * GIB], ANY, false, (0.9, 0.95)),
+    goal("all_gather", &[64 * MIB, 512 * MIB], ANY, false, (0.92, 0.92)),
+    goal("reduce_scatter", &[64 * MIB, 512 * MIB], ANY, false, (0.95, 0.95)),
+    goal("alltoall", &[64 * MIB, 512 * MIB], ANY, false, (0.89, 0.89)),
+    goal("sendrecv", &[16 * MIB, 64 * MIB], ANY, false, (0.5, 0.5)),
+];
+
+const fn goal(
+    operation: &'static str,
+    sizes: &'static [u64],
+    registered: &'static [u32],
+    graph: bool,
+    ratio: (f64, f64),
+) -> Goal {
+    Goal {
+        operation,
+        sizes,
+        registered,
+        graph,
+        ratio,
+    }
+}
+
+/// One run of a program of nccl-tests.
+#[derive(Clone, Debug)]
+pub(super) struct Measured {
+    /// Ours, not NCCL's.
+    pub(super) ours: bool,
+    pub(super) operation: &'static str,
+    /// `-R`: 0 not, 1 with `ncclCommRegister`, 2 as windows.
+    pub(super) registered: u32,
+    /// Replays of a graph (`-G`); 0 eager.
+    pub(super) graph: u32,
+    pub(super) run: Run,
+}
+
+/// One line of the table.
+#[derive(Clone, Debug, PartialEq)]
+struct Line {
+    operation: &'static str,
+    bytes: u64,
+    /// Microseconds, and how: `graph`, `eager`, with `-R`.
+    ours: Option<(f64, String)>,
+    nccl: Option<(f64, String)>,
+    goal: f64,
+}
+
+impl Line {
+    fn ratio(&self) -> Option<f64> {
+        match (&self.ours, &self.nccl) {
+            (Some((ours, _)), Some((nccl, _))) if *nccl > 0.0 => Some(ours / nccl),
+            _ => None,
+        }
+    }
+}
+
+/// The shortest time at this size among runs that fit, with how it was had.
+fn best<'a>(runs: impl Iterator<Item = &'a Measured>, bytes: u64) -> Option<(f64, String)> {
+    runs.filter_map(|measured| {
+        let micros = measured.run.micros(bytes)?;
+        let way = if measured.graph > 0 { "graph" } else { "eager" };
+        Some((micros, format!("{way} -R {}", measured.registered)))
+    })
+    .min_by(|a, b| a.0.total_cmp(&b.0))
+}
+
+fn lines(goals: &[Goal], measured: &[Measured], gpus: usize) -> Vec<Line> {
+    let mut lines = Vec::new();
+    for goal in goals {
+        for bytes in goal.sizes {
+            let of = |ours: bool| {
+                measured
+                    .iter()
+                    .filter(move |run| run.ours == ours && run.operation == goal.operation)
+            };
+            let line = Line {
+                operation: goal.operation,
+                bytes: *bytes,
+                ours: best(of(true).filter(|run| run.graph > 0 || !goal.graph), *bytes),
+                nccl: best(
+                    of(false).filter(|run| goal.registered.contains(&run.registered)),
+                    *bytes,
+                ),
+                goal: if gpus <= 2 { goal.ratio.0 } else { goal.ratio.1 },
+            };
+            if line.ours.is_some() || line.nccl.is_some() {
+                lines.push(line);
+            }
+        }
+    }
+    lines
+}
+
+/// Bytes as people write them.
+pub(super) fn size(bytes: u64) -> String {
+    match bytes {
+        GIB.. if bytes.is_multiple_of(GIB) => format!("{} GiB", bytes / GIB),
+        MIB.. if bytes.is_multiple_of(MIB) => format!("{} MiB", bytes / MIB),
+        KIB.. if bytes.is_multiple_of(KIB) => format!("{} KiB", bytes / KIB),
+        _ => format!("{bytes} B"),
+    }
+}
+
+/// The table for people and for machines, of what was measured with so many GPUs.
+pub(super) fn table(measured: &[Measured], gpus: usize) -> (String, Value) {
+    let lines = lines(GOALS, measured, gpus);
+    let mut text = format!(
+        "{gpus} GPUs, nccl-tests, float sum, out of place, us; best of eager and graph, how in parentheses\n\
+         {:<15} {:>8}  {:>22}  {:>22}  {:>6}  {:>6}\n",
+        "operation", "size", "ours", "NCCL", "ratio", "goal"
+    );
+    let cell = |time: &Option<(f64, String)>| {
+        time.as_ref()
+            .map_or_else(|| "-".to_owned(), |(micros, how)| format!("{micros:.2} ({how})"))
+    };
+    let mut values = Vec::new();
+    for line in &lines {
+        let ratio = line.ratio();
+        let _ = writeln!(
+            text,
+            "{:<15} {:>8}  {:>22}  {:>22}  {:>6}  {:>6}  {}",
+            line.operation,
+            size(line.bytes),
+            cell(&line.ours),
+            cell(&line.nccl),
+            ratio.map_or_else(|| "-".to_owned(), |ratio| format!("{ratio:.2}")),
+            line.goal,
+            match ratio {
+                Some(ratio) if ratio <= line.goal => "met",
+                Some(_) => "missed",
+                None => "",
+            }
+        );
+        values.push(json!({
+            "gpus": gpus,
+            "operation": line.operation,
+            "bytes": line.bytes,
+            "ours_us": line.ours.as_ref().map(|(micros, _)| micros),
+            "ours_how": line.ours.as_ref().map(|(_, how)| how),
+            "nccl_us": line.nccl.as_ref().map(|(micros, _)| micros),
+            "nccl_how": line.nccl.as_ref().map(|(_, how)| how),
+            "ratio": ratio,
+            "goal": line.goal,
+            "met": ratio.map(|ratio| ratio <= line.goal),
+        }));
+    }
+    (text, Value::Array(values))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::rows::parse, *};
+
+    fn measured(ours: bool, registered: u32, graph: u32, times: &[(u64, f64)]) -> Measured {
+        let text: String = times
+            .iter()
+            .map(|(bytes, micros)| format!("{bytes} 2 float sum -1 {micros} 1 1 0 {micros} 1 1 0\n"))
+            .collect();
+        Measured {
+            ours,
+            operation: "all_reduce",
+            registered,
+            graph,
+            run: parse(&text),
+        }
+    }
+
+    #[test]
+    fn the_best_that_a_goal_admits_counts() {
+        let all = [
+            measured(true, 0, 0, &[(8, 1.0), (16 * MIB, 60.0)]),
+            measured(true, 0, 20, &[(8, 2.0), (16 * MIB, 64.0)]),
+            measured(false, 0, 0, &[(8, 5.0), (16 * MIB, 100.0)]),
+            measured(false, 0, 20, &[(8, 6.0), (16 * MIB, 90.0)]),
+            measured(false, 2, 20, &[(8, 4.0), (16 * MIB, 80.0)]),
+        ];
+        let lines = lines(GOALS, &all, 2);
+        let of = |bytes, goal| {
+            lines
+                .iter()
+                .find(|line| line.bytes == bytes && line.goal == goal)
+                .unwrap()
+        };
+        // Ours in graphs; NCCL's best without registration is eager.
+        let short = of(8, 0.45);
+        assert_eq!(short.ours, Some((2.0, "graph -R 0".to_owned())));
+        assert_eq!(short.nccl, Some((5.0, "eager -R 0".to_owned())));
+        assert_eq!(short.ratio(), Some(0.4));
+        assert_eq!(of(8, 0.75).nccl, Some((4.0, "graph -R 2".to_owned())));
+        let long = of(16 * MIB, 0.8);
+        assert_eq!(long.ours, Some((60.0, "eager -R 0".to_owned())));
+        assert_eq!(long.nccl, Some((80.0, "graph -R 2".to_owned())));
+        // What was not measured has no line.
+        assert!(lines.iter().all(|line| line.bytes != GIB));
+    }
+
+    #[test]
+    fn the_table_says_which_goals_are_met() {
+        let all = [
+            measured(true, 0, 20, &[(8, 2.0), (512, 4.0)]),
+            measured(false, 0, 20, &[(8, 5.0), (512, 5.0)]),
+            measured(true, 0, 0, &[(GIB, 7.0)]),
+        ];
+        let (text, values) = table(&all, 4);
+        let line = |size: &str| text.lines().find(|line| line.contains(size)).unwrap();
+        assert!(
+            line(" 8 B").contains("0.40") && line(" 8 B").ends_with("met"),
+            "{text}"
+        );
+        assert!(line("512 B").ends_with("missed"), "{text}");
+        assert!(line("1 GiB").contains('-'), "{text}");
+        assert_eq!(values[0]["met"], true);
+        assert_eq!(values[1]["met"], false);
+        assert_eq!(values.as_array().unwrap().last().unwrap()["ratio"], Value::Null);
+    }
+
+    #[test]
+    fn sizes_are_written_as_people_do() {
+        let written = [8, 4096, 5000, 2 * MIB, 3 * GIB].map(size);
+        assert_eq!(written, ["8 B", "4 KiB", "5000 B", "2 MiB", "3 GiB"]);
+    }
+}

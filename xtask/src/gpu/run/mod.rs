@@ -1,0 +1,124 @@
+//! What runs on the GPU host: the parts of a bundle, each made of steps with a time limit, and one table of all of them.
+//!
+//! A part that cannot run there is skipped by name, with the reason; a step that fails does not keep the others from
+//! running. The last line of the output is JSON.
+
+mod goals;
+mod host;
+mod parts;
+mod report;
+mod rows;
+mod step;
+
+use std::{
+    fs,
+    path::PathBuf,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+use clap::Parser;
+
+use self::{host::Host, parts::PARTS, report::Report, step::Steps};
+
+/// The longest that a part may take.
+const PART_LIMIT: Duration = Duration::from_secs(480);
+
+/// Tests and measures the library on the GPUs of this machine.
+#[derive(Parser, Debug)]
+#[command(name = "run.sh", bin_name = "run.sh")]
+pub struct Options {
+    /// Parts to run; all if none is named.
+    #[arg(value_name = "PART")]
+    parts: Vec<String>,
+    /// Say which parts there are.
+    #[arg(long)]
+    list: bool,
+    /// Folder of the bundle.
+    #[arg(long, value_name = "DIR", hide = true)]
+    bundle: PathBuf,
+    /// Where what the steps say goes, and report.json [default: out/ in the bundle].
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// The longest that a part may take, seconds; what is left of it then has failed.
+    #[arg(long, value_name = "N", default_value_t = PART_LIMIT.as_secs(), value_parser = clap::value_parser!(u64).range(1..=480))]
+    limit: u64,
+    /// NCCL to compare with [default: the one that Python's packages bring, else the system's].
+    #[arg(long, value_name = "FILE")]
+    stock: Option<PathBuf>,
+}
+
+/// Runs the parts; whether all that could run have passed.
+///
+/// # Errors
+/// A part that there is not, or no place for what the steps say.
+pub fn run(options: &Options) -> Result<bool> {
+    if options.list {
+        for part in PARTS {
+            println!("{:<11} {}", part.name, part.about);
+        }
+        return Ok(true);
+    }
+    let wanted = chosen(&options.parts)?;
+    // The steps run in folders of their own.
+    let bundle = fs::canonicalize(&options.bundle)
+        .with_context(|| format!("finding the bundle {}", options.bundle.display()))?;
+    let out = options.out.clone().unwrap_or_else(|| bundle.join("out"));
+    fs::create_dir_all(&out).with_context(|| format!("creating {}", out.display()))?;
+    let out = fs::canonicalize(&out)?;
+    let host = Host::look(bundle, options.stock.clone());
+    let mut report = Report::default();
+    for part in wanted {
+        if let Some(reason) = (part.lacks)(&host) {
+            report.skip(part.name, "", &reason);
+            continue;
+        }
+        let deadline = Instant::now() + Duration::from_secs(options.limit);
+        let mut steps = Steps::new(part.name, &host, &out, deadline, &mut report);
+        if let Err(error) = (part.run)(&mut steps) {
+            report.fail(part.name, "", &format!("{error:#}"));
+        }
+    }
+    print!("{}", report.table());
+    let json = report.json();
+    let file = out.join("report.json");
+    fs::write(&file, format!("{json}\n")).with_context(|| format!("writing {}", file.display()))?;
+    println!("{}", report.summary());
+    Ok(report.ok())
+}
+
+/// The parts of these names, in the order of the list.
+fn chosen(names: &[String]) -> Result<Vec<&'static parts::Part>> {
+    if let Some(unknown) = names
+        .iter()
+        .find(|name| !PARTS.iter().any(|part| part.name == *name))
+    {
+        let all: Vec<_> = PARTS.iter().map(|part| part.name).collect();
+        bail!("there is no part {unknown}; there are: {}", all.join(", "));
+    }
+    Ok(PARTS
+        .iter()
+        .filter(|part| names.is_empty() || names.iter().any(|name| name == part.name))
+        .collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_unknown_part_lists_those_that_there_are() {
+        let error = chosen(&["chekc".to_owned()]).unwrap_err().to_string();
+        assert!(
+            error.contains("chekc") && error.contains("check") && error.contains("perf"),
+            "{error}"
+        );
+        assert_eq!(chosen(&[]).unwrap().len(), PARTS.len());
+        // As often as it is named, and in the list's order: what is cheap comes first.
+        let two = chosen(&["graph".to_owned(), "env".to_owned(), "graph".to_owned()]).unwrap();
+        assert_eq!(
+            two.iter().map(|part| part.name).collect::<Vec<_>>(),
+            ["env", "graph"]
+        );
+    }
+}

@@ -1,0 +1,74 @@
+//! Parts that drive the library through its C interface (comm/tests/cuda/driver.c).
+
+use std::{process::Command, time::Duration};
+
+use anyhow::Result;
+
+use super::super::step::{Steps, says_ok};
+
+/// `driver LIBRARY` with these words behind.
+pub(super) fn driver(steps: &Steps<'_>, words: &str) -> Command {
+    let mut command = Command::new(steps.host.program("driver"));
+    command.arg(steps.host.library()).args(words.split_whitespace());
+    // What goes wrong is said by the library, and nothing else is.
+    command.env("NCCL_DEBUG", "WARN").env("NCCL_SOCKET_IFNAME", "lo");
+    command
+}
+
+fn drive(steps: &mut Steps<'_>, name: &str, seconds: u64, words: &str, variables: &[(&str, &str)]) {
+    let mut command = driver(steps, words);
+    command.envs(variables.iter().copied());
+    steps.run(name, Duration::from_secs(seconds), command, says_ok);
+}
+
+/// Ranks beyond the GPUs share them.
+pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
+    let small: &[(&str, &str)] = &[("NCCL_BUFFSIZE", "65536"), ("NCCL_MIN_CTAS", "8")];
+    drive(steps, "1t", 40, "check 1 t 16777216", &[]);
+    drive(steps, "2t", 40, "check 2 t 33554432", &[]);
+    drive(
+        steps,
+        "2t-host-memory",
+        40,
+        "check 2 t 8388608",
+        &[("NCCL_P2P_DISABLE", "1")],
+    );
+    drive(steps, "2t-small-slots", 40, "check 2 t 8388608", small);
+    drive(steps, "3t", 40, "check 3 t 16777216", &[]);
+    drive(steps, "4t", 40, "check 4 t 33554432", &[]);
+    drive(steps, "2p", 60, "check 2 p 8388608", &[]);
+    if !steps.skips_without("4p", 2) {
+        drive(steps, "4p", 60, "check 4 p 8388608", &[]);
+    }
+    if !steps.skips_without("8t", 4) {
+        drive(steps, "8t", 80, "check 8 t 8388608", &[]);
+    }
+    Ok(())
+}
+
+pub(super) fn graph(steps: &mut Steps<'_>) -> Result<()> {
+    drive(steps, "2t", 30, "graph 2 t", &[]);
+    drive(steps, "4t", 30, "graph 4 t", &[]);
+    drive(steps, "2p", 40, "graph 2 p", &[]);
+    if !steps.skips_without("4p", 4) {
+        drive(steps, "4p", 40, "graph 4 p", &[]);
+    }
+    Ok(())
+}
+
+pub(super) fn abort(steps: &mut Steps<'_>) -> Result<()> {
+    drive(steps, "2t", 20, "abort 2 t", &[]);
+    drive(steps, "2p", 30, "abort 2 p", &[]);
+    // What the ranks differ in.
+    for (number, what) in ["type", "count", "length", "function", "messages"]
+        .iter()
+        .enumerate()
+    {
+        for kind in ["t", "p"] {
+            let name = format!("differ-{what}-2{kind}");
+            drive(steps, &name, 30, &format!("differ 2 {kind} {number}"), &[]);
+        }
+    }
+    drive(steps, "death-2p", 30, "death 2 p", &[]);
+    Ok(())
+}

@@ -1,0 +1,117 @@
+//! The parts of a bundle, in the order in which they run.
+
+mod driver;
+mod environment;
+mod nccl_tests;
+mod sanitizer;
+mod torch;
+mod watch;
+
+use anyhow::Result;
+
+use super::{host::Host, step::Steps};
+
+/// One part: what it is called, what it does, what it cannot do without, and how it runs.
+#[derive(Debug)]
+pub(super) struct Part {
+    pub(super) name: &'static str,
+    pub(super) about: &'static str,
+    /// Why it cannot run on this machine; `None` if it can.
+    pub(super) lacks: fn(&Host) -> Option<String>,
+    /// Runs its steps, each of which enters how it went.
+    pub(super) run: fn(&mut Steps<'_>) -> Result<()>,
+}
+
+fn one_gpu(host: &Host) -> Option<String> {
+    host.lacks_gpus(1)
+}
+
+fn torch_and_gpu(host: &Host) -> Option<String> {
+    one_gpu(host).or_else(|| host.python_with_torch().err())
+}
+
+fn two_gpus_and_nccl_tests(host: &Host) -> Option<String> {
+    host.lacks_gpus(2).or_else(|| host.nccl_tests().err())
+}
+
+pub(super) const PARTS: &[Part] = &[
+    Part {
+        name: "env",
+        about: "what this machine has, and whether the library has what PyTorch asks of it",
+        lacks: |_| None,
+        run: environment::run,
+    },
+    Part {
+        name: "check",
+        about: "every operation, type and reduction, with threads and processes, on 1 to 8 ranks",
+        lacks: one_gpu,
+        run: driver::check,
+    },
+    Part {
+        name: "graph",
+        about: "captured operations, replayed",
+        lacks: one_gpu,
+        run: driver::graph,
+    },
+    Part {
+        name: "abort",
+        about: "aborts, a rank that dies, ranks that call different operations",
+        lacks: one_gpu,
+        run: driver::abort,
+    },
+    Part {
+        name: "watch",
+        about: "the collector attached to a job: every operation, none lost",
+        lacks: |host| one_gpu(host).or_else(watch::lacks),
+        run: watch::run,
+    },
+    Part {
+        name: "torch",
+        about: "PyTorch's collectives, DDP, FSDP and a captured step, with 2 and 4 ranks, against NCCL",
+        lacks: torch_and_gpu,
+        run: torch::train,
+    },
+    Part {
+        name: "nccl-tests",
+        about: "its nine programs, every result checked",
+        lacks: two_gpus_and_nccl_tests,
+        run: nccl_tests::check,
+    },
+    Part {
+        name: "perf",
+        about: "nccl-tests' times, ours and NCCL's, with the goals",
+        lacks: |host| two_gpus_and_nccl_tests(host).or_else(|| host.stock().err()),
+        run: nccl_tests::perf,
+    },
+    Part {
+        name: "symm",
+        about: "all_reduce in graphs: ours, NCCL and PyTorch's symmetric memory",
+        lacks: |host| host.lacks_gpus(2).or_else(|| host.python_with_torch().err()),
+        run: torch::symmetric,
+    },
+    Part {
+        name: "sanitizer",
+        about: "compute-sanitizer's memcheck and racecheck on small sizes",
+        lacks: |host| one_gpu(host).or_else(|| host.sanitizer().err()),
+        run: sanitizer::run,
+    },
+    Part {
+        name: "pause",
+        about: "a training in which one rank pauses for 30 s, as for a checkpoint",
+        lacks: torch_and_gpu,
+        run: torch::pause,
+    },
+];
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::PARTS;
+
+    #[test]
+    fn parts_have_names_of_their_own() {
+        let names: HashSet<_> = PARTS.iter().map(|part| part.name).collect();
+        assert_eq!(names.len(), PARTS.len());
+    }
+}

@@ -1,0 +1,175 @@
+//! nccl-tests: right results, and times against NCCL's.
+
+use std::{path::Path, process::Command, time::Duration};
+
+use anyhow::{Result, anyhow};
+
+use super::super::{
+    goals::{self, Measured},
+    rows,
+    step::{Steps, Verdict},
+};
+use crate::gpu::nccl_tests::{OPERATIONS, program};
+
+/// Operations with a reduction: the others need not be run with each.
+const REDUCTIONS: [&str; 3] = ["all_reduce", "reduce_scatter", "reduce"];
+
+/// A program of nccl-tests on the library of a folder.
+fn command(steps: &Steps<'_>, operation: &str, library: &Path, words: &str) -> Result<Command> {
+    let folder = steps.host.nccl_tests().map_err(|reason| anyhow!(reason))?;
+    let mut command = Command::new(folder.join(program(operation)));
+    command
+        .args(words.split_whitespace())
+        .env("LD_LIBRARY_PATH", library)
+        .env("NCCL_NVLS_ENABLE", "0");
+    Ok(command)
+}
+
+fn right(said: &str) -> Verdict {
+    rows::parse(said).check()
+}
+
+pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
+    let ours = steps.host.bundle.join("lib");
+    let gpus = steps.host.gpus.len();
+    let mut one = |name: &str, seconds: u64, operation: &str, words: &str| -> Result<()> {
+        let mut command = command(steps, operation, &ours, words)?;
+        command.env("NCCL_DEBUG", "WARN");
+        steps.run(name, Duration::from_secs(seconds), command, right);
+        Ok(())
+    };
+    // Few repetitions: what counts is that every size is right.
+    const FEW: &str = "-c 1 -w 1 -n 2";
+    for operation in OPERATIONS {
+        one(
+            &format!("{operation}-g2"),
+            60,
+            operation,
+            &format!("-g 2 -b 8 -e 256M -f 2 {FEW}"),
+        )?;
+        one(
+            &format!("{operation}-t2"),
+            60,
+            operation,
+            &format!("-g 1 -t 2 -b 8 -e 64M -f 4 {FEW}"),
+        )?;
+        for registered in 1..=2 {
+            one(
+                &format!("{operation}-R{registered}"),
+                30,
+                operation,
+                &format!("-g 2 -R {registered} -b 8 -e 64M -f 8 {FEW}"),
+            )?;
+        }
+        one(
+            &format!("{operation}-G10"),
+            60,
+            operation,
+            &format!("-g 2 -G 10 -b 8 -e 16M -f 8 {FEW}"),
+        )?;
+        let all = if REDUCTIONS.contains(&operation) {
+            "-d all -o all"
+        } else {
+            "-d all"
+        };
+        one(
+            &format!("{operation}-all"),
+            60,
+            operation,
+            &format!("-g 2 {all} -b 1K -e 64K -f 64 {FEW}"),
+        )?;
+        if gpus >= 4 {
+            one(
+                &format!("{operation}-g4"),
+                60,
+                operation,
+                &format!("-g 4 -b 8 -e 64M -f 4 {FEW}"),
+            )?;
+        }
+    }
+    // The largest, where the send buffer, the receive buffer and what is expected of it are 4 GiB each.
+    for operation in ["all_reduce", "all_gather", "reduce_scatter", "alltoall"] {
+        one(
+            &format!("{operation}-4G"),
+            60,
+            operation,
+            "-g 2 -b 1G -e 4G -f 4 -c 1 -w 0 -n 1",
+        )?;
+    }
+    if steps.host.gpus.len() < 4 {
+        steps.skips_without("g4", 4);
+    }
+    Ok(())
+}
+
+/// Sizes of a run: first, last, factor, warm-ups and repetitions.
+const SHORT: &str = "-b 8 -e 16M -f 8 -w 5 -n 20";
+const LONG: &str = "-b 64M -e 4G -f 2 -w 2 -n 5";
+
+/// What is measured: operation and its sizes.
+const MEASURED: [(&str, &str); 6] = [
+    ("all_reduce", SHORT),
+    ("all_reduce", LONG),
+    ("all_gather", "-b 64M -e 512M -f 8 -w 2 -n 5"),
+    ("reduce_scatter", "-b 64M -e 512M -f 8 -w 2 -n 5"),
+    ("alltoall", "-b 64M -e 512M -f 8 -w 2 -n 5"),
+    ("sendrecv", "-b 16M -e 64M -f 4 -w 2 -n 10"),
+];
+
+pub(super) fn perf(steps: &mut Steps<'_>) -> Result<()> {
+    let ours = steps.host.bundle.join("lib");
+    let stock = steps.host.stock().map_err(|reason| anyhow!(reason))?;
+    let stock = stock
+        .parent()
+        .ok_or_else(|| anyhow!("{} is in no folder", stock.display()))?
+        .to_path_buf();
+    let gpus = if steps.host.gpus.len() >= 4 { 4 } else { 2 };
+    for gpus in [2, gpus].into_iter().take(if gpus == 2 { 1 } else { 2 }) {
+        let mut measured = Vec::new();
+        for (operation, sizes) in MEASURED {
+            // Ours and NCCL's one after the other, so that what the machine does meanwhile meets both.
+            for registered in 0..=2 {
+                for graph in [20, 0] {
+                    for (library, is_ours) in [(&ours, true), (&stock, false)] {
+                        let name = format!(
+                            "{operation}-{gpus}-{}-R{registered}-G{graph}{}",
+                            if is_ours { "ours" } else { "nccl" },
+                            if sizes == LONG { "-long" } else { "" }
+                        );
+                        let words = format!("-g {gpus} -c 0 -R {registered} -G {graph} {sizes}");
+                        let command = command(steps, operation, library, &words)?;
+                        let said = steps.run(&name, Duration::from_secs(40), command, timed);
+                        if let Some(said) = said {
+                            measured.push(Measured {
+                                ours: is_ours,
+                                operation,
+                                registered,
+                                graph,
+                                run: rows::parse(&said),
+                            });
+                        }
+                    }
+                }
+            }
+        }
+        let (text, values) = goals::table(&measured, gpus);
+        steps.note(&text);
+        steps.figures(values);
+    }
+    Ok(())
+}
+
+/// Whether a run without checks has come to its end.
+fn timed(said: &str) -> Verdict {
+    let run = rows::parse(said);
+    let last = run.rows.last().ok_or("it has printed no result")?;
+    if run.out_of_bounds.is_none() {
+        return Err("it has not come to its end".to_owned());
+    }
+    Ok(format!(
+        "{}: {} us, {} GB/s",
+        goals::size(last.bytes),
+        last.out_of_place.micros,
+        last.out_of_place.bus
+    ))
+}
