@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
-use xtask::{backend, bench, demo, dist, fuzz, gpu, setup, test, workspace};
+use xtask::{backend, bench, demo, dist, faults, fuzz, gpu, setup, test, workspace};
 
 /// Developer and operator chores of ringsight.
 #[derive(Parser)]
@@ -48,6 +48,11 @@ enum Command {
     /// Puts together what tests and measures the library on GPUs.
     #[command(subcommand)]
     Gpu(gpu::Command),
+    /// Lets ranks have faults of many kinds, and compares what the watchdog says with what was true.
+    Faults(faults::Arguments),
+    /// Ranks of a round of `faults`.
+    #[command(hide = true)]
+    FaultWorker(faults::worker::Arguments),
     /// Runs the fuzzers of what reads bytes from outside, and reports executions.
     Fuzz(fuzz::Options),
 }
@@ -73,6 +78,8 @@ fn run() -> Result<ExitCode> {
         Command::Dist(options) => dist::run(&options).map(|_| ExitCode::SUCCESS),
         Command::Bench(options) => bench::run(&options),
         Command::Gpu(command) => gpu::run(&command).map(|()| ExitCode::SUCCESS),
+        Command::Faults(arguments) => faults::run(&arguments),
+        Command::FaultWorker(arguments) => faults::worker::run(&arguments).map(|()| ExitCode::SUCCESS),
         Command::Fuzz(options) => fuzz::run(&options),
     }
 }

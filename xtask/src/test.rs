@@ -352,6 +352,7 @@ fn end_to_end_layers(suite: &mut Suite, log: &Suite, options: &Options, chromium
     }
     suite.layer("demo", false, |_| check_demo(&[]));
     suite.layer("demo, nobody slow", false, |_| check_demo(&["--no-slow"]));
+    suite.layer("faults", false, |_| check_faults(options.full));
     let jaeger = setup::jaeger();
     suite.layer("end to end", true, |filter| {
         let mut command = cargo();
@@ -391,6 +392,25 @@ fn end_to_end_layers(suite: &mut Suite, log: &Suite, options: &Options, chromium
             Ok(Outcome::Ran(Counts::PASSED))
         });
     }
+}
+
+/// Rounds of each fault where not the whole matrix is run.
+const SAMPLED: &str = "3";
+
+/// Runs the fault matrix, or a sample of it. It prints its seed, with which it can be run again.
+fn check_faults(full: bool) -> Result<Outcome> {
+    let mut command = Command::new(std::env::current_exe()?);
+    command.args(["faults", "--check"]).current_dir(root());
+    if full {
+        command.arg("--full");
+    } else {
+        command.args(["--rounds", SAMPLED]);
+    }
+    let status = process::stream(&mut command, |_| ())?;
+    if !status.success() {
+        bail!("the watchdog did not say what it promises");
+    }
+    Ok(Outcome::Ran(Counts::PASSED))
 }
 
 /// Runs the demo with `--check` in a process of its own: what it leaves behind would show in this one's exit.

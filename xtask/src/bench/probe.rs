@@ -14,11 +14,7 @@ use libloading::{Library, Symbol};
 use ringsight_records::{Kind, PROBE_SYMBOLS, Record, State};
 
 use super::{Goal, Row, median};
-use crate::{
-    demo::{collector::Collector, nccl::Nccl},
-    process::Guarded,
-    workspace::Artifacts,
-};
+use crate::{demo::collector::Collector, nccl::Nccl, process::Guarded, workspace::Artifacts};
 
 /// Calls in a burst: few enough for the collector's buffer, so that each is recorded and none costs less for being lost.
 const BURST: u32 = 500;

@@ -17,7 +17,6 @@ pub mod counters;
 pub mod job;
 mod lateness;
 pub mod model;
-pub mod nccl;
 pub mod random;
 pub mod summary;
 pub mod truth;

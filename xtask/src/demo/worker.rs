@@ -19,10 +19,10 @@ use clap::Args;
 use super::{
     counters::Counters,
     model::{self, LAYERS, Samples, Weights},
-    nccl::{Buffer, Communicator, Nccl, Reduce, UniqueId},
     random::Random,
     truth::{Collective, Configuration, Message, Truth},
 };
+use crate::nccl::{Buffer, Communicator, Nccl, Reduce, UniqueId};
 
 /// Which rank, and what it works from.
 #[derive(Args, Debug)]

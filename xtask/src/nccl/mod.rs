@@ -1,4 +1,6 @@
 //! The library as a training framework sees it: `libnccl.so.2` opened at run time, its C ABI and nothing else.
+//!
+//! Streams are the host device's, by `ringsight.h`.
 #![expect(non_snake_case, reason = "fields are named as in the C ABI")]
 
 use std::{
@@ -9,6 +11,11 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use libloading::{Library, Symbol};
+
+mod faulty;
+mod graph;
+
+pub use graph::Graph;
 
 /// `ncclUniqueId`: opaque bytes that rank 0 makes and hands to the others.
 #[derive(Clone, Copy)]
@@ -64,6 +71,9 @@ functions! {
     ncclGetUniqueId: fn(*mut UniqueId);
     ncclCommInitRank: fn(*mut Comm, c_int, UniqueId, c_int);
     ncclCommDestroy: fn(Comm);
+    ncclCommAbort: fn(Comm);
+    ncclCommGetAsyncError: fn(Comm, *mut c_int);
+    ncclSimulateKernelTimeout: fn(Comm);
     ncclGroupStart: fn();
     ncclGroupEnd: fn();
     ncclAllReduce: fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, Stream);
@@ -72,9 +82,17 @@ functions! {
     ncclAllGather: fn(*const c_void, *mut c_void, usize, c_int, Comm, Stream);
     ncclSend: fn(*const c_void, usize, c_int, c_int, Comm, Stream);
     ncclRecv: fn(*mut c_void, usize, c_int, c_int, Comm, Stream);
+    ringsightSetDevice: fn(c_int);
     ringsightStreamCreate: fn(*mut Stream);
     ringsightStreamDestroy: fn(Stream);
     ringsightStreamSynchronize: fn(Stream);
+    ringsightStreamQuery: fn(Stream);
+    ringsightStreamBeginCapture: fn(Stream);
+    ringsightStreamEndCapture: fn(Stream, *mut *mut c_void);
+    ringsightGraphInstantiate: fn(*mut *mut c_void, *mut c_void);
+    ringsightGraphLaunch: fn(*mut c_void, Stream);
+    ringsightGraphDestroy: fn(*mut c_void);
+    ringsightGraphExecDestroy: fn(*mut c_void);
     ringsightLaunchHostFunc: fn(Stream, HostFunction, *mut c_void);
 }
 
@@ -105,15 +123,18 @@ impl Nccl {
         if result == 0 {
             return Ok(());
         }
+        bail!("{name} returned {result}: {}", self.last_error(comm))
+    }
+
+    /// What the library says of the last failure.
+    fn last_error(&self, comm: Comm) -> String {
         // SAFETY: a null communicator asks for the last error of the thread; the text lives until the next call.
         let text = unsafe { (self.functions.ncclGetLastError)(comm) };
-        let text = if text.is_null() {
-            String::new()
-        } else {
-            // SAFETY: NCCL's error texts are zero-terminated.
-            unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
-        };
-        bail!("{name} returned {result}: {text}")
+        if text.is_null() {
+            return String::new();
+        }
+        // SAFETY: NCCL's error texts are zero-terminated.
+        unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
     }
 
     /// `ncclGetVersion`.
@@ -150,15 +171,20 @@ impl Nccl {
         let result =
             unsafe { (self.functions.ncclCommInitRank)(&raw mut comm, ranks as c_int, id, rank as c_int) };
         self.check("ncclCommInitRank", result, ptr::null_mut())?;
+        Ok(Communicator {
+            nccl: self,
+            comm,
+            stream: self.stream()?,
+        })
+    }
+
+    /// `ringsightStreamCreate`.
+    fn stream(&self) -> Result<Stream> {
         let mut stream = ptr::null_mut();
         // SAFETY: the pointer is valid for the call.
         let result = unsafe { (self.functions.ringsightStreamCreate)(&raw mut stream) };
         self.check("ringsightStreamCreate", result, ptr::null_mut())?;
-        Ok(Communicator {
-            nccl: self,
-            comm,
-            stream,
-        })
+        Ok(stream)
     }
 }
 
@@ -321,6 +347,25 @@ impl Communicator<'_> {
         self.nccl.check("ncclGroupEnd", result, self.comm)
     }
 
+    /// `ncclRecv` from rank `from`.
+    ///
+    /// # Errors
+    /// The library's.
+    pub fn receive(&self, receive: &Buffer, from: u32) -> Result<()> {
+        // SAFETY: as in `all_reduce`.
+        let result = unsafe {
+            (self.nccl.functions.ncclRecv)(
+                receive.pointer().cast(),
+                receive.len(),
+                FLOAT32,
+                from as c_int,
+                self.comm,
+                self.stream,
+            )
+        };
+        self.nccl.check("ncclRecv", result, self.comm)
+    }
+
     /// Has the stream run `function(argument)` when it gets there.
     ///
     /// # Errors
@@ -350,11 +395,9 @@ impl Communicator<'_> {
     /// # Errors
     /// The library's.
     pub fn destroy(self) -> Result<()> {
-        // SAFETY: both are live, and used no more.
+        // SAFETY: live, and used no more.
         let result = unsafe { (self.nccl.functions.ncclCommDestroy)(self.comm) };
         self.nccl.check("ncclCommDestroy", result, ptr::null_mut())?;
-        // SAFETY: as above.
-        let result = unsafe { (self.nccl.functions.ringsightStreamDestroy)(self.stream) };
-        self.nccl.check("ringsightStreamDestroy", result, ptr::null_mut())
+        self.nccl.end(self.stream)
     }
 }

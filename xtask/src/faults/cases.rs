@@ -1,0 +1,411 @@
+//! The faults, the cells of the matrix, and what is promised of each: the table of `docs/src/watchdog.md`.
+
+use std::{fmt, time::Duration};
+
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+
+use crate::demo::random::Random;
+
+/// `NCCL_KERNEL_TIMEOUT_MS` of every round.
+pub(super) const THRESHOLD: Duration = Duration::from_millis(300);
+/// `RINGSIGHT_ARRIVAL_TIMEOUT_MS` where a rank is withheld for longer.
+pub(super) const ARRIVAL: Duration = Duration::from_millis(1300);
+/// From a time-out to the verdict.
+pub(super) const PROMISED: Duration = Duration::from_secs(1);
+/// From calls that differ, or a lost process, to the communicator's failure.
+const AT_ONCE: Duration = Duration::from_secs(1);
+/// The same where ranks have to be asked who called what.
+const CHECKED: Duration = Duration::from_secs(2);
+
+/// `ncclSuccess`, `ncclSystemError`, `ncclInvalidUsage`, `ncclRemoteError`.
+pub(super) const SUCCESS: i32 = 0;
+pub(super) const SYSTEM_ERROR: i32 = 2;
+pub(super) const INVALID_USAGE: i32 = 5;
+pub(super) const REMOTE_ERROR: i32 = 6;
+
+/// What goes wrong with the victim, if anything.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Fault {
+    /// It does not call the operation until the arrival time-out has passed, and never will.
+    Withheld,
+    /// Its process is killed.
+    Killed,
+    /// Its process is stopped, and goes on later.
+    Stopped,
+    /// It calls the operation with another count.
+    Count,
+    /// It calls two operations in the other order.
+    Order,
+    /// It receives from the other rank before it sends, and so does that.
+    Crossed,
+    /// It is late by less than the threshold.
+    SlowBelow,
+    /// It is late by more than the threshold.
+    SlowAbove,
+    /// Its stream is busy with something else.
+    Computing,
+    /// It pauses for long, as for a checkpoint, in a job whose hangs abort it.
+    Checkpoint,
+    /// It does not launch the replay of a graph that the others have launched.
+    Replay,
+    /// The same, and the others have launched the next one, too.
+    ReplayQueued,
+    /// Of two graphs that are replayed on two streams it launches the first only.
+    TwoGraphs,
+    /// It aborts the communicator.
+    Aborted,
+    /// Its kernel never ends.
+    Stuck,
+}
+
+/// How operations are launched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Mode {
+    Eager,
+    Graph,
+}
+
+/// What ranks are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Ranks {
+    /// A process each, on one node or two.
+    Process,
+    /// Threads of one process.
+    Thread,
+}
+
+/// A cell of the matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Case {
+    pub(super) fault: Fault,
+    pub(super) ranks: Ranks,
+    pub(super) mode: Mode,
+}
+
+impl fmt::Display for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ranks = match self.ranks {
+            Ranks::Process => "process",
+            Ranks::Thread => "thread",
+        };
+        let mode = match self.mode {
+            Mode::Eager => "eager",
+            Mode::Graph => "graph",
+        };
+        write!(f, "{}/{ranks}/{mode}/pages", self.fault)
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let value = self.to_possible_value();
+        f.write_str(value.as_ref().map_or("", |value| value.get_name()))
+    }
+}
+
+impl Case {
+    /// Every cell, those that cannot be included.
+    pub(super) fn all() -> impl Iterator<Item = Self> {
+        let modes = |fault, ranks| [Mode::Eager, Mode::Graph].map(|mode| Self { fault, ranks, mode });
+        Fault::value_variants().iter().flat_map(move |fault| {
+            [Ranks::Process, Ranks::Thread]
+                .into_iter()
+                .flat_map(move |ranks| modes(*fault, ranks))
+        })
+    }
+
+    /// Why there is no such cell.
+    #[must_use]
+    pub(super) fn impossible(&self) -> Option<&'static str> {
+        use Fault::{Crossed, Killed, Replay, ReplayQueued, Stopped, Stuck, TwoGraphs};
+        match (self.fault, self.ranks, self.mode) {
+            (Killed | Stopped, Ranks::Thread, _) => {
+                Some("ranks that are threads of one process die and stop together")
+            }
+            (Replay | ReplayQueued | TwoGraphs, _, Mode::Eager) => Some("only graphs are replayed"),
+            (Stuck, _, Mode::Graph) => Some("the simulated kernel is launched, not captured"),
+            (Crossed, _, Mode::Graph) => Some("whoever launches graphs orders them"),
+            _ => None,
+        }
+    }
+}
+
+/// An operation that every rank waits for every other rank in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Operation {
+    AllReduce,
+    AllGather,
+    ReduceScatter,
+}
+
+/// One round of a case: everything in it that is drawn.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Round {
+    pub(super) fault: Fault,
+    pub(super) mode: Mode,
+    pub(super) ranks: u32,
+    pub(super) nodes: u32,
+    pub(super) victim: u32,
+    pub(super) operation: Operation,
+    /// Elements that a rank contributes.
+    pub(super) elements: usize,
+    /// Operations before the fault.
+    pub(super) before: u32,
+    /// From the victim's last operation to the fault: the others come to wait for it meanwhile.
+    pub(super) pause_ms: u64,
+    /// How late a slow rank is, if it is not late until it is told to go on.
+    pub(super) late_ms: u64,
+    /// `RINGSIGHT_WATCHDOG_ACTION`.
+    pub(super) action: Action,
+}
+
+/// See [`Round::action`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Action {
+    Report,
+    Error,
+    Abort,
+}
+
+impl Action {
+    /// As the variable has it.
+    #[must_use]
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Report => "report",
+            Self::Error => "error",
+            Self::Abort => "abort",
+        }
+    }
+}
+
+impl Round {
+    /// The round `number` of a case with a seed.
+    #[must_use]
+    pub(super) fn draw(case: &Case, seed: u64, number: u32) -> Self {
+        // FNV-1a of the name: a case is drawn alike whichever others are run.
+        let name = case
+            .to_string()
+            .bytes()
+            .fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+                (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+            });
+        let mut random = Random::new(seed ^ name ^ u64::from(number) << 40);
+        let mut between = |least: u64, most: u64| least + random.below(most - least + 1);
+        let ranks = match case.fault {
+            Fault::Crossed => 2,
+            // Of two ranks that differ nobody can say which is wrong.
+            Fault::Count | Fault::Order => between(3, 4) as u32,
+            _ => between(2, 4) as u32,
+        };
+        let nodes = match case.ranks {
+            Ranks::Process => between(1, 2) as u32,
+            Ranks::Thread => 1,
+        };
+        let threshold = THRESHOLD.as_millis() as u64;
+        let action = match case.fault {
+            // Who is late must be left alone whatever is done to hangs.
+            Fault::SlowBelow | Fault::SlowAbove | Fault::Checkpoint | Fault::Computing => Action::Abort,
+            Fault::Stopped | Fault::Stuck => [Action::Report, Action::Error][between(0, 1) as usize],
+            _ => Action::Report,
+        };
+        Self {
+            fault: case.fault,
+            mode: case.mode,
+            ranks,
+            nodes,
+            victim: between(0, u64::from(ranks) - 1) as u32,
+            operation: [
+                Operation::AllReduce,
+                Operation::AllGather,
+                Operation::ReduceScatter,
+            ][between(0, 2) as usize],
+            elements: between(1, 20_000) as usize,
+            before: between(1, 5) as u32,
+            // The others' waiting begins with it.
+            pause_ms: match case.fault {
+                Fault::SlowBelow => between(0, threshold / 20),
+                _ => between(20, 120),
+            },
+            late_ms: match case.fault {
+                Fault::SlowBelow => between(threshold / 5, threshold * 7 / 10),
+                // Long enough that the promise of a verdict ends before the rank comes.
+                _ => threshold + PROMISED.as_millis() as u64 + between(50, 700),
+            },
+            action,
+        }
+    }
+
+    /// What each rank must say of the victim and become.
+    #[must_use]
+    pub(super) fn expectation(&self) -> Expectation {
+        let verdict = |cause, class| {
+            vec![Verdict {
+                cause,
+                class,
+                within: THRESHOLD + PROMISED,
+                operation: String::new(),
+            }]
+        };
+        let late = || verdict("NOT_LAUNCHED", "late");
+        let of_replay = |replay: u32, graph: u32| {
+            let mut said = late();
+            said[0].operation = format!(" of graph {graph}, replay {replay}");
+            said
+        };
+        let says = |verdicts| Expectation {
+            verdicts,
+            by: By::Others,
+            failure: None,
+        };
+        match self.fault {
+            Fault::SlowBelow => says(Vec::new()),
+            Fault::SlowAbove | Fault::Checkpoint => says(late()),
+            Fault::Withheld => {
+                let mut both = late();
+                both.push(Verdict {
+                    class: "hang",
+                    within: ARRIVAL + PROMISED,
+                    ..both[0].clone()
+                });
+                says(both)
+            }
+            Fault::Computing if self.mode == Mode::Graph => says(late()),
+            Fault::Computing => says(verdict("QUEUED_BEHIND_COMPUTE", "late")),
+            Fault::Replay | Fault::ReplayQueued => says(of_replay(self.before + 1, 1)),
+            Fault::TwoGraphs => says(of_replay(self.before + 1, 2)),
+            Fault::Stopped => says(verdict("RANK_STOPPED", "hang")),
+            Fault::Aborted => says(verdict("PEER_ABORTED", "hang")),
+            Fault::Stuck => Expectation {
+                by: By::Victim,
+                ..says(verdict("STUCK_KERNEL", "hang"))
+            },
+            Fault::Killed => Expectation {
+                failure: Some(Failure {
+                    by: By::Others,
+                    code: REMOTE_ERROR,
+                    text: format!("rank {} is gone", self.victim),
+                    within: AT_ONCE,
+                }),
+                ..says(verdict("RANK_DEAD", "hang"))
+            },
+            Fault::Count | Fault::Order => Expectation {
+                failure: Some(Failure {
+                    by: By::All,
+                    code: INVALID_USAGE,
+                    text: format!("rank {} called ", self.victim),
+                    within: CHECKED,
+                }),
+                ..says(Vec::new())
+            },
+            Fault::Crossed => Expectation {
+                failure: Some(Failure {
+                    by: By::All,
+                    code: INVALID_USAGE,
+                    text: "each waits for the other".to_owned(),
+                    within: THRESHOLD + PROMISED,
+                }),
+                ..says(Vec::new())
+            },
+        }
+    }
+}
+
+/// Which ranks something is expected of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum By {
+    All,
+    Others,
+    Victim,
+}
+
+impl By {
+    /// Whether this is one of them.
+    #[must_use]
+    pub(super) fn includes(self, rank: u32, victim: u32) -> bool {
+        match self {
+            Self::All => true,
+            Self::Others => rank != victim,
+            Self::Victim => rank == victim,
+        }
+    }
+}
+
+/// A verdict on the victim.
+#[derive(Clone, Debug)]
+pub(super) struct Verdict {
+    pub(super) cause: &'static str,
+    /// `late` or `hang`.
+    pub(super) class: &'static str,
+    /// From when the rank waits and the fault is there, whichever is later.
+    pub(super) within: Duration,
+    /// What the operation's name must contain.
+    pub(super) operation: String,
+}
+
+/// A failure of the communicator.
+#[derive(Clone, Debug)]
+pub(super) struct Failure {
+    pub(super) by: By,
+    pub(super) code: i32,
+    /// What its text must contain: it names the culprit.
+    pub(super) text: String,
+    pub(super) within: Duration,
+}
+
+/// What is promised of a fault.
+#[derive(Clone, Debug)]
+pub(super) struct Expectation {
+    /// One after the other, and no others.
+    pub(super) verdicts: Vec<Verdict>,
+    /// Who says them.
+    pub(super) by: By,
+    pub(super) failure: Option<Failure>,
+}
+
+impl Expectation {
+    /// The time by which everything has been said.
+    #[must_use]
+    pub(super) fn within(&self) -> Duration {
+        let verdicts = self.verdicts.iter().map(|verdict| verdict.within);
+        let failure = self.failure.iter().map(|failure| failure.within);
+        verdicts.chain(failure).max().unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cells_have_names_of_their_own_and_are_drawn_alike() {
+        let names: std::collections::BTreeSet<_> = Case::all().map(|case| case.to_string()).collect();
+        assert_eq!(names.len(), Case::all().count());
+        assert!(names.contains("slow-below/thread/graph/pages"));
+        for case in Case::all() {
+            let text = |seed| serde_json::to_string(&Round::draw(&case, seed, 3)).unwrap();
+            assert_eq!(text(7), text(7));
+            assert_ne!(text(7), text(8));
+            for number in 0..50 {
+                let round = Round::draw(&case, 1, number);
+                assert!(round.victim < round.ranks && round.nodes <= round.ranks);
+                let late = Duration::from_millis(round.late_ms);
+                assert_eq!(late < THRESHOLD, case.fault == Fault::SlowBelow, "{round:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_fault_has_a_cell() {
+        for fault in Fault::value_variants() {
+            let possible = Case::all().filter(|case| case.fault == *fault && case.impossible().is_none());
+            assert!(possible.count() > 0, "{fault}");
+        }
+    }
+}

@@ -1,0 +1,281 @@
+//! `cargo xtask faults`: faults of many kinds, and whether the watchdog says of each what `docs/src/watchdog.md` promises.
+//!
+//! The ranks know what was done to them and write it to a file; the watchdog knows what it sees. Here both are compared.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::Write as _,
+    path::{Path, PathBuf},
+    process::ExitCode,
+    sync::{Mutex, PoisonError},
+    thread,
+};
+
+use anyhow::{Context as _, Result, bail};
+use clap::Args;
+
+mod call;
+mod cases;
+mod job;
+mod score;
+mod soak;
+mod truth;
+pub mod worker;
+
+use crate::workspace::{self, Artifacts};
+use cases::{Case, Round};
+use score::{Report, Score, Tally};
+
+/// Rounds of each case of the whole matrix.
+const FULL: u32 = 20;
+/// A round that another fault happened in than was meant to is repeated so often.
+const REPEATED: u32 = 5;
+
+/// Which faults, how often, and what to do with the outcome.
+#[derive(Args, Clone, Debug)]
+pub struct Arguments {
+    /// Rounds of each case [default: 1; with --full 20].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    pub rounds: Option<u32>,
+    /// Seed of everything that is drawn; by default another one each time.
+    #[arg(long)]
+    pub seed: Option<u64>,
+    /// Only cases whose name contains this: FAULT/process|thread/eager|graph/pages.
+    #[arg(long, value_name = "FILTER")]
+    pub case: Option<String>,
+    /// The whole matrix.
+    #[arg(long)]
+    pub full: bool,
+    /// JSON lines, one a case: cases found there with this seed and as many rounds are not run again, others are added.
+    #[arg(long, value_name = "FILE")]
+    pub resume: Option<PathBuf>,
+    /// Fail if a goal is missed.
+    #[arg(long)]
+    pub check: bool,
+    /// Rounds at a time.
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub jobs: u32,
+    /// Instead of the matrix: so many minutes in which ranks are slow and pause, and no verdict may be false.
+    #[arg(long, value_name = "MINUTES", conflicts_with_all = ["rounds", "case", "full", "resume"])]
+    pub soak: Option<f64>,
+    /// Only list the cases.
+    #[arg(long)]
+    pub list: bool,
+}
+
+/// Runs the faults.
+///
+/// # Errors
+/// If ranks cannot be built or started. Missed goals make the exit code, with `--check`.
+pub fn run(arguments: &Arguments) -> Result<ExitCode> {
+    let wanted = |case: &Case| {
+        let filter = arguments.case.as_deref();
+        filter.is_none_or(|filter| case.to_string().contains(filter))
+    };
+    let (possible, impossible): (Vec<Case>, Vec<Case>) = Case::all()
+        .filter(wanted)
+        .partition(|case| case.impossible().is_none());
+    let impossible: Vec<String> = impossible
+        .iter()
+        .map(|case| format!("{case}: {}", case.impossible().unwrap_or_default()))
+        .collect();
+    if arguments.list {
+        possible.iter().for_each(|case| println!("{case}"));
+        impossible.iter().for_each(|case| println!("impossible: {case}"));
+        return Ok(ExitCode::SUCCESS);
+    }
+    if possible.is_empty() {
+        bail!(
+            "no case is called {}",
+            arguments.case.as_deref().unwrap_or_default()
+        );
+    }
+    let seed = arguments.seed.unwrap_or_else(|| truth::now_ns() % 100_000);
+    if let Some(minutes) = arguments.soak {
+        return soak(arguments, minutes, seed);
+    }
+    let rounds = arguments.rounds.unwrap_or(if arguments.full { FULL } else { 1 });
+    let artifacts = workspace::build_job()?;
+    println!(
+        "{} cases, {rounds} rounds each, seed {seed}; {} cells are impossible",
+        possible.len(),
+        impossible.len()
+    );
+    let mut done = resumed(arguments, seed, rounds)?;
+    let folder = artifacts.target.join(format!("faults-{}", std::process::id()));
+    let open: Vec<Case> = possible
+        .iter()
+        .filter(|case| !done.contains_key(&case.to_string()))
+        .copied()
+        .collect();
+    let keep = |tally: &Tally| -> Result<()> {
+        let Some(file) = &arguments.resume else {
+            return Ok(());
+        };
+        let mut file = fs::OpenOptions::new().create(true).append(true).open(file)?;
+        Ok(writeln!(file, "{}", serde_json::to_string(tally)?)?)
+    };
+    let matrix = Matrix {
+        artifacts: &artifacts,
+        folder: &folder,
+        seed,
+        rounds,
+    };
+    for tally in matrix.run(&open, arguments.jobs, keep)? {
+        done.insert(tally.case.clone(), tally);
+    }
+    let tallies: Vec<Tally> = possible
+        .iter()
+        .filter_map(|case| done.remove(&case.to_string()))
+        .collect();
+    score::print(&tallies);
+    for cell in &impossible {
+        println!("impossible: {cell}");
+    }
+    let report = Report::of(seed, &tallies, impossible);
+    if report.wrong.is_empty() {
+        let _ = fs::remove_dir_all(&folder);
+    } else {
+        println!("what the ranks wrote is in {}", folder.display());
+    }
+    println!("{}", serde_json::to_string(&report)?);
+    Ok(if arguments.check && !report.ok {
+        ExitCode::FAILURE
+    } else {
+        ExitCode::SUCCESS
+    })
+}
+
+fn soak(arguments: &Arguments, minutes: f64, seed: u64) -> Result<ExitCode> {
+    if !(minutes > 0.0 && minutes < 1e4) {
+        bail!("--soak {minutes}: a number of minutes");
+    }
+    let artifacts = workspace::build_job()?;
+    println!("{minutes} minutes, seed {seed}");
+    let folder = artifacts.target.join(format!("faults-{}", std::process::id()));
+    let report = soak::run(&artifacts, &folder, minutes, seed)?;
+    let _ = fs::remove_dir_all(&folder);
+    println!("{}", serde_json::to_string(&report)?);
+    Ok(if arguments.check && !report.ok {
+        ExitCode::FAILURE
+    } else {
+        ExitCode::SUCCESS
+    })
+}
+
+/// The cases that a file has already, by name.
+fn resumed(arguments: &Arguments, seed: u64, rounds: u32) -> Result<BTreeMap<String, Tally>> {
+    let Some(file) = arguments.resume.as_ref().filter(|file| file.exists()) else {
+        return Ok(BTreeMap::new());
+    };
+    let text = fs::read_to_string(file).with_context(|| format!("reading {}", file.display()))?;
+    let mut done = BTreeMap::new();
+    for line in text.lines() {
+        // A run that was cut off may have left part of a line.
+        let Ok(tally) = serde_json::from_str::<Tally>(line) else {
+            continue;
+        };
+        if (tally.seed, tally.rounds) == (seed, rounds) {
+            done.insert(tally.case.clone(), tally);
+        }
+    }
+    println!("{} cases are in {}", done.len(), file.display());
+    Ok(done)
+}
+
+struct Matrix<'a> {
+    artifacts: &'a Artifacts,
+    folder: &'a Path,
+    seed: u64,
+    rounds: u32,
+}
+
+impl Matrix<'_> {
+    /// Runs the rounds of all cases, several at a time; `keep` is given each case when it is done.
+    fn run(
+        &self,
+        cases: &[Case],
+        jobs: u32,
+        keep: impl Fn(&Tally) -> Result<()> + Sync,
+    ) -> Result<Vec<Tally>> {
+        let next = Mutex::new(0..cases.len() * self.rounds as usize);
+        let scores: Mutex<Vec<Vec<(u32, Score)>>> = Mutex::new(vec![Vec::new(); cases.len()]);
+        let tallies = Mutex::new(Vec::new());
+        let work = || -> Result<()> {
+            loop {
+                let Some(index) = lock(&next).next() else {
+                    return Ok(());
+                };
+                let (at, number) = (index / self.rounds as usize, index as u32 % self.rounds);
+                let score = self.round(&cases[at], number)?;
+                let mut scores = lock(&scores);
+                scores[at].push((number, score));
+                if scores[at].len() == self.rounds as usize {
+                    let mut of_case = std::mem::take(&mut scores[at]);
+                    drop(scores);
+                    of_case.sort_by_key(|(number, _)| *number);
+                    let of_case: Vec<Score> = of_case.into_iter().map(|(_, score)| score).collect();
+                    let promised = Round::draw(&cases[at], self.seed, 0).expectation().within();
+                    let tally = Tally::of(cases[at].to_string(), self.seed, promised, &of_case);
+                    let mut tallies = lock(&tallies);
+                    keep(&tally)?;
+                    tallies.push(tally);
+                    let last = &tallies[tallies.len() - 1];
+                    println!(
+                        "{:>3} of {}: {}: class {}, culprit {}, in time {} of {}, {} false",
+                        tallies.len(),
+                        cases.len(),
+                        last.case,
+                        last.class,
+                        last.culprit,
+                        last.in_time,
+                        last.rounds,
+                        last.false_verdicts
+                    );
+                }
+            }
+        };
+        thread::scope(|scope| {
+            let threads: Vec<_> = (0..jobs).map(|_| scope.spawn(work)).collect();
+            threads.into_iter().try_for_each(|thread| match thread.join() {
+                Ok(result) => result,
+                Err(_) => bail!("a thread panicked"),
+            })
+        })?;
+        Ok(tallies.into_inner().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn round(&self, case: &Case, number: u32) -> Result<Score> {
+        let round = Round::draw(case, self.seed, number);
+        let folder = self
+            .folder
+            .join(format!("{}-{number}", case.to_string().replace('/', "-")));
+        for _ in 0..REPEATED {
+            let observed = job::run(
+                &round,
+                case.ranks,
+                &folder,
+                &self.artifacts.xtask,
+                &self.artifacts.library_folder,
+            )
+            .with_context(|| format!("{case}, round {number}, seed {}", self.seed))?;
+            let Some(score) = score::judge(&round, &observed) else {
+                continue;
+            };
+            if score.problems.is_empty() {
+                let _ = fs::remove_dir_all(&folder);
+            } else {
+                fs::write(folder.join("log"), &observed.text)?;
+            }
+            return Ok(score);
+        }
+        bail!(
+            "{case}, round {number}: the machine is too busy: a rank was late by more than it was told to, {REPEATED} times"
+        )
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,96 @@
+//! What a rank knows of its own part in a round, one JSON line an event. The library never opens this file.
+
+use std::{
+    fs::{File, OpenOptions},
+    io::Write as _,
+    path::Path,
+};
+
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+
+/// Something that happened on a rank.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Event {
+    pub(super) rank: u32,
+    /// `CLOCK_MONOTONIC`, which processes of a machine share.
+    pub(super) ns: u64,
+    pub(super) what: What,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum What {
+    /// The fault is about to begin.
+    Fault,
+    /// The rank is about to call the operation.
+    Called {
+        /// Of a soak.
+        #[serde(default)]
+        step: u32,
+    },
+    /// Its communicator had failed before it came to that.
+    TooLate,
+    /// Its communicator has failed.
+    Failed { code: i32, text: String },
+    /// The operation is done; the state of the communicator then, and whether the result is right.
+    Completed { code: i32, right: bool },
+    /// Its stream is about to come to the operation of a step of a soak.
+    Arrived { step: u32 },
+    /// The rank is about to end without an error of its own.
+    Done,
+}
+
+/// `CLOCK_MONOTONIC`, nanoseconds.
+#[must_use]
+pub(super) fn now_ns() -> u64 {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: a valid timespec to write to; the clock always exists.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
+/// The file as ranks write it.
+pub(super) struct Account(File);
+
+impl Account {
+    /// Opens the file of a round, which all its ranks append to.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(super) fn open(path: &Path) -> Result<Self> {
+        OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(path)
+            .map(Self)
+            .with_context(|| format!("opening {}", path.display()))
+    }
+
+    /// Notes what happens on a rank now; on the disk before this returns, whatever becomes of the process.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(super) fn note(&self, rank: u32, what: What) -> Result<()> {
+        let ns = now_ns();
+        // One write: lines of several ranks do not mix.
+        let line = serde_json::to_string(&Event { rank, ns, what })? + "\n";
+        (&self.0)
+            .write_all(line.as_bytes())
+            .context("writing what is true")
+    }
+}
+
+/// Reads what the ranks of a round have written.
+///
+/// # Errors
+/// The system's, or the line that is none.
+pub(super) fn read(path: &Path) -> Result<Vec<Event>> {
+    let text = std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
+    text.lines()
+        .map(|line| serde_json::from_str(line).with_context(|| format!("{}: {line}", path.display())))
+        .collect()
+}

@@ -1,0 +1,417 @@
+//! The ranks of a round that one process runs, each a thread.
+//!
+//! Standard output: `id <hex>` (rank 0), `fault` when it begins, `failed` for each rank whose communicator has failed,
+//! `completed` for each whose operations are done. Standard input: `id <hex>` (processes without rank 0), `end` when everything
+//! has been said that was to be, `exit` when all ranks have completed.
+
+use std::{
+    ffi::c_void,
+    fs,
+    io::Write as _,
+    path::{Path, PathBuf},
+    sync::{Condvar, Mutex, MutexGuard, PoisonError},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail};
+use clap::Args;
+
+use super::{
+    call::{Call, Launched},
+    cases::{Action, Fault, Operation, PROMISED, Round, SUCCESS, SYSTEM_ERROR},
+    truth::{Account, What},
+};
+use crate::nccl::{Buffer, Communicator, Nccl, UniqueId};
+
+/// Which ranks, and what they do.
+#[derive(Args, Debug)]
+pub struct Arguments {
+    /// Ranks of this process.
+    #[arg(long, value_delimiter = ',')]
+    members: Vec<u32>,
+    /// JSON file with the [`Round`].
+    #[arg(long, required_unless_present = "soak")]
+    round: Option<PathBuf>,
+    /// Soak with this seed instead.
+    #[arg(long, conflicts_with = "round")]
+    soak: Option<u64>,
+    /// File that the ranks append what they know to.
+    #[arg(long)]
+    truth: PathBuf,
+}
+
+/// How far a round is, as told by whoever started us.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Stage {
+    /// The fault is there, or to come.
+    #[default]
+    Lasts,
+    /// It is to end.
+    End,
+    /// Nobody needs anybody any more.
+    Exit,
+}
+
+/// The stage, to be waited for.
+#[derive(Default)]
+pub(super) struct Stages {
+    told: Mutex<Stage>,
+    changed: Condvar,
+}
+
+impl Stages {
+    fn lock(&self) -> MutexGuard<'_, Stage> {
+        self.told.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn tell(&self, stage: Stage) {
+        *self.lock() = stage;
+        self.changed.notify_all();
+    }
+
+    pub(super) fn now(&self) -> Stage {
+        *self.lock()
+    }
+
+    /// Waits for a stage, or a later one.
+    pub(super) fn wait(&self, stage: Stage) {
+        drop(
+            self.changed
+                .wait_while(self.lock(), |told| *told < stage)
+                .unwrap_or_else(PoisonError::into_inner),
+        );
+    }
+}
+
+/// Put on a stream: computes, that is, keeps it busy, until the fault is to end.
+unsafe extern "C" fn compute(stages: *mut c_void) {
+    // SAFETY: the `Stages` of the process, which outlive its streams.
+    unsafe { &*stages.cast::<Stages>() }.wait(Stage::End);
+}
+
+pub(super) fn say(line: &str) -> Result<()> {
+    let mut output = std::io::stdout().lock();
+    writeln!(output, "{line}")?;
+    Ok(output.flush()?)
+}
+
+/// Runs `body` for each of the ranks on a thread of its own, with the unique id that all processes of the job share.
+pub(super) fn run_members(
+    members: &[u32],
+    body: impl Fn(&Nccl, UniqueId, u32, &'static Stages) -> Result<()> + Sync,
+) -> Result<()> {
+    let nccl = Nccl::open(Path::new("libnccl.so.2"))?;
+    let id = if members.contains(&0) {
+        let id = nccl.unique_id()?;
+        say(&format!("id {}", crate::demo::hex(&id.0)))?;
+        id
+    } else {
+        let line = std::io::stdin().lines().next().context("no unique id came")??;
+        let bytes = line.strip_prefix("id ").and_then(crate::demo::unhex);
+        let bytes = bytes.context("the unique id is not hexadecimal")?;
+        UniqueId(bytes.try_into().ok().context("a unique id has 128 bytes")?)
+    };
+    // Streams may refer to it until the process ends.
+    let stages: &'static Stages = Box::leak(Box::default());
+    thread::spawn(move || {
+        for line in std::io::stdin().lines().map_while(Result::ok) {
+            match line.as_str() {
+                "end" => stages.tell(Stage::End),
+                "exit" => stages.tell(Stage::Exit),
+                _ => {}
+            }
+        }
+        // Whoever started us is gone.
+        stages.tell(Stage::Exit);
+    });
+    thread::scope(|scope| {
+        let (nccl, body) = (&nccl, &body);
+        let threads: Vec<_> = members
+            .iter()
+            .map(|rank| {
+                scope.spawn(move || body(nccl, id, *rank, stages).with_context(|| format!("rank {rank}")))
+            })
+            .collect();
+        threads.into_iter().try_for_each(|thread| match thread.join() {
+            Ok(result) => result,
+            Err(_) => bail!("a rank panicked"),
+        })
+    })
+}
+
+/// Runs the ranks.
+///
+/// # Errors
+/// The library's where no error is expected.
+pub fn run(arguments: &Arguments) -> Result<()> {
+    let truth = Account::open(&arguments.truth)?;
+    if let Some(seed) = arguments.soak {
+        return run_members(&arguments.members, |nccl, id, rank, stages| {
+            super::soak::rank(nccl, id, rank, stages, seed, &truth)
+        });
+    }
+    let file = arguments.round.as_ref().context("--round is missing")?;
+    let text = fs::read_to_string(file).with_context(|| format!("reading {}", file.display()))?;
+    let round: Round = serde_json::from_str(&text).context("round")?;
+    run_members(&arguments.members, |nccl, id, rank, stages| {
+        nccl.set_device(rank)?;
+        let communicator = nccl.communicator(round.ranks, id, rank)?;
+        Member {
+            round: &round,
+            rank,
+            truth: &truth,
+            stages,
+        }
+        .run(communicator)
+    })
+}
+
+/// One rank.
+struct Member<'a> {
+    round: &'a Round,
+    rank: u32,
+    truth: &'a Account,
+    stages: &'static Stages,
+}
+
+impl Member<'_> {
+    fn is_victim(&self) -> bool {
+        self.rank == self.round.victim
+    }
+
+    fn note(&self, what: What) -> Result<()> {
+        self.truth.note(self.rank, what)
+    }
+
+    fn new_call(&self, operation: Operation, elements: usize) -> Call {
+        Call::new(operation, elements, self.rank, self.round.ranks)
+    }
+
+    fn run(&self, communicator: Communicator<'_>) -> Result<()> {
+        match self.round.fault {
+            Fault::Count | Fault::Order | Fault::Crossed => self.differs(communicator),
+            Fault::TwoGraphs => self.two_graphs(communicator),
+            _ => self.waits(communicator),
+        }?;
+        self.note(What::Done)
+    }
+
+    /// The victim lets the others come to wait, and begins.
+    fn begin(&self) -> Result<()> {
+        if self.is_victim() {
+            thread::sleep(Duration::from_millis(self.round.pause_ms));
+            self.note(What::Fault)?;
+            say("fault")?;
+        }
+        Ok(())
+    }
+
+    /// All ranks call the same, and one comes late or never.
+    fn waits(&self, communicator: Communicator<'_>) -> Result<()> {
+        let round = self.round;
+        let mut call = self.new_call(round.operation, round.elements);
+        let launched = Launched::prepare(round.mode, &communicator, || call.call(&communicator))?;
+        let launch = |call: &Call| launched.launch(&communicator, || call.call(&communicator));
+        for _ in 0..round.before {
+            launch(&call)?;
+        }
+        communicator.synchronise()?;
+        call.fill();
+        self.begin()?;
+        if self.is_victim() {
+            match round.fault {
+                Fault::Withheld => {
+                    self.stages.wait(Stage::End);
+                    launched.forget(&communicator)?;
+                    return communicator.abort();
+                }
+                Fault::Aborted => {
+                    launched.forget(&communicator)?;
+                    return communicator.abort();
+                }
+                // SAFETY: a signal to this process.
+                Fault::Killed => unsafe {
+                    libc::kill(libc::getpid(), libc::SIGKILL);
+                },
+                // SAFETY: as above.
+                Fault::Stopped => unsafe {
+                    libc::kill(libc::getpid(), libc::SIGSTOP);
+                },
+                Fault::SlowBelow | Fault::SlowAbove => {
+                    thread::sleep(Duration::from_millis(round.late_ms));
+                }
+                Fault::Checkpoint | Fault::Replay | Fault::ReplayQueued => self.stages.wait(Stage::End),
+                // SAFETY: what it refers to is never freed.
+                Fault::Computing => unsafe {
+                    communicator.host_function(compute, std::ptr::from_ref(self.stages).cast_mut().cast())
+                }?,
+                Fault::Stuck => communicator.simulate_kernel_timeout()?,
+                Fault::Count | Fault::Order | Fault::Crossed | Fault::TwoGraphs => {}
+            }
+        }
+        if round.fault == Fault::Stuck {
+            self.stages.wait(Stage::End);
+            self.check_state(&communicator)?;
+            return communicator.abort();
+        }
+        if communicator.state()?.0 != SUCCESS {
+            // On a busy machine the news of a death may be faster than this rank, which then is in nothing.
+            self.note(What::TooLate)?;
+            self.fails(&communicator)?;
+            launched.forget(&communicator)?;
+            return communicator.abort();
+        }
+        let times = 1 + u32::from(round.fault == Fault::ReplayQueued);
+        self.note(What::Called { step: 0 })?;
+        for _ in 0..times {
+            launch(&call)?;
+        }
+        match round.fault {
+            Fault::Withheld | Fault::Aborted | Fault::Killed => {
+                if round.fault == Fault::Killed {
+                    self.fails(&communicator)?;
+                }
+                self.stages.wait(Stage::End);
+                launched.forget(&communicator)?;
+                communicator.abort()
+            }
+            _ => {
+                communicator.synchronise()?;
+                let right = call.is_right(times);
+                self.completed(&communicator, right)?;
+                launched.forget(&communicator)?;
+                self.check_state(&communicator)?;
+                self.leave(communicator)
+            }
+        }
+    }
+
+    fn completed(&self, communicator: &Communicator<'_>, right: bool) -> Result<()> {
+        let (code, _) = communicator.state()?;
+        self.note(What::Completed { code, right })?;
+        say("completed")
+    }
+
+    /// A hang becomes an error where that is asked for, and nothing else does.
+    fn check_state(&self, communicator: &Communicator<'_>) -> Result<()> {
+        let expectation = self.round.expectation();
+        let hang = expectation.verdicts.iter().any(|verdict| verdict.class == "hang");
+        let says = expectation.by.includes(self.rank, self.round.victim);
+        let expected = match (self.round.action, hang && says) {
+            (Action::Error | Action::Abort, true) => SYSTEM_ERROR,
+            _ => SUCCESS,
+        };
+        let (code, text) = communicator.state()?;
+        if code != expected {
+            bail!("the communicator's state is {code}, not {expected}: {text}");
+        }
+        Ok(())
+    }
+
+    fn leave(&self, communicator: Communicator<'_>) -> Result<()> {
+        if communicator.state()?.0 != SUCCESS {
+            // Others may still need this rank's network work, which such a communicator's end does not wait for.
+            self.stages.wait(Stage::Exit);
+            return communicator.abort();
+        }
+        communicator.destroy()
+    }
+
+    /// Waits for the failure of the communicator.
+    fn fails(&self, communicator: &Communicator<'_>) -> Result<()> {
+        let end = Instant::now() + self.round.expectation().within() + PROMISED;
+        while Instant::now() < end {
+            let (code, text) = communicator.state()?;
+            if code != SUCCESS {
+                self.note(What::Failed { code, text })?;
+                return say("failed");
+            }
+            thread::sleep(Duration::from_millis(2));
+        }
+        Ok(())
+    }
+
+    /// The ranks call what does not fit together.
+    fn differs(&self, communicator: Communicator<'_>) -> Result<()> {
+        let round = self.round;
+        let (first, second) = (
+            self.new_call(round.operation, round.elements),
+            self.new_call(
+                match round.operation {
+                    Operation::AllReduce => Operation::AllGather,
+                    _ => Operation::AllReduce,
+                },
+                round.elements,
+            ),
+        );
+        // Connections stand before the fault.
+        for _ in 0..round.before {
+            first.call(&communicator)?;
+            second.call(&communicator)?;
+        }
+        communicator.synchronise()?;
+        let other = self.new_call(round.operation, round.elements + 1);
+        let message = Buffer::new(round.elements);
+        let calls = || match (round.fault, self.is_victim()) {
+            (Fault::Count, true) => other.call(&communicator),
+            (Fault::Count, false) => first.call(&communicator),
+            (Fault::Order, true) => second
+                .call(&communicator)
+                .and_then(|()| first.call(&communicator)),
+            (Fault::Order, false) => first
+                .call(&communicator)
+                .and_then(|()| second.call(&communicator)),
+            _ => communicator.receive(&message, 1 - self.rank),
+        };
+        let launched = Launched::prepare(round.mode, &communicator, calls)?;
+        self.begin()?;
+        self.note(What::Called { step: 0 })?;
+        launched.launch(&communicator, calls)?;
+        self.fails(&communicator)?;
+        self.stages.wait(Stage::End);
+        launched.forget(&communicator)?;
+        communicator.abort()
+    }
+
+    /// Two graphs of one communicator on two streams; the victim launches the first only, until it is told to go on.
+    fn two_graphs(&self, communicator: Communicator<'_>) -> Result<()> {
+        let round = self.round;
+        communicator.beside(|beside| {
+            let on = [&communicator, beside];
+            let mut calls = [(); 2].map(|()| self.new_call(round.operation, round.elements));
+            let graphs = [
+                communicator.capture(|| calls[0].call(&communicator))?,
+                beside.capture(|| calls[1].call(beside))?,
+            ];
+            for _ in 0..round.before {
+                for (on, graph) in on.iter().zip(&graphs) {
+                    on.replay(graph)?;
+                }
+            }
+            for on in on {
+                on.synchronise()?;
+            }
+            for call in &mut calls {
+                call.fill();
+            }
+            self.begin()?;
+            self.note(What::Called { step: 0 })?;
+            communicator.replay(&graphs[0])?;
+            if self.is_victim() {
+                self.stages.wait(Stage::End);
+            }
+            beside.replay(&graphs[1])?;
+            for on in on {
+                on.synchronise()?;
+            }
+            let right = calls.iter_mut().all(|call| call.is_right(1));
+            self.completed(&communicator, right)?;
+            graphs
+                .into_iter()
+                .try_for_each(|graph| communicator.forget(graph))
+        })?;
+        self.check_state(&communicator)?;
+        self.leave(communicator)
+    }
+}
