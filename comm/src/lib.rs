@@ -19,6 +19,7 @@ pub mod launch;
 pub(crate) mod log;
 pub mod observe;
 pub mod plan;
+pub(crate) mod process;
 pub mod proxy;
 pub(crate) mod threads;
 pub mod topology;

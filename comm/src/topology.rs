@@ -2,7 +2,10 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use crate::bootstrap::{Bootstrap, Error, Result, fnv1a};
+use crate::{
+    bootstrap::{Bootstrap, Error, Result, fnv1a},
+    process::{self, Stat},
+};
 
 /// What every rank tells the others about itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -15,7 +18,7 @@ pub struct RankInfo {
     pub host_hash: u64,
     /// Process, in its own pid namespace.
     pub pid: u32,
-    /// When that process started, clock ticks since boot (`/proc/self/stat` field 22).
+    /// When that process started, clock ticks since boot; 0 where there is no `/proc`.
     pub process_start_time: u64,
     /// Device number in the process.
     pub device: i32,
@@ -39,16 +42,10 @@ impl RankInfo {
         let (host, identity) = match crate::env::text("NCCL_HOSTID") {
             Some(id) => (id.clone(), id),
             None => {
-                let read = |path| {
-                    std::fs::read_to_string(path)
-                        .unwrap_or_default()
-                        .trim()
-                        .to_owned()
-                };
-                let host = read("/proc/sys/kernel/hostname");
+                let host = process::host_name();
                 let namespace = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
-                let boot = read("/proc/sys/kernel/random/boot_id");
-                let identity = format!("{host} {boot} {}", namespace.display());
+                let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+                let identity = format!("{host} {} {}", boot.trim(), namespace.display());
                 (host, identity)
             }
         };
@@ -57,7 +54,7 @@ impl RankInfo {
             host,
             host_hash: fnv1a(identity.as_bytes()),
             pid: std::process::id(),
-            process_start_time: process_start_time(),
+            process_start_time: Stat::own().map_or(0, |stat| stat.start_time),
             device,
             proxy_address,
             library_version,
@@ -115,18 +112,6 @@ impl RankInfo {
             proxy_address,
         })
     }
-}
-
-/// Field 22 of `/proc/self/stat`; 0 where there is no `/proc`.
-fn process_start_time() -> u64 {
-    let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
-    // The name (field 2) may hold spaces and parentheses; after its last ')' comes field 3.
-    let after_name = stat.rsplit(')').next().unwrap_or_default();
-    after_name
-        .split_whitespace()
-        .nth(22 - 3)
-        .and_then(|field| field.parse().ok())
-        .unwrap_or(0)
 }
 
 /// Every rank's place.

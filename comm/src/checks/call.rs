@@ -6,6 +6,23 @@ use ringsight_records::{DataType, Function, ReduceOp};
 
 use crate::bootstrap::fnv1a;
 
+/// A function's name in NCCL's ABI, without the prefix.
+#[must_use]
+pub fn api_name(function: Function) -> &'static str {
+    match function {
+        Function::AllReduce => "AllReduce",
+        Function::AllGather => "AllGather",
+        Function::ReduceScatter => "ReduceScatter",
+        Function::Broadcast => "Broadcast",
+        Function::Reduce => "Reduce",
+        Function::AlltoAll => "AlltoAll",
+        Function::Gather => "Gather",
+        Function::Scatter => "Scatter",
+        Function::Send => "Send",
+        Function::Recv => "Recv",
+    }
+}
+
 /// What a rank called, as far as the ranks must agree on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Call {
@@ -80,18 +97,7 @@ impl Call {
 /// As in `AllReduce(count 1024, float32, sum)`.
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = match self.function {
-            Function::AllReduce => "AllReduce",
-            Function::AllGather => "AllGather",
-            Function::ReduceScatter => "ReduceScatter",
-            Function::Broadcast => "Broadcast",
-            Function::Reduce => "Reduce",
-            Function::AlltoAll => "AlltoAll",
-            Function::Gather => "Gather",
-            Function::Scatter => "Scatter",
-            Function::Send => "Send",
-            Function::Recv => "Recv",
-        };
+        let name = api_name(self.function);
         write!(f, "{name}(count {}, {}", self.count, self.data_type)?;
         if self.reduce_op != ReduceOp::None {
             write!(f, ", {}", self.reduce_op)?;

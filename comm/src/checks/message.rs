@@ -3,9 +3,8 @@
 use super::{
     Call,
     calls::{Entry, Identity},
-    wire::{Rest, put_identity},
+    wire::{self, Rest, put_identity},
 };
-use crate::bootstrap::wire::word;
 
 /// First four bytes: "RSCK".
 const MAGIC: u32 = u32::from_le_bytes(*b"RSCK");
@@ -79,11 +78,7 @@ impl Message {
 
     /// `None` for anything that [`Message::encode`] does not write.
     pub(super) fn parse(bytes: &[u8]) -> Option<Self> {
-        if word(bytes, 0)? != MAGIC {
-            return None;
-        }
-        let mut rest = Rest(bytes.get(4..)?);
-        let [kind] = *rest.take()?;
+        let (kind, mut rest) = wire::open(MAGIC, bytes)?;
         let message = match kind {
             1 => Self::Differs {
                 mine: (rest.identity()?, call(&mut rest)?),

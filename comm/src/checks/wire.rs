@@ -14,6 +14,16 @@ pub(crate) fn put_identity(bytes: &mut Vec<u8>, identity: Identity) {
     bytes.extend(seq.to_le_bytes());
 }
 
+/// The kind and the rest of a message that begins with `magic`.
+pub(crate) fn open(magic: u32, bytes: &[u8]) -> Option<(u8, Rest<'_>)> {
+    let mut rest = Rest(bytes);
+    if rest.u32()? != magic {
+        return None;
+    }
+    let [kind] = *rest.take()?;
+    Some((kind, rest))
+}
+
 /// Bytes that are taken from the front.
 pub(crate) struct Rest<'a>(pub(crate) &'a [u8]);
 

@@ -8,7 +8,7 @@ use super::{Communicator, Config, Lifecycle, init::Making, lock};
 use crate::{
     bootstrap::{self, fnv1a},
     error::{Error, Result, ResultCode},
-    observe,
+    observe, watchdog,
 };
 
 /// The colour of ranks that take part in a split and get no communicator (`NCCL_SPLIT_NOCOLOR`).
@@ -159,6 +159,7 @@ impl ChildJob {
             config: &self.config,
             share: share.then(|| (parent.membership.family.clone(), proxy_ranks().collect())),
             start_ns,
+            watchdog: watchdog::Settings::read()?,
         };
         making.enter_device()?;
         let id = child_id(parent.id, count, color, &members);

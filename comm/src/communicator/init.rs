@@ -96,6 +96,7 @@ impl InitJob {
             config: &self.config,
             share: None,
             start_ns: observe::now_ns(),
+            watchdog: watchdog::Settings::read()?,
         };
         let mut ids = self
             .ids
@@ -133,14 +134,14 @@ pub(super) struct Making<'a> {
     pub(super) share: Option<(Arc<Family>, Arc<[u32]>)>,
     /// When the call began.
     pub(super) start_ns: u64,
+    /// Read before the others are met: who cannot read them does not come. `None` if the watchdog is off.
+    pub(super) watchdog: Option<watchdog::Settings>,
 }
 
 impl Making<'_> {
     /// Chooses the device for the thread that makes it, and makes the process's shared pages.
     pub(super) fn enter_device(&self) -> Result<()> {
         device()?.set_current(self.device)?;
-        // Before the others are met: who cannot read its settings does not come.
-        watchdog::Settings::read()?;
         if let Err(error) = observe::prepare() {
             // Being observed is a service, not a condition.
             tracing::warn!(
@@ -282,7 +283,7 @@ impl Making<'_> {
         topology: &Arc<Topology>,
         checks: &Arc<Checks>,
     ) -> Result<Option<watchdog::Detected>> {
-        let Some(settings) = watchdog::Settings::read()? else {
+        let Some(settings) = self.watchdog else {
             return Ok(None);
         };
         let subject = watchdog::Subject {

@@ -1,29 +1,14 @@
 //! Lines that several places would otherwise put together. Each costs one relaxed load when nobody wants it.
 
-use ringsight_records::{Algorithm, Function, Protocol, ReduceOp};
+use ringsight_records::{Algorithm, Protocol, ReduceOp};
 
 use super::{COLL, GRAPH, NET, P2P, SHM, TUNING};
 use crate::{
+    checks::api_name,
     plan::{OpInfo, Request, Task},
     proxy::message::{Endpoint, Transport},
     topology::Topology,
 };
-
-/// A function's name as NCCL's lines have it.
-fn name(function: Function) -> &'static str {
-    match function {
-        Function::AllReduce => "AllReduce",
-        Function::AllGather => "AllGather",
-        Function::ReduceScatter => "ReduceScatter",
-        Function::Broadcast => "Broadcast",
-        Function::Reduce => "Reduce",
-        Function::AlltoAll => "AlltoAll",
-        Function::Gather => "Gather",
-        Function::Scatter => "Scatter",
-        Function::Send => "Send",
-        Function::Recv => "Recv",
-    }
-}
 
 /// The rings of a communicator: the whole of each by rank 0, its own neighbours by every rank.
 pub(crate) fn rings(topology: &Topology, channels: u32) {
@@ -78,7 +63,7 @@ pub(crate) fn operation(request: &Request, info: &OpInfo, ranks: u32) {
     tracing::info!(
         target: COLL,
         "{}: opCount {:x} sendbuff {:#x} recvbuff {:#x} count {} datatype {} op {} {} {} comm {:#x} [nranks={ranks}] stream {:#x}",
-        name(request.function),
+        api_name(request.function),
         info.seq,
         request.send,
         request.recv,
@@ -105,7 +90,7 @@ pub(crate) fn choice(task: &Task, channels: u64, (algorithm, protocol): (Algorit
     tracing::info!(
         target: TUNING,
         "{}: {} Bytes -> Algo {} proto {} channel{{Lo..Hi}}={{{low}..{high}}}",
-        name(task.request.function),
+        api_name(task.request.function),
         task.info.bytes,
         algorithm.name().to_uppercase(),
         protocol.name().to_uppercase(),

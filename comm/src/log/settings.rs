@@ -9,6 +9,7 @@ use std::{
 use tracing::level_filters::LevelFilter;
 
 use super::targets::{BOOTSTRAP, ENV, INIT, bit};
+use crate::process;
 
 /// NCCL's levels, least talkative first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -107,8 +108,8 @@ impl Settings {
     /// Reads it through `get`; a file that `before` has open stays open.
     pub(super) fn read(get: &dyn Fn(&str) -> Option<String>, before: Option<&Self>) -> Self {
         let mut complaints = Vec::new();
-        let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-        let host = host.trim().split('.').next().unwrap_or_default().to_owned();
+        let host = process::host_name();
+        let host = host.split('.').next().unwrap_or_default().to_owned();
         let level = get("NCCL_DEBUG").map_or(Level::None, |text| Level::parse(&text));
         let mask = get("NCCL_DEBUG_SUBSYS").map_or_else(default_mask, |text| mask(&text, &mut complaints));
         let stamped = get("NCCL_DEBUG_TIMESTAMP_LEVELS")

@@ -1,7 +1,7 @@
 //! Making the shared pages of this process, and letting go of them in a forked child.
 
 use std::{
-    fs, io,
+    io,
     os::fd::IntoRawFd,
     ptr,
     sync::{
@@ -13,7 +13,7 @@ use std::{
 use ringsight_records::pages::{Geometry, Header, MEMFD_NAME, Pages};
 
 use super::numbers::CapturedSlots;
-use crate::bootstrap::sys;
+use crate::{bootstrap::sys, process};
 
 /// Version number that `ncclGetVersion` gives: 2.28.9.
 pub const LIBRARY_VERSION: u32 = 22809;
@@ -143,13 +143,14 @@ fn make() -> io::Result<Shared> {
     if base == libc::MAP_FAILED {
         return fail(io::Error::last_os_error());
     }
-    let host = crate::env::text("NCCL_HOSTID").unwrap_or_else(host_name);
+    let host = crate::env::text("NCCL_HOSTID").unwrap_or_else(process::host_name);
+    let stat = process::Stat::own().ok_or_else(|| io::Error::other("/proc/self/stat has no start time"))?;
     // SAFETY: page-aligned, zeroed, large enough, and nobody else uses it before the magic is set.
     let header = unsafe { &mut *base.cast::<Header>() };
     header.initialise(
         &geometry,
         std::process::id(),
-        start_time()?,
+        stat.start_time,
         LIBRARY_VERSION,
         &host,
     );
@@ -160,27 +161,4 @@ fn make() -> io::Result<Shared> {
         captured: Mutex::new(CapturedSlots::new(geometry.captured.1)),
         fd,
     })
-}
-
-/// This machine's host name; "unknown" if it has none.
-fn host_name() -> String {
-    let mut bytes = [0u8; 256];
-    // SAFETY: writes at most 255 bytes into the buffer, whose last byte stays zero.
-    unsafe { libc::gethostname(bytes.as_mut_ptr().cast(), bytes.len() - 1) };
-    let name = ringsight_records::pages::text(&bytes);
-    if name.is_empty() {
-        "unknown".into()
-    } else {
-        name.into()
-    }
-}
-
-/// Start time of this process, clock ticks since boot: field 22 of `/proc/self/stat`.
-fn start_time() -> io::Result<u64> {
-    let stat = fs::read_to_string("/proc/self/stat")?;
-    // The second field, the name in parentheses, may hold anything: count from its end.
-    stat.rsplit_once(')')
-        .and_then(|(_, rest)| rest.split_ascii_whitespace().nth(19))
-        .and_then(|field| field.parse().ok())
-        .ok_or_else(|| io::Error::other("/proc/self/stat has no start time"))
 }

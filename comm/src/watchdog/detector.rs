@@ -168,6 +168,13 @@ pub(super) fn oldest_in_progress(device: i32, but: (u64, Run)) -> Option<HeldUp>
     watches
         .iter()
         .filter(|watch| watch.device == device)
-        .filter_map(|watch| watch.holds_up((watch.comm == but.0).then_some(but.1), now))
+        .filter_map(|watch| {
+            let op = watch.oldest((watch.comm == but.0).then_some(but.1))?;
+            Some(HeldUp {
+                comm: watch.comm,
+                run: op.run,
+                since_ns: now.saturating_sub(op.start_ns),
+            })
+        })
         .max_by_key(|held| held.since_ns)
 }

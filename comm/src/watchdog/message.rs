@@ -1,10 +1,7 @@
 //! What watchdogs ask each other; the parser refuses everything else.
 
 use super::position::{Answer, HeldUp, Position, Run};
-use crate::{
-    bootstrap::wire::word,
-    checks::wire::{Rest, put_identity},
-};
+use crate::checks::wire::{self, Rest, put_identity};
 
 /// First four bytes: "RSWD".
 const MAGIC: u32 = u32::from_le_bytes(*b"RSWD");
@@ -101,11 +98,7 @@ impl Message {
 
     /// `None` for anything that [`Message::encode`] does not write.
     pub(super) fn parse(bytes: &[u8]) -> Option<Self> {
-        if word(bytes, 0)? != MAGIC {
-            return None;
-        }
-        let mut rest = Rest(bytes.get(4..)?);
-        let [kind] = *rest.take()?;
+        let (kind, mut rest) = wire::open(MAGIC, bytes)?;
         let query = rest.u32()?;
         let message = match kind {
             1 => Self::Where {

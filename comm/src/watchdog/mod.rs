@@ -34,6 +34,7 @@ use crate::{
     communicator::{Lifecycle, lock},
     launch::observer::PlanObserver,
     observe,
+    process::{Stat, State},
     topology::Topology,
 };
 
@@ -202,21 +203,13 @@ impl Watch {
             return Health::Unknown;
         }
         let info = self.topology.info(rank);
-        let Ok(stat) = std::fs::read_to_string(format!("/proc/{}/stat", info.pid)) else {
-            // In a pid namespace of its own it has another number here.
-            return Health::Unknown;
-        };
-        let mut fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
-        let state = fields.next().unwrap_or_default();
-        // Field 22; the state is field 3.
-        let start: Option<u64> = fields.nth(22 - 4).and_then(|field| field.parse().ok());
-        match state {
-            // Another process has this number now, or here.
-            _ if start != Some(info.process_start_time) => Health::Unknown,
-            "T" | "t" => Health::Stopped,
-            "Z" | "X" => Health::Gone,
-            _ => Health::Alive,
-        }
+        // In a pid namespace of its own it has another number here, and another process may have this one.
+        let found = Stat::of(info.pid).filter(|stat| stat.start_time == info.process_start_time);
+        found.map_or(Health::Unknown, |stat| match stat.state {
+            State::Stopped => Health::Stopped,
+            State::Ended => Health::Gone,
+            State::Alive => Health::Alive,
+        })
     }
 
     /// The ranks that take part in an operation.
@@ -228,22 +221,12 @@ impl Watch {
         }
     }
 
-    /// What is in progress on this rank, the one that began first.
-    fn oldest(&self) -> Option<InProgress> {
-        lock(&self.flights).in_progress().min_by_key(|op| op.start_ns)
-    }
-
-    /// What keeps this rank, except for `run`.
-    fn holds_up(&self, but: Option<Run>, now: u64) -> Option<HeldUp> {
+    /// What is in progress on this rank, the one that began first; `but` is not counted.
+    fn oldest(&self, but: Option<Run>) -> Option<InProgress> {
         lock(&self.flights)
             .in_progress()
             .filter(|op| Some(op.run) != but)
             .min_by_key(|op| op.start_ns)
-            .map(|op| HeldUp {
-                comm: self.comm,
-                run: op.run,
-                since_ns: now.saturating_sub(op.start_ns),
-            })
     }
 
     /// Looks at what is in progress, asks and reports; says when to look again.
@@ -253,7 +236,7 @@ impl Watch {
         if self.ended.load(Ordering::Relaxed) {
             return self.settings.rest();
         }
-        let Some(op) = self.oldest() else {
+        let Some(op) = self.oldest(None) else {
             lock(&self.inquiry).close();
             return self.settings.rest();
         };

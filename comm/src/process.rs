@@ -1,0 +1,84 @@
+//! What the system says of processes and of the host.
+
+/// Whether a process goes on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum State {
+    /// It runs or sleeps.
+    Alive,
+    /// It is stopped by a signal or a debugger.
+    Stopped,
+    /// It has ended, and nobody has waited for it yet.
+    Ended,
+}
+
+/// What `/proc/<pid>/stat` says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Stat {
+    pub(crate) state: State,
+    /// Clock ticks since boot: with the number it is a name that no later process gets.
+    pub(crate) start_time: u64,
+}
+
+impl Stat {
+    /// Of a process of this pid namespace; `None` if there is none with that number.
+    pub(crate) fn of(pid: u32) -> Option<Self> {
+        Self::parse(&std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+    }
+
+    /// Of this process; `None` where there is no `/proc`.
+    pub(crate) fn own() -> Option<Self> {
+        Self::parse(&std::fs::read_to_string("/proc/self/stat").ok()?)
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        // The name (field 2) may hold spaces and parentheses; after its last ')' comes field 3.
+        let (_, after_name) = text.rsplit_once(')')?;
+        let mut fields = after_name.split_ascii_whitespace();
+        let state = match fields.next()? {
+            "T" | "t" => State::Stopped,
+            "Z" | "X" | "x" => State::Ended,
+            _ => State::Alive,
+        };
+        let start_time = fields.nth(22 - 4)?.parse().ok()?;
+        Some(Self { state, start_time })
+    }
+}
+
+/// This machine's host name; "unknown" if it has none.
+pub(crate) fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    match name.trim() {
+        "" => "unknown".to_owned(),
+        name => name.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn states_and_start_times_are_read_whatever_the_name() {
+        let text = |name: &str, state: &str| {
+            format!("12 ({name}) {state} 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4711 20 21\n")
+        };
+        for (name, state, expected) in [
+            ("rank", "R", State::Alive),
+            ("a b) S (", "T", State::Stopped),
+            (")", "t", State::Stopped),
+            ("", "Z", State::Ended),
+        ] {
+            let stat = Stat {
+                state: expected,
+                start_time: 4711,
+            };
+            assert_eq!(Stat::parse(&text(name, state)), Some(stat));
+        }
+        for rubbish in ["", "12 (x", "12 (x) S 1 2 3", "12 (x)"] {
+            assert_eq!(Stat::parse(rubbish), None);
+        }
+        let own = Stat::own().unwrap();
+        assert_eq!(Stat::of(std::process::id()), Some(own));
+        assert!(own.state == State::Alive && own.start_time > 0);
+    }
+}
