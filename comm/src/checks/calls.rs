@@ -50,6 +50,11 @@ impl Identity {
         }
     }
 
+    /// The graph that it was captured in, as the ranks number them; 0 for none.
+    pub(crate) fn graph(&self) -> u32 {
+        (self.seq() >> 32) as u32
+    }
+
     /// The same sequence at another number.
     pub(super) fn at(self, seq: u64) -> Self {
         match self {

@@ -28,11 +28,16 @@ pub(super) struct InProgress {
     pub(super) launched_ns: u64,
 }
 
+/// Graphs that are remembered when they are gone: a rank that is behind may still ask for their last replays.
+const RETIRED: usize = 256;
+
 /// Plans of a communicator that are on their way, oldest first; those of graphs as long as the graphs live.
 #[derive(Default)]
 pub(super) struct Flights {
     eager: VecDeque<Flight>,
     captured: Vec<Flight>,
+    /// Graphs that are gone, as the ranks number them, and the last replay of each; the latest ones.
+    retired: VecDeque<(u32, u32)>,
     /// When the last one was launched, or the communicator was made.
     pub(super) last_launch_ns: u64,
 }
@@ -79,6 +84,20 @@ impl Flights {
 
     /// A graph is gone.
     pub(super) fn forget(&mut self, graph: u32) {
+        // All its operations have been replayed as often.
+        let last = self
+            .captured
+            .iter()
+            .filter(|flight| flight.graph == graph)
+            .flat_map(|flight| flight.observer.operations())
+            .find_map(|(info, seen)| match seen {
+                Seen::Completed { replay } => Some((Identity::of(info).graph(), replay)),
+                Seen::NotReached | Seen::InProgress { .. } => None,
+            });
+        self.retired.extend(last);
+        if self.retired.len() > RETIRED {
+            self.retired.pop_front();
+        }
         self.captured.retain(|flight| flight.graph != graph);
     }
 
@@ -125,7 +144,7 @@ impl Flights {
         let not_launched = Position::NotLaunched {
             idle_ns: ago(self.last_launch_ns),
         };
-        self.all().find_map(|flight| {
+        let known = self.all().find_map(|flight| {
             let (_, seen) = flight
                 .observer
                 .operations()
@@ -152,6 +171,12 @@ impl Flights {
                 // Whether the replay has been launched nobody here knows: graphs are launched without us.
                 _ => not_launched,
             })
+        });
+        known.or_else(|| {
+            let graph = run.identity.graph();
+            let retired = self.retired.iter().rfind(|(number, _)| *number == graph);
+            let done = |(_, last): &(u32, u32)| (*last >= run.replay).then_some(Position::Done);
+            retired.filter(|_| run.replay > 0).and_then(done)
         })
     }
 }

@@ -10,7 +10,7 @@ use ringsight_records::{Cause, Kind, Record, State};
 use super::{
     Action, Watch,
     flights::InProgress,
-    message::{Health, Message},
+    message::Message,
     position::{Answer, HeldUp, Position, Run},
     report,
     settings::SHORTEST,
@@ -39,6 +39,8 @@ pub(super) struct Inquiry {
     open: Option<Open>,
     /// Ranks that have given up their operations.
     ended: BTreeSet<u32>,
+    /// Ranks whose processes died.
+    lost: BTreeSet<u32>,
     /// The run that a rank has not answered to once.
     unanswered: Option<Run>,
     /// What was said of which run.
@@ -56,10 +58,15 @@ struct Open {
 impl Inquiry {
     /// An answer has come.
     pub(super) fn heard(&mut self, query: u32, rank: u32, heard: Heard) {
-        if let Some(open) = self.open.as_mut().filter(|_| query == self.query)
-            // What a rank says of itself beats what others say of it.
-            && (heard != Heard::Silent || !open.heard.contains_key(&rank))
-        {
+        let Some(open) = self.open.as_mut().filter(|_| query == self.query) else {
+            return;
+        };
+        // What a rank says of itself beats what others say of it, and anything beats nothing.
+        let replaces = match open.heard.get(&rank) {
+            None | Some(Heard::Silent) => true,
+            Some(_) => matches!(heard, Heard::Answer(_)),
+        };
+        if replaces {
             open.heard.insert(rank, heard);
         }
     }
@@ -83,10 +90,7 @@ impl Watch {
         let mut inquiry = lock(&self.inquiry);
         let Some(open) = inquiry.open.as_mut().filter(|open| open.run == op.run) else {
             inquiry.query = inquiry.query.wrapping_add(1);
-            let question = Message::Where {
-                query: inquiry.query,
-                run: op.run,
-            };
+            let query = inquiry.query;
             let answer = |position| {
                 Heard::Answer(Answer {
                     position,
@@ -99,6 +103,8 @@ impl Watch {
                 .filter(|rank| participants.contains(rank))
                 .map(|rank| (*rank, answer(Position::Ended)))
                 .collect();
+            let lost = inquiry.lost.iter().filter(|rank| participants.contains(rank));
+            heard.extend(lost.map(|rank| (*rank, Heard::Gone)));
             heard.insert(self.rank, answer(self.position(op.run, now)));
             inquiry.open = Some(Open {
                 run: op.run,
@@ -107,7 +113,7 @@ impl Watch {
                 looking_ns: None,
             });
             drop(inquiry);
-            self.ask(&participants, &question);
+            self.ask(&participants, query, op.run);
             return SHORTEST;
         };
         let waited = |since: u64| Duration::from_nanos(now.saturating_sub(since));
@@ -163,7 +169,7 @@ impl Watch {
             self.say(op, &verdict, &heard, now);
         }
         // Asked again for as long as it lasts: the verdict may change.
-        self.settings.rest().min(self.settings.interval)
+        self.settings.rest()
     }
 
     /// The operation of this communicator in which a rank waits for this one, if neither will ever come to the other's: operations
@@ -183,15 +189,21 @@ impl Watch {
         (ordered && awaited && !launched()).then_some(*held)
     }
 
-    fn ask(&self, ranks: &[u32], question: &Message) {
-        let bytes = question.encode();
+    fn ask(&self, ranks: &[u32], query: u32, run: Run) {
+        let bytes = Message::Where { query, run }.encode();
         if ranks.len() > DIRECTLY {
             (self.post)(None, &bytes);
             return;
         }
         for rank in ranks.iter().filter(|rank| **rank != self.rank) {
-            // One that cannot be reached does not answer.
-            (self.post)(Some(*rank), &bytes);
+            self.ask_one(*rank, query, &bytes);
+        }
+    }
+
+    /// Asks a rank. One that is not there any more has left, unless it is known to have died.
+    fn ask_one(&self, rank: u32, query: u32, question: &[u8]) {
+        if !(self.post)(Some(rank), question) {
+            lock(&self.inquiry).heard(query, rank, Heard::Left);
         }
     }
 
@@ -200,7 +212,7 @@ impl Watch {
     fn look_at(&self, silent: &[u32], query: u32, run: Run) {
         let question = Message::Where { query, run }.encode();
         for rank in silent {
-            (self.post)(Some(*rank), &question);
+            self.ask_one(*rank, query, &question);
             let node = self.topology.node_of(*rank);
             if node == self.topology.node_of(self.rank) {
                 let heard = self.health(*rank).into();
@@ -224,8 +236,11 @@ impl Watch {
 
     /// What is known at once of the operation that began first, without asking.
     pub(super) fn judge_alone(&self, cause: Cause, culprit: u32) {
-        let Some(op) = self.oldest() else { return };
         let mut inquiry = lock(&self.inquiry);
+        if cause == Cause::RankDead {
+            inquiry.lost.insert(culprit);
+        }
+        let Some(op) = self.oldest(None) else { return };
         // Of several that die the first is the cause.
         if matches!(&inquiry.said, Some((run, said)) if *run == op.run && said.cause == cause) {
             return;
@@ -241,12 +256,7 @@ impl Watch {
         inquiry.said = Some((op.run, verdict.clone()));
         drop(inquiry);
         let now = observe::now_ns();
-        self.report(
-            &op,
-            &verdict,
-            &BTreeMap::from([(culprit, Heard::from(Health::Gone))]),
-            now,
-        );
+        self.report(&op, &verdict, &BTreeMap::from([(culprit, Heard::Gone)]), now);
     }
 
     fn say(&self, op: &InProgress, verdict: &Verdict, heard: &BTreeMap<u32, Heard>, now: u64) {

@@ -90,6 +90,7 @@ fn name(identity: Identity, replay: u32) -> String {
 fn line(rank: u32, heard: &Heard) -> String {
     let what = match heard {
         Heard::Gone => "gone".to_owned(),
+        Heard::Left => "has destroyed the communicator".to_owned(),
         Heard::Stopped => "stopped".to_owned(),
         Heard::Silent => "no answer".to_owned(),
         Heard::Crossed(held) => format!(
@@ -202,7 +203,8 @@ pub(super) fn lines(
 impl From<Health> for Heard {
     fn from(health: Health) -> Self {
         match health {
-            Health::Gone => Self::Gone,
+            // Of one that died everybody hears at once: this one had said goodbye.
+            Health::Gone => Self::Left,
             Health::Stopped => Self::Stopped,
             Health::Unknown | Health::Alive => Self::Silent,
         }

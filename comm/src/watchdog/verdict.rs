@@ -17,8 +17,10 @@ pub(crate) enum Heard {
     /// It is in an operation of this communicator that the rank that asks comes to only after the one that it asks about, if
     /// ever: each waits for the other.
     Crossed(HeldUp),
-    /// Its process is gone.
+    /// Its process died.
     Gone,
+    /// It has ended the communicator in good order, and with it all that it called; its process may be gone.
+    Left,
     /// Its process is stopped.
     Stopped,
     /// It does not answer, and nobody knows why.
@@ -75,7 +77,7 @@ pub(crate) fn judge(heard: &BTreeMap<u32, Heard>, overdue: Duration, settings: &
         .iter()
         .filter_map(|(rank, heard)| suspect(*rank, heard))
         .collect();
-    let cause = suspects.iter().map(|suspect| suspect.cause).min()?;
+    let mut cause = suspects.iter().map(|suspect| suspect.cause).min()?;
     suspects.retain(|suspect| suspect.cause == cause);
     if cause == Cause::StuckKernel {
         let threshold = settings.threshold.as_nanos() as u64;
@@ -84,6 +86,15 @@ pub(crate) fn judge(heard: &BTreeMap<u32, Heard>, overdue: Duration, settings: &
         }
         // The others stopped moving because it did.
         suspects.sort_by_key(|suspect| std::cmp::Reverse(suspect.since_ns));
+        // Who has left has done what it called. If all others have come, it is this that it never called.
+        let left: Vec<Suspect> = heard
+            .iter()
+            .filter(|(_, heard)| **heard == Heard::Left)
+            .map(|(rank, _)| Suspect::new(Cause::PeerAborted, *rank, None))
+            .collect();
+        if !left.is_empty() {
+            (cause, suspects) = (Cause::PeerAborted, left);
+        }
     }
     // Whoever is in another operation will come once that ends; whoever is not is what they all wait for.
     suspects.sort_by_key(|suspect| suspect.held_up.is_some());
@@ -106,14 +117,21 @@ pub(crate) fn judge(heard: &BTreeMap<u32, Heard>, overdue: Duration, settings: &
     })
 }
 
+impl Suspect {
+    fn new(cause: Cause, rank: u32, since_ns: Option<u64>) -> Self {
+        Self {
+            cause,
+            rank,
+            since_ns,
+            held_up: None,
+        }
+    }
+}
+
 fn suspect(rank: u32, heard: &Heard) -> Option<Suspect> {
-    let of = |cause, since_ns| Suspect {
-        cause,
-        rank,
-        since_ns,
-        held_up: None,
-    };
+    let of = |cause, since_ns| Suspect::new(cause, rank, since_ns);
     Some(match *heard {
+        Heard::Left => return None,
         Heard::Gone => of(Cause::RankDead, None),
         Heard::Stopped => of(Cause::RankStopped, None),
         Heard::Silent => of(Cause::NoAnswer, None),
@@ -255,6 +273,23 @@ mod tests {
             verdict(&[running(2500), late(1)], 600),
             Some((Cause::NotLaunched, 1, true))
         );
+    }
+
+    #[test]
+    fn a_rank_that_has_left_is_the_culprit_only_if_all_others_have_come() {
+        assert_eq!(
+            verdict(&[running(2500), Heard::Left, late(5)], 3),
+            Some((Cause::NotLaunched, 2, false))
+        );
+        assert_eq!(
+            verdict(&[running(2500), Heard::Left, Heard::Stopped], 3),
+            Some((Cause::RankStopped, 2, true))
+        );
+        assert_eq!(
+            verdict(&[running(2500), Heard::Left, running(2500)], 3),
+            Some((Cause::PeerAborted, 1, true))
+        );
+        assert_eq!(verdict(&[running(2500), Heard::Left, running(10)], 3), None);
     }
 
     #[test]

@@ -8,6 +8,8 @@ use crate::nccl::{Buffer, Communicator, Graph, Reduce};
 /// An operation with its memory.
 pub(super) struct Call {
     operation: Operation,
+    /// Instead of the operation a broadcast from this rank.
+    root: Option<u32>,
     ranks: u32,
     rank: u32,
     send: Buffer,
@@ -24,6 +26,7 @@ impl Call {
         };
         let mut call = Self {
             operation,
+            root: None,
             ranks,
             rank,
             send: Buffer::new(sent),
@@ -31,6 +34,14 @@ impl Call {
         };
         call.fill();
         call
+    }
+
+    /// A broadcast in place: its root is done before the others are.
+    pub(super) fn broadcast(elements: usize, rank: u32, ranks: u32, root: u32) -> Self {
+        Self {
+            root: Some(root),
+            ..Self::new(Operation::AllReduce, elements, rank, ranks)
+        }
     }
 
     /// Puts the input there; nothing may be in flight.
@@ -46,6 +57,9 @@ impl Call {
     }
 
     pub(super) fn call(&self, communicator: &Communicator<'_>) -> Result<()> {
+        if let Some(root) = self.root {
+            return communicator.broadcast(&self.receive, root);
+        }
         match self.operation {
             Operation::AllReduce => communicator.all_reduce(&self.receive, Reduce::Sum),
             Operation::AllGather => communicator.all_gather(&self.send, &self.receive),
@@ -58,8 +72,9 @@ impl Call {
         let ranks = self.ranks;
         let sum = (ranks * (ranks + 1) / 2) as f32;
         let block = self.send.len().max(1);
-        let operation = self.operation;
+        let (operation, root) = (self.operation, self.root);
         let expected = |index: usize| match operation {
+            _ if root.is_some() => (root.unwrap_or(0) + 1) as f32,
             // In place: each call adds up what the last one left.
             Operation::AllReduce => sum * (ranks as f32).powi(times as i32 - 1),
             Operation::AllGather => (index / block + 1) as f32,

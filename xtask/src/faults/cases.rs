@@ -54,6 +54,8 @@ pub(super) enum Fault {
     ReplayQueued,
     /// Of two graphs that are replayed on two streams it launches the first only.
     TwoGraphs,
+    /// As [`Fault::SlowAbove`], in a broadcast whose root is done and has left.
+    Left,
     /// It aborts the communicator.
     Aborted,
     /// Its kernel never ends.
@@ -202,6 +204,8 @@ impl Round {
             Fault::Crossed => 2,
             // Of two ranks that differ nobody can say which is wrong.
             Fault::Count | Fault::Order => between(3, 4) as u32,
+            // One that is late, one that has left, and others that wait.
+            Fault::Left => between(3, 4) as u32,
             _ => between(2, 4) as u32,
         };
         let nodes = match case.ranks {
@@ -211,7 +215,9 @@ impl Round {
         let threshold = THRESHOLD.as_millis() as u64;
         let action = match case.fault {
             // Who is late must be left alone whatever is done to hangs.
-            Fault::SlowBelow | Fault::SlowAbove | Fault::Checkpoint | Fault::Computing => Action::Abort,
+            Fault::SlowBelow | Fault::SlowAbove | Fault::Checkpoint | Fault::Computing | Fault::Left => {
+                Action::Abort
+            }
             Fault::Stopped | Fault::Stuck => [Action::Report, Action::Error][between(0, 1) as usize],
             _ => Action::Report,
         };
@@ -242,6 +248,34 @@ impl Round {
         }
     }
 
+    /// The node of a rank: ranks are dealt in blocks.
+    #[must_use]
+    pub(super) fn node(&self, rank: u32) -> u32 {
+        rank * self.nodes / self.ranks
+    }
+
+    fn is_alone(&self, rank: u32) -> bool {
+        let on_node = (0..self.ranks).filter(|other| self.node(*other) == self.node(rank));
+        on_node.count() == 1
+    }
+
+    /// The rank that leaves before the others are done: the root of a broadcast, which goes from rank to rank.
+    #[must_use]
+    pub(super) fn leaver(&self) -> Option<u32> {
+        (self.fault == Fault::Left).then_some((self.victim + self.ranks - 1) % self.ranks)
+    }
+
+    /// Whether something is expected of a rank.
+    #[must_use]
+    pub(super) fn expects_of(&self, by: By, rank: u32) -> bool {
+        let is = match by {
+            By::All => true,
+            By::Others => rank != self.victim,
+            By::Victim => rank == self.victim,
+        };
+        is && self.leaver() != Some(rank)
+    }
+
     /// What each rank must say of the victim and become.
     #[must_use]
     pub(super) fn expectation(&self) -> Expectation {
@@ -266,7 +300,7 @@ impl Round {
         };
         match self.fault {
             Fault::SlowBelow => says(Vec::new()),
-            Fault::SlowAbove | Fault::Checkpoint => says(late()),
+            Fault::SlowAbove | Fault::Checkpoint | Fault::Left => says(late()),
             Fault::Withheld => {
                 let mut both = late();
                 both.push(Verdict {
@@ -280,6 +314,8 @@ impl Round {
             Fault::Computing => says(verdict("QUEUED_BEHIND_COMPUTE", "late")),
             Fault::Replay | Fault::ReplayQueued => says(of_replay(self.before + 1, 1)),
             Fault::TwoGraphs => says(of_replay(self.before + 1, 2)),
+            // Nobody can say why a rank that is alone on its node does not answer.
+            Fault::Stopped if self.is_alone(self.victim) => says(verdict("NO_ANSWER", "hang")),
             Fault::Stopped => says(verdict("RANK_STOPPED", "hang")),
             Fault::Aborted => says(verdict("PEER_ABORTED", "hang")),
             Fault::Stuck => Expectation {
@@ -323,18 +359,6 @@ pub(super) enum By {
     All,
     Others,
     Victim,
-}
-
-impl By {
-    /// Whether this is one of them.
-    #[must_use]
-    pub(super) fn includes(self, rank: u32, victim: u32) -> bool {
-        match self {
-            Self::All => true,
-            Self::Others => rank != victim,
-            Self::Victim => rank == victim,
-        }
-    }
 }
 
 /// A verdict on the victim.

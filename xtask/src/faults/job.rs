@@ -353,7 +353,7 @@ impl Listening<'_> {
     /// Whether everything that is expected has been said.
     fn has_all(&self, expectation: &super::cases::Expectation) -> bool {
         let round = self.round;
-        let of = |by: super::cases::By| (0..round.ranks).filter(move |rank| by.includes(*rank, round.victim));
+        let of = |by: super::cases::By| (0..round.ranks).filter(move |rank| round.expects_of(by, *rank));
         let said = |rank| self.said.iter().filter(|said| said.rank == rank).count();
         let failures = expectation
             .failure

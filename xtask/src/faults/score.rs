@@ -117,7 +117,7 @@ impl Judge<'_> {
                 .partition(|said| said.ns <= observed.ended_ns);
             let names_victim = |said: &&&Said| first_rank(&said.verdict) == Some(round.victim);
             let wrong = after.iter().filter(|said| !names_victim(said)).count();
-            let says = expectation.by.includes(rank, round.victim) && self.at(rank, &What::TooLate).is_none();
+            let says = round.expects_of(expectation.by, rank) && self.at(rank, &What::TooLate).is_none();
             let expected = if says { &expectation.verdicts[..] } else { &[] };
             // Two that cross each other are each other's culprits; whether the one or the other or both say so first does not matter.
             let crossed = |said: &&&Said| {
@@ -180,7 +180,7 @@ impl Judge<'_> {
             _ => called.max().unwrap_or(0).max(fault),
         };
         for rank in 0..self.round.ranks {
-            if !expected.by.includes(rank, self.round.victim) {
+            if !self.round.expects_of(expected.by, rank) {
                 continue;
             }
             let found = self.observed.truth.iter().find_map(|event| match &event.what {

@@ -210,7 +210,10 @@ impl Member<'_> {
     /// All ranks call the same, and one comes late or never.
     fn waits(&self, communicator: Communicator<'_>) -> Result<()> {
         let round = self.round;
-        let mut call = self.new_call(round.operation, round.elements);
+        let mut call = match round.leaver() {
+            Some(root) => Call::broadcast(round.elements, self.rank, round.ranks, root),
+            None => self.new_call(round.operation, round.elements),
+        };
         let launched = Launched::prepare(round.mode, &communicator, || call.call(&communicator))?;
         let launch = |call: &Call| launched.launch(&communicator, || call.call(&communicator));
         for _ in 0..round.before {
@@ -230,15 +233,15 @@ impl Member<'_> {
                     launched.forget(&communicator)?;
                     return communicator.abort();
                 }
-                // SAFETY: a signal to this process.
+                // SAFETY: a signal to this thread, which does not go on; all others are soon there, too.
                 Fault::Killed => unsafe {
-                    libc::kill(libc::getpid(), libc::SIGKILL);
+                    libc::raise(libc::SIGKILL);
                 },
                 // SAFETY: as above.
                 Fault::Stopped => unsafe {
-                    libc::kill(libc::getpid(), libc::SIGSTOP);
+                    libc::raise(libc::SIGSTOP);
                 },
-                Fault::SlowBelow | Fault::SlowAbove => {
+                Fault::SlowBelow | Fault::SlowAbove | Fault::Left => {
                     thread::sleep(Duration::from_millis(round.late_ms));
                 }
                 Fault::Checkpoint | Fault::Replay | Fault::ReplayQueued => self.stages.wait(Stage::End),
@@ -297,7 +300,7 @@ impl Member<'_> {
     fn check_state(&self, communicator: &Communicator<'_>) -> Result<()> {
         let expectation = self.round.expectation();
         let hang = expectation.verdicts.iter().any(|verdict| verdict.class == "hang");
-        let says = expectation.by.includes(self.rank, self.round.victim);
+        let says = self.round.expects_of(expectation.by, self.rank);
         let expected = match (self.round.action, hang && says) {
             (Action::Error | Action::Abort, true) => SYSTEM_ERROR,
             _ => SUCCESS,
