@@ -1,7 +1,10 @@
 //! What a communicator's handle stands for from its first moment on: being made, ready, busy, failed.
 
 use std::{
-    sync::{Arc, Condvar, Mutex, Weak},
+    sync::{
+        Arc, Condvar, Mutex, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
@@ -16,7 +19,11 @@ use crate::{
 
 /// Failures that happen behind the caller's back.
 #[derive(Debug, Default)]
-pub(crate) struct Faults(Mutex<Fault>);
+pub(crate) struct Faults {
+    fault: Mutex<Fault>,
+    /// There is one.
+    any: AtomicBool,
+}
 
 #[derive(Debug, Default)]
 struct Fault {
@@ -27,28 +34,39 @@ struct Fault {
 impl Faults {
     /// Keeps the first one.
     pub(crate) fn set(&self, error: Error) {
-        let mut fault = lock(&self.0);
+        let mut fault = lock(&self.fault);
         if !fault.silent && fault.first.is_none() {
             tracing::warn!(target: crate::log::INIT, "the communicator has failed: {error}");
             fault.first = Some(error);
+            // Release: pairs with `get`.
+            self.any.store(true, Ordering::Release);
         }
     }
 
     /// Keeps what a call of the caller's failed with, also when nothing else matters any more.
     fn set_by_call(&self, error: Error) {
-        lock(&self.0).first.get_or_insert(error);
+        lock(&self.fault).first.get_or_insert(error);
+        // Release: pairs with `get`.
+        self.any.store(true, Ordering::Release);
     }
 
     pub(crate) fn get(&self) -> Option<Error> {
-        lock(&self.0).first.clone()
+        // Acquire: who has seen what was done because of a fault, the abort word set, sees that there is one.
+        if !self.any.load(Ordering::Acquire) {
+            return None;
+        }
+        lock(&self.fault).first.clone()
     }
 
     /// Forgets what went wrong and will go wrong: the communicator was given up, so nothing depends on it.
     pub(crate) fn silence(&self) {
-        *lock(&self.0) = Fault {
+        let mut fault = lock(&self.fault);
+        *fault = Fault {
             first: None,
             silent: true,
         };
+        // Relaxed: who still sees one finds none.
+        self.any.store(false, Ordering::Relaxed);
     }
 }
 
@@ -58,6 +76,8 @@ pub struct Lifecycle {
     abort: Arc<AbortWord>,
     faults: Arc<Faults>,
     activity: Mutex<Activity>,
+    /// A group has worked on it, and its end has not been seen: written under the lock.
+    worked: AtomicBool,
 }
 
 #[derive(Default)]
@@ -79,6 +99,7 @@ impl Lifecycle {
             abort: Arc::default(),
             faults: Arc::default(),
             activity: Mutex::default(),
+            worked: AtomicBool::new(false),
         })
     }
 
@@ -96,6 +117,13 @@ impl Lifecycle {
         &self.faults
     }
 
+    /// Nothing has been done with it by another thread, or the end of that has been seen: for who is about to ask
+    /// [`Lifecycle::check_idle`], which takes a lock.
+    pub(super) fn rests(&self) -> bool {
+        // Relaxed: a call that is to find out what another thread began comes after that by the caller's own order.
+        !self.worked.load(Ordering::Relaxed)
+    }
+
     /// Whether a group still works on it.
     #[must_use]
     pub fn is_busy(&self) -> bool {
@@ -108,6 +136,7 @@ impl Lifecycle {
             work.join(Duration::from_secs(1));
             return false;
         }
+        self.worked.store(activity.running, Ordering::Relaxed);
         activity.running
     }
 
@@ -129,6 +158,7 @@ impl Lifecycle {
         let mut activity = lock(&self.activity);
         activity.work = Some(work.clone());
         activity.running = true;
+        self.worked.store(true, Ordering::Relaxed);
     }
 
     /// The group is done with it.

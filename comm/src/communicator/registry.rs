@@ -6,6 +6,7 @@
 
 use std::{
     collections::HashMap,
+    hash::{BuildHasherDefault, Hasher},
     ptr,
     sync::{
         Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
@@ -30,7 +31,28 @@ const STEP: usize = 0x10;
 
 static NEXT: AtomicUsize = AtomicUsize::new(FIRST);
 
-type Live = HashMap<usize, Slot>;
+type Live = HashMap<usize, Slot, BuildHasherDefault<Spread>>;
+
+/// Hashes handles. They are ours, so nobody can choose ones that collide.
+#[derive(Default)]
+struct Spread(u64);
+
+impl Hasher for Spread {
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.write_usize(usize::from(*byte));
+        }
+    }
+
+    fn write_usize(&mut self, value: usize) {
+        // Odd, and without a pattern: the table takes the upper and the lower bits.
+        self.0 = (self.0 ^ (value / STEP) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
 
 /// The handles of one process.
 struct Registry {
@@ -146,6 +168,15 @@ fn slot(handle: Handle) -> Result<Slot> {
 /// Says whether the handle is null, was destroyed, or never was one; whether its communicator is still being made, could
 /// not be made, or is busy with an earlier non-blocking call.
 pub fn lookup(handle: Handle) -> Result<Arc<Communicator>> {
+    // With a look at what is there, as long as no group has worked on it behind the caller's back.
+    if let Some(Slot {
+        life,
+        communicator: Some(communicator),
+    }) = read().get(&handle.0)
+        && life.rests()
+    {
+        return Ok(communicator.clone());
+    }
     let Slot { life, .. } = slot(handle)?;
     life.check_idle()?;
     // Asked again: it may have come while the group was at work.
