@@ -213,6 +213,11 @@ impl Device for HostDevice {
         Ok(())
     }
 
+    fn stream_id(&self, stream: Stream) -> Result<u64> {
+        // Handles are given out once.
+        self.enter()?.resolve(stream).map(|handle| handle as u64)
+    }
+
     fn stream_query(&self, stream: Stream) -> Result<Progress> {
         self.waitable("stream query", stream)?.query()
     }

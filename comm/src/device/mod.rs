@@ -173,6 +173,8 @@ pub trait Device: Send + Sync + 'static {
     fn stream_create(&self) -> Result<Stream>;
     /// Ends a stream once its work is done; returns at once.
     fn stream_destroy(&self, stream: Stream) -> Result<()>;
+    /// A number that no other stream of this process has or will have, whatever its handle.
+    fn stream_id(&self, stream: Stream) -> Result<u64>;
     /// Whether all work in the stream is done.
     fn stream_query(&self, stream: Stream) -> Result<Progress>;
     /// Waits for all work in the stream.

@@ -16,6 +16,9 @@ use crate::{
 pub(crate) struct Order {
     /// The end of what was launched last, eager or replayed.
     last: Option<Event>,
+    /// The stream of what was launched last, if that was an eager operation and no graph could come after it: what follows in
+    /// that stream comes after it anyhow.
+    stream: Option<u64>,
     /// Within captures, by graph number: the end of the operation that was captured last.
     captured: HashMap<u32, Event>,
     /// Held by every eager operation whose network work its stream has not posted yet.
@@ -31,6 +34,18 @@ impl Order {
         capture: Option<Capture>,
     ) -> Result<()> {
         let within = capture.map(|capture| self.captured.get(&capture.id));
+        let before = self.stream.take();
+        // After the first one: nothing comes before that.
+        let follows = capture.is_none() && self.last.is_some();
+        // While there are graphs, a replay may come between. It is none of a graph that is gone: nothing of that runs. Told
+        // by id and not by handle: another stream may have the handle of one that was destroyed and whose work has not ended.
+        let id = (follows && self.captured.is_empty())
+            .then(|| device.stream_id(stream))
+            .transpose()?;
+        if id.is_some() && id == before {
+            self.stream = id;
+            return Ok(());
+        }
         match (within, self.last) {
             (Some(Some(event)), _) => device.stream_wait_event(stream, *event)?,
             (Some(None), Some(last)) => device.stream_wait_event_external(stream, last)?,
@@ -42,6 +57,7 @@ impl Order {
             (None, Some(last)) => device.stream_wait_event(stream, last)?,
             (None, None) => {}
         }
+        self.stream = id;
         Ok(())
     }
 
@@ -70,6 +86,8 @@ impl Order {
             None => *self.last.insert(device.order_event_create()?),
         };
         let Some(capture) = capture else {
+            // Also where the next operation will be in the same stream: by the time it is in another one, this one may be
+            // destroyed.
             device.event_record(last, stream)?;
             return Ok(last);
         };
@@ -101,9 +119,157 @@ impl Order {
 
     /// Destroys the events.
     pub(crate) fn clear(&mut self, device: &dyn Device) {
+        self.stream = None;
         self.retain(device, |_| false);
         if let Some(last) = self.last.take() {
             let _ = device.event_destroy(last);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        sync::{Condvar, Mutex},
+        time::Duration,
+    };
+
+    use super::*;
+    use crate::device::{GraphExec, host::HostDevice};
+
+    /// Which operation ran when: each says its name.
+    #[derive(Default)]
+    struct Ran {
+        names: Mutex<Vec<&'static str>>,
+        more: Condvar,
+    }
+
+    struct Test {
+        device: HostDevice,
+        order: Order,
+        ran: Arc<Ran>,
+        slow: bool,
+    }
+
+    impl Test {
+        fn new() -> Self {
+            Self {
+                device: HostDevice::new().unwrap(),
+                order: Order::default(),
+                ran: Arc::default(),
+                slow: true,
+            }
+        }
+
+        fn stream(&self) -> Stream {
+            self.device.stream_create().unwrap()
+        }
+
+        /// The first operation gives all others time to overtake it.
+        fn operation(&mut self, name: &'static str, stream: Stream, capture: Option<Capture>) {
+            self.order.enter(&self.device, stream, capture).unwrap();
+            self.run(name, stream);
+            self.order.leave(&self.device, stream, capture).unwrap();
+        }
+
+        fn run(&mut self, name: &'static str, stream: Stream) {
+            let (ran, slow) = (self.ran.clone(), std::mem::take(&mut self.slow));
+            self.device
+                .launch_host(
+                    stream,
+                    Arc::new(move |_| {
+                        let mut names = ran.names.lock().unwrap();
+                        if slow {
+                            let limit = Duration::from_millis(50);
+                            let overtaken = |names: &mut Vec<_>| names.is_empty();
+                            names = ran.more.wait_timeout_while(names, limit, overtaken).unwrap().0;
+                        }
+                        names.push(name);
+                        ran.more.notify_all();
+                    }),
+                )
+                .unwrap();
+        }
+
+        /// A graph of one operation.
+        fn graph(&mut self, name: &'static str) -> GraphExec {
+            let stream = self.stream();
+            self.device.capture_begin(stream).unwrap();
+            let capture = self.device.capture_of(stream).unwrap();
+            let slow = std::mem::take(&mut self.slow);
+            self.operation(name, stream, capture);
+            self.slow = slow;
+            let graph = self.device.capture_end(stream).unwrap();
+            self.device.graph_instantiate(graph).unwrap()
+        }
+
+        #[track_caller]
+        fn ends(&self, streams: &[Stream], names: &[&str]) {
+            for stream in streams {
+                self.device.stream_synchronize(*stream).unwrap();
+            }
+            assert_eq!(*self.ran.names.lock().unwrap(), names);
+        }
+    }
+
+    #[test]
+    fn operations_follow_each_other_over_streams() {
+        let mut test = Test::new();
+        let [a, b] = [test.stream(), test.stream()];
+        let all = ["1", "2", "3", "4", "5"];
+        for (name, stream) in all.into_iter().zip([a, b, b, a, a]) {
+            test.operation(name, stream, None);
+        }
+        test.ends(&[a, b], &all);
+    }
+
+    #[test]
+    fn a_stream_that_was_destroyed_is_waited_for() {
+        let mut test = Test::new();
+        let [a, b] = [test.stream(), test.stream()];
+        test.operation("1", a, None);
+        test.operation("2", a, None);
+        test.device.stream_destroy(a).unwrap();
+        test.operation("3", b, None);
+        test.ends(&[b], &["1", "2", "3"]);
+    }
+
+    #[test]
+    fn a_replay_between_two_operations_of_a_stream_is_waited_for() {
+        let mut test = Test::new();
+        let graph = test.graph("replay");
+        let [a, b] = [test.stream(), test.stream()];
+        test.slow = false;
+        test.operation("1", a, None);
+        test.device.stream_synchronize(a).unwrap();
+        // It waits in its stream, where the order cannot see it.
+        test.ran.names.lock().unwrap().clear();
+        test.slow = true;
+        test.run("before", b);
+        test.device.graph_launch(graph, b).unwrap();
+        test.operation("2", a, None);
+        test.ends(&[a, b], &["before", "replay", "2"]);
+    }
+
+    #[test]
+    fn what_follows_in_the_same_stream_needs_no_event() {
+        let mut test = Test::new();
+        let [a, b] = [test.stream(), test.stream()];
+        test.operation("0", a, None);
+        test.operation("1", a, None);
+        assert!(test.order.stream.is_some());
+        let id = test.order.stream;
+        test.operation("2", a, None);
+        assert_eq!(test.order.stream, id);
+        test.operation("3", b, None);
+        assert_ne!(test.order.stream, id);
+        // Replays of graphs may come between from now on, until these are gone.
+        test.graph("4");
+        test.operation("5", b, None);
+        assert_eq!(test.order.stream, None);
+        test.order.retain(&test.device, |_| false);
+        test.operation("6", b, None);
+        assert!(test.order.stream.is_some());
+        test.ends(&[a, b], &["0", "1", "2", "3", "5", "6"]);
     }
 }

@@ -133,9 +133,12 @@ struct Stream {
   bool busy = false, ended = false;
   std::shared_ptr<Capture> capture;
   void* last_node = nullptr;
+  u64 id;
   std::thread thread;
 
   Stream() {
+    static std::atomic<u64> last{0};
+    id = ++last;
     thread = std::thread([this] { run(); });
   }
   void run() {
@@ -221,7 +224,7 @@ const bool skips = [] {
   return text != nullptr && std::strcmp(text, "skip") == 0;
 }();
 // Calls of this thread that each operation may make: see ringsight_mock_calls.
-enum Counted { LAUNCH, RECORD, WAIT, CAPTURE, CURRENT, COUNTED };
+enum Counted { LAUNCH, RECORD, WAIT, CAPTURE, CURRENT, STREAM_ID, COUNTED };
 thread_local u64 calls[COUNTED];
 
 // What a kernel of one block tells of its run.
@@ -243,8 +246,8 @@ int add(void* stream, Task work) {
 
 extern "C" {
 
-// Calls of this thread: launches of kernels, records of events, waits for events, questions for captures, and for or of what
-// is current.
+// Calls of this thread: launches of kernels, records of events, waits for events, questions for captures, for or of what is
+// current, and for ids of streams.
 const u64* ringsight_mock_calls() { return calls; }
 
 int cuInit(unsigned) { return SUCCESS; }
@@ -404,6 +407,11 @@ int cuStreamCreate(Stream** stream, unsigned) {
   if (current == nullptr) return INVALID_CONTEXT;
   *stream = new Stream;
   return SUCCESS;
+}
+int cuStreamGetId(void* stream, u64* id) {
+  calls[STREAM_ID]++;
+  if (current == nullptr) return INVALID_CONTEXT;
+  return *id = of(stream)->id, SUCCESS;
 }
 int cuStreamDestroy_v2(Stream* stream) { return stream->end(), SUCCESS; }
 int cuStreamQuery(void* stream) {

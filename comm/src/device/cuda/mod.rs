@@ -227,6 +227,13 @@ impl Device for CudaDevice {
         unsafe { call!(cuStreamDestroy_v2(handle(stream))) }
     }
 
+    fn stream_id(&self, stream: Stream) -> Result<u64> {
+        let mut id = 0;
+        // SAFETY: the caller's handle; writes to the local. Also of default streams, of which each thread and context may have its
+        // own.
+        unsafe { call!(cuStreamGetId(handle(stream), &raw mut id)) }.map(|()| id)
+    }
+
     fn stream_query(&self, stream: Stream) -> Result<Progress> {
         // SAFETY: as above.
         query("cuStreamQuery", unsafe { sys::cuStreamQuery(handle(stream)) })
