@@ -82,7 +82,7 @@ pub fn make(options: &Options) -> Result<PathBuf> {
 
 /// Puts everything into `folder`; returns how much it is, bytes.
 fn fill(folder: &Path, built: &workspace::Artifacts, options: &Options) -> Result<u64> {
-    for name in ["bin", "lib", "torch"] {
+    for name in ["bin", "lib", "scripts"] {
         let folder = folder.join(name);
         fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
     }
@@ -128,7 +128,7 @@ fn build_driver(program: &Path) -> Result<()> {
     )
 }
 
-/// `run.sh` and the README go to the top, what Python runs into `torch`.
+/// `run.sh` and the README go to the top, what Python runs into `scripts`.
 ///
 /// # Errors
 /// A file that cannot be read or written.
@@ -143,7 +143,7 @@ pub fn copy_scripts(from: &Path, bundle: &Path) -> Result<()> {
         };
         let python = path.extension().is_some_and(|extension| extension == "py");
         let folder = if python {
-            bundle.join("torch")
+            bundle.join("scripts")
         } else {
             bundle.to_path_buf()
         };
@@ -243,7 +243,7 @@ mod tests {
     fn scripts_go_where_the_runner_looks_for_them() {
         let folder = std::env::temp_dir().join(format!("scripts-{}", std::process::id()));
         copy_scripts(&workspace::root().join(SCRIPTS), &folder).unwrap();
-        for file in ["run.sh", "README.md", "torch/train.py", "torch/symm.py"] {
+        for file in ["run.sh", "README.md", "scripts/train.py", "scripts/symm.py"] {
             assert!(folder.join(file).is_file(), "{file}");
         }
         assert!(process::is_program(&folder.join("run.sh")));

@@ -70,5 +70,7 @@ pub(super) fn abort(steps: &mut Steps<'_>) -> Result<()> {
         }
     }
     drive(steps, "death-2p", 30, "death 2 p", &[]);
+    drive(steps, "refuse-2t", 30, "refuse 2 t", &[]);
+    drive(steps, "refuse-2p", 30, "refuse 2 p", &[]);
     Ok(())
 }

@@ -55,7 +55,7 @@ pub(super) const PARTS: &[Part] = &[
     },
     Part {
         name: "abort",
-        about: "aborts, a rank that dies, ranks that call different operations",
+        about: "aborts, a rank that dies, ranks that call different operations, buffers that are refused",
         lacks: one_gpu,
         run: driver::abort,
     },

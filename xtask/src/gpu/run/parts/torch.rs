@@ -27,7 +27,7 @@ fn ranks(
         .and_then(|listener| listener.local_addr())
         .context("no port for the ranks to meet at")?
         .port();
-    let script = steps.host.bundle.join("torch").join(script);
+    let script = steps.host.bundle.join("scripts").join(script);
     let of_rank = |rank: usize| {
         let mut command = Command::new(python);
         command
