@@ -116,6 +116,24 @@ fn a_death_frees_the_others() {
 }
 
 #[test]
+fn buffers_that_a_gpu_cannot_use_are_refused() {
+    for (kind, check) in [("t", None), ("p", None), ("t", Some("1"))] {
+        let variables: Vec<_> = check
+            .map(|value| ("NCCL_CHECK_POINTERS", value))
+            .into_iter()
+            .collect();
+        let said = drive(
+            "buffers_that_a_gpu_cannot_use_are_refused",
+            &["refuse", "2", kind],
+            &variables,
+        );
+        if let Some(said) = said {
+            assert_eq!(said, "4 refused, pinned memory reduced");
+        }
+    }
+}
+
+#[test]
 fn ranks_that_differ_are_told() {
     for kind in ["t", "p"] {
         drive("ranks_that_differ_are_told", &["differ", "2", kind], &[]);

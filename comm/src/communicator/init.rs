@@ -8,7 +8,7 @@ use std::sync::{
 use ringsight_records::{Kind, State, pages};
 
 use super::{
-    Communicator, Config, Planner, Registrations,
+    Buffers, Communicator, Config, Planner, Registrations,
     family::{Family, Membership},
     lifecycle::Lifecycle,
     losses::{self, Losses},
@@ -249,6 +249,7 @@ impl Making<'_> {
             bootstrap: bootstrap.clone(),
             children: Mutex::default(),
             registrations: Registrations::default(),
+            buffers: Buffers::read()?,
             windows: AtomicU32::new(0),
             checks,
             watch,

@@ -1,5 +1,6 @@
 //! A communicator: one rank's part in a set of ranks.
 
+mod buffers;
 mod child;
 mod config;
 mod ending;
@@ -43,6 +44,7 @@ pub(crate) fn fuzz(data: &[u8]) {
     terms::Terms::fuzz(data);
 }
 
+pub(crate) use buffers::Buffers;
 pub use child::{ChildJob, Selection};
 pub use config::Config;
 pub use init::InitJob;
@@ -100,6 +102,8 @@ pub struct Communicator {
     watch: Option<watchdog::Detected>,
     children: Mutex<child::Counts>,
     registrations: Registrations,
+    /// What is known of buffers that operations use.
+    pub(crate) buffers: Buffers,
     /// Windows registered so far.
     windows: AtomicU32,
     finalized: AtomicBool,

@@ -12,7 +12,7 @@ use std::{
 };
 
 use ringsight_kernels::Launch;
-use ringsight_records::Algorithm;
+use ringsight_records::{Algorithm, Protocol};
 
 /// Opaque handle as it crosses the C ABI: the value of a `cudaStream_t`. 0 is the default stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
@@ -115,6 +115,14 @@ pub trait Device: Send + Sync + 'static {
     /// Whether its kernels have programs of an algorithm ([`Work::algorithm`](ringsight_kernels::Work::algorithm)). All have
     /// those of [`Algorithm::Ring`] and [`Algorithm::Direct`].
     fn runs(&self, algorithm: Algorithm) -> bool;
+    /// Warps that do one channel's part of an operation of `bytes` bytes, as profilers are told; 1 where a thread does it.
+    fn warps(&self, _algorithm: Algorithm, _protocol: Protocol, _bytes: u64) -> u8 {
+        1
+    }
+    /// Threads of a warp.
+    fn warp_threads(&self) -> u32 {
+        1
+    }
     /// Fewest channels of a communicator whose caller asks for none.
     fn channels(&self) -> u32 {
         1
@@ -139,8 +147,12 @@ pub trait Device: Send + Sync + 'static {
         Ok(())
     }
 
-    /// Device memory of `bytes` bytes, aligned to 4096.
+    /// Device memory of `bytes` bytes, aligned to 4096; null for 0 bytes.
     fn allocate(&self, bytes: usize) -> Result<*mut u8>;
+    /// Whether kernels of device number `device` can use what is at `address`, as far as that can be told without a fault.
+    fn check_buffer(&self, _address: usize, _device: i32) -> Result<()> {
+        Ok(())
+    }
     /// Gives memory of [`Device::allocate`] back; null is accepted.
     fn free(&self, pointer: *mut u8) -> Result<()>;
     /// Makes page-aligned host memory reachable for kernels on all devices, at the address that the host knows it by, while

@@ -262,7 +262,12 @@ impl Group {
     fn push(&mut self, comm: &Arc<Communicator>, request: Request, start_ns: u64) -> Result<OpInfo> {
         comm.check_usable()?;
         self.admit(comm.life())?;
-        let capture = device_of(comm, |device| Ok(device.capture_of(request.stream)?))?;
+        let capture = device_of(comm, |device| {
+            let capture = device.capture_of(request.stream)?;
+            comm.buffers
+                .check(device, comm.device, &request, capture.is_some())?;
+            Ok(capture)
+        })?;
         let index = self
             .tasks
             .iter()

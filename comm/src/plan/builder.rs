@@ -9,6 +9,7 @@ use super::{OpInfo, Plan, Task, algorithm, channels, estimate, exchange, layout:
 use crate::{
     checks,
     communicator::Communicator,
+    device::device,
     error::{Error, Result},
     few::Few,
     launch::{
@@ -407,7 +408,8 @@ impl<'a> Builder<'a> {
             algorithm: algorithm.code(),
             protocol: protocol.code(),
             channels: channel_mask.count_ones() as u8,
-            warps: 1,
+            // Without a device nothing would have come here.
+            warps: device().map_or(1, |device| device.warps(algorithm, protocol, info.bytes)),
             flags: info.flags.0,
             ..Default::default()
         });

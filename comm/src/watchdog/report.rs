@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     checks::{Call, Identity},
-    observe,
+    device, observe,
 };
 
 fn seconds(ns: u64) -> String {
@@ -165,10 +165,10 @@ pub(super) fn lines(
             settings.threshold.as_millis()
         ),
         format!("Channel Mask: {channel_mask:#x}"),
-        // One warp on the host device stands for the one thread that runs a launch.
+        // A constant of the device: asking for it calls nothing.
         format!(
             "Threads per Block: {}",
-            if watch.on_gpu { u32::from(warps) * 32 } else { 1 }
+            u32::from(warps) * device::opened().map_or(1, |device| device.warp_threads())
         ),
         format!("CUDA Device: {}", watch.device),
         format!("Bytes: {bytes}, Stream: {stream:#x}, Operation: {}", op.info.op),

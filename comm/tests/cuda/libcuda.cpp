@@ -204,11 +204,16 @@ char channels, one_shots[sizeof ringsight_one_shots / sizeof ringsight_one_shots
 Context contexts[16] = {{0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9}, {10}, {11}, {12}, {13}, {14}, {15}};
 thread_local Context* current = nullptr;
 std::mutex memory_mutex;
-// Device memory is in files, so that other processes can map it: {file, bytes} by address.
-// Never destroyed: threads of the library outlive the program's end.
-auto& memory = *new std::map<void*, std::pair<int, size_t>>;
-auto& opened = *new std::map<void*, std::pair<int, size_t>>;
-auto& host_memory = *new std::set<void*>;
+// Device memory is in files, so that other processes can map it.
+struct Allocation {
+  int file;
+  size_t bytes;
+  int device;
+};
+// By address. Never destroyed: threads of the library outlive the program's end.
+auto& memory = *new std::map<void*, Allocation>;
+auto& opened = *new std::map<void*, Allocation>;
+auto& host_memory = *new std::map<void*, size_t>;
 auto& registered = *new std::set<void*>;
 bool has_peers() { return std::getenv("RINGSIGHT_MOCK_NO_PEERS") == nullptr; }
 // The default stream of the process; never ended.
@@ -258,6 +263,7 @@ int cuDeviceGetAttribute(int* value, int attribute, int device) {
   if (device < 0 || device >= devices()) return INVALID_DEVICE;
   switch (attribute) {
     case 75: *value = 9; break;       // compute capability, major
+    case 88: *value = 0; break;       // reaches memory that is not pinned
     case 91: *value = 1; break;       // registered memory at the host's addresses
     case 97: *value = 232448; break;  // shared memory of a block
     default: return INVALID_VALUE;
@@ -312,7 +318,7 @@ int cuMemAlloc_v2(void** pointer, size_t bytes) {
   // What was there before is no zeros.
   std::memset(*pointer, 0x5a, bytes);
   std::lock_guard lock(memory_mutex);
-  memory[*pointer] = {file, bytes};
+  memory[*pointer] = {file, bytes, current->device};
   return SUCCESS;
 }
 int cuMemFree_v2(void* pointer) {
@@ -320,9 +326,29 @@ int cuMemFree_v2(void* pointer) {
   std::lock_guard lock(memory_mutex);
   auto found = memory.find(pointer);
   if (found == memory.end()) return INVALID_VALUE;
-  munmap(pointer, found->second.second);
-  close(found->second.first);
+  munmap(pointer, found->second.bytes);
+  close(found->second.file);
   memory.erase(found);
+  return SUCCESS;
+}
+// Of any address in an allocation; nothing, and no error, of an address that is in none.
+int cuPointerGetAttributes(unsigned count, const int* attributes, void** places, void* address) {
+  if (current == nullptr) return INVALID_CONTEXT;
+  std::lock_guard lock(memory_mutex);
+  const char* at = static_cast<char*>(address);
+  auto holds = [=](const void* base, size_t bytes) { return at >= base && at < static_cast<const char*>(base) + bytes; };
+  int kind = 0, device = -2;
+  for (auto& [base, about] : memory)
+    if (holds(base, about.bytes)) kind = 2, device = about.device;
+  for (auto& [base, bytes] : host_memory)
+    if (holds(base, bytes)) kind = 1, device = 0;
+  for (unsigned i = 0; i < count; i++) switch (attributes[i]) {
+      case 2: *static_cast<int*>(places[i]) = kind; break;
+      case 3: *static_cast<void**>(places[i]) = kind == 0 ? nullptr : address; break;
+      case 8: *static_cast<bool*>(places[i]) = false; break;
+      case 9: *static_cast<int*>(places[i]) = device; break;
+      default: return INVALID_VALUE;
+    }
   return SUCCESS;
 }
 int cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
@@ -330,7 +356,7 @@ int cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
   *pointer = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   std::memset(*pointer, 0x5a, bytes);
   std::lock_guard lock(memory_mutex);
-  host_memory.insert(*pointer);
+  host_memory[*pointer] = bytes;
   return SUCCESS;
 }
 int cuMemFreeHost(void* pointer) {
@@ -354,7 +380,7 @@ int cuIpcGetMemHandle(IpcHandle* handle, void* pointer) {
   std::lock_guard lock(memory_mutex);
   auto found = memory.find(pointer);
   if (found == memory.end()) return INVALID_VALUE;
-  *handle = {static_cast<u64>(getpid()), static_cast<u64>(found->second.first), found->second.second, {}};
+  *handle = {static_cast<u64>(getpid()), static_cast<u64>(found->second.file), found->second.bytes, {}};
   return SUCCESS;
 }
 int cuIpcOpenMemHandle_v2(void** pointer, IpcHandle handle, unsigned) {
@@ -366,7 +392,7 @@ int cuIpcOpenMemHandle_v2(void** pointer, IpcHandle handle, unsigned) {
   close(file);
   if (*pointer == MAP_FAILED) return INVALID_VALUE;
   std::lock_guard lock(memory_mutex);
-  opened[*pointer] = {-1, handle.bytes};
+  opened[*pointer] = {-1, handle.bytes, current->device};
   return SUCCESS;
 }
 int cuIpcCloseMemHandle(void* pointer) {
@@ -374,7 +400,7 @@ int cuIpcCloseMemHandle(void* pointer) {
   std::lock_guard lock(memory_mutex);
   auto found = opened.find(pointer);
   if (found == opened.end()) return INVALID_VALUE;
-  munmap(pointer, found->second.second);
+  munmap(pointer, found->second.bytes);
   opened.erase(found);
   return SUCCESS;
 }

@@ -7,7 +7,7 @@ pub mod program;
 pub mod ring;
 
 pub use layout::{Arguments, Head, LaunchControl, LaunchState, OneShot};
-pub use one_shot::OneShotLaunch;
+pub use one_shot::{OneShotLaunch, one_shot_threads};
 pub use program::Program;
 pub use ring::{Event, EventKind, Ring};
 

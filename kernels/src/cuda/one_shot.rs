@@ -44,6 +44,21 @@ fn kernel(work: &Work) -> usize {
     }
 }
 
+/// Threads of a block that move so many words: each has one line, as far as that goes.
+fn movers(words: usize) -> usize {
+    if words <= 4096 {
+        words.next_multiple_of(32).min(256)
+    } else {
+        512
+    }
+}
+
+/// Threads of a block that reduces `bytes` bytes among peers.
+#[must_use]
+pub fn one_shot_threads(bytes: usize) -> u32 {
+    movers(bytes.div_ceil(8)) as u32 + SERVICE
+}
+
 impl OneShotLaunch {
     /// The kernel for `launch`; `None` if that is to run channel programs.
     ///
@@ -75,12 +90,7 @@ impl OneShotLaunch {
         let mut bases = [0; MAX_PEERS];
         bases[..peers.bases.len()].copy_from_slice(&peers.bases);
         let words = (work.count * work.data_type.size()).div_ceil(8);
-        // Each thread has one line, as far as that goes.
-        let movers = if words <= 4096 {
-            words.next_multiple_of(32).min(256)
-        } else {
-            512
-        };
+        let movers = movers(words);
         let blocks = words.div_ceil(movers).clamp(1, 64);
         Ok(Some(Self {
             arguments: OneShot {

@@ -9,6 +9,7 @@ mod captures;
 mod drain;
 mod driver;
 mod gpu;
+mod memory;
 mod release;
 mod share;
 
@@ -23,8 +24,11 @@ use std::{
 };
 
 use cudarc::driver::sys::{self, CUcontext, CUevent, CUgraph, CUgraphExec, CUresult, CUstreamCaptureMode};
-use ringsight_kernels::Launch;
-use ringsight_records::Algorithm;
+use ringsight_kernels::{
+    Launch,
+    cuda::{THREADS, one_shot_threads},
+};
+use ringsight_records::{Algorithm, Protocol};
 
 use self::{
     captures::Captures,
@@ -36,6 +40,9 @@ use super::{
     Result, Share, Stream,
 };
 use crate::communicator::lock;
+
+/// Threads of a warp.
+const WARP: u32 = 32;
 
 /// The device; see the module's documentation.
 pub struct CudaDevice {
@@ -116,6 +123,19 @@ impl Device for CudaDevice {
         ringsight_kernels::cuda::program::runs(algorithm)
     }
 
+    fn warps(&self, algorithm: Algorithm, protocol: Protocol, bytes: u64) -> u8 {
+        let threads = match (algorithm, protocol) {
+            (Algorithm::OneShot, Protocol::Ll) => one_shot_threads(bytes as usize),
+            _ => THREADS,
+        };
+        // 1024 threads are the most that a block has.
+        (threads / WARP) as u8
+    }
+
+    fn warp_threads(&self) -> u32 {
+        WARP
+    }
+
     fn channels(&self) -> u32 {
         // A block has as many bytes under way as its threads load at once: it takes several to fill a PCIe link.
         8
@@ -165,19 +185,19 @@ impl Device for CudaDevice {
         if bytes == 0 {
             return Ok(std::ptr::null_mut());
         }
-        self.set_current(self.current()?)?;
-        let mut pointer = 0;
-        // SAFETY: writes to the local.
-        unsafe { call!(cuMemAlloc_v2(&raw mut pointer, bytes)) }?;
-        Ok(pointer as *mut u8)
+        self.entered()?;
+        memory::allocate(bytes)
     }
 
     fn free(&self, pointer: *mut u8) -> Result<()> {
         if pointer.is_null() {
             return Ok(());
         }
-        // SAFETY: an address that is no allocation is refused.
-        unsafe { call!(cuMemFree_v2(pointer as u64)) }
+        memory::free(pointer)
+    }
+
+    fn check_buffer(&self, address: usize, device: i32) -> Result<()> {
+        memory::check(address, device)
     }
 
     fn reach(&self, base: usize, bytes: usize) -> Result<Reachable> {

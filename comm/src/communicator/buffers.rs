@@ -1,0 +1,127 @@
+//! Whether the buffers of an operation are memory that the device can use: a kernel that uses other memory breaks the device for
+//! good, and says nothing of whose it was.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::{
+    device::{Device, DeviceError},
+    error::{Error, Result},
+    plan::Request,
+};
+
+/// Addresses that are remembered: a training step's buckets and parameters.
+const KNOWN: usize = 256;
+
+/// When buffers are looked at, and which were found right.
+#[derive(Debug)]
+pub(crate) struct Buffers {
+    when: When,
+    /// The address found right last, by its hash; 0 = none.
+    known: Box<[AtomicUsize]>,
+}
+
+/// `NCCL_CHECK_POINTERS`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum When {
+    /// 0.
+    Never,
+    /// Not set: an address of an eager operation when it is new. In a capture memory may be the graph's own, which the
+    /// driver tells nothing of before a replay.
+    New,
+    /// Any other number, as in NCCL: with every call.
+    Always,
+}
+
+impl When {
+    fn parse(value: Option<&str>) -> Result<Self> {
+        let Some(value) = value else { return Ok(Self::New) };
+        match value.parse::<i64>() {
+            Ok(0) => Ok(Self::Never),
+            Ok(_) => Ok(Self::Always),
+            Err(_) => Err(Error::argument(format!(
+                "NCCL_CHECK_POINTERS={value} is no number"
+            ))),
+        }
+    }
+}
+
+impl Buffers {
+    /// As the environment says.
+    pub(crate) fn read() -> Result<Self> {
+        When::parse(crate::env::text("NCCL_CHECK_POINTERS").as_deref()).map(Self::new)
+    }
+
+    fn new(when: When) -> Self {
+        let entries = if when == When::New { KNOWN } else { 0 };
+        Self {
+            when,
+            known: (0..entries).map(|_| AtomicUsize::new(0)).collect(),
+        }
+    }
+
+    /// Looks at the buffers of an operation on device number `number`.
+    ///
+    /// # Errors
+    /// Names the argument, the address and the device.
+    pub(crate) fn check(
+        &self,
+        device: &dyn Device,
+        number: i32,
+        request: &Request,
+        captured: bool,
+    ) -> Result<()> {
+        if self.when == When::Never || captured && self.when == When::New {
+            return Ok(());
+        }
+        for (name, address) in [("sendbuff", request.send), ("recvbuff", request.recv)] {
+            if address == 0 {
+                continue;
+            }
+            // Relaxed: a number that says all of itself; an old one costs a question to the driver.
+            let entry = self.known.get(slot(address));
+            if entry.is_some_and(|entry| entry.load(Ordering::Relaxed) == address) {
+                continue;
+            }
+            device
+                .check_buffer(address, number)
+                .map_err(|error| match error {
+                    DeviceError::InvalidHandle(text) => Error::argument(format!("{name}: {text}")),
+                    error => Error::from(error),
+                })?;
+            if let Some(entry) = entry {
+                entry.store(address, Ordering::Relaxed);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Where an address is remembered: by the bits in which buffers differ, folded.
+fn slot(address: usize) -> usize {
+    (address >> 9 ^ address >> 17 ^ address >> 25) % KNOWN
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_variable_is_a_number() {
+        assert_eq!(When::parse(None).unwrap(), When::New);
+        assert_eq!(When::parse(Some("0")).unwrap(), When::Never);
+        assert_eq!(When::parse(Some("1")).unwrap(), When::Always);
+        let error = When::parse(Some("yes")).unwrap_err();
+        assert!(error.text.contains("NCCL_CHECK_POINTERS=yes"), "{}", error.text);
+    }
+
+    #[test]
+    fn neighbours_are_remembered_side_by_side() {
+        // 256 buffers of a page each, and of 2 MiB each.
+        for step in [512, 2 << 20] {
+            let base = 0x7f12_3400_0000;
+            let slots: std::collections::HashSet<_> =
+                (0..64).map(|index| slot(base + index * step)).collect();
+            assert!(slots.len() >= 48, "{step}: {}", slots.len());
+        }
+    }
+}

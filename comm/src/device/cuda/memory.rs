@@ -1,0 +1,136 @@
+//! Memory that callers ask for, and what can be told of memory that they bring.
+
+use std::ffi::{c_int, c_uint, c_void};
+
+use cudarc::driver::sys::{CUdevice_attribute, CUdeviceptr, CUmemorytype, CUpointer_attribute};
+
+use super::driver::{OutsideCapture, attribute, call};
+use crate::device::{DeviceError, Result};
+
+/// The driver's memory goes by these. Who asks for less gets a piece of one that others have pieces of, too: it begins
+/// anywhere, and what shares it with other processes shares theirs.
+const GRANULARITY: usize = 2 << 20;
+
+/// Memory of the current device, whose context is current. It is the caller's alone to its last page, and begins at one.
+pub(super) fn allocate(bytes: usize) -> Result<*mut u8> {
+    let whole = bytes.checked_next_multiple_of(GRANULARITY);
+    let whole =
+        whole.ok_or_else(|| DeviceError::Resource(format!("{bytes} bytes are more than there can be")))?;
+    let _outside = OutsideCapture::enter()?;
+    let mut pointer: CUdeviceptr = 0;
+    // SAFETY: writes to the local.
+    unsafe { call!(cuMemAlloc_v2(&raw mut pointer, whole)) }?;
+    Ok(pointer as *mut u8)
+}
+
+/// Gives it back, once the device has done what uses it.
+pub(super) fn free(pointer: *mut u8) -> Result<()> {
+    let _outside = OutsideCapture::enter()?;
+    // SAFETY: an address that is no allocation is refused.
+    unsafe { call!(cuMemFree_v2(pointer as CUdeviceptr)) }
+}
+
+/// What the driver knows of an address.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct About {
+    /// `CUmemorytype`; 0 if it knows nothing.
+    kind: c_uint,
+    device: c_int,
+    /// Where kernels find it.
+    reached_at: CUdeviceptr,
+    /// It moves to where it is used.
+    managed: bool,
+}
+
+impl About {
+    /// Why kernels of a GPU cannot use it. `pageable`: they reach all memory of the process.
+    fn refuse(self, address: usize, device: c_int, pageable: bool) -> Option<String> {
+        const HOST: c_uint = CUmemorytype::CU_MEMORYTYPE_HOST as c_uint;
+        const DEVICE: c_uint = CUmemorytype::CU_MEMORYTYPE_DEVICE as c_uint;
+        match self.kind {
+            _ if self.managed => None,
+            DEVICE if self.device == device => None,
+            DEVICE => Some(format!(
+                "{address:#x} is memory of GPU {}, the communicator's is GPU {device}",
+                self.device
+            )),
+            HOST if self.reached_at != 0 => None,
+            _ if pageable => None,
+            _ => Some(format!(
+                "{address:#x} is no memory that GPU {device} reaches: neither a GPU's nor pinned, or freed"
+            )),
+        }
+    }
+}
+
+/// Whether kernels of a GPU can use what is at `address`. Memory of another GPU is refused, as NCCL does: whether its
+/// peer access is on is known to the caller alone.
+pub(super) fn check(address: usize, device: c_int) -> Result<()> {
+    use CUpointer_attribute as Of;
+    let mut about = About::default();
+    let mut managed: c_uint = 0;
+    let mut asked = [
+        Of::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+        Of::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+        Of::CU_POINTER_ATTRIBUTE_DEVICE_POINTER,
+        Of::CU_POINTER_ATTRIBUTE_IS_MANAGED,
+    ];
+    let mut places: [*mut c_void; 4] = [
+        (&raw mut about.kind).cast(),
+        (&raw mut about.device).cast(),
+        (&raw mut about.reached_at).cast(),
+        (&raw mut managed).cast(),
+    ];
+    // SAFETY: as many places as attributes, each of its attribute's type; what the driver does not know it leaves or zeroes,
+    // and the address itself is not looked at.
+    unsafe {
+        call!(cuPointerGetAttributes(
+            asked.len() as c_uint,
+            asked.as_mut_ptr(),
+            places.as_mut_ptr(),
+            address as CUdeviceptr
+        ))
+    }?;
+    // A boolean: the driver writes its first byte.
+    about.managed = managed != 0;
+    if about.refuse(address, device, false).is_none() {
+        return Ok(());
+    }
+    let pageable = attribute(
+        device,
+        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS,
+    )? != 0;
+    about
+        .refuse(address, device, pageable)
+        .map_or(Ok(()), |text| Err(DeviceError::InvalidHandle(text)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_kernels_cannot_use_is_refused_with_its_place() {
+        let host = CUmemorytype::CU_MEMORYTYPE_HOST as c_uint;
+        let device = CUmemorytype::CU_MEMORYTYPE_DEVICE as c_uint;
+        let about = |kind, device, reached_at, managed| About {
+            kind,
+            device,
+            reached_at,
+            managed,
+        };
+        let refused = |about: About, pageable| about.refuse(0x7000, 1, pageable);
+        assert_eq!(refused(about(device, 1, 0x7000, false), false), None);
+        assert_eq!(refused(about(device, 0, 0x7000, true), false), None, "managed");
+        assert_eq!(refused(about(host, 0, 0x7000, false), false), None, "pinned");
+        let other = refused(about(device, 0, 0x7000, false), true).unwrap();
+        assert!(
+            other.contains("0x7000 is memory of GPU 0") && other.contains("GPU 1"),
+            "{other}"
+        );
+        let unknown = refused(About::default(), false).unwrap();
+        assert!(unknown.contains("no memory that GPU 1 reaches"), "{unknown}");
+        assert!(refused(about(host, 0, 0, false), false).is_some(), "not mapped");
+        assert_eq!(refused(About::default(), true), None);
+    }
+}
