@@ -52,6 +52,14 @@ fn drive(test: &str, arguments: &[&str], variables: &[(&str, &str)]) -> Option<S
 
 #[track_caller]
 fn start(program: &str, test: &str, arguments: &[&str], variables: &[(&str, &str)]) -> Option<String> {
+    let said = output(program, test, arguments, variables)?;
+    let last = said.lines().last().unwrap_or_default().strip_prefix("ok ");
+    Some(last.unwrap_or_else(|| panic!("{said}")).to_owned())
+}
+
+/// All that it says, with the library's log.
+#[track_caller]
+fn output(program: &str, test: &str, arguments: &[&str], variables: &[(&str, &str)]) -> Option<String> {
     if let Err(missing) = cuda::fatbin() {
         skip::skip(test, missing);
         return None;
@@ -65,9 +73,8 @@ fn start(program: &str, test: &str, arguments: &[&str], variables: &[(&str, &str
         .env_remove("NCCL_DEBUG")
         .env_remove("RINGSIGHT_DEVICE")
         .envs(variables.iter().copied()));
-    let last = said.lines().last().unwrap_or_default().strip_prefix("ok ");
     assert!(!said.contains("FAILED"), "{said}");
-    Some(last.unwrap_or_else(|| panic!("{said}")).to_owned())
+    Some(said)
 }
 
 #[test]
@@ -83,6 +90,52 @@ fn results_are_right() {
         if let Some(said) = drive("results_are_right", &arguments, &[("RINGSIGHT_MOCK_GPUS", gpus)]) {
             assert_eq!(said, "407 cases a rank", "{ranks} {kind}");
         }
+    }
+}
+
+/// Kernels among peers rely on NVLink.
+#[test]
+fn without_nvlink_data_goes_through_host_memory() {
+    let test = "without_nvlink_data_goes_through_host_memory";
+    let told = [
+        ("NCCL_DEBUG", "INFO"),
+        ("NCCL_DEBUG_SUBSYS", "INIT"),
+        ("RINGSIGHT_MOCK_NO_NVLINK", "1"),
+    ];
+    let Some(said) = output("driver", test, &["check", "2", "t", "1048576"], &told) else {
+        return;
+    };
+    assert!(
+        said.contains("NVLink does not join GPU 0000:10:00.0 and GPU 0000:11:00.0"),
+        "{said}"
+    );
+    assert!(said.contains(" cases a rank\n"), "{said}");
+}
+
+/// What the kernels among peers do, the table says.
+#[test]
+fn all_collectives_are_done_among_peers() {
+    let test = "all_collectives_are_done_among_peers";
+    let told = [("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "TUNING")];
+    let Some(said) = output("driver", test, &["check", "2", "t", "1048576"], &told) else {
+        return;
+    };
+    for (name, how) in [
+        ("AllReduce", "ONE_SHOT proto LL "),
+        ("AllReduce", "TWO_SHOT proto LL128 "),
+        ("AllGather", "DIRECT proto LL128 "),
+        ("ReduceScatter", "DIRECT proto LL128 "),
+        ("Broadcast", "DIRECT proto LL128 "),
+        ("Reduce", "DIRECT proto LL128 "),
+        ("AlltoAll", "DIRECT proto LL128 "),
+        ("Gather", "DIRECT proto LL128 "),
+        ("Scatter", "DIRECT proto LL128 "),
+        // Each rank has a factor of its own.
+        ("AllReduce", "RING proto SIMPLE "),
+    ] {
+        let (name, how) = (format!("{name}: "), format!("Algo {how}"));
+        let told = |line: &str| line.contains(&name) && line.contains(&how);
+        assert!(said.lines().any(told), "{name}{how}: {said}");
     }
 }
 

@@ -1,4 +1,5 @@
 #include "channels.cuh"
+#include "exchange.cuh"
 #include "one_shot.cuh"
 
 // Runs any launch of channel programs: a block for each channel.
@@ -15,13 +16,24 @@ ringsight_channels(const __grid_constant__ ringsight::Arguments arguments) {
 
 // An all_reduce among peers.
 #define RINGSIGHT_KERNEL(NAME, E, OP, RANKS)                                                                          \
-  extern "C" __global__ void __launch_bounds__(512 + ringsight::OneShotBlock<void, void, 0>::SERVICE)                 \
+  extern "C" __global__ void __launch_bounds__(512 + ringsight::SERVICE)                 \
   NAME(const __grid_constant__ ringsight::OneShot arguments) {                                                        \
     using namespace ringsight;                                                                                        \
     __shared__ volatile u64 ticket;                                                                                   \
     OneShotBlock<E, OP, RANKS>(arguments, blockIdx.x, gridDim.x, ticket).run();                                       \
   }
 RINGSIGHT_ONE_SHOTS(RINGSIGHT_KERNEL)
+#undef RINGSIGHT_KERNEL
+
+// A collective of any length among peers.
+#define RINGSIGHT_KERNEL(NAME, REDUCES, WHOLE, E, OP, RANKS)                                            \
+  extern "C" __global__ void __launch_bounds__(512)                                              \
+  NAME(const __grid_constant__ ringsight::Exchange arguments) {                                  \
+    using namespace ringsight;                                                                   \
+    __shared__ volatile u64 ticket;                                                              \
+    ExchangeBlock<REDUCES, WHOLE, E, OP, RANKS>(arguments, blockIdx.x, gridDim.x, ticket).run();        \
+  }
+RINGSIGHT_EXCHANGES(RINGSIGHT_KERNEL)
 
 static_assert(sizeof(ringsight::LaneState) == 48, "LANE_STATE_BYTES in src/cuda/layout.rs");
 static_assert(sizeof(ringsight::OpState) == 8, "OP_STATE_BYTES in src/cuda/layout.rs");

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "elements.cuh"
+#include "words.cuh"
 
 namespace ringsight {
 
@@ -36,8 +37,6 @@ struct alignas(pack_bytes<E>()) Packed {
   static constexpr u32 ELEMS = pack_bytes<E>() / sizeof(E);
   E elements[ELEMS];
 };
-
-DEVICE inline bool is_aligned(const void* address, u32 to) { return reinterpret_cast<u64>(address) % to == 0; }
 
 // Every thread takes packs where all addresses allow it, else elements. An element is read before its place is
 // written, by the same thread: outputs may be the inputs themselves.

@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "channels.cuh"
+#include "exchange.cuh"
 #include "one_shot.cuh"
 
 using namespace ringsight;
@@ -15,15 +16,25 @@ extern "C" void ringsight_run_block(const Arguments* arguments, u32 index, u32 b
 
 namespace {
 template <class E, class Op, u32 RANKS>
-void run_one_shot(const OneShot* arguments, u32 index, u32 blocks) {
+void run_one_shot(const void* arguments, u32 index, u32 blocks) {
   volatile u64 ticket;
-  OneShotBlock<E, Op, RANKS>(*arguments, index, blocks, ticket).run();
+  OneShotBlock<E, Op, RANKS>(*static_cast<const OneShot*>(arguments), index, blocks, ticket).run();
+}
+template <bool REDUCES, bool WHOLE, class E, class Op, u32 RANKS>
+void run_exchange(const void* arguments, u32 index, u32 blocks) {
+  volatile u64 ticket;
+  ExchangeBlock<REDUCES, WHOLE, E, Op, RANKS>(*static_cast<const Exchange*>(arguments), index, blocks, ticket).run();
 }
 }  // namespace
 
-struct OneShotKernel {
+// The kernels among peers, in the order of `PeerLaunch::kernels` in src/cuda/peer_launch.rs.
+struct PeerKernel {
   const char* name;
-  void (*run_block)(const OneShot* arguments, u32 index, u32 blocks);
+  size_t argument_bytes;
+  void (*run_block)(const void* arguments, u32 index, u32 blocks);
 };
-#define RINGSIGHT_KERNEL(NAME, E, OP, RANKS) {#NAME, run_one_shot<E, OP, RANKS>},
-extern "C" const OneShotKernel ringsight_one_shots[] = {RINGSIGHT_ONE_SHOTS(RINGSIGHT_KERNEL){nullptr, nullptr}};
+#define RINGSIGHT_ONE_SHOT(NAME, E, OP, RANKS) {#NAME, sizeof(OneShot), run_one_shot<E, OP, RANKS>},
+#define RINGSIGHT_EXCHANGE(NAME, REDUCES, WHOLE, E, OP, RANKS) \
+  {#NAME, sizeof(Exchange), run_exchange<REDUCES, WHOLE, E, OP, RANKS>},
+extern "C" const PeerKernel ringsight_peer_kernels[] = {
+    RINGSIGHT_ONE_SHOTS(RINGSIGHT_ONE_SHOT) RINGSIGHT_EXCHANGES(RINGSIGHT_EXCHANGE){nullptr, 0, nullptr}};

@@ -42,6 +42,13 @@ DEVICE inline void block_barrier() { __syncthreads(); }
 // A barrier that tells whether it is so for any thread of the block.
 DEVICE inline bool block_any(bool so) { return __syncthreads_or(so ? 1 : 0) != 0; }
 
+// The threads of a warp, which run side by side.
+DEVICE inline constexpr u32 warp_threads() { return 32; }
+DEVICE inline u32 warp_thread() { return threadIdx.x % 32; }
+DEVICE inline void warp_barrier() { __syncwarp(); }
+// A barrier that tells whether it is so for all threads of the warp.
+DEVICE inline bool warp_all(bool so) { return __all_sync(0xffffffff, so) != 0; }
+
 // Nanoseconds of the GPU's clock, which all its kernels share.
 DEVICE inline u64 device_time() {
   u64 time;
@@ -101,6 +108,19 @@ DEVICE inline Line load_line(const Line* address) {
   return line;
 }
 
+// What a thread moves at once.
+struct alignas(16) Pack { u64 words[2]; };
+// Of memory that other processors write: past the caches that do not see them.
+DEVICE inline Pack load_pack(const Pack* address) {
+  Pack pack;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(pack.words[0]), "=l"(pack.words[1]) : "l"(address) : "memory");
+  return pack;
+}
+// `is_last`: of what belongs together, which here is written by one instruction of the warp.
+DEVICE inline void store_pack(Pack* address, const Pack& pack, bool) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(pack.words[0]), "l"(pack.words[1]) : "memory");
+}
+
 // Orders what the block's threads did before a barrier before what this thread does after it, for all processors.
 DEVICE inline void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
@@ -134,6 +154,10 @@ inline unsigned thread_index() { return 0; }
 inline unsigned threads() { return 1; }
 inline void block_barrier() {}
 inline bool block_any(bool so) { return so; }
+constexpr u32 warp_threads() { return 1; }
+inline u32 warp_thread() { return 0; }
+inline void warp_barrier() {}
+inline bool warp_all(bool so) { return so; }
 inline u64 device_time() {
   return static_cast<u64>(std::chrono::duration_cast<std::chrono::nanoseconds>(
                               std::chrono::steady_clock::now().time_since_epoch())
@@ -163,6 +187,16 @@ inline Line load_line(const Line* address) {
   const u64* halves = reinterpret_cast<const u64*>(address);
   const u64 low = load_relaxed(&halves[0]), high = load_relaxed(&halves[1]);
   return Line{static_cast<u32>(low), static_cast<u32>(low >> 32), static_cast<u32>(high), static_cast<u32>(high >> 32)};
+}
+struct alignas(16) Pack { u64 words[2]; };
+// Of parts that belong together the last one, whose second word tells the others, is written last and read first.
+inline Pack load_pack(const Pack* address) {
+  const u64 second = load_acquire(&address->words[1]);
+  return Pack{{load_relaxed(&address->words[0]), second}};
+}
+inline void store_pack(Pack* address, const Pack& pack, bool is_last) {
+  store_relaxed(&address->words[0], pack.words[0]);
+  __atomic_store_n(&address->words[1], pack.words[1], is_last ? __ATOMIC_RELEASE : __ATOMIC_RELAXED);
 }
 inline void fence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline u32 load_once_a_warp(const u32* address) { return load_relaxed(address); }

@@ -44,7 +44,7 @@ pub struct Work {
     /// What to do.
     pub function: Function,
     /// How its ranks are arranged, the same on all of them: [`Algorithm::Ring`] or [`Algorithm::OneShot`] round a ring,
-    /// [`Algorithm::OneShot`] among peers, [`Algorithm::Direct`] between two. Without connections it says nothing.
+    /// [`Algorithm::OneShot`], [`Algorithm::TwoShot`] or [`Algorithm::Direct`] among peers, [`Algorithm::Direct`] between two. Without connections it says nothing.
     pub algorithm: Algorithm,
     /// Element type.
     pub data_type: DataType,
@@ -110,6 +110,8 @@ pub struct Peers {
     pub rank: u32,
     /// By rank: where it is for the kernels of this rank.
     pub bases: Vec<u64>,
+    /// Blocks of a kernel that run side by side on the device of any rank, together with those of its other ranks.
+    pub most_blocks: u32,
     /// Keeps it there.
     pub memory: Box<dyn std::any::Any + Send + Sync>,
 }

@@ -10,7 +10,7 @@ use std::{
 
 use ringsight_kernels::{
     Fifo,
-    cuda::peers::{Area, BYTES, MAX_PEERS, RingBefore},
+    cuda::peers::{self, Area, MAX_PEERS, RingBefore},
     launch::Peers,
 };
 
@@ -86,7 +86,8 @@ pub(super) fn connect(
         return Ok(None);
     }
     let device = &**device()?;
-    let own = make(device, topology, rings);
+    let bytes = peers::bytes(ranks as usize);
+    let own = make(device, topology, rings, bytes);
     let answer = own.as_ref().map(|share| &*share.handle).map_err(|why| &**why);
     let handles = agree(bootstrap, answer)?;
     let (Ok(own), Some(handles)) = (own, handles) else {
@@ -104,6 +105,7 @@ pub(super) fn connect(
             .collect(),
     };
     let mut bases = Vec::new();
+    let mut on_device = 1;
     let mut failure = None;
     for (other, handle) in handles.iter().enumerate() {
         if other == rank as usize {
@@ -114,9 +116,11 @@ pub(super) fn connect(
             Ok(Reached {
                 base,
                 is_foreign,
+                is_on_same_device,
                 memory: reached,
             }) => {
                 bases.push(base);
+                on_device += u32::from(is_on_same_device);
                 memory.foreign |= is_foreign;
                 memory.others.push(reached);
             }
@@ -126,16 +130,22 @@ pub(super) fn connect(
             }
         }
     }
-    let answer = failure.as_deref().map_or(Ok(&[][..]), Err);
+    let blocks = (own.blocks / on_device).to_le_bytes();
+    let answer = failure.as_deref().map_or(Ok(&blocks[..]), Err);
     // Nobody writes before all have reached all; where not all do, nobody does.
-    if agree(bootstrap, answer)?.is_none() {
+    let Some(blocks) = agree(bootstrap, answer)? else {
         ended_well.store(true, Ordering::Relaxed);
         return Ok(None);
-    }
-    tracing::info!(target: log::INIT, "Ranks reach each other's memory: {BYTES} bytes each");
+    };
+    // Rubbish counts as none.
+    let blocks = blocks
+        .iter()
+        .map(|bytes| bytes[..].try_into().map_or(0, u32::from_le_bytes));
+    tracing::info!(target: log::INIT, "Ranks reach each other's memory: {bytes} bytes each");
     Ok(Some(Arc::new(Peers {
         rank,
         bases,
+        most_blocks: blocks.min().unwrap_or(0).max(1),
         memory: Box::new(memory),
     })))
 }
@@ -145,12 +155,13 @@ fn make(
     device: &dyn Device,
     topology: &Topology,
     rings: &[Option<RingConnections>],
+    bytes: usize,
 ) -> std::result::Result<Share, String> {
     if crate::env::text("NCCL_P2P_DISABLE").is_some_and(|value| value != "0") {
         return Err("NCCL_P2P_DISABLE is set".into());
     }
     let share = device
-        .share(BYTES)
+        .share(bytes)
         .map_err(|error| error.to_string())?
         .ok_or_else(|| format!("the {} device shares no memory", device.name()))?;
     let mut area = Area::default();

@@ -90,6 +90,8 @@ pub struct Share {
     pub base: u64,
     /// What others reach it by.
     pub handle: Vec<u8>,
+    /// Blocks of kernels that the device runs side by side.
+    pub blocks: u32,
     /// Frees it; to be given to [`Device::retire`].
     pub memory: Box<dyn Any + Send + Sync>,
 }
@@ -100,6 +102,8 @@ pub struct Reached {
     pub base: u64,
     /// The rank is one of another process.
     pub is_foreign: bool,
+    /// It is on the current device, too.
+    pub is_on_same_device: bool,
     /// Keeps it reachable; to be given to [`Device::retire`].
     pub memory: Box<dyn Any + Send + Sync>,
 }

@@ -20,7 +20,7 @@ use crate::{
     error::{Error, Result, ResultCode},
     few::Few,
     observe,
-    plan::{Exchange, OpInfo, Request, Task},
+    plan::{self, Exchange, OpInfo, Request, Task},
 };
 
 pub use jobs::{Job, Made, submit};
@@ -332,7 +332,7 @@ impl Group {
             group_depth: self.depth + 1,
             tid: thread_id(),
         };
-        if Exchange::serves(task.request.function) {
+        if plan::goes_by_messages(&task, comm)? {
             tasks.exchange.push(task, comm.rank, comm.ranks);
         } else {
             tasks.collectives.push(task);

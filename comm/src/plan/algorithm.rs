@@ -34,6 +34,8 @@ pub struct Row {
     pub max_bytes: u64,
     /// For at most so many of them on all ranks together.
     pub max_bytes_of_all: u64,
+    /// For at most so many ranks.
+    pub max_ranks: u32,
     /// What they get.
     pub choice: Choice,
 }
@@ -66,6 +68,15 @@ const EXCHANGES: &[Function] = &[
     Function::Scatter,
 ];
 
+/// One kernel in the memory that all ranks reach, in lines of 128 bytes.
+const fn among_peers(algorithm: Algorithm) -> Choice {
+    Choice {
+        algorithm,
+        protocol: Protocol::Ll128,
+        bytes_per_channel: u64::MAX,
+    }
+}
+
 /// The table. A channel is one thread's work on the host device and one block's on a GPU: a second one pays off when
 /// both have several FIFO slots to move.
 pub const TABLE: &[Row] = &[
@@ -74,17 +85,57 @@ pub const TABLE: &[Row] = &[
         functions: &[Function::AllReduce],
         max_bytes: u64::MAX,
         max_bytes_of_all: 512 << 10,
+        max_ranks: u32::MAX,
         choice: Choice {
             algorithm: Algorithm::OneShot,
             protocol: Protocol::Ll,
             bytes_per_channel: u64::MAX,
         },
     },
+    // One kernel, and each byte goes over NVLink once on its way to who reduces it and once from there.
+    Row {
+        functions: &[Function::AllReduce],
+        max_bytes: u64::MAX,
+        max_bytes_of_all: u64::MAX,
+        max_ranks: u32::MAX,
+        choice: among_peers(Algorithm::TwoShot),
+    },
+    // One kernel, and each byte goes to who needs it.
+    Row {
+        functions: &[
+            Function::AllGather,
+            Function::ReduceScatter,
+            Function::AlltoAll,
+            Function::Gather,
+            Function::Scatter,
+        ],
+        max_bytes: u64::MAX,
+        max_bytes_of_all: u64::MAX,
+        max_ranks: u32::MAX,
+        choice: among_peers(Algorithm::Direct),
+    },
+    // The same where one rank sends or gets everything: among two there is no other way, among more a ring needs less of that
+    // rank's links, once it is the bytes that take the time.
+    Row {
+        functions: &[Function::Broadcast, Function::Reduce],
+        max_bytes: u64::MAX,
+        max_bytes_of_all: u64::MAX,
+        max_ranks: 2,
+        choice: among_peers(Algorithm::Direct),
+    },
+    Row {
+        functions: &[Function::Broadcast, Function::Reduce],
+        max_bytes: u64::MAX,
+        max_bytes_of_all: 1 << 20,
+        max_ranks: u32::MAX,
+        choice: among_peers(Algorithm::Direct),
+    },
     // Half the hops. Each rank sends, receives and reduces what all have: up to here that takes less than the hops do.
     Row {
         functions: &[Function::AllReduce],
         max_bytes: u64::MAX,
         max_bytes_of_all: 16 << 10,
+        max_ranks: u32::MAX,
         choice: Choice {
             algorithm: Algorithm::OneShot,
             protocol: Protocol::Simple,
@@ -95,6 +146,7 @@ pub const TABLE: &[Row] = &[
         functions: COLLECTIVES,
         max_bytes: u64::MAX,
         max_bytes_of_all: u64::MAX,
+        max_ranks: u32::MAX,
         choice: Choice {
             algorithm: Algorithm::Ring,
             protocol: Protocol::Simple,
@@ -105,6 +157,7 @@ pub const TABLE: &[Row] = &[
         functions: EXCHANGES,
         max_bytes: u64::MAX,
         max_bytes_of_all: u64::MAX,
+        max_ranks: u32::MAX,
         choice: Choice {
             algorithm: Algorithm::Direct,
             protocol: Protocol::Simple,
@@ -122,6 +175,8 @@ pub enum Reason {
     Bytes(u64),
     /// It is for at most so many bytes of all ranks together.
     BytesOfAll(u64),
+    /// It is for at most so many ranks.
+    Ranks(u32),
     /// One rank has nobody to send to.
     OneRank,
     /// Each rank's factor (`ncclRedOpCreatePreMulSum`) is known to that rank alone.
@@ -144,6 +199,7 @@ impl fmt::Display for Reason {
             Self::Function => f.write_str("it is for other operations"),
             Self::Bytes(most) => write!(f, "it is for at most {most} bytes"),
             Self::BytesOfAll(most) => write!(f, "it is for at most {most} bytes of all ranks together"),
+            Self::Ranks(most) => write!(f, "it is for at most {most} ranks"),
             Self::OneRank => f.write_str("one rank has nobody to send to"),
             Self::OwnFactors => {
                 f.write_str("each rank's factor (ncclRedOpCreatePreMulSum) is known to that rank alone")
@@ -189,6 +245,9 @@ impl Row {
         if asked.bytes.saturating_mul(asked.ranks.into()) > self.max_bytes_of_all {
             return Some(Reason::BytesOfAll(self.max_bytes_of_all));
         }
+        if asked.ranks > self.max_ranks {
+            return Some(Reason::Ranks(self.max_ranks));
+        }
         self.choice.is_impossible(asked)
     }
 }
@@ -197,12 +256,12 @@ impl Choice {
     /// Whether kernels do it in memory that all ranks reach.
     #[must_use]
     pub fn is_among_peers(&self) -> bool {
-        self.algorithm == Algorithm::OneShot && self.protocol == Protocol::Ll
+        matches!(self.protocol, Protocol::Ll | Protocol::Ll128)
     }
 
     /// Why there is no program, wherever the table puts its limits.
     fn is_impossible(&self, asked: &Asked) -> Option<Reason> {
-        if self.algorithm != Algorithm::OneShot {
+        if self.algorithm != Algorithm::OneShot && !self.is_among_peers() {
             return None;
         }
         if asked.ranks < 2 {
@@ -212,7 +271,10 @@ impl Choice {
             return Some(Reason::OwnFactors);
         }
         let (absent, most, reason): (_, _, fn(u64) -> Reason) = if self.is_among_peers() {
-            let most = one_shot_bytes(asked.ranks as usize);
+            let most = match self.algorithm {
+                Algorithm::OneShot => one_shot_bytes(asked.ranks as usize),
+                _ => usize::MAX,
+            };
             (
                 (!asked.peers).then_some(Reason::NoPeers),
                 most,

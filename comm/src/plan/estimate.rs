@@ -61,7 +61,7 @@ impl Load {
         let bytes = match work.function {
             Function::AllReduce if work.algorithm == Algorithm::OneShot => part * (ranks - 1),
             Function::AllReduce => 2 * part / ranks * (ranks - 1),
-            Function::AllGather | Function::ReduceScatter => part * (ranks - 1),
+            Function::AllGather | Function::ReduceScatter | Function::AlltoAll => part * (ranks - 1),
             _ => part,
         };
         self.add(way, steps.send.max(steps.recv), bytes);

@@ -31,6 +31,11 @@ pub(super) fn choice_of(task: &Task, comm: &Communicator) -> Result<(usize, algo
     Ok((choice.channels(bytes, comm.channels()), choice))
 }
 
+/// Whether a task is made of messages: it is by its function, and no kernel does it among peers.
+pub(crate) fn goes_by_messages(task: &Task, comm: &Communicator) -> Result<bool> {
+    Ok(Exchange::serves(task.request.function) && !choice_of(task, comm)?.1.is_among_peers())
+}
+
 /// The plans of a group on one communicator.
 pub(super) struct Plans<'a> {
     comm: &'a Communicator,

@@ -31,6 +31,7 @@ use crate::{
 use layout::Plans;
 
 pub(crate) use exchange::Exchange;
+pub(crate) use layout::goes_by_messages;
 pub(crate) use reduce_ops::ReduceOps;
 pub(crate) use sequence::Sequences;
 pub(crate) use stuck::stuck;

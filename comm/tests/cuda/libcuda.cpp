@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -200,7 +201,7 @@ int devices() {
   return text != nullptr ? std::atoi(text) : 2;
 }
 // Their addresses are the functions.
-char channels, one_shots[sizeof ringsight_one_shots / sizeof ringsight_one_shots[0]];
+char channels, peer_kernels[sizeof ringsight_peer_kernels / sizeof ringsight_peer_kernels[0]];
 Context contexts[16] = {{0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9}, {10}, {11}, {12}, {13}, {14}, {15}};
 thread_local Context* current = nullptr;
 std::mutex memory_mutex;
@@ -233,11 +234,11 @@ enum Counted { LAUNCH, RECORD, WAIT, CAPTURE, CURRENT, STREAM_ID, COUNTED };
 thread_local u64 calls[COUNTED];
 
 // What a kernel of one block tells of its run.
-void report_run(const OneShot& arguments) {
-  const Report report(arguments.head);
+void report_run(const PeerCall& call) {
+  const Report report(call.head);
   const u32 runs = report.runs(), replay = report.replay(runs);
-  report.event(EventKind::Started, replay, arguments.channel, arguments.op, 1);
-  report.event(EventKind::Stopped, replay, arguments.channel, arguments.op, 1);
+  report.event(EventKind::Started, replay, call.channel, call.op, 1);
+  report.event(EventKind::Stopped, replay, call.channel, call.op, 1);
   store_release(&report.control().runs, report.renew(runs, false));
 }
 
@@ -262,12 +263,26 @@ int cuDeviceGetName(char* name, int bytes, int) { return std::strncpy(name, "moc
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
   if (device < 0 || device >= devices()) return INVALID_DEVICE;
   switch (attribute) {
+    case 16: *value = 12; break;      // multiprocessors
     case 75: *value = 9; break;       // compute capability, major
     case 88: *value = 0; break;       // reaches memory that is not pinned
     case 91: *value = 1; break;       // registered memory at the host's addresses
     case 97: *value = 232448; break;  // shared memory of a block
     default: return INVALID_VALUE;
   }
+  return SUCCESS;
+}
+int cuDeviceGetPCIBusId(char* text, int bytes, int device) {
+  if (device < 0 || device >= devices()) return INVALID_DEVICE;
+  std::snprintf(text, static_cast<size_t>(bytes), "0000:%02X:00.0", device + 16);
+  return SUCCESS;
+}
+int cuDeviceGetByPCIBusId(int* device, const char* text) {
+  *device = static_cast<int>(std::strtol(text + 5, nullptr, 16)) - 16;
+  return *device >= 0 && *device < devices() ? SUCCESS : INVALID_VALUE;
+}
+int cuDeviceGetP2PAttribute(int* value, int, int, int) {
+  *value = std::getenv("RINGSIGHT_MOCK_NO_NVLINK") == nullptr;
   return SUCCESS;
 }
 int cuGetErrorName(int result, const char** name) {
@@ -301,9 +316,9 @@ int cuModuleGetFunction(void** function, void*, const char* name) {
   if (std::strcmp(name, "ringsight_channels") == 0) *function = &channels;
   else {
     size_t number = 0;
-    while (ringsight_one_shots[number].name != nullptr && std::strcmp(name, ringsight_one_shots[number].name) != 0) number++;
-    if (ringsight_one_shots[number].name == nullptr) return INVALID_HANDLE;
-    *function = &one_shots[number];
+    while (ringsight_peer_kernels[number].name != nullptr && std::strcmp(name, ringsight_peer_kernels[number].name) != 0) number++;
+    if (ringsight_peer_kernels[number].name == nullptr) return INVALID_HANDLE;
+    *function = &peer_kernels[number];
   }
   return SUCCESS;
 }
@@ -515,14 +530,15 @@ int cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned
   calls[LAUNCH]++;
   if (skips && function != &channels && !of(stream)->capture) {
     if (current == nullptr) return INVALID_CONTEXT;
-    return report_run(*static_cast<OneShot*>(parameters[0])), SUCCESS;
+    return report_run(*static_cast<PeerCall*>(parameters[0])), SUCCESS;
   }
   std::function<void(unsigned)> block;
   if (function != &channels) {
     if (threads > 544 || threads % 32 != 0) return INVALID_VALUE;
-    auto arguments = std::make_shared<OneShot>(*static_cast<OneShot*>(parameters[0]));
-    const auto run_block = ringsight_one_shots[static_cast<char*>(function) - one_shots].run_block;
-    block = [=](unsigned index) { run_block(arguments.get(), index, blocks); };
+    const PeerKernel kernel = ringsight_peer_kernels[static_cast<char*>(function) - peer_kernels];
+    const auto* bytes = static_cast<const char*>(parameters[0]);
+    auto arguments = std::make_shared<std::vector<char>>(bytes, bytes + kernel.argument_bytes);
+    block = [=](unsigned index) { kernel.run_block(arguments->data(), index, blocks); };
   } else {
     if (threads != 512) return INVALID_VALUE;
     auto arguments = std::make_shared<Arguments>(*static_cast<Arguments*>(parameters[0]));

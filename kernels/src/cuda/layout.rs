@@ -233,20 +233,14 @@ const _: () = assert!(size_of::<Arguments>() == 4072);
 // What a kernel of any driver can take.
 const _: () = assert!(size_of::<Arguments>() <= 4096);
 
-/// The one argument of the kernel of [`super::one_shot`].
+/// What every kernel among peers is told of its operation.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub struct OneShot {
+pub struct PeerCall {
     /// Where it reports to.
     pub head: Head,
     /// By rank: where its memory is for this rank's kernels.
     pub bases: [u64; MAX_PEERS],
-    /// Send buffer.
-    pub send: u64,
-    /// Receive buffer.
-    pub recv: u64,
-    /// Elements.
-    pub elems: u64,
     /// Argument of the combination.
     pub argument: u64,
     /// Operation number.
@@ -257,8 +251,6 @@ pub struct OneShot {
     pub rank: u32,
     /// Ranks.
     pub ranks: u32,
-    /// Lines of each rank and parity.
-    pub lines: u32,
     /// Code of the data type.
     pub data_type: u8,
     /// A [`Combination`].
@@ -266,13 +258,72 @@ pub struct OneShot {
     /// Channel number.
     pub channel: u8,
     /// 0.
-    pub reserved: u8,
+    pub reserved: [u8; 5],
 }
 
-const _: () = assert!(offset_of!(OneShot, bases) == 48);
-const _: () = assert!(offset_of!(OneShot, op) == 144);
-const _: () = assert!(offset_of!(OneShot, data_type) == 164);
-const _: () = assert!(size_of::<OneShot>() == 168);
+const _: () = assert!(offset_of!(PeerCall, bases) == 48);
+const _: () = assert!(offset_of!(PeerCall, op) == 120);
+const _: () = assert!(offset_of!(PeerCall, data_type) == 136);
+const _: () = assert!(size_of::<PeerCall>() == 144);
+
+/// The one argument of the kernels of [`super::one_shot`].
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct OneShot {
+    /// The operation.
+    pub call: PeerCall,
+    /// Send buffer.
+    pub send: u64,
+    /// Receive buffer.
+    pub recv: u64,
+    /// Elements.
+    pub elems: u64,
+    /// Lines of each rank and parity.
+    pub lines: u32,
+    /// 0.
+    pub reserved: u32,
+}
+
+const _: () = assert!(offset_of!(OneShot, send) == 144);
+const _: () = assert!(size_of::<OneShot>() == 176);
+
+/// The one argument of the kernels of [`super::exchange`]: what this rank sends to each of the others and takes from them.
+/// All lengths are in bytes.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Exchange {
+    /// The operation.
+    pub call: PeerCall,
+    /// By rank: where what goes to it begins.
+    pub from: [u64; MAX_PEERS],
+    /// By rank: how much that is.
+    pub sends: [u64; MAX_PEERS],
+    /// By rank: where what comes from it goes.
+    pub to: [u64; MAX_PEERS],
+    /// By rank: how much that is.
+    pub takes: [u64; MAX_PEERS],
+    /// Where this rank's own contribution begins.
+    pub own: u64,
+    /// Where it goes, reduced with those of the others or as it is.
+    pub result: u64,
+    /// How much that is; 0 if this rank has no result.
+    pub result_bytes: u64,
+    /// The most that any rank sends another at a time: all ranks take as many steps as that takes.
+    pub piece: u64,
+    /// Bytes of a step: whole rows, at most [`super::peers::CHUNK_ROWS`] of [`super::peers::ROW_BYTES`].
+    pub chunk: u32,
+    /// 1: what comes is reduced, and the result goes to `result`; 0: it goes to `to`.
+    pub reduces: u8,
+    /// 1: the result is passed on to all others, and theirs go to `to`.
+    pub passes: u8,
+    /// 0.
+    pub reserved: [u8; 2],
+}
+
+const _: () = assert!(offset_of!(Exchange, from) == 144);
+const _: () = assert!(offset_of!(Exchange, own) == 400);
+const _: () = assert!(offset_of!(Exchange, chunk) == 432);
+const _: () = assert!(size_of::<Exchange>() == 440);
 
 /// Shared memory that a block needs for each lane.
 pub const LANE_STATE_BYTES: usize = 48;

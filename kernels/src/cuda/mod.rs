@@ -1,13 +1,17 @@
 //! The device code of GPUs: kernels of `cuda/`, what they are given ([`layout`], [`program`]) and what they tell ([`ring`]).
 
+pub mod exchange;
 pub mod layout;
 pub mod one_shot;
+pub mod peer_launch;
 pub mod peers;
 pub mod program;
 pub mod ring;
 
-pub use layout::{Arguments, Head, LaunchControl, LaunchState, OneShot};
-pub use one_shot::{OneShotLaunch, one_shot_threads};
+pub use exchange::EXCHANGE_THREADS;
+pub use layout::{Arguments, Head, LaunchControl, LaunchState};
+pub use one_shot::one_shot_threads;
+pub use peer_launch::PeerLaunch;
 pub use program::Program;
 pub use ring::{Event, EventKind, Ring};
 
@@ -31,17 +35,3 @@ pub const KERNEL: &std::ffi::CStr = c"ringsight_channels";
 
 /// Threads of each of its blocks.
 pub const THREADS: u32 = 512;
-
-/// Names of the kernels that a [`OneShotLaunch`] is for, by its number: `RINGSIGHT_ONE_SHOTS` in `cuda/one_shot.cuh`.
-pub const ONE_SHOT_KERNELS: [&std::ffi::CStr; 10] = [
-    c"ringsight_one_shot",
-    c"ringsight_one_shot_sum_f32_2",
-    c"ringsight_one_shot_sum_f32_4",
-    c"ringsight_one_shot_sum_f32_8",
-    c"ringsight_one_shot_sum_f16_2",
-    c"ringsight_one_shot_sum_f16_4",
-    c"ringsight_one_shot_sum_f16_8",
-    c"ringsight_one_shot_sum_bf16_2",
-    c"ringsight_one_shot_sum_bf16_4",
-    c"ringsight_one_shot_sum_bf16_8",
-];

@@ -1,45 +1,34 @@
 //! An all_reduce in one shot among peers: what `cuda/one_shot.cuh` is given.
 
-use ringsight_records::DataType;
+use std::ffi::CStr;
 
 use super::{
-    layout::{Combination, Head, OneShot},
-    peers::{MAX_PEERS, lines},
-    program::{address_error, argument, combination},
+    layout::{OneShot, PeerCall},
+    peer_launch::{PeerArguments, PeerLaunch, SERVICE, ranks_of_its_own, sum_of},
+    peers::lines,
 };
-use crate::{
-    launch::{Connections, Launch, Scalar, Work},
-    schedule::WorkError,
-};
+#[cfg(doc)]
+use crate::launch::Peers;
+use crate::launch::Work;
 
-/// Threads of a block that move no data: `OneShotBlock::SERVICE`.
-const SERVICE: u32 = 32;
-
-/// A launch of one of the kernels.
-#[derive(Clone, Copy, Debug)]
-pub struct OneShotLaunch {
-    /// Its argument, but for [`OneShot::head`].
-    pub arguments: OneShot,
-    /// The kernel's number in [`ONE_SHOT_KERNELS`](super::ONE_SHOT_KERNELS).
-    pub kernel: usize,
-    /// Blocks.
-    pub blocks: u32,
-    /// Threads of each.
-    pub threads: u32,
-}
+/// Names of the kernels, by their numbers: `RINGSIGHT_ONE_SHOTS` in `cuda/one_shot.cuh`.
+pub const KERNELS: [&CStr; 10] = [
+    c"ringsight_one_shot",
+    c"ringsight_one_shot_sum_f32_2",
+    c"ringsight_one_shot_sum_f32_4",
+    c"ringsight_one_shot_sum_f32_8",
+    c"ringsight_one_shot_sum_f16_2",
+    c"ringsight_one_shot_sum_f16_4",
+    c"ringsight_one_shot_sum_f16_8",
+    c"ringsight_one_shot_sum_bf16_2",
+    c"ringsight_one_shot_sum_bf16_4",
+    c"ringsight_one_shot_sum_bf16_8",
+];
 
 /// The number of the kernel that is made for a work, or of the one that does anything.
 fn kernel(work: &Work) -> usize {
-    let first = match (combination(work), work.data_type) {
-        (Combination::Sum, DataType::Float32) => 1,
-        (Combination::Sum, DataType::Float16) => 4,
-        (Combination::Sum, DataType::Bfloat16) => 7,
-        _ => return 0,
-    };
-    match work.ranks {
-        2 => first,
-        4 => first + 1,
-        8 => first + 2,
+    match (sum_of(work), ranks_of_its_own(work)) {
+        (Some(element), Some(ranks)) => 1 + 3 * element + ranks,
         _ => 0,
     }
 }
@@ -59,64 +48,22 @@ pub fn one_shot_threads(bytes: usize) -> u32 {
     movers(bytes.div_ceil(8)) as u32 + SERVICE
 }
 
-impl OneShotLaunch {
-    /// The kernel for `launch`; `None` if that is to run channel programs.
-    ///
-    /// # Errors
-    /// Work among peers that is not alone, or whose buffer does not stand at a multiple of its elements' size.
-    pub fn new(launch: &Launch) -> Result<Option<Self>, WorkError> {
-        let among_peers = launch.channels.iter().find_map(|channel| {
-            channel.work.iter().find_map(|work| match &work.connections {
-                Connections::Peers(peers) => Some((channel.channel, work, peers)),
-                _ => None,
-            })
-        });
-        let Some((channel, work, peers)) = among_peers else {
-            return Ok(None);
-        };
-        if launch
-            .channels
-            .iter()
-            .map(|channel| channel.work.len())
-            .sum::<usize>()
-            != 1
-        {
-            return Err(WorkError(format!(
-                "op {} ({}): work among peers shares its launch",
-                work.op, work.function
-            )));
-        }
-        address_error(work)?;
-        let mut bases = [0; MAX_PEERS];
-        bases[..peers.bases.len()].copy_from_slice(&peers.bases);
-        let words = (work.count * work.data_type.size()).div_ceil(8);
-        let movers = movers(words);
-        let blocks = words.div_ceil(movers).clamp(1, 64);
-        Ok(Some(Self {
-            arguments: OneShot {
-                head: Head::default(),
-                bases,
-                send: work.send as u64,
-                recv: work.recv as u64,
-                elems: work.count as u64,
-                argument: match work.scalar {
-                    Scalar::Immediate(bits) => argument(work, bits),
-                    _ => argument(work, 0),
-                },
-                op: work.op,
-                tag: work.tag,
-                rank: work.rank,
-                ranks: work.ranks,
-                lines: lines(work.ranks as usize) as u32,
-                data_type: work.data_type.code(),
-                combine: combination(work) as u8,
-                channel,
-                reserved: 0,
-            },
-            kernel: kernel(work),
-            blocks: blocks as u32,
-            threads: movers as u32 + SERVICE,
-        }))
+/// The launch of an all_reduce, but for where it reports to; `most_blocks`: [`Peers::most_blocks`].
+pub(super) fn launch(work: &Work, call: PeerCall, most_blocks: u32) -> PeerLaunch {
+    let words = (work.count * work.data_type.size()).div_ceil(8);
+    let movers = movers(words);
+    PeerLaunch {
+        arguments: PeerArguments::OneShot(OneShot {
+            call,
+            send: work.send as u64,
+            recv: work.recv as u64,
+            elems: work.count as u64,
+            lines: lines(work.ranks as usize) as u32,
+            reserved: 0,
+        }),
+        kernel: kernel(work),
+        blocks: words.div_ceil(movers).clamp(1, most_blocks.clamp(1, 64) as usize) as u32,
+        threads: movers as u32 + SERVICE,
     }
 }
 
@@ -124,10 +71,13 @@ impl OneShotLaunch {
 mod tests {
     use std::sync::Arc;
 
-    use ringsight_records::{Algorithm, Function, ReduceOp};
+    use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
     use super::*;
-    use crate::cuda::ONE_SHOT_KERNELS;
+    use crate::{
+        cuda::peers::MAX_PEERS,
+        launch::{Connections, Scalar},
+    };
 
     fn name(data_type: DataType, reduce_op: ReduceOp, ranks: u32) -> &'static str {
         let work = Work {
@@ -148,10 +98,11 @@ mod tests {
             connections: Connections::Peers(Arc::new(crate::launch::Peers {
                 rank: 0,
                 bases: vec![0; ranks as usize],
+                most_blocks: 64,
                 memory: Box::new(()),
             })),
         };
-        ONE_SHOT_KERNELS[kernel(&work)].to_str().unwrap()
+        KERNELS[kernel(&work)].to_str().unwrap()
     }
 
     #[test]

@@ -1,11 +1,12 @@
 //! Memory of a rank that the kernels of all ranks of its communicator reach: the twin of `cuda/peers.cuh`.
 //!
-//! Every rank has as much, zeroed when it is made. It begins with an [`Area`]; from [`LINES_OFFSET`] on there are lines of 16
-//! bytes: 8 of data, and beside each half of them the epoch of the operation that they are of. They are cut by the
-//! parity of the epoch, then by the rank that writes them.
+//! Every rank has as much, zeroed when it is made. It begins with an [`Area`]. From [`LINES_OFFSET`] on there are lines of 16
+//! bytes for operations in one shot: 8 of data, and beside each half of them the epoch of the operation that they are of. They
+//! are cut by the parity of the epoch, then by the rank that writes them. From [`CHUNKS_OFFSET`] on there are slots for chunks of
+//! longer operations: by the rank that writes them, by lane, and two of each.
 //!
-//! A communicator's operations over this memory have epochs 1, 2, … on all ranks, counted by the kernels themselves, so that
-//! replays count too.
+//! A communicator's operations over this memory have epochs 1, 2, … on all ranks, and each lane's steps are numbered,
+//! both by the kernels themselves, so that replays count too.
 
 use std::mem::offset_of;
 
@@ -17,8 +18,30 @@ pub const MAX_RINGS: usize = 64;
 pub const LINES_OFFSET: usize = 4096;
 /// Lines.
 pub const LINES: usize = 1 << 17;
-/// Bytes of all.
-pub const BYTES: usize = LINES_OFFSET + LINES * size_of::<Line>();
+/// The most lanes of a connection.
+pub const LANES: usize = 1024;
+/// Where the steps that each lane has done stand, a `u64` each.
+pub const STEPS_OFFSET: usize = LINES_OFFSET + LINES * size_of::<Line>();
+/// Where the slots for chunks begin.
+pub const CHUNKS_OFFSET: usize = STEPS_OFFSET + LANES * size_of::<u64>();
+/// Rows of a slot: 512 bytes each, of which [`ROW_BYTES`] are data.
+pub const CHUNK_ROWS: usize = 16;
+/// Bytes of data in a row: 120 in each of four lines of 128.
+pub const ROW_BYTES: usize = 480;
+
+const _: () = assert!(CHUNKS_OFFSET == 2_109_440 && CHUNKS_OFFSET.is_multiple_of(4096));
+
+/// Lanes of each connection among so many ranks: as many lanes in all, or a little less, so fewer for each.
+#[must_use]
+pub const fn lanes(ranks: usize) -> usize {
+    LANES / (ranks - 1).next_power_of_two()
+}
+
+/// Bytes of one rank's memory among so many.
+#[must_use]
+pub const fn bytes(ranks: usize) -> usize {
+    CHUNKS_OFFSET + (ranks - 1) * lanes(ranks) * 2 * CHUNK_ROWS * 512
+}
 
 /// Data with flags.
 #[derive(Clone, Copy, Debug, Default)]

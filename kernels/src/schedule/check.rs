@@ -4,7 +4,10 @@ use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
 use super::{Schedule, Steps};
 use crate::{
-    cuda::peers::{MAX_PEERS, one_shot_bytes},
+    cuda::{
+        exchange,
+        peers::{MAX_PEERS, one_shot_bytes},
+    },
     launch::{Connections, Peers, Scalar, Work},
     reduce::Reduction,
 };
@@ -133,7 +136,7 @@ impl Work {
         Ok(())
     }
 
-    /// A one-shot program needs all elements of each rank as they are, in one slot.
+    /// A kernel among peers does all of an operation.
     fn check_peers(&self, peers: &Peers) -> Result<(), WorkError> {
         let fail = |why: String| Err(WorkError(format!("op {} ({}): {why}", self.op, self.function)));
         let ranks = self.ranks as usize;
@@ -144,16 +147,29 @@ impl Work {
                 peers.bases.len()
             ));
         }
-        if self.algorithm != Algorithm::OneShot {
-            return fail(format!("no {} program among peers", self.algorithm));
-        }
         if self.part != (0..self.count) {
             return fail(format!(
                 "part {:?} of {} elements: one kernel does it all",
                 self.part, self.count
             ));
         }
-        self.check_one_shot(one_shot_bytes(ranks))
+        match self.algorithm {
+            Algorithm::OneShot => self.check_one_shot(one_shot_bytes(ranks)),
+            Algorithm::TwoShot if self.function != Function::AllReduce => {
+                fail("no two_shot program; it reduces on all ranks".into())
+            }
+            Algorithm::TwoShot | Algorithm::Direct if !exchange::serves(self.function) => {
+                fail("no program among peers; it is between two".into())
+            }
+            Algorithm::TwoShot | Algorithm::Direct if self.reduce_op == ReduceOp::PreMulSum => fail(
+                "no program among peers for premulsum: each rank's factor is known to that rank alone".into(),
+            ),
+            Algorithm::TwoShot | Algorithm::Direct if self.root >= self.ranks => {
+                fail(format!("root {} of {ranks} ranks", self.root))
+            }
+            Algorithm::TwoShot | Algorithm::Direct => Ok(()),
+            other => fail(format!("no {other} program among peers")),
+        }
     }
 
     fn check_one_shot(&self, slot_bytes: usize) -> Result<(), WorkError> {

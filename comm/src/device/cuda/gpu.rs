@@ -14,7 +14,7 @@ use cudarc::driver::sys::{
 };
 use ringsight_kernels::{
     Launch, WorkError,
-    cuda::{self, Head, LaunchControl, LaunchState, ONE_SHOT_KERNELS, OneShotLaunch, Program, ring::Entry},
+    cuda::{self, Head, LaunchControl, LaunchState, PeerLaunch, Program, ring::Entry},
 };
 
 use super::{
@@ -36,11 +36,13 @@ pub(super) struct Gpu {
     pub(super) device: c_int,
     /// Runs channel programs.
     kernel: CUfunction,
-    /// Do an all_reduce among peers: by number.
-    one_shots: [CUfunction; ONE_SHOT_KERNELS.len()],
+    /// Do an operation among peers: by number.
+    peer_kernels: Vec<CUfunction>,
     /// The ring's ticket, in device memory.
     ticket: CUdeviceptr,
     entries: Arc<Memory<Entry>>,
+    /// Blocks of kernels among peers that run side by side, with some of the GPU left for others.
+    pub(super) blocks: u32,
     /// Most dynamic shared memory of a block.
     shared_bytes: usize,
     pub(super) launches: Arc<Launches>,
@@ -175,6 +177,9 @@ impl Gpu {
             return unavailable("it does not reach host memory at the host's addresses");
         }
         let shared = attribute(device, Of::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+        let processors = attribute(device, Of::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        // Such a block has a multiprocessor for itself.
+        let blocks = u32::try_from(processors).unwrap_or(0) / 4 * 3;
         // Some of it is the kernel's own.
         let shared_bytes = usize::try_from(shared).unwrap_or(0).saturating_sub(4096);
         let fatbin = match cuda::fatbin() {
@@ -184,7 +189,7 @@ impl Gpu {
         let _outside = OutsideCapture::enter()?;
         let (mut context, mut module) = (std::ptr::null_mut(), std::ptr::null_mut());
         let mut kernel = std::ptr::null_mut();
-        let mut one_shots = [std::ptr::null_mut(); ONE_SHOT_KERNELS.len()];
+        let mut peer_kernels = Vec::new();
         let mut stream = std::ptr::null_mut();
         // SAFETY: handles are written to the locals; the image is a fat binary of nvcc's. Setting an attribute loads the
         // kernel now: loaded at its first launch, it would wait for kernels that wait for it.
@@ -202,13 +207,15 @@ impl Gpu {
                 CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                 shared_bytes as c_int
             ))?;
-            for (one_shot, name) in one_shots.iter_mut().zip(ONE_SHOT_KERNELS) {
-                call!(cuModuleGetFunction(one_shot, module, name.as_ptr()))?;
+            for name in PeerLaunch::kernels() {
+                let mut kernel = std::ptr::null_mut();
+                call!(cuModuleGetFunction(&raw mut kernel, module, name.as_ptr()))?;
                 call!(cuFuncSetAttribute(
-                    *one_shot,
+                    kernel,
                     CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                     0
                 ))?;
+                peer_kernels.push(kernel);
             }
             call!(cuStreamCreate(
                 &raw mut stream,
@@ -231,9 +238,10 @@ impl Gpu {
         Ok(Self {
             device,
             kernel,
-            one_shots,
+            peer_kernels,
             ticket,
             entries,
+            blocks,
             shared_bytes,
             launches,
             context,
@@ -303,17 +311,12 @@ impl Gpu {
         captured: bool,
     ) -> Result<u32> {
         let invalid = |error: WorkError| DeviceError::InvalidUsage(error.to_string());
-        if let Some(mut one_shot) = OneShotLaunch::new(launch).map_err(invalid)? {
+        if let Some(mut peers) = PeerLaunch::new(launch).map_err(invalid)? {
             let head = self.enter(launch, captured, None)?;
-            one_shot.arguments.head = head;
-            let kernel = (
-                self.one_shots[one_shot.kernel],
-                one_shot.blocks,
-                one_shot.threads,
-                0,
-            );
+            peers.arguments.call_mut().head = head;
+            let kernel = (self.peer_kernels[peers.kernel], peers.blocks, peers.threads, 0);
             // SAFETY: the kernel's argument.
-            unsafe { self.start(stream, kernel, &mut one_shot.arguments, head.launch) }?;
+            unsafe { self.start(stream, kernel, peers.arguments.as_mut_ptr(), head.launch) }?;
             return Ok(head.launch);
         }
         let program = Program::new(launch).map_err(invalid)?;
@@ -339,7 +342,7 @@ impl Gpu {
         let shared_bytes = program.shared_bytes() as u32;
         let kernel = (self.kernel, program.blocks(), cuda::THREADS, shared_bytes);
         // SAFETY: the kernel's argument.
-        unsafe { self.start(stream, kernel, &mut arguments, number) }?;
+        unsafe { self.start(stream, kernel, std::ptr::from_mut(&mut arguments).cast(), number) }?;
         Ok(number)
     }
 
@@ -381,14 +384,14 @@ impl Gpu {
     ///
     /// # Safety
     /// The kernel takes this one argument.
-    unsafe fn start<A>(
+    unsafe fn start(
         &self,
         stream: CUstream,
         (kernel, blocks, threads, shared_bytes): (CUfunction, u32, u32, u32),
-        argument: &mut A,
+        argument: *mut c_void,
         launch: u32,
     ) -> Result<()> {
-        let mut parameters = [std::ptr::from_mut(argument).cast::<c_void>()];
+        let mut parameters = [argument];
         // SAFETY: the argument is copied by the call. What it refers to lives until the launch is over: who drains its
         // events holds it.
         let result = unsafe {

@@ -10,6 +10,7 @@ mod drain;
 mod driver;
 mod gpu;
 mod memory;
+mod nvlink;
 mod release;
 mod share;
 
@@ -26,7 +27,7 @@ use std::{
 use cudarc::driver::sys::{self, CUcontext, CUevent, CUgraph, CUgraphExec, CUresult, CUstreamCaptureMode};
 use ringsight_kernels::{
     Launch,
-    cuda::{THREADS, one_shot_threads},
+    cuda::{EXCHANGE_THREADS, THREADS, one_shot_threads},
 };
 use ringsight_records::{Algorithm, Protocol};
 
@@ -126,6 +127,7 @@ impl Device for CudaDevice {
     fn warps(&self, algorithm: Algorithm, protocol: Protocol, bytes: u64) -> u8 {
         let threads = match (algorithm, protocol) {
             (Algorithm::OneShot, Protocol::Ll) => one_shot_threads(bytes as usize),
+            (_, Protocol::Ll128) => EXCHANGE_THREADS,
             _ => THREADS,
         };
         // 1024 threads are the most that a block has.

@@ -14,6 +14,7 @@ use cudarc::driver::sys::{
 use super::{
     driver::{OutsideCapture, call, check},
     gpu::{Gpu, zeroed},
+    nvlink::{self, BusId},
 };
 use crate::{
     bootstrap::sys::random_u64,
@@ -58,6 +59,8 @@ struct Handle {
     /// Of its process.
     process: u64,
     device: c_int,
+    /// Where the device is, whatever number it has in a process.
+    bus: BusId,
     base: CUdeviceptr,
     /// `None` if other processes cannot reach it.
     ipc: Option<[u8; IPC_BYTES]>,
@@ -66,12 +69,13 @@ struct Handle {
 const IPC_BYTES: usize = size_of::<CUipcMemHandle>();
 
 impl Handle {
-    const BYTES: usize = 8 + 4 + 8 + 1 + IPC_BYTES;
+    const BYTES: usize = 8 + 4 + size_of::<BusId>() + 8 + 1 + IPC_BYTES;
 
     fn to_bytes(self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(Self::BYTES);
         bytes.extend(self.process.to_le_bytes());
         bytes.extend(self.device.to_le_bytes());
+        bytes.extend(self.bus);
         bytes.extend(self.base.to_le_bytes());
         bytes.push(self.ipc.is_some().into());
         bytes.extend(self.ipc.unwrap_or([0; IPC_BYTES]));
@@ -81,12 +85,14 @@ impl Handle {
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (process, rest) = bytes.split_first_chunk()?;
         let (device, rest) = rest.split_first_chunk()?;
+        let (bus, rest) = rest.split_first_chunk()?;
         let (base, rest) = rest.split_first_chunk()?;
         let (has_ipc, ipc) = rest.split_first()?;
         let ipc: [u8; IPC_BYTES] = ipc.try_into().ok()?;
         (*has_ipc <= 1).then_some(Self {
             process: u64::from_le_bytes(*process),
             device: c_int::from_le_bytes(*device),
+            bus: *bus,
             base: CUdeviceptr::from_le_bytes(*base),
             ipc: (*has_ipc == 1).then_some(ipc),
         })
@@ -119,6 +125,7 @@ pub(super) fn share(gpu: &Gpu, bytes: usize) -> Result<Share> {
     let handle = Handle {
         process: process()?,
         device: gpu.device,
+        bus: nvlink::bus_id(gpu.device)?,
         base,
         ipc: has_ipc.then(|| ipc.reserved.map(|byte| byte as u8)),
     };
@@ -129,6 +136,7 @@ pub(super) fn share(gpu: &Gpu, bytes: usize) -> Result<Share> {
     Ok(Share {
         base,
         handle: handle.to_bytes(),
+        blocks: gpu.blocks,
         memory: Box::new(memory),
     })
 }
@@ -141,6 +149,15 @@ pub(super) fn reach<'a>(
 ) -> Result<Reached> {
     let invalid = |text: &str| DeviceError::InvalidHandle(text.into());
     let handle = Handle::from_bytes(bytes).ok_or_else(|| invalid("a handle that cannot be read"))?;
+    let own = nvlink::bus_id(gpu.device)?;
+    let is_on_same_device = handle.bus == own;
+    if !is_on_same_device && !nvlink::joins(gpu.device, &own, &handle.bus)? {
+        return Err(DeviceError::InvalidUsage(format!(
+            "NVLink does not join GPU {} and GPU {}",
+            nvlink::name(&own),
+            nvlink::name(&handle.bus)
+        )));
+    }
     let _outside = OutsideCapture::enter()?;
     if handle.process != process()? {
         let ipc = handle
@@ -161,6 +178,7 @@ pub(super) fn reach<'a>(
         return Ok(Reached {
             base,
             is_foreign: true,
+            is_on_same_device,
             memory: Box::new(memory),
         });
     }
@@ -189,6 +207,7 @@ pub(super) fn reach<'a>(
     Ok(Reached {
         base: handle.base,
         is_foreign: false,
+        is_on_same_device,
         memory: Box::new(memory),
     })
 }
@@ -217,6 +236,7 @@ mod tests {
         let handle = Handle {
             process: 7,
             device: 3,
+            bus: *b"0000:1B:00.0\0\0\0\0",
             base: 0x7f00_0000_0000,
             ipc: Some([9; IPC_BYTES]),
         };

@@ -1,0 +1,338 @@
+// Collectives among peers: in steps, in which every rank writes a chunk into the memory of each other one and takes those that
+// these have written into its own.
+//
+// A warp does all that its lane of each connection has to do, so lanes do not wait for each other. Data travels in
+// lines of 128 bytes, of which 8 say the step: who waits for data waits for nothing else (as NCCL's LL128). That holds where a line
+// that a warp writes by one instruction is seen whole by one that reads it so, as it is over NVLink and within a GPU.
+//
+// There are two slots for chunks, by the parity of the step: a rank that has seen a line of a step knows that whoever wrote it
+// has taken all of the step before, whose slots are free again. For this to hold each rank writes at least one line to
+// each other one in every step. (Writing some steps ahead of what is waited for was measured: no faster where all lanes are in use.)
+//
+// Where all ranks need the result of a reduction, each rank may reduce a part of it and pass that on to all others in a second
+// step, or every rank gets everything and reduces it all.
+#pragma once
+
+#include "fold.cuh"
+#include "meeting.cuh"
+#include "words.cuh"
+
+namespace ringsight {
+
+struct Exchange {
+  PeerCall call;
+  u64 from[MAX_PEERS];
+  u64 sends[MAX_PEERS];
+  u64 to[MAX_PEERS];
+  u64 takes[MAX_PEERS];
+  u64 own;
+  u64 result;
+  u64 result_bytes;
+  u64 piece;
+  u32 chunk;
+  bool reduces;
+  bool passes;
+  u8 reserved[2];
+};
+static_assert(offsetof(Exchange, from) == 144, "as in src/cuda/layout.rs");
+static_assert(offsetof(Exchange, own) == 400, "as in src/cuda/layout.rs");
+static_assert(offsetof(Exchange, chunk) == 432, "as in src/cuda/layout.rs");
+static_assert(sizeof(Exchange) == 440, "as in src/cuda/layout.rs");
+
+// Some bytes of a caller's buffer; `WHOLE`: words, at addresses of words.
+template <bool WHOLE>
+class Stretch {
+ public:
+  // `bytes` bytes from `at` on of a buffer of `all` bytes at `base`, or what there is of them.
+  DEVICE Stretch(u64 base, u64 all, u64 at, u32 bytes, u32 element_bytes)
+      : base_(reinterpret_cast<u8*>(base + at)),
+        bytes_(at >= all ? 0 : all - at < bytes ? static_cast<u32>(all - at) : bytes),
+        element_bytes_(element_bytes) {}
+
+  // Rows that hold it: one, if it is empty.
+  DEVICE INLINE u32 rows() const { return bytes_ == 0 ? 1 : (bytes_ + ROW_BYTES - 1) / ROW_BYTES; }
+  // Whether a line of a row holds some of it; the first one does in any case.
+  DEVICE INLINE bool has_line(u32 row, u32 line) const {
+    return row * ROW_BYTES + line * LINE_DATA_BYTES < bytes_ || row + line == 0;
+  }
+
+  // The 8 bytes at `at`, or what there is of them.
+  DEVICE INLINE u64 load(u32 at) const {
+    if (at >= bytes_) return 0;
+    return WHOLE ? *reinterpret_cast<const u64*>(base_ + at) : load_elements(base_ + at, bytes_ - at, element_bytes_);
+  }
+  DEVICE INLINE void store(u32 at, u64 word) const {
+    if (at >= bytes_) return;
+    if (WHOLE) {
+      *reinterpret_cast<u64*>(base_ + at) = word;
+    } else {
+      store_elements(base_ + at, bytes_ - at, element_bytes_, word);
+    }
+  }
+
+ private:
+  u8* base_;
+  u32 bytes_;
+  u32 element_bytes_;
+};
+
+// What a warp writes and reads at once: four lines, 16 bytes by each of 32 threads. On the host one thread does it all.
+constexpr u32 ROW_PARTS = 32, LINE_PARTS = 8;
+constexpr u32 PARTS = ROW_PARTS / warp_threads();
+// Of a row: this thread's parts.
+struct Row { Pack parts[PARTS]; };
+// The number of one of them in the row.
+DEVICE INLINE u32 part_of(u32 i) { return i * warp_threads() + warp_thread(); }
+// Whether it ends its line; then its second word is the step.
+DEVICE INLINE bool ends_line(u32 part) { return part % LINE_PARTS == LINE_PARTS - 1; }
+// Where its first word comes from, in the row.
+DEVICE INLINE u32 offset_of(u32 part) { return part / LINE_PARTS * LINE_DATA_BYTES + part % LINE_PARTS * 16; }
+
+// One block of a kernel: of one that copies, where `REDUCES` is not set; of any that reduces, where `E` and `Op` are void, or of
+// the one that sums elements `E`; of any number of ranks, or of `RANKS`. `WHOLE`: all buffers begin and end where words do.
+template <bool REDUCES, bool WHOLE, class E, class Op, u32 RANKS>
+class ExchangeBlock {
+ public:
+  // `ticket` is shared by the threads of the block.
+  DEVICE ExchangeBlock(const Exchange& arguments, u32 block, u32 blocks, volatile u64& ticket)
+      : arguments_(arguments),
+        meeting_(arguments.call, block, blocks, ticket),
+        folding_(arguments.call.data_type, arguments.call.combine, arguments.call.argument, arguments.call.ranks),
+        lanes_(blocks * (meeting_.movers() / warp_threads())),
+        lane_(block * (meeting_.movers() / warp_threads()) + thread_index() / warp_threads()),
+        all_lanes_(lanes_among(arguments.call.ranks)) {}
+
+  DEVICE INLINE void run() {
+    const u32 runs = thread_index() == 0 ? meeting_.runs() : 0;
+    u64* steps = steps_of(base(me())) + lane_;
+    if (meeting_.moves()) step_ = load_relaxed(steps) + 1;
+    meeting_.begin();
+    bool done = true;
+    if (meeting_.moves()) {
+      done = move();
+      if (warp_thread() == 0) store_relaxed(steps, step_ - 1);
+    }
+    meeting_.end(runs, done);
+  }
+
+ private:
+  using Words = Folding<E, Op, RANKS, MAX_PEERS>;
+  using Part = Stretch<WHOLE>;
+  static constexpr u32 MOST_RANKS = Words::MOST_RANKS;
+  // Rows that a thread asks for before it waits for the first.
+  static constexpr u32 COPIED = 4;
+  static constexpr u32 REDUCED = MOST_RANKS <= 2 ? 4 : MOST_RANKS <= 4 ? 2 : 1;
+
+  DEVICE INLINE u32 ranks() const { return meeting_.ranks(); }
+  DEVICE INLINE u32 me() const { return arguments_.call.rank; }
+  DEVICE INLINE u64 base(u32 rank) const { return arguments_.call.bases[rank]; }
+  // The rank that comes `hop` after this one: not all begin with the same.
+  DEVICE INLINE u32 after(u32 hop) const { return me() + hop < ranks() ? me() + hop : me() + hop - ranks(); }
+
+  // All steps of the lane; false if it is to give up.
+  DEVICE INLINE bool move() {
+    const u64 stride = static_cast<u64>(lanes_) * arguments_.chunk;
+    for (u64 at = static_cast<u64>(lane_) * arguments_.chunk; at < arguments_.piece; at += stride) {
+      for (u32 hop = 1; hop < ranks(); hop++) write(after(hop), at);
+      if (REDUCES) {
+        if (!reduce(at)) return false;
+        step_++;
+        if (!arguments_.passes) continue;
+      } else {
+        keep(at);
+      }
+      for (u32 hop = 1; hop < ranks(); hop++) {
+        if (!take(after(hop), at)) return false;
+      }
+      step_++;
+    }
+    return true;
+  }
+
+  DEVICE INLINE Part part(u64 base, u64 all, u64 at) const {
+    return Part(base, all, at, arguments_.chunk, folding_.element_bytes());
+  }
+  // Where what `source` sends to `rank` in a step lies there.
+  DEVICE INLINE u8* slot(u32 rank, u32 source, u64 step) const {
+    return slot_of(base(rank), all_lanes_, source < rank ? source : source - 1, lane_, step);
+  }
+
+  // Writes what goes to a rank in this step.
+  DEVICE INLINE void write(u32 rank, u64 at) {
+    const Part from = part(arguments_.from[rank], arguments_.sends[rank], at);
+    u8* to = slot(rank, me(), step_);
+    const u32 rows = from.rows();
+    for (u32 first = 0; first < rows; first += COPIED) {
+      Row some[COPIED];
+      UNROLL
+      for (u32 i = 0; i < COPIED; i++) some[i] = load(from, first + i);
+      UNROLL
+      for (u32 i = 0; i < COPIED; i++) put(from, first + i, to, some[i], step_);
+    }
+  }
+
+  // Copies what comes from a rank in this step; false if it is to give up.
+  DEVICE INLINE bool take(u32 rank, u64 at) {
+    const Part to = part(arguments_.to[rank], arguments_.takes[rank], at);
+    const u8* from = slot(me(), rank, step_);
+    const u32 rows = to.rows();
+    for (u32 first = 0; first < rows; first += COPIED) {
+      Row some[COPIED];
+      for (u32 polls = 1;; polls++) {
+        bool here = true;
+        UNROLL
+        for (u32 i = 0; i < COPIED; i++) here = get(to, first + i, from, some[i], step_) && here;
+        if (warp_all(here)) break;
+        if (!go_on(polls)) return false;
+      }
+      UNROLL
+      for (u32 i = 0; i < COPIED; i++) store(to, first + i, some[i]);
+    }
+    return true;
+  }
+
+  // Copies what this rank has of its own.
+  DEVICE INLINE void keep(u64 at) {
+    if (arguments_.own == arguments_.result) return;
+    const Part from = part(arguments_.own, arguments_.result_bytes, at);
+    const Part to = part(arguments_.result, arguments_.result_bytes, at);
+    const u32 rows = to.rows();
+    for (u32 first = 0; first < rows; first += COPIED) {
+      Row some[COPIED];
+      UNROLL
+      for (u32 i = 0; i < COPIED; i++) some[i] = load(from, first + i);
+      UNROLL
+      for (u32 i = 0; i < COPIED; i++) store(to, first + i, some[i]);
+    }
+  }
+
+  // Reduces what comes in this step with what this rank has of its own, and passes it on in the next one; false if it is to
+  // give up.
+  DEVICE INLINE bool reduce(u64 at) {
+    const Part own = part(arguments_.own, arguments_.result_bytes, at);
+    const Part result = part(arguments_.result, arguments_.result_bytes, at);
+    const u32 rows = result.rows();
+    for (u32 first = 0; first < rows; first += REDUCED) {
+      Row mine[REDUCED], all[REDUCED][MOST_RANKS];
+      UNROLL
+      for (u32 i = 0; i < REDUCED; i++) mine[i] = load(own, first + i);
+      for (u32 polls = 1;; polls++) {
+        bool here = true;
+        UNROLL
+        for (u32 i = 0; i < REDUCED; i++) {
+          UNROLL
+          for (u32 rank = 0; rank < MOST_RANKS; rank++) {
+            if (rank >= ranks() || rank == me()) continue;
+            here = get(result, first + i, slot(me(), rank, step_), all[i][rank], step_) && here;
+          }
+        }
+        if (warp_all(here)) break;
+        if (!go_on(polls)) return false;
+      }
+      UNROLL
+      for (u32 i = 0; i < REDUCED; i++) {
+        Row sum;
+        UNROLL
+        for (u32 part = 0; part < PARTS; part++) {
+          UNROLL
+          for (u32 word = 0; word < 2; word++) {
+            u64 words[MOST_RANKS];
+            UNROLL
+            for (u32 rank = 0; rank < MOST_RANKS; rank++) {
+              words[rank] = rank == me() ? mine[i].parts[part].words[word] : all[i][rank].parts[part].words[word];
+            }
+            sum.parts[part].words[word] = folding_.reduce(words);
+          }
+        }
+        store(result, first + i, sum);
+        if (!arguments_.passes) continue;
+        for (u32 hop = 1; hop < ranks(); hop++) put(result, first + i, slot(after(hop), me(), step_ + 1), sum, step_ + 1);
+      }
+    }
+    return true;
+  }
+
+  // A row of a stretch.
+  DEVICE INLINE static Row load(const Part& from, u32 row) {
+    Row some;
+    UNROLL
+    for (u32 i = 0; i < PARTS; i++) {
+      const u32 part = part_of(i), at = row * ROW_BYTES + offset_of(part);
+      some.parts[i].words[0] = from.load(at);
+      some.parts[i].words[1] = ends_line(part) ? 0 : from.load(at + 8);
+    }
+    return some;
+  }
+  DEVICE INLINE static void store(const Part& to, u32 row, const Row& some) {
+    UNROLL
+    for (u32 i = 0; i < PARTS; i++) {
+      const u32 part = part_of(i), at = row * ROW_BYTES + offset_of(part);
+      to.store(at, some.parts[i].words[0]);
+      if (!ends_line(part)) to.store(at + 8, some.parts[i].words[1]);
+    }
+  }
+
+  // Writes a row of a stretch into a slot, as far as there is some.
+  DEVICE INLINE static void put(const Part& stretch, u32 row, u8* slot, const Row& some, u64 step) {
+    UNROLL
+    for (u32 i = 0; i < PARTS; i++) {
+      const u32 part = part_of(i);
+      if (!stretch.has_line(row, part / LINE_PARTS)) continue;
+      Pack pack = some.parts[i];
+      if (ends_line(part)) pack.words[1] = step;
+      store_pack(part_in(slot, row, part), pack, ends_line(part));
+    }
+  }
+  // Reads it; whether it is there.
+  DEVICE INLINE static bool get(const Part& stretch, u32 row, const u8* slot, Row& some, u64 step) {
+    bool here = true;
+    UNROLL
+    for (u32 back = 0; back < PARTS; back++) {
+      // On the host the end of a line is read before the rest of it.
+      const u32 i = PARTS - 1 - back, part = part_of(i);
+      if (!stretch.has_line(row, part / LINE_PARTS)) continue;
+      some.parts[i] = load_pack(part_in(slot, row, part));
+      if (ends_line(part) && some.parts[i].words[1] != step) here = false;
+    }
+    return here;
+  }
+  template <class Slot>
+  DEVICE INLINE static auto part_in(Slot* slot, u32 row, u32 part) {
+    return as_packs(slot) + row * ROW_PARTS + part;
+  }
+  DEVICE INLINE static Pack* as_packs(u8* slot) { return reinterpret_cast<Pack*>(slot); }
+  DEVICE INLINE static const Pack* as_packs(const u8* slot) { return reinterpret_cast<const Pack*>(slot); }
+
+  // For who has waited long; false if it is to give up.
+  DEVICE INLINE bool go_on(u32 polls) {
+    if (polls % 256 != 0) return true;
+    if (SERVICE == 0) meeting_.look_aside();
+    return !meeting_.must_give_up();
+  }
+
+  const Exchange& arguments_;
+  Meeting<RANKS> meeting_;
+  const Words folding_;
+  // Lanes of the launch, this warp's, and those that there is memory for.
+  const u32 lanes_, lane_, all_lanes_;
+  // The present step, counted from 1 through all operations.
+  u64 step_ = 0;
+};
+
+// The kernels: {name, whether it reduces, whether buffers are whole words, element, combination, ranks}; src/cuda/exchange.rs
+// chooses.
+#define RINGSIGHT_EXCHANGES(X)                                               \
+  X(ringsight_exchange_elements, false, false, void, void, 0)                \
+  X(ringsight_exchange_words, false, true, void, void, 0)                    \
+  X(ringsight_exchange_any, true, false, void, void, 0)                      \
+  X(ringsight_exchange_sum_f32_2, true, true, Plain<float>, Sum, 2)          \
+  X(ringsight_exchange_sum_f32_4, true, true, Plain<float>, Sum, 4)          \
+  X(ringsight_exchange_sum_f32_8, true, true, Plain<float>, Sum, 8)          \
+  X(ringsight_exchange_sum_f16_2, true, true, Half, Sum, 2)                  \
+  X(ringsight_exchange_sum_f16_4, true, true, Half, Sum, 4)                  \
+  X(ringsight_exchange_sum_f16_8, true, true, Half, Sum, 8)                  \
+  X(ringsight_exchange_sum_bf16_2, true, true, Bfloat16, Sum, 2)             \
+  X(ringsight_exchange_sum_bf16_4, true, true, Bfloat16, Sum, 4)             \
+  X(ringsight_exchange_sum_bf16_8, true, true, Bfloat16, Sum, 8)
+
+}  // namespace ringsight

@@ -1,0 +1,187 @@
+// What the kernels among peers have in common: each tells all others which operation it begins and looks which they begin,
+// counts the communicator's operations, and reports its own.
+#pragma once
+
+#include "peers.cuh"
+#include "report.cuh"
+
+namespace ringsight {
+
+// What all of them are told of their operation.
+struct PeerCall {
+  Head head;
+  // By rank: its memory.
+  u64 bases[MAX_PEERS];
+  u64 argument;
+  u32 op;
+  u32 tag;
+  u32 rank;
+  u32 ranks;
+  DataType data_type;
+  Combine combine;
+  u8 channel;
+  u8 reserved[5];
+};
+static_assert(offsetof(PeerCall, bases) == 48, "as in src/cuda/layout.rs");
+static_assert(offsetof(PeerCall, op) == 120, "as in src/cuda/layout.rs");
+static_assert(offsetof(PeerCall, data_type) == 136, "as in src/cuda/layout.rs");
+static_assert(sizeof(PeerCall) == 144, "as in src/cuda/layout.rs");
+
+// Threads of a block that move no data: those of the first block tell what the operation does and look whether the others do
+// the same.
+#ifdef __CUDACC__
+constexpr u32 SERVICE = 32;
+#else
+constexpr u32 SERVICE = 0;
+#endif
+
+// The part of one block; of any number of ranks, or of `RANKS`.
+template <u32 RANKS>
+class Meeting {
+ public:
+  // `ticket` is shared by the threads of the block.
+  DEVICE Meeting(const PeerCall& call, u32 block, u32 blocks, volatile u64& ticket)
+      : call_(call),
+        report_(call.head),
+        block_(block),
+        blocks_(blocks),
+        ticket_(ticket),
+        own_(area_of(call.bases[call.rank])),
+        epoch_(next_epoch(load_relaxed(&own_->epoch))) {}
+
+  DEVICE INLINE u32 ranks() const { return RANKS != 0 ? RANKS : call_.ranks; }
+  DEVICE INLINE u32 epoch() const { return epoch_; }
+  DEVICE INLINE Area& own() const { return *own_; }
+
+  // Threads of the block that move data. On a GPU each thread moves or serves; on the host the only one does both.
+  DEVICE INLINE static u32 movers() { return threads() - SERVICE; }
+  DEVICE INLINE static bool moves() { return thread_index() < movers(); }
+  DEVICE INLINE bool serves() const { return block_ == 0 && (SERVICE == 0 || !moves()); }
+
+  // Runs before this one: to be asked for early.
+  DEVICE INLINE u32 runs() const { return report_.runs(); }
+
+  // To be called by all threads before they move anything.
+  DEVICE INLINE void begin() {
+    if (epoch_ >= LAST_EPOCH - 1) clear();
+    if (serves()) announce(lane());
+  }
+
+  // To be called by all threads in the end, and not before they have moved what is theirs to move (`done`: none gave up).
+  DEVICE INLINE void end(u32 runs, bool done) {
+    if (serves()) done = compare(lane()) && done;
+    const bool aborted = block_any(!done);
+    if (thread_index() == 0) finish(runs, aborted);
+  }
+
+  // For who has waited long.
+  DEVICE INLINE bool must_give_up() const { return load_once_a_warp(&report_.control().abort) != 0; }
+
+  // The same on the host, where who waits for data is who compares tags.
+  DEVICE INLINE void look_aside() {
+    for (u32 rank = 0; rank < ranks(); rank++) {
+      if (rank != call_.rank && !is_same(rank)) met_ring(rank);
+    }
+    pause_polling();
+  }
+
+ private:
+  static constexpr u32 STRIDE = SERVICE != 0 ? SERVICE : 1;
+  DEVICE static constexpr u64 no_ticket() { return ~static_cast<u64>(0); }
+  // Of this thread, among those of the service.
+  DEVICE INLINE static u32 lane() { return thread_index() - (SERVICE != 0 ? movers() : 0); }
+
+  // Before epochs begin anew, what is left of old ones goes, so that none is taken for a new one. No rank writes into the
+  // other parity now: all have ended the epoch before, and none begins the next before it has met all others in this one.
+  DEVICE INLINE void clear() {
+    const u32 parity = ~epoch_ & 1, all = LINES / 2;
+    Line* lines = reinterpret_cast<Line*>(call_.bases[call_.rank] + LINES_OFFSET) + parity * all;
+    for (u32 at = block_ * threads() + thread_index(); at < all; at += blocks_ * threads()) store_line(&lines[at], 0, 0, 0);
+    if (block_ == 0) {
+      for (u32 at = thread_index(); at < MAX_PEERS; at += threads()) store_line(&own_->tags[parity][at], 0, 0, 0);
+    }
+    block_barrier();
+    fence_system();
+  }
+
+  // `lane` among the threads of the service.
+  DEVICE INLINE void announce(u32 lane) {
+    for (u32 rank = lane; rank < ranks(); rank += STRIDE) {
+      if (rank == call_.rank) continue;
+      store_line(&area_of(call_.bases[rank])->tags[epoch_ & 1][call_.rank], call_.tag, 0, epoch_);
+    }
+    if (lane == STRIDE - 1) {
+      report_.event(EventKind::Started, report_.replay(report_.runs()), call_.channel, call_.op, device_time());
+    }
+  }
+
+  // Waits for the tags of all others; false if it is to give up.
+  DEVICE INLINE bool compare(u32 lane) {
+    bool same = true;
+    for (u32 rank = lane; same && rank < ranks(); rank += STRIDE) {
+      for (u32 polls = 1; rank != call_.rank && !is_same(rank); polls++) {
+        if (polls % 256 != 0) continue;
+        if (must_give_up()) {
+          same = false;
+          break;
+        }
+        if (SERVICE != 0) met_ring(rank);
+      }
+    }
+    // The end is near: what reports it is had now. The host reads events in the order of tickets, so it may wait for this
+    // one until the data is here, too.
+    if (blocks_ == 1 && lane == (call_.rank == 0 ? 1 : 0) % STRIDE) ticket_ = same ? report_.ticket() : no_ticket();
+    return same;
+  }
+
+  // Whether another rank is seen to have begun this operation. If it has begun another one, the host is told.
+  DEVICE INLINE bool is_same(u32 rank) {
+    const Line line = load_line(&own_->tags[epoch_ & 1][rank]);
+    if (line.low_flag != epoch_ || line.high_flag != epoch_) return false;
+    if (line.low == call_.tag) return true;
+    differs(line.low);
+    return false;
+  }
+
+  DEVICE INLINE void differs(u32 theirs) {
+    if (exchange_relaxed(&report_.state().differs, 1) == 0) {
+      report_.event(EventKind::Mismatch, report_.replay(report_.runs()), call_.channel, call_.op, theirs);
+    }
+  }
+
+  // Whether `rank`, which comes before this one in a ring, has begun another operation, over that ring. What it has
+  // written before is there once its slot is seen: if its tag is not, it has not begun this operation.
+  DEVICE INLINE void met_ring(u32 rank) {
+    for (u32 ring = 0; ring < MAX_RINGS && own_->rings[ring].fifo != 0; ring++) {
+      if (own_->rings[ring].prev != rank) continue;
+      FifoHeader* fifo = reinterpret_cast<FifoHeader*>(own_->rings[ring].fifo);
+      const u64 head = load_relaxed(&fifo->head);
+      const FifoLine& slot = fifo->lines[head % SLOTS];
+      if (load_acquire(&slot.flag) != head + 1) continue;
+      const Line line = load_line(&own_->tags[epoch_ & 1][rank]);
+      if (line.low_flag != epoch_) differs(load_relaxed(&slot.tag));
+    }
+  }
+
+  DEVICE INLINE void finish(u32 runs, bool aborted) {
+    if (!report_.block_done(blocks_, aborted)) return;
+    store_relaxed(&own_->epoch, epoch_);
+    const EventKind kind = aborted ? EventKind::Aborted : EventKind::Stopped;
+    u64 ticket = blocks_ == 1 ? ticket_ : no_ticket();
+    if (ticket == no_ticket()) ticket = report_.ticket();
+    report_.event_at(ticket, kind, report_.replay(runs), call_.channel, call_.op, device_time());
+    // Relaxed, as an event's words are: a release would have to wait for all that was written to other GPUs and to the host,
+    // which takes longer than the operation. The host's streams order the data by the kernel's end; what the host learns here is
+    // that the run is over, and if it learns so before it sees the event, it makes up for that.
+    store_relaxed(&report_.control().runs, report_.renew(runs, aborted));
+  }
+
+  const PeerCall& call_;
+  const Report report_;
+  const u32 block_, blocks_;
+  volatile u64& ticket_;
+  Area* own_;
+  const u32 epoch_;
+};
+
+}  // namespace ringsight

@@ -1,0 +1,346 @@
+//! Collectives among peers: what `cuda/exchange.cuh` is given.
+
+use std::ffi::CStr;
+
+use ringsight_records::{Algorithm, Function};
+
+use super::{
+    layout::{Exchange, PeerCall},
+    peer_launch::{PeerArguments, PeerLaunch, SERVICE, ranks_of_its_own, sum_of},
+    peers::{CHUNK_ROWS, MAX_PEERS, ROW_BYTES, lanes},
+};
+use crate::launch::Work;
+
+/// Names of the kernels, by their numbers: `RINGSIGHT_EXCHANGES` in `cuda/exchange.cuh`.
+pub const KERNELS: [&CStr; 12] = [
+    c"ringsight_exchange_elements",
+    c"ringsight_exchange_words",
+    c"ringsight_exchange_any",
+    c"ringsight_exchange_sum_f32_2",
+    c"ringsight_exchange_sum_f32_4",
+    c"ringsight_exchange_sum_f32_8",
+    c"ringsight_exchange_sum_f16_2",
+    c"ringsight_exchange_sum_f16_4",
+    c"ringsight_exchange_sum_f16_8",
+    c"ringsight_exchange_sum_bf16_2",
+    c"ringsight_exchange_sum_bf16_4",
+    c"ringsight_exchange_sum_bf16_8",
+];
+
+/// Warps of a block that move data.
+const WARPS: usize = 15;
+/// Threads of a block.
+pub const EXCHANGE_THREADS: u32 = WARPS as u32 * 32 + SERVICE;
+
+/// Whether a function has a program here.
+#[must_use]
+pub fn serves(function: Function) -> bool {
+    !function.is_p2p()
+}
+
+/// The launch of a collective, but for where it reports to; `most_blocks`: [`crate::launch::Peers::most_blocks`]. All blocks must
+/// run side by side, since they wait for those of the others.
+pub(super) fn launch(work: &Work, call: PeerCall, most_blocks: u32) -> PeerLaunch {
+    let mut arguments = parts(work, call);
+    let rows = (arguments.piece as usize).div_ceil(ROW_BYTES);
+    let most = (lanes(work.ranks as usize) / WARPS).min(most_blocks.max(1) as usize);
+    // A lane for each row, as far as that goes; then more rows for each.
+    let blocks = rows.div_ceil(WARPS).clamp(1, most);
+    let chunk_rows = rows.div_ceil(blocks * WARPS).clamp(1, CHUNK_ROWS);
+    arguments.chunk = (chunk_rows * ROW_BYTES) as u32;
+    PeerLaunch {
+        kernel: kernel(work, &arguments),
+        arguments: PeerArguments::Exchange(arguments),
+        blocks: blocks as u32,
+        threads: EXCHANGE_THREADS,
+    }
+}
+
+/// The number of the kernel that is made for it, or of one that does anything.
+fn kernel(work: &Work, arguments: &Exchange) -> usize {
+    let ranks = work.ranks as usize;
+    let words = |addresses: &[u64], lengths: &[u64]| {
+        addresses
+            .iter()
+            .zip(lengths)
+            .all(|(address, length)| *length == 0 || address.is_multiple_of(8) && length.is_multiple_of(8))
+    };
+    let own = [arguments.result_bytes; 2];
+    let whole = words(&arguments.from[..ranks], &arguments.sends[..ranks])
+        && words(&arguments.to[..ranks], &arguments.takes[..ranks])
+        && words(&[arguments.own, arguments.result], &own);
+    if arguments.reduces == 0 {
+        return usize::from(whole);
+    }
+    match (sum_of(work), ranks_of_its_own(work)) {
+        (Some(element), Some(ranks)) if whole => 3 + 3 * element + ranks,
+        _ => 2,
+    }
+}
+
+/// What goes where: everything but the length of a chunk.
+fn parts(work: &Work, call: PeerCall) -> Exchange {
+    let (ranks, me, root) = (work.ranks as usize, work.rank as usize, work.root as usize);
+    let (send, recv) = (work.send as u64, work.recv as u64);
+    let bytes = (work.count * work.data_type.size()) as u64;
+    let is_root = me == root;
+    let mut all = Exchange {
+        call,
+        from: [0; MAX_PEERS],
+        sends: [0; MAX_PEERS],
+        to: [0; MAX_PEERS],
+        takes: [0; MAX_PEERS],
+        own: send,
+        result: recv,
+        result_bytes: bytes,
+        piece: bytes,
+        chunk: 0,
+        reduces: 0,
+        passes: 0,
+        reserved: [0; 2],
+    };
+    // Blocks of a buffer, one of each rank.
+    let block = |base: u64, rank: usize| base + bytes * rank as u64;
+    for rank in (0..ranks).filter(|rank| *rank != me) {
+        let (from, to) = match work.function {
+            Function::AllReduce if work.algorithm == Algorithm::TwoShot => {
+                let part = shard(work, rank);
+                (
+                    Some((send + part.start, part.length)),
+                    Some((recv + part.start, part.length)),
+                )
+            }
+            Function::AllReduce => (Some((send, bytes)), None),
+            Function::ReduceScatter => (Some((block(send, rank), bytes)), None),
+            Function::AllGather => (Some((send, bytes)), Some((block(recv, rank), bytes))),
+            Function::AlltoAll => (Some((block(send, rank), bytes)), Some((block(recv, rank), bytes))),
+            Function::Broadcast => (
+                is_root.then_some((send, bytes)),
+                (rank == root).then_some((recv, bytes)),
+            ),
+            Function::Reduce => ((rank == root).then_some((send, bytes)), None),
+            Function::Gather => (
+                (rank == root).then_some((send, bytes)),
+                is_root.then(|| (block(recv, rank), bytes)),
+            ),
+            Function::Scatter => (
+                is_root.then(|| (block(send, rank), bytes)),
+                (rank == root).then_some((recv, bytes)),
+            ),
+            Function::Send | Function::Recv => (None, None),
+        };
+        (all.from[rank], all.sends[rank]) = from.unwrap_or_default();
+        (all.to[rank], all.takes[rank]) = to.unwrap_or_default();
+    }
+    match work.function {
+        Function::AllReduce if work.algorithm == Algorithm::TwoShot => {
+            let part = shard(work, me);
+            (all.own, all.result, all.result_bytes) = (send + part.start, recv + part.start, part.length);
+            // The first rank's part is the longest.
+            all.piece = shard(work, 0).length;
+            all.passes = 1;
+        }
+        Function::ReduceScatter => all.own = block(send, me),
+        Function::AllGather => all.result = block(recv, me),
+        Function::AlltoAll => (all.own, all.result) = (block(send, me), block(recv, me)),
+        Function::Gather if is_root => all.result = block(recv, me),
+        Function::Scatter if is_root => all.own = block(send, me),
+        Function::Broadcast | Function::Reduce | Function::Gather | Function::Scatter if !is_root => {
+            all.result_bytes = 0;
+        }
+        _ => {}
+    }
+    all.reduces = matches!(
+        work.function,
+        Function::AllReduce | Function::ReduceScatter | Function::Reduce
+    )
+    .into();
+    all
+}
+
+/// A rank's part of an all_reduce, in bytes.
+struct Shard {
+    start: u64,
+    length: u64,
+}
+
+/// Parts are whole words as far as there are some, so that all begin where words do if the buffer does.
+fn shard(work: &Work, rank: usize) -> Shard {
+    let bytes = (work.count * work.data_type.size()) as u64;
+    let each = bytes.div_ceil(u64::from(work.ranks)).next_multiple_of(16);
+    let start = (each * rank as u64).min(bytes);
+    Shard {
+        start,
+        length: each.min(bytes - start),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use proptest::prelude::*;
+    use ringsight_records::{DataType, ReduceOp};
+
+    use super::*;
+    use crate::launch::{Connections, Launch, Peers, Scalar};
+
+    const SEND: usize = 1 << 40;
+    const RECV: usize = 2 << 40;
+
+    fn work(function: Function, count: usize, rank: u32, ranks: u32, root: u32) -> Work {
+        let reduces = matches!(
+            function,
+            Function::AllReduce | Function::ReduceScatter | Function::Reduce
+        );
+        Work {
+            op: 1,
+            tag: 1,
+            function,
+            algorithm: if function == Function::AllReduce {
+                Algorithm::TwoShot
+            } else {
+                Algorithm::Direct
+            },
+            data_type: DataType::Float32,
+            reduce_op: if reduces { ReduceOp::Sum } else { ReduceOp::None },
+            scalar: Scalar::None,
+            send: SEND,
+            recv: RECV,
+            count,
+            part: 0..count,
+            rank,
+            ranks,
+            root,
+            connections: Connections::Peers(Arc::new(Peers {
+                rank,
+                bases: vec![0; ranks as usize],
+                most_blocks: 64,
+                memory: Box::new(()),
+            })),
+        }
+    }
+
+    fn launched(work: Work) -> (PeerLaunch, Exchange) {
+        work.check().unwrap();
+        let launch = Launch {
+            channels: vec![crate::ChannelWork {
+                channel: 0,
+                work: vec![work],
+            }],
+            abort: Arc::default(),
+            observer: Arc::new(Nobody),
+            peers: None,
+        };
+        let launch = PeerLaunch::new(&launch).unwrap().unwrap();
+        let PeerArguments::Exchange(arguments) = launch.arguments else {
+            panic!("another kernel");
+        };
+        (launch, arguments)
+    }
+
+    struct Nobody;
+    impl crate::Observer for Nobody {
+        fn channel_started(&self, _: u32, _: u32, _: u8) {}
+        fn channel_stopped(&self, _: u32, _: u32, _: u8, _: bool) {}
+        fn mismatch(&self, _: u32, _: u32, _: u8, _: u32) {}
+        fn launch_finished(&self, _: u32, _: bool) {}
+    }
+
+    fn collectives() -> impl Iterator<Item = Function> {
+        Function::ALL.iter().copied().filter(|function| serves(*function))
+    }
+
+    proptest! {
+        // Ranks wait for each other: what one sends is what the other takes, and all take as many steps.
+        #[test]
+        fn ranks_agree(count in 1_usize..300_000, ranks in 2_u32..=8, root in 0_u32..8) {
+            let root = root % ranks;
+            for function in collectives() {
+                let all: Vec<_> = (0..ranks).map(|rank| launched(work(function, count, rank, ranks, root))).collect();
+                let (first, steps) = (&all[0].0, (all[0].1.piece, all[0].1.chunk));
+                for (rank, (launch, one)) in all.iter().enumerate() {
+                    prop_assert_eq!((launch.blocks, launch.threads), (first.blocks, first.threads));
+                    prop_assert_eq!((one.piece, one.chunk), steps, "{}", function);
+                    prop_assert!(one.chunk as usize <= CHUNK_ROWS * ROW_BYTES && one.chunk > 0);
+                    prop_assert!(launch.blocks as usize * WARPS <= lanes(ranks as usize));
+                    for (peer, (_, other)) in all.iter().enumerate().filter(|(peer, _)| *peer != rank) {
+                        // What is reduced is as long as the result of who reduces; the rest goes where it was to go.
+                        let expected = if one.reduces == 1 { one.result_bytes } else { one.takes[peer] };
+                        prop_assert_eq!(other.sends[rank], expected, "{} from {} to {}", function, peer, rank);
+                        prop_assert!(other.sends[rank] <= one.piece);
+                        if one.passes == 1 {
+                            prop_assert_eq!(one.takes[peer], other.result_bytes);
+                        }
+                    }
+                }
+            }
+        }
+
+        // Every byte of the result is written once.
+        #[test]
+        fn results_are_whole(count in 1_usize..300_000, ranks in 2_u32..=8, root in 0_u32..8) {
+            let root = root % ranks;
+            for function in collectives() {
+                for rank in 0..ranks {
+                    let (_, one) = launched(work(function, count, rank, ranks, root));
+                    let bytes = count as u64 * 4;
+                    let expected = match function {
+                        Function::AllGather | Function::AlltoAll => bytes * u64::from(ranks),
+                        Function::Gather if rank == root => bytes * u64::from(ranks),
+                        Function::Gather | Function::Reduce if rank != root => 0,
+                        _ => bytes,
+                    };
+                    let mut written: Vec<(u64, u64)> = (0..ranks as usize)
+                        .map(|peer| (one.to[peer], one.takes[peer]))
+                        .chain([(one.result, one.result_bytes)])
+                        .filter(|(_, length)| *length > 0)
+                        .collect();
+                    written.sort_unstable();
+                    let mut end = RECV as u64;
+                    for (start, length) in written {
+                        prop_assert_eq!(start, end, "{} on rank {}", function, rank);
+                        end += length;
+                    }
+                    prop_assert_eq!(end - RECV as u64, expected, "{} on rank {}", function, rank);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_called_most_has_kernels_of_its_own() {
+        let name = |work: Work| {
+            PeerLaunch::kernels()
+                .nth(launched(work).0.kernel)
+                .unwrap()
+                .to_str()
+                .unwrap()
+        };
+        let all_reduce = |ranks| work(Function::AllReduce, 1 << 20, 0, ranks, 0);
+        assert_eq!(name(all_reduce(2)), "ringsight_exchange_sum_f32_2");
+        assert_eq!(name(all_reduce(8)), "ringsight_exchange_sum_f32_8");
+        assert_eq!(name(all_reduce(3)), "ringsight_exchange_any");
+        let half = |data_type| Work {
+            data_type,
+            ..work(Function::ReduceScatter, 1 << 20, 0, 4, 0)
+        };
+        assert_eq!(name(half(DataType::Float16)), "ringsight_exchange_sum_f16_4");
+        assert_eq!(name(half(DataType::Bfloat16)), "ringsight_exchange_sum_bf16_4");
+        assert_eq!(name(half(DataType::Int32)), "ringsight_exchange_any");
+        // An odd number of elements ends within a word, and other ranks' blocks begin there.
+        assert_eq!(
+            name(work(Function::AllGather, 1 << 20, 0, 2, 0)),
+            "ringsight_exchange_words"
+        );
+        assert_eq!(
+            name(work(Function::AllGather, 1001, 0, 2, 0)),
+            "ringsight_exchange_elements"
+        );
+        let shifted = Work {
+            send: SEND + 4,
+            ..all_reduce(2)
+        };
+        assert_eq!(name(shifted), "ringsight_exchange_any");
+    }
+}

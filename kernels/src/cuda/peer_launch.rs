@@ -1,0 +1,136 @@
+//! Launches of the kernels among peers: one operation of all ranks each.
+
+use std::ffi::CStr;
+
+use ringsight_records::{Algorithm, DataType};
+
+use super::{
+    exchange,
+    layout::{Combination, Exchange, Head, OneShot, PeerCall},
+    one_shot,
+    peers::MAX_PEERS,
+    program::{address_error, argument, combination},
+};
+use crate::{
+    launch::{Connections, Launch, Scalar, Work},
+    schedule::WorkError,
+};
+
+/// Threads of a block that move no data: `SERVICE` in `cuda/meeting.cuh`.
+pub(super) const SERVICE: u32 = 32;
+
+/// A launch of one of the kernels.
+#[derive(Clone, Debug)]
+pub struct PeerLaunch {
+    /// Its argument, but for [`PeerCall::head`].
+    pub arguments: PeerArguments,
+    /// The kernel's number in [`PeerLaunch::kernels`].
+    pub kernel: usize,
+    /// Blocks.
+    pub blocks: u32,
+    /// Threads of each.
+    pub threads: u32,
+}
+
+/// The one argument of a kernel.
+#[derive(Clone, Debug)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "on the stack of the call that launches it, which shall not allocate"
+)]
+pub enum PeerArguments {
+    /// Of those of [`one_shot`].
+    OneShot(OneShot),
+    /// Of those of [`exchange`].
+    Exchange(Exchange),
+}
+
+impl PeerArguments {
+    /// What all kernels are told.
+    pub fn call_mut(&mut self) -> &mut PeerCall {
+        match self {
+            Self::OneShot(arguments) => &mut arguments.call,
+            Self::Exchange(arguments) => &mut arguments.call,
+        }
+    }
+
+    /// It as the kernel takes it.
+    pub fn as_mut_ptr(&mut self) -> *mut std::ffi::c_void {
+        match self {
+            Self::OneShot(arguments) => std::ptr::from_mut(arguments).cast(),
+            Self::Exchange(arguments) => std::ptr::from_mut(arguments).cast(),
+        }
+    }
+}
+
+impl PeerLaunch {
+    /// Names of all kernels, by number.
+    pub fn kernels() -> impl Iterator<Item = &'static CStr> {
+        one_shot::KERNELS.into_iter().chain(exchange::KERNELS)
+    }
+
+    /// The kernel for `launch`; `None` if that is to run channel programs.
+    ///
+    /// # Errors
+    /// Work among peers that is not alone, or whose buffer does not stand at a multiple of its elements' size.
+    pub fn new(launch: &Launch) -> Result<Option<Self>, WorkError> {
+        let among_peers = launch.channels.iter().find_map(|channel| {
+            channel.work.iter().find_map(|work| match &work.connections {
+                Connections::Peers(peers) => Some((channel.channel, work, peers)),
+                _ => None,
+            })
+        });
+        let Some((channel, work, peers)) = among_peers else {
+            return Ok(None);
+        };
+        let works: usize = launch.channels.iter().map(|channel| channel.work.len()).sum();
+        if works != 1 {
+            return Err(WorkError(format!(
+                "op {} ({}): work among peers shares its launch",
+                work.op, work.function
+            )));
+        }
+        address_error(work)?;
+        let mut bases = [0; MAX_PEERS];
+        bases[..peers.bases.len()].copy_from_slice(&peers.bases);
+        let call = PeerCall {
+            head: Head::default(),
+            bases,
+            argument: match work.scalar {
+                Scalar::Immediate(bits) => argument(work, bits),
+                _ => argument(work, 0),
+            },
+            op: work.op,
+            tag: work.tag,
+            rank: work.rank,
+            ranks: work.ranks,
+            data_type: work.data_type.code(),
+            combine: combination(work) as u8,
+            channel,
+            reserved: [0; 5],
+        };
+        Ok(Some(match work.algorithm {
+            Algorithm::OneShot => one_shot::launch(work, call, peers.most_blocks),
+            _ => {
+                let mut launch = exchange::launch(work, call, peers.most_blocks);
+                launch.kernel += one_shot::KERNELS.len();
+                launch
+            }
+        }))
+    }
+}
+
+/// Which of the types that have kernels of their own a work sums: float32, float16, bfloat16.
+pub(super) fn sum_of(work: &Work) -> Option<usize> {
+    match (combination(work), work.data_type) {
+        (Combination::Sum, DataType::Float32) => Some(0),
+        (Combination::Sum, DataType::Float16) => Some(1),
+        (Combination::Sum, DataType::Bfloat16) => Some(2),
+        _ => None,
+    }
+}
+
+/// Which of the numbers of ranks that have kernels of their own a work is of: 2, 4, 8.
+pub(super) fn ranks_of_its_own(work: &Work) -> Option<usize> {
+    [2, 4, 8].iter().position(|ranks| *ranks == work.ranks)
+}
