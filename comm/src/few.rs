@@ -15,6 +15,7 @@ pub(crate) enum Few<T> {
 }
 
 impl<T> Few<T> {
+    #[inline]
     pub(crate) fn push(&mut self, next: T) {
         match self {
             Self::None => *self = Self::One(next),

@@ -223,7 +223,7 @@ const MOST: &[(&str, f64)] = &[
     ("allocations", 0.1),
     ("records", 1.0),
     ("waits", 0.1),
-    ("captures", 2.0),
-    ("current", 3.0),
+    ("captures", 1.0),
+    ("current", 2.0),
     ("ids", 1.0),
 ];

@@ -236,6 +236,11 @@ pub trait Device: Send + Sync + 'static {
     /// Runs a kernel (all channels of a plan) in stream order; kept alive until it has finished, in a capture until
     /// the graph and its instances are gone.
     fn launch_kernel(&self, stream: Stream, launch: Arc<Launch>) -> Result<()>;
+    /// The same for a caller who has checked the works, and has just asked: the stream is in no capture, and device number
+    /// `device` is current.
+    fn launch_kernel_at_once(&self, _device: i32, stream: Stream, launch: Arc<Launch>) -> Result<()> {
+        self.launch_kernel(stream, launch)
+    }
 
     /// The capture that the stream is in, if any.
     fn capture_of(&self, stream: Stream) -> Result<Option<Capture>>;

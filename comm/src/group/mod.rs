@@ -41,6 +41,8 @@ struct Tasks {
 struct Group {
     /// 0 outside of groups.
     depth: u32,
+    /// Of one call outside of groups.
+    lone: bool,
     /// When it was opened; see [`observe::fork_generation`].
     fork: u32,
     number: u32,
@@ -218,6 +220,7 @@ pub fn enqueue(comm: &Arc<Communicator>, request: Request, start_ns: u64) -> Res
         });
     }
     let mut group = Group {
+        lone: true,
         number: observe::next_group(),
         ..Group::default()
     };
@@ -250,6 +253,7 @@ impl Group {
     /// None is open.
     const NONE: Self = Self {
         depth: 0,
+        lone: false,
         fork: 0,
         number: 0,
         error: None,

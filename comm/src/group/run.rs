@@ -42,9 +42,10 @@ pub(crate) fn launch_stuck(comm: &Arc<Communicator>) -> Result<()> {
         let stream = device.stream_create()?;
         let streams = [stream];
         let mut launching = Launching {
-            comm: comm.clone(),
+            comm,
             streams: &streams,
             capture: None,
+            at_once: false,
             plans: Few::One(plan::stuck(comm, stream, observe::next_group())?),
             next: 0,
         };
@@ -177,10 +178,10 @@ impl Group {
     fn launch(&self, launched: &mut Few<OpInfo>) -> Result<()> {
         let mut launchings = Few::None;
         for tasks in &self.tasks {
-            let comm = tasks.comm.clone();
+            let comm = &tasks.comm;
             let spare = comm.planner().plans.spare();
             let plans = plan::build(
-                &comm,
+                comm,
                 spare,
                 &tasks.collectives,
                 &tasks.exchange,
@@ -192,6 +193,7 @@ impl Group {
                 comm,
                 streams: &tasks.streams,
                 capture: tasks.capture,
+                at_once: self.lone && self.blocking != Some(false),
                 plans,
                 next: 0,
             });
@@ -211,8 +213,8 @@ impl Group {
     fn launch_all(launchings: &mut [Launching<'_>], launched: &mut Few<OpInfo>) -> Result<()> {
         // The same in one go: what follows, where there is nobody to take turns with.
         if let [launching] = launchings {
-            let comm = launching.comm.clone();
-            return device_of(&comm, |device| {
+            let comm = launching.comm;
+            return device_of(comm, |device| {
                 let mut planner = comm.planner();
                 launching.prepare(device, &mut planner)?;
                 while launching.launch(device, &mut planner, launched)? {}
@@ -221,10 +223,9 @@ impl Group {
         }
         type Step<'a> = &'a mut dyn FnMut(&mut Launching<'_>, &dyn Device) -> Result<()>;
         let each = |launchings: &mut [Launching<'_>], step: Step<'_>| {
-            launchings.iter_mut().try_for_each(|launching| {
-                let comm = launching.comm.clone();
-                device_of(&comm, |device| step(launching, device))
-            })
+            launchings
+                .iter_mut()
+                .try_for_each(|launching| device_of(launching.comm, |device| step(launching, device)))
         };
         each(launchings, &mut |launching, device| {
             launching.prepare(device, &mut launching.comm.planner())
@@ -236,8 +237,8 @@ impl Group {
             let mut more = true;
             while mem::take(&mut more) {
                 each(ranks, &mut |launching, device| {
-                    let comm = launching.comm.clone();
-                    more |= launching.launch(device, &mut comm.planner(), launched)?;
+                    let mut planner = launching.comm.planner();
+                    more |= launching.launch(device, &mut planner, launched)?;
                     Ok(())
                 })?;
             }

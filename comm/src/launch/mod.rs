@@ -9,11 +9,12 @@ use std::sync::Arc;
 use ringsight_records::{Flags, Kind, Record, State, description::Time};
 
 pub(crate) use order::Order;
+use reclaim::InFlight;
 
 use crate::{
     communicator::{Communicator, Planner},
     device::{Capture, Device, Stream},
-    error::Result,
+    error::{Error, Result},
     few::Few,
     observe,
     plan::{OpInfo, Plan},
@@ -21,10 +22,12 @@ use crate::{
 
 /// Everything that one group launches on one communicator.
 pub(crate) struct Launching<'a> {
-    pub(crate) comm: Arc<Communicator>,
+    pub(crate) comm: &'a Arc<Communicator>,
     /// The streams that the caller named, in the order of their first use; the first one carries the kernels.
     pub(crate) streams: &'a [Stream],
     pub(crate) capture: Option<Capture>,
+    /// That was asked by the call that launches: it cannot have changed.
+    pub(crate) at_once: bool,
     pub(crate) plans: Few<Plan>,
     /// The plan to be launched next.
     pub(crate) next: usize,
@@ -50,7 +53,7 @@ impl Launching<'_> {
     /// these are not kept from each other.
     pub(crate) fn prepare(&self, device: &dyn Device, planner: &mut Planner) -> Result<()> {
         if let (None, Some(first)) = (self.capture, self.plans.first()) {
-            let works = reclaim::works(&first.launch);
+            let works = first.flight.as_ref().map_or(0, InFlight::works);
             let depth = self.comm.work_fifo_depth;
             let over = || self.comm.check_usable().is_err();
             if !planner.plans.wait_for_room(works, depth, over) {
@@ -72,9 +75,13 @@ impl Launching<'_> {
         planner: &mut Planner,
         launched: &mut Few<OpInfo>,
     ) -> Result<bool> {
-        let Some(plan) = self.plans.get(self.next) else {
+        let Some(plan) = self.plans.get_mut(self.next) else {
             return Ok(false);
         };
+        let Some(flight) = plan.flight.take() else {
+            return Err(Error::internal("a plan is launched once"));
+        };
+        let stream = self.streams[0];
         let graph = self.capture.map_or(0, |capture| capture.id);
         // Network work of captured plans is posted by each replay. While graphs live, eager plans go the same way:
         // posted at once, theirs would overtake that of a replay which is still queued. So do those that follow until
@@ -85,11 +92,11 @@ impl Launching<'_> {
             self.comm.retain_graph(device, capture, planner)?;
         }
         if posted_by_stream {
-            let (comm, ops) = (Arc::downgrade(&self.comm), plan.proxy_ops.clone());
-            let observer = plan.observer.clone();
+            let (comm, ops) = (Arc::downgrade(self.comm), plan.proxy_ops.clone());
+            let observer = flight.observer.clone();
             let posting = (graph == 0).then(|| planner.order.begin_posting());
             device.launch_host(
-                self.stream(),
+                stream,
                 Arc::new(move |replay| {
                     let _posting = &posting;
                     // A communicator that is gone has set its abort word: the kernel gives up without network work.
@@ -99,26 +106,28 @@ impl Launching<'_> {
                 }),
             )?;
         }
-        planner
-            .plans
-            .enter(plan.number, graph, plan.launch.clone(), plan.observer.clone());
+        let flight = planner.plans.enter(graph, flight);
         let start = observe::now_ns();
         if let Some(watch) = self.comm.watch() {
             // Before it is noted as called: what was called and is not on its way counts as done.
-            watch.enter(&plan.observer, graph, start);
+            watch.enter(&flight.observer, graph, start);
         }
         self.comm.checks.note(graph, &plan.calls);
-        let result = device.launch_kernel(self.stream(), plan.launch.clone());
+        let launch = flight.launch.clone();
+        let result = match self.capture {
+            None if self.at_once => device.launch_kernel_at_once(self.comm.device, stream, launch),
+            _ => device.launch_kernel(stream, launch),
+        };
         let end = observe::now_ns();
         if let Err(error) = result {
-            planner.plans.withdraw(plan.number);
             if let Some(watch) = self.comm.watch() {
-                watch.withdraw(&plan.observer);
+                watch.withdraw(&flight.observer);
             }
+            planner.plans.withdraw(plan.number);
             return Err(error.into());
         }
         if !posted_by_stream && !plan.proxy_ops.is_empty() {
-            self.comm.post(&plan.proxy_ops, &plan.observer, 0);
+            self.comm.post(&plan.proxy_ops, &flight.observer, 0);
         }
         for info in &plan.ops {
             observe::set_time(info.op, Time::LaunchStart, start);
@@ -130,7 +139,7 @@ impl Launching<'_> {
                 comm: self.comm.id,
                 rank: self.comm.rank,
                 op: plan.number,
-                value: self.stream().0 as u64,
+                value: stream.0 as u64,
                 pid: observe::pid(),
                 ..Record::new(Kind::KernelLaunch, State::START, start)
             }
@@ -154,7 +163,9 @@ impl Launching<'_> {
             for info in &plan.ops {
                 info.emit(info.kind(), State::ABORTED, now);
             }
-            plan.observer.abandon(now);
+            if let Some(flight) = &plan.flight {
+                flight.observer.abandon(now);
+            }
         }
     }
 

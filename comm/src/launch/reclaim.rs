@@ -77,24 +77,21 @@ impl Notes {
     }
 }
 
-/// A plan that the device may still run.
-struct InFlight {
+/// A plan that is to be launched, or that the device may still run.
+pub(crate) struct InFlight {
     number: u32,
     /// Kept for the communicator's life with the plan; the device holds its own reference.
-    launch: Arc<Launch>,
-    observer: Arc<PlanObserver>,
+    pub(super) launch: Arc<Launch>,
+    /// The same as [`Launch::observer`].
+    pub(super) observer: Arc<PlanObserver>,
 }
 
 impl InFlight {
-    /// Work elements.
-    fn works(&self) -> usize {
-        works(&self.launch)
+    /// Work elements, all channels together.
+    pub(super) fn works(&self) -> usize {
+        let channels = self.launch.channels.iter();
+        channels.map(|channel| channel.work.len()).sum()
     }
-}
-
-/// Work elements of a launch, all channels together.
-pub(super) fn works(launch: &Launch) -> usize {
-    launch.channels.iter().map(|channel| channel.work.len()).sum()
 }
 
 /// The most plans that are kept for later ones, and the most work elements that each has.
@@ -106,22 +103,18 @@ const SPARE_WORKS: usize = 16;
 pub(crate) struct Spare {
     launch: Arc<Launch>,
     observer: Arc<PlanObserver>,
+    /// Those of the plan, for their memory.
+    pub(crate) works: Vec<ChannelWork>,
 }
 
-impl Spare {
-    /// The memory of its works.
-    pub(crate) fn take_works(&mut self) -> Vec<ChannelWork> {
-        Arc::get_mut(&mut self.launch).map_or(Vec::new(), |launch| mem::take(&mut launch.channels))
-    }
-}
-
-/// What the device is given of a plan, and its observer.
+/// A plan, ready to be launched.
 pub(crate) fn assemble(
     comm: &Communicator,
     spare: Option<Spare>,
     channels: Vec<ChannelWork>,
     contents: Contents,
-) -> (Arc<Launch>, Arc<PlanObserver>) {
+) -> InFlight {
+    let number = contents.number;
     if let Some(mut spare) = spare
         && let (Some(launch), Some(observer)) =
             (Arc::get_mut(&mut spare.launch), Arc::get_mut(&mut spare.observer))
@@ -129,7 +122,11 @@ pub(crate) fn assemble(
         observer.renew(contents);
         launch.channels = channels;
         launch.observer = spare.observer.clone();
-        return (spare.launch, spare.observer);
+        return InFlight {
+            number,
+            launch: spare.launch,
+            observer: spare.observer,
+        };
     }
     let observer = Arc::new(PlanObserver::new(
         contents,
@@ -142,7 +139,11 @@ pub(crate) fn assemble(
         observer: observer.clone(),
         peers: comm.peers.clone(),
     };
-    (Arc::new(launch), observer)
+    InFlight {
+        number,
+        launch: Arc::new(launch),
+        observer,
+    }
 }
 
 /// Observes nothing: of launches that are kept for later ones.
@@ -195,23 +196,12 @@ impl Plans {
     }
 
     /// Enters a plan; `graph` is 0 for one that runs once.
-    pub(crate) fn enter(
-        &mut self,
-        number: u32,
-        graph: u32,
-        launch: Arc<Launch>,
-        observer: Arc<PlanObserver>,
-    ) {
-        let plan = InFlight {
-            number,
-            launch,
-            observer,
-        };
+    pub(super) fn enter(&mut self, graph: u32, plan: InFlight) -> &InFlight {
         if graph == 0 {
             self.works += plan.works();
-            self.eager.push_back(plan);
+            self.eager.push_back_mut(plan)
         } else {
-            self.captured.entry(graph).or_default().plans.push(plan);
+            self.captured.entry(graph).or_default().plans.push_mut(plan)
         }
     }
 
@@ -237,9 +227,15 @@ impl Plans {
         if Arc::strong_count(&oldest.observer) > 2 {
             return None;
         }
-        Arc::get_mut(&mut oldest.launch)?.observer = self.nobody.clone();
+        let launch = Arc::get_mut(&mut oldest.launch)?;
+        launch.observer = self.nobody.clone();
+        let works = mem::take(&mut launch.channels);
         let InFlight { launch, observer, .. } = self.spares.pop_front()?;
-        Some(Spare { launch, observer })
+        Some(Spare {
+            launch,
+            observer,
+            works,
+        })
     }
 
     /// No plan follows.

@@ -1,6 +1,6 @@
 //! A plan in the making: work elements, network work and descriptions of its operations.
 
-use std::ops::Range;
+use std::{mem, ops::Range};
 
 use ringsight_kernels::{ChannelWork, Connections, Work};
 use ringsight_records::{Algorithm, Description, Flags, Function, Protocol, State};
@@ -47,7 +47,10 @@ impl<'a> Builder<'a> {
     /// there is one.
     pub(super) fn new(comm: &'a Communicator, group: Option<u32>, spare: Option<Spare>) -> Self {
         let mut spare = spare;
-        let works = spare.as_mut().map(Spare::take_works).unwrap_or_default();
+        let works = spare
+            .as_mut()
+            .map(|spare| mem::take(&mut spare.works))
+            .unwrap_or_default();
         Self {
             spare,
             comm,
@@ -415,26 +418,28 @@ impl<'a> Builder<'a> {
         });
     }
 
-    pub(super) fn finish(self, persistent: bool) -> Result<Plan> {
+    /// The plan; what is left is empty.
+    pub(super) fn finish(&mut self, persistent: bool) -> Plan {
         let contents = Contents {
             number: self.number,
-            states: self.states,
-            shared: self.shared,
+            states: mem::take(&mut self.states),
+            shared: mem::take(&mut self.shared),
             persistent,
         };
-        let (launch, observer) = reclaim::assemble(self.comm, self.spare, self.work.finish(), contents);
-        Ok(Plan {
+        let works = mem::take(&mut self.work).finish();
+        let flight = reclaim::assemble(self.comm, self.spare.take(), works, contents);
+        Plan {
             number: self.number,
-            launch,
-            observer,
-            proxy_ops: self.proxy_ops,
-            ops: self.ops,
-            calls: self.calls,
-        })
+            flight: Some(flight),
+            proxy_ops: mem::take(&mut self.proxy_ops),
+            ops: mem::take(&mut self.ops),
+            calls: mem::take(&mut self.calls),
+        }
     }
 }
 
 /// The work of a plan's channels in the making.
+#[derive(Default)]
 struct ChannelWorks {
     /// Those with work, in channel order; then what is left of a plan that is over.
     all: Vec<ChannelWork>,

@@ -92,14 +92,23 @@ impl<'a> Plans<'a> {
         for task in of_messages {
             plans.with_room(comm.channels()).0.show_tag(task)?;
         }
+        if !tasks.is_empty() {
+            plans.lay_out_messages(exchange)?;
+        }
+        Ok(plans.made)
+    }
+
+    /// Puts every message into a plan.
+    fn lay_out_messages(&mut self, exchange: &Exchange) -> Result<()> {
+        let tasks = exchange.tasks();
         // Operations made of several messages, by their task.
         let mut spreads: BTreeMap<usize, Spread> = BTreeMap::new();
-        for round in exchange.rounds(comm.rank, comm.ranks)? {
+        for round in exchange.rounds(self.comm.rank, self.comm.ranks)? {
             let needed = round
                 .messages()
-                .map(|message| choice_of(&tasks[message.task], comm).map_or(1, |(channels, _)| channels))
+                .map(|message| choice_of(&tasks[message.task], self.comm).map_or(1, |(channels, _)| channels))
                 .sum();
-            let (plan, index) = plans.with_room(needed);
+            let (plan, index) = self.with_room(needed);
             for (send, recv) in &round.to_self {
                 plan.add_to_self(&tasks[send.task], &tasks[recv.task], send.address, recv.address)?;
                 if !tasks[send.task].request.function.is_p2p() {
@@ -118,9 +127,9 @@ impl<'a> Plans<'a> {
             }
         }
         for (task, spread) in spreads {
-            plans.add_spread(&tasks[task], &spread)?;
+            self.add_spread(&tasks[task], &spread)?;
         }
-        Ok(plans.made)
+        Ok(())
     }
 
     /// A plan with room for `elements` more work elements, and its index: the last one, or a new one. Something always

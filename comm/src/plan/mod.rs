@@ -16,16 +16,14 @@ mod sequence;
 mod stuck;
 mod task;
 
-use std::{sync::Arc, time::Duration};
-
-use ringsight_kernels::Launch;
+use std::time::Duration;
 
 use crate::{
     checks,
     communicator::Communicator,
     error::Result,
     few::Few,
-    launch::{observer::PlanObserver, reclaim::Spare},
+    launch::reclaim::{InFlight, Spare},
     proxy::ProxyOp,
 };
 use layout::Plans;
@@ -45,10 +43,8 @@ pub const WORK_FIFO_DEPTH: usize = 4096;
 pub(crate) struct Plan {
     /// Plan number.
     pub(crate) number: u32,
-    /// What the device is given.
-    pub(crate) launch: Arc<Launch>,
-    /// The same as [`Launch::observer`].
-    pub(crate) observer: Arc<PlanObserver>,
+    /// What the device is given; `None` once it is launched.
+    pub(crate) flight: Option<InFlight>,
     /// Network work; the replay is filled in when it is posted.
     pub(crate) proxy_ops: Vec<ProxyOp>,
     /// Its operations.
@@ -66,10 +62,12 @@ pub(crate) fn build(
     persistent: bool,
     group: u32,
 ) -> Result<Few<Plan>> {
-    Plans::lay_out(comm, collectives, exchange, persistent, Some((group, spare)))?
-        .into_iter()
-        .map(|plan| plan.finish(persistent))
-        .collect()
+    let mut laid_out = Plans::lay_out(comm, collectives, exchange, persistent, Some((group, spare)))?;
+    let mut plans = Few::None;
+    for plan in laid_out.iter_mut() {
+        plans.push(plan.finish(persistent));
+    }
+    Ok(plans)
 }
 
 /// How long what a group asks of one communicator would take, by the model of [`estimate`]. Nothing is connected,

@@ -50,7 +50,7 @@ pub(crate) fn stuck(comm: &Communicator, stream: Stream, group: u32) -> Result<P
     let work = plan.message_of(&task, Function::Recv, 0..1, Connections::Recv(fifo));
     plan.add_work(0, work);
     plan.add_op(&task, None, 1, 0, Algorithm::Direct, Protocol::Simple);
-    plan.finish(false)
+    Ok(plan.finish(false))
 }
 
 /// In the sequence numbers of operations that only one rank knows.

@@ -49,18 +49,24 @@ pub(super) fn open() -> Result<usize> {
 }
 
 /// What a call returned, in words.
+#[inline]
 pub(super) fn check(call: &str, result: CUresult) -> Result<()> {
+    if result == CUresult::CUDA_SUCCESS {
+        return Ok(());
+    }
+    Err(error(call, result))
+}
+
+#[cold]
+fn error(call: &str, result: CUresult) -> DeviceError {
     use CUresult::{
         CUDA_ERROR_CAPTURED_EVENT, CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_DEVICE,
         CUDA_ERROR_INVALID_HANDLE, CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_OUT_OF_MEMORY,
         CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED,
         CUDA_ERROR_STREAM_CAPTURE_ISOLATION, CUDA_ERROR_STREAM_CAPTURE_MERGE,
         CUDA_ERROR_STREAM_CAPTURE_UNJOINED, CUDA_ERROR_STREAM_CAPTURE_UNMATCHED,
-        CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD, CUDA_SUCCESS,
+        CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD,
     };
-    if result == CUDA_SUCCESS {
-        return Ok(());
-    }
     let (mut name, mut text) = (std::ptr::null(), std::ptr::null());
     // SAFETY: both write a pointer to a string of the driver's, or null.
     let words = unsafe {
@@ -74,7 +80,7 @@ pub(super) fn check(call: &str, result: CUresult) -> Result<()> {
             .join(": ")
     };
     let text = format!("{call}: {words}");
-    Err(match result {
+    match result {
         CUDA_ERROR_OUT_OF_MEMORY => DeviceError::Resource(text),
         CUDA_ERROR_INVALID_VALUE
         | CUDA_ERROR_INVALID_HANDLE
@@ -90,7 +96,7 @@ pub(super) fn check(call: &str, result: CUresult) -> Result<()> {
         | CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
         | CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD => DeviceError::InvalidUsage(text),
         _ => DeviceError::Fault(text),
-    })
+    }
 }
 
 /// Calls a function of the driver and checks its result: `call!(cuInit(0))`. To be used in an `unsafe` block.

@@ -307,11 +307,11 @@ impl Gpu {
     pub(super) fn launch(
         self: &Arc<Self>,
         stream: CUstream,
-        launch: &Arc<Launch>,
+        launch: Arc<Launch>,
         captured: bool,
     ) -> Result<u32> {
         let invalid = |error: WorkError| DeviceError::InvalidUsage(error.to_string());
-        if let Some(mut peers) = PeerLaunch::new(launch).map_err(invalid)? {
+        if let Some(mut peers) = PeerLaunch::new(&launch).map_err(invalid)? {
             let head = self.enter(launch, captured, None)?;
             peers.arguments.call_mut().head = head;
             let kernel = (self.peer_kernels[peers.kernel], peers.blocks, peers.threads, 0);
@@ -319,7 +319,7 @@ impl Gpu {
             unsafe { self.start(stream, kernel, peers.arguments.as_mut_ptr(), head.launch) }?;
             return Ok(head.launch);
         }
-        let program = Program::new(launch).map_err(invalid)?;
+        let program = Program::new(&launch).map_err(invalid)?;
         if program.shared_bytes() > self.shared_bytes {
             return Err(DeviceError::InvalidUsage(format!(
                 "the messages of one channel need {} bytes of state, a block has {}: make groups of fewer messages",
@@ -349,7 +349,7 @@ impl Gpu {
     /// Enters a launch before it begins: its events may come before the call that launches it returns.
     fn enter(
         &self,
-        launch: &Arc<Launch>,
+        launch: Arc<Launch>,
         captured: bool,
         on_end: Option<Box<dyn FnOnce() + Send>>,
     ) -> Result<Head> {
@@ -367,7 +367,7 @@ impl Gpu {
         exchange.next = exchange.next.wrapping_add(1);
         exchange.entered.push(Entered {
             number: head.launch,
-            launch: launch.clone(),
+            launch,
             slot,
             captured,
             on_end,

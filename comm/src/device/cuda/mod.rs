@@ -408,12 +408,19 @@ impl Device for CudaDevice {
         }
         let gpu = self.gpu(self.current()?)?;
         let capturing = captures::capturing(stream)?;
-        let number = gpu.launch(handle(stream), &launch, capturing.is_some())?;
+        let number = gpu.launch(handle(stream), launch, capturing.is_some())?;
         if let Some((_, graph)) = capturing {
             let launches = gpu.launches.clone();
             release::when_gone(graph, Box::new(move || launches.forget(number)))?;
         }
         Ok(())
+    }
+
+    fn launch_kernel_at_once(&self, device: i32, stream: Stream, launch: Arc<Launch>) -> Result<()> {
+        if launch.channels.is_empty() {
+            return self.launch_kernel(stream, launch);
+        }
+        self.gpu(device)?.launch(handle(stream), launch, false).map(drop)
     }
 
     fn capture_of(&self, stream: Stream) -> Result<Option<Capture>> {
