@@ -10,6 +10,7 @@
 pub mod clock;
 pub mod collector;
 pub mod correlate;
+pub mod explain;
 pub mod identity;
 pub mod lag;
 pub mod metrics;

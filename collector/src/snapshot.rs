@@ -264,7 +264,9 @@ mod tests {
             device: 0,
             channels: 1,
             name: [0; ringsight_records::vocabulary::NAME_BYTES],
-            reserved: [0; 7],
+            slot_bytes: 0,
+            abilities: 0,
+            reserved: [0; 6],
         }
     }
 

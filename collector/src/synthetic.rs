@@ -204,7 +204,9 @@ impl Job {
             device: 0,
             channels: u32::from(self.channels),
             name,
-            reserved: [0; 7],
+            slot_bytes: 0,
+            abilities: 0,
+            reserved: [0; 6],
         }
     }
 

@@ -58,6 +58,33 @@ ncclResult_t ringsightGraphLaunch(ringsightGraphExec_t exec, cudaStream_t stream
 ncclResult_t ringsightGraphExecDestroy(ringsightGraphExec_t exec);
 ncclResult_t ringsightGraphDestroy(ringsightGraph_t graph);
 
+/* An operation that need not exist. Size is sizeof(ringsightExplain_t): a library that knows fewer fields refuses it. */
+typedef struct {
+  size_t size;
+  const char* function;     /* all_reduce, all_gather, reduce_scatter, broadcast, reduce, alltoall, gather, scatter, send, recv */
+  size_t count;             /* elements, as the function takes them */
+  ncclDataType_t datatype;
+  ncclRedOp_t op;           /* from ncclNumOps on: one that the caller has made */
+  int ranks;
+  int channels;             /* of the communicator */
+  size_t slotBytes;         /* of a FIFO slot: NCCL_BUFFSIZE / 8 */
+  int oneShot;              /* all ranks' devices do operations in one shot: GPUs do, the host device does */
+  int peers;                /* all ranks' kernels reach each other's memory: GPUs of one node that are not kept apart */
+} ringsightExplain_t;
+
+/* A row of the library's table of algorithms. */
+typedef struct {
+  char algorithm[16];
+  char protocol[16];
+  int chosen;               /* 1: this is how the operation is done; of at most one row */
+  int channels;             /* that it is done over, where it is chosen */
+  char reason[128];         /* why it is not chosen */
+} ringsightExplainRow_t;
+
+/* Tells how the library would do an operation, and why not otherwise: fills in up to *count rows in the order in which they are
+ * tried, and sets *count to how many there are. Calls no device and needs no communicator. */
+ncclResult_t ringsightExplain(const ringsightExplain_t* asked, ringsightExplainRow_t* rows, int* count);
+
 /* Launches a kernel that never ends, as an operation of comm on this rank alone on a stream of its own, and returns at once: shows
  * what the watchdog says of a stuck kernel. Later operations of comm wait behind it, until ncclCommAbort or ncclCommRevoke. On any
  * device. */

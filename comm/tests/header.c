@@ -121,6 +121,19 @@ int main(int argc, char** argv) {
   EXPECT(replays == 10);
   for (int i = 0; i < COUNT; i++) EXPECT(recv[i] == (float)(ranks - 1) / 2 + (float)(i % 7));
 
+  /* How it was done, and why not otherwise. */
+  ringsightExplain_t asked = {.size = sizeof asked, .function = "all_reduce", .count = COUNT, .datatype = ncclFloat, .op = ncclAvg,
+                              .ranks = ranks, .channels = 2, .slotBytes = 128 << 10, .oneShot = 0, .peers = 0};
+  ringsightExplainRow_t rows[16];
+  int row_count = 16, chosen = 0;
+  CHECK(ringsightExplain(&asked, rows, &row_count));
+  for (int i = 0; i < row_count && i < 16; i++) {
+    chosen += rows[i].chosen;
+    EXPECT((rows[i].reason[0] == 0) == (rows[i].chosen == 1));
+    if (rows[i].chosen) EXPECT(strcmp(rows[i].algorithm, "ring") == 0 && rows[i].channels >= 1);
+  }
+  EXPECT(chosen == 1);
+
   EXPECT(ncclBroadcast(send, recv, COUNT, ncclFloat, ranks, comm, stream) == ncclInvalidArgument);
   EXPECT(strstr(ncclGetLastError(comm), "root") != NULL);
 

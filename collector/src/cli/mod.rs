@@ -1,6 +1,7 @@
 //! The command line.
 
 mod attach;
+mod explain;
 mod list;
 mod outputs;
 mod report;
@@ -63,6 +64,8 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Tell which algorithm a library takes for an operation, and why not another
+    Explain(Box<explain::ExplainArguments>),
     /// Write a completion script for a shell to standard output
     Completions {
         /// Shell
@@ -76,6 +79,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Attach(arguments) => attach::run(&arguments),
         Command::List { pid, json } => list::run(pid, json),
         Command::Snapshot { pids, json } => snapshot::run(&pids, json),
+        Command::Explain(arguments) => explain::run(&arguments),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Arguments::command(), "ringsight", &mut script);

@@ -345,7 +345,15 @@ impl Communicator {
             device: self.device,
             channels: self.channels() as u32,
             name: [0; ringsight_records::vocabulary::NAME_BYTES],
-            reserved: [0; 7],
+            slot_bytes: self.slot_bytes as u32,
+            abilities: [
+                (self.one_shot, pages::Communicator::ONE_SHOT),
+                (self.peers.is_some(), pages::Communicator::PEERS),
+            ]
+            .into_iter()
+            .filter_map(|(has, ability)| has.then_some(ability))
+            .sum(),
+            reserved: [0; 6],
         };
         pages::put_text(&mut entry.name, &self.config.name);
         let claimed = observe::TableEntry::claim(&entry);

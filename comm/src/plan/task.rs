@@ -91,7 +91,7 @@ impl Request {
     }
 
     /// Bytes by which its algorithm is chosen: those of one message where it is made of several.
-    pub(super) fn bytes_of_choice(&self, ranks: u32) -> u64 {
+    pub(crate) fn bytes_of_choice(&self, ranks: u32) -> u64 {
         if Exchange::serves(self.function) {
             (self.count * self.data_type.size()) as u64
         } else {

@@ -123,13 +123,22 @@ pub struct Communicator {
     pub channels: u32,
     /// Name that the user gave (v5 `commName`), zero-padded UTF-8.
     pub name: [u8; NAME_BYTES],
+    /// Bytes of a FIFO slot; 0 if the library does not tell.
+    pub slot_bytes: u32,
+    /// What its operations may be done with: [`Communicator::ONE_SHOT`], [`Communicator::PEERS`].
+    pub abilities: u32,
     /// Room for later fields; zero.
-    pub reserved: [u64; 7],
+    pub reserved: [u64; 6],
 }
 
 const _: () = assert!(size_of::<Communicator>() == 168 && align_of::<Communicator>() == 8);
 
 impl Communicator {
+    /// All ranks' devices do an operation in one shot; a bit of [`Communicator::abilities`].
+    pub const ONE_SHOT: u32 = 1;
+    /// All ranks' kernels reach each other's memory.
+    pub const PEERS: u32 = 2;
+
     /// Its name, cut at the first zero byte; empty if it has none or is not UTF-8.
     #[must_use]
     pub fn name(&self) -> &str {
