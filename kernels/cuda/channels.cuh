@@ -16,10 +16,19 @@ struct LaneState {
   // Positions of the present work's slots, read from the FIFOs when it begins; they are ours alone to move.
   u64 head;
   u64 tail;
+  // Slots that the consumer at the other end was last seen to have released.
+  u64 released;
   u64 argument;
-  // The present work; the lane's end when it is done.
-  u32 work;
+  // Index of the present work; the lane's end when all are done.
+  u32 index;
+  u32 end;
   bool begun;
+  // `step` is what the work does next.
+  bool has_step;
+  // The present work: where it comes from may be far away.
+  Work work;
+  Schedule schedule;
+  Step step;
 };
 
 // Works of an operation that are left on this channel, and whether one has begun.
@@ -40,6 +49,8 @@ struct Turn {
   Move move;
 };
 
+// One block of a kernel: of the one for any launch, or of the one for launches that reduce nothing.
+template <bool REDUCES>
 class Block {
  public:
   // `lanes` and `ops` have room for the channel's; both are shared by the threads of the block, as is `turn`.
@@ -71,8 +82,10 @@ class Block {
   DEVICE void begin(u32 lanes) {
     replay_ = report_.replay(report_.runs());
     for (u32 lane = 0; lane < lanes; lane++) {
-      lanes_[lane] = LaneState{};
-      lanes_[lane].work = all_lanes_[lane].first_work;
+      LaneState& state = lanes_[lane];
+      state.index = all_lanes_[lane].first_work;
+      state.end = all_lanes_[lane].end_work;
+      state.begun = state.has_step = false;
     }
     for (u32 op = 0; op < channel_.end_op - channel_.first_op; op++) ops_[op] = OpState{all_ops_[op].works, false};
   }
@@ -87,7 +100,7 @@ class Block {
       }
       block_barrier();
       const Next next = turn_.next;
-      if (next == Next::Move) run_move(turn_.move);
+      if (next == Next::Move) run_move<REDUCES>(turn_.move);
       // All have read the turn and are done with the slots: thread 0 may hand them over and write the next turn.
       block_barrier();
       if (next != Next::Move) return next == Next::Done;
@@ -98,11 +111,7 @@ class Block {
   // Waits until one of the lanes can move, all are done, or the launch is to be given up.
   DEVICE void decide(u32 first, u32 end, u32 last) {
     const u32 count = end - first;
-    for (u32 polls = 0;; polls++) {
-      // Not at every turn: both words are far away.
-      if (polls % 8 == 0 && (load_relaxed(&report_.control().abort) != 0 || load_relaxed(&report_.state().differs) != 0)) {
-        return give_up();
-      }
+    for (u32 polls = 1;; polls++) {
       bool left = false;
       for (u32 turn = 0; turn < count; turn++) {
         const u32 lane = first + (last - first + 1 + turn) % count;
@@ -113,18 +122,25 @@ class Block {
           case Advance::Differs: return give_up();
         }
       }
-      // Seldom: it is only for ranks that call different operations.
-      if (polls % 256 == 255) {
-        for (u32 lane = first; lane < end; lane++) {
-          if (met_one_shot(lane)) return give_up();
-        }
-      }
       if (!left) {
         turn_.next = Next::Done;
         turn_.lane = last;
         return;
       }
-      pause_polling();
+      // Who waits has time to report.
+      report_start();
+      // Not at every turn: both words are far away.
+      if (polls % 32 == 0 && (load_relaxed(&report_.control().abort) != 0 || load_relaxed(&report_.state().differs) != 0)) {
+        return give_up();
+      }
+      // Seldom: it is only for ranks that call different operations.
+      if (polls % 256 == 0) {
+        for (u32 lane = first; lane < end; lane++) {
+          if (met_one_shot(lane)) return give_up();
+        }
+      }
+      // Not at first: what comes over a link between GPUs comes within a few turns.
+      if (PAUSES_AT_ONCE || polls >= 64) pause_polling();
     }
   }
 
@@ -141,38 +157,55 @@ class Block {
   // Finds what a lane does next; `Ready`: it is in `turn_`.
   DEVICE Advance advance(u32 lane) {
     LaneState& state = lanes_[lane];
-    while (state.work < all_lanes_[lane].end_work) {
-      const Work& work = works_[state.work];
-      if (!state.begun) begin_work(state, work);
-      const Schedule schedule(work, program_);
-      Step step;
-      if (schedule.seek(state.position, step)) return prepare(lane, work, step);
-      if (work.state != NONE) {
-        OpState& op = ops_[work.state];
-        if (--op.left == 0) report(EventKind::Stopped, work.op, device_time());
-      }
-      state.position = Position{};
-      state.begun = false;
-      state.work++;
+    for (;;) {
+      if (state.has_step) return prepare(lane, state);
+      if (state.index >= state.end) return Advance::Done;
+      if (!state.begun) begin_work(state);
+      state.has_step = state.schedule.seek(state.position, state.step);
+      if (!state.has_step) end_work(state);
     }
-    return Advance::Done;
   }
 
-  DEVICE void begin_work(LaneState& state, const Work& work) {
+  DEVICE void begin_work(LaneState& state) {
     state.begun = true;
-    if (work.prev != 0) state.head = load_relaxed(&fifo(work.prev)->head);
-    if (work.next != 0) state.tail = load_relaxed(&fifo(work.next)->tail);
+    state.position = Position{};
+    state.work = works_[state.index];
+    const Work& work = state.work;
+    u64 head = 0, tail = 0, released = 0;
+    if (work.prev != 0) head = load_relaxed(&consumer(work.prev)->head);
+    if (work.next != 0) {
+      tail = load_relaxed(&producer(work.next_producer)->tail);
+      // Acquire: the consumer is done with the slots before they are overwritten.
+      released = load_acquire(&producer(work.next_producer)->head);
+    }
+    state.head = head;
+    state.tail = tail;
+    state.released = released;
+    state.schedule = Schedule(work, program_);
     state.argument = work.scalar_kind == ScalarKind::Device
                          ? scalar_argument(reinterpret_cast<const void*>(work.scalar), work.data_type)
                          : work.scalar;
     if (work.state != NONE && !ops_[work.state].begun) {
       ops_[work.state].begun = true;
-      report(EventKind::Started, work.op, device_time());
+      report_start();
+      started_ = true;
+      started_op_ = work.op;
+      started_at_ = device_time();
     }
   }
 
-  DEVICE Advance prepare(u32 lane, const Work& work, const Step& step) {
-    LaneState& state = lanes_[lane];
+  DEVICE void end_work(LaneState& state) {
+    if (state.work.state != NONE) {
+      OpState& op = ops_[state.work.state];
+      if (--op.left == 0) report(EventKind::Stopped, state.work.op, device_time());
+    }
+    state.begun = false;
+    state.index++;
+  }
+
+  DEVICE Advance prepare(u32 lane, LaneState& state) {
+    const Work& work = state.work;
+    const Step& step = state.step;
     // Looked at before every step, also one that takes nothing: a rank that waits for room may wait for one that waits
     // for something else. Acquire: the slot, its size and its tag are there.
     const bool arrived = work.prev != 0 && load_acquire(&line_of(work.prev, state.head)->flag) == state.head + 1;
@@ -184,8 +217,11 @@ class Block {
     } else if (step.recv) {
       return Advance::Waiting;
     }
-    // Acquire: the consumer is done with the slot before it is overwritten.
-    if (step.send && state.tail - load_acquire(&fifo(work.next)->head) >= SLOTS) return Advance::Waiting;
+    if (step.send && state.tail - state.released >= SLOTS) {
+      // Acquire: the consumer is done with the slot before it is overwritten.
+      state.released = load_acquire(&producer(work.next_producer)->head);
+      if (state.tail - state.released >= SLOTS) return Advance::Waiting;
+    }
 
     const u32 size = size_of(work.data_type);
     turn_.next = Next::Move;
@@ -229,8 +265,8 @@ class Block {
   // posted before is there once its operation is seen to have begun: a slot that is still missing will not come.
   DEVICE bool met_one_shot(u32 lane) {
     LaneState& state = lanes_[lane];
-    if (arguments_.peers == 0 || state.work >= all_lanes_[lane].end_work || !state.begun) return false;
-    const Work& work = works_[state.work];
+    if (arguments_.peers == 0 || !state.begun) return false;
+    const Work& work = state.work;
     if (work.connections != Connections::Ring) return false;
     const u32 prev = reinterpret_cast<const u32*>(program_ + work.order_at)[work.ranks - 1];
     u32 theirs;
@@ -255,19 +291,29 @@ class Block {
   // Posts and releases the slots of the turn, whose bytes have been moved.
   DEVICE void hand_over() {
     LaneState& state = lanes_[turn_.lane];
-    const Work& work = works_[state.work];
+    const Work& work = state.work;
+    FifoLine* line = turn_.send ? line_of(work.next, state.tail) : nullptr;
     if (turn_.send) {
-      FifoLine* line = line_of(work.next, state.tail);
       store_relaxed(&line->size, turn_.bytes);
       store_relaxed(&line->tag, work.tag);
-      // Release: the slot's bytes, which the barrier has ordered before this, its size and its tag.
-      store_release(&line->flag, ++state.tail);
-      // For the next producer, be it this block or another or the host: whatever lets it begin comes after this.
-      store_relaxed(&fifo(work.next)->tail, state.tail);
     }
-    // Release: the threads' reads of the slot are done.
-    if (turn_.recv) store_release(&fifo(work.prev)->head, ++state.head);
+    // One release for both: all that the block's threads have written to the slot that leaves, and read from the one that has
+    // come, which the barrier has ordered before this, is done before its flag or the new head is seen.
+    if (turn_.send || turn_.recv) fence_system();
+    if (turn_.send) {
+      store_relaxed(&line->flag, ++state.tail);
+      // For the next producer, be it this block or another or the host: whatever lets it begin comes after this.
+      store_relaxed(&producer(work.next_producer)->tail, state.tail);
+    }
+    if (turn_.recv) {
+      state.head++;
+      // For the next consumer, likewise.
+      if (work.prev != work.prev_producer) store_relaxed(&consumer(work.prev)->head, state.head);
+      store_relaxed(&producer(work.prev_producer)->head, state.head);
+    }
     state.position.index++;
+    state.has_step = false;
+    report_start();
   }
 
   // Reports what was begun and will not be finished, and that this block is done.
@@ -278,17 +324,29 @@ class Block {
       }
     }
     if (!report_.block_done(blocks_, aborted)) return;
+    // Relaxed, as in one_shot.cuh: what the host has not seen of a run that is over it makes up for. Of one that was given up it
+    // is to see all.
     const u32 runs = report_.renew(report_.runs(), aborted);
-    // Release: events and marks of this run are there before the host learns that it is over.
-    store_release(&report_.control().runs, runs);
+    if (aborted) fence_system();
+    store_relaxed(&report_.control().runs, runs);
   }
 
   DEVICE void report(EventKind kind, u32 op, u64 value) {
+    report_start();
     report_.event(kind, replay_, channel_.channel, op, value);
   }
 
-  DEVICE static FifoHeader* fifo(u64 address) { return reinterpret_cast<FifoHeader*>(address); }
-  DEVICE static FifoLine* line_of(u64 address, u64 position) { return &fifo(address)->lines[position % SLOTS]; }
+  // Tells what has begun, which `begin_work` has left to who has time: first comes what others wait for.
+  DEVICE void report_start() {
+    if (!started_) return;
+    started_ = false;
+    report_.event(EventKind::Started, replay_, channel_.channel, started_op_, started_at_);
+  }
+
+  // The halves of a FIFO at the addresses of `Work`.
+  DEVICE static FifoHeader* consumer(u64 address) { return reinterpret_cast<FifoHeader*>(address); }
+  DEVICE static FifoCounts* producer(u64 address) { return reinterpret_cast<FifoCounts*>(address); }
+  DEVICE static FifoLine* line_of(u64 address, u64 position) { return &consumer(address)->lines[position % SLOTS]; }
   // Where so many bytes of the slot at a position are.
   DEVICE static void* slot_of(u64 address, u64 position, u32 bytes, u32 slot_bytes) {
     if (bytes <= LINE_BYTES) return line_of(address, position)->data;
@@ -304,6 +362,10 @@ class Block {
   const Report report_;
   u32 blocks_;
   u32 replay_ = 0;
+  // An operation that has begun and was not reported.
+  bool started_ = false;
+  u32 started_op_ = 0;
+  u64 started_at_ = 0;
   Turn& turn_;
   LaneState* lanes_;
   OpState* ops_;

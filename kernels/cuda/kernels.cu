@@ -2,17 +2,21 @@
 #include "exchange.cuh"
 #include "one_shot.cuh"
 
-// Runs any launch of channel programs: a block for each channel.
-extern "C" __global__ void __launch_bounds__(512)
-ringsight_channels(const __grid_constant__ ringsight::Arguments arguments) {
-  using namespace ringsight;
-  __shared__ Turn turn;
-  // Room for the states of the channel with most lanes, then of that with most operations.
-  extern __shared__ u64 states[];
-  LaneState* lanes = reinterpret_cast<LaneState*>(states);
-  OpState* ops = reinterpret_cast<OpState*>(lanes + arguments.lanes);
-  Block(arguments, blockIdx.x, gridDim.x, turn, lanes, ops).run();
-}
+// Runs launches of channel programs, a block for each channel: any, or those that reduce nothing, whose code is short and keeps
+// more loads under way.
+#define RINGSIGHT_CHANNELS(NAME, REDUCES)                                             \
+  extern "C" __global__ void __launch_bounds__(ringsight::CHANNEL_THREADS, 1)         \
+  NAME(const __grid_constant__ ringsight::Arguments arguments) {                      \
+    using namespace ringsight;                                                        \
+    __shared__ Turn turn;                                                             \
+    /* Room for the states of the channel with most lanes, then of that with most operations. */ \
+    extern __shared__ u64 states[];                                                   \
+    LaneState* lanes = reinterpret_cast<LaneState*>(states);                          \
+    OpState* ops = reinterpret_cast<OpState*>(lanes + arguments.lanes);               \
+    Block<REDUCES>(arguments, blockIdx.x, gridDim.x, turn, lanes, ops).run();         \
+  }
+RINGSIGHT_CHANNELS(ringsight_channels, true)
+RINGSIGHT_CHANNELS(ringsight_channels_copy, false)
 
 // An all_reduce among peers.
 #define RINGSIGHT_KERNEL(NAME, E, OP, RANKS)                                                                          \
@@ -35,5 +39,5 @@ RINGSIGHT_ONE_SHOTS(RINGSIGHT_KERNEL)
   }
 RINGSIGHT_EXCHANGES(RINGSIGHT_KERNEL)
 
-static_assert(sizeof(ringsight::LaneState) == 48, "LANE_STATE_BYTES in src/cuda/layout.rs");
+static_assert(sizeof(ringsight::LaneState) == 264, "LANE_STATE_BYTES in src/cuda/layout.rs");
 static_assert(sizeof(ringsight::OpState) == 8, "OP_STATE_BYTES in src/cuda/layout.rs");

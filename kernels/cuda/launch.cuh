@@ -45,7 +45,9 @@ struct Work {
   u64 part_start;
   u64 part_end;
   u64 prev;
+  u64 prev_producer;
   u64 next;
+  u64 next_producer;
   u64 scalar;
   u32 order_at;
   u32 slot_bytes;
@@ -61,11 +63,11 @@ struct Work {
   ScalarKind scalar_kind;
   u8 reserved[7];
 };
-static_assert(sizeof(Work) == 104, "as in src/cuda/layout.rs");
-static_assert(offsetof(Work, scalar) == 56, "as in src/cuda/layout.rs");
-static_assert(offsetof(Work, order_at) == 64, "as in src/cuda/layout.rs");
-static_assert(offsetof(Work, connections) == 92, "as in src/cuda/layout.rs");
-static_assert(offsetof(Work, scalar_kind) == 96, "as in src/cuda/layout.rs");
+static_assert(sizeof(Work) == 120, "as in src/cuda/layout.rs");
+static_assert(offsetof(Work, scalar) == 72, "as in src/cuda/layout.rs");
+static_assert(offsetof(Work, order_at) == 80, "as in src/cuda/layout.rs");
+static_assert(offsetof(Work, connections) == 108, "as in src/cuda/layout.rs");
+static_assert(offsetof(Work, scalar_kind) == 112, "as in src/cuda/layout.rs");
 
 struct Lane {
   u32 first_work;
@@ -161,18 +163,21 @@ static_assert(sizeof(FifoLine) == 128, "as in src/fifo.rs");
 static_assert(offsetof(FifoLine, size) == 8, "as in src/fifo.rs");
 static_assert(offsetof(FifoLine, tag) == 12, "as in src/fifo.rs");
 static_assert(offsetof(FifoLine, data) == 16, "as in src/fifo.rs");
-struct FifoHeader {
+struct FifoCounts {
   u64 tail;
-  // The host's producers remember the head here; kernels look at the head itself and leave this behind it.
+  // The host's producers remember the head here; kernels remember it in their lanes, and leave this behind it.
   u64 seen_head;
   u64 apart0[14];
   u64 head;
   u64 apart1[15];
+};
+static_assert(sizeof(FifoCounts) == 256, "as in src/fifo.rs");
+// The consumer's half, or both in one.
+struct FifoHeader : FifoCounts {
   FifoLine lines[SLOTS];
 };
 static_assert(sizeof(FifoHeader) == 1280, "as in src/fifo.rs");
-static_assert(offsetof(FifoHeader, tail) == 0, "as in src/fifo.rs");
-static_assert(offsetof(FifoHeader, head) == 128, "as in src/fifo.rs");
-static_assert(offsetof(FifoHeader, lines) == 256, "as in src/fifo.rs");
+static_assert(offsetof(FifoCounts, tail) == 0, "as in src/fifo.rs");
+static_assert(offsetof(FifoCounts, head) == 128, "as in src/fifo.rs");
 
 }  // namespace ringsight

@@ -18,6 +18,7 @@ struct Move {
   void* out;
   // Where it goes as well; null if nowhere.
   void* also;
+  // Those of a slot: fewer than 2^30 bytes have.
   u64 elems;
   u64 argument;
   DataType data_type;
@@ -38,10 +39,37 @@ struct alignas(pack_bytes<E>()) Packed {
   E elements[ELEMS];
 };
 
+// Loads of an input that a thread has under way at once: what all threads have is what fills a link. A block of 512 has 64 KiB
+// of a copy where the kernel does nothing else, and 32 KiB of the sums that are asked for most. All other reductions have
+// one load each: their code for more would be long, and take registers from all else.
+constexpr u32 COPIES_AT_ONCE = 8;
+constexpr u32 SUMS_AT_ONCE = 4;
+
+// Loads and stores items 0..count, each by one thread, and each thread `AT_ONCE` at a time. Both are given the thread's first
+// item and how far behind it, a constant, the one that is meant: so each address is one register for all.
+template <class T, u32 AT_ONCE, class Load, class Store>
+DEVICE INLINE void each(u32 count, Load load, Store store) {
+  UNROLL_BY(1)
+  for (u32 first = thread_index(); first < count; first += AT_ONCE * CHANNEL_THREADS) {
+    T items[AT_ONCE];
+    UNROLL
+    for (u32 i = 0; i < AT_ONCE; i++) {
+      if (i == 0 || first + i * CHANNEL_THREADS < count) items[i] = load(first, i * CHANNEL_THREADS);
+    }
+    UNROLL
+    for (u32 i = 0; i < AT_ONCE; i++) {
+      if (i == 0 || first + i * CHANNEL_THREADS < count) store(first, i * CHANNEL_THREADS, items[i]);
+    }
+  }
+}
+
+template <class T>
+struct Pair { T x, y; };
+
 // Every thread takes packs where all addresses allow it, else elements. An element is read before its place is
 // written, by the same thread: outputs may be the inputs themselves.
-template <class E, class Op>
-DEVICE NOINLINE void combine(const Move& move) {
+template <class E, class Op, u32 AT_ONCE>
+DEVICE INLINE void combine(const Move& move) {
   const E* a = static_cast<const E*>(move.partial);
   const E* b = static_cast<const E*>(move.from);
   E* out = static_cast<E*>(move.out);
@@ -51,22 +79,27 @@ DEVICE NOINLINE void combine(const Move& move) {
   auto one = [argument](const E& x, const E& y) {
     return E::narrow(Op::template apply<W>(x.widen(), y.widen(), argument));
   };
-  u64 done = 0;
+  u32 done = 0;
   if (is_aligned(a, 16) && is_aligned(b, 16) && is_aligned(out, 16) && is_aligned(also, 16)) {
     using Pack = Packed<E>;
-    const u64 packs = move.elems / Pack::ELEMS;
+    const u32 packs = static_cast<u32>(move.elems / Pack::ELEMS);
     done = packs * Pack::ELEMS;
-    for (u64 at = thread_index(); at < packs; at += threads()) {
-      const Pack y = reinterpret_cast<const Pack*>(b)[at];
-      const Pack x = a != nullptr ? reinterpret_cast<const Pack*>(a)[at] : y;
-      Pack z;
-      UNROLL
-      for (u32 i = 0; i < Pack::ELEMS; i++) z.elements[i] = one(x.elements[i], y.elements[i]);
-      reinterpret_cast<Pack*>(out)[at] = z;
-      if (also != nullptr) reinterpret_cast<Pack*>(also)[at] = z;
-    }
+    each<Pair<Pack>, AT_ONCE>(
+        packs,
+        [a, b](u32 first, u32 behind) {
+          const Pack y = (reinterpret_cast<const Pack*>(b) + first)[behind];
+          return Pair<Pack>{a != nullptr ? (reinterpret_cast<const Pack*>(a) + first)[behind] : y, y};
+        },
+        [out, also, one](u32 first, u32 behind, const Pair<Pack>& in) {
+          Pack z;
+          UNROLL
+          for (u32 i = 0; i < Pack::ELEMS; i++) z.elements[i] = one(in.x.elements[i], in.y.elements[i]);
+          (reinterpret_cast<Pack*>(out) + first)[behind] = z;
+          if (also != nullptr) (reinterpret_cast<Pack*>(also) + first)[behind] = z;
+        });
   }
-  for (u64 at = done + thread_index(); at < move.elems; at += threads()) {
+  UNROLL_BY(1)
+  for (u32 at = done + thread_index(); at < move.elems; at += threads()) {
     const E y = b[at];
     const E z = one(a != nullptr ? a[at] : y, y);
     out[at] = z;
@@ -74,64 +107,82 @@ DEVICE NOINLINE void combine(const Move& move) {
   }
 }
 
-template <class T>
-DEVICE void copy_as(const Move& move, u64 count) {
+template <class T, u32 AT_ONCE>
+DEVICE INLINE void copy_as(const Move& move, u64 count) {
   const T* from = static_cast<const T*>(move.from);
   T* out = static_cast<T*>(move.out);
   T* also = static_cast<T*>(move.also);
-  for (u64 at = thread_index(); at < count; at += threads()) {
-    const T value = from[at];
-    if (out != nullptr) out[at] = value;
-    if (also != nullptr) also[at] = value;
-  }
+  each<T, AT_ONCE>(
+      static_cast<u32>(count), [from](u32 first, u32 behind) { return (from + first)[behind]; },
+      [out, also](u32 first, u32 behind, const T& value) {
+        (out + first)[behind] = value;
+        if (also != nullptr) (also + first)[behind] = value;
+      });
 }
 
 struct alignas(16) Sixteen { u64 halves[2]; };
 
-DEVICE NOINLINE inline void copy(const Move& move) {
+template <u32 AT_ONCE>
+DEVICE INLINE void copy(const Move& move) {
+  // Nothing is moved without a place for it.
+  if (move.elems == 0) return;
   const u32 size = size_of(move.data_type);
   const u64 bytes = move.elems * size;
   if (is_aligned(move.from, 16) && is_aligned(move.out, 16) && is_aligned(move.also, 16)) {
     const u64 whole = bytes / 16;
-    copy_as<Sixteen>(move, whole);
+    copy_as<Sixteen, AT_ONCE>(move, whole);
     Move rest = move;
     rest.from = static_cast<const u8*>(move.from) + whole * 16;
-    rest.out = move.out == nullptr ? nullptr : static_cast<u8*>(move.out) + whole * 16;
+    rest.out = static_cast<u8*>(move.out) + whole * 16;
     rest.also = move.also == nullptr ? nullptr : static_cast<u8*>(move.also) + whole * 16;
-    copy_as<u8>(rest, bytes % 16);
+    copy_as<u8, 1>(rest, bytes % 16);
     return;
   }
   // Addresses are multiples of the element's size: the launch has been checked.
   switch (size) {
-    case 1: return copy_as<u8>(move, move.elems);
-    case 2: return copy_as<u16>(move, move.elems);
-    case 4: return copy_as<u32>(move, move.elems);
-    default: return copy_as<u64>(move, move.elems);
+    case 1: return copy_as<u8, AT_ONCE>(move, move.elems);
+    case 2: return copy_as<u16, AT_ONCE>(move, move.elems);
+    case 4: return copy_as<u32, AT_ONCE>(move, move.elems);
+    default: return copy_as<u64, AT_ONCE>(move, move.elems);
   }
+}
+
+// A function of its own: what is inlined shares registers with all else, what is called saves those that it takes.
+template <class E, class Op>
+DEVICE NOINLINE void combine_one(const Move& move) {
+  combine<E, Op, 1>(move);
 }
 
 template <class E>
 DEVICE void combine_any(const Move& move) {
   switch (move.kernel) {
-    case Kernel::Sum: return combine<E, Sum>(move);
-    case Kernel::Prod: return combine<E, Prod>(move);
-    case Kernel::Max: return combine<E, Max>(move);
-    case Kernel::Min: return combine<E, Min>(move);
-    case Kernel::MulSum: return combine<E, MulSum>(move);
-    case Kernel::Scale: return combine<E, Scale>(move);
+    case Kernel::Sum: return combine_one<E, Sum>(move);
+    case Kernel::Prod: return combine_one<E, Prod>(move);
+    case Kernel::Max: return combine_one<E, Max>(move);
+    case Kernel::Min: return combine_one<E, Min>(move);
+    case Kernel::MulSum: return combine_one<E, MulSum>(move);
+    case Kernel::Scale: return combine_one<E, Scale>(move);
     default: return;
   }
 }
 
 template <class E>
 DEVICE void combine_integers(const Move& move) {
-  if (move.kernel == Kernel::SumDiv) return combine<E, SumDiv>(move);
+  if (move.kernel == Kernel::SumDiv) return combine_one<E, SumDiv>(move);
   combine_any<E>(move);
 }
 
-// Done by all threads of the block.
-DEVICE inline void run_move(const Move& move) {
-  if (move.kernel == Kernel::Copy) return copy(move);
+template <class E>
+DEVICE INLINE void combine_often(const Move& move) {
+  if (move.kernel == Kernel::Sum) return combine<E, Sum, sizeof(E) == 2 ? SUMS_AT_ONCE / 2 : SUMS_AT_ONCE>(move);
+  combine_any<E>(move);
+}
+
+// Done by all threads of the block. Without `REDUCES` there are copies only.
+template <bool REDUCES>
+DEVICE INLINE void run_move(const Move& move) {
+  if constexpr (!REDUCES) return copy<COPIES_AT_ONCE>(move);
+  if (move.kernel == Kernel::Copy) return copy<SUMS_AT_ONCE>(move);
   switch (move.data_type) {
     case DataType::Int8: return combine_integers<Plain<int8_t>>(move);
     case DataType::Uint8: return combine_integers<Plain<u8>>(move);
@@ -139,10 +190,10 @@ DEVICE inline void run_move(const Move& move) {
     case DataType::Uint32: return combine_integers<Plain<u32>>(move);
     case DataType::Int64: return combine_integers<Plain<int64_t>>(move);
     case DataType::Uint64: return combine_integers<Plain<u64>>(move);
-    case DataType::Float16: return combine_any<Half>(move);
-    case DataType::Float32: return combine_any<Plain<float>>(move);
+    case DataType::Float16: return combine_often<Half>(move);
+    case DataType::Float32: return combine_often<Plain<float>>(move);
     case DataType::Float64: return combine_any<Plain<double>>(move);
-    case DataType::Bfloat16: return combine_any<Bfloat16>(move);
+    case DataType::Bfloat16: return combine_often<Bfloat16>(move);
     case DataType::Float8e4m3: return combine_any<Float8e4m3>(move);
     case DataType::Float8e5m2: return combine_any<Float8e5m2>(move);
   }

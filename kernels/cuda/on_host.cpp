@@ -7,11 +7,13 @@
 
 using namespace ringsight;
 
-extern "C" void ringsight_run_block(const Arguments* arguments, u32 index, u32 blocks, u32 ops) {
+// A block of `ringsight_channels_copy`, or, where it `reduces`, of `ringsight_channels`.
+extern "C" void ringsight_run_block(const Arguments* arguments, u32 index, u32 blocks, u32 ops, bool reduces) {
   Turn turn;
   std::vector<LaneState> lane_states(arguments->lanes);
   std::vector<OpState> op_states(ops);
-  Block(*arguments, index, blocks, turn, lane_states.data(), op_states.data()).run();
+  if (reduces) return Block<true>(*arguments, index, blocks, turn, lane_states.data(), op_states.data()).run();
+  Block<false>(*arguments, index, blocks, turn, lane_states.data(), op_states.data()).run();
 }
 
 namespace {

@@ -38,6 +38,8 @@ using u64 = uint64_t;
 
 DEVICE inline unsigned thread_index() { return threadIdx.x; }
 DEVICE inline unsigned threads() { return blockDim.x; }
+// Threads of a block of channel programs: `THREADS` in src/cuda/mod.rs.
+constexpr unsigned CHANNEL_THREADS = 512;
 DEVICE inline void block_barrier() { __syncthreads(); }
 // A barrier that tells whether it is so for any thread of the block.
 DEVICE inline bool block_any(bool so) { return __syncthreads_or(so ? 1 : 0) != 0; }
@@ -58,6 +60,7 @@ DEVICE inline u64 device_time() {
 
 // A pause of a thread that polls: leaves the memory system to others.
 DEVICE inline void pause_polling() { __nanosleep(100); }
+constexpr bool PAUSES_AT_ONCE = false;
 
 // Loads and stores that other processors see. `acquire` and `release` order all of the block's accesses that a barrier
 // has ordered before or after them: causality order is transitive.
@@ -152,6 +155,7 @@ DEVICE inline double bits_to_double(u64 bits) { return __longlong_as_double(stat
 
 inline unsigned thread_index() { return 0; }
 inline unsigned threads() { return 1; }
+constexpr unsigned CHANNEL_THREADS = 1;
 inline void block_barrier() {}
 inline bool block_any(bool so) { return so; }
 constexpr u32 warp_threads() { return 1; }
@@ -164,6 +168,7 @@ inline u64 device_time() {
                               .count());
 }
 inline void pause_polling() { std::this_thread::yield(); }
+constexpr bool PAUSES_AT_ONCE = true;
 
 template <class T>
 T load_acquire(const T* address) { return __atomic_load_n(address, __ATOMIC_ACQUIRE); }

@@ -29,8 +29,10 @@ constexpr u32 CHUNK_ALIGN_BYTES = 64;
 
 class Schedule {
  public:
+  Schedule() = default;
+  // Of a work that lives as long.
   DEVICE Schedule(const Work& work, const u8* program)
-      : work_(work), order_(reinterpret_cast<const u32*>(program + work.order_at)) {
+      : work_(&work), order_(reinterpret_cast<const u32*>(program + work.order_at)) {
     const u32 size = size_of(work.data_type);
     const bool ring = work.connections == Connections::Ring;
     slot_elems_ = (work.connections == Connections::Local ? LOCAL_BYTES : work.slot_bytes) / size;
@@ -88,9 +90,9 @@ class Schedule {
  private:
   // Whether the program of the rank `back` hops before this one begins by waiting for its previous rank.
   DEVICE bool waits(u32 back) const {
-    switch (work_.function) {
-      case Function::Broadcast: return order_at(back) != work_.root;
-      case Function::Reduce: return order_at(back + 1) != work_.root;
+    switch (work_->function) {
+      case Function::Broadcast: return order_at(back) != work_->root;
+      case Function::Reduce: return order_at(back + 1) != work_->root;
       case Function::AlltoAll:
       case Function::Gather:
       case Function::Scatter: return true;
@@ -98,19 +100,19 @@ class Schedule {
     }
   }
 
-  DEVICE u32 order_at(u32 hops_back) const { return order_[(2 * work_.ranks - hops_back) % work_.ranks]; }
+  DEVICE u32 order_at(u32 hops_back) const { return order_[(2 * work_->ranks - hops_back) % work_->ranks]; }
 
   DEVICE static Step marked(bool send, bool recv) {
     return Step{0, NOWHERE, NOWHERE, send || recv, recv, send, false};
   }
 
   DEVICE Step step(u64 round, u32 index) const {
-    const u32 ranks = work_.ranks;
-    const u64 base = work_.part_start + round * round_elems_;
-    const u64 left = work_.part_end - base;
+    const u32 ranks = work_->ranks;
+    const u64 base = work_->part_start + round * round_elems_;
+    const u64 left = work_->part_end - base;
     const u64 len = left < round_elems_ ? left : round_elems_;
     Step step{len, NOWHERE, NOWHERE, false, false, false, false};
-    switch (work_.connections) {
+    switch (work_->connections) {
       case Connections::Local:
         step.source = step.store = base;
         step.complete = true;
@@ -125,9 +127,9 @@ class Schedule {
         return step;
       case Connections::Ring: break;
     }
-    switch (work_.function) {
+    switch (work_->function) {
       case Function::AllReduce: {
-        const u64 align = CHUNK_ALIGN_BYTES / size_of(work_.data_type);
+        const u64 align = CHUNK_ALIGN_BYTES / size_of(work_->data_type);
         u64 chunk = (len + ranks - 1) / ranks;
         chunk = (chunk + align - 1) / align * align;
         if (chunk > slot_elems_) chunk = slot_elems_;
@@ -145,28 +147,28 @@ class Schedule {
         step.recv = index > 0;
         step.send = index < ranks - 1;
         if (index == 0) step.source = base;
-        step.store = owner(ranks - index) * work_.count + base;
+        step.store = owner(ranks - index) * work_->count + base;
         return step;
       case Function::ReduceScatter: {
         const bool last = index == ranks - 1;
         step.recv = index > 0;
         step.send = !last;
-        step.source = owner(ranks - 1 - index) * work_.count + base;
+        step.source = owner(ranks - 1 - index) * work_->count + base;
         if (last) step.store = base;
         step.complete = last;
         return step;
       }
       case Function::Broadcast: {
-        const bool first = order_[0] == work_.root;
+        const bool first = order_[0] == work_->root;
         step.recv = !first;
-        step.send = order_[1 % ranks] != work_.root;
+        step.send = order_[1 % ranks] != work_->root;
         if (first) step.source = base;
         step.store = base;
         return step;
       }
       case Function::Reduce: {
-        const bool last = order_[0] == work_.root;
-        step.recv = order_[ranks - 1] != work_.root;
+        const bool last = order_[0] == work_->root;
+        step.recv = order_[ranks - 1] != work_->root;
         step.send = !last;
         step.source = base;
         if (last) step.store = base;
@@ -179,9 +181,9 @@ class Schedule {
     }
   }
 
-  DEVICE u64 owner(u32 hop) const { return order_[hop % work_.ranks]; }
+  DEVICE u64 owner(u32 hop) const { return order_[hop % work_->ranks]; }
 
-  const Work& work_;
+  const Work* work_;
   const u32* order_;
   u64 slot_elems_;
   u64 round_elems_;

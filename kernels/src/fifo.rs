@@ -1,12 +1,17 @@
 //! One direction of one connection on one channel: a ring of slots in memory that both its ends can reach.
 //!
 //! The ends are two kernels (same node), or a kernel and its proxy (the proxy moves slots over the network). It is
-//! NCCL's `ncclConnInfo` (head, tail, step sizes) in one piece, with a flag for each slot beside
+//! NCCL's `ncclConnInfo` (head, tail, step sizes), with a flag for each slot beside
 //! its size, as in NCCL's LL128 protocol: what a consumer waits for brings the rest along.
+//!
+//! It has two halves. What the consumer polls, and its data, is in the one; what the producer polls is in the other. In host
+//! memory they are one piece. Between two GPUs each half is in the memory of the GPU that polls it, so that nothing that
+//! is waited for has to be fetched: all that goes over the link are stores that nobody waits for.
 
 use std::{
     cell::UnsafeCell,
     mem::offset_of,
+    ptr,
     sync::{
         Arc,
         atomic::{AtomicU32, AtomicU64, Ordering},
@@ -39,14 +44,23 @@ struct Apart<T>(T);
 
 /// Control words at the start of a FIFO's memory; the slots follow, [`Fifo::slot_bytes`] each, 4096-byte aligned. Kernels of
 /// GPUs have a twin of it in `cuda/launch.cuh`.
+///
+/// Where the halves are apart, this is the consumer's; the producer's is [`Counts`] alone.
 #[repr(C)]
 pub struct FifoHeader {
-    /// The producer's alone.
-    producer: Apart<Producer>,
-    /// Slots released by the consumer since the beginning.
-    head: Apart<AtomicU64>,
+    counts: Counts,
     /// By position modulo [`SLOTS`].
     lines: [Apart<Line>; SLOTS],
+}
+
+/// What either half begins with.
+#[repr(C)]
+struct Counts {
+    /// The producer's alone, in its half.
+    producer: Apart<Producer>,
+    /// Slots released by the consumer since the beginning. Where the halves are apart, the consumer's has its own count, and
+    /// the producer's what the consumer has told.
+    head: Apart<AtomicU64>,
 }
 
 /// What the producer keeps for itself, in the shared memory since it may be one object now and another later.
@@ -65,28 +79,44 @@ const _: () = assert!(offset_of!(Line, size) == 8);
 const _: () = assert!(offset_of!(Line, tag) == 12);
 const _: () = assert!(offset_of!(Line, data) == 16);
 const _: () = assert!(size_of::<FifoHeader>() == 256 + SLOTS * 128);
-const _: () = assert!(offset_of!(FifoHeader, producer) == 0);
-const _: () = assert!(offset_of!(FifoHeader, head) == 128);
-const _: () = assert!(offset_of!(FifoHeader, lines) == 256);
+const _: () = assert!(offset_of!(FifoHeader, counts) == 0);
+const _: () = assert!(offset_of!(Counts, producer) == 0);
+const _: () = assert!(offset_of!(Counts, head) == 128);
+const _: () = assert!(size_of::<Counts>() == PRODUCER_BYTES);
+const _: () = assert!(offset_of!(FifoHeader, lines) == PRODUCER_BYTES);
 const _: () = assert!(size_of::<FifoHeader>() <= SLOTS_OFFSET);
 
 /// Offset of the first slot from the start of the memory.
 pub const SLOTS_OFFSET: usize = 4096;
 
-/// A FIFO in mapped memory. Both ends hold one; which side they use is theirs to keep to: one producer, one consumer.
-pub struct Fifo {
-    header: *const FifoHeader,
-    slots: *mut u8,
-    slot_bytes: usize,
-    /// Keeps the memory mapped.
-    _memory: Arc<dyn Send + Sync>,
+/// Bytes of the producer's half, where it is apart.
+pub const PRODUCER_BYTES: usize = 256;
+
+/// Whether all is released that was posted, by the bytes of the producer's half.
+#[must_use]
+pub fn is_producer_taken(half: &[u8]) -> bool {
+    let word = |at: usize| half.get(at..at + size_of::<u64>());
+    word(offset_of!(Counts, producer)) == word(offset_of!(Counts, head))
 }
 
-// SAFETY: the header is atomics and short slots; a slot is touched by the producer between `free` and `post`, by the
-// consumer between `posted` and `release`, and these are ordered by flag and head.
-unsafe impl Send for Fifo {}
-// SAFETY: as above; the one-producer-one-consumer rule is the caller's.
-unsafe impl Sync for Fifo {}
+/// Where the halves of a FIFO are for the kernels of one of its ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Halves {
+    /// The consumer's: a [`FifoHeader`], and at [`SLOTS_OFFSET`] the slots.
+    pub consumer: u64,
+    /// The producer's: [`PRODUCER_BYTES`] bytes, laid out as the beginning of a [`FifoHeader`]. In host memory the same address.
+    pub producer: u64,
+}
+
+/// A FIFO. Both ends hold one; which side they use is theirs to keep to: one producer, one consumer.
+pub struct Fifo {
+    halves: Halves,
+    slot_bytes: usize,
+    /// The host may look at it.
+    is_mapped: bool,
+    /// Keeps the memory there.
+    _memory: Arc<dyn Send + Sync>,
+}
 
 impl Fifo {
     /// Bytes of memory for a FIFO with slots of `slot_bytes`.
@@ -101,24 +131,61 @@ impl Fifo {
     /// `base` is 128-byte aligned, points to that many readable and writable bytes, and stays mapped while `memory` lives.
     #[must_use]
     pub unsafe fn new(base: *mut u8, slot_bytes: usize, memory: Arc<dyn Send + Sync>) -> Self {
+        // SAFETY: the producer's half is the beginning of the caller's memory.
+        unsafe { Self::apart(base, base, slot_bytes, memory) }
+    }
+
+    /// A FIFO whose halves are apart: the consumer's in `memory_bytes(slot_bytes)` bytes, the producer's in
+    /// [`PRODUCER_BYTES`], zeroed when new.
+    ///
+    /// # Safety
+    /// As of [`Fifo::new`], for both.
+    #[must_use]
+    pub unsafe fn apart(
+        consumer: *mut u8,
+        producer: *mut u8,
+        slot_bytes: usize,
+        memory: Arc<dyn Send + Sync>,
+    ) -> Self {
+        let halves = Halves {
+            consumer: consumer.expose_provenance() as u64,
+            producer: producer.expose_provenance() as u64,
+        };
         Self {
-            header: base.cast(),
-            // SAFETY: within the caller's memory.
-            slots: unsafe { base.add(SLOTS_OFFSET) },
+            halves,
             slot_bytes,
+            is_mapped: true,
             _memory: memory,
         }
     }
 
-    fn header(&self) -> &FifoHeader {
-        // SAFETY: the memory is mapped while `_memory` lives, and the header is atomics and cells.
-        unsafe { &*self.header }
+    /// A FIFO in memory of devices, for kernels: the host gives it on and may not look at it.
+    #[must_use]
+    pub fn on_device(halves: Halves, slot_bytes: usize, memory: Arc<dyn Send + Sync>) -> Self {
+        Self {
+            halves,
+            slot_bytes,
+            is_mapped: false,
+            _memory: memory,
+        }
     }
 
-    /// Where its memory begins: what a device that reaches the same memory is given.
+    fn consumer(&self) -> &FifoHeader {
+        assert!(self.is_mapped, "a FIFO in the memory of a device");
+        // SAFETY: `apart` was given an address that is mapped while `_memory` lives, and the header is atomics and cells.
+        unsafe { &*ptr::with_exposed_provenance(self.halves.consumer as usize) }
+    }
+
+    fn producer(&self) -> &Counts {
+        assert!(self.is_mapped, "a FIFO in the memory of a device");
+        // SAFETY: as above.
+        unsafe { &*ptr::with_exposed_provenance(self.halves.producer as usize) }
+    }
+
+    /// Where it is: what a device that reaches the same memory is given.
     #[must_use]
-    pub fn base(&self) -> *mut u8 {
-        self.header.cast_mut().cast()
+    pub fn halves(&self) -> Halves {
+        self.halves
     }
 
     /// Bytes of a slot.
@@ -128,19 +195,19 @@ impl Fifo {
     }
 
     fn line(&self, position: u64) -> &Line {
-        &self.header().lines[position as usize % SLOTS].0
+        &self.consumer().lines[position as usize % SLOTS].0
     }
 
     /// Producer: position of the next slot to fill, if one is free.
     #[must_use]
     pub fn free(&self) -> Option<u64> {
-        let Producer { tail, head } = &self.header().producer.0;
+        let Producer { tail, head } = &self.producer().producer.0;
         // Relaxed: both are ours alone to write. What we did not acquire ourselves in this call we did in an earlier one.
         let (tail, seen) = (tail.load(Ordering::Relaxed), head.load(Ordering::Relaxed));
         let room = |head: u64| (tail.wrapping_sub(head) < SLOTS as u64).then_some(tail);
         room(seen).or_else(|| {
             // Acquire: pairs with `release`; the consumer is done with the slot before we overwrite it.
-            let now = self.header().head.0.load(Ordering::Acquire);
+            let now = self.producer().head.0.load(Ordering::Acquire);
             head.store(now, Ordering::Relaxed);
             room(now)
         })
@@ -155,7 +222,7 @@ impl Fifo {
         // Release: the slot's bytes, size and tag are written before the consumer sees the flag.
         line.flag.store(position + 1, Ordering::Release);
         // Relaxed: the producer's own.
-        self.header()
+        self.producer()
             .producer
             .0
             .tail
@@ -172,7 +239,7 @@ impl Fifo {
     /// Consumer: position and size of the oldest posted slot.
     #[must_use]
     pub fn posted(&self) -> Option<(u64, usize)> {
-        let head = self.header().head.0.load(Ordering::Relaxed); // ours alone to write
+        let head = self.consumer().counts.head.0.load(Ordering::Relaxed); // ours alone to write
         self.size_at(head).map(|bytes| (head, bytes))
     }
 
@@ -188,14 +255,22 @@ impl Fifo {
 
     /// Consumer: gives back the oldest slot, at the position that [`Fifo::posted`] gave.
     pub fn release(&self, position: u64) {
+        if self.halves.consumer != self.halves.producer {
+            // Relaxed: the consumer's own.
+            self.consumer()
+                .counts
+                .head
+                .0
+                .store(position + 1, Ordering::Relaxed);
+        }
         // Release: our reads of the slot are done before the producer sees it free.
-        self.header().head.0.store(position + 1, Ordering::Release);
+        self.producer().head.0.store(position + 1, Ordering::Release);
     }
 
     /// Slots released so far: what a producer's end has seen consumed.
     #[must_use]
     pub fn released(&self) -> u64 {
-        self.header().head.0.load(Ordering::Acquire)
+        self.producer().head.0.load(Ordering::Acquire)
     }
 
     /// Where `bytes` bytes of the slot at a position are, at most [`Fifo::slot_bytes`]: both ends must ask with the size
@@ -205,8 +280,9 @@ impl Fifo {
         if bytes <= INLINE_BYTES {
             return self.line(position).data.get().cast();
         }
-        // SAFETY: the offset is within the memory that `new` was given.
-        unsafe { self.slots.add(position as usize % SLOTS * self.slot_bytes) }
+        assert!(self.is_mapped, "a FIFO in the memory of a device");
+        let offset = SLOTS_OFFSET + position as usize % SLOTS * self.slot_bytes;
+        ptr::with_exposed_provenance_mut(self.halves.consumer as usize + offset)
     }
 }
 
@@ -225,11 +301,23 @@ pub(crate) mod tests {
         Arc::new(unsafe { Fifo::new(base, slot_bytes, Arc::new(memory)) })
     }
 
+    /// One whose halves are apart.
+    fn apart(slot_bytes: usize) -> Arc<Fifo> {
+        let (consumer, producer) = (heap(slot_bytes), heap(slot_bytes));
+        let base = |fifo: &Fifo| ptr::with_exposed_provenance_mut(fifo.halves().consumer as usize);
+        let bases = (base(&consumer), base(&producer));
+        // SAFETY: the memory of two of them, which live as long.
+        Arc::new(unsafe { Fifo::apart(bases.0, bases.1, slot_bytes, Arc::new((consumer, producer))) })
+    }
+
     #[test]
     fn slots_are_handed_over_in_order_and_reused() {
         // The longest bytes that travel with the flag, the shortest that do not, and as many as a slot has.
-        for length in [INLINE_BYTES, INLINE_BYTES + 1, 100] {
-            let fifo = heap(100);
+        let lengths = [INLINE_BYTES, INLINE_BYTES + 1, 100];
+        for (length, fifo) in lengths
+            .iter()
+            .flat_map(|length| [(*length, heap(100)), (*length, apart(100))])
+        {
             assert!(fifo.posted().is_none());
             for round in 0..3_u64 {
                 for slot in 0..SLOTS as u64 {
@@ -258,14 +346,25 @@ pub(crate) mod tests {
 
     #[test]
     fn a_full_fifo_has_room_after_each_release() {
-        let fifo = heap(64);
-        (0..SLOTS as u64).for_each(|position| fifo.post(position, 0, 1));
-        for position in 0..20 {
-            assert_eq!(fifo.free(), None);
-            fifo.release(position);
-            assert_eq!(fifo.free(), Some(position + SLOTS as u64));
-            fifo.post(position + SLOTS as u64, 0, 1);
+        for fifo in [heap(64), apart(64)] {
+            (0..SLOTS as u64).for_each(|position| fifo.post(position, 0, 1));
+            for position in 0..20 {
+                assert_eq!(fifo.free(), None);
+                fifo.release(position);
+                assert_eq!(fifo.free(), Some(position + SLOTS as u64));
+                fifo.post(position + SLOTS as u64, 0, 1);
+            }
         }
+    }
+
+    #[test]
+    #[should_panic(expected = "in the memory of a device")]
+    fn the_host_does_not_look_at_what_is_a_devices() {
+        let halves = Halves {
+            consumer: 4096,
+            producer: 8192,
+        };
+        let _ = Fifo::on_device(halves, 64, Arc::new(())).free();
     }
 
     #[test]

@@ -20,7 +20,8 @@ use ringsight_kernels::{
 };
 use ringsight_records::{Algorithm, Function};
 
-type RunBlock = unsafe extern "C" fn(arguments: *const Arguments, index: u32, blocks: u32, ops: u32);
+type RunBlock =
+    unsafe extern "C" fn(arguments: *const Arguments, index: u32, blocks: u32, ops: u32, reduces: bool);
 
 /// The entry of `cuda/on_host.cpp`.
 fn run_block() -> RunBlock {
@@ -97,6 +98,7 @@ fn run(launch: &Launch, replay: u32) {
         ..program.arguments(outside.as_ref().map_or(0, |words| words.as_ptr() as u64))
     };
     let (entry, blocks, ops) = (run_block(), program.blocks(), program.ops());
+    let reduces = program.reduces();
     let mut ring = Ring::new(&entries);
     let mut drain = || {
         while let Some(event) = ring.next_event() {
@@ -118,7 +120,7 @@ fn run(launch: &Launch, replay: u32) {
                 scope.spawn(move || {
                     let arguments = arguments;
                     // SAFETY: the arguments and all that they refer to live until this scope ends.
-                    unsafe { entry(arguments.0, index, blocks, ops) };
+                    unsafe { entry(arguments.0, index, blocks, ops, reduces) };
                 })
             })
             .collect();

@@ -170,7 +170,7 @@ fn make(
             break;
         };
         *before = RingBefore {
-            fifo: ring.prev.fifo.base() as u64,
+            fifo: ring.prev.fifo.halves().consumer,
             prev,
             reserved: 0,
         };

@@ -201,7 +201,8 @@ int devices() {
   return text != nullptr ? std::atoi(text) : 2;
 }
 // Their addresses are the functions.
-char channels, peer_kernels[sizeof ringsight_peer_kernels / sizeof ringsight_peer_kernels[0]];
+char channels[2], peer_kernels[sizeof ringsight_peer_kernels / sizeof ringsight_peer_kernels[0]];
+bool is_channels(void* function) { return function == &channels[0] || function == &channels[1]; }
 Context contexts[16] = {{0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9}, {10}, {11}, {12}, {13}, {14}, {15}};
 thread_local Context* current = nullptr;
 std::mutex memory_mutex;
@@ -313,7 +314,8 @@ int cuCtxGetDevice(int* device) {
 
 int cuModuleLoadData(void** module, const void*) { return *module = contexts, SUCCESS; }
 int cuModuleGetFunction(void** function, void*, const char* name) {
-  if (std::strcmp(name, "ringsight_channels") == 0) *function = &channels;
+  if (std::strcmp(name, "ringsight_channels") == 0) *function = &channels[1];
+  else if (std::strcmp(name, "ringsight_channels_copy") == 0) *function = &channels[0];
   else {
     size_t number = 0;
     while (ringsight_peer_kernels[number].name != nullptr && std::strcmp(name, ringsight_peer_kernels[number].name) != 0) number++;
@@ -528,12 +530,12 @@ int cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
 int cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned,
                    unsigned shared_bytes, void* stream, void** parameters, void**) {
   calls[LAUNCH]++;
-  if (skips && function != &channels && !of(stream)->capture) {
+  if (skips && !is_channels(function) && !of(stream)->capture) {
     if (current == nullptr) return INVALID_CONTEXT;
     return report_run(*static_cast<PeerCall*>(parameters[0])), SUCCESS;
   }
   std::function<void(unsigned)> block;
-  if (function != &channels) {
+  if (!is_channels(function)) {
     if (threads > 544 || threads % 32 != 0) return INVALID_VALUE;
     const PeerKernel kernel = ringsight_peer_kernels[static_cast<char*>(function) - peer_kernels];
     const auto* bytes = static_cast<const char*>(parameters[0]);
@@ -543,7 +545,8 @@ int cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned
     if (threads != 512) return INVALID_VALUE;
     auto arguments = std::make_shared<Arguments>(*static_cast<Arguments*>(parameters[0]));
     const u32 ops = (shared_bytes - arguments->lanes * static_cast<u32>(sizeof(LaneState))) / static_cast<u32>(sizeof(OpState));
-    block = [=](unsigned index) { ringsight_run_block(arguments.get(), index, blocks, ops); };
+    const bool reduces = function == &channels[1];
+    block = [=](unsigned index) { ringsight_run_block(arguments.get(), index, blocks, ops, reduces); };
   }
   return add(stream, [=] {
     std::vector<std::thread> all;

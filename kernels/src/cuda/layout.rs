@@ -56,10 +56,14 @@ pub struct Work {
     pub part_start: u64,
     /// Its end.
     pub part_end: u64,
-    /// FIFO that slots come from, 0 if there is none.
+    /// The consumer's half of the FIFO that slots come from ([`crate::fifo::Halves`]), 0 if there is none.
     pub prev: u64,
-    /// FIFO that slots go to, 0 if there is none.
+    /// The producer's.
+    pub prev_producer: u64,
+    /// The consumer's half of the FIFO that slots go to, 0 if there is none.
     pub next: u64,
+    /// The producer's.
+    pub next_producer: u64,
     /// Argument of the combination, or the address of the element that it is made from.
     pub scalar: u64,
     /// Where the ranks in ring order (`u32` each) stand in the program.
@@ -90,11 +94,11 @@ pub struct Work {
     pub reserved: [u8; 7],
 }
 
-const _: () = assert!(size_of::<Work>() == 104);
-const _: () = assert!(offset_of!(Work, scalar) == 56);
-const _: () = assert!(offset_of!(Work, order_at) == 64);
-const _: () = assert!(offset_of!(Work, connections) == 92);
-const _: () = assert!(offset_of!(Work, scalar_kind) == 96);
+const _: () = assert!(size_of::<Work>() == 120);
+const _: () = assert!(offset_of!(Work, scalar) == 72);
+const _: () = assert!(offset_of!(Work, order_at) == 80);
+const _: () = assert!(offset_of!(Work, connections) == 108);
+const _: () = assert!(offset_of!(Work, scalar_kind) == 112);
 
 /// Works that run one after another.
 #[derive(Clone, Copy, Debug)]
@@ -326,6 +330,6 @@ const _: () = assert!(offset_of!(Exchange, chunk) == 432);
 const _: () = assert!(size_of::<Exchange>() == 440);
 
 /// Shared memory that a block needs for each lane.
-pub const LANE_STATE_BYTES: usize = 48;
+pub const LANE_STATE_BYTES: usize = 264;
 /// Shared memory that a block needs for each operation.
 pub const OP_STATE_BYTES: usize = 8;

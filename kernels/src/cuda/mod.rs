@@ -30,8 +30,9 @@ pub fn fatbin() -> Result<&'static [u8], &'static str> {
     Ok(&FATBIN.0)
 }
 
-/// Name of the kernel that runs any launch, a block for each channel.
-pub const KERNEL: &std::ffi::CStr = c"ringsight_channels";
+/// Names of the kernels that run channel programs, a block for each channel: launches that reduce nothing, and any
+/// ([`Program::reduces`]).
+pub const CHANNEL_KERNELS: [&std::ffi::CStr; 2] = [c"ringsight_channels_copy", c"ringsight_channels"];
 
-/// Threads of each of its blocks.
+/// Threads of each of their blocks: `CHANNEL_THREADS` in `cuda/platform.cuh`.
 pub const THREADS: u32 = 512;

@@ -7,7 +7,7 @@ use super::layout::{
     OP_STATE_BYTES, Op, Work,
 };
 use crate::{
-    Fifo,
+    fifo::Halves,
     launch::{self, ChannelWork, Connections, Launch, Scalar},
     reduce::Reduction,
     schedule::WorkError,
@@ -26,6 +26,7 @@ pub struct Program {
     /// The most that a channel has.
     lanes: u32,
     ops: u32,
+    reduces: bool,
 }
 
 /// The tables while they are made.
@@ -39,8 +40,8 @@ struct Tables {
 }
 
 impl Program {
-    /// The program of `launch`, whose works must pass [`launch::Work::check`]. FIFOs and buffers are given to the kernel at
-    /// the addresses that the host knows them by.
+    /// The program of `launch`, whose works must pass [`launch::Work::check`]. Buffers, and FIFOs in
+    /// host memory, are given to the kernel at the addresses that the host knows them by.
     ///
     /// # Errors
     /// An algorithm that kernels have no program for ([`runs`]); a buffer that does not stand at a multiple of its elements'
@@ -64,6 +65,10 @@ impl Program {
             channels: tables.channels.len() as u32,
             lanes,
             ops,
+            reduces: tables
+                .works
+                .iter()
+                .any(|work| work.combine != Combination::Copy as u8),
             ..Self::default()
         };
         program.works_at = 0;
@@ -107,6 +112,12 @@ impl Program {
     #[must_use]
     pub fn ops(&self) -> u32 {
         self.ops
+    }
+
+    /// Whether any of its works does more than copy.
+    #[must_use]
+    pub fn reduces(&self) -> bool {
+        self.reduces
     }
 
     /// Dynamic shared memory of each block.
@@ -164,7 +175,7 @@ impl Tables {
         let mut lanes: Vec<(Option<u64>, Vec<&launch::Work>)> = Vec::new();
         for work in messages {
             let fifo = match &work.connections {
-                Connections::Send(fifo) | Connections::Recv(fifo) => Some(address(fifo)),
+                Connections::Send(fifo) | Connections::Recv(fifo) => Some(fifo.halves().consumer),
                 Connections::Local | Connections::Ring { .. } | Connections::Peers(_) => None,
             };
             match lanes.iter_mut().find(|lane| lane.0 == fifo) {
@@ -223,20 +234,20 @@ impl Tables {
             )));
         }
         let mut order_at = 0;
+        const NO_FIFO: Halves = Halves {
+            consumer: 0,
+            producer: 0,
+        };
         let (connections, prev, next, slot_bytes) = match &work.connections {
-            Connections::Local => (ConnectionKind::Local, 0, 0, 0),
+            Connections::Local => (ConnectionKind::Local, NO_FIFO, NO_FIFO, 0),
             Connections::Ring { order, prev, next } => {
                 // Works of one ring follow each other and share its order.
                 if !self.orders.ends_with(order) {
                     self.orders.extend_from_slice(order);
                 }
                 order_at = ((self.orders.len() - order.len()) * size_of::<u32>()) as u32;
-                (
-                    ConnectionKind::Ring,
-                    address(prev),
-                    address(next),
-                    next.slot_bytes(),
-                )
+                let (prev, slot_bytes) = (prev.halves(), next.slot_bytes());
+                (ConnectionKind::Ring, prev, next.halves(), slot_bytes)
             }
             Connections::Peers(_) => {
                 return Err(WorkError(format!(
@@ -244,8 +255,8 @@ impl Tables {
                     work.op, work.function
                 )));
             }
-            Connections::Send(next) => (ConnectionKind::Send, 0, address(next), next.slot_bytes()),
-            Connections::Recv(prev) => (ConnectionKind::Recv, address(prev), 0, prev.slot_bytes()),
+            Connections::Send(next) => (ConnectionKind::Send, NO_FIFO, next.halves(), next.slot_bytes()),
+            Connections::Recv(prev) => (ConnectionKind::Recv, prev.halves(), NO_FIFO, prev.slot_bytes()),
         };
         address_error(work)?;
         let (scalar, scalar_kind) = match work.scalar {
@@ -259,8 +270,10 @@ impl Tables {
             count: work.count as u64,
             part_start: work.part.start as u64,
             part_end: work.part.end as u64,
-            prev,
-            next,
+            prev: prev.consumer,
+            prev_producer: prev.producer,
+            next: next.consumer,
+            next_producer: next.producer,
             scalar,
             order_at,
             slot_bytes: slot_bytes as u32,
@@ -299,10 +312,6 @@ pub(super) fn address_error(work: &launch::Work) -> Result<(), WorkError> {
         }
     }
     Ok(())
-}
-
-fn address(fifo: &Fifo) -> u64 {
-    fifo.base() as u64
 }
 
 pub(super) fn argument(work: &launch::Work, scalar: u64) -> u64 {

@@ -14,7 +14,9 @@ use cudarc::driver::sys::{
 };
 use ringsight_kernels::{
     Launch, WorkError,
-    cuda::{self, Head, LaunchControl, LaunchState, PeerLaunch, Program, ring::Entry},
+    cuda::{
+        self, CHANNEL_KERNELS, Head, LaunchControl, LaunchState, PeerLaunch, Program, ring::Entry,
+    },
 };
 
 use super::{
@@ -34,8 +36,8 @@ const CHUNK: usize = 256;
 /// One GPU, opened.
 pub(super) struct Gpu {
     pub(super) device: c_int,
-    /// Runs channel programs.
-    kernel: CUfunction,
+    /// Run channel programs: those that reduce nothing, and any.
+    channels: [CUfunction; CHANNEL_KERNELS.len()],
     /// Do an operation among peers: by number.
     peer_kernels: Vec<CUfunction>,
     /// The ring's ticket, in device memory.
@@ -188,7 +190,7 @@ impl Gpu {
         };
         let _outside = OutsideCapture::enter()?;
         let (mut context, mut module) = (std::ptr::null_mut(), std::ptr::null_mut());
-        let mut kernel = std::ptr::null_mut();
+        let mut channels = [std::ptr::null_mut(); CHANNEL_KERNELS.len()];
         let mut peer_kernels = Vec::new();
         let mut stream = std::ptr::null_mut();
         // SAFETY: handles are written to the locals; the image is a fat binary of nvcc's. Setting an attribute loads the
@@ -197,16 +199,14 @@ impl Gpu {
             call!(cuDevicePrimaryCtxRetain(&raw mut context, device))?;
             call!(cuCtxSetCurrent(context))?;
             call!(cuModuleLoadData(&raw mut module, fatbin.as_ptr().cast()))?;
-            call!(cuModuleGetFunction(
-                &raw mut kernel,
-                module,
-                cuda::KERNEL.as_ptr()
-            ))?;
-            call!(cuFuncSetAttribute(
-                kernel,
-                CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                shared_bytes as c_int
-            ))?;
+            for (kernel, name) in channels.iter_mut().zip(CHANNEL_KERNELS) {
+                call!(cuModuleGetFunction(kernel, module, name.as_ptr()))?;
+                call!(cuFuncSetAttribute(
+                    *kernel,
+                    CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    shared_bytes as c_int
+                ))?;
+            }
             for name in PeerLaunch::kernels() {
                 let mut kernel = std::ptr::null_mut();
                 call!(cuModuleGetFunction(&raw mut kernel, module, name.as_ptr()))?;
@@ -237,7 +237,7 @@ impl Gpu {
             })?;
         Ok(Self {
             device,
-            kernel,
+            channels,
             peer_kernels,
             ticket,
             entries,
@@ -340,7 +340,8 @@ impl Gpu {
         arguments.head = self.enter(launch, captured, on_end)?;
         let number = arguments.head.launch;
         let shared_bytes = program.shared_bytes() as u32;
-        let kernel = (self.kernel, program.blocks(), cuda::THREADS, shared_bytes);
+        let kernel = self.channels[usize::from(program.reduces())];
+        let kernel = (kernel, program.blocks(), cuda::THREADS, shared_bytes);
         // SAFETY: the kernel's argument.
         unsafe { self.start(stream, kernel, std::ptr::from_mut(&mut arguments).cast(), number) }?;
         Ok(number)

@@ -7,10 +7,13 @@ mod refusals;
 
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc},
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
 };
 
-use ringsight_kernels::{Connections, Fifo, Observer, Scalar, Work};
+use ringsight_kernels::{Connections, Fifo, Observer, Scalar, Work, fifo::PRODUCER_BYTES};
 use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
 use super::{run, runs};
@@ -23,17 +26,32 @@ unsafe impl Send for Heap {}
 unsafe impl Sync for Heap {}
 impl Drop for Heap {
     fn drop(&mut self) {
-        // SAFETY: allocated in `fifo` with this layout.
+        // SAFETY: allocated in `new` with this layout.
         unsafe { dealloc(self.0, self.1) };
     }
 }
 
+impl Heap {
+    /// Zeroed.
+    fn new(bytes: usize) -> Self {
+        let layout = Layout::from_size_align(bytes, 4096).unwrap();
+        // SAFETY: the layout is not empty.
+        Self(unsafe { alloc_zeroed(layout) }, layout)
+    }
+}
+
+/// One in a piece or in two, in turn: which of them it is makes no difference to anybody.
 pub(crate) fn fifo(slot_bytes: usize) -> Arc<Fifo> {
-    let layout = Layout::from_size_align(Fifo::memory_bytes(slot_bytes), 4096).unwrap();
-    // SAFETY: the layout is not empty.
-    let base = unsafe { alloc_zeroed(layout) };
-    // SAFETY: aligned, zeroed, and freed by the last owner of `Heap`.
-    Arc::new(unsafe { Fifo::new(base, slot_bytes, Arc::new(Heap(base, layout))) })
+    static MADE: AtomicUsize = AtomicUsize::new(0);
+    let whole = Heap::new(Fifo::memory_bytes(slot_bytes));
+    if MADE.fetch_add(1, Ordering::Relaxed).is_multiple_of(2) {
+        // SAFETY: aligned, zeroed, and freed by the last owner of `Heap`.
+        return Arc::new(unsafe { Fifo::new(whole.0, slot_bytes, Arc::new(whole)) });
+    }
+    let producer = Heap::new(PRODUCER_BYTES);
+    let halves = (whole.0, producer.0);
+    // SAFETY: as above.
+    Arc::new(unsafe { Fifo::apart(halves.0, halves.1, slot_bytes, Arc::new((whole, producer))) })
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
