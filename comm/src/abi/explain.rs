@@ -170,7 +170,7 @@ pub unsafe extern "C" fn ringsightExplain(
                     protocol: field(row.choice.protocol.name()),
                     chosen: reason.is_none().into(),
                     channels: match reason {
-                        None => row.choice.channels(asked.bytes, channels) as c_int,
+                        None => row.choice.channels(asked.bytes, channels, asked.peers) as c_int,
                         Some(_) => 0,
                     },
                     reason: field(&reason.map(|reason| reason.to_string()).unwrap_or_default()),

@@ -203,6 +203,9 @@ impl Communicator {
         let failed = self.abort.is_set() || self.faults.get().is_some();
         // Relaxed: read by whoever drops the last reference, which orders it.
         self.peers_ended_well.store(!failed, Ordering::Relaxed);
+        if let (false, Some(near)) = (failed, &self.near) {
+            near.settle(|| self.abort.is_set() || self.faults.get().is_some());
+        }
         self.end(if failed { State::ABORTED } else { State::STOP });
         result
     }

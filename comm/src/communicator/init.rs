@@ -8,7 +8,7 @@ use std::sync::{
 use ringsight_records::{Kind, State, pages};
 
 use super::{
-    Buffers, Communicator, Config, Planner, Registrations,
+    Buffers, Communicator, Config, Planner, Registrations, arenas,
     family::{Family, Membership},
     lifecycle::Lifecycle,
     losses::{self, Losses},
@@ -184,6 +184,7 @@ impl Making<'_> {
             .collect::<Result<_>>()?;
         let Agreement {
             channels,
+            near_channels,
             slot_bytes,
             work_fifo_depth,
             share,
@@ -205,9 +206,20 @@ impl Making<'_> {
             observe::LIBRARY_VERSION,
         );
         let topology = Arc::new(Topology::exchange(bootstrap, info)?);
+        let near = near_channels
+            .map(|wanted| arenas::connect(bootstrap, &topology, wanted, slot_bytes))
+            .transpose()?
+            .flatten();
+        let arena = near.as_ref().map(|near| near.arena.clone());
+        // One number for all ranks: what is asked for over GPUs' memory where that is all there is.
+        let channels = near
+            .as_ref()
+            .filter(|near| near.is_whole)
+            .map_or(channels, |near| near.arena.channels() as u32);
         let patience = bootstrap::default_timeout()?;
         let connector = Connector::new(topology.clone(), family.proxy.clone(), abort.clone(), patience)
-            .over_shared_proxies(domain, proxy_ranks.clone());
+            .over_shared_proxies(domain, proxy_ranks.clone())
+            .with_arena(arena);
         log::rings(&topology, channels);
         let connected = connect_rings(bootstrap, &connector, channels);
         if connected.is_err() {
@@ -232,6 +244,7 @@ impl Making<'_> {
             one_shot,
             peers,
             peers_ended_well,
+            near,
             work_fifo_depth,
             connector,
             abort,

@@ -1,5 +1,6 @@
 //! A communicator: one rank's part in a set of ranks.
 
+mod arenas;
 mod buffers;
 mod child;
 mod config;
@@ -79,6 +80,8 @@ pub struct Communicator {
     pub(crate) peers: Option<Arc<Peers>>,
     /// All operations have come to their end, and no more will come: who shares memory may free it.
     peers_ended_well: Arc<AtomicBool>,
+    /// FIFOs in the memory of GPUs, if there are any.
+    near: Option<arenas::Shared>,
     /// Work elements of its FIFO.
     pub(crate) work_fifo_depth: usize,
     /// Makes point-to-point connections.
@@ -133,6 +136,12 @@ impl Communicator {
     #[must_use]
     pub fn channels(&self) -> usize {
         self.rings.len()
+    }
+
+    /// Parts of a message that have room in the memory of GPUs, where all FIFOs are there.
+    pub(crate) fn near_parts(&self) -> Option<usize> {
+        let near = self.near.as_ref().filter(|near| near.is_whole);
+        near.map(|near| near.arena.parts())
     }
 
     /// The planner, to be held while a group is enqueued or launched.

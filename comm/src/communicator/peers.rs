@@ -24,15 +24,33 @@ use crate::{
 };
 
 /// The memory of one rank, and what it has of the others'.
-struct Memory {
-    own: Option<Box<dyn Any + Send + Sync>>,
-    others: Vec<Box<dyn Any + Send + Sync>>,
+pub(super) struct Memory {
+    pub(super) own: Option<Box<dyn Any + Send + Sync>>,
+    pub(super) others: Vec<Box<dyn Any + Send + Sync>>,
     /// Some of them are of other processes.
-    foreign: bool,
+    pub(super) foreign: bool,
     ended_well: Arc<AtomicBool>,
     /// Whose addresses it says ([`Area::rings`]): a kernel that begins when its communicator has been aborted still looks there
     /// before it gives up.
     _rings: Vec<Arc<Fifo>>,
+}
+
+impl Memory {
+    /// None so far. `ended_well` is to be set when nobody writes there any more.
+    pub(super) fn new(ended_well: &Arc<AtomicBool>) -> Self {
+        Self {
+            own: None,
+            others: Vec::new(),
+            foreign: false,
+            ended_well: ended_well.clone(),
+            _rings: Vec::new(),
+        }
+    }
+}
+
+/// Whether the user wants no rank to reach another's memory.
+pub(super) fn p2p_disabled() -> bool {
+    crate::env::text("NCCL_P2P_DISABLE").is_some_and(|value| value != "0")
 }
 
 impl Drop for Memory {
@@ -157,7 +175,7 @@ fn make(
     rings: &[Option<RingConnections>],
     bytes: usize,
 ) -> std::result::Result<Share, String> {
-    if crate::env::text("NCCL_P2P_DISABLE").is_some_and(|value| value != "0") {
+    if p2p_disabled() {
         return Err("NCCL_P2P_DISABLE is set".into());
     }
     let share = device

@@ -17,6 +17,8 @@ const DEFAULT_BUFFER_BYTES: usize = 1 << 20;
 /// What the ranks must agree on, as they tell each other.
 pub(super) struct Terms {
     min_channels: u32,
+    /// Where FIFOs are in the memory of devices; 0 if they cannot be.
+    near_channels: u32,
     max_channels: u32,
     slot_bytes: u64,
     work_fifo_depth: u64,
@@ -30,6 +32,8 @@ pub(super) struct Terms {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Agreement {
     pub(super) channels: u32,
+    /// Channels where FIFOs are in the memory of devices; `None` if any rank has no such memory.
+    pub(super) near_channels: Option<u32>,
     pub(super) slot_bytes: usize,
     pub(super) work_fifo_depth: usize,
     /// All of them can share their parent's proxies.
@@ -39,7 +43,7 @@ pub(super) struct Agreement {
 }
 
 impl Terms {
-    const BYTES: usize = 26;
+    const BYTES: usize = 30;
 
     /// What this rank asks for.
     ///
@@ -53,7 +57,12 @@ impl Terms {
             )));
         }
         let depth: usize = number(&["RINGSIGHT_WORK_FIFO_DEPTH"])?.unwrap_or(WORK_FIFO_DEPTH);
+        let near = device::device()?.near_channels().unwrap_or(0);
         Ok(Self {
+            near_channels: match config.min_channels {
+                Some(min) if near > 0 => min.clamp(1, MAX_CHANNELS),
+                _ => near,
+            },
             min_channels: match config.min_channels {
                 Some(min) => min.clamp(1, MAX_CHANNELS),
                 None => device::device()?.channels(),
@@ -74,6 +83,7 @@ impl Terms {
         bytes[16..24].copy_from_slice(&self.work_fifo_depth.to_le_bytes());
         bytes[24] = self.share.into();
         bytes[25] = self.one_shot.into();
+        bytes[26..].copy_from_slice(&self.near_channels.to_le_bytes());
         bytes
     }
 
@@ -83,7 +93,7 @@ impl Terms {
         let (max, rest) = rest.split_first_chunk()?;
         let (slot, rest) = rest.split_first_chunk()?;
         let (depth, rest) = rest.split_first_chunk()?;
-        let [share @ (0 | 1), one_shot @ (0 | 1)] = *rest else {
+        let ([share @ (0 | 1), one_shot @ (0 | 1)], near) = rest.split_first_chunk()? else {
             return None;
         };
         Some(Self {
@@ -91,8 +101,9 @@ impl Terms {
             max_channels: u32::from_le_bytes(*max),
             slot_bytes: u64::from_le_bytes(*slot),
             work_fifo_depth: u64::from_le_bytes(*depth),
-            share: share == 1,
-            one_shot: one_shot == 1,
+            share: *share == 1,
+            one_shot: *one_shot == 1,
+            near_channels: u32::from_le_bytes(near.try_into().ok()?),
         })
     }
 
@@ -121,10 +132,14 @@ impl Terms {
             .min()
             .unwrap_or(4096)
             .clamp(64, 1 << 30);
+        let near = all.iter().map(|terms| terms.near_channels);
+        let all_near = near.clone().all(|channels| channels > 0);
+        let near = near.max().filter(|_| all_near);
         let depth = all.iter().map(|terms| terms.work_fifo_depth).min().unwrap_or(2);
         let depth = depth.clamp(2, 1 << 20);
         Agreement {
             channels: DEFAULT_CHANNELS.max(min).min(max).clamp(1, MAX_CHANNELS),
+            near_channels: near.map(|near| near.min(max).clamp(1, MAX_CHANNELS)),
             slot_bytes: slot as usize,
             work_fifo_depth: usize::try_from(depth).unwrap_or(WORK_FIFO_DEPTH),
             share: all.iter().all(|terms| terms.share),
@@ -141,6 +156,7 @@ mod tests {
     fn ranks_agree_whatever_they_ask_for() {
         let terms = |min_channels, max_channels| Terms {
             min_channels,
+            near_channels: 4 * min_channels - 4,
             max_channels,
             slot_bytes: 4096 * u64::from(min_channels),
             work_fifo_depth: 8,
@@ -150,6 +166,8 @@ mod tests {
         assert_eq!(Terms::agree(&[terms(1, 32), terms(1, 32)]).channels, 2);
         let agreed = Agreement {
             channels: 4,
+            // One of them has no memory for that.
+            near_channels: None,
             slot_bytes: 4096,
             work_fifo_depth: 8,
             share: false,
@@ -158,6 +176,10 @@ mod tests {
         assert_eq!(Terms::agree(&[terms(4, 8), terms(1, 32)]), agreed);
         assert!(Terms::agree(&[terms(4, 8), terms(4, 9)]).share);
         assert!(Terms::agree(&[terms(4, 32), terms(1, 32)]).one_shot);
+        assert_eq!(
+            Terms::agree(&[terms(4, 32), terms(3, 10)]).near_channels,
+            Some(10)
+        );
         assert_eq!(
             Terms::agree(&[terms(4, 8), terms(1, 1)]).channels,
             1,
@@ -168,7 +190,8 @@ mod tests {
             (there_and_back.min_channels, there_and_back.slot_bytes),
             (4, 4 * 4096)
         );
-        assert!(Terms::from_bytes(&[0; 25]).is_none() && Terms::from_bytes(&[0; 27]).is_none());
-        assert!(Terms::from_bytes(&[2; 26]).is_none());
+        assert_eq!(there_and_back.near_channels, 12);
+        assert!(Terms::from_bytes(&[0; 29]).is_none() && Terms::from_bytes(&[0; 31]).is_none());
+        assert!(Terms::from_bytes(&[2; 30]).is_none());
     }
 }

@@ -131,6 +131,10 @@ pub trait Device: Send + Sync + 'static {
     fn channels(&self) -> u32 {
         1
     }
+    /// The same where ranks' FIFOs are in the memory of their devices ([`Device::share`]); `None` if it has no memory for that.
+    fn near_channels(&self) -> Option<u32> {
+        None
+    }
     /// The calling thread's current device number.
     fn current(&self) -> Result<i32>;
     /// Sets the calling thread's current device number.
@@ -178,6 +182,10 @@ pub trait Device: Send + Sync + 'static {
     }
     /// Copies to memory of [`Device::share`]; returns when that is done, and waits for no kernel.
     fn write_share(&self, _base: u64, _bytes: &[u8]) -> Result<()> {
+        Err(DeviceError::InvalidUsage("this device shares no memory".into()))
+    }
+    /// Copies from memory of [`Device::share`]; otherwise as [`Device::write_share`].
+    fn read_share(&self, _base: u64, _bytes: &mut [u8]) -> Result<()> {
         Err(DeviceError::InvalidUsage("this device shares no memory".into()))
     }
     /// Drops what only the caller holds, where that may take as long as the kernels that run now.

@@ -6,8 +6,9 @@ use super::{COLL, GRAPH, NET, P2P, SHM, TUNING};
 use crate::{
     checks::api_name,
     plan::{OpInfo, Request, Task},
-    proxy::message::{Endpoint, Transport},
+    proxy::message::Endpoint,
     topology::Topology,
+    transport,
 };
 
 /// The rings of a communicator: the whole of each by rank 0, its own neighbours by every rank.
@@ -29,19 +30,19 @@ pub(crate) fn rings(topology: &Topology, channels: u32) {
     }
 }
 
-/// A connection that stands, from this rank's side.
-pub(crate) fn connection(topology: &Topology, endpoint: &Endpoint) {
+/// A connection that stands, from this rank's side, over a transport of that name.
+pub(crate) fn connection(topology: &Topology, endpoint: &Endpoint, transport: &str) {
     let Endpoint {
         peer,
         channel,
         p2p,
         is_send,
-        transport,
         ..
     } = *endpoint;
     let name = match transport {
-        Transport::Shm => "SHM",
-        Transport::NetSocket => "NET/Socket",
+        transport::P2P => "P2P",
+        transport::SHM => "SHM",
+        _ => "NET/Socket",
     };
     let rank = topology.rank();
     let (from, to) = if is_send { (rank, peer) } else { (peer, rank) };
@@ -52,9 +53,10 @@ pub(crate) fn connection(topology: &Topology, endpoint: &Endpoint) {
         if is_send { "send" } else { "receive" },
     );
     match transport {
-        Transport::NetSocket => tracing::info!(target: NET, "{line}"),
-        Transport::Shm if p2p => tracing::info!(target: P2P, "{line}"),
-        Transport::Shm => tracing::info!(target: SHM, "{line}"),
+        transport::P2P => tracing::info!(target: P2P, "{line}"),
+        transport::SHM if p2p => tracing::info!(target: P2P, "{line}"),
+        transport::SHM => tracing::info!(target: SHM, "{line}"),
+        _ => tracing::info!(target: NET, "{line}"),
     }
 }
 

@@ -51,6 +51,9 @@ pub struct Choice {
     pub bytes_per_channel: u64,
 }
 
+/// The same where FIFOs are in the memory of GPUs: one block is far from filling a link.
+const NEAR_BYTES_PER_CHANNEL: u64 = 32 << 10;
+
 const COLLECTIVES: &[Function] = &[
     Function::AllReduce,
     Function::AllGather,
@@ -288,10 +291,13 @@ impl Choice {
         absent.or((asked.bytes > most).then(|| reason(most)))
     }
 
-    /// Channels for `bytes` bytes when the communicator has `available`.
+    /// Channels for `bytes` bytes when the communicator has `available`, `near` if their FIFOs are in the memory of GPUs.
     #[must_use]
-    pub fn channels(&self, bytes: u64, available: usize) -> usize {
-        usize::try_from(bytes.div_ceil(self.bytes_per_channel))
+    pub fn channels(&self, bytes: u64, available: usize, near: bool) -> usize {
+        let each = self
+            .bytes_per_channel
+            .min(if near { NEAR_BYTES_PER_CHANNEL } else { u64::MAX });
+        usize::try_from(bytes.div_ceil(each))
             .unwrap_or(usize::MAX)
             .clamp(1, available)
     }
@@ -341,10 +347,12 @@ mod tests {
     #[test]
     fn small_messages_take_one_channel_and_large_ones_all() {
         let choice = choose(&asked(Function::AllReduce, 8)).unwrap();
-        assert_eq!(choice.channels(8, 4), 1);
-        assert_eq!(choice.channels(0, 4), 1);
-        assert_eq!(choice.channels(choice.bytes_per_channel + 1, 4), 2);
-        assert_eq!(choice.channels(u64::MAX, 4), 4);
+        assert_eq!(choice.channels(8, 4, false), 1);
+        assert_eq!(choice.channels(0, 4, false), 1);
+        assert_eq!(choice.channels(choice.bytes_per_channel + 1, 4, false), 2);
+        assert_eq!(choice.channels(choice.bytes_per_channel, 4, true), 4);
+        assert_eq!(choice.channels(NEAR_BYTES_PER_CHANNEL, 4, true), 1);
+        assert_eq!(choice.channels(u64::MAX, 4, false), 4);
     }
 
     #[test]

@@ -28,7 +28,13 @@ pub(super) fn choice_of(task: &Task, comm: &Communicator) -> Result<(usize, algo
     };
     let choice = algorithm::choose(&asked)
         .ok_or_else(|| Error::internal(format!("no algorithm serves {function}")))?;
-    Ok((choice.channels(bytes, comm.channels()), choice))
+    let parts = comm.near_parts();
+    // Of a message that there is room for, the same on all ranks; an operation round rings has all channels.
+    let available = match parts {
+        Some(parts) if Exchange::serves(function) => parts,
+        _ => comm.channels(),
+    };
+    Ok((choice.channels(bytes, available, parts.is_some()), choice))
 }
 
 /// Whether a task is made of messages: it is by its function, and no kernel does it among peers.

@@ -1,5 +1,6 @@
-//! Connections between ranks: shared memory within a node, sockets between nodes.
+//! Connections between ranks: memory of their GPUs or shared memory within a node, sockets between nodes.
 
+pub mod arena;
 pub(crate) mod socket;
 
 use std::{
@@ -21,7 +22,9 @@ use crate::{
     topology::Topology,
 };
 
-/// Name of the transport within a node.
+/// Name of the transport within a node whose GPUs reach each other's memory.
+pub const P2P: &str = "p2p";
+/// Name of the transport within a node over host memory.
 pub const SHM: &str = "shm";
 /// Name of the transport between nodes.
 pub const NET_SOCKET: &str = "net/socket";
@@ -33,7 +36,7 @@ pub struct SendConnection {
     pub fifo: Arc<Fifo>,
     /// The proxy's connection, where the proxy has work to do.
     pub proxy: Option<ConnectionId>,
-    /// [`SHM`] or [`NET_SOCKET`].
+    /// [`P2P`], [`SHM`] or [`NET_SOCKET`].
     pub transport: &'static str,
 }
 
@@ -44,7 +47,7 @@ pub struct RecvConnection {
     pub fifo: Arc<Fifo>,
     /// The proxy's connection, where the proxy has work to do.
     pub proxy: Option<ConnectionId>,
-    /// [`SHM`] or [`NET_SOCKET`].
+    /// [`P2P`], [`SHM`] or [`NET_SOCKET`].
     pub transport: &'static str,
 }
 
@@ -71,6 +74,8 @@ pub struct Connector {
     comm: u64,
     /// By rank, as the proxies count ranks; `None` where they are the same.
     proxy_ranks: Option<Arc<[u32]>>,
+    /// Memory of this node's GPUs.
+    arena: Option<Arc<arena::Arena>>,
     abort: Arc<AbortWord>,
     timeout: Duration,
     /// Clients of the proxies that we have asked, by rank.
@@ -98,6 +103,7 @@ impl Connector {
             proxy,
             comm: 0,
             proxy_ranks: None,
+            arena: None,
             abort,
             timeout,
             clients: Mutex::default(),
@@ -110,6 +116,13 @@ impl Connector {
     #[must_use]
     pub fn over_shared_proxies(mut self, comm: u64, proxy_ranks: Arc<[u32]>) -> Self {
         (self.comm, self.proxy_ranks) = (comm, Some(proxy_ranks));
+        self
+    }
+
+    /// The same with FIFOs in the memory of GPUs, where both ends reach it.
+    #[must_use]
+    pub fn with_arena(mut self, arena: Option<Arc<arena::Arena>>) -> Self {
+        self.arena = arena;
         self
     }
 
@@ -247,9 +260,21 @@ impl Connector {
         if let Some(end) = ends.get(&endpoint) {
             return Ok(end.clone());
         }
-        let end = match transport {
+        let near = self
+            .arena
+            .as_ref()
+            .filter(|_| same_node)
+            .and_then(|arena| arena.fifo(peer, channel, p2p, is_send));
+        let end = match (near, transport) {
+            // Each end finds it by itself.
+            (Some(fifo), _) => End {
+                fifo,
+                proxy: None,
+                transport: P2P,
+                kept: None,
+            },
             // The memory is the receiver's; a sender asks the receiver's proxy for it.
-            Transport::Shm if is_send => self.make(
+            (None, Transport::Shm) if is_send => self.make(
                 peer,
                 Endpoint {
                     peer: rank,
@@ -257,9 +282,9 @@ impl Connector {
                     ..endpoint
                 },
             )?,
-            Transport::Shm | Transport::NetSocket => self.make(rank, endpoint)?,
+            (None, Transport::Shm | Transport::NetSocket) => self.make(rank, endpoint)?,
         };
-        crate::log::connection(&self.topology, &endpoint);
+        crate::log::connection(&self.topology, &endpoint, end.transport);
         ends.insert(endpoint, end.clone());
         Ok(end)
     }

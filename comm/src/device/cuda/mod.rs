@@ -143,6 +143,11 @@ impl Device for CudaDevice {
         8
     }
 
+    fn near_channels(&self) -> Option<u32> {
+        // A block passes on a dozen GB/s: its steps are as long as it takes to hand a slot over.
+        Some(32)
+    }
+
     fn current(&self) -> Result<i32> {
         let mut device = 0;
         // SAFETY: writes to the local.
@@ -225,6 +230,10 @@ impl Device for CudaDevice {
 
     fn write_share(&self, base: u64, bytes: &[u8]) -> Result<()> {
         share::write(base, bytes, self.entered()?.stream)
+    }
+
+    fn read_share(&self, base: u64, bytes: &mut [u8]) -> Result<()> {
+        share::read(base, bytes, self.entered()?.stream)
     }
 
     fn retire(&self, waste: Box<dyn Any + Send>) {

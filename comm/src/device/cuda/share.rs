@@ -227,6 +227,21 @@ pub(super) fn write(base: CUdeviceptr, bytes: &[u8], stream: CUstream) -> Result
     }
 }
 
+/// Copies from shared memory; waits for that alone.
+pub(super) fn read(base: CUdeviceptr, bytes: &mut [u8], stream: CUstream) -> Result<()> {
+    let _outside = OutsideCapture::enter()?;
+    // SAFETY: as above, and nobody else has the bytes meanwhile.
+    unsafe {
+        call!(cuMemcpyDtoHAsync_v2(
+            bytes.as_mut_ptr().cast(),
+            base,
+            bytes.len(),
+            stream
+        ))?;
+        call!(cuStreamSynchronize(stream))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

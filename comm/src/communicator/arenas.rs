@@ -1,0 +1,187 @@
+//! Making the memory of [`crate::transport::arena`].
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use ringsight_kernels::fifo::{PRODUCER_BYTES, is_producer_taken};
+
+use super::peers::{Memory, p2p_disabled};
+use crate::{
+    bootstrap::Bootstrap,
+    device::{Device, Reached, device},
+    error::Result,
+    log,
+    topology::Topology,
+    transport::arena::{Arena, Layout},
+};
+
+/// How long a rank that is done waits for the others to take what it has sent.
+const SETTLE: Duration = Duration::from_secs(2);
+/// Blocks that one GPU certainly runs side by side. A kernel waits for kernels of other ranks: those of one GPU must fit.
+const BLOCKS_OF_GPU: u32 = 96;
+
+/// What a communicator has of it.
+pub(super) struct Shared {
+    pub(super) arena: Arc<Arena>,
+    /// All ranks reach all: everything is here.
+    pub(super) is_whole: bool,
+    /// This rank's piece, and the bytes of its producer's halves.
+    own: (u64, usize),
+    /// Ranks of other processes write to it.
+    foreign: bool,
+    /// Nobody writes there any more.
+    ended_well: Arc<AtomicBool>,
+}
+
+/// Channels over GPUs' memory for ranks that ask for `wanted`: fewer where several ranks of one process use one GPU.
+fn channels_of(topology: &Topology, wanted: u32) -> u32 {
+    let mut sharing: HashMap<(u64, u32, u64, i32), u32> = HashMap::new();
+    for rank in 0..topology.ranks() {
+        let info = topology.info(rank);
+        let place = (info.host_hash, info.pid, info.process_start_time, info.device);
+        *sharing.entry(place).or_default() += 1;
+    }
+    let most = sharing.values().copied().max().unwrap_or(1);
+    wanted.min((BLOCKS_OF_GPU / most).max(1))
+}
+
+/// Makes this rank's piece and reaches those of its node; `None` if nobody has one. All ranks call it, with the same
+/// arguments.
+///
+/// # Errors
+/// Of the bootstrap network.
+pub(super) fn connect(
+    bootstrap: &Bootstrap,
+    topology: &Topology,
+    wanted: u32,
+    slot_bytes: usize,
+) -> Result<Option<Shared>> {
+    let (rank, ranks) = (bootstrap.rank(), bootstrap.ranks());
+    let members = topology.local_ranks().to_vec();
+    let layout = Layout::new(channels_of(topology, wanted) as usize, members.len(), slot_bytes);
+    let device = &**device()?;
+    let own = make(device, layout);
+    let answer = own.as_ref().map(|share| share.handle.clone()).unwrap_or_default();
+    let handles = bootstrap.all_gather(&answer)?;
+    let ended_well = Arc::new(AtomicBool::new(false));
+    let mut memory = Memory::new(&ended_well);
+    let mut bases = vec![None; ranks as usize];
+    let mut own_base = 0;
+    if let Ok(own) = own {
+        own_base = own.base;
+        memory.own = Some(own.memory);
+        bases[rank as usize] = Some(own.base);
+        for other in members.iter().filter(|member| **member != rank) {
+            bases[*other as usize] = reach(device, *other, &handles[*other as usize], &mut memory);
+        }
+    }
+    // Who does not reach a rank is not written to by it either.
+    let mine: Vec<u8> = bases.iter().map(|base| base.is_some().into()).collect();
+    let all = bootstrap.all_gather(&mine)?;
+    let reaches = |from: u32, to: u32| all[from as usize].get(to as usize) == Some(&1);
+    let near = |one: u32, other: u32| reaches(one, other) && reaches(other, one);
+    let is_whole = (0..ranks).all(|one| (0..ranks).all(|other| near(one, other)));
+    let Some(layout) = layout.filter(|_| members.iter().any(|other| *other != rank && near(rank, *other)))
+    else {
+        // Nobody writes here.
+        ended_well.store(true, Ordering::Relaxed);
+        return Ok(None);
+    };
+    let foreign = memory.foreign;
+    let bases = members
+        .iter()
+        .map(|member| bases[*member as usize].filter(|_| near(rank, *member)))
+        .collect();
+    let bytes = layout.bytes();
+    tracing::info!(
+        target: log::INIT,
+        "FIFOs are in the memory of GPUs{}: {bytes} bytes of each, {} parts of a message",
+        if is_whole { "" } else { " for some ranks" },
+        layout.parts(),
+    );
+    Ok(Some(Shared {
+        arena: Arc::new(Arena::new(
+            layout,
+            (rank, ranks),
+            members,
+            bases,
+            Arc::new(memory),
+        )),
+        is_whole,
+        own: (own_base, layout.fifos() * PRODUCER_BYTES),
+        foreign,
+        ended_well,
+    }))
+}
+
+/// This rank's piece; or why there is none.
+fn make(device: &dyn Device, layout: Option<Layout>) -> std::result::Result<crate::device::Share, ()> {
+    let why = match layout {
+        _ if p2p_disabled() => "NCCL_P2P_DISABLE is set".to_owned(),
+        None => "no other rank of this node, or buffers are too long".to_owned(),
+        Some(layout) => match device.share(layout.bytes()) {
+            Ok(Some(share)) => return Ok(share),
+            Ok(None) => format!("the {} device shares no memory", device.name()),
+            Err(error) => error.to_string(),
+        },
+    };
+    tracing::info!(target: log::INIT, "This rank's FIFOs are in host memory: {why}");
+    Err(())
+}
+
+fn reach(device: &dyn Device, rank: u32, handle: &[u8], memory: &mut Memory) -> Option<u64> {
+    if handle.is_empty() {
+        return None;
+    }
+    match device.reach_share(handle) {
+        Ok(Reached {
+            base,
+            is_foreign,
+            memory: reached,
+            ..
+        }) => {
+            memory.foreign |= is_foreign;
+            memory.others.push(reached);
+            Some(base)
+        }
+        Err(error) => {
+            tracing::info!(target: log::INIT, "The memory of rank {rank} is not reached: {error}");
+            None
+        }
+    }
+}
+
+impl Shared {
+    /// All of this rank's operations have come to their end. Waits until the others have taken what it has sent: after that they
+    /// write nothing here any more, and the memory may be freed.
+    pub(super) fn settle(&self, failed: impl Fn() -> bool) {
+        // Ranks of this process keep the memory themselves.
+        let settled = !self.foreign || self.is_taken(failed);
+        // Relaxed: read by whoever drops the last reference, which orders it.
+        self.ended_well.store(settled, Ordering::Relaxed);
+    }
+
+    fn is_taken(&self, failed: impl Fn() -> bool) -> bool {
+        let Ok(device) = device() else { return false };
+        let (base, length) = self.own;
+        let mut bytes = vec![0; length];
+        let deadline = Instant::now() + SETTLE;
+        loop {
+            if device.read_share(base, &mut bytes).is_err() {
+                return false;
+            }
+            let taken = bytes.chunks_exact(PRODUCER_BYTES).all(is_producer_taken);
+            if taken || failed() || Instant::now() >= deadline {
+                return taken;
+            }
+            thread::sleep(Duration::from_micros(100));
+        }
+    }
+}
