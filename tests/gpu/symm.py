@@ -124,11 +124,11 @@ def main():
     others = {}
     if arguments.beside:
         with open(arguments.beside) as file:
-            others = json.load(file)
+            others = json.load(file)["micros"]
     if rank == 0:
         names = [arguments.name, *sorted({name for row in others.values() for name in row if name not in ways}), *ways]
         print("| %d GPUs, PyTorch %s, float32, sum, graph of %d, us" % (world, torch.__version__, PER_GRAPH))
-        heads = [*names, "ours / symm" if arguments.name == "ours" else "/ symm"]
+        heads = [*names, arguments.name + " / best symm"]
         print("| %-10s" % "bytes" + "".join("%22s" % head for head in heads))
         for size, row in figures.items():
             row.update({name: value for name, value in others.get(size, {}).items() if name not in ways})
@@ -138,7 +138,7 @@ def main():
             print("| %-10s" % size + "".join("%22s" % text for text in cells), flush=True)
         if arguments.write:
             with open(arguments.write, "w") as file:
-                json.dump({size: dict(row, ranks=world) for size, row in figures.items()}, file)
+                json.dump({"ranks": world, "torch": torch.__version__, "micros": figures}, file)
     library.call("ncclCommDestroy", library.comm)
     dist.destroy_process_group()
     if rank == 0:

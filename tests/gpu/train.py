@@ -21,10 +21,13 @@ STEPS = 12
 RATE = 0.1
 # Sums of doubles in another order: what they may differ by.
 NEAR = 1e-9
+# Collectives that a collector is to see.
+WATCHED = 100
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--write", metavar="FILE", help="keep the losses")
 parser.add_argument("--against", metavar="FILE", help="losses of another run to compare with")
+parser.add_argument("--watched", metavar="FOLDER", help="only %d collectives, once the file go is there; ready says that it may come" % WATCHED)
 parser.add_argument("--pause", metavar="SECONDS", type=float, help="only DDP, in which rank 1 pauses for so long")
 arguments = parser.parse_args()
 
@@ -194,6 +197,31 @@ def collectives():
     require([one["rank"] for one in objects] == list(range(world)), "all_gather_object", objects)
 
 
+def be_watched(folder):
+    x = torch.ones(1000, device=device)
+    every = torch.empty(1000 * world, device=device)
+    dist.all_reduce(x)
+    dist.all_gather_into_tensor(every, x)
+    torch.cuda.synchronize()
+    # By the store: the collector is to see nothing of it.
+    store = dist.distributed_c10d._get_default_store()
+    store.add("ready", 1)
+    if rank == 0:
+        while store.add("ready", 0) < world:
+            time.sleep(0.01)
+        open(os.path.join(folder, "ready"), "w").close()
+    while not os.path.exists(os.path.join(folder, "go")):
+        time.sleep(0.01)
+    for number in range(WATCHED):
+        if number % 2:
+            dist.all_gather_into_tensor(every, x)
+        else:
+            dist.all_reduce(x)
+    torch.cuda.synchronize()
+    # What has just happened is on its way to the collector.
+    time.sleep(0.5)
+
+
 def difference(one, other):
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
@@ -202,6 +230,11 @@ def main():
     start = time.time()
     dist.init_process_group("nccl", device_id=device)
     say("torch", torch.__version__, "nccl", torch.cuda.nccl.version(), "ranks", world, "init %.1f s" % (time.time() - start))
+    if arguments.watched:
+        be_watched(arguments.watched)
+        dist.destroy_process_group()
+        say("ok %d collectives" % WATCHED)
+        return
     wanted = train_alone()
     losses = {}
     if arguments.pause:

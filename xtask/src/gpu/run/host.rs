@@ -121,8 +121,9 @@ impl Host {
 /// One line for each GPU.
 fn gpus() -> Result<Vec<String>, String> {
     let ask = ["--query-gpu=name,driver_version", "--format=csv,noheader"];
-    let told = process::output(Command::new("nvidia-smi").args(ask))
-        .map_err(|error| format!("no GPU: {error:#}"))?;
+    let program = process::find("nvidia-smi").ok_or("no GPU: nvidia-smi is not here")?;
+    let told =
+        process::output(Command::new(program).args(ask)).map_err(|error| format!("no GPU: {error:#}"))?;
     let gpus: Vec<_> = told
         .lines()
         .filter(|line| !line.trim().is_empty())

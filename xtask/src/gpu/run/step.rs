@@ -117,9 +117,14 @@ impl<'a> Steps<'a> {
 
     /// Enters a step that needed no command.
     pub(super) fn enter(&mut self, name: &str, verdict: Verdict) {
+        self.enter_after(name, Duration::ZERO, verdict);
+    }
+
+    /// Enters a step whose commands were run elsewhere.
+    pub(super) fn enter_after(&mut self, name: &str, took: Duration, verdict: Verdict) {
         match verdict {
-            Ok(detail) => self.report.pass(self.part, name, Duration::ZERO, &detail),
-            Err(reason) => self.report.fail(self.part, name, &reason),
+            Ok(detail) => self.report.pass(self.part, name, took, &detail),
+            Err(reason) => self.report.fail_after(self.part, name, took, &reason),
         }
     }
 

@@ -8,13 +8,13 @@ use super::super::step::{Steps, says_ok};
 
 /// Which library the ranks run on.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Library {
+pub(super) enum Library {
     Ours,
     Nccl,
 }
 
 /// The ranks of a job: processes that run a script of the bundle with these arguments.
-fn ranks(
+pub(super) fn ranks(
     steps: &Steps<'_>,
     count: usize,
     library: Library,
@@ -53,7 +53,7 @@ fn ranks(
 }
 
 /// A file as an argument.
-fn text(path: &Path) -> Result<&str> {
+pub(super) fn text(path: &Path) -> Result<&str> {
     path.to_str()
         .with_context(|| format!("{} is no text", path.display()))
 }
