@@ -36,6 +36,13 @@ pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
     drive(steps, "2t-small-slots", 40, "check 2 t 8388608", small);
     drive(steps, "3t", 40, "check 3 t 16777216", &[]);
     drive(steps, "4t", 40, "check 4 t 33554432", &[]);
+    drive(
+        steps,
+        "4t-one-gpu",
+        40,
+        "check 4 t 8388608",
+        &[("CUDA_VISIBLE_DEVICES", "0")],
+    );
     drive(steps, "2p", 60, "check 2 p 8388608", &[]);
     if !steps.skips_without("4p", 2) {
         drive(steps, "4p", 60, "check 4 p 8388608", &[]);

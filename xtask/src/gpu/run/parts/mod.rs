@@ -1,5 +1,6 @@
 //! The parts of a bundle, in the order in which they run.
 
+mod calls;
 mod driver;
 mod environment;
 mod nccl_tests;
@@ -79,7 +80,7 @@ pub(super) const PARTS: &[Part] = &[
     },
     Part {
         name: "perf",
-        about: "nccl-tests' times, ours and NCCL's, with the goals",
+        about: "what a call costs, and nccl-tests' times, ours and NCCL's, with the goals",
         lacks: |host| two_gpus_and_nccl_tests(host).or_else(|| host.stock().err()),
         run: nccl_tests::perf,
     },

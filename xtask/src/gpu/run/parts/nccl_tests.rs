@@ -78,23 +78,28 @@ pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
             operation,
             &format!("-g 2 {all} -b 1K -e 64K -f 64 {FEW}"),
         )?;
-        if gpus >= 4 {
-            one(
-                &format!("{operation}-g4"),
-                60,
-                operation,
-                &format!("-g 4 -b 8 -e 64M -f 4 {FEW}"),
-            )?;
-        }
-    }
-    // The largest, where the send buffer, the receive buffer and what is expected of it are 4 GiB each.
-    for operation in ["all_reduce", "all_gather", "reduce_scatter", "alltoall"] {
+        // The largest, where the send buffer, the receive buffer and what is expected of it are 4 GiB each.
         one(
             &format!("{operation}-4G"),
             60,
             operation,
             "-g 2 -b 1G -e 4G -f 4 -c 1 -w 0 -n 1",
         )?;
+        if gpus >= 4 {
+            for (name, words) in [
+                ("g4", "-g 4 -b 8 -e 256M -f 4"),
+                ("t4", "-g 1 -t 4 -b 8 -e 64M -f 8"),
+                ("g4-R2", "-g 4 -R 2 -b 8 -e 64M -f 8"),
+                ("g4-G10", "-g 4 -G 10 -b 8 -e 16M -f 8"),
+            ] {
+                one(
+                    &format!("{operation}-{name}"),
+                    60,
+                    operation,
+                    &format!("{words} {FEW}"),
+                )?;
+            }
+        }
     }
     if steps.host.gpus.len() < 4 {
         steps.skips_without("g4", 4);
@@ -119,12 +124,13 @@ const MEASURED: [(&str, &str); 6] = [
 pub(super) fn perf(steps: &mut Steps<'_>) -> Result<()> {
     let ours = steps.host.bundle.join("lib");
     let stock = steps.host.stock().map_err(|reason| anyhow!(reason))?;
+    super::calls::run(steps, &steps.host.library(), stock)?;
     let stock = stock
         .parent()
         .ok_or_else(|| anyhow!("{} is in no folder", stock.display()))?
         .to_path_buf();
-    let gpus = if steps.host.gpus.len() >= 4 { 4 } else { 2 };
-    for gpus in [2, gpus].into_iter().take(if gpus == 2 { 1 } else { 2 }) {
+    let gpus = steps.host.gpus.len();
+    for gpus in [2, 4].into_iter().filter(|count| *count <= gpus) {
         let mut measured = Vec::new();
         for (operation, sizes) in MEASURED {
             // Ours and NCCL's one after the other, so that what the machine does meanwhile meets both.
