@@ -5,7 +5,10 @@ use std::{
     io::{self, Read, Write},
     net::{Shutdown, SocketAddr, TcpStream},
     os::fd::{AsRawFd, RawFd},
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use super::{fork::ParentOnly, sys};
@@ -18,6 +21,8 @@ pub(super) struct Link {
     pub(super) ours: bool,
     stream: ParentOnly<TcpStream>,
     out: Mutex<Outbox>,
+    /// The other end has said something.
+    heard: AtomicBool,
 }
 
 /// Bytes on their way out.
@@ -46,6 +51,7 @@ impl Link {
             ours: true,
             stream: ParentOnly::new(stream),
             out: Mutex::default(),
+            heard: AtomicBool::new(false),
         };
         link.push(&[hello]);
         // At once where the connection is made at once: who has said nothing is the first to be dropped.
@@ -62,6 +68,7 @@ impl Link {
             ours: false,
             stream,
             out: Mutex::default(),
+            heard: AtomicBool::new(false),
         }
     }
 
@@ -108,14 +115,20 @@ impl Link {
         out.taken < out.bytes.len()
     }
 
-    /// Whether the system ever took a byte: the connection was made.
+    /// Whether the other end is known to have taken it. The system makes connections before a process accepts them: one that
+    /// ends before anything came may have waited at a rank that was about to leave, or has left.
     pub(super) fn was_made(&self) -> bool {
-        !self.ours || self.out().taken() > 0
+        // Relaxed: asked by the thread that reads.
+        !self.ours || self.heard.load(Ordering::Relaxed)
     }
 
     /// What has come, not blocking; 0 bytes: the end.
     pub(super) fn read(&self, buffer: &mut [u8]) -> io::Result<usize> {
-        (&*self.stream).read(buffer)
+        let read = (&*self.stream).read(buffer)?;
+        if read > 0 {
+            self.heard.store(true, Ordering::Relaxed);
+        }
+        Ok(read)
     }
 
     /// Nothing more will be sent.

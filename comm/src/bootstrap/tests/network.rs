@@ -187,6 +187,35 @@ fn a_goodbye_is_no_death() {
 }
 
 #[test]
+fn a_goodbye_is_heard_by_who_connects_meanwhile() {
+    for _ in 0..20 {
+        let ranks = 7;
+        let (start, end) = (Barrier::new(ranks as usize), Barrier::new(ranks as usize));
+        all(&root(), ranks, |bootstrap| {
+            let told = losses(&bootstrap);
+            bootstrap.barrier().unwrap();
+            start.wait();
+            if bootstrap.rank() == 0 {
+                drop(bootstrap);
+                end.wait();
+                return;
+            }
+            // Those below the others have no connection to it yet, and open one until they find that it is gone.
+            while bootstrap.post_control(0, b"where are you?").is_ok() {
+                thread::yield_now();
+            }
+            // By then service threads have told what they know.
+            let others: Vec<u32> = (1..ranks).collect();
+            let gathered = bootstrap.gather_among(&others, 1, &[]);
+            // Before anything is asserted: who panics would leave the others here.
+            end.wait();
+            gathered.unwrap();
+            assert!(told.try_recv().is_err());
+        });
+    }
+}
+
+#[test]
 fn control_messages_come_in_order_also_to_oneself_and_after_an_abort() {
     let ranks = 9;
     let end = Barrier::new(ranks as usize);
