@@ -251,7 +251,7 @@ impl Matrix<'_> {
         let folder = self
             .folder
             .join(format!("{}-{number}", case.to_string().replace('/', "-")));
-        for _ in 0..REPEATED {
+        for repeated in 0..REPEATED {
             let observed = job::run(
                 &round,
                 case.ranks,
@@ -263,6 +263,7 @@ impl Matrix<'_> {
             let Some(score) = score::judge(&round, &observed) else {
                 continue;
             };
+            let score = Score { repeated, ..score };
             if score.problems.is_empty() {
                 let _ = fs::remove_dir_all(&folder);
             } else {

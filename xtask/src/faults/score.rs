@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     cases::{Fault, Round, THRESHOLD},
     job::{Observed, Said},
-    truth::What,
+    truth::{Event, What},
 };
 
 /// The outcome of a round.
@@ -23,6 +23,9 @@ pub(super) struct Score {
     pub(super) in_time: bool,
     /// Verdicts that should not have been given.
     pub(super) false_verdicts: u32,
+    /// How often it was run before, on a machine so slow that something else happened than was meant to.
+    #[serde(default)]
+    pub(super) repeated: u32,
     /// What was wrong, in words.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) problems: Vec<String>,
@@ -58,16 +61,8 @@ pub(super) fn judge(round: &Round, observed: &Observed) -> Option<Score> {
             ..Score::default()
         },
     };
-    if round.fault == Fault::SlowBelow {
-        let called = |rank| judge.at(rank, &What::Called { step: 0 });
-        let first = (0..round.ranks)
-            .filter(|rank| *rank != round.victim)
-            .filter_map(called)
-            .min()?;
-        let late = called(round.victim)?.saturating_sub(first);
-        if u128::from(late) >= THRESHOLD.as_nanos() * 9 / 10 {
-            return None;
-        }
+    if judge.is_other_than_meant() {
+        return None;
     }
     if let Some(broken) = &observed.broken {
         judge.score.class = false;
@@ -102,6 +97,32 @@ impl Judge<'_> {
             self.score.in_time = false;
             self.problem(format!("{what} after {took:.0} ms, not {within:?}"));
         }
+    }
+
+    /// Whether the machine, and not the fault, kept a rank from coming for as long as the threshold. What is said of that is that
+    /// a rank is late, never that it hangs.
+    fn is_other_than_meant(&self) -> bool {
+        let (round, observed) = (self.round, self.observed);
+        let is_late = |said: &Said| said.verdict.contains(" (late): ");
+        let fault = self.at(round.victim, &What::Fault).unwrap_or(u64::MAX);
+        if observed.said.iter().any(|said| said.ns < fault && is_late(said)) {
+            return true;
+        }
+        let called = |rank| self.at(rank, &What::Called { step: 0 });
+        let others = (0..round.ranks).filter(|rank| *rank != round.victim);
+        let until = match round.fault {
+            Fault::SlowBelow => called(round.victim),
+            // Until they fail, ranks wait; normally not for long.
+            Fault::Count | Fault::Order if observed.said.iter().all(is_late) => {
+                let failed = |event: &&Event| matches!(event.what, What::Failed { .. });
+                observed.truth.iter().filter(failed).map(|event| event.ns).max()
+            }
+            _ => None,
+        };
+        let waited = until.zip(others.filter_map(called).min());
+        waited.is_some_and(|(until, since)| {
+            u128::from(until.saturating_sub(since)) >= THRESHOLD.as_nanos() * 9 / 10
+        })
     }
 
     fn verdicts(&mut self) {
@@ -233,6 +254,9 @@ pub(super) struct Tally {
     pub(super) culprit: u32,
     pub(super) in_time: u32,
     pub(super) false_verdicts: u32,
+    /// Rounds that were run again, since the machine had been too slow.
+    #[serde(default)]
+    pub(super) repeated: u32,
     /// Median and worst of the rounds' latencies, and what is promised, milliseconds.
     pub(super) median_ms: Option<f64>,
     pub(super) worst_ms: Option<f64>,
@@ -257,6 +281,7 @@ impl Tally {
             culprit: count(|score| score.culprit),
             in_time: count(|score| score.in_time),
             false_verdicts: scores.iter().map(|score| score.false_verdicts).sum(),
+            repeated: scores.iter().map(|score| score.repeated).sum(),
             median_ms: latencies.get(latencies.len() / 2).map(rounded),
             worst_ms: latencies.last().map(rounded),
             promised_ms: promised.as_millis() as u32,
@@ -286,6 +311,7 @@ pub(super) struct Report {
     pub(super) culprit: f64,
     pub(super) in_time: f64,
     pub(super) false_verdicts: u32,
+    pub(super) repeated: u32,
     pub(super) worst_ms: f64,
     /// Cells that cannot be, and why.
     pub(super) impossible: Vec<String>,
@@ -314,6 +340,7 @@ impl Report {
             culprit,
             in_time,
             false_verdicts,
+            repeated: sum(|tally| tally.repeated),
             worst_ms: tallies
                 .iter()
                 .filter_map(|tally| tally.worst_ms)
@@ -359,10 +386,7 @@ pub(super) fn print(tallies: &[Tally]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::faults::{
-        cases::{Case, Mode, Ranks},
-        truth::Event,
-    };
+    use crate::faults::cases::{Case, Mode, Ranks};
 
     const MS: u64 = 1_000_000;
 
