@@ -35,6 +35,9 @@ fn a_stopped_rank_is_who_the_others_wait_for() -> Result<()> {
     thread::sleep(Duration::from_secs(1));
     let taken: Value = serde_json::from_str(&snapshot(&pids, &["--json"])?)?;
     let text = snapshot(&pids, &[])?;
+    let prefix = folder.path().join("dumps/rank_");
+    let prefix = prefix.to_str().context("path")?;
+    snapshot(&pids, &["--dump-json", prefix])?;
     signal(pids[2], "-CONT")?;
     // It goes on as if nothing had been.
     job.wait_step(40, LIMIT)?;
@@ -57,6 +60,36 @@ fn a_stopped_rank_is_who_the_others_wait_for() -> Result<()> {
         text.contains("waits for rank 2") && text.contains(&format!("process {}, process stopped", pids[2])),
         "{text}"
     );
+    // The last collective that all others are in is not among those of the rank that is stopped, or it has not begun.
+    let dumps = (0..4)
+        .map(|rank| -> Result<Value> {
+            Ok(serde_json::from_str(&std::fs::read_to_string(format!(
+                "{prefix}{rank}"
+            ))?)?)
+        })
+        .collect::<Result<Vec<_>>>()?;
+    let state = |rank: usize, operation: &Value| -> Option<Value> {
+        let entries = dumps[rank]["entries"].as_array()?;
+        let same = |key: &str, entry: &&Value| entry[key] == operation[key];
+        let entry = entries
+            .iter()
+            .find(|entry| same("collective_seq_id", entry) && same("process_group", entry))?;
+        Some(entry["state"].clone())
+    };
+    let entries = dumps[0]["entries"].as_array().context("entries")?;
+    let hung: Vec<&Value> = entries
+        .iter()
+        .filter(|entry| entry["state"] == "started")
+        .collect();
+    ensure!(!hung.is_empty(), "{:#}", dumps[0]);
+    for operation in hung {
+        ensure!(
+            state(2, operation).is_none_or(|state| state != "completed"),
+            "{operation:#}"
+        );
+    }
+    ensure!(dumps.iter().all(|dump| dump["version"] == "2.10"));
+
     // With one process looked at the others are not known.
     let alone = snapshot(&pids[..1], &[]).unwrap_or_default();
     ensure!(alone.contains("4 ranks, 1 looked at"), "{alone}");

@@ -63,6 +63,12 @@ enum Command {
         /// Write JSON
         #[arg(long)]
         json: bool,
+        /// Also write what each rank is in to PREFIX<rank>, a file of PyTorch's Flight Recorder
+        #[arg(long, value_name = "PREFIX")]
+        dump: Option<PathBuf>,
+        /// The same as JSON
+        #[arg(long, value_name = "PREFIX")]
+        dump_json: Option<PathBuf>,
     },
     /// Tell which algorithm a library takes for an operation, and why not another
     Explain(Box<explain::ExplainArguments>),
@@ -78,8 +84,13 @@ pub(crate) fn main() -> ExitCode {
     let exit = match Arguments::parse().command {
         Command::Attach(arguments) => attach::run(&arguments),
         Command::List { pid, json } => list::run(pid, json),
-        Command::Snapshot { pids, json } => snapshot::run(&pids, json),
         Command::Explain(arguments) => explain::run(&arguments),
+        Command::Snapshot {
+            pids,
+            json,
+            dump,
+            dump_json,
+        } => snapshot::run(&pids, json, dump.as_deref(), dump_json.as_deref()),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Arguments::command(), "ringsight", &mut script);

@@ -1,15 +1,16 @@
 //! `ringsight snapshot`: what processes are in now, and whom they wait for.
 
-use std::fmt::Write as _;
+use std::{collections::BTreeMap, fmt::Write as _, io, path::Path, time::SystemTime};
 
 use ringsight_collector::snapshot::{Group, Operation, Part, Place, Process, take};
+use ringsight_dump::{Form, Moment};
 use ringsight_probes::{look, process, target};
 use serde_json::{Value, json};
 
 use super::{Exit, print};
 
 /// Runs the command.
-pub(crate) fn run(pids: &[u32], json: bool) -> Exit {
+pub(crate) fn run(pids: &[u32], json: bool, dump: Option<&Path>, dump_json: Option<&Path>) -> Exit {
     let mut processes = Vec::new();
     let mut exit = Exit::Success;
     for pid in pids {
@@ -24,7 +25,16 @@ pub(crate) fn run(pids: &[u32], json: bool) -> Exit {
     if processes.is_empty() {
         return exit;
     }
-    let groups = take(&processes, process::now_ns());
+    let now = process::now_ns();
+    for (prefix, form) in [(dump, Form::Pickle), (dump_json, Form::Json)] {
+        if let Some(prefix) = prefix
+            && let Err(error) = write_dumps(&processes, prefix, form, now)
+        {
+            eprintln!("ringsight: {}: {error}", prefix.display());
+            exit = Exit::Error;
+        }
+    }
+    let groups = take(&processes, now);
     let text = if json {
         format!("{:#}\n", to_json(&processes, &groups))
     } else {
@@ -52,6 +62,67 @@ fn read(pid: u32) -> Result<Process, String> {
         communicators: look.communicators,
         operations: look.operations,
     })
+}
+
+/// Who a rank is.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+enum Who {
+    /// Its process and device.
+    Seen(u32, i32),
+    /// It was not looked at: only its communicator and its number there are known.
+    Unseen(u64, u32),
+}
+
+/// A dump for each rank of the communicator with the most ranks, which is taken for the job.
+fn write_dumps(processes: &[Process], prefix: &Path, form: Form, now: u64) -> io::Result<()> {
+    let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    let moment = Moment {
+        monotonic_ns: now,
+        realtime_ns: since_epoch.map_or(0, |time| time.as_nanos() as u64),
+    };
+    let mut places: BTreeMap<u64, Vec<Who>> = BTreeMap::new();
+    let all = || {
+        processes
+            .iter()
+            .flat_map(|process| process.communicators.iter().map(move |comm| (process, comm)))
+    };
+    for (process, comm) in all() {
+        let unseen = (0..comm.ranks).map(|rank| Who::Unseen(comm.id, rank));
+        let members = places.entry(comm.id).or_insert_with(|| unseen.collect());
+        if let Some(member) = members.get_mut(comm.rank as usize) {
+            *member = Who::Seen(process.pid, comm.device);
+        }
+    }
+    let Some((_, job)) = all()
+        .map(|(_, comm)| comm)
+        .max_by_key(|comm| (comm.ranks, std::cmp::Reverse(comm.init_end_ns)))
+        .and_then(|comm| places.get_key_value(&comm.id))
+    else {
+        return Ok(());
+    };
+    for (rank, member) in (0..).zip(job) {
+        let Who::Seen(pid, device) = member else { continue };
+        let Some(process) = processes.iter().find(|process| process.pid == *pid) else {
+            continue;
+        };
+        let mut groups: Vec<ringsight_dump::Group> = process
+            .communicators
+            .iter()
+            .filter(|comm| comm.device == *device)
+            .filter_map(|comm| {
+                Some(ringsight_dump::Group {
+                    id: comm.id,
+                    name: comm.name().to_owned(),
+                    rank: comm.rank,
+                    members: ringsight_dump::members(job, places.get(&comm.id)?)?,
+                })
+            })
+            .collect();
+        groups.sort_by_key(|group| std::cmp::Reverse(group.members.len()));
+        let dump = ringsight_dump::dump(&groups, &process.operations, &moment);
+        ringsight_dump::write(prefix, rank, form, &dump)?;
+    }
+    Ok(())
 }
 
 fn seconds(ns: u64) -> String {

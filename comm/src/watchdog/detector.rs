@@ -157,17 +157,21 @@ impl Detector {
     }
 }
 
-/// The operation that has kept a device for longest, on any communicator of this process, other than `but`.
-pub(super) fn oldest_in_progress(device: i32, but: (u64, Run)) -> Option<HeldUp> {
-    let watches: Vec<Arc<Watch>> = lock(&current().state)
+/// The watches of a device, in the order in which their communicators were made.
+pub(super) fn on_device(device: i32) -> Vec<Arc<Watch>> {
+    lock(&current().state)
         .watches
         .iter()
         .filter_map(Weak::upgrade)
-        .collect();
-    let now = observe::now_ns();
-    watches
-        .iter()
         .filter(|watch| watch.device == device)
+        .collect()
+}
+
+/// The operation that has kept a device for longest, on any communicator of this process, other than `but`.
+pub(super) fn oldest_in_progress(device: i32, but: (u64, Run)) -> Option<HeldUp> {
+    let now = observe::now_ns();
+    on_device(device)
+        .iter()
         .filter_map(|watch| {
             let op = watch.oldest((watch.comm == but.0).then_some(but.1))?;
             Some(HeldUp {

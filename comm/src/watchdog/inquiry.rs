@@ -281,6 +281,9 @@ impl Watch {
     }
 
     fn report(&self, op: &InProgress, verdict: &Verdict, heard: &BTreeMap<u32, Heard>, now: u64) {
+        if verdict.hang {
+            self.dump_all();
+        }
         let state = if verdict.hang { State::STOP } else { State::START };
         observe::emit(&Record {
             value: u64::from(verdict.cause as u8) << 32 | u64::from(verdict.culprit),

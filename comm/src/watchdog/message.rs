@@ -36,6 +36,8 @@ pub(super) enum Message {
     Looked { query: u32, rank: u32, health: Health },
     /// To all: this rank gives up its operations; nobody need ask.
     Ended,
+    /// To all: a hang has been found, write what you are in.
+    Dump,
 }
 
 fn put_run(bytes: &mut Vec<u8>, run: Run) {
@@ -92,6 +94,7 @@ impl Message {
                 bytes.push(health as u8);
             }
             Self::Ended => begin(5, 0),
+            Self::Dump => begin(6, 0),
         }
         bytes
     }
@@ -143,6 +146,7 @@ impl Message {
                 }
             }
             5 if query == 0 => Self::Ended,
+            6 if query == 0 => Self::Dump,
             _ => return None,
         };
         rest.is_empty().then_some(message)
@@ -196,6 +200,7 @@ mod tests {
                 answer: Answer { position, held_up },
             }),
             Just(Message::Ended),
+            Just(Message::Dump),
             any::<(u32, u32)>().prop_map(|(query, rank)| Message::Look { query, rank }),
             (any::<(u32, u32)>(), prop::sample::select(&Health::ALL[..]))
                 .prop_map(|((query, rank), health)| Message::Looked { query, rank, health }),
@@ -210,7 +215,7 @@ mod tests {
             let bytes = message.encode();
             prop_assert_eq!(Message::parse(&bytes), Some(message));
             prop_assert_eq!(Message::parse(&bytes[..cut.index(bytes.len())]), None);
-            fuzz(&[b"RSWD", &[kind % 7][..], &raw].concat());
+            fuzz(&[b"RSWD", &[kind % 8][..], &raw].concat());
             fuzz(&raw);
         }
     }

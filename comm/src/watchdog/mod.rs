@@ -5,6 +5,7 @@
 //! and [`verdict::judge`] decides. Nothing here calls the device.
 
 mod detector;
+mod dump;
 mod flights;
 mod inquiry;
 mod message;
@@ -22,6 +23,7 @@ use std::{
 };
 
 pub(crate) use detector::Detected;
+use dump::Dumps;
 use flights::{Flights, InProgress};
 use inquiry::Inquiry;
 use message::{Health, Message};
@@ -53,6 +55,7 @@ pub(crate) struct Watch {
     /// It is a CUDA device.
     on_gpu: bool,
     settings: Settings,
+    dumps: Dumps,
     topology: Arc<Topology>,
     checks: Arc<Checks>,
     life: Arc<Lifecycle>,
@@ -94,6 +97,7 @@ impl Watch {
             device,
             on_gpu,
             settings,
+            dumps: Dumps::read(),
             topology,
             checks,
             life,
@@ -158,6 +162,7 @@ impl Watch {
             },
             Message::Look { .. } => return,
             Message::Ended => return lock(&self.inquiry).ended(from),
+            Message::Dump => return self.dump(),
             Message::Here { query, answer } => {
                 return lock(&self.inquiry).heard(query, from, verdict::Heard::Answer(answer));
             }
