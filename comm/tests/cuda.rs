@@ -169,6 +169,21 @@ fn a_death_frees_the_others() {
 }
 
 #[test]
+fn random_groups_are_right() {
+    for (ranks, kind, gpus) in [("2", "t", "2"), ("3", "t", "1"), ("4", "p", "4")] {
+        let arguments = ["random", ranks, kind, "7"];
+        let said = drive(
+            "random_groups_are_right",
+            &arguments,
+            &[("RINGSIGHT_MOCK_GPUS", gpus)],
+        );
+        if let Some(said) = said {
+            assert!(said.starts_with("7 rounds, "), "{said}");
+        }
+    }
+}
+
+#[test]
 fn buffers_that_a_gpu_cannot_use_are_refused() {
     for (kind, check) in [("t", None), ("p", None), ("t", Some("1"))] {
         let variables: Vec<_> = check

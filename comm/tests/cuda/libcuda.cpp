@@ -121,6 +121,8 @@ struct Capture {
   u64 id;
   struct Stream* origin;
   Graph* graph;
+  std::atomic<bool> over{false};
+  Capture(u64 id, struct Stream* origin, Graph* graph) : id(id), origin(origin), graph(graph) {}
 };
 
 struct Context {
@@ -223,7 +225,12 @@ Stream* default_stream() {
   static Stream* stream = new Stream;
   return stream;
 }
-Stream* of(void* stream) { return stream == nullptr ? default_stream() : static_cast<Stream*>(stream); }
+Stream* of(void* handle) {
+  Stream* stream = handle == nullptr ? default_stream() : static_cast<Stream*>(handle);
+  // Streams that joined a capture leave it when it ends.
+  if (stream->capture && stream->capture->over) stream->capture = nullptr;
+  return stream;
+}
 
 // Kernels are not run.
 const bool skips = [] {
@@ -513,7 +520,7 @@ int cuStreamWaitEvent(void* stream, Mark* event, unsigned flags) {
   }
   if (event->capture) {
     // Only those of a capture under way, which the stream joins.
-    if (event->capture->origin->capture != event->capture) return CAPTURE_UNMATCHED;
+    if (event->capture->over) return CAPTURE_UNMATCHED;
     waiting->capture = event->capture;
     return SUCCESS;
   }
@@ -564,7 +571,7 @@ int cuThreadExchangeStreamCaptureMode(int* mode) {
 int cuStreamBeginCapture_v2(Stream* stream, int) {
   static std::atomic<u64> last{0};
   if (stream == nullptr || stream->capture) return CAPTURE_UNSUPPORTED;
-  stream->capture = std::make_shared<Capture>(Capture{++last, stream, new Graph});
+  stream->capture = std::make_shared<Capture>(++last, stream, new Graph);
   stream->last_node = nullptr;
   return SUCCESS;
 }
@@ -573,6 +580,7 @@ int cuStreamEndCapture(Stream* stream, Graph** graph) {
   *graph = nullptr;
   if (!stream->capture || stream->capture->origin != stream) return CAPTURE_UNMATCHED;
   *graph = stream->capture->graph;
+  stream->capture->over = true;
   stream->capture = nullptr;
   return SUCCESS;
 }
@@ -580,7 +588,6 @@ int cuStreamGetCaptureInfo_v2(void* stream, int* status, u64* id, Graph** graph,
   calls[CAPTURE]++;
   if (current == nullptr && stream == nullptr) return INVALID_CONTEXT;
   auto& capture = of(stream)->capture;
-  if (capture && capture->origin->capture != capture) capture = nullptr;
   *status = capture ? 1 : 0;
   if (capture) {
     *id = capture->id;

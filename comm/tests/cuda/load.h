@@ -69,7 +69,8 @@ static struct {
   X(cuGraphExecDestroy, "cuGraphExecDestroy") X(cuGraphDestroy, "cuGraphDestroy") X(cuEventCreate, "cuEventCreate") \
   X(cuEventRecord, "cuEventRecord") X(cuEventElapsedTime, "cuEventElapsedTime") X(cuEventSynchronize, "cuEventSynchronize") \
   X(cuGetErrorName, "cuGetErrorName") X(cuStreamQuery, "cuStreamQuery") X(cuDeviceGetName, "cuDeviceGetName") \
-  X(cuLaunchHostFunc, "cuLaunchHostFunc") X(cuDeviceGetAttribute, "cuDeviceGetAttribute")
+  X(cuLaunchHostFunc, "cuLaunchHostFunc") X(cuDeviceGetAttribute, "cuDeviceGetAttribute") \
+  X(cuStreamWaitEvent, "cuStreamWaitEvent")
 #define X(name, symbol) static void* p_##name;
 CUDA_FUNCTIONS(X)
 #undef X

@@ -153,60 +153,85 @@ static int origin(enum Op op, int rank, int root, int block, int* from_block) {
   }
 }
 
+// One operation of a rank: what is sent, and what must come of it.
+struct Case {
+  enum Op op;
+  const struct Type* type;
+  size_t count;
+  int reduction, root, salt;
+};
+static bool reduces(enum Op op) { return op == ALL_REDUCE || op == REDUCE_SCATTER || op == REDUCE; }
+static size_t send_bytes(const struct Case* c) {
+  const bool many = c->op == REDUCE_SCATTER || c->op == ALLTOALL || c->op == SCATTER || c->op == PAIRS;
+  return (many ? (size_t)ranks : 1) * c->count * (size_t)c->type->size;
+}
+static size_t recv_blocks(enum Op op) { return op == ALL_GATHER || op == ALLTOALL || op == GATHER || op == PAIRS ? (size_t)ranks : 1; }
+static size_t recv_bytes(const struct Case* c) { return recv_blocks(c->op) * c->count * (size_t)c->type->size; }
+// The type's 0, 1 and 2.
+struct Codes { uint64_t of[3]; };
+static struct Codes codes_of(const struct Type* t) { return (struct Codes){{encode(t, 0), encode(t, 1), encode(t, 2)}}; }
+
+static void fill(const struct Rank* r, const struct Case* c, char* in) {
+  const struct Codes codes = codes_of(c->type);
+  const bool product = reduces(c->op) && c->reduction == 1;
+  for (size_t i = 0; i < send_bytes(c) / (size_t)c->type->size; i++) put(c->type, in, i, codes.of[element(c->salt, r->rank, i, product)]);
+}
+
+// Whether `out` is what this rank must have got; `what` is said of it if not.
+static void verify(const struct Rank* r, const struct Case* c, const char* out, const char* what) {
+  const struct Type* t = c->type;
+  const struct Codes codes = codes_of(t);
+  if (c->op == REDUCE && r->rank != c->root) return;
+  for (size_t block = 0; block < recv_blocks(c->op); block++) {
+    int from_block = 0, from = reduces(c->op) ? 0 : origin(c->op, r->rank, c->root, (int)block, &from_block);
+    if (from < 0) continue;
+    for (size_t i = 0; i < c->count; i++) {
+      uint64_t found = get(t, out, block * c->count + i);
+      bool right;
+      if (reduces(c->op)) {
+        size_t at = c->op == REDUCE_SCATTER ? (size_t)r->rank * c->count + i : i;
+        double want = combined(c->salt, at, c->reduction, t->exponent == 0);
+        double slack = c->reduction == 4 && t->exponent != 0 && (ranks & (ranks - 1)) ? ldexp(want, 1 - t->mantissa) : 0;
+        right = slack != 0 ? fabs(decode(t, found) - want) <= slack : found == encode(t, want);
+        if (!right)
+          fail("%s %s %s count %zu root %d rank %d of %d%s: element %zu is %g, not %g", OP_NAMES[c->op], t->name,
+               REDUCTIONS[c->reduction], c->count, c->root, r->rank, ranks, what, i, decode(t, found), want);
+      } else {
+        uint64_t want = codes.of[element(c->salt, from, (size_t)from_block * c->count + i, false)];
+        if (found != want)
+          fail("%s %s count %zu root %d rank %d of %d%s: block %zu element %zu is %#lx, not %#lx", OP_NAMES[c->op], t->name,
+               c->count, c->root, r->rank, ranks, what, block, i, (long)found, (long)want);
+      }
+    }
+  }
+}
+
 static void check_one(struct Rank* r, enum Op op, const struct Type* t, size_t count, int reduction, bool in_place, int salt) {
-  const bool reduces = op == ALL_REDUCE || op == REDUCE_SCATTER || op == REDUCE;
-  const bool product = reduces && reduction == 1;
-  const int root = salt % ranks;
-  size_t send_blocks = op == REDUCE_SCATTER || op == ALLTOALL || op == SCATTER || op == PAIRS ? (size_t)ranks : 1;
-  size_t recv_blocks = op == ALL_GATHER || op == ALLTOALL || op == GATHER || op == PAIRS ? (size_t)ranks : 1;
-  size_t size = t->size, send_bytes = send_blocks * count * size, recv_bytes = recv_blocks * count * size;
-  if (send_bytes > r->bytes || recv_bytes > r->bytes) return;
-  uint64_t codes[3] = {encode(t, 0), encode(t, 1), encode(t, 2)};
-  for (size_t i = 0; i < send_blocks * count; i++) put(t, r->in, i, codes[element(salt, r->rank, i, product)]);
+  const struct Case c = {op, t, count, reduction, salt % ranks, salt};
+  const size_t size = (size_t)t->size, sent = send_bytes(&c), received = recv_bytes(&c);
+  if (sent > r->bytes || received > r->bytes) return;
+  fill(r, &c, r->in);
   CUdeviceptr send = r->send, recv = r->recv;
-  CU(cuMemsetD8Async, recv, (unsigned char)0xa5, r->bytes < recv_bytes + 64 ? recv_bytes : recv_bytes + 64, r->stream);
+  CU(cuMemsetD8Async, recv, (unsigned char)0xa5, r->bytes < received + 64 ? received : received + 64, r->stream);
   if (in_place) {
     if (op == ALL_REDUCE || op == REDUCE || op == BROADCAST) send = recv;
     if (op == ALL_GATHER) send = recv + (size_t)r->rank * count * size;
     if (op == REDUCE_SCATTER) recv = send + (size_t)r->rank * count * size;
   }
-  CU(cuMemcpyHtoDAsync, send, r->in, send_bytes, r->stream);
+  CU(cuMemcpyHtoDAsync, send, r->in, sent, r->stream);
   int number = reduction;
-  bool made = reduces && reduction >= 5;
+  bool made = reduces(op) && reduction >= 5;
   if (made) {
     uint64_t two = encode(t, 2);
     memcpy(r->out, &two, 8);
     if (reduction == 6) CU(cuMemcpyHtoDAsync, r->scalar, r->out, (size_t)8, r->stream);
     NC(RedOpCreatePreMulSum(&number, reduction == 6 ? (void*)r->scalar : (void*)r->out, t->code, reduction == 5, r->comm));
   }
-  enqueue(r, op, t->code, count, number, root, send, recv);
+  enqueue(r, op, t->code, count, number, c.root, send, recv);
   if (made) NC(RedOpDestroy(number, r->comm));
   CU(cuStreamSynchronize, r->stream);
-  CU(cuMemcpyDtoHAsync, r->out, recv, recv_bytes, r->stream);
+  CU(cuMemcpyDtoHAsync, r->out, recv, received, r->stream);
   CU(cuStreamSynchronize, r->stream);
   r->cases++;
-  if (op == REDUCE && r->rank != root) return;
-  for (size_t block = 0; block < recv_blocks; block++) {
-    int from_block = 0, from = reduces ? 0 : origin(op, r->rank, root, (int)block, &from_block);
-    if (from < 0) continue;
-    for (size_t i = 0; i < count; i++) {
-      uint64_t found = get(t, r->out, block * count + i);
-      bool right;
-      if (reduces) {
-        size_t at = op == REDUCE_SCATTER ? (size_t)r->rank * count + i : i;
-        double want = combined(salt, at, reduction, t->exponent == 0);
-        double slack = reduction == 4 && t->exponent != 0 && (ranks & (ranks - 1)) ? ldexp(want, 1 - t->mantissa) : 0;
-        right = slack != 0 ? fabs(decode(t, found) - want) <= slack : found == encode(t, want);
-        if (!right)
-          fail("%s %s %s count %zu root %d rank %d of %d%s: element %zu is %g, not %g", OP_NAMES[op], t->name,
-               REDUCTIONS[reduction], count, root, r->rank, ranks, in_place ? " in place" : "", i, decode(t, found), want);
-      } else {
-        uint64_t want = codes[element(salt, from, (size_t)from_block * count + i, false)];
-        if (found != want)
-          fail("%s %s count %zu root %d rank %d of %d%s: block %zu element %zu is %#lx, not %#lx", OP_NAMES[op], t->name,
-               count, root, r->rank, ranks, in_place ? " in place" : "", block, i, (long)found, (long)want);
-      }
-    }
-  }
+  verify(r, &c, r->out, in_place ? " in place" : "");
 }
-

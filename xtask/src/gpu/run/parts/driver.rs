@@ -43,12 +43,16 @@ pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
         "check 4 t 8388608",
         &[("CUDA_VISIBLE_DEVICES", "0")],
     );
+    drive(steps, "random-2t", 60, "random 2 t 100", &[]);
+    drive(steps, "random-2p", 60, "random 2 p 100", &[]);
+    drive(steps, "random-4t", 60, "random 4 t 60", &[]);
     drive(steps, "2p", 60, "check 2 p 8388608", &[]);
     if !steps.skips_without("4p", 2) {
         drive(steps, "4p", 60, "check 4 p 8388608", &[]);
     }
     if !steps.skips_without("8t", 4) {
         drive(steps, "8t", 80, "check 8 t 8388608", &[]);
+        drive(steps, "random-8t", 80, "random 8 t 30", &[]);
     }
     Ok(())
 }

@@ -44,7 +44,7 @@ pub(super) const PARTS: &[Part] = &[
     },
     Part {
         name: "check",
-        about: "every operation, type and reduction, with threads and processes, on 1 to 8 ranks",
+        about: "every operation, type and reduction, and random groups, with threads and processes, on 1 to 8 ranks",
         lacks: one_gpu,
         run: driver::check,
     },

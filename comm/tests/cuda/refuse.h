@@ -1,0 +1,52 @@
+// Buffers that a GPU cannot use.
+#pragma once
+#include "rank.h"
+
+// A call with a buffer that the rank's GPU cannot use: refused with the argument's name.
+static void refused(struct Rank* r, const char* argument, const void* send, void* recv) {
+  const Code code = nccl.AllReduce(send, recv, 100, F32, 0, r->comm, r->stream);
+  const char* text = nccl.GetLastError(r->comm);
+  char gpu[20];
+  snprintf(gpu, sizeof gpu, "GPU %d", r->device);
+  if (code != 4 || !strstr(text, argument) || !strstr(text, gpu)) fail("refuse: rank %d: %s: %d: %s", r->rank, argument, code, text);
+}
+
+// Buffers of other devices and of ordinary host memory are refused before anything runs; pinned memory is used.
+static void run_refuse(struct Rank* r) {
+  open_rank(r, 0);
+  buffers(r, 1 << 20);
+  int pageable = 0, number = 0;
+  CU(cuDeviceGetAttribute, &pageable, 88, r->device);
+  void* ordinary = malloc(4096);
+  if (!pageable) {
+    refused(r, "sendbuff", ordinary, (void*)r->recv);
+    refused(r, "recvbuff", (void*)r->send, ordinary);
+    number += 2;
+  }
+  if (devices > 1) {
+    CUcontext own, other;
+    CUdeviceptr elsewhere;
+    CU(cuDevicePrimaryCtxRetain, &own, r->device);
+    CU(cuDevicePrimaryCtxRetain, &other, (r->device + 1) % devices);
+    CU(cuCtxSetCurrent, other);
+    CU(cuMemAlloc, &elsewhere, (size_t)4096);
+    CU(cuCtxSetCurrent, own);
+    refused(r, "sendbuff", (void*)elsewhere, (void*)r->recv);
+    refused(r, "recvbuff", (void*)r->send, (void*)elsewhere);
+    number += 2;
+    CU(cuMemFree, elsewhere);
+  }
+  barrier();
+  // Nothing is stuck, and nothing is counted that the others do not count.
+  float *in = (float*)r->in, *out = (float*)r->out;
+  for (int i = 0; i < 100; i++) in[i] = (float)(r->rank + i);
+  NC(AllReduce(in, out, 100, F32, 0, r->comm, r->stream));
+  CU(cuStreamSynchronize, r->stream);
+  for (int i = 0; i < 100; i++)
+    if (out[i] != (float)(ranks * i + ranks * (ranks - 1) / 2)) fail("refuse: rank %d: element %d is %g", r->rank, i, out[i]);
+  free(ordinary);
+  barrier();
+  NC(CommDestroy(r->comm));
+  barrier();
+  if (r->rank == 0) printf("ok %d refused, pinned memory reduced\n", number);
+}
