@@ -132,6 +132,9 @@ pub fn run(options: &Options) -> Result<ExitCode> {
     if wanted(own::LIMITS.1) || wanted(own::LIMITS.0) {
         rows.extend(own::limits()?);
     }
+    if wanted(own::WATCHDOG.1) || wanted(own::WATCHDOG.0) {
+        rows.extend(own::watchdog()?);
+    }
     if wanted("probe") {
         rows.extend(probe::measure(&workspace::build()?)?);
     }

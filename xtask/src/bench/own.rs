@@ -17,6 +17,13 @@ pub(super) const PROBE: (&str, &str) = ("ringsight-probes", "probe");
 /// Package and target of what all-reduce takes against what the machine gives.
 pub(super) const LIMITS: (&str, &str) = ("ringsight-comm", "limits");
 
+/// Package and target of what the watchdog costs.
+pub(super) const WATCHDOG: (&str, &str) = ("ringsight-comm", "watchdog");
+
+/// The most that the watchdog may add to a call, nanoseconds, and take of a core when nothing happens, per cent.
+const WATCHDOG_CALL_NS: f64 = 50.0;
+const WATCHDOG_IDLE: f64 = 0.1;
+
 /// Records a second that one core has to take.
 const RECORDS_PER_S: f64 = 1e6;
 /// Resident memory at the end over what a tenth of the time took: flat.
@@ -84,6 +91,51 @@ fn throughput_rows(cases: &[Value]) -> Result<Vec<Row>> {
         ));
     }
     Ok(rows)
+}
+
+/// Measures what the watchdog adds to a call, and what its thread takes when nothing happens.
+pub(super) fn watchdog() -> Result<Vec<Row>> {
+    let objects = objects(WATCHDOG, &[])?;
+    let figures = objects
+        .first()
+        .context("the watchdog's benchmark printed nothing")?;
+    watchdog_rows(figures)
+}
+
+fn watchdog_rows(figures: &Value) -> Result<Vec<Row>> {
+    let figure = |name: &str| {
+        figures[name]
+            .as_f64()
+            .with_context(|| format!("{figures} has no number {name}"))
+    };
+    let row = |name: &str, median, unit, goal, note| Row {
+        name: format!("watchdog, {name}"),
+        median,
+        min: None,
+        unit,
+        goal: Some(Goal::AtMost(goal)),
+        note,
+    };
+    Ok(vec![
+        row(
+            "a call with it minus one without",
+            figure("call_ns")?,
+            "ns",
+            WATCHDOG_CALL_NS,
+            format!(
+                "{} pairs of batches; without it {} ns",
+                figure("pairs")?,
+                figure("without_ns")?
+            ),
+        ),
+        row(
+            "its thread when nothing happens",
+            figure("idle_percent")?,
+            "% of a core",
+            WATCHDOG_IDLE,
+            format!("{} communicators", figure("idle_communicators")?),
+        ),
+    ])
 }
 
 /// Measures probes in a process that does nothing else. Without the right to attach there are fewer rows.
@@ -298,8 +350,17 @@ mod tests {
     }
 
     #[test]
+    fn the_watchdog_has_goals_on_calls_and_rest() {
+        let text = r#"{"call_ns":50.0,"without_ns":900.0,"pairs":500,"idle_percent":0.11,"idle_communicators":9}"#;
+        let rows = watchdog_rows(&parse(text).unwrap()[0]).unwrap();
+        let verdicts: Vec<_> = rows.iter().map(Row::meets).collect();
+        assert_eq!(verdicts, [Some(true), Some(false)]);
+    }
+
+    #[test]
     fn rubbish_is_refused() {
         assert!(parse("{rubbish").is_err());
+        assert!(watchdog_rows(&serde_json::json!({})).is_err());
         assert!(throughput_rows(&parse("{}").unwrap()).is_err());
         assert!(limits_rows(&serde_json::json!({})).is_err());
         for wrong in [

@@ -1,0 +1,142 @@
+//! What the watchdog costs: a call with it minus one without, in turns in one process, and its thread when nothing happens.
+//!
+//! `cargo bench -p ringsight-comm --bench watchdog` prints JSON. Two communicators of one rank, one with the watchdog, one without,
+//! are called in turns, a batch each, in an order that changes; the stream is held meanwhile, so that what is timed is the call alone,
+//! by the calling thread's processor time. A pair's difference has what both have in common taken away; the figure is the median of
+//! the pairs.
+
+use std::{
+    env,
+    ffi::c_int,
+    fs,
+    sync::{Arc, Mutex, mpsc},
+    thread,
+    time::{Duration, Instant},
+};
+
+use ringsight_comm::{
+    abi::{self, UniqueIdBytes},
+    communicator::Handle,
+    device::{Stream, device},
+    error::ResultCode,
+};
+
+/// Calls of a batch: fewer than the work FIFO takes.
+const BATCH: u32 = 200;
+/// Pairs of batches, and those before them that do not count.
+const PAIRS: usize = 500;
+const WARM: usize = 50;
+/// Communicators of one rank that do nothing, and how long the thread is looked at meanwhile.
+const IDLE: usize = 8;
+const IDLE_TIME: Duration = Duration::from_secs(10);
+/// `ncclFloat32`.
+const FLOAT: c_int = 7;
+
+fn ok(code: ResultCode) {
+    assert_eq!(code, ResultCode::Success);
+}
+
+/// A communicator of one rank, with the watchdog or without.
+fn communicator(watched: bool) -> Handle {
+    // SAFETY: only this thread of the program uses the environment, and the library's threads read it only while a
+    // communicator is being made.
+    unsafe { env::set_var("NCCL_KERNEL_TIMEOUT_MS", if watched { "2000" } else { "0" }) };
+    let (mut id, mut comm) = (UniqueIdBytes([0; 128]), Handle(0));
+    // SAFETY: valid places.
+    unsafe {
+        ok(abi::ncclGetUniqueId(&raw mut id));
+        ok(abi::ncclCommInitRank(&raw mut comm, 1, id, 0));
+    }
+    comm
+}
+
+/// Processor time of the calling thread.
+fn thread_time() -> Duration {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: a valid place; the clock always exists.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// Nanoseconds of a call, from a batch on a stream that does not go on meanwhile.
+fn batch(comm: Handle, stream: Stream, data: &mut [f32]) -> f64 {
+    let device = device().expect("host device");
+    let (open, gate) = mpsc::channel::<()>();
+    let gate = Mutex::new(gate);
+    device
+        .launch_host(
+            stream,
+            Arc::new(move |_| {
+                let _ = gate.lock().expect("nobody panics").recv();
+            }),
+        )
+        .expect("stream");
+    let at = data.as_mut_ptr().cast();
+    let begin = thread_time();
+    for _ in 0..BATCH {
+        // SAFETY: the buffer lives until the stream is synchronized.
+        ok(unsafe { abi::ncclAllReduce(at, at, data.len(), FLOAT, 0, comm, stream) });
+    }
+    let taken = thread_time() - begin;
+    drop(open);
+    device.stream_synchronize(stream).expect("stream");
+    taken.as_nanos() as f64 / f64::from(BATCH)
+}
+
+fn median(values: &mut [f64]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// Processor time of the watchdog's thread; `None` if there is none.
+fn watchdog_time() -> Option<Duration> {
+    fs::read_dir("/proc/self/task").ok()?.find_map(|task| {
+        let task = task.ok()?.path();
+        let name = fs::read_to_string(task.join("comm")).ok()?;
+        let times = fs::read_to_string(task.join("schedstat")).ok()?;
+        let running = times.split_whitespace().next()?.parse().ok()?;
+        (name.trim() == "rs-watchdog").then(|| Duration::from_nanos(running))
+    })
+}
+
+fn main() {
+    // SAFETY: no other thread runs yet.
+    unsafe { env::set_var("RINGSIGHT_DEVICE", "host") };
+    let device = device().expect("host device");
+    let stream = device.stream_create().expect("stream");
+    let [on, off] = [true, false].map(communicator);
+    let mut data = [1f32; 2];
+    let (mut differences, mut without) = (Vec::new(), Vec::new());
+    for pair in 0..WARM + PAIRS {
+        // Whoever comes first in a pair may be at a disadvantage.
+        let (first, second) = if pair % 2 == 0 { (on, off) } else { (off, on) };
+        let times = [first, second].map(|comm| batch(comm, stream, &mut data));
+        let (with, bare) = if pair % 2 == 0 {
+            (times[0], times[1])
+        } else {
+            (times[1], times[0])
+        };
+        if pair >= WARM {
+            differences.push(with - bare);
+            without.push(bare);
+        }
+    }
+    let idle: Vec<Handle> = (0..IDLE).map(|_| communicator(true)).collect();
+    let (begin, before) = (Instant::now(), watchdog_time().expect("the watchdog's thread"));
+    thread::sleep(IDLE_TIME);
+    let running = watchdog_time().expect("the watchdog's thread") - before;
+    let percent = 100.0 * running.as_secs_f64() / begin.elapsed().as_secs_f64();
+    for comm in idle.into_iter().chain([on, off]) {
+        // SAFETY: a live communicator.
+        ok(unsafe { abi::ncclCommDestroy(comm) });
+    }
+    println!(
+        "{{\"call_ns\":{:.1},\"without_ns\":{:.1},\"pairs\":{PAIRS},\"idle_percent\":{percent:.4},\"idle_communicators\":{}}}",
+        median(&mut differences),
+        median(&mut without),
+        IDLE + 1
+    );
+}
