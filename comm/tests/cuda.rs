@@ -15,30 +15,13 @@ use native::{library, run};
 use ringsight_kernels::cuda;
 use tempfile::TempDir;
 
-/// The folder of the driver without a GPU and of the program.
+/// The folder of the driver without a GPU and of the programs.
 fn built() -> &'static Path {
     static FOLDER: OnceLock<TempDir> = OnceLock::new();
     FOLDER
         .get_or_init(|| {
             let folder = tempfile::tempdir().unwrap();
-            let crates = Path::new(env!("CARGO_MANIFEST_DIR"));
-            let strict = ["-O2", "-Wall", "-Wextra", "-Werror", "-pthread"];
-            run(Command::new("g++")
-                .args(["-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-I"])
-                .arg(crates.join("../kernels/cuda"))
-                .args(strict)
-                .arg(crates.join("tests/cuda/libcuda.cpp"))
-                .arg("-o")
-                .arg(folder.path().join("libcuda.so.1")));
-            for program in ["driver", "calls"] {
-                run(Command::new("gcc")
-                    .args(["-std=gnu11", "-Wno-unused-function", "-Wno-unused-variable"])
-                    .args(strict)
-                    .arg(crates.join("tests/cuda").join(program).with_extension("c"))
-                    .arg("-o")
-                    .arg(folder.path().join(program))
-                    .args(["-ldl", "-lm"]));
-            }
+            native::build_cuda(folder.path());
             folder
         })
         .path()

@@ -228,5 +228,5 @@ pub fn submit(job: Job) -> Result<()> {
         group.jobs.push(job);
         admitted.map(|()| None)
     })?;
-    lone.map_or(Ok(()), |lone| lone.complete(&mut Few::None))
+    lone.map_or(Ok(()), |mut lone| lone.complete(&mut Few::None))
 }

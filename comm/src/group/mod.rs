@@ -137,7 +137,7 @@ pub fn start() -> Result<()> {
 /// # Errors
 /// No open group; the first error of the group's calls (then nothing is launched); what planning or launching failed with.
 pub fn end() -> Result<()> {
-    close(Group::complete).map(drop)
+    close(|mut group, launched| group.complete(launched)).map(drop)
 }
 
 /// Closes a level; the outermost one makes the group's communicators, and forgets its operations instead of launching

@@ -62,7 +62,7 @@ pub(crate) fn launch_stuck(comm: &Arc<Communicator>) -> Result<()> {
 impl Group {
     /// Does what was collected; lists the operations that were launched, also where others could not be. With
     /// non-blocking communicators a thread does it, and their state tells of its end.
-    pub(super) fn complete(mut self, launched: &mut Few<OpInfo>) -> Result<()> {
+    pub(super) fn complete(&mut self, launched: &mut Few<OpInfo>) -> Result<()> {
         if let Some(error) = self.error.take() {
             mem::take(&mut self.jobs).withdraw();
             self.forget(&[]);
@@ -86,11 +86,12 @@ impl Group {
             life.begin(&work);
         }
         let (ready, made) = mem::take(&mut self.jobs).split();
+        let mut group = mem::take(self);
         let waiting = lives.clone();
         let started = work.start(move || {
             let mut launched = Few::None;
             let result = catch_unwind(AssertUnwindSafe(|| {
-                ready.run().and_then(|()| self.run(&mut launched))
+                ready.run().and_then(|()| group.run(&mut launched))
             }))
             .unwrap_or_else(|_| Err(Error::internal("a group's thread panicked")));
             announce(&launched, observe::now_ns());

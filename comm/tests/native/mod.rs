@@ -44,6 +44,28 @@ pub fn run(command: &mut Command) -> String {
     text
 }
 
+/// Builds the CUDA driver without a GPU, cuda/libcuda.cpp, and the programs that run on it, into a folder.
+pub fn build_cuda(folder: &Path) {
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let strict = ["-O2", "-Wall", "-Wextra", "-Werror", "-pthread"];
+    run(Command::new("g++")
+        .args(["-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-I"])
+        .arg(crates.join("../kernels/cuda"))
+        .args(strict)
+        .arg(crates.join("tests/cuda/libcuda.cpp"))
+        .arg("-o")
+        .arg(folder.join("libcuda.so.1")));
+    for program in ["driver", "calls"] {
+        run(Command::new("gcc")
+            .args(["-std=gnu11", "-Wno-unused-function", "-Wno-unused-variable"])
+            .args(strict)
+            .arg(crates.join("tests/cuda").join(program).with_extension("c"))
+            .arg("-o")
+            .arg(folder.join(program))
+            .args(["-ldl", "-lm"]));
+    }
+}
+
 /// Names that the library exports.
 pub fn exports() -> Vec<String> {
     run(Command::new("nm").args(["-D", "--defined-only"]).arg(library()))

@@ -129,6 +129,9 @@ pub fn run(options: &Options) -> Result<ExitCode> {
     if wanted(own::PROBE.1) || wanted(own::PROBE.0) {
         rows.extend(own::probe()?);
     }
+    if wanted(own::CALLS.1) || wanted(own::CALLS.0) {
+        rows.extend(own::calls()?);
+    }
     if wanted(own::LIMITS.1) || wanted(own::LIMITS.0) {
         rows.extend(own::limits()?);
     }

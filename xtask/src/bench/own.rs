@@ -23,6 +23,8 @@ pub(super) const WATCHDOG: (&str, &str) = ("ringsight-comm", "watchdog");
 /// The most that the watchdog may add to a call, nanoseconds, and take of a core when nothing happens, per cent.
 const WATCHDOG_CALL_NS: f64 = 50.0;
 const WATCHDOG_IDLE: f64 = 0.1;
+/// Package and target of what an eager call costs the host.
+pub(super) const CALLS: (&str, &str) = ("ringsight-comm", "calls");
 
 /// Records a second that one core has to take.
 const RECORDS_PER_S: f64 = 1e6;
@@ -31,6 +33,9 @@ const RESIDENT_GROWTH: f64 = 1.1;
 /// The most that a call may cost with its record, nanoseconds: with a probe on a 5-byte nop, which kernels from 6.18 on turn
 /// into a call; with one on a 1-byte nop, which traps into the kernel once.
 const PROBE_NS: [(&str, f64); 2] = [("probe_attached_nop5", 350.0), ("probe_attached_nop1", 700.0)];
+
+/// The most that an eager call may take of its thread, with what the driver's stand-in takes, nanoseconds.
+const CALL_NS: f64 = 1100.0;
 
 /// The most that a large all-reduce over 4 processes may take, in times of what 2 of them take to copy as many bytes.
 const LARGE_RATIO: f64 = 3.0;
@@ -279,6 +284,45 @@ fn limits_rows(figures: &Value) -> Result<Vec<Row>> {
     ])
 }
 
+/// Measures what an eager call costs the host; nothing where there are no kernels.
+pub(super) fn calls() -> Result<Vec<Row>> {
+    objects(CALLS, &[])?
+        .iter()
+        .map(calls_rows)
+        .collect::<Result<Vec<_>>>()
+        .map(|rows| rows.into_iter().flatten().collect())
+}
+
+fn calls_rows(figures: &Value) -> Result<Vec<Row>> {
+    if figures["skipped"] == true {
+        return Ok(Vec::new());
+    }
+    let figure = |pointer: &str| {
+        figures
+            .pointer(pointer)
+            .and_then(Value::as_f64)
+            .with_context(|| format!("no {pointer} in {figures}"))
+    };
+    Ok(vec![
+        Row {
+            name: "eager all_reduce 8 B on the host".to_owned(),
+            median: figure("/call_ns/median")?,
+            min: Some(figure("/call_ns/min")?),
+            unit: "ns",
+            goal: Some(Goal::AtMost(CALL_NS)),
+            note: "a driver that runs no kernel".to_owned(),
+        },
+        Row {
+            name: "allocations and frees of such a call".to_owned(),
+            median: figure("/allocations")?,
+            min: None,
+            unit: "",
+            goal: Some(Goal::AtMost(0.0)),
+            note: "of the calling thread".to_owned(),
+        },
+    ])
+}
+
 /// Runs a benchmark; the JSON objects that it printed, in order. Its other lines go where progress goes.
 fn objects((package, target): (&str, &str), arguments: &[&str]) -> Result<Vec<Value>> {
     let mut command = cargo();
@@ -351,10 +395,19 @@ mod tests {
 
     #[test]
     fn the_watchdog_has_goals_on_calls_and_rest() {
-        let text = r#"{"call_ns":50.0,"without_ns":900.0,"pairs":500,"idle_percent":0.11,"idle_communicators":9}"#;
+        let text =
+            r#"{"call_ns":50.0,"without_ns":900.0,"pairs":500,"idle_percent":0.11,"idle_communicators":9}"#;
         let rows = watchdog_rows(&parse(text).unwrap()[0]).unwrap();
         let verdicts: Vec<_> = rows.iter().map(Row::meets).collect();
         assert_eq!(verdicts, [Some(true), Some(false)]);
+    }
+
+    #[test]
+    fn a_call_has_goals_on_time_and_allocations() {
+        let text = r#"{"call_ns":{"median":1101,"min":1000},"allocations":0}"#;
+        let rows = calls_rows(&parse(text).unwrap()[0]).unwrap();
+        let verdicts: Vec<_> = rows.iter().filter_map(Row::meets).collect();
+        assert_eq!(verdicts, [false, true]);
     }
 
     #[test]
@@ -363,6 +416,7 @@ mod tests {
         assert!(watchdog_rows(&serde_json::json!({})).is_err());
         assert!(throughput_rows(&parse("{}").unwrap()).is_err());
         assert!(limits_rows(&serde_json::json!({})).is_err());
+        assert!(calls_rows(&serde_json::json!({})).is_err());
         for wrong in [
             r#"{"a":1}"#,
             r#"{"a_ns":"x"}"#,
