@@ -6,7 +6,7 @@ use std::{
     collections::BTreeMap,
     fs,
     io::Write as _,
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::ExitCode,
     sync::{Mutex, PoisonError},
     thread,
@@ -23,7 +23,7 @@ mod soak;
 mod truth;
 pub mod worker;
 
-use crate::workspace::{self, Artifacts};
+use crate::workspace;
 use cases::{Case, Round};
 use score::{Report, Score, Tally};
 
@@ -59,6 +59,9 @@ pub struct Arguments {
     /// Instead of the matrix: so many minutes in which ranks are slow and pause, and no verdict may be false.
     #[arg(long, value_name = "MINUTES", conflicts_with_all = ["rounds", "case", "full", "resume"])]
     pub soak: Option<f64>,
+    /// Folder with `libnccl.so.2`, where nothing can be built; the ranks are this program.
+    #[arg(long, value_name = "DIR")]
+    pub library: Option<PathBuf>,
     /// Only list the cases.
     #[arg(long)]
     pub list: bool,
@@ -96,14 +99,14 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         return soak(arguments, minutes, seed);
     }
     let rounds = arguments.rounds.unwrap_or(if arguments.full { FULL } else { 1 });
-    let artifacts = workspace::build_job()?;
+    let place = Place::of(arguments)?;
     println!(
         "{} cases, {rounds} rounds each, seed {seed}; {} cells are impossible",
         possible.len(),
         impossible.len()
     );
     let mut done = resumed(arguments, seed, rounds)?;
-    let folder = artifacts.target.join(format!("faults-{}", std::process::id()));
+    let folder = &place.folder;
     let open: Vec<Case> = possible
         .iter()
         .filter(|case| !done.contains_key(&case.to_string()))
@@ -117,8 +120,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         Ok(writeln!(file, "{}", serde_json::to_string(tally)?)?)
     };
     let matrix = Matrix {
-        artifacts: &artifacts,
-        folder: &folder,
+        place: &place,
         seed,
         rounds,
     };
@@ -135,7 +137,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     }
     let report = Report::of(seed, &tallies, impossible);
     if report.wrong.is_empty() {
-        let _ = fs::remove_dir_all(&folder);
+        let _ = fs::remove_dir_all(folder);
     } else {
         println!("what the ranks wrote is in {}", folder.display());
     }
@@ -151,11 +153,10 @@ fn soak(arguments: &Arguments, minutes: f64, seed: u64) -> Result<ExitCode> {
     if !(minutes > 0.0 && minutes < 1e4) {
         bail!("--soak {minutes}: a number of minutes");
     }
-    let artifacts = workspace::build_job()?;
+    let place = Place::of(arguments)?;
     println!("{minutes} minutes, seed {seed}");
-    let folder = artifacts.target.join(format!("faults-{}", std::process::id()));
-    let report = soak::run(&artifacts, &folder, minutes, seed)?;
-    let _ = fs::remove_dir_all(&folder);
+    let report = soak::run(&place, minutes, seed)?;
+    let _ = fs::remove_dir_all(&place.folder);
     println!("{}", serde_json::to_string(&report)?);
     Ok(if arguments.check && !report.ok {
         ExitCode::FAILURE
@@ -184,9 +185,42 @@ fn resumed(arguments: &Arguments, seed: u64, rounds: u32) -> Result<BTreeMap<Str
     Ok(done)
 }
 
+/// What ranks are, and where they write.
+struct Place {
+    /// The program.
+    xtask: PathBuf,
+    /// Folder of `libnccl.so.2`.
+    library: PathBuf,
+    /// Removed at the end, unless something is wrong.
+    folder: PathBuf,
+}
+
+impl Place {
+    /// Builds them, unless the library is given.
+    fn of(arguments: &Arguments) -> Result<Self> {
+        let own = format!("faults-{}", std::process::id());
+        if let Some(library) = &arguments.library {
+            let file = library.join("libnccl.so.2");
+            if !file.is_file() {
+                bail!("there is no {}", file.display());
+            }
+            return Ok(Self {
+                xtask: std::env::current_exe()?,
+                library: fs::canonicalize(library)?,
+                folder: std::env::temp_dir().join(own),
+            });
+        }
+        let artifacts = workspace::build_job()?;
+        Ok(Self {
+            xtask: artifacts.xtask,
+            library: artifacts.library_folder,
+            folder: artifacts.target.join(own),
+        })
+    }
+}
+
 struct Matrix<'a> {
-    artifacts: &'a Artifacts,
-    folder: &'a Path,
+    place: &'a Place,
     seed: u64,
     rounds: u32,
 }
@@ -249,6 +283,7 @@ impl Matrix<'_> {
     fn round(&self, case: &Case, number: u32) -> Result<Score> {
         let round = Round::draw(case, self.seed, number);
         let folder = self
+            .place
             .folder
             .join(format!("{}-{number}", case.to_string().replace('/', "-")));
         for repeated in 0..REPEATED {
@@ -256,8 +291,8 @@ impl Matrix<'_> {
                 &round,
                 case.ranks,
                 &folder,
-                &self.artifacts.xtask,
-                &self.artifacts.library_folder,
+                &self.place.xtask,
+                &self.place.library,
             )
             .with_context(|| format!("{case}, round {number}, seed {}", self.seed))?;
             let Some(score) = score::judge(&round, &observed) else {

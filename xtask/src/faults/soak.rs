@@ -7,7 +7,6 @@
 use std::{
     ffi::c_void,
     fs,
-    path::Path,
     sync::mpsc::RecvTimeoutError,
     thread,
     time::{Duration, Instant},
@@ -17,6 +16,7 @@ use anyhow::{Context as _, Result, bail};
 use serde::Serialize;
 
 use super::{
+    Place,
     call::Call,
     cases::{Operation, PROMISED, Ranks, THRESHOLD},
     job::{Heard, Job, Reports, Said, Started},
@@ -27,7 +27,6 @@ use super::{
 use crate::{
     demo::random::Random,
     nccl::{Communicator, Nccl, UniqueId},
-    workspace::Artifacts,
 };
 
 const RANKS: u32 = 4;
@@ -170,12 +169,13 @@ pub(super) struct Report {
 ///
 /// # Errors
 /// If a job fails, which none may.
-pub(super) fn run(artifacts: &Artifacts, folder: &Path, minutes: f64, seed: u64) -> Result<Report> {
+pub(super) fn run(place: &Place, minutes: f64, seed: u64) -> Result<Report> {
+    let folder = &place.folder;
     fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
     let time = Duration::from_secs_f64(minutes * 60.0);
     let reports = thread::scope(|scope| {
         [Ranks::Process, Ranks::Thread]
-            .map(|kind| scope.spawn(move || soak(artifacts, folder, time, kind, seed)))
+            .map(|kind| scope.spawn(move || soak(place, time, kind, seed)))
             .map(|thread| thread.join().unwrap_or_else(|_| bail!("a thread panicked")))
     });
     let mut total = Report {
@@ -195,12 +195,12 @@ pub(super) fn run(artifacts: &Artifacts, folder: &Path, minutes: f64, seed: u64)
     Ok(total)
 }
 
-fn soak(artifacts: &Artifacts, folder: &Path, time: Duration, kind: Ranks, seed: u64) -> Result<Report> {
-    let account = folder.join(format!("soak-{kind:?}.jsonl"));
+fn soak(place: &Place, time: Duration, kind: Ranks, seed: u64) -> Result<Report> {
+    let account = place.folder.join(format!("soak-{kind:?}.jsonl"));
     let _ = fs::remove_file(&account);
     let started = Started {
-        xtask: &artifacts.xtask,
-        library: &artifacts.library_folder,
+        xtask: &place.xtask,
+        library: &place.library,
         ranks: RANKS,
         nodes: if kind == Ranks::Process { NODES } else { 1 },
         kind,
