@@ -61,6 +61,18 @@ pub enum Direction {
     Recv = 2,
 }
 
+impl Direction {
+    /// That of the other rank.
+    #[must_use]
+    pub const fn opposite(self) -> Self {
+        match self {
+            Self::None => Self::None,
+            Self::Send => Self::Recv,
+            Self::Recv => Self::Send,
+        }
+    }
+}
+
 /// One instance of an operation across the ranks that take part in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct InstanceKey {

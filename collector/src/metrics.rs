@@ -2,10 +2,10 @@
 
 mod histogram;
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 use ringsight_exporters::model::{Attribute, ExportStats, Metric, MetricData, Resource, Value};
-use ringsight_records::{Function, Kind};
+use ringsight_records::{Cause, Function, Kind};
 use rustc_hash::FxHashMap;
 
 pub use histogram::Histogram;
@@ -31,6 +31,8 @@ struct OfFunction {
 struct OfRank {
     resource: Arc<Resource>,
     functions: Vec<(Option<Function>, OfFunction)>,
+    /// Verdicts that it gave, by cause and whether they were hangs.
+    verdicts: BTreeMap<(Cause, bool), u64>,
     states: [Histogram; STEP_STATES.len()],
 }
 
@@ -111,8 +113,12 @@ impl Metrics {
         let rank = self.ranks.entry(key).or_insert_with(|| OfRank {
             resource: resource.clone(),
             functions: Vec::new(),
+            verdicts: BTreeMap::new(),
             states: Default::default(),
         });
+        for verdict in &part.verdicts {
+            *rank.verdicts.entry((verdict.cause, verdict.hang)).or_default() += 1;
+        }
         let function = part.function();
         let at = rank
             .functions
@@ -189,6 +195,21 @@ impl Metrics {
                     "Arrival of the rank after the median of the others, 0 if before",
                     "s",
                     &of.lag,
+                );
+            }
+            for (&(cause, hang), &count) in &rank.verdicts {
+                made.push(
+                    &rank.resource,
+                    (
+                        "ccl.watchdog.verdicts",
+                        "Verdicts that the library's watchdog gave",
+                        "{verdict}",
+                    ),
+                    vec![
+                        ("ccl.watchdog.cause", Value::Static(cause.name())),
+                        ("ccl.watchdog.hang", Value::Bool(hang)),
+                    ],
+                    MetricData::Counter(count),
                 );
             }
             for (state, histogram) in STEP_STATES.iter().zip(&rank.states) {

@@ -8,7 +8,7 @@ use ringsight_collector::{
     correlate::Limits,
     synthetic::{EPOCH_NS, FIRST_PID, Job, Operation},
 };
-use ringsight_exporters::model::{Span, Value};
+use ringsight_exporters::model::{MetricData, Span, Value};
 use ringsight_probes::sample::{Carrier, Sample};
 use ringsight_records::{Cause, Kind, Record, State};
 
@@ -344,10 +344,42 @@ fn a_hang_is_an_event_and_an_error_of_the_rank_that_reports_it() {
             },
         );
     }
+    let mut counted = collector();
+    counted.ingest(&mut samples.clone());
+    counted.add_metrics(10_000_000_000, 1.5, Vec::new());
+    let mut verdicts: Vec<_> = counted
+        .take_batch()
+        .metrics
+        .into_iter()
+        .filter(|metric| metric.name == "ccl.watchdog.verdicts")
+        .map(|metric| {
+            (
+                metric.attributes[0].1.clone(),
+                metric.attributes[1].1.clone(),
+                metric.data,
+            )
+        })
+        .collect();
+    verdicts.sort_by_key(|(cause, ..)| format!("{cause:?}"));
+    let verdict = |cause, hang| (Value::Static(cause), Value::Bool(hang), MetricData::Counter(1));
+    assert_eq!(
+        verdicts,
+        [verdict("NOT_LAUNCHED", false), verdict("RANK_STOPPED", true)]
+    );
+
     let batch = collect(samples);
     check_trees(&batch.spans);
     let ranks: Vec<&Span> = named(&batch.spans, "all_reduce rank").collect();
     assert_eq!(ranks.len(), 4);
+    let culprit = ranks
+        .iter()
+        .find(|span| attribute(span, "ccl.rank") == Some(&Value::Int(3)))
+        .unwrap();
+    for span in &ranks {
+        let reports = attribute(span, "ccl.rank") == Some(&Value::Int(1));
+        let awaited: Vec<_> = span.links.iter().map(|link| link.span_id).collect();
+        assert_eq!(awaited, &[culprit.span_id][..usize::from(reports)]);
+    }
     for span in ranks {
         let reports = attribute(span, "ccl.rank") == Some(&Value::Int(1));
         let expected = reports.then_some("RANK_STOPPED: rank 3");

@@ -1,6 +1,6 @@
 //! One rank's spans: its part of the operation and the parts of that.
 
-use std::sync::Arc;
+use std::{collections::BTreeSet, sync::Arc};
 
 use ringsight_exporters::model::{Attribute, Resource, Span, SpanEvent, SpanId, TraceId, Value};
 use ringsight_records::Function;
@@ -244,6 +244,12 @@ impl Part<'_> {
             && let Some(send) = part.instance().and_then(|key| send_of(&key, &ids.trace_id))
         {
             links.push(link(ids.trace_id, send, "send"));
+        }
+        // Whom it waited for: that rank's part of the same operation, whoever watches it, if it ever comes.
+        let awaited: BTreeSet<u32> = part.verdicts.iter().map(|verdict| verdict.culprit).collect();
+        for rank in awaited.into_iter().filter(|rank| *rank != part.rank) {
+            let awaited = SpanKey::rank(Role::Rank, rank, part.direction().opposite());
+            links.push(link(ids.trace_id, awaited.span_id(&ids.trace_id), "awaited"));
         }
         if let Some(description) = &part.description
             && description.group_depth > 1
