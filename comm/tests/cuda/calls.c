@@ -59,14 +59,28 @@ static void* run(void* argument) {
       // As many as a GPU has under way; those of the batch are over by the next one.
       usleep(300);
     }
+    // Each call in another stream than the one before: it waits for that. Twice in each: every other call does.
+    CUstream other, streams[2] = {r->stream, NULL};
+    CU(cuStreamCreate, &other, 1u);
+    streams[1] = other;
+    double changes[2];
+    for (int times_each = 1; times_each <= 2; times_each++) {
+      const uint64_t before = driver_calls()[2];
+      for (int i = 0; i < BATCH; i++) {
+        r->stream = streams[i / times_each % 2];
+        call(r);
+      }
+      changes[times_each - 1] = (double)(driver_calls()[2] - before) / BATCH;
+    }
+    r->stream = streams[0];
     qsort(times, (size_t)batches, sizeof *times, compare);
     const double all = (double)batches * BATCH;
     printf("ns best %.0f median %.0f p90 %.0f, allocations and frees %.3f on average\n", times[0], times[batches / 2],
            times[batches * 9 / 10], (double)all_allocated / all);
-    printf("ok allocations %.3f launches %.3f records %.3f waits %.3f captures %.3f current %.3f ids %.3f\n",
+    printf("ok allocations %.3f launches %.3f records %.3f waits %.3f captures %.3f current %.3f ids %.3f changing %.3f twice %.3f\n",
            (double)allocated / BATCH, (double)counts[0] / all, (double)counts[1] / all,
            (double)counts[2] / all, (double)counts[3] / all, (double)counts[4] / all,
-           (double)counts[5] / all);
+           (double)counts[5] / all, changes[0], changes[1]);
   }
   barrier();
   NC(CommAbort(r->comm));
