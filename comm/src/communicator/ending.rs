@@ -149,7 +149,10 @@ impl Communicator {
 
     /// After [`Communicator::give_up`]: waits until nothing runs any more, and forgets what went wrong before.
     pub fn quiesce(&self) {
-        self.planner().plans.wait_aborted(GIVE_UP);
+        let mut planner = self.planner();
+        planner.plans.wait_aborted(GIVE_UP);
+        planner.plans.drop_spares();
+        drop(planner);
         self.membership.leave(&self.connector);
         self.faults.silence();
     }
