@@ -248,6 +248,16 @@ impl Round {
         }
     }
 
+    /// Whether all ranks abort at the end, since the operation can never end.
+    #[must_use]
+    pub(super) fn ends_in_aborts(&self) -> bool {
+        use Fault::{Aborted, Count, Crossed, Killed, Order, Stuck, Withheld};
+        matches!(
+            self.fault,
+            Withheld | Killed | Count | Order | Crossed | Aborted | Stuck
+        )
+    }
+
     /// The node of a rank: ranks are dealt in blocks.
     #[must_use]
     pub(super) fn node(&self, rank: u32) -> u32 {

@@ -23,6 +23,8 @@ use crate::process::{self, Guarded};
 const LIMIT: Duration = Duration::from_secs(30);
 /// How long it is listened after the last thing that was expected: for what was not.
 const GRACE: Duration = Duration::from_millis(200);
+/// How long a turn of listening takes at most.
+const TURN: Duration = Duration::from_millis(20);
 
 /// A verdict that a rank gave.
 #[derive(Clone, Debug, Serialize)]
@@ -45,6 +47,8 @@ pub(super) struct Observed {
     pub(super) ended_ns: u64,
     /// What the processes wrote.
     pub(super) text: String,
+    /// For how long this program did not run when it was to: the machine did something else.
+    pub(super) stalled: Duration,
     /// Why the round says nothing of the watchdog: a rank failed where nothing was to fail.
     pub(super) broken: Option<String>,
 }
@@ -255,6 +259,7 @@ pub(super) fn run(
         reports: (0..job.processes.len()).map(|_| Reports::default()).collect(),
         said: Vec::new(),
         text: String::new(),
+        stalled: Duration::ZERO,
         open: 2 * job.processes.len(),
         faulty: None,
         failed: 0,
@@ -266,13 +271,18 @@ pub(super) fn run(
     listening.listen(&mut job)?;
     let broken = job.wait(LIMIT, killed);
     let Listening {
-        said, text, ended_ns, ..
+        said,
+        text,
+        stalled,
+        ended_ns,
+        ..
     } = listening;
     Ok(Observed {
         said,
         truth: truth::read(&account)?,
         ended_ns: ended_ns.unwrap_or(u64::MAX),
         text,
+        stalled,
         broken,
     })
 }
@@ -282,6 +292,7 @@ struct Listening<'a> {
     reports: Vec<Reports>,
     said: Vec<Said>,
     text: String,
+    stalled: Duration,
     /// Pipes that have not ended.
     open: usize,
     faulty: Option<Instant>,
@@ -300,7 +311,10 @@ impl Listening<'_> {
         let expectation = self.round.expectation();
         let begin = Instant::now();
         while self.open > 0 {
-            match job.heard.recv_timeout(Duration::from_millis(20)) {
+            let waiting = Instant::now();
+            let heard = job.heard.recv_timeout(TURN);
+            self.stalled = self.stalled.max(waiting.elapsed().saturating_sub(TURN));
+            match heard {
                 Ok((index, heard)) => self.heard(job, index, heard),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,

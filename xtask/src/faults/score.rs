@@ -103,6 +103,9 @@ impl Judge<'_> {
     /// a rank is late, never that it hangs.
     fn is_other_than_meant(&self) -> bool {
         let (round, observed) = (self.round, self.observed);
+        if observed.stalled > THRESHOLD / 4 {
+            return true;
+        }
         let is_late = |said: &Said| said.verdict.contains(" (late): ");
         let fault = self.at(round.victim, &What::Fault).unwrap_or(u64::MAX);
         if observed.said.iter().any(|said| said.ns < fault && is_late(said)) {
@@ -137,7 +140,13 @@ impl Judge<'_> {
                 .filter(|said| said.rank == rank)
                 .partition(|said| said.ns <= observed.ended_ns);
             let names_victim = |said: &&&Said| first_rank(&said.verdict) == Some(round.victim);
-            let wrong = after.iter().filter(|said| !names_victim(said)).count();
+            // And ranks that will never go on abort one after the other.
+            let ended =
+                |said: &&&Said| round.ends_in_aborts() && said.verdict.starts_with("PEER_ABORTED (hang): ");
+            let wrong = after
+                .iter()
+                .filter(|said| !names_victim(said) && !ended(said))
+                .count();
             let says = round.expects_of(expectation.by, rank) && self.at(rank, &What::TooLate).is_none();
             let expected = if says { &expectation.verdicts[..] } else { &[] };
             // Two that cross each other are each other's culprits; whether the one or the other or both say so first does not matter.
@@ -423,6 +432,7 @@ mod tests {
             ],
             ended_ns: 5000 * MS,
             text: String::new(),
+            stalled: Duration::ZERO,
             broken: None,
         }
     }
