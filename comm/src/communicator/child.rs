@@ -159,7 +159,7 @@ impl ChildJob {
             config: &self.config,
             share: share.then(|| (parent.membership.family.clone(), proxy_ranks().collect())),
             start_ns,
-            watchdog: watchdog::Settings::read()?,
+            watchdog: watchdog::Settings::read(&self.config.name)?,
         };
         making.enter_device()?;
         let id = child_id(parent.id, count, color, &members);

@@ -96,7 +96,7 @@ impl InitJob {
             config: &self.config,
             share: None,
             start_ns: observe::now_ns(),
-            watchdog: watchdog::Settings::read()?,
+            watchdog: watchdog::Settings::read(&self.config.name)?,
         };
         let mut ids = self
             .ids

@@ -35,12 +35,14 @@ pub(crate) struct Settings {
 pub(crate) const SHORTEST: Duration = Duration::from_millis(50);
 
 impl Settings {
-    /// What the environment says; `None` if the watchdog is off.
+    /// What the environment says for a communicator of this name; `None` if the watchdog is off.
     ///
     /// # Errors
     /// A value that means nothing: better to say so than to watch with another one.
-    pub(crate) fn read() -> Result<Option<Self>> {
+    pub(crate) fn read(communicator: &str) -> Result<Option<Self>> {
         let threshold = milliseconds("NCCL_KERNEL_TIMEOUT_MS", 2000)?;
+        let named = env::text(NAMED).map_or(Ok(None), |text| of_name(&text, communicator))?;
+        let threshold = named.unwrap_or(threshold);
         let action = match env::text("RINGSIGHT_WATCHDOG_ACTION").as_deref() {
             None | Some("report") => Action::Report,
             Some("error") => Action::Error,
@@ -66,6 +68,29 @@ impl Settings {
     }
 }
 
+/// Thresholds of communicators by name: `name=milliseconds`, separated by commas.
+const NAMED: &str = "RINGSIGHT_KERNEL_TIMEOUTS_MS";
+
+/// What a list says of a communicator; the last entry of its name counts. All of the list must be readable.
+fn of_name(list: &str, communicator: &str) -> Result<Option<Duration>> {
+    let mut found = None;
+    for entry in list.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
+        // Names may hold the sign, numbers do not.
+        let parsed = entry
+            .rsplit_once('=')
+            .and_then(|(name, value)| Some((name.trim(), value.trim().parse().ok()?)));
+        let Some((name, value)) = parsed else {
+            return Err(Error::argument(format!(
+                "{NAMED}: {entry} is not a name and a number of milliseconds, as in tp=5000"
+            )));
+        };
+        if name == communicator {
+            found = Some(Duration::from_millis(value));
+        }
+    }
+    Ok(found)
+}
+
 fn milliseconds(name: &str, default: u64) -> Result<Duration> {
     let Some(value) = env::text(name) else {
         return Ok(Duration::from_millis(default));
@@ -74,4 +99,23 @@ fn milliseconds(name: &str, default: u64) -> Result<Duration> {
         .parse()
         .map(Duration::from_millis)
         .map_err(|_| Error::argument(format!("{name}={value} is not a number of milliseconds")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn thresholds_go_by_name_and_lists_must_be_readable() {
+        let of = |list, name| of_name(list, name).unwrap().map(|time| time.as_millis());
+        assert_eq!(of("tp=5000, dp = 0,a=b=7,", "tp"), Some(5000));
+        assert_eq!(of("tp=5000, dp = 0,a=b=7,", "dp"), Some(0));
+        assert_eq!(of("tp=5000, dp = 0,a=b=7,", "a=b"), Some(7));
+        assert_eq!(of("tp=5000,tp=1", "tp"), Some(1));
+        assert_eq!(of("tp=5000", ""), None);
+        for rubbish in ["tp", "tp=", "tp=5s", "tp=-1", "x=1,tp"] {
+            let text = of_name(rubbish, "other").unwrap_err().text;
+            assert!(text.contains("tp") && text.contains(NAMED), "{text}");
+        }
+    }
 }

@@ -30,7 +30,7 @@ use score::{Report, Score, Tally};
 /// Rounds of each case of the whole matrix.
 const FULL: u32 = 20;
 /// A round that another fault happened in than was meant to is repeated so often.
-const REPEATED: u32 = 5;
+const REPEATED: u32 = 20;
 
 /// Which faults, how often, and what to do with the outcome.
 #[derive(Args, Clone, Debug)]
