@@ -3,17 +3,18 @@
 mod common;
 
 use std::{
-    collections::BTreeMap,
     env,
     ffi::c_int,
-    fs,
-    process::Command,
     ptr::{null, null_mut},
     thread,
     time::{Duration, Instant},
 };
 
-use common::{Call, Rank, alone, config, host, last_error, ok, unique_id};
+use common::{
+    Call, Rank, alone, config,
+    holdings::{Holdings, Random, apart, leaves_nothing},
+    host, last_error, ok, unique_id,
+};
 use ringsight_comm::{
     abi,
     communicator::{Handle, lookup},
@@ -30,93 +31,7 @@ const GRAPHS: usize = 1000;
 const LIVE_GRAPHS: usize = 40;
 /// The most ranks that live at the same time.
 const LIVE: usize = 24;
-/// Bytes that the process's own memory may grow by: some pages for each ten of a thousand, as its heaps fray.
-const GROWTH: usize = 2 << 20;
 const SEED: u64 = 0x5eed_0001;
-
-/// xorshift64*: the same numbers each time.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: usize) -> usize {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) as usize % limit
-    }
-
-    fn one_in(&mut self, chances: usize) -> bool {
-        self.below(chances) == 0
-    }
-}
-
-/// What the process holds, by name, with how many of each.
-#[derive(Debug, Default, PartialEq, Eq)]
-struct Holdings(BTreeMap<String, usize>);
-
-impl Holdings {
-    fn now() -> Self {
-        let mut holdings = Self::default();
-        let names = |path: &str| {
-            let entries = fs::read_dir(path).unwrap();
-            entries.filter_map(Result::ok).map(|entry| entry.path())
-        };
-        for task in names("/proc/self/task") {
-            if let Ok(name) = fs::read_to_string(task.join("comm")) {
-                holdings.add(format!("thread {}", name.trim()));
-            }
-        }
-        for fd in names("/proc/self/fd") {
-            // The descriptor of this listing is gone by now.
-            if let Ok(target) = fs::read_link(fd) {
-                // Of sockets and pipes the number is not always the same.
-                let target = target.display().to_string();
-                let kind = target.split(['[', ' ']).next().unwrap_or_default();
-                holdings.add(format!("descriptor of {kind}"));
-            }
-        }
-        for line in fs::read_to_string("/proc/self/maps").unwrap().lines() {
-            // Files only: the allocator keeps anonymous memory as it likes.
-            if let Some((_, name)) = line.split_once('/') {
-                holdings.add(format!("mapping of /{name}"));
-            }
-        }
-        let temporary = env::temp_dir();
-        for path in ["/dev/shm", temporary.to_str().unwrap()] {
-            for file in names(path) {
-                holdings.add(format!("file {}", file.display()));
-            }
-        }
-        holdings
-    }
-
-    fn add(&mut self, name: String) {
-        *self.0.entry(name).or_default() += 1;
-    }
-
-    /// What there is more of than in `before`.
-    fn beyond(&self, before: &Self) -> BTreeMap<&str, usize> {
-        let more = |name: &String, count: &usize| count.saturating_sub(*before.0.get(name).unwrap_or(&0));
-        self.0
-            .iter()
-            .map(|(name, count)| (name.as_str(), more(name, count)))
-            .filter(|(_, more)| *more > 0)
-            .collect()
-    }
-}
-
-/// Bytes of this process's own memory, in no file, once the allocator has given back what it can.
-fn memory() -> usize {
-    // SAFETY: gives free memory back to the system, and touches no other.
-    unsafe { libc::malloc_trim(0) };
-    let text = fs::read_to_string("/proc/self/smaps_rollup").unwrap();
-    let line = text
-        .lines()
-        .find_map(|line| line.strip_prefix("Anonymous:"))
-        .unwrap();
-    let kib: usize = line.trim().trim_end_matches(" kB").parse().unwrap();
-    kib << 10
-}
 
 /// All ranks of one communicator.
 struct Set {
@@ -338,19 +253,6 @@ fn come_and_go(count: usize, random: &mut Random) {
     }
 }
 
-/// What the process holds once nothing ends any more: threads that have been told to end need a moment.
-fn steady() -> Holdings {
-    let mut last = (Holdings::now(), Instant::now());
-    while last.1.elapsed() < Duration::from_secs(1) {
-        let now = Holdings::now();
-        if now != last.0 {
-            last = (now, Instant::now());
-        }
-        thread::yield_now();
-    }
-    last.0
-}
-
 #[test]
 #[ignore = "helper: lists what this process holds: run alone, by `a_thousand_communicators_leave_nothing`"]
 fn thousand_alone() {
@@ -364,35 +266,6 @@ fn thousand_alone() {
         1
     };
     leaves_nothing(times, || come_and_go(COMMUNICATORS, &mut random));
-}
-
-/// Runs `thousand` so often; at the end the process holds what it held before.
-fn leaves_nothing(times: usize, mut thousand: impl FnMut()) {
-    let before = steady();
-    let bytes = memory();
-    let begin = Instant::now();
-    (0..times).for_each(|_| thousand());
-    // Threads that have been told to end may need a moment to do it.
-    let end = Instant::now() + Duration::from_secs(10);
-    loop {
-        let now = Holdings::now();
-        let beyond = now.beyond(&before);
-        if beyond.is_empty() {
-            break;
-        }
-        assert!(Instant::now() < end, "left behind: {beyond:#?}");
-        thread::yield_now();
-    }
-    let grown = memory().saturating_sub(bytes);
-    // Heaps fray in the beginning: more of the same adds less.
-    assert!(
-        grown <= 2 * GROWTH && grown <= times * GROWTH,
-        "{grown} bytes more than the {bytes} before"
-    );
-    println!(
-        "nothing left of {times} thousand after {:.1} s, {grown} bytes grown",
-        begin.elapsed().as_secs_f64()
-    );
 }
 
 /// An operation captured on each rank.
@@ -485,39 +358,6 @@ fn a_thousand_communicators_leave_nothing() {
 #[test]
 fn a_thousand_graphs_leave_nothing() {
     apart("graphs_alone");
-}
-
-/// Runs a helper in a process of its own.
-fn apart(helper: &str) {
-    let temporary = tempfile::tempdir().unwrap();
-    // With folders of its own, where that can be had: other processes have files in those of the system.
-    let apart = ["--mount", "--map-root-user", "sh", "-c"];
-    let script = "mount -t tmpfs none /dev/shm && exec \"$0\" \"$@\"";
-    let can = Command::new("unshare")
-        .args(apart)
-        .args([script, "true"])
-        .status();
-    let program = env::current_exe().unwrap();
-    let mut command = if can.is_ok_and(|status| status.success()) {
-        let mut command = Command::new("unshare");
-        command.args(apart).arg(script).arg(program);
-        command
-    } else {
-        Command::new(program)
-    };
-    let output = command
-        .args(["--exact", helper, "--ignored", "--nocapture"])
-        .env("RINGSIGHT_DEVICE", "host")
-        .env("NCCL_SOCKET_IFNAME", "lo")
-        .env("TMPDIR", temporary.path())
-        .output()
-        .unwrap();
-    let text =
-        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{text}");
-    let told = text.lines().find(|line| line.contains("nothing left"));
-    println!("{}", told.expect("it says so"));
-    assert_eq!(fs::read_dir(temporary.path()).unwrap().count(), 0);
 }
 
 #[test]

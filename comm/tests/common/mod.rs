@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 #![allow(unreachable_pub, reason = "a module of each test binary")]
 
+pub mod holdings;
 pub mod watch;
 
 use std::{
