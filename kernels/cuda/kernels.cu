@@ -29,9 +29,9 @@ RINGSIGHT_CHANNELS(ringsight_channels_copy, false)
 RINGSIGHT_ONE_SHOTS(RINGSIGHT_KERNEL)
 #undef RINGSIGHT_KERNEL
 
-// A collective of any length among peers.
+// A collective of any length among peers: two blocks on a multiprocessor.
 #define RINGSIGHT_KERNEL(NAME, REDUCES, WHOLE, E, OP, RANKS)                                            \
-  extern "C" __global__ void __launch_bounds__(512)                                              \
+  extern "C" __global__ void __launch_bounds__(256, 2)                                           \
   NAME(const __grid_constant__ ringsight::Exchange arguments) {                                  \
     using namespace ringsight;                                                                   \
     __shared__ volatile u64 ticket;                                                              \

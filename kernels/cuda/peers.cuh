@@ -35,19 +35,19 @@ constexpr u32 LAST_EPOCH = 0xfffffffe;
 DEVICE inline u32 next_epoch(u32 epoch) { return epoch >= LAST_EPOCH ? 1 : epoch + 1; }
 
 // Behind the lines: by lane, the steps that this rank has done; then the slots, of so many rows of lines.
-constexpr u32 LANES = 1024;
+constexpr u32 LANES = 512;
 constexpr u64 STEPS_OFFSET = LINES_OFFSET + LINES * sizeof(Line);
 constexpr u64 CHUNKS_OFFSET = STEPS_OFFSET + LANES * sizeof(u64);
-static_assert(CHUNKS_OFFSET == 2109440 && CHUNKS_OFFSET % 4096 == 0, "as in src/cuda/peers.rs");
+static_assert(CHUNKS_OFFSET == 2105344 && CHUNKS_OFFSET % 4096 == 0, "as in src/cuda/peers.rs");
 // Bytes of data in a line of 128 bytes, and in a row of four.
 constexpr u32 LINE_DATA_BYTES = 120, ROW_BYTES = 480;
 constexpr u32 CHUNK_ROWS = 16, CHUNK_SLOT_BYTES = CHUNK_ROWS * 512;
 
 DEVICE inline u64* steps_of(u64 base) { return reinterpret_cast<u64*>(base + STEPS_OFFSET); }
-// Lanes of each connection among so many ranks: as many lanes in all, or a little less, so fewer for each.
+// Lanes of each connection among so many ranks: about as many in all, so fewer for each.
 DEVICE inline u32 lanes_among(u32 ranks) {
   u32 lanes = LANES;
-  for (u32 others = 1; others < ranks - 1; others *= 2) lanes /= 2;
+  for (u32 fewer = 2; fewer < ranks; fewer *= 2) lanes /= 2;
   return lanes;
 }
 // `other`: which of the other ranks writes there.

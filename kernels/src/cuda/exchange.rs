@@ -6,7 +6,7 @@ use ringsight_records::{Algorithm, Function};
 
 use super::{
     layout::{Exchange, PeerCall},
-    peer_launch::{PeerArguments, PeerLaunch, SERVICE, ranks_of_its_own, sum_of},
+    peer_launch::{MOST_BLOCKS, PeerArguments, PeerLaunch, SERVICE, ranks_of_its_own, sum_of},
     peers::{CHUNK_ROWS, MAX_PEERS, ROW_BYTES, lanes},
 };
 use crate::launch::Work;
@@ -27,8 +27,8 @@ pub const KERNELS: [&CStr; 12] = [
     c"ringsight_exchange_sum_bf16_8",
 ];
 
-/// Warps of a block that move data.
-const WARPS: usize = 15;
+/// Warps of a block that move data. Two such blocks fit on a multiprocessor: see [`MOST_BLOCKS`](super::peer_launch::MOST_BLOCKS).
+const WARPS: usize = 7;
 /// Threads of a block.
 pub const EXCHANGE_THREADS: u32 = WARPS as u32 * 32 + SERVICE;
 
@@ -43,10 +43,12 @@ pub fn serves(function: Function) -> bool {
 pub(super) fn launch(work: &Work, call: PeerCall, most_blocks: u32) -> PeerLaunch {
     let mut arguments = parts(work, call);
     let rows = (arguments.piece as usize).div_ceil(ROW_BYTES);
-    let most = (lanes(work.ranks as usize) / WARPS).min(most_blocks.max(1) as usize);
+    let most = (lanes(work.ranks as usize) / WARPS).min(most_blocks.clamp(1, MOST_BLOCKS) as usize);
     // A lane for each row, as far as that goes; then more rows for each.
     let blocks = rows.div_ceil(WARPS).clamp(1, most);
-    let chunk_rows = rows.div_ceil(blocks * WARPS).clamp(1, CHUNK_ROWS);
+    // As few steps as that takes, all of about the same length.
+    let each = rows.div_ceil(blocks * WARPS).max(1);
+    let chunk_rows = each.div_ceil(each.div_ceil(CHUNK_ROWS));
     arguments.chunk = (chunk_rows * ROW_BYTES) as u32;
     PeerLaunch {
         kernel: kernel(work, &arguments),

@@ -4,7 +4,7 @@ use std::ffi::CStr;
 
 use super::{
     layout::{OneShot, PeerCall},
-    peer_launch::{PeerArguments, PeerLaunch, SERVICE, ranks_of_its_own, sum_of},
+    peer_launch::{MOST_BLOCKS, PeerArguments, PeerLaunch, SERVICE, ranks_of_its_own, sum_of},
     peers::lines,
 };
 #[cfg(doc)]
@@ -33,12 +33,13 @@ fn kernel(work: &Work) -> usize {
     }
 }
 
-/// Threads of a block that move so many words: each has one line, as far as that goes.
+/// Threads of a block that move so many words: each has one line, as far as that goes. One block, which waits for no other,
+/// if that is enough.
 fn movers(words: usize) -> usize {
-    if words <= 4096 {
-        words.next_multiple_of(32).min(256)
-    } else {
-        512
+    match words {
+        0..=512 => words.next_multiple_of(32).max(32),
+        513..=4096 => 256,
+        _ => 512,
     }
 }
 
@@ -62,7 +63,9 @@ pub(super) fn launch(work: &Work, call: PeerCall, most_blocks: u32) -> PeerLaunc
             reserved: 0,
         }),
         kernel: kernel(work),
-        blocks: words.div_ceil(movers).clamp(1, most_blocks.clamp(1, 64) as usize) as u32,
+        blocks: words
+            .div_ceil(movers)
+            .clamp(1, most_blocks.clamp(1, MOST_BLOCKS) as usize) as u32,
         threads: movers as u32 + SERVICE,
     }
 }

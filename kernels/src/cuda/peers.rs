@@ -19,7 +19,7 @@ pub const LINES_OFFSET: usize = 4096;
 /// Lines.
 pub const LINES: usize = 1 << 17;
 /// The most lanes of a connection.
-pub const LANES: usize = 1024;
+pub const LANES: usize = 512;
 /// Where the steps that each lane has done stand, a `u64` each.
 pub const STEPS_OFFSET: usize = LINES_OFFSET + LINES * size_of::<Line>();
 /// Where the slots for chunks begin.
@@ -29,12 +29,12 @@ pub const CHUNK_ROWS: usize = 16;
 /// Bytes of data in a row: 120 in each of four lines of 128.
 pub const ROW_BYTES: usize = 480;
 
-const _: () = assert!(CHUNKS_OFFSET == 2_109_440 && CHUNKS_OFFSET.is_multiple_of(4096));
+const _: () = assert!(CHUNKS_OFFSET == 2_105_344 && CHUNKS_OFFSET.is_multiple_of(4096));
 
-/// Lanes of each connection among so many ranks: as many lanes in all, or a little less, so fewer for each.
+/// Lanes of each connection among so many ranks: about as many in all, so fewer for each.
 #[must_use]
 pub const fn lanes(ranks: usize) -> usize {
-    LANES / (ranks - 1).next_power_of_two()
+    2 * LANES / ranks.next_power_of_two()
 }
 
 /// Bytes of one rank's memory among so many.

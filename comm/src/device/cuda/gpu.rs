@@ -180,8 +180,8 @@ impl Gpu {
         }
         let shared = attribute(device, Of::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         let processors = attribute(device, Of::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-        // Such a block has a multiprocessor for itself.
-        let blocks = u32::try_from(processors).unwrap_or(0) / 4 * 3;
+        // A multiprocessor has room for two; the other half is for kernels of other communicators.
+        let blocks = u32::try_from(processors).unwrap_or(0);
         // Some of it is the kernel's own.
         let shared_bytes = usize::try_from(shared).unwrap_or(0).saturating_sub(4096);
         let fatbin = match cuda::fatbin() {
