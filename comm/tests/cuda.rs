@@ -113,6 +113,8 @@ fn all_collectives_are_done_among_peers() {
         ("AlltoAll", "DIRECT proto LL128 "),
         ("Gather", "DIRECT proto LL128 "),
         ("Scatter", "DIRECT proto LL128 "),
+        ("Send", "DIRECT proto LL128 "),
+        ("Recv", "DIRECT proto LL128 "),
         // Each rank has a factor of its own.
         ("AllReduce", "RING proto SIMPLE "),
     ] {

@@ -1,9 +1,8 @@
 // Collectives among peers: in steps, in which every rank writes a chunk into the memory of each other one and takes those that
 // these have written into its own.
 //
-// A warp does all that its lane of each connection has to do, so lanes do not wait for each other. Data travels in
-// lines of 128 bytes, of which 8 say the step: who waits for data waits for nothing else (as NCCL's LL128). That holds where a line
-// that a warp writes by one instruction is seen whole by one that reads it so, as it is over NVLink and within a GPU.
+// A warp does all that its lane of each connection has to do, so lanes do not wait for each other. Lines end with the number
+// of the step.
 //
 // There are two slots for chunks, by the parity of the step: a rank that has seen a line of a step knows that whoever wrote it
 // has taken all of the step before, whose slots are free again. For this to hold each rank writes at least one line to
@@ -15,7 +14,7 @@
 
 #include "fold.cuh"
 #include "meeting.cuh"
-#include "words.cuh"
+#include "rows.cuh"
 
 namespace ringsight {
 
@@ -38,55 +37,6 @@ static_assert(offsetof(Exchange, from) == 144, "as in src/cuda/layout.rs");
 static_assert(offsetof(Exchange, own) == 400, "as in src/cuda/layout.rs");
 static_assert(offsetof(Exchange, chunk) == 432, "as in src/cuda/layout.rs");
 static_assert(sizeof(Exchange) == 440, "as in src/cuda/layout.rs");
-
-// Some bytes of a caller's buffer; `WHOLE`: words, at addresses of words.
-template <bool WHOLE>
-class Stretch {
- public:
-  // `bytes` bytes from `at` on of a buffer of `all` bytes at `base`, or what there is of them.
-  DEVICE Stretch(u64 base, u64 all, u64 at, u32 bytes, u32 element_bytes)
-      : base_(reinterpret_cast<u8*>(base + at)),
-        bytes_(at >= all ? 0 : all - at < bytes ? static_cast<u32>(all - at) : bytes),
-        element_bytes_(element_bytes) {}
-
-  // Rows that hold it: one, if it is empty.
-  DEVICE INLINE u32 rows() const { return bytes_ == 0 ? 1 : (bytes_ + ROW_BYTES - 1) / ROW_BYTES; }
-  // Whether a line of a row holds some of it; the first one does in any case.
-  DEVICE INLINE bool has_line(u32 row, u32 line) const {
-    return row * ROW_BYTES + line * LINE_DATA_BYTES < bytes_ || row + line == 0;
-  }
-
-  // The 8 bytes at `at`, or what there is of them.
-  DEVICE INLINE u64 load(u32 at) const {
-    if (at >= bytes_) return 0;
-    return WHOLE ? *reinterpret_cast<const u64*>(base_ + at) : load_elements(base_ + at, bytes_ - at, element_bytes_);
-  }
-  DEVICE INLINE void store(u32 at, u64 word) const {
-    if (at >= bytes_) return;
-    if (WHOLE) {
-      *reinterpret_cast<u64*>(base_ + at) = word;
-    } else {
-      store_elements(base_ + at, bytes_ - at, element_bytes_, word);
-    }
-  }
-
- private:
-  u8* base_;
-  u32 bytes_;
-  u32 element_bytes_;
-};
-
-// What a warp writes and reads at once: four lines, 16 bytes by each of 32 threads. On the host one thread does it all.
-constexpr u32 ROW_PARTS = 32, LINE_PARTS = 8;
-constexpr u32 PARTS = ROW_PARTS / warp_threads();
-// Of a row: this thread's parts.
-struct Row { Pack parts[PARTS]; };
-// The number of one of them in the row.
-DEVICE INLINE u32 part_of(u32 i) { return i * warp_threads() + warp_thread(); }
-// Whether it ends its line; then its second word is the step.
-DEVICE INLINE bool ends_line(u32 part) { return part % LINE_PARTS == LINE_PARTS - 1; }
-// Where its first word comes from, in the row.
-DEVICE INLINE u32 offset_of(u32 part) { return part / LINE_PARTS * LINE_DATA_BYTES + part % LINE_PARTS * 16; }
 
 // One block of a kernel: of one that copies, where `REDUCES` is not set; of any that reduces, where `E` and `Op` are void, or of
 // the one that sums elements `E`; of any number of ranks, or of `RANKS`. `WHOLE`: all buffers begin and end where words do.
@@ -153,40 +103,41 @@ class ExchangeBlock {
     return Part(base, all, at, arguments_.chunk, folding_.element_bytes());
   }
   // Where what `source` sends to `rank` in a step lies there.
-  DEVICE INLINE u8* slot(u32 rank, u32 source, u64 step) const {
+  DEVICE INLINE Pack* slot(u32 rank, u32 source, u64 step) const {
     return slot_of(base(rank), all_lanes_, source < rank ? source : source - 1, lane_, step);
   }
 
   // Writes what goes to a rank in this step.
   DEVICE INLINE void write(u32 rank, u64 at) {
     const Part from = part(arguments_.from[rank], arguments_.sends[rank], at);
-    u8* to = slot(rank, me(), step_);
+    Pack* to = slot(rank, me(), step_);
     const u32 rows = from.rows();
     for (u32 first = 0; first < rows; first += COPIED) {
       Row some[COPIED];
       UNROLL
-      for (u32 i = 0; i < COPIED; i++) some[i] = load(from, first + i);
+      for (u32 i = 0; i < COPIED; i++) some[i] = load_row(from, first + i);
       UNROLL
-      for (u32 i = 0; i < COPIED; i++) put(from, first + i, to, some[i], step_);
+      for (u32 i = 0; i < COPIED; i++) put_row(from, first + i, to, some[i], step_);
     }
   }
 
   // Copies what comes from a rank in this step; false if it is to give up.
   DEVICE INLINE bool take(u32 rank, u64 at) {
     const Part to = part(arguments_.to[rank], arguments_.takes[rank], at);
-    const u8* from = slot(me(), rank, step_);
+    const Pack* from = slot(me(), rank, step_);
+    const auto is_mine = [this](u64 word) { return word == step_; };
     const u32 rows = to.rows();
     for (u32 first = 0; first < rows; first += COPIED) {
       Row some[COPIED];
       for (u32 polls = 1;; polls++) {
         bool here = true;
         UNROLL
-        for (u32 i = 0; i < COPIED; i++) here = get(to, first + i, from, some[i], step_) && here;
+        for (u32 i = 0; i < COPIED; i++) here = get_row(to, first + i, from, some[i], is_mine) && here;
         if (warp_all(here)) break;
         if (!go_on(polls)) return false;
       }
       UNROLL
-      for (u32 i = 0; i < COPIED; i++) store(to, first + i, some[i]);
+      for (u32 i = 0; i < COPIED; i++) store_row(to, first + i, some[i]);
     }
     return true;
   }
@@ -200,9 +151,9 @@ class ExchangeBlock {
     for (u32 first = 0; first < rows; first += COPIED) {
       Row some[COPIED];
       UNROLL
-      for (u32 i = 0; i < COPIED; i++) some[i] = load(from, first + i);
+      for (u32 i = 0; i < COPIED; i++) some[i] = load_row(from, first + i);
       UNROLL
-      for (u32 i = 0; i < COPIED; i++) store(to, first + i, some[i]);
+      for (u32 i = 0; i < COPIED; i++) store_row(to, first + i, some[i]);
     }
   }
 
@@ -211,11 +162,12 @@ class ExchangeBlock {
   DEVICE INLINE bool reduce(u64 at) {
     const Part own = part(arguments_.own, arguments_.result_bytes, at);
     const Part result = part(arguments_.result, arguments_.result_bytes, at);
+    const auto is_mine = [this](u64 word) { return word == step_; };
     const u32 rows = result.rows();
     for (u32 first = 0; first < rows; first += REDUCED) {
       Row mine[REDUCED], all[REDUCED][MOST_RANKS];
       UNROLL
-      for (u32 i = 0; i < REDUCED; i++) mine[i] = load(own, first + i);
+      for (u32 i = 0; i < REDUCED; i++) mine[i] = load_row(own, first + i);
       for (u32 polls = 1;; polls++) {
         bool here = true;
         UNROLL
@@ -223,7 +175,7 @@ class ExchangeBlock {
           UNROLL
           for (u32 rank = 0; rank < MOST_RANKS; rank++) {
             if (rank >= ranks() || rank == me()) continue;
-            here = get(result, first + i, slot(me(), rank, step_), all[i][rank], step_) && here;
+            here = get_row(result, first + i, slot(me(), rank, step_), all[i][rank], is_mine) && here;
           }
         }
         if (warp_all(here)) break;
@@ -244,64 +196,13 @@ class ExchangeBlock {
             sum.parts[part].words[word] = folding_.reduce(words);
           }
         }
-        store(result, first + i, sum);
+        store_row(result, first + i, sum);
         if (!arguments_.passes) continue;
-        for (u32 hop = 1; hop < ranks(); hop++) put(result, first + i, slot(after(hop), me(), step_ + 1), sum, step_ + 1);
+        for (u32 hop = 1; hop < ranks(); hop++) put_row(result, first + i, slot(after(hop), me(), step_ + 1), sum, step_ + 1);
       }
     }
     return true;
   }
-
-  // A row of a stretch.
-  DEVICE INLINE static Row load(const Part& from, u32 row) {
-    Row some;
-    UNROLL
-    for (u32 i = 0; i < PARTS; i++) {
-      const u32 part = part_of(i), at = row * ROW_BYTES + offset_of(part);
-      some.parts[i].words[0] = from.load(at);
-      some.parts[i].words[1] = ends_line(part) ? 0 : from.load(at + 8);
-    }
-    return some;
-  }
-  DEVICE INLINE static void store(const Part& to, u32 row, const Row& some) {
-    UNROLL
-    for (u32 i = 0; i < PARTS; i++) {
-      const u32 part = part_of(i), at = row * ROW_BYTES + offset_of(part);
-      to.store(at, some.parts[i].words[0]);
-      if (!ends_line(part)) to.store(at + 8, some.parts[i].words[1]);
-    }
-  }
-
-  // Writes a row of a stretch into a slot, as far as there is some.
-  DEVICE INLINE static void put(const Part& stretch, u32 row, u8* slot, const Row& some, u64 step) {
-    UNROLL
-    for (u32 i = 0; i < PARTS; i++) {
-      const u32 part = part_of(i);
-      if (!stretch.has_line(row, part / LINE_PARTS)) continue;
-      Pack pack = some.parts[i];
-      if (ends_line(part)) pack.words[1] = step;
-      store_pack(part_in(slot, row, part), pack, ends_line(part));
-    }
-  }
-  // Reads it; whether it is there.
-  DEVICE INLINE static bool get(const Part& stretch, u32 row, const u8* slot, Row& some, u64 step) {
-    bool here = true;
-    UNROLL
-    for (u32 back = 0; back < PARTS; back++) {
-      // On the host the end of a line is read before the rest of it.
-      const u32 i = PARTS - 1 - back, part = part_of(i);
-      if (!stretch.has_line(row, part / LINE_PARTS)) continue;
-      some.parts[i] = load_pack(part_in(slot, row, part));
-      if (ends_line(part) && some.parts[i].words[1] != step) here = false;
-    }
-    return here;
-  }
-  template <class Slot>
-  DEVICE INLINE static auto part_in(Slot* slot, u32 row, u32 part) {
-    return as_packs(slot) + row * ROW_PARTS + part;
-  }
-  DEVICE INLINE static Pack* as_packs(u8* slot) { return reinterpret_cast<Pack*>(slot); }
-  DEVICE INLINE static const Pack* as_packs(const u8* slot) { return reinterpret_cast<const Pack*>(slot); }
 
   // For who has waited long; false if it is to give up.
   DEVICE INLINE bool go_on(u32 polls) {

@@ -1,5 +1,6 @@
 #include "channels.cuh"
 #include "exchange.cuh"
+#include "messages.cuh"
 #include "one_shot.cuh"
 
 // Runs launches of channel programs, a block for each channel: any, or those that reduce nothing, whose code is short and keeps
@@ -38,6 +39,15 @@ RINGSIGHT_ONE_SHOTS(RINGSIGHT_KERNEL)
     ExchangeBlock<REDUCES, WHOLE, E, OP, RANKS>(arguments, blockIdx.x, gridDim.x, ticket).run();        \
   }
 RINGSIGHT_EXCHANGES(RINGSIGHT_KERNEL)
+
+// Messages among peers.
+#define RINGSIGHT_MESSAGES(NAME, WHOLE)                              \
+  extern "C" __global__ void __launch_bounds__(256, 2)               \
+  NAME(const __grid_constant__ ringsight::Messages arguments) {      \
+    ringsight::MessagesBlock<WHOLE>(arguments, blockIdx.x, gridDim.x).run(); \
+  }
+RINGSIGHT_MESSAGES(ringsight_messages_elements, false)
+RINGSIGHT_MESSAGES(ringsight_messages_words, true)
 
 static_assert(sizeof(ringsight::LaneState) == 264, "LANE_STATE_BYTES in src/cuda/layout.rs");
 static_assert(sizeof(ringsight::OpState) == 8, "OP_STATE_BYTES in src/cuda/layout.rs");

@@ -3,6 +3,7 @@
 
 #include "channels.cuh"
 #include "exchange.cuh"
+#include "messages.cuh"
 #include "one_shot.cuh"
 
 using namespace ringsight;
@@ -27,6 +28,10 @@ void run_exchange(const void* arguments, u32 index, u32 blocks) {
   volatile u64 ticket;
   ExchangeBlock<REDUCES, WHOLE, E, Op, RANKS>(*static_cast<const Exchange*>(arguments), index, blocks, ticket).run();
 }
+template <bool WHOLE>
+void run_messages(const void* arguments, u32 index, u32 blocks) {
+  MessagesBlock<WHOLE>(*static_cast<const Messages*>(arguments), index, blocks).run();
+}
 }  // namespace
 
 // The kernels among peers, in the order of `PeerLaunch::kernels` in src/cuda/peer_launch.rs.
@@ -39,4 +44,7 @@ struct PeerKernel {
 #define RINGSIGHT_EXCHANGE(NAME, REDUCES, WHOLE, E, OP, RANKS) \
   {#NAME, sizeof(Exchange), run_exchange<REDUCES, WHOLE, E, OP, RANKS>},
 extern "C" const PeerKernel ringsight_peer_kernels[] = {
-    RINGSIGHT_ONE_SHOTS(RINGSIGHT_ONE_SHOT) RINGSIGHT_EXCHANGES(RINGSIGHT_EXCHANGE){nullptr, 0, nullptr}};
+    RINGSIGHT_ONE_SHOTS(RINGSIGHT_ONE_SHOT) RINGSIGHT_EXCHANGES(RINGSIGHT_EXCHANGE)
+    {"ringsight_messages_elements", sizeof(Messages), run_messages<false>},
+    {"ringsight_messages_words", sizeof(Messages), run_messages<true>},
+    {nullptr, 0, nullptr}};

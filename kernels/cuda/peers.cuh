@@ -51,9 +51,9 @@ DEVICE inline u32 lanes_among(u32 ranks) {
   return lanes;
 }
 // `other`: which of the other ranks writes there.
-DEVICE inline u8* slot_of(u64 base, u32 lanes, u32 other, u32 lane, u64 step) {
+DEVICE inline Pack* slot_of(u64 base, u32 lanes, u32 other, u32 lane, u64 step) {
   const u64 slot = (static_cast<u64>(other) * lanes + lane) * 2 + step % 2;
-  return reinterpret_cast<u8*>(base + CHUNKS_OFFSET + slot * CHUNK_SLOT_BYTES);
+  return reinterpret_cast<Pack*>(base + CHUNKS_OFFSET + slot * CHUNK_SLOT_BYTES);
 }
 
 DEVICE inline Area* area_of(u64 base) { return reinterpret_cast<Area*>(base); }

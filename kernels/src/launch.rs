@@ -64,10 +64,18 @@ pub struct Work {
     pub rank: u32,
     /// Ranks of the communicator.
     pub ranks: u32,
-    /// Root of a rooted function, else 0.
+    /// Root of a rooted function, peer of a message among peers, else 0.
     pub root: u32,
     /// What it talks over.
     pub connections: Connections,
+}
+
+impl Work {
+    /// Whether it is one end of a message between ranks that reach each other's memory.
+    #[must_use]
+    pub fn is_message_among_peers(&self) -> bool {
+        self.function.is_p2p() && matches!(self.connections, Connections::Peers(_))
+    }
 }
 
 /// The factor of [`ReduceOp::PreMulSum`]: an element of the operation's type.
@@ -99,7 +107,8 @@ pub enum Connections {
     Send(Arc<Fifo>),
     /// From one peer.
     Recv(Arc<Fifo>),
-    /// All ranks, each of whose memory this rank's device reaches. Such work is the only one of its launch.
+    /// All ranks, each of whose memory this rank's device reaches. A collective is then the only work of its launch; messages share
+    /// theirs with nothing but messages.
     Peers(Arc<Peers>),
 }
 

@@ -117,7 +117,15 @@ pub const TABLE: &[Row] = &[
         max_ranks: u32::MAX,
         choice: among_peers(Algorithm::Direct),
     },
-    // The same where one rank sends or gets everything: among two there is no other way, among more a ring needs less of that
+    // All messages of a group side by side in one kernel.
+    Row {
+        functions: &[Function::Send, Function::Recv],
+        max_bytes: u64::MAX,
+        max_bytes_of_all: u64::MAX,
+        max_ranks: u32::MAX,
+        choice: among_peers(Algorithm::Direct),
+    },
+    // The same as for an all_gather where one rank sends or gets everything: among two there is no other way, among more a ring needs less of that
     // rank's links, once it is the bytes that take the time.
     Row {
         functions: &[Function::Broadcast, Function::Reduce],

@@ -31,6 +31,8 @@ pub(super) struct Builder<'a> {
     pub(super) used: usize,
     /// Nothing may be added to its one operation.
     pub(super) alone: bool,
+    /// Its operations are messages among peers.
+    pub(super) is_among_peers: bool,
     picker: channels::Picker,
     /// What it is made of, but for the works.
     spare: Option<Spare>,
@@ -59,6 +61,7 @@ impl<'a> Builder<'a> {
             simulated: group.is_none().then(estimate::Load::default),
             used: 0,
             alone: false,
+            is_among_peers: false,
             picker: channels::Picker::new(comm.channels()),
             work: ChannelWorks::again(works),
             states: Few::None,
@@ -100,6 +103,31 @@ impl<'a> Builder<'a> {
         let peers = peers.ok_or_else(|| Error::internal("no memory is shared with peers"))?;
         let all = 0..task.request.count;
         let work = self.work_of(task, all, choice.algorithm, Connections::Peers(peers));
+        work.check()?;
+        if let Some(load) = &mut self.simulated {
+            load.add_work(&work, estimate::SHARED);
+        }
+        self.add_work(0, work);
+        self.add_op(task, None, 1, 0, choice.algorithm, choice.protocol);
+        Ok(())
+    }
+
+    /// Adds one end of a message that a kernel takes among peers, with all others of its plan.
+    pub(super) fn add_message_among_peers(
+        &mut self,
+        task: &Task,
+        message: exchange::Message,
+        choice: algorithm::Choice,
+    ) -> Result<()> {
+        let peers = self.comm.peers.clone();
+        let peers = peers.ok_or_else(|| Error::internal("no memory is shared with peers"))?;
+        let all = 0..task.request.count;
+        let work = Work {
+            send: task.request.send,
+            recv: task.request.recv,
+            root: message.peer,
+            ..self.message_of(task, task.request.function, all, Connections::Peers(peers))
+        };
         work.check()?;
         if let Some(load) = &mut self.simulated {
             load.add_work(&work, estimate::SHARED);

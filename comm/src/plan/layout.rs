@@ -2,6 +2,8 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
+use ringsight_kernels::cuda::messages;
+
 use super::{Exchange, Task, algorithm, builder::Builder};
 use crate::{
     communicator::Communicator,
@@ -37,9 +39,10 @@ pub(super) fn choice_of(task: &Task, comm: &Communicator) -> Result<(usize, algo
     Ok((choice.channels(bytes, available, parts.is_some()), choice))
 }
 
-/// Whether a task is made of messages: it is by its function, and no kernel does it among peers.
+/// Whether a task is a message or made of messages: it is by its function, and no kernel does all of it among peers.
 pub(crate) fn goes_by_messages(task: &Task, comm: &Communicator) -> Result<bool> {
-    Ok(Exchange::serves(task.request.function) && !choice_of(task, comm)?.1.is_among_peers())
+    let function = task.request.function;
+    Ok(function.is_p2p() || Exchange::serves(function) && !choice_of(task, comm)?.1.is_among_peers())
 }
 
 /// The plans of a group on one communicator.
@@ -114,8 +117,8 @@ impl<'a> Plans<'a> {
                 .messages()
                 .map(|message| choice_of(&tasks[message.task], self.comm).map_or(1, |(channels, _)| channels))
                 .sum();
-            let (plan, index) = self.with_room(needed);
             for (send, recv) in &round.to_self {
+                let (plan, index) = self.with_room(needed);
                 plan.add_to_self(&tasks[send.task], &tasks[recv.task], send.address, recv.address)?;
                 if !tasks[send.task].request.function.is_p2p() {
                     spreads.entry(send.task).or_default().add(index, 1, 0);
@@ -124,6 +127,15 @@ impl<'a> Plans<'a> {
             for (message, is_send) in [(round.send, true), (round.recv, false)] {
                 let Some(message) = message else { continue };
                 let task = &tasks[message.task];
+                let (_, choice) = choice_of(task, self.comm)?;
+                if choice.is_among_peers() {
+                    // Cut between rounds, as all plans of messages.
+                    let needed = 1 + usize::from(is_send && round.recv.is_some());
+                    let plan = self.with_room_among_peers(needed);
+                    plan.add_message_among_peers(task, message, choice)?;
+                    continue;
+                }
+                let (plan, index) = self.with_room(needed);
                 let (mask, proxies, choice) = plan.add_message(task, message, is_send)?;
                 if task.request.function.is_p2p() {
                     plan.add_op(task, None, mask, proxies, choice.algorithm, choice.protocol);
@@ -141,16 +153,27 @@ impl<'a> Plans<'a> {
     /// A plan with room for `elements` more work elements, and its index: the last one, or a new one. Something always
     /// fits into an empty plan.
     fn with_room(&mut self, elements: usize) -> (&mut Builder<'a>, usize) {
-        if self
-            .made
-            .last()
-            .is_none_or(|plan| plan.alone || plan.used > 0 && plan.used + elements > self.budget)
-        {
+        if self.made.last().is_none_or(|plan| {
+            plan.alone || plan.is_among_peers || plan.used > 0 && plan.used + elements > self.budget
+        }) {
             let builder = Builder::new(self.comm, self.group, self.spare.take());
             self.made.push(builder);
         }
         let index = self.made.len() - 1;
         (&mut self.made[index], index)
+    }
+
+    /// A plan with room for so many more messages among peers.
+    fn with_room_among_peers(&mut self, needed: usize) -> &mut Builder<'a> {
+        if self
+            .made
+            .last()
+            .is_none_or(|plan| !plan.is_among_peers || plan.used + needed > messages::MOST)
+        {
+            self.alone().is_among_peers = true;
+        }
+        let index = self.made.len() - 1;
+        &mut self.made[index]
     }
 
     /// A plan for one operation that has a launch of its own.

@@ -59,6 +59,8 @@ static void run_check(struct Rank* r) {
   if ((uintptr_t)memory % 4096) fail("check rank %d: ncclMemAlloc gave %p", r->rank, memory);
   NC(MemFree(memory));
   NC(MemAlloc(&memory, 1 << 20));
+  // The driver may wait for the GPU to have memory: others of its ranks begin no kernel that waits for this one before.
+  barrier();
   NC(CommRegister(r->comm, memory, 1 << 20, &handle));
   CUdeviceptr own = r->send;
   r->send = (CUdeviceptr)memory;

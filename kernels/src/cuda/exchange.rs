@@ -32,12 +32,6 @@ const WARPS: usize = 7;
 /// Threads of a block.
 pub const EXCHANGE_THREADS: u32 = WARPS as u32 * 32 + SERVICE;
 
-/// Whether a function has a program here.
-#[must_use]
-pub fn serves(function: Function) -> bool {
-    !function.is_p2p()
-}
-
 /// The launch of a collective, but for where it reports to; `most_blocks`: [`crate::launch::Peers::most_blocks`]. All blocks must
 /// run side by side, since they wait for those of the others.
 pub(super) fn launch(work: &Work, call: PeerCall, most_blocks: u32) -> PeerLaunch {
@@ -250,7 +244,10 @@ mod tests {
     }
 
     fn collectives() -> impl Iterator<Item = Function> {
-        Function::ALL.iter().copied().filter(|function| serves(*function))
+        Function::ALL
+            .iter()
+            .copied()
+            .filter(|function| !function.is_p2p())
     }
 
     proptest! {

@@ -329,6 +329,82 @@ const _: () = assert!(offset_of!(Exchange, own) == 400);
 const _: () = assert!(offset_of!(Exchange, chunk) == 432);
 const _: () = assert!(size_of::<Exchange>() == 440);
 
+/// A message of [`Messages`].
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Message {
+    /// Where it comes from or goes.
+    pub address: u64,
+    /// Bytes.
+    pub bytes: u64,
+    /// Operation number.
+    pub op: u32,
+    /// Its tag.
+    pub tag: u32,
+    /// Bytes of a chunk: whole rows, as in [`Exchange::chunk`].
+    pub chunk: u32,
+    /// Lanes that it goes over.
+    pub lanes: u16,
+    /// Bytes of an element.
+    pub element_bytes: u8,
+    /// 0.
+    pub reserved: u8,
+}
+
+const _: () = assert!(size_of::<Message>() == 32);
+
+/// The messages of a launch to or from one peer.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Role {
+    /// Its rank.
+    pub peer: u32,
+    /// 1: to it, 0: from it.
+    pub sends: u32,
+    /// The first message.
+    pub first: u32,
+    /// Behind the last.
+    pub end: u32,
+}
+
+const _: () = assert!(size_of::<Role>() == 16);
+
+/// The most roles of a launch.
+pub const MOST_ROLES: usize = 2 * (MAX_PEERS - 1);
+/// The most messages of a launch.
+pub const MOST_MESSAGES: usize = 112;
+
+/// The one argument of the kernels of [`super::messages`].
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Messages {
+    /// Where it reports to.
+    pub head: Head,
+    /// By rank: where its memory is for this rank's kernels.
+    pub bases: [u64; MAX_PEERS],
+    /// Where the part for messages begins in each ([`super::peers::messages_offset`]).
+    pub at: u64,
+    /// This rank.
+    pub rank: u32,
+    /// Roles.
+    pub roles: u32,
+    /// Messages.
+    pub messages: u32,
+    /// Channel number.
+    pub channel: u8,
+    /// 0.
+    pub reserved: [u8; 3],
+    /// The roles: as many blocks each.
+    pub role: [Role; MOST_ROLES],
+    /// The messages, by role.
+    pub message: [Message; MOST_MESSAGES],
+}
+
+const _: () = assert!(offset_of!(Messages, at) == 112);
+const _: () = assert!(offset_of!(Messages, role) == 136);
+const _: () = assert!(offset_of!(Messages, message) == 360);
+const _: () = assert!(size_of::<Messages>() == 3944);
+
 /// Shared memory that a block needs for each lane.
 pub const LANE_STATE_BYTES: usize = 264;
 /// Shared memory that a block needs for each operation.

@@ -2,6 +2,7 @@
 
 pub mod exchange;
 pub mod layout;
+pub mod messages;
 pub mod one_shot;
 pub mod peer_launch;
 pub mod peers;
@@ -10,6 +11,7 @@ pub mod ring;
 
 pub use exchange::EXCHANGE_THREADS;
 pub use layout::{Arguments, Head, LaunchControl, LaunchState};
+pub use messages::MESSAGES_THREADS;
 pub use one_shot::one_shot_threads;
 pub use peer_launch::PeerLaunch;
 pub use program::Program;

@@ -1,4 +1,4 @@
-//! Launches of the kernels among peers: one operation of all ranks each.
+//! Launches of the kernels among peers: one collective each, or any number of messages.
 
 use std::ffi::CStr;
 
@@ -6,8 +6,8 @@ use ringsight_records::{Algorithm, DataType};
 
 use super::{
     exchange,
-    layout::{Combination, Exchange, Head, OneShot, PeerCall},
-    one_shot,
+    layout::{Combination, Exchange, Head, Messages, OneShot, PeerCall},
+    messages, one_shot,
     peers::MAX_PEERS,
     program::{address_error, argument, combination},
 };
@@ -28,7 +28,7 @@ pub(super) const MOST_BLOCKS: u32 = 64;
 /// A launch of one of the kernels.
 #[derive(Clone, Debug)]
 pub struct PeerLaunch {
-    /// Its argument, but for [`PeerCall::head`].
+    /// Its argument, but for its [`Head`].
     pub arguments: PeerArguments,
     /// The kernel's number in [`PeerLaunch::kernels`].
     pub kernel: usize,
@@ -49,14 +49,17 @@ pub enum PeerArguments {
     OneShot(OneShot),
     /// Of those of [`exchange`].
     Exchange(Exchange),
+    /// Of those of [`messages`].
+    Messages(Messages),
 }
 
 impl PeerArguments {
-    /// What all kernels are told.
-    pub fn call_mut(&mut self) -> &mut PeerCall {
+    /// Where it reports to.
+    pub fn head_mut(&mut self) -> &mut Head {
         match self {
-            Self::OneShot(arguments) => &mut arguments.call,
-            Self::Exchange(arguments) => &mut arguments.call,
+            Self::OneShot(arguments) => &mut arguments.call.head,
+            Self::Exchange(arguments) => &mut arguments.call.head,
+            Self::Messages(arguments) => &mut arguments.head,
         }
     }
 
@@ -65,6 +68,7 @@ impl PeerArguments {
         match self {
             Self::OneShot(arguments) => std::ptr::from_mut(arguments).cast(),
             Self::Exchange(arguments) => std::ptr::from_mut(arguments).cast(),
+            Self::Messages(arguments) => std::ptr::from_mut(arguments).cast(),
         }
     }
 }
@@ -72,7 +76,10 @@ impl PeerArguments {
 impl PeerLaunch {
     /// Names of all kernels, by number.
     pub fn kernels() -> impl Iterator<Item = &'static CStr> {
-        one_shot::KERNELS.into_iter().chain(exchange::KERNELS)
+        one_shot::KERNELS
+            .into_iter()
+            .chain(exchange::KERNELS)
+            .chain(messages::KERNELS)
     }
 
     /// The kernel for `launch`; `None` if that is to run channel programs.
@@ -89,8 +96,16 @@ impl PeerLaunch {
         let Some((channel, work, peers)) = among_peers else {
             return Ok(None);
         };
-        let works: usize = launch.channels.iter().map(|channel| channel.work.len()).sum();
-        if works != 1 {
+        let all = || launch.channels.iter().flat_map(|channel| &channel.work);
+        if work.function.is_p2p()
+            && launch.channels.len() == 1
+            && all().all(|work| work.is_message_among_peers())
+        {
+            let mut launch = messages::launch(&launch.channels[0].work, channel, peers)?;
+            launch.kernel += one_shot::KERNELS.len() + exchange::KERNELS.len();
+            return Ok(Some(launch));
+        }
+        if all().count() != 1 {
             return Err(WorkError(format!(
                 "op {} ({}): work among peers shares its launch",
                 work.op, work.function

@@ -3,7 +3,7 @@
 //! Every rank has as much, zeroed when it is made. It begins with an [`Area`]. From [`LINES_OFFSET`] on there are lines of 16
 //! bytes for operations in one shot: 8 of data, and beside each half of them the epoch of the operation that they are of. They
 //! are cut by the parity of the epoch, then by the rank that writes them. From [`CHUNKS_OFFSET`] on there are slots for chunks of
-//! longer operations: by the rank that writes them, by lane, and two of each.
+//! longer operations: by the rank that writes them, by lane, and two of each. From [`messages_offset`] on there is the same for messages.
 //!
 //! A communicator's operations over this memory have epochs 1, 2, … on all ranks, and each lane's steps are numbered,
 //! both by the kernels themselves, so that replays count too.
@@ -37,10 +37,23 @@ pub const fn lanes(ranks: usize) -> usize {
     2 * LANES / ranks.next_power_of_two()
 }
 
+/// Lanes of a connection for messages in one direction.
+pub const MESSAGE_LANES: usize = 256;
+/// Bytes of the numbers of chunks that were sent, released and taken: a `u32` of each by rank and lane.
+const MESSAGE_COUNTS: usize = 3 * MAX_PEERS * MESSAGE_LANES * size_of::<u32>();
+
+const _: () = assert!(MESSAGE_COUNTS == 24_576);
+
+/// Where the part for messages begins among so many ranks: numbers of chunks, then two slots by rank and lane.
+#[must_use]
+pub const fn messages_offset(ranks: usize) -> usize {
+    CHUNKS_OFFSET + (ranks - 1) * lanes(ranks) * 2 * CHUNK_ROWS * 512
+}
+
 /// Bytes of one rank's memory among so many.
 #[must_use]
 pub const fn bytes(ranks: usize) -> usize {
-    CHUNKS_OFFSET + (ranks - 1) * lanes(ranks) * 2 * CHUNK_ROWS * 512
+    messages_offset(ranks) + MESSAGE_COUNTS + (ranks - 1) * MESSAGE_LANES * 2 * CHUNK_ROWS * 512
 }
 
 /// Data with flags.

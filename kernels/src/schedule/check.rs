@@ -4,10 +4,7 @@ use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
 use super::{Schedule, Steps};
 use crate::{
-    cuda::{
-        exchange,
-        peers::{MAX_PEERS, one_shot_bytes},
-    },
+    cuda::peers::{MAX_PEERS, one_shot_bytes},
     launch::{Connections, Peers, Scalar, Work},
     reduce::Reduction,
 };
@@ -158,8 +155,8 @@ impl Work {
             Algorithm::TwoShot if self.function != Function::AllReduce => {
                 fail("no two_shot program; it reduces on all ranks".into())
             }
-            Algorithm::TwoShot | Algorithm::Direct if !exchange::serves(self.function) => {
-                fail("no program among peers; it is between two".into())
+            Algorithm::Direct if self.function.is_p2p() && self.root == self.rank => {
+                fail("no message among peers goes to its own rank".into())
             }
             Algorithm::TwoShot | Algorithm::Direct if self.reduce_op == ReduceOp::PreMulSum => fail(
                 "no program among peers for premulsum: each rank's factor is known to that rank alone".into(),

@@ -313,7 +313,7 @@ impl Gpu {
         let invalid = |error: WorkError| DeviceError::InvalidUsage(error.to_string());
         if let Some(mut peers) = PeerLaunch::new(&launch).map_err(invalid)? {
             let head = self.enter(launch, captured, None)?;
-            peers.arguments.call_mut().head = head;
+            *peers.arguments.head_mut() = head;
             let kernel = (self.peer_kernels[peers.kernel], peers.blocks, peers.threads, 0);
             // SAFETY: the kernel's argument.
             unsafe { self.start(stream, kernel, peers.arguments.as_mut_ptr(), head.launch) }?;
