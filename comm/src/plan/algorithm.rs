@@ -328,28 +328,49 @@ mod tests {
     }
 
     #[test]
-    fn peers_do_a_short_all_reduce_in_one_kernel() {
-        let among_peers = |ranks: u32, bytes| {
+    fn peers_do_a_short_all_reduce_in_one_shot_and_a_longer_one_in_two() {
+        let chosen = |ranks: u32, bytes| {
             let asked = Asked {
                 ranks,
                 peers: true,
                 ..asked(Function::AllReduce, bytes)
             };
-            choose(&asked).unwrap().is_among_peers()
+            let choice = choose(&asked).unwrap();
+            assert_eq!(choice.is_among_peers(), ranks > 1);
+            choice.algorithm
         };
         for ranks in 2..=8 {
             let most = (512 << 10) / u64::from(ranks);
-            assert!(among_peers(ranks, 1) && !among_peers(ranks, most + 1), "{ranks}");
+            assert_eq!(chosen(ranks, 1), Algorithm::OneShot);
             // As far as lines are whole.
-            assert!(among_peers(ranks, most - 8 * u64::from(ranks)), "{ranks}");
+            assert_eq!(chosen(ranks, most - 8 * u64::from(ranks)), Algorithm::OneShot);
+            assert_eq!(chosen(ranks, most + 1), Algorithm::TwoShot);
         }
-        assert!(!among_peers(1, 8));
-        let others = [asked(Function::AllGather, 8), asked(Function::AllReduce, 8)];
-        assert!(
-            others
-                .iter()
-                .all(|asked| !choose(asked).unwrap().is_among_peers())
-        );
+        assert_eq!(chosen(1, 8), Algorithm::Ring);
+    }
+
+    #[test]
+    fn peers_do_all_but_what_a_ring_does_better() {
+        for function in Function::ALL {
+            for (ranks, bytes) in [(2, 8), (2, 1 << 30), (4, 8), (4, 1 << 30)] {
+                let near = Asked {
+                    ranks,
+                    peers: true,
+                    ..asked(*function, bytes)
+                };
+                let rooted = matches!(function, Function::Broadcast | Function::Reduce);
+                let expected = !(rooted && ranks > 2 && bytes > 8);
+                assert_eq!(choose(&near).unwrap().is_among_peers(), expected, "{near:?}");
+                let apart = Asked { peers: false, ..near };
+                let own_factors = Asked {
+                    reduce_op: ReduceOp::PreMulSum,
+                    ..near
+                };
+                for other in [apart, own_factors] {
+                    assert!(!choose(&other).unwrap().is_among_peers(), "{other:?}");
+                }
+            }
+        }
     }
 
     #[test]
@@ -380,42 +401,47 @@ mod tests {
                 }
             }
         }
-        let reasons = |asked: Asked| explain(&asked).map(|(_, reason)| reason).collect::<Vec<_>>();
+        let reason = |asked: Asked, algorithm, protocol| {
+            let row = |(row, _): &(&Row, Option<Reason>)| {
+                row.functions.contains(&asked.function)
+                    && (row.choice.algorithm, row.choice.protocol) == (algorithm, protocol)
+            };
+            explain(&asked).find(row).unwrap().1
+        };
+        use Algorithm::{Direct, OneShot, Ring, TwoShot};
+        use Protocol::{Ll, Ll128, Simple};
         let short = asked(Function::AllReduce, 8);
-        assert_eq!(
-            reasons(short)[..3],
-            [Some(Reason::NoPeers), None, Some(Reason::Earlier)]
-        );
+        assert_eq!(reason(short, OneShot, Ll), Some(Reason::NoPeers));
+        assert_eq!(reason(short, TwoShot, Ll128), Some(Reason::NoPeers));
+        assert_eq!(reason(short, OneShot, Simple), None);
+        assert_eq!(reason(short, Ring, Simple), Some(Reason::Earlier));
         let without = Asked {
             one_shot: false,
             ..short
         };
-        assert_eq!(
-            reasons(without)[..3],
-            [Some(Reason::NoPeers), Some(Reason::NoProgram), None]
-        );
+        assert_eq!(reason(without, OneShot, Simple), Some(Reason::NoProgram));
         let long = asked(Function::AllReduce, 1 << 20);
-        assert_eq!(
-            reasons(long)[..3],
-            [
-                Some(Reason::BytesOfAll(512 << 10)),
-                Some(Reason::BytesOfAll(16 << 10)),
-                None
-            ]
-        );
+        assert_eq!(reason(long, OneShot, Ll), Some(Reason::BytesOfAll(512 << 10)));
+        assert_eq!(reason(long, OneShot, Simple), Some(Reason::BytesOfAll(16 << 10)));
+        assert_eq!(reason(long, Ring, Simple), None);
         let slot = Asked {
             slot_bytes: 2 << 10,
             ..asked(Function::AllReduce, 4 << 10)
         };
-        assert_eq!(reasons(slot)[1], Some(Reason::Slot(2 << 10)));
+        assert_eq!(reason(slot, OneShot, Simple), Some(Reason::Slot(2 << 10)));
         let alone = Asked { ranks: 1, ..short };
-        assert_eq!(reasons(alone)[0], Some(Reason::OneRank));
+        assert_eq!(reason(alone, OneShot, Ll), Some(Reason::OneRank));
         let scaled = Asked {
             reduce_op: ReduceOp::PreMulSum,
             ..short
         };
-        assert_eq!(reasons(scaled)[1], Some(Reason::OwnFactors));
-        assert_eq!(reasons(short)[3], Some(Reason::Function));
+        assert_eq!(reason(scaled, OneShot, Simple), Some(Reason::OwnFactors));
+        let four = Asked {
+            peers: true,
+            ..asked(Function::Broadcast, 1 << 30)
+        };
+        assert_eq!(reason(four, Direct, Ll128), Some(Reason::Ranks(2)));
+        assert_eq!(explain(&short).last().unwrap().1, Some(Reason::Function));
     }
 
     #[test]

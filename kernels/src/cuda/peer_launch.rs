@@ -97,10 +97,7 @@ impl PeerLaunch {
             return Ok(None);
         };
         let all = || launch.channels.iter().flat_map(|channel| &channel.work);
-        if work.function.is_p2p()
-            && launch.channels.len() == 1
-            && all().all(|work| work.is_message_among_peers())
-        {
+        if work.function.is_p2p() && launch.channels.len() == 1 && all().all(Work::is_message_among_peers) {
             let mut launch = messages::launch(&launch.channels[0].work, channel, peers)?;
             launch.kernel += one_shot::KERNELS.len() + exchange::KERNELS.len();
             return Ok(Some(launch));
