@@ -19,9 +19,9 @@ pub struct Options {
     /// Source tree of nccl-tests (https://github.com/NVIDIA/nccl-tests), to be built and put in.
     #[arg(long, value_name = "DIR")]
     nccl_tests: Option<PathBuf>,
-    /// Also NVIDIA's compute-sanitizer, from PyPI: 14 MB to download, 28 MB in the bundle.
-    #[arg(long)]
-    sanitizer: bool,
+    /// Folder of compute-sanitizer in a CUDA toolkit, to be put in; without it the GPU host's own is used, if it has one.
+    #[arg(long, value_name = "DIR")]
+    sanitizer: Option<PathBuf>,
     /// Where to make it [default: target/gpu-bundle]. A bundle that is there is replaced.
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
@@ -101,8 +101,8 @@ fn fill(folder: &Path, built: &workspace::Artifacts, options: &Options) -> Resul
     if let Some(source) = &options.nccl_tests {
         nccl_tests::build(source, &built.library_folder, &folder.join("nccl-tests"))?;
     }
-    if options.sanitizer {
-        add_sanitizer(&folder.join("sanitizer"))?;
+    if let Some(source) = &options.sanitizer {
+        add_sanitizer(source, &folder.join("sanitizer"))?;
     }
     let bytes = size(folder)?;
     if bytes > MOST {
@@ -153,42 +153,25 @@ pub fn copy_scripts(from: &Path, bundle: &Path) -> Result<()> {
     Ok(())
 }
 
-/// NVIDIA's compute-sanitizer as PyPI has it, without its headers.
-fn add_sanitizer(folder: &Path) -> Result<()> {
-    const WHEEL: &str = "nvidia-cuda-sanitizer-api==13.0.85";
-    let unpacked = tempfolder(folder)?;
-    process::run(
-        Command::new("python3")
-            .args([
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--no-deps",
-                "--only-binary=:all:",
-                "--no-compile",
-            ])
-            .arg("--target")
-            .arg(&unpacked)
-            .arg(WHEEL),
-    )?;
-    let root = unpacked.join("nvidia/cu13");
-    for part in ["bin", "lib"] {
-        let files = fs::read_dir(root.join(part)).with_context(|| format!("{WHEEL} has no {part}"))?;
-        for file in files {
-            let path = file?.path();
-            if let Some(name) = path.file_name().filter(|_| path.is_file()) {
-                // Some libraries are in both: the program finds those beside it.
-                copy(&path, &folder.join(name))?;
-            }
+/// NVIDIA's compute-sanitizer: the files beside the program. Its wheel on PyPI has not all of them, and what is there starts
+/// no program.
+fn add_sanitizer(source: &Path, folder: &Path) -> Result<()> {
+    for needed in ["compute-sanitizer", "TreeLauncherTargetLdPreloadHelper"] {
+        if !source.join(needed).is_file() {
+            bail!(
+                "{} is no folder of compute-sanitizer in a CUDA toolkit: it has no {needed}",
+                source.display()
+            );
         }
     }
-    fs::remove_dir_all(&unpacked).with_context(|| format!("removing {}", unpacked.display()))
-}
-
-fn tempfolder(beside: &Path) -> Result<PathBuf> {
-    fs::create_dir_all(beside).with_context(|| format!("creating {}", beside.display()))?;
-    Ok(beside.join("wheel"))
+    fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+    for file in fs::read_dir(source).with_context(|| format!("reading {}", source.display()))? {
+        let path = file?.path();
+        if let Some(name) = path.file_name().filter(|_| path.is_file()) {
+            copy(&path, &folder.join(name))?;
+        }
+    }
+    Ok(())
 }
 
 pub(super) fn copy(from: &Path, to: &Path) -> Result<()> {
@@ -236,6 +219,21 @@ mod tests {
         let error = make(&options).unwrap_err().to_string();
         assert!(error.contains("is no bundle"), "{error}");
         assert!(folder.join("thesis.txt").is_file());
+        fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn half_a_sanitizer_is_refused() {
+        let folder = std::env::temp_dir().join(format!("sanitizer-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        fs::write(folder.join("compute-sanitizer"), "").unwrap();
+        let error = add_sanitizer(&folder, &folder.join("out"))
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("TreeLauncherTargetLdPreloadHelper"), "{error}");
+        fs::write(folder.join("TreeLauncherTargetLdPreloadHelper"), "").unwrap();
+        add_sanitizer(&folder, &folder.join("out")).unwrap();
+        assert!(folder.join("out/compute-sanitizer").is_file());
         fs::remove_dir_all(&folder).unwrap();
     }
 

@@ -109,7 +109,7 @@ pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
 
 /// Sizes of a run: first, last, factor, warm-ups and repetitions.
 const SHORT: &str = "-b 8 -e 16M -f 8 -w 5 -n 20";
-const LONG: &str = "-b 64M -e 4G -f 2 -w 2 -n 5";
+const LONG: &str = "-b 64M -e 4G -f 4 -w 1 -n 3";
 
 /// What is measured: operation and its sizes.
 const MEASURED: [(&str, &str); 6] = [
