@@ -27,6 +27,11 @@ const ANSWERS: Duration = Duration::from_millis(200);
 /// How long the neighbours of those who did not may take.
 const LOOKS: Duration = Duration::from_millis(150);
 
+/// How often a rank is asked before it counts as one that does not answer; and one whose process is known to live, which a busy
+/// machine may keep from answering for long.
+const ASKED: u32 = 2;
+const ASKED_ALIVE: u32 = 10;
+
 /// Up to so many ranks are asked one by one; more by a message that goes from rank to rank, which takes fewer connections but
 /// may be held up by the very rank that is looked for.
 const DIRECTLY: usize = 64;
@@ -41,8 +46,8 @@ pub(super) struct Inquiry {
     ended: BTreeSet<u32>,
     /// Ranks whose processes died.
     lost: BTreeSet<u32>,
-    /// The run that a rank has not answered to once.
-    unanswered: Option<Run>,
+    /// The run that a rank has not answered to, and how often in a row.
+    unanswered: Option<(Run, u32)>,
     /// What was said of which run.
     said: Option<(Run, Verdict)>,
 }
@@ -63,7 +68,7 @@ impl Inquiry {
         };
         // What a rank says of itself beats what others say of it, and anything beats nothing.
         let replaces = match open.heard.get(&rank) {
-            None | Some(Heard::Silent) => true,
+            None | Some(Heard::Silent | Heard::Busy) => true,
             Some(_) => matches!(heard, Heard::Answer(_)),
         };
         if replaces {
@@ -148,11 +153,20 @@ impl Watch {
         }
         let verdict = judge(&heard, age, &self.settings);
         // A rank that is only busy may answer the next time.
-        let unsure = verdict
+        let silent = verdict
             .as_ref()
-            .is_some_and(|verdict| verdict.cause == Cause::NoAnswer);
-        if unsure && inquiry.unanswered.replace(op.run) != Some(op.run) {
-            return SHORTEST;
+            .filter(|verdict| verdict.cause == Cause::NoAnswer);
+        let before = inquiry.unanswered.take().filter(|(run, _)| *run == op.run);
+        if let Some(silent) = silent {
+            let times = before.map_or(1, |(_, times)| times.saturating_add(1));
+            inquiry.unanswered = Some((op.run, times));
+            let enough = match heard.get(&silent.culprit) {
+                Some(Heard::Busy) => ASKED_ALIVE,
+                _ => ASKED,
+            };
+            if times < enough {
+                return SHORTEST;
+            }
         }
         let said = inquiry.said.take().filter(|(run, _)| *run == op.run);
         let verdict = verdict.map(|verdict| match &said {

@@ -93,6 +93,7 @@ fn line(rank: u32, heard: &Heard) -> String {
         Heard::Left => "has destroyed the communicator".to_owned(),
         Heard::Stopped => "stopped".to_owned(),
         Heard::Silent => "no answer".to_owned(),
+        Heard::Busy => "no answer, but its process lives".to_owned(),
         Heard::Crossed(held) => format!(
             "in {} instead, for {}",
             name(held.run.identity, held.run.replay),
@@ -206,7 +207,8 @@ impl From<Health> for Heard {
             // Of one that died everybody hears at once: this one had said goodbye.
             Health::Gone => Self::Left,
             Health::Stopped => Self::Stopped,
-            Health::Unknown | Health::Alive => Self::Silent,
+            Health::Alive => Self::Busy,
+            Health::Unknown => Self::Silent,
         }
     }
 }

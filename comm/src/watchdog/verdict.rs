@@ -25,6 +25,8 @@ pub(crate) enum Heard {
     Stopped,
     /// It does not answer, and nobody knows why.
     Silent,
+    /// It does not answer, and its process lives.
+    Busy,
 }
 
 /// Why an operation does not end, and because of whom.
@@ -134,7 +136,7 @@ fn suspect(rank: u32, heard: &Heard) -> Option<Suspect> {
         Heard::Left => return None,
         Heard::Gone => of(Cause::RankDead, None),
         Heard::Stopped => of(Cause::RankStopped, None),
-        Heard::Silent => of(Cause::NoAnswer, None),
+        Heard::Silent | Heard::Busy => of(Cause::NoAnswer, None),
         Heard::Crossed(held) => Suspect {
             held_up: Some(held),
             ..of(Cause::MetadataMismatch, Some(held.since_ns))

@@ -14,9 +14,7 @@ use cudarc::driver::sys::{
 };
 use ringsight_kernels::{
     Launch, WorkError,
-    cuda::{
-        self, CHANNEL_KERNELS, Head, LaunchControl, LaunchState, PeerLaunch, Program, ring::Entry,
-    },
+    cuda::{self, CHANNEL_KERNELS, Head, LaunchControl, LaunchState, PeerLaunch, Program, ring::Entry},
 };
 
 use super::{
