@@ -23,6 +23,8 @@ struct LaneState {
   u32 index;
   u32 end;
   bool begun;
+  // It was looked whether the work is its operation's first.
+  bool told;
   // `step` is what the work does next.
   bool has_step;
   // The present work: where it comes from may be far away.
@@ -49,14 +51,25 @@ struct Turn {
   Move move;
 };
 
+// The program where it is to be read: the one that travels with the arguments may be anywhere, and the steps of one thread read
+// it, one word after another. Done by all threads of the block.
+DEVICE INLINE const u8* staged(const Arguments& arguments, u64* room) {
+  const u8* program = arguments.program != 0 ? reinterpret_cast<const u8*>(arguments.program) : arguments.inline_program;
+  if (arguments.staged == 0) return program;
+  const u64* words = reinterpret_cast<const u64*>(program);
+  for (u32 at = thread_index(); at < arguments.staged / 8; at += threads()) room[at] = words[at];
+  block_barrier();
+  return reinterpret_cast<const u8*>(room);
+}
+
 // One block of a kernel: of the one for any launch, or of the one for launches that reduce nothing.
 template <bool REDUCES>
 class Block {
  public:
   // `lanes` and `ops` have room for the channel's; both are shared by the threads of the block, as is `turn`.
-  DEVICE Block(const Arguments& arguments, u32 index, u32 blocks, Turn& turn, LaneState* lanes, OpState* ops)
+  DEVICE Block(const Arguments& arguments, const u8* program, u32 index, u32 blocks, Turn& turn, LaneState* lanes, OpState* ops)
       : arguments_(arguments),
-        program_(arguments.program != 0 ? reinterpret_cast<const u8*>(arguments.program) : arguments.inline_program),
+        program_(program),
         channel_(table<Channel>(arguments.channels_at)[index]),
         works_(table<Work>(arguments.works_at)),
         all_lanes_(table<Lane>(arguments.lanes_at) + channel_.first_lane),
@@ -70,8 +83,14 @@ class Block {
   DEVICE void run() {
     const u32 messages = channel_.first_message_lane - channel_.first_lane;
     const u32 end = channel_.end_lane - channel_.first_lane;
-    if (thread_index() == 0) begin(end);
-    const bool done = phase(0, messages) && phase(messages, end);
+    begin(end);
+    // A loop, so that its code is there once.
+    bool done = true;
+    UNROLL_BY(1)
+    for (u32 part = 0; done && part < 2; part++) {
+      const u32 first = part == 0 ? 0 : messages, last = part == 0 ? messages : end;
+      if (first < last) done = phase(first, last);
+    }
     if (thread_index() == 0) finish(!done);
   }
 
@@ -79,15 +98,22 @@ class Block {
   template <class T>
   DEVICE const T* table(u32 at) const { return reinterpret_cast<const T*>(program_ + at); }
 
+  // Each lane's first work is begun by a thread of its own, so that they ask for what is far away together. Nothing but a lane
+  // moves its FIFOs' positions.
   DEVICE void begin(u32 lanes) {
-    replay_ = report_.replay(report_.runs());
-    for (u32 lane = 0; lane < lanes; lane++) {
+    if (thread_index() == 0) runs_ = report_.runs();
+    for (u32 lane = thread_index(); lane < lanes; lane += threads()) {
       LaneState& state = lanes_[lane];
       state.index = all_lanes_[lane].first_work;
       state.end = all_lanes_[lane].end_work;
-      state.begun = state.has_step = false;
+      state.has_step = state.told = false;
+      state.begun = state.index < state.end;
+      if (state.begun) begin_work(state, works_, program_);
     }
-    for (u32 op = 0; op < channel_.end_op - channel_.first_op; op++) ops_[op] = OpState{all_ops_[op].works, false};
+    for (u32 op = thread_index(); op < channel_.end_op - channel_.first_op; op += threads()) {
+      ops_[op] = OpState{all_ops_[op].works, false};
+    }
+    block_barrier();
   }
 
   // Runs some of the lanes to their ends; false if the launch is to be given up.
@@ -127,8 +153,8 @@ class Block {
         turn_.lane = last;
         return;
       }
-      // Who waits has time to report.
-      report_start();
+      // Who waits has time to report, but not at first.
+      if (polls % 8 == 0) report_start();
       // Not at every turn: both words are far away.
       if (polls % 32 == 0 && (load_relaxed(&report_.control().abort) != 0 || load_relaxed(&report_.state().differs) != 0)) {
         return give_up();
@@ -160,16 +186,18 @@ class Block {
     for (;;) {
       if (state.has_step) return prepare(lane, state);
       if (state.index >= state.end) return Advance::Done;
-      if (!state.begun) begin_work(state);
+      if (!state.begun) begin_work(state, works_, program_);
+      if (!state.told) tell(state);
       state.has_step = state.schedule.seek(state.position, state.step);
       if (!state.has_step) end_work(state);
     }
   }
 
-  DEVICE void begin_work(LaneState& state) {
+  // A function, here and below: where code is there once, less of it has to be fetched.
+  DEVICE static NOINLINE void begin_work(LaneState& state, const Work* works, const u8* program) {
     state.begun = true;
     state.position = Position{};
-    state.work = works_[state.index];
+    state.work = works[state.index];
     const Work& work = state.work;
     u64 head = 0, tail = 0, released = 0;
     if (work.prev != 0) head = load_relaxed(&consumer(work.prev)->head);
@@ -181,17 +209,22 @@ class Block {
     state.head = head;
     state.tail = tail;
     state.released = released;
-    state.schedule = Schedule(work, program_);
+    state.schedule = Schedule(work, program);
     state.argument = work.scalar_kind == ScalarKind::Device
                          ? scalar_argument(reinterpret_cast<const void*>(work.scalar), work.data_type)
                          : work.scalar;
-    if (work.state != NONE && !ops_[work.state].begun) {
-      ops_[work.state].begun = true;
-      report_start();
-      started_ = true;
-      started_op_ = work.op;
-      started_at_ = device_time();
-    }
+  }
+
+  // Remembers to report an operation, if this is its first work.
+  DEVICE void tell(LaneState& state) {
+    const Work& work = state.work;
+    state.told = true;
+    if (work.state == NONE || ops_[work.state].begun) return;
+    ops_[work.state].begun = true;
+    report_start();
+    started_ = true;
+    started_op_ = work.op;
+    started_at_ = device_time();
   }
 
   DEVICE void end_work(LaneState& state) {
@@ -199,29 +232,26 @@ class Block {
       OpState& op = ops_[state.work.state];
       if (--op.left == 0) report(EventKind::Stopped, state.work.op, device_time());
     }
-    state.begun = false;
+    state.begun = state.told = false;
     state.index++;
   }
 
   DEVICE Advance prepare(u32 lane, LaneState& state) {
     const Work& work = state.work;
     const Step& step = state.step;
-    // Looked at before every step, also one that takes nothing: a rank that waits for room may wait for one that waits
-    // for something else. Acquire: the slot, its size and its tag are there.
-    const bool arrived = work.prev != 0 && load_acquire(&line_of(work.prev, state.head)->flag) == state.head + 1;
-    if (arrived) {
-      const u32 theirs = load_relaxed(&line_of(work.prev, state.head)->tag);
-      if (theirs != work.tag) {
-        return differs(work, theirs);
-      }
-    } else if (step.recv) {
-      return Advance::Waiting;
-    }
+    bool room = true;
     if (step.send && state.tail - state.released >= SLOTS) {
       // Acquire: the consumer is done with the slot before it is overwritten.
       state.released = load_acquire(&producer(work.next_producer)->head);
-      if (state.tail - state.released >= SLOTS) return Advance::Waiting;
+      room = state.tail - state.released < SLOTS;
     }
+    // Looked at also by who waits for room: he may wait for a rank that waits for something else. Acquire: the slot is there.
+    if (work.prev != 0 && (step.recv || !room)) {
+      const u64 flag = load_acquire(&line_of(work.prev, state.head)->flag);
+      if (!is_posted(flag, state.head)) return Advance::Waiting;
+      if (tag_of(flag) != work.tag) return differs(work, tag_of(flag));
+    }
+    if (!room) return Advance::Waiting;
 
     const u32 size = size_of(work.data_type);
     turn_.next = Next::Move;
@@ -271,7 +301,7 @@ class Block {
     const u32 prev = reinterpret_cast<const u32*>(program_ + work.order_at)[work.ranks - 1];
     u32 theirs;
     if (!peeked_tag(arguments_.peers, prev, theirs)) return false;
-    if (load_acquire(&line_of(work.prev, state.head)->flag) == state.head + 1) return false;
+    if (is_posted(load_acquire(&line_of(work.prev, state.head)->flag), state.head)) return false;
     differs(work, theirs);
     return true;
   }
@@ -293,15 +323,16 @@ class Block {
     LaneState& state = lanes_[turn_.lane];
     const Work& work = state.work;
     FifoLine* line = turn_.send ? line_of(work.next, state.tail) : nullptr;
+    // Halves that are apart have kernels at both ends, which know the size.
+    const bool tells_size = turn_.send && work.next == work.next_producer;
+    if (tells_size) store_relaxed(&line->size, turn_.bytes);
+    // One release for both: all that the block's threads have written to the slot that leaves, and its size, and all that they
+    // have read from the one that has come, which the barrier has ordered before this, is done before its flag or the new
+    // head is seen. Where there is none of that, the flag says all.
+    if (tells_size || turn_.bytes > 0) fence_system();
     if (turn_.send) {
-      store_relaxed(&line->size, turn_.bytes);
-      store_relaxed(&line->tag, work.tag);
-    }
-    // One release for both: all that the block's threads have written to the slot that leaves, and read from the one that has
-    // come, which the barrier has ordered before this, is done before its flag or the new head is seen.
-    if (turn_.send || turn_.recv) fence_system();
-    if (turn_.send) {
-      store_relaxed(&line->flag, ++state.tail);
+      store_relaxed(&line->flag, flag_of(state.tail, work.tag));
+      state.tail++;
       // For the next producer, be it this block or another or the host: whatever lets it begin comes after this.
       store_relaxed(&producer(work.next_producer)->tail, state.tail);
     }
@@ -313,7 +344,6 @@ class Block {
     }
     state.position.index++;
     state.has_step = false;
-    report_start();
   }
 
   // Reports what was begun and will not be finished, and that this block is done.
@@ -326,21 +356,30 @@ class Block {
     if (!report_.block_done(blocks_, aborted)) return;
     // Relaxed, as in one_shot.cuh: what the host has not seen of a run that is over it makes up for. Of one that was given up it
     // is to see all.
-    const u32 runs = report_.renew(report_.runs(), aborted);
+    const u32 runs = report_.renew(runs_, aborted);
     if (aborted) fence_system();
     store_relaxed(&report_.control().runs, runs);
   }
 
+  // Reports it, after what has begun if that was not.
   DEVICE void report(EventKind kind, u32 op, u64 value) {
-    report_start();
-    report_.event(kind, replay_, channel_.channel, op, value);
+    const u64 ticket = report_.ticket(started_ ? 2 : 1);
+    report_at(started_ ? ticket + 1 : ticket, kind, op, value);
+    if (started_) report_at(ticket, EventKind::Started, started_op_, started_at_);
+    started_ = false;
   }
 
-  // Tells what has begun, which `begin_work` has left to who has time: first comes what others wait for.
+  // Tells what has begun, which `tell` has left to who has time: first comes what others wait for.
   DEVICE void report_start() {
-    if (!started_) return;
+    if (started_) report_at(report_.ticket(), EventKind::Started, started_op_, started_at_);
     started_ = false;
-    report_.event(EventKind::Started, replay_, channel_.channel, started_op_, started_at_);
+  }
+
+  DEVICE void report_at(u64 ticket, EventKind kind, u32 op, u64 value) {
+    put_event(arguments_.head, ticket, kind, report_.replay(runs_), channel_.channel, op, value);
+  }
+  DEVICE static NOINLINE void put_event(const Head& head, u64 ticket, EventKind kind, u32 replay, u32 channel, u32 op, u64 value) {
+    Report(head).event_at(ticket, kind, replay, channel, op, value);
   }
 
   // The halves of a FIFO at the addresses of `Work`.
@@ -361,7 +400,8 @@ class Block {
   const Op* all_ops_;
   const Report report_;
   u32 blocks_;
-  u32 replay_ = 0;
+  // Runs before this one; known to thread 0.
+  u32 runs_ = 0;
   // An operation that has begun and was not reported.
   bool started_ = false;
   u32 started_op_ = 0;

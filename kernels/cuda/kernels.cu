@@ -10,11 +10,11 @@
   NAME(const __grid_constant__ ringsight::Arguments arguments) {                      \
     using namespace ringsight;                                                        \
     __shared__ Turn turn;                                                             \
-    /* Room for the states of the channel with most lanes, then of that with most operations. */ \
-    extern __shared__ u64 states[];                                                   \
-    LaneState* lanes = reinterpret_cast<LaneState*>(states);                          \
+    /* Room for the program, the states of the channel with most lanes, and those of that with most operations. */ \
+    extern __shared__ u64 room[];                                                     \
+    LaneState* lanes = reinterpret_cast<LaneState*>(room + arguments.staged / 8);     \
     OpState* ops = reinterpret_cast<OpState*>(lanes + arguments.lanes);               \
-    Block<REDUCES>(arguments, blockIdx.x, gridDim.x, turn, lanes, ops).run();         \
+    Block<REDUCES>(arguments, staged(arguments, room), blockIdx.x, gridDim.x, turn, lanes, ops).run(); \
   }
 RINGSIGHT_CHANNELS(ringsight_channels, true)
 RINGSIGHT_CHANNELS(ringsight_channels_copy, false)

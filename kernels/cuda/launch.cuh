@@ -139,7 +139,7 @@ struct Arguments {
   u32 lanes_at;
   u32 ops_at;
   u32 lanes;
-  u32 reserved;
+  u32 staged;
   u8 inline_program[INLINE_BYTES];
 };
 static_assert(offsetof(Arguments, program) == 48, "as in src/cuda/layout.rs");
@@ -155,14 +155,17 @@ constexpr u32 LINE_BYTES = 48;
 struct FifoLine {
   u64 flag;
   u32 size;
-  u32 tag;
+  u32 reserved;
   u8 data[LINE_BYTES];
   u64 apart[8];
 };
 static_assert(sizeof(FifoLine) == 128, "as in src/fifo.rs");
 static_assert(offsetof(FifoLine, size) == 8, "as in src/fifo.rs");
-static_assert(offsetof(FifoLine, tag) == 12, "as in src/fifo.rs");
 static_assert(offsetof(FifoLine, data) == 16, "as in src/fifo.rs");
+// The twins of `flag` in src/fifo.rs, of what it says, and of what is asked of it.
+DEVICE inline u64 flag_of(u64 position, u32 tag) { return static_cast<u64>(tag) << 32 | static_cast<u32>(position + 1); }
+DEVICE inline bool is_posted(u64 flag, u64 position) { return static_cast<u32>(flag) == static_cast<u32>(position + 1); }
+DEVICE inline u32 tag_of(u64 flag) { return static_cast<u32>(flag >> 32); }
 struct FifoCounts {
   u64 tail;
   // The host's producers remember the head here; kernels remember it in their lanes, and leave this behind it.

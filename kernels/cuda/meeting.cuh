@@ -157,9 +157,10 @@ class Meeting {
       FifoHeader* fifo = reinterpret_cast<FifoHeader*>(own_->rings[ring].fifo);
       const u64 head = load_relaxed(&fifo->head);
       const FifoLine& slot = fifo->lines[head % SLOTS];
-      if (load_acquire(&slot.flag) != head + 1) continue;
+      const u64 flag = load_acquire(&slot.flag);
+      if (!is_posted(flag, head)) continue;
       const Line line = load_line(&own_->tags[epoch_ & 1][rank]);
-      if (line.low_flag != epoch_) differs(load_relaxed(&slot.tag));
+      if (line.low_flag != epoch_) differs(tag_of(flag));
     }
   }
 

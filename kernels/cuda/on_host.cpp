@@ -13,8 +13,10 @@ extern "C" void ringsight_run_block(const Arguments* arguments, u32 index, u32 b
   Turn turn;
   std::vector<LaneState> lane_states(arguments->lanes);
   std::vector<OpState> op_states(ops);
-  if (reduces) return Block<true>(*arguments, index, blocks, turn, lane_states.data(), op_states.data()).run();
-  Block<false>(*arguments, index, blocks, turn, lane_states.data(), op_states.data()).run();
+  std::vector<u64> room(arguments->staged / 8);
+  const u8* program = staged(*arguments, room.data());
+  if (reduces) return Block<true>(*arguments, program, index, blocks, turn, lane_states.data(), op_states.data()).run();
+  Block<false>(*arguments, program, index, blocks, turn, lane_states.data(), op_states.data()).run();
 }
 
 namespace {

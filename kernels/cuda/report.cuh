@@ -21,8 +21,8 @@ class Report {
   // What events say of the run: the replay, or 0.
   DEVICE INLINE u32 replay(u32 runs) const { return head_.captured != 0 ? runs - head_.runs_before + 1 : 0; }
 
-  // The next place in the ring. What is put there must follow soon: the host reads in this order.
-  DEVICE INLINE u64 ticket() const { return add_relaxed(reinterpret_cast<u64*>(head_.ring_ticket), 1); }
+  // The next place in the ring, or the first of several. What is put there must follow soon: the host reads in this order.
+  DEVICE INLINE u64 ticket(u64 places = 1) const { return add_relaxed(reinterpret_cast<u64*>(head_.ring_ticket), places); }
 
   DEVICE INLINE void event(EventKind kind, u32 replay, u32 channel, u32 op, u64 value) const {
     event_at(ticket(), kind, replay, channel, op, value);

@@ -52,7 +52,7 @@ class Schedule {
       }
     }
     if (round_elems_ == 0) round_elems_ = 1;
-    rounds_ = (work.part_end - work.part_start + round_elems_ - 1) / round_elems_;
+    rounds_ = divided(work.part_end - work.part_start + round_elems_ - 1, round_elems_);
     post_ = take_first_ = take_last_ = false;
     if (ring) {
       const bool data_arrives = (work.function == Function::Broadcast && order_[0] != work.root) ||
@@ -130,7 +130,7 @@ class Schedule {
     switch (work_->function) {
       case Function::AllReduce: {
         const u64 align = CHUNK_ALIGN_BYTES / size_of(work_->data_type);
-        u64 chunk = (len + ranks - 1) / ranks;
+        u64 chunk = divided(len + ranks - 1, ranks);
         chunk = (chunk + align - 1) / align * align;
         if (chunk > slot_elems_) chunk = slot_elems_;
         u64 start = owner(2 * ranks - 1 - index) * chunk;
@@ -181,6 +181,11 @@ class Schedule {
     }
   }
 
+  // Dividing 64 bits takes some hundred instructions, and hardly anything is as long.
+  DEVICE static u64 divided(u64 value, u64 by) {
+    if ((value | by) >> 32 == 0) return static_cast<u32>(value) / static_cast<u32>(by);
+    return value / by;
+  }
   DEVICE u64 owner(u32 hop) const { return order_[hop % work_->ranks]; }
 
   const Work* work_;

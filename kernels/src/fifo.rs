@@ -27,14 +27,24 @@ pub const INLINE_BYTES: usize = 48;
 /// What the producer tells of a slot: the words that it writes for each slot and nobody else writes, in one cache line.
 #[repr(C, align(64))]
 struct Line {
-    /// Position of the slot plus one, once it is posted.
+    /// What [`flag`] says, once the slot is posted. In one word with the tag: who sees the one sees the other.
     flag: AtomicU64,
-    /// Bytes posted.
+    /// Bytes posted. Between two kernels nobody writes it: both know.
     size: AtomicU32,
-    /// Tag of the operation that the slot belongs to ([`Work::tag`](crate::Work::tag)).
-    tag: AtomicU32,
+    /// 0.
+    reserved: u32,
     /// The slot's bytes, if they fit.
     data: UnsafeCell<[u8; INLINE_BYTES]>,
+}
+
+/// Low half: the slot's position plus one; no two that are in use are alike. High half: the tag of the operation that it
+/// belongs to ([`Work::tag`](crate::Work::tag)), never 0.
+const fn flag(position: u64, tag: u32) -> u64 {
+    (tag as u64) << 32 | low(position + 1)
+}
+
+const fn low(word: u64) -> u64 {
+    word & 0xffff_ffff
 }
 
 /// A line and the one that processors fetch with it, so that who waits for a slot does not take the line of the next one
@@ -76,7 +86,6 @@ struct Producer {
 // What `cuda/launch.cuh` says of its twins.
 const _: () = assert!(size_of::<Line>() == 64);
 const _: () = assert!(offset_of!(Line, size) == 8);
-const _: () = assert!(offset_of!(Line, tag) == 12);
 const _: () = assert!(offset_of!(Line, data) == 16);
 const _: () = assert!(size_of::<FifoHeader>() == 256 + SLOTS * 128);
 const _: () = assert!(offset_of!(FifoHeader, counts) == 0);
@@ -218,9 +227,8 @@ impl Fifo {
     pub fn post(&self, position: u64, bytes: usize, tag: u32) {
         let line = self.line(position);
         line.size.store(bytes as u32, Ordering::Relaxed);
-        line.tag.store(tag, Ordering::Relaxed);
-        // Release: the slot's bytes, size and tag are written before the consumer sees the flag.
-        line.flag.store(position + 1, Ordering::Release);
+        // Release: the slot's bytes and size are written before the consumer sees the flag.
+        line.flag.store(flag(position, tag), Ordering::Release);
         // Relaxed: the producer's own.
         self.producer()
             .producer
@@ -232,8 +240,8 @@ impl Fifo {
     /// Consumer: tag of the slot at a position that [`Fifo::posted`] or [`Fifo::size_at`] said is posted.
     #[must_use]
     pub fn tag_at(&self, position: u64) -> u32 {
-        // Relaxed: those have acquired the flag, and the producer writes the tag before the flag.
-        self.line(position).tag.load(Ordering::Relaxed)
+        // Relaxed: those have acquired the flag.
+        (self.line(position).flag.load(Ordering::Relaxed) >> 32) as u32
     }
 
     /// Consumer: position and size of the oldest posted slot.
@@ -249,7 +257,7 @@ impl Fifo {
         let line = self.line(position);
         // Acquire: pairs with `post`; the slot's bytes and size are there.
         // The size comes from the peer: never trust it beyond the slot.
-        (line.flag.load(Ordering::Acquire) == position + 1)
+        (low(line.flag.load(Ordering::Acquire)) == low(position + 1))
             .then(|| (line.size.load(Ordering::Relaxed) as usize).min(self.slot_bytes))
     }
 

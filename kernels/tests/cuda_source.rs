@@ -13,7 +13,7 @@ use std::{
 };
 
 use ringsight_kernels::{
-    ChannelWork, Connections, Launch, Work,
+    ChannelWork, Connections, Fifo, Launch, Work,
     cuda::{
         Arguments, EventKind, Head, LaunchControl, LaunchState, Program, Ring, program::runs, ring::Entry,
     },
@@ -168,4 +168,61 @@ fn an_algorithm_without_a_program_is_refused() {
             }
         }
     }
+}
+
+#[test]
+fn long_messages_arrive_in_a_block_of_their_own() {
+    let (there, back) = (cases::fifo(4096), cases::fifo(4096));
+    let launch = |bytes: usize, send: usize, recv: usize, ops: [u32; 2], wires: [&Arc<Fifo>; 2]| Launch {
+        peers: None,
+        channels: vec![ChannelWork {
+            channel: 3,
+            work: vec![
+                cases::p2p(
+                    ops[0],
+                    Function::Recv,
+                    recv,
+                    bytes,
+                    Connections::Recv(wires[1].clone()),
+                ),
+                cases::p2p(
+                    ops[1],
+                    Function::Send,
+                    send,
+                    bytes,
+                    Connections::Send(wires[0].clone()),
+                ),
+            ],
+        }],
+        abort: Arc::default(),
+        observer: Arc::new(cases::Log::default()),
+    };
+    let blocks = |bytes, ops| {
+        let launch = launch(bytes, 0, 0, ops, [&there, &back]);
+        Program::new(&launch).unwrap().blocks()
+    };
+    assert_eq!(blocks(10_000, [1, 2]), 1, "short ones");
+    assert_eq!(blocks(100_000, [1, 1]), 1, "of one operation");
+    assert_eq!(blocks(100_000, [1, 2]), 2);
+    let ranks: Vec<_> = [[&there, &back], [&back, &there]]
+        .into_iter()
+        .zip([3_u8, 5])
+        .map(|(wires, seed)| {
+            let wires = wires.map(Arc::clone);
+            thread::spawn(move || {
+                let send: Vec<u8> = (0..100_000_usize).map(|at| (at / 7) as u8 ^ seed).collect();
+                let mut recv = vec![0_u8; send.len()];
+                let at = (send.as_ptr() as usize, recv.as_mut_ptr() as usize);
+                run(&launch(send.len(), at.0, at.1, [1, 2], [&wires[0], &wires[1]]), 0);
+                (send, recv)
+            })
+        })
+        .collect();
+    let [one, other] = ranks
+        .into_iter()
+        .map(|rank| rank.join().unwrap())
+        .collect::<Vec<_>>()
+        .try_into()
+        .unwrap();
+    assert!(one.0 == other.1 && other.0 == one.1);
 }

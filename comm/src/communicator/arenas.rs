@@ -49,7 +49,8 @@ fn channels_of(topology: &Topology, wanted: u32) -> u32 {
         *sharing.entry(place).or_default() += 1;
     }
     let most = sharing.values().copied().max().unwrap_or(1);
-    wanted.min((BLOCKS_OF_GPU / most).max(1))
+    // A channel has up to two blocks.
+    wanted.min((BLOCKS_OF_GPU / 2 / most).max(1))
 }
 
 /// Makes this rank's piece and reaches those of its node; `None` if nobody has one. All ranks call it, with the same

@@ -201,7 +201,8 @@ impl<'a> Builder<'a> {
     }
 
     /// Adds a message from this rank to itself: a send and its receive, or a part of an operation made of messages.
-    pub(super) fn add_to_self(&mut self, send: &Task, recv: &Task, from: usize, to: usize) -> Result<()> {
+    /// Returns its channels.
+    pub(super) fn add_to_self(&mut self, send: &Task, recv: &Task, from: usize, to: usize) -> Result<u64> {
         let bytes = |task: &Task| task.request.count * task.request.data_type.size();
         if bytes(send) != bytes(recv) {
             return Err(Error::usage(format!(
@@ -210,20 +211,29 @@ impl<'a> Builder<'a> {
                 bytes(recv)
             )));
         }
-        let work = Work {
-            send: from,
-            recv: to,
-            ..self.message_of(send, Function::Send, 0..send.request.count, Connections::Local)
-        };
-        work.check()?;
         if let Some(load) = &mut self.simulated {
             load.add(estimate::LOCAL, 0, bytes(send));
         }
-        self.add_work(0, work);
-        if send.request.function.is_p2p() {
-            self.add_op(send, Some(recv), 1, 0, Algorithm::Direct, Protocol::Simple);
+        let (wanted, _) = choice_of(send, self.comm)?;
+        let parts = channels::split(send.request.count, send.request.data_type.size(), wanted);
+        let mut mask = 0u64;
+        for (channel, part) in (0u8..).zip(parts) {
+            if part.is_empty() && channel > 0 {
+                break;
+            }
+            let work = Work {
+                send: from,
+                recv: to,
+                ..self.message_of(send, Function::Send, part, Connections::Local)
+            };
+            work.check()?;
+            self.add_work(channel, work);
+            mask |= 1 << channel;
         }
-        Ok(())
+        if send.request.function.is_p2p() {
+            self.add_op(send, Some(recv), mask, 0, Algorithm::Direct, Protocol::Simple);
+        }
+        Ok(mask)
     }
 
     /// Adds one end of a message; returns its channels, its proxy operations, and how it goes.

@@ -119,9 +119,10 @@ impl<'a> Plans<'a> {
                 .sum();
             for (send, recv) in &round.to_self {
                 let (plan, index) = self.with_room(needed);
-                plan.add_to_self(&tasks[send.task], &tasks[recv.task], send.address, recv.address)?;
-                if !tasks[send.task].request.function.is_p2p() {
-                    spreads.entry(send.task).or_default().add(index, 1, 0);
+                let (task, twin) = (&tasks[send.task], &tasks[recv.task]);
+                let mask = plan.add_to_self(task, twin, send.address, recv.address)?;
+                if !task.request.function.is_p2p() {
+                    spreads.entry(send.task).or_default().add(index, mask, 0);
                 }
             }
             for (message, is_send) in [(round.send, true), (round.recv, false)] {

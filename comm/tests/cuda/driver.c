@@ -62,6 +62,8 @@ static void run_check(struct Rank* r) {
   // The driver may wait for the GPU to have memory: others of its ranks begin no kernel that waits for this one before.
   barrier();
   NC(CommRegister(r->comm, memory, 1 << 20, &handle));
+  // Memory of a GPU may be had only once its kernels have ended: none of the others' may wait for this rank yet.
+  barrier();
   CUdeviceptr own = r->send;
   r->send = (CUdeviceptr)memory;
   check_one(r, ALL_REDUCE, &TYPES[F32], 5000, 0, false, salt++);
@@ -346,9 +348,11 @@ static void run_bench(struct Rank* r) {
   const char* wanted = getenv("OPS") ? getenv("OPS") : "all_reduce";
   for (int op = 0; op < OPS; op++)
   {
-    const char* found = strstr(wanted, OP_NAMES[op]);
-    size_t length = strlen(OP_NAMES[op]);
-    if (found && (found == wanted || found[-1] == ' ') && (found[length] == 0 || found[length] == ' ')) time_sizes(r, op);
+    const size_t length = strlen(OP_NAMES[op]);
+    // The name stands in others, too.
+    for (const char* at = wanted; (at = strstr(at, OP_NAMES[op])) != NULL; at += length) {
+      if ((at == wanted || at[-1] == ' ') && (at[length] == 0 || at[length] == ' ')) time_sizes(r, op);
+    }
   }
   NC(CommDestroy(r->comm));
 }

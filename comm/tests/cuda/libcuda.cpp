@@ -551,7 +551,7 @@ int cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned
   } else {
     if (threads != 512) return INVALID_VALUE;
     auto arguments = std::make_shared<Arguments>(*static_cast<Arguments*>(parameters[0]));
-    const u32 ops = (shared_bytes - arguments->lanes * static_cast<u32>(sizeof(LaneState))) / static_cast<u32>(sizeof(OpState));
+    const u32 ops = (shared_bytes - arguments->staged - arguments->lanes * static_cast<u32>(sizeof(LaneState))) / static_cast<u32>(sizeof(OpState));
     const bool reduces = function == &channels[1];
     block = [=](unsigned index) { ringsight_run_block(arguments.get(), index, blocks, ops, reduces); };
   }

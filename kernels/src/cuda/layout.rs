@@ -224,8 +224,8 @@ pub struct Arguments {
     pub ops_at: u32,
     /// The most lanes that a channel has.
     pub lanes: u32,
-    /// 0.
-    pub reserved: u32,
+    /// Bytes of the program, a multiple of 8, if each block takes it into its shared memory; 0: it is read where it is.
+    pub staged: u32,
     /// The program, if it fits.
     pub inline_program: [u8; INLINE_BYTES],
 }
@@ -405,7 +405,7 @@ const _: () = assert!(offset_of!(Messages, role) == 136);
 const _: () = assert!(offset_of!(Messages, message) == 360);
 const _: () = assert!(size_of::<Messages>() == 3944);
 
-/// Shared memory that a block needs for each lane.
+/// Shared memory that a block needs for each lane, beside the program if it takes that.
 pub const LANE_STATE_BYTES: usize = 264;
 /// Shared memory that a block needs for each operation.
 pub const OP_STATE_BYTES: usize = 8;

@@ -1,5 +1,7 @@
 //! A launch in the form that the kernel runs.
 
+use std::collections::HashSet;
+
 use ringsight_records::{Algorithm, DataType, ReduceOp};
 
 use super::layout::{
@@ -85,6 +87,8 @@ impl Program {
         program.append(&tables.lanes);
         program.append(&tables.ops);
         program.append(&tables.orders);
+        // Copied in words.
+        program.bytes.resize(program.bytes.len().next_multiple_of(8), 0);
         Ok(program)
     }
 
@@ -102,7 +106,7 @@ impl Program {
         (self.bytes.len() > INLINE_BYTES).then_some(&self.bytes)
     }
 
-    /// Blocks of the launch.
+    /// Blocks of the launch: one or two for each channel.
     #[must_use]
     pub fn blocks(&self) -> u32 {
         self.channels
@@ -123,7 +127,17 @@ impl Program {
     /// Dynamic shared memory of each block.
     #[must_use]
     pub fn shared_bytes(&self) -> usize {
-        self.lanes as usize * LANE_STATE_BYTES + self.ops as usize * OP_STATE_BYTES
+        self.staged() + self.lanes as usize * LANE_STATE_BYTES + self.ops as usize * OP_STATE_BYTES
+    }
+
+    /// Bytes that each block takes into its shared memory: of a program that travels with the arguments all.
+    fn staged(&self) -> usize {
+        // What is in host memory is read in place, by each block its part: all of it for each would be much.
+        if self.outside().is_none() {
+            self.bytes.len()
+        } else {
+            0
+        }
     }
 
     /// Arguments that run it; what is not about the program is left 0.
@@ -138,7 +152,7 @@ impl Program {
             lanes_at: self.lanes_at,
             ops_at: self.ops_at,
             lanes: self.lanes,
-            reserved: 0,
+            staged: self.staged() as u32,
             inline_program: [0; INLINE_BYTES],
         };
         if self.outside().is_none() {
@@ -183,16 +197,33 @@ impl Tables {
                 None => lanes.push((fifo, vec![work])),
             }
         }
-        for (_, works) in &lanes {
+        let [leave, arrive] = apart(lanes);
+        for works in &leave {
             self.add_lane(works, first_op)?;
         }
-        self.channels.push(Channel {
+        let block = Channel {
             channel: channel.channel.into(),
             first_lane,
             first_message_lane,
             end_lane: self.lanes.len() as u32,
             first_op: first_op as u32,
             end_op: self.ops.len() as u32,
+        };
+        self.channels.push(block);
+        if arrive.is_empty() {
+            return Ok(());
+        }
+        let first_op = self.ops.len();
+        for works in &arrive {
+            self.add_lane(works, first_op)?;
+        }
+        self.channels.push(Channel {
+            first_lane: block.end_lane,
+            first_message_lane: block.end_lane,
+            end_lane: self.lanes.len() as u32,
+            first_op: block.end_op,
+            end_op: self.ops.len() as u32,
+            ..block
         });
         Ok(())
     }
@@ -290,6 +321,35 @@ impl Tables {
             reserved: [0; 7],
         })
     }
+}
+
+/// Elements in bytes from which what arrives on a channel has a block beside that of what leaves: a block moves one slot at a
+/// time, and while it puts away what has come, it would leave the link idle.
+const APART_BYTES: usize = 64 << 10;
+
+/// Lanes of one channel's messages, in the blocks that they are for.
+fn apart(lanes: Vec<(Option<u64>, Vec<&launch::Work>)>) -> [Vec<Vec<&launch::Work>>; 2] {
+    let arrives = |works: &[&launch::Work]| matches!(works[0].connections, Connections::Recv(_));
+    let bytes = |arriving: bool| -> usize {
+        let lanes = lanes.iter().filter(|(_, works)| arrives(works) == arriving);
+        let works = lanes.flat_map(|(_, works)| works);
+        works.map(|work| work.part.len() * work.data_type.size()).sum()
+    };
+    let is_long = bytes(true) >= APART_BYTES && bytes(false) >= APART_BYTES;
+    let (mut arrive, mut leave) = (Vec::new(), Vec::new());
+    let mut ops = HashSet::new();
+    for (_, works) in lanes {
+        let arriving = is_long && arrives(&works);
+        if !arriving {
+            ops.extend(works.iter().map(|work| work.op));
+        }
+        if arriving { &mut arrive } else { &mut leave }.push(works);
+    }
+    // An operation of one channel is told of by one block.
+    if arrive.iter().flatten().any(|work| ops.contains(&work.op)) {
+        leave.append(&mut arrive);
+    }
+    [leave, arrive]
 }
 
 /// Whether the kernel can load and store its elements.

@@ -28,6 +28,11 @@ use crate::{
 
 /// Events that the host may be late by: those of 16 thousand operations of one channel.
 const RING_ENTRIES: usize = 1 << 15;
+/// Pinned memory for one program that does not travel with the arguments: that of all channels fits.
+const PROGRAM_BYTES: usize = 16 << 10;
+/// Such programs for which memory is had at once: with kernels on a GPU that wait for others, more might not be had without
+/// waiting for them.
+const PROGRAMS: usize = 64;
 /// Launches for which memory is had at once.
 const CHUNK: usize = 256;
 
@@ -226,6 +231,8 @@ impl Gpu {
         let launches = Arc::new(Launches::default());
         // Now: with kernels on the GPU that wait for others, memory might not be had without waiting for them.
         lock(&launches.exchange).free = slots(stream)?;
+        let programs = (0..PROGRAMS).map(|_| Pinned::new(PROGRAM_BYTES));
+        let programs = programs.collect::<Result<Vec<_>>>()?;
         let drain = Drain::new(entries.clone(), launches.clone());
         thread::Builder::new()
             .name(format!("rs-gpu-{device}"))
@@ -244,7 +251,7 @@ impl Gpu {
             launches,
             context,
             stream,
-            pinned: Mutex::default(),
+            pinned: Mutex::new(HashMap::from([(PROGRAM_BYTES, programs)])),
         })
     }
 
@@ -280,7 +287,7 @@ impl Gpu {
 
     /// Pinned memory that holds `bytes`.
     fn outside(&self, bytes: &[u8]) -> Result<Pinned> {
-        let class = bytes.len().next_power_of_two().max(4096);
+        let class = bytes.len().next_power_of_two().max(PROGRAM_BYTES);
         let kept = lock(&self.pinned).get_mut(&class).and_then(Vec::pop);
         let pinned = match kept {
             Some(pinned) => pinned,
