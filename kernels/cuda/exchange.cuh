@@ -69,9 +69,12 @@ class ExchangeBlock {
   using Words = Folding<E, Op, RANKS, MAX_PEERS>;
   using Part = Stretch<WHOLE>;
   static constexpr u32 MOST_RANKS = Words::MOST_RANKS;
-  // Rows that a thread asks for before it waits for the first.
-  static constexpr u32 COPIED = 4;
-  static constexpr u32 REDUCED = MOST_RANKS <= 2 ? 4 : MOST_RANKS <= 4 ? 2 : 1;
+  // Rows that a thread asks for before it waits for the first: of a chunk of so many at least, where answers are to overlap, or
+  // of a shorter one, where looking at rows that are not there takes time.
+  static constexpr u32 MANY = 8, FEW = 4;
+  // The same of all ranks together, as registers allow.
+  template <u32 COPIED>
+  DEVICE static constexpr u32 reduced() { return MOST_RANKS <= 2 ? COPIED : MOST_RANKS <= 4 ? COPIED / 2 : COPIED / 4; }
 
   DEVICE INLINE u32 ranks() const { return meeting_.ranks(); }
   DEVICE INLINE u32 me() const { return arguments_.call.rank; }
@@ -80,19 +83,21 @@ class ExchangeBlock {
   DEVICE INLINE u32 after(u32 hop) const { return me() + hop < ranks() ? me() + hop : me() + hop - ranks(); }
 
   // All steps of the lane; false if it is to give up.
-  DEVICE INLINE bool move() {
+  DEVICE INLINE bool move() { return arguments_.chunk >= MANY * ROW_BYTES ? move_by<MANY>() : move_by<FEW>(); }
+  template <u32 COPIED>
+  DEVICE INLINE bool move_by() {
     const u64 stride = static_cast<u64>(lanes_) * arguments_.chunk;
     for (u64 at = static_cast<u64>(lane_) * arguments_.chunk; at < arguments_.piece; at += stride) {
-      for (u32 hop = 1; hop < ranks(); hop++) write(after(hop), at);
+      for (u32 hop = 1; hop < ranks(); hop++) write<COPIED>(after(hop), at);
       if (REDUCES) {
-        if (!reduce(at)) return false;
+        if (!reduce<reduced<COPIED>()>(at)) return false;
         step_++;
         if (!arguments_.passes) continue;
       } else {
-        keep(at);
+        keep<COPIED>(at);
       }
       for (u32 hop = 1; hop < ranks(); hop++) {
-        if (!take(after(hop), at)) return false;
+        if (!take<COPIED>(after(hop), at)) return false;
       }
       step_++;
     }
@@ -108,6 +113,7 @@ class ExchangeBlock {
   }
 
   // Writes what goes to a rank in this step.
+  template <u32 COPIED>
   DEVICE INLINE void write(u32 rank, u64 at) {
     const Part from = part(arguments_.from[rank], arguments_.sends[rank], at);
     Pack* to = slot(rank, me(), step_);
@@ -122,6 +128,7 @@ class ExchangeBlock {
   }
 
   // Copies what comes from a rank in this step; false if it is to give up.
+  template <u32 COPIED>
   DEVICE INLINE bool take(u32 rank, u64 at) {
     const Part to = part(arguments_.to[rank], arguments_.takes[rank], at);
     const Pack* from = slot(me(), rank, step_);
@@ -143,6 +150,7 @@ class ExchangeBlock {
   }
 
   // Copies what this rank has of its own.
+  template <u32 COPIED>
   DEVICE INLINE void keep(u64 at) {
     if (arguments_.own == arguments_.result) return;
     const Part from = part(arguments_.own, arguments_.result_bytes, at);
@@ -159,6 +167,7 @@ class ExchangeBlock {
 
   // Reduces what comes in this step with what this rank has of its own, and passes it on in the next one; false if it is to
   // give up.
+  template <u32 REDUCED>
   DEVICE INLINE bool reduce(u64 at) {
     const Part own = part(arguments_.own, arguments_.result_bytes, at);
     const Part result = part(arguments_.result, arguments_.result_bytes, at);

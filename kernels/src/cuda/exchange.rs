@@ -42,7 +42,9 @@ pub(super) fn launch(work: &Work, call: PeerCall, most_blocks: u32) -> PeerLaunc
     let blocks = rows.div_ceil(WARPS).clamp(1, most);
     // As few steps as that takes, all of about the same length.
     let each = rows.div_ceil(blocks * WARPS).max(1);
-    let chunk_rows = each.div_ceil(each.div_ceil(CHUNK_ROWS));
+    // Chunks that are passed on are shorter: while a rank reduces some, others travel.
+    let most_rows = if arguments.passes == 1 { CHUNK_ROWS / 2 } else { CHUNK_ROWS };
+    let chunk_rows = each.div_ceil(each.div_ceil(most_rows));
     arguments.chunk = (chunk_rows * ROW_BYTES) as u32;
     PeerLaunch {
         kernel: kernel(work, &arguments),
