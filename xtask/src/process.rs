@@ -11,6 +11,20 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
+/// This program. The workspace's tests may build it anew while it runs, which takes the running one its name (Linux then says
+/// "(deleted)" behind it); what has the name now is the same program.
+///
+/// # Errors
+/// The system does not say.
+pub fn own_executable() -> Result<PathBuf> {
+    let path = std::env::current_exe().context("this program's own path")?;
+    let renewed = path
+        .to_str()
+        .and_then(|path| path.strip_suffix(" (deleted)"))
+        .map(PathBuf::from);
+    Ok(renewed.unwrap_or(path))
+}
+
 /// Runs `command` with this process's terminal.
 ///
 /// # Errors

@@ -381,7 +381,7 @@ fn end_to_end_layers(suite: &mut Suite, log: &Suite, options: &Options, chromium
     if options.full {
         suite.layer("bench", false, |_| {
             let status = process::stream(
-                Command::new(std::env::current_exe()?)
+                Command::new(process::own_executable()?)
                     .args(["bench", "--check"])
                     .current_dir(root()),
                 |_| (),
@@ -399,7 +399,7 @@ const SAMPLED: &str = "3";
 
 /// Runs the fault matrix, or a sample of it. It prints its seed, with which it can be run again.
 fn check_faults(full: bool) -> Result<Outcome> {
-    let mut command = Command::new(std::env::current_exe()?);
+    let mut command = Command::new(process::own_executable()?);
     command.args(["faults", "--check"]).current_dir(root());
     if full {
         command.arg("--full");
@@ -415,7 +415,7 @@ fn check_faults(full: bool) -> Result<Outcome> {
 
 /// Runs the demo with `--check` in a process of its own: what it leaves behind would show in this one's exit.
 fn check_demo(more: &[&str]) -> Result<Outcome> {
-    let mut command = Command::new(std::env::current_exe()?);
+    let mut command = Command::new(process::own_executable()?);
     command
         .args(["demo", "--check", "--ranks", "4", "--steps", "60", "--seed", "7"])
         .args(more)

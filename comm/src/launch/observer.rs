@@ -120,19 +120,27 @@ impl OpState {
 
     /// Where it is.
     fn seen(&self) -> Seen {
-        // Acquire: pairs with `complete` and `channel_started`.
-        match (
-            self.start_ns.load(Ordering::Acquire),
-            self.completed.load(Ordering::Relaxed),
-        ) {
-            (0, 0) => Seen::NotReached,
-            (0, completed) => Seen::Completed {
-                replay: completed - 1,
-            },
-            (start_ns, _) => Seen::InProgress {
-                replay: self.replay.load(Ordering::Relaxed),
-                start_ns,
-            },
+        loop {
+            // Acquire: pairs with `complete` and `channel_started`.
+            match (
+                self.start_ns.load(Ordering::Acquire),
+                self.completed.load(Ordering::Relaxed),
+            ) {
+                (0, 0) => return Seen::NotReached,
+                (0, completed) => {
+                    return Seen::Completed {
+                        replay: completed - 1,
+                    };
+                }
+                (start_ns, _) => {
+                    // Acquire: pairs with `channel_started`. If this is the number of a later replay, the end of the one that
+                    // `start_ns` is of is seen below, and the two are not taken for one.
+                    let replay = self.replay.load(Ordering::Acquire);
+                    if self.start_ns.load(Ordering::Relaxed) == start_ns {
+                        return Seen::InProgress { replay, start_ns };
+                    }
+                }
+            }
         }
     }
 
@@ -305,8 +313,8 @@ impl Observer for PlanObserver {
         let Some(state) = self.state(op) else { return };
         let now = observe::now_ns();
         self.stage.store(Stage::Running as u8, Ordering::Relaxed);
-        // Relaxed: the same from all channels, and read by who has acquired the time that follows.
-        state.replay.store(replay, Ordering::Relaxed);
+        // Release: pairs with `seen`, which then sees that the replay before is over. It is the same from all channels.
+        state.replay.store(replay, Ordering::Release);
         // Release: pairs with `seen`. The first channel's time is kept.
         if state
             .start_ns

@@ -43,7 +43,11 @@ pub(super) fn launch(work: &Work, call: PeerCall, most_blocks: u32) -> PeerLaunc
     // As few steps as that takes, all of about the same length.
     let each = rows.div_ceil(blocks * WARPS).max(1);
     // Chunks that are passed on are shorter: while a rank reduces some, others travel.
-    let most_rows = if arguments.passes == 1 { CHUNK_ROWS / 2 } else { CHUNK_ROWS };
+    let most_rows = if arguments.passes == 1 {
+        CHUNK_ROWS / 2
+    } else {
+        CHUNK_ROWS
+    };
     let chunk_rows = each.div_ceil(each.div_ceil(most_rows));
     arguments.chunk = (chunk_rows * ROW_BYTES) as u32;
     PeerLaunch {

@@ -23,7 +23,7 @@ mod soak;
 mod truth;
 pub mod worker;
 
-use crate::workspace;
+use crate::{process, workspace};
 use cases::{Case, Round};
 use score::{Report, Score, Tally};
 
@@ -205,7 +205,7 @@ impl Place {
                 bail!("there is no {}", file.display());
             }
             return Ok(Self {
-                xtask: std::env::current_exe()?,
+                xtask: process::own_executable()?,
                 library: fs::canonicalize(library)?,
                 folder: std::env::temp_dir().join(own),
             });

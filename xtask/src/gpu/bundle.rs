@@ -16,7 +16,7 @@ use crate::{process, setup, workspace};
 /// What goes into the bundle, and where it goes.
 #[derive(Args, Clone, Debug, Default)]
 pub struct Options {
-    /// Source tree of nccl-tests (https://github.com/NVIDIA/nccl-tests), to be built and put in.
+    /// Source tree of nccl-tests (<https://github.com/NVIDIA/nccl-tests>), to be built and put in.
     #[arg(long, value_name = "DIR")]
     nccl_tests: Option<PathBuf>,
     /// Folder of compute-sanitizer in a CUDA toolkit, to be put in; without it the GPU host's own is used, if it has one.

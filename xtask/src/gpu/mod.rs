@@ -1,6 +1,6 @@
 //! `cargo xtask gpu`: what runs on GPUs, put together where there is none.
 //!
-//! `gpu bundle` ([`bundle`]) makes a folder that needs neither compiler nor network; `run.sh` in it is [`run`], which goes
+//! `gpu bundle` ([`bundle`]) makes a folder that needs neither compiler nor network; `run.sh` in it is [`mod@run`], which goes
 //! there as a program of its own.
 
 pub mod bundle;
