@@ -55,7 +55,7 @@ struct Apart<T>(T);
 /// Control words at the start of a FIFO's memory; the slots follow, [`Fifo::slot_bytes`] each, 4096-byte aligned. Kernels of
 /// GPUs have a twin of it in `cuda/launch.cuh`.
 ///
-/// Where the halves are apart, this is the consumer's; the producer's is [`Counts`] alone.
+/// Where the halves are apart, this is the consumer's; the producer's is `Counts` alone.
 #[repr(C)]
 pub struct FifoHeader {
     counts: Counts,

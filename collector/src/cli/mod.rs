@@ -63,7 +63,7 @@ enum Command {
         /// Write JSON
         #[arg(long)]
         json: bool,
-        /// Also write what each rank is in to PREFIX<rank>, a file of PyTorch's Flight Recorder
+        /// Also write what each rank is in to PREFIX and its rank, a file of PyTorch's Flight Recorder
         #[arg(long, value_name = "PREFIX")]
         dump: Option<PathBuf>,
         /// The same as JSON
