@@ -96,38 +96,13 @@ impl<'a> Builder<'a> {
         Ok(())
     }
 
-    /// Adds an operation that one kernel does among peers. Its plan is the same on all ranks: it depends on the operation
-    /// alone.
+    /// Adds an operation that a kernel does among peers: a collective, whose plan has nothing else and so is the same on all
+    /// ranks, or one end of a message, with others.
     pub(super) fn add_among_peers(&mut self, task: &Task, choice: algorithm::Choice) -> Result<()> {
         let peers = self.comm.peers.clone();
         let peers = peers.ok_or_else(|| Error::internal("no memory is shared with peers"))?;
         let all = 0..task.request.count;
         let work = self.work_of(task, all, choice.algorithm, Connections::Peers(peers));
-        work.check()?;
-        if let Some(load) = &mut self.simulated {
-            load.add_work(&work, estimate::SHARED);
-        }
-        self.add_work(0, work);
-        self.add_op(task, None, 1, 0, choice.algorithm, choice.protocol);
-        Ok(())
-    }
-
-    /// Adds one end of a message that a kernel takes among peers, with all others of its plan.
-    pub(super) fn add_message_among_peers(
-        &mut self,
-        task: &Task,
-        message: exchange::Message,
-        choice: algorithm::Choice,
-    ) -> Result<()> {
-        let peers = self.comm.peers.clone();
-        let peers = peers.ok_or_else(|| Error::internal("no memory is shared with peers"))?;
-        let all = 0..task.request.count;
-        let work = Work {
-            send: task.request.send,
-            recv: task.request.recv,
-            root: message.peer,
-            ..self.message_of(task, task.request.function, all, Connections::Peers(peers))
-        };
         work.check()?;
         if let Some(load) = &mut self.simulated {
             load.add_work(&work, estimate::SHARED);

@@ -132,8 +132,7 @@ impl<'a> Plans<'a> {
                 if choice.is_among_peers() {
                     // Cut between rounds, as all plans of messages.
                     let needed = 1 + usize::from(is_send && round.recv.is_some());
-                    let plan = self.with_room_among_peers(needed);
-                    plan.add_message_among_peers(task, message, choice)?;
+                    self.with_room_among_peers(needed).add_among_peers(task, choice)?;
                     continue;
                 }
                 let (plan, index) = self.with_room(needed);
