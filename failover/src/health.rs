@@ -1,0 +1,352 @@
+//! What the connections of a process know of ports, together.
+//!
+//! Health belongs to a path, a pair of ports: a peer may be reached well from one NIC and badly from another. What is said of a
+//! NIC is derived: its port is down, or nothing gets over any of at least two paths that end there at different peers. So one
+//! dead remote NIC condemns no local one.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
+
+use crate::{Cause, Settings};
+
+/// A port of a device, the same to everyone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PortId {
+    /// Node GUID of the device.
+    pub guid: u64,
+    /// Port number, from 1.
+    pub port: u8,
+}
+
+/// A pair of ports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PathId {
+    /// This process's.
+    pub local: PortId,
+    /// The peer's.
+    pub remote: PortId,
+}
+
+/// What a path is in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PathState {
+    /// Nothing failed since it last worked.
+    #[default]
+    Good,
+    /// It failed for some connection; others are to probe it.
+    Suspect,
+    /// Too many connections failed, or a port of it is down.
+    Down,
+    /// It works again, for less than the recovery window.
+    Recovering,
+}
+
+/// How much follows from a failure for the other connections over the same ports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scope {
+    /// They probe it ([`crate::Event::Suspected`]): it may have been the peer's process that went.
+    Suspect,
+    /// They leave it ([`crate::Event::Condemned`]).
+    Down,
+}
+
+/// What is known of a path.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PathHealth {
+    /// What it is in.
+    pub state: PathState,
+    /// Failures since it was last good.
+    pub consecutive_failures: u32,
+    /// Failures in all.
+    pub failures: u64,
+    /// Switches of connections away from it.
+    pub switches: u64,
+    /// When the last connection switched away from it.
+    pub last_switch: Option<Duration>,
+    /// When it works again: since when.
+    pub recovering_since: Option<Duration>,
+    /// What said that it failed, last.
+    pub cause: Option<Cause>,
+    /// Connections that failed since it was last good.
+    failing: BTreeSet<u64>,
+}
+
+/// What is said of a NIC's port.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NicVerdict {
+    /// Something gets over it, or nothing was tried.
+    Good,
+    /// Paths of it failed, to or from one other port: which of the two it is cannot be told.
+    Suspect,
+    /// Its port is down (known of local ports).
+    PortDown,
+    /// Nothing gets over it, to or from this many other ports.
+    Unreachable(usize),
+}
+
+/// Health of all paths of a process. Its owner puts it behind a lock; nothing here is on the way of a step.
+#[derive(Debug)]
+pub struct Health {
+    settings: Arc<Settings>,
+    paths: BTreeMap<PathId, PathHealth>,
+    down: BTreeSet<PortId>,
+}
+
+impl Health {
+    /// Of no paths yet.
+    #[must_use]
+    pub fn new(settings: Arc<Settings>) -> Self {
+        Self {
+            settings,
+            paths: BTreeMap::new(),
+            down: BTreeSet::new(),
+        }
+    }
+
+    /// A path that connections use.
+    pub fn known(&mut self, path: PathId) {
+        self.paths.entry(path).or_default();
+    }
+
+    /// Paths and what is known of them.
+    pub fn paths(&self) -> impl Iterator<Item = (&PathId, &PathHealth)> {
+        self.paths.iter()
+    }
+
+    /// What is known of one.
+    #[must_use]
+    pub fn path(&self, path: &PathId) -> Option<&PathHealth> {
+        self.paths.get(path)
+    }
+
+    /// A local port went up or down: the paths that end there, all of whose connections are to be told.
+    pub fn port(&mut self, now: Duration, port: PortId, up: bool) -> Vec<PathId> {
+        let changed = if up {
+            self.down.remove(&port)
+        } else {
+            self.down.insert(port)
+        };
+        if !changed {
+            return Vec::new();
+        }
+        let mut told = Vec::new();
+        for (id, path) in self.paths.iter_mut().filter(|(id, _)| id.local == port) {
+            if up {
+                path.works(now);
+            } else {
+                path.fails(Cause::Port);
+                path.state = PathState::Down;
+            }
+            told.push(*id);
+        }
+        told
+    }
+
+    /// A connection failed over a path: what the *others* are to be told, of this path and of others that follow from it.
+    pub fn failed(&mut self, path: PathId, connection: u64, cause: Cause) -> Vec<(PathId, Scope)> {
+        if cause == Cause::Failback {
+            return Vec::new();
+        }
+        let condemn_after = self.settings.condemn_after as usize;
+        let entry = self.paths.entry(path).or_default();
+        let was = entry.state;
+        entry.fails(cause);
+        // What others found is no finding of one's own.
+        if cause != Cause::Shared {
+            entry.failing.insert(connection);
+        }
+        if was != PathState::Down {
+            entry.state = match entry.failing.len() >= condemn_after {
+                true => PathState::Down,
+                false => PathState::Suspect,
+            };
+        }
+        let mut told = match (was, entry.state) {
+            (PathState::Down, _) => Vec::new(),
+            (_, PathState::Down) => vec![(path, Scope::Down)],
+            (PathState::Suspect, _) => Vec::new(),
+            _ => vec![(path, Scope::Suspect)],
+        };
+        let condemned: Vec<PortId> = [path.local, path.remote]
+            .into_iter()
+            .filter(|port| matches!(self.nic(*port), NicVerdict::Unreachable(_)))
+            .collect();
+        for (id, other) in &mut self.paths {
+            let ends_there = condemned.contains(&id.local) || condemned.contains(&id.remote);
+            if ends_there && other.state == PathState::Suspect {
+                other.state = PathState::Down;
+                told.retain(|(told, _)| told != id);
+                told.push((*id, Scope::Down));
+            }
+        }
+        told
+    }
+
+    /// A connection switched away from a path.
+    pub fn switched(&mut self, now: Duration, path: PathId) {
+        let path = self.paths.entry(path).or_default();
+        path.switches += 1;
+        path.last_switch = Some(now);
+    }
+
+    /// A path was rebuilt and proven by some connection.
+    pub fn restored(&mut self, now: Duration, path: PathId) {
+        self.paths.entry(path).or_default().works(now);
+    }
+
+    /// Ends recovery windows that are over.
+    pub fn tick(&mut self, now: Duration) {
+        for path in self.paths.values_mut() {
+            if let Some(since) = path.recovering_since
+                && now.saturating_sub(since) >= self.settings.recovery_window
+            {
+                path.recovering_since = None;
+                path.consecutive_failures = 0;
+                path.state = PathState::Good;
+            }
+        }
+    }
+
+    /// What is said of a port, local or remote.
+    #[must_use]
+    pub fn nic(&self, port: PortId) -> NicVerdict {
+        if self.down.contains(&port) {
+            return NicVerdict::PortDown;
+        }
+        let mut others = BTreeSet::new();
+        for (id, path) in &self.paths {
+            let other = match (id.local == port, id.remote == port) {
+                // A port that is down at the far end says nothing of this one.
+                (true, _) => id.remote,
+                (_, true) if !self.down.contains(&id.local) => id.local,
+                _ => continue,
+            };
+            match path.state {
+                PathState::Good | PathState::Recovering => return NicVerdict::Good,
+                PathState::Suspect | PathState::Down => others.insert(other),
+            };
+        }
+        match others.len() {
+            0 => NicVerdict::Good,
+            1 => NicVerdict::Suspect,
+            count => NicVerdict::Unreachable(count),
+        }
+    }
+}
+
+impl PathHealth {
+    fn fails(&mut self, cause: Cause) {
+        self.consecutive_failures = self.consecutive_failures.saturating_add(1);
+        self.failures += 1;
+        self.cause = Some(cause);
+        self.recovering_since = None;
+    }
+
+    fn works(&mut self, now: Duration) {
+        if matches!(self.state, PathState::Suspect | PathState::Down) {
+            self.state = PathState::Recovering;
+            self.recovering_since = Some(now);
+            self.failing.clear();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Status;
+
+    const RETRIES: Cause = Cause::Completion(Status::RetryExceeded);
+
+    fn port(guid: u64) -> PortId {
+        PortId { guid, port: 1 }
+    }
+
+    fn path(local: u64, remote: u64) -> PathId {
+        PathId {
+            local: port(local),
+            remote: port(remote),
+        }
+    }
+
+    fn health() -> Health {
+        Health::new(Arc::new(Settings::default()))
+    }
+
+    #[test]
+    fn one_connection_has_others_probe_and_two_have_them_leave() {
+        let mut health = health();
+        assert_eq!(
+            health.failed(path(1, 9), 100, RETRIES),
+            [(path(1, 9), Scope::Suspect)]
+        );
+        assert_eq!(health.failed(path(1, 9), 100, RETRIES), []);
+        assert_eq!(health.failed(path(1, 9), 101, Cause::Shared), []);
+        assert_eq!(
+            health.failed(path(1, 9), 101, RETRIES),
+            [(path(1, 9), Scope::Down)]
+        );
+        assert_eq!(health.failed(path(1, 9), 102, RETRIES), []);
+        let seen = health.path(&path(1, 9)).unwrap();
+        assert_eq!((seen.consecutive_failures, seen.failures), (5, 5));
+        assert_eq!(health.failed(path(1, 9), 1, Cause::Failback), []);
+    }
+
+    #[test]
+    fn a_dead_remote_nic_condemns_no_local_one() {
+        let mut health = health();
+        health.known(path(1, 8));
+        for local in [1, 2, 3] {
+            health.failed(path(local, 9), local, RETRIES);
+        }
+        assert_eq!(health.nic(port(9)), NicVerdict::Unreachable(3));
+        assert_eq!(health.nic(port(1)), NicVerdict::Good);
+        // Nothing else was tried from it: one pair that fails names neither.
+        assert_eq!(health.nic(port(2)), NicVerdict::Suspect);
+    }
+
+    #[test]
+    fn a_dead_local_nic_is_told_from_its_peers() {
+        let mut health = health();
+        health.known(path(2, 8));
+        health.known(path(2, 9));
+        assert_eq!(
+            health.failed(path(1, 8), 1, RETRIES),
+            [(path(1, 8), Scope::Suspect)]
+        );
+        // The second peer settles it, for both paths.
+        let told = health.failed(path(1, 9), 2, RETRIES);
+        assert_eq!(told, [(path(1, 8), Scope::Down), (path(1, 9), Scope::Down)]);
+        assert_eq!(health.nic(port(1)), NicVerdict::Unreachable(2));
+        assert_eq!(
+            (health.nic(port(8)), health.nic(port(9))),
+            (NicVerdict::Good, NicVerdict::Good)
+        );
+    }
+
+    #[test]
+    fn ports_and_windows() {
+        let mut health = health();
+        let at = Duration::from_secs;
+        health.known(path(1, 8));
+        health.known(path(2, 8));
+        assert_eq!(health.port(at(1), port(1), false), [path(1, 8)]);
+        assert_eq!(health.port(at(1), port(1), false), []);
+        health.switched(at(1), path(1, 8));
+        assert_eq!(health.nic(port(1)), NicVerdict::PortDown);
+        assert_eq!(health.nic(port(8)), NicVerdict::Good);
+        health.port(at(2), port(1), true);
+        health.tick(at(6));
+        assert_eq!(health.path(&path(1, 8)).unwrap().state, PathState::Recovering);
+        health.tick(at(7));
+        let seen = health.path(&path(1, 8)).unwrap();
+        assert_eq!(
+            (seen.state, seen.consecutive_failures, seen.switches),
+            (PathState::Good, 0, 1)
+        );
+        assert_eq!(seen.last_switch, Some(at(1)));
+    }
+}

@@ -1,0 +1,313 @@
+//! What the ends say to each other, and its bytes.
+
+use crate::{Link, MAX_PATHS};
+
+/// Bytes of any message: it goes inline in a work request.
+pub const MESSAGE_BYTES: usize = 64;
+
+/// First bytes of a message: another protocol, or another version of this one, is rejected.
+const MAGIC: [u8; 4] = *b"rsf1";
+
+/// Where a queue pair is reached. Nothing of it means anything but at the peer: handles stay at home.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Address {
+    /// Queue pair number, 24 bits.
+    pub qpn: u32,
+    /// First packet sequence number, 24 bits.
+    pub psn: u32,
+    /// Local identifier of the port (InfiniBand; 0 on Ethernet).
+    pub lid: u16,
+    /// Path MTU as `ibv_mtu` counts (1 is 256 bytes, 5 is 4096).
+    pub mtu: u8,
+    /// Global identifier of the port.
+    pub gid: [u8; 16],
+}
+
+/// What one end says to the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Message {
+    /// Sender: these queue pairs are given up here.
+    Broken {
+        /// The epoch that it is in.
+        epoch: u32,
+        /// By path: the newest generation given up; 0 for none.
+        generations: [u32; MAX_PATHS],
+    },
+    /// Receiver: it knows these to be given up.
+    Noted {
+        /// By path: the newest generation given up; 0 for none.
+        generations: [u32; MAX_PATHS],
+    },
+    /// Receiver: the epoch that begins. All paths of epochs before are fenced at its end.
+    Switch {
+        /// The epoch.
+        epoch: u32,
+        /// What is active in it.
+        link: Link,
+        /// Steps that have arrived since the connection began: the sender goes on from there.
+        committed: u64,
+        /// Steps granted since the connection began.
+        granted: u64,
+    },
+    /// Sender: it is in this epoch.
+    Switched {
+        /// The epoch.
+        epoch: u32,
+    },
+    /// Receiver: a new queue pair for a path.
+    Offer {
+        /// The queue pair.
+        link: Link,
+        /// Its address.
+        address: Address,
+    },
+    /// Sender: the queue pair that goes with an offered one. It is connected.
+    Accept {
+        /// The queue pair.
+        link: Link,
+        /// Its address.
+        address: Address,
+    },
+    /// Either: it gives up.
+    GaveUp,
+}
+
+struct Writer {
+    bytes: [u8; MESSAGE_BYTES],
+    at: usize,
+}
+
+impl Writer {
+    fn put(&mut self, bytes: &[u8]) {
+        self.bytes[self.at..self.at + bytes.len()].copy_from_slice(bytes);
+        self.at += bytes.len();
+    }
+
+    fn link(&mut self, link: Link) {
+        self.put(&[link.path]);
+        self.put(&link.generation.to_le_bytes());
+    }
+
+    fn generations(&mut self, generations: &[u32; MAX_PATHS]) {
+        for generation in generations {
+            self.put(&generation.to_le_bytes());
+        }
+    }
+
+    fn address(&mut self, address: &Address) {
+        self.put(&address.qpn.to_le_bytes());
+        self.put(&address.psn.to_le_bytes());
+        self.put(&address.lid.to_le_bytes());
+        self.put(&[address.mtu]);
+        self.put(&address.gid);
+    }
+}
+
+struct Reader<'a>(&'a [u8]);
+
+impl Reader<'_> {
+    fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let (bytes, rest) = self.0.split_first_chunk()?;
+        self.0 = rest;
+        Some(*bytes)
+    }
+
+    fn u32(&mut self) -> Option<u32> {
+        self.take().map(u32::from_le_bytes)
+    }
+
+    fn u64(&mut self) -> Option<u64> {
+        self.take().map(u64::from_le_bytes)
+    }
+
+    fn generations(&mut self) -> Option<[u32; MAX_PATHS]> {
+        let mut generations = [0; MAX_PATHS];
+        for generation in &mut generations {
+            *generation = self.u32()?;
+        }
+        Some(generations)
+    }
+
+    /// A queue pair that can be: paths are few, generations count from 1.
+    fn link(&mut self) -> Option<Link> {
+        let [path] = self.take()?;
+        let generation = self.u32()?;
+        (usize::from(path) < MAX_PATHS && generation > 0).then_some(Link { path, generation })
+    }
+
+    fn address(&mut self) -> Option<Address> {
+        let address = Address {
+            qpn: self.u32()?,
+            psn: self.u32()?,
+            lid: self.take().map(u16::from_le_bytes)?,
+            mtu: self.take::<1>()?[0],
+            gid: self.take()?,
+        };
+        let is_24_bits = |number: u32| number < 1 << 24;
+        (is_24_bits(address.qpn) && is_24_bits(address.psn) && (1..=5).contains(&address.mtu))
+            .then_some(address)
+    }
+}
+
+impl Message {
+    /// Its bytes; what it does not need is 0.
+    #[must_use]
+    pub fn encode(&self) -> [u8; MESSAGE_BYTES] {
+        let mut to = Writer {
+            bytes: [0; MESSAGE_BYTES],
+            at: 0,
+        };
+        to.put(&MAGIC);
+        match self {
+            Self::Broken { epoch, generations } => {
+                to.put(&[0]);
+                to.put(&epoch.to_le_bytes());
+                to.generations(generations);
+            }
+            Self::Noted { generations } => {
+                to.put(&[6]);
+                to.generations(generations);
+            }
+            Self::Switch {
+                epoch,
+                link,
+                committed,
+                granted,
+            } => {
+                to.put(&[1]);
+                to.put(&epoch.to_le_bytes());
+                to.link(*link);
+                to.put(&committed.to_le_bytes());
+                to.put(&granted.to_le_bytes());
+            }
+            Self::Switched { epoch } => {
+                to.put(&[2]);
+                to.put(&epoch.to_le_bytes());
+            }
+            Self::Offer { link, address } => {
+                to.put(&[3]);
+                to.link(*link);
+                to.address(address);
+            }
+            Self::Accept { link, address } => {
+                to.put(&[4]);
+                to.link(*link);
+                to.address(address);
+            }
+            Self::GaveUp => to.put(&[5]),
+        }
+        to.bytes
+    }
+
+    /// What bytes say; `None` if they are no message.
+    #[must_use]
+    pub fn parse(bytes: &[u8]) -> Option<Self> {
+        if bytes.len() != MESSAGE_BYTES {
+            return None;
+        }
+        let mut from = Reader(bytes);
+        if from.take()? != MAGIC {
+            return None;
+        }
+        let message = match from.take::<1>()?[0] {
+            0 => Self::Broken {
+                epoch: from.u32()?,
+                generations: from.generations()?,
+            },
+            1 => Self::Switch {
+                epoch: from.u32()?,
+                link: from.link()?,
+                committed: from.u64()?,
+                granted: from.u64()?,
+            },
+            2 => Self::Switched { epoch: from.u32()? },
+            3 => Self::Offer {
+                link: from.link()?,
+                address: from.address()?,
+            },
+            4 => Self::Accept {
+                link: from.link()?,
+                address: from.address()?,
+            },
+            5 => Self::GaveUp,
+            6 => Self::Noted {
+                generations: from.generations()?,
+            },
+            _ => return None,
+        };
+        from.0.iter().all(|byte| *byte == 0).then_some(message)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn all() -> Vec<Message> {
+        let link = Link {
+            path: 3,
+            generation: u32::MAX,
+        };
+        let address = Address {
+            qpn: 0x00ff_ffff,
+            psn: 7,
+            lid: 9,
+            mtu: 5,
+            gid: [0xfe; 16],
+        };
+        vec![
+            Message::Broken {
+                epoch: 1,
+                generations: [1, 2, 3, u32::MAX],
+            },
+            Message::Switch {
+                epoch: 2,
+                link,
+                committed: u64::MAX,
+                granted: 1 << 40,
+            },
+            Message::Switched { epoch: 3 },
+            Message::Offer { link, address },
+            Message::Accept { link, address },
+            Message::GaveUp,
+            Message::Noted {
+                generations: [0, 1, 2, 3],
+            },
+        ]
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        for message in all() {
+            assert_eq!(Message::parse(&message.encode()), Some(message));
+        }
+    }
+
+    #[test]
+    fn rubbish_is_no_message() {
+        for message in all() {
+            let bytes = message.encode();
+            for length in 0..MESSAGE_BYTES {
+                assert_eq!(Message::parse(&bytes[..length]), None);
+            }
+            // Every change of a byte is another message or none, and never a panic.
+            for at in 0..MESSAGE_BYTES {
+                for value in [0, 1, 0x7f, 0xff] {
+                    let mut changed = bytes;
+                    changed[at] = value;
+                    let read = Message::parse(&changed);
+                    assert!(
+                        changed == bytes || read != Some(message),
+                        "{message:?}: byte {at}"
+                    );
+                }
+            }
+        }
+        let mut other_path = all()[3].encode();
+        other_path[5] = MAX_PATHS as u8;
+        assert_eq!(Message::parse(&other_path), None);
+        let mut never_built = all()[3].encode();
+        never_built[6..10].fill(0);
+        assert_eq!(Message::parse(&never_built), None);
+    }
+}

@@ -1,0 +1,604 @@
+//! The end whose FIFO steps go to; it makes the epochs.
+
+use std::{marker::PhantomData, sync::Arc, time::Duration};
+
+use crate::{
+    Action, Address, Cause, Event, Link, LinkState, MAX_PATHS, Message, PathSet, PathView, Reason, Report,
+    Rules, Settings, Sound, Status, Timer, Work, timers::Timers,
+};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Phase {
+    /// Steps come over the active path.
+    Flowing,
+    /// The active path is being fenced.
+    Fencing,
+    /// It is fenced, and there is no other one.
+    Stranded,
+    /// The sender has been told of the new epoch, and has not said that it knows.
+    Switching,
+    /// Given up.
+    Over,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Path {
+    /// Of the newest queue pair here.
+    generation: u32,
+    state: LinkState,
+    port_up: bool,
+    /// How long it is left alone when it fails next.
+    backoff: Duration,
+    /// Ours, to offer again.
+    own: Option<Address>,
+    /// The sender's.
+    peer: Option<Address>,
+    /// Probes still to succeed.
+    probes: u8,
+    /// One of them is out.
+    probing: bool,
+}
+
+/// The end whose FIFO steps go to. See the [crate](crate) for what its driver does.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Receiver<R = Sound> {
+    settings: Arc<Settings>,
+    epoch: u32,
+    active: Link,
+    phase: Phase,
+    committed: u64,
+    granted: u64,
+    count: u8,
+    paths: [Path; MAX_PATHS],
+    timers: Timers,
+    /// Time until the next [`Timer::Resend`].
+    resend: Duration,
+    busy: bool,
+    /// A probe of the active path is out.
+    probing: bool,
+    rules: PhantomData<R>,
+}
+
+impl<R: Rules> Receiver<R> {
+    /// An end with `count` paths. Those in `ready` are connected as generation 1; both ends are given the same ones, and begin on
+    /// the first. `None` if there are no paths, more than [`MAX_PATHS`], or none ready.
+    #[must_use]
+    pub fn new(settings: Arc<Settings>, count: usize, ready: PathSet) -> Option<Self> {
+        let active = Link {
+            path: ready.first()?,
+            generation: 1,
+        };
+        if count > MAX_PATHS || ready.iter().any(|path| usize::from(path) >= count) {
+            return None;
+        }
+        let path = |index: u8| Path {
+            generation: 1,
+            state: if ready.has(index) {
+                LinkState::Ready
+            } else {
+                LinkState::Fenced
+            },
+            port_up: true,
+            backoff: settings.backoff,
+            own: None,
+            peer: None,
+            probes: 0,
+            probing: false,
+        };
+        let mut paths = [path(0); MAX_PATHS];
+        (0..)
+            .zip(&mut paths)
+            .for_each(|(index, slot)| *slot = path(index));
+        let mut timers = Timers::default();
+        // What is not ready at the beginning is tried as soon as time passes.
+        for path in (0..count as u8).filter(|path| !ready.has(*path)) {
+            timers.set(Timer::Path(path), settings.backoff);
+        }
+        Some(Self {
+            resend: settings.resend,
+            settings,
+            epoch: 0,
+            active,
+            phase: Phase::Flowing,
+            committed: 0,
+            granted: 0,
+            count: count as u8,
+            paths,
+            timers,
+            busy: false,
+            probing: false,
+            rules: PhantomData,
+        })
+    }
+
+    /// Steps that have arrived: the position of the next one.
+    #[must_use]
+    pub fn committed(&self) -> u64 {
+        self.committed
+    }
+
+    /// Steps granted.
+    #[must_use]
+    pub fn granted(&self) -> u64 {
+        self.granted
+    }
+
+    /// The epoch that it is in.
+    #[must_use]
+    pub fn epoch(&self) -> u32 {
+        self.epoch
+    }
+
+    /// Whether it is between two paths.
+    #[must_use]
+    pub fn is_recovering(&self) -> bool {
+        matches!(self.phase, Phase::Fencing | Phase::Stranded | Phase::Switching)
+    }
+
+    /// Whether it has given up.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.phase == Phase::Over
+    }
+
+    /// Its paths, in order.
+    pub fn paths(&self) -> impl Iterator<Item = PathView> {
+        self.indices().map(|path| PathView {
+            link: self.link_of(path),
+            state: self.at(path).state,
+            port_up: self.at(path).port_up,
+            active: self.link_of(path) == self.active,
+        })
+    }
+
+    /// There is room for `steps` steps since the connection began.
+    pub fn grant(&mut self, now: Duration, steps: u64, out: &mut Vec<Action>) {
+        if steps > self.granted {
+            self.granted = steps;
+            if matches!(self.phase, Phase::Flowing | Phase::Switching) {
+                self.say_credit(out);
+                self.watch(now);
+            }
+        }
+    }
+
+    /// Whether the driver has an operation for it. An idle end probes nothing.
+    pub fn set_busy(&mut self, now: Duration, busy: bool) {
+        if self.busy != busy {
+            self.busy = busy;
+            self.watch(now);
+        }
+    }
+
+    /// When [`Receiver::expire`] is to be called, if nothing happens before.
+    #[must_use]
+    pub fn deadline(&self) -> Option<Duration> {
+        self.timers.next()
+    }
+
+    /// Does what is due.
+    pub fn expire(&mut self, now: Duration, out: &mut Vec<Action>) {
+        // What a timer sets is later than now, unless a setting is 0: then it waits for the next call.
+        for _ in 0..3 + MAX_PATHS {
+            let Some(timer) = self.timers.expired(now) else {
+                return;
+            };
+            self.fire(now, timer, out);
+        }
+    }
+
+    fn fire(&mut self, now: Duration, timer: Timer, out: &mut Vec<Action>) {
+        match timer {
+            Timer::Resend => self.say_again(now, out),
+            Timer::GiveUp => self.give_up(Reason::NoPath, out),
+            Timer::Watch if self.probing => self.fail(now, self.active.path, Cause::Timeout, out),
+            Timer::Watch => self.probe_active(now, out),
+            Timer::Path(path) => match self.at(path).state {
+                LinkState::Fenced => self.advance(path, out),
+                LinkState::Probation if self.at(path).probing => self.fail(now, path, Cause::Timeout, out),
+                LinkState::Probation => self.probe(now, path, out),
+                LinkState::Ready => self.at_mut(path).backoff = self.settings.backoff,
+                LinkState::Fencing | LinkState::Building | LinkState::Offered | LinkState::Connecting => {}
+            },
+        }
+    }
+
+    /// Takes up an event.
+    pub fn handle(&mut self, now: Duration, event: Event, out: &mut Vec<Action>) {
+        if self.phase == Phase::Over {
+            return;
+        }
+        match event {
+            Event::PortDown { path } if self.knows(path) => {
+                self.at_mut(path).port_up = false;
+                self.fail(now, path, Cause::Port, out);
+            }
+            Event::PortUp { path } if self.knows(path) => {
+                self.at_mut(path).port_up = true;
+                self.advance(path, out);
+            }
+            Event::Suspected { path }
+                if path == self.active.path && self.phase == Phase::Flowing && !self.probing =>
+            {
+                self.probe_active(now, out);
+            }
+            Event::Condemned { path } if self.knows(path) && self.at(path).state == LinkState::Ready => {
+                self.fail(now, path, Cause::Shared, out);
+            }
+            Event::Completed { link, work, status } if self.is_newest(link) => {
+                self.completed(now, link, work, status, out);
+            }
+            Event::Arrived { link, immediate } if link == self.active => self.arrive(now, immediate, out),
+            Event::Heard(message) => self.hear(now, message, out),
+            Event::Fenced { link, sure }
+                if self.is_newest(link) && self.at(link.path).state == LinkState::Fencing =>
+            {
+                if !sure && link == self.active {
+                    // Steps went over it: a late one could land in a slot that is in use again.
+                    return self.give_up(Reason::NotFenced(link), out);
+                }
+                self.at_mut(link.path).state = LinkState::Fenced;
+                if self.phase == Phase::Fencing && link == self.active {
+                    self.choose(now, out);
+                }
+                self.advance(link.path, out);
+            }
+            Event::Rebuilt { link, address }
+                if self.is_newest(link) && self.at(link.path).state == LinkState::Building =>
+            {
+                let path = self.at_mut(link.path);
+                (path.own, path.state) = (Some(address), LinkState::Offered);
+                self.tell(Message::Offer { link, address }, out);
+                self.resend_soon(now);
+            }
+            Event::Connected { link }
+                if self.is_newest(link) && self.at(link.path).state == LinkState::Connecting =>
+            {
+                let probes = self.settings.probation_probes;
+                let path = self.at_mut(link.path);
+                (path.state, path.probes) = (LinkState::Probation, probes);
+                self.probe(now, link.path, out);
+            }
+            Event::Failed { link } if self.is_newest(link) => self.fail(now, link.path, Cause::Build, out),
+            _ => {}
+        }
+    }
+
+    /// A step's immediate, on the active path.
+    fn arrive(&mut self, now: Duration, immediate: u32, out: &mut Vec<Action>) {
+        match self.phase {
+            Phase::Flowing => {}
+            // What was here before the fence counts.
+            Phase::Fencing => {}
+            // The sender posts on it: it knows.
+            Phase::Switching => self.flow(now, out),
+            // Nothing is told of a queue pair that is fenced.
+            Phase::Stranded | Phase::Over => return,
+        }
+        // Positions are compared by their low halves: at most a FIFO's slots are under way.
+        let ahead = immediate.wrapping_sub(self.committed as u32).cast_signed();
+        if ahead < 0 {
+            return;
+        }
+        if ahead > 0 {
+            return self.give_up(Reason::Protocol("a step is missing before one that arrived"), out);
+        }
+        if self.committed == self.granted {
+            return self.give_up(Reason::Protocol("it sent a step without credit"), out);
+        }
+        let position = self.committed;
+        self.committed += 1;
+        out.push(Action::Commit { position });
+        self.watch(now);
+    }
+
+    fn completed(&mut self, now: Duration, link: Link, work: Work, status: Status, out: &mut Vec<Action>) {
+        let state = self.at(link.path).state;
+        // The status before anything else.
+        if !R::succeeded(status) {
+            // The first error names the cause; those of the drain follow from it.
+            if state.is_live() {
+                match status.is_survivable() {
+                    true => self.fail(now, link.path, Cause::Completion(status), out),
+                    false => self.give_up(Reason::Work(status), out),
+                }
+            }
+            return;
+        }
+        if work != Work::Probe {
+            return;
+        }
+        if link == self.active {
+            self.probing = false;
+            self.watch(now);
+        } else if state == LinkState::Probation && self.at(link.path).probing {
+            let (interval, window) = (self.settings.probation, self.settings.recovery_window);
+            let path = self.at_mut(link.path);
+            path.probing = false;
+            path.probes = path.probes.saturating_sub(1);
+            if path.probes > 0 {
+                return self.timers.set(Timer::Path(link.path), now + interval);
+            }
+            path.state = LinkState::Ready;
+            self.timers.set(Timer::Path(link.path), now + window);
+            out.push(Action::Report(Report::Restored { link }));
+            match self.phase {
+                Phase::Stranded => self.choose(now, out),
+                Phase::Flowing => self.fall_back(now, out),
+                Phase::Fencing | Phase::Switching | Phase::Over => {}
+            }
+        }
+    }
+
+    fn hear(&mut self, now: Duration, message: Message, out: &mut Vec<Action>) {
+        match message {
+            Message::Broken { epoch, generations } if epoch <= self.epoch => {
+                for (path, generation) in self.indices().zip(generations) {
+                    if generation >= self.at(path).generation {
+                        self.fail(now, path, Cause::Peer, out);
+                    }
+                }
+                if self.phase == Phase::Over {
+                    return;
+                }
+                if epoch < self.epoch && matches!(self.phase, Phase::Flowing | Phase::Switching) {
+                    self.say_switch(out);
+                }
+                let generations = self.given_up();
+                self.tell(Message::Noted { generations }, out);
+            }
+            Message::Switched { epoch } if epoch == self.epoch && self.phase == Phase::Switching => {
+                self.flow(now, out);
+            }
+            Message::Accept { link, address }
+                if self.is_newest(link) && self.at(link.path).state == LinkState::Offered =>
+            {
+                let path = self.at_mut(link.path);
+                let peer = R::peer_address(address, path.peer);
+                (path.peer, path.state) = (Some(peer), LinkState::Connecting);
+                self.settle();
+                out.push(Action::Connect { link, peer });
+            }
+            Message::GaveUp => self.give_up(Reason::Peer, out),
+            _ => {}
+        }
+    }
+
+    /// Gives up a queue pair; if it was the active one, an epoch will follow.
+    fn fail(&mut self, now: Duration, path: u8, cause: Cause, out: &mut Vec<Action>) {
+        if !self.at(path).state.is_live() {
+            return;
+        }
+        let link = self.link_of(path);
+        let active = link == self.active && matches!(self.phase, Phase::Flowing | Phase::Switching);
+        if active && !self.settings.enabled {
+            return self.give_up(Reason::Off(cause), out);
+        }
+        out.push(Action::Report(Report::Broken { link, cause, active }));
+        let longest = self.settings.backoff_max;
+        let entry = self.at_mut(path);
+        entry.probing = false;
+        if cause == Cause::Failback {
+            // Nothing is wrong with it: it becomes the backup again as soon as it can.
+            self.timers.clear(Timer::Path(path));
+        } else {
+            let wait = entry.backoff;
+            entry.backoff = (wait * 2).min(longest);
+            self.timers.set(Timer::Path(path), now + wait);
+        }
+        if active {
+            self.probing = false;
+            self.phase = Phase::Fencing;
+            self.timers.clear(Timer::Watch);
+            self.timers.ensure(Timer::GiveUp, now + self.settings.give_up);
+        }
+        self.at_mut(path).state = LinkState::Fencing;
+        self.settle();
+        if R::fences() {
+            out.push(Action::Fence { link });
+        } else {
+            self.at_mut(path).state = LinkState::Fenced;
+            if active {
+                self.choose(now, out);
+            }
+        }
+    }
+
+    /// Begins the next epoch on the first path that is ready.
+    fn choose(&mut self, now: Duration, out: &mut Vec<Action>) {
+        let Some(path) = self.indices().find(|path| self.is_usable(*path)) else {
+            self.phase = Phase::Stranded;
+            return;
+        };
+        let from = self.active.path;
+        self.epoch += 1;
+        self.active = self.link_of(path);
+        self.phase = Phase::Switching;
+        out.push(Action::Report(Report::Switched {
+            epoch: self.epoch,
+            from,
+            to: path,
+            committed: self.committed,
+            replayed: 0,
+        }));
+        self.say_switch(out);
+        self.resend_soon(now);
+        self.say_credit(out);
+    }
+
+    /// The sender is in our epoch.
+    fn flow(&mut self, now: Duration, out: &mut Vec<Action>) {
+        self.phase = Phase::Flowing;
+        self.timers.clear(Timer::GiveUp);
+        self.settle();
+        out.push(Action::Report(Report::Recovered { epoch: self.epoch }));
+        self.watch(now);
+        self.fall_back(now, out);
+    }
+
+    /// Leaves the active path if one before it is ready.
+    fn fall_back(&mut self, now: Duration, out: &mut Vec<Action>) {
+        let active = self.active.path;
+        if self.settings.failback && (0..active).any(|path| self.is_usable(path)) {
+            self.fail(now, active, Cause::Failback, out);
+        }
+    }
+
+    fn is_usable(&self, path: u8) -> bool {
+        self.at(path).state == LinkState::Ready && self.at(path).port_up
+    }
+
+    /// Rebuilds a path if it may be now.
+    fn advance(&mut self, index: u8, out: &mut Vec<Action>) {
+        let waits = self.timers.is_set(Timer::Path(index));
+        let path = self.at_mut(index);
+        if path.state != LinkState::Fenced || !path.port_up || waits {
+            return;
+        }
+        path.generation += 1;
+        path.state = LinkState::Building;
+        out.push(Action::Rebuild {
+            link: self.link_of(index),
+        });
+    }
+
+    fn probe(&mut self, now: Duration, path: u8, out: &mut Vec<Action>) {
+        self.at_mut(path).probing = true;
+        self.timers.set(Timer::Path(path), now + self.settings.timeout);
+        out.push(Action::Probe {
+            link: self.link_of(path),
+        });
+    }
+
+    fn probe_active(&mut self, now: Duration, out: &mut Vec<Action>) {
+        self.probing = true;
+        out.push(Action::Probe { link: self.active });
+        self.watch(now);
+    }
+
+    /// Sets the time by which something should have happened on the active path.
+    fn watch(&mut self, now: Duration) {
+        let flows = matches!(self.phase, Phase::Flowing | Phase::Switching) && self.settings.enabled;
+        match () {
+            () if flows && self.probing => self.timers.set(Timer::Watch, now + self.settings.timeout),
+            () if flows && self.busy => self.timers.set(Timer::Watch, now + self.settings.probe),
+            () => self.timers.clear(Timer::Watch),
+        }
+    }
+
+    /// By path: the newest generation given up here.
+    fn given_up(&self) -> [u32; MAX_PATHS] {
+        let mut generations = [0; MAX_PATHS];
+        for path in self.indices() {
+            let Path {
+                generation, state, ..
+            } = *self.at(path);
+            generations[usize::from(path)] = if state.is_live() {
+                generation - 1
+            } else {
+                generation
+            };
+        }
+        generations
+    }
+
+    fn say_credit(&self, out: &mut Vec<Action>) {
+        if self.granted > 0 {
+            out.push(Action::Credit {
+                link: self.active,
+                steps: self.granted,
+            });
+        }
+    }
+
+    fn say_switch(&self, out: &mut Vec<Action>) {
+        let message = Message::Switch {
+            epoch: self.epoch,
+            link: self.active,
+            committed: self.committed,
+            granted: self.granted,
+        };
+        self.tell(message, out);
+    }
+
+    fn resend_soon(&mut self, now: Duration) {
+        self.resend = self.settings.resend;
+        self.timers.set(Timer::Resend, now + self.resend);
+    }
+
+    /// Says again what has no answer.
+    fn say_again(&mut self, now: Duration, out: &mut Vec<Action>) {
+        if !self.has_unanswered() {
+            return;
+        }
+        if self.phase == Phase::Switching {
+            self.say_switch(out);
+        }
+        for path in self.indices() {
+            let Path { state, own, .. } = *self.at(path);
+            if let (LinkState::Offered, Some(address)) = (state, own) {
+                let link = self.link_of(path);
+                self.tell(Message::Offer { link, address }, out);
+            }
+        }
+        self.resend = (self.resend * 2).min(Settings::RESEND_MAX);
+        self.timers.set(Timer::Resend, now + self.resend);
+    }
+
+    fn has_unanswered(&self) -> bool {
+        self.phase == Phase::Switching
+            || self
+                .indices()
+                .any(|path| self.at(path).state == LinkState::Offered)
+    }
+
+    fn settle(&mut self) {
+        if !self.has_unanswered() {
+            self.timers.clear(Timer::Resend);
+        }
+    }
+
+    fn tell(&self, message: Message, out: &mut Vec<Action>) {
+        let ready = self
+            .indices()
+            .filter(|path| self.at(*path).state == LinkState::Ready);
+        let over = ready.fold(PathSet::EMPTY, PathSet::with);
+        out.push(Action::Tell { message, over });
+    }
+
+    fn give_up(&mut self, reason: Reason, out: &mut Vec<Action>) {
+        if reason != Reason::Peer {
+            self.tell(Message::GaveUp, out);
+        }
+        self.phase = Phase::Over;
+        self.timers.clear_all();
+        out.push(Action::GiveUp(reason));
+    }
+
+    fn knows(&self, path: u8) -> bool {
+        path < self.count
+    }
+
+    fn is_newest(&self, link: Link) -> bool {
+        self.knows(link.path) && self.at(link.path).generation == link.generation
+    }
+
+    fn indices(&self) -> impl Iterator<Item = u8> + use<R> {
+        0..self.count
+    }
+
+    fn link_of(&self, path: u8) -> Link {
+        Link {
+            path,
+            generation: self.at(path).generation,
+        }
+    }
+
+    fn at(&self, path: u8) -> &Path {
+        &self.paths[usize::from(path)]
+    }
+
+    fn at_mut(&mut self, path: u8) -> &mut Path {
+        &mut self.paths[usize::from(path)]
+    }
+}

@@ -1,0 +1,39 @@
+//! Decisions that exactly-once delivery hangs on, each a function, so that the model can show what happens without one.
+
+use crate::{Address, Status};
+
+/// What the machines ask at the points that matter. There is one right answer each: [`Sound`]'s.
+pub trait Rules: Clone {
+    /// Whether a completion says that the peer's NIC has the bytes.
+    #[must_use]
+    fn succeeded(status: Status) -> bool {
+        status == Status::Success
+    }
+
+    /// Whether the receiver waits for its fence before it says what it has committed. Without, a late write may land in a slot
+    /// that is in use again.
+    #[must_use]
+    fn fences() -> bool {
+        true
+    }
+
+    /// Where a replay starts: what was posted may be lost, what was acknowledged may be less than what is there.
+    #[must_use]
+    fn replay_from(committed: u64, posted: u64) -> u64 {
+        let _ = posted;
+        committed
+    }
+
+    /// Where to connect to: what the peer says now, not what was known of the path before.
+    #[must_use]
+    fn peer_address(fresh: Address, known: Option<Address>) -> Address {
+        let _ = known;
+        fresh
+    }
+}
+
+/// The rules.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Sound;
+
+impl Rules for Sound {}

@@ -1,0 +1,583 @@
+//! The end that posts steps.
+
+use std::{marker::PhantomData, sync::Arc, time::Duration};
+
+use crate::{
+    Action, Address, Cause, Event, Link, LinkState, MAX_PATHS, Message, PathSet, PathView, Reason, Report,
+    Rules, Settings, Sound, Status, Timer, Work, timers::Timers,
+};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Phase {
+    /// Steps go over the active path.
+    Flowing,
+    /// The active path is given up; the receiver is to say how to go on.
+    Waiting,
+    /// Given up.
+    Over,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Path {
+    /// Of the newest queue pair here.
+    generation: u32,
+    state: LinkState,
+    port_up: bool,
+    /// A newer one at the receiver, not taken up yet.
+    offered: Option<(u32, Address)>,
+    /// The newest generation that the receiver is known to know as given up.
+    noted: u32,
+    /// The receiver's queue pair that ours is to be connected to.
+    peer: Option<Address>,
+    /// Ours, to say again.
+    own: Option<Address>,
+}
+
+/// The end that posts steps. See the [crate](crate) for what its driver does.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Sender<R = Sound> {
+    settings: Arc<Settings>,
+    /// Slots of the receiver's FIFO.
+    slots: u64,
+    epoch: u32,
+    /// Where steps go in this epoch.
+    active: Link,
+    phase: Phase,
+    posted: u64,
+    acked: u64,
+    granted: u64,
+    count: u8,
+    paths: [Path; MAX_PATHS],
+    timers: Timers,
+    /// Time until the next [`Timer::Resend`].
+    resend: Duration,
+    busy: bool,
+    /// A probe of the active path is out.
+    probing: bool,
+    /// The epoch has brought nothing over yet.
+    recovering: bool,
+    rules: PhantomData<R>,
+}
+
+impl<R: Rules> Sender<R> {
+    /// An end with `count` paths into a FIFO of `slots` slots. Those in `ready` are connected as generation 1; both ends are given
+    /// the same ones, and begin on the first. `None` if there are no paths, more than [`MAX_PATHS`], or none ready.
+    #[must_use]
+    pub fn new(settings: Arc<Settings>, slots: u64, count: usize, ready: PathSet) -> Option<Self> {
+        let active = Link {
+            path: ready.first()?,
+            generation: 1,
+        };
+        if count > MAX_PATHS || ready.iter().any(|path| usize::from(path) >= count) {
+            return None;
+        }
+        let path = |index: u8| Path {
+            generation: 1,
+            state: if ready.has(index) {
+                LinkState::Ready
+            } else {
+                LinkState::Fenced
+            },
+            port_up: true,
+            offered: None,
+            noted: 0,
+            peer: None,
+            own: None,
+        };
+        let mut paths = [path(0); MAX_PATHS];
+        (0..)
+            .zip(&mut paths)
+            .for_each(|(index, slot)| *slot = path(index));
+        Some(Self {
+            resend: settings.resend,
+            settings,
+            slots,
+            epoch: 0,
+            active,
+            phase: Phase::Flowing,
+            posted: 0,
+            acked: 0,
+            granted: 0,
+            count: count as u8,
+            paths,
+            timers: Timers::default(),
+            busy: false,
+            probing: false,
+            recovering: false,
+            rules: PhantomData,
+        })
+    }
+
+    /// Where the next step is to be posted now; `None` while there is no credit for it or no path.
+    #[must_use]
+    pub fn link(&self) -> Option<Link> {
+        (self.phase == Phase::Flowing && self.posted < self.granted).then_some(self.active)
+    }
+
+    /// Steps posted since the connection began: the position of the next one.
+    #[must_use]
+    pub fn posted(&self) -> u64 {
+        self.posted
+    }
+
+    /// Steps that the receiver is known to have: their sources are free.
+    #[must_use]
+    pub fn acked(&self) -> u64 {
+        self.acked
+    }
+
+    /// Steps granted.
+    #[must_use]
+    pub fn granted(&self) -> u64 {
+        self.granted
+    }
+
+    /// The epoch that it is in.
+    #[must_use]
+    pub fn epoch(&self) -> u32 {
+        self.epoch
+    }
+
+    /// Whether it is between two paths.
+    #[must_use]
+    pub fn is_recovering(&self) -> bool {
+        self.phase == Phase::Waiting
+    }
+
+    /// Whether it has given up.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.phase == Phase::Over
+    }
+
+    /// Its paths, in order.
+    pub fn paths(&self) -> impl Iterator<Item = PathView> {
+        self.indices().map(|path| PathView {
+            link: self.link_of(path),
+            state: self.at(path).state,
+            port_up: self.at(path).port_up,
+            active: self.link_of(path) == self.active,
+        })
+    }
+
+    /// The step at [`Sender::posted`] has been posted to [`Sender::link`].
+    pub fn post(&mut self, now: Duration) {
+        debug_assert!(
+            self.link().is_some(),
+            "a step was posted without a credit or a path"
+        );
+        self.posted += 1;
+        if self.posted == self.acked + 1 {
+            self.watch(now);
+        }
+    }
+
+    /// Whether the driver has an operation for it. An idle end probes nothing.
+    pub fn set_busy(&mut self, now: Duration, busy: bool) {
+        if self.busy != busy {
+            self.busy = busy;
+            self.watch(now);
+        }
+    }
+
+    /// When [`Sender::expire`] is to be called, if nothing happens before.
+    #[must_use]
+    pub fn deadline(&self) -> Option<Duration> {
+        self.timers.next()
+    }
+
+    /// Does what is due.
+    pub fn expire(&mut self, now: Duration, out: &mut Vec<Action>) {
+        // What a timer sets is later than now, unless a setting is 0: then it waits for the next call.
+        for _ in 0..3 + MAX_PATHS {
+            let Some(timer) = self.timers.expired(now) else {
+                return;
+            };
+            self.fire(now, timer, out);
+        }
+    }
+
+    fn fire(&mut self, now: Duration, timer: Timer, out: &mut Vec<Action>) {
+        match timer {
+            Timer::Resend => self.say_broken(now, out),
+            Timer::GiveUp => self.give_up(Reason::NoPath, out),
+            Timer::Watch if self.phase != Phase::Flowing => {}
+            Timer::Watch if self.probing || self.posted > self.acked => {
+                self.fail(now, self.active.path, Cause::Timeout, out);
+            }
+            Timer::Watch => self.probe(now, out),
+            Timer::Path(_) => {}
+        }
+    }
+
+    /// Takes up an event.
+    pub fn handle(&mut self, now: Duration, event: Event, out: &mut Vec<Action>) {
+        if self.phase == Phase::Over {
+            return;
+        }
+        match event {
+            Event::PortDown { path } if self.knows(path) => {
+                self.at_mut(path).port_up = false;
+                self.fail(now, path, Cause::Port, out);
+            }
+            Event::PortUp { path } if self.knows(path) => {
+                self.at_mut(path).port_up = true;
+                self.advance(path, out);
+            }
+            Event::Suspected { path }
+                if path == self.active.path && self.phase == Phase::Flowing && !self.probing =>
+            {
+                self.probe(now, out);
+            }
+            Event::Condemned { path } if self.knows(path) && self.at(path).state == LinkState::Ready => {
+                self.fail(now, path, Cause::Shared, out);
+            }
+            Event::Completed { link, work, status } if self.is_newest(link) => {
+                self.completed(now, link, work, status, out);
+            }
+            Event::Granted { steps } => self.grant(now, steps, out),
+            Event::Heard(message) => self.hear(now, message, out),
+            Event::Fenced { link, .. }
+                if self.is_newest(link) && self.at(link.path).state == LinkState::Fencing =>
+            {
+                // Sure or not: what this end's queue pair may still read is ignored by a receiver that is fenced.
+                self.at_mut(link.path).state = LinkState::Fenced;
+                self.advance(link.path, out);
+            }
+            Event::Rebuilt { link, address }
+                if self.is_newest(link) && self.at(link.path).state == LinkState::Building =>
+            {
+                let path = self.at_mut(link.path);
+                path.own = Some(address);
+                path.state = LinkState::Connecting;
+                if let Some(peer) = path.peer {
+                    out.push(Action::Connect { link, peer });
+                }
+            }
+            Event::Connected { link }
+                if self.is_newest(link) && self.at(link.path).state == LinkState::Connecting =>
+            {
+                self.at_mut(link.path).state = LinkState::Ready;
+                self.accept(link.path, out);
+            }
+            Event::Failed { link } if self.is_newest(link) => self.fail(now, link.path, Cause::Build, out),
+            _ => {}
+        }
+    }
+
+    fn completed(&mut self, now: Duration, link: Link, work: Work, status: Status, out: &mut Vec<Action>) {
+        let state = self.at(link.path).state;
+        // The status before anything else: a flushed work request is complete, too, but nobody has its bytes.
+        if !R::succeeded(status) {
+            // The first error names the cause; those of the drain follow from it.
+            if state.is_live() {
+                match status.is_survivable() {
+                    true => self.fail(now, link.path, Cause::Completion(status), out),
+                    false => self.give_up(Reason::Work(status), out),
+                }
+            }
+            return;
+        }
+        if link != self.active {
+            return;
+        }
+        match work {
+            Work::Step(position) if position >= self.acked && position < self.posted => {
+                self.acked = position + 1;
+                self.got_over(out);
+                self.watch(now);
+            }
+            Work::Step(_) | Work::Credit | Work::Message => {}
+            Work::Probe => {
+                self.probing = false;
+                self.got_over(out);
+                self.watch(now);
+            }
+        }
+    }
+
+    fn grant(&mut self, now: Duration, steps: u64, out: &mut Vec<Action>) {
+        // The receiver grants at most as many steps as it has slots beyond those that it got.
+        if steps > self.posted + self.slots {
+            self.give_up(Reason::Protocol("it granted more steps than it has slots"), out);
+        } else if steps > self.granted {
+            let was_waiting = self.posted == self.granted;
+            self.granted = steps;
+            if was_waiting && self.posted == self.acked {
+                self.watch(now);
+            }
+        }
+    }
+
+    fn hear(&mut self, now: Duration, message: Message, out: &mut Vec<Action>) {
+        match message {
+            Message::Switch {
+                epoch,
+                link,
+                committed,
+                granted,
+            } if self.knows(link.path) => {
+                if epoch > self.epoch {
+                    self.switch(now, epoch, link, committed, out);
+                    if self.phase != Phase::Over {
+                        self.grant(now, granted, out);
+                    }
+                } else if epoch == self.epoch && self.phase == Phase::Flowing {
+                    // Our answer was lost.
+                    self.tell(Message::Switched { epoch }, out);
+                }
+            }
+            Message::Offer { link, address } if self.knows(link.path) => self.offer(now, link, address, out),
+            Message::Noted { generations } => {
+                for (path, noted) in self.paths.iter_mut().zip(generations) {
+                    path.noted = path.noted.max(noted);
+                }
+                self.settle();
+            }
+            Message::GaveUp => self.give_up(Reason::Peer, out),
+            _ => {}
+        }
+    }
+
+    /// Begins an epoch: goes on from what the receiver has, on the path that it names.
+    fn switch(&mut self, now: Duration, epoch: u32, link: Link, committed: u64, out: &mut Vec<Action>) {
+        if committed < self.acked || committed > self.posted {
+            let what = match committed < self.acked {
+                true => "it lost steps that its NIC had acknowledged",
+                false => "it has steps that were never posted",
+            };
+            return self.give_up(Reason::Protocol(what), out);
+        }
+        let from = self.active;
+        // The receiver has fenced it, so no step of it can arrive any more.
+        if self.is_newest(from) {
+            self.fence(from.path, Cause::Peer, out);
+        }
+        let old = self.at_mut(from.path);
+        old.noted = old.noted.max(from.generation);
+        (self.epoch, self.active) = (epoch, link);
+        self.probing = false;
+        self.acked = committed;
+        self.recovering = true;
+        if !self.is_newest(link) || self.at(link.path).state != LinkState::Ready {
+            // It failed here meanwhile.
+            self.phase = Phase::Waiting;
+            self.timers.ensure(Timer::GiveUp, now + self.settings.give_up);
+            return self.say_broken_soon(now, out);
+        }
+        self.phase = Phase::Flowing;
+        let start = R::replay_from(committed, self.posted);
+        out.push(Action::Report(Report::Switched {
+            epoch,
+            from: from.path,
+            to: link.path,
+            committed,
+            replayed: self.posted - start,
+        }));
+        out.push(Action::Replay {
+            link,
+            from: start,
+            to: self.posted,
+        });
+        self.tell(Message::Switched { epoch }, out);
+        self.settle();
+        if self.acked == self.posted {
+            self.got_over(out);
+        }
+        self.watch(now);
+    }
+
+    fn offer(&mut self, now: Duration, link: Link, address: Address, out: &mut Vec<Action>) {
+        let path = *self.at(link.path);
+        if link.generation == path.generation && path.state == LinkState::Ready {
+            // Our answer was lost.
+            return self.accept(link.path, out);
+        }
+        let newest = path.offered.map_or(path.generation, |(generation, _)| generation);
+        if link.generation < newest || link.generation == path.generation {
+            return;
+        }
+        self.at_mut(link.path).offered = Some((link.generation, address));
+        // The receiver has given up the one before.
+        self.lose(now, link.path, Cause::Peer, out);
+        self.advance(link.path, out);
+        self.settle();
+    }
+
+    /// Takes up an offer, if there is one and it can.
+    fn advance(&mut self, index: u8, out: &mut Vec<Action>) {
+        let path = self.at_mut(index);
+        if path.state != LinkState::Fenced || !path.port_up {
+            return;
+        }
+        let Some((generation, address)) = path.offered.take() else {
+            return;
+        };
+        path.peer = Some(R::peer_address(address, path.peer));
+        path.generation = generation;
+        path.state = LinkState::Building;
+        path.own = None;
+        out.push(Action::Rebuild {
+            link: self.link_of(index),
+        });
+    }
+
+    fn accept(&self, path: u8, out: &mut Vec<Action>) {
+        if let Some(address) = self.at(path).own {
+            let link = self.link_of(path);
+            self.tell(Message::Accept { link, address }, out);
+        }
+    }
+
+    /// Gives up a queue pair, and says so.
+    fn fail(&mut self, now: Duration, path: u8, cause: Cause, out: &mut Vec<Action>) {
+        if self.lose(now, path, cause, out) {
+            self.say_broken_soon(now, out);
+        }
+    }
+
+    /// Gives up a queue pair; whether there is something to say of it.
+    fn lose(&mut self, now: Duration, path: u8, cause: Cause, out: &mut Vec<Action>) -> bool {
+        if !self.at(path).state.is_live() {
+            return false;
+        }
+        let active = self.phase == Phase::Flowing && self.link_of(path) == self.active;
+        if active && !self.settings.enabled {
+            self.give_up(Reason::Off(cause), out);
+            return false;
+        }
+        self.fence(path, cause, out);
+        if active {
+            self.phase = Phase::Waiting;
+            self.timers.clear(Timer::Watch);
+            self.timers.ensure(Timer::GiveUp, now + self.settings.give_up);
+        }
+        true
+    }
+
+    fn fence(&mut self, path: u8, cause: Cause, out: &mut Vec<Action>) {
+        if !self.at(path).state.is_live() {
+            return;
+        }
+        let link = self.link_of(path);
+        let active = link == self.active;
+        self.at_mut(path).state = LinkState::Fencing;
+        if active {
+            self.probing = false;
+        }
+        out.push(Action::Report(Report::Broken { link, cause, active }));
+        out.push(Action::Fence { link });
+    }
+
+    /// Whether the receiver may not know yet what is broken here: it notes it, or shows by an epoch or an offer that it does.
+    fn has_news(&self) -> bool {
+        self.phase == Phase::Waiting
+            || self.indices().any(|path| {
+                let path = self.at(path);
+                !path.state.is_live() && path.noted < path.generation && path.offered.is_none()
+            })
+    }
+
+    fn say_broken_soon(&mut self, now: Duration, out: &mut Vec<Action>) {
+        self.resend = self.settings.resend;
+        self.say_broken(now, out);
+    }
+
+    fn say_broken(&mut self, now: Duration, out: &mut Vec<Action>) {
+        let mut generations = [0; MAX_PATHS];
+        for path in self.indices() {
+            let Path {
+                generation, state, ..
+            } = *self.at(path);
+            generations[usize::from(path)] = if state.is_live() {
+                generation - 1
+            } else {
+                generation
+            };
+        }
+        let epoch = self.epoch;
+        self.tell(Message::Broken { epoch, generations }, out);
+        self.timers.set(Timer::Resend, now + self.resend);
+        self.resend = (self.resend * 2).min(Settings::RESEND_MAX);
+        self.settle();
+    }
+
+    /// Stops saying what is known.
+    fn settle(&mut self) {
+        if !self.has_news() {
+            self.timers.clear(Timer::Resend);
+        }
+    }
+
+    /// Something got over the path of this epoch, or there is nothing that has to.
+    fn got_over(&mut self, out: &mut Vec<Action>) {
+        if self.phase == Phase::Flowing && std::mem::take(&mut self.recovering) {
+            self.timers.clear(Timer::GiveUp);
+            out.push(Action::Report(Report::Recovered { epoch: self.epoch }));
+        }
+    }
+
+    fn probe(&mut self, now: Duration, out: &mut Vec<Action>) {
+        self.probing = true;
+        out.push(Action::Probe { link: self.active });
+        self.watch(now);
+    }
+
+    /// Sets the time by which something should have happened on the active path.
+    fn watch(&mut self, now: Duration) {
+        let wait = match () {
+            () if self.phase != Phase::Flowing => None,
+            () if self.probing || self.posted > self.acked => Some(self.settings.timeout),
+            () if self.busy && self.settings.enabled => Some(self.settings.probe),
+            () => None,
+        };
+        match wait {
+            Some(wait) if self.settings.enabled => self.timers.set(Timer::Watch, now + wait),
+            _ => self.timers.clear(Timer::Watch),
+        }
+    }
+
+    fn tell(&self, message: Message, out: &mut Vec<Action>) {
+        let ready = self
+            .indices()
+            .filter(|path| self.at(*path).state == LinkState::Ready);
+        let over = ready.fold(PathSet::EMPTY, PathSet::with);
+        out.push(Action::Tell { message, over });
+    }
+
+    fn give_up(&mut self, reason: Reason, out: &mut Vec<Action>) {
+        if reason != Reason::Peer {
+            self.tell(Message::GaveUp, out);
+        }
+        self.phase = Phase::Over;
+        self.timers.clear_all();
+        out.push(Action::GiveUp(reason));
+    }
+
+    fn knows(&self, path: u8) -> bool {
+        path < self.count
+    }
+
+    fn is_newest(&self, link: Link) -> bool {
+        self.knows(link.path) && self.at(link.path).generation == link.generation
+    }
+
+    fn indices(&self) -> impl Iterator<Item = u8> + use<R> {
+        0..self.count
+    }
+
+    fn link_of(&self, path: u8) -> Link {
+        Link {
+            path,
+            generation: self.at(path).generation,
+        }
+    }
+
+    fn at(&self, path: u8) -> &Path {
+        &self.paths[usize::from(path)]
+    }
+
+    fn at_mut(&mut self, path: u8) -> &mut Path {
+        &mut self.paths[usize::from(path)]
+    }
+}

@@ -1,0 +1,227 @@
+//! Times and thresholds, and the variables that set them.
+
+use std::{fmt, time::Duration};
+
+/// Times and thresholds of all connections of a process.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Settings {
+    /// Whether a failed path is survived at all. `RINGSIGHT_NET_FAILOVER`, by default 1; where that is not set,
+    /// `NCCL_ENABLE_FAULT_TOLERANCE`.
+    pub enabled: bool,
+    /// Whether a path that is proven good again is used again although another one works. `RINGSIGHT_NET_FAILBACK`, by default 1.
+    pub failback: bool,
+    /// How long work requests may neither end nor fail. `RINGSIGHT_NET_TIMEOUT_MS`, by default 1000. The NIC's own limit
+    /// ([`transport_timeout`]) is usually far longer, and soft-RoCE with seven retries has none.
+    pub timeout: Duration,
+    /// How long an end waits for the peer with nothing outstanding before it probes the path. `RINGSIGHT_NET_PROBE_MS`, by
+    /// default 1000.
+    pub probe: Duration,
+    /// How long a recovery may take before the communicator fails. `RINGSIGHT_NET_GIVE_UP_MS`, by default 10000.
+    pub give_up: Duration,
+    /// When something unanswered is said again at first; doubled each time, at most [`Settings::RESEND_MAX`].
+    /// `RINGSIGHT_NET_RESEND_MS`, by default 20.
+    pub resend: Duration,
+    /// How long a path that failed is left alone at first; doubled with each failure. `RINGSIGHT_NET_BACKOFF_MS`, by default 100.
+    pub backoff: Duration,
+    /// The longest that a path is left alone. Attempts are not limited. `RINGSIGHT_NET_BACKOFF_MAX_MS`, by default (and at most)
+    /// 30000.
+    pub backoff_max: Duration,
+    /// Probes in a row that prove a rebuilt path. `RINGSIGHT_NET_PROBATION_PROBES`, by default 3.
+    pub probation_probes: u8,
+    /// Time between them. `RINGSIGHT_NET_PROBATION_MS`, by default 50.
+    pub probation: Duration,
+    /// How long a path must be good for its failures to be forgotten. `RINGSIGHT_NET_RECOVERY_WINDOW_MS`, by default 5000.
+    pub recovery_window: Duration,
+    /// How many connections must fail over the same two ports for all others to leave them unasked.
+    /// `RINGSIGHT_NET_CONDEMN_AFTER`, by default 2.
+    pub condemn_after: u32,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            enabled: true,
+            failback: true,
+            timeout: Duration::from_millis(1000),
+            probe: Duration::from_millis(1000),
+            give_up: Duration::from_millis(10_000),
+            resend: Duration::from_millis(20),
+            backoff: Duration::from_millis(100),
+            backoff_max: Self::BACKOFF_LIMIT,
+            probation_probes: 3,
+            probation: Duration::from_millis(50),
+            recovery_window: Duration::from_millis(5000),
+            condemn_after: 2,
+        }
+    }
+}
+
+/// A variable whose value means nothing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SettingsError {
+    name: &'static str,
+    value: String,
+    accepted: &'static str,
+}
+
+impl fmt::Display for SettingsError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}={} is not {}", self.name, self.value, self.accepted)
+    }
+}
+
+impl std::error::Error for SettingsError {}
+
+/// Reads variables by `get`, which gives `None` for one that is not set.
+struct Variables<F>(F);
+
+impl<F: Fn(&str) -> Option<String>> Variables<F> {
+    fn switch(&self, name: &'static str) -> Result<Option<bool>, SettingsError> {
+        let Some(value) = (self.0)(name) else {
+            return Ok(None);
+        };
+        match value.as_str() {
+            "0" => Ok(Some(false)),
+            "1" => Ok(Some(true)),
+            _ => Err(SettingsError {
+                name,
+                value,
+                accepted: "0 or 1",
+            }),
+        }
+    }
+
+    fn number(&self, name: &'static str, default: u64, least: u64, most: u64) -> Result<u64, SettingsError> {
+        let Some(value) = (self.0)(name) else {
+            return Ok(default);
+        };
+        match value.parse() {
+            Ok(number) if (least..=most).contains(&number) => Ok(number),
+            _ => Err(SettingsError {
+                name,
+                value,
+                accepted: match (least, most) {
+                    (_, u64::MAX) if least > 0 => "a number of at least 1",
+                    (0, u64::MAX) => "a number",
+                    _ => "a number in range",
+                },
+            }),
+        }
+    }
+
+    fn time(&self, name: &'static str, default: Duration, least: u64) -> Result<Duration, SettingsError> {
+        self.number(name, default.as_millis() as u64, least, u64::from(u32::MAX))
+            .map(Duration::from_millis)
+    }
+}
+
+impl Settings {
+    /// The longest back-off that can be asked for.
+    pub const BACKOFF_LIMIT: Duration = Duration::from_secs(30);
+    /// The longest time between two of the same message.
+    pub const RESEND_MAX: Duration = Duration::from_secs(1);
+
+    /// What the environment says; `get` reads a variable.
+    ///
+    /// # Errors
+    /// The first variable whose value means nothing.
+    pub fn read(get: impl Fn(&str) -> Option<String>) -> Result<Self, SettingsError> {
+        let defaults = Self::default();
+        let from = Variables(get);
+        let enabled = match from.switch("RINGSIGHT_NET_FAILOVER")? {
+            Some(enabled) => enabled,
+            None => from
+                .switch("NCCL_ENABLE_FAULT_TOLERANCE")?
+                .unwrap_or(defaults.enabled),
+        };
+        let backoff_max = from.time("RINGSIGHT_NET_BACKOFF_MAX_MS", defaults.backoff_max, 1)?;
+        let backoff_max = backoff_max.min(Self::BACKOFF_LIMIT);
+        Ok(Self {
+            enabled,
+            failback: from
+                .switch("RINGSIGHT_NET_FAILBACK")?
+                .unwrap_or(defaults.failback),
+            timeout: from.time("RINGSIGHT_NET_TIMEOUT_MS", defaults.timeout, 1)?,
+            probe: from.time("RINGSIGHT_NET_PROBE_MS", defaults.probe, 1)?,
+            give_up: from.time("RINGSIGHT_NET_GIVE_UP_MS", defaults.give_up, 1)?,
+            resend: from
+                .time("RINGSIGHT_NET_RESEND_MS", defaults.resend, 1)?
+                .min(Self::RESEND_MAX),
+            backoff: from
+                .time("RINGSIGHT_NET_BACKOFF_MS", defaults.backoff, 1)?
+                .min(backoff_max),
+            backoff_max,
+            probation_probes: from.number("RINGSIGHT_NET_PROBATION_PROBES", 3, 1, 255)? as u8,
+            probation: from.time("RINGSIGHT_NET_PROBATION_MS", defaults.probation, 0)?,
+            recovery_window: from.time("RINGSIGHT_NET_RECOVERY_WINDOW_MS", defaults.recovery_window, 0)?,
+            condemn_after: from.number("RINGSIGHT_NET_CONDEMN_AFTER", 2, 1, u64::from(u32::MAX))? as u32,
+        })
+    }
+}
+
+/// How long a NIC tries before a work request ends with "transport retries exceeded": `retries + 1` tries of
+/// 4.096 µs × 2^`timeout` each; `None` if it never gives up (exponent 0 is no timer).
+///
+/// NCCL's defaults, 20 and 7 (`NCCL_IB_TIMEOUT`, `NCCL_IB_RETRY_CNT`), are 8 × 4.295 s = 34.4 s; 18 and 7 are 8.6 s, 14 and 7 are
+/// 537 ms. InfiniBand (volume 1, 9.7.6.1.3) lets a NIC wait up to four times as long per try, and soft-RoCE takes a retry count of
+/// 7 to be infinite.
+#[must_use]
+pub fn transport_timeout(timeout: u8, retries: u8) -> Option<Duration> {
+    // Five bits and three bits in the queue pair's attributes.
+    let (timeout, retries) = (timeout.min(31), retries.min(7));
+    (timeout > 0).then(|| Duration::from_nanos(4096 << timeout) * (u32::from(retries) + 1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(variables: &[(&str, &str)]) -> Result<Settings, SettingsError> {
+        Settings::read(|name| {
+            let found = variables.iter().find(|(key, _)| *key == name);
+            found.map(|(_, value)| (*value).to_owned())
+        })
+    }
+
+    #[test]
+    fn variables_set_what_they_name_and_rubbish_is_named() {
+        assert_eq!(with(&[]), Ok(Settings::default()));
+        assert!(!with(&[("NCCL_ENABLE_FAULT_TOLERANCE", "0")]).unwrap().enabled);
+        let both = [
+            ("NCCL_ENABLE_FAULT_TOLERANCE", "0"),
+            ("RINGSIGHT_NET_FAILOVER", "1"),
+        ];
+        assert!(with(&both).unwrap().enabled);
+        assert_eq!(
+            with(&[("RINGSIGHT_NET_TIMEOUT_MS", "250")])
+                .unwrap()
+                .timeout
+                .as_millis(),
+            250
+        );
+        let long = with(&[("RINGSIGHT_NET_BACKOFF_MAX_MS", "3000000")]).unwrap();
+        assert_eq!(long.backoff_max, Settings::BACKOFF_LIMIT);
+        for (name, value) in [
+            ("RINGSIGHT_NET_FAILOVER", "yes"),
+            ("NCCL_ENABLE_FAULT_TOLERANCE", "2"),
+            ("RINGSIGHT_NET_TIMEOUT_MS", "0"),
+            ("RINGSIGHT_NET_TIMEOUT_MS", "1s"),
+            ("RINGSIGHT_NET_PROBATION_PROBES", "256"),
+            ("RINGSIGHT_NET_CONDEMN_AFTER", "-1"),
+        ] {
+            let error = with(&[(name, value)]).unwrap_err().to_string();
+            assert!(error.starts_with(&format!("{name}={value} is not")), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_transports_time_is_that_of_all_tries() {
+        let milliseconds =
+            |timeout, retries| transport_timeout(timeout, retries).map(|time| time.as_millis());
+        assert_eq!(milliseconds(20, 7), Some(34_359));
+        assert_eq!(milliseconds(18, 7), Some(8_589));
+        assert_eq!(milliseconds(14, 7), Some(536));
+        assert_eq!(milliseconds(14, 6), Some(469));
+        assert_eq!(milliseconds(0, 7), None);
+    }
+}
