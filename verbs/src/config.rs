@@ -1,0 +1,290 @@
+//! What the environment says about RDMA: NCCL's names and defaults.
+
+use crate::queue::Patience;
+
+/// Queue pairs of a connection at most.
+pub const MOST_QPS: usize = 16;
+
+/// What is wished for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// Which devices and ports: `NCCL_IB_HCA`.
+    pub devices: Filter,
+    /// `NCCL_IB_GID_INDEX`; `None`: chosen.
+    pub gid_index: Option<u8>,
+    /// `NCCL_IB_ROCE_VERSION_NUM`: what is chosen among GIDs.
+    pub roce_version: u8,
+    /// `NCCL_IB_ADDR_FAMILY`: GIDs of IPv6 addresses are chosen before those of IPv4.
+    pub ipv6: bool,
+    /// `NCCL_IB_TIMEOUT` and `NCCL_IB_RETRY_CNT`.
+    pub patience: Patience,
+    /// `NCCL_IB_QPS_PER_CONNECTION`.
+    pub qps: usize,
+    /// `NCCL_IB_SPLIT_DATA_ON_QPS`: each message goes over all of them instead of one after the other.
+    pub split: bool,
+    /// `NCCL_IB_SL`.
+    pub service_level: u8,
+    /// `NCCL_IB_TC`.
+    pub traffic_class: u8,
+    /// `NCCL_IB_PKEY`: an index.
+    pub pkey_index: u16,
+    /// `NCCL_IB_PCI_RELAXED_ORDERING`: 0 never, 1 and 2 where the library can.
+    pub relaxed_ordering: bool,
+    /// `RINGSIGHT_NET_FAILOVER`, or `NCCL_ENABLE_FAULT_TOLERANCE`: connections have a backup.
+    pub failover: bool,
+}
+
+impl PartialEq for Patience {
+    fn eq(&self, other: &Self) -> bool {
+        (self.timeout, self.retries) == (other.timeout, other.retries)
+    }
+}
+
+impl Eq for Patience {}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            devices: Filter::default(),
+            gid_index: None,
+            roce_version: 2,
+            ipv6: false,
+            patience: Patience {
+                timeout: 20,
+                retries: 7,
+            },
+            qps: 1,
+            split: false,
+            service_level: 0,
+            traffic_class: 0,
+            pkey_index: 0,
+            relaxed_ordering: true,
+            failover: true,
+        }
+    }
+}
+
+/// A variable whose value is not what it can be.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{name}={value}: {wanted}")]
+pub struct Invalid {
+    /// The variable.
+    pub name: &'static str,
+    /// What it says.
+    pub value: String,
+    /// What it could say.
+    pub wanted: &'static str,
+}
+
+impl Config {
+    /// What the environment says, by `lookup`; `None`: `NCCL_IB_DISABLE` is set.
+    ///
+    /// # Errors
+    /// When a value is no number, or out of range.
+    pub fn from_environment(
+        lookup: impl Fn(&'static str) -> Option<String>,
+    ) -> Result<Option<Self>, Invalid> {
+        let number = |name: &'static str, least: i64, most: i64, wanted: &'static str| {
+            let Some(value) = lookup(name) else {
+                return Ok(None);
+            };
+            match value.trim().parse::<i64>() {
+                Ok(number) if (least..=most).contains(&number) => Ok(Some(number)),
+                _ => Err(Invalid { name, value, wanted }),
+            }
+        };
+        if number("NCCL_IB_DISABLE", 0, i64::MAX, "0 or 1 is wanted")?.is_some_and(|value| value != 0) {
+            return Ok(None);
+        }
+        let mut config = Self::default();
+        if let Some(text) = lookup("NCCL_IB_HCA") {
+            config.devices = Filter::parse(&text);
+        }
+        if let Some(index) = number(
+            "NCCL_IB_GID_INDEX",
+            -1,
+            255,
+            "an index from 0 to 255 is wanted, or -1",
+        )? {
+            config.gid_index = u8::try_from(index).ok();
+        }
+        if let Some(version) = number("NCCL_IB_ROCE_VERSION_NUM", 1, 2, "1 or 2 is wanted")? {
+            config.roce_version = version as u8;
+        }
+        match lookup("NCCL_IB_ADDR_FAMILY") {
+            None => {}
+            Some(family) if family == "AF_INET" => config.ipv6 = false,
+            Some(family) if family == "AF_INET6" => config.ipv6 = true,
+            Some(value) => {
+                let (name, wanted) = ("NCCL_IB_ADDR_FAMILY", "AF_INET or AF_INET6 is wanted");
+                return Err(Invalid { name, value, wanted });
+            }
+        }
+        if let Some(timeout) = number("NCCL_IB_TIMEOUT", 0, 31, "an exponent from 0 to 31 is wanted")? {
+            config.patience.timeout = timeout as u8;
+        }
+        if let Some(retries) = number("NCCL_IB_RETRY_CNT", 0, 7, "a number from 0 to 7 is wanted")? {
+            config.patience.retries = retries as u8;
+        }
+        let wanted = "a number from 1 to 16 is wanted";
+        if let Some(qps) = number("NCCL_IB_QPS_PER_CONNECTION", 1, MOST_QPS as i64, wanted)? {
+            config.qps = qps as usize;
+        }
+        if let Some(split) = number("NCCL_IB_SPLIT_DATA_ON_QPS", 0, 1, "0 or 1 is wanted")? {
+            config.split = split == 1;
+        }
+        if let Some(level) = number("NCCL_IB_SL", 0, 15, "a service level from 0 to 15 is wanted")? {
+            config.service_level = level as u8;
+        }
+        if let Some(class) = number("NCCL_IB_TC", 0, 255, "a traffic class from 0 to 255 is wanted")? {
+            config.traffic_class = class as u8;
+        }
+        if let Some(index) = number("NCCL_IB_PKEY", 0, 65535, "an index from 0 to 65535 is wanted")? {
+            config.pkey_index = index as u16;
+        }
+        if let Some(relaxed) = number("NCCL_IB_PCI_RELAXED_ORDERING", 0, 2, "0, 1 or 2 is wanted")? {
+            config.relaxed_ordering = relaxed != 0;
+        }
+        let switches = ["NCCL_ENABLE_FAULT_TOLERANCE", "RINGSIGHT_NET_FAILOVER"];
+        // The library's own name has the last word.
+        for name in switches {
+            if let Some(on) = number(name, 0, 1, "0 or 1 is wanted")? {
+                config.failover = on == 1;
+            }
+        }
+        Ok(Some(config))
+    }
+}
+
+/// Which devices and ports may be used: the syntax of `NCCL_IB_HCA`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Filter {
+    /// All but these (`^`).
+    exclude: bool,
+    /// Whole names, not beginnings (`=`).
+    exact: bool,
+    /// Names, and a port of each, if named. None: all devices.
+    names: Vec<(String, Option<u8>)>,
+}
+
+impl Filter {
+    /// Reads `[^][=]name[:port],…`; an empty text allows all.
+    #[must_use]
+    pub fn parse(text: &str) -> Self {
+        let text = text.trim();
+        let (exclude, text) = text.strip_prefix('^').map_or((false, text), |rest| (true, rest));
+        let (exact, text) = text.strip_prefix('=').map_or((false, text), |rest| (true, rest));
+        let names = text
+            .split(',')
+            .map(str::trim)
+            .filter(|name| !name.is_empty())
+            .map(|name| match name.rsplit_once(':') {
+                Some((device, port)) if port.parse::<u8>().is_ok() => (device.to_owned(), port.parse().ok()),
+                _ => (name.to_owned(), None),
+            })
+            .collect();
+        Self {
+            exclude,
+            exact,
+            names,
+        }
+    }
+
+    /// Whether a port of a device may be used.
+    #[must_use]
+    pub fn allows(&self, device: &str, port: u8) -> bool {
+        if self.names.is_empty() {
+            return true;
+        }
+        let named = self.names.iter().any(|(name, wanted)| {
+            let matches = if self.exact {
+                device == name
+            } else {
+                device.starts_with(name.as_str())
+            };
+            matches && wanted.is_none_or(|wanted| wanted == port)
+        });
+        named != self.exclude
+    }
+
+    /// Names of devices that it asks for and that do not stand in `known`.
+    #[must_use]
+    pub fn unknown<'a>(&'a self, known: &[&str]) -> Vec<&'a str> {
+        let matches = |name: &str, device: &str| {
+            if self.exact {
+                device == name
+            } else {
+                device.starts_with(name)
+            }
+        };
+        self.names
+            .iter()
+            .filter(|(name, _)| !self.exclude && !known.iter().any(|device| matches(name, device)))
+            .map(|(name, _)| name.as_str())
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn filters_are_those_of_nccl() {
+        let cases = [
+            ("", "mlx5_0", 1, true),
+            ("mlx5", "mlx5_7", 1, true),
+            ("mlx5", "hca0", 1, false),
+            ("mlx5_1", "mlx5_10", 1, true),
+            ("=mlx5_1", "mlx5_10", 1, false),
+            ("=mlx5_1,mlx5_3", "mlx5_3", 2, true),
+            ("=mlx5_1:2", "mlx5_1", 1, false),
+            ("=mlx5_1:2", "mlx5_1", 2, true),
+            ("^mlx5_1", "mlx5_10", 1, false),
+            ("^=mlx5_1", "mlx5_10", 1, true),
+            ("^=mlx5_1:1", "mlx5_1", 2, true),
+            ("^=mlx5_1:1", "mlx5_1", 1, false),
+            (" hca0 , peer0 ", "peer0", 1, true),
+            ("^", "mlx5_0", 1, true),
+        ];
+        for (filter, device, port, allowed) in cases {
+            assert_eq!(
+                Filter::parse(filter).allows(device, port),
+                allowed,
+                "{filter:?} {device}:{port}"
+            );
+        }
+        let filter = Filter::parse("=mlx5_1,mlx5_9");
+        assert_eq!(filter.unknown(&["mlx5_1", "mlx5_2"]), ["mlx5_9"]);
+        assert!(Filter::parse("^mlx5_9").unknown(&["mlx5_1"]).is_empty());
+    }
+
+    #[test]
+    fn numbers_out_of_range_name_their_variable() {
+        let with = |name: &'static str, value: &'static str| {
+            Config::from_environment(move |asked| (asked == name).then(|| value.to_owned()))
+        };
+        assert_eq!(with("NCCL_IB_DISABLE", "1"), Ok(None));
+        assert_eq!(with("NCCL_IB_DISABLE", "0"), Ok(Some(Config::default())));
+        for (name, value) in [
+            ("NCCL_IB_TIMEOUT", "32"),
+            ("NCCL_IB_RETRY_CNT", "8"),
+            ("NCCL_IB_GID_INDEX", "256"),
+            ("NCCL_IB_QPS_PER_CONNECTION", "0"),
+            ("NCCL_IB_SL", "x"),
+            ("NCCL_IB_ADDR_FAMILY", "AF_UNIX"),
+            ("RINGSIGHT_NET_FAILOVER", "yes"),
+        ] {
+            let error = with(name, value).unwrap_err();
+            assert!(
+                error.to_string().starts_with(&format!("{name}={value}: ")),
+                "{error}"
+            );
+        }
+        let config = with("NCCL_IB_GID_INDEX", "3").unwrap().unwrap();
+        assert_eq!(config.gid_index, Some(3));
+        assert_eq!(with("NCCL_IB_GID_INDEX", "-1").unwrap().unwrap().gid_index, None);
+        let off = with("NCCL_ENABLE_FAULT_TOLERANCE", "0").unwrap().unwrap();
+        assert!(!off.failover);
+    }
+}

@@ -1,0 +1,194 @@
+//! The page of an end that its peer writes what it has to say to.
+
+use std::{
+    io, ptr,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use super::SLOTS;
+use crate::{device::Memory, wire::MOST_PATHS};
+
+/// Bytes of the page.
+pub const CONTROL_BYTES: usize = 4096;
+/// Bytes that a notice has for its owner.
+pub const NOTICE_BYTES: usize = 80;
+/// Bytes of a notice as it goes over: position u64 | parts u8 | zero u8 | length u16 | zero u32 | the owner's.
+pub(super) const HEAD: usize = 16;
+/// Bytes from one notice to the next.
+const NOTICE_STRIDE: usize = 128;
+/// Bytes from one path's words to the next one's.
+const PATH_STRIDE: usize = 64;
+/// Where the notices begin. Before them is a line for each path with its credit.
+const NOTICES: usize = 1024;
+
+const _: () = assert!(MOST_PATHS * PATH_STRIDE <= NOTICES);
+const _: () = assert!(HEAD + NOTICE_BYTES <= NOTICE_STRIDE);
+const _: () = assert!(NOTICES + SLOTS * NOTICE_STRIDE <= CONTROL_BYTES);
+
+/// A page that a peer's device writes to. Nobody has references into it but to atomics.
+pub struct Control {
+    memory: Memory,
+    base: *mut u8,
+}
+
+// SAFETY: the page belongs to no thread, and is read as atomics.
+unsafe impl Send for Control {}
+// SAFETY: as above.
+unsafe impl Sync for Control {}
+
+struct Page(*mut libc::c_void);
+
+// SAFETY: an address to unmap.
+unsafe impl Send for Page {}
+// SAFETY: as above.
+unsafe impl Sync for Page {}
+
+impl Drop for Page {
+    fn drop(&mut self) {
+        // SAFETY: mapped below with this length; whoever used it held it.
+        unsafe { libc::munmap(self.0, CONTROL_BYTES) };
+    }
+}
+
+impl Control {
+    /// A zeroed one.
+    ///
+    /// # Errors
+    /// For want of memory.
+    pub fn new() -> io::Result<Self> {
+        // Shared, so that a fork does not copy the page away from the device.
+        // SAFETY: fresh memory at an address of the kernel's choice.
+        let base = unsafe {
+            libc::mmap(
+                ptr::null_mut(),
+                CONTROL_BYTES,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let page = Arc::new(Page(base));
+        Ok(Self {
+            // SAFETY: mapped while `page` lives, and only atomics of it are referred to.
+            memory: unsafe { Memory::new(base.cast(), CONTROL_BYTES, page) },
+            base: base.cast(),
+        })
+    }
+
+    /// The page, to be registered.
+    #[must_use]
+    pub fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    fn word(&self, offset: usize) -> &AtomicU64 {
+        debug_assert!(offset.is_multiple_of(8) && offset + 8 <= CONTROL_BYTES);
+        // SAFETY: within the page, which is aligned and mapped while `memory` lives. A device may write it at any time, in pieces of
+        // at least a word: for the processor that is another thread's store.
+        unsafe { AtomicU64::from_ptr(self.base.add(offset).cast()) }
+    }
+
+    /// Steps granted since the connection began, as the peer last said over a path.
+    #[must_use]
+    pub fn credit(&self, path: usize) -> u64 {
+        // Acquire: what the receiver's device did before it told us is done. The word says nothing of our own memory; the completion
+        // that made us look was there after the word.
+        u64::from_le(self.word(credit_at(path)).load(Ordering::Acquire))
+    }
+
+    /// The notice of a position: (parts, bytes, how many). `None` if there is another one in its place, or it is none.
+    #[must_use]
+    pub fn notice(&self, position: u64) -> Option<(u8, [u8; NOTICE_BYTES], usize)> {
+        let at = notice_at(position);
+        let mut bytes = [0; HEAD + NOTICE_BYTES];
+        for (index, word) in bytes.as_chunks_mut::<8>().0.iter_mut().enumerate() {
+            // Relaxed: the completion of the write that brought it has been seen, and was read after the bytes were in memory.
+            *word = self.word(at + index * 8).load(Ordering::Relaxed).to_ne_bytes();
+        }
+        parse_notice(&bytes, position)
+    }
+}
+
+/// Where a path's credit is in the page.
+pub(super) fn credit_at(path: usize) -> usize {
+    path * PATH_STRIDE
+}
+
+/// Where the notice of a position is in the page.
+pub(super) fn notice_at(position: u64) -> usize {
+    NOTICES + position as usize % SLOTS * NOTICE_STRIDE
+}
+
+/// A notice as it goes over; how many bytes of it.
+pub(super) fn encode_notice(position: u64, parts: u8, own: &[u8]) -> ([u8; HEAD + NOTICE_BYTES], usize) {
+    let mut bytes = [0; HEAD + NOTICE_BYTES];
+    bytes[..8].copy_from_slice(&position.to_le_bytes());
+    bytes[8] = parts;
+    bytes[10..12].copy_from_slice(&(own.len() as u16).to_le_bytes());
+    bytes[HEAD..HEAD + own.len()].copy_from_slice(own);
+    (bytes, HEAD + own.len())
+}
+
+fn parse_notice(bytes: &[u8; HEAD + NOTICE_BYTES], position: u64) -> Option<(u8, [u8; NOTICE_BYTES], usize)> {
+    let (head, own) = bytes.split_first_chunk::<HEAD>()?;
+    let length = usize::from(u16::from_le_bytes([head[10], head[11]]));
+    let is_it = head[..8] == position.to_le_bytes() && head[8] > 0 && head[9] == 0 && head[12..] == [0; 4];
+    (is_it && length <= NOTICE_BYTES).then_some((head[8], own.try_into().ok()?, length))
+}
+
+/// Feeds bytes to the parser of notices, for fuzzers.
+pub fn fuzz(bytes: &[u8]) {
+    if let Some(notice) = bytes.first_chunk()
+        && let Some((position, _)) = bytes.split_first_chunk()
+        && let Some((parts, own, length)) = parse_notice(notice, u64::from_le_bytes(*position))
+    {
+        let (again, _) = encode_notice(u64::from_le_bytes(*position), parts, &own[..length]);
+        // What follows the notice in its place is of an earlier one.
+        assert_eq!(again[..HEAD + length], notice[..HEAD + length]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn notices_survive_and_others_are_refused(
+            position: u64, parts in 1_u8.., own in proptest::collection::vec(any::<u8>(), 0..=NOTICE_BYTES), at in 0..HEAD, bit in 0_u8..8,
+            rubbish in proptest::collection::vec(any::<u8>(), HEAD + NOTICE_BYTES),
+        ) {
+            let (mut bytes, length) = encode_notice(position, parts, &own);
+            prop_assert_eq!(length, HEAD + own.len());
+            let (parts_read, own_read, length_read) = parse_notice(&bytes, position).unwrap();
+            prop_assert_eq!((parts_read, &own_read[..length_read]), (parts, &own[..]));
+            prop_assert_eq!(parse_notice(&bytes, position.wrapping_add(SLOTS as u64)), None);
+            bytes[at] ^= 1 << bit;
+            if let Some(read) = parse_notice(&bytes, position) {
+                prop_assert!(at == 8 || at == 10, "{:?}", read);
+            }
+            fuzz(&rubbish);
+            fuzz(&bytes);
+        }
+    }
+
+    #[test]
+    fn a_page_is_zero_and_apart() {
+        let control = Control::new().unwrap();
+        assert_eq!((control.credit(0), control.credit(1)), (0, 0));
+        assert_eq!(control.notice(0), None, "parts are never 0");
+        let mut places: Vec<usize> = (0..SLOTS as u64).map(notice_at).collect();
+        places.extend((0..MOST_PATHS).map(credit_at));
+        places.sort_unstable();
+        assert!(places.windows(2).all(|two| two[1] - two[0] >= 64));
+    }
+}

@@ -1,0 +1,239 @@
+//! The ports that this process uses: devices opened once, with what was chosen for each port.
+
+use std::{
+    collections::HashMap,
+    path::Path as FilePath,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use crate::{
+    config::Config,
+    device::{Access, Context, Mtu, Pd},
+    sys::{self, Lib},
+    sysfs,
+};
+
+/// A port of an opened device.
+#[derive(Clone)]
+pub struct Port {
+    pd: Arc<Pd>,
+    number: u8,
+    /// GID and its index; of RoCE always.
+    gid: Option<([u8; 16], u8)>,
+    ethernet: bool,
+    lid: u16,
+    mtu: Mtu,
+    config: Arc<Config>,
+}
+
+impl Port {
+    /// Looks at a port of an opened device as it is now, and chooses its GID by what `known` says of it.
+    ///
+    /// # Errors
+    /// When it is down, or has no GID as wished for.
+    pub fn new(pd: &Arc<Pd>, known: &sysfs::Port, config: &Arc<Config>) -> Result<Self, String> {
+        let (context, number) = (pd.context(), known.number);
+        let name = format!("{}:{number}", context.name());
+        let state = context.port(number).map_err(|error| error.to_string())?;
+        if !state.active {
+            return Err(format!("port {name} is down"));
+        }
+        if !context.has_pkey(number, config.pkey_index) {
+            let (index, keys) = (config.pkey_index, state.pkeys);
+            return Err(format!(
+                "port {name} has no P_Key at index {index} (NCCL_IB_PKEY) of {keys}"
+            ));
+        }
+        let chosen = sysfs::choose_gid(known, config.gid_index, config.roce_version, config.ipv6);
+        let gid = match chosen {
+            // As it is now: a port that was down may have got another one.
+            Some(gid) => {
+                let bytes = context
+                    .gid(number, gid.index)
+                    .map_err(|error| error.to_string())?;
+                Some((bytes, gid.index))
+            }
+            None if state.ethernet => {
+                let wanted = config.gid_index.map_or("any".to_owned(), |index| {
+                    format!("index {index} (NCCL_IB_GID_INDEX)")
+                });
+                let there: Vec<String> = known.gids.iter().map(|gid| gid.index.to_string()).collect();
+                return Err(format!(
+                    "port {name} has no GID, {wanted} was looked for; there are: {}",
+                    if there.is_empty() {
+                        "none".to_owned()
+                    } else {
+                        there.join(", ")
+                    }
+                ));
+            }
+            None => None,
+        };
+        Ok(Self {
+            pd: Arc::clone(pd),
+            number,
+            gid,
+            ethernet: state.ethernet,
+            lid: state.lid,
+            mtu: state.mtu,
+            config: Arc::clone(config),
+        })
+    }
+
+    /// The device's protection domain.
+    #[must_use]
+    pub fn pd(&self) -> &Arc<Pd> {
+        &self.pd
+    }
+
+    /// Its device.
+    #[must_use]
+    pub fn context(&self) -> &Arc<Context> {
+        self.pd.context()
+    }
+
+    /// Name of the device.
+    #[must_use]
+    pub fn device(&self) -> &str {
+        self.context().name()
+    }
+
+    /// Its number, from 1.
+    #[must_use]
+    pub fn number(&self) -> u8 {
+        self.number
+    }
+
+    /// Its GID and the GID's index.
+    #[must_use]
+    pub fn gid(&self) -> Option<([u8; 16], u8)> {
+        self.gid
+    }
+
+    /// It is RoCE.
+    #[must_use]
+    pub fn is_ethernet(&self) -> bool {
+        self.ethernet
+    }
+
+    /// Its LID.
+    #[must_use]
+    pub fn lid(&self) -> u16 {
+        self.lid
+    }
+
+    /// Its MTU.
+    #[must_use]
+    pub fn mtu(&self) -> Mtu {
+        self.mtu
+    }
+
+    /// What the environment wishes for.
+    #[must_use]
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Rights of memory that peers write slots to.
+    #[must_use]
+    pub fn slots_access(&self) -> Access {
+        if self.config.relaxed_ordering {
+            Access::RemoteWriteRelaxed
+        } else {
+            Access::RemoteWrite
+        }
+    }
+}
+
+/// The RDMA ports of the machine that may be used, and the devices that were opened so far.
+pub struct Net {
+    lib: &'static Lib,
+    config: Arc<Config>,
+    ports: Vec<sysfs::Port>,
+    domains: Mutex<HashMap<String, Arc<Pd>>>,
+}
+
+impl Net {
+    /// Looks for ports in the tree at `sys`.
+    ///
+    /// # Errors
+    /// Why there is nothing to use: no library, no device, none that the environment allows, none that is up.
+    pub fn new(config: Config, sys: &FilePath) -> Result<Self, String> {
+        let lib = sys::lib().map_err(str::to_owned)?;
+        let all = sysfs::ports(sys);
+        if all.is_empty() {
+            return Err("this machine has no RDMA device".into());
+        }
+        let names: Vec<&str> = all.iter().map(|port| port.device.as_str()).collect();
+        let unknown = config.devices.unknown(&names).join(", ");
+        let there = || {
+            all.iter()
+                .map(|port| format!("{}:{}", port.device, port.number))
+                .collect::<Vec<_>>()
+                .join(", ")
+        };
+        let ports: Vec<sysfs::Port> = all
+            .iter()
+            .filter(|port| config.devices.allows(&port.device, port.number))
+            .cloned()
+            .collect();
+        if ports.is_empty() {
+            let of = if unknown.is_empty() {
+                String::new()
+            } else {
+                format!(" ({unknown} is none)")
+            };
+            return Err(format!(
+                "NCCL_IB_HCA allows none of the RDMA ports {}{of}",
+                there()
+            ));
+        }
+        if !ports.iter().any(|port| port.active) {
+            return Err(format!(
+                "no RDMA port is up of those that may be used, of {}",
+                there()
+            ));
+        }
+        Ok(Self {
+            lib,
+            config: Arc::new(config),
+            ports,
+            domains: Mutex::default(),
+        })
+    }
+
+    /// The ports that may be used, up or not.
+    #[must_use]
+    pub fn ports(&self) -> &[sysfs::Port] {
+        &self.ports
+    }
+
+    /// What the environment wishes for.
+    #[must_use]
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// A port of [`Net::ports`], its device opened if it is not.
+    ///
+    /// # Errors
+    /// When the device cannot be opened, or as [`Port::new`].
+    pub fn open(&self, index: usize) -> Result<Port, String> {
+        let known = self
+            .ports
+            .get(index)
+            .ok_or_else(|| format!("there is no port {index}"))?;
+        let mut domains = self.domains.lock().unwrap_or_else(PoisonError::into_inner);
+        let pd = match domains.get(&known.device) {
+            Some(pd) => Arc::clone(pd),
+            None => {
+                let context = Context::open(self.lib, &known.device).map_err(|error| error.to_string())?;
+                let pd = Pd::new(context).map_err(|error| error.to_string())?;
+                domains.insert(known.device.clone(), Arc::clone(&pd));
+                pd
+            }
+        };
+        drop(domains);
+        Port::new(&pd, known, &self.config)
+    }
+}

@@ -1,0 +1,563 @@
+//! Completion queues and queue pairs.
+
+use std::{
+    ffi::CStr,
+    ops::Range,
+    os::fd::{AsRawFd, RawFd},
+    ptr,
+    sync::Arc,
+};
+
+use crate::{
+    device::{Context, Mr, Mtu, Pd, check, set_nonblocking},
+    error::{Error, Result},
+    sys,
+};
+
+/// A completion queue, with a descriptor that tells of completions while nobody polls.
+pub struct Cq {
+    raw: *mut sys::Cq,
+    channel: *mut sys::CompChannel,
+    context: Arc<Context>,
+}
+
+// SAFETY: the library's calls may be made from any thread; polling takes the queue's own lock.
+unsafe impl Send for Cq {}
+// SAFETY: as above.
+unsafe impl Sync for Cq {}
+
+/// What became of a work or receive request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Completion {
+    /// [`Write::id`] or the receive request's.
+    pub id: u64,
+    /// How it ended. Look at this first: with an error only `id` and `qp` mean anything.
+    pub status: Status,
+    /// A peer's write with this immediate has taken the receive request.
+    pub immediate: Option<u32>,
+    /// The local queue pair.
+    pub qp: u32,
+}
+
+impl Completion {
+    /// Room for one.
+    pub const EMPTY: Self = Self {
+        id: 0,
+        status: Status::Done,
+        immediate: None,
+        qp: 0,
+    };
+}
+
+/// How a request ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Status {
+    /// Done. For a write: the peer's device has acknowledged it.
+    Done,
+    /// An error.
+    Failed {
+        /// `enum ibv_wc_status`.
+        code: u32,
+        /// What the device adds.
+        vendor: u32,
+    },
+}
+
+impl Status {
+    /// `IBV_WC_WR_FLUSH_ERR`: ended because its queue pair was in error already.
+    pub const FLUSHED: u32 = 5;
+
+    /// In libibverbs' words.
+    #[must_use]
+    pub fn text(self, context: &Context) -> String {
+        match self {
+            Self::Done => "done".into(),
+            Self::Failed { code, vendor } => {
+                // SAFETY: any number has a text, a C string of the library's own.
+                let text = unsafe { CStr::from_ptr((context.lib().wc_status_str)(code)) };
+                format!("{} (status {code}, vendor {vendor:#x})", text.to_string_lossy())
+            }
+        }
+    }
+}
+
+/// Completions that are taken at once.
+pub const BATCH: usize = 16;
+
+impl Cq {
+    /// One with room for `entries` completions.
+    ///
+    /// # Errors
+    /// As the device says.
+    pub fn new(context: &Arc<Context>, entries: u32) -> Result<Arc<Self>> {
+        let lib = context.lib();
+        // SAFETY: an open device.
+        let channel = unsafe { (lib.create_comp_channel)(context.raw()) };
+        if channel.is_null() {
+            let what = format!("making a completion channel of {}", context.name());
+            return Err(Error::last(what));
+        }
+        // SAFETY: an open device and a channel of it.
+        let raw =
+            unsafe { (lib.create_cq)(context.raw(), entries.cast_signed(), ptr::null_mut(), channel, 0) };
+        if raw.is_null() {
+            let error = Error::last(format!(
+                "making a completion queue of {entries} entries of {}",
+                context.name()
+            ));
+            // SAFETY: made above, and nobody uses it.
+            unsafe { (lib.destroy_comp_channel)(channel) };
+            return Err(error.of_locking(entries as usize * 64));
+        }
+        let cq = Self {
+            raw,
+            channel,
+            context: Arc::clone(context),
+        };
+        set_nonblocking(cq.as_raw_fd()).map_err(|error| Error::new("reading completion events", error))?;
+        Ok(Arc::new(cq))
+    }
+
+    /// Takes completions into `room`; how many.
+    ///
+    /// # Errors
+    /// When the queue has overrun.
+    pub fn poll<'a>(&self, room: &'a mut [Completion; BATCH]) -> Result<&'a [Completion]> {
+        let mut raw = [sys::Wc::default(); BATCH];
+        // SAFETY: a queue of an open device, whose driver fills at most as many as it is told.
+        let count = unsafe {
+            let poll = (*self.context.raw()).ops.poll_cq;
+            poll(self.raw, BATCH as i32, raw.as_mut_ptr())
+        };
+        if count < 0 {
+            return Err(Error::code(
+                format!("polling a completion queue of {}", self.context.name()),
+                libc::EIO,
+            ));
+        }
+        let count = count as usize;
+        for (completion, raw) in room.iter_mut().zip(&raw[..count]) {
+            let status = match raw.status {
+                0 => Status::Done,
+                code => Status::Failed {
+                    code,
+                    vendor: raw.vendor_err,
+                },
+            };
+            let arrived = status == Status::Done && raw.opcode == sys::WC_RECV_RDMA_WITH_IMM;
+            *completion = Completion {
+                id: raw.wr_id,
+                status,
+                immediate: arrived.then(|| u32::from_be(raw.imm_data)),
+                qp: raw.qp_num,
+            };
+        }
+        Ok(&room[..count])
+    }
+
+    /// Has the descriptor become readable at the next completion. Whoever then waits for it polls once more first: what came before
+    /// this call tells nobody.
+    ///
+    /// # Errors
+    /// As the device says.
+    pub fn arm(&self) -> Result<()> {
+        // SAFETY: a queue of an open device.
+        let code = unsafe { ((*self.context.raw()).ops.req_notify_cq)(self.raw, 0) };
+        check(code, || {
+            format!("arming a completion queue of {}", self.context.name())
+        })
+    }
+
+    /// Takes the descriptor's events; it is not readable after that, nor armed.
+    pub fn take_events(&self) {
+        let lib = self.context.lib();
+        let (mut cq, mut own) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: the channel of this queue alone; both are writable; the descriptor does not block.
+        while unsafe { (lib.get_cq_event)(self.channel, &raw mut cq, &raw mut own) } == 0 {
+            // SAFETY: one event of this queue.
+            unsafe { (lib.ack_cq_events)(cq, 1) };
+        }
+    }
+}
+
+impl AsRawFd for Cq {
+    fn as_raw_fd(&self) -> RawFd {
+        // SAFETY: a channel that lives as long as this.
+        unsafe { (*self.channel).fd }
+    }
+}
+
+impl Drop for Cq {
+    fn drop(&mut self) {
+        self.take_events();
+        let lib = self.context.lib();
+        // SAFETY: its queue pairs are gone, for they hold it; the queue before its channel.
+        unsafe {
+            (lib.destroy_cq)(self.raw);
+            (lib.destroy_comp_channel)(self.channel);
+        }
+    }
+}
+
+/// A reliable connection's queue pair.
+pub struct Qp {
+    raw: *mut sys::Qp,
+    /// Bytes that a work request may carry itself.
+    inline_bytes: u32,
+    pd: Arc<Pd>,
+    _cq: Arc<Cq>,
+}
+
+// SAFETY: as `Cq`; posting takes the queue's own lock.
+unsafe impl Send for Qp {}
+// SAFETY: as above.
+unsafe impl Sync for Qp {}
+
+/// How large a queue pair is.
+#[derive(Clone, Copy, Debug)]
+pub struct Size {
+    /// Work requests.
+    pub sends: u32,
+    /// Receive requests.
+    pub receives: u32,
+    /// Bytes that a work request can carry itself, at least.
+    pub inline_bytes: u32,
+}
+
+/// The peer of a queue pair, and the way to it.
+#[derive(Clone, Copy, Debug)]
+pub struct Route {
+    /// The peer's queue pair.
+    pub qp: u32,
+    /// First packet number that it sends.
+    pub psn: u32,
+    /// The MTU of both.
+    pub mtu: Mtu,
+    /// Its LID, in an InfiniBand subnet.
+    pub lid: u16,
+    /// Its GID, and the index of ours: RoCE, or another subnet.
+    pub gid: Option<([u8; 16], u8)>,
+    /// Service level.
+    pub service_level: u8,
+    /// Traffic class.
+    pub traffic_class: u8,
+}
+
+/// How a queue pair tries.
+#[derive(Clone, Copy, Debug)]
+pub struct Patience {
+    /// `NCCL_IB_TIMEOUT`: 4.096 µs × 2^this for an answer.
+    pub timeout: u8,
+    /// `NCCL_IB_RETRY_CNT`: attempts after the first; at most 7, which soft-RoCE takes for "without end".
+    pub retries: u8,
+}
+
+/// Where the bytes of a write come from.
+#[derive(Clone)]
+pub enum Source<'a> {
+    /// They go with the request.
+    Inline(&'a [u8]),
+    /// From registered memory, at this range of it.
+    Registered(&'a Mr, Range<usize>),
+}
+
+/// A write into a peer's memory.
+#[derive(Clone)]
+pub struct Write<'a> {
+    /// Comes back in the completion.
+    pub id: u64,
+    /// What is written.
+    pub source: Source<'a>,
+    /// Where, as the peer says it.
+    pub address: u64,
+    /// The peer's key.
+    pub key: u32,
+    /// Takes a receive request of the peer, which is told this.
+    pub immediate: Option<u32>,
+    /// Its end is told; an error always is.
+    pub signaled: bool,
+}
+
+/// Writes that are posted at once.
+pub const CHAIN: usize = 4;
+
+impl Qp {
+    /// One whose completions come in `cq`.
+    ///
+    /// # Errors
+    /// As the device says.
+    pub fn new(pd: &Arc<Pd>, cq: &Arc<Cq>, size: Size) -> Result<Self> {
+        let lib = pd.context().lib();
+        let mut attributes = sys::QpInitAttr {
+            qp_context: ptr::null_mut(),
+            send_cq: cq.raw,
+            recv_cq: cq.raw,
+            srq: ptr::null_mut(),
+            cap: sys::QpCap {
+                max_send_wr: size.sends,
+                max_recv_wr: size.receives,
+                max_send_sge: 1,
+                max_recv_sge: 1,
+                max_inline_data: size.inline_bytes,
+            },
+            qp_type: sys::QPT_RC,
+            sq_sig_all: 0,
+        };
+        // SAFETY: a domain and a queue of an open device; the attributes are writable.
+        let raw = unsafe { (lib.create_qp)(pd.raw(), &raw mut attributes) };
+        if raw.is_null() {
+            let what = format!("making a queue pair of {} ({size:?})", pd.context().name());
+            return Err(Error::last(what).of_locking(size.sends as usize * 256));
+        }
+        Ok(Self {
+            raw,
+            inline_bytes: attributes.cap.max_inline_data,
+            pd: Arc::clone(pd),
+            _cq: Arc::clone(cq),
+        })
+    }
+
+    /// Its number.
+    #[must_use]
+    pub fn number(&self) -> u32 {
+        // SAFETY: a queue pair that lives as long as this.
+        unsafe { (*self.raw).qp_num }
+    }
+
+    fn modify(&self, mut attributes: sys::QpAttr, mask: i32, to: &str) -> Result<()> {
+        // SAFETY: a queue pair of an open device; the attributes are writable.
+        let code = unsafe { (self.pd.context().lib().modify_qp)(self.raw, &raw mut attributes, mask) };
+        check(code, || {
+            format!(
+                "bringing queue pair {} of {} to {to}",
+                self.number(),
+                self.pd.context().name()
+            )
+        })
+    }
+
+    /// Forgets everything; what was posted gives no completion any more.
+    ///
+    /// # Errors
+    /// As the device says.
+    pub fn reset(&self) -> Result<()> {
+        let attributes = sys::QpAttr {
+            qp_state: sys::QPS_RESET,
+            ..Default::default()
+        };
+        self.modify(attributes, sys::qp_attr::STATE, "RESET")
+    }
+
+    /// Ends everything that was posted with an error.
+    ///
+    /// # Errors
+    /// As the device says.
+    pub fn fail(&self) -> Result<()> {
+        let attributes = sys::QpAttr {
+            qp_state: sys::QPS_ERR,
+            ..Default::default()
+        };
+        self.modify(attributes, sys::qp_attr::STATE, "ERROR")
+    }
+
+    /// From RESET: it belongs to `port`, and takes receive requests.
+    ///
+    /// # Errors
+    /// As the device says.
+    pub fn init(&self, port: u8, pkey_index: u16) -> Result<()> {
+        use sys::qp_attr::{ACCESS_FLAGS, PKEY_INDEX, PORT, STATE};
+        let attributes = sys::QpAttr {
+            qp_state: sys::QPS_INIT,
+            pkey_index,
+            port_num: port,
+            qp_access_flags: sys::ACCESS_REMOTE_WRITE,
+            ..Default::default()
+        };
+        self.modify(attributes, STATE | PKEY_INDEX | PORT | ACCESS_FLAGS, "INIT")
+    }
+
+    /// From INIT: it receives from its peer. May take a second where the peer's address has to be found.
+    ///
+    /// # Errors
+    /// As the device says: the peer cannot be reached from this port.
+    pub fn receive_from(&self, port: u8, route: &Route) -> Result<()> {
+        use sys::qp_attr::{AV, DEST_QPN, MAX_DEST_RD_ATOMIC, MIN_RNR_TIMER, PATH_MTU, RQ_PSN, STATE};
+        let mut way = sys::AhAttr {
+            dlid: route.lid,
+            sl: route.service_level,
+            port_num: port,
+            ..Default::default()
+        };
+        if let Some((dgid, sgid_index)) = route.gid {
+            way.is_global = 1;
+            way.grh = sys::GlobalRoute {
+                dgid,
+                sgid_index,
+                hop_limit: 255,
+                traffic_class: route.traffic_class,
+                ..Default::default()
+            };
+        }
+        let attributes = sys::QpAttr {
+            qp_state: sys::QPS_RTR,
+            path_mtu: route.mtu.code().into(),
+            dest_qp_num: route.qp,
+            rq_psn: route.psn,
+            max_dest_rd_atomic: 1,
+            // 0.64 ms; a receiver here always has receive requests for what it granted.
+            min_rnr_timer: 12,
+            ah_attr: way,
+            ..Default::default()
+        };
+        let mask = STATE | AV | PATH_MTU | DEST_QPN | RQ_PSN | MAX_DEST_RD_ATOMIC | MIN_RNR_TIMER;
+        self.modify(attributes, mask, "RTR")
+    }
+
+    /// From RTR: it sends, with packets counted from `psn`.
+    ///
+    /// # Errors
+    /// As the device says.
+    pub fn send_from(&self, psn: u32, patience: Patience) -> Result<()> {
+        use sys::qp_attr::{MAX_QP_RD_ATOMIC, RETRY_CNT, RNR_RETRY, SQ_PSN, STATE, TIMEOUT};
+        let attributes = sys::QpAttr {
+            qp_state: sys::QPS_RTS,
+            sq_psn: psn,
+            timeout: patience.timeout,
+            retry_cnt: patience.retries,
+            rnr_retry: 7,
+            max_rd_atomic: 1,
+            ..Default::default()
+        };
+        let mask = STATE | TIMEOUT | RETRY_CNT | RNR_RETRY | SQ_PSN | MAX_QP_RD_ATOMIC;
+        self.modify(attributes, mask, "RTS")
+    }
+
+    /// Its state now: one of the `QPS_` numbers of [`sys`].
+    ///
+    /// # Errors
+    /// As the device says.
+    pub fn state(&self) -> Result<u32> {
+        let mut attributes = sys::QpAttr::default();
+        // SAFETY: all-zero bytes are valid attributes.
+        let mut init: sys::QpInitAttr = unsafe { std::mem::zeroed() };
+        // SAFETY: a queue pair of an open device; both are writable.
+        let code = unsafe {
+            (self.pd.context().lib().query_qp)(
+                self.raw,
+                &raw mut attributes,
+                sys::qp_attr::STATE,
+                &raw mut init,
+            )
+        };
+        check(code, || {
+            format!("asking queue pair {} for its state", self.number())
+        })?;
+        Ok(attributes.qp_state)
+    }
+
+    /// Posts writes, in this order.
+    ///
+    /// # Errors
+    /// As the device says. What was posted before the one that failed stays posted.
+    ///
+    /// # Panics
+    /// For more than [`CHAIN`] of them, more inline bytes than the queue pair was made for, and memory that is not of its domain
+    /// or not within its region.
+    pub fn post(&self, writes: &[Write<'_>]) -> Result<()> {
+        assert!(writes.len() <= CHAIN, "{} writes at once", writes.len());
+        let mut pieces = [sys::Sge::default(); CHAIN];
+        let mut requests = [sys::SendWr::new(); CHAIN];
+        for ((write, piece), request) in writes.iter().zip(&mut pieces).zip(&mut requests) {
+            let mut flags = 0;
+            match &write.source {
+                Source::Inline(bytes) => {
+                    assert!(
+                        bytes.len() <= self.inline_bytes as usize,
+                        "{} bytes inline",
+                        bytes.len()
+                    );
+                    piece.addr = bytes.as_ptr().expose_provenance() as u64;
+                    piece.length = bytes.len() as u32;
+                    flags |= sys::SEND_INLINE;
+                }
+                Source::Registered(mr, range) => {
+                    assert!(mr.is_of(&self.pd), "memory of another domain");
+                    assert!(range.start <= range.end && range.end <= mr.memory().bytes());
+                    piece.addr = mr.memory().address() + range.start as u64;
+                    piece.length = u32::try_from(range.len()).expect("a message of less than 4 GiB");
+                    piece.lkey = mr.local_key();
+                }
+            }
+            if write.signaled {
+                flags |= sys::SEND_SIGNALED;
+            }
+            *request = sys::SendWr {
+                wr_id: write.id,
+                num_sge: (piece.length > 0).into(),
+                opcode: match write.immediate {
+                    Some(_) => sys::WR_RDMA_WRITE_WITH_IMM,
+                    None => sys::WR_RDMA_WRITE,
+                },
+                send_flags: flags,
+                imm_data: write.immediate.unwrap_or(0).to_be(),
+                remote_addr: write.address,
+                rkey: write.key,
+                ..sys::SendWr::new()
+            };
+        }
+        let piece = pieces.as_mut_ptr();
+        let first = requests.as_mut_ptr();
+        for i in 0..writes.len() {
+            // SAFETY: within the arrays, of which no references are left.
+            unsafe {
+                (*first.add(i)).sg_list = piece.add(i);
+                if i + 1 < writes.len() {
+                    (*first.add(i)).next = first.add(i + 1);
+                }
+            }
+        }
+        if writes.is_empty() {
+            return Ok(());
+        }
+        let mut bad = ptr::null_mut();
+        // SAFETY: a queue pair of an open device; the chain and its pieces live until the call returns, and the driver keeps nothing
+        // of them. Inline bytes are copied by it; registered memory is held by its region.
+        let code = unsafe {
+            let post = (*self.pd.context().raw()).ops.post_send;
+            post(self.raw, first, &raw mut bad)
+        };
+        check(code, || format!("posting to queue pair {}", self.number()))
+    }
+
+    /// Posts receive requests without memory, for writes with immediate: `count` of them with this id.
+    ///
+    /// # Errors
+    /// As the device says.
+    pub fn post_receives(&self, id: u64, count: u32) -> Result<()> {
+        for _ in 0..count {
+            let mut request = sys::RecvWr {
+                wr_id: id,
+                next: ptr::null_mut(),
+                sg_list: ptr::null_mut(),
+                num_sge: 0,
+            };
+            let mut bad = ptr::null_mut();
+            // SAFETY: a queue pair of an open device; the request lives until the call returns.
+            let code = unsafe {
+                let post = (*self.pd.context().raw()).ops.post_recv;
+                post(self.raw, &raw mut request, &raw mut bad)
+            };
+            check(code, || {
+                format!("posting a receive request to queue pair {}", self.number())
+            })?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Qp {
+    fn drop(&mut self) {
+        // SAFETY: made once, destroyed once, before its queue and domain.
+        unsafe { (self.pd.context().lib().destroy_qp)(self.raw) };
+    }
+}

@@ -1,0 +1,276 @@
+//! RDMA ports as the kernel describes them: everything that is chosen is chosen from this, so that a recorded tree does as well
+//! as `/sys`.
+
+use std::{fs, io, path::Path};
+
+/// One port of one device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Port {
+    /// Name of the device.
+    pub device: String,
+    /// Its number, from 1.
+    pub number: u8,
+    /// Where the device is; `None` for one that is no hardware.
+    pub place: Option<Place>,
+    /// It is up.
+    pub active: bool,
+    /// It is RoCE.
+    pub ethernet: bool,
+    /// Gbit/s.
+    pub gbits: u32,
+    /// Its table of GIDs, by index, without those that are empty.
+    pub gids: Vec<Gid>,
+}
+
+/// Where a PCI device is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The way to it: host bridge, bridges, the device; as in `/sys/devices`.
+    pub path: Vec<String>,
+    /// NUMA node, if the machine has several.
+    pub numa: Option<u32>,
+}
+
+impl Place {
+    /// Address of the device itself, as `0000:01:00.0`.
+    #[must_use]
+    pub fn address(&self) -> &str {
+        self.path.last().map_or("", String::as_str)
+    }
+
+    /// Where a PCI device (`/sys/bus/pci/devices/0000:01:00.0`, or a link to its folder) is, in the tree at `sys`.
+    ///
+    /// # Errors
+    /// When it is not there.
+    pub fn of(sys: &Path, link: &Path) -> io::Result<Self> {
+        let folder = fs::canonicalize(link)?;
+        let devices = fs::canonicalize(sys)?.join("devices");
+        let path = folder
+            .strip_prefix(&devices)
+            .map_err(|_| {
+                io::Error::new(
+                    io::ErrorKind::NotFound,
+                    format!("{} is no device", folder.display()),
+                )
+            })?
+            .iter()
+            .map(|part| part.to_string_lossy().into_owned())
+            .collect();
+        let numa = text(&folder.join("numa_node")).and_then(|node| node.parse().ok());
+        Ok(Self { path, numa })
+    }
+}
+
+/// What an entry of a table of GIDs is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gid {
+    /// Its index.
+    pub index: u8,
+    /// Its bytes.
+    pub bytes: [u8; 16],
+    /// 1 or 2 of RoCE; `None`: InfiniBand, or unknown.
+    pub roce: Option<u8>,
+}
+
+impl Gid {
+    /// It is the GID of an IPv4 address: `::ffff:a.b.c.d`.
+    #[must_use]
+    pub fn is_ipv4(&self) -> bool {
+        self.bytes[..10] == [0; 10] && self.bytes[10..12] == [0xff, 0xff]
+    }
+
+    /// It is of the local link alone.
+    #[must_use]
+    pub fn is_link_local(&self) -> bool {
+        self.bytes[0] == 0xfe && self.bytes[1] & 0xc0 == 0x80
+    }
+}
+
+/// Every port of every RDMA device of the tree at `sys` (`/sys`), by name and number. None where there is no RDMA.
+#[must_use]
+pub fn ports(sys: &Path) -> Vec<Port> {
+    let class = sys.join("class/infiniband");
+    let mut found = Vec::new();
+    for device in names(&class) {
+        let folder = class.join(&device);
+        let place = Place::of(sys, &folder.join("device")).ok();
+        for number in names(&folder.join("ports")) {
+            if let Ok(port) = number.parse() {
+                found.push(read(
+                    &device,
+                    port,
+                    place.clone(),
+                    &folder.join("ports").join(&number),
+                ));
+            }
+        }
+    }
+    found.sort_by(|a, b| {
+        order(&a.device)
+            .cmp(&order(&b.device))
+            .then(a.number.cmp(&b.number))
+    });
+    found
+}
+
+/// Names sort with their numbers: `mlx5_2` before `mlx5_10`.
+fn order(name: &str) -> (&str, u64, &str) {
+    let digits = name.trim_end_matches(|c: char| c.is_ascii_digit()).len();
+    (&name[..digits], name[digits..].parse().unwrap_or(0), name)
+}
+
+fn read(device: &str, number: u8, place: Option<Place>, folder: &Path) -> Port {
+    let field = |name: &str| text(&folder.join(name)).unwrap_or_default();
+    // "4: ACTIVE", "100 Gb/sec (4X EDR)".
+    let active = field("state").starts_with("4:");
+    let rate = field("rate");
+    let gbits = rate
+        .split_whitespace()
+        .next()
+        .and_then(|number| number.parse::<f64>().ok())
+        .map_or(0, |number| number as u32);
+    let ethernet = field("link_layer") == "Ethernet";
+    let gids = folder.join("gids");
+    let mut table: Vec<Gid> = names(&gids)
+        .iter()
+        .filter_map(|index| {
+            let bytes = parse_gid(&text(&gids.join(index))?)?;
+            let kind = text(&folder.join("gid_attrs/types").join(index)).unwrap_or_default();
+            let roce = match kind.as_str() {
+                "RoCE v2" => Some(2),
+                "RoCE v1" => Some(1),
+                "IB/RoCE v1" if ethernet => Some(1),
+                _ => None,
+            };
+            Some(Gid {
+                index: index.parse().ok()?,
+                bytes,
+                roce,
+            })
+        })
+        .filter(|gid| gid.bytes != [0; 16])
+        .collect();
+    table.sort_by_key(|gid| gid.index);
+    Port {
+        device: device.to_owned(),
+        number,
+        place,
+        active,
+        ethernet,
+        gbits,
+        gids: table,
+    }
+}
+
+/// `fe80:0000:…`, eight groups of four digits.
+fn parse_gid(text: &str) -> Option<[u8; 16]> {
+    let mut bytes = [0; 16];
+    let mut groups = text.split(':');
+    for pair in bytes.as_chunks_mut::<2>().0 {
+        let group = groups.next().filter(|group| group.len() == 4)?;
+        *pair = u16::from_str_radix(group, 16).ok()?.to_be_bytes();
+    }
+    groups.next().is_none().then_some(bytes)
+}
+
+fn text(path: &Path) -> Option<String> {
+    Some(fs::read_to_string(path).ok()?.trim().to_owned())
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .collect()
+}
+
+/// Which GID of a port to use, as NCCL chooses: the one that `index` names, else the first of InfiniBand; of RoCE one of the wanted
+/// version and address family, then one of the version, then any, and in each case what is of more than the local link first.
+#[must_use]
+pub fn choose_gid(port: &Port, index: Option<u8>, version: u8, ipv6: bool) -> Option<Gid> {
+    if let Some(index) = index {
+        return port.gids.iter().copied().find(|gid| gid.index == index);
+    }
+    if !port.ethernet {
+        return port.gids.first().copied();
+    }
+    let rank = |gid: &Gid| {
+        (
+            gid.roce != Some(version),
+            gid.is_ipv4() == ipv6,
+            gid.is_link_local(),
+            gid.index,
+        )
+    };
+    port.gids.iter().copied().min_by_key(rank)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gid(index: u8, text: &str, roce: u8) -> Gid {
+        Gid {
+            index,
+            bytes: parse_gid(text).unwrap(),
+            roce: Some(roce),
+        }
+    }
+
+    fn roce(gids: Vec<Gid>) -> Port {
+        Port {
+            device: "mlx5_0".into(),
+            number: 1,
+            place: None,
+            active: true,
+            ethernet: true,
+            gbits: 100,
+            gids,
+        }
+    }
+
+    const LOCAL: &str = "fe80:0000:0000:0000:0001:02ff:fe03:0405";
+    const IPV4: &str = "0000:0000:0000:0000:0000:ffff:0a00:0001";
+    const IPV6: &str = "2001:0db8:0000:0000:0000:0000:0000:0001";
+
+    #[test]
+    fn roce_version_comes_before_address_family() {
+        // As mlx5 fills its table: each address once for either version.
+        let table = vec![
+            gid(0, LOCAL, 1),
+            gid(1, LOCAL, 2),
+            gid(2, IPV4, 1),
+            gid(3, IPV4, 2),
+            gid(4, IPV6, 1),
+            gid(5, IPV6, 2),
+        ];
+        let port = roce(table);
+        let index = |wanted, version, ipv6| choose_gid(&port, wanted, version, ipv6).map(|gid| gid.index);
+        assert_eq!(index(None, 2, false), Some(3));
+        assert_eq!(index(None, 1, false), Some(2));
+        assert_eq!(index(None, 2, true), Some(5));
+        assert_eq!(index(Some(1), 2, false), Some(1));
+        assert_eq!(index(Some(6), 2, false), None);
+        // A link-local address is better than nothing, and version 1 too.
+        let only = |gids| choose_gid(&roce(gids), None, 2, false).map(|gid| gid.index);
+        assert_eq!(only(vec![gid(0, LOCAL, 1), gid(1, LOCAL, 2)]), Some(1));
+        assert_eq!(only(vec![gid(0, LOCAL, 1), gid(2, IPV4, 1)]), Some(2));
+        assert_eq!(only(vec![]), None);
+    }
+
+    #[test]
+    fn names_sort_by_their_numbers() {
+        let mut names = ["mlx5_10", "mlx5_2", "hca0", "mlx5_bond", "mlx5_1"];
+        names.sort_by_key(|name| order(name));
+        assert_eq!(names, ["hca0", "mlx5_1", "mlx5_2", "mlx5_10", "mlx5_bond"]);
+    }
+
+    #[test]
+    fn what_is_no_gid_is_refused() {
+        for text in ["", "fe80", "fe80::1", "zzzz:0000:0000:0000:0000:0000:0000:0000"] {
+            assert_eq!(parse_gid(text), None, "{text:?}");
+        }
+        let long = format!("{LOCAL}:0000");
+        assert_eq!(parse_gid(&long), None);
+    }
+}

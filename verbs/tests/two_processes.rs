@@ -1,0 +1,345 @@
+//! Two processes move steps over real queue pairs, where there are two RDMA ports that reach each other.
+//!
+//! The ports are `hca0` and `peer0`, as the guest's `rdma-setup` names them: soft-RoCE devices at the ends of a virtual wire. Elsewhere
+//! `RINGSIGHT_TEST_HCAS=first,second` names two. Every byte of every step follows from its position, and is checked.
+
+use std::{
+    fs::OpenOptions,
+    io::{BufRead, BufReader, Read, Write},
+    net::{TcpListener, TcpStream},
+    path::Path as FilePath,
+    process::Command,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use ringsight_verbs::{
+    config::{Config, Filter},
+    device::Memory,
+    endpoint::{Control, Path, Peer, Receiver, SLOTS, Sender, Slots},
+    port::Net,
+    sys, sysfs,
+    wire::{OFFER_BYTES, Offer},
+};
+
+const SLOT: usize = 64 << 10;
+const SLOTS_AT: Slots = Slots {
+    offset: 4096,
+    bytes: SLOT,
+};
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn skip(test: &str, reason: &str) {
+    println!("skipped {test}: {reason}");
+    if let Some(log) = std::env::var_os("RINGSIGHT_SKIP_LOG") {
+        let mut file = OpenOptions::new().append(true).create(true).open(log).unwrap();
+        writeln!(file, "{test}: {reason}").unwrap();
+    }
+}
+
+/// The two devices; `None` with the reason where they are not.
+fn devices() -> Result<[String; 2], String> {
+    let names = std::env::var("RINGSIGHT_TEST_HCAS").unwrap_or_else(|_| "hca0,peer0".into());
+    let (first, second) = names.split_once(',').ok_or("two devices are wanted")?;
+    let ports = sysfs::ports(FilePath::new("/sys"));
+    for name in [first, second] {
+        if !ports.iter().any(|port| port.device == name) {
+            return Err(format!("there is no RDMA device {name}"));
+        }
+    }
+    sys::lib()?;
+    Ok([first.to_owned(), second.to_owned()])
+}
+
+/// What one run is about.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    qps: usize,
+    split: bool,
+    steps: u64,
+    /// Bytes of a step at most.
+    most: usize,
+    /// The receiver sleeps until it is told.
+    sleeps: bool,
+}
+
+impl Case {
+    fn text(self) -> String {
+        let Self {
+            qps,
+            split,
+            steps,
+            most,
+            sleeps,
+        } = self;
+        format!("{qps} {} {steps} {most} {}", u8::from(split), u8::from(sleeps))
+    }
+
+    fn parse(text: &str) -> Self {
+        let numbers: Vec<u64> = text
+            .split_whitespace()
+            .map(|word| word.parse().unwrap())
+            .collect();
+        Self {
+            qps: numbers[0] as usize,
+            split: numbers[1] == 1,
+            steps: numbers[2],
+            most: numbers[3] as usize,
+            sleeps: numbers[4] == 1,
+        }
+    }
+
+    /// Bytes of a step: none, few, and many.
+    fn bytes(self, position: u64) -> usize {
+        (mix(position) % (self.most as u64 + 1)) as usize
+    }
+}
+
+fn mix(value: u64) -> u64 {
+    let mut z = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ z >> 31
+}
+
+fn content(position: u64, bytes: usize) -> Vec<u8> {
+    (0..bytes.div_ceil(8) as u64)
+        .flat_map(|word| mix(position << 20 ^ word).to_le_bytes())
+        .take(bytes)
+        .collect()
+}
+
+/// Memory with slots, and where it is.
+fn slots() -> (Memory, *mut u8) {
+    let bytes = SLOTS_AT.offset + SLOTS * SLOT;
+    let memory = Box::leak(vec![0_u64; bytes / 8].into_boxed_slice());
+    let base = memory.as_mut_ptr().cast::<u8>();
+    // SAFETY: never freed, and from here on used by its address alone.
+    (unsafe { Memory::new(base, bytes, Arc::new(())) }, base)
+}
+
+fn path(device: &str, case: Case, end: (&Memory, bool), control: &Control) -> Path {
+    let config = Config {
+        devices: Filter::parse(&format!("={device}")),
+        qps: case.qps,
+        split: case.split,
+        ..Config::default()
+    };
+    let net = Net::new(config, FilePath::new("/sys")).unwrap();
+    let port = net.open(0).unwrap();
+    let mut seed = u64::from(std::process::id());
+    Path::new(0, port, end, control, || {
+        seed = mix(seed);
+        seed as u32
+    })
+    .unwrap()
+}
+
+fn exchange(stream: &mut TcpStream, mine: &Offer) -> Peer {
+    stream.write_all(&mine.encode()).unwrap();
+    let mut bytes = [0; OFFER_BYTES];
+    stream.read_exact(&mut bytes).unwrap();
+    let Offer {
+        slots,
+        control,
+        mut paths,
+        ..
+    } = Offer::parse(&bytes).unwrap();
+    Peer {
+        slots,
+        control,
+        path: paths.remove(0),
+    }
+}
+
+/// Sends every step and waits until the peer's device has all.
+fn send(device: &str, case: Case, stream: &mut TcpStream) -> Sender {
+    let (memory, base) = slots();
+    let control = Control::new().unwrap();
+    let mut path = path(device, case, (&memory, false), &control);
+    let offer = Offer {
+        failover: false,
+        slots: 0,
+        control: control.memory().address(),
+        paths: vec![path.offer()],
+    };
+    let peer = exchange(stream, &offer);
+    path.connect(peer).unwrap();
+    stream.write_all(b"+").unwrap();
+    let mut sender = Sender::new(vec![path], control, SLOTS_AT);
+    let start = Instant::now();
+    while sender.acked() < case.steps {
+        assert!(
+            start.elapsed() < PATIENCE,
+            "at step {} of {}",
+            sender.acked(),
+            case.steps
+        );
+        let moved = sender.poll().unwrap();
+        let free = sender.posted() < sender.acked() + SLOTS as u64;
+        if sender.posted() < case.steps && free && sender.may_post() {
+            let position = sender.posted();
+            let bytes = case.bytes(position);
+            let content = content(position, bytes);
+            let mut notice = (bytes as u64).to_le_bytes().to_vec();
+            let in_notice = bytes <= 48;
+            if in_notice {
+                notice.extend(&content);
+            } else {
+                // SAFETY: a slot that was acknowledged: nobody else uses it.
+                unsafe { base.add(SLOTS_AT.at(position)).copy_from(content.as_ptr(), bytes) };
+            }
+            sender.post(&notice, if in_notice { 0 } else { bytes }).unwrap();
+        } else if !moved {
+            sender.active().arm().unwrap();
+            if !sender.poll().unwrap() {
+                wait(sender.active());
+            }
+        }
+    }
+    sender
+}
+
+/// Sleeps until something ends on an armed path.
+fn wait(path: &Path) {
+    let mut fd = libc::pollfd {
+        fd: path.fd(),
+        events: libc::POLLIN,
+        revents: 0,
+    };
+    // SAFETY: one descriptor.
+    let ready = unsafe { libc::poll(&raw mut fd, 1, PATIENCE.as_millis() as i32) };
+    assert_eq!(ready, 1, "nothing told of an end");
+}
+
+/// Receives and checks every step; how often it slept.
+fn receive(device: &str, case: Case, stream: &mut TcpStream) -> u32 {
+    let (memory, base) = slots();
+    let control = Control::new().unwrap();
+    let mut path = path(device, case, (&memory, true), &control);
+    let offer = Offer {
+        failover: false,
+        slots: memory.address(),
+        control: control.memory().address(),
+        paths: vec![path.offer()],
+    };
+    let peer = exchange(stream, &offer);
+    path.connect(peer).unwrap();
+    let mut ready = [0];
+    stream.read_exact(&mut ready).unwrap();
+    let mut receiver = Receiver::new(vec![path], control);
+    let mut sleeps = 0;
+    let start = Instant::now();
+    receiver.grant(SLOTS as u64).unwrap();
+    while receiver.taken() < case.steps {
+        assert!(
+            start.elapsed() < PATIENCE,
+            "at step {} of {}",
+            receiver.taken(),
+            case.steps
+        );
+        let mut moved = receiver.poll().unwrap();
+        while let Some(arrived) = receiver.take().unwrap() {
+            moved = true;
+            let position = arrived.position;
+            assert_eq!(position + 1, receiver.taken());
+            let bytes = case.bytes(position);
+            let notice = arrived.notice();
+            assert_eq!(notice[..8], (bytes as u64).to_le_bytes());
+            let expected = content(position, bytes);
+            if bytes <= 48 {
+                assert_eq!(notice[8..], expected[..], "step {position}");
+            } else {
+                let mut got = vec![0; bytes];
+                // SAFETY: the step is here, and its slot is granted again only below.
+                unsafe { got.as_mut_ptr().copy_from(base.add(SLOTS_AT.at(position)), bytes) };
+                assert!(got == expected, "step {position} of {bytes} bytes");
+            }
+            receiver.grant(receiver.taken() + SLOTS as u64).unwrap();
+        }
+        if !moved && case.sleeps {
+            receiver.active().arm().unwrap();
+            if !receiver.poll().unwrap() {
+                wait(receiver.active());
+                sleeps += 1;
+            }
+        } else if !moved {
+            // The devices' software needs the processor, too.
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    }
+    // The sender's last completion needs our device.
+    stream.read_exact(&mut ready).unwrap();
+    sleeps
+}
+
+#[test]
+#[ignore = "helper: the receiving process, started by `steps_arrive_once_and_whole`"]
+fn receiver_process() {
+    let mut line = String::new();
+    BufReader::new(std::io::stdin()).read_line(&mut line).unwrap();
+    let (port, case) = line.trim().split_once(' ').unwrap();
+    let mut stream = TcpStream::connect(("127.0.0.1", port.parse().unwrap())).unwrap();
+    let [_, device] = devices().unwrap();
+    let case = Case::parse(case);
+    let sleeps = receive(&device, case, &mut stream);
+    assert!(!case.sleeps || sleeps > 0, "it never slept");
+    println!("received {} steps, slept {sleeps} times", case.steps);
+}
+
+#[test]
+fn steps_arrive_once_and_whole() {
+    let [device, _] = match devices() {
+        Ok(devices) => devices,
+        Err(reason) => return skip("two_processes::steps_arrive_once_and_whole", &reason),
+    };
+    let plain = Case {
+        qps: 1,
+        split: false,
+        steps: 64,
+        most: 48,
+        sleeps: true,
+    };
+    for case in [
+        plain,
+        Case {
+            sleeps: false,
+            ..plain
+        },
+        Case { most: SLOT, ..plain },
+        Case {
+            qps: 4,
+            most: SLOT,
+            ..plain
+        },
+        Case {
+            qps: 4,
+            most: SLOT,
+            split: true,
+            ..plain
+        },
+        Case {
+            qps: 16,
+            most: 200,
+            split: true,
+            ..plain
+        },
+    ] {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "receiver_process", "--ignored", "--nocapture"])
+            .stdin(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        let line = format!("{} {}\n", listener.local_addr().unwrap().port(), case.text());
+        child.stdin.take().unwrap().write_all(line.as_bytes()).unwrap();
+        let (mut stream, _) = listener.accept().unwrap();
+        let start = Instant::now();
+        let sender = send(&device, case, &mut stream);
+        println!("{case:?}: {:?}", start.elapsed());
+        stream.write_all(b"+").unwrap();
+        assert!(child.wait().unwrap().success(), "{case:?}");
+        assert_eq!((sender.acked(), sender.posted()), (case.steps, case.steps));
+        assert!(sender.granted() <= case.steps + SLOTS as u64);
+    }
+}
