@@ -14,4 +14,5 @@ pub mod nccl;
 pub mod process;
 pub mod setup;
 pub mod test;
+pub mod vm;
 pub mod workspace;

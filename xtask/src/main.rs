@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
-use xtask::{backend, bench, demo, dist, faults, fuzz, gpu, setup, test, workspace};
+use xtask::{backend, bench, demo, dist, faults, fuzz, gpu, setup, test, vm, workspace};
 
 /// Developer and operator chores of ringsight.
 #[derive(Parser)]
@@ -50,6 +50,9 @@ enum Command {
     Gpu(gpu::Command),
     /// Lets ranks have faults of many kinds, and compares what the watchdog says with what was true.
     Faults(faults::Arguments),
+    /// Runs programs and tests in a guest with a Debian kernel and RDMA devices.
+    #[command(subcommand)]
+    Vm(vm::Command),
     /// Ranks of a round of `faults`.
     #[command(hide = true)]
     FaultWorker(faults::worker::Arguments),
@@ -80,6 +83,7 @@ fn run() -> Result<ExitCode> {
         Command::Gpu(command) => gpu::run(&command).map(|()| ExitCode::SUCCESS),
         Command::Faults(arguments) => faults::run(&arguments),
         Command::FaultWorker(arguments) => faults::worker::run(&arguments).map(|()| ExitCode::SUCCESS),
+        Command::Vm(command) => vm::run(&command),
         Command::Fuzz(options) => fuzz::run(&options),
     }
 }

@@ -193,20 +193,30 @@ pub fn nightly_command(program: &Path) -> Result<Command> {
     Ok(command)
 }
 
-/// Installs what tests of the library's C interface run: compilers of C and C++, and `nm`.
+/// Installs what tests of the library's C interface run: compilers of C and C++, `nm` and `make`.
 ///
 /// # Errors
 /// Names the command to run where this cannot be done here.
 pub fn c_toolchain() -> Result<()> {
-    let missing: Vec<_> = [("gcc", "gcc"), ("g++", "g++"), ("nm", "binutils")]
-        .into_iter()
-        .filter(|(program, _)| process::find(program).is_none())
-        .map(|(_, package)| package)
-        .collect();
+    let missing: Vec<_> = [
+        ("gcc", "gcc"),
+        ("g++", "g++"),
+        ("nm", "binutils"),
+        ("make", "make"),
+    ]
+    .into_iter()
+    .filter(|(program, _)| process::find(program).is_none())
+    .map(|(_, package)| package)
+    .collect();
     if missing.is_empty() {
         return Ok(());
     }
     apt::install(&missing)
+}
+
+/// Fetches apt's lists of packages anew, at most once in a run, where that may be done without a question to the user.
+pub(crate) fn update_package_lists() {
+    apt::update();
 }
 
 /// NVIDIA's compiler for the kernels, in `RINGSIGHT_NVCC` or fetched once from PyPI (60 MB); no GPU and no driver is needed.
@@ -479,7 +489,8 @@ fn sudo_works() -> bool {
         .is_ok_and(|status| status.success())
 }
 
-fn say(what: &str) {
+/// Says what is being fetched or built.
+pub(crate) fn say(what: &str) {
     eprintln!("set-up: {what}");
 }
 

@@ -11,12 +11,12 @@ use std::{
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
 
-mod counts;
+pub(crate) mod counts;
 
 use counts::{Counts, HELPER, ignored};
 
 use crate::{
-    demo, dist, process, setup,
+    demo, dist, process, setup, vm,
     workspace::{self, cargo, root},
 };
 
@@ -333,6 +333,16 @@ fn layers(suite: &mut Suite, options: &Options, target: &Path) {
 }
 
 fn end_to_end_layers(suite: &mut Suite, log: &Suite, options: &Options, chromium: Option<&Path>) {
+    suite.layer("vm", false, |_| {
+        if let Some(why) = vm::Series::ALL.into_iter().find_map(vm::test::unavailable) {
+            return Ok(Outcome::Skipped(why));
+        }
+        let counts = vm::test::jobs(&vm::test::Options::default())?;
+        if counts.failed > 0 {
+            return Ok(Outcome::Failed(counts, "a test in a guest failed".to_owned()));
+        }
+        Ok(Outcome::Ran(counts))
+    });
     suite.layer("release build", true, |filter| {
         workspace::build()?;
         Ok(Outcome::Ran(if filter.is_some() {

@@ -1,0 +1,438 @@
+//! One guest: what it is given, its boot, its output and its end.
+
+use std::{
+    fs::{self, File},
+    io::{self, BufWriter, Read as _, Write as _},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+
+use super::{cpio::Archive, image::Image, kernel::Series, packages};
+use crate::{process, workspace};
+
+/// Exit code of a run that was ended at its limit, as `timeout`'s.
+pub const OVER_LIMIT: u8 = 124;
+
+/// Where the memory lies that the kernel leaves to the stand-in's devices, and how much each has: a base address register of
+/// this size. Its end is below what the firmware keeps for itself at the end of [`LEAST_FOR_DEVICES`].
+const DEVICE_MEMORY: u64 = 0x1c00_0000;
+const MIB_PER_DEVICE: usize = 8;
+const LEAST_FOR_DEVICES: u32 = 512;
+/// As many devices as the stand-in plays.
+pub(super) const MOST_DEVICES: usize = 4;
+/// As many links as addresses are given to.
+pub(super) const MOST_LINKS: usize = 9;
+
+/// Folders in which programs find libraries by themselves.
+const LIBRARY_FOLDERS: [&str; 4] = [
+    "/lib/x86_64-linux-gnu",
+    "/usr/lib/x86_64-linux-gnu",
+    "/lib64",
+    "/usr/lib64",
+];
+
+/// A guest to run.
+#[derive(Clone, Debug)]
+pub struct Guest {
+    /// Kernel.
+    pub series: Series,
+    /// Memory, MiB.
+    pub memory: u32,
+    /// Processors.
+    pub processors: u32,
+    /// How long it may take, boot included.
+    pub limit: Duration,
+    /// Soft-RoCE links (`hca<i>` to `peer<i>`).
+    pub rdma: usize,
+    /// mlx5 devices, driven by the stand-in for their firmware.
+    pub mlx5: usize,
+    /// Files of the host, and where they are put.
+    pub files: Vec<(PathBuf, String)>,
+    /// Environment variables of the program.
+    pub environment: Vec<(String, String)>,
+    /// Program in the guest with its arguments; a relative one is in `/test`, where it runs.
+    pub program: Vec<String>,
+    /// Whether the terminal is the program's input.
+    pub interactive: bool,
+    /// Whether the times of the parts are told, and the kernel's messages at the end.
+    pub verbose: bool,
+}
+
+/// How a guest ended.
+#[derive(Clone, Debug)]
+pub struct Ended {
+    /// Exit code of the program.
+    pub code: u8,
+    /// Warnings of the guest's kernel: each is a finding, whatever the program said.
+    pub warnings: u64,
+    /// What the kernel and the first process said.
+    pub console: String,
+}
+
+/// Folder that is removed with what is in it.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new() -> Result<Self> {
+        let unique = format!("ringsight-vm-{}-{:?}", std::process::id(), Instant::now());
+        let unique: String = unique
+            .chars()
+            .filter(|letter| letter.is_ascii_alphanumeric() || *letter == '-')
+            .collect();
+        let folder = std::env::temp_dir().join(unique);
+        fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
+        Ok(Self(folder))
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+impl Guest {
+    /// A guest that runs `program`, with nothing beside.
+    #[must_use]
+    pub fn new(series: Series, program: Vec<String>) -> Self {
+        Self {
+            series,
+            memory: LEAST_FOR_DEVICES,
+            processors: 2,
+            limit: Duration::from_secs(120),
+            rdma: 0,
+            mlx5: 0,
+            files: Vec::new(),
+            environment: Vec::new(),
+            program,
+            interactive: false,
+            verbose: false,
+        }
+    }
+
+    /// Adds a program of the host, which is put into `/test`, with its libraries; returns its name there.
+    ///
+    /// # Errors
+    /// If it has no name.
+    pub fn add(&mut self, file: &Path) -> Result<String> {
+        let name = file
+            .file_name()
+            .and_then(|name| name.to_str())
+            .with_context(|| format!("{} has no name", file.display()))?;
+        self.files.push((file.to_owned(), format!("/test/{name}")));
+        Ok(format!("./{name}"))
+    }
+
+    /// Boots the guest, passes each piece of the program's output to `each`, and waits for its end.
+    ///
+    /// # Errors
+    /// If it cannot be made or started, dies before the program's end, or takes longer than its limit.
+    pub fn run(&self, each: impl FnMut(&[u8]) + Send) -> Result<Ended> {
+        self.check()?;
+        let image = Image::get(self.series)?;
+        let begin = Instant::now();
+        let scratch = Scratch::new()?;
+        let initial = scratch.0.join("initrd");
+        self.write_files(&image, &initial)?;
+        let packed = begin.elapsed();
+        let console = scratch.0.join("console");
+        let mut command = self.qemu(&image, &initial, &console)?;
+        let status = self.drive(&mut command, each);
+        let text = fs::read(&console).unwrap_or_default();
+        let text = String::from_utf8_lossy(&text).replace('\r', "");
+        if self.verbose {
+            eprint!("{text}");
+            eprintln!(
+                "vm: Linux {}, packed in {:.0} ms, ran {:.1} s",
+                image.version,
+                packed.as_secs_f64() * 1e3,
+                (begin.elapsed() - packed).as_secs_f64()
+            );
+        }
+        match status? {
+            None => bail!(OverLimit(self.limit, tail(&text))),
+            Some(status) => ended(&text).with_context(|| {
+                format!(
+                    "the guest died before the program ended (QEMU: {}); its console ends with\n{}",
+                    process::reason(status),
+                    tail(&text)
+                )
+            }),
+        }
+    }
+
+    fn check(&self) -> Result<()> {
+        if self.rdma > MOST_LINKS || self.mlx5 > MOST_DEVICES {
+            bail!("a guest has at most {MOST_LINKS} soft-RoCE links and {MOST_DEVICES} mlx5 devices");
+        }
+        if self.mlx5 > 0 && self.memory < LEAST_FOR_DEVICES {
+            bail!("mlx5 devices lie in the guest's memory: it needs {LEAST_FOR_DEVICES} MiB");
+        }
+        Ok(())
+    }
+
+    /// Writes the guest's first file system: the base, and what is its own.
+    fn write_files(&self, image: &Image, path: &Path) -> Result<()> {
+        let mut archive = Archive::default();
+        let ours = workspace::root().join("vm");
+        archive.copy("/init", &ours.join("init"));
+        archive.copy("/bin/rdma-setup", &ours.join("rdma-setup"));
+        let mut folders = Vec::new();
+        for (file, place) in &self.files {
+            let real = file
+                .canonicalize()
+                .with_context(|| format!("there is no {}", file.display()))?;
+            if real.is_dir() {
+                archive.tree(place, &real)?;
+                continue;
+            }
+            archive.copy(place, &real);
+            for library in packages::host_libraries(&real) {
+                let place = library.display().to_string();
+                let folder = library.parent().map(|folder| folder.display().to_string());
+                folders.extend(folder.filter(|folder| !LIBRARY_FOLDERS.contains(&folder.as_str())));
+                archive.copy(&place, &library.canonicalize()?);
+            }
+        }
+        folders.sort();
+        folders.dedup();
+        if self.mlx5 > 0 {
+            archive.copy("/test/fakehca.ko", &image.module("fakehca")?);
+        }
+        archive.bytes("/test/run", self.script(&folders));
+        let out = File::create(path).with_context(|| format!("creating {}", path.display()))?;
+        let mut out = BufWriter::new(out);
+        io::copy(
+            &mut File::open(&image.base).with_context(|| format!("reading {}", image.base.display()))?,
+            &mut out,
+        )?;
+        archive.write(&mut out)?;
+        out.flush().context("writing the guest's file system")
+    }
+
+    /// What the guest's first process runs: the devices that are wanted, then the program. What sets them up speaks only if it fails.
+    fn script(&self, library_folders: &[String]) -> String {
+        let mut text = "#!/bin/sh\ncd /test\n".to_owned();
+        let mut step = |command: &str| {
+            text += &format!(
+                "{command} || {{ echo 'guest: {} failed'; exit 125; }}\n",
+                command.replace('\'', "")
+            );
+        };
+        if self.rdma > 0 {
+            step("modprobe -a rdma_rxe rdma_ucm ib_umad veth");
+            step(&format!("rdma-setup {}", self.rdma));
+        }
+        if self.mlx5 > 0 {
+            step("modprobe -a mlx5_core mlx5_ib ib_umad");
+            step(&format!(
+                "insmod fakehca.ko base={DEVICE_MEMORY:#x} n={}",
+                self.mlx5
+            ));
+        }
+        if !library_folders.is_empty() {
+            text += &format!("export LD_LIBRARY_PATH={}\n", quoted(&library_folders.join(":")));
+        }
+        text += "export RINGSIGHT_GUEST=1\n";
+        for (name, value) in &self.environment {
+            text += &format!("export {name}={}\n", quoted(value));
+        }
+        text += "exec";
+        for word in &self.program {
+            text += &format!(" {}", quoted(word));
+        }
+        text += "\n";
+        text
+    }
+
+    fn qemu(&self, image: &Image, initial: &Path, console: &Path) -> Result<Command> {
+        let mut arguments = "console=ttyS0 quiet loglevel=4 panic=-1 oops=panic tsc=reliable no_timer_check \
+                             mitigations=off random.trust_cpu=on guest.out=ttyS1"
+            .to_owned();
+        if self.interactive {
+            arguments += " guest.in=ttyS1";
+        }
+        if self.mlx5 > 0 {
+            arguments += &format!(" memmap={}M${DEVICE_MEMORY:#x}", self.mlx5 * MIB_PER_DEVICE);
+        }
+        let mut command = image.tools.command("qemu-system-x86_64")?;
+        // Parts of it, the emulation among them, are libraries that it looks for where it would have been installed.
+        if let Some(folder) = image.tools.path("usr/lib/x86_64-linux-gnu/qemu") {
+            command.env("QEMU_MODULE_DIR", folder);
+        }
+        for folder in ["usr/share/qemu", "usr/share/seabios"] {
+            if let Some(folder) = image.tools.path(folder) {
+                command.arg("-L").arg(folder);
+            }
+        }
+        command
+            // Emulated, also where /dev/kvm is: it may be one that runs no ordinary kernel, and what is tested needs no speed.
+            .args(["-M", "q35", "-accel", "tcg,thread=multi", "-cpu", "max"])
+            .args([
+                "-m",
+                &self.memory.to_string(),
+                "-smp",
+                &self.processors.to_string(),
+            ])
+            .args([
+                "-nodefaults",
+                "-display",
+                "none",
+                "-no-reboot",
+                "-monitor",
+                "none",
+            ])
+            .arg("-chardev")
+            .arg(format!("file,id=console,path={}", console.display()))
+            .args(["-chardev", "stdio,id=output,signal=off"])
+            .args(["-device", "isa-serial,chardev=console,index=0"])
+            .args(["-device", "isa-serial,chardev=output,index=1"])
+            // Ends QEMU at once when the first process has told the exit code.
+            .args(["-device", "isa-debug-exit,iobase=0xf4,iosize=0x04"])
+            .arg("-kernel")
+            .arg(&image.kernel)
+            .arg("-initrd")
+            .arg(initial)
+            .args(["-append", &arguments]);
+        Ok(command)
+    }
+
+    /// Runs QEMU; `None` if it took longer than the limit.
+    fn drive(
+        &self,
+        command: &mut Command,
+        mut each: impl FnMut(&[u8]) + Send,
+    ) -> Result<Option<std::process::ExitStatus>> {
+        command
+            .stdin(if self.interactive {
+                Stdio::inherit()
+            } else {
+                Stdio::null()
+            })
+            .stdout(Stdio::piped());
+        let mut qemu = process::Guarded::start("QEMU", command, libc::SIGKILL)?;
+        let mut output = qemu.child().stdout.take().context("QEMU's output is not piped")?;
+        thread::scope(|scope| {
+            let reader = scope.spawn(move || {
+                let mut piece = [0; 1 << 14];
+                while let Ok(length @ 1..) = output.read(&mut piece) {
+                    each(&piece[..length]);
+                }
+            });
+            let status = qemu.wait(self.limit).ok();
+            // Ends it if it still runs, and with it the output.
+            drop(qemu);
+            if reader.join().is_err() {
+                bail!("what reads the guest's output panicked");
+            }
+            Ok(status)
+        })
+    }
+}
+
+/// A guest that was ended at its limit.
+#[derive(Debug)]
+pub struct OverLimit(Duration, String);
+
+impl std::fmt::Display for OverLimit {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            out,
+            "the guest ran longer than its limit of {} s; its console ends with\n{}",
+            self.0.as_secs(),
+            self.1
+        )
+    }
+}
+
+impl std::error::Error for OverLimit {}
+
+/// `word` as one word of a shell.
+fn quoted(word: &str) -> String {
+    format!("'{}'", word.replace('\'', r"'\''"))
+}
+
+/// The last lines of a console.
+fn tail(text: &str) -> String {
+    let lines: Vec<_> = text.lines().collect();
+    lines[lines.len().saturating_sub(30)..].join("\n")
+}
+
+/// What the first process said at the end: `@@EXIT rc=<code> kwarn=<count> uptime=<seconds>`.
+fn ended(console: &str) -> Option<Ended> {
+    let line = console
+        .lines()
+        .rev()
+        .find_map(|line| line.split_once("@@EXIT ").map(|(_, rest)| rest))?;
+    let number = |name: &str| {
+        line.split_whitespace()
+            .find_map(|word| word.strip_prefix(name)?.strip_prefix('=')?.parse::<u64>().ok())
+    };
+    Some(Ended {
+        code: u8::try_from(number("rc")?).ok()?,
+        warnings: number("kwarn")?,
+        console: console.to_owned(),
+    })
+}
+
+impl Ended {
+    /// The kernel's first warnings, if there are any.
+    #[must_use]
+    pub fn warning_text(&self) -> Option<&str> {
+        let start = self.console.find("@@KWARN")?;
+        let end = self.console[start..]
+            .find("@@EXIT")
+            .map_or(self.console.len(), |end| start + end);
+        Some(self.console[start..end].trim_end())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_end_is_read_from_the_console() {
+        let console =
+            "@@USERSPACE uptime=1.9\n@@KWARN 2\nWARNING: one\n[  3.1] x@@EXIT rc=42 kwarn=2 uptime=2.43\n";
+        let ended = ended(console).unwrap();
+        assert_eq!((ended.code, ended.warnings), (42, 2));
+        assert_eq!(ended.warning_text(), Some("@@KWARN 2\nWARNING: one\n[  3.1] x"));
+        for console in [
+            "",
+            "@@EXIT",
+            "@@EXIT rc=300 kwarn=0",
+            "@@EXIT rc=1",
+            "@@EXIT rc=x kwarn=0",
+        ] {
+            assert!(super::ended(console).is_none(), "{console}");
+        }
+    }
+
+    #[test]
+    fn words_survive_the_shell() {
+        let mut guest = Guest::new(Series::V6_1, vec!["echo".into(), "it's $HOME".into()]);
+        guest.environment.push(("NAME".into(), "a b".into()));
+        guest.rdma = 2;
+        let script = guest.script(&["/opt/x".into()]);
+        assert!(script.contains("rdma-setup 2 ||"), "{script}");
+        assert!(script.contains("export NAME='a b'\n"), "{script}");
+        let shown =
+            process::output(Command::new("sh").args(["-c", &format!("printf %s {}", quoted("it's $HOME"))]));
+        assert_eq!(shown.unwrap(), "it's $HOME");
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_before_anything_is_fetched() {
+        let mut guest = Guest::new(Series::V6_1, Vec::new());
+        guest.mlx5 = MOST_DEVICES + 1;
+        assert!(guest.check().is_err());
+        guest.mlx5 = 1;
+        guest.memory = 256;
+        assert!(guest.check().unwrap_err().to_string().contains("512 MiB"));
+    }
+}
