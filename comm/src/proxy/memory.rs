@@ -118,9 +118,9 @@ fn mapping(fd: &OwnedFd, slot_bytes: usize) -> io::Result<Mapping> {
     Ok(Mapping { base, bytes })
 }
 
-/// A FIFO of this process alone, that nobody sends to.
+/// A FIFO of this process alone, that nobody sends to, for a kernel to wait at.
 pub(crate) fn private(slot_bytes: usize) -> io::Result<Arc<Fifo>> {
-    map(&create(Fifo::memory_bytes(slot_bytes))?, slot_bytes)
+    map_for_kernels(&create(Fifo::memory_bytes(slot_bytes))?, slot_bytes)
 }
 
 #[cfg(test)]
