@@ -55,3 +55,8 @@ pub(crate) fn stuck(comm: &Communicator, stream: Stream, group: u32) -> Result<P
 
 /// In the sequence numbers of operations that only one rank knows.
 const SIMULATED: u64 = 1 << 63;
+
+/// Whether a sequence number is of [`stuck`].
+pub(crate) fn is_simulated(seq: u64) -> bool {
+    seq & SIMULATED != 0
+}

@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     checks::{Call, Identity},
-    device, observe,
+    device, observe, plan,
 };
 
 fn seconds(ns: u64) -> String {
@@ -79,6 +79,9 @@ fn name(identity: Identity, replay: u32) -> String {
         (graph, node) => format!("{node} of graph {graph}, replay {replay}"),
     };
     match identity {
+        Identity::Message { seq, .. } if plan::is_simulated(seq) => {
+            "a kernel of ncclSimulateKernelTimeout".to_owned()
+        }
         Identity::Collective { seq } => format!("collective {}", graph(seq)),
         Identity::Message { from, to, seq } => {
             format!("message {} from rank {from} to rank {to}", graph(seq))
