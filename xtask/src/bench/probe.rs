@@ -14,7 +14,12 @@ use libloading::{Library, Symbol};
 use ringsight_records::{Kind, PROBE_SYMBOLS, Record, State};
 
 use super::{Goal, Row, median};
-use crate::{demo::collector::Collector, nccl::Nccl, process::Guarded, workspace::Artifacts};
+use crate::{
+    demo::collector::Collector,
+    nccl::{DeviceKind, Nccl},
+    process::Guarded,
+    workspace::Artifacts,
+};
 
 /// Calls in a burst: few enough for the collector's buffer, so that each is recorded and none costs less for being lost.
 const BURST: u32 = 500;
@@ -33,7 +38,7 @@ pub struct Arguments {}
 /// If the library cannot be used.
 pub fn run(_: &Arguments) -> Result<()> {
     let file = Path::new("libnccl.so.2");
-    let nccl = Nccl::open(file)?;
+    let nccl = Nccl::open(file, DeviceKind::Host)?;
     // A communicator makes the process one that a collector can attach to.
     let communicator = nccl.communicator(1, nccl.unique_id()?, 0)?;
     // SAFETY: the library is loaded already; its initialisers have run.

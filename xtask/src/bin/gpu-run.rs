@@ -2,16 +2,55 @@
 
 use std::process::ExitCode;
 
-use clap::Parser as _;
-use xtask::gpu::run;
+use clap::{Parser, Subcommand};
+use xtask::{faults, gpu::run};
+
+/// Tests and measures the library on the GPUs of this machine.
+#[derive(Parser, Debug)]
+#[command(
+    name = "run.sh",
+    bin_name = "run.sh",
+    args_conflicts_with_subcommands = true,
+    subcommand_negates_reqs = true,
+    disable_help_subcommand = true,
+    override_usage = "run.sh [OPTIONS] [PART]..."
+)]
+struct Program {
+    #[command(subcommand)]
+    piece: Option<Piece>,
+    #[command(flatten)]
+    options: Option<run::Options>,
+}
+
+/// What a part starts this program for.
+#[derive(Subcommand, Debug)]
+enum Piece {
+    /// Faults of many kinds.
+    #[command(hide = true)]
+    Faults(faults::Arguments),
+    /// Ranks of a round of `faults`.
+    #[command(hide = true)]
+    FaultWorker(faults::worker::Arguments),
+}
 
 fn main() -> ExitCode {
-    match run::run(&run::Options::parse()) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("error: {error:#}");
-            ExitCode::from(2)
+    let program = Program::parse();
+    let ended = match (&program.piece, &program.options) {
+        (Some(Piece::Faults(arguments)), _) => faults::run(arguments),
+        (Some(Piece::FaultWorker(arguments)), _) => {
+            faults::worker::run(arguments).map(|()| ExitCode::SUCCESS)
         }
-    }
+        (None, Some(options)) => run::run(options).map(|passed| {
+            if passed {
+                ExitCode::SUCCESS
+            } else {
+                ExitCode::FAILURE
+            }
+        }),
+        (None, None) => Err(anyhow::anyhow!("start it by run.sh of a bundle")),
+    };
+    ended.unwrap_or_else(|error| {
+        eprintln!("error: {error:#}");
+        ExitCode::from(2)
+    })
 }

@@ -22,7 +22,7 @@ use super::{
     random::Random,
     truth::{Collective, Configuration, Message, Truth},
 };
-use crate::nccl::{Buffer, Communicator, Nccl, Reduce, UniqueId};
+use crate::nccl::{Buffer, Communicator, DeviceKind, Nccl, Reduce, UniqueId};
 
 /// Which rank, and what it works from.
 #[derive(Args, Debug)]
@@ -89,7 +89,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let text = fs::read_to_string(&arguments.configuration)
         .with_context(|| format!("reading {}", arguments.configuration.display()))?;
     let configuration: Configuration = serde_json::from_str(&text).context("configuration")?;
-    let nccl = Nccl::open(Path::new("libnccl.so.2"))?;
+    let nccl = Nccl::open(Path::new("libnccl.so.2"), DeviceKind::Host)?;
     let id = if arguments.rank == 0 {
         let id = nccl.unique_id()?;
         tell(&format!("id {}", super::hex(&id.0)))?;
@@ -103,7 +103,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     tell("ready")?;
     read_line("go")?;
 
-    let mut rank = Rank::new(&communicator, &configuration, arguments.rank);
+    let mut rank = Rank::new(&communicator, &configuration, arguments.rank)?;
     if let Some(counters) = &counters {
         rank.truth.events_at_gate = counters.emitted();
     }
@@ -133,7 +133,7 @@ struct Rank<'a> {
     random: Random,
     weights: Weights,
     /// Gradient of each layer; the last layer's has the loss behind it.
-    gradients: [Buffer; LAYERS],
+    gradients: Vec<Buffer>,
     /// Validation samples held now: the rank that they came from, then points and labels.
     shard: [Buffer; 2],
     /// Correct answers and samples of each bin of all ranks; then of this rank's bins; then of all ranks again.
@@ -141,23 +141,28 @@ struct Rank<'a> {
 }
 
 impl<'a> Rank<'a> {
-    fn new(communicator: &'a Communicator<'a>, configuration: &'a Configuration, rank: u32) -> Self {
+    fn new(communicator: &'a Communicator<'a>, configuration: &'a Configuration, rank: u32) -> Result<Self> {
+        let buffer = |elements| communicator.buffer(elements);
         let ranks = configuration.ranks as usize;
         // Rank 0's weights are the ones that all will train: others begin with different ones and get them by broadcast.
         let mut random = Random::new(configuration.seed ^ (u64::from(rank) << 32));
         let weights = model::initial(&mut random);
-        let gradients = std::array::from_fn(|layer| {
-            Buffer::new(model::parameters(layer) + usize::from(layer == LAYERS - 1))
-        });
+        let gradients = (0..LAYERS)
+            .map(|layer| buffer(model::parameters(layer) + usize::from(layer == LAYERS - 1)))
+            .collect::<Result<_>>()?;
         let validation = Samples::draw(&mut random, SHARD);
-        let mut shard = [Buffer::new(1 + 3 * SHARD), Buffer::new(1 + 3 * SHARD)];
+        let mut shard = [buffer(1 + 3 * SHARD)?, buffer(1 + 3 * SHARD)?];
         let held = shard[0].get();
         held[0] = rank as f32;
         held[1..=2 * SHARD].copy_from_slice(&validation.points);
         held[1 + 2 * SHARD..].copy_from_slice(&validation.labels);
-        let histogram = [2 * BINS * ranks, 2 * BINS, 2 * BINS * ranks].map(Buffer::new);
+        let histogram = [
+            buffer(2 * BINS * ranks)?,
+            buffer(2 * BINS)?,
+            buffer(2 * BINS * ranks)?,
+        ];
         let collectives = LAYERS * (1 + configuration.steps as usize) + 2 * configuration.steps as usize;
-        Self {
+        Ok(Self {
             communicator,
             configuration,
             rank,
@@ -175,7 +180,7 @@ impl<'a> Rank<'a> {
             gradients,
             shard,
             histogram,
-        }
+        })
     }
 
     /// Calls a collective, with everything about it noted.

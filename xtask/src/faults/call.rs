@@ -17,7 +17,16 @@ pub(super) struct Call {
 }
 
 impl Call {
-    pub(super) fn new(operation: Operation, elements: usize, rank: u32, ranks: u32) -> Self {
+    /// For one of `ranks` ranks.
+    ///
+    /// # Errors
+    /// The device's, where there is no memory.
+    pub(super) fn new(
+        communicator: &Communicator<'_>,
+        operation: Operation,
+        elements: usize,
+        (rank, ranks): (u32, u32),
+    ) -> Result<Self> {
         let all = elements * ranks as usize;
         let (sent, received) = match operation {
             Operation::AllReduce => (0, elements),
@@ -29,19 +38,28 @@ impl Call {
             root: None,
             ranks,
             rank,
-            send: Buffer::new(sent),
-            receive: Buffer::new(received),
+            send: communicator.buffer(sent)?,
+            receive: communicator.buffer(received)?,
         };
         call.fill();
-        call
+        Ok(call)
     }
 
     /// A broadcast in place: its root is done before the others are.
-    pub(super) fn broadcast(elements: usize, rank: u32, ranks: u32, root: u32) -> Self {
-        Self {
+    ///
+    /// # Errors
+    /// As [`Call::new`].
+    pub(super) fn broadcast(
+        communicator: &Communicator<'_>,
+        elements: usize,
+        ranks: (u32, u32),
+        root: u32,
+    ) -> Result<Self> {
+        let call = Self::new(communicator, Operation::AllReduce, elements, ranks)?;
+        Ok(Self {
             root: Some(root),
-            ..Self::new(Operation::AllReduce, elements, rank, ranks)
-        }
+            ..call
+        })
     }
 
     /// Puts the input there; nothing may be in flight.

@@ -5,7 +5,7 @@ use std::{fmt, time::Duration};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-use crate::demo::random::Random;
+use crate::{demo::random::Random, nccl::DeviceKind};
 
 /// `NCCL_KERNEL_TIMEOUT_MS` of every round.
 pub(super) const THRESHOLD: Duration = Duration::from_millis(300);
@@ -122,8 +122,8 @@ impl Case {
 
     /// Why there is no such cell.
     #[must_use]
-    pub(super) fn impossible(&self) -> Option<&'static str> {
-        use Fault::{Crossed, Killed, Replay, ReplayQueued, Stopped, Stuck, TwoGraphs};
+    pub(super) fn impossible(&self, device: DeviceKind) -> Option<&'static str> {
+        use Fault::{Crossed, Killed, Left, Replay, ReplayQueued, Stopped, Stuck, TwoGraphs};
         match (self.fault, self.ranks, self.mode) {
             (Killed | Stopped, Ranks::Thread, _) => {
                 Some("ranks that are threads of one process die and stop together")
@@ -131,6 +131,9 @@ impl Case {
             (Replay | ReplayQueued | TwoGraphs, _, Mode::Eager) => Some("only graphs are replayed"),
             (Stuck, _, Mode::Graph) => Some("the simulated kernel is launched, not captured"),
             (Crossed, _, Mode::Graph) => Some("whoever launches graphs orders them"),
+            (Left, Ranks::Thread, _) if device == DeviceKind::Cuda => {
+                Some("GPUs that reach each other end an operation together")
+            }
             _ => None,
         }
     }
@@ -188,9 +191,9 @@ impl Action {
 }
 
 impl Round {
-    /// The round `number` of a case with a seed.
+    /// The round `number` of a case with a seed, on ranks that run on such devices.
     #[must_use]
-    pub(super) fn draw(case: &Case, seed: u64, number: u32) -> Self {
+    pub(super) fn draw(case: &Case, device: DeviceKind, seed: u64, number: u32) -> Self {
         // FNV-1a of the name: a case is drawn alike whichever others are run.
         let name = case
             .to_string()
@@ -209,6 +212,8 @@ impl Round {
             _ => between(2, 4) as u32,
         };
         let nodes = match case.ranks {
+            // Between nodes the root of a broadcast can be done before the others.
+            Ranks::Process if case.fault == Fault::Left && device == DeviceKind::Cuda => 2,
             Ranks::Process => between(1, 2) as u32,
             Ranks::Thread => 1,
         };
@@ -423,11 +428,11 @@ mod tests {
         assert_eq!(names.len(), Case::all().count());
         assert!(names.contains("slow-below/thread/graph/pages"));
         for case in Case::all() {
-            let text = |seed| serde_json::to_string(&Round::draw(&case, seed, 3)).unwrap();
+            let text = |seed| serde_json::to_string(&Round::draw(&case, DeviceKind::Host, seed, 3)).unwrap();
             assert_eq!(text(7), text(7));
             assert_ne!(text(7), text(8));
             for number in 0..50 {
-                let round = Round::draw(&case, 1, number);
+                let round = Round::draw(&case, DeviceKind::Host, 1, number);
                 assert!(round.victim < round.ranks && round.nodes <= round.ranks);
                 let late = Duration::from_millis(round.late_ms);
                 assert_eq!(late < THRESHOLD, case.fault == Fault::SlowBelow, "{round:?}");
@@ -438,7 +443,8 @@ mod tests {
     #[test]
     fn every_fault_has_a_cell() {
         for fault in Fault::value_variants() {
-            let possible = Case::all().filter(|case| case.fault == *fault && case.impossible().is_none());
+            let possible = Case::all()
+                .filter(|case| case.fault == *fault && case.impossible(DeviceKind::Host).is_none());
             assert!(possible.count() > 0, "{fault}");
         }
     }

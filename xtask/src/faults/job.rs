@@ -14,10 +14,14 @@ use anyhow::{Context as _, Result, bail};
 use serde::Serialize;
 
 use super::{
+    Place,
     cases::{ARRIVAL, Fault, Ranks, Round, THRESHOLD},
     truth::{self, Event},
 };
-use crate::process::{self, Guarded};
+use crate::{
+    nccl::DeviceKind,
+    process::{self, Guarded},
+};
 
 /// How long the ranks may take to come to the fault, and to end after it.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -75,6 +79,7 @@ pub(super) struct Started<'a> {
     pub(super) ranks: u32,
     pub(super) nodes: u32,
     pub(super) kind: Ranks,
+    pub(super) device: DeviceKind,
 }
 
 impl Job {
@@ -101,8 +106,11 @@ impl Job {
                 command
                     .arg("--members")
                     .arg(members.join(","))
+                    .args(["--device", started.device.name()])
                     .env("LD_LIBRARY_PATH", started.library)
-                    .env("RINGSIGHT_DEVICE", "host")
+                    .env("RINGSIGHT_DEVICE", started.device.name())
+                    // Streams that share a queue of the GPU wait for each other: those of ranks that share the GPU must not.
+                    .env("CUDA_DEVICE_MAX_CONNECTIONS", "32")
                     .env("NCCL_SOCKET_IFNAME", "lo")
                     .env("NCCL_HOSTID", format!("node-{node}"))
                     .env("NCCL_KERNEL_TIMEOUT_MS", THRESHOLD.as_millis().to_string())
@@ -218,13 +226,7 @@ impl Reports {
 ///
 /// # Errors
 /// If it cannot be begun, or a rank does not even come to the fault.
-pub(super) fn run(
-    round: &Round,
-    kind: Ranks,
-    folder: &Path,
-    xtask: &Path,
-    library: &Path,
-) -> Result<Observed> {
+pub(super) fn run(round: &Round, kind: Ranks, folder: &Path, place: &Place) -> Result<Observed> {
     fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
     let file: PathBuf = folder.join("round.json");
     fs::write(&file, serde_json::to_string(round)?).with_context(|| format!("writing {}", file.display()))?;
@@ -235,11 +237,12 @@ pub(super) fn run(
         variables.push(("RINGSIGHT_ARRIVAL_TIMEOUT_MS", ARRIVAL.as_millis().to_string()));
     }
     let started = Started {
-        xtask,
-        library,
+        xtask: &place.xtask,
+        library: &place.library,
         ranks: round.ranks,
         nodes: round.nodes,
         kind,
+        device: place.device,
     };
     let mut job = Job::start(
         &started,

@@ -23,7 +23,7 @@ mod soak;
 mod truth;
 pub mod worker;
 
-use crate::{process, workspace};
+use crate::{nccl::DeviceKind, process, workspace};
 use cases::{Case, Round};
 use score::{Report, Score, Tally};
 
@@ -62,6 +62,9 @@ pub struct Arguments {
     /// Folder with `libnccl.so.2`, where nothing can be built; the ranks are this program.
     #[arg(long, value_name = "DIR")]
     pub library: Option<PathBuf>,
+    /// What the ranks run on: the library's host device, or GPUs, which ranks beyond their number share.
+    #[arg(long, value_enum, default_value_t)]
+    pub device: DeviceKind,
     /// Only list the cases.
     #[arg(long)]
     pub list: bool,
@@ -78,10 +81,15 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     };
     let (possible, impossible): (Vec<Case>, Vec<Case>) = Case::all()
         .filter(wanted)
-        .partition(|case| case.impossible().is_none());
+        .partition(|case| case.impossible(arguments.device).is_none());
     let impossible: Vec<String> = impossible
         .iter()
-        .map(|case| format!("{case}: {}", case.impossible().unwrap_or_default()))
+        .map(|case| {
+            format!(
+                "{case}: {}",
+                case.impossible(arguments.device).unwrap_or_default()
+            )
+        })
         .collect();
     if arguments.list {
         possible.iter().for_each(|case| println!("{case}"));
@@ -191,6 +199,7 @@ struct Place {
     xtask: PathBuf,
     /// Folder of `libnccl.so.2`.
     library: PathBuf,
+    device: DeviceKind,
     /// Removed at the end, unless something is wrong.
     folder: PathBuf,
 }
@@ -207,6 +216,7 @@ impl Place {
             return Ok(Self {
                 xtask: process::own_executable()?,
                 library: fs::canonicalize(library)?,
+                device: arguments.device,
                 folder: std::env::temp_dir().join(own),
             });
         }
@@ -214,6 +224,7 @@ impl Place {
         Ok(Self {
             xtask: artifacts.xtask,
             library: artifacts.library_folder,
+            device: arguments.device,
             folder: artifacts.target.join(own),
         })
     }
@@ -250,7 +261,9 @@ impl Matrix<'_> {
                     drop(scores);
                     of_case.sort_by_key(|(number, _)| *number);
                     let of_case: Vec<Score> = of_case.into_iter().map(|(_, score)| score).collect();
-                    let promised = Round::draw(&cases[at], self.seed, 0).expectation().within();
+                    let promised = Round::draw(&cases[at], self.place.device, self.seed, 0)
+                        .expectation()
+                        .within();
                     let tally = Tally::of(cases[at].to_string(), self.seed, promised, &of_case);
                     let mut tallies = lock(&tallies);
                     keep(&tally)?;
@@ -281,20 +294,14 @@ impl Matrix<'_> {
     }
 
     fn round(&self, case: &Case, number: u32) -> Result<Score> {
-        let round = Round::draw(case, self.seed, number);
+        let round = Round::draw(case, self.place.device, self.seed, number);
         let folder = self
             .place
             .folder
             .join(format!("{}-{number}", case.to_string().replace('/', "-")));
         for repeated in 0..REPEATED {
-            let observed = job::run(
-                &round,
-                case.ranks,
-                &folder,
-                &self.place.xtask,
-                &self.place.library,
-            )
-            .with_context(|| format!("{case}, round {number}, seed {}", self.seed))?;
+            let observed = job::run(&round, case.ranks, &folder, self.place)
+                .with_context(|| format!("{case}, round {number}, seed {}", self.seed))?;
             let Some(score) = score::judge(&round, &observed) else {
                 continue;
             };

@@ -395,7 +395,10 @@ pub(super) fn print(tallies: &[Tally]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::faults::cases::{Case, Mode, Ranks};
+    use crate::{
+        faults::cases::{Case, Mode, Ranks},
+        nccl::DeviceKind,
+    };
 
     const MS: u64 = 1_000_000;
 
@@ -405,7 +408,7 @@ mod tests {
             ranks: Ranks::Process,
             mode: Mode::Eager,
         };
-        let round = Round::draw(&case, 1, 0);
+        let round = Round::draw(&case, DeviceKind::Host, 1, 0);
         Round {
             ranks: 3,
             victim: 1,

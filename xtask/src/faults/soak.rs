@@ -26,7 +26,7 @@ use super::{
 };
 use crate::{
     demo::random::Random,
-    nccl::{Communicator, Nccl, UniqueId},
+    nccl::{Buffer, Communicator, Nccl, UniqueId},
 };
 
 const RANKS: u32 = 4;
@@ -94,7 +94,8 @@ pub(super) fn rank(
 ) -> Result<()> {
     nccl.set_device(rank)?;
     let communicator = nccl.communicator(RANKS, id, rank)?;
-    let mut work = Call::new(Operation::AllReduce, 4000, rank, RANKS);
+    let mut work = Call::new(&communicator, Operation::AllReduce, 4000, (rank, RANKS))?;
+    let mut word = communicator.buffer(1)?;
     let graph = communicator.capture(|| work.call(&communicator))?;
     let mut random = Random::new(seed);
     if rank == 0 {
@@ -129,7 +130,7 @@ pub(super) fn rank(
             bail!("the result of step {number} is wrong");
         }
         work.fill();
-        if is_over(&communicator, rank, stages)? {
+        if is_over(&communicator, rank, stages, &mut word)? {
             break;
         }
     }
@@ -143,10 +144,9 @@ pub(super) fn rank(
 }
 
 /// Whether rank 0 has been told to end; all ranks hear the same.
-fn is_over(communicator: &Communicator<'_>, rank: u32, stages: &Stages) -> Result<bool> {
-    let mut word = crate::nccl::Buffer::new(1);
+fn is_over(communicator: &Communicator<'_>, rank: u32, stages: &Stages, word: &mut Buffer) -> Result<bool> {
     word.get()[0] = f32::from(rank == 0 && stages.now() >= Stage::End);
-    communicator.all_reduce(&word, crate::nccl::Reduce::Sum)?;
+    communicator.all_reduce(word, crate::nccl::Reduce::Sum)?;
     communicator.synchronise()?;
     Ok(word.get()[0] > 0.0)
 }
@@ -204,6 +204,7 @@ fn soak(place: &Place, time: Duration, kind: Ranks, seed: u64) -> Result<Report>
         ranks: RANKS,
         nodes: if kind == Ranks::Process { NODES } else { 1 },
         kind,
+        device: place.device,
     };
     let mut job = Job::start(
         &started,

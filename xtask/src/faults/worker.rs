@@ -22,7 +22,7 @@ use super::{
     cases::{Action, Fault, Operation, PROMISED, Round, SUCCESS, SYSTEM_ERROR},
     truth::{Account, What},
 };
-use crate::nccl::{Buffer, Communicator, Nccl, UniqueId};
+use crate::nccl::{Communicator, DeviceKind, Nccl, UniqueId};
 
 /// Which ranks, and what they do.
 #[derive(Args, Debug)]
@@ -39,6 +39,9 @@ pub struct Arguments {
     /// File that the ranks append what they know to.
     #[arg(long)]
     truth: PathBuf,
+    /// What they run on.
+    #[arg(long, value_enum)]
+    device: DeviceKind,
 }
 
 /// How far a round is, as told by whoever started us.
@@ -99,9 +102,10 @@ pub(super) fn say(line: &str) -> Result<()> {
 /// Runs `body` for each of the ranks on a thread of its own, with the unique id that all processes of the job share.
 pub(super) fn run_members(
     members: &[u32],
+    device: DeviceKind,
     body: impl Fn(&Nccl, UniqueId, u32, &'static Stages) -> Result<()> + Sync,
 ) -> Result<()> {
-    let nccl = Nccl::open(Path::new("libnccl.so.2"))?;
+    let nccl = Nccl::open(Path::new("libnccl.so.2"), device)?;
     let id = if members.contains(&0) {
         let id = nccl.unique_id()?;
         say(&format!("id {}", crate::demo::hex(&id.0)))?;
@@ -147,14 +151,14 @@ pub(super) fn run_members(
 pub fn run(arguments: &Arguments) -> Result<()> {
     let truth = Account::open(&arguments.truth)?;
     if let Some(seed) = arguments.soak {
-        return run_members(&arguments.members, |nccl, id, rank, stages| {
+        return run_members(&arguments.members, arguments.device, |nccl, id, rank, stages| {
             super::soak::rank(nccl, id, rank, stages, seed, &truth)
         });
     }
     let file = arguments.round.as_ref().context("--round is missing")?;
     let text = fs::read_to_string(file).with_context(|| format!("reading {}", file.display()))?;
     let round: Round = serde_json::from_str(&text).context("round")?;
-    run_members(&arguments.members, |nccl, id, rank, stages| {
+    run_members(&arguments.members, arguments.device, |nccl, id, rank, stages| {
         nccl.set_device(rank)?;
         let communicator = nccl.communicator(round.ranks, id, rank)?;
         Member {
@@ -184,8 +188,13 @@ impl Member<'_> {
         self.truth.note(self.rank, what)
     }
 
-    fn new_call(&self, operation: Operation, elements: usize) -> Call {
-        Call::new(operation, elements, self.rank, self.round.ranks)
+    fn new_call(
+        &self,
+        communicator: &Communicator<'_>,
+        operation: Operation,
+        elements: usize,
+    ) -> Result<Call> {
+        Call::new(communicator, operation, elements, (self.rank, self.round.ranks))
     }
 
     fn run(&self, communicator: Communicator<'_>) -> Result<()> {
@@ -211,9 +220,9 @@ impl Member<'_> {
     fn waits(&self, communicator: Communicator<'_>) -> Result<()> {
         let round = self.round;
         let mut call = match round.leaver() {
-            Some(root) => Call::broadcast(round.elements, self.rank, round.ranks, root),
-            None => self.new_call(round.operation, round.elements),
-        };
+            Some(root) => Call::broadcast(&communicator, round.elements, (self.rank, round.ranks), root),
+            None => self.new_call(&communicator, round.operation, round.elements),
+        }?;
         let launched = Launched::prepare(round.mode, &communicator, || call.call(&communicator))?;
         let launch = |call: &Call| launched.launch(&communicator, || call.call(&communicator));
         for _ in 0..round.before {
@@ -339,14 +348,15 @@ impl Member<'_> {
     fn differs(&self, communicator: Communicator<'_>) -> Result<()> {
         let round = self.round;
         let (first, second) = (
-            self.new_call(round.operation, round.elements),
+            self.new_call(&communicator, round.operation, round.elements)?,
             self.new_call(
+                &communicator,
                 match round.operation {
                     Operation::AllReduce => Operation::AllGather,
                     _ => Operation::AllReduce,
                 },
                 round.elements,
-            ),
+            )?,
         );
         // Connections stand before the fault.
         for _ in 0..round.before {
@@ -354,8 +364,8 @@ impl Member<'_> {
             second.call(&communicator)?;
         }
         communicator.synchronise()?;
-        let other = self.new_call(round.operation, round.elements + 1);
-        let message = Buffer::new(round.elements);
+        let other = self.new_call(&communicator, round.operation, round.elements + 1)?;
+        let message = communicator.buffer(round.elements)?;
         let calls = || match (round.fault, self.is_victim()) {
             (Fault::Count, true) => other.call(&communicator),
             (Fault::Count, false) => first.call(&communicator),
@@ -382,7 +392,8 @@ impl Member<'_> {
         let round = self.round;
         communicator.beside(|beside| {
             let on = [&communicator, beside];
-            let mut calls = [(); 2].map(|()| self.new_call(round.operation, round.elements));
+            let call = || self.new_call(&communicator, round.operation, round.elements);
+            let mut calls = [call()?, call()?];
             let graphs = [
                 communicator.capture(|| calls[0].call(&communicator))?,
                 beside.capture(|| calls[1].call(beside))?,

@@ -96,7 +96,9 @@ fn fill(folder: &Path, built: &workspace::Artifacts, options: &Options) -> Resul
         copy(from, &folder.join(to))?;
         strip(&folder.join(to))?;
     }
+    setup::c_toolchain()?;
     build_driver(&folder.join("bin/driver"))?;
+    build_stuck(&folder.join("lib/stuck.so"))?;
     copy_scripts(&workspace::root().join(SCRIPTS), folder)?;
     if let Some(source) = &options.nccl_tests {
         nccl_tests::build(source, &built.library_folder, &folder.join("nccl-tests"))?;
@@ -117,7 +119,6 @@ fn fill(folder: &Path, built: &workspace::Artifacts, options: &Options) -> Resul
 
 /// The program that drives the library through its C interface, on a driver that it loads itself.
 fn build_driver(program: &Path) -> Result<()> {
-    setup::c_toolchain()?;
     process::run(
         Command::new("gcc")
             .args(["-std=gnu11", "-O2", "-s", "-Wall", "-Wextra", "-pthread"])
@@ -125,6 +126,18 @@ fn build_driver(program: &Path) -> Result<()> {
             .arg("-o")
             .arg(program)
             .args(["-ldl", "-lm"]),
+    )
+}
+
+/// What makes a kernel of a program that knows nothing of it never end.
+fn build_stuck(library: &Path) -> Result<()> {
+    process::run(
+        Command::new("gcc")
+            .args(["-std=gnu11", "-O2", "-s", "-Wall", "-Wextra", "-shared", "-fPIC"])
+            .arg(workspace::root().join(SCRIPTS).join("stuck.c"))
+            .arg("-o")
+            .arg(library)
+            .arg("-ldl"),
     )
 }
 
@@ -141,11 +154,11 @@ pub fn copy_scripts(from: &Path, bundle: &Path) -> Result<()> {
         let Some(name) = path.file_name().filter(|_| path.is_file()) else {
             continue;
         };
-        let python = path.extension().is_some_and(|extension| extension == "py");
-        let folder = if python {
-            bundle.join("scripts")
-        } else {
-            bundle.to_path_buf()
+        let folder = match path.extension().and_then(|extension| extension.to_str()) {
+            Some("py") => bundle.join("scripts"),
+            // Compiled, not copied.
+            Some("c") => continue,
+            _ => bundle.to_path_buf(),
         };
         fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
         copy(&path, &folder.join(name))?;
@@ -245,10 +258,7 @@ mod tests {
             assert!(folder.join(file).is_file(), "{file}");
         }
         assert!(process::is_program(&folder.join("run.sh")));
-        assert_eq!(
-            size(&folder).unwrap(),
-            size(&workspace::root().join(SCRIPTS)).unwrap()
-        );
+        assert!(!folder.join("stuck.c").exists(), "it is compiled");
         fs::remove_dir_all(&folder).unwrap();
     }
 }

@@ -1,25 +1,8 @@
 //! What a program needs when something goes wrong: the asynchronous error, progress without waiting, abort.
 
-use std::ffi::c_int;
-
 use anyhow::Result;
 
-use super::Communicator;
-
-/// `ncclInProgress`.
-const IN_PROGRESS: c_int = 7;
-
-impl super::Nccl {
-    /// Sets the calling thread's device.
-    ///
-    /// # Errors
-    /// The library's.
-    pub fn set_device(&self, number: u32) -> Result<()> {
-        // SAFETY: no pointers.
-        let result = unsafe { (self.functions.ringsightSetDevice)(number as c_int) };
-        self.check("ringsightSetDevice", result, std::ptr::null_mut())
-    }
-}
+use super::{Communicator, IN_PROGRESS};
 
 impl Communicator<'_> {
     /// `ncclCommGetAsyncError`, and what the library says of it.
@@ -33,7 +16,7 @@ impl Communicator<'_> {
         self.nccl.check("ncclCommGetAsyncError", result, self.comm)?;
         let text = match code {
             0 | IN_PROGRESS => String::new(),
-            _ => self.nccl.last_error(self.comm),
+            _ => self.nccl.last_error.text(self.comm),
         };
         Ok((code, text))
     }
@@ -41,15 +24,9 @@ impl Communicator<'_> {
     /// Whether there is work on the stream that is not done.
     ///
     /// # Errors
-    /// The library's.
+    /// The device's.
     pub fn is_pending(&self) -> Result<bool> {
-        // SAFETY: a live stream.
-        let result = unsafe { (self.nccl.functions.ringsightStreamQuery)(self.stream) };
-        if result == IN_PROGRESS {
-            return Ok(true);
-        }
-        self.nccl.check("ringsightStreamQuery", result, self.comm)?;
-        Ok(false)
+        self.nccl.device.is_pending(self.stream)
     }
 
     /// `ncclSimulateKernelTimeout`.
@@ -70,10 +47,7 @@ impl Communicator<'_> {
         // SAFETY: a live communicator, used no more.
         let result = unsafe { (self.nccl.functions.ncclCommAbort)(self.comm) };
         self.nccl.check("ncclCommAbort", result, std::ptr::null_mut())?;
-        // SAFETY: a live stream.
-        let result = unsafe { (self.nccl.functions.ringsightStreamSynchronize)(self.stream) };
-        self.nccl
-            .check("ringsightStreamSynchronize", result, std::ptr::null_mut())?;
-        self.nccl.end(self.stream)
+        self.nccl.device.synchronise(self.stream)?;
+        self.nccl.device.end(self.stream)
     }
 }

@@ -1,21 +1,30 @@
 //! The library as a training framework sees it: `libnccl.so.2` opened at run time, its C ABI and nothing else.
 //!
-//! Streams are the host device's, by `ringsight.h`.
+//! Streams, graphs and memory are of a [`Device`]: the host device's, by `ringsight.h`, or CUDA's.
 #![expect(non_snake_case, reason = "fields are named as in the C ABI")]
 
 use std::{
     ffi::{CStr, c_char, c_int, c_void},
     path::Path,
     ptr,
+    sync::Arc,
 };
 
 use anyhow::{Context, Result, bail};
-use libloading::{Library, Symbol};
+use libloading::Library;
 
+mod buffer;
+mod cuda;
+mod device;
 mod faulty;
 mod graph;
+mod host;
 
+pub use buffer::Buffer;
+pub use device::Kind as DeviceKind;
 pub use graph::Graph;
+
+use device::{Device, HostFunction, Stream};
 
 /// `ncclUniqueId`: opaque bytes that rank 0 makes and hands to the others.
 #[derive(Clone, Copy)]
@@ -23,9 +32,9 @@ pub use graph::Graph;
 pub struct UniqueId(pub [u8; 128]);
 
 type Comm = *mut c_void;
-type Stream = *mut c_void;
-type HostFunction = unsafe extern "C" fn(*mut c_void);
 
+/// `ncclInProgress`.
+const IN_PROGRESS: c_int = 7;
 /// `ncclFloat32`.
 const FLOAT32: c_int = 7;
 
@@ -39,31 +48,56 @@ pub enum Reduce {
     Avg = 4,
 }
 
+/// A table of a library's functions that return a number, resolved once.
 macro_rules! functions {
-    ($($(#[$meta:meta])* $name:ident: fn($($type:ty),*);)+) => {
+    ($($name:ident: fn($($type:ty),*);)+) => {
         /// Entry points, resolved once.
         struct Functions {
-            $($(#[$meta])* $name: unsafe extern "C" fn($($type),*) -> c_int,)+
-            ncclGetLastError: unsafe extern "C" fn(Comm) -> *const c_char,
+            $($name: unsafe extern "C" fn($($type),*) -> std::ffi::c_int,)+
         }
 
         impl Functions {
             /// # Safety
-            /// `library` has to be an implementation of NCCL's ABI, and to outlive the result.
-            unsafe fn resolve(library: &Library) -> Result<Self> {
+            /// The library's functions have these signatures, and it outlives the result.
+            unsafe fn resolve(library: &libloading::Library) -> anyhow::Result<Self> {
+                use anyhow::Context as _;
                 $(
-                    // SAFETY: the signature is the one in nccl.h and ringsight.h; the caller answers for the library.
-                    let $name: Symbol<'_, unsafe extern "C" fn($($type),*) -> c_int> = unsafe {
+                    // SAFETY: as the caller says.
+                    let $name: libloading::Symbol<'_, unsafe extern "C" fn($($type),*) -> std::ffi::c_int> = unsafe {
                         library.get(concat!(stringify!($name), "\0").as_bytes())
                     }.context(concat!("the library has no ", stringify!($name)))?;
                 )+
-                let last: Symbol<'_, unsafe extern "C" fn(Comm) -> *const c_char> =
-                    // SAFETY: as above.
-                    unsafe { library.get(b"ncclGetLastError\0") }.context("the library has no ncclGetLastError")?;
-                Ok(Self { $($name: *$name,)+ ncclGetLastError: *last })
+                Ok(Self { $($name: *$name,)+ })
             }
         }
     };
+}
+use functions;
+
+/// `ncclGetLastError`.
+#[derive(Clone, Copy)]
+struct LastError(unsafe extern "C" fn(Comm) -> *const c_char);
+
+impl LastError {
+    /// # Safety
+    /// `library` is an implementation of NCCL's ABI, and outlives the result.
+    unsafe fn resolve(library: &Library) -> Result<Self> {
+        // SAFETY: the signature is the one in nccl.h; the caller answers for the library.
+        unsafe { library.get(b"ncclGetLastError\0") }
+            .map(|symbol| Self(*symbol))
+            .context("the library has no ncclGetLastError")
+    }
+
+    /// What the library says of the last failure; null asks for that of the thread.
+    fn text(self, comm: Comm) -> String {
+        // SAFETY: a live communicator or null; the text lives until the next call.
+        let text = unsafe { (self.0)(comm) };
+        if text.is_null() {
+            return String::new();
+        }
+        // SAFETY: NCCL's error texts are zero-terminated.
+        unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+    }
 }
 
 functions! {
@@ -82,59 +116,63 @@ functions! {
     ncclAllGather: fn(*const c_void, *mut c_void, usize, c_int, Comm, Stream);
     ncclSend: fn(*const c_void, usize, c_int, c_int, Comm, Stream);
     ncclRecv: fn(*mut c_void, usize, c_int, c_int, Comm, Stream);
-    ringsightSetDevice: fn(c_int);
-    ringsightStreamCreate: fn(*mut Stream);
-    ringsightStreamDestroy: fn(Stream);
-    ringsightStreamSynchronize: fn(Stream);
-    ringsightStreamQuery: fn(Stream);
-    ringsightStreamBeginCapture: fn(Stream);
-    ringsightStreamEndCapture: fn(Stream, *mut *mut c_void);
-    ringsightGraphInstantiate: fn(*mut *mut c_void, *mut c_void);
-    ringsightGraphLaunch: fn(*mut c_void, Stream);
-    ringsightGraphDestroy: fn(*mut c_void);
-    ringsightGraphExecDestroy: fn(*mut c_void);
-    ringsightLaunchHostFunc: fn(Stream, HostFunction, *mut c_void);
 }
 
 /// The opened library.
 pub struct Nccl {
     functions: Functions,
+    last_error: LastError,
+    device: Arc<dyn Device>,
     // Dropped after the functions that point into it.
     _library: Library,
 }
 
 impl Nccl {
-    /// Opens the library `file`: a path, or a name that the loader looks up.
+    /// Opens the library `file`: a path, or a name that the loader looks up. Operations are to run on devices of `kind`, which
+    /// the library itself is told by `RINGSIGHT_DEVICE`.
     ///
     /// # Errors
-    /// The loader's words, or the entry point that is missing.
-    pub fn open(file: &Path) -> Result<Self> {
+    /// The loader's words, the entry point that is missing, or that of a driver.
+    pub fn open(file: &Path, kind: DeviceKind) -> Result<Self> {
         // SAFETY: the file is the library under test; its initialisers are the Rust runtime's.
         let library = unsafe { Library::new(file) }.with_context(|| format!("opening {}", file.display()))?;
         // SAFETY: it is an implementation of NCCL's ABI, and is kept beside the functions.
-        let functions = unsafe { Functions::resolve(&library) }?;
+        let (functions, last_error) =
+            unsafe { (Functions::resolve(&library)?, LastError::resolve(&library)?) };
+        let device: Arc<dyn Device> = match kind {
+            // SAFETY: as above; the loader gives the same library again.
+            DeviceKind::Host => Arc::new(unsafe { host::Host::resolve(file) }?),
+            DeviceKind::Cuda => Arc::new(cuda::Driver::load()?),
+        };
         Ok(Self {
             functions,
+            last_error,
+            device,
             _library: library,
         })
+    }
+
+    /// Sets the calling thread's device.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn set_device(&self, number: u32) -> Result<()> {
+        self.device.choose(number)
+    }
+
+    /// `elements` zeros that operations can work on.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn buffer(&self, elements: usize) -> Result<Buffer> {
+        Buffer::new(&self.device, elements)
     }
 
     fn check(&self, name: &str, result: c_int, comm: Comm) -> Result<()> {
         if result == 0 {
             return Ok(());
         }
-        bail!("{name} returned {result}: {}", self.last_error(comm))
-    }
-
-    /// What the library says of the last failure.
-    fn last_error(&self, comm: Comm) -> String {
-        // SAFETY: a null communicator asks for the last error of the thread; the text lives until the next call.
-        let text = unsafe { (self.functions.ncclGetLastError)(comm) };
-        if text.is_null() {
-            return String::new();
-        }
-        // SAFETY: NCCL's error texts are zero-terminated.
-        unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+        bail!("{name} returned {result}: {}", self.last_error.text(comm))
     }
 
     /// `ncclGetVersion`.
@@ -174,17 +212,8 @@ impl Nccl {
         Ok(Communicator {
             nccl: self,
             comm,
-            stream: self.stream()?,
+            stream: self.device.stream()?,
         })
-    }
-
-    /// `ringsightStreamCreate`.
-    fn stream(&self) -> Result<Stream> {
-        let mut stream = ptr::null_mut();
-        // SAFETY: the pointer is valid for the call.
-        let result = unsafe { (self.functions.ringsightStreamCreate)(&raw mut stream) };
-        self.check("ringsightStreamCreate", result, ptr::null_mut())?;
-        Ok(stream)
     }
 }
 
@@ -195,45 +224,15 @@ pub struct Communicator<'a> {
     stream: Stream,
 }
 
-/// Memory that operations work on while the host goes on: reached through raw pointers only while they are in flight.
-#[derive(Debug)]
-pub struct Buffer {
-    memory: Box<[std::cell::UnsafeCell<f32>]>,
-}
-
-impl Buffer {
-    /// `elements` zeros.
-    #[must_use]
-    pub fn new(elements: usize) -> Self {
-        Self {
-            memory: (0..elements).map(|_| std::cell::UnsafeCell::new(0.0)).collect(),
-        }
-    }
-
-    /// Elements.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.memory.len()
-    }
-
-    /// Whether it has no elements.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.memory.is_empty()
-    }
-
-    /// Its content. No operation on it may be in flight: call [`Communicator::synchronise`] first.
-    pub fn get(&mut self) -> &mut [f32] {
-        // SAFETY: `UnsafeCell<f32>` has f32's layout; the exclusive borrow keeps other safe code away.
-        unsafe { std::slice::from_raw_parts_mut(self.pointer(), self.memory.len()) }
-    }
-
-    fn pointer(&self) -> *mut f32 {
-        self.memory.as_ptr().cast_mut().cast()
-    }
-}
-
 impl Communicator<'_> {
+    /// `elements` zeros that its operations can work on.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn buffer(&self, elements: usize) -> Result<Buffer> {
+        self.nccl.buffer(elements)
+    }
+
     /// `ncclAllReduce` in place.
     ///
     /// # Errors
@@ -375,9 +374,7 @@ impl Communicator<'_> {
     /// `argument` must be good for `function` until the stream has been synchronised.
     pub unsafe fn host_function(&self, function: HostFunction, argument: *mut c_void) -> Result<()> {
         // SAFETY: the caller's promise.
-        let result =
-            unsafe { (self.nccl.functions.ringsightLaunchHostFunc)(self.stream, function, argument) };
-        self.nccl.check("ringsightLaunchHostFunc", result, self.comm)
+        unsafe { self.nccl.device.call(self.stream, function, argument) }
     }
 
     /// Waits for everything on the stream.
@@ -385,9 +382,7 @@ impl Communicator<'_> {
     /// # Errors
     /// The library's, also of operations that failed since.
     pub fn synchronise(&self) -> Result<()> {
-        // SAFETY: the stream lives as long as this object.
-        let result = unsafe { (self.nccl.functions.ringsightStreamSynchronize)(self.stream) };
-        self.nccl.check("ringsightStreamSynchronize", result, self.comm)
+        self.nccl.device.synchronise(self.stream)
     }
 
     /// Destroys the communicator and its stream.
@@ -398,6 +393,6 @@ impl Communicator<'_> {
         // SAFETY: live, and used no more.
         let result = unsafe { (self.nccl.functions.ncclCommDestroy)(self.comm) };
         self.nccl.check("ncclCommDestroy", result, ptr::null_mut())?;
-        self.nccl.end(self.stream)
+        self.nccl.device.end(self.stream)
     }
 }

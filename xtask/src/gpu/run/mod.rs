@@ -17,16 +17,15 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use clap::Parser;
+use clap::Args;
 
 use self::{host::Host, parts::PARTS, report::Report, step::Steps};
 
 /// The longest that a part may take.
 const PART_LIMIT: Duration = Duration::from_secs(480);
 
-/// Tests and measures the library on the GPUs of this machine.
-#[derive(Parser, Debug)]
-#[command(name = "run.sh", bin_name = "run.sh")]
+/// Which parts, and where what they say goes.
+#[derive(Args, Debug)]
 pub struct Options {
     /// Parts to run; all if none is named.
     #[arg(value_name = "PART")]

@@ -7,6 +7,7 @@ mod nccl_tests;
 mod sanitizer;
 mod torch;
 mod watch;
+mod watchdog;
 
 use anyhow::Result;
 
@@ -65,6 +66,12 @@ pub(super) const PARTS: &[Part] = &[
         about: "the collector attached to a job: every operation, none lost",
         lacks: |host| one_gpu(host).or_else(watch::lacks),
         run: watch::run,
+    },
+    Part {
+        name: "watchdog",
+        about: "faults of all kinds and what the watchdog says of them; 8 GiB left alone; a simulated time-out",
+        lacks: one_gpu,
+        run: watchdog::run,
     },
     Part {
         name: "torch",

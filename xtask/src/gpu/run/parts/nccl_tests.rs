@@ -15,7 +15,7 @@ use crate::gpu::nccl_tests::{OPERATIONS, program};
 const REDUCTIONS: [&str; 3] = ["all_reduce", "reduce_scatter", "reduce"];
 
 /// A program of nccl-tests on the library of a folder.
-fn command(steps: &Steps<'_>, operation: &str, library: &Path, words: &str) -> Result<Command> {
+pub(super) fn command(steps: &Steps<'_>, operation: &str, library: &Path, words: &str) -> Result<Command> {
     let folder = steps.host.nccl_tests().map_err(|reason| anyhow!(reason))?;
     let mut command = Command::new(folder.join(program(operation)));
     command
@@ -25,7 +25,7 @@ fn command(steps: &Steps<'_>, operation: &str, library: &Path, words: &str) -> R
     Ok(command)
 }
 
-fn right(said: &str) -> Verdict {
+pub(super) fn right(said: &str) -> Verdict {
     rows::parse(said).check()
 }
 

@@ -1,0 +1,143 @@
+//! The watchdog: faults of all kinds, a long operation that is left alone, a kernel that never ends and is aborted.
+
+use std::{
+    fs,
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result};
+use serde_json::Value;
+
+use super::{
+    super::step::{Steps, Verdict},
+    nccl_tests,
+};
+use crate::process;
+
+/// Rounds of each case, and the seed of what is drawn.
+const ROUNDS: u32 = 3;
+const SEED: u32 = 7;
+/// `NCCL_KERNEL_TIMEOUT_MS` of the simulated time-out, and how long the program may go on after it: it starts, has its time-out,
+/// is aborted, and frees its memory.
+const TIMEOUT_MS: u32 = 1000;
+const ENDS_WITHIN: Duration = Duration::from_secs(30);
+
+/// The summary that `faults` prints last.
+fn summary(said: &str) -> Verdict {
+    let last = said.lines().rev().find(|line| line.starts_with('{'));
+    let report: Value = last
+        .and_then(|line| serde_json::from_str(line).ok())
+        .ok_or("it has printed no summary")?;
+    let text = format!(
+        "{} rounds of {} cases: right class {}, culprit {}, in time {}, worst {} ms, false {}",
+        report["rounds"],
+        report["cases"],
+        report["class"],
+        report["culprit"],
+        report["in_time"],
+        report["worst_ms"],
+        report["false_verdicts"],
+    );
+    match report["ok"].as_bool() {
+        Some(true) => Ok(text),
+        _ => Err(text),
+    }
+}
+
+/// Whether the watchdog has said nothing, and the results are right.
+fn left_alone(said: &str) -> Verdict {
+    match said.lines().find(|line| line.contains("Verdict: ")) {
+        Some(line) => Err(format!("a verdict where nothing was wrong: {line}")),
+        None => nccl_tests::right(said),
+    }
+}
+
+/// Whether the kernel that never ended was reported with its rank.
+fn reported(said: &str) -> Verdict {
+    let verdict = said
+        .lines()
+        .find_map(|line| line.split_once("Verdict: "))
+        .map(|(_, verdict)| verdict)
+        .ok_or("no verdict")?;
+    if verdict.starts_with("STUCK_KERNEL (hang)") {
+        Ok(verdict.to_owned())
+    } else {
+        Err(format!("another verdict than of a stuck kernel: {verdict}"))
+    }
+}
+
+pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
+    let library = steps.host.bundle.join("lib");
+    // Rounds in which something is wrong leave there what their ranks wrote.
+    let folder = steps.file("faults");
+    fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
+    let mut command = Command::new(process::own_executable()?);
+    command
+        .args(["faults", "--device", "cuda", "--check", "--full", "--jobs", "4"])
+        .args([
+            "--rounds",
+            &ROUNDS.to_string(),
+            "--seed",
+            &SEED.to_string(),
+            "--library",
+        ])
+        .arg(&library)
+        .arg("--resume")
+        .arg(steps.file("faults.jsonl"))
+        .env("TMPDIR", &folder);
+    steps.run("faults", Duration::from_secs(400), command, summary);
+    if let Some(reason) = steps.host.lacks_gpus(2).or_else(|| steps.host.nccl_tests().err()) {
+        steps.skip("8-gib", &reason);
+        steps.skip("simulated", &reason);
+        return Ok(());
+    }
+    let mut command = nccl_tests::command(steps, "all_reduce", &library, "-b 8G -e 8G -f 1 -g 2 -n 2")?;
+    command.env("NCCL_DEBUG", "WARN");
+    steps.run("8-gib", Duration::from_secs(120), command, left_alone);
+    // A program that fails, as this one is to, is no failure of the step.
+    let test = nccl_tests::command(steps, "all_reduce", &library, "-b 1M -e 1M -g 2 -n 20 -G 0 -c 0")?;
+    let mut command = Command::new("sh");
+    command
+        .args(["-c", "if \"$@\"; then echo 'it has not failed'; exit 1; fi", "sh"])
+        .arg(test.get_program())
+        .args(test.get_args())
+        .envs(test.get_envs().filter_map(|(name, value)| Some((name, value?))))
+        .env("LD_PRELOAD", steps.host.bundle.join("lib/stuck.so"))
+        .env("NCCL_KERNEL_TIMEOUT_MS", TIMEOUT_MS.to_string())
+        .env("RINGSIGHT_WATCHDOG_ACTION", "abort");
+    let begun = Instant::now();
+    if steps.run("simulated", ENDS_WITHIN, command, reported).is_some() {
+        let took = begun.elapsed();
+        steps.note(&format!(
+            "all_reduce_perf with a simulated time-out of {TIMEOUT_MS} ms has ended after {took:.1?}\n\n"
+        ));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_summary_is_read_and_verdicts_are_found() {
+        let line = r#"{"ok":true,"seed":7,"cases":50,"rounds":150,"class":1.0,"culprit":1.0,"in_time":1.0,"false_verdicts":0}"#;
+        assert!(
+            summary(&format!("table\n{line}\n"))
+                .unwrap()
+                .starts_with("150 rounds of 50 cases")
+        );
+        assert!(summary(&line.replace("true", "false")).is_err());
+        assert!(summary("table\n").is_err());
+        let verdict = "h:1:2 [0] NCCL WARN Verdict: STUCK_KERNEL (hang): nothing moves, rank 0";
+        assert!(reported(verdict).unwrap().contains("rank 0"));
+        assert!(reported("h NCCL WARN Verdict: NOT_LAUNCHED (late): rank 1").is_err());
+        assert!(reported("").is_err());
+        assert!(
+            left_alone(verdict)
+                .unwrap_err()
+                .contains("a verdict where nothing was wrong")
+        );
+    }
+}

@@ -1,0 +1,65 @@
+//! Memory of operations.
+
+use std::{fmt, sync::Arc};
+
+use anyhow::Result;
+
+use super::device::Device;
+
+/// Memory that operations work on while the host goes on: reached through raw pointers only while they are in flight.
+pub struct Buffer {
+    memory: *mut f32,
+    elements: usize,
+    device: Arc<dyn Device>,
+}
+
+impl fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Buffer")
+            .field("elements", &self.elements)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Buffer {
+    pub(super) fn new(device: &Arc<dyn Device>, elements: usize) -> Result<Self> {
+        let memory = device.allocate(elements * size_of::<f32>())?;
+        Ok(Self {
+            memory: memory.cast(),
+            elements,
+            device: Arc::clone(device),
+        })
+    }
+
+    /// Elements.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.elements
+    }
+
+    /// Whether it has no elements.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.elements == 0
+    }
+
+    /// Its content. No operation on it may be in flight: call [`super::Communicator::synchronise`] first.
+    pub fn get(&mut self) -> &mut [f32] {
+        // SAFETY: so many elements, zeroed at first, and ours; the exclusive borrow keeps other safe code away.
+        unsafe { std::slice::from_raw_parts_mut(self.memory, self.elements) }
+    }
+
+    pub(super) fn pointer(&self) -> *mut f32 {
+        self.memory
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: allocated by it with so many bytes; whoever drops a buffer has synchronised, or ends.
+        unsafe {
+            self.device
+                .free(self.memory.cast(), self.elements * size_of::<f32>());
+        };
+    }
+}

@@ -1,0 +1,164 @@
+//! The library's host device, by `ringsight.h`.
+#![expect(non_snake_case, reason = "fields are named as in the C ABI")]
+
+use std::{
+    alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
+    ffi::{c_int, c_void},
+    path::Path,
+    ptr,
+};
+
+use anyhow::{Context as _, Result, bail};
+use libloading::Library;
+
+use super::{
+    IN_PROGRESS, LastError,
+    device::{Device, GraphInstance, HostFunction, Stream},
+    functions,
+};
+
+functions! {
+    ringsightSetDevice: fn(c_int);
+    ringsightStreamCreate: fn(*mut Stream);
+    ringsightStreamDestroy: fn(Stream);
+    ringsightStreamSynchronize: fn(Stream);
+    ringsightStreamQuery: fn(Stream);
+    ringsightStreamBeginCapture: fn(Stream);
+    ringsightStreamEndCapture: fn(Stream, *mut *mut c_void);
+    ringsightGraphInstantiate: fn(*mut GraphInstance, *mut c_void);
+    ringsightGraphLaunch: fn(GraphInstance, Stream);
+    ringsightGraphDestroy: fn(*mut c_void);
+    ringsightGraphExecDestroy: fn(GraphInstance);
+    ringsightLaunchHostFunc: fn(Stream, HostFunction, *mut c_void);
+}
+
+pub(super) struct Host {
+    functions: Functions,
+    last_error: LastError,
+    // Dropped after the functions that point into it.
+    _library: Library,
+}
+
+/// What memory has to be aligned to: a cache line.
+const ALIGNMENT: usize = 64;
+
+impl Host {
+    /// # Safety
+    /// `file` is our implementation of NCCL's ABI.
+    pub(super) unsafe fn resolve(file: &Path) -> Result<Self> {
+        // SAFETY: as the caller says.
+        let library = unsafe { Library::new(file) }.with_context(|| format!("opening {}", file.display()))?;
+        // SAFETY: as above, and it is kept beside them.
+        let (functions, last_error) =
+            unsafe { (Functions::resolve(&library)?, LastError::resolve(&library)?) };
+        Ok(Self {
+            functions,
+            last_error,
+            _library: library,
+        })
+    }
+
+    fn check(&self, name: &str, result: c_int) -> Result<()> {
+        if result == 0 {
+            return Ok(());
+        }
+        bail!(
+            "{name} returned {result}: {}",
+            self.last_error.text(ptr::null_mut())
+        )
+    }
+
+    fn layout(bytes: usize) -> Result<Layout> {
+        // Of nothing there is an address, too.
+        Layout::from_size_align(bytes.max(1), ALIGNMENT).context("so much memory there is not")
+    }
+}
+
+/// Calls an entry point and names it if it fails.
+macro_rules! call {
+    ($self:ident.$name:ident($($argument:expr),*)) => {
+        $self.check(stringify!($name), ($self.functions.$name)($($argument),*))
+    };
+}
+
+impl Device for Host {
+    fn choose(&self, number: u32) -> Result<()> {
+        // SAFETY: no pointers.
+        unsafe { call!(self.ringsightSetDevice(number as c_int)) }
+    }
+
+    fn stream(&self) -> Result<Stream> {
+        let mut stream = ptr::null_mut();
+        // SAFETY: a valid place.
+        unsafe { call!(self.ringsightStreamCreate(&raw mut stream)) }?;
+        Ok(stream)
+    }
+
+    fn end(&self, stream: Stream) -> Result<()> {
+        // SAFETY: a live stream, used no more.
+        unsafe { call!(self.ringsightStreamDestroy(stream)) }
+    }
+
+    fn synchronise(&self, stream: Stream) -> Result<()> {
+        // SAFETY: a live stream.
+        unsafe { call!(self.ringsightStreamSynchronize(stream)) }
+    }
+
+    fn is_pending(&self, stream: Stream) -> Result<bool> {
+        // SAFETY: a live stream.
+        let result = unsafe { (self.functions.ringsightStreamQuery)(stream) };
+        if result == IN_PROGRESS {
+            return Ok(true);
+        }
+        self.check("ringsightStreamQuery", result)?;
+        Ok(false)
+    }
+
+    unsafe fn call(&self, stream: Stream, function: HostFunction, argument: *mut c_void) -> Result<()> {
+        // SAFETY: a live stream; of the argument the caller says so.
+        unsafe { call!(self.ringsightLaunchHostFunc(stream, function, argument)) }
+    }
+
+    fn begin_capture(&self, stream: Stream) -> Result<()> {
+        // SAFETY: a live stream.
+        unsafe { call!(self.ringsightStreamBeginCapture(stream)) }
+    }
+
+    fn end_capture(&self, stream: Stream) -> Result<GraphInstance> {
+        let (mut graph, mut instance) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: a live stream; valid places; the graph is used no more when it is destroyed, its instance lives on.
+        unsafe {
+            call!(self.ringsightStreamEndCapture(stream, &raw mut graph))?;
+            call!(self.ringsightGraphInstantiate(&raw mut instance, graph))?;
+            call!(self.ringsightGraphDestroy(graph))?;
+        }
+        Ok(instance)
+    }
+
+    fn replay(&self, graph: GraphInstance, stream: Stream) -> Result<()> {
+        // SAFETY: a live instance and stream.
+        unsafe { call!(self.ringsightGraphLaunch(graph, stream)) }
+    }
+
+    fn forget(&self, graph: GraphInstance) -> Result<()> {
+        // SAFETY: a live instance, used no more.
+        unsafe { call!(self.ringsightGraphExecDestroy(graph)) }
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<*mut c_void> {
+        let layout = Self::layout(bytes)?;
+        // SAFETY: of at least one byte.
+        let memory = unsafe { alloc_zeroed(layout) };
+        if memory.is_null() {
+            handle_alloc_error(layout);
+        }
+        Ok(memory.cast())
+    }
+
+    unsafe fn free(&self, memory: *mut c_void, bytes: usize) {
+        if let Ok(layout) = Self::layout(bytes) {
+            // SAFETY: allocated with this layout, as the caller says.
+            unsafe { dealloc(memory.cast(), layout) };
+        }
+    }
+}
