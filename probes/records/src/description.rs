@@ -1,6 +1,12 @@
 //! What does not fit into a record stands once per operation in a description entry of the shared pages.
 
-use core::sync::atomic::{AtomicU64, Ordering, fence};
+#[cfg(loom)]
+use loom::sync::atomic::{AtomicU64, Ordering};
+
+#[cfg(not(loom))]
+use core::sync::atomic::{AtomicU64, Ordering};
+
+use crate::sequence::SequenceLock;
 
 /// Everything about one operation on one rank; 208 bytes. Times are `CLOCK_MONOTONIC` nanoseconds, 0 = not yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -84,7 +90,7 @@ const _: () = assert!(size_of::<Description>() == 208 && align_of::<Description>
 /// A slot of the description table: a sequence lock over the words of one [`Description`]; 256 bytes.
 ///
 /// One writer at a time (the thread that owns the operation at that moment: caller, then device); readers in other
-/// processes retry. `version` is odd while a write is going on.
+/// processes retry.
 ///
 /// The times of [`Time`] come after the rest, without the lock, from threads that may be slow: by the time one stores the
 /// end of its operation, the slot may be another operation's. So each of these times has a check word, made of the time
@@ -93,11 +99,12 @@ const _: () = assert!(size_of::<Description>() == 208 && align_of::<Description>
 #[derive(Debug)]
 #[repr(C)]
 pub struct DescriptionSlot {
-    version: AtomicU64,
-    words: [AtomicU64; WORDS],
+    words: SequenceLock<WORDS>,
     checks: [AtomicU64; TIMES.len()],
 }
 
+// What loom has instead of atomics is larger.
+#[cfg(not(loom))]
 const _: () = assert!(size_of::<DescriptionSlot>() == 256);
 
 /// What stands beside time `ns` of operation `op`. Multiplied by an odd number, no two operations give the same; and those
@@ -109,21 +116,13 @@ const fn check(op: u32, ns: u64) -> u64 {
 impl DescriptionSlot {
     /// Replaces the whole entry.
     pub fn write(&self, description: &Description) {
-        let version = self.version.load(Ordering::Relaxed) | 1;
-        // The odd version must be visible before any word changes: the release fence orders this store before the
-        // word stores below for every reader that sees one of them and then issues its acquire fence.
-        self.version.store(version, Ordering::Relaxed);
-        fence(Ordering::Release);
         // SAFETY: `Description` is `repr(C)`, a multiple of 8 bytes, without padding, and plain data.
         let words = unsafe { &*core::ptr::from_ref(description).cast::<[u64; WORDS]>() };
-        for (slot, word) in self.words.iter().zip(words) {
-            slot.store(*word, Ordering::Relaxed);
-        }
-        for (slot, time) in self.checks.iter().zip(TIMES) {
-            slot.store(check(description.op, words[time.word()]), Ordering::Relaxed);
-        }
-        // Release: whoever reads this even version also reads the words above.
-        self.version.store(version.wrapping_add(1), Ordering::Release);
+        self.words.write(words, || {
+            for (slot, time) in self.checks.iter().zip(TIMES) {
+                slot.store(check(description.op, words[time.word()]), Ordering::Relaxed);
+            }
+        });
     }
 
     /// Sets one time (a field of [`Description`] by [`Time`]) if the slot still holds operation `op`. Needs no lock: the
@@ -136,14 +135,17 @@ impl DescriptionSlot {
 
     fn store_time(&self, op: u32, time: Time, ns: u64) {
         // Relaxed: a reader that must see both has read a record that was written after them.
-        self.words[time.word()].store(ns, Ordering::Relaxed);
+        self.words.word(time.word()).store(ns, Ordering::Relaxed);
         self.checks[time as usize].store(check(op, ns), Ordering::Relaxed);
     }
 
     /// The operation number that the slot holds now.
     #[must_use]
     pub fn op(&self) -> u32 {
-        let word = self.words[core::mem::offset_of!(Description, op) / 8].load(Ordering::Acquire);
+        let word = self
+            .words
+            .word(core::mem::offset_of!(Description, op) / 8)
+            .load(Ordering::Acquire);
         // `op` is the first half of its word.
         if cfg!(target_endian = "little") {
             word as u32
@@ -155,33 +157,17 @@ impl DescriptionSlot {
     /// The entry of operation `op`; `None` if the slot holds another operation or is being rewritten without end.
     #[must_use]
     pub fn read(&self, op: u32) -> Option<Description> {
-        for _ in 0..64 {
-            // Acquire: the words read below are at least as new as this version.
-            let before = self.version.load(Ordering::Acquire);
-            if before & 1 == 1 {
-                core::hint::spin_loop();
-                continue;
-            }
-            let mut words = [0u64; WORDS];
-            for (word, slot) in words.iter_mut().zip(&self.words) {
-                *word = slot.load(Ordering::Relaxed);
-            }
+        let words = self.words.read(|words| {
             for (slot, time) in self.checks.iter().zip(TIMES) {
                 let word = &mut words[time.word()];
                 if slot.load(Ordering::Relaxed) != check(op, *word) {
                     *word = 0;
                 }
             }
-            // Pairs with the writer's release fence: had a word above come from a later write, the version load below
-            // would see at least that write's odd version.
-            fence(Ordering::Acquire);
-            if self.version.load(Ordering::Relaxed) == before {
-                // SAFETY: `Description` is plain data of exactly `WORDS` words; every bit pattern is valid.
-                let description = unsafe { core::mem::transmute::<[u64; WORDS], Description>(words) };
-                return (description.op == op && before != 0).then_some(description);
-            }
-        }
-        None
+        })?;
+        // SAFETY: `Description` is plain data of exactly `WORDS` words; every bit pattern is valid.
+        let description = unsafe { core::mem::transmute::<[u64; WORDS], Description>(words) };
+        (description.op == op).then_some(description)
     }
 }
 
@@ -247,7 +233,9 @@ mod tests {
         slot.store_time(1, Time::DeviceEnd, 1001);
         assert_eq!(end_of(4097), Some(0), "not its own");
         // Or between its two stores, after which the other operation's own time comes.
-        slot.words[Time::DeviceEnd.word()].store(1002, Ordering::Relaxed);
+        slot.words
+            .word(Time::DeviceEnd.word())
+            .store(1002, Ordering::Relaxed);
         assert_eq!(end_of(4097), Some(0));
         slot.set_time(4097, Time::DeviceEnd, 2000);
         assert_eq!(end_of(4097), Some(2000));

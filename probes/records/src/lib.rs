@@ -16,6 +16,8 @@ pub mod probed;
 pub mod record;
 #[cfg(not(target_arch = "bpf"))]
 pub mod ring;
+#[cfg(not(target_arch = "bpf"))]
+mod sequence;
 pub mod vocabulary;
 
 #[cfg(not(target_arch = "bpf"))]
