@@ -7,6 +7,8 @@
 
 // eBPF has no compare-and-exchange of the width that the pages and the ring need; its programs touch neither.
 #[cfg(not(target_arch = "bpf"))]
+pub mod clock;
+#[cfg(not(target_arch = "bpf"))]
 pub mod description;
 #[cfg(not(target_arch = "bpf"))]
 mod lease;
@@ -20,6 +22,8 @@ pub mod ring;
 mod sequence;
 pub mod vocabulary;
 
+#[cfg(not(target_arch = "bpf"))]
+pub use clock::DeviceClock;
 #[cfg(not(target_arch = "bpf"))]
 pub use description::{Description, DescriptionSlot};
 pub use record::{Flags, Kind, ProbedRecord, Record, State};

@@ -11,6 +11,7 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::{
     Description, DescriptionSlot, Kind, VERSION,
+    clock::DeviceSlot,
     ring::{RingCursor, Slot},
     vocabulary::NAME_BYTES,
 };
@@ -26,6 +27,8 @@ pub const MAGIC: u64 = u64::from_le_bytes(*b"ringsigh");
 pub const COMM_ENTRIES: usize = 1024;
 /// Entries of each description table: how many operations may be in flight (or captured) at once and be described.
 pub const DESCRIPTION_ENTRIES: usize = 4096;
+/// Devices of which the pages say how their clocks stand: those with the lowest numbers.
+pub const DEVICES: usize = 16;
 /// Slots of the ring: a reader that drains each millisecond may be held up for 65 ms at 1 M records/s.
 pub const RING_SLOTS: usize = 1 << 16;
 
@@ -83,6 +86,8 @@ pub struct Header {
     /// Events by kind that readers have accounted for, by any carrier: read, or known to be lost. What `emitted` is ahead
     /// of it when a reader comes, its predecessor never saw.
     pub taken: [AtomicU64; Kind::LIMIT],
+    /// By device number.
+    pub devices: [DeviceSlot; DEVICES],
 }
 
 const _: () = assert!(size_of::<Header>() <= 4096);
@@ -384,6 +389,12 @@ impl Header {
         self.file_bytes = geometry.file_bytes as u64;
         put_text(&mut self.host, host);
         self.magic.store(MAGIC, Ordering::Release);
+    }
+
+    /// What is said of a device: [`DEVICES`] at most are.
+    #[must_use]
+    pub fn device(&self, number: i32) -> Option<&DeviceSlot> {
+        self.devices.get(usize::try_from(number).ok()?)
     }
 
     /// Counts an event of this kind; before the mask of the lease is looked at if it is sparse, so that what a reader does

@@ -20,7 +20,8 @@ pub enum Kind {
     ProxyStep = 4,
     /// What the proxy progress thread does besides transfers.
     ProxyCtrl = 5,
-    /// One channel of the operation's kernel on the device; `value` is the device timer.
+    /// One channel of the operation's kernel on the device; `value` is the device's timer in nanoseconds, 0 if what the device
+    /// told was lost. The time is when the timer was there (see [`crate::clock`]), without one when the library noticed.
     KernelCh = 6,
     /// An event of a network plugin (work request, socket call).
     NetPlugin = 7,
