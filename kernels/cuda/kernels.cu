@@ -1,4 +1,5 @@
 #include "channels.cuh"
+#include "clock.cuh"
 #include "exchange.cuh"
 #include "messages.cuh"
 #include "one_shot.cuh"
@@ -48,6 +49,11 @@ RINGSIGHT_EXCHANGES(RINGSIGHT_KERNEL)
   }
 RINGSIGHT_MESSAGES(ringsight_messages_elements, false)
 RINGSIGHT_MESSAGES(ringsight_messages_words, true)
+
+// What the timer shows; one thread.
+extern "C" __global__ void ringsight_clock(const __grid_constant__ ringsight::ClockArguments arguments) {
+  ringsight::answer_clock(arguments);
+}
 
 static_assert(sizeof(ringsight::LaneState) == 264, "LANE_STATE_BYTES in src/cuda/layout.rs");
 static_assert(sizeof(ringsight::OpState) == 8, "OP_STATE_BYTES in src/cuda/layout.rs");

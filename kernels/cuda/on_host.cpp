@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "channels.cuh"
+#include "clock.cuh"
 #include "exchange.cuh"
 #include "messages.cuh"
 #include "one_shot.cuh"
@@ -18,6 +19,9 @@ extern "C" void ringsight_run_block(const Arguments* arguments, u32 index, u32 b
   if (reduces) return Block<true>(*arguments, program, index, blocks, turn, lane_states.data(), op_states.data()).run();
   Block<false>(*arguments, program, index, blocks, turn, lane_states.data(), op_states.data()).run();
 }
+
+// `ringsight_clock`.
+extern "C" void ringsight_run_clock(const ClockArguments* arguments) { answer_clock(*arguments); }
 
 namespace {
 template <class E, class Op, u32 RANKS>

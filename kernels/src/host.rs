@@ -20,7 +20,7 @@ use self::{
 };
 use crate::{
     Fifo,
-    launch::{ChannelWork, Connections, Launch, Work},
+    launch::{ChannelWork, Connections, Launch, When, Work},
 };
 
 /// A launch that is ready to run, as often as it is replayed: what its works have to do step by step is laid out once.
@@ -227,7 +227,9 @@ impl Channel {
             let mut op = program.op.map(|op| &mut ops[op]);
             if let Some(op) = op.as_mut().filter(|op| !op.started) {
                 op.started = true;
-                launch.observer.channel_started(op.number, replay, *number);
+                launch
+                    .observer
+                    .channel_started(op.number, replay, *number, When::Now);
             }
             match program.advance(&work[program.work]) {
                 Advance::Waiting => {}
@@ -242,7 +244,9 @@ impl Channel {
                     if let Some(op) = op {
                         op.remaining -= 1;
                         if op.remaining == 0 {
-                            launch.observer.channel_stopped(op.number, replay, *number, false);
+                            launch
+                                .observer
+                                .channel_stopped(op.number, replay, *number, false, When::Now);
                         }
                     }
                     lane.at += 1;
@@ -258,7 +262,7 @@ impl Channel {
         for op in self.ops.iter().filter(|op| op.started && op.remaining > 0) {
             launch
                 .observer
-                .channel_stopped(op.number, replay, self.number, true);
+                .channel_stopped(op.number, replay, self.number, true, When::Now);
         }
     }
 }

@@ -143,13 +143,32 @@ impl AbortWord {
     }
 }
 
+/// When a device did what it tells of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum When {
+    /// Just now: who tells it is who does it.
+    Now,
+    /// What the device said of it was lost.
+    Past {
+        /// `CLOCK_MONOTONIC` when it had happened, at the latest.
+        host_ns: u64,
+    },
+    /// When its timer came to this.
+    At {
+        /// The device's timer, nanoseconds.
+        timer_ns: u64,
+        /// `CLOCK_MONOTONIC` then, as far as that is known; never later than now.
+        host_ns: u64,
+    },
+}
+
 /// What the device reports while it runs; on a GPU the kernel writes the same into a ring that the host drains.
 /// Called on the device's threads: must be quick and must not call the device.
 pub trait Observer: Send + Sync {
-    /// The first work of a channel for `op` begins; `replay` is 0 for an eager launch.
-    fn channel_started(&self, op: u32, replay: u32, channel: u8);
-    /// That channel's part of `op` is done (`aborted`: given up).
-    fn channel_stopped(&self, op: u32, replay: u32, channel: u8, aborted: bool);
+    /// The first work of a channel for `op` began; `replay` is 0 for an eager launch.
+    fn channel_started(&self, op: u32, replay: u32, channel: u8, when: When);
+    /// That channel's part of `op` was done (`aborted`: given up).
+    fn channel_stopped(&self, op: u32, replay: u32, channel: u8, aborted: bool, when: When);
     /// Something moved: called at least once in every stretch of time in which it did.
     fn moved(&self) {}
     /// The work of `op` on this channel found a slot whose tag is `theirs`: the rank at the other end does something

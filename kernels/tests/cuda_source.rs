@@ -13,7 +13,7 @@ use std::{
 };
 
 use ringsight_kernels::{
-    ChannelWork, Connections, Fifo, Launch, Work,
+    ChannelWork, Connections, Fifo, Launch, When, Work,
     cuda::{
         Arguments, EventKind, Head, LaunchControl, LaunchState, Program, Ring, program::runs, ring::Entry,
     },
@@ -104,10 +104,15 @@ fn run(launch: &Launch, replay: u32) {
         while let Some(event) = ring.next_event() {
             assert_eq!((event.launch, event.replay), (5, replay));
             let (op, channel, observer) = (event.op, event.channel, &launch.observer);
+            // The timer is the host's clock here.
+            let when = When::At {
+                timer_ns: event.value,
+                host_ns: event.value,
+            };
             match event.kind {
-                EventKind::Started => observer.channel_started(op, replay, channel),
-                EventKind::Stopped => observer.channel_stopped(op, replay, channel, false),
-                EventKind::Aborted => observer.channel_stopped(op, replay, channel, true),
+                EventKind::Started => observer.channel_started(op, replay, channel, when),
+                EventKind::Stopped => observer.channel_stopped(op, replay, channel, false, when),
+                EventKind::Aborted => observer.channel_stopped(op, replay, channel, true, when),
                 EventKind::Mismatch => observer.mismatch(op, replay, channel, event.value as u32),
             }
         }

@@ -369,6 +369,12 @@ impl Communicator {
             reserved: [0; 6],
         };
         pages::put_text(&mut entry.name, &self.config.name);
+        if let (Some(clock), Some(pages)) =
+            (device().ok().and_then(|device| device.clock()), observe::pages())
+            && let Some(slot) = pages.header().device(self.device)
+        {
+            slot.write(&clock);
+        }
         let claimed = observe::TableEntry::claim(&entry);
         // A slot that no table has says that the communicator is not described.
         let slot = claimed.as_ref().map_or(u64::MAX, |entry| entry.slot() as u64);

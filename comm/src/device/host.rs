@@ -19,7 +19,7 @@ use std::{
 };
 
 use ringsight_kernels::{Connections, Launch, host::Kernel};
-use ringsight_records::Algorithm;
+use ringsight_records::{Algorithm, DeviceClock};
 
 use self::{
     capture::Capturing,
@@ -132,6 +132,11 @@ fn check_address(name: &str, address: usize, bytes: usize) -> Result<()> {
 impl Device for HostDevice {
     fn name(&self) -> &'static str {
         "host"
+    }
+
+    fn clock(&self) -> Option<DeviceClock> {
+        // What its threads tell, they tell with the host's time.
+        Some(DeviceClock::of_host())
     }
 
     fn runs(&self, algorithm: Algorithm) -> bool {

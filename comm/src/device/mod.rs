@@ -2,6 +2,7 @@
 //!
 //! `RINGSIGHT_DEVICE=cuda|host` chooses (default `cuda`); there is no silent fallback.
 
+pub(crate) mod clock;
 pub mod cuda;
 pub mod host;
 
@@ -12,7 +13,7 @@ use std::{
 };
 
 use ringsight_kernels::Launch;
-use ringsight_records::{Algorithm, Protocol};
+use ringsight_records::{Algorithm, DeviceClock, Protocol};
 
 /// Opaque handle as it crosses the C ABI: the value of a `cudaStream_t`. 0 is the default stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
@@ -150,6 +151,10 @@ pub trait Device: Send + Sync + 'static {
     }
     /// Makes current what was.
     fn restore(&self, mark: Mark) -> Result<()>;
+    /// How its timer stands to the host's clock where that is known from the start.
+    fn clock(&self) -> Option<DeviceClock> {
+        None
+    }
     /// What has broken device number `device` for good, if anything has: nothing that was launched on it ends any more.
     fn check_health(&self, _device: i32) -> Result<()> {
         Ok(())

@@ -5,11 +5,33 @@ use std::sync::{
     atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering},
 };
 
-use ringsight_kernels::Observer;
+use ringsight_kernels::{Observer, When};
 use ringsight_records::{Kind, Record, State, description::Time};
 
 use super::reclaim::{Notes, Reclaim};
 use crate::{checks::Checks, few::Few, observe, plan::OpInfo};
+
+/// No time.
+const NEVER: u64 = u64::MAX;
+
+/// A time by two clocks.
+#[derive(Clone, Copy)]
+struct Moment {
+    host_ns: u64,
+    /// The device's timer; 0 if it is not known.
+    timer_ns: u64,
+}
+
+impl Moment {
+    fn new(when: When, now: u64) -> Self {
+        let (host_ns, timer_ns) = match when {
+            When::Now => (now, now),
+            When::Past { host_ns } => (host_ns, 0),
+            When::At { timer_ns, host_ns } => (host_ns, timer_ns),
+        };
+        Self { host_ns, timer_ns }
+    }
+}
 
 /// One operation of a plan while its kernel runs. Replays of a plan run one after another, so one state serves all.
 pub struct OpState {
@@ -20,8 +42,12 @@ pub struct OpState {
     proxy_ops: u32,
     /// Channels that have not stopped.
     remaining: AtomicU32,
-    /// When the first channel started, 0 if none has.
+    /// When the host learnt that the first channel had started, 0 if none has.
     start_ns: AtomicU64,
+    /// When the first channel started, as the device says; [`NEVER`] if none has.
+    first_ns: AtomicU64,
+    /// When the last one stopped, 0 if none has.
+    last_ns: AtomicU64,
     /// The replay that this was in.
     replay: AtomicU32,
     aborted: AtomicBool,
@@ -48,6 +74,8 @@ impl OpState {
             proxy_ops,
             remaining: AtomicU32::new(channels),
             start_ns: AtomicU64::new(0),
+            first_ns: AtomicU64::new(NEVER),
+            last_ns: AtomicU64::new(0),
             replay: AtomicU32::new(0),
             aborted: AtomicBool::new(false),
             completed: AtomicU32::new(0),
@@ -96,13 +124,13 @@ impl OpState {
         std::iter::once(&self.info).chain(&self.twin)
     }
 
-    fn channel_record(&self, state: State, now: u64, replay: u32, channel: u8) {
+    fn channel_record(&self, state: State, moment: Moment, replay: u32, channel: u8) {
         if observe::wants(Kind::KernelCh) {
             for info in self.infos() {
-                let record = info.record(Kind::KernelCh, state, now, replay);
+                let record = info.record(Kind::KernelCh, state, moment.host_ns, replay);
                 observe::emit(&Record {
                     channel,
-                    value: now,
+                    value: moment.timer_ns,
                     ..record
                 });
             }
@@ -116,6 +144,13 @@ impl OpState {
             self.aborted.store(true, Ordering::Relaxed);
             self.complete(now, 0);
         }
+    }
+
+    /// A channel was at work at that time.
+    fn note(&self, host_ns: u64) {
+        // Relaxed: who completes it has been told of every channel's end, after this.
+        self.first_ns.fetch_min(host_ns, Ordering::Relaxed);
+        self.last_ns.fetch_max(host_ns, Ordering::Relaxed);
     }
 
     /// Where it is.
@@ -150,12 +185,22 @@ impl OpState {
         self.remaining.store(self.channels, Ordering::Relaxed);
         let aborted = self.aborted.swap(false, Ordering::Relaxed);
         self.completed.store(replay.wrapping_add(1), Ordering::Relaxed);
+        let (first, last) = (
+            self.first_ns.swap(NEVER, Ordering::Relaxed),
+            self.last_ns.swap(0, Ordering::Relaxed),
+        );
+        // What was given up ended when that was noticed.
+        let end = if aborted || last == 0 { now } else { last };
         // Release: pairs with `seen`; who sees that it runs no more sees that it is completed.
-        let start = self.start_ns.swap(0, Ordering::Release);
+        let start = match self.start_ns.swap(0, Ordering::Release) {
+            0 => 0,
+            _ => first.min(end),
+        };
         let state = if aborted { State::ABORTED } else { State::STOP };
         for info in self.infos() {
-            observe::set_time(info.op, Time::DeviceEnd, now);
-            let record = info.record(Kind::OpCompleted, state, now, replay);
+            observe::set_time(info.op, Time::DeviceStart, start);
+            observe::set_time(info.op, Time::DeviceEnd, end);
+            let record = info.record(Kind::OpCompleted, state, end, replay);
             observe::emit(&Record {
                 value: start,
                 ..record
@@ -309,9 +354,11 @@ impl PlanObserver {
 }
 
 impl Observer for PlanObserver {
-    fn channel_started(&self, op: u32, replay: u32, channel: u8) {
+    fn channel_started(&self, op: u32, replay: u32, channel: u8, when: When) {
         let Some(state) = self.state(op) else { return };
         let now = observe::now_ns();
+        let moment = Moment::new(when, now);
+        state.note(moment.host_ns);
         self.stage.store(Stage::Running as u8, Ordering::Relaxed);
         // Release: pairs with `seen`, which then sees that the replay before is over. It is the same from all channels.
         state.replay.store(replay, Ordering::Release);
@@ -322,21 +369,23 @@ impl Observer for PlanObserver {
             .is_ok()
         {
             for info in state.infos() {
-                observe::set_time(info.op, Time::DeviceStart, now);
+                observe::set_time(info.op, Time::DeviceStart, moment.host_ns);
             }
         }
         if state.is_first(channel) {
-            state.channel_record(State::START, now, replay, channel);
+            state.channel_record(State::START, moment, replay, channel);
         }
     }
 
-    fn channel_stopped(&self, op: u32, replay: u32, channel: u8, aborted: bool) {
+    fn channel_stopped(&self, op: u32, replay: u32, channel: u8, aborted: bool, when: When) {
         let Some(state) = self.state(op) else { return };
         if !state.is_last(channel, aborted) {
             return;
         }
         let now = observe::now_ns();
-        state.channel_record(State::STOP, now, replay, channel);
+        let moment = Moment::new(when, now);
+        state.note(moment.host_ns);
+        state.channel_record(State::STOP, moment, replay, channel);
         if aborted {
             state.aborted.store(true, Ordering::Relaxed);
         }

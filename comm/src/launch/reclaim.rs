@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ringsight_kernels::{ChannelWork, Launch, Observer};
+use ringsight_kernels::{ChannelWork, Launch, Observer, When};
 
 use super::observer::{Contents, PlanObserver, Stage};
 use crate::{communicator::Communicator, communicator::lock, observe};
@@ -150,8 +150,8 @@ pub(crate) fn assemble(
 struct Nobody;
 
 impl Observer for Nobody {
-    fn channel_started(&self, _op: u32, _replay: u32, _channel: u8) {}
-    fn channel_stopped(&self, _op: u32, _replay: u32, _channel: u8, _aborted: bool) {}
+    fn channel_started(&self, _op: u32, _replay: u32, _channel: u8, _when: When) {}
+    fn channel_stopped(&self, _op: u32, _replay: u32, _channel: u8, _aborted: bool, _when: When) {}
     fn mismatch(&self, _op: u32, _replay: u32, _channel: u8, _theirs: u32) {}
     fn launch_finished(&self, _replay: u32, _aborted: bool) {}
 }

@@ -6,6 +6,9 @@
 // It refuses what the driver refuses: calls on a thread without a context, host memory that kernels were given without
 // registration is not noticed.
 //
+// With RINGSIGHT_MOCK_TIMER=OFFSET,PPM the timers that kernels read are so many nanoseconds ahead of the host's clock, and
+// gain on it.
+//
 // With RINGSIGHT_MOCK_KERNELS=skip, kernels of one shot move no data: a launch reports their run at once on the calling
 // thread, and events of streams are reached when they are recorded. What a call of the library takes then is the host's part
 // of it. ringsight_mock_calls gives the calls of this thread.
@@ -204,6 +207,7 @@ int devices() {
 }
 // Their addresses are the functions.
 char channels[2], peer_kernels[sizeof ringsight_peer_kernels / sizeof ringsight_peer_kernels[0]];
+char clock_kernel;
 bool is_channels(void* function) { return function == &channels[0] || function == &channels[1]; }
 Context contexts[16] = {{0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9}, {10}, {11}, {12}, {13}, {14}, {15}};
 thread_local Context* current = nullptr;
@@ -240,6 +244,22 @@ const bool skips = [] {
 // Calls of this thread that each operation may make: see ringsight_mock_calls.
 enum Counted { LAUNCH, RECORD, WAIT, CAPTURE, CURRENT, STREAM_ID, COUNTED };
 thread_local u64 calls[COUNTED];
+
+// The timer of a GPU is another clock than the host's.
+[[maybe_unused]] const bool has_timer = [] {
+  static u64 offset, since = steady_time();
+  static double gain;
+  const char* text = std::getenv("RINGSIGHT_MOCK_TIMER");
+  if (text == nullptr) return false;
+  char* rest;
+  offset = std::strtoull(text, &rest, 10);
+  if (*rest == ',') gain = std::strtod(rest + 1, nullptr) / 1e6;
+  timer = [] {
+    const u64 now = steady_time();
+    return now + offset + static_cast<u64>(static_cast<double>(now - since) * gain);
+  };
+  return true;
+}();
 
 // What a kernel of one block tells of its run.
 void report_run(const PeerCall& call) {
@@ -321,7 +341,8 @@ int cuCtxGetDevice(int* device) {
 
 int cuModuleLoadData(void** module, const void*) { return *module = contexts, SUCCESS; }
 int cuModuleGetFunction(void** function, void*, const char* name) {
-  if (std::strcmp(name, "ringsight_channels") == 0) *function = &channels[1];
+  if (std::strcmp(name, "ringsight_clock") == 0) *function = &clock_kernel;
+  else if (std::strcmp(name, "ringsight_channels") == 0) *function = &channels[1];
   else if (std::strcmp(name, "ringsight_channels_copy") == 0) *function = &channels[0];
   else {
     size_t number = 0;
@@ -536,6 +557,10 @@ int cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
 }
 int cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned,
                    unsigned shared_bytes, void* stream, void** parameters, void**) {
+  if (function == &clock_kernel) {
+    if (blocks != 1 || threads != 1) return INVALID_VALUE;
+    return add(stream, [arguments = *static_cast<ClockArguments*>(parameters[0])] { answer_clock(arguments); });
+  }
   calls[LAUNCH]++;
   if (skips && !is_channels(function) && !of(stream)->capture) {
     if (current == nullptr) return INVALID_CONTEXT;

@@ -243,8 +243,8 @@ mod tests {
 
     struct Nobody;
     impl crate::Observer for Nobody {
-        fn channel_started(&self, _: u32, _: u32, _: u8) {}
-        fn channel_stopped(&self, _: u32, _: u32, _: u8, _: bool) {}
+        fn channel_started(&self, _: u32, _: u32, _: u8, _: crate::When) {}
+        fn channel_stopped(&self, _: u32, _: u32, _: u8, _: bool, _: crate::When) {}
         fn mismatch(&self, _: u32, _: u32, _: u8, _: u32) {}
         fn launch_finished(&self, _: u32, _: bool) {}
     }

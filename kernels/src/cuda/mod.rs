@@ -1,5 +1,6 @@
 //! The device code of GPUs: kernels of `cuda/`, what they are given ([`layout`], [`program`]) and what they tell ([`ring`]).
 
+pub mod clock;
 pub mod exchange;
 pub mod layout;
 pub mod messages;
@@ -9,6 +10,7 @@ pub mod peers;
 pub mod program;
 pub mod ring;
 
+pub use clock::{CLOCK_KERNEL, ClockArguments, ClockPage};
 pub use exchange::EXCHANGE_THREADS;
 pub use layout::{Arguments, Head, LaunchControl, LaunchState};
 pub use messages::MESSAGES_THREADS;

@@ -11,15 +11,16 @@ use std::{
 };
 
 use ringsight_kernels::{
-    Launch,
+    Launch, When,
     cuda::{Event, EventKind, Ring, ring::Entry},
 };
 
 use super::{
+    clock::Clock,
     gpu::{Launches, Memory, Slot},
     release,
 };
-use crate::{communicator::lock, few::Few};
+use crate::{communicator::lock, few::Few, observe};
 
 /// How often the ring is looked at while something runs. Times come from the GPU: this is not their resolution.
 const BUSY: Duration = Duration::from_micros(20);
@@ -120,7 +121,7 @@ impl InFlight {
         self.slot
     }
 
-    fn tell(&mut self, event: &Event) {
+    fn tell(&mut self, event: &Event, clock: &Clock) {
         // The event of a later replay: the one before is over, though its end has not been looked at.
         while self.captured && event.replay > self.replay {
             self.finish(false);
@@ -139,30 +140,38 @@ impl InFlight {
         if event.replay != self.replay || told.stage == Stage::Stopped {
             return;
         }
+        let (op, replay, channel) = (event.op, event.replay, event.channel);
+        let host_ns = clock.host_ns(event.value);
+        let when = When::At {
+            timer_ns: event.value,
+            host_ns,
+        };
+        if event.kind == EventKind::Started {
+            if told.stage == Stage::Nothing {
+                observer.channel_started(op, replay, channel, when);
+            }
+            told.stage = Stage::Started;
+            return;
+        }
         if told.stage == Stage::Nothing {
-            observer.channel_started(event.op, event.replay, event.channel);
+            observer.channel_started(op, replay, channel, When::Past { host_ns });
         }
-        told.stage = Stage::Started;
-        if event.kind != EventKind::Started {
-            told.stage = Stage::Stopped;
-            observer.channel_stopped(
-                event.op,
-                event.replay,
-                event.channel,
-                event.kind == EventKind::Aborted,
-            );
-        }
+        told.stage = Stage::Stopped;
+        observer.channel_stopped(op, replay, channel, event.kind == EventKind::Aborted, when);
     }
 
     /// The present run is over. What was done and not told was lost, and is made up for.
     fn finish(&mut self, aborted: bool) {
         let observer = &self.launch.observer;
+        let lost = When::Past {
+            host_ns: observe::now_ns(),
+        };
         for told in self.told.iter_mut() {
             if !aborted && told.stage == Stage::Nothing {
-                observer.channel_started(told.op, self.replay, told.channel);
+                observer.channel_started(told.op, self.replay, told.channel, lost);
             }
             if !aborted && told.stage != Stage::Stopped {
-                observer.channel_stopped(told.op, self.replay, told.channel, false);
+                observer.channel_stopped(told.op, self.replay, told.channel, false, lost);
             }
             told.stage = Stage::Nothing;
         }
@@ -190,6 +199,10 @@ impl InFlight {
 
 /// The thread's state.
 pub(super) struct Drain {
+    device: i32,
+    clock: Clock,
+    /// Events written over before they were read, as told.
+    overwritten: u64,
     entries: Arc<Memory<Entry>>,
     launches: Arc<Launches>,
     /// By number, which is the order of their launch as long as numbers do not begin anew.
@@ -202,8 +215,16 @@ pub(super) struct Drain {
 }
 
 impl Drain {
-    pub(super) fn new(entries: Arc<Memory<Entry>>, launches: Arc<Launches>) -> Self {
+    pub(super) fn new(
+        device: i32,
+        entries: Arc<Memory<Entry>>,
+        launches: Arc<Launches>,
+        clock: Clock,
+    ) -> Self {
         Self {
+            device,
+            clock,
+            overwritten: 0,
             entries,
             launches,
             in_flight: BTreeMap::new(),
@@ -257,6 +278,19 @@ impl Drain {
         }
     }
 
+    /// Tells observers how many events were written over.
+    fn tell_overwritten(&mut self, overwritten: u64) {
+        let more = overwritten - self.overwritten;
+        if more == 0 {
+            return;
+        }
+        self.overwritten = overwritten;
+        let pages = observe::pages();
+        if let Some(slot) = pages.and_then(|pages| pages.header().device(self.device)) {
+            slot.overwritten.fetch_add(more, Ordering::Relaxed);
+        }
+    }
+
     /// Looks at everything once; says whether anything was new.
     fn pass(&mut self, ring: &mut Ring<'_>) -> bool {
         self.take();
@@ -268,15 +302,19 @@ impl Drain {
         }
         let mut moved = false;
         while let Some(event) = ring.next_event() {
-            moved = true;
+            if !moved {
+                self.clock.look();
+                moved = true;
+            }
             if !self.in_flight.contains_key(&event.launch) {
                 // Entered after the others were taken: that comes before it begins.
                 self.take();
             }
             if let Some(launch) = self.in_flight.get_mut(&event.launch) {
-                launch.tell(&event);
+                launch.tell(&event, &self.clock);
             }
         }
+        self.tell_overwritten(ring.lost());
         for (number, runs, aborted) in self.looks.drain(..) {
             let Some(launch) = self.in_flight.get_mut(&number) else {
                 continue;

@@ -14,10 +14,14 @@ use cudarc::driver::sys::{
 };
 use ringsight_kernels::{
     Launch, WorkError,
-    cuda::{self, CHANNEL_KERNELS, Head, LaunchControl, LaunchState, PeerLaunch, Program, ring::Entry},
+    cuda::{
+        self, CHANNEL_KERNELS, CLOCK_KERNEL, Head, LaunchControl, LaunchState, PeerLaunch, Program,
+        ring::Entry,
+    },
 };
 
 use super::{
+    clock::{Clock, Sampler},
     drain::{Drain, Entered},
     driver::{OutsideCapture, Pinned, attribute, call, check},
 };
@@ -75,7 +79,7 @@ impl<T> Memory<T> {
     ///
     /// # Safety
     /// Zeros must be a `T`, and a `T` needs no drop.
-    unsafe fn new(count: usize) -> Result<Self> {
+    pub(super) unsafe fn new(count: usize) -> Result<Self> {
         Ok(Self {
             pinned: Pinned::new(count * size_of::<T>())?,
             _of: std::marker::PhantomData,
@@ -195,7 +199,8 @@ impl Gpu {
         let (mut context, mut module) = (std::ptr::null_mut(), std::ptr::null_mut());
         let mut channels = [std::ptr::null_mut(); CHANNEL_KERNELS.len()];
         let mut peer_kernels = Vec::new();
-        let mut stream = std::ptr::null_mut();
+        let (mut stream, mut clock_stream) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let mut clock_kernel = std::ptr::null_mut();
         // SAFETY: handles are written to the locals; the image is a fat binary of nvcc's. Setting an attribute loads the
         // kernel now: loaded at its first launch, it would wait for kernels that wait for it.
         unsafe {
@@ -220,10 +225,22 @@ impl Gpu {
                 ))?;
                 peer_kernels.push(kernel);
             }
-            call!(cuStreamCreate(
-                &raw mut stream,
-                CUstream_flags::CU_STREAM_NON_BLOCKING as u32
+            call!(cuModuleGetFunction(
+                &raw mut clock_kernel,
+                module,
+                CLOCK_KERNEL.as_ptr()
             ))?;
+            call!(cuFuncSetAttribute(
+                clock_kernel,
+                CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                0
+            ))?;
+            for stream in [&mut stream, &mut clock_stream] {
+                call!(cuStreamCreate(
+                    stream,
+                    CUstream_flags::CU_STREAM_NON_BLOCKING as u32
+                ))?;
+            }
         }
         let ticket = zeroed(size_of::<u64>(), stream)?;
         // SAFETY: entries are atomics.
@@ -233,7 +250,15 @@ impl Gpu {
         lock(&launches.exchange).free = slots(stream)?;
         let programs = (0..PROGRAMS).map(|_| Pinned::new(PROGRAM_BYTES));
         let programs = programs.collect::<Result<Vec<_>>>()?;
-        let drain = Drain::new(entries.clone(), launches.clone());
+        let clock = Clock::new(Sampler {
+            device,
+            context,
+            kernel: clock_kernel,
+            stream: clock_stream,
+            // SAFETY: atomics and integers.
+            page: unsafe { Memory::new(1) }?,
+        });
+        let drain = Drain::new(device, entries.clone(), launches.clone(), clock);
         thread::Builder::new()
             .name(format!("rs-gpu-{device}"))
             .spawn(move || drain.run())

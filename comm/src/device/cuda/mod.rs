@@ -6,6 +6,7 @@
 //! call of the driver.
 
 mod captures;
+mod clock;
 mod drain;
 mod driver;
 mod gpu;

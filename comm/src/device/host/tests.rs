@@ -7,7 +7,7 @@ use std::sync::{
     atomic::{AtomicU32, AtomicUsize, Ordering},
 };
 
-use ringsight_kernels::{AbortWord, ChannelWork, Connections, Fifo, Observer, Scalar, Work};
+use ringsight_kernels::{AbortWord, ChannelWork, Connections, Fifo, Observer, Scalar, When, Work};
 use ringsight_records::{DataType, Function, ReduceOp};
 
 use super::*;
@@ -199,8 +199,8 @@ fn a_panic_on_the_device_is_a_fault_of_its_stream() {
 
 struct Told(AtomicU32);
 impl Observer for Told {
-    fn channel_started(&self, _: u32, _: u32, _: u8) {}
-    fn channel_stopped(&self, _: u32, _: u32, _: u8, _: bool) {}
+    fn channel_started(&self, _: u32, _: u32, _: u8, _: When) {}
+    fn channel_stopped(&self, _: u32, _: u32, _: u8, _: bool, _: When) {}
     fn mismatch(&self, _: u32, _: u32, _: u8, _: u32) {}
     fn launch_finished(&self, replay: u32, _: bool) {
         self.0.store(replay + 1, Ordering::Relaxed);

@@ -13,7 +13,7 @@ use std::{
     },
 };
 
-use ringsight_kernels::{Connections, Fifo, Observer, Scalar, Work, fifo::PRODUCER_BYTES};
+use ringsight_kernels::{Connections, Fifo, Observer, Scalar, When, Work, fifo::PRODUCER_BYTES};
 use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
 use super::{run, runs};
@@ -65,10 +65,10 @@ enum Seen {
 #[derive(Default)]
 pub(crate) struct Log(Mutex<Vec<Seen>>);
 impl Observer for Log {
-    fn channel_started(&self, op: u32, replay: u32, channel: u8) {
+    fn channel_started(&self, op: u32, replay: u32, channel: u8, _: When) {
         self.0.lock().unwrap().push(Seen::Started(op, replay, channel));
     }
-    fn channel_stopped(&self, op: u32, replay: u32, channel: u8, aborted: bool) {
+    fn channel_stopped(&self, op: u32, replay: u32, channel: u8, aborted: bool, _: When) {
         self.0
             .lock()
             .unwrap()
