@@ -127,6 +127,12 @@ impl Collector {
                 self.communicators.watch(process);
             }
             Sample::Communicator { pid, communicator } => self.communicators.enter(*pid, communicator),
+            Sample::Device {
+                pid,
+                device,
+                clock: Some(clock),
+                ..
+            } => self.communicators.tick(*pid, *device, *clock),
             Sample::Record { pid, record, .. } if record.kind == Kind::CommDestroy as u8 => {
                 self.communicators.destroyed(record.comm, *pid, record.rank);
             }

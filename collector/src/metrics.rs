@@ -282,6 +282,14 @@ impl Metrics {
                 own(text, attribute(), MetricData::Counter(missed));
             }
         }
+        if readings.counts.overwritten > 0 {
+            let text = (
+                "ccl.device.events.overwritten",
+                "Starts and ends that devices overwrote before they were read",
+                "{event}",
+            );
+            own(text, Vec::new(), MetricData::Counter(readings.counts.overwritten));
+        }
         let dropped = readings.given_up_by_reason();
         for (reason, count) in dropped.into_iter().filter(|(_, count)| *count > 0) {
             let text = (

@@ -30,6 +30,8 @@ pub struct Summary {
     pub lost: u64,
     /// Events that happened while no collector was attached, after an earlier one, all kinds.
     pub missed: u64,
+    /// Starts and ends of operations that devices overwrote before they were read: those operations have no device times.
+    pub device_events_overwritten: u64,
     /// Operations still running at the end.
     pub unfinished: u64,
     /// Operations and instances that could not be completed or named, by reason.

@@ -9,8 +9,8 @@ use std::{
 };
 
 use ringsight_records::{
-    Kind, Record,
-    pages::{Geometry, Holder, MEMFD_NAME, Pages, Reader, text},
+    DeviceClock, Kind, Record,
+    pages::{DEVICES, Geometry, Holder, MEMFD_NAME, Pages, Reader, text},
     ring,
 };
 
@@ -44,6 +44,8 @@ pub(crate) struct Mapped {
     pub(crate) begins: u64,
     /// Communicators that were handed on.
     pub(crate) seen: Seen,
+    /// By device: its clock, and events overwritten there, as handed on; those of before are nobody's matter.
+    pub(crate) devices: [(Option<DeviceClock>, u64); DEVICES],
     held_up_since: Option<u64>,
     lost_reported: ByKind,
     /// Emitted and lost when the ring was armed.
@@ -127,6 +129,7 @@ impl Mapped {
             wanted: 0,
             begins: 0,
             seen: Vec::new(),
+            devices: [(None, 0); DEVICES],
             held_up_since: None,
             lost_reported: [0; Kind::LIMIT],
             baseline: ([0; Kind::LIMIT], [0; Kind::LIMIT]),
@@ -181,6 +184,12 @@ impl Mapped {
         }
         (self.lease, self.renewed_ns, self.wanted, self.begins) = (Some(term), now, mask, begins);
         self.baseline = (emitted, lost);
+        if let Some(pages) = self.view() {
+            let overwritten = devices(&pages).map(|(_, overwritten)| overwritten);
+            for (seen, overwritten) in self.devices.iter_mut().zip(overwritten) {
+                seen.1 = overwritten;
+            }
+        }
         self.lost_reported = lost;
         Ok(Some(Base { emitted, taken }))
     }
@@ -345,6 +354,12 @@ impl Mapped {
             self.view().map_or(self.baseline, |pages| counters(&pages)),
         )
     }
+}
+
+/// What the pages say of each device: its clock, and how many events were overwritten there.
+pub(crate) fn devices(pages: &Pages<'_>) -> [(Option<DeviceClock>, u64); DEVICES] {
+    let slots = pages.header().devices.each_ref();
+    slots.map(|slot| (slot.read(), slot.overwritten.load(Ordering::Relaxed)))
 }
 
 fn counters(pages: &Pages<'_>) -> (ByKind, ByKind) {

@@ -2,7 +2,7 @@
 
 use std::{path::PathBuf, sync::Arc};
 
-use ringsight_records::{DataType, Description, Function, Kind, Record, ReduceOp, pages};
+use ringsight_records::{DataType, Description, DeviceClock, Function, Kind, Record, ReduceOp, pages};
 
 /// How a record came.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -24,6 +24,17 @@ pub enum Sample {
         pid: u32,
         /// Its entry.
         communicator: Box<pages::Communicator>,
+    },
+    /// How a device's timer stands to the host's clock, or that events were lost there; whenever one has changed.
+    Device {
+        /// Process.
+        pid: u32,
+        /// Device number, as its communicators' entries have it.
+        device: i32,
+        /// Its clock, as last found; `None` if the process has not said.
+        clock: Option<DeviceClock>,
+        /// Starts and ends of operations that the device overwrote before they were read, since the last such sample.
+        overwritten: u64,
     },
     /// An event.
     Record {

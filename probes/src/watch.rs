@@ -11,7 +11,7 @@ use ringsight_records::{
 use crate::{
     account::{Account, Base},
     error::AttachError,
-    pages::{ByKind, Hold, Mapped},
+    pages::{ByKind, Hold, Mapped, devices},
     sample::{Carrier, HostCall, Sample},
     signature,
     stats::Counters,
@@ -234,6 +234,7 @@ impl Watched {
     /// The end: what was emitted and has not come is missed or lost, whatever the carriers say.
     pub(crate) fn close(&mut self, samples: &mut Vec<Sample>) {
         self.lost(samples);
+        self.devices(samples);
         let Some(pages) = &self.pages else { return };
         let emitted = self.end.unwrap_or_else(|| pages.emitted());
         self.missed(&emitted, samples);
@@ -333,6 +334,26 @@ impl Watched {
         if self.pages.is_some() && now_ns.saturating_sub(self.looked_ns) >= LOOK_NS {
             self.looked_ns = now_ns;
             self.communicators(samples);
+            self.devices(samples);
+        }
+    }
+
+    /// Hands on what devices' clocks show now, and what they overwrote.
+    fn devices(&mut self, samples: &mut Vec<Sample>) {
+        let Some(pages) = &mut self.pages else { return };
+        let Some(now) = pages.view().map(|pages| devices(&pages)) else {
+            return;
+        };
+        for (device, (now, seen)) in (0..).zip(now.iter().zip(&mut pages.devices)) {
+            if now != seen {
+                samples.push(Sample::Device {
+                    pid: self.pid,
+                    device,
+                    clock: now.0,
+                    overwritten: now.1.wrapping_sub(seen.1),
+                });
+                *seen = *now;
+            }
         }
     }
 

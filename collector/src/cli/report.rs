@@ -49,6 +49,7 @@ pub(super) fn summarise(
         operations_left_out: if rows.is_empty() { 0 } else { left_out },
         lost: readings.counts.lost_total(),
         missed: readings.counts.missed_total(),
+        device_events_overwritten: readings.counts.overwritten,
         unfinished: collector.unfinished(),
         given_up: summary::given_up(&readings),
         duration_s,

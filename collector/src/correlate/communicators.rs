@@ -4,7 +4,7 @@ use std::{collections::VecDeque, sync::Arc};
 
 use ringsight_exporters::model::Resource;
 use ringsight_probes::sample::Process;
-use ringsight_records::pages;
+use ringsight_records::{DeviceClock, pages};
 use rustc_hash::FxHashMap;
 
 use crate::{
@@ -68,6 +68,8 @@ pub struct Communicators {
     processes: FxHashMap<u32, Arc<Watched>>,
     resources: FxHashMap<(u32, u32), Arc<Resource>>,
     destroyed: VecDeque<(u64, u32, u32)>,
+    /// By process and device number.
+    clocks: FxHashMap<(u32, i32), DeviceClock>,
     service: resource::Service,
     names: resource::Names,
 }
@@ -161,6 +163,17 @@ impl Communicators {
         }
     }
 
+    /// What is known of a device's clock in a process.
+    pub fn tick(&mut self, pid: u32, device: i32, clock: DeviceClock) {
+        self.clocks.insert((pid, device), clock);
+    }
+
+    /// The clock of a device as a process has found it.
+    #[must_use]
+    pub fn device_clock(&self, pid: u32, device: i32) -> Option<&DeviceClock> {
+        self.clocks.get(&(pid, device))
+    }
+
     /// A rank of a communicator was destroyed. It stays known for a while, as its last operations are not settled yet.
     pub fn destroyed(&mut self, comm: u64, pid: u32, rank: u32) {
         self.destroyed.push_back((comm, pid, rank));
@@ -175,6 +188,7 @@ impl Communicators {
     pub fn exited(&mut self, pid: u32) {
         self.processes.remove(&pid);
         self.resources.retain(|(of, _), _| *of != pid);
+        self.clocks.retain(|(of, _), _| *of != pid);
         self.destroyed.retain(|(_, of, _)| *of != pid);
         let ids: Vec<u64> = self.known.keys().copied().collect();
         for id in ids {

@@ -20,7 +20,7 @@ use rustc_hash::FxHashMap;
 pub use group::Group;
 pub use host_group::HostGroup;
 use host_group::HostGroups;
-pub use operation::{RankOperation, Verdict};
+pub use operation::{KernelChannel, RankOperation, Verdict};
 pub use target::Given;
 use target::Target;
 
@@ -74,6 +74,9 @@ pub struct Counts {
     pub lost_other: u64,
     /// Events of the time between an earlier reader's end and this one's beginning that never came.
     pub missed: [u64; Kind::LIMIT],
+    /// Starts and ends of operations that devices overwrote before the library had read them: those operations have no device
+    /// times.
+    pub overwritten: u64,
     /// Records that came through a probe function: hits of a uprobe.
     pub probe_hits: u64,
     /// Records of a kind or version that this collector does not know.
@@ -215,6 +218,14 @@ impl Correlator {
                 let (group, ended) = self.host_groups.call(&call);
                 finished.push(Finished::Call(call, group));
                 finished.extend(ended.map(Finished::HostGroup));
+            }
+            Sample::Device { pid, overwritten, .. } => {
+                self.counts.overwritten = self.counts.overwritten.saturating_add(overwritten);
+                // Records of theirs come all the same, without the device's times.
+                debug_assert!(
+                    self.by_pid.contains_key(&pid),
+                    "a sample of a process comes after it"
+                );
             }
             Sample::Communicator { .. } => {}
         }

@@ -14,6 +14,29 @@ pub struct KernelChannel {
     pub start_ns: u64,
     /// Ended; 0 = not seen.
     pub stop_ns: u64,
+    /// The device's timer then, nanoseconds; 0 = not known.
+    pub start_timer_ns: u64,
+    /// And at the end.
+    pub stop_timer_ns: u64,
+}
+
+impl KernelChannel {
+    /// How long it took by the device's timer, nanoseconds; `None` where that is not known.
+    #[must_use]
+    pub fn device_ns(&self) -> Option<u64> {
+        let known = self.start_timer_ns != 0 && self.stop_timer_ns != 0;
+        known.then(|| self.stop_timer_ns.checked_sub(self.start_timer_ns))?
+    }
+
+    /// When it began and ended. The device's timer tells how long it took: what is known of the host's time by the end may not be
+    /// what was known of it by the beginning.
+    #[must_use]
+    pub fn times(&self) -> (u64, u64) {
+        match self.device_ns() {
+            Some(took) if self.start_ns != 0 => (self.start_ns, self.start_ns.saturating_add(took)),
+            _ => (self.start_ns, self.stop_ns),
+        }
+    }
 }
 
 /// Why the library's watchdog says that an operation does not end.
@@ -285,15 +308,19 @@ impl RankOperation {
                 channel: record.channel,
                 start_ns: 0,
                 stop_ns: 0,
+                start_timer_ns: 0,
+                stop_timer_ns: 0,
             });
             self.channels.len() - 1
         });
         let channel = &mut self.channels[at];
         if record.state == State::START {
             channel.start_ns = record.time_ns;
+            channel.start_timer_ns = record.value;
         } else if record.state == State::KERNEL_CH_STOP || (stop && channel.stop_ns == 0) {
             // The device's stop time is the better one where both come.
             channel.stop_ns = record.time_ns;
+            channel.stop_timer_ns = record.value;
         }
     }
 

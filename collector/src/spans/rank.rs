@@ -9,7 +9,7 @@ use super::{Range, SpanCounts, bytes_of, group_key, int, link, names, resource_o
 use crate::{
     clock::Clock,
     correlate::{
-        RankOperation, Verdict,
+        KernelChannel, RankOperation, Verdict,
         communicators::{Communicator, Communicators},
         proxy::{ProxyOperation, STEP_STATES},
     },
@@ -84,8 +84,9 @@ impl Part<'_> {
         }
         let device = Range::of(part.device, range);
         for channel in &part.channels {
-            range.hold(channel.start_ns);
-            range.hold(channel.stop_ns);
+            let (start, stop) = channel.times();
+            range.hold(start);
+            range.hold(stop);
         }
         for verdict in &part.verdicts {
             range.hold(verdict.time_ns);
@@ -156,16 +157,19 @@ impl Part<'_> {
         }
         for channel in &part.channels {
             counts.count(Role::KernelChannel);
-            let inner = Range::of((channel.start_ns, channel.stop_ns), device);
+            let inner = Range::of(channel.times(), device);
             let key = SpanKey {
                 role: Role::KernelChannel,
                 channel: u32::from(channel.channel),
                 ..key
             };
-            let attributes = vec![
+            let mut attributes = vec![
                 rank_attribute(),
                 ("ccl.channel.id", Value::Int(i64::from(channel.channel))),
+                timing_source(channel.device_ns().is_some()),
             ];
+            attributes.extend(channel.device_ns().map(|ns| ("ccl.device.duration", seconds(ns))));
+            attributes.extend(self.device_uncertainty(channel));
             spans.push(child(key, "kernel channel", inner, attributes, Vec::new()));
         }
         for proxy in &part.proxies {
@@ -226,7 +230,9 @@ impl Part<'_> {
         if part.replay != 0 {
             attributes.push(("ccl.graph.replay", Value::Int(i64::from(part.replay))));
         }
-        attributes.push(("ccl.timing.source", Value::Static("device")));
+        attributes.push(timing_source(
+            part.channels.iter().all(|channel| channel.device_ns().is_some()),
+        ));
         if part.device.0 != 0 && part.device.1 >= part.device.0 {
             attributes.push(("ccl.device.duration", seconds(part.device.1 - part.device.0)));
         }
@@ -235,6 +241,15 @@ impl Part<'_> {
         }
         attributes.push(("ccl.complete", Value::Bool(part.complete)));
         attributes
+    }
+
+    /// How far off the host's times of a channel can be, by what is known of the device's clock.
+    fn device_uncertainty(&self, channel: &KernelChannel) -> Option<Attribute> {
+        let part = self.part;
+        let member = self.communicator?.member(part.pid, part.rank)?;
+        let clock = self.communicators.device_clock(part.pid, member.device)?;
+        let off = clock.uncertainty_at(channel.device_ns().map(|_| channel.start_timer_ns)?);
+        Some(("ccl.clock.device.uncertainty", seconds(off)))
     }
 
     fn links(&self, ids: &Ids<'_>) -> Vec<ringsight_exporters::model::SpanLink> {
@@ -296,6 +311,12 @@ impl Part<'_> {
         events.sort_by_key(|event| event.unix_ns);
         events
     }
+}
+
+/// Whose times an operation's or channel's are.
+fn timing_source(device: bool) -> Attribute {
+    let source = if device { "device" } else { "host" };
+    ("ccl.timing.source", Value::Static(source))
 }
 
 fn proxy_attributes(proxy: &ProxyOperation, attributes: &mut Vec<Attribute>) {
