@@ -46,6 +46,9 @@ mod sender;
 mod settings;
 mod timers;
 
+#[cfg(test)]
+mod model;
+
 pub use health::{Health, NicVerdict, PathHealth, PathId, PathState, PortId, Scope};
 pub use links::{Cause, End, Link, LinkState, MAX_PATHS, PathSet, PathView, Status, Work};
 pub use message::{Address, MESSAGE_BYTES, Message};

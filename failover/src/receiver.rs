@@ -31,8 +31,6 @@ struct Path {
     backoff: Duration,
     /// Ours, to offer again.
     own: Option<Address>,
-    /// The sender's.
-    peer: Option<Address>,
     /// Probes still to succeed.
     probes: u8,
     /// One of them is out.
@@ -81,7 +79,6 @@ impl<R: Rules> Receiver<R> {
             port_up: true,
             backoff: settings.backoff,
             own: None,
-            peer: None,
             probes: 0,
             probing: false,
         };
@@ -353,11 +350,9 @@ impl<R: Rules> Receiver<R> {
             Message::Accept { link, address }
                 if self.is_newest(link) && self.at(link.path).state == LinkState::Offered =>
             {
-                let path = self.at_mut(link.path);
-                let peer = R::peer_address(address, path.peer);
-                (path.peer, path.state) = (Some(peer), LinkState::Connecting);
+                self.at_mut(link.path).state = LinkState::Connecting;
                 self.settle();
-                out.push(Action::Connect { link, peer });
+                out.push(Action::Connect { link, peer: address });
             }
             Message::GaveUp => self.give_up(Reason::Peer, out),
             _ => {}
@@ -600,5 +595,17 @@ impl<R: Rules> Receiver<R> {
 
     fn at_mut(&mut self, path: u8) -> &mut Path {
         &mut self.paths[usize::from(path)]
+    }
+}
+#[cfg(test)]
+impl<R: Rules> Receiver<R> {
+    /// Has a timer be over, whatever the time.
+    pub(crate) fn fire_now(&mut self, timer: Timer, out: &mut Vec<Action>) {
+        self.timers.clear(timer);
+        self.fire(Duration::ZERO, timer, out);
+    }
+
+    pub(crate) fn armed(&self) -> impl Iterator<Item = Timer> {
+        self.timers.armed()
     }
 }

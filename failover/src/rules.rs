@@ -1,9 +1,11 @@
 //! Decisions that exactly-once delivery hangs on, each a function, so that the model can show what happens without one.
 
-use crate::{Address, Status};
+use std::{fmt::Debug, hash::Hash};
+
+use crate::Status;
 
 /// What the machines ask at the points that matter. There is one right answer each: [`Sound`]'s.
-pub trait Rules: Clone {
+pub trait Rules: Clone + PartialEq + Debug + Hash {
     /// Whether a completion says that the peer's NIC has the bytes.
     #[must_use]
     fn succeeded(status: Status) -> bool {
@@ -22,13 +24,6 @@ pub trait Rules: Clone {
     fn replay_from(committed: u64, posted: u64) -> u64 {
         let _ = posted;
         committed
-    }
-
-    /// Where to connect to: what the peer says now, not what was known of the path before.
-    #[must_use]
-    fn peer_address(fresh: Address, known: Option<Address>) -> Address {
-        let _ = known;
-        fresh
     }
 }
 

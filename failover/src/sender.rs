@@ -413,7 +413,7 @@ impl<R: Rules> Sender<R> {
         let Some((generation, address)) = path.offered.take() else {
             return;
         };
-        path.peer = Some(R::peer_address(address, path.peer));
+        path.peer = Some(address);
         path.generation = generation;
         path.state = LinkState::Building;
         path.own = None;
@@ -579,5 +579,17 @@ impl<R: Rules> Sender<R> {
 
     fn at_mut(&mut self, path: u8) -> &mut Path {
         &mut self.paths[usize::from(path)]
+    }
+}
+#[cfg(test)]
+impl<R: Rules> Sender<R> {
+    /// Has a timer be over, whatever the time.
+    pub(crate) fn fire_now(&mut self, timer: Timer, out: &mut Vec<Action>) {
+        self.timers.clear(timer);
+        self.fire(Duration::ZERO, timer, out);
+    }
+
+    pub(crate) fn armed(&self) -> impl Iterator<Item = Timer> {
+        self.timers.armed()
     }
 }

@@ -75,4 +75,12 @@ impl Timers {
         self.0[index] = None;
         Some(Self::of_index(index))
     }
+
+    /// The timers that are set.
+    #[cfg(test)]
+    pub(crate) fn armed(&self) -> impl Iterator<Item = Timer> {
+        (0..self.0.len())
+            .filter(|index| self.0[*index].is_some())
+            .map(Self::of_index)
+    }
 }

@@ -1,0 +1,275 @@
+//! The protocol, explored: both ends as they are, on a network that may do anything that a network does.
+//!
+//! A [`World`] is both machines, what their drivers hold (queue pairs, slots, credit words) and all that is on its way. Every
+//! thing that can happen next is a [`Move`]; [`explore`](explore::explore) tries all of them from every state that can be reached,
+//! each state once. What is shown of all states:
+//!
+//! - every step is committed once, in order, and the receiver's device finds in its slot what was sent;
+//! - the sender never frees a source that the receiver has not got, nor has more credit than there are free slots;
+//! - an end gives up only when no path has both its ports up, or because the other end did;
+//! - no hang: from every state, both ends can come to be done or given up without a failure being mended from outside.
+//!
+//! Time is not modelled but by order: a timer that is set may be over at any moment, with two exceptions, which are what the
+//! settings promise. The end's last deadline is over only when no path is alive (its time is long against a recovery), and the
+//! others only when what they wait for cannot come (theirs are long against a round trip); so often as [`Scenario::haste`] says,
+//! they are over early, too.
+
+mod explore;
+mod moves;
+mod network;
+mod world;
+
+use explore::{Found, Outcome, explore};
+use network::Flaw;
+use world::{Scenario, World};
+
+use crate::{Rules, Sound, Status};
+
+fn run<R: Rules>(scenario: Scenario, wanted: Option<&str>) -> Outcome {
+    let started = std::time::Instant::now();
+    let outcome = explore(&World::<R>::new(scenario), wanted);
+    println!(
+        "{scenario:?}: {outcome}, {:.1} s",
+        started.elapsed().as_secs_f64()
+    );
+    outcome
+}
+
+/// All is well, and the exploration met what it is for.
+fn proves(scenario: Scenario) -> Outcome {
+    let outcome = run::<Sound>(scenario, None);
+    assert!(outcome.found.is_none(), "{}", outcome.explain());
+    assert!(
+        outcome.switches > 0 && outcome.replays > 0,
+        "{outcome}: nothing failed over"
+    );
+    assert!(outcome.done > 0, "{outcome}: nothing was ever done");
+    outcome
+}
+
+/// The mutant comes to what it must come to.
+fn catches<R: Rules>(scenario: Scenario, wanted: &str) {
+    let outcome = run::<R>(scenario, Some(wanted));
+    println!("{}", outcome.explain());
+    assert!(
+        matches!(&outcome.found, Some(Found::Wrong(what)) if what.contains(wanted)),
+        "the mutant lives"
+    );
+}
+
+const SMALL: Scenario = Scenario {
+    steps: 3,
+    slots: 2,
+    paths: 2,
+    failures: 1,
+    repairs: 1,
+    glitches: 0,
+    silent: false,
+    outside: true,
+    failback: false,
+    losses: 0,
+    haste: 0,
+    credits_in_doubt: false,
+    flaw: Flaw::None,
+};
+
+#[test]
+fn one_failure_anywhere() {
+    proves(SMALL);
+}
+
+#[test]
+fn a_fifo_of_one_slot() {
+    proves(Scenario {
+        steps: 4,
+        slots: 1,
+        credits_in_doubt: true,
+        ..SMALL
+    });
+}
+
+#[test]
+fn both_paths_fail_in_either_order_and_during_recovery() {
+    let outcome = proves(Scenario {
+        failures: 2,
+        repairs: 0,
+        steps: 1,
+        ..SMALL
+    });
+    assert!(outcome.given_up > 0, "with no path left, the ends give up");
+}
+
+#[test]
+fn one_path_that_comes_back() {
+    proves(Scenario {
+        paths: 1,
+        failures: 2,
+        repairs: 2,
+        steps: 1,
+        ..SMALL
+    });
+}
+
+#[test]
+fn failures_that_no_port_tells_of() {
+    proves(Scenario {
+        silent: true,
+        failures: 2,
+        repairs: 1,
+        steps: 1,
+        ..SMALL
+    });
+}
+
+#[test]
+fn acknowledgements_are_lost() {
+    proves(Scenario {
+        failures: 0,
+        glitches: 1,
+        credits_in_doubt: true,
+        ..SMALL
+    });
+}
+
+#[test]
+fn a_path_that_is_good_again_is_used_again() {
+    proves(Scenario {
+        failback: true,
+        steps: 2,
+        ..SMALL
+    });
+}
+
+#[test]
+fn messages_are_lost_and_nothing_is_outside_rdma() {
+    proves(Scenario {
+        losses: 1,
+        repairs: 0,
+        ..SMALL
+    });
+    proves(Scenario {
+        outside: false,
+        ..SMALL
+    });
+}
+
+#[test]
+fn timers_are_over_early() {
+    proves(Scenario {
+        haste: 1,
+        repairs: 0,
+        steps: 2,
+        ..SMALL
+    });
+}
+
+/// What takes minutes: `cargo test -p ringsight-failover -- --ignored`.
+#[test]
+#[ignore = "takes minutes and some GiB"]
+fn larger() {
+    let two = Scenario { failures: 2, ..SMALL };
+    proves(Scenario {
+        repairs: 0,
+        steps: 2,
+        ..two
+    });
+    proves(Scenario { steps: 1, ..two });
+    proves(Scenario {
+        glitches: 1,
+        repairs: 0,
+        steps: 2,
+        ..SMALL
+    });
+    proves(Scenario {
+        failback: true,
+        losses: 1,
+        steps: 1,
+        ..SMALL
+    });
+    proves(Scenario {
+        failures: 0,
+        glitches: 2,
+        steps: 2,
+        ..SMALL
+    });
+    proves(Scenario {
+        haste: 1,
+        outside: false,
+        repairs: 0,
+        ..SMALL
+    });
+}
+
+/// A completion is a completion.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct ErrorsSucceed;
+
+impl Rules for ErrorsSucceed {
+    fn succeeded(_: Status) -> bool {
+        true
+    }
+}
+
+#[test]
+fn mutant_error_completion_taken_as_success() {
+    catches::<ErrorsSucceed>(SMALL, "the sender frees");
+}
+
+/// The receiver says what it has while the path may still write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Unfenced;
+
+impl Rules for Unfenced {
+    fn fences() -> bool {
+        false
+    }
+}
+
+#[test]
+fn mutant_no_fence() {
+    let scenario = Scenario {
+        slots: 1,
+        repairs: 0,
+        ..SMALL
+    };
+    catches::<Unfenced>(scenario, "is read, and");
+    catches::<Unfenced>(scenario, "its NIC had acknowledged");
+}
+
+/// What was posted is taken to be there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct FromPosted;
+
+impl Rules for FromPosted {
+    fn replay_from(_: u64, posted: u64) -> u64 {
+        posted
+    }
+}
+
+#[test]
+fn mutant_replay_from_the_posted_position() {
+    catches::<FromPosted>(SMALL, "a step is missing");
+}
+
+#[test]
+fn mutant_fetch_add_signal() {
+    let scenario = Scenario {
+        flaw: Flaw::FetchAdd,
+        credits_in_doubt: true,
+        slots: 1,
+        ..SMALL
+    };
+    catches::<Sound>(scenario, "than it has slots");
+    catches::<Sound>(scenario, "there is room for");
+}
+
+#[test]
+fn mutant_stale_gid() {
+    let scenario = Scenario {
+        flaw: Flaw::StaleGid,
+        paths: 1,
+        steps: 1,
+        ..SMALL
+    };
+    catches::<Sound>(scenario, "rebuilt without end");
+}

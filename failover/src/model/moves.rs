@@ -1,0 +1,348 @@
+//! What a move does: the network's part, and both drivers'.
+
+use std::time::Duration;
+
+use super::{
+    network::{Flaw, Qp, QpState, Request, address},
+    world::{Effects, Move, RECEIVER, SENDER, Sent, World},
+};
+use crate::{Action, Event, Link, Message, PathSet, Reason, Report, Rules, Status, Timer, Work};
+
+impl<R: Rules> World<R> {
+    /// Does it.
+    ///
+    /// # Errors
+    /// What must never be.
+    pub(super) fn apply(&mut self, step: Move) -> Result<Effects, String> {
+        let mut effects = Effects::default();
+        match step {
+            Move::Post => {
+                let link = self.sender.link().ok_or("posted without a path")?;
+                let position = self.sender.posted();
+                self.post(SENDER, link, Work::Step(position), 0);
+                self.sender.post(Duration::ZERO);
+            }
+            Move::Consume => {
+                let found = self.slots[self.slot(self.consumed)];
+                if found != Some(self.consumed) {
+                    return Err(format!(
+                        "step {} is read, and {found:?} is in its slot",
+                        self.consumed
+                    ));
+                }
+                self.consumed += 1;
+                self.grant(&mut effects)?;
+            }
+            Move::Deliver(end, path) => {
+                let request = self.qps[end][path].queue[self.qps[end][path].delivered];
+                self.qps[end][path].delivered += 1;
+                self.land(end, path, request, &mut effects)?;
+                let is_certain = !self.scenario.credits_in_doubt && !matches!(request.work, Work::Step(_));
+                if is_certain && self.works(path) && self.qps[end][path].delivered == 1 {
+                    self.acknowledge(end, path, &mut effects)?;
+                }
+            }
+            Move::DeliverLate(end, path) => {
+                let request = self.qps[end][path].late.remove(0);
+                self.land(end, path, request, &mut effects)?;
+            }
+            Move::Acknowledge(end, path) => self.acknowledge(end, path, &mut effects)?,
+            Move::Glitch(end, path) => {
+                self.glitches -= 1;
+                self.exhaust(end, path, &mut effects)?;
+            }
+            Move::Exhaust(end, path) => self.exhaust(end, path, &mut effects)?,
+            Move::See(path) => self.see(path, &mut effects)?,
+            Move::Drain(end, path) => self.drain(end, path, &mut effects)?,
+            Move::Hear(end, index) => {
+                let message = self.messages[end].remove(index).message;
+                let read = Message::parse(&message.encode()).ok_or("a message cannot be read")?;
+                self.event(end, Event::Heard(read), &mut effects)?;
+            }
+            Move::Lose(end, index) => {
+                self.losses -= 1;
+                self.messages[end].remove(index);
+            }
+            Move::Expire(end, timer) => self.expire(end, timer, &mut effects)?,
+            Move::Hasten(end, timer) => {
+                self.haste -= 1;
+                self.expire(end, timer, &mut effects)?;
+            }
+            Move::Notice(end, path) => {
+                let port = &mut self.ports[end][path];
+                port.told = port.up;
+                let (up, path) = (port.up, path as u8);
+                let event = if up {
+                    Event::PortUp { path }
+                } else {
+                    Event::PortDown { path }
+                };
+                self.event(end, event, &mut effects)?;
+            }
+            Move::PortDown(end, path) => {
+                self.failures -= 1;
+                self.ports[end][path].up = false;
+            }
+            Move::PortUp(end, path) => {
+                self.repairs -= 1;
+                let port = &mut self.ports[end][path];
+                port.up = true;
+                port.gid += 1;
+            }
+        }
+        self.tidy();
+        self.check()?;
+        Ok(effects)
+    }
+
+    fn acknowledge(&mut self, end: usize, path: usize, effects: &mut Effects) -> Result<(), String> {
+        let qp = &mut self.qps[end][path];
+        qp.delivered -= 1;
+        qp.launched = qp.launched.saturating_sub(1);
+        let request = qp.queue.remove(0);
+        if end == RECEIVER && request.work == Work::Credit {
+            self.credited = self.credited.max(request.value);
+        }
+        self.complete(end, path, request.work, Status::Success, effects)
+    }
+
+    fn expire(&mut self, end: usize, timer: Timer, effects: &mut Effects) -> Result<(), String> {
+        let mut actions = Vec::new();
+        match end {
+            SENDER => self.sender.fire_now(timer, &mut actions),
+            _ => self.receiver.fire_now(timer, &mut actions),
+        }
+        self.perform(end, actions, effects)
+    }
+
+    fn slot(&self, position: u64) -> usize {
+        position as usize % self.scenario.slots
+    }
+
+    pub(super) fn grant(&mut self, effects: &mut Effects) -> Result<(), String> {
+        let mut actions = Vec::new();
+        let steps = (self.consumed + self.scenario.slots as u64).min(self.scenario.steps);
+        self.receiver.grant(Duration::ZERO, steps, &mut actions);
+        self.perform(RECEIVER, actions, effects)
+    }
+
+    /// Puts a work request on a queue pair, which takes it in the error state, too.
+    fn post(&mut self, end: usize, link: Link, work: Work, value: u64) {
+        let path = usize::from(link.path);
+        assert_eq!(
+            self.qps[end][path].generation, link.generation,
+            "posted to a queue pair that is gone"
+        );
+        // With fetch-and-add, what may be lost is added again.
+        let value = match self.scenario.flaw {
+            Flaw::FetchAdd if work == Work::Credit => {
+                let under_way: u64 = self.qps[end][path]
+                    .queue
+                    .iter()
+                    .map(|request| request.value)
+                    .sum();
+                value.saturating_sub(self.credited_in_adds() + under_way)
+            }
+            _ => value,
+        };
+        self.qps[end][path].queue.push(Request { work, value });
+    }
+
+    fn credited_in_adds(&self) -> u64 {
+        self.credited
+    }
+
+    /// A work request's effect at the peer of `end`.
+    fn land(
+        &mut self,
+        end: usize,
+        path: usize,
+        request: Request,
+        effects: &mut Effects,
+    ) -> Result<(), String> {
+        match request.work {
+            Work::Step(position) => {
+                let slot = self.slot(position);
+                self.slots[slot] = Some(position);
+                self.qps[RECEIVER][path].arrived.push(position);
+                Ok(())
+            }
+            Work::Credit => {
+                match self.scenario.flaw {
+                    Flaw::FetchAdd => self.words[0] += request.value,
+                    _ => self.words[path] = request.value,
+                }
+                let steps = self.words.iter().copied().max().unwrap_or(0);
+                self.event(1 - end, Event::Granted { steps }, effects)
+            }
+            Work::Probe | Work::Message => Ok(()),
+        }
+    }
+
+    fn see(&mut self, path: usize, effects: &mut Effects) -> Result<(), String> {
+        let qp = &mut self.qps[RECEIVER][path];
+        let immediate = qp.arrived.remove(0) as u32;
+        let link = qp.link(path as u8);
+        self.event(RECEIVER, Event::Arrived { link, immediate }, effects)
+    }
+
+    fn exhaust(&mut self, end: usize, path: usize, effects: &mut Effects) -> Result<(), String> {
+        let qp = &mut self.qps[end][path];
+        qp.fail();
+        let first = qp.queue.remove(0);
+        qp.delivered = qp.delivered.saturating_sub(1);
+        self.complete(end, path, first.work, Status::RetryExceeded, effects)
+    }
+
+    fn complete(
+        &mut self,
+        end: usize,
+        path: usize,
+        work: Work,
+        status: Status,
+        effects: &mut Effects,
+    ) -> Result<(), String> {
+        let link = self.qps[end][path].link(path as u8);
+        self.event(end, Event::Completed { link, work, status }, effects)
+    }
+
+    /// All that a queue pair in the error state still has, and that its fence is done.
+    fn drain(&mut self, end: usize, path: usize, effects: &mut Effects) -> Result<(), String> {
+        self.qps[end][path].draining = false;
+        while !self.qps[end][path].arrived.is_empty() {
+            self.see(path, effects)?;
+        }
+        for request in std::mem::take(&mut self.qps[end][path].queue) {
+            self.complete(end, path, request.work, Status::Flushed, effects)?;
+        }
+        (self.qps[end][path].delivered, self.qps[end][path].launched) = (0, 0);
+        let link = self.qps[end][path].link(path as u8);
+        self.event(end, Event::Fenced { link, sure: true }, effects)
+    }
+
+    fn event(&mut self, end: usize, event: Event, effects: &mut Effects) -> Result<(), String> {
+        let mut actions = Vec::new();
+        match end {
+            SENDER => self.sender.handle(Duration::ZERO, event, &mut actions),
+            _ => self.receiver.handle(Duration::ZERO, event, &mut actions),
+        }
+        self.perform(end, actions, effects)
+    }
+
+    fn perform(&mut self, end: usize, actions: Vec<Action>, effects: &mut Effects) -> Result<(), String> {
+        for action in actions {
+            self.perform_one(end, action, effects)?;
+        }
+        Ok(())
+    }
+
+    fn perform_one(&mut self, end: usize, action: Action, effects: &mut Effects) -> Result<(), String> {
+        match action {
+            Action::Fence { link } => {
+                let qp = &mut self.qps[end][usize::from(link.path)];
+                assert_eq!(
+                    qp.generation, link.generation,
+                    "a queue pair that is gone is fenced"
+                );
+                qp.fail();
+                match end {
+                    // It waits for nothing.
+                    SENDER => self.drain(end, usize::from(link.path), effects),
+                    _ => {
+                        qp.draining = true;
+                        Ok(())
+                    }
+                }
+            }
+            Action::Rebuild { link } => {
+                let path = usize::from(link.path);
+                let gid = match self.scenario.flaw {
+                    Flaw::StaleGid => 0,
+                    _ => self.ports[end][path].gid,
+                };
+                let address = address(end, path, link.generation, gid);
+                self.qps[end][path] = Qp::new(link.generation, address);
+                self.event(end, Event::Rebuilt { link, address }, effects)
+            }
+            Action::Connect { link, peer } => {
+                let path = usize::from(link.path);
+                let up = self.ports[end][path].up;
+                let qp = &mut self.qps[end][path];
+                qp.remote = peer;
+                if up {
+                    qp.state = QpState::ReadyToSend;
+                }
+                let event = if up {
+                    Event::Connected { link }
+                } else {
+                    Event::Failed { link }
+                };
+                self.event(end, event, effects)
+            }
+            Action::Probe { link } => {
+                self.post(end, link, Work::Probe, 0);
+                Ok(())
+            }
+            Action::Credit { link, steps } => {
+                self.post(end, link, Work::Credit, steps);
+                Ok(())
+            }
+            Action::Replay { link, from, to } => {
+                effects.replays += to - from;
+                (from..to).for_each(|position| self.post(end, link, Work::Step(position), 0));
+                Ok(())
+            }
+            Action::Commit { position } => {
+                let found = self.slots[self.slot(position)];
+                match found == Some(position) {
+                    true => Ok(()),
+                    false => Err(format!(
+                        "step {position} is committed, and {found:?} is in its slot"
+                    )),
+                }
+            }
+            // Only has the sender stop saying what is known: it need not be late.
+            Action::Tell { message, .. }
+                if matches!(message, Message::Noted { .. }) && self.scenario.outside =>
+            {
+                self.event(1 - end, Event::Heard(message), effects)
+            }
+            Action::Tell { message, over } => {
+                self.send(end, message, over);
+                Ok(())
+            }
+            Action::Report(report) => {
+                effects.switches += u64::from(matches!(report, Report::Switched { .. }));
+                Ok(())
+            }
+            Action::GiveUp(reason) => {
+                self.qps[end].iter_mut().for_each(Qp::fail);
+                // It takes notice of nothing any more.
+                for qp in &mut self.qps[end] {
+                    (qp.queue, qp.arrived, qp.draining) = (Vec::new(), Vec::new(), false);
+                }
+                match reason {
+                    Reason::NoPath | Reason::Peer => Ok(()),
+                    other => Err(format!("the {} gives up: {other:?}", ["sender", "receiver"][end])),
+                }
+            }
+        }
+    }
+
+    fn send(&mut self, end: usize, message: Message, over: PathSet) {
+        let links: Vec<Option<Link>> = match self.scenario.outside {
+            true => vec![None],
+            false => {
+                let link = |path| Some(self.qps[end][usize::from(path)].link(path));
+                over.iter().map(link).collect()
+            }
+        };
+        for link in links {
+            let sent = Sent { message, link };
+            // What is on its way already need not be there twice: it may be heard at any time, or never.
+            if !self.messages[1 - end].contains(&sent) {
+                self.messages[1 - end].push(sent);
+            }
+        }
+    }
+}

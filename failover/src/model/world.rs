@@ -1,0 +1,464 @@
+//! A state of everything, and what can happen in it.
+
+use std::{sync::Arc, time::Duration};
+
+use super::network::{Flaw, Port, Qp, QpState, address};
+use crate::{
+    Action, Event, Link, LinkState, Message, PathSet, PathView, Receiver, Rules, Sender, Settings, Timer,
+};
+
+/// What is explored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Scenario {
+    /// Steps that the connection is to move.
+    pub(super) steps: u64,
+    /// Slots of each FIFO.
+    pub(super) slots: usize,
+    /// Paths.
+    pub(super) paths: usize,
+    /// How often a port goes down, any port at any time.
+    pub(super) failures: u8,
+    /// How often one comes up again, at any later time, with another GID.
+    pub(super) repairs: u8,
+    /// How often a queue pair fails although its path works (acknowledgements lost in all tries).
+    pub(super) glitches: u8,
+    /// Ports say nothing of themselves.
+    pub(super) silent: bool,
+    /// There is a connection outside RDMA.
+    pub(super) outside: bool,
+    /// Paths that failed are rebuilt while others work, and gone back to; else only when there is no other one.
+    pub(super) failback: bool,
+    /// How many messages are lost.
+    pub(super) losses: u8,
+    /// How often a timer is over early: a time-out although the path works, a resend although the first is on its way, a probe
+    /// although nothing is wrong.
+    pub(super) haste: u8,
+    /// Acknowledgements of credits may be lost, too, and not only those of steps.
+    pub(super) credits_in_doubt: bool,
+    /// What is wrong with the drivers.
+    pub(super) flaw: Flaw,
+}
+
+/// Index of the sender, and of the receiver.
+pub(super) const SENDER: usize = 0;
+pub(super) const RECEIVER: usize = 1;
+
+/// Something that can happen. Ends and paths are indices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Move {
+    /// The sender's driver posts the next step.
+    Post,
+    /// The receiver's device is done with a slot.
+    Consume,
+    /// The first work request that is not there yet reaches the peer.
+    Deliver(usize, usize),
+    /// One of a queue pair that was given up reaches the peer after all.
+    DeliverLate(usize, usize),
+    /// The first one's acknowledgement is back.
+    Acknowledge(usize, usize),
+    /// The first one has been tried often enough.
+    Exhaust(usize, usize),
+    /// The same, although the path works.
+    Glitch(usize, usize),
+    /// The receiver's driver sees an immediate.
+    See(usize),
+    /// A fence is done.
+    Drain(usize, usize),
+    /// A message comes: to whom, and which.
+    Hear(usize, usize),
+    /// One is lost.
+    Lose(usize, usize),
+    /// A timer is over.
+    Expire(usize, Timer),
+    /// A timer is over although there is no reason for it.
+    Hasten(usize, Timer),
+    /// An end is told of its port.
+    Notice(usize, usize),
+    /// A port goes down.
+    PortDown(usize, usize),
+    /// A port comes up.
+    PortUp(usize, usize),
+}
+
+impl Move {
+    /// Whether it comes from outside: nothing may depend on it to happen.
+    pub(super) fn is_outside(self) -> bool {
+        matches!(
+            self,
+            Self::PortDown(..) | Self::PortUp(..) | Self::Glitch(..) | Self::Lose(..) | Self::Hasten(..)
+        )
+    }
+}
+
+/// A message on its way; over a queue pair of the end that sent it, or outside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Sent {
+    pub(super) message: Message,
+    pub(super) link: Option<Link>,
+}
+
+/// A state.
+#[derive(Clone, Debug, Hash)]
+pub(super) struct World<R> {
+    pub(super) scenario: Scenario,
+    pub(super) sender: Sender<R>,
+    pub(super) receiver: Receiver<R>,
+    pub(super) consumed: u64,
+    /// What lies in the receiver's slots: the position that it is the data of.
+    pub(super) slots: Vec<Option<u64>>,
+    /// By path: the sender's credit words.
+    pub(super) words: Vec<u64>,
+    /// Credits that the receiver knows to have got over, for [`Flaw::FetchAdd`].
+    pub(super) credited: u64,
+    pub(super) ports: [Vec<Port>; 2],
+    pub(super) qps: [Vec<Qp>; 2],
+    /// To each end.
+    pub(super) messages: [Vec<Sent>; 2],
+    pub(super) failures: u8,
+    pub(super) repairs: u8,
+    pub(super) glitches: u8,
+    pub(super) losses: u8,
+    pub(super) haste: u8,
+}
+
+/// What a move came to, for the tally.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Effects {
+    pub(super) switches: u64,
+    pub(super) replays: u64,
+}
+
+impl<R: Rules> World<R> {
+    pub(super) fn new(scenario: Scenario) -> Self {
+        // Times are all zero, so that states do not differ by them.
+        let settings = Arc::new(Settings {
+            timeout: Duration::ZERO,
+            probe: Duration::ZERO,
+            give_up: Duration::ZERO,
+            resend: Duration::ZERO,
+            backoff: Duration::ZERO,
+            backoff_max: Duration::ZERO,
+            probation_probes: 1,
+            probation: Duration::ZERO,
+            recovery_window: Duration::ZERO,
+            ..Settings::default()
+        });
+        let ready = PathSet::first_of(scenario.paths);
+        let qps = |end: usize| {
+            let qp = |path| Qp {
+                state: QpState::ReadyToSend,
+                remote: address(1 - end, path, 1, 0),
+                ..Qp::new(1, address(end, path, 1, 0))
+            };
+            (0..scenario.paths).map(qp).collect()
+        };
+        let port = Port {
+            up: true,
+            told: true,
+            gid: 0,
+        };
+        let slots = scenario.slots as u64;
+        let mut world = Self {
+            scenario,
+            sender: Sender::new(Arc::clone(&settings), slots, scenario.paths, ready).unwrap(),
+            receiver: Receiver::new(settings, scenario.paths, ready).unwrap(),
+            consumed: 0,
+            slots: vec![None; scenario.slots],
+            words: vec![0; scenario.paths],
+            credited: 0,
+            ports: [vec![port; scenario.paths], vec![port; scenario.paths]],
+            qps: [qps(SENDER), qps(RECEIVER)],
+            messages: [Vec::new(), Vec::new()],
+            failures: scenario.failures,
+            repairs: scenario.repairs,
+            glitches: scenario.glitches,
+            losses: scenario.losses,
+            haste: scenario.haste,
+        };
+        world.sender.set_busy(Duration::ZERO, true);
+        world.receiver.set_busy(Duration::ZERO, true);
+        let mut effects = Effects::default();
+        world.grant(&mut effects).unwrap();
+        world
+    }
+
+    /// Whether each end is done or has given up.
+    pub(super) fn is_over(&self) -> bool {
+        (self.is_sender_done() || self.sender.is_over())
+            && (self.is_receiver_done() || self.receiver.is_over())
+    }
+
+    /// Whether both ends are done.
+    pub(super) fn is_done(&self) -> bool {
+        self.is_sender_done() && self.is_receiver_done()
+    }
+
+    fn is_sender_done(&self) -> bool {
+        self.sender.acked() == self.scenario.steps
+    }
+
+    fn is_receiver_done(&self) -> bool {
+        self.consumed == self.scenario.steps
+    }
+
+    /// Whether both ports of a path are up.
+    fn is_alive(&self, path: usize) -> bool {
+        self.ports[SENDER][path].up && self.ports[RECEIVER][path].up
+    }
+
+    fn is_any_alive(&self) -> bool {
+        (0..self.scenario.paths).any(|path| self.is_alive(path))
+    }
+
+    /// Whether what `end` sends on `path` finds the peer's queue pair.
+    fn is_accepted(&self, end: usize, path: usize) -> bool {
+        let (from, to) = (&self.qps[end][path], &self.qps[1 - end][path]);
+        let gid = self.ports[1 - end][path].gid;
+        to.state == QpState::ReadyToSend && from.remote.qpn == to.own.qpn && from.remote.gid[0] == gid
+    }
+
+    /// Whether a path works both ways.
+    pub(super) fn works(&self, path: usize) -> bool {
+        let sends =
+            |end: usize| self.qps[end][path].state == QpState::ReadyToSend && self.is_accepted(end, path);
+        self.is_alive(path) && sends(SENDER) && sends(RECEIVER)
+    }
+
+    /// Everything that can happen.
+    pub(super) fn moves(&self) -> Vec<Move> {
+        let mut moves = self.all_moves();
+        if self.sender.is_over() || self.receiver.is_over() {
+            // What is left to show is that the other end comes to its end, too, with no help.
+            moves.retain(|step| !step.is_outside());
+        }
+        moves
+    }
+
+    fn all_moves(&self) -> Vec<Move> {
+        let mut moves = Vec::new();
+        let posted = self.sender.posted();
+        let has_source = posted < self.sender.acked() + self.scenario.slots as u64;
+        if self.sender.link().is_some() && posted < self.scenario.steps && has_source {
+            moves.push(Move::Post);
+        }
+        if self.consumed < self.receiver.committed() {
+            moves.push(Move::Consume);
+        }
+        for end in [SENDER, RECEIVER] {
+            for path in 0..self.scenario.paths {
+                self.network_moves(end, path, &mut moves);
+            }
+            for index in 0..self.messages[end].len() {
+                if self.can_hear(end, index) {
+                    moves.push(Move::Hear(end, index));
+                }
+                if self.losses > 0 {
+                    moves.push(Move::Lose(end, index));
+                }
+            }
+            let timers: Vec<Timer> = match end {
+                SENDER => self.sender.armed().collect(),
+                _ => self.receiver.armed().collect(),
+            };
+            for timer in timers {
+                if self.is_due(end, timer) {
+                    moves.push(Move::Expire(end, timer));
+                } else if self.haste > 0 && timer != Timer::GiveUp {
+                    moves.push(Move::Hasten(end, timer));
+                }
+            }
+        }
+        moves
+    }
+
+    fn network_moves(&self, end: usize, path: usize, moves: &mut Vec<Move>) {
+        let (qp, port) = (&self.qps[end][path], self.ports[end][path]);
+        let works = self.works(path);
+        if qp.state == QpState::ReadyToSend {
+            let waiting = qp.delivered < qp.queue.len();
+            let can_arrive = works || qp.delivered < qp.launched && self.is_accepted(end, path);
+            if waiting && can_arrive {
+                moves.push(Move::Deliver(end, path));
+            }
+            if qp.delivered > 0 && works {
+                moves.push(Move::Acknowledge(end, path));
+            }
+            if !qp.queue.is_empty() && !works {
+                moves.push(Move::Exhaust(end, path));
+            }
+            if !qp.queue.is_empty() && works && self.glitches > 0 {
+                moves.push(Move::Glitch(end, path));
+            }
+        }
+        if !qp.late.is_empty() && self.is_accepted(end, path) {
+            moves.push(Move::DeliverLate(end, path));
+        }
+        if end == RECEIVER && !qp.arrived.is_empty() {
+            moves.push(Move::See(path));
+        }
+        if qp.draining {
+            moves.push(Move::Drain(end, path));
+        }
+        if port.told != port.up && !self.scenario.silent {
+            moves.push(Move::Notice(end, path));
+        }
+        match port.up {
+            true if self.failures > 0 => moves.push(Move::PortDown(end, path)),
+            false if self.repairs > 0 => moves.push(Move::PortUp(end, path)),
+            _ => {}
+        }
+    }
+
+    fn can_hear(&self, end: usize, index: usize) -> bool {
+        let Some(link) = self.messages[end][index].link else {
+            return true;
+        };
+        let path = usize::from(link.path);
+        self.qps[1 - end][path].generation == link.generation && self.works(path)
+    }
+
+    /// Whether a timer is over because what it waits for does not come.
+    fn is_due(&self, end: usize, timer: Timer) -> bool {
+        let views: Vec<PathView> = match end {
+            SENDER => self.sender.paths().collect(),
+            _ => self.receiver.paths().collect(),
+        };
+        match timer {
+            // Nothing that it said is on its way.
+            Timer::Resend => self.messages[1 - end].is_empty(),
+            // Long against a recovery over a path that is alive.
+            // And the ends must have something left to speak over.
+            Timer::GiveUp => {
+                let speak = self.scenario.outside || (0..self.scenario.paths).any(|path| self.works(path));
+                !self.is_any_alive() || !speak
+            }
+            // Long against a round trip.
+            Timer::Watch => views
+                .iter()
+                .any(|view| view.active && !self.works(usize::from(view.link.path))),
+            Timer::Path(path) => match views[usize::from(path)].state {
+                // Attempts at a dead path come to nothing, for ever.
+                LinkState::Fencing | LinkState::Fenced => {
+                    let is_needed = self.scenario.failback
+                        || !self.receiver.paths().any(|view| view.state == LinkState::Ready);
+                    is_needed && self.is_alive(usize::from(path))
+                }
+                LinkState::Probation if !self.qps[end][usize::from(path)].queue.is_empty() => {
+                    !self.works(usize::from(path))
+                }
+                _ => true,
+            },
+        }
+    }
+
+    /// A move in words.
+    pub(super) fn describe(&self, step: Move) -> String {
+        match step {
+            Move::Hear(end, index) => format!("{step:?}: {:?}", self.messages[end][index].message),
+            _ => format!("{step:?}"),
+        }
+    }
+
+    /// Forgets what cannot have an effect any more, so that states which differ by it are one.
+    pub(super) fn tidy(&mut self) {
+        for path in 0..self.scenario.paths {
+            if self.works(path) {
+                for end in [SENDER, RECEIVER] {
+                    let qp = &mut self.qps[end][path];
+                    qp.launched = qp.queue.len();
+                }
+            }
+            for end in [SENDER, RECEIVER] {
+                let gone = self.qps[1 - end][path].state == QpState::Error;
+                let qp = &mut self.qps[end][path];
+                if gone {
+                    qp.late.clear();
+                    qp.launched = 0;
+                }
+            }
+        }
+        for end in [SENDER, RECEIVER] {
+            let gone = |sent: &Sent| {
+                let link = sent.link?;
+                let qp = &self.qps[1 - end][usize::from(link.path)];
+                Some(qp.generation != link.generation || qp.state != QpState::ReadyToSend)
+            };
+            let kept: Vec<Sent> = self.messages[end]
+                .iter()
+                .filter(|sent| gone(sent) != Some(true) && !self.means_nothing(end, sent.message))
+                .copied()
+                .collect();
+            self.messages[end] = kept;
+            // Their order means nothing.
+            self.messages[end].sort_by_key(|sent| (sent.message.encode(), sent.link.map(|link| link.path)));
+            let over = if end == SENDER {
+                self.sender.is_over()
+            } else {
+                self.receiver.is_over()
+            };
+            if over {
+                self.messages[end].clear();
+            }
+        }
+    }
+
+    /// Whether an end would take no notice, or only answer what the other takes no notice of. Most of what is late is so for ever;
+    /// what is not is said again.
+    fn means_nothing(&self, end: usize, message: Message) -> bool {
+        let mut actions = Vec::new();
+        let event = Event::Heard(message);
+        let same = match end {
+            SENDER => {
+                let mut sender = self.sender.clone();
+                sender.handle(Duration::ZERO, event, &mut actions);
+                sender == self.sender
+            }
+            _ => {
+                let mut receiver = self.receiver.clone();
+                receiver.handle(Duration::ZERO, event, &mut actions);
+                receiver == self.receiver
+            }
+        };
+        let empty = |action: &Action| match action {
+            Action::Tell { message, .. } => self.means_nothing(1 - end, *message),
+            _ => false,
+        };
+        same && actions.iter().all(empty)
+    }
+
+    /// What holds in every state.
+    pub(super) fn check(&self) -> Result<(), String> {
+        let here: usize = self.qps[RECEIVER].iter().map(|qp| qp.arrived.len()).sum();
+        let got = self.receiver.committed() + here as u64;
+        if self.sender.acked() > got && !self.receiver.is_over() {
+            return Err(format!(
+                "the sender frees {} steps, the receiver has {got}",
+                self.sender.acked()
+            ));
+        }
+        // Everything that can go wrong costs a path at most a few of its lives.
+        let Scenario {
+            failures,
+            repairs,
+            glitches,
+            haste,
+            losses,
+            ..
+        } = self.scenario;
+        let lives = 3 + 2 * (failures + repairs + glitches + haste + losses);
+        if self.qps[RECEIVER]
+            .iter()
+            .any(|qp| qp.generation > u32::from(lives))
+        {
+            return Err("a path is rebuilt without end".into());
+        }
+        let room = self.consumed + self.scenario.slots as u64;
+        if self.sender.granted() > room {
+            return Err(format!(
+                "the sender may post {} steps, there is room for {room}",
+                self.sender.granted()
+            ));
+        }
+        Ok(())
+    }
+}
