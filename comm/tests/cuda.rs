@@ -73,8 +73,37 @@ fn results_are_right() {
     ] {
         let arguments = ["check", ranks, kind, "4194304"];
         if let Some(said) = drive("results_are_right", &arguments, &[("RINGSIGHT_MOCK_GPUS", gpus)]) {
-            assert_eq!(said, "407 cases a rank", "{ranks} {kind}");
+            assert_eq!(said, "527 cases a rank", "{ranks} {kind}");
         }
+    }
+}
+
+/// Straight between the callers' buffers, where all ranks reach them, and where some begin elsewhere than at 16 bytes.
+#[test]
+fn collectives_go_straight() {
+    let straight = |gpus| [("RINGSIGHT_MOCK_GPUS", gpus), ("RINGSIGHT_STRAIGHT_BYTES", "1")];
+    for (mode, ranks, kind, gpus) in [
+        ("check", "2", "t", "2"),
+        ("check", "3", "t", "2"),
+        ("check", "4", "t", "4"),
+        ("check", "2", "p", "2"),
+        ("graph", "2", "t", "2"),
+        ("abort", "2", "t", "2"),
+    ] {
+        let arguments: &[&str] = if mode == "check" {
+            &[mode, ranks, kind, "4194304"]
+        } else {
+            &[mode, ranks, kind]
+        };
+        drive("collectives_go_straight", arguments, &straight(gpus));
+    }
+    // Of other sizes, whose buffers would be written behind their end.
+    for variant in ["0", "1", "2", "3", "4"] {
+        drive(
+            "collectives_go_straight",
+            &["differ", "2", "t", variant],
+            &straight("2"),
+        );
     }
 }
 

@@ -10,11 +10,14 @@
 //
 // Where all ranks need the result of a reduction, each rank may reduce a part of it and pass that on to all others in a second
 // step, or every rank gets everything and reduces it all.
+//
+// Long ones go straight between callers' buffers where all ranks reach all of them: straight.cuh.
 #pragma once
 
 #include "fold.cuh"
 #include "meeting.cuh"
 #include "rows.cuh"
+#include "straight.cuh"
 
 namespace ringsight {
 
@@ -31,7 +34,9 @@ struct Exchange {
   u32 chunk;
   bool reduces;
   bool passes;
-  u8 reserved[2];
+  // It may go straight, and this rank's buffers are open to all others.
+  bool straight;
+  bool open;
 };
 static_assert(offsetof(Exchange, from) == 144, "as in src/cuda/layout.rs");
 static_assert(offsetof(Exchange, own) == 400, "as in src/cuda/layout.rs");
@@ -43,9 +48,10 @@ static_assert(sizeof(Exchange) == 440, "as in src/cuda/layout.rs");
 template <bool REDUCES, bool WHOLE, class E, class Op, u32 RANKS>
 class ExchangeBlock {
  public:
-  // `ticket` is shared by the threads of the block.
-  DEVICE ExchangeBlock(const Exchange& arguments, u32 block, u32 blocks, volatile u64& ticket)
+  // `ticket` is shared by the threads of the block, and `places` by those of a warp.
+  DEVICE ExchangeBlock(const Exchange& arguments, u32 block, u32 blocks, volatile u64& ticket, Places& places)
       : arguments_(arguments),
+        places_(places),
         meeting_(arguments.call, block, blocks, ticket),
         folding_(arguments.call.data_type, arguments.call.combine, arguments.call.argument, arguments.call.ranks),
         lanes_(blocks * (meeting_.movers() / warp_threads())),
@@ -57,12 +63,16 @@ class ExchangeBlock {
     u64* steps = steps_of(base(me())) + lane_;
     if (meeting_.moves()) step_ = load_relaxed(steps) + 1;
     meeting_.begin();
-    bool done = true;
+    if (arguments_.straight && meeting_.serves()) tell_places();
+    bool done = true, straight = false;
     if (meeting_.moves()) {
-      done = move();
+      const Way way = arguments_.straight ? agree() : Way::Steps;
+      straight = way == Way::Straight;
+      if (straight) move_straight();
+      else done = way == Way::Steps && move();
       if (warp_thread() == 0) store_relaxed(steps, step_ - 1);
     }
-    meeting_.end(runs, done);
+    meeting_.end(runs, done, straight);
   }
 
  private:
@@ -213,6 +223,126 @@ class ExchangeBlock {
     return true;
   }
 
+  // ---- straight between callers' buffers ----
+
+  enum class Way { Straight, Steps, GiveUp };
+
+  // Tells each other rank where what it has for this one goes and where it finds what is for it: places that it reaches, or none.
+  DEVICE INLINE void tell_places() {
+    meeting_.for_others([this](u32 rank) {
+      const u64 to = arguments_.open ? OPEN | arguments_.to[rank] : 0, from = arguments_.open ? OPEN | arguments_.from[rank] : 0;
+      Place& place = meeting_.area(rank).places[meeting_.epoch() & 1][me()];
+      store_line(&place.to, static_cast<u32>(to), static_cast<u32>(to >> 32), meeting_.epoch());
+      store_line(&place.from, static_cast<u32>(from), static_cast<u32>(from >> 32), meeting_.epoch());
+    });
+  }
+
+  // By a warp: waits until all others have begun this operation, and learns where their buffers are. All of them look at the same
+  // words, so all ranks, and all warps of each, go the same way.
+  DEVICE INLINE Way agree() {
+    bool here = true, open = arguments_.open;
+    for (u32 rank = warp_thread(); here && rank < ranks(); rank += warp_threads()) {
+      if (rank == me()) continue;
+      for (u32 polls = 1; !learn(rank, open); polls++) {
+        if (go_on(polls)) continue;
+        here = false;
+        break;
+      }
+    }
+    if (!warp_all(here)) return Way::GiveUp;
+    // Each thread of the warp has read some of the places, and all use all of them.
+    warp_barrier();
+    return warp_all(open) ? Way::Straight : Way::Steps;
+  }
+  // Whether a rank has begun this operation and no other, whose buffers would be of other sizes.
+  DEVICE INLINE bool learn(u32 rank, bool& open) {
+    const Area& own = meeting_.own();
+    const u32 epoch = meeting_.epoch();
+    const Line tag = load_line(&own.tags[epoch & 1][rank]);
+    const Line to = load_line(&own.places[epoch & 1][rank].to), from = load_line(&own.places[epoch & 1][rank].from);
+    const auto is_mine = [=](const Line& line) { return line.low_flag == epoch && line.high_flag == epoch; };
+    if (!is_mine(tag) || tag.low != arguments_.call.tag || !is_mine(to) || !is_mine(from)) return false;
+    const u64 place = static_cast<u64>(to.high) << 32 | to.low;
+    open = open && (place & OPEN) != 0;
+    places_.to[rank] = place & ~OPEN;
+    places_.from[rank] = (static_cast<u64>(from.high) << 32 | from.low) & ~OPEN;
+    return true;
+  }
+
+  // All of the lane's part. It waits for nobody, so it takes no longer than the bytes do and need not look whether it is to give up: that
+  // word is in the host's memory, and asked for by all warps every now and then it took four times as long as the bytes.
+  DEVICE INLINE void move_straight() {
+    constexpr u32 PACKS = REDUCES ? reduced<8>() : 8, BYTES = PACKS * warp_threads() * sizeof(Pack);
+    for (u64 at = static_cast<u64>(lane_) * BYTES; at < arguments_.piece; at += static_cast<u64>(lanes_) * BYTES) {
+      if constexpr (!REDUCES) {
+        for (u32 hop = 1; hop < ranks(); hop++) {
+          const u32 rank = after(hop);
+          copy_stretch<PACKS>(places_.to[rank], arguments_.from[rank], arguments_.sends[rank], at, folding_.element_bytes());
+        }
+        if (arguments_.own == arguments_.result) continue;
+        copy_stretch<PACKS>(arguments_.result, arguments_.own, arguments_.result_bytes, at, folding_.element_bytes());
+      } else if constexpr (!Words::IS_ANY) {
+        reduce_straight<PACKS>(at);
+      }
+    }
+  }
+
+  // Reduces a stretch, and gives the result to all who need it. In place as well: each element of all buffers is read, and then
+  // written, by one thread of one rank.
+  template <u32 PACKS>
+  DEVICE INLINE void reduce_straight(u64 at) {
+    constexpr u32 EACH = warp_threads() * sizeof(Pack);
+    const u64 bytes = arguments_.result_bytes;
+    const u64 own = arguments_.own + at, result = arguments_.result + at;
+    if (at + PACKS * EACH > bytes) {
+      // The end: one by one.
+      for (u64 offset = warp_thread() * sizeof(Pack); at + offset < bytes; offset += EACH) {
+        const u64 left = bytes - at - offset;
+        Pack all[MOST_RANKS];
+        UNROLL
+        for (u32 rank = 0; rank < MOST_RANKS; rank++) {
+          if (rank < ranks()) all[rank] = load_some((rank == me() ? own : places_.from[rank] + at) + offset, left, folding_.element_bytes());
+        }
+        const Pack sum = fold(all, all[0], ranks());
+        store_some(result + offset, left, folding_.element_bytes(), sum);
+        for (u32 hop = 1; arguments_.passes && hop < ranks(); hop++) {
+          store_some(places_.to[after(hop)] + at + offset, left, folding_.element_bytes(), sum);
+        }
+      }
+      return;
+    }
+    const u32 first = warp_thread() * sizeof(Pack);
+    Pack all[PACKS][MOST_RANKS];
+    UNROLL
+    for (u32 i = 0; i < PACKS; i++) {
+      UNROLL
+      for (u32 rank = 0; rank < MOST_RANKS; rank++) {
+        if (rank < ranks() && rank != me()) all[i][rank] = load_pack(pack_at(places_.from[rank] + at + first + i * EACH));
+      }
+    }
+    Pack mine[PACKS];
+    UNROLL
+    for (u32 i = 0; i < PACKS; i++) mine[i] = *pack_at(own + first + i * EACH);
+    UNROLL
+    for (u32 i = 0; i < PACKS; i++) {
+      const Pack sum = fold(all[i], mine[i], me());
+      for (u32 hop = 1; arguments_.passes && hop < ranks(); hop++) *pack_at(places_.to[after(hop)] + at + first + i * EACH) = sum;
+      *pack_at(result + first + i * EACH) = sum;
+    }
+  }
+  // Of the packs of all ranks, of which `mine` is that of rank `own`.
+  DEVICE INLINE Pack fold(const Pack (&all)[MOST_RANKS], const Pack& mine, u32 own) const {
+    Pack sum;
+    UNROLL
+    for (u32 word = 0; word < 2; word++) {
+      u64 words[MOST_RANKS];
+      UNROLL
+      for (u32 rank = 0; rank < MOST_RANKS; rank++) words[rank] = rank == own ? mine.words[word] : all[rank].words[word];
+      sum.words[word] = folding_.reduce(words);
+    }
+    return sum;
+  }
+
   // For who has waited long; false if it is to give up.
   DEVICE INLINE bool go_on(u32 polls) {
     if (polls % 256 != 0) return true;
@@ -221,6 +351,7 @@ class ExchangeBlock {
   }
 
   const Exchange& arguments_;
+  Places& places_;
   Meeting<RANKS> meeting_;
   const Words folding_;
   // Lanes of the launch, this warp's, and those that there is memory for.

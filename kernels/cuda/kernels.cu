@@ -37,7 +37,8 @@ RINGSIGHT_ONE_SHOTS(RINGSIGHT_KERNEL)
   NAME(const __grid_constant__ ringsight::Exchange arguments) {                                  \
     using namespace ringsight;                                                                   \
     __shared__ volatile u64 ticket;                                                              \
-    ExchangeBlock<REDUCES, WHOLE, E, OP, RANKS>(arguments, blockIdx.x, gridDim.x, ticket).run();        \
+    __shared__ Places places[256 / warp_threads()];                                              \
+    ExchangeBlock<REDUCES, WHOLE, E, OP, RANKS>(arguments, blockIdx.x, gridDim.x, ticket, places[thread_index() / warp_threads()]).run(); \
   }
 RINGSIGHT_EXCHANGES(RINGSIGHT_KERNEL)
 

@@ -68,11 +68,24 @@ class Meeting {
   }
 
   // To be called by all threads in the end, and not before they have moved what is theirs to move (`done`: none gave up).
-  DEVICE INLINE void end(u32 runs, bool done) {
+  // `straight`: between callers' buffers, of which no rank may do anything else before all are done with them.
+  DEVICE INLINE void end(u32 runs, bool done, bool straight = false) {
     if (serves()) done = compare(lane()) && done;
-    const bool aborted = block_any(!done);
-    if (thread_index() == 0) finish(runs, aborted);
+    bool aborted = block_any(!done);
+    if (thread_index() != 0) return;
+    if (straight && !aborted) aborted = !leave();
+    finish(runs, aborted);
   }
+
+  // For each other rank, by one of the threads that serve, which call it.
+  template <class Tell>
+  DEVICE INLINE void for_others(Tell tell) const {
+    for (u32 rank = lane(); rank < ranks(); rank += STRIDE) {
+      if (rank != call_.rank) tell(rank);
+    }
+  }
+
+  DEVICE INLINE Area& area(u32 rank) const { return *area_of(call_.bases[rank]); }
 
   // For who has waited long.
   DEVICE INLINE bool must_give_up() const { return load_once_a_warp(&report_.control().abort) != 0; }
@@ -98,7 +111,12 @@ class Meeting {
     Line* lines = reinterpret_cast<Line*>(call_.bases[call_.rank] + LINES_OFFSET) + parity * all;
     for (u32 at = block_ * threads() + thread_index(); at < all; at += blocks_ * threads()) store_line(&lines[at], 0, 0, 0);
     if (block_ == 0) {
-      for (u32 at = thread_index(); at < MAX_PEERS; at += threads()) store_line(&own_->tags[parity][at], 0, 0, 0);
+      for (u32 at = thread_index(); at < MAX_PEERS; at += threads()) {
+        store_line(&own_->tags[parity][at], 0, 0, 0);
+        store_line(&own_->places[parity][at].to, 0, 0, 0);
+        store_line(&own_->places[parity][at].from, 0, 0, 0);
+        for (u32 block = 0; block < MOST_BLOCKS; block++) store_relaxed(&own_->left[at][block], 0u);
+      }
     }
     block_barrier();
     fence_system();
@@ -106,10 +124,7 @@ class Meeting {
 
   // `lane` among the threads of the service.
   DEVICE INLINE void announce(u32 lane) {
-    for (u32 rank = lane; rank < ranks(); rank += STRIDE) {
-      if (rank == call_.rank) continue;
-      store_line(&area_of(call_.bases[rank])->tags[epoch_ & 1][call_.rank], call_.tag, 0, epoch_);
-    }
+    for_others([this](u32 rank) { store_line(&area(rank).tags[epoch_ & 1][call_.rank], call_.tag, 0, epoch_); });
     if (lane == STRIDE - 1) {
       report_.event(EventKind::Started, report_.replay(report_.runs()), call_.channel, call_.op, device_time());
     }
@@ -162,6 +177,25 @@ class Meeting {
       const Line line = load_line(&own_->tags[epoch_ & 1][rank]);
       if (line.low_flag != epoch_) differs(tag_of(flag));
     }
+  }
+
+  // Called by one thread when its block is done: waits until the same block of each other rank is; false if it is to give up.
+  DEVICE INLINE bool leave() {
+    // All that this block has written into others' buffers, and read from them, is before what is said of it.
+    fence_system();
+    for (u32 rank = 0; rank < ranks(); rank++) {
+      if (rank != call_.rank) store_relaxed(&area(rank).left[call_.rank][block_], epoch_);
+    }
+    for (u32 rank = 0; rank < ranks(); rank++) {
+      // Acquire: what is written when the kernel has ended is after what the other has read here, and what is read then is what it
+      // has written. Nobody is an epoch ahead: each begins with what it hears from this rank. All ranks have as many blocks.
+      for (u32 polls = 1; rank != call_.rank && load_acquire(&own_->left[rank][block_]) != epoch_; polls++) {
+        if (polls % 256 != 0) continue;
+        if (must_give_up()) return false;
+        if (PAUSES_AT_ONCE) pause_polling();
+      }
+    }
+    return true;
   }
 
   DEVICE INLINE void finish(u32 runs, bool aborted) {

@@ -32,7 +32,8 @@ void run_one_shot(const void* arguments, u32 index, u32 blocks) {
 template <bool REDUCES, bool WHOLE, class E, class Op, u32 RANKS>
 void run_exchange(const void* arguments, u32 index, u32 blocks) {
   volatile u64 ticket;
-  ExchangeBlock<REDUCES, WHOLE, E, Op, RANKS>(*static_cast<const Exchange*>(arguments), index, blocks, ticket).run();
+  Places places;
+  ExchangeBlock<REDUCES, WHOLE, E, Op, RANKS>(*static_cast<const Exchange*>(arguments), index, blocks, ticket, places).run();
 }
 template <bool WHOLE>
 void run_messages(const void* arguments, u32 index, u32 blocks) {

@@ -7,6 +7,7 @@ namespace ringsight {
 
 constexpr u32 MAX_PEERS = 8;
 constexpr u32 MAX_RINGS = 64;
+constexpr u32 MOST_BLOCKS = 64;
 constexpr u64 LINES_OFFSET = 4096;
 constexpr u32 LINES = 1 << 17;
 
@@ -17,6 +18,12 @@ struct RingBefore {
   u32 reserved;
 };
 
+// Where an operation that goes straight between callers' buffers finds those of another rank: see straight.cuh.
+struct Place {
+  // Where what this rank has for that one goes, and where what that one has for this rank begins: {low, epoch, high, epoch}.
+  Line to, from;
+};
+
 struct Area {
   // Epoch of this rank's last operation.
   u32 epoch;
@@ -25,9 +32,15 @@ struct Area {
   RingBefore rings[MAX_RINGS];
   // By the parity of the epoch and the rank that wrote it: {tag, epoch, 0, epoch}.
   Line tags[2][MAX_PEERS];
+  // By the same.
+  Place places[2][MAX_PEERS];
+  // By rank and block: the epoch of the last operation in which it was done with this rank's buffers.
+  u32 left[MAX_PEERS][MOST_BLOCKS];
 };
 static_assert(offsetof(Area, rings) == 256, "as in src/cuda/peers.rs");
 static_assert(offsetof(Area, tags) == 1280, "as in src/cuda/peers.rs");
+static_assert(offsetof(Area, places) == 1536, "as in src/cuda/peers.rs");
+static_assert(offsetof(Area, left) == 2048, "as in src/cuda/peers.rs");
 static_assert(sizeof(Area) <= LINES_OFFSET, "as in src/cuda/peers.rs");
 
 // Epochs are never 0, which is what memory begins with, and their parity changes with each.

@@ -68,6 +68,21 @@ pub struct Work {
     pub root: u32,
     /// What it talks over.
     pub connections: Connections,
+    /// Whether it goes straight between callers' buffers.
+    pub straight: Straight,
+}
+
+/// Whether a collective among peers goes straight between callers' buffers. That it may, all ranks say alike; each says for itself
+/// whether the others reach its buffers, and only where all do it is done so.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Straight {
+    /// No: through memory of its own.
+    #[default]
+    No,
+    /// If it could, but this rank's buffers are closed to the kernels of some other rank.
+    Closed,
+    /// If it can: this rank's buffers are open to the kernels of all others, at the addresses that this rank knows them by.
+    Open,
 }
 
 impl Work {
@@ -121,6 +136,8 @@ pub struct Peers {
     pub bases: Vec<u64>,
     /// Blocks of a kernel that run side by side on the device of any rank, together with those of its other ranks.
     pub most_blocks: u32,
+    /// Some of them are of other processes.
+    pub foreign: bool,
     /// Keeps it there.
     pub memory: Box<dyn std::any::Any + Send + Sync>,
 }

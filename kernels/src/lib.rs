@@ -13,5 +13,5 @@ pub mod reduce;
 pub mod schedule;
 
 pub use fifo::{Fifo, FifoHeader};
-pub use launch::{AbortWord, ChannelWork, Connections, Launch, Observer, Scalar, When, Work};
+pub use launch::{AbortWord, ChannelWork, Connections, Launch, Observer, Scalar, Straight, When, Work};
 pub use schedule::{Steps, WorkError};

@@ -15,7 +15,7 @@ use crate::{
     error::{Error, Result, ResultCode},
     plan::{
         Request,
-        algorithm::{Asked, explain},
+        algorithm::{Asked, STRAIGHT_BYTES, explain},
     },
 };
 
@@ -136,6 +136,7 @@ unsafe fn read(asked: &Explain) -> Result<(Asked, usize)> {
             slot_bytes: asked.slot_bytes,
             one_shot: asked.one_shot != 0,
             peers: asked.peers != 0,
+            straight_bytes: STRAIGHT_BYTES,
         },
         channels,
     ))

@@ -189,6 +189,7 @@ impl Making<'_> {
             work_fifo_depth,
             share,
             one_shot,
+            straight_bytes,
         } = Terms::agree(&terms);
         let faults = self.life.faults().clone();
         let shared = self.share.as_ref().filter(|_| share);
@@ -242,6 +243,7 @@ impl Making<'_> {
             rings,
             slot_bytes,
             one_shot,
+            straight_bytes,
             peers,
             peers_ended_well,
             near,

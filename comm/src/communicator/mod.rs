@@ -76,6 +76,8 @@ pub struct Communicator {
     pub(crate) slot_bytes: usize,
     /// Whether all ranks' devices do an operation in one shot.
     pub(crate) one_shot: bool,
+    /// Bytes of all ranks together from which on operations may go straight between callers' buffers.
+    pub(crate) straight_bytes: u64,
     /// Memory that the kernels of all ranks reach, if they do.
     pub(crate) peers: Option<Arc<Peers>>,
     /// All operations have come to their end, and no more will come: who shares memory may free it.

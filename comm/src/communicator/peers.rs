@@ -164,6 +164,7 @@ pub(super) fn connect(
         rank,
         bases,
         most_blocks: blocks.min().unwrap_or(0).max(1),
+        foreign: memory.foreign,
         memory: Box::new(memory),
     })))
 }

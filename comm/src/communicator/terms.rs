@@ -7,7 +7,7 @@ use super::config::{Config, MAX_CHANNELS, number};
 use crate::{
     device,
     error::{Error, Result},
-    plan::WORK_FIFO_DEPTH,
+    plan::{WORK_FIFO_DEPTH, algorithm::STRAIGHT_BYTES},
 };
 
 const DEFAULT_CHANNELS: u32 = 2;
@@ -26,6 +26,8 @@ pub(super) struct Terms {
     share: bool,
     /// Its device has programs of [`Algorithm::OneShot`].
     one_shot: bool,
+    /// Of all ranks together, from which on operations may go straight between callers' buffers.
+    straight_bytes: u64,
 }
 
 /// What the ranks have agreed on.
@@ -40,10 +42,12 @@ pub(super) struct Agreement {
     pub(super) share: bool,
     /// All of their devices have programs of [`Algorithm::OneShot`].
     pub(super) one_shot: bool,
+    /// Bytes of all ranks together from which on operations may go straight between callers' buffers.
+    pub(super) straight_bytes: u64,
 }
 
 impl Terms {
-    const BYTES: usize = 30;
+    const BYTES: usize = 38;
 
     /// What this rank asks for.
     ///
@@ -58,6 +62,8 @@ impl Terms {
         }
         let depth: usize = number(&["RINGSIGHT_WORK_FIFO_DEPTH"])?.unwrap_or(WORK_FIFO_DEPTH);
         let near = device::device()?.near_channels().unwrap_or(0);
+        let is_straight = crate::env::text("NCCL_P2P_DIRECT_DISABLE").is_none_or(|value| value == "0");
+        let straight = number(&["RINGSIGHT_STRAIGHT_BYTES"])?.unwrap_or(STRAIGHT_BYTES);
         Ok(Self {
             near_channels: match config.min_channels {
                 Some(min) if near > 0 => min.clamp(1, MAX_CHANNELS),
@@ -72,6 +78,7 @@ impl Terms {
             work_fifo_depth: depth.clamp(2, 1 << 20) as u64,
             share,
             one_shot: device::device()?.runs(Algorithm::OneShot),
+            straight_bytes: if is_straight { straight } else { u64::MAX },
         })
     }
 
@@ -83,7 +90,8 @@ impl Terms {
         bytes[16..24].copy_from_slice(&self.work_fifo_depth.to_le_bytes());
         bytes[24] = self.share.into();
         bytes[25] = self.one_shot.into();
-        bytes[26..].copy_from_slice(&self.near_channels.to_le_bytes());
+        bytes[26..30].copy_from_slice(&self.near_channels.to_le_bytes());
+        bytes[30..].copy_from_slice(&self.straight_bytes.to_le_bytes());
         bytes
     }
 
@@ -93,9 +101,10 @@ impl Terms {
         let (max, rest) = rest.split_first_chunk()?;
         let (slot, rest) = rest.split_first_chunk()?;
         let (depth, rest) = rest.split_first_chunk()?;
-        let ([share @ (0 | 1), one_shot @ (0 | 1)], near) = rest.split_first_chunk()? else {
+        let ([share @ (0 | 1), one_shot @ (0 | 1)], rest) = rest.split_first_chunk()? else {
             return None;
         };
+        let (near, straight) = rest.split_first_chunk()?;
         Some(Self {
             min_channels: u32::from_le_bytes(*min),
             max_channels: u32::from_le_bytes(*max),
@@ -103,7 +112,8 @@ impl Terms {
             work_fifo_depth: u64::from_le_bytes(*depth),
             share: *share == 1,
             one_shot: *one_shot == 1,
-            near_channels: u32::from_le_bytes(near.try_into().ok()?),
+            near_channels: u32::from_le_bytes(*near),
+            straight_bytes: u64::from_le_bytes(straight.try_into().ok()?),
         })
     }
 
@@ -144,6 +154,11 @@ impl Terms {
             work_fifo_depth: usize::try_from(depth).unwrap_or(WORK_FIFO_DEPTH),
             share: all.iter().all(|terms| terms.share),
             one_shot: all.iter().all(|terms| terms.one_shot),
+            straight_bytes: all
+                .iter()
+                .map(|terms| terms.straight_bytes)
+                .max()
+                .unwrap_or(u64::MAX),
         }
     }
 }
@@ -162,6 +177,7 @@ mod tests {
             work_fifo_depth: 8,
             share: min_channels == 4,
             one_shot: max_channels == 32,
+            straight_bytes: u64::from(max_channels),
         };
         assert_eq!(Terms::agree(&[terms(1, 32), terms(1, 32)]).channels, 2);
         let agreed = Agreement {
@@ -172,6 +188,8 @@ mod tests {
             work_fifo_depth: 8,
             share: false,
             one_shot: false,
+            // Nobody does what another does not.
+            straight_bytes: 32,
         };
         assert_eq!(Terms::agree(&[terms(4, 8), terms(1, 32)]), agreed);
         assert!(Terms::agree(&[terms(4, 8), terms(4, 9)]).share);
@@ -191,7 +209,7 @@ mod tests {
             (4, 4 * 4096)
         );
         assert_eq!(there_and_back.near_channels, 12);
-        assert!(Terms::from_bytes(&[0; 29]).is_none() && Terms::from_bytes(&[0; 31]).is_none());
-        assert!(Terms::from_bytes(&[2; 30]).is_none());
+        assert!(Terms::from_bytes(&[0; 37]).is_none() && Terms::from_bytes(&[0; 39]).is_none());
+        assert!(Terms::from_bytes(&[2; 38]).is_none());
     }
 }

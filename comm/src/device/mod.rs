@@ -168,6 +168,11 @@ pub trait Device: Send + Sync + 'static {
     }
     /// Gives memory of [`Device::allocate`] back; null is accepted.
     fn free(&self, pointer: *mut u8) -> Result<()>;
+    /// Whether kernels of the devices that reach shared memory of device `device` in this process ([`Device::reach_share`]) reach a buffer, too,
+    /// at the address that it has here, for as long as it is not freed.
+    fn is_open(&self, _address: usize, _bytes: usize, _device: i32) -> bool {
+        false
+    }
     /// Makes page-aligned host memory reachable for kernels on all devices, at the address that the host knows it by, while
     /// the result lives. The memory must stay mapped for longer.
     fn reach(&self, _base: usize, _bytes: usize) -> Result<Reachable> {

@@ -23,6 +23,8 @@ pub struct Asked {
     pub one_shot: bool,
     /// Whether all ranks' kernels reach each other's memory.
     pub peers: bool,
+    /// Bytes of all ranks together from which on it may go straight between callers' buffers.
+    pub straight_bytes: u64,
 }
 
 /// One row: the first whose conditions hold, and whose algorithm is possible, is taken.
@@ -49,6 +51,8 @@ pub struct Choice {
     pub protocol: Protocol,
     /// One more channel for each so many bytes.
     pub bytes_per_channel: u64,
+    /// Kernels do it in memory that all ranks reach.
+    pub among_peers: bool,
 }
 
 /// The same where FIFOs are in the memory of GPUs: one block is far from filling a link.
@@ -77,8 +81,21 @@ const fn among_peers(algorithm: Algorithm) -> Choice {
         algorithm,
         protocol: Protocol::Ll128,
         bytes_per_channel: u64::MAX,
+        among_peers: true,
     }
 }
+
+/// The same straight between callers' buffers, where all ranks find that the others reach theirs; else in lines, as above.
+const fn straight(algorithm: Algorithm) -> Choice {
+    Choice {
+        protocol: Protocol::Simple,
+        ..among_peers(algorithm)
+    }
+}
+
+/// Bytes of all ranks together from which on it pays to go straight, unless `RINGSIGHT_STRAIGHT_BYTES` says another number: it begins with
+/// one more way over NVLink, and ends with a fence and another.
+pub const STRAIGHT_BYTES: u64 = 8 << 20;
 
 /// The table. A channel is one thread's work on the host device and one block's on a GPU: a second one pays off when
 /// both have several FIFO slots to move.
@@ -93,9 +110,38 @@ pub const TABLE: &[Row] = &[
             algorithm: Algorithm::OneShot,
             protocol: Protocol::Ll,
             bytes_per_channel: u64::MAX,
+            among_peers: true,
         },
     },
-    // One kernel, and each byte goes over NVLink once on its way to who reduces it and once from there.
+    // One kernel, and each byte goes over NVLink once, to where it is to be or to who reduces it, and once from there.
+    Row {
+        functions: &[Function::AllReduce],
+        max_bytes: u64::MAX,
+        max_bytes_of_all: u64::MAX,
+        max_ranks: u32::MAX,
+        choice: straight(Algorithm::TwoShot),
+    },
+    Row {
+        functions: &[
+            Function::AllGather,
+            Function::ReduceScatter,
+            Function::AlltoAll,
+            Function::Gather,
+            Function::Scatter,
+        ],
+        max_bytes: u64::MAX,
+        max_bytes_of_all: u64::MAX,
+        max_ranks: u32::MAX,
+        choice: straight(Algorithm::Direct),
+    },
+    Row {
+        functions: &[Function::Broadcast, Function::Reduce],
+        max_bytes: u64::MAX,
+        max_bytes_of_all: u64::MAX,
+        max_ranks: 2,
+        choice: straight(Algorithm::Direct),
+    },
+    // The same in lines, through memory of the library's own.
     Row {
         functions: &[Function::AllReduce],
         max_bytes: u64::MAX,
@@ -151,6 +197,7 @@ pub const TABLE: &[Row] = &[
             algorithm: Algorithm::OneShot,
             protocol: Protocol::Simple,
             bytes_per_channel: 256 << 10,
+            among_peers: false,
         },
     },
     Row {
@@ -162,6 +209,7 @@ pub const TABLE: &[Row] = &[
             algorithm: Algorithm::Ring,
             protocol: Protocol::Simple,
             bytes_per_channel: 256 << 10,
+            among_peers: false,
         },
     },
     Row {
@@ -173,6 +221,7 @@ pub const TABLE: &[Row] = &[
             algorithm: Algorithm::Direct,
             protocol: Protocol::Simple,
             bytes_per_channel: 256 << 10,
+            among_peers: false,
         },
     },
 ];
@@ -182,6 +231,8 @@ pub const TABLE: &[Row] = &[
 pub enum Reason {
     /// It is for other functions.
     Function,
+    /// It is for at least so many bytes of all ranks together.
+    Short(u64),
     /// It is for at most so many bytes.
     Bytes(u64),
     /// It is for at most so many bytes of all ranks together.
@@ -208,6 +259,7 @@ impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Function => f.write_str("it is for other operations"),
+            Self::Short(least) => write!(f, "it is for at least {least} bytes of all ranks together"),
             Self::Bytes(most) => write!(f, "it is for at most {most} bytes"),
             Self::BytesOfAll(most) => write!(f, "it is for at most {most} bytes of all ranks together"),
             Self::Ranks(most) => write!(f, "it is for at most {most} ranks"),
@@ -253,7 +305,11 @@ impl Row {
         if asked.bytes > self.max_bytes {
             return Some(Reason::Bytes(self.max_bytes));
         }
-        if asked.bytes.saturating_mul(asked.ranks.into()) > self.max_bytes_of_all {
+        let of_all = asked.bytes.saturating_mul(asked.ranks.into());
+        if self.choice.is_straight() && of_all < asked.straight_bytes {
+            return Some(Reason::Short(asked.straight_bytes));
+        }
+        if of_all > self.max_bytes_of_all {
             return Some(Reason::BytesOfAll(self.max_bytes_of_all));
         }
         if asked.ranks > self.max_ranks {
@@ -267,7 +323,13 @@ impl Choice {
     /// Whether kernels do it in memory that all ranks reach.
     #[must_use]
     pub fn is_among_peers(&self) -> bool {
-        matches!(self.protocol, Protocol::Ll | Protocol::Ll128)
+        self.among_peers
+    }
+
+    /// Whether they do it straight between callers' buffers where they reach them.
+    #[must_use]
+    pub fn is_straight(&self) -> bool {
+        self.among_peers && self.protocol == Protocol::Simple
     }
 
     /// Why there is no program, wherever the table puts its limits.
@@ -324,6 +386,7 @@ mod tests {
             slot_bytes: 8 << 10,
             one_shot: true,
             peers: false,
+            straight_bytes: STRAIGHT_BYTES,
         }
     }
 
@@ -370,6 +433,23 @@ mod tests {
                     assert!(!choose(&other).unwrap().is_among_peers(), "{other:?}");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn long_collectives_go_straight_unless_told_otherwise() {
+        for function in Function::ALL.iter().filter(|function| !function.is_p2p()) {
+            let near = |bytes, straight_bytes| Asked {
+                ranks: 2,
+                peers: true,
+                straight_bytes,
+                ..asked(*function, bytes)
+            };
+            let is_straight = |asked| choose(&asked).unwrap().is_straight();
+            assert!(is_straight(near(STRAIGHT_BYTES / 2, STRAIGHT_BYTES)));
+            assert!(!is_straight(near(STRAIGHT_BYTES / 2 - 1, STRAIGHT_BYTES)));
+            assert!(!is_straight(near(1 << 40, u64::MAX)), "{function}");
+            assert!(choose(&near(1 << 40, u64::MAX)).unwrap().is_among_peers());
         }
     }
 

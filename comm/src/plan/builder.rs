@@ -2,7 +2,7 @@
 
 use std::{mem, ops::Range};
 
-use ringsight_kernels::{ChannelWork, Connections, Work};
+use ringsight_kernels::{ChannelWork, Connections, Straight, Work, launch::Peers};
 use ringsight_records::{Algorithm, Description, Flags, Function, Protocol, State};
 
 use super::{OpInfo, Plan, Task, algorithm, channels, estimate, exchange, layout::choice_of};
@@ -102,7 +102,15 @@ impl<'a> Builder<'a> {
         let peers = self.comm.peers.clone();
         let peers = peers.ok_or_else(|| Error::internal("no memory is shared with peers"))?;
         let all = 0..task.request.count;
-        let work = self.work_of(task, all, choice.algorithm, Connections::Peers(peers));
+        let straight = if choice.is_straight() {
+            self.straight(task, &peers)?
+        } else {
+            Straight::No
+        };
+        let work = Work {
+            straight,
+            ..self.work_of(task, all, choice.algorithm, Connections::Peers(peers))
+        };
         work.check()?;
         if let Some(load) = &mut self.simulated {
             load.add_work(&work, estimate::SHARED);
@@ -300,7 +308,23 @@ impl<'a> Builder<'a> {
             ranks: self.comm.ranks,
             root: request.peer.unwrap_or(0),
             connections,
+            straight: Straight::No,
         }
+    }
+
+    /// Whether the other ranks' kernels reach the buffers of an operation that may go straight between those of all.
+    fn straight(&self, task: &Task, peers: &Peers) -> Result<Straight> {
+        // To know what it would take, nobody need know.
+        if self.simulated.is_some() || peers.foreign {
+            return Ok(Straight::Closed);
+        }
+        let device = device()?;
+        let buffers = task.request.buffers(self.comm.ranks);
+        let open = buffers
+            .into_iter()
+            .filter(|(address, bytes)| *address != 0 && *bytes != 0)
+            .all(|(address, bytes)| device.is_open(address, bytes, self.comm.device));
+        Ok(if open { Straight::Open } else { Straight::Closed })
     }
 
     pub(super) fn add_work(&mut self, channel: u8, work: Work) {

@@ -27,6 +27,7 @@ pub(super) fn choice_of(task: &Task, comm: &Communicator) -> Result<(usize, algo
         slot_bytes: comm.slot_bytes,
         one_shot: comm.one_shot,
         peers: comm.peers.is_some(),
+        straight_bytes: comm.straight_bytes,
     };
     let choice = algorithm::choose(&asked)
         .ok_or_else(|| Error::internal(format!("no algorithm serves {function}")))?;

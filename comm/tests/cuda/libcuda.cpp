@@ -383,8 +383,10 @@ int cuPointerGetAttributes(unsigned count, const int* attributes, void** places,
   const char* at = static_cast<char*>(address);
   auto holds = [=](const void* base, size_t bytes) { return at >= base && at < static_cast<const char*>(base) + bytes; };
   int kind = 0, device = -2;
+  const void* start = nullptr;
+  size_t size = 0;
   for (auto& [base, about] : memory)
-    if (holds(base, about.bytes)) kind = 2, device = about.device;
+    if (holds(base, about.bytes)) kind = 2, device = about.device, start = base, size = about.bytes;
   for (auto& [base, bytes] : host_memory)
     if (holds(base, bytes)) kind = 1, device = 0;
   for (unsigned i = 0; i < count; i++) switch (attributes[i]) {
@@ -392,6 +394,9 @@ int cuPointerGetAttributes(unsigned count, const int* attributes, void** places,
       case 3: *static_cast<void**>(places[i]) = kind == 0 ? nullptr : address; break;
       case 8: *static_cast<bool*>(places[i]) = false; break;
       case 9: *static_cast<int*>(places[i]) = device; break;
+      case 10: *static_cast<bool*>(places[i]) = kind == 2; break;
+      case 11: *static_cast<const void**>(places[i]) = start; break;
+      case 12: *static_cast<size_t*>(places[i]) = size; break;
       default: return INVALID_VALUE;
     }
   return SUCCESS;

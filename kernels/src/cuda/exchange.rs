@@ -9,7 +9,7 @@ use super::{
     peer_launch::{MOST_BLOCKS, PeerArguments, PeerLaunch, SERVICE, ranks_of_its_own, sum_of},
     peers::{CHUNK_ROWS, MAX_PEERS, ROW_BYTES, lanes},
 };
-use crate::launch::Work;
+use crate::launch::{Straight, Work};
 
 /// Names of the kernels, by their numbers: `RINGSIGHT_EXCHANGES` in `cuda/exchange.cuh`.
 pub const KERNELS: [&CStr; 12] = [
@@ -26,6 +26,9 @@ pub const KERNELS: [&CStr; 12] = [
     c"ringsight_exchange_sum_bf16_4",
     c"ringsight_exchange_sum_bf16_8",
 ];
+
+/// The number of the one that reduces anything.
+const ANY: usize = 2;
 
 /// Warps of a block that move data. Two such blocks fit on a multiprocessor: see [`MOST_BLOCKS`](super::peer_launch::MOST_BLOCKS).
 const WARPS: usize = 7;
@@ -50,8 +53,10 @@ pub(super) fn launch(work: &Work, call: PeerCall, most_blocks: u32) -> PeerLaunc
     };
     let chunk_rows = each.div_ceil(each.div_ceil(most_rows));
     arguments.chunk = (chunk_rows * ROW_BYTES) as u32;
+    let kernel = kernel(work, &arguments);
+    arguments.open = (work.straight == Straight::Open && goes_straight(kernel, &arguments)).into();
     PeerLaunch {
-        kernel: kernel(work, &arguments),
+        kernel,
         arguments: PeerArguments::Exchange(arguments),
         blocks: blocks as u32,
         threads: EXCHANGE_THREADS,
@@ -76,8 +81,17 @@ fn kernel(work: &Work, arguments: &Exchange) -> usize {
     }
     match (sum_of(work), ranks_of_its_own(work)) {
         (Some(element), Some(ranks)) if whole => 3 + 3 * element + ranks,
-        _ => 2,
+        _ => ANY,
     }
+}
+
+/// Whether a kernel does it straight if it is to: of what reduces those that are made for it do, and buffers are gone through by 16 bytes.
+fn goes_straight(kernel: usize, arguments: &Exchange) -> bool {
+    let places = arguments.from.iter().chain(&arguments.to);
+    kernel != ANY
+        && places
+            .chain([&arguments.own, &arguments.result])
+            .all(|address| address.is_multiple_of(16))
 }
 
 /// What goes where: everything but the length of a chunk.
@@ -99,7 +113,8 @@ fn parts(work: &Work, call: PeerCall) -> Exchange {
         chunk: 0,
         reduces: 0,
         passes: 0,
-        reserved: [0; 2],
+        straight: (work.straight != Straight::No).into(),
+        open: 0,
     };
     // Blocks of a buffer, one of each rank.
     let block = |base: u64, rank: usize| base + bytes * rank as u64;
@@ -214,10 +229,12 @@ mod tests {
             rank,
             ranks,
             root,
+            straight: Straight::No,
             connections: Connections::Peers(Arc::new(Peers {
                 rank,
                 bases: vec![0; ranks as usize],
                 most_blocks: 64,
+                foreign: false,
                 memory: Box::new(()),
             })),
         }

@@ -320,8 +320,10 @@ pub struct Exchange {
     pub reduces: u8,
     /// 1: the result is passed on to all others, and theirs go to `to`.
     pub passes: u8,
-    /// 0.
-    pub reserved: [u8; 2],
+    /// 1: it goes straight between callers' buffers if all ranks can, the same on all of them.
+    pub straight: u8,
+    /// 1: this rank's buffers are open to the kernels of all others.
+    pub open: u8,
 }
 
 const _: () = assert!(offset_of!(Exchange, from) == 144);

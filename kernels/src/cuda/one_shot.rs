@@ -98,10 +98,12 @@ mod tests {
             rank: 0,
             ranks,
             root: 0,
+            straight: crate::Straight::No,
             connections: Connections::Peers(Arc::new(crate::launch::Peers {
                 rank: 0,
                 bases: vec![0; ranks as usize],
                 most_blocks: 64,
+                foreign: false,
                 memory: Box::new(()),
             })),
         };

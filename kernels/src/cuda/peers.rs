@@ -10,6 +10,8 @@
 
 use std::mem::offset_of;
 
+use super::peer_launch::MOST_BLOCKS;
+
 /// The most ranks.
 pub const MAX_PEERS: usize = 8;
 /// The most channels whose rings are known.
@@ -82,6 +84,16 @@ pub struct RingBefore {
     pub reserved: u32,
 }
 
+/// Where an operation that goes straight between callers' buffers finds those of another rank.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Place {
+    /// Where what this rank has for that one goes.
+    pub to: Line,
+    /// Where what that one has for this rank begins.
+    pub from: Line,
+}
+
 /// What the memory begins with.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -95,11 +107,17 @@ pub struct Area {
     pub rings: [RingBefore; MAX_RINGS],
     /// By parity and rank: the tag of the operation that this rank has begun.
     pub tags: [[Line; MAX_PEERS]; 2],
+    /// By the same.
+    pub places: [[Place; MAX_PEERS]; 2],
+    /// By rank and block: the epoch of the last operation in which it was done with this rank's buffers.
+    pub left: [[u32; MOST_BLOCKS as usize]; MAX_PEERS],
 }
 
 const _: () = assert!(offset_of!(Area, rings) == 256);
 const _: () = assert!(offset_of!(Area, tags) == 1280);
-const _: () = assert!(size_of::<Area>() == 1280 + 2 * MAX_PEERS * size_of::<Line>());
+const _: () = assert!(offset_of!(Area, places) == 1536);
+const _: () = assert!(offset_of!(Area, left) == 2048);
+const _: () = assert!(size_of::<Area>() == 4096);
 const _: () = assert!(size_of::<Area>() <= LINES_OFFSET);
 
 impl Default for Area {
@@ -109,6 +127,8 @@ impl Default for Area {
             reserved: [0; 63],
             rings: [RingBefore::default(); MAX_RINGS],
             tags: Default::default(),
+            places: Default::default(),
+            left: [[0; MOST_BLOCKS as usize]; MAX_PEERS],
         }
     }
 }

@@ -105,9 +105,89 @@ pub(super) fn check(address: usize, device: c_int) -> Result<()> {
         .map_or(Ok(()), |text| Err(DeviceError::InvalidHandle(text)))
 }
 
+/// What is said of the allocation that an address is in.
+#[derive(Clone, Copy, Debug, Default)]
+struct Range {
+    kind: c_uint,
+    device: c_int,
+    start: CUdeviceptr,
+    bytes: usize,
+    /// Allocated as one by `cuMemAlloc`: other GPUs reach it once peer access is on, and its address is not given other memory
+    /// while it is there. What is mapped piece by piece, or comes from a pool, has rights of its own.
+    whole: bool,
+}
+
+impl Range {
+    fn is_open(self, address: usize, bytes: usize, device: c_int) -> bool {
+        const DEVICE: c_uint = CUmemorytype::CU_MEMORYTYPE_DEVICE as c_uint;
+        let within = || {
+            let before = address.checked_sub(self.start as usize)?;
+            Some(before.checked_add(bytes)? <= self.bytes)
+        };
+        self.kind == DEVICE && self.device == device && self.whole && within() == Some(true)
+    }
+}
+
+/// Whether the GPUs that have peer access to `device` reach these bytes.
+pub(super) fn is_open(address: usize, bytes: usize, device: c_int) -> bool {
+    use CUpointer_attribute as Of;
+    let mut range = Range::default();
+    let mut whole: c_uint = 0;
+    let mut asked = [
+        Of::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+        Of::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+        Of::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+        Of::CU_POINTER_ATTRIBUTE_RANGE_SIZE,
+        Of::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
+    ];
+    let mut places: [*mut c_void; 5] = [
+        (&raw mut range.kind).cast(),
+        (&raw mut range.device).cast(),
+        (&raw mut range.start).cast(),
+        (&raw mut range.bytes).cast(),
+        (&raw mut whole).cast(),
+    ];
+    // SAFETY: as in `check`.
+    let known = unsafe {
+        call!(cuPointerGetAttributes(
+            asked.len() as c_uint,
+            asked.as_mut_ptr(),
+            places.as_mut_ptr(),
+            address as CUdeviceptr
+        ))
+    };
+    range.whole = whole != 0;
+    known.is_ok() && range.is_open(address, bytes, device)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn whole_allocations_are_open_from_end_to_end() {
+        let range = Range {
+            kind: CUmemorytype::CU_MEMORYTYPE_DEVICE as c_uint,
+            device: 1,
+            start: 0x10_0000,
+            bytes: 0x1000,
+            whole: true,
+        };
+        assert!(range.is_open(0x10_0000, 0x1000, 1) && range.is_open(0x10_0ff0, 0x10, 1));
+        assert!(!range.is_open(0x10_0000, 0x1001, 1), "behind its end");
+        assert!(!range.is_open(0xf_fff0, 0x20, 1), "before its beginning");
+        assert!(!range.is_open(0x10_0000, usize::MAX, 1));
+        assert!(!range.is_open(0x10_0000, 0x10, 0), "another GPU's");
+        assert!(
+            !Range {
+                whole: false,
+                ..range
+            }
+            .is_open(0x10_0000, 0x10, 1),
+            "in pieces"
+        );
+        assert!(!Range { kind: 0, ..range }.is_open(0x10_0000, 0x10, 1));
+    }
 
     #[test]
     fn what_kernels_cannot_use_is_refused_with_its_place() {

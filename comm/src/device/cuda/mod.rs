@@ -208,6 +208,10 @@ impl Device for CudaDevice {
         memory::check(address, device)
     }
 
+    fn is_open(&self, address: usize, bytes: usize, device: i32) -> bool {
+        memory::is_open(address, bytes, device)
+    }
+
     fn reach(&self, base: usize, bytes: usize) -> Result<Reachable> {
         // A thread that connects ranks need not have used the device.
         let before = self.mark()?;

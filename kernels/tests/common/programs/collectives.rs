@@ -2,7 +2,7 @@
 
 use std::{ops::Range, sync::Arc, thread};
 
-use ringsight_kernels::{ChannelWork, Connections, Fifo, Launch, Scalar, Work};
+use ringsight_kernels::{ChannelWork, Connections, Fifo, Launch, Scalar, Straight, Work};
 use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
 use super::{Log, Seen, ring, run, runs};
@@ -121,6 +121,7 @@ fn collective(case: Case) -> Vec<Vec<i32>> {
                             ranks: ranks as u32,
                             root: root as u32,
                             connections,
+                            straight: Straight::No,
                         };
                         work.check().unwrap();
                         expected.push((work.steps(), ends));
@@ -312,6 +313,7 @@ fn same_float_bits(algorithm: Algorithm, count: usize) {
                     ranks,
                     root: 0,
                     connections,
+                    straight: Straight::No,
                 };
                 let channels = vec![ChannelWork {
                     channel: 0,

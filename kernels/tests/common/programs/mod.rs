@@ -13,7 +13,7 @@ use std::{
     },
 };
 
-use ringsight_kernels::{Connections, Fifo, Observer, Scalar, When, Work, fifo::PRODUCER_BYTES};
+use ringsight_kernels::{Connections, Fifo, Observer, Scalar, Straight, When, Work, fifo::PRODUCER_BYTES};
 use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
 use super::{run, runs};
@@ -126,5 +126,6 @@ pub(crate) fn p2p(
         ranks: 4,
         root: 0,
         connections,
+        straight: Straight::No,
     }
 }

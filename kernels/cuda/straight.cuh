@@ -1,0 +1,63 @@
+// What goes straight between callers' buffers: written where it is to be, or read where it is and reduced, with nothing in between.
+//
+// Whether it can is found out by the kernels themselves, so that no host waits for another: each rank tells all others where its
+// buffers are, and whether all others reach them. If all do, all go straight; else all go in steps, through memory that is
+// there for it. What a rank is told here comes with its tag, so it is of the same operation, and of the same sizes.
+//
+// - What was in the buffers before is there: the line comes from a kernel that began when what was before it in its stream had ended,
+//   visible to the whole system. Addresses are what lines say, so nothing is read from there, or written, before the line is seen.
+// - Nobody's kernel ends before all others are done with its buffers: `Meeting::leave`.
+// - Results are the same, bit by bit, as those in steps: all contributions to an element are combined in the order of ranks.
+#pragma once
+
+#include "peers.cuh"
+#include "words.cuh"
+
+namespace ringsight {
+
+// In a word of a place: there is one.
+constexpr u64 OPEN = 1ull << 63;
+
+// By rank, for one warp: where to write what is for it, and where to read what it has for this rank.
+struct Places {
+  u64 to[MAX_PEERS];
+  u64 from[MAX_PEERS];
+};
+
+DEVICE INLINE Pack* pack_at(u64 address) { return reinterpret_cast<Pack*>(address); }
+
+// 16 bytes at an address of such, or what there is of them.
+DEVICE INLINE Pack load_some(u64 address, u64 left, u32 element_bytes) {
+  if (left >= sizeof(Pack)) return load_pack(pack_at(address));
+  const u8* from = reinterpret_cast<const u8*>(address);
+  return Pack{{load_elements(from, left, element_bytes), left > 8 ? load_elements(from + 8, left - 8, element_bytes) : 0}};
+}
+DEVICE INLINE void store_some(u64 address, u64 left, u32 element_bytes, const Pack& pack) {
+  if (left >= sizeof(Pack)) {
+    *pack_at(address) = pack;
+    return;
+  }
+  u8* to = reinterpret_cast<u8*>(address);
+  store_elements(to, left, element_bytes, pack.words[0]);
+  if (left > 8) store_elements(to + 8, left - 8, element_bytes, pack.words[1]);
+}
+
+// By a warp: copies what there is, of a buffer of so many bytes, from `at` on, as far as `PACKS` of each thread go. Buffers begin where packs do.
+template <u32 PACKS>
+DEVICE INLINE void copy_stretch(u64 to, u64 from, u64 bytes, u64 at, u32 element_bytes) {
+  constexpr u32 EACH = warp_threads() * sizeof(Pack);
+  const u32 first = warp_thread() * sizeof(Pack);
+  if (at + PACKS * EACH <= bytes) {
+    Pack some[PACKS];
+    UNROLL
+    for (u32 i = 0; i < PACKS; i++) some[i] = *pack_at(from + at + first + i * EACH);
+    UNROLL
+    for (u32 i = 0; i < PACKS; i++) *pack_at(to + at + first + i * EACH) = some[i];
+    return;
+  }
+  for (u64 place = at + first; place < bytes; place += EACH) {
+    store_some(to + place, bytes - place, element_bytes, load_some(from + place, bytes - place, element_bytes));
+  }
+}
+
+}  // namespace ringsight
