@@ -26,9 +26,11 @@ pub struct RankInfo {
     pub proxy_address: String,
     /// Library version as `ncclGetVersion` gives it.
     pub library_version: u32,
+    /// PCI address of its GPU, as `0000:01:00.0`; empty without one.
+    pub bus: String,
 }
 
-/// Rank u32 | pid u32 | device u32 | library version u32 | host hash u64 | start time u64 | two strings (u16 length each).
+/// Rank u32 | pid u32 | device u32 | library version u32 | host hash u64 | start time u64 | three strings (u16 length each).
 const FIXED_BYTES: usize = 32;
 
 impl RankInfo {
@@ -58,7 +60,15 @@ impl RankInfo {
             device,
             proxy_address,
             library_version,
+            bus: String::new(),
         }
+    }
+
+    /// The same with a GPU at this PCI address.
+    #[must_use]
+    pub fn at(mut self, bus: Option<String>) -> Self {
+        self.bus = bus.unwrap_or_default();
+        self
     }
 
     fn encode(&self) -> Vec<u8> {
@@ -73,7 +83,7 @@ impl RankInfo {
         }
         bytes.extend(self.host_hash.to_le_bytes());
         bytes.extend(self.process_start_time.to_le_bytes());
-        for text in [&self.host, &self.proxy_address] {
+        for text in [&self.host, &self.proxy_address, &self.bus] {
             // Neither comes near the limit: an environment variable and an address of our own making.
             let length = text.floor_char_boundary(usize::from(u16::MAX));
             bytes.extend((length as u16).to_le_bytes());
@@ -100,7 +110,7 @@ impl RankInfo {
             rest = after;
             String::from_utf8(text.to_vec()).ok()
         };
-        let (host, proxy_address) = (text()?, text()?);
+        let (host, proxy_address, bus) = (text()?, text()?, text()?);
         rest.is_empty().then_some(Self {
             rank: word(0)?,
             pid: word(4)?,
@@ -110,6 +120,7 @@ impl RankInfo {
             process_start_time: long(24)?,
             host,
             proxy_address,
+            bus,
         })
     }
 }

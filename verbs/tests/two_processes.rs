@@ -4,11 +4,10 @@
 //! `RINGSIGHT_TEST_HCAS=first,second` names two. Every byte of every step follows from its position, and is checked.
 
 use std::{
-    fs::OpenOptions,
-    io::{BufRead, BufReader, Read, Write},
+    io::{Read, Write},
     net::{TcpListener, TcpStream},
     path::Path as FilePath,
-    process::Command,
+    process::{Command, Stdio},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -29,15 +28,7 @@ const SLOTS_AT: Slots = Slots {
 };
 const PATIENCE: Duration = Duration::from_secs(60);
 
-fn skip(test: &str, reason: &str) {
-    println!("skipped {test}: {reason}");
-    if let Some(log) = std::env::var_os("RINGSIGHT_SKIP_LOG") {
-        let mut file = OpenOptions::new().append(true).create(true).open(log).unwrap();
-        writeln!(file, "{test}: {reason}").unwrap();
-    }
-}
-
-/// The two devices; `None` with the reason where they are not.
+/// The two devices; the reason where they are not.
 fn devices() -> Result<[String; 2], String> {
     let names = std::env::var("RINGSIGHT_TEST_HCAS").unwrap_or_else(|_| "hca0,peer0".into());
     let (first, second) = names.split_once(',').ok_or("two devices are wanted")?;
@@ -273,26 +264,25 @@ fn receive(device: &str, case: Case, stream: &mut TcpStream) -> u32 {
     sleeps
 }
 
-#[test]
-#[ignore = "helper: the receiving process, started by `steps_arrive_once_and_whole`"]
-fn receiver_process() {
-    let mut line = String::new();
-    BufReader::new(std::io::stdin()).read_line(&mut line).unwrap();
-    let (port, case) = line.trim().split_once(' ').unwrap();
+/// The receiving process: the port that the sender listens on, and the case.
+const RECEIVER: &str = "VERBS_TEST_RECEIVER";
+
+fn receiver_process(told: &str, device: &str) {
+    let (port, case) = told.split_once(' ').unwrap();
     let mut stream = TcpStream::connect(("127.0.0.1", port.parse().unwrap())).unwrap();
-    let [_, device] = devices().unwrap();
     let case = Case::parse(case);
-    let sleeps = receive(&device, case, &mut stream);
+    let sleeps = receive(device, case, &mut stream);
     assert!(!case.sleeps || sleeps > 0, "it never slept");
     println!("received {} steps, slept {sleeps} times", case.steps);
 }
 
 #[test]
+#[ignore = "helper: needs two RDMA devices, run in a guest"]
 fn steps_arrive_once_and_whole() {
-    let [device, _] = match devices() {
-        Ok(devices) => devices,
-        Err(reason) => return skip("two_processes::steps_arrive_once_and_whole", &reason),
-    };
+    let [device, receiver] = devices().unwrap();
+    if let Ok(told) = std::env::var(RECEIVER) {
+        return receiver_process(&told, &receiver);
+    }
     let plain = Case {
         qps: 1,
         split: false,
@@ -326,19 +316,33 @@ fn steps_arrive_once_and_whole() {
         },
     ] {
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "receiver_process", "--ignored", "--nocapture"])
-            .stdin(std::process::Stdio::piped())
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args([
+                "--exact",
+                "steps_arrive_once_and_whole",
+                "--ignored",
+                "--nocapture",
+            ])
+            .env(
+                RECEIVER,
+                format!("{} {}", listener.local_addr().unwrap().port(), case.text()),
+            )
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        let line = format!("{} {}\n", listener.local_addr().unwrap().port(), case.text());
-        child.stdin.take().unwrap().write_all(line.as_bytes()).unwrap();
         let (mut stream, _) = listener.accept().unwrap();
         let start = Instant::now();
         let sender = send(&device, case, &mut stream);
         println!("{case:?}: {:?}", start.elapsed());
         stream.write_all(b"+").unwrap();
-        assert!(child.wait().unwrap().success(), "{case:?}");
+        let output = child.wait_with_output().unwrap();
+        let text = [output.stdout, output.stderr].concat();
+        assert!(
+            output.status.success(),
+            "{case:?}: {}",
+            String::from_utf8_lossy(&text)
+        );
         assert_eq!((sender.acked(), sender.posted()), (case.steps, case.steps));
         assert!(sender.granted() <= case.steps + SLOTS as u64);
     }

@@ -3,12 +3,11 @@
 use crate::{
     error::{Error, Result},
     log,
+    transport::verbs::Wish,
 };
 
 /// Most channels of a communicator: descriptions carry them as a mask of 64 bits.
 pub(super) const MAX_CHANNELS: u32 = 32;
-/// The network between nodes, by NCCL's name for it.
-const SOCKET: &str = "Socket";
 
 /// Choices for a communicator (`ncclConfig_t`), checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -175,10 +174,10 @@ impl Config {
             self.net_name = Some(name);
         }
         if let Some(name) = &self.net_name
-            && !name.eq_ignore_ascii_case(SOCKET)
+            && Wish::parse(Some(name)).is_none()
         {
             return Err(Error::usage(format!(
-                "network {name} (config.netName or environment variable NCCL_NET) is not there: {SOCKET} is"
+                "network {name} (config.netName or environment variable NCCL_NET) is not there: IB and Socket are"
             )));
         }
         // The least maximum wins over the greatest minimum.
@@ -298,7 +297,7 @@ mod tests {
     #[test]
     fn what_cannot_be_served_is_refused() {
         let refused = |variable, value| with(Config::default(), &[(variable, value)]).unwrap_err();
-        let error = refused("NCCL_NET", "IB");
+        let error = refused("NCCL_NET", "AWS Libfabric");
         assert_eq!(error.code, ResultCode::InvalidUsage);
         assert!(error.text.contains("NCCL_NET"), "{error}");
         let error = refused("NCCL_MIN_CTAS", "many");

@@ -22,7 +22,11 @@ use crate::{
     observe,
     plan::OpInfo,
     proxy::{Proxy, ProxyConfig, affinity::Cpus},
-    transport::Connector,
+    topology::Topology,
+    transport::{
+        Connector,
+        verbs::{self, Wish},
+    },
 };
 
 /// A proxy and the communicators of this rank that use it.
@@ -57,7 +61,7 @@ impl Members {
 
 impl Family {
     /// A proxy of its own for the communicator of `bootstrap`.
-    pub(super) fn new(bootstrap: &Bootstrap, slot_bytes: usize) -> Result<Arc<Self>> {
+    pub(super) fn new(bootstrap: &Bootstrap, slot_bytes: usize, wish: Wish) -> Result<Arc<Self>> {
         let (proxied, members) = (Arc::new(Proxied::default()), Arc::new(Members::default()));
         let abort = Arc::new(AbortWord::default());
         let proxy = Proxy::new(ProxyConfig {
@@ -67,6 +71,7 @@ impl Family {
             listen: bootstrap.local_ip(),
             slot_bytes,
             cpus: Cpus::by_environment()?,
+            rdma: verbs::by_environment(wish)?,
             abort: abort.clone(),
             on_completed: {
                 let proxied = proxied.clone();
@@ -83,6 +88,19 @@ impl Family {
             abort,
             members,
         }))
+    }
+
+    /// Tells the proxy which RDMA ports are this rank's among those of its node. The first communicator's choice is that of all.
+    pub(super) fn choose_ports(&self, topology: &Topology) {
+        if let Some(rdma) = &self.proxy.config().rdma {
+            let local = topology.local_ranks();
+            let buses: Vec<_> = local
+                .iter()
+                .map(|rank| topology.info(*rank).bus.as_str())
+                .collect();
+            let ports = verbs::ports_of(&rdma.net, &buses, topology.local_rank() as usize);
+            self.proxy.use_ports(ports);
+        }
     }
 
     /// Takes a communicator out; whether others are left, who keep the proxy.

@@ -27,7 +27,7 @@ use crate::{
     log, observe,
     plan::{ReduceOps, Sequences},
     topology::{RankInfo, Topology},
-    transport::{Connector, RingConnections},
+    transport::{Connector, RingConnections, verbs::Wish},
     watchdog,
 };
 
@@ -194,7 +194,10 @@ impl Making<'_> {
         let faults = self.life.faults().clone();
         let shared = self.share.as_ref().filter(|_| share);
         let (family, domain, proxy_ranks) = match shared {
-            None => (Family::new(bootstrap, slot_bytes)?, 0, (0..ranks).collect()),
+            None => {
+                let wish = Wish::parse(self.config.net_name.as_deref()).unwrap_or(Wish::Any);
+                (Family::new(bootstrap, slot_bytes, wish)?, 0, (0..ranks).collect())
+            }
             Some((family, proxy_ranks)) => (family.clone(), id, proxy_ranks.clone()),
         };
         // That of a shared proxy stands.
@@ -205,8 +208,10 @@ impl Making<'_> {
             self.device,
             family.proxy.address(),
             observe::LIBRARY_VERSION,
-        );
+        )
+        .at(crate::device::device()?.bus_id(self.device));
         let topology = Arc::new(Topology::exchange(bootstrap, info)?);
+        family.choose_ports(&topology);
         let near = near_channels
             .map(|wanted| arenas::connect(bootstrap, &topology, wanted, slot_bytes))
             .transpose()?

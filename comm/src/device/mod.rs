@@ -160,6 +160,11 @@ pub trait Device: Send + Sync + 'static {
         Ok(())
     }
 
+    /// PCI address of device number `device`, as the kernel writes it (`0000:01:00.0`); `None` for one that has none.
+    fn bus_id(&self, _device: i32) -> Option<String> {
+        None
+    }
+
     /// Device memory of `bytes` bytes, aligned to 4096; null for 0 bytes.
     fn allocate(&self, bytes: usize) -> Result<*mut u8>;
     /// Whether kernels of device number `device` can use what is at `address`, as far as that can be told without a fault.

@@ -30,8 +30,8 @@ pub(crate) fn rings(topology: &Topology, channels: u32) {
     }
 }
 
-/// A connection that stands, from this rank's side, over a transport of that name.
-pub(crate) fn connection(topology: &Topology, endpoint: &Endpoint, transport: &str) {
+/// A connection that stands, from this rank's side, over a transport of that name; of RDMA over that port.
+pub(crate) fn connection(topology: &Topology, endpoint: &Endpoint, transport: &str, port: Option<u8>) {
     let Endpoint {
         peer,
         channel,
@@ -40,9 +40,12 @@ pub(crate) fn connection(topology: &Topology, endpoint: &Endpoint, transport: &s
         ..
     } = *endpoint;
     let name = match transport {
-        transport::P2P => "P2P",
-        transport::SHM => "SHM",
-        _ => "NET/Socket",
+        transport::P2P => "P2P".into(),
+        transport::SHM => "SHM".into(),
+        _ => match port {
+            Some(port) => format!("NET/IB/{port}"),
+            None => "NET/Socket".into(),
+        },
     };
     let rank = topology.rank();
     let (from, to) = if is_send { (rank, peer) } else { (peer, rank) };

@@ -9,7 +9,7 @@ use crate::bootstrap::{
 
 /// First four bytes of every message: "RSPX".
 const MAGIC: u32 = u32::from_le_bytes(*b"RSPX");
-const VERSION: u16 = 2;
+const VERSION: u16 = 3;
 /// Magic u32 | version u16 | kind u16 | request id u64.
 const HEADER: usize = 16;
 /// Longest text of a refusal, bytes.
@@ -108,7 +108,10 @@ pub enum Reply {
         slot_bytes: u32,
     },
     /// To [`Request::Connect`].
-    Connect,
+    Connect {
+        /// The port that RDMA goes over, by its number among those of the process; `None`: no RDMA.
+        rdma: Option<u8>,
+    },
     /// To [`Request::GetFd`]; the descriptor comes with the message.
     GetFd,
     /// To [`Request::Stop`].
@@ -285,7 +288,7 @@ pub fn encode_response(id: u64, response: &Result<Reply, String>) -> Vec<u8> {
         Ok(Reply::Init { connection }) => writer(1).u32(*connection),
         Ok(Reply::SharedInit) => writer(2),
         Ok(Reply::Setup { handle, slot_bytes }) => writer(3).u64(*handle).u32(*slot_bytes),
-        Ok(Reply::Connect) => writer(4),
+        Ok(Reply::Connect { rdma }) => writer(4).u32(rdma.map_or(0, |port| u32::from(port) + 1)),
         Ok(Reply::GetFd) => writer(5),
         Ok(Reply::Stop) => writer(6),
         Ok(Reply::Destroy) => writer(7),
@@ -314,7 +317,12 @@ pub fn parse_response(bytes: &[u8]) -> Option<(u64, Result<Reply, String>)> {
             handle: long(body, 0)?,
             slot_bytes: word(body, 8)?,
         },
-        (0x8004, 0) => Reply::Connect,
+        (0x8004, 4) => Reply::Connect {
+            rdma: match word(body, 0)? {
+                0 => None,
+                port => Some(u8::try_from(port - 1).ok()?),
+            },
+        },
         (0x8005, 0) => Reply::GetFd,
         (0x8006, 0) => Reply::Stop,
         (0x8007, 0) => Reply::Destroy,
@@ -386,7 +394,8 @@ mod tests {
                 Ok(Reply::Init { connection: small }),
                 Ok(Reply::SharedInit),
                 Ok(Reply::Setup { handle, slot_bytes: small }),
-                Ok(Reply::Connect),
+                Ok(Reply::Connect { rdma: None }),
+                Ok(Reply::Connect { rdma: Some(small as u8) }),
                 Ok(Reply::GetFd),
                 Ok(Reply::Stop),
                 Ok(Reply::Destroy),

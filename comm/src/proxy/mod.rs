@@ -3,11 +3,13 @@
 //! The service answers requests by id over a unix socket (Init, SharedInit, Setup, Connect, GetFd, Stop, Destroy), from
 //! its own rank and from other ranks of the node; [`client::ProxyClient`] is the other side. Network connections are
 //! served by the progress thread, which starts with the first of them: operations are saved, started, and then moved
-//! step by step between a [`ringsight_kernels::Fifo`] and a socket.
+//! step by step between a [`ringsight_kernels::Fifo`] and a socket, or the peer's memory where both have RDMA
+//! ([`crate::transport::verbs`]).
 
 pub mod affinity;
 pub mod client;
 pub(crate) mod events;
+mod machine;
 pub(crate) mod memory;
 pub mod message;
 mod progress;
@@ -19,7 +21,7 @@ use std::{
     net::{IpAddr, SocketAddr, TcpListener},
     str::FromStr,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicBool, Ordering},
         mpsc,
     },
@@ -32,6 +34,7 @@ use crate::bootstrap::{
     fork::ParentOnly,
     sys::{self, Wake},
 };
+use crate::transport::verbs::Rdma;
 use progress::{Command, Progress};
 use service::Service;
 
@@ -90,6 +93,8 @@ pub struct ProxyConfig {
     pub slot_bytes: usize,
     /// CPUs that its threads run on, if not on those of the thread that makes it.
     pub cpus: Option<affinity::Cpus>,
+    /// RDMA that its connections may use; `None`: sockets.
+    pub rdma: Option<Rdma>,
     /// Releases every wait.
     pub abort: Arc<AbortWord>,
     /// Told of finished operations, on the progress thread. Not called for operations that are given up.
@@ -170,6 +175,8 @@ impl FromStr for ProxyAddress {
 pub struct Proxy {
     address: ProxyAddress,
     config: ProxyConfig,
+    /// Ports of [`ProxyConfig::rdma`] by channel, once they are known.
+    ports: Arc<OnceLock<Vec<usize>>>,
     progress: Arc<Progress>,
     /// Operations saved and not yet started.
     saved: Mutex<Vec<ProxyOp>>,
@@ -219,7 +226,13 @@ impl Proxy {
             Progress::new(rank, abort, on_completed, on_error).map_err(system("making an eventfd"))?,
         );
         let signals = (Arc::clone(&wake), Arc::clone(&ending));
-        let service = Service::new(config.clone(), (unix, tcp), signals, Arc::clone(&progress));
+        let ports: Arc<OnceLock<Vec<usize>>> = Arc::default();
+        let service = Service::new(
+            (config.clone(), Arc::clone(&ports)),
+            (unix, tcp),
+            signals,
+            Arc::clone(&progress),
+        );
         let cpus = config.cpus.clone();
         let (tell, settled) = mpsc::sync_channel(1);
         let service = thread::Builder::new()
@@ -239,6 +252,7 @@ impl Proxy {
         let proxy = Self {
             address,
             config,
+            ports,
             progress,
             saved: Mutex::default(),
             wake,
@@ -258,6 +272,14 @@ impl Proxy {
     #[must_use]
     pub fn address(&self) -> String {
         self.address.to_string()
+    }
+
+    /// Tells which ports of [`ProxyConfig::rdma`] its connections use, by channel, round and round; none: sockets. Until then those who
+    /// connect to it wait. The first call counts.
+    pub fn use_ports(&self, ports: Vec<usize>) {
+        if self.ports.set(ports).is_ok() {
+            self.wake.wake();
+        }
     }
 
     /// What it was made of.

@@ -3,7 +3,6 @@
 use std::{
     collections::{BTreeMap, VecDeque, btree_map::Entry},
     io,
-    net::TcpStream,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -15,14 +14,15 @@ use std::{
 use ringsight_kernels::{AbortWord, Fifo};
 use ringsight_records::State;
 
-use super::{ConnectionId, OnCompleted, OnError, ProxyOp, events, message::Endpoint};
+use super::{
+    ConnectionId, OnCompleted, OnError, ProxyOp, events,
+    machine::{Link, Machine},
+    message::Endpoint,
+};
 use crate::{
-    bootstrap::{
-        fork::ParentOnly,
-        sys::{self, Wake},
-    },
+    bootstrap::sys::{self, Wake},
     threads,
-    transport::socket::{Needs, Receiver, Sender, Socket, Turn},
+    transport::socket::{Socket, Turn},
 };
 
 /// How often the thread yields before it sleeps, when the device is to move next.
@@ -39,8 +39,8 @@ const POLL_EVERY: u32 = 8;
 pub(super) enum Command {
     /// A connection exists; operations may come before its socket does.
     Add(ConnectionId, Endpoint, Arc<Fifo>),
-    /// Its socket.
-    Attach(ConnectionId, ParentOnly<TcpStream>),
+    /// What it goes over.
+    Attach(ConnectionId, Box<Link>),
     /// Forget it and give up its operations.
     Remove(ConnectionId),
     /// Operations to move.
@@ -164,34 +164,6 @@ impl Progress {
     }
 }
 
-enum Machine {
-    Sender(Sender),
-    Receiver(Receiver),
-}
-
-impl Machine {
-    fn turn(&mut self, op: &ProxyOp, socket: &mut Socket) -> Result<Turn, String> {
-        match self {
-            Self::Sender(sender) => sender.turn(op, socket),
-            Self::Receiver(receiver) => receiver.turn(op, socket),
-        }
-    }
-
-    fn needs(&self) -> Needs {
-        match self {
-            Self::Sender(sender) => sender.needs(),
-            Self::Receiver(receiver) => receiver.needs(),
-        }
-    }
-
-    fn step(&self) -> u32 {
-        match self {
-            Self::Sender(sender) => sender.step(),
-            Self::Receiver(receiver) => receiver.step(),
-        }
-    }
-}
-
 /// How far a connection is with its first operation; NCCL's `ncclProxyOpNone`, `ncclProxyOpReady`, `ncclProxyOpProgress`.
 /// Each change is recorded: [`State::START`], [`State::OP_IN_PROGRESS`], and back to none [`State::STOP`] or
 /// [`State::ABORTED`].
@@ -208,6 +180,7 @@ enum OpState {
 
 struct Connection {
     endpoint: Endpoint,
+    fifo: Arc<Fifo>,
     machine: Machine,
     socket: Option<Socket>,
     /// In the order saved; the first one is under way.
@@ -223,6 +196,8 @@ struct Engine<'a> {
     /// Operations of all connections.
     active: usize,
     appended: u64,
+    /// Completion queues tell of what happens next.
+    is_armed: bool,
 }
 
 impl<'a> Engine<'a> {
@@ -232,6 +207,7 @@ impl<'a> Engine<'a> {
             connections: BTreeMap::new(),
             active: 0,
             appended: 0,
+            is_armed: false,
         }
     }
 
@@ -266,6 +242,7 @@ impl<'a> Engine<'a> {
             }
             if moved {
                 (last_move, idle_turns) = (Instant::now(), 0);
+                self.is_armed = false;
                 moved_turns += 1;
                 if moved_turns % POLL_EVERY == 0 {
                     self.poll(Some(Duration::ZERO));
@@ -275,7 +252,11 @@ impl<'a> Engine<'a> {
             idle_turns += 1;
             let waits_for_device = self.working().any(|connection| connection.machine.needs().device);
             if !waits_for_device {
-                self.poll(Some(sys::ABORT_CHECK));
+                // What happened between the turn and the arming told nobody: one more turn after it.
+                if self.is_armed || !self.arm() {
+                    self.poll(Some(sys::ABORT_CHECK));
+                    self.is_armed = false;
+                }
             } else if idle_turns <= YIELDS {
                 self.poll(Some(Duration::ZERO));
                 thread::yield_now();
@@ -300,16 +281,13 @@ impl<'a> Engine<'a> {
         for command in commands {
             match command {
                 Command::Add(id, endpoint, fifo) => {
-                    let machine = if endpoint.is_send {
-                        Machine::Sender(Sender::new(fifo))
-                    } else {
-                        Machine::Receiver(Receiver::new(fifo))
-                    };
+                    let machine = Machine::over_socket(Arc::clone(&fifo), endpoint.is_send);
                     let (socket, ops, state, failed) = (None, VecDeque::new(), OpState::None, false);
                     self.connections.insert(
                         id,
                         Connection {
                             endpoint,
+                            fifo,
                             machine,
                             socket,
                             ops,
@@ -318,8 +296,14 @@ impl<'a> Engine<'a> {
                         },
                     );
                 }
-                Command::Attach(id, stream) => {
+                Command::Attach(id, link) => {
                     if let Some(connection) = self.connections.get_mut(&id) {
+                        let Link { stream, rdma } = *link;
+                        if let Some(connected) = rdma {
+                            let fifo = Arc::clone(&connection.fifo);
+                            connection.machine =
+                                Machine::over_verbs(fifo, connection.endpoint.is_send, connected);
+                        }
                         connection.socket = Some(Socket::new(stream));
                     }
                 }
@@ -398,13 +382,32 @@ impl<'a> Engine<'a> {
         moved
     }
 
-    /// Waits for the sockets of the connections at work, for a command, and at most `timeout`.
+    /// Has completion queues tell of what happens next; whether there are any.
+    fn arm(&mut self) -> bool {
+        // All of them, not only up to the first.
+        let armed = self
+            .working()
+            .filter(|connection| connection.machine.arm())
+            .count();
+        self.is_armed = armed > 0;
+        self.is_armed
+    }
+
+    /// Waits for the sockets of the connections at work, and their completion queues if they are armed, for a command, and at most
+    /// `timeout`.
     fn poll(&mut self, timeout: Option<Duration>) {
         let mut fds = vec![sys::interest(&self.shared.wake, libc::POLLIN)];
         for connection in self.working() {
             if let Some(socket) = &connection.socket {
                 fds.push(sys::interest(&*socket.stream, connection.machine.needs().events));
             }
+        }
+        let sockets = fds.len();
+        if self.is_armed {
+            let queues = self
+                .working()
+                .filter_map(|connection| connection.machine.needs().completions);
+            fds.extend(queues.map(|fd| sys::interest(&fd, libc::POLLIN)));
         }
         if sys::poll(&mut fds, timeout).is_err() {
             thread::yield_now(); // only for want of memory: the next turns try the sockets by themselves
@@ -417,7 +420,7 @@ impl<'a> Engine<'a> {
             .values_mut()
             .filter(|c| !c.ops.is_empty())
             .filter_map(|c| c.socket.as_mut());
-        for (fd, socket) in fds[1..].iter().zip(working) {
+        for (fd, socket) in fds[1..sockets].iter().zip(working) {
             let broken = fd.revents & (libc::POLLERR | libc::POLLHUP | libc::POLLNVAL) != 0;
             socket.readable |= broken || fd.revents & libc::POLLIN != 0;
             socket.writable |= broken || fd.revents & libc::POLLOUT != 0;

@@ -1,14 +1,15 @@
 //! The service thread: answers requests, and makes and accepts the TCP connections between proxies.
 
 mod peers;
+mod rdma;
 
 use std::{
     collections::{HashMap, VecDeque},
     io,
-    net::{SocketAddr, TcpListener},
+    net::{SocketAddr, TcpListener, TcpStream},
     os::fd::{AsFd, OwnedFd},
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicBool, Ordering},
     },
     time::Duration,
@@ -73,6 +74,10 @@ struct Connection {
     handle: Option<u64>,
     /// A receiver on the network: the sender's socket is there.
     attached: bool,
+    /// On the network: its FIFO, once set up.
+    fifo: Option<Arc<Fifo>>,
+    /// A sender on the network that is connected: the port that RDMA goes over, if it does.
+    rdma: Option<u8>,
 }
 
 /// The service of one proxy.
@@ -90,13 +95,17 @@ pub(super) struct Service {
     next_connection: u32,
     fds: HashMap<u64, OwnedFd>,
     outgoing: Vec<Outgoing>,
+    /// Hellos that came before the ports were known.
+    early: Vec<(ParentOnly<TcpStream>, Vec<u8>)>,
+    /// Ports of [`ProxyConfig::rdma`] by channel.
+    ports: Arc<OnceLock<Vec<usize>>>,
     /// Stop requests that wait for the progress thread.
     stopping: Vec<(u64, u64)>,
 }
 
 impl Service {
     pub(super) fn new(
-        config: ProxyConfig,
+        (config, ports): (ProxyConfig, Arc<OnceLock<Vec<usize>>>),
         (unix, tcp): (unix::Socket, ParentOnly<TcpListener>),
         (wake, ending): (Arc<Wake>, Arc<AtomicBool>),
         progress: Arc<Progress>,
@@ -115,6 +124,8 @@ impl Service {
             next_connection: 1,
             fds: HashMap::new(),
             outgoing: Vec::new(),
+            early: Vec::new(),
+            ports,
             stopping: Vec::new(),
         }
     }
@@ -175,8 +186,13 @@ impl Service {
             }
             self.advance_outgoing(&ready_outgoing);
             starved = !undecided.accept(&self.tcp);
-            for (stream, bytes) in undecided.decided() {
-                self.welcome(stream, &bytes);
+            let early = if self.knows_ports() {
+                std::mem::take(&mut self.early)
+            } else {
+                Vec::new()
+            };
+            for (stream, bytes) in early.into_iter().chain(undecided.decided()) {
+                self.welcome(stream, bytes);
             }
             starved |= !self.accept_clients();
             if self.progress.is_drained() {
@@ -348,6 +364,8 @@ impl Service {
             stage: Stage::Initialised,
             handle: None,
             attached: false,
+            fifo: None,
+            rdma: None,
         };
         self.connections.insert(id, connection);
         Ok(id)
@@ -397,6 +415,7 @@ impl Service {
         let endpoint = connection.endpoint;
         if endpoint.transport == Transport::NetSocket {
             let fifo = memory::map(&fd, slot_bytes).map_err(failed)?;
+            connection.fifo = Some(Arc::clone(&fifo));
             self.progress.tell(Command::Add(ConnectionId(id), endpoint, fifo));
         }
         self.fds.insert(handle, fd);
@@ -414,7 +433,11 @@ impl Service {
             Err(text) => return Some(Err(text)),
         };
         match connection.stage {
-            Stage::Connected => return Some(Ok(Reply::Connect)),
+            Stage::Connected => {
+                return Some(Ok(Reply::Connect {
+                    rdma: connection.rdma,
+                }));
+            }
             Stage::SetUp => {}
             Stage::Connecting => return Some(Err(format!("connection {id} is being connected already"))),
             Stage::Initialised | Stage::Shared => {
@@ -422,26 +445,43 @@ impl Service {
             }
         }
         if connection.endpoint.transport == Transport::Shm || !connection.endpoint.is_send {
-            // Shared memory needs no more; a receiver on the network is found by its sender.
+            // Shared memory needs no more; a receiver on the network is found by its sender, and then does what it can.
             connection.stage = Stage::Connected;
-            return Some(Ok(Reply::Connect));
+            let Endpoint {
+                channel, transport, ..
+            } = connection.endpoint;
+            let rdma = (transport == Transport::NetSocket)
+                .then(|| self.port(channel))
+                .flatten();
+            return Some(Ok(Reply::Connect {
+                rdma: rdma.map(|port| port as u8),
+            }));
         }
+        let (endpoint, fifo) = (connection.endpoint, connection.fifo.clone());
         let Some(address) = address else {
             return Some(Err(format!(
                 "Connect of connection {id} without the peer's address"
             )));
         };
+        let prepared = match self.prepare(&endpoint, fifo.as_ref()) {
+            Ok(prepared) => prepared,
+            Err(text) => return Some(Err(text)),
+        };
         match sys::connect_start(&address) {
             Ok(stream) => {
+                let connection = match self.connection(id) {
+                    Ok(connection) => connection,
+                    Err(text) => return Some(Err(text)),
+                };
                 connection.stage = Stage::Connecting;
-                let (greeted, verdict) = (false, Vec::new());
                 self.outgoing.push(Outgoing {
                     connection: id,
                     asked,
                     address,
                     stream: ParentOnly::new(stream),
-                    greeted,
-                    verdict,
+                    greeted: false,
+                    answer: Vec::new(),
+                    prepared,
                 });
                 None
             }

@@ -2,6 +2,7 @@
 
 pub mod arena;
 pub(crate) mod socket;
+pub mod verbs;
 
 use std::{
     collections::HashMap,
@@ -26,8 +27,10 @@ use crate::{
 pub const P2P: &str = "p2p";
 /// Name of the transport within a node over host memory.
 pub const SHM: &str = "shm";
-/// Name of the transport between nodes.
+/// Name of the transport between nodes over sockets.
 pub const NET_SOCKET: &str = "net/socket";
+/// Name of the transport between nodes over RDMA.
+pub const NET_VERBS: &str = "net/verbs";
 
 /// The sending end of a connection.
 #[derive(Clone)]
@@ -36,7 +39,7 @@ pub struct SendConnection {
     pub fifo: Arc<Fifo>,
     /// The proxy's connection, where the proxy has work to do.
     pub proxy: Option<ConnectionId>,
-    /// [`P2P`], [`SHM`] or [`NET_SOCKET`].
+    /// [`P2P`], [`SHM`], [`NET_SOCKET`] or [`NET_VERBS`].
     pub transport: &'static str,
 }
 
@@ -47,7 +50,7 @@ pub struct RecvConnection {
     pub fifo: Arc<Fifo>,
     /// The proxy's connection, where the proxy has work to do.
     pub proxy: Option<ConnectionId>,
-    /// [`P2P`], [`SHM`] or [`NET_SOCKET`].
+    /// [`P2P`], [`SHM`], [`NET_SOCKET`] or [`NET_VERBS`].
     pub transport: &'static str,
 }
 
@@ -92,6 +95,8 @@ struct End {
     transport: &'static str,
     /// The connection of this rank's proxy, if it keeps it.
     kept: Option<u32>,
+    /// The port that RDMA goes over.
+    port: Option<u8>,
 }
 
 impl Connector {
@@ -272,6 +277,7 @@ impl Connector {
                 proxy: None,
                 transport: P2P,
                 kept: None,
+                port: None,
             },
             // The memory is the receiver's; a sender asks the receiver's proxy for it.
             (None, Transport::Shm) if is_send => self.make(
@@ -284,7 +290,7 @@ impl Connector {
             )?,
             (None, Transport::Shm | Transport::NetSocket) => self.make(rank, endpoint)?,
         };
-        crate::log::connection(&self.topology, &endpoint, end.transport);
+        crate::log::connection(&self.topology, &endpoint, end.transport, end.port);
         ends.insert(endpoint, end.clone());
         Ok(end)
     }
@@ -324,13 +330,21 @@ impl Connector {
             true => Some(self.address_of(endpoint.peer)?.tcp),
             false => None,
         };
-        client.call_blocking(&Request::Connect { connection, address })?;
-        let transport = if is_net { NET_SOCKET } else { SHM };
+        let reply = client.call_blocking(&Request::Connect { connection, address })?;
+        let Reply::Connect { rdma: port } = reply else {
+            return Err(unexpected(proxy_rank));
+        };
+        let transport = match (is_net, port) {
+            (false, _) => SHM,
+            (true, None) => NET_SOCKET,
+            (true, Some(_)) => NET_VERBS,
+        };
         Ok(End {
             fifo,
             proxy: is_net.then_some(ConnectionId(connection)),
             transport,
             kept: (proxy_rank == self.topology.rank()).then_some(connection),
+            port,
         })
     }
 

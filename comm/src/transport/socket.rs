@@ -10,14 +10,17 @@ use std::{
     collections::VecDeque,
     io::{self, IoSlice, Read, Write},
     net::TcpStream,
+    os::fd::RawFd,
     sync::Arc,
 };
 
 use ringsight_kernels::{Fifo, fifo::SLOTS};
 use ringsight_records::State;
 
-use wire::{CREDIT_BYTES, STEP_BYTES, StepHeader, encode_credit, parse_credit};
-pub(crate) use wire::{Hello, VERDICT_BYTES, Verdict, fuzz};
+use wire::{CREDIT_BYTES, encode_credit, parse_credit};
+pub(crate) use wire::{
+    HELLO_BYTES, Hello, MOST_REASON, STEP_BYTES, StepHeader, VERDICT_BYTES, Verdict, fuzz,
+};
 
 use crate::{
     bootstrap::fork::ParentOnly,
@@ -54,7 +57,7 @@ impl Socket {
     }
 
     /// Bytes read; 0 when it would block. The end of the stream is an error.
-    fn read(&mut self, buffer: &mut [u8]) -> Result<usize, String> {
+    pub(crate) fn read(&mut self, buffer: &mut [u8]) -> Result<usize, String> {
         if !self.readable {
             return Ok(0);
         }
@@ -103,6 +106,8 @@ pub(crate) enum Turn {
 pub(crate) struct Needs {
     /// Events of the socket.
     pub(crate) events: libc::c_short,
+    /// Another descriptor to wait for, readable once it was armed.
+    pub(crate) completions: Option<RawFd>,
     /// The device, through the FIFO: nothing that poll could see.
     pub(crate) device: bool,
 }
@@ -275,14 +280,15 @@ impl Sender {
             SendPhase::Idle | SendPhase::Gpu => Needs {
                 events: libc::POLLIN,
                 device: true,
+                completions: None,
             },
             SendPhase::Peer { .. } => Needs {
                 events: libc::POLLIN,
-                device: false,
+                ..Needs::default()
             },
             SendPhase::Network { .. } => Needs {
                 events: libc::POLLIN | libc::POLLOUT,
-                device: false,
+                ..Needs::default()
             },
         }
     }
@@ -450,26 +456,7 @@ impl Receiver {
 
     fn check_header(&self, op: &ProxyOp) -> Result<StepHeader, String> {
         let header = StepHeader::parse(&self.header).ok_or("the peer sent something that is no step")?;
-        let expected = StepHeader {
-            op: self.ops,
-            step: self.step(),
-            steps: op.steps,
-            ..header
-        };
-        // A step of another operation goes to the kernel, which reports what the ranks do differently.
-        if header.tag == op.tag && header != expected {
-            return Err(format!(
-                "the peer sends step {} of {} of the connection's operation {}, expected was step {} of {} of operation \
-                 {}: the ranks do not call the same operations with the same sizes",
-                header.step, header.steps, header.op, expected.step, expected.steps, expected.op
-            ));
-        }
-        let (bytes, slot) = (header.bytes as usize, self.fifo.slot_bytes());
-        if bytes > slot {
-            return Err(format!(
-                "the peer sends a step of {bytes} bytes, a slot has {slot}"
-            ));
-        }
+        header.check(op, (self.ops, self.step()), self.fifo.slot_bytes())?;
         Ok(header)
     }
 

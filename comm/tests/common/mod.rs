@@ -379,22 +379,34 @@ pub fn run_processes_with(worker: &str, ranks: usize, nodes: usize, variables: &
 
 /// Only starts them.
 pub fn start_processes(worker: &str, ranks: usize, nodes: usize, variables: &[(&str, &str)]) -> Vec<Child> {
+    start_each(worker, ranks, nodes, |_, command| {
+        command.envs(variables.iter().copied());
+    })
+}
+
+/// The same, where each rank's process may differ: `change` is given the rank.
+pub fn start_each(
+    worker: &str,
+    ranks: usize,
+    nodes: usize,
+    change: impl Fn(usize, &mut Command),
+) -> Vec<Child> {
     host();
     let id: String = unique_id().0.iter().map(|byte| format!("{byte:02x}")).collect();
     (0..ranks)
         .map(|rank| {
-            Command::new(env::current_exe().unwrap())
+            let mut command = Command::new(env::current_exe().unwrap());
+            command
                 .args(["--exact", worker, "--ignored", "--nocapture"])
                 .env(ID, &id)
                 .env(PLACE, format!("{rank} {ranks}"))
                 .env("RINGSIGHT_DEVICE", "host")
                 .env("NCCL_SOCKET_IFNAME", "lo")
                 .env("NCCL_HOSTID", format!("node{}", rank * nodes / ranks))
-                .envs(variables.iter().copied())
                 .stdout(Stdio::piped())
-                .stderr(Stdio::piped())
-                .spawn()
-                .unwrap()
+                .stderr(Stdio::piped());
+            change(rank, &mut command);
+            command.spawn().unwrap()
         })
         .collect()
 }

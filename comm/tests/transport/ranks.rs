@@ -58,6 +58,7 @@ impl Rank {
             listen: bootstrap.local_ip(),
             slot_bytes: SLOT,
             cpus: None,
+            rdma: None,
             abort: abort.clone(),
             on_completed: Arc::new(move |op, replay| {
                 let _ = tell_completed.send((op, replay));

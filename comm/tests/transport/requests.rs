@@ -113,7 +113,10 @@ fn requests_are_asked_without_waiting_and_polled_for() {
         );
         // It can be tried again, and with the right one it works.
         let there: ProxyAddress = rank.topology.info(peer).proxy_address.parse().unwrap();
-        assert_eq!(client.call_blocking(&connect(there.tcp)).unwrap(), Reply::Connect);
+        assert_eq!(
+            client.call_blocking(&connect(there.tcp)).unwrap(),
+            Reply::Connect { rdma: None }
+        );
         // Whoever waits for an answer is told when none will come.
         let endless = TcpListener::bind("127.0.0.1:0").unwrap();
         let connection = connect_to(&rank, &client, peer, 10, true);
@@ -274,7 +277,7 @@ fn requests_are_answered_by_id_in_their_order_of_life() {
                     address: None
                 })
                 .unwrap(),
-            Reply::Connect
+            Reply::Connect { rdma: None }
         );
         assert_eq!(client.call_blocking(&Request::Stop).unwrap(), Reply::Stop);
         assert_eq!(

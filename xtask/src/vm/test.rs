@@ -31,7 +31,6 @@ enum Program {
     /// A script in `vm/tests`. It passes if it ends with 0.
     Script(&'static str),
     /// A test of a package: its ignored tests, which are for guests. They are counted by what libtest says.
-    #[cfg_attr(not(test), expect(dead_code, reason = "the first such test is still to come"))]
     Cargo {
         package: &'static str,
         test: &'static str,
@@ -66,6 +65,26 @@ const JOBS: &[Job] = &[
         kernels: &Series::ALL,
         rdma: 0,
         mlx5: 2,
+    },
+    Job {
+        name: "steps between processes",
+        program: Program::Cargo {
+            package: "ringsight-verbs",
+            test: "two_processes",
+        },
+        kernels: &Series::ALL,
+        rdma: 1,
+        mlx5: 0,
+    },
+    Job {
+        name: "rdma between nodes",
+        program: Program::Cargo {
+            package: "ringsight-comm",
+            test: "rdma",
+        },
+        kernels: &[Series::V6_1],
+        rdma: 1,
+        mlx5: 0,
     },
 ];
 

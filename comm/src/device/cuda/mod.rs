@@ -121,6 +121,12 @@ impl Device for CudaDevice {
         "cuda"
     }
 
+    fn bus_id(&self, device: i32) -> Option<String> {
+        let bus = nvlink::bus_id(device).ok()?;
+        // The kernel writes small letters.
+        Some(nvlink::name(&bus).to_ascii_lowercase())
+    }
+
     fn runs(&self, algorithm: Algorithm) -> bool {
         ringsight_kernels::cuda::program::runs(algorithm)
     }

@@ -5,15 +5,22 @@ use std::{
     net::{SocketAddr, TcpStream},
 };
 
-use super::{Service, Stage};
+use super::{
+    Service, Stage,
+    rdma::{ONLY_RDMA, answer_missing},
+};
 use crate::{
     bootstrap::fork::ParentOnly,
     proxy::{
         ConnectionId, ProxyConfig,
+        machine::Link,
         message::{Endpoint, Reply, Transport},
         progress::Command,
     },
-    transport::socket::{Hello, VERDICT_BYTES, Verdict},
+    transport::{
+        socket::{HELLO_BYTES, Hello, VERDICT_BYTES, Verdict},
+        verbs::{Connected, Prepared},
+    },
 };
 
 /// A connection to another proxy that is being made.
@@ -25,7 +32,18 @@ pub(super) struct Outgoing {
     pub(super) stream: ParentOnly<TcpStream>,
     /// The hello is on its way.
     pub(super) greeted: bool,
-    pub(super) verdict: Vec<u8>,
+    /// What the peer has answered so far.
+    pub(super) answer: Vec<u8>,
+    /// This end of RDMA, where it is offered.
+    pub(super) prepared: Option<Prepared>,
+}
+
+/// What the peer has answered.
+enum Answer {
+    /// Not all yet.
+    NotYet,
+    /// The connection stands, over this.
+    Stands(Option<Connected>),
 }
 
 impl Service {
@@ -37,7 +55,7 @@ impl Service {
             let outcome = if *ready.next().unwrap_or(&false) {
                 self.advance(&mut outgoing)
             } else {
-                Ok(false)
+                Ok(Answer::NotYet)
             };
             let Outgoing {
                 connection: id,
@@ -50,14 +68,19 @@ impl Service {
                 continue;
             };
             let response = match outcome {
-                Ok(false) => {
+                Ok(Answer::NotYet) => {
                     self.outgoing.push(Outgoing { stream, ..outgoing });
                     continue;
                 }
-                Ok(true) => {
+                Ok(Answer::Stands(rdma)) => {
                     connection.stage = Stage::Connected;
-                    self.progress.tell(Command::Attach(ConnectionId(id), stream));
-                    Ok(Reply::Connect)
+                    connection.rdma = rdma.as_ref().map(|connected| connected.port);
+                    let reply = Reply::Connect {
+                        rdma: connection.rdma,
+                    };
+                    let link = Box::new(Link { stream, rdma });
+                    self.progress.tell(Command::Attach(ConnectionId(id), link));
+                    Ok(reply)
                 }
                 Err(text) => {
                     connection.stage = Stage::SetUp;
@@ -72,10 +95,10 @@ impl Service {
         }
     }
 
-    /// Greets once connected, then reads the verdict; true when it is good.
-    fn advance(&self, outgoing: &mut Outgoing) -> Result<bool, String> {
+    /// Greets once connected, then reads the answer.
+    fn advance(&self, outgoing: &mut Outgoing) -> Result<Answer, String> {
         let Some(connection) = self.connections.get(&outgoing.connection) else {
-            return Ok(false);
+            return Ok(Answer::NotYet);
         };
         let Endpoint {
             comm,
@@ -102,60 +125,96 @@ impl Service {
                 to: peer,
                 channel,
                 p2p,
+                rdma: outgoing.prepared.is_some(),
                 slot_bytes: slot_bytes as u32,
             };
-            // A new socket takes this little whole.
-            (&*outgoing.stream).write_all(&hello.encode()).map_err(gone)?;
-            outgoing.greeted = true;
-            return Ok(false);
-        }
-        let mut piece = [0; VERDICT_BYTES];
-        let wanted = VERDICT_BYTES - outgoing.verdict.len();
-        match (&*outgoing.stream).read(&mut piece[..wanted]) {
-            Ok(0) => {
-                return Err("it closed the connection: not the proxy of this communicator, or gone".into());
+            let mut bytes = hello.encode().to_vec();
+            if let Some(prepared) = &outgoing.prepared {
+                bytes.extend(prepared.offer.encode());
             }
-            Ok(read) => outgoing.verdict.extend_from_slice(&piece[..read]),
-            Err(error)
-                if matches!(
-                    error.kind(),
-                    io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
-                ) => {}
-            Err(error) => return Err(gone(error)),
+            // A new socket takes this little whole.
+            (&*outgoing.stream).write_all(&bytes).map_err(gone)?;
+            outgoing.greeted = true;
+            return Ok(Answer::NotYet);
         }
-        let Ok(verdict) = <&[u8; VERDICT_BYTES]>::try_from(&outgoing.verdict[..]) else {
-            return Ok(false);
-        };
-        match Verdict::parse(verdict) {
-            Some(Verdict::Welcome) => Ok(true),
-            Some(Verdict::OtherSlots(bytes)) => Err(format!(
+        loop {
+            let wanted = answer_missing(&outgoing.answer)?;
+            if wanted == 0 {
+                break;
+            }
+            let mut piece = [0; 64];
+            match (&*outgoing.stream).read(&mut piece[..wanted.min(64)]) {
+                Ok(0) => {
+                    return Err(
+                        "it closed the connection: not the proxy of this communicator, or gone".into(),
+                    );
+                }
+                Ok(read) => outgoing.answer.extend_from_slice(&piece[..read]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(Answer::NotYet),
+                Err(error) => return Err(gone(error)),
+            }
+        }
+        let (verdict, rest) = outgoing
+            .answer
+            .split_first_chunk::<VERDICT_BYTES>()
+            .and_then(|(verdict, rest)| Some((Verdict::parse(verdict)?, rest)))
+            .ok_or("it answers rubbish")?;
+        match verdict {
+            Verdict::Welcome if self.is_rdma_required() => Err(format!("it has no RDMA, and {ONLY_RDMA}")),
+            Verdict::Welcome => Ok(Answer::Stands(None)),
+            Verdict::Rdma => {
+                let prepared = outgoing
+                    .prepared
+                    .take()
+                    .ok_or("it answers what was not offered")?;
+                self.confirm((peer, channel), &outgoing.stream, prepared, rest)
+                    .map(Answer::Stands)
+            }
+            Verdict::Sockets(_) => {
+                let why = String::from_utf8_lossy(rest);
+                self.over_sockets(peer, channel, &why)?;
+                Ok(Answer::Stands(None))
+            }
+            Verdict::OtherSlots(bytes) => Err(format!(
                 "its slots have {bytes} bytes, ours {}: NCCL_BUFFSIZE differs between ranks",
                 self.config.slot_bytes
             )),
-            Some(Verdict::Taken) => Err(format!("channel {channel} from this rank is connected already")),
-            Some(Verdict::Impossible) => Err("it cannot make its end of the connection".into()),
-            None => Err("it answers rubbish".into()),
+            Verdict::Taken => Err(format!("channel {channel} from this rank is connected already")),
+            Verdict::Impossible => Err("it cannot make its end of the connection".into()),
         }
     }
 
     /// Another proxy wants to send to us: makes our end, whether our rank has asked for it yet or not.
-    pub(super) fn welcome(&mut self, stream: ParentOnly<TcpStream>, bytes: &[u8]) {
-        let Some(hello) = Hello::parse(bytes, self.config.cookie) else {
+    pub(super) fn welcome(&mut self, stream: ParentOnly<TcpStream>, bytes: Vec<u8>) {
+        let Some((hello, offer)) = bytes
+            .split_at_checked(HELLO_BYTES)
+            .and_then(|(hello, offer)| Some((Hello::parse(hello, self.config.cookie)?, offer)))
+        else {
             return;
         };
-        let verdict = self.receiver_for(&hello);
-        let answer = verdict
-            .as_ref()
-            .map_or_else(|verdict| *verdict, |_| Verdict::Welcome);
-        // A new socket takes this little whole.
-        if (&*stream).write_all(&answer.encode()).is_err() {
+        if !self.knows_ports() {
+            self.early.push((stream, bytes));
             return;
         }
-        if let Ok(id) = verdict
+        let accepted = self.receiver_for(&hello).and_then(|id| {
+            let (answer, rdma) = self.answer_offer(id, &hello, offer)?;
+            Ok((id, answer, rdma))
+        });
+        let (answer, made) = match accepted {
+            Ok((id, answer, rdma)) => (answer, Some((id, rdma))),
+            Err(verdict) => (verdict.encode().to_vec(), None),
+        };
+        // A new socket takes this little whole.
+        if (&*stream).write_all(&answer).is_err() {
+            return;
+        }
+        if let Some((id, rdma)) = made
             && let Some(connection) = self.connections.get_mut(&id)
         {
             connection.attached = true;
-            self.progress.tell(Command::Attach(ConnectionId(id), stream));
+            let link = Box::new(Link { stream, rdma });
+            self.progress.tell(Command::Attach(ConnectionId(id), link));
         }
     }
 

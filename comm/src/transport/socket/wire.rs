@@ -1,18 +1,22 @@
 //! Messages between two proxies: who connects, steps and credits; and the parsers that refuse everything else.
 
-use crate::bootstrap::wire::word;
+use ringsight_verbs::wire::OFFER_BYTES;
+
+use crate::{bootstrap::wire::word, proxy::ProxyOp};
 
 /// First four bytes of a connection ("RSNT"), of a step ("RSST") and of a credit ("RSCR").
 const HELLO_MAGIC: u32 = u32::from_le_bytes(*b"RSNT");
 const STEP_MAGIC: u32 = u32::from_le_bytes(*b"RSST");
 const CREDIT_MAGIC: u32 = u32::from_le_bytes(*b"RSCR");
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 
+/// Bytes of a text that follows [`Verdict::Sockets`], at most.
+pub(crate) const MOST_REASON: u32 = 512;
 /// Bytes of a [`Hello`].
 pub(crate) const HELLO_BYTES: usize = 40;
 /// Bytes of a [`Verdict`].
 pub(crate) const VERDICT_BYTES: usize = 12;
-pub(super) const STEP_BYTES: usize = 24;
+pub(crate) const STEP_BYTES: usize = 24;
 pub(super) const CREDIT_BYTES: usize = 12;
 
 /// What a sender's proxy says first.
@@ -25,11 +29,13 @@ pub(crate) struct Hello {
     pub(crate) to: u32,
     pub(crate) channel: u8,
     pub(crate) p2p: bool,
+    /// An [`Offer`](ringsight_verbs::wire::Offer) follows.
+    pub(crate) rdma: bool,
     pub(crate) slot_bytes: u32,
 }
 
 impl Hello {
-    /// Magic u32 | version u32 | cookie u64 | from u32 | to u32 | channel u8 | p2p u8 | zero u16 | slot bytes u32 |
+    /// Magic u32 | version u32 | cookie u64 | from u32 | to u32 | channel u8 | p2p u8 | RDMA u8 | zero u8 | slot bytes u32 |
     /// communicator u64.
     pub(crate) fn encode(&self) -> [u8; HELLO_BYTES] {
         let mut bytes = [0; HELLO_BYTES];
@@ -40,14 +46,19 @@ impl Hello {
         bytes[20..24].copy_from_slice(&self.to.to_le_bytes());
         bytes[24] = self.channel;
         bytes[25] = self.p2p.into();
+        bytes[26] = self.rdma.into();
         bytes[28..32].copy_from_slice(&self.slot_bytes.to_le_bytes());
         bytes[32..].copy_from_slice(&self.comm.to_le_bytes());
         bytes
     }
 
-    /// How many bytes of a hello are still missing.
+    /// How many bytes of a hello, and of the offer that may follow, are still missing.
     pub(crate) fn missing(bytes: &[u8]) -> usize {
-        HELLO_BYTES.saturating_sub(bytes.len())
+        let offer = match bytes.get(26) {
+            Some(1) => OFFER_BYTES,
+            _ => 0,
+        };
+        (HELLO_BYTES + offer).saturating_sub(bytes.len())
     }
 
     /// `None` for whoever does not know `cookie` or speaks otherwise.
@@ -57,7 +68,8 @@ impl Hello {
             && bytes.get(8..16)? == cookie.to_le_bytes()
             && bytes.len() == HELLO_BYTES
             && bytes[25] <= 1
-            && bytes[26..28] == [0, 0];
+            && bytes[26] <= 1
+            && bytes[27] == 0;
         if !known {
             return None;
         }
@@ -68,6 +80,7 @@ impl Hello {
             to: word(bytes, 20)?,
             channel: bytes[24],
             p2p: bytes[25] == 1,
+            rdma: bytes[26] == 1,
             slot_bytes: word(bytes, 28)?,
         })
     }
@@ -76,8 +89,13 @@ impl Hello {
 /// What the receiver's proxy answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// The connection stands.
+    /// The connection stands, over this socket.
     Welcome,
+    /// RDMA was offered: the receiver's own offer follows. The sender answers with [`Verdict::Rdma`] once it is connected, or with
+    /// [`Verdict::Sockets`].
+    Rdma,
+    /// RDMA was offered, and cannot be: the connection stands over this socket. So many bytes follow that say why.
+    Sockets(u32),
     /// The receiver's slots are of this many bytes.
     OtherSlots(u32),
     /// There is one already.
@@ -94,6 +112,8 @@ impl Verdict {
             Self::OtherSlots(bytes) => (1, bytes),
             Self::Taken => (2, 0),
             Self::Impossible => (3, 0),
+            Self::Rdma => (4, 0),
+            Self::Sockets(bytes) => (5, bytes),
         };
         let mut bytes = [0; VERDICT_BYTES];
         for (place, value) in bytes
@@ -113,6 +133,8 @@ impl Verdict {
             (true, 1, bytes) => Some(Self::OtherSlots(bytes)),
             (true, 2, 0) => Some(Self::Taken),
             (true, 3, 0) => Some(Self::Impossible),
+            (true, 4, 0) => Some(Self::Rdma),
+            (true, 5, bytes) if bytes <= MOST_REASON => Some(Self::Sockets(bytes)),
             _ => None,
         }
     }
@@ -120,18 +142,18 @@ impl Verdict {
 
 /// What stands before a step's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct StepHeader {
+pub(crate) struct StepHeader {
     /// Operations of this connection before this one, modulo 2^32: both ends count them.
-    pub(super) op: u32,
-    pub(super) step: u32,
-    pub(super) steps: u32,
-    pub(super) bytes: u32,
+    pub(crate) op: u32,
+    pub(crate) step: u32,
+    pub(crate) steps: u32,
+    pub(crate) bytes: u32,
     /// Of the slot, as the sender's kernel gave it.
-    pub(super) tag: u32,
+    pub(crate) tag: u32,
 }
 
 impl StepHeader {
-    pub(super) fn encode(&self) -> [u8; STEP_BYTES] {
+    pub(crate) fn encode(&self) -> [u8; STEP_BYTES] {
         let mut bytes = [0; STEP_BYTES];
         let words = [STEP_MAGIC, self.op, self.step, self.steps, self.bytes, self.tag];
         for (place, value) in bytes.as_chunks_mut::<4>().0.iter_mut().zip(words) {
@@ -140,7 +162,39 @@ impl StepHeader {
         bytes
     }
 
-    pub(super) fn parse(bytes: &[u8; STEP_BYTES]) -> Option<Self> {
+    /// Whether it is step `step` of the connection's operation number `ops`, which is `op`, and fits into slots of `slot_bytes`.
+    ///
+    /// # Errors
+    /// What it is instead. A step of another operation is none: it goes to the kernel, which reports what the ranks do differently.
+    pub(crate) fn check(
+        &self,
+        op: &ProxyOp,
+        (ops, step): (u32, u32),
+        slot_bytes: usize,
+    ) -> Result<(), String> {
+        let expected = Self {
+            op: ops,
+            step,
+            steps: op.steps,
+            ..*self
+        };
+        if self.tag == op.tag && *self != expected {
+            return Err(format!(
+                "the peer sends step {} of {} of the connection's operation {}, expected was step {} of {} of operation \
+                 {}: the ranks do not call the same operations with the same sizes",
+                self.step, self.steps, self.op, expected.step, expected.steps, expected.op
+            ));
+        }
+        if self.bytes as usize > slot_bytes {
+            return Err(format!(
+                "the peer sends a step of {} bytes, a slot has {slot_bytes}",
+                self.bytes
+            ));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn parse(bytes: &[u8; STEP_BYTES]) -> Option<Self> {
         (word(bytes, 0)? == STEP_MAGIC).then_some(Self {
             op: word(bytes, 4)?,
             step: word(bytes, 8)?,
@@ -199,17 +253,21 @@ mod tests {
     proptest! {
         #[test]
         fn messages_survive_and_rubbish_is_refused(
-            cookie: u64, comm: u64, from: u32, to: u32, channel: u8, p2p: bool, slot_bytes: u32, rubbish: [u8; HELLO_BYTES], flip in 0usize..16, bit in 0u8..8,
+            cookie: u64, comm: u64, from: u32, to: u32, channel: u8, p2p: bool, rdma: bool, slot_bytes: u32, rubbish: [u8; HELLO_BYTES], flip in 0usize..16, bit in 0u8..8,
         ) {
-            let hello = Hello { cookie, comm, from, to, channel, p2p, slot_bytes };
+            let hello = Hello { cookie, comm, from, to, channel, p2p, rdma, slot_bytes };
             let mut bytes = hello.encode();
             prop_assert_eq!(Hello::parse(&bytes, cookie), Some(hello));
             prop_assert_eq!(Hello::parse(&bytes, !cookie), None);
             prop_assert_eq!(Hello::parse(&bytes[..39], cookie), None);
+            for length in 0..HELLO_BYTES {
+                prop_assert!(Hello::missing(&bytes[..length]) >= HELLO_BYTES - length);
+            }
+            prop_assert_eq!(Hello::missing(&bytes), if rdma { OFFER_BYTES } else { 0 });
             bytes[flip] ^= 1 << bit;
             prop_assert_eq!(Hello::parse(&bytes, cookie), None);
             prop_assert_eq!(Hello::parse(&rubbish, cookie), None);
-            for verdict in [Verdict::Welcome, Verdict::OtherSlots(slot_bytes), Verdict::Taken, Verdict::Impossible] {
+            for verdict in [Verdict::Welcome, Verdict::OtherSlots(slot_bytes), Verdict::Taken, Verdict::Impossible, Verdict::Rdma, Verdict::Sockets(slot_bytes % (MOST_REASON + 1))] {
                 prop_assert_eq!(Verdict::parse(&verdict.encode()), Some(verdict));
             }
             let header = StepHeader { op: from, step: to, steps: slot_bytes, bytes: 7, tag: !from };

@@ -1,0 +1,122 @@
+//! The end of a network connection, over whichever transport it goes.
+
+use std::sync::Arc;
+
+use ringsight_kernels::Fifo;
+
+use super::ProxyOp;
+use crate::{
+    bootstrap::fork::ParentOnly,
+    log,
+    transport::{
+        socket::{self, Needs, Socket, Turn},
+        verbs::{self, Confirmed},
+    },
+};
+
+/// What came of making a connection: a socket, and RDMA beside it.
+pub(super) struct Link {
+    pub(super) stream: ParentOnly<std::net::TcpStream>,
+    pub(super) rdma: Option<verbs::Connected>,
+}
+
+/// An end.
+pub(super) enum Machine {
+    SocketSender(socket::Sender),
+    SocketReceiver(socket::Receiver),
+    VerbsSender(Box<verbs::Sender>),
+    /// Its sender has not said whether it is connected.
+    Unconfirmed(Option<Box<verbs::Unconfirmed>>),
+    VerbsReceiver(Box<verbs::Receiver>),
+}
+
+impl Machine {
+    /// The end of a connection whose bytes go over its socket.
+    pub(super) fn over_socket(fifo: Arc<Fifo>, is_send: bool) -> Self {
+        if is_send {
+            Self::SocketSender(socket::Sender::new(fifo))
+        } else {
+            Self::SocketReceiver(socket::Receiver::new(fifo))
+        }
+    }
+
+    /// The end of one that has RDMA beside it.
+    pub(super) fn over_verbs(fifo: Arc<Fifo>, is_send: bool, connected: verbs::Connected) -> Self {
+        if is_send {
+            Self::VerbsSender(Box::new(verbs::Sender::new(fifo, connected)))
+        } else {
+            Self::Unconfirmed(Some(Box::new(verbs::Unconfirmed::new(fifo, connected))))
+        }
+    }
+
+    /// Moves `op` on as far as it goes now.
+    pub(super) fn turn(&mut self, op: &ProxyOp, socket: &mut Socket) -> Result<Turn, String> {
+        if let Self::Unconfirmed(end) = self
+            && let Some(unconfirmed) = end
+        {
+            let said = unconfirmed.read(socket)?;
+            if !matches!(said, Confirmed::NotYet)
+                && let Some(unconfirmed) = end.take()
+            {
+                *self = settled(*unconfirmed, op, &said);
+            }
+        }
+        match self {
+            Self::SocketSender(end) => end.turn(op, socket),
+            Self::SocketReceiver(end) => end.turn(op, socket),
+            Self::VerbsSender(end) => end.turn(op, socket),
+            Self::VerbsReceiver(end) => end.turn(op, socket),
+            Self::Unconfirmed(_) => Ok(Turn::Waiting),
+        }
+    }
+
+    pub(super) fn needs(&self) -> Needs {
+        match self {
+            Self::SocketSender(end) => end.needs(),
+            Self::SocketReceiver(end) => end.needs(),
+            Self::VerbsSender(end) => end.needs(),
+            Self::VerbsReceiver(end) => end.needs(),
+            Self::Unconfirmed(_) => Needs {
+                events: libc::POLLIN,
+                ..Needs::default()
+            },
+        }
+    }
+
+    /// Has [`Needs::completions`] tell of whatever happens next: to be followed by a turn before waiting for it. Whether there
+    /// is such a descriptor. An error is what the turn finds, too.
+    pub(super) fn arm(&self) -> bool {
+        match self {
+            Self::VerbsSender(end) => end.arm().is_ok(),
+            Self::VerbsReceiver(end) => end.arm().is_ok(),
+            Self::SocketSender(_) | Self::SocketReceiver(_) | Self::Unconfirmed(_) => false,
+        }
+    }
+
+    /// The step that it is at, for messages.
+    pub(super) fn step(&self) -> u32 {
+        match self {
+            Self::SocketSender(end) => end.step(),
+            Self::SocketReceiver(end) => end.step(),
+            Self::VerbsSender(end) => end.step(),
+            Self::VerbsReceiver(end) => end.step(),
+            Self::Unconfirmed(_) => 0,
+        }
+    }
+}
+
+/// What the sender has said that an end is.
+fn settled(unconfirmed: verbs::Unconfirmed, op: &ProxyOp, said: &Confirmed) -> Machine {
+    let (receiver, fifo) = unconfirmed.into_parts();
+    match said {
+        Confirmed::Sockets(why) => {
+            let (peer, channel) = (op.peer, op.channel);
+            tracing::warn!(
+                target: log::NET,
+                "NET/IB : rank {peer} sends over a socket on channel {channel}, not over RDMA: {why}"
+            );
+            Machine::SocketReceiver(socket::Receiver::new(fifo))
+        }
+        Confirmed::Rdma | Confirmed::NotYet => Machine::VerbsReceiver(Box::new(receiver)),
+    }
+}

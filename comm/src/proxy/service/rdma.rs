@@ -1,0 +1,164 @@
+//! RDMA beside the connections between proxies: what is offered, accepted and confirmed over their sockets.
+
+use std::{io::Write, net::TcpStream, sync::Arc};
+
+use ringsight_kernels::Fifo;
+use ringsight_verbs::wire::{OFFER_BYTES, Offer};
+
+use super::Service;
+use crate::{
+    log,
+    proxy::message::Endpoint,
+    transport::{
+        socket::{Hello, MOST_REASON, VERDICT_BYTES, Verdict},
+        verbs::{self, Connected, Prepared},
+    },
+};
+
+/// Why sockets will not do.
+pub(super) const ONLY_RDMA: &str = "NCCL_NET=IB (or config.netName) allows nothing else";
+
+/// How many bytes of the answer to a hello are still missing.
+pub(super) fn answer_missing(answer: &[u8]) -> Result<usize, String> {
+    let Some(verdict) = answer.first_chunk::<VERDICT_BYTES>() else {
+        return Ok(VERDICT_BYTES - answer.len());
+    };
+    let more = match Verdict::parse(verdict).ok_or("it answers rubbish")? {
+        Verdict::Rdma => OFFER_BYTES,
+        Verdict::Sockets(bytes) => bytes as usize,
+        Verdict::Welcome | Verdict::OtherSlots(_) | Verdict::Taken | Verdict::Impossible => 0,
+    };
+    Ok(VERDICT_BYTES + more - answer.len())
+}
+
+/// The verdict for sockets, with the reason behind it.
+fn sockets(why: &str) -> Vec<u8> {
+    let why = &why[..why.floor_char_boundary(MOST_REASON as usize)];
+    let mut bytes = Verdict::Sockets(why.len() as u32).encode().to_vec();
+    bytes.extend_from_slice(why.as_bytes());
+    bytes
+}
+
+impl Service {
+    /// Whether it is known what connections go over.
+    pub(super) fn knows_ports(&self) -> bool {
+        self.config.rdma.is_none() || self.ports.get().is_some()
+    }
+
+    /// The port that a channel's connections use.
+    pub(super) fn port(&self, channel: u8) -> Option<usize> {
+        let ports = self.ports.get()?;
+        (!ports.is_empty()).then(|| ports[usize::from(channel) % ports.len()])
+    }
+
+    /// Whether connections must not go over sockets.
+    pub(super) fn is_rdma_required(&self) -> bool {
+        self.config.rdma.as_ref().is_some_and(|rdma| rdma.required)
+    }
+
+    /// Makes this end of a connection, as far as it can be made alone. `None`: it goes over a socket.
+    ///
+    /// # Errors
+    /// When it may not.
+    pub(super) fn prepare(
+        &self,
+        endpoint: &Endpoint,
+        fifo: Option<&Arc<Fifo>>,
+    ) -> Result<Option<Prepared>, String> {
+        let (Some(rdma), Some(fifo)) = (&self.config.rdma, fifo) else {
+            return Ok(None);
+        };
+        let prepared = match self.port(endpoint.channel) {
+            None => Err("no RDMA port is up".to_owned()),
+            Some(port) => verbs::prepare(rdma, port, fifo, !endpoint.is_send),
+        };
+        prepared.map(Some).or_else(|why| {
+            self.over_sockets(endpoint.peer, endpoint.channel, &why)?;
+            Ok(None)
+        })
+    }
+
+    /// Says that a connection goes over a socket though there is RDMA.
+    ///
+    /// # Errors
+    /// When it may not.
+    pub(super) fn over_sockets(&self, peer: u32, channel: u8, why: &str) -> Result<(), String> {
+        if self.is_rdma_required() {
+            return Err(format!("no RDMA: {why}; {ONLY_RDMA}"));
+        }
+        let rank = self.config.rank;
+        tracing::warn!(
+            target: log::NET,
+            "NET/IB : rank {rank} and rank {peer} use a socket on channel {channel}, not RDMA: {why}"
+        );
+        Ok(())
+    }
+
+    /// The answer to a hello whose receiver is connection `id`, and our end if it goes over RDMA.
+    pub(super) fn answer_offer(
+        &self,
+        id: u32,
+        hello: &Hello,
+        offer: &[u8],
+    ) -> Result<(Vec<u8>, Option<Connected>), Verdict> {
+        let (endpoint, fifo) = self
+            .connections
+            .get(&id)
+            .map(|connection| (connection.endpoint, connection.fifo.clone()))
+            .ok_or(Verdict::Impossible)?;
+        if !hello.rdma {
+            if self.config.rdma.is_some() {
+                self.over_sockets(hello.from, hello.channel, "it offers none")
+                    .map_err(|why| {
+                        tracing::warn!(target: log::NET, "NET/IB : rank {} is refused: {why}", hello.from);
+                        Verdict::Impossible
+                    })?;
+            }
+            return Ok((Verdict::Welcome.encode().to_vec(), None));
+        }
+        let connected = Offer::parse(offer).and_then(|theirs| {
+            let prepared = self
+                .prepare(&endpoint, fifo.as_ref())?
+                .ok_or("the receiver has no RDMA")?;
+            let mine = prepared.offer.clone();
+            Ok((prepared.connect(&theirs)?, mine))
+        });
+        match connected {
+            Ok((connected, mine)) => {
+                let mut bytes = Verdict::Rdma.encode().to_vec();
+                bytes.extend(mine.encode());
+                Ok((bytes, Some(connected)))
+            }
+            Err(why) => {
+                let rank = self.config.rank;
+                tracing::warn!(
+                    target: log::NET,
+                    "NET/IB : rank {rank} accepts no RDMA from rank {} on channel {}: {why}", hello.from, hello.channel
+                );
+                Ok((sockets(&why), None))
+            }
+        }
+    }
+
+    /// Connects our end to the offer that the receiver has answered with, and tells it.
+    pub(super) fn confirm(
+        &self,
+        (peer, channel): (u32, u8),
+        mut stream: &TcpStream,
+        prepared: Prepared,
+        offer: &[u8],
+    ) -> Result<Option<Connected>, String> {
+        let gone = |error| format!("{error}: its process is gone or cannot be reached");
+        match Offer::parse(offer).and_then(|theirs| prepared.connect(&theirs)) {
+            Ok(connected) => {
+                stream.write_all(&Verdict::Rdma.encode()).map_err(gone)?;
+                Ok(Some(connected))
+            }
+            Err(why) => {
+                self.over_sockets(peer, channel, &why)?;
+                stream.write_all(&sockets(&why)).map_err(gone)?;
+                Ok(None)
+            }
+        }
+    }
+}

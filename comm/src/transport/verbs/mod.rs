@@ -1,0 +1,261 @@
+//! RDMA between two proxies: the bytes of a connection's FIFO go from slot to slot, without a copy of either processor.
+//!
+//! What the proxies' TCP connection says first decides: a sender whose process has RDMA adds an offer to its hello, a
+//! receiver that can answers with its own, and the sender says whether it is connected. If either cannot, the connection stands over
+//! the socket and the log says why; with `NCCL_NET=IB` it fails instead. The socket stays open beside RDMA: that it closes is how an
+//! end learns that the other one is gone.
+
+mod receiver;
+mod sender;
+
+use std::{
+    path::Path as FilePath,
+    ptr,
+    sync::{Arc, OnceLock},
+};
+
+use ringsight_kernels::{
+    Fifo,
+    fifo::{SLOTS, SLOTS_OFFSET},
+};
+use ringsight_verbs::{
+    choice,
+    config::Config,
+    device::Memory,
+    endpoint::{self, Control, Path, Peer, Slots},
+    port::Net,
+    sysfs::Place,
+    wire::Offer,
+};
+
+use crate::{
+    bootstrap::sys,
+    error::{Error, Result, ResultCode},
+    log,
+};
+
+pub(crate) use receiver::{Confirmed, Receiver, Unconfirmed};
+pub(crate) use sender::Sender;
+
+/// What kernels call slots, and what the peer's device writes, are the same.
+const _: () = assert!(SLOTS == endpoint::SLOTS);
+
+/// RDMA that a proxy may use.
+#[derive(Clone)]
+pub struct Rdma {
+    /// The process's ports.
+    pub net: Arc<Net>,
+    /// Connections that cannot go over it fail.
+    pub required: bool,
+}
+
+/// What `config.netName` or `NCCL_NET` asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wish {
+    /// RDMA where it can be.
+    Any,
+    /// Nothing else.
+    Ib,
+    /// No RDMA.
+    Socket,
+}
+
+impl Wish {
+    /// Of a network's name.
+    pub(crate) fn parse(name: Option<&str>) -> Option<Self> {
+        match name {
+            None => Some(Self::Any),
+            Some(name) if name.eq_ignore_ascii_case("IB") => Some(Self::Ib),
+            Some(name) if name.eq_ignore_ascii_case("Socket") => Some(Self::Socket),
+            Some(_) => None,
+        }
+    }
+}
+
+/// The RDMA of this process, looked for when it is first asked for; `None` where there is none, which the log explains.
+///
+/// # Errors
+/// When a variable says what it cannot, or RDMA is wished for and is not there.
+pub(crate) fn by_environment(wish: Wish) -> Result<Option<Rdma>> {
+    static NET: OnceLock<std::result::Result<Option<Arc<Net>>, Found>> = OnceLock::new();
+    if wish == Wish::Socket {
+        return Ok(None);
+    }
+    let required = wish == Wish::Ib;
+    let net = NET.get_or_init(look);
+    match net {
+        Ok(Some(net)) => Ok(Some(Rdma {
+            net: Arc::clone(net),
+            required,
+        })),
+        Ok(None) if required => Err(missing("NCCL_IB_DISABLE is set")),
+        Ok(None) => Ok(None),
+        Err(Found::Invalid(text)) => Err(Error::new(ResultCode::InvalidArgument, text.clone())),
+        Err(Found::Nothing(text)) if required => Err(missing(text)),
+        Err(Found::Nothing(_)) => Ok(None),
+    }
+}
+
+fn missing(why: &str) -> Error {
+    Error::usage(format!(
+        "network IB (config.netName or environment variable NCCL_NET) cannot be used: {why}"
+    ))
+}
+
+/// Why there is no RDMA.
+enum Found {
+    /// A variable says what it cannot.
+    Invalid(String),
+    /// There is none to use.
+    Nothing(String),
+}
+
+fn look() -> std::result::Result<Option<Arc<Net>>, Found> {
+    let config =
+        Config::from_environment(crate::env::text).map_err(|error| Found::Invalid(error.to_string()))?;
+    let Some(config) = config else {
+        tracing::info!(target: log::NET, "NET/IB : NCCL_IB_DISABLE is set");
+        return Ok(None);
+    };
+    // Who names devices expects one.
+    let named = config.devices != Default::default();
+    match Net::new(config, FilePath::new("/sys")) {
+        Ok(net) => {
+            let list: Vec<String> = (0..)
+                .zip(net.ports())
+                .map(|(index, port)| {
+                    let layer = if port.ethernet { "RoCE" } else { "IB" };
+                    let down = if port.active { "" } else { " (down)" };
+                    format!("[{index}]{}:{}/{layer}{down}", port.device, port.number)
+                })
+                .collect();
+            tracing::info!(target: log::NET, "NET/IB : Using {}", list.join(" "));
+            Ok(Some(Arc::new(net)))
+        }
+        Err(text) => {
+            if named {
+                tracing::warn!(target: log::NET, "NET/IB : no RDMA, sockets are used: {text}");
+            } else {
+                tracing::info!(target: log::NET, "NET/IB : no RDMA, sockets are used: {text}");
+            }
+            Err(Found::Nothing(text))
+        }
+    }
+}
+
+/// The ports that rank number `local` of a node uses, by channel, round and round; `buses` are the PCI addresses of the GPUs of the
+/// node's ranks, empty for those without.
+pub(crate) fn ports_of(net: &Net, buses: &[&str], local: usize) -> Vec<usize> {
+    let sys = FilePath::new("/sys");
+    let place = |bus: &&str| {
+        let is_one = bus
+            .bytes()
+            .all(|byte| byte.is_ascii_hexdigit() || b":.".contains(&byte));
+        let link = sys.join("bus/pci/devices").join(bus);
+        (is_one && !bus.is_empty())
+            .then(|| Place::of(sys, &link).ok())
+            .flatten()
+    };
+    let places: Vec<Option<Place>> = buses.iter().map(place).collect();
+    let near: Vec<_> = places.iter().map(Option::as_ref).collect();
+    let mut assigned = choice::assign(net.ports(), &near);
+    if local < assigned.len() {
+        assigned.swap_remove(local)
+    } else {
+        Vec::new()
+    }
+}
+
+/// An end that is made and not connected.
+pub(crate) struct Prepared {
+    paths: Vec<Path>,
+    control: Control,
+    /// What the peer is told.
+    pub(crate) offer: Offer,
+    /// Number of the port among those of the process.
+    pub(crate) port: u8,
+}
+
+/// An end that is connected.
+pub(crate) struct Connected {
+    paths: Vec<Path>,
+    control: Control,
+    /// Number of the port among those of the process.
+    pub(crate) port: u8,
+}
+
+/// The slots of a FIFO, as devices write them. What is before them is for this machine alone.
+fn slots_of(fifo: &Arc<Fifo>) -> (Memory, Slots) {
+    let base = ptr::with_exposed_provenance_mut(fifo.halves().consumer as usize + SLOTS_OFFSET);
+    let slot_bytes = fifo.slot_bytes();
+    // SAFETY: the FIFO keeps its memory mapped, and is kept; slots are only ever read and written through pointers.
+    let memory = unsafe { Memory::new(base, SLOTS * slot_bytes, Arc::clone(fifo) as _) };
+    let slots = Slots {
+        offset: 0,
+        bytes: slot_bytes,
+    };
+    (memory, slots)
+}
+
+/// Makes an end for a connection over port number `port`.
+///
+/// # Errors
+/// What stands in the way: the port is down, has no GID as wished for, memory cannot be locked, ….
+pub(crate) fn prepare(
+    rdma: &Rdma,
+    port: usize,
+    fifo: &Arc<Fifo>,
+    is_receiver: bool,
+) -> std::result::Result<Prepared, String> {
+    let (memory, _) = slots_of(fifo);
+    let control = Control::new().map_err(|error| format!("making a control page: {error}"))?;
+    let opened = rdma.net.open(port)?;
+    // Without numbers that nobody guesses: the first packet number is no secret, it keeps packets of an earlier pair out.
+    let draw = || sys::random_u64().unwrap_or(0) as u32;
+    let path =
+        Path::new(0, opened, (&memory, is_receiver), &control, draw).map_err(|error| error.to_string())?;
+    let paths = vec![path];
+    let offer = Offer {
+        failover: rdma.net.config().failover,
+        slots: if is_receiver { memory.address() } else { 0 },
+        control: control.memory().address(),
+        paths: paths.iter().map(Path::offer).collect(),
+    };
+    Ok(Prepared {
+        paths,
+        control,
+        offer,
+        port: port as u8,
+    })
+}
+
+impl Prepared {
+    /// Connects it to the peer's end.
+    ///
+    /// # Errors
+    /// The two do not fit, or the peer cannot be reached.
+    pub(crate) fn connect(mut self, peer: &Offer) -> std::result::Result<Connected, String> {
+        for (path, other) in self.paths.iter_mut().zip(&peer.paths) {
+            if path.port().mtu() != other.mtu {
+                tracing::info!(
+                    target: log::NET,
+                    "NET/IB : {} has an MTU of {} bytes, the peer's {} one of {}: the smaller is used",
+                    path.port().device(), path.port().mtu().bytes(), other.device, other.mtu.bytes()
+                );
+            }
+            path.connect(Peer {
+                slots: peer.slots,
+                control: peer.control,
+                path: other.clone(),
+            })?;
+        }
+        let Self {
+            mut paths,
+            control,
+            port,
+            ..
+        } = self;
+        paths.truncate(peer.paths.len());
+        Ok(Connected { paths, control, port })
+    }
+}

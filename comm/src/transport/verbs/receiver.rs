@@ -1,0 +1,226 @@
+//! The receiving end: the FIFO's producer.
+
+use std::{collections::VecDeque, sync::Arc};
+
+use ringsight_kernels::{
+    Fifo,
+    fifo::{INLINE_BYTES, SLOTS},
+};
+use ringsight_records::State;
+use ringsight_verbs::endpoint;
+
+use super::{Connected, sender::is_gone};
+use crate::{
+    proxy::{ProxyOp, events},
+    transport::socket::{MOST_REASON, Needs, STEP_BYTES, Socket, StepHeader, Turn, VERDICT_BYTES, Verdict},
+};
+
+/// The receiving end.
+pub(crate) struct Receiver {
+    fifo: Arc<Fifo>,
+    end: endpoint::Receiver,
+    /// Operations before the present one.
+    ops: u32,
+    /// Steps granted, received and consumed by the device since the connection began; in this order, at most [`SLOTS`] apart.
+    granted: u64,
+    received: u64,
+    consumed: u64,
+    /// All of them at the beginning of the operation.
+    base: u64,
+    /// Bytes of the steps that the device has not consumed yet.
+    sizes: VecDeque<usize>,
+    /// The sender's rank does something else than ours: the slot that tells our kernel is posted, and nothing that follows could be
+    /// understood.
+    differs: bool,
+    transferred: u64,
+}
+
+impl Receiver {
+    pub(crate) fn new(fifo: Arc<Fifo>, connected: Connected) -> Self {
+        Self {
+            fifo,
+            end: endpoint::Receiver::new(connected.paths, connected.control),
+            ops: 0,
+            granted: 0,
+            received: 0,
+            consumed: 0,
+            base: 0,
+            sizes: VecDeque::with_capacity(SLOTS),
+            differs: false,
+            transferred: 0,
+        }
+    }
+
+    /// The step that it is at, for messages.
+    pub(crate) fn step(&self) -> u32 {
+        (self.received - self.base) as u32
+    }
+
+    /// Moves `op` on as far as it goes now.
+    pub(crate) fn turn(&mut self, op: &ProxyOp, socket: &mut Socket) -> Result<Turn, String> {
+        // Before what has arrived is looked at: all that a peer sent before it went is there then.
+        let gone = is_gone(socket);
+        let end = self.base + u64::from(op.steps);
+        let mut moved = false;
+        loop {
+            let before = (self.consumed, self.granted, self.received);
+            self.consume(op);
+            self.grant(op, end)?;
+            if self.received < end && !self.differs {
+                self.receive(op)?;
+            }
+            if self.consumed == end {
+                self.base = end;
+                self.ops = self.ops.wrapping_add(1);
+                return Ok(Turn::Done(std::mem::take(&mut self.transferred)));
+            }
+            if before == (self.consumed, self.granted, self.received) {
+                break;
+            }
+            moved = true;
+        }
+        match gone {
+            // What has been received needs no peer.
+            Err(text) if !moved && self.received < end => Err(text),
+            _ => Ok(if moved { Turn::Moved } else { Turn::Waiting }),
+        }
+    }
+
+    /// Ends the steps that the device is done with.
+    fn consume(&mut self, op: &ProxyOp) {
+        // What the device released cannot be more than what we posted, whatever its memory says.
+        let released = self.fifo.released().min(self.received);
+        while self.consumed < released {
+            let bytes = self.sizes.pop_front().unwrap_or(0);
+            events::step(op, (self.consumed - self.base) as u32, State::STOP, bytes);
+            self.consumed += 1;
+        }
+    }
+
+    /// Begins the steps that there is room for.
+    fn grant(&mut self, op: &ProxyOp, end: u64) -> Result<(), String> {
+        let before = self.granted;
+        while self.granted < end.min(self.consumed + SLOTS as u64) {
+            let step = (self.granted - self.base) as u32;
+            events::step(op, step, State::START, 0);
+            events::step(op, step, State::STEP_RECV_WAIT, 0);
+            self.granted += 1;
+        }
+        if self.granted > before {
+            self.end.grant(self.granted).map_err(|failure| failure.text)?;
+        }
+        Ok(())
+    }
+
+    /// Gives the device what is here.
+    fn receive(&mut self, op: &ProxyOp) -> Result<(), String> {
+        self.end.poll().map_err(|failure| failure.text)?;
+        while !self.differs
+            && let Some(arrived) = self.end.take().map_err(|failure| failure.text)?
+        {
+            let step = self.step();
+            let (header, own) = arrived
+                .notice()
+                .split_first_chunk::<STEP_BYTES>()
+                .and_then(|(header, own)| Some((StepHeader::parse(header)?, own)))
+                .ok_or("the peer sent something that is no step")?;
+            header.check(op, (self.ops, step), self.fifo.slot_bytes())?;
+            let bytes = header.bytes as usize;
+            if self.fifo.free() != Some(arrived.position) {
+                return Err("a granted slot is not free: the device released slots twice".into());
+            }
+            if bytes <= INLINE_BYTES {
+                if own.len() != bytes {
+                    return Err(format!(
+                        "the peer sent {} bytes with a step of {bytes}",
+                        own.len()
+                    ));
+                }
+                // SAFETY: the slot is free, so the device does not touch it before it is posted, and has room for this many; the FIFO
+                // keeps it mapped.
+                unsafe {
+                    self.fifo
+                        .slot(arrived.position, bytes)
+                        .copy_from(own.as_ptr(), bytes);
+                };
+            }
+            events::step(op, step, State::STEP_RECV_FLUSH_WAIT, bytes);
+            // CPU memory needs no flush: the completion was read after the bytes were there, and the release of the flag orders both.
+            events::step(op, step, State::STEP_RECV_GPU_WAIT, bytes);
+            self.fifo.post(arrived.position, bytes, header.tag);
+            self.differs = header.tag != op.tag;
+            self.sizes.push_back(bytes);
+            self.received += 1;
+            self.transferred += bytes as u64;
+        }
+        Ok(())
+    }
+
+    /// Has its descriptor tell of the next end of anything: to be followed by a turn.
+    pub(crate) fn arm(&self) -> Result<(), String> {
+        self.end.active().arm().map_err(|failure| failure.text)
+    }
+
+    pub(crate) fn needs(&self) -> Needs {
+        Needs {
+            events: libc::POLLIN,
+            device: self.consumed < self.received,
+            completions: Some(self.end.active().fd()),
+        }
+    }
+}
+
+/// A receiving end that its sender has not confirmed.
+pub(crate) struct Unconfirmed {
+    receiver: Receiver,
+    answer: Vec<u8>,
+}
+
+/// What the sender said.
+pub(crate) enum Confirmed {
+    /// Nothing yet.
+    NotYet,
+    /// It is connected.
+    Rdma,
+    /// It cannot, and sends over the socket; why.
+    Sockets(String),
+}
+
+impl Unconfirmed {
+    pub(crate) fn new(fifo: Arc<Fifo>, connected: Connected) -> Self {
+        Self {
+            receiver: Receiver::new(fifo, connected),
+            answer: Vec::new(),
+        }
+    }
+
+    /// Reads what the sender says.
+    pub(crate) fn read(&mut self, socket: &mut Socket) -> Result<Confirmed, String> {
+        loop {
+            let verdict = self.answer.first_chunk::<VERDICT_BYTES>().map(Verdict::parse);
+            let text = match verdict {
+                None => 0,
+                Some(Some(Verdict::Rdma)) => return Ok(Confirmed::Rdma),
+                Some(Some(Verdict::Sockets(bytes))) if bytes <= MOST_REASON => bytes as usize,
+                Some(_) => return Err("the peer confirms RDMA with rubbish".into()),
+            };
+            let wanted = VERDICT_BYTES + text - self.answer.len();
+            if wanted == 0 {
+                let why = String::from_utf8_lossy(&self.answer[VERDICT_BYTES..]).into_owned();
+                return Ok(Confirmed::Sockets(why));
+            }
+            let mut piece = [0; 64];
+            let read = socket.read(&mut piece[..wanted.min(64)])?;
+            if read == 0 {
+                return Ok(Confirmed::NotYet);
+            }
+            self.answer.extend_from_slice(&piece[..read]);
+        }
+    }
+
+    /// The end, once it is confirmed; its FIFO, for another one, if it is not to be.
+    pub(crate) fn into_parts(self) -> (Receiver, Arc<Fifo>) {
+        let fifo = Arc::clone(&self.receiver.fifo);
+        (self.receiver, fifo)
+    }
+}

@@ -1,0 +1,185 @@
+//! The sending end: the FIFO's consumer. Steps are posted one after the other as the device fills slots and the peer grants them,
+//! and up to all slots are under way at once; a slot is released when the peer's device has its bytes.
+
+use std::{collections::VecDeque, sync::Arc};
+
+use ringsight_kernels::{
+    Fifo,
+    fifo::{INLINE_BYTES, SLOTS},
+};
+use ringsight_records::State;
+use ringsight_verbs::endpoint::{self, NOTICE_BYTES};
+
+use super::{Connected, slots_of};
+use crate::{
+    proxy::{ProxyOp, events},
+    transport::socket::{Needs, STEP_BYTES, Socket, StepHeader, Turn},
+};
+
+const _: () = assert!(STEP_BYTES + INLINE_BYTES <= NOTICE_BYTES);
+
+/// How far the next step is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// It has not begun.
+    Idle,
+    /// The device has not written the slot.
+    Gpu,
+    /// The slot is there with so many bytes, the peer's credit is not.
+    Peer(usize),
+}
+
+/// The sending end.
+pub(crate) struct Sender {
+    fifo: Arc<Fifo>,
+    end: endpoint::Sender,
+    /// Operations before the present one.
+    ops: u32,
+    /// The position at which the present one begins.
+    base: u64,
+    /// Slots released: positions that the peer has and whose end was told.
+    released: u64,
+    /// Of the step at [`endpoint::Sender::posted`].
+    phase: Phase,
+    /// Bytes of the steps that are under way.
+    sizes: VecDeque<usize>,
+    transferred: u64,
+}
+
+impl Sender {
+    pub(crate) fn new(fifo: Arc<Fifo>, connected: Connected) -> Self {
+        let (_, slots) = slots_of(&fifo);
+        Self {
+            end: endpoint::Sender::new(connected.paths, connected.control, slots),
+            fifo,
+            ops: 0,
+            base: 0,
+            released: 0,
+            phase: Phase::Idle,
+            sizes: VecDeque::with_capacity(SLOTS),
+            transferred: 0,
+        }
+    }
+
+    /// The step that it is at, for messages.
+    pub(crate) fn step(&self) -> u32 {
+        (self.released - self.base) as u32
+    }
+
+    /// Moves `op` on as far as it goes now.
+    pub(crate) fn turn(&mut self, op: &ProxyOp, socket: &mut Socket) -> Result<Turn, String> {
+        // Before what has ended is looked at: all that a peer did before it went is there then.
+        let gone = is_gone(socket);
+        let end = self.base + u64::from(op.steps);
+        let mut moved = false;
+        loop {
+            let before = (self.end.posted(), self.released, self.phase);
+            self.end.poll().map_err(|failure| failure.text)?;
+            self.release(op);
+            if self.released == end {
+                self.base = end;
+                self.ops = self.ops.wrapping_add(1);
+                return Ok(Turn::Done(std::mem::take(&mut self.transferred)));
+            }
+            if self.end.posted() < end {
+                self.advance(op)?;
+            }
+            if before == (self.end.posted(), self.released, self.phase) {
+                break;
+            }
+            moved = true;
+        }
+        match gone {
+            Err(text) if !moved => Err(text),
+            _ => Ok(if moved { Turn::Moved } else { Turn::Waiting }),
+        }
+    }
+
+    /// Moves the next step on by one phase, if it can.
+    fn advance(&mut self, op: &ProxyOp) -> Result<(), String> {
+        let position = self.end.posted();
+        let step = (position - self.base) as u32;
+        match self.phase {
+            Phase::Idle => {
+                events::step(op, step, State::START, 0);
+                events::step(op, step, State::STEP_SEND_GPU_WAIT, 0);
+                self.phase = Phase::Gpu;
+            }
+            Phase::Gpu => {
+                // Within the ring from the oldest slot that is not released.
+                let near = position < self.released + SLOTS as u64;
+                if let Some(bytes) = near.then(|| self.fifo.size_at(position)).flatten() {
+                    events::step(op, step, State::STEP_SEND_PEER_WAIT, 0);
+                    self.phase = Phase::Peer(bytes);
+                }
+            }
+            Phase::Peer(bytes) if self.end.may_post() => {
+                events::step(op, step, State::STEP_SEND_WAIT, 0);
+                self.post(op, position, bytes)?;
+                self.sizes.push_back(bytes);
+                self.phase = Phase::Idle;
+            }
+            Phase::Peer(_) => {}
+        }
+        Ok(())
+    }
+
+    /// Posts the slot at a position: its bytes, if they do not go with the notice, and its header.
+    fn post(&mut self, op: &ProxyOp, position: u64, bytes: usize) -> Result<(), String> {
+        let header = StepHeader {
+            op: self.ops,
+            step: (position - self.base) as u32,
+            steps: op.steps,
+            bytes: bytes as u32,
+            tag: self.fifo.tag_at(position),
+        };
+        let mut notice = [0; NOTICE_BYTES];
+        notice[..STEP_BYTES].copy_from_slice(&header.encode());
+        let (length, data) = if bytes <= INLINE_BYTES {
+            // SAFETY: the device posted the slot with these bytes and does not touch it before it is released.
+            let own =
+                unsafe { std::slice::from_raw_parts(self.fifo.slot(position, bytes).cast_const(), bytes) };
+            notice[STEP_BYTES..STEP_BYTES + bytes].copy_from_slice(own);
+            (STEP_BYTES + bytes, 0)
+        } else {
+            (STEP_BYTES, bytes)
+        };
+        self.end
+            .post(&notice[..length], data)
+            .map_err(|failure| failure.text)?;
+        Ok(())
+    }
+
+    /// Ends the steps that the peer has.
+    fn release(&mut self, op: &ProxyOp) {
+        while self.released < self.end.acked() {
+            let bytes = self.sizes.pop_front().unwrap_or(0);
+            self.fifo.release(self.released);
+            self.transferred += bytes as u64;
+            events::step(op, self.step(), State::STOP, bytes);
+            self.released += 1;
+        }
+    }
+
+    /// Has its descriptor tell of the next end of anything: to be followed by a turn.
+    pub(crate) fn arm(&self) -> Result<(), String> {
+        self.end.active().arm().map_err(|failure| failure.text)
+    }
+
+    pub(crate) fn needs(&self) -> Needs {
+        Needs {
+            events: libc::POLLIN,
+            device: matches!(self.phase, Phase::Idle | Phase::Gpu),
+            completions: Some(self.end.active().fd()),
+        }
+    }
+}
+
+/// Whether the peer has closed the socket, on which nothing more is said.
+pub(super) fn is_gone(socket: &mut Socket) -> Result<(), String> {
+    let mut byte = [0];
+    match socket.read(&mut byte)? {
+        0 => Ok(()),
+        _ => Err("the peer sends on a socket that nothing is sent on".into()),
+    }
+}

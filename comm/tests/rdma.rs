@@ -1,0 +1,311 @@
+//! Ranks on two nodes over RDMA, where there are two devices that reach each other: in a guest (`cargo xtask vm test rdma`), `hca0`
+//! and `peer0` at the ends of a virtual wire. And what is said where there is no RDMA, or where it cannot be.
+
+mod common;
+
+use std::{env, os::unix::process::CommandExt as _, path::Path, process::Command};
+
+use common::{Call, Rank, host, ok, place_of_process, start_each};
+use ringsight_comm::{abi, device::Stream};
+use ringsight_records::Function;
+
+/// Tells a rank to do no more than show that it can.
+const LITTLE: &str = "RDMA_TEST_LITTLE";
+
+/// What the ranks of one run came to: whether each ended well, and what it printed.
+type Ended = Vec<(bool, String)>;
+
+/// Two ranks, each a node, with the devices of a guest or those that `RINGSIGHT_TEST_HCAS` names.
+fn two_nodes(change: impl Fn(usize, &mut Command)) -> Ended {
+    let names = env::var("RINGSIGHT_TEST_HCAS").unwrap_or_else(|_| "hca0,peer0".into());
+    let devices: Vec<String> = names.split(',').map(|name| format!("={name}")).collect();
+    let children = start_each("worker", 2, 2, |rank, command| {
+        command
+            .env("NCCL_IB_HCA", &devices[rank])
+            .env("NCCL_DEBUG", "INFO")
+            .env("NCCL_DEBUG_SUBSYS", "ALL")
+            // Soft-RoCE takes 7 for "without end".
+            .env("NCCL_IB_RETRY_CNT", "6")
+            .env("NCCL_IB_TIMEOUT", "16");
+        change(rank, command);
+    });
+    children
+        .into_iter()
+        .map(|child| {
+            let output = child.wait_with_output().unwrap();
+            let text = [output.stdout, output.stderr].concat();
+            let text = String::from_utf8_lossy(&text).into_owned();
+            (output.status.success() && text.contains("rank done"), text)
+        })
+        .collect()
+}
+
+/// Every rank ended well, and printed each of `expected` and none of `unexpected`.
+fn check(what: &str, ended: &Ended, expected: &[&str], unexpected: &[&str]) {
+    for (rank, (well, text)) in ended.iter().enumerate() {
+        assert!(well, "{what}, rank {rank}:\n{text}");
+        for part in expected {
+            assert!(text.contains(part), "{what}, rank {rank}: no {part:?} in\n{text}");
+        }
+        for part in unexpected {
+            assert!(!text.contains(part), "{what}, rank {rank}: {part:?} in\n{text}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "helper: needs RDMA devices, run in a guest"]
+fn data_goes_over_rdma() {
+    let over_rdma = |what, change: &dyn Fn(&mut Command)| {
+        let ended = two_nodes(|_, command| change(command));
+        check(
+            what,
+            &ended,
+            &["[send] via NET/IB/0", "[receive] via NET/IB/0"],
+            &["via NET/Socket", "NCCL WARN"],
+        );
+    };
+    over_rdma("one queue pair", &|_| {});
+    over_rdma("four queue pairs, in turn", &|command| {
+        command.env("NCCL_IB_QPS_PER_CONNECTION", "4");
+    });
+    over_rdma("four queue pairs, in parts", &|command| {
+        command
+            .env("NCCL_IB_QPS_PER_CONNECTION", "4")
+            .env("NCCL_IB_SPLIT_DATA_ON_QPS", "1");
+    });
+    over_rdma("nothing else allowed, link-local GID, in order", &|command| {
+        command
+            .env("NCCL_NET", "IB")
+            .env("NCCL_IB_GID_INDEX", "0")
+            .env("NCCL_IB_PCI_RELAXED_ORDERING", "0");
+    });
+}
+
+#[test]
+#[ignore = "helper: needs RDMA devices, run in a guest"]
+fn what_cannot_go_over_rdma_goes_over_sockets_and_says_why() {
+    let falls_back = |what, reasons: [&str; 2], change: &dyn Fn(usize, &mut Command)| {
+        let ended = two_nodes(|rank, command| {
+            command.env(LITTLE, "1");
+            change(rank, command);
+        });
+        check(what, &ended, &["[send] via NET/Socket"], &[]);
+        for (reason, (_, text)) in reasons.iter().zip(&ended) {
+            assert!(text.contains(reason), "{what}: no {reason:?} in\n{text}");
+        }
+    };
+    falls_back(
+        "no RDMA on one side",
+        ["rank 0 and rank 1 use a socket", "NCCL_IB_DISABLE is set"],
+        &|rank, command| {
+            if rank == 1 {
+                command.env("NCCL_IB_DISABLE", "1");
+            }
+        },
+    );
+    falls_back(
+        "no such GID",
+        [
+            "index 9 (NCCL_IB_GID_INDEX) was looked for",
+            "index 9 (NCCL_IB_GID_INDEX) was looked for",
+        ],
+        &|_, command| {
+            command.env("NCCL_IB_GID_INDEX", "9");
+        },
+    );
+    falls_back(
+        "another number of queue pairs",
+        [
+            "NCCL_IB_QPS_PER_CONNECTION differs",
+            "NCCL_IB_QPS_PER_CONNECTION differs",
+        ],
+        &|rank, command| {
+            command.env("NCCL_IB_QPS_PER_CONNECTION", (rank + 1).to_string());
+        },
+    );
+    falls_back(
+        "no such device",
+        [
+            "no RDMA, sockets are used: NCCL_IB_HCA allows none",
+            "no RDMA, sockets are used",
+        ],
+        &|_, command| {
+            command.env("NCCL_IB_HCA", "=mlx5_77");
+        },
+    );
+    falls_back(
+        "no such P_Key",
+        ["no P_Key at index 77", "no P_Key at index 77"],
+        &|_, command| {
+            command.env("NCCL_IB_PKEY", "77");
+        },
+    );
+    falls_back(
+        "no memory to lock",
+        ["see ulimit -l", "see ulimit -l"],
+        &|_, command| {
+            // SAFETY: two system calls between fork and exec.
+            unsafe { command.pre_exec(lock_little) };
+        },
+    );
+}
+
+/// Lets the process that is about to begin lock 64 KiB, as a user may.
+fn lock_little() -> std::io::Result<()> {
+    const CAP_IPC_LOCK: libc::c_ulong = 14;
+    let limit = libc::rlimit {
+        rlim_cur: 64 << 10,
+        rlim_max: 64 << 10,
+    };
+    // SAFETY: no pointers, and a limit that is read.
+    let failed = unsafe {
+        libc::prctl(libc::PR_CAPBSET_DROP, CAP_IPC_LOCK) < 0
+            || libc::setrlimit(libc::RLIMIT_MEMLOCK, &raw const limit) < 0
+    };
+    if failed {
+        return Err(std::io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "helper: needs RDMA devices, run in a guest"]
+fn where_only_rdma_is_allowed_its_absence_is_an_error() {
+    let ended = two_nodes(|rank, command| {
+        command.env("NCCL_NET", "IB");
+        if rank == 1 {
+            command.env("NCCL_IB_GID_INDEX", "9");
+        }
+    });
+    // Rank 0 sees the other one give up.
+    for (rank, (well, _)) in ended.iter().enumerate() {
+        assert!(!well, "rank {rank} got its communicator");
+    }
+    let text = &ended[1].1;
+    assert!(
+        text.contains("NCCL_IB_GID_INDEX") && text.contains("NCCL_NET=IB"),
+        "{text}"
+    );
+}
+
+/// What a graph does with `data` when it is launched.
+fn add_up(rank: &Rank, stream: Stream, data: &mut [f32]) {
+    let at = data.as_mut_ptr().cast();
+    let on = Rank { stream, ..*rank };
+    ok(on.call(&Call::new(Function::AllReduce, data.len()), at, at));
+}
+
+#[test]
+#[ignore = "helper: the body of one rank; started by the other tests"]
+fn worker() {
+    let Some((id, rank, ranks)) = place_of_process() else {
+        return;
+    };
+    let rank = Rank::join(id, rank, ranks);
+    // Less than a slot, more than one, and what goes with a notice.
+    for count in [1, 17, 5003] {
+        Call::new(Function::AllReduce, count).check(&rank, count == 17);
+    }
+    if env::var_os(LITTLE).is_none() {
+        Call::new(Function::AllReduce, 70_001).check(&rank, true);
+        for function in [Function::AllGather, Function::ReduceScatter, Function::Broadcast] {
+            Call::new(function, 5003).check(&rank, false);
+        }
+        messages(&rank);
+        replays(&rank);
+    }
+    rank.leave();
+    println!("rank done");
+}
+
+/// Sends and receives of all sizes in one group, both ways.
+fn messages(rank: &Rank) {
+    let peer = 1 - rank.rank;
+    let sizes = [0_usize, 1, 48, 49, 4096, 70_000];
+    let content = |from: usize, size: usize| -> Vec<u8> {
+        (0..size).map(|at| (at * 31 + from * 7 + size) as u8).collect()
+    };
+    let sent: Vec<Vec<u8>> = sizes.iter().map(|size| content(rank.rank, *size)).collect();
+    let mut got: Vec<Vec<u8>> = sizes.iter().map(|size| vec![0; *size]).collect();
+    // SAFETY: no arguments.
+    ok(unsafe { abi::ncclGroupStart() });
+    for (sent, got) in sent.iter().zip(&mut got) {
+        let call = |function| Call {
+            data_type: ringsight_records::DataType::Uint8,
+            ..Call::peer(function, sent.len(), peer)
+        };
+        ok(rank.call(&call(Function::Send), sent.as_ptr(), std::ptr::null_mut()));
+        ok(rank.call(&call(Function::Recv), std::ptr::null(), got.as_mut_ptr()));
+    }
+    // SAFETY: no arguments; the buffers of the calls live until the stream is synchronized.
+    ok(unsafe { abi::ncclGroupEnd() });
+    rank.synchronize();
+    for (size, got) in sizes.iter().zip(&got) {
+        assert!(*got == content(peer, *size), "{size} bytes");
+    }
+}
+
+/// A captured all-reduce, replayed: each replay's network steps are posted without the host's doing.
+fn replays(rank: &Rank) {
+    const REPLAYS: i32 = 8;
+    let device = host();
+    let stream = device.stream_create().unwrap();
+    let mut data = vec![1_f32; 3000];
+    device.capture_begin(stream).unwrap();
+    add_up(rank, stream, &mut data);
+    let graph = device.capture_end(stream).unwrap();
+    let exec = device.graph_instantiate(graph).unwrap();
+    device.graph_destroy(graph).unwrap();
+    for _ in 0..REPLAYS {
+        device.graph_launch(exec, stream).unwrap();
+    }
+    device.stream_synchronize(stream).unwrap();
+    assert!(
+        data.iter().all(|value| *value == 2_f32.powi(REPLAYS)),
+        "{}",
+        data[0]
+    );
+    device.graph_exec_destroy(exec).unwrap();
+    device.stream_destroy(stream).unwrap();
+}
+
+/// On a machine that has no RDMA.
+#[test]
+fn without_rdma_sockets_are_used_and_the_log_says_what_is_missing() {
+    if Path::new("/sys/class/infiniband").exists() {
+        return;
+    }
+    let ended = two_nodes(|_, command| {
+        command.env_remove("NCCL_IB_HCA").env(LITTLE, "1");
+    });
+    check(
+        "no RDMA",
+        &ended,
+        &["NET/IB : no RDMA, sockets are used: ", "via NET/Socket"],
+        &["NCCL WARN"],
+    );
+    // Who asks for a device by its name is warned.
+    let ended = two_nodes(|_, command| {
+        command.env(LITTLE, "1");
+    });
+    check("a device by name", &ended, &["NCCL WARN NET/IB : no RDMA"], &[]);
+    let ended = two_nodes(|_, command| {
+        command.env("NCCL_NET", "IB");
+    });
+    assert!(
+        ended
+            .iter()
+            .all(|(well, text)| !well && text.contains("network IB")),
+        "{ended:?}"
+    );
+    let ended = two_nodes(|_, command| {
+        command.env("NCCL_IB_TIMEOUT", "40");
+    });
+    assert!(
+        ended
+            .iter()
+            .all(|(well, text)| !well && text.contains("NCCL_IB_TIMEOUT=40: ")),
+        "{ended:?}"
+    );
+}
