@@ -48,6 +48,7 @@ fn main() {
         .partition(|argument| argument.starts_with("--"));
     let has = |flag: &str| flags.iter().any(|given| given == flag);
     let mut session = Session::new(Options {
+        network: ringsight_probes::NetworkScope::Never,
         force_perf_event: has("--perf-event"),
         use_ebpf: if has("--no-ebpf") {
             UseEbpf::Never

@@ -10,20 +10,22 @@ use std::{
 
 use aya::{
     Ebpf, EbpfLoader, Pod,
-    maps::{Array, Map, MapData, PerCpuHashMap, PerCpuValues, RingBuf},
+    maps::{Array, Map, MapData, PerCpuArray, PerCpuHashMap, PerCpuValues, RingBuf},
     programs::{
-        UProbe,
+        KProbe, RawTracePoint, UProbe,
         uprobe::{UProbeAttachLocation, UProbeAttachPoint, UProbeLinkId, UProbeScope},
     },
 };
 use ringsight_records::{
     Kind, ProbedRecord, Record,
+    network::{NetworkRecord, NetworkTally, SITES, SitePlan},
     probed::{self, PidNamespace, ProbedCall, Tally},
 };
 
 use crate::{
     error::Unavailable,
     multi,
+    network::{Network, Programs, SiteState},
     site::Site,
     target::{FileKey, Library},
 };
@@ -45,6 +47,18 @@ struct PodNamespace(PidNamespace);
 // SAFETY: as above.
 unsafe impl Pod for PodNamespace {}
 
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+struct PodPlan(SitePlan);
+// SAFETY: integers whose sizes leave no padding: 4 bytes, then chains of 4 single bytes and 4 words each.
+unsafe impl Pod for PodPlan {}
+
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+struct PodNetworkTally(NetworkTally);
+// SAFETY: 64-bit integers only, no padding.
+unsafe impl Pod for PodNetworkTally {}
+
 /// How a library's sites are linked to the programs.
 enum Links {
     /// One link for the entries, one for the returns if any.
@@ -63,6 +77,16 @@ struct Attachment {
 pub(crate) enum Event {
     Record(ProbedRecord),
     Call(ProbedCall),
+    Network(NetworkRecord),
+}
+
+/// What the programs on the kernel's RDMA stack share.
+struct NetworkMaps {
+    plans: Array<MapData, PodPlan>,
+    scope: Array<MapData, u32>,
+    tally: PerCpuArray<MapData, PodNetworkTally>,
+    /// Held for its descriptor.
+    _pending: MapData,
 }
 
 /// The loaded programs and their maps.
@@ -80,6 +104,8 @@ pub(crate) struct Probes {
     attachments: HashMap<FileKey, Attachment>,
     next_library: u64,
     cpus: usize,
+    network_maps: NetworkMaps,
+    network: Option<Network>,
 }
 
 fn map_error(error: impl std::fmt::Display) -> Unavailable {
@@ -102,21 +128,27 @@ impl Probes {
             take("NAMESPACES")?,
             take("PENDING")?,
         );
-        let Map::LruHashMap(pending) = pending else {
-            return Err(map_error("map PENDING has another type"));
-        };
+        let (plans, scope, network_pending, network_tally) = (
+            take("NETWORK_PLANS")?,
+            take("NETWORK_SCOPE")?,
+            take("NETWORK_PENDING")?,
+            take("NETWORK_TALLY")?,
+        );
+        // Programs of one object refer to all of these, whichever are loaded.
         let fds = [
             ("EVENTS", &events),
             ("PROCESSES", &processes),
             ("NAMESPACES", &namespaces),
+            ("PENDING", &pending),
+            ("NETWORK_PLANS", &plans),
+            ("NETWORK_SCOPE", &scope),
+            ("NETWORK_PENDING", &network_pending),
+            ("NETWORK_TALLY", &network_tally),
         ]
         .map(|(name, map)| (name, fd_of(map)));
-        let fds = [
-            fds[0],
-            fds[1],
-            fds[2],
-            ("PENDING", pending.fd().as_fd().as_raw_fd()),
-        ];
+        let (Map::LruHashMap(pending), Map::LruHashMap(network_pending)) = (pending, network_pending) else {
+            return Err(map_error("a map of calls under way has another type"));
+        };
         let multi = if force_perf_event || crate::site::kernel_version() < (6, 6) {
             None
         } else {
@@ -133,6 +165,13 @@ impl Probes {
             attachments: HashMap::new(),
             next_library: 1,
             cpus: aya::util::nr_cpus().map_err(|(_, error)| map_error(error))?,
+            network_maps: NetworkMaps {
+                plans: plans.try_into().map_err(map_error)?,
+                scope: scope.try_into().map_err(map_error)?,
+                tally: network_tally.try_into().map_err(map_error)?,
+                _pending: network_pending,
+            },
+            network: None,
             ebpf,
         })
     }
@@ -214,9 +253,99 @@ impl Probes {
                 take(Event::Call(unsafe {
                     item.as_ptr().cast::<ProbedCall>().read_unaligned()
                 }));
+            } else if item.len() == size_of::<NetworkRecord>() {
+                // SAFETY: the same.
+                take(Event::Network(unsafe {
+                    item.as_ptr().cast::<NetworkRecord>().read_unaligned()
+                }));
             }
         }
         false
+    }
+
+    /// Attaches to the kernel's RDMA stack; what is passed in the context of a process is recorded of watched ones, or of `everybody`.
+    /// What a site lacks is in its state.
+    ///
+    /// # Errors
+    /// If not even the programs can be loaded.
+    pub(crate) fn attach_network(&mut self, everybody: bool) -> Result<(), Unavailable> {
+        for name in ["network_event", "network_entry", "network_return"] {
+            let program: &mut KProbe = self.network_program(name)?;
+            program.load().map_err(|error| map_error(chain(&error)))?;
+        }
+        let maps = &mut self.network_maps;
+        maps.scope
+            .set(0, u32::from(everybody), 0)
+            .map_err(|error| map_error(chain(&error)))?;
+        let fd = |ebpf: &Ebpf, name| -> Result<OwnedFd, Unavailable> {
+            let program = ebpf.program(name).ok_or_else(|| map_error(name))?;
+            let fd = program.fd().map_err(|error| map_error(chain(&error)))?;
+            fd.as_fd().try_clone_to_owned().map_err(map_error)
+        };
+        let (event, entry, returned) = (
+            fd(&self.ebpf, "network_event")?,
+            fd(&self.ebpf, "network_entry")?,
+            fd(&self.ebpf, "network_return")?,
+        );
+        let programs = Programs {
+            event: event.as_fd(),
+            entry: entry.as_fd(),
+            returned: returned.as_fd(),
+        };
+        let ebpf = &mut self.ebpf;
+        let network = Network::attach(
+            &programs,
+            |site, plan| {
+                maps.plans
+                    .set(site, PodPlan(plan), 0)
+                    .map_err(|error| io::Error::other(chain(&error)))
+            },
+            || {
+                let program = ebpf
+                    .program_mut("network_command")
+                    .ok_or("no program network_command in the object")?;
+                let program: &mut RawTracePoint = program
+                    .try_into()
+                    .map_err(|error: aya::programs::ProgramError| chain(&error))?;
+                program.load().map_err(|error| chain(&error))?;
+                program
+                    .attach("mlx5_cmd")
+                    .map(drop)
+                    .map_err(|error| chain(&error))
+            },
+        );
+        self.network = Some(network);
+        Ok(())
+    }
+
+    fn network_program(&mut self, name: &str) -> Result<&mut KProbe, Unavailable> {
+        self.ebpf
+            .program_mut(name)
+            .ok_or_else(|| map_error(format!("no program {name} in the object")))?
+            .try_into()
+            .map_err(|error: aya::programs::ProgramError| map_error(chain(&error)))
+    }
+
+    /// What became of the sites in the kernel's RDMA stack; empty if they were not asked for.
+    pub(crate) fn network_states(&self) -> &[SiteState] {
+        self.network.as_ref().map_or(&[], Network::states)
+    }
+
+    /// What was seen of the kernel's RDMA stack so far, over all CPUs.
+    pub(crate) fn network_tally(&self) -> NetworkTally {
+        let mut sum = NetworkTally {
+            hits: [0; SITES],
+            lost: [0; SITES],
+        };
+        if let Ok(values) = self.network_maps.tally.get(&0, 0) {
+            for PodNetworkTally(tally) in values.iter() {
+                for site in 0..SITES {
+                    sum.hits[site] += tally.hits[site];
+                    sum.lost[site] += tally.lost[site];
+                }
+            }
+        }
+        sum
     }
 
     /// Name of the kind of link in use.
@@ -380,7 +509,11 @@ fn kernel_device(device: u64) -> u64 {
 
 fn fd_of(map: &Map) -> i32 {
     match map {
-        Map::RingBuf(data) | Map::PerCpuHashMap(data) | Map::Array(data) => data.fd().as_fd().as_raw_fd(),
+        Map::RingBuf(data)
+        | Map::PerCpuHashMap(data)
+        | Map::Array(data)
+        | Map::PerCpuArray(data)
+        | Map::LruHashMap(data) => data.fd().as_fd().as_raw_fd(),
         _ => -1,
     }
 }
@@ -406,4 +539,10 @@ pub(crate) const RECORD_BYTES: u64 = (size_of::<ProbedRecord>() + 8) as u64;
 /// The same for a call.
 pub(crate) const CALL_BYTES: u64 = (size_of::<ProbedCall>() + 8) as u64;
 
-const _: () = assert!(size_of::<Record>() == 64 && size_of::<ProbedRecord>() != size_of::<ProbedCall>());
+/// Events are told apart by their lengths.
+const _: () = assert!(
+    size_of::<Record>() == 64
+        && size_of::<ProbedRecord>() != size_of::<ProbedCall>()
+        && size_of::<NetworkRecord>() != size_of::<ProbedCall>()
+        && size_of::<NetworkRecord>() != size_of::<ProbedRecord>()
+);

@@ -9,6 +9,7 @@ pub mod elf;
 pub mod error;
 mod look;
 mod multi;
+pub mod network;
 mod pages;
 pub mod process;
 pub mod sample;
@@ -22,7 +23,8 @@ mod watch;
 
 pub use error::{AttachError, Unavailable};
 pub use look::{Look, look};
+pub use network::NetworkSample;
 pub use pages::ByKind;
 pub use sample::{Carrier, Sample, Source};
-pub use session::{Attached, Options, Session, UseEbpf};
+pub use session::{Attached, NetworkScope, Options, Session, UseEbpf};
 pub use stats::{Counters, ProbeStats};

@@ -4,6 +4,8 @@ use std::{path::PathBuf, sync::Arc};
 
 use ringsight_records::{DataType, Description, DeviceClock, Function, Kind, Record, ReduceOp, pages};
 
+use crate::network::NetworkSample;
+
 /// How a record came.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Carrier {
@@ -73,6 +75,13 @@ pub enum Sample {
         pid: u32,
         /// Kind.
         kind: Kind,
+        /// How many.
+        count: u64,
+    },
+    /// An event of the kernel's RDMA stack.
+    Network(Box<NetworkSample>),
+    /// Events of the kernel's RDMA stack that were lost since the last such sample.
+    NetworkLost {
         /// How many.
         count: u64,
     },

@@ -14,6 +14,7 @@ use ringsight_records::{Kind, VERSION, pages::Reader, probed::Tally};
 use crate::{
     attach::{Event, Probes},
     error::{AttachError, Unavailable},
+    network::{self, SiteState},
     pages::Mapped,
     process::{self, Program, now_ns},
     sample::{Carrier, Process, Sample, Source},
@@ -47,6 +48,18 @@ pub enum UseEbpf {
     Never,
 }
 
+/// Whether to probe the kernel's RDMA stack.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum NetworkScope {
+    /// Where the kernel has one and eBPF is in use: calls of watched processes, and events of all devices.
+    #[default]
+    Watched,
+    /// The same with the calls of every process.
+    Everybody,
+    /// No.
+    Never,
+}
+
 /// How a session works.
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -54,6 +67,8 @@ pub struct Options {
     pub use_ebpf: UseEbpf,
     /// Dense kinds to arm the ring with, as a mask of [`Kind::bit`].
     pub dense: u64,
+    /// Whether to probe the kernel's RDMA stack.
+    pub network: NetworkScope,
     /// Use perf-event links even where the kernel has `uprobe_multi`. They take 105 ms each to detach; for comparison.
     pub force_perf_event: bool,
     /// Plan sites as on a kernel that does not optimise 5-byte nops (before 6.18); for comparison.
@@ -65,6 +80,7 @@ impl Default for Options {
         Self {
             use_ebpf: UseEbpf::Auto,
             dense: Kind::DENSE,
+            network: NetworkScope::default(),
             force_perf_event: false,
             force_nop1: false,
         }
@@ -98,6 +114,8 @@ pub struct Session {
     own: Reader,
     tallied_ns: u64,
     programs_ns: u64,
+    /// Events of the kernel's RDMA stack that were reported as lost.
+    network_lost: u64,
 }
 
 impl std::fmt::Debug for Session {
@@ -116,7 +134,7 @@ impl Session {
     /// # Errors
     /// [`Unavailable`] if eBPF is required and cannot be used.
     pub fn new(options: Options) -> Result<Self, Unavailable> {
-        let (probes, unavailable) = match options.use_ebpf {
+        let (mut probes, unavailable) = match options.use_ebpf {
             UseEbpf::Never => (None, None),
             UseEbpf::Auto | UseEbpf::Require => match Probes::load(options.force_perf_event) {
                 Ok(probes) => (Some(probes), None),
@@ -124,15 +142,24 @@ impl Session {
                 Err(unavailable) => (None, Some(unavailable)),
             },
         };
+        let mut problems = Vec::new();
+        if options.network != NetworkScope::Never
+            && network::is_present()
+            && let Some(probes) = &mut probes
+            && let Err(problem) = probes.attach_network(options.network == NetworkScope::Everybody)
+        {
+            problems.push(format!("the kernel's RDMA stack cannot be probed: {problem}"));
+        }
         Ok(Self {
             options,
+            network_lost: 0,
             probes,
             unavailable,
             targets: BTreeMap::new(),
             finished: HashMap::new(),
             past: ProbeStats::default(),
             ready: Vec::new(),
-            problems: Vec::new(),
+            problems,
             own: process::own_reader(),
             tallied_ns: 0,
             programs_ns: 0,
@@ -149,6 +176,12 @@ impl Session {
     #[must_use]
     pub fn link_kind(&self) -> Option<&'static str> {
         self.probes.as_ref().map(Probes::link_kind)
+    }
+
+    /// What became of the sites in the kernel's RDMA stack: empty where it is not probed.
+    #[must_use]
+    pub fn network(&self) -> &[SiteState] {
+        self.probes.as_ref().map_or(&[], Probes::network_states)
     }
 
     /// The processes being watched.
@@ -375,6 +408,22 @@ impl Session {
         }
     }
 
+    fn report_network_losses(&mut self, samples: &mut Vec<Sample>) {
+        let Some(probes) = self
+            .probes
+            .as_ref()
+            .filter(|probes| !probes.network_states().is_empty())
+        else {
+            return;
+        };
+        let lost: u64 = probes.network_tally().lost.iter().sum();
+        if lost > self.network_lost {
+            let count = lost - self.network_lost;
+            self.network_lost = lost;
+            samples.push(Sample::NetworkLost { count });
+        }
+    }
+
     /// Hands on what the eBPF ring buffer holds; `true` if it was drained.
     fn drain_probes(&mut self, samples: &mut Vec<Sample>) -> bool {
         let Some(probes) = &mut self.probes else {
@@ -386,12 +435,21 @@ impl Session {
             .iter()
             .filter_map(|(pid, target)| target.probed.map(|(key, library)| (key, library, *pid)))
             .collect();
+        let everybody = self.options.network == NetworkScope::Everybody;
         let targets = &mut self.targets;
         let problems = &mut self.problems;
         probes.drain(BATCH, |event| {
             let (cookie, process) = match &event {
                 Event::Record(record) => (record.cookie, record.process),
                 Event::Call(call) => (call.cookie, call.process),
+                Event::Network(record) => {
+                    let own = keys.iter().find(|(key, _, _)| *key == record.process);
+                    // In the initial namespace the key is the process id, also of one that is not watched.
+                    let other = || (everybody && record.process != 0).then_some(record.process as u32);
+                    let pid = own.map(|(_, _, pid)| *pid).or_else(other);
+                    samples.extend(network::decode(record, pid).map(|one| Sample::Network(Box::new(one))));
+                    return;
+                }
             };
             let library = ringsight_records::probed::library_of(cookie);
             // Events of a process that was let go are nobody's.
@@ -412,6 +470,7 @@ impl Session {
                     target.watched.record(probed.tid, probed.record, samples);
                 }
                 Event::Call(call) => target.watched.call(&call, samples),
+                Event::Network(_) => {}
             }
         })
     }
@@ -462,6 +521,7 @@ impl Source for Session {
             }
         }
         if tallying {
+            self.report_network_losses(samples);
             self.tallied_ns = now;
         }
         for pid in over {

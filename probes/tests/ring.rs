@@ -9,10 +9,11 @@ use std::{
 };
 
 use common::{Reader, Target, examples, fixture_library, lost, poll, records, session, session_with};
-use ringsight_probes::{AttachError, Carrier, Options, Sample, Source as _, UseEbpf};
+use ringsight_probes::{AttachError, Carrier, NetworkScope, Options, Sample, Source as _, UseEbpf};
 use ringsight_records::{Kind, pages::PagesError};
 
 const RING_ONLY: Options = Options {
+    network: NetworkScope::Never,
     use_ebpf: UseEbpf::Never,
     dense: Kind::DENSE,
     force_perf_event: false,

@@ -17,7 +17,8 @@ use ringsight_collector::{
 };
 use ringsight_exporters::Exporter;
 use ringsight_probes::{
-    Attached, Carrier, Sample, Session, Source, UseEbpf, process::environment_variable, site::SiteKind,
+    Attached, Carrier, NetworkScope, Sample, Session, Source, UseEbpf, network::SiteState,
+    process::environment_variable, site::SiteKind,
 };
 use serde_json::json;
 
@@ -78,6 +79,9 @@ pub(crate) struct AttachArguments {
     /// Read everything through the shared ring; needs no rights but those to look into the process
     #[arg(long)]
     no_ebpf: bool,
+    /// Do not probe the kernel's RDMA stack
+    #[arg(long)]
+    no_network: bool,
     /// Service name of the spans; by default OTEL_SERVICE_NAME of the watched process, else of this one
     #[arg(long, value_name = "NAME")]
     service: Option<String>,
@@ -216,6 +220,11 @@ fn try_run(arguments: &AttachArguments) -> Result<Exit, (Exit, String)> {
     };
     let options = ringsight_probes::Options {
         use_ebpf,
+        network: if arguments.no_network {
+            NetworkScope::Never
+        } else {
+            NetworkScope::Watched
+        },
         ..Default::default()
     };
     let mut session = Session::new(options).map_err(|e| (Exit::NothingAttached, e.to_string()))?;
@@ -345,6 +354,9 @@ fn attach(arguments: &AttachArguments, session: &mut Session) -> Watched {
         for one in &attached {
             eprintln!("{}", describe(one));
         }
+        for line in describe_network(session.network()) {
+            eprintln!("{line}");
+        }
     }
     Watched {
         attached,
@@ -386,6 +398,33 @@ fn describe(attached: &Attached) -> String {
         process.library.display(),
         attached.elapsed.as_secs_f64() * 1e3
     )
+}
+
+/// What became of the sites in the kernel's RDMA stack: how many are probed, and which are not for which reason. Nothing is said where
+/// there is no such stack.
+fn describe_network(sites: &[SiteState]) -> Vec<String> {
+    if sites.is_empty() {
+        return Vec::new();
+    }
+    let attached = sites.iter().filter(|site| site.absent.is_none()).count();
+    let mut lines = vec![format!(
+        "kernel's RDMA stack: {attached} of {} sites probed",
+        sites.len()
+    )];
+    let mut reasons: Vec<(&str, Vec<&str>)> = Vec::new();
+    for site in sites {
+        let Some(reason) = &site.absent else { continue };
+        match reasons.iter_mut().find(|(known, _)| known == reason) {
+            Some((_, names)) => names.push(&site.name),
+            None => reasons.push((reason, vec![&site.name])),
+        }
+    }
+    lines.extend(
+        reasons
+            .iter()
+            .map(|(reason, names)| format!("  absent ({reason}): {}", names.join(", "))),
+    );
+    lines
 }
 
 /// The text for trace ids; `first` is the process whose environment `--scope-env` names a variable of.

@@ -214,6 +214,8 @@ impl Correlator {
                 self.targets.push(Some(Target::new(process)));
             }
             Sample::Exited { pid } => self.exited(pid, finished),
+            // Of no operation.
+            Sample::Network(_) | Sample::NetworkLost { .. } => {}
             Sample::Call(call) => {
                 let (group, ended) = self.host_groups.call(&call);
                 finished.push(Finished::Call(call, group));

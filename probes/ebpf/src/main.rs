@@ -8,6 +8,8 @@
 // The BPF target of `core` has no read-modify-write atomics; see `add`.
 #![feature(asm_experimental_arch)]
 
+mod network;
+
 use core::arch::asm;
 
 use aya_ebpf::{

@@ -12,6 +12,7 @@ pub mod clock;
 pub mod description;
 #[cfg(not(target_arch = "bpf"))]
 mod lease;
+pub mod network;
 #[cfg(not(target_arch = "bpf"))]
 pub mod pages;
 pub mod probed;

@@ -34,6 +34,8 @@ enum Program {
     Cargo {
         package: &'static str,
         test: &'static str,
+        /// Only tests whose name contains one of these; all of them if there is none.
+        filters: &'static [&'static str],
     },
 }
 
@@ -71,6 +73,7 @@ const JOBS: &[Job] = &[
         program: Program::Cargo {
             package: "ringsight-verbs",
             test: "two_processes",
+            filters: &[],
         },
         kernels: &Series::ALL,
         rdma: 1,
@@ -81,10 +84,33 @@ const JOBS: &[Job] = &[
         program: Program::Cargo {
             package: "ringsight-comm",
             test: "rdma",
+            filters: &[],
         },
         kernels: &[Series::V6_1],
         rdma: 1,
         mlx5: 0,
+    },
+    Job {
+        name: "network probes, soft-RoCE",
+        program: Program::Cargo {
+            package: "ringsight-probes",
+            test: "network",
+            filters: &["soft_roce", "overhead"],
+        },
+        kernels: &Series::ALL,
+        rdma: 1,
+        mlx5: 0,
+    },
+    Job {
+        name: "network probes, mlx5",
+        program: Program::Cargo {
+            package: "ringsight-probes",
+            test: "network",
+            filters: &["mlx5"],
+        },
+        kernels: &Series::ALL,
+        rdma: 0,
+        mlx5: 2,
     },
 ];
 
@@ -174,12 +200,20 @@ impl Job {
                 let file = folder.join(name);
                 vec!["/bin/sh".to_owned(), "-ex".to_owned(), guest.add(&file)?]
             }
-            Program::Cargo { package, test } => {
+            Program::Cargo {
+                package,
+                test,
+                filters,
+            } => {
                 let file: PathBuf = test_program(package, test)?;
                 // One at a time: they share the guest's devices.
-                [guest.add(&file)?.as_str(), "--ignored", "--test-threads=1"]
-                    .map(str::to_owned)
-                    .to_vec()
+                let first = guest.add(&file)?;
+                let words = [first.as_str(), "--ignored", "--test-threads=1"];
+                words
+                    .iter()
+                    .chain(filters)
+                    .map(|word| (*word).to_owned())
+                    .collect()
             }
         };
         let mut output = Vec::new();
@@ -259,6 +293,7 @@ mod tests {
         let test = Program::Cargo {
             package: "p",
             test: "t",
+            filters: &[],
         };
         let line = "test result: ok. 3 passed; 0 failed; 0 ignored; 0 measured; 1 filtered out";
         assert_eq!(judge(test, line, &ended(0, 0)).0.passed, 3);
