@@ -19,12 +19,13 @@ use crate::{
 pub type Target = fn(&[u8]);
 
 /// Every target by name.
-pub const TARGETS: [(&str, Target); 5] = [
+pub const TARGETS: [(&str, Target); 6] = [
     ("bootstrap", bootstrap),
     ("config", config),
     ("control", control),
     ("proxy", proxy),
     ("records", records),
+    ("verbs", verbs),
 ];
 
 /// Bytes of the largest config struct that any version accepts.
@@ -86,6 +87,12 @@ pub fn proxy(data: &[u8]) {
         assert_eq!(again, id);
     }
     transport::socket::fuzz(data);
+}
+
+/// What two ends of RDMA tell each other: before their connection stands, and with each step.
+pub fn verbs(data: &[u8]) {
+    ringsight_verbs::wire::Offer::fuzz(data);
+    ringsight_verbs::endpoint::fuzz(data);
 }
 
 /// Records, description and communicator slots, and whole pages, as a collector finds them in another process.

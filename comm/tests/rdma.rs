@@ -42,13 +42,25 @@ fn two_nodes(change: impl Fn(usize, &mut Command)) -> Ended {
 
 /// Every rank ended well, and printed each of `expected` and none of `unexpected`.
 fn check(what: &str, ended: &Ended, expected: &[&str], unexpected: &[&str]) {
+    let all = || {
+        let texts: Vec<&str> = ended.iter().map(|(_, text)| text.as_str()).collect();
+        texts.join("\n==\n")
+    };
     for (rank, (well, text)) in ended.iter().enumerate() {
-        assert!(well, "{what}, rank {rank}:\n{text}");
+        assert!(well, "{what}, rank {rank}:\n{}", all());
         for part in expected {
-            assert!(text.contains(part), "{what}, rank {rank}: no {part:?} in\n{text}");
+            assert!(
+                text.contains(part),
+                "{what}, rank {rank}: no {part:?} in\n{}",
+                all()
+            );
         }
         for part in unexpected {
-            assert!(!text.contains(part), "{what}, rank {rank}: {part:?} in\n{text}");
+            assert!(
+                !text.contains(part),
+                "{what}, rank {rank}: {part:?} in\n{}",
+                all()
+            );
         }
     }
 }

@@ -130,6 +130,9 @@ fn look() -> std::result::Result<Option<Arc<Net>>, Found> {
                 })
                 .collect();
             tracing::info!(target: log::NET, "NET/IB : Using {}", list.join(" "));
+            if net.config().failover {
+                tell_backups(&net);
+            }
             Ok(Some(Arc::new(net)))
         }
         Err(text) => {
@@ -197,7 +200,8 @@ fn slots_of(fifo: &Arc<Fifo>) -> (Memory, Slots) {
     (memory, slots)
 }
 
-/// Makes an end for a connection over port number `port`.
+/// Makes an end for a connection over port number `port`, and its backup: queue pairs on another port, where all the memory is
+/// registered, too. That there is none is no error.
 ///
 /// # Errors
 /// What stands in the way: the port is down, has no GID as wished for, memory cannot be locked, ….
@@ -209,12 +213,19 @@ pub(crate) fn prepare(
 ) -> std::result::Result<Prepared, String> {
     let (memory, _) = slots_of(fifo);
     let control = Control::new().map_err(|error| format!("making a control page: {error}"))?;
-    let opened = rdma.net.open(port)?;
-    // Without numbers that nobody guesses: the first packet number is no secret, it keeps packets of an earlier pair out.
+    // The first packet number is no secret: it keeps packets of an earlier pair of queue pairs out.
     let draw = || sys::random_u64().unwrap_or(0) as u32;
-    let path =
-        Path::new(0, opened, (&memory, is_receiver), &control, draw).map_err(|error| error.to_string())?;
-    let paths = vec![path];
+    let make = |index: usize, port: usize| -> std::result::Result<Path, String> {
+        let port = rdma.net.open(port)?;
+        Path::new(index, port, (&memory, is_receiver), &control, draw).map_err(|error| error.to_string())
+    };
+    let mut paths = vec![make(0, port)?];
+    if let Some(backup) = backup_of(&rdma.net, port) {
+        match make(1, backup) {
+            Ok(path) => paths.push(path),
+            Err(why) => tracing::info!(target: log::NET, "NET/IB : no backup of port {port}: {why}"),
+        }
+    }
     let offer = Offer {
         failover: rdma.net.config().failover,
         slots: if is_receiver { memory.address() } else { 0 },
@@ -229,13 +240,36 @@ pub(crate) fn prepare(
     })
 }
 
+/// Number of the port that stands by for port number `port`, if one is wanted and there is one.
+fn backup_of(net: &Net, port: usize) -> Option<usize> {
+    let wanted = net.config().failover;
+    wanted
+        .then(|| choice::backup(net.ports(), port))
+        .flatten()
+        .map(choice::Backup::index)
+}
+
+/// Tells which port stands by for each.
+fn tell_backups(net: &Net) {
+    for (index, port) in net.ports().iter().enumerate() {
+        let text = match choice::backup(net.ports(), index) {
+            Some(backup) => {
+                let other = &net.ports()[backup.index()];
+                format!("{}:{}, {}", other.device, other.number, backup.reason())
+            }
+            None => "none, there is no other port of its kind".to_owned(),
+        };
+        tracing::info!(target: log::NET, "NET/IB : backup of {}:{} : {text}", port.device, port.number);
+    }
+}
+
 impl Prepared {
     /// Connects it to the peer's end.
     ///
     /// # Errors
     /// The two do not fit, or the peer cannot be reached.
     pub(crate) fn connect(mut self, peer: &Offer) -> std::result::Result<Connected, String> {
-        for (path, other) in self.paths.iter_mut().zip(&peer.paths) {
+        for (index, (path, other)) in self.paths.iter_mut().zip(&peer.paths).enumerate() {
             if path.port().mtu() != other.mtu {
                 tracing::info!(
                     target: log::NET,
@@ -243,11 +277,16 @@ impl Prepared {
                     path.port().device(), path.port().mtu().bytes(), other.device, other.mtu.bytes()
                 );
             }
-            path.connect(Peer {
+            let connected = path.connect(Peer {
                 slots: peer.slots,
                 control: peer.control,
                 path: other.clone(),
-            })?;
+            });
+            match connected {
+                Ok(()) => {}
+                Err(why) if index == 0 => return Err(why),
+                Err(why) => tracing::warn!(target: log::NET, "NET/IB : a connection has no backup: {why}"),
+            }
         }
         let Self {
             mut paths,
