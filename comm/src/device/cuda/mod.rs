@@ -248,7 +248,7 @@ impl Device for CudaDevice {
     }
 
     fn retire(&self, waste: Box<dyn Any + Send>) {
-        release::later(waste);
+        release::when_quiet(waste);
     }
 
     fn stream_create(&self) -> Result<Stream> {
