@@ -16,6 +16,7 @@ use crate::{
     identity::{InstanceKey, Scope},
     lag,
     metrics::{Metrics, Readings},
+    network::{Network, Output},
     resource,
     spans::SpanMaker,
     summary::OperationLog,
@@ -60,6 +61,8 @@ pub struct Collector {
     instances: Instances,
     maker: SpanMaker,
     metrics: Metrics,
+    network: Network,
+    start_unix_ns: u64,
     clock: Clock,
     log: OperationLog,
     batch: Batch,
@@ -83,6 +86,8 @@ impl Collector {
             communicators: Communicators::new(options.service.as_deref(), options.default_service.as_deref()),
             instances: Instances::default(),
             maker: SpanMaker::new(options.scope, options.lag_threshold_ns),
+            network: Network::new(Arc::clone(&own)),
+            start_unix_ns: clock.unix_ns(now_ns),
             metrics: Metrics::new(clock.unix_ns(now_ns), own),
             clock,
             log: OperationLog::new(options.keep_operations),
@@ -137,9 +142,21 @@ impl Collector {
                 self.communicators.destroyed(record.comm, *pid, record.rank);
             }
             Sample::Watermark { time_ns, .. } => self.now_ns = self.now_ns.max(*time_ns),
+            Sample::Network(event) => {
+                let (network, mut output) = self.network();
+                network.take(event, &mut output);
+                return;
+            }
+            Sample::NetworkLost { count } => {
+                self.network.lose(*count);
+                return;
+            }
             Sample::Exited { pid } => {
+                let (pid, now_ns) = (*pid, self.now_ns);
+                let (network, mut output) = self.network();
+                network.exited(pid, now_ns, &mut output);
                 let until = self.now_ns.saturating_add(2 * self.limits.instance_linger_ns);
-                self.gone.push((until, *pid));
+                self.gone.push((until, pid));
             }
             _ => {}
         }
@@ -147,6 +164,19 @@ impl Collector {
         if !self.finished.is_empty() {
             self.hand_on();
         }
+    }
+
+    /// What is known of the network, and where its spans go.
+    fn network(&mut self) -> (&mut Network, Output<'_>) {
+        let (scope, counts) = self.maker.parts();
+        let output = Output {
+            scope,
+            counts,
+            communicators: &self.communicators,
+            clock: &self.clock,
+            spans: &mut self.batch.spans,
+        };
+        (&mut self.network, output)
     }
 
     /// What the correlator finished goes to the instances, or becomes spans at once.
@@ -257,6 +287,9 @@ impl Collector {
     /// Lets go of everything: operations in flight are reported as unfinished.
     pub fn finish(&mut self, now_ns: u64) {
         self.now_ns = self.now_ns.max(now_ns);
+        let now_ns = self.now_ns;
+        let (network, mut output) = self.network();
+        network.finish(now_ns, &mut output);
         self.correlator.finish(&mut self.finished);
         self.hand_on();
         self.instances.finish(&mut self.ready);
@@ -285,6 +318,11 @@ impl Collector {
             .metrics
             .read(self.clock.unix_ns(now_ns), &readings, &self.communicators);
         self.batch.metrics.extend(metrics);
+        self.batch.metrics.extend(self.network.read(
+            self.start_unix_ns,
+            self.clock.unix_ns(now_ns),
+            &self.communicators,
+        ));
     }
 
     /// What has come in, been made and been given up so far.

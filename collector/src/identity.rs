@@ -23,6 +23,9 @@ pub enum TraceKind {
     /// An operation that was still running when its collector let go; `comm` is the process's identity, `seq` the
     /// operation's number.
     Unfinished = 4,
+    /// Something of the network; `comm` is the process's identity, or the device's, `seq` when it began in monotonic nanoseconds,
+    /// `replay` the number of the queue pair or port.
+    Network = 5,
 }
 
 /// What a span is to its trace.
@@ -47,6 +50,17 @@ pub enum Role {
     HostCall = 7,
     /// An operation that did not finish in time.
     Unfinished = 8,
+    /// The life of a queue pair.
+    QueuePair = 9,
+    /// Something of the network that failed.
+    NetworkError = 10,
+    /// A time in which a port was down.
+    PortDown = 11,
+}
+
+impl Role {
+    /// How many there are.
+    pub const COUNT: usize = 12;
 }
 
 /// Which way data go; tells a send from a recv where a rank does both with one peer.

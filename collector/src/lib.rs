@@ -14,6 +14,7 @@ pub mod explain;
 pub mod identity;
 pub mod lag;
 pub mod metrics;
+mod network;
 pub mod resource;
 pub mod snapshot;
 pub mod spans;

@@ -228,6 +228,9 @@ pub fn spans(counts: &SpanCounts) -> BTreeMap<&'static str, u64> {
         ("group", Role::Group),
         ("host_call", Role::HostCall),
         ("unfinished", Role::Unfinished),
+        ("queue_pair", Role::QueuePair),
+        ("network_error", Role::NetworkError),
+        ("port_down", Role::PortDown),
     ];
     named
         .into_iter()

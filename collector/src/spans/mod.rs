@@ -28,11 +28,11 @@ use crate::{
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SpanCounts {
     /// By [`Role`], as a number.
-    pub by_role: [u64; 9],
+    pub by_role: [u64; Role::COUNT],
 }
 
 impl SpanCounts {
-    fn count(&mut self, role: Role) {
+    pub(crate) fn count(&mut self, role: Role) {
         self.by_role[role as usize] += 1;
     }
 
@@ -128,6 +128,11 @@ impl SpanMaker {
     #[must_use]
     pub fn counts(&self) -> &SpanCounts {
         &self.counts
+    }
+
+    /// The text in ids, and the counters, for spans that are made elsewhere.
+    pub(crate) fn parts(&mut self) -> (&Scope, &mut SpanCounts) {
+        (&self.scope, &mut self.counts)
     }
 
     /// Lag and bandwidth of an instance.

@@ -1,0 +1,279 @@
+//! Events of the kernel's RDMA stack through the whole collector: what comes out as spans and metrics.
+
+mod common;
+
+use std::sync::Arc;
+
+use ringsight_collector::{
+    Collector,
+    synthetic::{EPOCH_NS, FIRST_PID, Job},
+};
+use ringsight_exporters::model::{Batch, MetricData, Value};
+use ringsight_probes::{
+    network::{NetworkEvent, NetworkSample, QpState, VerbsEvent},
+    sample::Sample,
+};
+
+use common::{attribute, check_trees, collector, named};
+
+const DEVICE: &str = "mlx5_0";
+const QPN: u32 = 0x127;
+
+fn watching() -> Collector {
+    let mut collector = collector();
+    collector.ingest(&mut vec![Sample::Process(Arc::new(Job::default().process(0)))]);
+    collector
+}
+
+fn at(microseconds: u64, event: NetworkEvent) -> NetworkSample {
+    NetworkSample {
+        pid: Some(FIRST_PID),
+        time_ns: EPOCH_NS + microseconds * 1000,
+        duration_ns: 0,
+        result: 0,
+        device: DEVICE.to_owned(),
+        event,
+    }
+}
+
+fn of_device(microseconds: u64, event: NetworkEvent) -> NetworkSample {
+    NetworkSample {
+        pid: None,
+        ..at(microseconds, event)
+    }
+}
+
+fn modified(microseconds: u64, state: u32, port: Option<u32>, peer: Option<u32>) -> NetworkSample {
+    let state = Some(QpState(state));
+    let event = NetworkEvent::QpModified {
+        qpn: QPN,
+        state,
+        port,
+        peer,
+    };
+    NetworkSample {
+        duration_ns: 400,
+        ..at(microseconds, event)
+    }
+}
+
+fn ingest(collector: &mut Collector, events: impl IntoIterator<Item = NetworkSample>) -> Batch {
+    let mut samples = events
+        .into_iter()
+        .map(|event| Sample::Network(Box::new(event)))
+        .collect();
+    collector.ingest(&mut samples);
+    collector.take_batch()
+}
+
+fn life() -> Vec<NetworkSample> {
+    vec![
+        at(0, NetworkEvent::QpCreated { qpn: QPN, kind: 2 }),
+        modified(1, 1, Some(1), None),
+        modified(2, 2, None, Some(0x99)),
+        modified(3, 3, None, None),
+    ]
+}
+
+fn destroyed(microseconds: u64) -> NetworkSample {
+    at(microseconds, NetworkEvent::QpDestroyed { qpn: QPN })
+}
+
+fn metric(collector: &mut Collector, name: &str, wanted: &[(&str, Value)]) -> Option<MetricData> {
+    collector.add_metrics(EPOCH_NS + 1_000_000, 0.0, Vec::new());
+    let metrics = collector.take_batch().metrics;
+    let mut found = metrics.into_iter().filter(|metric| {
+        metric.name == name
+            && wanted.iter().all(|(name, value)| {
+                metric
+                    .attributes
+                    .iter()
+                    .any(|(key, has)| key == name && has == value)
+            })
+    });
+    found.next().map(|metric| metric.data)
+}
+
+#[test]
+fn a_queue_pair_is_one_span_with_its_transitions() {
+    let mut collector = watching();
+    assert!(ingest(&mut collector, life()).spans.is_empty(), "it lives");
+    let known = [("rdma.device.name", Value::Text(DEVICE.into()))];
+    assert_eq!(
+        metric(&mut collector, "rdma.queue_pairs", &known),
+        Some(MetricData::UpDown(1))
+    );
+    let spans = ingest(&mut collector, [destroyed(9)]).spans;
+    check_trees(&spans);
+    let [span] = &spans[..] else { panic!("{spans:?}") };
+    assert_eq!(span.name, "rdma queue pair");
+    assert_eq!(span.end_unix_ns - span.start_unix_ns, 9_000);
+    assert_eq!(attribute(span, "rdma.qp.number"), Some(&Value::Int(QPN.into())));
+    assert_eq!(attribute(span, "rdma.qp.type"), Some(&Value::Static("RC")));
+    assert_eq!(attribute(span, "rdma.port.number"), Some(&Value::Int(1)));
+    assert_eq!(attribute(span, "rdma.qp.peer_number"), Some(&Value::Int(0x99)));
+    assert_eq!(span.error, None);
+    let states: Vec<_> = span
+        .events
+        .iter()
+        .map(|event| event.attributes[0].clone())
+        .collect();
+    let expected = ["INIT", "RTR", "RTS"].map(|state| ("rdma.qp.state", Value::Static(state)));
+    assert_eq!(states, expected);
+    let process = span
+        .resource
+        .attributes
+        .iter()
+        .find(|(name, _)| *name == "process.pid");
+    assert_eq!(
+        process.unwrap().1,
+        Value::Int(FIRST_PID.into()),
+        "the owner's resource"
+    );
+}
+
+#[test]
+fn a_failure_is_told_at_once_in_the_queue_pairs_trace() {
+    let mut collector = watching();
+    ingest(&mut collector, life());
+    let event = VerbsEvent(1);
+    // What the device says and what the verbs make of it: one failure. It comes in nobody's context.
+    let device_says = of_device(5, NetworkEvent::Mlx5Qp { kind: 5, qpn: QPN });
+    let mut spans = ingest(
+        &mut collector,
+        [device_says, of_device(6, NetworkEvent::Qp { event, qpn: QPN })],
+    )
+    .spans;
+    let [failure] = &spans[..] else {
+        panic!("{spans:?}")
+    };
+    assert_eq!(
+        (failure.name, failure.error.as_deref()),
+        ("rdma error", Some("qp_fatal"))
+    );
+    assert_eq!(
+        attribute(failure, "rdma.qp.number"),
+        Some(&Value::Int(QPN.into()))
+    );
+    let refused = NetworkSample {
+        result: -22,
+        ..modified(7, 1, None, None)
+    };
+    spans.extend(ingest(&mut collector, [refused]).spans);
+    assert_eq!(attribute(&spans[1], "error.errno"), Some(&Value::Int(22)));
+    spans.extend(ingest(&mut collector, [destroyed(9)]).spans);
+    check_trees(&spans);
+    let whole = named(&spans, "rdma queue pair").next().unwrap();
+    assert_eq!(whole.error.as_deref(), Some("qp_modified"));
+    assert_eq!(whole.events.len(), 3 + 3);
+}
+
+#[test]
+fn a_port_is_down_from_event_to_event() {
+    let mut collector = watching();
+    let port = |event| NetworkEvent::Device { event, port: Some(1) };
+    let down = [("rdma.port.number", Value::Int(1))];
+    assert!(
+        ingest(&mut collector, [of_device(1, port(VerbsEvent::PORT_ERR))])
+            .spans
+            .is_empty()
+    );
+    assert_eq!(
+        metric(&mut collector, "rdma.ports.down", &down),
+        Some(MetricData::UpDown(1))
+    );
+    // Twice, as soft-RoCE says it, is once.
+    let spans = ingest(
+        &mut collector,
+        [
+            of_device(2, port(VerbsEvent::PORT_ERR)),
+            of_device(31, port(VerbsEvent::PORT_ACTIVE)),
+            of_device(32, port(VerbsEvent::PORT_ACTIVE)),
+        ],
+    )
+    .spans;
+    let [span] = &spans[..] else { panic!("{spans:?}") };
+    assert_eq!(
+        (span.name, span.end_unix_ns - span.start_unix_ns),
+        ("rdma port down", 30_000)
+    );
+    assert_eq!(attribute(span, "rdma.port.recovered"), Some(&Value::Bool(true)));
+    assert_eq!(
+        metric(&mut collector, "rdma.ports.down", &down),
+        Some(MetricData::UpDown(0))
+    );
+    let event = [("rdma.event.name", Value::Static("port_err"))];
+    assert_eq!(
+        metric(&mut collector, "rdma.events", &event),
+        Some(MetricData::Counter(2))
+    );
+    // One that stays down is told of at the end.
+    ingest(&mut collector, [of_device(40, port(VerbsEvent::PORT_ERR))]);
+    collector.finish(EPOCH_NS + 50_000);
+    let spans = collector.take_batch().spans;
+    assert_eq!(
+        attribute(&spans[0], "rdma.port.recovered"),
+        Some(&Value::Bool(false))
+    );
+    check_trees(&spans);
+}
+
+#[test]
+fn a_refused_command_has_its_syndrome() {
+    let mut collector = watching();
+    let event = NetworkEvent::Mlx5CommandRefused {
+        opcode: 0x503,
+        modifier: 0,
+        status: 3,
+        syndrome: 0x12_34ab,
+        error: -22,
+    };
+    let refused = NetworkSample {
+        device: String::new(),
+        ..at(1, event)
+    };
+    let spans = ingest(&mut collector, [refused]).spans;
+    check_trees(&spans);
+    assert_eq!(
+        attribute(&spans[0], "rdma.mlx5.syndrome"),
+        Some(&Value::Text("0x1234ab".into()))
+    );
+    assert_eq!(
+        attribute(&spans[0], "rdma.device.name"),
+        None,
+        "it is not told whose it was"
+    );
+    let syndrome = [("rdma.mlx5.syndrome", Value::Text("0x1234ab".into()))];
+    let counted = metric(&mut collector, "rdma.mlx5.commands.refused", &syndrome);
+    assert_eq!(counted, Some(MetricData::Counter(1)));
+}
+
+#[test]
+fn what_a_process_leaves_behind_ends_with_it() {
+    let mut collector = watching();
+    let (lkey, rkey, length) = (7, 8, 1 << 33);
+    ingest(&mut collector, life());
+    ingest(
+        &mut collector,
+        [at(4, NetworkEvent::MrRegistered { lkey, rkey, length })],
+    );
+    let known = [("rdma.device.name", Value::Text(DEVICE.into()))];
+    let registered = metric(&mut collector, "rdma.memory.registered", &known);
+    assert_eq!(registered, Some(MetricData::UpDown(1 << 33)));
+    collector.ingest(&mut vec![
+        Sample::Watermark {
+            pid: FIRST_PID,
+            time_ns: EPOCH_NS + 20_000,
+        },
+        Sample::NetworkLost { count: 3 },
+        Sample::Exited { pid: FIRST_PID },
+    ]);
+    let spans = collector.take_batch().spans;
+    let span = named(&spans, "rdma queue pair").next().unwrap();
+    assert_eq!(span.end_unix_ns - span.start_unix_ns, 20_000);
+    assert_eq!(metric(&mut collector, "rdma.memory.registered", &known), None);
+    assert_eq!(
+        metric(&mut collector, "rdma.events.lost", &[]),
+        Some(MetricData::Counter(3))
+    );
+}
