@@ -51,7 +51,7 @@ mod model;
 
 pub use health::{Health, NicVerdict, PathHealth, PathId, PathState, PortId, Scope};
 pub use links::{Cause, End, Link, LinkState, MAX_PATHS, PathSet, PathView, Status, Work};
-pub use message::{Address, MESSAGE_BYTES, Message};
+pub use message::{ADDRESS_BYTES, Address, MESSAGE_BYTES, Message};
 pub use receiver::Receiver;
 pub use rules::{Rules, Sound};
 pub use sender::Sender;

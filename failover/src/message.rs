@@ -3,24 +3,22 @@
 use crate::{Link, MAX_PATHS};
 
 /// Bytes of any message: it goes inline in a work request.
-pub const MESSAGE_BYTES: usize = 64;
+pub const MESSAGE_BYTES: usize = 96;
+/// Bytes of an [`Address`].
+pub const ADDRESS_BYTES: usize = 80;
 
 /// First bytes of a message: another protocol, or another version of this one, is rejected.
 const MAGIC: [u8; 4] = *b"rsf1";
 
-/// Where a queue pair is reached. Nothing of it means anything but at the peer: handles stay at home.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Address {
-    /// Queue pair number, 24 bits.
-    pub qpn: u32,
-    /// First packet sequence number, 24 bits.
-    pub psn: u32,
-    /// Local identifier of the port (InfiniBand; 0 on Ethernet).
-    pub lid: u16,
-    /// Path MTU as `ibv_mtu` counts (1 is 256 bytes, 5 is 4096).
-    pub mtu: u8,
-    /// Global identifier of the port.
-    pub gid: [u8; 16],
+/// Where a path's queue pairs are reached; what the bytes mean is between the drivers. Nothing of it means anything but at the peer:
+/// handles stay at home.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Address(pub [u8; ADDRESS_BYTES]);
+
+impl Default for Address {
+    fn default() -> Self {
+        Self([0; ADDRESS_BYTES])
+    }
 }
 
 /// What one end says to the other.
@@ -93,14 +91,6 @@ impl Writer {
             self.put(&generation.to_le_bytes());
         }
     }
-
-    fn address(&mut self, address: &Address) {
-        self.put(&address.qpn.to_le_bytes());
-        self.put(&address.psn.to_le_bytes());
-        self.put(&address.lid.to_le_bytes());
-        self.put(&[address.mtu]);
-        self.put(&address.gid);
-    }
 }
 
 struct Reader<'a>(&'a [u8]);
@@ -136,16 +126,7 @@ impl Reader<'_> {
     }
 
     fn address(&mut self) -> Option<Address> {
-        let address = Address {
-            qpn: self.u32()?,
-            psn: self.u32()?,
-            lid: self.take().map(u16::from_le_bytes)?,
-            mtu: self.take::<1>()?[0],
-            gid: self.take()?,
-        };
-        let is_24_bits = |number: u32| number < 1 << 24;
-        (is_24_bits(address.qpn) && is_24_bits(address.psn) && (1..=5).contains(&address.mtu))
-            .then_some(address)
+        self.take().map(Address)
     }
 }
 
@@ -187,12 +168,12 @@ impl Message {
             Self::Offer { link, address } => {
                 to.put(&[3]);
                 to.link(*link);
-                to.address(address);
+                to.put(&address.0);
             }
             Self::Accept { link, address } => {
                 to.put(&[4]);
                 to.link(*link);
-                to.address(address);
+                to.put(&address.0);
             }
             Self::GaveUp => to.put(&[5]),
         }
@@ -248,13 +229,7 @@ mod tests {
             path: 3,
             generation: u32::MAX,
         };
-        let address = Address {
-            qpn: 0x00ff_ffff,
-            psn: 7,
-            lid: 9,
-            mtu: 5,
-            gid: [0xfe; 16],
-        };
+        let address = Address([7; ADDRESS_BYTES]);
         vec![
             Message::Broken {
                 epoch: 1,

@@ -95,13 +95,15 @@ impl Qp {
     }
 }
 
-/// The address of the queue pair that is made now.
+/// The address of the queue pair that is made now: whose it is, and the port's GID.
 pub(super) fn address(end: usize, path: usize, generation: u32, gid: u8) -> Address {
-    let mut address = Address {
-        qpn: generation * 64 + (end * 8 + path) as u32,
-        mtu: 5,
-        ..Address::default()
-    };
-    address.gid[0] = gid;
+    let mut address = Address::default();
+    address.0[..8].copy_from_slice(&[end as u8, path as u8, 0, gid, 0, 0, 0, 0]);
+    address.0[4..8].copy_from_slice(&generation.to_le_bytes());
     address
+}
+
+/// The GID in an address.
+pub(super) fn gid_of(address: &Address) -> u8 {
+    address.0[3]
 }

@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use super::network::{Flaw, Port, Qp, QpState, address};
+use super::network::{Flaw, Port, Qp, QpState, address, gid_of};
 use crate::{
     Action, Event, Link, LinkState, Message, PathSet, PathView, Receiver, Rules, Sender, Settings, Timer,
 };
@@ -213,8 +213,9 @@ impl<R: Rules> World<R> {
     /// Whether what `end` sends on `path` finds the peer's queue pair.
     fn is_accepted(&self, end: usize, path: usize) -> bool {
         let (from, to) = (&self.qps[end][path], &self.qps[1 - end][path]);
-        let gid = self.ports[1 - end][path].gid;
-        to.state == QpState::ReadyToSend && from.remote.qpn == to.own.qpn && from.remote.gid[0] == gid
+        // The GID in a packet is that of the address it was sent to; the port takes those of its own alone.
+        let is_ours = gid_of(&from.remote) == self.ports[1 - end][path].gid;
+        to.state == QpState::ReadyToSend && from.remote == to.own && is_ours
     }
 
     /// Whether a path works both ways.
