@@ -132,6 +132,12 @@ impl<R: Rules> Sender<R> {
         self.granted
     }
 
+    /// Where steps go in this epoch, or went last.
+    #[must_use]
+    pub fn active(&self) -> Link {
+        self.active
+    }
+
     /// The epoch that it is in.
     #[must_use]
     pub fn epoch(&self) -> u32 {

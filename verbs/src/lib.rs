@@ -10,6 +10,7 @@ pub mod config;
 pub mod device;
 pub mod endpoint;
 mod error;
+pub mod hub;
 pub mod port;
 pub mod queue;
 pub mod sys;

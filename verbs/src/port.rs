@@ -2,7 +2,7 @@
 
 use std::{
     collections::HashMap,
-    path::Path as FilePath,
+    path::{Path as FilePath, PathBuf},
     sync::{Arc, Mutex, PoisonError},
 };
 
@@ -149,6 +149,7 @@ impl Port {
 pub struct Net {
     lib: &'static Lib,
     config: Arc<Config>,
+    sys: PathBuf,
     ports: Vec<sysfs::Port>,
     domains: Mutex<HashMap<String, Arc<Pd>>>,
 }
@@ -197,6 +198,7 @@ impl Net {
         Ok(Self {
             lib,
             config: Arc::new(config),
+            sys: sys.to_owned(),
             ports,
             domains: Mutex::default(),
         })
@@ -235,5 +237,17 @@ impl Net {
         };
         drop(domains);
         Port::new(&pd, known, &self.config)
+    }
+
+    /// The same port as it is now: when it was down, its GIDs may have moved to other indices.
+    ///
+    /// # Errors
+    /// As [`Net::open`], and when it is gone.
+    pub fn reopen(&self, index: usize) -> Result<Port, String> {
+        let opened = self.open(index)?;
+        let (device, number) = (opened.device(), opened.number());
+        let now = sysfs::port(&self.sys, device, number)
+            .ok_or_else(|| format!("port {device}:{number} is gone"))?;
+        Port::new(opened.pd(), &now, &self.config)
     }
 }

@@ -35,6 +35,8 @@ pub struct Completion {
     pub status: Status,
     /// A peer's write with this immediate has taken the receive request.
     pub immediate: Option<u32>,
+    /// A peer's send of so many bytes has taken the receive request.
+    pub received: Option<usize>,
     /// The local queue pair.
     pub qp: u32,
 }
@@ -45,6 +47,7 @@ impl Completion {
         id: 0,
         status: Status::Done,
         immediate: None,
+        received: None,
         qp: 0,
     };
 }
@@ -149,6 +152,8 @@ impl Cq {
                 id: raw.wr_id,
                 status,
                 immediate: arrived.then(|| u32::from_be(raw.imm_data)),
+                received: (status == Status::Done && raw.opcode == sys::WC_RECV)
+                    .then_some(raw.byte_len as usize),
                 qp: raw.qp_num,
             };
         }
@@ -527,6 +532,74 @@ impl Qp {
             post(self.raw, first, &raw mut bad)
         };
         check(code, || format!("posting to queue pair {}", self.number()))
+    }
+
+    /// Posts a send of bytes that go with the request.
+    ///
+    /// # Errors
+    /// As the device says.
+    ///
+    /// # Panics
+    /// For more bytes than the queue pair was made for.
+    pub fn send(&self, id: u64, bytes: &[u8]) -> Result<()> {
+        assert!(
+            bytes.len() <= self.inline_bytes as usize,
+            "{} bytes inline",
+            bytes.len()
+        );
+        let mut piece = sys::Sge {
+            addr: bytes.as_ptr().expose_provenance() as u64,
+            length: bytes.len() as u32,
+            lkey: 0,
+        };
+        let mut request = sys::SendWr {
+            wr_id: id,
+            sg_list: &raw mut piece,
+            num_sge: 1,
+            opcode: sys::WR_SEND,
+            send_flags: sys::SEND_INLINE | sys::SEND_SIGNALED,
+            ..sys::SendWr::new()
+        };
+        let mut bad = ptr::null_mut();
+        // SAFETY: a queue pair of an open device; the request and its bytes live until the call returns, which copies them.
+        let code = unsafe {
+            let post = (*self.pd.context().raw()).ops.post_send;
+            post(self.raw, &raw mut request, &raw mut bad)
+        };
+        check(code, || format!("sending on queue pair {}", self.number()))
+    }
+
+    /// Posts a receive request whose memory a send may fill: `range` of a region.
+    ///
+    /// # Errors
+    /// As the device says.
+    ///
+    /// # Panics
+    /// For memory that is not of its domain or not within its region.
+    pub fn post_receive_into(&self, id: u64, mr: &Mr, range: Range<usize>) -> Result<()> {
+        assert!(mr.is_of(&self.pd), "memory of another domain");
+        assert!(range.start <= range.end && range.end <= mr.memory().bytes());
+        let mut piece = sys::Sge {
+            addr: mr.memory().address() + range.start as u64,
+            length: range.len() as u32,
+            lkey: mr.local_key(),
+        };
+        let mut request = sys::RecvWr {
+            wr_id: id,
+            next: ptr::null_mut(),
+            sg_list: &raw mut piece,
+            num_sge: 1,
+        };
+        let mut bad = ptr::null_mut();
+        // SAFETY: a queue pair of an open device; the request lives until the call returns, the memory as long as its region, which
+        // whoever posts keeps longer than the queue pair.
+        let code = unsafe {
+            let post = (*self.pd.context().raw()).ops.post_recv;
+            post(self.raw, &raw mut request, &raw mut bad)
+        };
+        check(code, || {
+            format!("posting a receive request to queue pair {}", self.number())
+        })
     }
 
     /// Posts receive requests without memory, for writes with immediate: `count` of them with this id.

@@ -335,7 +335,7 @@ pub struct SendWr {
     pub sg_list: *mut Sge,
     /// How many.
     pub num_sge: c_int,
-    /// [`WR_RDMA_WRITE`] or [`WR_RDMA_WRITE_WITH_IMM`].
+    /// [`WR_RDMA_WRITE`], [`WR_RDMA_WRITE_WITH_IMM`] or [`WR_SEND`].
     pub opcode: c_uint,
     /// [`SEND_SIGNALED`], [`SEND_INLINE`].
     pub send_flags: c_uint,
@@ -429,6 +429,10 @@ pub struct Wc {
     pub dlid_path_bits: u8,
 }
 
+/// Takes a receive request of the peer, and fills its memory.
+pub const WR_SEND: c_uint = 2;
+/// [`Wc::opcode`] of a receive request that a send has taken.
+pub const WC_RECV: c_uint = 128;
 /// [`Wc::opcode`] of a receive request that a write with immediate has taken.
 pub const WC_RECV_RDMA_WITH_IMM: c_uint = 129;
 

@@ -113,6 +113,15 @@ pub fn ports(sys: &Path) -> Vec<Port> {
     found
 }
 
+/// One port as it is now.
+#[must_use]
+pub fn port(sys: &Path, device: &str, number: u8) -> Option<Port> {
+    let folder = sys.join("class/infiniband").join(device);
+    let place = Place::of(sys, &folder.join("device")).ok();
+    let port = folder.join("ports").join(number.to_string());
+    port.exists().then(|| read(device, number, place, &port))
+}
+
 /// Names sort with their numbers: `mlx5_2` before `mlx5_10`.
 fn order(name: &str) -> (&str, u64, &str) {
     let digits = name.trim_end_matches(|c: char| c.is_ascii_digit()).len();
@@ -131,26 +140,29 @@ fn read(device: &str, number: u8, place: Option<Place>, folder: &Path) -> Port {
         .map_or(0, |number| number as u32);
     let ethernet = field("link_layer") == "Ethernet";
     let gids = folder.join("gids");
-    let mut table: Vec<Gid> = names(&gids)
-        .iter()
-        .filter_map(|index| {
-            let bytes = parse_gid(&text(&gids.join(index))?)?;
-            let kind = text(&folder.join("gid_attrs/types").join(index)).unwrap_or_default();
-            let roce = match kind.as_str() {
-                "RoCE v2" => Some(2),
-                "RoCE v1" => Some(1),
-                "IB/RoCE v1" if ethernet => Some(1),
-                _ => None,
-            };
-            Some(Gid {
-                index: index.parse().ok()?,
-                bytes,
-                roce,
-            })
-        })
-        .filter(|gid| gid.bytes != [0; 16])
-        .collect();
-    table.sort_by_key(|gid| gid.index);
+    // A file each, and a table may have a thousand places: what is used lies at the front, with holes where something was removed.
+    let mut table = Vec::new();
+    let mut empty = 0;
+    for index in 0..=u8::MAX {
+        let name = index.to_string();
+        let gid = text(&gids.join(&name)).and_then(|text| parse_gid(&text));
+        let Some(bytes) = gid.filter(|bytes| *bytes != [0; 16]) else {
+            empty += 1;
+            match empty {
+                MOST_EMPTY => break,
+                _ => continue,
+            }
+        };
+        empty = 0;
+        let kind = text(&folder.join("gid_attrs/types").join(&name)).unwrap_or_default();
+        let roce = match kind.as_str() {
+            "RoCE v2" => Some(2),
+            "RoCE v1" => Some(1),
+            "IB/RoCE v1" if ethernet => Some(1),
+            _ => None,
+        };
+        table.push(Gid { index, bytes, roce });
+    }
     Port {
         device: device.to_owned(),
         number,
@@ -163,6 +175,9 @@ fn read(device: &str, number: u8, place: Option<Place>, folder: &Path) -> Port {
 }
 
 /// `fe80:0000:…`, eight groups of four digits.
+/// So many empty places in a row are the end of a table of GIDs.
+const MOST_EMPTY: usize = 32;
+
 fn parse_gid(text: &str) -> Option<[u8; 16]> {
     let mut bytes = [0; 16];
     let mut groups = text.split(':');

@@ -8,11 +8,13 @@ use std::{
     },
 };
 
-use super::SLOTS;
+use ringsight_failover::MESSAGE_BYTES;
+
+use super::{SLOTS, path::RECEIVES};
 use crate::{device::Memory, wire::MOST_PATHS};
 
 /// Bytes of the page.
-pub const CONTROL_BYTES: usize = 4096;
+pub const CONTROL_BYTES: usize = 8192;
 /// Bytes that a notice has for its owner.
 pub const NOTICE_BYTES: usize = 80;
 /// Bytes of a notice as it goes over: position u64 | parts u8 | zero u8 | length u16 | zero u32 | the owner's.
@@ -26,7 +28,11 @@ const NOTICES: usize = 1024;
 
 const _: () = assert!(MOST_PATHS * PATH_STRIDE <= NOTICES);
 const _: () = assert!(HEAD + NOTICE_BYTES <= NOTICE_STRIDE);
-const _: () = assert!(NOTICES + SLOTS * NOTICE_STRIDE <= CONTROL_BYTES);
+/// Where messages of the ends' agreement go: for each path, as many as it has receive requests.
+const INBOXES: usize = 2048;
+
+const _: () = assert!(NOTICES + SLOTS * NOTICE_STRIDE <= INBOXES);
+const _: () = assert!(inbox_at(MOST_PATHS, 0) <= CONTROL_BYTES && MESSAGE_BYTES.is_multiple_of(8));
 
 /// A page that a peer's device writes to. Nobody has references into it but to atomics.
 pub struct Control {
@@ -103,6 +109,19 @@ impl Control {
         u64::from_le(self.word(credit_at(path)).load(Ordering::Acquire))
     }
 
+    /// The message that a receive request of a path got.
+    pub(super) fn message(&self, path: usize, index: usize) -> [u8; MESSAGE_BYTES] {
+        let mut bytes = [0; MESSAGE_BYTES];
+        for (word, chunk) in bytes.as_chunks_mut::<8>().0.iter_mut().enumerate() {
+            // Relaxed: as notices; the request is not posted again before the message has been read.
+            *chunk = self
+                .word(inbox_at(path, index) + word * 8)
+                .load(Ordering::Relaxed)
+                .to_ne_bytes();
+        }
+        bytes
+    }
+
     /// The notice of a position: (parts, bytes, how many). `None` if there is another one in its place, or it is none.
     #[must_use]
     pub fn notice(&self, position: u64) -> Option<(u8, [u8; NOTICE_BYTES], usize)> {
@@ -114,6 +133,11 @@ impl Control {
         }
         parse_notice(&bytes, position)
     }
+}
+
+/// Where a path's receive request of this index has a message go.
+pub(super) const fn inbox_at(path: usize, index: usize) -> usize {
+    INBOXES + (path * RECEIVES as usize + index) * MESSAGE_BYTES
 }
 
 /// Where a path's credit is in the page.

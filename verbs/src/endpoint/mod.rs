@@ -6,15 +6,18 @@
 //! twice is known. The receiver grants positions, and tells the sender how many it has granted since the connection began: a number
 //! that only grows, never something to be added, so that it may come twice, late or not at all if a later one does.
 //!
-//! A connection has one or two [`Path`]s, each a pair of ports with queue pairs of its own; one is active. A step goes over one
+//! A connection has one or two [`Path`]s, each a pair of ports with queue pairs of its own; one is active. When it fails, the ends
+//! agree to go on over the other ([`ringsight_failover`]), if they are made so ([`Failover`]). A step goes over one
 //! queue pair of the path, one after the other; or in parts over all of them, each with an immediate.
 
 mod control;
+mod driver;
 mod path;
 mod receiver;
 mod sender;
 
 pub use control::{CONTROL_BYTES, Control, NOTICE_BYTES, fuzz};
+pub use driver::{Failover, Noted};
 pub use path::{Ended, Path, Peer, Work};
 pub use receiver::{Arrived, Receiver};
 pub use sender::{Posted, Sender};
@@ -57,5 +60,16 @@ impl Slots {
     #[must_use]
     pub fn at(&self, position: u64) -> usize {
         self.offset + position as usize % SLOTS * self.bytes
+    }
+}
+
+/// How long an end may wait for its descriptors.
+fn wait(driver: &driver::Driver, deadline: Option<std::time::Duration>) -> Option<std::time::Duration> {
+    // No descriptor tells of a drain that is over or of a queue pair that is connected.
+    const SOON: std::time::Duration = std::time::Duration::from_millis(1);
+    let due = deadline.map(|deadline| deadline.saturating_sub(driver.now()));
+    match (due, driver.is_waiting()) {
+        (due, false) => due,
+        (due, true) => Some(due.map_or(SOON, |due| due.min(SOON))),
     }
 }

@@ -5,22 +5,33 @@ use std::{
     sync::Arc,
 };
 
+use ringsight_failover::{ADDRESS_BYTES, Address, Link, MESSAGE_BYTES};
+
 use super::{
     Control, Failure, SLOTS,
-    control::{self, HEAD, NOTICE_BYTES, credit_at},
+    control::{self, HEAD, NOTICE_BYTES, credit_at, inbox_at},
 };
 use crate::{
-    device::{Access, Memory, Mr},
+    device::{Access, Memory, Mr, Mtu},
     error::Result,
     port::Port,
-    queue::{BATCH, Completion, Cq, Qp, Route, Size, Source, Status, Write},
+    queue::{BATCH, Completion, Cq, Patience, Qp, Route, Size, Source, Status, Write},
     wire::{PathOffer, QpOffer},
 };
 
-/// Work requests of a queue pair: a step is two, one position is at most once under way on a path, and credits are one at a time.
-const SENDS: u32 = 2 * SLOTS as u32 + 4;
+/// Work requests of a queue pair: a step is two, one position is at most once under way on a path, credits are one at a time, a probe,
+/// what marks the end of a drain, and messages.
+const SENDS: u32 = 2 * SLOTS as u32 + 3 + MESSAGES as u32;
+/// Messages that are under way at most; more are not sent, as if they were lost.
+const MESSAGES: usize = 8;
 /// Receive requests that a queue pair always has: for every position that may be granted, and as many that come twice.
-const RECEIVES: u32 = 2 * SLOTS as u32;
+pub(super) const RECEIVES: u32 = 2 * SLOTS as u32;
+/// Bytes that go with a work request at most.
+const INLINE: usize = if MESSAGE_BYTES > HEAD + NOTICE_BYTES {
+    MESSAGE_BYTES
+} else {
+    HEAD + NOTICE_BYTES
+};
 
 /// A request, as its number says it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,6 +59,17 @@ pub enum Work {
     Receive {
         /// Of the path.
         qp: usize,
+        /// Which one, of the first queue pair's: where in the inbox a message would go.
+        index: usize,
+    },
+    /// A write of nothing.
+    Probe,
+    /// A message of the ends' agreement.
+    Message,
+    /// The last request of a queue pair in the error state, of either kind: all before it have ended.
+    Marker {
+        /// Of the path.
+        qp: usize,
     },
 }
 
@@ -59,7 +81,10 @@ impl Work {
             Self::Step { qp, position } => (1, qp, position),
             Self::Data { qp, position } => (2, qp, position),
             Self::Credit { granted } => (3, 0, granted),
-            Self::Receive { qp } => (4, qp, 0),
+            Self::Receive { qp, index } => (4, qp, index as u64),
+            Self::Probe => (5, 0, 0),
+            Self::Message => (6, 0, 0),
+            Self::Marker { qp } => (7, qp, 0),
         };
         kind << 56 | (qp as u64) << 48 | number & LOW
     }
@@ -72,7 +97,13 @@ impl Work {
             1 => Self::Step { qp, position },
             2 => Self::Data { qp, position },
             3 => Self::Credit { granted: position },
-            4 => Self::Receive { qp },
+            4 => Self::Receive {
+                qp,
+                index: position as usize,
+            },
+            5 => Self::Probe,
+            6 => Self::Message,
+            7 => Self::Marker { qp },
             _ => return None,
         })
     }
@@ -95,6 +126,19 @@ pub enum Ended {
         /// What it said.
         immediate: u32,
     },
+    /// The peer's device has answered a probe.
+    Probed,
+    /// A message arrived.
+    Message([u8; MESSAGE_BYTES]),
+    /// A request ended with an error: `enum ibv_wc_status`.
+    Failed {
+        /// Which one; `None`: its number is none of ours.
+        work: Option<Work>,
+        /// The status.
+        code: u32,
+        /// The queue pair's number.
+        qp: u32,
+    },
 }
 
 /// What a path needs to know of the peer's end.
@@ -113,8 +157,15 @@ pub struct Path {
     index: usize,
     port: Port,
     cq: Arc<Cq>,
-    qps: Vec<Qp>,
+    /// How often they have been made.
+    generation: u32,
+    /// Shared with a thread that connects them.
+    qps: Arc<Vec<Qp>>,
     psns: Vec<u32>,
+    /// Markers of a drain that have not ended; `None`: the queue pairs are in use.
+    draining: Option<usize>,
+    /// Messages under way.
+    messages: usize,
     /// This end's slots: what a sender sends from and a receiver is written to.
     slots: Arc<Mr>,
     control: Arc<Mr>,
@@ -144,26 +195,18 @@ impl Path {
         // In order: a credit is read without the completion that tells of it.
         let control = port.pd().register(control.memory(), Access::RemoteWrite)?;
         let count = port.config().qps;
-        let cq = Cq::new(port.context(), count as u32 * (SENDS + RECEIVES))?;
-        let size = Size {
-            sends: SENDS,
-            receives: RECEIVES,
-            inline_bytes: (HEAD + NOTICE_BYTES) as u32,
-        };
-        let mut qps = Vec::with_capacity(count);
-        for number in 0..count {
-            let qp = Qp::new(port.pd(), &cq, size)?;
-            qp.init(port.number(), port.config().pkey_index)?;
-            qp.post_receives(Work::Receive { qp: number }.id(), RECEIVES)?;
-            qps.push(qp);
-        }
+        let cq = Cq::new(port.context(), count as u32 * (SENDS + RECEIVES + 1))?;
+        let qps = queue_pairs(index, &port, &cq, &control)?;
         let psns = (0..count).map(|_| draw() & 0xff_ffff).collect();
         Ok(Self {
             index,
             port,
             cq,
-            qps,
+            generation: 1,
+            qps: Arc::new(qps),
             psns,
+            draining: None,
+            messages: 0,
             slots,
             control,
             offers_slots: is_receiver,
@@ -246,26 +289,35 @@ impl Path {
                 other.qps.len()
             ));
         }
-        let config = own.config();
-        for ((qp, psn), offer) in self.qps.iter().zip(&self.psns).zip(&other.qps) {
-            let route = Route {
-                qp: offer.number,
-                psn: offer.psn,
-                mtu: own.mtu().min(other.mtu),
-                lid: other.lid,
-                gid: match (own.is_ethernet(), own.gid()) {
-                    (true, Some((_, index))) => Some((other.gid, index)),
-                    _ => None,
-                },
-                service_level: config.service_level,
-                traffic_class: config.traffic_class,
-            };
-            qp.receive_from(own.number(), &route)
-                .and_then(|()| qp.send_from(*psn, config.patience))
-                .map_err(|error| format!("{} to the peer's {}: {error}", own.device(), other.device))?;
-        }
+        let routes = self.routes(other, &other.qps);
+        connect_all(
+            own.number(),
+            &self.qps,
+            &self.psns,
+            &routes,
+            own.config().patience,
+        )
+        .map_err(|error| format!("{} to the peer's {}: {error}", own.device(), other.device))?;
         self.peer = Some(peer);
         Ok(())
+    }
+
+    /// The ways of its queue pairs to the peer's `qps`.
+    fn routes(&self, peer: &PathOffer, qps: &[QpOffer]) -> Vec<Route> {
+        let (own, config) = (&self.port, self.port.config());
+        let route = |offer: &QpOffer| Route {
+            qp: offer.number,
+            psn: offer.psn,
+            mtu: own.mtu().min(peer.mtu),
+            lid: peer.lid,
+            gid: match (own.is_ethernet(), own.gid()) {
+                (true, Some((_, index))) => Some((peer.gid, index)),
+                _ => None,
+            },
+            service_level: config.service_level,
+            traffic_class: config.traffic_class,
+        };
+        qps.iter().map(route).collect()
     }
 
     pub(super) fn failure(&self, status: Option<u32>, text: &str) -> Failure {
@@ -276,6 +328,135 @@ impl Path {
             status,
             text: format!("{device}:{port} to the peer's {peer}: {text}"),
         }
+    }
+
+    /// What its queue pairs are in.
+    #[must_use]
+    pub fn link(&self) -> Link {
+        Link {
+            path: self.index as u8,
+            generation: self.generation,
+        }
+    }
+
+    /// Gives its queue pairs up: what was posted ends, with an error if it has not been done, and nothing of the peer's is taken
+    /// any more. Poll until [`Path::is_drained`]. Whether the device is sure to write nothing more.
+    pub(super) fn fence(&mut self) -> bool {
+        let mut sure = true;
+        let mut markers = 0;
+        for (number, qp) in self.qps.iter().enumerate() {
+            // In the error state the device takes nothing, and ends what is there in order. A receive request is posted before, for
+            // soft-RoCE looks at those only when it has something else to do; a send after, lest it goes out.
+            let id = Work::Marker { qp: number }.id();
+            markers += usize::from(qp.post_receives(id, 1).is_ok());
+            sure &= qp.fail().is_ok();
+            markers += usize::from(qp.send(id, &[0]).is_ok());
+        }
+        self.draining = Some(markers);
+        sure
+    }
+
+    /// Whether all that was posted before [`Path::fence`] has ended.
+    pub(super) fn is_drained(&self) -> bool {
+        self.draining == Some(0)
+    }
+
+    /// Whether it has been fenced and not been rebuilt.
+    pub(super) fn is_fenced(&self) -> bool {
+        self.draining.is_some()
+    }
+
+    /// Makes its queue pairs anew, on its port as that is now: from RESET, with other packet numbers, so that nothing of theirs before
+    /// is taken for theirs now. They are not destroyed and others made, for soft-RoCE destroys one only when the last of its packets
+    /// is off the interface, which takes seconds when that is down.
+    pub(super) fn rebuild(&mut self, port: Port, generation: u32) -> Result<()> {
+        for qp in self.qps.iter() {
+            qp.reset()?;
+        }
+        let mut room = [Completion::EMPTY; BATCH];
+        while !self.cq.poll(&mut room)?.is_empty() {}
+        for (number, qp) in self.qps.iter().enumerate() {
+            prepare(self.index, (number, qp), &port, &self.control)?;
+        }
+        let first = self.psns[0].wrapping_mul(0x9e37_79b1).wrapping_add(generation);
+        self.psns = packet_numbers(first, self.qps.len());
+        (self.port, self.generation) = (port, generation);
+        (self.draining, self.messages) = (None, 0);
+        Ok(())
+    }
+
+    /// Where it is reached: GID 16 bytes | LID u16 | MTU u8 | queue pairs u8 | first packet number of the first one 3 bytes, from which
+    /// the others' follow | zero u8 | 16 times number 3 bytes | zeros.
+    pub(super) fn address(&self) -> Address {
+        let offer = self.offer();
+        let mut bytes = [0; ADDRESS_BYTES];
+        bytes[..16].copy_from_slice(&offer.gid);
+        bytes[16..18].copy_from_slice(&offer.lid.to_le_bytes());
+        bytes[18..20].copy_from_slice(&[offer.mtu.code(), offer.qps.len() as u8]);
+        bytes[20..23].copy_from_slice(&offer.qps[0].psn.to_le_bytes()[..3]);
+        for (qp, bytes) in offer.qps.iter().zip(bytes[24..].chunks_exact_mut(3)) {
+            bytes.copy_from_slice(&qp.number.to_le_bytes()[..3]);
+        }
+        Address(bytes)
+    }
+
+    /// What is to be connected to an address of the peer; `None` if the address makes no sense.
+    pub(super) fn connecting(
+        &mut self,
+        address: &Address,
+    ) -> Option<impl FnOnce() -> Result<()> + Send + 'static> {
+        let bytes = &address.0;
+        let three = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], 0]);
+        let mtu = Mtu::from_code(bytes[18].into())?;
+        let count = usize::from(bytes[19]);
+        let mut peer = self.peer.clone()?;
+        if count != self.qps.len() || bytes[72..] != [0; ADDRESS_BYTES - 72] {
+            return None;
+        }
+        peer.path.gid.copy_from_slice(&bytes[..16]);
+        (peer.path.lid, peer.path.mtu) = (u16::from_le_bytes([bytes[16], bytes[17]]), mtu);
+        peer.path.qps = packet_numbers(three(20), count)
+            .into_iter()
+            .enumerate()
+            .map(|(qp, psn)| QpOffer {
+                number: three(24 + qp * 3),
+                psn,
+            })
+            .collect();
+        let routes = self.routes(&peer.path, &peer.path.qps);
+        let own = self.psns.clone();
+        self.peer = Some(peer);
+        let (qps, port, patience) = (
+            Arc::clone(&self.qps),
+            self.port.number(),
+            self.port.config().patience,
+        );
+        Some(move || connect_all(port, &qps, &own, &routes, patience))
+    }
+
+    /// Sends a message, if not too many are under way.
+    pub(super) fn post_message(&mut self, message: &[u8; MESSAGE_BYTES]) -> std::result::Result<(), Failure> {
+        if self.messages < MESSAGES {
+            self.qps[0]
+                .send(Work::Message.id(), message)
+                .map_err(|error| self.failure(None, &error.to_string()))?;
+            self.messages += 1;
+        }
+        Ok(())
+    }
+
+    /// Posts a write of nothing: it ends well only if the path works.
+    pub(super) fn post_probe(&self) -> std::result::Result<(), Failure> {
+        let peer = self.connected()?;
+        let probe = Write {
+            id: Work::Probe.id(),
+            source: Source::Inline(&[]),
+            address: peer.control,
+            key: peer.path.control_key,
+            immediate: None,
+            signaled: true,
+        };
+        self.post(0, &[probe])
     }
 
     /// The peer; a path that is used is connected.
@@ -342,9 +523,10 @@ impl Path {
     /// Takes what has ended, and gives each end to `sink`; whether there was any. Receive requests are posted again.
     ///
     /// # Errors
-    /// The first request that ended with an error: nothing of this path can be relied on any more.
-    pub fn poll(
-        &self,
+    /// When the queue itself fails, or the sink does.
+    pub(super) fn poll(
+        &mut self,
+        control: &Control,
         mut sink: impl FnMut(Ended) -> std::result::Result<(), Failure>,
     ) -> std::result::Result<bool, Failure> {
         let mut room = [Completion::EMPTY; BATCH];
@@ -356,35 +538,65 @@ impl Path {
                 .map_err(|error| self.failure(None, &error.to_string()))?;
             for completion in ended {
                 any = true;
+                // Of queue pairs that are gone nothing is told.
+                if !self.qps.iter().any(|qp| qp.number() == completion.qp) {
+                    continue;
+                }
+                let work = Work::of(completion.id);
+                if work == Some(Work::Message) {
+                    self.messages = self.messages.saturating_sub(1);
+                }
+                if let (Some(Work::Marker { .. }), Some(left)) = (work, &mut self.draining) {
+                    *left = left.saturating_sub(1);
+                    continue;
+                }
                 // The status before anything else: the rest means nothing without.
                 if let Status::Failed { code, .. } = completion.status {
-                    let what = match Work::of(completion.id) {
-                        Some(work) => format!("{work:?}"),
-                        None => "a request".to_owned(),
-                    };
-                    let text = completion.status.text(self.port.context());
-                    let text = format!("{what} on queue pair {} ended with {text}", completion.qp);
-                    return Err(self.failure(Some(code), &text));
+                    let qp = completion.qp;
+                    sink(Ended::Failed { work, code, qp })?;
+                    continue;
                 }
-                match Work::of(completion.id) {
+                match work {
                     Some(Work::Step { position, .. }) => sink(Ended::Sent { position })?,
                     Some(Work::Credit { .. }) => sink(Ended::Credited)?,
-                    Some(Work::Receive { qp }) => {
-                        self.qps[qp]
-                            .post_receives(completion.id, 1)
-                            .map_err(|error| self.failure(None, &error.to_string()))?;
+                    Some(Work::Probe) => sink(Ended::Probed)?,
+                    Some(Work::Receive { qp, index }) => {
+                        let message = completion
+                            .received
+                            .filter(|bytes| *bytes == MESSAGE_BYTES)
+                            .map(|_| control.message(self.index, index));
+                        // A queue pair that is being drained takes no more.
+                        if self.draining.is_none() {
+                            self.receive(qp, index)?;
+                        }
+                        if let Some(message) = message {
+                            sink(Ended::Message(message))?;
+                        }
                         if let Some(immediate) = completion.immediate {
                             sink(Ended::Arrived { qp, immediate })?;
                         }
                     }
                     // Told only with an error.
-                    Some(Work::Data { .. }) | None => {}
+                    Some(Work::Data { .. } | Work::Message | Work::Marker { .. }) | None => {}
                 }
             }
             if ended.len() < BATCH {
                 return Ok(any);
             }
         }
+    }
+
+    /// Posts a receive request.
+    fn receive(&self, qp: usize, index: usize) -> std::result::Result<(), Failure> {
+        let posted = post_receive(self.index, &self.qps[qp], (qp, index), &self.control);
+        posted.map_err(|error| self.failure(None, &error.to_string()))
+    }
+
+    /// In libibverbs' words, for messages.
+    pub(super) fn status_text(&self, work: Option<Work>, code: u32, qp: u32) -> String {
+        let what = work.map_or_else(|| "a request".to_owned(), |work| format!("{work:?}"));
+        let text = Status::Failed { code, vendor: 0 }.text(self.port.context());
+        format!("{what} on queue pair {qp} ended with {text}")
     }
 
     /// Has [`Path::fd`] become readable at the next end of anything. Poll once more before waiting for it.
@@ -405,6 +617,58 @@ impl Path {
     }
 }
 
+/// First packet numbers of a path's queue pairs are so far apart.
+const PSN_APART: u32 = 0x10_0001;
+
+/// First packet numbers of `count` queue pairs.
+fn packet_numbers(first: u32, count: usize) -> Vec<u32> {
+    (0..count as u32)
+        .map(|qp| first.wrapping_add(qp * PSN_APART) & 0xff_ffff)
+        .collect()
+}
+
+/// Queue pairs for a path, in INIT and with their receive requests.
+fn queue_pairs(path: usize, port: &Port, cq: &Arc<Cq>, control: &Arc<Mr>) -> Result<Vec<Qp>> {
+    let count = port.config().qps;
+    let size = Size {
+        sends: SENDS,
+        receives: RECEIVES + 1,
+        inline_bytes: INLINE as u32,
+    };
+    let mut qps = Vec::with_capacity(count);
+    for number in 0..count {
+        let qp = Qp::new(port.pd(), cq, size)?;
+        prepare(path, (number, &qp), port, control)?;
+        qps.push(qp);
+    }
+    Ok(qps)
+}
+
+/// Brings a queue pair from RESET to INIT, with its receive requests.
+fn prepare(path: usize, (number, qp): (usize, &Qp), port: &Port, control: &Mr) -> Result<()> {
+    qp.init(port.number(), port.config().pkey_index)?;
+    (0..RECEIVES as usize).try_for_each(|index| post_receive(path, qp, (number, index), control))
+}
+
+/// A receive request of a path; messages go over the first queue pair.
+fn post_receive(path: usize, qp: &Qp, (number, index): (usize, usize), control: &Mr) -> Result<()> {
+    let id = Work::Receive { qp: number, index }.id();
+    if number > 0 {
+        return qp.post_receives(id, 1);
+    }
+    let at = inbox_at(path, index);
+    qp.post_receive_into(id, control, at..at + MESSAGE_BYTES)
+}
+
+/// Brings queue pairs to RTS.
+fn connect_all(port: u8, qps: &[Qp], psns: &[u32], routes: &[Route], patience: Patience) -> Result<()> {
+    for ((qp, psn), route) in qps.iter().zip(psns).zip(routes) {
+        qp.receive_from(port, route)?;
+        qp.send_from(*psn, patience)?;
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -421,12 +685,15 @@ mod tests {
                 position: 1 << 40,
             },
             Work::Credit { granted: 77 },
-            Work::Receive { qp: 3 },
+            Work::Receive { qp: 3, index: 15 },
+            Work::Probe,
+            Work::Message,
+            Work::Marker { qp: 15 },
         ];
         for work in all {
             assert_eq!(Work::of(work.id()), Some(work));
         }
-        for id in [0, u64::MAX, 5 << 56] {
+        for id in [0, u64::MAX, 8 << 56] {
             assert_eq!(Work::of(id), None);
         }
     }

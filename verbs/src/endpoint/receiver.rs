@@ -1,6 +1,12 @@
 //! The receiving end.
 
-use super::{Control, Failure, Path, SLOTS, control::NOTICE_BYTES, path::Ended};
+use std::{os::fd::RawFd, time::Duration};
+
+use ringsight_failover::{self as failover, Action, Event, Link, MESSAGE_BYTES, PathSet, PathView};
+
+use super::{
+    Control, Failover, Failure, Noted, Path, SLOTS, control::NOTICE_BYTES, driver::Driver, path::Ended,
+};
 
 /// What came of a position.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -28,47 +34,69 @@ impl Arrived {
 
 /// The receiving end.
 pub struct Receiver {
-    paths: Vec<Path>,
-    active: usize,
-    control: Control,
-    /// Positions that were taken ([`Receiver::take`]): the first that may arrive.
+    driver: Driver,
+    agreement: failover::Receiver,
+    /// Positions that were taken ([`Receiver::take`]): behind those that are committed.
     taken: u64,
-    /// Positions granted, and the last credit posted.
-    granted: u64,
+    /// Where the last credit went, what it said, and whether it is under way: one at a time, so that as many are posted as the peer
+    /// takes and no more.
+    credit_link: Link,
     credited: u64,
-    /// A credit is under way: one at a time, so that as many are posted as the peer takes and no more.
     is_crediting: bool,
-    /// By position modulo [`SLOTS`], from `taken` on.
+    /// By position modulo [`SLOTS`], from the committed ones on.
     parts: [Parts; SLOTS],
+    /// The link that `parts` came over.
+    parts_link: Link,
+    actions: Vec<Action>,
+    failure: Option<Failure>,
 }
 
 impl Receiver {
-    /// An end over these paths, the first of which is active. Their control page is `control`.
+    /// An end over these paths, the first of which is active, that fails with it. Their control page is `control`.
     #[must_use]
     pub fn new(paths: Vec<Path>, control: Control) -> Self {
-        assert!(!paths.is_empty(), "a connection has a path");
+        Self::with_failover(paths, control, Failover::off())
+    }
+
+    /// One that survives its paths.
+    #[must_use]
+    pub fn with_failover(paths: Vec<Path>, control: Control, failover: Failover) -> Self {
+        let settings = failover.hub.settings().clone();
+        let count = paths.len();
+        let ready = (0_u8..).zip(&paths).filter(|(_, path)| path.peer().is_some());
+        let ready = ready.fold(PathSet::EMPTY, |set, (index, _)| set.with(index));
+        let agreement = failover::Receiver::new(settings, count, ready);
+        let agreement = agreement.expect("one or two paths, of which one is connected");
+        let active = agreement.active();
         Self {
-            paths,
-            active: 0,
-            control,
+            driver: Driver::new(paths, control, failover),
+            agreement,
             taken: 0,
-            granted: 0,
+            credit_link: active,
             credited: 0,
             is_crediting: false,
             parts: Default::default(),
+            parts_link: active,
+            actions: Vec::new(),
+            failure: None,
         }
     }
 
     /// Its paths.
     #[must_use]
     pub fn paths(&self) -> &[Path] {
-        &self.paths
+        &self.driver.paths
     }
 
     /// The path in use.
     #[must_use]
     pub fn active(&self) -> &Path {
-        &self.paths[self.active]
+        &self.driver.paths[usize::from(self.agreement.active().path)]
+    }
+
+    /// What its paths are in.
+    pub fn views(&self) -> impl Iterator<Item = PathView> {
+        self.agreement.paths()
     }
 
     /// Positions taken so far.
@@ -77,65 +105,157 @@ impl Receiver {
         self.taken
     }
 
+    /// Whether it is between two paths.
+    #[must_use]
+    pub fn is_recovering(&self) -> bool {
+        self.agreement.is_recovering()
+    }
+
     /// Whether the peer knows of every grant.
     #[must_use]
     pub fn is_settled(&self) -> bool {
-        self.credited == self.granted && !self.is_crediting
+        self.credited == self.agreement.granted() && !self.is_crediting && !self.is_recovering()
+    }
+
+    /// Whether there is an operation for it: an idle end does not ask whether its path works.
+    pub fn set_busy(&mut self, busy: bool) {
+        self.agreement.set_busy(self.driver.now(), busy);
     }
 
     /// Grants positions up to `granted`, counted since the connection began: the slots of the last [`SLOTS`] of them are free.
     ///
     /// # Errors
-    /// When the device takes no more: the path has failed.
+    /// When the connection has failed.
     pub fn grant(&mut self, granted: u64) -> Result<(), Failure> {
-        self.granted = self.granted.max(granted);
-        self.credit()
+        let now = self.driver.now();
+        self.agreement.grant(now, granted, &mut self.actions);
+        self.settle()
     }
 
-    fn credit(&mut self) -> Result<(), Failure> {
-        if !self.is_crediting && self.credited < self.granted {
-            self.active().post_credit(self.granted)?;
-            (self.credited, self.is_crediting) = (self.granted, true);
+    /// Posts the newest credit, unless one is under way.
+    fn credit(&mut self) {
+        let (link, granted) = (self.credit_link, self.agreement.granted());
+        if self.is_crediting || self.credited >= granted {
+            return;
         }
-        Ok(())
+        let Some(path) = self.driver.path(link) else {
+            return;
+        };
+        match path.post_credit(granted) {
+            Ok(()) => (self.credited, self.is_crediting) = (granted, true),
+            Err(failure) => self.driver.fail(link, failure),
+        }
     }
 
     /// Takes what has arrived and ended; whether there was any.
     ///
     /// # Errors
-    /// When the path has failed, or the peer sends what it was not granted.
+    /// When no path is left, or the peer sends what it was not granted.
     pub fn poll(&mut self) -> Result<bool, Failure> {
+        if let Some(failure) = &self.failure {
+            return Err(failure.clone());
+        }
         let Self {
-            paths,
-            active,
-            taken,
-            granted,
+            driver,
+            agreement,
             parts,
+            parts_link,
             is_crediting,
+            credit_link,
             ..
         } = self;
-        let path = &paths[*active];
-        let any = path.poll(|ended| {
-            match ended {
-                Ended::Arrived { qp, immediate } => {
-                    let Some(position) = position_of(immediate, *taken) else {
-                        return Ok(()); // of a step that was taken: it came twice
-                    };
-                    if position >= *granted {
-                        let text = format!(
-                            "the peer sends step {position} of the connection, granted are {granted}"
-                        );
-                        return Err(path.failure(None, &text));
-                    }
-                    parts[position as usize % SLOTS].mask |= 1 << qp;
+        let (active, committed, granted) = (agreement.active(), agreement.committed(), agreement.granted());
+        if *parts_link != active {
+            // Of the path before: what is not committed comes again.
+            (*parts, *parts_link) = (Default::default(), active);
+        }
+        let mut excess = None;
+        let recovers = agreement.is_recovering();
+        let any = driver.poll(usize::from(active.path), recovers, |link, ended| match ended {
+            Ended::Arrived { qp, immediate } if link == active => {
+                let Some(position) = position_of(immediate, committed) else {
+                    return; // of a step that was committed: it came twice
+                };
+                match position < granted {
+                    true => parts[position as usize % SLOTS].mask |= 1 << qp,
+                    false => excess = Some(position),
                 }
-                Ended::Credited => *is_crediting = false,
-                Ended::Sent { .. } => {}
             }
-            Ok(())
-        })?;
-        self.credit()?;
+            Ended::Credited if link == *credit_link => *is_crediting = false,
+            _ => {}
+        });
+        if let Some(position) = excess {
+            let text = format!("the peer sends step {position} of the connection, granted are {granted}");
+            return Err(self.active().failure(None, &text));
+        }
+        // Before all else that happened: a fence follows what it ends.
+        self.commit(active)?;
+        self.settle()?;
+        self.credit();
+        self.settle()?;
         Ok(any)
+    }
+
+    /// Commits the steps of which all is here, in order.
+    fn commit(&mut self, link: Link) -> Result<(), Failure> {
+        loop {
+            let position = self.agreement.committed();
+            let path = &self.driver.paths[usize::from(link.path)];
+            let here = self.parts[position as usize % SLOTS].mask;
+            // The notice is there with the immediate of the queue pair that leads.
+            if here & 1 << path.lead(position) == 0 {
+                return Ok(());
+            }
+            let Some((parts, ..)) = self.driver.control.notice(position) else {
+                let text = format!("step {position} of the connection came without its notice");
+                return Err(path.failure(None, &text));
+            };
+            if usize::from(parts) > path.qps().len() {
+                let text = format!("a step of {parts} parts, with {} queue pairs", path.qps().len());
+                return Err(path.failure(None, &text));
+            }
+            if here.count_ones() < parts.into() {
+                return Ok(());
+            }
+            self.parts[position as usize % SLOTS] = Parts::default();
+            let (now, immediate) = (self.driver.now(), position as u32);
+            let event = Event::Arrived { link, immediate };
+            self.agreement.handle(now, event, &mut self.actions);
+            if self.agreement.committed() == position {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Takes up what has happened, and does what follows.
+    fn settle(&mut self) -> Result<(), Failure> {
+        let now = self.driver.now();
+        let mut actions = std::mem::take(&mut self.actions);
+        if self.agreement.deadline().is_some_and(|deadline| deadline <= now) {
+            self.agreement.expire(now, &mut actions);
+        }
+        loop {
+            for action in actions.drain(..) {
+                match action {
+                    Action::Credit { link, .. } => {
+                        if link != self.credit_link {
+                            (self.credit_link, self.credited, self.is_crediting) = (link, 0, false);
+                        }
+                        self.credit();
+                    }
+                    // Told by `committed`.
+                    Action::Commit { .. } => {}
+                    Action::GiveUp(reason) => self.failure = Some(self.driver.given_up(reason)),
+                    other => self.driver.act(other),
+                }
+            }
+            let Some(event) = self.driver.events.pop_front() else {
+                break;
+            };
+            self.agreement.handle(now, event, &mut actions);
+        }
+        self.actions = actions;
+        self.failure.clone().map_or(Ok(()), Err)
     }
 
     /// The next step, if all of it is here; each is given once, in order.
@@ -144,34 +264,58 @@ impl Receiver {
     /// When the peer told of a step and did not say what it is.
     pub fn take(&mut self) -> Result<Option<Arrived>, Failure> {
         let position = self.taken;
-        let path = self.active();
-        let here = self.parts[position as usize % SLOTS].mask;
-        // The notice is there with the immediate of the queue pair that leads.
-        if here & 1 << path.lead(position) == 0 {
+        if position == self.agreement.committed() {
             return Ok(None);
         }
-        let Some((parts, notice, length)) = self.control.notice(position) else {
-            return Err(path.failure(
-                None,
-                &format!("step {position} of the connection came without its notice"),
-            ));
+        let Some((_, notice, length)) = self.driver.control.notice(position) else {
+            let text = format!("the notice of step {position} of the connection is gone");
+            return Err(self.active().failure(None, &text));
         };
-        if usize::from(parts) > path.qps().len() {
-            return Err(path.failure(
-                None,
-                &format!("a step of {parts} parts, with {} queue pairs", path.qps().len()),
-            ));
-        }
-        if here.count_ones() < parts.into() {
-            return Ok(None);
-        }
-        self.parts[position as usize % SLOTS] = Parts::default();
         self.taken += 1;
         Ok(Some(Arrived {
             position,
             notice,
             length,
         }))
+    }
+
+    /// A message of the peer that came outside RDMA.
+    ///
+    /// # Errors
+    /// As [`Receiver::poll`].
+    pub fn hear(&mut self, message: &[u8]) -> Result<(), Failure> {
+        self.driver.hear(message);
+        self.settle()
+    }
+
+    /// A message for the peer, to go outside RDMA, too.
+    pub fn take_outgoing(&mut self) -> Option<[u8; MESSAGE_BYTES]> {
+        self.driver.take_outgoing()
+    }
+
+    /// Something for the record.
+    pub fn take_noted(&mut self) -> Option<Noted> {
+        self.driver.take_noted()
+    }
+
+    /// How long to wait at most before the next [`Receiver::poll`]; `None`: until a descriptor tells of something.
+    #[must_use]
+    pub fn wait(&self) -> Option<Duration> {
+        super::wait(&self.driver, self.agreement.deadline())
+    }
+
+    /// Has its descriptors tell of what happens next. Poll once more before waiting for them.
+    ///
+    /// # Errors
+    /// As the device says.
+    pub fn arm(&self) -> Result<(), Failure> {
+        self.driver.arm()
+    }
+
+    /// What to wait for once armed.
+    #[must_use]
+    pub fn fds(&self) -> Vec<RawFd> {
+        self.driver.fds()
     }
 }
 

@@ -1,8 +1,13 @@
 //! The sending end.
 
+use std::{os::fd::RawFd, time::Duration};
+
+use ringsight_failover::{self as failover, Action, Event, Link, MESSAGE_BYTES, PathSet, PathView, Status};
+
 use super::{
-    Control, Failure, Path, SLOTS, Slots,
+    Control, Failover, Failure, Noted, Path, SLOTS, Slots,
     control::{NOTICE_BYTES, encode_notice},
+    driver::Driver,
     path::Ended,
 };
 /// A part of a step is a multiple of this.
@@ -19,98 +24,159 @@ pub struct Posted {
     pub parts: usize,
 }
 
+/// What a position that is under way consists of, to be posted again.
+#[derive(Clone, Copy)]
+struct Step {
+    notice: [u8; NOTICE_BYTES],
+    length: usize,
+    bytes: usize,
+}
+
 /// The sending end.
 pub struct Sender {
-    paths: Vec<Path>,
-    active: usize,
-    control: Control,
+    driver: Driver,
+    agreement: failover::Sender,
     slots: Slots,
-    /// Positions posted, and granted by the peer.
-    posted: u64,
-    granted: u64,
-    /// Positions whose every part the peer's device has; in order.
-    acked: u64,
-    /// Completions that a position still misses, by position modulo [`SLOTS`].
+    /// By position modulo [`SLOTS`]: those that the peer is not known to have.
+    steps: [Step; SLOTS],
+    /// Completions that a position still misses on the active path, by position modulo [`SLOTS`].
     missing: [u8; SLOTS],
+    /// Positions whose every part has ended well on the active path; in order.
+    ended: u64,
+    actions: Vec<Action>,
+    failure: Option<Failure>,
 }
 
 impl Sender {
-    /// An end over these paths, the first of which is active. Their control page is `control`.
+    /// An end over these paths, the first of which is active, that fails with it. Their control page is `control`.
     #[must_use]
     pub fn new(paths: Vec<Path>, control: Control, slots: Slots) -> Self {
-        assert!(!paths.is_empty(), "a connection has a path");
+        Self::with_failover(paths, control, slots, Failover::off())
+    }
+
+    /// One that survives its paths.
+    #[must_use]
+    pub fn with_failover(paths: Vec<Path>, control: Control, slots: Slots, failover: Failover) -> Self {
+        let settings = failover.hub.settings().clone();
+        // Those that are not connected could not be when the connection was made.
+        let count = paths.len();
+        let ready = (0_u8..).zip(&paths).filter(|(_, path)| path.peer().is_some());
+        let ready = ready.fold(PathSet::EMPTY, |set, (index, _)| set.with(index));
+        let agreement = failover::Sender::new(settings, SLOTS as u64, count, ready);
         Self {
-            paths,
-            active: 0,
-            control,
+            driver: Driver::new(paths, control, failover),
+            agreement: agreement.expect("one or two paths, of which one is connected"),
             slots,
-            posted: 0,
-            granted: 0,
-            acked: 0,
+            steps: [Step {
+                notice: [0; NOTICE_BYTES],
+                length: 0,
+                bytes: 0,
+            }; SLOTS],
             missing: [0; SLOTS],
+            ended: 0,
+            actions: Vec::new(),
+            failure: None,
         }
     }
 
     /// Its paths.
     #[must_use]
     pub fn paths(&self) -> &[Path] {
-        &self.paths
+        &self.driver.paths
     }
 
     /// The path in use.
     #[must_use]
     pub fn active(&self) -> &Path {
-        &self.paths[self.active]
+        &self.driver.paths[self.index()]
+    }
+
+    fn index(&self) -> usize {
+        usize::from(self.agreement.active().path)
+    }
+
+    /// What its paths are in.
+    pub fn views(&self) -> impl Iterator<Item = PathView> {
+        self.agreement.paths()
     }
 
     /// Positions posted so far: the next one's number.
     #[must_use]
     pub fn posted(&self) -> u64 {
-        self.posted
+        self.agreement.posted()
     }
 
     /// Positions that the peer has granted.
     #[must_use]
     pub fn granted(&self) -> u64 {
-        self.granted
+        self.agreement.granted()
     }
 
     /// Positions that the peer's device has: their slots may be used again.
     #[must_use]
     pub fn acked(&self) -> u64 {
-        self.acked
+        self.agreement.acked()
     }
 
     /// Whether the next position may be posted.
     #[must_use]
     pub fn may_post(&self) -> bool {
-        self.posted < self.granted
+        self.agreement.link().is_some()
+    }
+
+    /// Whether it is between two paths.
+    #[must_use]
+    pub fn is_recovering(&self) -> bool {
+        self.agreement.is_recovering()
+    }
+
+    /// Whether there is an operation for it: an idle end does not ask whether its path works.
+    pub fn set_busy(&mut self, busy: bool) {
+        self.agreement.set_busy(self.driver.now(), busy);
     }
 
     /// Posts the next position: `notice` for the peer's owner, and the first `bytes` bytes of its slot (0: what there is goes with the
-    /// notice).
+    /// notice). The slot stays as it is until [`Sender::acked`] has passed it.
     ///
     /// # Errors
-    /// When the device takes no more: the path has failed.
+    /// When the connection has failed.
     ///
     /// # Panics
-    /// For more bytes than a slot or a notice has.
+    /// For more bytes than a slot or a notice has, and where it may not ([`Sender::may_post`]).
     pub fn post(&mut self, notice: &[u8], bytes: usize) -> Result<Posted, Failure> {
         assert!(notice.len() <= NOTICE_BYTES && bytes <= self.slots.bytes);
-        let position = self.posted;
-        let posted = self.post_position(position, notice, bytes)?;
-        self.missing[position as usize % SLOTS] = posted.parts as u8;
-        self.posted += 1;
-        Ok(posted)
+        let link = self.agreement.link().expect("a step that may be posted");
+        let position = self.posted();
+        let step = &mut self.steps[position as usize % SLOTS];
+        step.notice[..notice.len()].copy_from_slice(notice);
+        (step.length, step.bytes) = (notice.len(), bytes);
+        self.agreement.post(self.driver.now());
+        let posted = self.post_position(link, position);
+        if let Err(failure) = &posted {
+            // It counts as posted: what the peer lacks is posted again.
+            self.driver.fail(link, failure.clone());
+            self.settle()?;
+        }
+        Ok(posted.unwrap_or(Posted {
+            path: usize::from(link.path),
+            qp: 0,
+            parts: 0,
+        }))
     }
 
-    /// The requests of one position over the active path.
-    fn post_position(&self, position: u64, notice: &[u8], bytes: usize) -> Result<Posted, Failure> {
-        let path = self.active();
+    /// The requests of one position over a path.
+    fn post_position(&mut self, link: Link, position: u64) -> Result<Posted, Failure> {
+        let path = &self.driver.paths[usize::from(link.path)];
+        let Step {
+            notice,
+            length,
+            bytes,
+        } = self.steps[position as usize % SLOTS];
         let (lead, count) = (path.lead(position), path.qps().len());
         let is_split = path.port().config().split;
         let (parts, part_bytes) = split(bytes, if is_split { count } else { 1 });
-        let (notice, length) = encode_notice(position, parts as u8, notice);
+        self.missing[position as usize % SLOTS] = parts as u8;
+        let (notice, length) = encode_notice(position, parts as u8, &notice[..length]);
         let slot = self.slots.at(position);
         for part in 0..parts {
             let end = ((part + 1) * part_bytes).min(bytes);
@@ -120,7 +186,7 @@ impl Sender {
             path.post_step((lead + part) % count, position, told, data)?;
         }
         Ok(Posted {
-            path: self.active,
+            path: usize::from(link.path),
             qp: path.qps()[lead].number(),
             parts,
         })
@@ -129,47 +195,121 @@ impl Sender {
     /// Takes what has ended and what was granted; whether there was any.
     ///
     /// # Errors
-    /// When the path has failed, or the peer grants what it cannot have.
+    /// When no path is left, or the peer grants what it cannot have.
     pub fn poll(&mut self) -> Result<bool, Failure> {
+        if let Some(failure) = &self.failure {
+            return Err(failure.clone());
+        }
         let Self {
-            paths,
-            active,
+            driver,
+            agreement,
             missing,
             ..
         } = self;
-        let path = &paths[*active];
-        let mut told = false;
-        let any = path.poll(|ended| {
-            match ended {
-                Ended::Sent { position } => {
-                    let missing = &mut missing[position as usize % SLOTS];
-                    *missing = missing.saturating_sub(1);
-                }
-                Ended::Arrived { .. } => told = true,
-                Ended::Credited => {}
+        let active = agreement.active();
+        // By path: a write of the peer has told of a credit.
+        let mut told = PathSet::EMPTY;
+        let recovers = agreement.is_recovering();
+        let any = driver.poll(usize::from(active.path), recovers, |link, ended| match ended {
+            // What was posted before a switch says nothing of what was posted after.
+            Ended::Sent { position } if link == active => {
+                let missing = &mut missing[position as usize % SLOTS];
+                *missing = missing.saturating_sub(1);
             }
-            Ok(())
-        })?;
-        while self.acked < self.posted && self.missing[self.acked as usize % SLOTS] == 0 {
-            self.acked += 1;
+            Ended::Arrived { .. } => told = told.with(link.path),
+            _ => {}
+        });
+        while self.ended < self.posted() && self.missing[self.ended as usize % SLOTS] == 0 {
+            self.ended += 1;
         }
-        if told {
-            self.take_credit(self.control.credit(self.active))?;
+        if self.ended > self.acked() {
+            // Before all else that happened: a fence follows what it ends.
+            let work = failover::Work::Step(self.ended - 1);
+            let status = Status::Success;
+            self.driver.events.push_front(Event::Completed {
+                link: active,
+                work,
+                status,
+            });
         }
+        for path in told.iter() {
+            let steps = self.driver.control.credit(usize::from(path));
+            self.driver.events.push_back(Event::Granted { steps });
+        }
+        self.settle()?;
         Ok(any)
     }
 
-    fn take_credit(&mut self, granted: u64) -> Result<(), Failure> {
-        // An earlier word than one that was seen comes late: it says nothing new.
-        if granted > self.posted + SLOTS as u64 {
-            let text = format!(
-                "the peer grants {granted} steps, with {} posted and {SLOTS} slots",
-                self.posted
-            );
-            return Err(self.active().failure(None, &text));
+    /// Takes up what has happened, and does what follows.
+    fn settle(&mut self) -> Result<(), Failure> {
+        let now = self.driver.now();
+        let mut actions = std::mem::take(&mut self.actions);
+        if self.agreement.deadline().is_some_and(|deadline| deadline <= now) {
+            self.agreement.expire(now, &mut actions);
         }
-        self.granted = self.granted.max(granted);
-        Ok(())
+        loop {
+            for action in actions.drain(..) {
+                match action {
+                    Action::Replay { link, from, to } => self.replay(link, from, to),
+                    Action::GiveUp(reason) => self.failure = Some(self.driver.given_up(reason)),
+                    other => self.driver.act(other),
+                }
+            }
+            let Some(event) = self.driver.events.pop_front() else {
+                break;
+            };
+            self.agreement.handle(now, event, &mut actions);
+        }
+        self.actions = actions;
+        self.failure.clone().map_or(Ok(()), Err)
+    }
+
+    fn replay(&mut self, link: Link, from: u64, to: u64) {
+        self.ended = from;
+        for position in from..to {
+            if let Err(failure) = self.post_position(link, position) {
+                return self.driver.fail(link, failure);
+            }
+        }
+    }
+
+    /// A message of the peer that came outside RDMA.
+    ///
+    /// # Errors
+    /// As [`Sender::poll`].
+    pub fn hear(&mut self, message: &[u8]) -> Result<(), Failure> {
+        self.driver.hear(message);
+        self.settle()
+    }
+
+    /// A message for the peer, to go outside RDMA, too.
+    pub fn take_outgoing(&mut self) -> Option<[u8; MESSAGE_BYTES]> {
+        self.driver.take_outgoing()
+    }
+
+    /// Something for the record.
+    pub fn take_noted(&mut self) -> Option<Noted> {
+        self.driver.take_noted()
+    }
+
+    /// How long to wait at most before the next [`Sender::poll`]; `None`: until a descriptor tells of something.
+    #[must_use]
+    pub fn wait(&self) -> Option<Duration> {
+        super::wait(&self.driver, self.agreement.deadline())
+    }
+
+    /// Has its descriptors tell of what happens next. Poll once more before waiting for them.
+    ///
+    /// # Errors
+    /// As the device says.
+    pub fn arm(&self) -> Result<(), Failure> {
+        self.driver.arm()
+    }
+
+    /// What to wait for once armed.
+    #[must_use]
+    pub fn fds(&self) -> Vec<RawFd> {
+        self.driver.fds()
     }
 }
 

@@ -14,6 +14,7 @@ use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
 
 mod cpio;
+pub mod failover;
 pub mod guest;
 mod image;
 mod kernel;
@@ -37,6 +38,8 @@ pub enum Command {
     Shell(Options),
     /// Runs the tests that need a guest.
     Test(test::Options),
+    /// RDMA ports that go down during a transfer, and whether it goes on over the others.
+    Failover(failover::Options),
     /// Removes what guests are made of from the cache; the next run fetches it anew, with newer kernels.
     Clean,
 }
@@ -138,6 +141,7 @@ pub fn run(command: &Command) -> Result<ExitCode> {
             finish(&guest)
         }
         Command::Test(options) => test::run(options),
+        Command::Failover(options) => failover::run(options),
         Command::Clean => {
             let folder = image::folder()?;
             match std::fs::remove_dir_all(&folder) {

@@ -1,0 +1,416 @@
+//! What both ends' agreement wants done to queue pairs.
+
+use std::{
+    collections::VecDeque,
+    os::fd::RawFd,
+    sync::{
+        Arc,
+        mpsc::{self, Receiver as Inbox, Sender as Outbox},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use ringsight_failover::{
+    Action, Event, Link, MESSAGE_BYTES, Message, PathId, PathSet, Reason, Report, Scope, Settings, Status,
+    Work as Asked,
+};
+
+use super::{
+    Control, Failure, Path,
+    path::{Ended, Work},
+};
+use crate::{
+    hub::{Hub, Told, local_port, remote_port},
+    port::{Net, Port},
+};
+
+/// How long a drain may take before the queue pair is destroyed instead.
+const DRAIN: Duration = Duration::from_millis(500);
+/// How often devices are asked for events by a connection that is busy. One that waits has their descriptors.
+const EVENTS_EVERY: Duration = Duration::from_millis(2);
+
+/// What a connection that survives its paths needs besides them.
+#[derive(Clone)]
+pub struct Failover {
+    /// What the process's connections share.
+    pub hub: Arc<Hub>,
+    /// The process's ports: a path is rebuilt on its port as it is then.
+    pub net: Option<Arc<Net>>,
+    /// By path: the number of its port among those.
+    pub ports: Vec<usize>,
+}
+
+impl Failover {
+    /// Of a connection that fails with its path.
+    #[must_use]
+    pub fn off() -> Self {
+        let settings = Settings {
+            enabled: false,
+            ..Settings::default()
+        };
+        Self {
+            hub: Hub::new(Arc::new(settings)),
+            net: None,
+            ports: Vec::new(),
+        }
+    }
+}
+
+/// Something to put on record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Noted {
+    /// When, by [`Hub::now`].
+    pub at: Duration,
+    /// What.
+    pub report: Report,
+}
+
+/// The paths of an end and what is under way with them.
+pub(super) struct Driver {
+    pub(super) paths: Vec<Path>,
+    pub(super) control: Control,
+    failover: Failover,
+    connection: u64,
+    ids: Vec<PathId>,
+    seen: u64,
+    last_events: Instant,
+    /// By path: what was known of its port.
+    told: Vec<Told>,
+    /// By path: since when it drains, and whether its device has obeyed.
+    drains: Vec<Option<(Instant, bool)>>,
+    /// What has happened and the end has not taken up.
+    pub(super) events: VecDeque<Event>,
+    /// Messages for outside.
+    outgoing: VecDeque<[u8; MESSAGE_BYTES]>,
+    noted: VecDeque<Noted>,
+    /// Room for what one poll of a path gives.
+    ended: Vec<Ended>,
+    connected: Inbox<Event>,
+    connect: Outbox<Event>,
+    /// What the last error said.
+    pub(super) last: Option<Failure>,
+}
+
+impl Driver {
+    pub(super) fn new(paths: Vec<Path>, control: Control, failover: Failover) -> Self {
+        assert!(!paths.is_empty(), "a connection has a path");
+        let hub = &failover.hub;
+        let ids: Vec<PathId> = paths
+            .iter()
+            .map(|path| {
+                let local = local_port(path.port().device(), path.port().number());
+                let remote = path.peer().map_or(local, |peer| {
+                    remote_port(peer.path.gid, peer.path.lid, peer.path.port)
+                });
+                PathId { local, remote }
+            })
+            .collect();
+        for (path, id) in paths.iter().zip(&ids) {
+            if hub.settings().enabled {
+                hub.watch(path.port().context());
+            }
+            hub.known(*id);
+        }
+        let (connect, connected) = mpsc::channel();
+        Self {
+            connection: hub.connection(),
+            seen: hub.version(),
+            last_events: Instant::now(),
+            told: paths
+                .iter()
+                .map(|path| hub.port(path.port().device(), path.port().number()))
+                .collect(),
+            drains: vec![None; paths.len()],
+            events: VecDeque::new(),
+            outgoing: VecDeque::new(),
+            noted: VecDeque::new(),
+            ended: Vec::new(),
+            ids,
+            paths,
+            control,
+            failover,
+            connected,
+            connect,
+            last: None,
+        }
+    }
+
+    pub(super) fn now(&self) -> Duration {
+        self.failover.hub.now()
+    }
+
+    /// Looks at everything that can happen; what did is in `events`, or was given to `sink` with the path's number.
+    ///
+    /// The path in use is looked at each time, the others now and then, and all while something is amiss (`all`).
+    pub(super) fn poll(&mut self, active: usize, all: bool, mut sink: impl FnMut(Link, Ended)) -> bool {
+        let all = self.look() || all || self.is_waiting();
+        let mut any = false;
+        let mut ended = std::mem::take(&mut self.ended);
+        for index in 0..self.paths.len() {
+            if index != active && !all {
+                continue;
+            }
+            let polled = self.paths[index].poll(&self.control, |end| {
+                ended.push(end);
+                Ok(())
+            });
+            let link = self.paths[index].link();
+            match polled {
+                Ok(moved) => any |= moved,
+                Err(failure) => self.fail(link, failure),
+            }
+            for end in ended.drain(..) {
+                match end {
+                    Ended::Failed { work, code, qp } => {
+                        let status = Status::from_verbs(code);
+                        // What a fence flushes says nothing.
+                        if !self.paths[index].is_fenced() {
+                            let text = self.paths[index].status_text(work, code, qp);
+                            self.last = Some(self.paths[index].failure(Some(code), &text));
+                            let work = told(work);
+                            self.events.push_back(Event::Completed { link, work, status });
+                        }
+                    }
+                    Ended::Probed => {
+                        let (work, status) = (Asked::Probe, Status::Success);
+                        self.events.push_back(Event::Completed { link, work, status });
+                    }
+                    Ended::Message(bytes) => self.hear(&bytes),
+                    end => sink(link, end),
+                }
+            }
+            if let Some((since, sure)) = self.drains[index]
+                && (self.paths[index].is_drained() || since.elapsed() > DRAIN)
+            {
+                self.drains[index] = None;
+                self.events.push_back(Event::Fenced { link, sure });
+            }
+        }
+        self.ended = ended;
+        any
+    }
+
+    /// Takes up what came from elsewhere: devices, other connections, threads that connect.
+    /// Whether it is time to look at all paths.
+    fn look(&mut self) -> bool {
+        let is_time = self.last_events.elapsed() >= EVENTS_EVERY;
+        if is_time {
+            self.last_events = Instant::now();
+            self.failover.hub.poll();
+        }
+        while let Ok(event) = self.connected.try_recv() {
+            self.events.push_back(event);
+        }
+        let hub = Arc::clone(&self.failover.hub);
+        let version = hub.version();
+        if version == self.seen {
+            return is_time;
+        }
+        for (index, path) in (0_u8..).zip(&self.paths) {
+            let told = hub.port(path.port().device(), path.port().number());
+            let before = std::mem::replace(&mut self.told[usize::from(index)], told);
+            // Down and up again since we looked: what was under way is lost, and its address may be another one.
+            if told.downs != before.downs {
+                self.events.push_back(Event::PortDown { path: index });
+            }
+            if told.up && told != before {
+                self.events.push_back(Event::PortUp { path: index });
+            }
+            match hub.order(self.ids[usize::from(index)], self.connection, self.seen) {
+                Some(Scope::Suspect) => self.events.push_back(Event::Suspected { path: index }),
+                Some(Scope::Down) => self.events.push_back(Event::Condemned { path: index }),
+                None => {}
+            }
+        }
+        self.seen = version;
+        true
+    }
+
+    /// A message, however it came.
+    pub(super) fn hear(&mut self, bytes: &[u8]) {
+        // What cannot be read is as if it were lost: the peer says it again, or gives up.
+        if let Some(message) = Message::parse(bytes) {
+            self.events.push_back(Event::Heard(message));
+        }
+    }
+
+    pub(super) fn take_outgoing(&mut self) -> Option<[u8; MESSAGE_BYTES]> {
+        self.outgoing.pop_front()
+    }
+
+    pub(super) fn take_noted(&mut self) -> Option<Noted> {
+        self.noted.pop_front()
+    }
+
+    /// A call failed: the queue pair is of no use.
+    pub(super) fn fail(&mut self, link: Link, failure: Failure) {
+        self.last = Some(failure);
+        self.events.push_back(Event::Failed { link });
+    }
+
+    pub(super) fn path(&mut self, link: Link) -> Option<&mut Path> {
+        self.paths
+            .get_mut(usize::from(link.path))
+            .filter(|path| path.link() == link)
+    }
+
+    /// Does what either end may want.
+    pub(super) fn act(&mut self, action: Action) {
+        match action {
+            Action::Fence { link } => {
+                let Some(path) = self.path(link) else {
+                    // It was not made yet.
+                    return self.events.push_back(Event::Fenced { link, sure: true });
+                };
+                let sure = path.is_fenced() || path.fence();
+                self.drains[usize::from(link.path)] = Some((Instant::now(), sure));
+            }
+            Action::Rebuild { link } => {
+                let index = usize::from(link.path);
+                let event = match self.port_of(index).and_then(|port| {
+                    let path = &mut self.paths[index];
+                    path.rebuild(port, link.generation)
+                        .map_err(|error| error.to_string())
+                }) {
+                    Ok(()) => Event::Rebuilt {
+                        link,
+                        address: self.paths[index].address(),
+                    },
+                    Err(text) => {
+                        self.last = Some(self.paths[index].failure(None, &text));
+                        Event::Failed { link }
+                    }
+                };
+                self.events.push_back(event);
+            }
+            Action::Connect { link, peer } => {
+                let connect = self.path(link).and_then(|path| path.connecting(&peer));
+                let Some(connect) = connect else {
+                    return self.events.push_back(Event::Failed { link });
+                };
+                // To find the peer's address may take a second, in the kernel.
+                let outbox = self.connect.clone();
+                let work = move || {
+                    let event = match connect() {
+                        Ok(()) => Event::Connected { link },
+                        Err(_) => Event::Failed { link },
+                    };
+                    if outbox.send(event).is_err() {
+                        // Nobody waits for it any more: the connection is gone.
+                    }
+                };
+                let started = thread::Builder::new().name("ringsight-qp".into()).spawn(work);
+                if started.is_err() {
+                    self.events.push_back(Event::Failed { link });
+                }
+            }
+            Action::Probe { link } => {
+                let posted = self.path(link).map(|path| path.post_probe());
+                if let Some(Err(failure)) = posted {
+                    self.fail(link, failure);
+                }
+            }
+            Action::Tell { message, over } => self.tell(message, over),
+            Action::Report(report) => self.note(report),
+            Action::Credit { .. } | Action::Replay { .. } | Action::Commit { .. } | Action::GiveUp(_) => {}
+        }
+    }
+
+    fn port_of(&self, index: usize) -> Result<Port, String> {
+        let Failover { net, ports, .. } = &self.failover;
+        let net = net.as_ref().ok_or("there are no ports to rebuild it on")?;
+        net.reopen(ports.get(index).copied().ok_or("the path has no port")?)
+    }
+
+    fn tell(&mut self, message: Message, over: PathSet) {
+        let bytes = message.encode();
+        for index in over.iter() {
+            let Some(path) = self.paths.get_mut(usize::from(index)) else {
+                continue;
+            };
+            if !path.is_fenced() {
+                // A path that takes no message has failed, which its other requests tell.
+                drop(path.post_message(&bytes));
+            }
+        }
+        self.outgoing.push_back(bytes);
+        // Nobody takes them: there is nothing outside. The newest say it all.
+        if self.outgoing.len() > 64 {
+            self.outgoing.pop_front();
+        }
+    }
+
+    fn note(&mut self, report: Report) {
+        let hub = &self.failover.hub;
+        let id = |path: u8| self.ids[usize::from(path)];
+        match report {
+            Report::Broken { link, cause, .. } => hub.failed(id(link.path), self.connection, cause),
+            Report::Switched { from, .. } => hub.switched(id(from)),
+            Report::Restored { link } => hub.restored(id(link.path)),
+            Report::Recovered { .. } => {}
+        }
+        let at = self.now();
+        self.noted.push_back(Noted { at, report });
+        if self.noted.len() > 1024 {
+            self.noted.pop_front();
+        }
+    }
+
+    /// The end of it all, in words.
+    pub(super) fn given_up(&mut self, reason: Reason) -> Failure {
+        for path in &mut self.paths {
+            if !path.is_fenced() {
+                path.fence();
+            }
+        }
+        let last = self.last.take();
+        if let (Reason::Off(_) | Reason::Work(_), Some(last)) = (reason, &last) {
+            return last.clone();
+        }
+        let why = match reason {
+            Reason::NoPath => "no path to the peer works, or it does not answer".to_owned(),
+            Reason::Peer => "the peer found no path that works".to_owned(),
+            Reason::NotFenced(link) => format!("{link} cannot be stopped"),
+            Reason::Work(status) => format!("a request ended with {status:?}"),
+            Reason::Protocol(what) => format!("the peer broke the protocol: {what}"),
+            Reason::Off(cause) => format!("{cause} (RINGSIGHT_NET_FAILOVER is off)"),
+        };
+        let text = match &last {
+            Some(last) => format!("{why}; last: {last}"),
+            None => why,
+        };
+        Failure {
+            path: last.as_ref().map_or(0, |last| last.path),
+            status: last.and_then(|last| last.status),
+            text,
+        }
+    }
+
+    /// Has all descriptors tell of what happens next.
+    pub(super) fn arm(&self) -> Result<(), Failure> {
+        self.paths.iter().try_for_each(Path::arm)
+    }
+
+    /// What to wait for once armed.
+    pub(super) fn fds(&self) -> Vec<RawFd> {
+        let mut fds: Vec<RawFd> = self.paths.iter().map(Path::fd).collect();
+        fds.extend(self.failover.hub.fds());
+        fds
+    }
+
+    /// Whether something is under way that no descriptor tells of.
+    pub(super) fn is_waiting(&self) -> bool {
+        !self.events.is_empty() || self.drains.iter().any(Option::is_some)
+    }
+}
+
+/// A request as the agreement knows it.
+fn told(work: Option<Work>) -> Asked {
+    match work {
+        Some(Work::Step { position, .. } | Work::Data { position, .. }) => Asked::Step(position),
+        Some(Work::Credit { .. }) => Asked::Credit,
+        Some(Work::Probe) => Asked::Probe,
+        Some(Work::Message | Work::Receive { .. } | Work::Marker { .. }) | None => Asked::Message,
+    }
+}
