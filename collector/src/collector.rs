@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ringsight_exporters::model::{Batch, ExportStats};
 use ringsight_probes::sample::Sample;
-use ringsight_records::{Function, Kind};
+use ringsight_records::{Function, Kind, VERSION};
 
 use crate::{
     clock::Clock,
@@ -141,6 +141,12 @@ impl Collector {
             Sample::Record { pid, record, .. } if record.kind == Kind::CommDestroy as u8 => {
                 self.communicators.destroyed(record.comm, *pid, record.rank);
             }
+            Sample::Record { pid, record, .. }
+                if record.kind == Kind::Failover as u8 && record.version() == VERSION =>
+            {
+                let (network, mut output) = self.network();
+                network.path_changed(*pid, record, &mut output);
+            }
             Sample::Watermark { time_ns, .. } => self.now_ns = self.now_ns.max(*time_ns),
             Sample::Network(event) => {
                 let (network, mut output) = self.network();
@@ -237,6 +243,9 @@ impl Collector {
         self.instances
             .settle(least, most, &self.limits, expected, &mut self.ready);
         self.emit();
+        let now_ns = self.now_ns;
+        let (network, mut output) = self.network();
+        network.settle_failovers(now_ns, &mut output);
         if !self.gone.is_empty() {
             let now = self.now_ns;
             let communicators = &mut self.communicators;

@@ -56,11 +56,13 @@ pub enum Role {
     NetworkError = 10,
     /// A time in which a port was down.
     PortDown = 11,
+    /// A connection that left a path.
+    Failover = 12,
 }
 
 impl Role {
     /// How many there are.
-    pub const COUNT: usize = 12;
+    pub const COUNT: usize = 13;
 }
 
 /// Which way data go; tells a send from a recv where a rank does both with one peer.

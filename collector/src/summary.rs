@@ -231,6 +231,7 @@ pub fn spans(counts: &SpanCounts) -> BTreeMap<&'static str, u64> {
         ("queue_pair", Role::QueuePair),
         ("network_error", Role::NetworkError),
         ("port_down", Role::PortDown),
+        ("failover", Role::Failover),
     ];
     named
         .into_iter()

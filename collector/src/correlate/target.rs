@@ -186,7 +186,7 @@ impl Target {
                     self.destroyed.push((record.time_ns, record.op));
                 }
             }
-            Kind::CommInit | Kind::CommDestroy | Kind::ProxyCtrl | Kind::NetPlugin => {}
+            Kind::CommInit | Kind::CommDestroy | Kind::ProxyCtrl | Kind::NetPlugin | Kind::Failover => {}
             Kind::Coll
             | Kind::P2p
             | Kind::CollApi
@@ -236,7 +236,10 @@ impl Target {
     pub(super) fn lost(&mut self, kind: Option<Kind>) {
         // A description that could not be read shows by its absence. What is of no operation touches none.
         let touches = match kind {
-            None | Some(Kind::ProxyCtrl | Kind::NetPlugin | Kind::CommInit | Kind::CommDestroy) => false,
+            None
+            | Some(Kind::ProxyCtrl | Kind::NetPlugin | Kind::CommInit | Kind::CommDestroy | Kind::Failover) => {
+                false
+            }
             Some(Kind::Group | Kind::GroupApi | Kind::Graph | Kind::Coll | Kind::P2p) => false,
             Some(_) => true,
         };

@@ -108,6 +108,7 @@ impl Network {
                 );
             }
         }
+        self.read_failovers((start_unix_ns, unix_ns), communicators, &mut metrics);
         metrics
     }
 }

@@ -1,6 +1,7 @@
-//! Events of the kernel's RDMA stack to spans and metrics: the life of each queue pair of a watched process, times in which a port was
-//! down, and what failed.
+//! The network to spans and metrics. From the kernel's RDMA stack: the life of each queue pair of a watched process, times in which a
+//! port was down, and what failed. From the library: failovers of its connections.
 
+mod failover;
 mod metrics;
 mod spans;
 
@@ -79,6 +80,7 @@ pub(crate) struct Network {
     events: BTreeMap<(Arc<str>, &'static str, Option<u32>), u64>,
     refused: BTreeMap<Refusal, u64>,
     lost: u64,
+    failovers: failover::Failovers,
 }
 
 impl Network {
@@ -92,6 +94,7 @@ impl Network {
             events: BTreeMap::new(),
             refused: BTreeMap::new(),
             lost: 0,
+            failovers: failover::Failovers::default(),
         }
     }
 
@@ -285,6 +288,8 @@ impl Network {
 
     /// A process is gone, and with it its queue pairs and registrations.
     pub(crate) fn exited(&mut self, pid: u32, now_ns: u64, output: &mut Output<'_>) {
+        // While its queue pairs are known, which tell the devices.
+        self.end_failovers(Some(pid), output);
         self.registered.retain(|(of, _, _), _| *of != pid);
         let over = self.queue_pairs.extract_if(|_, known| known.pid == pid);
         for (_, known) in over {
@@ -294,6 +299,7 @@ impl Network {
 
     /// Lets go of everything: ports that are still down are reported as such.
     pub(crate) fn finish(&mut self, now_ns: u64, output: &mut Output<'_>) {
+        self.end_failovers(None, output);
         for (_, known) in self.queue_pairs.drain() {
             spans::queue_pair(&known, now_ns.max(known.begun_ns), output);
         }

@@ -10,6 +10,7 @@
 pub mod clock;
 #[cfg(not(target_arch = "bpf"))]
 pub mod description;
+mod failover;
 #[cfg(not(target_arch = "bpf"))]
 mod lease;
 pub mod network;
@@ -27,6 +28,7 @@ pub mod vocabulary;
 pub use clock::DeviceClock;
 #[cfg(not(target_arch = "bpf"))]
 pub use description::{Description, DescriptionSlot};
+pub use failover::{PathCause, PathChange};
 pub use record::{Flags, Kind, ProbedRecord, Record, State};
 pub use vocabulary::{Algorithm, Cause, DataType, Function, Protocol, ReduceOp};
 

@@ -49,6 +49,11 @@ pub enum Kind {
     /// *Sparse*: the watchdog's verdict on an operation that does not end: a hang (stop) or a rank that is late (start).
     /// `value` is [`crate::vocabulary::Cause`] `<< 32 |` the rank that the others wait for.
     Verdict = 23,
+    /// *Sparse*: a connection between nodes leaves a path ([`State::START`]), goes on over another one ([`State::PATH_SWITCHED`],
+    /// [`State::PATH_RECOVERED`]), has one back ([`State::PATH_RESTORED`]), is on its first path again (stop) or gives up
+    /// ([`State::ABORTED`]). The record is of the proxy operation that the connection is at; `value` is a [`crate::PathChange`],
+    /// `bytes` what is sent again.
+    Failover = 24,
 }
 
 impl Kind {
@@ -73,6 +78,7 @@ impl Kind {
         Self::CommDestroy,
         Self::Graph,
         Self::Verdict,
+        Self::Failover,
     ];
 
     /// How many numbers kinds may take; per-kind counters are arrays of this length.
@@ -85,7 +91,8 @@ impl Kind {
         | Self::CommInit.bit()
         | Self::CommDestroy.bit()
         | Self::Graph.bit()
-        | Self::Verdict.bit();
+        | Self::Verdict.bit()
+        | Self::Failover.bit();
 
     /// Kinds that go to the shared ring alone.
     pub const DENSE: u64 = {
@@ -143,6 +150,7 @@ impl Kind {
             Self::CommDestroy => "comm_destroy",
             Self::Graph => "graph",
             Self::Verdict => "verdict",
+            Self::Failover => "failover",
         }
     }
 
@@ -153,7 +161,7 @@ impl Kind {
             Self::OpLaunched => Some(0),
             Self::ProxyCompleted => Some(1),
             Self::OpCompleted => Some(2),
-            Self::CommInit | Self::CommDestroy | Self::Graph | Self::Verdict => Some(3),
+            Self::CommInit | Self::CommDestroy | Self::Graph | Self::Verdict | Self::Failover => Some(3),
             _ => None,
         }
     }
@@ -206,6 +214,12 @@ impl State {
     pub const GROUP_START_API_STOP: Self = Self(23);
     /// Group: `ncclGroupEnd` was entered.
     pub const GROUP_END_API_START: Self = Self(24);
+    /// Failover: the connection goes on over another path.
+    pub const PATH_SWITCHED: Self = Self(0xe0);
+    /// Failover: the first step got over the new path.
+    pub const PATH_RECOVERED: Self = Self(0xe1);
+    /// Failover: a path that had failed is proven good again.
+    pub const PATH_RESTORED: Self = Self(0xe2);
     /// The event was aborted (stop of an operation or communicator that did not finish).
     pub const ABORTED: Self = Self(0xef);
     /// The event begins.
@@ -234,6 +248,9 @@ impl State {
             Self::KERNEL_CH_STOP => "kernel_ch_stop",
             Self::GROUP_START_API_STOP => "group_start_api_stop",
             Self::GROUP_END_API_START => "group_end_api_start",
+            Self::PATH_SWITCHED => "path_switched",
+            Self::PATH_RECOVERED => "path_recovered",
+            Self::PATH_RESTORED => "path_restored",
             Self::ABORTED => "aborted",
             Self::START => "start",
             Self::STOP => "stop",

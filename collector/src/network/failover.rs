@@ -1,0 +1,366 @@
+//! Failovers of the library's connections: one span from the path that broke to the first path again, linked to the operations that
+//! waited for it.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use ringsight_exporters::model::{Attribute, Metric, MetricData, Span, SpanEvent, SpanLink, Value};
+use ringsight_records::{Flags, PathCause, PathChange, Record, State};
+
+use super::{Network, Output};
+use crate::{
+    correlate::communicators::Communicators,
+    identity::{Direction, InstanceKey, Role, SpanKey, TraceKind},
+};
+
+/// Failovers that are under way at once; connections are few.
+const UNDER_WAY: usize = 16_384;
+/// Moments, and operations, kept of one.
+const KEPT: usize = 64;
+/// After its recovery a failover waits this long for the first path to come back, then it is sent without.
+const FAILBACK_NS: u64 = 30_000_000_000;
+
+/// One end of a connection, in one direction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Connection {
+    pid: u32,
+    comm: u64,
+    rank: u32,
+    peer: i32,
+    channel: u8,
+    send: bool,
+}
+
+/// An operation that the connection was at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Delayed {
+    seq: u64,
+    replay: u32,
+    p2p: bool,
+}
+
+/// A failover that is under way.
+#[derive(Clone, Debug)]
+pub(super) struct Failover {
+    begun_ns: u64,
+    last_ns: u64,
+    /// When steps got over again.
+    recovered_ns: Option<u64>,
+    cause: Option<PathCause>,
+    switches: u32,
+    replayed: u64,
+    moments: Vec<(u64, State, PathChange, u64)>,
+    delayed: Vec<Delayed>,
+}
+
+/// Failovers under way, and what is counted of all.
+#[derive(Debug, Default)]
+pub(super) struct Failovers {
+    under_way: BTreeMap<Connection, Failover>,
+    /// Switches and bytes sent again, by process and cause.
+    counts: BTreeMap<(u32, &'static str), (u64, u64)>,
+}
+
+fn cause_name(cause: Option<PathCause>) -> &'static str {
+    cause.map_or("unknown", PathCause::name)
+}
+
+impl Network {
+    /// Takes in a record of a connection's paths.
+    pub(crate) fn path_changed(&mut self, pid: u32, record: &Record, output: &mut Output<'_>) {
+        let change = PathChange::from_value(record.value);
+        let connection = Connection {
+            pid,
+            comm: record.comm,
+            rank: record.rank,
+            peer: record.peer,
+            channel: record.channel,
+            send: record.flags().contains(Flags::SEND),
+        };
+        let failovers = &mut self.failovers;
+        if failovers.under_way.len() >= UNDER_WAY && !failovers.under_way.contains_key(&connection) {
+            return;
+        }
+        let failover = failovers.under_way.entry(connection).or_insert_with(|| Failover {
+            begun_ns: record.time_ns,
+            last_ns: record.time_ns,
+            recovered_ns: None,
+            cause: change.cause,
+            switches: 0,
+            replayed: 0,
+            moments: Vec::new(),
+            delayed: Vec::new(),
+        });
+        failover.last_ns = failover.last_ns.max(record.time_ns);
+        if failover.moments.len() < KEPT {
+            failover
+                .moments
+                .push((record.time_ns, record.state, change, record.bytes));
+        }
+        let operation = Delayed {
+            seq: record.seq,
+            replay: record.replay,
+            p2p: record.flags().contains(Flags::P2P),
+        };
+        // What runs while a repaired path is only proven is not delayed by it.
+        if failover.recovered_ns.is_none()
+            && failover.delayed.len() < KEPT
+            && !failover.delayed.contains(&operation)
+        {
+            failover.delayed.push(operation);
+        }
+        match record.state {
+            // It broke once more.
+            State::START => failover.recovered_ns = None,
+            State::PATH_SWITCHED => {
+                failover.switches += 1;
+                failover.replayed = failover.replayed.saturating_add(record.bytes);
+                let count = failovers
+                    .counts
+                    .entry((pid, cause_name(change.cause)))
+                    .or_default();
+                count.0 += 1;
+                count.1 = count.1.saturating_add(record.bytes);
+            }
+            State::PATH_RECOVERED => failover.recovered_ns = Some(record.time_ns),
+            State::STOP | State::ABORTED => {
+                if let Some(failover) = self.failovers.under_way.remove(&connection) {
+                    self.failover_span(&connection, &failover, output);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Sends what will not get its first path back soon.
+    pub(crate) fn settle_failovers(&mut self, now_ns: u64, output: &mut Output<'_>) {
+        if self.failovers.under_way.is_empty() {
+            return;
+        }
+        self.send_failovers(output, |_, failover| {
+            failover
+                .recovered_ns
+                .is_some_and(|recovered| now_ns.saturating_sub(recovered) > FAILBACK_NS)
+        });
+    }
+
+    /// Sends those of a process, or all.
+    pub(super) fn end_failovers(&mut self, pid: Option<u32>, output: &mut Output<'_>) {
+        self.send_failovers(output, |connection, _| {
+            pid.is_none_or(|pid| pid == connection.pid)
+        });
+        if let Some(pid) = pid {
+            self.failovers.counts.retain(|(of, _), _| *of != pid);
+        }
+    }
+
+    fn send_failovers(&mut self, output: &mut Output<'_>, which: impl Fn(&Connection, &Failover) -> bool) {
+        let under_way = std::mem::take(&mut self.failovers.under_way);
+        for (connection, failover) in under_way {
+            if which(&connection, &failover) {
+                self.failover_span(&connection, &failover, output);
+            } else {
+                self.failovers.under_way.insert(connection, failover);
+            }
+        }
+    }
+
+    /// Device of a process's queue pair, if the kernel's probes saw it, and only one device has one of that number.
+    fn device_of(&self, pid: u32, number: u32) -> Option<&Arc<str>> {
+        let mut found = self.names.values().filter(|name| {
+            let known = self.queue_pairs.get(&(Arc::clone(name), number));
+            known.is_some_and(|known| known.pid == pid)
+        });
+        let first = found.next()?;
+        found.next().is_none().then_some(first)
+    }
+
+    fn failover_span(&self, connection: &Connection, failover: &Failover, output: &mut Output<'_>) {
+        let Some(watched) = output.communicators.process(connection.pid) else {
+            return;
+        };
+        let communicator = output.communicators.get(connection.comm);
+        let resource = communicator
+            .and_then(|communicator| communicator.member(connection.pid, connection.rank))
+            .map_or(&watched.resource, |member| &member.resource);
+        let peer = connection.peer.cast_unsigned();
+        let trace_id = InstanceKey {
+            comm: watched.identity,
+            seq: failover.begun_ns,
+            ranks: 0,
+            replay: u32::from(connection.channel) << 1 | u32::from(connection.send),
+            kind: TraceKind::Network,
+            pair: Some((connection.rank, peer)),
+        }
+        .trace_id(output.scope);
+        let last = failover.moments.last().map(|(_, state, _, _)| *state);
+        let mut attributes: Vec<Attribute> = vec![
+            ("ccl.rank", Value::Int(i64::from(connection.rank))),
+            ("ccl.peer.rank", Value::Int(i64::from(connection.peer))),
+            ("ccl.channel.id", Value::Int(i64::from(connection.channel))),
+            ("ccl.failover.cause", Value::Static(cause_name(failover.cause))),
+            ("ccl.failover.switches", Value::Int(i64::from(failover.switches))),
+            (
+                "ccl.failover.replayed.size",
+                Value::Int(i64::try_from(failover.replayed).unwrap_or(i64::MAX)),
+            ),
+            ("ccl.failover.failed_back", Value::Bool(last == Some(State::STOP))),
+        ];
+        attributes.extend(
+            communicator.map(|communicator| ("ccl.communicator.id", Value::Text(communicator.id.clone()))),
+        );
+        attributes.extend(failover.recovery_ns().map(|ns| {
+            let seconds = Value::Double(ns as f64 / 1e9);
+            ("ccl.failover.recovery.duration", seconds)
+        }));
+        let ranks = communicator.map_or(0, |communicator| communicator.ranks);
+        let links = failover
+            .delayed
+            .iter()
+            .filter(|_| connection.comm != 0 && ranks != 0)
+            .map(|operation| delayed_link(connection, operation, ranks, output));
+        let links = links.collect();
+        let events = failover
+            .moments
+            .iter()
+            .map(|(ns, state, change, bytes)| SpanEvent {
+                unix_ns: output.clock.unix_ns(*ns),
+                name: moment_name(*state),
+                attributes: self.moment_attributes(connection.pid, *state, change, *bytes),
+            })
+            .collect();
+        output.counts.count(Role::Failover);
+        output.spans.push(Span {
+            resource: Arc::clone(resource),
+            trace_id,
+            span_id: SpanKey::of(Role::Failover).span_id(&trace_id),
+            parent_span_id: None,
+            name: "failover",
+            start_unix_ns: output.clock.unix_ns(failover.begun_ns),
+            end_unix_ns: output.clock.unix_ns(failover.last_ns),
+            attributes,
+            events,
+            links,
+            error: (last == Some(State::ABORTED)).then(|| "the connection has no path left".into()),
+        });
+    }
+
+    fn moment_attributes(&self, pid: u32, state: State, change: &PathChange, bytes: u64) -> Vec<Attribute> {
+        let mut attributes: Vec<Attribute> = Vec::new();
+        attributes.extend(
+            change
+                .cause
+                .map(|cause| ("ccl.failover.cause", Value::Static(cause.name()))),
+        );
+        if change.status != 0 {
+            attributes.push(("rdma.wc.status", Value::Int(i64::from(change.status))));
+        }
+        attributes.push(("ccl.failover.path", Value::Int(i64::from(change.to))));
+        if change.from != change.to {
+            attributes.push(("ccl.failover.path.from", Value::Int(i64::from(change.from))));
+        }
+        if change.number != 0 {
+            attributes.push(("rdma.qp.number", Value::Int(i64::from(change.number))));
+            let device = self.device_of(pid, change.number);
+            attributes.extend(device.map(|name| ("rdma.device.name", Value::Text(Arc::clone(name)))));
+        }
+        attributes.extend(
+            change
+                .port
+                .map(|port| ("ccl.network.port", Value::Int(i64::from(port)))),
+        );
+        if state == State::PATH_SWITCHED {
+            let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
+            attributes.push(("ccl.failover.replayed.size", Value::Int(bytes)));
+        }
+        attributes
+    }
+
+    /// Metrics of failovers.
+    pub(super) fn read_failovers(
+        &self,
+        (start_unix_ns, unix_ns): (u64, u64),
+        communicators: &Communicators,
+        metrics: &mut Vec<Metric>,
+    ) {
+        for ((pid, cause), (switches, bytes)) in &self.failovers.counts {
+            let Some(watched) = communicators.process(*pid) else {
+                continue;
+            };
+            for (name, description, unit, count) in [
+                (
+                    "ccl.failover.switches",
+                    "Changes of a connection's path",
+                    "{switch}",
+                    switches,
+                ),
+                (
+                    "ccl.failover.replayed",
+                    "Bytes sent again over another path",
+                    "By",
+                    bytes,
+                ),
+            ] {
+                metrics.push(Metric {
+                    resource: Arc::clone(&watched.resource),
+                    name,
+                    description,
+                    unit,
+                    attributes: vec![("ccl.failover.cause", Value::Static(cause))],
+                    start_unix_ns,
+                    unix_ns,
+                    data: MetricData::Counter(*count),
+                });
+            }
+        }
+    }
+}
+
+impl Failover {
+    /// From the break to the first step that got over again.
+    fn recovery_ns(&self) -> Option<u64> {
+        let got_over = |state: &State| matches!(*state, State::PATH_RECOVERED | State::STOP);
+        let (ns, ..) = self.moments.iter().find(|(_, state, ..)| got_over(state))?;
+        Some(ns.saturating_sub(self.begun_ns))
+    }
+}
+
+fn moment_name(state: State) -> &'static str {
+    match state {
+        State::START => "path_broken",
+        State::STOP => "failed_back",
+        State::ABORTED => "gave_up",
+        state => state.name().unwrap_or("unknown"),
+    }
+}
+
+/// To the rank's part of an operation that waited.
+fn delayed_link(connection: &Connection, operation: &Delayed, ranks: u32, output: &Output<'_>) -> SpanLink {
+    let peer = connection.peer.cast_unsigned();
+    let (kind, pair, direction) = match (operation.p2p, connection.send) {
+        (false, _) => (TraceKind::Collective, None, Direction::None),
+        (true, true) => (
+            TraceKind::PointToPoint,
+            Some((connection.rank, peer)),
+            Direction::Send,
+        ),
+        (true, false) => (
+            TraceKind::PointToPoint,
+            Some((peer, connection.rank)),
+            Direction::Recv,
+        ),
+    };
+    let trace_id = InstanceKey {
+        comm: connection.comm,
+        seq: operation.seq,
+        ranks,
+        replay: operation.replay,
+        kind,
+        pair,
+    }
+    .trace_id(output.scope);
+    SpanLink {
+        trace_id,
+        span_id: SpanKey::rank(Role::Rank, connection.rank, direction).span_id(&trace_id),
+        attributes: vec![("ccl.link.type", Value::Static("delayed"))],
+    }
+}

@@ -1,0 +1,287 @@
+//! Failovers of the library's connections through the whole collector.
+
+mod common;
+
+use std::sync::Arc;
+
+use ringsight_collector::{
+    Collector,
+    identity::{Direction, InstanceKey, Role, Scope, SpanKey, TraceKind},
+    synthetic::{EPOCH_NS, FIRST_PID, Job},
+};
+use ringsight_exporters::model::{MetricData, Span, Value};
+use ringsight_probes::{
+    network::{NetworkEvent, NetworkSample},
+    sample::{Carrier, Sample},
+};
+use ringsight_records::{Flags, Kind, PathCause, PathChange, Record, State};
+
+use common::{attribute, check_trees, collector, named};
+
+const PEER: i32 = 1;
+const CHANNEL: u8 = 3;
+
+fn watching() -> (Collector, u64, u32) {
+    let job = Job::default();
+    let communicator = job.communicator(0);
+    let (comm, ranks) = (communicator.id, communicator.ranks);
+    let mut collector = collector();
+    collector.ingest(&mut vec![
+        Sample::Process(Arc::new(job.process(0))),
+        Sample::Communicator {
+            pid: FIRST_PID,
+            communicator: Box::new(communicator),
+        },
+    ]);
+    (collector, comm, ranks)
+}
+
+fn change(cause: Option<PathCause>, from: u8, to: u8, number: u32) -> PathChange {
+    PathChange {
+        cause,
+        status: if cause == Some(PathCause::Completion) {
+            12
+        } else {
+            0
+        },
+        from,
+        to,
+        port: Some(to),
+        number,
+    }
+}
+
+/// A record of the connection while it is at operation `seq`.
+fn moment(comm: u64, seq: u64, microseconds: u64, state: State, change: PathChange, bytes: u64) -> Sample {
+    let record = Record {
+        comm,
+        seq,
+        rank: 0,
+        peer: PEER,
+        channel: CHANNEL,
+        bytes,
+        value: change.to_value(),
+        ..Record::new(Kind::Failover, state, EPOCH_NS + microseconds * 1000)
+    };
+    Sample::Record {
+        pid: FIRST_PID,
+        tid: 1,
+        carrier: Carrier::Probe,
+        record: record.with_flags(Flags::SEND),
+    }
+}
+
+fn spans(collector: &mut Collector, mut samples: Vec<Sample>) -> Vec<Span> {
+    collector.ingest(&mut samples);
+    collector.take_batch().spans
+}
+
+fn rank_span(comm: u64, seq: u64, ranks: u32) -> ([u8; 16], [u8; 8]) {
+    let key = InstanceKey {
+        comm,
+        seq,
+        ranks,
+        replay: 0,
+        kind: TraceKind::Collective,
+        pair: None,
+    };
+    let trace_id = key.trace_id(&Scope::default());
+    let span_id = SpanKey::rank(Role::Rank, 0, Direction::None).span_id(&trace_id);
+    (trace_id, span_id)
+}
+
+#[test]
+fn a_failover_is_one_span_linked_to_what_it_delayed() {
+    let (mut collector, comm, ranks) = watching();
+    // The kernel's probes know the queue pairs, hence the devices.
+    let created = [(0x11, "mlx5_0"), (0x22, "mlx5_1")].map(|(qpn, device)| {
+        Sample::Network(Box::new(NetworkSample {
+            pid: Some(FIRST_PID),
+            time_ns: EPOCH_NS,
+            duration_ns: 1,
+            result: 0,
+            device: device.to_owned(),
+            event: NetworkEvent::QpCreated { qpn, kind: 2 },
+        }))
+    });
+    assert!(spans(&mut collector, created.into()).is_empty());
+    let begun = vec![
+        moment(
+            comm,
+            7,
+            10,
+            State::START,
+            change(Some(PathCause::Completion), 0, 0, 0x11),
+            0,
+        ),
+        moment(
+            comm,
+            7,
+            25,
+            State::PATH_SWITCHED,
+            change(Some(PathCause::Completion), 0, 1, 0x22),
+            65_536,
+        ),
+        moment(comm, 8, 40, State::PATH_RECOVERED, change(None, 1, 1, 0x22), 0),
+        // By then nothing waits any more.
+        moment(comm, 20, 900, State::PATH_RESTORED, change(None, 0, 0, 0x11), 0),
+        moment(
+            comm,
+            21,
+            950,
+            State::PATH_SWITCHED,
+            change(Some(PathCause::Failback), 1, 0, 0x11),
+            0,
+        ),
+    ];
+    assert!(spans(&mut collector, begun).is_empty(), "it is under way");
+    let spans = spans(
+        &mut collector,
+        vec![moment(comm, 21, 960, State::STOP, change(None, 0, 0, 0x11), 0)],
+    );
+    check_trees(&spans);
+    let [span] = &spans[..] else { panic!("{spans:?}") };
+    assert_eq!(
+        (span.name, span.end_unix_ns - span.start_unix_ns),
+        ("failover", 950_000)
+    );
+    assert_eq!(span.error, None);
+    for (name, value) in [
+        ("ccl.failover.cause", Value::Static("completion_error")),
+        ("ccl.failover.switches", Value::Int(2)),
+        ("ccl.failover.replayed.size", Value::Int(65_536)),
+        ("ccl.failover.recovery.duration", Value::Double(30e-6)),
+        ("ccl.failover.failed_back", Value::Bool(true)),
+        ("ccl.channel.id", Value::Int(CHANNEL.into())),
+        ("ccl.peer.rank", Value::Int(PEER.into())),
+    ] {
+        assert_eq!(attribute(span, name), Some(&value), "{name}");
+    }
+    let names: Vec<_> = span.events.iter().map(|event| event.name).collect();
+    let expected = [
+        "path_broken",
+        "path_switched",
+        "path_recovered",
+        "path_restored",
+        "path_switched",
+        "failed_back",
+    ];
+    assert_eq!(names, expected);
+    let of = |event: usize, name: &str| {
+        let mut found = span.events[event]
+            .attributes
+            .iter()
+            .filter(|(key, _)| *key == name);
+        found.next().map(|(_, value)| value.clone())
+    };
+    assert_eq!(of(0, "rdma.device.name"), Some(Value::Text("mlx5_0".into())));
+    assert_eq!(of(0, "rdma.wc.status"), Some(Value::Int(12)));
+    assert_eq!(of(1, "rdma.device.name"), Some(Value::Text("mlx5_1".into())));
+    assert_eq!(of(1, "rdma.qp.number"), Some(Value::Int(0x22)));
+    let links: Vec<_> = span
+        .links
+        .iter()
+        .map(|link| (link.trace_id, link.span_id))
+        .collect();
+    assert_eq!(links, [rank_span(comm, 7, ranks), rank_span(comm, 8, ranks)]);
+
+    collector.add_metrics(EPOCH_NS + 1_000_000, 0.0, Vec::new());
+    let metrics = collector.take_batch().metrics;
+    let value = |name, cause| {
+        let cause = ("ccl.failover.cause", Value::Static(cause));
+        let mut found = metrics
+            .iter()
+            .filter(|metric| metric.name == name && metric.attributes == [cause.clone()]);
+        found.next().map(|metric| metric.data.clone())
+    };
+    assert_eq!(
+        value("ccl.failover.switches", "failback"),
+        Some(MetricData::Counter(1))
+    );
+    let replayed = value("ccl.failover.replayed", "completion_error");
+    assert_eq!(replayed, Some(MetricData::Counter(65_536)));
+}
+
+#[test]
+fn a_connection_without_a_path_left_is_an_error() {
+    let (mut collector, comm, _) = watching();
+    let spans = spans(
+        &mut collector,
+        vec![
+            moment(
+                comm,
+                7,
+                10,
+                State::START,
+                change(Some(PathCause::Port), 0, 0, 0x11),
+                0,
+            ),
+            moment(
+                comm,
+                7,
+                90,
+                State::ABORTED,
+                change(Some(PathCause::Timeout), 1, 1, 0x22),
+                0,
+            ),
+        ],
+    );
+    assert_eq!(spans[0].error.as_deref(), Some("the connection has no path left"));
+    assert_eq!(attribute(&spans[0], "ccl.failover.recovery.duration"), None);
+    assert_eq!(
+        attribute(&spans[0], "ccl.failover.failed_back"),
+        Some(&Value::Bool(false))
+    );
+}
+
+#[test]
+fn one_that_does_not_fail_back_is_sent_after_a_while_and_at_the_end() {
+    let (mut collector, comm, _) = watching();
+    let begun = |microseconds| {
+        vec![
+            moment(
+                comm,
+                7,
+                microseconds,
+                State::START,
+                change(Some(PathCause::Port), 0, 0, 0x11),
+                0,
+            ),
+            moment(
+                comm,
+                7,
+                microseconds + 5,
+                State::PATH_SWITCHED,
+                change(Some(PathCause::Port), 0, 1, 0x22),
+                1,
+            ),
+            moment(
+                comm,
+                7,
+                microseconds + 9,
+                State::PATH_RECOVERED,
+                change(None, 1, 1, 0x22),
+                0,
+            ),
+        ]
+    };
+    assert!(spans(&mut collector, begun(10)).is_empty());
+    let later = |seconds: u64| Sample::Watermark {
+        pid: FIRST_PID,
+        time_ns: EPOCH_NS + seconds * 1_000_000_000,
+    };
+    assert!(spans(&mut collector, vec![later(29)]).is_empty());
+    let sent = spans(&mut collector, vec![later(31)]);
+    assert_eq!(
+        attribute(&sent[0], "ccl.failover.failed_back"),
+        Some(&Value::Bool(false))
+    );
+    assert_eq!(
+        attribute(&sent[0], "ccl.failover.recovery.duration"),
+        Some(&Value::Double(9e-6))
+    );
+    assert!(spans(&mut collector, begun(32_000_000)).is_empty());
+    collector.finish(EPOCH_NS + 33_000_000_000);
+    let rest = collector.take_batch().spans;
+    assert_eq!(named(&rest, "failover").count(), 1);
+}
