@@ -5,9 +5,9 @@ mod common;
 
 use std::{env, os::unix::process::CommandExt as _, path::Path, process::Command};
 
-use common::{Call, Rank, host, ok, place_of_process, start_each};
+use common::{Call, Rank, host, ok, place_of_process, start_each, watch::Watch};
 use ringsight_comm::{abi, device::Stream};
-use ringsight_records::Function;
+use ringsight_records::{Flags, Function, Kind, Record, State};
 
 /// Tells a rank to do no more than show that it can.
 const LITTLE: &str = "RDMA_TEST_LITTLE";
@@ -24,6 +24,8 @@ fn two_nodes(change: impl Fn(usize, &mut Command)) -> Ended {
             .env("NCCL_IB_HCA", &devices[rank])
             .env("NCCL_DEBUG", "INFO")
             .env("NCCL_DEBUG_SUBSYS", "ALL")
+            // Emulated processors are slow: that is no hang.
+            .env("NCCL_KERNEL_TIMEOUT_MS", "0")
             // Soft-RoCE takes 7 for "without end".
             .env("NCCL_IB_RETRY_CNT", "6")
             .env("NCCL_IB_TIMEOUT", "16");
@@ -74,7 +76,7 @@ fn data_goes_over_rdma() {
             what,
             &ended,
             &["[send] via NET/IB/0", "[receive] via NET/IB/0"],
-            &["via NET/Socket", "NCCL WARN"],
+            &["via NET/Socket", "NCCL WARN NET/IB"],
         );
     };
     over_rdma("one queue pair", &|_| {});
@@ -220,7 +222,7 @@ fn worker() {
         Call::new(Function::AllReduce, count).check(&rank, count == 17);
     }
     if env::var_os(LITTLE).is_none() {
-        Call::new(Function::AllReduce, 70_001).check(&rank, true);
+        watched(&rank, &Call::new(Function::AllReduce, 70_001));
         for function in [Function::AllGather, Function::ReduceScatter, Function::Broadcast] {
             Call::new(function, 5003).check(&rank, false);
         }
@@ -229,6 +231,32 @@ fn worker() {
     }
     rank.leave();
     println!("rank done");
+}
+
+/// An operation whose work requests are on record: every step that is sent, and all its bytes.
+fn watched(rank: &Rank, call: &Call) {
+    let watch = Watch::begin();
+    call.check(rank, true);
+    rank.synchronize();
+    // What a proxy does after the operation's end is not in question: a step's end is recorded before that of its operation.
+    let records = watch.end();
+    let ends = |kind| {
+        records
+            .iter()
+            .filter(move |record| record.kind() == Some(kind) && record.state == State::STOP)
+    };
+    let sent = |record: &&Record| record.flags().contains(Flags::SEND);
+    let bytes = |records: Vec<&Record>| -> u64 { records.iter().map(|record| record.bytes).sum() };
+    let steps: Vec<&Record> = ends(Kind::ProxyStep).filter(sent).collect();
+    let carried: Vec<&Record> = ends(Kind::NetPlugin).filter(sent).collect();
+    assert!(!steps.is_empty());
+    assert_eq!(carried.len(), steps.len());
+    assert!(
+        carried
+            .iter()
+            .all(|record| record.carrier().port == Some(0) && record.carrier().number > 0)
+    );
+    assert_eq!(bytes(carried), bytes(steps));
 }
 
 /// Sends and receives of all sizes in one group, both ways.
@@ -295,7 +323,7 @@ fn without_rdma_sockets_are_used_and_the_log_says_what_is_missing() {
         "no RDMA",
         &ended,
         &["NET/IB : no RDMA, sockets are used: ", "via NET/Socket"],
-        &["NCCL WARN"],
+        &["NCCL WARN NET/IB"],
     );
     // Who asks for a device by its name is warned.
     let ended = two_nodes(|_, command| {

@@ -412,6 +412,15 @@ fn network_worker() {
                 .count() as u32,
             steps
         );
+        // Sockets carry all of them.
+        for state in [State::START, State::STOP] {
+            let carried: Vec<&Record> = mine(Kind::NetPlugin)
+                .filter(|record| record.state == state)
+                .collect();
+            assert_eq!(carried.len() as u32, steps);
+            let is_socket = |record: &&Record| record.carrier().port.is_none() && record.carrier().number > 2;
+            assert!(carried.iter().all(is_socket));
+        }
         if about.function == Function::AllReduce.code() {
             let sends = starts
                 .iter()

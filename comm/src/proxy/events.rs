@@ -1,6 +1,6 @@
 //! Records of proxy operations, their steps, and what the progress thread does besides.
 
-use ringsight_records::{Flags, Kind, Record, State};
+use ringsight_records::{Carrier, Flags, Kind, Record, State};
 
 use super::ProxyOp;
 use crate::observe;
@@ -44,6 +44,11 @@ pub(crate) fn op(op: &ProxyOp, state: State, bytes: u64) {
 /// One of its steps: `bytes` is what the step has transferred so far.
 pub(crate) fn step(op: &ProxyOp, step: u32, state: State, bytes: usize) {
     write(op, Kind::ProxyStep, state, step.into(), bytes as u64);
+}
+
+/// What carries one of its steps, of `bytes` bytes.
+pub(crate) fn carried(op: &ProxyOp, carrier: Carrier, state: State, bytes: usize) {
+    write(op, Kind::NetPlugin, state, carrier.to_value(), bytes as u64);
 }
 
 /// The progress thread of `rank`: `appended` is how many operations it took over so far.

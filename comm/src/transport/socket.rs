@@ -10,12 +10,12 @@ use std::{
     collections::VecDeque,
     io::{self, IoSlice, Read, Write},
     net::TcpStream,
-    os::fd::RawFd,
+    os::fd::{AsRawFd, RawFd},
     sync::Arc,
 };
 
 use ringsight_kernels::{Fifo, fifo::SLOTS};
-use ringsight_records::State;
+use ringsight_records::{Carrier, State};
 
 use wire::{CREDIT_BYTES, encode_credit, parse_credit};
 pub(crate) use wire::{
@@ -70,6 +70,15 @@ impl Socket {
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(0),
             Err(error) => Err(broken(&error)),
+        }
+    }
+
+    /// What carries a step over it.
+    fn carrier(&self, step: u32) -> Carrier {
+        Carrier {
+            port: None,
+            number: self.stream.as_raw_fd().cast_unsigned(),
+            step,
         }
     }
 
@@ -192,6 +201,7 @@ impl Sender {
                         break;
                     }
                     events::step(op, self.step, State::STEP_SEND_WAIT, 0);
+                    events::carried(op, socket.carrier(self.step), State::START, bytes);
                     self.phase = SendPhase::Network {
                         position,
                         bytes,
@@ -216,6 +226,7 @@ impl Sender {
                         self.fifo.release(position);
                         self.sent += 1;
                         self.transferred += bytes as u64;
+                        events::carried(op, socket.carrier(self.step), State::STOP, bytes);
                         events::step(op, self.step, State::STOP, bytes);
                         self.step += 1;
                         self.phase = SendPhase::Idle;
@@ -311,6 +322,8 @@ pub(crate) struct Receiver {
     header: [u8; STEP_BYTES],
     /// Bytes of the present step that are here, header and data.
     here: usize,
+    /// The present step's header is here, and its record.
+    is_read: bool,
     /// Credit on its way out, and how much of it is gone.
     credit: [u8; CREDIT_BYTES],
     credit_written: usize,
@@ -334,6 +347,7 @@ impl Receiver {
             sizes: VecDeque::with_capacity(SLOTS),
             header: [0; STEP_BYTES],
             here: 0,
+            is_read: false,
             credit: [0; CREDIT_BYTES],
             credit_written: CREDIT_BYTES,
             announced: 0,
@@ -432,6 +446,10 @@ impl Receiver {
         let Some(position) = self.fifo.free() else {
             return Err("a granted slot is not free: the device released slots twice".into());
         };
+        if !self.is_read {
+            events::carried(op, socket.carrier(self.step()), State::START, bytes);
+            self.is_read = true;
+        }
         let have = self.here - STEP_BYTES;
         if have < bytes {
             // SAFETY: the slot is free, so the device does not touch it before it is posted; `bytes` is at most a slot
@@ -441,6 +459,8 @@ impl Receiver {
         }
         if self.here == STEP_BYTES + bytes {
             let step = self.step();
+            events::carried(op, socket.carrier(step), State::STOP, bytes);
+            self.is_read = false;
             events::step(op, step, State::STEP_RECV_FLUSH_WAIT, bytes);
             // CPU memory needs no flush: the release of the flag orders the bytes before it.
             events::step(op, step, State::STEP_RECV_GPU_WAIT, bytes);

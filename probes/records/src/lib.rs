@@ -29,7 +29,7 @@ pub use clock::DeviceClock;
 #[cfg(not(target_arch = "bpf"))]
 pub use description::{Description, DescriptionSlot};
 pub use failover::{PathCause, PathChange};
-pub use record::{Flags, Kind, ProbedRecord, Record, State};
+pub use record::{Carrier, Flags, Kind, ProbedRecord, Record, State};
 pub use vocabulary::{Algorithm, Cause, DataType, Function, Protocol, ReduceOp};
 
 /// Version of every layout in this crate; four bits of each record and a word of the page header carry it.

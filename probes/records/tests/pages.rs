@@ -133,6 +133,8 @@ proptest! {
         let record = Record::from_bytes(&bytes);
         prop_assert_eq!(record.to_bytes(), bytes);
         let _ = (record.kind(), record.state.name(), record.flags(), record.version(), record.proxy_op_shape());
+        // Every value is a carrier's.
+        prop_assert_eq!(record.carrier().to_value(), record.value);
     }
 }
 

@@ -7,7 +7,7 @@ use ringsight_kernels::{
     Fifo,
     fifo::{INLINE_BYTES, SLOTS},
 };
-use ringsight_records::State;
+use ringsight_records::{Carrier, State};
 use ringsight_verbs::endpoint::{self, NOTICE_BYTES};
 
 use super::{Connected, slots_of};
@@ -33,6 +33,8 @@ enum Phase {
 pub(crate) struct Sender {
     fifo: Arc<Fifo>,
     end: endpoint::Sender,
+    /// Number of its port among those of the process.
+    port: u8,
     /// Operations before the present one.
     ops: u32,
     /// The position at which the present one begins.
@@ -41,8 +43,8 @@ pub(crate) struct Sender {
     released: u64,
     /// Of the step at [`endpoint::Sender::posted`].
     phase: Phase,
-    /// Bytes of the steps that are under way.
-    sizes: VecDeque<usize>,
+    /// Bytes of the steps that are under way, and the queue pairs that they were posted to.
+    sizes: VecDeque<(usize, u32)>,
     transferred: u64,
 }
 
@@ -50,6 +52,7 @@ impl Sender {
     pub(crate) fn new(fifo: Arc<Fifo>, connected: Connected) -> Self {
         let (_, slots) = slots_of(&fifo);
         Self {
+            port: connected.port,
             end: endpoint::Sender::new(connected.paths, connected.control, slots),
             fifo,
             ops: 0,
@@ -115,8 +118,9 @@ impl Sender {
             }
             Phase::Peer(bytes) if self.end.may_post() => {
                 events::step(op, step, State::STEP_SEND_WAIT, 0);
-                self.post(op, position, bytes)?;
-                self.sizes.push_back(bytes);
+                let qp = self.post(op, position, bytes)?;
+                events::carried(op, self.carrier(qp, step), State::START, bytes);
+                self.sizes.push_back((bytes, qp));
                 self.phase = Phase::Idle;
             }
             Phase::Peer(_) => {}
@@ -124,8 +128,16 @@ impl Sender {
         Ok(())
     }
 
-    /// Posts the slot at a position: its bytes, if they do not go with the notice, and its header.
-    fn post(&mut self, op: &ProxyOp, position: u64, bytes: usize) -> Result<(), String> {
+    fn carrier(&self, qp: u32, step: u32) -> Carrier {
+        Carrier {
+            port: Some(self.port),
+            number: qp,
+            step,
+        }
+    }
+
+    /// Posts the slot at a position: its bytes, if they do not go with the notice, and its header. The queue pair's number.
+    fn post(&mut self, op: &ProxyOp, position: u64, bytes: usize) -> Result<u32, String> {
         let header = StepHeader {
             op: self.ops,
             step: (position - self.base) as u32,
@@ -144,18 +156,20 @@ impl Sender {
         } else {
             (STEP_BYTES, bytes)
         };
-        self.end
+        let posted = self
+            .end
             .post(&notice[..length], data)
             .map_err(|failure| failure.text)?;
-        Ok(())
+        Ok(posted.qp)
     }
 
     /// Ends the steps that the peer has.
     fn release(&mut self, op: &ProxyOp) {
         while self.released < self.end.acked() {
-            let bytes = self.sizes.pop_front().unwrap_or(0);
+            let (bytes, qp) = self.sizes.pop_front().unwrap_or((0, 0));
             self.fifo.release(self.released);
             self.transferred += bytes as u64;
+            events::carried(op, self.carrier(qp, self.step()), State::STOP, bytes);
             events::step(op, self.step(), State::STOP, bytes);
             self.released += 1;
         }
