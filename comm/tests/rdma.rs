@@ -210,6 +210,66 @@ fn add_up(rank: &Rank, stream: Stream, data: &mut [f32]) {
     ok(on.call(&Call::new(Function::AllReduce, data.len()), at, at));
 }
 
+/// The network device that rank 0 takes down while its operation is under way.
+const DOWN: &str = "RDMA_TEST_DOWN";
+
+fn set_link(device: &str, state: &str) {
+    let status = Command::new("ip")
+        .args(["link", "set", device, state])
+        .status()
+        .unwrap();
+    assert!(status.success(), "ip link set {device} {state}");
+}
+
+#[test]
+#[ignore = "helper: needs RDMA devices, run in a guest"]
+fn operations_go_on_over_the_backup_when_a_port_goes_down() {
+    for device in ["pnic0", "nic0"] {
+        let ended = two_nodes(|rank, command| {
+            let devices = ["=hca0,hca1", "=peer0,peer1"][rank];
+            command.env("NCCL_IB_HCA", devices).env(DOWN, device);
+        });
+        set_link(device, "up");
+        let names = [["hca0:1", "hca1:1"], ["peer0:1", "peer1:1"]];
+        for ((rank, (well, text)), [from, to]) in ended.iter().enumerate().zip(names) {
+            assert!(well, "{device} down, rank {rank}:\n{text}");
+            let backup = format!("NET/IB : backup of {from} : {to}, neighbour");
+            assert!(
+                text.contains(&backup),
+                "{device} down, rank {rank}: no {backup:?} in\n{text}"
+            );
+            let switch = format!("from {from} to {to} (epoch 1)");
+            assert!(
+                text.contains(&switch),
+                "{device} down, rank {rank}: no {switch:?} in\n{text}"
+            );
+            assert!(
+                !text.contains("NET/Socket"),
+                "{device} down, rank {rank}:\n{text}"
+            );
+        }
+    }
+}
+
+/// All-reduces, during one of which a port goes down.
+fn survive(rank: &Rank, device: &str) {
+    const ROUNDS: i32 = 10;
+    let mut data = vec![1_f32; 30_001];
+    for round in 0..ROUNDS {
+        add_up(rank, rank.stream, &mut data);
+        if round == 3 && rank.rank == 0 {
+            set_link(device, "down");
+        }
+        rank.synchronize();
+        let expected = 2_f32.powi(round + 1);
+        assert!(
+            data.iter().all(|value| *value == expected),
+            "round {round}: {}",
+            data[0]
+        );
+    }
+}
+
 #[test]
 #[ignore = "helper: the body of one rank; started by the other tests"]
 fn worker() {
@@ -217,6 +277,12 @@ fn worker() {
         return;
     };
     let rank = Rank::join(id, rank, ranks);
+    if let Ok(device) = env::var(DOWN) {
+        survive(&rank, &device);
+        rank.leave();
+        println!("rank done");
+        return;
+    }
     // Less than a slot, more than one, and what goes with a notice.
     for count in [1, 17, 5003] {
         Call::new(Function::AllReduce, count).check(&rank, count == 17);

@@ -1,6 +1,6 @@
 //! What all connections of a process share about their ports: which are up, and what each found out.
 //!
-//! A device tells its events to whoever asks first, so one place asks for all. Connections look at [`Hub::version`], a relaxed load,
+//! A device tells its events to whoever asks first, so one place asks for all. Connections look at its version, a relaxed load,
 //! and read the rest when it has changed.
 
 use std::{

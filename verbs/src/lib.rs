@@ -18,3 +18,4 @@ pub mod sysfs;
 pub mod wire;
 
 pub use error::{Error, Result};
+pub use ringsight_failover as failover;

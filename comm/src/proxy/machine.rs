@@ -1,6 +1,6 @@
 //! The end of a network connection, over whichever transport it goes.
 
-use std::sync::Arc;
+use std::{os::fd::RawFd, sync::Arc, time::Duration};
 
 use ringsight_kernels::Fifo;
 
@@ -83,13 +83,46 @@ impl Machine {
         }
     }
 
-    /// Has [`Needs::completions`] tell of whatever happens next: to be followed by a turn before waiting for it. Whether there
-    /// is such a descriptor. An error is what the turn finds, too.
-    pub(super) fn arm(&self) -> bool {
+    /// What there is to do without an operation: the peer of a connection over RDMA may need help with its paths. False: nothing, now
+    /// and later.
+    pub(super) fn tend(&mut self, socket: &mut Socket, peer: u32) -> bool {
         match self {
-            Self::VerbsSender(end) => end.arm().is_ok(),
-            Self::VerbsReceiver(end) => end.arm().is_ok(),
+            Self::VerbsSender(end) => end.tend(socket, peer),
+            Self::VerbsReceiver(end) => end.tend(socket, peer),
             Self::SocketSender(_) | Self::SocketReceiver(_) | Self::Unconfirmed(_) => false,
+        }
+    }
+
+    /// Whether it is to be tended.
+    pub(super) fn is_verbs(&self) -> bool {
+        matches!(self, Self::VerbsSender(_) | Self::VerbsReceiver(_))
+    }
+
+    /// Has [`Machine::fds`] tell of whatever happens next: to be followed by a turn before waiting for it. An error is what the turn
+    /// finds, too.
+    pub(super) fn arm(&self) {
+        let _ = match self {
+            Self::VerbsSender(end) => end.arm(),
+            Self::VerbsReceiver(end) => end.arm(),
+            Self::SocketSender(_) | Self::SocketReceiver(_) | Self::Unconfirmed(_) => Ok(()),
+        };
+    }
+
+    /// Descriptors to wait for besides the socket, once armed.
+    pub(super) fn fds(&self) -> Vec<RawFd> {
+        match self {
+            Self::VerbsSender(end) => end.fds(),
+            Self::VerbsReceiver(end) => end.fds(),
+            Self::SocketSender(_) | Self::SocketReceiver(_) | Self::Unconfirmed(_) => Vec::new(),
+        }
+    }
+
+    /// How long to wait at most; `None`: until something happens.
+    pub(super) fn wait(&self) -> Option<Duration> {
+        match self {
+            Self::VerbsSender(end) => end.wait(),
+            Self::VerbsReceiver(end) => end.wait(),
+            Self::SocketSender(_) | Self::SocketReceiver(_) | Self::Unconfirmed(_) => None,
         }
     }
 

@@ -188,6 +188,8 @@ struct Connection {
     /// Of the first operation.
     state: OpState,
     failed: bool,
+    /// Without an operation, it still has a peer that may need it.
+    is_tended: bool,
 }
 
 struct Engine<'a> {
@@ -236,7 +238,11 @@ impl<'a> Engine<'a> {
                     events::control(rank, State::CTRL_IDLE, 0);
                 }
                 events::control(rank, State::CTRL_SLEEP, 0);
-                self.poll(None);
+                self.arm();
+                self.tend();
+                self.poll(self.wait());
+                self.is_armed = false;
+                self.tend();
                 events::control(rank, State::CTRL_WAKEUP, 0);
                 continue;
             }
@@ -246,15 +252,18 @@ impl<'a> Engine<'a> {
                 moved_turns += 1;
                 if moved_turns % POLL_EVERY == 0 {
                     self.poll(Some(Duration::ZERO));
+                    self.tend();
                 }
                 continue;
             }
             idle_turns += 1;
+            self.tend();
             let waits_for_device = self.working().any(|connection| connection.machine.needs().device);
             if !waits_for_device {
                 // What happened between the turn and the arming told nobody: one more turn after it.
                 if self.is_armed || !self.arm() {
-                    self.poll(Some(sys::ABORT_CHECK));
+                    let most = self.wait().unwrap_or(sys::ABORT_CHECK);
+                    self.poll(Some(most.min(sys::ABORT_CHECK)));
                     self.is_armed = false;
                 }
             } else if idle_turns <= YIELDS {
@@ -293,6 +302,7 @@ impl<'a> Engine<'a> {
                             ops,
                             state,
                             failed,
+                            is_tended: false,
                         },
                     );
                 }
@@ -305,6 +315,7 @@ impl<'a> Engine<'a> {
                                 Machine::over_verbs(fifo, connection.endpoint.is_send, connected);
                         }
                         connection.socket = Some(Socket::new(stream));
+                        connection.is_tended = connection.machine.is_verbs();
                     }
                 }
                 Command::Remove(id) => {
@@ -356,6 +367,8 @@ impl<'a> Engine<'a> {
                 Ok(Turn::Waiting) => {}
                 Ok(turn) => {
                     moved = true;
+                    // Confirmed meanwhile.
+                    connection.is_tended |= connection.machine.is_verbs();
                     connection.reach(OpState::Progress, &op);
                     if let Turn::Done(bytes) = turn {
                         events::op(&op, State::STOP, bytes);
@@ -382,31 +395,52 @@ impl<'a> Engine<'a> {
         moved
     }
 
+    /// Connections that something is expected of: with an operation, or with a peer that may need them.
+    fn awake(&self) -> impl Iterator<Item = &Connection> {
+        self.connections
+            .values()
+            .filter(|connection| connection.socket.is_some() && connection.is_awake())
+    }
+
     /// Has completion queues tell of what happens next; whether there are any.
     fn arm(&mut self) -> bool {
-        // All of them, not only up to the first.
-        let armed = self
-            .working()
-            .filter(|connection| connection.machine.arm())
-            .count();
-        self.is_armed = armed > 0;
-        self.is_armed
+        self.awake().for_each(|connection| connection.machine.arm());
+        let any = self.awake().any(|connection| connection.machine.is_verbs());
+        self.is_armed = any;
+        any
+    }
+
+    /// How long the connections let it sleep.
+    fn wait(&self) -> Option<Duration> {
+        self.awake()
+            .filter_map(|connection| connection.machine.wait())
+            .min()
+    }
+
+    /// Looks after the connections that have no operation and may be needed.
+    fn tend(&mut self) {
+        for connection in self.connections.values_mut() {
+            if connection.ops.is_empty()
+                && connection.is_tended
+                && let Some(socket) = &mut connection.socket
+            {
+                connection.is_tended = connection.machine.tend(socket, connection.endpoint.peer);
+            }
+        }
     }
 
     /// Waits for the sockets of the connections at work, and their completion queues if they are armed, for a command, and at most
     /// `timeout`.
     fn poll(&mut self, timeout: Option<Duration>) {
         let mut fds = vec![sys::interest(&self.shared.wake, libc::POLLIN)];
-        for connection in self.working() {
+        for connection in self.awake() {
             if let Some(socket) = &connection.socket {
                 fds.push(sys::interest(&*socket.stream, connection.machine.needs().events));
             }
         }
         let sockets = fds.len();
         if self.is_armed {
-            let queues = self
-                .working()
-                .filter_map(|connection| connection.machine.needs().completions);
+            let queues = self.awake().flat_map(|connection| connection.machine.fds());
             fds.extend(queues.map(|fd| sys::interest(&fd, libc::POLLIN)));
         }
         if sys::poll(&mut fds, timeout).is_err() {
@@ -418,7 +452,7 @@ impl<'a> Engine<'a> {
         let working = self
             .connections
             .values_mut()
-            .filter(|c| !c.ops.is_empty())
+            .filter(|c| c.is_awake())
             .filter_map(|c| c.socket.as_mut());
         for (fd, socket) in fds[1..sockets].iter().zip(working) {
             let broken = fd.revents & (libc::POLLERR | libc::POLLHUP | libc::POLLNVAL) != 0;
@@ -438,6 +472,11 @@ impl<'a> Engine<'a> {
 }
 
 impl Connection {
+    /// With an operation, or with a peer that may need it.
+    fn is_awake(&self) -> bool {
+        !self.ops.is_empty() || self.is_tended
+    }
+
     /// Brings its first operation as far as `state`, unless it is.
     fn reach(&mut self, state: OpState, op: &ProxyOp) {
         if self.state < state {

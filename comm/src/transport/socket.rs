@@ -10,7 +10,7 @@ use std::{
     collections::VecDeque,
     io::{self, IoSlice, Read, Write},
     net::TcpStream,
-    os::fd::{AsRawFd, RawFd},
+    os::fd::AsRawFd,
     sync::Arc,
 };
 
@@ -83,7 +83,7 @@ impl Socket {
     }
 
     /// Bytes written; 0 when it would block.
-    fn write(&mut self, parts: &[IoSlice<'_>]) -> Result<usize, String> {
+    pub(crate) fn write(&mut self, parts: &[IoSlice<'_>]) -> Result<usize, String> {
         if !self.writable {
             return Ok(0);
         }
@@ -115,8 +115,7 @@ pub(crate) enum Turn {
 pub(crate) struct Needs {
     /// Events of the socket.
     pub(crate) events: libc::c_short,
-    /// Another descriptor to wait for, readable once it was armed.
-    pub(crate) completions: Option<RawFd>,
+
     /// The device, through the FIFO: nothing that poll could see.
     pub(crate) device: bool,
 }
@@ -291,7 +290,6 @@ impl Sender {
             SendPhase::Idle | SendPhase::Gpu => Needs {
                 events: libc::POLLIN,
                 device: true,
-                completions: None,
             },
             SendPhase::Peer { .. } => Needs {
                 events: libc::POLLIN,

@@ -20,6 +20,7 @@ pub use control::{CONTROL_BYTES, Control, NOTICE_BYTES, fuzz};
 pub use driver::{Failover, Noted};
 pub use path::{Ended, Path, Peer, Work};
 pub use receiver::{Arrived, Receiver};
+pub use ringsight_failover::MESSAGE_BYTES;
 pub use sender::{Posted, Sender};
 
 use std::fmt;

@@ -7,6 +7,7 @@
 
 mod receiver;
 mod sender;
+mod talk;
 
 use std::{
     path::Path as FilePath,
@@ -22,7 +23,9 @@ use ringsight_verbs::{
     choice,
     config::Config,
     device::Memory,
-    endpoint::{self, Control, Path, Peer, Slots},
+    endpoint::{self, Control, Failover, Noted, Path, Peer, Slots},
+    failover::{Report, Settings},
+    hub::Hub,
     port::Net,
     sysfs::Place,
     wire::Offer,
@@ -45,6 +48,8 @@ const _: () = assert!(SLOTS == endpoint::SLOTS);
 pub struct Rdma {
     /// The process's ports.
     pub net: Arc<Net>,
+    /// What is known of them and of the paths between them and peers' ports.
+    pub hub: Arc<Hub>,
     /// Connections that cannot go over it fail.
     pub required: bool,
 }
@@ -77,16 +82,16 @@ impl Wish {
 /// # Errors
 /// When a variable says what it cannot, or RDMA is wished for and is not there.
 pub(crate) fn by_environment(wish: Wish) -> Result<Option<Rdma>> {
-    static NET: OnceLock<std::result::Result<Option<Arc<Net>>, Found>> = OnceLock::new();
+    static NET: OnceLock<std::result::Result<Option<Rdma>, Found>> = OnceLock::new();
     if wish == Wish::Socket {
         return Ok(None);
     }
     let required = wish == Wish::Ib;
     let net = NET.get_or_init(look);
     match net {
-        Ok(Some(net)) => Ok(Some(Rdma {
-            net: Arc::clone(net),
+        Ok(Some(rdma)) => Ok(Some(Rdma {
             required,
+            ..rdma.clone()
         })),
         Ok(None) if required => Err(missing("NCCL_IB_DISABLE is set")),
         Ok(None) => Ok(None),
@@ -110,9 +115,10 @@ enum Found {
     Nothing(String),
 }
 
-fn look() -> std::result::Result<Option<Arc<Net>>, Found> {
+fn look() -> std::result::Result<Option<Rdma>, Found> {
     let config =
         Config::from_environment(crate::env::text).map_err(|error| Found::Invalid(error.to_string()))?;
+    let settings = Settings::read(crate::env::text).map_err(|error| Found::Invalid(error.to_string()))?;
     let Some(config) = config else {
         tracing::info!(target: log::NET, "NET/IB : NCCL_IB_DISABLE is set");
         return Ok(None);
@@ -133,7 +139,11 @@ fn look() -> std::result::Result<Option<Arc<Net>>, Found> {
             if net.config().failover {
                 tell_backups(&net);
             }
-            Ok(Some(Arc::new(net)))
+            Ok(Some(Rdma {
+                net: Arc::new(net),
+                hub: Hub::new(Arc::new(settings)),
+                required: false,
+            }))
         }
         Err(text) => {
             if named {
@@ -175,6 +185,7 @@ pub(crate) struct Prepared {
     control: Control,
     /// What the peer is told.
     pub(crate) offer: Offer,
+    failover: Failover,
     /// Number of the port among those of the process.
     pub(crate) port: u8,
 }
@@ -183,6 +194,7 @@ pub(crate) struct Prepared {
 pub(crate) struct Connected {
     paths: Vec<Path>,
     control: Control,
+    failover: Failover,
     /// Number of the port among those of the process.
     pub(crate) port: u8,
 }
@@ -219,13 +231,25 @@ pub(crate) fn prepare(
         let port = rdma.net.open(port)?;
         Path::new(index, port, (&memory, is_receiver), &control, draw).map_err(|error| error.to_string())
     };
-    let mut paths = vec![make(0, port)?];
+    let (mut paths, mut ports) = (vec![make(0, port)?], vec![port]);
     if let Some(backup) = backup_of(&rdma.net, port) {
         match make(1, backup) {
-            Ok(path) => paths.push(path),
+            Ok(path) => {
+                paths.push(path);
+                ports.push(backup);
+            }
             Err(why) => tracing::info!(target: log::NET, "NET/IB : no backup of port {port}: {why}"),
         }
     }
+    let failover = if rdma.net.config().failover {
+        Failover {
+            hub: Arc::clone(&rdma.hub),
+            net: Some(Arc::clone(&rdma.net)),
+            ports,
+        }
+    } else {
+        Failover::off()
+    };
     let offer = Offer {
         failover: rdma.net.config().failover,
         slots: if is_receiver { memory.address() } else { 0 },
@@ -236,6 +260,7 @@ pub(crate) fn prepare(
         paths,
         control,
         offer,
+        failover,
         port: port as u8,
     })
 }
@@ -291,10 +316,58 @@ impl Prepared {
         let Self {
             mut paths,
             control,
+            mut failover,
             port,
             ..
         } = self;
+        if !peer.failover {
+            failover = Failover::off();
+        }
         paths.truncate(peer.paths.len());
-        Ok(Connected { paths, control, port })
+        failover.ports.truncate(paths.len());
+        Ok(Connected {
+            paths,
+            control,
+            failover,
+            port,
+        })
+    }
+}
+
+/// Tells the log what an end has noticed of its paths.
+fn note(noted: &Noted, paths: &[Path], peer: u32, is_send: bool) {
+    let way = if is_send { "to" } else { "from" };
+    let name = |path: u8| {
+        let port = paths.get(usize::from(path)).map(Path::port);
+        port.map_or_else(
+            || "?".to_owned(),
+            |port| format!("{}:{}", port.device(), port.number()),
+        )
+    };
+    match noted.report {
+        Report::Broken { link, cause, .. } => {
+            let port = name(link.path);
+            tracing::warn!(target: log::NET, "NET/IB : {port}, {way} rank {peer}, {link} failed: {cause:?}");
+        }
+        Report::Switched {
+            epoch,
+            from,
+            to,
+            committed,
+            replayed,
+        } => {
+            let (from, to) = (name(from), name(to));
+            tracing::warn!(
+                target: log::NET,
+                "NET/IB : {way} rank {peer}, from {from} to {to} (epoch {epoch}), {committed} steps were there, {replayed} are sent again"
+            );
+        }
+        Report::Recovered { epoch } => {
+            tracing::info!(target: log::NET, "NET/IB : {way} rank {peer}, steps go on (epoch {epoch})");
+        }
+        Report::Restored { link } => {
+            let port = name(link.path);
+            tracing::info!(target: log::NET, "NET/IB : {port}, {way} rank {peer}, {link} is ready again");
+        }
     }
 }

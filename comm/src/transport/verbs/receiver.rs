@@ -1,6 +1,6 @@
 //! The receiving end: the FIFO's producer.
 
-use std::{collections::VecDeque, sync::Arc};
+use std::{collections::VecDeque, os::fd::RawFd, sync::Arc, time::Duration};
 
 use ringsight_kernels::{
     Fifo,
@@ -9,7 +9,7 @@ use ringsight_kernels::{
 use ringsight_records::State;
 use ringsight_verbs::endpoint;
 
-use super::{Connected, sender::is_gone};
+use super::{Connected, note, talk::Talk};
 use crate::{
     proxy::{ProxyOp, events},
     transport::socket::{MOST_REASON, Needs, STEP_BYTES, Socket, StepHeader, Turn, VERDICT_BYTES, Verdict},
@@ -19,6 +19,9 @@ use crate::{
 pub(crate) struct Receiver {
     fifo: Arc<Fifo>,
     end: endpoint::Receiver,
+    talk: Talk,
+    /// An operation is under way.
+    is_busy: bool,
     /// Operations before the present one.
     ops: u32,
     /// Steps granted, received and consumed by the device since the connection began; in this order, at most [`SLOTS`] apart.
@@ -39,7 +42,9 @@ impl Receiver {
     pub(crate) fn new(fifo: Arc<Fifo>, connected: Connected) -> Self {
         Self {
             fifo,
-            end: endpoint::Receiver::new(connected.paths, connected.control),
+            end: endpoint::Receiver::with_failover(connected.paths, connected.control, connected.failover),
+            talk: Talk::new(),
+            is_busy: false,
             ops: 0,
             granted: 0,
             received: 0,
@@ -58,20 +63,26 @@ impl Receiver {
 
     /// Moves `op` on as far as it goes now.
     pub(crate) fn turn(&mut self, op: &ProxyOp, socket: &mut Socket) -> Result<Turn, String> {
+        self.set_busy(true);
         // Before what has arrived is looked at: all that a peer sent before it went is there then.
-        let gone = is_gone(socket);
+        self.listen(socket);
         let end = self.base + u64::from(op.steps);
         let mut moved = false;
         loop {
             let before = (self.consumed, self.granted, self.received);
             self.consume(op);
             self.grant(op, end)?;
+            let polled = self.end.poll();
+            // What has been received needs no peer and no path.
             if self.received < end && !self.differs {
+                polled.map_err(|failure| failure.text)?;
                 self.receive(op)?;
             }
             if self.consumed == end {
                 self.base = end;
                 self.ops = self.ops.wrapping_add(1);
+                self.set_busy(false);
+                self.speak(socket, op.peer);
                 return Ok(Turn::Done(std::mem::take(&mut self.transferred)));
             }
             if before == (self.consumed, self.granted, self.received) {
@@ -79,11 +90,42 @@ impl Receiver {
             }
             moved = true;
         }
-        match gone {
-            // What has been received needs no peer.
-            Err(text) if !moved && self.received < end => Err(text),
+        self.speak(socket, op.peer);
+        match self.talk.gone() {
+            Some(text) if !moved && self.received < end => Err(text.to_owned()),
             _ => Ok(if moved { Turn::Moved } else { Turn::Waiting }),
         }
+    }
+
+    fn set_busy(&mut self, busy: bool) {
+        if std::mem::replace(&mut self.is_busy, busy) != busy {
+            self.end.set_busy(busy);
+        }
+    }
+
+    /// Takes what the peer says beside RDMA. What follows from it is found by the next poll.
+    fn listen(&mut self, socket: &mut Socket) {
+        let Self { talk, end, .. } = self;
+        talk.read(socket, |message| {
+            let _ = end.hear(message);
+        });
+    }
+
+    /// Says what is to be said beside RDMA, and tells the log what has happened.
+    fn speak(&mut self, socket: &mut Socket, peer: u32) {
+        let Self { talk, end, .. } = self;
+        talk.write(socket, || end.take_outgoing());
+        while let Some(noted) = end.take_noted() {
+            note(&noted, end.paths(), peer, false);
+        }
+    }
+
+    /// What there is to do without an operation: a peer may need this end's help. Whether there may be more later.
+    pub(crate) fn tend(&mut self, socket: &mut Socket, peer: u32) -> bool {
+        self.listen(socket);
+        let works = self.end.poll().is_ok();
+        self.speak(socket, peer);
+        works && self.talk.gone().is_none()
     }
 
     /// Ends the steps that the device is done with.
@@ -114,7 +156,6 @@ impl Receiver {
 
     /// Gives the device what is here.
     fn receive(&mut self, op: &ProxyOp) -> Result<(), String> {
-        self.end.poll().map_err(|failure| failure.text)?;
         while !self.differs
             && let Some(arrived) = self.end.take().map_err(|failure| failure.text)?
         {
@@ -158,14 +199,23 @@ impl Receiver {
 
     /// Has its descriptor tell of the next end of anything: to be followed by a turn.
     pub(crate) fn arm(&self) -> Result<(), String> {
-        self.end.active().arm().map_err(|failure| failure.text)
+        self.end.arm().map_err(|failure| failure.text)
+    }
+
+    /// What to wait for once armed.
+    pub(crate) fn fds(&self) -> Vec<RawFd> {
+        self.end.fds()
+    }
+
+    /// How long to wait at most.
+    pub(crate) fn wait(&self) -> Option<Duration> {
+        self.end.wait()
     }
 
     pub(crate) fn needs(&self) -> Needs {
         Needs {
-            events: libc::POLLIN,
+            events: self.talk.events(),
             device: self.consumed < self.received,
-            completions: Some(self.end.active().fd()),
         }
     }
 }

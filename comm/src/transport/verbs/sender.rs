@@ -1,7 +1,7 @@
 //! The sending end: the FIFO's consumer. Steps are posted one after the other as the device fills slots and the peer grants them,
 //! and up to all slots are under way at once; a slot is released when the peer's device has its bytes.
 
-use std::{collections::VecDeque, sync::Arc};
+use std::{collections::VecDeque, os::fd::RawFd, sync::Arc, time::Duration};
 
 use ringsight_kernels::{
     Fifo,
@@ -10,7 +10,7 @@ use ringsight_kernels::{
 use ringsight_records::{Carrier, State};
 use ringsight_verbs::endpoint::{self, NOTICE_BYTES};
 
-use super::{Connected, slots_of};
+use super::{Connected, note, slots_of, talk::Talk};
 use crate::{
     proxy::{ProxyOp, events},
     transport::socket::{Needs, STEP_BYTES, Socket, StepHeader, Turn},
@@ -33,8 +33,11 @@ enum Phase {
 pub(crate) struct Sender {
     fifo: Arc<Fifo>,
     end: endpoint::Sender,
+    talk: Talk,
     /// Number of its port among those of the process.
     port: u8,
+    /// An operation is under way.
+    is_busy: bool,
     /// Operations before the present one.
     ops: u32,
     /// The position at which the present one begins.
@@ -53,7 +56,14 @@ impl Sender {
         let (_, slots) = slots_of(&fifo);
         Self {
             port: connected.port,
-            end: endpoint::Sender::new(connected.paths, connected.control, slots),
+            end: endpoint::Sender::with_failover(
+                connected.paths,
+                connected.control,
+                slots,
+                connected.failover,
+            ),
+            talk: Talk::new(),
+            is_busy: false,
             fifo,
             ops: 0,
             base: 0,
@@ -71,8 +81,9 @@ impl Sender {
 
     /// Moves `op` on as far as it goes now.
     pub(crate) fn turn(&mut self, op: &ProxyOp, socket: &mut Socket) -> Result<Turn, String> {
+        self.set_busy(true);
         // Before what has ended is looked at: all that a peer did before it went is there then.
-        let gone = is_gone(socket);
+        self.listen(socket);
         let end = self.base + u64::from(op.steps);
         let mut moved = false;
         loop {
@@ -82,6 +93,8 @@ impl Sender {
             if self.released == end {
                 self.base = end;
                 self.ops = self.ops.wrapping_add(1);
+                self.set_busy(false);
+                self.speak(socket, op.peer);
                 return Ok(Turn::Done(std::mem::take(&mut self.transferred)));
             }
             if self.end.posted() < end {
@@ -92,10 +105,42 @@ impl Sender {
             }
             moved = true;
         }
-        match gone {
-            Err(text) if !moved => Err(text),
+        self.speak(socket, op.peer);
+        match self.talk.gone() {
+            Some(text) if !moved => Err(text.to_owned()),
             _ => Ok(if moved { Turn::Moved } else { Turn::Waiting }),
         }
+    }
+
+    fn set_busy(&mut self, busy: bool) {
+        if std::mem::replace(&mut self.is_busy, busy) != busy {
+            self.end.set_busy(busy);
+        }
+    }
+
+    /// Takes what the peer says beside RDMA. What follows from it is found by the next poll.
+    fn listen(&mut self, socket: &mut Socket) {
+        let Self { talk, end, .. } = self;
+        talk.read(socket, |message| {
+            let _ = end.hear(message);
+        });
+    }
+
+    /// Says what is to be said beside RDMA, and tells the log what has happened.
+    fn speak(&mut self, socket: &mut Socket, peer: u32) {
+        let Self { talk, end, .. } = self;
+        talk.write(socket, || end.take_outgoing());
+        while let Some(noted) = end.take_noted() {
+            note(&noted, end.paths(), peer, true);
+        }
+    }
+
+    /// What there is to do without an operation: a peer may need this end's help. Whether there may be more later.
+    pub(crate) fn tend(&mut self, socket: &mut Socket, peer: u32) -> bool {
+        self.listen(socket);
+        let works = self.end.poll().is_ok();
+        self.speak(socket, peer);
+        works && self.talk.gone().is_none()
     }
 
     /// Moves the next step on by one phase, if it can.
@@ -177,23 +222,23 @@ impl Sender {
 
     /// Has its descriptor tell of the next end of anything: to be followed by a turn.
     pub(crate) fn arm(&self) -> Result<(), String> {
-        self.end.active().arm().map_err(|failure| failure.text)
+        self.end.arm().map_err(|failure| failure.text)
+    }
+
+    /// What to wait for once armed.
+    pub(crate) fn fds(&self) -> Vec<RawFd> {
+        self.end.fds()
+    }
+
+    /// How long to wait at most.
+    pub(crate) fn wait(&self) -> Option<Duration> {
+        self.end.wait()
     }
 
     pub(crate) fn needs(&self) -> Needs {
         Needs {
-            events: libc::POLLIN,
+            events: self.talk.events(),
             device: matches!(self.phase, Phase::Idle | Phase::Gpu),
-            completions: Some(self.end.active().fd()),
         }
-    }
-}
-
-/// Whether the peer has closed the socket, on which nothing more is said.
-pub(super) fn is_gone(socket: &mut Socket) -> Result<(), String> {
-    let mut byte = [0];
-    match socket.read(&mut byte)? {
-        0 => Ok(()),
-        _ => Err("the peer sends on a socket that nothing is sent on".into()),
     }
 }
