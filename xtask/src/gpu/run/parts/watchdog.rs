@@ -74,7 +74,7 @@ pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
     fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
     let mut command = Command::new(process::own_executable()?);
     command
-        .args(["faults", "--device", "cuda", "--check", "--full", "--jobs", "4"])
+        .args(["faults", "--device", "cuda", "--check", "--full", "--jobs", "2"])
         .args([
             "--rounds",
             &ROUNDS.to_string(),
