@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use ringsight_exporters::model::{Batch, ExportStats};
-use ringsight_probes::sample::Sample;
-use ringsight_records::{Function, Kind, VERSION};
+use ringsight_probes::{network::NetworkEvent, sample::Sample};
+use ringsight_records::{Function, Kind, State, VERSION};
 
 use crate::{
     clock::Clock,
@@ -147,8 +147,23 @@ impl Collector {
                 let (network, mut output) = self.network();
                 network.path_changed(*pid, record, &mut output);
             }
+            Sample::Record { pid, record, .. }
+                if record.kind == Kind::NetPlugin as u8
+                    && record.version() == VERSION
+                    && record.state == State::START =>
+            {
+                self.network.carries(*pid, record, &self.communicators);
+            }
             Sample::Watermark { time_ns, .. } => self.now_ns = self.now_ns.max(*time_ns),
             Sample::Network(event) => {
+                if let (
+                    NetworkEvent::QpCreated { qpn, .. } | NetworkEvent::QpModified { qpn, .. },
+                    Some(pid),
+                ) = (event.event, event.pid)
+                {
+                    let device = self.network.name(&event.device);
+                    self.communicators.queue_pair(pid, qpn, &device);
+                }
                 let (network, mut output) = self.network();
                 network.take(event, &mut output);
                 return;

@@ -58,11 +58,13 @@ pub enum Role {
     PortDown = 11,
     /// A connection that left a path.
     Failover = 12,
+    /// What carries a step between nodes.
+    Carrier = 13,
 }
 
 impl Role {
     /// How many there are.
-    pub const COUNT: usize = 13;
+    pub const COUNT: usize = 14;
 }
 
 /// Which way data go; tells a send from a recv where a rank does both with one peer.

@@ -34,6 +34,8 @@ struct OfRank {
     /// Verdicts that it gave, by cause and whether they were hangs.
     verdicts: BTreeMap<(Cause, bool), u64>,
     states: [Histogram; STEP_STATES.len()],
+    /// Bytes between nodes, by the port's number (`None`: sockets) and whether they were sent.
+    network: BTreeMap<(Option<u8>, bool), u64>,
 }
 
 /// Readings that are not accumulated here.
@@ -115,6 +117,7 @@ impl Metrics {
             functions: Vec::new(),
             verdicts: BTreeMap::new(),
             states: Default::default(),
+            network: BTreeMap::new(),
         });
         for verdict in &part.verdicts {
             *rank.verdicts.entry((verdict.cause, verdict.hang)).or_default() += 1;
@@ -145,6 +148,10 @@ impl Metrics {
             of.lag.add(lag_ns.max(0) as f64 / 1e9);
         }
         for proxy in &part.proxies {
+            for (port, bytes) in &proxy.by_port {
+                let sum = rank.network.entry((*port, proxy.send)).or_default();
+                *sum = sum.saturating_add(*bytes);
+            }
             for (histogram, sum) in rank.states.iter_mut().zip(&proxy.sums) {
                 if sum.count > 0 {
                     histogram.add(sum.total_ns as f64 / 1e9);
@@ -210,6 +217,23 @@ impl Metrics {
                         ("ccl.watchdog.hang", Value::Bool(hang)),
                     ],
                     MetricData::Counter(count),
+                );
+            }
+            for ((port, sent), bytes) in &rank.network {
+                let (transport, direction) = (
+                    if port.is_some() { "rdma" } else { "socket" },
+                    if *sent { "transmit" } else { "receive" },
+                );
+                let mut attributes = vec![
+                    ("ccl.network.transport", Value::Static(transport)),
+                    ("network.io.direction", Value::Static(direction)),
+                ];
+                attributes.extend(port.map(|port| ("ccl.network.port", Value::Int(i64::from(port)))));
+                made.push(
+                    &rank.resource,
+                    ("ccl.network.io", "Bytes of steps between nodes", "By"),
+                    attributes,
+                    MetricData::Counter(*bytes),
                 );
             }
             for (state, histogram) in STEP_STATES.iter().zip(&rank.states) {

@@ -232,6 +232,7 @@ pub fn spans(counts: &SpanCounts) -> BTreeMap<&'static str, u64> {
         ("network_error", Role::NetworkError),
         ("port_down", Role::PortDown),
         ("failover", Role::Failover),
+        ("carrier", Role::Carrier),
     ];
     named
         .into_iter()

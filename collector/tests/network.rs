@@ -6,13 +6,14 @@ use std::sync::Arc;
 
 use ringsight_collector::{
     Collector,
-    synthetic::{EPOCH_NS, FIRST_PID, Job},
+    synthetic::{EPOCH_NS, FIRST_PID, Job, Operation},
 };
-use ringsight_exporters::model::{Batch, MetricData, Value};
+use ringsight_exporters::model::{Batch, MetricData, Span, Value};
 use ringsight_probes::{
     network::{NetworkEvent, NetworkSample, QpState, VerbsEvent},
-    sample::Sample,
+    sample::{self, Sample},
 };
+use ringsight_records::{Carrier, Flags, Kind, Record, State};
 
 use common::{attribute, check_trees, collector, named};
 
@@ -246,6 +247,112 @@ fn a_refused_command_has_its_syndrome() {
     let syndrome = [("rdma.mlx5.syndrome", Value::Text("0x1234ab".into()))];
     let counted = metric(&mut collector, "rdma.mlx5.commands.refused", &syndrome);
     assert_eq!(counted, Some(MetricData::Counter(1)));
+}
+
+/// A job's samples, in which each step is carried by a queue pair of port 1, or received from a socket.
+fn carried(job: &Job, operations: &[Operation]) -> Vec<Sample> {
+    let mut samples = Vec::new();
+    for sample in job.samples(0..4, operations) {
+        let Sample::Record { pid, record, .. } = &sample else {
+            samples.push(sample);
+            continue;
+        };
+        let is_step = record.kind == Kind::ProxyStep as u8;
+        if is_step && matches!(record.state, State::START | State::STOP) {
+            let sends = record.flags().contains(Flags::SEND);
+            let carrier = Carrier {
+                port: sends.then_some(1),
+                number: QPN,
+                step: record.value as u32,
+            };
+            let carries = Sample::Record {
+                pid: *pid,
+                tid: 0,
+                carrier: sample::Carrier::Ring,
+                record: Record {
+                    kind: Kind::NetPlugin as u8,
+                    value: carrier.to_value(),
+                    ..*record
+                },
+            };
+            // Handed over after the step began, there before it ended.
+            if record.state == State::START {
+                samples.extend([sample, carries]);
+            } else {
+                samples.extend([carries, sample]);
+            }
+        } else {
+            samples.push(sample);
+        }
+    }
+    samples
+}
+
+#[test]
+fn what_carries_a_step_is_a_span_below_its_proxy() {
+    let (job, operations) = (Job::default(), [Operation::all_reduce(1)]);
+    let mut collector = watching();
+    // Rank 1's process has the queue pair, as the kernel's probes tell.
+    let owner = job.pid(1);
+    collector.ingest(&mut vec![Sample::Process(Arc::new(job.process(1)))]);
+    let created = NetworkSample {
+        pid: Some(owner),
+        ..at(0, NetworkEvent::QpCreated { qpn: QPN, kind: 2 })
+    };
+    ingest(&mut collector, [created]);
+    let plain = common::collect(job.samples(0..4, &operations)).spans;
+    let mut samples = carried(&job, &operations);
+    collector.ingest(&mut samples);
+    let mut batch = collector.take_batch();
+    check_trees(&batch.spans);
+    let steps = |spans: &[Span], name: &str| -> i64 {
+        let done = named(spans, name).map(|span| match attribute(span, "ccl.proxy.steps.done") {
+            Some(Value::Int(done)) => *done,
+            other => panic!("{other:?}"),
+        });
+        done.sum()
+    };
+    let counts = |name| named(&batch.spans, name).count() as i64;
+    assert!(counts("rdma write") > 0);
+    assert_eq!(counts("rdma write"), steps(&plain, "proxy send"));
+    assert_eq!(counts("socket recv"), steps(&plain, "proxy recv"));
+    let complete = |spans: &[Span]| {
+        named(spans, "all_reduce").all(|span| attribute(span, "ccl.complete") == Some(&Value::Bool(true)))
+    };
+    assert!(complete(&plain) && complete(&batch.spans));
+    for span in named(&batch.spans, "rdma write") {
+        let parent = batch
+            .spans
+            .iter()
+            .find(|other| Some(other.span_id) == span.parent_span_id)
+            .unwrap();
+        assert_eq!(parent.name, "proxy send");
+        assert_eq!(attribute(span, "rdma.qp.number"), Some(&Value::Int(QPN.into())));
+        assert_eq!(attribute(span, "ccl.network.port"), Some(&Value::Int(1)));
+        // Known of the process whose queue pair it is; another one's number says nothing.
+        let device =
+            (attribute(span, "ccl.rank") == Some(&Value::Int(1))).then(|| Value::Text(DEVICE.into()));
+        assert_eq!(attribute(span, "rdma.device.name").cloned(), device);
+    }
+    // The queue pair's own span says whose steps it carried.
+    collector.finish(EPOCH_NS + 10_000_000);
+    batch = collector.take_batch();
+    let whole = named(&batch.spans, "rdma queue pair").next().unwrap();
+    assert_eq!(attribute(whole, "ccl.rank"), Some(&Value::Int(1)));
+    assert!(attribute(whole, "ccl.communicator.id").is_some());
+    let sent = metric(
+        &mut collector,
+        "ccl.network.io",
+        &[
+            ("ccl.network.transport", Value::Static("rdma")),
+            ("ccl.network.port", Value::Int(1)),
+            ("network.io.direction", Value::Static("transmit")),
+        ],
+    );
+    assert!(
+        matches!(sent, Some(MetricData::Counter(bytes)) if bytes > 0),
+        "{sent:?}"
+    );
 }
 
 #[test]

@@ -15,6 +15,9 @@ use crate::{
 /// Destroyed communicators that are still known, for operations that are settled after their end.
 const DESTROYED: usize = 1024;
 
+/// Queue pairs whose devices are known.
+const QUEUE_PAIRS: usize = 65_536;
+
 /// A watched process as spans need it.
 #[derive(Clone, Debug)]
 pub struct Watched {
@@ -70,6 +73,8 @@ pub struct Communicators {
     destroyed: VecDeque<(u64, u32, u32)>,
     /// By process and device number.
     clocks: FxHashMap<(u32, i32), DeviceClock>,
+    /// Network device of a process's queue pair; `None` where two devices have one of this number.
+    queue_pairs: FxHashMap<(u32, u32), Option<Arc<str>>>,
     service: resource::Service,
     names: resource::Names,
 }
@@ -174,6 +179,26 @@ impl Communicators {
         self.clocks.get(&(pid, device))
     }
 
+    /// A process has a queue pair of this number on a network device. It stays known, as steps are told of later.
+    pub fn queue_pair(&mut self, pid: u32, number: u32, device: &Arc<str>) {
+        if self.queue_pairs.len() >= QUEUE_PAIRS && !self.queue_pairs.contains_key(&(pid, number)) {
+            return;
+        }
+        let known = self
+            .queue_pairs
+            .entry((pid, number))
+            .or_insert_with(|| Some(Arc::clone(device)));
+        if known.as_ref().is_some_and(|known| known != device) {
+            *known = None;
+        }
+    }
+
+    /// Network device of a process's queue pair, if that is known and certain.
+    #[must_use]
+    pub fn device_of_queue_pair(&self, pid: u32, number: u32) -> Option<&Arc<str>> {
+        self.queue_pairs.get(&(pid, number))?.as_ref()
+    }
+
     /// A rank of a communicator was destroyed. It stays known for a while, as its last operations are not settled yet.
     pub fn destroyed(&mut self, comm: u64, pid: u32, rank: u32) {
         self.destroyed.push_back((comm, pid, rank));
@@ -189,6 +214,7 @@ impl Communicators {
         self.processes.remove(&pid);
         self.resources.retain(|(of, _), _| *of != pid);
         self.clocks.retain(|(of, _), _| *of != pid);
+        self.queue_pairs.retain(|(of, _), _| *of != pid);
         self.destroyed.retain(|(_, of, _)| *of != pid);
         let ids: Vec<u64> = self.known.keys().copied().collect();
         for id in ids {

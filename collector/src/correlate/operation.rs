@@ -246,6 +246,10 @@ impl RankOperation {
                 let at = self.proxy(record, false);
                 self.proxies[at].step(record);
             }
+            Kind::NetPlugin => {
+                let at = self.proxy(record, false);
+                self.proxies[at].carry(record);
+            }
             _ => {}
         }
     }

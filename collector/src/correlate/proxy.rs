@@ -1,9 +1,14 @@
 //! One proxy operation, its network steps summed up.
 
-use ringsight_records::{Flags, Record, State};
+use ringsight_records::{Carrier, Flags, Record, State};
 
 /// Steps of one proxy operation that may be under way at once: twice NCCL's `NCCL_STEPS`.
 pub(super) const ACTIVE_STEPS: usize = 16;
+
+/// What carried a step that is kept of one proxy operation: enough to see how it went, however many steps there are.
+const CARRIED: usize = 16;
+/// Ports and sockets that the bytes of one proxy operation are counted by.
+const WAYS: usize = 16;
 
 /// The states that a network step waits in, in the order of [`ProxyOperation::sums`].
 pub const STEP_STATES: [State; 6] = [
@@ -45,6 +50,19 @@ struct ActiveStep {
     state: usize,
 }
 
+/// A step on its way between nodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Carried {
+    /// Port and queue pair, or socket; the step.
+    pub carrier: Carrier,
+    /// Handed to the network, monotonic nanoseconds.
+    pub start_ns: u64,
+    /// There; 0 = not seen.
+    pub stop_ns: u64,
+    /// Bytes.
+    pub bytes: u64,
+}
+
 /// One proxy operation (channel, peer, direction) with its steps summed up. No step is kept once it has ended.
 #[derive(Clone, Debug)]
 pub struct ProxyOperation {
@@ -74,6 +92,10 @@ pub struct ProxyOperation {
     pub steps_missed: u32,
     /// Time by state, as in [`STEP_STATES`].
     pub sums: [StateSum; STEP_STATES.len()],
+    /// The first steps on their way between nodes.
+    pub carried: Vec<Carried>,
+    /// Bytes that arrived, by the number of the port; `None` is a socket.
+    pub by_port: Vec<(Option<u8>, u64)>,
     active: [ActiveStep; ACTIVE_STEPS],
     active_len: usize,
 }
@@ -94,6 +116,8 @@ impl ProxyOperation {
             max_step_ns: 0,
             steps_missed: 0,
             sums: Default::default(),
+            carried: Vec::new(),
+            by_port: Vec::new(),
             active: Default::default(),
             active_len: 0,
         }
@@ -114,6 +138,37 @@ impl ProxyOperation {
             && self.active_len == 0
             // Without step records (a kind that nobody armed) there are sums of none, not of some.
             && (self.steps_done == self.steps || self.steps_done == 0)
+    }
+
+    /// A record of what carries a step.
+    pub(super) fn carry(&mut self, record: &Record) {
+        let carrier = record.carrier();
+        if record.state == State::START {
+            if self.carried.len() < CARRIED {
+                self.carried.push(Carried {
+                    carrier,
+                    start_ns: record.time_ns,
+                    stop_ns: 0,
+                    bytes: record.bytes,
+                });
+            }
+            return;
+        }
+        // After a failover it is another queue pair that carries the step.
+        let under_way = |known: &&mut Carried| known.stop_ns == 0 && known.carrier.step == carrier.step;
+        if let Some(known) = self.carried.iter_mut().find(under_way) {
+            known.stop_ns = record.time_ns;
+            known.carrier = carrier;
+        }
+        if record.state != State::STOP {
+            return;
+        }
+        let room = self.by_port.len() < WAYS;
+        match self.by_port.iter_mut().find(|(port, _)| *port == carrier.port) {
+            Some((_, bytes)) => *bytes = bytes.saturating_add(record.bytes),
+            None if room => self.by_port.push((carrier.port, record.bytes)),
+            None => {}
+        }
     }
 
     pub(super) fn step(&mut self, record: &Record) {

@@ -186,7 +186,7 @@ impl Target {
                     self.destroyed.push((record.time_ns, record.op));
                 }
             }
-            Kind::CommInit | Kind::CommDestroy | Kind::ProxyCtrl | Kind::NetPlugin | Kind::Failover => {}
+            Kind::CommInit | Kind::CommDestroy | Kind::ProxyCtrl | Kind::Failover => {}
             Kind::Coll
             | Kind::P2p
             | Kind::CollApi
@@ -197,6 +197,7 @@ impl Target {
             | Kind::ProxyCompleted
             | Kind::ProxyOp
             | Kind::ProxyStep
+            | Kind::NetPlugin
             | Kind::Verdict => {
                 if record.op & CAPTURED != 0 && record.replay == 0 {
                     // The call at capture: nothing runs then.

@@ -124,7 +124,7 @@ impl Network {
             State::PATH_RECOVERED => failover.recovered_ns = Some(record.time_ns),
             State::STOP | State::ABORTED => {
                 if let Some(failover) = self.failovers.under_way.remove(&connection) {
-                    self.failover_span(&connection, &failover, output);
+                    failover_span(&connection, &failover, output);
                 }
             }
             _ => {}
@@ -157,122 +157,11 @@ impl Network {
         let under_way = std::mem::take(&mut self.failovers.under_way);
         for (connection, failover) in under_way {
             if which(&connection, &failover) {
-                self.failover_span(&connection, &failover, output);
+                failover_span(&connection, &failover, output);
             } else {
                 self.failovers.under_way.insert(connection, failover);
             }
         }
-    }
-
-    /// Device of a process's queue pair, if the kernel's probes saw it, and only one device has one of that number.
-    fn device_of(&self, pid: u32, number: u32) -> Option<&Arc<str>> {
-        let mut found = self.names.values().filter(|name| {
-            let known = self.queue_pairs.get(&(Arc::clone(name), number));
-            known.is_some_and(|known| known.pid == pid)
-        });
-        let first = found.next()?;
-        found.next().is_none().then_some(first)
-    }
-
-    fn failover_span(&self, connection: &Connection, failover: &Failover, output: &mut Output<'_>) {
-        let Some(watched) = output.communicators.process(connection.pid) else {
-            return;
-        };
-        let communicator = output.communicators.get(connection.comm);
-        let resource = communicator
-            .and_then(|communicator| communicator.member(connection.pid, connection.rank))
-            .map_or(&watched.resource, |member| &member.resource);
-        let peer = connection.peer.cast_unsigned();
-        let trace_id = InstanceKey {
-            comm: watched.identity,
-            seq: failover.begun_ns,
-            ranks: 0,
-            replay: u32::from(connection.channel) << 1 | u32::from(connection.send),
-            kind: TraceKind::Network,
-            pair: Some((connection.rank, peer)),
-        }
-        .trace_id(output.scope);
-        let last = failover.moments.last().map(|(_, state, _, _)| *state);
-        let mut attributes: Vec<Attribute> = vec![
-            ("ccl.rank", Value::Int(i64::from(connection.rank))),
-            ("ccl.peer.rank", Value::Int(i64::from(connection.peer))),
-            ("ccl.channel.id", Value::Int(i64::from(connection.channel))),
-            ("ccl.failover.cause", Value::Static(cause_name(failover.cause))),
-            ("ccl.failover.switches", Value::Int(i64::from(failover.switches))),
-            (
-                "ccl.failover.replayed.size",
-                Value::Int(i64::try_from(failover.replayed).unwrap_or(i64::MAX)),
-            ),
-            ("ccl.failover.failed_back", Value::Bool(last == Some(State::STOP))),
-        ];
-        attributes.extend(
-            communicator.map(|communicator| ("ccl.communicator.id", Value::Text(communicator.id.clone()))),
-        );
-        attributes.extend(failover.recovery_ns().map(|ns| {
-            let seconds = Value::Double(ns as f64 / 1e9);
-            ("ccl.failover.recovery.duration", seconds)
-        }));
-        let ranks = communicator.map_or(0, |communicator| communicator.ranks);
-        let links = failover
-            .delayed
-            .iter()
-            .filter(|_| connection.comm != 0 && ranks != 0)
-            .map(|operation| delayed_link(connection, operation, ranks, output));
-        let links = links.collect();
-        let events = failover
-            .moments
-            .iter()
-            .map(|(ns, state, change, bytes)| SpanEvent {
-                unix_ns: output.clock.unix_ns(*ns),
-                name: moment_name(*state),
-                attributes: self.moment_attributes(connection.pid, *state, change, *bytes),
-            })
-            .collect();
-        output.counts.count(Role::Failover);
-        output.spans.push(Span {
-            resource: Arc::clone(resource),
-            trace_id,
-            span_id: SpanKey::of(Role::Failover).span_id(&trace_id),
-            parent_span_id: None,
-            name: "failover",
-            start_unix_ns: output.clock.unix_ns(failover.begun_ns),
-            end_unix_ns: output.clock.unix_ns(failover.last_ns),
-            attributes,
-            events,
-            links,
-            error: (last == Some(State::ABORTED)).then(|| "the connection has no path left".into()),
-        });
-    }
-
-    fn moment_attributes(&self, pid: u32, state: State, change: &PathChange, bytes: u64) -> Vec<Attribute> {
-        let mut attributes: Vec<Attribute> = Vec::new();
-        attributes.extend(
-            change
-                .cause
-                .map(|cause| ("ccl.failover.cause", Value::Static(cause.name()))),
-        );
-        if change.status != 0 {
-            attributes.push(("rdma.wc.status", Value::Int(i64::from(change.status))));
-        }
-        attributes.push(("ccl.failover.path", Value::Int(i64::from(change.to))));
-        if change.from != change.to {
-            attributes.push(("ccl.failover.path.from", Value::Int(i64::from(change.from))));
-        }
-        if change.number != 0 {
-            attributes.push(("rdma.qp.number", Value::Int(i64::from(change.number))));
-            let device = self.device_of(pid, change.number);
-            attributes.extend(device.map(|name| ("rdma.device.name", Value::Text(Arc::clone(name)))));
-        }
-        attributes.extend(
-            change
-                .port
-                .map(|port| ("ccl.network.port", Value::Int(i64::from(port)))),
-        );
-        if state == State::PATH_SWITCHED {
-            let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
-            attributes.push(("ccl.failover.replayed.size", Value::Int(bytes)));
-        }
-        attributes
     }
 
     /// Metrics of failovers.
@@ -363,4 +252,112 @@ fn delayed_link(connection: &Connection, operation: &Delayed, ranks: u32, output
         span_id: SpanKey::rank(Role::Rank, connection.rank, direction).span_id(&trace_id),
         attributes: vec![("ccl.link.type", Value::Static("delayed"))],
     }
+}
+
+/// What a change says.
+fn moment_attributes(
+    communicators: &Communicators,
+    pid: u32,
+    state: State,
+    change: &PathChange,
+    bytes: u64,
+) -> Vec<Attribute> {
+    let mut attributes: Vec<Attribute> = Vec::new();
+    attributes.extend(
+        change
+            .cause
+            .map(|cause| ("ccl.failover.cause", Value::Static(cause.name()))),
+    );
+    if change.status != 0 {
+        attributes.push(("rdma.wc.status", Value::Int(i64::from(change.status))));
+    }
+    attributes.push(("ccl.failover.path", Value::Int(i64::from(change.to))));
+    if change.from != change.to {
+        attributes.push(("ccl.failover.path.from", Value::Int(i64::from(change.from))));
+    }
+    if change.number != 0 {
+        attributes.push(("rdma.qp.number", Value::Int(i64::from(change.number))));
+        let device = communicators.device_of_queue_pair(pid, change.number);
+        attributes.extend(device.map(|name| ("rdma.device.name", Value::Text(Arc::clone(name)))));
+    }
+    attributes.extend(
+        change
+            .port
+            .map(|port| ("ccl.network.port", Value::Int(i64::from(port)))),
+    );
+    if state == State::PATH_SWITCHED {
+        let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
+        attributes.push(("ccl.failover.replayed.size", Value::Int(bytes)));
+    }
+    attributes
+}
+
+fn failover_span(connection: &Connection, failover: &Failover, output: &mut Output<'_>) {
+    let Some(watched) = output.communicators.process(connection.pid) else {
+        return;
+    };
+    let communicator = output.communicators.get(connection.comm);
+    let resource = communicator
+        .and_then(|communicator| communicator.member(connection.pid, connection.rank))
+        .map_or(&watched.resource, |member| &member.resource);
+    let peer = connection.peer.cast_unsigned();
+    let trace_id = InstanceKey {
+        comm: watched.identity,
+        seq: failover.begun_ns,
+        ranks: 0,
+        replay: u32::from(connection.channel) << 1 | u32::from(connection.send),
+        kind: TraceKind::Network,
+        pair: Some((connection.rank, peer)),
+    }
+    .trace_id(output.scope);
+    let last = failover.moments.last().map(|(_, state, _, _)| *state);
+    let mut attributes: Vec<Attribute> = vec![
+        ("ccl.rank", Value::Int(i64::from(connection.rank))),
+        ("ccl.peer.rank", Value::Int(i64::from(connection.peer))),
+        ("ccl.channel.id", Value::Int(i64::from(connection.channel))),
+        ("ccl.failover.cause", Value::Static(cause_name(failover.cause))),
+        ("ccl.failover.switches", Value::Int(i64::from(failover.switches))),
+        (
+            "ccl.failover.replayed.size",
+            Value::Int(i64::try_from(failover.replayed).unwrap_or(i64::MAX)),
+        ),
+        ("ccl.failover.failed_back", Value::Bool(last == Some(State::STOP))),
+    ];
+    attributes.extend(
+        communicator.map(|communicator| ("ccl.communicator.id", Value::Text(communicator.id.clone()))),
+    );
+    attributes.extend(failover.recovery_ns().map(|ns| {
+        let seconds = Value::Double(ns as f64 / 1e9);
+        ("ccl.failover.recovery.duration", seconds)
+    }));
+    let ranks = communicator.map_or(0, |communicator| communicator.ranks);
+    let links = failover
+        .delayed
+        .iter()
+        .filter(|_| connection.comm != 0 && ranks != 0)
+        .map(|operation| delayed_link(connection, operation, ranks, output));
+    let links = links.collect();
+    let events = failover
+        .moments
+        .iter()
+        .map(|(ns, state, change, bytes)| SpanEvent {
+            unix_ns: output.clock.unix_ns(*ns),
+            name: moment_name(*state),
+            attributes: moment_attributes(output.communicators, connection.pid, *state, change, *bytes),
+        })
+        .collect();
+    output.counts.count(Role::Failover);
+    output.spans.push(Span {
+        resource: Arc::clone(resource),
+        trace_id,
+        span_id: SpanKey::of(Role::Failover).span_id(&trace_id),
+        parent_span_id: None,
+        name: "failover",
+        start_unix_ns: output.clock.unix_ns(failover.begun_ns),
+        end_unix_ns: output.clock.unix_ns(failover.last_ns),
+        attributes,
+        events,
+        links,
+        error: (last == Some(State::ABORTED)).then(|| "the connection has no path left".into()),
+    });
 }

@@ -12,6 +12,7 @@ use std::{
 
 use ringsight_exporters::model::{Resource, Span};
 use ringsight_probes::network::{NetworkEvent, NetworkSample, VerbsEvent};
+use ringsight_records::Record;
 use rustc_hash::FxHashMap;
 
 use crate::{clock::Clock, correlate::communicators::Communicators, identity::Scope, spans::SpanCounts};
@@ -43,10 +44,21 @@ struct QueuePair {
     begun_ns: u64,
     port: Option<u32>,
     peer: Option<u32>,
+    /// What it carries, once it has carried something.
+    carries: Option<Carries>,
     moments: VecDeque<Moment>,
     left_out: u64,
     /// What last failed.
     failed: Option<&'static str>,
+}
+
+/// Whose steps a queue pair carries.
+#[derive(Clone, Copy, Debug)]
+struct Carries {
+    comm: u64,
+    rank: u32,
+    peer: i32,
+    channel: u8,
 }
 
 /// A port that is down.
@@ -104,7 +116,7 @@ impl Network {
     }
 
     /// The one copy of a device's name.
-    fn name(&mut self, name: &str) -> Arc<str> {
+    pub(crate) fn name(&mut self, name: &str) -> Arc<str> {
         if let Some(known) = self.names.get(name) {
             return Arc::clone(known);
         }
@@ -171,6 +183,24 @@ impl Network {
         }
     }
 
+    /// A queue pair of a process carries a step: from now on it is known whose it is.
+    pub(crate) fn carries(&mut self, pid: u32, record: &Record, communicators: &Communicators) {
+        let number = record.carrier().number;
+        let Some(device) = communicators.device_of_queue_pair(pid, number) else {
+            return;
+        };
+        if let Some(known) = self.queue_pairs.get_mut(&(Arc::clone(device), number))
+            && known.carries.is_none()
+        {
+            known.carries = Some(Carries {
+                comm: record.comm,
+                rank: record.rank,
+                peer: record.peer,
+                channel: record.channel,
+            });
+        }
+    }
+
     fn count(&mut self, sample: &NetworkSample, device: &Arc<str>) {
         if let NetworkEvent::Mlx5CommandRefused {
             opcode,
@@ -215,6 +245,7 @@ impl Network {
             begun_ns: sample.time_ns,
             port: None,
             peer: None,
+            carries: None,
             moments: VecDeque::new(),
             left_out: 0,
             failed: None,

@@ -136,6 +136,13 @@ fn own(known: &QueuePair) -> Vec<Attribute> {
     );
     attributes.extend(known.port.map(|port| ("rdma.port.number", number(port))));
     attributes.extend(known.peer.map(|peer| ("rdma.qp.peer_number", number(peer))));
+    if let Some(carries) = &known.carries {
+        let comm = format!("{:016x}", carries.comm);
+        attributes.push(("ccl.communicator.id", Value::Text(comm.into())));
+        attributes.push(("ccl.rank", number(carries.rank)));
+        attributes.push(("ccl.peer.rank", Value::Int(i64::from(carries.peer))));
+        attributes.push(("ccl.channel.id", Value::Int(i64::from(carries.channel))));
+    }
     attributes
 }
 

@@ -11,7 +11,7 @@ use crate::{
     correlate::{
         KernelChannel, RankOperation, Verdict,
         communicators::{Communicator, Communicators},
-        proxy::{ProxyOperation, STEP_STATES},
+        proxy::{Carried, ProxyOperation, STEP_STATES},
     },
     identity::{Direction, Role, Scope, SpanKey},
 };
@@ -198,8 +198,61 @@ impl Part<'_> {
                 attributes,
                 self.state_events(proxy, inner),
             ));
+            let proxy_id = key.span_id(&ids.trace_id);
+            for carried in &proxy.carried {
+                counts.count(Role::Carrier);
+                let within = |ns: u64| ns.clamp(inner.start, inner.end);
+                let (start, stop) = (carried.start_ns, carried.stop_ns);
+                let times = Range {
+                    start: within(start),
+                    end: if stop == 0 {
+                        inner.end
+                    } else {
+                        within(stop.max(start))
+                    },
+                };
+                let key = SpanKey {
+                    role: Role::Carrier,
+                    index: key.index << 20 | carried.carrier.step & 0xf_ffff,
+                    ..key
+                };
+                let name = match (carried.carrier.port, proxy.send) {
+                    (Some(_), _) => "rdma write",
+                    (None, true) => "socket send",
+                    (None, false) => "socket recv",
+                };
+                spans.push(Span {
+                    parent_span_id: Some(proxy_id),
+                    ..child(key, name, times, self.carrier_attributes(carried), Vec::new())
+                });
+            }
         }
         range
+    }
+
+    /// What carried a step: port, queue pair and, where the kernel's probes saw that, its device; or the socket.
+    fn carrier_attributes(&self, carried: &Carried) -> Vec<Attribute> {
+        let carrier = &carried.carrier;
+        let mut attributes = vec![
+            ("ccl.rank", Value::Int(i64::from(self.part.rank))),
+            ("ccl.proxy.step", Value::Int(i64::from(carrier.step))),
+            ("ccl.message.size", int(carried.bytes)),
+        ];
+        match carrier.port {
+            Some(port) => {
+                attributes.push(("ccl.network.port", Value::Int(i64::from(port))));
+                attributes.push(("rdma.qp.number", Value::Int(i64::from(carrier.number))));
+                let device = self
+                    .communicators
+                    .device_of_queue_pair(self.part.pid, carrier.number);
+                attributes.extend(device.map(|name| ("rdma.device.name", Value::Text(Arc::clone(name)))));
+            }
+            None => attributes.push(("ccl.network.descriptor", Value::Int(i64::from(carrier.number)))),
+        }
+        if carried.stop_ns == 0 {
+            attributes.push(("ccl.complete", Value::Bool(false)));
+        }
+        attributes
     }
 
     fn attributes(&self, function: Option<Function>) -> Vec<Attribute> {
