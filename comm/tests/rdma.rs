@@ -251,6 +251,45 @@ fn operations_go_on_over_the_backup_when_a_port_goes_down() {
     }
 }
 
+/// Tells rank 0 to take links down in turn while it works, and up again.
+const IN_TURN: &str = "RDMA_TEST_IN_TURN";
+
+#[test]
+#[ignore = "helper: needs RDMA devices, run in a guest"]
+fn operations_go_on_while_ports_fail_in_turn_and_connections_are_made() {
+    let ended = two_nodes(|rank, command| {
+        command
+            .env("NCCL_IB_HCA", ["=hca0,hca1", "=peer0,peer1"][rank])
+            // An emulated machine may have other things to do for longer than the defaults allow.
+            .env("RINGSIGHT_NET_TIMEOUT_MS", "4000")
+            .env("RINGSIGHT_NET_GIVE_UP_MS", "30000")
+            .env(IN_TURN, "1");
+    });
+    check(
+        "ports fail in turn",
+        &ended,
+        &["[send] via NET/IB/0", "(epoch 1)"],
+        &["via NET/Socket"],
+    );
+}
+
+/// Collectives, messages and replays, each kind with connections of its own, while one link is down, then the other.
+fn go_on(rank: &Rank) {
+    for round in 0..6 {
+        let link = format!("nic{}", round % 2);
+        if rank.rank == 0 && round % 3 != 2 {
+            set_link(&link, "down");
+        }
+        Call::new(Function::AllReduce, 70_001).check(rank, true);
+        messages(rank);
+        replays(rank);
+        if rank.rank == 0 {
+            set_link(&link, "up");
+        }
+        Call::new(Function::AllGather, 5003).check(rank, false);
+    }
+}
+
 /// All-reduces, during one of which a port goes down.
 fn survive(rank: &Rank, device: &str) {
     const ROUNDS: i32 = 10;
@@ -279,6 +318,13 @@ fn worker() {
     let rank = Rank::join(id, rank, ranks);
     if let Ok(device) = env::var(DOWN) {
         survive(&rank, &device);
+        rank.leave();
+        println!("rank done");
+        return;
+    }
+    if env::var_os(IN_TURN).is_some() {
+        Call::new(Function::AllReduce, 1).check(&rank, true);
+        go_on(&rank);
         rank.leave();
         println!("rank done");
         return;

@@ -128,9 +128,16 @@ impl Hub {
         self.version.fetch_add(1, Ordering::Release);
     }
 
-    /// Has a device's events read here from now on.
-    pub(crate) fn watch(&self, context: &Arc<Context>) {
+    /// Has a device's events read here from now on, and looks at one of its ports now.
+    pub(crate) fn watch(&self, context: &Arc<Context>, port: u8) {
+        let up = context.port(port).is_ok_and(|state| state.active);
         let mut inner = self.inner();
+        let told = inner
+            .ports
+            .entry((context.name().to_owned(), port))
+            .or_insert(Told::NOTHING);
+        // That a port which was up is down its device has told, or will.
+        told.up &= up;
         if !inner.contexts.iter().any(|known| Arc::ptr_eq(known, context)) {
             inner.contexts.push(Arc::clone(context));
         }

@@ -23,6 +23,7 @@ pub struct Port {
     ethernet: bool,
     lid: u16,
     mtu: Mtu,
+    active: bool,
     config: Arc<Config>,
 }
 
@@ -32,12 +33,21 @@ impl Port {
     /// # Errors
     /// When it is down, or has no GID as wished for.
     pub fn new(pd: &Arc<Pd>, known: &sysfs::Port, config: &Arc<Config>) -> Result<Self, String> {
+        let port = Self::standby(pd, known, config)?;
+        match port.active {
+            true => Ok(port),
+            false => Err(format!("port {}:{} is down", port.device(), port.number)),
+        }
+    }
+
+    /// The same for a port that need not be up: what is made on it is connected when it is.
+    ///
+    /// # Errors
+    /// When it has no GID as wished for.
+    pub fn standby(pd: &Arc<Pd>, known: &sysfs::Port, config: &Arc<Config>) -> Result<Self, String> {
         let (context, number) = (pd.context(), known.number);
         let name = format!("{}:{number}", context.name());
         let state = context.port(number).map_err(|error| error.to_string())?;
-        if !state.active {
-            return Err(format!("port {name} is down"));
-        }
         if !context.has_pkey(number, config.pkey_index) {
             let (index, keys) = (config.pkey_index, state.pkeys);
             return Err(format!(
@@ -76,8 +86,15 @@ impl Port {
             ethernet: state.ethernet,
             lid: state.lid,
             mtu: state.mtu,
+            active: state.active,
             config: Arc::clone(config),
         })
+    }
+
+    /// It was up when it was looked at.
+    #[must_use]
+    pub fn is_active(&self) -> bool {
+        self.active
     }
 
     /// The device's protection domain.
@@ -221,6 +238,21 @@ impl Net {
     /// # Errors
     /// When the device cannot be opened, or as [`Port::new`].
     pub fn open(&self, index: usize) -> Result<Port, String> {
+        let (pd, known) = self.domain(index)?;
+        Port::new(&pd, known, &self.config)
+    }
+
+    /// The same for a port that need not be up.
+    ///
+    /// # Errors
+    /// When the device cannot be opened, or as [`Port::standby`].
+    pub fn standby(&self, index: usize) -> Result<Port, String> {
+        let (pd, known) = self.domain(index)?;
+        Port::standby(&pd, known, &self.config)
+    }
+
+    /// A port and its device's protection domain, opened once.
+    fn domain(&self, index: usize) -> Result<(Arc<Pd>, &sysfs::Port), String> {
         let known = self
             .ports
             .get(index)
@@ -236,7 +268,7 @@ impl Net {
             }
         };
         drop(domains);
-        Port::new(&pd, known, &self.config)
+        Ok((pd, known))
     }
 
     /// The same port as it is now: when it was down, its GIDs may have moved to other indices.
@@ -244,10 +276,10 @@ impl Net {
     /// # Errors
     /// As [`Net::open`], and when it is gone.
     pub fn reopen(&self, index: usize) -> Result<Port, String> {
-        let opened = self.open(index)?;
-        let (device, number) = (opened.device(), opened.number());
+        let (pd, known) = self.domain(index)?;
+        let (device, number) = (known.device.as_str(), known.number);
         let now = sysfs::port(&self.sys, device, number)
             .ok_or_else(|| format!("port {device}:{number} is gone"))?;
-        Port::new(opened.pd(), &now, &self.config)
+        Port::new(&pd, &now, &self.config)
     }
 }

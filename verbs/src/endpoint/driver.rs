@@ -108,21 +108,28 @@ impl Driver {
             .collect();
         for (path, id) in paths.iter().zip(&ids) {
             if hub.settings().enabled {
-                hub.watch(path.port().context());
+                hub.watch(path.port().context(), path.port().number());
             }
             hub.known(*id);
         }
         let (connect, connected) = mpsc::channel();
+        let told: Vec<Told> = paths
+            .iter()
+            .map(|path| hub.port(path.port().device(), path.port().number()))
+            .collect();
+        // Ends take ports to be up.
+        let events = (0_u8..)
+            .zip(&told)
+            .filter(|(_, told)| !told.up)
+            .map(|(path, _)| Event::PortDown { path })
+            .collect();
         Self {
             connection: hub.connection(),
             seen: hub.version(),
             last_events: Instant::now(),
-            told: paths
-                .iter()
-                .map(|path| hub.port(path.port().device(), path.port().number()))
-                .collect(),
+            told,
             drains: vec![None; paths.len()],
-            events: VecDeque::new(),
+            events,
             outgoing: VecDeque::new(),
             noted: VecDeque::new(),
             ended: Vec::new(),

@@ -226,6 +226,12 @@ impl Path {
         self.peer.as_ref()
     }
 
+    /// Whether it is connected, and may be used.
+    #[must_use]
+    pub fn is_connected(&self) -> bool {
+        self.peer.is_some() && self.draining.is_none()
+    }
+
     /// Its queue pairs.
     #[must_use]
     pub fn qps(&self) -> &[Qp] {
@@ -290,6 +296,14 @@ impl Path {
             ));
         }
         let routes = self.routes(other, &other.qps);
+        let device = other.device.clone();
+        // Known from here on: what cannot be connected now is when it can.
+        self.peer = Some(peer);
+        self.draining = Some(0);
+        let own = &self.port;
+        if !own.is_active() {
+            return Err(format!("port {}:{} is down", own.device(), own.number()));
+        }
         connect_all(
             own.number(),
             &self.qps,
@@ -297,8 +311,8 @@ impl Path {
             &routes,
             own.config().patience,
         )
-        .map_err(|error| format!("{} to the peer's {}: {error}", own.device(), other.device))?;
-        self.peer = Some(peer);
+        .map_err(|error| format!("{} to the peer's {device}: {error}", own.device()))?;
+        self.draining = None;
         Ok(())
     }
 

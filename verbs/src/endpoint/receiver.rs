@@ -63,7 +63,7 @@ impl Receiver {
     pub fn with_failover(paths: Vec<Path>, control: Control, failover: Failover) -> Self {
         let settings = failover.hub.settings().clone();
         let count = paths.len();
-        let ready = (0_u8..).zip(&paths).filter(|(_, path)| path.peer().is_some());
+        let ready = (0_u8..).zip(&paths).filter(|(_, path)| path.is_connected());
         let ready = ready.fold(PathSet::EMPTY, |set, (index, _)| set.with(index));
         let agreement = failover::Receiver::new(settings, count, ready);
         let agreement = agreement.expect("one or two paths, of which one is connected");

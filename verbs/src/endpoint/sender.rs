@@ -60,7 +60,7 @@ impl Sender {
         let settings = failover.hub.settings().clone();
         // Those that are not connected could not be when the connection was made.
         let count = paths.len();
-        let ready = (0_u8..).zip(&paths).filter(|(_, path)| path.peer().is_some());
+        let ready = (0_u8..).zip(&paths).filter(|(_, path)| path.is_connected());
         let ready = ready.fold(PathSet::EMPTY, |set, (index, _)| set.with(index));
         let agreement = failover::Sender::new(settings, SLOTS as u64, count, ready);
         Self {

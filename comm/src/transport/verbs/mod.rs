@@ -228,7 +228,11 @@ pub(crate) fn prepare(
     // The first packet number is no secret: it keeps packets of an earlier pair of queue pairs out.
     let draw = || sys::random_u64().unwrap_or(0) as u32;
     let make = |index: usize, port: usize| -> std::result::Result<Path, String> {
-        let port = rdma.net.open(port)?;
+        // A backup need not be up yet: it joins when it is.
+        let port = match index {
+            0 => rdma.net.open(port)?,
+            _ => rdma.net.standby(port)?,
+        };
         Path::new(index, port, (&memory, is_receiver), &control, draw).map_err(|error| error.to_string())
     };
     let (mut paths, mut ports) = (vec![make(0, port)?], vec![port]);
@@ -310,7 +314,9 @@ impl Prepared {
             match connected {
                 Ok(()) => {}
                 Err(why) if index == 0 => return Err(why),
-                Err(why) => tracing::warn!(target: log::NET, "NET/IB : a connection has no backup: {why}"),
+                Err(why) => {
+                    tracing::warn!(target: log::NET, "NET/IB : a connection has no backup yet: {why}");
+                }
             }
         }
         let Self {
