@@ -7,7 +7,7 @@ use std::{env, os::unix::process::CommandExt as _, path::Path, process::Command}
 
 use common::{Call, Rank, host, ok, place_of_process, start_each, watch::Watch};
 use ringsight_comm::{abi, device::Stream};
-use ringsight_records::{Flags, Function, Kind, Record, State};
+use ringsight_records::{Flags, Function, Kind, PathChange, Record, State};
 
 /// Tells a rank to do no more than show that it can.
 const LITTLE: &str = "RDMA_TEST_LITTLE";
@@ -293,6 +293,7 @@ fn go_on(rank: &Rank) {
 /// All-reduces, during one of which a port goes down.
 fn survive(rank: &Rank, device: &str) {
     const ROUNDS: i32 = 10;
+    let watch = Watch::begin();
     let mut data = vec![1_f32; 30_001];
     for round in 0..ROUNDS {
         add_up(rank, rank.stream, &mut data);
@@ -307,6 +308,19 @@ fn survive(rank: &Rank, device: &str) {
             data[0]
         );
     }
+    let records = watch.end();
+    let changes = |state| {
+        records
+            .iter()
+            .filter(move |record| record.kind() == Some(Kind::Failover) && record.state == state)
+    };
+    // Of either direction: an end that has nothing under way may notice later.
+    assert!(changes(State::START).count() > 0);
+    let switch = changes(State::PATH_SWITCHED).next().expect("a switch on record");
+    let change = PathChange::from_value(switch.value);
+    assert_eq!((change.from, change.to, change.port), (0, 1, Some(1)));
+    assert!(change.cause.is_some() && change.number > 0, "{change:?}");
+    assert!(changes(State::PATH_RECOVERED).count() > 0);
 }
 
 #[test]

@@ -1,13 +1,14 @@
 //! Records of proxy operations, their steps, and what the progress thread does besides.
 
-use ringsight_records::{Carrier, Flags, Kind, Record, State};
+use ringsight_records::{Carrier, Flags, Kind, PathChange, Record, State};
 
 use super::ProxyOp;
 use crate::observe;
 
 /// A record of this operation, if it is one of those that its description counts, and anybody wants such.
 fn write(op: &ProxyOp, kind: Kind, state: State, value: u64, bytes: u64) {
-    if !op.counted || !observe::wants(kind) {
+    // Sparse kinds are told without being asked for.
+    if !op.counted || (kind.probe().is_none() && !observe::wants(kind)) {
         return;
     }
     let flags = Flags::SEND
@@ -49,6 +50,11 @@ pub(crate) fn step(op: &ProxyOp, step: u32, state: State, bytes: usize) {
 /// What carries one of its steps, of `bytes` bytes.
 pub(crate) fn carried(op: &ProxyOp, carrier: Carrier, state: State, bytes: usize) {
     write(op, Kind::NetPlugin, state, carrier.to_value(), bytes as u64);
+}
+
+/// What has happened to the paths of the connection that it runs over; `bytes` are sent again.
+pub(crate) fn path(op: &ProxyOp, state: State, change: PathChange, bytes: u64) {
+    write(op, Kind::Failover, state, change.to_value(), bytes);
 }
 
 /// The progress thread of `rank`: `appended` is how many operations it took over so far.

@@ -5,6 +5,7 @@
 //! the socket and the log says why; with `NCCL_NET=IB` it fails instead. The socket stays open beside RDMA: that it closes is how an
 //! end learns that the other one is gone.
 
+mod paths;
 mod receiver;
 mod sender;
 mod talk;
@@ -23,8 +24,8 @@ use ringsight_verbs::{
     choice,
     config::Config,
     device::Memory,
-    endpoint::{self, Control, Failover, Noted, Path, Peer, Slots},
-    failover::{Report, Settings},
+    endpoint::{self, Control, Failover, Path, Peer, Slots},
+    failover::Settings,
     hub::Hub,
     port::Net,
     sysfs::Place,
@@ -337,43 +338,5 @@ impl Prepared {
             failover,
             port,
         })
-    }
-}
-
-/// Tells the log what an end has noticed of its paths.
-fn note(noted: &Noted, paths: &[Path], peer: u32, is_send: bool) {
-    let way = if is_send { "to" } else { "from" };
-    let name = |path: u8| {
-        let port = paths.get(usize::from(path)).map(Path::port);
-        port.map_or_else(
-            || "?".to_owned(),
-            |port| format!("{}:{}", port.device(), port.number()),
-        )
-    };
-    match noted.report {
-        Report::Broken { link, cause, .. } => {
-            let port = name(link.path);
-            tracing::warn!(target: log::NET, "NET/IB : {port}, {way} rank {peer}, {link} failed: {cause:?}");
-        }
-        Report::Switched {
-            epoch,
-            from,
-            to,
-            committed,
-            replayed,
-        } => {
-            let (from, to) = (name(from), name(to));
-            tracing::warn!(
-                target: log::NET,
-                "NET/IB : {way} rank {peer}, from {from} to {to} (epoch {epoch}), {committed} steps were there, {replayed} are sent again"
-            );
-        }
-        Report::Recovered { epoch } => {
-            tracing::info!(target: log::NET, "NET/IB : {way} rank {peer}, steps go on (epoch {epoch})");
-        }
-        Report::Restored { link } => {
-            let port = name(link.path);
-            tracing::info!(target: log::NET, "NET/IB : {port}, {way} rank {peer}, {link} is ready again");
-        }
     }
 }

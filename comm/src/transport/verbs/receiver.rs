@@ -9,7 +9,7 @@ use ringsight_kernels::{
 use ringsight_records::State;
 use ringsight_verbs::endpoint;
 
-use super::{Connected, note, talk::Talk};
+use super::{Connected, paths::Paths, talk::Talk};
 use crate::{
     proxy::{ProxyOp, events},
     transport::socket::{MOST_REASON, Needs, STEP_BYTES, Socket, StepHeader, Turn, VERDICT_BYTES, Verdict},
@@ -20,6 +20,7 @@ pub(crate) struct Receiver {
     fifo: Arc<Fifo>,
     end: endpoint::Receiver,
     talk: Talk,
+    paths: Paths,
     /// An operation is under way.
     is_busy: bool,
     /// Operations before the present one.
@@ -42,6 +43,7 @@ impl Receiver {
     pub(crate) fn new(fifo: Arc<Fifo>, connected: Connected) -> Self {
         Self {
             fifo,
+            paths: Paths::new(&connected, false),
             end: endpoint::Receiver::with_failover(connected.paths, connected.control, connected.failover),
             talk: Talk::new(),
             is_busy: false,
@@ -64,6 +66,7 @@ impl Receiver {
     /// Moves `op` on as far as it goes now.
     pub(crate) fn turn(&mut self, op: &ProxyOp, socket: &mut Socket) -> Result<Turn, String> {
         self.set_busy(true);
+        self.paths.set_op(op);
         // Before what has arrived is looked at: all that a peer sent before it went is there then.
         self.listen(socket);
         let end = self.base + u64::from(op.steps);
@@ -75,7 +78,11 @@ impl Receiver {
             let polled = self.end.poll();
             // What has been received needs no peer and no path.
             if self.received < end && !self.differs {
-                polled.map_err(|failure| failure.text)?;
+                if let Err(failure) = polled {
+                    self.speak(socket, op.peer);
+                    self.paths.given_up(self.end.paths());
+                    return Err(failure.text);
+                }
                 self.receive(op)?;
             }
             if self.consumed == end {
@@ -113,10 +120,11 @@ impl Receiver {
 
     /// Says what is to be said beside RDMA, and tells the log what has happened.
     fn speak(&mut self, socket: &mut Socket, peer: u32) {
-        let Self { talk, end, .. } = self;
+        let Self { talk, end, paths, .. } = self;
         talk.write(socket, || end.take_outgoing());
         while let Some(noted) = end.take_noted() {
-            note(&noted, end.paths(), peer, false);
+            // What is sent again the sender knows.
+            paths.note(&noted, end.paths(), peer, |_| 0);
         }
     }
 

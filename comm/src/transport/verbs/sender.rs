@@ -10,7 +10,7 @@ use ringsight_kernels::{
 use ringsight_records::{Carrier, State};
 use ringsight_verbs::endpoint::{self, NOTICE_BYTES};
 
-use super::{Connected, note, slots_of, talk::Talk};
+use super::{Connected, paths::Paths, slots_of, talk::Talk};
 use crate::{
     proxy::{ProxyOp, events},
     transport::socket::{Needs, STEP_BYTES, Socket, StepHeader, Turn},
@@ -34,8 +34,7 @@ pub(crate) struct Sender {
     fifo: Arc<Fifo>,
     end: endpoint::Sender,
     talk: Talk,
-    /// Number of its port among those of the process.
-    port: u8,
+    paths: Paths,
     /// An operation is under way.
     is_busy: bool,
     /// Operations before the present one.
@@ -55,7 +54,7 @@ impl Sender {
     pub(crate) fn new(fifo: Arc<Fifo>, connected: Connected) -> Self {
         let (_, slots) = slots_of(&fifo);
         Self {
-            port: connected.port,
+            paths: Paths::new(&connected, true),
             end: endpoint::Sender::with_failover(
                 connected.paths,
                 connected.control,
@@ -82,13 +81,18 @@ impl Sender {
     /// Moves `op` on as far as it goes now.
     pub(crate) fn turn(&mut self, op: &ProxyOp, socket: &mut Socket) -> Result<Turn, String> {
         self.set_busy(true);
+        self.paths.set_op(op);
         // Before what has ended is looked at: all that a peer did before it went is there then.
         self.listen(socket);
         let end = self.base + u64::from(op.steps);
         let mut moved = false;
         loop {
             let before = (self.end.posted(), self.released, self.phase);
-            self.end.poll().map_err(|failure| failure.text)?;
+            if let Err(failure) = self.end.poll() {
+                self.speak(socket, op.peer);
+                self.paths.given_up(self.end.paths());
+                return Err(failure.text);
+            }
             self.release(op);
             if self.released == end {
                 self.base = end;
@@ -128,10 +132,21 @@ impl Sender {
 
     /// Says what is to be said beside RDMA, and tells the log what has happened.
     fn speak(&mut self, socket: &mut Socket, peer: u32) {
-        let Self { talk, end, .. } = self;
+        let Self {
+            talk,
+            end,
+            paths,
+            sizes,
+            ..
+        } = self;
         talk.write(socket, || end.take_outgoing());
         while let Some(noted) = end.take_noted() {
-            note(&noted, end.paths(), peer, true);
+            // The last ones that were posted.
+            let bytes = |steps: u64| {
+                let last = sizes.iter().rev().take(steps as usize);
+                last.map(|(bytes, _)| *bytes as u64).sum()
+            };
+            paths.note(&noted, end.paths(), peer, bytes);
         }
     }
 
@@ -175,7 +190,7 @@ impl Sender {
 
     fn carrier(&self, qp: u32, step: u32) -> Carrier {
         Carrier {
-            port: Some(self.port),
+            port: Some(self.paths.port()),
             number: qp,
             step,
         }

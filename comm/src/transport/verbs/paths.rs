@@ -1,0 +1,162 @@
+//! What an end notices of its paths, for the log and on record.
+
+use ringsight_records::{PathCause, PathChange, State};
+use ringsight_verbs::{
+    endpoint::{Noted, Path},
+    failover::{Cause, Report, Status},
+    queue::Qp,
+};
+
+use super::Connected;
+use crate::{
+    log,
+    proxy::{ProxyOp, events},
+};
+
+/// What is known of an end's paths.
+pub(super) struct Paths {
+    /// By path: number of its port among those of the process.
+    ports: Vec<u8>,
+    /// The one in use.
+    active: u8,
+    /// Why the last one was left, until another one is in use.
+    cause: Option<(PathCause, u8)>,
+    /// The operation that the connection was at last.
+    op: Option<ProxyOp>,
+    is_send: bool,
+}
+
+impl Paths {
+    pub(super) fn new(connected: &Connected, is_send: bool) -> Self {
+        Self {
+            ports: connected.failover.ports.iter().map(|port| *port as u8).collect(),
+            active: 0,
+            cause: None,
+            op: None,
+            is_send,
+        }
+    }
+
+    /// The number of the port in use.
+    pub(super) fn port(&self) -> u8 {
+        self.ports.get(usize::from(self.active)).copied().unwrap_or(0)
+    }
+
+    /// The operation that the connection is at.
+    pub(super) fn set_op(&mut self, op: &ProxyOp) {
+        self.op = Some(*op);
+    }
+
+    /// Takes down what was noticed; `bytes` says how many the last so many steps have.
+    pub(super) fn note(&mut self, noted: &Noted, paths: &[Path], peer: u32, bytes: impl Fn(u64) -> u64) {
+        let way = if self.is_send { "to" } else { "from" };
+        let name = |path: u8| {
+            let port = paths.get(usize::from(path)).map(Path::port);
+            port.map_or_else(
+                || "?".to_owned(),
+                |port| format!("{}:{}", port.device(), port.number()),
+            )
+        };
+        match noted.report {
+            Report::Broken { link, cause, active } => {
+                let (port, at) = (
+                    name(link.path),
+                    if active { "" } else { ", which is not in use," },
+                );
+                tracing::warn!(target: log::NET, "NET/IB : {port}{at} {way} rank {peer} failed: {cause} ({link})");
+                if active && cause != Cause::Failback {
+                    self.cause = Some(cause_of(cause));
+                    self.record(State::START, link.path, link.path, paths, 0);
+                }
+            }
+            Report::Switched {
+                epoch,
+                from,
+                to,
+                committed,
+                replayed,
+            } => {
+                tracing::warn!(
+                    target: log::NET,
+                    "NET/IB : {way} rank {peer}, from {} to {} (epoch {epoch}), {committed} steps were there, {replayed} are sent again",
+                    name(from), name(to)
+                );
+                self.active = to;
+                // Nothing broke: a path that comes before it is good again.
+                self.cause.get_or_insert((PathCause::Failback, 0));
+                self.record(State::PATH_SWITCHED, from, to, paths, bytes(replayed));
+                self.cause = None;
+            }
+            Report::Recovered { epoch } => {
+                tracing::info!(target: log::NET, "NET/IB : {way} rank {peer}, steps go on (epoch {epoch})");
+                let state = match self.active {
+                    0 => State::STOP,
+                    _ => State::PATH_RECOVERED,
+                };
+                self.record(state, self.active, self.active, paths, 0);
+            }
+            Report::Restored { link } => {
+                let port = name(link.path);
+                tracing::info!(target: log::NET, "NET/IB : {port} {way} rank {peer} is ready again ({link})");
+                self.record(State::PATH_RESTORED, link.path, link.path, paths, 0);
+            }
+        }
+    }
+
+    /// The connection has failed.
+    pub(super) fn given_up(&self, paths: &[Path]) {
+        self.record(State::ABORTED, self.active, self.active, paths, 0);
+    }
+
+    fn record(&self, state: State, from: u8, to: u8, paths: &[Path], bytes: u64) {
+        // Before its first operation a connection belongs to none.
+        let Some(op) = &self.op else { return };
+        let qp = paths.get(usize::from(to)).and_then(|path| path.qps().first());
+        let change = PathChange {
+            cause: self.cause.map(|(cause, _)| cause),
+            status: self.cause.map_or(0, |(_, status)| status),
+            from,
+            to,
+            port: self.ports.get(usize::from(to)).copied(),
+            number: qp.map_or(0, Qp::number),
+        };
+        events::path(op, state, change, bytes);
+    }
+}
+
+/// The cause as records have it, and the completion's status if there was one.
+fn cause_of(cause: Cause) -> (PathCause, u8) {
+    match cause {
+        Cause::Port => (PathCause::Port, 0),
+        Cause::Completion(status) => (PathCause::Completion, status_of(status)),
+        Cause::Timeout => (PathCause::Timeout, 0),
+        Cause::Shared => (PathCause::Shared, 0),
+        Cause::Peer => (PathCause::Peer, 0),
+        Cause::Build => (PathCause::Build, 0),
+        Cause::Failback => (PathCause::Failback, 0),
+    }
+}
+
+/// `enum ibv_wc_status`.
+fn status_of(status: Status) -> u8 {
+    match status {
+        Status::Success => 0,
+        Status::LocalOperation => 2,
+        Status::Flushed => 5,
+        Status::RetryExceeded => 12,
+        Status::NotReady => 13,
+        Status::Other(other) => other as u8,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn statuses_keep_their_numbers() {
+        for status in 0..=23 {
+            assert_eq!(u32::from(status_of(Status::from_verbs(status))), status);
+        }
+    }
+}
