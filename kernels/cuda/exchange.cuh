@@ -37,11 +37,17 @@ struct Exchange {
   // It may go straight, and this rank's buffers are open to all others.
   bool straight;
   bool open;
+  // By bit: ranks of other processes, to which this one has shown its send buffer and its receive buffer.
+  u8 foreign;
+  u8 reserved[7];
+  u64 mappings_at;
+  Shown sent, received;
 };
 static_assert(offsetof(Exchange, from) == 144, "as in src/cuda/layout.rs");
 static_assert(offsetof(Exchange, own) == 400, "as in src/cuda/layout.rs");
 static_assert(offsetof(Exchange, chunk) == 432, "as in src/cuda/layout.rs");
-static_assert(sizeof(Exchange) == 440, "as in src/cuda/layout.rs");
+static_assert(offsetof(Exchange, mappings_at) == 448, "as in src/cuda/layout.rs");
+static_assert(sizeof(Exchange) == 488, "as in src/cuda/layout.rs");
 
 // One block of a kernel: of one that copies, where `REDUCES` is not set; of any that reduces, where `E` and `Op` are void, or of
 // the one that sums elements `E`; of any number of ranks, or of `RANKS`. `WHOLE`: all buffers begin and end where words do.
@@ -227,22 +233,43 @@ class ExchangeBlock {
 
   enum class Way { Straight, Steps, GiveUp };
 
-  // Tells each other rank where what it has for this one goes and where it finds what is for it: places that it reaches, or none.
+  DEVICE INLINE bool is_foreign(u32 rank) const { return (arguments_.foreign >> rank & 1) != 0; }
+  DEVICE INLINE Mappings& mappings() const { return *reinterpret_cast<Mappings*>(base(me()) + arguments_.mappings_at); }
+
+  // Tells each other rank where what it has for this one goes and where it finds what is for it: places that it reaches, or none
+  // where any rank does not. Its own blocks are told so, too: what others have mapped may change while they look.
   DEVICE INLINE void tell_places() {
-    meeting_.for_others([this](u32 rank) {
-      const u64 to = arguments_.open ? OPEN | arguments_.to[rank] : 0, from = arguments_.open ? OPEN | arguments_.from[rank] : 0;
-      Place& place = meeting_.area(rank).places[meeting_.epoch() & 1][me()];
-      store_line(&place.to, static_cast<u32>(to), static_cast<u32>(to >> 32), meeting_.epoch());
-      store_line(&place.from, static_cast<u32>(from), static_cast<u32>(from >> 32), meeting_.epoch());
+    bool open = arguments_.open;
+    meeting_.for_others([&](u32 rank) {
+      if (is_foreign(rank)) open = open && has_mapped(rank, arguments_.sent) && has_mapped(rank, arguments_.received);
     });
+    open = warp_all(open);
+    meeting_.for_others([&](u32 rank) {
+      const u64 to = place_of(rank, arguments_.to[rank], arguments_.received), from = place_of(rank, arguments_.from[rank], arguments_.sent);
+      tell_place(meeting_.area(rank), open ? to : 0, open ? from : 0);
+    });
+    if (warp_thread() == 0) tell_place(meeting_.own(), open ? OPEN : 0, 0);
+  }
+  // Whether a rank has mapped what has been shown to it, if anything has. Relaxed: what it says holds until it is taken back.
+  DEVICE INLINE bool has_mapped(u32 rank, const Shown& shown) const {
+    return shown.generation == 0 || load_relaxed(&mappings().by[rank][shown.number]) == shown.generation;
+  }
+  DEVICE INLINE u64 place_of(u32 rank, u64 address, const Shown& shown) const {
+    if (!is_foreign(rank) || shown.generation == 0) return OPEN | address;
+    // A rank that has nothing for this one has no address.
+    return OPEN | IS_SHOWN | static_cast<u64>(shown.number) << NUMBER_AT | (address == 0 ? 0 : address - shown.start);
+  }
+  DEVICE INLINE void tell_place(Area& area, u64 to, u64 from) const {
+    Place& place = area.places[meeting_.epoch() & 1][me()];
+    store_line(&place.to, static_cast<u32>(to), static_cast<u32>(to >> 32), meeting_.epoch());
+    store_line(&place.from, static_cast<u32>(from), static_cast<u32>(from >> 32), meeting_.epoch());
   }
 
   // By a warp: waits until all others have begun this operation, and learns where their buffers are. All of them look at the same
   // words, so all ranks, and all warps of each, go the same way.
   DEVICE INLINE Way agree() {
-    bool here = true, open = arguments_.open;
+    bool here = true, open = true;
     for (u32 rank = warp_thread(); here && rank < ranks(); rank += warp_threads()) {
-      if (rank == me()) continue;
       for (u32 polls = 1; !learn(rank, open); polls++) {
         if (go_on(polls)) continue;
         here = false;
@@ -261,12 +288,19 @@ class ExchangeBlock {
     const Line tag = load_line(&own.tags[epoch & 1][rank]);
     const Line to = load_line(&own.places[epoch & 1][rank].to), from = load_line(&own.places[epoch & 1][rank].from);
     const auto is_mine = [=](const Line& line) { return line.low_flag == epoch && line.high_flag == epoch; };
-    if (!is_mine(tag) || tag.low != arguments_.call.tag || !is_mine(to) || !is_mine(from)) return false;
+    if (rank != me() && (!is_mine(tag) || tag.low != arguments_.call.tag)) return false;
+    if (!is_mine(to) || !is_mine(from)) return false;
     const u64 place = static_cast<u64>(to.high) << 32 | to.low;
     open = open && (place & OPEN) != 0;
-    places_.to[rank] = place & ~OPEN;
-    places_.from[rank] = (static_cast<u64>(from.high) << 32 | from.low) & ~OPEN;
+    places_.to[rank] = found(rank, place);
+    places_.from[rank] = found(rank, static_cast<u64>(from.high) << 32 | from.low);
     return true;
+  }
+  // Where this rank's kernels find a place of another one. Relaxed: the mapping was written before the word that made the other say so.
+  DEVICE INLINE u64 found(u32 rank, u64 place) const {
+    if ((place & IS_SHOWN) == 0) return place & ~OPEN;
+    const u32 number = static_cast<u32>(place >> NUMBER_AT) % SHOWN;
+    return load_relaxed(&mappings().of[rank][number].address) + (place & ((1ull << NUMBER_AT) - 1));
   }
 
   // All of the lane's part. It waits for nobody, so it takes no longer than the bytes do and need not look whether it is to give up: that

@@ -69,6 +69,25 @@ DEVICE inline Pack* slot_of(u64 base, u32 lanes, u32 other, u32 lane, u64 step) 
   return reinterpret_cast<Pack*>(base + CHUNKS_OFFSET + slot * CHUNK_SLOT_BYTES);
 }
 
+// Behind the slots, at an offset that the host says: what other processes have mapped of callers' memory. An allocation that a rank
+// has shown to the others has a number, and a generation, since numbers are used again.
+constexpr u32 SHOWN = 256;
+struct Mapping {
+  // Where this rank's kernels find it.
+  u64 address;
+  u32 generation;
+  u32 reserved;
+};
+struct Mappings {
+  // By rank that has shown it, and number.
+  Mapping of[MAX_PEERS][SHOWN];
+  // By rank, and number of what this one has shown: the generation that that rank has mapped; 0 for none.
+  u32 by[MAX_PEERS][SHOWN];
+};
+static_assert(sizeof(Mapping) == 16, "as in src/cuda/peers.rs");
+static_assert(offsetof(Mappings, by) == 32768, "as in src/cuda/peers.rs");
+static_assert(sizeof(Mappings) == 40960, "as in src/cuda/peers.rs");
+
 DEVICE inline Area* area_of(u64 base) { return reinterpret_cast<Area*>(base); }
 
 // The tag of the operation that a rank has begun and this one has not, if there is one.

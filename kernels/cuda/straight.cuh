@@ -4,6 +4,11 @@
 // buffers are, and whether all others reach them. If all do, all go straight; else all go in steps, through memory that is
 // there for it. What a rank is told here comes with its tag, so it is of the same operation, and of the same sizes.
 //
+// Ranks of one process use the same addresses. Of an allocation of another process a rank's kernels know where it is mapped here, and
+// whoever has shown it knows who has mapped it: both are in memory of GPUs, put there by the hosts in their own time, the mapping
+// before the word that says so. So who says that all others reach its buffers is right in that, and they stay mapped until that rank
+// has taken them back, which it does when they have been freed: then no operation uses them.
+//
 // - What was in the buffers before is there: the line comes from a kernel that began when what was before it in its stream had ended,
 //   visible to the whole system. Addresses are what lines say, so nothing is read from there, or written, before the line is seen.
 // - Nobody's kernel ends before all others are done with its buffers: `Meeting::leave`.
@@ -15,8 +20,17 @@
 
 namespace ringsight {
 
-// In a word of a place: there is one.
-constexpr u64 OPEN = 1ull << 63;
+// In a word of a place: there is one; it is an offset in what has been shown under the number from bit `NUMBER_AT` on.
+constexpr u64 OPEN = 1ull << 63, IS_SHOWN = 1ull << 62;
+constexpr u32 NUMBER_AT = 48;
+
+// What a rank has shown to other processes: an allocation, its generation and its number.
+struct Shown {
+  u64 start;
+  u32 generation;
+  u32 number;
+};
+static_assert(sizeof(Shown) == 16, "as in src/cuda/layout.rs");
 
 // By rank, for one warp: where to write what is for it, and where to read what it has for this rank.
 struct Places {

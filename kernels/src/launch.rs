@@ -10,7 +10,7 @@ use std::{
 
 use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
-use crate::fifo::Fifo;
+use crate::{cuda::layout::Shown, fifo::Fifo};
 
 /// One kernel launch: the work of every channel of one plan.
 pub struct Launch {
@@ -81,8 +81,14 @@ pub enum Straight {
     No,
     /// If it could, but this rank's buffers are closed to the kernels of some other rank.
     Closed,
-    /// If it can: this rank's buffers are open to the kernels of all others, at the addresses that this rank knows them by.
-    Open,
+    /// If it can: this rank's buffers are open to the kernels of all ranks of this process, and of the others as far as those have mapped
+    /// what was shown to them.
+    Open {
+        /// What the send buffer is in.
+        sent: Shown,
+        /// What the receive buffer is in.
+        received: Shown,
+    },
 }
 
 impl Work {
@@ -136,8 +142,8 @@ pub struct Peers {
     pub bases: Vec<u64>,
     /// Blocks of a kernel that run side by side on the device of any rank, together with those of its other ranks.
     pub most_blocks: u32,
-    /// Some of them are of other processes.
-    pub foreign: bool,
+    /// By bit: ranks of other processes.
+    pub foreign: u8,
     /// Keeps it there.
     pub memory: Box<dyn std::any::Any + Send + Sync>,
 }

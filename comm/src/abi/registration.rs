@@ -40,6 +40,7 @@ entry! {
         *place = 0;
         if enabled() {
             *place = comm.registrations().add(buff as usize, size)?;
+            comm.show(buff as usize, size);
         }
         Ok(())
     }
@@ -112,6 +113,7 @@ unsafe fn register_window(
     comm.check_usable()?;
     let window = comm.registrations().add(address, size)?;
     *place = window;
+    comm.show(address, size);
     let joining = Joining {
         comm,
         window: Some(window),

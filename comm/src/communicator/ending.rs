@@ -157,6 +157,12 @@ impl Communicator {
         self.faults.silence();
     }
 
+    pub(super) fn stop_mapping(&self) {
+        if let Some(maps) = &self.maps {
+            maps.stop();
+        }
+    }
+
     /// Ends the communicator: its threads are joined when the last reference is gone.
     fn end(&self, state: State) {
         // From here on replays of graphs that still hold plans of this communicator give up instead of waiting for
@@ -177,6 +183,7 @@ impl Communicator {
             let _ = device.restore(before);
         }
         drop(planner);
+        self.stop_mapping();
         self.membership.leave(&self.connector);
         self.checks.stop();
         self.bootstrap.leave(state == State::ABORTED);

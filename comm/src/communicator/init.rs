@@ -12,6 +12,7 @@ use super::{
     family::{Family, Membership},
     lifecycle::Lifecycle,
     losses::{self, Losses},
+    maps::{Inbox, Letters, Maps},
     peers,
     terms::{Agreement, Terms},
 };
@@ -233,9 +234,26 @@ impl Making<'_> {
         }
         let rings = connected?;
         let peers_ended_well = Arc::new(AtomicBool::new(false));
+        // Before the others may be ready.
+        let inbox = Inbox::new();
+        let letters = inbox.letters();
+        bootstrap.on_control({
+            let (checks, letters) = (checks.clone(), letters.clone());
+            Arc::new(move |from, bytes| {
+                checks.control(from, bytes);
+                letters.control(from, bytes);
+            })
+        });
         let peers = peers::connect(bootstrap, &topology, &rings, &peers_ended_well)
             .inspect_err(|_| membership.leave(&connector))?;
-        let watch = self.watch(id, bootstrap, &topology, &checks)?;
+        let maps = peers
+            .as_ref()
+            .filter(|(peers, _)| peers.foreign != 0 && straight_bytes != u64::MAX)
+            .map(|(peers, mapped)| Maps::new(self.device, peers, mapped, post_over(bootstrap), inbox))
+            .transpose()
+            .inspect_err(|_| membership.leave(&connector))?;
+        let peers = peers.map(|(peers, _)| peers);
+        let watch = self.watch(id, bootstrap, &topology, (&checks, letters))?;
         losses.hand_over(&checks, watch.as_deref());
         let notes: Arc<Notes> = Arc::default();
         let communicator = Communicator {
@@ -249,6 +267,7 @@ impl Making<'_> {
             slot_bytes,
             one_shot,
             straight_bytes,
+            maps,
             peers,
             peers_ended_well,
             near,
@@ -302,7 +321,7 @@ impl Making<'_> {
         id: u64,
         bootstrap: &Arc<Bootstrap>,
         topology: &Arc<Topology>,
-        checks: &Arc<Checks>,
+        (checks, letters): (&Arc<Checks>, Letters),
     ) -> Result<Option<watchdog::Detected>> {
         let Some(settings) = self.watchdog else {
             return Ok(None);
@@ -321,6 +340,7 @@ impl Making<'_> {
         let (watching, checks) = (Arc::downgrade(&watch), checks.clone());
         bootstrap.on_control(Arc::new(move |from, bytes| {
             checks.control(from, bytes);
+            letters.control(from, bytes);
             if let Some(watch) = watching.upgrade() {
                 watch.control(from, bytes);
             }

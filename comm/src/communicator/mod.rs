@@ -9,6 +9,7 @@ mod family;
 mod init;
 mod lifecycle;
 mod losses;
+mod maps;
 mod peers;
 mod registration;
 mod registry;
@@ -78,6 +79,8 @@ pub struct Communicator {
     pub(crate) one_shot: bool,
     /// Bytes of all ranks together from which on operations may go straight between callers' buffers.
     pub(crate) straight_bytes: u64,
+    /// Callers' memory that other processes map; `None` if all ranks are of this one, or do not reach each other's memory.
+    pub(crate) maps: Option<maps::Maps>,
     /// Memory that the kernels of all ranks reach, if they do.
     pub(crate) peers: Option<Arc<Peers>>,
     /// All operations have come to their end, and no more will come: who shares memory may free it.
@@ -262,6 +265,7 @@ impl Drop for Communicator {
         // not there.
         if self.check_fork().is_ok() {
             self.checks.stop();
+            self.stop_mapping();
         }
     }
 }

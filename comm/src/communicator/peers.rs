@@ -14,6 +14,7 @@ use ringsight_kernels::{
     launch::Peers,
 };
 
+use super::{lock, maps::Mapped};
 use crate::{
     bootstrap::Bootstrap,
     device::{Device, Reached, Share, device},
@@ -27,6 +28,8 @@ use crate::{
 pub(super) struct Memory {
     pub(super) own: Option<Box<dyn Any + Send + Sync>>,
     pub(super) others: Vec<Box<dyn Any + Send + Sync>>,
+    /// What callers of other processes have in theirs.
+    mapped: Arc<Mapped>,
     /// Some of them are of other processes.
     pub(super) foreign: bool,
     ended_well: Arc<AtomicBool>,
@@ -41,6 +44,7 @@ impl Memory {
         Self {
             own: None,
             others: Vec::new(),
+            mapped: Arc::default(),
             foreign: false,
             ended_well: ended_well.clone(),
             _rings: Vec::new(),
@@ -57,6 +61,7 @@ impl Drop for Memory {
     fn drop(&mut self) {
         let Ok(device) = device() else { return };
         device.retire(Box::new(std::mem::take(&mut self.others)));
+        device.retire(Box::new(std::mem::take(&mut *lock(&self.mapped))));
         let Some(own) = self.own.take() else { return };
         // After an abort, kernels of other processes may still write here: such memory is kept until this process ends.
         // Ranks of this process hold it themselves, and where operations have come to their end, all has arrived.
@@ -89,7 +94,7 @@ fn agree(bootstrap: &Bootstrap, mine: std::result::Result<&[u8], &str>) -> Resul
 }
 
 /// Makes the memory and reaches that of the others; `None` if any rank cannot. All ranks call it, and all get the same answer.
-/// `ended_well` is to be set when all of this rank's operations have come to their end.
+/// With it comes where mappings of callers' memory are kept, which lives as long. `ended_well` is to be set when all of this rank's operations have come to their end.
 ///
 /// # Errors
 /// Of the bootstrap network.
@@ -98,7 +103,7 @@ pub(super) fn connect(
     topology: &Topology,
     rings: &[Option<RingConnections>],
     ended_well: &Arc<AtomicBool>,
-) -> Result<Option<Arc<Peers>>> {
+) -> Result<Option<(Arc<Peers>, Arc<Mapped>)>> {
     let (rank, ranks) = (bootstrap.rank(), bootstrap.ranks());
     if !(2..=MAX_PEERS).contains(&(ranks as usize)) || topology.nodes() != 1 {
         return Ok(None);
@@ -111,9 +116,12 @@ pub(super) fn connect(
     let (Ok(own), Some(handles)) = (own, handles) else {
         return Ok(None);
     };
+    let mapped = Arc::<Mapped>::default();
+    let mut foreign = 0;
     let mut memory = Memory {
         own: Some(own.memory),
         others: Vec::new(),
+        mapped: mapped.clone(),
         foreign: false,
         ended_well: ended_well.clone(),
         _rings: rings
@@ -140,6 +148,7 @@ pub(super) fn connect(
                 bases.push(base);
                 on_device += u32::from(is_on_same_device);
                 memory.foreign |= is_foreign;
+                foreign |= u8::from(is_foreign) << other;
                 memory.others.push(reached);
             }
             Err(error) => {
@@ -160,13 +169,14 @@ pub(super) fn connect(
         .iter()
         .map(|bytes| bytes[..].try_into().map_or(0, u32::from_le_bytes));
     tracing::info!(target: log::INIT, "Ranks reach each other's memory: {bytes} bytes each");
-    Ok(Some(Arc::new(Peers {
+    let peers = Peers {
         rank,
         bases,
         most_blocks: blocks.min().unwrap_or(0).max(1),
-        foreign: memory.foreign,
+        foreign,
         memory: Box::new(memory),
-    })))
+    };
+    Ok(Some((Arc::new(peers), mapped)))
 }
 
 /// This rank's memory; or why there is none.

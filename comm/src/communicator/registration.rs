@@ -1,6 +1,7 @@
 //! Buffers and windows that the caller has registered with a communicator.
 //!
-//! On host memory there is nothing to map or to pin: every rank of a node copies through FIFOs. What is registered is
+//! On host memory there is nothing to map or to pin: every rank of a node copies through FIFOs. Memory of GPUs is shown to ranks of other
+//! processes ([`super::maps`]). What is registered is
 //! known, so that handles are checked and operations on registered buffers are marked ([`Flags::REGISTERED`]).
 //!
 //! [`Flags::REGISTERED`]: ringsight_records::Flags::REGISTERED
@@ -15,7 +16,10 @@ use std::{
 };
 
 use super::{Communicator, lock};
-use crate::error::{Error, Result};
+use crate::{
+    device::device,
+    error::{Error, Result},
+};
 
 /// Registration goes by pages; windows begin at one (`NCCL_WIN_REQUIRED_ALIGNMENT`).
 pub const PAGE: usize = 4096;
@@ -109,6 +113,13 @@ impl Communicator {
     /// What the caller has registered.
     pub(crate) fn registrations(&self) -> &Registrations {
         &self.registrations
+    }
+
+    /// Lets other processes map a buffer before the first operation that uses it, if they can.
+    pub(crate) fn show(&self, address: usize, bytes: usize) {
+        if let (Some(maps), Ok(device)) = (&self.maps, device()) {
+            maps.register(&**device, address, bytes);
+        }
     }
 
     /// Waits until every rank has registered its part of window number `number` of this communicator.

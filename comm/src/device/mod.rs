@@ -85,6 +85,15 @@ pub type Reachable = Option<Box<dyn Send + Sync>>;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mark(usize);
 
+/// An allocation of a caller's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Allocation {
+    /// No other ever has this number.
+    pub id: u64,
+    /// Its address.
+    pub start: usize,
+}
+
 /// Memory of a device that others reach.
 pub struct Share {
     /// Where it is for kernels of the device that it is on.
@@ -173,10 +182,19 @@ pub trait Device: Send + Sync + 'static {
     }
     /// Gives memory of [`Device::allocate`] back; null is accepted.
     fn free(&self, pointer: *mut u8) -> Result<()>;
-    /// Whether kernels of the devices that reach shared memory of device `device` in this process ([`Device::reach_share`]) reach a buffer, too,
-    /// at the address that it has here, for as long as it is not freed.
-    fn is_open(&self, _address: usize, _bytes: usize, _device: i32) -> bool {
-        false
+    /// The allocation that a buffer is in, if that is memory of device `device` which every device reaches that reaches its shared memory
+    /// ([`Device::reach_share`]): in this process at the same address, in others by [`Device::export`].
+    fn allocation(&self, _address: usize, _bytes: usize, _device: i32) -> Option<Allocation> {
+        None
+    }
+    /// What another process reaches the allocation that begins there by, with [`Device::reach_share`].
+    ///
+    /// # Errors
+    /// The driver gives nothing for it.
+    fn export(&self, start: usize) -> Result<Vec<u8>> {
+        Err(DeviceError::InvalidHandle(format!(
+            "{start:#x} is nothing that other processes reach"
+        )))
     }
     /// Makes page-aligned host memory reachable for kernels on all devices, at the address that the host knows it by, while
     /// the result lives. The memory must stay mapped for longer.

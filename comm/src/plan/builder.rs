@@ -2,7 +2,7 @@
 
 use std::{mem, ops::Range};
 
-use ringsight_kernels::{ChannelWork, Connections, Straight, Work, launch::Peers};
+use ringsight_kernels::{ChannelWork, Connections, Straight, Work, cuda::layout::Shown, launch::Peers};
 use ringsight_records::{Algorithm, Description, Flags, Function, Protocol, State};
 
 use super::{OpInfo, Plan, Task, algorithm, channels, estimate, exchange, layout::choice_of};
@@ -315,16 +315,26 @@ impl<'a> Builder<'a> {
     /// Whether the other ranks' kernels reach the buffers of an operation that may go straight between those of all.
     fn straight(&self, task: &Task, peers: &Peers) -> Result<Straight> {
         // To know what it would take, nobody need know.
-        if self.simulated.is_some() || peers.foreign {
+        if self.simulated.is_some() {
             return Ok(Straight::Closed);
         }
-        let device = device()?;
-        let buffers = task.request.buffers(self.comm.ranks);
-        let open = buffers
-            .into_iter()
-            .filter(|(address, bytes)| *address != 0 && *bytes != 0)
-            .all(|(address, bytes)| device.is_open(address, bytes, self.comm.device));
-        Ok(if open { Straight::Open } else { Straight::Closed })
+        let device = &**device()?;
+        let shown = |(address, bytes)| match &self.comm.maps {
+            _ if address == 0 || bytes == 0 => Some(Shown::default()),
+            Some(maps) => maps.of_operation(device, address, bytes),
+            None if peers.foreign != 0 => None,
+            None => device
+                .allocation(address, bytes, self.comm.device)
+                .map(|_| Shown::default()),
+        };
+        let [sent, received] = task
+            .request
+            .used_buffers(self.comm.rank, self.comm.ranks)
+            .map(shown);
+        Ok(match (sent, received) {
+            (Some(sent), Some(received)) => Straight::Open { sent, received },
+            _ => Straight::Closed,
+        })
     }
 
     pub(super) fn add_work(&mut self, channel: u8, work: Work) {

@@ -90,6 +90,17 @@ impl Request {
         [(self.send, send), (self.recv, recv)]
     }
 
+    /// The same, where this rank's part of the operation uses them.
+    pub(crate) fn used_buffers(&self, rank: u32, ranks: u32) -> [(usize, usize); 2] {
+        let is_root = self.peer == Some(rank);
+        let [send, recv] = self.buffers(ranks);
+        match self.function {
+            Function::Broadcast | Function::Scatter if !is_root => [(0, 0), recv],
+            Function::Reduce | Function::Gather if !is_root => [send, (0, 0)],
+            _ => [send, recv],
+        }
+    }
+
     /// Bytes by which its algorithm is chosen: those of one message where it is made of several.
     pub(crate) fn bytes_of_choice(&self, ranks: u32) -> u64 {
         if Exchange::serves(self.function) {

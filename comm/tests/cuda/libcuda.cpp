@@ -217,6 +217,7 @@ struct Allocation {
   int file;
   size_t bytes;
   int device;
+  u64 id;
 };
 // By address. Never destroyed: threads of the library outlive the program's end.
 auto& memory = *new std::map<void*, Allocation>;
@@ -363,7 +364,8 @@ int cuMemAlloc_v2(void** pointer, size_t bytes) {
   // What was there before is no zeros.
   std::memset(*pointer, 0x5a, bytes);
   std::lock_guard lock(memory_mutex);
-  memory[*pointer] = {file, bytes, current->device};
+  static u64 last = 0;
+  memory[*pointer] = {file, bytes, current->device, ++last};
   return SUCCESS;
 }
 int cuMemFree_v2(void* pointer) {
@@ -385,13 +387,15 @@ int cuPointerGetAttributes(unsigned count, const int* attributes, void** places,
   int kind = 0, device = -2;
   const void* start = nullptr;
   size_t size = 0;
+  u64 id = 0;
   for (auto& [base, about] : memory)
-    if (holds(base, about.bytes)) kind = 2, device = about.device, start = base, size = about.bytes;
+    if (holds(base, about.bytes)) kind = 2, device = about.device, start = base, size = about.bytes, id = about.id;
   for (auto& [base, bytes] : host_memory)
     if (holds(base, bytes)) kind = 1, device = 0;
   for (unsigned i = 0; i < count; i++) switch (attributes[i]) {
       case 2: *static_cast<int*>(places[i]) = kind; break;
       case 3: *static_cast<void**>(places[i]) = kind == 0 ? nullptr : address; break;
+      case 7: *static_cast<u64*>(places[i]) = id; break;
       case 8: *static_cast<bool*>(places[i]) = false; break;
       case 9: *static_cast<int*>(places[i]) = device; break;
       case 10: *static_cast<bool*>(places[i]) = kind == 2; break;
@@ -442,7 +446,7 @@ int cuIpcOpenMemHandle_v2(void** pointer, IpcHandle handle, unsigned) {
   close(file);
   if (*pointer == MAP_FAILED) return INVALID_VALUE;
   std::lock_guard lock(memory_mutex);
-  opened[*pointer] = {-1, handle.bytes, current->device};
+  opened[*pointer] = {-1, handle.bytes, current->device, 0};
   return SUCCESS;
 }
 int cuIpcCloseMemHandle(void* pointer) {

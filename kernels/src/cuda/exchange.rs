@@ -5,11 +5,11 @@ use std::ffi::CStr;
 use ringsight_records::{Algorithm, Function};
 
 use super::{
-    layout::{Exchange, PeerCall},
+    layout::{Exchange, PeerCall, Shown},
     peer_launch::{MOST_BLOCKS, PeerArguments, PeerLaunch, SERVICE, ranks_of_its_own, sum_of},
-    peers::{CHUNK_ROWS, MAX_PEERS, ROW_BYTES, lanes},
+    peers::{CHUNK_ROWS, MAX_PEERS, ROW_BYTES, lanes, mappings_offset},
 };
-use crate::launch::{Straight, Work};
+use crate::launch::{Peers, Straight, Work};
 
 /// Names of the kernels, by their numbers: `RINGSIGHT_EXCHANGES` in `cuda/exchange.cuh`.
 pub const KERNELS: [&CStr; 12] = [
@@ -35,12 +35,12 @@ const WARPS: usize = 7;
 /// Threads of a block.
 pub const EXCHANGE_THREADS: u32 = WARPS as u32 * 32 + SERVICE;
 
-/// The launch of a collective, but for where it reports to; `most_blocks`: [`crate::launch::Peers::most_blocks`]. All blocks must
-/// run side by side, since they wait for those of the others.
-pub(super) fn launch(work: &Work, call: PeerCall, most_blocks: u32) -> PeerLaunch {
+/// The launch of a collective, but for where it reports to. All blocks must run side by side, since they wait for those of the others.
+pub(super) fn launch(work: &Work, call: PeerCall, peers: &Peers) -> PeerLaunch {
     let mut arguments = parts(work, call);
+    arguments.foreign = peers.foreign;
     let rows = (arguments.piece as usize).div_ceil(ROW_BYTES);
-    let most = (lanes(work.ranks as usize) / WARPS).min(most_blocks.clamp(1, MOST_BLOCKS) as usize);
+    let most = (lanes(work.ranks as usize) / WARPS).min(peers.most_blocks.clamp(1, MOST_BLOCKS) as usize);
     // A lane for each row, as far as that goes; then more rows for each.
     let blocks = rows.div_ceil(WARPS).clamp(1, most);
     // As few steps as that takes, all of about the same length.
@@ -54,7 +54,12 @@ pub(super) fn launch(work: &Work, call: PeerCall, most_blocks: u32) -> PeerLaunc
     let chunk_rows = each.div_ceil(each.div_ceil(most_rows));
     arguments.chunk = (chunk_rows * ROW_BYTES) as u32;
     let kernel = kernel(work, &arguments);
-    arguments.open = (work.straight == Straight::Open && goes_straight(kernel, &arguments)).into();
+    if let Straight::Open { sent, received } = work.straight
+        && goes_straight(kernel, &arguments)
+    {
+        arguments.open = 1;
+        (arguments.sent, arguments.received) = (sent, received);
+    }
     PeerLaunch {
         kernel,
         arguments: PeerArguments::Exchange(arguments),
@@ -115,6 +120,11 @@ fn parts(work: &Work, call: PeerCall) -> Exchange {
         passes: 0,
         straight: (work.straight != Straight::No).into(),
         open: 0,
+        foreign: 0,
+        reserved: [0; 7],
+        mappings_at: mappings_offset(ranks) as u64,
+        sent: Shown::default(),
+        received: Shown::default(),
     };
     // Blocks of a buffer, one of each rank.
     let block = |base: u64, rank: usize| base + bytes * rank as u64;
@@ -200,7 +210,7 @@ mod tests {
     use ringsight_records::{DataType, ReduceOp};
 
     use super::*;
-    use crate::launch::{Connections, Launch, Peers, Scalar};
+    use crate::launch::{Connections, Launch, Scalar};
 
     const SEND: usize = 1 << 40;
     const RECV: usize = 2 << 40;
@@ -234,7 +244,7 @@ mod tests {
                 rank,
                 bases: vec![0; ranks as usize],
                 most_blocks: 64,
-                foreign: false,
+                foreign: 0,
                 memory: Box::new(()),
             })),
         }

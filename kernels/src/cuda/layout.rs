@@ -322,14 +322,38 @@ pub struct Exchange {
     pub passes: u8,
     /// 1: it goes straight between callers' buffers if all ranks can, the same on all of them.
     pub straight: u8,
-    /// 1: this rank's buffers are open to the kernels of all others.
+    /// 1: this rank's buffers are open to the kernels of all others, once those of other processes have mapped what has been shown.
     pub open: u8,
+    /// By bit: ranks of other processes.
+    pub foreign: u8,
+    /// 0.
+    pub reserved: [u8; 7],
+    /// Where the [`super::peers::Mappings`] are in each rank's memory.
+    pub mappings_at: u64,
+    /// What the send buffer is in.
+    pub sent: Shown,
+    /// What the receive buffer is in.
+    pub received: Shown,
 }
 
+/// A caller's allocation, as a rank has shown it to other processes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct Shown {
+    /// Where it begins for this rank.
+    pub start: u64,
+    /// Its generation, from 1 on; 0: nothing was shown.
+    pub generation: u32,
+    /// Its number, below [`super::peers::SHOWN`].
+    pub number: u32,
+}
+
+const _: () = assert!(size_of::<Shown>() == 16);
+const _: () = assert!(offset_of!(Exchange, mappings_at) == 448);
 const _: () = assert!(offset_of!(Exchange, from) == 144);
 const _: () = assert!(offset_of!(Exchange, own) == 400);
 const _: () = assert!(offset_of!(Exchange, chunk) == 432);
-const _: () = assert!(size_of::<Exchange>() == 440);
+const _: () = assert!(size_of::<Exchange>() == 488);
 
 /// A message of [`Messages`].
 #[derive(Clone, Copy, Debug, Default)]

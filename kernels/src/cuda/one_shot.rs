@@ -103,7 +103,7 @@ mod tests {
                 rank: 0,
                 bases: vec![0; ranks as usize],
                 most_blocks: 64,
-                foreign: false,
+                foreign: 0,
                 memory: Box::new(()),
             })),
         };

@@ -130,7 +130,7 @@ impl PeerLaunch {
         Ok(Some(match work.algorithm {
             Algorithm::OneShot => one_shot::launch(work, call, peers.most_blocks),
             _ => {
-                let mut launch = exchange::launch(work, call, peers.most_blocks);
+                let mut launch = exchange::launch(work, call, peers);
                 launch.kernel += one_shot::KERNELS.len();
                 launch
             }

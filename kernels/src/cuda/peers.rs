@@ -52,10 +52,59 @@ pub const fn messages_offset(ranks: usize) -> usize {
     CHUNKS_OFFSET + (ranks - 1) * lanes(ranks) * 2 * CHUNK_ROWS * 512
 }
 
+/// Where the [`Mappings`] are among so many ranks.
+#[must_use]
+pub const fn mappings_offset(ranks: usize) -> usize {
+    messages_offset(ranks) + MESSAGE_COUNTS + (ranks - 1) * MESSAGE_LANES * 2 * CHUNK_ROWS * 512
+}
+
 /// Bytes of one rank's memory among so many.
 #[must_use]
 pub const fn bytes(ranks: usize) -> usize {
-    messages_offset(ranks) + MESSAGE_COUNTS + (ranks - 1) * MESSAGE_LANES * 2 * CHUNK_ROWS * 512
+    mappings_offset(ranks) + size_of::<Mappings>()
+}
+
+/// The most allocations that a rank shows to those of other processes.
+pub const SHOWN: usize = 256;
+
+/// An allocation that another rank has shown, as this one has mapped it.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Mapping {
+    /// Where this rank's kernels find it.
+    pub address: u64,
+    /// Its generation.
+    pub generation: u32,
+    /// 0.
+    pub reserved: u32,
+}
+
+/// What ranks of other processes have mapped.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Mappings {
+    /// By rank that has shown it, and number.
+    pub of: [[Mapping; SHOWN]; MAX_PEERS],
+    /// By rank, and number of what this one has shown: the generation that that rank has mapped; 0 for none.
+    pub by: [[u32; SHOWN]; MAX_PEERS],
+}
+
+const _: () = assert!(size_of::<Mapping>() == 16);
+const _: () = assert!(offset_of!(Mappings, by) == 32_768);
+const _: () = assert!(size_of::<Mappings>() == 40_960);
+
+/// Where, in a rank's memory among so many, what `rank` has shown under a number is entered as mapped by it.
+#[must_use]
+pub const fn mapping_offset(ranks: usize, rank: u32, number: u32) -> usize {
+    mappings_offset(ranks) + (rank as usize * SHOWN + number as usize) * size_of::<Mapping>()
+}
+
+/// Where, in a rank's memory among so many, stands which generation of what it has shown under a number `rank` has mapped.
+#[must_use]
+pub const fn mapped_offset(ranks: usize, rank: u32, number: u32) -> usize {
+    mappings_offset(ranks)
+        + offset_of!(Mappings, by)
+        + (rank as usize * SHOWN + number as usize) * size_of::<u32>()
 }
 
 /// Data with flags.

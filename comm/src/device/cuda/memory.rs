@@ -5,7 +5,7 @@ use std::ffi::{c_int, c_uint, c_void};
 use cudarc::driver::sys::{CUdevice_attribute, CUdeviceptr, CUmemorytype, CUpointer_attribute};
 
 use super::driver::{OutsideCapture, attribute, call};
-use crate::device::{DeviceError, Result};
+use crate::device::{Allocation, DeviceError, Result};
 
 /// The driver's memory goes by these. Who asks for less gets a piece of one that others have pieces of, too: it begins
 /// anywhere, and what shares it with other processes shares theirs.
@@ -115,6 +115,7 @@ struct Range {
     /// Allocated as one by `cuMemAlloc`: other GPUs reach it once peer access is on, and its address is not given other memory
     /// while it is there. What is mapped piece by piece, or comes from a pool, has rights of its own.
     whole: bool,
+    id: u64,
 }
 
 impl Range {
@@ -128,8 +129,8 @@ impl Range {
     }
 }
 
-/// Whether the GPUs that have peer access to `device` reach these bytes.
-pub(super) fn is_open(address: usize, bytes: usize, device: c_int) -> bool {
+/// The allocation that these bytes are in, if the GPUs that have peer access to `device` reach them.
+pub(super) fn allocation(address: usize, bytes: usize, device: c_int) -> Option<Allocation> {
     use CUpointer_attribute as Of;
     let mut range = Range::default();
     let mut whole: c_uint = 0;
@@ -139,13 +140,15 @@ pub(super) fn is_open(address: usize, bytes: usize, device: c_int) -> bool {
         Of::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
         Of::CU_POINTER_ATTRIBUTE_RANGE_SIZE,
         Of::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
+        Of::CU_POINTER_ATTRIBUTE_BUFFER_ID,
     ];
-    let mut places: [*mut c_void; 5] = [
+    let mut places: [*mut c_void; 6] = [
         (&raw mut range.kind).cast(),
         (&raw mut range.device).cast(),
         (&raw mut range.start).cast(),
         (&raw mut range.bytes).cast(),
         (&raw mut whole).cast(),
+        (&raw mut range.id).cast(),
     ];
     // SAFETY: as in `check`.
     let known = unsafe {
@@ -157,7 +160,10 @@ pub(super) fn is_open(address: usize, bytes: usize, device: c_int) -> bool {
         ))
     };
     range.whole = whole != 0;
-    known.is_ok() && range.is_open(address, bytes, device)
+    (known.is_ok() && range.is_open(address, bytes, device)).then_some(Allocation {
+        id: range.id,
+        start: range.start as usize,
+    })
 }
 
 #[cfg(test)]
@@ -172,6 +178,7 @@ mod tests {
             start: 0x10_0000,
             bytes: 0x1000,
             whole: true,
+            id: 1,
         };
         assert!(range.is_open(0x10_0000, 0x1000, 1) && range.is_open(0x10_0ff0, 0x10, 1));
         assert!(!range.is_open(0x10_0000, 0x1001, 1), "behind its end");

@@ -38,8 +38,8 @@ use self::{
     gpu::{Gpu, Slotted},
 };
 use super::{
-    Capture, Device, DeviceError, Event, Graph, GraphExec, HostFunction, Mark, Progress, Reachable, Reached,
-    Result, Share, Stream,
+    Allocation, Capture, Device, DeviceError, Event, Graph, GraphExec, HostFunction, Mark, Progress,
+    Reachable, Reached, Result, Share, Stream,
 };
 use crate::communicator::lock;
 
@@ -214,8 +214,12 @@ impl Device for CudaDevice {
         memory::check(address, device)
     }
 
-    fn is_open(&self, address: usize, bytes: usize, device: i32) -> bool {
-        memory::is_open(address, bytes, device)
+    fn allocation(&self, address: usize, bytes: usize, device: i32) -> Option<Allocation> {
+        memory::allocation(address, bytes, device)
+    }
+
+    fn export(&self, start: usize) -> Result<Vec<u8>> {
+        share::export(self.entered()?, start as u64)
     }
 
     fn reach(&self, base: usize, bytes: usize) -> Result<Reachable> {

@@ -108,6 +108,32 @@ fn process() -> Result<u64> {
         .map_err(|error| DeviceError::Resource(format!("no random number: {error}")))
 }
 
+/// What opens an allocation in other processes.
+fn ipc_of(base: CUdeviceptr) -> Result<[u8; IPC_BYTES]> {
+    let mut ipc = CUipcMemHandle {
+        reserved: [0; IPC_BYTES],
+    };
+    let _outside = OutsideCapture::enter()?;
+    // SAFETY: written to the local; what is no allocation's base is refused.
+    unsafe { call!(cuIpcGetMemHandle(&raw mut ipc, base)) }?;
+    Ok(ipc.reserved.map(|byte| byte as u8))
+}
+
+fn handle(gpu: &Gpu, base: CUdeviceptr, ipc: Option<[u8; IPC_BYTES]>) -> Result<Handle> {
+    Ok(Handle {
+        process: process()?,
+        device: gpu.device,
+        bus: nvlink::bus_id(gpu.device)?,
+        base,
+        ipc,
+    })
+}
+
+/// What other processes reach a caller's allocation by.
+pub(super) fn export(gpu: &Gpu, base: CUdeviceptr) -> Result<Vec<u8>> {
+    Ok(handle(gpu, base, Some(ipc_of(base)?))?.to_bytes())
+}
+
 /// Zeroed memory of a GPU, whose context is current.
 pub(super) fn share(gpu: &Gpu, bytes: usize) -> Result<Share> {
     let base = zeroed(bytes, gpu.stream)?;
@@ -116,19 +142,8 @@ pub(super) fn share(gpu: &Gpu, bytes: usize) -> Result<Share> {
         context: gpu.context,
         foreign: false,
     });
-    let mut ipc = CUipcMemHandle {
-        reserved: [0; IPC_BYTES],
-    };
     // Refused where processes are kept apart: then ranks of other processes will say so.
-    // SAFETY: written to the local; the base of an allocation.
-    let has_ipc = unsafe { sys::cuIpcGetMemHandle(&raw mut ipc, base) } == CUresult::CUDA_SUCCESS;
-    let handle = Handle {
-        process: process()?,
-        device: gpu.device,
-        bus: nvlink::bus_id(gpu.device)?,
-        base,
-        ipc: has_ipc.then(|| ipc.reserved.map(|byte| byte as u8)),
-    };
+    let handle = handle(gpu, base, ipc_of(base).ok())?;
     let mut shared = lock(&SHARED);
     let shared = shared.get_or_insert_default();
     shared.retain(|_, memory| memory.strong_count() > 0);
