@@ -80,6 +80,17 @@ const JOBS: &[Job] = &[
         mlx5: 0,
     },
     Job {
+        name: "connections whose ports fail",
+        program: Program::Cargo {
+            package: "ringsight-verbs",
+            test: "failover",
+            filters: &[],
+        },
+        kernels: &[Series::V6_1],
+        rdma: 2,
+        mlx5: 0,
+    },
+    Job {
         name: "rdma between nodes",
         program: Program::Cargo {
             package: "ringsight-comm",
