@@ -6,6 +6,8 @@
 //! 2. `cuda-13.0` in `${RINGSIGHT_CACHE:-${XDG_CACHE_HOME:-~/.cache}/ringsight}`, where `cargo xtask setup` puts it;
 //! 3. `PATH`.
 //!
+//! `RINGSIGHT_NVCC_FLAGS` are given to it besides, as in `-DRINGSIGHT_NO_EVENTS` (`cuda/report.cuh`).
+//!
 //! Without nvcc, or without the C++ compiler that it needs, the crate is built without kernels: the host device works, and
 //! opening the CUDA device says what is missing. Kernels that do not compile are an error.
 
@@ -26,7 +28,7 @@ fn main() {
     for source in ["build.rs", "cuda"] {
         println!("cargo::rerun-if-changed={source}");
     }
-    for name in ["RINGSIGHT_NVCC", "RINGSIGHT_CACHE"] {
+    for name in ["RINGSIGHT_NVCC", "RINGSIGHT_NVCC_FLAGS", "RINGSIGHT_CACHE"] {
         println!("cargo::rerun-if-env-changed={name}");
     }
     if let Err(message) = kernels() {
@@ -88,6 +90,9 @@ fn compile(nvcc: &Path, out: &Path, built: &Path) -> Result<(), String> {
         PathBuf::from(variable("CARGO_MANIFEST_DIR").ok_or("CARGO_MANIFEST_DIR is not set")?).join("cuda");
     let mut command = Command::new(nvcc);
     command.args(FLAGS).arg("--fatbin");
+    if let Some(flags) = variable("RINGSIGHT_NVCC_FLAGS") {
+        command.args(flags.to_string_lossy().split_ascii_whitespace());
+    }
     for architecture in ARCHITECTURES {
         command.arg(format!(
             "-gencode=arch=compute_{architecture},code=sm_{architecture}"

@@ -379,7 +379,8 @@ class Block {
     put_event(arguments_.head, ticket, kind, report_.replay(runs_), channel_.channel, op, value);
   }
   DEVICE static NOINLINE void put_event(const Head& head, u64 ticket, EventKind kind, u32 replay, u32 channel, u32 op, u64 value) {
-    Report(head).event_at(ticket, kind, replay, channel, op, value);
+    const Report report(head);
+    report.event_at(report.place(ticket), kind, replay, channel, op, value);
   }
 
   // The halves of a FIFO at the addresses of `Work`.

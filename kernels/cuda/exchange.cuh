@@ -54,11 +54,11 @@ static_assert(sizeof(Exchange) == 488, "as in src/cuda/layout.rs");
 template <bool REDUCES, bool WHOLE, class E, class Op, u32 RANKS>
 class ExchangeBlock {
  public:
-  // `ticket` is shared by the threads of the block, and `places` by those of a warp.
-  DEVICE ExchangeBlock(const Exchange& arguments, u32 block, u32 blocks, volatile u64& ticket, Places& places)
+  // `place` is shared by the threads of the block, and `places` by those of a warp.
+  DEVICE ExchangeBlock(const Exchange& arguments, u32 block, u32 blocks, volatile u64& place, Places& places)
       : arguments_(arguments),
         places_(places),
-        meeting_(arguments.call, block, blocks, ticket),
+        meeting_(arguments.call, block, blocks, place),
         folding_(arguments.call.data_type, arguments.call.combine, arguments.call.argument, arguments.call.ranks),
         lanes_(blocks * (meeting_.movers() / warp_threads())),
         lane_(block * (meeting_.movers() / warp_threads()) + thread_index() / warp_threads()),

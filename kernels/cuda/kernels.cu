@@ -25,8 +25,8 @@ RINGSIGHT_CHANNELS(ringsight_channels_copy, false)
   extern "C" __global__ void __launch_bounds__(512 + ringsight::SERVICE)                 \
   NAME(const __grid_constant__ ringsight::OneShot arguments) {                                                        \
     using namespace ringsight;                                                                                        \
-    __shared__ volatile u64 ticket;                                                                                   \
-    OneShotBlock<E, OP, RANKS>(arguments, blockIdx.x, gridDim.x, ticket).run();                                       \
+    __shared__ volatile u64 place;                                                                                   \
+    OneShotBlock<E, OP, RANKS>(arguments, blockIdx.x, gridDim.x, place).run();                                       \
   }
 RINGSIGHT_ONE_SHOTS(RINGSIGHT_KERNEL)
 #undef RINGSIGHT_KERNEL
@@ -36,9 +36,9 @@ RINGSIGHT_ONE_SHOTS(RINGSIGHT_KERNEL)
   extern "C" __global__ void __launch_bounds__(256, 2)                                           \
   NAME(const __grid_constant__ ringsight::Exchange arguments) {                                  \
     using namespace ringsight;                                                                   \
-    __shared__ volatile u64 ticket;                                                              \
+    __shared__ volatile u64 place;                                                              \
     __shared__ Places places[256 / warp_threads()];                                              \
-    ExchangeBlock<REDUCES, WHOLE, E, OP, RANKS>(arguments, blockIdx.x, gridDim.x, ticket, places[thread_index() / warp_threads()]).run(); \
+    ExchangeBlock<REDUCES, WHOLE, E, OP, RANKS>(arguments, blockIdx.x, gridDim.x, place, places[thread_index() / warp_threads()]).run(); \
   }
 RINGSIGHT_EXCHANGES(RINGSIGHT_KERNEL)
 

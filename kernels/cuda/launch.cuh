@@ -92,10 +92,10 @@ struct Channel {
 static_assert(sizeof(Channel) == 24, "as in src/cuda/layout.rs");
 
 // One word of an event says its lap in the low bits; see `Ring` in src/cuda/ring.rs.
-struct Event { u64 words[4]; };
+struct Event { Pack halves[2]; };
 static_assert(sizeof(Event) == 32, "as in src/cuda/ring.rs");
 
-enum class EventKind : u8 { Started = 1, Stopped = 2, Aborted = 3, Mismatch = 4 };
+enum class EventKind : u8 { Started = 1, Stopped = 2, Aborted = 3, Mismatch = 4, Nothing = 5 };
 
 // In device memory, one for each launch that may be running; zero before the first.
 struct LaunchState {

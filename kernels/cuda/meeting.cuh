@@ -39,13 +39,13 @@ constexpr u32 SERVICE = 0;
 template <u32 RANKS>
 class Meeting {
  public:
-  // `ticket` is shared by the threads of the block.
-  DEVICE Meeting(const PeerCall& call, u32 block, u32 blocks, volatile u64& ticket)
+  // `place` is shared by the threads of the block.
+  DEVICE Meeting(const PeerCall& call, u32 block, u32 blocks, volatile u64& place)
       : call_(call),
         report_(call.head),
         block_(block),
         blocks_(blocks),
-        ticket_(ticket),
+        place_(place),
         own_(area_of(call.bases[call.rank])),
         epoch_(next_epoch(load_relaxed(&own_->epoch))) {}
 
@@ -92,6 +92,7 @@ class Meeting {
 
   // The same on the host, where who waits for data is who compares tags.
   DEVICE INLINE void look_aside() {
+    give_back();
     for (u32 rank = 0; rank < ranks(); rank++) {
       if (rank != call_.rank && !is_same(rank)) met_ring(rank);
     }
@@ -100,7 +101,8 @@ class Meeting {
 
  private:
   static constexpr u32 STRIDE = SERVICE != 0 ? SERVICE : 1;
-  DEVICE static constexpr u64 no_ticket() { return ~static_cast<u64>(0); }
+  // No entry of the ring.
+  DEVICE static constexpr u64 no_place() { return ~static_cast<u64>(0); }
   // Of this thread, among those of the service.
   DEVICE INLINE static u32 lane() { return thread_index() - (SERVICE != 0 ? movers() : 0); }
 
@@ -126,8 +128,15 @@ class Meeting {
   DEVICE INLINE void announce(u32 lane) {
     for_others([this](u32 rank) { store_line(&area(rank).tags[epoch_ & 1][call_.rank], call_.tag, 0, epoch_); });
     if (lane == STRIDE - 1) {
-      report_.event(EventKind::Started, report_.replay(report_.runs()), call_.channel, call_.op, device_time());
+      // One block's end is so near that its place is had together with that of its start: to ask for it when the data is here takes
+      // a good part of so short an operation.
+      const u64 ticket = report_.ticket(blocks_ == 1 ? 2 : 1);
+      report_.event_at(report_.place(ticket), EventKind::Started, report_.replay(report_.runs()), call_.channel, call_.op,
+                       device_time());
+      place_ = blocks_ == 1 ? report_.place(ticket + 1) : no_place();
     }
+    // Whoever waits for long may give the place back.
+    warp_barrier();
   }
 
   // Waits for the tags of all others; false if it is to give up.
@@ -136,6 +145,7 @@ class Meeting {
     for (u32 rank = lane; same && rank < ranks(); rank += STRIDE) {
       for (u32 polls = 1; rank != call_.rank && !is_same(rank); polls++) {
         if (polls % 256 != 0) continue;
+        give_back();
         if (must_give_up()) {
           same = false;
           break;
@@ -143,10 +153,16 @@ class Meeting {
         if (SERVICE != 0) met_ring(rank);
       }
     }
-    // The end is near: what reports it is had now. The host reads events in the order of tickets, so it may wait for this
-    // one until the data is here, too.
-    if (blocks_ == 1 && lane == (call_.rank == 0 ? 1 : 0) % STRIDE) ticket_ = same ? report_.ticket() : no_ticket();
     return same;
+  }
+
+  // The end is not near: the host reads events in the order of tickets, and shall not wait here for those of others. Several
+  // threads may do this at a time: they write the same.
+  DEVICE INLINE void give_back() {
+    const u64 place = place_;
+    if (place == no_place()) return;
+    place_ = no_place();
+    report_.event_at(place, EventKind::Nothing, 0, call_.channel, call_.op, 0);
   }
 
   // Whether another rank is seen to have begun this operation. If it has begun another one, the host is told.
@@ -202,9 +218,9 @@ class Meeting {
     if (!report_.block_done(blocks_, aborted)) return;
     store_relaxed(&own_->epoch, epoch_);
     const EventKind kind = aborted ? EventKind::Aborted : EventKind::Stopped;
-    u64 ticket = blocks_ == 1 ? ticket_ : no_ticket();
-    if (ticket == no_ticket()) ticket = report_.ticket();
-    report_.event_at(ticket, kind, report_.replay(runs), call_.channel, call_.op, device_time());
+    u64 place = blocks_ == 1 ? place_ : no_place();
+    if (place == no_place()) place = report_.place(report_.ticket());
+    report_.event_at(place, kind, report_.replay(runs), call_.channel, call_.op, device_time());
     // Relaxed, as an event's words are: a release would have to wait for all that was written to other GPUs and to the host,
     // which takes longer than the operation. The host's streams order the data by the kernel's end; what the host learns here is
     // that the run is over, and if it learns so before it sees the event, it makes up for that.
@@ -214,7 +230,8 @@ class Meeting {
   const PeerCall& call_;
   const Report report_;
   const u32 block_, blocks_;
-  volatile u64& ticket_;
+  // Where the end of the block's operation will be told, if it is known.
+  volatile u64& place_;
   Area* own_;
   const u32 epoch_;
 };

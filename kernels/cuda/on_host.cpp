@@ -26,14 +26,14 @@ extern "C" void ringsight_run_clock(const ClockArguments* arguments) { answer_cl
 namespace {
 template <class E, class Op, u32 RANKS>
 void run_one_shot(const void* arguments, u32 index, u32 blocks) {
-  volatile u64 ticket;
-  OneShotBlock<E, Op, RANKS>(*static_cast<const OneShot*>(arguments), index, blocks, ticket).run();
+  volatile u64 place;
+  OneShotBlock<E, Op, RANKS>(*static_cast<const OneShot*>(arguments), index, blocks, place).run();
 }
 template <bool REDUCES, bool WHOLE, class E, class Op, u32 RANKS>
 void run_exchange(const void* arguments, u32 index, u32 blocks) {
-  volatile u64 ticket;
+  volatile u64 place;
   Places places;
-  ExchangeBlock<REDUCES, WHOLE, E, Op, RANKS>(*static_cast<const Exchange*>(arguments), index, blocks, ticket, places).run();
+  ExchangeBlock<REDUCES, WHOLE, E, Op, RANKS>(*static_cast<const Exchange*>(arguments), index, blocks, place, places).run();
 }
 template <bool WHOLE>
 void run_messages(const void* arguments, u32 index, u32 blocks) {

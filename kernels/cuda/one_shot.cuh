@@ -29,10 +29,10 @@ static_assert(sizeof(OneShot) == 176, "as in src/cuda/layout.rs");
 template <class E, class Op, u32 RANKS>
 class OneShotBlock {
  public:
-  // `ticket` is shared by the threads of the block.
-  DEVICE OneShotBlock(const OneShot& arguments, u32 block, u32 blocks, volatile u64& ticket)
+  // `place` is shared by the threads of the block.
+  DEVICE OneShotBlock(const OneShot& arguments, u32 block, u32 blocks, volatile u64& place)
       : arguments_(arguments),
-        meeting_(arguments.call, block, blocks, ticket),
+        meeting_(arguments.call, block, blocks, place),
         folding_(arguments.call.data_type, arguments.call.combine, arguments.call.argument, arguments.call.ranks),
         block_(block),
         blocks_(blocks) {}

@@ -5,6 +5,13 @@
 
 namespace ringsight {
 
+// Without RINGSIGHT_NO_EVENTS, with which kernels tell the host only that a run is over: to measure what the rest costs.
+#ifdef RINGSIGHT_NO_EVENTS
+constexpr bool TELLS = false;
+#else
+constexpr bool TELLS = true;
+#endif
+
 class Report {
  public:
   // `head` must outlive it: the kernel's argument.
@@ -21,23 +28,35 @@ class Report {
   // What events say of the run: the replay, or 0.
   DEVICE INLINE u32 replay(u32 runs) const { return head_.captured != 0 ? runs - head_.runs_before + 1 : 0; }
 
-  // The next place in the ring, or the first of several. What is put there must follow soon: the host reads in this order.
-  DEVICE INLINE u64 ticket(u64 places = 1) const { return add_relaxed(reinterpret_cast<u64*>(head_.ring_ticket), places); }
-
-  DEVICE INLINE void event(EventKind kind, u32 replay, u32 channel, u32 op, u64 value) const {
-    event_at(ticket(), kind, replay, channel, op, value);
+  // The next ticket of the ring, or the first of several. What is put there must follow soon: the host reads in this order.
+  DEVICE INLINE u64 ticket(u64 places = 1) const {
+    if (!TELLS) return 0;
+    return add_relaxed(reinterpret_cast<u64*>(head_.ring_ticket), places);
   }
-  // Puts an event into the ring, over the oldest one. Every word carries the lap: the host sees whether all four are of
-  // one event without an order between them.
-  DEVICE INLINE void event_at(u64 ticket, EventKind kind, u32 replay, u32 channel, u32 op, u64 value) const {
+
+  // Where a ticket's event goes: the lap in the upper 16 bits, the number of the entry below. Some dozens of instructions: who has
+  // a ticket early has this early, too.
+  DEVICE INLINE u64 place(u64 ticket) const {
     // Shifted: a GPU has no division.
     const u64 lap = (ticket >> bits_set(head_.ring_mask)) % 0xffff + 1;
-    Event& event = reinterpret_cast<Event*>(head_.ring)[ticket & head_.ring_mask];
+    return lap << 48 | (ticket & head_.ring_mask);
+  }
+
+  DEVICE INLINE void event(EventKind kind, u32 replay, u32 channel, u32 op, u64 value) const {
+    event_at(place(ticket()), kind, replay, channel, op, value);
+  }
+  // Puts an event into the ring, over the oldest one: two stores of 16 bytes, and no fence. Every word carries the lap: the host
+  // sees whether all four are of one event without an order between them, whichever is seen first, and if a store is seen in
+  // halves.
+  DEVICE INLINE void event_at(u64 place, EventKind kind, u32 replay, u32 channel, u32 op, u64 value) const {
+    if (!TELLS) return;
+    const u64 lap = place >> 48;
+    Event& event = reinterpret_cast<Event*>(head_.ring)[static_cast<u32>(place)];
     const u64 what = static_cast<u64>(kind) << 8 | channel;
-    store_relaxed(&event.words[0], value << 16 | lap);
-    store_relaxed(&event.words[1], static_cast<u64>(op) << 32 | what << 16 | lap);
-    store_relaxed(&event.words[2], static_cast<u64>(head_.launch) << 32 | value >> 48 << 16 | lap);
-    store_relaxed(&event.words[3], static_cast<u64>(replay) << 32 | lap);
+    store_pack(&event.halves[0], Pack{{value << 16 | lap, static_cast<u64>(op) << 32 | what << 16 | lap}}, false);
+    store_pack(&event.halves[1],
+               Pack{{static_cast<u64>(head_.launch) << 32 | value >> 48 << 16 | lap, static_cast<u64>(replay) << 32 | lap}},
+               false);
   }
 
   // One block is done; whether it is the run's last one, which learns whether any was aborted.

@@ -3,6 +3,7 @@
 //
 // driver LIBRARY MODE RANKS t|p [MAX_BYTES [STEP [MIN_BYTES]]]
 // driver LIBRARY watch RANKS t|p FOLDER
+// driver LIBRARY replays RANKS t|p FOLDER|- [REPLAYS [OPERATIONS]]
 // driver LIBRARY differ RANKS t|p VARIANT
 // driver LIBRARY random RANKS t|p ROUNDS
 //
@@ -452,6 +453,76 @@ static void run_watch(struct Rank* r) {
   if (r->rank == 0) printf("ok 200 eager operations, 300 in 100 replays\n");
 }
 
+// Many replays of a graph of small all_reduces, without a break: how long each takes on the GPU, and an eager call on the host.
+// In a folder, as `run_watch`; otherwise, "-", at once.
+static int replays = 1000, graph_ops = 20;
+static void run_replays(struct Rank* r) {
+  char ready[1000], go[1000];
+  snprintf(ready, sizeof ready, "%s/ready", folder);
+  snprintf(go, sizeof go, "%s/go", folder);
+  open_rank(r, 0);
+  buffers(r, 1 << 20);
+  CUevent begin, end;
+  CU(cuEventCreate, &begin, 0u);
+  CU(cuEventCreate, &end, 0u);
+  CUgraph graph;
+  CUgraphExec exec;
+  CU(cuStreamBeginCapture, r->stream, 1u);
+  for (int i = 0; i < graph_ops; i++) enqueue(r, ALL_REDUCE, F32, 2, 0, 0, r->send, r->recv);
+  CU(cuStreamEndCapture, r->stream, &graph);
+  CU(cuGraphInstantiate, &exec, graph, 0ull);
+  barrier();
+  if (strcmp(folder, "-")) {
+    if (r->rank == 0) fclose(fopen(ready, "w"));
+    for (int i = 0; i < 3000 && access(go, F_OK) != 0; i++) usleep(10000);
+    barrier();
+  }
+  // What is watched is known to be so, and the GPU is awake.
+  for (int i = 0; i < 5; i++) {
+    CU(cuGraphLaunch, exec, r->stream);
+    CU(cuStreamSynchronize, r->stream);
+    usleep(20000);
+  }
+  barrier();
+  CU(cuEventRecord, begin, r->stream);
+  for (int i = 0; i < replays; i++) CU(cuGraphLaunch, exec, r->stream);
+  CU(cuEventRecord, end, r->stream);
+  CU(cuStreamSynchronize, r->stream);
+  float milliseconds;
+  CU(cuEventElapsedTime, &milliseconds, begin, end);
+  // The best of some graphs, each alone: where the host's launches do not keep up with replays.
+  float best = 1e9;
+  for (int i = 0; i < 50; i++) {
+    float alone;
+    barrier();
+    CU(cuEventRecord, begin, r->stream);
+    CU(cuGraphLaunch, exec, r->stream);
+    CU(cuEventRecord, end, r->stream);
+    CU(cuStreamSynchronize, r->stream);
+    CU(cuEventElapsedTime, &alone, begin, end);
+    best = alone < best ? alone : best;
+  }
+  double call = 1e9;
+  for (int i = 0; i < 5; i++) {
+    barrier();
+    double start = now();
+    for (int j = 0; j < 200; j++) enqueue(r, ALL_REDUCE, F32, 2, 0, 0, r->send, r->recv);
+    double took = (now() - start) / 200;
+    call = took < call ? took : call;
+    CU(cuStreamSynchronize, r->stream);
+  }
+  // A reader may be a moment behind.
+  usleep(200000);
+  CU(cuGraphExecDestroy, exec);
+  CU(cuGraphDestroy, graph);
+  barrier();
+  NC(CommDestroy(r->comm));
+  barrier();
+  if (r->rank == 0)
+    printf("ok %d replays of %d, device_ns %.1f, best_device_ns %.1f, host_ns %.1f\n", replays, graph_ops,
+           milliseconds / replays / graph_ops * 1e6, best / graph_ops * 1e6, call * 1e9);
+}
+
 static void* run(void* argument) {
   struct Rank* r = argument;
   if (!strcmp(mode, "check")) run_check(r);
@@ -464,6 +535,7 @@ static void* run(void* argument) {
   else if (!strcmp(mode, "refuse")) run_refuse(r);
   else if (!strcmp(mode, "bench")) run_bench(r);
   else if (!strcmp(mode, "watch")) run_watch(r);
+  else if (!strcmp(mode, "replays")) run_replays(r);
   else fail("unknown mode %s", mode);
   return NULL;
 }
@@ -477,6 +549,8 @@ int main(int arguments, char** argument) {
   processes = argument[4][0] == 'p';
   if (arguments > 5) folder = argument[5];
   if (arguments > 5) variant = atoi(argument[5]);
+  if (arguments > 6) replays = atoi(argument[6]);
+  if (arguments > 7) graph_ops = atoi(argument[7]);
   if (arguments > 5 && strcmp(mode, "watch")) max_bytes = strtoull(argument[5], NULL, 0);
   if (arguments > 6) sizes_step = atoi(argument[6]);
   if (arguments > 7) min_size = strtoull(argument[7], NULL, 0);
