@@ -6,6 +6,7 @@ use proptest::prelude::*;
 use ringsight_collector::{
     Options,
     correlate::Limits,
+    identity::Role,
     synthetic::{EPOCH_NS, FIRST_PID, Job, Operation},
 };
 use ringsight_exporters::model::{MetricData, Span, Value};
@@ -450,6 +451,40 @@ fn memory_is_bounded_whatever_never_ends() {
     let readings = collector.readings();
     assert!(readings.given.evicted_operations >= 900, "{:?}", readings.given);
     assert!(readings.given_up.evicted >= 900, "{:?}", readings.given_up);
+}
+
+/// Many operations may be over before a watermark says that all of their records have come.
+#[test]
+fn a_burst_of_operations_that_are_over_is_sent() {
+    let mut collector = collector_with(Options {
+        limits: Limits {
+            in_flight: 64,
+            ..Limits::default()
+        },
+        ..Options::default()
+    });
+    let job = Job {
+        ranks: 1,
+        nodes: 1,
+        ..Job::default()
+    };
+    let mut samples = job.streams(0, &[]).head;
+    for n in 1..=1000u32 {
+        let streams = job.streams(0, &[Operation::all_reduce(n)]);
+        samples.extend(streams.probe.into_iter().chain(streams.ring));
+    }
+    collector.ingest(&mut samples);
+    let readings = collector.readings();
+    assert_eq!(readings.given.evicted_operations, 0, "{:?}", readings.given);
+    assert_eq!(readings.in_flight, 64);
+    samples.push(Sample::Watermark {
+        pid: FIRST_PID,
+        time_ns: u64::MAX / 2,
+    });
+    collector.ingest(&mut samples);
+    let readings = collector.readings();
+    assert_eq!((readings.in_flight, readings.given.evicted_operations), (0, 0));
+    assert_eq!(readings.spans.of(Role::Rank), 1000, "{:?}", readings.spans);
 }
 
 #[test]

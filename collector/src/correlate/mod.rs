@@ -163,12 +163,12 @@ impl Correlator {
                 };
                 self.counts.received[kind as usize] += 1;
                 if let Some(target) = self.target(pid) {
-                    target.record(kind, &record, &limits);
+                    target.record(kind, &record, &limits, finished);
                 }
             }
             Sample::Description { pid, description } => {
                 if let Some(target) = self.target(pid) {
-                    target.describe(description, &limits);
+                    target.describe(description, &limits, finished);
                 }
             }
             Sample::Watermark { pid, time_ns } => {

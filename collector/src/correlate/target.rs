@@ -106,14 +106,20 @@ impl Target {
     }
 
     /// The operation of a key, made if it is new; `None` if it has been settled.
-    fn operation(&mut self, op: u32, replay: u32, limits: &Limits) -> Option<&mut RankOperation> {
+    fn operation(
+        &mut self,
+        op: u32,
+        replay: u32,
+        limits: &Limits,
+        finished: &mut Vec<Finished>,
+    ) -> Option<&mut RankOperation> {
         let key = key(op, replay);
         if !self.operations.contains_key(&key) {
             if self.settled.contains(&key) {
                 return None;
             }
             if self.operations.len() >= limits.in_flight {
-                self.evict_oldest();
+                self.evict_oldest(finished);
             }
             let mut new = self.spare.pop().unwrap_or_default();
             new.reset(self.process.pid, op, replay);
@@ -126,11 +132,18 @@ impl Target {
         self.operations.get_mut(&key).map(|operation| &mut **operation)
     }
 
-    fn evict_oldest(&mut self) {
+    /// Makes room: hands out the oldest operation if it is over, or else gives it up. In a burst of replays many may be over
+    /// before the process's watermark says so.
+    fn evict_oldest(&mut self, finished: &mut Vec<Finished>) {
         while let Some(key) = self.order.pop_front() {
             if self.operations.contains_key(&key) {
-                self.pending.retain(|pending| *pending != key);
-                if let Some(operation) = self.remove(key) {
+                if let Some(mut operation) = self.remove(key) {
+                    self.supplement(&mut operation);
+                    if operation.completed {
+                        operation.complete = operation.is_whole() && !operation.tainted;
+                        finished.push(Finished::Operation(operation));
+                        return;
+                    }
                     if self.is_left_over(&operation) {
                         self.given.begun_before_attach += 1;
                     } else {
@@ -163,7 +176,13 @@ impl Target {
         }
     }
 
-    pub(super) fn record(&mut self, kind: Kind, record: &Record, limits: &Limits) {
+    pub(super) fn record(
+        &mut self,
+        kind: Kind,
+        record: &Record,
+        limits: &Limits,
+        finished: &mut Vec<Finished>,
+    ) {
         match kind {
             Kind::Group | Kind::GroupApi => self.groups.record(self.process.pid, kind, record),
             Kind::KernelLaunch => {
@@ -203,7 +222,7 @@ impl Target {
                     // The call at capture: nothing runs then.
                     return;
                 }
-                let Some(operation) = self.operation(record.op, record.replay, limits) else {
+                let Some(operation) = self.operation(record.op, record.replay, limits, finished) else {
                     return;
                 };
                 let was_completed = operation.completed;
@@ -215,7 +234,12 @@ impl Target {
         }
     }
 
-    pub(super) fn describe(&mut self, description: Box<Description>, limits: &Limits) {
+    pub(super) fn describe(
+        &mut self,
+        description: Box<Description>,
+        limits: &Limits,
+        finished: &mut Vec<Finished>,
+    ) {
         if description.op & CAPTURED != 0 {
             if self.captured.len() < limits.in_flight || self.captured.contains_key(&description.op) {
                 self.captured.insert(description.op, description);
@@ -223,7 +247,7 @@ impl Target {
             return;
         }
         let pid = self.process.pid;
-        let Some(operation) = self.operation(description.op, 0, limits) else {
+        let Some(operation) = self.operation(description.op, 0, limits, finished) else {
             return;
         };
         let first = operation.description.is_none().then_some(*description);
@@ -296,6 +320,14 @@ impl Target {
         }
         let mut pending = std::mem::take(&mut self.pending);
         pending.retain(|key| {
+            // One that was handed out early, and may have come to be known anew by a record that was late.
+            if !self
+                .operations
+                .get(key)
+                .is_some_and(|operation| operation.completed)
+            {
+                return false;
+            }
             let Some(mut operation) = self.operations.remove(key) else {
                 return false;
             };
