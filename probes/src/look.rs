@@ -1,7 +1,7 @@
 //! Looking at a process without watching it.
 
 use ringsight_records::{
-    Description,
+    Description, DeviceClock,
     pages::{CommSlot, Communicator, Pages},
 };
 
@@ -14,6 +14,8 @@ pub struct Look {
     pub library_version: u32,
     /// Live communicators.
     pub communicators: Vec<Communicator>,
+    /// Clocks of devices, by their numbers, as far as the process has found them: it does so for a reader that is attached.
+    pub clocks: Vec<(i32, DeviceClock)>,
     /// Operations that are described: those on their way, the latest finished ones, captured ones. In no order.
     pub operations: Vec<Description>,
 }
@@ -31,6 +33,10 @@ pub fn look(pid: u32) -> Result<Look, AttachError> {
     Ok(Look {
         library_version: pages.header().library_version,
         communicators: communicators(&pages),
+        clocks: (0..)
+            .zip(&pages.header().devices)
+            .filter_map(|(device, slot)| Some((device, slot.read()?)))
+            .collect(),
         operations: pages.descriptions().collect(),
     })
 }

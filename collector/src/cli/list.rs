@@ -6,7 +6,7 @@ use ringsight_probes::{
     site::{self, Site},
     target::{self, Flavour, Library},
 };
-use ringsight_records::pages::Communicator;
+use ringsight_records::{DeviceClock, pages::Communicator};
 use serde_json::{Value, json};
 
 use super::{Exit, print};
@@ -25,6 +25,7 @@ pub(crate) fn run(pid: u32, json: bool) -> Exit {
     let Look {
         library_version,
         communicators,
+        clocks,
         ..
     } = match library.flavour {
         Flavour::Instrumented => match ringsight_probes::look(pid) {
@@ -42,10 +43,12 @@ pub(crate) fn run(pid: u32, json: bool) -> Exit {
         told => told,
     });
     if json {
-        let value = to_json(pid, &library, &version, &sites, &communicators);
+        let value = to_json(pid, &library, &version, &sites, &communicators, &clocks);
         return print(&format!("{value:#}\n"));
     }
-    print(&to_text(pid, &library, &version, kernel, &sites, &communicators))
+    let mut text = to_text(pid, &library, &version, kernel, &sites, &communicators);
+    clocks_to_text(&clocks, &mut text);
+    print(&text)
 }
 
 fn flavour(library: &Library) -> &'static str {
@@ -61,6 +64,7 @@ fn to_json(
     version: &str,
     sites: &[Site],
     communicators: &[Communicator],
+    clocks: &[(i32, DeviceClock)],
 ) -> Value {
     let sites = sites.iter().map(|site| {
         json!({
@@ -85,6 +89,19 @@ fn to_json(
             "channels": communicator.channels,
         })
     });
+    let clocks = clocks.iter().map(|(device, clock)| {
+        json!({
+            "device": device,
+            "timer_ns": clock.timer_ns,
+            "monotonic_ns": clock.host_ns,
+            "uncertainty_ns": clock.uncertainty_ns,
+            "drift_ppm": ppm(clock.drift as f64),
+            "drift_uncertainty_ppm": ppm(clock.drift_uncertainty as f64),
+            "step_ns": clock.resolution_ns,
+            "samples": clock.samples,
+            "breaks": clock.breaks,
+        })
+    });
     json!({
         "version": 1,
         "pid": pid,
@@ -94,7 +111,32 @@ fn to_json(
         "flavour": flavour(library),
         "sites": sites.collect::<Vec<_>>(),
         "communicators": communicators.collect::<Vec<_>>(),
+        "clocks": clocks.collect::<Vec<_>>(),
     })
+}
+
+/// Of [`DeviceClock::drift`]'s unit.
+fn ppm(drift: f64) -> f64 {
+    drift / 1e6
+}
+
+/// Clocks that are not the host's.
+fn clocks_to_text(clocks: &[(i32, DeviceClock)], text: &mut String) {
+    use std::fmt::Write;
+    for (device, clock) in clocks.iter().filter(|(_, clock)| clock.samples > 0) {
+        // Writing to a string does not fail.
+        let _ = writeln!(
+            text,
+            "\ndevice {device}: its timer goes in steps of {} ns, {:.3} ± {:.3} ppm slower than the host's clock; times are off by \
+             {} ns at most ({} samples, {} breaks)",
+            clock.resolution_ns,
+            ppm(clock.drift as f64),
+            ppm(clock.drift_uncertainty as f64),
+            clock.uncertainty_ns,
+            clock.samples,
+            clock.breaks
+        );
+    }
 }
 
 fn to_text(

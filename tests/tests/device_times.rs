@@ -1,0 +1,150 @@
+//! Operations have the times of a timer that is not the host's: a job on a CUDA driver without a GPU, each of whose GPUs has one
+//! that began at another time and gains on the host's clock, watched through the shared ring.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::Path,
+    process::{Command, Stdio},
+    thread,
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+use anyhow::{Context, Result, ensure};
+use ringsight_tests::{LIMIT, alone, artifacts, folder, skip};
+use serde_json::Value;
+use xtask::{demo::collector::Collector, process, process::Guarded};
+
+const REPLAYS: u32 = 200;
+const OPERATIONS: u32 = 5;
+
+/// The driver without a GPU and the program that runs on it.
+fn compile(folder: &Path) -> Result<()> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let cuda = root.join("comm/tests/cuda");
+    process::run(
+        Command::new("g++")
+            .args(["-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-I"])
+            .arg(root.join("kernels/cuda"))
+            .arg(cuda.join("libcuda.cpp"))
+            .arg("-o")
+            .arg(folder.join("libcuda.so.1")),
+    )?;
+    process::run(
+        Command::new("gcc")
+            .args(["-std=gnu11", "-O2", "-pthread"])
+            .arg(cuda.join("driver.c"))
+            .arg("-o")
+            .arg(folder.join("driver"))
+            .args(["-ldl", "-lm"]),
+    )
+}
+
+fn attribute<'a>(span: &'a Value, key: &str) -> Option<&'a Value> {
+    let attributes = span["attributes"].as_array()?;
+    let value = &attributes.iter().find(|attribute| attribute["key"] == key)?["value"];
+    value.as_object()?.values().next()
+}
+
+fn number(span: &Value, key: &str) -> Option<f64> {
+    let value = attribute(span, key)?;
+    // OTLP's JSON has 64-bit integers as text.
+    value.as_f64().or_else(|| value.as_str()?.parse().ok())
+}
+
+fn nanoseconds(span: &Value, key: &str) -> Result<u64> {
+    Ok(span[key].as_str().context("a time")?.parse()?)
+}
+
+fn channels(file: &Path) -> Result<Vec<Value>> {
+    let mut spans = Vec::new();
+    for line in fs::read_to_string(file)?.lines() {
+        let line: Value = serde_json::from_str(line)?;
+        for resource in line["resourceSpans"].as_array().into_iter().flatten() {
+            for scope in resource["scopeSpans"].as_array().into_iter().flatten() {
+                spans.extend(scope["spans"].as_array().into_iter().flatten().cloned());
+            }
+        }
+    }
+    spans.retain(|span| span["name"] == "kernel channel");
+    Ok(spans)
+}
+
+fn unix_ns() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.map_or(0, |now| now.as_nanos() as u64)
+}
+
+#[test]
+fn every_replayed_operation_has_the_times_of_the_gpus_timer() -> Result<()> {
+    let test = "every_replayed_operation_has_the_times_of_the_gpus_timer";
+    let _alone = alone();
+    let folder = folder()?;
+    compile(folder.path())?;
+    let begun = unix_ns();
+    let log = folder.path().join("said");
+    let mut command = Command::new(folder.path().join("driver"));
+    command
+        .arg(artifacts().library_folder.join("libnccl.so.2"))
+        .args(["replays", "2", "t"])
+        .arg(folder.path())
+        .args([REPLAYS, OPERATIONS].map(|number| number.to_string()))
+        .env("LD_LIBRARY_PATH", folder.path())
+        .env("NCCL_SOCKET_IFNAME", "lo")
+        // Twenty days ahead, and 40 ppm fast.
+        .env("RINGSIGHT_MOCK_TIMER", "1728000000000000,40")
+        .env_remove("RINGSIGHT_DEVICE")
+        .stdin(Stdio::null())
+        .stdout(fs::File::create(&log)?);
+    let mut job = Guarded::start("job", &mut command, libc::SIGKILL)?;
+    let end = Instant::now() + LIMIT;
+    while !folder.path().join("ready").exists() {
+        let said = fs::read_to_string(&log)?;
+        if said.contains("this build has no kernels") {
+            skip(test, "needs kernels, which nvcc compiles (`cargo xtask setup`)");
+            return Ok(());
+        }
+        ensure!(!said.contains("FAILED") && Instant::now() < end, "{said}");
+        thread::sleep(Duration::from_millis(5));
+    }
+    let spans = folder.path().join("spans.jsonl");
+    let options = ["--no-ebpf", "--out"].map(str::to_owned);
+    let options = [&options[..], &[spans.display().to_string()]].concat();
+    let mut collector = Collector::attach(artifacts(), &[job.pid()], &options, folder.path())?;
+    fs::write(folder.path().join("go"), "")?;
+    ensure!(job.wait(LIMIT)?.success(), "{}", fs::read_to_string(&log)?);
+    let summary = collector.finish(LIMIT)?;
+    let ended = unix_ns();
+    ensure!(summary.lost == 0, "{} records were lost", summary.lost);
+
+    // By rank: of those of replays that are in a row.
+    let mut replayed: BTreeMap<i64, u32> = BTreeMap::new();
+    let (mut placed, mut known) = (0, 0);
+    for span in &channels(&spans)? {
+        let rank = number(span, "ccl.rank").context("a rank")? as i64;
+        *replayed.entry(rank).or_default() += 1;
+        let source = attribute(span, "ccl.timing.source").context("a source")?;
+        ensure!(source == "device", "{span}");
+        let (start, end) = (
+            nanoseconds(span, "startTimeUnixNano")?,
+            nanoseconds(span, "endTimeUnixNano")?,
+        );
+        let took = number(span, "ccl.device.duration").context("a duration")? * 1e9;
+        // The GPU's timer is as fast as it is: 40 ppm of what an operation takes.
+        ensure!(((end - start) as f64 - took).abs() <= 1.0, "{span}");
+        ensure!(
+            begun < start && end < ended + 1_000_000,
+            "{begun} {ended}: {span}"
+        );
+        placed += 1;
+        known += u32::from(number(span, "ccl.clock.device.uncertainty").is_some_and(|off| off < 1e-3));
+    }
+    let least = REPLAYS * OPERATIONS;
+    ensure!(replayed.len() == 2, "{replayed:?}");
+    for (rank, count) in &replayed {
+        ensure!(*count >= least, "rank {rank} has {count} spans of channels");
+    }
+    // The first sample is taken as soon as the machine has time for it.
+    ensure!(known > 0, "none of {placed} has a bound");
+    Ok(())
+}
