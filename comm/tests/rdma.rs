@@ -291,12 +291,12 @@ fn go_on(rank: &Rank) {
 }
 
 /// All-reduces, during one of which a port goes down.
-fn survive(rank: &Rank, device: &str) {
+fn survive(rank: Rank, device: &str) {
     const ROUNDS: i32 = 10;
-    let watch = Watch::begin();
+    let watch = Watch::begin_for(Kind::Failover.bit());
     let mut data = vec![1_f32; 30_001];
     for round in 0..ROUNDS {
-        add_up(rank, rank.stream, &mut data);
+        add_up(&rank, rank.stream, &mut data);
         if round == 3 && rank.rank == 0 {
             set_link(device, "down");
         }
@@ -308,6 +308,8 @@ fn survive(rank: &Rank, device: &str) {
             data[0]
         );
     }
+    // With the communicator its threads are gone: nothing more comes.
+    rank.leave();
     let records = watch.end();
     let changes = |state| {
         records
@@ -331,8 +333,7 @@ fn worker() {
     };
     let rank = Rank::join(id, rank, ranks);
     if let Ok(device) = env::var(DOWN) {
-        survive(&rank, &device);
-        rank.leave();
+        survive(rank, &device);
         println!("rank done");
         return;
     }
@@ -348,23 +349,24 @@ fn worker() {
         Call::new(Function::AllReduce, count).check(&rank, count == 17);
     }
     if env::var_os(LITTLE).is_none() {
-        watched(&rank, &Call::new(Function::AllReduce, 70_001));
         for function in [Function::AllGather, Function::ReduceScatter, Function::Broadcast] {
             Call::new(function, 5003).check(&rank, false);
         }
         messages(&rank);
         replays(&rank);
+        watched(rank, &Call::new(Function::AllReduce, 70_001));
+    } else {
+        rank.leave();
     }
-    rank.leave();
     println!("rank done");
 }
 
 /// An operation whose work requests are on record: every step that is sent, and all its bytes.
-fn watched(rank: &Rank, call: &Call) {
-    let watch = Watch::begin();
-    call.check(rank, true);
-    rank.synchronize();
-    // What a proxy does after the operation's end is not in question: a step's end is recorded before that of its operation.
+fn watched(rank: Rank, call: &Call) {
+    let watch = Watch::begin_for(Kind::ProxyStep.bit() | Kind::NetPlugin.bit());
+    call.check(&rank, true);
+    // With the communicator its threads are gone: nothing more comes.
+    rank.leave();
     let records = watch.end();
     let ends = |kind| {
         records
