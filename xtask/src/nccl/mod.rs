@@ -1,6 +1,6 @@
 //! The library as a training framework sees it: `libnccl.so.2` opened at run time, its C ABI and nothing else.
 //!
-//! Streams, graphs and memory are of a [`Device`]: the host device's, by `ringsight.h`, or CUDA's.
+//! Streams, graphs and memory are of a device: the host device's, by `ringsight.h`, or CUDA's.
 #![expect(non_snake_case, reason = "fields are named as in the C ABI")]
 
 use std::{
