@@ -159,6 +159,8 @@ class Meeting {
   // The end is not near: the host reads events in the order of tickets, and shall not wait here for those of others. Several
   // threads may do this at a time: they write the same.
   DEVICE INLINE void give_back() {
+    // Of several blocks none has a place, and all but the first have put nothing there to tell so.
+    if (blocks_ != 1) return;
     const u64 place = place_;
     if (place == no_place()) return;
     place_ = no_place();
