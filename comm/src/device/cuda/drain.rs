@@ -17,7 +17,7 @@ use ringsight_kernels::{
 
 use super::{
     clock::Clock,
-    gpu::{IDLE, Launches, Memory, Slot},
+    gpu::{Launches, Memory, Slot},
     release,
 };
 use crate::{communicator::lock, few::Few, observe};
@@ -51,8 +51,6 @@ struct InFlight {
     aborted: bool,
     /// The run that its events are about: the replay, or 0.
     replay: u32,
-    /// Since when this run goes on, as far as is known here; [`IDLE`] for a graph between two replays.
-    since_ns: u64,
     /// Runs that the observer was told the end of.
     finished: u32,
     /// The channels of its operations, and what was told of them in this run.
@@ -104,7 +102,6 @@ impl InFlight {
             on_end,
             aborted: false,
             replay: captured.into(),
-            since_ns: if captured { IDLE } else { observe::now_ns() },
             finished: 0,
             told,
         }
@@ -153,7 +150,6 @@ impl InFlight {
             if told.stage == Stage::Nothing {
                 observer.channel_started(op, replay, channel, when);
             }
-            self.since_ns = self.since_ns.min(host_ns);
             told.stage = Stage::Started;
             return;
         }
@@ -180,7 +176,6 @@ impl InFlight {
             told.stage = Stage::Nothing;
         }
         observer.launch_finished(self.replay, aborted);
-        self.since_ns = IDLE;
         self.finished = self.finished.wrapping_add(1);
         self.replay += u32::from(self.captured);
     }
@@ -341,11 +336,6 @@ impl Drain {
             self.free
                 .extend(self.in_flight.remove(&number).map(InFlight::end));
         }
-        let oldest = self.in_flight.values().map(|launch| launch.since_ns).min();
-        // Relaxed: a time that says all of itself.
-        self.launches
-            .oldest_ns
-            .store(oldest.unwrap_or(IDLE), Ordering::Relaxed);
         if !self.free.is_empty() {
             lock(&self.launches.exchange).free.append(&mut self.free);
         }

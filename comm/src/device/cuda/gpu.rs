@@ -4,10 +4,7 @@ use std::{
     collections::HashMap,
     ffi::{c_int, c_void},
     ops::Deref,
-    sync::{
-        Arc, Condvar, Mutex, MutexGuard, OnceLock,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, atomic::Ordering},
     thread,
 };
 
@@ -27,7 +24,6 @@ use super::{
     clock::{Clock, Sampler},
     drain::{Drain, Entered},
     driver::{OutsideCapture, Pinned, attribute, call, check},
-    release,
 };
 use crate::{
     communicator::lock,
@@ -134,16 +130,12 @@ impl Slot {
 
 /// What threads that launch and the thread that drains one GPU's events hand each other. Launches belong to the latter: no
 /// observer is told of anything under this lock.
+#[derive(Default)]
 pub(super) struct Launches {
     pub(super) exchange: Mutex<Exchange>,
     /// There is something to drain.
     pub(super) wake: Condvar,
-    /// Since when the oldest launch runs that has not ended, [`crate::observe::now_ns`]; [`IDLE`] if none runs.
-    pub(super) oldest_ns: AtomicU64,
 }
-
-/// No launch runs.
-pub(super) const IDLE: u64 = u64::MAX;
 
 /// See [`Launches`].
 #[derive(Default)]
@@ -266,7 +258,6 @@ impl Gpu {
             // SAFETY: atomics and integers.
             page: unsafe { Memory::new(1) }?,
         });
-        release::mind(launches.clone());
         let drain = Drain::new(device, entries.clone(), launches.clone(), clock);
         thread::Builder::new()
             .name(format!("rs-gpu-{device}"))
@@ -481,16 +472,6 @@ fn slots(stream: CUstream) -> Result<Vec<Slot>> {
             runs_before: 0,
         })
         .collect())
-}
-
-impl Default for Launches {
-    fn default() -> Self {
-        Self {
-            exchange: Mutex::default(),
-            wake: Condvar::new(),
-            oldest_ns: AtomicU64::new(IDLE),
-        }
-    }
 }
 
 impl Launches {

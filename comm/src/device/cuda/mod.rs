@@ -252,7 +252,7 @@ impl Device for CudaDevice {
     }
 
     fn retire(&self, waste: Box<dyn Any + Send>) {
-        release::when_quiet(waste);
+        release::later(waste);
     }
 
     fn stream_create(&self) -> Result<Stream> {
