@@ -16,7 +16,7 @@ use super::{
 use crate::process;
 
 /// Rounds of each case, and the seed of what is drawn.
-const ROUNDS: u32 = 3;
+const ROUNDS: u32 = 2;
 const SEED: u32 = 7;
 /// `NCCL_KERNEL_TIMEOUT_MS` of the simulated time-out, and how long the program may go on after it: it starts, has its time-out,
 /// is aborted, and frees its memory.
