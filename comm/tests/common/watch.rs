@@ -36,6 +36,8 @@ impl Watch {
         observe::prepare().unwrap();
         let pages = observe::pages().unwrap();
         let header = pages.header();
+        // Before the ring is armed: what comes between is read and counted, and dense kinds are counted only from then on.
+        let before = counters();
         let lease = header
             .lease
             .acquire(
@@ -64,7 +66,7 @@ impl Watch {
         Self {
             lease,
             kinds,
-            before: counters(),
+            before,
             reader: (end, reader),
         }
     }
