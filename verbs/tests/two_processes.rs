@@ -170,6 +170,10 @@ fn send(device: &str, case: Case, stream: &mut TcpStream) -> Sender {
         let free = sender.posted() < sender.acked() + SLOTS as u64;
         if sender.posted() < case.steps && free && sender.may_post() {
             let position = sender.posted();
+            if case.sleeps && position + 1 == case.steps {
+                // However fast we are, the receiver sleeps at least once: it says so.
+                stream.read_exact(&mut [0]).unwrap();
+            }
             let bytes = case.bytes(position);
             let content = content(position, bytes);
             let mut notice = (bytes as u64).to_le_bytes().to_vec();
@@ -251,6 +255,9 @@ fn receive(device: &str, case: Case, stream: &mut TcpStream) -> u32 {
         if !moved && case.sleeps {
             receiver.active().arm().unwrap();
             if !receiver.poll().unwrap() {
+                if receiver.taken() + 1 == case.steps {
+                    stream.write_all(b"-").unwrap();
+                }
                 wait(receiver.active());
                 sleeps += 1;
             }
