@@ -40,6 +40,7 @@
 mod health;
 mod links;
 mod message;
+mod paths;
 mod receiver;
 mod rules;
 mod sender;

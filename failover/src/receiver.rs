@@ -3,8 +3,10 @@
 use std::{marker::PhantomData, sync::Arc, time::Duration};
 
 use crate::{
-    Action, Address, Cause, Event, Link, LinkState, MAX_PATHS, Message, PathSet, PathView, Reason, Report,
-    Rules, Settings, Sound, Status, Timer, Work, timers::Timers,
+    Action, Cause, Event, Link, LinkState, MAX_PATHS, Message, PathSet, PathView, Reason, Report, Rules,
+    Settings, Sound, Status, Timer, Work,
+    paths::{Path, Paths},
+    timers::Timers,
 };
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -21,16 +23,11 @@ enum Phase {
     Over,
 }
 
+/// What this end keeps of a path beside its state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Path {
-    /// Of the newest queue pair here.
-    generation: u32,
-    state: LinkState,
-    port_up: bool,
+struct Trust {
     /// How long it is left alone when it fails next.
     backoff: Duration,
-    /// Ours, to offer again.
-    own: Option<Address>,
     /// Probes still to succeed.
     probes: u8,
     /// One of them is out.
@@ -46,8 +43,7 @@ pub struct Receiver<R = Sound> {
     phase: Phase,
     committed: u64,
     granted: u64,
-    count: u8,
-    paths: [Path; MAX_PATHS],
+    paths: Paths<Trust>,
     timers: Timers,
     /// Time until the next [`Timer::Resend`].
     resend: Duration,
@@ -62,33 +58,15 @@ impl<R: Rules> Receiver<R> {
     /// the first. `None` if there are no paths, more than [`MAX_PATHS`], or none ready.
     #[must_use]
     pub fn new(settings: Arc<Settings>, count: usize, ready: PathSet) -> Option<Self> {
-        let active = Link {
-            path: ready.first()?,
-            generation: 1,
-        };
-        if count > MAX_PATHS || ready.iter().any(|path| usize::from(path) >= count) {
-            return None;
-        }
-        let path = |index: u8| Path {
-            generation: 1,
-            state: if ready.has(index) {
-                LinkState::Ready
-            } else {
-                LinkState::Fenced
-            },
-            port_up: true,
+        let trust = Trust {
             backoff: settings.backoff,
-            own: None,
             probes: 0,
             probing: false,
         };
-        let mut paths = [path(0); MAX_PATHS];
-        (0..)
-            .zip(&mut paths)
-            .for_each(|(index, slot)| *slot = path(index));
+        let (paths, active) = Paths::new(count, ready, trust)?;
         let mut timers = Timers::default();
         // What is not ready at the beginning is tried as soon as time passes.
-        for path in (0..count as u8).filter(|path| !ready.has(*path)) {
+        for path in paths.indices().filter(|path| !ready.has(*path)) {
             timers.set(Timer::Path(path), settings.backoff);
         }
         Some(Self {
@@ -99,7 +77,6 @@ impl<R: Rules> Receiver<R> {
             phase: Phase::Flowing,
             committed: 0,
             granted: 0,
-            count: count as u8,
             paths,
             timers,
             busy: false,
@@ -146,12 +123,7 @@ impl<R: Rules> Receiver<R> {
 
     /// Its paths, in order.
     pub fn paths(&self) -> impl Iterator<Item = PathView> {
-        self.indices().map(|path| PathView {
-            link: self.link_of(path),
-            state: self.at(path).state,
-            port_up: self.at(path).port_up,
-            active: self.link_of(path) == self.active,
-        })
+        self.paths.views(self.active)
     }
 
     /// There is room for `steps` steps since the connection began.
@@ -196,11 +168,13 @@ impl<R: Rules> Receiver<R> {
             Timer::GiveUp => self.give_up(Reason::NoPath, out),
             Timer::Watch if self.probing => self.fail(now, self.active.path, Cause::Timeout, out),
             Timer::Watch => self.probe_active(now, out),
-            Timer::Path(path) => match self.at(path).state {
+            Timer::Path(path) => match self.paths[path].state {
                 LinkState::Fenced => self.advance(path, out),
-                LinkState::Probation if self.at(path).probing => self.fail(now, path, Cause::Timeout, out),
+                LinkState::Probation if self.paths[path].more.probing => {
+                    self.fail(now, path, Cause::Timeout, out);
+                }
                 LinkState::Probation => self.probe(now, path, out),
-                LinkState::Ready => self.at_mut(path).backoff = self.settings.backoff,
+                LinkState::Ready => self.paths[path].more.backoff = self.settings.backoff,
                 LinkState::Fencing | LinkState::Building | LinkState::Offered | LinkState::Connecting => {}
             },
         }
@@ -212,12 +186,12 @@ impl<R: Rules> Receiver<R> {
             return;
         }
         match event {
-            Event::PortDown { path } if self.knows(path) => {
-                self.at_mut(path).port_up = false;
+            Event::PortDown { path } if self.paths.knows(path) => {
+                self.paths[path].port_up = false;
                 self.fail(now, path, Cause::Port, out);
             }
-            Event::PortUp { path } if self.knows(path) => {
-                self.at_mut(path).port_up = true;
+            Event::PortUp { path } if self.paths.knows(path) => {
+                self.paths[path].port_up = true;
                 self.advance(path, out);
             }
             Event::Suspected { path }
@@ -225,44 +199,42 @@ impl<R: Rules> Receiver<R> {
             {
                 self.probe_active(now, out);
             }
-            Event::Condemned { path } if self.knows(path) && self.at(path).state == LinkState::Ready => {
+            Event::Condemned { path }
+                if self.paths.knows(path) && self.paths[path].state == LinkState::Ready =>
+            {
                 self.fail(now, path, Cause::Shared, out);
             }
-            Event::Completed { link, work, status } if self.is_newest(link) => {
+            Event::Completed { link, work, status } if self.paths.is_newest(link) => {
                 self.completed(now, link, work, status, out);
             }
             Event::Arrived { link, immediate } if link == self.active => self.arrive(now, immediate, out),
             Event::Heard(message) => self.hear(now, message, out),
-            Event::Fenced { link, sure }
-                if self.is_newest(link) && self.at(link.path).state == LinkState::Fencing =>
-            {
+            Event::Fenced { link, sure } if self.paths.is_in(link, LinkState::Fencing) => {
                 if !sure && link == self.active {
                     // Steps went over it: a late one could land in a slot that is in use again.
                     return self.give_up(Reason::NotFenced(link), out);
                 }
-                self.at_mut(link.path).state = LinkState::Fenced;
+                self.paths[link.path].state = LinkState::Fenced;
                 if self.phase == Phase::Fencing && link == self.active {
                     self.choose(now, out);
                 }
                 self.advance(link.path, out);
             }
-            Event::Rebuilt { link, address }
-                if self.is_newest(link) && self.at(link.path).state == LinkState::Building =>
-            {
-                let path = self.at_mut(link.path);
+            Event::Rebuilt { link, address } if self.paths.is_in(link, LinkState::Building) => {
+                let path = &mut self.paths[link.path];
                 (path.own, path.state) = (Some(address), LinkState::Offered);
-                self.tell(Message::Offer { link, address }, out);
+                self.paths.tell(Message::Offer { link, address }, out);
                 self.resend_soon(now);
             }
-            Event::Connected { link }
-                if self.is_newest(link) && self.at(link.path).state == LinkState::Connecting =>
-            {
+            Event::Connected { link } if self.paths.is_in(link, LinkState::Connecting) => {
                 let probes = self.settings.probation_probes;
-                let path = self.at_mut(link.path);
-                (path.state, path.probes) = (LinkState::Probation, probes);
+                let path = &mut self.paths[link.path];
+                (path.state, path.more.probes) = (LinkState::Probation, probes);
                 self.probe(now, link.path, out);
             }
-            Event::Failed { link } if self.is_newest(link) => self.fail(now, link.path, Cause::Build, out),
+            Event::Failed { link } if self.paths.is_newest(link) => {
+                self.fail(now, link.path, Cause::Build, out);
+            }
             _ => {}
         }
     }
@@ -296,7 +268,7 @@ impl<R: Rules> Receiver<R> {
     }
 
     fn completed(&mut self, now: Duration, link: Link, work: Work, status: Status, out: &mut Vec<Action>) {
-        let state = self.at(link.path).state;
+        let state = self.paths[link.path].state;
         // The status before anything else.
         if !R::succeeded(status) {
             // The first error names the cause; those of the drain follow from it.
@@ -314,12 +286,12 @@ impl<R: Rules> Receiver<R> {
         if link == self.active {
             self.probing = false;
             self.watch(now);
-        } else if state == LinkState::Probation && self.at(link.path).probing {
+        } else if state == LinkState::Probation && self.paths[link.path].more.probing {
             let (interval, window) = (self.settings.probation, self.settings.recovery_window);
-            let path = self.at_mut(link.path);
-            path.probing = false;
-            path.probes = path.probes.saturating_sub(1);
-            if path.probes > 0 {
+            let path = &mut self.paths[link.path];
+            path.more.probing = false;
+            path.more.probes = path.more.probes.saturating_sub(1);
+            if path.more.probes > 0 {
                 return self.timers.set(Timer::Path(link.path), now + interval);
             }
             path.state = LinkState::Ready;
@@ -336,8 +308,8 @@ impl<R: Rules> Receiver<R> {
     fn hear(&mut self, now: Duration, message: Message, out: &mut Vec<Action>) {
         match message {
             Message::Broken { epoch, generations } if epoch <= self.epoch => {
-                for (path, generation) in self.indices().zip(generations) {
-                    if generation >= self.at(path).generation {
+                for (path, generation) in self.paths.indices().zip(generations) {
+                    if generation >= self.paths[path].generation {
                         self.fail(now, path, Cause::Peer, out);
                     }
                 }
@@ -347,16 +319,14 @@ impl<R: Rules> Receiver<R> {
                 if epoch < self.epoch && matches!(self.phase, Phase::Flowing | Phase::Switching) {
                     self.say_switch(out);
                 }
-                let generations = self.given_up();
-                self.tell(Message::Noted { generations }, out);
+                let generations = self.paths.given_up();
+                self.paths.tell(Message::Noted { generations }, out);
             }
             Message::Switched { epoch } if epoch == self.epoch && self.phase == Phase::Switching => {
                 self.flow(now, out);
             }
-            Message::Accept { link, address }
-                if self.is_newest(link) && self.at(link.path).state == LinkState::Offered =>
-            {
-                self.at_mut(link.path).state = LinkState::Connecting;
+            Message::Accept { link, address } if self.paths.is_in(link, LinkState::Offered) => {
+                self.paths[link.path].state = LinkState::Connecting;
                 self.settle();
                 out.push(Action::Connect { link, peer: address });
             }
@@ -367,24 +337,24 @@ impl<R: Rules> Receiver<R> {
 
     /// Gives up a queue pair; if it was the active one, an epoch will follow.
     fn fail(&mut self, now: Duration, path: u8, cause: Cause, out: &mut Vec<Action>) {
-        if !self.at(path).state.is_live() {
+        if !self.paths[path].state.is_live() {
             return;
         }
-        let link = self.link_of(path);
+        let link = self.paths.link(path);
         let active = link == self.active && matches!(self.phase, Phase::Flowing | Phase::Switching);
         if active && !self.settings.enabled {
             return self.give_up(Reason::Off(cause), out);
         }
         out.push(Action::Report(Report::Broken { link, cause, active }));
         let longest = self.settings.backoff_max;
-        let entry = self.at_mut(path);
-        entry.probing = false;
+        let entry = &mut self.paths[path];
+        entry.more.probing = false;
         if cause == Cause::Failback {
             // Nothing is wrong with it: it becomes the backup again as soon as it can.
             self.timers.clear(Timer::Path(path));
         } else {
-            let wait = entry.backoff;
-            entry.backoff = (wait * 2).min(longest);
+            let wait = entry.more.backoff;
+            entry.more.backoff = (wait * 2).min(longest);
             self.timers.set(Timer::Path(path), now + wait);
         }
         if active {
@@ -393,12 +363,12 @@ impl<R: Rules> Receiver<R> {
             self.timers.clear(Timer::Watch);
             self.timers.ensure(Timer::GiveUp, now + self.settings.give_up);
         }
-        self.at_mut(path).state = LinkState::Fencing;
+        self.paths[path].state = LinkState::Fencing;
         self.settle();
         if R::fences() {
             out.push(Action::Fence { link });
         } else {
-            self.at_mut(path).state = LinkState::Fenced;
+            self.paths[path].state = LinkState::Fenced;
             if active {
                 self.choose(now, out);
             }
@@ -407,13 +377,13 @@ impl<R: Rules> Receiver<R> {
 
     /// Begins the next epoch on the first path that is ready.
     fn choose(&mut self, now: Duration, out: &mut Vec<Action>) {
-        let Some(path) = self.indices().find(|path| self.is_usable(*path)) else {
+        let Some(path) = self.paths.indices().find(|path| self.is_usable(*path)) else {
             self.phase = Phase::Stranded;
             return;
         };
         let from = self.active.path;
         self.epoch += 1;
-        self.active = self.link_of(path);
+        self.active = self.paths.link(path);
         self.phase = Phase::Switching;
         out.push(Action::Report(Report::Switched {
             epoch: self.epoch,
@@ -446,28 +416,28 @@ impl<R: Rules> Receiver<R> {
     }
 
     fn is_usable(&self, path: u8) -> bool {
-        self.at(path).state == LinkState::Ready && self.at(path).port_up
+        self.paths[path].state == LinkState::Ready && self.paths[path].port_up
     }
 
     /// Rebuilds a path if it may be now.
     fn advance(&mut self, index: u8, out: &mut Vec<Action>) {
         let waits = self.timers.is_set(Timer::Path(index));
-        let path = self.at_mut(index);
+        let path = &mut self.paths[index];
         if path.state != LinkState::Fenced || !path.port_up || waits {
             return;
         }
         path.generation += 1;
         path.state = LinkState::Building;
         out.push(Action::Rebuild {
-            link: self.link_of(index),
+            link: self.paths.link(index),
         });
     }
 
     fn probe(&mut self, now: Duration, path: u8, out: &mut Vec<Action>) {
-        self.at_mut(path).probing = true;
+        self.paths[path].more.probing = true;
         self.timers.set(Timer::Path(path), now + self.settings.timeout);
         out.push(Action::Probe {
-            link: self.link_of(path),
+            link: self.paths.link(path),
         });
     }
 
@@ -487,22 +457,6 @@ impl<R: Rules> Receiver<R> {
         }
     }
 
-    /// By path: the newest generation given up here.
-    fn given_up(&self) -> [u32; MAX_PATHS] {
-        let mut generations = [0; MAX_PATHS];
-        for path in self.indices() {
-            let Path {
-                generation, state, ..
-            } = *self.at(path);
-            generations[usize::from(path)] = if state.is_live() {
-                generation - 1
-            } else {
-                generation
-            };
-        }
-        generations
-    }
-
     fn say_credit(&self, out: &mut Vec<Action>) {
         if self.granted > 0 {
             out.push(Action::Credit {
@@ -519,7 +473,7 @@ impl<R: Rules> Receiver<R> {
             committed: self.committed,
             granted: self.granted,
         };
-        self.tell(message, out);
+        self.paths.tell(message, out);
     }
 
     fn resend_soon(&mut self, now: Duration) {
@@ -535,11 +489,11 @@ impl<R: Rules> Receiver<R> {
         if self.phase == Phase::Switching {
             self.say_switch(out);
         }
-        for path in self.indices() {
-            let Path { state, own, .. } = *self.at(path);
+        for path in self.paths.indices() {
+            let Path { state, own, .. } = self.paths[path];
             if let (LinkState::Offered, Some(address)) = (state, own) {
-                let link = self.link_of(path);
-                self.tell(Message::Offer { link, address }, out);
+                let link = self.paths.link(path);
+                self.paths.tell(Message::Offer { link, address }, out);
             }
         }
         self.resend = (self.resend * 2).min(Settings::RESEND_MAX);
@@ -549,8 +503,9 @@ impl<R: Rules> Receiver<R> {
     fn has_unanswered(&self) -> bool {
         self.phase == Phase::Switching
             || self
+                .paths
                 .indices()
-                .any(|path| self.at(path).state == LinkState::Offered)
+                .any(|path| self.paths[path].state == LinkState::Offered)
     }
 
     fn settle(&mut self) {
@@ -559,50 +514,16 @@ impl<R: Rules> Receiver<R> {
         }
     }
 
-    fn tell(&self, message: Message, out: &mut Vec<Action>) {
-        let ready = self
-            .indices()
-            .filter(|path| self.at(*path).state == LinkState::Ready);
-        let over = ready.fold(PathSet::EMPTY, PathSet::with);
-        out.push(Action::Tell { message, over });
-    }
-
     fn give_up(&mut self, reason: Reason, out: &mut Vec<Action>) {
         if reason != Reason::Peer {
-            self.tell(Message::GaveUp, out);
+            self.paths.tell(Message::GaveUp, out);
         }
         self.phase = Phase::Over;
         self.timers.clear_all();
         out.push(Action::GiveUp(reason));
     }
-
-    fn knows(&self, path: u8) -> bool {
-        path < self.count
-    }
-
-    fn is_newest(&self, link: Link) -> bool {
-        self.knows(link.path) && self.at(link.path).generation == link.generation
-    }
-
-    fn indices(&self) -> impl Iterator<Item = u8> + use<R> {
-        0..self.count
-    }
-
-    fn link_of(&self, path: u8) -> Link {
-        Link {
-            path,
-            generation: self.at(path).generation,
-        }
-    }
-
-    fn at(&self, path: u8) -> &Path {
-        &self.paths[usize::from(path)]
-    }
-
-    fn at_mut(&mut self, path: u8) -> &mut Path {
-        &mut self.paths[usize::from(path)]
-    }
 }
+
 #[cfg(test)]
 impl<R: Rules> Receiver<R> {
     /// Has a timer be over, whatever the time.

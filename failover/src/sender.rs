@@ -4,7 +4,7 @@ use std::{marker::PhantomData, sync::Arc, time::Duration};
 
 use crate::{
     Action, Address, Cause, Event, Link, LinkState, MAX_PATHS, Message, PathSet, PathView, Reason, Report,
-    Rules, Settings, Sound, Status, Timer, Work, timers::Timers,
+    Rules, Settings, Sound, Status, Timer, Work, paths::Paths, timers::Timers,
 };
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -17,20 +17,15 @@ enum Phase {
     Over,
 }
 
+/// What this end keeps of a path beside its state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Path {
-    /// Of the newest queue pair here.
-    generation: u32,
-    state: LinkState,
-    port_up: bool,
+struct Dealings {
     /// A newer one at the receiver, not taken up yet.
     offered: Option<(u32, Address)>,
     /// The newest generation that the receiver is known to know as given up.
     noted: u32,
     /// The receiver's queue pair that ours is to be connected to.
     peer: Option<Address>,
-    /// Ours, to say again.
-    own: Option<Address>,
 }
 
 /// The end that posts steps. See the [crate](crate) for what its driver does.
@@ -46,8 +41,7 @@ pub struct Sender<R = Sound> {
     posted: u64,
     acked: u64,
     granted: u64,
-    count: u8,
-    paths: [Path; MAX_PATHS],
+    paths: Paths<Dealings>,
     timers: Timers,
     /// Time until the next [`Timer::Resend`].
     resend: Duration,
@@ -64,30 +58,12 @@ impl<R: Rules> Sender<R> {
     /// the same ones, and begin on the first. `None` if there are no paths, more than [`MAX_PATHS`], or none ready.
     #[must_use]
     pub fn new(settings: Arc<Settings>, slots: u64, count: usize, ready: PathSet) -> Option<Self> {
-        let active = Link {
-            path: ready.first()?,
-            generation: 1,
-        };
-        if count > MAX_PATHS || ready.iter().any(|path| usize::from(path) >= count) {
-            return None;
-        }
-        let path = |index: u8| Path {
-            generation: 1,
-            state: if ready.has(index) {
-                LinkState::Ready
-            } else {
-                LinkState::Fenced
-            },
-            port_up: true,
+        let dealings = Dealings {
             offered: None,
             noted: 0,
             peer: None,
-            own: None,
         };
-        let mut paths = [path(0); MAX_PATHS];
-        (0..)
-            .zip(&mut paths)
-            .for_each(|(index, slot)| *slot = path(index));
+        let (paths, active) = Paths::new(count, ready, dealings)?;
         Some(Self {
             resend: settings.resend,
             settings,
@@ -98,7 +74,6 @@ impl<R: Rules> Sender<R> {
             posted: 0,
             acked: 0,
             granted: 0,
-            count: count as u8,
             paths,
             timers: Timers::default(),
             busy: false,
@@ -158,12 +133,7 @@ impl<R: Rules> Sender<R> {
 
     /// Its paths, in order.
     pub fn paths(&self) -> impl Iterator<Item = PathView> {
-        self.indices().map(|path| PathView {
-            link: self.link_of(path),
-            state: self.at(path).state,
-            port_up: self.at(path).port_up,
-            active: self.link_of(path) == self.active,
-        })
+        self.paths.views(self.active)
     }
 
     /// The step at [`Sender::posted`] has been posted to [`Sender::link`].
@@ -222,12 +192,12 @@ impl<R: Rules> Sender<R> {
             return;
         }
         match event {
-            Event::PortDown { path } if self.knows(path) => {
-                self.at_mut(path).port_up = false;
+            Event::PortDown { path } if self.paths.knows(path) => {
+                self.paths[path].port_up = false;
                 self.fail(now, path, Cause::Port, out);
             }
-            Event::PortUp { path } if self.knows(path) => {
-                self.at_mut(path).port_up = true;
+            Event::PortUp { path } if self.paths.knows(path) => {
+                self.paths[path].port_up = true;
                 self.advance(path, out);
             }
             Event::Suspected { path }
@@ -235,44 +205,42 @@ impl<R: Rules> Sender<R> {
             {
                 self.probe(now, out);
             }
-            Event::Condemned { path } if self.knows(path) && self.at(path).state == LinkState::Ready => {
+            Event::Condemned { path }
+                if self.paths.knows(path) && self.paths[path].state == LinkState::Ready =>
+            {
                 self.fail(now, path, Cause::Shared, out);
             }
-            Event::Completed { link, work, status } if self.is_newest(link) => {
+            Event::Completed { link, work, status } if self.paths.is_newest(link) => {
                 self.completed(now, link, work, status, out);
             }
             Event::Granted { steps } => self.grant(now, steps, out),
             Event::Heard(message) => self.hear(now, message, out),
-            Event::Fenced { link, .. }
-                if self.is_newest(link) && self.at(link.path).state == LinkState::Fencing =>
-            {
+            Event::Fenced { link, .. } if self.paths.is_in(link, LinkState::Fencing) => {
                 // Sure or not: what this end's queue pair may still read is ignored by a receiver that is fenced.
-                self.at_mut(link.path).state = LinkState::Fenced;
+                self.paths[link.path].state = LinkState::Fenced;
                 self.advance(link.path, out);
             }
-            Event::Rebuilt { link, address }
-                if self.is_newest(link) && self.at(link.path).state == LinkState::Building =>
-            {
-                let path = self.at_mut(link.path);
+            Event::Rebuilt { link, address } if self.paths.is_in(link, LinkState::Building) => {
+                let path = &mut self.paths[link.path];
                 path.own = Some(address);
                 path.state = LinkState::Connecting;
-                if let Some(peer) = path.peer {
+                if let Some(peer) = path.more.peer {
                     out.push(Action::Connect { link, peer });
                 }
             }
-            Event::Connected { link }
-                if self.is_newest(link) && self.at(link.path).state == LinkState::Connecting =>
-            {
-                self.at_mut(link.path).state = LinkState::Ready;
+            Event::Connected { link } if self.paths.is_in(link, LinkState::Connecting) => {
+                self.paths[link.path].state = LinkState::Ready;
                 self.accept(link.path, out);
             }
-            Event::Failed { link } if self.is_newest(link) => self.fail(now, link.path, Cause::Build, out),
+            Event::Failed { link } if self.paths.is_newest(link) => {
+                self.fail(now, link.path, Cause::Build, out);
+            }
             _ => {}
         }
     }
 
     fn completed(&mut self, now: Duration, link: Link, work: Work, status: Status, out: &mut Vec<Action>) {
-        let state = self.at(link.path).state;
+        let state = self.paths[link.path].state;
         // The status before anything else: a flushed work request is complete, too, but nobody has its bytes.
         if !R::succeeded(status) {
             // The first error names the cause; those of the drain follow from it.
@@ -322,7 +290,7 @@ impl<R: Rules> Sender<R> {
                 link,
                 committed,
                 granted,
-            } if self.knows(link.path) => {
+            } if self.paths.knows(link.path) => {
                 if epoch > self.epoch {
                     self.switch(now, epoch, link, committed, out);
                     if self.phase != Phase::Over {
@@ -330,13 +298,16 @@ impl<R: Rules> Sender<R> {
                     }
                 } else if epoch == self.epoch && self.phase == Phase::Flowing {
                     // Our answer was lost.
-                    self.tell(Message::Switched { epoch }, out);
+                    self.paths.tell(Message::Switched { epoch }, out);
                 }
             }
-            Message::Offer { link, address } if self.knows(link.path) => self.offer(now, link, address, out),
+            Message::Offer { link, address } if self.paths.knows(link.path) => {
+                self.offer(now, link, address, out);
+            }
             Message::Noted { generations } => {
-                for (path, noted) in self.paths.iter_mut().zip(generations) {
-                    path.noted = path.noted.max(noted);
+                for (path, newest) in self.paths.indices().zip(generations) {
+                    let noted = &mut self.paths[path].more.noted;
+                    *noted = newest.max(*noted);
                 }
                 self.settle();
             }
@@ -356,16 +327,16 @@ impl<R: Rules> Sender<R> {
         }
         let from = self.active;
         // The receiver has fenced it, so no step of it can arrive any more.
-        if self.is_newest(from) {
+        if self.paths.is_newest(from) {
             self.fence(from.path, Cause::Peer, out);
         }
-        let old = self.at_mut(from.path);
+        let old = &mut self.paths[from.path].more;
         old.noted = old.noted.max(from.generation);
         (self.epoch, self.active) = (epoch, link);
         self.probing = false;
         self.acked = committed;
         self.recovering = true;
-        if !self.is_newest(link) || self.at(link.path).state != LinkState::Ready {
+        if !self.paths.is_in(link, LinkState::Ready) {
             // It failed here meanwhile.
             self.phase = Phase::Waiting;
             self.timers.ensure(Timer::GiveUp, now + self.settings.give_up);
@@ -385,7 +356,7 @@ impl<R: Rules> Sender<R> {
             from: start,
             to: self.posted,
         });
-        self.tell(Message::Switched { epoch }, out);
+        self.paths.tell(Message::Switched { epoch }, out);
         self.settle();
         if self.acked == self.posted {
             self.got_over(out);
@@ -394,16 +365,19 @@ impl<R: Rules> Sender<R> {
     }
 
     fn offer(&mut self, now: Duration, link: Link, address: Address, out: &mut Vec<Action>) {
-        let path = *self.at(link.path);
+        let path = self.paths[link.path];
         if link.generation == path.generation && path.state == LinkState::Ready {
             // Our answer was lost.
             return self.accept(link.path, out);
         }
-        let newest = path.offered.map_or(path.generation, |(generation, _)| generation);
+        let newest = path
+            .more
+            .offered
+            .map_or(path.generation, |(generation, _)| generation);
         if link.generation < newest || link.generation == path.generation {
             return;
         }
-        self.at_mut(link.path).offered = Some((link.generation, address));
+        self.paths[link.path].more.offered = Some((link.generation, address));
         // The receiver has given up the one before.
         self.lose(now, link.path, Cause::Peer, out);
         self.advance(link.path, out);
@@ -412,26 +386,26 @@ impl<R: Rules> Sender<R> {
 
     /// Takes up an offer, if there is one and it can.
     fn advance(&mut self, index: u8, out: &mut Vec<Action>) {
-        let path = self.at_mut(index);
+        let path = &mut self.paths[index];
         if path.state != LinkState::Fenced || !path.port_up {
             return;
         }
-        let Some((generation, address)) = path.offered.take() else {
+        let Some((generation, address)) = path.more.offered.take() else {
             return;
         };
-        path.peer = Some(address);
+        path.more.peer = Some(address);
         path.generation = generation;
         path.state = LinkState::Building;
         path.own = None;
         out.push(Action::Rebuild {
-            link: self.link_of(index),
+            link: self.paths.link(index),
         });
     }
 
     fn accept(&self, path: u8, out: &mut Vec<Action>) {
-        if let Some(address) = self.at(path).own {
-            let link = self.link_of(path);
-            self.tell(Message::Accept { link, address }, out);
+        if let Some(address) = self.paths[path].own {
+            let link = self.paths.link(path);
+            self.paths.tell(Message::Accept { link, address }, out);
         }
     }
 
@@ -444,10 +418,10 @@ impl<R: Rules> Sender<R> {
 
     /// Gives up a queue pair; whether there is something to say of it.
     fn lose(&mut self, now: Duration, path: u8, cause: Cause, out: &mut Vec<Action>) -> bool {
-        if !self.at(path).state.is_live() {
+        if !self.paths[path].state.is_live() {
             return false;
         }
-        let active = self.phase == Phase::Flowing && self.link_of(path) == self.active;
+        let active = self.phase == Phase::Flowing && self.paths.link(path) == self.active;
         if active && !self.settings.enabled {
             self.give_up(Reason::Off(cause), out);
             return false;
@@ -462,12 +436,12 @@ impl<R: Rules> Sender<R> {
     }
 
     fn fence(&mut self, path: u8, cause: Cause, out: &mut Vec<Action>) {
-        if !self.at(path).state.is_live() {
+        if !self.paths[path].state.is_live() {
             return;
         }
-        let link = self.link_of(path);
+        let link = self.paths.link(path);
         let active = link == self.active;
-        self.at_mut(path).state = LinkState::Fencing;
+        self.paths[path].state = LinkState::Fencing;
         if active {
             self.probing = false;
         }
@@ -478,9 +452,9 @@ impl<R: Rules> Sender<R> {
     /// Whether the receiver may not know yet what is broken here: it notes it, or shows by an epoch or an offer that it does.
     fn has_news(&self) -> bool {
         self.phase == Phase::Waiting
-            || self.indices().any(|path| {
-                let path = self.at(path);
-                !path.state.is_live() && path.noted < path.generation && path.offered.is_none()
+            || self.paths.indices().any(|path| {
+                let path = self.paths[path];
+                !path.state.is_live() && path.more.noted < path.generation && path.more.offered.is_none()
             })
     }
 
@@ -490,19 +464,9 @@ impl<R: Rules> Sender<R> {
     }
 
     fn say_broken(&mut self, now: Duration, out: &mut Vec<Action>) {
-        let mut generations = [0; MAX_PATHS];
-        for path in self.indices() {
-            let Path {
-                generation, state, ..
-            } = *self.at(path);
-            generations[usize::from(path)] = if state.is_live() {
-                generation - 1
-            } else {
-                generation
-            };
-        }
+        let generations = self.paths.given_up();
         let epoch = self.epoch;
-        self.tell(Message::Broken { epoch, generations }, out);
+        self.paths.tell(Message::Broken { epoch, generations }, out);
         self.timers.set(Timer::Resend, now + self.resend);
         self.resend = (self.resend * 2).min(Settings::RESEND_MAX);
         self.settle();
@@ -543,50 +507,16 @@ impl<R: Rules> Sender<R> {
         }
     }
 
-    fn tell(&self, message: Message, out: &mut Vec<Action>) {
-        let ready = self
-            .indices()
-            .filter(|path| self.at(*path).state == LinkState::Ready);
-        let over = ready.fold(PathSet::EMPTY, PathSet::with);
-        out.push(Action::Tell { message, over });
-    }
-
     fn give_up(&mut self, reason: Reason, out: &mut Vec<Action>) {
         if reason != Reason::Peer {
-            self.tell(Message::GaveUp, out);
+            self.paths.tell(Message::GaveUp, out);
         }
         self.phase = Phase::Over;
         self.timers.clear_all();
         out.push(Action::GiveUp(reason));
     }
-
-    fn knows(&self, path: u8) -> bool {
-        path < self.count
-    }
-
-    fn is_newest(&self, link: Link) -> bool {
-        self.knows(link.path) && self.at(link.path).generation == link.generation
-    }
-
-    fn indices(&self) -> impl Iterator<Item = u8> + use<R> {
-        0..self.count
-    }
-
-    fn link_of(&self, path: u8) -> Link {
-        Link {
-            path,
-            generation: self.at(path).generation,
-        }
-    }
-
-    fn at(&self, path: u8) -> &Path {
-        &self.paths[usize::from(path)]
-    }
-
-    fn at_mut(&mut self, path: u8) -> &mut Path {
-        &mut self.paths[usize::from(path)]
-    }
 }
+
 #[cfg(test)]
 impl<R: Rules> Sender<R> {
     /// Has a timer be over, whatever the time.
