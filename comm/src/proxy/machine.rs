@@ -102,8 +102,8 @@ impl Machine {
     /// finds, too.
     pub(super) fn arm(&self) {
         let _ = match self {
-            Self::VerbsSender(end) => end.arm(),
-            Self::VerbsReceiver(end) => end.arm(),
+            Self::VerbsSender(end) => end.line.arm(),
+            Self::VerbsReceiver(end) => end.line.arm(),
             Self::SocketSender(_) | Self::SocketReceiver(_) | Self::Unconfirmed(_) => Ok(()),
         };
     }
@@ -111,8 +111,8 @@ impl Machine {
     /// Descriptors to wait for besides the socket, once armed.
     pub(super) fn fds(&self) -> Vec<RawFd> {
         match self {
-            Self::VerbsSender(end) => end.fds(),
-            Self::VerbsReceiver(end) => end.fds(),
+            Self::VerbsSender(end) => end.line.fds(),
+            Self::VerbsReceiver(end) => end.line.fds(),
             Self::SocketSender(_) | Self::SocketReceiver(_) | Self::Unconfirmed(_) => Vec::new(),
         }
     }
@@ -120,8 +120,8 @@ impl Machine {
     /// How long to wait at most; `None`: until something happens.
     pub(super) fn wait(&self) -> Option<Duration> {
         match self {
-            Self::VerbsSender(end) => end.wait(),
-            Self::VerbsReceiver(end) => end.wait(),
+            Self::VerbsSender(end) => end.line.wait(),
+            Self::VerbsReceiver(end) => end.line.wait(),
             Self::SocketSender(_) | Self::SocketReceiver(_) | Self::Unconfirmed(_) => None,
         }
     }

@@ -67,7 +67,7 @@ pub struct Noted {
 }
 
 /// The paths of an end and what is under way with them.
-pub(super) struct Driver {
+pub struct Driver {
     pub(super) paths: Vec<Path>,
     pub(super) control: Control,
     failover: Failover,

@@ -12,16 +12,18 @@
 
 mod control;
 mod driver;
+mod end;
 mod path;
 mod receiver;
 mod sender;
 
 pub use control::{CONTROL_BYTES, Control, NOTICE_BYTES, fuzz};
 pub use driver::{Failover, Noted};
+pub use end::{Agreement, End, Role};
 pub use path::{Ended, Path, Peer, Work};
-pub use receiver::{Arrived, Receiver};
+pub use receiver::{Arrived, Receiver, Receiving};
 pub use ringsight_failover::MESSAGE_BYTES;
-pub use sender::{Posted, Sender};
+pub use sender::{Posted, Sender, Sending};
 
 use std::fmt;
 
@@ -61,16 +63,5 @@ impl Slots {
     #[must_use]
     pub fn at(&self, position: u64) -> usize {
         self.offset + position as usize % SLOTS * self.bytes
-    }
-}
-
-/// How long an end may wait for its descriptors.
-fn wait(driver: &driver::Driver, deadline: Option<std::time::Duration>) -> Option<std::time::Duration> {
-    // No descriptor tells of a drain that is over or of a queue pair that is connected.
-    const SOON: std::time::Duration = std::time::Duration::from_millis(1);
-    let due = deadline.map(|deadline| deadline.saturating_sub(driver.now()));
-    match (due, driver.is_waiting()) {
-        (due, false) => due,
-        (due, true) => Some(due.map_or(SOON, |due| due.min(SOON))),
     }
 }

@@ -1,11 +1,13 @@
 //! The receiving end.
 
-use std::{os::fd::RawFd, time::Duration};
-
-use ringsight_failover::{self as failover, Action, Event, Link, MESSAGE_BYTES, PathSet, PathView};
+use ringsight_failover::{self as failover, Action, Event, Link};
 
 use super::{
-    Control, Failover, Failure, Noted, Path, SLOTS, control::NOTICE_BYTES, driver::Driver, path::Ended,
+    Control, Failover, Failure, Path, SLOTS,
+    control::NOTICE_BYTES,
+    driver::Driver,
+    end::{End, Role},
+    path::Ended,
 };
 
 /// What came of a position.
@@ -33,9 +35,10 @@ impl Arrived {
 }
 
 /// The receiving end.
-pub struct Receiver {
-    driver: Driver,
-    agreement: failover::Receiver,
+pub type Receiver = End<Receiving>;
+
+/// What only the receiving end has.
+pub struct Receiving {
     /// Positions that were taken ([`Receiver::take`]): behind those that are committed.
     taken: u64,
     /// Where the last credit went, what it said, and whether it is under way: one at a time, so that as many are posted as the peer
@@ -47,8 +50,41 @@ pub struct Receiver {
     parts: [Parts; SLOTS],
     /// The link that `parts` came over.
     parts_link: Link,
-    actions: Vec<Action>,
-    failure: Option<Failure>,
+}
+
+impl Role for Receiving {
+    type Agreement = failover::Receiver;
+
+    fn act(&mut self, driver: &mut Driver, agreement: &failover::Receiver, action: Action) {
+        match action {
+            Action::Credit { link, .. } => {
+                if link != self.credit_link {
+                    (self.credit_link, self.credited, self.is_crediting) = (link, 0, false);
+                }
+                self.credit(driver, agreement.granted());
+            }
+            // Told by `committed`.
+            Action::Commit { .. } => {}
+            other => driver.act(other),
+        }
+    }
+}
+
+impl Receiving {
+    /// Posts the newest credit, `granted`, unless one is under way.
+    fn credit(&mut self, driver: &mut Driver, granted: u64) {
+        let link = self.credit_link;
+        if self.is_crediting || self.credited >= granted {
+            return;
+        }
+        let Some(path) = driver.path(link) else {
+            return;
+        };
+        match path.post_credit(granted) {
+            Ok(()) => (self.credited, self.is_crediting) = (granted, true),
+            Err(failure) => driver.fail(link, failure),
+        }
+    }
 }
 
 impl Receiver {
@@ -61,65 +97,28 @@ impl Receiver {
     /// One that survives its paths.
     #[must_use]
     pub fn with_failover(paths: Vec<Path>, control: Control, failover: Failover) -> Self {
-        let settings = failover.hub.settings().clone();
-        let count = paths.len();
-        let ready = (0_u8..).zip(&paths).filter(|(_, path)| path.is_connected());
-        let ready = ready.fold(PathSet::EMPTY, |set, (index, _)| set.with(index));
-        let agreement = failover::Receiver::new(settings, count, ready);
-        let agreement = agreement.expect("one or two paths, of which one is connected");
-        let active = agreement.active();
-        Self {
-            driver: Driver::new(paths, control, failover),
-            agreement,
-            taken: 0,
-            credit_link: active,
-            credited: 0,
-            is_crediting: false,
-            parts: Default::default(),
-            parts_link: active,
-            actions: Vec::new(),
-            failure: None,
-        }
-    }
-
-    /// Its paths.
-    #[must_use]
-    pub fn paths(&self) -> &[Path] {
-        &self.driver.paths
-    }
-
-    /// The path in use.
-    #[must_use]
-    pub fn active(&self) -> &Path {
-        &self.driver.paths[usize::from(self.agreement.active().path)]
-    }
-
-    /// What its paths are in.
-    pub fn views(&self) -> impl Iterator<Item = PathView> {
-        self.agreement.paths()
+        Self::over(paths, control, failover, failover::Receiver::new, |active| {
+            Receiving {
+                taken: 0,
+                credit_link: active,
+                credited: 0,
+                is_crediting: false,
+                parts: Default::default(),
+                parts_link: active,
+            }
+        })
     }
 
     /// Positions taken so far.
     #[must_use]
     pub fn taken(&self) -> u64 {
-        self.taken
-    }
-
-    /// Whether it is between two paths.
-    #[must_use]
-    pub fn is_recovering(&self) -> bool {
-        self.agreement.is_recovering()
+        self.role.taken
     }
 
     /// Whether the peer knows of every grant.
     #[must_use]
     pub fn is_settled(&self) -> bool {
-        self.credited == self.agreement.granted() && !self.is_crediting && !self.is_recovering()
-    }
-
-    /// Whether there is an operation for it: an idle end does not ask whether its path works.
-    pub fn set_busy(&mut self, busy: bool) {
-        self.agreement.set_busy(self.driver.now(), busy);
+        self.role.credited == self.agreement.granted() && !self.role.is_crediting && !self.is_recovering()
     }
 
     /// Grants positions up to `granted`, counted since the connection began: the slots of the last [`SLOTS`] of them are free.
@@ -127,24 +126,8 @@ impl Receiver {
     /// # Errors
     /// When the connection has failed.
     pub fn grant(&mut self, granted: u64) -> Result<(), Failure> {
-        let now = self.driver.now();
-        self.agreement.grant(now, granted, &mut self.actions);
+        self.agree(|agreement, now, out| agreement.grant(now, granted, out));
         self.settle()
-    }
-
-    /// Posts the newest credit, unless one is under way.
-    fn credit(&mut self) {
-        let (link, granted) = (self.credit_link, self.agreement.granted());
-        if self.is_crediting || self.credited >= granted {
-            return;
-        }
-        let Some(path) = self.driver.path(link) else {
-            return;
-        };
-        match path.post_credit(granted) {
-            Ok(()) => (self.credited, self.is_crediting) = (granted, true),
-            Err(failure) => self.driver.fail(link, failure),
-        }
     }
 
     /// Takes what has arrived and ended; whether there was any.
@@ -152,18 +135,20 @@ impl Receiver {
     /// # Errors
     /// When no path is left, or the peer sends what it was not granted.
     pub fn poll(&mut self) -> Result<bool, Failure> {
-        if let Some(failure) = &self.failure {
-            return Err(failure.clone());
-        }
+        self.check()?;
         let Self {
             driver,
             agreement,
+            role,
+            ..
+        } = self;
+        let Receiving {
             parts,
             parts_link,
             is_crediting,
             credit_link,
             ..
-        } = self;
+        } = role;
         let (active, committed, granted) = (agreement.active(), agreement.committed(), agreement.granted());
         if *parts_link != active {
             // Of the path before: what is not committed comes again.
@@ -191,7 +176,7 @@ impl Receiver {
         // Before all else that happened: a fence follows what it ends.
         self.commit(active)?;
         self.settle()?;
-        self.credit();
+        self.role.credit(&mut self.driver, self.agreement.granted());
         self.settle()?;
         Ok(any)
     }
@@ -201,7 +186,7 @@ impl Receiver {
         loop {
             let position = self.agreement.committed();
             let path = &self.driver.paths[usize::from(link.path)];
-            let here = self.parts[position as usize % SLOTS].mask;
+            let here = self.role.parts[position as usize % SLOTS].mask;
             // The notice is there with the immediate of the queue pair that leads.
             if here & 1 << path.lead(position) == 0 {
                 return Ok(());
@@ -217,45 +202,14 @@ impl Receiver {
             if here.count_ones() < parts.into() {
                 return Ok(());
             }
-            self.parts[position as usize % SLOTS] = Parts::default();
-            let (now, immediate) = (self.driver.now(), position as u32);
+            self.role.parts[position as usize % SLOTS] = Parts::default();
+            let immediate = position as u32;
             let event = Event::Arrived { link, immediate };
-            self.agreement.handle(now, event, &mut self.actions);
+            self.agree(|agreement, now, out| agreement.handle(now, event, out));
             if self.agreement.committed() == position {
                 return Ok(());
             }
         }
-    }
-
-    /// Takes up what has happened, and does what follows.
-    fn settle(&mut self) -> Result<(), Failure> {
-        let now = self.driver.now();
-        let mut actions = std::mem::take(&mut self.actions);
-        if self.agreement.deadline().is_some_and(|deadline| deadline <= now) {
-            self.agreement.expire(now, &mut actions);
-        }
-        loop {
-            for action in actions.drain(..) {
-                match action {
-                    Action::Credit { link, .. } => {
-                        if link != self.credit_link {
-                            (self.credit_link, self.credited, self.is_crediting) = (link, 0, false);
-                        }
-                        self.credit();
-                    }
-                    // Told by `committed`.
-                    Action::Commit { .. } => {}
-                    Action::GiveUp(reason) => self.failure = Some(self.driver.given_up(reason)),
-                    other => self.driver.act(other),
-                }
-            }
-            let Some(event) = self.driver.events.pop_front() else {
-                break;
-            };
-            self.agreement.handle(now, event, &mut actions);
-        }
-        self.actions = actions;
-        self.failure.clone().map_or(Ok(()), Err)
     }
 
     /// The next step, if all of it is here; each is given once, in order.
@@ -263,7 +217,7 @@ impl Receiver {
     /// # Errors
     /// When the peer told of a step and did not say what it is.
     pub fn take(&mut self) -> Result<Option<Arrived>, Failure> {
-        let position = self.taken;
+        let position = self.role.taken;
         if position == self.agreement.committed() {
             return Ok(None);
         }
@@ -271,51 +225,12 @@ impl Receiver {
             let text = format!("the notice of step {position} of the connection is gone");
             return Err(self.active().failure(None, &text));
         };
-        self.taken += 1;
+        self.role.taken += 1;
         Ok(Some(Arrived {
             position,
             notice,
             length,
         }))
-    }
-
-    /// A message of the peer that came outside RDMA.
-    ///
-    /// # Errors
-    /// As [`Receiver::poll`].
-    pub fn hear(&mut self, message: &[u8]) -> Result<(), Failure> {
-        self.driver.hear(message);
-        self.settle()
-    }
-
-    /// A message for the peer, to go outside RDMA, too.
-    pub fn take_outgoing(&mut self) -> Option<[u8; MESSAGE_BYTES]> {
-        self.driver.take_outgoing()
-    }
-
-    /// Something for the record.
-    pub fn take_noted(&mut self) -> Option<Noted> {
-        self.driver.take_noted()
-    }
-
-    /// How long to wait at most before the next [`Receiver::poll`]; `None`: until a descriptor tells of something.
-    #[must_use]
-    pub fn wait(&self) -> Option<Duration> {
-        super::wait(&self.driver, self.agreement.deadline())
-    }
-
-    /// Has its descriptors tell of what happens next. Poll once more before waiting for them.
-    ///
-    /// # Errors
-    /// As the device says.
-    pub fn arm(&self) -> Result<(), Failure> {
-        self.driver.arm()
-    }
-
-    /// What to wait for once armed.
-    #[must_use]
-    pub fn fds(&self) -> Vec<RawFd> {
-        self.driver.fds()
     }
 }
 

@@ -1,15 +1,15 @@
 //! The sending end.
 
-use std::{os::fd::RawFd, time::Duration};
-
-use ringsight_failover::{self as failover, Action, Event, Link, MESSAGE_BYTES, PathSet, PathView, Status};
+use ringsight_failover::{self as failover, Action, Event, Link, PathSet, Status};
 
 use super::{
-    Control, Failover, Failure, Noted, Path, SLOTS, Slots,
+    Control, Failover, Failure, Path, SLOTS, Slots,
     control::{NOTICE_BYTES, encode_notice},
     driver::Driver,
+    end::{End, Role},
     path::Ended,
 };
+
 /// A part of a step is a multiple of this.
 const PART: usize = 128;
 
@@ -33,9 +33,10 @@ struct Step {
 }
 
 /// The sending end.
-pub struct Sender {
-    driver: Driver,
-    agreement: failover::Sender,
+pub type Sender = End<Sending>;
+
+/// What only the sending end has.
+pub struct Sending {
     slots: Slots,
     /// By position modulo [`SLOTS`]: those that the peer is not known to have.
     steps: [Step; SLOTS],
@@ -43,8 +44,56 @@ pub struct Sender {
     missing: [u8; SLOTS],
     /// Positions whose every part has ended well on the active path; in order.
     ended: u64,
-    actions: Vec<Action>,
-    failure: Option<Failure>,
+}
+
+impl Role for Sending {
+    type Agreement = failover::Sender;
+
+    fn act(&mut self, driver: &mut Driver, _: &failover::Sender, action: Action) {
+        match action {
+            Action::Replay { link, from, to } => self.replay(driver, link, from, to),
+            other => driver.act(other),
+        }
+    }
+}
+
+impl Sending {
+    /// The requests of one position over a path.
+    fn post_position(&mut self, driver: &Driver, link: Link, position: u64) -> Result<Posted, Failure> {
+        let path = &driver.paths[usize::from(link.path)];
+        let Step {
+            notice,
+            length,
+            bytes,
+        } = self.steps[position as usize % SLOTS];
+        let (lead, count) = (path.lead(position), path.qps().len());
+        let is_split = path.port().config().split;
+        let (parts, part_bytes) = split(bytes, if is_split { count } else { 1 });
+        self.missing[position as usize % SLOTS] = parts as u8;
+        let (notice, length) = encode_notice(position, parts as u8, &notice[..length]);
+        let slot = self.slots.at(position);
+        for part in 0..parts {
+            let end = ((part + 1) * part_bytes).min(bytes);
+            // The first part goes with the notice; the others' immediates say only that they are there.
+            let told = if part == 0 { &notice[..length] } else { &[] };
+            let data = slot + part * part_bytes..slot + end;
+            path.post_step((lead + part) % count, position, told, data)?;
+        }
+        Ok(Posted {
+            path: usize::from(link.path),
+            qp: path.qps()[lead].number(),
+            parts,
+        })
+    }
+
+    fn replay(&mut self, driver: &mut Driver, link: Link, from: u64, to: u64) {
+        self.ended = from;
+        for position in from..to {
+            if let Err(failure) = self.post_position(driver, link, position) {
+                return driver.fail(link, failure);
+            }
+        }
+    }
 }
 
 impl Sender {
@@ -57,15 +106,8 @@ impl Sender {
     /// One that survives its paths.
     #[must_use]
     pub fn with_failover(paths: Vec<Path>, control: Control, slots: Slots, failover: Failover) -> Self {
-        let settings = failover.hub.settings().clone();
-        // Those that are not connected could not be when the connection was made.
-        let count = paths.len();
-        let ready = (0_u8..).zip(&paths).filter(|(_, path)| path.is_connected());
-        let ready = ready.fold(PathSet::EMPTY, |set, (index, _)| set.with(index));
-        let agreement = failover::Sender::new(settings, SLOTS as u64, count, ready);
-        Self {
-            driver: Driver::new(paths, control, failover),
-            agreement: agreement.expect("one or two paths, of which one is connected"),
+        let agree = |settings, count, ready| failover::Sender::new(settings, SLOTS as u64, count, ready);
+        Self::over(paths, control, failover, agree, |_| Sending {
             slots,
             steps: [Step {
                 notice: [0; NOTICE_BYTES],
@@ -74,30 +116,7 @@ impl Sender {
             }; SLOTS],
             missing: [0; SLOTS],
             ended: 0,
-            actions: Vec::new(),
-            failure: None,
-        }
-    }
-
-    /// Its paths.
-    #[must_use]
-    pub fn paths(&self) -> &[Path] {
-        &self.driver.paths
-    }
-
-    /// The path in use.
-    #[must_use]
-    pub fn active(&self) -> &Path {
-        &self.driver.paths[self.index()]
-    }
-
-    fn index(&self) -> usize {
-        usize::from(self.agreement.active().path)
-    }
-
-    /// What its paths are in.
-    pub fn views(&self) -> impl Iterator<Item = PathView> {
-        self.agreement.paths()
+        })
     }
 
     /// Positions posted so far: the next one's number.
@@ -124,17 +143,6 @@ impl Sender {
         self.agreement.link().is_some()
     }
 
-    /// Whether it is between two paths.
-    #[must_use]
-    pub fn is_recovering(&self) -> bool {
-        self.agreement.is_recovering()
-    }
-
-    /// Whether there is an operation for it: an idle end does not ask whether its path works.
-    pub fn set_busy(&mut self, busy: bool) {
-        self.agreement.set_busy(self.driver.now(), busy);
-    }
-
     /// Posts the next position: `notice` for the peer's owner, and the first `bytes` bytes of its slot (0: what there is goes with the
     /// notice). The slot stays as it is until [`Sender::acked`] has passed it.
     ///
@@ -144,14 +152,14 @@ impl Sender {
     /// # Panics
     /// For more bytes than a slot or a notice has, and where it may not ([`Sender::may_post`]).
     pub fn post(&mut self, notice: &[u8], bytes: usize) -> Result<Posted, Failure> {
-        assert!(notice.len() <= NOTICE_BYTES && bytes <= self.slots.bytes);
+        assert!(notice.len() <= NOTICE_BYTES && bytes <= self.role.slots.bytes);
         let link = self.agreement.link().expect("a step that may be posted");
         let position = self.posted();
-        let step = &mut self.steps[position as usize % SLOTS];
+        let step = &mut self.role.steps[position as usize % SLOTS];
         step.notice[..notice.len()].copy_from_slice(notice);
         (step.length, step.bytes) = (notice.len(), bytes);
         self.agreement.post(self.driver.now());
-        let posted = self.post_position(link, position);
+        let posted = self.role.post_position(&self.driver, link, position);
         if let Err(failure) = &posted {
             // It counts as posted: what the peer lacks is posted again.
             self.driver.fail(link, failure.clone());
@@ -164,48 +172,19 @@ impl Sender {
         }))
     }
 
-    /// The requests of one position over a path.
-    fn post_position(&mut self, link: Link, position: u64) -> Result<Posted, Failure> {
-        let path = &self.driver.paths[usize::from(link.path)];
-        let Step {
-            notice,
-            length,
-            bytes,
-        } = self.steps[position as usize % SLOTS];
-        let (lead, count) = (path.lead(position), path.qps().len());
-        let is_split = path.port().config().split;
-        let (parts, part_bytes) = split(bytes, if is_split { count } else { 1 });
-        self.missing[position as usize % SLOTS] = parts as u8;
-        let (notice, length) = encode_notice(position, parts as u8, &notice[..length]);
-        let slot = self.slots.at(position);
-        for part in 0..parts {
-            let end = ((part + 1) * part_bytes).min(bytes);
-            // The first part goes with the notice; the others' immediates say only that they are there.
-            let told = if part == 0 { &notice[..length] } else { &[] };
-            let data = slot + part * part_bytes..slot + end;
-            path.post_step((lead + part) % count, position, told, data)?;
-        }
-        Ok(Posted {
-            path: usize::from(link.path),
-            qp: path.qps()[lead].number(),
-            parts,
-        })
-    }
-
     /// Takes what has ended and what was granted; whether there was any.
     ///
     /// # Errors
     /// When no path is left, or the peer grants what it cannot have.
     pub fn poll(&mut self) -> Result<bool, Failure> {
-        if let Some(failure) = &self.failure {
-            return Err(failure.clone());
-        }
+        self.check()?;
         let Self {
             driver,
             agreement,
-            missing,
+            role,
             ..
         } = self;
+        let missing = &mut role.missing;
         let active = agreement.active();
         // By path: a write of the peer has told of a credit.
         let mut told = PathSet::EMPTY;
@@ -219,12 +198,13 @@ impl Sender {
             Ended::Arrived { .. } => told = told.with(link.path),
             _ => {}
         });
-        while self.ended < self.posted() && self.missing[self.ended as usize % SLOTS] == 0 {
-            self.ended += 1;
+        let ended = &mut self.role.ended;
+        while *ended < self.agreement.posted() && self.role.missing[*ended as usize % SLOTS] == 0 {
+            *ended += 1;
         }
-        if self.ended > self.acked() {
+        if *ended > self.agreement.acked() {
             // Before all else that happened: a fence follows what it ends.
-            let work = failover::Work::Step(self.ended - 1);
+            let work = failover::Work::Step(*ended - 1);
             let status = Status::Success;
             self.driver.events.push_front(Event::Completed {
                 link: active,
@@ -238,78 +218,6 @@ impl Sender {
         }
         self.settle()?;
         Ok(any)
-    }
-
-    /// Takes up what has happened, and does what follows.
-    fn settle(&mut self) -> Result<(), Failure> {
-        let now = self.driver.now();
-        let mut actions = std::mem::take(&mut self.actions);
-        if self.agreement.deadline().is_some_and(|deadline| deadline <= now) {
-            self.agreement.expire(now, &mut actions);
-        }
-        loop {
-            for action in actions.drain(..) {
-                match action {
-                    Action::Replay { link, from, to } => self.replay(link, from, to),
-                    Action::GiveUp(reason) => self.failure = Some(self.driver.given_up(reason)),
-                    other => self.driver.act(other),
-                }
-            }
-            let Some(event) = self.driver.events.pop_front() else {
-                break;
-            };
-            self.agreement.handle(now, event, &mut actions);
-        }
-        self.actions = actions;
-        self.failure.clone().map_or(Ok(()), Err)
-    }
-
-    fn replay(&mut self, link: Link, from: u64, to: u64) {
-        self.ended = from;
-        for position in from..to {
-            if let Err(failure) = self.post_position(link, position) {
-                return self.driver.fail(link, failure);
-            }
-        }
-    }
-
-    /// A message of the peer that came outside RDMA.
-    ///
-    /// # Errors
-    /// As [`Sender::poll`].
-    pub fn hear(&mut self, message: &[u8]) -> Result<(), Failure> {
-        self.driver.hear(message);
-        self.settle()
-    }
-
-    /// A message for the peer, to go outside RDMA, too.
-    pub fn take_outgoing(&mut self) -> Option<[u8; MESSAGE_BYTES]> {
-        self.driver.take_outgoing()
-    }
-
-    /// Something for the record.
-    pub fn take_noted(&mut self) -> Option<Noted> {
-        self.driver.take_noted()
-    }
-
-    /// How long to wait at most before the next [`Sender::poll`]; `None`: until a descriptor tells of something.
-    #[must_use]
-    pub fn wait(&self) -> Option<Duration> {
-        super::wait(&self.driver, self.agreement.deadline())
-    }
-
-    /// Has its descriptors tell of what happens next. Poll once more before waiting for them.
-    ///
-    /// # Errors
-    /// As the device says.
-    pub fn arm(&self) -> Result<(), Failure> {
-        self.driver.arm()
-    }
-
-    /// What to wait for once armed.
-    #[must_use]
-    pub fn fds(&self) -> Vec<RawFd> {
-        self.driver.fds()
     }
 }
 

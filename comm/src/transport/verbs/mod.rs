@@ -5,6 +5,7 @@
 //! the socket and the log says why; with `NCCL_NET=IB` it fails instead. The socket stays open beside RDMA: that it closes is how an
 //! end learns that the other one is gone.
 
+mod line;
 mod paths;
 mod receiver;
 mod sender;

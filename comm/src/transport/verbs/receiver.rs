@@ -1,15 +1,15 @@
 //! The receiving end: the FIFO's producer.
 
-use std::{collections::VecDeque, os::fd::RawFd, sync::Arc, time::Duration};
+use std::{collections::VecDeque, sync::Arc};
 
 use ringsight_kernels::{
     Fifo,
     fifo::{INLINE_BYTES, SLOTS},
 };
 use ringsight_records::State;
-use ringsight_verbs::endpoint;
+use ringsight_verbs::endpoint::{self, Receiving};
 
-use super::{Connected, paths::Paths, talk::Talk};
+use super::{Connected, line::Line, paths::Paths};
 use crate::{
     proxy::{ProxyOp, events},
     transport::socket::{MOST_REASON, Needs, STEP_BYTES, Socket, StepHeader, Turn, VERDICT_BYTES, Verdict},
@@ -18,11 +18,7 @@ use crate::{
 /// The receiving end.
 pub(crate) struct Receiver {
     fifo: Arc<Fifo>,
-    end: endpoint::Receiver,
-    talk: Talk,
-    paths: Paths,
-    /// An operation is under way.
-    is_busy: bool,
+    pub(crate) line: Line<Receiving>,
     /// Operations before the present one.
     ops: u32,
     /// Steps granted, received and consumed by the device since the connection began; in this order, at most [`SLOTS`] apart.
@@ -41,12 +37,11 @@ pub(crate) struct Receiver {
 
 impl Receiver {
     pub(crate) fn new(fifo: Arc<Fifo>, connected: Connected) -> Self {
+        let paths = Paths::new(&connected, false);
+        let end = endpoint::Receiver::with_failover(connected.paths, connected.control, connected.failover);
         Self {
+            line: Line::new(end, paths),
             fifo,
-            paths: Paths::new(&connected, false),
-            end: endpoint::Receiver::with_failover(connected.paths, connected.control, connected.failover),
-            talk: Talk::new(),
-            is_busy: false,
             ops: 0,
             granted: 0,
             received: 0,
@@ -65,30 +60,26 @@ impl Receiver {
 
     /// Moves `op` on as far as it goes now.
     pub(crate) fn turn(&mut self, op: &ProxyOp, socket: &mut Socket) -> Result<Turn, String> {
-        self.set_busy(true);
-        self.paths.set_op(op);
-        // Before what has arrived is looked at: all that a peer sent before it went is there then.
-        self.listen(socket);
+        self.line.begin(op, socket);
         let end = self.base + u64::from(op.steps);
         let mut moved = false;
         loop {
             let before = (self.consumed, self.granted, self.received);
             self.consume(op);
             self.grant(op, end)?;
-            let polled = self.end.poll();
+            let polled = self.line.end.poll();
             // What has been received needs no peer and no path.
             if self.received < end && !self.differs {
                 if let Err(failure) = polled {
                     self.speak(socket, op.peer);
-                    self.paths.given_up(self.end.paths());
-                    return Err(failure.text);
+                    return Err(self.line.give_up(failure));
                 }
                 self.receive(op)?;
             }
             if self.consumed == end {
                 self.base = end;
                 self.ops = self.ops.wrapping_add(1);
-                self.set_busy(false);
+                self.line.set_busy(false);
                 self.speak(socket, op.peer);
                 return Ok(Turn::Done(std::mem::take(&mut self.transferred)));
             }
@@ -98,42 +89,21 @@ impl Receiver {
             moved = true;
         }
         self.speak(socket, op.peer);
-        match self.talk.gone() {
-            Some(text) if !moved && self.received < end => Err(text.to_owned()),
-            _ => Ok(if moved { Turn::Moved } else { Turn::Waiting }),
-        }
+        self.line.turned(moved, self.received < end)
     }
 
-    fn set_busy(&mut self, busy: bool) {
-        if std::mem::replace(&mut self.is_busy, busy) != busy {
-            self.end.set_busy(busy);
-        }
-    }
-
-    /// Takes what the peer says beside RDMA. What follows from it is found by the next poll.
-    fn listen(&mut self, socket: &mut Socket) {
-        let Self { talk, end, .. } = self;
-        talk.read(socket, |message| {
-            let _ = end.hear(message);
-        });
-    }
-
-    /// Says what is to be said beside RDMA, and tells the log what has happened.
+    /// Says what is to be said beside RDMA.
     fn speak(&mut self, socket: &mut Socket, peer: u32) {
-        let Self { talk, end, paths, .. } = self;
-        talk.write(socket, || end.take_outgoing());
-        while let Some(noted) = end.take_noted() {
-            // What is sent again the sender knows.
-            paths.note(&noted, end.paths(), peer, |_| 0);
-        }
+        // What is sent again the sender knows.
+        self.line.speak(socket, peer, |_| 0);
     }
 
     /// What there is to do without an operation: a peer may need this end's help. Whether there may be more later.
     pub(crate) fn tend(&mut self, socket: &mut Socket, peer: u32) -> bool {
-        self.listen(socket);
-        let works = self.end.poll().is_ok();
+        self.line.listen(socket);
+        let works = self.line.end.poll().is_ok();
         self.speak(socket, peer);
-        works && self.talk.gone().is_none()
+        works && self.line.has_peer()
     }
 
     /// Ends the steps that the device is done with.
@@ -157,7 +127,10 @@ impl Receiver {
             self.granted += 1;
         }
         if self.granted > before {
-            self.end.grant(self.granted).map_err(|failure| failure.text)?;
+            self.line
+                .end
+                .grant(self.granted)
+                .map_err(|failure| failure.text)?;
         }
         Ok(())
     }
@@ -165,7 +138,7 @@ impl Receiver {
     /// Gives the device what is here.
     fn receive(&mut self, op: &ProxyOp) -> Result<(), String> {
         while !self.differs
-            && let Some(arrived) = self.end.take().map_err(|failure| failure.text)?
+            && let Some(arrived) = self.line.end.take().map_err(|failure| failure.text)?
         {
             let step = self.step();
             let (header, own) = arrived
@@ -205,24 +178,9 @@ impl Receiver {
         Ok(())
     }
 
-    /// Has its descriptor tell of the next end of anything: to be followed by a turn.
-    pub(crate) fn arm(&self) -> Result<(), String> {
-        self.end.arm().map_err(|failure| failure.text)
-    }
-
-    /// What to wait for once armed.
-    pub(crate) fn fds(&self) -> Vec<RawFd> {
-        self.end.fds()
-    }
-
-    /// How long to wait at most.
-    pub(crate) fn wait(&self) -> Option<Duration> {
-        self.end.wait()
-    }
-
     pub(crate) fn needs(&self) -> Needs {
         Needs {
-            events: self.talk.events(),
+            events: self.line.events(),
             device: self.consumed < self.received,
         }
     }

@@ -1,16 +1,16 @@
 //! The sending end: the FIFO's consumer. Steps are posted one after the other as the device fills slots and the peer grants them,
 //! and up to all slots are under way at once; a slot is released when the peer's device has its bytes.
 
-use std::{collections::VecDeque, os::fd::RawFd, sync::Arc, time::Duration};
+use std::{collections::VecDeque, sync::Arc};
 
 use ringsight_kernels::{
     Fifo,
     fifo::{INLINE_BYTES, SLOTS},
 };
 use ringsight_records::{Carrier, State};
-use ringsight_verbs::endpoint::{self, NOTICE_BYTES};
+use ringsight_verbs::endpoint::{self, NOTICE_BYTES, Sending};
 
-use super::{Connected, paths::Paths, slots_of, talk::Talk};
+use super::{Connected, line::Line, paths::Paths, slots_of};
 use crate::{
     proxy::{ProxyOp, events},
     transport::socket::{Needs, STEP_BYTES, Socket, StepHeader, Turn},
@@ -32,11 +32,7 @@ enum Phase {
 /// The sending end.
 pub(crate) struct Sender {
     fifo: Arc<Fifo>,
-    end: endpoint::Sender,
-    talk: Talk,
-    paths: Paths,
-    /// An operation is under way.
-    is_busy: bool,
+    pub(crate) line: Line<Sending>,
     /// Operations before the present one.
     ops: u32,
     /// The position at which the present one begins.
@@ -53,16 +49,11 @@ pub(crate) struct Sender {
 impl Sender {
     pub(crate) fn new(fifo: Arc<Fifo>, connected: Connected) -> Self {
         let (_, slots) = slots_of(&fifo);
+        let paths = Paths::new(&connected, true);
+        let end =
+            endpoint::Sender::with_failover(connected.paths, connected.control, slots, connected.failover);
         Self {
-            paths: Paths::new(&connected, true),
-            end: endpoint::Sender::with_failover(
-                connected.paths,
-                connected.control,
-                slots,
-                connected.failover,
-            ),
-            talk: Talk::new(),
-            is_busy: false,
+            line: Line::new(end, paths),
             fifo,
             ops: 0,
             base: 0,
@@ -80,87 +71,56 @@ impl Sender {
 
     /// Moves `op` on as far as it goes now.
     pub(crate) fn turn(&mut self, op: &ProxyOp, socket: &mut Socket) -> Result<Turn, String> {
-        self.set_busy(true);
-        self.paths.set_op(op);
-        // Before what has ended is looked at: all that a peer did before it went is there then.
-        self.listen(socket);
+        self.line.begin(op, socket);
         let end = self.base + u64::from(op.steps);
         let mut moved = false;
         loop {
-            let before = (self.end.posted(), self.released, self.phase);
-            if let Err(failure) = self.end.poll() {
+            let before = (self.line.end.posted(), self.released, self.phase);
+            if let Err(failure) = self.line.end.poll() {
                 self.speak(socket, op.peer);
-                self.paths.given_up(self.end.paths());
-                return Err(failure.text);
+                return Err(self.line.give_up(failure));
             }
             self.release(op);
             if self.released == end {
                 self.base = end;
                 self.ops = self.ops.wrapping_add(1);
-                self.set_busy(false);
+                self.line.set_busy(false);
                 self.speak(socket, op.peer);
                 return Ok(Turn::Done(std::mem::take(&mut self.transferred)));
             }
-            if self.end.posted() < end {
+            if self.line.end.posted() < end {
                 self.advance(op)?;
             }
-            if before == (self.end.posted(), self.released, self.phase) {
+            if before == (self.line.end.posted(), self.released, self.phase) {
                 break;
             }
             moved = true;
         }
         self.speak(socket, op.peer);
-        match self.talk.gone() {
-            Some(text) if !moved => Err(text.to_owned()),
-            _ => Ok(if moved { Turn::Moved } else { Turn::Waiting }),
-        }
+        self.line.turned(moved, true)
     }
 
-    fn set_busy(&mut self, busy: bool) {
-        if std::mem::replace(&mut self.is_busy, busy) != busy {
-            self.end.set_busy(busy);
-        }
-    }
-
-    /// Takes what the peer says beside RDMA. What follows from it is found by the next poll.
-    fn listen(&mut self, socket: &mut Socket) {
-        let Self { talk, end, .. } = self;
-        talk.read(socket, |message| {
-            let _ = end.hear(message);
-        });
-    }
-
-    /// Says what is to be said beside RDMA, and tells the log what has happened.
+    /// Says what is to be said beside RDMA.
     fn speak(&mut self, socket: &mut Socket, peer: u32) {
-        let Self {
-            talk,
-            end,
-            paths,
-            sizes,
-            ..
-        } = self;
-        talk.write(socket, || end.take_outgoing());
-        while let Some(noted) = end.take_noted() {
-            // The last ones that were posted.
-            let bytes = |steps: u64| {
-                let last = sizes.iter().rev().take(steps as usize);
-                last.map(|(bytes, _)| *bytes as u64).sum()
-            };
-            paths.note(&noted, end.paths(), peer, bytes);
-        }
+        let Self { line, sizes, .. } = self;
+        // The last ones that were posted.
+        line.speak(socket, peer, |steps| {
+            let last = sizes.iter().rev().take(steps as usize);
+            last.map(|(bytes, _)| *bytes as u64).sum()
+        });
     }
 
     /// What there is to do without an operation: a peer may need this end's help. Whether there may be more later.
     pub(crate) fn tend(&mut self, socket: &mut Socket, peer: u32) -> bool {
-        self.listen(socket);
-        let works = self.end.poll().is_ok();
+        self.line.listen(socket);
+        let works = self.line.end.poll().is_ok();
         self.speak(socket, peer);
-        works && self.talk.gone().is_none()
+        works && self.line.has_peer()
     }
 
     /// Moves the next step on by one phase, if it can.
     fn advance(&mut self, op: &ProxyOp) -> Result<(), String> {
-        let position = self.end.posted();
+        let position = self.line.end.posted();
         let step = (position - self.base) as u32;
         match self.phase {
             Phase::Idle => {
@@ -176,7 +136,7 @@ impl Sender {
                     self.phase = Phase::Peer(bytes);
                 }
             }
-            Phase::Peer(bytes) if self.end.may_post() => {
+            Phase::Peer(bytes) if self.line.end.may_post() => {
                 events::step(op, step, State::STEP_SEND_WAIT, 0);
                 let qp = self.post(op, position, bytes)?;
                 events::carried(op, self.carrier(qp, step), State::START, bytes);
@@ -190,7 +150,7 @@ impl Sender {
 
     fn carrier(&self, qp: u32, step: u32) -> Carrier {
         Carrier {
-            port: Some(self.paths.port()),
+            port: Some(self.line.paths.port()),
             number: qp,
             step,
         }
@@ -217,6 +177,7 @@ impl Sender {
             (STEP_BYTES, bytes)
         };
         let posted = self
+            .line
             .end
             .post(&notice[..length], data)
             .map_err(|failure| failure.text)?;
@@ -225,7 +186,7 @@ impl Sender {
 
     /// Ends the steps that the peer has.
     fn release(&mut self, op: &ProxyOp) {
-        while self.released < self.end.acked() {
+        while self.released < self.line.end.acked() {
             let (bytes, qp) = self.sizes.pop_front().unwrap_or((0, 0));
             self.fifo.release(self.released);
             self.transferred += bytes as u64;
@@ -235,24 +196,9 @@ impl Sender {
         }
     }
 
-    /// Has its descriptor tell of the next end of anything: to be followed by a turn.
-    pub(crate) fn arm(&self) -> Result<(), String> {
-        self.end.arm().map_err(|failure| failure.text)
-    }
-
-    /// What to wait for once armed.
-    pub(crate) fn fds(&self) -> Vec<RawFd> {
-        self.end.fds()
-    }
-
-    /// How long to wait at most.
-    pub(crate) fn wait(&self) -> Option<Duration> {
-        self.end.wait()
-    }
-
     pub(crate) fn needs(&self) -> Needs {
         Needs {
-            events: self.talk.events(),
+            events: self.line.events(),
             device: matches!(self.phase, Phase::Idle | Phase::Gpu),
         }
     }

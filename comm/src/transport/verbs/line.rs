@@ -1,0 +1,102 @@
+//! What both ends have: the end itself, and what goes beside RDMA over the socket.
+
+use std::{os::fd::RawFd, time::Duration};
+
+use ringsight_verbs::endpoint::{End, Failure, Role};
+
+use super::{paths::Paths, talk::Talk};
+use crate::{
+    proxy::ProxyOp,
+    transport::socket::{Socket, Turn},
+};
+
+/// One end of a connection.
+pub(crate) struct Line<R: Role> {
+    pub(super) end: End<R>,
+    pub(super) paths: Paths,
+    talk: Talk,
+    /// An operation is under way.
+    is_busy: bool,
+}
+
+impl<R: Role> Line<R> {
+    pub(super) fn new(end: End<R>, paths: Paths) -> Self {
+        Self {
+            end,
+            paths,
+            talk: Talk::new(),
+            is_busy: false,
+        }
+    }
+
+    /// A turn of `op` begins.
+    pub(super) fn begin(&mut self, op: &ProxyOp, socket: &mut Socket) {
+        self.set_busy(true);
+        self.paths.set_op(op);
+        // Before what has ended and arrived is looked at: all that a peer did before it went is there then.
+        self.listen(socket);
+    }
+
+    /// Whether there is an operation.
+    pub(super) fn set_busy(&mut self, busy: bool) {
+        if std::mem::replace(&mut self.is_busy, busy) != busy {
+            self.end.set_busy(busy);
+        }
+    }
+
+    /// Takes what the peer says beside RDMA. What follows from it is found by the next poll.
+    pub(super) fn listen(&mut self, socket: &mut Socket) {
+        let Self { talk, end, .. } = self;
+        talk.read(socket, |message| {
+            let _ = end.hear(message);
+        });
+    }
+
+    /// Says what is to be said beside RDMA, and tells the log what has happened; `bytes` says how many the last so many steps have.
+    pub(super) fn speak(&mut self, socket: &mut Socket, peer: u32, bytes: impl Fn(u64) -> u64) {
+        let Self { talk, end, paths, .. } = self;
+        talk.write(socket, || end.take_outgoing());
+        while let Some(noted) = end.take_noted() {
+            paths.note(&noted, end.paths(), peer, &bytes);
+        }
+    }
+
+    /// The connection has failed, which is told on record.
+    pub(super) fn give_up(&self, failure: Failure) -> String {
+        self.paths.given_up(self.end.paths());
+        failure.text
+    }
+
+    /// What a turn came to that did not end the operation. A peer that has gone is an error once nothing of it is left to take.
+    pub(super) fn turned(&self, moved: bool, needs_peer: bool) -> Result<Turn, String> {
+        match self.talk.gone() {
+            Some(text) if !moved && needs_peer => Err(text.to_owned()),
+            _ => Ok(if moved { Turn::Moved } else { Turn::Waiting }),
+        }
+    }
+
+    /// Whether the peer is there.
+    pub(super) fn has_peer(&self) -> bool {
+        self.talk.gone().is_none()
+    }
+
+    /// Events of the socket that it waits for.
+    pub(super) fn events(&self) -> libc::c_short {
+        self.talk.events()
+    }
+
+    /// Has its descriptors tell of the next end of anything: to be followed by a turn.
+    pub(crate) fn arm(&self) -> Result<(), String> {
+        self.end.arm().map_err(|failure| failure.text)
+    }
+
+    /// What to wait for once armed.
+    pub(crate) fn fds(&self) -> Vec<RawFd> {
+        self.end.fds()
+    }
+
+    /// How long to wait at most.
+    pub(crate) fn wait(&self) -> Option<Duration> {
+        self.end.wait()
+    }
+}
