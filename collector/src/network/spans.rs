@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ringsight_exporters::model::{Attribute, Resource, Span, SpanEvent, TraceId, Value};
+use ringsight_exporters::model::{Attribute, Resource, Span, SpanEvent, SpanId, TraceId, Value};
 use ringsight_probes::network::{NetworkEvent, NetworkSample};
 
 use super::{Output, QueuePair};
@@ -203,20 +203,14 @@ pub(super) fn failure(sample: &NetworkSample, known: &QueuePair, output: &mut Ou
         index: known.moments.len() as u32 + known.left_out as u32,
         ..SpanKey::of(Role::NetworkError)
     };
-    output.counts.count(Role::NetworkError);
-    output.spans.push(Span {
-        resource: Arc::clone(&watched.resource),
-        trace_id,
-        span_id: key.span_id(&trace_id),
-        parent_span_id: Some(SpanKey::of(Role::QueuePair).span_id(&trace_id)),
-        name: "rdma error",
-        start_unix_ns: output.clock.unix_ns(sample.time_ns),
-        end_unix_ns: output.clock.unix_ns(sample.time_ns + sample.duration_ns),
-        attributes: attributes_of,
-        events: Vec::new(),
-        links: Vec::new(),
-        error: Some(message(&sample.event, sample.result)),
-    });
+    let parent = SpanKey::of(Role::QueuePair).span_id(&trace_id);
+    error(
+        sample,
+        Arc::clone(&watched.resource),
+        (trace_id, key, Some(parent)),
+        attributes_of,
+        output,
+    );
 }
 
 /// Something failed that is of no known queue pair.
@@ -236,16 +230,34 @@ pub(super) fn incident(
     }
     attributes_of.push(("rdma.event.name", Value::Static(sample.event.name())));
     attributes_of.extend(attributes(&sample.event, sample.result, sample.duration_ns));
+    let key = SpanKey::of(Role::NetworkError);
+    error(
+        sample,
+        Arc::clone(resource),
+        (trace_id, key, None),
+        attributes_of,
+        output,
+    );
+}
+
+/// Sends the span of an error: its trace, its key in it, and the span that it belongs to.
+fn error(
+    sample: &NetworkSample,
+    resource: Arc<Resource>,
+    (trace_id, key, parent_span_id): (TraceId, SpanKey, Option<SpanId>),
+    attributes: Vec<Attribute>,
+    output: &mut Output<'_>,
+) {
     output.counts.count(Role::NetworkError);
     output.spans.push(Span {
-        resource: Arc::clone(resource),
+        resource,
         trace_id,
-        span_id: SpanKey::of(Role::NetworkError).span_id(&trace_id),
-        parent_span_id: None,
+        span_id: key.span_id(&trace_id),
+        parent_span_id,
         name: "rdma error",
         start_unix_ns: output.clock.unix_ns(sample.time_ns),
         end_unix_ns: output.clock.unix_ns(sample.time_ns + sample.duration_ns),
-        attributes: attributes_of,
+        attributes,
         events: Vec::new(),
         links: Vec::new(),
         error: Some(message(&sample.event, sample.result)),

@@ -129,6 +129,28 @@ const fn values<const N: usize>(paths: [Path; N]) -> [Path; VALUES] {
     all
 }
 
+/// A driver's function that registers memory of a process, in the protection domain that it calls `domain`.
+const fn registration(
+    module: &'static str,
+    functions: &'static [&'static str],
+    domain: &'static str,
+) -> Site {
+    Site {
+        tells: Tells::MrRegistered,
+        module,
+        functions,
+        returns: true,
+        of_process: true,
+        device: argument(domain).at("device.name"),
+        values: values([
+            returned().at("lkey"),
+            returned().at("rkey"),
+            argument("length"),
+            argument("length").upper(),
+        ]),
+    }
+}
+
 /// Every function that is probed. Beside them stands the tracepoint `mlx5:mlx5_cmd`.
 pub const TABLE: &[Site] = &[
     Site {
@@ -165,48 +187,9 @@ pub const TABLE: &[Site] = &[
         device: argument("qp").at("device.name"),
         values: values([argument("qp").at("qp_num")]),
     },
-    Site {
-        tells: Tells::MrRegistered,
-        module: "rdma_rxe",
-        functions: &["rxe_reg_user_mr"],
-        returns: true,
-        of_process: true,
-        device: argument("ibpd").at("device.name"),
-        values: values([
-            returned().at("lkey"),
-            returned().at("rkey"),
-            argument("length"),
-            argument("length").upper(),
-        ]),
-    },
-    Site {
-        tells: Tells::MrRegistered,
-        module: "mlx5_ib",
-        functions: &["mlx5_ib_reg_user_mr"],
-        returns: true,
-        of_process: true,
-        device: argument("pd").at("device.name"),
-        values: values([
-            returned().at("lkey"),
-            returned().at("rkey"),
-            argument("length"),
-            argument("length").upper(),
-        ]),
-    },
-    Site {
-        tells: Tells::MrRegistered,
-        module: "mlx5_ib",
-        functions: &["mlx5_ib_reg_user_mr_dmabuf"],
-        returns: true,
-        of_process: true,
-        device: argument("pd").at("device.name"),
-        values: values([
-            returned().at("lkey"),
-            returned().at("rkey"),
-            argument("length"),
-            argument("length").upper(),
-        ]),
-    },
+    registration("rdma_rxe", &["rxe_reg_user_mr"], "ibpd"),
+    registration("mlx5_ib", &["mlx5_ib_reg_user_mr"], "pd"),
+    registration("mlx5_ib", &["mlx5_ib_reg_user_mr_dmabuf"], "pd"),
     Site {
         tells: Tells::MrDeregistered,
         module: "ib_core",
