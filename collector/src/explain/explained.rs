@@ -1,0 +1,151 @@
+//! An operation and the table, told.
+
+use std::fmt::Write as _;
+
+use serde_json::{Value, json};
+
+use super::{Done, Operation, Row, Terms};
+
+/// One operation explained: how it was done, if it was, and the rows of the table.
+#[derive(Clone, Debug)]
+pub struct Explained {
+    /// The operation.
+    pub operation: Operation,
+    /// What was asked of its communicator.
+    pub terms: Terms,
+    /// How it was done, and how often.
+    pub done: Option<(Done, u64)>,
+    /// The table.
+    pub rows: Vec<Row>,
+}
+
+impl Explained {
+    /// Whether the table says what was done. It does not for a library of another version, or for other terms.
+    #[must_use]
+    pub fn agrees(&self) -> bool {
+        let Some((done, _)) = self.done else { return true };
+        self.rows.iter().any(|row| {
+            row.chosen.is_some()
+                && row.algorithm == done.algorithm.name()
+                && row.protocol == done.protocol.name()
+        })
+    }
+
+    /// For people. Rows for other operations are left out.
+    #[must_use]
+    pub fn text(&self) -> String {
+        let mut text = format!("{}\n", self.operation);
+        if let Some((done, times)) = self.done {
+            let _ = writeln!(text, "    done {times} times: {done}");
+        }
+        for row in &self.rows {
+            let name = format!("{}/{}", row.algorithm, row.protocol);
+            match row.chosen {
+                Some(channels) => {
+                    let s = if channels == 1 { "" } else { "s" };
+                    let _ = writeln!(text, "  * {name:<20} taken, {channels} channel{s}");
+                }
+                None if row.reason.contains("other operations") => {}
+                None => {
+                    let _ = writeln!(text, "    {name:<20} not taken: {}", row.reason);
+                }
+            }
+        }
+        if !self.agrees() {
+            text.push_str(
+                "    The table does not say what was done: is the library another one, or are its terms?\n",
+            );
+        }
+        text
+    }
+
+    /// For machines.
+    #[must_use]
+    pub fn json(&self) -> Value {
+        json!({
+            "operation": self.operation.function.name(),
+            "bytes": self.operation.bytes,
+            "data_type": self.operation.data_type.name(),
+            "reduction": self.operation.reduce_op.name(),
+            "ranks": self.operation.ranks,
+            "registered": self.operation.registered,
+            "captured": self.operation.captured,
+            "channels": self.terms.channels,
+            "slot_bytes": self.terms.slot_bytes,
+            "one_shot": self.terms.one_shot,
+            "peers": self.terms.peers,
+            "done": self.done.map(|(done, times)| json!({
+                "algorithm": done.algorithm.name(),
+                "protocol": done.protocol.name(),
+                "channels": done.channels,
+                "times": times,
+            })),
+            "agrees": self.agrees(),
+            "rows": self.rows.iter().map(|row| json!({
+                "algorithm": row.algorithm,
+                "protocol": row.protocol,
+                "chosen": row.chosen.is_some(),
+                "channels": row.chosen,
+                "reason": row.reason,
+            })).collect::<Vec<_>>(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ringsight_records::{Algorithm, DataType, Function, Protocol, ReduceOp};
+
+    use super::*;
+
+    #[test]
+    fn the_row_that_is_taken_is_marked_and_others_say_why_not() {
+        let operation = Operation {
+            function: Function::AllReduce,
+            bytes: 8,
+            data_type: DataType::Float32,
+            reduce_op: ReduceOp::Sum,
+            ranks: 4,
+            registered: Some(false),
+            captured: Some(false),
+        };
+        let done = Done {
+            algorithm: Algorithm::Ring,
+            protocol: Protocol::Simple,
+            channels: 2,
+        };
+        let row = |algorithm: &str, chosen, reason: &str| Row {
+            algorithm: algorithm.to_owned(),
+            protocol: "simple".to_owned(),
+            chosen,
+            reason: reason.to_owned(),
+        };
+        let explained = Explained {
+            operation,
+            terms: Terms {
+                channels: 2,
+                slot_bytes: 1 << 17,
+                one_shot: true,
+                peers: false,
+            },
+            done: Some((done, 3)),
+            rows: vec![
+                row("one_shot", None, "some rank's device has no program of it"),
+                row("ring", Some(2), ""),
+                row("direct", None, "it is for other operations"),
+            ],
+        };
+        assert!(explained.agrees());
+        assert_eq!(
+            explained.text(),
+            "all_reduce of 8 bytes, float32 sum, 4 ranks, ordinary buffers, eager\n\
+             \x20   done 3 times: ring/simple, 2 channels\n\
+             \x20   one_shot/simple      not taken: some rank's device has no program of it\n\
+             \x20 * ring/simple          taken, 2 channels\n"
+        );
+        assert_eq!(explained.json()["rows"][1]["chosen"], true);
+        let mut other = explained;
+        other.rows[1].chosen = None;
+        assert!(!other.agrees() && other.text().contains("another one"));
+    }
+}

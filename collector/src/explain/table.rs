@@ -1,0 +1,157 @@
+//! The library's table, asked through its interface.
+
+use std::{
+    ffi::{CStr, CString, c_char, c_int},
+    path::Path,
+};
+
+use ringsight_records::ReduceOp;
+
+use super::{Operation, Terms};
+
+/// A row of the library's table, as it tells of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Row {
+    /// Algorithm's name.
+    pub algorithm: String,
+    /// Protocol's name.
+    pub protocol: String,
+    /// Channels, if it is the one that is taken.
+    pub chosen: Option<u32>,
+    /// Why it is not taken.
+    pub reason: String,
+}
+
+/// `ringsightExplain_t`.
+#[repr(C)]
+struct Asked {
+    size: usize,
+    function: *const c_char,
+    count: usize,
+    data_type: c_int,
+    op: c_int,
+    ranks: c_int,
+    channels: c_int,
+    slot_bytes: usize,
+    one_shot: c_int,
+    peers: c_int,
+}
+
+/// `ringsightExplainRow_t`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RawRow {
+    algorithm: [u8; 16],
+    protocol: [u8; 16],
+    chosen: c_int,
+    channels: c_int,
+    reason: [u8; 128],
+}
+
+const _: () = assert!(size_of::<Asked>() == 56 && size_of::<RawRow>() == 168);
+
+type Explain = unsafe extern "C" fn(*const Asked, *mut RawRow, *mut c_int) -> c_int;
+type LastError = unsafe extern "C" fn(*const std::ffi::c_void) -> *const c_char;
+
+/// A library that tells of its table.
+pub struct Table {
+    library: libloading::Library,
+}
+
+impl Table {
+    /// Loads a library.
+    ///
+    /// # Errors
+    /// It cannot be loaded, or is another than ringsight's.
+    ///
+    /// # Safety
+    /// Loading a library runs what its maker put into it: the caller trusts the file.
+    pub unsafe fn load(file: &Path) -> Result<Self, String> {
+        // SAFETY: the caller's promise.
+        let library = unsafe { libloading::Library::new(file) }.map_err(|error| error.to_string())?;
+        // SAFETY: only whether it is there.
+        unsafe { library.get::<Explain>(b"ringsightExplain\0") }.map_err(|_| {
+            format!(
+                "{} tells of no table: it is no libnccl.so.2 of ringsight, or an older one",
+                file.display()
+            )
+        })?;
+        Ok(Self { library })
+    }
+
+    /// The rows of the table, in the order in which they are tried.
+    ///
+    /// # Errors
+    /// What the library refuses.
+    pub fn explain(&self, operation: &Operation, terms: &Terms) -> Result<Vec<Row>, String> {
+        /// More than any table has rows.
+        const MOST: usize = 256;
+        let name = CString::new(operation.function.name()).map_err(|error| error.to_string())?;
+        let number = |what: &str, value: u32| {
+            c_int::try_from(value).map_err(|_| format!("{value} {what} are too many"))
+        };
+        let asked = Asked {
+            size: size_of::<Asked>(),
+            function: name.as_ptr(),
+            count: operation.count() as usize,
+            data_type: operation.data_type.code().into(),
+            op: match operation.reduce_op {
+                ReduceOp::None => ReduceOp::Sum.code().into(),
+                op => op.code().into(),
+            },
+            ranks: number("ranks", operation.ranks)?,
+            channels: number("channels", terms.channels)?,
+            slot_bytes: terms.slot_bytes as usize,
+            one_shot: terms.one_shot.into(),
+            peers: terms.peers.into(),
+        };
+        let empty = RawRow {
+            algorithm: [0; 16],
+            protocol: [0; 16],
+            chosen: 0,
+            channels: 0,
+            reason: [0; 128],
+        };
+        let mut rows = vec![empty; MOST];
+        let mut count = MOST as c_int;
+        // SAFETY: the function of ringsight.h, which has checked that the struct is of its size; room for as many rows as is
+        // said; the texts live until it returns, and its own until the next call of this thread.
+        unsafe {
+            let explain = self
+                .library
+                .get::<Explain>(b"ringsightExplain\0")
+                .map_err(|error| error.to_string())?;
+            if explain(&raw const asked, rows.as_mut_ptr(), &raw mut count) != 0 {
+                let reason = self.library.get::<LastError>(b"ncclGetLastError\0");
+                let reason = reason.map_err(|error| error.to_string())?(std::ptr::null());
+                if reason.is_null() {
+                    return Err("the library refuses to explain it".to_owned());
+                }
+                return Err(CStr::from_ptr(reason).to_string_lossy().into_owned());
+            }
+        }
+        let text = |bytes: &[u8]| ringsight_records::pages::text(bytes).to_owned();
+        rows.truncate(usize::try_from(count).unwrap_or(0).min(MOST));
+        Ok(rows
+            .iter()
+            .map(|row| Row {
+                algorithm: text(&row.algorithm),
+                protocol: text(&row.protocol),
+                chosen: (row.chosen != 0).then(|| u32::try_from(row.channels).unwrap_or(0)),
+                reason: text(&row.reason),
+            })
+            .collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_without_a_table_is_told() {
+        // SAFETY: the C library, which is loaded already.
+        let error = unsafe { Table::load(Path::new("libc.so.6")) }.err().unwrap();
+        assert!(error.contains("tells of no table"), "{error}");
+    }
+}
