@@ -18,7 +18,7 @@ use ringsight_failover::{
 
 use super::{
     Control, Failure, Path,
-    path::{Ended, Work},
+    work::{Ended, Work},
 };
 use crate::{
     hub::{Hub, Told, local_port, remote_port},

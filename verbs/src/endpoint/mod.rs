@@ -15,15 +15,18 @@ mod driver;
 mod end;
 mod path;
 mod receiver;
+mod requests;
 mod sender;
+mod work;
 
 pub use control::{CONTROL_BYTES, Control, NOTICE_BYTES, fuzz};
 pub use driver::{Failover, Noted};
 pub use end::{Agreement, End, Role};
-pub use path::{Ended, Path, Peer, Work};
+pub use path::{Path, Peer};
 pub use receiver::{Arrived, Receiver, Receiving};
 pub use ringsight_failover::MESSAGE_BYTES;
 pub use sender::{Posted, Sender, Sending};
+pub use work::{Ended, Work};
 
 use std::fmt;
 

@@ -1,21 +1,20 @@
 //! One way between the ends: a port of either with queue pairs, and the keys of the memory at both.
 
-use std::{
-    os::fd::{AsRawFd, RawFd},
-    sync::Arc,
-};
+use std::sync::Arc;
 
 use ringsight_failover::{ADDRESS_BYTES, Address, Link, MESSAGE_BYTES};
 
 use super::{
     Control, Failure, SLOTS,
-    control::{self, HEAD, NOTICE_BYTES, credit_at, inbox_at},
+    control::{HEAD, NOTICE_BYTES, inbox_at},
+    work::Work,
 };
 use crate::{
+    completion::{BATCH, Completion, Cq},
     device::{Access, Memory, Mr, Mtu},
     error::Result,
     port::Port,
-    queue::{BATCH, Completion, Cq, Patience, Qp, Route, Size, Source, Status, Write},
+    queue::{Patience, Qp, Route, Size},
     wire::{PathOffer, QpOffer},
 };
 
@@ -23,7 +22,7 @@ use crate::{
 /// what marks the end of a drain, and messages.
 const SENDS: u32 = 2 * SLOTS as u32 + 3 + MESSAGES as u32;
 /// Messages that are under way at most; more are not sent, as if they were lost.
-const MESSAGES: usize = 8;
+pub(super) const MESSAGES: usize = 8;
 /// Receive requests that a queue pair always has: for every position that may be granted, and as many that come twice.
 pub(super) const RECEIVES: u32 = 2 * SLOTS as u32;
 /// Bytes that go with a work request at most.
@@ -32,114 +31,6 @@ const INLINE: usize = if MESSAGE_BYTES > HEAD + NOTICE_BYTES {
 } else {
     HEAD + NOTICE_BYTES
 };
-
-/// A request, as its number says it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Work {
-    /// What tells of a step, or a part of one: the last request of it on its queue pair.
-    Step {
-        /// Of the path.
-        qp: usize,
-        /// Low 48 bits: no connection lives to see more.
-        position: u64,
-    },
-    /// A step's bytes.
-    Data {
-        /// Of the path.
-        qp: usize,
-        /// Low 48 bits.
-        position: u64,
-    },
-    /// A credit.
-    Credit {
-        /// Low 48 bits.
-        granted: u64,
-    },
-    /// A receive request.
-    Receive {
-        /// Of the path.
-        qp: usize,
-        /// Which one, of the first queue pair's: where in the inbox a message would go.
-        index: usize,
-    },
-    /// A write of nothing.
-    Probe,
-    /// A message of the ends' agreement.
-    Message,
-    /// The last request of a queue pair in the error state, of either kind: all before it have ended.
-    Marker {
-        /// Of the path.
-        qp: usize,
-    },
-}
-
-const LOW: u64 = (1 << 48) - 1;
-
-impl Work {
-    pub(super) fn id(self) -> u64 {
-        let (kind, qp, number) = match self {
-            Self::Step { qp, position } => (1, qp, position),
-            Self::Data { qp, position } => (2, qp, position),
-            Self::Credit { granted } => (3, 0, granted),
-            Self::Receive { qp, index } => (4, qp, index as u64),
-            Self::Probe => (5, 0, 0),
-            Self::Message => (6, 0, 0),
-            Self::Marker { qp } => (7, qp, 0),
-        };
-        kind << 56 | (qp as u64) << 48 | number & LOW
-    }
-
-    /// What a completion's number means; `None` for none of ours.
-    #[must_use]
-    pub fn of(id: u64) -> Option<Self> {
-        let (qp, position) = ((id >> 48 & 0xff) as usize, id & LOW);
-        Some(match id >> 56 {
-            1 => Self::Step { qp, position },
-            2 => Self::Data { qp, position },
-            3 => Self::Credit { granted: position },
-            4 => Self::Receive {
-                qp,
-                index: position as usize,
-            },
-            5 => Self::Probe,
-            6 => Self::Message,
-            7 => Self::Marker { qp },
-            _ => return None,
-        })
-    }
-}
-
-/// What ended, of one path.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ended {
-    /// The peer's device has a step, or a part of it, in memory.
-    Sent {
-        /// Low 48 bits of the position.
-        position: u64,
-    },
-    /// The peer has a credit.
-    Credited,
-    /// A write with this immediate arrived.
-    Arrived {
-        /// The queue pair that it came over.
-        qp: usize,
-        /// What it said.
-        immediate: u32,
-    },
-    /// The peer's device has answered a probe.
-    Probed,
-    /// A message arrived.
-    Message([u8; MESSAGE_BYTES]),
-    /// A request ended with an error: `enum ibv_wc_status`.
-    Failed {
-        /// Which one; `None`: its number is none of ours.
-        work: Option<Work>,
-        /// The status.
-        code: u32,
-        /// The queue pair's number.
-        qp: u32,
-    },
-}
 
 /// What a path needs to know of the peer's end.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -154,23 +45,23 @@ pub struct Peer {
 
 /// A way between the ends.
 pub struct Path {
-    index: usize,
+    pub(super) index: usize,
     port: Port,
-    cq: Arc<Cq>,
+    pub(super) cq: Arc<Cq>,
     /// How often they have been made.
     generation: u32,
     /// Shared with a thread that connects them.
-    qps: Arc<Vec<Qp>>,
+    pub(super) qps: Arc<Vec<Qp>>,
     psns: Vec<u32>,
     /// Markers of a drain that have not ended; `None`: the queue pairs are in use.
-    draining: Option<usize>,
+    pub(super) draining: Option<usize>,
     /// Messages under way.
-    messages: usize,
+    pub(super) messages: usize,
     /// This end's slots: what a sender sends from and a receiver is written to.
-    slots: Arc<Mr>,
-    control: Arc<Mr>,
+    pub(super) slots: Arc<Mr>,
+    pub(super) control: Arc<Mr>,
     offers_slots: bool,
-    peer: Option<Peer>,
+    pub(super) peer: Option<Peer>,
 }
 
 impl Path {
@@ -447,188 +338,6 @@ impl Path {
         );
         Some(move || connect_all(port, &qps, &own, &routes, patience))
     }
-
-    /// Sends a message, if not too many are under way.
-    pub(super) fn post_message(&mut self, message: &[u8; MESSAGE_BYTES]) -> std::result::Result<(), Failure> {
-        if self.messages < MESSAGES {
-            self.qps[0]
-                .send(Work::Message.id(), message)
-                .map_err(|error| self.failure(None, &error.to_string()))?;
-            self.messages += 1;
-        }
-        Ok(())
-    }
-
-    /// Posts a write of nothing: it ends well only if the path works.
-    pub(super) fn post_probe(&self) -> std::result::Result<(), Failure> {
-        let peer = self.connected()?;
-        let probe = Write {
-            id: Work::Probe.id(),
-            source: Source::Inline(&[]),
-            address: peer.control,
-            key: peer.path.control_key,
-            immediate: None,
-            signaled: true,
-        };
-        self.post(0, &[probe])
-    }
-
-    /// The peer; a path that is used is connected.
-    fn connected(&self) -> std::result::Result<&Peer, Failure> {
-        self.peer
-            .as_ref()
-            .ok_or_else(|| self.failure(None, "it is not connected"))
-    }
-
-    fn post(&self, qp: usize, writes: &[Write<'_>]) -> std::result::Result<(), Failure> {
-        self.qps[qp]
-            .post(writes)
-            .map_err(|error| self.failure(None, &error.to_string()))
-    }
-
-    /// Posts a step, or its part for one queue pair: `data` of the slots (the same place at the peer), then what tells of it.
-    pub(super) fn post_step(
-        &self,
-        qp: usize,
-        position: u64,
-        notice: &[u8],
-        data: std::ops::Range<usize>,
-    ) -> std::result::Result<(), Failure> {
-        let peer = self.connected()?;
-        let tell = Write {
-            id: Work::Step { qp, position }.id(),
-            source: Source::Inline(notice),
-            address: peer.control + control::notice_at(position) as u64,
-            key: peer.path.control_key,
-            immediate: Some(position as u32),
-            signaled: true,
-        };
-        if data.is_empty() {
-            return self.post(qp, &[tell]);
-        }
-        let bytes = Write {
-            id: Work::Data { qp, position }.id(),
-            address: peer.slots + data.start as u64,
-            source: Source::Registered(&self.slots, data),
-            key: peer.path.slots_key,
-            immediate: None,
-            // The completion of what follows on the same queue pair is that of both.
-            signaled: false,
-        };
-        self.post(qp, &[bytes, tell])
-    }
-
-    /// Posts a credit: into this path's own word at the peer.
-    pub(super) fn post_credit(&self, granted: u64) -> std::result::Result<(), Failure> {
-        let peer = self.connected()?;
-        let word = granted.to_le_bytes();
-        let credit = Write {
-            id: Work::Credit { granted }.id(),
-            source: Source::Inline(&word),
-            address: peer.control + credit_at(self.index) as u64,
-            key: peer.path.control_key,
-            // Wakes a sender that sleeps; what it says is in the word.
-            immediate: Some(granted as u32),
-            signaled: true,
-        };
-        self.post(0, &[credit])
-    }
-
-    /// Takes what has ended, and gives each end to `sink`; whether there was any. Receive requests are posted again.
-    ///
-    /// # Errors
-    /// When the queue itself fails, or the sink does.
-    pub(super) fn poll(
-        &mut self,
-        control: &Control,
-        mut sink: impl FnMut(Ended) -> std::result::Result<(), Failure>,
-    ) -> std::result::Result<bool, Failure> {
-        let mut room = [Completion::EMPTY; BATCH];
-        let mut any = false;
-        loop {
-            let ended = self
-                .cq
-                .poll(&mut room)
-                .map_err(|error| self.failure(None, &error.to_string()))?;
-            for completion in ended {
-                any = true;
-                // Of queue pairs that are gone nothing is told.
-                if !self.qps.iter().any(|qp| qp.number() == completion.qp) {
-                    continue;
-                }
-                let work = Work::of(completion.id);
-                if work == Some(Work::Message) {
-                    self.messages = self.messages.saturating_sub(1);
-                }
-                if let (Some(Work::Marker { .. }), Some(left)) = (work, &mut self.draining) {
-                    *left = left.saturating_sub(1);
-                    continue;
-                }
-                // The status before anything else: the rest means nothing without.
-                if let Status::Failed { code, .. } = completion.status {
-                    let qp = completion.qp;
-                    sink(Ended::Failed { work, code, qp })?;
-                    continue;
-                }
-                match work {
-                    Some(Work::Step { position, .. }) => sink(Ended::Sent { position })?,
-                    Some(Work::Credit { .. }) => sink(Ended::Credited)?,
-                    Some(Work::Probe) => sink(Ended::Probed)?,
-                    Some(Work::Receive { qp, index }) => {
-                        let message = completion
-                            .received
-                            .filter(|bytes| *bytes == MESSAGE_BYTES)
-                            .map(|_| control.message(self.index, index));
-                        // A queue pair that is being drained takes no more.
-                        if self.draining.is_none() {
-                            self.receive(qp, index)?;
-                        }
-                        if let Some(message) = message {
-                            sink(Ended::Message(message))?;
-                        }
-                        if let Some(immediate) = completion.immediate {
-                            sink(Ended::Arrived { qp, immediate })?;
-                        }
-                    }
-                    // Told only with an error.
-                    Some(Work::Data { .. } | Work::Message | Work::Marker { .. }) | None => {}
-                }
-            }
-            if ended.len() < BATCH {
-                return Ok(any);
-            }
-        }
-    }
-
-    /// Posts a receive request.
-    fn receive(&self, qp: usize, index: usize) -> std::result::Result<(), Failure> {
-        let posted = post_receive(self.index, &self.qps[qp], (qp, index), &self.control);
-        posted.map_err(|error| self.failure(None, &error.to_string()))
-    }
-
-    /// In libibverbs' words, for messages.
-    pub(super) fn status_text(&self, work: Option<Work>, code: u32, qp: u32) -> String {
-        let what = work.map_or_else(|| "a request".to_owned(), |work| format!("{work:?}"));
-        let text = Status::Failed { code, vendor: 0 }.text(self.port.context());
-        format!("{what} on queue pair {qp} ended with {text}")
-    }
-
-    /// Has [`Path::fd`] become readable at the next end of anything. Poll once more before waiting for it.
-    ///
-    /// # Errors
-    /// As the device says.
-    pub fn arm(&self) -> std::result::Result<(), Failure> {
-        self.cq.take_events();
-        self.cq
-            .arm()
-            .map_err(|error| self.failure(None, &error.to_string()))
-    }
-
-    /// What to wait for once armed.
-    #[must_use]
-    pub fn fd(&self) -> RawFd {
-        self.cq.as_raw_fd()
-    }
 }
 
 /// First packet numbers of a path's queue pairs are so far apart.
@@ -665,7 +374,12 @@ fn prepare(path: usize, (number, qp): (usize, &Qp), port: &Port, control: &Mr) -
 }
 
 /// A receive request of a path; messages go over the first queue pair.
-fn post_receive(path: usize, qp: &Qp, (number, index): (usize, usize), control: &Mr) -> Result<()> {
+pub(super) fn post_receive(
+    path: usize,
+    qp: &Qp,
+    (number, index): (usize, usize),
+    control: &Mr,
+) -> Result<()> {
     let id = Work::Receive { qp: number, index }.id();
     if number > 0 {
         return qp.post_receives(id, 1);
@@ -681,34 +395,4 @@ fn connect_all(port: u8, qps: &[Qp], psns: &[u32], routes: &[Route], patience: P
         qp.send_from(*psn, patience)?;
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn requests_are_known_by_their_numbers() {
-        let all = [
-            Work::Step {
-                qp: 15,
-                position: LOW,
-            },
-            Work::Data {
-                qp: 0,
-                position: 1 << 40,
-            },
-            Work::Credit { granted: 77 },
-            Work::Receive { qp: 3, index: 15 },
-            Work::Probe,
-            Work::Message,
-            Work::Marker { qp: 15 },
-        ];
-        for work in all {
-            assert_eq!(Work::of(work.id()), Some(work));
-        }
-        for id in [0, u64::MAX, 8 << 56] {
-            assert_eq!(Work::of(id), None);
-        }
-    }
 }

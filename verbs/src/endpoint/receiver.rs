@@ -7,7 +7,7 @@ use super::{
     control::NOTICE_BYTES,
     driver::Driver,
     end::{End, Role},
-    path::Ended,
+    work::Ended,
 };
 
 /// What came of a position.

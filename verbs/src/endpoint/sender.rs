@@ -7,7 +7,7 @@ use super::{
     control::{NOTICE_BYTES, encode_notice},
     driver::Driver,
     end::{End, Role},
-    path::Ended,
+    work::Ended,
 };
 
 /// A part of a step is a multiple of this.
