@@ -1,8 +1,14 @@
 //! What processes are in at one moment, from their shared pages alone: operations on their way, and who is missing in them.
 
+mod connections;
+
 use std::collections::BTreeMap;
 
-use ringsight_records::{DataType, Description, Flags, Function, pages::Communicator};
+use ringsight_records::{
+    DataType, Description, Flags, Function, connection::Connection, pages::Communicator,
+};
+
+pub use connections::{End, Path};
 
 /// What was read of one process.
 #[derive(Clone, Debug)]
@@ -15,6 +21,8 @@ pub struct Process {
     pub communicators: Vec<Communicator>,
     /// Operations that it describes.
     pub operations: Vec<Description>,
+    /// Ends of connections between nodes that it tells of.
+    pub connections: Vec<Connection>,
 }
 
 /// Where a rank is with an operation. Times are nanoseconds until the moment of the snapshot.
@@ -101,6 +109,8 @@ pub struct Group {
     pub seen: Vec<u32>,
     /// What is on its way, the oldest first.
     pub operations: Vec<Operation>,
+    /// Ends of its connections between nodes that go over RDMA, by rank, channel and peer.
+    pub connections: Vec<End>,
 }
 
 /// The identity of an operation within a communicator.
@@ -162,6 +172,7 @@ pub fn take(processes: &[Process], now: u64) -> Vec<Group> {
             ranks: communicator.ranks,
             seen: members.keys().copied().collect(),
             operations: operations(&communicator, &members),
+            connections: connections::of(processes, communicator.id, now),
         })
         .collect()
 }
@@ -290,6 +301,7 @@ mod tests {
             stopped: rank == 2,
             communicators: vec![communicator(rank, 5)],
             operations,
+            connections: Vec::new(),
         }
     }
 

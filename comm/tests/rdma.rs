@@ -6,8 +6,11 @@ mod common;
 use std::{env, os::unix::process::CommandExt as _, path::Path, process::Command};
 
 use common::{Call, Rank, host, ok, place_of_process, start_each, watch::Watch};
-use ringsight_comm::{abi, device::Stream};
-use ringsight_records::{Flags, Function, Kind, PathChange, Record, State};
+use ringsight_comm::{abi, device::Stream, observe};
+use ringsight_records::{
+    Flags, Function, Kind, PathChange, Record, State,
+    connection::{Connection, ConnectionSlot, LinkStage, PathCondition},
+};
 
 /// Tells a rank to do no more than show that it can.
 const LITTLE: &str = "RDMA_TEST_LITTLE";
@@ -308,8 +311,37 @@ fn survive(rank: Rank, device: &str) {
             data[0]
         );
     }
-    // With the communicator its threads are gone: nothing more comes.
+    // What `ringsight snapshot` shows, with the link still down.
+    let slots = observe::pages().unwrap().connections().iter();
+    let shown: Vec<Connection> = slots.filter_map(ConnectionSlot::read).collect();
+    let left = shown
+        .iter()
+        .find(|end| end.active == 1)
+        .expect("an end that left its path");
+    assert_eq!(
+        (left.paths, left.phase, left.peer),
+        (2, Connection::FLOWS, 1 - rank.rank as u32)
+    );
+    assert!(
+        left.epoch > 0 && left.switches > 0 && left.last_switch_ns > 0 && left.cause > 0,
+        "{left:?}"
+    );
+    let [primary, backup] = [left.path[0], left.path[1]];
+    assert!(
+        primary.device().ends_with('0') && backup.device().ends_with('1'),
+        "{left:?}"
+    );
+    assert_eq!((primary.port_up, backup.port_up), (0, 1), "{left:?}");
+    assert_ne!(primary.condition, PathCondition::Good as u8, "{left:?}");
+    assert_eq!(backup.stage, LinkStage::Ready as u8, "{left:?}");
+    assert!(
+        primary.consecutive_failures > 0 && primary.last_switch_ns > 0 && primary.cause > 0,
+        "{left:?}"
+    );
+    // With the communicator its threads are gone: nothing more comes, and its connections are nobody's.
     rank.leave();
+    let slots = observe::pages().unwrap().connections().iter();
+    assert_eq!(slots.filter_map(ConnectionSlot::read).count(), 0);
     let records = watch.end();
     let changes = |state| {
         records

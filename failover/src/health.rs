@@ -197,8 +197,9 @@ impl Health {
         self.paths.entry(path).or_default().works(now);
     }
 
-    /// Ends recovery windows that are over.
-    pub fn tick(&mut self, now: Duration) {
+    /// Ends recovery windows that are over; whether there were any.
+    pub fn tick(&mut self, now: Duration) -> bool {
+        let mut any = false;
         for path in self.paths.values_mut() {
             if let Some(since) = path.recovering_since
                 && now.saturating_sub(since) >= self.settings.recovery_window
@@ -206,8 +207,10 @@ impl Health {
                 path.recovering_since = None;
                 path.consecutive_failures = 0;
                 path.state = PathState::Good;
+                any = true;
             }
         }
+        any
     }
 
     /// What is said of a port, local or remote.

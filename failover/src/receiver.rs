@@ -126,6 +126,13 @@ impl<R: Rules> Receiver<R> {
         self.paths.views(self.active)
     }
 
+    /// When a path that failed is next made anew, if it is this end's port that decides.
+    #[must_use]
+    pub fn next_attempt(&self, path: u8) -> Option<Duration> {
+        let waits = self.paths.knows(path) && !self.paths[path].state.is_live();
+        waits.then(|| self.timers.at(Timer::Path(path))).flatten()
+    }
+
     /// There is room for `steps` steps since the connection began.
     pub fn grant(&mut self, now: Duration, steps: u64, out: &mut Vec<Action>) {
         if steps > self.granted {

@@ -131,6 +131,12 @@ impl<R: Rules> Sender<R> {
         self.phase == Phase::Over
     }
 
+    /// As [`crate::Receiver::next_attempt`]: none, as it is the receiver that decides.
+    #[must_use]
+    pub fn next_attempt(&self, _path: u8) -> Option<Duration> {
+        None
+    }
+
     /// Its paths, in order.
     pub fn paths(&self) -> impl Iterator<Item = PathView> {
         self.paths.views(self.active)

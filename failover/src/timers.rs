@@ -58,7 +58,11 @@ impl Timers {
     }
 
     pub(crate) fn is_set(&self, timer: Timer) -> bool {
-        self.0[Self::index(timer)].is_some()
+        self.at(timer).is_some()
+    }
+
+    pub(crate) fn at(&self, timer: Timer) -> Option<Duration> {
+        self.0[Self::index(timer)]
     }
 
     /// The next deadline.

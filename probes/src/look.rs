@@ -2,6 +2,7 @@
 
 use ringsight_records::{
     Description, DeviceClock,
+    connection::{Connection, ConnectionSlot},
     pages::{CommSlot, Communicator, Pages},
 };
 
@@ -18,6 +19,8 @@ pub struct Look {
     pub clocks: Vec<(i32, DeviceClock)>,
     /// Operations that are described: those on their way, the latest finished ones, captured ones. In no order.
     pub operations: Vec<Description>,
+    /// Ends of connections between nodes that go over RDMA and had an operation.
+    pub connections: Vec<Connection>,
 }
 
 /// Reads the pages of `pid`, which may be watched by somebody else meanwhile. A library makes them with its first
@@ -38,6 +41,11 @@ pub fn look(pid: u32) -> Result<Look, AttachError> {
             .filter_map(|(device, slot)| Some((device, slot.read()?)))
             .collect(),
         operations: pages.descriptions().collect(),
+        connections: pages
+            .connections()
+            .iter()
+            .filter_map(ConnectionSlot::read)
+            .collect(),
     })
 }
 

@@ -176,7 +176,7 @@ impl Hub {
                 }
             }
         }
-        inner.health.tick(now);
+        changed |= inner.health.tick(now);
         drop(inner);
         if changed {
             self.changed();
@@ -204,9 +204,7 @@ impl Hub {
             inner.orders.insert(*path, (*scope, connection, version));
         }
         drop(inner);
-        if !told.is_empty() {
-            self.changed();
-        }
+        self.changed();
     }
 
     /// What a connection is to do about a path since `seen`, because of others.
@@ -220,6 +218,7 @@ impl Hub {
     pub(crate) fn switched(&self, path: PathId) {
         let now = self.now();
         self.inner().health.switched(now, path);
+        self.changed();
     }
 
     /// A path has been rebuilt and proven.
@@ -228,6 +227,8 @@ impl Hub {
         let mut inner = self.inner();
         inner.health.restored(now, path);
         inner.orders.remove(&path);
+        drop(inner);
+        self.changed();
     }
 
     /// Looks at the health of the process's paths.

@@ -1,6 +1,7 @@
 //! The command line.
 
 mod attach;
+mod connections;
 mod explain;
 mod list;
 mod outputs;

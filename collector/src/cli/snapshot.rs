@@ -7,7 +7,7 @@ use ringsight_dump::{Form, Moment};
 use ringsight_probes::{look, process, target};
 use serde_json::{Value, json};
 
-use super::{Exit, print};
+use super::{Exit, connections, print};
 
 /// Runs the command.
 pub(crate) fn run(pids: &[u32], json: bool, dump: Option<&Path>, dump_json: Option<&Path>) -> Exit {
@@ -61,6 +61,7 @@ fn read(pid: u32) -> Result<Process, String> {
         stopped: process::is_stopped(pid).ok_or_else(gone)?,
         communicators: look.communicators,
         operations: look.operations,
+        connections: look.connections,
     })
 }
 
@@ -125,7 +126,7 @@ fn write_dumps(processes: &[Process], prefix: &Path, form: Form, now: u64) -> io
     Ok(())
 }
 
-fn seconds(ns: u64) -> String {
+pub(super) fn seconds(ns: u64) -> String {
     format!("{:.3} s", ns as f64 / 1e9)
 }
 
@@ -198,6 +199,7 @@ fn to_text(processes: &[Process], groups: &[Group]) -> String {
         if group.operations.is_empty() {
             let _ = writeln!(text, "  nothing on its way");
         }
+        connections::write(&mut text, &group.connections);
     }
     for process in processes
         .iter()
@@ -243,6 +245,7 @@ fn to_json(processes: &[Process], groups: &[Group]) -> Value {
             "ranks": group.ranks,
             "seen": group.seen,
             "operations": group.operations.iter().map(operation).collect::<Vec<_>>(),
+            "connections": group.connections.iter().map(connections::to_json).collect::<Vec<_>>(),
         })
     };
     json!({

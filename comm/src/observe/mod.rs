@@ -7,18 +7,17 @@
 mod numbers;
 pub mod probe;
 mod shared;
+mod tables;
 
 use std::sync::atomic::Ordering;
 
 pub use numbers::{
     describe, next_captured_op, next_group, next_op, next_plan, release_captured_op, set_time,
 };
-use ringsight_records::{
-    Kind, Record,
-    pages::{Communicator, Pages},
-    ring,
-};
+use ringsight_records::{Kind, Record, pages::Pages, ring};
 pub use shared::{LIBRARY_VERSION, VERSION_BANNER, fork_generation, notice_forks, pid, prepare};
+pub(crate) use tables::ConnectionEntry;
+pub use tables::TableEntry;
 
 /// `CLOCK_MONOTONIC` in nanoseconds, what `bpf_ktime_get_ns` reads.
 #[must_use]
@@ -105,49 +104,6 @@ pub fn lost(kind: Kind) -> u64 {
     })
 }
 
-/// A place in the communicator table, freed when dropped.
-#[derive(Debug)]
-pub struct TableEntry {
-    slot: usize,
-    fork: u32,
-}
-
-impl TableEntry {
-    /// Enters a communicator. `None` if the table is full, which is counted, or there are no pages.
-    #[must_use]
-    pub fn claim(communicator: &Communicator) -> Option<Self> {
-        let pages = pages()?;
-        let slot = pages
-            .communicators()
-            .iter()
-            .position(|slot| !slot.is_live() && slot.claim(communicator));
-        if slot.is_none() {
-            pages.header().comm_overflow.fetch_add(1, Ordering::Relaxed);
-        }
-        slot.map(|slot| Self {
-            slot,
-            fork: fork_generation(),
-        })
-    }
-
-    /// Its index in the table.
-    #[must_use]
-    pub fn slot(&self) -> usize {
-        self.slot
-    }
-}
-
-impl Drop for TableEntry {
-    fn drop(&mut self) {
-        // In a forked child the pages are the parent's, or others: the slot is not ours.
-        if self.fork == fork_generation()
-            && let Some(pages) = pages()
-        {
-            pages.communicators()[self.slot].free();
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::{Mutex, MutexGuard};
@@ -157,7 +113,7 @@ mod tests {
     use super::*;
 
     /// Tests of the one set of pages that this process has take turns.
-    fn turn() -> MutexGuard<'static, ()> {
+    pub(super) fn turn() -> MutexGuard<'static, ()> {
         static TURN: Mutex<()> = Mutex::new(());
         prepare().unwrap();
         TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
@@ -275,21 +231,5 @@ mod tests {
         assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
         assert_eq!(status, 0, "the child saw or wrote the parent's pages");
         assert_eq!(emitted(Kind::Graph), parent);
-    }
-
-    #[test]
-    fn the_communicator_table_is_reused() {
-        let _turn = turn();
-        // SAFETY: `Communicator` is plain data; zero is valid for every field.
-        let communicator = Communicator {
-            id: 42,
-            ..unsafe { std::mem::zeroed() }
-        };
-        let entry = TableEntry::claim(&communicator).unwrap();
-        let slot = &pages().unwrap().communicators()[entry.slot()];
-        assert!(slot.is_live());
-        assert_eq!(slot.read().unwrap().id, 42);
-        drop(entry);
-        assert!(!slot.is_live());
     }
 }

@@ -9,6 +9,8 @@
 #[cfg(not(target_arch = "bpf"))]
 pub mod clock;
 #[cfg(not(target_arch = "bpf"))]
+pub mod connection;
+#[cfg(not(target_arch = "bpf"))]
 pub mod description;
 mod failover;
 #[cfg(not(target_arch = "bpf"))]

@@ -2,7 +2,7 @@
 //! communicator and that a collector finds among `/proc/<pid>/fd` and maps.
 //!
 //! ```text
-//! Header | communicator table | descriptions of eager operations | descriptions of captured operations | ring
+//! Header | communicator table | descriptions of eager operations | descriptions of captured operations | ring | connection table
 //! ```
 //! A reader takes offsets and counts from the header, after [`Header::geometry`] has checked them against the file's
 //! size: the pages belong to the target, and a target may be broken.
@@ -12,6 +12,7 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use crate::{
     Description, DescriptionSlot, Kind, VERSION,
     clock::DeviceSlot,
+    connection::ConnectionSlot,
     ring::{RingCursor, Slot},
     vocabulary::NAME_BYTES,
 };
@@ -27,6 +28,8 @@ pub const MAGIC: u64 = u64::from_le_bytes(*b"ringsigh");
 pub const COMM_ENTRIES: usize = 1024;
 /// Entries of each description table: how many operations may be in flight (or captured) at once and be described.
 pub const DESCRIPTION_ENTRIES: usize = 4096;
+/// Entries of the connection table: ends of connections between nodes that go over RDMA.
+pub const CONNECTION_ENTRIES: usize = 1024;
 /// Devices of which the pages say how their clocks stand: those with the lowest numbers.
 pub const DEVICES: usize = 16;
 /// Slots of the ring: a reader that drains each millisecond may be held up for 65 ms at 1 M records/s.
@@ -88,6 +91,12 @@ pub struct Header {
     pub taken: [AtomicU64; Kind::LIMIT],
     /// By device number.
     pub devices: [DeviceSlot; DEVICES],
+    /// Offset of the connection table.
+    pub connection_offset: u32,
+    /// Its entries, a power of two; 0 where the library has no such table.
+    pub connection_entries: u32,
+    /// Connections that found the table full and are not described.
+    pub connection_overflow: AtomicU64,
 }
 
 const _: () = assert!(size_of::<Header>() <= 4096);
@@ -255,6 +264,8 @@ pub struct Geometry {
     pub captured: (usize, usize),
     /// Offset and slots of the ring.
     pub ring: (usize, usize),
+    /// Offset and entries of the connection table.
+    pub connections: (usize, usize),
     /// Bytes of the whole file.
     pub file_bytes: usize,
 }
@@ -293,12 +304,15 @@ impl Geometry {
         let eager = comms + COMM_ENTRIES * size_of::<CommSlot>();
         let captured = eager + DESCRIPTION_ENTRIES * size_of::<DescriptionSlot>();
         let ring = captured + DESCRIPTION_ENTRIES * size_of::<DescriptionSlot>();
+        let connections = ring + RING_SLOTS * size_of::<Slot>();
         Self {
             comms: (comms, COMM_ENTRIES),
             eager: (eager, DESCRIPTION_ENTRIES),
             captured: (captured, DESCRIPTION_ENTRIES),
             ring: (ring, RING_SLOTS),
-            file_bytes: (ring + RING_SLOTS * size_of::<Slot>()).next_multiple_of(4096),
+            connections: (connections, CONNECTION_ENTRIES),
+            file_bytes: (connections + CONNECTION_ENTRIES * size_of::<ConnectionSlot>())
+                .next_multiple_of(4096),
         }
     }
 }
@@ -363,6 +377,16 @@ impl Header {
                 size_of::<Slot>(),
                 1 << 24,
             )?,
+            connections: match self.connection_entries {
+                0 => (0, 0),
+                entries => table(
+                    "connection table",
+                    self.connection_offset,
+                    entries,
+                    size_of::<ConnectionSlot>(),
+                    1 << 20,
+                )?,
+            },
             file_bytes: mapped_bytes,
         })
     }
@@ -386,6 +410,8 @@ impl Header {
         (self.captured_offset, self.captured_entries) =
             (geometry.captured.0 as u32, geometry.captured.1 as u32);
         (self.ring_offset, self.ring_slots) = (geometry.ring.0 as u32, geometry.ring.1 as u32);
+        (self.connection_offset, self.connection_entries) =
+            (geometry.connections.0 as u32, geometry.connections.1 as u32);
         self.file_bytes = geometry.file_bytes as u64;
         put_text(&mut self.host, host);
         self.magic.store(MAGIC, Ordering::Release);
@@ -478,6 +504,12 @@ impl<'a> Pages<'a> {
                 0 => None,
                 op => slot.read(op),
             })
+    }
+
+    /// The connection table; empty where the library has none.
+    #[must_use]
+    pub fn connections(&self) -> &'a [ConnectionSlot] {
+        self.table(self.geometry.connections)
     }
 
     /// The ring's slots.

@@ -147,6 +147,17 @@ fn the_standard_geometry_is_its_own() {
         memory.header().geometry(memory.layout.size() / 2),
         Err(PagesError::Bounds("ring"))
     );
+    assert_eq!(
+        memory.header().geometry(memory.layout.size() - 4096),
+        Err(PagesError::Bounds("connection table"))
+    );
+}
+
+#[test]
+fn pages_of_a_library_without_a_connection_table_are_read() {
+    let memory = Memory::standard();
+    memory.header().connection_entries = 0;
+    assert!(memory.pages().unwrap().connections().is_empty());
 }
 
 /// Every field the same number: a description that mixes two writes shows.

@@ -12,8 +12,8 @@ use std::{
 };
 
 use ringsight_failover::{
-    Action, Event, Link, MESSAGE_BYTES, Message, PathId, PathSet, Reason, Report, Scope, Settings, Status,
-    Work as Asked,
+    Action, Event, Link, MESSAGE_BYTES, Message, PathHealth, PathId, PathSet, Reason, Report, Scope,
+    Settings, Status, Work as Asked,
 };
 
 use super::{
@@ -84,6 +84,8 @@ pub struct Driver {
     /// Messages for outside.
     outgoing: VecDeque<[u8; MESSAGE_BYTES]>,
     noted: VecDeque<Noted>,
+    /// What [`Condition`] says may have changed so often.
+    pub(super) changes: u64,
     /// Room for what one poll of a path gives.
     ended: Vec<Ended>,
     connected: Inbox<Event>,
@@ -132,6 +134,7 @@ impl Driver {
             events,
             outgoing: VecDeque::new(),
             noted: VecDeque::new(),
+            changes: 0,
             ended: Vec::new(),
             ids,
             paths,
@@ -231,7 +234,36 @@ impl Driver {
             }
         }
         self.seen = version;
+        self.changes += 1;
         true
+    }
+
+    /// The next thing that has happened.
+    pub(super) fn next_event(&mut self) -> Option<Event> {
+        let event = self.events.pop_front()?;
+        let is_usual = matches!(
+            event,
+            Event::Granted { .. }
+                | Event::Completed {
+                    status: Status::Success,
+                    ..
+                }
+        );
+        self.changes += u64::from(!is_usual);
+        Some(event)
+    }
+
+    /// By path: what all connections of the process know of it.
+    pub(super) fn health(&self) -> Vec<PathHealth> {
+        self.failover.hub.with_health(|health| {
+            let of = |id| health.path(id).cloned().unwrap_or_default();
+            self.ids.iter().map(of).collect()
+        })
+    }
+
+    /// How long a path must work for its failures to be forgotten.
+    pub(super) fn recovery_window(&self) -> Duration {
+        self.failover.hub.settings().recovery_window
     }
 
     /// A message, however it came.

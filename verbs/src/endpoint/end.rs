@@ -6,7 +6,7 @@ use ringsight_failover::{
     self as failover, Action, Event, Link, MESSAGE_BYTES, PathSet, PathView, Rules, Settings,
 };
 
-use super::{Control, Failover, Failure, Noted, Path, driver::Driver};
+use super::{Condition, Control, Failover, Failure, Noted, Path, driver::Driver};
 
 /// The machine that an end follows; both have these.
 pub trait Agreement {
@@ -16,6 +16,12 @@ pub trait Agreement {
     fn is_recovering(&self) -> bool;
     /// What the paths are in.
     fn views(&self) -> impl Iterator<Item = PathView>;
+    /// Number of the last switch.
+    fn epoch(&self) -> u32;
+    /// Whether it has given up.
+    fn is_over(&self) -> bool;
+    /// When a path that failed is next made anew, if this end has set a time.
+    fn next_attempt(&self, path: u8) -> Option<Duration>;
     /// Whether there is an operation.
     fn set_busy(&mut self, now: Duration, busy: bool);
     /// When it is to be called, if nothing happens before.
@@ -39,6 +45,18 @@ macro_rules! agreement {
 
             fn views(&self) -> impl Iterator<Item = PathView> {
                 self.paths()
+            }
+
+            fn epoch(&self) -> u32 {
+                self.epoch()
+            }
+
+            fn is_over(&self) -> bool {
+                self.is_over()
+            }
+
+            fn next_attempt(&self, path: u8) -> Option<Duration> {
+                self.next_attempt(path)
             }
 
             fn set_busy(&mut self, now: Duration, busy: bool) {
@@ -121,6 +139,18 @@ impl<R: Role> End<R> {
         self.agreement.views()
     }
 
+    /// Changes when [`End::condition`] may have; not with each step.
+    #[must_use]
+    pub fn changes(&self) -> u64 {
+        self.driver.changes
+    }
+
+    /// What it is in, for whoever wants to see it.
+    #[must_use]
+    pub fn condition(&self) -> Condition {
+        Condition::new(&self.driver, &self.agreement)
+    }
+
     /// Whether it is between two paths.
     #[must_use]
     pub fn is_recovering(&self) -> bool {
@@ -199,6 +229,7 @@ impl<R: Role> End<R> {
         let mut actions = std::mem::take(&mut self.actions);
         if self.agreement.deadline().is_some_and(|deadline| deadline <= now) {
             self.agreement.expire(now, &mut actions);
+            self.driver.changes += 1;
         }
         loop {
             for action in actions.drain(..) {
@@ -207,7 +238,7 @@ impl<R: Role> End<R> {
                     action => self.role.act(&mut self.driver, &self.agreement, action),
                 }
             }
-            let Some(event) = self.driver.events.pop_front() else {
+            let Some(event) = self.driver.next_event() else {
                 break;
             };
             self.agreement.handle(now, event, &mut actions);

@@ -10,6 +10,7 @@
 //! agree to go on over the other ([`ringsight_failover`]), if they are made so ([`Failover`]). A step goes over one
 //! queue pair of the path, one after the other; or in parts over all of them, each with an immediate.
 
+mod condition;
 mod control;
 mod driver;
 mod end;
@@ -19,6 +20,7 @@ mod requests;
 mod sender;
 mod work;
 
+pub use condition::{Condition, PathCondition};
 pub use control::{CONTROL_BYTES, Control, NOTICE_BYTES, fuzz};
 pub use driver::{Failover, Noted};
 pub use end::{Agreement, End, Role};

@@ -59,6 +59,7 @@ impl<R: Role> Line<R> {
         while let Some(noted) = end.take_noted() {
             paths.note(&noted, end.paths(), peer, &bytes);
         }
+        paths.show(end);
     }
 
     /// The connection has failed, which is told on record.

@@ -1,15 +1,22 @@
 //! What an end notices of its paths, for the log and on record.
 
-use ringsight_records::{PathCause, PathChange, State};
+use std::time::Duration;
+
+use ringsight_records::{
+    PathCause, PathChange, State,
+    connection::{Connection, ConnectionPath, LinkStage, PathCondition},
+    pages::put_text,
+};
 use ringsight_verbs::{
-    endpoint::{Noted, Path},
-    failover::{Cause, Report, Status},
+    endpoint::{self, Condition, End, Noted, Path, Role},
+    failover::{Cause, LinkState, PathState, Report, Status},
     queue::Qp,
 };
 
 use super::Connected;
 use crate::{
     log,
+    observe::{self, ConnectionEntry},
     proxy::{ProxyOp, events},
 };
 
@@ -24,6 +31,15 @@ pub(super) struct Paths {
     /// The operation that the connection was at last.
     op: Option<ProxyOp>,
     is_send: bool,
+    survives: bool,
+    /// Why a path was left last.
+    left: Option<(PathCause, u8)>,
+    /// Changes of the path in use, and when the last one was, `CLOCK_MONOTONIC` nanoseconds.
+    switches: (u32, u64),
+    /// Where readers of the pages see the connection; `None` before its first operation.
+    entry: Option<ConnectionEntry>,
+    /// What they see: the end's count of changes, and the communicator.
+    told: Option<(u64, u64)>,
 }
 
 impl Paths {
@@ -34,7 +50,58 @@ impl Paths {
             cause: None,
             op: None,
             is_send,
+            survives: connected.failover.hub.settings().enabled,
+            left: None,
+            switches: (0, 0),
+            entry: None,
+            told: None,
         }
+    }
+
+    /// Tells readers of the pages what the connection is in, if that has changed.
+    pub(super) fn show<R: Role>(&mut self, end: &End<R>) {
+        let Some(op) = &self.op else { return };
+        let now = Some((end.changes(), op.comm));
+        if self.told == now {
+            return;
+        }
+        self.told = now;
+        if self.entry.is_none() {
+            self.entry = ConnectionEntry::claim();
+        }
+        if let Some(entry) = &self.entry {
+            entry.write(&self.view(op, &end.condition(), end.paths(), observe::now_ns()));
+        }
+    }
+
+    fn view(&self, op: &ProxyOp, condition: &Condition, paths: &[Path], now_ns: u64) -> Connection {
+        let (cause, status) = self.left.map_or((0, 0), |(cause, status)| (cause as u8, status));
+        let mut view = Connection {
+            comm: op.comm,
+            updated_ns: now_ns,
+            last_switch_ns: self.switches.1,
+            rank: op.rank,
+            peer: op.peer,
+            epoch: condition.epoch,
+            switches: self.switches.0,
+            channel: op.channel,
+            is_send: self.is_send.into(),
+            failover: self.survives.into(),
+            paths: paths.len() as u8,
+            active: self.active,
+            phase: match condition {
+                Condition { failed: true, .. } => Connection::FAILED,
+                Condition { recovers: true, .. } => Connection::RECOVERS,
+                _ => Connection::FLOWS,
+            },
+            cause,
+            status,
+            ..Connection::default()
+        };
+        for ((place, known), path) in view.path.iter_mut().zip(&condition.paths).zip(paths) {
+            *place = path_view(known, path, condition.now, now_ns);
+        }
+        view
     }
 
     /// The number of the port in use.
@@ -64,6 +131,9 @@ impl Paths {
                     if active { "" } else { ", which is not in use," },
                 );
                 tracing::warn!(target: log::NET, "NET/IB : {port}{at} {way} rank {peer} failed: {cause} ({link})");
+                if active {
+                    self.left = Some(cause_of(cause));
+                }
                 if active && cause != Cause::Failback {
                     self.cause = Some(cause_of(cause));
                     self.record(State::START, link.path, link.path, paths, 0);
@@ -82,6 +152,7 @@ impl Paths {
                     name(from), name(to)
                 );
                 self.active = to;
+                self.switches = (self.switches.0.saturating_add(1), observe::now_ns());
                 // Nothing broke: a path that comes before it is good again.
                 self.cause.get_or_insert((PathCause::Failback, 0));
                 self.record(State::PATH_SWITCHED, from, to, paths, bytes(replayed));
@@ -121,6 +192,66 @@ impl Paths {
             number: qp.map_or(0, Qp::number),
         };
         events::path(op, state, change, bytes);
+    }
+}
+
+/// One path for readers of the pages. Its times are by another clock, which is at `at` when `CLOCK_MONOTONIC` is at `now_ns`.
+fn path_view(known: &endpoint::PathCondition, path: &Path, at: Duration, now_ns: u64) -> ConnectionPath {
+    let endpoint::PathCondition {
+        view,
+        health,
+        recovered,
+        next_attempt,
+    } = known;
+    let monotonic = |time: Option<Duration>| {
+        time.map_or(0, |time| {
+            let ahead = time.saturating_sub(at).as_nanos() as u64;
+            let behind = at.saturating_sub(time).as_nanos() as u64;
+            now_ns.saturating_add(ahead).saturating_sub(behind)
+        })
+    };
+    let (cause, status) = health.cause.map_or((0, 0), |cause| {
+        let (cause, status) = cause_of(cause);
+        (cause as u8, status)
+    });
+    let mut place = ConnectionPath {
+        last_switch_ns: monotonic(health.last_switch),
+        recovered_ns: monotonic(*recovered),
+        next_attempt_ns: monotonic(*next_attempt),
+        failures: health.failures,
+        consecutive_failures: health.consecutive_failures,
+        generation: view.link.generation,
+        queue_pair: path.qps().first().map_or(0, Qp::number),
+        port: path.port().number(),
+        port_up: view.port_up.into(),
+        stage: stage_of(view.state) as u8,
+        condition: condition_of(health.state) as u8,
+        cause,
+        status,
+        ..ConnectionPath::default()
+    };
+    put_text(&mut place.device, path.port().device());
+    place
+}
+
+fn stage_of(state: LinkState) -> LinkStage {
+    match state {
+        LinkState::Ready => LinkStage::Ready,
+        LinkState::Fencing => LinkStage::Fencing,
+        LinkState::Fenced => LinkStage::Fenced,
+        LinkState::Building => LinkStage::Building,
+        LinkState::Offered => LinkStage::Offered,
+        LinkState::Connecting => LinkStage::Connecting,
+        LinkState::Probation => LinkStage::Probation,
+    }
+}
+
+fn condition_of(state: PathState) -> PathCondition {
+    match state {
+        PathState::Good => PathCondition::Good,
+        PathState::Suspect => PathCondition::Suspect,
+        PathState::Down => PathCondition::Down,
+        PathState::Recovering => PathCondition::Recovering,
     }
 }
 

@@ -1,0 +1,136 @@
+//! Places of this process in the tables of its shared pages.
+
+use std::sync::atomic::Ordering;
+
+use ringsight_records::{
+    connection::{Connection, ConnectionSlot},
+    pages::Communicator,
+};
+
+use super::{fork_generation, pages};
+
+/// A place in the communicator table, freed when dropped.
+#[derive(Debug)]
+pub struct TableEntry {
+    slot: usize,
+    fork: u32,
+}
+
+impl TableEntry {
+    /// Enters a communicator. `None` if the table is full, which is counted, or there are no pages.
+    #[must_use]
+    pub fn claim(communicator: &Communicator) -> Option<Self> {
+        let pages = pages()?;
+        let slot = pages
+            .communicators()
+            .iter()
+            .position(|slot| !slot.is_live() && slot.claim(communicator));
+        if slot.is_none() {
+            pages.header().comm_overflow.fetch_add(1, Ordering::Relaxed);
+        }
+        slot.map(|slot| Self {
+            slot,
+            fork: fork_generation(),
+        })
+    }
+
+    /// Its index in the table.
+    #[must_use]
+    pub fn slot(&self) -> usize {
+        self.slot
+    }
+}
+
+impl Drop for TableEntry {
+    fn drop(&mut self) {
+        // In a forked child the pages are the parent's, or others: the slot is not ours.
+        if self.fork == fork_generation()
+            && let Some(pages) = pages()
+        {
+            pages.communicators()[self.slot].free();
+        }
+    }
+}
+
+/// A place in the connection table, freed when dropped.
+#[derive(Debug)]
+pub(crate) struct ConnectionEntry {
+    slot: &'static ConnectionSlot,
+    fork: u32,
+}
+
+impl ConnectionEntry {
+    /// Takes one. `None` if the table is full, which is counted, or there are no pages.
+    pub(crate) fn claim() -> Option<Self> {
+        let pages = pages()?;
+        let slot = pages.connections().iter().find(|slot| slot.claim());
+        if slot.is_none() {
+            pages.header().connection_overflow.fetch_add(1, Ordering::Relaxed);
+        }
+        slot.map(|slot| Self {
+            slot,
+            fork: fork_generation(),
+        })
+    }
+
+    /// Replaces what is told of the connection.
+    pub(crate) fn write(&self, connection: &Connection) {
+        if self.fork == fork_generation() {
+            self.slot.write(connection);
+        }
+    }
+}
+
+impl Drop for ConnectionEntry {
+    fn drop(&mut self) {
+        // In a forked child the slot is the parent's.
+        if self.fork == fork_generation() {
+            self.slot.free();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_communicator_table_is_reused() {
+        let _turn = super::super::tests::turn();
+        // SAFETY: `Communicator` is plain data; zero is valid for every field.
+        let communicator = Communicator {
+            id: 42,
+            ..unsafe { std::mem::zeroed() }
+        };
+        let entry = TableEntry::claim(&communicator).unwrap();
+        let slot = &pages().unwrap().communicators()[entry.slot()];
+        assert!(slot.is_live());
+        assert_eq!(slot.read().unwrap().id, 42);
+        drop(entry);
+        assert!(!slot.is_live());
+    }
+
+    #[test]
+    fn connections_are_in_the_pages_as_long_as_they_live() {
+        let _turn = super::super::tests::turn();
+        let told = || -> Vec<u64> {
+            let slots = pages().unwrap().connections().iter();
+            slots
+                .filter_map(|slot| Some(slot.read()?.comm))
+                .filter(|comm| *comm >> 8 == 0xc0)
+                .collect()
+        };
+        let entries = [0xc001, 0xc002].map(|comm| {
+            let entry = ConnectionEntry::claim().unwrap();
+            entry.write(&Connection {
+                comm,
+                ..Connection::default()
+            });
+            entry
+        });
+        assert_eq!(told(), [0xc001, 0xc002]);
+        let [first, _second] = entries;
+        drop(first);
+        assert_eq!(told(), [0xc002]);
+    }
+}
