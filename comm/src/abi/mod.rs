@@ -12,6 +12,7 @@ mod debug;
 mod device_api;
 mod explain;
 mod last_error;
+mod nvtx;
 mod operations;
 mod reductions;
 mod registration;
@@ -42,6 +43,7 @@ use crate::error::{Error, Result, ResultCode};
 
 /// Runs the body of an entry point: errors and panics become result codes and a text for `ncclGetLastError`.
 pub(crate) fn call(function: &str, body: impl FnOnce() -> Result<()>) -> ResultCode {
+    let _range = nvtx::Range::enter(function);
     let body = || {
         crate::log::start();
         body()
