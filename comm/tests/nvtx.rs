@@ -44,7 +44,12 @@ fn a_tool_sees_a_range_for_every_call() {
     };
     child(&tool);
     let said = fs::read_to_string(&ranges).unwrap();
-    let names = ["ncclGetVersion", "ncclGroupStart", "ncclGetVersion", "ncclGroupEnd"];
+    let names = [
+        "ncclGetVersion",
+        "ncclGroupStart",
+        "ncclGetVersion",
+        "ncclGroupEnd",
+    ];
     let expected: String = names.iter().map(|name| format!("0 {name}\n0 end\n")).collect();
     assert_eq!(said, expected);
     // A tool that cannot be loaded, and none, disturb nothing.
