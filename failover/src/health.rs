@@ -213,6 +213,13 @@ impl Health {
         any
     }
 
+    /// When [`Health::tick`] has something to do, if ever.
+    #[must_use]
+    pub fn due(&self) -> Option<Duration> {
+        let since = self.paths.values().filter_map(|path| path.recovering_since);
+        since.min().map(|since| since + self.settings.recovery_window)
+    }
+
     /// What is said of a port, local or remote.
     #[must_use]
     pub fn nic(&self, port: PortId) -> NicVerdict {

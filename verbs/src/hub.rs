@@ -1,33 +1,48 @@
 //! What all connections of a process share about their ports: which are up, and what each found out.
 //!
-//! A device tells its events to whoever asks first, so one place asks for all. Connections look at its version, a relaxed load,
-//! and read the rest when it has changed.
+//! A device tells its events to whoever asks first, so one thread asks for all: it sleeps until there is one, and costs nothing while
+//! nothing happens. Connections look at the version, a load, and read the rest when it has changed; those that sleep have a [`Bell`].
 
 use std::{
     collections::{BTreeMap, HashMap},
-    os::fd::{AsRawFd, RawFd},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, Ordering},
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
+    thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
 use ringsight_failover::{Cause, Health, PathId, PortId, Scope, Settings};
 
-use crate::device::{Context, EventKind};
+use crate::{
+    bell::{Bell, wait},
+    device::{Context, EventKind},
+};
 
 /// State of a process's ports and paths.
 pub struct Hub {
+    state: Arc<State>,
+    connections: AtomicU64,
+    /// Reads devices' events; begins with the first device.
+    listener: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// What the thread that listens shares with the connections.
+struct State {
     settings: Arc<Settings>,
     start: Instant,
     version: AtomicU64,
-    connections: AtomicU64,
     inner: Mutex<Inner>,
+    /// Tells the listener of a device more, or of the end.
+    bell: Option<Bell>,
+    ends: AtomicBool,
 }
 
 struct Inner {
     contexts: Vec<Arc<Context>>,
+    /// Of connections that may sleep.
+    bells: Vec<Weak<Bell>>,
     /// By device and port: what was told. What is not here is up.
     ports: HashMap<(String, u8), Told>,
     health: Health,
@@ -77,86 +92,31 @@ pub fn remote_port(gid: [u8; 16], lid: u16, port: u8) -> PortId {
     }
 }
 
-impl Hub {
-    /// Of a process whose connections have these settings.
-    #[must_use]
-    pub fn new(settings: Arc<Settings>) -> Arc<Self> {
-        let inner = Inner {
-            contexts: Vec::new(),
-            ports: HashMap::new(),
-            health: Health::new(Arc::clone(&settings)),
-            orders: BTreeMap::new(),
-        };
-        Arc::new(Self {
-            settings,
-            start: Instant::now(),
-            version: AtomicU64::new(0),
-            connections: AtomicU64::new(0),
-            inner: Mutex::new(inner),
-        })
-    }
-
-    /// The settings of all connections.
-    #[must_use]
-    pub fn settings(&self) -> &Arc<Settings> {
-        &self.settings
-    }
-
-    /// Time since it was made: the connections' clock.
-    #[must_use]
-    pub fn now(&self) -> Duration {
-        self.start.elapsed()
-    }
-
-    /// A number for a connection.
-    pub(crate) fn connection(&self) -> u64 {
-        // Relaxed: only has to differ.
-        self.connections.fetch_add(1, Ordering::Relaxed)
-    }
-
-    /// Changes whenever something else does.
-    pub(crate) fn version(&self) -> u64 {
-        // Acquire: what made it change is read under the lock; this only says when to look.
-        self.version.load(Ordering::Acquire)
-    }
-
+impl State {
     fn inner(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn changed(&self) {
+    /// Has connections look: what changed is in `inner`, which is held until they are told, so that whoever sees the new version sees
+    /// all that belongs to it.
+    fn changed(&self, mut inner: MutexGuard<'_, Inner>) {
+        // Release: as `Hub::version` acquires. What changed is read under the lock.
         self.version.fetch_add(1, Ordering::Release);
+        inner.bells.retain(|bell| {
+            let bell = bell.upgrade();
+            if let Some(bell) = &bell {
+                bell.ring();
+            }
+            bell.is_some()
+        });
     }
 
-    /// Has a device's events read here from now on, and looks at one of its ports now.
-    pub(crate) fn watch(&self, context: &Arc<Context>, port: u8) {
-        let up = context.port(port).is_ok_and(|state| state.active);
+    /// Reads what devices have to tell.
+    fn read(&self, contexts: &[Arc<Context>]) {
         let mut inner = self.inner();
-        let told = inner
-            .ports
-            .entry((context.name().to_owned(), port))
-            .or_insert(Told::NOTHING);
-        // That a port which was up is down its device has told, or will.
-        told.up &= up;
-        if !inner.contexts.iter().any(|known| Arc::ptr_eq(known, context)) {
-            inner.contexts.push(Arc::clone(context));
-        }
-    }
-
-    /// Descriptors that are readable when a device has an event.
-    #[must_use]
-    pub fn fds(&self) -> Vec<RawFd> {
-        self.inner().contexts.iter().map(AsRawFd::as_raw_fd).collect()
-    }
-
-    /// Reads what devices have to tell, unless somebody else is at it; never blocks.
-    pub fn poll(&self) {
-        let Ok(mut inner) = self.inner.try_lock() else {
-            return;
-        };
-        let now = self.now();
+        let now = self.start.elapsed();
         let mut changed = false;
-        for context in inner.contexts.clone() {
+        for context in contexts {
             while let Some(event) = context.event() {
                 let ports = match (event.kind, event.port) {
                     // The port that the event names: a device has several.
@@ -177,10 +137,126 @@ impl Hub {
             }
         }
         changed |= inner.health.tick(now);
-        drop(inner);
         if changed {
-            self.changed();
+            self.changed(inner);
         }
+    }
+
+    /// Listens to devices until the end.
+    fn listen(&self, bell: &Bell) {
+        let mut gone: Vec<Arc<Context>> = Vec::new();
+        loop {
+            let inner = self.inner();
+            let mut contexts = inner.contexts.clone();
+            let due = inner.health.due();
+            drop(inner);
+            contexts.retain(|context| !gone.iter().any(|gone| Arc::ptr_eq(gone, context)));
+            let most = due.map(|due| due.saturating_sub(self.start.elapsed()));
+            let slept = wait(bell, &contexts, &mut gone, most);
+            // Acquire: as `Hub::drop` releases.
+            if self.ends.load(Ordering::Acquire) || !slept {
+                return;
+            }
+            self.read(&contexts);
+        }
+    }
+}
+
+impl Hub {
+    /// Of a process whose connections have these settings.
+    #[must_use]
+    pub fn new(settings: Arc<Settings>) -> Arc<Self> {
+        let inner = Inner {
+            contexts: Vec::new(),
+            bells: Vec::new(),
+            ports: HashMap::new(),
+            health: Health::new(Arc::clone(&settings)),
+            orders: BTreeMap::new(),
+        };
+        let state = State {
+            settings,
+            start: Instant::now(),
+            version: AtomicU64::new(0),
+            inner: Mutex::new(inner),
+            bell: Bell::new().ok(),
+            ends: AtomicBool::new(false),
+        };
+        Arc::new(Self {
+            state: Arc::new(state),
+            connections: AtomicU64::new(0),
+            listener: Mutex::new(None),
+        })
+    }
+
+    /// The settings of all connections.
+    #[must_use]
+    pub fn settings(&self) -> &Arc<Settings> {
+        &self.state.settings
+    }
+
+    /// Time since it was made: the connections' clock.
+    #[must_use]
+    pub fn now(&self) -> Duration {
+        self.state.start.elapsed()
+    }
+
+    /// A number for a connection.
+    pub(crate) fn connection(&self) -> u64 {
+        // Relaxed: only has to differ.
+        self.connections.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Changes whenever something else does.
+    pub(crate) fn version(&self) -> u64 {
+        // Acquire: what made it change is read under the lock; this only says when to look.
+        self.state.version.load(Ordering::Acquire)
+    }
+
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.state.inner()
+    }
+
+    /// Rings whenever something changes.
+    pub(crate) fn bell(&self) -> Option<Arc<Bell>> {
+        let bell = Arc::new(Bell::new().ok()?);
+        self.inner().bells.push(Arc::downgrade(&bell));
+        Some(bell)
+    }
+
+    /// Has a device's events read here from now on, and looks at one of its ports now.
+    pub(crate) fn watch(&self, context: &Arc<Context>, port: u8) {
+        let mut inner = self.inner();
+        let is_new = !inner.contexts.iter().any(|known| Arc::ptr_eq(known, context));
+        if is_new {
+            // What was told before is in the state that is read below.
+            while context.event().is_some() {}
+        }
+        let up = context.port(port).is_ok_and(|state| state.active);
+        let told = inner
+            .ports
+            .entry((context.name().to_owned(), port))
+            .or_insert(Told::NOTHING);
+        // That a port which was up is down its device has told, or will.
+        told.up &= up;
+        if is_new {
+            inner.contexts.push(Arc::clone(context));
+            drop(inner);
+            self.listen();
+        }
+    }
+
+    /// Has the thread that reads events know all devices. Without it paths fail by completions and time-outs alone.
+    fn listen(&self) {
+        let mut listener = self.listener.lock().unwrap_or_else(PoisonError::into_inner);
+        if listener.is_none() && self.state.bell.is_some() {
+            let state = Arc::clone(&self.state);
+            let listen = move || state.bell.iter().for_each(|bell| state.listen(bell));
+            *listener = thread::Builder::new()
+                .name("ringsight-ports".into())
+                .spawn(listen)
+                .ok();
+        }
+        self.state.bell.iter().for_each(Bell::ring);
     }
 
     /// What a port's device has told of it.
@@ -197,14 +273,16 @@ impl Hub {
 
     /// A connection failed over a path.
     pub(crate) fn failed(&self, path: PathId, connection: u64, cause: Cause) {
+        let now = self.now();
         let mut inner = self.inner();
+        inner.health.tick(now);
         let told = inner.health.failed(path, connection, cause);
+        // The one that is next: it changes under the lock alone.
         let version = self.version() + 1;
         for (path, scope) in &told {
             inner.orders.insert(*path, (*scope, connection, version));
         }
-        drop(inner);
-        self.changed();
+        self.state.changed(inner);
     }
 
     /// What a connection is to do about a path since `seen`, because of others.
@@ -217,8 +295,9 @@ impl Hub {
     /// A connection switched away from a path.
     pub(crate) fn switched(&self, path: PathId) {
         let now = self.now();
-        self.inner().health.switched(now, path);
-        self.changed();
+        let mut inner = self.inner();
+        inner.health.switched(now, path);
+        self.state.changed(inner);
     }
 
     /// A path has been rebuilt and proven.
@@ -227,13 +306,29 @@ impl Hub {
         let mut inner = self.inner();
         inner.health.restored(now, path);
         inner.orders.remove(&path);
-        drop(inner);
-        self.changed();
+        self.state.changed(inner);
+        // It has a recovery window to end.
+        self.state.bell.iter().for_each(Bell::ring);
     }
 
     /// Looks at the health of the process's paths.
     pub fn with_health<T>(&self, look: impl FnOnce(&Health) -> T) -> T {
-        look(&self.inner().health)
+        let now = self.now();
+        let mut inner = self.inner();
+        inner.health.tick(now);
+        look(&inner.health)
+    }
+}
+
+impl Drop for Hub {
+    fn drop(&mut self) {
+        // Release: as `State::listen` acquires.
+        self.state.ends.store(true, Ordering::Release);
+        self.state.bell.iter().for_each(Bell::ring);
+        let listener = self.listener.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if let Some(listener) = listener.take() {
+            let _ = listener.join();
+        }
     }
 }
 

@@ -5,6 +5,7 @@
 //! ([`choice`]) over what the kernel says of its devices ([`sysfs`]) and what the environment wishes for ([`config`]). A connection
 //! ([`endpoint`]) moves slots of one memory into the slots of another; what its ends tell each other first is in [`wire`].
 
+mod bell;
 pub mod choice;
 pub mod completion;
 pub mod config;

@@ -2,12 +2,11 @@
 
 use std::{
     collections::VecDeque,
-    os::fd::RawFd,
+    os::fd::{AsRawFd, RawFd},
     sync::{
         Arc,
         mpsc::{self, Receiver as Inbox, Sender as Outbox},
     },
-    thread,
     time::{Duration, Instant},
 };
 
@@ -18,17 +17,20 @@ use ringsight_failover::{
 
 use super::{
     Control, Failure, Path,
+    path::{Fenced, Rebuilt},
     work::{Ended, Work},
+    worker::Worker,
 };
 use crate::{
+    bell::Bell,
     hub::{Hub, Told, local_port, remote_port},
-    port::{Net, Port},
+    port::Net,
 };
 
 /// How long a drain may take before the queue pair is destroyed instead.
 const DRAIN: Duration = Duration::from_millis(500);
-/// How often devices are asked for events by a connection that is busy. One that waits has their descriptors.
-const EVENTS_EVERY: Duration = Duration::from_millis(2);
+/// How often the paths that are not in use are looked at by a connection that is busy. One that waits has their descriptors.
+const OTHERS_EVERY: Duration = Duration::from_millis(2);
 
 /// What a connection that survives its paths needs besides them.
 #[derive(Clone)]
@@ -66,19 +68,38 @@ pub struct Noted {
     pub report: Report,
 }
 
+/// What a worker has done.
+enum Done {
+    Fenced(Link, Fenced),
+    Rebuilt(Link, Result<Rebuilt, String>),
+    Connected(Link, Result<(), String>),
+}
+
+/// A queue pair that was given up and still has requests.
+#[derive(Clone, Copy)]
+struct Drain {
+    link: Link,
+    /// When its device had been told, and whether it has obeyed.
+    told: Option<(Instant, bool)>,
+}
+
 /// The paths of an end and what is under way with them.
 pub struct Driver {
+    /// By path: does what may take long. The first to be dropped: paths share their queue pairs with it.
+    workers: Vec<Worker>,
     pub(super) paths: Vec<Path>,
     pub(super) control: Control,
     failover: Failover,
     connection: u64,
     ids: Vec<PathId>,
     seen: u64,
-    last_events: Instant,
+    /// Rings when there is something new from devices, other connections, and threads that connect. `None` where none is left.
+    bell: Option<Arc<Bell>>,
+    last_look: Instant,
     /// By path: what was known of its port.
     told: Vec<Told>,
-    /// By path: since when it drains, and whether its device has obeyed.
-    drains: Vec<Option<(Instant, bool)>>,
+    /// By path: what is on its way to be fenced.
+    drains: Vec<Option<Drain>>,
     /// What has happened and the end has not taken up.
     pub(super) events: VecDeque<Event>,
     /// Messages for outside.
@@ -88,8 +109,8 @@ pub struct Driver {
     pub(super) changes: u64,
     /// Room for what one poll of a path gives.
     ended: Vec<Ended>,
-    connected: Inbox<Event>,
-    connect: Outbox<Event>,
+    done: Inbox<Done>,
+    doing: Outbox<Done>,
     /// What the last error said.
     pub(super) last: Option<Failure>,
 }
@@ -114,7 +135,10 @@ impl Driver {
             }
             hub.known(*id);
         }
-        let (connect, connected) = mpsc::channel();
+        let (doing, done) = mpsc::channel();
+        let bell = hub.bell();
+        // Before what is read of ports: what changes after is looked at again.
+        let seen = hub.version();
         let told: Vec<Told> = paths
             .iter()
             .map(|path| hub.port(path.port().device(), path.port().number()))
@@ -127,10 +151,12 @@ impl Driver {
             .collect();
         Self {
             connection: hub.connection(),
-            seen: hub.version(),
-            last_events: Instant::now(),
+            seen,
+            bell,
+            last_look: Instant::now(),
             told,
             drains: vec![None; paths.len()],
+            workers: paths.iter().map(|_| Worker::default()).collect(),
             events,
             outgoing: VecDeque::new(),
             noted: VecDeque::new(),
@@ -140,8 +166,8 @@ impl Driver {
             paths,
             control,
             failover,
-            connected,
-            connect,
+            done,
+            doing,
             last: None,
         }
     }
@@ -190,7 +216,8 @@ impl Driver {
                     end => sink(link, end),
                 }
             }
-            if let Some((since, sure)) = self.drains[index]
+            if let Some(Drain { link, told }) = self.drains[index]
+                && let Some((since, sure)) = told
                 && (self.paths[index].is_drained() || since.elapsed() > DRAIN)
             {
                 self.drains[index] = None;
@@ -204,13 +231,15 @@ impl Driver {
     /// Takes up what came from elsewhere: devices, other connections, threads that connect.
     /// Whether it is time to look at all paths.
     fn look(&mut self) -> bool {
-        let is_time = self.last_events.elapsed() >= EVENTS_EVERY;
-        if is_time {
-            self.last_events = Instant::now();
-            self.failover.hub.poll();
+        if let Some(bell) = &self.bell {
+            bell.hush();
         }
-        while let Ok(event) = self.connected.try_recv() {
-            self.events.push_back(event);
+        let is_time = self.last_look.elapsed() >= OTHERS_EVERY;
+        if is_time {
+            self.last_look = Instant::now();
+        }
+        while let Ok(done) = self.done.try_recv() {
+            self.take_up(done);
         }
         let hub = Arc::clone(&self.failover.hub);
         let version = hub.version();
@@ -302,50 +331,32 @@ impl Driver {
                     // It was not made yet.
                     return self.events.push_back(Event::Fenced { link, sure: true });
                 };
-                let sure = path.is_fenced() || path.fence();
-                self.drains[usize::from(link.path)] = Some((Instant::now(), sure));
+                let fence = path.fence();
+                self.drains[usize::from(link.path)] = Some(Drain { link, told: None });
+                self.ask(link, move || Done::Fenced(link, fence()));
             }
             Action::Rebuild { link } => {
                 let index = usize::from(link.path);
-                let event = match self.port_of(index).and_then(|port| {
-                    let path = &mut self.paths[index];
-                    path.rebuild(port, link.generation)
-                        .map_err(|error| error.to_string())
-                }) {
-                    Ok(()) => Event::Rebuilt {
-                        link,
-                        address: self.paths[index].address(),
-                    },
-                    Err(text) => {
-                        self.last = Some(self.paths[index].failure(None, &text));
-                        Event::Failed { link }
-                    }
+                let Failover { net, ports, .. } = &self.failover;
+                let (net, port) = (net.clone(), ports.get(index).copied());
+                let port = move || {
+                    let net = net.ok_or("there are no ports to rebuild it on")?;
+                    net.reopen(port.ok_or("the path has no port")?)
                 };
-                self.events.push_back(event);
+                let rebuild = self.paths[index].rebuild(port, link.generation);
+                self.ask(link, move || Done::Rebuilt(link, rebuild()));
             }
             Action::Connect { link, peer } => {
-                let connect = self.path(link).and_then(|path| path.connecting(&peer));
-                let Some(connect) = connect else {
+                let Some(connect) = self.path(link).and_then(|path| path.connecting(&peer)) else {
                     return self.events.push_back(Event::Failed { link });
                 };
                 // To find the peer's address may take a second, in the kernel.
-                let outbox = self.connect.clone();
-                let work = move || {
-                    let event = match connect() {
-                        Ok(()) => Event::Connected { link },
-                        Err(_) => Event::Failed { link },
-                    };
-                    if outbox.send(event).is_err() {
-                        // Nobody waits for it any more: the connection is gone.
-                    }
-                };
-                let started = thread::Builder::new().name("ringsight-qp".into()).spawn(work);
-                if started.is_err() {
-                    self.events.push_back(Event::Failed { link });
-                }
+                self.ask(link, move || {
+                    Done::Connected(link, connect().map_err(|error| error.to_string()))
+                });
             }
             Action::Probe { link } => {
-                let posted = self.path(link).map(|path| path.post_probe());
+                let posted = self.path(link).map(Path::post_probe);
                 if let Some(Err(failure)) = posted {
                     self.fail(link, failure);
                 }
@@ -356,10 +367,42 @@ impl Driver {
         }
     }
 
-    fn port_of(&self, index: usize) -> Result<Port, String> {
-        let Failover { net, ports, .. } = &self.failover;
-        let net = net.as_ref().ok_or("there are no ports to rebuild it on")?;
-        net.reopen(ports.get(index).copied().ok_or("the path has no port")?)
+    /// Has a path's worker do something after all that it was asked before.
+    fn ask(&mut self, link: Link, job: impl FnOnce() -> Done + Send + 'static) {
+        let (outbox, bell) = (self.doing.clone(), self.bell.clone());
+        self.workers[usize::from(link.path)].ask(move || {
+            if outbox.send(job()).is_err() {
+                // Nobody waits for it any more: the connection is gone.
+            }
+            if let Some(bell) = bell {
+                bell.ring();
+            }
+        });
+    }
+
+    fn take_up(&mut self, done: Done) {
+        let (link, result) = match done {
+            Done::Fenced(link, fenced) => {
+                let index = usize::from(link.path);
+                self.paths[index].fenced(fenced);
+                if let Some(drain) = &mut self.drains[index] {
+                    drain.told = Some((Instant::now(), fenced.sure));
+                }
+                return;
+            }
+            Done::Rebuilt(link, rebuilt) => {
+                let path = &mut self.paths[usize::from(link.path)];
+                let rebuilt =
+                    rebuilt.and_then(|rebuilt| path.rebuilt(rebuilt).map_err(|error| error.to_string()));
+                let address = path.address();
+                (link, rebuilt.map(|()| Event::Rebuilt { link, address }))
+            }
+            Done::Connected(link, connected) => (link, connected.map(|()| Event::Connected { link })),
+        };
+        self.events.push_back(result.unwrap_or_else(|text| {
+            self.last = Some(self.paths[usize::from(link.path)].failure(None, &text));
+            Event::Failed { link }
+        }));
     }
 
     fn tell(&mut self, message: Message, over: PathSet) {
@@ -398,9 +441,12 @@ impl Driver {
 
     /// The end of it all, in words.
     pub(super) fn given_up(&mut self, reason: Reason) -> Failure {
-        for path in &mut self.paths {
+        for (path, worker) in self.paths.iter_mut().zip(&mut self.workers) {
             if !path.is_fenced() {
-                path.fence();
+                let fence = path.fence();
+                worker.ask(move || {
+                    fence();
+                });
             }
         }
         let last = self.last.take();
@@ -434,13 +480,13 @@ impl Driver {
     /// What to wait for once armed.
     pub(super) fn fds(&self) -> Vec<RawFd> {
         let mut fds: Vec<RawFd> = self.paths.iter().map(Path::fd).collect();
-        fds.extend(self.failover.hub.fds());
+        fds.extend(self.bell.as_deref().map(AsRawFd::as_raw_fd));
         fds
     }
 
     /// Whether something is under way that no descriptor tells of.
     pub(super) fn is_waiting(&self) -> bool {
-        !self.events.is_empty() || self.drains.iter().any(Option::is_some)
+        !self.events.is_empty() || self.drains.iter().any(Option::is_some) || self.bell.is_none()
     }
 }
 

@@ -184,7 +184,7 @@ impl<R: Role> End<R> {
     /// How long to wait at most before the next poll; `None`: until a descriptor tells of something.
     #[must_use]
     pub fn wait(&self) -> Option<Duration> {
-        // No descriptor tells of a drain that is over or of a queue pair that is connected.
+        // No descriptor tells of a drain that is over.
         const SOON: Duration = Duration::from_millis(1);
         let due = self
             .agreement
@@ -225,12 +225,8 @@ impl<R: Role> End<R> {
 
     /// Takes up what has happened, and does what follows.
     pub(super) fn settle(&mut self) -> Result<(), Failure> {
-        let now = self.driver.now();
         let mut actions = std::mem::take(&mut self.actions);
-        if self.agreement.deadline().is_some_and(|deadline| deadline <= now) {
-            self.agreement.expire(now, &mut actions);
-            self.driver.changes += 1;
-        }
+        let mut is_on_time = false;
         loop {
             for action in actions.drain(..) {
                 match action {
@@ -238,10 +234,18 @@ impl<R: Role> End<R> {
                     action => self.role.act(&mut self.driver, &self.agreement, action),
                 }
             }
-            let Some(event) = self.driver.next_event() else {
+            // As late as it is: to do something may take its time, and what is waited for from here on has not waited yet.
+            let now = self.driver.now();
+            if let Some(event) = self.driver.next_event() {
+                self.agreement.handle(now, event, &mut actions);
+            } else if !is_on_time && self.agreement.deadline().is_some_and(|deadline| deadline <= now) {
+                // After all that has happened: who was away for long finds the deadline over, and what it is about done.
+                is_on_time = true;
+                self.driver.changes += 1;
+                self.agreement.expire(now, &mut actions);
+            } else {
                 break;
-            };
-            self.agreement.handle(now, event, &mut actions);
+            }
         }
         self.actions = actions;
         self.check()

@@ -19,12 +19,13 @@ mod receiver;
 mod requests;
 mod sender;
 mod work;
+mod worker;
 
 pub use condition::{Condition, PathCondition};
 pub use control::{CONTROL_BYTES, Control, NOTICE_BYTES, fuzz};
 pub use driver::{Failover, Noted};
 pub use end::{Agreement, End, Role};
-pub use path::{Path, Peer};
+pub use path::{Counts, Path, Peer};
 pub use receiver::{Arrived, Receiver, Receiving};
 pub use ringsight_failover::MESSAGE_BYTES;
 pub use sender::{Posted, Sender, Sending};

@@ -43,6 +43,43 @@ pub struct Peer {
     pub path: PathOffer,
 }
 
+/// Work requests of a path, receive requests aside, and completions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Requests of steps: a write of bytes and one that tells of them, or one for both.
+    pub steps: u64,
+    /// Credits: one at most for each step, one for several where the peer is faster.
+    pub credits: u64,
+    /// Probes and messages.
+    pub others: u64,
+    /// Completions taken, of any request.
+    pub completions: u64,
+}
+
+/// A drain.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Drain {
+    /// Markers posted, when they are.
+    markers: Option<usize>,
+    /// Markers that have ended.
+    pub(super) ended: usize,
+}
+
+/// What became of a fence.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Fenced {
+    /// Whether the device is sure to write nothing more.
+    pub(super) sure: bool,
+    markers: usize,
+}
+
+/// What a path has been made anew with.
+pub(super) struct Rebuilt {
+    port: Port,
+    psns: Vec<u32>,
+    generation: u32,
+}
+
 /// A way between the ends.
 pub struct Path {
     pub(super) index: usize,
@@ -53,10 +90,11 @@ pub struct Path {
     /// Shared with a thread that connects them.
     pub(super) qps: Arc<Vec<Qp>>,
     psns: Vec<u32>,
-    /// Markers of a drain that have not ended; `None`: the queue pairs are in use.
-    pub(super) draining: Option<usize>,
+    /// `None`: the queue pairs are in use.
+    pub(super) draining: Option<Drain>,
     /// Messages under way.
     pub(super) messages: usize,
+    pub(super) counts: Counts,
     /// This end's slots: what a sender sends from and a receiver is written to.
     pub(super) slots: Arc<Mr>,
     pub(super) control: Arc<Mr>,
@@ -98,6 +136,7 @@ impl Path {
             psns,
             draining: None,
             messages: 0,
+            counts: Counts::default(),
             slots,
             control,
             offers_slots: is_receiver,
@@ -121,6 +160,12 @@ impl Path {
     #[must_use]
     pub fn is_connected(&self) -> bool {
         self.peer.is_some() && self.draining.is_none()
+    }
+
+    /// What it was used for since it was made.
+    #[must_use]
+    pub fn counts(&self) -> Counts {
+        self.counts
     }
 
     /// Its queue pairs.
@@ -190,7 +235,10 @@ impl Path {
         let device = other.device.clone();
         // Known from here on: what cannot be connected now is when it can.
         self.peer = Some(peer);
-        self.draining = Some(0);
+        self.draining = Some(Drain {
+            markers: Some(0),
+            ended: 0,
+        });
         let own = &self.port;
         if !own.is_active() {
             return Err(format!("port {}:{} is down", own.device(), own.number()));
@@ -244,26 +292,40 @@ impl Path {
         }
     }
 
-    /// Gives its queue pairs up: what was posted ends, with an error if it has not been done, and nothing of the peer's is taken
-    /// any more. Poll until [`Path::is_drained`]. Whether the device is sure to write nothing more.
-    pub(super) fn fence(&mut self) -> bool {
-        let mut sure = true;
-        let mut markers = 0;
-        for (number, qp) in self.qps.iter().enumerate() {
-            // In the error state the device takes nothing, and ends what is there in order. A receive request is posted before, for
-            // soft-RoCE looks at those only when it has something else to do; a send after, lest it goes out.
-            let id = Work::Marker { qp: number }.id();
-            markers += usize::from(qp.post_receives(id, 1).is_ok());
-            sure &= qp.fail().is_ok();
-            markers += usize::from(qp.send(id, &[0]).is_ok());
+    /// Gives its queue pairs up: from here on nothing is posted. What is returned stops them, by calls that may take long: what was
+    /// posted ends, with an error if it has not been done, and nothing of the peer's is taken any more. When it has, tell
+    /// [`Path::fenced`] and poll until [`Path::is_drained`].
+    pub(super) fn fence(&mut self) -> impl FnOnce() -> Fenced + Send + 'static {
+        self.draining = Some(Drain::default());
+        let qps = Arc::clone(&self.qps);
+        move || {
+            let mut fenced = Fenced {
+                sure: true,
+                markers: 0,
+            };
+            for (number, qp) in qps.iter().enumerate() {
+                // In the error state the device takes nothing, and ends what is there in order. A receive request is posted before, for
+                // soft-RoCE looks at those only when it has something else to do; a send after, lest it goes out.
+                let id = Work::Marker { qp: number }.id();
+                fenced.markers += usize::from(qp.post_receives(id, 1).is_ok());
+                fenced.sure &= qp.fail().is_ok();
+                fenced.markers += usize::from(qp.send(id, &[0]).is_ok());
+            }
+            fenced
         }
-        self.draining = Some(markers);
-        sure
+    }
+
+    /// Its queue pairs have been stopped.
+    pub(super) fn fenced(&mut self, fenced: Fenced) {
+        if let Some(drain) = &mut self.draining {
+            drain.markers = Some(fenced.markers);
+        }
     }
 
     /// Whether all that was posted before [`Path::fence`] has ended.
     pub(super) fn is_drained(&self) -> bool {
-        self.draining == Some(0)
+        self.draining
+            .is_some_and(|drain| drain.markers.is_some_and(|markers| drain.ended >= markers))
     }
 
     /// Whether it has been fenced and not been rebuilt.
@@ -271,21 +333,39 @@ impl Path {
         self.draining.is_some()
     }
 
-    /// Makes its queue pairs anew, on its port as that is now: from RESET, with other packet numbers, so that nothing of theirs before
-    /// is taken for theirs now. They are not destroyed and others made, for soft-RoCE destroys one only when the last of its packets
-    /// is off the interface, which takes seconds when that is down.
-    pub(super) fn rebuild(&mut self, port: Port, generation: u32) -> Result<()> {
-        for qp in self.qps.iter() {
-            qp.reset()?;
+    /// What makes its queue pairs anew, by calls that may take long, on its port as that is then: from RESET, with other packet numbers,
+    /// so that nothing of theirs before is taken for theirs now. They are not destroyed and others made, for soft-RoCE destroys one
+    /// only when the last of its packets is off the interface, which takes seconds when that is down. For [`Path::rebuilt`].
+    pub(super) fn rebuild(
+        &self,
+        port: impl FnOnce() -> std::result::Result<Port, String> + Send + 'static,
+        generation: u32,
+    ) -> impl FnOnce() -> std::result::Result<Rebuilt, String> + Send + 'static {
+        let (index, qps, control) = (self.index, Arc::clone(&self.qps), Arc::clone(&self.control));
+        let first = self.psns[0].wrapping_mul(0x9e37_79b1).wrapping_add(generation);
+        move || {
+            let port = port()?;
+            let reset = || -> Result<()> {
+                qps.iter().try_for_each(Qp::reset)?;
+                qps.iter()
+                    .enumerate()
+                    .try_for_each(|(number, qp)| prepare(index, (number, qp), &port, &control))
+            };
+            reset().map_err(|error| error.to_string())?;
+            Ok(Rebuilt {
+                port,
+                psns: packet_numbers(first, qps.len()),
+                generation,
+            })
         }
+    }
+
+    /// Its queue pairs are there anew.
+    pub(super) fn rebuilt(&mut self, rebuilt: Rebuilt) -> Result<()> {
+        // Nothing has come of the new ones, which are not connected.
         let mut room = [Completion::EMPTY; BATCH];
         while !self.cq.poll(&mut room)?.is_empty() {}
-        for (number, qp) in self.qps.iter().enumerate() {
-            prepare(self.index, (number, qp), &port, &self.control)?;
-        }
-        let first = self.psns[0].wrapping_mul(0x9e37_79b1).wrapping_add(generation);
-        self.psns = packet_numbers(first, self.qps.len());
-        (self.port, self.generation) = (port, generation);
+        (self.port, self.psns, self.generation) = (rebuilt.port, rebuilt.psns, rebuilt.generation);
         (self.draining, self.messages) = (None, 0);
         Ok(())
     }

@@ -23,12 +23,13 @@ impl Path {
                 .send(Work::Message.id(), message)
                 .map_err(|error| self.failure(None, &error.to_string()))?;
             self.messages += 1;
+            self.counts.others += 1;
         }
         Ok(())
     }
 
     /// Posts a write of nothing: it ends well only if the path works.
-    pub(super) fn post_probe(&self) -> Result<(), Failure> {
+    pub(super) fn post_probe(&mut self) -> Result<(), Failure> {
         let peer = self.connected()?;
         let probe = Write {
             id: Work::Probe.id(),
@@ -38,7 +39,9 @@ impl Path {
             immediate: None,
             signaled: true,
         };
-        self.post(0, &[probe])
+        self.post(0, &[probe])?;
+        self.counts.others += 1;
+        Ok(())
     }
 
     /// The peer; a path that is used is connected.
@@ -56,7 +59,7 @@ impl Path {
 
     /// Posts a step, or its part for one queue pair: `data` of the slots (the same place at the peer), then what tells of it.
     pub(super) fn post_step(
-        &self,
+        &mut self,
         qp: usize,
         position: u64,
         notice: &[u8],
@@ -72,7 +75,9 @@ impl Path {
             signaled: true,
         };
         if data.is_empty() {
-            return self.post(qp, &[tell]);
+            self.post(qp, &[tell])?;
+            self.counts.steps += 1;
+            return Ok(());
         }
         let bytes = Write {
             id: Work::Data { qp, position }.id(),
@@ -83,11 +88,13 @@ impl Path {
             // The completion of what follows on the same queue pair is that of both.
             signaled: false,
         };
-        self.post(qp, &[bytes, tell])
+        self.post(qp, &[bytes, tell])?;
+        self.counts.steps += 2;
+        Ok(())
     }
 
     /// Posts a credit: into this path's own word at the peer.
-    pub(super) fn post_credit(&self, granted: u64) -> Result<(), Failure> {
+    pub(super) fn post_credit(&mut self, granted: u64) -> Result<(), Failure> {
         let peer = self.connected()?;
         let word = granted.to_le_bytes();
         let credit = Write {
@@ -99,7 +106,9 @@ impl Path {
             immediate: Some(granted as u32),
             signaled: true,
         };
-        self.post(0, &[credit])
+        self.post(0, &[credit])?;
+        self.counts.credits += 1;
+        Ok(())
     }
 
     /// Takes what has ended, and gives each end to `sink`; whether there was any. Receive requests are posted again.
@@ -118,6 +127,7 @@ impl Path {
                 .cq
                 .poll(&mut room)
                 .map_err(|error| self.failure(None, &error.to_string()))?;
+            self.counts.completions += ended.len() as u64;
             for completion in ended {
                 any = true;
                 // Of queue pairs that are gone nothing is told.
@@ -128,8 +138,8 @@ impl Path {
                 if work == Some(Work::Message) {
                     self.messages = self.messages.saturating_sub(1);
                 }
-                if let (Some(Work::Marker { .. }), Some(left)) = (work, &mut self.draining) {
-                    *left = left.saturating_sub(1);
+                if let (Some(Work::Marker { .. }), Some(drain)) = (work, &mut self.draining) {
+                    drain.ended += 1;
                     continue;
                 }
                 // The status before anything else: the rest means nothing without.

@@ -59,8 +59,8 @@ impl Role for Sending {
 
 impl Sending {
     /// The requests of one position over a path.
-    fn post_position(&mut self, driver: &Driver, link: Link, position: u64) -> Result<Posted, Failure> {
-        let path = &driver.paths[usize::from(link.path)];
+    fn post_position(&mut self, driver: &mut Driver, link: Link, position: u64) -> Result<Posted, Failure> {
+        let path = &mut driver.paths[usize::from(link.path)];
         let Step {
             notice,
             length,
@@ -159,7 +159,7 @@ impl Sender {
         step.notice[..notice.len()].copy_from_slice(notice);
         (step.length, step.bytes) = (notice.len(), bytes);
         self.agreement.post(self.driver.now());
-        let posted = self.role.post_position(&self.driver, link, position);
+        let posted = self.role.post_position(&mut self.driver, link, position);
         if let Err(failure) = &posted {
             // It counts as posted: what the peer lacks is posted again.
             self.driver.fail(link, failure.clone());

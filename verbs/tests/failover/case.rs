@@ -1,0 +1,244 @@
+//! Cases: what ranks do, what fails, and what must come of it.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use ringsight_failover::Settings;
+
+use super::run::Seen;
+
+/// Which ports go down.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Side {
+    Sender,
+    Receiver,
+    Both,
+}
+
+/// What goes down, and what comes back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Failure {
+    /// Nothing.
+    None,
+    Primary,
+    Backup,
+    /// The primary; when steps go over the backup, that one, and the primary comes back.
+    PrimaryThenBackup,
+    /// The primary, for `down-ms`, `flaps` times with as long between them.
+    Flap,
+    /// Packets of the primary are lost, both ways, and nothing says so.
+    Silent,
+    /// Both, for good.
+    All,
+    /// Links go down and come up at random, `flaps` times; at last the primary stays down. The boundary is the seed.
+    Chaos,
+}
+
+/// What the ranks do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Work {
+    /// One sends, the other receives.
+    SendRecv,
+    /// Each sends to the other: reduce-scatter, then all-gather of a ring of two.
+    AllReduce,
+}
+
+/// One case.
+#[derive(Clone, Debug)]
+pub(crate) struct Case {
+    /// As it was given.
+    pub(crate) line: String,
+    pub(crate) work: Work,
+    pub(crate) failure: Failure,
+    pub(crate) side: Side,
+    /// The work request before which the link goes down.
+    pub(crate) boundary: u64,
+    /// `steps`: steps of each sender.
+    pub(crate) steps: u64,
+    /// `load`: threads of each process that do nothing but be in the way.
+    pub(crate) load: usize,
+    /// `pace-us`: least time from one step to the next.
+    pub(crate) pace: Duration,
+    /// `away-ms`: the first rank sleeps at the boundary, with steps under way.
+    pub(crate) away: Duration,
+    /// `down-ms`: how long a link is down.
+    pub(crate) down: Duration,
+    /// `flaps`: how often.
+    pub(crate) flaps: u32,
+    /// `loose`: paths may be left for no reason, so any switches are right, and so is an error that no path works.
+    pub(crate) loose: bool,
+    /// `alone`: there is no path but the backup.
+    pub(crate) alone: bool,
+    /// `lean`: nothing but the ends runs: bytes are neither made nor looked at, nobody sleeps, and messages outside are seldom
+    /// looked for.
+    pub(crate) lean: bool,
+    /// Settings that differ: `RINGSIGHT_NET_` and what stands in upper case.
+    variables: BTreeMap<String, String>,
+}
+
+impl Case {
+    /// Of `work failure side boundary`, and words `name=value`.
+    pub(crate) fn parse(line: &str) -> Option<Self> {
+        let mut words = line.split_whitespace();
+        let mut case = Self {
+            line: line.to_owned(),
+            work: match words.next()? {
+                "sendrecv" => Work::SendRecv,
+                "allreduce" => Work::AllReduce,
+                _ => return None,
+            },
+            failure: match words.next()? {
+                "none" => Failure::None,
+                "primary" => Failure::Primary,
+                "backup" => Failure::Backup,
+                "primary-backup" => Failure::PrimaryThenBackup,
+                "flap" => Failure::Flap,
+                "silent" => Failure::Silent,
+                "all" => Failure::All,
+                "chaos" => Failure::Chaos,
+                _ => return None,
+            },
+            side: match words.next()? {
+                "sender" => Side::Sender,
+                "receiver" => Side::Receiver,
+                "both" => Side::Both,
+                _ => return None,
+            },
+            boundary: words.next()?.parse().ok()?,
+            steps: 64,
+            load: 0,
+            pace: Duration::ZERO,
+            away: Duration::ZERO,
+            down: Duration::from_millis(20),
+            flaps: 1,
+            loose: false,
+            alone: false,
+            lean: false,
+            variables: BTreeMap::new(),
+        };
+        if case.failure == Failure::PrimaryThenBackup {
+            // Something is left to do when the second link fails, too.
+            case.steps = 80;
+        }
+        for word in words {
+            let (name, value) = word.split_once('=')?;
+            let number = || value.parse::<u64>().ok();
+            match name {
+                "steps" => case.steps = number()?,
+                "load" => case.load = number()? as usize,
+                "pace-us" => case.pace = Duration::from_micros(number()?),
+                "away-ms" => case.away = Duration::from_millis(number()?),
+                "down-ms" => case.down = Duration::from_millis(number()?),
+                "flaps" => case.flaps = number()? as u32,
+                "loose" => case.loose = number()? > 0,
+                "alone" => case.alone = number()? > 0,
+                // They tell runs of a case apart.
+                "of" | "run" => {}
+                "lean" => case.lean = number()? > 0,
+                name if name
+                    .chars()
+                    .all(|letter| letter.is_ascii_uppercase() || letter == '_') =>
+                {
+                    case.variables
+                        .insert(format!("RINGSIGHT_NET_{name}"), value.to_owned());
+                }
+                _ => return None,
+            }
+        }
+        let boundary_is_one = case.boundary < case.steps || case.failure == Failure::Chaos;
+        (boundary_is_one && case.steps.is_multiple_of(2) && case.settings().is_some()).then_some(case)
+    }
+
+    /// What the connections are to keep to.
+    pub(crate) fn settings(&self) -> Option<Settings> {
+        Settings::read(|name| {
+            let own = self.variables.get(name).cloned();
+            // The machine is emulated, and may have other things to do.
+            own.or_else(|| match name {
+                "RINGSIGHT_NET_TIMEOUT_MS" => Some("6000".into()),
+                // How long does not matter.
+                "RINGSIGHT_NET_GIVE_UP_MS" if self.failure == Failure::All => Some("3000".into()),
+                "RINGSIGHT_NET_GIVE_UP_MS" => Some("30000".into()),
+                _ => None,
+            })
+        })
+        .ok()
+    }
+
+    /// Interfaces of a link that fail.
+    pub(crate) fn interfaces(&self, link: usize) -> Vec<String> {
+        match self.side {
+            Side::Sender => vec![format!("nic{link}")],
+            Side::Receiver => vec![format!("pnic{link}")],
+            Side::Both => vec![format!("nic{link}"), format!("pnic{link}")],
+        }
+    }
+
+    /// What it came to.
+    pub(crate) fn verdict(&self, seen: &Seen) -> Verdict {
+        if let Some(wrong) = &seen.wrong {
+            return Verdict::Wrong(wrong.clone());
+        }
+        let is_of_paths = |text: &String| text.contains("no path");
+        if self.loose {
+            // Whoever gives up first, the other learns of it.
+            let errors = [&seen.error, &seen.peer];
+            return match errors.into_iter().flatten().find(|text| !is_of_paths(text)) {
+                Some(text) => Verdict::Wrong(text.clone()),
+                None => Verdict::Right,
+            };
+        }
+        if seen.down.is_none() && self.failure != Failure::None {
+            return Verdict::Wrong("the link never went down".into());
+        }
+        match (&seen.error, self.failure) {
+            (Some(text), Failure::All) if is_of_paths(text) => return Verdict::Right,
+            (None, Failure::All) => return Verdict::Wrong("it went on without a link".into()),
+            (Some(text), _) => return Verdict::Wrong(text.clone()),
+            (None, _) => {}
+        }
+        if let Some(text) = &seen.peer {
+            return Verdict::Wrong(format!("the other rank: {text}"));
+        }
+        // Steps that come one by one may all be there.
+        if seen.outstanding == 0 && self.failure != Failure::None && self.pace.is_zero() {
+            return Verdict::Missed("no work request was outstanding".into());
+        }
+        let away = seen.switches.first() == Some(&(0, 1));
+        let back = seen.switches.get(1) == Some(&(1, 0));
+        let (is_expected, may_miss) = match self.failure {
+            Failure::Primary | Failure::Silent => (away, false),
+            // A single one may be over before it is over for the connection; after many it must be back.
+            Failure::Flap if self.flaps == 1 => (away, false),
+            Failure::Flap => (
+                away && seen.switches.last().is_some_and(|(_, to)| *to == 0),
+                false,
+            ),
+            // Everything may be over before the second link fails.
+            Failure::PrimaryThenBackup => (away && back, away),
+            Failure::None | Failure::Backup => (seen.switches.is_empty(), false),
+            Failure::All | Failure::Chaos => (true, false),
+        };
+        let text = || format!("switches {:?}, broken {:?}", seen.switches, seen.broken);
+        match (is_expected, may_miss) {
+            (true, _) => Verdict::Right,
+            (false, true) => Verdict::Missed(text()),
+            (false, false) => Verdict::Wrong(text()),
+        }
+    }
+}
+
+/// What a case came to.
+pub(crate) enum Verdict {
+    Right,
+    /// It did not come to what it is for: to be tried again.
+    Missed(String),
+    Wrong(String),
+}
+
+/// A number that follows from another one (splitmix64).
+pub(crate) fn mix(value: u64) -> u64 {
+    let mut z = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ z >> 31
+}

@@ -1,0 +1,123 @@
+//! Connections whose ports fail, in a guest: two processes move numbered steps over two soft-RoCE links, and a link goes down.
+//!
+//! Which cases are run is in `RINGSIGHT_FAILOVER_CASES`, one in each line ([`case::Case::parse`]); `cargo xtask vm failover` makes
+//! them. A case is one line of output: what it is, and what came of it.
+
+mod calls;
+mod case;
+mod links;
+mod outside;
+mod rank;
+mod run;
+
+use std::{
+    net::{TcpListener, TcpStream},
+    process::{Child, Command},
+    time::{Duration, Instant},
+};
+
+use case::{Case, Failure, Verdict};
+use links::{lose_packets, mend};
+use outside::GO;
+use rank::Rank;
+use run::{CALLS, LONGEST, run};
+
+/// No case takes so long.
+const PATIENCE: Duration = Duration::from_secs(100);
+
+const PEER: &str = "RINGSIGHT_FAILOVER_PEER";
+const CASES: &str = "RINGSIGHT_FAILOVER_CASES";
+
+/// One of each kind, where nothing else is asked for.
+const USUAL: [&str; 10] = [
+    // Who comes back after the time-out finds the completion, not a path that failed.
+    "sendrecv none sender 20 away-ms=4000 TIMEOUT_MS=3000 PROBE_MS=60000",
+    "sendrecv primary sender 0",
+    "sendrecv primary receiver 31",
+    "sendrecv backup sender 17",
+    "sendrecv primary-backup both 9",
+    "sendrecv flap sender 63",
+    "allreduce primary both 32",
+    "allreduce primary-backup sender 12",
+    "allreduce flap receiver 40",
+    "allreduce all both 5",
+];
+
+fn cases() -> Vec<Case> {
+    let text = std::env::var(CASES).unwrap_or_else(|_| USUAL.join("\n"));
+    text.lines()
+        .map(|line| Case::parse(line).unwrap_or_else(|| panic!("no case: {line}")))
+        .collect()
+}
+
+fn peer(listener: &TcpListener) -> Child {
+    Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "links_fail", "--ignored", "--nocapture"])
+        .env(PEER, listener.local_addr().unwrap().port().to_string())
+        .spawn()
+        .unwrap()
+}
+
+#[test]
+#[ignore = "helper: needs two soft-RoCE links, run in a guest"]
+fn links_fail() {
+    if let Ok(port) = std::env::var(PEER) {
+        let stream = TcpStream::connect(("127.0.0.1", port.parse().unwrap())).unwrap();
+        let mut rank = Rank::new(1, stream);
+        for (number, case) in (0..).zip(cases()) {
+            rank.outside.wait(GO);
+            run(&mut rank, case, number);
+        }
+        return;
+    }
+    mend();
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let mut child = peer(&listener);
+    let mut rank = Rank::new(0, listener.accept().unwrap().0);
+    let mut wrong = 0;
+    for (number, case) in (0..).zip(cases()) {
+        rank.outside.put(GO, &[]);
+        let start = Instant::now();
+        let seen = run(&mut rank, case.clone(), number);
+        let (is_right, counts, text) = match case.verdict(&seen) {
+            Verdict::Right => (true, true, None),
+            Verdict::Missed(text) => (true, false, Some(text)),
+            Verdict::Wrong(text) => (false, true, Some(text)),
+        };
+        wrong += u32::from(!is_right);
+        let milliseconds =
+            |time: Option<Duration>| time.map(|time| (time.as_secs_f64() * 1e4).round() / 10.0);
+        let both = |which: usize| seen.costs[0][which] + seen.costs[1][which];
+        let outcome = serde_json::json!({
+            "case": case.line,
+            "ok": is_right,
+            "counts": counts,
+            "text": text,
+            "outstanding": seen.outstanding,
+            "replayed": seen.replayed,
+            "switches": seen.switches,
+            "broken": seen.broken,
+            "switch_ms": milliseconds(seen.switch),
+            "recovered_ms": milliseconds(seen.recovered),
+            "back_ms": milliseconds(seen.back),
+            "took_ms": milliseconds(Some(start.elapsed())),
+            "ran_ms": milliseconds(Some(seen.ran)),
+            "longest_look_ms": seen.costs.map(|costs| costs[LONGEST] / 1000),
+            "mib_per_s": seen.rate(),
+            "step_requests": both(0),
+            "credits": both(1),
+            "other_requests": both(2),
+            "completions": both(3),
+            "calls": both(CALLS),
+            "wire_bytes": seen.wire,
+            "error": seen.error.or(seen.peer),
+        });
+        println!("\n{outcome}");
+        if case.failure == Failure::Silent {
+            lose_packets(0, false);
+        }
+        mend();
+    }
+    assert!(child.wait().unwrap().success());
+    assert_eq!(wrong, 0, "cases that went wrong");
+}

@@ -1,0 +1,154 @@
+//! A process of the test: a rank with its two ports.
+
+use std::{net::TcpStream, path::Path as FilePath, sync::Arc};
+
+use ringsight_verbs::{
+    config::{Config, Filter},
+    device::Memory,
+    endpoint::{Control, Failover, Path, Peer, Receiver, SLOTS, Sender, Slots},
+    hub::Hub,
+    port::Net,
+    queue::Patience,
+    wire::Offer,
+};
+
+use super::{
+    calls::Calls,
+    case::{Case, mix},
+    outside::{OFFER, Outside, READY},
+};
+
+/// Bytes of a slot, and of a step.
+pub(crate) const SLOT: usize = 16 << 10;
+pub(crate) const SLOTS_AT: Slots = Slots {
+    offset: 0,
+    bytes: SLOT,
+};
+
+/// Memory with slots, and where it is. There are as many as ends of a process, and they serve all cases.
+fn slots() -> (Memory, *mut u64) {
+    let memory = Box::leak(vec![0_u64; SLOTS * SLOT / 8].into_boxed_slice());
+    let base = memory.as_mut_ptr();
+    // SAFETY: never freed, and from here on used by its address alone.
+    (
+        unsafe { Memory::new(base.cast(), SLOTS * SLOT, Arc::new(())) },
+        base,
+    )
+}
+
+/// A process: a rank, with its two ports.
+pub(crate) struct Rank {
+    pub(crate) number: usize,
+    pub(crate) net: Arc<Net>,
+    pub(crate) hub: Arc<Hub>,
+    pub(crate) outside: Outside,
+    pub(crate) sends: (Memory, *mut u64),
+    pub(crate) receives: (Memory, *mut u64),
+    pub(crate) calls: Calls,
+    seed: u64,
+}
+
+impl Rank {
+    pub(crate) fn new(number: usize, stream: TcpStream) -> Self {
+        let devices = [["hca0", "hca1"], ["peer0", "peer1"]][number];
+        let config = Config {
+            devices: Filter::parse(&format!("={}", devices.join(","))),
+            // Seven tries, for soft-RoCE takes a retry count of seven to be infinite.
+            patience: Patience {
+                // 1.9 s in all, and 0.3 s for a packet that is lost: the machine is emulated, and may have other things to do.
+                timeout: 16,
+                retries: 6,
+            },
+            ..Config::default()
+        };
+        Self {
+            number,
+            net: Arc::new(Net::new(config, FilePath::new("/sys")).unwrap()),
+            hub: Hub::new(Arc::default()),
+            outside: Outside::new(stream),
+            sends: slots(),
+            receives: slots(),
+            calls: Calls::new(),
+            seed: std::process::id().into(),
+        }
+    }
+
+    /// Has all connections from here on keep to a case's settings.
+    pub(crate) fn prepare(&mut self, case: &Case) {
+        let settings = case.settings().expect("settings of a case that was parsed");
+        self.hub = Hub::new(Arc::new(settings));
+    }
+
+    /// Numbers of the ports that a case's paths are over.
+    fn ports(case: &Case) -> Vec<usize> {
+        if case.alone { vec![1] } else { vec![0, 1] }
+    }
+
+    /// Paths of an end.
+    fn paths(&mut self, is_receiver: bool, control: &Control, case: &Case) -> Vec<Path> {
+        Self::ports(case)
+            .into_iter()
+            .enumerate()
+            .map(|(index, port)| {
+                let port = self.net.open(port).unwrap();
+                let memory = if is_receiver {
+                    &self.receives.0
+                } else {
+                    &self.sends.0
+                };
+                let mut seed = self.seed;
+                self.seed = mix(self.seed);
+                let draw = || {
+                    seed = mix(seed);
+                    seed as u32
+                };
+                Path::new(index, port, (memory, is_receiver), control, draw).unwrap()
+            })
+            .collect()
+    }
+
+    /// Connects an end's paths to the peer's.
+    fn connect(&mut self, paths: &mut [Path], control: &Control, slots: u64) {
+        let offer = Offer {
+            failover: self.hub.settings().enabled,
+            slots,
+            control: control.memory().address(),
+            paths: paths.iter().map(Path::offer).collect(),
+        };
+        self.outside.put(OFFER, &offer.encode());
+        let peer = Offer::parse(&self.outside.wait(OFFER)).unwrap();
+        for (path, other) in paths.iter_mut().zip(peer.paths) {
+            let peer = Peer {
+                slots: peer.slots,
+                control: peer.control,
+                path: other,
+            };
+            path.connect(peer).unwrap();
+        }
+        self.outside.put(READY, &[]);
+        self.outside.wait(READY);
+    }
+
+    fn failover(&self, case: &Case) -> Failover {
+        Failover {
+            hub: Arc::clone(&self.hub),
+            net: Some(Arc::clone(&self.net)),
+            ports: Self::ports(case),
+        }
+    }
+
+    pub(crate) fn sender(&mut self, case: &Case) -> Sender {
+        let control = Control::new().unwrap();
+        let mut paths = self.paths(false, &control, case);
+        self.connect(&mut paths, &control, 0);
+        Sender::with_failover(paths, control, SLOTS_AT, self.failover(case))
+    }
+
+    pub(crate) fn receiver(&mut self, case: &Case) -> Receiver {
+        let control = Control::new().unwrap();
+        let mut paths = self.paths(true, &control, case);
+        let slots = self.receives.0.address();
+        self.connect(&mut paths, &control, slots);
+        Receiver::with_failover(paths, control, self.failover(case))
+    }
+}

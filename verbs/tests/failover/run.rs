@@ -1,0 +1,527 @@
+//! One case, as one of the ranks goes through it.
+
+use std::{
+    collections::VecDeque,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use ringsight_failover::Report;
+use ringsight_verbs::endpoint::{Noted, Receiver, SLOTS, Sender};
+
+use super::{
+    PATIENCE,
+    case::{Case, Failure, Work, mix},
+    links::{Plan, chaos, lose_packets, sent_bytes, set_up},
+    outside::{COSTS, DONE, MESSAGE, parse_done},
+    rank::{Rank, SLOT, SLOTS_AT},
+};
+
+/// Words of a rank's part of the input.
+fn input(rank: u64, case: u64, chunk: u64) -> impl Iterator<Item = u64> {
+    (0..SLOT as u64 / 8).map(move |word| mix(rank << 60 ^ case << 32 ^ chunk << 16 ^ word))
+}
+
+/// Place of the system calls in a rank's costs.
+pub(crate) const CALLS: usize = 4;
+/// Place of the longest that one look at the ends took, in microseconds.
+pub(crate) const LONGEST: usize = 5;
+
+/// What came of a case, seen by one rank.
+#[derive(Default)]
+pub(crate) struct Seen {
+    pub(crate) error: Option<String>,
+    /// Work requests outstanding when the path in use broke.
+    pub(crate) outstanding: u64,
+    pub(crate) switches: Vec<(u8, u8)>,
+    pub(crate) replayed: u64,
+    pub(crate) broken: Vec<String>,
+    /// When the link went down; to the first post on the other path, and to the first one that got over.
+    pub(crate) down: Option<Duration>,
+    pub(crate) switch: Option<Duration>,
+    pub(crate) recovered: Option<Duration>,
+    pub(crate) wrong: Option<String>,
+    /// What the other rank found wrong, its error included.
+    pub(crate) peer: Option<String>,
+    /// When a link was up again for the last time; from then to the last switch back to the primary path.
+    up: Option<Duration>,
+    pub(crate) back: Option<Duration>,
+    /// Steps and time from the first acknowledged step of a window to the last one: since the first step over the other path, or, if
+    /// there is no switch, since the beginning.
+    window: Option<(Duration, u64)>,
+    last: (Duration, u64),
+    /// How long the case itself took, without its connections.
+    pub(crate) ran: Duration,
+    /// Bytes that went over the links in that time.
+    pub(crate) wire: u64,
+    /// What this rank and the other cost: requests of steps, credits, other requests, completions; then [`CALLS`] and [`LONGEST`].
+    pub(crate) costs: [[u64; COSTS]; 2],
+}
+
+impl Seen {
+    fn note(&mut self, noted: Noted) {
+        let since = self.down.map(|down| noted.at.saturating_sub(down));
+        match noted.report {
+            Report::Switched {
+                from, to, replayed, ..
+            } => {
+                if to == 0 {
+                    self.back = self.up.map(|up| noted.at.saturating_sub(up));
+                }
+                self.switches.push((from, to));
+                self.replayed += replayed;
+                self.switch = self.switch.or(since);
+            }
+            Report::Recovered { .. } if self.recovered.is_none() => {
+                self.recovered = since;
+                self.window = None;
+            }
+            Report::Recovered { .. } => {}
+            Report::Broken { link, cause, .. } => self.broken.push(format!("{}:{cause}", link.path)),
+            Report::Restored { .. } => {}
+        }
+    }
+
+    /// So many steps are over.
+    fn acked(&mut self, now: Duration, acked: u64) {
+        if acked > self.last.1 {
+            self.last = (now, acked);
+            self.window.get_or_insert(self.last);
+        }
+    }
+
+    /// MiB/s in the window.
+    pub(crate) fn rate(&self) -> Option<f64> {
+        let (start, first) = self.window?;
+        let (steps, time) = (self.last.1 - first, self.last.0.saturating_sub(start));
+        (steps > 0).then(|| steps as f64 * SLOT as f64 / f64::from(1 << 20) / time.as_secs_f64())
+    }
+}
+
+/// Threads that are in the way.
+struct Load(Arc<AtomicBool>, Vec<JoinHandle<()>>);
+
+impl Load {
+    fn new(threads: usize) -> Self {
+        let ends = Arc::new(AtomicBool::new(false));
+        let spin = |_| {
+            let ends = Arc::clone(&ends);
+            // Relaxed: says nothing but itself.
+            thread::spawn(move || while !ends.load(Ordering::Relaxed) {})
+        };
+        let threads = (0..threads).map(spin).collect();
+        Self(ends, threads)
+    }
+}
+
+impl Drop for Load {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+        for thread in self.1.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Moves all steps of a case, as one of the ranks.
+struct Run<'a> {
+    rank: &'a mut Rank,
+    case: Case,
+    number: u64,
+    sender: Option<Sender>,
+    receiver: Option<Receiver>,
+    /// All-reduce: sums of what was received in the first half, by step.
+    sums: VecDeque<Vec<u64>>,
+    seen: Seen,
+    plan: Plan,
+    second: bool,
+    /// When the last step was posted.
+    posted_at: Option<Duration>,
+}
+
+impl Run<'_> {
+    /// What goes out in a step.
+    fn outgoing(&self, step: u64) -> Option<Vec<u64>> {
+        let rank = self.rank.number as u64;
+        if self.case.lean {
+            return Some(Vec::new());
+        }
+        match self.case.work {
+            Work::SendRecv => Some(input(rank, self.number, step).collect()),
+            // The other's half as it is here, then one's own half as it has become.
+            Work::AllReduce if step < self.case.steps / 2 => {
+                Some(input(rank, self.number, step + (1 - rank) * self.case.steps / 2).collect())
+            }
+            Work::AllReduce => self.sums.get((step - self.case.steps / 2) as usize).cloned(),
+        }
+    }
+
+    /// What must come in, in a step; what is kept of it.
+    fn incoming(&mut self, step: u64, got: &[u64]) {
+        if self.case.lean {
+            return;
+        }
+        let (rank, number) = (self.rank.number as u64, self.number);
+        let mut expected: Vec<u64> = match self.case.work {
+            Work::SendRecv => input(1 - rank, number, step).collect(),
+            Work::AllReduce => input(
+                1 - rank,
+                number,
+                step % (self.case.steps / 2)
+                    + if step < self.case.steps / 2 {
+                        rank
+                    } else {
+                        1 - rank
+                    } * self.case.steps
+                        / 2,
+            )
+            .collect(),
+        };
+        if self.case.work == Work::AllReduce {
+            let half = if step < self.case.steps / 2 {
+                rank
+            } else {
+                1 - rank
+            };
+            let own: Vec<u64> = input(
+                rank,
+                number,
+                step % (self.case.steps / 2) + half * self.case.steps / 2,
+            )
+            .collect();
+            let sum = |other: &[u64]| -> Vec<u64> {
+                own.iter().zip(other).map(|(a, b)| a.wrapping_add(*b)).collect()
+            };
+            if step < self.case.steps / 2 {
+                self.sums.push_back(sum(got));
+            } else {
+                expected = sum(&expected);
+            }
+        }
+        if got != expected && self.seen.wrong.is_none() {
+            self.seen.wrong = Some(format!("step {step} is not what was sent"));
+        }
+    }
+
+    fn run(mut self) -> Seen {
+        let start = Instant::now();
+        let (before, wire) = (self.costs(), sent_bytes());
+        if let Some(receiver) = &mut self.receiver {
+            receiver.set_busy(true);
+            receiver.grant((SLOTS as u64).min(self.case.steps)).unwrap();
+        }
+        if let Some(sender) = &mut self.sender {
+            sender.set_busy(true);
+        }
+        let mut is_done = false;
+        let mut peer_is_done = false;
+        let mut longest = Duration::ZERO;
+        for turns in 0_u64.. {
+            if is_done && peer_is_done {
+                break;
+            }
+            let now = start.elapsed();
+            if now > PATIENCE + self.case.pace * self.case.steps as u32 {
+                self.seen.error = Some(self.hanging(is_done, self.seen.error.as_deref()));
+                return self.seen;
+            }
+            let result = self.turn();
+            longest = longest.max(start.elapsed() - now);
+            if !self.case.lean || turns.is_multiple_of(SELDOM) {
+                peer_is_done |= self.listen();
+                self.pass_on();
+            }
+            let moved = match result {
+                Ok(moved) => moved,
+                Err(text) => {
+                    self.seen.error.get_or_insert(text);
+                    false
+                }
+            };
+            if let Some(sender) = &self.sender {
+                self.seen.acked(now, sender.acked());
+            }
+            let sent = self
+                .sender
+                .as_ref()
+                .is_none_or(|sender| sender.acked() == self.case.steps);
+            let got = self
+                .receiver
+                .as_ref()
+                .is_none_or(|receiver| receiver.taken() == self.case.steps);
+            if !is_done && (sent && got || self.seen.error.is_some()) {
+                is_done = true;
+                let costs = self.costs();
+                self.seen.costs[0] = std::array::from_fn(|i| costs[i].saturating_sub(before[i]));
+                self.seen.costs[0][LONGEST] = longest.as_micros() as u64;
+                self.seen.ran = now;
+                self.seen.wire = sent_bytes() - wire;
+                let wrong = self.seen.wrong.as_ref().or(self.seen.error.as_ref());
+                let wrong = wrong.map_or("", String::as_str);
+                self.rank.outside.put_done(wrong, self.seen.costs[0]);
+            }
+            if !moved && !self.case.lean {
+                self.rank.outside.calls += 1;
+                thread::sleep(Duration::from_micros(100));
+            }
+        }
+        self.seen
+    }
+
+    /// What an end that does not come to its end is in.
+    fn hanging(&self, is_done: bool, error: Option<&str>) -> String {
+        if is_done {
+            return format!(
+                "nothing is heard of the other rank; here {}",
+                error.unwrap_or("all is well")
+            );
+        }
+        let sender = self.sender.as_ref().map(|sender| {
+            let paths: Vec<_> = sender.views().collect();
+            let counts = (sender.posted(), sender.acked(), sender.granted());
+            format!("sender {counts:?} {} {paths:?}", sender.is_recovering())
+        });
+        let receiver = self.receiver.as_ref().map(|receiver| {
+            let paths: Vec<_> = receiver.views().collect();
+            format!(
+                "receiver {} {} {paths:?}",
+                receiver.taken(),
+                receiver.is_recovering()
+            )
+        });
+        println!("rank {} hangs: {sender:?} {receiver:?}", self.rank.number);
+        "it hangs".into()
+    }
+
+    /// What this rank has cost so far.
+    fn costs(&self) -> [u64; COSTS] {
+        let of_sender = self.sender.iter().flat_map(Sender::paths);
+        let of_receiver = self.receiver.iter().flat_map(Receiver::paths);
+        let mut costs = [0; COSTS];
+        for path in of_sender.chain(of_receiver) {
+            let counts = path.counts();
+            let all = [counts.steps, counts.credits, counts.others, counts.completions];
+            costs.iter_mut().zip(all).for_each(|(sum, count)| *sum += count);
+        }
+        costs[CALLS] = self.rank.calls.count().saturating_sub(self.rank.outside.calls);
+        costs
+    }
+
+    /// Takes what the other rank says; whether it is done.
+    fn listen(&mut self) -> bool {
+        while let Some((tag, bytes)) = self.rank.outside.take() {
+            match MESSAGE.iter().position(|message| *message == tag) {
+                // A connection is known by the rank that sends.
+                Some(of) if of == self.rank.number => {
+                    drop(self.sender.as_mut().map(|sender| sender.hear(&bytes)));
+                }
+                Some(_) => drop(self.receiver.as_mut().map(|receiver| receiver.hear(&bytes))),
+                None => {
+                    assert_eq!(tag, DONE);
+                    (self.seen.peer, self.seen.costs[1]) = parse_done(&bytes);
+                    // What follows is of the next case.
+                    return true;
+                }
+            }
+        }
+        false
+    }
+
+    /// Has the peer hear what is to be said, and keeps what is for the record.
+    fn pass_on(&mut self) {
+        let number = self.rank.number;
+        while let Some(message) = self.sender.as_mut().and_then(Sender::take_outgoing) {
+            self.rank.outside.put(MESSAGE[number], &message);
+        }
+        while let Some(message) = self.receiver.as_mut().and_then(Receiver::take_outgoing) {
+            self.rank.outside.put(MESSAGE[1 - number], &message);
+        }
+        while let Some(noted) = self.sender.as_mut().and_then(Sender::take_noted) {
+            if matches!(noted.report, Report::Broken { active: true, .. })
+                && let Some(sender) = &self.sender
+            {
+                self.seen.outstanding = self.seen.outstanding.max(sender.posted() - sender.acked());
+            }
+            self.seen.note(noted);
+        }
+        while self.receiver.as_mut().and_then(Receiver::take_noted).is_some() {}
+    }
+
+    fn turn(&mut self) -> Result<bool, String> {
+        let mut moved = false;
+        self.links();
+        let next = self
+            .sender
+            .as_ref()
+            .filter(|sender| sender.may_post())
+            .map(Sender::posted);
+        if let Some(position) = next
+            && position < self.case.steps
+            && let Some(words) = self.outgoing(position)
+            && let Some(sender) = &mut self.sender
+            && position < sender.acked() + SLOTS as u64
+            && self
+                .posted_at
+                .is_none_or(|at| self.case.pace.is_zero() || self.rank.hub.now() >= at + self.case.pace)
+        {
+            self.posted_at = Some(self.rank.hub.now());
+            // SAFETY: a slot that was acknowledged: nobody else uses it.
+            unsafe {
+                self.rank
+                    .sends
+                    .1
+                    .byte_add(SLOTS_AT.at(position))
+                    .copy_from(words.as_ptr(), words.len());
+            };
+            sender
+                .post(&position.to_le_bytes(), SLOT)
+                .map_err(|failure| failure.text)?;
+            moved = true;
+            if position == self.case.boundary && self.rank.number == 0 {
+                // The device goes on.
+                thread::sleep(self.case.away);
+            }
+        }
+        if let Some(sender) = &mut self.sender {
+            moved |= sender.poll().map_err(|failure| failure.text)?;
+        }
+        let Some(mut receiver) = self.receiver.take() else {
+            return Ok(moved);
+        };
+        let polled = receiver.poll().map_err(|failure| failure.text);
+        let mut result = polled.map(|polled| polled | moved);
+        while let Ok(moved) = &mut result {
+            match receiver.take() {
+                Ok(Some(arrived)) => {
+                    *moved = true;
+                    let step = arrived.position;
+                    if arrived.notice() != step.to_le_bytes() || step + 1 != receiver.taken() {
+                        self.seen.wrong = Some(format!("step {step} is not the one that was sent"));
+                    }
+                    let mut got = vec![0_u64; if self.case.lean { 0 } else { SLOT / 8 }];
+                    // SAFETY: the step is here, and its slot is granted again only below.
+                    unsafe {
+                        got.as_mut_ptr()
+                            .copy_from(self.rank.receives.1.byte_add(SLOTS_AT.at(step)), got.len());
+                    };
+                    self.incoming(step, &got);
+                    let room = (receiver.taken() + SLOTS as u64).min(self.case.steps);
+                    if let Err(failure) = receiver.grant(room) {
+                        result = Err(failure.text);
+                    }
+                }
+                Ok(None) => break,
+                Err(failure) => result = Err(failure.text),
+            }
+        }
+        self.receiver = Some(receiver);
+        result
+    }
+
+    /// The failing, which is the first rank's to do.
+    fn links(&mut self) {
+        if self.case.failure == Failure::None || self.rank.number > 0 {
+            return;
+        }
+        let now = self.rank.hub.now();
+        while let Some((_, interface, up)) = self.plan.pop_front_if(|(at, ..)| *at <= now) {
+            set_up(&interface, up);
+            if up {
+                self.seen.up = Some(self.rank.hub.now());
+            }
+        }
+        let Some(sender) = &self.sender else { return };
+        let boundary = match self.case.failure {
+            Failure::Chaos => 0,
+            _ => self.case.boundary,
+        };
+        let next = sender.may_post() && sender.posted() == boundary;
+        if next && self.seen.down.is_none() {
+            self.seen.down = Some(now);
+            let links: &[usize] = match self.case.failure {
+                Failure::Primary | Failure::PrimaryThenBackup | Failure::Flap => &[0],
+                Failure::Backup => &[1],
+                Failure::All => &[0, 1],
+                Failure::Silent | Failure::Chaos | Failure::None => &[],
+            };
+            for link in links {
+                self.case
+                    .interfaces(*link)
+                    .iter()
+                    .for_each(|interface| set_up(interface, false));
+            }
+            match self.case.failure {
+                Failure::Backup => self.seen.outstanding = sender.posted() + 1 - sender.acked(),
+                Failure::Flap => self.plan = flaps(&self.case, now),
+                Failure::Silent => lose_packets(0, true),
+                Failure::Chaos => self.plan = chaos(self.case.boundary, now, self.case.flaps),
+                _ => {}
+            }
+        }
+        if self.case.failure == Failure::PrimaryThenBackup && self.seen.recovered.is_some() && !self.second {
+            self.second = true;
+            self.case
+                .interfaces(1)
+                .iter()
+                .for_each(|interface| set_up(interface, false));
+            self.case
+                .interfaces(0)
+                .iter()
+                .for_each(|interface| set_up(interface, true));
+        }
+    }
+}
+
+/// A link that went down at `start` comes up, goes down, … and stays up.
+fn flaps(case: &Case, start: Duration) -> Plan {
+    let mut plan = Plan::new();
+    for flap in 0..case.flaps {
+        let up = start + case.down * (2 * flap + 1);
+        for interface in case.interfaces(0) {
+            if flap > 0 {
+                plan.push_back((up - case.down, interface.clone(), false));
+            }
+            plan.push_back((up, interface, true));
+        }
+    }
+    plan.make_contiguous().sort_by_key(|(at, ..)| *at);
+    plan
+}
+
+/// Turns from one look at what comes outside to the next one, where nothing is to come.
+const SELDOM: u64 = 4096;
+
+/// Goes through a case.
+pub(crate) fn run(rank: &mut Rank, case: Case, number: u64) -> Seen {
+    rank.prepare(&case);
+    let (sender, receiver) = match (case.work, rank.number) {
+        (Work::SendRecv, 0) => (Some(rank.sender(&case)), None),
+        (Work::SendRecv, _) => (None, Some(rank.receiver(&case))),
+        (Work::AllReduce, 0) => {
+            let sender = rank.sender(&case);
+            (Some(sender), Some(rank.receiver(&case)))
+        }
+        (Work::AllReduce, _) => {
+            let receiver = rank.receiver(&case);
+            (Some(rank.sender(&case)), Some(receiver))
+        }
+    };
+    let _load = Load::new(case.load);
+    let run = Run {
+        rank,
+        case,
+        number,
+        sender,
+        receiver,
+        sums: VecDeque::new(),
+        seen: Seen::default(),
+        plan: Plan::new(),
+        second: false,
+        posted_at: None,
+    };
+    run.run()
+}
