@@ -19,6 +19,8 @@ use serde_json::{Value, json};
 
 use super::{Guest, Series, test_program};
 
+mod measure;
+
 /// Work requests of a transfer.
 const BOUNDARIES: u64 = 64;
 /// Cases of a sample.
@@ -52,6 +54,16 @@ pub struct Options {
     /// Kernel.
     #[arg(long, value_enum, default_value = "6.1")]
     kernel: Series,
+    /// Measures instead: times to the first byte on the backup, throughput there, failback, flapping, what it costs when nothing fails.
+    #[arg(long, conflicts_with_all = ["full", "stress", "cases"])]
+    measure: bool,
+    /// Runs of each measured time.
+    #[arg(long, value_name = "N", default_value_t = 200, requires = "measure")]
+    runs: usize,
+    /// This many transfers over links that fail at random, with time-outs so short that paths are left for no reason, and with
+    /// processors that have other things to do: each must end, rightly or with an error.
+    #[arg(long, value_name = "N", conflicts_with = "full")]
+    stress: Option<usize>,
     /// Fail if a case does.
     #[arg(long)]
     check: bool,
@@ -74,12 +86,42 @@ fn all() -> Vec<String> {
 fn sample(mut cases: Vec<String>, count: usize, mut seed: u64) -> Vec<String> {
     for last in (1..cases.len()).rev() {
         seed = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = (seed ^ seed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        cases.swap(last, ((z ^ z >> 31) % (last as u64 + 1)) as usize);
+        cases.swap(last, (mix(seed) % (last as u64 + 1)) as usize);
     }
     cases.truncate(count);
     cases
+}
+
+/// Transfers over failing links, by a seed: it is in the case, and so are all that it says.
+fn stress(count: usize, seed: u64) -> Vec<String> {
+    let mut drawn = seed;
+    let mut draw = |of: &[u64]| {
+        drawn = drawn.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        of[(mix(drawn) >> 32) as usize % of.len()]
+    };
+    let case = |number: u64| {
+        let work = WORK[draw(&[0, 0, 1]) as usize];
+        // Those of a machine that is busy are right at the edge of what is too short.
+        let settings = format!(
+            "TIMEOUT_MS={} PROBE_MS={} RESEND_MS={} BACKOFF_MS={} PROBATION_MS={} GIVE_UP_MS={}",
+            draw(&[10, 30, 60, 100, 200, 400]),
+            draw(&[3, 20, 100]),
+            draw(&[1, 20]),
+            draw(&[5, 50]),
+            draw(&[1, 20]),
+            draw(&[1500, 4000]),
+        );
+        let (steps, flaps, load) = (draw(&[60, 200]), draw(&[0, 1, 2, 4, 8]), draw(&[0, 1, 3, 8]));
+        let chaos = seed.wrapping_add(number) % 1_000_000_007;
+        format!("{work} chaos both {chaos} loose=1 steps={steps} flaps={flaps} load={load} {settings}")
+    };
+    (0..count as u64).map(case).collect()
+}
+
+fn mix(value: u64) -> u64 {
+    let mut z = (value ^ value >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ z >> 31
 }
 
 /// Runs cases and says what came of them.
@@ -91,10 +133,11 @@ pub fn run(options: &Options) -> Result<ExitCode> {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         now.map_or(0, |now| now.as_nanos() as u64)
     });
-    let mut results = known(options)?;
-    let mut cases = match options.full {
-        true => all(),
-        false => {
+    let cases = match (options.measure, options.stress, options.full) {
+        (true, ..) => measure::cases(options.runs),
+        (_, Some(count), _) => stress(count, seed),
+        (.., true) => all(),
+        (.., false) => {
             let mut cases = sample(all(), options.cases, seed);
             // With nothing left the ranks must fail, and in time.
             cases.push(format!(
@@ -105,9 +148,24 @@ pub fn run(options: &Options) -> Result<ExitCode> {
             cases
         }
     };
-    if !options.full {
-        println!("seed {seed}, {} cases of {}", cases.len(), all().len());
+    if !options.full && !options.measure {
+        println!("seed {seed}, {} cases", cases.len());
     }
+    let results = run_all(options, cases)?;
+    let (report, ok) = match options.measure {
+        true => measure::report(&results),
+        false => report(&results),
+    };
+    println!("{report}");
+    Ok(match ok || !options.check {
+        true => ExitCode::SUCCESS,
+        false => ExitCode::FAILURE,
+    })
+}
+
+/// Runs the cases that were not run before, each until it counts.
+fn run_all(options: &Options, mut cases: Vec<String>) -> Result<BTreeMap<String, Value>> {
+    let mut results = known(options)?;
     cases.retain(|case| !results.contains_key(case));
     let program = test_program("ringsight-verbs", "failover")?;
     let mut waiting: VecDeque<(String, u32)> = cases.into_iter().map(|case| (case, 1)).collect();
@@ -136,12 +194,7 @@ pub fn run(options: &Options) -> Result<ExitCode> {
             results.insert(case, outcome.clone());
         }
     }
-    let (report, ok) = report(&results);
-    println!("{report}");
-    Ok(match ok || !options.check {
-        true => ExitCode::SUCCESS,
-        false => ExitCode::FAILURE,
-    })
+    Ok(results)
 }
 
 /// Cases that were run before.
@@ -214,6 +267,12 @@ fn line(case: &str, outcome: &Value) -> String {
     if let Some(time) = outcome["switch_ms"].as_f64() {
         text.push_str(&format!(", on the other path after {time} ms"));
     }
+    if let Some(time) = outcome["back_ms"].as_f64() {
+        text.push_str(&format!(", back {time} ms after it was up"));
+    }
+    if let Some(error) = outcome["error"].as_str() {
+        text.push_str(&format!(", ended with {error:?}"));
+    }
     if let Some(why) = outcome["text"].as_str() {
         text.push_str(&format!(": {why}"));
     }
@@ -234,15 +293,17 @@ fn report(results: &BTreeMap<String, Value>) -> (Value, bool) {
         .map(|(case, _)| case)
         .collect();
     let times = |key: &str| {
-        let mut times: Vec<f64> = results
-            .values()
-            .filter_map(|outcome| outcome[key].as_f64())
-            .collect();
-        times.sort_by(f64::total_cmp);
-        let at =
-            |part: f64| times.get(((times.len() as f64 * part) as usize).min(times.len().saturating_sub(1)));
-        json!({ "runs": times.len(), "p50": at(0.5), "p99": at(0.99) })
+        let times = results.values().filter_map(|outcome| outcome[key].as_f64());
+        measure::spread(times.collect())
     };
+    let longest = |key: &str| {
+        let values = results.values().filter_map(|outcome| outcome[key].as_f64());
+        values.max_by(f64::total_cmp)
+    };
+    let ended_with_errors = results
+        .values()
+        .filter(|outcome| outcome["error"].is_string())
+        .count();
     let ok = failed.is_empty() && missed.is_empty() && !results.is_empty();
     let report = json!({
         "ok": ok,
@@ -251,6 +312,8 @@ fn report(results: &BTreeMap<String, Value>) -> (Value, bool) {
         "missed": missed,
         "first_byte_on_backup_ms": times("switch_ms"),
         "first_step_over_backup_ms": times("recovered_ms"),
+        "ended_with_errors": ended_with_errors,
+        "longest_transfer_ms": longest("ran_ms"),
         "emulated": true,
     });
     (report, ok)

@@ -1,0 +1,308 @@
+//! What is measured of failover: `cargo xtask vm failover --measure`.
+//!
+//! A run is a case as any other, which `run=N` tells apart. Times are those of an emulated machine, and are told as what they are.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Value, json};
+
+/// Time-out of the runs in which nothing tells of the failure, in milliseconds.
+const TIMEOUT: u32 = 300;
+/// Pairs of runs whose rates are compared.
+const PAIRS: usize = 20;
+/// Runs of a failback.
+const FAILBACKS: usize = 20;
+
+/// What a run is of; its case without its number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Group {
+    /// A port goes down, and says so.
+    Event,
+    /// Packets are lost, and nothing says so.
+    Silence,
+    /// A long transfer whose primary fails at its beginning, for good.
+    Switched,
+    /// The same over the backup from the beginning.
+    Alone,
+    /// The port is up again, while the transfer goes on.
+    Failback,
+    /// The port goes down and up for a minute.
+    Flapping,
+    /// Nothing fails, with failover.
+    On,
+    /// And without.
+    Off,
+}
+
+impl Group {
+    const ALL: [Self; 8] = [
+        Self::Event,
+        Self::Silence,
+        Self::Switched,
+        Self::Alone,
+        Self::Failback,
+        Self::Flapping,
+        Self::On,
+        Self::Off,
+    ];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Event => "event",
+            Self::Silence => "silence",
+            Self::Switched => "switched",
+            Self::Alone => "alone",
+            Self::Failback => "failback",
+            Self::Flapping => "flapping",
+            Self::On => "on",
+            Self::Off => "off",
+        }
+    }
+
+    fn case(self, run: usize) -> String {
+        let side = ["sender", "receiver", "both"][run % 3];
+        let boundary = 1 + run % 16;
+        let case = match self {
+            Self::Event => format!("sendrecv primary {side} {boundary} steps=32"),
+            Self::Silence => format!("sendrecv silent both {boundary} steps=32 TIMEOUT_MS={TIMEOUT}"),
+            Self::Switched => "sendrecv primary both 16 steps=1024 lean=1 FAILBACK=0".into(),
+            Self::Alone => "sendrecv none both 0 steps=1024 lean=1 alone=1".into(),
+            // Four seconds of steps.
+            Self::Failback => format!("sendrecv flap {side} 8 down-ms=300 steps=200 pace-us=20000"),
+            // A minute of flapping and 40 s in peace: the longest back-off and some.
+            Self::Flapping => {
+                format!("sendrecv flap {side} 8 flaps=300 down-ms=100 steps=2000 pace-us=50000")
+            }
+            Self::On => "sendrecv none both 0 steps=1024 lean=1".into(),
+            Self::Off => "sendrecv none both 0 steps=1024 lean=1 FAILOVER=0".into(),
+        };
+        format!("{case} of={} run={run}", self.name())
+    }
+}
+
+/// All runs; those that are compared stand side by side.
+pub(super) fn cases(runs: usize) -> Vec<String> {
+    let mut cases = Vec::new();
+    let mut side_by_side = |groups: &[Group], runs: usize| {
+        for run in 0..runs {
+            cases.extend(groups.iter().map(|group| group.case(run)));
+        }
+    };
+    let least = |most: usize| runs.min(most);
+    side_by_side(&[Group::On, Group::Off], least(PAIRS));
+    side_by_side(&[Group::Switched, Group::Alone], least(PAIRS));
+    side_by_side(&[Group::Event, Group::Silence], runs);
+    side_by_side(&[Group::Failback], least(FAILBACKS));
+    side_by_side(&[Group::Flapping], 1);
+    cases
+}
+
+/// Number, median, 99th percentile and greatest of some values.
+pub(super) fn spread(mut values: Vec<f64>) -> Value {
+    values.sort_by(f64::total_cmp);
+    json!({
+        "runs": values.len(),
+        "p50": part(&values, 0.5),
+        "p99": part(&values, 0.99),
+        "max": values.last(),
+    })
+}
+
+/// The least of sorted values that a part of them does not exceed.
+fn part(sorted: &[f64], part: f64) -> Option<f64> {
+    let rank = (sorted.len() as f64 * part).ceil() as usize;
+    sorted.get(rank.saturating_sub(1)).copied()
+}
+
+/// Mean and its standard error.
+fn mean(values: &[f64]) -> (f64, f64) {
+    let count = values.len() as f64;
+    let mean = values.iter().sum::<f64>() / count;
+    let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
+    (mean, (squares / (count - 1.0).max(1.0) / count).sqrt())
+}
+
+/// Results by group.
+struct Runs<'a>(&'a BTreeMap<String, Value>);
+
+impl Runs<'_> {
+    fn of(&self, group: Group) -> impl Iterator<Item = &Value> {
+        let word = format!("of={}", group.name());
+        self.0
+            .iter()
+            .filter(move |(case, _)| case.split_whitespace().any(|own| own == word))
+            .map(|(_, outcome)| outcome)
+    }
+
+    fn values(&self, group: Group, key: &str) -> Vec<f64> {
+        self.of(group)
+            .filter_map(|outcome| outcome[key].as_f64())
+            .collect()
+    }
+
+    /// Of runs side by side, what the first have over what the others have.
+    fn ratios(&self, groups: [Group; 2], key: &str) -> Vec<f64> {
+        let of = |group: Group, run: usize| {
+            self.0
+                .get(&group.case(run))
+                .and_then(|outcome| outcome[key].as_f64())
+        };
+        let pair = |run| Some((of(groups[0], run)?, of(groups[1], run)?));
+        (0..PAIRS)
+            .filter_map(pair)
+            .map(|(first, second)| first / second)
+            .collect()
+    }
+}
+
+/// A figure, what it should be, and whether it is.
+fn against(value: Option<f64>, goal: f64, is_met: impl Fn(f64, f64) -> bool) -> Value {
+    json!({ "is": value, "goal": goal, "met": value.is_some_and(|value| is_met(value, goal)) })
+}
+
+/// The table, on standard output, and its figures in one line of JSON; whether all runs are right and all goals are met.
+pub(super) fn report(results: &BTreeMap<String, Value>) -> (Value, bool) {
+    let runs = Runs(results);
+    let wrong: Vec<&String> = results
+        .iter()
+        .filter(|(_, outcome)| outcome["ok"] != true || outcome["counts"] != true)
+        .map(|(case, _)| case)
+        .collect();
+    let event = spread(runs.values(Group::Event, "switch_ms"));
+    let silence = spread(runs.values(Group::Silence, "switch_ms"));
+    let failback = spread(runs.values(Group::Failback, "back_ms"));
+    let flapping = spread(runs.values(Group::Flapping, "back_ms"));
+    let (switched, switched_error) = mean(&runs.ratios([Group::Switched, Group::Alone], "mib_per_s"));
+    let (cost, cost_error) = mean(&runs.ratios([Group::On, Group::Off], "mib_per_s"));
+    println!(
+        "{:<12} {:>6} {:>9} {:>9} {:>9}",
+        "", "runs", "p50 ms", "p99 ms", "max ms"
+    );
+    for (name, times) in [
+        ("by event", &event),
+        ("by time-out", &silence),
+        ("failback", &failback),
+        ("flapping", &flapping),
+    ] {
+        let number = |key: &str| {
+            times[key]
+                .as_f64()
+                .map_or("-".to_owned(), |time| format!("{time:.1}"))
+        };
+        println!(
+            "{name:<12} {:>6} {:>9} {:>9} {:>9}",
+            times["runs"],
+            number("p50"),
+            number("p99"),
+            number("max")
+        );
+    }
+    println!(
+        "rate after the switch over the backup's alone: {switched:.3} (standard error {switched_error:.3})"
+    );
+    println!("rate with failover over without, nothing failing: {cost:.3} (standard error {cost_error:.3})");
+    // A run moves 1024 steps of 16 KiB.
+    let per_mib = |group: Group, key: &str| mean(&runs.values(group, key)).0 / 16.0;
+    let mut costs = serde_json::Map::new();
+    for key in [
+        "step_requests",
+        "credits",
+        "other_requests",
+        "completions",
+        "calls",
+        "wire_bytes",
+    ] {
+        let (on, off) = (per_mib(Group::On, key), per_mib(Group::Off, key));
+        println!("{key:<16} per MiB: on {on:.2}, off {off:.2}");
+        costs.insert(key.to_owned(), json!({ "on": on, "off": off }));
+    }
+    let most = |value, goal| against(value, goal, |value, goal| value <= goal);
+    let least = |value, goal| against(value, goal, |value, goal| value >= goal);
+    let goals = json!({
+        "by_event_p99_ms": most(event["p99"].as_f64(), 200.0),
+        "by_timeout_p99_ms": most(silence["p99"].as_f64(), f64::from(TIMEOUT) * 1.1 + 25.0),
+        "rate_after_switch": least(Some(switched), 0.95),
+        "failback_max_ms": most(failback["max"].as_f64(), 2000.0),
+        // The longest back-off, and the failback itself.
+        "after_flapping_ms": most(flapping["max"].as_f64(), 32_000.0),
+        "rate_on_over_off": least(Some(cost), 0.97),
+    });
+    let met = goals
+        .as_object()
+        .is_some_and(|goals| goals.values().all(|goal| goal["met"] == true));
+    let lists: BTreeMap<&str, Vec<f64>> = Group::ALL
+        .into_iter()
+        .map(|group| {
+            let key = match group {
+                Group::Event | Group::Silence => "switch_ms",
+                Group::Failback | Group::Flapping => "back_ms",
+                _ => "mib_per_s",
+            };
+            let round = |value: &f64| (value * 1000.0).round() / 1000.0;
+            (group.name(), runs.values(group, key).iter().map(round).collect())
+        })
+        .collect();
+    let ok = wrong.is_empty() && met;
+    let report = json!({
+        "ok": ok,
+        "runs": results.len(),
+        "wrong": wrong,
+        "goals": goals,
+        "first_byte_on_backup_ms": { "by_event": event, "by_timeout": silence, "timeout": TIMEOUT },
+        "failback_ms": { "once": failback, "after_flapping": flapping },
+        "ratios": {
+            "after_switch": { "mean": switched, "error": switched_error },
+            "on_over_off": { "mean": cost, "error": cost_error },
+        },
+        "per_mib": costs,
+        "values": lists,
+        "emulated": true,
+    });
+    (report, ok)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn runs_differ_and_pairs_stand_side_by_side() {
+        let cases = cases(200);
+        let different: BTreeSet<&String> = cases.iter().collect();
+        assert_eq!(different.len(), cases.len());
+        assert_eq!(cases.len(), 4 * PAIRS + 400 + FAILBACKS + 1);
+        assert!(cases[0].contains("of=on run=0") && cases[1].contains("of=off run=0"));
+    }
+
+    #[test]
+    fn a_percentile_is_a_value_that_was_measured() {
+        let values: Vec<f64> = (1..=200).map(f64::from).collect();
+        assert_eq!(
+            (part(&values, 0.5), part(&values, 0.99)),
+            (Some(100.0), Some(198.0))
+        );
+        assert_eq!(part(&[7.0], 0.99), Some(7.0));
+        assert_eq!(part(&[], 0.5), None);
+        assert_eq!(mean(&[1.0, 3.0]), (2.0, 1.0));
+    }
+
+    #[test]
+    fn what_is_missing_or_slow_is_not_ok() {
+        let mut results = BTreeMap::new();
+        for case in cases(3) {
+            let outcome =
+                json!({ "ok": true, "counts": true, "switch_ms": 20.0, "back_ms": 300.0, "mib_per_s": 5.0 });
+            results.insert(case, outcome);
+        }
+        assert!(report(&results).1);
+        let slow = Group::Event.case(1);
+        results.get_mut(&slow).unwrap()["switch_ms"] = json!(900.0);
+        assert!(!report(&results).1);
+        results.remove(&slow);
+        assert!(report(&results).1);
+        results.remove(&Group::Flapping.case(0));
+        assert!(!report(&results).1);
+    }
+}
