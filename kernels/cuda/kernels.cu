@@ -1,5 +1,6 @@
 #include "channels.cuh"
 #include "clock.cuh"
+#include "count.cuh"
 #include "exchange.cuh"
 #include "messages.cuh"
 #include "one_shot.cuh"
@@ -55,6 +56,9 @@ RINGSIGHT_MESSAGES(ringsight_messages_words, true)
 extern "C" __global__ void ringsight_clock(const __grid_constant__ ringsight::ClockArguments arguments) {
   ringsight::answer_clock(arguments);
 }
+
+// How often a graph has come here; one thread.
+extern "C" __global__ void ringsight_count(ringsight::u64* word) { ringsight::count_up(word); }
 
 static_assert(sizeof(ringsight::LaneState) == 264, "LANE_STATE_BYTES in src/cuda/layout.rs");
 static_assert(sizeof(ringsight::OpState) == 8, "OP_STATE_BYTES in src/cuda/layout.rs");

@@ -3,6 +3,7 @@
 
 #include "channels.cuh"
 #include "clock.cuh"
+#include "count.cuh"
 #include "exchange.cuh"
 #include "messages.cuh"
 #include "one_shot.cuh"
@@ -22,6 +23,9 @@ extern "C" void ringsight_run_block(const Arguments* arguments, u32 index, u32 b
 
 // `ringsight_clock`.
 extern "C" void ringsight_run_clock(const ClockArguments* arguments) { answer_clock(*arguments); }
+
+// `ringsight_count`.
+extern "C" void ringsight_run_count(u64* word) { count_up(word); }
 
 namespace {
 template <class E, class Op, u32 RANKS>

@@ -28,7 +28,8 @@ use self::{
     worker::{Point, Worker, in_callback, lock},
 };
 use super::{
-    Capture, Device, DeviceError, Event, Graph, GraphExec, HostFunction, Mark, Progress, Result, Stream,
+    Capture, Counter, Device, DeviceError, Event, Graph, GraphExec, HostFunction, Mark, Progress, Result,
+    Stream,
 };
 use crate::threads;
 
@@ -331,6 +332,14 @@ impl Device for HostDevice {
 
     fn stream_wait_event_external(&self, stream: Stream, event: Event) -> Result<()> {
         self.submit_external(stream, event, External::Wait(event.0))
+    }
+
+    fn counter(&self) -> Result<Counter> {
+        Ok(Counter::of_host())
+    }
+
+    fn count(&self, stream: Stream, counter: &Counter) -> Result<()> {
+        self.submit(stream, Action::Count(counter.clone()))
     }
 
     fn event_query(&self, event: Event) -> Result<Progress> {

@@ -8,7 +8,10 @@ pub mod host;
 
 use std::{
     any::Any,
-    sync::{Arc, OnceLock},
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
@@ -84,6 +87,38 @@ pub type Reachable = Option<Box<dyn Send + Sync>>;
 /// What was current on a thread; see [`Device::mark`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mark(usize);
+
+/// A word in host memory that the device counts up, from 0; see [`Device::count`].
+#[derive(Clone)]
+pub struct Counter(Arc<dyn AsRef<AtomicU64> + Send + Sync>);
+
+impl Counter {
+    /// In memory of the host's own, for the device that is the host.
+    fn of_host() -> Self {
+        struct Word(AtomicU64);
+        impl AsRef<AtomicU64> for Word {
+            fn as_ref(&self) -> &AtomicU64 {
+                &self.0
+            }
+        }
+        Self::new(Word(AtomicU64::new(0)))
+    }
+
+    fn new(word: impl AsRef<AtomicU64> + Send + Sync + 'static) -> Self {
+        Self(Arc::new(word))
+    }
+
+    fn word(&self) -> &AtomicU64 {
+        (*self.0).as_ref()
+    }
+
+    /// How often it has been counted up. A look at memory: it calls nothing.
+    #[must_use]
+    pub fn value(&self) -> u64 {
+        // Acquire: what the device did before it counted is there.
+        self.word().load(Ordering::Acquire)
+    }
+}
 
 /// An allocation of a caller's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -261,6 +296,16 @@ pub trait Device: Send + Sync + 'static {
     /// had recorded when the graph was launched, or was recorded by an earlier node of the same replay. Refused outside
     /// captures (`cudaEventWaitExternal`).
     fn stream_wait_event_external(&self, stream: Stream, event: Event) -> Result<()>;
+    /// A counter for [`Device::count`].
+    fn counter(&self) -> Result<Counter>;
+    /// Counts up in stream order; in a capture each replay does. What was counted of work that comes before is done when the host
+    /// sees the count. The caller keeps a counter that is captured until the graph and its instances are gone: its memory stays
+    /// mapped, but would be another's.
+    fn count(&self, stream: Stream, counter: &Counter) -> Result<()>;
+    /// From now on the calling thread may query and destroy events whatever is being captured by others (capture mode "relaxed").
+    fn leave_captures(&self) -> Result<()> {
+        Ok(())
+    }
     /// Whether the work before its last record is done. An event recorded in a capture cannot be queried.
     fn event_query(&self, event: Event) -> Result<Progress>;
     /// Waits for it.

@@ -1,6 +1,7 @@
 //! The device code of GPUs: kernels of `cuda/`, what they are given ([`layout`], [`program`]) and what they tell ([`ring`]).
 
 pub mod clock;
+pub mod count;
 pub mod exchange;
 pub mod layout;
 pub mod messages;
@@ -11,6 +12,7 @@ pub mod program;
 pub mod ring;
 
 pub use clock::{CLOCK_KERNEL, ClockArguments, ClockPage};
+pub use count::COUNT_KERNEL;
 pub use exchange::EXCHANGE_THREADS;
 pub use layout::{Arguments, Head, LaunchControl, LaunchState};
 pub use messages::MESSAGES_THREADS;

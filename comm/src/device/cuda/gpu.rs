@@ -15,13 +15,14 @@ use cudarc::driver::sys::{
 use ringsight_kernels::{
     Launch, WorkError,
     cuda::{
-        self, CHANNEL_KERNELS, CLOCK_KERNEL, Head, LaunchControl, LaunchState, PeerLaunch, Program,
-        ring::Entry,
+        self, CHANNEL_KERNELS, CLOCK_KERNEL, COUNT_KERNEL, Head, LaunchControl, LaunchState, PeerLaunch,
+        Program, ring::Entry,
     },
 };
 
 use super::{
     clock::{Clock, Sampler},
+    count::Counters,
     drain::{Drain, Entered},
     driver::{OutsideCapture, Pinned, attribute, call, check},
 };
@@ -55,6 +56,7 @@ pub(super) struct Gpu {
     /// Most dynamic shared memory of a block.
     shared_bytes: usize,
     pub(super) launches: Arc<Launches>,
+    pub(super) counters: Counters,
     /// The primary context: as the runtime uses it.
     pub(super) context: CUcontext,
     /// For work of this module's own: waits for no other stream, and none waits for it.
@@ -200,7 +202,7 @@ impl Gpu {
         let mut channels = [std::ptr::null_mut(); CHANNEL_KERNELS.len()];
         let mut peer_kernels = Vec::new();
         let (mut stream, mut clock_stream) = (std::ptr::null_mut(), std::ptr::null_mut());
-        let mut clock_kernel = std::ptr::null_mut();
+        let (mut clock_kernel, mut count_kernel) = (std::ptr::null_mut(), std::ptr::null_mut());
         // SAFETY: handles are written to the locals; the image is a fat binary of nvcc's. Setting an attribute loads the
         // kernel now: loaded at its first launch, it would wait for kernels that wait for it.
         unsafe {
@@ -225,16 +227,17 @@ impl Gpu {
                 ))?;
                 peer_kernels.push(kernel);
             }
-            call!(cuModuleGetFunction(
-                &raw mut clock_kernel,
-                module,
-                CLOCK_KERNEL.as_ptr()
-            ))?;
-            call!(cuFuncSetAttribute(
-                clock_kernel,
-                CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                0
-            ))?;
+            for (kernel, name) in [
+                (&mut clock_kernel, CLOCK_KERNEL),
+                (&mut count_kernel, COUNT_KERNEL),
+            ] {
+                call!(cuModuleGetFunction(kernel, module, name.as_ptr()))?;
+                call!(cuFuncSetAttribute(
+                    *kernel,
+                    CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    0
+                ))?;
+            }
             for stream in [&mut stream, &mut clock_stream] {
                 call!(cuStreamCreate(
                     stream,
@@ -274,6 +277,7 @@ impl Gpu {
             blocks,
             shared_bytes,
             launches,
+            counters: Counters::new(count_kernel)?,
             context,
             stream,
             pinned: Mutex::new(HashMap::from([(PROGRAM_BYTES, programs)])),

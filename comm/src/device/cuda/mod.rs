@@ -7,6 +7,7 @@
 
 mod captures;
 mod clock;
+mod count;
 mod drain;
 mod driver;
 mod gpu;
@@ -38,7 +39,7 @@ use self::{
     gpu::{Gpu, Slotted},
 };
 use super::{
-    Allocation, Capture, Device, DeviceError, Event, Graph, GraphExec, HostFunction, Mark, Progress,
+    Allocation, Capture, Counter, Device, DeviceError, Event, Graph, GraphExec, HostFunction, Mark, Progress,
     Reachable, Reached, Result, Share, Stream,
 };
 use crate::communicator::lock;
@@ -353,6 +354,19 @@ impl Device for CudaDevice {
         let external = sys::CUevent_wait_flags::CU_EVENT_WAIT_EXTERNAL as u32;
         // SAFETY: the caller's handles; refused outside captures.
         unsafe { call!(cuStreamWaitEvent(handle(stream), event.0 as CUevent, external)) }
+    }
+
+    fn counter(&self) -> Result<Counter> {
+        self.entered()?.counters.counter()
+    }
+
+    fn count(&self, stream: Stream, counter: &Counter) -> Result<()> {
+        self.gpu(self.current()?)?.counters.count(handle(stream), counter)
+    }
+
+    fn leave_captures(&self) -> Result<()> {
+        // Never given back: the mode is the thread's own.
+        driver::OutsideCapture::enter().map(std::mem::forget)
     }
 
     fn event_query(&self, event: Event) -> Result<Progress> {

@@ -3,13 +3,13 @@
 use std::{
     collections::HashSet,
     mem,
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, atomic::Ordering},
 };
 
 use ringsight_kernels::host;
 
 use super::worker::{Outcome, Point, Worker, callback, contained, lock};
-use crate::device::{HostFunction, Result};
+use crate::device::{Counter, HostFunction, Result};
 
 /// One operation in a stream or one node of a graph.
 #[derive(Clone)]
@@ -26,6 +26,7 @@ pub(super) enum Action {
     },
     Host(HostFunction),
     Kernel(Arc<host::Kernel>),
+    Count(Counter),
 }
 
 impl Action {
@@ -53,6 +54,10 @@ impl Action {
                 Self::Host(function) => callback(|| function(replay)),
                 // The observer is told from inside and must not call the device either.
                 Self::Kernel(kernel) => callback(|| kernel.run(replay)),
+                // Release: whoever sees the count sees what the stream did before.
+                Self::Count(counter) => {
+                    counter.word().fetch_add(1, Ordering::Release);
+                }
             }
             Ok(())
         })

@@ -335,3 +335,78 @@ fn events_are_external_to_captures_only() {
     assert!(is_usage(d.event_record_external(event, s)).contains("not external"));
     d.graph_destroy(d.capture_end(s).unwrap()).unwrap();
 }
+
+#[test]
+fn an_event_recorded_as_external_joins_nothing_but_can_be_queried() {
+    let d = device();
+    let (s, t) = (d.stream_create().unwrap(), d.stream_create().unwrap());
+    let [fork, external, regular] = [0; 3].map(|_| d.event_create().unwrap());
+    let log = Log::default();
+    let fork_off = || {
+        d.capture_begin(s).unwrap();
+        d.event_record(fork, s).unwrap();
+        d.stream_wait_event(t, fork).unwrap();
+        note(&d, t, &log, "t");
+        d.event_record_external(external, t).unwrap();
+    };
+    fork_off();
+    d.stream_wait_event(s, external).unwrap();
+    assert!(is_usage(d.capture_end(s)).contains("not joined"));
+    // A third event joins.
+    fork_off();
+    d.event_record(regular, t).unwrap();
+    d.stream_wait_event(s, regular).unwrap();
+    let exec = d.graph_instantiate(d.capture_end(s).unwrap()).unwrap();
+    assert!(is_usage(d.event_query(regular)).contains("recorded in a capture"));
+    assert_eq!(d.event_query(external).unwrap(), Progress::Done, "never recorded");
+    // Each launch resets it.
+    let gate = hold(&d, s);
+    for _ in 0..2 {
+        d.graph_launch(exec, s).unwrap();
+        assert_eq!(d.event_query(external).unwrap(), Progress::Pending);
+    }
+    gate.open();
+    d.event_synchronize(external).unwrap();
+    assert_eq!(*lock(&log), [("t", 1), ("t", 2)]);
+}
+
+#[test]
+fn counters_count_in_stream_order_and_in_each_replay() {
+    let d = device();
+    let s = d.stream_create().unwrap();
+    let counter = d.counter().unwrap();
+    let gate = hold(&d, s);
+    d.count(s, &counter).unwrap();
+    assert_eq!(counter.value(), 0, "what comes before is not done");
+    gate.open();
+    d.stream_synchronize(s).unwrap();
+    assert_eq!(counter.value(), 1);
+    d.capture_begin(s).unwrap();
+    d.count(s, &counter).unwrap();
+    let exec = d.graph_instantiate(d.capture_end(s).unwrap()).unwrap();
+    assert_eq!(counter.value(), 1, "captured, not run");
+    (0..3).for_each(|_| d.graph_launch(exec, s).unwrap());
+    d.stream_synchronize(s).unwrap();
+    assert_eq!(counter.value(), 4);
+}
+
+#[test]
+fn destructors_of_graphs_must_not_call_the_device() {
+    let d = device();
+    let s = d.stream_create().unwrap();
+    let event = d.event_create().unwrap();
+    let refused = Arc::new(AtomicUsize::new(0));
+    d.capture_begin(s).unwrap();
+    let (inner, count) = (d.clone(), refused.clone());
+    let calls = move || {
+        for result in [inner.event_query(event).map(drop), inner.event_destroy(event)] {
+            count.fetch_add(usize::from(result.is_err()), Ordering::Relaxed);
+        }
+    };
+    let capture = d.capture_of(s).unwrap().unwrap();
+    d.capture_retain(capture, Box::new(calls)).unwrap();
+    d.graph_destroy(d.capture_end(s).unwrap()).unwrap();
+    d.reclaim.synchronize().unwrap();
+    assert_eq!(refused.load(Ordering::Relaxed), 2);
+    d.event_destroy(event).unwrap();
+}
