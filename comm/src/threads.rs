@@ -4,9 +4,12 @@
 use std::{
     cell::Cell,
     os::unix::thread::JoinHandleExt as _,
-    sync::atomic::{AtomicU64, Ordering},
+    ptr::null_mut,
+    sync::atomic::{AtomicPtr, AtomicU64, Ordering},
     thread::JoinHandle,
 };
+
+use crate::observe;
 
 /// Whether this is the calling thread.
 pub(crate) fn is_current<T>(thread: &JoinHandle<T>) -> bool {
@@ -26,6 +29,47 @@ pub(crate) fn number() -> u64 {
         NUMBER.set(NEXT.fetch_add(1, Ordering::Relaxed));
     }
     NUMBER.get()
+}
+
+/// One value a process, made when it is first asked for and never freed. A forked child makes another one, since a thread that
+/// does not exist there may hold the locks of its parent's.
+pub(crate) struct PerProcess<T>(AtomicPtr<Of<T>>);
+
+struct Of<T> {
+    /// See [`observe::fork_generation`].
+    fork: u32,
+    value: T,
+}
+
+impl<T: Default + Sync + 'static> PerProcess<T> {
+    pub(crate) const fn new() -> Self {
+        Self(AtomicPtr::new(null_mut()))
+    }
+
+    pub(crate) fn get(&self) -> &'static T {
+        let fork = observe::fork_generation();
+        loop {
+            // Acquire: pairs with the exchange below; what it points to is there.
+            let pointer = self.0.load(Ordering::Acquire);
+            // SAFETY: null, or a value that is never freed.
+            if let Some(of) = unsafe { pointer.as_ref() }.filter(|of| of.fork == fork) {
+                return &of.value;
+            }
+            let fresh = Box::into_raw(Box::new(Of {
+                fork,
+                value: T::default(),
+            }));
+            // Release: see above. Whoever comes second gives its own back.
+            if self
+                .0
+                .compare_exchange(pointer, fresh, Ordering::Release, Ordering::Relaxed)
+                .is_err()
+            {
+                // SAFETY: made above, and nobody has seen it.
+                drop(unsafe { Box::from_raw(fresh) });
+            }
+        }
+    }
 }
 
 #[cfg(test)]

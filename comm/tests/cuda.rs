@@ -240,6 +240,38 @@ fn ranks_that_differ_are_told() {
     }
 }
 
+/// Events around kernels tell the watchdog what it has to know, of replays one by one; and they break nothing.
+#[test]
+fn the_watchdog_knows_by_events() {
+    let test = "the_watchdog_knows_by_events";
+    let by_events = ("RINGSIGHT_WATCHDOG_SOURCE", "events");
+    for arguments in [
+        &["check", "2", "t", "65536"][..],
+        &["graph", "2", "t"],
+        &["abort", "2", "t"],
+    ] {
+        drive(test, arguments, &[by_events]);
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let log = folder.path().join("log");
+    let variables = [
+        by_events,
+        ("NCCL_KERNEL_TIMEOUT_MS", "300"),
+        ("RINGSIGHT_WATCHDOG_INTERVAL_MS", "100"),
+        ("NCCL_DEBUG", "WARN"),
+        ("NCCL_DEBUG_FILE", log.to_str().unwrap()),
+    ];
+    let Some(said) = drive(test, &["awaited", "2", "t"], &variables) else {
+        return;
+    };
+    assert_eq!(said, "three times late");
+    let log = std::fs::read_to_string(log).unwrap();
+    let verdicts: Vec<&str> = log.lines().filter(|line| line.contains("Verdict: ")).collect();
+    let of = |line: &&str| line.contains(" (late): rank 1 has ");
+    assert!(verdicts.len() == 3 && verdicts.iter().all(of), "{log}");
+    assert!(log.contains("Told by: events"), "{log}");
+}
+
 /// By count and not by time, so that no busy machine can make it fail.
 #[test]
 fn an_eager_call_takes_no_more_than_it_took() {

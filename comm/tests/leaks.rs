@@ -260,12 +260,16 @@ fn thousand_alone() {
     let mut random = Random(SEED);
     // What stays for the life of the process is made by the first ones.
     come_and_go(100, &mut random);
-    let times = if env::var_os("RINGSIGHT_TEST_FULL").is_some() {
+    leaves_nothing(times(), || come_and_go(COMMUNICATORS, &mut random));
+}
+
+/// How many thousands there are.
+fn times() -> usize {
+    if env::var_os("RINGSIGHT_TEST_FULL").is_some() {
         10
     } else {
         1
-    };
-    leaves_nothing(times, || come_and_go(COMMUNICATORS, &mut random));
+    }
 }
 
 /// An operation captured on each rank.
@@ -326,7 +330,7 @@ fn graphs_come_and_go(ranks: &[Rank], data: &mut [Vec<f32>], count: usize, rando
 }
 
 #[test]
-#[ignore = "helper: lists what this process holds: run alone, by `a_thousand_graphs_leave_nothing`"]
+#[ignore = "helper: lists what this process holds: run alone, by `thousands_of_graphs_leave_nothing`"]
 fn graphs_alone() {
     host();
     let mut random = Random(SEED);
@@ -341,7 +345,8 @@ fn graphs_alone() {
         .collect();
     let mut data = vec![vec![0f32; 100]; 2];
     graphs_come_and_go(&ranks, &mut data, 200, &mut random);
-    leaves_nothing(1, || {
+    // Those before have filled what fills once.
+    leaves_nothing(2 * times(), || {
         graphs_come_and_go(&ranks, &mut data, GRAPHS, &mut random);
     });
     for rank in ranks {
@@ -350,14 +355,21 @@ fn graphs_alone() {
     set.end(&mut random);
 }
 
+/// What tells the watchdog how far operations are: events come and go with communicators and graphs.
+const SOURCES: [&str; 2] = ["pages", "events"];
+
 #[test]
 fn a_thousand_communicators_leave_nothing() {
-    apart("thousand_alone");
+    for source in SOURCES {
+        apart("thousand_alone", &[("RINGSIGHT_WATCHDOG_SOURCE", source)]);
+    }
 }
 
 #[test]
-fn a_thousand_graphs_leave_nothing() {
-    apart("graphs_alone");
+fn thousands_of_graphs_leave_nothing() {
+    for source in SOURCES {
+        apart("graphs_alone", &[("RINGSIGHT_WATCHDOG_SOURCE", source)]);
+    }
 }
 
 #[test]

@@ -180,6 +180,9 @@ impl Communicator {
             // Nothing is left to be done about a device that is broken.
             let _ = device.set_current(self.device);
             planner.order.clear(&**device);
+            if let Some(watch) = self.watch() {
+                watch.close();
+            }
             let _ = device.restore(before);
         }
         drop(planner);

@@ -326,11 +326,15 @@ impl Making<'_> {
         let Some(settings) = self.watchdog else {
             return Ok(None);
         };
+        let device = device()?;
+        let events = (settings.source == watchdog::Source::Events)
+            .then(|| watchdog::Events::new(device.clone(), self.device, &settings));
         let subject = watchdog::Subject {
             comm: id,
             name: self.config.name.clone(),
             device: self.device,
-            on_gpu: device()?.name() != "host",
+            on_gpu: device.name() != "host",
+            events,
             topology: topology.clone(),
             checks: checks.clone(),
             life: self.life.clone(),

@@ -18,6 +18,7 @@ use crate::{
     few::Few,
     observe,
     plan::{OpInfo, Plan},
+    watchdog::Watch,
 };
 
 /// Everything that one group launches on one communicator.
@@ -106,11 +107,15 @@ impl Launching<'_> {
                 }),
             )?;
         }
+        let events = self.comm.watch().and_then(Watch::events);
+        let track = events
+            .map(|events| events.begin(device, stream, self.capture))
+            .transpose()?;
         let flight = planner.plans.enter(graph, flight);
         let start = observe::now_ns();
         if let Some(watch) = self.comm.watch() {
             // Before it is noted as called: what was called and is not on its way counts as done.
-            watch.enter(&flight.observer, graph, start);
+            watch.enter(&flight.observer, track.clone(), graph, start);
         }
         self.comm.checks.note(graph, &plan.calls);
         let launch = flight.launch.clone();
@@ -123,12 +128,19 @@ impl Launching<'_> {
             if let Some(watch) = self.comm.watch() {
                 watch.withdraw(&flight.observer);
             }
+            if let Some((events, track)) = events.zip(track.as_ref()) {
+                events.withdraw(track);
+            }
             planner.plans.withdraw(plan.number);
             return Err(error.into());
         }
         if !posted_by_stream && !plan.proxy_ops.is_empty() {
             self.comm.post(&plan.proxy_ops, &flight.observer, 0);
         }
+        // After the network work is posted, which the kernel has to have whatever comes of this.
+        let ended = events
+            .zip(track.as_ref())
+            .map_or(Ok(()), |(events, track)| events.end(device, stream, track));
         for info in &plan.ops {
             observe::set_time(info.op, Time::LaunchStart, start);
             observe::set_time(info.op, Time::LaunchEnd, end);
@@ -153,6 +165,7 @@ impl Launching<'_> {
         }
         launched.extend(plan.ops.iter().copied());
         self.next += 1;
+        ended?;
         Ok(self.next < self.plans.len())
     }
 

@@ -214,6 +214,12 @@ impl OpState {
 pub(crate) enum Seen {
     /// It has not begun.
     NotReached,
+    /// It is captured, its graph has been launched for this replay, and it has not begun. Events alone tell this.
+    Launched {
+        replay: u32,
+        /// When that was noticed.
+        launched_ns: u64,
+    },
     /// It has begun and is not done; if it is captured, in this replay.
     InProgress {
         replay: u32,
@@ -239,8 +245,9 @@ pub(crate) enum Stage {
 /// An operation that several plans have works of.
 pub(crate) struct Shared {
     pub(crate) state: Arc<OpState>,
-    /// This is the first of them.
+    /// This is the first of them, the last.
     pub(crate) begins: bool,
+    pub(crate) ends: bool,
 }
 
 /// The observer of one plan.
@@ -333,6 +340,15 @@ impl PlanObserver {
             .iter()
             .chain(shared)
             .flat_map(|state| state.infos().map(|info| (info, state.seen())))
+    }
+
+    /// The operations that have works in this plan, and whether it is the last one that has some of them.
+    pub(crate) fn contents(&self) -> impl Iterator<Item = (&OpInfo, bool)> {
+        let states = self.states.iter().map(|state| (state, true));
+        let shared = self.shared.iter().map(|shared| (&*shared.state, shared.ends));
+        states
+            .chain(shared)
+            .flat_map(|(state, ends)| state.infos().map(move |info| (info, ends)))
     }
 
     /// A number that changes whenever the kernel moves something.

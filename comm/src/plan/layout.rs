@@ -212,6 +212,7 @@ impl<'a> Plans<'a> {
             self.made[*index].shared.push(Shared {
                 state: state.clone(),
                 begins: index == begins,
+                ends: index == ends,
             });
         }
         Ok(())

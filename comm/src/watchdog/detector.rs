@@ -1,21 +1,21 @@
 //! The thread that looks, one in a process: it begins with the first communicator and ends with the last.
 
 use std::{
-    sync::{
-        Arc, Condvar, Mutex, PoisonError, Weak,
-        atomic::{AtomicPtr, Ordering},
-    },
+    sync::{Arc, Condvar, Mutex, PoisonError, Weak},
     thread::{self, JoinHandle},
     time::Duration,
 };
 
 use super::{HeldUp, Run, Watch, settings::SHORTEST};
-use crate::{communicator::lock, log, observe, threads};
+use crate::{
+    communicator::lock,
+    log, observe,
+    threads::{self, PerProcess},
+};
 
 /// The watches of this process, and the thread.
+#[derive(Default)]
 struct Detector {
-    /// See [`observe::fork_generation`].
-    fork: u32,
     state: Mutex<State>,
     /// Told when the state changes.
     changed: Condvar,
@@ -27,38 +27,16 @@ struct State {
     thread: Option<JoinHandle<()>>,
 }
 
-/// That of this process, never freed; a forked child makes another one, since a thread that does not exist there may hold the
-/// lock of its parent's.
-static CURRENT: AtomicPtr<Detector> = AtomicPtr::new(std::ptr::null_mut());
+static CURRENT: PerProcess<Detector> = PerProcess::new();
 
 fn current() -> &'static Detector {
-    let fork = observe::fork_generation();
-    loop {
-        // Acquire: pairs with the exchange below; what it points to is there.
-        let pointer = CURRENT.load(Ordering::Acquire);
-        // SAFETY: null, or a detector that is never freed.
-        if let Some(detector) = unsafe { pointer.as_ref() }.filter(|detector| detector.fork == fork) {
-            return detector;
-        }
-        let fresh = Box::into_raw(Box::new(Detector {
-            fork,
-            state: Mutex::default(),
-            changed: Condvar::new(),
-        }));
-        // Release: see above. Whoever comes second gives its own back.
-        if CURRENT
-            .compare_exchange(pointer, fresh, Ordering::Release, Ordering::Relaxed)
-            .is_err()
-        {
-            // SAFETY: made above, and nobody has seen it.
-            drop(unsafe { Box::from_raw(fresh) });
-        }
-    }
+    CURRENT.get()
 }
 
 /// A watch that the thread looks at until this is dropped.
 pub(crate) struct Detected {
     watch: Arc<Watch>,
+    /// See [`observe::fork_generation`].
     fork: u32,
 }
 
@@ -84,7 +62,7 @@ impl Detected {
         }
         Self {
             watch,
-            fork: detector.fork,
+            fork: observe::fork_generation(),
         }
     }
 }

@@ -2,7 +2,10 @@
 
 use std::{collections::VecDeque, sync::Arc};
 
-use super::position::{Position, Run};
+use super::{
+    events::Track,
+    position::{Position, Run},
+};
 use crate::{
     checks::Identity,
     launch::observer::{PlanObserver, Seen, Stage},
@@ -12,11 +15,37 @@ use crate::{
 /// A plan that was launched.
 pub(super) struct Flight {
     observer: Arc<PlanObserver>,
+    /// What tells how far it is, unless that is the observer.
+    track: Option<Arc<Track>>,
     /// Graph number if captured, else 0.
     graph: u32,
     launched_ns: u64,
     /// When it was seen to have moved last, and [`PlanObserver::moves`] then.
     moved: (u64, u64),
+}
+
+impl Flight {
+    fn is_finished(&self) -> bool {
+        match &self.track {
+            None => self.observer.stage() == Stage::Finished,
+            Some(track) => self.graph == 0 && matches!(track.seen(), Seen::Completed { .. }),
+        }
+    }
+
+    /// Its operations, and where they are. Events are of the plan as a whole: of an operation that goes on in a later plan they
+    /// do not tell the end.
+    fn operations(&self) -> impl Iterator<Item = (&OpInfo, Seen)> {
+        let told = self.track.is_none().then(|| self.observer.operations());
+        let tracked = self.track.as_ref().map(|track| {
+            let seen = track.seen();
+            let is_over = matches!(seen, Seen::Completed { .. });
+            let contents = self.observer.contents();
+            contents
+                .filter(move |(_, ends)| *ends || !is_over)
+                .map(move |(info, _)| (info, seen))
+        });
+        told.into_iter().flatten().chain(tracked.into_iter().flatten())
+    }
 }
 
 /// An operation that has begun and is not done.
@@ -51,9 +80,16 @@ impl Flights {
         }
     }
 
-    pub(super) fn enter(&mut self, observer: &Arc<PlanObserver>, graph: u32, now: u64) {
+    pub(super) fn enter(
+        &mut self,
+        observer: &Arc<PlanObserver>,
+        track: Option<Arc<Track>>,
+        graph: u32,
+        now: u64,
+    ) {
         let flight = Flight {
             observer: observer.clone(),
+            track,
             graph,
             launched_ns: now,
             moved: (now, observer.moves()),
@@ -61,11 +97,7 @@ impl Flights {
         self.last_launch_ns = now;
         if graph == 0 {
             // Plans finish in order: what is left behind here is at most what is on its way.
-            while self
-                .eager
-                .front()
-                .is_some_and(|flight| flight.observer.stage() == Stage::Finished)
-            {
+            while self.eager.front().is_some_and(Flight::is_finished) {
                 self.eager.pop_front();
             }
             self.eager.push_back(flight);
@@ -89,10 +121,10 @@ impl Flights {
             .captured
             .iter()
             .filter(|flight| flight.graph == graph)
-            .flat_map(|flight| flight.observer.operations())
+            .flat_map(Flight::operations)
             .find_map(|(info, seen)| match seen {
                 Seen::Completed { replay } => Some((Identity::of(info).graph(), replay)),
-                Seen::NotReached | Seen::InProgress { .. } => None,
+                Seen::NotReached | Seen::Launched { .. } | Seen::InProgress { .. } => None,
             });
         self.retired.extend(last);
         if self.retired.len() > RETIRED {
@@ -103,8 +135,7 @@ impl Flights {
 
     /// Notes which plans have moved since the last time, and forgets finished ones.
     pub(super) fn look(&mut self, now: u64) {
-        self.eager
-            .retain(|flight| flight.observer.stage() != Stage::Finished);
+        self.eager.retain(|flight| !flight.is_finished());
         for flight in self.eager.iter_mut().chain(&mut self.captured) {
             let moves = flight.observer.moves();
             if moves != flight.moved.1 {
@@ -120,21 +151,18 @@ impl Flights {
     /// What is in progress.
     pub(super) fn in_progress(&self) -> impl Iterator<Item = InProgress> {
         self.all().flat_map(|flight| {
-            flight
-                .observer
-                .operations()
-                .filter_map(|(info, seen)| match seen {
-                    Seen::InProgress { replay, start_ns } => Some(InProgress {
-                        info: *info,
-                        run: Run {
-                            identity: Identity::of(info),
-                            replay,
-                        },
-                        start_ns,
-                        launched_ns: flight.launched_ns,
-                    }),
-                    Seen::NotReached | Seen::Completed { .. } => None,
-                })
+            flight.operations().filter_map(|(info, seen)| match seen {
+                Seen::InProgress { replay, start_ns } => Some(InProgress {
+                    info: *info,
+                    run: Run {
+                        identity: Identity::of(info),
+                        replay,
+                    },
+                    start_ns,
+                    launched_ns: flight.launched_ns,
+                }),
+                Seen::NotReached | Seen::Launched { .. } | Seen::Completed { .. } => None,
+            })
         })
     }
 
@@ -146,7 +174,6 @@ impl Flights {
         };
         let known = self.all().find_map(|flight| {
             let (_, seen) = flight
-                .observer
                 .operations()
                 .find(|(info, _)| Identity::of(info) == run.identity)?;
             Some(match seen {
@@ -162,7 +189,14 @@ impl Flights {
                         },
                     }
                 }
-                Seen::InProgress { replay, .. } | Seen::Completed { replay } if replay >= run.replay => {
+                Seen::Launched { replay, launched_ns } if replay == run.replay => Position::Queued {
+                    since_ns: ago(launched_ns),
+                },
+                Seen::InProgress { replay, .. }
+                | Seen::Launched { replay, .. }
+                | Seen::Completed { replay }
+                    if replay >= run.replay =>
+                {
                     Position::Done
                 }
                 Seen::NotReached if flight.graph == 0 => Position::Queued {

@@ -93,6 +93,11 @@ impl Watch {
     pub(super) fn inquire(&self, op: &InProgress, age: Duration, now: u64) -> Duration {
         let participants = self.participants(op.run.identity);
         let mut inquiry = lock(&self.inquiry);
+        let is_final = |(run, said): &(Run, Verdict)| *run == op.run && said.cause == Cause::MetadataMismatch;
+        if inquiry.said.as_ref().is_some_and(is_final) {
+            // It can never end: what is found while one rank after the other gives up is a consequence.
+            return self.settings.rest();
+        }
         let Some(open) = inquiry.open.as_mut().filter(|open| open.run == op.run) else {
             inquiry.query = inquiry.query.wrapping_add(1);
             let query = inquiry.query;
@@ -179,7 +184,8 @@ impl Watch {
             .filter(|verdict| !said.is_some_and(|(_, said)| said.is_as(verdict)));
         inquiry.said = verdict.map(|verdict| (op.run, verdict));
         drop(inquiry);
-        if let Some(verdict) = fresh {
+        // What is known of this rank's own operations may be old.
+        if let Some(verdict) = fresh.filter(|_| self.is_in_progress(op.run)) {
             self.say(op, &verdict, &heard, now);
         }
         // Asked again for as long as it lasts: the verdict may change.
@@ -201,6 +207,11 @@ impl Watch {
         let awaited = self.participants(held.run.identity).contains(&self.rank);
         let launched = || !matches!(self.position(held.run, now), Position::NotLaunched { .. });
         (ordered && awaited && !launched()).then_some(*held)
+    }
+
+    fn is_in_progress(&self, run: Run) -> bool {
+        self.refresh();
+        lock(&self.flights).in_progress().any(|op| op.run == run)
     }
 
     fn ask(&self, ranks: &[u32], query: u32, run: Run) {

@@ -2,10 +2,12 @@
 //!
 //! [`Watch`] knows a communicator's operations that are on their way on this rank. [`detector`]'s thread looks at all of
 //! them; where one has been in progress for too long it asks the other ranks, whose service threads answer from memory,
-//! and [`verdict::judge`] decides. Nothing here calls the device.
+//! and [`verdict::judge`] decides. How far operations are their kernels tell, or [`events`]. But for the thread that queries
+//! these, nothing here calls the device.
 
 mod detector;
 mod dump;
+mod events;
 mod flights;
 mod inquiry;
 mod message;
@@ -24,12 +26,13 @@ use std::{
 
 pub(crate) use detector::Detected;
 use dump::Dumps;
+pub(crate) use events::{Events, Track};
 use flights::{Flights, InProgress};
 use inquiry::Inquiry;
 use message::{Health, Message};
 use position::{Answer, HeldUp, Position, Run};
 use ringsight_records::Cause;
-pub(crate) use settings::{Action, Settings};
+pub(crate) use settings::{Action, Settings, Source};
 
 use crate::{
     checks::{Checks, Identity, Post},
@@ -54,6 +57,8 @@ pub(crate) struct Watch {
     device: i32,
     /// It is a CUDA device.
     on_gpu: bool,
+    /// What tells how far operations are, if it is not their kernels.
+    events: Option<Arc<Events>>,
     settings: Settings,
     dumps: Dumps,
     topology: Arc<Topology>,
@@ -63,6 +68,8 @@ pub(crate) struct Watch {
     flights: Mutex<Flights>,
     inquiry: Mutex<Inquiry>,
     ended: AtomicBool,
+    /// It did not end by itself: what was called need not be done.
+    given_up: AtomicBool,
 }
 
 /// A communicator as the watchdog needs to know it.
@@ -71,6 +78,7 @@ pub(crate) struct Subject {
     pub(crate) name: String,
     pub(crate) device: i32,
     pub(crate) on_gpu: bool,
+    pub(crate) events: Option<Arc<Events>>,
     pub(crate) topology: Arc<Topology>,
     pub(crate) checks: Arc<Checks>,
     pub(crate) life: Arc<Lifecycle>,
@@ -84,6 +92,7 @@ impl Watch {
             name,
             device,
             on_gpu,
+            events,
             topology,
             checks,
             life,
@@ -96,6 +105,7 @@ impl Watch {
             ranks: topology.ranks(),
             device,
             on_gpu,
+            events,
             settings,
             dumps: Dumps::read(),
             topology,
@@ -105,12 +115,24 @@ impl Watch {
             flights: Mutex::new(Flights::since(observe::now_ns())),
             inquiry: Mutex::default(),
             ended: AtomicBool::new(false),
+            given_up: AtomicBool::new(false),
         })
     }
 
+    /// What is to be told before each kernel and behind it, if anything is.
+    pub(crate) fn events(&self) -> Option<&Arc<Events>> {
+        self.events.as_ref()
+    }
+
     /// A plan is about to be launched; `graph` is 0 for one that runs once.
-    pub(crate) fn enter(&self, observer: &Arc<PlanObserver>, graph: u32, now: u64) {
-        lock(&self.flights).enter(observer, graph, now);
+    pub(crate) fn enter(
+        &self,
+        observer: &Arc<PlanObserver>,
+        track: Option<Arc<Track>>,
+        graph: u32,
+        now: u64,
+    ) {
+        lock(&self.flights).enter(observer, track, graph, now);
     }
 
     /// It could not be launched.
@@ -126,14 +148,33 @@ impl Watch {
     /// The communicator ends, or its operations are given up: whoever asks is told so, and if they did not end by
     /// themselves (`given_up`) also who does not.
     pub(crate) fn end(&self, given_up: bool) {
-        // Relaxed: an answer that comes a moment too early is not wrong.
-        if !self.ended.swap(true, Ordering::Relaxed) && given_up {
+        if given_up {
+            // Relaxed: ordered by what follows.
+            self.given_up.store(true, Ordering::Relaxed);
+        }
+        // Release: pairs with `position`; who sees that it has ended sees how.
+        if !self.ended.swap(true, Ordering::Release) && given_up {
             (self.post)(None, &Message::Ended.encode());
+        }
+    }
+
+    /// The communicator's events are destroyed: nothing is found out any more.
+    pub(crate) fn close(&self) {
+        if let Some(events) = &self.events {
+            events.close();
+        }
+    }
+
+    /// Lets what is known be fresh, as far as that can be had at once.
+    fn refresh(&self) {
+        if let Some(events) = &self.events {
+            events.refresh();
         }
     }
 
     /// The process of a rank is gone: operations in progress will not end.
     pub(crate) fn lost(&self, rank: u32) {
+        self.refresh();
         self.judge_alone(Cause::RankDead, rank);
     }
 
@@ -148,6 +189,7 @@ impl Watch {
         }
         let answer = match message {
             Message::Where { query, run } => {
+                self.refresh();
                 let held_up = detector::oldest_in_progress(self.device, (self.comm, run));
                 let answer = Answer {
                     position: self.position(run, observe::now_ns()),
@@ -174,15 +216,26 @@ impl Watch {
     }
 
     fn position(&self, run: Run, now: u64) -> Position {
-        if self.ended.load(Ordering::Relaxed) {
-            return Position::Ended;
-        }
         let flights = lock(&self.flights);
+        // Acquire: pairs with `end`.
+        if self.ended.load(Ordering::Acquire) {
+            // In good order it has done what it called, also where that is not known of each operation.
+            let in_order = !self.given_up.load(Ordering::Relaxed);
+            let is_done = || match run.replay {
+                0 => self.checks.has_called(run.identity),
+                _ => flights.position(run, now) == Some(Position::Done),
+            };
+            return if in_order && is_done() {
+                Position::Done
+            } else {
+                Position::Ended
+            };
+        }
         let idle_ns = now.saturating_sub(flights.last_launch_ns);
         let position = flights.position(run, now).map(|position| match position {
-            // Kernels on GPUs tell of their starts and ends only: for all that is known here they move, unless there is nobody
-            // to wait for.
-            Position::Running { since_ns, .. } if self.on_gpu => Position::Running {
+            // Events, and kernels on GPUs, tell of starts and ends only: for all that is known here they move, unless there is
+            // nobody to wait for.
+            Position::Running { since_ns, .. } if self.on_gpu || self.events.is_some() => Position::Running {
                 since_ns,
                 still_ns: match self.participants(run.identity)[..] {
                     [_] => since_ns,

@@ -5,7 +5,7 @@ use std::{fmt::Write as _, time::Duration};
 use ringsight_records::{Cause, Description};
 
 use super::{
-    Watch,
+    Watch, events,
     flights::InProgress,
     message::Health,
     position::{Answer, HeldUp, Position},
@@ -115,6 +115,20 @@ fn line(rank: u32, heard: &Heard) -> String {
     format!("Rank {rank}: {what}")
 }
 
+/// What this rank knows of its own operations by.
+fn told_by(watch: &Watch) -> String {
+    match &watch.events {
+        None => "Told by: kernels".to_owned(),
+        Some(events) => match events.query_so_far() {
+            Some(time) if time >= events::PATIENCE => format!(
+                "Told by: events, a query of which has not come back for {} ms",
+                time.as_millis()
+            ),
+            _ => "Told by: events".to_owned(),
+        },
+    }
+}
+
 /// Ranks whose state is told one by one.
 const MOST: usize = 32;
 
@@ -182,6 +196,7 @@ pub(super) fn lines(
             ms(now.saturating_sub(launch_start_ns.max(op.launched_ns))),
             ms(now.saturating_sub(op.start_ns))
         ),
+        told_by(watch),
         format!(
             "Verdict: {} ({}): {}",
             verdict.cause,

@@ -19,6 +19,28 @@ pub(crate) enum Action {
     Abort,
 }
 
+/// What tells how far operations are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Source {
+    /// The device's kernels, in memory.
+    #[default]
+    Pages,
+    /// Events before and behind them.
+    Events,
+}
+
+impl Source {
+    fn of(value: Option<&str>) -> Result<Self> {
+        match value {
+            None | Some("pages") => Ok(Self::Pages),
+            Some("events") => Ok(Self::Events),
+            Some(other) => Err(Error::argument(format!(
+                "RINGSIGHT_WATCHDOG_SOURCE={other} is unknown; accepted are pages and events"
+            ))),
+        }
+    }
+}
+
 /// When the watchdog speaks, and what it does then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Settings {
@@ -29,6 +51,7 @@ pub(crate) struct Settings {
     /// How often it looks.
     pub(crate) interval: Duration,
     pub(crate) action: Action,
+    pub(crate) source: Source,
 }
 
 /// Shortest interval.
@@ -58,8 +81,16 @@ impl Settings {
             arrival: milliseconds("RINGSIGHT_ARRIVAL_TIMEOUT_MS", 600_000)?,
             interval: milliseconds("RINGSIGHT_WATCHDOG_INTERVAL_MS", 1000)?.max(SHORTEST),
             action,
+            source: Source::of(env::text("RINGSIGHT_WATCHDOG_SOURCE").as_deref())?,
         };
         Ok((!threshold.is_zero()).then_some(settings))
+    }
+
+    /// How long it takes at most until events are queried again: an operation counts as begun from when that is seen.
+    pub(crate) fn query_interval(&self) -> Duration {
+        (self.interval / 4)
+            .min(self.threshold / 8)
+            .clamp(Duration::from_millis(20), Duration::from_millis(250))
     }
 
     /// How long it sleeps when nothing is late: short enough to see an operation well before its time is up.
@@ -104,6 +135,21 @@ fn milliseconds(name: &str, default: u64) -> Result<Duration> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_source_that_is_none_is_refused() {
+        let of = |value| Source::of(value).map_err(|error| error.text);
+        assert_eq!(of(None), Ok(Source::Pages));
+        assert_eq!(of(Some("pages")), Ok(Source::Pages));
+        assert_eq!(of(Some("events")), Ok(Source::Events));
+        for rubbish in ["Events", "pages,events", "1"] {
+            let text = of(Some(rubbish)).unwrap_err();
+            assert!(
+                text.contains(rubbish) && text.contains("pages and events"),
+                "{text}"
+            );
+        }
+    }
 
     #[test]
     fn thresholds_go_by_name_and_lists_must_be_readable() {

@@ -162,7 +162,10 @@ mod tests {
     use super::*;
     use crate::{
         checks::Identity,
-        watchdog::{position::Run, settings::Action},
+        watchdog::{
+            position::Run,
+            settings::{Action, Source},
+        },
     };
 
     const MS: u64 = 1_000_000;
@@ -171,6 +174,7 @@ mod tests {
         arrival: Duration::from_secs(600),
         interval: Duration::from_secs(1),
         action: Action::Report,
+        source: Source::Pages,
     };
 
     fn at(position: Position) -> Heard {

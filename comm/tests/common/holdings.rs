@@ -137,8 +137,8 @@ pub fn leaves_nothing(times: usize, mut thousand: impl FnMut()) {
     );
 }
 
-/// Runs a helper in a process of its own.
-pub fn apart(helper: &str) {
+/// Runs a helper in a process of its own, with these variables.
+pub fn apart(helper: &str, variables: &[(&str, &str)]) {
     let temporary = tempfile::tempdir().unwrap();
     // With folders of its own, where that can be had: other processes have files in those of the system.
     let apart = ["--mount", "--map-root-user", "sh", "-c"];
@@ -160,6 +160,7 @@ pub fn apart(helper: &str) {
         .env("RINGSIGHT_DEVICE", "host")
         .env("NCCL_SOCKET_IFNAME", "lo")
         .env("TMPDIR", temporary.path())
+        .envs(variables.iter().copied())
         .output()
         .unwrap();
     let text =

@@ -453,6 +453,64 @@ static void run_watch(struct Rank* r) {
   if (r->rank == 0) printf("ok 200 eager operations, 300 in 100 replays\n");
 }
 
+// Waits until the library's log, the file of NCCL_DEBUG_FILE, has a verdict like this of an operation like that.
+static void await_verdict(const char* verdict, const char* operation) {
+  static char text[1 << 20];
+  for (int i = 0; i < 3000; i++) {
+    FILE* file = fopen(getenv("NCCL_DEBUG_FILE"), "r");
+    if (file != NULL) {
+      text[fread(text, 1, sizeof text - 1, file)] = 0;
+      fclose(file);
+      char* said = strstr(text, operation);
+      if (said != NULL && strstr(said, verdict) != NULL) return;
+    }
+    usleep(10000);
+  }
+  fail("no %s of %s in the log:\n%s", verdict, operation, text);
+}
+
+// The last rank comes late: to the third replay of a graph, with the fourth queued behind it on the others; to an operation
+// whose stream is busy; and to one that it has not called.
+static void wait_for_flag(void* flag) {
+  while (!__atomic_load_n((int*)flag, __ATOMIC_ACQUIRE)) usleep(1000);
+}
+static void run_awaited(struct Rank* r) {
+  open_rank(r, 0);
+  buffers(r, 1 << 20);
+  const bool late = r->rank == ranks - 1;
+  CUgraph graph;
+  CUgraphExec exec;
+  CU(cuStreamBeginCapture, r->stream, 1u);
+  enqueue(r, ALL_REDUCE, F32, 5000, 0, 0, r->send, r->recv);
+  enqueue(r, ALL_REDUCE, F32, 10, 0, 0, r->send, r->recv);
+  CU(cuStreamEndCapture, r->stream, &graph);
+  CU(cuGraphInstantiate, &exec, graph, 0ull);
+  CU(cuGraphDestroy, graph);
+  for (int i = 0; i < 2; i++) CU(cuGraphLaunch, exec, r->stream);
+  CU(cuStreamSynchronize, r->stream);
+  barrier();
+  if (late) await_verdict("Verdict: NOT_LAUNCHED (late): ", ", replay 3\n");
+  for (int i = 0; i < 2; i++) CU(cuGraphLaunch, exec, r->stream);
+  CU(cuStreamSynchronize, r->stream);
+  barrier();
+  int flag = 0;
+  if (late) CU(cuLaunchHostFunc, r->stream, wait_for_flag, &flag);
+  CU(cuGraphLaunch, exec, r->stream);
+  if (late) {
+    await_verdict("Verdict: QUEUED_BEHIND_COMPUTE (late): ", ", replay 5\n");
+    __atomic_store_n(&flag, 1, __ATOMIC_RELEASE);
+  }
+  CU(cuStreamSynchronize, r->stream);
+  CU(cuGraphExecDestroy, exec);
+  barrier();
+  if (late) await_verdict("Verdict: NOT_LAUNCHED (late): ", "AllGather");
+  enqueue(r, ALL_GATHER, F32, 1000, 0, 0, r->send, r->recv);
+  CU(cuStreamSynchronize, r->stream);
+  NC(CommDestroy(r->comm));
+  barrier();
+  if (r->rank == 0) printf("ok three times late\n");
+}
+
 // Many replays of a graph of small all_reduces, without a break: how long each takes on the GPU, and an eager call on the host.
 // In a folder, as `run_watch`; otherwise, "-", at once.
 static int replays = 1000, graph_ops = 20;
@@ -536,6 +594,7 @@ static void* run(void* argument) {
   else if (!strcmp(mode, "bench")) run_bench(r);
   else if (!strcmp(mode, "watch")) run_watch(r);
   else if (!strcmp(mode, "replays")) run_replays(r);
+  else if (!strcmp(mode, "awaited")) run_awaited(r);
   else fail("unknown mode %s", mode);
   return NULL;
 }

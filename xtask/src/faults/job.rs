@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use super::{
     Place,
-    cases::{ARRIVAL, Fault, Ranks, Round, THRESHOLD},
+    cases::{ARRIVAL, Fault, Ranks, Round, Source, THRESHOLD},
     truth::{self, Event},
 };
 use crate::{
@@ -80,6 +80,7 @@ pub(super) struct Started<'a> {
     pub(super) nodes: u32,
     pub(super) kind: Ranks,
     pub(super) device: DeviceKind,
+    pub(super) source: Source,
 }
 
 impl Job {
@@ -115,6 +116,7 @@ impl Job {
                     .env("NCCL_HOSTID", format!("node-{node}"))
                     .env("NCCL_KERNEL_TIMEOUT_MS", THRESHOLD.as_millis().to_string())
                     .env("RINGSIGHT_WATCHDOG_INTERVAL_MS", "100")
+                    .env("RINGSIGHT_WATCHDOG_SOURCE", started.source.name())
                     .envs(variables.iter().map(|(name, value)| (name, value)))
                     .stdin(Stdio::piped())
                     .stdout(Stdio::piped())
@@ -243,6 +245,7 @@ pub(super) fn run(round: &Round, kind: Ranks, folder: &Path, place: &Place) -> R
         nodes: round.nodes,
         kind,
         device: place.device,
+        source: round.source,
     };
     let mut job = Job::start(
         &started,

@@ -24,7 +24,7 @@ mod truth;
 pub mod worker;
 
 use crate::{nccl::DeviceKind, process, workspace};
-use cases::{Case, Round};
+use cases::{Case, Round, Source};
 use score::{Report, Score, Tally};
 
 /// Rounds of each case of the whole matrix.
@@ -41,9 +41,12 @@ pub struct Arguments {
     /// Seed of everything that is drawn; by default another one each time.
     #[arg(long)]
     pub seed: Option<u64>,
-    /// Only cases whose name contains this: FAULT/process|thread/eager|graph/pages.
+    /// Only cases whose name contains this: FAULT/process|thread/eager|graph/pages|events.
     #[arg(long, value_name = "FILTER")]
     pub case: Option<String>,
+    /// Only cases in which the watchdog knows by this how far operations are; with --soak pages, unless said.
+    #[arg(long, value_enum)]
+    pub source: Option<Source>,
     /// The whole matrix.
     #[arg(long)]
     pub full: bool,
@@ -78,6 +81,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let wanted = |case: &Case| {
         let filter = arguments.case.as_deref();
         filter.is_none_or(|filter| case.to_string().contains(filter))
+            && arguments.source.is_none_or(|source| source == case.source)
     };
     let (possible, impossible): (Vec<Case>, Vec<Case>) = Case::all()
         .filter(wanted)
@@ -163,7 +167,8 @@ fn soak(arguments: &Arguments, minutes: f64, seed: u64) -> Result<ExitCode> {
     }
     let place = Place::of(arguments)?;
     println!("{minutes} minutes, seed {seed}");
-    let report = soak::run(&place, minutes, seed)?;
+    let source = arguments.source.unwrap_or(Source::Pages);
+    let report = soak::run(&place, minutes, seed, source)?;
     let _ = fs::remove_dir_all(&place.folder);
     println!("{}", serde_json::to_string(&report)?);
     Ok(if arguments.check && !report.ok {

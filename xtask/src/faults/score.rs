@@ -114,7 +114,8 @@ impl Judge<'_> {
         let called = |rank| self.at(rank, &What::Called { step: 0 });
         let others = (0..round.ranks).filter(|rank| *rank != round.victim);
         let until = match round.fault {
-            Fault::SlowBelow => called(round.victim),
+            // Until it calls something else than the others it is late, and they say so.
+            Fault::SlowBelow | Fault::Crossed => called(round.victim),
             // Until they fail, ranks wait; normally not for long.
             Fault::Count | Fault::Order if observed.said.iter().all(is_late) => {
                 let failed = |event: &&Event| matches!(event.what, What::Failed { .. });
@@ -396,7 +397,7 @@ pub(super) fn print(tallies: &[Tally]) {
 mod tests {
     use super::*;
     use crate::{
-        faults::cases::{Case, Mode, Ranks},
+        faults::cases::{Case, Mode, Ranks, Source},
         nccl::DeviceKind,
     };
 
@@ -407,6 +408,7 @@ mod tests {
             fault: Fault::SlowAbove,
             ranks: Ranks::Process,
             mode: Mode::Eager,
+            source: Source::Pages,
         };
         let round = Round::draw(&case, DeviceKind::Host, 1, 0);
         Round {

@@ -18,7 +18,7 @@ use serde::Serialize;
 use super::{
     Place,
     call::Call,
-    cases::{Operation, PROMISED, Ranks, THRESHOLD},
+    cases::{Operation, PROMISED, Ranks, Source, THRESHOLD},
     job::{Heard, Job, Reports, Said, Started},
     score::first_rank,
     truth::{self, Account, Event, What},
@@ -169,13 +169,13 @@ pub(super) struct Report {
 ///
 /// # Errors
 /// If a job fails, which none may.
-pub(super) fn run(place: &Place, minutes: f64, seed: u64) -> Result<Report> {
+pub(super) fn run(place: &Place, minutes: f64, seed: u64, source: Source) -> Result<Report> {
     let folder = &place.folder;
     fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
     let time = Duration::from_secs_f64(minutes * 60.0);
     let reports = thread::scope(|scope| {
         [Ranks::Process, Ranks::Thread]
-            .map(|kind| scope.spawn(move || soak(place, time, kind, seed)))
+            .map(|kind| scope.spawn(move || soak(place, time, (kind, source), seed)))
             .map(|thread| thread.join().unwrap_or_else(|_| bail!("a thread panicked")))
     });
     let mut total = Report {
@@ -195,7 +195,7 @@ pub(super) fn run(place: &Place, minutes: f64, seed: u64) -> Result<Report> {
     Ok(total)
 }
 
-fn soak(place: &Place, time: Duration, kind: Ranks, seed: u64) -> Result<Report> {
+fn soak(place: &Place, time: Duration, (kind, source): (Ranks, Source), seed: u64) -> Result<Report> {
     let account = place.folder.join(format!("soak-{kind:?}.jsonl"));
     let _ = fs::remove_file(&account);
     let started = Started {
@@ -205,6 +205,7 @@ fn soak(place: &Place, time: Duration, kind: Ranks, seed: u64) -> Result<Report>
         nodes: if kind == Ranks::Process { NODES } else { 1 },
         kind,
         device: place.device,
+        source,
     };
     let mut job = Job::start(
         &started,

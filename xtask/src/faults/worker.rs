@@ -380,7 +380,12 @@ impl Member<'_> {
         let launched = Launched::prepare(round.mode, &communicator, calls)?;
         self.begin()?;
         self.note(What::Called { step: 0 })?;
-        launched.launch(&communicator, calls)?;
+        if let Err(error) = launched.launch(&communicator, calls)
+            // The first of two calls may be found out before the second one is made.
+            && communicator.state()?.0 == SUCCESS
+        {
+            return Err(error);
+        }
         self.fails(&communicator)?;
         self.stages.wait(Stage::End);
         launched.forget(&communicator)?;

@@ -75,6 +75,8 @@ pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
     let mut command = Command::new(process::own_executable()?);
     command
         .args(["faults", "--device", "cuda", "--check", "--full", "--jobs", "2"])
+        // What fits into the part's time.
+        .args(["--source", "pages"])
         .args([
             "--rounds",
             &ROUNDS.to_string(),

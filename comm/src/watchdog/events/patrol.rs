@@ -1,0 +1,164 @@
+//! The thread that queries events, one in a process: it begins with the first communicator whose operations are watched by
+//! events and ends with the last.
+//!
+//! A query is a call of the device and may block behind it for as long as that is stuck. So nobody waits for this thread for
+//! long: it keeps what it has found out in memory, where all others read it, and who wants that to be fresh waits for it for
+//! [`PATIENCE`] at most.
+
+use std::{
+    sync::{Arc, Condvar, Mutex, PoisonError, Weak},
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use crate::{
+    communicator::lock,
+    log,
+    threads::{self, PerProcess},
+};
+
+/// How long somebody waits for a fresh answer: less than ranks may take to answer each other.
+pub(crate) const PATIENCE: Duration = Duration::from_millis(100);
+
+/// What the thread looks after.
+pub(super) trait Source: Send + Sync {
+    /// Finds out how far things are; may block.
+    fn query(&self);
+    /// How long it takes at most from one time to the next.
+    fn interval(&self) -> Duration;
+}
+
+/// See the module's documentation.
+#[derive(Default)]
+pub(super) struct Patrol {
+    state: Mutex<State>,
+    /// Told when the thread is to go round at once, or to end.
+    wake: Condvar,
+    /// Told when it has gone round.
+    round: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    sources: Vec<Weak<dyn Source>>,
+    thread: Option<JoinHandle<()>>,
+    /// Rounds that have been begun, that are over, and that somebody waits for.
+    begun: u64,
+    over: u64,
+    wanted: u64,
+    /// Since when it has been going round.
+    since: Option<Instant>,
+}
+
+/// That of this process.
+pub(super) static PATROL: PerProcess<Patrol> = PerProcess::new();
+
+impl Patrol {
+    /// Looks after a source until it is dropped or [`Patrol::leave`] is called. Without a thread, which is warned of, nothing is
+    /// found out.
+    pub(super) fn enter(&'static self, source: Weak<dyn Source>) {
+        let mut state = lock(&self.state);
+        state.sources.push(source);
+        state.wanted = state.wanted.max(state.begun + 1);
+        if state.thread.is_none() {
+            let started = thread::Builder::new()
+                .name("rs-events".into())
+                .stack_size(256 << 10)
+                .spawn(|| self.run());
+            match started {
+                Ok(thread) => state.thread = Some(thread),
+                Err(error) => {
+                    tracing::warn!(target: log::INIT, "no thread to query events: {error}");
+                }
+            }
+        }
+        drop(state);
+        self.wake.notify_all();
+    }
+
+    /// Looks after it no more. Does not wait for a query that has not come back.
+    pub(super) fn leave(&self, source: &Weak<dyn Source>) {
+        let mut state = lock(&self.state);
+        state.sources.retain(|other| !other.ptr_eq(source));
+        if !state.sources.is_empty() {
+            return;
+        }
+        let thread = state.thread.take();
+        let idle = state.since.take().is_none();
+        drop(state);
+        self.wake.notify_all();
+        // A thread that is going round ends by itself when it comes back.
+        if let Some(thread) = thread.filter(|thread| idle && !threads::is_current(thread)) {
+            // A panic there has been printed.
+            let _ = thread.join();
+        }
+    }
+
+    /// Has it go round, without waiting.
+    pub(super) fn nudge(&self) {
+        let mut state = lock(&self.state);
+        state.wanted = state.wanted.max(state.begun + 1);
+        drop(state);
+        self.wake.notify_all();
+    }
+
+    /// Waits until a round that begins from now on is over, for [`PATIENCE`] at most, and not at all where the present round has
+    /// taken that long already. Whether what is known is fresh.
+    pub(super) fn refresh(&self) -> bool {
+        let mut state = lock(&self.state);
+        let stuck = |state: &State| state.since.is_some_and(|since| since.elapsed() >= PATIENCE);
+        if state.thread.is_none() || stuck(&state) {
+            return false;
+        }
+        let fresh = state.begun + 1;
+        state.wanted = state.wanted.max(fresh);
+        self.wake.notify_all();
+        let (state, _) = self
+            .round
+            .wait_timeout_while(state, PATIENCE, |state| state.over < fresh)
+            .unwrap_or_else(PoisonError::into_inner);
+        state.over >= fresh
+    }
+
+    /// For how long the thread has been in its present round: a query that has not come back.
+    pub(super) fn round_so_far(&self) -> Option<Duration> {
+        lock(&self.state).since.map(|since| since.elapsed())
+    }
+
+    fn run(&self) {
+        let me = thread::current().id();
+        let is_mine = |state: &State| {
+            let thread = state.thread.as_ref();
+            thread.is_some_and(|thread| thread.thread().id() == me)
+        };
+        let mut state = lock(&self.state);
+        // Another thread may have been started since this one was told to end.
+        while is_mine(&state) {
+            state.begun += 1;
+            let number = state.begun;
+            state.since = Some(Instant::now());
+            let sources: Vec<Arc<dyn Source>> = state.sources.iter().filter_map(Weak::upgrade).collect();
+            // Not under the lock: whoever launches or asks must not wait for a query.
+            drop(state);
+            sources.iter().for_each(|source| source.query());
+            let rest = sources.iter().map(|source| source.interval()).min();
+            // The last owner of one may be this thread: its end calls the device.
+            drop(sources);
+            state = lock(&self.state);
+            if !is_mine(&state) {
+                return;
+            }
+            state.over = number;
+            state.since = None;
+            self.round.notify_all();
+            let rest = rest.unwrap_or(Duration::from_secs(1));
+            state = self
+                .wake
+                .wait_timeout_while(state, rest, |state| {
+                    is_mine(state) && state.wanted <= state.over && !state.sources.is_empty()
+                })
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+}
