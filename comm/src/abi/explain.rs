@@ -189,7 +189,7 @@ pub unsafe extern "C" fn ringsightExplain(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::algorithm::TABLE;
+    use crate::plan::table::TABLE;
 
     const SHORT: Explain = Explain {
         size: size_of::<Explain>(),

@@ -1,10 +1,12 @@
-//! Which algorithm serves an operation: a table of data. Every rank reads the same table with the same values, so that
+//! Which algorithm serves an operation, by [a table of data](super::table). Every rank reads the same table with the same values, so that
 //! all come to the same choice. Why a row does not serve an operation is data, too ([`Reason`]): `ringsight explain` tells it.
 
 use std::fmt;
 
 use ringsight_kernels::cuda::peers::one_shot_bytes;
 use ringsight_records::{Algorithm, Function, Protocol, ReduceOp};
+
+use super::table::TABLE;
 
 /// What the choice depends on; all of it is the same on every rank.
 #[derive(Clone, Copy, Debug)]
@@ -27,14 +29,12 @@ pub struct Asked {
     pub straight_bytes: u64,
 }
 
-/// One row: the first whose conditions hold, and whose algorithm is possible, is taken.
+/// A row of [the table](super::table::TABLE): the first whose conditions hold, and whose algorithm is possible, is taken.
 #[derive(Clone, Copy, Debug)]
 pub struct Row {
     /// For which functions.
     pub functions: &'static [Function],
-    /// For at most so many [`Asked::bytes`].
-    pub max_bytes: u64,
-    /// For at most so many of them on all ranks together.
+    /// For at most so many [`Asked::bytes`] of all ranks together.
     pub max_bytes_of_all: u64,
     /// For at most so many ranks.
     pub max_ranks: u32,
@@ -58,173 +58,9 @@ pub struct Choice {
 /// The same where FIFOs are in the memory of GPUs: one block is far from filling a link.
 const NEAR_BYTES_PER_CHANNEL: u64 = 32 << 10;
 
-const COLLECTIVES: &[Function] = &[
-    Function::AllReduce,
-    Function::AllGather,
-    Function::ReduceScatter,
-    Function::Broadcast,
-    Function::Reduce,
-];
-
-/// Both ends of a message must come to the same choice, whichever functions they called: these share their rows.
-const EXCHANGES: &[Function] = &[
-    Function::Send,
-    Function::Recv,
-    Function::AlltoAll,
-    Function::Gather,
-    Function::Scatter,
-];
-
-/// One kernel in the memory that all ranks reach, in lines of 128 bytes.
-const fn among_peers(algorithm: Algorithm) -> Choice {
-    Choice {
-        algorithm,
-        protocol: Protocol::Ll128,
-        bytes_per_channel: u64::MAX,
-        among_peers: true,
-    }
-}
-
-/// The same straight between callers' buffers, where all ranks find that the others reach theirs; else in lines, as above.
-const fn straight(algorithm: Algorithm) -> Choice {
-    Choice {
-        protocol: Protocol::Simple,
-        ..among_peers(algorithm)
-    }
-}
-
 /// Bytes of all ranks together from which on it pays to go straight, unless `RINGSIGHT_STRAIGHT_BYTES` says another number: it begins with
 /// one more way over NVLink, and ends with a fence and another.
 pub const STRAIGHT_BYTES: u64 = 8 << 20;
-
-/// The table. A channel is one thread's work on the host device and one block's on a GPU: a second one pays off when
-/// both have several FIFO slots to move.
-pub const TABLE: &[Row] = &[
-    // One kernel, and no rank waits for anything but the data.
-    Row {
-        functions: &[Function::AllReduce],
-        max_bytes: u64::MAX,
-        max_bytes_of_all: 512 << 10,
-        max_ranks: u32::MAX,
-        choice: Choice {
-            algorithm: Algorithm::OneShot,
-            protocol: Protocol::Ll,
-            bytes_per_channel: u64::MAX,
-            among_peers: true,
-        },
-    },
-    // One kernel, and each byte goes over NVLink once, to where it is to be or to who reduces it, and once from there.
-    Row {
-        functions: &[Function::AllReduce],
-        max_bytes: u64::MAX,
-        max_bytes_of_all: u64::MAX,
-        max_ranks: u32::MAX,
-        choice: straight(Algorithm::TwoShot),
-    },
-    Row {
-        functions: &[
-            Function::AllGather,
-            Function::ReduceScatter,
-            Function::AlltoAll,
-            Function::Gather,
-            Function::Scatter,
-        ],
-        max_bytes: u64::MAX,
-        max_bytes_of_all: u64::MAX,
-        max_ranks: u32::MAX,
-        choice: straight(Algorithm::Direct),
-    },
-    Row {
-        functions: &[Function::Broadcast, Function::Reduce],
-        max_bytes: u64::MAX,
-        max_bytes_of_all: u64::MAX,
-        max_ranks: 2,
-        choice: straight(Algorithm::Direct),
-    },
-    // The same in lines, through memory of the library's own.
-    Row {
-        functions: &[Function::AllReduce],
-        max_bytes: u64::MAX,
-        max_bytes_of_all: u64::MAX,
-        max_ranks: u32::MAX,
-        choice: among_peers(Algorithm::TwoShot),
-    },
-    // One kernel, and each byte goes to who needs it.
-    Row {
-        functions: &[
-            Function::AllGather,
-            Function::ReduceScatter,
-            Function::AlltoAll,
-            Function::Gather,
-            Function::Scatter,
-        ],
-        max_bytes: u64::MAX,
-        max_bytes_of_all: u64::MAX,
-        max_ranks: u32::MAX,
-        choice: among_peers(Algorithm::Direct),
-    },
-    // All messages of a group side by side in one kernel.
-    Row {
-        functions: &[Function::Send, Function::Recv],
-        max_bytes: u64::MAX,
-        max_bytes_of_all: u64::MAX,
-        max_ranks: u32::MAX,
-        choice: among_peers(Algorithm::Direct),
-    },
-    // The same as for an all_gather where one rank sends or gets everything: among two there is no other way, among more a ring needs less of that
-    // rank's links, once it is the bytes that take the time.
-    Row {
-        functions: &[Function::Broadcast, Function::Reduce],
-        max_bytes: u64::MAX,
-        max_bytes_of_all: u64::MAX,
-        max_ranks: 2,
-        choice: among_peers(Algorithm::Direct),
-    },
-    Row {
-        functions: &[Function::Broadcast, Function::Reduce],
-        max_bytes: u64::MAX,
-        max_bytes_of_all: 1 << 20,
-        max_ranks: u32::MAX,
-        choice: among_peers(Algorithm::Direct),
-    },
-    // Half the hops. Each rank sends, receives and reduces what all have: up to here that takes less than the hops do.
-    Row {
-        functions: &[Function::AllReduce],
-        max_bytes: u64::MAX,
-        max_bytes_of_all: 16 << 10,
-        max_ranks: u32::MAX,
-        choice: Choice {
-            algorithm: Algorithm::OneShot,
-            protocol: Protocol::Simple,
-            bytes_per_channel: 256 << 10,
-            among_peers: false,
-        },
-    },
-    Row {
-        functions: COLLECTIVES,
-        max_bytes: u64::MAX,
-        max_bytes_of_all: u64::MAX,
-        max_ranks: u32::MAX,
-        choice: Choice {
-            algorithm: Algorithm::Ring,
-            protocol: Protocol::Simple,
-            bytes_per_channel: 256 << 10,
-            among_peers: false,
-        },
-    },
-    Row {
-        functions: EXCHANGES,
-        max_bytes: u64::MAX,
-        max_bytes_of_all: u64::MAX,
-        max_ranks: u32::MAX,
-        choice: Choice {
-            algorithm: Algorithm::Direct,
-            protocol: Protocol::Simple,
-            bytes_per_channel: 256 << 10,
-            among_peers: false,
-        },
-    },
-];
 
 /// Why a row does not serve an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -233,8 +69,6 @@ pub enum Reason {
     Function,
     /// It is for at least so many bytes of all ranks together.
     Short(u64),
-    /// It is for at most so many bytes.
-    Bytes(u64),
     /// It is for at most so many bytes of all ranks together.
     BytesOfAll(u64),
     /// It is for at most so many ranks.
@@ -260,7 +94,6 @@ impl fmt::Display for Reason {
         match self {
             Self::Function => f.write_str("it is for other operations"),
             Self::Short(least) => write!(f, "it is for at least {least} bytes of all ranks together"),
-            Self::Bytes(most) => write!(f, "it is for at most {most} bytes"),
             Self::BytesOfAll(most) => write!(f, "it is for at most {most} bytes of all ranks together"),
             Self::Ranks(most) => write!(f, "it is for at most {most} ranks"),
             Self::OneRank => f.write_str("one rank has nobody to send to"),
@@ -297,13 +130,33 @@ pub fn explain(asked: &Asked) -> impl Iterator<Item = (&'static Row, Option<Reas
 }
 
 impl Row {
+    /// One that serves these functions, however many bytes and ranks there are.
+    pub(super) const fn of(functions: &'static [Function], choice: Choice) -> Self {
+        Self {
+            functions,
+            max_bytes_of_all: u64::MAX,
+            max_ranks: u32::MAX,
+            choice,
+        }
+    }
+
+    /// Only up to so many bytes of all ranks together.
+    pub(super) const fn up_to_of_all(self, max_bytes_of_all: u64) -> Self {
+        Self {
+            max_bytes_of_all,
+            ..self
+        }
+    }
+
+    /// Only up to so many ranks.
+    pub(super) const fn up_to_ranks(self, max_ranks: u32) -> Self {
+        Self { max_ranks, ..self }
+    }
+
     /// Why it does not serve an operation; `None` if it does.
     fn refuses(&self, asked: &Asked) -> Option<Reason> {
         if !self.functions.contains(&asked.function) {
             return Some(Reason::Function);
-        }
-        if asked.bytes > self.max_bytes {
-            return Some(Reason::Bytes(self.max_bytes));
         }
         let of_all = asked.bytes.saturating_mul(asked.ranks.into());
         if self.choice.is_straight() && of_all < asked.straight_bytes {

@@ -14,6 +14,7 @@ mod layout;
 mod reduce_ops;
 mod sequence;
 mod stuck;
+pub mod table;
 mod task;
 
 use std::time::Duration;
