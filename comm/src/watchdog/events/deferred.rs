@@ -7,7 +7,7 @@ use loom::sync::atomic::{AtomicPtr, Ordering};
 #[cfg(not(loom))]
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-use std::ptr::null_mut;
+use std::{boxed::Box, ptr::null_mut, vec::Vec};
 
 /// A list that any thread adds to without a lock, and one at a time takes all of. What nobody takes is never dropped.
 pub(crate) struct Deferred<T> {
@@ -128,7 +128,7 @@ mod tests {
     }
 }
 
-/// `loom` tries every order that the memory model allows.
+/// `loom` tries every order that the memory model allows; built with the models of `ringsight-records`.
 #[cfg(all(test, loom))]
 mod model {
     use std::panic::{AssertUnwindSafe, catch_unwind};
