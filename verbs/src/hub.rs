@@ -1,7 +1,7 @@
 //! What all connections of a process share about their ports: which are up, and what each found out.
 //!
 //! A device tells its events to whoever asks first, so one thread asks for all: it sleeps until there is one, and costs nothing while
-//! nothing happens. Connections look at the version, a load, and read the rest when it has changed; those that sleep have a [`Bell`].
+//! nothing happens. Connections look at the version, a load, and read the rest when it has changed; those that sleep have a bell that rings.
 
 use std::{
     collections::{BTreeMap, HashMap},

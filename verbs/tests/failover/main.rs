@@ -29,7 +29,7 @@ const PEER: &str = "RINGSIGHT_FAILOVER_PEER";
 const CASES: &str = "RINGSIGHT_FAILOVER_CASES";
 
 /// One of each kind, where nothing else is asked for.
-const USUAL: [&str; 10] = [
+const USUAL: [&str; 11] = [
     // Who comes back after the time-out finds the completion, not a path that failed.
     "sendrecv none sender 20 away-ms=4000 TIMEOUT_MS=3000 PROBE_MS=60000",
     "sendrecv primary sender 0",
@@ -41,6 +41,8 @@ const USUAL: [&str; 10] = [
     "allreduce primary-backup sender 12",
     "allreduce flap receiver 40",
     "allreduce all both 5",
+    // Time-outs at the edge of what a busy machine takes: it ends, rightly or with an error.
+    "allreduce chaos sender 7 flaps=1 loose=1 steps=100 load=3 TIMEOUT_MS=200 PROBE_MS=3 GIVE_UP_MS=1500",
 ];
 
 fn cases() -> Vec<Case> {

@@ -139,6 +139,8 @@ struct Run<'a> {
     seen: Seen,
     plan: Plan,
     second: bool,
+    /// Requests that the sender had posted over the primary path when the first step was over the backup.
+    on_primary: Option<u64>,
     /// When the last step was posted.
     posted_at: Option<Duration>,
 }
@@ -255,6 +257,13 @@ impl Run<'_> {
                 .is_none_or(|receiver| receiver.taken() == self.case.steps);
             if !is_done && (sent && got || self.seen.error.is_some()) {
                 is_done = true;
+                if self.case.failure == Failure::Primary
+                    && self.on_primary.is_some()
+                    && self.on_primary != self.requests_on_primary()
+                {
+                    let wrong = "something was posted over the port that is down".to_owned();
+                    self.seen.wrong.get_or_insert(wrong);
+                }
                 let costs = self.costs();
                 self.seen.costs[0] = std::array::from_fn(|i| costs[i].saturating_sub(before[i]));
                 self.seen.costs[0][LONGEST] = longest.as_micros() as u64;
@@ -295,6 +304,12 @@ impl Run<'_> {
         });
         println!("rank {} hangs: {sender:?} {receiver:?}", self.rank.number);
         "it hangs".into()
+    }
+
+    /// Requests that the sender has posted over the primary path.
+    fn requests_on_primary(&self) -> Option<u64> {
+        let counts = self.sender.as_ref()?.paths().first()?.counts();
+        Some(counts.steps + counts.credits + counts.others)
     }
 
     /// What this rank has cost so far.
@@ -347,6 +362,9 @@ impl Run<'_> {
                 self.seen.outstanding = self.seen.outstanding.max(sender.posted() - sender.acked());
             }
             self.seen.note(noted);
+        }
+        if self.seen.recovered.is_some() && self.on_primary.is_none() {
+            self.on_primary = self.requests_on_primary();
         }
         while self.receiver.as_mut().and_then(Receiver::take_noted).is_some() {}
     }
@@ -521,6 +539,7 @@ pub(crate) fn run(rank: &mut Rank, case: Case, number: u64) -> Seen {
         seen: Seen::default(),
         plan: Plan::new(),
         second: false,
+        on_primary: None,
         posted_at: None,
     };
     run.run()
