@@ -15,7 +15,8 @@ use crate::{
     error::{Error, Result, ResultCode},
     plan::{
         Request,
-        algorithm::{Asked, STRAIGHT_BYTES, explain},
+        algorithm::{Asked, STRAIGHT_BYTES},
+        table::explain,
     },
 };
 

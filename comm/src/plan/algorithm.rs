@@ -1,12 +1,10 @@
-//! Which algorithm serves an operation, by [a table of data](super::table). Every rank reads the same table with the same values, so that
+//! What [the table](super::table) by which algorithms are chosen consists of. Every rank reads the same table with the same values, so that
 //! all come to the same choice. Why a row does not serve an operation is data, too ([`Reason`]): `ringsight explain` tells it.
 
 use std::fmt;
 
 use ringsight_kernels::cuda::peers::one_shot_bytes;
 use ringsight_records::{Algorithm, Function, Protocol, ReduceOp};
-
-use super::table::TABLE;
 
 /// What the choice depends on; all of it is the same on every rank.
 #[derive(Clone, Copy, Debug)]
@@ -56,7 +54,7 @@ pub struct Choice {
 }
 
 /// The same where FIFOs are in the memory of GPUs: one block is far from filling a link.
-const NEAR_BYTES_PER_CHANNEL: u64 = 32 << 10;
+pub(super) const NEAR_BYTES_PER_CHANNEL: u64 = 32 << 10;
 
 /// Bytes of all ranks together from which on it pays to go straight, unless `RINGSIGHT_STRAIGHT_BYTES` says another number: it begins with
 /// one more way over NVLink, and ends with a fence and another.
@@ -109,26 +107,6 @@ impl fmt::Display for Reason {
     }
 }
 
-/// The choice for an operation; `None` if no row serves it.
-#[must_use]
-pub fn choose(asked: &Asked) -> Option<Choice> {
-    TABLE
-        .iter()
-        .find(|row| row.refuses(asked).is_none())
-        .map(|row| row.choice)
-}
-
-/// Every row of the table in its order, with the reason why it is not taken; the one without a reason is what [`choose`]
-/// gives.
-pub fn explain(asked: &Asked) -> impl Iterator<Item = (&'static Row, Option<Reason>)> {
-    let mut found = false;
-    TABLE.iter().map(move |row| {
-        let reason = row.refuses(asked).or(found.then_some(Reason::Earlier));
-        found |= reason.is_none();
-        (row, reason)
-    })
-}
-
 impl Row {
     /// One that serves these functions, however many bytes and ranks there are.
     pub(super) const fn of(functions: &'static [Function], choice: Choice) -> Self {
@@ -154,7 +132,7 @@ impl Row {
     }
 
     /// Why it does not serve an operation; `None` if it does.
-    fn refuses(&self, asked: &Asked) -> Option<Reason> {
+    pub(super) fn refuses(&self, asked: &Asked) -> Option<Reason> {
         if !self.functions.contains(&asked.function) {
             return Some(Reason::Function);
         }
@@ -223,195 +201,5 @@ impl Choice {
         usize::try_from(bytes.div_ceil(each))
             .unwrap_or(usize::MAX)
             .clamp(1, available)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn asked(function: Function, bytes: u64) -> Asked {
-        Asked {
-            function,
-            reduce_op: ReduceOp::Sum,
-            bytes,
-            ranks: 4,
-            slot_bytes: 8 << 10,
-            one_shot: true,
-            peers: false,
-            straight_bytes: STRAIGHT_BYTES,
-        }
-    }
-
-    #[test]
-    fn peers_do_a_short_all_reduce_in_one_shot_and_a_longer_one_in_two() {
-        let chosen = |ranks: u32, bytes| {
-            let asked = Asked {
-                ranks,
-                peers: true,
-                ..asked(Function::AllReduce, bytes)
-            };
-            let choice = choose(&asked).unwrap();
-            assert_eq!(choice.is_among_peers(), ranks > 1);
-            choice.algorithm
-        };
-        for ranks in 2..=8 {
-            let most = (512 << 10) / u64::from(ranks);
-            assert_eq!(chosen(ranks, 1), Algorithm::OneShot);
-            // As far as lines are whole.
-            assert_eq!(chosen(ranks, most - 8 * u64::from(ranks)), Algorithm::OneShot);
-            assert_eq!(chosen(ranks, most + 1), Algorithm::TwoShot);
-        }
-        assert_eq!(chosen(1, 8), Algorithm::Ring);
-    }
-
-    #[test]
-    fn peers_do_all_but_what_a_ring_does_better() {
-        for function in Function::ALL {
-            for (ranks, bytes) in [(2, 8), (2, 1 << 30), (4, 8), (4, 1 << 30)] {
-                let near = Asked {
-                    ranks,
-                    peers: true,
-                    ..asked(*function, bytes)
-                };
-                let rooted = matches!(function, Function::Broadcast | Function::Reduce);
-                let expected = !(rooted && ranks > 2 && bytes > 8);
-                assert_eq!(choose(&near).unwrap().is_among_peers(), expected, "{near:?}");
-                let apart = Asked { peers: false, ..near };
-                let own_factors = Asked {
-                    reduce_op: ReduceOp::PreMulSum,
-                    ..near
-                };
-                for other in [apart, own_factors] {
-                    assert!(!choose(&other).unwrap().is_among_peers(), "{other:?}");
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn long_collectives_go_straight_unless_told_otherwise() {
-        for function in Function::ALL.iter().filter(|function| !function.is_p2p()) {
-            let near = |bytes, straight_bytes| Asked {
-                ranks: 2,
-                peers: true,
-                straight_bytes,
-                ..asked(*function, bytes)
-            };
-            let is_straight = |asked| choose(&asked).unwrap().is_straight();
-            assert!(is_straight(near(STRAIGHT_BYTES / 2, STRAIGHT_BYTES)));
-            assert!(!is_straight(near(STRAIGHT_BYTES / 2 - 1, STRAIGHT_BYTES)));
-            assert!(!is_straight(near(1 << 40, u64::MAX)), "{function}");
-            assert!(choose(&near(1 << 40, u64::MAX)).unwrap().is_among_peers());
-        }
-    }
-
-    #[test]
-    fn small_messages_take_one_channel_and_large_ones_all() {
-        let choice = choose(&asked(Function::AllReduce, 8)).unwrap();
-        assert_eq!(choice.channels(8, 4, false), 1);
-        assert_eq!(choice.channels(0, 4, false), 1);
-        assert_eq!(choice.channels(choice.bytes_per_channel + 1, 4, false), 2);
-        assert_eq!(choice.channels(choice.bytes_per_channel, 4, true), 4);
-        assert_eq!(choice.channels(NEAR_BYTES_PER_CHANNEL, 4, true), 1);
-        assert_eq!(choice.channels(u64::MAX, 4, false), 4);
-    }
-
-    #[test]
-    fn every_row_but_the_chosen_one_has_a_reason() {
-        for function in Function::ALL {
-            for bytes in [0, 4 << 10, 64 << 10, u64::MAX] {
-                for peers in [false, true] {
-                    let asked = Asked {
-                        peers,
-                        ..asked(*function, bytes)
-                    };
-                    let rows: Vec<_> = explain(&asked).collect();
-                    assert_eq!(rows.len(), TABLE.len());
-                    let taken: Vec<_> = rows.iter().filter(|(_, reason)| reason.is_none()).collect();
-                    assert_eq!(taken.len(), 1, "{asked:?}");
-                    assert_eq!(Some(taken[0].0.choice), choose(&asked));
-                }
-            }
-        }
-        let reason = |asked: Asked, algorithm, protocol| {
-            let row = |(row, _): &(&Row, Option<Reason>)| {
-                row.functions.contains(&asked.function)
-                    && (row.choice.algorithm, row.choice.protocol) == (algorithm, protocol)
-            };
-            explain(&asked).find(row).unwrap().1
-        };
-        use Algorithm::{Direct, OneShot, Ring, TwoShot};
-        use Protocol::{Ll, Ll128, Simple};
-        let short = asked(Function::AllReduce, 8);
-        assert_eq!(reason(short, OneShot, Ll), Some(Reason::NoPeers));
-        assert_eq!(reason(short, TwoShot, Ll128), Some(Reason::NoPeers));
-        assert_eq!(reason(short, OneShot, Simple), None);
-        assert_eq!(reason(short, Ring, Simple), Some(Reason::Earlier));
-        let without = Asked {
-            one_shot: false,
-            ..short
-        };
-        assert_eq!(reason(without, OneShot, Simple), Some(Reason::NoProgram));
-        let long = asked(Function::AllReduce, 1 << 20);
-        assert_eq!(reason(long, OneShot, Ll), Some(Reason::BytesOfAll(512 << 10)));
-        assert_eq!(reason(long, OneShot, Simple), Some(Reason::BytesOfAll(16 << 10)));
-        assert_eq!(reason(long, Ring, Simple), None);
-        let slot = Asked {
-            slot_bytes: 2 << 10,
-            ..asked(Function::AllReduce, 4 << 10)
-        };
-        assert_eq!(reason(slot, OneShot, Simple), Some(Reason::Slot(2 << 10)));
-        let alone = Asked { ranks: 1, ..short };
-        assert_eq!(reason(alone, OneShot, Ll), Some(Reason::OneRank));
-        let scaled = Asked {
-            reduce_op: ReduceOp::PreMulSum,
-            ..short
-        };
-        assert_eq!(reason(scaled, OneShot, Simple), Some(Reason::OwnFactors));
-        let four = Asked {
-            peers: true,
-            ..asked(Function::Broadcast, 1 << 30)
-        };
-        assert_eq!(reason(four, Direct, Ll128), Some(Reason::Ranks(2)));
-        assert_eq!(explain(&short).last().unwrap().1, Some(Reason::Function));
-    }
-
-    #[test]
-    fn every_function_served_is_served_at_every_size() {
-        for function in Function::ALL {
-            for bytes in [0, u64::MAX] {
-                assert!(choose(&asked(*function, bytes)).is_some(), "{function}");
-            }
-        }
-    }
-
-    #[test]
-    fn a_short_all_reduce_is_done_in_one_shot_where_that_is_possible() {
-        let chosen = |asked: Asked| choose(&asked).unwrap().algorithm;
-        let short = asked(Function::AllReduce, 4 << 10);
-        assert_eq!(chosen(short), Algorithm::OneShot);
-        let longer = asked(Function::AllReduce, (4 << 10) + 1);
-        let others = [
-            longer,
-            asked(Function::Reduce, 8),
-            Asked { ranks: 1, ..short },
-            Asked { ranks: 5, ..short },
-            Asked {
-                slot_bytes: 2 << 10,
-                ..short
-            },
-            Asked {
-                one_shot: false,
-                ..short
-            },
-            Asked {
-                reduce_op: ReduceOp::PreMulSum,
-                ..short
-            },
-        ];
-        for other in others {
-            assert_eq!(chosen(other), Algorithm::Ring, "{other:?}");
-        }
     }
 }

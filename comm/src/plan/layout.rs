@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use ringsight_kernels::cuda::messages;
 
-use super::{Exchange, Task, algorithm, builder::Builder};
+use super::{Exchange, Task, algorithm, builder::Builder, table};
 use crate::{
     communicator::Communicator,
     error::{Error, Result},
@@ -29,8 +29,8 @@ pub(super) fn choice_of(task: &Task, comm: &Communicator) -> Result<(usize, algo
         peers: comm.peers.is_some(),
         straight_bytes: comm.straight_bytes,
     };
-    let choice = algorithm::choose(&asked)
-        .ok_or_else(|| Error::internal(format!("no algorithm serves {function}")))?;
+    let choice =
+        table::choose(&asked).ok_or_else(|| Error::internal(format!("no algorithm serves {function}")))?;
     let parts = comm.near_parts();
     // Of a message that there is room for, the same on all ranks; an operation round rings has all channels.
     let available = match parts {
