@@ -138,6 +138,10 @@ impl Collector {
                 clock: Some(clock),
                 ..
             } => self.communicators.tick(*pid, *device, *clock),
+            Sample::Port { pid, index, device } => {
+                let device = self.network.name(device);
+                self.communicators.port(*pid, *index, device);
+            }
             Sample::Record { pid, record, .. } if record.kind == Kind::CommDestroy as u8 => {
                 self.communicators.destroyed(record.comm, *pid, record.rank);
             }

@@ -12,7 +12,10 @@ pub use histogram::Histogram;
 
 use crate::{
     correlate::{
-        Counts, Given, RankOperation, communicators::Communicators, instance::GivenUp, proxy::STEP_STATES,
+        Counts, Given, RankOperation,
+        communicators::Communicators,
+        instance::GivenUp,
+        proxy::{STEP_STATES, Way, path_name},
     },
     spans::SpanCounts,
 };
@@ -35,7 +38,7 @@ struct OfRank {
     verdicts: BTreeMap<(Cause, bool), u64>,
     states: [Histogram; STEP_STATES.len()],
     /// Bytes between nodes, by the port's number (`None`: sockets) and whether they were sent.
-    network: BTreeMap<(Option<u8>, bool), u64>,
+    network: BTreeMap<(Way, bool), u64>,
 }
 
 /// Readings that are not accumulated here.
@@ -148,8 +151,8 @@ impl Metrics {
             of.lag.add(lag_ns.max(0) as f64 / 1e9);
         }
         for proxy in &part.proxies {
-            for (port, bytes) in &proxy.by_port {
-                let sum = rank.network.entry((*port, proxy.send)).or_default();
+            for (way, bytes) in &proxy.by_way {
+                let sum = rank.network.entry((*way, proxy.send)).or_default();
                 *sum = sum.saturating_add(*bytes);
             }
             for (histogram, sum) in rank.states.iter_mut().zip(&proxy.sums) {
@@ -219,7 +222,7 @@ impl Metrics {
                     MetricData::Counter(count),
                 );
             }
-            for ((port, sent), bytes) in &rank.network {
+            for (((port, backup), sent), bytes) in &rank.network {
                 let (transport, direction) = (
                     if port.is_some() { "rdma" } else { "socket" },
                     if *sent { "transmit" } else { "receive" },
@@ -228,7 +231,10 @@ impl Metrics {
                     ("ccl.network.transport", Value::Static(transport)),
                     ("network.io.direction", Value::Static(direction)),
                 ];
-                attributes.extend(port.map(|port| ("ccl.network.port", Value::Int(i64::from(port)))));
+                if let Some(port) = port {
+                    attributes.push(("ccl.network.port", Value::Int(i64::from(*port))));
+                    attributes.push(("ccl.network.path", Value::Static(path_name(*backup))));
+                }
                 made.push(
                     &rank.resource,
                     ("ccl.network.io", "Bytes of steps between nodes", "By"),

@@ -285,3 +285,39 @@ fn one_that_does_not_fail_back_is_sent_after_a_while_and_at_the_end() {
     let rest = collector.take_batch().spans;
     assert_eq!(named(&rest, "failover").count(), 1);
 }
+
+#[test]
+fn a_backup_that_is_good_again_was_nobodys_failover() {
+    let (mut collector, comm, _) = watching();
+    let restored = moment(comm, 7, 10, State::PATH_RESTORED, change(None, 1, 1, 0x22), 0);
+    assert!(spans(&mut collector, vec![restored]).is_empty());
+    collector.finish(EPOCH_NS + 10_000_000);
+    assert_eq!(named(&collector.take_batch().spans, "failover").count(), 0);
+}
+
+#[test]
+fn connections_of_messages_and_of_collectives_fail_over_apart() {
+    let (mut collector, comm, _) = watching();
+    let broken = || {
+        moment(
+            comm,
+            1,
+            10,
+            State::START,
+            change(Some(PathCause::Port), 0, 0, 0x11),
+            0,
+        )
+    };
+    let mut message = broken();
+    if let Sample::Record { record, .. } = &mut message {
+        *record = record.with_flags(Flags::P2P);
+    }
+    assert!(spans(&mut collector, vec![broken(), message]).is_empty());
+    collector.finish(EPOCH_NS + 10_000_000);
+    let batch = collector.take_batch();
+    let ids: Vec<_> = named(&batch.spans, "failover")
+        .map(|span| span.trace_id)
+        .collect();
+    assert_eq!(ids.len(), 2);
+    assert_ne!(ids[0], ids[1]);
+}

@@ -265,15 +265,18 @@ fn carried(job: &Job, operations: &[Operation]) -> Vec<Sample> {
                 number: QPN,
                 step: record.value as u32,
             };
+            // Every second step goes over the backup.
+            let is_backup = sends && record.value % 2 == 1;
+            let carried = Record {
+                kind: Kind::NetPlugin as u8,
+                value: carrier.to_value(),
+                ..*record
+            };
             let carries = Sample::Record {
                 pid: *pid,
                 tid: 0,
                 carrier: sample::Carrier::Ring,
-                record: Record {
-                    kind: Kind::NetPlugin as u8,
-                    value: carrier.to_value(),
-                    ..*record
-                },
+                record: carried.with_flags(Flags::BACKUP.when(is_backup)),
             };
             // Handed over after the step began, there before it ended.
             if record.state == State::START {
@@ -329,6 +332,9 @@ fn what_carries_a_step_is_a_span_below_its_proxy() {
         assert_eq!(parent.name, "proxy send");
         assert_eq!(attribute(span, "rdma.qp.number"), Some(&Value::Int(QPN.into())));
         assert_eq!(attribute(span, "ccl.network.port"), Some(&Value::Int(1)));
+        let odd = matches!(attribute(span, "ccl.proxy.step"), Some(Value::Int(step)) if step % 2 == 1);
+        let path = if odd { "backup" } else { "primary" };
+        assert_eq!(attribute(span, "ccl.network.path"), Some(&Value::Static(path)));
         // Known of the process whose queue pair it is; another one's number says nothing.
         let device =
             (attribute(span, "ccl.rank") == Some(&Value::Int(1))).then(|| Value::Text(DEVICE.into()));
@@ -340,19 +346,57 @@ fn what_carries_a_step_is_a_span_below_its_proxy() {
     let whole = named(&batch.spans, "rdma queue pair").next().unwrap();
     assert_eq!(attribute(whole, "ccl.rank"), Some(&Value::Int(1)));
     assert!(attribute(whole, "ccl.communicator.id").is_some());
-    let sent = metric(
-        &mut collector,
-        "ccl.network.io",
-        &[
-            ("ccl.network.transport", Value::Static("rdma")),
-            ("ccl.network.port", Value::Int(1)),
-            ("network.io.direction", Value::Static("transmit")),
-        ],
-    );
+    for path in ["primary", "backup"] {
+        let sent = metric(
+            &mut collector,
+            "ccl.network.io",
+            &[
+                ("ccl.network.transport", Value::Static("rdma")),
+                ("ccl.network.port", Value::Int(1)),
+                ("ccl.network.path", Value::Static(path)),
+                ("network.io.direction", Value::Static("transmit")),
+            ],
+        );
+        assert!(
+            matches!(sent, Some(MetricData::Counter(bytes)) if bytes > 0),
+            "{path}: {sent:?}"
+        );
+    }
+}
+
+#[test]
+fn what_a_process_says_of_its_ports_goes_before_numbers_of_queue_pairs() {
+    let (job, operations) = (Job::default(), [Operation::all_reduce(1)]);
+    let mut collector = watching();
+    let owner = job.pid(1);
+    collector.ingest(&mut vec![Sample::Process(Arc::new(job.process(1)))]);
+    // The kernel's probes saw one queue pair of the number; that of the other device was there before.
+    let created = NetworkSample {
+        pid: Some(owner),
+        ..at(0, NetworkEvent::QpCreated { qpn: QPN, kind: 2 })
+    };
+    ingest(&mut collector, [created]);
+    let said = [(0, DEVICE), (1, "other0")].map(|(index, device)| Sample::Port {
+        pid: owner,
+        index,
+        device: device.to_owned(),
+    });
+    collector.ingest(&mut said.to_vec());
+    collector.ingest(&mut carried(&job, &operations));
+    let spans = collector.take_batch().spans;
+    let own = |span: &&Span| attribute(span, "ccl.rank") == Some(&Value::Int(1));
+    let own: Vec<&Span> = named(&spans, "rdma write").filter(own).collect();
+    let device = |span: &&Span| attribute(span, "rdma.device.name").cloned();
+    assert!(!own.is_empty());
     assert!(
-        matches!(sent, Some(MetricData::Counter(bytes)) if bytes > 0),
-        "{sent:?}"
+        own.iter()
+            .map(device)
+            .all(|device| device == Some(Value::Text("other0".into())))
     );
+    // Nothing went over the queue pair that the kernel's probes saw.
+    collector.finish(EPOCH_NS + 10_000_000);
+    let spans = collector.take_batch().spans;
+    assert!(named(&spans, "rdma queue pair").all(|span| attribute(span, "ccl.rank").is_none()));
 }
 
 #[test]

@@ -334,7 +334,13 @@ impl<R: Rules> Sender<R> {
         let from = self.active;
         // The receiver has fenced it, so no step of it can arrive any more.
         if self.paths.is_newest(from) {
-            self.fence(from.path, Cause::Peer, out);
+            // To a path that comes before it: had this one failed, the receiver would have told so before that was ready.
+            let cause = if link.path < from.path {
+                Cause::Failback
+            } else {
+                Cause::Peer
+            };
+            self.fence(from.path, cause, out);
         }
         let old = &mut self.paths[from.path].more;
         old.noted = old.noted.max(from.generation);

@@ -46,6 +46,8 @@ pub(crate) struct Mapped {
     pub(crate) seen: Seen,
     /// By device: its clock, and events overwritten there, as handed on; those of before are nobody's matter.
     pub(crate) devices: [(Option<DeviceClock>, u64); DEVICES],
+    /// Network ports that were handed on, by their numbers.
+    pub(crate) ports: Vec<u8>,
     held_up_since: Option<u64>,
     lost_reported: ByKind,
     /// Emitted and lost when the ring was armed.
@@ -130,6 +132,7 @@ impl Mapped {
             begins: 0,
             seen: Vec::new(),
             devices: [(None, 0); DEVICES],
+            ports: Vec::new(),
             held_up_since: None,
             lost_reported: [0; Kind::LIMIT],
             baseline: ([0; Kind::LIMIT], [0; Kind::LIMIT]),

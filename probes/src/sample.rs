@@ -38,6 +38,15 @@ pub enum Sample {
         /// Starts and ends of operations that the device overwrote before they were read, since the last such sample.
         overwritten: u64,
     },
+    /// A network port that connections of it go over; once for each.
+    Port {
+        /// Process.
+        pid: u32,
+        /// Its number among those that the process may use, as records have it.
+        index: u8,
+        /// RDMA device.
+        device: String,
+    },
     /// An event.
     Record {
         /// Process.

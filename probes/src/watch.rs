@@ -4,6 +4,7 @@ use std::collections::HashSet;
 
 use ringsight_records::{
     Kind, Record, VERSION,
+    connection::ConnectionSlot,
     pages::{Pages, Reader},
     probed::{ProbedCall, site_of},
 };
@@ -335,7 +336,28 @@ impl Watched {
             self.looked_ns = now_ns;
             self.communicators(samples);
             self.devices(samples);
+            self.ports(samples);
         }
+    }
+
+    /// Hands on network ports that are new.
+    fn ports(&mut self, samples: &mut Vec<Sample>) {
+        let Some(pages) = &mut self.pages else { return };
+        let mut ports = std::mem::take(&mut pages.ports);
+        let slots = pages.view().map_or(&[][..], |pages| pages.connections());
+        for connection in slots.iter().filter_map(ConnectionSlot::read) {
+            for path in connection.paths().filter(|path| !path.device().is_empty()) {
+                if !ports.contains(&path.index) {
+                    ports.push(path.index);
+                    samples.push(Sample::Port {
+                        pid: self.pid,
+                        index: path.index,
+                        device: path.device().to_owned(),
+                    });
+                }
+            }
+        }
+        pages.ports = ports;
     }
 
     /// Hands on what devices' clocks show now, and what they overwrote.

@@ -58,6 +58,7 @@ pub fn job(ranks: u32, steps: u32, pace_ms: u64) -> Configuration {
         seed: 11,
         pace_ms,
         delays: Vec::new(),
+        wire: None,
     }
 }
 

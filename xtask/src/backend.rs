@@ -203,6 +203,31 @@ pub fn get(address: SocketAddr, path: &str) -> Result<String> {
     Ok(body.to_owned())
 }
 
+/// Sends JSON; the answer's status is 200.
+///
+/// # Errors
+/// If there is no answer within 10 s, or with another status.
+pub fn post(address: SocketAddr, path: &str, body: &str) -> Result<()> {
+    let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(2))?;
+    stream.set_read_timeout(Some(Duration::from_secs(10)))?;
+    write!(
+        stream,
+        "POST {path} HTTP/1.0\r\nHost: {address}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{body}",
+        body.len()
+    )?;
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer)?;
+    let answer = String::from_utf8_lossy(&answer);
+    let status = answer.lines().next().unwrap_or_default();
+    if status.split(' ').nth(1) != Some("200") {
+        bail!(
+            "POST {path}: {status}: {}",
+            answer.lines().last().unwrap_or_default()
+        );
+    }
+    Ok(())
+}
+
 /// Starts the backend and waits for its end (or Ctrl-C).
 ///
 /// # Errors

@@ -29,6 +29,9 @@ enum Command {
     /// One rank of the demo's training job.
     #[command(hide = true)]
     DemoWorker(demo::worker::Arguments),
+    /// The demo's part in a guest.
+    #[command(hide = true)]
+    DemoGuest(demo::guest::Arguments),
     /// A process that measures its probe function.
     #[command(hide = true)]
     BenchProbe(bench::probe::Arguments),
@@ -75,6 +78,7 @@ fn run() -> Result<ExitCode> {
         Command::Test(options) => test::run(&options),
         Command::Demo(arguments) => demo::run(&arguments),
         Command::DemoWorker(arguments) => demo::worker::run(&arguments).map(|()| ExitCode::SUCCESS),
+        Command::DemoGuest(arguments) => demo::guest::run(&arguments),
         Command::BenchProbe(arguments) => bench::probe::run(&arguments).map(|()| ExitCode::SUCCESS),
         Command::Probe { arguments } => workspace::run_ringsight(&arguments),
         Command::Backend(options) => backend::run(&options),

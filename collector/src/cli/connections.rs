@@ -43,8 +43,12 @@ pub(super) fn write(text: &mut String, ends: &[End]) {
         // Writing to a string does not fail.
         let _ = write!(
             text,
-            "  rank {} (process {}) {way} rank {}, channel {}: ",
-            end.rank, end.pid, end.peer, end.channel
+            "  rank {} (process {}) {way} rank {}, channel {}{}: ",
+            end.rank,
+            end.pid,
+            end.peer,
+            end.channel,
+            if end.messages { ", messages" } else { "" }
         );
         let on = format!("{} ({})", name(end.active), End::role(end.active));
         let _ = match end.phase {
@@ -139,6 +143,7 @@ pub(super) fn to_json(end: &End) -> Value {
         "pid": end.pid,
         "peer": end.peer,
         "channel": end.channel,
+        "messages": end.messages,
         "direction": if end.sends { "send" } else { "recv" },
         "failover": end.survives,
         "phase": end.phase,
@@ -182,6 +187,7 @@ mod tests {
             peer: 1,
             channel: 2,
             sends: true,
+            messages: false,
             survives: true,
             phase: "flows",
             epoch: 0,
@@ -210,11 +216,12 @@ mod tests {
         let fixed = End {
             survives: false,
             sends: false,
+            messages: true,
             ..end(vec![path("mlx5_0")])
         };
         let fixed = text(fixed);
         assert!(
-            fixed.contains("from rank 1") && fixed.ends_with("without failover\n"),
+            fixed.contains("from rank 1, channel 2, messages:") && fixed.ends_with("without failover\n"),
             "{fixed}"
         );
     }

@@ -1,6 +1,9 @@
 //! The communicators of the watched processes: who takes part, and what spans say about it.
 
-use std::{collections::VecDeque, sync::Arc};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::Arc,
+};
 
 use ringsight_exporters::model::Resource;
 use ringsight_probes::sample::Process;
@@ -75,6 +78,8 @@ pub struct Communicators {
     clocks: FxHashMap<(u32, i32), DeviceClock>,
     /// Network device of a process's queue pair; `None` where two devices have one of this number.
     queue_pairs: FxHashMap<(u32, u32), Option<Arc<str>>>,
+    /// By process and number of the port.
+    ports: BTreeMap<(u32, u8), Arc<str>>,
     service: resource::Service,
     names: resource::Names,
 }
@@ -193,9 +198,19 @@ impl Communicators {
         }
     }
 
-    /// Network device of a process's queue pair, if that is known and certain.
+    /// A process says of which network device a port is, by its number among those that it may use.
+    pub fn port(&mut self, pid: u32, index: u8, device: Arc<str>) {
+        self.ports.insert((pid, index), device);
+    }
+
+    /// Network device of a process's port, if it has said. If it says so of none, of its queue pair, if that is known and certain:
+    /// numbers of queue pairs are a device's own, so two may have the same.
     #[must_use]
-    pub fn device_of_queue_pair(&self, pid: u32, number: u32) -> Option<&Arc<str>> {
+    pub fn network_device(&self, pid: u32, port: Option<u8>, number: u32) -> Option<&Arc<str>> {
+        let said = port.and_then(|port| self.ports.get(&(pid, port)));
+        if said.is_some() || self.ports.range((pid, 0)..=(pid, u8::MAX)).next().is_some() {
+            return said;
+        }
         self.queue_pairs.get(&(pid, number))?.as_ref()
     }
 
@@ -215,6 +230,7 @@ impl Communicators {
         self.resources.retain(|(of, _), _| *of != pid);
         self.clocks.retain(|(of, _), _| *of != pid);
         self.queue_pairs.retain(|(of, _), _| *of != pid);
+        self.ports.retain(|(of, _), _| *of != pid);
         self.destroyed.retain(|(_, of, _)| *of != pid);
         let ids: Vec<u64> = self.known.keys().copied().collect();
         for id in ids {

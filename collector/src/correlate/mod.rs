@@ -229,7 +229,7 @@ impl Correlator {
                     "a sample of a process comes after it"
                 );
             }
-            Sample::Communicator { .. } => {}
+            Sample::Communicator { .. } | Sample::Port { .. } => {}
         }
     }
 

@@ -61,6 +61,16 @@ pub struct Carried {
     pub stop_ns: u64,
     /// Bytes.
     pub bytes: u64,
+    /// Over a path that is not the connection's first.
+    pub backup: bool,
+}
+
+/// What network bytes went over: the number of the port, `None` for a socket, and whether it was a backup path's.
+pub type Way = (Option<u8>, bool);
+
+/// What a path of a connection is called.
+pub(crate) const fn path_name(backup: bool) -> &'static str {
+    if backup { "backup" } else { "primary" }
 }
 
 /// One proxy operation (channel, peer, direction) with its steps summed up. No step is kept once it has ended.
@@ -94,8 +104,8 @@ pub struct ProxyOperation {
     pub sums: [StateSum; STEP_STATES.len()],
     /// The first steps on their way between nodes.
     pub carried: Vec<Carried>,
-    /// Bytes that arrived, by the number of the port; `None` is a socket.
-    pub by_port: Vec<(Option<u8>, u64)>,
+    /// Bytes that arrived, by what they went over.
+    pub by_way: Vec<(Way, u64)>,
     active: [ActiveStep; ACTIVE_STEPS],
     active_len: usize,
 }
@@ -117,7 +127,7 @@ impl ProxyOperation {
             steps_missed: 0,
             sums: Default::default(),
             carried: Vec::new(),
-            by_port: Vec::new(),
+            by_way: Vec::new(),
             active: Default::default(),
             active_len: 0,
         }
@@ -143,6 +153,7 @@ impl ProxyOperation {
     /// A record of what carries a step.
     pub(super) fn carry(&mut self, record: &Record) {
         let carrier = record.carrier();
+        let backup = record.flags().contains(Flags::BACKUP);
         if record.state == State::START {
             if self.carried.len() < CARRIED {
                 self.carried.push(Carried {
@@ -150,6 +161,7 @@ impl ProxyOperation {
                     start_ns: record.time_ns,
                     stop_ns: 0,
                     bytes: record.bytes,
+                    backup,
                 });
             }
             return;
@@ -158,15 +170,15 @@ impl ProxyOperation {
         let under_way = |known: &&mut Carried| known.stop_ns == 0 && known.carrier.step == carrier.step;
         if let Some(known) = self.carried.iter_mut().find(under_way) {
             known.stop_ns = record.time_ns;
-            known.carrier = carrier;
+            (known.carrier, known.backup) = (carrier, backup);
         }
         if record.state != State::STOP {
             return;
         }
-        let room = self.by_port.len() < WAYS;
-        match self.by_port.iter_mut().find(|(port, _)| *port == carrier.port) {
+        let (way, room) = ((carrier.port, backup), self.by_way.len() < WAYS);
+        match self.by_way.iter_mut().find(|(known, _)| *known == way) {
             Some((_, bytes)) => *bytes = bytes.saturating_add(record.bytes),
-            None if room => self.by_port.push((carrier.port, record.bytes)),
+            None if room => self.by_way.push((way, record.bytes)),
             None => {}
         }
     }

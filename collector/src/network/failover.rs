@@ -28,6 +28,7 @@ struct Connection {
     peer: i32,
     channel: u8,
     send: bool,
+    p2p: bool,
 }
 
 /// An operation that the connection was at.
@@ -75,8 +76,13 @@ impl Network {
             peer: record.peer,
             channel: record.channel,
             send: record.flags().contains(Flags::SEND),
+            p2p: record.flags().contains(Flags::P2P),
         };
         let failovers = &mut self.failovers;
+        // A path that was not in use is good again: nothing was delayed.
+        if record.state == State::PATH_RESTORED && !failovers.under_way.contains_key(&connection) {
+            return;
+        }
         if failovers.under_way.len() >= UNDER_WAY && !failovers.under_way.contains_key(&connection) {
             return;
         }
@@ -277,7 +283,7 @@ fn moment_attributes(
     }
     if change.number != 0 {
         attributes.push(("rdma.qp.number", Value::Int(i64::from(change.number))));
-        let device = communicators.device_of_queue_pair(pid, change.number);
+        let device = communicators.network_device(pid, change.port, change.number);
         attributes.extend(device.map(|name| ("rdma.device.name", Value::Text(Arc::clone(name)))));
     }
     attributes.extend(
@@ -305,7 +311,9 @@ fn failover_span(connection: &Connection, failover: &Failover, output: &mut Outp
         comm: watched.identity,
         seq: failover.begun_ns,
         ranks: 0,
-        replay: u32::from(connection.channel) << 1 | u32::from(connection.send),
+        replay: u32::from(connection.p2p) << 16
+            | u32::from(connection.channel) << 1
+            | u32::from(connection.send),
         kind: TraceKind::Network,
         pair: Some((connection.rank, peer)),
     }

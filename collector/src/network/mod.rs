@@ -12,7 +12,7 @@ use std::{
 
 use ringsight_exporters::model::{Resource, Span};
 use ringsight_probes::network::{NetworkEvent, NetworkSample, VerbsEvent};
-use ringsight_records::Record;
+use ringsight_records::{Carrier, Record};
 use rustc_hash::FxHashMap;
 
 use crate::{clock::Clock, correlate::communicators::Communicators, identity::Scope, spans::SpanCounts};
@@ -185,8 +185,8 @@ impl Network {
 
     /// A queue pair of a process carries a step: from now on it is known whose it is.
     pub(crate) fn carries(&mut self, pid: u32, record: &Record, communicators: &Communicators) {
-        let number = record.carrier().number;
-        let Some(device) = communicators.device_of_queue_pair(pid, number) else {
+        let Carrier { port, number, .. } = record.carrier();
+        let Some(device) = communicators.network_device(pid, port, number) else {
             return;
         };
         if let Some(known) = self.queue_pairs.get_mut(&(Arc::clone(device), number))

@@ -20,6 +20,8 @@ pub struct End {
     pub channel: u8,
     /// Whether this end sends.
     pub sends: bool,
+    /// Whether it is of messages, not of collectives.
+    pub messages: bool,
     /// Whether it survives a path.
     pub survives: bool,
     /// `flows`, `recovers` (between two paths) or `failed`.
@@ -100,8 +102,9 @@ impl End {
             rank: connection.rank,
             peer: connection.peer,
             channel: connection.channel,
-            sends: connection.is_send != 0,
-            survives: connection.failover != 0,
+            sends: connection.flags & Connection::SENDS != 0,
+            messages: connection.flags & Connection::MESSAGES != 0,
+            survives: connection.flags & Connection::SURVIVES != 0,
             phase: match connection.phase {
                 Connection::FLOWS => "flows",
                 Connection::RECOVERS => "recovers",
@@ -166,7 +169,7 @@ pub(super) fn of(processes: &[Process], communicator: u64, now: u64) -> Vec<End>
         .filter(|(_, connection)| connection.comm == communicator)
         .map(|(pid, connection)| End::of(pid, connection, now))
         .collect();
-    ends.sort_by_key(|end| (end.rank, end.channel, end.peer, !end.sends, end.pid));
+    ends.sort_by_key(|end| (end.rank, end.messages, end.channel, end.peer, !end.sends, end.pid));
     ends
 }
 

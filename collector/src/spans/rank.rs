@@ -11,7 +11,7 @@ use crate::{
     correlate::{
         KernelChannel, RankOperation, Verdict,
         communicators::{Communicator, Communicators},
-        proxy::{Carried, ProxyOperation, STEP_STATES},
+        proxy::{Carried, ProxyOperation, STEP_STATES, path_name},
     },
     identity::{Direction, Role, Scope, SpanKey},
 };
@@ -241,10 +241,11 @@ impl Part<'_> {
         match carrier.port {
             Some(port) => {
                 attributes.push(("ccl.network.port", Value::Int(i64::from(port))));
+                attributes.push(("ccl.network.path", Value::Static(path_name(carried.backup))));
                 attributes.push(("rdma.qp.number", Value::Int(i64::from(carrier.number))));
                 let device = self
                     .communicators
-                    .device_of_queue_pair(self.part.pid, carrier.number);
+                    .network_device(self.part.pid, carrier.port, carrier.number);
                 attributes.extend(device.map(|name| ("rdma.device.name", Value::Text(Arc::clone(name)))));
             }
             None => attributes.push(("ccl.network.descriptor", Value::Int(i64::from(carrier.number)))),

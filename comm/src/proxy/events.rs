@@ -7,12 +7,17 @@ use crate::observe;
 
 /// A record of this operation, if it is one of those that its description counts, and anybody wants such.
 fn write(op: &ProxyOp, kind: Kind, state: State, value: u64, bytes: u64) {
+    write_with(op, (kind, Flags::NONE), state, value, bytes);
+}
+
+/// The same with flags of its own.
+fn write_with(op: &ProxyOp, (kind, flags): (Kind, Flags), state: State, value: u64, bytes: u64) {
     // Sparse kinds are told without being asked for.
     if !op.counted || (kind.probe().is_none() && !observe::wants(kind)) {
         return;
     }
-    let flags = Flags::SEND
-        .when(op.is_send)
+    let flags = flags
+        .with(Flags::SEND.when(op.is_send))
         .with(Flags::P2P.when(op.p2p))
         .with(Flags::GRAPH.when(op.graph));
     let record = Record {
@@ -50,6 +55,12 @@ pub(crate) fn step(op: &ProxyOp, step: u32, state: State, bytes: usize) {
 /// What carries one of its steps, of `bytes` bytes.
 pub(crate) fn carried(op: &ProxyOp, carrier: Carrier, state: State, bytes: usize) {
     write(op, Kind::NetPlugin, state, carrier.to_value(), bytes as u64);
+}
+
+/// The same over a connection that has several paths.
+pub(crate) fn carried_over(op: &ProxyOp, carrier: Carrier, is_backup: bool, state: State, bytes: usize) {
+    let kind = (Kind::NetPlugin, Flags::BACKUP.when(is_backup));
+    write_with(op, kind, state, carrier.to_value(), bytes as u64);
 }
 
 /// What has happened to the paths of the connection that it runs over; `bytes` are sent again.

@@ -102,8 +102,10 @@ pub struct ConnectionPath {
     pub cause: u8,
     /// `enum ibv_wc_status` of the completion that told of it; 0 if none did.
     pub status: u8,
+    /// The port's number among those that the process may use, as in records ([`crate::Carrier::port`]).
+    pub index: u8,
     /// Zero.
-    pub reserved: [u8; 6],
+    pub reserved: [u8; 5],
 }
 
 impl ConnectionPath {
@@ -134,10 +136,10 @@ pub struct Connection {
     pub switches: u32,
     /// Channel.
     pub channel: u8,
-    /// Whether this end sends.
-    pub is_send: u8,
-    /// Whether it survives a path.
-    pub failover: u8,
+    /// [`Connection::SENDS`] and the like.
+    pub flags: u8,
+    /// Zero.
+    pub reserved: u8,
     /// Paths that it has.
     pub paths: u8,
     /// The path in use, or that was in use last.
@@ -153,6 +155,12 @@ pub struct Connection {
 }
 
 impl Connection {
+    /// This end sends; a bit of [`Connection::flags`].
+    pub const SENDS: u8 = 1;
+    /// It is of messages, not of collectives.
+    pub const MESSAGES: u8 = 2;
+    /// It survives a path.
+    pub const SURVIVES: u8 = 4;
     /// Steps go over the path in use; a value of [`Connection::phase`].
     pub const FLOWS: u8 = 0;
     /// It is between two paths.

@@ -28,6 +28,7 @@ pub(super) fn measure(artifacts: &Artifacts, pairs: u32) -> Result<Vec<Row>> {
         seed: 1,
         pace_ms: 0,
         delays: Vec::new(),
+        wire: None,
     };
     let mut job = Job::start(&configuration, artifacts, &work)?;
     job.go()?;

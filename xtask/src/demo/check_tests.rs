@@ -22,6 +22,7 @@ fn configuration() -> Configuration {
             rank: 1,
             ms: 40,
         }],
+        wire: None,
     }
 }
 
@@ -313,6 +314,7 @@ fn quiet(lag_ms: u64, named: bool) -> Report {
     });
     let configuration = Configuration {
         delays: vec![],
+        wire: None,
         ..configuration()
     };
     let expectation = Expectation {

@@ -75,6 +75,18 @@ impl Job {
                     .stdin(Stdio::piped())
                     .stdout(Stdio::piped())
                     .stderr(Stdio::piped());
+                if let Some(wire) = &configuration.wire {
+                    command
+                        .env("NCCL_IB_HCA", &wire.devices[configuration.node(rank) as usize])
+                        .env("NCCL_NET", "IB")
+                        // Soft-RoCE takes 7 for "without end".
+                        .env("NCCL_IB_RETRY_CNT", "6")
+                        .env("NCCL_IB_TIMEOUT", "16")
+                        // Emulated processors are slow: that is no path that fails, and no hang.
+                        .env("RINGSIGHT_NET_TIMEOUT_MS", "4000")
+                        .env("RINGSIGHT_NET_GIVE_UP_MS", "30000")
+                        .env("NCCL_KERNEL_TIMEOUT_MS", "0");
+                }
                 Worker::start(rank, &mut command, truth, &sender)
             })
             .collect::<Result<Vec<_>>>()?;

@@ -14,12 +14,16 @@ use clap::Args;
 pub mod check;
 pub mod collector;
 pub mod counters;
+pub mod failover;
+pub mod guest;
 pub mod job;
 mod lateness;
+pub mod link;
 pub mod model;
 pub mod random;
 pub mod summary;
 pub mod truth;
+pub mod vm;
 pub mod worker;
 
 use crate::workspace::{self, Artifacts};
@@ -29,6 +33,9 @@ use job::Job;
 use random::Random;
 use summary::Summary;
 use truth::{Configuration, Delay};
+
+/// Files that the collector makes.
+const OUTPUTS: [&str; 3] = ["trace.html", "trace.json", "trace.jsonl"];
 
 /// What job to run, and what to do with its traces.
 #[derive(Args, Clone, Debug)]
@@ -78,6 +85,10 @@ pub struct Arguments {
     /// Run the job alone, without a collector.
     #[arg(long, conflicts_with_all = ["check", "otlp", "no_ebpf"])]
     pub unwatched: bool,
+    /// In a guest: two ranks on two nodes over RDMA, where a port goes down in the middle of an all_reduce and comes back. Of the
+    /// other options --out, --check and --otlp (the backend's port for OTLP over HTTP) are taken.
+    #[arg(long, conflicts_with_all = ["no_ebpf", "unwatched", "no_slow", "keep"])]
+    pub vm: bool,
     /// Keep the ranks' own accounts and the collector's summary beside the trace files.
     #[arg(long)]
     pub keep: bool,
@@ -133,6 +144,7 @@ impl Arguments {
             seed,
             pace_ms: 0,
             delays: draw_delays(seed, slow, self.ranks, self.steps, self.delay),
+            wire: None,
         })
     }
 }
@@ -175,6 +187,9 @@ pub fn unhex(text: &str) -> Option<Vec<u8>> {
 /// # Errors
 /// What broke, without `--check`; with it, that is in the report, as is what the check found.
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
+    if arguments.vm {
+        return vm::run(arguments);
+    }
     if arguments.unwatched {
         return run_unwatched(&arguments.configuration()?);
     }
@@ -212,7 +227,7 @@ fn run_watched(arguments: &Arguments) -> Result<Report> {
         configuration.seed,
         configuration.delays.len()
     );
-    let outputs = ["trace.html", "trace.json", "trace.jsonl"].map(|name| out.join(name));
+    let outputs = OUTPUTS.map(|name| out.join(name));
     // An earlier run's files would be refused or appended to, or be taken for this run's where it fails.
     for file in &outputs {
         match fs::remove_file(file) {
@@ -430,6 +445,7 @@ mod tests {
             seed: 0,
             pace_ms: 0,
             delays: vec![],
+            wire: None,
         };
         let nodes = |ranks, nodes| {
             (0..ranks)

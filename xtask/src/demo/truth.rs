@@ -83,6 +83,20 @@ pub struct Configuration {
     pub pace_ms: u64,
     /// Who sleeps when.
     pub delays: Vec<Delay>,
+    /// RDMA between the nodes, one of whose links fails.
+    #[serde(default)]
+    pub wire: Option<Wire>,
+}
+
+/// RDMA between two nodes of one guest.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Wire {
+    /// By node: `NCCL_IB_HCA`.
+    pub devices: Vec<String>,
+    /// Network device under the first port of node 0.
+    pub link: String,
+    /// In this step all ranks average a large buffer, and rank 0 takes the link down once it has called for that.
+    pub step: u32,
 }
 
 /// One intended delay.

@@ -8,7 +8,7 @@ use std::{
     fs,
     io::{BufRead, Write},
     path::{Path, PathBuf},
-    sync::atomic::{AtomicU64, Ordering},
+    sync::atomic::{AtomicU32, AtomicU64, Ordering},
     thread,
     time::{Duration, Instant},
 };
@@ -18,6 +18,7 @@ use clap::Args;
 
 use super::{
     counters::Counters,
+    link,
     model::{self, LAYERS, Samples, Weights},
     random::Random,
     truth::{Collective, Configuration, Message, Truth},
@@ -44,6 +45,9 @@ const SHARD: usize = 64;
 const BINS: usize = 8;
 /// Steps between evaluations.
 const EVALUATE_EVERY: u32 = 5;
+/// Elements of the buffer that is on its way when a link fails, 4 MiB: on an emulated wire for some 100 ms, and a link is down within
+/// one or two.
+const LARGE: usize = 1 << 20;
 /// Learning rate.
 const RATE: f32 = 0.3;
 
@@ -79,6 +83,27 @@ fn tell(line: &str) -> Result<()> {
     let mut output = std::io::stdout().lock();
     writeln!(output, "{line}")?;
     Ok(output.flush()?)
+}
+
+/// Waits until an operation has begun to change the data it is at.
+fn await_change(data: &mut [f32]) {
+    // What is not zero changes: the mean of all ranks is none's own.
+    let (places, before): (Vec<&AtomicU32>, Vec<u32>) = data
+        .iter_mut()
+        .skip(1)
+        .step_by(1000)
+        // SAFETY: aligned, and of the operation's life. It is the device's, whose stores are another thread's.
+        .map(|value| unsafe { AtomicU32::from_ptr(std::ptr::from_mut(value).cast()) })
+        .map(|place| (place, place.load(Ordering::Relaxed)))
+        .unzip();
+    // Relaxed: it says only when.
+    while places
+        .iter()
+        .zip(&before)
+        .all(|(place, before)| place.load(Ordering::Relaxed) == *before)
+    {
+        thread::yield_now();
+    }
 }
 
 /// Runs the rank.
@@ -161,7 +186,7 @@ impl<'a> Rank<'a> {
             buffer(2 * BINS)?,
             buffer(2 * BINS * ranks)?,
         ];
-        let collectives = LAYERS * (1 + configuration.steps as usize) + 2 * configuration.steps as usize;
+        let collectives = LAYERS * (1 + configuration.steps as usize) + 2 * configuration.steps as usize + 1;
         Ok(Self {
             communicator,
             configuration,
@@ -233,6 +258,9 @@ impl<'a> Rank<'a> {
                 self.evaluate()?;
             }
             self.train_step()?;
+            if let Some(wire) = self.configuration.wire.as_ref().filter(|wire| wire.step == step) {
+                self.lose(&wire.link)?;
+            }
             if self.rank == 0 && (step % 10 == 0 || step == 1 || step == self.configuration.steps) {
                 let loss = self.truth.loss.last().copied().unwrap_or_default();
                 let accuracy = self
@@ -247,6 +275,48 @@ impl<'a> Rank<'a> {
             }
         }
         self.truth.loop_ns = start.elapsed().as_nanos() as u64;
+        Ok(())
+    }
+
+    /// Averages a large buffer, while which is on its way rank 0 takes a link down.
+    fn lose(&mut self, link: &str) -> Result<()> {
+        let ranks = self.configuration.ranks;
+        let mut large = self.communicator.buffer(LARGE)?;
+        let own = (self.rank + 1) as f32;
+        large
+            .get()
+            .iter_mut()
+            .enumerate()
+            .for_each(|(at, value)| *value = own * (at % 1000) as f32);
+        self.collective("all_reduce", 4 * LARGE, |rank| {
+            rank.communicator.all_reduce(&large, Reduce::Avg)
+        })?;
+        if self.rank == 0 {
+            await_change(large.get());
+        }
+        let taken = if self.rank == 0 {
+            link::set(link, false)
+        } else {
+            Ok(())
+        };
+        // The buffer is the operation's until then.
+        self.communicator.synchronise()?;
+        taken.with_context(|| format!("taking {link} down"))?;
+        let mean = (ranks + 1) as f32 / 2.0;
+        let wrong = large
+            .get()
+            .iter()
+            .enumerate()
+            .find(|(at, value)| **value != mean * (at % 1000) as f32);
+        if let Some((at, value)) = wrong {
+            bail!(
+                "after the link had failed element {at} is {value}, not {}",
+                mean * (at % 1000) as f32
+            );
+        }
+        if self.rank == 0 {
+            tell(&format!("link {link} down"))?;
+        }
         Ok(())
     }
 

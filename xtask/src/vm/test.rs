@@ -10,7 +10,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 
 use super::{Guest, Series, guest::Ended, image::Image, test_program};
-use crate::{test::counts::Counts, workspace};
+use crate::{demo, test::counts::Counts, workspace};
 
 /// Options of `cargo xtask vm test`.
 #[derive(Args, Clone, Debug, Default)]
@@ -37,6 +37,8 @@ enum Program {
         /// Only tests whose name contains one of these; all of them if there is none.
         filters: &'static [&'static str],
     },
+    /// [`demo::vm`]: a job with a collector attached, one of whose links fails; its traces are looked at here.
+    Demo,
 }
 
 /// A test in a guest.
@@ -97,6 +99,13 @@ const JOBS: &[Job] = &[
             test: "rdma",
             filters: &[],
         },
+        kernels: &[Series::V6_1],
+        rdma: 2,
+        mlx5: 0,
+    },
+    Job {
+        name: "a trace of a failover",
+        program: Program::Demo,
         kernels: &[Series::V6_1],
         rdma: 2,
         mlx5: 0,
@@ -198,6 +207,9 @@ pub(crate) fn jobs(options: &Options) -> Result<Counts> {
 impl Job {
     /// Runs the test once; what it says is shown when it is through and has failed, or as it comes if `verbose`.
     fn run(&self, series: Series, verbose: bool) -> Result<Counts> {
+        if matches!(self.program, Program::Demo) {
+            return self.run_demo(series, verbose);
+        }
         let start = Instant::now();
         let mut guest = Guest::new(series, Vec::new());
         guest.rdma = self.rdma;
@@ -205,6 +217,7 @@ impl Job {
         guest.verbose = verbose;
         guest.limit = LIMIT;
         guest.program = match self.program {
+            Program::Demo => Vec::new(),
             Program::Script(name) => {
                 let folder = workspace::root().join("vm/tests");
                 guest.add(&folder.join("lib.sh"))?;
@@ -247,10 +260,41 @@ impl Job {
     }
 }
 
+impl Job {
+    /// Runs the demo in a guest and looks at what the collector made of it.
+    fn run_demo(&self, series: Series, verbose: bool) -> Result<Counts> {
+        let artifacts = workspace::build()?;
+        let start = Instant::now();
+        let out = artifacts.target.join("vm-test");
+        let mut said = String::new();
+        let problems = demo::vm::traces(&artifacts, series, &out, &mut |line| said += &format!("{line}\n"))
+            .and_then(|()| {
+                let (lines, problems) =
+                    demo::failover::look(&demo::failover::read(&out.join("trace.jsonl"))?);
+                said += &lines.join("\n");
+                Ok(problems)
+            })
+            .unwrap_or_else(|error| vec![format!("{error:#}")]);
+        let name = format!("{} on {}", self.name, series.name());
+        if verbose || !problems.is_empty() {
+            println!("{said}");
+        }
+        if problems.is_empty() {
+            println!("vm: {name}: 1 passed in {:.1} s", start.elapsed().as_secs_f64());
+            return Ok(Counts::PASSED);
+        }
+        println!("vm: {name}: FAILED: {}", problems.join("; "));
+        Ok(Counts {
+            failed: 1,
+            ..Counts::default()
+        })
+    }
+}
+
 /// What a run came to, and what was wrong with it.
 fn judge(program: Program, output: &str, ended: &Result<Ended>) -> (Counts, Option<String>) {
     let mut counts = match program {
-        Program::Script(_) => Counts::PASSED,
+        Program::Script(_) | Program::Demo => Counts::PASSED,
         Program::Cargo { .. } => {
             output
                 .lines()

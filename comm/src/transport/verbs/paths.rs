@@ -85,8 +85,16 @@ impl Paths {
             epoch: condition.epoch,
             switches: self.switches.0,
             channel: op.channel,
-            is_send: self.is_send.into(),
-            failover: self.survives.into(),
+            flags: [
+                (self.is_send, Connection::SENDS),
+                (op.p2p, Connection::MESSAGES),
+                (self.survives, Connection::SURVIVES),
+            ]
+            .into_iter()
+            .fold(
+                0,
+                |flags, (is_set, flag)| if is_set { flags | flag } else { flags },
+            ),
             paths: paths.len() as u8,
             active: self.active,
             phase: match condition {
@@ -98,8 +106,17 @@ impl Paths {
             status,
             ..Connection::default()
         };
-        for ((place, known), path) in view.path.iter_mut().zip(&condition.paths).zip(paths) {
-            *place = path_view(known, path, condition.now, now_ns);
+        for (((place, known), path), index) in view
+            .path
+            .iter_mut()
+            .zip(&condition.paths)
+            .zip(paths)
+            .zip(&self.ports)
+        {
+            *place = ConnectionPath {
+                index: *index,
+                ..path_view(known, path, condition.now, now_ns)
+            };
         }
         view
     }
@@ -107,6 +124,11 @@ impl Paths {
     /// The number of the port in use.
     pub(super) fn port(&self) -> u8 {
         self.ports.get(usize::from(self.active)).copied().unwrap_or(0)
+    }
+
+    /// Whether it is not the first path's.
+    pub(super) fn is_backup(&self) -> bool {
+        self.active != 0
     }
 
     /// The operation that the connection is at.

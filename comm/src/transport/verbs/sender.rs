@@ -139,7 +139,7 @@ impl Sender {
             Phase::Peer(bytes) if self.line.end.may_post() => {
                 events::step(op, step, State::STEP_SEND_WAIT, 0);
                 let qp = self.post(op, position, bytes)?;
-                events::carried(op, self.carrier(qp, step), State::START, bytes);
+                self.tell_carried(op, (qp, step), State::START, bytes);
                 self.sizes.push_back((bytes, qp));
                 self.phase = Phase::Idle;
             }
@@ -148,12 +148,15 @@ impl Sender {
         Ok(())
     }
 
-    fn carrier(&self, qp: u32, step: u32) -> Carrier {
-        Carrier {
-            port: Some(self.line.paths.port()),
-            number: qp,
+    /// Tells what carries a step: queue pair, and the step's number.
+    fn tell_carried(&self, op: &ProxyOp, (number, step): (u32, u32), state: State, bytes: usize) {
+        let paths = &self.line.paths;
+        let carrier = Carrier {
+            port: Some(paths.port()),
+            number,
             step,
-        }
+        };
+        events::carried_over(op, carrier, paths.is_backup(), state, bytes);
     }
 
     /// Posts the slot at a position: its bytes, if they do not go with the notice, and its header. The queue pair's number.
@@ -190,7 +193,7 @@ impl Sender {
             let (bytes, qp) = self.sizes.pop_front().unwrap_or((0, 0));
             self.fifo.release(self.released);
             self.transferred += bytes as u64;
-            events::carried(op, self.carrier(qp, self.step()), State::STOP, bytes);
+            self.tell_carried(op, (qp, self.step()), State::STOP, bytes);
             events::step(op, self.step(), State::STOP, bytes);
             self.released += 1;
         }

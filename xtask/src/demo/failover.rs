@@ -1,0 +1,294 @@
+//! What a trace has to say of a link that failed under a job.
+
+use std::{
+    collections::{HashMap, HashSet},
+    fs,
+    path::Path,
+};
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+
+/// A span of an OTLP JSON file.
+#[derive(Clone, Debug)]
+pub struct Span(Value);
+
+impl Span {
+    fn text(&self, key: &str) -> &str {
+        self.0[key].as_str().unwrap_or_default()
+    }
+
+    fn name(&self) -> &str {
+        self.text("name")
+    }
+
+    /// Unix nanoseconds.
+    fn time(&self, key: &str) -> u64 {
+        self.text(key).parse().unwrap_or_default()
+    }
+
+    fn events(&self) -> &[Value] {
+        self.0["events"].as_array().map_or(&[], Vec::as_slice)
+    }
+
+    fn links(&self) -> impl Iterator<Item = &str> {
+        let links = self.0["links"].as_array().into_iter().flatten();
+        links.filter_map(|link| link["spanId"].as_str())
+    }
+
+    fn attribute(&self, key: &str) -> Option<String> {
+        attribute(&self.0, key)
+    }
+}
+
+/// An attribute of a span or an event, as text.
+fn attribute(holder: &Value, key: &str) -> Option<String> {
+    let value = &holder["attributes"]
+        .as_array()?
+        .iter()
+        .find(|known| known["key"] == key)?["value"];
+    let value = value.as_object()?.values().next()?;
+    Some(value.as_str().map_or_else(|| value.to_string(), str::to_owned))
+}
+
+/// The spans of a file of OTLP JSON lines.
+///
+/// # Errors
+/// If it cannot be read.
+pub fn read(file: &Path) -> Result<Vec<Span>> {
+    let text = fs::read_to_string(file).with_context(|| format!("reading {}", file.display()))?;
+    let mut spans = Vec::new();
+    for line in text.lines() {
+        let line: Value = serde_json::from_str(line).with_context(|| file.display().to_string())?;
+        let inner = |value: &Value, key: &str| value[key].as_array().cloned().unwrap_or_default();
+        for resource in inner(&line, "resourceSpans") {
+            for scope in inner(&resource, "scopeSpans") {
+                spans.extend(inner(&scope, "spans").into_iter().map(Span));
+            }
+        }
+    }
+    Ok(spans)
+}
+
+/// What the spans say of failovers, for people; and what they should say and do not.
+#[must_use]
+pub fn look(spans: &[Span]) -> (Vec<String>, Vec<String>) {
+    let by_id: HashMap<&str, &Span> = spans.iter().map(|span| (span.text("spanId"), span)).collect();
+    let named = |name: &'static str| spans.iter().filter(move |span| span.name() == name);
+    let (mut lines, mut problems) = (Vec::new(), Vec::new());
+    let mut miss = |what: &str, is_missing: bool| {
+        if is_missing {
+            problems.push(what.to_owned());
+        }
+    };
+    let (mut delayed, mut replayed) = (HashSet::new(), 0_u64);
+    for span in named("failover") {
+        let attribute = |key| span.attribute(key).unwrap_or_else(|| "?".to_owned());
+        let number = |key| {
+            span.attribute(key)
+                .and_then(|text| text.parse::<u64>().ok())
+                .unwrap_or_default()
+        };
+        lines.push(format!(
+            "failover  rank {} and rank {}, channel {}: {}, {} bytes sent again, {:.1} ms in all",
+            attribute("ccl.rank"),
+            attribute("ccl.peer.rank"),
+            attribute("ccl.channel.id"),
+            attribute("ccl.failover.cause"),
+            attribute("ccl.failover.replayed.size"),
+            (span.time("endTimeUnixNano") as f64 - span.time("startTimeUnixNano") as f64) / 1e6,
+        ));
+        replayed += number("ccl.failover.replayed.size");
+        for event in span.events() {
+            let say =
+                |key: &str, before: &str| self::attribute(event, key).map(|text| format!("{before}{text}"));
+            let told = [
+                say("rdma.device.name", " "),
+                say("ccl.network.port", ", port number "),
+                say("rdma.qp.number", ", queue pair "),
+            ];
+            lines.push(format!(
+                "          {}{}",
+                event["name"].as_str().unwrap_or("?"),
+                told.into_iter().flatten().collect::<String>()
+            ));
+        }
+        let names: Vec<&str> = span
+            .events()
+            .iter()
+            .filter_map(|event| event["name"].as_str())
+            .collect();
+        let place = |name| names.iter().position(|known| *known == name);
+        let order = ["path_broken", "path_switched", "path_recovered", "failed_back"].map(place);
+        miss(
+            &format!("a failover is not break, switch, recovery and failback: {names:?}"),
+            order.contains(&None) || !order.is_sorted(),
+        );
+        miss(
+            "a failover names no device",
+            !span.events().iter().any(|event| {
+                self::attribute(event, "rdma.device.name")
+                    .is_some_and(|name| name.starts_with("hca") || name.starts_with("peer"))
+            }),
+        );
+        miss(
+            "an event of a failover has no queue pair or port",
+            span.events().iter().any(|event| {
+                self::attribute(event, "rdma.qp.number").is_none()
+                    || self::attribute(event, "ccl.network.port").is_none()
+            }),
+        );
+        delayed.extend(
+            span.links()
+                .filter_map(|id| by_id.get(id))
+                .filter(|waited| {
+                    waited.name() == "all_reduce rank"
+                        && waited.time("endTimeUnixNano") > span.time("startTimeUnixNano")
+                })
+                .map(|waited| waited.text("spanId")),
+        );
+    }
+    miss("there is no failover", lines.is_empty());
+    miss(
+        "no failover is linked to an all_reduce that it delayed",
+        delayed.is_empty(),
+    );
+    miss("no byte was sent again", replayed == 0);
+    lines.push(format!(
+        "{} parts of all_reduces waited, {replayed} bytes were sent again",
+        delayed.len()
+    ));
+
+    let mut ways: HashMap<String, usize> = HashMap::new();
+    let mut numbers = HashSet::new();
+    for step in named("rdma write") {
+        *ways
+            .entry(step.attribute("ccl.network.path").unwrap_or_default())
+            .or_default() += 1;
+        numbers.extend(step.attribute("rdma.qp.number"));
+        let parent = by_id
+            .get(step.text("parentSpanId"))
+            .map_or("", |parent| parent.name());
+        miss(
+            "an RDMA write is not below its proxy operation",
+            parent != "proxy send",
+        );
+    }
+    let of = |way: &str| ways.get(way).copied().unwrap_or(0);
+    lines.push(format!(
+        "{} steps over the primary path, {} over the backup",
+        of("primary"),
+        of("backup")
+    ));
+    miss("no step went over the primary path", of("primary") == 0);
+    miss("no step went over the backup", of("backup") == 0);
+    miss(
+        "no port of the kernel's was down",
+        named("rdma port down").next().is_none(),
+    );
+    let joined = named("rdma queue pair")
+        .filter(|span| {
+            span.attribute("rdma.qp.number")
+                .is_some_and(|number| numbers.contains(&number))
+        })
+        .filter(|span| span.attribute("ccl.channel.id").is_some())
+        .count();
+    lines.push(format!("{joined} of the kernel's queue pairs carried steps"));
+    miss(
+        "no queue pair of the kernel's is known by what it carried",
+        joined == 0,
+    );
+    problems.sort();
+    problems.dedup();
+    (lines, problems)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn with(attributes: &[(&str, &str)]) -> Value {
+        let pair = |(key, text): &(&str, &str)| json!({"key": key, "value": {"stringValue": text}});
+        attributes.iter().map(pair).collect()
+    }
+
+    fn span(name: &str, id: &str, parent: &str, attributes: &[(&str, &str)]) -> Value {
+        json!({
+            "name": name, "spanId": id, "parentSpanId": parent, "attributes": with(attributes),
+            "startTimeUnixNano": "10", "endTimeUnixNano": "20",
+        })
+    }
+
+    fn trace() -> Vec<Value> {
+        let names = [
+            "path_broken",
+            "path_switched",
+            "path_recovered",
+            "path_switched",
+            "failed_back",
+        ];
+        let event = |name: &&str| {
+            let told = [
+                ("rdma.device.name", "hca0"),
+                ("rdma.qp.number", "17"),
+                ("ccl.network.port", "0"),
+            ];
+            json!({"name": name, "attributes": with(&told)})
+        };
+        let mut failover = span("failover", "f", "", &[("ccl.failover.replayed.size", "64")]);
+        failover["events"] = names.iter().map(event).collect();
+        failover["links"] = json!([{"spanId": "a"}]);
+        let write = |id, way| {
+            let told = [("ccl.network.path", way), ("rdma.qp.number", "17")];
+            span("rdma write", id, "p", &told)
+        };
+        vec![
+            failover,
+            span("all_reduce rank", "a", "", &[]),
+            span("proxy send", "p", "a", &[]),
+            write("w", "primary"),
+            write("x", "backup"),
+            span("rdma port down", "d", "", &[]),
+            span(
+                "rdma queue pair",
+                "q",
+                "",
+                &[("rdma.qp.number", "17"), ("ccl.channel.id", "0")],
+            ),
+        ]
+    }
+
+    fn problems(trace: Vec<Value>) -> Vec<String> {
+        look(&trace.into_iter().map(Span).collect::<Vec<_>>()).1
+    }
+
+    #[test]
+    fn each_thing_that_a_trace_lacks_is_named() {
+        assert_eq!(problems(trace()), Vec::<String>::new());
+        for at in 0..trace().len() {
+            let mut less = trace();
+            less.remove(at);
+            assert!(!problems(less).is_empty(), "without span {at}");
+        }
+        // By their first places: without the first switch the other one comes too late.
+        for at in [0, 1, 2, 4] {
+            let mut less = trace();
+            less[0]["events"].as_array_mut().unwrap().remove(at);
+            assert_eq!(problems(less).len(), 1, "without event {at}");
+        }
+        let mut unlinked = trace();
+        unlinked[0]["links"] = json!([]);
+        assert_eq!(
+            problems(unlinked),
+            ["no failover is linked to an all_reduce that it delayed"]
+        );
+        let mut nameless = trace();
+        nameless[0]["events"][1]["attributes"] = json!([]);
+        assert_eq!(
+            problems(nameless),
+            ["an event of a failover has no queue pair or port"]
+        );
+    }
+}
