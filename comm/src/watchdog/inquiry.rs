@@ -13,7 +13,7 @@ use super::{
     message::Message,
     position::{Answer, HeldUp, Position, Run},
     report,
-    settings::SHORTEST,
+    settings::{SHORTEST, Settings},
     verdict::{Heard, Verdict, judge},
 };
 use crate::{
@@ -26,6 +26,9 @@ use crate::{
 const ANSWERS: Duration = Duration::from_millis(200);
 /// How long the neighbours of those who did not may take.
 const LOOKS: Duration = Duration::from_millis(150);
+
+/// How long nothing more may come of a rank that has left before that is why an operation does not end.
+const LEFT: Duration = Duration::from_millis(600);
 
 /// How often a rank is asked before it counts as one that does not answer; and one whose process is known to live, which a busy
 /// machine may keep from answering for long.
@@ -48,6 +51,8 @@ pub(super) struct Inquiry {
     lost: BTreeSet<u32>,
     /// The run that a rank has not answered to, and how often in a row.
     unanswered: Option<(Run, u32)>,
+    /// The run that a rank is the culprit of that has left, and since when that has been so.
+    left: Option<(Run, u64)>,
     /// What was said of which run.
     said: Option<(Run, Verdict)>,
 }
@@ -90,7 +95,7 @@ impl Inquiry {
 
 impl Watch {
     /// Goes on asking about an operation that has been in progress for `age`; says when to look again.
-    pub(super) fn inquire(&self, op: &InProgress, age: Duration, now: u64) -> Duration {
+    pub(super) fn inquire(&self, op: &InProgress, threshold: Duration, age: Duration, now: u64) -> Duration {
         let participants = self.participants(op.run.identity);
         let mut inquiry = lock(&self.inquiry);
         let is_final = |(run, said): &(Run, Verdict)| *run == op.run && said.cause == Cause::MetadataMismatch;
@@ -156,7 +161,11 @@ impl Watch {
                 *heard = Heard::Crossed(held);
             }
         }
-        let verdict = judge(&heard, age, &self.settings);
+        let settings = Settings {
+            threshold,
+            ..self.settings
+        };
+        let verdict = judge(&heard, age, &settings);
         // A rank that is only busy may answer the next time.
         let silent = verdict
             .as_ref()
@@ -170,6 +179,15 @@ impl Watch {
                 _ => ASKED,
             };
             if times < enough {
+                return SHORTEST;
+            }
+        }
+        // What a rank had sent before it left may still be on its way through a busy machine.
+        let has_left = |verdict: &&Verdict| heard.get(&verdict.culprit) == Some(&Heard::Left);
+        let left = inquiry.left.take().filter(|(run, _)| *run == op.run);
+        if verdict.as_ref().is_some_and(|verdict| has_left(&verdict)) {
+            let (_, since) = *inquiry.left.insert(left.unwrap_or((op.run, now)));
+            if Duration::from_nanos(now.saturating_sub(since)) < LEFT {
                 return SHORTEST;
             }
         }
@@ -317,7 +335,7 @@ impl Watch {
         let heard = heard.iter().map(|(rank, heard)| (*rank, *heard));
         log::alarm(
             self.device,
-            &report::lines(self, op, verdict, heard, &self.settings, now),
+            &report::lines(self, op, verdict, heard, self.threshold(op), now),
         );
     }
 }

@@ -9,6 +9,7 @@ mod detector;
 mod dump;
 mod events;
 mod flights;
+mod history;
 mod inquiry;
 mod message;
 mod position;
@@ -28,10 +29,11 @@ pub(crate) use detector::Detected;
 use dump::Dumps;
 pub(crate) use events::{Events, Track};
 use flights::{Flights, InProgress};
+use history::{History, OperationKind};
 use inquiry::Inquiry;
 use message::{Health, Message};
 use position::{Answer, HeldUp, Position, Run};
-use ringsight_records::Cause;
+use ringsight_records::{Cause, Description};
 pub(crate) use settings::{Action, Settings, Source};
 
 use crate::{
@@ -66,6 +68,7 @@ pub(crate) struct Watch {
     life: Arc<Lifecycle>,
     post: Post,
     flights: Mutex<Flights>,
+    history: Mutex<History>,
     inquiry: Mutex<Inquiry>,
     ended: AtomicBool,
     /// It did not end by itself: what was called need not be done.
@@ -113,6 +116,7 @@ impl Watch {
             life,
             post,
             flights: Mutex::new(Flights::since(observe::now_ns())),
+            history: Mutex::default(),
             inquiry: Mutex::default(),
             ended: AtomicBool::new(false),
             given_up: AtomicBool::new(false),
@@ -294,14 +298,57 @@ impl Watch {
         if self.ended.load(Ordering::Relaxed) {
             return self.settings.rest();
         }
-        let Some(op) = self.oldest(None) else {
+        self.learn();
+        let Some((op, threshold)) = self.due() else {
             lock(&self.inquiry).close();
             return self.settings.rest();
         };
         let age = Duration::from_nanos(now.saturating_sub(op.start_ns));
-        match self.settings.threshold.checked_sub(age) {
+        match threshold.checked_sub(age) {
             Some(left) if !left.is_zero() => left.min(self.settings.rest()),
-            _ => self.inquire(&op, age, now),
+            _ => self.inquire(&op, threshold, age, now),
         }
     }
+
+    /// What is in progress and comes to its threshold first, and that.
+    fn due(&self) -> Option<(InProgress, Duration)> {
+        let ops: Vec<InProgress> = lock(&self.flights).in_progress().collect();
+        ops.into_iter()
+            .map(|op| (op, self.threshold(&op)))
+            .min_by_key(|(op, threshold)| u128::from(op.start_ns) + threshold.as_nanos())
+    }
+
+    /// How long an operation may be in progress.
+    fn threshold(&self, op: &InProgress) -> Duration {
+        let fixed = self.settings.threshold;
+        let Some(adaptive) = &self.settings.adaptive else {
+            return fixed;
+        };
+        let description = observe::pages().and_then(|pages| pages.description(op.info.op));
+        description.map_or(fixed, |description| {
+            lock(&self.history).threshold(kind(&description), adaptive, fixed)
+        })
+    }
+
+    /// Learns how long operations have taken that are done.
+    fn learn(&self) {
+        let Some(pages) = self.settings.adaptive.and_then(|_| observe::pages()) else {
+            return;
+        };
+        let own = |description: &Description| (description.comm, description.rank) == (self.comm, self.rank);
+        let times = pages.descriptions().filter(own).map(|description| {
+            let Description {
+                device_start_ns,
+                device_end_ns,
+                ..
+            } = description;
+            (kind(&description), device_start_ns, device_end_ns)
+        });
+        lock(&self.history).learn(times);
+    }
+}
+
+/// Operations like this one take as long.
+fn kind(description: &Description) -> OperationKind {
+    (description.function, description.bytes)
 }

@@ -9,7 +9,6 @@ use super::{
     flights::InProgress,
     message::Health,
     position::{Answer, HeldUp, Position},
-    settings::Settings,
     verdict::{Heard, Verdict},
 };
 use crate::{
@@ -138,7 +137,7 @@ pub(super) fn lines(
     op: &InProgress,
     verdict: &Verdict,
     heard: impl Iterator<Item = (u32, Heard)>,
-    settings: &Settings,
+    threshold: Duration,
     now: u64,
 ) -> Vec<String> {
     let ms = |ns: u64| Duration::from_nanos(ns).as_millis();
@@ -180,7 +179,7 @@ pub(super) fn lines(
         format!(
             "Timeout: {} ms (threshold: {} ms)",
             ms(now.saturating_sub(op.start_ns)),
-            settings.threshold.as_millis()
+            threshold.as_millis()
         ),
         format!("Channel Mask: {channel_mask:#x}"),
         // A constant of the device: asking for it calls nothing.

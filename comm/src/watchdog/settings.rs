@@ -41,6 +41,27 @@ impl Source {
     }
 }
 
+/// Earlier thresholds for what is usually fast.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Adaptive {
+    /// So many times as long as usual is too long.
+    pub(crate) factor: u32,
+    /// But nothing that is shorter than this.
+    pub(crate) floor: Duration,
+}
+
+impl Adaptive {
+    fn of(factor: Option<&str>, floor: Duration) -> Result<Option<Self>> {
+        let Some(text) = factor else { return Ok(None) };
+        let factor = text.parse().map_err(|_| {
+            Error::argument(format!(
+                "RINGSIGHT_ADAPTIVE_TIMEOUT={text} is not a whole number: how many times as long as usual is too long; 0: off"
+            ))
+        })?;
+        Ok((factor > 0).then_some(Self { factor, floor }))
+    }
+}
+
 /// When the watchdog speaks, and what it does then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Settings {
@@ -52,6 +73,8 @@ pub(crate) struct Settings {
     pub(crate) interval: Duration,
     pub(crate) action: Action,
     pub(crate) source: Source,
+    /// `None`: the threshold is the same for all.
+    pub(crate) adaptive: Option<Adaptive>,
 }
 
 /// Shortest interval.
@@ -81,6 +104,10 @@ impl Settings {
             arrival: milliseconds("RINGSIGHT_ARRIVAL_TIMEOUT_MS", 600_000)?,
             interval: milliseconds("RINGSIGHT_WATCHDOG_INTERVAL_MS", 1000)?.max(SHORTEST),
             action,
+            adaptive: Adaptive::of(
+                env::text("RINGSIGHT_ADAPTIVE_TIMEOUT").as_deref(),
+                milliseconds("RINGSIGHT_ADAPTIVE_FLOOR_MS", 100)?,
+            )?,
             source: Source::of(env::text("RINGSIGHT_WATCHDOG_SOURCE").as_deref())?,
         };
         Ok((!threshold.is_zero()).then_some(settings))
@@ -89,13 +116,19 @@ impl Settings {
     /// How long it takes at most until events are queried again: an operation counts as begun from when that is seen.
     pub(crate) fn query_interval(&self) -> Duration {
         (self.interval / 4)
-            .min(self.threshold / 8)
+            .min(self.least() / 8)
             .clamp(Duration::from_millis(20), Duration::from_millis(250))
     }
 
     /// How long it sleeps when nothing is late: short enough to see an operation well before its time is up.
     pub(crate) fn rest(&self) -> Duration {
-        self.interval.min(self.threshold / 2).max(SHORTEST)
+        self.interval.min(self.least() / 2).max(SHORTEST)
+    }
+
+    /// The shortest threshold that an operation may have.
+    fn least(&self) -> Duration {
+        self.adaptive
+            .map_or(self.threshold, |adaptive| adaptive.floor.min(self.threshold))
     }
 }
 
@@ -135,6 +168,18 @@ fn milliseconds(name: &str, default: u64) -> Result<Duration> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn adaptive_thresholds_are_asked_for_by_a_number() {
+        let floor = Duration::from_millis(7);
+        let of = |text| Adaptive::of(text, floor).map_err(|error| error.text);
+        assert_eq!(of(None), Ok(None));
+        assert_eq!(of(Some("0")), Ok(None));
+        assert_eq!(of(Some("20")), Ok(Some(Adaptive { factor: 20, floor })));
+        for rubbish in ["yes", "-1", "1.5"] {
+            assert!(of(Some(rubbish)).unwrap_err().contains(rubbish));
+        }
+    }
 
     #[test]
     fn a_source_that_is_none_is_refused() {

@@ -175,6 +175,7 @@ mod tests {
         interval: Duration::from_secs(1),
         action: Action::Report,
         source: Source::Pages,
+        adaptive: None,
     };
 
     fn at(position: Position) -> Heard {

@@ -44,6 +44,8 @@ pub(super) enum Fault {
     SlowBelow,
     /// It is late by more than the threshold.
     SlowAbove,
+    /// The same after operations that were fast, with a threshold that adapts.
+    Unusual,
     /// Its stream is busy with something else.
     Computing,
     /// It pauses for long, as for a checkpoint, in a job whose hangs abort it.
@@ -153,13 +155,14 @@ impl Case {
     /// Why there is no such cell.
     #[must_use]
     pub(super) fn impossible(&self, device: DeviceKind) -> Option<&'static str> {
-        use Fault::{Crossed, Killed, Left, Replay, ReplayQueued, Stopped, Stuck, TwoGraphs};
+        use Fault::{Crossed, Killed, Left, Replay, ReplayQueued, Stopped, Stuck, TwoGraphs, Unusual};
         match (self.fault, self.ranks, self.mode) {
             (Killed | Stopped, Ranks::Thread, _) => {
                 Some("ranks that are threads of one process die and stop together")
             }
             (Replay | ReplayQueued | TwoGraphs, _, Mode::Eager) => Some("only graphs are replayed"),
             (Stuck, _, Mode::Graph) => Some("the simulated kernel is launched, not captured"),
+            (Unusual, _, Mode::Graph) => Some("of a graph's replays only the latest counts as usual"),
             (Crossed, _, Mode::Graph) => Some("whoever launches graphs orders them"),
             (Left, Ranks::Thread, _) if device == DeviceKind::Cuda => {
                 Some("GPUs that reach each other end an operation together")
@@ -251,9 +254,12 @@ impl Round {
         let threshold = THRESHOLD.as_millis() as u64;
         let action = match case.fault {
             // Who is late must be left alone whatever is done to hangs.
-            Fault::SlowBelow | Fault::SlowAbove | Fault::Checkpoint | Fault::Computing | Fault::Left => {
-                Action::Abort
-            }
+            Fault::SlowBelow
+            | Fault::SlowAbove
+            | Fault::Unusual
+            | Fault::Checkpoint
+            | Fault::Computing
+            | Fault::Left => Action::Abort,
             Fault::Stopped | Fault::Stuck => [Action::Report, Action::Error][between(0, 1) as usize],
             _ => Action::Report,
         };
@@ -270,7 +276,10 @@ impl Round {
                 Operation::ReduceScatter,
             ][between(0, 2) as usize],
             elements: between(1, 20_000) as usize,
-            before: between(1, 5) as u32,
+            before: match case.fault {
+                Fault::Unusual => between(20, 30) as u32,
+                _ => between(1, 5) as u32,
+            },
             // The others' waiting begins with it.
             pause_ms: match case.fault {
                 Fault::SlowBelow => between(0, threshold / 20),
@@ -347,7 +356,7 @@ impl Round {
         };
         match self.fault {
             Fault::SlowBelow => says(Vec::new()),
-            Fault::SlowAbove | Fault::Checkpoint | Fault::Left => says(late()),
+            Fault::SlowAbove | Fault::Unusual | Fault::Checkpoint | Fault::Left => says(late()),
             Fault::Withheld => {
                 let mut both = late();
                 both.push(Verdict {

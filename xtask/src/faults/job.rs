@@ -238,6 +238,12 @@ pub(super) fn run(round: &Round, kind: Ranks, folder: &Path, place: &Place) -> R
     if round.fault == Fault::Withheld {
         variables.push(("RINGSIGHT_ARRIVAL_TIMEOUT_MS", ARRIVAL.as_millis().to_string()));
     }
+    if round.fault == Fault::Unusual {
+        variables.push(("NCCL_KERNEL_TIMEOUT_MS", "20000".to_owned()));
+        variables.push(("RINGSIGHT_ADAPTIVE_FLOOR_MS", THRESHOLD.as_millis().to_string()));
+        // Small: on a busy machine what is usual takes its time, too.
+        variables.push(("RINGSIGHT_ADAPTIVE_TIMEOUT", "2".to_owned()));
+    }
     let started = Started {
         xtask: &place.xtask,
         library: &place.library,

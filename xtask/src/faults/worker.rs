@@ -250,7 +250,7 @@ impl Member<'_> {
                 Fault::Stopped => unsafe {
                     libc::raise(libc::SIGSTOP);
                 },
-                Fault::SlowBelow | Fault::SlowAbove | Fault::Left => {
+                Fault::SlowBelow | Fault::SlowAbove | Fault::Unusual | Fault::Left => {
                     thread::sleep(Duration::from_millis(round.late_ms));
                 }
                 Fault::Checkpoint | Fault::Replay | Fault::ReplayQueued => self.stages.wait(Stage::End),

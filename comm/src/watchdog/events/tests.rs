@@ -17,6 +17,7 @@ const SETTINGS: Settings = Settings {
     interval: Duration::from_secs(1),
     action: Action::Report,
     source: Told::Events,
+    adaptive: None,
 };
 
 /// Host functions wait at it until it has been opened as often as they have come.
