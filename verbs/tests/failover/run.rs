@@ -235,8 +235,8 @@ impl Run<'_> {
             longest = longest.max(start.elapsed() - now);
             if !self.case.lean || turns.is_multiple_of(SELDOM) {
                 peer_is_done |= self.listen();
-                self.pass_on();
             }
+            self.pass_on();
             let moved = match result {
                 Ok(moved) => moved,
                 Err(text) => {
