@@ -136,7 +136,7 @@ impl Guest {
     }
 
     /// Boots the guest, passes each piece of the program's output to `each`, and waits for its end. A boot that fails is told and
-    /// repeated, up to [`BOOTS`] times.
+    /// repeated, up to three times.
     ///
     /// # Errors
     /// If it cannot be made or started, dies before the program's end, or takes longer than its limit.
