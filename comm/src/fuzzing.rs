@@ -19,10 +19,11 @@ use crate::{
 pub type Target = fn(&[u8]);
 
 /// Every target by name.
-pub const TARGETS: [(&str, Target); 6] = [
+pub const TARGETS: [(&str, Target); 7] = [
     ("bootstrap", bootstrap),
     ("config", config),
     ("control", control),
+    ("failover", failover),
     ("proxy", proxy),
     ("records", records),
     ("verbs", verbs),
@@ -71,6 +72,11 @@ pub fn control(data: &[u8]) {
     communicator::fuzz(data);
     checks::message::fuzz(data);
     watchdog::fuzz(data);
+}
+
+/// What the ends of a connection over RDMA say to each other when a path fails, and what then happens to them.
+pub fn failover(data: &[u8]) {
+    ringsight_verbs::failover::fuzzing::ends(data);
 }
 
 /// Requests to a proxy, its responses, and what two proxies say to each other.

@@ -37,6 +37,7 @@
 //! A path that failed is rebuilt by an offer of the receiver and the sender's acceptance, proves itself by probes, and is then
 //! ready. If it comes before the active path in order, the receiver switches back in the same way.
 
+pub mod fuzzing;
 mod health;
 mod links;
 mod message;

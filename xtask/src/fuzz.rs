@@ -101,7 +101,15 @@ pub fn run(options: &Options) -> Result<ExitCode> {
 }
 
 /// Names of the targets.
-const TARGETS: [&str; 6] = ["bootstrap", "config", "control", "proxy", "records", "verbs"];
+const TARGETS: [&str; 7] = [
+    "bootstrap",
+    "config",
+    "control",
+    "failover",
+    "proxy",
+    "records",
+    "verbs",
+];
 
 fn targets(only: Option<&str>) -> Result<Vec<&'static str>> {
     let Some(only) = only else {
