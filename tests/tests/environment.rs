@@ -7,7 +7,7 @@ use std::{
 };
 
 const TABLE: &str = include_str!("../../docs/src/environment.md");
-const PREFIXES: [&str; 3] = ["NCCL_", "RINGSIGHT_", "OTEL_"];
+const PREFIXES: [&str; 4] = ["NCCL_", "RINGSIGHT_", "OTEL_", "NVTX_"];
 /// The system's and cargo's own variables, which nobody sets for us.
 const FOREIGN: [&str; 7] = [
     "CARGO",

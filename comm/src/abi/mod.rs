@@ -43,9 +43,9 @@ use crate::error::{Error, Result, ResultCode};
 
 /// Runs the body of an entry point: errors and panics become result codes and a text for `ncclGetLastError`.
 pub(crate) fn call(function: &str, body: impl FnOnce() -> Result<()>) -> ResultCode {
-    let _range = nvtx::Range::enter(function);
     let body = || {
         crate::log::start();
+        let _range = nvtx::Range::enter(function);
         body()
     };
     // AssertUnwindSafe: what a panic may leave half done is behind locks that are written to stay consistent

@@ -5,14 +5,15 @@
 
 use std::sync::LazyLock;
 
+use crate::env;
+
 /// A range of this thread, until it is dropped.
 pub(super) struct Range(());
 
 impl Range {
     /// Begins a range, if a tool listens.
     pub(super) fn enter(name: &str) -> Option<Self> {
-        static LISTENS: LazyLock<bool> =
-            LazyLock::new(|| std::env::var_os("NVTX_INJECTION64_PATH").is_some_and(|path| !path.is_empty()));
+        static LISTENS: LazyLock<bool> = LazyLock::new(|| env::text("NVTX_INJECTION64_PATH").is_some());
         LISTENS.then(|| {
             nvtx::range_push!("{name}");
             Self(())
