@@ -6,7 +6,7 @@ mod common;
 use std::{env, os::unix::process::CommandExt as _, path::Path, process::Command};
 
 use common::{Call, Rank, host, ok, place_of_process, start_each, watch::Watch};
-use ringsight_comm::{abi, device::Stream, observe};
+use ringsight_comm::{abi, communicator::Handle, device::Stream, observe};
 use ringsight_records::{
     Flags, Function, Kind, PathChange, Record, State,
     connection::{Connection, ConnectionSlot, LinkStage, PathCondition},
@@ -272,8 +272,84 @@ fn operations_go_on_while_ports_fail_in_turn_and_connections_are_made() {
         "ports fail in turn",
         &ended,
         &["[send] via NET/IB/0", "(epoch 1)"],
-        &["via NET/Socket"],
+        &["via NET/Socket", "use a socket"],
     );
+}
+
+/// Tells rank 0 to take this link down before the communicator's child is made.
+const DOWN_BEFORE: &str = "RDMA_TEST_DOWN_BEFORE";
+
+#[test]
+#[ignore = "helper: needs RDMA devices, run in a guest"]
+fn a_connection_whose_port_is_down_begins_on_the_backup() {
+    for device in ["pnic0", "nic0"] {
+        let ended = two_nodes(|rank, command| {
+            let devices = ["=hca0,hca1", "=peer0,peer1"][rank];
+            command.env("NCCL_IB_HCA", devices).env(DOWN_BEFORE, device);
+        });
+        set_link(device, "up");
+        check(
+            &format!("{device} down before"),
+            &ended,
+            &[
+                "NET/IB : a connection begins on its backup: ",
+                "is ready again (path 0 ",
+            ],
+            &["via NET/Socket", "use a socket"],
+        );
+    }
+}
+
+/// A communicator whose connections are made while a link is down, and go back to it when it is up.
+fn begin_on_the_backup(rank: &Rank, device: &str) {
+    Call::new(Function::AllReduce, 1).check(rank, true);
+    if rank.rank == 0 {
+        set_link(device, "down");
+    }
+    // The peer goes on when the link is down.
+    Call::new(Function::AllReduce, 1).check(rank, true);
+    let mut child = Rank {
+        comm: Handle(0),
+        ..*rank
+    };
+    // SAFETY: a live communicator, a valid place, and no settings.
+    ok(unsafe {
+        abi::ncclCommSplit(
+            rank.comm,
+            0,
+            rank.rank as i32,
+            &raw mut child.comm,
+            std::ptr::null_mut(),
+        )
+    });
+    Call::new(Function::AllReduce, 70_001).check(&child, true);
+    let on_backup = || {
+        let slots = observe::pages().unwrap().connections().iter();
+        let ends: Vec<Connection> = slots.filter_map(ConnectionSlot::read).collect();
+        ends.iter().filter(|end| end.active == 1).count() as u64
+    };
+    assert!(on_backup() > 0);
+    if rank.rank == 0 {
+        set_link(device, "up");
+    }
+    // Until neither rank has a connection that is on its backup: both count the same. Ends tell of themselves while they work.
+    loop {
+        Call::new(Function::AllReduce, 70_001).check(rank, true);
+        let mut left = [on_backup()];
+        let sum = ringsight_records::ReduceOp::Sum.code().into();
+        let (place, kind) = (
+            (&raw mut left).cast(),
+            ringsight_records::DataType::Uint64.code().into(),
+        );
+        // SAFETY: one number, which lives until the stream is synchronized.
+        ok(unsafe { abi::ncclAllReduce(place, place, 1, kind, sum, child.comm, child.stream) });
+        child.synchronize();
+        if left == [0] {
+            break;
+        }
+    }
+    // SAFETY: a live communicator.
+    ok(unsafe { abi::ncclCommDestroy(child.comm) });
 }
 
 /// Collectives, messages and replays, each kind with connections of its own, while one link is down, then the other.
@@ -366,6 +442,12 @@ fn worker() {
     let rank = Rank::join(id, rank, ranks);
     if let Ok(device) = env::var(DOWN) {
         survive(rank, &device);
+        println!("rank done");
+        return;
+    }
+    if let Ok(device) = env::var(DOWN_BEFORE) {
+        begin_on_the_backup(&rank, &device);
+        rank.leave();
         println!("rank done");
         return;
     }

@@ -6,7 +6,7 @@ use crate::{config::MOST_QPS, device::Mtu};
 /// First four bytes of an [`Offer`]: "RSIB".
 const MAGIC: u32 = u32::from_le_bytes(*b"RSIB");
 /// Of the layout, and of what the ends do with it.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 /// Ways of a connection: the primary and the backup.
 pub const MOST_PATHS: usize = 2;
 /// Bytes of a device's name.
@@ -34,6 +34,8 @@ pub struct PathOffer {
     pub port: u8,
     /// It is RoCE.
     pub ethernet: bool,
+    /// The port is up. A connection begins on the first path whose both ports are.
+    pub up: bool,
     /// MTU of the port.
     pub mtu: Mtu,
     /// Address in an InfiniBand subnet.
@@ -64,7 +66,7 @@ pub struct Offer {
 impl Offer {
     /// Head: magic u32 | version u16 | paths u8 | flags u8 (bit 0: failover) | slots u64 | control u64 | zero u64. Each path:
     /// name 24 bytes, zero-padded | GID 16 bytes | slots key u32 | control key u32 | LID u16 | port u8 | MTU u8 | RoCE u8 | queue pairs u8
-    /// | zero 10 bytes | 16 times number u32, psn u32. Paths and queue pairs beyond the number are zero. Little-endian.
+    /// | up u8 | zero 9 bytes | 16 times number u32, psn u32. Paths and queue pairs beyond the number are zero. Little-endian.
     ///
     /// # Panics
     /// For more paths or queue pairs than there is room for, or none.
@@ -90,11 +92,12 @@ impl Offer {
             bytes[40..44].copy_from_slice(&path.slots_key.to_le_bytes());
             bytes[44..48].copy_from_slice(&path.control_key.to_le_bytes());
             bytes[48..50].copy_from_slice(&path.lid.to_le_bytes());
-            bytes[50..54].copy_from_slice(&[
+            bytes[50..55].copy_from_slice(&[
                 path.port,
                 path.mtu.code(),
                 path.ethernet.into(),
                 path.qps.len() as u8,
+                path.up.into(),
             ]);
             for (qp, bytes) in path.qps.iter().zip(bytes[64..].chunks_exact_mut(8)) {
                 bytes[..4].copy_from_slice(&qp.number.to_le_bytes());
@@ -166,7 +169,8 @@ fn parse_path(bytes: &[u8]) -> Option<PathOffer> {
     }
     let (port, ethernet, count) = (bytes[50], bytes[52], usize::from(bytes[53]));
     let mtu = Mtu::from_code(bytes[51].into())?;
-    if port == 0 || ethernet > 1 || !(1..=MOST_QPS).contains(&count) || bytes[54..64] != [0; 10] {
+    let up = bytes[54];
+    if port == 0 || ethernet > 1 || up > 1 || !(1..=MOST_QPS).contains(&count) || bytes[55..64] != [0; 9] {
         return None;
     }
     let table = &bytes[64..];
@@ -184,6 +188,7 @@ fn parse_path(bytes: &[u8]) -> Option<PathOffer> {
         device: device.to_owned(),
         port,
         ethernet: ethernet == 1,
+        up: up == 1,
         mtu,
         lid: u16::from_le_bytes([bytes[48], bytes[49]]),
         gid: bytes[24..40].try_into().ok()?,
@@ -205,16 +210,17 @@ mod tests {
         let path = (
             "[a-z0-9_]{0,24}",
             1_u8..,
-            any::<bool>(),
+            any::<(bool, bool)>(),
             1_u32..=5,
             any::<(u16, [u8; 16], u32, u32)>(),
             qps,
         );
         let path = path.prop_map(
-            |(device, port, ethernet, mtu, (lid, gid, slots_key, control_key), qps)| PathOffer {
+            |(device, port, (ethernet, up), mtu, (lid, gid, slots_key, control_key), qps)| PathOffer {
                 device,
                 port,
                 ethernet,
+                up,
                 mtu: Mtu::from_code(mtu).unwrap(),
                 lid,
                 gid,

@@ -187,6 +187,7 @@ impl Path {
             device: self.port.device().to_owned(),
             port: self.port.number(),
             ethernet: self.port.is_ethernet(),
+            up: self.port.is_active(),
             mtu: self.port.mtu(),
             lid: self.port.lid(),
             gid: self.port.gid().map_or([0; 16], |(gid, _)| gid),
@@ -208,11 +209,11 @@ impl Path {
         }
     }
 
-    /// Connects its queue pairs to the peer's. May take a second.
+    /// Takes down what the peer's end is: its queue pairs are connected to it when both ports are up.
     ///
     /// # Errors
-    /// When the two do not fit, or the peer cannot be reached.
-    pub fn connect(&mut self, peer: Peer) -> std::result::Result<(), String> {
+    /// When the two do not fit.
+    pub fn know(&mut self, peer: Peer) -> std::result::Result<(), String> {
         let (own, other) = (&self.port, &peer.path);
         let layer = |ethernet| if ethernet { "RoCE" } else { "InfiniBand" };
         if own.is_ethernet() != other.ethernet {
@@ -231,14 +232,22 @@ impl Path {
                 other.qps.len()
             ));
         }
-        let routes = self.routes(other, &other.qps);
-        let device = other.device.clone();
-        // Known from here on: what cannot be connected now is when it can.
         self.peer = Some(peer);
         self.draining = Some(Drain {
             markers: Some(0),
             ended: 0,
         });
+        Ok(())
+    }
+
+    /// Connects its queue pairs to the peer's. May take a second. What cannot be connected now is known, as by [`Path::know`].
+    ///
+    /// # Errors
+    /// When the two do not fit, or the peer cannot be reached.
+    pub fn connect(&mut self, peer: Peer) -> std::result::Result<(), String> {
+        let routes = self.routes(&peer.path, &peer.path.qps);
+        let device = peer.path.device.clone();
+        self.know(peer)?;
         let own = &self.port;
         if !own.is_active() {
             return Err(format!("port {}:{} is down", own.device(), own.number()));

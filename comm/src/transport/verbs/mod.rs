@@ -30,7 +30,7 @@ use ringsight_verbs::{
     hub::Hub,
     port::Net,
     sysfs::Place,
-    wire::Offer,
+    wire::{Offer, PathOffer},
 };
 
 use crate::{
@@ -229,16 +229,17 @@ pub(crate) fn prepare(
     let control = Control::new().map_err(|error| format!("making a control page: {error}"))?;
     // The first packet number is no secret: it keeps packets of an earlier pair of queue pairs out.
     let draw = || sys::random_u64().unwrap_or(0) as u32;
+    let backup = backup_of(&rdma.net, port);
     let make = |index: usize, port: usize| -> std::result::Result<Path, String> {
-        // A backup need not be up yet: it joins when it is.
-        let port = match index {
-            0 => rdma.net.open(port)?,
-            _ => rdma.net.standby(port)?,
+        // Of two ports one need not be up yet: it joins when it is.
+        let port = match backup {
+            None => rdma.net.open(port)?,
+            Some(_) => rdma.net.standby(port)?,
         };
         Path::new(index, port, (&memory, is_receiver), &control, draw).map_err(|error| error.to_string())
     };
     let (mut paths, mut ports) = (vec![make(0, port)?], vec![port]);
-    if let Some(backup) = backup_of(&rdma.net, port) {
+    if let Some(backup) = backup {
         match make(1, backup) {
             Ok(path) => {
                 paths.push(path);
@@ -294,12 +295,26 @@ fn tell_backups(net: &Net) {
     }
 }
 
+/// Why a path cannot be used: which of its ports is down.
+fn down(own: &PathOffer, other: &PathOffer) -> String {
+    match own.up {
+        false => format!("port {}:{} is down", own.device, own.port),
+        true => format!("the peer's port {}:{} is down", other.device, other.port),
+    }
+}
+
 impl Prepared {
     /// Connects it to the peer's end.
     ///
     /// # Errors
     /// The two do not fit, or the peer cannot be reached.
     pub(crate) fn connect(mut self, peer: &Offer) -> std::result::Result<Connected, String> {
+        // By what both ends have told each other, so that they begin on the same one.
+        let up = |index: &usize| self.offer.paths[*index].up && peer.paths[*index].up;
+        let both = self.paths.len().min(peer.paths.len());
+        let first = (0..both)
+            .find(up)
+            .ok_or_else(|| down(&self.offer.paths[0], &peer.paths[0]))?;
         for (index, (path, other)) in self.paths.iter_mut().zip(&peer.paths).enumerate() {
             if path.port().mtu() != other.mtu {
                 tracing::info!(
@@ -308,14 +323,23 @@ impl Prepared {
                     path.port().device(), path.port().mtu().bytes(), other.device, other.mtu.bytes()
                 );
             }
-            let connected = path.connect(Peer {
+            let end = Peer {
                 slots: peer.slots,
                 control: peer.control,
                 path: other.clone(),
-            });
+            };
+            let connected = match up(&index) {
+                true => path.connect(end),
+                false => path
+                    .know(end)
+                    .and_then(|()| Err(down(&self.offer.paths[index], other))),
+            };
             match connected {
                 Ok(()) => {}
-                Err(why) if index == 0 => return Err(why),
+                Err(why) if index == first => return Err(why),
+                Err(why) if index < first => {
+                    tracing::warn!(target: log::NET, "NET/IB : a connection begins on its backup: {why}");
+                }
                 Err(why) => {
                     tracing::warn!(target: log::NET, "NET/IB : a connection has no backup yet: {why}");
                 }

@@ -46,7 +46,8 @@ impl Paths {
     pub(super) fn new(connected: &Connected, is_send: bool) -> Self {
         Self {
             ports: connected.failover.ports.iter().map(|port| *port as u8).collect(),
-            active: 0,
+            // Where both ends begin.
+            active: connected.paths.iter().position(Path::is_connected).unwrap_or(0) as u8,
             cause: None,
             op: None,
             is_send,
