@@ -53,8 +53,12 @@ impl Bell {
         if self.rung.load(Ordering::Relaxed) {
             let mut count = [0; 8];
             // SAFETY: room for eight bytes. Before the flag, so that a ring after the flag's change finds the descriptor empty.
-            unsafe { libc::read(self.fd.as_raw_fd(), count.as_mut_ptr().cast(), count.len()) };
-            self.rung.swap(false, Ordering::AcqRel);
+            let read = unsafe { libc::read(self.fd.as_raw_fd(), count.as_mut_ptr().cast(), count.len()) };
+            // Who rings has set the flag and not written yet: were the flag taken back now, nothing would empty the descriptor then,
+            // and who sleeps on it would not.
+            if read > 0 {
+                self.rung.swap(false, Ordering::AcqRel);
+            }
         }
     }
 }
@@ -125,6 +129,20 @@ mod tests {
         bell.hush();
         bell.ring();
         assert!(is_readable(&bell, 0));
+    }
+
+    #[test]
+    fn who_takes_notice_amid_a_ring_takes_notice_again() {
+        let bell = Bell::new().unwrap();
+        // A ring up to where it writes, and the rest of it.
+        bell.rung.store(true, Ordering::Release);
+        bell.hush();
+        let one = 1_u64.to_ne_bytes();
+        // SAFETY: eight bytes.
+        unsafe { libc::write(bell.as_raw_fd(), one.as_ptr().cast(), one.len()) };
+        assert!(is_readable(&bell, 0));
+        bell.hush();
+        assert!(!is_readable(&bell, 0));
     }
 
     #[test]
