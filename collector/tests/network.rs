@@ -291,11 +291,9 @@ fn carried(job: &Job, operations: &[Operation]) -> Vec<Sample> {
     samples
 }
 
-#[test]
-fn what_carries_a_step_is_a_span_below_its_proxy() {
-    let (job, operations) = (Job::default(), [Operation::all_reduce(1)]);
+/// A collector that knows of rank 1's process, and from the kernel's probes of a queue pair of it.
+fn watching_an_owner(job: &Job) -> Collector {
     let mut collector = watching();
-    // Rank 1's process has the queue pair, as the kernel's probes tell.
     let owner = job.pid(1);
     collector.ingest(&mut vec![Sample::Process(Arc::new(job.process(1)))]);
     let created = NetworkSample {
@@ -303,6 +301,13 @@ fn what_carries_a_step_is_a_span_below_its_proxy() {
         ..at(0, NetworkEvent::QpCreated { qpn: QPN, kind: 2 })
     };
     ingest(&mut collector, [created]);
+    collector
+}
+
+#[test]
+fn what_carries_a_step_is_a_span_below_its_proxy() {
+    let (job, operations) = (Job::default(), [Operation::all_reduce(1)]);
+    let mut collector = watching_an_owner(&job);
     let plain = common::collect(job.samples(0..4, &operations)).spans;
     let mut samples = carried(&job, &operations);
     collector.ingest(&mut samples);
@@ -367,15 +372,9 @@ fn what_carries_a_step_is_a_span_below_its_proxy() {
 #[test]
 fn what_a_process_says_of_its_ports_goes_before_numbers_of_queue_pairs() {
     let (job, operations) = (Job::default(), [Operation::all_reduce(1)]);
-    let mut collector = watching();
-    let owner = job.pid(1);
-    collector.ingest(&mut vec![Sample::Process(Arc::new(job.process(1)))]);
     // The kernel's probes saw one queue pair of the number; that of the other device was there before.
-    let created = NetworkSample {
-        pid: Some(owner),
-        ..at(0, NetworkEvent::QpCreated { qpn: QPN, kind: 2 })
-    };
-    ingest(&mut collector, [created]);
+    let mut collector = watching_an_owner(&job);
+    let owner = job.pid(1);
     let said = [(0, DEVICE), (1, "other0")].map(|(index, device)| Sample::Port {
         pid: owner,
         index,

@@ -45,6 +45,11 @@ fn two_nodes(change: impl Fn(usize, &mut Command)) -> Ended {
         .collect()
 }
 
+/// A guest's first two links: each rank has two ports.
+fn two_ports(rank: usize, command: &mut Command) -> &mut Command {
+    command.env("NCCL_IB_HCA", ["=hca0,hca1", "=peer0,peer1"][rank])
+}
+
 /// Every rank ended well, and printed each of `expected` and none of `unexpected`.
 fn check(what: &str, ended: &Ended, expected: &[&str], unexpected: &[&str]) {
     let all = || {
@@ -229,8 +234,7 @@ fn set_link(device: &str, state: &str) {
 fn operations_go_on_over_the_backup_when_a_port_goes_down() {
     for device in ["pnic0", "nic0"] {
         let ended = two_nodes(|rank, command| {
-            let devices = ["=hca0,hca1", "=peer0,peer1"][rank];
-            command.env("NCCL_IB_HCA", devices).env(DOWN, device);
+            two_ports(rank, command).env(DOWN, device);
         });
         set_link(device, "up");
         let names = [["hca0:1", "hca1:1"], ["peer0:1", "peer1:1"]];
@@ -261,8 +265,7 @@ const IN_TURN: &str = "RDMA_TEST_IN_TURN";
 #[ignore = "helper: needs RDMA devices, run in a guest"]
 fn operations_go_on_while_ports_fail_in_turn_and_connections_are_made() {
     let ended = two_nodes(|rank, command| {
-        command
-            .env("NCCL_IB_HCA", ["=hca0,hca1", "=peer0,peer1"][rank])
+        two_ports(rank, command)
             // An emulated machine may have other things to do for longer than the defaults allow.
             .env("RINGSIGHT_NET_TIMEOUT_MS", "4000")
             .env("RINGSIGHT_NET_GIVE_UP_MS", "30000")
@@ -284,8 +287,7 @@ const DOWN_BEFORE: &str = "RDMA_TEST_DOWN_BEFORE";
 fn a_connection_whose_port_is_down_begins_on_the_backup() {
     for device in ["pnic0", "nic0"] {
         let ended = two_nodes(|rank, command| {
-            let devices = ["=hca0,hca1", "=peer0,peer1"][rank];
-            command.env("NCCL_IB_HCA", devices).env(DOWN_BEFORE, device);
+            two_ports(rank, command).env(DOWN_BEFORE, device);
         });
         set_link(device, "up");
         check(

@@ -114,23 +114,21 @@ impl Track {
 
     /// Before the kernel.
     pub(super) fn record_start(&self, device: &dyn Device, stream: Stream) -> Result<()> {
-        match &self.counts {
-            None => device.event_record(self.events[0], stream)?,
-            Some([begun, _]) => {
-                device.event_record_external(self.events[0], stream)?;
-                device.count(stream, begun)?;
-            }
-        }
-        Ok(())
+        self.record(0, device, stream)
     }
 
     /// Behind it.
     pub(super) fn record_end(&self, device: &dyn Device, stream: Stream) -> Result<()> {
+        self.record(1, device, stream)
+    }
+
+    fn record(&self, place: usize, device: &dyn Device, stream: Stream) -> Result<()> {
+        let event = self.events[place];
         match &self.counts {
-            None => device.event_record(self.events[1], stream)?,
-            Some([_, ended]) => {
-                device.event_record_external(self.events[1], stream)?;
-                device.count(stream, ended)?;
+            None => device.event_record(event, stream)?,
+            Some(counts) => {
+                device.event_record_external(event, stream)?;
+                device.count(stream, &counts[place])?;
             }
         }
         Ok(())
