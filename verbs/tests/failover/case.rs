@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, time::Duration};
 
 use ringsight_failover::Settings;
 
-use super::run::Seen;
+use super::seen::Seen;
 
 /// Which ports go down.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -11,7 +11,7 @@ use std::{
 };
 
 use ringsight_failover::Report;
-use ringsight_verbs::endpoint::{Noted, Receiver, SLOTS, Sender};
+use ringsight_verbs::endpoint::{Receiver, SLOTS, Sender};
 
 use super::{
     PATIENCE,
@@ -19,87 +19,12 @@ use super::{
     links::{Plan, chaos, lose_packets, sent_bytes, set_up},
     outside::{COSTS, DONE, MESSAGE, parse_done},
     rank::{Rank, SLOT, SLOTS_AT},
+    seen::{CALLS, LONGEST, Seen},
 };
 
 /// Words of a rank's part of the input.
 fn input(rank: u64, case: u64, chunk: u64) -> impl Iterator<Item = u64> {
     (0..SLOT as u64 / 8).map(move |word| mix(rank << 60 ^ case << 32 ^ chunk << 16 ^ word))
-}
-
-/// Place of the system calls in a rank's costs.
-pub(crate) const CALLS: usize = 4;
-/// Place of the longest that one look at the ends took, in microseconds.
-pub(crate) const LONGEST: usize = 5;
-
-/// What came of a case, seen by one rank.
-#[derive(Default)]
-pub(crate) struct Seen {
-    pub(crate) error: Option<String>,
-    /// Work requests outstanding when the path in use broke.
-    pub(crate) outstanding: u64,
-    pub(crate) switches: Vec<(u8, u8)>,
-    pub(crate) replayed: u64,
-    pub(crate) broken: Vec<String>,
-    /// When the link went down; to the first post on the other path, and to the first one that got over.
-    pub(crate) down: Option<Duration>,
-    pub(crate) switch: Option<Duration>,
-    pub(crate) recovered: Option<Duration>,
-    pub(crate) wrong: Option<String>,
-    /// What the other rank found wrong, its error included.
-    pub(crate) peer: Option<String>,
-    /// When a link was up again for the last time; from then to the last switch back to the primary path.
-    up: Option<Duration>,
-    pub(crate) back: Option<Duration>,
-    /// Steps and time from the first acknowledged step of a window to the last one: since the first step over the other path, or, if
-    /// there is no switch, since the beginning.
-    window: Option<(Duration, u64)>,
-    last: (Duration, u64),
-    /// How long the case itself took, without its connections.
-    pub(crate) ran: Duration,
-    /// Bytes that went over the links in that time.
-    pub(crate) wire: u64,
-    /// What this rank and the other cost: requests of steps, credits, other requests, completions; then [`CALLS`] and [`LONGEST`].
-    pub(crate) costs: [[u64; COSTS]; 2],
-}
-
-impl Seen {
-    fn note(&mut self, noted: Noted) {
-        let since = self.down.map(|down| noted.at.saturating_sub(down));
-        match noted.report {
-            Report::Switched {
-                from, to, replayed, ..
-            } => {
-                if to == 0 {
-                    self.back = self.up.map(|up| noted.at.saturating_sub(up));
-                }
-                self.switches.push((from, to));
-                self.replayed += replayed;
-                self.switch = self.switch.or(since);
-            }
-            Report::Recovered { .. } if self.recovered.is_none() => {
-                self.recovered = since;
-                self.window = None;
-            }
-            Report::Recovered { .. } => {}
-            Report::Broken { link, cause, .. } => self.broken.push(format!("{}:{cause}", link.path)),
-            Report::Restored { .. } => {}
-        }
-    }
-
-    /// So many steps are over.
-    fn acked(&mut self, now: Duration, acked: u64) {
-        if acked > self.last.1 {
-            self.last = (now, acked);
-            self.window.get_or_insert(self.last);
-        }
-    }
-
-    /// MiB/s in the window.
-    pub(crate) fn rate(&self) -> Option<f64> {
-        let (start, first) = self.window?;
-        let (steps, time) = (self.last.1 - first, self.last.0.saturating_sub(start));
-        (steps > 0).then(|| steps as f64 * SLOT as f64 / f64::from(1 << 20) / time.as_secs_f64())
-    }
 }
 
 /// Threads that are in the way.
