@@ -1,5 +1,5 @@
-//! What is to be destroyed later, handed over by threads that may neither wait, nor call the device, nor free memory: the
-//! device calls back when a graph is gone.
+//! What is to be done later, handed over by threads that may neither wait, nor call the driver, nor free memory: the driver
+//! calls back when a graph is gone.
 
 #[cfg(loom)]
 use loom::sync::atomic::{AtomicPtr, Ordering};
@@ -51,6 +51,16 @@ unsafe impl<T: Send> Send for Node<T> {}
 
 impl<T> Default for Deferred<T> {
     fn default() -> Self {
+        Self {
+            head: AtomicPtr::new(null_mut()),
+        }
+    }
+}
+
+#[cfg(not(loom))]
+impl<T> Deferred<T> {
+    /// As [`Self::default`], for statics.
+    pub(crate) const fn new() -> Self {
         Self {
             head: AtomicPtr::new(null_mut()),
         }

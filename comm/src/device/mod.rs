@@ -4,6 +4,7 @@
 
 pub(crate) mod clock;
 pub mod cuda;
+mod deferred;
 pub mod host;
 
 use std::{
@@ -335,7 +336,7 @@ pub trait Device: Send + Sync + 'static {
     /// Ends the capture that began on this stream. Fails if a forked stream was not joined.
     fn capture_end(&self, stream: Stream) -> Result<Graph>;
     /// Calls `destructor` once, when the captured graph and all its instances are gone and no replay runs (CUDA user object).
-    /// It runs on a thread of the device and must not call the device.
+    /// It runs on a thread of its own kind: it may wait for locks, and must not call the device.
     fn capture_retain(&self, capture: Capture, destructor: Box<dyn FnOnce() + Send>) -> Result<()>;
     /// An executable instance of a graph.
     fn graph_instantiate(&self, graph: Graph) -> Result<GraphExec>;

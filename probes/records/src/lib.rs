@@ -26,12 +26,12 @@ pub mod ring;
 mod sequence;
 pub mod vocabulary;
 
-// No layout, but a list of the library's watchdog: modelled here, since the library as a whole cannot be built for models.
+// No layout, but a list of the library's devices: modelled here, since the library as a whole cannot be built for models.
 #[cfg(all(test, loom))]
 extern crate std;
 #[cfg(all(test, loom))]
 #[expect(dead_code, reason = "the model chooses the orders")]
-#[path = "../../../comm/src/watchdog/events/deferred.rs"]
+#[path = "../../../comm/src/device/deferred.rs"]
 mod deferred;
 
 #[cfg(not(target_arch = "bpf"))]

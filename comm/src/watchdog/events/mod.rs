@@ -4,12 +4,11 @@
 //! queried while the graph is replayed, and two counters which each replay counts up ([`track`] says why). The event that
 //! joins captured streams is a regular one and no part of this ([`crate::launch::Order`]).
 //!
-//! Captured events are destroyed on three ways. When a graph is gone the device calls back; the callback puts an entry into a
-//! list ([`deferred`]) without a lock or a call of the device, and wakes nobody. The thread that queries ([`patrol`]) looks
-//! into the list each time it goes round, and destroys them. And when the communicator ends, all of its events are destroyed,
-//! also those of graphs that live on; these keep their counters until they are gone, since replays write them.
+//! Captured events are destroyed on three ways. When a graph is gone its destructor, which must not call the device, puts an
+//! entry into a list, and wakes nobody. The thread that queries ([`patrol`]) looks into the list each time it goes round, and
+//! destroys them. And when the communicator ends, all of its events are destroyed, also those of graphs that live on; these
+//! keep their counters until they are gone, since replays write them.
 
-mod deferred;
 mod patrol;
 #[cfg(test)]
 mod tests;
@@ -17,16 +16,14 @@ mod track;
 
 use std::{
     collections::VecDeque,
+    mem,
     sync::{Arc, Mutex, Weak},
     time::Duration,
 };
 
 pub(super) use self::patrol::PATIENCE;
+use self::patrol::{PATROL, Patrol, Source};
 pub(crate) use self::track::Track;
-use self::{
-    deferred::{Deferred, Node},
-    patrol::{PATROL, Patrol, Source},
-};
 
 use super::Settings;
 use crate::{
@@ -48,7 +45,7 @@ pub(crate) struct Events {
     number: i32,
     interval: Duration,
     patrol: &'static Patrol,
-    gone: &'static Deferred<Arc<Captured>>,
+    gone: &'static Gone,
     /// As the patrol knows it.
     own: Weak<Events>,
     /// See [`observe::fork_generation`].
@@ -74,22 +71,10 @@ struct Captured {
     plans: Mutex<Vec<Arc<Track>>>,
 }
 
-/// Hands what a graph had over when the device calls, or drops it uncalled.
-struct Gone {
-    list: &'static Deferred<Arc<Captured>>,
-    node: Option<Box<Node<Arc<Captured>>>>,
-}
-
-impl Drop for Gone {
-    fn drop(&mut self) {
-        if let Some(node) = self.node.take() {
-            self.list.add(node);
-        }
-    }
-}
-
 /// What graphs that are gone had, of all communicators.
-static GONE: PerProcess<Deferred<Arc<Captured>>> = PerProcess::new();
+type Gone = Mutex<Vec<Arc<Captured>>>;
+
+static GONE: PerProcess<Gone> = PerProcess::new();
 
 /// Events that nobody uses any more. To destroy one may take as long as the kernels that run.
 struct Waste {
@@ -114,7 +99,7 @@ impl Events {
 
     fn under(
         patrol: &'static Patrol,
-        gone: &'static Deferred<Arc<Captured>>,
+        gone: &'static Gone,
         device: Arc<dyn Device>,
         number: i32,
         settings: &Settings,
@@ -206,12 +191,9 @@ impl Events {
             owner: self.own.clone(),
             plans: Mutex::default(),
         });
-        let gone = Gone {
-            list: self.gone,
-            node: Some(Node::new(captured.clone())),
-        };
+        let (gone, had) = (self.gone, captured.clone());
+        device.capture_retain(capture, Box::new(move || lock(gone).push(had)))?;
         lock(&self.state).graphs.push(captured.clone());
-        device.capture_retain(capture, Box::new(move || drop(gone)))?;
         Ok(captured)
     }
 
@@ -232,7 +214,7 @@ impl Events {
             return;
         }
         let mut state = lock(&self.state);
-        if std::mem::replace(&mut state.closed, true) {
+        if mem::replace(&mut state.closed, true) {
             return;
         }
         let events = if state.querying {
@@ -308,7 +290,8 @@ impl Events {
 impl Source for Events {
     fn query(&self) {
         // Before anything is queried: what is gone must not be.
-        for captured in self.gone.take() {
+        let gone = mem::take(&mut *lock(self.gone));
+        for captured in gone {
             if let Some(owner) = captured.owner.upgrade() {
                 owner.forget(&captured);
             }
