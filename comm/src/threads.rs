@@ -3,10 +3,14 @@
 
 use std::{
     cell::Cell,
+    io,
     os::unix::thread::JoinHandleExt as _,
     ptr::null_mut,
-    sync::atomic::{AtomicPtr, AtomicU64, Ordering},
-    thread::JoinHandle,
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicPtr, AtomicU64, Ordering},
+    },
+    thread::{self, JoinHandle},
 };
 
 use crate::observe;
@@ -15,6 +19,75 @@ use crate::observe;
 pub(crate) fn is_current<T>(thread: &JoinHandle<T>) -> bool {
     // SAFETY: no arguments; the handle says that its thread has not been joined, so that its value is no other's.
     unsafe { libc::pthread_equal(thread.as_pthread_t(), libc::pthread_self()) != 0 }
+}
+
+/// Waits for the end of a thread that has been told to end, unless it is the calling one: the last owner of something may be the
+/// thread that serves it, which then ends right after. A panic there has been printed, or turned into an error.
+pub(crate) fn join(thread: JoinHandle<()>) {
+    if !is_current(&thread) {
+        let _ = thread.join();
+    }
+}
+
+/// What one thread looks after: it runs from when the first member enters until the last one has left.
+pub(crate) struct Tended<T: ?Sized> {
+    members: Vec<Weak<T>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl<T: ?Sized> Default for Tended<T> {
+    fn default() -> Self {
+        Self {
+            members: Vec::new(),
+            thread: None,
+        }
+    }
+}
+
+impl<T: ?Sized> Tended<T> {
+    /// Enters a member, and starts the thread unless it runs.
+    ///
+    /// # Errors
+    /// When there can be no thread. The member stays: the next one tries again.
+    pub(crate) fn enter(
+        &mut self,
+        member: Weak<T>,
+        name: &str,
+        run: impl FnOnce() + Send + 'static,
+    ) -> io::Result<()> {
+        self.members.push(member);
+        if self.thread.is_none() {
+            let builder = thread::Builder::new().name(name.into()).stack_size(256 << 10);
+            self.thread = Some(builder.spawn(run)?);
+        }
+        Ok(())
+    }
+
+    /// Takes a member off. The thread if that was the last one: it is to be woken, finds that it is no longer
+    /// [the one](Self::is_tended_by_this_thread), and ends.
+    pub(crate) fn leave(&mut self, member: *const T) -> Option<JoinHandle<()>> {
+        self.members
+            .retain(|other| !std::ptr::addr_eq(other.as_ptr(), member));
+        self.members.is_empty().then(|| self.thread.take()).flatten()
+    }
+
+    /// The members that are still there.
+    pub(crate) fn members(&self) -> Vec<Arc<T>> {
+        self.members.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.members.is_empty()
+    }
+
+    pub(crate) fn has_thread(&self) -> bool {
+        self.thread.is_some()
+    }
+
+    /// Whether the calling thread goes on looking: another one may have been started since it was told to end.
+    pub(crate) fn is_tended_by_this_thread(&self) -> bool {
+        self.thread.as_ref().is_some_and(is_current)
+    }
 }
 
 /// A number of the calling thread, which no other thread of this process ever has.

@@ -373,11 +373,8 @@ impl Drop for Bootstrap {
     fn drop(&mut self) {
         self.leave(self.shared.abort.is_set());
         self.shared.stop();
-        // The last owner may be a callback of the thread itself, which then ends right after it.
-        if let Some(service) = self.service.take()
-            && !threads::is_current(&service)
-        {
-            let _ = service.join();
+        if let Some(service) = self.service.take() {
+            threads::join(service);
         }
     }
 }

@@ -196,10 +196,8 @@ impl Checks {
         thread.events = None;
         let handle = thread.handle.take();
         drop(thread);
-        // The last owner of the communicator may be the thread itself.
-        if let Some(handle) = handle.filter(|handle| !threads::is_current(handle)) {
-            // A panic there has been printed; there is nothing left to report to.
-            let _ = handle.join();
+        if let Some(handle) = handle {
+            threads::join(handle);
         }
     }
 }

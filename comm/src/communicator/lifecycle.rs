@@ -288,11 +288,8 @@ impl Background {
         }
         drop(done);
         let thread = lock(&self.thread).take();
-        if let Some(thread) = thread
-            && !threads::is_current(&thread)
-        {
-            // A panic has been turned into an error already.
-            let _ = thread.join();
+        if let Some(thread) = thread {
+            threads::join(thread);
         }
     }
 }

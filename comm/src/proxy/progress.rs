@@ -142,9 +142,8 @@ impl Progress {
         self.ending.store(true, Ordering::Release);
         self.wake.wake();
         let thread = lock(&self.thread).take();
-        // The last owner may be a callback of the thread itself, which then ends right after it.
-        if let Some(thread) = thread.filter(|thread| !threads::is_current(thread)) {
-            let _ = thread.join();
+        if let Some(thread) = thread {
+            threads::join(thread);
         }
         lock(&self.inbox).clear();
         lock(&self.outstanding).clear();

@@ -1,8 +1,7 @@
 //! The thread that looks, one in a process: it begins with the first communicator and ends with the last.
 
 use std::{
-    sync::{Arc, Condvar, Mutex, PoisonError, Weak},
-    thread::{self, JoinHandle},
+    sync::{Arc, Condvar, Mutex, PoisonError},
     time::Duration,
 };
 
@@ -10,21 +9,15 @@ use super::{HeldUp, Run, Watch, settings::SHORTEST};
 use crate::{
     communicator::lock,
     log, observe,
-    threads::{self, PerProcess},
+    threads::{self, PerProcess, Tended},
 };
 
 /// The watches of this process, and the thread.
 #[derive(Default)]
 struct Detector {
-    state: Mutex<State>,
-    /// Told when the state changes.
+    watches: Mutex<Tended<Watch>>,
+    /// Told when these change.
     changed: Condvar,
-}
-
-#[derive(Default)]
-struct State {
-    watches: Vec<Weak<Watch>>,
-    thread: Option<JoinHandle<()>>,
 }
 
 static CURRENT: PerProcess<Detector> = PerProcess::new();
@@ -44,22 +37,11 @@ impl Detected {
     /// Enters a watch. Without a thread, which is warned of, nothing is watched.
     pub(crate) fn new(watch: Arc<Watch>) -> Self {
         let detector = current();
-        let mut state = lock(&detector.state);
-        state.watches.push(Arc::downgrade(&watch));
-        if state.thread.is_none() {
-            let started = thread::Builder::new()
-                .name("rs-watchdog".into())
-                .stack_size(256 << 10)
-                .spawn(|| detector.run());
-            match started {
-                Ok(thread) => state.thread = Some(thread),
-                Err(error) => {
-                    tracing::warn!(target: log::INIT, "no thread for the watchdog: {error}");
-                }
-            }
-        } else {
-            detector.changed.notify_all();
+        let entered = lock(&detector.watches).enter(Arc::downgrade(&watch), "rs-watchdog", || detector.run());
+        if let Err(error) = entered {
+            tracing::warn!(target: log::INIT, "no thread for the watchdog: {error}");
         }
+        detector.changed.notify_all();
         Self {
             watch,
             fork: observe::fork_generation(),
@@ -81,20 +63,10 @@ impl Drop for Detected {
             return; // the parent's
         }
         let detector = current();
-        let mut state = lock(&detector.state);
-        state
-            .watches
-            .retain(|watch| !std::ptr::eq(watch.as_ptr(), Arc::as_ptr(&self.watch)));
-        if !state.watches.is_empty() {
-            return;
-        }
-        let thread = state.thread.take();
-        drop(state);
-        detector.changed.notify_all();
-        // The last owner of a communicator may be the thread itself.
-        if let Some(thread) = thread.filter(|thread| !threads::is_current(thread)) {
-            // A panic there has been printed.
-            let _ = thread.join();
+        let thread = lock(&detector.watches).leave(Arc::as_ptr(&self.watch));
+        if let Some(thread) = thread {
+            detector.changed.notify_all();
+            threads::join(thread);
         }
     }
 }
@@ -102,32 +74,19 @@ impl Drop for Detected {
 impl Detector {
     /// Looks until there is nothing left to look at.
     fn run(&self) {
-        let me = thread::current().id();
-        let mut state = lock(&self.state);
-        loop {
-            // Another thread may have been started since this one was told to end.
-            let mine = state
-                .thread
-                .as_ref()
-                .is_some_and(|thread| thread.thread().id() == me);
-            if !mine {
-                return;
-            }
-            let watches: Vec<Arc<Watch>> = state.watches.iter().filter_map(Weak::upgrade).collect();
+        let mut watches = lock(&self.watches);
+        while watches.is_tended_by_this_thread() {
+            let present = watches.members();
             // Not under the lock: services ask for what is in progress, and communicators come and go.
-            drop(state);
-            let rest = watches.iter().map(|watch| watch.look()).min();
             drop(watches);
-            state = lock(&self.state);
-            let mine = state
-                .thread
-                .as_ref()
-                .is_some_and(|thread| thread.thread().id() == me);
-            if mine {
+            let rest = present.iter().map(|watch| watch.look()).min();
+            drop(present);
+            watches = lock(&self.watches);
+            if watches.is_tended_by_this_thread() {
                 let rest = rest.unwrap_or(Duration::from_secs(1)).max(SHORTEST);
-                state = self
+                watches = self
                     .changed
-                    .wait_timeout(state, rest)
+                    .wait_timeout(watches, rest)
                     .unwrap_or_else(PoisonError::into_inner)
                     .0;
             }
@@ -137,12 +96,9 @@ impl Detector {
 
 /// The watches of a device, in the order in which their communicators were made.
 pub(super) fn on_device(device: i32) -> Vec<Arc<Watch>> {
-    lock(&current().state)
-        .watches
-        .iter()
-        .filter_map(Weak::upgrade)
-        .filter(|watch| watch.device == device)
-        .collect()
+    let mut watches = lock(&current().watches).members();
+    watches.retain(|watch| watch.device == device);
+    watches
 }
 
 /// The operation that has kept a device for longest, on any communicator of this process, other than `but`.

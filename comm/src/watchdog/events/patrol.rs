@@ -6,15 +6,14 @@
 //! [`PATIENCE`] at most.
 
 use std::{
-    sync::{Arc, Condvar, Mutex, PoisonError, Weak},
-    thread::{self, JoinHandle},
+    sync::{Condvar, Mutex, PoisonError, Weak},
     time::{Duration, Instant},
 };
 
 use crate::{
     communicator::lock,
     log,
-    threads::{self, PerProcess},
+    threads::{self, PerProcess, Tended},
 };
 
 /// How long somebody waits for a fresh answer: less than ranks may take to answer each other.
@@ -40,8 +39,7 @@ pub(super) struct Patrol {
 
 #[derive(Default)]
 struct State {
-    sources: Vec<Weak<dyn Source>>,
-    thread: Option<JoinHandle<()>>,
+    sources: Tended<dyn Source>,
     /// Rounds that have been begun, that are over, and that somebody waits for.
     begun: u64,
     over: u64,
@@ -58,39 +56,27 @@ impl Patrol {
     /// found out.
     pub(super) fn enter(&'static self, source: Weak<dyn Source>) {
         let mut state = lock(&self.state);
-        state.sources.push(source);
         state.wanted = state.wanted.max(state.begun + 1);
-        if state.thread.is_none() {
-            let started = thread::Builder::new()
-                .name("rs-events".into())
-                .stack_size(256 << 10)
-                .spawn(|| self.run());
-            match started {
-                Ok(thread) => state.thread = Some(thread),
-                Err(error) => {
-                    tracing::warn!(target: log::INIT, "no thread to query events: {error}");
-                }
-            }
-        }
+        let entered = state.sources.enter(source, "rs-events", || self.run());
         drop(state);
+        if let Err(error) = entered {
+            tracing::warn!(target: log::INIT, "no thread to query events: {error}");
+        }
         self.wake.notify_all();
     }
 
     /// Looks after it no more. Does not wait for a query that has not come back.
     pub(super) fn leave(&self, source: &Weak<dyn Source>) {
         let mut state = lock(&self.state);
-        state.sources.retain(|other| !other.ptr_eq(source));
-        if !state.sources.is_empty() {
+        let Some(thread) = state.sources.leave(source.as_ptr()) else {
             return;
-        }
-        let thread = state.thread.take();
+        };
         let idle = state.since.take().is_none();
         drop(state);
         self.wake.notify_all();
         // A thread that is going round ends by itself when it comes back.
-        if let Some(thread) = thread.filter(|thread| idle && !threads::is_current(thread)) {
-            // A panic there has been printed.
-            let _ = thread.join();
+        if idle {
+            threads::join(thread);
         }
     }
 
@@ -107,7 +93,7 @@ impl Patrol {
     pub(super) fn refresh(&self) -> bool {
         let mut state = lock(&self.state);
         let stuck = |state: &State| state.since.is_some_and(|since| since.elapsed() >= PATIENCE);
-        if state.thread.is_none() || stuck(&state) {
+        if !state.sources.has_thread() || stuck(&state) {
             return false;
         }
         let fresh = state.begun + 1;
@@ -126,18 +112,13 @@ impl Patrol {
     }
 
     fn run(&self) {
-        let me = thread::current().id();
-        let is_mine = |state: &State| {
-            let thread = state.thread.as_ref();
-            thread.is_some_and(|thread| thread.thread().id() == me)
-        };
+        let is_mine = |state: &State| state.sources.is_tended_by_this_thread();
         let mut state = lock(&self.state);
-        // Another thread may have been started since this one was told to end.
         while is_mine(&state) {
             state.begun += 1;
             let number = state.begun;
             state.since = Some(Instant::now());
-            let sources: Vec<Arc<dyn Source>> = state.sources.iter().filter_map(Weak::upgrade).collect();
+            let sources = state.sources.members();
             // Not under the lock: whoever launches or asks must not wait for a query.
             drop(state);
             sources.iter().for_each(|source| source.query());
