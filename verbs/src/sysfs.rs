@@ -25,7 +25,7 @@ pub struct Port {
 /// Where a PCI device is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// The way to it: host bridge, bridges, the device; as in `/sys/devices`.
+    /// The way to it: host bridge, bridges, the device; as in `/sys/devices`, from the first host bridge on.
     pub path: Vec<String>,
     /// NUMA node, if the machine has several.
     pub numa: Option<u32>,
@@ -55,6 +55,8 @@ impl Place {
             })?
             .iter()
             .map(|part| part.to_string_lossy().into_owned())
+            // Above the host bridge are buses that say nothing of PCI: virtual machines have all of theirs below one.
+            .skip_while(|part| !part.starts_with("pci"))
             .collect();
         let numa = text(&folder.join("numa_node")).and_then(|node| node.parse().ok());
         Ok(Self { path, numa })
@@ -174,10 +176,10 @@ fn read(device: &str, number: u8, place: Option<Place>, folder: &Path) -> Port {
     }
 }
 
-/// `fe80:0000:…`, eight groups of four digits.
 /// So many empty places in a row are the end of a table of GIDs.
 const MOST_EMPTY: usize = 32;
 
+/// `fe80:0000:…`, eight groups of four digits.
 fn parse_gid(text: &str) -> Option<[u8; 16]> {
     let mut bytes = [0; 16];
     let mut groups = text.split(':');
