@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: GPL-2.0
+/* Faults by hand. */
+#include "fakehca.h"
+
+#include <linux/debugfs.h>
+#include <linux/uaccess.h>
+
+/* makes the fault that a line describes; what became of it */
+static int make(const char *line)
+{
+	char what[24];
+	int d, k;
+	u32 a1 = 0, a2 = 0, a3 = 0;
+	struct hca *h;
+	bool told = true;
+	k = sscanf(line, "%d %23s %i %i %i", &d, what, &a1, &a2, &a3);
+	if (k < 2 || d < 0 || d >= nhcas)
+		return -EINVAL;
+	h = hcas[d];
+	if (!strcmp(what, "port_down") || !strcmp(what, "port_up")) {
+		struct mlx5_eqe_port_state e = {.port = 1 << 4};
+		h->port_up = what[5] == 'u';
+		told = event(h, MLX5_EVENT_TYPE_PORT_CHANGE,
+			  h->port_up ? MLX5_PORT_CHANGE_SUBTYPE_ACTIVE : MLX5_PORT_CHANGE_SUBTYPE_DOWN, &e,
+			  sizeof(e));
+	} else if (!strcmp(what, "qp_fatal")) {
+		struct mlx5_eqe_qp_srq e = {.qp_srq_n = cpu_to_be32(a1)};
+		told = event(h, MLX5_EVENT_TYPE_WQ_CATAS_ERROR, 0, &e, sizeof(e));
+	} else if (!strcmp(what, "qp_access")) {
+		struct mlx5_eqe_qp_srq e = {.qp_srq_n = cpu_to_be32(a1)};
+		told = event(h, MLX5_EVENT_TYPE_WQ_ACCESS_ERROR, 0, &e, sizeof(e));
+	} else if (!strcmp(what, "cq_err")) {
+		struct mlx5_eqe_cq_err e = {.cqn = cpu_to_be32(a1), .syndrome = a2};
+		told = event(h, MLX5_EVENT_TYPE_CQ_ERROR, 0, &e, sizeof(e));
+	} else if (!strcmp(what, "eqe")) {
+		__be32 e[7] = {0};
+		e[0] = cpu_to_be32(a3);
+		told = event(h, a1, a2, e, sizeof(e));
+	} else if (!strcmp(what, "health")) {
+		iowrite8(a1, &h->iseg->health.synd);
+		iowrite8(a2, &h->iseg->health.rfr_severity);
+		iowrite32be(0xdead, &h->iseg->health.assert_exit_ptr);
+	} else if (!strcmp(what, "cmdfail")) {
+		h->fail_op = a1;
+		h->fail_status = a2;
+		h->fail_synd = a3;
+	} else if (!strcmp(what, "cmdhang"))
+		h->hang_op = a1;
+	else
+		return -EINVAL;
+	return told ? 0 : -ENXIO; /* nobody listens */
+}
+
+static ssize_t inject(struct file *f, const char __user *ub, size_t cnt, loff_t *pos)
+{
+	char b[80] = "";
+	int e;
+	if (cnt >= sizeof(b) || copy_from_user(b, ub, cnt))
+		return -EINVAL;
+	mutex_lock(&world);
+	e = make(b);
+	mutex_unlock(&world);
+	return e ?: cnt;
+}
+
+static int show(struct seq_file *s, void *v)
+{
+	int i;
+	unsigned long k;
+	struct fqp *q;
+	mutex_lock(&world);
+	for (i = 0; i < nhcas; i++) {
+		seq_printf(s, "hca %d: %lu commands, port %s\n", i, hcas[i]->ncmd,
+			   hcas[i]->port_up ? "up" : "down");
+		xa_for_each(&hcas[i]->qps, k, q) seq_printf(s, "  qpn 0x%x st %d state %d cqn 0x%x\n", q->qpn,
+							 q->st, q->state, q->cqn_snd);
+	}
+	mutex_unlock(&world);
+	return 0;
+}
+
+static int op_(struct inode *i, struct file *f)
+{
+	return single_open(f, show, NULL);
+}
+static const struct file_operations fops = {.owner = THIS_MODULE,
+					    .open = op_,
+					    .read = seq_read,
+					    .llseek = seq_lseek,
+					    .release = single_release,
+					    .write = inject};
+static struct dentry *dbg;
+
+void faults_begin(void)
+{
+	dbg = debugfs_create_file("fakehca", 0600, NULL, NULL, &fops);
+}
+
+void faults_end(void)
+{
+	debugfs_remove(dbg);
+}
