@@ -31,7 +31,7 @@ static void post_cqe(struct hca *h, u32 cqn, struct mlx5_cqe64 *c, u8 opcode)
 {
 	struct fcq *q = xa_load(&h->cqs, cqn);
 	struct mlx5_cqe64 *d;
-	if (!q)
+	if (!q || q->failed)
 		return;
 	d = buf_at(&q->b, (u64)(q->pi & ((1 << q->log) - 1)) * (q->big ? 128 : 64) + (q->big ? 64 : 0));
 	if (!d)
@@ -48,7 +48,7 @@ static void poll_arm(struct hca *h, struct fcq *q)
 	u32 arm = be32_to_cpu(READ_ONCE(q->dbr[1]));
 	unsigned long f;
 	struct mlx5_eqe_comp ec = {.cqn = cpu_to_be32(q->cqn)};
-	if (arm == q->last_arm || !((q->pi - arm) & 0xffffff))
+	if (q->failed || arm == q->last_arm || !((q->pi - arm) & 0xffffff))
 		return;
 	q->last_arm = arm;
 	spin_lock_irqsave(&h->lk, f);
@@ -164,7 +164,7 @@ static int take_recv(struct hca *h, struct fqp *q, u8 *src, u32 len, u8 cqop, __
 	return 0;
 }
 
-static void qp_error(struct hca *h, struct fqp *q)
+void qp_error(struct fqp *q)
 {
 	q->state = 6;
 	q->stall = 0;
@@ -190,7 +190,7 @@ static int send_one(struct hca *h, struct fqp *q, u8 *w, int ds, u8 *vend)
 		return 0;
 	r = by_lid(q->rlid);
 	rq = r ? xa_load(&r->qps, q->rqpn) : NULL;
-	if (!h->port_up || !r || !r->port_up || !rq || (rq->state != 2 && rq->state != 3))
+	if (!h->port_up || h->lossy || !r || !r->port_up || r->lossy || !rq || (rq->state != 2 && rq->state != 3))
 		return -1; /* no acknowledge will come */
 	if (rd || wr) {
 		struct mlx5_wqe_raddr_seg *g = (void *)(w + off);
@@ -263,7 +263,7 @@ static int send_one(struct hca *h, struct fqp *q, u8 *w, int ds, u8 *vend)
 	if (e == 0x13) {
 		struct mlx5_eqe_qp_srq ev = {.qp_srq_n = cpu_to_be32(rq->qpn)};
 		*vend = 0x88;
-		qp_error(r, rq);
+		qp_error(rq);
 		event(r, MLX5_EVENT_TYPE_WQ_ACCESS_ERROR, 0, &ev, sizeof(ev));
 	}
 	if (e == 4)
@@ -276,7 +276,7 @@ static void run_qp(struct hca *h, struct fqp *q)
 	u16 tail;
 	u32 m = (1 << q->log_sq) - 1;
 	int budget = 64;
-	if (!q->dbr || (q->state != 3 && q->state != 6))
+	if (!q->dbr || q->mute || (q->state != 3 && q->state != 6))
 		return;
 	tail = be32_to_cpu(READ_ONCE(q->dbr[1]));
 	rmb();
@@ -319,7 +319,7 @@ static void run_qp(struct hca *h, struct fqp *q)
 		q->stall = 0;
 		if (e) {
 			cqe_err(h, q, true, q->sq_head, op, e, vend);
-			qp_error(h, q);
+			qp_error(q);
 			q->sq_head += bb;
 			continue;
 		}

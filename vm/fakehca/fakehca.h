@@ -54,6 +54,7 @@ struct fbuf {
 struct fcq {
 	u32 cqn, log, pi, eqn, last_arm;
 	bool big;
+	bool failed; /* nothing is put into it any more */
 	struct fbuf b;
 	__be32 *dbr;
 };
@@ -80,6 +81,7 @@ struct fqp {
 	u16 sq_head, rq_head;
 	u16 rlid;
 	u8 ack_timeout, retry, rnr_retry;
+	bool mute; /* until it is reset nothing of it completes, and nothing is flushed */
 	u64 stall;
 };
 
@@ -100,6 +102,7 @@ struct hca {
 	spinlock_t lk;
 	struct xarray qps, cqs, mks;
 	bool port_up;
+	bool lossy; /* packets from and to its port are lost */
 	u16 lid;
 	u64 guid;
 	u32 hc;
@@ -128,6 +131,7 @@ void firmware_end(void);
 /* data.c */
 int buf_set(struct fbuf *b, __be64 *pas, u64 bytes, u32 shift, u32 off);
 int rq_stride(struct fqp *q);
+void qp_error(struct fqp *q);
 void run_data(struct hca *h);
 
 /* faults.c */

@@ -5,6 +5,37 @@
 #include <linux/debugfs.h>
 #include <linux/uaccess.h>
 
+/* A queue pair fails of itself: it is in the error state, and says so. After a work queue catastrophic error
+ * nothing can be read from its queue: its requests do not even end. */
+static int fail_qp(struct hca *h, u32 qpn, u8 type)
+{
+	struct mlx5_eqe_qp_srq e = {.qp_srq_n = cpu_to_be32(qpn)};
+	struct fqp *q = xa_load(&h->qps, qpn);
+	if (!q)
+		return -ENOENT;
+	qp_error(q);
+	q->mute = type == MLX5_EVENT_TYPE_WQ_CATAS_ERROR;
+	return event(h, type, 0, &e, sizeof(e)) ? 0 : -ENXIO;
+}
+
+/* A completion queue fails: it takes nothing any more, and its queue pairs are in the error state. */
+static int fail_cq(struct hca *h, u32 cqn, u8 syndrome)
+{
+	struct mlx5_eqe_cq_err e = {.cqn = cpu_to_be32(cqn), .syndrome = syndrome};
+	struct fcq *c = xa_load(&h->cqs, cqn);
+	struct fqp *q;
+	unsigned long k;
+	if (!c)
+		return -ENOENT;
+	c->failed = true;
+	xa_for_each(&h->qps, k, q)
+	{
+		if (q->cqn_snd == cqn || q->cqn_rcv == cqn)
+			qp_error(q);
+	}
+	return event(h, MLX5_EVENT_TYPE_CQ_ERROR, 0, &e, sizeof(e)) ? 0 : -ENXIO;
+}
+
 /* makes the fault that a line describes; what became of it */
 static int make(const char *line)
 {
@@ -23,15 +54,14 @@ static int make(const char *line)
 		told = event(h, MLX5_EVENT_TYPE_PORT_CHANGE,
 			  h->port_up ? MLX5_PORT_CHANGE_SUBTYPE_ACTIVE : MLX5_PORT_CHANGE_SUBTYPE_DOWN, &e,
 			  sizeof(e));
+	} else if (!strcmp(what, "lose")) {
+		h->lossy = a1;
 	} else if (!strcmp(what, "qp_fatal")) {
-		struct mlx5_eqe_qp_srq e = {.qp_srq_n = cpu_to_be32(a1)};
-		told = event(h, MLX5_EVENT_TYPE_WQ_CATAS_ERROR, 0, &e, sizeof(e));
+		return fail_qp(h, a1, MLX5_EVENT_TYPE_WQ_CATAS_ERROR);
 	} else if (!strcmp(what, "qp_access")) {
-		struct mlx5_eqe_qp_srq e = {.qp_srq_n = cpu_to_be32(a1)};
-		told = event(h, MLX5_EVENT_TYPE_WQ_ACCESS_ERROR, 0, &e, sizeof(e));
+		return fail_qp(h, a1, MLX5_EVENT_TYPE_WQ_ACCESS_ERROR);
 	} else if (!strcmp(what, "cq_err")) {
-		struct mlx5_eqe_cq_err e = {.cqn = cpu_to_be32(a1), .syndrome = a2};
-		told = event(h, MLX5_EVENT_TYPE_CQ_ERROR, 0, &e, sizeof(e));
+		return fail_cq(h, a1, a2);
 	} else if (!strcmp(what, "eqe")) {
 		__be32 e[7] = {0};
 		e[0] = cpu_to_be32(a3);

@@ -318,6 +318,7 @@ static u8 command(struct hca *h, u8 *in, u32 inlen, u8 *out, u32 outlen)
 		if (q->state == 0) {
 			q->sq_head = q->rq_head = 0;
 			q->stall = 0;
+			q->mute = false;
 		}
 		break;
 	case MLX5_CMD_OP_QUERY_QP: {

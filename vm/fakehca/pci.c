@@ -200,7 +200,9 @@ static int __init fake_init(void)
 		cfg_init(h);
 		iowrite32be((35 << 16) | 16, &h->iseg->fw_rev);
 		iowrite32be((5 << 16) | 4096, &h->iseg->cmdif_rev_fw_sub);
-		iowrite32be(0x56, &h->iseg->cmdq_addr_l_sz);
+		/* Two entries of 64 bytes, of which the driver keeps one for pages: one command at a time. The
+		 * doorbell is memory here, and one rung before the thread looks would hide the one before it. */
+		iowrite32be(0x16, &h->iseg->cmdq_addr_l_sz);
 		iowrite32be(0, &h->iseg->initializing);
 		iowrite32be(0x01020304, &h->iseg->health.fw_ver);
 	}
