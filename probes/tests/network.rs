@@ -10,6 +10,12 @@ use ringsight_probes::{
     NetworkSample, NetworkScope, Options, Sample, Session, Source as _,
     network::{NetworkEvent, QpState, TABLE, Tells, VerbsEvent},
 };
+use ringsight_verbs::{
+    completion::{BATCH, Completion, Cq, Status},
+    device::{Context, Mtu, Pd},
+    queue::{Patience, Qp, Route, Size},
+    sys,
+};
 
 /// How long anything may take that was caused: far longer than it does under emulation on a busy machine.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -226,12 +232,67 @@ fn a_pair_of_queue_pairs(watch: &mut Watch, devices: [&str; 2], arguments: &[&st
     assert_eq!(peers, crossed, "each was connected to the other");
 }
 
+/// A queue pair of `hca0` that sends to one which does not exist, until the device gives it up: its number, and how the request ended.
+fn send_to_nobody() -> (u32, Status) {
+    let open = |name| Context::open(sys::lib().unwrap(), name).unwrap();
+    let (context, peer) = (open("hca0"), open("peer0"));
+    let pd = Pd::new(context.clone()).unwrap();
+    let cq = Cq::new(&context, 4).unwrap();
+    let size = Size {
+        sends: 1,
+        receives: 1,
+        inline_bytes: 1,
+    };
+    let qp = Qp::new(&pd, &cq, size).unwrap();
+    let route = Route {
+        qp: 0xff_fff0,
+        psn: 0,
+        mtu: Mtu::from_code(3).unwrap(),
+        lid: 0,
+        // The second GID is that of the address.
+        gid: Some((peer.gid(1, 1).unwrap(), 1)),
+        service_level: 0,
+        traffic_class: 0,
+    };
+    // Two tries of 4 ms.
+    let patience = Patience {
+        timeout: 10,
+        retries: 1,
+    };
+    qp.init(1, 0).unwrap();
+    qp.receive_from(1, &route).unwrap();
+    qp.send_from(0, patience).unwrap();
+    qp.send(7, &[1]).unwrap();
+    let begun = Instant::now();
+    let mut room = [Completion::EMPTY; BATCH];
+    loop {
+        if let [ended, ..] = cq.poll(&mut room).unwrap() {
+            return (qp.number(), ended.status);
+        }
+        assert!(begun.elapsed() < LIMIT, "a request to nobody does not end");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
 #[test]
 #[ignore = "helper: runs in a guest, cargo xtask vm test network"]
 fn soft_roce() {
     let mut watch = Watch::begin();
     watch.assert_attached(&["ib_core", "ib_uverbs", "rdma_rxe"]);
     a_pair_of_queue_pairs(&mut watch, ["peer0", "hca0"], &["-g", "1", "-n", "20"]);
+
+    // Nobody answers: the device gives the queue pair up, by itself, which is no call of the process.
+    let (qpn, status) = send_to_nobody();
+    assert!(matches!(status, Status::Failed { code: 12, .. }), "{status:?}");
+    let given_up = watch.wait_for("hca0", NetworkEvent::SoftQpError { qpn });
+    assert_eq!(given_up.result, 0);
+    assert!(
+        !watch.seen.iter().any(|sample| matches!(
+            sample.event,
+            NetworkEvent::QpModified { qpn: number, state, .. } if number == qpn && state.map(QpState::name) == Some("ERR")
+        )),
+        "it was told to"
+    );
 
     // The carrier goes and comes back: each end says so of its port.
     let port = |event| NetworkEvent::Device { event, port: Some(1) };
