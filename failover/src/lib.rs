@@ -125,7 +125,7 @@ pub enum Event {
         /// The queue pair.
         link: Link,
     },
-    /// [`Action::Rebuild`], [`Action::Connect`] or a post did not succeed.
+    /// [`Action::Rebuild`], [`Action::Connect`] or a post did not succeed, or the device says that the queue pair cannot go on.
     Failed {
         /// The queue pair.
         link: Link,

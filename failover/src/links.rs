@@ -148,7 +148,7 @@ pub enum Cause {
     Shared,
     /// The peer.
     Peer,
-    /// A queue pair could not be made or connected, or did not take a work request.
+    /// A queue pair could not be made or connected, did not take a work request, or cannot go on, as its device says.
     Build,
     /// None: a path that comes before it in order is ready.
     Failback,

@@ -8,7 +8,7 @@ use std::{
 };
 
 use crate::{
-    device::{Context, check, set_nonblocking},
+    device::{Context, Queue, check, set_nonblocking},
     error::{Error, Result},
     sys,
 };
@@ -118,6 +118,11 @@ impl Cq {
         };
         set_nonblocking(cq.as_raw_fd()).map_err(|error| Error::new("reading completion events", error))?;
         Ok(Arc::new(cq))
+    }
+
+    /// As events of its device name it.
+    pub(crate) fn name(&self) -> Queue {
+        Queue::Completions(self.raw.addr())
     }
 
     /// Takes completions into `room`; how many.

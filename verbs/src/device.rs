@@ -202,16 +202,18 @@ impl Context {
             return None;
         }
         let kind = EventKind::from_code(event.event_type);
-        let (port, qp) = match kind {
+        let (port, queue) = match kind {
             EventKind::PortActive | EventKind::PortError | EventKind::PortChanged => {
                 // The union's `int port_num`; little-endian, so it is the low half.
                 (u8::try_from(event.element.addr() & 0xffff_ffff).ok(), None)
             }
             EventKind::QpError => {
                 // SAFETY: an event of a queue pair names it, and it is not destroyed before the event is acknowledged.
-                (None, Some(unsafe { (*event.element.cast::<sys::Qp>()).qp_num }))
+                let number = unsafe { (*event.element.cast::<sys::Qp>()).qp_num };
+                (None, Some(Queue::Pair(number)))
             }
-            EventKind::DeviceFatal | EventKind::CqError | EventKind::Other => (None, None),
+            EventKind::CqError => (None, Some(Queue::Completions(event.element.addr()))),
+            EventKind::DeviceFatal | EventKind::Other => (None, None),
         };
         // SAFETY: a C string of the library's own.
         let name = unsafe { CStr::from_ptr((self.lib.event_type_str)(event.event_type)) };
@@ -220,7 +222,7 @@ impl Context {
         Some(Event {
             kind,
             port,
-            qp,
+            queue,
             name: name.to_str().unwrap_or("unknown event"),
         })
     }
@@ -258,7 +260,7 @@ pub enum EventKind {
     PortChanged,
     /// A queue pair cannot go on.
     QpError,
-    /// A completion queue overran.
+    /// A completion queue cannot go on: it overran, or its memory cannot be written.
     CqError,
     /// The device cannot go on.
     DeviceFatal,
@@ -280,6 +282,15 @@ impl EventKind {
     }
 }
 
+/// A queue that an event is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Queue {
+    /// A queue pair, by its number.
+    Pair(u32),
+    /// A completion queue, by its address in libibverbs.
+    Completions(usize),
+}
+
 /// Something that happened to a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
@@ -287,8 +298,8 @@ pub struct Event {
     pub kind: EventKind,
     /// To which port, if to one.
     pub port: Option<u8>,
-    /// To which queue pair, if to one.
-    pub qp: Option<u32>,
+    /// To which queue, if to one.
+    pub queue: Option<Queue>,
     /// libibverbs' words for it.
     pub name: &'static str,
 }

@@ -17,7 +17,7 @@ use ringsight_failover::{Cause, Health, PathId, PortId, Scope, Settings};
 
 use crate::{
     bell::{Bell, wait},
-    device::{Context, EventKind},
+    device::{Context, EventKind, Queue},
 };
 
 /// State of a process's ports and paths.
@@ -45,6 +45,9 @@ struct Inner {
     bells: Vec<Weak<Bell>>,
     /// By device and port: what was told. What is not here is up.
     ports: HashMap<(String, u8), Told>,
+    /// By device: how often it told that a queue cannot go on. Numbers of queues come again, so what is kept grows with the failures
+    /// of a process at most.
+    queues: HashMap<String, HashMap<Queue, u64>>,
     health: Health,
     /// By path: what others are to do, and who said so.
     orders: BTreeMap<PathId, (Scope, u64, u64)>,
@@ -62,6 +65,15 @@ pub(crate) struct Told {
 impl Told {
     /// Nothing was told.
     pub(crate) const NOTHING: Self = Self { up: true, downs: 0 };
+}
+
+/// How often a device told that queues cannot go on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Failures {
+    /// Queue pairs.
+    pub(crate) pairs: u64,
+    /// Completion queues.
+    pub(crate) completions: u64,
 }
 
 /// A word that is the same for equal bytes, and hardly ever for others (FNV-1a).
@@ -118,6 +130,11 @@ impl State {
         let mut changed = false;
         for context in contexts {
             while let Some(event) = context.event() {
+                if let Some(queue) = event.queue {
+                    let queues = inner.queues.entry(context.name().to_owned()).or_default();
+                    *queues.entry(queue).or_default() += 1;
+                    changed = true;
+                }
                 let ports = match (event.kind, event.port) {
                     // The port that the event names: a device has several.
                     (EventKind::PortActive, Some(port)) => vec![(port, true)],
@@ -170,6 +187,7 @@ impl Hub {
             contexts: Vec::new(),
             bells: Vec::new(),
             ports: HashMap::new(),
+            queues: HashMap::new(),
             health: Health::new(Arc::clone(&settings)),
             orders: BTreeMap::new(),
         };
@@ -264,6 +282,23 @@ impl Hub {
         let inner = self.inner();
         let told = inner.ports.get(&(device.to_owned(), port));
         told.copied().unwrap_or(Told::NOTHING)
+    }
+
+    /// How often a device has told that one of these queues of it cannot go on.
+    pub(crate) fn failures(&self, device: &str, queues: impl Iterator<Item = Queue>) -> Failures {
+        let inner = self.inner();
+        let mut failures = Failures::default();
+        let Some(failed) = inner.queues.get(device) else {
+            return failures;
+        };
+        for queue in queues {
+            let sum = match queue {
+                Queue::Pair(_) => &mut failures.pairs,
+                Queue::Completions(_) => &mut failures.completions,
+            };
+            *sum += failed.get(&queue).copied().unwrap_or(0);
+        }
+        failures
     }
 
     /// A path that a connection uses.

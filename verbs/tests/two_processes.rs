@@ -1,7 +1,11 @@
 //! Two processes move steps over real queue pairs, where there are two RDMA ports that reach each other.
 //!
-//! The ports are `hca0` and `peer0`, as the guest's `rdma-setup` names them: soft-RoCE devices at the ends of a virtual wire. Elsewhere
+//! The ports are a guest's: soft-RoCE devices at the ends of a virtual wire, or mlx5 devices on a stand-in for their hardware. Elsewhere
 //! `RINGSIGHT_TEST_HCAS=first,second` names two. Every byte of every step follows from its position, and is checked.
+
+#[path = "../../tests/src/fabric.rs"]
+#[allow(dead_code, reason = "each test uses a part of it")]
+mod fabric;
 
 use std::{
     io::{Read, Write},
@@ -12,6 +16,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use fabric::{Fabric, Port};
 use ringsight_verbs::{
     config::{Config, Filter},
     device::Memory,
@@ -30,16 +35,21 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The two devices; the reason where they are not.
 fn devices() -> Result<[String; 2], String> {
-    let names = std::env::var("RINGSIGHT_TEST_HCAS").unwrap_or_else(|_| "hca0,peer0".into());
-    let (first, second) = names.split_once(',').ok_or("two devices are wanted")?;
+    let names = match std::env::var("RINGSIGHT_TEST_HCAS") {
+        Ok(names) => {
+            let (first, second) = names.split_once(',').ok_or("two devices are wanted")?;
+            [first.to_owned(), second.to_owned()]
+        }
+        Err(_) => [0, 1].map(|rank| Fabric::here().device(Port { rank, link: 0 })),
+    };
     let ports = sysfs::ports(FilePath::new("/sys"));
-    for name in [first, second] {
-        if !ports.iter().any(|port| port.device == name) {
+    for name in &names {
+        if !ports.iter().any(|port| port.device == *name) {
             return Err(format!("there is no RDMA device {name}"));
         }
     }
     sys::lib()?;
-    Ok([first.to_owned(), second.to_owned()])
+    Ok(names)
 }
 
 /// What one run is about.

@@ -23,7 +23,7 @@ use super::{
 };
 use crate::{
     bell::Bell,
-    hub::{Hub, Told, local_port, remote_port},
+    hub::{Failures, Hub, Told, local_port, remote_port},
     port::Net,
 };
 
@@ -98,6 +98,8 @@ pub struct Driver {
     last_look: Instant,
     /// By path: what was known of its port.
     told: Vec<Told>,
+    /// By path: how often its device had told that a queue of it cannot go on.
+    failures: Vec<Failures>,
     /// By path: what is on its way to be fenced.
     drains: Vec<Option<Drain>>,
     /// What has happened and the end has not taken up.
@@ -143,6 +145,8 @@ impl Driver {
             .iter()
             .map(|path| hub.port(path.port().device(), path.port().number()))
             .collect();
+        // Before now they were others', which had the same numbers.
+        let failures = paths.iter().map(|path| path.failures(hub)).collect();
         // Ends take ports to be up.
         let events = (0_u8..)
             .zip(&told)
@@ -155,6 +159,7 @@ impl Driver {
             bell,
             last_look: Instant::now(),
             told,
+            failures,
             drains: vec![None; paths.len()],
             workers: paths.iter().map(|_| Worker::default()).collect(),
             events,
@@ -262,9 +267,30 @@ impl Driver {
                 None => {}
             }
         }
+        for index in 0..self.paths.len() {
+            self.look_at_queues(index);
+        }
         self.seen = version;
         self.changes += 1;
         true
+    }
+
+    /// Whether a path's device has told that a queue of it cannot go on: its requests may never end.
+    fn look_at_queues(&mut self, index: usize) {
+        let path = &mut self.paths[index];
+        let now = path.failures(&self.failover.hub);
+        let before = std::mem::replace(&mut self.failures[index], now);
+        if now == before {
+            return;
+        }
+        let text = if now.completions == before.completions {
+            "its device says that a queue pair cannot go on"
+        } else {
+            path.spoil();
+            "its device says that the completion queue cannot go on"
+        };
+        let (link, failure) = (path.link(), path.failure(None, text));
+        self.fail(link, failure);
     }
 
     /// The next thing that has happened.
@@ -391,11 +417,21 @@ impl Driver {
                 return;
             }
             Done::Rebuilt(link, rebuilt) => {
-                let path = &mut self.paths[usize::from(link.path)];
+                let index = usize::from(link.path);
+                // What was told until now is of the queues before: a queue pair's failure is over with them.
+                self.look_at_queues(index);
+                let path = &mut self.paths[index];
                 let rebuilt =
                     rebuilt.and_then(|rebuilt| path.rebuilt(rebuilt).map_err(|error| error.to_string()));
                 let address = path.address();
-                (link, rebuilt.map(|()| Event::Rebuilt { link, address }))
+                let rebuilt = rebuilt.map(|before| {
+                    if let Some(before) = before {
+                        self.failures[index] = path.failures(&self.failover.hub);
+                        self.workers[index].ask(move || drop(before));
+                    }
+                    Event::Rebuilt { link, address }
+                });
+                (link, rebuilt)
             }
             Done::Connected(link, connected) => (link, connected.map(|()| Event::Connected { link })),
         };

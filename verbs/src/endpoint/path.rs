@@ -11,8 +11,9 @@ use super::{
 };
 use crate::{
     completion::{BATCH, Completion, Cq},
-    device::{Access, Memory, Mr, Mtu},
+    device::{Access, Memory, Mr, Mtu, Queue},
     error::Result,
+    hub::{Failures, Hub},
     port::Port,
     queue::{Patience, Qp, Route, Size},
     wire::{PathOffer, QpOffer},
@@ -73,9 +74,14 @@ pub(super) struct Fenced {
     markers: usize,
 }
 
+/// Queue pairs, and the completion queue that is theirs.
+pub(super) type Queues = (Arc<Cq>, Arc<Vec<Qp>>);
+
 /// What a path has been made anew with.
 pub(super) struct Rebuilt {
     port: Port,
+    /// In place of those that there were.
+    queues: Option<Queues>,
     psns: Vec<u32>,
     generation: u32,
 }
@@ -85,6 +91,8 @@ pub struct Path {
     pub(super) index: usize,
     port: Port,
     pub(super) cq: Arc<Cq>,
+    /// The completion queue is of no use any more.
+    is_spoiled: bool,
     /// How often they have been made.
     generation: u32,
     /// Shared with a thread that connects them.
@@ -123,16 +131,15 @@ impl Path {
         let slots = port.pd().register(memory, access)?;
         // In order: a credit is read without the completion that tells of it.
         let control = port.pd().register(control.memory(), Access::RemoteWrite)?;
-        let count = port.config().qps;
-        let cq = Cq::new(port.context(), count as u32 * (SENDS + RECEIVES + 1))?;
-        let qps = queue_pairs(index, &port, &cq, &control)?;
-        let psns = (0..count).map(|_| draw() & 0xff_ffff).collect();
+        let (cq, qps) = queues(index, &port, &control)?;
+        let psns = qps.iter().map(|_| draw() & 0xff_ffff).collect();
         Ok(Self {
             index,
             port,
             cq,
+            is_spoiled: false,
             generation: 1,
-            qps: Arc::new(qps),
+            qps,
             psns,
             draining: None,
             messages: 0,
@@ -172,6 +179,17 @@ impl Path {
     #[must_use]
     pub fn qps(&self) -> &[Qp] {
         &self.qps
+    }
+
+    /// How often its device has told that queues with its queues' names cannot go on.
+    pub(super) fn failures(&self, hub: &Hub) -> Failures {
+        let pairs = self.qps.iter().map(|qp| Queue::Pair(qp.number()));
+        hub.failures(self.port.device(), pairs.chain([self.cq.name()]))
+    }
+
+    /// Its completion queue is of no use any more: the path is made anew with another one.
+    pub(super) fn spoil(&mut self) {
+        self.is_spoiled = true;
     }
 
     /// Which of its queue pairs leads a step: the one that its notice goes over.
@@ -344,13 +362,15 @@ impl Path {
 
     /// What makes its queue pairs anew, by calls that may take long, on its port as that is then: from RESET, with other packet numbers,
     /// so that nothing of theirs before is taken for theirs now. They are not destroyed and others made, for soft-RoCE destroys one
-    /// only when the last of its packets is off the interface, which takes seconds when that is down. For [`Path::rebuilt`].
+    /// only when the last of its packets is off the interface, which takes seconds when that is down; but where the completion queue
+    /// failed, which no call mends, there is no other way. For [`Path::rebuilt`].
     pub(super) fn rebuild(
         &self,
         port: impl FnOnce() -> std::result::Result<Port, String> + Send + 'static,
         generation: u32,
     ) -> impl FnOnce() -> std::result::Result<Rebuilt, String> + Send + 'static {
         let (index, qps, control) = (self.index, Arc::clone(&self.qps), Arc::clone(&self.control));
+        let is_spoiled = self.is_spoiled;
         let first = self.psns[0].wrapping_mul(0x9e37_79b1).wrapping_add(generation);
         move || {
             let port = port()?;
@@ -360,8 +380,12 @@ impl Path {
                     .enumerate()
                     .try_for_each(|(number, qp)| prepare(index, (number, qp), &port, &control))
             };
-            reset().map_err(|error| error.to_string())?;
+            let made = match is_spoiled {
+                true => queues(index, &port, &control).map(Some),
+                false => reset().map(|()| None),
+            };
             Ok(Rebuilt {
+                queues: made.map_err(|error| error.to_string())?,
                 port,
                 psns: packet_numbers(first, qps.len()),
                 generation,
@@ -369,14 +393,24 @@ impl Path {
         }
     }
 
-    /// Its queue pairs are there anew.
-    pub(super) fn rebuilt(&mut self, rebuilt: Rebuilt) -> Result<()> {
-        // Nothing has come of the new ones, which are not connected.
-        let mut room = [Completion::EMPTY; BATCH];
-        while !self.cq.poll(&mut room)?.is_empty() {}
+    /// Its queue pairs are there anew. What is returned they are in place of: to destroy it may take long.
+    pub(super) fn rebuilt(&mut self, rebuilt: Rebuilt) -> Result<Option<Queues>> {
+        let before = match rebuilt.queues {
+            Some((cq, qps)) => {
+                self.is_spoiled = false;
+                let before = std::mem::replace(&mut self.qps, qps);
+                Some((std::mem::replace(&mut self.cq, cq), before))
+            }
+            None => {
+                // Nothing has come of the new ones, which are not connected.
+                let mut room = [Completion::EMPTY; BATCH];
+                while !self.cq.poll(&mut room)?.is_empty() {}
+                None
+            }
+        };
         (self.port, self.psns, self.generation) = (rebuilt.port, rebuilt.psns, rebuilt.generation);
         (self.draining, self.messages) = (None, 0);
-        Ok(())
+        Ok(before)
     }
 
     /// Where it is reached: GID 16 bytes | LID u16 | MTU u8 | queue pairs u8 | first packet number of the first one 3 bytes, from which
@@ -439,9 +473,10 @@ fn packet_numbers(first: u32, count: usize) -> Vec<u32> {
         .collect()
 }
 
-/// Queue pairs for a path, in INIT and with their receive requests.
-fn queue_pairs(path: usize, port: &Port, cq: &Arc<Cq>, control: &Arc<Mr>) -> Result<Vec<Qp>> {
+/// Queue pairs for a path, in INIT and with their receive requests, and their completion queue.
+fn queues(path: usize, port: &Port, control: &Mr) -> Result<Queues> {
     let count = port.config().qps;
+    let cq = Cq::new(port.context(), count as u32 * (SENDS + RECEIVES + 1))?;
     let size = Size {
         sends: SENDS,
         receives: RECEIVES + 1,
@@ -449,11 +484,11 @@ fn queue_pairs(path: usize, port: &Port, cq: &Arc<Cq>, control: &Arc<Mr>) -> Res
     };
     let mut qps = Vec::with_capacity(count);
     for number in 0..count {
-        let qp = Qp::new(port.pd(), cq, size)?;
+        let qp = Qp::new(port.pd(), &cq, size)?;
         prepare(path, (number, &qp), port, control)?;
         qps.push(qp);
     }
-    Ok(qps)
+    Ok((cq, Arc::new(qps)))
 }
 
 /// Brings a queue pair from RESET to INIT, with its receive requests.

@@ -2,9 +2,9 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use ringsight_failover::Settings;
+use ringsight_failover::{Cause, Settings};
 
-use super::seen::Seen;
+use super::{fabric::Port, seen::Seen};
 
 /// Which ports go down.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,6 +27,10 @@ pub(crate) enum Failure {
     Flap,
     /// Packets of the primary are lost, both ways, and nothing says so.
     Silent,
+    /// The primary's queue pair, of itself: its port is up, and the path comes back. mlx5 only.
+    QueuePair,
+    /// The same of its completion queue. mlx5 only.
+    CompletionQueue,
     /// Both, for good.
     All,
     /// Links go down and come up at random, `flaps` times; at last the primary stays down. The boundary is the seed.
@@ -93,6 +97,8 @@ impl Case {
                 "primary-backup" => Failure::PrimaryThenBackup,
                 "flap" => Failure::Flap,
                 "silent" => Failure::Silent,
+                "queue-pair" => Failure::QueuePair,
+                "completion-queue" => Failure::CompletionQueue,
                 "all" => Failure::All,
                 "chaos" => Failure::Chaos,
                 _ => return None,
@@ -164,13 +170,14 @@ impl Case {
         .ok()
     }
 
-    /// Interfaces of a link that fail.
-    pub(crate) fn interfaces(&self, link: usize) -> Vec<String> {
-        match self.side {
-            Side::Sender => vec![format!("nic{link}")],
-            Side::Receiver => vec![format!("pnic{link}")],
-            Side::Both => vec![format!("nic{link}"), format!("pnic{link}")],
-        }
+    /// Ports of a link that fail.
+    pub(crate) fn ports(&self, link: usize) -> Vec<Port> {
+        let ranks = match self.side {
+            Side::Sender => 0..1,
+            Side::Receiver => 1..2,
+            Side::Both => 0..2,
+        };
+        ranks.map(|rank| Port { rank, link }).collect()
     }
 
     /// What it came to.
@@ -213,6 +220,18 @@ impl Case {
                 away && seen.switches.last().is_some_and(|(_, to)| *to == 0),
                 false,
             ),
+            // Its end's device told of it, before any time was over, and the path was good again.
+            Failure::QueuePair | Failure::CompletionQueue => {
+                let causes = match self.side {
+                    Side::Sender => &[Cause::Build][..],
+                    Side::Receiver => &[Cause::Peer],
+                    Side::Both => &[Cause::Build, Cause::Peer],
+                };
+                let is_back = seen.switches.last().is_some_and(|(_, to)| *to == 0);
+                let mut told = causes.iter().map(|cause| format!("0:{cause}"));
+                let is_told = told.any(|told| seen.broken.first() == Some(&told));
+                (away && is_back && is_told, false)
+            }
             // Everything may be over before the second link fails.
             Failure::PrimaryThenBackup => (away && back, away),
             Failure::None | Failure::Backup => (seen.switches.is_empty(), false),

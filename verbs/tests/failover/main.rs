@@ -1,10 +1,14 @@
-//! Connections whose ports fail, in a guest: two processes move numbered steps over two soft-RoCE links, and a link goes down.
+//! Connections whose ports fail, in a guest: two processes move numbered steps over two soft-RoCE links, or between two mlx5 devices of
+//! each, and a link goes down.
 //!
 //! Which cases are run is in `RINGSIGHT_FAILOVER_CASES`, one in each line ([`case::Case::parse`]); `cargo xtask vm failover` makes
 //! them. A case is one line of output: what it is, and what came of it.
 
 mod calls;
 mod case;
+#[path = "../../../tests/src/fabric.rs"]
+#[allow(dead_code, reason = "each test uses a part of it")]
+mod fabric;
 mod links;
 mod outside;
 mod rank;
@@ -18,7 +22,7 @@ use std::{
 };
 
 use case::{Case, Failure, Verdict};
-use links::{lose_packets, mend};
+use fabric::Fabric;
 use outside::GO;
 use rank::Rank;
 use run::run;
@@ -31,7 +35,7 @@ const PEER: &str = "RINGSIGHT_FAILOVER_PEER";
 const CASES: &str = "RINGSIGHT_FAILOVER_CASES";
 
 /// One of each kind, where nothing else is asked for.
-const USUAL: [&str; 11] = [
+const USUAL: [&str; 12] = [
     // Who comes back after the time-out finds the completion, not a path that failed.
     "sendrecv none sender 20 away-ms=4000 TIMEOUT_MS=3000 PROBE_MS=60000",
     "sendrecv primary sender 0",
@@ -39,6 +43,7 @@ const USUAL: [&str; 11] = [
     "sendrecv backup sender 17",
     "sendrecv primary-backup both 9",
     "sendrecv flap sender 63",
+    "sendrecv silent sender 25 TIMEOUT_MS=1500",
     "allreduce primary both 32",
     "allreduce primary-backup sender 12",
     "allreduce flap receiver 40",
@@ -47,8 +52,20 @@ const USUAL: [&str; 11] = [
     "allreduce chaos sender 7 flaps=1 loose=1 steps=100 load=3 TIMEOUT_MS=200 PROBE_MS=3 GIVE_UP_MS=1500",
 ];
 
+/// What only the stand-in for mlx5 devices can do. The transfer goes on until the path is in use again.
+const OF_MLX5: [&str; 4] = [
+    "sendrecv queue-pair sender 20 steps=300 pace-us=5000 BACKOFF_MS=20 PROBATION_MS=5",
+    "allreduce queue-pair receiver 40 steps=300 pace-us=5000 BACKOFF_MS=20 PROBATION_MS=5",
+    "sendrecv completion-queue receiver 11 steps=300 pace-us=5000 BACKOFF_MS=20 PROBATION_MS=5",
+    "allreduce completion-queue both 30 steps=300 pace-us=5000 BACKOFF_MS=20 PROBATION_MS=5",
+];
+
 fn cases() -> Vec<Case> {
-    let text = std::env::var(CASES).unwrap_or_else(|_| USUAL.join("\n"));
+    let usual = || match Fabric::here() {
+        Fabric::SoftRoce => USUAL.join("\n"),
+        Fabric::Mlx5 => [&USUAL[..], &OF_MLX5].concat().join("\n"),
+    };
+    let text = std::env::var(CASES).unwrap_or_else(|_| usual());
     text.lines()
         .map(|line| Case::parse(line).unwrap_or_else(|| panic!("no case: {line}")))
         .collect()
@@ -63,7 +80,7 @@ fn peer(listener: &TcpListener) -> Child {
 }
 
 #[test]
-#[ignore = "helper: needs two soft-RoCE links, run in a guest"]
+#[ignore = "helper: needs two links, run in a guest"]
 fn links_fail() {
     if let Ok(port) = std::env::var(PEER) {
         let stream = TcpStream::connect(("127.0.0.1", port.parse().unwrap())).unwrap();
@@ -74,7 +91,8 @@ fn links_fail() {
         }
         return;
     }
-    mend();
+    let fabric = Fabric::here();
+    fabric.mend();
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let mut child = peer(&listener);
     let mut rank = Rank::new(0, listener.accept().unwrap().0);
@@ -118,9 +136,9 @@ fn links_fail() {
         });
         println!("\n{outcome}");
         if case.failure == Failure::Silent {
-            lose_packets(0, false);
+            fabric.lose_packets(0, false);
         }
-        mend();
+        fabric.mend();
     }
     assert!(child.wait().unwrap().success());
     assert_eq!(wrong, 0, "cases that went wrong");

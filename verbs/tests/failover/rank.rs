@@ -15,6 +15,7 @@ use ringsight_verbs::{
 use super::{
     calls::Calls,
     case::{Case, mix},
+    fabric::{Fabric, Port},
     outside::{OFFER, Outside, READY},
 };
 
@@ -39,6 +40,7 @@ fn slots() -> (Memory, *mut u64) {
 /// A process: a rank, with its two ports.
 pub(crate) struct Rank {
     pub(crate) number: usize,
+    pub(crate) fabric: Fabric,
     pub(crate) net: Arc<Net>,
     pub(crate) hub: Arc<Hub>,
     pub(crate) outside: Outside,
@@ -50,7 +52,8 @@ pub(crate) struct Rank {
 
 impl Rank {
     pub(crate) fn new(number: usize, stream: TcpStream) -> Self {
-        let devices = [["hca0", "hca1"], ["peer0", "peer1"]][number];
+        let fabric = Fabric::here();
+        let devices = [0, 1].map(|link| fabric.device(Port { rank: number, link }));
         let config = Config {
             devices: Filter::parse(&format!("={}", devices.join(","))),
             // Seven tries, for soft-RoCE takes a retry count of seven to be infinite.
@@ -63,6 +66,7 @@ impl Rank {
         };
         Self {
             number,
+            fabric,
             net: Arc::new(Net::new(config, FilePath::new("/sys")).unwrap()),
             hub: Hub::new(Arc::default()),
             outside: Outside::new(stream),

@@ -16,7 +16,8 @@ use ringsight_verbs::endpoint::{Receiver, SLOTS, Sender};
 use super::{
     PATIENCE,
     case::{Case, Failure, Work, mix},
-    links::{Plan, chaos, lose_packets, sent_bytes, set_up},
+    fabric::{fail_completion_queue, fail_queue_pair},
+    links::{Plan, chaos},
     outside::{COSTS, DONE, MESSAGE, parse_done},
     rank::{Rank, SLOT, SLOTS_AT},
     seen::{CALLS, LONGEST, Seen},
@@ -136,7 +137,7 @@ impl Run<'_> {
 
     fn run(mut self) -> Seen {
         let start = Instant::now();
-        let (before, wire) = (self.costs(), sent_bytes());
+        let (before, wire) = (self.costs(), self.rank.fabric.sent_bytes());
         if let Some(receiver) = &mut self.receiver {
             receiver.set_busy(true);
             receiver.grant((SLOTS as u64).min(self.case.steps)).unwrap();
@@ -193,7 +194,8 @@ impl Run<'_> {
                 self.seen.costs[0] = std::array::from_fn(|i| costs[i].saturating_sub(before[i]));
                 self.seen.costs[0][LONGEST] = longest.as_micros() as u64;
                 self.seen.ran = now;
-                self.seen.wire = sent_bytes() - wire;
+                let sent = self.rank.fabric.sent_bytes();
+                self.seen.wire = sent.zip(wire).map(|(sent, before)| sent - before);
                 let wrong = self.seen.wrong.as_ref().or(self.seen.error.as_ref());
                 let wrong = wrong.map_or("", String::as_str);
                 self.rank.outside.put_done(wrong, self.seen.costs[0]);
@@ -371,8 +373,9 @@ impl Run<'_> {
             return;
         }
         let now = self.rank.hub.now();
-        while let Some((_, interface, up)) = self.plan.pop_front_if(|(at, ..)| *at <= now) {
-            set_up(&interface, up);
+        let fabric = self.rank.fabric;
+        while let Some((_, port, up)) = self.plan.pop_front_if(|(at, ..)| *at <= now) {
+            fabric.set_up(port, up);
             if up {
                 self.seen.up = Some(self.rank.hub.now());
             }
@@ -389,32 +392,44 @@ impl Run<'_> {
                 Failure::Primary | Failure::PrimaryThenBackup | Failure::Flap => &[0],
                 Failure::Backup => &[1],
                 Failure::All => &[0, 1],
-                Failure::Silent | Failure::Chaos | Failure::None => &[],
+                Failure::Silent
+                | Failure::QueuePair
+                | Failure::CompletionQueue
+                | Failure::Chaos
+                | Failure::None => &[],
             };
-            for link in links {
-                self.case
-                    .interfaces(*link)
-                    .iter()
-                    .for_each(|interface| set_up(interface, false));
+            for port in links.iter().flat_map(|link| self.case.ports(*link)) {
+                fabric.set_up(port, false);
             }
             match self.case.failure {
                 Failure::Backup => self.seen.outstanding = sender.posted() + 1 - sender.acked(),
                 Failure::Flap => self.plan = flaps(&self.case, now),
-                Failure::Silent => lose_packets(0, true),
+                Failure::Silent => fabric.lose_packets(0, true),
+                Failure::QueuePair | Failure::CompletionQueue => fail_queue(&self.case, sender),
                 Failure::Chaos => self.plan = chaos(self.case.boundary, now, self.case.flaps),
                 _ => {}
             }
         }
         if self.case.failure == Failure::PrimaryThenBackup && self.seen.recovered.is_some() && !self.second {
             self.second = true;
-            self.case
-                .interfaces(1)
-                .iter()
-                .for_each(|interface| set_up(interface, false));
-            self.case
-                .interfaces(0)
-                .iter()
-                .for_each(|interface| set_up(interface, true));
+            for (link, up) in [(1, false), (0, true)] {
+                for port in self.case.ports(link) {
+                    fabric.set_up(port, up);
+                }
+            }
+        }
+    }
+}
+
+/// Has the queue pair of the primary path fail, or its completion queue, at the ends that the case says.
+fn fail_queue(case: &Case, sender: &Sender) {
+    let path = &sender.paths()[0];
+    let peer = path.peer().expect("a path that is connected");
+    let numbers = [path.qps()[0].number(), peer.path.qps[0].number];
+    for port in case.ports(0) {
+        match case.failure {
+            Failure::QueuePair => fail_queue_pair(port, numbers[port.rank]),
+            _ => fail_completion_queue(port, numbers[port.rank]),
         }
     }
 }
@@ -424,11 +439,11 @@ fn flaps(case: &Case, start: Duration) -> Plan {
     let mut plan = Plan::new();
     for flap in 0..case.flaps {
         let up = start + case.down * (2 * flap + 1);
-        for interface in case.interfaces(0) {
+        for port in case.ports(0) {
             if flap > 0 {
-                plan.push_back((up - case.down, interface.clone(), false));
+                plan.push_back((up - case.down, port, false));
             }
-            plan.push_back((up, interface, true));
+            plan.push_back((up, port, true));
         }
     }
     plan.make_contiguous().sort_by_key(|(at, ..)| *at);

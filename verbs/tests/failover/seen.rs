@@ -37,8 +37,8 @@ pub(crate) struct Seen {
     pub(crate) last: (Duration, u64),
     /// How long the case itself took, without its connections.
     pub(crate) ran: Duration,
-    /// Bytes that went over the links in that time.
-    pub(crate) wire: u64,
+    /// Bytes that went over the links in that time, where they are counted.
+    pub(crate) wire: Option<u64>,
     /// What this rank and the other cost: requests of steps, credits, other requests, completions; then [`CALLS`] and [`LONGEST`].
     pub(crate) costs: [[u64; COSTS]; 2],
 }

@@ -1,6 +1,6 @@
 //! `cargo xtask vm failover`: ports that go down at every work-request boundary of a transfer, in a guest with two soft-RoCE links.
 //!
-//! What runs in the guest is `verbs/tests/failover.rs`: two processes, each with a port on either link. A case names what the ranks do,
+//! What runs in the guest is `verbs/tests/failover`: two processes, each with a port on either link. A case names what the ranks do,
 //! what fails, at which end, and before which of 64 work requests. It counts only if a work request was outstanding then and the
 //! switches happened that must; what did not come to that is run again. Times are those of an emulated machine.
 
@@ -54,6 +54,9 @@ pub struct Options {
     /// Kernel.
     #[arg(long, value_enum, default_value = "6.1")]
     kernel: Series,
+    /// Between mlx5 devices on the stand-in for their hardware, instead of over soft-RoCE.
+    #[arg(long, conflicts_with = "measure")]
+    mlx5: bool,
     /// Measures instead: times to the first byte on the backup, throughput there, failback, flapping, what it costs when nothing fails.
     #[arg(long, conflicts_with_all = ["full", "stress", "cases"])]
     measure: bool,
@@ -172,7 +175,7 @@ fn run_all(options: &Options, mut cases: Vec<String>) -> Result<BTreeMap<String,
     while !waiting.is_empty() {
         let batch: Vec<(String, u32)> = waiting.drain(..waiting.len().min(BATCH)).collect();
         let names: Vec<&str> = batch.iter().map(|(case, _)| case.as_str()).collect();
-        let outcomes = boot(options.kernel, &program, &names)?;
+        let outcomes = boot(options, &program, &names)?;
         for (case, tries) in batch {
             let Some(outcome) = outcomes.get(&case) else {
                 if tries == TRIES {
@@ -216,9 +219,12 @@ fn known(options: &Options) -> Result<BTreeMap<String, Value>> {
 }
 
 /// Runs cases in one guest; what it said of each.
-fn boot(kernel: Series, program: &std::path::Path, cases: &[&str]) -> Result<BTreeMap<String, Value>> {
-    let mut guest = Guest::new(kernel, Vec::new());
-    guest.rdma = 2;
+fn boot(options: &Options, program: &std::path::Path, cases: &[&str]) -> Result<BTreeMap<String, Value>> {
+    let mut guest = Guest::new(options.kernel, Vec::new());
+    match options.mlx5 {
+        true => guest.mlx5 = 4,
+        false => guest.rdma = 2,
+    }
     guest.limit = LONGEST * cases.len() as u32 + Duration::from_secs(60);
     guest
         .environment

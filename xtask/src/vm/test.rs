@@ -82,15 +82,37 @@ const JOBS: &[Job] = &[
         mlx5: 0,
     },
     Job {
+        name: "steps between processes, mlx5",
+        program: Program::Cargo {
+            package: "ringsight-verbs",
+            test: "two_processes",
+            filters: &[],
+        },
+        kernels: &Series::ALL,
+        rdma: 0,
+        mlx5: 4,
+    },
+    Job {
         name: "connections whose ports fail",
         program: Program::Cargo {
             package: "ringsight-verbs",
             test: "failover",
             filters: &[],
         },
-        kernels: &[Series::V6_1],
+        kernels: &Series::ALL,
         rdma: 2,
         mlx5: 0,
+    },
+    Job {
+        name: "connections whose ports and queues fail, mlx5",
+        program: Program::Cargo {
+            package: "ringsight-verbs",
+            test: "failover",
+            filters: &[],
+        },
+        kernels: &Series::ALL,
+        rdma: 0,
+        mlx5: 4,
     },
     Job {
         name: "rdma between nodes",

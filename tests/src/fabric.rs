@@ -1,0 +1,226 @@
+//! The RDMA ports of two ranks in a guest, two each, and how they fail: soft-RoCE links, or mlx5 devices on the stand-in for their
+//! hardware. Shared by the test crates of the workspace through `#[path]`.
+
+use std::{
+    io,
+    net::Ipv4Addr,
+    path::Path,
+    thread,
+    time::{Duration, Instant},
+};
+
+/// What the ports are of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fabric {
+    /// A link is a virtual wire: when one end of it is down, the other has no carrier, and both say so.
+    SoftRoce,
+    /// All ports are in one InfiniBand subnet: of one that is down only its own device says so. When and how the devices fail is the
+    /// stand-in's choice.
+    Mlx5,
+}
+
+/// A rank's port on one of the links.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Port {
+    /// 0 or 1.
+    pub(crate) rank: usize,
+    /// 0 or 1. The ranks' ports of a link are the ends of a path.
+    pub(crate) link: usize,
+}
+
+impl Port {
+    const ALL: [Self; 4] = [
+        Self { rank: 0, link: 0 },
+        Self { rank: 0, link: 1 },
+        Self { rank: 1, link: 0 },
+        Self { rank: 1, link: 1 },
+    ];
+
+    /// Soft-RoCE: the network interface.
+    fn interface(self) -> String {
+        format!("{}{}", ["nic", "pnic"][self.rank], self.link)
+    }
+
+    /// mlx5: the device's number.
+    fn number(self) -> usize {
+        self.rank * 2 + self.link
+    }
+}
+
+/// Where the stand-in is told what is to fail.
+const FAULTS: &str = "/sys/kernel/debug/fakehca";
+
+/// Devices say that they are up in less, under emulation on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+impl Fabric {
+    /// What this guest has.
+    pub(crate) fn here() -> Self {
+        if Path::new(FAULTS).exists() {
+            Self::Mlx5
+        } else {
+            Self::SoftRoce
+        }
+    }
+
+    /// The device that a port is of; it is the device's port 1.
+    pub(crate) fn device(self, port: Port) -> String {
+        match self {
+            Self::SoftRoce => format!("{}{}", ["hca", "peer"][port.rank], port.link),
+            Self::Mlx5 => format!("mlx5_{}", port.number()),
+        }
+    }
+
+    /// Brings a port up or down.
+    pub(crate) fn set_up(self, port: Port, up: bool) {
+        match self {
+            Self::SoftRoce => set_interface(&port.interface(), up),
+            Self::Mlx5 => fault(port, if up { "port_up" } else { "port_down" }),
+        }
+    }
+
+    /// Whether the device of `of` says that its port is down when `down` is.
+    pub(crate) fn tells(self, of: Port, down: Port) -> bool {
+        match self {
+            Self::SoftRoce => of.link == down.link,
+            Self::Mlx5 => of == down,
+        }
+    }
+
+    /// Has the packets of a link lost, both ways, or no longer. No device notices.
+    pub(crate) fn lose_packets(self, link: usize, lost: bool) {
+        for rank in 0..2 {
+            let port = Port { rank, link };
+            match self {
+                Self::SoftRoce => misdirect(port, lost),
+                Self::Mlx5 => fault(port, if lost { "lose 1" } else { "lose 0" }),
+            }
+        }
+    }
+
+    /// Brings everything up and waits until the devices say so.
+    pub(crate) fn mend(self) {
+        for port in Port::ALL {
+            self.set_up(port, true);
+        }
+        let start = Instant::now();
+        for port in Port::ALL {
+            let device = self.device(port);
+            let file = format!("/sys/class/infiniband/{device}/ports/1/state");
+            while !std::fs::read_to_string(&file).unwrap().contains("ACTIVE") {
+                assert!(start.elapsed() < PATIENCE, "{device} does not come up");
+                thread::sleep(Duration::from_millis(5));
+            }
+        }
+    }
+
+    /// Bytes that all ports have sent; `None` where nobody counts them.
+    pub(crate) fn sent_bytes(self) -> Option<u64> {
+        let of = |port: Port| {
+            let file = format!("/sys/class/net/{}/statistics/tx_bytes", port.interface());
+            let text = std::fs::read_to_string(file).unwrap();
+            text.trim().parse::<u64>().unwrap()
+        };
+        (self == Self::SoftRoce).then(|| Port::ALL.into_iter().map(of).sum())
+    }
+}
+
+/// Has the stand-in make a fault of a port's device.
+fn fault(port: Port, what: &str) {
+    let line = format!("{} {what}", port.number());
+    std::fs::write(FAULTS, &line).unwrap_or_else(|error| panic!("{line}: {error}"));
+}
+
+/// mlx5: has a queue pair of a port's device fail, as if the device could not read its queue any more.
+pub(crate) fn fail_queue_pair(port: Port, number: u32) {
+    fault(port, &format!("qp_fatal {number:#x}"));
+}
+
+/// mlx5: has the completion queue of a queue pair fail.
+pub(crate) fn fail_completion_queue(port: Port, number: u32) {
+    let text = std::fs::read_to_string(FAULTS).unwrap();
+    let section = text
+        .split("hca ")
+        .find(|section| section.starts_with(&format!("{}:", port.number())))
+        .unwrap();
+    let queue = section
+        .lines()
+        .find(|line| line.contains(&format!("qpn {number:#x} ")))
+        .and_then(|line| line.split("cqn ").nth(1))
+        .unwrap_or_else(|| panic!("no queue pair {number:#x} in {text}"));
+    // 1 is an overrun.
+    fault(port, &format!("cq_err {queue} 1"));
+}
+
+/// A request of the kernel about an interface, sent by a socket of no other use.
+fn request<T>(number: libc::Ioctl, request: &mut T) -> io::Result<()> {
+    // SAFETY: a socket, of which only the number is used.
+    let socket = unsafe { libc::socket(libc::AF_INET, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0) };
+    assert!(socket >= 0, "{}", io::Error::last_os_error());
+    // SAFETY: the callers' requests are of the type that the number stands for.
+    let code = unsafe { libc::ioctl(socket, number, std::ptr::from_mut(request)) };
+    let result = match code {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    };
+    // SAFETY: from above, once.
+    unsafe { libc::close(socket) };
+    result
+}
+
+fn named<const N: usize>(name: &str) -> [libc::c_char; N] {
+    let mut letters = [0; N];
+    for (to, from) in letters.iter_mut().zip(name.bytes()) {
+        *to = from.cast_signed();
+    }
+    letters
+}
+
+/// Brings an interface up or down.
+fn set_interface(interface: &str, up: bool) {
+    // SAFETY: all-zero bytes are a valid request.
+    let mut flags: libc::ifreq = unsafe { std::mem::zeroed() };
+    flags.ifr_name = named(interface);
+    request(libc::SIOCGIFFLAGS, &mut flags).unwrap();
+    // SAFETY: the flags are what was just read.
+    unsafe {
+        match up {
+            true => flags.ifr_ifru.ifru_flags |= libc::IFF_UP as i16,
+            false => flags.ifr_ifru.ifru_flags &= !(libc::IFF_UP as i16),
+        }
+    }
+    request(libc::SIOCSIFFLAGS, &mut flags).unwrap();
+}
+
+/// Has what an interface sends lost, or no longer: it goes to a hardware address that nobody has. Neither the interfaces nor the
+/// devices notice.
+fn misdirect(port: Port, lost: bool) {
+    let interface = port.interface();
+    // SAFETY: all-zero bytes are a valid request.
+    let mut entry: libc::arpreq = unsafe { std::mem::zeroed() };
+    let peer = Ipv4Addr::new(10, 0, port.link as u8, 2 - port.rank as u8);
+    let address = libc::sockaddr_in {
+        sin_family: libc::AF_INET as libc::sa_family_t,
+        sin_port: 0,
+        sin_addr: libc::in_addr {
+            s_addr: u32::from_ne_bytes(peer.octets()),
+        },
+        sin_zero: [0; 8],
+    };
+    // SAFETY: both are addresses of a socket, of the same length.
+    entry.arp_pa = unsafe { std::mem::transmute::<libc::sockaddr_in, libc::sockaddr>(address) };
+    entry.arp_dev = named(&interface);
+    let hardware = [2, 0, 0, 0, port.link as u8, 0x77_u8].map(u8::cast_signed);
+    entry.arp_ha.sa_family = ARPHRD_ETHER;
+    entry.arp_ha.sa_data[..6].copy_from_slice(&hardware);
+    entry.arp_flags = ATF_COM | ATF_PERM;
+    // Removed, the address is asked for again.
+    let number = if lost { SIOCSARP } else { SIOCDARP };
+    request(number, &mut entry).unwrap_or_else(|error| panic!("{interface}: {error}"));
+}
+
+const SIOCSARP: libc::Ioctl = 0x8955;
+const SIOCDARP: libc::Ioctl = 0x8953;
+const ARPHRD_ETHER: libc::sa_family_t = 1;
+const ATF_COM: libc::c_int = 2;
+const ATF_PERM: libc::c_int = 4;
