@@ -136,6 +136,11 @@ pub(crate) fn fail_queue_pair(port: Port, number: u32) {
     fault(port, &format!("qp_fatal {number:#x}"));
 }
 
+/// mlx5: has a port's device die, for good.
+pub(crate) fn fail_device(port: Port) {
+    fault(port, "die");
+}
+
 /// mlx5: has the completion queue of a queue pair fail.
 pub(crate) fn fail_completion_queue(port: Port, number: u32) {
     let text = std::fs::read_to_string(FAULTS).unwrap();

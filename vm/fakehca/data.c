@@ -190,7 +190,7 @@ static int send_one(struct hca *h, struct fqp *q, u8 *w, int ds, u8 *vend)
 		return 0;
 	r = by_lid(q->rlid);
 	rq = r ? xa_load(&r->qps, q->rqpn) : NULL;
-	if (!h->port_up || h->lossy || !r || !r->port_up || r->lossy || !rq || (rq->state != 2 && rq->state != 3))
+	if (!h->port_up || h->lossy || !r || !r->port_up || r->lossy || r->dead || !rq || (rq->state != 2 && rq->state != 3))
 		return -1; /* no acknowledge will come */
 	if (rd || wr) {
 		struct mlx5_wqe_raddr_seg *g = (void *)(w + off);

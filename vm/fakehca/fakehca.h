@@ -103,6 +103,7 @@ struct hca {
 	struct xarray qps, cqs, mks;
 	bool port_up;
 	bool lossy; /* packets from and to its port are lost */
+	bool dead; /* it carries nothing, and answers nothing */
 	u16 lid;
 	u64 guid;
 	u32 hc;

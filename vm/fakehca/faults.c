@@ -36,6 +36,13 @@ static int fail_cq(struct hca *h, u32 cqn, u8 syndrome)
 	return event(h, MLX5_EVENT_TYPE_CQ_ERROR, 0, &e, sizeof(e)) ? 0 : -ENXIO;
 }
 
+static void fail_firmware(struct hca *h, u8 syndrome, u8 severity)
+{
+	iowrite8(syndrome, &h->iseg->health.synd);
+	iowrite8(severity, &h->iseg->health.rfr_severity);
+	iowrite32be(0xdead, &h->iseg->health.assert_exit_ptr);
+}
+
 /* makes the fault that a line describes; what became of it */
 static int make(const char *line)
 {
@@ -67,9 +74,10 @@ static int make(const char *line)
 		e[0] = cpu_to_be32(a3);
 		told = event(h, a1, a2, e, sizeof(e));
 	} else if (!strcmp(what, "health")) {
-		iowrite8(a1, &h->iseg->health.synd);
-		iowrite8(a2, &h->iseg->health.rfr_severity);
-		iowrite32be(0xdead, &h->iseg->health.assert_exit_ptr);
+		fail_firmware(h, a1, a2);
+	} else if (!strcmp(what, "die")) {
+		h->dead = true;
+		fail_firmware(h, 1, 0x80);
 	} else if (!strcmp(what, "cmdfail")) {
 		h->fail_op = a1;
 		h->fail_status = a2;

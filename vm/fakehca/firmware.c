@@ -463,6 +463,8 @@ static int fw(void *a)
 		for (k = 0; k < nhcas; k++) {
 			struct hca *h = hcas[k];
 			u64 t = ktime_get_ns() * 10 / 64;
+			if (h->dead)
+				continue;
 			db = be32_to_cpu((__force __be32)xchg((u32 __force *)&h->iseg->cmd_dbell, 0));
 			for (i = 0; db && i < 32; i++)
 				if (db & (1u << i))

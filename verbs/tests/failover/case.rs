@@ -31,6 +31,8 @@ pub(crate) enum Failure {
     QueuePair,
     /// The same of its completion queue. mlx5 only.
     CompletionQueue,
+    /// The primary's device, which dies. mlx5 only.
+    Device,
     /// Both, for good.
     All,
     /// Links go down and come up at random, `flaps` times; at last the primary stays down. The boundary is the seed.
@@ -98,6 +100,7 @@ impl Case {
                 "flap" => Failure::Flap,
                 "silent" => Failure::Silent,
                 "queue-pair" => Failure::QueuePair,
+                "device" => Failure::Device,
                 "completion-queue" => Failure::CompletionQueue,
                 "all" => Failure::All,
                 "chaos" => Failure::Chaos,
@@ -213,7 +216,7 @@ impl Case {
         let away = seen.switches.first() == Some(&(0, 1));
         let back = seen.switches.get(1) == Some(&(1, 0));
         let (is_expected, may_miss) = match self.failure {
-            Failure::Primary | Failure::Silent => (away, false),
+            Failure::Primary | Failure::Silent | Failure::Device => (away, false),
             // A single one may be over before it is over for the connection; after many it must be back.
             Failure::Flap if self.flaps == 1 => (away, false),
             Failure::Flap => (

@@ -16,7 +16,7 @@ use ringsight_verbs::endpoint::{Receiver, SLOTS, Sender};
 use super::{
     PATIENCE,
     case::{Case, Failure, Work, mix},
-    fabric::{fail_completion_queue, fail_queue_pair},
+    fabric::{fail_completion_queue, fail_device, fail_queue_pair},
     links::{Plan, chaos},
     outside::{COSTS, DONE, MESSAGE, parse_done},
     rank::{Rank, SLOT, SLOTS_AT},
@@ -395,6 +395,7 @@ impl Run<'_> {
                 Failure::Silent
                 | Failure::QueuePair
                 | Failure::CompletionQueue
+                | Failure::Device
                 | Failure::Chaos
                 | Failure::None => &[],
             };
@@ -403,6 +404,7 @@ impl Run<'_> {
             }
             match self.case.failure {
                 Failure::Backup => self.seen.outstanding = sender.posted() + 1 - sender.acked(),
+                Failure::Device => self.case.ports(0).into_iter().for_each(fail_device),
                 Failure::Flap => self.plan = flaps(&self.case, now),
                 Failure::Silent => fabric.lose_packets(0, true),
                 Failure::QueuePair | Failure::CompletionQueue => fail_queue(&self.case, sender),
