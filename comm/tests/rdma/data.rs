@@ -1,0 +1,148 @@
+//! What goes over RDMA when nothing fails.
+
+use std::{env, process::Command};
+
+use ringsight_comm::{abi, device::Stream};
+use ringsight_records::{Flags, Function, Kind, Record, State};
+
+use super::nodes::{check, two_nodes};
+use crate::common::{Call, Rank, host, ok, rank_of_process, watch::Watch};
+
+/// Tells a rank to do no more than show that it can.
+pub(crate) const LITTLE: &str = "RDMA_TEST_LITTLE";
+
+#[test]
+#[ignore = "helper: needs RDMA devices, run in a guest"]
+fn data_goes_over_rdma() {
+    let over_rdma = |what, change: &dyn Fn(&mut Command)| {
+        let ended = two_nodes("data::worker", |_, command| change(command));
+        check(
+            what,
+            &ended,
+            &["[send] via NET/IB/0", "[receive] via NET/IB/0"],
+            &["via NET/Socket", "NCCL WARN NET/IB"],
+        );
+    };
+    over_rdma("one queue pair", &|_| {});
+    over_rdma("four queue pairs, in turn", &|command| {
+        command.env("NCCL_IB_QPS_PER_CONNECTION", "4");
+    });
+    over_rdma("four queue pairs, in parts", &|command| {
+        command
+            .env("NCCL_IB_QPS_PER_CONNECTION", "4")
+            .env("NCCL_IB_SPLIT_DATA_ON_QPS", "1");
+    });
+    over_rdma("nothing else allowed, link-local GID, in order", &|command| {
+        command
+            .env("NCCL_NET", "IB")
+            .env("NCCL_IB_GID_INDEX", "0")
+            .env("NCCL_IB_PCI_RELAXED_ORDERING", "0");
+    });
+}
+
+#[test]
+#[ignore = "helper: the body of one rank; started by tests here and of what falls back"]
+fn worker() {
+    let Some(rank) = rank_of_process() else {
+        return;
+    };
+    // Less than a slot, more than one, and what goes with a notice.
+    for count in [1, 17, 5003] {
+        Call::new(Function::AllReduce, count).check(&rank, count == 17);
+    }
+    if env::var_os(LITTLE).is_none() {
+        for function in [Function::AllGather, Function::ReduceScatter, Function::Broadcast] {
+            Call::new(function, 5003).check(&rank, false);
+        }
+        messages(&rank);
+        replays(&rank);
+        watched(rank, &Call::new(Function::AllReduce, 70_001));
+    } else {
+        rank.leave();
+    }
+    println!("rank done");
+}
+
+/// An operation whose work requests are on record: every step that is sent, and all its bytes.
+fn watched(rank: Rank, call: &Call) {
+    let watch = Watch::begin_for(Kind::ProxyStep.bit() | Kind::NetPlugin.bit());
+    call.check(&rank, true);
+    // With the communicator its threads are gone: nothing more comes.
+    rank.leave();
+    let records = watch.end();
+    let ends = |kind| {
+        records
+            .iter()
+            .filter(move |record| record.kind() == Some(kind) && record.state == State::STOP)
+    };
+    let sent = |record: &&Record| record.flags().contains(Flags::SEND);
+    let bytes = |records: Vec<&Record>| -> u64 { records.iter().map(|record| record.bytes).sum() };
+    let steps: Vec<&Record> = ends(Kind::ProxyStep).filter(sent).collect();
+    let carried: Vec<&Record> = ends(Kind::NetPlugin).filter(sent).collect();
+    assert!(!steps.is_empty());
+    assert_eq!(carried.len(), steps.len());
+    assert!(
+        carried
+            .iter()
+            .all(|record| record.carrier().port == Some(0) && record.carrier().number > 0)
+    );
+    assert_eq!(bytes(carried), bytes(steps));
+}
+
+/// Sends and receives of all sizes in one group, both ways.
+pub(crate) fn messages(rank: &Rank) {
+    let peer = 1 - rank.rank;
+    let sizes = [0_usize, 1, 48, 49, 4096, 70_000];
+    let content = |from: usize, size: usize| -> Vec<u8> {
+        (0..size).map(|at| (at * 31 + from * 7 + size) as u8).collect()
+    };
+    let sent: Vec<Vec<u8>> = sizes.iter().map(|size| content(rank.rank, *size)).collect();
+    let mut got: Vec<Vec<u8>> = sizes.iter().map(|size| vec![0; *size]).collect();
+    // SAFETY: no arguments.
+    ok(unsafe { abi::ncclGroupStart() });
+    for (sent, got) in sent.iter().zip(&mut got) {
+        let call = |function| Call {
+            data_type: ringsight_records::DataType::Uint8,
+            ..Call::peer(function, sent.len(), peer)
+        };
+        ok(rank.call(&call(Function::Send), sent.as_ptr(), std::ptr::null_mut()));
+        ok(rank.call(&call(Function::Recv), std::ptr::null(), got.as_mut_ptr()));
+    }
+    // SAFETY: no arguments; the buffers of the calls live until the stream is synchronized.
+    ok(unsafe { abi::ncclGroupEnd() });
+    rank.synchronize();
+    for (size, got) in sizes.iter().zip(&got) {
+        assert!(*got == content(peer, *size), "{size} bytes");
+    }
+}
+
+/// A captured all-reduce, replayed: each replay's network steps are posted without the host's doing.
+pub(crate) fn replays(rank: &Rank) {
+    const REPLAYS: i32 = 8;
+    let device = host();
+    let stream = device.stream_create().unwrap();
+    let mut data = vec![1_f32; 3000];
+    device.capture_begin(stream).unwrap();
+    add_up(rank, stream, &mut data);
+    let graph = device.capture_end(stream).unwrap();
+    let exec = device.graph_instantiate(graph).unwrap();
+    device.graph_destroy(graph).unwrap();
+    for _ in 0..REPLAYS {
+        device.graph_launch(exec, stream).unwrap();
+    }
+    device.stream_synchronize(stream).unwrap();
+    assert!(
+        data.iter().all(|value| *value == 2_f32.powi(REPLAYS)),
+        "{}",
+        data[0]
+    );
+    device.graph_exec_destroy(exec).unwrap();
+    device.stream_destroy(stream).unwrap();
+}
+
+/// What a graph does with `data` when it is launched.
+pub(crate) fn add_up(rank: &Rank, stream: Stream, data: &mut [f32]) {
+    let at = data.as_mut_ptr().cast();
+    let on = Rank { stream, ..*rank };
+    ok(on.call(&Call::new(Function::AllReduce, data.len()), at, at));
+}

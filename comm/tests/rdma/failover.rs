@@ -1,0 +1,237 @@
+//! Operations whose ports go down.
+
+use std::env;
+
+use ringsight_comm::{abi, communicator::Handle};
+use ringsight_records::{
+    Function, Kind, PathChange, State,
+    connection::{Connection, LinkStage, PathCondition},
+};
+
+use super::{
+    data::{add_up, messages, replays},
+    links::{set_link, two_ports},
+    nodes::{check, ends, patient, two_nodes},
+};
+use crate::common::{Call, Rank, ok, rank_of_process, watch::Watch};
+
+/// The link that a rank takes down.
+const LINK: &str = "RDMA_TEST_LINK";
+
+#[test]
+#[ignore = "helper: needs RDMA devices, run in a guest"]
+fn operations_go_on_over_the_backup_when_a_port_goes_down() {
+    for device in ["pnic0", "nic0"] {
+        let ended = two_nodes("failover::survive", |rank, command| {
+            two_ports(rank, command).env(LINK, device);
+        });
+        set_link(device, "up");
+        let names = [["hca0:1", "hca1:1"], ["peer0:1", "peer1:1"]];
+        for ((rank, (well, text)), [from, to]) in ended.iter().enumerate().zip(names) {
+            assert!(well, "{device} down, rank {rank}:\n{text}");
+            let backup = format!("NET/IB : backup of {from} : {to}, neighbour");
+            assert!(
+                text.contains(&backup),
+                "{device} down, rank {rank}: no {backup:?} in\n{text}"
+            );
+            let switch = format!("from {from} to {to} (epoch 1)");
+            assert!(
+                text.contains(&switch),
+                "{device} down, rank {rank}: no {switch:?} in\n{text}"
+            );
+            assert!(
+                !text.contains("NET/Socket"),
+                "{device} down, rank {rank}:\n{text}"
+            );
+        }
+    }
+}
+
+#[test]
+#[ignore = "helper: needs RDMA devices, run in a guest"]
+fn operations_go_on_while_ports_fail_in_turn_and_connections_are_made() {
+    let ended = two_nodes("failover::go_on", |rank, command| {
+        patient(two_ports(rank, command));
+    });
+    check(
+        "ports fail in turn",
+        &ended,
+        &["[send] via NET/IB/0", "(epoch 1)"],
+        &["via NET/Socket", "use a socket"],
+    );
+}
+
+#[test]
+#[ignore = "helper: needs RDMA devices, run in a guest"]
+fn a_connection_whose_port_is_down_begins_on_the_backup() {
+    for device in ["pnic0", "nic0"] {
+        let ended = two_nodes("failover::begin_on_the_backup", |rank, command| {
+            two_ports(rank, command).env(LINK, device);
+        });
+        set_link(device, "up");
+        check(
+            &format!("{device} down before"),
+            &ended,
+            &[
+                "NET/IB : a connection begins on its backup: ",
+                "is ready again (path 0 ",
+            ],
+            &["via NET/Socket", "use a socket"],
+        );
+    }
+}
+
+/// The rank that this process was started as, and the link that is taken down.
+fn rank_and_link() -> Option<(Rank, String)> {
+    Some((rank_of_process()?, env::var(LINK).unwrap()))
+}
+
+/// A communicator whose connections are made while a link is down, and go back to it when it is up.
+#[test]
+#[ignore = "helper: the body of one rank; started by a test above"]
+fn begin_on_the_backup() {
+    let Some((rank, device)) = rank_and_link() else {
+        return;
+    };
+    let rank = &rank;
+    Call::new(Function::AllReduce, 1).check(rank, true);
+    if rank.rank == 0 {
+        set_link(&device, "down");
+    }
+    // The peer goes on when the link is down.
+    Call::new(Function::AllReduce, 1).check(rank, true);
+    let mut child = Rank {
+        comm: Handle(0),
+        ..*rank
+    };
+    // SAFETY: a live communicator, a valid place, and no settings.
+    ok(unsafe {
+        abi::ncclCommSplit(
+            rank.comm,
+            0,
+            rank.rank as i32,
+            &raw mut child.comm,
+            std::ptr::null_mut(),
+        )
+    });
+    Call::new(Function::AllReduce, 70_001).check(&child, true);
+    let on_backup = || ends().iter().filter(|end| end.active == 1).count() as u64;
+    assert!(on_backup() > 0);
+    if rank.rank == 0 {
+        set_link(&device, "up");
+    }
+    // Until neither rank has a connection that is on its backup: both count the same. Ends tell of themselves while they work.
+    loop {
+        Call::new(Function::AllReduce, 70_001).check(rank, true);
+        let mut left = [on_backup()];
+        let sum = ringsight_records::ReduceOp::Sum.code().into();
+        let (place, kind) = (
+            (&raw mut left).cast(),
+            ringsight_records::DataType::Uint64.code().into(),
+        );
+        // SAFETY: one number, which lives until the stream is synchronized.
+        ok(unsafe { abi::ncclAllReduce(place, place, 1, kind, sum, child.comm, child.stream) });
+        child.synchronize();
+        if left == [0] {
+            break;
+        }
+    }
+    // SAFETY: a live communicator.
+    ok(unsafe { abi::ncclCommDestroy(child.comm) });
+    rank.leave();
+    println!("rank done");
+}
+
+/// Collectives, messages and replays, each kind with connections of its own, while one link is down, then the other.
+#[test]
+#[ignore = "helper: the body of one rank; started by a test above"]
+fn go_on() {
+    let Some(rank) = rank_of_process() else {
+        return;
+    };
+    let rank = &rank;
+    Call::new(Function::AllReduce, 1).check(rank, true);
+    for round in 0..6 {
+        let link = format!("nic{}", round % 2);
+        if rank.rank == 0 && round % 3 != 2 {
+            set_link(&link, "down");
+        }
+        Call::new(Function::AllReduce, 70_001).check(rank, true);
+        messages(rank);
+        replays(rank);
+        if rank.rank == 0 {
+            set_link(&link, "up");
+        }
+        Call::new(Function::AllGather, 5003).check(rank, false);
+    }
+    rank.leave();
+    println!("rank done");
+}
+
+/// All-reduces, during one of which a port goes down.
+#[test]
+#[ignore = "helper: the body of one rank; started by a test above"]
+fn survive() {
+    const ROUNDS: i32 = 10;
+    let Some((rank, device)) = rank_and_link() else {
+        return;
+    };
+    let watch = Watch::begin_for(Kind::Failover.bit());
+    let mut data = vec![1_f32; 30_001];
+    for round in 0..ROUNDS {
+        add_up(&rank, rank.stream, &mut data);
+        if round == 3 && rank.rank == 0 {
+            set_link(&device, "down");
+        }
+        rank.synchronize();
+        let expected = 2_f32.powi(round + 1);
+        assert!(
+            data.iter().all(|value| *value == expected),
+            "round {round}: {}",
+            data[0]
+        );
+    }
+    // What `ringsight snapshot` shows, with the link still down.
+    let shown = ends();
+    let left = shown
+        .iter()
+        .find(|end| end.active == 1)
+        .expect("an end that left its path");
+    assert_eq!(
+        (left.paths, left.phase, left.peer),
+        (2, Connection::FLOWS, 1 - rank.rank as u32)
+    );
+    assert!(
+        left.epoch > 0 && left.switches > 0 && left.last_switch_ns > 0 && left.cause > 0,
+        "{left:?}"
+    );
+    let [primary, backup] = [left.path[0], left.path[1]];
+    assert!(
+        primary.device().ends_with('0') && backup.device().ends_with('1'),
+        "{left:?}"
+    );
+    assert_eq!((primary.port_up, backup.port_up), (0, 1), "{left:?}");
+    assert_ne!(primary.condition, PathCondition::Good as u8, "{left:?}");
+    assert_eq!(backup.stage, LinkStage::Ready as u8, "{left:?}");
+    assert!(
+        primary.consecutive_failures > 0 && primary.last_switch_ns > 0 && primary.cause > 0,
+        "{left:?}"
+    );
+    // With the communicator its threads are gone: nothing more comes, and its connections are nobody's.
+    rank.leave();
+    assert_eq!(ends(), []);
+    let records = watch.end();
+    let changes = |state| {
+        records
+            .iter()
+            .filter(move |record| record.kind() == Some(Kind::Failover) && record.state == state)
+    };
+    // Of either direction: an end that has nothing under way may notice later.
+    assert!(changes(State::START).count() > 0);
+    let switch = changes(State::PATH_SWITCHED).next().expect("a switch on record");
+    let change = PathChange::from_value(switch.value);
+    assert_eq!((change.from, change.to, change.port), (0, 1, Some(1)));
+    assert!(change.cause.is_some() && change.number > 0, "{change:?}");
+    assert!(changes(State::PATH_RECOVERED).count() > 0);
+    println!("rank done");
+}

@@ -1,0 +1,155 @@
+//! What cannot go over RDMA, and what is said of it.
+
+use std::{os::unix::process::CommandExt as _, path::Path, process::Command};
+
+use super::{
+    data::LITTLE,
+    nodes::{check, two_nodes},
+};
+
+#[test]
+#[ignore = "helper: needs RDMA devices, run in a guest"]
+fn what_cannot_go_over_rdma_goes_over_sockets_and_says_why() {
+    let falls_back = |what, reasons: [&str; 2], change: &dyn Fn(usize, &mut Command)| {
+        let ended = two_nodes("data::worker", |rank, command| {
+            command.env(LITTLE, "1");
+            change(rank, command);
+        });
+        check(what, &ended, &["[send] via NET/Socket"], &[]);
+        for (reason, (_, text)) in reasons.iter().zip(&ended) {
+            assert!(text.contains(reason), "{what}: no {reason:?} in\n{text}");
+        }
+    };
+    falls_back(
+        "no RDMA on one side",
+        ["rank 0 and rank 1 use a socket", "NCCL_IB_DISABLE is set"],
+        &|rank, command| {
+            if rank == 1 {
+                command.env("NCCL_IB_DISABLE", "1");
+            }
+        },
+    );
+    falls_back(
+        "no such GID",
+        [
+            "index 9 (NCCL_IB_GID_INDEX) was looked for",
+            "index 9 (NCCL_IB_GID_INDEX) was looked for",
+        ],
+        &|_, command| {
+            command.env("NCCL_IB_GID_INDEX", "9");
+        },
+    );
+    falls_back(
+        "another number of queue pairs",
+        [
+            "NCCL_IB_QPS_PER_CONNECTION differs",
+            "NCCL_IB_QPS_PER_CONNECTION differs",
+        ],
+        &|rank, command| {
+            command.env("NCCL_IB_QPS_PER_CONNECTION", (rank + 1).to_string());
+        },
+    );
+    falls_back(
+        "no such device",
+        [
+            "no RDMA, sockets are used: NCCL_IB_HCA allows none",
+            "no RDMA, sockets are used",
+        ],
+        &|_, command| {
+            command.env("NCCL_IB_HCA", "=mlx5_77");
+        },
+    );
+    falls_back(
+        "no such P_Key",
+        ["no P_Key at index 77", "no P_Key at index 77"],
+        &|_, command| {
+            command.env("NCCL_IB_PKEY", "77");
+        },
+    );
+    falls_back(
+        "no memory to lock",
+        ["see ulimit -l", "see ulimit -l"],
+        &|_, command| {
+            // SAFETY: two system calls between fork and exec.
+            unsafe { command.pre_exec(lock_little) };
+        },
+    );
+}
+
+/// Lets the process that is about to begin lock 64 KiB, as a user may.
+fn lock_little() -> std::io::Result<()> {
+    const CAP_IPC_LOCK: libc::c_ulong = 14;
+    let limit = libc::rlimit {
+        rlim_cur: 64 << 10,
+        rlim_max: 64 << 10,
+    };
+    // SAFETY: no pointers, and a limit that is read.
+    let failed = unsafe {
+        libc::prctl(libc::PR_CAPBSET_DROP, CAP_IPC_LOCK) < 0
+            || libc::setrlimit(libc::RLIMIT_MEMLOCK, &raw const limit) < 0
+    };
+    if failed {
+        return Err(std::io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "helper: needs RDMA devices, run in a guest"]
+fn where_only_rdma_is_allowed_its_absence_is_an_error() {
+    let ended = two_nodes("data::worker", |rank, command| {
+        command.env("NCCL_NET", "IB");
+        if rank == 1 {
+            command.env("NCCL_IB_GID_INDEX", "9");
+        }
+    });
+    // Rank 0 sees the other one give up.
+    for (rank, (well, _)) in ended.iter().enumerate() {
+        assert!(!well, "rank {rank} got its communicator");
+    }
+    let text = &ended[1].1;
+    assert!(
+        text.contains("NCCL_IB_GID_INDEX") && text.contains("NCCL_NET=IB"),
+        "{text}"
+    );
+}
+
+/// On a machine that has no RDMA.
+#[test]
+fn without_rdma_sockets_are_used_and_the_log_says_what_is_missing() {
+    if Path::new("/sys/class/infiniband").exists() {
+        return;
+    }
+    let ended = two_nodes("data::worker", |_, command| {
+        command.env_remove("NCCL_IB_HCA").env(LITTLE, "1");
+    });
+    check(
+        "no RDMA",
+        &ended,
+        &["NET/IB : no RDMA, sockets are used: ", "via NET/Socket"],
+        &["NCCL WARN NET/IB"],
+    );
+    // Who asks for a device by its name is warned.
+    let ended = two_nodes("data::worker", |_, command| {
+        command.env(LITTLE, "1");
+    });
+    check("a device by name", &ended, &["NCCL WARN NET/IB : no RDMA"], &[]);
+    let ended = two_nodes("data::worker", |_, command| {
+        command.env("NCCL_NET", "IB");
+    });
+    assert!(
+        ended
+            .iter()
+            .all(|(well, text)| !well && text.contains("network IB")),
+        "{ended:?}"
+    );
+    let ended = two_nodes("data::worker", |_, command| {
+        command.env("NCCL_IB_TIMEOUT", "40");
+    });
+    assert!(
+        ended
+            .iter()
+            .all(|(well, text)| !well && text.contains("NCCL_IB_TIMEOUT=40: ")),
+        "{ended:?}"
+    );
+}
