@@ -5,6 +5,7 @@ mod common;
 
 mod rdma {
     mod data;
+    mod ends;
     mod failover;
     mod fallback;
     mod links;

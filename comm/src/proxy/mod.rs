@@ -26,6 +26,7 @@ use std::{
         mpsc,
     },
     thread::{self, JoinHandle},
+    time::Duration,
 };
 
 use ringsight_kernels::AbortWord;
@@ -306,6 +307,11 @@ impl Proxy {
     /// Waits until every posted operation has finished, or was given up after a failure or abort.
     pub fn stop(&self) {
         self.progress.drain(None, || false);
+    }
+
+    /// Waits until connections that were destroyed are gone with all that they held, at most `limit`.
+    pub(crate) fn settle(&self, limit: Duration) {
+        self.progress.settle(limit);
     }
 
     /// Waits for that for the operations of communicator `comm` ([`ProxyOp::comm`]), those that nobody is told of

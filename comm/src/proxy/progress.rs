@@ -6,6 +6,7 @@ use std::{
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
+        mpsc::{SyncSender, sync_channel},
     },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -45,6 +46,8 @@ pub(super) enum Command {
     Remove(ConnectionId),
     /// Operations to move.
     Ops(Vec<ProxyOp>),
+    /// Tell when all that came before is done.
+    Settle(SyncSender<()>),
 }
 
 /// The other threads' side of the progress thread.
@@ -133,6 +136,16 @@ impl Progress {
                 .wait_timeout(outstanding, Duration::from_millis(100))
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
+        }
+    }
+
+    /// Waits until all commands have been taken up that were given before, at most `limit`.
+    pub(super) fn settle(&self, limit: Duration) {
+        if lock(&self.thread).is_some() {
+            let (tell, told) = sync_channel(1);
+            self.tell(Command::Settle(tell));
+            // A thread that has ended has nothing left.
+            let _ = told.recv_timeout(limit);
         }
     }
 
@@ -323,6 +336,8 @@ impl<'a> Engine<'a> {
                     }
                 }
                 Command::Ops(ops) => self.append(ops),
+                // There is room for it, and who no longer waits needs none.
+                Command::Settle(tell) => drop(tell.try_send(())),
             }
         }
     }

@@ -154,6 +154,7 @@ impl Connector {
             // What cannot be freed now is freed with the proxy.
             let _ = client.call_blocking(&Request::Destroy { connection });
         }
+        self.proxy.settle(RELEASE_TIMEOUT);
     }
 
     /// A rank, as the proxies count.

@@ -1,17 +1,117 @@
-//! The guest's links, which fail.
+//! The guest's links, which fail, and what the kernel knows of the devices on them.
 
-use std::process::Command;
+use std::{
+    fs,
+    io::Write as _,
+    process::{Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// Nothing that is waited for takes so long on a machine that runs at all.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Waits until `is_so`.
+#[track_caller]
+pub(crate) fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !is_so() {
+        assert!(start.elapsed() < PATIENCE, "never: {what}");
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Runs commands of `ip`, which are separated by newlines: one process for all, since to start one takes an emulated machine long.
+fn ip(commands: &str) {
+    let mut child = Command::new("ip")
+        .args(["-batch", "-"])
+        .stdin(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut input = child.stdin.take().unwrap();
+    input.write_all(commands.as_bytes()).unwrap();
+    drop(input);
+    assert!(child.wait().unwrap().success(), "ip: {commands}");
+}
 
 /// A guest's first two links: each rank has two ports.
 pub(crate) fn two_ports(rank: usize, command: &mut Command) -> &mut Command {
     command.env("NCCL_IB_HCA", ["=hca0,hca1", "=peer0,peer1"][rank])
 }
 
+/// The devices of [`two_ports`].
+pub(crate) const DEVICES: [[&str; 2]; 2] = [["hca0", "hca1"], ["peer0", "peer1"]];
+
 /// Brings an interface `up` or `down`.
 pub(crate) fn set_link(interface: &str, state: &str) {
-    let status = Command::new("ip")
-        .args(["link", "set", interface, state])
-        .status()
-        .unwrap();
-    assert!(status.success(), "ip link set {interface} {state}");
+    ip(&format!("link set {interface} {state}"));
+}
+
+/// Has the packets of a link lost, both ways: they go to a hardware address that nobody has. Neither the interfaces nor the devices
+/// notice.
+pub(crate) fn lose_packets(link: usize) {
+    let nobody = "lladdr 02:00:00:00:00:77 nud permanent";
+    ip(&format!(
+        "neigh replace 10.0.{link}.2 dev nic{link} {nobody}\nneigh replace 10.0.{link}.1 dev pnic{link} {nobody}"
+    ));
+}
+
+/// Has them get over again: the addresses are asked for.
+pub(crate) fn find_packets(link: usize) {
+    ip(&found(link));
+}
+
+fn found(link: usize) -> String {
+    format!("neigh flush dev nic{link} nud permanent\nneigh flush dev pnic{link} nud permanent\n")
+}
+
+/// Brings both links up, with all their packets, and waits until the devices say so.
+pub(crate) fn mend() {
+    let commands =
+        [0, 1].map(|link| found(link) + &format!("link set nic{link} up\nlink set pnic{link} up\n"));
+    ip(&commands.concat());
+    for device in DEVICES.as_flattened() {
+        let file = format!("/sys/class/infiniband/{device}/ports/1/state");
+        until(&format!("{device} comes up"), || {
+            fs::read_to_string(&file).unwrap().contains("ACTIVE")
+        });
+    }
+}
+
+/// What a device has counted, `sent_pkts` or `rcvd_pkts`.
+pub(crate) fn packets(device: &str, counter: &str) -> u64 {
+    let file = format!("/sys/class/infiniband/{device}/ports/1/hw_counters/{counter}");
+    fs::read_to_string(file).unwrap().trim().parse().unwrap()
+}
+
+/// Queue pairs, memory regions and completion queues that the kernel has of some devices, all processes' together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Held([u64; 3]);
+
+impl Held {
+    /// Of these devices, now.
+    pub(crate) fn of(devices: &[&str]) -> Self {
+        let output = Command::new("rdma").args(["resource", "show"]).output().unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        let mut held = [0; 3];
+        for device in devices {
+            // "1: hca0: qp 1 cq 1 pd 1 mr 0 …"
+            let name = format!("{device}:");
+            let line = text
+                .lines()
+                .find(|line| line.split_whitespace().nth(1) == Some(&name));
+            let words: Vec<&str> = line.unwrap_or_default().split_whitespace().collect();
+            for (sum, kind) in held.iter_mut().zip(["qp", "mr", "cq"]) {
+                let pair = words.windows(2).find(|pair| pair[0] == kind);
+                let count = pair.and_then(|pair| pair[1].parse::<u64>().ok());
+                *sum += count.unwrap_or_else(|| panic!("no {kind} of {device} in {text:?}"));
+            }
+        }
+        Self(held)
+    }
+
+    /// Whether there are more of each than in `before`.
+    pub(crate) fn exceeds(self, before: Self) -> bool {
+        self.0.iter().zip(before.0).all(|(now, before)| *now > before)
+    }
 }

@@ -1,0 +1,557 @@
+//! How communicators end, whatever their connections are in just then: the kernel has no queue pair, memory region or completion queue
+//! of theirs any more, and it takes no longer than is documented.
+
+use std::{
+    env,
+    ffi::CStr,
+    ptr, thread,
+    time::{Duration, Instant},
+};
+
+use ringsight_comm::{
+    abi::{self, NcclConfig, UniqueIdBytes},
+    communicator::Handle,
+    device::{Progress, Stream},
+    error::ResultCode,
+};
+use ringsight_records::{
+    DataType, Function, Kind, State,
+    connection::{Connection, LinkStage},
+};
+
+use super::{
+    links::{DEVICES, Held, find_packets, lose_packets, mend, packets, set_link, two_ports, until},
+    nodes::{check, ends, patient, two_nodes},
+};
+use crate::common::{Call, Rank, config, host, ok, place_of_process, unique_id, watch::Watch};
+
+/// Which [`Situation`] the ranks of a run are brought to.
+const SITUATION: &str = "RDMA_TEST_SITUATION";
+
+/// What connections are in when their communicator ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Situation {
+    /// Nothing has failed.
+    Normal,
+    /// The path in use has failed, and the peer, which is stopped, does not say how to go on. An operation is under way.
+    Agreeing,
+    /// The port of the path in use has just gone down: whatever that has brought them to by now. An operation is under way.
+    Leaving,
+    /// Steps have been posted again on the backup, which loses them. An operation is under way.
+    Replaying,
+    /// Steps go over the backup; the port of the first path is down.
+    Backup,
+    /// The port of the first path has just come up again: whatever that has brought them to by now.
+    Returning,
+    /// The first path has been made anew at the receiver; the peer, which is stopped, does not connect to it.
+    Offered,
+    /// The first path is there anew, and is being probed.
+    Probing,
+    /// All ports are down; there is time left. An operation is under way.
+    NoPath,
+    /// All ports are down, and the communicator has failed over it.
+    Failed,
+}
+
+use Situation::{Agreeing, Backup, Failed, Leaving, NoPath, Normal, Offered, Probing, Replaying, Returning};
+
+impl Situation {
+    const ALL: [Self; 10] = [
+        Normal, Leaving, Agreeing, Replaying, Backup, Returning, Offered, Probing, NoPath, Failed,
+    ];
+
+    /// The other rank's process is stopped.
+    fn stops_peer(self) -> bool {
+        matches!(self, Agreeing | Offered)
+    }
+
+    /// Nothing that goes on can end well.
+    fn is_lost(self) -> bool {
+        matches!(self, Agreeing | NoPath | Failed)
+    }
+}
+
+/// How a communicator is ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum How {
+    Destroy,
+    Finalize,
+    Abort,
+}
+
+/// How long a recovery may take where it is meant to fail.
+const GIVE_UP: Duration = Duration::from_millis(2500);
+/// What ending takes beside what it waits for: a second by the documentation (`docs/src/library.md`), and one more on an emulated machine.
+const END: Duration = Duration::from_secs(2);
+/// How long packets are lost while a rank destroys its communicator.
+const LOST: Duration = Duration::from_millis(300);
+
+#[test]
+#[ignore = "helper: needs two RDMA links, run in a guest"]
+fn communicators_end_in_every_state_and_leave_nothing() {
+    for situation in Situation::ALL {
+        let give_up = if situation.is_lost() {
+            GIVE_UP
+        } else {
+            Duration::from_secs(60)
+        };
+        let ended = two_nodes("ends::worker", |rank, command| {
+            two_ports(rank, command)
+                .env(SITUATION, format!("{situation:?}"))
+                // Only what is brought about here brings it out of a state.
+                .env("NCCL_IB_RETRY_CNT", "7")
+                .env("RINGSIGHT_NET_TIMEOUT_MS", "60000")
+                .env("RINGSIGHT_NET_PROBE_MS", "60000")
+                .env("RINGSIGHT_NET_PROBATION_MS", "60000")
+                .env("RINGSIGHT_NET_GIVE_UP_MS", give_up.as_millis().to_string());
+        });
+        mend();
+        check(&format!("{situation:?}"), &ended, &[], &["use a socket"]);
+        for (_, text) in &ended {
+            text.lines()
+                .filter(|line| line.starts_with("ended "))
+                .for_each(|line| println!("{line}"));
+        }
+    }
+}
+
+#[test]
+#[ignore = "helper: needs two RDMA links, run in a guest"]
+fn children_that_share_a_proxy_end_and_leave_what_is_their_parents() {
+    let ended = two_nodes("ends::sharer", |rank, command| {
+        patient(two_ports(rank, command));
+    });
+    mend();
+    check("children", &ended, &["(epoch 1)"], &["use a socket"]);
+}
+
+#[test]
+#[ignore = "helper: the body of one rank; started by the test above"]
+fn sharer() {
+    let Some((id, rank, ranks)) = place_of_process() else {
+        return;
+    };
+    let control = Control::join(id, rank, ranks);
+    let mut settings = config();
+    settings.split_share = 1;
+    let parent = control.make_with(&mut settings);
+    work_until_on(&control, &parent, 0);
+    for (how, path) in [(How::Destroy, 0), (How::Destroy, 1), (How::Abort, 1)] {
+        let before = Held::of(&DEVICES[rank]);
+        control.meet();
+        let mut comm = Handle(0);
+        // SAFETY: a live communicator, a valid place, and no settings.
+        ok(unsafe { abi::ncclCommSplit(parent.comm, 0, rank as i32, &raw mut comm, ptr::null_mut()) });
+        let child = Rank { comm, ..parent };
+        Call::new(Function::AllReduce, 17).check(&child, true);
+        if path == 1 && rank == 0 {
+            set_link("nic0", "down");
+        }
+        work_until_on(&control, &child, path);
+        let held = Held::of(&DEVICES[rank]);
+        assert!(held.exceeds(before), "{how:?} {path}: {held:?} after {before:?}");
+        control.meet();
+        let (code, text, took) = end(&child, how);
+        assert_eq!(code, ResultCode::Success, "{text}");
+        assert_eq!(
+            Held::of(&DEVICES[rank]),
+            before,
+            "{how:?} {path} leaves something"
+        );
+        assert!(took < END, "{how:?} {path} took {took:?}");
+        // The parent's are whole.
+        Call::new(Function::AllReduce, 5003).check(&parent, true);
+    }
+    parent.leave();
+    control.rank.leave();
+    println!("rank done");
+}
+
+#[test]
+#[ignore = "helper: the body of one rank; started by the first test above"]
+fn worker() {
+    let Some((id, rank, ranks)) = place_of_process() else {
+        return;
+    };
+    let name = env::var(SITUATION).unwrap();
+    let situation = Situation::ALL
+        .into_iter()
+        .find(|situation| format!("{situation:?}") == name)
+        .unwrap();
+    let control = Control::join(id, rank, ranks);
+    for how in [How::Destroy, How::Finalize, How::Abort] {
+        run(&control, situation, how);
+    }
+    control.rank.leave();
+    println!("rank done");
+}
+
+/// What the ranks tell each other beside RDMA.
+struct Control {
+    rank: Rank,
+    peer: libc::pid_t,
+}
+
+impl Control {
+    fn join(id: UniqueIdBytes, rank: usize, ranks: usize) -> Self {
+        let mut settings = config();
+        settings.net_name = c"Socket".as_ptr();
+        let mut control = Self {
+            rank: Rank::join_with(id, rank, ranks, &mut settings),
+            peer: 0,
+        };
+        let all = control.tell([std::process::id().into(); WORDS]);
+        control.peer = all[1 - rank][0] as libc::pid_t;
+        control
+    }
+
+    /// Tells the other rank something; what either says.
+    fn tell(&self, words: [u64; WORDS]) -> [[u64; WORDS]; 2] {
+        let mut all = [[0; WORDS]; 2];
+        let call = Call {
+            data_type: DataType::Uint64,
+            ..Call::new(Function::AllGather, WORDS)
+        };
+        ok(self
+            .rank
+            .call(&call, words.as_ptr().cast(), all.as_mut_ptr().cast()));
+        self.rank.synchronize();
+        all
+    }
+
+    /// Waits for the other rank.
+    fn meet(&self) {
+        self.tell([0; WORDS]);
+    }
+
+    /// A communicator of both ranks.
+    fn make(&self) -> Rank {
+        self.make_with(&mut config())
+    }
+
+    fn make_with(&self, settings: &mut NcclConfig) -> Rank {
+        let mut words = [0; WORDS];
+        if self.rank.rank == 0 {
+            for (word, bytes) in words.iter_mut().zip(unique_id().0.as_chunks::<8>().0) {
+                *word = u64::from_ne_bytes(*bytes);
+            }
+        }
+        let mut id = UniqueIdBytes([0; 128]);
+        for (bytes, word) in id.0.as_chunks_mut::<8>().0.iter_mut().zip(self.tell(words)[0]) {
+            *bytes = word.to_ne_bytes();
+        }
+        Rank::join_with(id, self.rank.rank, self.rank.ranks, settings)
+    }
+}
+
+/// Words of a unique id.
+const WORDS: usize = 16;
+
+/// A process that is stopped; it goes on when this is dropped, also by a panic.
+struct Stopped(libc::pid_t);
+
+impl Stopped {
+    fn new(process: libc::pid_t) -> Self {
+        // SAFETY: a signal to the other rank's process.
+        assert_eq!(unsafe { libc::kill(process, libc::SIGSTOP) }, 0);
+        Self(process)
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        // SAFETY: as above.
+        unsafe { libc::kill(self.0, libc::SIGCONT) };
+    }
+}
+
+/// Waits until every end is so.
+#[track_caller]
+fn until_all(what: &str, is_so: impl Fn(&Connection) -> bool) {
+    until(what, || {
+        let ends = ends();
+        assert!(!ends.is_empty());
+        ends.iter().all(&is_so)
+    });
+}
+
+/// All-reduces until every end of either rank is on this path.
+fn work_until_on(control: &Control, comm: &Rank, path: u8) {
+    loop {
+        Call::new(Function::AllReduce, 5003).check(comm, true);
+        let all = ends()
+            .iter()
+            .all(|end| end.active == path && end.phase == Connection::FLOWS);
+        if control
+            .tell([all.into(); WORDS])
+            .iter()
+            .all(|words| words[0] == 1)
+        {
+            return;
+        }
+    }
+}
+
+/// An all-reduce that is under way.
+struct Work {
+    data: Vec<f32>,
+    stream: Stream,
+}
+
+impl Work {
+    fn begin(comm: &Rank) -> Self {
+        let mut data = vec![1_f32; 30_001];
+        let at = data.as_mut_ptr().cast();
+        ok(comm.call(&Call::new(Function::AllReduce, data.len()), at, at));
+        Self {
+            data,
+            stream: comm.stream,
+        }
+    }
+
+    fn is_under_way(&self) -> bool {
+        host().stream_query(self.stream).unwrap() == Progress::Pending
+    }
+
+    /// It is over with its communicator, which releases the stream; whether it came to its end.
+    fn came_to_its_end(self) -> bool {
+        host().stream_synchronize(self.stream).unwrap();
+        self.data.iter().all(|value| *value == 2.0)
+    }
+}
+
+/// One communicator from its beginning to its end.
+fn run(control: &Control, situation: Situation, how: How) {
+    let rank = control.rank.rank;
+    let before = Held::of(&DEVICES[rank]);
+    // Both have counted.
+    control.meet();
+    let watch = Watch::begin_for(Kind::Failover.bit());
+    let comm = control.make();
+    Call::new(Function::AllReduce, 17).check(&comm, true);
+    work_until_on(control, &comm, 0);
+    let held = Held::of(&DEVICES[rank]);
+    assert!(
+        held.exceeds(before),
+        "{situation:?} {how:?}: {held:?} after {before:?}"
+    );
+    let (work, stopped) = bring_to(control, &comm, situation);
+    // A peer that is stopped comes here when this rank's communicator is gone.
+    if !situation.stops_peer() || rank == 1 {
+        control.meet();
+    }
+    let mender = (situation == Replaying && rank == 0 && how != How::Abort).then(|| {
+        thread::spawn(|| {
+            thread::sleep(LOST);
+            find_packets(1);
+        })
+    });
+    let how = if situation.stops_peer() && rank == 1 {
+        How::Abort
+    } else {
+        how
+    };
+    let (code, text, took) = end(&comm, how);
+    println!(
+        "ended {situation:?} {how:?} rank {rank}: {} ms {code:?} {text}",
+        took.as_millis()
+    );
+    let held = Held::of(&DEVICES[rank]);
+    assert_eq!(held, before, "{situation:?} {how:?} rank {rank} leaves something");
+    if let Some(stopped) = stopped {
+        drop(stopped);
+        control.meet();
+    }
+    if let Some(mender) = mender {
+        mender.join().unwrap();
+    }
+    let most = match (how, situation) {
+        (How::Abort, _) => END,
+        (_, Agreeing | NoPath) => GIVE_UP + END,
+        (_, Replaying) => LOST + END,
+        _ => END,
+    };
+    assert!(took <= most, "{situation:?} {how:?} rank {rank} took {took:?}");
+    let is_well = how == How::Abort || !situation.is_lost();
+    assert_eq!(
+        code == ResultCode::Success,
+        is_well,
+        "{situation:?} {how:?} rank {rank}: {code:?} {text}"
+    );
+    if !is_well {
+        assert!(
+            text.contains("no path"),
+            "{situation:?} {how:?} rank {rank}: {text}"
+        );
+    }
+    let did_end = work.map(Work::came_to_its_end);
+    host().stream_destroy(comm.stream).unwrap();
+    let records = watch.end();
+    if situation == Replaying {
+        let replayed = records
+            .iter()
+            .any(|record| record.state == State::PATH_SWITCHED && record.bytes > 0);
+        assert!(replayed || rank == 1, "nothing was sent again");
+    }
+    // Of an abort it is not known.
+    if let (Some(did_end), false) = (did_end, how == How::Abort && situation != Replaying) {
+        assert_eq!(
+            did_end,
+            how != How::Abort && !situation.is_lost(),
+            "{situation:?} {how:?} rank {rank}"
+        );
+    }
+    control.meet();
+    if rank == 0 {
+        mend();
+    }
+    control.meet();
+}
+
+/// Brings the connections into a situation; the operation that is under way, and the peer if it is stopped.
+fn bring_to(control: &Control, comm: &Rank, situation: Situation) -> (Option<Work>, Option<Stopped>) {
+    let first = comm.rank == 0;
+    let recovers = |end: &Connection| end.phase == Connection::RECOVERS;
+    match situation {
+        Normal => (None, None),
+        Agreeing => {
+            control.meet();
+            if !first {
+                return (None, None);
+            }
+            let stopped = Stopped::new(control.peer);
+            let work = Work::begin(comm);
+            set_link("nic0", "down");
+            until_all("its ends wait for the peer", recovers);
+            (Some(work), Some(stopped))
+        }
+        Replaying => (Some(replay(control, comm)), None),
+        Leaving => {
+            control.meet();
+            let work = Work::begin(comm);
+            if first {
+                set_link("nic0", "down");
+            }
+            (Some(work), None)
+        }
+        Backup | Returning => {
+            leave_first_path(control, comm);
+            if situation == Returning && first {
+                set_link("nic0", "up");
+            }
+            (None, None)
+        }
+        Offered => {
+            leave_first_path(control, comm);
+            if !first {
+                return (None, None);
+            }
+            let stopped = Stopped::new(control.peer);
+            set_link("nic0", "up");
+            until_all("its receivers offer the first path", |end| {
+                end.flags & Connection::SENDS != 0 || end.path[0].stage == LinkStage::Offered as u8
+            });
+            (None, Some(stopped))
+        }
+        Probing => {
+            leave_first_path(control, comm);
+            if first {
+                set_link("nic0", "up");
+            }
+            until_all("the first path is being probed", |end| {
+                let wanted = match end.flags & Connection::SENDS {
+                    0 => LinkStage::Probation,
+                    _ => LinkStage::Ready,
+                };
+                end.active == 1 && end.path[0].stage == wanted as u8
+            });
+            (None, None)
+        }
+        NoPath | Failed => {
+            if first {
+                set_link("nic0", "down");
+                set_link("nic1", "down");
+            }
+            let work = Work::begin(comm);
+            if situation == NoPath {
+                until_all("its ends have no path", |end| {
+                    recovers(end) && end.paths().all(|path| path.stage == LinkStage::Fenced as u8)
+                });
+            } else {
+                until_all("its ends have failed", |end| end.phase == Connection::FAILED);
+            }
+            (Some(work), None)
+        }
+    }
+}
+
+/// Takes the first link down, and works until the ranks' connections are on the other one.
+fn leave_first_path(control: &Control, comm: &Rank) {
+    control.meet();
+    if comm.rank == 0 {
+        set_link("nic0", "down");
+    }
+    work_until_on(control, comm, 1);
+}
+
+/// Has rank 0 post steps that are lost, first on one path, then on the other.
+fn replay(control: &Control, comm: &Rank) -> Work {
+    let rank = comm.rank;
+    let device = DEVICES[rank][0];
+    let credits = packets(device, "rcvd_pkts");
+    control.meet();
+    let early = (rank == 1).then(|| Work::begin(comm));
+    if rank == 0 {
+        until("rank 1's credits are there", || {
+            packets(device, "rcvd_pkts") > credits
+        });
+        lose_packets(0);
+        lose_packets(1);
+    }
+    control.meet();
+    let sent = packets(device, "sent_pkts");
+    let work = early.unwrap_or_else(|| Work::begin(comm));
+    if rank == 0 {
+        until("steps are posted", || packets(device, "sent_pkts") > sent);
+        set_link("nic0", "down");
+    }
+    until_all("its ends are on the other path", |end| {
+        end.active == 1 && end.phase == Connection::FLOWS
+    });
+    assert!(work.is_under_way());
+    work
+}
+
+/// Ends a communicator; the first error, its text, and how long it took.
+fn end(comm: &Rank, how: How) -> (ResultCode, String, Duration) {
+    let start = Instant::now();
+    let call = |call: unsafe extern "C" fn(Handle) -> ResultCode| {
+        // SAFETY: a live communicator; who frees it comes last.
+        let code = unsafe { call(comm.comm) };
+        // SAFETY: a C string that is valid until the next failing call.
+        let text = unsafe { CStr::from_ptr(abi::ncclGetLastError(Handle(0))) };
+        let text = text.to_string_lossy().into_owned();
+        (
+            code,
+            if code == ResultCode::Success {
+                String::new()
+            } else {
+                text
+            },
+        )
+    };
+    let (code, text) = match how {
+        How::Destroy => call(abi::ncclCommDestroy),
+        How::Abort => call(abi::ncclCommAbort),
+        How::Finalize => {
+            let first = call(abi::ncclCommFinalize);
+            let second = call(abi::ncclCommDestroy);
+            if first.0 == ResultCode::Success {
+                second
+            } else {
+                first
+            }
+        }
+    };
+    (code, text, start.elapsed())
+}
