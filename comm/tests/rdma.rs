@@ -10,4 +10,5 @@ mod rdma {
     mod fallback;
     mod links;
     mod nodes;
+    mod replays;
 }

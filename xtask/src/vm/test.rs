@@ -137,6 +137,17 @@ const JOBS: &[Job] = &[
         mlx5: 0,
     },
     Job {
+        name: "rdma between nodes, under replays and the bootstrap",
+        program: Program::Cargo {
+            package: "ringsight-comm",
+            test: "rdma",
+            filters: &["rdma::replays"],
+        },
+        kernels: &[Series::V6_1],
+        rdma: 2,
+        mlx5: 0,
+    },
+    Job {
         name: "a trace of a failover",
         program: Program::Demo,
         kernels: &[Series::V6_1],
