@@ -8,6 +8,7 @@ mod rdma {
     mod ends;
     mod failover;
     mod fallback;
+    mod interface;
     mod links;
     mod nodes;
     mod replays;

@@ -72,6 +72,12 @@ impl Link {
         }
     }
 
+    /// Lives on however long the other end does not answer.
+    pub(super) fn bear_silence(&self) {
+        // Without it works as well, and is less patient.
+        let _ = sys::bear_silence(&self.stream);
+    }
+
     fn out(&self) -> MutexGuard<'_, Outbox> {
         // Whole between any two statements that could panic.
         self.out.lock().unwrap_or_else(PoisonError::into_inner)

@@ -341,6 +341,13 @@ impl Bootstrap {
         self.shared.on_lost(callback);
     }
 
+    /// From here on keeps connections whose other end is silent, however long that lasts, instead of taking its rank for dead after
+    /// about 11 s: for ranks whose data take other ways, by which they learn whether a peer is there. That a process ends is known
+    /// as before, where its end can be told.
+    pub fn bear_silence(&self) {
+        self.shared.bear_silence();
+    }
+
     /// Says goodbye: an orderly destroy (or an abort, if `aborted`), so that nobody takes this rank for dead. Messages
     /// that were sent before arrive. Ranks that wait for this one get an error. Once is enough.
     pub fn leave(&self, aborted: bool) {

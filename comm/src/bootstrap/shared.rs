@@ -85,6 +85,8 @@ pub(super) struct State {
     spread: u32,
     /// What each rank has spread so far.
     seen: HashMap<u32, Seen>,
+    /// Who is silent is none of our business.
+    bears_silence: bool,
     /// We have said goodbye.
     left: bool,
     pub(super) stop: bool,
@@ -200,6 +202,9 @@ impl Shared {
             Error::PeerLost { rank: peer, text }
         })?;
         let link = Arc::new(link);
+        if state.bears_silence {
+            link.bear_silence();
+        }
         // Whoever connects to us or to whom we connect hears what we know of the dead.
         for (rank, gone) in &state.gone {
             if gone.how == How::Died {
@@ -373,6 +378,13 @@ impl Shared {
     pub(super) fn on_lost(&self, callback: OnLost) {
         self.state().on_lost = Some(callback);
         self.wake.wake();
+    }
+
+    /// From here on a rank that is silent is not taken for dead.
+    pub(super) fn bear_silence(&self) {
+        let mut state = self.state();
+        state.bears_silence = true;
+        state.links.iter().for_each(|link| link.bear_silence());
     }
 
     /// Says goodbye to whoever is connected: from here on nobody's end matters to us, nor ours to others.

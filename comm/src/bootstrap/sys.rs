@@ -214,16 +214,32 @@ pub(crate) fn keep_alive(stream: &TcpStream) -> io::Result<()> {
         (libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 5),
         (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, 2),
         (libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 3),
+        // Otherwise the system would wait for that long, and not count.
+        (libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT, 0),
     ];
+    set_options(stream, &options)
+}
+
+/// The opposite: the connection lives however long the other end does not answer, and goes on when it does. By default the system
+/// gives one up whose bytes have not been taken for a quarter of an hour.
+pub(crate) fn bear_silence(stream: &TcpStream) -> io::Result<()> {
+    let options = [
+        (libc::SOL_SOCKET, libc::SO_KEEPALIVE, 0),
+        // Milliseconds: 24 days.
+        (libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT, libc::c_int::MAX),
+    ];
+    set_options(stream, &options)
+}
+
+fn set_options(stream: &TcpStream, options: &[(libc::c_int, libc::c_int, libc::c_int)]) -> io::Result<()> {
     for (level, name, value) in options {
-        let value: libc::c_int = value;
         // SAFETY: `value` is readable for its size.
         check(unsafe {
             libc::setsockopt(
                 stream.as_raw_fd(),
-                level,
-                name,
-                (&raw const value).cast(),
+                *level,
+                *name,
+                std::ptr::from_ref(value).cast(),
                 size_of::<libc::c_int>() as libc::socklen_t,
             )
         })?;

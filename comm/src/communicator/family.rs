@@ -103,6 +103,13 @@ impl Family {
         }
     }
 
+    /// Whether connections to other nodes find out by themselves whether their peers answer: over RDMA whose paths are survived they do, and
+    /// those that have to go over sockets ask.
+    pub(super) fn knows_silence(&self) -> bool {
+        let rdma = self.proxy.config().rdma.as_ref();
+        rdma.is_some_and(|rdma| rdma.hub.settings().enabled)
+    }
+
     /// Takes a communicator out; whether others are left, who keep the proxy.
     fn leave(&self, id: u64) -> bool {
         let mut members = lock(&self.members.0);

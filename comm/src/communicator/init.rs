@@ -233,6 +233,10 @@ impl Making<'_> {
             membership.leave(&connector);
         }
         let rings = connected?;
+        if family.knows_silence() {
+            // The interface that ranks find each other by may be a port that operations survive.
+            bootstrap.bear_silence();
+        }
         let peers_ended_well = Arc::new(AtomicBool::new(false));
         // Before the others may be ready.
         let inbox = Inbox::new();

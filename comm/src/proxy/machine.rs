@@ -6,7 +6,7 @@ use ringsight_kernels::Fifo;
 
 use super::ProxyOp;
 use crate::{
-    bootstrap::fork::ParentOnly,
+    bootstrap::{fork::ParentOnly, sys},
     log,
     transport::{
         socket::{self, Needs, Socket, Turn},
@@ -58,6 +58,10 @@ impl Machine {
             if !matches!(said, Confirmed::NotYet)
                 && let Some(unconfirmed) = end.take()
             {
+                if matches!(said, Confirmed::Sockets(_)) {
+                    // As any connection that does not survive its path.
+                    let _ = sys::keep_alive(&socket.stream);
+                }
                 *self = settled(*unconfirmed, op, &said);
             }
         }

@@ -23,7 +23,10 @@ use super::{
 use crate::{
     bootstrap::sys::{self, Wake},
     threads,
-    transport::socket::{Socket, Turn},
+    transport::{
+        socket::{Socket, Turn},
+        verbs::Connected,
+    },
 };
 
 /// How often the thread yields before it sleeps, when the device is to move next.
@@ -321,6 +324,12 @@ impl<'a> Engine<'a> {
                 Command::Attach(id, link) => {
                     if let Some(connection) = self.connections.get_mut(&id) {
                         let Link { stream, rdma } = *link;
+                        // A connection that survives its paths finds out by itself whether its peer answers; any other has only the
+                        // system to tell it of a machine that vanished. Without either, it is told by whoever has something to send.
+                        let _ = match rdma.as_ref().is_some_and(Connected::survives) {
+                            true => sys::bear_silence(&stream),
+                            false => sys::keep_alive(&stream),
+                        };
                         if let Some(connected) = rdma {
                             let fifo = Arc::clone(&connection.fifo);
                             connection.machine =

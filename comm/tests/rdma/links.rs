@@ -65,6 +65,24 @@ fn found(link: usize) -> String {
     format!("neigh flush dev nic{link} nud permanent\nneigh flush dev pnic{link} nud permanent\n")
 }
 
+/// Has TCP between the addresses of the first link go over its wire, as RDMA does. What is sent to an address of the machine itself stays
+/// within it otherwise. To be said again when the link was down, which takes its routes away.
+pub(crate) fn tcp_over_wire() {
+    tcp_as_usual();
+    ip(&format!(
+        "rule add {WIRE}\nroute replace 10.0.0.2 dev nic0\nroute replace 10.0.0.1 dev pnic0"
+    ));
+}
+
+/// Ends what [`tcp_over_wire`] began.
+pub(crate) fn tcp_as_usual() {
+    // Without such a rule there is nothing to delete.
+    let delete = format!("rule del {WIRE}");
+    let _ = Command::new("ip").args(delete.split(' ')).output();
+}
+
+const WIRE: &str = "pref 50 iif lo to 10.0.0.0/24 lookup main";
+
 /// Brings both links up, with all their packets, and waits until the devices say so.
 pub(crate) fn mend() {
     let commands =

@@ -141,7 +141,7 @@ const JOBS: &[Job] = &[
         program: Program::Cargo {
             package: "ringsight-comm",
             test: "rdma",
-            filters: &["rdma::replays"],
+            filters: &["rdma::replays", "rdma::interface"],
         },
         kernels: &[Series::V6_1],
         rdma: 2,

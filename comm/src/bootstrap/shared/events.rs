@@ -15,6 +15,9 @@ impl Shared {
     pub(in crate::bootstrap) fn adopt(&self, link: &Arc<Link>) {
         let mut state = self.state();
         state.outs.entry(link.peer).or_insert_with(|| Arc::clone(link));
+        if state.bears_silence {
+            link.bear_silence();
+        }
         for (rank, gone) in &state.gone {
             if gone.how == How::Died {
                 link.push(&[&gone.frame(*rank).encode()]);

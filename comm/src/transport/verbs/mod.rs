@@ -201,6 +201,13 @@ pub(crate) struct Connected {
     pub(crate) port: u8,
 }
 
+impl Connected {
+    /// Whether it survives a path, and so finds out by itself whether its peer answers.
+    pub(crate) fn survives(&self) -> bool {
+        self.failover.hub.settings().enabled
+    }
+}
+
 /// The slots of a FIFO, as devices write them. What is before them is for this machine alone.
 fn slots_of(fifo: &Arc<Fifo>) -> (Memory, Slots) {
     let base = ptr::with_exposed_provenance_mut(fifo.halves().consumer as usize + SLOTS_OFFSET);

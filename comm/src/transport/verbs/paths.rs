@@ -51,7 +51,7 @@ impl Paths {
             cause: None,
             op: None,
             is_send,
-            survives: connected.failover.hub.settings().enabled,
+            survives: connected.survives(),
             left: None,
             switches: (0, 0),
             entry: None,
