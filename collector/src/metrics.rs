@@ -342,21 +342,37 @@ impl Metrics {
         );
         for (target, stats) in &readings.exporters {
             let target: Arc<str> = target.as_str().into();
-            let attribute = || ("ccl.export.target", Value::Text(target.clone()));
-            let text = ("ccl.probe.export.delivered", "Spans delivered", "{span}");
-            own(
-                text,
-                vec![attribute()],
-                MetricData::Counter(stats.spans_delivered),
-            );
-            for (reason, count) in &stats.spans_dropped {
-                let text = ("ccl.probe.export.dropped", "Spans dropped, by reason", "{span}");
-                own(
-                    text,
-                    vec![attribute(), ("reason", Value::Static(reason))],
-                    MetricData::Counter(*count),
+            for (signal, tally) in stats.by_signal() {
+                let attributes = || {
+                    vec![
+                        ("ccl.export.target", Value::Text(target.clone())),
+                        ("ccl.export.signal", Value::Static(signal.name())),
+                    ]
+                };
+                let text = (
+                    "ccl.probe.export.delivered",
+                    "Spans, metric points and log records delivered",
+                    "{item}",
                 );
+                own(text, attributes(), MetricData::Counter(tally.delivered));
+                for (reason, count) in &tally.dropped {
+                    let text = (
+                        "ccl.probe.export.dropped",
+                        "Spans, metric points and log records dropped, by reason",
+                        "{item}",
+                    );
+                    let mut attributes = attributes();
+                    attributes.push(("reason", Value::Static(reason)));
+                    own(text, attributes, MetricData::Counter(*count));
+                }
             }
+            let text = (
+                "ccl.probe.export.retries",
+                "Delivery attempts that were repeated",
+                "{attempt}",
+            );
+            let attributes = vec![("ccl.export.target", Value::Text(target))];
+            own(text, attributes, MetricData::Counter(stats.retries));
         }
     }
 }

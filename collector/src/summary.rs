@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use ringsight_exporters::model::{ExportStats, Operation};
+use ringsight_exporters::model::{ExportStats, Operation, Signal, Tally};
 use ringsight_records::Kind;
 use serde::Serialize;
 
@@ -112,15 +112,36 @@ pub struct RankRow {
     pub device_end_ns: u64,
 }
 
+/// What became of the items of one signal.
+#[derive(Clone, Debug, Serialize)]
+pub struct TallyRow {
+    /// Items delivered.
+    pub delivered: u64,
+    /// Items dropped, by reason.
+    pub dropped: BTreeMap<&'static str, u64>,
+}
+
+impl From<&Tally> for TallyRow {
+    fn from(tally: &Tally) -> Self {
+        Self {
+            delivered: tally.delivered,
+            dropped: tally.dropped.iter().copied().collect(),
+        }
+    }
+}
+
 /// One exporter.
 #[derive(Clone, Debug, Serialize)]
 pub struct ExporterRow {
     /// Where to.
     pub target: String,
-    /// Spans delivered.
-    pub delivered: u64,
-    /// Spans dropped, by reason.
-    pub dropped: BTreeMap<&'static str, u64>,
+    /// Spans delivered and dropped.
+    #[serde(flatten)]
+    pub spans: TallyRow,
+    /// Metric points delivered and dropped.
+    pub metrics: TallyRow,
+    /// Log records delivered and dropped.
+    pub logs: TallyRow,
     /// Delivery attempts that were repeated.
     pub retries: u64,
     /// What was not delivered at the end, in words.
@@ -131,17 +152,27 @@ impl ExporterRow {
     /// A row from an exporter's own account.
     #[must_use]
     pub fn new(target: String, stats: &ExportStats, error: Option<String>) -> Self {
-        let mut dropped = BTreeMap::new();
-        for (reason, count) in &stats.spans_dropped {
-            *dropped.entry(*reason).or_insert(0) += count;
-        }
         Self {
             target,
-            delivered: stats.spans_delivered,
-            dropped,
+            spans: (&stats[Signal::Traces]).into(),
+            metrics: (&stats[Signal::Metrics]).into(),
+            logs: (&stats[Signal::Logs]).into(),
             retries: stats.retries,
             error,
         }
+    }
+
+    /// What should have been delivered and was not: items, reason, how many. That a backend takes no metrics or no logs is
+    /// as it is; without spans there is nothing.
+    pub fn incomplete(&self) -> impl Iterator<Item = (&'static str, &'static str, u64)> {
+        let rows = [&self.spans, &self.metrics, &self.logs];
+        let dropped = Signal::ALL.into_iter().zip(rows).flat_map(|(signal, row)| {
+            let each = row.dropped.iter();
+            each.map(move |(reason, count)| (signal, *reason, *count))
+        });
+        dropped
+            .filter(|(signal, reason, _)| *signal == Signal::Traces || *reason != Tally::UNSUPPORTED)
+            .map(|(signal, reason, count)| (signal.items(), reason, count))
     }
 }
 

@@ -5,7 +5,7 @@ use ringsight_collector::{
     clock::Clock,
     synthetic::{FIRST_PID, Job, Operation},
 };
-use ringsight_exporters::model::{Metric, MetricData, Value};
+use ringsight_exporters::model::{ExportStats, Metric, MetricData, Signal, Value};
 use ringsight_probes::sample::{Carrier, Sample};
 use ringsight_records::Kind;
 
@@ -160,4 +160,44 @@ fn points_accumulate_and_each_has_one_identity() {
             assert_eq!(metrics[at..].iter().filter(same).count(), 1, "{metric:?}");
         }
     }
+}
+
+#[test]
+fn exporters_are_accounted_for_by_signal() {
+    let mut stats = ExportStats {
+        retries: 4,
+        ..ExportStats::default()
+    };
+    stats[Signal::Traces].delivered = 7;
+    stats[Signal::Logs].delivered = 2;
+    stats[Signal::Logs].drop_items("queue_full", 3);
+    let mut collector = Collector::new(Options::default(), Clock::fixed(0), 0);
+    collector.add_metrics(10_000_000_000, 1.5, vec![("there".to_owned(), stats)]);
+    let metrics = collector.take_batch().metrics;
+    let values = |name| {
+        of(&metrics, name)
+            .map(|metric| {
+                let texts = metric.attributes.iter().map(|(_, value)| match value {
+                    Value::Static(text) => (*text).to_owned(),
+                    Value::Text(text) => text.to_string(),
+                    other => panic!("{other:?}"),
+                });
+                (texts.collect::<Vec<_>>().join(" "), metric.data.clone())
+            })
+            .collect::<Vec<_>>()
+    };
+    let counter = |text: &str, count| (text.to_owned(), MetricData::Counter(count));
+    assert_eq!(
+        values("ccl.probe.export.delivered"),
+        [
+            counter("there traces", 7),
+            counter("there metrics", 0),
+            counter("there logs", 2)
+        ]
+    );
+    assert_eq!(
+        values("ccl.probe.export.dropped"),
+        [counter("there logs queue_full", 3)]
+    );
+    assert_eq!(values("ccl.probe.export.retries"), [counter("there", 4)]);
 }

@@ -41,7 +41,7 @@ fn benches(criterion: &mut Criterion) {
     let spans: Vec<Span> = (1..=4_096)
         .map(|n| span(&resources[n as usize % 8], &communicator, n))
         .collect();
-    let message = otlp_common::traces_request(&spans);
+    let message = otlp_common::messages::traces_request(&spans);
 
     let mut group = criterion.benchmark_group("otlp_encode");
     group.throughput(Throughput::Elements(spans.len() as u64));
@@ -57,7 +57,7 @@ fn benches(criterion: &mut Criterion) {
         bencher.iter(|| black_box(&message).encode_to_vec());
     });
     group.bench_function("prost_from_model", |bencher| {
-        bencher.iter(|| otlp_common::traces_request(black_box(&spans)).encode_to_vec());
+        bencher.iter(|| otlp_common::messages::traces_request(black_box(&spans)).encode_to_vec());
     });
     group.finish();
 }

@@ -19,7 +19,7 @@ use self::{
     file::{ArrayFile, Medium},
     tracks::{Place, Track, Tracks},
 };
-use crate::model::{Batch, ExportStats, Exporter, Metric, MetricData, Operation, Span, Value};
+use crate::model::{Batch, ExportStats, Exporter, Metric, MetricData, Operation, Signal, Span, Value};
 
 /// A chunk of the file is written when it has this many bytes, so that a large batch needs no large buffer.
 const CHUNK_BYTES: usize = 1 << 20;
@@ -89,9 +89,7 @@ struct Writer<M> {
     origin_told: bool,
     closed: bool,
     events_lost: u64,
-    spans_lost: u64,
-    spans_written: u64,
-    metrics_written: u64,
+    stats: ExportStats,
     last_error: Option<std::io::Error>,
 }
 
@@ -111,9 +109,7 @@ impl<M: Medium> Writer<M> {
             origin_told: false,
             closed: false,
             events_lost: 0,
-            spans_lost: 0,
-            spans_written: 0,
-            metrics_written: 0,
+            stats: ExportStats::default(),
             last_error: None,
         })
     }
@@ -303,14 +299,21 @@ impl<M: Medium> Writer<M> {
             return;
         }
         let pending = std::mem::take(&mut self.pending);
+        let items = [
+            (Signal::Traces, pending.spans),
+            (Signal::Metrics, pending.metrics),
+        ];
         match self.file.append(&mut self.buffer) {
             Ok(()) => {
-                self.spans_written += pending.spans;
-                self.metrics_written += pending.metrics;
+                for (signal, items) in items {
+                    self.stats[signal].delivered += items;
+                }
             }
             Err(error) => {
                 self.events_lost += pending.events;
-                self.spans_lost += pending.spans;
+                for (signal, items) in items {
+                    self.stats[signal].drop_items("io_error", items);
+                }
                 self.last_error = Some(error);
                 // Names of processes and threads were in the lost chunk, perhaps: they are written again.
                 self.tracks.forget_names();
@@ -330,18 +333,11 @@ impl<M: Medium> Writer<M> {
 
     fn stats(&self, path: &str) -> ExportStats {
         ExportStats {
-            spans_delivered: self.spans_written,
-            metrics_delivered: self.metrics_written,
-            spans_dropped: if self.spans_lost > 0 {
-                vec![("io_error", self.spans_lost)]
-            } else {
-                Vec::new()
-            },
             last_error: self
                 .last_error
                 .as_ref()
                 .map(|error| format!("cannot write trace file {path}: {error}")),
-            ..ExportStats::default()
+            ..self.stats.clone()
         }
     }
 }

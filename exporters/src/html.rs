@@ -162,7 +162,7 @@ impl Exporter for HtmlExporter {
         }
     }
 
-    /// Spans and metrics are not on the page: their figures are zero. What failed is in `last_error`.
+    /// Spans, metrics and log records are not on the page: their figures are zero. What failed is in `last_error`.
     fn stats(&self) -> ExportStats {
         ExportStats {
             last_error: self.last_error.clone(),

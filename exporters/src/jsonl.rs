@@ -1,5 +1,5 @@
-//! OTLP JSON lines: one `ExportTraceServiceRequest` or `ExportMetricsServiceRequest` a line, as the OpenTelemetry
-//! Collector's file exporter writes them and its `otlpjsonfile` receiver reads them.
+//! OTLP JSON lines: one `ExportTraceServiceRequest`, `ExportMetricsServiceRequest` or `ExportLogsServiceRequest` a line, as the
+//! OpenTelemetry Collector's file exporter writes them and its `otlpjsonfile` receiver reads them.
 //!
 //! Each batch is written at once and whole: a process that is killed leaves at most one unfinished line, a full disk none.
 
@@ -8,7 +8,7 @@ use std::io::{self, Read as _, Seek as _, SeekFrom, Write};
 use std::path::Path;
 use std::time::Duration;
 
-use crate::model::{Batch, ExportStats, Exporter};
+use crate::model::{Batch, ExportStats, Exporter, Signal, Tally};
 use crate::otlp::json;
 
 /// Bytes of lines that are kept for a file that cannot take them, before lines are dropped.
@@ -144,8 +144,8 @@ impl Medium for File {
 /// A line that is waiting to be written.
 struct Line {
     bytes: usize,
-    spans: u64,
-    points: u64,
+    signal: Signal,
+    items: u64,
 }
 
 struct Writer<M> {
@@ -179,27 +179,31 @@ impl<M: Medium> Writer<M> {
         if self.closed {
             return;
         }
-        if !batch.spans.is_empty() {
-            self.line(batch.spans.len() as u64, 0, |out| json::traces(out, &batch.spans));
-        }
-        if !batch.metrics.is_empty() {
-            self.line(0, batch.metrics.len() as u64, |out| {
-                json::metrics(out, &batch.metrics);
-            });
-        }
+        let Batch {
+            spans,
+            metrics,
+            logs,
+            operations: _,
+        } = batch;
+        self.line(Signal::Traces, spans, json::traces);
+        self.line(Signal::Metrics, metrics, json::metrics);
+        self.line(Signal::Logs, logs, json::logs);
         if self.flush().is_err() {
             self.limit();
         }
     }
 
-    fn line(&mut self, spans: u64, points: u64, write: impl FnOnce(&mut Vec<u8>)) {
+    fn line<T>(&mut self, signal: Signal, items: &[T], write: impl FnOnce(&mut Vec<u8>, &[T])) {
+        if items.is_empty() {
+            return;
+        }
         let start = self.buffer.len();
-        write(&mut self.buffer);
+        write(&mut self.buffer, items);
         self.buffer.push(b'\n');
         self.lines.push(Line {
             bytes: self.buffer.len() - start,
-            spans,
-            points,
+            signal,
+            items: items.len() as u64,
         });
     }
 
@@ -213,8 +217,7 @@ impl<M: Medium> Writer<M> {
             }
             bytes += line.bytes;
             whole += 1;
-            self.stats.spans_delivered += line.spans;
-            self.stats.metrics_delivered += line.points;
+            self.stats[line.signal].delivered += line.items;
         }
         self.lines.drain(..whole);
         self.buffer.drain(..bytes);
@@ -253,19 +256,9 @@ impl<M: Medium> Writer<M> {
             && let Some(line) = self.lines.pop()
         {
             excess += line.bytes;
-            self.drop_line(&line);
+            self.stats[line.signal].drop_items("io_error", line.items);
         }
         self.buffer.truncate(self.buffer.len() - excess);
-    }
-
-    fn drop_line(&mut self, line: &Line) {
-        let count = |list: &mut Vec<(&'static str, u64)>, items| match list.first_mut() {
-            Some((_, count)) => *count += items,
-            None if items > 0 => list.push(("io_error", items)),
-            None => {}
-        };
-        count(&mut self.stats.spans_dropped, line.spans);
-        count(&mut self.stats.metrics_dropped, line.points);
     }
 
     /// Writes what is left and has `sync` bring it to the disk.
@@ -275,21 +268,18 @@ impl<M: Medium> Writer<M> {
         }
         let result = self.flush();
         for line in std::mem::take(&mut self.lines) {
-            self.drop_line(&line);
+            self.stats[line.signal].drop_items("io_error", line.items);
         }
         self.buffer = Vec::new();
-        let lost = |list: &[(&str, u64)]| list.iter().map(|(_, count)| count).sum::<u64>();
-        let (spans, points) = (lost(&self.stats.spans_dropped), lost(&self.stats.metrics_dropped));
+        let lost = self.stats.list(Tally::dropped_total);
         let unsupported = |error: &io::Error| error.kind() == io::ErrorKind::InvalidInput;
         match result.and_then(|()| sync(&self.medium)) {
             // Pipes and devices cannot be synchronised.
-            Err(error) if !unsupported(&error) => Err(format!(
-                "{error}; {spans} spans and {points} metric points are missing from it"
-            )),
-            _ if spans + points > 0 => Err(format!(
-                "{spans} spans and {points} metric points are missing from it"
-            )),
-            _ => Ok(()),
+            Err(error) if !unsupported(&error) => Err(match lost {
+                Some(lost) => format!("{error}; {lost} are missing from it"),
+                None => error.to_string(),
+            }),
+            _ => lost.map_or(Ok(()), |lost| Err(format!("{lost} are missing from it"))),
         }
     }
 }

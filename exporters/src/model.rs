@@ -1,8 +1,9 @@
-//! What exporters are given: finished spans, metrics and operation summaries, free of where they came from.
+//! What exporters are given: finished spans, metrics, log records and operation summaries, free of where they came from.
 //!
 //! Times are Unix nanoseconds (`CLOCK_REALTIME`); the collector has converted them. Keys are static strings, so that a
 //! span costs few allocations: the collector makes hundreds of thousands a second.
 
+use std::ops::{Index, IndexMut};
 use std::sync::Arc;
 
 /// 128-bit trace id, big-endian as on the wire; never all zero.
@@ -138,6 +139,56 @@ pub enum MetricData {
     },
 }
 
+/// How bad it is that something happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Severity {
+    /// It goes on, worse than it should.
+    Warn,
+    /// It does not go on.
+    Error,
+}
+
+impl Severity {
+    /// OpenTelemetry's `SeverityNumber`.
+    #[must_use]
+    pub const fn number(self) -> u8 {
+        match self {
+            Self::Warn => 13,
+            Self::Error => 17,
+        }
+    }
+
+    /// Its short name.
+    #[must_use]
+    pub const fn text(self) -> &'static str {
+        match self {
+            Self::Warn => "WARN",
+            Self::Error => "ERROR",
+        }
+    }
+}
+
+/// Something that happened and that somebody should read.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LogRecord {
+    /// Whose it is.
+    pub resource: Arc<Resource>,
+    /// When it happened, Unix nanoseconds.
+    pub unix_ns: u64,
+    /// When the collector learned of it, Unix nanoseconds.
+    pub observed_unix_ns: u64,
+    /// How bad it is.
+    pub severity: Severity,
+    /// What happened: records of one name have the same attributes.
+    pub event_name: &'static str,
+    /// The same for people, on one line.
+    pub body: Arc<str>,
+    /// Attributes.
+    pub attributes: Vec<Attribute>,
+    /// The span that it belongs to, which need not have been exported yet, or by this collector.
+    pub span: Option<(TraceId, SpanId)>,
+}
+
 /// One collective or message across the ranks that the collector saw: a row of the table, a row of the page.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Operation {
@@ -202,25 +253,144 @@ pub struct Batch {
     pub spans: Vec<Span>,
     /// Metrics, if it is time for them.
     pub metrics: Vec<Metric>,
+    /// Log records.
+    pub logs: Vec<LogRecord>,
     /// Finished operations.
     pub operations: Vec<Operation>,
 }
 
-/// How an exporter is doing.
+impl Batch {
+    /// Whether there is nothing in it.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        let Self {
+            spans,
+            metrics,
+            logs,
+            operations,
+        } = self;
+        spans.is_empty() && metrics.is_empty() && logs.is_empty() && operations.is_empty()
+    }
+}
+
+/// One kind of telemetry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Signal {
+    /// Spans.
+    Traces,
+    /// Metric points.
+    Metrics,
+    /// Log records.
+    Logs,
+}
+
+impl Signal {
+    /// How many there are.
+    pub const COUNT: usize = Self::ALL.len();
+    /// Each of them, by number.
+    pub const ALL: [Self; 3] = [Self::Traces, Self::Metrics, Self::Logs];
+
+    /// OpenTelemetry's name for it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Traces => "traces",
+            Self::Metrics => "metrics",
+            Self::Logs => "logs",
+        }
+    }
+
+    /// What there are several of in a request.
+    #[must_use]
+    pub const fn items(self) -> &'static str {
+        match self {
+            Self::Traces => "spans",
+            Self::Metrics => "metric points",
+            Self::Logs => "log records",
+        }
+    }
+}
+
+/// What became of the items of one signal.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Tally {
+    /// Delivered: acknowledged by the backend, or written to the file.
+    pub delivered: u64,
+    /// Dropped, by reason (`queue_full`, `rejected`, `too_large`, `shutdown`, `io_error`, …).
+    pub dropped: Vec<(&'static str, u64)>,
+    /// What the backend said last if it does not take this signal at all; such items are dropped as [`Tally::UNSUPPORTED`].
+    pub unsupported: Option<String>,
+}
+
+impl Tally {
+    /// Why items are dropped that the backend takes none of.
+    pub const UNSUPPORTED: &'static str = "unsupported";
+
+    /// Counts dropped items.
+    pub fn drop_items(&mut self, reason: &'static str, items: u64) {
+        if items == 0 {
+            return;
+        }
+        match self.dropped.iter_mut().find(|(known, _)| *known == reason) {
+            Some((_, count)) => *count += items,
+            None => self.dropped.push((reason, items)),
+        }
+    }
+
+    /// Items that were dropped for this reason.
+    #[must_use]
+    pub fn dropped_as(&self, reason: &str) -> u64 {
+        let found = self.dropped.iter().find(|(known, _)| *known == reason);
+        found.map_or(0, |(_, count)| *count)
+    }
+
+    /// Items that were dropped.
+    #[must_use]
+    pub fn dropped_total(&self) -> u64 {
+        self.dropped.iter().map(|(_, count)| count).sum()
+    }
+}
+
+/// How an exporter is doing: `stats[Signal::Traces]` is the account of spans.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ExportStats {
-    /// Spans delivered (acknowledged by the backend, or written to the file).
-    pub spans_delivered: u64,
-    /// Metric points delivered.
-    pub metrics_delivered: u64,
-    /// Spans dropped, by reason (`queue_full`, `rejected`, `too_large`, `shutdown`, `io_error`, …).
-    pub spans_dropped: Vec<(&'static str, u64)>,
-    /// Metric points dropped, by the same reasons.
-    pub metrics_dropped: Vec<(&'static str, u64)>,
+    /// By signal.
+    pub tallies: [Tally; Signal::COUNT],
     /// Delivery attempts that were repeated.
     pub retries: u64,
     /// What went wrong last.
     pub last_error: Option<String>,
+}
+
+impl ExportStats {
+    /// Each signal with its account.
+    pub fn by_signal(&self) -> impl Iterator<Item = (Signal, &Tally)> {
+        Signal::ALL.into_iter().zip(&self.tallies)
+    }
+
+    /// `3 spans and 1 log records`, of what `count` gives for each account; `None` if that is nothing.
+    pub fn list(&self, count: impl Fn(&Tally) -> u64) -> Option<String> {
+        let some = self.by_signal().map(|(signal, tally)| (count(tally), signal));
+        let some: Vec<String> = some
+            .filter(|(count, _)| *count > 0)
+            .map(|(count, signal)| format!("{count} {}", signal.items()))
+            .collect();
+        (!some.is_empty()).then(|| some.join(" and "))
+    }
+}
+
+impl Index<Signal> for ExportStats {
+    type Output = Tally;
+
+    fn index(&self, signal: Signal) -> &Tally {
+        &self.tallies[signal as usize]
+    }
+}
+
+impl IndexMut<Signal> for ExportStats {
+    fn index_mut(&mut self, signal: Signal) -> &mut Tally {
+        &mut self.tallies[signal as usize]
+    }
 }
 
 /// A place that telemetry goes to.

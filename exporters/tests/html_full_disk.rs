@@ -11,7 +11,7 @@ use html_job::Job;
 use ringsight_exporters::{
     chrome::ChromeExporter,
     html::HtmlExporter,
-    model::{Batch, Exporter, Resource, Span, Value},
+    model::{Batch, Exporter, Resource, Signal, Span, Value},
 };
 
 /// A mounted file system, unmounted when dropped.
@@ -131,18 +131,19 @@ fn the_chrome_trace_stays_loadable() {
     assert!(
         stats
             .last_error
+            .as_ref()
             .is_some_and(|error| error.contains("No space left on device"))
     );
-    let [("io_error", dropped)] = stats.spans_dropped[..] else {
-        panic!("{:?}", stats.spans_dropped)
+    let [("io_error", dropped)] = stats[Signal::Traces].dropped[..] else {
+        panic!("{:?}", stats[Signal::Traces].dropped)
     };
-    assert_eq!(dropped + stats.spans_delivered, 20_000);
+    assert_eq!(dropped + stats[Signal::Traces].delivered, 20_000);
     let error = exporter
         .shutdown(Duration::from_secs(1))
         .expect_err("the loss is told");
     assert!(error.contains(&format!("lacks {dropped} events")), "{error}");
     assert_eq!(
         read().iter().filter(|event| event["ph"] == "X").count() as u64,
-        stats.spans_delivered
+        stats[Signal::Traces].delivered
     );
 }

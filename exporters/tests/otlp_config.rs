@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use otlp_server::{Answer, HttpServer};
 use proptest::prelude::*;
-use ringsight_exporters::model::Exporter;
-use ringsight_exporters::otlp::{Config, ConfigError, OtlpExporter, PemFile, Protocol};
+use ringsight_exporters::model::{Exporter, Signal};
+use ringsight_exporters::otlp::{Config, ConfigError, Endpoint, OtlpExporter, PemFile, Protocol};
 
 fn read(url: Option<&str>, variables: &[(&str, &str)]) -> Result<Config, ConfigError> {
     let get = |name: &str| {
@@ -24,67 +24,84 @@ fn config(variables: &[(&str, &str)]) -> Config {
     read(None, variables).unwrap()
 }
 
-fn urls(config: &Config) -> (String, String) {
-    (config.traces.url(), config.metrics.url())
+fn urls(config: &Config) -> [String; 3] {
+    [&config.traces, &config.metrics, &config.logs].map(Endpoint::url)
 }
 
 const GRPC_TRACES: &str = "/opentelemetry.proto.collector.trace.v1.TraceService/Export";
 const GRPC_METRICS: &str = "/opentelemetry.proto.collector.metrics.v1.MetricsService/Export";
+const GRPC_LOGS: &str = "/opentelemetry.proto.collector.logs.v1.LogsService/Export";
 
 #[test]
 fn defaults_are_the_specifications() {
     let config = config(&[]);
     assert_eq!(config.traces.protocol, Protocol::HttpProtobuf);
-    let expected = (
+    let expected = [
         "http://localhost:4318/v1/traces",
         "http://localhost:4318/v1/metrics",
-    );
-    assert_eq!(urls(&config), (expected.0.to_owned(), expected.1.to_owned()));
+        "http://localhost:4318/v1/logs",
+    ];
+    assert_eq!(urls(&config), expected);
     assert_eq!(config.traces.timeout, Duration::from_secs(10));
     assert!(!config.traces.gzip);
     let grpc = self::config(&[("PROTOCOL", "grpc")]);
     assert_eq!(grpc.traces.protocol, Protocol::Grpc);
-    assert_eq!(grpc.traces.url(), format!("http://localhost:4317{GRPC_TRACES}"));
-    assert_eq!(grpc.metrics.url(), format!("http://localhost:4317{GRPC_METRICS}"));
+    let expected =
+        [GRPC_TRACES, GRPC_METRICS, GRPC_LOGS].map(|method| format!("http://localhost:4317{method}"));
+    assert_eq!(urls(&grpc), expected);
 }
 
 #[test]
 fn endpoints_follow_the_specifications_path_rules() {
-    for (variables, traces, metrics) in [
+    for (variables, expected) in [
         (
             vec![("ENDPOINT", "https://host/otlp/")],
-            "https://host:443/otlp/v1/traces",
-            "https://host:443/otlp/v1/metrics",
+            [
+                "https://host:443/otlp/v1/traces",
+                "https://host:443/otlp/v1/metrics",
+                "https://host:443/otlp/v1/logs",
+            ],
         ),
         (
             vec![("ENDPOINT", "http://host:1/a?key=1")],
-            "http://host:1/a/v1/traces?key=1",
-            "http://host:1/a/v1/metrics?key=1",
+            [
+                "http://host:1/a/v1/traces?key=1",
+                "http://host:1/a/v1/metrics?key=1",
+                "http://host:1/a/v1/logs?key=1",
+            ],
         ),
         (
             vec![
                 ("ENDPOINT", "http://[::1]:9"),
                 ("TRACES_ENDPOINT", "https://t.example:8443"),
             ],
-            "https://t.example:8443/",
-            "http://[::1]:9/v1/metrics",
+            [
+                "https://t.example:8443/",
+                "http://[::1]:9/v1/metrics",
+                "http://[::1]:9/v1/logs",
+            ],
         ),
         (
-            vec![("METRICS_ENDPOINT", "http://m:1/custom/path")],
-            "http://localhost:4318/v1/traces",
-            "http://m:1/custom/path",
+            vec![
+                ("METRICS_ENDPOINT", "http://m:1/custom/path"),
+                ("LOGS_ENDPOINT", "http://l:2/_bulk"),
+            ],
+            [
+                "http://localhost:4318/v1/traces",
+                "http://m:1/custom/path",
+                "http://l:2/_bulk",
+            ],
         ),
         (
             vec![("ENDPOINT", "  "), ("TRACES_ENDPOINT", "")],
-            "http://localhost:4318/v1/traces",
-            "http://localhost:4318/v1/metrics",
+            [
+                "http://localhost:4318/v1/traces",
+                "http://localhost:4318/v1/metrics",
+                "http://localhost:4318/v1/logs",
+            ],
         ),
     ] {
-        assert_eq!(
-            urls(&config(&variables)),
-            (traces.to_owned(), metrics.to_owned()),
-            "{variables:?}"
-        );
+        assert_eq!(urls(&config(&variables)), expected, "{variables:?}");
     }
 }
 
@@ -97,6 +114,7 @@ fn an_endpoint_on_the_command_line_goes_before_the_environment() {
     let config = read(Some("http://flag:3"), &variables).unwrap();
     assert_eq!(config.traces.url(), "http://flag:3/v1/traces");
     assert_eq!(config.metrics.url(), "http://flag:3/v1/metrics");
+    assert_eq!(config.logs.url(), "http://flag:3/v1/logs");
     assert_eq!(
         read(Some("http://flag:4317"), &variables)
             .unwrap()
@@ -138,6 +156,7 @@ fn a_signals_variable_goes_before_the_general_one() {
         ("TRACES_TIMEOUT", "250"),
         ("COMPRESSION", "gzip"),
         ("METRICS_COMPRESSION", "none"),
+        ("LOGS_TIMEOUT", "50"),
         ("PROTOCOL", "grpc"),
         ("METRICS_PROTOCOL", "http/protobuf"),
         ("CERTIFICATE", "/general.pem"),
@@ -146,11 +165,15 @@ fn a_signals_variable_goes_before_the_general_one() {
     assert_eq!(
         (
             config.traces.timeout.as_millis(),
-            config.metrics.timeout.as_millis()
+            config.metrics.timeout.as_millis(),
+            config.logs.timeout.as_millis()
         ),
-        (250, 2000)
+        (250, 2000, 50)
     );
-    assert_eq!((config.traces.gzip, config.metrics.gzip), (true, false));
+    assert_eq!(
+        (config.traces.gzip, config.metrics.gzip, config.logs.gzip),
+        (true, false, true)
+    );
     assert_eq!(
         (config.traces.protocol, config.metrics.protocol),
         (Protocol::Grpc, Protocol::HttpProtobuf)
@@ -183,6 +206,7 @@ fn errors_name_the_variable_and_keep_secrets() {
             "OTEL_EXPORTER_OTLP_HEADERS",
         ),
         ("PROTOCOL", "http/json", "not supported"),
+        ("LOGS_TIMEOUT", "soon", "milliseconds"),
         ("METRICS_PROTOCOL", "thrift", "use `grpc` or `http/protobuf`"),
         ("TIMEOUT", "10s", "milliseconds"),
         ("TIMEOUT", "0", "above 0"),
@@ -255,7 +279,7 @@ proptest! {
         exporter.export(&ringsight_exporters::Batch { metrics: vec![metric], ..Default::default() });
         exporter.shutdown(Duration::from_secs(20)).unwrap();
         let stats = exporter.stats();
-        let dropped: u64 = stats.metrics_dropped.iter().map(|(_, count)| count).sum();
-        prop_assert_eq!(stats.metrics_delivered + dropped, 1);
+        let account = &stats[Signal::Metrics];
+        prop_assert_eq!(account.delivered + account.dropped_total(), 1);
     }
 }

@@ -6,9 +6,9 @@ mod otlp_server;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use otlp_common::{gauge, plain_span, resource};
+use otlp_common::{gauge, log, messages, plain_span, resource};
 use otlp_server::{Answer, GrpcServer, HttpServer, eventually, ok};
-use ringsight_exporters::model::{Batch, Exporter, Resource};
+use ringsight_exporters::model::{Batch, Exporter, Resource, Signal};
 use ringsight_exporters::otlp::{Config, OtlpExporter, Protocol, Retry};
 use tonic::{Code, Status};
 
@@ -55,7 +55,7 @@ fn closed(mut exporter: OtlpExporter) -> ringsight_exporters::ExportStats {
 }
 
 #[test]
-fn both_protocols_deliver_spans_and_metrics_plain_and_compressed() {
+fn both_protocols_deliver_every_signal_plain_and_compressed() {
     for compression in ["none", "gzip"] {
         let variables = [
             ("OTEL_EXPORTER_OTLP_COMPRESSION", compression),
@@ -72,11 +72,12 @@ fn both_protocols_deliver_spans_and_metrics_plain_and_compressed() {
             let mut exporter = OtlpExporter::new(&config(url, protocol, &variables)).unwrap();
             let mut batch = spans(5);
             batch.metrics = vec![gauge(&batch.spans[0].resource, 1.5)];
+            batch.logs = vec![log(&batch.spans[0].resource, 1), log(&batch.spans[0].resource, 2)];
             exporter.export(&batch);
             let stats = closed(exporter);
             assert_eq!(
-                (stats.spans_delivered, stats.metrics_delivered),
-                (5, 1),
+                Signal::ALL.map(|signal| stats[signal].delivered),
+                [5, 1, 2],
                 "{stats:?}"
             );
             assert_eq!(stats.last_error, None);
@@ -85,8 +86,10 @@ fn both_protocols_deliver_spans_and_metrics_plain_and_compressed() {
             } else {
                 http_server.received()
             };
-            assert_eq!(received.traces, otlp_common::traces_request(&batch.spans));
-            assert_eq!(received.metrics, otlp_common::metrics_request(&batch.metrics));
+            assert_eq!(received.traces, messages::traces_request(&batch.spans));
+            assert_eq!(received.metrics, messages::metrics_request(&batch.metrics));
+            assert_eq!(received.logs, messages::logs_request(&batch.logs));
+            assert_eq!(received.headers.len(), 3);
             for headers in &received.headers {
                 assert_eq!(headers["x-tenant"], "blue whale");
                 assert_eq!(headers["authorization"], "Bearer s3cret-token");
@@ -113,8 +116,8 @@ fn oversize_batches_travel_as_several_requests() {
     batch.spans[10].error = Some("x".repeat(9_000).into());
     exporter.export(&batch);
     let stats = closed(exporter);
-    assert_eq!(stats.spans_delivered, 999);
-    assert_eq!(stats.spans_dropped, [("too_large", 1)]);
+    assert_eq!(stats[Signal::Traces].delivered, 999);
+    assert_eq!(stats[Signal::Traces].dropped, [("too_large", 1)]);
     assert!(server.received().headers.len() > 5);
     batch.spans.remove(10);
     assert_eq!(server.received().trace_ids(), otlp_common::ids(&batch.spans));
@@ -131,17 +134,17 @@ fn a_full_queue_drops_and_counts() {
     for _ in 0..10 {
         exporter.export(&spans(10));
     }
-    let dropped = exporter.stats().spans_dropped;
+    let dropped = exporter.stats()[Signal::Traces].dropped.clone();
     assert_eq!(dropped.len(), 1, "{dropped:?}");
     assert_eq!(dropped[0].0, "queue_full");
     let error = exporter.shutdown(Duration::from_millis(50)).unwrap_err();
     assert!(error.contains(&url) && error.contains("not delivered"), "{error}");
     let stats = exporter.stats();
-    let total: u64 = stats.spans_dropped.iter().map(|(_, count)| count).sum();
+    let total = stats[Signal::Traces].dropped_total();
     assert_eq!(total, 100, "every span is accounted for: {stats:?}");
     assert!(
-        stats
-            .spans_dropped
+        stats[Signal::Traces]
+            .dropped
             .iter()
             .any(|(reason, _)| *reason == "shutdown")
     );
@@ -153,20 +156,22 @@ fn a_server_that_goes_down_and_comes_back_gets_everything() {
     let mut server = HttpServer::start(vec![]);
     let mut exporter = http(&server);
     exporter.export(&batch(&resource, 1..4));
-    eventually("first delivery", || exporter.stats().spans_delivered == 3);
+    eventually("first delivery", || {
+        exporter.stats()[Signal::Traces].delivered == 3
+    });
 
     let address = server.stop();
     for n in 4..50 {
         exporter.export(&batch(&resource, n..n + 1));
     }
     eventually("retries", || exporter.stats().retries >= 3);
-    assert_eq!(exporter.stats().spans_delivered, 3);
+    assert_eq!(exporter.stats()[Signal::Traces].delivered, 3);
     assert!(exporter.stats().last_error.unwrap().contains("cannot connect"));
 
     let server = HttpServer::start_at(address, vec![]);
     let stats = closed(exporter);
-    assert_eq!(stats.spans_delivered, 49);
-    assert_eq!(stats.spans_dropped, []);
+    assert_eq!(stats[Signal::Traces].delivered, 49);
+    assert_eq!(stats[Signal::Traces].dropped, []);
     let received = server.received();
     assert_eq!(
         received.trace_ids(),
@@ -190,7 +195,7 @@ fn retry_after_is_honoured() {
         started.elapsed() >= Duration::from_secs(1),
         "not earlier than the server said"
     );
-    assert_eq!((stats.spans_delivered, stats.retries), (2, 1));
+    assert_eq!((stats[Signal::Traces].delivered, stats.retries), (2, 1));
     assert!(stats.last_error.unwrap().contains("HTTP 429"));
 }
 
@@ -205,17 +210,23 @@ fn http_statuses_are_retried_or_not_as_otlp_says() {
         exporter.export(&spans(1));
         eventually("an end", || {
             let stats = exporter.stats();
-            stats.spans_delivered + stats.spans_dropped.len() as u64 == 1
+            stats[Signal::Traces].delivered + stats[Signal::Traces].dropped.len() as u64 == 1
         });
         let stats = exporter.stats();
+        let account = &stats[Signal::Traces];
         assert_eq!(stats.retries, u64::from(retried), "{status}");
-        assert_eq!(stats.spans_delivered, u64::from(retried), "{status}");
-        assert_eq!(
-            stats.spans_dropped,
-            if retried { vec![] } else { vec![("rejected", 1)] },
-            "{status}"
-        );
-        assert!(stats.last_error.unwrap().contains(&status.to_string()));
+        assert_eq!(account.delivered, u64::from(retried), "{status}");
+        // There is nothing at that path, or it is not implemented.
+        let unsupported = matches!(status, 404 | 501);
+        let reason = if unsupported { "unsupported" } else { "rejected" };
+        let expected = if retried { vec![] } else { vec![(reason, 1)] };
+        assert_eq!(account.dropped, expected, "{status}");
+        let error = if unsupported {
+            &account.unsupported
+        } else {
+            &stats.last_error
+        };
+        assert!(error.as_ref().unwrap().contains(&status.to_string()));
     }
 }
 
@@ -228,16 +239,23 @@ fn grpc_codes_are_retried_or_not_as_otlp_says() {
         exporter.export(&spans(1));
         eventually("an end", || {
             let stats = exporter.stats();
-            stats.spans_delivered + stats.spans_dropped.len() as u64 == 1
+            stats[Signal::Traces].delivered + stats[Signal::Traces].dropped.len() as u64 == 1
         });
         let stats = exporter.stats();
+        let account = &stats[Signal::Traces];
         assert_eq!(
-            (stats.spans_delivered, stats.retries),
+            (account.delivered, stats.retries),
             (u64::from(retried), u64::from(retried)),
             "code {code}"
         );
+        // UNIMPLEMENTED
+        let error = if code == 12 {
+            &account.unsupported
+        } else {
+            &stats.last_error
+        };
         assert!(
-            stats.last_error.unwrap().ends_with("not now, please"),
+            error.as_ref().unwrap().ends_with("not now, please"),
             "code {code}"
         );
     }
@@ -267,7 +285,11 @@ fn resource_exhausted_is_retried_when_the_server_says_when() {
     let started = Instant::now();
     exporter.export(&spans(1));
     let stats = closed(exporter);
-    assert_eq!((stats.spans_delivered, stats.retries), (1, 1), "{stats:?}");
+    assert_eq!(
+        (stats[Signal::Traces].delivered, stats.retries),
+        (1, 1),
+        "{stats:?}"
+    );
     assert!(started.elapsed() >= Duration::from_millis(300));
 }
 
@@ -275,6 +297,33 @@ fn prost_varint(value: u64) -> Vec<u8> {
     let mut out = Vec::new();
     prost::encoding::encode_varint(value, &mut out);
     out
+}
+
+/// Jaeger and the like take traces alone.
+#[test]
+fn a_server_without_logs_gets_everything_else() {
+    let http_server = HttpServer::start(vec![]);
+    http_server.lack("/v1/logs");
+    let grpc_server = GrpcServer::without_logs();
+    for (mut exporter, said) in [
+        (http(&http_server), "HTTP 404"),
+        (grpc(&grpc_server), "gRPC UNIMPLEMENTED"),
+    ] {
+        let mut batch = spans(3);
+        batch.logs = vec![log(&batch.spans[0].resource, 1)];
+        for dropped in 1..3 {
+            exporter.export(&batch);
+            // The next one is tried as well: a server may learn to take them.
+            eventually("an answer", || {
+                exporter.stats()[Signal::Logs].dropped == [("unsupported", dropped)]
+            });
+        }
+        let stats = closed(exporter);
+        assert_eq!(stats[Signal::Traces].delivered, 6);
+        assert_eq!((stats.retries, &stats.last_error), (0, &None));
+        let told = stats[Signal::Logs].unsupported.as_ref().unwrap();
+        assert!(told.contains(said), "{told}");
+    }
 }
 
 #[test]
@@ -285,9 +334,25 @@ fn partial_success_counts_what_was_rejected() {
     for mut exporter in [http(&http_server), grpc(&grpc_server)] {
         exporter.export(&spans(5));
         let stats = closed(exporter);
-        assert_eq!(stats.spans_delivered, 3);
-        assert_eq!(stats.spans_dropped, [("rejected", 2)]);
+        assert_eq!(stats[Signal::Traces].delivered, 3);
+        assert_eq!(stats[Signal::Traces].dropped, [("rejected", 2)]);
         assert!(stats.last_error.unwrap().ends_with("2 rejected: two are too old"));
+    }
+    let json = br#"{"partialSuccess":{"rejectedLogRecords":"2","errorMessage":"two are too old"}}"#;
+    let answer = Answer {
+        body: json.to_vec(),
+        ..Answer::status(200)
+    };
+    let http_server = HttpServer::start(vec![answer.header("content-type", "application/json")]);
+    for mut exporter in [http(&http_server), grpc(&grpc_server)] {
+        let resource = resource("rank 0");
+        exporter.export(&Batch {
+            logs: (1..=3).map(|n| log(&resource, n)).collect(),
+            ..Batch::default()
+        });
+        let stats = closed(exporter);
+        assert_eq!(stats[Signal::Logs].delivered, 1);
+        assert_eq!(stats[Signal::Logs].dropped, [("rejected", 2)]);
     }
 }
 
@@ -314,14 +379,14 @@ fn malformed_responses_are_errors_and_no_more() {
     let mut exporter = http(&server);
     for n in 0..count {
         exporter.export(&spans(1));
-        let answered =
-            |stats: &ringsight_exporters::ExportStats| stats.spans_dropped.first().map_or(0, |drop| drop.1);
-        eventually("an answer", || answered(&exporter.stats()) == n + 1);
+        eventually("an answer", || {
+            exporter.stats()[Signal::Traces].dropped_total() == n + 1
+        });
     }
     exporter.export(&spans(1));
     let stats = closed(exporter);
-    assert_eq!(stats.spans_dropped, [("malformed_response", count)]);
-    assert_eq!(stats.spans_delivered, 1, "the exporter goes on");
+    assert_eq!(stats[Signal::Traces].dropped, [("malformed_response", count)]);
+    assert_eq!(stats[Signal::Traces].delivered, 1, "the exporter goes on");
 }
 
 #[test]
@@ -358,7 +423,7 @@ fn a_silent_server_is_timed_out() {
         assert!(exporter.shutdown(Duration::from_millis(50)).is_err());
         exporter.export(&spans(1));
         assert_eq!(
-            exporter.stats().spans_dropped,
+            exporter.stats()[Signal::Traces].dropped,
             [("shutdown", 1)],
             "later calls do nothing"
         );
@@ -374,7 +439,7 @@ fn a_server_that_always_answers_busy_is_given_up() {
     let mut exporter = OtlpExporter::new(&config).unwrap();
     exporter.export(&spans(3));
     eventually("giving up", || {
-        exporter.stats().spans_dropped == [("retries_exhausted", 3)]
+        exporter.stats()[Signal::Traces].dropped == [("retries_exhausted", 3)]
     });
     assert!(exporter.stats().retries >= 2);
 }
@@ -408,8 +473,10 @@ fn an_idle_connection_that_the_server_closed_costs_nothing() {
     let server = HttpServer::start(vec![ok(b"").header("x-then", "close"), ok(b"")]);
     let mut exporter = http(&server);
     exporter.export(&spans(1));
-    eventually("first delivery", || exporter.stats().spans_delivered == 1);
+    eventually("first delivery", || {
+        exporter.stats()[Signal::Traces].delivered == 1
+    });
     exporter.export(&spans(1));
     let stats = closed(exporter);
-    assert_eq!((stats.spans_delivered, stats.last_error), (2, None));
+    assert_eq!((stats[Signal::Traces].delivered, stats.last_error), (2, None));
 }

@@ -4,14 +4,16 @@ mod otlp_common;
 
 use std::sync::Arc;
 
+use opentelemetry_proto::tonic::collector::logs::v1::ExportLogsServiceRequest;
 use opentelemetry_proto::tonic::collector::metrics::v1::ExportMetricsServiceRequest;
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
 use opentelemetry_proto::tonic::metrics::v1::metric::Data;
 use opentelemetry_proto::tonic::metrics::v1::number_data_point::Value as Number;
-use otlp_common::{batch, metrics_request, plain_span, resource, traces_request};
+use otlp_common::messages::{logs_request, metrics_request, traces_request};
+use otlp_common::{batch, plain_span, resource};
 use proptest::prelude::*;
 use prost::Message;
-use ringsight_exporters::model::{Batch, Metric, MetricData, Span};
+use ringsight_exporters::model::{Batch, LogRecord, Metric, MetricData, Span};
 use ringsight_exporters::otlp::encode::Encoder;
 
 const UNLIMITED: usize = usize::MAX;
@@ -25,6 +27,12 @@ fn encode_traces(spans: &[Span], limit: usize) -> (Vec<(Vec<u8>, usize)>, usize)
 fn encode_metrics(metrics: &[Metric], limit: usize) -> (Vec<(Vec<u8>, usize)>, usize) {
     let mut requests = Vec::new();
     let left_out = Encoder::default().metrics(metrics, limit, |bytes, n| requests.push((bytes.to_vec(), n)));
+    (requests, left_out)
+}
+
+fn encode_logs(logs: &[LogRecord], limit: usize) -> (Vec<(Vec<u8>, usize)>, usize) {
+    let mut requests = Vec::new();
+    let left_out = Encoder::default().logs(logs, limit, |bytes, n| requests.push((bytes.to_vec(), n)));
     (requests, left_out)
 }
 
@@ -69,6 +77,15 @@ proptest! {
             prop_assert_eq!(&ExportMetricsServiceRequest::decode(&bytes[..]).unwrap(), &expected);
             prop_assert_eq!(bytes, expected.encode_to_vec());
         }
+        let (requests, left_out) = encode_logs(&batch.logs, UNLIMITED);
+        prop_assert_eq!(left_out, 0);
+        prop_assert_eq!(requests.len(), usize::from(!batch.logs.is_empty()));
+        for (bytes, count) in requests {
+            let expected = logs_request(&batch.logs);
+            prop_assert_eq!(count, batch.logs.len());
+            prop_assert_eq!(&ExportLogsServiceRequest::decode(&bytes[..]).unwrap(), &expected);
+            prop_assert_eq!(bytes, expected.encode_to_vec());
+        }
     }
 
     #[test]
@@ -85,6 +102,16 @@ proptest! {
         prop_assert_eq!(sent + left_out, batch.metrics.len());
         for (bytes, _) in requests {
             ExportMetricsServiceRequest::decode(&bytes[..]).unwrap();
+        }
+
+        let (requests, left_out) = encode_logs(&batch.logs, limit);
+        let sent: usize = requests.iter().map(|(_, count)| count).sum();
+        prop_assert!(requests.iter().all(|(bytes, _)| bytes.len() <= limit));
+        prop_assert_eq!(sent + left_out, batch.logs.len());
+        for (bytes, count) in requests {
+            let request = ExportLogsServiceRequest::decode(&bytes[..]).unwrap();
+            let scopes = request.resource_logs.iter().flat_map(|group| &group.scope_logs);
+            prop_assert_eq!(scopes.map(|scope| scope.log_records.len()).sum::<usize>(), count);
         }
     }
 }
@@ -121,9 +148,12 @@ fn only_the_oversize_span_is_left_out() {
 
 #[test]
 fn nothing_to_send_makes_no_request() {
-    let Batch { spans, metrics, .. } = Batch::default();
+    let Batch {
+        spans, metrics, logs, ..
+    } = Batch::default();
     assert_eq!(encode_traces(&spans, UNLIMITED), (vec![], 0));
     assert_eq!(encode_metrics(&metrics, UNLIMITED), (vec![], 0));
+    assert_eq!(encode_logs(&logs, UNLIMITED), (vec![], 0));
 }
 
 #[test]

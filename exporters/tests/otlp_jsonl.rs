@@ -6,12 +6,14 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
+use opentelemetry_proto::tonic::collector::logs::v1::ExportLogsServiceRequest;
 use opentelemetry_proto::tonic::collector::metrics::v1::ExportMetricsServiceRequest;
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
-use otlp_common::{batch, metrics_request, plain_span, resource, traces_request};
+use otlp_common::messages::{logs_request, metrics_request, traces_request};
+use otlp_common::{batch, plain_span, resource};
 use proptest::prelude::*;
 use ringsight_exporters::jsonl::JsonlExporter;
-use ringsight_exporters::model::{Batch, Exporter, Metric, MetricData, Span, Value};
+use ringsight_exporters::model::{Batch, Exporter, Metric, MetricData, Signal, Span, Value};
 
 /// JSON has no number for NaN and the infinities; `opentelemetry-proto` does not read the names that proto3 gives them.
 fn finite(value: &mut f64) {
@@ -54,12 +56,14 @@ proptest! {
     fn any_batch_is_read_back_as_it_was(mut batch in batch()) {
         batch.spans.iter_mut().for_each(finite_span);
         batch.metrics.iter_mut().for_each(finite_metric);
+        batch.logs.iter_mut().for_each(|log| finite_attributes(&mut log.attributes));
         // The resources are shared, so they are made finite by replacing those that are not.
         let finite = |attributes: &[(&str, Value)]| {
             attributes.iter().all(|(_, value)| !matches!(value, Value::Double(number) if !number.is_finite()))
         };
         batch.spans.retain(|span| finite(&span.resource.attributes));
         batch.metrics.retain(|metric| finite(&metric.resource.attributes));
+        batch.logs.retain(|log| finite(&log.resource.attributes));
 
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("trace.jsonl");
@@ -80,6 +84,10 @@ proptest! {
         if !batch.metrics.is_empty() {
             let read: ExportMetricsServiceRequest = serde_json::from_str(lines.next().unwrap()).unwrap();
             prop_assert_eq!(read, metrics_request(&batch.metrics));
+        }
+        if !batch.logs.is_empty() {
+            let read: ExportLogsServiceRequest = serde_json::from_str(lines.next().unwrap()).unwrap();
+            prop_assert_eq!(read, logs_request(&batch.logs));
         }
         prop_assert_eq!(lines.next(), None);
     }
@@ -165,14 +173,14 @@ fn a_full_device_is_named_and_counted() {
         "{error}"
     );
     let error = exporter.shutdown(Duration::ZERO).unwrap_err();
-    assert!(
-        error.contains("1 spans and 0 metric points are missing"),
-        "{error}"
-    );
+    assert!(error.contains("1 spans are missing"), "{error}");
     let stats = exporter.stats();
     assert_eq!(
-        (stats.spans_delivered, stats.spans_dropped),
-        (0, vec![("io_error", 1)])
+        (
+            stats[Signal::Traces].delivered,
+            &stats[Signal::Traces].dropped[..]
+        ),
+        (0, &[("io_error", 1)][..])
     );
 }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 use otlp_common::{plain_span, resource};
 use otlp_server::{GrpcServer, eventually};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
-use ringsight_exporters::model::{Batch, Exporter};
+use ringsight_exporters::model::{Batch, Exporter, Signal};
 use ringsight_exporters::otlp::{Config, ConfigError, OtlpExporter, Protocol};
 
 /// An authority of the test's own and what it signed, as PEM text.
@@ -77,7 +77,7 @@ fn span() -> Batch {
 fn delivered(mut exporter: OtlpExporter) {
     exporter.export(&span());
     exporter.shutdown(Duration::from_secs(20)).unwrap();
-    assert_eq!(exporter.stats().spans_delivered, 1);
+    assert_eq!(exporter.stats()[Signal::Traces].delivered, 1);
 }
 
 /// The error that delivering meets.
@@ -85,7 +85,7 @@ fn failure(mut exporter: OtlpExporter) -> String {
     exporter.export(&span());
     eventually("an error", || exporter.stats().last_error.is_some());
     assert!(exporter.shutdown(Duration::from_millis(1)).is_err());
-    assert_eq!(exporter.stats().spans_delivered, 0);
+    assert_eq!(exporter.stats()[Signal::Traces].delivered, 0);
     exporter.stats().last_error.unwrap()
 }
 

@@ -12,19 +12,17 @@ use ringsight_collector::{
     clock::{self, Clock},
     correlate::Limits,
     identity::Scope,
-    resource,
     summary::{ExporterRow, Summary},
 };
 use ringsight_exporters::Exporter;
 use ringsight_probes::{
-    Attached, Carrier, NetworkScope, Sample, Session, Source, UseEbpf, network::SiteState,
-    process::environment_variable, site::SiteKind,
+    Attached, NetworkScope, Sample, Session, Source, UseEbpf, process::environment_variable,
 };
 use serde_json::json;
 
 use super::{
     Exit, outputs, print,
-    report::{cpu_seconds, report, summarise},
+    report::{cpu_seconds, describe, describe_network, report, summarise},
     signals::Ending,
     write_whole,
 };
@@ -48,7 +46,7 @@ pub(crate) struct AttachArguments {
     /// Processes to watch
     #[arg(required = true, value_name = "PID")]
     pids: Vec<u32>,
-    /// Send to an OTLP endpoint, e.g. http://localhost:4317; without it the OTEL_EXPORTER_OTLP_* environment decides
+    /// Send traces, metrics and logs to an OTLP endpoint, e.g. http://localhost:4317; without it the OTEL_EXPORTER_OTLP_* environment decides
     #[arg(long, value_name = "URL")]
     otlp: Option<String>,
     /// Protocol of the OTLP endpoint; by default OTEL_EXPORTER_OTLP_PROTOCOL, else gRPC
@@ -150,10 +148,12 @@ impl Outputs {
         Ok(())
     }
 
-    /// Says when deliveries begin to fail and when they work again: a long observation must not be silent about it.
+    /// Says when deliveries begin to fail and when they work again, and what a backend does not take: a long observation must
+    /// not be silent about it.
     fn tell_health(&mut self) {
         for (exporter, health) in self.exporters.iter().zip(&mut self.health) {
-            if let Some(news) = health.update(&exporter.stats()) {
+            let stats = exporter.stats();
+            for news in health.refusals(&stats).into_iter().chain(health.trouble(&stats)) {
                 eprintln!("ringsight: {}: {news}", exporter.target());
             }
         }
@@ -162,7 +162,7 @@ impl Outputs {
     fn export(&mut self, collector: &mut Collector) {
         self.tell_health();
         let batch = collector.take_batch();
-        if batch.spans.is_empty() && batch.metrics.is_empty() && batch.operations.is_empty() {
+        if batch.is_empty() {
             return;
         }
         for exporter in &mut self.exporters {
@@ -180,9 +180,13 @@ impl Outputs {
     /// Delivers what is queued. Says what was not delivered.
     fn shutdown(&mut self, timeout: Duration) -> Vec<ExporterRow> {
         let mut rows = Vec::new();
-        for exporter in &mut self.exporters {
+        for (exporter, health) in self.exporters.iter_mut().zip(&mut self.health) {
             let error = exporter.shutdown(timeout).err();
-            rows.push(ExporterRow::new(exporter.target(), &exporter.stats(), error));
+            let (target, stats) = (exporter.target(), exporter.stats());
+            for news in health.refusals(&stats) {
+                eprintln!("ringsight: {target}: {news}");
+            }
+            rows.push(ExporterRow::new(target, &stats, error));
         }
         rows
     }
@@ -297,13 +301,13 @@ fn try_run(arguments: &AttachArguments) -> Result<Exit, (Exit, String)> {
         if let Some(problem) = &row.error {
             eprintln!("ringsight: {problem}");
         }
-        for (reason, dropped) in &row.dropped {
+        for (items, reason, dropped) in row.incomplete() {
             eprintln!(
-                "ringsight: {}: {dropped} spans were dropped ({reason})",
+                "ringsight: {}: {dropped} {items} were dropped ({reason})",
                 row.target
             );
         }
-        if row.error.is_some() || !row.dropped.is_empty() {
+        if row.error.is_some() || row.incomplete().next().is_some() {
             exit = Exit::ExportIncomplete;
         }
     }
@@ -363,68 +367,6 @@ fn attach(arguments: &AttachArguments, session: &mut Session) -> Watched {
         failed,
         attach_ms,
     }
-}
-
-fn describe(attached: &Attached) -> String {
-    let process = &attached.process;
-    let mut kinds: Vec<&str> = Vec::new();
-    for kind in [SiteKind::Nop5, SiteKind::Emulated, SiteKind::SingleStepped] {
-        if attached.sites.iter().any(|site| site.kind == kind) {
-            kinds.push(kind.name());
-        }
-    }
-    let probes = match attached.sites.len() {
-        1 => "1 probe".to_owned(),
-        count => format!("{count} probes"),
-    };
-    let how = match (attached.carrier, process.instrumented) {
-        (Carrier::Probe, true) => format!("{probes} ({}) and shared ring", kinds.join(", ")),
-        (Carrier::Probe, false) => {
-            format!(
-                "{probes} ({}), host-timed: a library without our symbols",
-                kinds.join(", ")
-            )
-        }
-        (Carrier::Ring, _) => "shared ring".to_owned(),
-    };
-    let version = match resource::version(process.library_version) {
-        unknown if unknown.is_empty() => "version unknown".to_owned(),
-        version => version,
-    };
-    format!(
-        "attached to {} ({}): {} ({version}), {how}, {:.1} ms",
-        process.pid,
-        process.name,
-        process.library.display(),
-        attached.elapsed.as_secs_f64() * 1e3
-    )
-}
-
-/// What became of the sites in the kernel's RDMA stack: how many are probed, and which are not for which reason. Nothing is said where
-/// there is no such stack.
-fn describe_network(sites: &[SiteState]) -> Vec<String> {
-    if sites.is_empty() {
-        return Vec::new();
-    }
-    let attached = sites.iter().filter(|site| site.absent.is_none()).count();
-    let mut lines = vec![format!(
-        "kernel's RDMA stack: {attached} of {} sites probed",
-        sites.len()
-    )];
-    let mut reasons: Vec<(&str, Vec<&str>)> = Vec::new();
-    for site in sites {
-        let Some(reason) = &site.absent else { continue };
-        match reasons.iter_mut().find(|(known, _)| known == reason) {
-            Some((_, names)) => names.push(&site.name),
-            None => reasons.push((reason, vec![&site.name])),
-        }
-    }
-    lines.extend(
-        reasons
-            .iter()
-            .map(|(reason, names)| format!("  absent ({reason}): {}", names.join(", "))),
-    );
-    lines
 }
 
 /// The text for trace ids; `first` is the process whose environment `--scope-env` names a variable of.

@@ -4,7 +4,12 @@ use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
 use ringsight_exporters::{
-    ExportStats, Exporter, chrome::ChromeExporter, html::HtmlExporter, jsonl::JsonlExporter, otlp,
+    ExportStats, Exporter,
+    chrome::ChromeExporter,
+    html::HtmlExporter,
+    jsonl::JsonlExporter,
+    model::{Signal, Tally},
+    otlp,
 };
 
 /// OTLP's transports.
@@ -96,14 +101,35 @@ pub(crate) struct Health {
     delivered: u64,
     failures: u64,
     failing: bool,
+    /// Signals that the backend does not take, by number.
+    unsupported: [bool; Signal::COUNT],
 }
 
 impl Health {
+    /// That the backend does not take a signal: worth telling once.
+    pub(crate) fn refusals(&mut self, stats: &ExportStats) -> Vec<String> {
+        let mut news = Vec::new();
+        for (signal, tally) in stats.by_signal() {
+            if let Some(said) = &tally.unsupported
+                && !std::mem::replace(&mut self.unsupported[signal as usize], true)
+            {
+                news.push(format!(
+                    "takes no {} ({said}): {} are dropped, everything else goes on",
+                    signal.name(),
+                    signal.items()
+                ));
+            }
+        }
+        news
+    }
+
     /// What is worth telling since the last look: that deliveries fail, or that they work again.
-    pub(crate) fn update(&mut self, stats: &ExportStats) -> Option<String> {
-        let delivered = stats.spans_delivered + stats.metrics_delivered;
-        let dropped: u64 = stats.spans_dropped.iter().map(|(_, count)| count).sum();
-        let failures = stats.retries + dropped;
+    pub(crate) fn trouble(&mut self, stats: &ExportStats) -> Option<String> {
+        let (mut delivered, mut failures) = (0, stats.retries);
+        for (_, tally) in stats.by_signal() {
+            delivered += tally.delivered;
+            failures += tally.dropped_total() - tally.dropped_as(Tally::UNSUPPORTED);
+        }
         let news = if self.failing && delivered > self.delivered {
             self.failing = false;
             Some("delivering again".to_owned())
@@ -122,10 +148,11 @@ impl Health {
 }
 
 /// Environment variables that name an endpoint.
-const ENDPOINTS: [&str; 3] = [
+const ENDPOINTS: [&str; 4] = [
     "OTEL_EXPORTER_OTLP_ENDPOINT",
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
     "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_LOGS_ENDPOINT",
 ];
 
 /// The OTLP exporter, if the command line or the environment names an endpoint.
@@ -153,6 +180,8 @@ pub(crate) fn otlp(
 
 #[cfg(test)]
 mod tests {
+    use ringsight_collector::summary::ExporterRow;
+
     use super::*;
 
     #[test]
@@ -183,22 +212,50 @@ mod tests {
     fn trouble_and_its_end_are_told_once_each() {
         let mut health = Health::default();
         let mut stats = ExportStats::default();
-        assert_eq!(health.update(&stats), None);
+        let mut told = |stats: &ExportStats| health.trouble(stats).unwrap_or_default();
+        assert_eq!(told(&stats), "");
         stats.retries = 1;
         stats.last_error = Some("connection refused".into());
-        assert!(
-            health
-                .update(&stats)
-                .is_some_and(|news| news.contains("connection refused"))
-        );
+        assert!(told(&stats).contains("connection refused"));
         stats.retries = 2;
-        assert_eq!(health.update(&stats), None);
-        stats.spans_delivered = 10;
-        assert!(health.update(&stats).is_some_and(|news| news.contains("again")));
-        stats.spans_delivered = 20;
-        assert_eq!(health.update(&stats), None);
-        stats.spans_dropped = vec![("queue_full", 3)];
-        assert!(health.update(&stats).is_some());
+        assert_eq!(told(&stats), "");
+        stats[Signal::Traces].delivered = 10;
+        assert_eq!(told(&stats), "delivering again");
+        stats[Signal::Traces].delivered = 20;
+        assert_eq!(told(&stats), "");
+        stats[Signal::Traces].drop_items("queue_full", 3);
+        assert!(told(&stats).starts_with("not delivering"));
+    }
+
+    #[test]
+    fn a_signal_that_the_backend_does_not_take_is_told_once_and_is_no_trouble() {
+        let mut health = Health::default();
+        let mut stats = ExportStats::default();
+        for _ in 0..2 {
+            stats[Signal::Traces].delivered += 1;
+            stats[Signal::Logs].drop_items(Tally::UNSUPPORTED, 1);
+            stats[Signal::Logs].unsupported = Some("HTTP 404 Not Found".into());
+            assert_eq!(health.trouble(&stats), None);
+            let news = health.refusals(&stats);
+            match stats[Signal::Traces].delivered {
+                1 => assert_eq!(
+                    news,
+                    ["takes no logs (HTTP 404 Not Found): log records are dropped, everything else goes on"]
+                ),
+                _ => assert_eq!(news, Vec::<String>::new()),
+            }
+        }
+        let incomplete = |stats: &ExportStats| {
+            let row = ExporterRow::new("somewhere".into(), stats, None);
+            row.incomplete().collect::<Vec<_>>()
+        };
+        assert_eq!(incomplete(&stats), []);
+        stats[Signal::Logs].drop_items("queue_full", 2);
+        stats[Signal::Traces].drop_items(Tally::UNSUPPORTED, 3);
+        assert_eq!(
+            incomplete(&stats),
+            [("spans", "unsupported", 3), ("log records", "queue_full", 2)]
+        );
     }
 
     #[test]

@@ -1,10 +1,10 @@
-//! What a run came to, as a file and for people.
+//! What a run began with and came to, as a file and for people.
 
 use ringsight_collector::{
-    Collector,
+    Collector, resource,
     summary::{self, ExporterRow, Summary},
 };
-use ringsight_probes::Session;
+use ringsight_probes::{Attached, Carrier, Session, network::SiteState, site::SiteKind};
 use ringsight_records::Kind;
 
 use super::attach::Watched;
@@ -94,13 +94,78 @@ pub(super) fn report(summary: &Summary, collector: &Collector) -> String {
         let _ = writeln!(text, "  {reason}: {count}");
     }
     for row in &summary.exporters {
+        let _ = write!(text, "{}", row.target);
         // A page shows operations, not spans, and counts none.
-        let delivered = if row.delivered == 0 {
-            String::new()
-        } else {
-            format!(": {} spans delivered", row.delivered)
-        };
-        let _ = writeln!(text, "{}{delivered}", row.target);
+        if row.spans.delivered > 0 {
+            let _ = write!(text, ": {} spans delivered", row.spans.delivered);
+            if row.logs.delivered > 0 {
+                let _ = write!(text, ", {} log records", row.logs.delivered);
+            }
+        }
+        text.push('\n');
     }
     text
+}
+
+/// What is being watched of a process, and how.
+pub(super) fn describe(attached: &Attached) -> String {
+    let process = &attached.process;
+    let mut kinds: Vec<&str> = Vec::new();
+    for kind in [SiteKind::Nop5, SiteKind::Emulated, SiteKind::SingleStepped] {
+        if attached.sites.iter().any(|site| site.kind == kind) {
+            kinds.push(kind.name());
+        }
+    }
+    let probes = match attached.sites.len() {
+        1 => "1 probe".to_owned(),
+        count => format!("{count} probes"),
+    };
+    let how = match (attached.carrier, process.instrumented) {
+        (Carrier::Probe, true) => format!("{probes} ({}) and shared ring", kinds.join(", ")),
+        (Carrier::Probe, false) => {
+            format!(
+                "{probes} ({}), host-timed: a library without our symbols",
+                kinds.join(", ")
+            )
+        }
+        (Carrier::Ring, _) => "shared ring".to_owned(),
+    };
+    let version = match resource::version(process.library_version) {
+        unknown if unknown.is_empty() => "version unknown".to_owned(),
+        version => version,
+    };
+    format!(
+        "attached to {} ({}): {} ({version}), {how}, {:.1} ms",
+        process.pid,
+        process.name,
+        process.library.display(),
+        attached.elapsed.as_secs_f64() * 1e3
+    )
+}
+
+/// What became of the sites in the kernel's RDMA stack: how many are probed, and which are not for which reason. Nothing is said where
+/// there is no such stack.
+pub(super) fn describe_network(sites: &[SiteState]) -> Vec<String> {
+    if sites.is_empty() {
+        return Vec::new();
+    }
+    let attached = sites.iter().filter(|site| site.absent.is_none()).count();
+    let mut lines = vec![format!(
+        "kernel's RDMA stack: {attached} of {} sites probed",
+        sites.len()
+    )];
+    let mut reasons: Vec<(&str, Vec<&str>)> = Vec::new();
+    for site in sites {
+        let Some(reason) = &site.absent else { continue };
+        match reasons.iter_mut().find(|(known, _)| known == reason) {
+            Some((_, names)) => names.push(&site.name),
+            None => reasons.push((reason, vec![&site.name])),
+        }
+    }
+    lines.extend(
+        reasons
+            .iter()
+            .map(|(reason, names)| format!("  absent ({reason}): {}", names.join(", "))),
+    );
+    lines
 }

@@ -91,17 +91,20 @@ fn at_any_size_of_the_disk_the_file_is_whole_lines_and_the_rest_comes_later() {
         (0..3).for_each(|_| writer.export(&batch(2)));
         assert_eq!(
             spans_in(&writer),
-            writer.stats.spans_delivered,
+            writer.stats[Signal::Traces].delivered,
             "with {space} bytes"
         );
-        assert!(writer.stats.spans_delivered < 6);
+        assert!(writer.stats[Signal::Traces].delivered < 6);
         assert!(writer.stats.last_error.is_some());
         writer.medium.space = usize::MAX;
         assert_eq!(writer.close(|_| Ok(())), Ok(()));
         assert_eq!(writer.medium.content, all.medium.content, "with {space} bytes");
         assert_eq!(
-            (writer.stats.spans_delivered, writer.stats.spans_dropped),
-            (6, vec![])
+            (
+                writer.stats[Signal::Traces].delivered,
+                writer.stats[Signal::Traces].dropped_total()
+            ),
+            (6, 0)
         );
     }
 }
@@ -113,11 +116,14 @@ fn what_is_kept_for_later_is_bounded() {
         writer.export(&batch(100));
     }
     assert!(writer.buffer.len() <= KEPT);
-    let kept: u64 = writer.lines.iter().map(|line| line.spans).sum();
-    assert_eq!(writer.stats.spans_dropped, [("io_error", 100_000 - kept)]);
+    let kept: u64 = writer.lines.iter().map(|line| line.items).sum();
+    assert_eq!(
+        writer.stats[Signal::Traces].dropped,
+        [("io_error", 100_000 - kept)]
+    );
     let error = writer.close(|_| Ok(())).unwrap_err();
     assert!(error.contains("100000 spans"), "{error}");
-    assert_eq!(writer.stats.spans_dropped, [("io_error", 100_000)]);
+    assert_eq!(writer.stats[Signal::Traces].dropped, [("io_error", 100_000)]);
     assert_eq!(writer.medium.content, b"");
 }
 

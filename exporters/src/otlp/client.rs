@@ -134,7 +134,8 @@ impl Client {
         match &mut outcome {
             Outcome::Accepted { message: text, .. }
             | Outcome::Retry { error: text, .. }
-            | Outcome::Refused { error: text, .. } => self.scrub(text),
+            | Outcome::Refused { error: text, .. }
+            | Outcome::Unsupported { error: text } => self.scrub(text),
         }
         outcome
     }

@@ -12,6 +12,8 @@ use std::time::Duration;
 use http::uri::{Authority, Scheme};
 use http::{HeaderMap, HeaderName, HeaderValue, Uri};
 
+use crate::model::Signal;
+
 /// How requests travel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Protocol {
@@ -44,21 +46,13 @@ pub struct ConfigError {
     pub problem: String,
 }
 
-/// One kind of telemetry.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Signal {
-    Traces,
-    Metrics,
-}
-
 impl Signal {
-    pub(crate) const ALL: [Self; 2] = [Self::Traces, Self::Metrics];
-
     /// Its part of a variable's name.
     fn variable(self) -> &'static str {
         match self {
             Self::Traces => "TRACES_",
             Self::Metrics => "METRICS_",
+            Self::Logs => "LOGS_",
         }
     }
 
@@ -67,6 +61,7 @@ impl Signal {
         match self {
             Self::Traces => "/v1/traces",
             Self::Metrics => "/v1/metrics",
+            Self::Logs => "/v1/logs",
         }
     }
 
@@ -75,6 +70,7 @@ impl Signal {
         match self {
             Self::Traces => "/opentelemetry.proto.collector.trace.v1.TraceService/Export",
             Self::Metrics => "/opentelemetry.proto.collector.metrics.v1.MetricsService/Export",
+            Self::Logs => "/opentelemetry.proto.collector.logs.v1.LogsService/Export",
         }
     }
 }
@@ -157,6 +153,8 @@ pub struct Config {
     pub traces: Endpoint,
     /// Where metrics go.
     pub metrics: Endpoint,
+    /// Where log records go.
+    pub logs: Endpoint,
     /// Bound on encoded requests that are waiting or being sent, in bytes.
     pub queue_bytes: usize,
     /// Bound on one uncompressed request, in bytes. Servers often refuse more than 4 MiB.
@@ -169,7 +167,7 @@ impl Config {
     /// The configuration that the process's environment describes.
     ///
     /// `endpoint` and `protocol` stand for command-line options and go before the environment; `endpoint` is a base URL as
-    /// `OTEL_EXPORTER_OTLP_ENDPOINT` is, for both signals. If no protocol is named anywhere, an endpoint with port 4317 is
+    /// `OTEL_EXPORTER_OTLP_ENDPOINT` is, for all signals. If no protocol is named anywhere, an endpoint with port 4317 is
     /// gRPC and any other one HTTP/protobuf.
     ///
     /// # Errors
@@ -191,6 +189,7 @@ impl Config {
         Ok(Self {
             traces: read(Signal::Traces)?,
             metrics: read(Signal::Metrics)?,
+            logs: read(Signal::Logs)?,
             queue_bytes: 256 << 20,
             request_bytes: 3 << 20,
             retry: Retry {
@@ -205,6 +204,7 @@ impl Config {
         match signal {
             Signal::Traces => &self.traces,
             Signal::Metrics => &self.metrics,
+            Signal::Logs => &self.logs,
         }
     }
 }

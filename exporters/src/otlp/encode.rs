@@ -2,12 +2,12 @@
 //!
 //! The collector produces several hundred thousand spans a second, so nothing is copied into intermediate messages: short
 //! lengths are computed ahead, long ones patched in afterwards. The field numbers are those of opentelemetry-proto 1.x
-//! (`trace/v1/trace.proto`, `metrics/v1/metrics.proto`, `common/v1/common.proto`, `resource/v1/resource.proto`). The output
+//! (`trace/v1/trace.proto`, `metrics/v1/metrics.proto`, `logs/v1/logs.proto`, `common/v1/common.proto`, `resource/v1/resource.proto`). The output
 //! equals, byte for byte, what `prost` writes for the same request (`tests/otlp_encode.rs`).
 
-use super::group;
+use super::group::{self, HasResource};
 use super::wire::{self, NARROW, WIDE};
-use crate::model::{Attribute, Metric, MetricData, Resource, Span, SpanEvent, SpanLink, Value};
+use crate::model::{Attribute, LogRecord, Metric, MetricData, Resource, Span, SpanEvent, SpanLink, Value};
 
 /// Name of the instrumentation scope.
 pub const SCOPE_NAME: &str = "ringsight";
@@ -37,11 +37,29 @@ impl Encoder {
     ///
     /// Returns how many spans were left out because one alone, with its resource, exceeds `limit`.
     pub fn traces(&mut self, spans: &[Span], limit: usize, sink: impl FnMut(&[u8], usize)) -> usize {
+        self.each(spans, limit, sink, encode_span)
+    }
+
+    /// Encodes `logs` as one or more `ExportLogsServiceRequest`s of at most `limit` bytes, and gives each to `sink` with the
+    /// number of records in it.
+    ///
+    /// Returns how many records were left out because one alone, with its resource, exceeds `limit`.
+    pub fn logs(&mut self, logs: &[LogRecord], limit: usize, sink: impl FnMut(&[u8], usize)) -> usize {
+        self.each(logs, limit, sink, encode_log)
+    }
+
+    fn each<T: HasResource>(
+        &mut self,
+        items: &[T],
+        limit: usize,
+        sink: impl FnMut(&[u8], usize),
+        encode: impl Fn(&mut Vec<u8>, &T),
+    ) -> usize {
         let mut request = Request::new(self, limit, sink);
-        for (resource, spans) in group::by_resource(spans) {
+        for (resource, items) in group::by_resource(items) {
             request.begin_group(resource);
-            for span in spans {
-                request.item(resource, 1, |out| encode_span(out, span));
+            for item in items {
+                request.item(resource, 1, |out| encode(out, item));
             }
             request.end_group();
         }
@@ -67,7 +85,7 @@ impl Encoder {
     }
 }
 
-/// A request under construction. Trace and metric requests have the same frame: groups (field 1) of a resource (1) and a
+/// A request under construction. Those of all signals have the same frame: groups (field 1) of a resource (1) and a
 /// scope group (2), itself of a scope (1) and items (2).
 struct Request<'e, S> {
     encoder: &'e mut Encoder,
@@ -261,6 +279,24 @@ fn encode_span(out: &mut Vec<u8>, span: &Span) {
         wire::uint(out, 3, STATUS_CODE_ERROR);
         wire::close(out, &status);
     }
+    wire::close(out, &message);
+}
+
+/// `LogRecord`, as an item of its scope.
+fn encode_log(out: &mut Vec<u8>, log: &LogRecord) {
+    let message = wire::open(out, 2, NARROW);
+    wire::fixed64(out, 1, log.unix_ns);
+    wire::uint(out, 2, log.severity.number().into());
+    wire::bytes(out, 3, log.severity.text().as_bytes());
+    wire::head(out, 5, wire::field_len(log.body.len()));
+    wire::bytes_always(out, 1, log.body.as_bytes());
+    encode_attributes(out, 6, &log.attributes);
+    if let Some((trace_id, span_id)) = &log.span {
+        wire::bytes_always(out, 9, trace_id);
+        wire::bytes_always(out, 10, span_id);
+    }
+    wire::fixed64(out, 11, log.observed_unix_ns);
+    wire::bytes(out, 12, log.event_name.as_bytes());
     wire::close(out, &message);
 }
 

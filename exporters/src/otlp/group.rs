@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::model::{Metric, MetricData, Resource, Span};
+use crate::model::{LogRecord, Metric, MetricData, Resource, Span};
 
 /// Something that has a resource.
 pub(crate) trait HasResource {
@@ -18,6 +18,12 @@ impl HasResource for Span {
 }
 
 impl HasResource for Metric {
+    fn resource(&self) -> &Arc<Resource> {
+        &self.resource
+    }
+}
+
+impl HasResource for LogRecord {
     fn resource(&self) -> &Arc<Resource> {
         &self.resource
     }

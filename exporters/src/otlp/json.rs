@@ -5,35 +5,54 @@ use std::io::Write as _;
 use super::encode::{
     CUMULATIVE, SCOPE_NAME, SCOPE_VERSION, SPAN_KIND_INTERNAL, STATUS_CODE_ERROR, counter_value,
 };
-use super::group;
-use crate::model::{Attribute, Metric, MetricData, Resource, Span, Value};
+use super::group::{self, HasResource};
+use crate::model::{Attribute, LogRecord, Metric, MetricData, Resource, Span, Value};
 
 /// Appends `spans` as an `ExportTraceServiceRequest`, on one line.
 pub(crate) fn traces(out: &mut Vec<u8>, spans: &[Span]) {
-    let mut groups = List::open(out, "{\"resourceSpans\":[");
-    for (resource, spans) in group::by_resource(spans) {
-        groups.next(out);
-        frame(out, resource, "scopeSpans", "spans");
-        let mut list = List::default();
-        for span in spans {
-            list.next(out);
-            write_span(out, span);
-        }
-        put(out, "]}]}");
-    }
-    put(out, "]}");
+    let names = ["resourceSpans", "scopeSpans", "spans"];
+    request(
+        out,
+        names,
+        spans,
+        |spans| spans,
+        |out, span| write_span(out, span),
+    );
 }
 
 /// Appends `metrics` as an `ExportMetricsServiceRequest`, on one line.
 pub(crate) fn metrics(out: &mut Vec<u8>, metrics: &[Metric]) {
-    let mut groups = List::open(out, "{\"resourceMetrics\":[");
-    for (resource, points) in group::by_resource(metrics) {
-        groups.next(out);
-        frame(out, resource, "scopeMetrics", "metrics");
+    let names = ["resourceMetrics", "scopeMetrics", "metrics"];
+    let by_metric = |points: Vec<_>| group::by_metric(&points);
+    request(out, names, metrics, by_metric, |out, points| {
+        write_metric(out, points)
+    });
+}
+
+/// Appends `logs` as an `ExportLogsServiceRequest`, on one line.
+pub(crate) fn logs(out: &mut Vec<u8>, logs: &[LogRecord]) {
+    let names = ["resourceLogs", "scopeLogs", "logRecords"];
+    request(out, names, logs, |logs| logs, |out, log| write_log(out, log));
+}
+
+/// A request: groups of a resource and a scope group, itself of items. `of_resource` makes messages of a resource's items,
+/// `write` writes one.
+fn request<'a, T: HasResource, M>(
+    out: &mut Vec<u8>,
+    [groups, scopes, messages]: [&str; 3],
+    items: &'a [T],
+    of_resource: impl Fn(Vec<&'a T>) -> Vec<M>,
+    write: impl Fn(&mut Vec<u8>, &M),
+) {
+    put_fmt(out, format_args!("{{\"{groups}\":["));
+    let mut list = List::default();
+    for (resource, items) in group::by_resource(items) {
+        list.next(out);
+        frame(out, resource, scopes, messages);
         let mut list = List::default();
-        for points in group::by_metric(&points) {
+        for message in of_resource(items) {
             list.next(out);
-            write_metric(out, &points);
+            write(out, &message);
         }
         put(out, "]}]}");
     }
@@ -196,6 +215,30 @@ fn write_span(out: &mut Vec<u8>, span: &Span) {
         put_fmt(out, format_args!(",\"code\":{STATUS_CODE_ERROR}"));
     }
     put(out, "}}");
+}
+
+fn write_log(out: &mut Vec<u8>, log: &LogRecord) {
+    let (time, observed, severity) = (log.unix_ns, log.observed_unix_ns, log.severity.number());
+    put_fmt(
+        out,
+        format_args!(
+            "{{\"timeUnixNano\":\"{time}\",\"observedTimeUnixNano\":\"{observed}\",\"severityNumber\":{severity},\"severityText\":"
+        ),
+    );
+    put_text(out, log.severity.text());
+    put(out, ",\"body\":{\"stringValue\":");
+    put_text(out, &log.body);
+    put(out, "},");
+    write_attributes(out, &log.attributes);
+    if let Some((trace_id, span_id)) = &log.span {
+        put(out, ",\"traceId\":");
+        put_hex(out, trace_id);
+        put(out, ",\"spanId\":");
+        put_hex(out, span_id);
+    }
+    put(out, ",\"eventName\":");
+    put_text(out, log.event_name);
+    put(out, "}");
 }
 
 /// One metric; `points` is not empty, and they differ in attributes and numbers only.

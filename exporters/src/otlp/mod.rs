@@ -24,10 +24,9 @@ use tokio::time::Instant;
 pub use config::{Config, ConfigError, Endpoint, Headers, PemFile, Protocol, Retry, Tls};
 
 use self::client::{Client, seconds};
-use self::config::Signal;
 use self::encode::Encoder;
 use self::queue::Queue;
-use crate::model::{Batch, ExportStats, Exporter};
+use crate::model::{Batch, ExportStats, Exporter, Signal};
 
 /// What a shutdown waits for the thread beyond the time given to delivering.
 const GRACE: Duration = Duration::from_secs(1);
@@ -49,7 +48,12 @@ impl OtlpExporter {
     /// # Errors
     /// A certificate or key that cannot be read or used, or no thread to be had.
     pub fn new(config: &Config) -> Result<Self, ConfigError> {
-        let clients = [Client::new(&config.traces)?, Client::new(&config.metrics)?];
+        let client = |signal| Client::new(config.endpoint(signal));
+        let clients = [
+            client(Signal::Traces)?,
+            client(Signal::Metrics)?,
+            client(Signal::Logs)?,
+        ];
         let failed = |problem: std::io::Error| ConfigError {
             variable: "OTLP exporter".to_owned(),
             problem: format!("cannot start its thread: {problem}"),
@@ -70,22 +74,26 @@ impl OtlpExporter {
             drop::<mpsc::Sender<()>>(alive);
         });
         spawned.map_err(failed)?;
-        let [traces, metrics] = Signal::ALL.map(|signal| &config.endpoint(signal).base);
-        let target = if traces == metrics {
-            format!("OTLP {traces}")
-        } else {
-            format!("OTLP {traces} (traces), {metrics} (metrics)")
-        };
-        let encoder = Encoder::default();
         Ok(Self {
-            target,
+            target: target(config),
             request_bytes: config.request_bytes,
-            encoder,
+            encoder: Encoder::default(),
             queue,
             closing,
             running,
         })
     }
+}
+
+/// Where signals go, for messages.
+fn target(config: &Config) -> String {
+    let base = |signal| config.endpoint(signal).base.as_str();
+    let first = base(Signal::Traces);
+    if Signal::ALL.into_iter().all(|signal| base(signal) == first) {
+        return format!("OTLP {first}");
+    }
+    let each = Signal::ALL.map(|signal| format!("{} ({})", base(signal), signal.name()));
+    format!("OTLP {}", each.join(", "))
 }
 
 impl Exporter for OtlpExporter {
@@ -97,16 +105,16 @@ impl Exporter for OtlpExporter {
         if self.queue.is_closed() {
             return;
         }
-        let queue = &self.queue;
-        let push = |signal| move |message: &[u8], items| queue.push(signal, message, items);
-        let too_large = self
-            .encoder
-            .traces(&batch.spans, self.request_bytes, push(Signal::Traces));
-        queue.drop_items(Signal::Traces, "too_large", too_large);
-        let too_large = self
-            .encoder
-            .metrics(&batch.metrics, self.request_bytes, push(Signal::Metrics));
-        queue.drop_items(Signal::Metrics, "too_large", too_large);
+        let (queue, limit) = (&self.queue, self.request_bytes);
+        for signal in Signal::ALL {
+            let push = |message: &[u8], items| queue.push(signal, message, items);
+            let too_large = match signal {
+                Signal::Traces => self.encoder.traces(&batch.spans, limit, push),
+                Signal::Metrics => self.encoder.metrics(&batch.metrics, limit, push),
+                Signal::Logs => self.encoder.logs(&batch.logs, limit, push),
+            };
+            queue.drop_items(signal, "too_large", too_large);
+        }
     }
 
     fn stats(&self) -> ExportStats {
@@ -134,16 +142,10 @@ impl Exporter for OtlpExporter {
         // Nothing waits any more unless the worker died.
         self.queue.abandon();
         let stats = self.queue.stats();
-        let lost = |dropped: &[(&str, u64)]| {
-            dropped
-                .iter()
-                .find(|(reason, _)| *reason == "shutdown")
-                .map_or(0, |d| d.1)
-        };
-        match (lost(&stats.spans_dropped), lost(&stats.metrics_dropped)) {
-            (0, 0) => Ok(()),
-            (spans, points) => Err(format!(
-                "{}: {spans} spans and {points} metric points were not delivered within {} (last error: {})",
+        match stats.list(|tally| tally.dropped_as("shutdown")) {
+            None => Ok(()),
+            Some(lost) => Err(format!(
+                "{}: {lost} were not delivered within {} (last error: {})",
                 self.target,
                 seconds(timeout),
                 stats.last_error.as_deref().unwrap_or("none"),

@@ -6,28 +6,24 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use bytes::Bytes;
 use tokio::sync::Notify;
 
-use super::config::Signal;
-use crate::model::ExportStats;
+use crate::model::{ExportStats, Signal, Tally};
 
 /// Shared by the exporter and its worker.
 pub(super) struct Queue {
     state: Mutex<State>,
     /// Told when a signal's queue gets something, or when the queue closes.
-    wake: [Notify; 2],
+    wake: [Notify; Signal::COUNT],
     limit: usize,
     request_bytes: usize,
 }
 
 #[derive(Default)]
 struct State {
-    waiting: [VecDeque<Request>; 2],
+    waiting: [VecDeque<Request>; Signal::COUNT],
     /// Bytes of the requests waiting and being sent.
     bytes: usize,
     closed: bool,
-    delivered: [u64; 2],
-    dropped: [Vec<(&'static str, u64)>; 2],
-    retries: u64,
-    last_error: Option<String>,
+    stats: ExportStats,
 }
 
 struct Request {
@@ -37,14 +33,7 @@ struct Request {
 
 impl State {
     fn drop_items(&mut self, signal: Signal, reason: &'static str, items: usize) {
-        if items == 0 {
-            return;
-        }
-        let list = &mut self.dropped[signal as usize];
-        match list.iter_mut().find(|(known, _)| *known == reason) {
-            Some((_, count)) => *count += items as u64,
-            None => list.push((reason, items as u64)),
-        }
+        self.stats[signal].drop_items(reason, items as u64);
     }
 }
 
@@ -52,7 +41,7 @@ impl Queue {
     pub(super) fn new(limit: usize, request_bytes: usize) -> Self {
         Self {
             state: Mutex::default(),
-            wake: [Notify::new(), Notify::new()],
+            wake: [const { Notify::const_new() }; Signal::COUNT],
             limit,
             request_bytes,
         }
@@ -128,21 +117,13 @@ impl Queue {
     }
 
     pub(super) fn failed(&self, error: String, retried: bool) {
-        let mut state = self.state();
-        state.retries += u64::from(retried);
-        state.last_error = Some(error);
+        let stats = &mut self.state().stats;
+        stats.retries += u64::from(retried);
+        stats.last_error = Some(error);
     }
 
     pub(super) fn stats(&self) -> ExportStats {
-        let state = self.state();
-        ExportStats {
-            spans_delivered: state.delivered[Signal::Traces as usize],
-            metrics_delivered: state.delivered[Signal::Metrics as usize],
-            spans_dropped: state.dropped[Signal::Traces as usize].clone(),
-            metrics_dropped: state.dropped[Signal::Metrics as usize].clone(),
-            retries: state.retries,
-            last_error: state.last_error.clone(),
-        }
+        self.state().stats.clone()
     }
 }
 
@@ -179,7 +160,8 @@ impl Work {
     pub(super) fn delivered(mut self, rejected: u64) {
         let rejected = usize::try_from(rejected).unwrap_or(usize::MAX).min(self.items);
         let mut state = self.queue.state();
-        state.delivered[self.signal as usize] += (self.items - rejected) as u64;
+        state.stats[self.signal].delivered += (self.items - rejected) as u64;
+        state.stats[self.signal].unsupported = None;
         state.drop_items(self.signal, "rejected", rejected);
         drop(state);
         self.settled = true;
@@ -189,6 +171,12 @@ impl Work {
     pub(super) fn dropped(mut self, reason: &'static str) {
         self.queue.drop_items(self.signal, reason, self.items);
         self.settled = true;
+    }
+
+    /// The server takes nothing of this signal, as it said by `error`. The next one is sent all the same: servers change.
+    pub(super) fn unsupported(self, error: String) {
+        self.queue.state().stats[self.signal].unsupported = Some(error);
+        self.dropped(Tally::UNSUPPORTED);
     }
 }
 

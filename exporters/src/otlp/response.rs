@@ -29,6 +29,8 @@ pub(super) enum Outcome {
     },
     /// Not worth repeating.
     Refused { reason: &'static str, error: String },
+    /// There is nobody who would take this signal.
+    Unsupported { error: String },
 }
 
 impl Outcome {
@@ -47,7 +49,7 @@ impl Outcome {
     }
 }
 
-/// `ExportTraceServiceResponse` and `ExportMetricsServiceResponse`, which are alike.
+/// `ExportTraceServiceResponse` and those of the other signals, which are alike.
 #[derive(Clone, PartialEq, Message)]
 struct ExportResponse {
     #[prost(message, optional, tag = "1")]
@@ -118,6 +120,7 @@ pub(super) fn http(status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Outc
             answered: true,
             error,
         },
+        404 | 501 => Outcome::Unsupported { error },
         _ => Outcome::refused(error),
     }
 }
@@ -145,7 +148,7 @@ fn accepted_json(body: &[u8]) -> Outcome {
     };
     let partial = &response["partialSuccess"];
     let number = |value: &serde_json::Value| value.as_u64().or_else(|| value.as_str()?.parse().ok());
-    let rejected = ["rejectedSpans", "rejectedDataPoints"]
+    let rejected = ["rejectedSpans", "rejectedDataPoints", "rejectedLogRecords"]
         .iter()
         .find_map(|key| number(&partial[*key]));
     let message = text(partial["errorMessage"].as_str().unwrap_or_default());

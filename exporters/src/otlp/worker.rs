@@ -8,9 +8,10 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::client::Client;
-use super::config::{Retry, Signal};
+use super::config::Retry;
 use super::queue::{Queue, Work};
 use super::response::Outcome;
+use crate::model::Signal;
 
 /// When to stop, once known.
 pub(super) type Deadline = Option<Instant>;
@@ -18,11 +19,11 @@ pub(super) type Deadline = Option<Instant>;
 /// Delivers until the queue is closed and empty, or until the deadline. What is left then is dropped.
 pub(super) async fn run(
     queue: Arc<Queue>,
-    clients: [Client; 2],
+    clients: [Client; Signal::COUNT],
     retry: Retry,
     closing: watch::Receiver<Deadline>,
 ) {
-    let [traces, metrics] = clients;
+    let [traces, metrics, logs] = clients;
     let sender = |signal, client| {
         Sender {
             queue: Arc::clone(&queue),
@@ -32,8 +33,14 @@ pub(super) async fn run(
         }
         .run(signal)
     };
-    // Each signal has its own, so that one endpoint's outage does not hold up the other's telemetry.
-    let senders = async { tokio::join!(sender(Signal::Traces, traces), sender(Signal::Metrics, metrics)) };
+    // Each signal has its own, so that one endpoint's outage does not hold up the others' telemetry.
+    let senders = async {
+        tokio::join!(
+            sender(Signal::Traces, traces),
+            sender(Signal::Metrics, metrics),
+            sender(Signal::Logs, logs)
+        )
+    };
     tokio::select! {
         _ = senders => {}
         () = passed(closing.clone()) => {}
@@ -83,6 +90,8 @@ impl Sender {
                     self.failed(&error, false);
                     return work.dropped(reason);
                 }
+                // No failure of what the server does take.
+                Outcome::Unsupported { error } => return work.unsupported(error),
                 Outcome::Retry {
                     after,
                     answered,

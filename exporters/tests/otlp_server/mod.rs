@@ -4,11 +4,12 @@
 use std::collections::VecDeque;
 use std::io::{BufRead as _, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use http::{HeaderMap, HeaderName, HeaderValue};
+use opentelemetry_proto::tonic::collector::logs::v1 as logs;
 use opentelemetry_proto::tonic::collector::metrics::v1 as metrics;
 use opentelemetry_proto::tonic::collector::trace::v1 as trace;
 use prost::Message;
@@ -33,6 +34,7 @@ pub(crate) fn eventually(what: &str, condition: impl Fn() -> bool) {
 pub(crate) struct Received {
     pub(crate) traces: trace::ExportTraceServiceRequest,
     pub(crate) metrics: metrics::ExportMetricsServiceRequest,
+    pub(crate) logs: logs::ExportLogsServiceRequest,
     pub(crate) headers: Vec<HeaderMap>,
 }
 
@@ -103,6 +105,8 @@ struct HttpState {
     received: Received,
     connections: Vec<TcpStream>,
     stopped: bool,
+    /// What is answered with 404 at any time.
+    lacks: Option<&'static str>,
 }
 
 /// An HTTP/1.1 server that gives the answers of a script, then 200 for ever. Requests with status 200 are recorded.
@@ -148,6 +152,11 @@ impl HttpServer {
 
     pub(crate) fn received(&self) -> Received {
         self.state.lock().unwrap().received.clone()
+    }
+
+    /// From now on `path` is not found, whatever the script says.
+    pub(crate) fn lack(&self, path: &'static str) {
+        self.state.lock().unwrap().lacks = Some(path);
     }
 
     /// Closes everything; the address can be used again.
@@ -200,12 +209,14 @@ fn serve_one(stream: &TcpStream, state: &Mutex<HttpState>) -> Option<()> {
     let mut body = vec![0; length];
     reader.read_exact(&mut body).ok()?;
 
-    let answer = state
-        .lock()
-        .unwrap()
-        .script
-        .pop_front()
-        .unwrap_or_else(|| ok(b""));
+    let answer = {
+        let mut state = state.lock().unwrap();
+        if state.lacks == Some(path.as_str()) {
+            Answer::status(404)
+        } else {
+            state.script.pop_front().unwrap_or_else(|| ok(b""))
+        }
+    };
     let mut out = Vec::new();
     if let Some(raw) = &answer.raw {
         out.extend_from_slice(raw);
@@ -238,6 +249,7 @@ fn serve_one(stream: &TcpStream, state: &Mutex<HttpState>) -> Option<()> {
         match path.as_str() {
             "/v1/traces" => received.traces.merge(&body[..]).unwrap(),
             "/v1/metrics" => received.metrics.merge(&body[..]).unwrap(),
+            "/v1/logs" => received.logs.merge(&body[..]).unwrap(),
             _ => panic!("unexpected path {path}"),
         }
         received.headers.push(headers);
@@ -274,6 +286,15 @@ impl GrpcServer {
     }
 
     pub(crate) fn start_with(script: Vec<Status>, tls: Option<ServerTlsConfig>) -> Self {
+        Self::serve(script, tls, true)
+    }
+
+    /// One that has no service for logs.
+    pub(crate) fn without_logs() -> Self {
+        Self::serve(vec![], None, false)
+    }
+
+    fn serve(script: Vec<Status>, tls: Option<ServerTlsConfig>, takes_logs: bool) -> Self {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()
@@ -291,7 +312,11 @@ impl GrpcServer {
         };
         let port = incoming.local_addr().unwrap().port();
         let traces = trace::trace_service_server::TraceServiceServer::new(service.clone());
-        let points = metrics::metrics_service_server::MetricsServiceServer::new(service);
+        let points = metrics::metrics_service_server::MetricsServiceServer::new(service.clone());
+        let records = logs::logs_service_server::LogsServiceServer::new(service);
+        let records = records
+            .accept_compressed(CompressionEncoding::Gzip)
+            .send_compressed(CompressionEncoding::Gzip);
         runtime.spawn(async move {
             let mut server = Server::builder();
             if let Some(tls) = tls {
@@ -308,6 +333,7 @@ impl GrpcServer {
                         .accept_compressed(CompressionEncoding::Gzip)
                         .send_compressed(CompressionEncoding::Gzip),
                 )
+                .add_optional_service(takes_logs.then_some(records))
                 .serve_with_incoming(incoming)
                 .await
                 .unwrap();
@@ -338,32 +364,36 @@ pub(crate) fn tls(certificate: &str, key: &str, client_ca: Option<&str>) -> Serv
     }
 }
 
+impl Service {
+    /// Notes a request that is taken, unless the script has a status for it.
+    fn take<T>(&self, request: &Request<T>) -> Result<MutexGuard<'_, GrpcState>, Status> {
+        let mut state = self.0.lock().unwrap();
+        if let Some(status) = state.script.pop_front() {
+            return Err(status);
+        }
+        let headers = request.metadata().clone().into_headers();
+        state.received.headers.push(headers);
+        Ok(state)
+    }
+}
+
 #[tonic::async_trait]
 impl trace::trace_service_server::TraceService for Service {
     async fn export(
         &self,
         request: Request<trace::ExportTraceServiceRequest>,
     ) -> Result<Response<trace::ExportTraceServiceResponse>, Status> {
-        let mut state = self.0.lock().unwrap();
-        if let Some(status) = state.script.pop_front() {
-            return Err(status);
-        }
+        let mut state = self.take(&request)?;
+        let spans = request.into_inner().resource_spans;
+        state.received.traces.resource_spans.extend(spans);
+        let rejected = state.rejected.clone();
         let partial_success =
-            state.rejected.clone().map(
+            rejected.map(
                 |(rejected_spans, error_message)| trace::ExportTracePartialSuccess {
                     rejected_spans,
                     error_message,
                 },
             );
-        state
-            .received
-            .headers
-            .push(request.metadata().clone().into_headers());
-        state
-            .received
-            .traces
-            .resource_spans
-            .extend(request.into_inner().resource_spans);
         Ok(Response::new(trace::ExportTraceServiceResponse {
             partial_success,
         }))
@@ -376,16 +406,30 @@ impl metrics::metrics_service_server::MetricsService for Service {
         &self,
         request: Request<metrics::ExportMetricsServiceRequest>,
     ) -> Result<Response<metrics::ExportMetricsServiceResponse>, Status> {
-        let mut state = self.0.lock().unwrap();
-        state
-            .received
-            .headers
-            .push(request.metadata().clone().into_headers());
-        state
-            .received
-            .metrics
-            .resource_metrics
-            .extend(request.into_inner().resource_metrics);
+        let mut state = self.take(&request)?;
+        let points = request.into_inner().resource_metrics;
+        state.received.metrics.resource_metrics.extend(points);
         Ok(Response::new(metrics::ExportMetricsServiceResponse::default()))
+    }
+}
+
+#[tonic::async_trait]
+impl logs::logs_service_server::LogsService for Service {
+    async fn export(
+        &self,
+        request: Request<logs::ExportLogsServiceRequest>,
+    ) -> Result<Response<logs::ExportLogsServiceResponse>, Status> {
+        let mut state = self.take(&request)?;
+        let records = request.into_inner().resource_logs;
+        state.received.logs.resource_logs.extend(records);
+        let rejected = state.rejected.clone();
+        let partial_success =
+            rejected.map(
+                |(rejected_log_records, error_message)| logs::ExportLogsPartialSuccess {
+                    rejected_log_records,
+                    error_message,
+                },
+            );
+        Ok(Response::new(logs::ExportLogsServiceResponse { partial_success }))
     }
 }

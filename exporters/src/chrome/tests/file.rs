@@ -19,8 +19,8 @@ fn a_full_disk_loses_events_but_not_the_file() {
     }
     let full = writer.stats("trace.json");
     let kept = by_name(&disk.parse(), "X", "launch").len() as u64;
-    assert!(kept > 0 && full.spans_delivered == kept, "{full:?}");
-    assert_eq!(full.spans_dropped, [("io_error", 200 - kept)]);
+    assert!(kept > 0 && full[Signal::Traces].delivered == kept, "{full:?}");
+    assert_eq!(full[Signal::Traces].dropped, [("io_error", 200 - kept)]);
     assert!(
         full.last_error
             .unwrap()
@@ -97,7 +97,7 @@ fn ten_thousand_operations_are_written_quickly() {
     let elapsed = started.elapsed();
     let bytes = std::fs::read(&path).unwrap();
     println!("80,000 spans: {:.1} MB in {elapsed:?}", bytes.len() as f64 / 1e6);
-    assert_eq!(exporter.stats().spans_delivered, 80_000);
+    assert_eq!(exporter.stats()[Signal::Traces].delivered, 80_000);
     let events: Vec<Json> = serde_json::from_slice(&bytes).unwrap();
     assert_eq!(by_name(&events, "X", "all_gather rank").len(), 80_000);
     assert!(

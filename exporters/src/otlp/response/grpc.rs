@@ -73,6 +73,7 @@ pub(in crate::otlp) fn grpc(
             answered: true,
             error,
         },
+        12 => Outcome::Unsupported { error },
         _ => Outcome::refused(error),
     }
 }
@@ -111,6 +112,10 @@ fn not_grpc(status: StatusCode, headers: &HeaderMap) -> Outcome {
         200 => Outcome::malformed(format!(
             "no gRPC status; content type `{kind}`: not a gRPC server?"
         )),
+        // And what it calls UNIMPLEMENTED.
+        404 => Outcome::Unsupported {
+            error: format!("HTTP {status} without a gRPC status"),
+        },
         _ => Outcome::refused(format!("HTTP {status} without a gRPC status")),
     }
 }
@@ -257,13 +262,7 @@ mod tests {
             }
         ));
         let absent = grpc(StatusCode::NOT_FOUND, &html, None, b"");
-        assert!(matches!(
-            absent,
-            Outcome::Refused {
-                reason: "rejected",
-                ..
-            }
-        ));
+        assert!(matches!(absent, Outcome::Unsupported { .. }));
     }
 
     proptest! {
