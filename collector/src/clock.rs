@@ -29,6 +29,8 @@ pub struct ClockSample {
 #[derive(Clone, Debug)]
 pub struct Clock {
     samples: VecDeque<ClockSample>,
+    /// When it was last told what time it is.
+    now_ns: u64,
 }
 
 impl Clock {
@@ -37,6 +39,7 @@ impl Clock {
     pub fn new(sample: ClockSample) -> Self {
         Self {
             samples: VecDeque::from([sample]),
+            now_ns: sample.monotonic_ns,
         }
     }
 
@@ -72,6 +75,7 @@ impl Clock {
 
     /// Takes a sample of this machine's clocks if one is due at `now_ns`.
     pub fn refresh(&mut self, now_ns: u64) {
+        self.now_ns = self.now_ns.max(now_ns);
         if self.latest().monotonic_ns.saturating_add(INTERVAL_NS) <= now_ns {
             self.push(read());
         }
@@ -81,6 +85,13 @@ impl Clock {
     #[must_use]
     pub fn unix_ns(&self, monotonic_ns: u64) -> u64 {
         monotonic_ns.wrapping_add_signed(self.offset_at(monotonic_ns))
+    }
+
+    /// When something that happened at a monotonic time is taken in, Unix nanoseconds: by the last [`Clock::refresh`], but never
+    /// before it happened.
+    #[must_use]
+    pub fn observed_unix_ns(&self, monotonic_ns: u64) -> u64 {
+        self.unix_ns(monotonic_ns.max(self.now_ns))
     }
 
     /// How far off [`Clock::unix_ns`] can be at the moment.

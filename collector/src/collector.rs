@@ -200,6 +200,7 @@ impl Collector {
             communicators: &self.communicators,
             clock: &self.clock,
             spans: &mut self.batch.spans,
+            logs: &mut self.batch.logs,
         };
         (&mut self.network, output)
     }
@@ -207,15 +208,18 @@ impl Collector {
     /// What the correlator finished goes to the instances, or becomes spans at once.
     fn hand_on(&mut self) {
         let mut finished = std::mem::take(&mut self.finished);
-        for finished in finished.drain(..) {
+        for mut finished in finished.drain(..) {
+            if let Finished::Operation(part) | Finished::Unfinished(part) | Finished::Judged(part) =
+                &mut finished
+                && part.ranks == 0
+            {
+                part.ranks = self
+                    .communicators
+                    .get(part.comm)
+                    .map_or(0, |communicator| communicator.ranks);
+            }
             match finished {
-                Finished::Operation(mut part) => {
-                    if part.ranks == 0 {
-                        part.ranks = self
-                            .communicators
-                            .get(part.comm)
-                            .map_or(0, |communicator| communicator.ranks);
-                    }
+                Finished::Operation(part) => {
                     let expected = part.instance().map_or(0, |key| self.communicators.expected(&key));
                     let left = self
                         .instances
@@ -229,6 +233,15 @@ impl Collector {
                     let spans = &mut self.batch.spans;
                     self.maker
                         .unfinished(&part, self.now_ns, &self.communicators, &self.clock, spans);
+                }
+                Finished::Judged(part) => {
+                    let log = self.maker.verdict(&part, &self.communicators, &self.clock);
+                    self.batch.logs.extend(log);
+                    let communicator = self.communicators.get(part.comm);
+                    let member = communicator.and_then(|known| known.member(part.pid, part.rank));
+                    if let (Some(member), Some(verdict)) = (member, part.verdicts.last()) {
+                        self.metrics.judged(verdict, &member.resource);
+                    }
                 }
                 Finished::Group(group) => {
                     self.maker

@@ -12,7 +12,7 @@ pub use histogram::Histogram;
 
 use crate::{
     correlate::{
-        Counts, Given, RankOperation,
+        Counts, Given, RankOperation, Verdict,
         communicators::Communicators,
         instance::GivenUp,
         proxy::{STEP_STATES, Way, path_name},
@@ -102,6 +102,28 @@ impl Metrics {
         }
     }
 
+    /// What is known of a rank.
+    fn rank(&mut self, resource: &Arc<Resource>) -> &mut OfRank {
+        let key = Arc::as_ptr(resource).addr();
+        if self.ranks.len() >= RANKS && !self.ranks.contains_key(&key) {
+            // Nobody else holds the resource of a process that was forgotten.
+            self.ranks.retain(|_, rank| Arc::strong_count(&rank.resource) > 1);
+        }
+        self.ranks.entry(key).or_insert_with(|| OfRank {
+            resource: resource.clone(),
+            functions: Vec::new(),
+            verdicts: BTreeMap::new(),
+            states: Default::default(),
+            network: BTreeMap::new(),
+        })
+    }
+
+    /// A rank has given a verdict.
+    pub fn judged(&mut self, verdict: &Verdict, resource: &Arc<Resource>) {
+        let verdicts = &mut self.rank(resource).verdicts;
+        *verdicts.entry((verdict.cause, verdict.hang)).or_default() += 1;
+    }
+
     /// One rank's part of an operation is over.
     pub fn observe(
         &mut self,
@@ -110,21 +132,7 @@ impl Metrics {
         bus_bandwidth: Option<f64>,
         lag_ns: Option<i64>,
     ) {
-        let key = Arc::as_ptr(resource).addr();
-        if self.ranks.len() >= RANKS && !self.ranks.contains_key(&key) {
-            // Nobody else holds the resource of a process that was forgotten.
-            self.ranks.retain(|_, rank| Arc::strong_count(&rank.resource) > 1);
-        }
-        let rank = self.ranks.entry(key).or_insert_with(|| OfRank {
-            resource: resource.clone(),
-            functions: Vec::new(),
-            verdicts: BTreeMap::new(),
-            states: Default::default(),
-            network: BTreeMap::new(),
-        });
-        for verdict in &part.verdicts {
-            *rank.verdicts.entry((verdict.cause, verdict.hang)).or_default() += 1;
-        }
+        let rank = self.rank(resource);
         let function = part.function();
         let at = rank
             .functions

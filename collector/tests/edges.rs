@@ -9,9 +9,9 @@ use ringsight_collector::{
     identity::Role,
     synthetic::{EPOCH_NS, FIRST_PID, Job, Operation},
 };
-use ringsight_exporters::model::{MetricData, Span, Value};
+use ringsight_exporters::model::{Span, Value};
 use ringsight_probes::sample::{Carrier, Sample};
-use ringsight_records::{Cause, Kind, Record, State};
+use ringsight_records::{Kind, Record, State};
 
 use common::{attribute, check_trees, collect, collector, collector_with, named, sorted};
 
@@ -305,101 +305,6 @@ fn what_the_ring_tells_of_operations_before_the_attach_is_not_in_flight() {
             .given_up_by_reason()
             .contains(&("begun_before_attach", 1))
     );
-}
-
-#[test]
-fn a_hang_is_an_event_and_an_error_of_the_rank_that_reports_it() {
-    let job = Job::default();
-    let operation = Operation::all_reduce(1);
-    let mut samples = job.samples(0..4, &[operation]);
-    // Rank 1 says first that rank 3 is late, then that it is stopped.
-    let position = |sample: &Sample| {
-        matches!(sample, Sample::Record { pid, record, .. }
-            if *pid == FIRST_PID + 1 && record.kind() == Some(Kind::OpCompleted))
-    };
-    let at = samples.iter().position(position).unwrap();
-    let Sample::Record {
-        record: completed, ..
-    } = samples[at]
-    else {
-        unreachable!("a record")
-    };
-    for (cause, state) in [
-        (Cause::RankStopped, State::STOP),
-        (Cause::NotLaunched, State::START),
-    ] {
-        let verdict = Record {
-            value: u64::from(cause.code()) << 32 | 3,
-            kind: Kind::Verdict as u8,
-            state,
-            time_ns: completed.time_ns - 100 - u64::from(state == State::START),
-            ..completed
-        };
-        samples.insert(
-            at,
-            Sample::Record {
-                pid: FIRST_PID + 1,
-                tid: 1,
-                carrier: Carrier::Probe,
-                record: verdict,
-            },
-        );
-    }
-    let mut counted = collector();
-    counted.ingest(&mut samples.clone());
-    counted.add_metrics(10_000_000_000, 1.5, Vec::new());
-    let mut verdicts: Vec<_> = counted
-        .take_batch()
-        .metrics
-        .into_iter()
-        .filter(|metric| metric.name == "ccl.watchdog.verdicts")
-        .map(|metric| {
-            (
-                metric.attributes[0].1.clone(),
-                metric.attributes[1].1.clone(),
-                metric.data,
-            )
-        })
-        .collect();
-    verdicts.sort_by_key(|(cause, ..)| format!("{cause:?}"));
-    let verdict = |cause, hang| (Value::Static(cause), Value::Bool(hang), MetricData::Counter(1));
-    assert_eq!(
-        verdicts,
-        [verdict("NOT_LAUNCHED", false), verdict("RANK_STOPPED", true)]
-    );
-
-    let batch = collect(samples);
-    check_trees(&batch.spans);
-    let ranks: Vec<&Span> = named(&batch.spans, "all_reduce rank").collect();
-    assert_eq!(ranks.len(), 4);
-    let culprit = ranks
-        .iter()
-        .find(|span| attribute(span, "ccl.rank") == Some(&Value::Int(3)))
-        .unwrap();
-    for span in &ranks {
-        let reports = attribute(span, "ccl.rank") == Some(&Value::Int(1));
-        let awaited: Vec<_> = span.links.iter().map(|link| link.span_id).collect();
-        assert_eq!(awaited, &[culprit.span_id][..usize::from(reports)]);
-    }
-    for span in ranks {
-        let reports = attribute(span, "ccl.rank") == Some(&Value::Int(1));
-        let expected = reports.then_some("RANK_STOPPED: rank 3");
-        assert_eq!(span.error.as_deref(), expected);
-        let said: Vec<_> = span
-            .events
-            .iter()
-            .map(|event| {
-                (
-                    event.name,
-                    event.attributes[0].1.clone(),
-                    event.attributes[2].1.clone(),
-                )
-            })
-            .collect();
-        let event = |cause, hang| ("ccl.watchdog.verdict", Value::Static(cause), Value::Bool(hang));
-        let expected = [event("NOT_LAUNCHED", false), event("RANK_STOPPED", true)];
-        assert_eq!(said, &expected[..if reports { 2 } else { 0 }]);
-    }
 }
 
 #[test]

@@ -9,7 +9,7 @@ use ringsight_collector::{
     identity::{Direction, InstanceKey, Role, Scope, SpanKey, TraceKind},
     synthetic::{EPOCH_NS, FIRST_PID, Job},
 };
-use ringsight_exporters::model::{MetricData, Span, Value};
+use ringsight_exporters::model::{Batch, MetricData, Severity, Span, Value};
 use ringsight_probes::{
     network::{NetworkEvent, NetworkSample},
     sample::{Carrier, Sample},
@@ -134,7 +134,14 @@ fn a_failover_is_one_span_linked_to_what_it_delayed() {
             0,
         ),
     ];
-    assert!(spans(&mut collector, begun).is_empty(), "it is under way");
+    let mut begun = begun;
+    collector.ingest(&mut begun);
+    let batch = collector.take_batch();
+    assert!(batch.spans.is_empty(), "it is under way");
+    // The way back is no warning.
+    let [log] = &batch.logs[..] else {
+        panic!("{:?}", batch.logs)
+    };
     let spans = spans(
         &mut collector,
         vec![moment(comm, 21, 960, State::STOP, change(None, 0, 0, 0x11), 0)],
@@ -146,6 +153,20 @@ fn a_failover_is_one_span_linked_to_what_it_delayed() {
         ("failover", 950_000)
     );
     assert_eq!(span.error, None);
+    assert_eq!(log.span, Some((span.trace_id, span.span_id)));
+    assert_eq!(log.resource, span.resource);
+    assert_eq!(
+        (log.severity, log.event_name, &*log.body),
+        (
+            Severity::Warn,
+            "ccl.failover.path_switched",
+            "rank 0's connection to rank 1, channel 3, goes on over path 1 instead of 0: completion_error"
+        )
+    );
+    assert_eq!(log.unix_ns, span.events[1].unix_ns);
+    for attribute in &span.events[1].attributes {
+        assert!(log.attributes.contains(attribute), "{attribute:?}");
+    }
     for (name, value) in [
         ("ccl.failover.cause", Value::Static("completion_error")),
         ("ccl.failover.switches", Value::Int(2)),
@@ -205,27 +226,32 @@ fn a_failover_is_one_span_linked_to_what_it_delayed() {
 #[test]
 fn a_connection_without_a_path_left_is_an_error() {
     let (mut collector, comm, _) = watching();
-    let spans = spans(
-        &mut collector,
-        vec![
-            moment(
-                comm,
-                7,
-                10,
-                State::START,
-                change(Some(PathCause::Port), 0, 0, 0x11),
-                0,
-            ),
-            moment(
-                comm,
-                7,
-                90,
-                State::ABORTED,
-                change(Some(PathCause::Timeout), 1, 1, 0x22),
-                0,
-            ),
-        ],
+    let mut samples = vec![
+        moment(
+            comm,
+            7,
+            10,
+            State::START,
+            change(Some(PathCause::Port), 0, 0, 0x11),
+            0,
+        ),
+        moment(
+            comm,
+            7,
+            90,
+            State::ABORTED,
+            change(Some(PathCause::Timeout), 1, 1, 0x22),
+            0,
+        ),
+    ];
+    collector.ingest(&mut samples);
+    let Batch { spans, logs, .. } = collector.take_batch();
+    let [log] = &logs[..] else { panic!("{logs:?}") };
+    assert_eq!(
+        (log.severity, log.event_name),
+        (Severity::Error, "ccl.failover.gave_up")
     );
+    assert_eq!(log.span, Some((spans[0].trace_id, spans[0].span_id)));
     assert_eq!(spans[0].error.as_deref(), Some("the connection has no path left"));
     assert_eq!(attribute(&spans[0], "ccl.failover.recovery.duration"), None);
     assert_eq!(

@@ -48,13 +48,15 @@ impl Default for Limits {
     }
 }
 
-/// Something that is over.
+/// Something that is over, or that is to be told before it is.
 #[derive(Clone, Debug)]
 pub enum Finished {
     /// An operation of one rank.
     Operation(Box<RankOperation>),
     /// An operation that was still running when its process ended or was let go of.
     Unfinished(Box<RankOperation>),
+    /// An operation as it is when the watchdog has given a verdict on it, its last one. It goes on.
+    Judged(Box<RankOperation>),
     /// A group that the caller opened.
     Group(Box<Group>),
     /// A host-timed call, and when the group that it was made in began.

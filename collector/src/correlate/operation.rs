@@ -143,6 +143,14 @@ impl RankOperation {
         self.completed || self.launched_ns != 0 || self.description.is_some()
     }
 
+    /// When it began to be in progress, as far as that is known before its end.
+    #[must_use]
+    pub fn begun_ns(&self) -> Option<u64> {
+        let channels = self.channels.iter().map(|channel| channel.start_ns);
+        let first = channels.filter(|ns| *ns != 0).min();
+        first.or_else(|| [self.device.0, self.launched_ns].into_iter().find(|ns| *ns != 0))
+    }
+
     /// Its function, if its description is known.
     #[must_use]
     pub fn function(&self) -> Option<Function> {

@@ -225,10 +225,15 @@ impl Target {
                 let Some(operation) = self.operation(record.op, record.replay, limits, finished) else {
                     return;
                 };
-                let was_completed = operation.completed;
+                let (was_completed, verdicts) = (operation.completed, operation.verdicts.len());
                 operation.record(kind, record);
+                let judged = (operation.verdicts.len() > verdicts).then(|| Box::new(operation.clone()));
                 if operation.completed && !was_completed {
                     self.pending.push(key(record.op, record.replay));
+                }
+                if let Some(mut judged) = judged {
+                    self.supplement(&mut judged);
+                    finished.push(Finished::Judged(judged));
                 }
             }
         }

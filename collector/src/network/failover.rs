@@ -3,13 +3,16 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use ringsight_exporters::model::{Attribute, Metric, MetricData, Span, SpanEvent, SpanLink, Value};
+use ringsight_exporters::model::{
+    Attribute, LogRecord, Metric, MetricData, Resource, Severity, Span, SpanEvent, SpanId, SpanLink, TraceId,
+    Value,
+};
 use ringsight_records::{Flags, PathCause, PathChange, Record, State};
 
 use super::{Network, Output};
 use crate::{
-    correlate::communicators::Communicators,
-    identity::{Direction, InstanceKey, Role, SpanKey, TraceKind},
+    correlate::communicators::{Communicators, Watched},
+    identity::{Direction, InstanceKey, Role, Scope, SpanKey, TraceKind},
 };
 
 /// Failovers that are under way at once; connections are few.
@@ -29,6 +32,42 @@ struct Connection {
     channel: u8,
     send: bool,
     p2p: bool,
+}
+
+impl Connection {
+    /// Of the span of the failover that began at this time.
+    fn failover_ids(&self, watched: &Watched, begun_ns: u64, scope: &Scope) -> (TraceId, SpanId) {
+        let key = InstanceKey {
+            comm: watched.identity,
+            seq: begun_ns,
+            ranks: 0,
+            replay: u32::from(self.p2p) << 16 | u32::from(self.channel) << 1 | u32::from(self.send),
+            kind: TraceKind::Network,
+            pair: Some((self.rank, self.peer.cast_unsigned())),
+        };
+        let trace_id = key.trace_id(scope);
+        (trace_id, SpanKey::of(Role::Failover).span_id(&trace_id))
+    }
+
+    /// Its rank's.
+    fn resource(&self, watched: &Watched, communicators: &Communicators) -> Arc<Resource> {
+        let member = communicators
+            .get(self.comm)
+            .and_then(|communicator| communicator.member(self.pid, self.rank));
+        Arc::clone(member.map_or(&watched.resource, |member| &member.resource))
+    }
+
+    /// Which one it is.
+    fn attributes(&self, communicators: &Communicators) -> Vec<Attribute> {
+        let mut attributes = vec![
+            ("ccl.rank", Value::Int(i64::from(self.rank))),
+            ("ccl.peer.rank", Value::Int(i64::from(self.peer))),
+            ("ccl.channel.id", Value::Int(i64::from(self.channel))),
+        ];
+        let id = communicators.get(self.comm).map(|communicator| &communicator.id);
+        attributes.extend(id.map(|id| ("ccl.communicator.id", Value::Text(Arc::clone(id)))));
+        attributes
+    }
 }
 
 /// An operation that the connection was at.
@@ -114,6 +153,7 @@ impl Network {
         {
             failover.delayed.push(operation);
         }
+        failover_log(&connection, failover.begun_ns, record, &change, output);
         match record.state {
             // It broke once more.
             State::START => failover.recovered_ns = None,
@@ -298,31 +338,65 @@ fn moment_attributes(
     attributes
 }
 
+/// A change of the path that somebody should know of when it happens: the span comes when the failover is over.
+fn failover_log(
+    connection: &Connection,
+    begun_ns: u64,
+    record: &Record,
+    change: &PathChange,
+    output: &mut Output<'_>,
+) {
+    let (severity, event_name, what) = match record.state {
+        // Back to a path that comes before it is how it ends.
+        State::PATH_SWITCHED if change.cause != Some(PathCause::Failback) => (
+            Severity::Warn,
+            "ccl.failover.path_switched",
+            format!("goes on over path {} instead of {}", change.to, change.from),
+        ),
+        State::ABORTED => (
+            Severity::Error,
+            "ccl.failover.gave_up",
+            "has no path left".to_owned(),
+        ),
+        _ => return,
+    };
+    let communicators = output.communicators;
+    let Some(watched) = communicators.process(connection.pid) else {
+        return;
+    };
+    let mut attributes = connection.attributes(communicators);
+    attributes.extend(moment_attributes(
+        communicators,
+        connection.pid,
+        record.state,
+        change,
+        record.bytes,
+    ));
+    let (rank, peer, channel) = (connection.rank, connection.peer, connection.channel);
+    let towards = if connection.send { "to" } else { "from" };
+    let cause = cause_name(change.cause);
+    output.logs.push(LogRecord {
+        resource: connection.resource(watched, communicators),
+        unix_ns: output.clock.unix_ns(record.time_ns),
+        observed_unix_ns: output.clock.observed_unix_ns(record.time_ns),
+        severity,
+        event_name,
+        body: format!("rank {rank}'s connection {towards} rank {peer}, channel {channel}, {what}: {cause}")
+            .into(),
+        attributes,
+        span: Some(connection.failover_ids(watched, begun_ns, output.scope)),
+    });
+}
+
 fn failover_span(connection: &Connection, failover: &Failover, output: &mut Output<'_>) {
     let Some(watched) = output.communicators.process(connection.pid) else {
         return;
     };
     let communicator = output.communicators.get(connection.comm);
-    let resource = communicator
-        .and_then(|communicator| communicator.member(connection.pid, connection.rank))
-        .map_or(&watched.resource, |member| &member.resource);
-    let peer = connection.peer.cast_unsigned();
-    let trace_id = InstanceKey {
-        comm: watched.identity,
-        seq: failover.begun_ns,
-        ranks: 0,
-        replay: u32::from(connection.p2p) << 16
-            | u32::from(connection.channel) << 1
-            | u32::from(connection.send),
-        kind: TraceKind::Network,
-        pair: Some((connection.rank, peer)),
-    }
-    .trace_id(output.scope);
+    let (trace_id, span_id) = connection.failover_ids(watched, failover.begun_ns, output.scope);
     let last = failover.moments.last().map(|(_, state, _, _)| *state);
-    let mut attributes: Vec<Attribute> = vec![
-        ("ccl.rank", Value::Int(i64::from(connection.rank))),
-        ("ccl.peer.rank", Value::Int(i64::from(connection.peer))),
-        ("ccl.channel.id", Value::Int(i64::from(connection.channel))),
+    let mut attributes = connection.attributes(output.communicators);
+    attributes.extend([
         ("ccl.failover.cause", Value::Static(cause_name(failover.cause))),
         ("ccl.failover.switches", Value::Int(i64::from(failover.switches))),
         (
@@ -330,10 +404,7 @@ fn failover_span(connection: &Connection, failover: &Failover, output: &mut Outp
             Value::Int(i64::try_from(failover.replayed).unwrap_or(i64::MAX)),
         ),
         ("ccl.failover.failed_back", Value::Bool(last == Some(State::STOP))),
-    ];
-    attributes.extend(
-        communicator.map(|communicator| ("ccl.communicator.id", Value::Text(communicator.id.clone()))),
-    );
+    ]);
     attributes.extend(failover.recovery_ns().map(|ns| {
         let seconds = Value::Double(ns as f64 / 1e9);
         ("ccl.failover.recovery.duration", seconds)
@@ -356,9 +427,9 @@ fn failover_span(connection: &Connection, failover: &Failover, output: &mut Outp
         .collect();
     output.counts.count(Role::Failover);
     output.spans.push(Span {
-        resource: Arc::clone(resource),
+        resource: connection.resource(watched, output.communicators),
         trace_id,
-        span_id: SpanKey::of(Role::Failover).span_id(&trace_id),
+        span_id,
         parent_span_id: None,
         name: "failover",
         start_unix_ns: output.clock.unix_ns(failover.begun_ns),

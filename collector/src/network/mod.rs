@@ -10,7 +10,7 @@ use std::{
     sync::Arc,
 };
 
-use ringsight_exporters::model::{Resource, Span};
+use ringsight_exporters::model::{LogRecord, Resource, Span};
 use ringsight_probes::network::{NetworkEvent, NetworkSample, VerbsEvent};
 use ringsight_records::{Carrier, Record};
 use rustc_hash::FxHashMap;
@@ -77,6 +77,7 @@ pub(crate) struct Output<'a> {
     pub(crate) clock: &'a Clock,
     pub(crate) counts: &'a mut SpanCounts,
     pub(crate) spans: &'a mut Vec<Span>,
+    pub(crate) logs: &'a mut Vec<LogRecord>,
 }
 
 /// What is known of the kernel's RDMA stack.

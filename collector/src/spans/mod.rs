@@ -5,6 +5,7 @@
 mod names;
 mod process;
 mod rank;
+mod verdict;
 
 use std::sync::Arc;
 

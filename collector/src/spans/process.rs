@@ -6,7 +6,7 @@ use ringsight_exporters::model::{Resource, Span, Value};
 use ringsight_probes::sample::{Call, HostCall};
 use ringsight_records::Function;
 
-use super::{Range, SpanMaker, group_key, int, link, names, rank, resource_of, seconds};
+use super::{Range, SpanMaker, group_key, int, link, names, resource_of, seconds, verdict};
 use crate::{
     clock::Clock,
     correlate::{
@@ -77,9 +77,9 @@ impl SpanMaker {
             start_unix_ns: clock.unix_ns(range.start),
             end_unix_ns: clock.unix_ns(range.end.max(now_ns)),
             attributes,
-            events: rank::verdicts(part, clock),
+            events: verdict::events(part, clock),
             links: links.into_iter().collect(),
-            error: rank::error(part)
+            error: verdict::error(part)
                 .or_else(|| Some("the operation had not finished when its observation ended".into())),
         });
     }

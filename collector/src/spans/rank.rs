@@ -5,11 +5,13 @@ use std::{collections::BTreeSet, sync::Arc};
 use ringsight_exporters::model::{Attribute, Resource, Span, SpanEvent, SpanId, TraceId, Value};
 use ringsight_records::Function;
 
-use super::{Range, SpanCounts, bytes_of, group_key, int, link, names, resource_of, seconds, send_of};
+use super::{
+    Range, SpanCounts, bytes_of, group_key, int, link, names, resource_of, seconds, send_of, verdict,
+};
 use crate::{
     clock::Clock,
     correlate::{
-        KernelChannel, RankOperation, Verdict,
+        KernelChannel, RankOperation,
         communicators::{Communicator, Communicators},
         proxy::{Carried, ProxyOperation, STEP_STATES, path_name},
     },
@@ -32,30 +34,6 @@ pub(super) struct Part<'a> {
     /// Arrival against the other parts' median, where that means something.
     pub(super) lag_ns: Option<i64>,
     pub(super) fallback: &'a Arc<Resource>,
-}
-
-/// What the watchdog said of an operation, as events of its span.
-pub(super) fn verdicts(part: &RankOperation, clock: &Clock) -> Vec<SpanEvent> {
-    let event = |verdict: &Verdict| SpanEvent {
-        unix_ns: clock.unix_ns(verdict.time_ns),
-        name: "ccl.watchdog.verdict",
-        attributes: vec![
-            ("ccl.watchdog.cause", Value::Static(verdict.cause.name())),
-            ("ccl.watchdog.culprit", Value::Int(i64::from(verdict.culprit))),
-            ("ccl.watchdog.hang", Value::Bool(verdict.hang)),
-        ],
-    };
-    part.verdicts.iter().map(event).collect()
-}
-
-/// Why an operation failed, if it did: the last hang, or that it was aborted.
-pub(super) fn error(part: &RankOperation) -> Option<Arc<str>> {
-    let hang = part.verdicts.iter().rev().find(|verdict| verdict.hang);
-    match (hang, part.aborted) {
-        (Some(Verdict { cause, culprit, .. }), _) => Some(format!("{cause}: rank {culprit}").into()),
-        (None, true) => Some("the operation was aborted".into()),
-        (None, false) => None,
-    }
 }
 
 impl Part<'_> {
@@ -116,13 +94,13 @@ impl Part<'_> {
             parent_span_id: Some(ids.root_id),
             attributes: self.attributes(function),
             links: self.links(ids),
-            error: error(part),
+            error: verdict::error(part),
             ..child(
                 key,
                 names::rank(function, part.direction()),
                 range,
                 Vec::new(),
-                verdicts(part, self.clock),
+                verdict::events(part, self.clock),
             )
         });
         if api.0 != 0 {

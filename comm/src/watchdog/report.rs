@@ -22,20 +22,8 @@ fn seconds(ns: u64) -> String {
 
 /// As in `rank 2 has not launched it`.
 pub(super) fn sentence(verdict: &Verdict) -> String {
-    let rank = verdict.culprit;
     let since = verdict.since_ns.map(seconds);
-    let mut text = match verdict.cause {
-        Cause::RankDead => format!("the process of rank {rank} is gone"),
-        Cause::PeerAborted => format!("rank {rank} has aborted, revoked or destroyed the communicator"),
-        Cause::RankStopped => format!("the process of rank {rank} is stopped"),
-        Cause::NoAnswer => format!("rank {rank} does not answer"),
-        Cause::MetadataMismatch => format!(
-            "rank {rank} has not launched it: the ranks do not call the same operations in the same order"
-        ),
-        Cause::NotLaunched => format!("rank {rank} has not launched it"),
-        Cause::QueuedBehindCompute => format!("rank {rank} has launched it, its stream has not come to it"),
-        Cause::StuckKernel => format!("every rank has come, nothing moves, and rank {rank} stopped first"),
-    };
+    let mut text = verdict.cause.of_rank(verdict.culprit).to_string();
     match (verdict.cause, since) {
         (Cause::NotLaunched, Some(since)) => {
             let _ = write!(text, "; its last launch on this communicator was {since} ago");

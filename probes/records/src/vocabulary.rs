@@ -125,6 +125,49 @@ vocabulary! {
     }
 }
 
+impl Cause {
+    /// What it says of a rank, in words: `the process of rank 2 is stopped`.
+    #[must_use]
+    pub const fn of_rank(self, rank: u32) -> CauseOfRank {
+        CauseOfRank(self, rank)
+    }
+}
+
+/// See [`Cause::of_rank`].
+#[derive(Clone, Copy, Debug)]
+pub struct CauseOfRank(Cause, u32);
+
+impl core::fmt::Display for CauseOfRank {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        let Self(cause, rank) = self;
+        match cause {
+            Cause::RankDead => write!(f, "the process of rank {rank} is gone"),
+            Cause::PeerAborted => {
+                write!(
+                    f,
+                    "rank {rank} has aborted, revoked or destroyed the communicator"
+                )
+            }
+            Cause::RankStopped => write!(f, "the process of rank {rank} is stopped"),
+            Cause::NoAnswer => write!(f, "rank {rank} does not answer"),
+            Cause::MetadataMismatch => write!(
+                f,
+                "rank {rank} has not launched it: the ranks do not call the same operations in the same order"
+            ),
+            Cause::NotLaunched => write!(f, "rank {rank} has not launched it"),
+            Cause::QueuedBehindCompute => {
+                write!(f, "rank {rank} has launched it, its stream has not come to it")
+            }
+            Cause::StuckKernel => {
+                write!(
+                    f,
+                    "every rank has come, nothing moves, and rank {rank} stopped first"
+                )
+            }
+        }
+    }
+}
+
 vocabulary! {
     /// `ncclRedOp_t`, and [`ReduceOp::None`] for functions that do not reduce.
     ReduceOp {
