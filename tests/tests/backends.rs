@@ -23,8 +23,8 @@ fn jaeger_binary() -> Option<PathBuf> {
     named.or_else(xtask::setup::cached_jaeger)
 }
 
-/// Runs a job whose traces go to `otlp`; returns the collector's account.
-fn send(folder: &Path, otlp: &str, protocol: &str, steps: u32) -> Result<Summary> {
+/// Runs a job whose traces go to `otlp`; returns the collector's account, and what it wrote.
+fn send(folder: &Path, otlp: &str, protocol: &str, steps: u32) -> Result<(Summary, String)> {
     let configuration = job(4, steps, 0);
     let mut job = start(&configuration, folder)?;
     let options = [format!("--otlp={otlp}"), format!("--otlp-protocol={protocol}")];
@@ -32,7 +32,8 @@ fn send(folder: &Path, otlp: &str, protocol: &str, steps: u32) -> Result<Summary
     job.go()?;
     job.wait_done(LIMIT, |_, _| ())?;
     job.exit()?;
-    collector.finish(LIMIT)
+    let summary = collector.finish(LIMIT)?;
+    Ok((summary, collector.log()))
 }
 
 /// Reads every operation's trace with `read` and checks it. A backend may index with a delay: a trace that is not whole
@@ -84,7 +85,9 @@ fn through_jaeger(test: &str, protocol: &str) -> Result<()> {
     } else {
         jaeger.otlp_http
     };
-    let summary = send(folder.path(), &format!("http://{otlp}"), protocol, 60)?;
+    let (summary, log) = send(folder.path(), &format!("http://{otlp}"), protocol, 60)?;
+    // Jaeger takes traces alone: that is told, and no failure.
+    ensure!(log.matches("takes no metrics").count() == 1, "{log}");
     check_all(&summary, Duration::from_secs(10), |id| {
         traces::read_jaeger(&backend::get(jaeger.query, &format!("/api/traces/{id}"))?)
     })
@@ -172,7 +175,7 @@ fn tempo_gives_back_what_it_got() -> Result<()> {
     };
     let _alone = alone();
     let folder = folder()?;
-    let summary = send(folder.path(), &otlp, "grpc", 40)?;
+    let (summary, _) = send(folder.path(), &otlp, "grpc", 40)?;
     let query = address(&query)?;
     check_all(&summary, Duration::from_secs(60), |id| {
         traces::read_tempo(&backend::get(query, &format!("/api/traces/{id}"))?)

@@ -5,54 +5,46 @@ use std::io::Write as _;
 use super::encode::{
     CUMULATIVE, SCOPE_NAME, SCOPE_VERSION, SPAN_KIND_INTERNAL, STATUS_CODE_ERROR, counter_value,
 };
-use super::group::{self, HasResource};
+use super::group;
 use crate::model::{Attribute, LogRecord, Metric, MetricData, Resource, Span, Value};
 
 /// Appends `spans` as an `ExportTraceServiceRequest`, on one line.
 pub(crate) fn traces(out: &mut Vec<u8>, spans: &[Span]) {
     let names = ["resourceSpans", "scopeSpans", "spans"];
-    request(
-        out,
-        names,
-        spans,
-        |spans| spans,
-        |out, span| write_span(out, span),
-    );
+    request(out, names, group::by_resource(spans), write_span);
 }
 
 /// Appends `metrics` as an `ExportMetricsServiceRequest`, on one line.
 pub(crate) fn metrics(out: &mut Vec<u8>, metrics: &[Metric]) {
     let names = ["resourceMetrics", "scopeMetrics", "metrics"];
-    let by_metric = |points: Vec<_>| group::by_metric(&points);
-    request(out, names, metrics, by_metric, |out, points| {
-        write_metric(out, points)
-    });
+    let groups = group::by_resource(metrics)
+        .into_iter()
+        .map(|(resource, points)| (resource, group::by_metric(&points)));
+    request(out, names, groups, |out, points| write_metric(out, &points));
 }
 
 /// Appends `logs` as an `ExportLogsServiceRequest`, on one line.
 pub(crate) fn logs(out: &mut Vec<u8>, logs: &[LogRecord]) {
     let names = ["resourceLogs", "scopeLogs", "logRecords"];
-    request(out, names, logs, |logs| logs, |out, log| write_log(out, log));
+    request(out, names, group::by_resource(logs), write_log);
 }
 
-/// A request: groups of a resource and a scope group, itself of items. `of_resource` makes messages of a resource's items,
-/// `write` writes one.
-fn request<'a, T: HasResource, M>(
+/// A request: groups of a resource and a scope group, itself of messages, which `write` writes.
+fn request<'a, M>(
     out: &mut Vec<u8>,
     [groups, scopes, messages]: [&str; 3],
-    items: &'a [T],
-    of_resource: impl Fn(Vec<&'a T>) -> Vec<M>,
-    write: impl Fn(&mut Vec<u8>, &M),
+    by_resource: impl IntoIterator<Item = (&'a Resource, Vec<M>)>,
+    write: impl Fn(&mut Vec<u8>, M),
 ) {
     put_fmt(out, format_args!("{{\"{groups}\":["));
     let mut list = List::default();
-    for (resource, items) in group::by_resource(items) {
+    for (resource, group) in by_resource {
         list.next(out);
         frame(out, resource, scopes, messages);
         let mut list = List::default();
-        for message in of_resource(items) {
+        for message in group {
             list.next(out);
-            write(out, &message);
+            write(out, message);
         }
         put(out, "]}]}");
     }

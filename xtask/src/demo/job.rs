@@ -265,7 +265,12 @@ impl Job {
 
     /// Kills a rank, as a machine that fails does.
     pub fn kill(&mut self, rank: usize) {
-        self.workers[rank].process.signal(libc::SIGKILL);
+        self.signal(rank, libc::SIGKILL);
+    }
+
+    /// Sends a rank a signal.
+    pub fn signal(&mut self, rank: usize, signal: i32) {
+        self.workers[rank].process.signal(signal);
     }
 }
 
