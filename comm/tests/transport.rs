@@ -4,6 +4,7 @@ mod transport {
     mod faults;
     mod leftovers;
     mod moving;
+    mod offers;
     mod processes;
     mod ranks;
     mod requests;

@@ -5,7 +5,10 @@ use std::{env, process::Command};
 use ringsight_comm::{abi, device::Stream};
 use ringsight_records::{Flags, Function, Kind, Record, State};
 
-use super::nodes::{check, two_nodes};
+use super::{
+    links::set_mtu,
+    nodes::{check, two_nodes},
+};
 use crate::common::{Call, Rank, host, ok, rank_of_process, watch::Watch};
 
 /// Tells a rank to do no more than show that it can.
@@ -38,6 +41,26 @@ fn data_goes_over_rdma() {
             .env("NCCL_IB_GID_INDEX", "0")
             .env("NCCL_IB_PCI_RELAXED_ORDERING", "0");
     });
+}
+
+#[test]
+#[ignore = "helper: needs RDMA devices, run in a guest"]
+fn ports_with_different_mtus_use_the_smaller() {
+    set_mtu("nic0", 1500);
+    let ended = two_nodes("data::worker", |_, _| {});
+    set_mtu("nic0", 4200);
+    // Requests of the larger one would not get over: the interface takes no packets of that length.
+    check(
+        "different MTUs",
+        &ended,
+        &["[send] via NET/IB/0", "an MTU of ", ": the smaller is used"],
+        &["via NET/Socket", "NCCL WARN NET/IB"],
+    );
+    assert!(
+        ended[0]
+            .1
+            .contains("hca0 has an MTU of 1024 bytes, the peer's peer0 one of 4096")
+    );
 }
 
 #[test]

@@ -47,6 +47,11 @@ pub(crate) fn set_link(interface: &str, state: &str) {
     ip(&format!("link set {interface} {state}"));
 }
 
+/// Sets how long an interface's packets may be. A device's own MTU is the largest power of two that fits with its headers.
+pub(crate) fn set_mtu(interface: &str, bytes: u32) {
+    ip(&format!("link set {interface} mtu {bytes}"));
+}
+
 /// Has the packets of a link lost, both ways: they go to a hardware address that nobody has. Neither the interfaces nor the devices
 /// notice.
 pub(crate) fn lose_packets(link: usize) {

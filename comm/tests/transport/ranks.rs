@@ -47,11 +47,20 @@ pub(super) struct Rank {
 
 impl Rank {
     pub(super) fn new(id: &UniqueId, rank: u32, ranks: u32, host: Option<u64>) -> Self {
+        Self::with((id, rank, ranks, host), |_| {}, |address| address)
+    }
+
+    /// The same with a proxy that is made otherwise, and that the other ranks find where `published` says.
+    pub(super) fn with(
+        (id, rank, ranks, host): (&UniqueId, u32, u32, Option<u64>),
+        change: impl FnOnce(&mut ProxyConfig),
+        published: impl FnOnce(String) -> String,
+    ) -> Self {
         let abort = Arc::new(AbortWord::default());
         let bootstrap = Bootstrap::init(id, rank, ranks, abort.clone(), PATIENCE).unwrap();
         let (tell_completed, completed) = mpsc::channel();
         let (tell_error, errors) = mpsc::channel();
-        let config = ProxyConfig {
+        let mut config = ProxyConfig {
             rank,
             ranks,
             cookie: bootstrap.cookie(),
@@ -67,8 +76,9 @@ impl Rank {
                 let _ = tell_error.send(text);
             }),
         };
+        change(&mut config);
         let proxy = Arc::new(Proxy::new(config).unwrap());
-        let mut info = RankInfo::local(rank, 0, proxy.address(), 1);
+        let mut info = RankInfo::local(rank, 0, published(proxy.address()), 1);
         info.host_hash = host.unwrap_or(info.host_hash);
         let topology = Arc::new(Topology::exchange(&bootstrap, info).unwrap());
         let connector = Connector::new(topology.clone(), proxy.clone(), abort.clone(), PATIENCE);
@@ -122,13 +132,23 @@ impl Rank {
 
 /// Runs `body` on one thread for each rank; `hosts` are the nodes that the ranks live on.
 pub(super) fn world<T: Send>(hosts: &[u64], body: impl Fn(Rank) -> T + Sync) -> Vec<T> {
+    world_of(hosts, |id, rank, ranks, host| {
+        body(Rank::new(id, rank, ranks, host))
+    })
+}
+
+/// The same where `body` makes its rank itself.
+pub(super) fn world_of<T: Send>(
+    hosts: &[u64],
+    body: impl Fn(&UniqueId, u32, u32, Option<u64>) -> T + Sync,
+) -> Vec<T> {
     let id = bootstrap::create_root().unwrap();
     thread::scope(|scope| {
         let (body, id) = (&body, &id);
         let ranks = hosts.len() as u32;
         let start = |(rank, host): (u32, &u64)| {
             let host = *host;
-            scope.spawn(move || body(Rank::new(id, rank, ranks, Some(host))))
+            scope.spawn(move || body(id, rank, ranks, Some(host)))
         };
         let threads: Vec<_> = (0..).zip(hosts).map(start).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()

@@ -126,6 +126,17 @@ const JOBS: &[Job] = &[
         mlx5: 0,
     },
     Job {
+        name: "rdma between nodes, whose offers are changed",
+        program: Program::Cargo {
+            package: "ringsight-comm",
+            test: "transport",
+            filters: &["offers"],
+        },
+        kernels: &[Series::V6_1],
+        rdma: 1,
+        mlx5: 0,
+    },
+    Job {
         name: "rdma between nodes, whose communicators end",
         program: Program::Cargo {
             package: "ringsight-comm",
