@@ -20,7 +20,9 @@ use ringsight_records::{
 };
 
 use super::{
-    links::{DEVICES, Held, find_packets, lose_packets, mend, packets, set_link, two_ports, until},
+    links::{
+        DEVICES, Held, find_packets, hide_addresses, lose_packets, mend, packets, set_link, two_ports, until,
+    },
     nodes::{check, ends, patient, two_nodes},
 };
 use crate::common::{Call, Rank, config, host, ok, place_of_process, unique_id, watch::Watch};
@@ -45,6 +47,8 @@ enum Situation {
     Returning,
     /// The first path has been made anew at the receiver; the peer, which is stopped, does not connect to it.
     Offered,
+    /// The first path is being connected anew: the kernel looks for the peer's address, which nobody answers for.
+    Connecting,
     /// The first path is there anew, and is being probed.
     Probing,
     /// All ports are down; there is time left. An operation is under way.
@@ -53,11 +57,13 @@ enum Situation {
     Failed,
 }
 
-use Situation::{Agreeing, Backup, Failed, Leaving, NoPath, Normal, Offered, Probing, Replaying, Returning};
+use Situation::{
+    Agreeing, Backup, Connecting, Failed, Leaving, NoPath, Normal, Offered, Probing, Replaying, Returning,
+};
 
 impl Situation {
-    const ALL: [Self; 10] = [
-        Normal, Leaving, Agreeing, Replaying, Backup, Returning, Offered, Probing, NoPath, Failed,
+    const ALL: [Self; 11] = [
+        Normal, Leaving, Agreeing, Replaying, Backup, Returning, Offered, Connecting, Probing, NoPath, Failed,
     ];
 
     /// The other rank's process is stopped.
@@ -81,7 +87,8 @@ enum How {
 
 /// How long a recovery may take where it is meant to fail.
 const GIVE_UP: Duration = Duration::from_millis(2500);
-/// What ending takes beside what it waits for: a second by the documentation (`docs/src/library.md`), and one more on an emulated machine.
+/// What ending takes beside what it waits for: a second, and what a call to a device that is under way takes, which is a second where an
+/// address is looked for (`docs/src/failover.md`).
 const END: Duration = Duration::from_secs(2);
 /// How long packets are lost while a rank destroys its communicator.
 const LOST: Duration = Duration::from_millis(300);
@@ -452,6 +459,19 @@ fn bring_to(control: &Control, comm: &Rank, situation: Situation) -> (Option<Wor
                 end.flags & Connection::SENDS != 0 || end.path[0].stage == LinkStage::Offered as u8
             });
             (None, Some(stopped))
+        }
+        Connecting => {
+            leave_first_path(control, comm);
+            if first {
+                hide_addresses(true);
+                set_link("nic0", "up");
+            }
+            // The one that is offered the path connects first, for a second, again and again.
+            until("a sender connects", || {
+                let connects = |end: &Connection| end.path[0].stage == LinkStage::Connecting as u8;
+                ends().iter().any(connects)
+            });
+            (None, None)
         }
         Probing => {
             leave_first_path(control, comm);

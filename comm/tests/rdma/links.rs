@@ -70,6 +70,15 @@ fn found(link: usize) -> String {
     format!("neigh flush dev nic{link} nud permanent\nneigh flush dev pnic{link} nud permanent\n")
 }
 
+/// Has nobody answer who asks for an address on the first link, or as usual.
+pub(crate) fn hide_addresses(hidden: bool) {
+    for interface in ["nic0", "pnic0"] {
+        // 8: for no address; 1: for the interface's own, as the links are set up.
+        let file = format!("/proc/sys/net/ipv4/conf/{interface}/arp_ignore");
+        fs::write(file, if hidden { "8" } else { "1" }).unwrap();
+    }
+}
+
 /// Has TCP between the addresses of the first link go over its wire, as RDMA does. What is sent to an address of the machine itself stays
 /// within it otherwise. To be said again when the link was down, which takes its routes away.
 pub(crate) fn tcp_over_wire() {
@@ -90,6 +99,7 @@ const WIRE: &str = "pref 50 iif lo to 10.0.0.0/24 lookup main";
 
 /// Brings both links up, with all their packets, and waits until the devices say so.
 pub(crate) fn mend() {
+    hide_addresses(false);
     let commands =
         [0, 1].map(|link| found(link) + &format!("link set nic{link} up\nlink set pnic{link} up\n"));
     ip(&commands.concat());
