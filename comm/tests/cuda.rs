@@ -181,9 +181,21 @@ fn slots_may_be_small_and_channels_many() {
     );
 }
 
+/// Ranks on nodes of their own: what they send is staged in host memory and goes over sockets.
+#[test]
+fn nodes_are_joined_by_the_network() {
+    let test = "nodes_are_joined_by_the_network";
+    let told = [("NCCL_DEBUG", "INFO")];
+    if let Some(said) = output("driver", test, &["check", "2", "n", "1048576"], &told) {
+        assert!(said.contains(" nNodes 2 "), "{said}");
+        assert!(said.contains(" cases a rank\n"), "{said}");
+    }
+    drive(test, &["abort", "2", "n"], &[]);
+}
+
 #[test]
 fn graphs_replay() {
-    for kind in ["t", "p"] {
+    for kind in ["t", "p", "n"] {
         drive("graphs_replay", &["graph", "2", kind], &[]);
     }
 }

@@ -97,11 +97,37 @@ fn worker() {
     let Some(rank) = rank_of_process() else { return };
     unordered_streams(&rank);
     overtaken(&rank);
+    sent_and_gone(&rank);
     rank.leave();
     println!("rank done");
 }
 
-/// While graphs live, the network work of eager operations is posted by their stream. It must not be overtaken by that of
+/// A graph whose replays end before the network work that they ask for is looked at: it is moved though the graph is gone.
+fn sent_and_gone(rank: &Rank) {
+    const REPLAYS: usize = 200;
+    let device = host();
+    let peer = 1 - rank.rank;
+    let mut data = [rank.rank as f32 + 5.0; 3];
+    for _ in 0..3 {
+        let exec = captured(rank.stream, || {
+            let at = data.as_mut_ptr().cast();
+            if rank.rank == 0 {
+                ok(rank.call(&Call::peer(Function::Send, data.len(), peer), at, at));
+            } else {
+                ok(rank.call(&Call::peer(Function::Recv, data.len(), peer), at, at));
+            }
+        });
+        for _ in 0..REPLAYS {
+            device.graph_launch(exec, rank.stream).unwrap();
+        }
+        device.graph_exec_destroy(exec).unwrap();
+    }
+    add_up(rank, &mut data);
+    rank.synchronize();
+    assert_eq!(data, [10.0; 3]);
+}
+
+/// While graphs live, the network work of eager operations is asked for by the device. It must not be overtaken by that of
 /// an operation which is called after the last graph has gone.
 fn overtaken(rank: &Rank) {
     let device = host();

@@ -1,3 +1,4 @@
+#include "append.cuh"
 #include "channels.cuh"
 #include "clock.cuh"
 #include "count.cuh"
@@ -56,6 +57,9 @@ RINGSIGHT_MESSAGES(ringsight_messages_words, true)
 extern "C" __global__ void ringsight_clock(const __grid_constant__ ringsight::ClockArguments arguments) {
   ringsight::answer_clock(arguments);
 }
+
+// That a stream has come here; one thread.
+extern "C" __global__ void ringsight_append(ringsight::u64* journal, ringsight::u64 word) { ringsight::append(journal, word); }
 
 // How often a graph has come here; one thread.
 extern "C" __global__ void ringsight_count(ringsight::u64* word) { ringsight::count_up(word); }

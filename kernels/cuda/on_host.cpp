@@ -1,6 +1,7 @@
 // The kernels for the host's processor, a block on one thread: what tests/cuda_source.rs runs.
 #include <vector>
 
+#include "append.cuh"
 #include "channels.cuh"
 #include "clock.cuh"
 #include "count.cuh"
@@ -23,6 +24,9 @@ extern "C" void ringsight_run_block(const Arguments* arguments, u32 index, u32 b
 
 // `ringsight_clock`.
 extern "C" void ringsight_run_clock(const ClockArguments* arguments) { answer_clock(*arguments); }
+
+// `ringsight_append`.
+extern "C" void ringsight_run_append(u64* journal, u64 word) { append(journal, word); }
 
 // `ringsight_count`.
 extern "C" void ringsight_run_count(u64* word) { count_up(word); }

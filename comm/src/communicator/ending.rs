@@ -115,7 +115,7 @@ impl Communicator {
         drop(planner);
         // All of it: a peer may still wait for a tag that this rank only shows, when all that it asked for is here.
         let failed = || self.abort.is_set() || self.faults.get().is_some();
-        self.membership.family.proxy.flush(self.id, failed);
+        self.posting.flush(failed);
         self.async_error().map_or(Ok(()), Err)
     }
 

@@ -14,6 +14,7 @@ use super::{
     losses::{self, Losses},
     maps::{Inbox, Letters, Maps},
     peers,
+    posting::Posting,
     terms::{Agreement, Terms},
 };
 use crate::{
@@ -259,6 +260,11 @@ impl Making<'_> {
         let peers = peers.map(|(peers, _)| peers);
         let watch = self.watch(id, bootstrap, &topology, (&checks, letters))?;
         losses.hand_over(&checks, watch.as_deref());
+        let journal = (topology.nodes() > 1)
+            .then(|| crate::device::device()?.journal())
+            .transpose()
+            .inspect_err(|_| membership.leave(&connector))?;
+        let posting = Posting::new(id, (&family.proxy, &family.proxied), &abort, journal);
         let notes: Arc<Notes> = Arc::default();
         let communicator = Communicator {
             id,
@@ -281,6 +287,7 @@ impl Making<'_> {
             reduce_ops: ReduceOps::default(),
             notes: notes.clone(),
             life: self.life.clone(),
+            posting,
             membership,
             proxy_ranks,
             faults,

@@ -11,6 +11,7 @@ mod lifecycle;
 mod losses;
 mod maps;
 mod peers;
+mod posting;
 mod registration;
 mod registry;
 mod terms;
@@ -30,12 +31,10 @@ use crate::{
     error::{Error, Result},
     launch::{
         Order,
-        observer::PlanObserver,
         reclaim::{Notes, Plans, Reclaim},
     },
     observe,
     plan::{ReduceOps, Sequences},
-    proxy::ProxyOp,
     topology::Topology,
     transport::{Connector, RingConnections},
     watchdog,
@@ -53,6 +52,7 @@ pub use init::InitJob;
 pub(crate) use lifecycle::Background;
 use lifecycle::Faults;
 pub use lifecycle::Lifecycle;
+use posting::Posting;
 pub use registration::PAGE;
 pub(crate) use registration::Registrations;
 pub use registry::{Handle, find, fulfil, is_made, lookup, remove, reserve, state, tear_out, withdraw};
@@ -98,6 +98,7 @@ pub struct Communicator {
     /// Where finished plans go.
     pub(crate) notes: Arc<Notes>,
     life: Arc<Lifecycle>,
+    pub(crate) posting: Posting,
     membership: family::Membership,
     /// Its ranks, as its proxy counts them.
     proxy_ranks: Arc<[u32]>,
@@ -178,21 +179,6 @@ impl Communicator {
         self.faults.get()
     }
 
-    /// Posts network work to the proxy.
-    pub(crate) fn post(&self, ops: &[ProxyOp], observer: &PlanObserver, replay: u32) {
-        // The kernels give up: there is nothing to move.
-        if self.abort.is_set() {
-            return;
-        }
-        for (info, count) in observer.proxied() {
-            self.membership.family.proxied.expect(info, replay, count);
-        }
-        for op in ops {
-            self.membership.family.proxy.save_op(ProxyOp { replay, ..*op });
-        }
-        self.membership.family.proxy.start();
-    }
-
     /// Ties what a graph holds of this communicator to the graph's life.
     pub(crate) fn retain_graph(
         &self,
@@ -206,6 +192,7 @@ impl Communicator {
         };
         let (notes, checks) = (self.notes.clone(), self.checks.clone());
         let watch = self.watch.as_ref().map(|watch| Arc::downgrade(watch));
+        let forget = self.posting.forget();
         let record = Record {
             comm: self.id,
             rank: self.rank,
@@ -226,6 +213,7 @@ impl Communicator {
                     ..record
                 });
                 checks.forget(graph);
+                forget(graph);
                 if let Some(watch) = watch.as_ref().and_then(Weak::upgrade) {
                     watch.forget(graph);
                 }

@@ -28,8 +28,8 @@ use self::{
     worker::{Point, Worker, in_callback, lock},
 };
 use super::{
-    Capture, Counter, Device, DeviceError, Event, Graph, GraphExec, HostFunction, Mark, Progress, Result,
-    Stream,
+    Capture, Counter, Device, DeviceError, Event, Graph, GraphExec, HostFunction, Journal, Mark, Progress,
+    Result, Stream,
 };
 use crate::threads;
 
@@ -340,6 +340,14 @@ impl Device for HostDevice {
 
     fn count(&self, stream: Stream, counter: &Counter) -> Result<()> {
         self.submit(stream, Action::Count(counter.clone()))
+    }
+
+    fn journal(&self) -> Result<Journal> {
+        Ok(Journal::of_host())
+    }
+
+    fn append(&self, stream: Stream, journal: &Journal, word: u64) -> Result<()> {
+        self.submit(stream, Action::Append(journal.clone(), word))
     }
 
     fn event_query(&self, event: Event) -> Result<Progress> {

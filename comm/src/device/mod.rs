@@ -6,6 +6,7 @@ pub(crate) mod clock;
 pub mod cuda;
 mod deferred;
 pub mod host;
+mod journal;
 
 use std::{
     any::Any,
@@ -18,6 +19,8 @@ use std::{
 
 use ringsight_kernels::Launch;
 use ringsight_records::{Algorithm, DeviceClock, Protocol};
+
+pub use journal::{Journal, Overrun};
 
 /// Opaque handle as it crosses the C ABI: the value of a `cudaStream_t`. 0 is the default stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
@@ -303,6 +306,12 @@ pub trait Device: Send + Sync + 'static {
     /// sees the count. The caller keeps a counter that is captured until the graph and its instances are gone: its memory stays
     /// mapped, but would be another's.
     fn count(&self, stream: Stream, counter: &Counter) -> Result<()>;
+    /// An empty list for [`Device::append`].
+    fn journal(&self) -> Result<Journal>;
+    /// Appends a word to a list in stream order; in a capture each replay does. What the device has done before is done when the host
+    /// sees the word. Work that appends to one list runs one after another. The caller keeps the list until it has run, and one that
+    /// is captured until the graph and its instances are gone.
+    fn append(&self, stream: Stream, journal: &Journal, word: u64) -> Result<()>;
     /// From now on the calling thread may query and destroy events whatever is being captured by others (capture mode "relaxed").
     fn leave_captures(&self) -> Result<()> {
         Ok(())

@@ -84,28 +84,18 @@ impl Launching<'_> {
         };
         let stream = self.streams[0];
         let graph = self.capture.map_or(0, |capture| capture.id);
-        // Network work of captured plans is posted by each replay. While graphs live, eager plans go the same way:
+        // Network work of captured plans is asked for by each replay. While graphs live, eager plans go the same way:
         // posted at once, theirs would overtake that of a replay which is still queued. So do those that follow until
-        // the last of these is posted.
-        let posted_by_stream = !plan.proxy_ops.is_empty()
-            && (graph != 0 || planner.plans.has_graphs() || planner.order.is_posting());
+        // the last of these is taken up.
+        let asked_for = !plan.proxy_ops.is_empty()
+            && (graph != 0 || planner.plans.has_graphs() || self.comm.posting.is_behind());
         if let Some(capture) = self.capture {
             self.comm.retain_graph(device, capture, planner)?;
         }
-        if posted_by_stream {
-            let (comm, ops) = (Arc::downgrade(self.comm), plan.proxy_ops.clone());
-            let observer = flight.observer.clone();
-            let posting = (graph == 0).then(|| planner.order.begin_posting());
-            device.launch_host(
-                stream,
-                Arc::new(move |replay| {
-                    let _posting = &posting;
-                    // A communicator that is gone has set its abort word: the kernel gives up without network work.
-                    if let Some(comm) = comm.upgrade() {
-                        comm.post(&ops, &observer, replay);
-                    }
-                }),
-            )?;
+        if asked_for {
+            self.comm
+                .posting
+                .ask(device, stream, graph, &plan.proxy_ops, &flight.observer)?;
         }
         let events = self.comm.watch().and_then(Watch::events);
         let track = events
@@ -134,8 +124,8 @@ impl Launching<'_> {
             planner.plans.withdraw(plan.number);
             return Err(error.into());
         }
-        if !posted_by_stream && !plan.proxy_ops.is_empty() {
-            self.comm.post(&plan.proxy_ops, &flight.observer, 0);
+        if !asked_for && !plan.proxy_ops.is_empty() {
+            self.comm.posting.post(&plan.proxy_ops, &flight.observer);
         }
         // After the network work is posted, which the kernel has to have whatever comes of this.
         let ended = events

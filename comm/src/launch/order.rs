@@ -1,6 +1,6 @@
 //! The order of a communicator's operations, whatever streams they are given to and whether they are replayed.
 
-use std::{collections::HashMap, sync::Arc};
+use std::collections::HashMap;
 
 use crate::{
     device::{Capture, Device, Event, Stream},
@@ -21,8 +21,6 @@ pub(crate) struct Order {
     stream: Option<u64>,
     /// Within captures, by graph number: the end of the operation that was captured last.
     captured: HashMap<u32, Event>,
-    /// Held by every eager operation whose network work its stream has not posted yet.
-    posting: Arc<()>,
 }
 
 impl Order {
@@ -59,18 +57,6 @@ impl Order {
         }
         self.stream = id;
         Ok(())
-    }
-
-    /// For an eager operation whose network work its stream posts: to be held until then.
-    pub(super) fn begin_posting(&self) -> Arc<()> {
-        self.posting.clone()
-    }
-
-    /// Whether the network work of an earlier eager operation is still to be posted by its stream.
-    pub(super) fn is_posting(&self) -> bool {
-        // The count is read relaxed. Enough: who held it took the lock under which work is posted before it let go, so
-        // whoever has seen it let go takes that lock later.
-        Arc::strong_count(&self.posting) > 1
     }
 
     /// Notes the present end of `stream` as that of the operation; gives the event that stands for it, now or in this
@@ -130,7 +116,7 @@ impl Order {
 #[cfg(test)]
 mod tests {
     use std::{
-        sync::{Condvar, Mutex},
+        sync::{Arc, Condvar, Mutex},
         time::Duration,
     };
 

@@ -13,6 +13,7 @@ mod machine;
 pub(crate) mod memory;
 pub mod message;
 mod progress;
+pub(crate) mod requests;
 mod service;
 mod unix;
 
@@ -21,7 +22,7 @@ use std::{
     net::{IpAddr, SocketAddr, TcpListener},
     str::FromStr,
     sync::{
-        Arc, Mutex, OnceLock, PoisonError,
+        Arc, Mutex, OnceLock, PoisonError, Weak,
         atomic::{AtomicBool, Ordering},
         mpsc,
     },
@@ -37,6 +38,7 @@ use crate::bootstrap::{
 };
 use crate::transport::verbs::Rdma;
 use progress::{Command, Progress};
+use requests::Requests;
 use service::Service;
 
 /// What can go wrong with a proxy.
@@ -302,6 +304,16 @@ impl Proxy {
         if !saved.is_empty() {
             self.progress.tell(Command::Ops(std::mem::take(&mut saved)));
         }
+    }
+
+    /// Lets the device ask for operations: the progress thread looks at what `source` is asked.
+    pub(crate) fn watch(&self, source: Weak<dyn Requests>) {
+        self.progress.tell(Command::Watch(source));
+    }
+
+    /// Whoever is asked by the device expects it to do so from now on.
+    pub(crate) fn expect(&self) {
+        self.progress.tell(Command::Expect);
     }
 
     /// Waits until every posted operation has finished, or was given up after a failure or abort.

@@ -4,7 +4,7 @@ use std::{
     collections::{BTreeMap, VecDeque, btree_map::Entry},
     io,
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{AtomicBool, Ordering},
         mpsc::{SyncSender, sync_channel},
     },
@@ -19,6 +19,7 @@ use super::{
     ConnectionId, OnCompleted, OnError, ProxyOp, events,
     machine::{Link, Machine},
     message::Endpoint,
+    requests::{Requests, Sources},
 };
 use crate::{
     bootstrap::sys::{self, Wake},
@@ -51,6 +52,10 @@ pub(super) enum Command {
     Ops(Vec<ProxyOp>),
     /// Tell when all that came before is done.
     Settle(SyncSender<()>),
+    /// Whom the device asks for operations.
+    Watch(Weak<dyn Requests>),
+    /// One of those expects requests from now on.
+    Expect,
 }
 
 /// The other threads' side of the progress thread.
@@ -110,13 +115,15 @@ impl Progress {
 
     pub(super) fn tell(&self, command: Command) {
         if let Command::Ops(ops) = &command {
-            let mut outstanding = lock(&self.outstanding);
-            for op in ops {
-                *outstanding.entry(op.comm).or_default() += 1;
-            }
+            ops.iter().for_each(|op| self.post(op));
         }
         lock(&self.inbox).push(command);
         self.wake.wake();
+    }
+
+    /// Notes an operation that is to finish.
+    fn post(&self, op: &ProxyOp) {
+        *lock(&self.outstanding).entry(op.comm).or_default() += 1;
     }
 
     /// Whether every posted operation has finished or was given up.
@@ -210,6 +217,7 @@ struct Connection {
 struct Engine<'a> {
     shared: &'a Progress,
     connections: BTreeMap<ConnectionId, Connection>,
+    sources: Sources,
     /// Operations of all connections.
     active: usize,
     appended: u64,
@@ -222,6 +230,7 @@ impl<'a> Engine<'a> {
         Self {
             shared,
             connections: BTreeMap::new(),
+            sources: Sources::default(),
             active: 0,
             appended: 0,
             is_armed: false,
@@ -234,7 +243,7 @@ impl<'a> Engine<'a> {
         let (mut idle_turns, mut moved_turns) = (0u32, 0u32);
         loop {
             let was_idle = self.active == 0;
-            self.take_commands();
+            self.take_ops();
             // Acquire: pairs with `Progress::end`.
             let ending = self.shared.ending.load(Ordering::Acquire);
             if ending || self.shared.abort.is_set() {
@@ -253,11 +262,7 @@ impl<'a> Engine<'a> {
                     events::control(rank, State::CTRL_IDLE, 0);
                 }
                 events::control(rank, State::CTRL_SLEEP, 0);
-                self.arm();
-                self.tend();
-                self.poll(self.wait());
-                self.is_armed = false;
-                self.tend();
+                self.sleep();
                 events::control(rank, State::CTRL_WAKEUP, 0);
                 continue;
             }
@@ -347,7 +352,31 @@ impl<'a> Engine<'a> {
                 Command::Ops(ops) => self.append(ops),
                 // There is room for it, and who no longer waits needs none.
                 Command::Settle(tell) => drop(tell.try_send(())),
+                Command::Watch(source) => self.sources.add(source),
+                Command::Expect => {}
             }
+        }
+    }
+
+    /// Takes up commands, and what the device has asked for.
+    ///
+    /// Both tell of operations, and those of a connection must come in the order in which the device comes to them. What was
+    /// posted before the device could ask for something is among the commands once the request is seen; so requests are read
+    /// first and taken up last. And whoever may not overtake a request posts when it is taken up ([`Sources::settle`]).
+    fn take_ops(&mut self) {
+        let mut requested = Vec::new();
+        let failed = self.sources.take(|op| {
+            // Counted before anybody can see that it was taken.
+            self.shared.post(&op);
+            requested.push(op);
+        });
+        self.take_commands();
+        if !requested.is_empty() {
+            self.append(requested);
+            self.sources.settle();
+        }
+        for (comm, text) in failed {
+            (self.shared.on_error)(comm, text);
         }
     }
 
@@ -433,11 +462,26 @@ impl<'a> Engine<'a> {
         any
     }
 
-    /// How long the connections let it sleep.
+    /// How long the connections, and the device's requests, let it sleep.
     fn wait(&self) -> Option<Duration> {
         self.awake()
             .filter_map(|connection| connection.machine.wait())
+            .chain(self.sources.rest())
             .min()
+    }
+
+    /// Without operations: until something happens, or the device asks for some.
+    fn sleep(&mut self) {
+        loop {
+            self.arm();
+            self.tend();
+            let woken = self.poll(self.wait());
+            self.is_armed = false;
+            self.tend();
+            if woken || self.sources.rest().is_none() || self.sources.is_asked() {
+                return;
+            }
+        }
     }
 
     /// Looks after the connections that have no operation and may be needed.
@@ -453,8 +497,8 @@ impl<'a> Engine<'a> {
     }
 
     /// Waits for the sockets of the connections at work, and their completion queues if they are armed, for a command, and at most
-    /// `timeout`.
-    fn poll(&mut self, timeout: Option<Duration>) {
+    /// `timeout`. Whether any of these has come.
+    fn poll(&mut self, timeout: Option<Duration>) -> bool {
         let mut fds = vec![sys::interest(&self.shared.wake, libc::POLLIN)];
         for connection in self.awake() {
             if let Some(socket) = &connection.socket {
@@ -482,6 +526,7 @@ impl<'a> Engine<'a> {
             socket.readable |= broken || fd.revents & libc::POLLIN != 0;
             socket.writable |= broken || fd.revents & libc::POLLOUT != 0;
         }
+        fds.iter().any(sys::is_ready)
     }
 
     fn give_up_everything(&mut self) {

@@ -1,13 +1,13 @@
 // Runs collectives of a libnccl.so.2 on GPUs: checks them, captures them, aborts them, times them. One binary runs any
 // library on any driver: tests/cuda.rs runs it on a driver without a GPU.
 //
-// driver LIBRARY MODE RANKS t|p [MAX_BYTES [STEP [MIN_BYTES]]]
-// driver LIBRARY watch RANKS t|p FOLDER
-// driver LIBRARY replays RANKS t|p FOLDER|- [REPLAYS [OPERATIONS]]
-// driver LIBRARY differ RANKS t|p VARIANT
-// driver LIBRARY random RANKS t|p ROUNDS
+// driver LIBRARY MODE RANKS t|p|n [MAX_BYTES [STEP [MIN_BYTES]]]
+// driver LIBRARY watch RANKS t|p|n FOLDER
+// driver LIBRARY replays RANKS t|p|n FOLDER|- [REPLAYS [OPERATIONS]]
+// driver LIBRARY differ RANKS t|p|n VARIANT
+// driver LIBRARY random RANKS t|p|n ROUNDS
 //
-// Ranks are threads or processes; rank r uses device r, modulo the devices. The last line says "ok", or a line "FAILED" and why.
+// Ranks are threads, processes, or processes on nodes of their own; rank r uses device r, modulo the devices. The last line says "ok", or a line "FAILED" and why.
 #include "random.h"
 #include "rank.h"
 #include "refuse.h"
@@ -601,11 +601,13 @@ static void* run(void* argument) {
 
 int main(int arguments, char** argument) {
   if (arguments < 5 || atoi(argument[3]) < 1 || atoi(argument[3]) > MAX_RANKS)
-    return fprintf(stderr, "driver LIBRARY MODE RANKS t|p [MAX_BYTES [STEP [MIN_BYTES]]]\n"), 2;
+    return fprintf(stderr, "driver LIBRARY MODE RANKS t|p|n [MAX_BYTES [STEP [MIN_BYTES]]]\n"), 2;
   library = argument[1];
   mode = argument[2];
   ranks = atoi(argument[3]);
-  processes = argument[4][0] == 'p';
+  // n: processes, each on a node of its own.
+  bool nodes = argument[4][0] == 'n';
+  processes = nodes || argument[4][0] == 'p';
   if (arguments > 5) folder = argument[5];
   if (arguments > 5) variant = atoi(argument[5]);
   if (arguments > 6) replays = atoi(argument[6]);
@@ -635,6 +637,9 @@ int main(int arguments, char** argument) {
     children[i] = fork();
     if (children[i] == 0) {
       all[i].rank = i;
+      char node[16];
+      snprintf(node, sizeof node, "node%d", i);
+      if (nodes) setenv("NCCL_HOSTID", node, 1);
       load();
       run(&all[i]);
       fflush(stdout);

@@ -207,7 +207,7 @@ int devices() {
 }
 // Their addresses are the functions.
 char channels[2], peer_kernels[sizeof ringsight_peer_kernels / sizeof ringsight_peer_kernels[0]];
-char clock_kernel, count_kernel;
+char clock_kernel, count_kernel, append_kernel;
 bool is_channels(void* function) { return function == &channels[0] || function == &channels[1]; }
 Context contexts[16] = {{0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9}, {10}, {11}, {12}, {13}, {14}, {15}};
 thread_local Context* current = nullptr;
@@ -344,6 +344,7 @@ int cuModuleLoadData(void** module, const void*) { return *module = contexts, SU
 int cuModuleGetFunction(void** function, void*, const char* name) {
   if (std::strcmp(name, "ringsight_clock") == 0) *function = &clock_kernel;
   else if (std::strcmp(name, "ringsight_count") == 0) *function = &count_kernel;
+  else if (std::strcmp(name, "ringsight_append") == 0) *function = &append_kernel;
   else if (std::strcmp(name, "ringsight_channels") == 0) *function = &channels[1];
   else if (std::strcmp(name, "ringsight_channels_copy") == 0) *function = &channels[0];
   else {
@@ -574,6 +575,12 @@ int cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned
   if (function == &count_kernel) {
     if (blocks != 1 || threads != 1) return INVALID_VALUE;
     return add(stream, [word = *static_cast<u64**>(parameters[0])] { count_up(word); });
+  }
+  if (function == &append_kernel) {
+    if (blocks != 1 || threads != 1) return INVALID_VALUE;
+    return add(stream, [journal = *static_cast<u64**>(parameters[0]), word = *static_cast<u64*>(parameters[1])] {
+      append(journal, word);
+    });
   }
   calls[LAUNCH]++;
   if (skips && !is_channels(function) && !of(stream)->capture) {

@@ -1,5 +1,6 @@
 //! The device code of GPUs: kernels of `cuda/`, what they are given ([`layout`], [`program`]) and what they tell ([`ring`]).
 
+pub mod append;
 pub mod clock;
 pub mod count;
 pub mod exchange;
@@ -11,6 +12,7 @@ pub mod peers;
 pub mod program;
 pub mod ring;
 
+pub use append::APPEND_KERNEL;
 pub use clock::{CLOCK_KERNEL, ClockArguments, ClockPage};
 pub use count::COUNT_KERNEL;
 pub use exchange::EXCHANGE_THREADS;

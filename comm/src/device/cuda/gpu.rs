@@ -15,8 +15,8 @@ use cudarc::driver::sys::{
 use ringsight_kernels::{
     Launch, WorkError,
     cuda::{
-        self, CHANNEL_KERNELS, CLOCK_KERNEL, COUNT_KERNEL, Head, LaunchControl, LaunchState, PeerLaunch,
-        Program, ring::Entry,
+        self, APPEND_KERNEL, CHANNEL_KERNELS, CLOCK_KERNEL, COUNT_KERNEL, Head, LaunchControl, LaunchState,
+        PeerLaunch, Program, ring::Entry,
     },
 };
 
@@ -57,6 +57,8 @@ pub(super) struct Gpu {
     shared_bytes: usize,
     pub(super) launches: Arc<Launches>,
     pub(super) counters: Counters,
+    /// The kernel that appends to a list.
+    pub(super) append: CUfunction,
     /// The primary context: as the runtime uses it.
     pub(super) context: CUcontext,
     /// For work of this module's own: waits for no other stream, and none waits for it.
@@ -202,7 +204,7 @@ impl Gpu {
         let mut channels = [std::ptr::null_mut(); CHANNEL_KERNELS.len()];
         let mut peer_kernels = Vec::new();
         let (mut stream, mut clock_stream) = (std::ptr::null_mut(), std::ptr::null_mut());
-        let (mut clock_kernel, mut count_kernel) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let [mut clock_kernel, mut count_kernel, mut append] = [std::ptr::null_mut(); 3];
         // SAFETY: handles are written to the locals; the image is a fat binary of nvcc's. Setting an attribute loads the
         // kernel now: loaded at its first launch, it would wait for kernels that wait for it.
         unsafe {
@@ -230,6 +232,7 @@ impl Gpu {
             for (kernel, name) in [
                 (&mut clock_kernel, CLOCK_KERNEL),
                 (&mut count_kernel, COUNT_KERNEL),
+                (&mut append, APPEND_KERNEL),
             ] {
                 call!(cuModuleGetFunction(kernel, module, name.as_ptr()))?;
                 call!(cuFuncSetAttribute(
@@ -278,6 +281,7 @@ impl Gpu {
             shared_bytes,
             launches,
             counters: Counters::new(count_kernel)?,
+            append,
             context,
             stream,
             pinned: Mutex::new(HashMap::from([(PROGRAM_BYTES, programs)])),

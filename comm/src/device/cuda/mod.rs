@@ -5,6 +5,7 @@
 //! ring in host memory that a thread of this module drains; it learns of an abort through a word there. Neither needs a
 //! call of the driver.
 
+mod append;
 mod captures;
 mod clock;
 mod count;
@@ -39,8 +40,8 @@ use self::{
     gpu::{Gpu, Slotted},
 };
 use super::{
-    Allocation, Capture, Counter, Device, DeviceError, Event, Graph, GraphExec, HostFunction, Mark, Progress,
-    Reachable, Reached, Result, Share, Stream,
+    Allocation, Capture, Counter, Device, DeviceError, Event, Graph, GraphExec, HostFunction, Journal, Mark,
+    Progress, Reachable, Reached, Result, Share, Stream,
 };
 use crate::communicator::lock;
 
@@ -362,6 +363,16 @@ impl Device for CudaDevice {
 
     fn count(&self, stream: Stream, counter: &Counter) -> Result<()> {
         self.gpu(self.current()?)?.counters.count(handle(stream), counter)
+    }
+
+    fn journal(&self) -> Result<Journal> {
+        self.entered()?;
+        append::journal()
+    }
+
+    fn append(&self, stream: Stream, journal: &Journal, word: u64) -> Result<()> {
+        let gpu = self.gpu(self.current()?)?;
+        append::append(gpu.append, handle(stream), journal, word)
     }
 
     fn leave_captures(&self) -> Result<()> {

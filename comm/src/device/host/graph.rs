@@ -9,7 +9,7 @@ use std::{
 use ringsight_kernels::host;
 
 use super::worker::{Outcome, Point, Worker, callback, contained, lock};
-use crate::device::{Counter, HostFunction, Result};
+use crate::device::{Counter, HostFunction, Journal, Result};
 
 /// One operation in a stream or one node of a graph.
 #[derive(Clone)]
@@ -27,6 +27,7 @@ pub(super) enum Action {
     Host(HostFunction),
     Kernel(Arc<host::Kernel>),
     Count(Counter),
+    Append(Journal, u64),
 }
 
 impl Action {
@@ -58,6 +59,7 @@ impl Action {
                 Self::Count(counter) => {
                     counter.word().fetch_add(1, Ordering::Release);
                 }
+                Self::Append(journal, word) => journal.append(*word),
             }
             Ok(())
         })

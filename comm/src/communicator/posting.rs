@@ -1,0 +1,229 @@
+//! Network work of plans: posted by the call that launches, or asked for by the device when it comes to the plan.
+//!
+//! What a graph has captured runs at each replay, of which no call tells us. So the device appends a number that stands for the
+//! plan to a [`Journal`] before the plan's kernel, and the progress thread, which reads it, moves what the plan needs. A host function in
+//! the graph would do as well, but holds the stream up until a thread of the driver has called it, and these threads are the
+//! application's too.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use ringsight_kernels::AbortWord;
+
+use super::{family::Proxied, lock};
+use crate::{
+    device::{Device, Journal, Overrun, Stream},
+    error::{Error, Result},
+    launch::observer::PlanObserver,
+    proxy::{Proxy, ProxyOp, requests::Requests},
+};
+
+/// The network work of a communicator's plans.
+pub(crate) struct Posting {
+    comm: u64,
+    proxy: Arc<Proxy>,
+    proxied: Arc<Proxied>,
+    abort: Arc<AbortWord>,
+    asked: Arc<Asked>,
+}
+
+/// What the device may ask for. What is known of it to the progress thread, which may outlive the communicator.
+struct Asked {
+    comm: u64,
+    /// None on one node: there is no network.
+    journal: Option<Journal>,
+    proxied: Arc<Proxied>,
+    abort: Arc<AbortWord>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Words of the journal that were read.
+    read: u64,
+    /// The last number given.
+    last: u64,
+    plans: HashMap<u64, Expected>,
+    /// Plans that run once and were not taken up yet; and those of them that are being taken up.
+    once: usize,
+    taken: usize,
+    /// Graphs that are gone: what they asked for before is in the journal.
+    gone: Vec<u32>,
+}
+
+/// What a plan needs.
+struct Expected {
+    ops: Vec<ProxyOp>,
+    observer: Arc<PlanObserver>,
+    /// 0: it runs once.
+    graph: u32,
+    /// How often it has been asked for.
+    replays: u32,
+}
+
+impl Posting {
+    /// Of communicator `comm`, whose connections are `proxy`'s; the device must be current if it is to ask for anything.
+    ///
+    /// # Errors
+    /// The device's.
+    pub(super) fn new(
+        comm: u64,
+        (proxy, proxied): (&Arc<Proxy>, &Arc<Proxied>),
+        abort: &Arc<AbortWord>,
+        journal: Option<Journal>,
+    ) -> Self {
+        let asked = Arc::new(Asked {
+            comm,
+            journal,
+            proxied: proxied.clone(),
+            abort: abort.clone(),
+            state: Mutex::default(),
+        });
+        if asked.journal.is_some() {
+            let weak = Arc::downgrade(&asked);
+            proxy.watch(weak);
+        }
+        Self {
+            comm,
+            proxy: proxy.clone(),
+            proxied: proxied.clone(),
+            abort: abort.clone(),
+            asked,
+        }
+    }
+
+    /// Posts what a plan that runs once needs.
+    pub(crate) fn post(&self, ops: &[ProxyOp], observer: &PlanObserver) {
+        // The kernels give up: there is nothing to move.
+        if self.abort.is_set() {
+            return;
+        }
+        expect(&self.proxied, observer, 0);
+        ops.iter().for_each(|op| self.proxy.save_op(*op));
+        self.proxy.start();
+    }
+
+    /// Whether a plan that runs once has not been asked for yet, or not been taken up: what is posted now would overtake it.
+    pub(crate) fn is_behind(&self) -> bool {
+        lock(&self.asked.state).once > 0
+    }
+
+    /// Lets the device ask for what a plan of `graph`, or 0, needs when it comes to this place of `stream`.
+    ///
+    /// # Errors
+    /// The device's.
+    pub(crate) fn ask(
+        &self,
+        device: &dyn Device,
+        stream: Stream,
+        graph: u32,
+        ops: &[ProxyOp],
+        observer: &Arc<PlanObserver>,
+    ) -> Result<()> {
+        let Some(journal) = &self.asked.journal else {
+            return Err(Error::internal("network work on one node"));
+        };
+        let expected = Expected {
+            ops: ops.to_vec(),
+            observer: observer.clone(),
+            graph,
+            replays: 0,
+        };
+        let mut state = lock(&self.asked.state);
+        let first = state.plans.is_empty();
+        state.once += usize::from(graph == 0);
+        state.last += 1;
+        let number = state.last;
+        state.plans.insert(number, expected);
+        drop(state);
+        if first {
+            self.proxy.expect();
+        }
+        device.append(stream, journal, number).inspect_err(|_| {
+            let mut state = lock(&self.asked.state);
+            state.plans.remove(&number);
+            state.once -= usize::from(graph == 0);
+        })?;
+        Ok(())
+    }
+
+    /// What is to be called when a graph is gone.
+    pub(crate) fn forget(&self) -> impl FnOnce(u32) + Send + use<> {
+        // Graphs may live longer than the communicator, and their kernels write to the journal until they are gone.
+        let asked = self.asked.clone();
+        move |graph| lock(&asked.state).gone.push(graph)
+    }
+
+    /// Waits until all is moved: what was posted, and what the device has asked for; or until `give_up` says so (asked ten
+    /// times a second and more).
+    pub(crate) fn flush(&self, give_up: impl Fn() -> bool) {
+        // What the device has asked for is seen by whoever sees that the plans are over.
+        while self.asked.is_asked() && !give_up() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.proxy.flush(self.comm, give_up);
+    }
+}
+
+/// Notes how many proxy operations a run of a plan's operations has.
+fn expect(proxied: &Proxied, observer: &PlanObserver, replay: u32) {
+    for (info, count) in observer.proxied() {
+        proxied.expect(info, replay, count);
+    }
+}
+
+impl Requests for Asked {
+    fn take(&self, post: &mut dyn FnMut(ProxyOp)) -> std::result::Result<(), (u64, String)> {
+        let Some(journal) = &self.journal else {
+            return Ok(());
+        };
+        let mut state = lock(&self.state);
+        let numbers = journal.read(state.read).map_err(|Overrun| {
+            state.read = journal.count();
+            let text = "the device asked for network work faster than it could be taken up";
+            (self.comm, text.to_owned())
+        })?;
+        state.read += numbers.len() as u64;
+        for number in numbers {
+            let Some(expected) = state.plans.get_mut(&number) else {
+                continue;
+            };
+            let once = expected.graph == 0;
+            expected.replays += u32::from(!once);
+            // Else the kernels give up: there is nothing to move.
+            if !self.abort.is_set() {
+                let replay = expected.replays;
+                expect(&self.proxied, &expected.observer, replay);
+                for op in &expected.ops {
+                    post(ProxyOp { replay, ..*op });
+                }
+            }
+            if once {
+                state.plans.remove(&number);
+                state.taken += 1;
+            }
+        }
+        for graph in std::mem::take(&mut state.gone) {
+            state.plans.retain(|_, expected| expected.graph != graph);
+        }
+        Ok(())
+    }
+
+    fn settle(&self) {
+        let mut state = lock(&self.state);
+        state.once -= std::mem::take(&mut state.taken);
+    }
+
+    fn is_expected(&self) -> bool {
+        !lock(&self.state).plans.is_empty()
+    }
+
+    fn is_asked(&self) -> bool {
+        self.journal
+            .as_ref()
+            .is_some_and(|journal| journal.count() != lock(&self.state).read)
+    }
+}
