@@ -8,11 +8,13 @@ use std::{
 
 use super::ProxyOp;
 
-/// How often it is looked for requests at the most and at the least: soon after one the next is likely.
-const OFTEN: Duration = Duration::from_micros(50);
-const SELDOM: Duration = Duration::from_millis(1);
-/// So long after a request it is looked often.
-const SOON: Duration = Duration::from_millis(20);
+/// How long it is not looked for requests, by how long ago the last one was: soon after one the next is likely. What a request
+/// may wait for is small beside that; the longest pause is for jobs that stand still.
+const PAUSES: [(Duration, Duration); 2] = [
+    (Duration::from_millis(20), Duration::from_micros(50)),
+    (Duration::from_secs(1), Duration::from_millis(1)),
+];
+const LONGEST: Duration = Duration::from_millis(5);
 
 /// Who is asked by the device.
 pub(crate) trait Requests: Send + Sync {
@@ -81,8 +83,9 @@ impl Sources {
         if !self.present().any(|source| source.is_expected()) {
             return None;
         }
-        let soon = self.last.is_some_and(|last| last.elapsed() < SOON);
-        Some(if soon { OFTEN } else { SELDOM })
+        let since = self.last.map_or(Duration::MAX, |last| last.elapsed());
+        let pause = PAUSES.iter().find(|(until, _)| since < *until);
+        Some(pause.map_or(LONGEST, |(_, pause)| *pause))
     }
 }
 
@@ -121,7 +124,7 @@ mod tests {
         assert_eq!(sources.rest(), None);
         assert_eq!(sources.take(|_| ()), []);
         quiet.0.store(true, Ordering::Relaxed);
-        assert_eq!(sources.rest(), Some(SELDOM));
+        assert_eq!(sources.rest(), Some(LONGEST));
         assert_eq!(sources.take(|_| ()), [(7, "lost".into())]);
         drop(quiet);
         assert_eq!(sources.rest(), None);
