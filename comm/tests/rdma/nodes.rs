@@ -1,6 +1,6 @@
 //! Ranks on two nodes, each a process.
 
-use std::{env, process::Command};
+use std::{env, process::Command, thread};
 
 use ringsight_comm::observe;
 use ringsight_records::connection::{Connection, ConnectionSlot};
@@ -27,10 +27,15 @@ pub(crate) fn two_nodes(worker: &str, change: impl Fn(usize, &mut Command)) -> E
             .env("NCCL_IB_TIMEOUT", "16");
         change(rank, command);
     });
-    children
+    // Side by side: a pipe that nobody reads holds up whoever logs.
+    let readers: Vec<_> = children
         .into_iter()
-        .map(|child| {
-            let output = child.wait_with_output().unwrap();
+        .map(|child| thread::spawn(|| child.wait_with_output().unwrap()))
+        .collect();
+    readers
+        .into_iter()
+        .map(|reader| {
+            let output = reader.join().unwrap();
             let text = [output.stdout, output.stderr].concat();
             let text = String::from_utf8_lossy(&text).into_owned();
             (output.status.success() && text.contains("rank done"), text)
