@@ -4,6 +4,7 @@
 mod common;
 
 mod rdma {
+    mod control;
     mod data;
     mod ends;
     mod failover;

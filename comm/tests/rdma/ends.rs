@@ -9,23 +9,24 @@ use std::{
 };
 
 use ringsight_comm::{
-    abi::{self, NcclConfig, UniqueIdBytes},
+    abi,
     communicator::Handle,
     device::{Progress, Stream},
     error::ResultCode,
 };
 use ringsight_records::{
-    DataType, Function, Kind, State,
+    Function, Kind, State,
     connection::{Connection, LinkStage},
 };
 
 use super::{
+    control::{Control, Stopped, WORDS},
     links::{
         DEVICES, Held, find_packets, hide_addresses, lose_packets, mend, packets, set_link, two_ports, until,
     },
     nodes::{check, ends, patient, two_nodes},
 };
-use crate::common::{Call, Rank, config, host, ok, place_of_process, unique_id, watch::Watch};
+use crate::common::{Call, Rank, config, host, ok, place_of_process, watch::Watch};
 
 /// Tells ranks to go through the situations that nothing can end well in.
 const LOST: &str = "RDMA_TEST_LOST";
@@ -188,85 +189,6 @@ fn worker() {
     }
     control.rank.leave();
     println!("rank done");
-}
-
-/// What the ranks tell each other beside RDMA.
-struct Control {
-    rank: Rank,
-    peer: libc::pid_t,
-}
-
-impl Control {
-    fn join(id: UniqueIdBytes, rank: usize, ranks: usize) -> Self {
-        let mut settings = config();
-        settings.net_name = c"Socket".as_ptr();
-        let mut control = Self {
-            rank: Rank::join_with(id, rank, ranks, &mut settings),
-            peer: 0,
-        };
-        let all = control.tell([std::process::id().into(); WORDS]);
-        control.peer = all[1 - rank][0] as libc::pid_t;
-        control
-    }
-
-    /// Tells the other rank something; what either says.
-    fn tell(&self, words: [u64; WORDS]) -> [[u64; WORDS]; 2] {
-        let mut all = [[0; WORDS]; 2];
-        let call = Call {
-            data_type: DataType::Uint64,
-            ..Call::new(Function::AllGather, WORDS)
-        };
-        ok(self
-            .rank
-            .call(&call, words.as_ptr().cast(), all.as_mut_ptr().cast()));
-        self.rank.synchronize();
-        all
-    }
-
-    /// Waits for the other rank.
-    fn meet(&self) {
-        self.tell([0; WORDS]);
-    }
-
-    /// A communicator of both ranks.
-    fn make(&self) -> Rank {
-        self.make_with(&mut config())
-    }
-
-    fn make_with(&self, settings: &mut NcclConfig) -> Rank {
-        let mut words = [0; WORDS];
-        if self.rank.rank == 0 {
-            for (word, bytes) in words.iter_mut().zip(unique_id().0.as_chunks::<8>().0) {
-                *word = u64::from_ne_bytes(*bytes);
-            }
-        }
-        let mut id = UniqueIdBytes([0; 128]);
-        for (bytes, word) in id.0.as_chunks_mut::<8>().0.iter_mut().zip(self.tell(words)[0]) {
-            *bytes = word.to_ne_bytes();
-        }
-        Rank::join_with(id, self.rank.rank, self.rank.ranks, settings)
-    }
-}
-
-/// Words of a unique id.
-const WORDS: usize = 16;
-
-/// A process that is stopped; it goes on when this is dropped, also by a panic.
-struct Stopped(libc::pid_t);
-
-impl Stopped {
-    fn new(process: libc::pid_t) -> Self {
-        // SAFETY: a signal to the other rank's process.
-        assert_eq!(unsafe { libc::kill(process, libc::SIGSTOP) }, 0);
-        Self(process)
-    }
-}
-
-impl Drop for Stopped {
-    fn drop(&mut self) {
-        // SAFETY: as above.
-        unsafe { libc::kill(self.0, libc::SIGCONT) };
-    }
 }
 
 /// Waits until every end is so.
