@@ -1,7 +1,10 @@
-//! Ranks on two nodes over RDMA, where there are two devices that reach each other: in a guest (`cargo xtask vm test rdma`), `hca0`
-//! and `peer0` at the ends of a virtual wire. And what is said where there is no RDMA, or where it cannot be.
+//! Ranks on two nodes over RDMA, where there are two devices that reach each other: in a guest (`cargo xtask vm test rdma`), soft-RoCE's
+//! at the ends of a virtual wire or mlx5 devices on a stand-in for their hardware. And what is said where there is no RDMA, or where it cannot be.
 
 mod common;
+#[path = "../../tests/src/fabric.rs"]
+#[allow(dead_code, reason = "each test uses a part of it")]
+mod fabric;
 
 mod rdma {
     mod control;
@@ -12,5 +15,6 @@ mod rdma {
     mod interface;
     mod links;
     mod nodes;
+    mod queues;
     mod replays;
 }

@@ -10,39 +10,35 @@ use ringsight_records::{
 
 use super::{
     data::{add_up, messages, replays},
-    links::{set_link, two_ports},
+    links::two_ports,
     nodes::{check, ends, patient, two_nodes},
 };
-use crate::common::{Call, Rank, ok, rank_of_process, watch::Watch};
+use crate::{
+    common::{Call, Rank, ok, rank_of_process, watch::Watch},
+    fabric::{Fabric, Port},
+};
 
-/// The link that a rank takes down.
-const LINK: &str = "RDMA_TEST_LINK";
+/// The rank whose first port rank 0 takes down.
+const DOWN: &str = "RDMA_TEST_DOWN";
 
 #[test]
 #[ignore = "helper: needs RDMA devices, run in a guest"]
 fn operations_go_on_over_the_backup_when_a_port_goes_down() {
-    for device in ["pnic0", "nic0"] {
+    let fabric = Fabric::here();
+    for down in [1, 0] {
         let ended = two_nodes("failover::survive", |rank, command| {
-            two_ports(rank, command).env(LINK, device);
+            two_ports(rank, command).env(DOWN, down.to_string());
         });
-        set_link(device, "up");
-        let names = [["hca0:1", "hca1:1"], ["peer0:1", "peer1:1"]];
-        for ((rank, (well, text)), [from, to]) in ended.iter().enumerate().zip(names) {
-            assert!(well, "{device} down, rank {rank}:\n{text}");
+        fabric.set_up(Port { rank: down, link: 0 }, true);
+        for (rank, (well, text)) in ended.iter().enumerate() {
+            let what = format!("port of rank {down} down, rank {rank}");
+            assert!(well, "{what}:\n{text}");
+            let [from, to] = [0, 1].map(|link| format!("{}:1", fabric.device(Port { rank, link })));
             let backup = format!("NET/IB : backup of {from} : {to}, neighbour");
-            assert!(
-                text.contains(&backup),
-                "{device} down, rank {rank}: no {backup:?} in\n{text}"
-            );
+            assert!(text.contains(&backup), "{what}: no {backup:?} in\n{text}");
             let switch = format!("from {from} to {to} (epoch 1)");
-            assert!(
-                text.contains(&switch),
-                "{device} down, rank {rank}: no {switch:?} in\n{text}"
-            );
-            assert!(
-                !text.contains("NET/Socket"),
-                "{device} down, rank {rank}:\n{text}"
-            );
+            assert!(text.contains(&switch), "{what}: no {switch:?} in\n{text}");
+            assert!(!text.contains("NET/Socket"), "{what}:\n{text}");
         }
     }
 }
@@ -64,13 +60,13 @@ fn operations_go_on_while_ports_fail_in_turn_and_connections_are_made() {
 #[test]
 #[ignore = "helper: needs RDMA devices, run in a guest"]
 fn a_connection_whose_port_is_down_begins_on_the_backup() {
-    for device in ["pnic0", "nic0"] {
+    for down in [1, 0] {
         let ended = two_nodes("failover::begin_on_the_backup", |rank, command| {
-            two_ports(rank, command).env(LINK, device);
+            two_ports(rank, command).env(DOWN, down.to_string());
         });
-        set_link(device, "up");
+        Fabric::here().set_up(Port { rank: down, link: 0 }, true);
         check(
-            &format!("{device} down before"),
+            &format!("port of rank {down} down before"),
             &ended,
             &[
                 "NET/IB : a connection begins on its backup: ",
@@ -81,22 +77,42 @@ fn a_connection_whose_port_is_down_begins_on_the_backup() {
     }
 }
 
-/// The rank that this process was started as, and the link that is taken down.
-fn rank_and_link() -> Option<(Rank, String)> {
-    Some((rank_of_process()?, env::var(LINK).unwrap()))
+/// The rank that this process was started as, and the port that is taken down.
+fn rank_and_port() -> Option<(Rank, Port)> {
+    let rank = env::var(DOWN).ok()?.parse().unwrap();
+    Some((rank_of_process()?, Port { rank, link: 0 }))
+}
+
+/// Works with the peer until neither rank counts anything any more, by a communicator that both have: both leave at the same time.
+pub(crate) fn until_none(rank: &Rank, mut work: impl FnMut(), count: impl Fn() -> u64) {
+    loop {
+        work();
+        let mut left = [count()];
+        let sum = ringsight_records::ReduceOp::Sum.code().into();
+        let (place, kind) = (
+            (&raw mut left).cast(),
+            ringsight_records::DataType::Uint64.code().into(),
+        );
+        // SAFETY: one number, which lives until the stream is synchronized.
+        ok(unsafe { abi::ncclAllReduce(place, place, 1, kind, sum, rank.comm, rank.stream) });
+        rank.synchronize();
+        if left == [0] {
+            return;
+        }
+    }
 }
 
 /// A communicator whose connections are made while a link is down, and go back to it when it is up.
 #[test]
 #[ignore = "helper: the body of one rank; started by a test above"]
 fn begin_on_the_backup() {
-    let Some((rank, device)) = rank_and_link() else {
+    let Some((rank, port)) = rank_and_port() else {
         return;
     };
     let rank = &rank;
     Call::new(Function::AllReduce, 1).check(rank, true);
     if rank.rank == 0 {
-        set_link(&device, "down");
+        Fabric::here().set_up(port, false);
     }
     // The peer goes on when the link is down.
     Call::new(Function::AllReduce, 1).check(rank, true);
@@ -118,24 +134,11 @@ fn begin_on_the_backup() {
     let on_backup = || ends().iter().filter(|end| end.active == 1).count() as u64;
     assert!(on_backup() > 0);
     if rank.rank == 0 {
-        set_link(&device, "up");
+        Fabric::here().set_up(port, true);
     }
-    // Until neither rank has a connection that is on its backup: both count the same. Ends tell of themselves while they work.
-    loop {
-        Call::new(Function::AllReduce, 70_001).check(rank, true);
-        let mut left = [on_backup()];
-        let sum = ringsight_records::ReduceOp::Sum.code().into();
-        let (place, kind) = (
-            (&raw mut left).cast(),
-            ringsight_records::DataType::Uint64.code().into(),
-        );
-        // SAFETY: one number, which lives until the stream is synchronized.
-        ok(unsafe { abi::ncclAllReduce(place, place, 1, kind, sum, child.comm, child.stream) });
-        child.synchronize();
-        if left == [0] {
-            break;
-        }
-    }
+    // Ends tell of themselves while they work.
+    let work = || Call::new(Function::AllReduce, 70_001).check(rank, true);
+    until_none(&child, work, on_backup);
     // SAFETY: a live communicator.
     ok(unsafe { abi::ncclCommDestroy(child.comm) });
     rank.leave();
@@ -152,15 +155,18 @@ fn go_on() {
     let rank = &rank;
     Call::new(Function::AllReduce, 1).check(rank, true);
     for round in 0..6 {
-        let link = format!("nic{}", round % 2);
+        let port = Port {
+            rank: 0,
+            link: round % 2,
+        };
         if rank.rank == 0 && round % 3 != 2 {
-            set_link(&link, "down");
+            Fabric::here().set_up(port, false);
         }
         Call::new(Function::AllReduce, 70_001).check(rank, true);
         messages(rank);
         replays(rank);
         if rank.rank == 0 {
-            set_link(&link, "up");
+            Fabric::here().set_up(port, true);
         }
         Call::new(Function::AllGather, 5003).check(rank, false);
     }
@@ -173,7 +179,8 @@ fn go_on() {
 #[ignore = "helper: the body of one rank; started by a test above"]
 fn survive() {
     const ROUNDS: i32 = 10;
-    let Some((rank, device)) = rank_and_link() else {
+    let fabric = Fabric::here();
+    let Some((rank, port)) = rank_and_port() else {
         return;
     };
     let watch = Watch::begin_for(Kind::Failover.bit());
@@ -181,7 +188,7 @@ fn survive() {
     for round in 0..ROUNDS {
         add_up(&rank, rank.stream, &mut data);
         if round == 3 && rank.rank == 0 {
-            set_link(&device, "down");
+            Fabric::here().set_up(port, false);
         }
         rank.synchronize();
         let expected = 2_f32.powi(round + 1);
@@ -206,11 +213,14 @@ fn survive() {
         "{left:?}"
     );
     let [primary, backup] = [left.path[0], left.path[1]];
-    assert!(
-        primary.device().ends_with('0') && backup.device().ends_with('1'),
-        "{left:?}"
-    );
-    assert_eq!((primary.port_up, backup.port_up), (0, 1), "{left:?}");
+    let own = [0, 1].map(|link| Port {
+        rank: rank.rank,
+        link,
+    });
+    let names = own.map(|port| fabric.device(port));
+    assert_eq!([primary.device(), backup.device()], names, "{left:?}");
+    let is_up = u8::from(!fabric.tells(own[0], port));
+    assert_eq!((primary.port_up, backup.port_up), (is_up, 1), "{left:?}");
     assert_ne!(primary.condition, PathCondition::Good as u8, "{left:?}");
     assert_eq!(backup.stage, LinkStage::Ready as u8, "{left:?}");
     assert!(

@@ -8,6 +8,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use crate::fabric::{Fabric, Port};
+
 /// Nothing that is waited for takes so long on a machine that runs at all.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -36,7 +38,8 @@ fn ip(commands: &str) {
 
 /// A guest's first two links: each rank has two ports.
 pub(crate) fn two_ports(rank: usize, command: &mut Command) -> &mut Command {
-    command.env("NCCL_IB_HCA", ["=hca0,hca1", "=peer0,peer1"][rank])
+    let devices = [0, 1].map(|link| Fabric::here().device(Port { rank, link }));
+    command.env("NCCL_IB_HCA", format!("={}", devices.join(",")))
 }
 
 /// The devices of [`two_ports`].

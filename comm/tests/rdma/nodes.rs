@@ -5,7 +5,10 @@ use std::{env, process::Command, thread};
 use ringsight_comm::observe;
 use ringsight_records::connection::{Connection, ConnectionSlot};
 
-use crate::common::start_each;
+use crate::{
+    common::start_each,
+    fabric::{Fabric, Port},
+};
 
 /// What the ranks of one run came to: whether each ended well, and what it printed.
 pub(crate) type Ended = Vec<(bool, String)>;
@@ -13,7 +16,10 @@ pub(crate) type Ended = Vec<(bool, String)>;
 /// Two ranks, each a node, with the devices of a guest or those that `RINGSIGHT_TEST_HCAS` names; each is the test `worker` of a module
 /// here.
 pub(crate) fn two_nodes(worker: &str, change: impl Fn(usize, &mut Command)) -> Ended {
-    let names = env::var("RINGSIGHT_TEST_HCAS").unwrap_or_else(|_| "hca0,peer0".into());
+    let names = env::var("RINGSIGHT_TEST_HCAS").unwrap_or_else(|_| {
+        let devices = [0, 1].map(|rank| Fabric::here().device(Port { rank, link: 0 }));
+        devices.join(",")
+    });
     let devices: Vec<String> = names.split(',').map(|name| format!("={name}")).collect();
     let children = start_each(&format!("rdma::{worker}"), 2, 2, |rank, command| {
         command

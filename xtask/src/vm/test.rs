@@ -159,6 +159,17 @@ const JOBS: &[Job] = &[
         mlx5: 0,
     },
     Job {
+        name: "rdma between nodes, mlx5",
+        program: Program::Cargo {
+            package: "ringsight-comm",
+            test: "rdma",
+            filters: &["rdma::data", "rdma::failover", "rdma::queues"],
+        },
+        kernels: &Series::ALL,
+        rdma: 0,
+        mlx5: 4,
+    },
+    Job {
         name: "a trace of a failover",
         program: Program::Demo,
         kernels: &[Series::V6_1],
