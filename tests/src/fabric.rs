@@ -98,10 +98,13 @@ impl Fabric {
         }
     }
 
-    /// Brings everything up and waits until the devices say so.
+    /// Brings everything up, with all packets, and waits until the devices say so.
     pub(crate) fn mend(self) {
         for port in Port::ALL {
             self.set_up(port, true);
+        }
+        for link in 0..2 {
+            self.lose_packets(link, false);
         }
         let start = Instant::now();
         for port in Port::ALL {
@@ -215,17 +218,27 @@ fn misdirect(port: Port, lost: bool) {
     // SAFETY: both are addresses of a socket, of the same length.
     entry.arp_pa = unsafe { std::mem::transmute::<libc::sockaddr_in, libc::sockaddr>(address) };
     entry.arp_dev = named(&interface);
-    let hardware = [2, 0, 0, 0, port.link as u8, 0x77_u8].map(u8::cast_signed);
-    entry.arp_ha.sa_family = ARPHRD_ETHER;
-    entry.arp_ha.sa_data[..6].copy_from_slice(&hardware);
-    entry.arp_flags = ATF_COM | ATF_PERM;
-    // Removed, the address is asked for again.
-    let number = if lost { SIOCSARP } else { SIOCDARP };
+    let number = if lost {
+        let hardware = [2, 0, 0, 0, port.link as u8, 0x77_u8].map(u8::cast_signed);
+        entry.arp_ha.sa_family = ARPHRD_ETHER;
+        entry.arp_ha.sa_data[..6].copy_from_slice(&hardware);
+        entry.arp_flags = ATF_COM | ATF_PERM;
+        SIOCSARP
+    } else {
+        let mut known = entry;
+        let is_ours = request(SIOCGARP, &mut known).is_ok() && known.arp_flags & ATF_PERM != 0;
+        if !is_ours {
+            return;
+        }
+        // The address is asked for again.
+        SIOCDARP
+    };
     request(number, &mut entry).unwrap_or_else(|error| panic!("{interface}: {error}"));
 }
 
-const SIOCSARP: libc::Ioctl = 0x8955;
 const SIOCDARP: libc::Ioctl = 0x8953;
+const SIOCGARP: libc::Ioctl = 0x8954;
+const SIOCSARP: libc::Ioctl = 0x8955;
 const ARPHRD_ETHER: libc::sa_family_t = 1;
 const ATF_COM: libc::c_int = 2;
 const ATF_PERM: libc::c_int = 4;

@@ -21,9 +21,7 @@ use ringsight_records::{
 
 use super::{
     control::{Control, Stopped, WORDS},
-    links::{
-        DEVICES, Held, find_packets, hide_addresses, lose_packets, mend, packets, set_link, two_ports, until,
-    },
+    links::{Held, devices, hide_addresses, lose_packets, mend, packets, set_link, two_ports, until},
     nodes::{check, ends, patient, two_nodes},
 };
 use crate::common::{Call, Rank, config, host, ok, place_of_process, watch::Watch};
@@ -142,7 +140,7 @@ fn sharer() {
     let parent = control.make_with(&mut settings);
     work_until_on(&control, &parent, 0);
     for (how, path) in [(How::Destroy, 0), (How::Destroy, 1), (How::Abort, 1)] {
-        let before = Held::of(&DEVICES[rank]);
+        let before = Held::of(&devices(rank));
         control.meet();
         let mut comm = Handle(0);
         // SAFETY: a live communicator, a valid place, and no settings.
@@ -150,16 +148,16 @@ fn sharer() {
         let child = Rank { comm, ..parent };
         Call::new(Function::AllReduce, 17).check(&child, true);
         if path == 1 && rank == 0 {
-            set_link("nic0", "down");
+            set_link(0, false);
         }
         work_until_on(&control, &child, path);
-        let held = Held::of(&DEVICES[rank]);
+        let held = Held::of(&devices(rank));
         assert!(held.exceeds(before), "{how:?} {path}: {held:?} after {before:?}");
         control.meet();
         let (code, text, took) = end(&child, how);
         assert_eq!(code, ResultCode::Success, "{text}");
         assert_eq!(
-            Held::of(&DEVICES[rank]),
+            Held::of(&devices(rank)),
             before,
             "{how:?} {path} leaves something"
         );
@@ -249,14 +247,14 @@ impl Work {
 /// One communicator from its beginning to its end.
 fn run(control: &Control, situation: Situation, how: How) {
     let rank = control.rank.rank;
-    let before = Held::of(&DEVICES[rank]);
+    let before = Held::of(&devices(rank));
     // Both have counted.
     control.meet();
     let watch = Watch::begin_for(Kind::Failover.bit());
     let comm = control.make();
     Call::new(Function::AllReduce, 17).check(&comm, true);
     work_until_on(control, &comm, 0);
-    let held = Held::of(&DEVICES[rank]);
+    let held = Held::of(&devices(rank));
     assert!(
         held.exceeds(before),
         "{situation:?} {how:?}: {held:?} after {before:?}"
@@ -269,7 +267,7 @@ fn run(control: &Control, situation: Situation, how: How) {
     let mender = (situation == Replaying && rank == 0 && how != How::Abort).then(|| {
         thread::spawn(|| {
             thread::sleep(SILENCE);
-            find_packets(1);
+            lose_packets(1, false);
         })
     });
     let how = if situation.stops_peer() && rank == 1 {
@@ -282,7 +280,7 @@ fn run(control: &Control, situation: Situation, how: How) {
         "ended {situation:?} {how:?} rank {rank}: {} ms {code:?} {text}",
         took.as_millis()
     );
-    let held = Held::of(&DEVICES[rank]);
+    let held = Held::of(&devices(rank));
     assert_eq!(held, before, "{situation:?} {how:?} rank {rank} leaves something");
     if let Some(stopped) = stopped {
         drop(stopped);
@@ -347,7 +345,7 @@ fn bring_to(control: &Control, comm: &Rank, situation: Situation) -> (Option<Wor
             }
             let stopped = Stopped::new(control.peer);
             let work = Work::begin(comm);
-            set_link("nic0", "down");
+            set_link(0, false);
             until_all("its ends wait for the peer", recovers);
             (Some(work), Some(stopped))
         }
@@ -356,14 +354,14 @@ fn bring_to(control: &Control, comm: &Rank, situation: Situation) -> (Option<Wor
             control.meet();
             let work = Work::begin(comm);
             if first {
-                set_link("nic0", "down");
+                set_link(0, false);
             }
             (Some(work), None)
         }
         Backup | Returning => {
             leave_first_path(control, comm);
             if situation == Returning && first {
-                set_link("nic0", "up");
+                set_link(0, true);
             }
             (None, None)
         }
@@ -373,7 +371,7 @@ fn bring_to(control: &Control, comm: &Rank, situation: Situation) -> (Option<Wor
                 return (None, None);
             }
             let stopped = Stopped::new(control.peer);
-            set_link("nic0", "up");
+            set_link(0, true);
             until_all("its receivers offer the first path", |end| {
                 end.flags & Connection::SENDS != 0 || end.path[0].stage == LinkStage::Offered as u8
             });
@@ -383,7 +381,7 @@ fn bring_to(control: &Control, comm: &Rank, situation: Situation) -> (Option<Wor
             leave_first_path(control, comm);
             if first {
                 hide_addresses(true);
-                set_link("nic0", "up");
+                set_link(0, true);
             }
             // The one that is offered the path connects first, for a second, again and again.
             until("a sender connects", || {
@@ -395,7 +393,7 @@ fn bring_to(control: &Control, comm: &Rank, situation: Situation) -> (Option<Wor
         Probing => {
             leave_first_path(control, comm);
             if first {
-                set_link("nic0", "up");
+                set_link(0, true);
             }
             until_all("the first path is being probed", |end| {
                 let wanted = match end.flags & Connection::SENDS {
@@ -408,8 +406,8 @@ fn bring_to(control: &Control, comm: &Rank, situation: Situation) -> (Option<Wor
         }
         NoPath | Failed => {
             if first {
-                set_link("nic0", "down");
-                set_link("nic1", "down");
+                set_link(0, false);
+                set_link(1, false);
             }
             let work = Work::begin(comm);
             if situation == NoPath {
@@ -428,7 +426,7 @@ fn bring_to(control: &Control, comm: &Rank, situation: Situation) -> (Option<Wor
 fn leave_first_path(control: &Control, comm: &Rank) {
     control.meet();
     if comm.rank == 0 {
-        set_link("nic0", "down");
+        set_link(0, false);
     }
     work_until_on(control, comm, 1);
 }
@@ -436,7 +434,7 @@ fn leave_first_path(control: &Control, comm: &Rank) {
 /// Has rank 0 post steps that are lost, first on one path, then on the other.
 fn replay(control: &Control, comm: &Rank) -> Work {
     let rank = comm.rank;
-    let device = DEVICES[rank][0];
+    let device = &devices(rank)[0];
     let credits = packets(device, "rcvd_pkts");
     control.meet();
     let early = (rank == 1).then(|| Work::begin(comm));
@@ -444,15 +442,15 @@ fn replay(control: &Control, comm: &Rank) -> Work {
         until("rank 1's credits are there", || {
             packets(device, "rcvd_pkts") > credits
         });
-        lose_packets(0);
-        lose_packets(1);
+        lose_packets(0, true);
+        lose_packets(1, true);
     }
     control.meet();
     let sent = packets(device, "sent_pkts");
     let work = early.unwrap_or_else(|| Work::begin(comm));
     if rank == 0 {
         until("steps are posted", || packets(device, "sent_pkts") > sent);
-        set_link("nic0", "down");
+        set_link(0, false);
     }
     until_all("its ends are on the other path", |end| {
         end.active == 1 && end.phase == Connection::FLOWS

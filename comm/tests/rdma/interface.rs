@@ -98,7 +98,7 @@ fn all_on(path: u8) -> bool {
 /// Takes the port down, and works until both ranks' steps go over the other one.
 fn lose_the_port(rank: &Rank) {
     if rank.rank == 0 {
-        set_link("nic0", "down");
+        set_link(0, false);
     }
     work(rank, || all_on(1));
 }
@@ -115,7 +115,7 @@ fn survive() {
     work(&rank, || start.elapsed() > DOWN);
     assert!(all_on(1), "{:?}", ends());
     if rank.rank == 0 {
-        set_link("nic0", "up");
+        set_link(0, true);
         tcp_over_wire();
     }
     // The ends agree over the path that is left, whether TCP has come back or not.

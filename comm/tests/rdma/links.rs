@@ -36,18 +36,14 @@ fn ip(commands: &str) {
     assert!(child.wait().unwrap().success(), "ip: {commands}");
 }
 
-/// A guest's first two links: each rank has two ports.
+/// Has a rank use its ports on both links.
 pub(crate) fn two_ports(rank: usize, command: &mut Command) -> &mut Command {
-    let devices = [0, 1].map(|link| Fabric::here().device(Port { rank, link }));
-    command.env("NCCL_IB_HCA", format!("={}", devices.join(",")))
+    command.env("NCCL_IB_HCA", format!("={}", devices(rank).join(",")))
 }
 
-/// The devices of [`two_ports`].
-pub(crate) const DEVICES: [[&str; 2]; 2] = [["hca0", "hca1"], ["peer0", "peer1"]];
-
-/// Brings an interface `up` or `down`.
-pub(crate) fn set_link(interface: &str, state: &str) {
-    ip(&format!("link set {interface} {state}"));
+/// A rank's devices: that on the first link, and that on the second.
+pub(crate) fn devices(rank: usize) -> [String; 2] {
+    [0, 1].map(|link| Fabric::here().device(Port { rank, link }))
 }
 
 /// Sets how long an interface's packets may be. A device's own MTU is the largest power of two that fits with its headers.
@@ -55,22 +51,23 @@ pub(crate) fn set_mtu(interface: &str, bytes: u32) {
     ip(&format!("link set {interface} mtu {bytes}"));
 }
 
-/// Has the packets of a link lost, both ways: they go to a hardware address that nobody has. Neither the interfaces nor the devices
-/// notice.
-pub(crate) fn lose_packets(link: usize) {
-    let nobody = "lladdr 02:00:00:00:00:77 nud permanent";
-    ip(&format!(
-        "neigh replace 10.0.{link}.2 dev nic{link} {nobody}\nneigh replace 10.0.{link}.1 dev pnic{link} {nobody}"
-    ));
+/// Brings rank 0's port on a link up or down.
+pub(crate) fn set_link(link: usize, up: bool) {
+    Fabric::here().set_up(Port { rank: 0, link }, up);
 }
 
-/// Has them get over again: the addresses are asked for.
-pub(crate) fn find_packets(link: usize) {
-    ip(&found(link));
+/// Has the packets of a link lost, both ways, or no longer. No device notices.
+pub(crate) fn lose_packets(link: usize, lost: bool) {
+    Fabric::here().lose_packets(link, lost);
 }
 
-fn found(link: usize) -> String {
-    format!("neigh flush dev nic{link} nud permanent\nneigh flush dev pnic{link} nud permanent\n")
+/// Brings both links up, with all their packets, and waits until the devices say so.
+pub(crate) fn mend() {
+    let fabric = Fabric::here();
+    if fabric == Fabric::SoftRoce {
+        hide_addresses(false);
+    }
+    fabric.mend();
 }
 
 /// Has nobody answer who asks for an address on the first link, or as usual.
@@ -100,20 +97,6 @@ pub(crate) fn tcp_as_usual() {
 
 const WIRE: &str = "pref 50 iif lo to 10.0.0.0/24 lookup main";
 
-/// Brings both links up, with all their packets, and waits until the devices say so.
-pub(crate) fn mend() {
-    hide_addresses(false);
-    let commands =
-        [0, 1].map(|link| found(link) + &format!("link set nic{link} up\nlink set pnic{link} up\n"));
-    ip(&commands.concat());
-    for device in DEVICES.as_flattened() {
-        let file = format!("/sys/class/infiniband/{device}/ports/1/state");
-        until(&format!("{device} comes up"), || {
-            fs::read_to_string(&file).unwrap().contains("ACTIVE")
-        });
-    }
-}
-
 /// What a device has counted, `sent_pkts` or `rcvd_pkts`.
 pub(crate) fn packets(device: &str, counter: &str) -> u64 {
     let file = format!("/sys/class/infiniband/{device}/ports/1/hw_counters/{counter}");
@@ -126,7 +109,7 @@ pub(crate) struct Held([u64; 3]);
 
 impl Held {
     /// Of these devices, now.
-    pub(crate) fn of(devices: &[&str]) -> Self {
+    pub(crate) fn of(devices: &[String]) -> Self {
         let output = Command::new("rdma").args(["resource", "show"]).output().unwrap();
         let text = String::from_utf8(output.stdout).unwrap();
         let mut held = [0; 3];

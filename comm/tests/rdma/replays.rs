@@ -111,7 +111,7 @@ fn worker() {
     let done = || buffer.right.load(Ordering::Relaxed);
     if rank.rank == 0 {
         until("half the replays are done", || done() >= MIDWAY);
-        set_link("nic0", "down");
+        set_link(0, false);
     }
     device.stream_synchronize(stream).unwrap();
     assert_eq!(*buffer.wrong.lock().unwrap(), [""; 0]);
