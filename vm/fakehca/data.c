@@ -271,13 +271,15 @@ static int send_one(struct hca *h, struct fqp *q, u8 *w, int ds, u8 *vend)
 	return e;
 }
 
-static void run_qp(struct hca *h, struct fqp *q)
+/* whether there was something to do */
+static bool run_qp(struct hca *h, struct fqp *q)
 {
 	u16 tail;
 	u32 m = (1 << q->log_sq) - 1;
 	int budget = 64;
+	bool moved = false;
 	if (!q->dbr || q->mute || (q->state != 3 && q->state != 6))
-		return;
+		return false;
 	tail = be32_to_cpu(READ_ONCE(q->dbr[1]));
 	rmb();
 	while (q->sq && q->sq_head != tail && budget--) {
@@ -312,11 +314,12 @@ static void run_qp(struct hca *h, struct fqp *q)
 				q->stall = now;
 			if ((e == -1 && !q->ack_timeout) || (e == -2 && q->rnr_retry == 7) ||
 			    now - q->stall < per * (cnt + 1))
-				return;
+				return moved;
 			e = e == -1 ? 0x15 : 0x16;
 			vend = e == 0x15 ? 0x81 : 0x87;
 		}
 		q->stall = 0;
+		moved = true;
 		if (e) {
 			cqe_err(h, q, true, q->sq_head, op, e, vend);
 			qp_error(q);
@@ -338,13 +341,16 @@ static void run_qp(struct hca *h, struct fqp *q)
 			q->rq_head++;
 		}
 	}
+	return moved;
 }
 
-void run_data(struct hca *h)
+bool run_data(struct hca *h)
 {
 	unsigned long k;
 	struct fqp *q;
 	struct fcq *c;
-	xa_for_each(&h->qps, k, q) run_qp(h, q);
+	bool moved = false;
+	xa_for_each(&h->qps, k, q) moved |= run_qp(h, q);
 	xa_for_each(&h->cqs, k, c) poll_arm(h, c);
+	return moved;
 }

@@ -133,7 +133,7 @@ void firmware_end(void);
 int buf_set(struct fbuf *b, __be64 *pas, u64 bytes, u32 shift, u32 off);
 int rq_stride(struct fqp *q);
 void qp_error(struct fqp *q);
-void run_data(struct hca *h);
+bool run_data(struct hca *h);
 
 /* faults.c */
 void faults_begin(void);
