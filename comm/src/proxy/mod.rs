@@ -8,6 +8,7 @@
 
 pub mod affinity;
 pub mod client;
+mod engine;
 pub(crate) mod events;
 mod machine;
 pub(crate) mod memory;
