@@ -8,7 +8,10 @@ use std::{
 };
 
 use ringsight_comm::{abi, error::ResultCode};
-use ringsight_records::{DataType, Function, ReduceOp, connection::Connection};
+use ringsight_records::{
+    DataType, Function, ReduceOp,
+    connection::{Connection, LinkStage},
+};
 
 use super::{
     links::{mend, set_link, tcp_as_usual, tcp_over_wire, two_ports},
@@ -71,18 +74,18 @@ fn a_peer_that_dies_is_missed_when_the_bootstraps_interface_is_down() {
     );
 }
 
-/// All-reduces until rank 0 has seen enough.
+/// All-reduces until both ranks have seen enough.
 fn work(rank: &Rank, enough: impl Fn() -> bool) {
     let call = Call {
         data_type: DataType::Uint64,
         op: ReduceOp::Max,
         ..Call::new(Function::AllReduce, 1)
     };
-    let mut is_over = [0_u64];
-    while is_over == [0] {
+    let mut goes_on = [1_u64];
+    while goes_on == [1] {
         Call::new(Function::AllReduce, 5003).check(rank, true);
-        is_over = [u64::from(rank.rank == 0 && enough())];
-        let at = is_over.as_mut_ptr().cast();
+        goes_on = [u64::from(!enough())];
+        let at = goes_on.as_mut_ptr().cast();
         ok(rank.call(&call, at, at));
         rank.synchronize();
     }
@@ -93,6 +96,16 @@ fn all_on(path: u8) -> bool {
     ends()
         .iter()
         .all(|end| end.active == path && end.phase == Connection::FLOWS)
+}
+
+/// Whether they are on the first path, and the other one is there for the next failure. While it is made anew, a failure of the first
+/// one, over which TCP goes as well, leaves the ends nothing to agree over.
+fn all_back() -> bool {
+    let is_live = |stage: u8| [LinkStage::Probation as u8, LinkStage::Ready as u8].contains(&stage);
+    all_on(0)
+        && ends()
+            .iter()
+            .all(|end| end.paths().all(|path| is_live(path.stage)))
 }
 
 /// Takes the port down, and works until both ranks' steps go over the other one.
@@ -119,7 +132,7 @@ fn survive() {
         tcp_over_wire();
     }
     // The ends agree over the path that is left, whether TCP has come back or not.
-    work(&rank, || all_on(0));
+    work(&rank, all_back);
     lose_the_port(&rank);
     // The peer cannot be told.
     let start = Instant::now();

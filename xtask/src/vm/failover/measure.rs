@@ -92,7 +92,7 @@ pub(super) fn cases(runs: usize) -> Vec<String> {
     side_by_side(&[Group::On, Group::Off], least(PAIRS));
     side_by_side(&[Group::Flapping], 1);
     side_by_side(&[Group::Failback], least(FAILBACKS));
-    side_by_side(&[Group::Switched, Group::Alone], least(PAIRS / 2));
+    side_by_side(&[Group::Switched, Group::Alone], least(PAIRS));
     side_by_side(&[Group::Silence], runs);
     side_by_side(&[Group::Event], runs);
     cases
