@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 /// Time-out of the runs in which nothing tells of the failure, in milliseconds.
 const TIMEOUT: u32 = 300;
 /// Pairs of runs whose rates are compared.
-const PAIRS: usize = 20;
+const PAIRS: usize = 80;
 /// Runs of a failback.
 const FAILBACKS: usize = 20;
 
@@ -293,7 +293,7 @@ mod tests {
         let cases = cases(200);
         let different: BTreeSet<&String> = cases.iter().collect();
         assert_eq!(different.len(), cases.len());
-        assert_eq!(cases.len(), 3 * PAIRS + 400 + FAILBACKS + 1);
+        assert_eq!(cases.len(), 4 * PAIRS + 400 + FAILBACKS + 1);
         assert!(cases[0].contains("of=on run=0") && cases[1].contains("of=off run=0"));
     }
 
