@@ -35,6 +35,7 @@ const STALLED: (Duration, Duration) = (Duration::from_millis(20), Duration::from
 /// Turns with movement between two looks at the sockets that would have blocked.
 const POLL_EVERY: u32 = 8;
 
+/// How far a connection is with its first operation; NCCL's `ncclProxyOpNone`, `ncclProxyOpReady`, `ncclProxyOpProgress`.
 /// Each change is recorded: [`State::START`], [`State::OP_IN_PROGRESS`], and back to none [`State::STOP`] or
 /// [`State::ABORTED`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
