@@ -23,10 +23,7 @@ use crate::{
 
 /// The network work of a communicator's plans.
 pub(crate) struct Posting {
-    comm: u64,
     proxy: Arc<Proxy>,
-    proxied: Arc<Proxied>,
-    abort: Arc<AbortWord>,
     asked: Arc<Asked>,
 }
 
@@ -65,10 +62,7 @@ struct Expected {
 }
 
 impl Posting {
-    /// Of communicator `comm`, whose connections are `proxy`'s; the device must be current if it is to ask for anything.
-    ///
-    /// # Errors
-    /// The device's.
+    /// Of communicator `comm`, whose connections are `proxy`'s; with what its device asks by, if it is to ask for anything.
     pub(super) fn new(
         comm: u64,
         (proxy, proxied): (&Arc<Proxy>, &Arc<Proxied>),
@@ -87,10 +81,7 @@ impl Posting {
             proxy.watch(weak);
         }
         Self {
-            comm,
             proxy: proxy.clone(),
-            proxied: proxied.clone(),
-            abort: abort.clone(),
             asked,
         }
     }
@@ -98,10 +89,10 @@ impl Posting {
     /// Posts what a plan that runs once needs.
     pub(crate) fn post(&self, ops: &[ProxyOp], observer: &PlanObserver) {
         // The kernels give up: there is nothing to move.
-        if self.abort.is_set() {
+        if self.asked.abort.is_set() {
             return;
         }
-        expect(&self.proxied, observer, 0);
+        self.asked.expect(observer, 0);
         ops.iter().for_each(|op| self.proxy.save_op(*op));
         self.proxy.start();
     }
@@ -164,14 +155,16 @@ impl Posting {
         while self.asked.is_asked() && !give_up() {
             std::thread::sleep(Duration::from_millis(1));
         }
-        self.proxy.flush(self.comm, give_up);
+        self.proxy.flush(self.asked.comm, give_up);
     }
 }
 
-/// Notes how many proxy operations a run of a plan's operations has.
-fn expect(proxied: &Proxied, observer: &PlanObserver, replay: u32) {
-    for (info, count) in observer.proxied() {
-        proxied.expect(info, replay, count);
+impl Asked {
+    /// Notes how many proxy operations a run of a plan's operations has.
+    fn expect(&self, observer: &PlanObserver, replay: u32) {
+        for (info, count) in observer.proxied() {
+            self.proxied.expect(info, replay, count);
+        }
     }
 }
 
@@ -196,7 +189,7 @@ impl Requests for Asked {
             // Else the kernels give up: there is nothing to move.
             if !self.abort.is_set() {
                 let replay = expected.replays;
-                expect(&self.proxied, &expected.observer, replay);
+                self.expect(&expected.observer, replay);
                 for op in &expected.ops {
                     post(ProxyOp { replay, ..*op });
                 }
