@@ -5,7 +5,7 @@ use std::{ffi::c_void, sync::atomic::AtomicU64};
 use cudarc::driver::sys::{CUfunction, CUstream};
 use ringsight_kernels::cuda::append::JOURNAL_WORDS;
 
-use super::{driver::call, gpu::Memory, release};
+use super::{driver::launch_one, gpu::Memory, release};
 use crate::device::{Journal, Result};
 
 /// A list's memory. To free it calls the driver, which whoever lets go of it last may not.
@@ -37,21 +37,7 @@ pub(super) fn append(kernel: CUfunction, stream: CUstream, journal: &Journal, wo
     // The GPU reaches it at the host's address.
     let mut list = journal.words().as_ptr() as u64;
     let mut word = word;
-    let mut parameters: [*mut c_void; 2] = [(&raw mut list).cast(), (&raw mut word).cast()];
-    // SAFETY: the kernel's arguments are copied by the call; the caller keeps the list until the kernel cannot run any more.
-    unsafe {
-        call!(cuLaunchKernel(
-            kernel,
-            1,
-            1,
-            1,
-            1,
-            1,
-            1,
-            0,
-            stream,
-            parameters.as_mut_ptr(),
-            std::ptr::null_mut()
-        ))
-    }
+    let mut arguments: [*mut c_void; 2] = [(&raw mut list).cast(), (&raw mut word).cast()];
+    // SAFETY: the kernel's arguments; the caller keeps the list until the kernel cannot run any more.
+    unsafe { launch_one(kernel, stream, &mut arguments) }
 }

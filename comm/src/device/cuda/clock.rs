@@ -16,12 +16,12 @@ use std::{
     time::Duration,
 };
 
-use cudarc::driver::sys::{self, CUcontext, CUfunction, CUstream};
+use cudarc::driver::sys::{CUcontext, CUfunction, CUstream};
 use ringsight_kernels::cuda::{ClockArguments, ClockPage};
 use ringsight_records::{DeviceClock, Kind};
 
 use super::{
-    driver::{call, check},
+    driver::{call, launch_one},
     gpu::Memory,
 };
 use crate::{
@@ -208,24 +208,9 @@ impl Sampler {
             rounds: ROUNDS.into(),
             patience: PATIENCE,
         };
-        let mut parameters = [std::ptr::from_mut(&mut arguments).cast()];
-        // SAFETY: the kernel's one argument, which the call copies; the page lives as long as the process.
-        let result = unsafe {
-            sys::cuLaunchKernel(
-                self.kernel,
-                1,
-                1,
-                1,
-                1,
-                1,
-                1,
-                0,
-                self.stream,
-                parameters.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
-        };
-        check("cuLaunchKernel", result)
+        let mut arguments = [std::ptr::from_mut(&mut arguments).cast()];
+        // SAFETY: the kernel's one argument; the page lives as long as the process.
+        unsafe { launch_one(self.kernel, self.stream, &mut arguments) }
     }
 }
 

@@ -3,17 +3,14 @@
 //! `cuStreamWriteValue64` writes what is known at capture, which is the same at each replay; `cuStreamBatchMemOp` adds only
 //! with drivers that came long after the oldest supported one.
 
-use std::{
-    ffi::c_void,
-    sync::{
-        Arc, Mutex,
-        atomic::{AtomicU64, Ordering},
-    },
+use std::sync::{
+    Arc, Mutex,
+    atomic::{AtomicU64, Ordering},
 };
 
 use cudarc::driver::sys::{CUfunction, CUstream};
 
-use super::{driver::call, gpu::Memory};
+use super::{driver::launch_one, gpu::Memory};
 use crate::{
     communicator::lock,
     device::{Counter, Result},
@@ -86,23 +83,8 @@ impl Counters {
     pub(super) fn count(&self, stream: CUstream, counter: &Counter) -> Result<()> {
         // The GPU reaches it at the host's address.
         let mut word = std::ptr::from_ref(counter.word()) as u64;
-        let mut parameters: [*mut c_void; 1] = [(&raw mut word).cast()];
-        // SAFETY: the kernel's one argument is copied by the call; what it points to is never unmapped.
-        unsafe {
-            call!(cuLaunchKernel(
-                self.kernel,
-                1,
-                1,
-                1,
-                1,
-                1,
-                1,
-                0,
-                stream,
-                parameters.as_mut_ptr(),
-                std::ptr::null_mut()
-            ))
-        }
+        // SAFETY: the kernel's one argument; what it points to is never unmapped.
+        unsafe { launch_one(self.kernel, stream, &mut [(&raw mut word).cast()]) }
     }
 }
 

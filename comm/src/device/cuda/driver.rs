@@ -110,6 +110,34 @@ macro_rules! call {
 }
 pub(super) use call;
 
+/// Launches a kernel of one block of one thread, whose arguments these point to.
+///
+/// # Safety
+/// They are the kernel's arguments, which the call copies; what these refer to stays as long as the kernel may run.
+pub(super) unsafe fn launch_one(
+    kernel: sys::CUfunction,
+    stream: CUstream,
+    arguments: &mut [*mut c_void],
+) -> Result<()> {
+    let none = std::ptr::null_mut();
+    // SAFETY: the caller's.
+    unsafe {
+        call!(cuLaunchKernel(
+            kernel,
+            1,
+            1,
+            1,
+            1,
+            1,
+            1,
+            0,
+            stream,
+            arguments.as_mut_ptr(),
+            none
+        ))
+    }
+}
+
 /// The driver's handle of a stream. Null, 1 and 2 are the default streams in the driver's interface as in the runtime's.
 pub(super) fn stream(stream: Stream) -> CUstream {
     stream.0 as CUstream
