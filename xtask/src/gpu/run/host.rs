@@ -1,6 +1,7 @@
 //! What the GPU host has.
 
 use std::{
+    env,
     path::{Path, PathBuf},
     process::Command,
     sync::OnceLock,
@@ -118,21 +119,31 @@ impl Host {
     }
 }
 
-/// One line for each GPU.
+/// One line for each GPU that programs started here see.
 fn gpus() -> Result<Vec<String>, String> {
     let ask = ["--query-gpu=name,driver_version", "--format=csv,noheader"];
     let program = process::find("nvidia-smi").ok_or("no GPU: nvidia-smi is not here")?;
     let told =
         process::output(Command::new(program).args(ask)).map_err(|error| format!("no GPU: {error:#}"))?;
-    let gpus: Vec<_> = told
-        .lines()
-        .filter(|line| !line.trim().is_empty())
-        .map(str::to_owned)
-        .collect();
+    let gpus = visible(&told, env::var("CUDA_VISIBLE_DEVICES").ok().as_deref());
     if gpus.is_empty() {
-        return Err("no GPU: nvidia-smi names none".to_owned());
+        return Err("no GPU: nvidia-smi and CUDA_VISIBLE_DEVICES name none".to_owned());
     }
     Ok(gpus)
+}
+
+/// Those of nvidia-smi's lines that `CUDA_VISIBLE_DEVICES` leaves: so two runs can share a machine, each with GPUs of its own. Only
+/// their number matters here; CUDA ends the list at the first entry that is no device.
+fn visible(told: &str, only: Option<&str>) -> Vec<String> {
+    let all: Vec<_> = told.lines().filter(|line| !line.trim().is_empty()).collect();
+    let is_there = |entry: &str| match entry.trim().parse::<usize>() {
+        Ok(index) => index < all.len(),
+        Err(_) => entry.trim().starts_with("GPU-"),
+    };
+    let count = only.map_or(all.len(), |list| {
+        list.split(',').take_while(|entry| is_there(entry)).count()
+    });
+    all.into_iter().take(count).map(str::to_owned).collect()
 }
 
 /// NVIDIA's library where Python's packages or the system's have it.
@@ -155,4 +166,21 @@ fn installed_nccl(python: Option<&Path>) -> Option<PathBuf> {
         )
         .map(|folder| folder.join("libnccl.so.2"))
         .find(|file| file.is_file())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::visible;
+
+    #[test]
+    fn gpus_may_be_hidden() {
+        let told = "NVIDIA H200, 580.1\nNVIDIA H200, 580.1\nNVIDIA H200, 580.1\n";
+        assert_eq!(visible(told, None).len(), 3);
+        assert_eq!(visible(told, Some("2,0")).len(), 2);
+        assert_eq!(visible(told, Some("GPU-8932f937")).len(), 1);
+        // Behind an entry that is no device CUDA sees none.
+        assert_eq!(visible(told, Some("1,7,0")).len(), 1);
+        assert_eq!(visible(told, Some("-1")).len(), 0);
+        assert_eq!(visible(told, Some("")).len(), 0);
+    }
 }

@@ -54,7 +54,7 @@ pub struct Options {
 pub fn run(options: &Options) -> Result<bool> {
     if options.list {
         for part in PARTS {
-            println!("{:<11} {}", part.name, part.about);
+            println!("{:<13} {}", part.name, part.about);
         }
         return Ok(true);
     }

@@ -85,3 +85,13 @@ pub(super) fn abort(steps: &mut Steps<'_>) -> Result<()> {
     drive(steps, "refuse-2p", 30, "refuse 2 p", &[]);
     Ok(())
 }
+
+/// Ranks on nodes of their own: between them data is staged in host memory and goes over sockets.
+pub(super) fn nodes(steps: &mut Steps<'_>) -> Result<()> {
+    drive(steps, "check-2n", 80, "check 2 n 8388608", &[]);
+    drive(steps, "random-2n", 60, "random 2 n 60", &[]);
+    drive(steps, "graph-2n", 40, "graph 2 n", &[]);
+    drive(steps, "abort-2n", 30, "abort 2 n", &[]);
+    drive(steps, "death-2n", 30, "death 2 n", &[]);
+    Ok(())
+}

@@ -32,8 +32,12 @@ fn torch_and_gpu(host: &Host) -> Option<String> {
     one_gpu(host).or_else(|| host.python_with_torch().err())
 }
 
-fn two_gpus_and_nccl_tests(host: &Host) -> Option<String> {
-    host.lacks_gpus(2).or_else(|| host.nccl_tests().err())
+fn gpus_and_nccl_tests(host: &Host, gpus: usize) -> Option<String> {
+    host.lacks_gpus(gpus).or_else(|| host.nccl_tests().err())
+}
+
+fn gpus_and_both_libraries(host: &Host, gpus: usize) -> Option<String> {
+    gpus_and_nccl_tests(host, gpus).or_else(|| host.stock().err())
 }
 
 pub(super) const PARTS: &[Part] = &[
@@ -62,6 +66,12 @@ pub(super) const PARTS: &[Part] = &[
         run: driver::abort,
     },
     Part {
+        name: "nodes",
+        about: "ranks on nodes of their own, over sockets: operations, random groups, graphs, aborts, a death",
+        lacks: one_gpu,
+        run: driver::nodes,
+    },
+    Part {
         name: "watch",
         about: "the collector attached to a job: every operation, none lost",
         lacks: |host| one_gpu(host).or_else(watch::lacks),
@@ -74,6 +84,12 @@ pub(super) const PARTS: &[Part] = &[
         run: watchdog::run,
     },
     Part {
+        name: "events",
+        about: "the same faults, seen through CUDA events",
+        lacks: one_gpu,
+        run: watchdog::by_events,
+    },
+    Part {
         name: "torch",
         about: "PyTorch's collectives, DDP, FSDP and a captured step, with 2 and 4 ranks, against NCCL",
         lacks: torch_and_gpu,
@@ -81,15 +97,27 @@ pub(super) const PARTS: &[Part] = &[
     },
     Part {
         name: "nccl-tests",
-        about: "its nine programs, every result checked",
-        lacks: two_gpus_and_nccl_tests,
+        about: "its nine programs on two GPUs, every result checked",
+        lacks: |host| gpus_and_nccl_tests(host, 2),
         run: nccl_tests::check,
     },
     Part {
+        name: "nccl-tests-4",
+        about: "the same on four",
+        lacks: |host| gpus_and_nccl_tests(host, 4),
+        run: nccl_tests::check_four,
+    },
+    Part {
         name: "perf",
-        about: "what a call costs, and nccl-tests' times, ours and NCCL's, with the goals",
-        lacks: |host| two_gpus_and_nccl_tests(host).or_else(|| host.stock().err()),
+        about: "what a call costs, and nccl-tests' times on two GPUs, ours and NCCL's, with the goals",
+        lacks: |host| gpus_and_both_libraries(host, 2),
         run: nccl_tests::perf,
+    },
+    Part {
+        name: "perf-4",
+        about: "nccl-tests' times on four",
+        lacks: |host| gpus_and_both_libraries(host, 4),
+        run: nccl_tests::perf_four,
     },
     Part {
         name: "symm",

@@ -29,17 +29,20 @@ pub(super) fn right(said: &str) -> Verdict {
     rows::parse(said).check()
 }
 
+/// Few repetitions: what counts is that every size is right.
+const FEW: &str = "-c 1 -w 1 -n 2";
+
+fn check_one(steps: &mut Steps<'_>, name: &str, seconds: u64, operation: &str, words: &str) -> Result<()> {
+    let mut command = command(steps, operation, &steps.host.bundle.join("lib"), words)?;
+    command.env("NCCL_DEBUG", "WARN");
+    steps.run(name, Duration::from_secs(seconds), command, right);
+    Ok(())
+}
+
 pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
-    let ours = steps.host.bundle.join("lib");
-    let gpus = steps.host.gpus.len();
-    let mut one = |name: &str, seconds: u64, operation: &str, words: &str| -> Result<()> {
-        let mut command = command(steps, operation, &ours, words)?;
-        command.env("NCCL_DEBUG", "WARN");
-        steps.run(name, Duration::from_secs(seconds), command, right);
-        Ok(())
+    let mut one = |name: &str, seconds: u64, operation: &str, words: &str| {
+        check_one(steps, name, seconds, operation, words)
     };
-    // Few repetitions: what counts is that every size is right.
-    const FEW: &str = "-c 1 -w 1 -n 2";
     for operation in OPERATIONS {
         one(
             &format!("{operation}-g2"),
@@ -85,24 +88,22 @@ pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
             operation,
             "-g 2 -b 1G -e 4G -f 4 -c 1 -w 0 -n 1",
         )?;
-        if gpus >= 4 {
-            for (name, words) in [
-                ("g4", "-g 4 -b 8 -e 256M -f 4"),
-                ("t4", "-g 1 -t 4 -b 8 -e 64M -f 8"),
-                ("g4-R2", "-g 4 -R 2 -b 8 -e 64M -f 8"),
-                ("g4-G10", "-g 4 -G 10 -b 8 -e 16M -f 8"),
-            ] {
-                one(
-                    &format!("{operation}-{name}"),
-                    60,
-                    operation,
-                    &format!("{words} {FEW}"),
-                )?;
-            }
-        }
     }
-    if steps.host.gpus.len() < 4 {
-        steps.skips_without("g4", 4);
+    Ok(())
+}
+
+/// The same programs on four GPUs, where what differs is how many ranks there are.
+pub(super) fn check_four(steps: &mut Steps<'_>) -> Result<()> {
+    for operation in OPERATIONS {
+        for (name, words) in [
+            ("g4", "-g 4 -b 8 -e 256M -f 4"),
+            ("t4", "-g 1 -t 4 -b 8 -e 64M -f 8"),
+            ("g4-R2", "-g 4 -R 2 -b 8 -e 64M -f 8"),
+            ("g4-G10", "-g 4 -G 10 -b 8 -e 16M -f 8"),
+        ] {
+            let (name, words) = (format!("{operation}-{name}"), format!("{words} {FEW}"));
+            check_one(steps, &name, 60, operation, &words)?;
+        }
     }
     Ok(())
 }
@@ -122,46 +123,55 @@ const MEASURED: [(&str, &str); 6] = [
 ];
 
 pub(super) fn perf(steps: &mut Steps<'_>) -> Result<()> {
-    let ours = steps.host.bundle.join("lib");
     let stock = steps.host.stock().map_err(|reason| anyhow!(reason))?;
     super::calls::run(steps, &steps.host.library(), stock)?;
+    times(steps, 2)
+}
+
+pub(super) fn perf_four(steps: &mut Steps<'_>) -> Result<()> {
+    times(steps, 4)
+}
+
+fn times(steps: &mut Steps<'_>, gpus: usize) -> Result<()> {
+    let ours = steps.host.bundle.join("lib");
+    let stock = steps.host.stock().map_err(|reason| anyhow!(reason))?;
     let stock = stock
         .parent()
-        .ok_or_else(|| anyhow!("{} is in no folder", stock.display()))?
-        .to_path_buf();
-    let gpus = steps.host.gpus.len();
-    for gpus in [2, 4].into_iter().filter(|count| *count <= gpus) {
-        let mut measured = Vec::new();
-        for (operation, sizes) in MEASURED {
-            // Ours and NCCL's one after the other, so that what the machine does meanwhile meets both.
-            for registered in 0..=2 {
-                for graph in [20, 0] {
-                    for (library, is_ours) in [(&ours, true), (&stock, false)] {
-                        let name = format!(
-                            "{operation}-{gpus}-{}-R{registered}-G{graph}{}",
-                            if is_ours { "ours" } else { "nccl" },
-                            if sizes == LONG { "-long" } else { "" }
-                        );
-                        let words = format!("-g {gpus} -c 0 -R {registered} -G {graph} {sizes}");
-                        let command = command(steps, operation, library, &words)?;
-                        let said = steps.run(&name, Duration::from_secs(40), command, timed);
-                        if let Some(said) = said {
-                            measured.push(Measured {
-                                ours: is_ours,
-                                operation,
-                                registered,
-                                graph,
-                                run: rows::parse(&said),
-                            });
-                        }
+        .ok_or_else(|| anyhow!("{} is in no folder", stock.display()))?;
+    let mut measured = Vec::new();
+    for (operation, sizes) in MEASURED {
+        // Ours and NCCL's one after the other, so that what the machine does meanwhile meets both.
+        for registered in 0..=2 {
+            for graph in [20, 0] {
+                for (library, is_ours) in [(ours.as_path(), true), (stock, false)] {
+                    // Ranks of one process reach each other's buffers without it.
+                    if is_ours && registered > 0 {
+                        continue;
+                    }
+                    let name = format!(
+                        "{operation}-{}-R{registered}-G{graph}{}",
+                        if is_ours { "ours" } else { "nccl" },
+                        if sizes == LONG { "-long" } else { "" }
+                    );
+                    let words = format!("-g {gpus} -c 0 -R {registered} -G {graph} {sizes}");
+                    let command = command(steps, operation, library, &words)?;
+                    let said = steps.run(&name, Duration::from_secs(40), command, timed);
+                    if let Some(said) = said {
+                        measured.push(Measured {
+                            ours: is_ours,
+                            operation,
+                            registered,
+                            graph,
+                            run: rows::parse(&said),
+                        });
                     }
                 }
             }
         }
-        let (text, values) = goals::table(&measured, gpus);
-        steps.note(&text);
-        steps.figures(values);
     }
+    let (text, values) = goals::table(&measured, gpus);
+    steps.note(&text);
+    steps.figures(values);
     Ok(())
 }
 

@@ -67,33 +67,44 @@ fn reported(said: &str) -> Verdict {
     }
 }
 
-pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
-    let library = steps.host.bundle.join("lib");
+/// Faults of every case, as this source tells of them.
+fn faults(steps: &mut Steps<'_>, source: &str) -> Result<()> {
     // Rounds in which something is wrong leave there what their ranks wrote.
     let folder = steps.file("faults");
     fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
     let mut command = Command::new(process::own_executable()?);
     command
         .args(["faults", "--device", "cuda", "--check", "--full", "--jobs", "2"])
-        // What fits into the part's time.
-        .args(["--source", "pages"])
-        .args([
-            "--rounds",
-            &ROUNDS.to_string(),
-            "--seed",
-            &SEED.to_string(),
-            "--library",
-        ])
-        .arg(&library)
+        .args(["--source", source])
+        .args(["--rounds", &ROUNDS.to_string(), "--seed", &SEED.to_string()])
+        .arg("--library")
+        .arg(steps.host.bundle.join("lib"))
         .arg("--resume")
         .arg(steps.file("faults.jsonl"))
         .env("TMPDIR", &folder);
     steps.run("faults", Duration::from_secs(400), command, summary);
-    if let Some(reason) = steps.host.lacks_gpus(2).or_else(|| steps.host.nccl_tests().err()) {
-        steps.skip("8-gib", &reason);
-        steps.skip("simulated", &reason);
-        return Ok(());
+    Ok(())
+}
+
+pub(super) fn by_events(steps: &mut Steps<'_>) -> Result<()> {
+    faults(steps, "events")
+}
+
+/// What is soon over comes first: the faults may take all of the part's time.
+pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
+    match steps.host.lacks_gpus(2).or_else(|| steps.host.nccl_tests().err()) {
+        Some(reason) => {
+            steps.skip("8-gib", &reason);
+            steps.skip("simulated", &reason);
+        }
+        None => left_alone_or_ended(steps)?,
     }
+    faults(steps, "pages")
+}
+
+/// nccl-tests with nothing wrong for long, and with a kernel that never ends.
+fn left_alone_or_ended(steps: &mut Steps<'_>) -> Result<()> {
+    let library = steps.host.bundle.join("lib");
     let mut command = nccl_tests::command(steps, "all_reduce", &library, "-b 8G -e 8G -f 1 -g 2 -n 2")?;
     command.env("NCCL_DEBUG", "WARN");
     steps.run("8-gib", Duration::from_secs(120), command, left_alone);
