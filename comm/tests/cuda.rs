@@ -181,6 +181,16 @@ fn slots_may_be_small_and_channels_many() {
     );
 }
 
+/// Each way that there is gives the same results, alone.
+#[test]
+fn the_environment_chooses_the_way() {
+    let test = "the_environment_chooses_the_way";
+    for (algorithms, protocols) in [("ring,direct", "simple"), ("^one_shot", "^ll")] {
+        let variables = [("RINGSIGHT_ALGO", algorithms), ("RINGSIGHT_PROTO", protocols)];
+        drive(test, &["check", "2", "t", "1048576"], &variables);
+    }
+}
+
 /// Ranks on nodes of their own: what they send is staged in host memory and goes over sockets.
 #[test]
 fn nodes_are_joined_by_the_network() {

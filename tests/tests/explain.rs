@@ -7,9 +7,14 @@ use ringsight_tests::{LIMIT, alone, artifacts, folder, job, start};
 use serde_json::Value;
 
 fn explain(arguments: &[&str]) -> Result<String> {
+    explain_with(arguments, &[])
+}
+
+fn explain_with(arguments: &[&str], variables: &[(&str, &str)]) -> Result<String> {
     let output = Command::new(&artifacts().ringsight)
         .arg("explain")
         .args(arguments)
+        .envs(variables.iter().copied())
         .output()?;
     let error = String::from_utf8_lossy(&output.stderr);
     ensure!(output.status.success(), "{}: {error}", output.status);
@@ -75,5 +80,40 @@ fn an_operation_need_not_exist() -> Result<()> {
             check(&told[0])?;
         }
     }
+    Ok(())
+}
+
+#[test]
+fn the_environment_leaves_ways_out() -> Result<()> {
+    let library = artifacts().library_folder.join("libnccl.so.2");
+    let library = library.to_str().context("a path that is no text")?;
+    let told = |function: &str, variables: &[(&str, &str)]| {
+        let on = ["--on", "peers", "--ranks", "2", "--bytes", "4K"];
+        explain_with(
+            &[&["--library", library, "--op", function], &on[..]].concat(),
+            variables,
+        )
+    };
+    let taken = |told: &str| {
+        let row = told.lines().find(|line| line.starts_with("  * "));
+        row.and_then(|row| row.split_whitespace().nth(1))
+            .map(str::to_owned)
+    };
+    let way = |function: &str, variables: &[(&str, &str)]| anyhow::Ok(taken(&told(function, variables)?));
+    let is = |way: Option<String>, expected: &str| way.as_deref() == Some(expected);
+    ensure!(is(way("all_reduce", &[])?, "one_shot/ll"));
+    let only = [("RINGSIGHT_ALGO", "^one_shot;allgather:ring")];
+    ensure!(is(way("all_reduce", &only)?, "two_shot/ll128"));
+    ensure!(is(way("all_gather", &only)?, "ring/simple"));
+    ensure!(
+        told("all_reduce", &only)?.contains("not taken: RINGSIGHT_ALGO or RINGSIGHT_PROTO leaves it out")
+    );
+    ensure!(way("all_gather", &[("RINGSIGHT_PROTO", "ll")])?.is_none());
+    let wrong = told("all_reduce", &[("RINGSIGHT_PROTO", "^ll,tree")]);
+    let wrong = wrong.err().context("a name that nothing has")?.to_string();
+    ensure!(
+        wrong.contains("RINGSIGHT_PROTO=^ll,tree: tree is none of ll, ll128, simple"),
+        "{wrong}"
+    );
     Ok(())
 }

@@ -16,6 +16,7 @@ use crate::{
     plan::{
         Request,
         algorithm::{Asked, STRAIGHT_BYTES},
+        allowed::Allowed,
         table::explain,
     },
 };
@@ -138,6 +139,7 @@ unsafe fn read(asked: &Explain) -> Result<(Asked, usize)> {
             one_shot: asked.one_shot != 0,
             peers: asked.peers != 0,
             straight_bytes: STRAIGHT_BYTES,
+            allowed: Allowed::from_environment()?,
         },
         channels,
     ))

@@ -192,6 +192,7 @@ impl Making<'_> {
             share,
             one_shot,
             straight_bytes,
+            allowed,
         } = Terms::agree(&terms);
         let faults = self.life.faults().clone();
         let shared = self.share.as_ref().filter(|_| share);
@@ -277,6 +278,7 @@ impl Making<'_> {
             slot_bytes,
             one_shot,
             straight_bytes,
+            allowed,
             maps,
             peers,
             peers_ended_well,

@@ -34,6 +34,7 @@ use crate::{
         reclaim::{Notes, Plans, Reclaim},
     },
     observe,
+    plan::allowed::Allowed,
     plan::{ReduceOps, Sequences},
     topology::Topology,
     transport::{Connector, RingConnections},
@@ -79,6 +80,8 @@ pub struct Communicator {
     pub(crate) one_shot: bool,
     /// Bytes of all ranks together from which on operations may go straight between callers' buffers.
     pub(crate) straight_bytes: u64,
+    /// Algorithms and protocols that no rank's environment leaves out.
+    pub(crate) allowed: Allowed,
     /// Callers' memory that other processes map; `None` if all ranks are of this one, or do not reach each other's memory.
     pub(crate) maps: Option<maps::Maps>,
     /// Memory that the kernels of all ranks reach, if they do.

@@ -7,7 +7,7 @@ use super::config::{Config, MAX_CHANNELS, number};
 use crate::{
     device,
     error::{Error, Result},
-    plan::{WORK_FIFO_DEPTH, algorithm::STRAIGHT_BYTES},
+    plan::{WORK_FIFO_DEPTH, algorithm::STRAIGHT_BYTES, allowed::Allowed},
 };
 
 const DEFAULT_CHANNELS: u32 = 2;
@@ -28,6 +28,8 @@ pub(super) struct Terms {
     one_shot: bool,
     /// Of all ranks together, from which on operations may go straight between callers' buffers.
     straight_bytes: u64,
+    /// What its environment leaves of algorithms and protocols.
+    allowed: Allowed,
 }
 
 /// What the ranks have agreed on.
@@ -44,10 +46,12 @@ pub(super) struct Agreement {
     pub(super) one_shot: bool,
     /// Bytes of all ranks together from which on operations may go straight between callers' buffers.
     pub(super) straight_bytes: u64,
+    /// Algorithms and protocols that no rank's environment leaves out.
+    pub(super) allowed: Allowed,
 }
 
 impl Terms {
-    const BYTES: usize = 38;
+    const BYTES: usize = 38 + Allowed::BYTES;
 
     /// What this rank asks for.
     ///
@@ -79,6 +83,7 @@ impl Terms {
             share,
             one_shot: device::device()?.runs(Algorithm::OneShot),
             straight_bytes: if is_straight { straight } else { u64::MAX },
+            allowed: Allowed::from_environment()?,
         })
     }
 
@@ -91,7 +96,8 @@ impl Terms {
         bytes[24] = self.share.into();
         bytes[25] = self.one_shot.into();
         bytes[26..30].copy_from_slice(&self.near_channels.to_le_bytes());
-        bytes[30..].copy_from_slice(&self.straight_bytes.to_le_bytes());
+        bytes[30..38].copy_from_slice(&self.straight_bytes.to_le_bytes());
+        bytes[38..].copy_from_slice(&self.allowed.to_bytes());
         bytes
     }
 
@@ -104,7 +110,8 @@ impl Terms {
         let ([share @ (0 | 1), one_shot @ (0 | 1)], rest) = rest.split_first_chunk()? else {
             return None;
         };
-        let (near, straight) = rest.split_first_chunk()?;
+        let (near, rest) = rest.split_first_chunk()?;
+        let (straight, allowed) = rest.split_first_chunk()?;
         Some(Self {
             min_channels: u32::from_le_bytes(*min),
             max_channels: u32::from_le_bytes(*max),
@@ -113,7 +120,8 @@ impl Terms {
             share: *share == 1,
             one_shot: *one_shot == 1,
             near_channels: u32::from_le_bytes(*near),
-            straight_bytes: u64::from_le_bytes(straight.try_into().ok()?),
+            straight_bytes: u64::from_le_bytes(*straight),
+            allowed: Allowed::from_bytes(allowed.try_into().ok()?),
         })
     }
 
@@ -159,6 +167,9 @@ impl Terms {
                 .map(|terms| terms.straight_bytes)
                 .max()
                 .unwrap_or(u64::MAX),
+            allowed: all
+                .iter()
+                .fold(Allowed::default(), |left, terms| left.and(&terms.allowed)),
         }
     }
 }
@@ -178,6 +189,7 @@ mod tests {
             share: min_channels == 4,
             one_shot: max_channels == 32,
             straight_bytes: u64::from(max_channels),
+            allowed: Allowed::default(),
         };
         assert_eq!(Terms::agree(&[terms(1, 32), terms(1, 32)]).channels, 2);
         let agreed = Agreement {
@@ -190,6 +202,7 @@ mod tests {
             one_shot: false,
             // Nobody does what another does not.
             straight_bytes: 32,
+            allowed: Allowed::default(),
         };
         assert_eq!(Terms::agree(&[terms(4, 8), terms(1, 32)]), agreed);
         assert!(Terms::agree(&[terms(4, 8), terms(4, 9)]).share);
@@ -209,7 +222,10 @@ mod tests {
             (4, 4 * 4096)
         );
         assert_eq!(there_and_back.near_channels, 12);
-        assert!(Terms::from_bytes(&[0; 37]).is_none() && Terms::from_bytes(&[0; 39]).is_none());
-        assert!(Terms::from_bytes(&[2; 38]).is_none());
+        assert!(
+            Terms::from_bytes(&[0; Terms::BYTES - 1]).is_none()
+                && Terms::from_bytes(&[0; Terms::BYTES + 1]).is_none()
+        );
+        assert!(Terms::from_bytes(&[2; Terms::BYTES]).is_none());
     }
 }

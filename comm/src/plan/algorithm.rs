@@ -6,6 +6,8 @@ use std::fmt;
 use ringsight_kernels::cuda::peers::one_shot_bytes;
 use ringsight_records::{Algorithm, Function, Protocol, ReduceOp};
 
+use super::allowed::Allowed;
+
 /// What the choice depends on; all of it is the same on every rank.
 #[derive(Clone, Copy, Debug)]
 pub struct Asked {
@@ -25,6 +27,8 @@ pub struct Asked {
     pub peers: bool,
     /// Bytes of all ranks together from which on it may go straight between callers' buffers.
     pub straight_bytes: u64,
+    /// What the ranks' environments leave.
+    pub allowed: Allowed,
 }
 
 /// A row of [the table](super::table::TABLE): the first whose conditions hold, and whose algorithm is possible, is taken.
@@ -65,6 +69,8 @@ pub const STRAIGHT_BYTES: u64 = 8 << 20;
 pub enum Reason {
     /// It is for other functions.
     Function,
+    /// `RINGSIGHT_ALGO` or `RINGSIGHT_PROTO` leaves it out.
+    LeftOut,
     /// It is for at least so many bytes of all ranks together.
     Short(u64),
     /// It is for at most so many bytes of all ranks together.
@@ -91,6 +97,7 @@ impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Function => f.write_str("it is for other operations"),
+            Self::LeftOut => f.write_str("RINGSIGHT_ALGO or RINGSIGHT_PROTO leaves it out"),
             Self::Short(least) => write!(f, "it is for at least {least} bytes of all ranks together"),
             Self::BytesOfAll(most) => write!(f, "it is for at most {most} bytes of all ranks together"),
             Self::Ranks(most) => write!(f, "it is for at most {most} ranks"),
@@ -135,6 +142,9 @@ impl Row {
     pub(super) fn refuses(&self, asked: &Asked) -> Option<Reason> {
         if !self.functions.contains(&asked.function) {
             return Some(Reason::Function);
+        }
+        if !asked.allowed.has(asked.function, &self.choice) {
+            return Some(Reason::LeftOut);
         }
         let of_all = asked.bytes.saturating_mul(asked.ranks.into());
         if self.choice.is_straight() && of_all < asked.straight_bytes {

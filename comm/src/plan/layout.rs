@@ -28,9 +28,9 @@ pub(super) fn choice_of(task: &Task, comm: &Communicator) -> Result<(usize, algo
         one_shot: comm.one_shot,
         peers: comm.peers.is_some(),
         straight_bytes: comm.straight_bytes,
+        allowed: comm.allowed,
     };
-    let choice =
-        table::choose(&asked).ok_or_else(|| Error::internal(format!("no algorithm serves {function}")))?;
+    let choice = table::choose(&asked).ok_or_else(|| table::none_left(&asked))?;
     let parts = comm.near_parts();
     // Of a message that there is room for, the same on all ranks; an operation round rings has all channels.
     let available = match parts {

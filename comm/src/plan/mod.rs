@@ -6,6 +6,7 @@
 //! Scatter are made of messages and drain with them; one of them may have messages in several plans.
 
 pub mod algorithm;
+pub mod allowed;
 mod builder;
 pub mod channels;
 pub mod estimate;

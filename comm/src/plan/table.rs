@@ -3,6 +3,7 @@
 use ringsight_records::{Algorithm, Function, Protocol};
 
 use super::algorithm::{Asked, Choice, Reason, Row};
+use crate::error::Error;
 
 use Function::{
     AllGather, AllReduce, AlltoAll, Broadcast, Gather, Recv, Reduce, ReduceScatter, Scatter, Send,
@@ -83,6 +84,14 @@ pub fn choose(asked: &Asked) -> Option<Choice> {
         .map(|row| row.choice)
 }
 
+/// Why [`choose`] gives none: the table ends with rows that serve every function of any size.
+pub(super) fn none_left(asked: &Asked) -> Error {
+    Error::argument(format!(
+        "RINGSIGHT_ALGO and RINGSIGHT_PROTO leave no way to do {} of {} bytes among {} ranks",
+        asked.function, asked.bytes, asked.ranks
+    ))
+}
+
 /// Every row of the table in its order, with the reason why it is not taken; the one without a reason is what [`choose`]
 /// gives.
 pub fn explain(asked: &Asked) -> impl Iterator<Item = (&'static Row, Option<Reason>)> {
@@ -99,7 +108,10 @@ mod tests {
     use ringsight_records::ReduceOp;
 
     use super::*;
-    use crate::plan::algorithm::{NEAR_BYTES_PER_CHANNEL, STRAIGHT_BYTES};
+    use crate::plan::{
+        algorithm::{NEAR_BYTES_PER_CHANNEL, STRAIGHT_BYTES},
+        allowed::Allowed,
+    };
 
     fn asked(function: Function, bytes: u64) -> Asked {
         Asked {
@@ -111,6 +123,7 @@ mod tests {
             one_shot: true,
             peers: false,
             straight_bytes: STRAIGHT_BYTES,
+            allowed: Allowed::default(),
         }
     }
 
