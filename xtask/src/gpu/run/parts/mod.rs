@@ -6,6 +6,7 @@ mod environment;
 mod nccl_tests;
 mod sanitizer;
 mod torch;
+mod tune;
 mod watch;
 mod watchdog;
 
@@ -118,6 +119,12 @@ pub(super) const PARTS: &[Part] = &[
         about: "nccl-tests' times on four",
         lacks: |host| gpus_and_both_libraries(host, 4),
         run: nccl_tests::perf_four,
+    },
+    Part {
+        name: "tune",
+        about: "every way of every operation over sizes, and what the library's table takes, on two and on four GPUs",
+        lacks: |host| host.lacks_gpus(2),
+        run: tune::run,
     },
     Part {
         name: "symm",
