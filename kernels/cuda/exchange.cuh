@@ -379,9 +379,8 @@ class ExchangeBlock {
 
   // For who has waited long; false if it is to give up.
   DEVICE INLINE bool go_on(u32 polls) {
-    if (polls % 256 != 0) return true;
-    if (SERVICE == 0) meeting_.look_aside();
-    return !meeting_.must_give_up();
+    if (SERVICE == 0 && polls % 256 == 0) meeting_.look_aside();
+    return !meeting_.must_give_up(polls);
   }
 
   const Exchange& arguments_;

@@ -88,7 +88,7 @@ class Meeting {
   DEVICE INLINE Area& area(u32 rank) const { return *area_of(call_.bases[rank]); }
 
   // For who has waited long.
-  DEVICE INLINE bool must_give_up() const { return load_once_a_warp(&report_.control().abort) != 0; }
+  DEVICE INLINE bool must_give_up(u32 polls) const { return report_.must_give_up(polls); }
 
   // The same on the host, where who waits for data is who compares tags.
   DEVICE INLINE void look_aside() {
@@ -144,12 +144,12 @@ class Meeting {
     bool same = true;
     for (u32 rank = lane; same && rank < ranks(); rank += STRIDE) {
       for (u32 polls = 1; rank != call_.rank && !is_same(rank); polls++) {
-        if (polls % 256 != 0) continue;
-        give_back();
-        if (must_give_up()) {
+        if (must_give_up(polls)) {
           same = false;
           break;
         }
+        if (polls % 256 != 0) continue;
+        give_back();
         if (SERVICE != 0) met_ring(rank);
       }
     }
@@ -208,9 +208,8 @@ class Meeting {
       // Acquire: what is written when the kernel has ended is after what the other has read here, and what is read then is what it
       // has written. Nobody is an epoch ahead: each begins with what it hears from this rank. All ranks have as many blocks.
       for (u32 polls = 1; rank != call_.rank && load_acquire(&own_->left[rank][block_]) != epoch_; polls++) {
-        if (polls % 256 != 0) continue;
-        if (must_give_up()) return false;
-        if (PAUSES_AT_ONCE) pause_polling();
+        if (must_give_up(polls)) return false;
+        if (PAUSES_AT_ONCE && polls % 256 == 0) pause_polling();
       }
     }
     return true;

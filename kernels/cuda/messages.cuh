@@ -198,9 +198,8 @@ class MessagesBlock {
 
   // For who has waited long; false if it is to give up.
   DEVICE INLINE bool go_on(u32 polls) const {
-    if (polls % 256 != 0) return true;
-    if (warp_threads() == 1) pause_polling();
-    return load_once_a_warp(&report_.control().abort) == 0;
+    if (PAUSES_AT_ONCE && polls % 256 == 0) pause_polling();
+    return !report_.must_give_up(polls);
   }
 
   const Messages& arguments_;

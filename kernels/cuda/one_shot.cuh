@@ -117,9 +117,8 @@ class OneShotBlock {
         }
       }
       if (here) return true;
-      if (polls % 256 != 0) continue;
-      if (SERVICE == 0) meeting_.look_aside();
-      if (meeting_.must_give_up()) return false;
+      if (SERVICE == 0 && polls % 256 == 0) meeting_.look_aside();
+      if (meeting_.must_give_up(polls)) return false;
     }
   }
 

@@ -50,6 +50,8 @@ DEVICE inline u32 warp_thread() { return threadIdx.x % 32; }
 DEVICE inline void warp_barrier() { __syncwarp(); }
 // A barrier that tells whether it is so for all threads of the warp.
 DEVICE inline bool warp_all(bool so) { return __all_sync(0xffffffff, so) != 0; }
+// The number of this warp in its launch.
+DEVICE inline u32 warp_in_launch() { return (blockIdx.x * blockDim.x + threadIdx.x) / 32; }
 
 // Nanoseconds of the GPU's clock, which all its kernels share.
 DEVICE inline u64 device_time() {
@@ -162,6 +164,7 @@ constexpr u32 warp_threads() { return 1; }
 inline u32 warp_thread() { return 0; }
 inline void warp_barrier() {}
 inline bool warp_all(bool so) { return so; }
+inline u32 warp_in_launch() { return 0; }
 inline u64 steady_time() {
   return static_cast<u64>(std::chrono::duration_cast<std::chrono::nanoseconds>(
                               std::chrono::steady_clock::now().time_since_epoch())

@@ -23,6 +23,16 @@ class Report {
   DEVICE INLINE LaunchState& state() const { return *state_; }
   DEVICE INLINE LaunchControl& control() const { return *control_; }
 
+  // For who has looked so often for what it waits for: whether to give up. The abort word is in the host's memory, where a GPU's looks take a
+  // microsecond each, one after the other, and who stands in that queue does not see what it waits for. (Looks of all warps after every 256
+  // polls made each wait of more than 130 us up to 270 us longer.) So looks are some 8 ms apart, and those of a launch's warps as far from each
+  // other as they can be: multiples of an odd number that is the golden section of `LOOK` are.
+  DEVICE INLINE bool must_give_up(u32 polls) const {
+    constexpr u32 LOOK = warp_threads() == 1 ? 256 : 1 << 14, STAGGER = 10125;
+    if ((polls + warp_in_launch() * STAGGER) % LOOK != 0) return false;
+    return load_once_a_warp(&control().abort) != 0;
+  }
+
   // Runs before this one: written by the last block of the launch's last run, before this one began.
   DEVICE INLINE u32 runs() const { return load_relaxed(&state_->runs); }
   // What events say of the run: the replay, or 0.
