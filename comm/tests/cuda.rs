@@ -80,7 +80,7 @@ fn results_are_right() {
 
 /// Straight between the callers' buffers, where all ranks reach them, and where some begin elsewhere than at 16 bytes.
 #[test]
-fn collectives_go_straight() {
+fn what_is_long_goes_straight() {
     let straight = |gpus| [("RINGSIGHT_MOCK_GPUS", gpus), ("RINGSIGHT_STRAIGHT_BYTES", "1")];
     for (mode, ranks, kind, gpus) in [
         ("check", "2", "t", "2"),
@@ -88,16 +88,17 @@ fn collectives_go_straight() {
         ("check", "4", "t", "4"),
         ("graph", "2", "t", "2"),
         ("abort", "2", "t", "2"),
+        ("random", "3", "t", "2"),
     ] {
-        let arguments: &[&str] = if mode == "check" {
-            &[mode, ranks, kind, "4194304"]
-        } else {
-            &[mode, ranks, kind]
+        let arguments: &[&str] = match mode {
+            "check" => &[mode, ranks, kind, "4194304"],
+            "random" => &[mode, ranks, kind, "7"],
+            _ => &[mode, ranks, kind],
         };
-        drive("collectives_go_straight", arguments, &straight(gpus));
+        drive("what_is_long_goes_straight", arguments, &straight(gpus));
     }
     // Between processes, with buffers that come and go.
-    let test = "collectives_go_straight";
+    let test = "what_is_long_goes_straight";
     let told = [
         ("RINGSIGHT_STRAIGHT_BYTES", "1"),
         ("NCCL_DEBUG", "INFO"),
@@ -113,10 +114,16 @@ fn collectives_go_straight() {
     let all = [("RINGSIGHT_STRAIGHT_BYTES", "1"), ("RINGSIGHT_MAP_BUFFERS", "1")];
     drive(test, &["check", "2", "p", "1048576"], &all);
     drive(test, &["graph", "2", "p"], &all);
+    drive(test, &["abort", "2", "p"], &all);
+    drive(
+        test,
+        &["random", "4", "p", "7"],
+        &[all[0], all[1], ("RINGSIGHT_MOCK_GPUS", "4")],
+    );
     // Of other sizes, whose buffers would be written behind their end.
-    for variant in ["0", "1", "2", "3", "4"] {
+    for variant in ["0", "1", "2", "3", "4", "5", "6", "7"] {
         drive(
-            "collectives_go_straight",
+            "what_is_long_goes_straight",
             &["differ", "2", "t", variant],
             &straight("2"),
         );
@@ -259,6 +266,10 @@ fn buffers_that_a_gpu_cannot_use_are_refused() {
 fn ranks_that_differ_are_told() {
     for kind in ["t", "p"] {
         drive("ranks_that_differ_are_told", &["differ", "2", kind], &[]);
+        // Messages of which one end goes straight, and the other in lines; of other processes' buffers nothing is known here.
+        for variant in ["5", "6", "7"] {
+            drive("ranks_that_differ_are_told", &["differ", "2", kind, variant], &[]);
+        }
     }
 }
 

@@ -37,17 +37,18 @@ struct Exchange {
   // It may go straight, and this rank's buffers are open to all others.
   bool straight;
   bool open;
-  // By bit: ranks of other processes, to which this one has shown its send buffer and its receive buffer.
-  u8 foreign;
-  u8 reserved[7];
+  // By rank: where its kernels find `to` and `from`, if they are open; and the generations of what has been shown that these are in.
+  u64 place_to[MAX_PEERS];
+  u64 place_from[MAX_PEERS];
+  u32 received, sent;
   u64 mappings_at;
-  Shown sent, received;
 };
 static_assert(offsetof(Exchange, from) == 144, "as in src/cuda/layout.rs");
 static_assert(offsetof(Exchange, own) == 400, "as in src/cuda/layout.rs");
 static_assert(offsetof(Exchange, chunk) == 432, "as in src/cuda/layout.rs");
-static_assert(offsetof(Exchange, mappings_at) == 448, "as in src/cuda/layout.rs");
-static_assert(sizeof(Exchange) == 488, "as in src/cuda/layout.rs");
+static_assert(offsetof(Exchange, place_to) == 440, "as in src/cuda/layout.rs");
+static_assert(offsetof(Exchange, mappings_at) == 576, "as in src/cuda/layout.rs");
+static_assert(sizeof(Exchange) == 584, "as in src/cuda/layout.rs");
 
 // One block of a kernel: of one that copies, where `REDUCES` is not set; of any that reduces, where `E` and `Op` are void, or of
 // the one that sums elements `E`; of any number of ranks, or of `RANKS`. `WHOLE`: all buffers begin and end where words do.
@@ -131,38 +132,15 @@ class ExchangeBlock {
   // Writes what goes to a rank in this step.
   template <u32 COPIED>
   DEVICE INLINE void write(u32 rank, u64 at) {
-    const Part from = part(arguments_.from[rank], arguments_.sends[rank], at);
-    Pack* to = slot(rank, me(), step_);
-    const u32 rows = from.rows();
-    for (u32 first = 0; first < rows; first += COPIED) {
-      Row some[COPIED];
-      UNROLL
-      for (u32 i = 0; i < COPIED; i++) some[i] = load_row(from, first + i);
-      UNROLL
-      for (u32 i = 0; i < COPIED; i++) put_row(from, first + i, to, some[i], step_);
-    }
+    put_chunk<COPIED>(part(arguments_.from[rank], arguments_.sends[rank], at), slot(rank, me(), step_), step_);
   }
 
   // Copies what comes from a rank in this step; false if it is to give up.
   template <u32 COPIED>
   DEVICE INLINE bool take(u32 rank, u64 at) {
-    const Part to = part(arguments_.to[rank], arguments_.takes[rank], at);
-    const Pack* from = slot(me(), rank, step_);
     const auto is_mine = [this](u64 word) { return word == step_; };
-    const u32 rows = to.rows();
-    for (u32 first = 0; first < rows; first += COPIED) {
-      Row some[COPIED];
-      for (u32 polls = 1;; polls++) {
-        bool here = true;
-        UNROLL
-        for (u32 i = 0; i < COPIED; i++) here = get_row(to, first + i, from, some[i], is_mine) && here;
-        if (warp_all(here)) break;
-        if (!go_on(polls)) return false;
-      }
-      UNROLL
-      for (u32 i = 0; i < COPIED; i++) store_row(to, first + i, some[i]);
-    }
-    return true;
+    const auto may_go_on = [this](u32 polls) { return go_on(polls); };
+    return take_chunk<COPIED>(part(arguments_.to[rank], arguments_.takes[rank], at), slot(me(), rank, step_), is_mine, may_go_on);
   }
 
   // Copies what this rank has of its own.
@@ -233,31 +211,21 @@ class ExchangeBlock {
 
   enum class Way { Straight, Steps, GiveUp };
 
-  DEVICE INLINE bool is_foreign(u32 rank) const { return (arguments_.foreign >> rank & 1) != 0; }
-  DEVICE INLINE Mappings& mappings() const { return *reinterpret_cast<Mappings*>(base(me()) + arguments_.mappings_at); }
+  DEVICE INLINE const Mappings& mappings() const { return *reinterpret_cast<const Mappings*>(base(me()) + arguments_.mappings_at); }
 
   // Tells each other rank where what it has for this one goes and where it finds what is for it: places that it reaches, or none
   // where any rank does not. Its own blocks are told so, too: what others have mapped may change while they look.
   DEVICE INLINE void tell_places() {
     bool open = arguments_.open;
     meeting_.for_others([&](u32 rank) {
-      if (is_foreign(rank)) open = open && has_mapped(rank, arguments_.sent) && has_mapped(rank, arguments_.received);
+      open = open && is_mapped(mappings(), rank, arguments_.place_to[rank], arguments_.received) &&
+             is_mapped(mappings(), rank, arguments_.place_from[rank], arguments_.sent);
     });
     open = warp_all(open);
     meeting_.for_others([&](u32 rank) {
-      const u64 to = place_of(rank, arguments_.to[rank], arguments_.received), from = place_of(rank, arguments_.from[rank], arguments_.sent);
-      tell_place(meeting_.area(rank), open ? to : 0, open ? from : 0);
+      tell_place(meeting_.area(rank), open ? arguments_.place_to[rank] : 0, open ? arguments_.place_from[rank] : 0);
     });
     if (warp_thread() == 0) tell_place(meeting_.own(), open ? OPEN : 0, 0);
-  }
-  // Whether a rank has mapped what has been shown to it, if anything has. Relaxed: what it says holds until it is taken back.
-  DEVICE INLINE bool has_mapped(u32 rank, const Shown& shown) const {
-    return shown.generation == 0 || load_relaxed(&mappings().by[rank][shown.number]) == shown.generation;
-  }
-  DEVICE INLINE u64 place_of(u32 rank, u64 address, const Shown& shown) const {
-    if (!is_foreign(rank) || shown.generation == 0) return OPEN | address;
-    // A rank that has nothing for this one has no address.
-    return OPEN | IS_SHOWN | static_cast<u64>(shown.number) << NUMBER_AT | (address == 0 ? 0 : address - shown.start);
   }
   DEVICE INLINE void tell_place(Area& area, u64 to, u64 from) const {
     Place& place = area.places[meeting_.epoch() & 1][me()];
@@ -292,15 +260,9 @@ class ExchangeBlock {
     if (!is_mine(to) || !is_mine(from)) return false;
     const u64 place = static_cast<u64>(to.high) << 32 | to.low;
     open = open && (place & OPEN) != 0;
-    places_.to[rank] = found(rank, place);
-    places_.from[rank] = found(rank, static_cast<u64>(from.high) << 32 | from.low);
+    places_.to[rank] = found(mappings(), rank, place);
+    places_.from[rank] = found(mappings(), rank, static_cast<u64>(from.high) << 32 | from.low);
     return true;
-  }
-  // Where this rank's kernels find a place of another one. Relaxed: the mapping was written before the word that made the other say so.
-  DEVICE INLINE u64 found(u32 rank, u64 place) const {
-    if ((place & IS_SHOWN) == 0) return place & ~OPEN;
-    const u32 number = static_cast<u32>(place >> NUMBER_AT) % SHOWN;
-    return load_relaxed(&mappings().of[rank][number].address) + (place & ((1ull << NUMBER_AT) - 1));
   }
 
   // All of the lane's part. It waits for nobody, so it takes no longer than the bytes do and need not look whether it is to give up: that

@@ -109,4 +109,35 @@ DEVICE INLINE bool get_row(const Stretch<WHOLE>& stretch, u32 row, const Pack* s
   return here;
 }
 
+// By a warp: writes a chunk into a slot, so many rows at a time.
+template <u32 COPIED, bool WHOLE>
+DEVICE INLINE void put_chunk(const Stretch<WHOLE>& from, Pack* slot, u64 end) {
+  const u32 rows = from.rows();
+  for (u32 first = 0; first < rows; first += COPIED) {
+    Row some[COPIED];
+    UNROLL
+    for (u32 i = 0; i < COPIED; i++) some[i] = load_row(from, first + i);
+    UNROLL
+    for (u32 i = 0; i < COPIED; i++) put_row(from, first + i, slot, some[i], end);
+  }
+}
+// Takes one out of it, once it is there; false if `go_on`, which is told how often it was looked, says to give up.
+template <u32 COPIED, bool WHOLE, class IsMine, class GoOn>
+DEVICE INLINE bool take_chunk(const Stretch<WHOLE>& to, const Pack* slot, IsMine is_mine, GoOn go_on) {
+  const u32 rows = to.rows();
+  for (u32 first = 0; first < rows; first += COPIED) {
+    Row some[COPIED];
+    for (u32 polls = 1;; polls++) {
+      bool here = true;
+      UNROLL
+      for (u32 i = 0; i < COPIED; i++) here = get_row(to, first + i, slot, some[i], is_mine) && here;
+      if (warp_all(here)) break;
+      if (!go_on(polls)) return false;
+    }
+    UNROLL
+    for (u32 i = 0; i < COPIED; i++) store_row(to, first + i, some[i]);
+  }
+  return true;
+}
+
 }  // namespace ringsight

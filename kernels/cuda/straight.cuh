@@ -20,17 +20,22 @@
 
 namespace ringsight {
 
-// In a word of a place: there is one; it is an offset in what has been shown under the number from bit `NUMBER_AT` on.
-constexpr u64 OPEN = 1ull << 63, IS_SHOWN = 1ull << 62;
+// A place in a word, as `Shown::place` in src/cuda/layout.rs makes it. There is one; it is an offset in what has been shown under the
+// number from bit `NUMBER_AT` on, else an address; it is of a message that goes straight if there is one.
+constexpr u64 OPEN = 1ull << 63, IS_SHOWN = 1ull << 62, IS_LONG = 1ull << 61;
 constexpr u32 NUMBER_AT = 48;
 
-// What a rank has shown to other processes: an allocation, its generation and its number.
-struct Shown {
-  u64 start;
-  u32 generation;
-  u32 number;
-};
-static_assert(sizeof(Shown) == 16, "as in src/cuda/layout.rs");
+DEVICE INLINE u32 number_of(u64 place) { return static_cast<u32>(place >> NUMBER_AT) % SHOWN; }
+// Whether a rank has mapped this generation of what a place of this one is in, if that has been shown to it. Relaxed: what it says holds
+// until it is taken back.
+DEVICE INLINE bool is_mapped(const Mappings& mappings, u32 rank, u64 place, u32 generation) {
+  return (place & IS_SHOWN) == 0 || load_relaxed(&mappings.by[rank][number_of(place)]) == generation;
+}
+// Where this rank's kernels find a place of another one. Relaxed: the mapping was written before the word that made the other say so.
+DEVICE INLINE u64 found(const Mappings& mappings, u32 rank, u64 place) {
+  if ((place & IS_SHOWN) == 0) return place & (IS_LONG - 1);
+  return load_relaxed(&mappings.of[rank][number_of(place)].address) + (place & ((1ull << NUMBER_AT) - 1));
+}
 
 // By rank, for one warp: where to write what is for it, and where to read what it has for this rank.
 struct Places {
@@ -40,12 +45,13 @@ struct Places {
 
 DEVICE INLINE Pack* pack_at(u64 address) { return reinterpret_cast<Pack*>(address); }
 
-// 16 bytes at an address of such, or what there is of them.
+// 16 bytes, or what there is of them.
 DEVICE INLINE Pack load_some(u64 address, u64 left, u32 element_bytes) {
-  if (left >= sizeof(Pack)) return load_pack(pack_at(address));
   const u8* from = reinterpret_cast<const u8*>(address);
+  if (left >= sizeof(Pack) && is_aligned(from, sizeof(Pack))) return load_pack(pack_at(address));
   return Pack{{load_elements(from, left, element_bytes), left > 8 ? load_elements(from + 8, left - 8, element_bytes) : 0}};
 }
+// The same, to an address of 16 bytes.
 DEVICE INLINE void store_some(u64 address, u64 left, u32 element_bytes, const Pack& pack) {
   if (left >= sizeof(Pack)) {
     *pack_at(address) = pack;
@@ -56,21 +62,33 @@ DEVICE INLINE void store_some(u64 address, u64 left, u32 element_bytes, const Pa
   if (left > 8) store_elements(to + 8, left - 8, element_bytes, pack.words[1]);
 }
 
-// By a warp: copies what there is, of a buffer of so many bytes, from `at` on, as far as `PACKS` of each thread go. Buffers begin where packs do.
+// By a warp: copies what there is of two buffers, from `at` up to `end`, as far as `PACKS` of each thread go. What is written begins where
+// packs do, with `at`; what is read does so, too, or it takes longer.
 template <u32 PACKS>
-DEVICE INLINE void copy_stretch(u64 to, u64 from, u64 bytes, u64 at, u32 element_bytes) {
-  constexpr u32 EACH = warp_threads() * sizeof(Pack);
+DEVICE INLINE void copy_stretch(u64 to, u64 from, u64 end, u64 at, u32 element_bytes) {
+  constexpr u32 EACH = warp_threads() * sizeof(Pack), MOST = PACKS * EACH;
+  if (at >= end) return;
   const u32 first = warp_thread() * sizeof(Pack);
-  if (at + PACKS * EACH <= bytes) {
+  const u32 left = end - at < MOST ? static_cast<u32>(end - at) : MOST;
+  to += at;
+  from += at;
+  u32 place = first;
+  if (from % sizeof(Pack) == 0) {
+    const u32 whole = left / sizeof(Pack) * sizeof(Pack);
     Pack some[PACKS];
     UNROLL
-    for (u32 i = 0; i < PACKS; i++) some[i] = *pack_at(from + at + first + i * EACH);
+    for (u32 i = 0; i < PACKS; i++) {
+      if (first + i * EACH < whole) some[i] = *pack_at(from + first + i * EACH);
+    }
     UNROLL
-    for (u32 i = 0; i < PACKS; i++) *pack_at(to + at + first + i * EACH) = some[i];
-    return;
+    for (u32 i = 0; i < PACKS; i++) {
+      if (first + i * EACH < whole) *pack_at(to + first + i * EACH) = some[i];
+    }
+    // Then the thread whose it is takes what is left of a pack.
+    place = first == whole % EACH ? whole : left;
   }
-  for (u64 place = at + first; place < bytes; place += EACH) {
-    store_some(to + place, bytes - place, element_bytes, load_some(from + place, bytes - place, element_bytes));
+  for (; place < left; place += EACH) {
+    store_some(to + place, left - place, element_bytes, load_some(from + place, left - place, element_bytes));
   }
 }
 

@@ -72,8 +72,8 @@ pub struct Work {
     pub straight: Straight,
 }
 
-/// Whether a collective among peers goes straight between callers' buffers. That it may, all ranks say alike; each says for itself
-/// whether the others reach its buffers, and only where all do it is done so.
+/// Whether a collective or a message among peers goes straight between callers' buffers. That it may, all its ranks say alike; each says for
+/// itself whether the others reach its buffers, and only where all do it is done so. Of a message nobody but its sender uses the send buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Straight {
     /// No: through memory of its own.
@@ -146,6 +146,14 @@ pub struct Peers {
     pub foreign: u8,
     /// Keeps it there.
     pub memory: Box<dyn std::any::Any + Send + Sync>,
+}
+
+impl Peers {
+    /// Whether a rank is of another process.
+    #[must_use]
+    pub fn is_foreign(&self, rank: u32) -> bool {
+        self.foreign >> rank & 1 == 1
+    }
 }
 
 /// A word that releases every wait on the device once it is not zero.

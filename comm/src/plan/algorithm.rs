@@ -146,7 +146,9 @@ impl Row {
         if !asked.allowed.has(asked.function, &self.choice) {
             return Some(Reason::LeftOut);
         }
-        let of_all = asked.bytes.saturating_mul(asked.ranks.into());
+        // Of a message those of both of its.
+        let ranks = if asked.function.is_p2p() { 2 } else { asked.ranks };
+        let of_all = asked.bytes.saturating_mul(ranks.into());
         if self.choice.is_straight() && of_all < asked.straight_bytes {
             return Some(Reason::Short(asked.straight_bytes));
         }

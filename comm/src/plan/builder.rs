@@ -319,18 +319,29 @@ impl<'a> Builder<'a> {
             return Ok(Straight::Closed);
         }
         let device = &**device()?;
-        let shown = |(address, bytes)| match &self.comm.maps {
-            _ if address == 0 || bytes == 0 => Some(Shown::default()),
-            Some(maps) => maps.of_operation(device, address, bytes),
-            None if peers.foreign != 0 => None,
-            None => device
-                .allocation(address, bytes, self.comm.device)
-                .map(|_| Shown::default()),
+        let request = &task.request;
+        // Of a message it is the sender who has to reach the receiver's buffer.
+        let is_foreign = match request.peer {
+            Some(peer) if request.function.is_p2p() => peers.is_foreign(peer),
+            _ => peers.foreign != 0,
         };
-        let [sent, received] = task
-            .request
-            .used_buffers(self.comm.rank, self.comm.ranks)
-            .map(shown);
+        let shown = |(address, bytes)| {
+            if address == 0 || bytes == 0 {
+                return Some(Shown::default());
+            }
+            if is_foreign {
+                return self.comm.maps.as_ref()?.of_operation(device, address, bytes);
+            }
+            let allocation = device.allocation(address, bytes, self.comm.device);
+            allocation.map(|_| Shown::default())
+        };
+        let [sent, received] = request.used_buffers(self.comm.rank, self.comm.ranks);
+        let sent = if request.function == Function::Send {
+            (0, 0)
+        } else {
+            sent
+        };
+        let (sent, received) = (shown(sent), shown(received));
         Ok(match (sent, received) {
             (Some(sent), Some(received)) => Straight::Open { sent, received },
             _ => Straight::Closed,

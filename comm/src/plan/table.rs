@@ -48,6 +48,7 @@ pub const TABLE: &[Row] = &[
     Row::of(&[AllReduce], straight(Algorithm::TwoShot)),
     Row::of(EACH_WITH_ALL, straight(Algorithm::Direct)),
     Row::of(ROOTED, straight(Algorithm::Direct)).up_to_ranks(2),
+    Row::of(&[Send, Recv], straight(Algorithm::Direct)),
     Row::of(&[AllReduce], in_lines(Algorithm::TwoShot)),
     // One kernel, and each byte goes to who needs it.
     Row::of(EACH_WITH_ALL, in_lines(Algorithm::Direct)),
@@ -174,10 +175,15 @@ mod tests {
     }
 
     #[test]
-    fn long_collectives_go_straight_unless_told_otherwise() {
-        for function in Function::ALL.iter().filter(|function| !function.is_p2p()) {
+    fn what_is_long_goes_straight_unless_told_otherwise() {
+        // A message counts for its two ranks, however many there are.
+        let cases = Function::ALL.iter().flat_map(|function| {
+            let most = if function.is_p2p() { 8 } else { 2 };
+            [(function, 2), (function, most)]
+        });
+        for (function, ranks) in cases {
             let near = |bytes, straight_bytes| Asked {
-                ranks: 2,
+                ranks,
                 peers: true,
                 straight_bytes,
                 ..asked(*function, bytes)

@@ -87,7 +87,8 @@ static void run_check(struct Rank* r) {
 
 // Buffers come and go, at the same addresses as far as the driver gives them again: what others have mapped of them must follow.
 static void run_remap(struct Rank* r) {
-  static const enum Op ops[] = {ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, REDUCE, ALLTOALL, GATHER, SCATTER};
+  static const enum Op ops[] = {ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, REDUCE, ALLTOALL, GATHER, SCATTER, SEND_RECV, PAIRS};
+  enum { KINDS = sizeof ops / sizeof ops[0] };
   open_rank(r, 0);
   buffers(r, max_bytes);
   const size_t bytes[2] = {max_bytes, max_bytes / 2};
@@ -98,9 +99,9 @@ static void run_remap(struct Rank* r) {
     NC(CommRegister(r->comm, (void*)r->send, r->bytes, &handles[0]));
     NC(CommRegister(r->comm, (void*)r->recv, r->bytes, &handles[1]));
     // The others map them while these run: some run before, some after.
-    for (int i = 0; i < 16; i++) {
-      check_one(r, ops[i % 8], &TYPES[F32], count, 0, i % 3 == 1, salt++);
-      if (i % 8 == 7) usleep(3000);
+    for (int i = 0; i < 2 * KINDS; i++) {
+      check_one(r, ops[i % KINDS], &TYPES[F32], count, 0, i % 3 == 1, salt++);
+      if (i % KINDS == KINDS - 1) usleep(3000);
     }
     CUgraph graph;
     CUgraphExec exec;
@@ -241,12 +242,15 @@ static void run_abort(struct Rank* r) {
   CU(cuStreamCreate, &other, 1u);
   enqueue(r, ALL_REDUCE, F32, 1000, 0, 0, r->send, r->recv);
   r->comm = second;
-  enqueue(r, ALL_REDUCE, F32, 1000, 0, 0, r->send, r->recv);
+  enqueue(r, SEND_RECV, F32, 1000000, 0, 0, r->send, r->recv);
   CU(cuStreamSynchronize, r->stream);
   barrier();
   if (r->rank == 0) {
     NC(AllReduce((void*)r->send, (void*)r->recv, 1000000, F32, 0, first, r->stream));
-    NC(AllReduce((void*)r->send, (void*)r->recv, 1000, F32, 0, second, other));
+    CUstream stream = r->stream;
+    r->stream = other;
+    enqueue(r, SEND_RECV, F32, 1000000, 0, 0, r->send, r->recv + (4 << 20));
+    r->stream = stream;
     usleep(300000);
     if (CALL(cuStreamQuery, r->stream) != CUDA_ERROR_NOT_READY) fail("abort: the operation is not stuck");
     double start = now();
@@ -317,6 +321,9 @@ static void run_differ(struct Rank* r) {
       {{ALL_REDUCE, F32, 1000, "count 1000,"}, {ALL_REDUCE, F32, 1000000, "count 1000000,"}},
       {{BROADCAST, F32, 1000, "Broadcast"}, {ALL_REDUCE, F32, 1000, "AllReduce"}},
       {{ALL_REDUCE, F32, 1000, "AllReduce"}, {ALLTOALL, F32, 1000, "AlltoAll"}},
+      {{SEND_RECV, F32, 3000000, "count 3000000,"}, {SEND_RECV, F32, 3000001, "count 3000001,"}},
+      {{SEND_RECV, F32, 3000000, "count 3000000,"}, {SEND_RECV, F32, 1000, "count 1000,"}},
+      {{SEND_RECV, F32, 1000, "count 1000,"}, {SEND_RECV, F32, 3000000, "count 3000000,"}},
   };
   if (variant < 0 || variant >= (int)(sizeof CALLS / sizeof CALLS[0])) fail("differ: no variant %d", variant);
   open_rank(r, 0);

@@ -5,7 +5,7 @@ use std::ffi::CStr;
 use ringsight_records::{Algorithm, Function};
 
 use super::{
-    layout::{Exchange, PeerCall, Shown},
+    layout::{Exchange, PeerCall},
     peer_launch::{MOST_BLOCKS, PeerArguments, PeerLaunch, SERVICE, ranks_of_its_own, sum_of},
     peers::{CHUNK_ROWS, MAX_PEERS, ROW_BYTES, lanes, mappings_offset},
 };
@@ -38,7 +38,6 @@ pub const EXCHANGE_THREADS: u32 = WARPS as u32 * 32 + SERVICE;
 /// The launch of a collective, but for where it reports to. All blocks must run side by side, since they wait for those of the others.
 pub(super) fn launch(work: &Work, call: PeerCall, peers: &Peers) -> PeerLaunch {
     let mut arguments = parts(work, call);
-    arguments.foreign = peers.foreign;
     let rows = (arguments.piece as usize).div_ceil(ROW_BYTES);
     let most = (lanes(work.ranks as usize) / WARPS).min(peers.most_blocks.clamp(1, MOST_BLOCKS) as usize);
     // A lane for each row, as far as that goes; then more rows for each.
@@ -58,7 +57,12 @@ pub(super) fn launch(work: &Work, call: PeerCall, peers: &Peers) -> PeerLaunch {
         && goes_straight(kernel, &arguments)
     {
         arguments.open = 1;
-        (arguments.sent, arguments.received) = (sent, received);
+        (arguments.received, arguments.sent) = (received.generation, sent.generation);
+        for rank in 0..peers.bases.len() {
+            let is_foreign = peers.is_foreign(rank as u32);
+            arguments.place_to[rank] = received.place(arguments.to[rank], is_foreign);
+            arguments.place_from[rank] = sent.place(arguments.from[rank], is_foreign);
+        }
     }
     PeerLaunch {
         kernel,
@@ -120,11 +124,11 @@ fn parts(work: &Work, call: PeerCall) -> Exchange {
         passes: 0,
         straight: (work.straight != Straight::No).into(),
         open: 0,
-        foreign: 0,
-        reserved: [0; 7],
+        place_to: [0; MAX_PEERS],
+        place_from: [0; MAX_PEERS],
+        received: 0,
+        sent: 0,
         mappings_at: mappings_offset(ranks) as u64,
-        sent: Shown::default(),
-        received: Shown::default(),
     };
     // Blocks of a buffer, one of each rank.
     let block = |base: u64, rank: usize| base + bytes * rank as u64;

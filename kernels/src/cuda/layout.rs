@@ -3,7 +3,7 @@
 
 use std::mem::offset_of;
 
-use super::peers::MAX_PEERS;
+use super::peers::{IS_SHOWN, MAX_PEERS, NUMBER_AT, OPEN};
 
 /// How contributions are combined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -324,21 +324,20 @@ pub struct Exchange {
     pub straight: u8,
     /// 1: this rank's buffers are open to the kernels of all others, once those of other processes have mapped what has been shown.
     pub open: u8,
-    /// By bit: ranks of other processes.
-    pub foreign: u8,
-    /// 0.
-    pub reserved: [u8; 7],
+    /// By rank: the [place](Shown::place) of `to`, if they are open.
+    pub place_to: [u64; MAX_PEERS],
+    /// By rank: the place of `from`.
+    pub place_from: [u64; MAX_PEERS],
+    /// [`Shown::generation`] of what the receive buffer is in.
+    pub received: u32,
+    /// That of what the send buffer is in.
+    pub sent: u32,
     /// Where the [`super::peers::Mappings`] are in each rank's memory.
     pub mappings_at: u64,
-    /// What the send buffer is in.
-    pub sent: Shown,
-    /// What the receive buffer is in.
-    pub received: Shown,
 }
 
 /// A caller's allocation, as a rank has shown it to other processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[repr(C)]
 pub struct Shown {
     /// Where it begins for this rank.
     pub start: u64,
@@ -348,12 +347,24 @@ pub struct Shown {
     pub number: u32,
 }
 
-const _: () = assert!(size_of::<Shown>() == 16);
-const _: () = assert!(offset_of!(Exchange, mappings_at) == 448);
+impl Shown {
+    /// The word by which a rank, `is_foreign` if it is of another process, is told of `address`, which lies in it, or 0 where there is nothing.
+    #[must_use]
+    pub fn place(&self, address: u64, is_foreign: bool) -> u64 {
+        if !is_foreign || self.generation == 0 {
+            return OPEN | address;
+        }
+        let offset = if address == 0 { 0 } else { address - self.start };
+        OPEN | IS_SHOWN | u64::from(self.number) << NUMBER_AT | offset
+    }
+}
+
 const _: () = assert!(offset_of!(Exchange, from) == 144);
 const _: () = assert!(offset_of!(Exchange, own) == 400);
 const _: () = assert!(offset_of!(Exchange, chunk) == 432);
-const _: () = assert!(size_of::<Exchange>() == 488);
+const _: () = assert!(offset_of!(Exchange, place_to) == 440);
+const _: () = assert!(offset_of!(Exchange, mappings_at) == 576);
+const _: () = assert!(size_of::<Exchange>() == 584);
 
 /// A message of [`Messages`].
 #[derive(Clone, Copy, Debug, Default)]
@@ -363,21 +374,24 @@ pub struct Message {
     pub address: u64,
     /// Bytes.
     pub bytes: u64,
+    /// [`super::peers::IS_LONG`] if it may go straight into the receiver's buffer; of a receive whose buffer is open to the sender also its
+    /// [place](Shown::place).
+    pub place: u64,
+    /// [`Shown::generation`] of what the buffer is in.
+    pub generation: u32,
     /// Operation number.
     pub op: u32,
     /// Its tag.
     pub tag: u32,
-    /// Bytes of a chunk: whole rows, as in [`Exchange::chunk`].
-    pub chunk: u32,
     /// Lanes that it goes over.
     pub lanes: u16,
+    /// Rows of a chunk, at most [`super::peers::CHUNK_ROWS`].
+    pub rows: u8,
     /// Bytes of an element.
     pub element_bytes: u8,
-    /// 0.
-    pub reserved: u8,
 }
 
-const _: () = assert!(size_of::<Message>() == 32);
+const _: () = assert!(size_of::<Message>() == 40);
 
 /// The messages of a launch to or from one peer.
 #[derive(Clone, Copy, Debug, Default)]
@@ -398,7 +412,7 @@ const _: () = assert!(size_of::<Role>() == 16);
 /// The most roles of a launch.
 pub const MOST_ROLES: usize = 2 * (MAX_PEERS - 1);
 /// The most messages of a launch.
-pub const MOST_MESSAGES: usize = 112;
+pub const MOST_MESSAGES: usize = 93;
 
 /// The one argument of the kernels of [`super::messages`].
 #[derive(Clone, Copy, Debug)]
@@ -410,6 +424,8 @@ pub struct Messages {
     pub bases: [u64; MAX_PEERS],
     /// Where the part for messages begins in each ([`super::peers::messages_offset`]).
     pub at: u64,
+    /// Where the [`super::peers::Mappings`] are.
+    pub mappings_at: u64,
     /// This rank.
     pub rank: u32,
     /// Roles.
@@ -427,9 +443,11 @@ pub struct Messages {
 }
 
 const _: () = assert!(offset_of!(Messages, at) == 112);
-const _: () = assert!(offset_of!(Messages, role) == 136);
-const _: () = assert!(offset_of!(Messages, message) == 360);
-const _: () = assert!(size_of::<Messages>() == 3944);
+const _: () = assert!(offset_of!(Messages, role) == 144);
+const _: () = assert!(offset_of!(Messages, message) == 368);
+const _: () = assert!(size_of::<Messages>() == 4088);
+// What a kernel of any driver can take.
+const _: () = assert!(size_of::<Messages>() <= 4096);
 
 /// Shared memory that a block needs for each lane, beside the program if it takes that.
 pub const LANE_STATE_BYTES: usize = 264;

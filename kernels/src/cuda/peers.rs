@@ -41,12 +41,13 @@ pub const fn lanes(ranks: usize) -> usize {
 
 /// Lanes of a connection for messages in one direction.
 pub const MESSAGE_LANES: usize = 256;
-/// Bytes of the numbers of chunks that were sent, released and taken: a `u32` of each by rank and lane.
-const MESSAGE_COUNTS: usize = 3 * MAX_PEERS * MESSAGE_LANES * size_of::<u32>();
+/// Bytes of what is kept of each of them, by rank: the numbers of chunks that were sent, released and taken, a `u32` each, and where the next
+/// one goes.
+const MESSAGE_STATES: usize = MAX_PEERS * MESSAGE_LANES * (3 * size_of::<u32>() + size_of::<[u64; 2]>());
 
-const _: () = assert!(MESSAGE_COUNTS == 24_576);
+const _: () = assert!(MESSAGE_STATES == 57_344);
 
-/// Where the part for messages begins among so many ranks: numbers of chunks, then two slots by rank and lane.
+/// Where the part for messages begins among so many ranks: what is kept of lanes, then two slots by rank and lane.
 #[must_use]
 pub const fn messages_offset(ranks: usize) -> usize {
     CHUNKS_OFFSET + (ranks - 1) * lanes(ranks) * 2 * CHUNK_ROWS * 512
@@ -55,7 +56,7 @@ pub const fn messages_offset(ranks: usize) -> usize {
 /// Where the [`Mappings`] are among so many ranks.
 #[must_use]
 pub const fn mappings_offset(ranks: usize) -> usize {
-    messages_offset(ranks) + MESSAGE_COUNTS + (ranks - 1) * MESSAGE_LANES * 2 * CHUNK_ROWS * 512
+    messages_offset(ranks) + MESSAGE_STATES + (ranks - 1) * MESSAGE_LANES * 2 * CHUNK_ROWS * 512
 }
 
 /// Bytes of one rank's memory among so many.
@@ -66,6 +67,15 @@ pub const fn bytes(ranks: usize) -> usize {
 
 /// The most allocations that a rank shows to those of other processes.
 pub const SHOWN: usize = 256;
+
+/// In a word of a [place](super::layout::Shown::place): there is one.
+pub const OPEN: u64 = 1 << 63;
+/// In a word of a place: it is an offset in what has been shown under the number from bit [`NUMBER_AT`] on.
+pub const IS_SHOWN: u64 = 1 << 62;
+/// In a word of a place: it is of a message that goes straight if there is one.
+pub const IS_LONG: u64 = 1 << 61;
+/// Where the number begins.
+pub const NUMBER_AT: u32 = 48;
 
 /// An allocation that another rank has shown, as this one has mapped it.
 #[derive(Clone, Copy, Debug, Default)]

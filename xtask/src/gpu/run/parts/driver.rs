@@ -71,10 +71,17 @@ pub(super) fn abort(steps: &mut Steps<'_>) -> Result<()> {
     drive(steps, "2t", 20, "abort 2 t", &[]);
     drive(steps, "2p", 30, "abort 2 p", &[]);
     // What the ranks differ in.
-    for (number, what) in ["type", "count", "length", "function", "messages"]
-        .iter()
-        .enumerate()
-    {
+    let different = [
+        "type",
+        "count",
+        "length",
+        "function",
+        "messages",
+        "sent-count",
+        "sent-length",
+        "taken-length",
+    ];
+    for (number, what) in different.iter().enumerate() {
         for kind in ["t", "p"] {
             let name = format!("differ-{what}-2{kind}");
             drive(steps, &name, 30, &format!("differ 2 {kind} {number}"), &[]);
