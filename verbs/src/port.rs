@@ -8,7 +8,8 @@ use std::{
 
 use crate::{
     config::Config,
-    device::{Access, Context, Mtu, Pd},
+    device::{Context, Mtu},
+    memory::{Access, Pd},
     sys::{self, Lib},
     sysfs,
 };

@@ -4,8 +4,9 @@ use std::{ops::Range, ptr, sync::Arc};
 
 use crate::{
     completion::Cq,
-    device::{Mr, Mtu, Pd, check},
+    device::{Mtu, check},
     error::{Error, Result},
+    memory::{Mr, Pd},
     sys,
 };
 

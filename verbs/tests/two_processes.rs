@@ -19,8 +19,8 @@ use std::{
 use fabric::{Fabric, Port};
 use ringsight_verbs::{
     config::{Config, Filter},
-    device::Memory,
     endpoint::{Control, Path, Peer, Receiver, SLOTS, Sender, Slots},
+    memory::Memory,
     port::Net,
     sys, sysfs,
     wire::{OFFER_BYTES, Offer},

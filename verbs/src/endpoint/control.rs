@@ -11,7 +11,7 @@ use std::{
 use ringsight_failover::MESSAGE_BYTES;
 
 use super::{SLOTS, path::RECEIVES};
-use crate::{device::Memory, wire::MOST_PATHS};
+use crate::{memory::Memory, wire::MOST_PATHS};
 
 /// Bytes of the page.
 pub const CONTROL_BYTES: usize = 8192;

@@ -11,9 +11,10 @@ use super::{
 };
 use crate::{
     completion::{BATCH, Completion, Cq},
-    device::{Access, Memory, Mr, Mtu, Queue},
+    device::{Mtu, Queue},
     error::Result,
     hub::{Failures, Hub},
+    memory::{Access, Memory, Mr},
     port::Port,
     queue::{Patience, Qp, Route, Size},
     wire::{PathOffer, QpOffer},

@@ -4,9 +4,9 @@ use std::{net::TcpStream, path::Path as FilePath, sync::Arc};
 
 use ringsight_verbs::{
     config::{Config, Filter},
-    device::Memory,
     endpoint::{Control, Failover, Path, Peer, Receiver, SLOTS, Sender, Slots},
     hub::Hub,
+    memory::Memory,
     port::Net,
     queue::Patience,
     wire::Offer,

@@ -24,10 +24,10 @@ use ringsight_kernels::{
 use ringsight_verbs::{
     choice,
     config::Config,
-    device::Memory,
     endpoint::{self, Control, Failover, Path, Peer, Slots},
     failover::Settings,
     hub::Hub,
+    memory::Memory,
     port::Net,
     sysfs::Place,
     wire::{Offer, PathOffer},

@@ -1,0 +1,209 @@
+//! Memory that devices reach: protection domains, and what is registered in them.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, PoisonError, Weak},
+};
+
+use crate::{
+    device::Context,
+    error::{Error, Result},
+    sys::{self, Lib},
+};
+
+/// A protection domain: what is registered in it may be used by its queue pairs.
+pub struct Pd {
+    context: Arc<Context>,
+    raw: *mut sys::Pd,
+    /// Memory that is registered, by (address, bytes, rights).
+    registered: Mutex<HashMap<(usize, usize, u32), Weak<Mr>>>,
+}
+
+// SAFETY: as `Context`.
+unsafe impl Send for Pd {}
+// SAFETY: as `Context`.
+unsafe impl Sync for Pd {}
+
+/// What may be done with registered memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// The device reads it for its own queue pairs.
+    Local,
+    /// Peers write to it.
+    RemoteWrite,
+    /// The same, and writes may reach memory in any order before the completion that tells of them
+    /// (`NCCL_IB_PCI_RELAXED_ORDERING`), where the library knows that.
+    RemoteWriteRelaxed,
+}
+
+impl Access {
+    fn bits(self, lib: &Lib) -> u32 {
+        let relaxed = match lib.reg_mr_iova2 {
+            Some(_) => sys::ACCESS_RELAXED_ORDERING,
+            None => 0,
+        };
+        match self {
+            Self::Local => 0,
+            Self::RemoteWrite => sys::ACCESS_LOCAL_WRITE | sys::ACCESS_REMOTE_WRITE,
+            Self::RemoteWriteRelaxed => sys::ACCESS_LOCAL_WRITE | sys::ACCESS_REMOTE_WRITE | relaxed,
+        }
+    }
+}
+
+/// Memory that can be registered: where it is, and what keeps it there.
+#[derive(Clone)]
+pub struct Memory {
+    base: usize,
+    bytes: usize,
+    keep: Arc<dyn Send + Sync>,
+}
+
+impl Memory {
+    /// `bytes` bytes at `base`.
+    ///
+    /// # Safety
+    /// They stay mapped, readable and writable, while `keep` lives, and nobody has references into them: devices and peers read and
+    /// write them at any time.
+    #[must_use]
+    pub unsafe fn new(base: *mut u8, bytes: usize, keep: Arc<dyn Send + Sync>) -> Self {
+        Self {
+            base: base.expose_provenance(),
+            bytes,
+            keep,
+        }
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn address(&self) -> u64 {
+        self.base as u64
+    }
+
+    /// How long it is.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl Pd {
+    /// One of this device.
+    ///
+    /// # Errors
+    /// As the device says.
+    pub fn new(context: Arc<Context>) -> Result<Arc<Self>> {
+        // SAFETY: an open device.
+        let raw = unsafe { (context.lib().alloc_pd)(context.raw()) };
+        if raw.is_null() {
+            return Err(Error::last(format!(
+                "making a protection domain of {}",
+                context.name()
+            )));
+        }
+        Ok(Arc::new(Self {
+            context,
+            raw,
+            registered: Mutex::default(),
+        }))
+    }
+
+    /// The device.
+    #[must_use]
+    pub fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    pub(crate) fn raw(&self) -> *mut sys::Pd {
+        self.raw
+    }
+
+    /// Registers memory, or finds it registered already: a region lives as long as somebody holds it.
+    ///
+    /// # Errors
+    /// As the device says; an error of the limit on locked memory says so.
+    pub fn register(self: &Arc<Self>, memory: &Memory, access: Access) -> Result<Arc<Mr>> {
+        let lib = self.context.lib();
+        let bits = access.bits(lib);
+        let key = (memory.base, memory.bytes, bits);
+        let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
+        // One that is still held keeps its own memory, so that no other can be at its address.
+        if let Some(mr) = registered.get(&key).and_then(Weak::upgrade) {
+            return Ok(mr);
+        }
+        let base = std::ptr::with_exposed_provenance_mut(memory.base);
+        // SAFETY: mapped while `keep` lives, which the region holds.
+        let raw = unsafe {
+            match lib.reg_mr_iova2 {
+                Some(register) => register(self.raw, base, memory.bytes, memory.base as u64, bits),
+                None => (lib.reg_mr)(self.raw, base, memory.bytes, bits.cast_signed()),
+            }
+        };
+        if raw.is_null() {
+            let what = format!("registering {} bytes with {}", memory.bytes, self.context.name());
+            return Err(Error::last(what).of_locking(memory.bytes));
+        }
+        let mr = Arc::new(Mr {
+            raw,
+            memory: memory.clone(),
+            pd: Arc::clone(self),
+        });
+        registered.retain(|_, mr| mr.strong_count() > 0);
+        registered.insert(key, Arc::downgrade(&mr));
+        Ok(mr)
+    }
+}
+
+impl Drop for Pd {
+    fn drop(&mut self) {
+        // SAFETY: its regions and queue pairs are gone: all of them hold it.
+        unsafe { (self.context.lib().dealloc_pd)(self.raw) };
+    }
+}
+
+/// Registered memory.
+pub struct Mr {
+    raw: *mut sys::Mr,
+    memory: Memory,
+    pd: Arc<Pd>,
+}
+
+// SAFETY: as `Context`.
+unsafe impl Send for Mr {}
+// SAFETY: as `Context`.
+unsafe impl Sync for Mr {}
+
+impl Mr {
+    /// The memory.
+    #[must_use]
+    pub fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    /// What queue pairs of its domain use it by.
+    #[must_use]
+    pub fn local_key(&self) -> u32 {
+        // SAFETY: a region that is registered.
+        unsafe { (*self.raw).lkey }
+    }
+
+    /// What a peer uses it by.
+    #[must_use]
+    pub fn remote_key(&self) -> u32 {
+        // SAFETY: as above.
+        unsafe { (*self.raw).rkey }
+    }
+
+    /// Whether it is of this domain.
+    #[must_use]
+    pub fn is_of(&self, pd: &Pd) -> bool {
+        std::ptr::eq(&raw const *self.pd, pd)
+    }
+}
+
+impl Drop for Mr {
+    fn drop(&mut self) {
+        // SAFETY: registered, once.
+        unsafe { (self.pd.context.lib().dereg_mr)(self.raw) };
+        let _keep = &self.memory.keep; // until here
+    }
+}
