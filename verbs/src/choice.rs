@@ -18,6 +18,14 @@ pub enum Distance {
 }
 
 impl Distance {
+    /// The one of this name.
+    #[must_use]
+    pub fn parse(name: &str) -> Option<Self> {
+        [Self::Pix, Self::Pxb, Self::Phb, Self::Node, Self::Sys]
+            .into_iter()
+            .find(|distance| distance.name().eq_ignore_ascii_case(name))
+    }
+
     /// What NCCL's logs and `nvidia-smi topo` call it.
     #[must_use]
     pub fn name(self) -> &'static str {

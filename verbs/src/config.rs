@@ -1,6 +1,6 @@
 //! What the environment says about RDMA: NCCL's names and defaults.
 
-use crate::queue::Patience;
+use crate::{choice::Distance, queue::Patience};
 
 /// Queue pairs of a connection at most.
 pub const MOST_QPS: usize = 16;
@@ -32,6 +32,44 @@ pub struct Config {
     pub relaxed_ordering: bool,
     /// `RINGSIGHT_NET_FAILOVER`, or `NCCL_ENABLE_FAULT_TOLERANCE`: connections have a backup.
     pub failover: bool,
+    /// Which devices reach memory of GPUs.
+    pub gpu_direct: GpuDirect,
+}
+
+/// When devices read and write slots in the memory of GPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GpuDirect {
+    /// `NCCL_NET_GDR_LEVEL`: how far GPU and device may be apart; `None`: never.
+    pub level: Option<Distance>,
+    /// `NCCL_DMABUF_ENABLE`. There is no other way here than dma-buf.
+    pub dma_buf: bool,
+    /// `NCCL_NET_GDR_READ`: also what is sent.
+    pub read: bool,
+}
+
+impl Default for GpuDirect {
+    fn default() -> Self {
+        Self {
+            level: Some(Distance::Pxb),
+            dma_buf: true,
+            read: true,
+        }
+    }
+}
+
+impl GpuDirect {
+    /// The level that a value of `NCCL_NET_GDR_LEVEL` names: `LOC`, that no device is at, or a distance; or NCCL's older numbers.
+    fn level(value: &str) -> Option<Option<Distance>> {
+        match value.trim() {
+            "0" => Some(None),
+            name if name.eq_ignore_ascii_case("LOC") => Some(None),
+            "1" => Some(Some(Distance::Pix)),
+            "2" => Some(Some(Distance::Pxb)),
+            "3" => Some(Some(Distance::Phb)),
+            "4" | "5" => Some(Some(Distance::Sys)),
+            name => Distance::parse(name).map(Some),
+        }
+    }
 }
 
 impl PartialEq for Patience {
@@ -60,6 +98,7 @@ impl Default for Config {
             pkey_index: 0,
             relaxed_ordering: true,
             failover: true,
+            gpu_direct: GpuDirect::default(),
         }
     }
 }
@@ -151,6 +190,16 @@ impl Config {
             if let Some(on) = number(name, 0, 1, "0 or 1 is wanted")? {
                 config.failover = on == 1;
             }
+        }
+        if let Some(value) = lookup("NCCL_NET_GDR_LEVEL") {
+            let (name, wanted) = ("NCCL_NET_GDR_LEVEL", "LOC, PIX, PXB, PHB, NODE or SYS is wanted");
+            config.gpu_direct.level = GpuDirect::level(&value).ok_or(Invalid { name, value, wanted })?;
+        }
+        if let Some(on) = number("NCCL_DMABUF_ENABLE", 0, 1, "0 or 1 is wanted")? {
+            config.gpu_direct.dma_buf = on == 1;
+        }
+        if let Some(on) = number("NCCL_NET_GDR_READ", 0, 1, "0 or 1 is wanted")? {
+            config.gpu_direct.read = on == 1;
         }
         Ok(Some(config))
     }
@@ -274,6 +323,10 @@ mod tests {
             ("NCCL_IB_SL", "x"),
             ("NCCL_IB_ADDR_FAMILY", "AF_UNIX"),
             ("RINGSIGHT_NET_FAILOVER", "yes"),
+            ("NCCL_NET_GDR_LEVEL", "6"),
+            ("NCCL_NET_GDR_LEVEL", "NEAR"),
+            ("NCCL_DMABUF_ENABLE", "2"),
+            ("NCCL_NET_GDR_READ", "on"),
         ] {
             let error = with(name, value).unwrap_err();
             assert!(
@@ -286,5 +339,32 @@ mod tests {
         assert_eq!(with("NCCL_IB_GID_INDEX", "-1").unwrap().unwrap().gid_index, None);
         let off = with("NCCL_ENABLE_FAULT_TOLERANCE", "0").unwrap().unwrap();
         assert!(!off.failover);
+    }
+
+    #[test]
+    fn levels_are_distances_and_their_older_numbers() {
+        let level = |value: &'static str| {
+            let lookup = move |name: &str| (name == "NCCL_NET_GDR_LEVEL").then(|| value.to_owned());
+            Config::from_environment(lookup)
+                .unwrap()
+                .unwrap()
+                .gpu_direct
+                .level
+        };
+        assert_eq!(GpuDirect::default().level, Some(Distance::Pxb), "NCCL's default");
+        for (value, wanted) in [
+            ("LOC", None),
+            ("0", None),
+            ("PIX", Some(Distance::Pix)),
+            ("pxb", Some(Distance::Pxb)),
+            ("PHB", Some(Distance::Phb)),
+            ("NODE", Some(Distance::Node)),
+            (" SYS ", Some(Distance::Sys)),
+            ("2", Some(Distance::Pxb)),
+            ("4", Some(Distance::Sys)),
+            ("5", Some(Distance::Sys)),
+        ] {
+            assert_eq!(level(value), wanted, "{value}");
+        }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::{
     collections::HashMap,
+    os::fd::{AsRawFd, OwnedFd, RawFd},
     sync::{Arc, Mutex, PoisonError, Weak},
 };
 
@@ -15,8 +16,8 @@ use crate::{
 pub struct Pd {
     context: Arc<Context>,
     raw: *mut sys::Pd,
-    /// Memory that is registered, by (address, bytes, rights).
-    registered: Mutex<HashMap<(usize, usize, u32), Weak<Mr>>>,
+    /// Memory that is registered.
+    registered: Mutex<HashMap<Registration, Weak<Mr>>>,
 }
 
 // SAFETY: as `Context`.
@@ -50,11 +51,22 @@ impl Access {
     }
 }
 
+/// What one region is told from others by.
+#[derive(PartialEq, Eq, Hash)]
+struct Registration {
+    base: usize,
+    bytes: usize,
+    dma_buf: Option<RawFd>,
+    rights: u32,
+}
+
 /// Memory that can be registered: where it is, and what keeps it there.
 #[derive(Clone)]
 pub struct Memory {
     base: usize,
     bytes: usize,
+    /// Of another device's memory: its dma-buf, and where in that it begins.
+    dma_buf: Option<(Arc<OwnedFd>, u64)>,
     keep: Arc<dyn Send + Sync>,
 }
 
@@ -69,6 +81,24 @@ impl Memory {
         Self {
             base: base.expose_provenance(),
             bytes,
+            dma_buf: None,
+            keep,
+        }
+    }
+
+    /// `bytes` bytes of another device's memory, `offset` bytes into its dma-buf. It knows them by `address`, and so do peers; nothing of
+    /// this process is mapped there, or needs to be. They are that device's until `keep` is dropped.
+    #[must_use]
+    pub fn of_device(
+        address: u64,
+        bytes: usize,
+        (dma_buf, offset): (Arc<OwnedFd>, u64),
+        keep: Arc<dyn Send + Sync>,
+    ) -> Self {
+        Self {
+            base: address as usize,
+            bytes,
+            dma_buf: Some((dma_buf, offset)),
             keep,
         }
     }
@@ -124,12 +154,33 @@ impl Pd {
     pub fn register(self: &Arc<Self>, memory: &Memory, access: Access) -> Result<Arc<Mr>> {
         let lib = self.context.lib();
         let bits = access.bits(lib);
-        let key = (memory.base, memory.bytes, bits);
+        let key = Registration {
+            base: memory.base,
+            bytes: memory.bytes,
+            dma_buf: memory.dma_buf.as_ref().map(|(fd, _)| fd.as_raw_fd()),
+            rights: bits,
+        };
         let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
         // One that is still held keeps its own memory, so that no other can be at its address.
         if let Some(mr) = registered.get(&key).and_then(Weak::upgrade) {
             return Ok(mr);
         }
+        let raw = match &memory.dma_buf {
+            None => self.register_mapped(memory, bits),
+            Some((dma_buf, offset)) => self.register_dma_buf(memory, dma_buf, *offset, bits),
+        }?;
+        let mr = Arc::new(Mr {
+            raw,
+            memory: memory.clone(),
+            pd: Arc::clone(self),
+        });
+        registered.retain(|_, mr| mr.strong_count() > 0);
+        registered.insert(key, Arc::downgrade(&mr));
+        Ok(mr)
+    }
+
+    fn register_mapped(&self, memory: &Memory, bits: u32) -> Result<*mut sys::Mr> {
+        let lib = self.context.lib();
         let base = std::ptr::with_exposed_provenance_mut(memory.base);
         // SAFETY: mapped while `keep` lives, which the region holds.
         let raw = unsafe {
@@ -142,14 +193,41 @@ impl Pd {
             let what = format!("registering {} bytes with {}", memory.bytes, self.context.name());
             return Err(Error::last(what).of_locking(memory.bytes));
         }
-        let mr = Arc::new(Mr {
-            raw,
-            memory: memory.clone(),
-            pd: Arc::clone(self),
-        });
-        registered.retain(|_, mr| mr.strong_count() > 0);
-        registered.insert(key, Arc::downgrade(&mr));
-        Ok(mr)
+        Ok(raw)
+    }
+
+    /// By the descriptor: the kernel asks its exporter for the addresses that this device reaches the memory by.
+    fn register_dma_buf(
+        &self,
+        memory: &Memory,
+        dma_buf: &OwnedFd,
+        offset: u64,
+        bits: u32,
+    ) -> Result<*mut sys::Mr> {
+        let what = format!(
+            "registering {} bytes of a dma-buf with {}",
+            memory.bytes,
+            self.context.name()
+        );
+        let Some(register) = self.context.lib().reg_dmabuf_mr else {
+            let text = "libibverbs has no ibv_reg_dmabuf_mr: it is older than rdma-core 34";
+            return Err(Error::new(what, std::io::Error::other(text)));
+        };
+        // SAFETY: an open descriptor, which the region holds. The kernel refuses what is no dma-buf or beyond its end.
+        let raw = unsafe {
+            register(
+                self.raw,
+                offset,
+                memory.bytes,
+                memory.base as u64,
+                dma_buf.as_raw_fd(),
+                bits.cast_signed(),
+            )
+        };
+        if raw.is_null() {
+            return Err(Error::last(what));
+        }
+        Ok(raw)
     }
 }
 

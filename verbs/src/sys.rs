@@ -475,13 +475,20 @@ const _: () = {
     assert!(size_of::<AsyncEvent>() == 16);
 };
 
+/// `ibv_reg_mr_iova2`: domain, address, bytes, address as peers say it, rights.
+pub type RegMrIova2 = unsafe extern "C" fn(*mut Pd, *mut c_void, usize, u64, c_uint) -> *mut Mr;
+/// `ibv_reg_dmabuf_mr`: domain, offset in the dma-buf, bytes, address as peers say it, descriptor, rights.
+pub type RegDmabufMr = unsafe extern "C" fn(*mut Pd, u64, usize, u64, c_int, c_int) -> *mut Mr;
+
 macro_rules! library {
     ($($(#[$doc:meta])* $field:ident = $symbol:literal: fn($($argument:ty),*) $(-> $result:ty)?;)*) => {
         /// The library's functions.
         pub struct Lib {
             $($(#[$doc])* pub $field: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
             /// Registers memory with rights that older libraries do not know; `None` there.
-            pub reg_mr_iova2: Option<unsafe extern "C" fn(*mut Pd, *mut c_void, usize, u64, c_uint) -> *mut Mr>,
+            pub reg_mr_iova2: Option<RegMrIova2>,
+            /// Registers memory of another device by its dma-buf; `None` in libraries before rdma-core 34.
+            pub reg_dmabuf_mr: Option<RegDmabufMr>,
         }
 
         impl Lib {
@@ -495,7 +502,11 @@ macro_rules! library {
                     },)*
                     reg_mr_iova2: symbol(library, c"ibv_reg_mr_iova2").map(|symbol| {
                         // SAFETY: as above.
-                        unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut Pd, *mut c_void, usize, u64, c_uint) -> *mut Mr>(symbol) }
+                        unsafe { std::mem::transmute::<*mut c_void, RegMrIova2>(symbol) }
+                    }),
+                    reg_dmabuf_mr: symbol(library, c"ibv_reg_dmabuf_mr").map(|symbol| {
+                        // SAFETY: as above.
+                        unsafe { std::mem::transmute::<*mut c_void, RegDmabufMr>(symbol) }
                     }),
                 })
             }
