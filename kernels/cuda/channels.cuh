@@ -18,6 +18,9 @@ struct LaneState {
   u64 tail;
   // Slots that the consumer at the other end was last seen to have released.
   u64 released;
+  // Where the slots are; 0 of those that come: not known before the first of them is there.
+  u64 prev_slots;
+  u64 next_slots;
   u64 argument;
   // Index of the present work; the lane's end when all are done.
   u32 index;
@@ -200,6 +203,8 @@ class Block {
     state.work = works[state.index];
     const Work& work = state.work;
     u64 head = 0, tail = 0, released = 0;
+    state.prev_slots = work.placed & PREV_PLACED ? 0 : work.prev + SLOTS_OFFSET;
+    state.next_slots = work.placed & NEXT_PLACED ? place_of(work.next) : work.next + SLOTS_OFFSET;
     if (work.prev != 0) head = load_relaxed(&consumer(work.prev)->head);
     if (work.next != 0) {
       tail = load_relaxed(&producer(work.next_producer)->tail);
@@ -250,6 +255,7 @@ class Block {
       const u64 flag = load_acquire(&line_of(work.prev, state.head)->flag);
       if (!is_posted(flag, state.head)) return Advance::Waiting;
       if (tag_of(flag) != work.tag) return differs(work, tag_of(flag));
+      if (state.prev_slots == 0) state.prev_slots = place_of(work.prev);
     }
     if (!room) return Advance::Waiting;
 
@@ -264,8 +270,8 @@ class Block {
     };
     void* source = address(work.send, step.source);
     void* store = address(work.recv, step.store);
-    void* slot = step.recv ? slot_of(work.prev, state.head, turn_.bytes, work.slot_bytes) : nullptr;
-    void* leaving = step.send ? slot_of(work.next, state.tail, turn_.bytes, work.slot_bytes) : nullptr;
+    void* slot = step.recv ? slot_of(work.prev, state.prev_slots, state.head, turn_.bytes, work.slot_bytes) : nullptr;
+    void* leaving = step.send ? slot_of(work.next, state.next_slots, state.tail, turn_.bytes, work.slot_bytes) : nullptr;
     Move& move = turn_.move;
     move = Move{nullptr, slot != nullptr ? slot : source, store, leaving, step.elems, state.argument, work.data_type,
                 Kernel::Copy};
@@ -387,10 +393,16 @@ class Block {
   DEVICE static FifoHeader* consumer(u64 address) { return reinterpret_cast<FifoHeader*>(address); }
   DEVICE static FifoCounts* producer(u64 address) { return reinterpret_cast<FifoCounts*>(address); }
   DEVICE static FifoLine* line_of(u64 address, u64 position) { return &consumer(address)->lines[position % SLOTS]; }
+  // Where the slots of a FIFO are that says it. Of those that come it has been said once the first is posted, of those that leave
+  // before the launch.
+  DEVICE static u64 place_of(u64 address) {
+    const u64 place = load_relaxed(&consumer(address)->place);
+    return place != 0 ? place : address + SLOTS_OFFSET;
+  }
   // Where so many bytes of the slot at a position are.
-  DEVICE static void* slot_of(u64 address, u64 position, u32 bytes, u32 slot_bytes) {
+  DEVICE static void* slot_of(u64 address, u64 slots, u64 position, u32 bytes, u32 slot_bytes) {
     if (bytes <= LINE_BYTES) return line_of(address, position)->data;
-    return reinterpret_cast<void*>(address + SLOTS_OFFSET + position % SLOTS * slot_bytes);
+    return reinterpret_cast<void*>(slots + position % SLOTS * slot_bytes);
   }
 
   const Arguments& arguments_;

@@ -64,5 +64,5 @@ extern "C" __global__ void ringsight_append(ringsight::u64* journal, ringsight::
 // How often a graph has come here; one thread.
 extern "C" __global__ void ringsight_count(ringsight::u64* word) { ringsight::count_up(word); }
 
-static_assert(sizeof(ringsight::LaneState) == 264, "LANE_STATE_BYTES in src/cuda/layout.rs");
+static_assert(sizeof(ringsight::LaneState) == 280, "LANE_STATE_BYTES in src/cuda/layout.rs");
 static_assert(sizeof(ringsight::OpState) == 8, "OP_STATE_BYTES in src/cuda/layout.rs");

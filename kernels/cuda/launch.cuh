@@ -61,13 +61,17 @@ struct Work {
   DataType data_type;
   Combine combine;
   ScalarKind scalar_kind;
-  u8 reserved[7];
+  u8 placed;
+  u8 reserved[6];
 };
+// What `placed` says: the FIFO says where its slots are.
+constexpr u8 PREV_PLACED = 1, NEXT_PLACED = 2;
 static_assert(sizeof(Work) == 120, "as in src/cuda/layout.rs");
 static_assert(offsetof(Work, scalar) == 72, "as in src/cuda/layout.rs");
 static_assert(offsetof(Work, order_at) == 80, "as in src/cuda/layout.rs");
 static_assert(offsetof(Work, connections) == 108, "as in src/cuda/layout.rs");
 static_assert(offsetof(Work, scalar_kind) == 112, "as in src/cuda/layout.rs");
+static_assert(offsetof(Work, placed) == 113, "as in src/cuda/layout.rs");
 
 struct Lane {
   u32 first_work;
@@ -178,8 +182,10 @@ static_assert(sizeof(FifoCounts) == 256, "as in src/fifo.rs");
 // The consumer's half, or both in one.
 struct FifoHeader : FifoCounts {
   FifoLine lines[SLOTS];
+  u64 place;
+  u64 apart2[15];
 };
-static_assert(sizeof(FifoHeader) == 1280, "as in src/fifo.rs");
+static_assert(sizeof(FifoHeader) == 1408, "as in src/fifo.rs");
 static_assert(offsetof(FifoCounts, tail) == 0, "as in src/fifo.rs");
 static_assert(offsetof(FifoCounts, head) == 128, "as in src/fifo.rs");
 

@@ -61,6 +61,8 @@ pub struct FifoHeader {
     counts: Counts,
     /// By position modulo [`SLOTS`].
     lines: [Apart<Line>; SLOTS],
+    /// Address of the slots, 0 if they are behind this; see [`Fifo::place`].
+    place: Apart<AtomicU64>,
 }
 
 /// What either half begins with.
@@ -87,7 +89,8 @@ struct Producer {
 const _: () = assert!(size_of::<Line>() == 64);
 const _: () = assert!(offset_of!(Line, size) == 8);
 const _: () = assert!(offset_of!(Line, data) == 16);
-const _: () = assert!(size_of::<FifoHeader>() == 256 + SLOTS * 128);
+const _: () = assert!(size_of::<FifoHeader>() == 256 + SLOTS * 128 + 128);
+const _: () = assert!(offset_of!(FifoHeader, place) == 1280);
 const _: () = assert!(offset_of!(FifoHeader, counts) == 0);
 const _: () = assert!(offset_of!(Counts, producer) == 0);
 const _: () = assert!(offset_of!(Counts, head) == 128);
@@ -123,6 +126,8 @@ pub struct Fifo {
     slot_bytes: usize,
     /// The host may look at it.
     is_mapped: bool,
+    /// Its slots are where [`Fifo::place`] said.
+    is_placed: bool,
     /// Keeps the memory there.
     _memory: Arc<dyn Send + Sync>,
 }
@@ -164,6 +169,7 @@ impl Fifo {
             halves,
             slot_bytes,
             is_mapped: true,
+            is_placed: false,
             _memory: memory,
         }
     }
@@ -175,8 +181,44 @@ impl Fifo {
             halves,
             slot_bytes,
             is_mapped: false,
+            is_placed: false,
             _memory: memory,
         }
+    }
+
+    /// The same for a kernel's end of a connection whose other end, which moves slots over the network, says where they are
+    /// ([`Fifo::place`]). `memory` keeps the other place.
+    #[must_use]
+    pub fn placed(self, memory: Arc<dyn Send + Sync>) -> Self {
+        Self {
+            is_placed: true,
+            _memory: Arc::new((self._memory.clone(), memory)),
+            ..self
+        }
+    }
+
+    /// Whether who uses its slots has to look where they are.
+    #[must_use]
+    pub fn is_placed(&self) -> bool {
+        self.is_placed
+    }
+
+    /// Whether they have been said to be elsewhere.
+    #[must_use]
+    pub fn is_away(&self) -> bool {
+        self.is_placed && self.place_said() != 0
+    }
+
+    fn place_said(&self) -> u64 {
+        // Relaxed: as said in `place`.
+        self.consumer().place.0.load(Ordering::Relaxed)
+    }
+
+    /// Says for a kernel's end that asks ([`Fifo::placed`]) that the slots are at this address and not behind the header. A producer says
+    /// so before it posts the first slot, a consumer before the kernel is launched that fills that; from then on it stays as it is.
+    pub fn place(&self, slots: u64) {
+        // Relaxed: the flag of the first slot, or the launch, orders it.
+        self.consumer().place.0.store(slots, Ordering::Relaxed);
     }
 
     fn consumer(&self) -> &FifoHeader {
@@ -289,8 +331,11 @@ impl Fifo {
             return self.line(position).data.get().cast();
         }
         assert!(self.is_mapped, "a FIFO in the memory of a device");
-        let offset = SLOTS_OFFSET + position as usize % SLOTS * self.slot_bytes;
-        ptr::with_exposed_provenance_mut(self.halves.consumer as usize + offset)
+        let slots = match self.is_away() {
+            true => self.place_said(),
+            false => self.halves.consumer + SLOTS_OFFSET as u64,
+        };
+        ptr::with_exposed_provenance_mut(slots as usize + position as usize % SLOTS * self.slot_bytes)
     }
 }
 
@@ -363,6 +408,31 @@ pub(crate) mod tests {
                 fifo.post(position + SLOTS as u64, 0, 1);
             }
         }
+    }
+
+    #[test]
+    fn slots_are_where_they_are_said_to_be() {
+        let (fifo, elsewhere) = (heap(100), heap(100));
+        let (own, other) = (fifo.halves().consumer, elsewhere.halves().consumer);
+        // SAFETY: the same memory, which lives as long.
+        let kernel = unsafe { Fifo::new(ptr::with_exposed_provenance_mut(own as usize), 100, fifo.clone()) };
+        let kernel = kernel.placed(elsewhere.clone());
+        assert!(kernel.is_placed() && !kernel.is_away() && !fifo.is_placed());
+        let behind = own as usize + SLOTS_OFFSET;
+        assert_eq!(
+            kernel.slot(9, 100).addr(),
+            behind + 100,
+            "nobody has said anything"
+        );
+        fifo.place(other);
+        assert!(kernel.is_away() && !fifo.is_away());
+        assert_eq!(kernel.slot(9, 100).addr(), other as usize + 100);
+        assert_eq!(
+            kernel.slot(9, INLINE_BYTES),
+            fifo.slot(9, INLINE_BYTES),
+            "with the flag"
+        );
+        assert_eq!(fifo.slot(9, 100).addr(), behind + 100, "who does not ask");
     }
 
     #[test]

@@ -90,15 +90,23 @@ pub struct Work {
     pub combine: u8,
     /// 0: `scalar` is the argument; 1: it is an address.
     pub scalar_kind: u8,
+    /// [`PREV_PLACED`], [`NEXT_PLACED`].
+    pub placed: u8,
     /// 0.
-    pub reserved: [u8; 7],
+    pub reserved: [u8; 6],
 }
+
+/// The FIFO that slots come from says where they are ([`crate::Fifo::place`]).
+pub const PREV_PLACED: u8 = 1;
+/// The FIFO that slots go to says it.
+pub const NEXT_PLACED: u8 = 2;
 
 const _: () = assert!(size_of::<Work>() == 120);
 const _: () = assert!(offset_of!(Work, scalar) == 72);
 const _: () = assert!(offset_of!(Work, order_at) == 80);
 const _: () = assert!(offset_of!(Work, connections) == 108);
 const _: () = assert!(offset_of!(Work, scalar_kind) == 112);
+const _: () = assert!(offset_of!(Work, placed) == 113);
 
 /// Works that run one after another.
 #[derive(Clone, Copy, Debug)]
@@ -450,6 +458,6 @@ const _: () = assert!(size_of::<Messages>() == 4088);
 const _: () = assert!(size_of::<Messages>() <= 4096);
 
 /// Shared memory that a block needs for each lane, beside the program if it takes that.
-pub const LANE_STATE_BYTES: usize = 264;
+pub const LANE_STATE_BYTES: usize = 280;
 /// Shared memory that a block needs for each operation.
 pub const OP_STATE_BYTES: usize = 8;

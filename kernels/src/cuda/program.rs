@@ -1,15 +1,15 @@
 //! A launch in the form that the kernel runs.
 
-use std::collections::HashSet;
+use std::{collections::HashSet, sync::Arc};
 
 use ringsight_records::{Algorithm, DataType, ReduceOp};
 
 use super::layout::{
-    Arguments, Channel, Combination, ConnectionKind, Head, INLINE_BYTES, LANE_STATE_BYTES, Lane, NONE,
-    OP_STATE_BYTES, Op, Work,
+    Arguments, Channel, Combination, ConnectionKind, Head, INLINE_BYTES, LANE_STATE_BYTES, Lane, NEXT_PLACED,
+    NONE, OP_STATE_BYTES, Op, PREV_PLACED, Work,
 };
 use crate::{
-    fifo::Halves,
+    fifo::{Fifo, Halves},
     launch::{self, ChannelWork, Connections, Launch, Scalar},
     reduce::Reduction,
     schedule::WorkError,
@@ -289,6 +289,12 @@ impl Tables {
             Connections::Send(next) => (ConnectionKind::Send, NO_FIFO, next.halves(), next.slot_bytes()),
             Connections::Recv(prev) => (ConnectionKind::Recv, prev.halves(), NO_FIFO, prev.slot_bytes()),
         };
+        let placed = match &work.connections {
+            Connections::Local | Connections::Peers(_) => 0,
+            Connections::Ring { prev, next, .. } => placed(Some(prev), Some(next)),
+            Connections::Send(next) => placed(None, Some(next)),
+            Connections::Recv(prev) => placed(Some(prev), None),
+        };
         address_error(work)?;
         let (scalar, scalar_kind) = match work.scalar {
             Scalar::Device(address) => (address as u64, 1),
@@ -318,9 +324,16 @@ impl Tables {
             data_type: work.data_type.code(),
             combine: combination(work) as u8,
             scalar_kind,
-            reserved: [0; 7],
+            placed,
+            reserved: [0; 6],
         })
     }
+}
+
+/// [`Work::placed`] of a work that slots come to and go from by these.
+fn placed(prev: Option<&Arc<Fifo>>, next: Option<&Arc<Fifo>>) -> u8 {
+    let of = |fifo: Option<&Arc<Fifo>>, bit| fifo.filter(|fifo| fifo.is_placed()).map_or(0, |_| bit);
+    of(prev, PREV_PLACED) | of(next, NEXT_PLACED)
 }
 
 /// Elements in bytes from which what arrives on a channel has a block beside that of what leaves: a block moves one slot at a

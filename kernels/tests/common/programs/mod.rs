@@ -13,7 +13,10 @@ use std::{
     },
 };
 
-use ringsight_kernels::{Connections, Fifo, Observer, Scalar, Straight, When, Work, fifo::PRODUCER_BYTES};
+use ringsight_kernels::{
+    Connections, Fifo, Observer, Scalar, Straight, When, Work,
+    fifo::{PRODUCER_BYTES, SLOTS},
+};
 use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
 use super::{run, runs};
@@ -40,13 +43,21 @@ impl Heap {
     }
 }
 
-/// One in a piece or in two, in turn: which of them it is makes no difference to anybody.
+/// One in a piece, in two, or with its slots elsewhere, in turn: which of them it is makes no difference to anybody.
 pub(crate) fn fifo(slot_bytes: usize) -> Arc<Fifo> {
     static MADE: AtomicUsize = AtomicUsize::new(0);
     let whole = Heap::new(Fifo::memory_bytes(slot_bytes));
-    if MADE.fetch_add(1, Ordering::Relaxed).is_multiple_of(2) {
+    let kind = MADE.fetch_add(1, Ordering::Relaxed) % 3;
+    if kind != 1 {
+        let base = whole.0;
         // SAFETY: aligned, zeroed, and freed by the last owner of `Heap`.
-        return Arc::new(unsafe { Fifo::new(whole.0, slot_bytes, Arc::new(whole)) });
+        let fifo = unsafe { Fifo::new(base, slot_bytes, Arc::new(whole)) };
+        if kind == 0 {
+            return Arc::new(fifo);
+        }
+        let slots = Heap::new(SLOTS * slot_bytes);
+        fifo.place(slots.0.expose_provenance() as u64);
+        return Arc::new(fifo.placed(Arc::new(slots)));
     }
     let producer = Heap::new(PRODUCER_BYTES);
     let halves = (whole.0, producer.0);
