@@ -1,6 +1,8 @@
 //! The CUDA device without a GPU: cuda/driver.c, which runs on GPUs too, on cuda/libcuda.cpp, a driver whose kernels are those
 //! of `ringsight-kernels` compiled for this processor.
 
+#[path = "cuda/gpu_direct.rs"]
+mod gpu_direct;
 mod native;
 #[path = "../../tests/src/skip.rs"]
 mod skip;

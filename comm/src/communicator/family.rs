@@ -18,6 +18,7 @@ use super::lock;
 use crate::{
     bootstrap::Bootstrap,
     checks::Checks,
+    device::Device,
     error::Result,
     observe,
     plan::OpInfo,
@@ -25,6 +26,7 @@ use crate::{
     topology::Topology,
     transport::{
         Connector,
+        direct::{Pool, Wanted},
         verbs::{self, Wish},
     },
 };
@@ -90,8 +92,17 @@ impl Family {
         }))
     }
 
-    /// Tells the proxy which RDMA ports are this rank's among those of its node. The first communicator's choice is that of all.
-    pub(super) fn choose_ports(&self, topology: &Topology) {
+    /// Tells the proxy which RDMA ports are this rank's among those of its node, and makes slots in the memory of its GPU, number `number`,
+    /// which is current, for connections on `channels` channels. The first communicator's choice is that of all.
+    pub(super) fn choose_ports(
+        &self,
+        topology: &Topology,
+        (device, number): (&dyn Device, i32),
+        channels: u32,
+    ) {
+        if self.proxy.knows_ports() {
+            return;
+        }
         if let Some(rdma) = &self.proxy.config().rdma {
             let local = topology.local_ranks();
             let buses: Vec<_> = local
@@ -99,7 +110,16 @@ impl Family {
                 .map(|rank| topology.info(*rank).bus.as_str())
                 .collect();
             let ports = verbs::ports_of(&rdma.net, &buses, topology.local_rank() as usize);
-            self.proxy.use_ports(ports);
+            let wanted = Wanted {
+                channels: channels as usize,
+                peers: topology.ranks() as usize - local.len(),
+                slot_bytes: self.proxy.config().slot_bytes,
+            };
+            let bus = topology.info(topology.rank()).bus.as_str();
+            let direct = (wanted.peers > 0)
+                .then(|| Pool::new(&rdma.net, &ports, (device, number, bus), wanted))
+                .flatten();
+            self.proxy.use_ports(ports, direct);
         }
     }
 

@@ -214,7 +214,6 @@ impl Making<'_> {
         )
         .at(crate::device::device()?.bus_id(self.device));
         let topology = Arc::new(Topology::exchange(bootstrap, info)?);
-        family.choose_ports(&topology);
         let near = near_channels
             .map(|wanted| arenas::connect(bootstrap, &topology, wanted, slot_bytes))
             .transpose()?
@@ -225,6 +224,7 @@ impl Making<'_> {
             .as_ref()
             .filter(|near| near.is_whole)
             .map_or(channels, |near| near.arena.channels() as u32);
+        family.choose_ports(&topology, (&**crate::device::device()?, device), channels);
         let patience = bootstrap::default_timeout()?;
         let connector = Connector::new(topology.clone(), family.proxy.clone(), abort.clone(), patience)
             .over_shared_proxies(domain, proxy_ranks.clone())

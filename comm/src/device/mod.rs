@@ -10,6 +10,7 @@ mod journal;
 
 use std::{
     any::Any,
+    os::fd::OwnedFd,
     sync::{
         Arc, OnceLock,
         atomic::{AtomicU64, Ordering},
@@ -157,6 +158,18 @@ pub struct Reached {
     pub memory: Box<dyn Any + Send + Sync>,
 }
 
+/// Memory of a device that network devices read and write.
+pub struct Direct {
+    /// Where it is for kernels of the device that it is on.
+    pub base: u64,
+    /// What network devices reach it by, from `base` on.
+    pub dma_buf: OwnedFd,
+    /// What they have written is there for kernels only after [`Device::flush_direct`].
+    pub needs_flush: bool,
+    /// Frees it; to be given to [`Device::retire`].
+    pub memory: Box<dyn Any + Send + Sync>,
+}
+
 /// Asynchronous execution as CUDA has it. Every call returns before the work is done unless it says otherwise.
 ///
 /// On a thread that captures a stream, no stream or event may be queried or synchronised, and from no thread a stream
@@ -259,6 +272,18 @@ pub trait Device: Send + Sync + 'static {
     /// Copies from memory of [`Device::share`]; otherwise as [`Device::write_share`].
     fn read_share(&self, _base: u64, _bytes: &mut [u8]) -> Result<()> {
         Err(DeviceError::InvalidUsage("this device shares no memory".into()))
+    }
+    /// Zeroed memory of the current device that network devices reach; `None` if the device has no memory of its own, but the host's.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unavailable`]: its driver has no dma-buf for it, or what network devices write would not be seen in order.
+    fn direct(&self, _bytes: usize) -> Result<Option<Direct>> {
+        Ok(None)
+    }
+    /// Returns when kernels of device number `device` see what network devices had written to its memory ([`Device::direct`]) before
+    /// the host learned of it. The context of the device may be left current.
+    fn flush_direct(&self, _device: i32) -> Result<()> {
+        Ok(())
     }
     /// Drops what only the caller holds, where that may take as long as the kernels that run now.
     fn retire(&self, waste: Box<dyn Any + Send>) {

@@ -30,8 +30,14 @@ pub(crate) fn rings(topology: &Topology, channels: u32) {
     }
 }
 
-/// A connection that stands, from this rank's side, over a transport of that name; of RDMA over that port.
-pub(crate) fn connection(topology: &Topology, endpoint: &Endpoint, transport: &str, port: Option<u8>) {
+/// A connection that stands, from this rank's side, over a transport of that name; of RDMA over that port, and whether its slots are in
+/// the memory of the GPU.
+pub(crate) fn connection(
+    topology: &Topology,
+    endpoint: &Endpoint,
+    transport: &str,
+    (port, is_direct): (Option<u8>, bool),
+) {
     let Endpoint {
         peer,
         channel,
@@ -43,6 +49,7 @@ pub(crate) fn connection(topology: &Topology, endpoint: &Endpoint, transport: &s
         transport::P2P => "P2P".into(),
         transport::SHM => "SHM".into(),
         _ => match port {
+            Some(port) if is_direct => format!("NET/IB/{port}/GDRDMA"),
             Some(port) => format!("NET/IB/{port}"),
             None => "NET/Socket".into(),
         },

@@ -144,7 +144,6 @@ impl Machine {
 
 /// What the sender has said that an end is.
 fn settled(unconfirmed: verbs::Unconfirmed, op: &ProxyOp, said: &Confirmed) -> Machine {
-    let (receiver, fifo) = unconfirmed.into_parts();
     match said {
         Confirmed::Sockets(why) => {
             let (peer, channel) = (op.peer, op.channel);
@@ -152,8 +151,8 @@ fn settled(unconfirmed: verbs::Unconfirmed, op: &ProxyOp, said: &Confirmed) -> M
                 target: log::NET,
                 "NET/IB : rank {peer} sends over a socket on channel {channel}, not over RDMA: {why}"
             );
-            Machine::SocketReceiver(socket::Receiver::new(fifo))
+            Machine::SocketReceiver(socket::Receiver::new(unconfirmed.into_fifo()))
         }
-        Confirmed::Rdma | Confirmed::NotYet => Machine::VerbsReceiver(Box::new(receiver)),
+        Confirmed::Rdma | Confirmed::NotYet => Machine::VerbsReceiver(Box::new(unconfirmed.into_receiver())),
     }
 }

@@ -12,6 +12,7 @@ use ringsight_kernels::Fifo;
 use crate::{
     bootstrap::sys::{self, check},
     device,
+    transport::direct::Slots,
 };
 
 /// A shared mapping, unmapped when dropped.
@@ -55,14 +56,18 @@ pub(crate) fn create(bytes: usize) -> io::Result<OwnedFd> {
 /// When the file is not of that size, may shrink, or cannot be mapped.
 pub(crate) fn map(fd: &OwnedFd, slot_bytes: usize) -> io::Result<Arc<Fifo>> {
     let mapping = mapping(fd, slot_bytes)?;
-    Ok(fifo(mapping.base, slot_bytes, Arc::new(mapping)))
+    Ok(Arc::new(fifo(mapping.base, slot_bytes, Arc::new(mapping))))
 }
 
-/// The same for a FIFO that kernels fill or drain.
+/// The same for a FIFO that kernels fill or drain; its slots may be `direct`, as the proxy says.
 ///
 /// # Errors
 /// As [`map`], or the device cannot reach it.
-pub(crate) fn map_for_kernels(fd: &OwnedFd, slot_bytes: usize) -> io::Result<Arc<Fifo>> {
+pub(crate) fn map_for_kernels(
+    fd: &OwnedFd,
+    slot_bytes: usize,
+    direct: Option<Arc<Slots>>,
+) -> io::Result<Arc<Fifo>> {
     let mapping = mapping(fd, slot_bytes)?;
     let base = mapping.base;
     // Tests connect without a device, and need none.
@@ -76,13 +81,17 @@ pub(crate) fn map_for_kernels(fd: &OwnedFd, slot_bytes: usize) -> io::Result<Arc
         None => Arc::new(mapping),
         Some(reachable) => Arc::new(Reached(Some((reachable, mapping)))),
     };
-    Ok(fifo(base, slot_bytes, memory))
+    let fifo = fifo(base, slot_bytes, memory);
+    Ok(Arc::new(match direct {
+        None => fifo,
+        Some(slots) => fifo.placed(slots),
+    }))
 }
 
 /// A FIFO at the base of the mapping in `memory`.
-fn fifo(base: *mut libc::c_void, slot_bytes: usize, memory: Arc<dyn Send + Sync>) -> Arc<Fifo> {
+fn fifo(base: *mut libc::c_void, slot_bytes: usize, memory: Arc<dyn Send + Sync>) -> Fifo {
     // SAFETY: page-aligned, `memory_bytes` long, cannot shrink, and mapped while the mapping lives.
-    Arc::new(unsafe { Fifo::new(base.cast(), slot_bytes, memory) })
+    unsafe { Fifo::new(base.cast(), slot_bytes, memory) }
 }
 
 fn mapping(fd: &OwnedFd, slot_bytes: usize) -> io::Result<Mapping> {
@@ -120,7 +129,7 @@ fn mapping(fd: &OwnedFd, slot_bytes: usize) -> io::Result<Mapping> {
 
 /// A FIFO of this process alone, that nobody sends to, for a kernel to wait at.
 pub(crate) fn private(slot_bytes: usize) -> io::Result<Arc<Fifo>> {
-    map_for_kernels(&create(Fifo::memory_bytes(slot_bytes))?, slot_bytes)
+    map_for_kernels(&create(Fifo::memory_bytes(slot_bytes))?, slot_bytes, None)
 }
 
 #[cfg(test)]

@@ -37,7 +37,10 @@ use crate::bootstrap::{
     fork::ParentOnly,
     sys::{self, Wake},
 };
-use crate::transport::verbs::Rdma;
+use crate::transport::{
+    direct::{Pool, Slots},
+    verbs::Rdma,
+};
 use progress::{Command, Progress};
 use requests::Requests;
 use service::Service;
@@ -175,12 +178,19 @@ impl FromStr for ProxyAddress {
     }
 }
 
+/// What connections to other nodes use, once it is known.
+struct Ports {
+    /// Ports of [`ProxyConfig::rdma`].
+    by_channel: Vec<usize>,
+    /// Slots in the memory of the GPU.
+    direct: Option<Arc<Pool>>,
+}
+
 /// The proxy of one rank of one communicator. Dropping it gives up what is left and joins its threads.
 pub struct Proxy {
     address: ProxyAddress,
     config: ProxyConfig,
-    /// Ports of [`ProxyConfig::rdma`] by channel, once they are known.
-    ports: Arc<OnceLock<Vec<usize>>>,
+    ports: Arc<OnceLock<Ports>>,
     progress: Arc<Progress>,
     /// Operations saved and not yet started.
     saved: Mutex<Vec<ProxyOp>>,
@@ -230,7 +240,7 @@ impl Proxy {
             Progress::new(rank, abort, on_completed, on_error).map_err(system("making an eventfd"))?,
         );
         let signals = (Arc::clone(&wake), Arc::clone(&ending));
-        let ports: Arc<OnceLock<Vec<usize>>> = Arc::default();
+        let ports: Arc<OnceLock<Ports>> = Arc::default();
         let service = Service::new(
             (config.clone(), Arc::clone(&ports)),
             (unix, tcp),
@@ -278,12 +288,22 @@ impl Proxy {
         self.address.to_string()
     }
 
-    /// Tells which ports of [`ProxyConfig::rdma`] its connections use, by channel, round and round; none: sockets. Until then those who
-    /// connect to it wait. The first call counts.
-    pub fn use_ports(&self, ports: Vec<usize>) {
-        if self.ports.set(ports).is_ok() {
+    /// Tells which ports of [`ProxyConfig::rdma`] its connections use, by channel, round and round; none: sockets. Slots of those over them
+    /// are in `direct`, as far as that goes. Until then those who connect to it wait. The first call counts.
+    pub fn use_ports(&self, by_channel: Vec<usize>, direct: Option<Arc<Pool>>) {
+        if self.ports.set(Ports { by_channel, direct }).is_ok() {
             self.wake.wake();
         }
+    }
+
+    /// Whether they have been told.
+    pub(crate) fn knows_ports(&self) -> bool {
+        self.ports.get().is_some()
+    }
+
+    /// The slots in the memory of the GPU that a connection which is set up may have.
+    pub(crate) fn direct_slots(&self, connection: u32) -> Option<Arc<Slots>> {
+        self.ports.get()?.direct.as_ref()?.of(connection)
     }
 
     /// What it was made of.

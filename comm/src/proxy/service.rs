@@ -20,7 +20,7 @@ use ringsight_kernels::Fifo;
 use peers::Outgoing;
 
 use super::{
-    ConnectionId, ProxyConfig,
+    ConnectionId, Ports, ProxyConfig,
     message::{Endpoint, Reply, Request, Transport, encode_response},
     progress::{Command, Progress},
     {memory, unix},
@@ -32,7 +32,7 @@ use crate::{
         sys::{self, Wake},
     },
     log::PROXY,
-    transport::socket::Hello,
+    transport::{direct::Slots, socket::Hello},
 };
 
 /// Channels of a communicator (`MAXCHANNELS`).
@@ -74,8 +74,9 @@ struct Connection {
     handle: Option<u64>,
     /// A receiver on the network: the sender's socket is there.
     attached: bool,
-    /// On the network: its FIFO, once set up.
+    /// On the network: its FIFO, once set up, and slots for it in the memory of the GPU.
     fifo: Option<Arc<Fifo>>,
+    direct: Option<Arc<Slots>>,
     /// A sender on the network that is connected: the port that RDMA goes over, if it does.
     rdma: Option<u8>,
 }
@@ -97,15 +98,14 @@ pub(super) struct Service {
     outgoing: Vec<Outgoing>,
     /// Hellos that came before the ports were known.
     early: Vec<(ParentOnly<TcpStream>, Vec<u8>)>,
-    /// Ports of [`ProxyConfig::rdma`] by channel.
-    ports: Arc<OnceLock<Vec<usize>>>,
+    ports: Arc<OnceLock<Ports>>,
     /// Stop requests that wait for the progress thread.
     stopping: Vec<(u64, u64)>,
 }
 
 impl Service {
     pub(super) fn new(
-        (config, ports): (ProxyConfig, Arc<OnceLock<Vec<usize>>>),
+        (config, ports): (ProxyConfig, Arc<OnceLock<Ports>>),
         (unix, tcp): (unix::Socket, ParentOnly<TcpListener>),
         (wake, ending): (Arc<Wake>, Arc<AtomicBool>),
         progress: Arc<Progress>,
@@ -365,6 +365,7 @@ impl Service {
             handle: None,
             attached: false,
             fifo: None,
+            direct: None,
             rdma: None,
         };
         self.connections.insert(id, connection);
@@ -416,6 +417,8 @@ impl Service {
         if endpoint.transport == Transport::NetSocket {
             let fifo = memory::map(&fd, slot_bytes).map_err(failed)?;
             connection.fifo = Some(Arc::clone(&fifo));
+            let direct = self.direct_slots(id, &endpoint);
+            self.connection(id)?.direct = direct;
             self.progress.tell(Command::Add(ConnectionId(id), endpoint, fifo));
         }
         self.fds.insert(handle, fd);
@@ -457,13 +460,12 @@ impl Service {
                 rdma: rdma.map(|port| port as u8),
             }));
         }
-        let (endpoint, fifo) = (connection.endpoint, connection.fifo.clone());
         let Some(address) = address else {
             return Some(Err(format!(
                 "Connect of connection {id} without the peer's address"
             )));
         };
-        let prepared = match self.prepare(&endpoint, fifo.as_ref()) {
+        let prepared = match self.prepare(id) {
             Ok(prepared) => prepared,
             Err(text) => return Some(Err(text)),
         };

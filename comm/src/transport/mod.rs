@@ -1,6 +1,7 @@
 //! Connections between ranks: memory of their GPUs or shared memory within a node, sockets between nodes.
 
 pub mod arena;
+pub mod direct;
 pub(crate) mod socket;
 pub mod verbs;
 
@@ -291,7 +292,13 @@ impl Connector {
             )?,
             (None, Transport::Shm | Transport::NetSocket) => self.make(rank, endpoint)?,
         };
-        crate::log::connection(&self.topology, &endpoint, end.transport, end.port);
+        // A receiver's are there if its sender comes over RDMA.
+        let is_direct = if is_send {
+            end.fifo.is_away()
+        } else {
+            end.fifo.is_placed()
+        };
+        crate::log::connection(&self.topology, &endpoint, end.transport, (end.port, is_direct));
         ends.insert(endpoint, end.clone());
         Ok(end)
     }
@@ -322,11 +329,14 @@ impl Connector {
             return Err(unexpected(proxy_rank));
         };
         let fd = client.get_fd(handle)?;
-        let fifo = memory::map_for_kernels(&fd, config.slot_bytes).map_err(|error| Error::System {
-            what: format!("mapping the FIFO of rank {proxy_rank}"),
-            source: Arc::new(error),
-        })?;
         let is_net = endpoint.transport == Transport::NetSocket;
+        // Of this rank's own proxy, as all connections of the network are.
+        let direct = is_net.then(|| self.proxy.direct_slots(connection)).flatten();
+        let fifo =
+            memory::map_for_kernels(&fd, config.slot_bytes, direct).map_err(|error| Error::System {
+                what: format!("mapping the FIFO of rank {proxy_rank}"),
+                source: Arc::new(error),
+            })?;
         let address = match is_net && endpoint.is_send {
             true => Some(self.address_of(endpoint.peer)?.tcp),
             false => None,

@@ -9,6 +9,9 @@
 // With RINGSIGHT_MOCK_TIMER=OFFSET,PPM the timers that kernels read are so many nanoseconds ahead of the host's clock, and
 // gain on it.
 //
+// Memory is exported as dma-bufs of the kind in dma_buf.h, unless RINGSIGHT_MOCK_DMA_BUF=0; RINGSIGHT_MOCK_GDR_ORDERING and
+// RINGSIGHT_MOCK_GDR_FLUSH are the device's attributes of writes of other devices (0: such have to be flushed; 1: the host can).
+//
 // With RINGSIGHT_MOCK_KERNELS=skip, kernels of one shot move no data: a launch reports their run at once on the calling
 // thread, and events of streams are reached when they are recorded. What a call of the library takes then is the host's part
 // of it. ringsight_mock_calls gives the calls of this thread.
@@ -31,6 +34,7 @@
 #include <string>
 #include <thread>
 
+#include "dma_buf.h"
 #include "on_host.cpp"
 
 namespace {
@@ -201,10 +205,11 @@ struct UserObject {
   void* data;
 };
 
-int devices() {
-  const char* text = std::getenv("RINGSIGHT_MOCK_GPUS");
-  return text != nullptr ? std::atoi(text) : 2;
+int number(const char* variable, int otherwise) {
+  const char* text = std::getenv(variable);
+  return text != nullptr ? std::atoi(text) : otherwise;
 }
+int devices() { return number("RINGSIGHT_MOCK_GPUS", 2); }
 // Their addresses are the functions.
 char channels[2], peer_kernels[sizeof ringsight_peer_kernels / sizeof ringsight_peer_kernels[0]];
 char clock_kernel, count_kernel, append_kernel;
@@ -222,6 +227,8 @@ struct Allocation {
 // By address. Never destroyed: threads of the library outlive the program's end.
 auto& memory = *new std::map<void*, Allocation>;
 auto& opened = *new std::map<void*, Allocation>;
+// By address of the allocation: what is exported, for the writes that are on their way.
+auto& exported = *new std::map<void*, std::unique_ptr<dma_buf::Mapping>>;
 auto& host_memory = *new std::map<void*, size_t>;
 auto& registered = *new std::set<void*>;
 bool has_peers() { return std::getenv("RINGSIGHT_MOCK_NO_PEERS") == nullptr; }
@@ -297,6 +304,9 @@ int cuDeviceGetAttribute(int* value, int attribute, int device) {
     case 88: *value = 0; break;       // reaches memory that is not pinned
     case 91: *value = 1; break;       // registered memory at the host's addresses
     case 97: *value = 232448; break;  // shared memory of a block
+    case 117: *value = number("RINGSIGHT_MOCK_GDR_FLUSH", 1); break;
+    case 118: *value = dma_buf::ordering(); break;
+    case 124: *value = number("RINGSIGHT_MOCK_DMA_BUF", 1); break;
     default: return INVALID_VALUE;
   }
   return SUCCESS;
@@ -378,6 +388,30 @@ int cuMemFree_v2(void* pointer) {
   munmap(pointer, found->second.bytes);
   close(found->second.file);
   memory.erase(found);
+  exported.erase(pointer);
+  return SUCCESS;
+}
+// Whole allocations alone: more is not asked for.
+int cuMemGetHandleForAddressRange(int* file, void* pointer, size_t bytes, int type, u64 flags) {
+  if (current == nullptr) return INVALID_CONTEXT;
+  if (number("RINGSIGHT_MOCK_DMA_BUF", 1) == 0) return NOT_SUPPORTED;
+  std::lock_guard lock(memory_mutex);
+  auto found = memory.find(pointer);
+  if (found == memory.end() || found->second.bytes != bytes || bytes % 4096 != 0 || type != 1 || flags != 0) return INVALID_VALUE;
+  if (!dma_buf::Mapping::extend(found->second.file, bytes)) return OUT_OF_MEMORY;
+  exported[pointer] = std::make_unique<dma_buf::Mapping>(found->second.file);
+  *file = fcntl(found->second.file, F_DUPFD_CLOEXEC, 0);
+  return *file < 0 ? OUT_OF_MEMORY : SUCCESS;
+}
+int cuFlushGPUDirectRDMAWrites(int target, int scope) {
+  if (current == nullptr) return INVALID_CONTEXT;
+  if (number("RINGSIGHT_MOCK_GDR_FLUSH", 1) != 1) return NOT_SUPPORTED;
+  if (target != 0 || scope != 100) return INVALID_VALUE;
+  std::lock_guard lock(memory_mutex);
+  for (auto& [pointer, mapping] : exported) {
+    auto found = memory.find(pointer);
+    if (found != memory.end() && found->second.device == current->device) mapping->flush();
+  }
   return SUCCESS;
 }
 // Of any address in an allocation; nothing, and no error, of an address that is in none.

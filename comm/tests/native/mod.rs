@@ -55,6 +55,21 @@ pub fn build_cuda(folder: &Path) {
         .arg(crates.join("tests/cuda/libcuda.cpp"))
         .arg("-o")
         .arg(folder.join("libcuda.so.1")));
+    // The RDMA library, and one from before it registered dma-bufs.
+    for (library, flags) in [
+        ("verbs/libibverbs.so.1", &[][..]),
+        ("old/libibverbs.so.1", &["-DNO_DMA_BUF_MR"]),
+    ] {
+        let library = folder.join(library);
+        std::fs::create_dir_all(library.parent().unwrap()).unwrap();
+        run(Command::new("g++")
+            .args(["-std=c++17", "-fPIC", "-shared"])
+            .args(strict)
+            .args(flags)
+            .arg(crates.join("tests/cuda/libibverbs.cpp"))
+            .arg("-o")
+            .arg(library));
+    }
     for program in ["driver", "calls"] {
         run(Command::new("gcc")
             .args(["-std=gnu11", "-Wno-unused-function", "-Wno-unused-variable"])

@@ -105,7 +105,7 @@ fn connect(change: Option<Change>, required: bool) -> Result<&'static str, Strin
                 ProxyAddress { tcp, ..there }.to_string()
             },
         );
-        rank.proxy.use_ports(vec![0]);
+        rank.proxy.use_ports(vec![0], None);
         let (me, peer) = (rank.rank(), 1 - rank.rank());
         let result = if me == 0 {
             rank.connector

@@ -9,6 +9,7 @@ mod append;
 mod captures;
 mod clock;
 mod count;
+mod direct;
 mod drain;
 mod driver;
 mod gpu;
@@ -40,8 +41,8 @@ use self::{
     gpu::{Gpu, Slotted},
 };
 use super::{
-    Allocation, Capture, Counter, Device, DeviceError, Event, Graph, GraphExec, HostFunction, Journal, Mark,
-    Progress, Reachable, Reached, Result, Share, Stream,
+    Allocation, Capture, Counter, Device, DeviceError, Direct, Event, Graph, GraphExec, HostFunction,
+    Journal, Mark, Progress, Reachable, Reached, Result, Share, Stream,
 };
 use crate::communicator::lock;
 
@@ -251,6 +252,14 @@ impl Device for CudaDevice {
 
     fn read_share(&self, base: u64, bytes: &mut [u8]) -> Result<()> {
         share::read(base, bytes, self.entered()?.stream)
+    }
+
+    fn direct(&self, bytes: usize) -> Result<Option<Direct>> {
+        direct::direct(self.entered()?, bytes).map(Some)
+    }
+
+    fn flush_direct(&self, device: i32) -> Result<()> {
+        direct::flush(self.gpu(device)?)
     }
 
     fn retire(&self, waste: Box<dyn Any + Send>) {

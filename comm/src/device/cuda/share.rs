@@ -26,10 +26,25 @@ use crate::{
 static SHARED: Mutex<Option<HashMap<CUdeviceptr, Weak<Memory>>>> = Mutex::new(None);
 
 /// An allocation, or another process's as this one has opened it.
-struct Memory {
+pub(super) struct Memory {
     base: CUdeviceptr,
     context: CUcontext,
     foreign: bool,
+}
+
+impl Memory {
+    /// Zeroed memory of a GPU, whose context is current.
+    pub(super) fn new(gpu: &Gpu, bytes: usize) -> Result<Self> {
+        Ok(Self {
+            base: zeroed(bytes, gpu.stream)?,
+            context: gpu.context,
+            foreign: false,
+        })
+    }
+
+    pub(super) fn base(&self) -> CUdeviceptr {
+        self.base
+    }
 }
 
 // SAFETY: an address and a context, which belong to no thread.
@@ -136,12 +151,8 @@ pub(super) fn export(gpu: &Gpu, base: CUdeviceptr) -> Result<Vec<u8>> {
 
 /// Zeroed memory of a GPU, whose context is current.
 pub(super) fn share(gpu: &Gpu, bytes: usize) -> Result<Share> {
-    let base = zeroed(bytes, gpu.stream)?;
-    let memory = Arc::new(Memory {
-        base,
-        context: gpu.context,
-        foreign: false,
-    });
+    let memory = Arc::new(Memory::new(gpu, bytes)?);
+    let base = memory.base;
     // Refused where processes are kept apart: then ranks of other processes will say so.
     let handle = handle(gpu, base, ipc_of(base).ok())?;
     let mut shared = lock(&SHARED);

@@ -74,6 +74,12 @@ impl Service {
                 }
                 Ok(Answer::Stands(rdma)) => {
                     connection.stage = Stage::Connected;
+                    if let Some(slots) = rdma.as_ref().and_then(|connected| connected.direct.as_ref())
+                        && let Some(fifo) = &connection.fifo
+                    {
+                        // Before the rank hears of it, and launches a kernel that fills them.
+                        fifo.place(slots.address());
+                    }
                     connection.rdma = rdma.as_ref().map(|connected| connected.port);
                     let reply = Reply::Connect {
                         rdma: connection.rdma,

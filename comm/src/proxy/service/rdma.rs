@@ -2,7 +2,6 @@
 
 use std::{io::Write, net::TcpStream, sync::Arc};
 
-use ringsight_kernels::Fifo;
 use ringsight_verbs::wire::{OFFER_BYTES, Offer};
 
 use super::Service;
@@ -10,6 +9,7 @@ use crate::{
     log,
     proxy::message::Endpoint,
     transport::{
+        direct::Slots,
         socket::{Hello, MOST_REASON, VERDICT_BYTES, Verdict},
         verbs::{self, Connected, Prepared},
     },
@@ -47,8 +47,14 @@ impl Service {
 
     /// The port that a channel's connections use.
     pub(super) fn port(&self, channel: u8) -> Option<usize> {
-        let ports = self.ports.get()?;
+        let ports = &self.ports.get()?.by_channel;
         (!ports.is_empty()).then(|| ports[usize::from(channel) % ports.len()])
+    }
+
+    /// Slots in the memory of the GPU for connection `id`, where that may go over RDMA and there are any.
+    pub(super) fn direct_slots(&self, id: u32, endpoint: &Endpoint) -> Option<Arc<Slots>> {
+        let pool = self.ports.get()?.direct.as_ref()?;
+        pool.take(id, self.port(endpoint.channel)?, endpoint.is_send)
     }
 
     /// Whether connections must not go over sockets.
@@ -56,21 +62,25 @@ impl Service {
         self.config.rdma.as_ref().is_some_and(|rdma| rdma.required)
     }
 
-    /// Makes this end of a connection, as far as it can be made alone. `None`: it goes over a socket.
+    /// Makes this end of connection `id`, which is set up, as far as it can be made alone. `None`: it goes over a socket.
     ///
     /// # Errors
     /// When it may not.
-    pub(super) fn prepare(
-        &self,
-        endpoint: &Endpoint,
-        fifo: Option<&Arc<Fifo>>,
-    ) -> Result<Option<Prepared>, String> {
-        let (Some(rdma), Some(fifo)) = (&self.config.rdma, fifo) else {
+    pub(super) fn prepare(&self, id: u32) -> Result<Option<Prepared>, String> {
+        let connection = self.connections.get(&id);
+        let (Some(rdma), Some((connection, fifo))) = (
+            &self.config.rdma,
+            connection.and_then(|connection| Some((connection, connection.fifo.as_ref()?))),
+        ) else {
             return Ok(None);
         };
+        let endpoint = connection.endpoint;
         let prepared = match self.port(endpoint.channel) {
             None => Err("no RDMA port is up".to_owned()),
-            Some(port) => verbs::prepare(rdma, port, fifo, !endpoint.is_send),
+            Some(port) => {
+                let memory = (fifo, connection.direct.as_ref());
+                verbs::prepare(rdma, port, memory, !endpoint.is_send)
+            }
         };
         prepared.map(Some).or_else(|why| {
             self.over_sockets(endpoint.peer, endpoint.channel, &why)?;
@@ -101,11 +111,6 @@ impl Service {
         hello: &Hello,
         offer: &[u8],
     ) -> Result<(Vec<u8>, Option<Connected>), Verdict> {
-        let (endpoint, fifo) = self
-            .connections
-            .get(&id)
-            .map(|connection| (connection.endpoint, connection.fifo.clone()))
-            .ok_or(Verdict::Impossible)?;
         if !hello.rdma {
             if self.config.rdma.is_some() {
                 self.over_sockets(hello.from, hello.channel, "it offers none")
@@ -117,9 +122,7 @@ impl Service {
             return Ok((Verdict::Welcome.encode().to_vec(), None));
         }
         let connected = Offer::parse(offer).and_then(|theirs| {
-            let prepared = self
-                .prepare(&endpoint, fifo.as_ref())?
-                .ok_or("the receiver has no RDMA")?;
+            let prepared = self.prepare(id)?.ok_or("the receiver has no RDMA")?;
             let mine = prepared.offer.clone();
             Ok((prepared.connect(&theirs)?, mine))
         });

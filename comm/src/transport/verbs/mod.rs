@@ -33,6 +33,7 @@ use ringsight_verbs::{
     wire::{Offer, PathOffer},
 };
 
+use super::direct;
 use crate::{
     bootstrap::sys,
     error::{Error, Result, ResultCode},
@@ -158,20 +159,22 @@ fn look() -> std::result::Result<Option<Rdma>, Found> {
     }
 }
 
+/// Where the PCI device at an address is, if that is one.
+pub(super) fn place_of(bus: &str) -> Option<Place> {
+    let sys = FilePath::new("/sys");
+    let is_one = bus
+        .bytes()
+        .all(|byte| byte.is_ascii_hexdigit() || b":.".contains(&byte));
+    let link = sys.join("bus/pci/devices").join(bus);
+    (is_one && !bus.is_empty())
+        .then(|| Place::of(sys, &link).ok())
+        .flatten()
+}
+
 /// The ports that rank number `local` of a node uses, by channel, round and round; `buses` are the PCI addresses of the GPUs of the
 /// node's ranks, empty for those without.
 pub(crate) fn ports_of(net: &Net, buses: &[&str], local: usize) -> Vec<usize> {
-    let sys = FilePath::new("/sys");
-    let place = |bus: &&str| {
-        let is_one = bus
-            .bytes()
-            .all(|byte| byte.is_ascii_hexdigit() || b":.".contains(&byte));
-        let link = sys.join("bus/pci/devices").join(bus);
-        (is_one && !bus.is_empty())
-            .then(|| Place::of(sys, &link).ok())
-            .flatten()
-    };
-    let places: Vec<Option<Place>> = buses.iter().map(place).collect();
+    let places: Vec<Option<Place>> = buses.iter().map(|bus| place_of(bus)).collect();
     let near: Vec<_> = places.iter().map(Option::as_ref).collect();
     let mut assigned = choice::assign(net.ports(), &near);
     if local < assigned.len() {
@@ -188,6 +191,7 @@ pub(crate) struct Prepared {
     /// What the peer is told.
     pub(crate) offer: Offer,
     failover: Failover,
+    direct: Option<Arc<direct::Slots>>,
     /// Number of the port among those of the process.
     pub(crate) port: u8,
 }
@@ -197,6 +201,8 @@ pub(crate) struct Connected {
     paths: Vec<Path>,
     control: Control,
     failover: Failover,
+    /// Its slots in the memory of the GPU, where they are there.
+    pub(crate) direct: Option<Arc<direct::Slots>>,
     /// Number of the port among those of the process.
     pub(crate) port: u8,
 }
@@ -222,17 +228,21 @@ fn slots_of(fifo: &Arc<Fifo>) -> (Memory, Slots) {
 }
 
 /// Makes an end for a connection over port number `port`, and its backup: queue pairs on another port, where all the memory is
-/// registered, too. That there is none is no error.
+/// registered, too. That there is none is no error. Its slots are those of the FIFO, or `direct`, where the devices take them.
 ///
 /// # Errors
 /// What stands in the way: the port is down, has no GID as wished for, memory cannot be locked, ….
 pub(crate) fn prepare(
     rdma: &Rdma,
     port: usize,
-    fifo: &Arc<Fifo>,
+    (fifo, direct): (&Arc<Fifo>, Option<&Arc<direct::Slots>>),
     is_receiver: bool,
 ) -> std::result::Result<Prepared, String> {
-    let (memory, _) = slots_of(fifo);
+    let direct = direct.and_then(|slots| Some((slots, slots.register(&rdma.net, port, is_receiver)?)));
+    let memory = match &direct {
+        Some((_, (memory, _))) => memory.clone(),
+        None => slots_of(fifo).0,
+    };
     let control = Control::new().map_err(|error| format!("making a control page: {error}"))?;
     // The first packet number is no secret: it keeps packets of an earlier pair of queue pairs out.
     let draw = || sys::random_u64().unwrap_or(0) as u32;
@@ -275,12 +285,13 @@ pub(crate) fn prepare(
         control,
         offer,
         failover,
+        direct: direct.map(|(slots, _)| Arc::clone(slots)),
         port: port as u8,
     })
 }
 
 /// Number of the port that stands by for port number `port`, if one is wanted and there is one.
-fn backup_of(net: &Net, port: usize) -> Option<usize> {
+pub(super) fn backup_of(net: &Net, port: usize) -> Option<usize> {
     let wanted = net.config().failover;
     wanted
         .then(|| choice::backup(net.ports(), port))
@@ -356,6 +367,7 @@ impl Prepared {
             mut paths,
             control,
             mut failover,
+            direct,
             port,
             ..
         } = self;
@@ -368,6 +380,7 @@ impl Prepared {
             paths,
             control,
             failover,
+            direct,
             port,
         })
     }

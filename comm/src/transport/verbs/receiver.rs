@@ -12,12 +12,17 @@ use ringsight_verbs::endpoint::{self, Receiving};
 use super::{Connected, line::Line, paths::Paths};
 use crate::{
     proxy::{ProxyOp, events},
-    transport::socket::{MOST_REASON, Needs, STEP_BYTES, Socket, StepHeader, Turn, VERDICT_BYTES, Verdict},
+    transport::{
+        direct::Slots,
+        socket::{MOST_REASON, Needs, STEP_BYTES, Socket, StepHeader, Turn, VERDICT_BYTES, Verdict},
+    },
 };
 
 /// The receiving end.
 pub(crate) struct Receiver {
     fifo: Arc<Fifo>,
+    /// Its slots, where they are in the memory of the GPU.
+    direct: Option<Arc<Slots>>,
     pub(crate) line: Line<Receiving>,
     /// Operations before the present one.
     ops: u32,
@@ -36,12 +41,14 @@ pub(crate) struct Receiver {
 }
 
 impl Receiver {
-    pub(crate) fn new(fifo: Arc<Fifo>, connected: Connected) -> Self {
+    fn new(fifo: Arc<Fifo>, connected: Connected) -> Self {
         let paths = Paths::new(&connected, false);
+        let direct = connected.direct.clone();
         let end = endpoint::Receiver::with_failover(connected.paths, connected.control, connected.failover);
         Self {
             line: Line::new(end, paths),
             fifo,
+            direct,
             ops: 0,
             granted: 0,
             received: 0,
@@ -137,6 +144,8 @@ impl Receiver {
 
     /// Gives the device what is here.
     fn receive(&mut self, op: &ProxyOp) -> Result<(), String> {
+        // All that is taken below was there when the completions were last polled: one flush is for all of it.
+        let mut unflushed = self.direct.clone();
         while !self.differs
             && let Some(arrived) = self.line.end.take().map_err(|failure| failure.text)?
         {
@@ -168,6 +177,11 @@ impl Receiver {
             }
             events::step(op, step, State::STEP_RECV_FLUSH_WAIT, bytes);
             // CPU memory needs no flush: the completion was read after the bytes were there, and the release of the flag orders both.
+            if bytes > INLINE_BYTES
+                && let Some(slots) = unflushed.take()
+            {
+                slots.flush()?;
+            }
             events::step(op, step, State::STEP_RECV_GPU_WAIT, bytes);
             self.fifo.post(arrived.position, bytes, header.tag);
             self.differs = header.tag != op.tag;
@@ -234,9 +248,17 @@ impl Unconfirmed {
         }
     }
 
-    /// The end, once it is confirmed; its FIFO, for another one, if it is not to be.
-    pub(crate) fn into_parts(self) -> (Receiver, Arc<Fifo>) {
-        let fifo = Arc::clone(&self.receiver.fifo);
-        (self.receiver, fifo)
+    /// The end, which is confirmed.
+    pub(crate) fn into_receiver(self) -> Receiver {
+        if let Some(slots) = &self.receiver.direct {
+            // Before the first of them is posted.
+            self.receiver.fifo.place(slots.address());
+        }
+        self.receiver
+    }
+
+    /// Its FIFO, for another end: it is not to be.
+    pub(crate) fn into_fifo(self) -> Arc<Fifo> {
+        self.receiver.fifo
     }
 }
