@@ -75,7 +75,7 @@ fn results_are_right() {
     ] {
         let arguments = ["check", ranks, kind, "4194304"];
         if let Some(said) = drive("results_are_right", &arguments, &[("RINGSIGHT_MOCK_GPUS", gpus)]) {
-            assert_eq!(said, "527 cases a rank", "{ranks} {kind}");
+            assert_eq!(said, "547 cases a rank", "{ranks} {kind}");
         }
     }
 }
@@ -129,6 +129,41 @@ fn what_is_long_goes_straight() {
             &["differ", "2", "t", variant],
             &straight("2"),
         );
+    }
+}
+
+/// Contributions are pushed to who reduces them: in one chunk, or in more than there are slots.
+#[test]
+fn an_all_reduce_pushes() {
+    let test = "an_all_reduce_pushes";
+    let pushed = |gpus| {
+        [
+            ("RINGSIGHT_MOCK_GPUS", gpus),
+            ("RINGSIGHT_STRAIGHT_BYTES", "1"),
+            ("RINGSIGHT_PUSH_BYTES", "1"),
+        ]
+    };
+    for (mode, ranks, gpus) in [
+        ("check", "2", "2"),
+        // Of fewer blocks, which have more chunks each.
+        ("check", "4", "1"),
+        ("check", "8", "1"),
+        ("graph", "2", "2"),
+        ("abort", "2", "2"),
+        ("random", "2", "2"),
+    ] {
+        let arguments: &[&str] = match mode {
+            "check" if ranks == "8" => &[mode, ranks, "t", "4194304"],
+            "check" => &[mode, ranks, "t", "16777216"],
+            "random" => &[mode, ranks, "t", "7"],
+            _ => &[mode, ranks, "t"],
+        };
+        drive(test, arguments, &pushed(gpus));
+    }
+    let all = [&pushed("2")[..], &[("RINGSIGHT_MAP_BUFFERS", "1")]].concat();
+    drive(test, &["check", "2", "p", "1048576"], &all);
+    for variant in ["0", "1", "2", "3", "4"] {
+        drive(test, &["differ", "2", "t", variant], &pushed("2"));
     }
 }
 

@@ -11,44 +11,13 @@
 // Where all ranks need the result of a reduction, each rank may reduce a part of it and pass that on to all others in a second
 // step, or every rank gets everything and reduces it all.
 //
-// Long ones go straight between callers' buffers where all ranks reach all of them: straight.cuh.
+// Long ones go straight between callers' buffers where all ranks reach all of them: straight.cuh, push.cuh.
 #pragma once
 
-#include "fold.cuh"
-#include "meeting.cuh"
+#include "push.cuh"
 #include "rows.cuh"
-#include "straight.cuh"
 
 namespace ringsight {
-
-struct Exchange {
-  PeerCall call;
-  u64 from[MAX_PEERS];
-  u64 sends[MAX_PEERS];
-  u64 to[MAX_PEERS];
-  u64 takes[MAX_PEERS];
-  u64 own;
-  u64 result;
-  u64 result_bytes;
-  u64 piece;
-  u32 chunk;
-  bool reduces;
-  bool passes;
-  // It may go straight, and this rank's buffers are open to all others.
-  bool straight;
-  bool open;
-  // By rank: where its kernels find `to` and `from`, if they are open; and the generations of what has been shown that these are in.
-  u64 place_to[MAX_PEERS];
-  u64 place_from[MAX_PEERS];
-  u32 received, sent;
-  u64 mappings_at;
-};
-static_assert(offsetof(Exchange, from) == 144, "as in src/cuda/layout.rs");
-static_assert(offsetof(Exchange, own) == 400, "as in src/cuda/layout.rs");
-static_assert(offsetof(Exchange, chunk) == 432, "as in src/cuda/layout.rs");
-static_assert(offsetof(Exchange, place_to) == 440, "as in src/cuda/layout.rs");
-static_assert(offsetof(Exchange, mappings_at) == 576, "as in src/cuda/layout.rs");
-static_assert(sizeof(Exchange) == 584, "as in src/cuda/layout.rs");
 
 // One block of a kernel: of one that copies, where `REDUCES` is not set; of any that reduces, where `E` and `Op` are void, or of
 // the one that sums elements `E`; of any number of ranks, or of `RANKS`. `WHOLE`: all buffers begin and end where words do.
@@ -61,6 +30,8 @@ class ExchangeBlock {
         places_(places),
         meeting_(arguments.call, block, blocks, place),
         folding_(arguments.call.data_type, arguments.call.combine, arguments.call.argument, arguments.call.ranks),
+        block_(block),
+        blocks_(blocks),
         lanes_(blocks * (meeting_.movers() / warp_threads())),
         lane_(block * (meeting_.movers() / warp_threads()) + thread_index() / warp_threads()),
         all_lanes_(lanes_among(arguments.call.ranks)) {}
@@ -71,15 +42,18 @@ class ExchangeBlock {
     if (meeting_.moves()) step_ = load_relaxed(steps) + 1;
     meeting_.begin();
     if (arguments_.straight && meeting_.serves()) tell_places();
-    bool done = true, straight = false;
-    if (meeting_.moves()) {
-      const Way way = arguments_.straight ? agree() : Way::Steps;
-      straight = way == Way::Straight;
-      if (straight) move_straight();
+    bool done = true;
+    Way way = Way::Steps;
+    if (may_push()) way = agree_together();
+    else if (arguments_.straight && meeting_.moves()) way = agree();
+    if (may_push() && way == Way::Straight) {
+      done = push();
+    } else if (meeting_.moves()) {
+      if (way == Way::Straight) move_straight();
       else done = way == Way::Steps && move();
-      if (warp_thread() == 0) store_relaxed(steps, step_ - 1);
     }
-    meeting_.end(runs, done, straight);
+    if (meeting_.moves() && warp_thread() == 0) store_relaxed(steps, step_ - 1);
+    meeting_.end(runs, done, way == Way::Straight);
   }
 
  private:
@@ -89,9 +63,8 @@ class ExchangeBlock {
   // Rows that a thread asks for before it waits for the first: of a chunk of so many at least, where answers are to overlap, or
   // of a shorter one, where looking at rows that are not there takes time.
   static constexpr u32 MANY = 8, FEW = 4;
-  // The same of all ranks together, as registers allow.
   template <u32 COPIED>
-  DEVICE static constexpr u32 reduced() { return MOST_RANKS <= 2 ? COPIED : MOST_RANKS <= 4 ? COPIED / 2 : COPIED / 4; }
+  DEVICE static constexpr u32 reduced() { return of_all_ranks<COPIED, MOST_RANKS>(); }
 
   DEVICE INLINE u32 ranks() const { return meeting_.ranks(); }
   DEVICE INLINE u32 me() const { return arguments_.call.rank; }
@@ -103,8 +76,10 @@ class ExchangeBlock {
   DEVICE INLINE bool move() { return arguments_.chunk >= MANY * ROW_BYTES ? move_by<MANY>() : move_by<FEW>(); }
   template <u32 COPIED>
   DEVICE INLINE bool move_by() {
-    const u64 stride = static_cast<u64>(lanes_) * arguments_.chunk;
-    for (u64 at = static_cast<u64>(lane_) * arguments_.chunk; at < arguments_.piece; at += stride) {
+    // Of blocks that were to go straight there may be more warps than lanes.
+    const u32 lanes = lanes_ < all_lanes_ ? lanes_ : all_lanes_;
+    const u64 stride = static_cast<u64>(lanes) * arguments_.chunk;
+    for (u64 at = static_cast<u64>(lane_) * arguments_.chunk; lane_ < lanes && at < arguments_.piece; at += stride) {
       for (u32 hop = 1; hop < ranks(); hop++) write<COPIED>(after(hop), at);
       if (REDUCES) {
         if (!reduce<reduced<COPIED>()>(at)) return false;
@@ -278,65 +253,23 @@ class ExchangeBlock {
         if (arguments_.own == arguments_.result) continue;
         copy_stretch<PACKS>(arguments_.result, arguments_.own, arguments_.result_bytes, at, folding_.element_bytes());
       } else if constexpr (!Words::IS_ANY) {
-        reduce_straight<PACKS>(at);
+        reduce_stretch<PACKS>(arguments_, folding_, places_, at, [this](u32 rank) { return places_.from[rank]; });
       }
     }
   }
 
-  // Reduces a stretch, and gives the result to all who need it. In place as well: each element of all buffers is read, and then
-  // written, by one thread of one rank.
-  template <u32 PACKS>
-  DEVICE INLINE void reduce_straight(u64 at) {
-    constexpr u32 EACH = warp_threads() * sizeof(Pack);
-    const u64 bytes = arguments_.result_bytes;
-    const u64 own = arguments_.own + at, result = arguments_.result + at;
-    if (at + PACKS * EACH > bytes) {
-      // The end: one by one.
-      for (u64 offset = warp_thread() * sizeof(Pack); at + offset < bytes; offset += EACH) {
-        const u64 left = bytes - at - offset;
-        Pack all[MOST_RANKS];
-        UNROLL
-        for (u32 rank = 0; rank < MOST_RANKS; rank++) {
-          if (rank < ranks()) all[rank] = load_some((rank == me() ? own : places_.from[rank] + at) + offset, left, folding_.element_bytes());
-        }
-        const Pack sum = fold(all, all[0], ranks());
-        store_some(result + offset, left, folding_.element_bytes(), sum);
-        for (u32 hop = 1; arguments_.passes && hop < ranks(); hop++) {
-          store_some(places_.to[after(hop)] + at + offset, left, folding_.element_bytes(), sum);
-        }
-      }
-      return;
-    }
-    const u32 first = warp_thread() * sizeof(Pack);
-    Pack all[PACKS][MOST_RANKS];
-    UNROLL
-    for (u32 i = 0; i < PACKS; i++) {
-      UNROLL
-      for (u32 rank = 0; rank < MOST_RANKS; rank++) {
-        if (rank < ranks() && rank != me()) all[i][rank] = load_pack(pack_at(places_.from[rank] + at + first + i * EACH));
-      }
-    }
-    Pack mine[PACKS];
-    UNROLL
-    for (u32 i = 0; i < PACKS; i++) mine[i] = *pack_at(own + first + i * EACH);
-    UNROLL
-    for (u32 i = 0; i < PACKS; i++) {
-      const Pack sum = fold(all[i], mine[i], me());
-      for (u32 hop = 1; arguments_.passes && hop < ranks(); hop++) *pack_at(places_.to[after(hop)] + at + first + i * EACH) = sum;
-      *pack_at(result + first + i * EACH) = sum;
-    }
+  // Only what has a kernel of its own.
+  DEVICE INLINE bool may_push() const { return REDUCES && !Words::IS_ANY && arguments_.push != 0; }
+  // By all threads of the block, which go the same way.
+  DEVICE INLINE Way agree_together() {
+    // Whoever serves sees to it that the host learns of ranks that differ, for which the others wait in vain. On the host who waits does.
+    const bool here = SERVICE == 0 || !meeting_.serves() || meeting_.meets();
+    const Way way = here ? agree() : Way::GiveUp;
+    return block_any(way == Way::GiveUp) ? Way::GiveUp : way;
   }
-  // Of the packs of all ranks, of which `mine` is that of rank `own`.
-  DEVICE INLINE Pack fold(const Pack (&all)[MOST_RANKS], const Pack& mine, u32 own) const {
-    Pack sum;
-    UNROLL
-    for (u32 word = 0; word < 2; word++) {
-      u64 words[MOST_RANKS];
-      UNROLL
-      for (u32 rank = 0; rank < MOST_RANKS; rank++) words[rank] = rank == own ? mine.words[word] : all[rank].words[word];
-      sum.words[word] = folding_.reduce(words);
-    }
-    return sum;
+  DEVICE INLINE bool push() const {
+    if constexpr (REDUCES && !Words::IS_ANY) return push_all<E, Op, RANKS>(arguments_, places_, block_, blocks_);
+    return false;
   }
 
   // For who has waited long; false if it is to give up.
@@ -349,6 +282,7 @@ class ExchangeBlock {
   Places& places_;
   Meeting<RANKS> meeting_;
   const Words folding_;
+  const u32 block_, blocks_;
   // Lanes of the launch, this warp's, and those that there is memory for.
   const u32 lanes_, lane_, all_lanes_;
   // The present step, counted from 1 through all operations.

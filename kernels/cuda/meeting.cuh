@@ -67,6 +67,10 @@ class Meeting {
     if (serves()) announce(lane());
   }
 
+  // By the threads that serve: waits until all others have begun this operation, and has the host told if they have begun another one;
+  // false if it is to give up.
+  DEVICE INLINE bool meets() { return warp_all(compare(lane())); }
+
   // To be called by all threads in the end, and not before they have moved what is theirs to move (`done`: none gave up).
   // `straight`: between callers' buffers, of which no rank may do anything else before all are done with them.
   DEVICE INLINE void end(u32 runs, bool done, bool straight = false) {

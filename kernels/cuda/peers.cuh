@@ -7,8 +7,9 @@ namespace ringsight {
 
 constexpr u32 MAX_PEERS = 8;
 constexpr u32 MAX_RINGS = 64;
-constexpr u32 MOST_BLOCKS = 64;
-constexpr u64 LINES_OFFSET = 4096;
+// Of a launch that may go straight.
+constexpr u32 MOST_BLOCKS = 128;
+constexpr u64 LINES_OFFSET = 8192;
 constexpr u32 LINES = 1 << 17;
 
 struct RingBefore {
@@ -51,7 +52,7 @@ DEVICE inline u32 next_epoch(u32 epoch) { return epoch >= LAST_EPOCH ? 1 : epoch
 constexpr u32 LANES = 512;
 constexpr u64 STEPS_OFFSET = LINES_OFFSET + LINES * sizeof(Line);
 constexpr u64 CHUNKS_OFFSET = STEPS_OFFSET + LANES * sizeof(u64);
-static_assert(CHUNKS_OFFSET == 2105344 && CHUNKS_OFFSET % 4096 == 0, "as in src/cuda/peers.rs");
+static_assert(CHUNKS_OFFSET == 2109440 && CHUNKS_OFFSET % 4096 == 0, "as in src/cuda/peers.rs");
 // Bytes of data in a line of 128 bytes, and in a row of four.
 constexpr u32 LINE_DATA_BYTES = 120, ROW_BYTES = 480;
 constexpr u32 CHUNK_ROWS = 16, CHUNK_SLOT_BYTES = CHUNK_ROWS * 512;
@@ -87,6 +88,17 @@ struct Mappings {
 static_assert(sizeof(Mapping) == 16, "as in src/cuda/peers.rs");
 static_assert(offsetof(Mappings, by) == 32768, "as in src/cuda/peers.rs");
 static_assert(sizeof(Mappings) == 40960, "as in src/cuda/peers.rs");
+
+// Behind them: what reductions that push need, see push.cuh. A block goes through `PUSH_SLOTS` slots in turn of each other rank's, with which
+// it is `PUSH_AHEAD` chunks ahead of what it reduces.
+constexpr u32 PUSH_AHEAD = 1, PUSH_SLOTS = 2 * PUSH_AHEAD + 2;
+struct Pushed {
+  // By block: chunks that it has pushed in all operations so far, the same on all ranks.
+  u64 chunks[MOST_BLOCKS];
+  // By rank and block: the same of that rank's block, chunk by chunk.
+  u64 from[MAX_PEERS][MOST_BLOCKS];
+};
+static_assert(sizeof(Pushed) == 9216, "as in src/cuda/peers.rs");
 
 DEVICE inline Area* area_of(u64 base) { return reinterpret_cast<Area*>(base); }
 

@@ -15,7 +15,8 @@
 // - Results are the same, bit by bit, as those in steps: all contributions to an element are combined in the order of ranks.
 #pragma once
 
-#include "peers.cuh"
+#include "exchange_call.cuh"
+#include "fold.cuh"
 #include "words.cuh"
 
 namespace ringsight {
@@ -89,6 +90,69 @@ DEVICE INLINE void copy_stretch(u64 to, u64 from, u64 end, u64 at, u32 element_b
   }
   for (; place < left; place += EACH) {
     store_some(to + place, left - place, element_bytes, load_some(from + place, left - place, element_bytes));
+  }
+}
+
+// Of something for each rank, as many as registers allow where one rank would have `COUNT`.
+template <u32 COUNT, u32 RANKS>
+DEVICE constexpr u32 of_all_ranks() { return RANKS <= 2 ? COUNT : RANKS <= 4 ? COUNT / 2 : COUNT / 4; }
+
+// Of the packs of all ranks, of which `mine` is that of rank `own`.
+template <class Words>
+DEVICE INLINE Pack fold_packs(const Words& folding, const Pack (&all)[Words::MOST_RANKS], const Pack& mine, u32 own) {
+  Pack sum;
+  UNROLL
+  for (u32 word = 0; word < 2; word++) {
+    u64 words[Words::MOST_RANKS];
+    UNROLL
+    for (u32 rank = 0; rank < Words::MOST_RANKS; rank++) words[rank] = rank == own ? mine.words[word] : all[rank].words[word];
+    sum.words[word] = folding.reduce(words);
+  }
+  return sum;
+}
+
+// By a warp: reduces what there is of this rank's part from `at` on, as far as `PACKS` of each thread go, and gives the result to all who need
+// it; `from`: where the contribution of another rank begins. In place as well: each element of all buffers is read, and then written, by one
+// thread of one rank.
+template <u32 PACKS, class Words, class From>
+DEVICE INLINE void reduce_stretch(const Exchange& arguments, const Words& folding, const Places& places, u64 at, From from) {
+  constexpr u32 EACH = warp_threads() * sizeof(Pack), MOST_RANKS = Words::MOST_RANKS;
+  const u32 me = arguments.call.rank, ranks = folding.ranks(), element_bytes = folding.element_bytes();
+  const auto after = [=](u32 hop) { return me + hop < ranks ? me + hop : me + hop - ranks; };
+  const u64 bytes = arguments.result_bytes;
+  const u64 own = arguments.own + at, result = arguments.result + at;
+  if (at + PACKS * EACH > bytes) {
+    // The end: one by one.
+    for (u64 offset = warp_thread() * sizeof(Pack); at + offset < bytes; offset += EACH) {
+      const u64 left = bytes - at - offset;
+      Pack all[MOST_RANKS];
+      UNROLL
+      for (u32 rank = 0; rank < MOST_RANKS; rank++) {
+        if (rank < ranks) all[rank] = load_some((rank == me ? own : from(rank) + at) + offset, left, element_bytes);
+      }
+      const Pack sum = fold_packs(folding, all, all[0], ranks);
+      store_some(result + offset, left, element_bytes, sum);
+      for (u32 hop = 1; arguments.passes && hop < ranks; hop++) store_some(places.to[after(hop)] + at + offset, left, element_bytes, sum);
+    }
+    return;
+  }
+  const u32 first = warp_thread() * sizeof(Pack);
+  Pack all[PACKS][MOST_RANKS];
+  UNROLL
+  for (u32 i = 0; i < PACKS; i++) {
+    UNROLL
+    for (u32 rank = 0; rank < MOST_RANKS; rank++) {
+      if (rank < ranks && rank != me) all[i][rank] = load_pack(pack_at(from(rank) + at + first + i * EACH));
+    }
+  }
+  Pack mine[PACKS];
+  UNROLL
+  for (u32 i = 0; i < PACKS; i++) mine[i] = *pack_at(own + first + i * EACH);
+  UNROLL
+  for (u32 i = 0; i < PACKS; i++) {
+    const Pack sum = fold_packs(folding, all[i], mine[i], me);
+    for (u32 hop = 1; arguments.passes && hop < ranks; hop++) *pack_at(places.to[after(hop)] + at + first + i * EACH) = sum;
+    *pack_at(result + first + i * EACH) = sum;
   }
 }
 

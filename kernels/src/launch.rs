@@ -70,6 +70,8 @@ pub struct Work {
     pub connections: Connections,
     /// Whether it goes straight between callers' buffers.
     pub straight: Straight,
+    /// Where it does, whether contributions are pushed to who reduces them: the same on all ranks.
+    pub pushes: bool,
 }
 
 /// Whether a collective or a message among peers goes straight between callers' buffers. That it may, all its ranks say alike; each says for

@@ -15,7 +15,7 @@ use crate::{
     error::{Error, Result, ResultCode},
     plan::{
         Request,
-        algorithm::{Asked, STRAIGHT_BYTES},
+        algorithm::{Asked, PUSH_BYTES, STRAIGHT_BYTES},
         allowed::Allowed,
         table::explain,
     },
@@ -140,6 +140,7 @@ unsafe fn read(asked: &Explain) -> Result<(Asked, usize)> {
             peers: asked.peers != 0,
             straight_bytes: STRAIGHT_BYTES,
             allowed: Allowed::from_environment()?,
+            push_bytes: PUSH_BYTES,
         },
         channels,
     ))

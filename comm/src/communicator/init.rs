@@ -193,6 +193,7 @@ impl Making<'_> {
             one_shot,
             straight_bytes,
             allowed,
+            push_bytes,
         } = Terms::agree(&terms);
         let faults = self.life.faults().clone();
         let shared = self.share.as_ref().filter(|_| share);
@@ -279,6 +280,7 @@ impl Making<'_> {
             one_shot,
             straight_bytes,
             allowed,
+            push_bytes,
             maps,
             peers,
             peers_ended_well,

@@ -80,6 +80,8 @@ pub struct Communicator {
     pub(crate) one_shot: bool,
     /// Bytes of all ranks together from which on operations may go straight between callers' buffers.
     pub(crate) straight_bytes: u64,
+    /// The same of reductions whose contributions are then pushed to who reduces them.
+    pub(crate) push_bytes: u64,
     /// Algorithms and protocols that no rank's environment leaves out.
     pub(crate) allowed: Allowed,
     /// Callers' memory that other processes map; `None` if all ranks are of this one, or do not reach each other's memory.

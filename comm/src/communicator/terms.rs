@@ -7,7 +7,11 @@ use super::config::{Config, MAX_CHANNELS, number};
 use crate::{
     device,
     error::{Error, Result},
-    plan::{WORK_FIFO_DEPTH, algorithm::STRAIGHT_BYTES, allowed::Allowed},
+    plan::{
+        WORK_FIFO_DEPTH,
+        algorithm::{PUSH_BYTES, STRAIGHT_BYTES},
+        allowed::Allowed,
+    },
 };
 
 const DEFAULT_CHANNELS: u32 = 2;
@@ -28,6 +32,8 @@ pub(super) struct Terms {
     one_shot: bool,
     /// Of all ranks together, from which on operations may go straight between callers' buffers.
     straight_bytes: u64,
+    /// The same of reductions whose contributions are then pushed.
+    push_bytes: u64,
     /// What its environment leaves of algorithms and protocols.
     allowed: Allowed,
 }
@@ -46,12 +52,14 @@ pub(super) struct Agreement {
     pub(super) one_shot: bool,
     /// Bytes of all ranks together from which on operations may go straight between callers' buffers.
     pub(super) straight_bytes: u64,
+    /// The same of reductions whose contributions are then pushed.
+    pub(super) push_bytes: u64,
     /// Algorithms and protocols that no rank's environment leaves out.
     pub(super) allowed: Allowed,
 }
 
 impl Terms {
-    const BYTES: usize = 38 + Allowed::BYTES;
+    const BYTES: usize = 46 + Allowed::BYTES;
 
     /// What this rank asks for.
     ///
@@ -84,6 +92,7 @@ impl Terms {
             one_shot: device::device()?.runs(Algorithm::OneShot),
             straight_bytes: if is_straight { straight } else { u64::MAX },
             allowed: Allowed::from_environment()?,
+            push_bytes: number(&["RINGSIGHT_PUSH_BYTES"])?.unwrap_or(PUSH_BYTES),
         })
     }
 
@@ -97,7 +106,8 @@ impl Terms {
         bytes[25] = self.one_shot.into();
         bytes[26..30].copy_from_slice(&self.near_channels.to_le_bytes());
         bytes[30..38].copy_from_slice(&self.straight_bytes.to_le_bytes());
-        bytes[38..].copy_from_slice(&self.allowed.to_bytes());
+        bytes[38..46].copy_from_slice(&self.push_bytes.to_le_bytes());
+        bytes[46..].copy_from_slice(&self.allowed.to_bytes());
         bytes
     }
 
@@ -111,7 +121,8 @@ impl Terms {
             return None;
         };
         let (near, rest) = rest.split_first_chunk()?;
-        let (straight, allowed) = rest.split_first_chunk()?;
+        let (straight, rest) = rest.split_first_chunk()?;
+        let (push, allowed) = rest.split_first_chunk()?;
         Some(Self {
             min_channels: u32::from_le_bytes(*min),
             max_channels: u32::from_le_bytes(*max),
@@ -122,6 +133,7 @@ impl Terms {
             near_channels: u32::from_le_bytes(*near),
             straight_bytes: u64::from_le_bytes(*straight),
             allowed: Allowed::from_bytes(allowed.try_into().ok()?),
+            push_bytes: u64::from_le_bytes(*push),
         })
     }
 
@@ -155,6 +167,8 @@ impl Terms {
         let near = near.max().filter(|_| all_near);
         let depth = all.iter().map(|terms| terms.work_fifo_depth).min().unwrap_or(2);
         let depth = depth.clamp(2, 1 << 20);
+        // What is not to be on one rank is not on any.
+        let greatest = |of: fn(&Self) -> u64| all.iter().map(of).max().unwrap_or(u64::MAX);
         Agreement {
             channels: DEFAULT_CHANNELS.max(min).min(max).clamp(1, MAX_CHANNELS),
             near_channels: near.map(|near| near.min(max).clamp(1, MAX_CHANNELS)),
@@ -162,14 +176,11 @@ impl Terms {
             work_fifo_depth: usize::try_from(depth).unwrap_or(WORK_FIFO_DEPTH),
             share: all.iter().all(|terms| terms.share),
             one_shot: all.iter().all(|terms| terms.one_shot),
-            straight_bytes: all
-                .iter()
-                .map(|terms| terms.straight_bytes)
-                .max()
-                .unwrap_or(u64::MAX),
             allowed: all
                 .iter()
                 .fold(Allowed::default(), |left, terms| left.and(&terms.allowed)),
+            straight_bytes: greatest(|terms| terms.straight_bytes),
+            push_bytes: greatest(|terms| terms.push_bytes),
         }
     }
 }
@@ -190,6 +201,7 @@ mod tests {
             one_shot: max_channels == 32,
             straight_bytes: u64::from(max_channels),
             allowed: Allowed::default(),
+            push_bytes: u64::from(min_channels),
         };
         assert_eq!(Terms::agree(&[terms(1, 32), terms(1, 32)]).channels, 2);
         let agreed = Agreement {
@@ -203,6 +215,7 @@ mod tests {
             // Nobody does what another does not.
             straight_bytes: 32,
             allowed: Allowed::default(),
+            push_bytes: 4,
         };
         assert_eq!(Terms::agree(&[terms(4, 8), terms(1, 32)]), agreed);
         assert!(Terms::agree(&[terms(4, 8), terms(4, 9)]).share);

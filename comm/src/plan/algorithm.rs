@@ -27,6 +27,8 @@ pub struct Asked {
     pub peers: bool,
     /// Bytes of all ranks together from which on it may go straight between callers' buffers.
     pub straight_bytes: u64,
+    /// The same of reductions whose contributions are then pushed to who reduces them.
+    pub push_bytes: u64,
     /// What the ranks' environments leave.
     pub allowed: Allowed,
 }
@@ -63,6 +65,10 @@ pub(super) const NEAR_BYTES_PER_CHANNEL: u64 = 32 << 10;
 /// Bytes of all ranks together from which on it pays to go straight, unless `RINGSIGHT_STRAIGHT_BYTES` says another number: it begins with
 /// one more way over NVLink, and ends with a fence and another.
 pub const STRAIGHT_BYTES: u64 = 8 << 20;
+
+/// Bytes of all ranks together from which on it pays to push contributions to who reduces them, unless `RINGSIGHT_PUSH_BYTES` says another
+/// number, and not to read them where they are: there is a fence for each chunk, and nothing to reduce at first.
+pub const PUSH_BYTES: u64 = 64 << 20;
 
 /// Why a row does not serve an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -149,8 +155,13 @@ impl Row {
         // Of a message those of both of its.
         let ranks = if asked.function.is_p2p() { 2 } else { asked.ranks };
         let of_all = asked.bytes.saturating_mul(ranks.into());
-        if self.choice.is_straight() && of_all < asked.straight_bytes {
-            return Some(Reason::Short(asked.straight_bytes));
+        let least = match self.choice.protocol {
+            _ if !self.choice.is_straight() => 0,
+            Protocol::Push => asked.straight_bytes.max(asked.push_bytes),
+            _ => asked.straight_bytes,
+        };
+        if of_all < least {
+            return Some(Reason::Short(least));
         }
         if of_all > self.max_bytes_of_all {
             return Some(Reason::BytesOfAll(self.max_bytes_of_all));
@@ -172,7 +183,7 @@ impl Choice {
     /// Whether they do it straight between callers' buffers where they reach them.
     #[must_use]
     pub fn is_straight(&self) -> bool {
-        self.among_peers && self.protocol == Protocol::Simple
+        self.among_peers && matches!(self.protocol, Protocol::Simple | Protocol::Push)
     }
 
     /// Why there is no program, wherever the table puts its limits.

@@ -102,13 +102,15 @@ impl<'a> Builder<'a> {
         let peers = self.comm.peers.clone();
         let peers = peers.ok_or_else(|| Error::internal("no memory is shared with peers"))?;
         let all = 0..task.request.count;
+        let pushes = choice.protocol == Protocol::Push;
         let straight = if choice.is_straight() {
-            self.straight(task, &peers)?
+            self.straight(task, &peers, pushes)?
         } else {
             Straight::No
         };
         let work = Work {
             straight,
+            pushes,
             ..self.work_of(task, all, choice.algorithm, Connections::Peers(peers))
         };
         work.check()?;
@@ -309,11 +311,13 @@ impl<'a> Builder<'a> {
             root: request.peer.unwrap_or(0),
             connections,
             straight: Straight::No,
+            pushes: false,
         }
     }
 
-    /// Whether the other ranks' kernels reach the buffers of an operation that may go straight between those of all.
-    fn straight(&self, task: &Task, peers: &Peers) -> Result<Straight> {
+    /// Whether the other ranks' kernels reach what they need of the buffers of an operation that may go straight between those of all: where
+    /// contributions are pushed, that is where results are passed on to.
+    fn straight(&self, task: &Task, peers: &Peers, pushes: bool) -> Result<Straight> {
         // To know what it would take, nobody need know.
         if self.simulated.is_some() {
             return Ok(Straight::Closed);
@@ -336,7 +340,7 @@ impl<'a> Builder<'a> {
             allocation.map(|_| Shown::default())
         };
         let [sent, received] = request.used_buffers(self.comm.rank, self.comm.ranks);
-        let sent = if request.function == Function::Send {
+        let sent = if pushes || request.function == Function::Send {
             (0, 0)
         } else {
             sent

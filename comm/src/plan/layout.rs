@@ -29,6 +29,7 @@ pub(super) fn choice_of(task: &Task, comm: &Communicator) -> Result<(usize, algo
         peers: comm.peers.is_some(),
         straight_bytes: comm.straight_bytes,
         allowed: comm.allowed,
+        push_bytes: comm.push_bytes,
     };
     let choice = table::choose(&asked).ok_or_else(|| table::none_left(&asked))?;
     let parts = comm.near_parts();

@@ -29,6 +29,11 @@ const fn straight(algorithm: Algorithm) -> Choice {
     among_peers(algorithm, Protocol::Simple)
 }
 
+/// A reduction straight between callers' buffers, but for contributions, which go through memory of who reduces them.
+const fn pushed(algorithm: Algorithm) -> Choice {
+    among_peers(algorithm, Protocol::Push)
+}
+
 /// Through FIFOs between neighbours.
 const fn through_fifos(algorithm: Algorithm) -> Choice {
     Choice {
@@ -44,6 +49,9 @@ const fn through_fifos(algorithm: Algorithm) -> Choice {
 pub const TABLE: &[Row] = &[
     // One kernel, and no rank waits for anything but the data.
     Row::of(&[AllReduce], among_peers(Algorithm::OneShot, Protocol::Ll)).up_to_of_all(512 << 10),
+    // One kernel, and each byte goes over NVLink once to who reduces it and once from there, by stores alone: where loads and stores share the
+    // link, they are the better way. (A reduce_scatter and a reduce, which only load, are faster without.)
+    Row::of(&[AllReduce], pushed(Algorithm::TwoShot)),
     // One kernel, and each byte goes over NVLink once, to where it is to be or to who reduces it, and once from there.
     Row::of(&[AllReduce], straight(Algorithm::TwoShot)),
     Row::of(EACH_WITH_ALL, straight(Algorithm::Direct)),
@@ -110,7 +118,7 @@ mod tests {
 
     use super::*;
     use crate::plan::{
-        algorithm::{NEAR_BYTES_PER_CHANNEL, STRAIGHT_BYTES},
+        algorithm::{NEAR_BYTES_PER_CHANNEL, PUSH_BYTES, STRAIGHT_BYTES},
         allowed::Allowed,
     };
 
@@ -125,6 +133,7 @@ mod tests {
             peers: false,
             straight_bytes: STRAIGHT_BYTES,
             allowed: Allowed::default(),
+            push_bytes: PUSH_BYTES,
         }
     }
 
@@ -194,6 +203,25 @@ mod tests {
             assert!(!is_straight(near(1 << 40, u64::MAX)), "{function}");
             assert!(choose(&near(1 << 40, u64::MAX)).unwrap().is_among_peers());
         }
+    }
+
+    #[test]
+    fn a_long_all_reduce_pushes_unless_told_otherwise() {
+        let near = |function, bytes, straight_bytes, push_bytes| {
+            let asked = Asked {
+                ranks: 2,
+                peers: true,
+                straight_bytes,
+                push_bytes,
+                ..asked(function, bytes)
+            };
+            choose(&asked).unwrap().protocol
+        };
+        assert_eq!(near(AllReduce, 1 << 20, 1 << 10, 2 << 20), Protocol::Push);
+        assert_eq!(near(AllReduce, (1 << 20) - 1, 1 << 10, 2 << 20), Protocol::Simple);
+        // Results go straight.
+        assert_eq!(near(AllReduce, 1 << 20, u64::MAX, 2 << 20), Protocol::Ll128);
+        assert_eq!(near(ReduceScatter, 1 << 30, 1, 1), Protocol::Simple);
     }
 
     #[test]

@@ -38,8 +38,8 @@ static void run_check(struct Rank* r) {
   // Parts that begin where 16 bytes do, as what goes straight between buffers asks, and ends that do not.
   for (int op = 0; op < OPS; op++)
     for (int t = 0; t < 3; t++) {
-      const size_t counts[] = {32, 4096, 100000 - 100000 % 64, 4098};
-      for (int c = 0; c < 4; c++) check_one(r, op, &TYPES[types[t]], counts[c], 0, c % 2 != 0, salt++);
+      const size_t many = (large + 3) & ~(size_t)63, counts[] = {32, 4096, 100000 - 100000 % 64, 4098, many, many};
+      for (int c = 0; c < (t == 0 ? 6 : 4); c++) check_one(r, op, &TYPES[types[t]], counts[c], 0, c % 2 != 0, salt++);
     }
   // Elements that do not fill words, in buffers that do not begin at words; up to where other ways of doing it begin.
   for (int t = 0; t < 12; t++) {

@@ -7,7 +7,9 @@ use ringsight_records::{Algorithm, Function};
 use super::{
     layout::{Exchange, PeerCall},
     peer_launch::{MOST_BLOCKS, PeerArguments, PeerLaunch, SERVICE, ranks_of_its_own, sum_of},
-    peers::{CHUNK_ROWS, MAX_PEERS, ROW_BYTES, lanes, mappings_offset},
+    peers::{
+        CHUNK_ROWS, MAX_PEERS, ROW_BYTES, STRAIGHT_BLOCKS, lanes, mappings_offset, push_chunk, pushed_offset,
+    },
 };
 use crate::launch::{Peers, Straight, Work};
 
@@ -30,8 +32,13 @@ pub const KERNELS: [&CStr; 12] = [
 /// The number of the one that reduces anything.
 const ANY: usize = 2;
 
-/// Warps of a block that move data. Two such blocks fit on a multiprocessor: see [`MOST_BLOCKS`](super::peer_launch::MOST_BLOCKS).
+/// Warps of a block that move data. Two such blocks fit on a multiprocessor: see [`MOST_BLOCKS`].
 const WARPS: usize = 7;
+/// The same of what stores straight into others' buffers: twice as many blocks, since more multiprocessors store more, of half the threads, so
+/// that they take no more room. What only loads is no faster so.
+const STRAIGHT_WARPS: usize = 3;
+/// Chunks that a block pushes at least, where they are long enough.
+const CHUNKS: usize = 4;
 /// Threads of a block.
 pub const EXCHANGE_THREADS: u32 = WARPS as u32 * 32 + SERVICE;
 
@@ -39,11 +46,19 @@ pub const EXCHANGE_THREADS: u32 = WARPS as u32 * 32 + SERVICE;
 pub(super) fn launch(work: &Work, call: PeerCall, peers: &Peers) -> PeerLaunch {
     let mut arguments = parts(work, call);
     let rows = (arguments.piece as usize).div_ceil(ROW_BYTES);
-    let most = (lanes(work.ranks as usize) / WARPS).min(peers.most_blocks.clamp(1, MOST_BLOCKS) as usize);
+    let lanes = lanes(work.ranks as usize);
+    // What goes straight takes no memory for lanes: if it does not, in the end, some warps have nothing to do.
+    let only_loads = arguments.reduces == 1 && arguments.passes == 0 && !work.pushes;
+    let (warps, most) = match work.straight {
+        Straight::No => (WARPS, (lanes / WARPS).min(MOST_BLOCKS as usize)),
+        _ if only_loads => (WARPS, MOST_BLOCKS as usize),
+        _ => (STRAIGHT_WARPS, STRAIGHT_BLOCKS),
+    };
+    let most = (peers.most_blocks as usize).clamp(1, most);
     // A lane for each row, as far as that goes; then more rows for each.
-    let blocks = rows.div_ceil(WARPS).clamp(1, most);
+    let blocks = rows.div_ceil(warps).clamp(1, most);
     // As few steps as that takes, all of about the same length.
-    let each = rows.div_ceil(blocks * WARPS).max(1);
+    let each = rows.div_ceil(lanes.min(blocks * warps)).max(1);
     // Chunks that are passed on are shorter: while a rank reduces some, others travel.
     let most_rows = if arguments.passes == 1 {
         CHUNK_ROWS / 2
@@ -52,6 +67,9 @@ pub(super) fn launch(work: &Work, call: PeerCall, peers: &Peers) -> PeerLaunch {
     };
     let chunk_rows = each.div_ceil(each.div_ceil(most_rows));
     arguments.chunk = (chunk_rows * ROW_BYTES) as u32;
+    if work.pushes {
+        arguments.push = pushed(work.ranks as usize, arguments.piece as usize, blocks);
+    }
     let kernel = kernel(work, &arguments);
     if let Straight::Open { sent, received } = work.straight
         && goes_straight(kernel, &arguments)
@@ -68,8 +86,20 @@ pub(super) fn launch(work: &Work, call: PeerCall, peers: &Peers) -> PeerLaunch {
         kernel,
         arguments: PeerArguments::Exchange(arguments),
         blocks: blocks as u32,
-        threads: EXCHANGE_THREADS,
+        threads: warps as u32 * 32 + SERVICE,
     }
+}
+
+/// Bytes of a chunk that each of so many blocks pushes of a piece; 0 where no kernel does.
+fn pushed(ranks: usize, piece: usize, blocks: usize) -> u32 {
+    let most = push_chunk(ranks);
+    if most == 0 {
+        return 0;
+    }
+    // What all warps of a block have under way at once. Some chunks a block: while one is reduced, the next ones travel.
+    let round = STRAIGHT_WARPS * 16 / ranks * 512;
+    let each = piece.div_ceil(blocks * CHUNKS).next_multiple_of(round);
+    each.min(most / round * round) as u32
 }
 
 /// The number of the kernel that is made for it, or of one that does anything.
@@ -129,6 +159,9 @@ fn parts(work: &Work, call: PeerCall) -> Exchange {
         received: 0,
         sent: 0,
         mappings_at: mappings_offset(ranks) as u64,
+        pushed_at: pushed_offset(ranks) as u64,
+        push: 0,
+        reserved: 0,
     };
     // Blocks of a buffer, one of each rank.
     let block = |base: u64, rank: usize| base + bytes * rank as u64;
@@ -244,6 +277,7 @@ mod tests {
             ranks,
             root,
             straight: Straight::No,
+            pushes: false,
             connections: Connections::Peers(Arc::new(Peers {
                 rank,
                 bases: vec![0; ranks as usize],
@@ -300,6 +334,14 @@ mod tests {
                     prop_assert_eq!((one.piece, one.chunk), steps, "{}", function);
                     prop_assert!(one.chunk as usize <= CHUNK_ROWS * ROW_BYTES && one.chunk > 0);
                     prop_assert!(launch.blocks as usize * WARPS <= lanes(ranks as usize));
+                    let straight = Work { straight: Straight::Closed, pushes: true, ..work(function, count, rank as u32, ranks, root) };
+                    let (launch, straight) = launched(straight);
+                    prop_assert!(launch.blocks as usize <= STRAIGHT_BLOCKS && launch.blocks >= first.blocks);
+                    let most = push_chunk(ranks as usize);
+                    prop_assert!(straight.push as usize <= most && (straight.push > 0) == (most > 0));
+                    prop_assert_eq!(straight.push, pushed(ranks as usize, straight.piece as usize, launch.blocks as usize));
+                    // Whole rounds of a block's threads.
+                    prop_assert_eq!(straight.push as usize * ranks as usize % (STRAIGHT_WARPS * 16 * 512), 0);
                     for (peer, (_, other)) in all.iter().enumerate().filter(|(peer, _)| *peer != rank) {
                         // What is reduced is as long as the result of who reduces; the rest goes where it was to go.
                         let expected = if one.reduces == 1 { one.result_bytes } else { one.takes[peer] };

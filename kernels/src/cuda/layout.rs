@@ -342,6 +342,13 @@ pub struct Exchange {
     pub sent: u32,
     /// Where the [`super::peers::Mappings`] are in each rank's memory.
     pub mappings_at: u64,
+    /// Where [`super::peers::Pushed`] is in each rank's memory.
+    pub pushed_at: u64,
+    /// Bytes of a chunk that a block pushes to each other rank, at most [`super::peers::push_chunk`] and the same on all ranks, where
+    /// contributions are pushed to who reduces them if it goes straight; 0: they are read where they are.
+    pub push: u32,
+    /// 0.
+    pub reserved: u32,
 }
 
 /// A caller's allocation, as a rank has shown it to other processes.
@@ -372,7 +379,8 @@ const _: () = assert!(offset_of!(Exchange, own) == 400);
 const _: () = assert!(offset_of!(Exchange, chunk) == 432);
 const _: () = assert!(offset_of!(Exchange, place_to) == 440);
 const _: () = assert!(offset_of!(Exchange, mappings_at) == 576);
-const _: () = assert!(size_of::<Exchange>() == 584);
+const _: () = assert!(offset_of!(Exchange, pushed_at) == 584);
+const _: () = assert!(size_of::<Exchange>() == 600);
 
 /// A message of [`Messages`].
 #[derive(Clone, Copy, Debug, Default)]

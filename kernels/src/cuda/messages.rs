@@ -181,6 +181,7 @@ mod tests {
             ranks: peers.bases.len() as u32,
             root: peer,
             straight,
+            pushes: false,
             connections: Connections::Peers(peers.clone()),
         }
     }

@@ -99,6 +99,7 @@ mod tests {
             ranks,
             root: 0,
             straight: crate::Straight::No,
+            pushes: false,
             connections: Connections::Peers(Arc::new(crate::launch::Peers {
                 rank: 0,
                 bases: vec![0; ranks as usize],

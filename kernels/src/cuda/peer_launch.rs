@@ -22,7 +22,7 @@ pub(super) const SERVICE: u32 = 32;
 /// The most blocks of a launch. Kernels of several communicators may run at a time, and each needs room for all of its blocks at
 /// once on every rank, since they wait for those of the other ranks: if two kernels had room for a part of theirs each, one on one
 /// GPU and the other on another, both would wait for ever. On GPUs with 128 multiprocessors or more, of which each has room for two
-/// blocks, this leaves room for four, as NCCL's 32 channels do. The twin of that in `cuda/peers.cuh`.
+/// blocks, this leaves room for four, as NCCL's 32 channels do. Of blocks of half the threads there may be twice as many.
 pub(super) const MOST_BLOCKS: u32 = 64;
 
 /// A launch of one of the kernels.

@@ -4,20 +4,21 @@
 //! bytes for operations in one shot: 8 of data, and beside each half of them the epoch of the operation that they are of. They
 //! are cut by the parity of the epoch, then by the rank that writes them. From [`CHUNKS_OFFSET`] on there are slots for chunks of
 //! longer operations: by the rank that writes them, by lane, and two of each. From [`messages_offset`] on there is the same for messages.
+//! From [`pushed_offset`] on there are slots for contributions that are pushed to who reduces them, which hold data and nothing else.
 //!
 //! A communicator's operations over this memory have epochs 1, 2, … on all ranks, and each lane's steps are numbered,
 //! both by the kernels themselves, so that replays count too.
 
 use std::mem::offset_of;
 
-use super::peer_launch::MOST_BLOCKS;
-
 /// The most ranks.
 pub const MAX_PEERS: usize = 8;
 /// The most channels whose rings are known.
 pub const MAX_RINGS: usize = 64;
 /// Where the lines begin.
-pub const LINES_OFFSET: usize = 4096;
+pub const LINES_OFFSET: usize = 8192;
+/// The most blocks of a launch that may go straight between callers' buffers.
+pub const STRAIGHT_BLOCKS: usize = 128;
 /// Lines.
 pub const LINES: usize = 1 << 17;
 /// The most lanes of a connection.
@@ -31,7 +32,7 @@ pub const CHUNK_ROWS: usize = 16;
 /// Bytes of data in a row: 120 in each of four lines of 128.
 pub const ROW_BYTES: usize = 480;
 
-const _: () = assert!(CHUNKS_OFFSET == 2_105_344 && CHUNKS_OFFSET.is_multiple_of(4096));
+const _: () = assert!(CHUNKS_OFFSET == 2_109_440 && CHUNKS_OFFSET.is_multiple_of(4096));
 
 /// Lanes of each connection among so many ranks: about as many in all, so fewer for each.
 #[must_use]
@@ -59,10 +60,46 @@ pub const fn mappings_offset(ranks: usize) -> usize {
     messages_offset(ranks) + MESSAGE_STATES + (ranks - 1) * MESSAGE_LANES * 2 * CHUNK_ROWS * 512
 }
 
+/// Chunks that a block pushes before it reduces the first.
+pub const PUSH_AHEAD: usize = 1;
+/// Slots for what a block of another rank pushes: `cuda/push.cuh` says why so many.
+pub const PUSH_SLOTS: usize = 2 * PUSH_AHEAD + 2;
+
+/// How far the blocks of all ranks have come with what they push.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Pushed {
+    /// By block: chunks that it has pushed in all operations so far.
+    pub chunks: [u64; STRAIGHT_BLOCKS],
+    /// By rank and block: the same of that rank's block, chunk by chunk.
+    pub from: [[u64; STRAIGHT_BLOCKS]; MAX_PEERS],
+}
+
+const _: () = assert!(size_of::<Pushed>() == 9216);
+
+/// Where [`Pushed`] is among so many ranks; behind it are the slots: by rank that writes them, by block, and [`PUSH_SLOTS`] of each, of
+/// [`push_chunk`] bytes or fewer.
+#[must_use]
+pub const fn pushed_offset(ranks: usize) -> usize {
+    mappings_offset(ranks) + size_of::<Mappings>()
+}
+
+/// The most bytes of a chunk that is pushed: less for each connection where there are more of them; 0 for a number of ranks that no
+/// kernel pushes for.
+#[must_use]
+pub const fn push_chunk(ranks: usize) -> usize {
+    match ranks {
+        2 | 4 | 8 => (48 << 10) / ranks,
+        _ => 0,
+    }
+}
+
 /// Bytes of one rank's memory among so many.
 #[must_use]
 pub const fn bytes(ranks: usize) -> usize {
-    mappings_offset(ranks) + size_of::<Mappings>()
+    pushed_offset(ranks)
+        + size_of::<Pushed>()
+        + (ranks - 1) * STRAIGHT_BLOCKS * PUSH_SLOTS * push_chunk(ranks)
 }
 
 /// The most allocations that a rank shows to those of other processes.
@@ -169,14 +206,14 @@ pub struct Area {
     /// By the same.
     pub places: [[Place; MAX_PEERS]; 2],
     /// By rank and block: the epoch of the last operation in which it was done with this rank's buffers.
-    pub left: [[u32; MOST_BLOCKS as usize]; MAX_PEERS],
+    pub left: [[u32; STRAIGHT_BLOCKS]; MAX_PEERS],
 }
 
 const _: () = assert!(offset_of!(Area, rings) == 256);
 const _: () = assert!(offset_of!(Area, tags) == 1280);
 const _: () = assert!(offset_of!(Area, places) == 1536);
 const _: () = assert!(offset_of!(Area, left) == 2048);
-const _: () = assert!(size_of::<Area>() == 4096);
+const _: () = assert!(size_of::<Area>() == 6144);
 const _: () = assert!(size_of::<Area>() <= LINES_OFFSET);
 
 impl Default for Area {
@@ -187,7 +224,7 @@ impl Default for Area {
             rings: [RingBefore::default(); MAX_RINGS],
             tags: Default::default(),
             places: Default::default(),
-            left: [[0; MOST_BLOCKS as usize]; MAX_PEERS],
+            left: [[0; STRAIGHT_BLOCKS]; MAX_PEERS],
         }
     }
 }

@@ -37,6 +37,7 @@ fn work(function: Function, data_type: DataType, members: &[u32], at: usize, slo
         ranks: ranks as u32,
         root: 0,
         straight: crate::Straight::No,
+        pushes: false,
         connections: Connections::Ring {
             order: (0..ranks).map(|hop| members[(at + hop) % ranks]).collect(),
             prev: slot.clone(),

@@ -199,6 +199,7 @@ vocabulary! {
         Ll = 0 => "ll",
         Ll128 = 1 => "ll128",
         Simple = 2 => "simple",
+        Push = 3 => "push",
     }
 }
 

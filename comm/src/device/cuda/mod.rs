@@ -137,7 +137,7 @@ impl Device for CudaDevice {
     fn warps(&self, algorithm: Algorithm, protocol: Protocol, bytes: u64) -> u8 {
         let threads = match (algorithm, protocol) {
             (Algorithm::OneShot, Protocol::Ll) => one_shot_threads(bytes as usize),
-            (_, Protocol::Ll128) => EXCHANGE_THREADS,
+            (Algorithm::TwoShot, _) | (_, Protocol::Ll128 | Protocol::Push) => EXCHANGE_THREADS,
             _ => THREADS,
         };
         // 1024 threads are the most that a block has.

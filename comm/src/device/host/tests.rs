@@ -232,6 +232,7 @@ fn message(function: Function, wire: &Arc<Fifo>, buffer: usize, observer: Arc<To
         root: 0,
         connections,
         straight: Straight::No,
+        pushes: false,
     };
     let channels = vec![ChannelWork {
         channel: 0,

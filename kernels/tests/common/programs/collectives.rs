@@ -122,6 +122,7 @@ fn collective(case: Case) -> Vec<Vec<i32>> {
                             root: root as u32,
                             connections,
                             straight: Straight::No,
+                            pushes: false,
                         };
                         work.check().unwrap();
                         expected.push((work.steps(), ends));
@@ -314,6 +315,7 @@ fn same_float_bits(algorithm: Algorithm, count: usize) {
                     root: 0,
                     connections,
                     straight: Straight::No,
+                    pushes: false,
                 };
                 let channels = vec![ChannelWork {
                     channel: 0,

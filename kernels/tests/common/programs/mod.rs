@@ -138,5 +138,6 @@ pub(crate) fn p2p(
         root: 0,
         connections,
         straight: Straight::No,
+        pushes: false,
     }
 }

@@ -64,6 +64,7 @@ fn ways(operation: &str, algorithm: &str, ranks: usize) -> Vec<Way> {
             ("RINGSIGHT_PROTO", protocol.to_owned()),
             // As soon as it can.
             ("RINGSIGHT_STRAIGHT_BYTES", "1".to_owned()),
+            ("RINGSIGHT_PUSH_BYTES", "1".to_owned()),
         ],
     };
     let mut all = vec![Way {
@@ -73,6 +74,7 @@ fn ways(operation: &str, algorithm: &str, ranks: usize) -> Vec<Way> {
     }];
     if operation == "all_reduce" {
         all.push(way("one_shot", "ll", ONE_SHOT / ranks as u64));
+        all.push(way(algorithm, "push", MOST));
     }
     if ROOTED.contains(&operation) && ranks > 2 {
         all.push(way(algorithm, "ll128", ROOTED_DIRECT / ranks as u64));
