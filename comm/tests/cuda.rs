@@ -261,6 +261,22 @@ fn an_abort_frees_the_stream() {
     }
 }
 
+/// The driver waits for all that a GPU has to do to take memory back, and lets nobody launch meanwhile: no communicator's end may
+/// depend on another's kernel, nor a launch on a function of the caller's. What is kept is given to the next ones; all that is
+/// more than may be kept is given back.
+#[test]
+fn communicators_end_beside_what_waits() {
+    let test = "communicators_end_beside_what_waits";
+    let waits = ("RINGSIGHT_MOCK_FREE", "waits");
+    for kind in ["t", "p"] {
+        drive(test, &["ended", "2", kind], &[waits, ("RINGSIGHT_KEPT_MB", "0")]);
+        drive(test, &["ended", "2", kind, "kept"], &[waits]);
+    }
+    for kind in ["t", "p", "n"] {
+        drive(test, &["abort", "2", kind], &[waits]);
+    }
+}
+
 #[test]
 fn a_death_frees_the_others() {
     drive("a_death_frees_the_others", &["death", "2", "p"], &[]);

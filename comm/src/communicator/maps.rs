@@ -329,13 +329,8 @@ impl Table {
             }
             Message::TakeBack { number, .. } => {
                 pending.retain(|offer| (offer.from, offer.number) != (from, number));
-                let memory = self
-                    .mapped
-                    .upgrade()
-                    .and_then(|mapped| lock(&mapped).remove(&(from, number)));
-                if let Some(memory) = memory {
-                    // Not here: to close it the driver may wait for kernels.
-                    device.retire(memory);
+                if let Some(mapped) = self.mapped.upgrade() {
+                    lock(&mapped).remove(&(from, number));
                 }
             }
         }

@@ -14,7 +14,7 @@ use ringsight_kernels::{
     launch::Peers,
 };
 
-use super::{lock, maps::Mapped};
+use super::maps::Mapped;
 use crate::{
     bootstrap::Bootstrap,
     device::{Device, Reached, Share, device},
@@ -29,7 +29,7 @@ pub(super) struct Memory {
     pub(super) own: Option<Box<dyn Any + Send + Sync>>,
     pub(super) others: Vec<Box<dyn Any + Send + Sync>>,
     /// What callers of other processes have in theirs.
-    mapped: Arc<Mapped>,
+    _mapped: Arc<Mapped>,
     /// Some of them are of other processes.
     pub(super) foreign: bool,
     ended_well: Arc<AtomicBool>,
@@ -44,7 +44,7 @@ impl Memory {
         Self {
             own: None,
             others: Vec::new(),
-            mapped: Arc::default(),
+            _mapped: Arc::default(),
             foreign: false,
             ended_well: ended_well.clone(),
             _rings: Vec::new(),
@@ -59,16 +59,10 @@ pub(super) fn p2p_disabled() -> bool {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        let Ok(device) = device() else { return };
-        device.retire(Box::new(std::mem::take(&mut self.others)));
-        device.retire(Box::new(std::mem::take(&mut *lock(&self.mapped))));
-        let Some(own) = self.own.take() else { return };
         // After an abort, kernels of other processes may still write here: such memory is kept until this process ends.
         // Ranks of this process hold it themselves, and where operations have come to their end, all has arrived.
         if self.foreign && !self.ended_well.load(Ordering::Relaxed) {
-            std::mem::forget(own);
-        } else {
-            device.retire(own);
+            std::mem::forget(self.own.take());
         }
     }
 }
@@ -121,7 +115,7 @@ pub(super) fn connect(
     let mut memory = Memory {
         own: Some(own.memory),
         others: Vec::new(),
-        mapped: mapped.clone(),
+        _mapped: mapped.clone(),
         foreign: false,
         ended_well: ended_well.clone(),
         _rings: rings

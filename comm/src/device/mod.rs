@@ -142,7 +142,7 @@ pub struct Share {
     pub handle: Vec<u8>,
     /// Blocks of kernels that the device runs side by side.
     pub blocks: u32,
-    /// Frees it; to be given to [`Device::retire`].
+    /// Gives it back, or keeps it for others; to drop it waits for nothing.
     pub memory: Box<dyn Any + Send + Sync>,
 }
 
@@ -154,7 +154,7 @@ pub struct Reached {
     pub is_foreign: bool,
     /// It is on the current device, too.
     pub is_on_same_device: bool,
-    /// Keeps it reachable; to be given to [`Device::retire`].
+    /// Keeps it reachable, and lets go of it as [`Share::memory`].
     pub memory: Box<dyn Any + Send + Sync>,
 }
 
@@ -166,7 +166,7 @@ pub struct Direct {
     pub dma_buf: OwnedFd,
     /// What they have written is there for kernels only after [`Device::flush_direct`].
     pub needs_flush: bool,
-    /// Frees it; to be given to [`Device::retire`].
+    /// Gives it back when dropped, on whatever thread: no call of the driver waits for that.
     pub memory: Box<dyn Any + Send + Sync>,
 }
 
@@ -285,8 +285,13 @@ pub trait Device: Send + Sync + 'static {
     fn flush_direct(&self, _device: i32) -> Result<()> {
         Ok(())
     }
-    /// Drops what only the caller holds, where that may take as long as the kernels that run now.
-    fn retire(&self, waste: Box<dyn Any + Send>) {
+    /// Drops what [`Device::reach`] gave for so many bytes, which only the caller holds, and what it was given for: to give it back may
+    /// take as long as the device has anything to do, so that it may be kept.
+    fn retire(&self, _bytes: usize, waste: Box<dyn Any + Send>) {
+        drop(waste);
+    }
+    /// Drops what calls the device then, and waits for no kernel: not on this thread.
+    fn discard(&self, waste: Box<dyn Any + Send>) {
         drop(waste);
     }
 

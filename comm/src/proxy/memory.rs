@@ -40,7 +40,7 @@ impl Drop for Reached {
     fn drop(&mut self) {
         // In this order: what kernels reach must be mapped.
         if let (Some(reached), Some(device)) = (self.0.take(), device::opened()) {
-            device.retire(Box::new(reached));
+            device.retire(reached.1.bytes, Box::new(reached));
         }
     }
 }

@@ -69,7 +69,8 @@ pub struct Pool {
     /// Also what is sent is there.
     sends: bool,
     state: Mutex<State>,
-    memory: Option<Box<dyn Any + Send + Sync>>,
+    /// Given back when dropped.
+    _memory: Box<dyn Any + Send + Sync>,
 }
 
 #[derive(Default)]
@@ -187,7 +188,7 @@ impl Pool {
                 ports: near,
                 ..State::default()
             }),
-            memory: Some(direct.memory),
+            _memory: direct.memory,
         }))
     }
 
@@ -235,14 +236,6 @@ impl Pool {
                 self.device,
                 names(net, port)
             );
-        }
-    }
-}
-
-impl Drop for Pool {
-    fn drop(&mut self) {
-        if let (Some(memory), Some(device)) = (self.memory.take(), device::opened()) {
-            device.retire(Box::new(memory));
         }
     }
 }

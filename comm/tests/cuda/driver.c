@@ -4,10 +4,12 @@
 // driver LIBRARY MODE RANKS t|p|n [MAX_BYTES [STEP [MIN_BYTES]]]
 // driver LIBRARY watch RANKS t|p|n FOLDER
 // driver LIBRARY replays RANKS t|p|n FOLDER|- [REPLAYS [OPERATIONS]]
+// driver LIBRARY ended RANKS t|p [kept]
 // driver LIBRARY differ RANKS t|p|n VARIANT
 // driver LIBRARY random RANKS t|p|n ROUNDS
 //
 // Ranks are threads, processes, or processes on nodes of their own; rank r uses device r, modulo the devices. The last line says "ok", or a line "FAILED" and why.
+#include "ended.h"
 #include "random.h"
 #include "rank.h"
 #include "refuse.h"
@@ -602,6 +604,7 @@ static void* run(void* argument) {
   else if (!strcmp(mode, "watch")) run_watch(r);
   else if (!strcmp(mode, "replays")) run_replays(r);
   else if (!strcmp(mode, "awaited")) run_awaited(r);
+  else if (!strcmp(mode, "ended")) run_ended(r, folder != NULL);
   else fail("unknown mode %s", mode);
   return NULL;
 }

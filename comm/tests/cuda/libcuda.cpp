@@ -12,6 +12,9 @@
 // Memory is exported as dma-bufs of the kind in dma_buf.h, unless RINGSIGHT_MOCK_DMA_BUF=0; RINGSIGHT_MOCK_GDR_ORDERING and
 // RINGSIGHT_MOCK_GDR_FLUSH are the device's attributes of writes of other devices (0: such have to be flushed; 1: the host can).
 //
+// With RINGSIGHT_MOCK_FREE=waits, who gives memory back waits for all kernels and host functions that have been launched, and as long
+// nobody launches another one: as drivers do. ringsight_mock_memory says how often that was, and what has not been given back.
+//
 // With RINGSIGHT_MOCK_KERNELS=skip, kernels of one shot move no data: a launch reports their run at once on the calling
 // thread, and events of streams are reached when they are recorded. What a call of the library takes then is the host's part
 // of it. ringsight_mock_calls gives the calls of this thread.
@@ -253,6 +256,33 @@ const bool skips = [] {
 enum Counted { LAUNCH, RECORD, WAIT, CAPTURE, CURRENT, STREAM_ID, COUNTED };
 thread_local u64 calls[COUNTED];
 
+// Giving memory back waits.
+const bool frees_wait = [] {
+  const char* text = std::getenv("RINGSIGHT_MOCK_FREE");
+  return text != nullptr && std::strcmp(text, "waits") == 0;
+}();
+// Who launches has it, and who gives memory back.
+auto& launching = *new std::mutex;
+// Kernels of operations and host functions that were launched and are not over, and how often somebody waited for that.
+struct Running {
+  std::mutex mutex;
+  std::condition_variable changed;
+  u64 count = 0, waited = 0;
+  void add(u64 more) {
+    std::lock_guard lock(mutex);
+    count += more;
+    changed.notify_all();
+  }
+};
+auto& running = *new Running;
+void wait_for_kernels() {
+  if (!frees_wait) return;
+  std::lock_guard alone(launching);
+  std::unique_lock lock(running.mutex);
+  if (running.count > 0) running.waited++;
+  running.changed.wait(lock, [] { return running.count == 0; });
+}
+
 // The timer of a GPU is another clock than the host's.
 [[maybe_unused]] const bool has_timer = [] {
   static u64 offset, since = steady_time();
@@ -284,6 +314,18 @@ int add(void* stream, Task work) {
   return SUCCESS;
 }
 
+// The kernel of an operation, or a host function: it counts from its launch on, in a graph from when it begins.
+int add_kernel(void* stream, Task work) {
+  if (current == nullptr) return INVALID_CONTEXT;
+  const bool captured = of(stream)->capture != nullptr;
+  if (!captured) running.add(1);
+  return add(stream, [=] {
+    if (captured) running.add(1);
+    work();
+    running.add(~u64{0});
+  });
+}
+
 }  // namespace
 
 extern "C" {
@@ -291,6 +333,17 @@ extern "C" {
 // Calls of this thread: launches of kernels, records of events, waits for events, questions for captures, for or of what is
 // current, and for ids of streams.
 const u64* ringsight_mock_calls() { return calls; }
+
+// How often somebody waited for kernels to give memory back; allocations of GPUs, those of other processes that are open, and
+// ranges of host memory that are registered.
+void ringsight_mock_memory(u64* figures) {
+  {
+    std::lock_guard lock(running.mutex);
+    figures[0] = running.waited;
+  }
+  std::lock_guard lock(memory_mutex);
+  figures[1] = memory.size(), figures[2] = opened.size(), figures[3] = registered.size();
+}
 
 int cuInit(unsigned) { return SUCCESS; }
 int cuDriverGetVersion(int* version) { return *version = 13000, SUCCESS; }
@@ -382,6 +435,7 @@ int cuMemAlloc_v2(void** pointer, size_t bytes) {
 }
 int cuMemFree_v2(void* pointer) {
   if (current == nullptr) return INVALID_CONTEXT;
+  wait_for_kernels();
   std::lock_guard lock(memory_mutex);
   auto found = memory.find(pointer);
   if (found == memory.end()) return INVALID_VALUE;
@@ -450,6 +504,7 @@ int cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
   return SUCCESS;
 }
 int cuMemFreeHost(void* pointer) {
+  wait_for_kernels();
   std::lock_guard lock(memory_mutex);
   if (host_memory.erase(pointer) == 0) return INVALID_VALUE;
   std::free(pointer);
@@ -487,6 +542,7 @@ int cuIpcOpenMemHandle_v2(void** pointer, IpcHandle handle, unsigned) {
 }
 int cuIpcCloseMemHandle(void* pointer) {
   if (current == nullptr) return INVALID_CONTEXT;
+  wait_for_kernels();
   std::lock_guard lock(memory_mutex);
   auto found = opened.find(pointer);
   if (found == opened.end()) return INVALID_VALUE;
@@ -500,6 +556,7 @@ int cuMemHostRegister_v2(void* pointer, size_t, unsigned) {
   return registered.insert(pointer).second ? SUCCESS : ALREADY_REGISTERED;
 }
 int cuMemHostUnregister(void* pointer) {
+  wait_for_kernels();
   std::lock_guard lock(memory_mutex);
   return registered.erase(pointer) != 0 ? SUCCESS : NOT_REGISTERED;
 }
@@ -598,7 +655,7 @@ int cuStreamWaitEvent(void* stream, Mark* event, unsigned flags) {
 }
 
 int cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
-  return add(stream, [=] { function(data); });
+  return add_kernel(stream, [=] { function(data); });
 }
 int cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned,
                    unsigned shared_bytes, void* stream, void** parameters, void**) {
@@ -617,6 +674,8 @@ int cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned
     });
   }
   calls[LAUNCH]++;
+  std::unique_lock alone(launching, std::defer_lock);
+  if (frees_wait) alone.lock();
   if (skips && !is_channels(function) && !of(stream)->capture) {
     if (current == nullptr) return INVALID_CONTEXT;
     return report_run(*static_cast<PeerCall*>(parameters[0])), SUCCESS;
@@ -635,7 +694,7 @@ int cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned
     const bool reduces = function == &channels[1];
     block = [=](unsigned index) { ringsight_run_block(arguments.get(), index, blocks, ops, reduces); };
   }
-  return add(stream, [=] {
+  return add_kernel(stream, [=] {
     std::vector<std::thread> all;
     for (unsigned index = 1; index < blocks; index++) all.emplace_back(block, index);
     block(0);

@@ -1,15 +1,30 @@
 //! Journals: lists in pinned host memory, appended to by a kernel of one thread.
 
-use std::{ffi::c_void, sync::atomic::AtomicU64};
+use std::{
+    ffi::c_void,
+    sync::{
+        Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
+};
 
 use cudarc::driver::sys::{CUfunction, CUstream};
 use ringsight_kernels::cuda::append::JOURNAL_WORDS;
 
-use super::{driver::launch_one, gpu::Memory, release};
-use crate::device::{Journal, Result};
+use super::{driver::launch_one, gpu::Memory};
+use crate::{
+    communicator::lock,
+    device::{Journal, Result},
+};
 
-/// A list's memory. To free it calls the driver, which whoever lets go of it last may not.
-struct Words(Option<Memory<AtomicU64>>);
+type List = Memory<AtomicU64>;
+
+/// Lists of graphs that are gone, for those that come: to free one the driver waits for kernels. There are never more than were
+/// used at the same time.
+static KEPT: Mutex<Vec<List>> = Mutex::new(Vec::new());
+
+/// A list's memory, which is kept when it is dropped.
+struct Words(Option<List>);
 
 impl AsRef<[AtomicU64]> for Words {
     fn as_ref(&self) -> &[AtomicU64] {
@@ -19,17 +34,23 @@ impl AsRef<[AtomicU64]> for Words {
 
 impl Drop for Words {
     fn drop(&mut self) {
-        if let Some(memory) = self.0.take() {
-            release::later(memory);
-        }
+        lock(&KEPT).extend(self.0.take());
     }
 }
 
 /// An empty list; a context must be current.
 pub(super) fn journal() -> Result<Journal> {
-    // SAFETY: atomics.
-    let memory = unsafe { Memory::new(JOURNAL_WORDS) }?;
-    Ok(Journal::new(Words(Some(memory))))
+    let kept = lock(&KEPT).pop();
+    let list = match kept {
+        Some(list) => list,
+        // SAFETY: atomics.
+        None => unsafe { Memory::new(JOURNAL_WORDS) }?,
+    };
+    for word in list.iter() {
+        // Relaxed: the launch of the graph orders it before the kernel.
+        word.store(0, Ordering::Relaxed);
+    }
+    Ok(Journal::new(Words(Some(list))))
 }
 
 /// Appends a word in stream order, by [`ringsight_kernels::cuda::append::APPEND_KERNEL`].

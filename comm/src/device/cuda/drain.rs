@@ -180,6 +180,11 @@ impl InFlight {
         self.replay += u32::from(self.captured);
     }
 
+    /// A replay of it has begun and is not over.
+    fn is_replaying(&self) -> bool {
+        self.captured && self.told.iter().any(|told| told.stage != Stage::Nothing)
+    }
+
     /// Passes the abort word on; returns the runs that are over and whether the last one gave up.
     fn look(&mut self) -> (u32, bool) {
         let control = self.slot.control();
@@ -212,6 +217,8 @@ pub(super) struct Drain {
     forgotten: Vec<u32>,
     free: Vec<Slot>,
     looks: Vec<(u32, u32, bool)>,
+    /// Replays under way, as [`Exchange::running`] counts them.
+    replaying: usize,
 }
 
 impl Drain {
@@ -232,6 +239,7 @@ impl Drain {
             forgotten: Vec::new(),
             free: Vec::new(),
             looks: Vec::new(),
+            replaying: 0,
         }
     }
 
@@ -325,20 +333,37 @@ impl Drain {
                 let last = runs.wrapping_sub(launch.finished) == 1;
                 launch.finish(aborted && last);
             }
-            if !launch.captured
-                && launch.finished > 0
-                && let Some(launch) = self.in_flight.remove(&number)
-            {
+            if !launch.captured && launch.finished > 0 {
+                self.forgotten.push(number);
+            }
+        }
+        moved |= !self.forgotten.is_empty();
+        if moved {
+            self.end();
+        }
+        moved
+    }
+
+    /// Lets go of what will not run any more, and tells what does.
+    fn end(&mut self) {
+        let mut over = 0;
+        for number in self.forgotten.drain(..) {
+            if let Some(launch) = self.in_flight.remove(&number) {
+                over += usize::from(!launch.captured);
                 self.free.push(launch.end());
             }
         }
-        for number in self.forgotten.drain(..) {
-            self.free
-                .extend(self.in_flight.remove(&number).map(InFlight::end));
+        let replaying = self
+            .in_flight
+            .values()
+            .filter(|launch| launch.is_replaying())
+            .count();
+        if self.free.is_empty() && replaying == self.replaying {
+            return;
         }
-        if !self.free.is_empty() {
-            lock(&self.launches.exchange).free.append(&mut self.free);
-        }
-        moved
+        let mut exchange = lock(&self.launches.exchange);
+        exchange.free.append(&mut self.free);
+        exchange.running = exchange.running + replaying - self.replaying - over;
+        self.replaying = replaying;
     }
 }

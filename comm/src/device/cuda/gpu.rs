@@ -25,6 +25,7 @@ use super::{
     count::Counters,
     drain::{Drain, Entered},
     driver::{OutsideCapture, Pinned, attribute, call, check},
+    release,
 };
 use crate::{
     communicator::lock,
@@ -151,6 +152,8 @@ pub(super) struct Exchange {
     pub(super) free: Vec<Slot>,
     /// The thread that drains waits to be woken.
     pub(super) asleep: bool,
+    /// Launches that may run or wait to: eager ones that are not over, and replays that have begun.
+    pub(super) running: usize,
     next: u32,
 }
 
@@ -271,6 +274,7 @@ impl Gpu {
             .map_err(|error| {
                 DeviceError::Resource(format!("no thread for the events of GPU {device}: {error}"))
             })?;
+        release::enter(launches.clone());
         Ok(Self {
             device,
             channels,
@@ -404,6 +408,7 @@ impl Gpu {
             captured: captured.into(),
         };
         exchange.next = exchange.next.wrapping_add(1);
+        exchange.running += usize::from(!captured);
         exchange.entered.push(Entered {
             number: head.launch,
             launch,
@@ -456,14 +461,20 @@ impl Gpu {
 pub(super) fn zeroed(bytes: usize, stream: CUstream) -> Result<CUdeviceptr> {
     let _outside = OutsideCapture::enter()?;
     let mut memory = 0;
-    // SAFETY: written to the local; then exactly what was allocated is zeroed. The default stream would wait for kernels
-    // of the caller's streams.
-    unsafe {
-        call!(cuMemAlloc_v2(&raw mut memory, bytes))?;
-        call!(cuMemsetD8Async(memory, 0, bytes, stream))?;
-        call!(cuStreamSynchronize(stream))?;
-    }
+    // SAFETY: written to the local.
+    unsafe { call!(cuMemAlloc_v2(&raw mut memory, bytes)) }?;
+    zero(memory, bytes, stream)?;
     Ok(memory)
+}
+
+/// Zeroes memory that nobody uses, of at least so many bytes.
+pub(super) fn zero(memory: CUdeviceptr, bytes: usize, stream: CUstream) -> Result<()> {
+    let _outside = OutsideCapture::enter()?;
+    // SAFETY: the caller's memory. The default stream would wait for kernels of the caller's streams.
+    unsafe {
+        call!(cuMemsetD8Async(memory, 0, bytes, stream))?;
+        call!(cuStreamSynchronize(stream))
+    }
 }
 
 /// What [`CHUNK`] launches need, in the current context.

@@ -262,7 +262,11 @@ impl Device for CudaDevice {
         direct::flush(self.gpu(device)?)
     }
 
-    fn retire(&self, waste: Box<dyn Any + Send>) {
+    fn retire(&self, bytes: usize, waste: Box<dyn Any + Send>) {
+        release::keep(bytes, waste);
+    }
+
+    fn discard(&self, waste: Box<dyn Any + Send>) {
         release::later(waste);
     }
 

@@ -1,31 +1,54 @@
 //! Where things end that may not end where they are let go of.
 //!
 //! What calls the driver when it is dropped ends on one thread ([`later`]): not on threads that the driver calls, and not on
-//! the thread that releases waiting kernels. What is to be done when a graph is gone is done on another ([`when_gone`]), so
-//! that the driver's callback takes no lock, and a driver that blocks the first thread does not keep it.
+//! the thread that releases waiting kernels. Memory is kept ([`keep`]): to take it back the driver waits for all that the GPU has to
+//! do, also for a stuck kernel of another communicator or a function of the caller's that holds a stream, and meanwhile may let no
+//! other thread in, not even to launch or abort what that waits for. Only what is more than [`most_kept`] is given back, by the
+//! same thread, when no kernel of the library runs. What is to be done when a graph is gone is done on another thread
+//! ([`when_gone`]), so that the driver's callback takes no lock, and a driver that blocks the first thread does not keep it.
 
 use std::{
     any::Any,
     ffi::c_void,
     sync::{
-        OnceLock,
-        mpsc::{Sender, channel},
+        Arc, Mutex, OnceLock,
+        mpsc::{Receiver, RecvTimeoutError, Sender, channel},
     },
     thread::{self, Thread},
+    time::Duration,
 };
 
 use cudarc::driver::sys::{self, CUgraph};
 
-use super::driver::call;
-use crate::device::{
-    DeviceError, Result,
-    deferred::{Deferred, Node},
+use super::{driver::call, gpu::Launches, share};
+use crate::{
+    communicator::lock,
+    device::{
+        DeviceError, Result,
+        deferred::{Deferred, Node},
+    },
+    env,
 };
 
-/// Anything that is to be dropped.
-type Waste = Box<dyn Any + Send>;
+/// How often it is looked whether kernels run that something waits for.
+const LOOKS: Duration = Duration::from_millis(10);
+/// Bytes that are kept unless `RINGSIGHT_KEPT_MB` says so: what some communicators of eight ranks have of a GPU.
+const MOST_KEPT: usize = 512 << 20;
+
+/// What the thread is handed.
+enum Waste {
+    /// To be dropped.
+    Now(Box<dyn Any + Send>),
+    /// So many bytes, to be dropped when they are too many.
+    Kept(usize, Box<dyn Any + Send>),
+    /// The same of memory that [`share`] keeps for others.
+    Shared,
+}
 
 static RELEASE: OnceLock<Sender<Waste>> = OnceLock::new();
+
+/// What is launched on each GPU that has been opened.
+static GPUS: Mutex<Vec<Arc<Launches>>> = Mutex::new(Vec::new());
 
 /// What is to be done when a graph is gone.
 type Destructor = Box<dyn FnOnce() + Send>;
@@ -48,7 +71,7 @@ pub(super) fn start() -> Result<()> {
     if RELEASE.set(sender).is_ok() {
         thread::Builder::new()
             .name("rs-release".into())
-            .spawn(move || receiver.into_iter().for_each(drop))
+            .spawn(move || release(&receiver))
             .map_err(|error| failed("release memory", error))?;
         let thread = thread::Builder::new()
             .name("rs-graphs".into())
@@ -83,11 +106,74 @@ impl Gone {
     }
 }
 
+/// How many bytes of ended communicators are kept at most, of all GPUs and the host together.
+fn most_kept() -> usize {
+    static MOST: OnceLock<usize> = OnceLock::new();
+    *MOST.get_or_init(|| {
+        let megabytes = env::text("RINGSIGHT_KEPT_MB").and_then(|text| text.parse::<usize>().ok());
+        megabytes.map_or(MOST_KEPT, |megabytes| megabytes << 20)
+    })
+}
+
+/// Takes what it is handed until the process ends.
+fn release(waste: &Receiver<Waste>) {
+    let mut kept: Vec<(usize, Box<dyn Any + Send>)> = Vec::new();
+    loop {
+        let bytes = kept
+            .iter()
+            .fold(share::kept_bytes(), |all, (bytes, _)| all.saturating_add(*bytes));
+        let next = if bytes <= most_kept() {
+            waste.recv().map_err(|_| RecvTimeoutError::Disconnected)
+        } else {
+            waste.recv_timeout(LOOKS)
+        };
+        match next {
+            Ok(Waste::Now(waste)) => drop(waste),
+            Ok(Waste::Kept(bytes, waste)) => kept.push((bytes, waste)),
+            Ok(Waste::Shared) => {}
+            Err(RecvTimeoutError::Timeout) => {
+                if is_idle() {
+                    kept.clear();
+                    share::free_kept();
+                }
+            }
+            Err(RecvTimeoutError::Disconnected) => return,
+        }
+    }
+}
+
+/// Whether no kernel of the library runs on any GPU, or waits to; of replays, which are launched without the library, it knows
+/// those that have begun.
+fn is_idle() -> bool {
+    let gpus = lock(&GPUS);
+    // None is held while memory is given back: a function of the caller's may hold a stream until a launch has returned.
+    gpus.iter().all(|launches| lock(&launches.exchange).running == 0)
+}
+
+/// A GPU is there, on which nothing has been launched.
+pub(super) fn enter(launches: Arc<Launches>) {
+    lock(&GPUS).push(launches);
+}
+
 /// Drops it on a thread of its own.
 pub(super) fn later(waste: impl Any + Send) {
+    hand(Waste::Now(Box::new(waste)));
+}
+
+/// Keeps so many bytes, which are dropped on a thread of their own when too many are kept.
+pub(super) fn keep(bytes: usize, waste: Box<dyn Any + Send>) {
+    hand(Waste::Kept(bytes, waste));
+}
+
+/// [`share`] keeps more.
+pub(super) fn kept() {
+    hand(Waste::Shared);
+}
+
+fn hand(waste: Waste) {
     if let Some(release) = RELEASE.get() {
         // Without its thread nothing may be dropped here; what is left is left to the end of the process.
-        if let Err(unsent) = release.send(Box::new(waste)) {
+        if let Err(unsent) = release.send(waste) {
             std::mem::forget(unsent);
         }
     }

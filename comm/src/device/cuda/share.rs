@@ -1,5 +1,7 @@
 //! Memory of a GPU that kernels of other GPUs and other processes reach: by peer access within a process, by CUDA IPC between
 //! processes.
+//!
+//! That of a communicator that has ended is kept for the next one ([`release`]).
 
 use std::{
     collections::HashMap,
@@ -13,8 +15,9 @@ use cudarc::driver::sys::{
 
 use super::{
     driver::{OutsideCapture, call, check},
-    gpu::{Gpu, zeroed},
+    gpu::{Gpu, zero, zeroed},
     nvlink::{self, BusId},
+    release,
 };
 use crate::{
     bootstrap::sys::random_u64,
@@ -25,46 +28,105 @@ use crate::{
 /// Memory that was shared in this process, by address: ranks of one process keep it while any of them uses it.
 static SHARED: Mutex<Option<HashMap<CUdeviceptr, Weak<Memory>>>> = Mutex::new(None);
 
-/// An allocation, or another process's as this one has opened it.
-pub(super) struct Memory {
+/// What ended communicators have left.
+static KEPT: Mutex<Vec<Block>> = Mutex::new(Vec::new());
+
+/// An allocation.
+#[derive(Clone, Copy)]
+struct Block {
     base: CUdeviceptr,
+    bytes: usize,
+    device: c_int,
     context: CUcontext,
-    foreign: bool,
+}
+
+// SAFETY: an address and a context, which belong to no thread.
+unsafe impl Send for Block {}
+// SAFETY: as above.
+unsafe impl Sync for Block {}
+
+/// An allocation that is in use; what is dropped is kept.
+pub(super) struct Memory(Block);
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        lock(&KEPT).push(self.0);
+        release::kept();
+    }
+}
+
+/// What another process has allocated, as this one has opened it.
+struct Opened(Block);
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        release::keep(self.0.bytes, Box::new(Closing(self.0)));
+    }
+}
+
+/// What is closed when it is dropped.
+struct Closing(Block);
+
+impl Drop for Closing {
+    fn drop(&mut self) {
+        // Dropped by the thread that releases things: what is current there matters to nobody.
+        // SAFETY: a context that lives as long as the process; the address is given back once.
+        unsafe {
+            let _ = sys::cuCtxSetCurrent(self.0.context);
+            let _ = sys::cuIpcCloseMemHandle(self.0.base);
+        }
+    }
+}
+
+/// Bytes that are kept.
+pub(super) fn kept_bytes() -> usize {
+    lock(&KEPT).iter().map(|block| block.bytes).sum()
+}
+
+/// Frees what is kept; for the thread that releases things.
+pub(super) fn free_kept() {
+    // Not under the lock: communicators that begin do not wait for it.
+    let kept = std::mem::take(&mut *lock(&KEPT));
+    for block in kept {
+        // SAFETY: as in `Closing`.
+        unsafe {
+            let _ = sys::cuCtxSetCurrent(block.context);
+            let _ = sys::cuMemFree_v2(block.base);
+        }
+    }
+}
+
+/// The smallest that is kept on a device of those that are at least so large, and no more than a quarter larger.
+fn fitting(kept: &[Block], device: c_int, bytes: usize) -> Option<usize> {
+    let fits = |block: &Block| block.device == device && (bytes..=bytes + bytes / 4).contains(&block.bytes);
+    let fitting = kept.iter().enumerate().filter(|(_, block)| fits(block));
+    fitting
+        .min_by_key(|(_, block)| block.bytes)
+        .map(|(index, _)| index)
 }
 
 impl Memory {
     /// Zeroed memory of a GPU, whose context is current.
     pub(super) fn new(gpu: &Gpu, bytes: usize) -> Result<Self> {
-        Ok(Self {
+        let kept = {
+            let mut kept = lock(&KEPT);
+            fitting(&kept, gpu.device, bytes).map(|index| kept.swap_remove(index))
+        };
+        if let Some(block) = kept {
+            let memory = Self(block);
+            zero(block.base, bytes, gpu.stream)?;
+            return Ok(memory);
+        }
+        Ok(Self(Block {
             base: zeroed(bytes, gpu.stream)?,
+            bytes,
+            device: gpu.device,
             context: gpu.context,
-            foreign: false,
-        })
+        }))
     }
 
     pub(super) fn base(&self) -> CUdeviceptr {
-        self.base
-    }
-}
-
-// SAFETY: an address and a context, which belong to no thread.
-unsafe impl Send for Memory {}
-// SAFETY: as above.
-unsafe impl Sync for Memory {}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        // Dropped by the thread that releases things: what is current there matters to nobody. At the end of the process the
-        // driver may be gone, and the memory with it.
-        // SAFETY: a context that lives as long as the process; the address is given back once.
-        unsafe {
-            let _ = sys::cuCtxSetCurrent(self.context);
-            let _ = if self.foreign {
-                sys::cuIpcCloseMemHandle(self.base)
-            } else {
-                sys::cuMemFree_v2(self.base)
-            };
-        }
+        self.0.base
     }
 }
 
@@ -77,6 +139,8 @@ struct Handle {
     /// Where the device is, whatever number it has in a process.
     bus: BusId,
     base: CUdeviceptr,
+    /// What it keeps where it is opened; of a caller's allocation nothing may be kept.
+    bytes: u64,
     /// `None` if other processes cannot reach it.
     ipc: Option<[u8; IPC_BYTES]>,
 }
@@ -84,7 +148,7 @@ struct Handle {
 const IPC_BYTES: usize = size_of::<CUipcMemHandle>();
 
 impl Handle {
-    const BYTES: usize = 8 + 4 + size_of::<BusId>() + 8 + 1 + IPC_BYTES;
+    const BYTES: usize = 8 + 4 + size_of::<BusId>() + 8 + 8 + 1 + IPC_BYTES;
 
     fn to_bytes(self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(Self::BYTES);
@@ -92,6 +156,7 @@ impl Handle {
         bytes.extend(self.device.to_le_bytes());
         bytes.extend(self.bus);
         bytes.extend(self.base.to_le_bytes());
+        bytes.extend(self.bytes.to_le_bytes());
         bytes.push(self.ipc.is_some().into());
         bytes.extend(self.ipc.unwrap_or([0; IPC_BYTES]));
         bytes
@@ -102,6 +167,7 @@ impl Handle {
         let (device, rest) = rest.split_first_chunk()?;
         let (bus, rest) = rest.split_first_chunk()?;
         let (base, rest) = rest.split_first_chunk()?;
+        let (of_bytes, rest) = rest.split_first_chunk()?;
         let (has_ipc, ipc) = rest.split_first()?;
         let ipc: [u8; IPC_BYTES] = ipc.try_into().ok()?;
         (*has_ipc <= 1).then_some(Self {
@@ -109,6 +175,7 @@ impl Handle {
             device: c_int::from_le_bytes(*device),
             bus: *bus,
             base: CUdeviceptr::from_le_bytes(*base),
+            bytes: u64::from_le_bytes(*of_bytes),
             ipc: (*has_ipc == 1).then_some(ipc),
         })
     }
@@ -134,27 +201,31 @@ fn ipc_of(base: CUdeviceptr) -> Result<[u8; IPC_BYTES]> {
     Ok(ipc.reserved.map(|byte| byte as u8))
 }
 
-fn handle(gpu: &Gpu, base: CUdeviceptr, ipc: Option<[u8; IPC_BYTES]>) -> Result<Handle> {
+fn handle(gpu: &Gpu, (base, bytes): (CUdeviceptr, u64), ipc: Option<[u8; IPC_BYTES]>) -> Result<Handle> {
     Ok(Handle {
         process: process()?,
         device: gpu.device,
         bus: nvlink::bus_id(gpu.device)?,
         base,
+        bytes,
         ipc,
     })
 }
 
+/// The size of a caller's allocation: more than may be kept.
+const CALLERS: u64 = u64::MAX >> 8;
+
 /// What other processes reach a caller's allocation by.
 pub(super) fn export(gpu: &Gpu, base: CUdeviceptr) -> Result<Vec<u8>> {
-    Ok(handle(gpu, base, Some(ipc_of(base)?))?.to_bytes())
+    Ok(handle(gpu, (base, CALLERS), Some(ipc_of(base)?))?.to_bytes())
 }
 
 /// Zeroed memory of a GPU, whose context is current.
 pub(super) fn share(gpu: &Gpu, bytes: usize) -> Result<Share> {
     let memory = Arc::new(Memory::new(gpu, bytes)?);
-    let base = memory.base;
+    let base = memory.base();
     // Refused where processes are kept apart: then ranks of other processes will say so.
-    let handle = handle(gpu, base, ipc_of(base).ok())?;
+    let handle = handle(gpu, (base, bytes as u64), ipc_of(base).ok())?;
     let mut shared = lock(&SHARED);
     let shared = shared.get_or_insert_default();
     shared.retain(|_, memory| memory.strong_count() > 0);
@@ -189,23 +260,24 @@ pub(super) fn reach<'a>(
         let ipc = handle
             .ipc
             .ok_or_else(|| invalid("its driver gives no IPC handle for the memory"))?;
-        let handle = CUipcMemHandle {
+        let ipc = CUipcMemHandle {
             reserved: ipc.map(|byte| byte as std::ffi::c_char),
         };
         let lazy = CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
         let mut base = 0;
         // SAFETY: written to the local; a handle that is none is refused.
-        unsafe { call!(cuIpcOpenMemHandle_v2(&raw mut base, handle, lazy)) }?;
-        let memory = Memory {
+        unsafe { call!(cuIpcOpenMemHandle_v2(&raw mut base, ipc, lazy)) }?;
+        let opened = Opened(Block {
             base,
+            bytes: handle.bytes.min(CALLERS) as usize,
+            device: handle.device,
             context: gpu.context,
-            foreign: true,
-        };
+        });
         return Ok(Reached {
             base,
             is_foreign: true,
             is_on_same_device,
-            memory: Box::new(memory),
+            memory: Box::new(opened),
         });
     }
     if handle.device != gpu.device {
@@ -273,12 +345,29 @@ mod tests {
     use super::*;
 
     #[test]
+    fn what_is_kept_serves_who_needs_about_as_much_on_that_gpu() {
+        let block = |bytes, device| Block {
+            base: 0x7f00_0000_0000,
+            bytes,
+            device,
+            context: std::ptr::null_mut(),
+        };
+        let kept = [block(1000, 0), block(1200, 1), block(1100, 1), block(4000, 1)];
+        assert_eq!(fitting(&kept, 1, 1000), Some(2));
+        assert_eq!(fitting(&kept, 1, 1101), Some(1));
+        assert_eq!(fitting(&kept, 0, 1000), Some(0));
+        assert_eq!(fitting(&kept, 0, 1001), None);
+        assert_eq!(fitting(&kept, 1, 3000), None);
+    }
+
+    #[test]
     fn a_handle_survives_the_way_and_rubbish_is_none() {
         let handle = Handle {
             process: 7,
             device: 3,
             bus: *b"0000:1B:00.0\0\0\0\0",
             base: 0x7f00_0000_0000,
+            bytes: 0x1_0000_0001,
             ipc: Some([9; IPC_BYTES]),
         };
         for handle in [handle, Handle { ipc: None, ..handle }] {

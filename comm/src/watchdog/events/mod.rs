@@ -230,7 +230,7 @@ impl Events {
 
     fn destroy(&self, events: Vec<Event>) {
         if !events.is_empty() {
-            self.device.retire(Box::new(Waste {
+            self.device.discard(Box::new(Waste {
                 device: self.device.clone(),
                 events,
             }));
