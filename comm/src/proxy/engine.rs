@@ -14,6 +14,7 @@ use super::{
     ConnectionId, ProxyOp, events,
     machine::{Link, Machine},
     message::Endpoint,
+    moves,
     progress::{Command, Progress},
     requests::Sources,
 };
@@ -266,6 +267,7 @@ impl<'a> Engine<'a> {
                 Ok(Turn::Waiting) => {}
                 Ok(turn) => {
                     moved = true;
+                    moves::moved(op.comm);
                     // Confirmed meanwhile.
                     connection.is_tended |= connection.machine.is_verbs();
                     connection.reach(OpState::Progress, &op);

@@ -13,6 +13,7 @@ pub(crate) mod events;
 mod machine;
 pub(crate) mod memory;
 pub mod message;
+pub(crate) mod moves;
 mod progress;
 pub(crate) mod requests;
 mod service;

@@ -1,6 +1,6 @@
 //! Which operations of a communicator are on their way on this rank.
 
-use std::{collections::VecDeque, sync::Arc};
+use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 use super::{
     events::Track,
@@ -10,6 +10,7 @@ use crate::{
     checks::Identity,
     launch::observer::{PlanObserver, Seen, Stage},
     plan::OpInfo,
+    proxy::moves,
 };
 
 /// A plan that was launched.
@@ -20,11 +21,17 @@ pub(super) struct Flight {
     /// Graph number if captured, else 0.
     graph: u32,
     launched_ns: u64,
-    /// When it was seen to have moved last, and [`PlanObserver::moves`] then.
+    /// When it was seen to have moved last, and [`Flight::moves`] then.
     moved: (u64, u64),
 }
 
 impl Flight {
+    /// A number that changes whenever its kernel moves something, or the network does of its communicator's operations: on a busy
+    /// machine several threads have to run before a kernel sees of that.
+    fn moves(&self, comm: u64) -> u64 {
+        self.observer.moves().wrapping_add(moves::moves(comm))
+    }
+
     fn is_finished(&self) -> bool {
         match &self.track {
             None => self.observer.stage() == Stage::Finished,
@@ -63,18 +70,22 @@ const RETIRED: usize = 256;
 /// Plans of a communicator that are on their way, oldest first; those of graphs as long as the graphs live.
 #[derive(Default)]
 pub(super) struct Flights {
+    comm: u64,
     eager: VecDeque<Flight>,
     captured: Vec<Flight>,
     /// Graphs that are gone, as the ranks number them, and the last replay of each; the latest ones.
     retired: VecDeque<(u32, u32)>,
+    /// When it was looked last, 0 if never.
+    looked_ns: u64,
     /// When the last one was launched, or the communicator was made.
     pub(super) last_launch_ns: u64,
 }
 
 impl Flights {
     /// None, of a communicator that was made at this time.
-    pub(super) fn since(now: u64) -> Self {
+    pub(super) fn since(comm: u64, now: u64) -> Self {
         Self {
+            comm,
             last_launch_ns: now,
             ..Self::default()
         }
@@ -87,13 +98,14 @@ impl Flights {
         graph: u32,
         now: u64,
     ) {
-        let flight = Flight {
+        let mut flight = Flight {
             observer: observer.clone(),
             track,
             graph,
             launched_ns: now,
-            moved: (now, observer.moves()),
+            moved: (now, 0),
         };
+        flight.moved.1 = flight.moves(self.comm);
         self.last_launch_ns = now;
         if graph == 0 {
             // Plans finish in order: what is left behind here is at most what is on its way.
@@ -133,12 +145,19 @@ impl Flights {
         self.captured.retain(|flight| flight.graph != graph);
     }
 
-    /// Notes which plans have moved since the last time, and forgets finished ones.
-    pub(super) fn look(&mut self, now: u64) {
+    /// Notes which plans have moved since the last time, and forgets finished ones. It is looked every `rest`: where that was later, the
+    /// machine did something else, and what did not move meanwhile need not be stuck.
+    pub(super) fn look(&mut self, now: u64, rest: Duration) {
+        let regular = 2 * rest.as_nanos() as u64;
+        let since = if self.looked_ns == 0 { now } else { self.looked_ns };
+        let lost = now.saturating_sub(since).saturating_sub(regular);
+        self.looked_ns = now;
         self.eager.retain(|flight| !flight.is_finished());
         for flight in self.eager.iter_mut().chain(&mut self.captured) {
-            let moves = flight.observer.moves();
-            if moves != flight.moved.1 {
+            let moves = flight.moves(self.comm);
+            if moves == flight.moved.1 {
+                flight.moved.0 = now.min(flight.moved.0 + lost);
+            } else {
                 flight.moved = (now, moves);
             }
         }
@@ -182,7 +201,7 @@ impl Flights {
                     Position::Running {
                         since_ns: ago(start_ns),
                         // It moved after we looked last.
-                        still_ns: if flight.observer.moves() == flight.moved.1 {
+                        still_ns: if flight.moves(self.comm) == flight.moved.1 {
                             ago(moved_ns)
                         } else {
                             0

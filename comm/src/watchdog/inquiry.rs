@@ -27,8 +27,9 @@ const ANSWERS: Duration = Duration::from_millis(200);
 /// How long the neighbours of those who did not may take.
 const LOOKS: Duration = Duration::from_millis(150);
 
-/// How long nothing more may come of a rank that has left before that is why an operation does not end.
-const LEFT: Duration = Duration::from_millis(600);
+/// How long nothing more may come of a rank that has left, or move on ranks that have all come, before that is why an operation does not
+/// end: between two kernels of different nodes four threads have to run, which a busy machine keeps waiting.
+const LASTS: Duration = Duration::from_millis(600);
 
 /// How often a rank is asked before it counts as one that does not answer; and one whose process is known to live, which a busy
 /// machine may keep from answering for long.
@@ -51,10 +52,12 @@ pub(super) struct Inquiry {
     lost: BTreeSet<u32>,
     /// The run that a rank has not answered to, and how often in a row.
     unanswered: Option<(Run, u32)>,
-    /// The run that a rank is the culprit of that has left, and since when that has been so.
-    left: Option<(Run, u64)>,
+    /// The run of which the verdict is one that must last, and since when it has.
+    lasting: Option<(Run, u64)>,
     /// What was said of which run.
     said: Option<(Run, Verdict)>,
+    /// Runs that were found to be only slow, since all that are overdue were asked about.
+    slow: Vec<Run>,
 }
 
 struct Open {
@@ -90,6 +93,28 @@ impl Inquiry {
     pub(super) fn close(&mut self) {
         self.open = None;
         self.said = None;
+        self.slow.clear();
+    }
+
+    /// Which of the runs that are overdue to ask about: what has been begun, or found, is gone on with; else one after the other. Of
+    /// several that wait, those before may only be slow: events tell of all messages of a group that they are in progress
+    /// as long as one is.
+    pub(super) fn choose(&mut self, overdue: &[Run]) -> usize {
+        let begun = [
+            self.open.as_ref().map(|open| open.run),
+            self.unanswered.map(|(run, _)| run),
+            self.lasting.map(|(run, _)| run),
+            self.said.as_ref().map(|(run, _)| *run),
+        ];
+        let place = |run: Run| overdue.iter().position(|other| *other == run);
+        if let Some(place) = begun.into_iter().flatten().find_map(place) {
+            return place;
+        }
+        let fresh = overdue.iter().position(|run| !self.slow.contains(run));
+        fresh.unwrap_or_else(|| {
+            self.slow.clear();
+            0
+        })
     }
 }
 
@@ -182,14 +207,21 @@ impl Watch {
                 return SHORTEST;
             }
         }
-        // What a rank had sent before it left may still be on its way through a busy machine.
-        let has_left = |verdict: &&Verdict| heard.get(&verdict.culprit) == Some(&Heard::Left);
-        let left = inquiry.left.take().filter(|(run, _)| *run == op.run);
-        if verdict.as_ref().is_some_and(|verdict| has_left(&verdict)) {
-            let (_, since) = *inquiry.left.insert(left.unwrap_or((op.run, now)));
-            if Duration::from_nanos(now.saturating_sub(since)) < LEFT {
+        // What a rank had sent before it left may still be on its way through a busy machine, and so may what moves slowly. A kernel of
+        // one rank waits for nobody.
+        let must_last = |verdict: &Verdict| {
+            let has_left = heard.get(&verdict.culprit) == Some(&Heard::Left);
+            has_left || verdict.cause == Cause::StuckKernel && heard.len() > 1
+        };
+        let lasting = inquiry.lasting.take().filter(|(run, _)| *run == op.run);
+        if verdict.as_ref().is_some_and(must_last) {
+            let (_, since) = *inquiry.lasting.insert(lasting.unwrap_or((op.run, now)));
+            if Duration::from_nanos(now.saturating_sub(since)) < LASTS {
                 return SHORTEST;
             }
+        }
+        if verdict.is_none() {
+            inquiry.slow.push(op.run);
         }
         let said = inquiry.said.take().filter(|(run, _)| *run == op.run);
         let verdict = verdict.map(|verdict| match &said {

@@ -115,7 +115,7 @@ impl Watch {
             checks,
             life,
             post,
-            flights: Mutex::new(Flights::since(observe::now_ns())),
+            flights: Mutex::new(Flights::since(comm, observe::now_ns())),
             history: Mutex::default(),
             inquiry: Mutex::default(),
             ended: AtomicBool::new(false),
@@ -294,12 +294,12 @@ impl Watch {
     /// Looks at what is in progress, asks and reports; says when to look again.
     fn look(&self) -> Duration {
         let now = observe::now_ns();
-        lock(&self.flights).look(now);
+        lock(&self.flights).look(now, self.settings.rest());
         if self.ended.load(Ordering::Relaxed) {
             return self.settings.rest();
         }
         self.learn();
-        let Some((op, threshold)) = self.due() else {
+        let Some((op, threshold)) = self.due(now) else {
             lock(&self.inquiry).close();
             return self.settings.rest();
         };
@@ -310,12 +310,23 @@ impl Watch {
         }
     }
 
-    /// What is in progress and comes to its threshold first, and that.
-    fn due(&self) -> Option<(InProgress, Duration)> {
+    /// What is in progress and comes to its threshold first, and that; of several that have come to theirs, the one to ask about.
+    fn due(&self, now: u64) -> Option<(InProgress, Duration)> {
         let ops: Vec<InProgress> = lock(&self.flights).in_progress().collect();
-        ops.into_iter()
-            .map(|op| (op, self.threshold(&op)))
-            .min_by_key(|(op, threshold)| u128::from(op.start_ns) + threshold.as_nanos())
+        let mut ops: Vec<(InProgress, Duration)> =
+            ops.into_iter().map(|op| (op, self.threshold(&op))).collect();
+        let at = |(op, threshold): &(InProgress, Duration)| u128::from(op.start_ns) + threshold.as_nanos();
+        ops.sort_by_key(at);
+        let overdue: Vec<Run> = ops
+            .iter()
+            .take_while(|op| at(op) <= u128::from(now))
+            .map(|(op, _)| op.run)
+            .collect();
+        let chosen = match overdue.len() {
+            0 | 1 => 0,
+            _ => lock(&self.inquiry).choose(&overdue),
+        };
+        ops.into_iter().nth(chosen)
     }
 
     /// How long an operation may be in progress.
