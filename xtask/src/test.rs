@@ -363,6 +363,7 @@ fn end_to_end_layers(suite: &mut Suite, log: &Suite, options: &Options, chromium
     suite.layer("demo", false, |_| check_demo(&[]));
     suite.layer("demo, nobody slow", false, |_| check_demo(&["--no-slow"]));
     suite.layer("faults", false, |_| check_faults(options.full));
+    suite.layer("soak", false, |_| soak(options.full));
     let jaeger = setup::jaeger();
     suite.layer("end to end", true, |filter| {
         let mut command = cargo();
@@ -407,27 +408,38 @@ fn end_to_end_layers(suite: &mut Suite, log: &Suite, options: &Options, chromium
 /// Rounds of each fault where not the whole matrix is run, by what tells the watchdog how far operations are.
 const SAMPLED: [(&str, &str); 2] = [("pages", "2"), ("events", "1")];
 
-/// Runs the fault matrix, or a sample of it. It prints its seed, with which it can be run again.
+/// Runs the fault matrix, or a sample of it.
 fn check_faults(full: bool) -> Result<Outcome> {
-    let check = |arguments: &[&str]| -> Result<()> {
-        let mut command = Command::new(process::own_executable()?);
-        command
-            .args(["faults", "--check"])
-            .args(arguments)
-            .current_dir(root());
-        if !process::stream(&mut command, |_| ())?.success() {
-            bail!("the watchdog did not say what it promises");
-        }
-        Ok(())
-    };
     if full {
-        check(&["--full"])?;
-    } else {
-        for (source, rounds) in SAMPLED {
-            check(&["--source", source, "--rounds", rounds])?;
-        }
+        return faults(&["--full"]);
+    }
+    for (source, rounds) in SAMPLED {
+        faults(&["--source", source, "--rounds", rounds])?;
     }
     Ok(Outcome::Ran(Counts::PASSED))
+}
+
+/// Minutes of a soak by each source; in full as many as it has by default.
+const SOAKED: &str = "0.33";
+
+/// Lets ranks be slow and pause.
+fn soak(full: bool) -> Result<Outcome> {
+    for (source, _) in SAMPLED {
+        let minutes = (!full).then_some(SOAKED);
+        let arguments = ["--source", source, "--soak"].into_iter().chain(minutes);
+        faults(&arguments.collect::<Vec<_>>())?;
+    }
+    Ok(Outcome::Ran(Counts::PASSED))
+}
+
+/// Runs `faults`, which prints its seed, with which it can be run again.
+fn faults(arguments: &[&str]) -> Result<Outcome> {
+    check(
+        Command::new(process::own_executable()?)
+            .args(["faults", "--check"])
+            .args(arguments)
+            .current_dir(root()),
+    )
 }
 
 /// Runs the demo with `--check` in a process of its own: what it leaves behind would show in this one's exit.

@@ -5,11 +5,19 @@ use anyhow::Result;
 use super::cases::{Mode, Operation};
 use crate::nccl::{Buffer, Communicator, Graph, Reduce};
 
+/// What is called.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Collective(Operation),
+    /// In place, from this rank.
+    Broadcast(u32),
+    /// Each rank sends to the next and receives from the one before.
+    Exchange,
+}
+
 /// An operation with its memory.
 pub(super) struct Call {
-    operation: Operation,
-    /// Instead of the operation a broadcast from this rank.
-    root: Option<u32>,
+    kind: Kind,
     ranks: u32,
     rank: u32,
     send: Buffer,
@@ -25,17 +33,25 @@ impl Call {
         communicator: &Communicator<'_>,
         operation: Operation,
         elements: usize,
-        (rank, ranks): (u32, u32),
+        ranks: (u32, u32),
     ) -> Result<Self> {
-        let all = elements * ranks as usize;
-        let (sent, received) = match operation {
+        let all = elements * ranks.1 as usize;
+        let sizes = match operation {
             Operation::AllReduce => (0, elements),
             Operation::AllGather => (elements, all),
             Operation::ReduceScatter => (all, elements),
         };
+        Self::of(communicator, Kind::Collective(operation), sizes, ranks)
+    }
+
+    fn of(
+        communicator: &Communicator<'_>,
+        kind: Kind,
+        (sent, received): (usize, usize),
+        (rank, ranks): (u32, u32),
+    ) -> Result<Self> {
         let mut call = Self {
-            operation,
-            root: None,
+            kind,
             ranks,
             rank,
             send: communicator.buffer(sent)?,
@@ -55,34 +71,50 @@ impl Call {
         ranks: (u32, u32),
         root: u32,
     ) -> Result<Self> {
-        let call = Self::new(communicator, Operation::AllReduce, elements, ranks)?;
-        Ok(Self {
-            root: Some(root),
-            ..call
-        })
+        Self::of(communicator, Kind::Broadcast(root), (0, elements), ranks)
+    }
+
+    /// Messages around the ring of all ranks.
+    ///
+    /// # Errors
+    /// As [`Call::new`].
+    pub(super) fn exchange(
+        communicator: &Communicator<'_>,
+        elements: usize,
+        ranks: (u32, u32),
+    ) -> Result<Self> {
+        Self::of(communicator, Kind::Exchange, (elements, elements), ranks)
     }
 
     /// Puts the input there; nothing may be in flight.
     pub(super) fn fill(&mut self) {
         let own = (self.rank + 1) as f32;
         self.send.get().fill(own);
-        let output = if self.operation == Operation::AllReduce {
-            own
-        } else {
-            0.0
+        let output = match self.kind {
+            Kind::Collective(Operation::AllReduce) | Kind::Broadcast(_) => own,
+            _ => 0.0,
         };
         self.receive.get().fill(output);
     }
 
     pub(super) fn call(&self, communicator: &Communicator<'_>) -> Result<()> {
-        if let Some(root) = self.root {
-            return communicator.broadcast(&self.receive, root);
+        match self.kind {
+            Kind::Collective(Operation::AllReduce) => communicator.all_reduce(&self.receive, Reduce::Sum),
+            Kind::Collective(Operation::AllGather) => communicator.all_gather(&self.send, &self.receive),
+            Kind::Collective(Operation::ReduceScatter) => {
+                communicator.reduce_scatter(&self.send, &self.receive)
+            }
+            Kind::Broadcast(root) => communicator.broadcast(&self.receive, root),
+            Kind::Exchange => {
+                let next = (self.rank + 1) % self.ranks;
+                communicator.exchange(&self.send, next, &self.receive, self.before())
+            }
         }
-        match self.operation {
-            Operation::AllReduce => communicator.all_reduce(&self.receive, Reduce::Sum),
-            Operation::AllGather => communicator.all_gather(&self.send, &self.receive),
-            Operation::ReduceScatter => communicator.reduce_scatter(&self.send, &self.receive),
-        }
+    }
+
+    /// The rank that messages come from.
+    fn before(&self) -> u32 {
+        (self.rank + self.ranks - 1) % self.ranks
     }
 
     /// Whether the output is right after so many calls; nothing may be in flight.
@@ -90,13 +122,14 @@ impl Call {
         let ranks = self.ranks;
         let sum = (ranks * (ranks + 1) / 2) as f32;
         let block = self.send.len().max(1);
-        let (operation, root) = (self.operation, self.root);
-        let expected = |index: usize| match operation {
-            _ if root.is_some() => (root.unwrap_or(0) + 1) as f32,
+        let (kind, before) = (self.kind, self.before());
+        let expected = |index: usize| match kind {
             // In place: each call adds up what the last one left.
-            Operation::AllReduce => sum * (ranks as f32).powi(times as i32 - 1),
-            Operation::AllGather => (index / block + 1) as f32,
-            Operation::ReduceScatter => sum,
+            Kind::Collective(Operation::AllReduce) => sum * (ranks as f32).powi(times as i32 - 1),
+            Kind::Collective(Operation::AllGather) => (index / block + 1) as f32,
+            Kind::Collective(Operation::ReduceScatter) => sum,
+            Kind::Broadcast(root) => (root + 1) as f32,
+            Kind::Exchange => (before + 1) as f32,
         };
         let output = self.receive.get();
         output

@@ -33,7 +33,9 @@ const TURN: Duration = Duration::from_millis(20);
 /// A verdict that a rank gave.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Said {
+    /// Ranks are those of the communicator, which has so many.
     pub(super) rank: u32,
+    pub(super) ranks: u32,
     /// `CLOCK_MONOTONIC` of its arrival.
     pub(super) ns: u64,
     /// The line that names the operation.
@@ -196,7 +198,7 @@ fn listen(process: &mut Guarded, index: usize, sender: &Sender<(usize, Heard)>) 
 /// Verdicts, put together from the lines of a process' log.
 #[derive(Default)]
 pub(super) struct Reports {
-    rank: Option<u32>,
+    place: Option<(u32, u32)>,
     operation: String,
 }
 
@@ -207,16 +209,18 @@ impl Reports {
         if let Some(place) = line
             .find("Comm: ")
             .and_then(|_| after(", Rank: "))
-            .and_then(|rest| rest.split('/').next())
+            .and_then(|rest| rest.split_once('/'))
         {
-            self.rank = place.parse().ok();
+            self.place = place.0.parse().ok().zip(place.1.parse().ok());
         }
         if let Some(kernel) = after(" Kernel: ") {
             kernel.clone_into(&mut self.operation);
         }
         let verdict = after(" Verdict: ")?.to_owned();
+        let (rank, ranks) = self.place.take()?;
         Some(Said {
-            rank: self.rank.take()?,
+            rank,
+            ranks,
             ns,
             operation: std::mem::take(&mut self.operation),
             verdict,
@@ -405,7 +409,7 @@ mod tests {
         ];
         let said: Vec<Said> = lines.iter().filter_map(|line| reports.line(line, 5)).collect();
         assert_eq!(said.len(), 1);
-        assert_eq!((said[0].rank, said[0].ns), (3, 5));
+        assert_eq!((said[0].rank, said[0].ranks, said[0].ns), (3, 4, 5));
         assert_eq!(said[0].operation, "AllReduce(count 1), collective 3");
         assert!(said[0].verdict.starts_with("RANK_DEAD (hang): "));
     }

@@ -31,6 +31,8 @@ use score::{Report, Score, Tally};
 const FULL: u32 = 20;
 /// A round that another fault happened in than was meant to is repeated so often.
 const REPEATED: u32 = 20;
+/// Minutes of a soak, unless said.
+const SOAKED: &str = "10";
 
 /// Which faults, how often, and what to do with the outcome.
 #[derive(Args, Clone, Debug)]
@@ -60,7 +62,8 @@ pub struct Arguments {
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub jobs: u32,
     /// Instead of the matrix: so many minutes in which ranks are slow and pause, and no verdict may be false.
-    #[arg(long, value_name = "MINUTES", conflicts_with_all = ["rounds", "case", "full", "resume"])]
+    #[arg(long, value_name = "MINUTES", num_args = 0..=1, default_missing_value = SOAKED,
+        conflicts_with_all = ["rounds", "case", "full", "resume"])]
     pub soak: Option<f64>,
     /// Folder with `libnccl.so.2`, where nothing can be built; the ranks are this program.
     #[arg(long, value_name = "DIR")]
@@ -169,7 +172,11 @@ fn soak(arguments: &Arguments, minutes: f64, seed: u64) -> Result<ExitCode> {
     println!("{minutes} minutes, seed {seed}");
     let source = arguments.source.unwrap_or(Source::Pages);
     let report = soak::run(&place, minutes, seed, source)?;
-    let _ = fs::remove_dir_all(&place.folder);
+    if report.ok {
+        let _ = fs::remove_dir_all(&place.folder);
+    } else {
+        println!("what the ranks wrote is in {}", place.folder.display());
+    }
     println!("{}", serde_json::to_string(&report)?);
     Ok(if arguments.check && !report.ok {
         ExitCode::FAILURE

@@ -111,7 +111,7 @@ impl Judge<'_> {
         if observed.said.iter().any(|said| said.ns < fault && is_late(said)) {
             return true;
         }
-        let called = |rank| self.at(rank, &What::Called { step: 0 });
+        let called = |rank| self.at(rank, &What::Called);
         let others = (0..round.ranks).filter(|rank| *rank != round.victim);
         let until = match round.fault {
             // Until it calls something else than the others it is late, and they say so.
@@ -165,7 +165,7 @@ impl Judge<'_> {
                     "rank {rank} said more than it should: {said:?}, after the end {after:?}"
                 ));
             }
-            let base = fault.max(self.at(rank, &What::Called { step: 0 }).unwrap_or(0));
+            let base = fault.max(self.at(rank, &What::Called).unwrap_or(0));
             for (index, expected) in expected.iter().enumerate() {
                 let Some(said) = said.get(index) else {
                     (self.score.class, self.score.culprit) = (false, false);
@@ -204,7 +204,7 @@ impl Judge<'_> {
             return;
         };
         let fault = self.at(self.round.victim, &What::Fault).unwrap_or(0);
-        let called = (0..self.round.ranks).filter_map(|rank| self.at(rank, &What::Called { step: 0 }));
+        let called = (0..self.round.ranks).filter_map(|rank| self.at(rank, &What::Called));
         // Calls that differ can be compared once they have been made.
         let base = match self.round.fault {
             Fault::Killed => fault,
@@ -424,6 +424,7 @@ mod tests {
             said: verdicts
                 .iter()
                 .map(|(rank, ms, verdict)| Said {
+                    ranks: 4,
                     rank: *rank,
                     ns: ms * MS,
                     operation: String::new(),
@@ -432,8 +433,8 @@ mod tests {
                 .collect(),
             truth: vec![
                 event(1, 100 * MS, What::Fault),
-                event(0, 50 * MS, What::Called { step: 0 }),
-                event(2, 200 * MS, What::Called { step: 0 }),
+                event(0, 50 * MS, What::Called),
+                event(2, 200 * MS, What::Called),
             ],
             ended_ns: 5000 * MS,
             text: String::new(),

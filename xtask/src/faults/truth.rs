@@ -24,21 +24,31 @@ pub(super) enum What {
     /// The fault is about to begin.
     Fault,
     /// The rank is about to call the operation.
-    Called {
-        /// Of a soak.
-        #[serde(default)]
-        step: u32,
-    },
+    Called,
     /// Its communicator had failed before it came to that.
     TooLate,
     /// Its communicator has failed.
     Failed { code: i32, text: String },
     /// The operation is done; the state of the communicator then, and whether the result is right.
     Completed { code: i32, right: bool },
-    /// Its stream is about to come to the operation of a step of a soak.
-    Arrived { step: u32 },
+    /// The rank is at a point of an operation of a soak, by the operation's number.
+    Soaked { operation: u32, moment: Moment },
     /// The rank is about to end without an error of its own.
     Done,
+}
+
+/// See [`What::Soaked`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Moment {
+    /// It is about to call it.
+    Called,
+    /// It has called it.
+    Launched,
+    /// Its stream has nothing else to do before.
+    Arrived,
+    /// It is known to be done.
+    Finished,
 }
 
 /// `CLOCK_MONOTONIC`, nanoseconds.

@@ -20,6 +20,7 @@ use clap::Args;
 use super::{
     call::{Call, Launched},
     cases::{Action, Fault, Operation, PROMISED, Round, SUCCESS, SYSTEM_ERROR},
+    soak,
     truth::{Account, What},
 };
 use crate::nccl::{Communicator, DeviceKind, Nccl, UniqueId};
@@ -149,10 +150,18 @@ pub(super) fn run_members(
 /// # Errors
 /// The library's where no error is expected.
 pub fn run(arguments: &Arguments) -> Result<()> {
-    let truth = Account::open(&arguments.truth)?;
+    // Streams may refer to it until the process ends.
+    let truth: &'static Account = Box::leak(Box::new(Account::open(&arguments.truth)?));
     if let Some(seed) = arguments.soak {
         return run_members(&arguments.members, arguments.device, |nccl, id, rank, stages| {
-            super::soak::rank(nccl, id, rank, stages, seed, &truth)
+            soak::Member {
+                rank,
+                stages,
+                seed,
+                truth,
+                on_host: arguments.device == DeviceKind::Host,
+            }
+            .run(nccl, id)
         });
     }
     let file = arguments.round.as_ref().context("--round is missing")?;
@@ -164,7 +173,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         Member {
             round: &round,
             rank,
-            truth: &truth,
+            truth,
             stages,
         }
         .run(communicator)
@@ -275,7 +284,7 @@ impl Member<'_> {
             return communicator.abort();
         }
         let times = 1 + u32::from(round.fault == Fault::ReplayQueued);
-        self.note(What::Called { step: 0 })?;
+        self.note(What::Called)?;
         for _ in 0..times {
             launch(&call)?;
         }
@@ -379,7 +388,7 @@ impl Member<'_> {
         };
         let launched = Launched::prepare(round.mode, &communicator, calls)?;
         self.begin()?;
-        self.note(What::Called { step: 0 })?;
+        self.note(What::Called)?;
         if let Err(error) = launched.launch(&communicator, calls)
             // The first of two calls may be found out before the second one is made.
             && communicator.state()?.0 == SUCCESS
@@ -415,7 +424,7 @@ impl Member<'_> {
                 call.fill();
             }
             self.begin()?;
-            self.note(What::Called { step: 0 })?;
+            self.note(What::Called)?;
             communicator.replay(&graphs[0])?;
             if self.is_victim() {
                 self.stages.wait(Stage::End);

@@ -35,6 +35,8 @@ type Comm = *mut c_void;
 
 /// `ncclInProgress`.
 const IN_PROGRESS: c_int = 7;
+/// `NCCL_SPLIT_NOCOLOR`.
+const NO_COLOR: c_int = -1;
 /// `ncclFloat32`.
 const FLOAT32: c_int = 7;
 
@@ -104,6 +106,7 @@ functions! {
     ncclGetVersion: fn(*mut c_int);
     ncclGetUniqueId: fn(*mut UniqueId);
     ncclCommInitRank: fn(*mut Comm, c_int, UniqueId, c_int);
+    ncclCommSplit: fn(Comm, c_int, c_int, *mut Comm, *mut c_void);
     ncclCommDestroy: fn(Comm);
     ncclCommAbort: fn(Comm);
     ncclCommGetAsyncError: fn(Comm, *mut c_int);
@@ -231,6 +234,30 @@ impl Communicator<'_> {
     /// The device's.
     pub fn buffer(&self, elements: usize) -> Result<Buffer> {
         self.nccl.buffer(elements)
+    }
+
+    /// `ncclCommSplit` with the parent's configuration, and a stream of its own: those of `members`, in their order, get a
+    /// communicator, the others none. All ranks call it.
+    ///
+    /// # Errors
+    /// The library's.
+    pub fn split(&self, members: &[u32], rank: u32) -> Result<Option<Self>> {
+        let key = members.iter().position(|member| *member == rank);
+        let (color, key) = key.map_or((NO_COLOR, 0), |key| (0, key as c_int));
+        let mut comm = ptr::null_mut();
+        // SAFETY: a live communicator and a valid place; no configuration is the parent's.
+        let result = unsafe {
+            (self.nccl.functions.ncclCommSplit)(self.comm, color, key, &raw mut comm, ptr::null_mut())
+        };
+        self.nccl.check("ncclCommSplit", result, self.comm)?;
+        if comm.is_null() {
+            return Ok(None);
+        }
+        Ok(Some(Self {
+            nccl: self.nccl,
+            comm,
+            stream: self.nccl.device.stream()?,
+        }))
     }
 
     /// `ncclAllReduce` in place.

@@ -80,7 +80,7 @@ pub(super) const PARTS: &[Part] = &[
     },
     Part {
         name: "watchdog",
-        about: "faults of all kinds and what the watchdog says of them; 8 GiB left alone; a simulated time-out",
+        about: "slow ranks, faults of all kinds, and what the watchdog says of them; 8 GiB left alone; a simulated time-out",
         lacks: one_gpu,
         run: watchdog::run,
     },

@@ -1,4 +1,4 @@
-//! The watchdog: faults of all kinds, a long operation that is left alone, a kernel that never ends and is aborted.
+//! The watchdog: ranks that are slow and pause, faults of all kinds, a long operation that is left alone, a kernel that never ends and is aborted.
 
 use std::{
     fs,
@@ -18,18 +18,29 @@ use crate::process;
 /// Rounds of each case, and the seed of what is drawn.
 const ROUNDS: u32 = 2;
 const SEED: u32 = 7;
+/// Minutes in which ranks are slow and pause.
+const SOAKED: &str = "0.3";
 /// `NCCL_KERNEL_TIMEOUT_MS` of the simulated time-out, and how long the program may go on after it: it starts, has its time-out,
 /// is aborted, and frees its memory.
 const TIMEOUT_MS: u32 = 1000;
 const ENDS_WITHIN: Duration = Duration::from_secs(30);
 
-/// The summary that `faults` prints last.
-fn summary(said: &str) -> Verdict {
+/// The summary that `faults` prints last, in words.
+fn summary(said: &str, words: impl FnOnce(&Value) -> String) -> Verdict {
     let last = said.lines().rev().find(|line| line.starts_with('{'));
     let report: Value = last
         .and_then(|line| serde_json::from_str(line).ok())
         .ok_or("it has printed no summary")?;
-    let text = format!(
+    let text = words(&report);
+    match report["ok"].as_bool() {
+        Some(true) => Ok(text),
+        _ => Err(text),
+    }
+}
+
+/// What came of the matrix.
+fn matrix(report: &Value) -> String {
+    format!(
         "{} rounds of {} cases: right class {}, culprit {}, in time {}, worst {} ms, false {}",
         report["rounds"],
         report["cases"],
@@ -38,11 +49,20 @@ fn summary(said: &str) -> Verdict {
         report["in_time"],
         report["worst_ms"],
         report["false_verdicts"],
-    );
-    match report["ok"].as_bool() {
-        Some(true) => Ok(text),
-        _ => Err(text),
-    }
+    )
+}
+
+/// What came of a soak.
+fn soaked(report: &Value) -> String {
+    format!(
+        "{} operations, {} of {} long waits named, worst {} ms, {} verdicts, {} false",
+        report["operations"],
+        report["named"],
+        report["late"],
+        report["worst_ms"],
+        report["verdicts"],
+        report["false_verdicts"],
+    )
 }
 
 /// Whether the watchdog has said nothing, and the results are right.
@@ -67,22 +87,34 @@ fn reported(said: &str) -> Verdict {
     }
 }
 
-/// Faults of every case, as this source tells of them.
+/// Slow ranks, and faults of every case, as this source tells of them.
 fn faults(steps: &mut Steps<'_>, source: &str) -> Result<()> {
     // Rounds in which something is wrong leave there what their ranks wrote.
     let folder = steps.file("faults");
     fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
-    let mut command = Command::new(process::own_executable()?);
+    let (program, library) = (process::own_executable()?, steps.host.bundle.join("lib"));
+    let faults = || {
+        let mut command = Command::new(&program);
+        command
+            .args(["faults", "--device", "cuda", "--check", "--source", source])
+            .args(["--seed", &SEED.to_string(), "--library"])
+            .arg(&library)
+            .env("TMPDIR", &folder);
+        command
+    };
+    let mut command = faults();
+    command.args(["--soak", SOAKED]);
+    steps.run("soak", Duration::from_secs(60), command, |said| {
+        summary(said, soaked)
+    });
+    let mut command = faults();
     command
-        .args(["faults", "--device", "cuda", "--check", "--full", "--jobs", "2"])
-        .args(["--source", source])
-        .args(["--rounds", &ROUNDS.to_string(), "--seed", &SEED.to_string()])
-        .arg("--library")
-        .arg(steps.host.bundle.join("lib"))
+        .args(["--full", "--jobs", "2", "--rounds", &ROUNDS.to_string()])
         .arg("--resume")
-        .arg(steps.file("faults.jsonl"))
-        .env("TMPDIR", &folder);
-    steps.run("faults", Duration::from_secs(400), command, summary);
+        .arg(steps.file("faults.jsonl"));
+    steps.run("faults", Duration::from_secs(400), command, |said| {
+        summary(said, matrix)
+    });
     Ok(())
 }
 
@@ -137,12 +169,18 @@ mod tests {
     fn a_summary_is_read_and_verdicts_are_found() {
         let line = r#"{"ok":true,"seed":7,"cases":50,"rounds":150,"class":1.0,"culprit":1.0,"in_time":1.0,"false_verdicts":0}"#;
         assert!(
-            summary(&format!("table\n{line}\n"))
+            summary(&format!("table\n{line}\n"), matrix)
                 .unwrap()
                 .starts_with("150 rounds of 50 cases")
         );
-        assert!(summary(&line.replace("true", "false")).is_err());
-        assert!(summary("table\n").is_err());
+        assert!(summary(&line.replace("true", "false"), matrix).is_err());
+        assert!(summary("table\n", matrix).is_err());
+        let line = r#"{"ok":true,"operations":372,"late":51,"named":51,"worst_ms":400,"verdicts":84,"false_verdicts":0}"#;
+        assert!(
+            summary(line, soaked)
+                .unwrap()
+                .starts_with("372 operations, 51 of 51 long waits")
+        );
         let verdict = "h:1:2 [0] NCCL WARN Verdict: STUCK_KERNEL (hang): nothing moves, rank 0";
         assert!(reported(verdict).unwrap().contains("rank 0"));
         assert!(reported("h NCCL WARN Verdict: NOT_LAUNCHED (late): rank 1").is_err());
