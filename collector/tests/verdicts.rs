@@ -135,20 +135,62 @@ fn a_verdict_is_a_log_record_of_its_span_before_the_operation_ends() {
     let [late, hang] = &batch.logs[..] else {
         panic!("{:?}", batch.logs)
     };
+    let head = |log: &LogRecord| log.body.lines().next().map(str::to_owned);
     assert_eq!(
-        [late, hang].map(|log| (log.severity, &*log.body)),
+        [late, hang].map(|log| (log.severity, head(log).unwrap())),
         [
             (
                 Severity::Warn,
                 "NOT_LAUNCHED (late): rank 3 has not launched it; rank 1 is in all_reduce 0 of communicator \
                  1122334455667788 (world) for 0.0 s"
+                    .to_owned()
             ),
             (
                 Severity::Error,
                 "RANK_STOPPED (hang): the process of rank 3 is stopped; rank 1 is in all_reduce 0 of communicator \
                  1122334455667788 (world) for 0.0 s"
+                    .to_owned()
             ),
         ]
+    );
+
+    // What the library's own report has of the operation, for machines and for people.
+    for (name, value) in [
+        ("ccl.operation.number", Value::Int(1)),
+        ("ccl.device.number", Value::Int(0)),
+        ("ccl.data_type", Value::Static("float32")),
+        ("ccl.reduction", Value::Static("sum")),
+        ("ccl.algorithm", Value::Static("ring")),
+        ("ccl.protocol", Value::Static("simple")),
+        ("ccl.kernel.warps", Value::Int(1)),
+    ] {
+        assert_eq!(of_log(hang, name), Some(&value), "{name}");
+    }
+    for name in ["ccl.watchdog.called.age", "ccl.watchdog.launched.age"] {
+        let waited = |log| match of_log(log, name) {
+            Some(Value::Double(seconds)) => *seconds,
+            other => panic!("{name}: {other:?}"),
+        };
+        assert!(waited(hang) > waited(late), "{name}");
+    }
+    for line in [
+        "Channel Mask: 0x",
+        "Warps per Block: 1",
+        "CUDA Device: 0",
+        "Stream: 0x",
+        "Operation: 1",
+        "Launched: ",
+    ] {
+        assert!(
+            hang.body.lines().any(|text| text.starts_with(line)),
+            "{line}: {}",
+            hang.body
+        );
+    }
+    assert!(
+        hang.body.contains(", float32, sum), ring, simple, "),
+        "{}",
+        hang.body
     );
 
     samples.extend(rest);

@@ -142,6 +142,7 @@ fn check(received: &Received, summary: &Summary) -> Result<()> {
             anyhow::bail!("{record:?} says nothing");
         };
         println!("{} {}: {body}", record.severity_text, hex(&record.trace_id));
+        block(record, body)?;
     }
     let named = logs.iter().any(|(_, record)| {
         is_hang(&record.attributes)
@@ -153,6 +154,50 @@ fn check(received: &Received, summary: &Summary) -> Result<()> {
         delivered.and_then(serde_json::Value::as_u64) == u64::try_from(logs.len()).ok(),
         "the collector has delivered {delivered:?}"
     );
+    Ok(())
+}
+
+/// What the library's report has of the operation came along, for machines and for people.
+fn block(record: &LogRecord, body: &str) -> Result<()> {
+    for name in [
+        "ccl.rank",
+        "ccl.communicator.id",
+        "ccl.operation.name",
+        "ccl.operation.number",
+        "ccl.algorithm",
+        "ccl.protocol",
+        "ccl.channel.mask",
+        "ccl.kernel.warps",
+        "ccl.device.number",
+        "ccl.message.size",
+        "ccl.stream.handle",
+        "ccl.watchdog.called.age",
+        "ccl.watchdog.launched.age",
+        "ccl.watchdog.wait.duration",
+        "ccl.watchdog.cause",
+    ] {
+        ensure!(
+            attribute(&record.attributes, name).is_some(),
+            "no {name}: {record:?}"
+        );
+    }
+    for line in [
+        "Kernel: ",
+        "Channel Mask: 0x",
+        "Warps per Block: ",
+        "CUDA Device: ",
+        "Bytes: ",
+        "Stream: 0x",
+        "Operation: ",
+        "Enqueued: ",
+        "Launched: ",
+        "Started: ",
+    ] {
+        ensure!(
+            body.lines().any(|text| text.starts_with(line)),
+            "no {line}: {body}"
+        );
+    }
     Ok(())
 }
 

@@ -1,10 +1,11 @@
 //! What the library's watchdog says of an operation: events and the error of its span, and, at once, log records.
 
-use std::sync::Arc;
+use std::{fmt::Write as _, sync::Arc};
 
 use ringsight_exporters::model::{Attribute, LogRecord, Severity, SpanEvent, Value};
+use ringsight_records::{Algorithm, DataType, Description, Protocol, ReduceOp};
 
-use super::{SpanMaker, bytes_of, int, names, resource_of, seconds};
+use super::{SpanMaker, bytes_of, int, names, resource_of, seconds, shape_attributes};
 use crate::{
     clock::Clock,
     correlate::{RankOperation, Verdict, communicators::Communicators},
@@ -40,6 +41,97 @@ pub(super) fn error(part: &RankOperation) -> Option<Arc<str>> {
         (None, true) => Some("the operation was aborted".into()),
         (None, false) => None,
     }
+}
+
+/// How long before the verdict the operation came somewhere, nanoseconds; `None` where that is not known, or came later.
+fn age(verdict: &Verdict, ns: u64) -> Option<u64> {
+    (ns != 0).then(|| verdict.time_ns.checked_sub(ns)).flatten()
+}
+
+/// When the operation was called, and handed to the device: as records say, else the description.
+fn called_and_launched(part: &RankOperation) -> (u64, u64) {
+    let known = |times: &[u64]| times.iter().copied().find(|ns| *ns != 0).unwrap_or(0);
+    let described = part.description.as_deref();
+    let (api_ns, launch_ns) = described.map_or((0, 0), |of| (of.api_start_ns, of.launch_start_ns));
+    (
+        known(&[part.api.0, api_ns]),
+        known(&[part.launched_ns, part.launch.0, launch_ns]),
+    )
+}
+
+/// What the library's report has of the operation itself, as attributes: there is no span yet that says so.
+fn block_attributes(part: &RankOperation, verdict: &Verdict, device: Option<i32>, to: &mut Vec<Attribute>) {
+    to.push(("ccl.operation.number", Value::Int(i64::from(part.op))));
+    to.extend(device.map(|device| ("ccl.device.number", Value::Int(i64::from(device)))));
+    let (called, launched) = called_and_launched(part);
+    to.extend(age(verdict, called).map(|ns| ("ccl.watchdog.called.age", seconds(ns))));
+    to.extend(age(verdict, launched).map(|ns| ("ccl.watchdog.launched.age", seconds(ns))));
+    let Some(description) = part.description.as_deref() else {
+        return;
+    };
+    to.push(("ccl.message.count", int(description.count)));
+    shape_attributes(description, to);
+    let hex = |value: u64| Value::Text(format!("{value:#x}").into());
+    to.push(("ccl.channel.mask", hex(description.channel_mask)));
+    to.push(("ccl.kernel.warps", Value::Int(i64::from(description.warps))));
+    to.push(("ccl.stream.handle", hex(description.stream)));
+}
+
+/// The same as lines for people, in the order and with the names of the library's own report.
+fn block(part: &RankOperation, verdict: &Verdict, device: Option<i32>) -> String {
+    let mut text = String::new();
+    let mut line = |name: &str, value: String| {
+        let _ = write!(text, "\n{name}: {value}");
+    };
+    if let Some(description) = part.description.as_deref() {
+        line("Kernel", kernel(part, description));
+        line("Channel Mask", format!("{:#x}", description.channel_mask));
+        line("Warps per Block", description.warps.to_string());
+    }
+    if let Some(device) = device {
+        line("CUDA Device", device.to_string());
+    }
+    line("Bytes", bytes_of(part).to_string());
+    if let Some(description) = part.description.as_deref() {
+        line("Stream", format!("{:#x}", description.stream));
+    }
+    line("Operation", part.op.to_string());
+    let (called, launched) = called_and_launched(part);
+    let times = [
+        ("Enqueued", called),
+        ("Launched", launched),
+        ("Started", part.begun_ns().unwrap_or(0)),
+    ];
+    for (name, ns) in times {
+        if let Some(ns) = age(verdict, ns) {
+            line(name, format!("{} ms ago", ns / 1_000_000));
+        }
+    }
+    text
+}
+
+/// As in `all_reduce(count 1000, float32, sum), ring, simple, 2 channels`.
+fn kernel(part: &RankOperation, description: &Description) -> String {
+    let mut text = format!("{}(count {}", names::function(part.function()), description.count);
+    if let Some(data_type) = DataType::from_code(description.data_type) {
+        text += &format!(", {}", data_type.name());
+    }
+    if let Some(reduction) =
+        ReduceOp::from_code(description.reduce_op).filter(|reduction| *reduction != ReduceOp::None)
+    {
+        text += &format!(", {}", reduction.name());
+    }
+    if description.root >= 0 {
+        text += &format!(", root {}", description.root);
+    }
+    text += ")";
+    if let Some(algorithm) = Algorithm::from_code(description.algorithm) {
+        text += &format!(", {}", algorithm.name());
+    }
+    if let Some(protocol) = Protocol::from_code(description.protocol) {
+        text += &format!(", {}", protocol.name());
+    }
+    text + &format!(", {} channels", description.channels)
 }
 
 impl SpanMaker {
@@ -100,6 +192,10 @@ impl SpanMaker {
         if let Some(ns) = waited_ns {
             body += &format!(" for {:.1} s", ns as f64 / 1e9);
         }
+        let member = communicator.and_then(|communicator| communicator.member(part.pid, part.rank));
+        let device = member.map(|member| member.device);
+        block_attributes(part, verdict, device, &mut attributes);
+        body += &block(part, verdict, device);
         Some(LogRecord {
             resource: resource_of(part, communicator, communicators, &self.fallback),
             unix_ns: clock.unix_ns(verdict.time_ns),
