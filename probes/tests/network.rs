@@ -12,7 +12,8 @@ use ringsight_probes::{
 };
 use ringsight_verbs::{
     completion::{BATCH, Completion, Cq, Status},
-    device::{Context, Mtu, Pd},
+    device::{Context, Mtu},
+    memory::Pd,
     queue::{Patience, Qp, Route, Size},
     sys,
 };

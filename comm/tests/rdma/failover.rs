@@ -133,6 +133,8 @@ fn begin_on_the_backup() {
     Call::new(Function::AllReduce, 70_001).check(&child, true);
     let on_backup = || ends().iter().filter(|end| end.active == 1).count() as u64;
     assert!(on_backup() > 0);
+    // Both have seen that before the link is up again.
+    Call::new(Function::AllReduce, 1).check(rank, true);
     if rank.rank == 0 {
         Fabric::here().set_up(port, true);
     }

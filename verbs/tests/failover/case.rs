@@ -217,8 +217,9 @@ impl Case {
         let back = seen.switches.get(1) == Some(&(1, 0));
         let (is_expected, may_miss) = match self.failure {
             Failure::Primary | Failure::Silent | Failure::Device => (away, false),
-            // A single one may be over before it is over for the connection; after many it must be back.
-            Failure::Flap if self.flaps == 1 => (away, false),
+            // A single one may be over before it is over for the connection, and the last steps may be there before both ends have agreed
+            // to leave a path; after many it must be back.
+            Failure::Flap if self.flaps == 1 => (away, !seen.broken.is_empty()),
             Failure::Flap => (
                 away && seen.switches.last().is_some_and(|(_, to)| *to == 0),
                 false,

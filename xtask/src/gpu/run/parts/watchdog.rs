@@ -73,17 +73,20 @@ fn left_alone(said: &str) -> Verdict {
     }
 }
 
-/// Whether the kernel that never ended was reported with its rank.
+/// Whether the kernel that never ended was reported with its rank; ranks whose operations wait behind it are late, and that may be said first.
 fn reported(said: &str) -> Verdict {
-    let verdict = said
+    let verdicts: Vec<_> = said
         .lines()
-        .find_map(|line| line.split_once("Verdict: "))
+        .filter_map(|line| line.split_once("Verdict: "))
         .map(|(_, verdict)| verdict)
-        .ok_or("no verdict")?;
-    if verdict.starts_with("STUCK_KERNEL (hang)") {
-        Ok(verdict.to_owned())
-    } else {
-        Err(format!("another verdict than of a stuck kernel: {verdict}"))
+        .collect();
+    let stuck = verdicts
+        .iter()
+        .find(|verdict| verdict.starts_with("STUCK_KERNEL (hang)"));
+    match (stuck, verdicts.first()) {
+        (Some(stuck), _) => Ok((*stuck).to_owned()),
+        (None, Some(other)) => Err(format!("another verdict than of a stuck kernel: {other}")),
+        (None, None) => Err("no verdict".to_owned()),
     }
 }
 
@@ -183,7 +186,13 @@ mod tests {
         );
         let verdict = "h:1:2 [0] NCCL WARN Verdict: STUCK_KERNEL (hang): nothing moves, rank 0";
         assert!(reported(verdict).unwrap().contains("rank 0"));
-        assert!(reported("h NCCL WARN Verdict: NOT_LAUNCHED (late): rank 1").is_err());
+        let late = "h NCCL WARN Verdict: QUEUED_BEHIND_COMPUTE (late): rank 1";
+        assert!(reported(late).unwrap_err().contains("QUEUED_BEHIND_COMPUTE"));
+        assert!(
+            reported(&format!("{late}\n{verdict}"))
+                .unwrap()
+                .contains("rank 0")
+        );
         assert!(reported("").is_err());
         assert!(
             left_alone(verdict)
