@@ -17,6 +17,8 @@ mod sequence;
 mod stuck;
 pub mod table;
 mod task;
+#[cfg(test)]
+mod tuned;
 
 use std::time::Duration;
 
