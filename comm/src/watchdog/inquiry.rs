@@ -52,6 +52,8 @@ pub(super) struct Inquiry {
     lost: BTreeSet<u32>,
     /// The run that a rank has not answered to, and how often in a row.
     unanswered: Option<(Run, u32)>,
+    /// Ranks whose answers came when the next question had been asked: they are behind, and live.
+    behind: BTreeSet<u32>,
     /// The run of which the verdict is one that must last, and since when it has.
     lasting: Option<(Run, u64)>,
     /// What was said of which run.
@@ -72,6 +74,9 @@ impl Inquiry {
     /// An answer has come.
     pub(super) fn heard(&mut self, query: u32, rank: u32, heard: Heard) {
         let Some(open) = self.open.as_mut().filter(|_| query == self.query) else {
+            if matches!(heard, Heard::Answer(_)) {
+                self.behind.insert(rank);
+            }
             return;
         };
         // What a rank says of itself beats what others say of it, and anything beats nothing.
@@ -93,6 +98,7 @@ impl Inquiry {
     pub(super) fn close(&mut self) {
         self.open = None;
         self.said = None;
+        self.behind.clear();
         self.slow.clear();
     }
 
@@ -131,6 +137,9 @@ impl Watch {
         let Some(open) = inquiry.open.as_mut().filter(|open| open.run == op.run) else {
             inquiry.query = inquiry.query.wrapping_add(1);
             let query = inquiry.query;
+            if inquiry.unanswered.is_none_or(|(run, _)| run != op.run) {
+                inquiry.behind.clear();
+            }
             let answer = |position| {
                 Heard::Answer(Answer {
                     position,
@@ -197,6 +206,9 @@ impl Watch {
             .filter(|verdict| verdict.cause == Cause::NoAnswer);
         let before = inquiry.unanswered.take().filter(|(run, _)| *run == op.run);
         if let Some(silent) = silent {
+            if inquiry.behind.remove(&silent.culprit) {
+                return SHORTEST;
+            }
             let times = before.map_or(1, |(_, times)| times.saturating_add(1));
             inquiry.unanswered = Some((op.run, times));
             let enough = match heard.get(&silent.culprit) {
@@ -260,7 +272,7 @@ impl Watch {
     }
 
     fn is_in_progress(&self, run: Run) -> bool {
-        self.refresh();
+        self.refresh(Duration::ZERO);
         lock(&self.flights).in_progress().any(|op| op.run == run)
     }
 

@@ -169,16 +169,16 @@ impl Watch {
         }
     }
 
-    /// Lets what is known be fresh, as far as that can be had at once.
-    fn refresh(&self) {
+    /// Lets what is known be fresh, at most so old, as far as that can be had at once.
+    fn refresh(&self, old: Duration) {
         if let Some(events) = &self.events {
-            events.refresh();
+            events.refresh(old);
         }
     }
 
     /// The process of a rank is gone: operations in progress will not end.
     pub(crate) fn lost(&self, rank: u32) {
-        self.refresh();
+        self.refresh(Duration::ZERO);
         self.judge_alone(Cause::RankDead, rank);
     }
 
@@ -193,7 +193,7 @@ impl Watch {
         }
         let answer = match message {
             Message::Where { query, run } => {
-                self.refresh();
+                self.refresh(events::RECENT);
                 let held_up = detector::oldest_in_progress(self.device, (self.comm, run));
                 let answer = Answer {
                     position: self.position(run, observe::now_ns()),

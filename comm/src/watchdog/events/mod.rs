@@ -21,7 +21,7 @@ use std::{
     time::Duration,
 };
 
-pub(super) use self::patrol::PATIENCE;
+pub(super) use self::patrol::{PATIENCE, RECENT};
 use self::patrol::{PATROL, Patrol, Source};
 pub(crate) use self::track::Track;
 
@@ -197,9 +197,9 @@ impl Events {
         Ok(captured)
     }
 
-    /// Waits a moment until what is known is fresh.
-    pub(super) fn refresh(&self) {
-        self.patrol.refresh();
+    /// Waits a moment until what is known is fresh: at most so old.
+    pub(super) fn refresh(&self, old: Duration) {
+        self.patrol.refresh(old);
     }
 
     /// For how long a query has not come back.

@@ -19,6 +19,10 @@ use crate::{
 /// How long somebody waits for a fresh answer: less than ranks may take to answer each other.
 pub(crate) const PATIENCE: Duration = Duration::from_millis(100);
 
+/// How old may be what a rank answers others: as old as the answer is when it has gone through a busy machine. Questions that come together
+/// are answered from one round; were there one for each, a rank that many ask would be behind for good.
+pub(crate) const RECENT: Duration = Duration::from_millis(20);
+
 /// What the thread looks after.
 pub(super) trait Source: Send + Sync {
     /// Finds out how far things are; may block.
@@ -46,6 +50,8 @@ struct State {
     wanted: u64,
     /// Since when it has been going round.
     since: Option<Instant>,
+    /// When the last round that is over began.
+    known: Option<Instant>,
 }
 
 /// That of this process.
@@ -89,9 +95,12 @@ impl Patrol {
     }
 
     /// Waits until a round that begins from now on is over, for [`PATIENCE`] at most, and not at all where the present round has
-    /// taken that long already. Whether what is known is fresh.
-    pub(super) fn refresh(&self) -> bool {
+    /// taken that long already, or the last one began less than `old` ago. Whether what is known is fresh.
+    pub(super) fn refresh(&self, old: Duration) -> bool {
         let mut state = lock(&self.state);
+        if state.known.is_some_and(|began| began.elapsed() < old) {
+            return true;
+        }
         let stuck = |state: &State| state.since.is_some_and(|since| since.elapsed() >= PATIENCE);
         if !state.sources.has_thread() || stuck(&state) {
             return false;
@@ -117,7 +126,8 @@ impl Patrol {
         while is_mine(&state) {
             state.begun += 1;
             let number = state.begun;
-            state.since = Some(Instant::now());
+            let began = Instant::now();
+            state.since = Some(began);
             let sources = state.sources.members();
             // Not under the lock: whoever launches or asks must not wait for a query.
             drop(state);
@@ -131,6 +141,7 @@ impl Patrol {
             }
             state.over = number;
             state.since = None;
+            state.known = Some(began);
             self.round.notify_all();
             let rest = rest.unwrap_or(Duration::from_secs(1));
             state = self

@@ -1,7 +1,11 @@
 //! Events of plans on the host device, whose streams are held by gates, and the thread that queries them.
 
 use std::{
-    sync::{Condvar, mpsc},
+    sync::{
+        Condvar,
+        atomic::{AtomicU32, Ordering},
+        mpsc,
+    },
     time::Instant,
 };
 
@@ -92,7 +96,7 @@ impl Test {
         let end = Instant::now() + Duration::from_secs(20);
         while !is() {
             assert!(Instant::now() < end, "{what}");
-            self.patrol.refresh();
+            self.patrol.refresh(Duration::ZERO);
         }
     }
 
@@ -107,7 +111,7 @@ fn eager_plans_are_queued_run_and_are_done_and_their_events_are_used_again() {
     let (before, gate) = (Arc::<Gate>::default(), Arc::<Gate>::default());
     test.hold(&before);
     let tracks: Vec<_> = (0..3).map(|_| test.plan(&gate, None)).collect();
-    assert!(test.patrol.refresh() || test.patrol.round_so_far().is_some());
+    assert!(test.patrol.refresh(Duration::ZERO) || test.patrol.round_so_far().is_some());
     assert_eq!(tracks[0].seen(), Seen::NotReached);
     before.open();
     test.until("the first runs", || {
@@ -259,7 +263,7 @@ fn a_capture_that_fails_leaves_no_event() {
     let capture = test.device.capture_of(test.stream).unwrap();
     let track = test.plan(&gate, capture);
     // A query on a thread that captures invalidates what it captures; the thread that queries does not.
-    test.patrol.refresh();
+    test.patrol.refresh(Duration::ZERO);
     test.device.event_query(track.events[0]).unwrap_err();
     test.device.capture_end(test.stream).unwrap_err();
     test.until("they are destroyed", || {
@@ -284,6 +288,38 @@ impl Source for Stuck {
     }
 }
 
+/// Counts how often it is queried.
+#[derive(Default)]
+struct Counted(AtomicU32);
+
+impl Source for Counted {
+    fn query(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn interval(&self) -> Duration {
+        Duration::from_secs(3600)
+    }
+}
+
+#[test]
+fn questions_that_come_together_are_answered_from_one_round() {
+    let patrol: &'static Patrol = Box::leak(Box::default());
+    let source = Arc::<Counted>::default();
+    let own: Weak<dyn Source> = Arc::<Counted>::downgrade(&source);
+    patrol.enter(own.clone());
+    while !patrol.refresh(Duration::ZERO) {}
+    let rounds = || source.0.load(Ordering::Relaxed);
+    let before = rounds();
+    for _ in 0..1000 {
+        assert!(patrol.refresh(Duration::from_secs(600)));
+    }
+    assert_eq!(rounds(), before);
+    while !patrol.refresh(Duration::ZERO) {}
+    assert!(rounds() > before);
+    patrol.leave(&own);
+}
+
 #[test]
 fn nobody_waits_long_for_a_query_that_does_not_come_back() {
     let patrol: &'static Patrol = Box::leak(Box::default());
@@ -297,18 +333,18 @@ fn nobody_waits_long_for_a_query_that_does_not_come_back() {
     enters.recv().unwrap();
     source.gate.open();
     // A round that has come back is fresh, and one is begun for whoever asks.
-    let asked = std::thread::spawn(|| patrol.refresh());
+    let asked = std::thread::spawn(|| patrol.refresh(Duration::ZERO));
     enters.recv().unwrap();
     source.gate.open();
     let _ = asked.join().unwrap();
     // From here on it is stuck.
     patrol.nudge();
     enters.recv().unwrap();
-    assert!(!patrol.refresh(), "it was not fresh");
+    assert!(!patrol.refresh(Duration::ZERO), "it was not fresh");
     let so_far = patrol.round_so_far().unwrap();
     assert!(so_far >= PATIENCE, "{so_far:?}");
     // The next one does not wait at all, and neither does the end.
-    assert!(!patrol.refresh());
+    assert!(!patrol.refresh(Duration::ZERO));
     patrol.leave(&own);
     assert_eq!(patrol.round_so_far(), None);
     source.gate.open();
