@@ -13,12 +13,7 @@ use super::{
 use crate::{
     device::Stream,
     error::{Error, Result, ResultCode},
-    plan::{
-        Request,
-        algorithm::{Asked, PUSH_BYTES, STRAIGHT_BYTES},
-        allowed::Allowed,
-        table::explain,
-    },
+    plan::{Request, algorithm::Asked, limits::Limits, table::explain},
 };
 
 /// `ringsightExplain_t`.
@@ -138,9 +133,7 @@ unsafe fn read(asked: &Explain) -> Result<(Asked, usize)> {
             slot_bytes: asked.slot_bytes,
             one_shot: asked.one_shot != 0,
             peers: asked.peers != 0,
-            straight_bytes: STRAIGHT_BYTES,
-            allowed: Allowed::from_environment()?,
-            push_bytes: PUSH_BYTES,
+            limits: Limits::from_environment()?,
         },
         channels,
     ))

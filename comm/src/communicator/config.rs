@@ -1,6 +1,7 @@
 //! What a caller may choose for a communicator, and what the environment makes of it.
 
 use crate::{
+    env,
     error::{Error, Result},
     log,
     transport::verbs::Wish,
@@ -64,29 +65,6 @@ impl Default for Config {
     }
 }
 
-/// The first of `names` that the environment sets, as a number.
-pub(super) fn number<T: std::str::FromStr>(names: &[&str]) -> Result<Option<T>> {
-    number_in(&crate::env::text, names)
-}
-
-fn number_in<T: std::str::FromStr>(
-    environment: &dyn Fn(&str) -> Option<String>,
-    names: &[&str],
-) -> Result<Option<T>> {
-    for name in names {
-        if let Some(text) = environment(name)
-            && !text.trim().is_empty()
-        {
-            return text.trim().parse().map(Some).map_err(|_| {
-                Error::argument(format!(
-                    "environment variable {name}={text} is not a number in range"
-                ))
-            });
-        }
-    }
-    Ok(None)
-}
-
 impl Config {
     /// This config with what the environment says in its place: the environment wins over the program, as in NCCL, and
     /// a number out of its field's range is warned of and passed over, or the nearest one in range taken.
@@ -94,11 +72,11 @@ impl Config {
     /// # Errors
     /// A variable that is no number; a network that there is none of.
     pub fn overridden(self) -> Result<Self> {
-        self.overridden_by(&crate::env::text)
+        self.overridden_by(&env::text)
     }
 
     fn overridden_by(mut self, environment: &dyn Fn(&str) -> Option<String>) -> Result<Self> {
-        let number = |names: &[&str]| number_in::<i64>(environment, names);
+        let number = |names: &[&str]| env::number_in::<i64>(environment, names);
         let nonsense = |names: &[&str], value: i64, instead: &str| {
             let names = names.join(" or ");
             tracing::warn!(target: log::ENV, "{names}={value} is out of range: {instead}");

@@ -191,9 +191,7 @@ impl Making<'_> {
             work_fifo_depth,
             share,
             one_shot,
-            straight_bytes,
-            allowed,
-            push_bytes,
+            limits,
         } = Terms::agree(&terms);
         let faults = self.life.faults().clone();
         let shared = self.share.as_ref().filter(|_| share);
@@ -255,7 +253,7 @@ impl Making<'_> {
             .inspect_err(|_| membership.leave(&connector))?;
         let maps = peers
             .as_ref()
-            .filter(|(peers, _)| peers.foreign != 0 && straight_bytes != u64::MAX)
+            .filter(|(peers, _)| peers.foreign != 0 && limits.straight_bytes != u64::MAX)
             .map(|(peers, mapped)| Maps::new(self.device, peers, mapped, post_over(bootstrap), inbox))
             .transpose()
             .inspect_err(|_| membership.leave(&connector))?;
@@ -278,9 +276,7 @@ impl Making<'_> {
             rings,
             slot_bytes,
             one_shot,
-            straight_bytes,
-            allowed,
-            push_bytes,
+            limits,
             maps,
             peers,
             peers_ended_well,

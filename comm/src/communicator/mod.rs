@@ -34,7 +34,7 @@ use crate::{
         reclaim::{Notes, Plans, Reclaim},
     },
     observe,
-    plan::allowed::Allowed,
+    plan::limits::Limits,
     plan::{ReduceOps, Sequences},
     topology::Topology,
     transport::{Connector, RingConnections},
@@ -78,12 +78,8 @@ pub struct Communicator {
     pub(crate) slot_bytes: usize,
     /// Whether all ranks' devices do an operation in one shot.
     pub(crate) one_shot: bool,
-    /// Bytes of all ranks together from which on operations may go straight between callers' buffers.
-    pub(crate) straight_bytes: u64,
-    /// The same of reductions whose contributions are then pushed to who reduces them.
-    pub(crate) push_bytes: u64,
-    /// Algorithms and protocols that no rank's environment leaves out.
-    pub(crate) allowed: Allowed,
+    /// What the ranks' environments leave to the choice of algorithms.
+    pub(crate) limits: Limits,
     /// Callers' memory that other processes map; `None` if all ranks are of this one, or do not reach each other's memory.
     pub(crate) maps: Option<maps::Maps>,
     /// Memory that the kernels of all ranks reach, if they do.

@@ -3,15 +3,12 @@
 use ringsight_kernels::fifo::SLOTS;
 use ringsight_records::Algorithm;
 
-use super::config::{Config, MAX_CHANNELS, number};
+use super::config::{Config, MAX_CHANNELS};
 use crate::{
     device,
+    env::number,
     error::{Error, Result},
-    plan::{
-        WORK_FIFO_DEPTH,
-        algorithm::{PUSH_BYTES, STRAIGHT_BYTES},
-        allowed::Allowed,
-    },
+    plan::{WORK_FIFO_DEPTH, limits::Limits},
 };
 
 const DEFAULT_CHANNELS: u32 = 2;
@@ -30,12 +27,8 @@ pub(super) struct Terms {
     share: bool,
     /// Its device has programs of [`Algorithm::OneShot`].
     one_shot: bool,
-    /// Of all ranks together, from which on operations may go straight between callers' buffers.
-    straight_bytes: u64,
-    /// The same of reductions whose contributions are then pushed.
-    push_bytes: u64,
-    /// What its environment leaves of algorithms and protocols.
-    allowed: Allowed,
+    /// What its environment leaves to the choice of algorithms.
+    limits: Limits,
 }
 
 /// What the ranks have agreed on.
@@ -50,32 +43,26 @@ pub(super) struct Agreement {
     pub(super) share: bool,
     /// All of their devices have programs of [`Algorithm::OneShot`].
     pub(super) one_shot: bool,
-    /// Bytes of all ranks together from which on operations may go straight between callers' buffers.
-    pub(super) straight_bytes: u64,
-    /// The same of reductions whose contributions are then pushed.
-    pub(super) push_bytes: u64,
-    /// Algorithms and protocols that no rank's environment leaves out.
-    pub(super) allowed: Allowed,
+    /// What no rank's environment leaves out of the choice of algorithms.
+    pub(super) limits: Limits,
 }
 
 impl Terms {
-    const BYTES: usize = 46 + Allowed::BYTES;
+    const BYTES: usize = 30 + Limits::BYTES;
 
     /// What this rank asks for.
     ///
     /// # Errors
     /// A variable with an impossible value.
     pub(super) fn mine(config: &Config, share: bool) -> Result<Self> {
-        let buffer: usize = number(&["NCCL_BUFFSIZE"])?.unwrap_or(DEFAULT_BUFFER_BYTES);
+        let buffer: usize = number("NCCL_BUFFSIZE")?.unwrap_or(DEFAULT_BUFFER_BYTES);
         if !(4096..=1 << 30).contains(&buffer) {
             return Err(Error::argument(format!(
                 "environment variable NCCL_BUFFSIZE={buffer}: must be between 4096 and 1073741824 bytes"
             )));
         }
-        let depth: usize = number(&["RINGSIGHT_WORK_FIFO_DEPTH"])?.unwrap_or(WORK_FIFO_DEPTH);
+        let depth: usize = number("RINGSIGHT_WORK_FIFO_DEPTH")?.unwrap_or(WORK_FIFO_DEPTH);
         let near = device::device()?.near_channels().unwrap_or(0);
-        let is_straight = crate::env::text("NCCL_P2P_DIRECT_DISABLE").is_none_or(|value| value == "0");
-        let straight = number(&["RINGSIGHT_STRAIGHT_BYTES"])?.unwrap_or(STRAIGHT_BYTES);
         Ok(Self {
             near_channels: match config.min_channels {
                 Some(min) if near > 0 => min.clamp(1, MAX_CHANNELS),
@@ -90,9 +77,7 @@ impl Terms {
             work_fifo_depth: depth.clamp(2, 1 << 20) as u64,
             share,
             one_shot: device::device()?.runs(Algorithm::OneShot),
-            straight_bytes: if is_straight { straight } else { u64::MAX },
-            allowed: Allowed::from_environment()?,
-            push_bytes: number(&["RINGSIGHT_PUSH_BYTES"])?.unwrap_or(PUSH_BYTES),
+            limits: Limits::from_environment()?,
         })
     }
 
@@ -105,9 +90,7 @@ impl Terms {
         bytes[24] = self.share.into();
         bytes[25] = self.one_shot.into();
         bytes[26..30].copy_from_slice(&self.near_channels.to_le_bytes());
-        bytes[30..38].copy_from_slice(&self.straight_bytes.to_le_bytes());
-        bytes[38..46].copy_from_slice(&self.push_bytes.to_le_bytes());
-        bytes[46..].copy_from_slice(&self.allowed.to_bytes());
+        bytes[30..].copy_from_slice(&self.limits.to_bytes());
         bytes
     }
 
@@ -120,9 +103,7 @@ impl Terms {
         let ([share @ (0 | 1), one_shot @ (0 | 1)], rest) = rest.split_first_chunk()? else {
             return None;
         };
-        let (near, rest) = rest.split_first_chunk()?;
-        let (straight, rest) = rest.split_first_chunk()?;
-        let (push, allowed) = rest.split_first_chunk()?;
+        let (near, limits) = rest.split_first_chunk()?;
         Some(Self {
             min_channels: u32::from_le_bytes(*min),
             max_channels: u32::from_le_bytes(*max),
@@ -131,9 +112,7 @@ impl Terms {
             share: *share == 1,
             one_shot: *one_shot == 1,
             near_channels: u32::from_le_bytes(*near),
-            straight_bytes: u64::from_le_bytes(*straight),
-            allowed: Allowed::from_bytes(allowed.try_into().ok()?),
-            push_bytes: u64::from_le_bytes(*push),
+            limits: Limits::from_bytes(limits)?,
         })
     }
 
@@ -167,8 +146,10 @@ impl Terms {
         let near = near.max().filter(|_| all_near);
         let depth = all.iter().map(|terms| terms.work_fifo_depth).min().unwrap_or(2);
         let depth = depth.clamp(2, 1 << 20);
-        // What is not to be on one rank is not on any.
-        let greatest = |of: fn(&Self) -> u64| all.iter().map(of).max().unwrap_or(u64::MAX);
+        let limits = all
+            .iter()
+            .map(|terms| terms.limits)
+            .reduce(|left, own| left.and(&own));
         Agreement {
             channels: DEFAULT_CHANNELS.max(min).min(max).clamp(1, MAX_CHANNELS),
             near_channels: near.map(|near| near.min(max).clamp(1, MAX_CHANNELS)),
@@ -176,11 +157,7 @@ impl Terms {
             work_fifo_depth: usize::try_from(depth).unwrap_or(WORK_FIFO_DEPTH),
             share: all.iter().all(|terms| terms.share),
             one_shot: all.iter().all(|terms| terms.one_shot),
-            allowed: all
-                .iter()
-                .fold(Allowed::default(), |left, terms| left.and(&terms.allowed)),
-            straight_bytes: greatest(|terms| terms.straight_bytes),
-            push_bytes: greatest(|terms| terms.push_bytes),
+            limits: limits.unwrap_or_default(),
         }
     }
 }
@@ -199,9 +176,11 @@ mod tests {
             work_fifo_depth: 8,
             share: min_channels == 4,
             one_shot: max_channels == 32,
-            straight_bytes: u64::from(max_channels),
-            allowed: Allowed::default(),
-            push_bytes: u64::from(min_channels),
+            limits: Limits {
+                straight_bytes: u64::from(max_channels),
+                push_bytes: u64::from(min_channels),
+                ..Limits::default()
+            },
         };
         assert_eq!(Terms::agree(&[terms(1, 32), terms(1, 32)]).channels, 2);
         let agreed = Agreement {
@@ -213,9 +192,11 @@ mod tests {
             share: false,
             one_shot: false,
             // Nobody does what another does not.
-            straight_bytes: 32,
-            allowed: Allowed::default(),
-            push_bytes: 4,
+            limits: Limits {
+                straight_bytes: 32,
+                push_bytes: 4,
+                ..Limits::default()
+            },
         };
         assert_eq!(Terms::agree(&[terms(4, 8), terms(1, 32)]), agreed);
         assert!(Terms::agree(&[terms(4, 8), terms(4, 9)]).share);

@@ -6,7 +6,7 @@ use std::fmt;
 use ringsight_kernels::cuda::peers::one_shot_bytes;
 use ringsight_records::{Algorithm, Function, Protocol, ReduceOp};
 
-use super::allowed::Allowed;
+use super::limits::Limits;
 
 /// What the choice depends on; all of it is the same on every rank.
 #[derive(Clone, Copy, Debug)]
@@ -25,12 +25,8 @@ pub struct Asked {
     pub one_shot: bool,
     /// Whether all ranks' kernels reach each other's memory.
     pub peers: bool,
-    /// Bytes of all ranks together from which on it may go straight between callers' buffers.
-    pub straight_bytes: u64,
-    /// The same of reductions whose contributions are then pushed to who reduces them.
-    pub push_bytes: u64,
     /// What the ranks' environments leave.
-    pub allowed: Allowed,
+    pub limits: Limits,
 }
 
 /// A row of [the table](super::table::TABLE): the first whose conditions hold, and whose algorithm is possible, is taken.
@@ -61,14 +57,6 @@ pub struct Choice {
 
 /// The same where FIFOs are in the memory of GPUs: one block is far from filling a link.
 pub(super) const NEAR_BYTES_PER_CHANNEL: u64 = 32 << 10;
-
-/// Bytes of all ranks together from which on it pays to go straight, unless `RINGSIGHT_STRAIGHT_BYTES` says another number: it begins with
-/// one more way over NVLink, and ends with a fence and another.
-pub const STRAIGHT_BYTES: u64 = 8 << 20;
-
-/// Bytes of all ranks together from which on it pays to push contributions to who reduces them, unless `RINGSIGHT_PUSH_BYTES` says another
-/// number, and not to read them where they are: there is a fence for each chunk, and nothing to reduce at first.
-pub const PUSH_BYTES: u64 = 64 << 20;
 
 /// Why a row does not serve an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -149,7 +137,8 @@ impl Row {
         if !self.functions.contains(&asked.function) {
             return Some(Reason::Function);
         }
-        if !asked.allowed.has(asked.function, &self.choice) {
+        let limits = &asked.limits;
+        if !limits.allowed.has(asked.function, &self.choice) {
             return Some(Reason::LeftOut);
         }
         // Of a message those of both of its.
@@ -157,8 +146,8 @@ impl Row {
         let of_all = asked.bytes.saturating_mul(ranks.into());
         let least = match self.choice.protocol {
             _ if !self.choice.is_straight() => 0,
-            Protocol::Push => asked.straight_bytes.max(asked.push_bytes),
-            _ => asked.straight_bytes,
+            Protocol::Push => limits.straight_bytes.max(limits.push_bytes),
+            _ => limits.straight_bytes,
         };
         if of_all < least {
             return Some(Reason::Short(least));

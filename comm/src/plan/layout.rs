@@ -27,9 +27,7 @@ pub(super) fn choice_of(task: &Task, comm: &Communicator) -> Result<(usize, algo
         slot_bytes: comm.slot_bytes,
         one_shot: comm.one_shot,
         peers: comm.peers.is_some(),
-        straight_bytes: comm.straight_bytes,
-        allowed: comm.allowed,
-        push_bytes: comm.push_bytes,
+        limits: comm.limits,
     };
     let choice = table::choose(&asked).ok_or_else(|| table::none_left(&asked))?;
     let parts = comm.near_parts();

@@ -12,6 +12,7 @@ pub mod channels;
 pub mod estimate;
 mod exchange;
 mod layout;
+pub mod limits;
 mod reduce_ops;
 mod sequence;
 mod stuck;

@@ -118,8 +118,8 @@ mod tests {
 
     use super::*;
     use crate::plan::{
-        algorithm::{NEAR_BYTES_PER_CHANNEL, PUSH_BYTES, STRAIGHT_BYTES},
-        allowed::Allowed,
+        algorithm::NEAR_BYTES_PER_CHANNEL,
+        limits::{Limits, STRAIGHT_BYTES},
     };
 
     fn asked(function: Function, bytes: u64) -> Asked {
@@ -131,9 +131,7 @@ mod tests {
             slot_bytes: 8 << 10,
             one_shot: true,
             peers: false,
-            straight_bytes: STRAIGHT_BYTES,
-            allowed: Allowed::default(),
-            push_bytes: PUSH_BYTES,
+            limits: Limits::default(),
         }
     }
 
@@ -194,7 +192,10 @@ mod tests {
             let near = |bytes, straight_bytes| Asked {
                 ranks,
                 peers: true,
-                straight_bytes,
+                limits: Limits {
+                    straight_bytes,
+                    ..Limits::default()
+                },
                 ..asked(*function, bytes)
             };
             let is_straight = |asked| choose(&asked).unwrap().is_straight();
@@ -211,8 +212,11 @@ mod tests {
             let asked = Asked {
                 ranks: 2,
                 peers: true,
-                straight_bytes,
-                push_bytes,
+                limits: Limits {
+                    straight_bytes,
+                    push_bytes,
+                    ..Limits::default()
+                },
                 ..asked(function, bytes)
             };
             choose(&asked).unwrap().protocol

@@ -4,11 +4,7 @@ use std::collections::BTreeMap;
 
 use ringsight_records::{Function, ReduceOp};
 
-use super::{
-    algorithm::{Asked, PUSH_BYTES, STRAIGHT_BYTES},
-    allowed::Allowed,
-    table::choose,
-};
+use super::{algorithm::Asked, limits::Limits, table::choose};
 
 const MEASURED: &str = include_str!("../../../docs/src/performance/tuning.jsonl");
 /// What is taken may be so much slower than the best: two runs of the same differ by as much.
@@ -31,9 +27,7 @@ fn asked(operation: &str, bytes: u64, ranks: u32) -> Asked {
         slot_bytes: 128 << 10,
         one_shot: true,
         peers: true,
-        straight_bytes: STRAIGHT_BYTES,
-        push_bytes: PUSH_BYTES,
-        allowed: Allowed::default(),
+        limits: Limits::default(),
     }
 }
 

@@ -1,6 +1,7 @@
 //! The parts of a bundle, in the order in which they run.
 
 mod calls;
+mod cost;
 mod driver;
 mod environment;
 mod nccl_tests;
@@ -119,6 +120,12 @@ pub(super) const PARTS: &[Part] = &[
         about: "nccl-tests' times on four",
         lacks: |host| gpus_and_both_libraries(host, 4),
         run: nccl_tests::perf_four,
+    },
+    Part {
+        name: "cost",
+        about: "what the watchdog, by either source, and the collector add to a call and to an operation",
+        lacks: |host| host.lacks_gpus(2).or_else(watch::lacks),
+        run: cost::run,
     },
     Part {
         name: "tune",

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, fmt::Write as _, fs, time::Duration};
 
 use anyhow::{Context as _, Result};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 use super::{
     super::{
@@ -36,7 +36,7 @@ const ROOTED_DIRECT: u64 = 1 << 20;
 const TOLERANCE: f64 = 1.05;
 
 /// One time.
-#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[derive(Clone, Debug, Serialize)]
 struct Timed {
     ranks: usize,
     operation: String,

@@ -95,7 +95,7 @@ fn judged(ended: Result<Value>, judge: impl FnOnce(&Value) -> Verdict) -> Verdic
 }
 
 /// An empty folder: what an earlier job has left would start this one too early.
-fn prepared(steps: &Steps<'_>, name: &str) -> Result<PathBuf> {
+pub(super) fn prepared(steps: &Steps<'_>, name: &str) -> Result<PathBuf> {
     let folder = steps.file(name);
     let _ = fs::remove_dir_all(&folder);
     fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
@@ -104,7 +104,12 @@ fn prepared(steps: &Steps<'_>, name: &str) -> Result<PathBuf> {
 
 /// Runs the processes of a job that waits for the file `go`, the collector attached to them or to what they have started; its
 /// summary.
-fn attached(steps: &Steps<'_>, folder: &Path, commands: Vec<Command>, to_children: bool) -> Result<Value> {
+pub(super) fn attached(
+    steps: &Steps<'_>,
+    folder: &Path,
+    commands: Vec<Command>,
+    to_children: bool,
+) -> Result<Value> {
     let log = |name: &str| fs::File::create(folder.join(name));
     let mut job = Vec::new();
     for (number, mut command) in commands.into_iter().enumerate() {

@@ -1,0 +1,197 @@
+//! What it costs to watch: an all_reduce of 8 bytes with the watchdog, by pages and by CUDA events, and with the collector attached, minus one
+//! with neither.
+
+use std::{fs, path::Path, time::Duration};
+
+use anyhow::{Context, Result, bail};
+use serde_json::json;
+
+use super::{
+    super::step::Steps,
+    driver::driver,
+    watch::{attached, prepared},
+};
+use crate::process::{Guarded, reason};
+
+/// What the ways of a round are compared by.
+const ROUNDS: usize = 16;
+
+/// A way to run it.
+struct Way {
+    name: &'static str,
+    variables: &'static [(&'static str, &'static str)],
+    /// The collector is attached meanwhile.
+    is_attached: bool,
+    /// The most that it may add to a call on the host, and to an operation of a graph on the GPU, nanoseconds.
+    host_goal: f64,
+    device_goal: f64,
+}
+
+const OFF: (&str, &str) = ("NCCL_KERNEL_TIMEOUT_MS", "0");
+
+/// What the others are compared with, and they.
+const WAYS: [Way; 4] = [
+    Way {
+        name: "off",
+        variables: &[OFF],
+        is_attached: false,
+        host_goal: f64::INFINITY,
+        device_goal: f64::INFINITY,
+    },
+    Way {
+        name: "pages",
+        variables: &[("RINGSIGHT_WATCHDOG_SOURCE", "pages")],
+        is_attached: false,
+        host_goal: 50.0,
+        device_goal: 100.0,
+    },
+    Way {
+        name: "events",
+        variables: &[("RINGSIGHT_WATCHDOG_SOURCE", "events")],
+        is_attached: false,
+        host_goal: 50.0,
+        device_goal: 100.0,
+    },
+    Way {
+        name: "collector",
+        variables: &[OFF],
+        is_attached: true,
+        host_goal: 1000.0,
+        device_goal: 1000.0,
+    },
+];
+
+/// Nanoseconds of an eager call on the host, and of an operation on the GPU in the best of some graphs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Times {
+    host: f64,
+    device: f64,
+}
+
+/// What the driver's `replays` says.
+fn times(said: &str) -> Option<Times> {
+    let of = |name: &str| {
+        let (_, rest) = said.split_once(name)?;
+        let number = rest.split([',', '\n']).next()?.trim().parse().ok()?;
+        Some(number).filter(|number: &f64| number.is_finite())
+    };
+    Some(Times {
+        host: of(" host_ns ")?,
+        device: of(" best_device_ns ")?,
+    })
+}
+
+fn once(steps: &Steps<'_>, way: &Way, folder: &Path) -> Result<Times> {
+    let mut command = driver(steps, "replays 2 t");
+    command.arg(if way.is_attached { folder } else { Path::new("-") });
+    command.args(["300", "20"]).envs(way.variables.iter().copied());
+    let log = folder.join("job-0.log");
+    if way.is_attached {
+        attached(steps, folder, vec![command], false)?;
+    } else {
+        let out = fs::File::create(&log)?;
+        command.stdout(out.try_clone()?).stderr(out);
+        let mut job = Guarded::start("the driver", &mut command, libc::SIGKILL)?;
+        let status = job.wait(Duration::from_secs(30))?;
+        if !status.success() {
+            bail!("the driver: {}", reason(status));
+        }
+    }
+    let said = fs::read_to_string(&log).with_context(|| format!("reading {}", log.display()))?;
+    times(&said).context("it has printed no times")
+}
+
+/// Quartiles and the median.
+fn quartiles(mut values: Vec<f64>) -> [f64; 3] {
+    values.sort_by(f64::total_cmp);
+    [1, 2, 3].map(|quarter| {
+        let at = quarter * values.len().saturating_sub(1) / 4;
+        values.get(at).copied().unwrap_or(f64::NAN)
+    })
+}
+
+fn rounds(steps: &Steps<'_>) -> Result<Vec<[Times; WAYS.len()]>> {
+    let mut all = Vec::new();
+    for round in 0..ROUNDS {
+        let mut found = [Times {
+            host: 0.0,
+            device: 0.0,
+        }; WAYS.len()];
+        // Not always the same one first.
+        for place in 0..WAYS.len() {
+            let at = (place + round) % WAYS.len();
+            let way = &WAYS[at];
+            let folder = prepared(steps, way.name)?;
+            found[at] = once(steps, way, &folder).with_context(|| format!("round {round}, {}", way.name))?;
+        }
+        all.push(found);
+    }
+    Ok(all)
+}
+
+pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
+    let all = match rounds(steps) {
+        Ok(all) => all,
+        Err(error) => {
+            steps.enter("rounds", Err(format!("{error:#}")));
+            return Ok(());
+        }
+    };
+    let middle = |of: &dyn Fn(&[Times; WAYS.len()]) -> f64| quartiles(all.iter().map(of).collect());
+    let [_, host, _] = middle(&|round| round[0].host);
+    let [_, device, _] = middle(&|round| round[0].device);
+    steps.enter(
+        "off",
+        Ok(format!(
+            "a call {host:.0} ns, an operation of a graph {device:.0} ns, medians of {ROUNDS}"
+        )),
+    );
+    let mut figures = Vec::new();
+    for (at, way) in WAYS.iter().enumerate().skip(1) {
+        let more = [
+            middle(&|round| round[at].host - round[0].host),
+            middle(&|round| round[at].device - round[0].device),
+        ];
+        let text = more.map(|[low, middle, high]| format!("{middle:+.0} ns ({low:+.0} to {high:+.0})"));
+        let goals = [way.host_goal, way.device_goal];
+        let met = more
+            .iter()
+            .zip(goals)
+            .all(|([_, middle, _], goal)| *middle <= goal);
+        let words = format!(
+            "a call {} goal {:.0}, an operation of a graph {} goal {:.0}: {}",
+            text[0],
+            way.host_goal,
+            text[1],
+            way.device_goal,
+            if met { "met" } else { "missed" }
+        );
+        steps.enter(way.name, Ok(words));
+        figures.push(json!({ "way": way.name, "host_ns": more[0], "device_ns": more[1], "met": met }));
+    }
+    steps.figures(figures.into());
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_read() {
+        let said = "init\nok 300 replays of 20, device_ns 3010.5, best_device_ns 2800.0, host_ns 6100.5\n";
+        let expected = Times {
+            host: 6100.5,
+            device: 2800.0,
+        };
+        assert_eq!(times(said), Some(expected));
+        assert_eq!(times(&said.replace("6100.5", "nan")), None);
+        assert_eq!(times("ok"), None);
+    }
+
+    #[test]
+    fn quartiles_are_of_what_is_there() {
+        assert_eq!(quartiles(vec![5.0, 1.0, 3.0, 2.0, 4.0]), [2.0, 3.0, 4.0]);
+        assert!(quartiles(vec![])[1].is_nan());
+    }
+}
