@@ -261,6 +261,28 @@ fn an_abort_frees_the_stream() {
     }
 }
 
+#[test]
+fn whatever_waits_is_released() {
+    for kind in ["t", "p", "n"] {
+        drive("whatever_waits_is_released", &["released", "2", kind], &[]);
+    }
+}
+
+/// A fault of a device is an error on its rank, and a verdict on those that wait.
+#[test]
+fn a_device_that_fails_is_named() {
+    let lines = ("RINGSIGHT_STRAIGHT_BYTES", "18446744073709551615");
+    for (kind, source) in [("t", "pages"), ("p", "pages"), ("n", "pages"), ("p", "events")] {
+        let source = ("RINGSIGHT_WATCHDOG_SOURCE", source);
+        let threshold = ("NCCL_KERNEL_TIMEOUT_MS", "500");
+        drive(
+            "a_device_that_fails_is_named",
+            &["fault", "3", kind],
+            &[lines, source, threshold],
+        );
+    }
+}
+
 /// The driver waits for all that a GPU has to do to take memory back, and lets nobody launch meanwhile: no communicator's end may
 /// depend on another's kernel, nor a launch on a function of the caller's. What is kept is given to the next ones; all that is
 /// more than may be kept is given back.

@@ -150,11 +150,15 @@ impl Communicator {
     /// After [`Communicator::give_up`]: waits until nothing runs any more, and forgets what went wrong before.
     pub fn quiesce(&self) {
         let mut planner = self.planner();
-        planner.plans.wait_aborted(GIVE_UP);
+        planner.plans.wait_aborted(GIVE_UP, || self.is_device_lost());
         planner.plans.drop_spares();
         drop(planner);
         self.membership.leave(&self.connector);
         self.faults.silence();
+    }
+
+    fn is_device_lost(&self) -> bool {
+        device().is_ok_and(|device| device.fault(self.device).is_some())
     }
 
     pub(super) fn stop_mapping(&self) {
@@ -172,7 +176,7 @@ impl Communicator {
             watch.end(state == State::ABORTED);
         }
         let mut planner = self.planner();
-        planner.plans.wait_aborted(GIVE_UP);
+        planner.plans.wait_aborted(GIVE_UP, || self.is_device_lost());
         planner.plans.drop_spares();
         if let Ok(device) = device()
             && let Ok(before) = device.mark()

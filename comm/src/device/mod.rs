@@ -221,6 +221,12 @@ pub trait Device: Send + Sync + 'static {
         Ok(())
     }
 
+    /// What has broken device number `device` for good ([`Device::check_health`]), if that has been found out: a look at memory, which has
+    /// it looked at anew by a thread that may wait for the driver.
+    fn fault(&self, _device: i32) -> Option<DeviceError> {
+        None
+    }
+
     /// PCI address of device number `device`, as the kernel writes it (`0000:01:00.0`); `None` for one that has none.
     fn bus_id(&self, _device: i32) -> Option<String> {
         None

@@ -314,12 +314,12 @@ impl Plans {
         }
     }
 
-    /// After the abort word was set: waits until no plan is on the device any more, at most `limit`. Plans that have not
-    /// begun may stay in their streams: they give up as soon as they begin.
-    pub(crate) fn wait_aborted(&mut self, limit: Duration) {
+    /// After the abort word was set: waits until no plan is on the device any more, at most `limit`, and not where `is_lost` says that
+    /// none ever ends. Plans that have not begun may stay in their streams: they give up as soon as they begin.
+    pub(crate) fn wait_aborted(&mut self, limit: Duration, is_lost: impl Fn() -> bool) {
         let end = Instant::now() + limit;
         self.drain();
-        while self.running() && Instant::now() < end {
+        while self.running() && Instant::now() < end && !is_lost() {
             self.drain_within(Duration::from_millis(1));
         }
     }

@@ -185,6 +185,13 @@ impl Flights {
         })
     }
 
+    /// Bytes of a run, if it is on its way.
+    pub(super) fn bytes(&self, run: Run) -> Option<u64> {
+        let mut all = self.all().flat_map(Flight::operations);
+        all.find(|(info, _)| Identity::of(info) == run.identity)
+            .map(|(info, _)| info.bytes)
+    }
+
     /// Where this rank is with a run, if it is on its way.
     pub(super) fn position(&self, run: Run, now: u64) -> Option<Position> {
         let ago = |ns: u64| now.saturating_sub(ns);

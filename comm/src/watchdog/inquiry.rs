@@ -343,7 +343,14 @@ impl Watch {
         inquiry.said = Some((op.run, verdict.clone()));
         drop(inquiry);
         let now = observe::now_ns();
-        self.report(&op, &verdict, &BTreeMap::from([(culprit, Heard::Gone)]), now);
+        let heard = match cause {
+            Cause::DeviceFault => Heard::Answer(Answer {
+                position: Position::Faulted,
+                held_up: None,
+            }),
+            _ => Heard::Gone,
+        };
+        self.report(&op, &verdict, &BTreeMap::from([(culprit, heard)]), now);
     }
 
     fn say(&self, op: &InProgress, verdict: &Verdict, heard: &BTreeMap<u32, Heard>, now: u64) {
@@ -355,13 +362,15 @@ impl Watch {
                 .announce(report::crossing(self.rank, op, call, verdict.culprit, held));
             return self.report(op, verdict, heard, now);
         }
-        let error = || {
+        let error = |code| {
             let text = format!("{}: {}", verdict.cause, report::sentence(verdict));
-            Error::new(ResultCode::SystemError, text)
+            Error::new(code, text)
         };
         match self.settings.action {
-            Action::Error if verdict.hang => self.life.faults().set(error()),
-            Action::Abort if verdict.hang => self.life.fail(error()),
+            // It can never end, whatever the action. The rank itself has failed with what its driver says.
+            _ if verdict.cause == Cause::DeviceFault => self.life.fail(error(ResultCode::RemoteError)),
+            Action::Error if verdict.hang => self.life.faults().set(error(ResultCode::SystemError)),
+            Action::Abort if verdict.hang => self.life.fail(error(ResultCode::SystemError)),
             Action::Report | Action::Error | Action::Abort => {}
         }
         self.report(op, verdict, heard, now);

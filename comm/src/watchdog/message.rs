@@ -73,6 +73,7 @@ impl Message {
                     Position::Running { since_ns, still_ns } => (2, since_ns, still_ns),
                     Position::Done => (3, 0, 0),
                     Position::Ended => (4, 0, 0_u64),
+                    Position::Faulted => (5, 0, 0),
                 };
                 bytes.push(code);
                 bytes.extend(u64::to_le_bytes(first));
@@ -116,6 +117,7 @@ impl Message {
                     (2, since_ns, still_ns) => Position::Running { since_ns, still_ns },
                     (3, 0, 0) => Position::Done,
                     (4, 0, 0) => Position::Ended,
+                    (5, 0, 0) => Position::Faulted,
                     _ => return None,
                 };
                 let held_up = match *rest.take()? {
@@ -182,6 +184,7 @@ mod tests {
             any::<(u64, u64)>().prop_map(|(since_ns, still_ns)| Position::Running { since_ns, still_ns }),
             Just(Position::Done),
             Just(Position::Ended),
+            Just(Position::Faulted),
         ]
     }
 

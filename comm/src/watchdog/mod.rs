@@ -39,6 +39,8 @@ pub(crate) use settings::{Action, Settings, Source};
 use crate::{
     checks::{Checks, Identity, Post},
     communicator::{Lifecycle, lock},
+    device,
+    error::Error,
     launch::observer::PlanObserver,
     observe,
     process::{Stat, State},
@@ -193,6 +195,7 @@ impl Watch {
         }
         let answer = match message {
             Message::Where { query, run } => {
+                self.fail_with_device();
                 self.refresh(events::RECENT);
                 let held_up = detector::oldest_in_progress(self.device, (self.comm, run));
                 let answer = Answer {
@@ -238,16 +241,20 @@ impl Watch {
         let idle_ns = now.saturating_sub(flights.last_launch_ns);
         let position = flights.position(run, now).map(|position| match position {
             // Events, and kernels on GPUs, tell of starts and ends only: for all that is known here they move, unless there is
-            // nobody to wait for.
-            Position::Running { since_ns, .. } if self.on_gpu || self.events.is_some() => Position::Running {
-                since_ns,
-                still_ns: match self.participants(run.identity)[..] {
+            // nobody to wait for, or they would have been done long ago at a gigabyte a second.
+            Position::Running { since_ns, still_ns } if self.on_gpu || self.events.is_some() => {
+                let may_move = self.settings.stuck.as_nanos() as u64 + flights.bytes(run).unwrap_or(0);
+                let still_ns = match self.participants(run.identity)[..] {
                     [_] => since_ns,
-                    _ => 0,
-                },
-            },
+                    _ => still_ns.min(since_ns.saturating_sub(may_move)),
+                };
+                Position::Running { since_ns, still_ns }
+            }
             position => position,
         });
+        if position != Some(Position::Done) && self.fault().is_some() {
+            return Position::Faulted;
+        }
         position.unwrap_or_else(|| {
             // What was called and is not on its way any more is done. A captured operation is on its way as long as its
             // graph lives.
@@ -257,6 +264,21 @@ impl Watch {
                 Position::NotLaunched { idle_ns }
             }
         })
+    }
+
+    /// What has broken this rank's device, if it is known that something has: a look at memory.
+    fn fault(&self) -> Option<Error> {
+        let fault = device::opened()?.fault(self.device)?;
+        Some(Error::from(fault))
+    }
+
+    /// Operations in progress will not end: the error is set, whatever the action.
+    fn fail_with_device(&self) {
+        if let Some(fault) = self.fault() {
+            // The error first: who reads the report finds it.
+            self.life.fail(fault);
+            self.judge_alone(Cause::DeviceFault, self.rank);
+        }
     }
 
     /// What the system says of the process of a rank of this node.
@@ -303,6 +325,7 @@ impl Watch {
             lock(&self.inquiry).close();
             return self.settings.rest();
         };
+        self.fail_with_device();
         let age = Duration::from_nanos(now.saturating_sub(op.start_ns));
         match threshold.checked_sub(age) {
             Some(left) if !left.is_zero() => left.min(self.settings.rest()),

@@ -34,6 +34,8 @@ pub(crate) enum Position {
     Done,
     /// The communicator is being ended there: aborted, revoked or destroyed.
     Ended,
+    /// Its device has failed: nothing that was launched on it ends any more.
+    Faulted,
 }
 
 /// What a rank says when it is asked.

@@ -97,6 +97,7 @@ fn line(rank: u32, heard: &Heard) -> String {
             }
             Position::Done => "done".to_owned(),
             Position::Ended => "communicator ended".to_owned(),
+            Position::Faulted => "its device has failed".to_owned(),
         },
     };
     format!("Rank {rank}: {what}")

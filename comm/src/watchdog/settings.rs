@@ -69,6 +69,8 @@ pub(crate) struct Settings {
     pub(crate) threshold: Duration,
     /// How long a rank may be late before that is a hang.
     pub(crate) arrival: Duration,
+    /// How long an operation that all ranks have come to may take, and a nanosecond for each of its bytes, where nothing tells what moves.
+    pub(crate) stuck: Duration,
     /// How often it looks.
     pub(crate) interval: Duration,
     pub(crate) action: Action,
@@ -102,6 +104,7 @@ impl Settings {
         let settings = Self {
             threshold,
             arrival: milliseconds("RINGSIGHT_ARRIVAL_TIMEOUT_MS", 600_000)?,
+            stuck: milliseconds("RINGSIGHT_STUCK_TIMEOUT_MS", 60_000)?,
             interval: milliseconds("RINGSIGHT_WATCHDOG_INTERVAL_MS", 1000)?.max(SHORTEST),
             action,
             adaptive: Adaptive::of(

@@ -9,6 +9,9 @@ use super::{
     settings::Settings,
 };
 
+/// What was launched so long ago may have begun: events are not asked that often, and the answer is on its way for a while.
+const JUST_NOW: Duration = Duration::from_millis(50);
+
 /// What is known of a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Heard {
@@ -143,10 +146,14 @@ fn suspect(rank: u32, heard: &Heard) -> Option<Suspect> {
         },
         Heard::Answer(Answer { position, held_up }) => match position {
             Position::Ended => of(Cause::PeerAborted, None),
+            Position::Faulted => of(Cause::DeviceFault, None),
             Position::NotLaunched { idle_ns } => Suspect {
                 held_up,
                 ..of(Cause::NotLaunched, Some(idle_ns))
             },
+            Position::Queued { since_ns } if Duration::from_nanos(since_ns) < JUST_NOW => {
+                of(Cause::StuckKernel, Some(since_ns))
+            }
             Position::Queued { since_ns } => Suspect {
                 held_up,
                 ..of(Cause::QueuedBehindCompute, Some(since_ns))
@@ -172,6 +179,7 @@ mod tests {
     const SETTINGS: Settings = Settings {
         threshold: Duration::from_millis(2000),
         arrival: Duration::from_secs(600),
+        stuck: Duration::from_secs(60),
         interval: Duration::from_secs(1),
         action: Action::Report,
         source: Source::Pages,
@@ -218,12 +226,18 @@ mod tests {
     #[test]
     fn the_first_cause_counts() {
         let stuck = running(2500);
-        let queued = at(Position::Queued { since_ns: 5 * MS });
+        let queued = at(Position::Queued { since_ns: 500 * MS });
         let ended = at(Position::Ended);
         let cases = [
             (
                 vec![stuck, late(9), queued, Heard::Gone, ended],
                 Cause::RankDead,
+                3,
+                true,
+            ),
+            (
+                vec![stuck, late(9), Heard::Stopped, at(Position::Faulted), ended],
+                Cause::DeviceFault,
                 3,
                 true,
             ),
@@ -268,6 +282,8 @@ mod tests {
     #[test]
     fn slow_is_not_stuck_and_late_becomes_a_hang() {
         assert_eq!(verdict(&[running(2500), running(10)], 60), None);
+        let just_launched = at(Position::Queued { since_ns: 5 * MS });
+        assert_eq!(verdict(&[running(2500), just_launched], 60), None);
         assert_eq!(
             verdict(&[running(2500), at(Position::Done)], 3),
             Some((Cause::StuckKernel, 0, true))

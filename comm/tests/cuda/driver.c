@@ -5,14 +5,18 @@
 // driver LIBRARY watch RANKS t|p|n FOLDER
 // driver LIBRARY replays RANKS t|p|n FOLDER|- [REPLAYS [OPERATIONS]]
 // driver LIBRARY ended RANKS t|p [kept]
+// driver LIBRARY released RANKS t|p|n
+// driver LIBRARY fault RANKS t|p|n
 // driver LIBRARY differ RANKS t|p|n VARIANT
 // driver LIBRARY random RANKS t|p|n ROUNDS
 //
 // Ranks are threads, processes, or processes on nodes of their own; rank r uses device r, modulo the devices. The last line says "ok", or a line "FAILED" and why.
 #include "ended.h"
+#include "fault.h"
 #include "random.h"
 #include "rank.h"
 #include "refuse.h"
+#include "released.h"
 
 static void run_check(struct Rank* r) {
   open_rank(r, 0);
@@ -308,10 +312,12 @@ static void run_death(struct Rank* r) {
   snprintf(text, sizeof text, "%s", nccl.GetLastError(r->comm));
   CU(cuStreamSynchronize, r->stream);
   double free = now() - start - 0.2;
+  start = now();
   NC(CommAbort(r->comm));
+  double ended = now() - start;
   if (r->rank == 0)
-    printf("%s death of a rank: error %d after %.0f ms, stream free after %.0f ms: %s\n", async ? "ok" : "FAILED", async, noticed * 1e3,
-           free * 1e3, text);
+    printf("%s death of a rank: error %d after %.0f ms, stream free after %.0f ms, abort in %.0f ms: %s\n",
+           async && ended < 1 ? "ok" : "FAILED", async, noticed * 1e3, free * 1e3, ended * 1e3, text);
 }
 
 // Rank 0 calls something else than the others: each is told what they called.
@@ -597,6 +603,8 @@ static void* run(void* argument) {
   else if (!strcmp(mode, "remap")) run_remap(r);
   else if (!strcmp(mode, "abort")) run_abort(r);
   else if (!strcmp(mode, "death")) run_death(r);
+  else if (!strcmp(mode, "fault")) run_fault(r);
+  else if (!strcmp(mode, "released")) run_released(r);
   else if (!strcmp(mode, "differ")) run_differ(r);
   else if (!strcmp(mode, "random")) run_random(r, variant);
   else if (!strcmp(mode, "refuse")) run_refuse(r);

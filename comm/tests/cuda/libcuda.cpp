@@ -50,6 +50,7 @@ enum Result : int {
   INVALID_CONTEXT = 201,
   INVALID_HANDLE = 400,
   NOT_READY = 600,
+  ILLEGAL_ADDRESS = 700,
   PEER_ACCESS_ALREADY_ENABLED = 704,
   ALREADY_REGISTERED = 712,
   NOT_REGISTERED = 713,
@@ -147,9 +148,10 @@ struct Stream {
   std::shared_ptr<Capture> capture;
   void* last_node = nullptr;
   u64 id;
+  const int device;
   std::thread thread;
 
-  Stream() {
+  explicit Stream(int device) : device(device) {
     static std::atomic<u64> last{0};
     id = ++last;
     thread = std::thread([this] { run(); });
@@ -237,7 +239,7 @@ auto& registered = *new std::set<void*>;
 bool has_peers() { return std::getenv("RINGSIGHT_MOCK_NO_PEERS") == nullptr; }
 // The default stream of the process; never ended.
 Stream* default_stream() {
-  static Stream* stream = new Stream;
+  static Stream* stream = new Stream(0);
   return stream;
 }
 Stream* of(void* handle) {
@@ -255,6 +257,9 @@ const bool skips = [] {
 // Calls of this thread that each operation may make: see ringsight_mock_calls.
 enum Counted { LAUNCH, RECORD, WAIT, CAPTURE, CURRENT, STREAM_ID, COUNTED };
 thread_local u64 calls[COUNTED];
+
+// Devices on which a kernel has done wrong: it, and all others there, will not do anything any more.
+std::atomic<bool> broken[16];
 
 // Giving memory back waits.
 const bool frees_wait = [] {
@@ -344,6 +349,9 @@ void ringsight_mock_memory(u64* figures) {
   std::lock_guard lock(memory_mutex);
   figures[1] = memory.size(), figures[2] = opened.size(), figures[3] = registered.size();
 }
+
+// A device that fails from now on.
+void ringsight_mock_break(int device) { broken[device] = true; }
 
 int cuInit(unsigned) { return SUCCESS; }
 int cuDriverGetVersion(int* version) { return *version = 13000, SUCCESS; }
@@ -578,7 +586,7 @@ int cuMemcpyDtoDAsync_v2(void* to, const void* from, size_t bytes, void* stream)
 
 int cuStreamCreate(Stream** stream, unsigned) {
   if (current == nullptr) return INVALID_CONTEXT;
-  *stream = new Stream;
+  *stream = new Stream(current->device);
   return SUCCESS;
 }
 int cuStreamGetId(void* stream, u64* id) {
@@ -589,10 +597,12 @@ int cuStreamGetId(void* stream, u64* id) {
 int cuStreamDestroy_v2(Stream* stream) { return stream->end(), SUCCESS; }
 int cuStreamQuery(void* stream) {
   if (of(stream)->capture) return CAPTURE_UNSUPPORTED;
+  if (broken[of(stream)->device]) return ILLEGAL_ADDRESS;
   return of(stream)->idle() ? SUCCESS : NOT_READY;
 }
 int cuStreamSynchronize(void* stream) {
   if (of(stream)->capture) return CAPTURE_UNSUPPORTED;
+  if (broken[of(stream)->device]) return ILLEGAL_ADDRESS;
   of(stream)->wait();
   return SUCCESS;
 }
@@ -674,6 +684,7 @@ int cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned
     });
   }
   calls[LAUNCH]++;
+  if (broken[of(stream)->device]) return ILLEGAL_ADDRESS;
   std::unique_lock alone(launching, std::defer_lock);
   if (frees_wait) alone.lock();
   if (skips && !is_channels(function) && !of(stream)->capture) {

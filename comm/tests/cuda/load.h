@@ -34,6 +34,7 @@ static struct {
   Code (*CommInitRank)(Comm*, int, Id, int);
   Code (*CommDestroy)(Comm);
   Code (*CommAbort)(Comm);
+  Code (*CommRevoke)(Comm, int);
   Code (*CommGetAsyncError)(Comm, Code*);
   const char* (*GetLastError)(Comm);
   const char* (*GetErrorString)(Code);
@@ -134,7 +135,7 @@ static void load(void) {
   void* lib = dlopen(library, RTLD_NOW | RTLD_LOCAL);
   if (!lib) fail("%s", dlerror());
 #define L(name) *(void**)&nccl.name = dlsym(lib, "nccl" #name);
-  L(GetVersion) L(GetUniqueId) L(CommInitRank) L(CommDestroy) L(CommAbort) L(CommGetAsyncError) L(GetLastError)
+  L(GetVersion) L(GetUniqueId) L(CommInitRank) L(CommDestroy) L(CommAbort) L(CommRevoke) L(CommGetAsyncError) L(GetLastError)
   L(GetErrorString) L(GroupStart) L(GroupEnd) L(AllReduce) L(AllGather) L(ReduceScatter) L(Broadcast) L(Reduce) L(Send)
   L(Recv) L(AlltoAll) L(Gather) L(Scatter) L(RedOpCreatePreMulSum) L(RedOpDestroy) L(MemAlloc) L(MemFree)
   L(CommRegister) L(CommDeregister)

@@ -115,13 +115,14 @@ vocabulary! {
     /// Why an operation does not end, as the watchdog says. Of several that fit, the first counts: later ones are its consequences.
     Cause {
         RankDead = 1 => "RANK_DEAD",
-        PeerAborted = 2 => "PEER_ABORTED",
-        RankStopped = 3 => "RANK_STOPPED",
-        NoAnswer = 4 => "NO_ANSWER",
-        MetadataMismatch = 5 => "METADATA_MISMATCH",
-        NotLaunched = 6 => "NOT_LAUNCHED",
-        QueuedBehindCompute = 7 => "QUEUED_BEHIND_COMPUTE",
-        StuckKernel = 8 => "STUCK_KERNEL",
+        DeviceFault = 2 => "DEVICE_FAULT",
+        PeerAborted = 3 => "PEER_ABORTED",
+        RankStopped = 4 => "RANK_STOPPED",
+        NoAnswer = 5 => "NO_ANSWER",
+        MetadataMismatch = 6 => "METADATA_MISMATCH",
+        NotLaunched = 7 => "NOT_LAUNCHED",
+        QueuedBehindCompute = 8 => "QUEUED_BEHIND_COMPUTE",
+        StuckKernel = 9 => "STUCK_KERNEL",
     }
 }
 
@@ -142,6 +143,7 @@ impl core::fmt::Display for CauseOfRank {
         let Self(cause, rank) = self;
         match cause {
             Cause::RankDead => write!(f, "the process of rank {rank} is gone"),
+            Cause::DeviceFault => write!(f, "the device of rank {rank} has failed"),
             Cause::PeerAborted => {
                 write!(
                     f,

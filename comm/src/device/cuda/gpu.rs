@@ -9,8 +9,7 @@ use std::{
 };
 
 use cudarc::driver::sys::{
-    CUcontext, CUdevice_attribute, CUdeviceptr, CUfunction, CUfunction_attribute, CUresult, CUstream,
-    CUstream_flags,
+    CUcontext, CUdevice_attribute, CUdeviceptr, CUfunction, CUfunction_attribute, CUstream, CUstream_flags,
 };
 use ringsight_kernels::{
     Launch, WorkError,
@@ -25,6 +24,7 @@ use super::{
     count::Counters,
     drain::{Drain, Entered},
     driver::{OutsideCapture, Pinned, attribute, call, check},
+    health::Health,
     release,
 };
 use crate::{
@@ -64,6 +64,7 @@ pub(super) struct Gpu {
     pub(super) context: CUcontext,
     /// For work of this module's own: waits for no other stream, and none waits for it.
     pub(super) stream: CUstream,
+    pub(super) health: Health,
     /// Programs that are too long for the arguments are put here; by size class.
     pinned: Mutex<HashMap<usize, Vec<Pinned>>>,
 }
@@ -288,6 +289,7 @@ impl Gpu {
             append,
             context,
             stream,
+            health: Health::new(device, stream),
             pinned: Mutex::new(HashMap::from([(PROGRAM_BYTES, programs)])),
         })
     }
@@ -296,16 +298,6 @@ impl Gpu {
     pub(super) fn make_current(&self) -> Result<()> {
         // SAFETY: retained for the life of the process.
         unsafe { call!(cuCtxSetCurrent(self.context)) }
-    }
-
-    /// What has broken the GPU for good, if anything has.
-    pub(super) fn check_health(&self) -> Result<()> {
-        // SAFETY: a stream of our own. What a kernel did wrong is the answer to every call.
-        let result = unsafe { cudarc::driver::sys::cuStreamQuery(self.stream) };
-        match result {
-            CUresult::CUDA_ERROR_NOT_READY => Ok(()),
-            result => check("a kernel on the GPU", result),
-        }
     }
 
     /// What launches are entered into, with a free slot, and that slot.

@@ -13,6 +13,7 @@ mod direct;
 mod drain;
 mod driver;
 mod gpu;
+mod health;
 mod memory;
 mod nvlink;
 mod release;
@@ -195,7 +196,11 @@ impl Device for CudaDevice {
     }
 
     fn check_health(&self, device: i32) -> Result<()> {
-        self.gpu(device)?.check_health()
+        self.gpu(device)?.health.check()
+    }
+
+    fn fault(&self, device: i32) -> Option<DeviceError> {
+        self.gpu(device).ok()?.health.fault()
     }
 
     fn allocate(&self, bytes: usize) -> Result<*mut u8> {

@@ -18,6 +18,7 @@ use crate::{
 const SETTINGS: Settings = Settings {
     threshold: Duration::from_secs(2),
     arrival: Duration::from_secs(600),
+    stuck: Duration::from_secs(60),
     interval: Duration::from_secs(1),
     action: Action::Report,
     source: Told::Events,

@@ -82,12 +82,13 @@ fn times(said: &str) -> Option<Times> {
 }
 
 fn once(steps: &Steps<'_>, way: &Way, folder: &Path) -> Result<Times> {
-    let mut command = driver(steps, "replays 2 t");
+    // A process for each rank, as jobs have them: ranks of one process share its ring.
+    let mut command = driver(steps, "replays 2 p");
     command.arg(if way.is_attached { folder } else { Path::new("-") });
     command.args(["300", "20"]).envs(way.variables.iter().copied());
     let log = folder.join("job-0.log");
     if way.is_attached {
-        attached(steps, folder, vec![command], false)?;
+        attached(steps, folder, vec![command], true)?;
     } else {
         let out = fs::File::create(&log)?;
         command.stdout(out.try_clone()?).stderr(out);

@@ -70,6 +70,26 @@ pub(super) fn graph(steps: &mut Steps<'_>) -> Result<()> {
 pub(super) fn abort(steps: &mut Steps<'_>) -> Result<()> {
     drive(steps, "2t", 20, "abort 2 t", &[]);
     drive(steps, "2p", 30, "abort 2 p", &[]);
+    for kind in ["t", "p", "n"] {
+        drive(
+            steps,
+            &format!("released-2{kind}"),
+            40,
+            &format!("released 2 {kind}"),
+            &[],
+        );
+    }
+    // In steps, so that no other device reads what there is not.
+    let lines = [("RINGSIGHT_STRAIGHT_BYTES", "18446744073709551615")];
+    for kind in ["t", "p"] {
+        drive(
+            steps,
+            &format!("fault-3{kind}"),
+            30,
+            &format!("fault 3 {kind}"),
+            &lines,
+        );
+    }
     // What the ranks differ in.
     let different = [
         "type",

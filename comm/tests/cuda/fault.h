@@ -1,0 +1,53 @@
+// A device that fails while its rank and others wait for another one: all of them are told whose it is, and end.
+#pragma once
+
+#include <dlfcn.h>
+
+#include "rank.h"
+
+// What the driver without a GPU has in place of a kernel that does wrong.
+typedef void (*Break)(int device);
+
+// An address at which a kernel may read, near the end of what is mapped there: of some large allocations the one that comes last.
+static uint64_t last_address(void) {
+  uint64_t last = 0;
+  for (int i = 0; i < 4; i++) {
+    uint64_t address;
+    CU(cuMemAlloc, &address, (size_t)1 << 30);
+    if (address > last) last = address;
+  }
+  return last + ((size_t)1 << 30) - 4096;
+}
+
+// Rank 1's device fails in an all_reduce to which the last rank never comes.
+static void run_fault(struct Rank* r) {
+  if (ranks < 3) fail("fault: 3 ranks at least");
+  open_rank(r, 0);
+  buffers(r, 64 << 20);
+  enqueue(r, ALL_REDUCE, F32, 1000, 0, 0, r->send, r->recv);
+  CU(cuStreamSynchronize, r->stream);
+  const Break broken = (Break)dlsym(RTLD_DEFAULT, "ringsight_mock_break");
+  const uint64_t wrong = broken == NULL && r->rank == 1 ? last_address() : 0;
+  barrier();
+  const double start = now();
+  if (r->rank != ranks - 1) NC(AllReduce((void*)(wrong ? wrong : r->send), (void*)r->recv, 16 << 20, F32, 0, r->comm, r->stream));
+  if (r->rank == 1 && broken != NULL) broken(r->device);
+  Code async = 0;
+  while (r->rank != ranks - 1 && now() - start < 20 && async == 0) {
+    NC(CommGetAsyncError(r->comm, &async));
+    usleep(1000);
+  }
+  const double noticed = now() - start;
+  char text[400];
+  snprintf(text, sizeof text, "%s", nccl.GetLastError(r->comm));
+  const char* says = r->rank == 1 ? "a kernel on the GPU" : "DEVICE_FAULT: the device of rank 1 has failed";
+  if (r->rank != ranks - 1 && (async == 0 || strstr(text, says) == NULL))
+    fail("fault: rank %d: error %d after %.1f s: %s", r->rank, async, noticed, text);
+  barrier();
+  const double before = now();
+  NC(CommAbort(r->comm));
+  const double took = now() - before;
+  if (took > 1) fail("fault: rank %d: abort took %.1f s", r->rank, took);
+  barrier();
+  if (r->rank == 0) printf("ok after %.1f s, abort in %.0f ms: %s\n", noticed, took * 1e3, text);
+}
