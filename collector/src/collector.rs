@@ -7,9 +7,10 @@ use ringsight_probes::{network::NetworkEvent, sample::Sample};
 use ringsight_records::{Function, Kind, State, VERSION};
 
 use crate::{
+    awaited::Awaited,
     clock::Clock,
     correlate::{
-        Correlator, Finished, Limits,
+        Correlator, Finished, Limits, RankOperation,
         communicators::Communicators,
         instance::{Instance, Instances},
     },
@@ -62,6 +63,7 @@ pub struct Collector {
     maker: SpanMaker,
     metrics: Metrics,
     network: Network,
+    awaited: Awaited,
     start_unix_ns: u64,
     clock: Clock,
     log: OperationLog,
@@ -87,6 +89,7 @@ impl Collector {
             instances: Instances::default(),
             maker: SpanMaker::new(options.scope, options.lag_threshold_ns),
             network: Network::new(Arc::clone(&own)),
+            awaited: Awaited::default(),
             start_unix_ns: clock.unix_ns(now_ns),
             metrics: Metrics::new(clock.unix_ns(now_ns), own),
             clock,
@@ -123,8 +126,13 @@ impl Collector {
                     .process(process.pid)
                     .is_some_and(|w| w.process.start_time != process.start_time)
                 {
-                    self.correlator
-                        .ingest(Sample::Exited { pid: process.pid }, &mut self.finished);
+                    self.correlator.ingest(
+                        Sample::Exited {
+                            pid: process.pid,
+                            ended: true,
+                        },
+                        &mut self.finished,
+                    );
                     self.hand_on();
                     self.communicators.exited(process.pid);
                 }
@@ -176,7 +184,7 @@ impl Collector {
                 self.network.lose(*count);
                 return;
             }
-            Sample::Exited { pid } => {
+            Sample::Exited { pid, .. } => {
                 let (pid, now_ns) = (*pid, self.now_ns);
                 let (network, mut output) = self.network();
                 network.exited(pid, now_ns, &mut output);
@@ -209,7 +217,7 @@ impl Collector {
     fn hand_on(&mut self) {
         let mut finished = std::mem::take(&mut self.finished);
         for mut finished in finished.drain(..) {
-            if let Finished::Operation(part) | Finished::Unfinished(part) | Finished::Judged(part) =
+            if let Finished::Operation(part) | Finished::Unfinished(part, _) | Finished::Judged(part) =
                 &mut finished
                 && part.ranks == 0
             {
@@ -219,22 +227,21 @@ impl Collector {
                     .map_or(0, |communicator| communicator.ranks);
             }
             match finished {
-                Finished::Operation(part) => {
-                    let expected = part.instance().map_or(0, |key| self.communicators.expected(&key));
-                    let left = self
-                        .instances
-                        .add(part, expected, self.now_ns, &self.limits, &mut self.ready);
-                    if let Some(part) = left {
-                        self.correlator.recycle(part);
+                Finished::Operation(part) => self.add(part),
+                Finished::Unfinished(mut part, ended) => {
+                    self.unfinished += 1;
+                    if self.awaited.is_told(&part, ended) {
+                        part.cut_ns = self.now_ns.max(part.last_ns);
+                        self.add(part);
+                    } else {
+                        let spans = &mut self.batch.spans;
+                        self.maker
+                            .unfinished(&part, self.now_ns, &self.communicators, &self.clock, spans);
                     }
                 }
-                Finished::Unfinished(part) => {
-                    self.unfinished += 1;
-                    let spans = &mut self.batch.spans;
-                    self.maker
-                        .unfinished(&part, self.now_ns, &self.communicators, &self.clock, spans);
-                }
                 Finished::Judged(part) => {
+                    self.awaited
+                        .judged(&part, &mut self.correlator, &self.communicators);
                     let log = self.maker.verdict(&part, &self.communicators, &self.clock);
                     self.batch.logs.extend(log);
                     let communicator = self.communicators.get(part.comm);
@@ -268,6 +275,18 @@ impl Collector {
         }
     }
 
+    /// A rank's part of an operation goes to the others'.
+    fn add(&mut self, part: Box<RankOperation>) {
+        self.awaited.over(&part, &self.communicators);
+        let expected = part.instance().map_or(0, |key| self.communicators.expected(&key));
+        let left = self
+            .instances
+            .add(part, expected, self.now_ns, &self.limits, &mut self.ready);
+        if let Some(part) = left {
+            self.correlator.recycle(part);
+        }
+    }
+
     /// Hands on instances that are whole or have waited long enough.
     fn settle(&mut self) {
         let (least, most) = self.correlator.watermarks().unwrap_or((u64::MAX, self.now_ns));
@@ -280,10 +299,11 @@ impl Collector {
         network.settle_failovers(now_ns, &mut output);
         if !self.gone.is_empty() {
             let now = self.now_ns;
-            let communicators = &mut self.communicators;
+            let (communicators, awaited) = (&mut self.communicators, &mut self.awaited);
             self.gone.retain(|(until, pid)| {
                 if *until <= now {
                     communicators.exited(*pid);
+                    awaited.exited(*pid);
                 }
                 *until > now
             });
@@ -300,7 +320,8 @@ impl Collector {
                 .instance(&instance, &verdict, &self.communicators, &self.clock, spans);
             let synchronises = verdict.function.is_some_and(Function::synchronises);
             let arrivals: Vec<u64> = instance.parts.iter().map(|part| part.device.0).collect();
-            for (at, part) in instance.parts.iter().enumerate() {
+            let ended = |part: &RankOperation| part.cut_ns == 0;
+            for (at, part) in instance.parts.iter().enumerate().filter(|(_, part)| ended(part)) {
                 let communicator = self.communicators.get(part.comm);
                 let member = communicator.and_then(|communicator| communicator.member(part.pid, part.rank));
                 if let Some(member) = member {
@@ -310,7 +331,7 @@ impl Collector {
                         .observe(part, &member.resource, verdict.bus_bandwidth, lag);
                 }
             }
-            if !instance.late {
+            if !instance.late && instance.parts.iter().any(|part| ended(part)) {
                 let operation =
                     self.maker
                         .operation(&instance, &verdict, trace_id, &self.communicators, &self.clock);

@@ -109,6 +109,13 @@ pub struct InstanceKey {
 }
 
 impl InstanceKey {
+    /// The part that stands for the whole: rank 0's, or a message's sender's.
+    #[must_use]
+    pub fn root(&self) -> (u32, Direction) {
+        self.pair
+            .map_or((0, Direction::None), |(source, _)| (source, Direction::Send))
+    }
+
     /// `xxh3_128("ccl.trace.v1" ‖ scope ‖ comm u64 ‖ ranks u32 ‖ kind u8 ‖ seq u64 ‖ replay u32 [‖ src u32 ‖ dst u32])`,
     /// integers little-endian, the hash written big-endian.
     #[must_use]

@@ -7,6 +7,7 @@
 //! [`Collector`] is the whole line; everything under it is driven by samples and a clock reading that is passed in, so
 //! that a recorded run gives the same spans as a live one.
 
+mod awaited;
 pub mod clock;
 pub mod collector;
 pub mod correlate;

@@ -314,6 +314,7 @@ fn a_process_that_ends_flushes_what_it_had() {
     samples.retain(|sample| !matches!(sample, Sample::Watermark { .. }));
     samples.extend((0..4).map(|rank| Sample::Exited {
         pid: FIRST_PID + rank,
+        ended: true,
     }));
     let batch = collect(samples);
     check_trees(&batch.spans);

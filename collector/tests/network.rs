@@ -416,7 +416,10 @@ fn what_a_process_leaves_behind_ends_with_it() {
             time_ns: EPOCH_NS + 20_000,
         },
         Sample::NetworkLost { count: 3 },
-        Sample::Exited { pid: FIRST_PID },
+        Sample::Exited {
+            pid: FIRST_PID,
+            ended: true,
+        },
     ]);
     let spans = collector.take_batch().spans;
     let span = named(&spans, "rdma queue pair").next().unwrap();

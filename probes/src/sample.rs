@@ -107,6 +107,8 @@ pub enum Sample {
     Exited {
         /// Process.
         pid: u32,
+        /// What it was in when it was let go of does not go on: it ended, or began another program.
+        ended: bool,
     },
 }
 

@@ -371,13 +371,13 @@ impl Session {
                 continue;
             };
             target.watched.drain(BATCH, now_ns(), false, &mut samples);
-            self.close(*pid, target, &mut samples);
+            self.close(*pid, target, false, &mut samples);
         }
         self.ready = samples;
     }
 
     /// The end of a target whose events were all taken.
-    fn close(&mut self, pid: u32, mut target: Target, samples: &mut Vec<Sample>) {
+    fn close(&mut self, pid: u32, mut target: Target, ended: bool, samples: &mut Vec<Sample>) {
         target.watched.close(samples);
         if let Some(counters) = target.watched.counters() {
             self.finished.insert(pid, counters);
@@ -385,7 +385,7 @@ impl Session {
         if let (Some(probes), Some((key, _))) = (&mut self.probes, target.probed) {
             probes.unlink(key, target.library);
         }
-        samples.push(Sample::Exited { pid });
+        samples.push(Sample::Exited { pid, ended });
     }
 
     /// Notices processes that have begun another program (`execve`): nothing of what was attached to exists any more.
@@ -532,7 +532,7 @@ impl Source for Session {
                 self.past.add(&probes.tally(key));
                 probes.forget(key);
             }
-            self.close(pid, target, samples);
+            self.close(pid, target, true, samples);
         }
         if self.problems.is_empty() {
             Ok(!self.targets.is_empty())

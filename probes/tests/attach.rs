@@ -119,7 +119,7 @@ fn several_processes_of_one_file_are_told_apart() {
     assert!(
         samples
             .iter()
-            .any(|sample| matches!(sample, Sample::Exited { pid } if *pid == targets[0].pid()))
+            .any(|sample| matches!(sample, Sample::Exited { pid, ended: false } if *pid == targets[0].pid()))
     );
     // And it can come back.
     session.attach(targets[0].pid()).unwrap();
@@ -296,7 +296,7 @@ fn a_process_that_ends_is_drained_first() {
     assert!(!session.poll(&mut samples).unwrap(), "nobody is left");
     assert_eq!(records(&samples, Kind::OpCompleted), 100);
     assert_eq!(records(&samples, Kind::ProxyStep), 1000);
-    assert!(matches!(samples.last(), Some(Sample::Exited { pid: exited }) if *exited == pid));
+    assert!(matches!(samples.last(), Some(Sample::Exited { pid: exited, ended: true }) if *exited == pid));
     assert_eq!(
         session.counters(pid).unwrap().emitted[Kind::ProxyStep as usize],
         1000
@@ -332,7 +332,7 @@ fn a_process_that_begins_another_program_is_let_go() {
             && problem.contains("fixture_target"),
         "{problem}"
     );
-    assert!(matches!(samples.last(), Some(Sample::Exited { pid }) if *pid == target.pid()));
+    assert!(matches!(samples.last(), Some(Sample::Exited { pid, ended: true }) if *pid == target.pid()));
     assert_eq!(records(&samples, Kind::ProxyStep), 500);
     assert_eq!(session.pids().count(), 0);
     // It can be attached to as it is now.

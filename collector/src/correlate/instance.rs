@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::{Limits, RankOperation};
-use crate::identity::{Direction, InstanceKey};
+use crate::identity::InstanceKey;
 
 /// Instances that were handed out before all their parts had come and are remembered for the parts that come later.
 const REMEMBERED: usize = 65_536;
@@ -28,10 +28,7 @@ impl Instance {
     /// The part that stands for the whole: rank 0's, or a message's sender's.
     #[must_use]
     pub fn root_part(&self) -> Option<&RankOperation> {
-        let (rank, direction) = self
-            .key
-            .pair
-            .map_or((0, Direction::None), |(source, _)| (source, Direction::Send));
+        let (rank, direction) = self.key.root();
         self.parts
             .iter()
             .find(|part| part.rank == rank && part.direction() == direction)

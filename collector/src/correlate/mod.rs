@@ -20,7 +20,7 @@ use rustc_hash::FxHashMap;
 pub use group::Group;
 pub use host_group::HostGroup;
 use host_group::HostGroups;
-pub use operation::{KernelChannel, RankOperation, Verdict};
+pub use operation::{KernelChannel, RankOperation, Verdict, Whereabouts};
 pub use target::Given;
 use target::Target;
 
@@ -53,8 +53,8 @@ impl Default for Limits {
 pub enum Finished {
     /// An operation of one rank.
     Operation(Box<RankOperation>),
-    /// An operation that was still running when its process ended or was let go of.
-    Unfinished(Box<RankOperation>),
+    /// An operation that was still running when its process ended (`true`), or was let go of and may go on.
+    Unfinished(Box<RankOperation>, bool),
     /// An operation as it is when the watchdog has given a verdict on it, its last one. It goes on.
     Judged(Box<RankOperation>),
     /// A group that the caller opened.
@@ -211,11 +211,11 @@ impl Correlator {
                 }
             }
             Sample::Process(process) => {
-                self.exited(process.pid, finished);
+                self.exited(process.pid, true, finished);
                 self.by_pid.insert(process.pid, self.targets.len());
                 self.targets.push(Some(Target::new(process)));
             }
-            Sample::Exited { pid } => self.exited(pid, finished),
+            Sample::Exited { pid, ended } => self.exited(pid, ended, finished),
             // Of no operation.
             Sample::Network(_) | Sample::NetworkLost { .. } => {}
             Sample::Call(call) => {
@@ -235,14 +235,14 @@ impl Correlator {
         }
     }
 
-    fn exited(&mut self, pid: u32, finished: &mut Vec<Finished>) {
+    fn exited(&mut self, pid: u32, ended: bool, finished: &mut Vec<Finished>) {
         let Some(at) = self.by_pid.remove(&pid) else {
             return;
         };
         self.recent = (0, usize::MAX);
         self.host_groups.give_up(pid);
         if let Some(mut target) = self.targets[at].take() {
-            target.flush(&self.limits, finished);
+            target.flush(ended, &self.limits, finished);
             self.add_given(target.given);
         }
         // Places at the end are used again; a collector that outlives many processes keeps a short list.
@@ -258,6 +258,17 @@ impl Correlator {
         self.given.begun_before_attach += given.begun_before_attach;
     }
 
+    /// Operations of a process that have not ended.
+    pub fn running(&self, pid: u32) -> impl Iterator<Item = &RankOperation> {
+        let target = self.by_pid.get(&pid).and_then(|at| self.targets[*at].as_ref());
+        target.into_iter().flat_map(Target::running)
+    }
+
+    /// An operation that has not been handed out.
+    pub fn known_mut(&mut self, pid: u32, op: u32, replay: u32) -> Option<&mut RankOperation> {
+        self.target(pid)?.known_mut(op, replay)
+    }
+
     /// Flushes every process.
     pub fn finish(&mut self, finished: &mut Vec<Finished>) {
         let pids: Vec<u32> = self
@@ -267,7 +278,7 @@ impl Correlator {
             .map(|target| target.process.pid)
             .collect();
         for pid in pids {
-            self.exited(pid, finished);
+            self.exited(pid, false, finished);
         }
     }
 

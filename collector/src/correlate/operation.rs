@@ -50,6 +50,21 @@ pub struct Verdict {
     pub culprit: u32,
     /// It will not end by itself; otherwise that rank is late.
     pub hang: bool,
+    /// What that rank was in then, if it was not this operation and its process is watched, too.
+    pub instead: Option<Whereabouts>,
+}
+
+/// One rank's part of an operation, as ids name it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Whereabouts {
+    /// The operation.
+    pub key: InstanceKey,
+    /// The rank.
+    pub rank: u32,
+    /// Which end of a message it is.
+    pub direction: Direction,
+    /// It was over then: the last one of that rank.
+    pub over: bool,
 }
 
 /// One operation on one rank. Times are monotonic nanoseconds, 0 = not known.
@@ -110,6 +125,10 @@ pub struct RankOperation {
     pub proxies: Vec<ProxyOperation>,
     /// What the watchdog said of it, in order.
     pub verdicts: Vec<Verdict>,
+    /// What another rank waits in for this one, which was in this operation when the watchdog said so.
+    pub awaited_in: Option<Whereabouts>,
+    /// When it was let go of without having ended, as far as is known; 0: it ended.
+    pub cut_ns: u64,
     recent_proxy: usize,
 }
 
@@ -172,7 +191,12 @@ impl RankOperation {
     /// Which instance it is a part of; `None` if its communicator, that one's size or its peer is not known.
     #[must_use]
     pub fn instance(&self) -> Option<InstanceKey> {
-        if self.comm == 0 || self.ranks == 0 {
+        self.instance_of(self.ranks)
+    }
+
+    /// The same in a communicator of this size.
+    pub(crate) fn instance_of(&self, ranks: u32) -> Option<InstanceKey> {
+        if self.comm == 0 || ranks == 0 {
             return None;
         }
         let (kind, pair) = if self.p2p {
@@ -189,7 +213,7 @@ impl RankOperation {
         Some(InstanceKey {
             comm: self.comm,
             seq: self.seq,
-            ranks: self.ranks,
+            ranks,
             replay: self.replay,
             kind,
             pair,
@@ -248,6 +272,7 @@ impl RankOperation {
                     cause,
                     culprit: record.value as u32,
                     hang: stop,
+                    instead: None,
                 }));
             }
             Kind::ProxyStep => {

@@ -98,6 +98,21 @@ impl Target {
             .count()
     }
 
+    /// Those that have not ended.
+    pub(super) fn running(&self) -> impl Iterator<Item = &RankOperation> {
+        self.operations
+            .values()
+            .map(|operation| &**operation)
+            .filter(|operation| !operation.completed && !self.is_left_over(operation))
+    }
+
+    /// One that has not been handed out.
+    pub(super) fn known_mut(&mut self, op: u32, replay: u32) -> Option<&mut RankOperation> {
+        self.operations
+            .get_mut(&key(op, replay))
+            .map(|operation| &mut **operation)
+    }
+
     /// Whether neither launch nor completion of an operation is known, and it began before the process was watched. The
     /// ring may hold records of operations that are long over: those that a previous reader left, and those of proxies
     /// that lag behind the device. Of an operation that is still running the end will come, and tell what it is.
@@ -399,8 +414,8 @@ impl Target {
         self.completions_lost = waiting;
     }
 
-    /// Hands out everything: what has completed as an operation, the rest as unfinished.
-    pub(super) fn flush(&mut self, limits: &Limits, finished: &mut Vec<Finished>) {
+    /// Hands out everything: what has completed as an operation, the rest as unfinished. `ended` is whether that will stay so.
+    pub(super) fn flush(&mut self, ended: bool, limits: &Limits, finished: &mut Vec<Finished>) {
         self.settle(u64::MAX, limits, finished);
         for key in std::mem::take(&mut self.order) {
             if let Some(mut operation) = self.operations.remove(&key) {
@@ -409,7 +424,7 @@ impl Target {
                     continue;
                 }
                 self.supplement(&mut operation);
-                finished.push(Finished::Unfinished(operation));
+                finished.push(Finished::Unfinished(operation, ended));
             }
         }
     }

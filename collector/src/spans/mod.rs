@@ -7,7 +7,7 @@ mod process;
 mod rank;
 mod verdict;
 
-use std::sync::Arc;
+use std::{collections::VecDeque, sync::Arc};
 
 use ringsight_exporters::model::{
     Attribute, Culprit, Operation, OperationRank, Resource, Span, SpanId, SpanLink, TraceId, Value,
@@ -72,7 +72,12 @@ pub struct SpanMaker {
     counts: SpanCounts,
     scratch: Vec<u64>,
     arrivals: Vec<(u32, u64)>,
+    /// Instances whose roots were sent though the parts that stand for the whole had not come.
+    stood_in: VecDeque<InstanceKey>,
 }
+
+/// How many of those are remembered.
+const STOOD_IN: usize = 256;
 
 /// A time range in monotonic nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -122,6 +127,7 @@ impl SpanMaker {
             counts: SpanCounts::default(),
             scratch: Vec::new(),
             arrivals: Vec::new(),
+            stood_in: VecDeque::new(),
         }
     }
 
@@ -177,7 +183,8 @@ impl SpanMaker {
     /// Spans of an instance: each part with its children, and the root if the part that stands for the whole is there.
     ///
     /// That part completes once, and one collector takes in that it did: so one root is sent, however many collectors
-    /// share the ranks, and whether or not one of them is let go of and begins again between two ranks' parts.
+    /// share the ranks, and whether or not one of them is let go of and begins again between two ranks' parts. Of an operation
+    /// that failed that part may never come: whoever watches its process sends the root with the parts that there are.
     pub fn instance(
         &mut self,
         instance: &Instance,
@@ -207,6 +214,7 @@ impl SpanMaker {
             };
             let made = rank::Part {
                 part,
+                parts: &instance.parts,
                 communicator,
                 communicators,
                 clock,
@@ -215,12 +223,20 @@ impl SpanMaker {
             };
             union.hold_range(made.spans(&ids, verdict.function, spans, &mut self.counts));
         }
-        if let Some(part) = instance.root_part()
-            && let Some(watched) = communicators.process(part.pid)
+        let root = match instance.root_part() {
+            Some(part) => Some((
+                part.pid,
+                resource_of(part, communicator, communicators, &self.fallback),
+            )),
+            None => communicator.and_then(|communicator| stand_in(instance, communicator)),
+        };
+        if let Some((pid, resource)) = root
+            && let Some(watched) = communicators.process(pid)
+            && self.is_first_root(instance)
         {
             self.counts.count(Role::Root);
             spans.push(Span {
-                resource: resource_of(part, communicator, communicators, &self.fallback),
+                resource,
                 trace_id,
                 span_id: root_id,
                 parent_span_id: None,
@@ -234,6 +250,20 @@ impl SpanMaker {
             });
         }
         trace_id
+    }
+
+    /// Whether the root of an instance was not sent before its part had come.
+    fn is_first_root(&mut self, instance: &Instance) -> bool {
+        if self.stood_in.contains(&instance.key) {
+            return false;
+        }
+        if instance.root_part().is_none() {
+            if self.stood_in.len() >= STOOD_IN {
+                self.stood_in.pop_front();
+            }
+            self.stood_in.push_back(instance.key);
+        }
+        true
     }
 
     /// The row that an instance is in tables and pages.
@@ -335,6 +365,19 @@ fn resource_of(
         .or_else(|| communicators.process(part.pid).map(|watched| &watched.resource))
         .unwrap_or(fallback)
         .clone()
+}
+
+/// Whose root that of a failed operation is, of which the part that stands for the whole has not come: its process, if that is
+/// watched here, and its resource.
+fn stand_in(instance: &Instance, communicator: &Communicator) -> Option<(u32, Arc<Resource>)> {
+    let failed = |part: &RankOperation| verdict::error(part).is_some();
+    let (rank, _) = instance.key.root();
+    let member = communicator.members.iter().find(|member| member.rank == rank)?;
+    instance
+        .parts
+        .iter()
+        .any(|part| failed(part))
+        .then(|| (member.pid, Arc::clone(&member.resource)))
 }
 
 fn root_attributes(

@@ -20,8 +20,8 @@ use crate::{
 const IN_PROGRESS: i32 = 7;
 
 impl SpanMaker {
-    /// An operation that was still running when it was last seen: a trace of its own, linked to where the operation's rank
-    /// span will be if a later collector sees it end.
+    /// An operation that may go on where nobody sees it: a trace of its own, linked to where the operation's rank span will be if
+    /// a later collector sees it end.
     pub fn unfinished(
         &mut self,
         part: &RankOperation,
@@ -79,8 +79,7 @@ impl SpanMaker {
             attributes,
             events: verdict::events(part, clock),
             links: links.into_iter().collect(),
-            error: verdict::error(part)
-                .or_else(|| Some("the operation had not finished when its observation ended".into())),
+            error: verdict::error(part).or_else(|| Some(verdict::UNFINISHED.into())),
         });
     }
 

@@ -1,8 +1,8 @@
 //! One rank's spans: its part of the operation and the parts of that.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::{collections::BTreeMap, sync::Arc};
 
-use ringsight_exporters::model::{Attribute, Resource, Span, SpanEvent, SpanId, TraceId, Value};
+use ringsight_exporters::model::{Attribute, Resource, Span, SpanEvent, SpanId, SpanLink, TraceId, Value};
 use ringsight_records::Function;
 
 use super::{
@@ -11,7 +11,7 @@ use super::{
 use crate::{
     clock::Clock,
     correlate::{
-        KernelChannel, RankOperation,
+        KernelChannel, RankOperation, Whereabouts,
         communicators::{Communicator, Communicators},
         proxy::{Carried, ProxyOperation, STEP_STATES, path_name},
     },
@@ -28,6 +28,8 @@ pub(super) struct Ids<'a> {
 /// A part and what is known around it.
 pub(super) struct Part<'a> {
     pub(super) part: &'a RankOperation,
+    /// All parts that go out together.
+    pub(super) parts: &'a [Box<RankOperation>],
     pub(super) communicator: Option<&'a Communicator>,
     pub(super) communicators: &'a Communicators,
     pub(super) clock: &'a Clock,
@@ -60,6 +62,7 @@ impl Part<'_> {
             range.hold(part.launched_ns);
             range.hold(part.last_ns);
         }
+        range.hold(part.cut_ns);
         let device = Range::of(part.device, range);
         for channel in &part.channels {
             let (start, stop) = channel.times();
@@ -284,7 +287,7 @@ impl Part<'_> {
         Some(("ccl.clock.device.uncertainty", seconds(off)))
     }
 
-    fn links(&self, ids: &Ids<'_>) -> Vec<ringsight_exporters::model::SpanLink> {
+    fn links(&self, ids: &Ids<'_>) -> Vec<SpanLink> {
         let part = self.part;
         let mut links = Vec::new();
         if part.direction() == Direction::Recv
@@ -292,12 +295,21 @@ impl Part<'_> {
         {
             links.push(link(ids.trace_id, send, "send"));
         }
-        // Whom it waited for: that rank's part of the same operation, whoever watches it, if it ever comes.
-        let awaited: BTreeSet<u32> = part.verdicts.iter().map(|verdict| verdict.culprit).collect();
-        for rank in awaited.into_iter().filter(|rank| *rank != part.rank) {
-            let awaited = SpanKey::rank(Role::Rank, rank, part.direction().opposite());
-            links.push(link(ids.trace_id, awaited.span_id(&ids.trace_id), "awaited"));
-        }
+        let awaited: BTreeMap<u32, Option<Whereabouts>> = part
+            .verdicts
+            .iter()
+            .filter(|verdict| verdict.culprit != part.rank)
+            .map(|verdict| (verdict.culprit, verdict.instead))
+            .collect();
+        links.extend(
+            awaited
+                .into_iter()
+                .map(|(rank, instead)| self.awaited_link(ids, rank, instead)),
+        );
+        links.extend(
+            part.awaited_in
+                .map(|waits| elsewhere(&waits, ids.scope, "awaited_in")),
+        );
         if let Some(description) = &part.description
             && description.group_depth > 1
             && description.group != 0
@@ -312,6 +324,23 @@ impl Part<'_> {
             ));
         }
         links
+    }
+
+    /// To what a rank was in that this one waited for. That is the same operation, whoever watches that rank, unless it is seen
+    /// that it never came to it.
+    fn awaited_link(&self, ids: &Ids<'_>, rank: u32, instead: Option<Whereabouts>) -> SpanLink {
+        let part = self.part;
+        let failed = part.aborted || part.cut_ns != 0;
+        let came = self.parts.iter().any(|other| other.rank == rank);
+        match instead {
+            Some(instead) if failed && !came => {
+                elsewhere(&instead, ids.scope, if instead.over { "last" } else { "held_up" })
+            }
+            _ => {
+                let awaited = SpanKey::rank(Role::Rank, rank, part.direction().opposite());
+                link(ids.trace_id, awaited.span_id(&ids.trace_id), "awaited")
+            }
+        }
     }
 
     /// One event for each state that the steps were in, at its first occurrence.
@@ -343,6 +372,13 @@ impl Part<'_> {
         events.sort_by_key(|event| event.unix_ns);
         events
     }
+}
+
+/// To a rank's part of any operation.
+fn elsewhere(place: &Whereabouts, scope: &Scope, kind: &'static str) -> SpanLink {
+    let trace_id = place.key.trace_id(scope);
+    let span = SpanKey::rank(Role::Rank, place.rank, place.direction);
+    link(trace_id, span.span_id(&trace_id), kind)
 }
 
 /// Whose times an operation's or channel's are.

@@ -15,6 +15,9 @@ use crate::{
 /// Name of the event and of the log record.
 const NAME: &str = "ccl.watchdog.verdict";
 
+/// What is wrong with an operation that was let go of.
+pub(super) const UNFINISHED: &str = "the operation had not finished when its observation ended";
+
 fn attributes(verdict: &Verdict) -> Vec<Attribute> {
     vec![
         ("ccl.watchdog.cause", Value::Static(verdict.cause.name())),
@@ -33,13 +36,13 @@ pub(super) fn events(part: &RankOperation, clock: &Clock) -> Vec<SpanEvent> {
     part.verdicts.iter().map(event).collect()
 }
 
-/// Why an operation failed, if it did: the last hang, or that it was aborted.
+/// Why an operation failed, if it did: the last hang, or that it was aborted, or did not end.
 pub(super) fn error(part: &RankOperation) -> Option<Arc<str>> {
     let hang = part.verdicts.iter().rev().find(|verdict| verdict.hang);
     match (hang, part.aborted) {
         (Some(Verdict { cause, culprit, .. }), _) => Some(format!("{cause}: rank {culprit}").into()),
         (None, true) => Some("the operation was aborted".into()),
-        (None, false) => None,
+        (None, false) => (part.cut_ns != 0).then(|| UNFINISHED.into()),
     }
 }
 
