@@ -5,8 +5,10 @@
 pub(crate) enum State {
     /// It runs or sleeps.
     Alive,
-    /// It is stopped by a signal or a debugger.
+    /// It is stopped by a signal.
     Stopped,
+    /// A debugger holds it.
+    Traced,
     /// It has ended, and nobody has waited for it yet.
     Ended,
 }
@@ -35,7 +37,8 @@ impl Stat {
         let (_, after_name) = text.rsplit_once(')')?;
         let mut fields = after_name.split_ascii_whitespace();
         let state = match fields.next()? {
-            "T" | "t" => State::Stopped,
+            "T" => State::Stopped,
+            "t" => State::Traced,
             "Z" | "X" | "x" => State::Ended,
             _ => State::Alive,
         };
@@ -65,7 +68,7 @@ mod tests {
         for (name, state, expected) in [
             ("rank", "R", State::Alive),
             ("a b) S (", "T", State::Stopped),
-            (")", "t", State::Stopped),
+            (")", "t", State::Traced),
             ("", "Z", State::Ended),
         ] {
             let stat = Stat {

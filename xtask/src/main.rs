@@ -59,6 +59,9 @@ enum Command {
     /// Ranks of a round of `faults`.
     #[command(hide = true)]
     FaultWorker(faults::worker::Arguments),
+    /// What holds a rank of such a round as debuggers do.
+    #[command(hide = true)]
+    FaultDebugger,
     /// Runs the fuzzers of what reads bytes from outside, and reports executions.
     Fuzz(fuzz::Options),
 }
@@ -87,6 +90,7 @@ fn run() -> Result<ExitCode> {
         Command::Gpu(command) => gpu::run(&command).map(|()| ExitCode::SUCCESS),
         Command::Faults(arguments) => faults::run(&arguments),
         Command::FaultWorker(arguments) => faults::worker::run(&arguments).map(|()| ExitCode::SUCCESS),
+        Command::FaultDebugger => faults::debugger::run().map(|()| ExitCode::SUCCESS),
         Command::Vm(command) => vm::run(&command),
         Command::Fuzz(options) => fuzz::run(&options),
     }

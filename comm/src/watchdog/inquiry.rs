@@ -338,6 +338,7 @@ impl Watch {
             others: Vec::new(),
             since_ns: None,
             held_up: None,
+            traced: false,
             hang: true,
         };
         inquiry.said = Some((op.run, verdict.clone()));

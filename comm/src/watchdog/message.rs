@@ -13,14 +13,22 @@ pub(crate) enum Health {
     Unknown,
     /// It runs or sleeps.
     Alive,
-    /// It is stopped by a signal or a debugger.
+    /// It is stopped by a signal.
     Stopped,
     /// It is gone.
     Gone,
+    /// A debugger holds it.
+    Traced,
 }
 
 impl Health {
-    const ALL: [Self; 4] = [Self::Unknown, Self::Alive, Self::Stopped, Self::Gone];
+    const ALL: [Self; 5] = [
+        Self::Unknown,
+        Self::Alive,
+        Self::Stopped,
+        Self::Gone,
+        Self::Traced,
+    ];
 }
 
 /// A control message between the ranks of a communicator. Answers repeat the number of the question.
@@ -221,5 +229,20 @@ mod tests {
             fuzz(&[b"RSWD", &[kind % 8][..], &raw].concat());
             fuzz(&raw);
         }
+    }
+
+    #[test]
+    fn only_codes_that_have_a_meaning_are_read() {
+        for code in 0..=u8::MAX {
+            let bytes = [b"RSWD", &[4, 1, 0, 0, 0, 2, 0, 0, 0, code][..]].concat();
+            let health = Health::ALL.get(usize::from(code)).copied();
+            let looked = health.map(|health| Message::Looked {
+                query: 1,
+                rank: 2,
+                health,
+            });
+            assert_eq!(Message::parse(&bytes), looked);
+        }
+        assert!((0..).zip(Health::ALL).all(|(code, health)| health as u8 == code));
     }
 }

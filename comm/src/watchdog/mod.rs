@@ -291,6 +291,7 @@ impl Watch {
         let found = Stat::of(info.pid).filter(|stat| stat.start_time == info.process_start_time);
         found.map_or(Health::Unknown, |stat| match stat.state {
             State::Stopped => Health::Stopped,
+            State::Traced => Health::Traced,
             State::Ended => Health::Gone,
             State::Alive => Health::Alive,
         })

@@ -24,6 +24,9 @@ fn seconds(ns: u64) -> String {
 pub(super) fn sentence(verdict: &Verdict) -> String {
     let since = verdict.since_ns.map(seconds);
     let mut text = verdict.cause.of_rank(verdict.culprit).to_string();
+    if verdict.traced {
+        text += " by a debugger";
+    }
     match (verdict.cause, since) {
         (Cause::NotLaunched, Some(since)) => {
             let _ = write!(text, "; its last launch on this communicator was {since} ago");
@@ -82,6 +85,7 @@ fn line(rank: u32, heard: &Heard) -> String {
         Heard::Gone => "gone".to_owned(),
         Heard::Left => "has destroyed the communicator".to_owned(),
         Heard::Stopped => "stopped".to_owned(),
+        Heard::Traced => "held by a debugger".to_owned(),
         Heard::Silent => "no answer".to_owned(),
         Heard::Busy => "no answer, but its process lives".to_owned(),
         Heard::Crossed(held) => format!(
@@ -213,6 +217,7 @@ impl From<Health> for Heard {
             // Of one that died everybody hears at once: this one had said goodbye.
             Health::Gone => Self::Left,
             Health::Stopped => Self::Stopped,
+            Health::Traced => Self::Traced,
             Health::Alive => Self::Busy,
             Health::Unknown => Self::Silent,
         }

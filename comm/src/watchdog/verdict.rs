@@ -26,6 +26,8 @@ pub(crate) enum Heard {
     Left,
     /// Its process is stopped.
     Stopped,
+    /// A debugger holds its process.
+    Traced,
     /// It does not answer, and nobody knows why.
     Silent,
     /// It does not answer, and its process lives.
@@ -44,6 +46,8 @@ pub(crate) struct Verdict {
     pub(crate) since_ns: Option<u64>,
     /// What keeps the culprit, if it is in another operation.
     pub(crate) held_up: Option<HeldUp>,
+    /// What stopped the culprit is a debugger.
+    pub(crate) traced: bool,
     /// It will not end by itself, as far as can be known; otherwise somebody is late.
     pub(crate) hang: bool,
 }
@@ -73,6 +77,8 @@ struct Suspect {
     rank: u32,
     since_ns: Option<u64>,
     held_up: Option<HeldUp>,
+    /// A debugger holds it.
+    traced: bool,
 }
 
 /// Judges an operation that has been in progress on one of the ranks for `overdue`; `heard` has all ranks that take
@@ -82,8 +88,9 @@ pub(crate) fn judge(heard: &BTreeMap<u32, Heard>, overdue: Duration, settings: &
         .iter()
         .filter_map(|(rank, heard)| suspect(*rank, heard))
         .collect();
-    let mut cause = suspects.iter().map(|suspect| suspect.cause).min()?;
-    suspects.retain(|suspect| suspect.cause == cause);
+    let first = suspects.iter().map(Suspect::place).min()?;
+    suspects.retain(|suspect| suspect.place() == first);
+    let mut cause = suspects[0].cause;
     if cause == Cause::StuckKernel {
         let threshold = settings.threshold.as_nanos() as u64;
         if suspects.iter().any(|suspect| suspect.since_ns < Some(threshold)) {
@@ -103,7 +110,8 @@ pub(crate) fn judge(heard: &BTreeMap<u32, Heard>, overdue: Duration, settings: &
     }
     // Whoever is in another operation will come once that ends; whoever is not is what they all wait for.
     suspects.sort_by_key(|suspect| suspect.held_up.is_some());
-    let late = matches!(cause, Cause::NotLaunched | Cause::QueuedBehindCompute);
+    let traced = suspects.iter().any(|suspect| suspect.traced);
+    let late = traced || matches!(cause, Cause::NotLaunched | Cause::QueuedBehindCompute);
     let mut ranks = suspects.iter().map(|suspect| suspect.rank);
     let culprit = ranks.next()?;
     let mut others: Vec<u32> = ranks.collect();
@@ -118,6 +126,7 @@ pub(crate) fn judge(heard: &BTreeMap<u32, Heard>, overdue: Duration, settings: &
         others,
         since_ns: suspects[0].since_ns,
         held_up: suspects[0].held_up,
+        traced,
         hang: !late || overdue >= settings.arrival,
     })
 }
@@ -129,6 +138,17 @@ impl Suspect {
             rank,
             since_ns,
             held_up: None,
+            traced: false,
+        }
+    }
+
+    /// Where it stands among the reasons: of several the first counts. Whom a debugger holds will go on, as who is late otherwise; but
+    /// it explains more than that a rank has not come.
+    fn place(&self) -> (Cause, bool) {
+        if self.traced {
+            (Cause::MetadataMismatch, true)
+        } else {
+            (self.cause, false)
         }
     }
 }
@@ -139,6 +159,10 @@ fn suspect(rank: u32, heard: &Heard) -> Option<Suspect> {
         Heard::Left => return None,
         Heard::Gone => of(Cause::RankDead, None),
         Heard::Stopped => of(Cause::RankStopped, None),
+        Heard::Traced => Suspect {
+            traced: true,
+            ..of(Cause::RankStopped, None)
+        },
         Heard::Silent | Heard::Busy => of(Cause::NoAnswer, None),
         Heard::Crossed(held) => Suspect {
             held_up: Some(held),
@@ -296,6 +320,28 @@ mod tests {
             verdict(&[running(2500), late(1)], 600),
             Some((Cause::NotLaunched, 1, true))
         );
+    }
+
+    #[test]
+    fn a_debugger_s_stop_is_no_hang_before_the_arrival_time_out() {
+        let stopped_by = |heard: &[Heard], overdue_s| {
+            let heard = (0..).zip(heard.iter().copied()).collect();
+            let verdict = judge(&heard, Duration::from_secs(overdue_s), &SETTINGS).unwrap();
+            (verdict.cause, verdict.culprit, verdict.traced, verdict.hang)
+        };
+        let (stuck, traced) = (running(2500), Heard::Traced);
+        // Ranks that have not come may wait for it elsewhere.
+        let heard = [stuck, late(9), traced];
+        assert_eq!(stopped_by(&heard, 599), (Cause::RankStopped, 2, true, false));
+        assert_eq!(stopped_by(&heard, 600), (Cause::RankStopped, 2, true, true));
+        // What can never end is said first.
+        for (heard, cause) in [
+            (Heard::Stopped, Cause::RankStopped),
+            (Heard::Silent, Cause::NoAnswer),
+            (crossed(), Cause::MetadataMismatch),
+        ] {
+            assert_eq!(stopped_by(&[stuck, traced, heard], 3), (cause, 2, false, true));
+        }
     }
 
     #[test]

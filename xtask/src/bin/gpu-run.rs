@@ -31,6 +31,9 @@ enum Piece {
     /// Ranks of a round of `faults`.
     #[command(hide = true)]
     FaultWorker(faults::worker::Arguments),
+    /// What holds a rank of such a round as debuggers do.
+    #[command(hide = true)]
+    FaultDebugger,
 }
 
 fn main() -> ExitCode {
@@ -40,6 +43,7 @@ fn main() -> ExitCode {
         (Some(Piece::FaultWorker(arguments)), _) => {
             faults::worker::run(arguments).map(|()| ExitCode::SUCCESS)
         }
+        (Some(Piece::FaultDebugger), _) => faults::debugger::run().map(|()| ExitCode::SUCCESS),
         (None, Some(options)) => run::run(options).map(|passed| {
             if passed {
                 ExitCode::SUCCESS

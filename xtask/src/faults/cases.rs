@@ -34,6 +34,8 @@ pub(super) enum Fault {
     Killed,
     /// Its process is stopped, and goes on later.
     Stopped,
+    /// A debugger holds its process, and lets go later.
+    Traced,
     /// It calls the operation with another count.
     Count,
     /// It calls two operations in the other order.
@@ -155,9 +157,11 @@ impl Case {
     /// Why there is no such cell.
     #[must_use]
     pub(super) fn impossible(&self, device: DeviceKind) -> Option<&'static str> {
-        use Fault::{Crossed, Killed, Left, Replay, ReplayQueued, Stopped, Stuck, TwoGraphs, Unusual};
+        use Fault::{
+            Crossed, Killed, Left, Replay, ReplayQueued, Stopped, Stuck, Traced, TwoGraphs, Unusual,
+        };
         match (self.fault, self.ranks, self.mode) {
-            (Killed | Stopped, Ranks::Thread, _) => {
+            (Killed | Stopped | Traced, Ranks::Thread, _) => {
                 Some("ranks that are threads of one process die and stop together")
             }
             (Replay | ReplayQueued | TwoGraphs, _, Mode::Eager) => Some("only graphs are replayed"),
@@ -260,7 +264,9 @@ impl Round {
             | Fault::Checkpoint
             | Fault::Computing
             | Fault::Left => Action::Abort,
-            Fault::Stopped | Fault::Stuck => [Action::Report, Action::Error][between(0, 1) as usize],
+            Fault::Stopped | Fault::Traced | Fault::Stuck => {
+                [Action::Report, Action::Error][between(0, 1) as usize]
+            }
             _ => Action::Report,
         };
         Self {
@@ -341,6 +347,7 @@ impl Round {
                 class,
                 within: THRESHOLD + PROMISED,
                 operation: String::new(),
+                words: "",
             }]
         };
         let late = || verdict("NOT_LAUNCHED", "late");
@@ -372,8 +379,15 @@ impl Round {
             Fault::Replay | Fault::ReplayQueued => says(of_replay(self.before + 1, 1)),
             Fault::TwoGraphs => says(of_replay(self.before + 1, 2)),
             // Nobody can say why a rank that is alone on its node does not answer.
-            Fault::Stopped if self.is_alone(self.victim) => says(verdict("NO_ANSWER", "hang")),
+            Fault::Stopped | Fault::Traced if self.is_alone(self.victim) => {
+                says(verdict("NO_ANSWER", "hang"))
+            }
             Fault::Stopped => says(verdict("RANK_STOPPED", "hang")),
+            Fault::Traced => {
+                let mut held = verdict("RANK_STOPPED", "late");
+                held[0].words = " is stopped by a debugger";
+                says(held)
+            }
             Fault::Aborted => says(verdict("PEER_ABORTED", "hang")),
             Fault::Stuck => Expectation {
                 by: By::Victim,
@@ -428,6 +442,8 @@ pub(super) struct Verdict {
     pub(super) within: Duration,
     /// What the operation's name must contain.
     pub(super) operation: String,
+    /// What it must contain itself.
+    pub(super) words: &'static str,
 }
 
 /// A failure of the communicator.

@@ -16,7 +16,8 @@ use serde::Serialize;
 use super::{
     Place,
     cases::{ARRIVAL, Fault, Ranks, Round, Source, THRESHOLD},
-    truth::{self, Event},
+    debugger::Debugger,
+    truth::{self, Account, Event, What},
 };
 use crate::{
     nccl::DeviceKind,
@@ -68,6 +69,8 @@ pub(super) enum Heard {
 
 /// Processes with the threads that listen to them.
 pub(super) struct Job {
+    /// Before the processes, so that it goes first: one that is held is nobody's to wait for.
+    debugger: Option<Debugger>,
     processes: Vec<Guarded>,
     pub(super) heard: Receiver<(usize, Heard)>,
 }
@@ -129,7 +132,11 @@ impl Job {
                 Ok(process)
             })
             .collect::<Result<Vec<_>>>()?;
-        Ok(Self { processes, heard })
+        Ok(Self {
+            debugger: None,
+            processes,
+            heard,
+        })
     }
 
     /// Processes.
@@ -149,10 +156,12 @@ impl Job {
     }
 
     /// Lets processes that are stopped go on.
-    fn resume(&mut self) {
+    fn resume(&mut self) -> Result<()> {
+        self.debugger.take().map_or(Ok(()), Debugger::let_go)?;
         for process in &mut self.processes {
             process.signal(libc::SIGCONT);
         }
+        Ok(())
     }
 
     /// Waits for all; what went wrong with any but those that `killed` names.
@@ -269,9 +278,13 @@ pub(super) fn run(round: &Round, kind: Ranks, folder: &Path, place: &Place) -> R
         },
         &variables,
     )?;
+    if round.fault == Fault::Traced {
+        job.debugger = Some(Debugger::start(&place.xtask)?);
+    }
     let killed = (round.fault == Fault::Killed).then_some(round.victim as usize);
     let mut listening = Listening {
         round,
+        account: &account,
         reports: (0..job.processes.len()).map(|_| Reports::default()).collect(),
         said: Vec::new(),
         text: String::new(),
@@ -305,6 +318,8 @@ pub(super) fn run(round: &Round, kind: Ranks, folder: &Path, place: &Place) -> R
 
 struct Listening<'a> {
     round: &'a Round,
+    /// The file with the truth.
+    account: &'a Path,
     reports: Vec<Reports>,
     said: Vec<Said>,
     text: String,
@@ -331,7 +346,7 @@ impl Listening<'_> {
             let heard = job.heard.recv_timeout(TURN);
             self.stalled = self.stalled.max(waiting.elapsed().saturating_sub(TURN));
             match heard {
-                Ok((index, heard)) => self.heard(job, index, heard),
+                Ok((index, heard)) => self.heard(job, index, heard)?,
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
             }
@@ -351,7 +366,7 @@ impl Listening<'_> {
                 if satisfied || in_vain {
                     self.ended_ns = Some(truth::now_ns());
                     job.tell_all("end");
-                    job.resume();
+                    job.resume()?;
                 }
             }
             if self.completed == self.round.ranks && !self.exited {
@@ -362,14 +377,23 @@ impl Listening<'_> {
         Ok(())
     }
 
-    fn heard(&mut self, job: &mut Job, index: usize, heard: Heard) {
+    fn heard(&mut self, job: &mut Job, index: usize, heard: Heard) -> Result<()> {
         let Heard::Line { line, ns } = heard else {
             self.open -= 1;
-            return;
+            return Ok(());
         };
         self.said.extend(self.reports[index].line(&line, ns));
         match line.as_str() {
             "fault" => self.faulty = Some(Instant::now()),
+            "hold" => {
+                let process = job.processes[index].pid();
+                job.debugger
+                    .as_mut()
+                    .context("nothing to hold it")?
+                    .hold(process)?;
+                Account::open(self.account)?.note(self.round.victim, What::Fault)?;
+                self.faulty = Some(Instant::now());
+            }
             "failed" => self.failed += 1,
             "completed" => self.completed += 1,
             id if id.starts_with("id ") => {
@@ -378,6 +402,7 @@ impl Listening<'_> {
             _ => {}
         }
         self.text += &format!("{index}: {line}\n");
+        Ok(())
     }
 
     /// Whether everything that is expected has been said.

@@ -17,6 +17,7 @@ use clap::Args;
 
 mod call;
 mod cases;
+pub mod debugger;
 mod job;
 mod score;
 mod soak;

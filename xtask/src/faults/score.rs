@@ -173,7 +173,8 @@ impl Judge<'_> {
                     continue;
                 };
                 let begins = format!("{} ({}): ", expected.cause, expected.class);
-                if !said.verdict.starts_with(&begins) || !said.operation.contains(&expected.operation) {
+                let right = said.verdict.starts_with(&begins) && said.verdict.contains(expected.words);
+                if !right || !said.operation.contains(&expected.operation) {
                     self.score.class = false;
                     // Another verdict than the true one is a false one.
                     self.score.false_verdicts += 1;

@@ -1,4 +1,4 @@
-//! What a rank knows of its own part in a round, one JSON line an event. The library never opens this file.
+//! What a rank, or who does something to it, knows of its part in a round, one JSON line an event. The library never opens this file.
 
 use std::{
     fs::{File, OpenOptions},

@@ -1,6 +1,6 @@
 //! The ranks of a round that one process runs, each a thread.
 //!
-//! Standard output: `id <hex>` (rank 0), `fault` when it begins, `failed` for each rank whose communicator has failed,
+//! Standard output: `id <hex>` (rank 0), `fault` when it begins, or `hold` if that is up to a debugger, `failed` for each rank whose communicator has failed,
 //! `completed` for each whose operations are done. Standard input: `id <hex>` (processes without rank 0), `end` when everything
 //! has been said that was to be, `exit` when all ranks have completed.
 
@@ -219,6 +219,12 @@ impl Member<'_> {
     fn begin(&self) -> Result<()> {
         if self.is_victim() {
             thread::sleep(Duration::from_millis(self.round.pause_ms));
+            if self.round.fault == Fault::Traced {
+                // Where only parents may hold a process; other systems do not know what this is.
+                // SAFETY: no memory is touched.
+                unsafe { libc::prctl(libc::PR_SET_PTRACER, libc::PR_SET_PTRACER_ANY) };
+                return say("hold");
+            }
             self.note(What::Fault)?;
             say("fault")?;
         }
@@ -262,7 +268,9 @@ impl Member<'_> {
                 Fault::SlowBelow | Fault::SlowAbove | Fault::Unusual | Fault::Left => {
                     thread::sleep(Duration::from_millis(round.late_ms));
                 }
-                Fault::Checkpoint | Fault::Replay | Fault::ReplayQueued => self.stages.wait(Stage::End),
+                Fault::Traced | Fault::Checkpoint | Fault::Replay | Fault::ReplayQueued => {
+                    self.stages.wait(Stage::End);
+                }
                 // SAFETY: what it refers to is never freed.
                 Fault::Computing => unsafe {
                     communicator.host_function(compute, std::ptr::from_ref(self.stages).cast_mut().cast())
