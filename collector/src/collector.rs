@@ -11,7 +11,7 @@ use crate::{
     clock::Clock,
     correlate::{
         Correlator, Finished, Limits, RankOperation,
-        communicators::Communicators,
+        communicators::{Communicators, Port},
         instance::{Instance, Instances},
     },
     identity::{InstanceKey, Scope},
@@ -146,9 +146,17 @@ impl Collector {
                 clock: Some(clock),
                 ..
             } => self.communicators.tick(*pid, *device, *clock),
-            Sample::Port { pid, index, device } => {
-                let device = self.network.name(device);
-                self.communicators.port(*pid, *index, device);
+            Sample::Port {
+                pid,
+                index,
+                device,
+                gid,
+            } => {
+                let port = Port {
+                    device: self.network.name(device),
+                    gid: gid.map(|gid| gid.to_string().into()),
+                };
+                self.communicators.port(*pid, *index, port);
             }
             Sample::Record { pid, record, .. } if record.kind == Kind::CommDestroy as u8 => {
                 self.communicators.destroyed(record.comm, *pid, record.rank);

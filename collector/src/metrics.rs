@@ -33,6 +33,8 @@ struct OfFunction {
 #[derive(Clone, Debug)]
 struct OfRank {
     resource: Arc<Resource>,
+    /// Its process; 0 until it has done something.
+    pid: u32,
     functions: Vec<(Option<Function>, OfFunction)>,
     /// Verdicts that it gave, by cause and whether they were hangs.
     verdicts: BTreeMap<(Cause, bool), u64>,
@@ -111,6 +113,7 @@ impl Metrics {
         }
         self.ranks.entry(key).or_insert_with(|| OfRank {
             resource: resource.clone(),
+            pid: 0,
             functions: Vec::new(),
             verdicts: BTreeMap::new(),
             states: Default::default(),
@@ -133,6 +136,7 @@ impl Metrics {
         lag_ns: Option<i64>,
     ) {
         let rank = self.rank(resource);
+        rank.pid = part.pid;
         let function = part.function();
         let at = rank
             .functions
@@ -242,6 +246,8 @@ impl Metrics {
                 if let Some(port) = port {
                     attributes.push(("ccl.network.port", Value::Int(i64::from(*port))));
                     attributes.push(("ccl.network.path", Value::Static(path_name(*backup))));
+                    let device = communicators.network_device(rank.pid, Some(*port), 0);
+                    attributes.extend(device.map(|name| ("rdma.device.name", Value::Text(Arc::clone(name)))));
                 }
                 made.push(
                     &rank.resource,

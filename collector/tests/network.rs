@@ -379,6 +379,7 @@ fn what_a_process_says_of_its_ports_goes_before_numbers_of_queue_pairs() {
         pid: owner,
         index,
         device: device.to_owned(),
+        gid: Some([0, 0, 0, 0, 0, 0xffff, 0x0a00, 0x0001 + u16::from(index)].into()),
     });
     collector.ingest(&mut said.to_vec());
     collector.ingest(&mut carried(&job, &operations));
@@ -391,6 +392,24 @@ fn what_a_process_says_of_its_ports_goes_before_numbers_of_queue_pairs() {
         own.iter()
             .map(device)
             .all(|device| device == Some(Value::Text("other0".into())))
+    );
+    for span in &own {
+        let of = |name| attribute(span, name).cloned();
+        assert_eq!(of("rdma.port.gid"), Some(Value::Text("::ffff:10.0.0.2".into())));
+        assert_eq!(of("rdma.wr.id"), of("ccl.proxy.step"));
+        assert!(of("rdma.wr.opcode").is_some());
+    }
+    let sent = metric(
+        &mut collector,
+        "ccl.network.io",
+        &[
+            ("rdma.device.name", Value::Text("other0".into())),
+            ("network.io.direction", Value::Static("transmit")),
+        ],
+    );
+    assert!(
+        matches!(sent, Some(MetricData::Counter(bytes)) if bytes > 0),
+        "{sent:?}"
     );
     // Nothing went over the queue pair that the kernel's probes saw.
     collector.finish(EPOCH_NS + 10_000_000);

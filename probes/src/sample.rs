@@ -1,6 +1,6 @@
 //! What the probes room hands to the collector: raw, in no order across carriers.
 
-use std::{path::PathBuf, sync::Arc};
+use std::{net::Ipv6Addr, path::PathBuf, sync::Arc};
 
 use ringsight_records::{DataType, Description, DeviceClock, Function, Kind, Record, ReduceOp, pages};
 
@@ -46,6 +46,8 @@ pub enum Sample {
         index: u8,
         /// RDMA device.
         device: String,
+        /// GID of the port; `None` where it needs none.
+        gid: Option<Ipv6Addr>,
     },
     /// An event.
     Record {

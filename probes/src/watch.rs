@@ -353,6 +353,7 @@ impl Watched {
                         pid: self.pid,
                         index: path.index,
                         device: path.device().to_owned(),
+                        gid: (path.gid != [0; 16]).then(|| path.gid.into()),
                     });
                 }
             }

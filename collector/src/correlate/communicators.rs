@@ -67,6 +67,15 @@ pub struct Communicator {
     pub members: Vec<Member>,
 }
 
+/// A port of a network device, as a process says that it uses it.
+#[derive(Clone, Debug)]
+pub struct Port {
+    /// Name of the device.
+    pub device: Arc<str>,
+    /// GID, as an IPv6 address is written; `None` where it needs none.
+    pub gid: Option<Arc<str>>,
+}
+
 /// All communicators of the watched processes.
 #[derive(Debug, Default)]
 pub struct Communicators {
@@ -79,7 +88,7 @@ pub struct Communicators {
     /// Network device of a process's queue pair; `None` where two devices have one of this number.
     queue_pairs: FxHashMap<(u32, u32), Option<Arc<str>>>,
     /// By process and number of the port.
-    ports: BTreeMap<(u32, u8), Arc<str>>,
+    ports: BTreeMap<(u32, u8), Port>,
     service: resource::Service,
     names: resource::Names,
 }
@@ -198,9 +207,15 @@ impl Communicators {
         }
     }
 
-    /// A process says of which network device a port is, by its number among those that it may use.
-    pub fn port(&mut self, pid: u32, index: u8, device: Arc<str>) {
-        self.ports.insert((pid, index), device);
+    /// A process says what a port is, by its number among those that it may use.
+    pub fn port(&mut self, pid: u32, index: u8, port: Port) {
+        self.ports.insert((pid, index), port);
+    }
+
+    /// GID of a process's port, if it has said and there is one.
+    #[must_use]
+    pub fn gid(&self, pid: u32, port: u8) -> Option<&Arc<str>> {
+        self.ports.get(&(pid, port))?.gid.as_ref()
     }
 
     /// Network device of a process's port, if it has said. If it says so of none, of its queue pair, if that is known and certain:
@@ -209,7 +224,7 @@ impl Communicators {
     pub fn network_device(&self, pid: u32, port: Option<u8>, number: u32) -> Option<&Arc<str>> {
         let said = port.and_then(|port| self.ports.get(&(pid, port)));
         if said.is_some() || self.ports.range((pid, 0)..=(pid, u8::MAX)).next().is_some() {
-            return said;
+            return said.map(|port| &port.device);
         }
         self.queue_pairs.get(&(pid, number))?.as_ref()
     }

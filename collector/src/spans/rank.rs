@@ -224,6 +224,11 @@ impl Part<'_> {
                 attributes.push(("ccl.network.port", Value::Int(i64::from(port))));
                 attributes.push(("ccl.network.path", Value::Static(path_name(carried.backup))));
                 attributes.push(("rdma.qp.number", Value::Int(i64::from(carrier.number))));
+                // A step's requests have its number, and the last one tells the receiver of it.
+                attributes.push(("rdma.wr.id", Value::Int(i64::from(carrier.step))));
+                attributes.push(("rdma.wr.opcode", Value::Static("RDMA_WRITE_WITH_IMM")));
+                let gid = self.communicators.gid(self.part.pid, port);
+                attributes.extend(gid.map(|gid| ("rdma.port.gid", Value::Text(Arc::clone(gid)))));
                 let device = self
                     .communicators
                     .network_device(self.part.pid, carrier.port, carrier.number);

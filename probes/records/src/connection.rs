@@ -70,12 +70,14 @@ coded! {
     }
 }
 
-/// One path of a connection, as one end sees it; 80 bytes. Times are `CLOCK_MONOTONIC` nanoseconds.
+/// One path of a connection, as one end sees it; 96 bytes. Times are `CLOCK_MONOTONIC` nanoseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct ConnectionPath {
     /// Name of this end's device, zero-padded.
     pub device: [u8; DEVICE_NAME_BYTES],
+    /// GID of its port that this end uses; zeros where it needs none.
+    pub gid: [u8; 16],
     /// When a connection of the process last switched away from it; 0: never.
     pub last_switch_ns: u64,
     /// When its failures will be forgotten, if it goes on working; 0 where there is nothing to forget, or it does not work.
@@ -116,7 +118,7 @@ impl ConnectionPath {
     }
 }
 
-/// One end of a connection; 368 bytes. Times are `CLOCK_MONOTONIC` nanoseconds.
+/// One end of a connection; 432 bytes. Times are `CLOCK_MONOTONIC` nanoseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Connection {
@@ -175,7 +177,7 @@ impl Connection {
 }
 
 const WORDS: usize = size_of::<Connection>() / 8;
-const _: () = assert!(size_of::<ConnectionPath>() == 80 && size_of::<Connection>() == 368);
+const _: () = assert!(size_of::<ConnectionPath>() == 96 && size_of::<Connection>() == 432);
 
 /// A slot of the connection table: whether it is taken, and a sequence lock over the words of one [`Connection`]. There is one
 /// writer, the thread that moves the connection.
@@ -189,7 +191,7 @@ pub struct ConnectionSlot {
 
 // What loom has instead of atomics is larger.
 #[cfg(not(loom))]
-const _: () = assert!(size_of::<ConnectionSlot>() == 384);
+const _: () = assert!(size_of::<ConnectionSlot>() == 448);
 
 impl ConnectionSlot {
     /// Takes a free slot; `false` if it is another's.

@@ -43,7 +43,7 @@ pub use record::{Carrier, Flags, Kind, ProbedRecord, Record, State};
 pub use vocabulary::{Algorithm, Cause, DataType, Function, Protocol, ReduceOp};
 
 /// Version of every layout in this crate; four bits of each record and a word of the page header carry it.
-pub const VERSION: u8 = 2;
+pub const VERSION: u8 = 3;
 
 /// The four exported, never-merged probe functions of the library, in cookie order.
 ///

@@ -251,6 +251,7 @@ fn path_view(known: &endpoint::PathCondition, path: &Path, at: Duration, now_ns:
         condition: condition_of(health.state) as u8,
         cause,
         status,
+        gid: path.port().gid().map_or([0; 16], |(gid, _)| gid),
         ..ConnectionPath::default()
     };
     put_text(&mut place.device, path.port().device());
