@@ -1,0 +1,317 @@
+// What the driver of libcuda.cpp is made of: streams, events, graphs, memory, devices, and how they fail.
+#pragma once
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+
+#include "../dma_buf.h"
+#include "on_host.cpp"
+
+namespace {
+
+enum Result : int {
+  SUCCESS = 0,
+  INVALID_VALUE = 1,
+  OUT_OF_MEMORY = 2,
+  INVALID_DEVICE = 101,
+  INVALID_CONTEXT = 201,
+  INVALID_HANDLE = 400,
+  NOT_READY = 600,
+  ILLEGAL_ADDRESS = 700,
+  PEER_ACCESS_ALREADY_ENABLED = 704,
+  ALREADY_REGISTERED = 712,
+  NOT_REGISTERED = 713,
+  NOT_SUPPORTED = 801,
+  CAPTURE_UNSUPPORTED = 900,
+  CAPTURE_UNMATCHED = 903,
+};
+
+using Task = std::function<void()>;
+
+// The destructors of a graph's user objects, called when the graph and its instances are gone.
+struct Objects {
+  std::vector<std::pair<void (*)(void*), void*>> all;
+  ~Objects() {
+    // On another thread, as the driver does.
+    auto calls = std::move(all);
+    std::thread([calls] {
+      for (auto& [function, data] : calls) function(data);
+    }).detach();
+  }
+};
+
+struct Moment {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool done = false;
+  u64 nanoseconds = 0;
+  void reach() {
+    std::lock_guard lock(mutex);
+    done = true;
+    nanoseconds = ringsight::device_time();
+    changed.notify_all();
+  }
+  void wait() {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [this] { return done; });
+  }
+};
+// What an event recorded last. Nodes of graphs may outlive the event.
+struct Recorded {
+  std::mutex mutex;
+  std::shared_ptr<Moment> moment;
+  std::shared_ptr<Moment> last() {
+    std::lock_guard lock(mutex);
+    return moment;
+  }
+  std::shared_ptr<Moment> next() {
+    std::lock_guard lock(mutex);
+    return moment = std::make_shared<Moment>();
+  }
+};
+
+// One of the three.
+struct Node {
+  u64 id;
+  Task work;
+  std::shared_ptr<Recorded> waited, recorded;
+};
+struct Graph {
+  std::vector<Node> nodes;
+  // Adds one; its handle.
+  void* add(Task work, std::shared_ptr<Recorded> waited, std::shared_ptr<Recorded> recorded) {
+    static std::atomic<u64> last{0};
+    nodes.push_back({++last, std::move(work), std::move(waited), std::move(recorded)});
+    return reinterpret_cast<void*>(nodes.back().id);
+  }
+  std::vector<Node>::iterator find(void* node) {
+    return std::find_if(nodes.begin(), nodes.end(), [=](const Node& one) { return reinterpret_cast<void*>(one.id) == node; });
+  }
+  std::shared_ptr<Objects> objects = std::make_shared<Objects>();
+};
+struct Exec {
+  std::vector<Node> nodes;
+  std::shared_ptr<Objects> objects;
+};
+
+// Nodes run in the order of their capture: one that every order of forks and joins allows.
+struct Capture {
+  u64 id;
+  struct Stream* origin;
+  Graph* graph;
+  std::atomic<bool> over{false};
+  Capture(u64 id, struct Stream* origin, Graph* graph) : id(id), origin(origin), graph(graph) {}
+};
+
+struct Context {
+  int device;
+};
+
+struct Stream {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<Task> queue;
+  bool busy = false, ended = false;
+  std::shared_ptr<Capture> capture;
+  void* last_node = nullptr;
+  u64 id;
+  const int device;
+  std::thread thread;
+
+  explicit Stream(int device) : device(device) {
+    static std::atomic<u64> last{0};
+    id = ++last;
+    thread = std::thread([this] { run(); });
+  }
+  void run() {
+    std::unique_lock lock(mutex);
+    for (;;) {
+      changed.wait(lock, [this] { return !queue.empty() || ended; });
+      if (queue.empty()) return;
+      Task work = std::move(queue.front());
+      queue.pop_front();
+      busy = true;
+      lock.unlock();
+      work();
+      work = nullptr;
+      lock.lock();
+      busy = false;
+      changed.notify_all();
+    }
+  }
+  void add(Task work) {
+    if (capture) {
+      last_node = capture->graph->add(std::move(work), nullptr, nullptr);
+      return;
+    }
+    std::lock_guard lock(mutex);
+    queue.push_back(std::move(work));
+    changed.notify_all();
+  }
+  bool idle() {
+    std::lock_guard lock(mutex);
+    return queue.empty() && !busy;
+  }
+  void wait() {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [this] { return queue.empty() && !busy; });
+  }
+  // Work in it goes on.
+  void end() {
+    {
+      std::lock_guard lock(mutex);
+      ended = true;
+      changed.notify_all();
+    }
+    thread.detach();
+  }
+};
+
+struct Mark {
+  std::shared_ptr<Recorded> recorded = std::make_shared<Recorded>();
+  std::shared_ptr<Capture> capture;
+};
+
+struct UserObject {
+  void (*function)(void*);
+  void* data;
+};
+
+int number(const char* variable, int otherwise) {
+  const char* text = std::getenv(variable);
+  return text != nullptr ? std::atoi(text) : otherwise;
+}
+int devices() { return number("RINGSIGHT_MOCK_GPUS", 2); }
+// Their addresses are the functions.
+char channels[2], peer_kernels[sizeof ringsight_peer_kernels / sizeof ringsight_peer_kernels[0]];
+char clock_kernel, count_kernel, append_kernel;
+bool is_channels(void* function) { return function == &channels[0] || function == &channels[1]; }
+Context contexts[16] = {{0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9}, {10}, {11}, {12}, {13}, {14}, {15}};
+thread_local Context* current = nullptr;
+std::mutex memory_mutex;
+// Device memory is in files, so that other processes can map it.
+struct Allocation {
+  int file;
+  size_t bytes;
+  int device;
+  u64 id;
+};
+// By address. Never destroyed: threads of the library outlive the program's end.
+auto& memory = *new std::map<void*, Allocation>;
+auto& opened = *new std::map<void*, Allocation>;
+// By address of the allocation: what is exported, for the writes that are on their way.
+auto& exported = *new std::map<void*, std::unique_ptr<dma_buf::Mapping>>;
+auto& host_memory = *new std::map<void*, size_t>;
+auto& registered = *new std::set<void*>;
+bool has_peers() { return std::getenv("RINGSIGHT_MOCK_NO_PEERS") == nullptr; }
+// The default stream of the process; never ended.
+Stream* default_stream() {
+  static Stream* stream = new Stream(0);
+  return stream;
+}
+Stream* of(void* handle) {
+  Stream* stream = handle == nullptr ? default_stream() : static_cast<Stream*>(handle);
+  // Streams that joined a capture leave it when it ends.
+  if (stream->capture && stream->capture->over) stream->capture = nullptr;
+  return stream;
+}
+
+// Kernels are not run.
+const bool skips = [] {
+  const char* text = std::getenv("RINGSIGHT_MOCK_KERNELS");
+  return text != nullptr && std::strcmp(text, "skip") == 0;
+}();
+// Calls of this thread that each operation may make: see ringsight_mock_calls.
+enum Counted { LAUNCH, RECORD, WAIT, CAPTURE, CURRENT, STREAM_ID, COUNTED };
+thread_local u64 calls[COUNTED];
+
+// Devices on which a kernel has done wrong: it, and all others there, will not do anything any more.
+std::atomic<bool> broken[16];
+
+// Giving memory back waits.
+const bool frees_wait = [] {
+  const char* text = std::getenv("RINGSIGHT_MOCK_FREE");
+  return text != nullptr && std::strcmp(text, "waits") == 0;
+}();
+// Who launches has it, and who gives memory back.
+auto& launching = *new std::mutex;
+// Kernels of operations and host functions that were launched and are not over, and how often somebody waited for that.
+struct Running {
+  std::mutex mutex;
+  std::condition_variable changed;
+  u64 count = 0, waited = 0;
+  void add(u64 more) {
+    std::lock_guard lock(mutex);
+    count += more;
+    changed.notify_all();
+  }
+};
+auto& running = *new Running;
+void wait_for_kernels() {
+  if (!frees_wait) return;
+  std::lock_guard alone(launching);
+  std::unique_lock lock(running.mutex);
+  if (running.count > 0) running.waited++;
+  running.changed.wait(lock, [] { return running.count == 0; });
+}
+
+// The timer of a GPU is another clock than the host's.
+[[maybe_unused]] const bool has_timer = [] {
+  static u64 offset, since = steady_time();
+  static double gain;
+  const char* text = std::getenv("RINGSIGHT_MOCK_TIMER");
+  if (text == nullptr) return false;
+  char* rest;
+  offset = std::strtoull(text, &rest, 10);
+  if (*rest == ',') gain = std::strtod(rest + 1, nullptr) / 1e6;
+  timer = [] {
+    const u64 now = steady_time();
+    return now + offset + static_cast<u64>(static_cast<double>(now - since) * gain);
+  };
+  return true;
+}();
+
+// What a kernel of one block tells of its run.
+void report_run(const PeerCall& call) {
+  const Report report(call.head);
+  const u32 runs = report.runs(), replay = report.replay(runs);
+  report.event(EventKind::Started, replay, call.channel, call.op, 1);
+  report.event(EventKind::Stopped, replay, call.channel, call.op, 1);
+  store_release(&report.control().runs, report.renew(runs, false));
+}
+
+int add(void* stream, Task work) {
+  if (current == nullptr) return INVALID_CONTEXT;
+  of(stream)->add(std::move(work));
+  return SUCCESS;
+}
+
+// The kernel of an operation, or a host function: it counts from its launch on, in a graph from when it begins.
+int add_kernel(void* stream, Task work) {
+  if (current == nullptr) return INVALID_CONTEXT;
+  const bool captured = of(stream)->capture != nullptr;
+  if (!captured) running.add(1);
+  return add(stream, [=] {
+    if (captured) running.add(1);
+    work();
+    running.add(~u64{0});
+  });
+}
+
+}  // namespace
