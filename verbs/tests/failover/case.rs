@@ -3,6 +3,7 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use ringsight_failover::{Cause, Settings};
+use ringsight_verbs::endpoint::SLOTS;
 
 use super::{fabric::Port, seen::Seen};
 
@@ -56,8 +57,10 @@ pub(crate) struct Case {
     pub(crate) work: Work,
     pub(crate) failure: Failure,
     pub(crate) side: Side,
-    /// The work request before which the link goes down.
+    /// The work request after which the link goes down, before it is through.
     pub(crate) boundary: u64,
+    /// `ahead`: so many, that one the last, are posted at once.
+    pub(crate) ahead: u64,
     /// `steps`: steps of each sender.
     pub(crate) steps: u64,
     /// `load`: threads of each process that do nothing but be in the way.
@@ -113,6 +116,7 @@ impl Case {
                 _ => return None,
             },
             boundary: words.next()?.parse().ok()?,
+            ahead: 1,
             steps: 64,
             load: 0,
             pace: Duration::ZERO,
@@ -133,6 +137,7 @@ impl Case {
             let number = || value.parse::<u64>().ok();
             match name {
                 "steps" => case.steps = number()?,
+                "ahead" => case.ahead = number().filter(|ahead| (1..=SLOTS as u64).contains(ahead))?,
                 "load" => case.load = number()? as usize,
                 "pace-us" => case.pace = Duration::from_micros(number()?),
                 "away-ms" => case.away = Duration::from_millis(number()?),

@@ -118,6 +118,7 @@ fn links_fail() {
             "counts": counts,
             "text": text,
             "outstanding": seen.outstanding,
+            "cut_off": seen.cut_off,
             "replayed": seen.replayed,
             "switches": seen.switches,
             "broken": seen.broken,

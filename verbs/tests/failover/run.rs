@@ -10,7 +10,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ringsight_failover::Report;
 use ringsight_verbs::endpoint::{Receiver, SLOTS, Sender};
 
 use super::{
@@ -283,11 +282,6 @@ impl Run<'_> {
             self.rank.outside.put(MESSAGE[1 - number], &message);
         }
         while let Some(noted) = self.sender.as_mut().and_then(Sender::take_noted) {
-            if matches!(noted.report, Report::Broken { active: true, .. })
-                && let Some(sender) = &self.sender
-            {
-                self.seen.outstanding = self.seen.outstanding.max(sender.posted() - sender.acked());
-            }
             self.seen.note(noted);
         }
         if self.seen.recovered.is_some() && self.on_primary.is_none() {
@@ -297,43 +291,12 @@ impl Run<'_> {
     }
 
     fn turn(&mut self) -> Result<bool, String> {
-        let mut moved = false;
-        self.links();
-        let next = self
-            .sender
-            .as_ref()
-            .filter(|sender| sender.may_post())
-            .map(Sender::posted);
-        if let Some(position) = next
-            && position < self.case.steps
-            && let Some(words) = self.outgoing(position)
-            && let Some(sender) = &mut self.sender
-            && position < sender.acked() + SLOTS as u64
-            && self
-                .posted_at
-                .is_none_or(|at| self.case.pace.is_zero() || self.rank.hub.now() >= at + self.case.pace)
-        {
-            self.posted_at = Some(self.rank.hub.now());
-            // SAFETY: a slot that was acknowledged: nobody else uses it.
-            unsafe {
-                self.rank
-                    .sends
-                    .1
-                    .byte_add(SLOTS_AT.at(position))
-                    .copy_from(words.as_ptr(), words.len());
-            };
-            sender
-                .post(&position.to_le_bytes(), SLOT)
-                .map_err(|failure| failure.text)?;
-            moved = true;
-            if position == self.case.boundary && self.rank.number == 0 {
-                // The device goes on.
-                thread::sleep(self.case.away);
-            }
-        }
+        self.bring_up();
+        let mut moved = self.post()?;
         if let Some(sender) = &mut self.sender {
             moved |= sender.poll().map_err(|failure| failure.text)?;
         }
+        self.fail()?;
         let Some(mut receiver) = self.receiver.take() else {
             return Ok(moved);
         };
@@ -367,58 +330,139 @@ impl Run<'_> {
         result
     }
 
-    /// The failing, which is the first rank's to do.
-    fn links(&mut self) {
-        if self.case.failure == Failure::None || self.rank.number > 0 {
-            return;
+    /// Whether this rank has links fail, and has not yet.
+    fn is_to_fail(&self) -> bool {
+        self.case.failure != Failure::None && self.rank.number == 0 && self.seen.down.is_none()
+    }
+
+    /// Posts the next step, if it may; and with it, where links are to fail after a later one that is near, all up to that one.
+    fn post(&mut self) -> Result<bool, String> {
+        let Some(sender) = self.sender.as_ref().filter(|sender| sender.may_post()) else {
+            return Ok(false);
+        };
+        let next = sender.posted();
+        let boundary = self.case.boundary;
+        let is_near = next <= boundary && boundary < next + self.case.ahead && self.is_to_fail();
+        let last = match self.case.failure {
+            Failure::Chaos => next,
+            _ if is_near => boundary,
+            _ => next,
+        };
+        let room = (sender.acked() + SLOTS as u64)
+            .min(sender.granted())
+            .min(self.case.steps);
+        let is_time = self
+            .posted_at
+            .is_none_or(|at| self.case.pace.is_zero() || self.rank.hub.now() >= at + self.case.pace);
+        if last >= room || !is_time {
+            return Ok(false);
         }
+        let steps: Option<Vec<_>> = (next..=last).map(|position| self.outgoing(position)).collect();
+        let (Some(steps), Some(sender)) = (steps, &mut self.sender) else {
+            return Ok(false);
+        };
+        self.posted_at = Some(self.rank.hub.now());
+        for (position, words) in (next..).zip(steps) {
+            // SAFETY: a slot that was acknowledged: nobody else uses it.
+            unsafe {
+                self.rank
+                    .sends
+                    .1
+                    .byte_add(SLOTS_AT.at(position))
+                    .copy_from(words.as_ptr(), words.len());
+            };
+            if !sender.may_post() {
+                // The path was lost in between: the rest comes with the next turn.
+                break;
+            }
+            sender
+                .post(&position.to_le_bytes(), SLOT)
+                .map_err(|failure| failure.text)?;
+            if position == self.case.boundary && self.rank.number == 0 {
+                // The device goes on.
+                thread::sleep(self.case.away);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Brings links up, and down again, as was planned when the first one failed.
+    fn bring_up(&mut self) {
         let now = self.rank.hub.now();
-        let fabric = self.rank.fabric;
         while let Some((_, port, up)) = self.plan.pop_front_if(|(at, ..)| *at <= now) {
-            fabric.set_up(port, up);
+            self.rank.fabric.set_up(port, up);
             if up {
                 self.seen.up = Some(self.rank.hub.now());
             }
         }
-        let Some(sender) = &self.sender else { return };
+    }
+
+    /// The failing, which is the first rank's to do: when the request of the boundary was posted, before it is known to be through.
+    fn fail(&mut self) -> Result<(), String> {
+        let Some(sender) = &mut self.sender else {
+            return Ok(());
+        };
+        let (posted, outstanding) = (sender.posted(), sender.posted() - sender.acked());
         let boundary = match self.case.failure {
             Failure::Chaos => 0,
             _ => self.case.boundary,
         };
-        let next = sender.may_post() && sender.posted() == boundary;
-        if next && self.seen.down.is_none() {
-            self.seen.down = Some(now);
-            let links: &[usize] = match self.case.failure {
-                Failure::Primary | Failure::PrimaryThenBackup | Failure::Flap => &[0],
-                Failure::Backup => &[1],
-                Failure::All => &[0, 1],
-                Failure::Silent
-                | Failure::QueuePair
-                | Failure::CompletionQueue
-                | Failure::Device
-                | Failure::Chaos
-                | Failure::None => &[],
-            };
-            for port in links.iter().flat_map(|link| self.case.ports(*link)) {
-                fabric.set_up(port, false);
-            }
-            match self.case.failure {
-                Failure::Backup => self.seen.outstanding = sender.posted() + 1 - sender.acked(),
-                Failure::Device => self.case.ports(0).into_iter().for_each(fail_device),
-                Failure::Flap => self.plan = flaps(&self.case, now),
-                Failure::Silent => fabric.lose_packets(0, true),
-                Failure::QueuePair | Failure::CompletionQueue => fail_queue(&self.case, sender),
-                Failure::Chaos => self.plan = chaos(self.case.boundary, now, self.case.flaps),
-                _ => {}
-            }
-        }
-        if self.case.failure == Failure::PrimaryThenBackup && self.seen.recovered.is_some() && !self.second {
+        if self.is_to_fail() && posted > boundary {
+            self.seen.outstanding = outstanding;
+            self.fail_first();
+        } else if self.case.failure == Failure::PrimaryThenBackup
+            && self.seen.recovered.is_some()
+            && !self.second
+            && outstanding > 0
+        {
             self.second = true;
             for (link, up) in [(1, false), (0, true)] {
                 for port in self.case.ports(link) {
-                    fabric.set_up(port, up);
+                    self.rank.fabric.set_up(port, up);
                 }
             }
+        } else {
+            return Ok(());
+        }
+        let Some(sender) = &mut self.sender else {
+            return Ok(());
+        };
+        // What the device had still done when the link was down is here now.
+        sender.poll().map_err(|failure| failure.text)?;
+        let cut_off = posted.saturating_sub(sender.acked());
+        self.seen.cut_off.push(cut_off);
+        Ok(())
+    }
+
+    fn fail_first(&mut self) {
+        let now = self.rank.hub.now();
+        let fabric = self.rank.fabric;
+        self.seen.down = Some(now);
+        let links: &[usize] = match self.case.failure {
+            Failure::Primary | Failure::PrimaryThenBackup | Failure::Flap => &[0],
+            Failure::Backup => &[1],
+            Failure::All => &[0, 1],
+            Failure::Silent
+            | Failure::QueuePair
+            | Failure::CompletionQueue
+            | Failure::Device
+            | Failure::Chaos
+            | Failure::None => &[],
+        };
+        for port in links.iter().flat_map(|link| self.case.ports(*link)) {
+            fabric.set_up(port, false);
+        }
+        match self.case.failure {
+            Failure::Device => self.case.ports(0).into_iter().for_each(fail_device),
+            Failure::Flap => self.plan = flaps(&self.case, now),
+            Failure::Silent => fabric.lose_packets(0, true),
+            Failure::QueuePair | Failure::CompletionQueue => {
+                if let Some(sender) = &self.sender {
+                    fail_queue(&self.case, sender);
+                }
+            }
+            Failure::Chaos => self.plan = chaos(self.case.boundary, now, self.case.flaps),
+            _ => {}
         }
     }
 }

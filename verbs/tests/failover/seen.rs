@@ -16,8 +16,10 @@ pub(crate) const LONGEST: usize = 5;
 #[derive(Default)]
 pub(crate) struct Seen {
     pub(crate) error: Option<String>,
-    /// Work requests outstanding when the path in use broke.
+    /// Work requests posted and not known to be through right before the link was taken down.
     pub(crate) outstanding: u64,
+    /// How many of them were not through when it was down; the same of a second failure.
+    pub(crate) cut_off: Vec<u64>,
     pub(crate) switches: Vec<(u8, u8)>,
     pub(crate) replayed: u64,
     pub(crate) broken: Vec<String>,
