@@ -5,7 +5,10 @@ use std::{collections::BTreeMap, time::Duration};
 use ringsight_failover::{Cause, Settings};
 use ringsight_verbs::endpoint::SLOTS;
 
-use super::{fabric::Port, seen::Seen};
+use super::{
+    fabric::Port,
+    seen::{Seen, WATCHED},
+};
 
 /// Which ports go down.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -188,6 +191,15 @@ impl Case {
         ranks.map(|rank| Port { rank, link }).collect()
     }
 
+    /// The path that is down from some moment on until the end, if one must be.
+    pub(crate) fn stays_down(&self) -> Option<usize> {
+        match self.failure {
+            Failure::Primary | Failure::Device => Some(0),
+            Failure::Backup | Failure::PrimaryThenBackup => Some(1),
+            _ => None,
+        }
+    }
+
     /// What it came to.
     pub(crate) fn verdict(&self, seen: &Seen) -> Verdict {
         if let Some(wrong) = &seen.wrong {
@@ -247,7 +259,13 @@ impl Case {
             Failure::All | Failure::Chaos => (true, false),
         };
         let text = || format!("switches {:?}, broken {:?}", seen.switches, seen.broken);
+        // Of the backup nobody need have noticed: all may be over.
+        let watched = seen.costs.map(|costs| costs[WATCHED]);
+        let is_watched = self.failure == Failure::Backup || self.stays_down().is_none() || !watched.contains(&0);
         match (is_expected, may_miss) {
+            (true, _) if !is_watched => Verdict::Missed(format!(
+                "by rank, {watched:?} ends had given up the path that stayed down"
+            )),
             (true, _) => Verdict::Right,
             (false, true) => Verdict::Missed(text()),
             (false, false) => Verdict::Wrong(text()),

@@ -26,7 +26,7 @@ use fabric::Fabric;
 use outside::GO;
 use rank::Rank;
 use run::run;
-use seen::{CALLS, LONGEST};
+use seen::{CALLS, LONGEST, WATCHED};
 
 /// No case takes so long.
 const PATIENCE: Duration = Duration::from_secs(100);
@@ -120,6 +120,7 @@ fn links_fail() {
             "outstanding": seen.outstanding,
             "cut_off": seen.cut_off,
             "replayed": seen.replayed,
+            "watched_ends": both(WATCHED),
             "switches": seen.switches,
             "broken": seen.broken,
             "switch_ms": milliseconds(seen.switch),

@@ -10,7 +10,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ringsight_verbs::endpoint::{Receiver, SLOTS, Sender};
+use ringsight_failover::Report;
+use ringsight_verbs::endpoint::{Path, Receiver, SLOTS, Sender};
 
 use super::{
     PATIENCE,
@@ -19,7 +20,7 @@ use super::{
     links::{Plan, chaos},
     outside::{COSTS, DONE, MESSAGE, parse_done},
     rank::{Rank, SLOT, SLOTS_AT},
-    seen::{CALLS, LONGEST, Seen},
+    seen::{CALLS, LONGEST, Seen, WATCHED},
 };
 
 /// Words of a rank's part of the input.
@@ -64,8 +65,8 @@ struct Run<'a> {
     seen: Seen,
     plan: Plan,
     second: bool,
-    /// Requests that the sender had posted over the primary path when the first step was over the backup.
-    on_primary: Option<u64>,
+    /// Of the sender and the receiver, by path: requests posted over it when it was given up, if it is not in use again.
+    left: [[Option<u64>; 2]; 2],
     /// When the last step was posted.
     posted_at: Option<Duration>,
 }
@@ -182,16 +183,14 @@ impl Run<'_> {
                 .is_none_or(|receiver| receiver.taken() == self.case.steps);
             if !is_done && (sent && got || self.seen.error.is_some()) {
                 is_done = true;
-                if self.case.failure == Failure::Primary
-                    && self.on_primary.is_some()
-                    && self.on_primary != self.requests_on_primary()
-                {
-                    let wrong = "something was posted over the port that is down".to_owned();
-                    self.seen.wrong.get_or_insert(wrong);
-                }
+                let watched = self
+                    .case
+                    .stays_down()
+                    .map_or(0, |path| self.look_at_left(path));
                 let costs = self.costs();
                 self.seen.costs[0] = std::array::from_fn(|i| costs[i].saturating_sub(before[i]));
                 self.seen.costs[0][LONGEST] = longest.as_micros() as u64;
+                self.seen.costs[0][WATCHED] = watched;
                 self.seen.ran = now;
                 let sent = self.rank.fabric.sent_bytes();
                 self.seen.wire = sent.zip(wire).map(|(sent, before)| sent - before);
@@ -232,10 +231,29 @@ impl Run<'_> {
         "it hangs".into()
     }
 
-    /// Requests that the sender has posted over the primary path.
-    fn requests_on_primary(&self) -> Option<u64> {
-        let counts = self.sender.as_ref()?.paths().first()?.counts();
-        Some(counts.steps + counts.credits + counts.others)
+    /// A path that was given up and is still down: nothing may have been posted over it since, at either end here. How many ends
+    /// had given it up.
+    fn look_at_left(&mut self, path: usize) -> u64 {
+        let ends = [
+            self.sender.as_ref().map(Sender::paths),
+            self.receiver.as_ref().map(Receiver::paths),
+        ];
+        let mut watched = 0;
+        for (left, paths) in self.left.iter().zip(ends) {
+            let (Some(then), Some(path)) = (left[path], paths.and_then(|paths| paths.get(path))) else {
+                continue;
+            };
+            watched += 1;
+            let more = requests(path) - then;
+            if more > 0 {
+                let wrong = format!(
+                    "{more} requests were posted over {} while it was down",
+                    path.port().device()
+                );
+                self.seen.wrong.get_or_insert(wrong);
+            }
+        }
+        watched
     }
 
     /// What this rank has cost so far.
@@ -282,12 +300,16 @@ impl Run<'_> {
             self.rank.outside.put(MESSAGE[1 - number], &message);
         }
         while let Some(noted) = self.sender.as_mut().and_then(Sender::take_noted) {
+            if let Some(sender) = &self.sender {
+                note_left(&mut self.left[0], sender.paths(), noted.report);
+            }
             self.seen.note(noted);
         }
-        if self.seen.recovered.is_some() && self.on_primary.is_none() {
-            self.on_primary = self.requests_on_primary();
+        while let Some(noted) = self.receiver.as_mut().and_then(Receiver::take_noted) {
+            if let Some(receiver) = &self.receiver {
+                note_left(&mut self.left[1], receiver.paths(), noted.report);
+            }
         }
-        while self.receiver.as_mut().and_then(Receiver::take_noted).is_some() {}
     }
 
     fn turn(&mut self) -> Result<bool, String> {
@@ -416,6 +438,7 @@ impl Run<'_> {
             && outstanding > 0
         {
             self.second = true;
+            self.look_at_left(0);
             for (link, up) in [(1, false), (0, true)] {
                 for port in self.case.ports(link) {
                     self.rank.fabric.set_up(port, up);
@@ -464,6 +487,24 @@ impl Run<'_> {
             Failure::Chaos => self.plan = chaos(self.case.boundary, now, self.case.flaps),
             _ => {}
         }
+    }
+}
+
+/// Requests that were posted over a path.
+fn requests(path: &Path) -> u64 {
+    let counts = path.counts();
+    counts.steps + counts.credits + counts.others
+}
+
+/// From the moment an end gives a path up until it has it again, it posts nothing over it.
+fn note_left(left: &mut [Option<u64>; 2], paths: &[Path], report: Report) {
+    match report {
+        Report::Broken { link, .. } => {
+            let path = usize::from(link.path);
+            left[path] = paths.get(path).map(requests);
+        }
+        Report::Restored { link } => left[usize::from(link.path)] = None,
+        _ => {}
     }
 }
 
@@ -525,7 +566,7 @@ pub(crate) fn run(rank: &mut Rank, case: Case, number: u64) -> Seen {
         seen: Seen::default(),
         plan: Plan::new(),
         second: false,
-        on_primary: None,
+        left: Default::default(),
         posted_at: None,
     };
     run.run()

@@ -11,6 +11,8 @@ use super::{outside::COSTS, rank::SLOT};
 pub(crate) const CALLS: usize = 4;
 /// Place of the longest that one look at the ends took, in microseconds.
 pub(crate) const LONGEST: usize = 5;
+/// Place of the number of ends that had given up the path which stayed down, and were seen to post nothing more over it.
+pub(crate) const WATCHED: usize = 6;
 
 /// What came of a case, seen by one rank.
 #[derive(Default)]
@@ -41,7 +43,8 @@ pub(crate) struct Seen {
     pub(crate) ran: Duration,
     /// Bytes that went over the links in that time, where they are counted.
     pub(crate) wire: Option<u64>,
-    /// What this rank and the other cost: requests of steps, credits, other requests, completions; then [`CALLS`] and [`LONGEST`].
+    /// What this rank and the other cost: requests of steps, credits, other requests, completions; then [`CALLS`], [`LONGEST`] and
+    /// [`WATCHED`].
     pub(crate) costs: [[u64; COSTS]; 2],
 }
 
