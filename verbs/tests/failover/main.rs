@@ -2,13 +2,14 @@
 //! each, and a link goes down.
 //!
 //! Which cases are run is in `RINGSIGHT_FAILOVER_CASES`, one in each line ([`case::Case::parse`]); `cargo xtask vm failover` makes
-//! them. A case is one line of output: what it is, and what came of it.
+//! them. A case is two lines of output: that it begins; and what it is, and what came of it.
 
 mod calls;
 mod case;
 #[path = "../../../tests/src/fabric.rs"]
 #[allow(dead_code, reason = "each test uses a part of it")]
 mod fabric;
+mod kernel;
 mod links;
 mod outside;
 mod rank;
@@ -23,6 +24,7 @@ use std::{
 
 use case::{Case, Verdict};
 use fabric::Fabric;
+use kernel::Messages;
 use outside::GO;
 use rank::Rank;
 use run::run;
@@ -98,7 +100,9 @@ fn links_fail() {
     let mut child = peer(&listener);
     let mut rank = Rank::new(0, listener.accept().unwrap().0);
     let mut wrong = 0;
+    let mut kernel = Messages::new();
     for (number, case) in (0..).zip(cases()) {
+        println!("\n{}", serde_json::json!({ "begins": case.line }));
         fabric.mend();
         rank.outside.put(GO, &[]);
         let start = Instant::now();
@@ -137,6 +141,7 @@ fn links_fail() {
             "calls": both(CALLS),
             "wire_bytes": seen.wire,
             "error": seen.error.or(seen.peer),
+            "kernel_warnings": kernel.warnings(),
         });
         println!("\n{outcome}");
     }

@@ -1,11 +1,12 @@
 //! `cargo xtask vm failover`: ports that go down at every work-request boundary of a transfer, in a guest with two soft-RoCE links.
 //!
 //! What runs in the guest is `verbs/tests/failover`: two processes, each with a port on either link. A case names what the ranks do,
-//! what fails, at which end, and before which of 64 work requests. It counts only if a work request was outstanding then and the
-//! switches happened that must; what did not come to that is run again. Times are those of an emulated machine.
+//! what fails, at which end, and after which of 64 work requests, before that one is through. It counts only if a work request was
+//! outstanding then and the switches happened that must; what did not come to that is run again, and so is a case whose guest died or
+//! said nothing more, which stays a finding. Times are those of an emulated machine.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     fs,
     io::Write as _,
     path::PathBuf,
@@ -27,10 +28,18 @@ const BOUNDARIES: u64 = 64;
 const SAMPLE: usize = 24;
 /// Cases of one boot.
 const BATCH: usize = 24;
+/// Lines of a program's output that are told when its guest was lost.
+const LAST_LINES: usize = 10;
 /// How often a case is run until it counts.
 const TRIES: u32 = 5;
 /// How long a case may take, on a machine that has other things to do.
 const LONGEST: Duration = Duration::from_secs(100);
+/// How long a guest may say nothing: longer than its program waits for a case before it says that it hangs.
+const QUIET: Duration = Duration::from_secs(240);
+/// Guests one after the other that may end before their first case.
+const BARREN: u32 = 3;
+/// Most work requests that are posted at once: as many as there are slots.
+const MOST_AHEAD: u32 = 8;
 
 const WORK: [&str; 2] = ["sendrecv", "allreduce"];
 const FAILURES: [&str; 4] = ["primary", "backup", "primary-backup", "flap"];
@@ -166,35 +175,96 @@ pub fn run(options: &Options) -> Result<ExitCode> {
     })
 }
 
+/// A case to run, and what came of it so far.
+#[derive(Clone, Debug, Default)]
+struct Waiting {
+    case: String,
+    /// Why earlier tries did not count.
+    missed: Vec<String>,
+    /// How the guests ended that never said what came of it.
+    lost: Vec<String>,
+}
+
+impl Waiting {
+    fn new(case: String) -> Self {
+        Self {
+            case,
+            ..Self::default()
+        }
+    }
+
+    fn tries(&self) -> u32 {
+        (self.missed.len() + self.lost.len()) as u32
+    }
+
+    /// As the guest's program is told: the oftener it did not count, the more requests are posted at once.
+    fn line(&self) -> String {
+        match self.missed.len() as u32 {
+            0 => self.case.clone(),
+            missed => format!("{} ahead={}", self.case, MOST_AHEAD.min(1 << missed.min(8))),
+        }
+    }
+
+    /// Takes down a try; the outcome for the record, if it was the last one.
+    fn tried(&mut self, outcome: Option<&Value>, end: &str) -> Option<Value> {
+        let (mut outcome, tries) = match outcome {
+            Some(outcome) if outcome["counts"] == true || self.tries() + 1 >= TRIES => {
+                (outcome.clone(), self.tries() + 1)
+            }
+            Some(outcome) => {
+                let why = outcome["text"].as_str().unwrap_or("it did not count");
+                self.missed.push(why.to_owned());
+                return None;
+            }
+            None => {
+                self.lost.push(end.to_owned());
+                if self.tries() < TRIES {
+                    return None;
+                }
+                let text = format!("{} of {TRIES} guests were lost in it", self.lost.len());
+                (
+                    json!({ "ok": false, "counts": true, "text": text }),
+                    self.tries(),
+                )
+            }
+        };
+        outcome["case"] = json!(self.case);
+        outcome["tries"] = json!(tries);
+        outcome["missed"] = json!(self.missed);
+        outcome["lost"] = json!(self.lost);
+        Some(outcome)
+    }
+}
+
 /// Runs the cases that were not run before, each until it counts.
 fn run_all(options: &Options, mut cases: Vec<String>) -> Result<BTreeMap<String, Value>> {
     let mut results = known(options)?;
     cases.retain(|case| !results.contains_key(case));
     let program = test_program("ringsight-verbs", "failover")?;
-    let mut waiting: VecDeque<(String, u32)> = cases.into_iter().map(|case| (case, 1)).collect();
+    let mut waiting: VecDeque<Waiting> = cases.into_iter().map(Waiting::new).collect();
+    let mut barren = 0;
     while !waiting.is_empty() {
-        let batch: Vec<(String, u32)> = waiting.drain(..waiting.len().min(BATCH)).collect();
-        let names: Vec<&str> = batch.iter().map(|(case, _)| case.as_str()).collect();
-        let outcomes = boot(options, &program, &names)?;
-        for (case, tries) in batch {
-            let Some(outcome) = outcomes.get(&case) else {
-                if tries == TRIES {
-                    bail!("{case}: the guest said nothing of it {TRIES} times");
-                }
-                waiting.push_back((case, tries + 1));
+        let batch: Vec<Waiting> = waiting.drain(..waiting.len().min(BATCH)).collect();
+        let lines: Vec<String> = batch.iter().map(Waiting::line).collect();
+        let said = boot(options, &program, &lines)?;
+        barren = if said.begun.is_empty() { barren + 1 } else { 0 };
+        if barren == BARREN {
+            bail!("{BARREN} guests ended before their first case: {}", said.end);
+        }
+        for (line, mut case) in lines.iter().zip(batch) {
+            // What a guest did not come to is no try.
+            let outcome = said.outcomes.get(line);
+            let tried = said.begun.contains(line);
+            let Some(outcome) = tried.then(|| case.tried(outcome, &said.end)).flatten() else {
+                waiting.push_back(case);
                 continue;
             };
-            let counts = outcome["counts"] == true;
-            if !counts && tries < TRIES {
-                waiting.push_back((case, tries + 1));
-                continue;
-            }
-            println!("{}", line(&case, outcome));
+            println!("{}", self::line(&case.case, &outcome));
             if let Some(file) = &options.resume {
                 let mut file = fs::OpenOptions::new().append(true).create(true).open(file)?;
                 writeln!(file, "{outcome}")?;
             }
-            results.insert(case, outcome.clone());
+            results.insert(case.case, outcome);
         }
     }
     Ok(results)
@@ -218,14 +288,41 @@ fn known(options: &Options) -> Result<BTreeMap<String, Value>> {
     parsed.collect()
 }
 
+/// What a guest said of its cases.
+#[derive(Debug, Default)]
+struct Said {
+    begun: BTreeSet<String>,
+    outcomes: BTreeMap<String, Value>,
+    /// How it ended, if it said nothing of a case that it began.
+    end: String,
+}
+
+impl Said {
+    fn of(output: &str) -> Self {
+        let mut said = Self::default();
+        for line in output.lines() {
+            let Ok(line) = serde_json::from_str::<Value>(line) else {
+                continue;
+            };
+            if let Some(case) = line["begins"].as_str() {
+                said.begun.insert(case.to_owned());
+            } else if let Some(case) = line["case"].as_str() {
+                said.outcomes.insert(case.to_owned(), line.clone());
+            }
+        }
+        said
+    }
+}
+
 /// Runs cases in one guest; what it said of each.
-fn boot(options: &Options, program: &std::path::Path, cases: &[&str]) -> Result<BTreeMap<String, Value>> {
+fn boot(options: &Options, program: &std::path::Path, cases: &[String]) -> Result<Said> {
     let mut guest = Guest::new(options.kernel, Vec::new());
     match options.mlx5 {
         true => guest.mlx5 = 4,
         false => guest.rdma = 2,
     }
-    guest.limit = LONGEST * cases.len() as u32 + Duration::from_secs(60);
+    guest.limit = LONGEST * cases.len() as u32 + QUIET;
+    guest.quiet = Some(QUIET);
     guest
         .environment
         .push(("RINGSIGHT_FAILOVER_CASES".into(), cases.join("\n")));
@@ -236,27 +333,30 @@ fn boot(options: &Options, program: &std::path::Path, cases: &[&str]) -> Result<
     let mut output = Vec::new();
     let ended = guest.run(|piece| output.extend_from_slice(piece));
     let output = String::from_utf8_lossy(&output);
-    let outcomes: BTreeMap<String, Value> = output
-        .lines()
-        .filter_map(|line| serde_json::from_str::<Value>(line).ok())
-        .filter_map(|outcome| Some((outcome["case"].as_str()?.to_owned(), outcome.clone())))
-        .collect();
+    let mut said = Said::of(&output);
+    let last = || {
+        let lines: Vec<&str> = output.lines().filter(|line| !line.starts_with('{')).collect();
+        lines[lines.len().saturating_sub(LAST_LINES)..].join("\n")
+    };
     match ended {
         Ok(ended) => {
             if let Some(text) = ended.warning_text() {
                 eprintln!("vm: the guest's kernel warned {} times:\n{text}", ended.warnings);
             }
-            if outcomes.is_empty() {
-                bail!("the guest's program said nothing of its cases:\n{output}");
-            }
-            if outcomes.len() < cases.len() {
-                eprintln!("{output}");
-            }
+            said.end = format!("the program ended with {}: {}", ended.code, last());
         }
-        Err(error) if outcomes.is_empty() => return Err(error.context(output.into_owned())),
-        Err(error) => eprintln!("vm: {error:#}"),
+        Err(error) => said.end = format!("{error:#}; the program's output ends with\n{}", last()),
     }
-    Ok(outcomes)
+    if said.outcomes.len() < cases.len() {
+        eprintln!(
+            "vm: the guest said what came of {} cases of {}, and began {}: {}",
+            said.outcomes.len(),
+            cases.len(),
+            said.begun.len(),
+            said.end
+        );
+    }
+    Ok(said)
 }
 
 /// A case and its outcome, for people.
@@ -281,6 +381,16 @@ fn line(case: &str, outcome: &Value) -> String {
     }
     if let Some(why) = outcome["text"].as_str() {
         text.push_str(&format!(": {why}"));
+    }
+    let list = |key: &str| outcome[key].as_array().into_iter().flatten();
+    for why in list("missed") {
+        text.push_str(&format!("; an earlier try did not count: {why}"));
+    }
+    for why in list("lost") {
+        text.push_str(&format!("; a GUEST WAS LOST in it: {why}"));
+    }
+    for warning in list("kernel_warnings") {
+        text.push_str(&format!("; the kernel warned: {warning}"));
     }
     text
 }
@@ -310,13 +420,35 @@ fn report(results: &BTreeMap<String, Value>) -> (Value, bool) {
         .values()
         .filter(|outcome| outcome["error"].is_string())
         .count();
-    let ok = failed.is_empty() && missed.is_empty() && !results.is_empty();
+    // That a guest died in it, or said nothing more, is a finding, whatever came of a later try.
+    let has = |outcome: &Value, key: &str| outcome[key].as_array().is_some_and(|list| !list.is_empty());
+    let with = |key: &str| -> Vec<&String> {
+        let those = results.iter().filter(|(_, outcome)| has(outcome, key));
+        those.map(|(case, _)| case).collect()
+    };
+    let lost = with("lost");
+    // By what they say from the function on: before it are processor and process.
+    let mut warnings: BTreeMap<&str, usize> = BTreeMap::new();
+    for warning in results
+        .values()
+        .filter_map(|outcome| outcome["kernel_warnings"].as_array())
+        .flatten()
+        .filter_map(Value::as_str)
+    {
+        let text = warning.split_once(" at ").map_or(warning, |(_, place)| place);
+        *warnings.entry(text).or_default() += 1;
+    }
+    let ok = failed.is_empty() && missed.is_empty() && lost.is_empty() && !results.is_empty();
     let report = json!({
         "ok": ok,
         "cases": results.len(),
         "failed": failed,
         "missed": missed,
-        "first_byte_on_backup_ms": times("switch_ms"),
+        "guest_lost": lost,
+        "tried_again": with("missed").len(),
+        "kernel_warnings": warnings,
+        "outstanding": times("outstanding"),
+        "switch_ms": times("switch_ms"),
         "first_step_over_backup_ms": times("recovered_ms"),
         "ended_with_errors": ended_with_errors,
         "longest_transfer_ms": longest("ran_ms"),
@@ -356,5 +488,52 @@ mod tests {
         assert!(!of(&[]));
         assert!(!of(&[outcome(true, true), outcome(true, false)]));
         assert!(!of(&[outcome(true, true), outcome(false, true)]));
+        let mut lost = outcome(true, true);
+        lost["lost"] = json!(["the guest died"]);
+        assert!(!of(&[outcome(true, true), lost]));
+    }
+
+    #[test]
+    fn a_case_is_tried_again_until_it_counts_and_what_became_of_it_is_kept() {
+        let (missed, right) = (
+            json!({ "case": "x ahead=2", "ok": true, "counts": false, "text": "nothing" }),
+            json!({ "case": "x ahead=4", "ok": true, "counts": true }),
+        );
+        let mut case = Waiting::new("x".into());
+        assert_eq!(case.line(), "x");
+        assert_eq!(case.tried(Some(&missed), ""), None);
+        assert_eq!(case.tried(None, "died"), None);
+        assert_eq!(case.line(), "x ahead=2");
+        let outcome = case.tried(Some(&right), "").unwrap();
+        assert_eq!(
+            [&outcome["case"], &outcome["tries"], &outcome["missed"], &outcome["lost"]],
+            [&json!("x"), &json!(3), &json!(["nothing"]), &json!(["died"])]
+        );
+        // The last try stands, whatever came of it.
+        let mut case = Waiting::new("x".into());
+        for _ in 1..TRIES {
+            assert_eq!(case.tried(Some(&missed), ""), None);
+        }
+        assert_eq!(case.line(), "x ahead=8");
+        let outcome = case.tried(Some(&missed), "").unwrap();
+        assert_eq!((&outcome["counts"], &outcome["tries"]), (&json!(false), &json!(TRIES)));
+        let mut case = Waiting::new("x".into());
+        let last = (0..TRIES).map(|_| case.tried(None, "died")).last().flatten().unwrap();
+        assert_eq!((&last["ok"], &last["tries"]), (&json!(false), &json!(TRIES)));
+        // A guest that failed in it is no failure of the case alone: the next one may be right.
+        let mut case = Waiting::new("x".into());
+        for _ in 1..TRIES {
+            case.tried(None, "died");
+        }
+        let outcome = case.tried(Some(&right), "").unwrap();
+        assert_eq!((&outcome["ok"], &outcome["tries"]), (&json!(true), &json!(TRIES)));
+    }
+
+    #[test]
+    fn a_case_that_began_is_told_from_one_that_did_not() {
+        let output = "kernel\n{\"begins\":\"a\"}\n{\"case\":\"a\",\"ok\":true}\n{\"begins\":\"b\"}\nOops";
+        let said = Said::of(output);
+        assert_eq!(said.begun, ["a", "b"].map(str::to_owned).into());
+        assert!(said.outcomes.contains_key("a") && !said.outcomes.contains_key("b"));
     }
 }

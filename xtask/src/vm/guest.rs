@@ -5,6 +5,7 @@ use std::{
     io::{self, BufWriter, Read as _, Write as _},
     path::{Path, PathBuf},
     process::{Command, ExitStatus, Stdio},
+    sync::{Mutex, PoisonError},
     thread,
     time::{Duration, Instant},
 };
@@ -54,6 +55,8 @@ pub struct Guest {
     pub processors: u32,
     /// How long it may take, boot included.
     pub limit: Duration,
+    /// How long its program may say nothing, if there is such a limit.
+    pub quiet: Option<Duration>,
     /// Soft-RoCE links (`hca<i>` to `peer<i>`).
     pub rdma: usize,
     /// mlx5 devices, driven by the stand-in for their firmware.
@@ -112,6 +115,7 @@ impl Guest {
             memory: LEAST_FOR_DEVICES,
             processors: 2,
             limit: Duration::from_secs(120),
+            quiet: None,
             rdma: 0,
             mlx5: 0,
             files: Vec::new(),
@@ -162,6 +166,10 @@ impl Guest {
             );
         }
         match status {
+            None if self.quiet.is_some() && begin.elapsed() < self.limit => bail!(
+                "the guest said nothing for too long; its console ends with\n{}",
+                tail(&text)
+            ),
             None => bail!(OverLimit(self.limit, tail(&text))),
             Some(status) => ended(&text).with_context(|| {
                 format!(
@@ -318,7 +326,7 @@ impl Guest {
     ) -> Result<Option<ExitStatus>> {
         let mut boots = 1;
         loop {
-            let status = self.drive(&mut qemu()?, console, &mut each)?;
+            let status = self.drive(&mut qemu()?, self.limit.min(BOOT_LIMIT), console, &mut each)?;
             let text = read_console(console);
             if text.contains(BOOTED) || boots == BOOTS || self.limit < BOOT_LIMIT {
                 return Ok(status);
@@ -332,10 +340,11 @@ impl Guest {
         }
     }
 
-    /// Runs QEMU; `None` if it took longer than the limit, or than [`BOOT_LIMIT`] to boot.
+    /// Runs QEMU; `None` if it took longer than the limit, or than `boot` to boot, or the program said nothing for too long.
     fn drive(
         &self,
         command: &mut Command,
+        boot: Duration,
         console: &Path,
         each: &mut (impl FnMut(&[u8]) + Send),
     ) -> Result<Option<ExitStatus>> {
@@ -348,17 +357,29 @@ impl Guest {
             .stdout(Stdio::piped());
         let mut qemu = process::Guarded::start("QEMU", command, libc::SIGKILL)?;
         let mut output = qemu.child().stdout.take().context("QEMU's output is not piped")?;
+        let heard = Mutex::new(Instant::now());
+        let last = || *heard.lock().unwrap_or_else(PoisonError::into_inner);
         thread::scope(|scope| {
-            let reader = scope.spawn(move || {
+            let reader = scope.spawn(|| {
                 let mut piece = [0; 1 << 14];
                 while let Ok(length @ 1..) = output.read(&mut piece) {
                     each(&piece[..length]);
+                    *heard.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
                 }
             });
-            let boot = self.limit.min(BOOT_LIMIT);
             let mut status = qemu.wait(boot).ok();
             if status.is_none() && read_console(console).contains(BOOTED) {
-                status = qemu.wait(self.limit - boot).ok();
+                let end = Instant::now() + (self.limit - boot);
+                // From here on, at the earliest: a boot says nothing.
+                let booted = Instant::now();
+                while status.is_none() && Instant::now() < end {
+                    let silence = last().max(booted).elapsed();
+                    let left = self.quiet.map_or(Duration::MAX, |quiet| quiet.saturating_sub(silence));
+                    if left.is_zero() {
+                        break;
+                    }
+                    status = qemu.wait(left.min(end.saturating_duration_since(Instant::now()))).ok();
+                }
             }
             // Ends it if it still runs, and with it the output.
             drop(qemu);
@@ -481,6 +502,22 @@ mod tests {
             assert_eq!(status.unwrap().unwrap().code(), Some(code));
             assert_eq!((tries, output.as_slice()), (boots, wrote.as_bytes()));
         }
+    }
+
+    #[test]
+    fn a_guest_that_says_nothing_is_ended() {
+        let scratch = Scratch::new().unwrap();
+        let console = scratch.0.join("console");
+        let mut guest = Guest::new(Series::V6_1, Vec::new());
+        // An hour that is not waited for.
+        guest.limit = Duration::from_secs(3600);
+        guest.quiet = Some(Duration::from_millis(50));
+        let mut qemu = Command::new("sh");
+        qemu.args(["-c", "echo @@USERSPACE > \"$0\"; exec sleep 3600"])
+            .arg(&console);
+        let boot = Duration::from_secs(1);
+        let status = guest.drive(&mut qemu, boot, &console, &mut |_: &[u8]| {});
+        assert!(status.unwrap().is_none());
     }
 
     #[test]
