@@ -371,7 +371,10 @@ fn line(case: &str, outcome: &Value) -> String {
         outcome["outstanding"], outcome["replayed"]
     );
     if let Some(time) = outcome["switch_ms"].as_f64() {
-        text.push_str(&format!(", on the other path after {time} ms"));
+        text.push_str(&format!(", switched after {time} ms"));
+    }
+    if let Some(time) = outcome["recovered_ms"].as_f64() {
+        text.push_str(&format!(", a step over the other path after {time} ms"));
     }
     if let Some(time) = outcome["back_ms"].as_f64() {
         text.push_str(&format!(", back {time} ms after it was up"));
@@ -448,8 +451,8 @@ fn report(results: &BTreeMap<String, Value>) -> (Value, bool) {
         "tried_again": with("missed").len(),
         "kernel_warnings": warnings,
         "outstanding": times("outstanding"),
+        "first_byte_on_backup_ms": times("recovered_ms"),
         "switch_ms": times("switch_ms"),
-        "first_step_over_backup_ms": times("recovered_ms"),
         "ended_with_errors": ended_with_errors,
         "longest_transfer_ms": longest("ran_ms"),
         "emulated": true,
