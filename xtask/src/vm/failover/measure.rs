@@ -10,6 +10,8 @@ use serde_json::{Value, json};
 const TIMEOUT: u32 = 300;
 /// Pairs of runs whose rates are compared.
 const PAIRS: usize = 80;
+/// The same of the rate after a switch. These are longer, for it is a rate that is asked for, and not what comes once after a switch.
+const LONG_PAIRS: usize = 30;
 /// Runs of a failback.
 const FAILBACKS: usize = 20;
 
@@ -65,8 +67,8 @@ impl Group {
         let case = match self {
             Self::Event => format!("sendrecv primary {side} {boundary} steps=32"),
             Self::Silence => format!("sendrecv silent both {boundary} steps=32 TIMEOUT_MS={TIMEOUT}"),
-            Self::Switched => "sendrecv primary both 16 steps=1024 lean=1 FAILBACK=0".into(),
-            Self::Alone => "sendrecv none both 0 steps=1024 lean=1 alone=1".into(),
+            Self::Switched => "sendrecv primary both 16 steps=8192 lean=1 FAILBACK=0".into(),
+            Self::Alone => "sendrecv none both 0 steps=8192 lean=1 alone=1".into(),
             // Four seconds of steps.
             Self::Failback => format!("sendrecv flap {side} 8 down-ms=300 steps=200 pace-us=20000"),
             // A minute of flapping and 40 s in peace: the longest back-off and some.
@@ -92,7 +94,7 @@ pub(super) fn cases(runs: usize) -> Vec<String> {
     side_by_side(&[Group::On, Group::Off], least(PAIRS));
     side_by_side(&[Group::Flapping], 1);
     side_by_side(&[Group::Failback], least(FAILBACKS));
-    side_by_side(&[Group::Switched, Group::Alone], least(PAIRS));
+    side_by_side(&[Group::Switched, Group::Alone], least(LONG_PAIRS));
     side_by_side(&[Group::Silence], runs);
     side_by_side(&[Group::Event], runs);
     cases
@@ -302,7 +304,7 @@ mod tests {
         let cases = cases(200);
         let different: BTreeSet<&String> = cases.iter().collect();
         assert_eq!(different.len(), cases.len());
-        assert_eq!(cases.len(), 4 * PAIRS + 400 + FAILBACKS + 1);
+        assert_eq!(cases.len(), 2 * (PAIRS + LONG_PAIRS) + 400 + FAILBACKS + 1);
         assert!(cases[0].contains("of=on run=0") && cases[1].contains("of=off run=0"));
     }
 
