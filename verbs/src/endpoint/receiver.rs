@@ -71,13 +71,13 @@ impl Role for Receiving {
 }
 
 impl Receiving {
-    /// Posts the newest credit, `granted`, unless one is under way.
+    /// Posts the newest credit, `granted`, unless one is under way. Not over a path that was given up: it is told anew after the switch.
     fn credit(&mut self, driver: &mut Driver, granted: u64) {
         let link = self.credit_link;
         if self.is_crediting || self.credited >= granted {
             return;
         }
-        let Some(path) = driver.path(link) else {
+        let Some(path) = driver.path(link).filter(|path| !path.is_fenced()) else {
             return;
         };
         match path.post_credit(granted) {
