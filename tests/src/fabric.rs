@@ -90,11 +90,15 @@ impl Fabric {
     /// Has the packets of a link lost, both ways, or no longer. No device notices.
     pub(crate) fn lose_packets(self, link: usize, lost: bool) {
         for rank in 0..2 {
-            let port = Port { rank, link };
-            match self {
-                Self::SoftRoce => misdirect(port, lost),
-                Self::Mlx5 => fault(port, if lost { "lose 1" } else { "lose 0" }),
-            }
+            self.lose_sent(Port { rank, link }, lost);
+        }
+    }
+
+    /// Has what a port sends lost, or no longer; with mlx5 also what is sent to it. No device notices.
+    pub(crate) fn lose_sent(self, port: Port, lost: bool) {
+        match self {
+            Self::SoftRoce => misdirect(port, lost),
+            Self::Mlx5 => fault(port, if lost { "lose 1" } else { "lose 0" }),
         }
     }
 

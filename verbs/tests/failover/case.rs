@@ -62,7 +62,7 @@ pub(crate) struct Case {
     pub(crate) side: Side,
     /// The work request after which the link goes down, before it is through.
     pub(crate) boundary: u64,
-    /// `ahead`: so many, that one the last, are posted at once.
+    /// `ahead`: so many, that one the last, are posted at once; by default one to four, as the boundary is.
     pub(crate) ahead: u64,
     /// `steps`: steps of each sender.
     pub(crate) steps: u64,
@@ -119,7 +119,7 @@ impl Case {
                 _ => return None,
             },
             boundary: words.next()?.parse().ok()?,
-            ahead: 1,
+            ahead: 0,
             steps: 64,
             load: 0,
             pace: Duration::ZERO,
@@ -161,6 +161,9 @@ impl Case {
                 _ => return None,
             }
         }
+        if case.ahead == 0 {
+            case.ahead = 1 + case.boundary / 2 % 4;
+        }
         let boundary_is_one = case.boundary < case.steps || case.failure == Failure::Chaos;
         (boundary_is_one && case.steps.is_multiple_of(2) && case.settings().is_some()).then_some(case)
     }
@@ -179,6 +182,24 @@ impl Case {
             })
         })
         .ok()
+    }
+
+    /// Whose packets over the link in use are lost from right before the request of the boundary: what is under way when a cable is
+    /// pulled. Either the steps, or that they have arrived; as the boundary is.
+    pub(crate) fn loses(&self) -> Option<usize> {
+        match self.failure {
+            Failure::None
+            | Failure::Silent
+            | Failure::QueuePair
+            | Failure::CompletionQueue
+            | Failure::Device
+            | Failure::Chaos => None,
+            Failure::Primary
+            | Failure::Backup
+            | Failure::PrimaryThenBackup
+            | Failure::Flap
+            | Failure::All => Some((self.boundary % 2) as usize),
+        }
     }
 
     /// Ports of a link that fail.
@@ -227,8 +248,13 @@ impl Case {
             return Verdict::Wrong(format!("the other rank: {text}"));
         }
         // Steps that come one by one may all be there.
-        if seen.outstanding == 0 && self.failure != Failure::None && self.pace.is_zero() {
-            return Verdict::Missed("no work request was outstanding".into());
+        let is_wanted = self.failure != Failure::None && self.pace.is_zero();
+        if is_wanted && (seen.outstanding == 0 || self.loses().is_some() && seen.cut_off.contains(&0)) {
+            let text = format!(
+                "no work request was outstanding: {} before, {:?} when the link was down",
+                seen.outstanding, seen.cut_off
+            );
+            return Verdict::Missed(text);
         }
         let away = seen.switches.first() == Some(&(0, 1));
         let back = seen.switches.get(1) == Some(&(1, 0));
@@ -261,7 +287,8 @@ impl Case {
         let text = || format!("switches {:?}, broken {:?}", seen.switches, seen.broken);
         // Of the backup nobody need have noticed: all may be over.
         let watched = seen.costs.map(|costs| costs[WATCHED]);
-        let is_watched = self.failure == Failure::Backup || self.stays_down().is_none() || !watched.contains(&0);
+        let is_watched =
+            self.failure == Failure::Backup || self.stays_down().is_none() || !watched.contains(&0);
         match (is_expected, may_miss) {
             (true, _) if !is_watched => Verdict::Missed(format!(
                 "by rank, {watched:?} ends had given up the path that stayed down"

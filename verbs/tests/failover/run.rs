@@ -16,7 +16,7 @@ use ringsight_verbs::endpoint::{Path, Receiver, SLOTS, Sender};
 use super::{
     PATIENCE,
     case::{Case, Failure, Work, mix},
-    fabric::{fail_completion_queue, fail_device, fail_queue_pair},
+    fabric::{Port, fail_completion_queue, fail_device, fail_queue_pair},
     links::{Plan, chaos},
     outside::{COSTS, DONE, MESSAGE, parse_done},
     rank::{Rank, SLOT, SLOTS_AT},
@@ -183,10 +183,7 @@ impl Run<'_> {
                 .is_none_or(|receiver| receiver.taken() == self.case.steps);
             if !is_done && (sent && got || self.seen.error.is_some()) {
                 is_done = true;
-                let watched = self
-                    .case
-                    .stays_down()
-                    .map_or(0, |path| self.look_at_left(path));
+                let watched = self.case.stays_down().map_or(0, |path| self.look_at_left(path));
                 let costs = self.costs();
                 self.seen.costs[0] = std::array::from_fn(|i| costs[i].saturating_sub(before[i]));
                 self.seen.costs[0][LONGEST] = longest.as_micros() as u64;
@@ -357,6 +354,20 @@ impl Run<'_> {
         self.case.failure != Failure::None && self.rank.number == 0 && self.seen.down.is_none()
     }
 
+    /// Whether the second link is to fail: a step went over it.
+    fn is_to_fail_again(&self) -> bool {
+        self.case.failure == Failure::PrimaryThenBackup && self.seen.recovered.is_some() && !self.second
+    }
+
+    /// Has what is posted from here on not be through before the link is down, or no longer: soft-RoCE has done it all when the call
+    /// that posts it returns.
+    fn lose(&self, lost: bool) {
+        if let Some(rank) = self.case.loses() {
+            let link = usize::from(self.seen.recovered.is_some());
+            self.rank.fabric.lose_sent(Port { rank, link }, lost);
+        }
+    }
+
     /// Posts the next step, if it may; and with it, where links are to fail after a later one that is near, all up to that one.
     fn post(&mut self) -> Result<bool, String> {
         let Some(sender) = self.sender.as_ref().filter(|sender| sender.may_post()) else {
@@ -380,7 +391,14 @@ impl Run<'_> {
             return Ok(false);
         }
         let steps: Option<Vec<_>> = (next..=last).map(|position| self.outgoing(position)).collect();
-        let (Some(steps), Some(sender)) = (steps, &mut self.sender) else {
+        let Some(steps) = steps else {
+            return Ok(false);
+        };
+        let is_boundary = self.is_to_fail() && (next..=last).contains(&boundary);
+        if is_boundary || self.is_to_fail_again() {
+            self.lose(true);
+        }
+        let Some(sender) = &mut self.sender else {
             return Ok(false);
         };
         self.posted_at = Some(self.rank.hub.now());
@@ -432,11 +450,8 @@ impl Run<'_> {
         if self.is_to_fail() && posted > boundary {
             self.seen.outstanding = outstanding;
             self.fail_first();
-        } else if self.case.failure == Failure::PrimaryThenBackup
-            && self.seen.recovered.is_some()
-            && !self.second
-            && outstanding > 0
-        {
+            self.lose(false);
+        } else if self.is_to_fail_again() && outstanding > 0 {
             self.second = true;
             self.look_at_left(0);
             for (link, up) in [(1, false), (0, true)] {
@@ -444,6 +459,7 @@ impl Run<'_> {
                     self.rank.fabric.set_up(port, up);
                 }
             }
+            self.lose(false);
         } else {
             return Ok(());
         }

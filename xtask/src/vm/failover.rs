@@ -222,10 +222,7 @@ impl Waiting {
                     return None;
                 }
                 let text = format!("{} of {TRIES} guests were lost in it", self.lost.len());
-                (
-                    json!({ "ok": false, "counts": true, "text": text }),
-                    self.tries(),
-                )
+                (json!({ "ok": false, "counts": true, "text": text }), self.tries())
             }
         };
         outcome["case"] = json!(self.case);
@@ -509,7 +506,12 @@ mod tests {
         assert_eq!(case.line(), "x ahead=2");
         let outcome = case.tried(Some(&right), "").unwrap();
         assert_eq!(
-            [&outcome["case"], &outcome["tries"], &outcome["missed"], &outcome["lost"]],
+            [
+                &outcome["case"],
+                &outcome["tries"],
+                &outcome["missed"],
+                &outcome["lost"]
+            ],
             [&json!("x"), &json!(3), &json!(["nothing"]), &json!(["died"])]
         );
         // The last try stands, whatever came of it.
@@ -519,9 +521,16 @@ mod tests {
         }
         assert_eq!(case.line(), "x ahead=8");
         let outcome = case.tried(Some(&missed), "").unwrap();
-        assert_eq!((&outcome["counts"], &outcome["tries"]), (&json!(false), &json!(TRIES)));
+        assert_eq!(
+            (&outcome["counts"], &outcome["tries"]),
+            (&json!(false), &json!(TRIES))
+        );
         let mut case = Waiting::new("x".into());
-        let last = (0..TRIES).map(|_| case.tried(None, "died")).last().flatten().unwrap();
+        let last = (0..TRIES)
+            .map(|_| case.tried(None, "died"))
+            .last()
+            .flatten()
+            .unwrap();
         assert_eq!((&last["ok"], &last["tries"]), (&json!(false), &json!(TRIES)));
         // A guest that failed in it is no failure of the case alone: the next one may be right.
         let mut case = Waiting::new("x".into());

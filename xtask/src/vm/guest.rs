@@ -374,11 +374,15 @@ impl Guest {
                 let booted = Instant::now();
                 while status.is_none() && Instant::now() < end {
                     let silence = last().max(booted).elapsed();
-                    let left = self.quiet.map_or(Duration::MAX, |quiet| quiet.saturating_sub(silence));
+                    let left = self
+                        .quiet
+                        .map_or(Duration::MAX, |quiet| quiet.saturating_sub(silence));
                     if left.is_zero() {
                         break;
                     }
-                    status = qemu.wait(left.min(end.saturating_duration_since(Instant::now()))).ok();
+                    status = qemu
+                        .wait(left.min(end.saturating_duration_since(Instant::now())))
+                        .ok();
                 }
             }
             // Ends it if it still runs, and with it the output.

@@ -324,8 +324,7 @@ mod tests {
     fn what_is_missing_or_slow_is_not_ok() {
         let mut results = BTreeMap::new();
         for case in cases(3) {
-            let outcome =
-                json!({ "ok": true, "counts": true, "switch_ms": 20.0, "recovered_ms": 25.0, "back_ms": 300.0, "mib_per_s": 5.0 });
+            let outcome = json!({ "ok": true, "counts": true, "switch_ms": 20.0, "recovered_ms": 25.0, "back_ms": 300.0, "mib_per_s": 5.0 });
             results.insert(case, outcome);
         }
         assert!(report(&results).1);
