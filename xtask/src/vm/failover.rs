@@ -136,11 +136,42 @@ fn mix(value: u64) -> u64 {
     z ^ z >> 31
 }
 
+impl Options {
+    /// A sample, over soft-RoCE.
+    pub(super) fn sample(kernel: Series, seed: u64, cases: usize) -> Self {
+        Self {
+            seed: Some(seed),
+            cases,
+            full: false,
+            resume: None,
+            kernel,
+            mlx5: false,
+            measure: false,
+            runs: 0,
+            stress: None,
+            check: true,
+        }
+    }
+}
+
 /// Runs cases and says what came of them.
 ///
 /// # Errors
 /// If no guest can be made, or what runs there does not.
 pub fn run(options: &Options) -> Result<ExitCode> {
+    let (_, report, ok) = run_cases(options, &mut |line| println!("{line}"))?;
+    println!("{report}");
+    Ok(match ok || !options.check {
+        true => ExitCode::SUCCESS,
+        false => ExitCode::FAILURE,
+    })
+}
+
+/// Runs cases and gives `each` a line of every one; how many there are, all in one line of JSON, and whether all is well.
+///
+/// # Errors
+/// As [`run`].
+pub(super) fn run_cases(options: &Options, each: &mut dyn FnMut(&str)) -> Result<(usize, Value, bool)> {
     let seed = options.seed.unwrap_or_else(|| {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         now.map_or(0, |now| now.as_nanos() as u64)
@@ -161,18 +192,14 @@ pub fn run(options: &Options) -> Result<ExitCode> {
         }
     };
     if !options.full && !options.measure {
-        println!("seed {seed}, {} cases", cases.len());
+        each(&format!("seed {seed}, {} cases", cases.len()));
     }
-    let results = run_all(options, cases)?;
+    let results = run_all(options, cases, each)?;
     let (report, ok) = match options.measure {
         true => measure::report(&results),
         false => report(&results),
     };
-    println!("{report}");
-    Ok(match ok || !options.check {
-        true => ExitCode::SUCCESS,
-        false => ExitCode::FAILURE,
-    })
+    Ok((results.len(), report, ok))
 }
 
 /// A case to run, and what came of it so far.
@@ -234,7 +261,11 @@ impl Waiting {
 }
 
 /// Runs the cases that were not run before, each until it counts.
-fn run_all(options: &Options, mut cases: Vec<String>) -> Result<BTreeMap<String, Value>> {
+fn run_all(
+    options: &Options,
+    mut cases: Vec<String>,
+    each: &mut dyn FnMut(&str),
+) -> Result<BTreeMap<String, Value>> {
     let mut results = known(options)?;
     cases.retain(|case| !results.contains_key(case));
     let program = test_program("ringsight-verbs", "failover")?;
@@ -256,7 +287,7 @@ fn run_all(options: &Options, mut cases: Vec<String>) -> Result<BTreeMap<String,
                 waiting.push_back(case);
                 continue;
             };
-            println!("{}", self::line(&case.case, &outcome));
+            each(&self::line(&case.case, &outcome));
             if let Some(file) = &options.resume {
                 let mut file = fs::OpenOptions::new().append(true).create(true).open(file)?;
                 writeln!(file, "{outcome}")?;

@@ -8,8 +8,9 @@ use std::{
 
 use anyhow::{Result, bail};
 use clap::Args;
+use serde_json::json;
 
-use super::{Guest, Series, guest::Ended, image::Image, test_program};
+use super::{Guest, Series, failover, guest::Ended, image::Image, test_program};
 use crate::{demo, test::counts::Counts, workspace};
 
 /// Options of `cargo xtask vm test`.
@@ -37,6 +38,8 @@ enum Program {
         /// Only tests whose name contains one of these; all of them if there is none.
         filters: &'static [&'static str],
     },
+    /// A sample of `cargo xtask vm failover`: so many cases, by this seed.
+    Failures { seed: u64, cases: usize },
     /// [`demo::vm`]: a job with a collector attached, one of whose links fails; its traces are looked at here.
     Demo,
 }
@@ -54,7 +57,7 @@ struct Job {
     mlx5: usize,
 }
 
-/// All of them. The layer takes at most eight minutes on two processors: a boot costs three seconds.
+/// All of them. With both kernels they took thirteen minutes on two processors that had other work, too: a boot costs three seconds.
 const JOBS: &[Job] = &[
     Job {
         name: "soft-RoCE",
@@ -100,6 +103,16 @@ const JOBS: &[Job] = &[
             filters: &[],
         },
         kernels: &Series::ALL,
+        rdma: 2,
+        mlx5: 0,
+    },
+    Job {
+        name: "ports that fail after any request",
+        program: Program::Failures {
+            seed: 20_261_122,
+            cases: 16,
+        },
+        kernels: &[Series::V6_1],
         rdma: 2,
         mlx5: 0,
     },
@@ -288,8 +301,10 @@ pub(crate) fn jobs(options: &Options) -> Result<Counts> {
 impl Job {
     /// Runs the test once; what it says is shown when it is through and has failed, or as it comes if `verbose`.
     fn run(&self, series: Series, verbose: bool) -> Result<Counts> {
-        if matches!(self.program, Program::Demo) {
-            return self.run_demo(series, verbose);
+        match self.program {
+            Program::Demo => return self.run_demo(series, verbose),
+            Program::Failures { seed, cases } => return self.run_failures(series, (seed, cases), verbose),
+            Program::Script(_) | Program::Cargo { .. } => {}
         }
         let start = Instant::now();
         let mut guest = Guest::new(series, Vec::new());
@@ -298,7 +313,7 @@ impl Job {
         guest.verbose = verbose;
         guest.limit = LIMIT;
         guest.program = match self.program {
-            Program::Demo => Vec::new(),
+            Program::Demo | Program::Failures { .. } => Vec::new(),
             Program::Script(name) => {
                 let folder = workspace::root().join("vm/tests");
                 guest.add(&folder.join("lib.sh"))?;
@@ -342,6 +357,37 @@ impl Job {
 }
 
 impl Job {
+    /// Runs a sample of failures: one test, however many cases.
+    fn run_failures(&self, series: Series, (seed, cases): (u64, usize), verbose: bool) -> Result<Counts> {
+        let start = Instant::now();
+        let options = failover::Options::sample(series, seed, cases);
+        let mut said = String::new();
+        let ran = failover::run_cases(&options, &mut |line| said += &format!("{line}\n"));
+        let name = format!("{} on {}", self.name, series.name());
+        let (report, problem) = match ran {
+            Ok((count, report, true)) if report["kernel_warnings"] == json!({}) => {
+                if verbose {
+                    println!("{said}");
+                }
+                println!(
+                    "vm: {name}: {count} cases passed in {:.1} s",
+                    start.elapsed().as_secs_f64()
+                );
+                return Ok(Counts::PASSED);
+            }
+            Ok((_, report, ok)) => {
+                let problem = if ok { "the kernel warned" } else { "a case failed" };
+                (report.to_string(), problem.to_owned())
+            }
+            Err(error) => (String::new(), format!("{error:#}")),
+        };
+        println!("{said}{report}\nvm: {name}: FAILED: {problem}");
+        Ok(Counts {
+            failed: 1,
+            ..Counts::default()
+        })
+    }
+
     /// Runs the demo in a guest and looks at what the collector made of it.
     fn run_demo(&self, series: Series, verbose: bool) -> Result<Counts> {
         let artifacts = workspace::build()?;
@@ -375,7 +421,7 @@ impl Job {
 /// What a run came to, and what was wrong with it.
 fn judge(program: Program, output: &str, ended: &Result<Ended>) -> (Counts, Option<String>) {
     let mut counts = match program {
-        Program::Script(_) | Program::Demo => Counts::PASSED,
+        Program::Script(_) | Program::Demo | Program::Failures { .. } => Counts::PASSED,
         Program::Cargo { .. } => {
             output
                 .lines()
