@@ -1,4 +1,5 @@
-//! What is chosen on machines whose `/sys` was recorded (`tests/sysfs/record.sh`).
+//! What is chosen on machines whose `/sys` was recorded (`tests/sysfs/record.sh`), and on one whose `/sys` was written down by hand
+//! (`hyper-v.tree`).
 
 use std::{
     fs,
