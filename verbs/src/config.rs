@@ -22,10 +22,10 @@ pub struct Config {
     pub qps: usize,
     /// `NCCL_IB_SPLIT_DATA_ON_QPS`: each message goes over all of them instead of one after the other.
     pub split: bool,
-    /// `NCCL_IB_SL`.
-    pub service_level: u8,
-    /// `NCCL_IB_TC`.
-    pub traffic_class: u8,
+    /// `NCCL_IB_SL`; `None`: as the connection's owner wishes.
+    pub service_level: Option<u8>,
+    /// `NCCL_IB_TC`; `None`: as the connection's owner wishes.
+    pub traffic_class: Option<u8>,
     /// `NCCL_IB_PKEY`: an index.
     pub pkey_index: u16,
     /// `NCCL_IB_PCI_RELAXED_ORDERING`: 0 never, 1 and 2 where the library can.
@@ -93,8 +93,8 @@ impl Default for Config {
             },
             qps: 1,
             split: false,
-            service_level: 0,
-            traffic_class: 0,
+            service_level: None,
+            traffic_class: None,
             pkey_index: 0,
             relaxed_ordering: true,
             failover: true,
@@ -116,6 +116,15 @@ pub struct Invalid {
 }
 
 impl Config {
+    /// Service level and traffic class of a connection whose owner wishes for `class`: the environment has the last word, and 0 is for
+    /// who says nothing. A service level has four bits.
+    #[must_use]
+    pub fn classes(&self, class: Option<u8>) -> (u8, u8) {
+        let level = self.service_level.or(class.map(|class| class & 15));
+        let class = self.traffic_class.or(class);
+        (level.unwrap_or(0), class.unwrap_or(0))
+    }
+
     /// What the environment says, by `lookup`; `None`: `NCCL_IB_DISABLE` is set.
     ///
     /// # Errors
@@ -173,10 +182,10 @@ impl Config {
             config.split = split == 1;
         }
         if let Some(level) = number("NCCL_IB_SL", 0, 15, "a service level from 0 to 15 is wanted")? {
-            config.service_level = level as u8;
+            config.service_level = Some(level as u8);
         }
         if let Some(class) = number("NCCL_IB_TC", 0, 255, "a traffic class from 0 to 255 is wanted")? {
-            config.traffic_class = class as u8;
+            config.traffic_class = Some(class as u8);
         }
         if let Some(index) = number("NCCL_IB_PKEY", 0, 65535, "an index from 0 to 65535 is wanted")? {
             config.pkey_index = index as u16;
@@ -339,6 +348,25 @@ mod tests {
         assert_eq!(with("NCCL_IB_GID_INDEX", "-1").unwrap().unwrap().gid_index, None);
         let off = with("NCCL_ENABLE_FAULT_TOLERANCE", "0").unwrap().unwrap();
         assert!(!off.failover);
+    }
+
+    #[test]
+    fn the_environment_has_the_last_word_of_the_traffic_class() {
+        let classes = |variables: &'static [(&str, &str)], wished| {
+            let lookup = |name: &str| {
+                let found = variables.iter().find(|(known, _)| *known == name);
+                found.map(|(_, value)| (*value).to_owned())
+            };
+            Config::from_environment(lookup).unwrap().unwrap().classes(wished)
+        };
+        assert_eq!(classes(&[], None), (0, 0));
+        assert_eq!(classes(&[], Some(0x68)), (8, 0x68));
+        assert_eq!(classes(&[("NCCL_IB_TC", "106")], Some(5)), (5, 106));
+        assert_eq!(classes(&[("NCCL_IB_SL", "3")], Some(5)), (3, 5));
+        assert_eq!(
+            classes(&[("NCCL_IB_SL", "0"), ("NCCL_IB_TC", "0")], Some(5)),
+            (0, 0)
+        );
     }
 
     #[test]

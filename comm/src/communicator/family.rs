@@ -63,7 +63,11 @@ impl Members {
 
 impl Family {
     /// A proxy of its own for the communicator of `bootstrap`.
-    pub(super) fn new(bootstrap: &Bootstrap, slot_bytes: usize, wish: Wish) -> Result<Arc<Self>> {
+    pub(super) fn new(
+        bootstrap: &Bootstrap,
+        slot_bytes: usize,
+        (wish, class): (Wish, Option<i32>),
+    ) -> Result<Arc<Self>> {
         let (proxied, members) = (Arc::new(Proxied::default()), Arc::new(Members::default()));
         let abort = Arc::new(AbortWord::default());
         let proxy = Proxy::new(ProxyConfig {
@@ -73,7 +77,7 @@ impl Family {
             listen: bootstrap.local_ip(),
             slot_bytes,
             cpus: Cpus::by_environment()?,
-            rdma: verbs::by_environment(wish)?,
+            rdma: verbs::by_environment(wish, class)?,
             abort: abort.clone(),
             on_completed: {
                 let proxied = proxied.clone();

@@ -198,7 +198,11 @@ impl Making<'_> {
         let (family, domain, proxy_ranks) = match shared {
             None => {
                 let wish = Wish::parse(self.config.net_name.as_deref()).unwrap_or(Wish::Any);
-                (Family::new(bootstrap, slot_bytes, wish)?, 0, (0..ranks).collect())
+                (
+                    Family::new(bootstrap, slot_bytes, (wish, self.config.traffic_class))?,
+                    0,
+                    (0..ranks).collect(),
+                )
             }
             Some((family, proxy_ranks)) => (family.clone(), id, proxy_ranks.clone()),
         };

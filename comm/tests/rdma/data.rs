@@ -1,6 +1,13 @@
 //! What goes over RDMA when nothing fails.
 
-use std::{env, process::Command};
+use std::{
+    collections::BTreeSet,
+    env,
+    fs::File,
+    io::Read as _,
+    os::fd::{FromRawFd as _, OwnedFd},
+    process::Command,
+};
 
 use ringsight_comm::{abi, device::Stream};
 use ringsight_records::{Flags, Function, Kind, Record, State};
@@ -9,7 +16,7 @@ use super::{
     links::set_mtu,
     nodes::{check, two_nodes},
 };
-use crate::common::{Call, Rank, host, ok, rank_of_process, watch::Watch};
+use crate::common::{Call, Rank, config, host, ok, place_of_process, watch::Watch};
 
 /// Tells a rank to do no more than show that it can.
 pub(crate) const LITTLE: &str = "RDMA_TEST_LITTLE";
@@ -64,11 +71,75 @@ fn ports_with_different_mtus_use_the_smaller() {
 }
 
 #[test]
+#[ignore = "helper: needs RDMA devices, run in a guest"]
+fn packets_are_of_the_programs_traffic_class_unless_the_environment_names_another() {
+    for (variable, wanted) in [(None, 0x68), (Some("32"), 32)] {
+        let packets = Packets::watch();
+        let ended = two_nodes("data::worker", |_, command| {
+            command.env(LITTLE, "1").env(CLASS, "104");
+            if let Some(class) = variable {
+                command.env("NCCL_IB_TC", class);
+            }
+        });
+        check(
+            "traffic class",
+            &ended,
+            &["[send] via NET/IB/0"],
+            &["via NET/Socket"],
+        );
+        let seen = packets.classes();
+        assert!(
+            !seen.is_empty() && seen.iter().all(|class| *class == wanted),
+            "{seen:?}"
+        );
+    }
+}
+
+/// The traffic class that a rank's program asks for.
+const CLASS: &str = "RDMA_TEST_CLASS";
+
+/// RoCE packets that interfaces of this machine send and receive.
+struct Packets(OwnedFd);
+
+impl Packets {
+    /// From here on.
+    fn watch() -> Self {
+        let ip = (libc::ETH_P_ALL as u16).to_be();
+        // SAFETY: no pointers.
+        let socket =
+            unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_DGRAM | libc::SOCK_NONBLOCK, ip.into()) };
+        assert!(socket >= 0, "{}", std::io::Error::last_os_error());
+        // SAFETY: just opened.
+        Self(unsafe { OwnedFd::from_raw_fd(socket) })
+    }
+
+    /// What classes they were of, as many as the socket had room for.
+    fn classes(self) -> BTreeSet<u8> {
+        const ROCE: [u8; 2] = 4791_u16.to_be_bytes();
+        let mut file = File::from(self.0);
+        let mut packet = [0; 64];
+        let mut classes = BTreeSet::new();
+        while let Ok(length) = file.read(&mut packet) {
+            // IPv4 without options, and UDP.
+            if length >= 28 && packet[0] == 0x45 && packet[9] == 17 && packet[22..24] == ROCE {
+                classes.insert(packet[1]);
+            }
+        }
+        classes
+    }
+}
+
+#[test]
 #[ignore = "helper: the body of one rank; started by tests here and of what falls back"]
 fn worker() {
-    let Some(rank) = rank_of_process() else {
+    let Some((id, rank, ranks)) = place_of_process() else {
         return;
     };
+    let mut settings = config();
+    if let Ok(class) = env::var(CLASS) {
+        settings.traffic_class = class.parse().unwrap();
+    }
+    let rank = Rank::join_with(id, rank, ranks, &mut settings);
     // Less than a slot, more than one, and what goes with a notice.
     for count in [1, 17, 5003] {
         Call::new(Function::AllReduce, count).check(&rank, count == 17);

@@ -48,6 +48,7 @@ fn rdma(device: &str, required: bool) -> Rdma {
         net: Arc::new(Net::new(config, Path::new("/sys")).unwrap()),
         hub: Hub::new(Arc::new(Settings::default())),
         required,
+        class: None,
     }
 }
 

@@ -108,6 +108,8 @@ pub struct Path {
     pub(super) slots: Arc<Mr>,
     pub(super) control: Arc<Mr>,
     offers_slots: bool,
+    /// The traffic class that its owner wishes for.
+    class: Option<u8>,
     pub(super) peer: Option<Peer>,
 }
 
@@ -148,8 +150,16 @@ impl Path {
             slots,
             control,
             offers_slots: is_receiver,
+            class: None,
             peer: None,
         })
+    }
+
+    /// With a traffic class for its packets, where the environment names none.
+    #[must_use]
+    pub fn with_class(mut self, class: Option<u8>) -> Self {
+        self.class = class;
+        self
     }
 
     /// Its port.
@@ -285,7 +295,8 @@ impl Path {
 
     /// The ways of its queue pairs to the peer's `qps`.
     fn routes(&self, peer: &PathOffer, qps: &[QpOffer]) -> Vec<Route> {
-        let (own, config) = (&self.port, self.port.config());
+        let own = &self.port;
+        let (service_level, traffic_class) = own.config().classes(self.class);
         let route = |offer: &QpOffer| Route {
             qp: offer.number,
             psn: offer.psn,
@@ -295,8 +306,8 @@ impl Path {
                 (true, Some((_, index))) => Some((peer.gid, index)),
                 _ => None,
             },
-            service_level: config.service_level,
-            traffic_class: config.traffic_class,
+            service_level,
+            traffic_class,
         };
         qps.iter().map(route).collect()
     }

@@ -55,6 +55,8 @@ pub struct Rdma {
     pub hub: Arc<Hub>,
     /// Connections that cannot go over it fail.
     pub required: bool,
+    /// Traffic class of its packets, where the environment names none.
+    pub class: Option<u8>,
 }
 
 /// What `config.netName` or `NCCL_NET` asks for.
@@ -80,11 +82,12 @@ impl Wish {
     }
 }
 
-/// The RDMA of this process, looked for when it is first asked for; `None` where there is none, which the log explains.
+/// The RDMA of this process, looked for when it is first asked for; `None` where there is none, which the log explains. `class` is
+/// `config.trafficClass`.
 ///
 /// # Errors
 /// When a variable says what it cannot, or RDMA is wished for and is not there.
-pub(crate) fn by_environment(wish: Wish) -> Result<Option<Rdma>> {
+pub(crate) fn by_environment(wish: Wish, class: Option<i32>) -> Result<Option<Rdma>> {
     static NET: OnceLock<std::result::Result<Option<Rdma>, Found>> = OnceLock::new();
     if wish == Wish::Socket {
         return Ok(None);
@@ -94,6 +97,7 @@ pub(crate) fn by_environment(wish: Wish) -> Result<Option<Rdma>> {
     match net {
         Ok(Some(rdma)) => Ok(Some(Rdma {
             required,
+            class: class.and_then(class_of),
             ..rdma.clone()
         })),
         Ok(None) if required => Err(missing("NCCL_IB_DISABLE is set")),
@@ -102,6 +106,15 @@ pub(crate) fn by_environment(wish: Wish) -> Result<Option<Rdma>> {
         Err(Found::Nothing(text)) if required => Err(missing(text)),
         Err(Found::Nothing(_)) => Ok(None),
     }
+}
+
+/// A traffic class that packets can have.
+fn class_of(class: i32) -> Option<u8> {
+    let found = u8::try_from(class).ok();
+    if found.is_none() {
+        tracing::warn!(target: log::NET, "NET/IB : traffic class {class} (config.trafficClass) is ignored: 0 to 255 is wanted");
+    }
+    found
 }
 
 fn missing(why: &str) -> Error {
@@ -146,6 +159,7 @@ fn look() -> std::result::Result<Option<Rdma>, Found> {
                 net: Arc::new(net),
                 hub: Hub::new(Arc::new(settings)),
                 required: false,
+                class: None,
             }))
         }
         Err(text) => {
@@ -253,7 +267,9 @@ pub(crate) fn prepare(
             None => rdma.net.open(port)?,
             Some(_) => rdma.net.standby(port)?,
         };
-        Path::new(index, port, (&memory, is_receiver), &control, draw).map_err(|error| error.to_string())
+        Path::new(index, port, (&memory, is_receiver), &control, draw)
+            .map(|path| path.with_class(rdma.class))
+            .map_err(|error| error.to_string())
     };
     let (mut paths, mut ports) = (vec![make(0, port)?], vec![port]);
     if let Some(backup) = backup {
