@@ -3,6 +3,7 @@
 use super::{
     Call,
     calls::{Entry, Identity},
+    verdict::Finding,
     wire::{self, Rest, put_identity},
 };
 
@@ -10,6 +11,8 @@ use super::{
 const MAGIC: u32 = u32::from_le_bytes(*b"RSCK");
 /// Longest text, bytes.
 const MAX_TEXT: usize = 1 << 16;
+/// Ranks that are named beside it, at most.
+const MAX_ODD: usize = 64;
 
 /// A control message between the ranks of a communicator.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -21,7 +24,7 @@ pub(super) enum Message {
     /// Back to it: this.
     Called(Answer),
     /// From it to all: who called what.
-    Verdict(String),
+    Verdict(Finding),
 }
 
 /// What a rank called.
@@ -68,8 +71,11 @@ impl Message {
                     bytes.extend(call.encode());
                 }
             }
-            Self::Verdict(text) => {
+            Self::Verdict(Finding { text, odd }) => {
                 bytes.push(4);
+                let odd = &odd[..odd.len().min(MAX_ODD)];
+                bytes.push(odd.len() as u8);
+                odd.iter().for_each(|rank| bytes.extend(rank.to_le_bytes()));
                 bytes.extend(&text.as_bytes()[..text.floor_char_boundary(MAX_TEXT)]);
             }
         }
@@ -100,9 +106,13 @@ impl Message {
                 }
                 Self::Called(Answer { calls, tagged })
             }
-            4 if rest.0.len() <= MAX_TEXT => {
-                let text = std::str::from_utf8(std::mem::take(&mut rest.0)).ok()?;
-                Self::Verdict(text.to_owned())
+            4 => {
+                let [count] = *rest.take()?;
+                let count = Some(usize::from(count)).filter(|count| *count <= MAX_ODD)?;
+                let odd = (0..count).map(|_| rest.u32()).collect::<Option<_>>()?;
+                let text = Some(std::mem::take(&mut rest.0)).filter(|text| text.len() <= MAX_TEXT)?;
+                let text = std::str::from_utf8(text).ok()?.to_owned();
+                Self::Verdict(Finding { text, odd })
             }
             _ => return None,
         };
@@ -164,7 +174,8 @@ mod tests {
                 .prop_map(|(mine, theirs)| Message::Differs { mine, theirs }),
             (identities(), any::<u32>()).prop_map(|(identity, theirs)| Message::Ask { identity, theirs }),
             answer.prop_map(|(calls, tagged)| Message::Called(Answer { calls, tagged })),
-            ".{0,100}".prop_map(Message::Verdict),
+            (".{0,100}", prop::collection::vec(any::<u32>(), 0..=MAX_ODD))
+                .prop_map(|(text, odd)| Message::Verdict(Finding { text, odd })),
         ]
     }
 
@@ -179,8 +190,29 @@ mod tests {
                 prop_assert_eq!(Message::parse(&bytes[..cut.index(bytes.len())]), None);
             }
             prop_assert_eq!(Message::parse(&[b"XSCK", &bytes[4..]].concat()), None);
-            let _ = Message::parse(&[b"RSCK", &[kind % 6][..], &raw].concat());
-            let _ = Message::parse(&raw);
+            fuzz(&[b"RSCK", &[kind % 6][..], &raw].concat());
+            fuzz(&raw);
         }
+    }
+
+    #[test]
+    fn no_more_is_read_than_is_ever_written() {
+        let verdict = |odd: usize, text: usize| {
+            let mut bytes = [b"RSCK", &[4, odd as u8][..]].concat();
+            bytes.resize(bytes.len() + 4 * odd, 7);
+            bytes.resize(bytes.len() + text, b'x');
+            Message::parse(&bytes)
+        };
+        assert!(verdict(MAX_ODD, MAX_TEXT).is_some());
+        assert_eq!(verdict(MAX_ODD, MAX_TEXT + 1), None);
+        assert_eq!(verdict(MAX_ODD + 1, MAX_TEXT), None);
+        let many = Message::Verdict(Finding {
+            text: "x".repeat(MAX_TEXT + 1),
+            odd: (0..100).collect(),
+        });
+        let Some(Message::Verdict(Finding { text, odd })) = Message::parse(&many.encode()) else {
+            panic!("what is written is read");
+        };
+        assert_eq!((text.len(), odd), (MAX_TEXT, (0..MAX_ODD as u32).collect()));
     }
 }

@@ -15,7 +15,7 @@ pub(crate) mod wire;
 
 use std::{
     sync::{
-        Arc, Condvar, Mutex, PoisonError,
+        Arc, Condvar, Mutex, OnceLock, PoisonError,
         mpsc::{self, Sender},
     },
     thread::{self, JoinHandle},
@@ -26,6 +26,7 @@ use calls::Calls;
 pub(crate) use calls::{Entry, Identity};
 use message::Message;
 use reporter::{Event, Reporter};
+use verdict::Finding;
 
 use crate::{
     communicator::lock,
@@ -37,6 +38,9 @@ use crate::{
 pub(crate) type Post = Box<dyn Fn(Option<u32>, &[u8]) -> bool + Send + Sync>;
 /// Makes the communicator fail: keeps the error and releases every wait.
 pub(crate) type Fail = Box<dyn Fn(Error) + Send + Sync>;
+/// Told who called what, and which ranks are wrong, before the communicator fails by it; with what is to be done when it has, which
+/// may block.
+pub(crate) type Differ = Box<dyn Fn(&str, &[u32]) -> Box<dyn FnOnce()> + Send + Sync>;
 
 /// The checks of one rank of a communicator.
 pub(crate) struct Checks {
@@ -45,6 +49,7 @@ pub(crate) struct Checks {
     calls: Mutex<Calls>,
     post: Post,
     fail: Fail,
+    differ: OnceLock<Differ>,
     thread: Mutex<Thread>,
     /// `over` was set.
     ended: Condvar,
@@ -67,9 +72,15 @@ impl Checks {
             calls: Mutex::default(),
             post,
             fail,
+            differ: OnceLock::new(),
             thread: Mutex::default(),
             ended: Condvar::new(),
         })
+    }
+
+    /// Lets somebody know when the ranks turn out not to call alike; once, before anything is called.
+    pub(crate) fn on_difference(&self, tell: Differ) {
+        let _ = self.differ.set(tell);
     }
 
     /// Remembers calls that are about to run, or, with the number of a `graph`, to run as long as that lives.
@@ -120,9 +131,12 @@ impl Checks {
         self.tell(Event::Network { text });
     }
 
-    /// It has been found out that the ranks do not call alike: all of them fail with this text.
+    /// It has been found out that the ranks do not call alike: all of them fail with this text. Who says so has said all.
     pub(crate) fn announce(self: &Arc<Self>, text: String) {
-        let message = Message::Verdict(text);
+        let message = Message::Verdict(Finding {
+            text,
+            odd: Vec::new(),
+        });
         (self.post)(None, &message.encode());
         self.tell(Event::Message {
             from: self.rank,

@@ -10,7 +10,7 @@ use super::{
     Call, Checks,
     calls::{Entry, Identity},
     message::{Answer, Message},
-    verdict,
+    verdict::{self, Finding},
 };
 use crate::{communicator::lock, error::Error};
 
@@ -48,6 +48,8 @@ pub(super) struct Reporter<'a> {
     otherwise: Option<(Instant, Error)>,
     /// The ranks differ, and are finding out about it.
     differs: bool,
+    /// The ranks that are wrong, once that is known.
+    odd: Vec<u32>,
 }
 
 impl<'a> Reporter<'a> {
@@ -59,6 +61,7 @@ impl<'a> Reporter<'a> {
             lost: BTreeSet::new(),
             otherwise: None,
             differs: false,
+            odd: Vec::new(),
         }
     }
 
@@ -67,7 +70,7 @@ impl<'a> Reporter<'a> {
         let mut event = first;
         loop {
             if let Some(error) = self.hear(event) {
-                return (self.checks.fail)(error);
+                return self.fail(error);
             }
             let left = self
                 .otherwise
@@ -85,10 +88,20 @@ impl<'a> Reporter<'a> {
                 }
                 (Err(RecvTimeoutError::Timeout), Some((_, error))) => {
                     let error = self.verdict().unwrap_or(error);
-                    return (self.checks.fail)(error);
+                    return self.fail(error);
                 }
                 (Err(_), _) => return,
             };
+        }
+    }
+
+    fn fail(&self, error: Error) {
+        // First: what is in progress ends with the communicator's failure.
+        let tell = self.checks.differ.get().filter(|_| !self.odd.is_empty());
+        let told = tell.map(|tell| tell(&error.text, &self.odd));
+        (self.checks.fail)(error);
+        if let Some(after) = told {
+            after();
         }
     }
 
@@ -144,7 +157,11 @@ impl<'a> Reporter<'a> {
                 self.answers.insert(from, answer);
                 self.complete()
             }
-            Message::Verdict(text) => Some(Error::usage(text)),
+            Message::Verdict(Finding { text, mut odd }) => {
+                odd.retain(|rank| *rank < checks.ranks);
+                self.odd = odd;
+                Some(Error::usage(text))
+            }
         }
     }
 
@@ -187,9 +204,10 @@ impl<'a> Reporter<'a> {
 
     /// On the rank that asks: tells all and returns it.
     fn verdict(&mut self) -> Option<Error> {
-        let text = verdict::text(self.seen?, &self.answers, self.checks.ranks);
-        (self.checks.post)(None, &Message::Verdict(text.clone()).encode());
-        Some(Error::usage(text))
+        let finding = verdict::find(self.seen?, &self.answers, self.checks.ranks);
+        (self.checks.post)(None, &Message::Verdict(finding.clone()).encode());
+        self.odd = finding.odd;
+        Some(Error::usage(finding.text))
     }
 }
 
@@ -207,11 +225,13 @@ mod tests {
     struct World {
         ranks: Vec<Arc<Checks>>,
         failed: Vec<Receiver<Error>>,
+        /// Ranks that were told to be wrong, with the text.
+        wrong: Vec<Receiver<(String, Vec<u32>)>>,
     }
 
     fn world(count: u32, deaf: &[u32]) -> World {
         let all: Arc<OnceLock<Vec<Weak<Checks>>>> = Arc::default();
-        let (mut ranks, mut failed) = (Vec::new(), Vec::new());
+        let (mut ranks, mut failed, mut wrong) = (Vec::new(), Vec::new(), Vec::new());
         for rank in 0..count {
             let (tell, told) = mpsc::channel();
             let tell = Mutex::new(tell);
@@ -227,11 +247,19 @@ mod tests {
                 true
             };
             let fail = move |error| lock(&tell).send(error).unwrap();
-            ranks.push(Checks::new(rank, count, Box::new(post), Box::new(fail)));
+            let checks = Checks::new(rank, count, Box::new(post), Box::new(fail));
+            let (tell, heard) = mpsc::channel();
+            let tell = Mutex::new(tell);
+            checks.on_difference(Box::new(move |text, odd| {
+                lock(&tell).send((text.to_owned(), odd.to_vec())).unwrap();
+                Box::new(|| ())
+            }));
+            ranks.push(checks);
             failed.push(told);
+            wrong.push(heard);
         }
         let _ = all.set(ranks.iter().map(Arc::downgrade).collect());
-        World { ranks, failed }
+        World { ranks, failed, wrong }
     }
 
     const PATIENCE: Duration = Duration::from_secs(20);
@@ -283,10 +311,15 @@ mod tests {
                  sum): collective #5"
             );
             assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
+            // Who is wrong has been told before.
+            for wrong in &world.wrong {
+                assert_eq!(wrong.try_recv().unwrap(), (errors[0].text.clone(), vec![2]));
+            }
             // Once and for all.
             world.ranks[by].mismatch(107, 7);
             world.ranks.iter().for_each(|checks| checks.stop());
             assert!(world.failed.iter().all(|failed| failed.try_recv().is_err()));
+            assert!(world.wrong.iter().all(|wrong| wrong.try_recv().is_err()));
         }
     }
 
@@ -320,6 +353,7 @@ mod tests {
         world.ranks[0].network("rank 0 to rank 1 broke".into());
         world.ranks[0].lost(1, "killed");
         assert_eq!(world.error(0).text, "rank 1 is gone: killed");
+        assert!(world.wrong[0].try_recv().is_err(), "nobody is wrong");
         world.ranks[1].network("rank 1 to rank 0 broke".into());
         assert_eq!(world.error(1).text, "rank 1 to rank 0 broke");
         assert_eq!(world.ranks[1].ranks, 2);

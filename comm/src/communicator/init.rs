@@ -356,6 +356,11 @@ impl Making<'_> {
             post: post_over(bootstrap),
         };
         let watch = watchdog::Watch::new(subject, settings);
+        let watching = Arc::downgrade(&watch);
+        checks.on_difference(Box::new(move |text, odd| {
+            let report = watching.upgrade().and_then(|watch| watch.differ(text, odd));
+            Box::new(move || report.into_iter().for_each(watchdog::Report::say))
+        }));
         let (watching, checks) = (Arc::downgrade(&watch), checks.clone());
         bootstrap.on_control(Arc::new(move |from, bytes| {
             checks.control(from, bytes);

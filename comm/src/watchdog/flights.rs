@@ -185,6 +185,28 @@ impl Flights {
         })
     }
 
+    /// The first of those that have been launched and have not begun, as far as that is known; as if it began now.
+    pub(super) fn queued(&self, now: u64) -> Option<InProgress> {
+        self.all().find_map(|flight| {
+            flight.operations().find_map(|(info, seen)| {
+                let replay = match seen {
+                    Seen::Launched { replay, .. } => replay,
+                    Seen::NotReached if flight.graph == 0 => 0,
+                    Seen::NotReached | Seen::InProgress { .. } | Seen::Completed { .. } => return None,
+                };
+                Some(InProgress {
+                    info: *info,
+                    run: Run {
+                        identity: Identity::of(info),
+                        replay,
+                    },
+                    start_ns: now,
+                    launched_ns: flight.launched_ns,
+                })
+            })
+        })
+    }
+
     /// Bytes of a run, if it is on its way.
     pub(super) fn bytes(&self, run: Run) -> Option<u64> {
         let mut all = self.all().flat_map(Flight::operations);

@@ -12,14 +12,14 @@ use super::{
     flights::InProgress,
     message::Message,
     position::{Answer, HeldUp, Position, Run},
-    report,
+    report::{self, Report},
     settings::{SHORTEST, Settings},
     verdict::{Heard, Verdict, judge},
 };
 use crate::{
     communicator::lock,
     error::{Error, ResultCode},
-    log, observe,
+    observe,
 };
 
 /// How long a rank may take to answer: its service thread does nothing else, but its host may be busy.
@@ -323,27 +323,20 @@ impl Watch {
 
     /// What is known at once of the operation that began first, without asking.
     pub(super) fn judge_alone(&self, cause: Cause, culprit: u32) {
-        let mut inquiry = lock(&self.inquiry);
         if cause == Cause::RankDead {
-            inquiry.lost.insert(culprit);
+            lock(&self.inquiry).lost.insert(culprit);
         }
         let Some(op) = self.oldest(None) else { return };
-        // Of several that die the first is the cause.
-        if matches!(&inquiry.said, Some((run, said)) if *run == op.run && said.cause == cause) {
-            return;
-        }
         let verdict = Verdict {
             cause,
             culprit,
             others: Vec::new(),
             since_ns: None,
             held_up: None,
+            called: None,
             traced: false,
             hang: true,
         };
-        inquiry.said = Some((op.run, verdict.clone()));
-        drop(inquiry);
-        let now = observe::now_ns();
         let heard = match cause {
             Cause::DeviceFault => Heard::Answer(Answer {
                 position: Position::Faulted,
@@ -351,7 +344,39 @@ impl Watch {
             }),
             _ => Heard::Gone,
         };
-        self.report(&op, &verdict, &BTreeMap::from([(culprit, heard)]), now);
+        if let Some(report) = self.conclude(&op, &verdict, &BTreeMap::from([(culprit, heard)])) {
+            report.say();
+        }
+    }
+
+    /// What the checks have found out, of the operation that began first, or is about to.
+    pub(super) fn judge_calls(&self, text: &str, odd: &[u32]) -> Option<Report> {
+        let (culprit, others) = odd.split_first()?;
+        let op = self.oldest(None);
+        let op = op.or_else(|| lock(&self.flights).queued(observe::now_ns()))?;
+        let verdict = Verdict {
+            cause: Cause::MetadataMismatch,
+            culprit: *culprit,
+            others: others.to_vec(),
+            since_ns: None,
+            held_up: None,
+            called: Some(text.to_owned()),
+            traced: false,
+            hang: true,
+        };
+        self.conclude(&op, &verdict, &BTreeMap::new())
+    }
+
+    /// Notes what nobody need be asked about; what is to be said if it has not been.
+    fn conclude(&self, op: &InProgress, verdict: &Verdict, heard: &BTreeMap<u32, Heard>) -> Option<Report> {
+        let mut inquiry = lock(&self.inquiry);
+        // Of several that die the first is the cause.
+        if matches!(&inquiry.said, Some((run, said)) if *run == op.run && said.cause == verdict.cause) {
+            return None;
+        }
+        inquiry.said = Some((op.run, verdict.clone()));
+        drop(inquiry);
+        Some(self.note(op, verdict, heard, observe::now_ns()))
     }
 
     fn say(&self, op: &InProgress, verdict: &Verdict, heard: &BTreeMap<u32, Heard>, now: u64) {
@@ -378,6 +403,11 @@ impl Watch {
     }
 
     fn report(&self, op: &InProgress, verdict: &Verdict, heard: &BTreeMap<u32, Heard>, now: u64) {
+        self.note(op, verdict, heard, now).say();
+    }
+
+    /// Has it recorded and dumped.
+    fn note(&self, op: &InProgress, verdict: &Verdict, heard: &BTreeMap<u32, Heard>, now: u64) -> Report {
         if verdict.hang {
             self.dump_all();
         }
@@ -387,9 +417,9 @@ impl Watch {
             ..op.info.record(Kind::Verdict, state, now, op.run.replay)
         });
         let heard = heard.iter().map(|(rank, heard)| (*rank, *heard));
-        log::alarm(
-            self.device,
-            &report::lines(self, op, verdict, heard, self.threshold(op), now),
-        );
+        Report {
+            device: self.device,
+            lines: report::lines(self, op, verdict, heard, self.threshold(op), now),
+        }
     }
 }

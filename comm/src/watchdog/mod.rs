@@ -33,6 +33,7 @@ use history::{History, OperationKind};
 use inquiry::Inquiry;
 use message::{Health, Message};
 use position::{Answer, HeldUp, Position, Run};
+pub(crate) use report::Report;
 use ringsight_records::{Cause, Description};
 pub(crate) use settings::{Action, Settings, Source};
 
@@ -182,6 +183,13 @@ impl Watch {
     pub(crate) fn lost(&self, rank: u32) {
         self.refresh(Duration::ZERO);
         self.judge_alone(Cause::RankDead, rank);
+    }
+
+    /// The ranks do not call alike, as `text` says, and these are wrong: operations in progress will not end. What is then to
+    /// be said, which may block.
+    pub(crate) fn differ(&self, text: &str, odd: &[u32]) -> Option<Report> {
+        self.refresh(Duration::ZERO);
+        self.judge_calls(text, odd)
     }
 
     /// A control message has come; called on the bootstrap's service thread.

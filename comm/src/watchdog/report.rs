@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     checks::{Call, Identity},
-    device, observe, plan,
+    device, log, observe, plan,
 };
 
 fn seconds(ns: u64) -> String {
@@ -23,7 +23,10 @@ fn seconds(ns: u64) -> String {
 /// As in `rank 2 has not launched it`.
 pub(super) fn sentence(verdict: &Verdict) -> String {
     let since = verdict.since_ns.map(seconds);
-    let mut text = verdict.cause.of_rank(verdict.culprit).to_string();
+    let mut text = match &verdict.called {
+        Some(called) => format!("rank {} has called something else: {called}", verdict.culprit),
+        None => verdict.cause.of_rank(verdict.culprit).to_string(),
+    };
     if verdict.traced {
         text += " by a debugger";
     }
@@ -123,6 +126,19 @@ fn told_by(watch: &Watch) -> String {
 
 /// Ranks whose state is told one by one.
 const MOST: usize = 32;
+
+/// A report that is to be said.
+pub(crate) struct Report {
+    pub(super) device: i32,
+    pub(super) lines: Vec<String>,
+}
+
+impl Report {
+    /// Says it; blocks as long as whoever reads the log does not.
+    pub(crate) fn say(self) {
+        log::alarm(self.device, &self.lines);
+    }
+}
 
 /// The lines of a report, without line ends.
 pub(super) fn lines(

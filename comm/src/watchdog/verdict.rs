@@ -46,6 +46,8 @@ pub(crate) struct Verdict {
     pub(crate) since_ns: Option<u64>,
     /// What keeps the culprit, if it is in another operation.
     pub(crate) held_up: Option<HeldUp>,
+    /// Who called what, if that is known.
+    pub(crate) called: Option<String>,
     /// What stopped the culprit is a debugger.
     pub(crate) traced: bool,
     /// It will not end by itself, as far as can be known; otherwise somebody is late.
@@ -126,6 +128,7 @@ pub(crate) fn judge(heard: &BTreeMap<u32, Heard>, overdue: Duration, settings: &
         others,
         since_ns: suspects[0].since_ns,
         held_up: suspects[0].held_up,
+        called: None,
         traced,
         hang: !late || overdue >= settings.arrival,
     })

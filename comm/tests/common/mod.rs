@@ -363,10 +363,7 @@ pub fn run_processes(worker: &str, ranks: usize, nodes: usize) {
 /// The same with environment variables.
 #[track_caller]
 pub fn run_processes_with(worker: &str, ranks: usize, nodes: usize, variables: &[(&str, &str)]) {
-    let outputs: Vec<Output> = start_processes(worker, ranks, nodes, variables)
-        .into_iter()
-        .map(|child| child.wait_with_output().unwrap())
-        .collect();
+    let outputs = outputs(start_processes(worker, ranks, nodes, variables));
     for (rank, output) in outputs.into_iter().enumerate() {
         let (out, err) = (
             String::from_utf8_lossy(&output.stdout),
@@ -375,6 +372,15 @@ pub fn run_processes_with(worker: &str, ranks: usize, nodes: usize, variables: &
         assert!(output.status.success(), "rank {rank}:\n{out}\n{err}");
         assert!(out.contains("rank done"), "rank {rank} did not run:\n{out}");
     }
+}
+
+/// What processes write, until all have ended: of all at a time, since who writes much waits for who reads it.
+pub fn outputs(processes: Vec<Child>) -> Vec<Output> {
+    let readers: Vec<_> = processes
+        .into_iter()
+        .map(|child| thread::spawn(|| child.wait_with_output().unwrap()))
+        .collect();
+    readers.into_iter().map(|reader| reader.join().unwrap()).collect()
 }
 
 /// Only starts them.

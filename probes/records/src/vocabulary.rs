@@ -154,7 +154,7 @@ impl core::fmt::Display for CauseOfRank {
             Cause::NoAnswer => write!(f, "rank {rank} does not answer"),
             Cause::MetadataMismatch => write!(
                 f,
-                "rank {rank} has not launched it: the ranks do not call the same operations in the same order"
+                "rank {rank} has called something else: the ranks do not call the same operations in the same order"
             ),
             Cause::NotLaunched => write!(f, "rank {rank} has not launched it"),
             Cause::QueuedBehindCompute => {

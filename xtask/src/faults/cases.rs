@@ -409,7 +409,14 @@ impl Round {
                     text: format!("rank {} called ", self.victim),
                     within: CHECKED,
                 }),
-                ..says(Vec::new())
+                by: By::All,
+                verdicts: vec![Verdict {
+                    cause: "METADATA_MISMATCH",
+                    class: "hang",
+                    within: CHECKED,
+                    operation: String::new(),
+                    words: " has called something else: ",
+                }],
             },
             Fault::Crossed => Expectation {
                 failure: Some(Failure {

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     cases::{Fault, Round, THRESHOLD},
     job::{Observed, Said},
-    truth::{Event, What},
+    truth::What,
 };
 
 /// The outcome of a round.
@@ -113,13 +113,25 @@ impl Judge<'_> {
         }
         let called = |rank| self.at(rank, &What::Called);
         let others = (0..round.ranks).filter(|rank| *rank != round.victim);
+        let failed = || {
+            observed.truth.iter().filter_map(|event| match &event.what {
+                What::Failed { text, .. } => Some((event.ns, text)),
+                _ => None,
+            })
+        };
+        // Who is wrong can be said once most have called: the victim is to be the last.
+        let is_last = !others.clone().any(|rank| called(rank) > called(round.victim))
+            && !failed().any(|(_, text)| text.contains(" did not yet call it"));
+        if matches!(round.fault, Fault::Count | Fault::Order) && !is_last {
+            return true;
+        }
+        let is_expected = |said: &Said| is_late(said) || said.verdict.starts_with("METADATA_MISMATCH ");
         let until = match round.fault {
             // Until it calls something else than the others it is late, and they say so.
             Fault::SlowBelow | Fault::Crossed => called(round.victim),
             // Until they fail, ranks wait; normally not for long.
-            Fault::Count | Fault::Order if observed.said.iter().all(is_late) => {
-                let failed = |event: &&Event| matches!(event.what, What::Failed { .. });
-                observed.truth.iter().filter(failed).map(|event| event.ns).max()
+            Fault::Count | Fault::Order if observed.said.iter().all(is_expected) => {
+                failed().map(|(ns, _)| ns).max()
             }
             _ => None,
         };
@@ -398,7 +410,10 @@ pub(super) fn print(tallies: &[Tally]) {
 mod tests {
     use super::*;
     use crate::{
-        faults::cases::{Case, Mode, Ranks, Source},
+        faults::{
+            cases::{Case, Mode, Ranks, Source},
+            truth::Event,
+        },
         nccl::DeviceKind,
     };
 
