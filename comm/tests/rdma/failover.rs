@@ -9,8 +9,8 @@ use ringsight_records::{
 };
 
 use super::{
-    data::{add_up, messages, replays},
-    links::two_ports,
+    data::{LITTLE, add_up, messages, replays},
+    links::{hide_port, two_ports},
     nodes::{check, ends, patient, two_nodes},
 };
 use crate::{
@@ -74,6 +74,30 @@ fn a_connection_whose_port_is_down_begins_on_the_backup() {
             ],
             &["via NET/Socket", "use a socket"],
         );
+    }
+}
+
+/// Both ports are up, and one of them is not reached from the other.
+#[test]
+#[ignore = "helper: needs RDMA devices, run in a guest"]
+fn a_connection_whose_first_path_cannot_be_made_begins_on_the_backup() {
+    // One connection goes each way: of one the sender cannot connect its end, of the other the receiver.
+    for hidden in [1, 0] {
+        hide_port(hidden, true);
+        let ended = two_nodes("data::worker", |rank, command| {
+            patient(two_ports(rank, command)).env(LITTLE, "1");
+        });
+        hide_port(hidden, false);
+        check(
+            &format!("the port of rank {hidden} is not found"),
+            &ended,
+            &["via NET/IB/0"],
+            &["via NET/Socket", "use a socket"],
+        );
+        let text = &ended[1 - hidden].1;
+        let why = "NET/IB : a connection begins on its backup: ";
+        let ends = text.matches(why).count();
+        assert!(ends >= 2, "{ends} ends:\n{text}");
     }
 }
 

@@ -72,11 +72,29 @@ pub(crate) fn mend() {
 
 /// Has nobody answer who asks for an address on the first link, or as usual.
 pub(crate) fn hide_addresses(hidden: bool) {
-    for interface in ["nic0", "pnic0"] {
-        // 8: for no address; 1: for the interface's own, as the links are set up.
-        let file = format!("/proc/sys/net/ipv4/conf/{interface}/arp_ignore");
-        fs::write(file, if hidden { "8" } else { "1" }).unwrap();
-    }
+    hide_address(0, hidden);
+    hide_address(1, hidden);
+}
+
+fn hide_address(rank: usize, hidden: bool) {
+    let interface = ["nic0", "pnic0"][rank];
+    // 8: for no address; 1: for the interface's own, as the links are set up.
+    let file = format!("/proc/sys/net/ipv4/conf/{interface}/arp_ignore");
+    fs::write(file, if hidden { "8" } else { "1" }).unwrap();
+}
+
+/// Has a rank's port on the first link not be found from the other end, or as usual. It finds the other one as before: without asking,
+/// for who is asked learns the address of who asks.
+pub(crate) fn hide_port(rank: usize, hidden: bool) {
+    let interfaces = ["nic0", "pnic0"];
+    let (own, other) = (interfaces[rank], interfaces[1 - rank]);
+    hide_address(rank, hidden);
+    let peer = 2 - rank;
+    let known = match hidden {
+        true => format!("replace 10.0.0.{peer} lladdr 02:00:00:00:00:0{peer} dev {own} nud permanent"),
+        false => format!("del 10.0.0.{peer} dev {own}"),
+    };
+    ip(&format!("neigh {known}\nneigh flush dev {other}"));
 }
 
 /// Has TCP between the addresses of the first link go over its wire, as RDMA does. What is sent to an address of the machine itself stays

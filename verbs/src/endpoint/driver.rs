@@ -147,12 +147,16 @@ impl Driver {
             .collect();
         // Before now they were others', which had the same numbers.
         let failures = paths.iter().map(|path| path.failures(hub)).collect();
-        // Ends take ports to be up.
-        let events = (0_u8..)
+        // Ends take ports to be up, and paths to work.
+        let down = (0_u8..)
             .zip(&told)
             .filter(|(_, told)| !told.up)
-            .map(|(path, _)| Event::PortDown { path })
-            .collect();
+            .map(|(path, _)| Event::PortDown { path });
+        let failed = paths
+            .iter()
+            .filter(|path| path.presumed_failed)
+            .map(|path| Event::Failed { link: path.link() });
+        let events = down.chain(failed).collect();
         Self {
             connection: hub.connection(),
             seen,

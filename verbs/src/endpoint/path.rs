@@ -110,6 +110,8 @@ pub struct Path {
     offers_slots: bool,
     /// The traffic class that its owner wishes for.
     class: Option<u8>,
+    /// It is given up as soon as there is an end ([`Path::presume_failed`]).
+    pub(super) presumed_failed: bool,
     pub(super) peer: Option<Peer>,
 }
 
@@ -151,6 +153,7 @@ impl Path {
             control,
             offers_slots: is_receiver,
             class: None,
+            presumed_failed: false,
             peer: None,
         })
     }
@@ -291,6 +294,13 @@ impl Path {
         .map_err(|error| format!("{} to the peer's {device}: {error}", own.device()))?;
         self.draining = None;
         Ok(())
+    }
+
+    /// Takes a path that could not be connected for one that failed right after it was: the peer may use its end already, and the ends
+    /// agree to leave it.
+    pub fn presume_failed(&mut self) {
+        self.draining = None;
+        self.presumed_failed = true;
     }
 
     /// The ways of its queue pairs to the peer's `qps`.

@@ -123,8 +123,7 @@ impl Service {
         }
         let connected = Offer::parse(offer).and_then(|theirs| {
             let prepared = self.prepare(id)?.ok_or("the receiver has no RDMA")?;
-            let mine = prepared.offer.clone();
-            Ok((prepared.connect(&theirs)?, mine))
+            prepared.accept(&theirs)
         });
         match connected {
             Ok((connected, mine)) => {

@@ -338,17 +338,56 @@ fn down(own: &PathOffer, other: &PathOffer) -> String {
 }
 
 impl Prepared {
-    /// Connects it to the peer's end.
+    /// The receiver's end: connects it to the sender's. What the sender is told then: a path that could not be connected is as one
+    /// whose port is down, and both begin on the first that could.
     ///
     /// # Errors
-    /// The two do not fit, or the peer cannot be reached.
+    /// The two do not fit, or the peer cannot be reached over any path.
+    pub(crate) fn accept(mut self, peer: &Offer) -> std::result::Result<(Connected, Offer), String> {
+        let results = self.connect_paths(peer);
+        for (offer, result) in self.offer.paths.iter_mut().zip(&results) {
+            offer.up &= result.is_ok();
+        }
+        let Some(first) = results.iter().position(std::result::Result::is_ok) else {
+            return Err(first_error(results));
+        };
+        tell_missing(first, results);
+        let offer = self.offer.clone();
+        Ok((self.finish(peer), offer))
+    }
+
+    /// The sender's end: connects it to the receiver's, which is connected. Of a path that the receiver begins on and that cannot be
+    /// connected here the ends agree afterwards, over another one.
+    ///
+    /// # Errors
+    /// The two do not fit, or the peer cannot be reached over any path.
     pub(crate) fn connect(mut self, peer: &Offer) -> std::result::Result<Connected, String> {
-        // By what both ends have told each other, so that they begin on the same one.
-        let up = |index: &usize| self.offer.paths[*index].up && peer.paths[*index].up;
-        let both = self.paths.len().min(peer.paths.len());
-        let first = (0..both)
-            .find(up)
+        let first = (0..self.paths.len().min(peer.paths.len()))
+            .find(|index| self.is_up(peer, *index))
             .ok_or_else(|| down(&self.offer.paths[0], &peer.paths[0]))?;
+        let results = self.connect_paths(peer);
+        if results[first].is_err() {
+            let survives = self.offer.failover && peer.failover;
+            if !survives || results.iter().all(std::result::Result::is_err) {
+                return Err(first_error(results));
+            }
+            self.paths[first].presume_failed();
+        }
+        let begins = results.iter().position(std::result::Result::is_ok);
+        tell_missing(begins.unwrap_or(first), results);
+        Ok(self.finish(peer))
+    }
+
+    /// Whether both ends have told that a path's ports are up: by that, so that they begin on the same one.
+    fn is_up(&self, peer: &Offer, index: usize) -> bool {
+        self.offer.paths[index].up && peer.paths[index].up
+    }
+
+    /// Connects the paths that both ends have and whose ports are up; by path, why not.
+    fn connect_paths(&mut self, peer: &Offer) -> Vec<std::result::Result<(), String>> {
+        let both = self.paths.len().min(peer.paths.len());
+        let up: Vec<bool> = (0..both).map(|index| self.is_up(peer, index)).collect();
+        let mut results = Vec::with_capacity(both);
         for (index, (path, other)) in self.paths.iter_mut().zip(&peer.paths).enumerate() {
             if path.port().mtu() != other.mtu {
                 tracing::info!(
@@ -362,23 +401,18 @@ impl Prepared {
                 control: peer.control,
                 path: other.clone(),
             };
-            let connected = match up(&index) {
+            results.push(match up[index] {
                 true => path.connect(end),
                 false => path
                     .know(end)
                     .and_then(|()| Err(down(&self.offer.paths[index], other))),
-            };
-            match connected {
-                Ok(()) => {}
-                Err(why) if index == first => return Err(why),
-                Err(why) if index < first => {
-                    tracing::warn!(target: log::NET, "NET/IB : a connection begins on its backup: {why}");
-                }
-                Err(why) => {
-                    tracing::warn!(target: log::NET, "NET/IB : a connection has no backup yet: {why}");
-                }
-            }
+            });
         }
+        results
+    }
+
+    /// The end, connected.
+    fn finish(self, peer: &Offer) -> Connected {
         let Self {
             mut paths,
             control,
@@ -392,12 +426,30 @@ impl Prepared {
         }
         paths.truncate(peer.paths.len());
         failover.ports.truncate(paths.len());
-        Ok(Connected {
+        Connected {
             paths,
             control,
             failover,
             direct,
             port,
-        })
+        }
+    }
+}
+
+/// Why no path could be connected: what was wrong with the first.
+fn first_error(results: Vec<std::result::Result<(), String>>) -> String {
+    let mut errors = results.into_iter().filter_map(std::result::Result::err);
+    errors.next().unwrap_or_else(|| "there is no path".to_owned())
+}
+
+/// Tells which paths are missing of a connection that begins on path number `first`.
+fn tell_missing(first: usize, results: Vec<std::result::Result<(), String>>) {
+    for (index, result) in results.into_iter().enumerate() {
+        let Err(why) = result else { continue };
+        if index < first {
+            tracing::warn!(target: log::NET, "NET/IB : a connection begins on its backup: {why}");
+        } else {
+            tracing::warn!(target: log::NET, "NET/IB : a connection has no backup yet: {why}");
+        }
     }
 }
