@@ -3,7 +3,7 @@
 //! The tests run what users run: `ringsight` and worker processes on `libnccl.so.2`, from outside.
 
 use std::{
-    path::Path,
+    path::{Path, PathBuf},
     sync::{Mutex, MutexGuard, OnceLock, PoisonError},
     time::Duration,
 };
@@ -68,6 +68,13 @@ pub fn job(ranks: u32, steps: u32, pace_ms: u64) -> Configuration {
 /// See [`Job::start`].
 pub fn start(configuration: &Configuration, folder: &Path) -> Result<Job> {
     Job::start(configuration, artifacts(), &folder.join("job"))
+}
+
+/// Jaeger's binary, if `cargo xtask test` (or the user) names one, or the cache has one.
+#[must_use]
+pub fn jaeger_binary() -> Option<PathBuf> {
+    let named = std::env::var_os(xtask::test::JAEGER).map(PathBuf::from);
+    named.or_else(xtask::setup::cached_jaeger)
 }
 
 /// A folder that goes away with the test.

@@ -2,26 +2,20 @@
 
 use std::{
     net::{SocketAddr, ToSocketAddrs},
-    path::{Path, PathBuf},
+    path::Path,
     thread,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, ensure};
 use ringsight_tests::{
-    LIMIT, alone, artifacts, folder, job, skip, start,
+    LIMIT, alone, artifacts, folder, jaeger_binary, job, skip, start,
     traces::{self, Makers},
 };
 use xtask::{
     backend::{self, Jaeger},
     demo::{collector::Collector, summary::Summary},
 };
-
-/// Jaeger's binary, if `cargo xtask test` (or the user) names one, or the cache has one.
-fn jaeger_binary() -> Option<PathBuf> {
-    let named = std::env::var_os(xtask::test::JAEGER).map(PathBuf::from);
-    named.or_else(xtask::setup::cached_jaeger)
-}
 
 /// Runs a job whose traces go to `otlp`; returns the collector's account, and what it wrote.
 fn send(folder: &Path, otlp: &str, protocol: &str, steps: u32) -> Result<(Summary, String)> {
