@@ -1,17 +1,22 @@
 //! What processes are in at one moment, from their shared pages alone: operations on their way, and who is missing in them.
 
 mod connections;
+mod proxies;
+mod verdicts;
 
 use std::collections::BTreeMap;
 
 use ringsight_records::{
-    DataType, Description, Flags, Function, connection::Connection, pages::Communicator,
+    DataType, Description, Flags, Function, connection::Connection, pages::Communicator, proxies::ProxyState,
+    verdicts::GivenVerdict,
 };
 
 pub use connections::{End, Path};
+pub use proxies::Proxy;
+pub use verdicts::{HeldUp, Verdict, verdicts};
 
 /// What was read of one process.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Process {
     /// Its number.
     pub pid: u32,
@@ -23,6 +28,10 @@ pub struct Process {
     pub operations: Vec<Description>,
     /// Ends of connections between nodes that it tells of.
     pub connections: Vec<Connection>,
+    /// What its proxies are moving.
+    pub proxies: Vec<ProxyState>,
+    /// What its watchdog has said last.
+    pub verdicts: Vec<GivenVerdict>,
 }
 
 /// Where a rank is with an operation. Times are nanoseconds until the moment of the snapshot.
@@ -109,6 +118,8 @@ pub struct Group {
     pub seen: Vec<u32>,
     /// What is on its way, the oldest first.
     pub operations: Vec<Operation>,
+    /// What its ranks' proxies are moving, by rank, channel and peer.
+    pub proxies: Vec<Proxy>,
     /// Ends of its connections between nodes that go over RDMA, by rank, channel and peer.
     pub connections: Vec<End>,
 }
@@ -116,17 +127,21 @@ pub struct Group {
 /// The identity of an operation within a communicator.
 type Key = (Option<(u32, u32)>, u64);
 
+/// Sender and receiver, if it is a message.
+fn pair(flags: Flags, rank: u32, peer: i32) -> Option<(u32, u32)> {
+    let peer = u32::try_from(peer).ok().filter(|_| flags.contains(Flags::P2P))?;
+    Some(if flags.contains(Flags::SEND) {
+        (rank, peer)
+    } else {
+        (peer, rank)
+    })
+}
+
 fn key(description: &Description) -> Key {
-    let flags = Flags(description.flags);
-    let peer = u32::try_from(description.peer).ok();
-    let pair = peer.filter(|_| flags.contains(Flags::P2P)).map(|peer| {
-        if flags.contains(Flags::SEND) {
-            (description.rank, peer)
-        } else {
-            (peer, description.rank)
-        }
-    });
-    (pair, description.seq)
+    let Description {
+        flags, rank, peer, ..
+    } = *description;
+    (pair(Flags(flags), rank, peer), description.seq)
 }
 
 /// Where an operation that is described is; `None` if it is captured and was never replayed.
@@ -172,6 +187,7 @@ pub fn take(processes: &[Process], now: u64) -> Vec<Group> {
             ranks: communicator.ranks,
             seen: members.keys().copied().collect(),
             operations: operations(&communicator, &members),
+            proxies: proxies::of(processes, communicator.id, now),
             connections: connections::of(processes, communicator.id, now),
         })
         .collect()
@@ -301,7 +317,7 @@ mod tests {
             stopped: rank == 2,
             communicators: vec![communicator(rank, 5)],
             operations,
-            connections: Vec::new(),
+            ..Process::default()
         }
     }
 

@@ -4,6 +4,8 @@ use ringsight_records::{
     Description, DeviceClock,
     connection::{Connection, ConnectionSlot},
     pages::{CommSlot, Communicator, Pages},
+    proxies::{ProxySlot, ProxyState},
+    verdicts::GivenVerdict,
 };
 
 use crate::{error::AttachError, pages::Mapped};
@@ -21,6 +23,10 @@ pub struct Look {
     pub operations: Vec<Description>,
     /// Ends of connections between nodes that go over RDMA and had an operation.
     pub connections: Vec<Connection>,
+    /// Proxy operations that are under way.
+    pub proxies: Vec<ProxyState>,
+    /// The last verdicts of its watchdog, in their order.
+    pub verdicts: Vec<GivenVerdict>,
 }
 
 /// Reads the pages of `pid`, which may be watched by somebody else meanwhile. A library makes them with its first
@@ -46,6 +52,8 @@ pub fn look(pid: u32) -> Result<Look, AttachError> {
             .iter()
             .filter_map(ConnectionSlot::read)
             .collect(),
+        proxies: pages.proxies().iter().filter_map(ProxySlot::read).collect(),
+        verdicts: pages.verdicts().collect(),
     })
 }
 

@@ -1,6 +1,11 @@
 //! `ringsight snapshot` names the rank that the others wait for, and touches nobody.
 
-use std::{process::Command, thread, time::Duration};
+use std::{
+    collections::BTreeSet,
+    process::Command,
+    thread,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context, Result, ensure};
 use ringsight_tests::{LIMIT, alone, artifacts, folder, job, start};
@@ -48,9 +53,29 @@ fn a_stopped_rank_is_who_the_others_wait_for() -> Result<()> {
         .flat_map(|group| group["operations"].as_array().into_iter().flatten())
         .collect();
     ensure!(!operations.is_empty(), "nothing on its way: {taken:#}");
+    // Some wait for rank 2 itself, the others for ranks that are kept by what waits for it.
+    let mut kept = BTreeSet::from([2]);
+    let awaits = |operation: &Value, kept: &BTreeSet<u64>| {
+        let awaited = operation["awaited"].as_array().into_iter().flatten();
+        awaited.filter_map(Value::as_u64).any(|rank| kept.contains(&rank))
+    };
+    ensure!(
+        operations.iter().any(|operation| awaits(operation, &kept)),
+        "{taken:#}"
+    );
+    for _ in &operations {
+        for operation in operations
+            .iter()
+            .filter(|operation| awaits(operation, &kept))
+            .collect::<Vec<_>>()
+        {
+            let parts = operation["parts"].as_array().into_iter().flatten();
+            let running = parts.filter(|part| part["place"] == "running");
+            kept.extend(running.filter_map(|part| part["rank"].as_u64()));
+        }
+    }
     for operation in &operations {
-        let awaited = operation["awaited"].as_array().context("awaited")?;
-        ensure!(awaited.first() == Some(&Value::from(2)), "{operation:#}");
+        ensure!(awaits(operation, &kept), "{operation:#}");
         ensure!(
             operation["oldest_ns"].as_u64() > Some(900_000_000),
             "{operation:#}"
@@ -94,4 +119,93 @@ fn a_stopped_rank_is_who_the_others_wait_for() -> Result<()> {
     let alone = snapshot(&pids[..1], &[]).unwrap_or_default();
     ensure!(alone.contains("4 ranks, 1 looked at"), "{alone}");
     Ok(())
+}
+
+#[test]
+fn verdicts_and_proxies_are_in_the_pages_for_whoever_comes_later() -> Result<()> {
+    let _alone = alone();
+    let folder = folder()?;
+    let mut job = start(&job(4, 100_000, 0), folder.path())?;
+    let pids = job.pids();
+    job.go()?;
+    job.wait_step(20, LIMIT)?;
+    let before: Value = serde_json::from_str(&snapshot(&pids, &["--json"])?)?;
+    ensure!(before["verdicts"] == Value::Array(Vec::new()), "{before:#}");
+    signal(pids[2], "-STOP")?;
+    let of_stopped = |verdict: &&Value| {
+        verdict["cause"] == "RANK_STOPPED" && verdict["culprit"] == 2 && verdict["hang"] == true
+    };
+    let end = Instant::now() + LIMIT;
+    let (taken, text) = loop {
+        let taken: Value = serde_json::from_str(&snapshot(&pids, &["--json"])?)?;
+        let verdicts = taken["verdicts"].as_array().context("verdicts")?;
+        let speaking: BTreeSet<u64> = verdicts
+            .iter()
+            .filter_map(|verdict| verdict["pid"].as_u64())
+            .collect();
+        // Nobody watches: what was said is there all the same. Who waits for one that itself waits says that of it.
+        if speaking.len() == 3 && verdicts.iter().any(|verdict| of_stopped(&verdict)) {
+            break (taken, snapshot(&pids, &[])?);
+        }
+        ensure!(Instant::now() < end, "{taken:#}");
+        thread::sleep(Duration::from_millis(50));
+    };
+    signal(pids[2], "-CONT")?;
+    let verdicts = taken["verdicts"].as_array().context("verdicts")?;
+    let groups = taken["communicators"].as_array().context("communicators")?;
+    let mut moving = 0;
+    for group in groups {
+        let operations = group["operations"].as_array().context("operations")?;
+        let on_its_way = |of: &Value| {
+            operations.iter().any(|operation| {
+                (&operation["sequence"], &operation["pair"]) == (&of["sequence"], &of["pair"])
+            })
+        };
+        for verdict in verdicts
+            .iter()
+            .filter(|verdict| verdict["communicator"] == group["id"])
+        {
+            let still = verdict["ended"] != false || on_its_way(verdict);
+            ensure!(still && verdict["waited_ns"].as_u64() > Some(0), "{verdict:#}");
+        }
+        // Its operation may be done as far as its rank is concerned, and yet wait for the receiver.
+        for proxy in group["proxies"].as_array().context("proxies")? {
+            moving += 1;
+            ensure!(
+                proxy["rank"] != proxy["peer"] && proxy["step"].as_u64() <= proxy["steps"].as_u64(),
+                "{proxy:#}"
+            );
+            ensure!(proxy["since_ns"].as_u64() > Some(0), "{proxy:#}");
+        }
+    }
+    ensure!(moving > 0, "no proxy moves anything: {taken:#}");
+    ensure!(
+        text.contains("RANK_STOPPED (hang): the process of rank 2 is stopped; it was in progress for ")
+            && text.contains("  proxy of rank "),
+        "{text}"
+    );
+    // They stay, and say that it is over once it is.
+    let is_over = |after: &Value, verdict: &Value| -> Result<bool> {
+        let kept = after["verdicts"].as_array().context("verdicts")?;
+        let same = |other: &&Value| {
+            ["pid", "cause", "culprit", "sequence", "pair", "waited_ns"]
+                .iter()
+                .all(|key| other[key] == verdict[key])
+        };
+        let still = kept.iter().find(same);
+        let still = still.with_context(|| format!("not kept: {verdict:#}"))?;
+        Ok(still["ended"] != false)
+    };
+    loop {
+        let after: Value = serde_json::from_str(&snapshot(&pids, &["--json"])?)?;
+        let over: Vec<bool> = verdicts
+            .iter()
+            .map(|verdict| is_over(&after, verdict))
+            .collect::<Result<_>>()?;
+        if over.iter().all(|over| *over) {
+            return Ok(());
+        }
+        ensure!(Instant::now() < end, "{after:#}");
+        thread::sleep(Duration::from_millis(20));
+    }
 }

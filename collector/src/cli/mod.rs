@@ -8,6 +8,7 @@ mod outputs;
 mod report;
 mod signals;
 mod snapshot;
+mod verdicts;
 
 use std::{path::PathBuf, process::ExitCode};
 

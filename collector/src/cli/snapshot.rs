@@ -2,12 +2,15 @@
 
 use std::{collections::BTreeMap, fmt::Write as _, io, path::Path, time::SystemTime};
 
-use ringsight_collector::snapshot::{Group, Operation, Part, Place, Process, take};
+use ringsight_collector::snapshot::{
+    Group, Operation, Part, Place, Process, Verdict, take, verdicts as said,
+};
 use ringsight_dump::{Form, Moment};
 use ringsight_probes::{look, process, target};
+use ringsight_records::Function;
 use serde_json::{Value, json};
 
-use super::{Exit, connections, print};
+use super::{Exit, connections, print, verdicts};
 
 /// Runs the command.
 pub(crate) fn run(pids: &[u32], json: bool, dump: Option<&Path>, dump_json: Option<&Path>) -> Exit {
@@ -34,11 +37,11 @@ pub(crate) fn run(pids: &[u32], json: bool, dump: Option<&Path>, dump_json: Opti
             exit = Exit::Error;
         }
     }
-    let groups = take(&processes, now);
+    let (groups, said) = (take(&processes, now), said(&processes, now));
     let text = if json {
-        format!("{:#}\n", to_json(&processes, &groups))
+        format!("{:#}\n", to_json(&processes, &groups, &said))
     } else {
-        to_text(&processes, &groups)
+        to_text(&processes, &groups, &said)
     };
     match print(&text) {
         Exit::Success => exit,
@@ -62,6 +65,8 @@ fn read(pid: u32) -> Result<Process, String> {
         communicators: look.communicators,
         operations: look.operations,
         connections: look.connections,
+        proxies: look.proxies,
+        verdicts: look.verdicts,
     })
 }
 
@@ -130,13 +135,14 @@ pub(super) fn seconds(ns: u64) -> String {
     format!("{:.3} s", ns as f64 / 1e9)
 }
 
-fn name(operation: &Operation) -> String {
-    let function = operation.function.map_or("operation", |function| function.name());
-    let number = match (operation.seq >> 32, operation.seq & u64::from(u32::MAX)) {
+/// An operation, by its function and sequence.
+pub(super) fn name(function: Option<Function>, seq: u64, pair: Option<(u32, u32)>) -> String {
+    let function = function.map_or("operation", Function::name);
+    let number = match (seq >> 32, seq & u64::from(u32::MAX)) {
         (0, seq) => format!("{seq}"),
         (graph, node) => format!("{node} of graph {graph}"),
     };
-    match operation.pair {
+    match pair {
         None => format!("{function} {number}"),
         Some((from, to)) => format!("message {number} from rank {from} to rank {to}"),
     }
@@ -162,7 +168,7 @@ fn line(part: &Part) -> String {
     format!("rank {} (process {}{stopped}): {place}", part.rank, part.pid)
 }
 
-fn to_text(processes: &[Process], groups: &[Group]) -> String {
+fn to_text(processes: &[Process], groups: &[Group], said: &[Verdict]) -> String {
     let mut text = String::new();
     // Writing to a string does not fail.
     for group in groups {
@@ -181,7 +187,7 @@ fn to_text(processes: &[Process], groups: &[Group]) -> String {
             let _ = writeln!(
                 text,
                 "  {}, {} bytes, for {}",
-                name(operation),
+                name(operation.function, operation.seq, operation.pair),
                 operation.bytes,
                 seconds(operation.oldest_ns)
             );
@@ -199,8 +205,10 @@ fn to_text(processes: &[Process], groups: &[Group]) -> String {
         if group.operations.is_empty() {
             let _ = writeln!(text, "  nothing on its way");
         }
+        verdicts::write_proxies(&mut text, &group.proxies);
         connections::write(&mut text, &group.connections);
     }
+    verdicts::write(&mut text, said);
     for process in processes
         .iter()
         .filter(|process| process.communicators.is_empty())
@@ -215,7 +223,7 @@ fn list(ranks: &[u32]) -> String {
     ranks.join(", ")
 }
 
-fn to_json(processes: &[Process], groups: &[Group]) -> Value {
+fn to_json(processes: &[Process], groups: &[Group], said: &[Verdict]) -> Value {
     let part = |part: &Part| {
         let (place, ns) = match part.place {
             Place::NotLaunched { idle_ns } => ("not_launched", idle_ns),
@@ -227,7 +235,7 @@ fn to_json(processes: &[Process], groups: &[Group]) -> Value {
     };
     let operation = |operation: &Operation| {
         json!({
-            "function": operation.function.map(ringsight_records::Function::name),
+            "function": operation.function.map(Function::name),
             "sequence": operation.seq,
             "pair": operation.pair,
             "bytes": operation.bytes,
@@ -245,6 +253,7 @@ fn to_json(processes: &[Process], groups: &[Group]) -> Value {
             "ranks": group.ranks,
             "seen": group.seen,
             "operations": group.operations.iter().map(operation).collect::<Vec<_>>(),
+            "proxies": group.proxies.iter().map(verdicts::proxy_json).collect::<Vec<_>>(),
             "connections": group.connections.iter().map(connections::to_json).collect::<Vec<_>>(),
         })
     };
@@ -252,5 +261,6 @@ fn to_json(processes: &[Process], groups: &[Group]) -> Value {
         "version": 1,
         "pids": processes.iter().map(|process| process.pid).collect::<Vec<_>>(),
         "communicators": groups.iter().map(group).collect::<Vec<_>>(),
+        "verdicts": said.iter().map(verdicts::to_json).collect::<Vec<_>>(),
     })
 }

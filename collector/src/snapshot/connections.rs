@@ -190,10 +190,8 @@ mod tests {
     fn ends(connections: Vec<Connection>, now: u64) -> Vec<End> {
         let process = Process {
             pid: 9,
-            stopped: false,
-            communicators: Vec::new(),
-            operations: Vec::new(),
             connections,
+            ..Process::default()
         };
         of(&[process], 7, now)
     }

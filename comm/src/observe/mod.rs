@@ -16,8 +16,8 @@ pub use numbers::{
 };
 use ringsight_records::{Kind, Record, pages::Pages, ring};
 pub use shared::{LIBRARY_VERSION, VERSION_BANNER, fork_generation, notice_forks, pid, prepare};
-pub(crate) use tables::ConnectionEntry;
 pub use tables::TableEntry;
+pub(crate) use tables::{ConnectionEntry, ProxyEntry};
 
 /// `CLOCK_MONOTONIC` in nanoseconds, what `bpf_ktime_get_ns` reads.
 #[must_use]

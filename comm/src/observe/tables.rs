@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use ringsight_records::{
     connection::{Connection, ConnectionSlot},
     pages::Communicator,
+    proxies::{ProxySlot, ProxyState},
 };
 
 use super::{fork_generation, pages};
@@ -87,6 +88,54 @@ impl Drop for ConnectionEntry {
         if self.fork == fork_generation() {
             self.slot.free();
         }
+    }
+}
+
+/// A place in the proxy table, freed when dropped.
+#[derive(Debug)]
+pub(crate) struct ProxyEntry {
+    slot: &'static ProxySlot,
+    fork: u32,
+}
+
+impl ProxyEntry {
+    /// Takes one. `None` if the table is full, which is counted, or there are no pages.
+    pub(crate) fn claim() -> Option<Self> {
+        let pages = pages()?;
+        let slot = pages.proxies().iter().find(|slot| slot.claim());
+        if slot.is_none() {
+            pages.header().proxy_overflow.fetch_add(1, Ordering::Relaxed);
+        }
+        slot.map(|slot| Self {
+            slot,
+            fork: fork_generation(),
+        })
+    }
+
+    /// The slot, unless it is the parent's of this process.
+    fn own(&self) -> Option<&'static ProxySlot> {
+        (self.fork == fork_generation()).then_some(self.slot)
+    }
+
+    /// An operation's turn has come.
+    pub(crate) fn begin(&self, proxy: &ProxyState) {
+        self.own().into_iter().for_each(|slot| slot.begin(proxy));
+    }
+
+    /// It has come to this step.
+    pub(crate) fn move_to(&self, op: u32, step: u32) {
+        self.own().into_iter().for_each(|slot| slot.move_to(op, step));
+    }
+
+    /// Nothing is under way.
+    pub(crate) fn rest(&self) {
+        self.own().into_iter().for_each(ProxySlot::rest);
+    }
+}
+
+impl Drop for ProxyEntry {
+    fn drop(&mut self) {
+        self.own().into_iter().for_each(ProxySlot::free);
     }
 }
 

@@ -17,6 +17,7 @@ use super::{
     moves,
     progress::{Command, Progress},
     requests::Sources,
+    told::Told,
 };
 use crate::{
     bootstrap::sys,
@@ -59,6 +60,7 @@ struct Connection {
     ops: VecDeque<ProxyOp>,
     /// Of the first operation.
     state: OpState,
+    told: Told,
     failed: bool,
     /// Without an operation, it still has a peer that may need it.
     is_tended: bool,
@@ -169,6 +171,7 @@ impl<'a> Engine<'a> {
                             socket,
                             ops,
                             state,
+                            told: Told::default(),
                             failed,
                             is_tended: false,
                         },
@@ -271,9 +274,11 @@ impl<'a> Engine<'a> {
                     // Confirmed meanwhile.
                     connection.is_tended |= connection.machine.is_verbs();
                     connection.reach(OpState::Progress, &op);
+                    connection.told.move_to(&op, connection.machine.step());
                     if let Turn::Done(bytes) = turn {
                         events::op(&op, State::STOP, bytes);
                         connection.state = OpState::None;
+                        connection.told.rest();
                         connection.ops.pop_front();
                         self.active -= 1;
                         if op.counted {
@@ -400,7 +405,10 @@ impl Connection {
             self.state = state;
             let recorded = match state {
                 OpState::None => return,
-                OpState::Ready => State::START,
+                OpState::Ready => {
+                    self.told.begin(op, self.ops.len().saturating_sub(1));
+                    State::START
+                }
                 OpState::Progress => State::OP_IN_PROGRESS,
             };
             events::op(op, recorded, 0);
@@ -414,6 +422,7 @@ impl Connection {
             && let Some(op) = self.ops.front()
         {
             events::op(op, State::ABORTED, 0);
+            self.told.rest();
         }
         self.ops.drain(..).for_each(|op| shared.retire(&op));
         count

@@ -17,6 +17,7 @@ pub(crate) mod moves;
 mod progress;
 pub(crate) mod requests;
 mod service;
+mod told;
 mod unix;
 
 use std::{

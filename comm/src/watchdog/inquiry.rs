@@ -416,6 +416,9 @@ impl Watch {
             value: u64::from(verdict.cause as u8) << 32 | u64::from(verdict.culprit),
             ..op.info.record(Kind::Verdict, state, now, op.run.replay)
         });
+        if let Some(pages) = observe::pages() {
+            pages.keep_verdict(&report::given(op, verdict, now));
+        }
         let heard = heard.iter().map(|(rank, heard)| (*rank, *heard));
         Report {
             device: self.device,

@@ -2,7 +2,7 @@
 
 use std::{fmt::Write as _, time::Duration};
 
-use ringsight_records::{Cause, Description};
+use ringsight_records::{Cause, Description, verdicts::GivenVerdict};
 
 use super::{
     Watch, events,
@@ -108,6 +108,40 @@ fn line(rank: u32, heard: &Heard) -> String {
         },
     };
     format!("Rank {rank}: {what}")
+}
+
+/// As readers of the shared pages find it.
+pub(super) fn given(op: &InProgress, verdict: &Verdict, now: u64) -> GivenVerdict {
+    let held = verdict.held_up;
+    let (held_seq, (held_from, held_to)) = match held.map(|held| held.run.identity) {
+        None => (0, (GivenVerdict::NOBODY, GivenVerdict::NOBODY)),
+        Some(Identity::Collective { seq }) => (seq, (GivenVerdict::NOBODY, GivenVerdict::NOBODY)),
+        Some(Identity::Message { from, to, seq }) => (seq, (from, to)),
+    };
+    GivenVerdict {
+        number: 0,
+        time_ns: now,
+        comm: op.info.comm,
+        seq: op.info.seq,
+        begun_ns: op.start_ns,
+        held_comm: held.map_or(0, |held| held.comm),
+        held_seq,
+        held_for_ns: held.map_or(0, |held| held.since_ns),
+        op: op.info.op,
+        replay: op.run.replay,
+        rank: op.info.rank,
+        culprit: verdict.culprit,
+        others: u32::try_from(verdict.others.len()).unwrap_or(u32::MAX),
+        peer: op.info.peer,
+        held_replay: held.map_or(0, |held| held.run.replay),
+        held_from,
+        held_to,
+        cause: verdict.cause.code(),
+        is_hang: verdict.hang.into(),
+        flags: op.info.flags.0,
+        is_held_up: held.is_some().into(),
+        reserved: 0,
+    }
 }
 
 /// What this rank knows of its own operations by.

@@ -9,6 +9,8 @@
 #[cfg(not(target_arch = "bpf"))]
 pub mod clock;
 #[cfg(not(target_arch = "bpf"))]
+mod communicator;
+#[cfg(not(target_arch = "bpf"))]
 pub mod connection;
 #[cfg(not(target_arch = "bpf"))]
 pub mod description;
@@ -19,11 +21,15 @@ pub mod network;
 #[cfg(not(target_arch = "bpf"))]
 pub mod pages;
 pub mod probed;
+#[cfg(not(target_arch = "bpf"))]
+pub mod proxies;
 pub mod record;
 #[cfg(not(target_arch = "bpf"))]
 pub mod ring;
 #[cfg(not(target_arch = "bpf"))]
 mod sequence;
+#[cfg(not(target_arch = "bpf"))]
+pub mod verdicts;
 pub mod vocabulary;
 
 // No layout, but a list of the library's devices: modelled here, since the library as a whole cannot be built for models.

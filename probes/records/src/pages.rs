@@ -2,22 +2,27 @@
 //! communicator and that a collector finds among `/proc/<pid>/fd` and maps.
 //!
 //! ```text
-//! Header | communicator table | descriptions of eager operations | descriptions of captured operations | ring | connection table
+//! Header | communicator table | descriptions of eager operations | descriptions of captured operations | ring | connection table |
+//! proxy table | verdict table
 //! ```
 //! A reader takes offsets and counts from the header, after [`Header::geometry`] has checked them against the file's
 //! size: the pages belong to the target, and a target may be broken.
 
-use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use core::sync::atomic::{AtomicU64, Ordering};
 
 use crate::{
     Description, DescriptionSlot, Kind, VERSION,
     clock::DeviceSlot,
     connection::ConnectionSlot,
+    proxies::ProxySlot,
     ring::{RingCursor, Slot},
-    vocabulary::NAME_BYTES,
+    verdicts::{GivenVerdict, VerdictSlot},
 };
 
-pub use crate::lease::{Holder, LEASE_NS, Lease, Reader};
+pub use crate::{
+    communicator::{CommSlot, Communicator, put_text, text},
+    lease::{Holder, LEASE_NS, Lease, Reader},
+};
 
 /// Name of the memfd: its link in `/proc/<pid>/fd` reads `/memfd:ringsight-pages (deleted)`.
 pub const MEMFD_NAME: &str = "ringsight-pages";
@@ -30,6 +35,10 @@ pub const COMM_ENTRIES: usize = 1024;
 pub const DESCRIPTION_ENTRIES: usize = 4096;
 /// Entries of the connection table: ends of connections between nodes that go over RDMA.
 pub const CONNECTION_ENTRIES: usize = 1024;
+/// Entries of the proxy table: connections between nodes, over whatever they go.
+pub const PROXY_ENTRIES: usize = 1024;
+/// Entries of the verdict table: the last ones of all communicators of the process.
+pub const VERDICT_ENTRIES: usize = 16;
 /// Devices of which the pages say how their clocks stand: those with the lowest numbers.
 pub const DEVICES: usize = 16;
 /// Slots of the ring: a reader that drains each millisecond may be held up for 65 ms at 1 M records/s.
@@ -97,6 +106,18 @@ pub struct Header {
     pub connection_entries: u32,
     /// Connections that found the table full and are not described.
     pub connection_overflow: AtomicU64,
+    /// Offset of the proxy table.
+    pub proxy_offset: u32,
+    /// Its entries, a power of two; 0 where the library has no such table.
+    pub proxy_entries: u32,
+    /// Connections that found the proxy table full and are not told of.
+    pub proxy_overflow: AtomicU64,
+    /// Offset of the verdict table.
+    pub verdict_offset: u32,
+    /// Its entries, a power of two; 0 where the library has no such table.
+    pub verdict_entries: u32,
+    /// Verdicts given since the pages were made.
+    pub verdicts: AtomicU64,
 }
 
 const _: () = assert!(size_of::<Header>() <= 4096);
@@ -106,152 +127,6 @@ const _: () = assert!(
     core::mem::offset_of!(Header, lease) / 64 == (core::mem::offset_of!(Header, cursor) - 1) / 64
         && size_of::<Lease>() == 40
 );
-
-/// One communicator in the communicator table; 192 bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(C)]
-pub struct Communicator {
-    /// Communicator id (v5 `commId`), the same on all its ranks.
-    pub id: u64,
-    /// Id of the communicator that it was split from, or 0.
-    pub parent: u64,
-    /// When its initialisation began, `CLOCK_MONOTONIC` nanoseconds.
-    pub init_start_ns: u64,
-    /// When it was ready.
-    pub init_end_ns: u64,
-    /// This rank.
-    pub rank: u32,
-    /// Number of ranks (v5 `nranks`).
-    pub ranks: u32,
-    /// This rank among those on its node.
-    pub local_rank: u32,
-    /// Ranks on its node.
-    pub local_ranks: u32,
-    /// Its node, numbered by first rank.
-    pub node: u32,
-    /// Number of nodes (v5 `nNodes`).
-    pub nodes: u32,
-    /// Device number.
-    pub device: i32,
-    /// Channels.
-    pub channels: u32,
-    /// Name that the user gave (v5 `commName`), zero-padded UTF-8.
-    pub name: [u8; NAME_BYTES],
-    /// Bytes of a FIFO slot; 0 if the library does not tell.
-    pub slot_bytes: u32,
-    /// What its operations may be done with: [`Communicator::ONE_SHOT`], [`Communicator::PEERS`].
-    pub abilities: u32,
-    /// Room for later fields; zero.
-    pub reserved: [u64; 6],
-}
-
-const _: () = assert!(size_of::<Communicator>() == 168 && align_of::<Communicator>() == 8);
-
-impl Communicator {
-    /// All ranks' devices do an operation in one shot; a bit of [`Communicator::abilities`].
-    pub const ONE_SHOT: u32 = 1;
-    /// All ranks' kernels reach each other's memory.
-    pub const PEERS: u32 = 2;
-
-    /// Its name, cut at the first zero byte; empty if it has none or is not UTF-8.
-    #[must_use]
-    pub fn name(&self) -> &str {
-        text(&self.name)
-    }
-}
-
-/// The UTF-8 text in a zero-padded field; empty if it is not UTF-8.
-#[must_use]
-pub fn text(bytes: &[u8]) -> &str {
-    let end = bytes.iter().position(|b| *b == 0).unwrap_or(bytes.len());
-    core::str::from_utf8(&bytes[..end]).unwrap_or_default()
-}
-
-/// Copies `text` into a zero-padded field, cut at a character boundary.
-pub fn put_text(field: &mut [u8], text: &str) {
-    field.fill(0);
-    let mut end = text.len().min(field.len());
-    while !text.is_char_boundary(end) {
-        end -= 1;
-    }
-    field[..end].copy_from_slice(&text.as_bytes()[..end]);
-}
-
-const COMM_WORDS: usize = size_of::<Communicator>() / 8;
-
-/// A slot of the communicator table: a sequence lock like [`DescriptionSlot`], with the slot's state.
-#[derive(Debug)]
-#[repr(C)]
-pub struct CommSlot {
-    version: AtomicU64,
-    /// 0 free, 1 live.
-    live: AtomicU32,
-    reserved: u32,
-    words: [AtomicU64; COMM_WORDS],
-    tail: u64,
-}
-
-const _: () = assert!(size_of::<CommSlot>() == 192);
-
-impl CommSlot {
-    /// Claims a free slot and fills it; `false` if it is taken.
-    #[must_use]
-    pub fn claim(&self, communicator: &Communicator) -> bool {
-        // Acquire: the previous owner's clearing happened before.
-        if self
-            .live
-            .compare_exchange(0, 1, Ordering::Acquire, Ordering::Relaxed)
-            .is_err()
-        {
-            return false;
-        }
-        let version = self.version.load(Ordering::Relaxed) | 1;
-        // Odd version first, then the words, as in `DescriptionSlot::write`.
-        self.version.store(version, Ordering::Relaxed);
-        core::sync::atomic::fence(Ordering::Release);
-        // SAFETY: `Communicator` is `repr(C)`, a multiple of 8 bytes, without padding, and plain data.
-        let words = unsafe { &*core::ptr::from_ref(communicator).cast::<[u64; COMM_WORDS]>() };
-        for (slot, word) in self.words.iter().zip(words) {
-            slot.store(*word, Ordering::Relaxed);
-        }
-        self.version.store(version.wrapping_add(1), Ordering::Release);
-        true
-    }
-
-    /// Frees the slot. Its words stay readable until the next claim, for a reader that is a moment behind.
-    pub fn free(&self) {
-        self.live.store(0, Ordering::Release);
-    }
-
-    /// Whether the communicator is live.
-    #[must_use]
-    pub fn is_live(&self) -> bool {
-        self.live.load(Ordering::Acquire) == 1
-    }
-
-    /// What the slot holds or last held; `None` if it was never used or is being rewritten without end.
-    #[must_use]
-    pub fn read(&self) -> Option<Communicator> {
-        for _ in 0..64 {
-            let before = self.version.load(Ordering::Acquire);
-            if before & 1 == 1 {
-                core::hint::spin_loop();
-                continue;
-            }
-            let mut words = [0u64; COMM_WORDS];
-            for (word, slot) in words.iter_mut().zip(&self.words) {
-                *word = slot.load(Ordering::Relaxed);
-            }
-            core::sync::atomic::fence(Ordering::Acquire);
-            if self.version.load(Ordering::Relaxed) == before {
-                // SAFETY: `Communicator` is plain data of exactly `COMM_WORDS` words; every bit pattern is valid.
-                let communicator = unsafe { core::mem::transmute::<[u64; COMM_WORDS], Communicator>(words) };
-                return (before != 0).then_some(communicator);
-            }
-        }
-        None
-    }
-}
 
 /// Checked places of the tables in the pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -266,6 +141,10 @@ pub struct Geometry {
     pub ring: (usize, usize),
     /// Offset and entries of the connection table.
     pub connections: (usize, usize),
+    /// Offset and entries of the proxy table.
+    pub proxies: (usize, usize),
+    /// Offset and entries of the verdict table.
+    pub verdicts: (usize, usize),
     /// Bytes of the whole file.
     pub file_bytes: usize,
 }
@@ -305,14 +184,17 @@ impl Geometry {
         let captured = eager + DESCRIPTION_ENTRIES * size_of::<DescriptionSlot>();
         let ring = captured + DESCRIPTION_ENTRIES * size_of::<DescriptionSlot>();
         let connections = ring + RING_SLOTS * size_of::<Slot>();
+        let proxies = connections + CONNECTION_ENTRIES * size_of::<ConnectionSlot>();
+        let verdicts = proxies + PROXY_ENTRIES * size_of::<ProxySlot>();
         Self {
             comms: (comms, COMM_ENTRIES),
             eager: (eager, DESCRIPTION_ENTRIES),
             captured: (captured, DESCRIPTION_ENTRIES),
             ring: (ring, RING_SLOTS),
             connections: (connections, CONNECTION_ENTRIES),
-            file_bytes: (connections + CONNECTION_ENTRIES * size_of::<ConnectionSlot>())
-                .next_multiple_of(4096),
+            proxies: (proxies, PROXY_ENTRIES),
+            verdicts: (verdicts, VERDICT_ENTRIES),
+            file_bytes: (verdicts + VERDICT_ENTRIES * size_of::<VerdictSlot>()).next_multiple_of(4096),
         }
     }
 }
@@ -343,6 +225,10 @@ impl Header {
             } else {
                 Err(PagesError::Bounds(name))
             }
+        };
+        let optional = |name, offset, entries, bytes| match entries {
+            0 => Ok((0, 0)),
+            entries => table(name, offset, entries, bytes, 1 << 20),
         };
         if self.comm_bytes as usize != size_of::<CommSlot>() {
             return Err(PagesError::Bounds("communicator table"));
@@ -377,16 +263,24 @@ impl Header {
                 size_of::<Slot>(),
                 1 << 24,
             )?,
-            connections: match self.connection_entries {
-                0 => (0, 0),
-                entries => table(
-                    "connection table",
-                    self.connection_offset,
-                    entries,
-                    size_of::<ConnectionSlot>(),
-                    1 << 20,
-                )?,
-            },
+            connections: optional(
+                "connection table",
+                self.connection_offset,
+                self.connection_entries,
+                size_of::<ConnectionSlot>(),
+            )?,
+            proxies: optional(
+                "proxy table",
+                self.proxy_offset,
+                self.proxy_entries,
+                size_of::<ProxySlot>(),
+            )?,
+            verdicts: optional(
+                "verdict table",
+                self.verdict_offset,
+                self.verdict_entries,
+                size_of::<VerdictSlot>(),
+            )?,
             file_bytes: mapped_bytes,
         })
     }
@@ -412,6 +306,9 @@ impl Header {
         (self.ring_offset, self.ring_slots) = (geometry.ring.0 as u32, geometry.ring.1 as u32);
         (self.connection_offset, self.connection_entries) =
             (geometry.connections.0 as u32, geometry.connections.1 as u32);
+        (self.proxy_offset, self.proxy_entries) = (geometry.proxies.0 as u32, geometry.proxies.1 as u32);
+        (self.verdict_offset, self.verdict_entries) =
+            (geometry.verdicts.0 as u32, geometry.verdicts.1 as u32);
         self.file_bytes = geometry.file_bytes as u64;
         put_text(&mut self.host, host);
         self.magic.store(MAGIC, Ordering::Release);
@@ -510,6 +407,34 @@ impl<'a> Pages<'a> {
     #[must_use]
     pub fn connections(&self) -> &'a [ConnectionSlot] {
         self.table(self.geometry.connections)
+    }
+
+    /// The proxy table; empty where the library has none.
+    #[must_use]
+    pub fn proxies(&self) -> &'a [ProxySlot] {
+        self.table(self.geometry.proxies)
+    }
+
+    /// Keeps a verdict, to which it gives its number, in place of the oldest one.
+    pub fn keep_verdict(&self, verdict: &GivenVerdict) {
+        let table: &[VerdictSlot] = self.table(self.geometry.verdicts);
+        // Relaxed: the number alone is drawn.
+        let before = self.header.verdicts.fetch_add(1, Ordering::Relaxed);
+        let number = before + 1;
+        if let Some(slot) = table.get(before as usize & table.len().saturating_sub(1)) {
+            // One that is overtaken by a whole round of others is not kept.
+            let _ = slot.write(&GivenVerdict { number, ..*verdict });
+        }
+    }
+
+    /// The last verdicts that were given, in their order; none where the library keeps none.
+    pub fn verdicts(&self) -> impl Iterator<Item = GivenVerdict> {
+        let table: &[VerdictSlot] = self.table(self.geometry.verdicts);
+        let count = self.header.verdicts.load(Ordering::Relaxed) as usize;
+        // From the oldest place on.
+        let begin = count & table.len().saturating_sub(1);
+        let (newer, older) = table.split_at(begin);
+        older.iter().chain(newer).filter_map(VerdictSlot::read)
     }
 
     /// The ring's slots.

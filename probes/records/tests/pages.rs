@@ -10,8 +10,10 @@ use proptest::prelude::*;
 use ringsight_records::{
     Description, DescriptionSlot, Kind, Record, State, VERSION,
     description::Time,
-    pages::{CAPTURED, CommSlot, Communicator, Geometry, Header, MAGIC, Pages, PagesError},
+    pages::{CAPTURED, CommSlot, Communicator, Geometry, Header, MAGIC, Pages, PagesError, VERDICT_ENTRIES},
+    proxies::ProxySlot,
     ring,
+    verdicts::GivenVerdict,
 };
 
 /// Zeroed, page-aligned memory of exactly this many bytes.
@@ -84,7 +86,7 @@ proptest! {
     #[test]
     fn no_header_leads_outside_the_mapping(
         bytes in 1usize..(1 << 18),
-        tables in prop::array::uniform4((offset(), entries())),
+        tables in prop::array::uniform7((offset(), entries())),
         version in prop_oneof![Just(u32::from(VERSION)), any::<u32>()],
         magic in prop_oneof![9 => Just(MAGIC), 1 => any::<u64>()],
         comm_bytes in prop_oneof![9 => Just(192u32), 1 => any::<u32>()],
@@ -93,17 +95,23 @@ proptest! {
         let memory = Memory::new(bytes);
         if bytes >= size_of::<Header>() {
             let header = memory.header();
-            let [comm, eager, captured, ring] = tables;
+            let [comm, eager, captured, ring, connections, proxies, verdicts] = tables;
             (header.comm_offset, header.comm_entries) = comm;
             (header.eager_offset, header.eager_entries) = eager;
             (header.captured_offset, header.captured_entries) = captured;
             (header.ring_offset, header.ring_slots) = ring;
+            (header.connection_offset, header.connection_entries) = connections;
+            (header.proxy_offset, header.proxy_entries) = proxies;
+            (header.verdict_offset, header.verdict_entries) = verdicts;
             (header.version, header.comm_bytes) = (version, comm_bytes);
             header.magic.store(magic, Ordering::Release);
         }
         if let Ok(pages) = memory.pages() {
             prop_assert!(memory.contains(pages.communicators()));
             prop_assert!(memory.contains(pages.ring()));
+            prop_assert!(pages.connections().is_empty() || memory.contains(pages.connections()));
+            prop_assert!(pages.proxies().is_empty() || memory.contains(pages.proxies()));
+            let _ = pages.verdicts().count() + pages.proxies().iter().filter_map(ProxySlot::read).count();
             prop_assert!(memory.contains(std::slice::from_ref(pages.slot(op & !CAPTURED))));
             prop_assert!(memory.contains(std::slice::from_ref(pages.slot(op | CAPTURED))));
             // And what lies there is nothing.
@@ -149,15 +157,53 @@ fn the_standard_geometry_is_its_own() {
     );
     assert_eq!(
         memory.header().geometry(memory.layout.size() - 4096),
-        Err(PagesError::Bounds("connection table"))
+        Err(PagesError::Bounds("verdict table"))
     );
 }
 
 #[test]
-fn pages_of_a_library_without_a_connection_table_are_read() {
+fn pages_of_a_library_without_the_later_tables_are_read() {
     let memory = Memory::standard();
-    memory.header().connection_entries = 0;
-    assert!(memory.pages().unwrap().connections().is_empty());
+    let header = memory.header();
+    (
+        header.connection_entries,
+        header.proxy_entries,
+        header.verdict_entries,
+    ) = (0, 0, 0);
+    let pages = memory.pages().unwrap();
+    assert!(pages.connections().is_empty() && pages.proxies().is_empty());
+    pages.keep_verdict(&verdict(1));
+    assert_eq!(pages.verdicts().count(), 0);
+}
+
+fn verdict(culprit: u32) -> GivenVerdict {
+    GivenVerdict {
+        culprit,
+        // SAFETY: plain data; zero is valid for every field.
+        ..unsafe { std::mem::zeroed() }
+    }
+}
+
+#[test]
+fn the_last_verdicts_are_kept_in_their_order() {
+    let memory = Memory::standard();
+    let pages = memory.pages().unwrap();
+    let kept = || -> Vec<(u64, u32)> {
+        let verdicts = pages.verdicts();
+        verdicts.map(|kept| (kept.number, kept.culprit)).collect()
+    };
+    assert_eq!(kept(), []);
+    for culprit in 100..103 {
+        pages.keep_verdict(&verdict(culprit));
+    }
+    assert_eq!(kept(), [(1, 100), (2, 101), (3, 102)]);
+    let entries = VERDICT_ENTRIES as u32;
+    for culprit in 103..100 + 2 * entries + 5 {
+        pages.keep_verdict(&verdict(culprit));
+    }
+    let first = entries + 5;
+    let expected = (first..first + entries).map(|at| (u64::from(at) + 1, at + 100));
+    assert_eq!(kept(), expected.collect::<Vec<_>>());
 }
 
 /// Every field the same number: a description that mixes two writes shows.
