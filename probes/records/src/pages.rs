@@ -47,7 +47,20 @@ pub const RING_SLOTS: usize = 1 << 16;
 /// Operation numbers with this bit belong to captured operations: `CAPTURED | generation << 12 | slot`.
 pub const CAPTURED: u32 = 1 << 31;
 
-/// First page of the shared pages.
+/// A count on a cache line of its own: different threads count different kinds.
+#[derive(Debug)]
+#[repr(C, align(64))]
+pub struct Count(AtomicU64);
+
+impl core::ops::Deref for Count {
+    type Target = AtomicU64;
+
+    fn deref(&self) -> &AtomicU64 {
+        &self.0
+    }
+}
+
+/// First pages of the shared pages.
 #[derive(Debug)]
 #[repr(C)]
 pub struct Header {
@@ -92,7 +105,7 @@ pub struct Header {
     /// Positions of the ring, each on cache lines of its own.
     pub cursor: RingCursor,
     /// Events by kind since the pages were made: sparse ones always, dense ones while the ring was armed for them.
-    pub emitted: [AtomicU64; Kind::LIMIT],
+    pub emitted: [Count; Kind::LIMIT],
     /// Events by kind that found the ring full.
     pub lost: [AtomicU64; Kind::LIMIT],
     /// Events by kind that readers have accounted for, by any carrier: read, or known to be lost. What `emitted` is ahead
@@ -120,7 +133,9 @@ pub struct Header {
     pub verdicts: AtomicU64,
 }
 
-const _: () = assert!(size_of::<Header>() <= 4096);
+/// Bytes from the start of the file to the first table that the writer lays out.
+const HEADER_BYTES: usize = 8192;
+const _: () = assert!(size_of::<Header>() <= HEADER_BYTES);
 // What a writer looks at before it writes is on one cache line.
 #[cfg(not(loom))]
 const _: () = assert!(
@@ -179,7 +194,7 @@ impl Geometry {
     /// The geometry that a writer lays out.
     #[must_use]
     pub const fn standard() -> Self {
-        let comms = 4096;
+        let comms = HEADER_BYTES;
         let eager = comms + COMM_ENTRIES * size_of::<CommSlot>();
         let captured = eager + DESCRIPTION_ENTRIES * size_of::<DescriptionSlot>();
         let ring = captured + DESCRIPTION_ENTRIES * size_of::<DescriptionSlot>();
