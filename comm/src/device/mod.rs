@@ -19,7 +19,7 @@ use std::{
 };
 
 use ringsight_kernels::Launch;
-use ringsight_records::{Algorithm, DeviceClock, Protocol};
+use ringsight_records::{Algorithm, DeviceClock, Function, Protocol};
 
 pub use journal::{Journal, Overrun};
 
@@ -134,6 +134,21 @@ pub struct Allocation {
     pub start: usize,
 }
 
+/// How an operation is done.
+#[derive(Clone, Copy, Debug)]
+pub struct Way {
+    /// Function.
+    pub function: Function,
+    /// Algorithm.
+    pub algorithm: Algorithm,
+    /// Protocol.
+    pub protocol: Protocol,
+    /// Bytes of the operation.
+    pub bytes: u64,
+    /// In memory that all ranks reach, otherwise through FIFOs.
+    pub among_peers: bool,
+}
+
 /// Memory of a device that others reach.
 pub struct Share {
     /// Where it is for kernels of the device that it is on.
@@ -181,8 +196,8 @@ pub trait Device: Send + Sync + 'static {
     /// Whether its kernels have programs of an algorithm ([`Work::algorithm`](ringsight_kernels::Work::algorithm)). All have
     /// those of [`Algorithm::Ring`] and [`Algorithm::Direct`].
     fn runs(&self, algorithm: Algorithm) -> bool;
-    /// Warps that do one channel's part of an operation of `bytes` bytes, as profilers are told; 1 where a thread does it.
-    fn warps(&self, _algorithm: Algorithm, _protocol: Protocol, _bytes: u64) -> u8 {
+    /// Warps of a block that does an operation, as profilers are told; 1 where a thread does it.
+    fn warps(&self, _way: &Way) -> u8 {
         1
     }
     /// Threads of a warp.

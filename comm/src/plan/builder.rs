@@ -9,7 +9,7 @@ use super::{OpInfo, Plan, Task, algorithm, channels, estimate, exchange, layout:
 use crate::{
     checks,
     communicator::Communicator,
-    device::device,
+    device::{Way, device},
     error::{Error, Result},
     few::Few,
     launch::{
@@ -444,6 +444,13 @@ impl<'a> Builder<'a> {
         let (request, info) = (&task.request, &task.info);
         let p2p = request.function.is_p2p();
         let peer = request.peer.map_or(-1, |peer| peer as i32);
+        let way = Way {
+            function: request.function,
+            algorithm,
+            protocol,
+            bytes: info.bytes,
+            among_peers: self.work.are_among_peers(),
+        };
         observe::describe(&Description {
             comm: info.comm,
             seq: info.seq,
@@ -474,7 +481,7 @@ impl<'a> Builder<'a> {
             protocol: protocol.code(),
             channels: channel_mask.count_ones() as u8,
             // Without a device nothing would have come here.
-            warps: device().map_or(1, |device| device.warps(algorithm, protocol, info.bytes)),
+            warps: device().map_or(1, |device| device.warps(&way)),
             flags: info.flags.0,
             ..Default::default()
         });
@@ -531,6 +538,13 @@ impl ChannelWorks {
             self.used += 1;
         }
         &mut self.all[place].work
+    }
+
+    /// All of a plan are, or none is.
+    fn are_among_peers(&self) -> bool {
+        let mut works = self.all[..self.used].iter().flat_map(|channel| &channel.work);
+        let first = works.next();
+        first.is_some_and(|work| matches!(work.connections, Connections::Peers(_)))
     }
 
     fn finish(mut self) -> Vec<ChannelWork> {

@@ -39,8 +39,26 @@ const WARPS: usize = 7;
 const STRAIGHT_WARPS: usize = 3;
 /// Chunks that a block pushes at least, where they are long enough.
 const CHUNKS: usize = 4;
-/// Threads of a block.
-pub const EXCHANGE_THREADS: u32 = WARPS as u32 * 32 + SERVICE;
+/// Threads of a block of which so many warps move data.
+const fn threads(warps: usize) -> u32 {
+    warps as u32 * 32 + SERVICE
+}
+
+/// Warps of a block that move data.
+const fn warps(straight: bool, only_loads: bool) -> usize {
+    if straight && !only_loads {
+        STRAIGHT_WARPS
+    } else {
+        WARPS
+    }
+}
+
+/// Threads of a block of a collective in lines, or straight, by loads alone if contributions are not pushed.
+#[must_use]
+pub fn exchange_threads(function: Function, straight: bool, pushes: bool) -> u32 {
+    let only_loads = !pushes && matches!(function, Function::ReduceScatter | Function::Reduce);
+    threads(warps(straight, only_loads))
+}
 
 /// The launch of a collective, but for where it reports to. All blocks must run side by side, since they wait for those of the others.
 pub(super) fn launch(work: &Work, call: PeerCall, peers: &Peers) -> PeerLaunch {
@@ -49,10 +67,11 @@ pub(super) fn launch(work: &Work, call: PeerCall, peers: &Peers) -> PeerLaunch {
     let lanes = lanes(work.ranks as usize);
     // What goes straight takes no memory for lanes: if it does not, in the end, some warps have nothing to do.
     let only_loads = arguments.reduces == 1 && arguments.passes == 0 && !work.pushes;
-    let (warps, most) = match work.straight {
-        Straight::No => (WARPS, (lanes / WARPS).min(MOST_BLOCKS as usize)),
-        _ if only_loads => (WARPS, MOST_BLOCKS as usize),
-        _ => (STRAIGHT_WARPS, STRAIGHT_BLOCKS),
+    let warps = warps(work.straight != Straight::No, only_loads);
+    let most = match work.straight {
+        Straight::No => (lanes / warps).min(MOST_BLOCKS as usize),
+        _ if only_loads => MOST_BLOCKS as usize,
+        _ => STRAIGHT_BLOCKS,
     };
     let most = (peers.most_blocks as usize).clamp(1, most);
     // A lane for each row, as far as that goes; then more rows for each.
@@ -86,7 +105,7 @@ pub(super) fn launch(work: &Work, call: PeerCall, peers: &Peers) -> PeerLaunch {
         kernel,
         arguments: PeerArguments::Exchange(arguments),
         blocks: blocks as u32,
-        threads: warps as u32 * 32 + SERVICE,
+        threads: threads(warps),
     }
 }
 
@@ -331,11 +350,13 @@ mod tests {
                 let (first, steps) = (&all[0].0, (all[0].1.piece, all[0].1.chunk));
                 for (rank, (launch, one)) in all.iter().enumerate() {
                     prop_assert_eq!((launch.blocks, launch.threads), (first.blocks, first.threads));
+                    prop_assert_eq!(launch.threads, exchange_threads(function, false, false));
                     prop_assert_eq!((one.piece, one.chunk), steps, "{}", function);
                     prop_assert!(one.chunk as usize <= CHUNK_ROWS * ROW_BYTES && one.chunk > 0);
                     prop_assert!(launch.blocks as usize * WARPS <= lanes(ranks as usize));
                     let straight = Work { straight: Straight::Closed, pushes: true, ..work(function, count, rank as u32, ranks, root) };
                     let (launch, straight) = launched(straight);
+                    prop_assert_eq!(launch.threads, exchange_threads(function, true, true));
                     prop_assert!(launch.blocks as usize <= STRAIGHT_BLOCKS && launch.blocks >= first.blocks);
                     let most = push_chunk(ranks as usize);
                     prop_assert!(straight.push as usize <= most && (straight.push > 0) == (most > 0));

@@ -15,7 +15,7 @@ pub mod ring;
 pub use append::APPEND_KERNEL;
 pub use clock::{CLOCK_KERNEL, ClockArguments, ClockPage};
 pub use count::COUNT_KERNEL;
-pub use exchange::EXCHANGE_THREADS;
+pub use exchange::exchange_threads;
 pub use layout::{Arguments, Head, LaunchControl, LaunchState};
 pub use messages::MESSAGES_THREADS;
 pub use one_shot::one_shot_threads;

@@ -32,9 +32,9 @@ use std::{
 use cudarc::driver::sys::{self, CUcontext, CUevent, CUgraph, CUgraphExec, CUresult, CUstreamCaptureMode};
 use ringsight_kernels::{
     Launch,
-    cuda::{EXCHANGE_THREADS, THREADS, one_shot_threads},
+    cuda::{MESSAGES_THREADS, THREADS, exchange_threads, one_shot_threads},
 };
-use ringsight_records::{Algorithm, Protocol};
+use ringsight_records::{Algorithm, Function, Protocol};
 
 use self::{
     captures::Captures,
@@ -43,7 +43,7 @@ use self::{
 };
 use super::{
     Allocation, Capture, Counter, Device, DeviceError, Direct, Event, Graph, GraphExec, HostFunction,
-    Journal, Mark, Progress, Reachable, Reached, Result, Share, Stream,
+    Journal, Mark, Progress, Reachable, Reached, Result, Share, Stream, Way,
 };
 use crate::communicator::lock;
 
@@ -135,11 +135,13 @@ impl Device for CudaDevice {
         ringsight_kernels::cuda::program::runs(algorithm)
     }
 
-    fn warps(&self, algorithm: Algorithm, protocol: Protocol, bytes: u64) -> u8 {
-        let threads = match (algorithm, protocol) {
-            (Algorithm::OneShot, Protocol::Ll) => one_shot_threads(bytes as usize),
-            (Algorithm::TwoShot, _) | (_, Protocol::Ll128 | Protocol::Push) => EXCHANGE_THREADS,
-            _ => THREADS,
+    fn warps(&self, way: &Way) -> u8 {
+        let straight = matches!(way.protocol, Protocol::Simple | Protocol::Push);
+        let threads = match (way.function, way.algorithm) {
+            _ if !way.among_peers => THREADS,
+            (Function::Send | Function::Recv, _) => MESSAGES_THREADS,
+            (_, Algorithm::OneShot) => one_shot_threads(way.bytes as usize),
+            (function, _) => exchange_threads(function, straight, way.protocol == Protocol::Push),
         };
         // 1024 threads are the most that a block has.
         (threads / WARP) as u8
