@@ -174,6 +174,8 @@ fn a_verdict_is_a_log_record_of_its_span_before_the_operation_ends() {
         assert!(waited(hang) > waited(late), "{name}");
     }
     for line in [
+        "Comm: 0x1122334455667788 (world), Rank: 1/4",
+        "Timeout: 0 ms",
         "Channel Mask: 0x",
         "Warps per Block: 1",
         "CUDA Device: 0",

@@ -182,7 +182,9 @@ fn block(record: &LogRecord, body: &str) -> Result<()> {
         );
     }
     for line in [
+        "Comm: 0x",
         "Kernel: ",
+        "Timeout: ",
         "Channel Mask: 0x",
         "Warps per Block: ",
         "CUDA Device: ",

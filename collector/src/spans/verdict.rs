@@ -8,7 +8,10 @@ use ringsight_records::{Algorithm, DataType, Description, Protocol, ReduceOp};
 use super::{SpanMaker, bytes_of, int, names, resource_of, seconds, shape_attributes};
 use crate::{
     clock::Clock,
-    correlate::{RankOperation, Verdict, communicators::Communicators},
+    correlate::{
+        RankOperation, Verdict,
+        communicators::{Communicator, Communicators},
+    },
     identity::{Direction, Role, SpanKey},
 };
 
@@ -80,14 +83,36 @@ fn block_attributes(part: &RankOperation, verdict: &Verdict, device: Option<i32>
     to.push(("ccl.stream.handle", hex(description.stream)));
 }
 
-/// The same as lines for people, in the order and with the names of the library's own report.
-fn block(part: &RankOperation, verdict: &Verdict, device: Option<i32>) -> String {
+/// The same as lines for people, in the order and with the names of the library's own report, as far as records say it.
+fn block(
+    part: &RankOperation,
+    verdict: &Verdict,
+    communicator: Option<&Communicator>,
+    device: Option<i32>,
+) -> String {
     let mut text = String::new();
     let mut line = |name: &str, value: String| {
         let _ = write!(text, "\n{name}: {value}");
     };
+    let (name, ranks) = communicator.map_or((String::new(), String::new()), |of| {
+        let name = if of.name.is_empty() {
+            String::new()
+        } else {
+            format!(" ({})", of.name)
+        };
+        (name, format!("/{}", of.ranks))
+    });
+    line(
+        "Comm",
+        format!("{:#x}{name}, Rank: {}{ranks}", part.comm, part.rank),
+    );
     if let Some(description) = part.description.as_deref() {
         line("Kernel", kernel(part, description));
+    }
+    if let Some(ns) = age(verdict, part.begun_ns().unwrap_or(0)) {
+        line("Timeout", format!("{} ms", ns / 1_000_000));
+    }
+    if let Some(description) = part.description.as_deref() {
         line("Channel Mask", format!("{:#x}", description.channel_mask));
         line("Warps per Block", description.warps.to_string());
     }
@@ -198,7 +223,7 @@ impl SpanMaker {
         let member = communicator.and_then(|communicator| communicator.member(part.pid, part.rank));
         let device = member.map(|member| member.device);
         block_attributes(part, verdict, device, &mut attributes);
-        body += &block(part, verdict, device);
+        body += &block(part, verdict, communicator, device);
         Some(LogRecord {
             resource: resource_of(part, communicator, communicators, &self.fallback),
             unix_ns: clock.unix_ns(verdict.time_ns),

@@ -2,7 +2,7 @@
 
 use std::{fmt::Write as _, time::Duration};
 
-use ringsight_records::{Cause, Description, verdicts::GivenVerdict};
+use ringsight_records::{Algorithm, Cause, Description, Protocol, verdicts::GivenVerdict};
 
 use super::{
     Watch, events,
@@ -144,6 +144,13 @@ pub(super) fn given(op: &InProgress, verdict: &Verdict, now: u64) -> GivenVerdic
     }
 }
 
+/// How it is done, as in `ring, simple, 2 channels`.
+fn way(description: &Description) -> String {
+    let algorithm = Algorithm::from_code(description.algorithm).map_or("unknown", Algorithm::name);
+    let protocol = Protocol::from_code(description.protocol).map_or("unknown", Protocol::name);
+    format!("{algorithm}, {protocol}, {} channels", description.channels)
+}
+
 /// What this rank knows of its own operations by.
 fn told_by(watch: &Watch) -> String {
     match &watch.events {
@@ -194,6 +201,7 @@ pub(super) fn lines(
         warps,
         ..
     } = description.unwrap_or_default();
+    let ago = |what: &str, ns: u64| format!("{what}: {} ms ago", ms(now.saturating_sub(ns)));
     let call = watch.checks.call_of(op.info.op);
     let mut lines = vec![
         if verdict.hang {
@@ -215,8 +223,9 @@ pub(super) fn lines(
             watch.ranks
         ),
         format!(
-            "Kernel: {}, {}",
+            "Kernel: {}, {}, {}",
             call.map_or_else(|| "unknown".to_owned(), |call| call.to_string()),
+            description.as_ref().map_or_else(|| "unknown".to_owned(), way),
             name(op.run.identity, op.run.replay)
         ),
         format!(
@@ -231,13 +240,12 @@ pub(super) fn lines(
             u32::from(warps) * device::opened().map_or(1, |device| device.warp_threads())
         ),
         format!("CUDA Device: {}", watch.device),
-        format!("Bytes: {bytes}, Stream: {stream:#x}, Operation: {}", op.info.op),
-        format!(
-            "Enqueued: {} ms ago, launched: {} ms ago, started: {} ms ago",
-            ms(now.saturating_sub(api_start_ns)),
-            ms(now.saturating_sub(launch_start_ns.max(op.launched_ns))),
-            ms(now.saturating_sub(op.start_ns))
-        ),
+        format!("Bytes: {bytes}"),
+        format!("Stream: {stream:#x}"),
+        format!("Operation: {}", op.info.op),
+        ago("Enqueued", api_start_ns),
+        ago("Launched", launch_start_ns.max(op.launched_ns)),
+        ago("Started", op.start_ns),
         told_by(watch),
         format!(
             "Verdict: {} ({}): {}",
