@@ -5,24 +5,9 @@ mod common;
 
 use std::ptr::null_mut;
 
-use common::{Call, Rank, alone, last_error, ok, unique_id};
+use common::{Call, Rank, alone, in_child, last_error, ok, unique_id};
 use ringsight_comm::{abi, communicator::Handle, error::ResultCode};
 use ringsight_records::Function;
-
-/// Forks; the child's exit code is what `body` returns.
-fn in_child(body: impl FnOnce() -> i32) -> libc::c_int {
-    // SAFETY: the tests below run alone and have no other thread that calls; the child ends here.
-    let child = unsafe { libc::fork() };
-    if child == 0 {
-        let code = body();
-        // SAFETY: ends the child without running the test harness any further.
-        unsafe { libc::_exit(code) };
-    }
-    let mut status = -1;
-    // SAFETY: waits for the child just made.
-    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
-    status
-}
 
 fn all_reduce(rank: &Rank) {
     Call::new(Function::AllReduce, 10).check(rank, false);

@@ -501,3 +501,19 @@ pub fn alone(test: &str, change: impl FnOnce(&mut Command)) -> String {
     assert!(output.status.success(), "{text}");
     text
 }
+
+/// Forks; the child's exit code is what `body` returns.
+pub fn in_child(body: impl FnOnce() -> i32) -> c_int {
+    // SAFETY: the tests that call this run alone and have no other thread that calls; the child ends here.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // A child that went on with what the parent was in would never end.
+        let code = std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)).unwrap_or(101);
+        // SAFETY: ends the child without running the test harness any further.
+        unsafe { libc::_exit(code) };
+    }
+    let mut status = -1;
+    // SAFETY: waits for the child just made.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    status
+}
