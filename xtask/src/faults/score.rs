@@ -322,6 +322,13 @@ impl Tally {
     }
 }
 
+impl Tally {
+    /// More rounds were left out than count: what is left is no sample.
+    fn is_too_often_repeated(&self) -> bool {
+        self.repeated > self.rounds
+    }
+}
+
 /// The whole run, as its last line says.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Report {
@@ -354,8 +361,9 @@ impl Report {
         let (class, culprit) = (part(sum(|tally| tally.class)), part(sum(|tally| tally.culprit)));
         let in_time = part(sum(|tally| tally.in_time));
         let false_verdicts = sum(|tally| tally.false_verdicts);
+        let right = class >= RIGHT && culprit >= RIGHT && in_time >= 1.0 && false_verdicts == 0;
         Self {
-            ok: rounds > 0 && class >= RIGHT && culprit >= RIGHT && in_time >= 1.0 && false_verdicts == 0,
+            ok: rounds > 0 && right && !tallies.iter().any(Tally::is_too_often_repeated),
             seed,
             cases: tallies.len(),
             rounds,
@@ -371,7 +379,7 @@ impl Report {
             impossible,
             wrong: tallies
                 .iter()
-                .filter(|tally| !tally.problems.is_empty())
+                .filter(|tally| !tally.problems.is_empty() || tally.is_too_often_repeated())
                 .map(|tally| tally.case.clone())
                 .collect(),
         }
@@ -400,6 +408,12 @@ pub(super) fn print(tallies: &[Tally]) {
         );
     }
     for tally in tallies {
+        if tally.is_too_often_repeated() {
+            println!(
+                "{}: {} rounds were repeated, of {} that count",
+                tally.case, tally.repeated, tally.rounds
+            );
+        }
         for problem in &tally.problems {
             println!("{}: {problem}", tally.case);
         }
@@ -506,6 +520,12 @@ mod tests {
         assert!(!Report::of(1, &[tally(&scores)], Vec::new()).ok);
         assert!(!Report::of(1, &[], Vec::new()).ok);
         scores.truncate(2);
+        scores[0].repeated = 2;
+        assert!(Report::of(1, &[tally(&scores)], Vec::new()).ok);
+        scores[1].repeated = 1;
+        let report = Report::of(1, &[tally(&scores)], Vec::new());
+        assert!(!report.ok && report.wrong == ["x"], "{report:?}");
+        scores[1].repeated = 0;
         scores[0].false_verdicts = 1;
         assert!(!Report::of(1, &[tally(&scores)], Vec::new()).ok);
     }
