@@ -464,6 +464,18 @@ fn late_ranks(mode: &str, source: &str) -> Vec<String> {
         .collect()
 }
 
+#[test]
+fn an_error_stays_though_the_operation_completes_and_later_calls_are_refused() {
+    for (mode, source) in [
+        ("eager", "pages"),
+        ("eager", "events"),
+        ("graph", "pages"),
+        ("graph", "events"),
+    ] {
+        late_ranks(mode, source);
+    }
+}
+
 /// The numbers that stand in a line where its pattern has `#`.
 fn numbers(pattern: &str, line: &str) -> Option<Vec<f64>> {
     let (first, rest) = pattern
