@@ -268,6 +268,23 @@ fn whatever_waits_is_released() {
     }
 }
 
+/// Where kernels do not tell what they move, it takes longer until one counts as stuck, and no longer.
+#[test]
+fn a_kernel_that_stops_moving_is_stuck() {
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let variables = [
+        ("RINGSIGHT_STUCK_TIMEOUT_MS", "1000"),
+        ("NCCL_KERNEL_TIMEOUT_MS", "500"),
+        ("NCCL_DEBUG", "WARN"),
+        ("NCCL_DEBUG_FILE", log.path().to_str().unwrap()),
+    ];
+    drive(
+        "a_kernel_that_stops_moving_is_stuck",
+        &["frozen", "2", "t"],
+        &variables,
+    );
+}
+
 /// A fault of a device is an error on its rank, and a verdict on those that wait.
 #[test]
 fn a_device_that_fails_is_named() {

@@ -173,7 +173,9 @@ inline u64 steady_time() {
 // Tests have timers that stand otherwise to the host's clock.
 inline u64 (*timer)() = steady_time;
 inline u64 device_time() { return timer(); }
-inline void pause_polling() { std::this_thread::yield(); }
+// What who has waited long does; whoever runs kernels may have it do more.
+inline void (*rest)() = std::this_thread::yield;
+inline void pause_polling() { rest(); }
 constexpr bool PAUSES_AT_ONCE = true;
 
 template <class T>

@@ -5,6 +5,7 @@
 // driver LIBRARY watch RANKS t|p|n FOLDER
 // driver LIBRARY replays RANKS t|p|n FOLDER|- [REPLAYS [OPERATIONS]]
 // driver LIBRARY ended RANKS t|p [kept]
+// driver LIBRARY frozen 2 t|p|n
 // driver LIBRARY released RANKS t|p|n
 // driver LIBRARY fault RANKS t|p|n
 // driver LIBRARY differ RANKS t|p|n VARIANT
@@ -468,22 +469,6 @@ static void run_watch(struct Rank* r) {
   if (r->rank == 0) printf("ok 200 eager operations, 300 in 100 replays\n");
 }
 
-// Waits until the library's log, the file of NCCL_DEBUG_FILE, has a verdict like this of an operation like that.
-static void await_verdict(const char* verdict, const char* operation) {
-  static char text[1 << 20];
-  for (int i = 0; i < 3000; i++) {
-    FILE* file = fopen(getenv("NCCL_DEBUG_FILE"), "r");
-    if (file != NULL) {
-      text[fread(text, 1, sizeof text - 1, file)] = 0;
-      fclose(file);
-      char* said = strstr(text, operation);
-      if (said != NULL && strstr(said, verdict) != NULL) return;
-    }
-    usleep(10000);
-  }
-  fail("no %s of %s in the log:\n%s", verdict, operation, text);
-}
-
 // The last rank comes late: to the third replay of a graph, with the fourth queued behind it on the others; to an operation
 // whose stream is busy; and to one that it has not called.
 static void wait_for_flag(void* flag) {
@@ -604,6 +589,7 @@ static void* run(void* argument) {
   else if (!strcmp(mode, "abort")) run_abort(r);
   else if (!strcmp(mode, "death")) run_death(r);
   else if (!strcmp(mode, "fault")) run_fault(r);
+  else if (!strcmp(mode, "frozen")) run_frozen(r);
   else if (!strcmp(mode, "released")) run_released(r);
   else if (!strcmp(mode, "differ")) run_differ(r);
   else if (!strcmp(mode, "random")) run_random(r, variant);

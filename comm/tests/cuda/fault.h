@@ -5,6 +5,22 @@
 
 #include "rank.h"
 
+// Waits until the library's log, the file of NCCL_DEBUG_FILE, has a verdict like this of an operation like that.
+static void await_verdict(const char* verdict, const char* operation) {
+  static char text[1 << 20];
+  for (int i = 0; i < 3000; i++) {
+    FILE* file = fopen(getenv("NCCL_DEBUG_FILE"), "r");
+    if (file != NULL) {
+      text[fread(text, 1, sizeof text - 1, file)] = 0;
+      fclose(file);
+      char* said = strstr(text, operation);
+      if (said != NULL && strstr(said, verdict) != NULL) return;
+    }
+    usleep(10000);
+  }
+  fail("no %s of %s in the log:\n%s", verdict, operation, text);
+}
+
 // What the driver without a GPU has in place of a kernel that does wrong.
 typedef void (*Break)(int device);
 
@@ -52,4 +68,30 @@ static void run_fault(struct Rank* r) {
   if (took > 1) fail("fault: rank %d: abort took %.1f s", r->rank, took);
   barrier();
   if (r->rank == 0) printf("ok after %.1f s, abort in %.0f ms: %s\n", noticed, took * 1e3, text);
+}
+
+// All have come to an operation, and the kernel of rank 1 stops moving: both are told that it is stuck.
+static void run_frozen(struct Rank* r) {
+  void (*const freeze)(int device, int on) = (void (*)(int, int))dlsym(RTLD_DEFAULT, "ringsight_mock_freeze");
+  if (freeze == NULL) fail("frozen: only a driver without a GPU stops a kernel");
+  open_rank(r, 0);
+  buffers(r, 16 << 20);
+  enqueue(r, ALL_REDUCE, F32, 1000, 0, 0, r->send, r->recv);
+  CU(cuStreamSynchronize, r->stream);
+  barrier();
+  if (r->rank == 1) {
+    enqueue(r, ALL_REDUCE, F32, 4 << 20, 0, 0, r->send, r->recv);
+    // It has begun, and looks for the other.
+    usleep(300000);
+    freeze(r->device, 1);
+  }
+  barrier();
+  if (r->rank == 0) enqueue(r, ALL_REDUCE, F32, 4 << 20, 0, 0, r->send, r->recv);
+  await_verdict("Verdict: STUCK_KERNEL (hang): ", "AllReduce(count 4194304");
+  barrier();
+  if (r->rank == 1) freeze(r->device, 0);
+  CU(cuStreamSynchronize, r->stream);
+  NC(CommDestroy(r->comm));
+  barrier();
+  if (r->rank == 0) printf("ok a kernel that does not move is stuck\n");
 }

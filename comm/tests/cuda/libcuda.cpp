@@ -37,6 +37,9 @@ void ringsight_mock_memory(u64* figures) {
   figures[1] = memory.size(), figures[2] = opened.size(), figures[3] = registered.size();
 }
 
+// Kernels of a device that have to wait do not go on, or do again.
+void ringsight_mock_freeze(int device, int on) { frozen[device] = on != 0; }
+
 // A device that fails from now on.
 void ringsight_mock_break(int device) { broken[device] = true; }
 
@@ -238,10 +241,15 @@ int cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned
     const bool reduces = function == &channels[1];
     block = [=](unsigned index) { ringsight_run_block(arguments.get(), index, blocks, ops, reduces); };
   }
+  const int device = of(stream)->device;
   return add_kernel(stream, [=] {
+    const auto run = [=](unsigned index) {
+      running_on = device;
+      block(index);
+    };
     std::vector<std::thread> all;
-    for (unsigned index = 1; index < blocks; index++) all.emplace_back(block, index);
-    block(0);
+    for (unsigned index = 1; index < blocks; index++) all.emplace_back(run, index);
+    run(0);
     for (auto& thread : all) thread.join();
   });
 }

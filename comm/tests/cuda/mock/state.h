@@ -241,6 +241,17 @@ const bool skips = [] {
 enum Counted { LAUNCH, RECORD, WAIT, CAPTURE, CURRENT, STREAM_ID, COUNTED };
 thread_local u64 calls[COUNTED];
 
+// Devices whose kernels do not move where they wait, and that of the kernel that this thread runs.
+std::atomic<bool> frozen[16];
+thread_local int running_on = -1;
+[[maybe_unused]] const bool may_freeze = [] {
+  rest = [] {
+    while (running_on >= 0 && frozen[running_on]) usleep(1000);
+    std::this_thread::yield();
+  };
+  return true;
+}();
+
 // Devices on which a kernel has done wrong: it, and all others there, will not do anything any more.
 std::atomic<bool> broken[16];
 
