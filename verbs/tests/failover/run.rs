@@ -181,7 +181,7 @@ impl Run<'_> {
                 .receiver
                 .as_ref()
                 .is_none_or(|receiver| receiver.taken() == self.case.steps);
-            if !is_done && (sent && got || self.seen.error.is_some()) {
+            if !is_done && (sent && got && self.has_left() || self.seen.error.is_some()) {
                 is_done = true;
                 let watched = self.case.stays_down().map_or(0, |path| self.look_at_left(path));
                 let costs = self.costs();
@@ -226,6 +226,15 @@ impl Run<'_> {
         });
         println!("rank {} hangs: {sender:?} {receiver:?}", self.rank.number);
         "it hangs".into()
+    }
+
+    /// Whether the path that must be left was given up here. Who has all steps may not have noticed yet: the first to know is the other
+    /// rank, whose acknowledgements are lost.
+    fn has_left(&self) -> bool {
+        match self.case.failure {
+            Failure::Primary | Failure::Device => self.left.iter().any(|paths| paths[0].is_some()),
+            _ => true,
+        }
     }
 
     /// A path that was given up and is still down: nothing may have been posted over it since, at either end here. How many ends

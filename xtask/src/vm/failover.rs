@@ -29,7 +29,7 @@ const SAMPLE: usize = 24;
 /// Cases of one boot.
 const BATCH: usize = 24;
 /// Lines of a program's output that are told when its guest was lost.
-const LAST_LINES: usize = 10;
+const LAST_LINES: usize = 20;
 /// How often a case is run until it counts.
 const TRIES: u32 = 5;
 /// How long a case may take, on a machine that has other things to do.
@@ -363,7 +363,8 @@ fn boot(options: &Options, program: &std::path::Path, cases: &[String]) -> Resul
     let output = String::from_utf8_lossy(&output);
     let mut said = Said::of(&output);
     let last = || {
-        let lines: Vec<&str> = output.lines().filter(|line| !line.starts_with('{')).collect();
+        let is_text = |line: &&str| !line.trim().is_empty() && !line.starts_with('{');
+        let lines: Vec<&str> = output.lines().filter(is_text).collect();
         lines[lines.len().saturating_sub(LAST_LINES)..].join("\n")
     };
     match ended {
