@@ -76,7 +76,7 @@ pub fn put_text(field: &mut [u8], text: &str) {
 
 const COMM_WORDS: usize = size_of::<Communicator>() / 8;
 
-/// A slot of the communicator table: a sequence lock like [`DescriptionSlot`], with the slot's state.
+/// A slot of the communicator table: a sequence lock like [`crate::DescriptionSlot`], with the slot's state.
 #[derive(Debug)]
 #[repr(C)]
 pub struct CommSlot {
