@@ -70,6 +70,17 @@ pub fn start(configuration: &Configuration, folder: &Path) -> Result<Job> {
     Job::start(configuration, artifacts(), &folder.join("job"))
 }
 
+/// A job of four ranks that goes on for as long as it is let, and has come to its 20th step.
+///
+/// # Errors
+/// It cannot be started, or does not come so far.
+pub fn under_way(folder: &Path) -> Result<Job> {
+    let mut job = start(&job(4, 100_000, 0), folder)?;
+    job.go()?;
+    job.wait_step(20, LIMIT)?;
+    Ok(job)
+}
+
 /// Jaeger's binary, if `cargo xtask test` (or the user) names one, or the cache has one.
 #[must_use]
 pub fn jaeger_binary() -> Option<PathBuf> {

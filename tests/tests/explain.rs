@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use ringsight_tests::{LIMIT, alone, artifacts, folder, job, start};
+use ringsight_tests::{LIMIT, alone, artifacts, folder, under_way};
 use serde_json::Value;
 
 fn explain(arguments: &[&str]) -> Result<String> {
@@ -37,10 +37,8 @@ fn check(explained: &Value) -> Result<()> {
 fn the_table_says_what_a_running_job_does() -> Result<()> {
     let _alone = alone();
     let folder = folder()?;
-    let mut job = start(&job(4, 100_000, 0), folder.path())?;
+    let mut job = under_way(folder.path())?;
     let pids = job.pids();
-    job.go()?;
-    job.wait_step(20, LIMIT)?;
     // The library that the job runs, unless others could have changed the file.
     let library = artifacts().library_folder.join("libnccl.so.2");
     let library = library.to_str().context("a path that is no text")?;

@@ -8,7 +8,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use ringsight_tests::{LIMIT, alone, artifacts, folder, job, start};
+use ringsight_tests::{LIMIT, alone, artifacts, folder, under_way};
 use serde_json::Value;
 
 fn signal(pid: u32, name: &str) -> Result<()> {
@@ -32,10 +32,8 @@ fn snapshot(pids: &[u32], options: &[&str]) -> Result<String> {
 fn a_stopped_rank_is_who_the_others_wait_for() -> Result<()> {
     let _alone = alone();
     let folder = folder()?;
-    let mut job = start(&job(4, 100_000, 0), folder.path())?;
+    let mut job = under_way(folder.path())?;
     let pids = job.pids();
-    job.go()?;
-    job.wait_step(20, LIMIT)?;
     signal(pids[2], "-STOP")?;
     thread::sleep(Duration::from_secs(1));
     let taken: Value = serde_json::from_str(&snapshot(&pids, &["--json"])?)?;
@@ -125,10 +123,8 @@ fn a_stopped_rank_is_who_the_others_wait_for() -> Result<()> {
 fn verdicts_and_proxies_are_in_the_pages_for_whoever_comes_later() -> Result<()> {
     let _alone = alone();
     let folder = folder()?;
-    let mut job = start(&job(4, 100_000, 0), folder.path())?;
+    let job = under_way(folder.path())?;
     let pids = job.pids();
-    job.go()?;
-    job.wait_step(20, LIMIT)?;
     let before: Value = serde_json::from_str(&snapshot(&pids, &["--json"])?)?;
     ensure!(before["verdicts"] == Value::Array(Vec::new()), "{before:#}");
     signal(pids[2], "-STOP")?;
