@@ -35,6 +35,9 @@ pub struct Settings {
     /// How many connections must fail over the same two ports for all others to leave them unasked.
     /// `RINGSIGHT_NET_CONDEMN_AFTER`, by default 2.
     pub condemn_after: u32,
+    /// Whether a path is left because its device says that a queue of it, or itself, cannot go on. `NCCL_IB_RETURN_ASYNC_EVENTS`, by
+    /// default 1.
+    pub async_events: bool,
 }
 
 impl Default for Settings {
@@ -52,6 +55,7 @@ impl Default for Settings {
             probation: Duration::from_millis(50),
             recovery_window: Duration::from_millis(5000),
             condemn_after: 2,
+            async_events: true,
         }
     }
 }
@@ -155,6 +159,9 @@ impl Settings {
             probation: from.time("RINGSIGHT_NET_PROBATION_MS", defaults.probation, 0)?,
             recovery_window: from.time("RINGSIGHT_NET_RECOVERY_WINDOW_MS", defaults.recovery_window, 0)?,
             condemn_after: from.number("RINGSIGHT_NET_CONDEMN_AFTER", 2, 1, u64::from(u32::MAX))? as u32,
+            async_events: from
+                .switch("NCCL_IB_RETURN_ASYNC_EVENTS")?
+                .unwrap_or(defaults.async_events),
         })
     }
 }
@@ -199,6 +206,8 @@ mod tests {
                 .as_millis(),
             250
         );
+        let silent = with(&[("NCCL_IB_RETURN_ASYNC_EVENTS", "0")]).unwrap();
+        assert!(!silent.async_events && silent.enabled);
         let long = with(&[("RINGSIGHT_NET_BACKOFF_MAX_MS", "3000000")]).unwrap();
         assert_eq!(long.backoff_max, Settings::BACKOFF_LIMIT);
         for (name, value) in [
@@ -208,6 +217,7 @@ mod tests {
             ("RINGSIGHT_NET_TIMEOUT_MS", "1s"),
             ("RINGSIGHT_NET_PROBATION_PROBES", "256"),
             ("RINGSIGHT_NET_CONDEMN_AFTER", "-1"),
+            ("NCCL_IB_RETURN_ASYNC_EVENTS", "2"),
         ] {
             let error = with(&[(name, value)]).unwrap_err().to_string();
             assert!(error.starts_with(&format!("{name}={value} is not")), "{error}");

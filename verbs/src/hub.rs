@@ -139,7 +139,9 @@ impl State {
                     // The port that the event names: a device has several.
                     (EventKind::PortActive, Some(port)) => vec![(port, true)],
                     (EventKind::PortError, Some(port)) => vec![(port, false)],
-                    (EventKind::DeviceFatal, _) => (1..=MOST_PORTS).map(|port| (port, false)).collect(),
+                    (EventKind::DeviceFatal, _) if self.settings.async_events => {
+                        (1..=MOST_PORTS).map(|port| (port, false)).collect()
+                    }
                     _ => Vec::new(),
                 };
                 for (port, up) in ports {

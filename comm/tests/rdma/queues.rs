@@ -29,6 +29,27 @@ fn operations_go_on_over_the_backup_when_a_queue_fails_and_go_back() {
     assert!(ended[0].1.contains(said), "no {said:?} in\n{}", ended[0].1);
 }
 
+/// The requests of a queue that has failed never end here: without its device's word only the time-out finds it.
+#[test]
+#[ignore = "helper: needs mlx5 devices, run in a guest"]
+fn a_queue_that_fails_is_found_by_time_out_where_events_are_not_heeded() {
+    let ended = two_nodes("queues::go_on", |rank, command| {
+        two_ports(rank, command).env("NCCL_IB_RETURN_ASYNC_EVENTS", "0");
+    });
+    check(
+        "queues fail",
+        &ended,
+        &["(epoch 4)"],
+        &["via NET/Socket", "use a socket", "queue pair not usable"],
+    );
+    // By the one of the two that has requests under way.
+    let said = "failed: no completion in time (path 0 ";
+    assert!(
+        ended.iter().any(|(_, text)| text.contains(said)),
+        "no {said:?}: {ended:?}"
+    );
+}
+
 /// All-reduces, under one of which a queue pair of rank 0 fails, and, when its connection is back, under another its completion queue.
 #[test]
 #[ignore = "helper: the body of one rank; started by a test above"]

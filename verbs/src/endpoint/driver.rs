@@ -290,9 +290,13 @@ impl Driver {
         let text = if now.completions == before.completions {
             "its device says that a queue pair cannot go on"
         } else {
+            // Whatever is made of it: what is rebuilt on it would never complete.
             path.spoil();
             "its device says that the completion queue cannot go on"
         };
+        if !self.failover.hub.settings().async_events {
+            return;
+        }
         let (link, failure) = (path.link(), path.failure(None, text));
         self.fail(link, failure);
     }
