@@ -95,6 +95,32 @@ pub fn assign(ports: &[Port], ranks: &[Near<'_>]) -> Vec<Vec<usize>> {
         .collect()
 }
 
+/// Whether the two ends of a connection may be ports of different numbers: `NCCL_CROSS_NIC`. Where the first ports of all machines are on
+/// one switch, the second ones on another and so on, such ports reach each other by a detour or not at all.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Cross {
+    /// Not if the receiver has a port of the sender's number.
+    Never,
+    /// However it comes.
+    Any,
+    /// Not if the receiver's port of the sender's number is one that serves it.
+    #[default]
+    Avoid,
+}
+
+/// The port on which a receiver takes what its peer sends from the peer's port number `theirs`, whose numbers are those of this
+/// machine's `ports`; `serving`: those that serve the receiver, of which it would use `own`.
+#[must_use]
+pub fn facing(ports: &[Port], (serving, own): (&[usize], usize), theirs: usize, cross: Cross) -> usize {
+    let is_like = |port: &Port| ports.get(own).is_some_and(|own| own.ethernet == port.ethernet);
+    let may = match cross {
+        Cross::Never => ports.get(theirs).is_some_and(is_like),
+        Cross::Avoid => serving.contains(&theirs),
+        Cross::Any => false,
+    };
+    if may { theirs } else { own }
+}
+
 /// Why a port is another's backup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backup {
@@ -312,6 +338,31 @@ mod tests {
         two[1].ethernet = true;
         assert_eq!(backup(&two, 0), None);
         assert_eq!(backup(&two, 5), None, "no such port");
+    }
+
+    #[test]
+    fn ends_of_a_connection_are_ports_of_one_number_as_far_as_is_asked() {
+        let (gpus, mut nics) = eight();
+        let near: Vec<Near<'_>> = gpus.iter().map(Some).collect();
+        // The last GPU of a machine sends to the first of the next.
+        let (sender, receiver) = (assign(&nics, &near)[7].clone(), assign(&nics, &near)[0].clone());
+        let of = |ports: &[Port], serving: &[usize], theirs, cross| {
+            facing(ports, (serving, serving[0]), theirs, cross)
+        };
+        assert_eq!(of(&nics, &receiver, sender[0], Cross::Any), 0);
+        assert_eq!(
+            of(&nics, &receiver, sender[0], Cross::Avoid),
+            0,
+            "the other one is far"
+        );
+        assert_eq!(of(&nics, &receiver, sender[0], Cross::Never), 7);
+        // A port of its own switch.
+        assert_eq!(of(&nics, &receiver, 1, Cross::Any), 0);
+        assert_eq!(of(&nics, &receiver, 1, Cross::Avoid), 1);
+        // Here are fewer ports than there, or the port is of another kind.
+        assert_eq!(of(&nics[..4], &receiver, 7, Cross::Never), 0);
+        nics[7].ethernet = true;
+        assert_eq!(of(&nics, &receiver, 7, Cross::Never), 0);
     }
 
     fn machine() -> impl Strategy<Value = Vec<Port>> {

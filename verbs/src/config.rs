@@ -1,6 +1,9 @@
 //! What the environment says about RDMA: NCCL's names and defaults.
 
-use crate::{choice::Distance, queue::Patience};
+use crate::{
+    choice::{Cross, Distance},
+    queue::Patience,
+};
 
 /// Queue pairs of a connection at most.
 pub const MOST_QPS: usize = 16;
@@ -34,6 +37,10 @@ pub struct Config {
     pub failover: bool,
     /// Which devices reach memory of GPUs.
     pub gpu_direct: GpuDirect,
+    /// `NCCL_CROSS_NIC`.
+    pub cross: Cross,
+    /// Variables that are set and change nothing here, and why.
+    pub without_effect: Vec<(&'static str, &'static str)>,
 }
 
 /// When devices read and write slots in the memory of GPUs.
@@ -99,6 +106,8 @@ impl Default for Config {
             relaxed_ordering: true,
             failover: true,
             gpu_direct: GpuDirect::default(),
+            cross: Cross::default(),
+            without_effect: Vec::new(),
         }
     }
 }
@@ -209,6 +218,22 @@ impl Config {
         }
         if let Some(on) = number("NCCL_NET_GDR_READ", 0, 1, "0 or 1 is wanted")? {
             config.gpu_direct.read = on == 1;
+        }
+        if let Some(cross) = number("NCCL_CROSS_NIC", 0, 2, "0, 1 or 2 is wanted")? {
+            config.cross = match cross {
+                0 => Cross::Never,
+                1 => Cross::Any,
+                _ => Cross::Avoid,
+            };
+        }
+        let (merge, threshold) = ("NCCL_IB_MERGE_NICS", "NCCL_IB_AR_THRESHOLD");
+        if number(merge, 0, 1, "0 or 1 is wanted")? == Some(1) {
+            let why = "a connection uses one port of a card, and the other stands by";
+            config.without_effect.push((merge, why));
+        }
+        if number(threshold, 0, i64::MAX, "a number of bytes is wanted")?.is_some() {
+            let why = "data of more than 48 bytes always go as a message of their own, which adaptive routing may send any way";
+            config.without_effect.push((threshold, why));
         }
         Ok(Some(config))
     }
@@ -336,6 +361,9 @@ mod tests {
             ("NCCL_NET_GDR_LEVEL", "NEAR"),
             ("NCCL_DMABUF_ENABLE", "2"),
             ("NCCL_NET_GDR_READ", "on"),
+            ("NCCL_CROSS_NIC", "3"),
+            ("NCCL_IB_MERGE_NICS", "2"),
+            ("NCCL_IB_AR_THRESHOLD", "-1"),
         ] {
             let error = with(name, value).unwrap_err();
             assert!(
@@ -346,8 +374,24 @@ mod tests {
         let config = with("NCCL_IB_GID_INDEX", "3").unwrap().unwrap();
         assert_eq!(config.gid_index, Some(3));
         assert_eq!(with("NCCL_IB_GID_INDEX", "-1").unwrap().unwrap().gid_index, None);
+        for (value, cross) in [("0", Cross::Never), ("1", Cross::Any), ("2", Cross::Avoid)] {
+            assert_eq!(with("NCCL_CROSS_NIC", value).unwrap().unwrap().cross, cross);
+        }
         let off = with("NCCL_ENABLE_FAULT_TOLERANCE", "0").unwrap().unwrap();
         assert!(!off.failover);
+    }
+
+    #[test]
+    fn what_changes_nothing_is_told() {
+        let told = |name: &'static str, value: &'static str| {
+            let lookup = move |asked| (asked == name).then(|| value.to_owned());
+            let config = Config::from_environment(lookup).unwrap().unwrap();
+            let names: Vec<_> = config.without_effect.iter().map(|(name, _)| *name).collect();
+            names
+        };
+        assert_eq!(told("NCCL_IB_MERGE_NICS", "1"), ["NCCL_IB_MERGE_NICS"]);
+        assert!(told("NCCL_IB_MERGE_NICS", "0").is_empty(), "as it is anyway");
+        assert_eq!(told("NCCL_IB_AR_THRESHOLD", "0"), ["NCCL_IB_AR_THRESHOLD"]);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use crate::{config::MOST_QPS, device::Mtu};
 /// First four bytes of an [`Offer`]: "RSIB".
 const MAGIC: u32 = u32::from_le_bytes(*b"RSIB");
 /// Of the layout, and of what the ends do with it.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 /// Ways of a connection: the primary and the backup.
 pub const MOST_PATHS: usize = 2;
 /// Bytes of a device's name.
@@ -55,6 +55,8 @@ pub struct PathOffer {
 pub struct Offer {
     /// It may replay what was lost on another path.
     pub failover: bool,
+    /// Number of its first port among those of its process.
+    pub number: u8,
     /// Where its slots are; 0 of a sender.
     pub slots: u64,
     /// Where it is told of steps or credits.
@@ -64,7 +66,7 @@ pub struct Offer {
 }
 
 impl Offer {
-    /// Head: magic u32 | version u16 | paths u8 | flags u8 (bit 0: failover) | slots u64 | control u64 | zero u64. Each path:
+    /// Head: magic u32 | version u16 | paths u8 | flags u8 (bit 0: failover) | slots u64 | control u64 | number u8 | zero 7 bytes. Each path:
     /// name 24 bytes, zero-padded | GID 16 bytes | slots key u32 | control key u32 | LID u16 | port u8 | MTU u8 | RoCE u8 | queue pairs u8
     /// | up u8 | zero 9 bytes | 16 times number u32, psn u32. Paths and queue pairs beyond the number are zero. Little-endian.
     ///
@@ -80,6 +82,7 @@ impl Offer {
         bytes[7] = self.failover.into();
         bytes[8..16].copy_from_slice(&self.slots.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.control.to_le_bytes());
+        bytes[24] = self.number;
         for (path, bytes) in self
             .paths
             .iter()
@@ -132,7 +135,7 @@ impl Offer {
             ));
         }
         let count = usize::from(head[6]);
-        let fits = (1..=MOST_PATHS).contains(&count) && head[7] <= 1 && head[24..] == [0; 8];
+        let fits = (1..=MOST_PATHS).contains(&count) && head[7] <= 1 && head[25..] == [0; 7];
         if !fits || rest.len() != MOST_PATHS * PATH_BYTES {
             return Err(malformed());
         }
@@ -143,6 +146,7 @@ impl Offer {
         }
         Ok(Self {
             failover: head[7] == 1,
+            number: head[24],
             slots: long(8).ok_or_else(malformed)?,
             control: long(16).ok_or_else(malformed)?,
             paths: paths.ok_or_else(malformed)?,
@@ -235,9 +239,9 @@ mod tests {
     proptest! {
         #[test]
         fn offers_survive_and_rubbish_is_refused(
-            failover: bool, slots: u64, control: u64, paths in paths(), at in 0..OFFER_BYTES, bit in 0_u8..8, rubbish in proptest::collection::vec(any::<u8>(), 0..OFFER_BYTES + 8),
+            failover: bool, number: u8, slots: u64, control: u64, paths in paths(), at in 0..OFFER_BYTES, bit in 0_u8..8, rubbish in proptest::collection::vec(any::<u8>(), 0..OFFER_BYTES + 8),
         ) {
-            let offer = Offer { failover, slots, control, paths };
+            let offer = Offer { failover, number, slots, control, paths };
             let bytes = offer.encode();
             prop_assert_eq!(Offer::parse(&bytes), Ok(offer.clone()));
             prop_assert!(Offer::parse(&bytes[..at]).is_err());

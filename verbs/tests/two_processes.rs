@@ -160,6 +160,7 @@ fn send(device: &str, case: Case, stream: &mut TcpStream) -> Sender {
     let mut path = path(device, case, (&memory, false), &control);
     let offer = Offer {
         failover: false,
+        number: 0,
         slots: 0,
         control: control.memory().address(),
         paths: vec![path.offer()],
@@ -224,6 +225,7 @@ fn receive(device: &str, case: Case, stream: &mut TcpStream) -> u32 {
     let mut path = path(device, case, (&memory, true), &control);
     let offer = Offer {
         failover: false,
+        number: 0,
         slots: memory.address(),
         control: control.memory().address(),
         paths: vec![path.offer()],

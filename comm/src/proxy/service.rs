@@ -465,7 +465,7 @@ impl Service {
                 "Connect of connection {id} without the peer's address"
             )));
         };
-        let prepared = match self.prepare(id) {
+        let prepared = match self.prepare(id, None) {
             Ok(prepared) => prepared,
             Err(text) => return Some(Err(text)),
         };

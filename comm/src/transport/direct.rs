@@ -259,6 +259,10 @@ impl Slots {
         is_receiver: bool,
     ) -> Option<(Memory, Vec<Arc<Mr>>)> {
         let pool = &self.pool;
+        // The peer's port may have had the say of which port it is (`NCCL_CROSS_NIC`).
+        if !pool.state().ports.contains(&port) {
+            return None;
+        }
         let dma_buf = (Arc::clone(&pool.dma_buf), self.offset() as u64);
         let memory = Memory::of_device(
             self.address(),

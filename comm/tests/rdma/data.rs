@@ -13,8 +13,8 @@ use ringsight_comm::{abi, device::Stream};
 use ringsight_records::{Flags, Function, Kind, Record, State};
 
 use super::{
-    links::set_mtu,
-    nodes::{check, two_nodes},
+    links::{set_mtu, two_ports},
+    nodes::{check, ranks_of_two_nodes, two_nodes},
 };
 use crate::common::{Call, Rank, config, host, ok, place_of_process, watch::Watch};
 
@@ -48,6 +48,52 @@ fn data_goes_over_rdma() {
             .env("NCCL_IB_GID_INDEX", "0")
             .env("NCCL_IB_PCI_RELAXED_ORDERING", "0");
     });
+}
+
+/// Each link is a network of its own. The ring goes from a rank that begins with its second port to one that begins with its first.
+#[test]
+#[ignore = "helper: needs RDMA devices, run in a guest"]
+fn ports_of_a_connection_are_of_one_number_unless_they_may_be_others() {
+    let with = |cross: Option<&str>| {
+        ranks_of_two_nodes("data::ring", 4, |rank, command| {
+            two_ports(rank / 2, command).env("NCCL_IB_MERGE_NICS", "1");
+            if let Some(cross) = cross {
+                command.env("NCCL_CROSS_NIC", cross);
+            }
+        })
+    };
+    for cross in [None, Some("0")] {
+        let ended = with(cross);
+        let what = format!("NCCL_CROSS_NIC={cross:?}");
+        check(
+            &what,
+            &ended,
+            &["NCCL_IB_MERGE_NICS has no effect: "],
+            &["use a socket", "NCCL WARN NET/IB"],
+        );
+        // Both ports are used, each for one channel of each ring.
+        for port in ["via NET/IB/0", "via NET/IB/1"] {
+            assert!(
+                ended.iter().any(|(_, text)| text.contains(port)),
+                "{what}: {port}"
+            );
+        }
+    }
+    let ended = with(Some("1"));
+    let said = |text: &str| ended.iter().any(|(well, all)| *well && all.contains(text));
+    assert!(said("use a socket on channel 0, not RDMA"), "{ended:?}");
+}
+
+#[test]
+#[ignore = "helper: the body of one rank; started by a test above"]
+fn ring() {
+    let Some((id, rank, ranks)) = place_of_process() else {
+        return;
+    };
+    let rank = Rank::join_with(id, rank, ranks, &mut config());
+    Call::new(Function::AllReduce, 5003).check(&rank, true);
+    rank.leave();
+    println!("rank done");
 }
 
 #[test]

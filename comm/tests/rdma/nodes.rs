@@ -16,14 +16,19 @@ pub(crate) type Ended = Vec<(bool, String)>;
 /// Two ranks, each a node, with the devices of a guest or those that `RINGSIGHT_TEST_HCAS` names; each is the test `worker` of a module
 /// here.
 pub(crate) fn two_nodes(worker: &str, change: impl Fn(usize, &mut Command)) -> Ended {
+    ranks_of_two_nodes(worker, 2, change)
+}
+
+/// The same with so many ranks, half of them on each node.
+pub(crate) fn ranks_of_two_nodes(worker: &str, ranks: usize, change: impl Fn(usize, &mut Command)) -> Ended {
     let names = env::var("RINGSIGHT_TEST_HCAS").unwrap_or_else(|_| {
         let devices = [0, 1].map(|rank| Fabric::here().device(Port { rank, link: 0 }));
         devices.join(",")
     });
     let devices: Vec<String> = names.split(',').map(|name| format!("={name}")).collect();
-    let children = start_each(&format!("rdma::{worker}"), 2, 2, |rank, command| {
+    let children = start_each(&format!("rdma::{worker}"), ranks, 2, |rank, command| {
         command
-            .env("NCCL_IB_HCA", &devices[rank])
+            .env("NCCL_IB_HCA", &devices[rank * 2 / ranks])
             .env("NCCL_DEBUG", "INFO")
             .env("NCCL_DEBUG_SUBSYS", "ALL")
             // Emulated processors are slow: that is no hang.

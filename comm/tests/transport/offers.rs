@@ -26,7 +26,7 @@ use super::ranks::{PATIENCE, Rank, consume, produce, seed, turn, world_of};
 const BEFORE: [usize; 2] = [40, 12];
 /// Where an offer has its version, and where it has zeros.
 const VERSION_AT: usize = 4;
-const ZEROS_AT: usize = 24;
+const ZEROS_AT: usize = 28;
 const STEPS: u32 = 20;
 
 /// What is changed on the way.
@@ -142,7 +142,7 @@ fn offers_of_another_version_or_malformed_are_named_and_sockets_are_used() {
     let reasons = [
         (
             VERSION_AT,
-            "the peer speaks version 66 of the connection data, we version 2",
+            "the peer speaks version 67 of the connection data, we version 3",
         ),
         (ZEROS_AT, "the peer's connection data is malformed"),
     ];

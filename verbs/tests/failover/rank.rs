@@ -115,6 +115,7 @@ impl Rank {
     fn connect(&mut self, paths: &mut [Path], control: &Control, slots: u64) {
         let offer = Offer {
             failover: self.hub.settings().enabled,
+            number: 0,
             slots,
             control: control.memory().address(),
             paths: paths.iter().map(Path::offer).collect(),

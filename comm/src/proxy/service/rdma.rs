@@ -2,7 +2,10 @@
 
 use std::{io::Write, net::TcpStream, sync::Arc};
 
-use ringsight_verbs::wire::{OFFER_BYTES, Offer};
+use ringsight_verbs::{
+    choice,
+    wire::{OFFER_BYTES, Offer},
+};
 
 use super::Service;
 use crate::{
@@ -62,11 +65,12 @@ impl Service {
         self.config.rdma.as_ref().is_some_and(|rdma| rdma.required)
     }
 
-    /// Makes this end of connection `id`, which is set up, as far as it can be made alone. `None`: it goes over a socket.
+    /// Makes this end of connection `id`, which is set up, as far as it can be made alone: a receiver's for the port of the sender that has
+    /// the number `theirs`. `None`: it goes over a socket.
     ///
     /// # Errors
     /// When it may not.
-    pub(super) fn prepare(&self, id: u32) -> Result<Option<Prepared>, String> {
+    pub(super) fn prepare(&self, id: u32, theirs: Option<u8>) -> Result<Option<Prepared>, String> {
         let connection = self.connections.get(&id);
         let (Some(rdma), Some((connection, fifo))) = (
             &self.config.rdma,
@@ -75,9 +79,13 @@ impl Service {
             return Ok(None);
         };
         let endpoint = connection.endpoint;
-        let prepared = match self.port(endpoint.channel) {
-            None => Err("no RDMA port is up".to_owned()),
-            Some(port) => {
+        let prepared = match (self.port(endpoint.channel), self.ports.get()) {
+            (None, _) | (_, None) => Err("no RDMA port is up".to_owned()),
+            (Some(own), Some(ports)) => {
+                let port = theirs.map_or(own, |theirs| {
+                    let (all, cross) = (rdma.net.ports(), rdma.net.config().cross);
+                    choice::facing(all, (&ports.by_channel, own), theirs.into(), cross)
+                });
                 let memory = (fifo, connection.direct.as_ref());
                 verbs::prepare(rdma, port, memory, !endpoint.is_send)
             }
@@ -122,7 +130,9 @@ impl Service {
             return Ok((Verdict::Welcome.encode().to_vec(), None));
         }
         let connected = Offer::parse(offer).and_then(|theirs| {
-            let prepared = self.prepare(id)?.ok_or("the receiver has no RDMA")?;
+            let prepared = self
+                .prepare(id, Some(theirs.number))?
+                .ok_or("the receiver has no RDMA")?;
             prepared.accept(&theirs)
         });
         match connected {

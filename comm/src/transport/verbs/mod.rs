@@ -152,6 +152,9 @@ fn look() -> std::result::Result<Option<Rdma>, Found> {
                 })
                 .collect();
             tracing::info!(target: log::NET, "NET/IB : Using {}", list.join(" "));
+            for (name, why) in &net.config().without_effect {
+                tracing::info!(target: log::ENV, "{name} has no effect: {why}");
+            }
             if net.config().failover {
                 tell_backups(&net);
             }
@@ -292,6 +295,7 @@ pub(crate) fn prepare(
     };
     let offer = Offer {
         failover: rdma.net.config().failover,
+        number: port as u8,
         slots: if is_receiver { memory.address() } else { 0 },
         control: control.memory().address(),
         paths: paths.iter().map(Path::offer).collect(),
