@@ -268,21 +268,46 @@ fn whatever_waits_is_released() {
     }
 }
 
-/// Where kernels do not tell what they move, it takes longer until one counts as stuck, and no longer.
+/// Kernels tell what they move, and whom they wait for: one that stops is named at the threshold. Events tell neither, and it takes longer.
 #[test]
 fn a_kernel_that_stops_moving_is_stuck() {
-    let log = tempfile::NamedTempFile::new().unwrap();
-    let variables = [
+    let straight = ("RINGSIGHT_STRAIGHT_BYTES", "1");
+    let events = [
+        ("RINGSIGHT_WATCHDOG_SOURCE", "events"),
         ("RINGSIGHT_STUCK_TIMEOUT_MS", "1000"),
-        ("NCCL_KERNEL_TIMEOUT_MS", "500"),
-        ("NCCL_DEBUG", "WARN"),
-        ("NCCL_DEBUG_FILE", log.path().to_str().unwrap()),
     ];
-    drive(
-        "a_kernel_that_stops_moving_is_stuck",
-        &["frozen", "2", "t"],
-        &variables,
-    );
+    let first = "waits for data from rank 1 (channel 0, step 2)";
+    let ways: [(&[(&str, &str)], &str); 5] = [
+        (&[straight], "waits for rank 1 to be done with its buffers"),
+        (
+            &[straight, ("RINGSIGHT_PUSH_BYTES", "1")],
+            "from rank 1 (channel 0",
+        ),
+        (&[("RINGSIGHT_STRAIGHT_BYTES", "18446744073709551615")], first),
+        (&[("RINGSIGHT_MOCK_NO_PEERS", "1")], "rank 1 (channel "),
+        (&events, ""),
+    ];
+    for (way, waits) in ways {
+        let log = tempfile::NamedTempFile::new().unwrap();
+        let told = [
+            ("NCCL_KERNEL_TIMEOUT_MS", "500"),
+            ("NCCL_DEBUG", "WARN"),
+            ("NCCL_DEBUG_FILE", log.path().to_str().unwrap()),
+        ];
+        let test = "a_kernel_that_stops_moving_is_stuck";
+        if drive(test, &["frozen", "2", "t"], &[way, &told].concat()).is_none() {
+            return;
+        }
+        let said = std::fs::read_to_string(log.path()).unwrap();
+        let told = |line: &str| line.contains("Rank 0: running") && line.contains(waits);
+        assert!(said.lines().any(told), "{way:?}: {said}");
+        if !waits.is_empty() {
+            assert!(
+                said.contains("nothing moves, and rank 1 stopped first"),
+                "{way:?}: {said}"
+            );
+        }
+    }
 }
 
 /// A fault of a device is an error on its rank, and a verdict on those that wait.

@@ -30,6 +30,8 @@ struct LaneState {
   bool told;
   // `step` is what the work does next.
   bool has_step;
+  // Steps that the work has made.
+  u32 made;
   // The present work: where it comes from may be far away.
   Work work;
   Schedule schedule;
@@ -168,9 +170,22 @@ class Block {
           if (met_one_shot(lane)) return give_up();
         }
       }
+      if (report_.is_long(polls)) tell_wait(polls, first, end);
       // Not at first: what comes over a link between GPUs comes within a few turns.
       if (PAUSES_AT_ONCE || polls >= 64) pause_polling();
     }
+  }
+
+  // Tells what the first lane that has something left to do waits for. Peers of messages the host knows.
+  DEVICE void tell_wait(u32 polls, u32 first, u32 end) {
+    u32 lane = first;
+    while (lane + 1 < end && !lanes_[lane].has_step) lane++;
+    const LaneState& state = lanes_[lane];
+    const Work& work = state.work;
+    const bool data = state.step.recv && !is_posted(load_relaxed(&line_of(work.prev, state.head)->flag), state.head);
+    const u32* order = reinterpret_cast<const u32*>(program_ + work.order_at);
+    const u32 peer = work.connections != Connections::Ring ? NONE : data ? order[work.ranks - 1] : order[1];
+    report_.waits(polls, data ? Phase::Data : Phase::Room, peer, channel_.channel, work.op, state.made + 1);
   }
 
   // Nothing moves any more. If ranks differ, whoever waits for this one shall find the reason in place: the abort word
@@ -199,6 +214,7 @@ class Block {
   // A function, here and below: where code is there once, less of it has to be fetched.
   DEVICE static NOINLINE void begin_work(LaneState& state, const Work* works, const u8* program) {
     state.begun = true;
+    state.made = 0;
     state.position = Position{};
     state.work = works[state.index];
     const Work& work = state.work;
@@ -350,6 +366,8 @@ class Block {
     }
     state.position.index++;
     state.has_step = false;
+    // The host is told of some.
+    if (++state.made % 8 == 0) report_.moved(state.made);
   }
 
   // Reports what was begun and will not be finished, and that this block is done.

@@ -83,7 +83,7 @@ class ExchangeBlock {
       for (u32 hop = 1; hop < ranks(); hop++) write<COPIED>(after(hop), at);
       if (REDUCES) {
         if (!reduce<reduced<COPIED>()>(at)) return false;
-        step_++;
+        next_step();
         if (!arguments_.passes) continue;
       } else {
         keep<COPIED>(at);
@@ -91,9 +91,14 @@ class ExchangeBlock {
       for (u32 hop = 1; hop < ranks(); hop++) {
         if (!take<COPIED>(after(hop), at)) return false;
       }
-      step_++;
+      next_step();
     }
     return true;
+  }
+  // One is done. The host is told of some.
+  DEVICE INLINE void next_step() {
+    if (step_ % 16 == 0 && thread_index() == 0) meeting_.report().moved(static_cast<u32>(step_));
+    step_++;
   }
 
   DEVICE INLINE Part part(u64 base, u64 all, u64 at) const {
@@ -114,7 +119,7 @@ class ExchangeBlock {
   template <u32 COPIED>
   DEVICE INLINE bool take(u32 rank, u64 at) {
     const auto is_mine = [this](u64 word) { return word == step_; };
-    const auto may_go_on = [this](u32 polls) { return go_on(polls); };
+    const auto may_go_on = [this, rank](u32 polls) { return go_on(polls, Phase::Data, rank); };
     return take_chunk<COPIED>(part(arguments_.to[rank], arguments_.takes[rank], at), slot(me(), rank, step_), is_mine, may_go_on);
   }
 
@@ -157,7 +162,7 @@ class ExchangeBlock {
           }
         }
         if (warp_all(here)) break;
-        if (!go_on(polls)) return false;
+        if (!go_on(polls, Phase::Data, NONE)) return false;
       }
       UNROLL
       for (u32 i = 0; i < REDUCED; i++) {
@@ -214,7 +219,7 @@ class ExchangeBlock {
     bool here = true, open = true;
     for (u32 rank = warp_thread(); here && rank < ranks(); rank += warp_threads()) {
       for (u32 polls = 1; !learn(rank, open); polls++) {
-        if (go_on(polls)) continue;
+        if (go_on(polls, Phase::Begin, rank)) continue;
         here = false;
         break;
       }
@@ -244,17 +249,20 @@ class ExchangeBlock {
   // word is in the host's memory, and asked for by all warps every now and then it took four times as long as the bytes.
   DEVICE INLINE void move_straight() {
     constexpr u32 PACKS = REDUCES ? reduced<8>() : 8, BYTES = PACKS * warp_threads() * sizeof(Pack);
+    u32 turns = 0;
     for (u64 at = static_cast<u64>(lane_) * BYTES; at < arguments_.piece; at += static_cast<u64>(lanes_) * BYTES) {
       if constexpr (!REDUCES) {
         for (u32 hop = 1; hop < ranks(); hop++) {
           const u32 rank = after(hop);
           copy_stretch<PACKS>(places_.to[rank], arguments_.from[rank], arguments_.sends[rank], at, folding_.element_bytes());
         }
-        if (arguments_.own == arguments_.result) continue;
-        copy_stretch<PACKS>(arguments_.result, arguments_.own, arguments_.result_bytes, at, folding_.element_bytes());
+        if (arguments_.own != arguments_.result) {
+          copy_stretch<PACKS>(arguments_.result, arguments_.own, arguments_.result_bytes, at, folding_.element_bytes());
+        }
       } else if constexpr (!Words::IS_ANY) {
         reduce_stretch<PACKS>(arguments_, folding_, places_, at, [this](u32 rank) { return places_.from[rank]; });
       }
+      if (++turns % 64 == 0 && thread_index() == 0) meeting_.report().moved(turns);
     }
   }
 
@@ -272,10 +280,21 @@ class ExchangeBlock {
     return false;
   }
 
-  // For who has waited long; false if it is to give up.
-  DEVICE INLINE bool go_on(u32 polls) {
+  // For who has waited long, for a rank or, if that is `NONE`, for any of them; false if it is to give up.
+  DEVICE INLINE bool go_on(u32 polls, Phase phase, u32 rank) {
     if (SERVICE == 0 && polls % 256 == 0) meeting_.look_aside();
-    return !meeting_.must_give_up(polls);
+    if (!meeting_.report().is_long(polls)) return true;
+    if (rank == NONE) rank = missing();
+    // What is in memory is of the operation before.
+    const u64 before = load_relaxed(steps_of(base(me())) + lane_);
+    return !meeting_.must_give_up(polls, phase, rank, static_cast<u32>(step_ - before));
+  }
+  // Of the ranks of which all something has to come in this step one that has not come; `NONE` if all have begun.
+  DEVICE INLINE u32 missing() const {
+    for (u32 rank = 0; rank < ranks(); rank++) {
+      if (rank != me() && load_pack(slot(me(), rank, step_) + LINE_PARTS - 1).words[1] != step_) return rank;
+    }
+    return NONE;
   }
 
   const Exchange& arguments_;

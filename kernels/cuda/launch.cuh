@@ -115,9 +115,16 @@ struct LaunchControl {
   u32 abort;
   u32 aborted;
   u32 runs;
-  u32 reserved[13];
+  u32 moved;
+  u64 waits;
+  u32 reserved[10];
 };
+static_assert(offsetof(LaunchControl, moved) == 12, "as in src/cuda/layout.rs");
+static_assert(offsetof(LaunchControl, waits) == 16, "as in src/cuda/layout.rs");
 static_assert(sizeof(LaunchControl) == 64, "as in src/cuda/layout.rs");
+
+// What a kernel waits for: the twin of `Phase` in probes/records/src/waits.rs, which says how a word tells of it.
+enum class Phase : u32 { Begin = 1, Data = 2, Room = 3, End = 4 };
 
 // What every kernel is told of where it reports to.
 struct Head {

@@ -93,6 +93,13 @@ class Meeting {
 
   // For who has waited long.
   DEVICE INLINE bool must_give_up(u32 polls) const { return report_.must_give_up(polls); }
+  DEVICE INLINE const Report& report() const { return report_; }
+  // The same, telling what for.
+  DEVICE INLINE bool must_give_up(u32 polls, Phase phase, u32 rank, u32 step) const {
+    if (!report_.is_long(polls)) return false;
+    report_.put_waits(polls, phase, rank, call_.channel, call_.op, step);
+    return report_.must_give_up();
+  }
 
   // The same on the host, where who waits for data is who compares tags.
   DEVICE INLINE void look_aside() {
@@ -148,7 +155,7 @@ class Meeting {
     bool same = true;
     for (u32 rank = lane; same && rank < ranks(); rank += STRIDE) {
       for (u32 polls = 1; rank != call_.rank && !is_same(rank); polls++) {
-        if (must_give_up(polls)) {
+        if (must_give_up(polls, Phase::Begin, rank, 0)) {
           same = false;
           break;
         }
@@ -212,7 +219,7 @@ class Meeting {
       // Acquire: what is written when the kernel has ended is after what the other has read here, and what is read then is what it
       // has written. Nobody is an epoch ahead: each begins with what it hears from this rank. All ranks have as many blocks.
       for (u32 polls = 1; rank != call_.rank && load_acquire(&own_->left[rank][block_]) != epoch_; polls++) {
-        if (must_give_up(polls)) return false;
+        if (must_give_up(polls, Phase::End, rank, 0)) return false;
         if (PAUSES_AT_ONCE && polls % 256 == 0) pause_polling();
       }
     }

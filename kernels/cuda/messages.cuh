@@ -179,7 +179,7 @@ class MessagesBlock {
       const Pack pack = load_pack(told);
       place = pack.words[0];
       if (warp_all(is_mine(message, chunk, pack.words[1], theirs))) return true;
-      if (!go_on(message, theirs, polls)) return false;
+      if (!go_on(message, theirs, polls, Phase::Begin, chunk)) return false;
     }
   }
 
@@ -194,9 +194,11 @@ class MessagesBlock {
     if ((message.place & IS_LONG) != 0 && at < message.bytes && !learn_place(message, lane, chunk + 1, place)) return false;
     if ((place & OPEN) != 0) {
       const u64 to = found(mappings(), peer, place);
+      u32 chunks = 0;
       for (; at < message.bytes; at += stride(message)) {
         const u64 left = message.bytes - at;
         copy_stretch<PACKS>(to, message.address, at + (left < chunk_bytes(message) ? left : chunk_bytes(message)), at, message.element_bytes);
+        moved(++chunks);
       }
       chunk++;
       // What all threads of the warp have written is before what is said of it. The slot is free: what was in it was taken before the place
@@ -209,9 +211,10 @@ class MessagesBlock {
       chunk++;
       // Of the two slots the one of the chunk before the last is to be free. Relaxed: what is written into it depends on this.
       for (u32 polls = 1; chunk - load_relaxed(credit) > 2; polls++) {
-        if (!go_on(message, message.tag, polls)) return false;
+        if (!go_on(message, message.tag, polls, Phase::Room, chunk)) return false;
       }
       put_chunk<COPIED>(part(message, at, false), slot(peer, me, lane, chunk), end(message, chunk));
+      moved(chunk);
     }
     if (warp_thread() == 0) store_relaxed(sent, chunk);
     warp_barrier();
@@ -226,13 +229,14 @@ class MessagesBlock {
       chunk++;
       u32 theirs = message.tag;
       const auto mine = [&](u64 word) { return is_mine(message, chunk, word, theirs); };
-      const auto may_go_on = [&](u32 polls) { return go_on(message, theirs, polls); };
+      const auto may_go_on = [&](u32 polls) { return go_on(message, theirs, polls, Phase::Data, chunk); };
       if (!take_chunk<COPIED>(part(message, at, straight), slot(me, peer, lane, chunk), mine, may_go_on)) return false;
       // What the sender has written before it said so is there for what comes after the kernel.
       if (straight) fence_system();
       warp_barrier();
       // Relaxed: the slot has been read, since what was read has been used, by all threads before the barrier.
       if (warp_thread() == 0) store_relaxed(credit, chunk);
+      moved(chunk);
     }
     if (warp_thread() == 0) store_relaxed(taken, chunk);
     warp_barrier();
@@ -247,10 +251,16 @@ class MessagesBlock {
   }
 
   // For who has not seen what it waits for, of which the other end has said `theirs`; false if it is to give up.
-  DEVICE INLINE bool go_on(const Message& message, u32 theirs, u32 polls) const {
+  DEVICE INLINE bool go_on(const Message& message, u32 theirs, u32 polls, Phase phase, u32 chunk) const {
     if (theirs != message.tag) differs(message, theirs);
     if (PAUSES_AT_ONCE && polls % 256 == 0) pause_polling();
-    return !report_.must_give_up(polls);
+    if (!report_.is_long(polls)) return true;
+    report_.waits(polls, phase, role_.peer, arguments_.channel, message.op, chunk);
+    return !report_.must_give_up();
+  }
+  // By a warp: it has moved a chunk. The host is told of some.
+  DEVICE INLINE void moved(u32 chunk) const {
+    if (chunk % 32 == 0 && thread_index() == 0) report_.moved(chunk);
   }
 
   const Messages& arguments_;

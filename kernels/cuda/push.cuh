@@ -46,6 +46,7 @@ class PushBlock {
       if (block_any(!here)) return false;
       if (moves && reduces) reduce(chunk - PUSH_AHEAD);
       if (tells && pushes) tell(before_ + chunk + 1);
+      if (chunk % 8 == 7 && tells && warp_thread() == 0) Report(arguments_.call.head).moved(static_cast<u32>(before_) + chunk);
     }
     if (thread_index() == 0) store_relaxed(&pushed(me()).chunks[block_], before_ + chunk - PUSH_AHEAD);
     return true;
@@ -104,13 +105,16 @@ class PushBlock {
   // Waits until the same block of each other rank has told of so many chunks; false if it is to give up. All have begun this operation: there is
   // nothing else to look at meanwhile.
   DEVICE INLINE bool have_told(u64 chunks) const {
-    const Report report(arguments_.call.head);
+    const PeerCall& call = arguments_.call;
+    const Report report(call.head);
     bool here = true;
     for (u32 rank = warp_thread(); here && rank < RANKS; rank += warp_threads()) {
       // Acquire: what has been pushed is there, and what was in the slots to be written next has been read.
       for (u32 polls = 1; here && rank != me() && load_acquire(&pushed(me()).from[rank][block_]) < chunks; polls++) {
-        here = !report.must_give_up(polls);
         if (PAUSES_AT_ONCE && polls % 256 == 0) pause_polling();
+        if (!report.is_long(polls)) continue;
+        report.waits(polls, Phase::Data, rank, call.channel, call.op, static_cast<u32>(chunks - before_));
+        here = !report.must_give_up();
       }
     }
     return here;

@@ -27,10 +27,24 @@ class Report {
   // microsecond each, one after the other, and who stands in that queue does not see what it waits for. (Looks of all warps after every 256
   // polls made each wait of more than 130 us up to 270 us longer.) So looks are some 8 ms apart, and those of a launch's warps as far from each
   // other as they can be: multiples of an odd number that is the golden section of `LOOK` are.
-  DEVICE INLINE bool must_give_up(u32 polls) const {
-    constexpr u32 LOOK = warp_threads() == 1 ? 256 : 1 << 14, STAGGER = 10125;
-    if ((polls + warp_in_launch() * STAGGER) % LOOK != 0) return false;
-    return load_once_a_warp(&control().abort) != 0;
+  DEVICE INLINE bool must_give_up(u32 polls) const { return is_long(polls) && must_give_up(); }
+  // The same in two, for who has something to tell between them.
+  DEVICE INLINE bool is_long(u32 polls) const { return (polls + warp_in_launch() * STAGGER) % LOOK == 0; }
+  DEVICE INLINE bool must_give_up() const { return load_once_a_warp(&control().abort) != 0; }
+
+  // What this thread waits for, told when the wait `is_long`: the watchdog's evidence. Of a launch's threads the last one counts. The word is
+  // another one each time, so that who waits is not taken for who has stopped. A store that nothing waits for.
+  DEVICE INLINE void waits(u32 polls, Phase phase, u32 peer, u32 channel, u32 op, u32 step) const {
+    if (TELLS) store_relaxed(&control().waits, waits_word(polls, phase, peer, channel, op, step));
+  }
+  // The same for those in whose registers there is no room for it: a function of its own.
+  DEVICE INLINE void put_waits(u32 polls, Phase phase, u32 peer, u32 channel, u32 op, u32 step) const {
+    if (TELLS) put_waits(control_, polls, phase, peer, channel, op, step);
+  }
+  // That something has moved, by any number that is another one than before: by one thread of a block, every some hundred microseconds if
+  // nobody waits, and so hardly ever in short operations.
+  DEVICE INLINE void moved(u32 count) const {
+    if (TELLS) store_relaxed(&control().moved, count);
   }
 
   // Runs before this one: written by the last block of the launch's last run, before this one began.
@@ -90,6 +104,18 @@ class Report {
   }
 
  private:
+  static constexpr u32 LOOK = warp_threads() == 1 ? 256 : 1 << 14, STAGGER = 10125;
+  // As a peer: nobody knows which.
+  static constexpr u32 UNKNOWN = 0xffff;
+  DEVICE INLINE static u64 waits_word(u32 polls, Phase phase, u32 peer, u32 channel, u32 op, u32 step) {
+    const u32 low = (peer < UNKNOWN ? peer : UNKNOWN) << 16 | (step & 0xffff);
+    const u32 high = polls / LOOK << 25 | static_cast<u32>(phase) << 22 | (channel & 63) << 16 | (op & 0xffff);
+    return static_cast<u64>(high) << 32 | low;
+  }
+  DEVICE static NOINLINE void put_waits(LaunchControl* control, u32 polls, Phase phase, u32 peer, u32 channel, u32 op, u32 step) {
+    store_relaxed(&control->waits, waits_word(polls, phase, peer, channel, op, step));
+  }
+
   const Head& head_;
   LaunchState* state_;
   LaunchControl* control_;

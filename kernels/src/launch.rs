@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
+use ringsight_records::{Algorithm, DataType, Function, ReduceOp, Waits};
 
 use crate::{cuda::layout::Shown, fifo::Fifo};
 
@@ -204,6 +204,8 @@ pub trait Observer: Send + Sync {
     fn channel_stopped(&self, op: u32, replay: u32, channel: u8, aborted: bool, when: When);
     /// Something moved: called at least once in every stretch of time in which it did.
     fn moved(&self) {}
+    /// What it waits for, of all that does the last to say so: called again and again in a long wait.
+    fn waits(&self, _waits: Waits) {}
     /// The work of `op` on this channel found a slot whose tag is `theirs`: the rank at the other end does something
     /// else. The kernel moves nothing any more and waits for the abort word, so that whoever waits for it finds the
     /// reason in place. Told at most once a launch.

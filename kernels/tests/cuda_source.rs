@@ -5,20 +5,24 @@
 mod cases;
 
 use std::{
+    mem,
     path::Path,
     process::Command,
-    sync::{Arc, OnceLock, atomic::Ordering},
+    sync::{
+        Arc, Mutex, OnceLock,
+        atomic::{AtomicU32, Ordering},
+    },
     thread,
     time::Duration,
 };
 
 use ringsight_kernels::{
-    ChannelWork, Connections, Fifo, Launch, When, Work,
+    ChannelWork, Connections, Fifo, Launch, Observer, When, Work,
     cuda::{
         Arguments, EventKind, Head, LaunchControl, LaunchState, Program, Ring, program::runs, ring::Entry,
     },
 };
-use ringsight_records::{Algorithm, Function};
+use ringsight_records::{Algorithm, Function, Phase, Waits};
 
 type RunBlock =
     unsafe extern "C" fn(arguments: *const Arguments, index: u32, blocks: u32, ops: u32, reduces: bool);
@@ -100,6 +104,7 @@ fn run(launch: &Launch, replay: u32) {
     let (entry, blocks, ops) = (run_block(), program.blocks(), program.ops());
     let reduces = program.reduces();
     let mut ring = Ring::new(&entries);
+    let mut moved = 0;
     let mut drain = || {
         while let Some(event) = ring.next_event() {
             assert_eq!((event.launch, event.replay), (5, replay));
@@ -117,6 +122,13 @@ fn run(launch: &Launch, replay: u32) {
             }
         }
         assert_eq!(ring.lost(), 0);
+        let now = control.moved.load(Ordering::Relaxed);
+        if mem::replace(&mut moved, now) != now {
+            launch.observer.moved();
+        }
+        if let Some(waits) = Waits::of(control.waits.load(Ordering::Relaxed)) {
+            launch.observer.waits(waits);
+        }
     };
     thread::scope(|scope| {
         let threads: Vec<_> = (0..blocks)
@@ -230,4 +242,91 @@ fn long_messages_arrive_in_a_block_of_their_own() {
         .try_into()
         .unwrap();
     assert!(one.0 == other.1 && other.0 == one.1);
+}
+
+/// What the watchdog is told of a launch while it runs.
+#[derive(Default)]
+struct Told {
+    moves: AtomicU32,
+    waits: Mutex<Vec<Waits>>,
+}
+
+impl Observer for Told {
+    fn channel_started(&self, _op: u32, _replay: u32, _channel: u8, _when: When) {}
+    fn channel_stopped(&self, _op: u32, _replay: u32, _channel: u8, _aborted: bool, _when: When) {}
+    fn moved(&self) {
+        self.moves.fetch_add(1, Ordering::Relaxed);
+    }
+    fn waits(&self, waits: Waits) {
+        let mut all = self.waits.lock().unwrap();
+        if all.last() != Some(&waits) {
+            all.push(waits);
+        }
+    }
+    fn mismatch(&self, op: u32, _replay: u32, _channel: u8, _theirs: u32) {
+        panic!("op {op} differs");
+    }
+    fn launch_finished(&self, _replay: u32, _aborted: bool) {}
+}
+
+#[test]
+fn who_waits_long_says_what_for_and_who_moves_much_says_so() {
+    let wire = cases::fifo(4096);
+    let start = |observer: &Arc<Told>, function, connections: Connections| {
+        let observer = observer.clone();
+        thread::spawn(move || {
+            // 25 slots.
+            let mut bytes = vec![0_u8; 100_000];
+            let work = cases::p2p(
+                0x1_0007,
+                function,
+                bytes.as_mut_ptr() as usize,
+                bytes.len(),
+                connections,
+            );
+            let launch = Launch {
+                peers: None,
+                channels: vec![ChannelWork {
+                    channel: 3,
+                    work: vec![work],
+                }],
+                abort: Arc::default(),
+                observer,
+            };
+            run(&launch, 0);
+        })
+    };
+    let await_one = |told: &Told, wanted: Waits| {
+        while !told.waits.lock().unwrap().contains(&wanted) {
+            thread::yield_now();
+        }
+    };
+    let (sends, receives) = (Arc::new(Told::default()), Arc::new(Told::default()));
+    let room = Waits {
+        op: 7,
+        channel: 3,
+        phase: Phase::Room,
+        peer: None,
+        step: 9,
+    };
+    let sender = start(&sends, Function::Send, Connections::Send(wire.clone()));
+    await_one(&sends, room);
+    let more = start(&receives, Function::Recv, Connections::Recv(wire.clone()));
+    sender.join().unwrap();
+    more.join().unwrap();
+    // The other way round.
+    let late = start(&receives, Function::Recv, Connections::Recv(wire.clone()));
+    let data = Waits {
+        phase: Phase::Data,
+        step: 1,
+        ..room
+    };
+    await_one(&receives, data);
+    start(&sends, Function::Send, Connections::Send(wire))
+        .join()
+        .unwrap();
+    late.join().unwrap();
+    for told in [sends, receives] {
+        assert!(told.moves.load(Ordering::Relaxed) > 0);
+    }
 }

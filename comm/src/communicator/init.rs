@@ -348,7 +348,6 @@ impl Making<'_> {
             comm: id,
             name: self.config.name.clone(),
             device: self.device,
-            on_gpu: device.name() != "host",
             events,
             topology: topology.clone(),
             checks: checks.clone(),

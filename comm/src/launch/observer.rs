@@ -6,10 +6,13 @@ use std::sync::{
 };
 
 use ringsight_kernels::{Observer, When};
-use ringsight_records::{Kind, Record, State, description::Time};
+use ringsight_records::{Kind, Record, State, Waits, description::Time};
 
 use super::reclaim::{Notes, Reclaim};
 use crate::{checks::Checks, few::Few, observe, plan::OpInfo};
+
+/// Who has waited for so long without saying so again does not wait any more, or has stopped altogether.
+const SAID: u64 = 500_000_000;
 
 /// No time.
 const NEVER: u64 = u64::MAX;
@@ -261,6 +264,9 @@ pub struct PlanObserver {
     stage: AtomicU8,
     /// How often something moved.
     moves: AtomicU64,
+    /// The word of what its kernel waits for, and when it said so; 0 if it has not.
+    waits: AtomicU64,
+    waits_ns: AtomicU64,
     notes: Arc<Notes>,
     checks: Arc<Checks>,
 }
@@ -282,6 +288,8 @@ impl PlanObserver {
             persistent: false,
             stage: AtomicU8::new(0),
             moves: AtomicU64::new(0),
+            waits: AtomicU64::new(0),
+            waits_ns: AtomicU64::new(0),
             notes,
             checks,
         };
@@ -305,6 +313,7 @@ impl PlanObserver {
         self.persistent = persistent;
         *self.stage.get_mut() = Stage::Waiting as u8;
         *self.moves.get_mut() = 0;
+        *self.waits_ns.get_mut() = 0;
     }
 
     /// Ends operations that began in an earlier plan and were to go on in this one, which is not launched.
@@ -354,6 +363,19 @@ impl PlanObserver {
     /// A number that changes whenever the kernel moves something.
     pub(crate) fn moves(&self) -> u64 {
         self.moves.load(Ordering::Relaxed)
+    }
+
+    /// What its kernel waits for in an operation, if it has said so just now.
+    pub(crate) fn waits(&self, info: &OpInfo, now: u64) -> Option<Waits> {
+        // Relaxed: what is said is whole by itself, and as old as another one that was said at about that time.
+        let said_ns = self.waits_ns.load(Ordering::Relaxed);
+        let waits = Waits::of(self.waits.load(Ordering::Relaxed))?;
+        let is_fresh = said_ns != 0 && now.saturating_sub(said_ns) < SAID;
+        (is_fresh && waits.op == info.op as u16).then(|| Waits {
+            // Of a message whoever called it knows that.
+            peer: waits.peer.or(u16::try_from(info.peer).ok()),
+            ..waits
+        })
     }
 
     fn state(&self, op: u32) -> Option<&OpState> {
@@ -420,6 +442,12 @@ impl Observer for PlanObserver {
         );
     }
 
+    fn waits(&self, waits: Waits) {
+        // Relaxed: see `PlanObserver::waits`.
+        self.waits.store(waits.word(), Ordering::Relaxed);
+        self.waits_ns.store(observe::now_ns(), Ordering::Relaxed);
+    }
+
     fn mismatch(&self, op: u32, _replay: u32, _channel: u8, theirs: u32) {
         self.checks.mismatch(op, theirs);
     }
@@ -436,6 +464,7 @@ impl Observer for PlanObserver {
                 }
             }
         }
+        self.waits_ns.store(0, Ordering::Relaxed);
         // Release: pairs with `stage`.
         self.stage.store(Stage::Finished as u8, Ordering::Release);
         if !self.persistent {

@@ -221,7 +221,7 @@ impl Flights {
             idle_ns: ago(self.last_launch_ns),
         };
         let known = self.all().find_map(|flight| {
-            let (_, seen) = flight
+            let (info, seen) = flight
                 .operations()
                 .find(|(info, _)| Identity::of(info) == run.identity)?;
             Some(match seen {
@@ -235,6 +235,7 @@ impl Flights {
                         } else {
                             0
                         },
+                        waits: flight.observer.waits(info, now),
                     }
                 }
                 Seen::Launched { replay, launched_ns } if replay == run.replay => Position::Queued {

@@ -1,5 +1,7 @@
 //! What watchdogs ask each other; the parser refuses everything else.
 
+use ringsight_records::Waits;
+
 use super::position::{Answer, HeldUp, Position, Run};
 use crate::checks::wire::{self, Rest, put_identity};
 
@@ -75,17 +77,20 @@ impl Message {
             }
             Self::Here { query, answer } => {
                 begin(2, query);
-                let (code, first, second) = match answer.position {
-                    Position::NotLaunched { idle_ns } => (0, idle_ns, 0),
-                    Position::Queued { since_ns } => (1, since_ns, 0),
-                    Position::Running { since_ns, still_ns } => (2, since_ns, still_ns),
-                    Position::Done => (3, 0, 0),
-                    Position::Ended => (4, 0, 0_u64),
-                    Position::Faulted => (5, 0, 0),
+                let (code, words) = match answer.position {
+                    Position::NotLaunched { idle_ns } => (0, [idle_ns, 0, 0]),
+                    Position::Queued { since_ns } => (1, [since_ns, 0, 0]),
+                    Position::Running {
+                        since_ns,
+                        still_ns,
+                        waits,
+                    } => (2, [since_ns, still_ns, waits.map_or(0, Waits::word)]),
+                    Position::Done => (3, [0; 3]),
+                    Position::Ended => (4, [0; 3]),
+                    Position::Faulted => (5, [0; 3]),
                 };
                 bytes.push(code);
-                bytes.extend(u64::to_le_bytes(first));
-                bytes.extend(second.to_le_bytes());
+                bytes.extend(words.into_iter().flat_map(u64::to_le_bytes));
                 bytes.push(answer.held_up.is_some().into());
                 if let Some(HeldUp { comm, run, since_ns }) = answer.held_up {
                     bytes.extend(comm.to_le_bytes());
@@ -119,13 +124,23 @@ impl Message {
             },
             2 => {
                 let [code] = *rest.take()?;
-                let position = match (code, rest.u64()?, rest.u64()?) {
-                    (0, idle_ns, 0) => Position::NotLaunched { idle_ns },
-                    (1, since_ns, 0) => Position::Queued { since_ns },
-                    (2, since_ns, still_ns) => Position::Running { since_ns, still_ns },
-                    (3, 0, 0) => Position::Done,
-                    (4, 0, 0) => Position::Ended,
-                    (5, 0, 0) => Position::Faulted,
+                let position = match (code, [rest.u64()?, rest.u64()?, rest.u64()?]) {
+                    (0, [idle_ns, 0, 0]) => Position::NotLaunched { idle_ns },
+                    (1, [since_ns, 0, 0]) => Position::Queued { since_ns },
+                    (2, [since_ns, still_ns, word]) => {
+                        let waits = Waits::of(word);
+                        if waits.map_or(0, Waits::word) != word {
+                            return None;
+                        }
+                        Position::Running {
+                            since_ns,
+                            still_ns,
+                            waits,
+                        }
+                    }
+                    (3, [0, 0, 0]) => Position::Done,
+                    (4, [0, 0, 0]) => Position::Ended,
+                    (5, [0, 0, 0]) => Position::Faulted,
                     _ => return None,
                 };
                 let held_up = match *rest.take()? {
@@ -189,7 +204,11 @@ mod tests {
         prop_oneof![
             any::<u64>().prop_map(|idle_ns| Position::NotLaunched { idle_ns }),
             any::<u64>().prop_map(|since_ns| Position::Queued { since_ns }),
-            any::<(u64, u64)>().prop_map(|(since_ns, still_ns)| Position::Running { since_ns, still_ns }),
+            any::<(u64, u64, u64)>().prop_map(|(since_ns, still_ns, word)| Position::Running {
+                since_ns,
+                still_ns,
+                waits: Waits::of(word),
+            }),
             Just(Position::Done),
             Just(Position::Ended),
             Just(Position::Faulted),

@@ -60,8 +60,6 @@ pub(crate) struct Watch {
     rank: u32,
     ranks: u32,
     device: i32,
-    /// It is a CUDA device.
-    on_gpu: bool,
     /// What tells how far operations are, if it is not their kernels.
     events: Option<Arc<Events>>,
     settings: Settings,
@@ -83,7 +81,6 @@ pub(crate) struct Subject {
     pub(crate) comm: u64,
     pub(crate) name: String,
     pub(crate) device: i32,
-    pub(crate) on_gpu: bool,
     pub(crate) events: Option<Arc<Events>>,
     pub(crate) topology: Arc<Topology>,
     pub(crate) checks: Arc<Checks>,
@@ -97,7 +94,6 @@ impl Watch {
             comm,
             name,
             device,
-            on_gpu,
             events,
             topology,
             checks,
@@ -110,7 +106,6 @@ impl Watch {
             rank: topology.rank(),
             ranks: topology.ranks(),
             device,
-            on_gpu,
             events,
             settings,
             dumps: Dumps::read(),
@@ -248,15 +243,23 @@ impl Watch {
         }
         let idle_ns = now.saturating_sub(flights.last_launch_ns);
         let position = flights.position(run, now).map(|position| match position {
-            // Events, and kernels on GPUs, tell of starts and ends only: for all that is known here they move, unless there is
-            // nobody to wait for, or they would have been done long ago at a gigabyte a second.
-            Position::Running { since_ns, still_ns } if self.on_gpu || self.events.is_some() => {
+            // Events tell of starts and ends only: for all that is known here they move, unless there is nobody to wait for, or they would
+            // have been done long ago at a gigabyte a second.
+            Position::Running {
+                since_ns,
+                still_ns,
+                waits,
+            } if self.events.is_some() => {
                 let may_move = self.settings.stuck.as_nanos() as u64 + flights.bytes(run).unwrap_or(0);
                 let still_ns = match self.participants(run.identity)[..] {
                     [_] => since_ns,
                     _ => still_ns.min(since_ns.saturating_sub(may_move)),
                 };
-                Position::Running { since_ns, still_ns }
+                Position::Running {
+                    since_ns,
+                    still_ns,
+                    waits,
+                }
             }
             position => position,
         });

@@ -1,5 +1,7 @@
 //! Where a rank is with an operation.
 
+use ringsight_records::Waits;
+
 use crate::checks::Identity;
 
 /// One run of an operation: the same on all ranks that take part.
@@ -29,6 +31,8 @@ pub(crate) enum Position {
         since_ns: u64,
         /// Since it moved data last.
         still_ns: u64,
+        /// What its kernel waits for, if it has said so just now.
+        waits: Option<Waits>,
     },
     /// It is done.
     Done,

@@ -99,8 +99,17 @@ fn line(rank: u32, heard: &Heard) -> String {
         Heard::Answer(Answer { position, .. }) => match position {
             Position::NotLaunched { idle_ns } => format!("not launched, idle {}", seconds(*idle_ns)),
             Position::Queued { since_ns } => format!("queued {}", seconds(*since_ns)),
-            Position::Running { since_ns, still_ns } => {
-                format!("running {}, moved {} ago", seconds(*since_ns), seconds(*still_ns))
+            Position::Running {
+                since_ns,
+                still_ns,
+                waits,
+            } => {
+                let waits = waits.map_or_else(String::new, |waits| format!(", {waits}"));
+                format!(
+                    "running {}, moved {} ago{waits}",
+                    seconds(*since_ns),
+                    seconds(*still_ns)
+                )
             }
             Position::Done => "done".to_owned(),
             Position::Ended => "communicator ended".to_owned(),

@@ -81,6 +81,9 @@ struct Suspect {
     held_up: Option<HeldUp>,
     /// A debugger holds it.
     traced: bool,
+    /// Its kernel waits, and for whom if it knows.
+    waits: bool,
+    waits_for: Option<u32>,
 }
 
 /// Judges an operation that has been in progress on one of the ranks for `overdue`; `heard` has all ranks that take
@@ -98,8 +101,11 @@ pub(crate) fn judge(heard: &BTreeMap<u32, Heard>, overdue: Duration, settings: &
         if suspects.iter().any(|suspect| suspect.since_ns < Some(threshold)) {
             return None;
         }
-        // The others stopped moving because it did.
-        suspects.sort_by_key(|suspect| std::cmp::Reverse(suspect.since_ns));
+        // The others stopped moving because it did. Who is waited for and does not wait itself is what it began with, even if another one was
+        // first to be seen not to move.
+        let awaited: Vec<u32> = suspects.iter().filter_map(|suspect| suspect.waits_for).collect();
+        let begins_it = |suspect: &Suspect| !suspect.waits && awaited.contains(&suspect.rank);
+        suspects.sort_by_key(|suspect| (!begins_it(suspect), std::cmp::Reverse(suspect.since_ns)));
         // Who has left has done what it called. If all others have come, it is this that it never called.
         let left: Vec<Suspect> = heard
             .iter()
@@ -142,6 +148,8 @@ impl Suspect {
             since_ns,
             held_up: None,
             traced: false,
+            waits: false,
+            waits_for: None,
         }
     }
 
@@ -185,7 +193,11 @@ fn suspect(rank: u32, heard: &Heard) -> Option<Suspect> {
                 held_up,
                 ..of(Cause::QueuedBehindCompute, Some(since_ns))
             },
-            Position::Running { still_ns, .. } => of(Cause::StuckKernel, Some(still_ns)),
+            Position::Running { still_ns, waits, .. } => Suspect {
+                waits: waits.is_some(),
+                waits_for: waits.and_then(|waits| waits.peer).map(u32::from),
+                ..of(Cause::StuckKernel, Some(still_ns))
+            },
             Position::Done => return None,
         },
     })
@@ -193,6 +205,8 @@ fn suspect(rank: u32, heard: &Heard) -> Option<Suspect> {
 
 #[cfg(test)]
 mod tests {
+    use ringsight_records::{Phase, Waits};
+
     use super::*;
     use crate::{
         checks::Identity,
@@ -224,6 +238,21 @@ mod tests {
         at(Position::Running {
             since_ns: 3000 * MS,
             still_ns: still_ms * MS,
+            waits: None,
+        })
+    }
+
+    fn waiting(still_ms: u64, peer: Option<u16>) -> Heard {
+        at(Position::Running {
+            since_ns: 3000 * MS,
+            still_ns: still_ms * MS,
+            waits: Some(Waits {
+                op: 1,
+                channel: 0,
+                phase: Phase::Data,
+                peer,
+                step: 5,
+            }),
         })
     }
 
@@ -323,6 +352,22 @@ mod tests {
             verdict(&[running(2500), late(1)], 600),
             Some((Cause::NotLaunched, 1, true))
         );
+    }
+
+    #[test]
+    fn who_is_waited_for_and_does_not_wait_is_the_culprit() {
+        let stuck = |rank| Some((Cause::StuckKernel, rank, true));
+        let heard = [waiting(2600, Some(2)), waiting(2700, Some(0)), running(2500)];
+        assert_eq!(verdict(&heard, 3), stuck(2), "though it was last to stop");
+        // All wait, or nobody knows for whom: as without.
+        let heard = [
+            waiting(2600, Some(1)),
+            waiting(2700, Some(0)),
+            waiting(2500, Some(1)),
+        ];
+        assert_eq!(verdict(&heard, 3), stuck(1));
+        let heard = [waiting(2600, None), running(2500)];
+        assert_eq!(verdict(&heard, 3), stuck(0));
     }
 
     #[test]

@@ -84,6 +84,8 @@ static void run_frozen(struct Rank* r) {
     // It has begun, and looks for the other.
     usleep(300000);
     freeze(r->device, 1);
+    // Each of its threads comes to where it looks for that.
+    usleep(500000);
   }
   barrier();
   if (r->rank == 0) enqueue(r, ALL_REDUCE, F32, 4 << 20, 0, 0, r->send, r->recv);

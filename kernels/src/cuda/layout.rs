@@ -179,10 +179,17 @@ pub struct LaunchControl {
     pub aborted: std::sync::atomic::AtomicU32,
     /// Kernel: [`LaunchState::runs`], once all that the run has done and reported is visible.
     pub runs: std::sync::atomic::AtomicU32,
+    /// Kernel: another number than before, from time to time while something moves.
+    pub moved: std::sync::atomic::AtomicU32,
+    /// Kernel: what a thread waits for that has done so for long, as the word of [`ringsight_records::Waits`]; another one each time that it
+    /// looks.
+    pub waits: std::sync::atomic::AtomicU64,
     /// 0.
-    pub reserved: [u32; 13],
+    pub reserved: [u32; 10],
 }
 
+const _: () = assert!(offset_of!(LaunchControl, moved) == 12);
+const _: () = assert!(offset_of!(LaunchControl, waits) == 16);
 const _: () = assert!(size_of::<LaunchControl>() == 64);
 
 /// Where a kernel reports to.

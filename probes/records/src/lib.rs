@@ -31,6 +31,8 @@ mod sequence;
 #[cfg(not(target_arch = "bpf"))]
 pub mod verdicts;
 pub mod vocabulary;
+#[cfg(not(target_arch = "bpf"))]
+mod waits;
 
 // No layout, but a list of the library's devices: modelled here, since the library as a whole cannot be built for models.
 #[cfg(all(test, loom))]
@@ -47,6 +49,8 @@ pub use description::{Description, DescriptionSlot};
 pub use failover::{PathCause, PathChange};
 pub use record::{Carrier, Flags, Kind, ProbedRecord, Record, State};
 pub use vocabulary::{Algorithm, Cause, DataType, Function, Protocol, ReduceOp};
+#[cfg(not(target_arch = "bpf"))]
+pub use waits::{Phase, Waits};
 
 /// Version of every layout in this crate; four bits of each record and a word of the page header carry it.
 pub const VERSION: u8 = 3;

@@ -15,6 +15,8 @@ use ringsight_kernels::{
     cuda::{Event, EventKind, Ring, ring::Entry},
 };
 
+use ringsight_records::Waits;
+
 use super::{
     clock::Clock,
     gpu::{Launches, Memory, Slot},
@@ -53,6 +55,9 @@ struct InFlight {
     replay: u32,
     /// Runs that the observer was told the end of.
     finished: u32,
+    /// What the kernel has told last of what it moves, and of what it waits for.
+    moved: u32,
+    waits: u64,
     /// The channels of its operations, and what was told of them in this run.
     told: Few<Told>,
 }
@@ -95,6 +100,11 @@ impl InFlight {
                 }
             }
         }
+        // Relaxed, here and below: of launches before, in whose memory this one's is, nothing is written any more.
+        let (moved, waits) = (
+            slot.control().moved.load(Ordering::Relaxed),
+            slot.control().waits.load(Ordering::Relaxed),
+        );
         Self {
             launch,
             slot,
@@ -103,6 +113,8 @@ impl InFlight {
             aborted: false,
             replay: captured.into(),
             finished: 0,
+            moved,
+            waits,
             told,
         }
     }
@@ -192,6 +204,21 @@ impl InFlight {
             self.aborted = true;
             // Release: as the word that it repeats.
             control.abort.store(1, Ordering::Release);
+        }
+        // Relaxed: words that say all themselves; what is told of a run that is over is forgotten with its end.
+        let (moved, waits) = (
+            control.moved.load(Ordering::Relaxed),
+            control.waits.load(Ordering::Relaxed),
+        );
+        if moved != self.moved {
+            self.moved = moved;
+            self.launch.observer.moved();
+        }
+        if waits != self.waits {
+            self.waits = waits;
+            if let Some(waits) = Waits::of(waits) {
+                self.launch.observer.waits(waits);
+            }
         }
         // Acquire: pairs with the kernel's release; its events and its mark are visible.
         let runs = control

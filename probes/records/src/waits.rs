@@ -1,0 +1,147 @@
+//! What a kernel waits for, in one word: a device writes it by one store, and readers find it whole.
+
+use core::fmt::{self, Display, Formatter};
+
+/// What a wait is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Phase {
+    /// That the peer begins the operation.
+    Begin = 1,
+    /// Data from it.
+    Data = 2,
+    /// Room for data that goes to it.
+    Room = 3,
+    /// That it is done with this rank's buffers.
+    End = 4,
+}
+
+/// A wait of a kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Waits {
+    /// The low half of the operation's number.
+    pub op: u16,
+    /// Channel, below 64.
+    pub channel: u8,
+    /// What for.
+    pub phase: Phase,
+    /// The rank, if it is known.
+    pub peer: Option<u16>,
+    /// Which of the steps of data, counted on from whatever; its lower bits.
+    pub step: u16,
+}
+
+impl Waits {
+    const UNKNOWN: u16 = u16::MAX;
+
+    /// The word; never 0. Its upper seven bits are 0: devices count in them how often they have looked.
+    #[must_use]
+    pub const fn word(self) -> u64 {
+        let peer = match self.peer {
+            Some(peer) => peer,
+            None => Self::UNKNOWN,
+        };
+        (self.phase as u64) << 54
+            | ((self.channel & 63) as u64) << 48
+            | (self.op as u64) << 32
+            | (peer as u64) << 16
+            | self.step as u64
+    }
+
+    /// What a word says, however often who wrote it has looked; `None` if it says nothing.
+    #[must_use]
+    pub const fn of(word: u64) -> Option<Self> {
+        let phase = match word >> 54 & 7 {
+            1 => Phase::Begin,
+            2 => Phase::Data,
+            3 => Phase::Room,
+            4 => Phase::End,
+            _ => return None,
+        };
+        let peer = (word >> 16) as u16;
+        Some(Self {
+            op: (word >> 32) as u16,
+            channel: (word >> 48) as u8 & 63,
+            phase,
+            peer: if peer == Self::UNKNOWN { None } else { Some(peer) },
+            step: word as u16,
+        })
+    }
+}
+
+/// As in `waits for data from rank 1 (channel 0, step 12)`.
+impl Display for Waits {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let (channel, step) = (self.channel, self.step);
+        let of = |f: &mut Formatter<'_>, what: &str| match self.peer {
+            Some(peer) => write!(f, "waits {what} rank {peer}"),
+            None => write!(f, "waits {what} another rank"),
+        };
+        match self.phase {
+            Phase::Begin => {
+                of(f, "for")?;
+                write!(f, " to begin it")
+            }
+            Phase::Data => {
+                of(f, "for data from")?;
+                write!(f, " (channel {channel}, step {step})")
+            }
+            Phase::Room => {
+                of(f, "for room at")?;
+                write!(f, " (channel {channel}, step {step})")
+            }
+            Phase::End => {
+                of(f, "for")?;
+                write!(f, " to be done with its buffers")
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    extern crate std;
+    use std::string::ToString;
+
+    use super::*;
+
+    #[test]
+    fn a_word_says_what_it_was_made_of() {
+        assert_eq!(Waits::of(0), None);
+        for phase in [Phase::Begin, Phase::Data, Phase::Room, Phase::End] {
+            for peer in [None, Some(0), Some(65534)] {
+                let waits = Waits {
+                    op: 0xfedc,
+                    channel: 63,
+                    phase,
+                    peer,
+                    step: 0xabcd,
+                };
+                assert_eq!(Waits::of(waits.word()), Some(waits));
+                assert_eq!(waits.word() >> 57, 0);
+                assert_eq!(Waits::of(waits.word() | 77 << 57), Some(waits), "after 77 looks");
+            }
+        }
+    }
+
+    #[test]
+    fn it_is_told_as_a_sentence() {
+        let waits = Waits {
+            op: 9,
+            channel: 2,
+            phase: Phase::Data,
+            peer: Some(1),
+            step: 12,
+        };
+        assert_eq!(
+            waits.to_string(),
+            "waits for data from rank 1 (channel 2, step 12)"
+        );
+        let begin = Waits {
+            phase: Phase::Begin,
+            peer: None,
+            ..waits
+        };
+        assert_eq!(begin.to_string(), "waits for another rank to begin it");
+    }
+}
