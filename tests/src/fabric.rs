@@ -17,6 +17,8 @@ pub(crate) enum Fabric {
     /// All ports are in one InfiniBand subnet: of one that is down only its own device says so. When and how the devices fail is the
     /// stand-in's choice.
     Mlx5,
+    /// The same, with the two ports of a rank on one device: a card with two ports.
+    DualPort,
 }
 
 /// A rank's port on one of the links.
@@ -40,11 +42,6 @@ impl Port {
     fn interface(self) -> String {
         format!("{}{}", ["nic", "pnic"][self.rank], self.link)
     }
-
-    /// mlx5: the device's number.
-    fn number(self) -> usize {
-        self.rank * 2 + self.link
-    }
 }
 
 /// Where the stand-in is told what is to fail.
@@ -56,26 +53,52 @@ const PATIENCE: Duration = Duration::from_secs(60);
 impl Fabric {
     /// What this guest has.
     pub(crate) fn here() -> Self {
-        if Path::new(FAULTS).exists() {
+        if Path::new("/sys/class/infiniband/mlx5_0/ports/2").exists() {
+            Self::DualPort
+        } else if Path::new(FAULTS).exists() {
             Self::Mlx5
         } else {
             Self::SoftRoce
         }
     }
 
-    /// The device that a port is of; it is the device's port 1.
+    /// mlx5: number of the device that a port is of.
+    fn device_number(self, port: Port) -> usize {
+        match self {
+            Self::DualPort => port.rank,
+            Self::Mlx5 | Self::SoftRoce => port.rank * 2 + port.link,
+        }
+    }
+
+    /// The device that a port is of.
     pub(crate) fn device(self, port: Port) -> String {
         match self {
             Self::SoftRoce => format!("{}{}", ["hca", "peer"][port.rank], port.link),
-            Self::Mlx5 => format!("mlx5_{}", port.number()),
+            Self::Mlx5 | Self::DualPort => format!("mlx5_{}", self.device_number(port)),
         }
+    }
+
+    /// Number of a port on its device.
+    pub(crate) fn number(self, port: Port) -> u8 {
+        match self {
+            Self::DualPort => 1 + port.link as u8,
+            Self::Mlx5 | Self::SoftRoce => 1,
+        }
+    }
+
+    /// A port as `NCCL_IB_HCA` and the log name it.
+    pub(crate) fn name(self, port: Port) -> String {
+        format!("{}:{}", self.device(port), self.number(port))
     }
 
     /// Brings a port up or down.
     pub(crate) fn set_up(self, port: Port, up: bool) {
         match self {
             Self::SoftRoce => set_interface(&port.interface(), up),
-            Self::Mlx5 => fault(port, if up { "port_up" } else { "port_down" }),
+            Self::Mlx5 | Self::DualPort => {
+                let what = if up { "port_up" } else { "port_down" };
+                self.fault(port, &format!("{what} {}", self.number(port)));
+            }
         }
     }
 
@@ -83,7 +106,7 @@ impl Fabric {
     pub(crate) fn tells(self, of: Port, down: Port) -> bool {
         match self {
             Self::SoftRoce => of.link == down.link,
-            Self::Mlx5 => of == down,
+            Self::Mlx5 | Self::DualPort => of == down,
         }
     }
 
@@ -98,8 +121,17 @@ impl Fabric {
     pub(crate) fn lose_sent(self, port: Port, lost: bool) {
         match self {
             Self::SoftRoce => misdirect(port, lost),
-            Self::Mlx5 => fault(port, if lost { "lose 1" } else { "lose 0" }),
+            Self::Mlx5 | Self::DualPort => {
+                let what = format!("lose {} {}", u8::from(lost), self.number(port));
+                self.fault(port, &what);
+            }
         }
+    }
+
+    /// Has the stand-in make a fault of a port's device.
+    fn fault(self, port: Port, what: &str) {
+        let line = format!("{} {what}", self.device_number(port));
+        std::fs::write(FAULTS, &line).unwrap_or_else(|error| panic!("{line}: {error}"));
     }
 
     /// Brings everything up, with all packets, and waits until the devices say so.
@@ -112,10 +144,10 @@ impl Fabric {
         }
         let start = Instant::now();
         for port in Port::ALL {
-            let device = self.device(port);
-            let file = format!("/sys/class/infiniband/{device}/ports/1/state");
+            let (device, number) = (self.device(port), self.number(port));
+            let file = format!("/sys/class/infiniband/{device}/ports/{number}/state");
             while !std::fs::read_to_string(&file).unwrap().contains("ACTIVE") {
-                assert!(start.elapsed() < PATIENCE, "{device} does not come up");
+                assert!(start.elapsed() < PATIENCE, "{device}:{number} does not come up");
                 thread::sleep(Duration::from_millis(5));
             }
         }
@@ -132,28 +164,27 @@ impl Fabric {
     }
 }
 
-/// Has the stand-in make a fault of a port's device.
-fn fault(port: Port, what: &str) {
-    let line = format!("{} {what}", port.number());
-    std::fs::write(FAULTS, &line).unwrap_or_else(|error| panic!("{line}: {error}"));
-}
-
 /// mlx5: has a queue pair of a port's device fail, as if the device could not read its queue any more.
 pub(crate) fn fail_queue_pair(port: Port, number: u32) {
-    fault(port, &format!("qp_fatal {number:#x}"));
+    Fabric::here().fault(port, &format!("qp_fatal {number:#x}"));
+}
+
+/// mlx5: has a port's device not answer commands of this number any more, nor those behind them; 0: it answers all.
+pub(crate) fn hold_commands(port: Port, number: u16) {
+    Fabric::here().fault(port, &format!("cmdhang {number:#x}"));
 }
 
 /// mlx5: has a port's device die, for good.
 pub(crate) fn fail_device(port: Port) {
-    fault(port, "die");
+    Fabric::here().fault(port, "die");
 }
 
 /// mlx5: has the completion queue of a queue pair fail.
 pub(crate) fn fail_completion_queue(port: Port, number: u32) {
-    let text = std::fs::read_to_string(FAULTS).unwrap();
+    let (fabric, text) = (Fabric::here(), std::fs::read_to_string(FAULTS).unwrap());
     let section = text
         .split("hca ")
-        .find(|section| section.starts_with(&format!("{}:", port.number())))
+        .find(|section| section.starts_with(&format!("{}:", fabric.device_number(port))))
         .unwrap();
     let queue = section
         .lines()
@@ -161,7 +192,7 @@ pub(crate) fn fail_completion_queue(port: Port, number: u32) {
         .and_then(|line| line.split("cqn ").nth(1))
         .unwrap_or_else(|| panic!("no queue pair {number:#x} in {text}"));
     // 1 is an overrun.
-    fault(port, &format!("cq_err {queue} 1"));
+    fabric.fault(port, &format!("cq_err {queue} 1"));
 }
 
 /// A request of the kernel about an interface, sent by a socket of no other use.

@@ -57,13 +57,21 @@ static void poll_arm(struct hca *h, struct fcq *q)
 	spin_unlock_irqrestore(&h->lk, f);
 }
 
-static struct hca *by_lid(u16 lid)
+static struct hca *by_lid(u16 lid, struct fport **port)
 {
-	int i;
+	int i, k;
 	for (i = 0; i < nhcas; i++)
-		if (hcas[i]->lid == lid)
-			return hcas[i];
+		for (k = 0; k < nports; k++)
+			if (hcas[i]->port[k].lid == lid) {
+				*port = &hcas[i]->port[k];
+				return hcas[i];
+			}
 	return NULL;
+}
+
+static bool passes(const struct fport *p)
+{
+	return p->up && !p->lossy;
 }
 
 /* host address of VA under a key, and how many bytes are contiguous there; NULL: protection error */
@@ -177,6 +185,7 @@ static int send_one(struct hca *h, struct fqp *q, u8 *w, int ds, u8 *vend)
 	struct mlx5_wqe_ctrl_seg *c = (void *)w;
 	u8 op = be32_to_cpu(c->opmod_idx_opcode);
 	struct hca *r;
+	struct fport *there;
 	struct fqp *rq;
 	int off = 16, e = 0;
 	u64 ra = 0;
@@ -188,9 +197,9 @@ static int send_one(struct hca *h, struct fqp *q, u8 *w, int ds, u8 *vend)
 		return 0;
 	if (q->st != 0 /* not RC: answered, carried nowhere */)
 		return 0;
-	r = by_lid(q->rlid);
+	r = by_lid(q->rlid, &there);
 	rq = r ? xa_load(&r->qps, q->rqpn) : NULL;
-	if (!h->port_up || h->lossy || !r || !r->port_up || r->lossy || r->dead || !rq || (rq->state != 2 && rq->state != 3))
+	if (!passes(&h->port[q->port]) || !r || !passes(there) || r->dead || !rq || (rq->state != 2 && rq->state != 3))
 		return -1; /* no acknowledge will come */
 	if (rd || wr) {
 		struct mlx5_wqe_raddr_seg *g = (void *)(w + off);

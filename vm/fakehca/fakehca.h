@@ -8,7 +8,7 @@
  * and raises the interrupts. It also plays the data path (data.c): it reads the doorbell records in memory and
  * carries RC sends, RDMA writes and reads between the functions.
  *
- *   insmod fakehca.ko base=0x1c000000 n=2
+ *   insmod fakehca.ko base=0x1c000000 n=2 [ports=2]
  *
  * Faults are written to /sys/kernel/debug/fakehca (faults.c); README.md beside this folder lists them. What the
  * answers, error codes and times are is this module's choice, not a ConnectX's.
@@ -31,6 +31,7 @@
 
 #define BARSZ (8ul << 20)
 #define MAXD 4
+#define MAXP 2
 #define NEQ 64
 #define MSIX_OFF 0x6000
 
@@ -80,6 +81,7 @@ struct fqp {
 	__be32 *dbr;
 	u16 sq_head, rq_head;
 	u16 rlid;
+	u8 port; /* from 0 */
 	u8 ack_timeout, retry, rnr_retry;
 	bool mute; /* until it is reset nothing of it completes, and nothing is flushed */
 	u64 stall;
@@ -89,6 +91,12 @@ struct fvec {
 	int irq; /* looked up in process context: pci_irq_vector() sleeps */
 	struct irq_work iw;
 	call_single_data_t csd;
+};
+
+struct fport {
+	bool up;
+	bool lossy; /* packets from and to it are lost */
+	u16 lid;
 };
 
 struct hca {
@@ -101,23 +109,22 @@ struct hca {
 	u32 next_id, next_uar;
 	spinlock_t lk;
 	struct xarray qps, cqs, mks;
-	bool port_up;
-	bool lossy; /* packets from and to its port are lost */
+	struct fport port[MAXP];
 	bool dead; /* it carries nothing, and answers nothing */
-	u16 lid;
 	u64 guid;
 	u32 hc;
 	u16 fail_op;
 	u8 fail_status;
 	u32 fail_synd;
 	u16 hang_op;
+	u32 held; /* entries of the command queue that wait until it is 0 */
 	unsigned long ncmd;
 	struct pci_dev *pdev;
 	struct fvec vec[32];
 };
 
 /* pci.c */
-extern int nhcas;
+extern int nhcas, nports;
 extern struct hca *hcas[MAXD];
 void post_eqe(struct hca *h, struct feq *e, u8 type, u8 sub, const void *data, size_t dl);
 bool event(struct hca *h, u8 type, u8 sub, const void *data, size_t dl);

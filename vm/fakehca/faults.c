@@ -43,11 +43,18 @@ static void fail_firmware(struct hca *h, u8 syndrome, u8 severity)
 	iowrite32be(0xdead, &h->iseg->health.assert_exit_ptr);
 }
 
+/* the port that an argument names; 0 is the first, too */
+static struct fport *port_of(struct hca *h, u32 number)
+{
+	return number <= nports ? &h->port[number ? number - 1 : 0] : NULL;
+}
+
 /* makes the fault that a line describes; what became of it */
 static int make(const char *line)
 {
 	char what[24];
 	int d, k;
+	struct fport *port;
 	u32 a1 = 0, a2 = 0, a3 = 0;
 	struct hca *h;
 	bool told = true;
@@ -56,13 +63,19 @@ static int make(const char *line)
 		return -EINVAL;
 	h = hcas[d];
 	if (!strcmp(what, "port_down") || !strcmp(what, "port_up")) {
-		struct mlx5_eqe_port_state e = {.port = 1 << 4};
-		h->port_up = what[5] == 'u';
+		struct mlx5_eqe_port_state e = {.port = max(a1, 1u) << 4};
+		port = port_of(h, a1);
+		if (!port)
+			return -EINVAL;
+		port->up = what[5] == 'u';
 		told = event(h, MLX5_EVENT_TYPE_PORT_CHANGE,
-			  h->port_up ? MLX5_PORT_CHANGE_SUBTYPE_ACTIVE : MLX5_PORT_CHANGE_SUBTYPE_DOWN, &e,
+			  port->up ? MLX5_PORT_CHANGE_SUBTYPE_ACTIVE : MLX5_PORT_CHANGE_SUBTYPE_DOWN, &e,
 			  sizeof(e));
 	} else if (!strcmp(what, "lose")) {
-		h->lossy = a1;
+		port = port_of(h, a2);
+		if (!port)
+			return -EINVAL;
+		port->lossy = a1;
 	} else if (!strcmp(what, "qp_fatal")) {
 		return fail_qp(h, a1, MLX5_EVENT_TYPE_WQ_CATAS_ERROR);
 	} else if (!strcmp(what, "qp_access")) {
@@ -103,13 +116,15 @@ static ssize_t inject(struct file *f, const char __user *ub, size_t cnt, loff_t 
 
 static int show(struct seq_file *s, void *v)
 {
-	int i;
+	int i, p;
 	unsigned long k;
 	struct fqp *q;
 	mutex_lock(&world);
 	for (i = 0; i < nhcas; i++) {
-		seq_printf(s, "hca %d: %lu commands, port %s\n", i, hcas[i]->ncmd,
-			   hcas[i]->port_up ? "up" : "down");
+		seq_printf(s, "hca %d: %lu commands", i, hcas[i]->ncmd);
+		for (p = 0; p < nports; p++)
+			seq_printf(s, ", port %d %s", p + 1, hcas[i]->port[p].up ? "up" : "down");
+		seq_puts(s, "\n");
 		xa_for_each(&hcas[i]->qps, k, q) seq_printf(s, "  qpn 0x%x st %d state %d cqn 0x%x\n", q->qpn,
 							 q->st, q->state, q->cqn_snd);
 	}

@@ -41,7 +41,7 @@ static void caps(struct hca *h, int type, void *c)
 		G(vhca_group_manager, 0);
 		G(local_ca_ack_delay, 15);
 		G(port_type, 0 /* InfiniBand */);
-		G(num_ports, 1);
+		G(num_ports, nports);
 		G(log_max_msg, 30);
 		G(stat_rate_support, 0x1ff);
 		G(cqe_version, 1);
@@ -93,17 +93,24 @@ static u32 alloc_id(struct hca *h)
 	return h->next_id++;
 }
 
-static void fill_vport(struct hca *h, void *c)
+/* the port that a command names, from 0: one of a device with a single port names none */
+static int port_index(u8 number)
 {
-	MLX5_SET(hca_vport_context, c, port_physical_state, h->port_up ? 5 : 2);
-	MLX5_SET(hca_vport_context, c, vport_state, h->port_up ? 4 : 1);
-	MLX5_SET(hca_vport_context, c, port_state, h->port_up ? 4 : 1);
+	return number && number <= nports ? number - 1 : 0;
+}
+
+static void fill_vport(struct hca *h, int port, void *c)
+{
+	const struct fport *p = &h->port[port];
+	MLX5_SET(hca_vport_context, c, port_physical_state, p->up ? 5 : 2);
+	MLX5_SET(hca_vport_context, c, vport_state, p->up ? 4 : 1);
+	MLX5_SET(hca_vport_context, c, port_state, p->up ? 4 : 1);
 	MLX5_SET(hca_vport_context, c, vport_state_policy, 2);
 	MLX5_SET64(hca_vport_context, c, system_image_guid, h->guid);
-	MLX5_SET64(hca_vport_context, c, port_guid, h->guid + 1);
+	MLX5_SET64(hca_vport_context, c, port_guid, h->guid + 1 + port);
 	MLX5_SET64(hca_vport_context, c, node_guid, h->guid);
 	MLX5_SET(hca_vport_context, c, cap_mask1, 0x2650e848);
-	MLX5_SET(hca_vport_context, c, lid, h->lid);
+	MLX5_SET(hca_vport_context, c, lid, p->lid);
 	MLX5_SET(hca_vport_context, c, sm_lid, 1);
 	MLX5_SET(hca_vport_context, c, subnet_timeout, 18);
 }
@@ -255,10 +262,6 @@ static u8 command(struct hca *h, u8 *in, u32 inlen, u8 *out, u32 outlen)
 		q->cqn_snd = MLX5_GET(qpc, c, cqn_snd);
 		q->cqn_rcv = MLX5_GET(qpc, c, cqn_rcv);
 		q->uidx = MLX5_GET(qpc, c, user_index);
-		if (q->st == 7 /* QP0 */)
-			q->qpn = 0;
-		else if (q->st == 8 /* QP1 */)
-			q->qpn = 1;
 		q->sq = !MLX5_GET(qpc, c, no_sq);
 		q->log_sq = MLX5_GET(qpc, c, log_sq_size);
 		q->rq = MLX5_GET(qpc, c, rq_type) == 0;
@@ -304,6 +307,10 @@ static u8 command(struct hca *h, u8 *in, u32 inlen, u8 *out, u32 outlen)
 			   : op == MLX5_CMD_OP_RTR2RTS_QP  ? 3
 			   : op == MLX5_CMD_OP_2ERR_QP	   ? 6
 							   : 0;
+		if (op == MLX5_CMD_OP_RST2INIT_QP) {
+			void *c = MLX5_ADDR_OF(rst2init_qp_in, in, qpc);
+			q->port = port_index(MLX5_GET(qpc, c, primary_address_path.vhca_port_num));
+		}
 		if (op == MLX5_CMD_OP_INIT2RTR_QP) {
 			void *c = MLX5_ADDR_OF(init2rtr_qp_in, in, qpc);
 			q->rqpn = MLX5_GET(qpc, c, remote_qpn);
@@ -334,7 +341,8 @@ static u8 command(struct hca *h, u8 *in, u32 inlen, u8 *out, u32 outlen)
 		break;
 	}
 	case MLX5_CMD_OP_QUERY_HCA_VPORT_CONTEXT:
-		fill_vport(h, MLX5_ADDR_OF(query_hca_vport_context_out, out, hca_vport_context));
+		fill_vport(h, port_index(MLX5_GET(query_hca_vport_context_in, in, port_num)),
+			   MLX5_ADDR_OF(query_hca_vport_context_out, out, hca_vport_context));
 		break;
 	case MLX5_CMD_OP_QUERY_HCA_VPORT_GID:
 		MLX5_SET(query_hca_vport_gid_out, out, gids_num, 1);
@@ -342,7 +350,8 @@ static u8 command(struct hca *h, u8 *in, u32 inlen, u8 *out, u32 outlen)
 			u8 *g = MLX5_ADDR_OF(query_hca_vport_gid_out, out, gid);
 			if (outlen >= (g - out) + 16) {
 				*(__be64 *)g = cpu_to_be64(0xfe80000000000000ull);
-				*(__be64 *)(g + 8) = cpu_to_be64(h->guid + 1);
+				i = port_index(MLX5_GET(query_hca_vport_gid_in, in, port_num));
+				*(__be64 *)(g + 8) = cpu_to_be64(h->guid + 1 + i);
 			}
 		}
 		break;
@@ -353,7 +362,7 @@ static u8 command(struct hca *h, u8 *in, u32 inlen, u8 *out, u32 outlen)
 		break;
 	}
 	case MLX5_CMD_OP_QUERY_VPORT_STATE:
-		MLX5_SET(query_vport_state_out, out, state, h->port_up);
+		MLX5_SET(query_vport_state_out, out, state, h->port[0].up);
 		MLX5_SET(query_vport_state_out, out, admin_state, 1);
 		break;
 	case MLX5_CMD_OP_QUERY_SPECIAL_CONTEXTS:
@@ -421,7 +430,7 @@ static void run_cmd(struct hca *h, int ix)
 	}
 	op = be16_to_cpup((__be16 *)in);
 	if (h->hang_op && op == h->hang_op) {
-		pr_info("fakehca%d: command 0x%x left without an answer\n", h->idx, op);
+		h->held |= 1u << ix;
 		goto out;
 	}
 	for (i = 0; i < NEQ; i++)
@@ -466,6 +475,10 @@ static int fw(void *a)
 			if (h->dead)
 				continue;
 			db = be32_to_cpu((__force __be32)xchg((u32 __force *)&h->iseg->cmd_dbell, 0));
+			if (!h->hang_op) {
+				db |= h->held;
+				h->held = 0;
+			}
 			for (i = 0; db && i < 32; i++)
 				if (db & (1u << i))
 					run_cmd(h, i);

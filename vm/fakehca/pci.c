@@ -10,6 +10,8 @@ static ulong base;
 module_param(base, ulong, 0444);
 int nhcas = 1;
 module_param_named(n, nhcas, int, 0444);
+int nports = 1; /* of each */
+module_param_named(ports, nports, int, 0444);
 static int devid = 0x1017;
 module_param(devid, int, 0444);
 
@@ -169,9 +171,9 @@ bool event(struct hca *h, u8 type, u8 sub, const void *data, size_t dl)
 static int __init fake_init(void)
 {
 	LIST_HEAD(res);
-	int i;
+	int i, k;
 	struct pci_dev *p;
-	if (!base || nhcas < 1 || nhcas > MAXD)
+	if (!base || nhcas < 1 || nhcas > MAXD || nports < 1 || nports > MAXP)
 		return -EINVAL;
 	for (i = 0; i < nhcas; i++) {
 		struct hca *h = hcas[i] = kzalloc(sizeof(*h), GFP_KERNEL);
@@ -194,8 +196,8 @@ static int __init fake_init(void)
 			}
 		}
 		h->next_id = 0x100;
-		h->port_up = true;
-		h->lid = 10 + i;
+		for (k = 0; k < nports; k++)
+			h->port[k] = (struct fport){.up = true, .lid = 10 + i * nports + k};
 		h->guid = 0xfa4e000000000000ull + i * 0x100;
 		cfg_init(h);
 		iowrite32be((35 << 16) | 16, &h->iseg->fw_rev);

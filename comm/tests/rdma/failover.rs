@@ -33,8 +33,12 @@ fn operations_go_on_over_the_backup_when_a_port_goes_down() {
         for (rank, (well, text)) in ended.iter().enumerate() {
             let what = format!("port of rank {down} down, rank {rank}");
             assert!(well, "{what}:\n{text}");
-            let [from, to] = [0, 1].map(|link| format!("{}:1", fabric.device(Port { rank, link })));
-            let backup = format!("NET/IB : backup of {from} : {to}, neighbour");
+            let [from, to] = [0, 1].map(|link| fabric.name(Port { rank, link }));
+            let why = match fabric {
+                Fabric::DualPort => "other port of the card",
+                Fabric::SoftRoce | Fabric::Mlx5 => "neighbour",
+            };
+            let backup = format!("NET/IB : backup of {from} : {to}, {why}");
             assert!(text.contains(&backup), "{what}: no {backup:?} in\n{text}");
             let switch = format!("from {from} to {to} (epoch 1)");
             assert!(text.contains(&switch), "{what}: no {switch:?} in\n{text}");

@@ -38,10 +38,11 @@ fn ip(commands: &str) {
 
 /// Has a rank use its ports on both links.
 pub(crate) fn two_ports(rank: usize, command: &mut Command) -> &mut Command {
-    command.env("NCCL_IB_HCA", format!("={}", devices(rank).join(",")))
+    let ports = [0, 1].map(|link| Fabric::here().name(Port { rank, link }));
+    command.env("NCCL_IB_HCA", format!("={}", ports.join(",")))
 }
 
-/// A rank's devices: that on the first link, and that on the second.
+/// A rank's devices: that on the first link, and that on the second. They may be one.
 pub(crate) fn devices(rank: usize) -> [String; 2] {
     [0, 1].map(|link| Fabric::here().device(Port { rank, link }))
 }

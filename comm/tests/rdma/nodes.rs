@@ -22,7 +22,7 @@ pub(crate) fn two_nodes(worker: &str, change: impl Fn(usize, &mut Command)) -> E
 /// The same with so many ranks, half of them on each node.
 pub(crate) fn ranks_of_two_nodes(worker: &str, ranks: usize, change: impl Fn(usize, &mut Command)) -> Ended {
     let names = env::var("RINGSIGHT_TEST_HCAS").unwrap_or_else(|_| {
-        let devices = [0, 1].map(|rank| Fabric::here().device(Port { rank, link: 0 }));
+        let devices = [0, 1].map(|rank| Fabric::here().name(Port { rank, link: 0 }));
         devices.join(",")
     });
     let devices: Vec<String> = names.split(',').map(|name| format!("={name}")).collect();

@@ -61,6 +61,8 @@ pub struct Guest {
     pub rdma: usize,
     /// mlx5 devices, driven by the stand-in for their firmware.
     pub mlx5: usize,
+    /// Ports of each of them.
+    pub mlx5_ports: usize,
     /// Files of the host, and where they are put.
     pub files: Vec<(PathBuf, String)>,
     /// Environment variables of the program.
@@ -118,6 +120,7 @@ impl Guest {
             quiet: None,
             rdma: 0,
             mlx5: 0,
+            mlx5_ports: 1,
             files: Vec::new(),
             environment: Vec::new(),
             program,
@@ -246,8 +249,8 @@ impl Guest {
         if self.mlx5 > 0 {
             step("modprobe -a mlx5_core mlx5_ib ib_umad");
             step(&format!(
-                "insmod fakehca.ko base={DEVICE_MEMORY:#x} n={}",
-                self.mlx5
+                "insmod fakehca.ko base={DEVICE_MEMORY:#x} n={} ports={}",
+                self.mlx5, self.mlx5_ports
             ));
         }
         if !library_folders.is_empty() {

@@ -56,6 +56,9 @@ pub struct Options {
     /// mlx5 devices (InfiniBand link layer): the kernel's own drivers on a stand-in for the hardware.
     #[arg(long, value_name = "N", default_value_t = 0)]
     mlx5: usize,
+    /// Ports of each of them: 1 or 2.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    mlx5_ports: usize,
     /// Memory, MiB.
     #[arg(long, value_name = "MIB", default_value_t = 512)]
     memory: u32,
@@ -97,6 +100,7 @@ impl Options {
         let mut guest = Guest::new(self.kernel, Vec::new());
         guest.rdma = self.rdma;
         guest.mlx5 = self.mlx5;
+        guest.mlx5_ports = self.mlx5_ports;
         guest.memory = self.memory;
         guest.processors = self.processors;
         guest.limit = Duration::from_secs(self.limit);

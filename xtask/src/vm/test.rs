@@ -55,6 +55,8 @@ struct Job {
     rdma: usize,
     /// mlx5 devices.
     mlx5: usize,
+    /// Ports of each.
+    ports: usize,
 }
 
 /// All of them. With both kernels they took thirteen minutes on two processors that had other work, too: a boot costs three seconds.
@@ -65,6 +67,7 @@ const JOBS: &[Job] = &[
         kernels: &Series::ALL,
         rdma: 2,
         mlx5: 0,
+        ports: 1,
     },
     Job {
         name: "mlx5",
@@ -72,6 +75,7 @@ const JOBS: &[Job] = &[
         kernels: &Series::ALL,
         rdma: 0,
         mlx5: 2,
+        ports: 1,
     },
     Job {
         name: "steps between processes",
@@ -83,6 +87,7 @@ const JOBS: &[Job] = &[
         kernels: &Series::ALL,
         rdma: 1,
         mlx5: 0,
+        ports: 1,
     },
     Job {
         name: "steps between processes, mlx5",
@@ -94,6 +99,7 @@ const JOBS: &[Job] = &[
         kernels: &Series::ALL,
         rdma: 0,
         mlx5: 4,
+        ports: 1,
     },
     Job {
         name: "connections whose ports fail",
@@ -105,6 +111,7 @@ const JOBS: &[Job] = &[
         kernels: &Series::ALL,
         rdma: 2,
         mlx5: 0,
+        ports: 1,
     },
     Job {
         name: "ports that fail after any request",
@@ -115,6 +122,7 @@ const JOBS: &[Job] = &[
         kernels: &[Series::V6_1],
         rdma: 2,
         mlx5: 0,
+        ports: 1,
     },
     Job {
         name: "connections whose ports and queues fail, mlx5",
@@ -126,17 +134,31 @@ const JOBS: &[Job] = &[
         kernels: &Series::ALL,
         rdma: 0,
         mlx5: 4,
+        ports: 1,
+    },
+    Job {
+        name: "connections whose ports and queues fail, mlx5 with two ports",
+        program: Program::Cargo {
+            package: "ringsight-verbs",
+            test: "failover",
+            filters: &[],
+        },
+        kernels: &[Series::V6_1],
+        rdma: 0,
+        mlx5: 2,
+        ports: 2,
     },
     Job {
         name: "rdma between nodes",
         program: Program::Cargo {
             package: "ringsight-comm",
             test: "rdma",
-            filters: &["rdma::data", "rdma::failover", "rdma::fallback"],
+            filters: &["rdma::data", "rdma::failover", "rdma::fallback", "rdma::verdicts"],
         },
         kernels: &[Series::V6_1],
         rdma: 2,
         mlx5: 0,
+        ports: 1,
     },
     Job {
         name: "rdma between nodes, whose offers are changed",
@@ -148,6 +170,7 @@ const JOBS: &[Job] = &[
         kernels: &[Series::V6_1],
         rdma: 1,
         mlx5: 0,
+        ports: 1,
     },
     Job {
         name: "rdma between nodes, whose communicators end",
@@ -159,6 +182,7 @@ const JOBS: &[Job] = &[
         kernels: &[Series::V6_1],
         rdma: 2,
         mlx5: 0,
+        ports: 1,
     },
     Job {
         name: "rdma between nodes, under replays and the bootstrap",
@@ -170,6 +194,7 @@ const JOBS: &[Job] = &[
         kernels: &[Series::V6_1],
         rdma: 2,
         mlx5: 0,
+        ports: 1,
     },
     Job {
         name: "rdma between nodes, mlx5",
@@ -180,11 +205,29 @@ const JOBS: &[Job] = &[
                 "data_goes_over_rdma",
                 "operations_go_on_over_the_backup",
                 "rdma::queues",
+                "rdma::held",
             ],
         },
         kernels: &Series::ALL,
         rdma: 0,
         mlx5: 4,
+        ports: 1,
+    },
+    Job {
+        name: "rdma between nodes, mlx5 with two ports",
+        program: Program::Cargo {
+            package: "ringsight-comm",
+            test: "rdma",
+            filters: &[
+                "rdma::failover::operations",
+                "rdma::queues",
+                "a_connection_whose_port_is_down",
+            ],
+        },
+        kernels: &[Series::V6_12],
+        rdma: 0,
+        mlx5: 2,
+        ports: 2,
     },
     Job {
         name: "rdma between nodes, mlx5, while connections are made",
@@ -196,6 +239,7 @@ const JOBS: &[Job] = &[
         kernels: &[Series::V6_1],
         rdma: 0,
         mlx5: 4,
+        ports: 1,
     },
     Job {
         name: "a trace of a failover",
@@ -203,6 +247,7 @@ const JOBS: &[Job] = &[
         kernels: &[Series::V6_1],
         rdma: 2,
         mlx5: 0,
+        ports: 1,
     },
     Job {
         name: "network probes, soft-RoCE",
@@ -214,6 +259,7 @@ const JOBS: &[Job] = &[
         kernels: &Series::ALL,
         rdma: 1,
         mlx5: 0,
+        ports: 1,
     },
     Job {
         name: "network probes, mlx5",
@@ -225,6 +271,7 @@ const JOBS: &[Job] = &[
         kernels: &Series::ALL,
         rdma: 0,
         mlx5: 2,
+        ports: 1,
     },
 ];
 
@@ -310,6 +357,7 @@ impl Job {
         let mut guest = Guest::new(series, Vec::new());
         guest.rdma = self.rdma;
         guest.mlx5 = self.mlx5;
+        guest.mlx5_ports = self.ports;
         guest.verbose = verbose;
         guest.limit = LIMIT;
         guest.program = match self.program {
