@@ -12,9 +12,11 @@ mod rdma {
     mod ends;
     mod failover;
     mod fallback;
+    mod held;
     mod interface;
     mod links;
     mod nodes;
     mod queues;
     mod replays;
+    mod verdicts;
 }

@@ -80,7 +80,7 @@ impl Situation {
 
 /// How a communicator is ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum How {
+pub(crate) enum How {
     Destroy,
     Finalize,
     Abort,
@@ -90,7 +90,7 @@ enum How {
 const GIVE_UP: Duration = Duration::from_millis(2500);
 /// What ending takes beside what it waits for: by the documentation (`docs/src/failover.md`) a second, and another one where an address is
 /// looked for. Twice that, on an emulated machine that others are at work on.
-const END: Duration = Duration::from_secs(4);
+pub(crate) const END: Duration = Duration::from_secs(4);
 /// How long packets are lost while a rank destroys its communicator.
 const SILENCE: Duration = Duration::from_millis(300);
 
@@ -193,7 +193,7 @@ fn worker() {
 
 /// Waits until every end is so.
 #[track_caller]
-fn until_all(what: &str, is_so: impl Fn(&Connection) -> bool) {
+pub(crate) fn until_all(what: &str, is_so: impl Fn(&Connection) -> bool) {
     until(what, || {
         let ends = ends();
         assert!(!ends.is_empty());
@@ -202,7 +202,7 @@ fn until_all(what: &str, is_so: impl Fn(&Connection) -> bool) {
 }
 
 /// All-reduces until every end of either rank is on this path.
-fn work_until_on(control: &Control, comm: &Rank, path: u8) {
+pub(crate) fn work_until_on(control: &Control, comm: &Rank, path: u8) {
     loop {
         Call::new(Function::AllReduce, 5003).check(comm, true);
         let all = ends()
@@ -426,7 +426,7 @@ fn bring_to(control: &Control, comm: &Rank, situation: Situation) -> (Option<Wor
 }
 
 /// Takes the first link down, and works until the ranks' connections are on the other one.
-fn leave_first_path(control: &Control, comm: &Rank) {
+pub(crate) fn leave_first_path(control: &Control, comm: &Rank) {
     control.meet();
     if comm.rank == 0 {
         set_link(0, false);
@@ -463,7 +463,7 @@ fn replay(control: &Control, comm: &Rank) -> Work {
 }
 
 /// Ends a communicator; the first error, its text, and how long it took.
-fn end(comm: &Rank, how: How) -> (ResultCode, String, Duration) {
+pub(crate) fn end(comm: &Rank, how: How) -> (ResultCode, String, Duration) {
     let start = Instant::now();
     let call = |call: unsafe extern "C" fn(Handle) -> ResultCode| {
         // SAFETY: a live communicator; who frees it comes last.

@@ -1,6 +1,6 @@
 //! Operations whose ports go down.
 
-use std::env;
+use std::{env, time::Instant};
 
 use ringsight_comm::{abi, communicator::Handle};
 use ringsight_records::{
@@ -10,7 +10,7 @@ use ringsight_records::{
 
 use super::{
     data::{LITTLE, add_up, messages, replays},
-    links::{hide_port, two_ports},
+    links::{PATIENCE, hide_port, move_gid, two_ports},
     nodes::{check, ends, patient, two_nodes},
 };
 use crate::{
@@ -79,6 +79,22 @@ fn a_connection_whose_port_is_down_begins_on_the_backup() {
             &["via NET/Socket", "use a socket"],
         );
     }
+}
+
+/// While its port has no carrier.
+#[test]
+#[ignore = "helper: needs soft-RoCE devices, run in a guest"]
+fn a_connection_goes_back_to_a_port_whose_gid_has_moved() {
+    let ended = two_nodes("failover::move_it", |rank, command| {
+        patient(two_ports(rank, command));
+    });
+    Fabric::here().mend();
+    check(
+        "a GID moves",
+        &ended,
+        &["is ready again (path 0 ", "(epoch 2)"],
+        &["via NET/Socket", "use a socket"],
+    );
 }
 
 /// Both ports are up, and one of them is not reached from the other.
@@ -171,6 +187,36 @@ fn begin_on_the_backup() {
     until_none(&child, work, on_backup);
     // SAFETY: a live communicator.
     ok(unsafe { abi::ncclCommDestroy(child.comm) });
+    rank.leave();
+    println!("rank done");
+}
+
+/// All-reduces that leave the first path, and come back to it when its GID stands at another index.
+#[test]
+#[ignore = "helper: the body of one rank; started by a test above"]
+fn move_it() {
+    let Some(rank) = rank_of_process() else {
+        return;
+    };
+    let rank = &rank;
+    let link = Port { rank: 1, link: 0 };
+    let start = Instant::now();
+    let work = || {
+        assert!(start.elapsed() < PATIENCE, "the path does not come back");
+        Call::new(Function::AllReduce, 5003).check(rank, true);
+    };
+    let not_on = |path: u8| ends().iter().filter(|end| end.active != path).count() as u64;
+    work();
+    if rank.rank == 0 {
+        Fabric::here().set_up(link, false);
+    }
+    until_none(rank, work, || u64::from(ends().iter().all(|end| end.epoch == 0)));
+    if rank.rank == 0 {
+        let [before, now] = move_gid();
+        assert_ne!(before, now);
+        Fabric::here().set_up(link, true);
+    }
+    until_none(rank, work, || not_on(0));
     rank.leave();
     println!("rank done");
 }

@@ -98,6 +98,27 @@ pub(crate) fn hide_port(rank: usize, hidden: bool) {
     ip(&format!("neigh {known}\nneigh flush dev {other}"));
 }
 
+/// Has the GID of rank 0's IPv4 address on the first link stand at another index of its device's table: behind one of an IPv6 address. What the
+/// index was, and what it is.
+pub(crate) fn move_gid() -> [usize; 2] {
+    let device = &devices(0)[0];
+    let index = || {
+        let wanted = "0000:0000:0000:0000:0000:ffff:0a00:0001";
+        let at = |index: usize| {
+            let file = format!("/sys/class/infiniband/{device}/ports/1/gids/{index}");
+            fs::read_to_string(file).is_ok_and(|gid| gid.trim() == wanted)
+        };
+        (0..16).find(|index| at(*index))
+    };
+    let before = index().expect("a GID of the address");
+    ip("addr del 10.0.0.1/24 dev nic0");
+    until("its GID is gone", || index().is_none());
+    ip("addr replace fd00::1/64 dev nic0 nodad");
+    ip("addr add 10.0.0.1/24 dev nic0");
+    until("its GID is there again", || index().is_some());
+    [before, index().unwrap_or(before)]
+}
+
 /// Has TCP between the addresses of the first link go over its wire, as RDMA does. What is sent to an address of the machine itself stays
 /// within it otherwise. To be said again when the link was down, which takes its routes away.
 pub(crate) fn tcp_over_wire() {

@@ -1,0 +1,90 @@
+//! What one communicator of a process finds out of a path, and another goes by.
+
+use std::{
+    collections::BTreeSet,
+    time::{Duration, Instant},
+};
+
+use ringsight_records::{Function, PathCause};
+
+use super::{
+    control::Control,
+    ends::work_until_on,
+    links::{lose_packets, mend, two_ports},
+    nodes::{check, ends, two_nodes},
+};
+use crate::common::{Call, place_of_process};
+
+/// How long requests may neither end nor fail.
+const TIMEOUT: Duration = Duration::from_secs(4);
+
+#[test]
+#[ignore = "helper: needs two RDMA links, run in a guest"]
+fn a_communicator_leaves_a_path_that_another_one_found_dead() {
+    let ended = two_nodes("verdicts::worker", |rank, command| {
+        two_ports(rank, command)
+            // Nothing else finds out that packets are lost.
+            .env("NCCL_IB_RETRY_CNT", "7")
+            .env("RINGSIGHT_NET_TIMEOUT_MS", TIMEOUT.as_millis().to_string())
+            .env("RINGSIGHT_NET_PROBE_MS", "60000")
+            .env("RINGSIGHT_NET_GIVE_UP_MS", "60000");
+    });
+    mend();
+    check("verdicts", &ended, &["(epoch 1)"], &["use a socket"]);
+}
+
+#[test]
+#[ignore = "helper: the body of one rank; started by the test above"]
+fn worker() {
+    let Some((id, rank, ranks)) = place_of_process() else {
+        return;
+    };
+    let control = Control::join(id, rank, ranks);
+    let (first, second) = (control.make(), control.make());
+    let comms = || -> BTreeSet<u64> { ends().iter().map(|end| end.comm).collect() };
+    work_until_on(&control, &first, 0);
+    let firsts = comms();
+    work_until_on(&control, &second, 0);
+    control.meet();
+    if rank == 0 {
+        lose_packets(0, true);
+    }
+    control.meet();
+    let all_reduce = |comm| {
+        let start = Instant::now();
+        Call::new(Function::AllReduce, 5003).check(comm, true);
+        start.elapsed()
+    };
+    let took = all_reduce(&first);
+    assert!(
+        took >= TIMEOUT,
+        "the path was left after {took:?}, not by time-out"
+    );
+    let took = all_reduce(&second);
+    assert!(took < TIMEOUT / 2, "the other communicator took {took:?}");
+    // Its ends left the path by what others had found, or by the word of a peer that did.
+    let seconds: Vec<_> = ends()
+        .into_iter()
+        .filter(|end| !firsts.contains(&end.comm))
+        .collect();
+    let by_others = [PathCause::Shared as u8, PathCause::Peer as u8];
+    assert!(!seconds.is_empty());
+    for end in &seconds {
+        let dead = end.paths().position(|path| path.index == 0);
+        assert_ne!(Some(usize::from(end.active)), dead, "{end:?}");
+        assert!(end.switches == 0 || by_others.contains(&end.cause), "{end:?}");
+    }
+    assert!(
+        seconds.iter().any(|end| end.cause == PathCause::Shared as u8),
+        "{seconds:?}"
+    );
+    control.meet();
+    if rank == 0 {
+        lose_packets(0, false);
+    }
+    control.meet();
+    first.leave();
+    second.leave();
+    control.rank.leave();
+    println!("rank done");
+}
