@@ -26,17 +26,22 @@ const TRACEPOINT: u32 = 2;
 const INHERIT: u64 = 1 << 1;
 const SET_FILTER: libc::Ioctl = 0x4008_2406;
 
-/// A count; `None` where the kernel has no such event, or does not allow it.
+/// A count; `None` where the kernel has no such event, or does not allow it. The time of day is not counted: on a machine whose clock
+/// is sound it takes no call.
 pub(crate) struct Calls(Option<File>);
 
 impl Calls {
-    /// From here on, of this thread and those that it makes. The time of day is not counted: on a machine whose clock is sound it
-    /// takes no call.
-    pub(crate) fn new() -> Self {
-        Self(Self::open())
+    /// From here on, of this thread and those that it makes.
+    pub(crate) fn of_all() -> Self {
+        Self(Self::open(INHERIT))
     }
 
-    fn open() -> Option<File> {
+    /// From here on, of this thread alone.
+    pub(crate) fn of_this_thread() -> Self {
+        Self(Self::open(0))
+    }
+
+    fn open(flags: u64) -> Option<File> {
         let id = std::fs::read_to_string("/sys/kernel/tracing/events/raw_syscalls/sys_enter/id").ok()?;
         let attributes = Attributes {
             kind: TRACEPOINT,
@@ -45,7 +50,7 @@ impl Calls {
             sample_period: 0,
             sample_type: 0,
             read_format: 0,
-            flags: INHERIT,
+            flags,
             wakeup: 0,
             bp_type: 0,
             bp_address: 0,

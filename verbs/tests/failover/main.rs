@@ -28,7 +28,7 @@ use kernel::Messages;
 use outside::GO;
 use rank::Rank;
 use run::run;
-use seen::{CALLS, LONGEST, WATCHED};
+use seen::{CALLS, LONGEST, OWN_CALLS, WATCHED};
 
 /// No case takes so long.
 const PATIENCE: Duration = Duration::from_secs(100);
@@ -145,6 +145,7 @@ fn links_fail() {
             "other_requests": both(2),
             "completions": both(3),
             "calls": both(CALLS),
+            "own_calls": both(OWN_CALLS),
             "wire_bytes": seen.wire,
             "error": seen.error.or(seen.peer),
             "kernel_warnings": kernel.warnings(),

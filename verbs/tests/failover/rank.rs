@@ -46,7 +46,8 @@ pub(crate) struct Rank {
     pub(crate) outside: Outside,
     pub(crate) sends: (Memory, *mut u64),
     pub(crate) receives: (Memory, *mut u64),
-    pub(crate) calls: Calls,
+    /// System calls of this process, and of this thread.
+    pub(crate) calls: [Calls; 2],
     seed: u64,
 }
 
@@ -72,7 +73,7 @@ impl Rank {
             outside: Outside::new(stream),
             sends: slots(),
             receives: slots(),
-            calls: Calls::new(),
+            calls: [Calls::of_all(), Calls::of_this_thread()],
             seed: std::process::id().into(),
         }
     }

@@ -20,7 +20,7 @@ use super::{
     links::{Plan, chaos},
     outside::{COSTS, DONE, MESSAGE, parse_done},
     rank::{Rank, SLOT, SLOTS_AT},
-    seen::{CALLS, LONGEST, Seen, WATCHED},
+    seen::{CALLS, LONGEST, OWN_CALLS, Seen, WATCHED},
 };
 
 /// Words of a rank's part of the input.
@@ -272,7 +272,10 @@ impl Run<'_> {
             let all = [counts.steps, counts.credits, counts.others, counts.completions];
             costs.iter_mut().zip(all).for_each(|(sum, count)| *sum += count);
         }
-        costs[CALLS] = self.rank.calls.count().saturating_sub(self.rank.outside.calls);
+        let [all, own] = &self.rank.calls;
+        for (place, calls) in [(CALLS, all), (OWN_CALLS, own)] {
+            costs[place] = calls.count().saturating_sub(self.rank.outside.calls);
+        }
         costs
     }
 

@@ -9,6 +9,8 @@ use super::{outside::COSTS, rank::SLOT};
 
 /// Place of the system calls in a rank's costs.
 pub(crate) const CALLS: usize = 4;
+/// Place of those of them that the thread made which moves the steps.
+pub(crate) const OWN_CALLS: usize = 7;
 /// Place of the longest that one look at the ends took, in microseconds.
 pub(crate) const LONGEST: usize = 5;
 /// Place of the number of ends that had given up the path which stayed down, and were seen to post nothing more over it.
@@ -43,8 +45,8 @@ pub(crate) struct Seen {
     pub(crate) ran: Duration,
     /// Bytes that went over the links in that time, where they are counted.
     pub(crate) wire: Option<u64>,
-    /// What this rank and the other cost: requests of steps, credits, other requests, completions; then [`CALLS`], [`LONGEST`] and
-    /// [`WATCHED`].
+    /// What this rank and the other cost: requests of steps, credits, other requests, completions; then [`CALLS`], [`LONGEST`],
+    /// [`WATCHED`] and [`OWN_CALLS`].
     pub(crate) costs: [[u64; COSTS]; 2],
 }
 

@@ -226,6 +226,7 @@ pub(super) fn report(results: &BTreeMap<String, Value>) -> (Value, bool) {
         ("other_requests", 0.0),
         ("completions", 2.0),
         ("calls", 1.0),
+        ("own_calls", 1.0),
         ("credits", 0.0),
         ("wire_bytes", 0.0),
     ] {
