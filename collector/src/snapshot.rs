@@ -7,8 +7,8 @@ mod verdicts;
 use std::collections::BTreeMap;
 
 use ringsight_records::{
-    DataType, Description, Flags, Function, connection::Connection, pages::Communicator, proxies::ProxyState,
-    verdicts::GivenVerdict,
+    DataType, Description, Flags, Function, Waits, connection::Connection, pages::Communicator,
+    proxies::ProxyState, verdicts::GivenVerdict,
 };
 
 pub use connections::{End, Path};
@@ -51,6 +51,8 @@ pub enum Place {
     Running {
         /// Since it began.
         since_ns: u64,
+        /// What its kernel has just said that it waits for.
+        waits: Option<Waits>,
     },
     /// Done.
     Done,
@@ -91,7 +93,8 @@ pub struct Operation {
 }
 
 impl Operation {
-    /// The parts that the others wait for: those that have not come, stopped ones first.
+    /// The parts that the others wait for: those that have not come, stopped ones first. Where all have come, those that kernels wait for and
+    /// that do not wait.
     #[must_use]
     pub fn awaited(&self) -> Vec<&Part> {
         let missing = |part: &&Part| matches!(part.place, Place::NotLaunched { .. } | Place::Queued { .. });
@@ -100,6 +103,17 @@ impl Operation {
             .iter()
             .filter(|part| part.stopped || missing(part))
             .collect();
+        if awaited.is_empty() && self.unseen.is_empty() {
+            let waits = |part: &Part| match part.place {
+                Place::Running { waits, .. } => waits,
+                _ => None,
+            };
+            let peers: Vec<_> = self.parts.iter().filter_map(|part| waits(part)?.peer).collect();
+            let is_awaited = |part: &&Part| {
+                waits(part).is_none() && peers.iter().any(|peer| u32::from(*peer) == part.rank)
+            };
+            awaited.extend(self.parts.iter().filter(is_awaited));
+        }
         awaited.sort_by_key(|part| (!part.stopped, part.rank));
         awaited
     }
@@ -155,7 +169,10 @@ fn place(description: &Description, now: u64) -> Option<Place> {
     } = *description;
     let ago = |ns: u64| now.saturating_sub(ns);
     Some(match (launched, begun, ended) {
-        (_, begun, ended) if begun > ended => Place::Running { since_ns: ago(begun) },
+        (_, begun, ended) if begun > ended => Place::Running {
+            since_ns: ago(begun),
+            waits: description.waits(now),
+        },
         (_, _, ended) if ended != 0 => Place::Done,
         _ if graph != 0 => return None,
         (0, ..) => Place::NotLaunched { idle_ns: None },
@@ -224,7 +241,7 @@ fn operations(communicator: &Communicator, members: &BTreeMap<u32, Member<'_>>) 
     let mut found: BTreeMap<Key, (u64, &Description)> = BTreeMap::new();
     for member in members.values() {
         for (key, (place, description)) in &member.places {
-            if let Place::Running { since_ns } | Place::Queued { since_ns } = place {
+            if let Place::Running { since_ns, .. } | Place::Queued { since_ns } = place {
                 let (oldest, _) = found.entry(*key).or_insert((*since_ns, description));
                 *oldest = (*oldest).max(*since_ns);
             }
@@ -272,6 +289,8 @@ fn operations(communicator: &Communicator, members: &BTreeMap<u32, Member<'_>>) 
 
 #[cfg(test)]
 mod tests {
+    use ringsight_records::Phase;
+
     use super::*;
 
     const NOW: u64 = 1_000_000;
@@ -345,7 +364,13 @@ mod tests {
             .map(|part| (part.rank, part.place))
             .collect();
         let expected = [
-            (2, Place::Running { since_ns: NOW - 21 }),
+            (
+                2,
+                Place::Running {
+                    since_ns: NOW - 21,
+                    waits: None,
+                },
+            ),
             (
                 1,
                 Place::NotLaunched {
@@ -355,6 +380,34 @@ mod tests {
             (3, Place::Queued { since_ns: NOW - 30 }),
         ];
         assert_eq!(awaited, expected);
+    }
+
+    #[test]
+    fn where_all_have_come_kernels_say_whom_they_wait_for() {
+        let waiting = |rank: u32, peer: Option<u16>| {
+            let mut operation = operation(rank, 2, (20, 21, 0));
+            let waits = peer.map(|peer| Waits {
+                op: operation.op as u16,
+                channel: 1,
+                phase: Phase::Data,
+                peer: Some(peer),
+                step: 3,
+            });
+            operation.waits = waits.map_or(0, Waits::word);
+            operation.waits_ns = NOW - 1;
+            let mut process = process(rank, vec![operation]);
+            process.communicators = vec![communicator(rank, 3)];
+            process.stopped = false;
+            process
+        };
+        let processes = [waiting(0, Some(2)), waiting(1, None), waiting(2, Some(1))];
+        let groups = take(&processes, NOW);
+        let operation = &groups[0].operations[0];
+        let awaited: Vec<_> = operation.awaited().iter().map(|part| part.rank).collect();
+        assert_eq!(awaited, [1]);
+        // Whether one that was not looked at has come is not known.
+        let groups = take(&processes[..2], NOW);
+        assert!(groups[0].operations[0].awaited().is_empty());
     }
 
     #[test]

@@ -5,7 +5,9 @@ mod common;
 
 use std::{
     env,
+    ffi::c_int,
     path::PathBuf,
+    sync::atomic::{AtomicBool, Ordering},
     thread,
     time::{Duration, Instant},
 };
@@ -89,6 +91,107 @@ fn ranks_that_wait_for_each_other_are_told_so() {
             let whole = ["rank 0", "rank 1", "each waits for the other"];
             assert!(whole.iter().all(|part| text.contains(part)), "{fault}: {text}");
         }
+    }
+}
+
+/// A thread that [`hold`] holds goes on.
+static GOES_ON: AtomicBool = AtomicBool::new(false);
+
+extern "C" fn hold(_signal: c_int) {
+    while !GOES_ON.load(Ordering::Relaxed) {
+        // SAFETY: a sleep may be called in a signal's handler.
+        unsafe { libc::usleep(1000) };
+    }
+}
+
+/// Lets the threads of this process that run kernels do nothing any more.
+fn hold_kernels() {
+    // SAFETY: the handler calls nothing but what it may.
+    unsafe { libc::signal(libc::SIGUSR1, hold as *const () as libc::sighandler_t) };
+    for thread in std::fs::read_dir("/proc/self/task").unwrap().flatten() {
+        let name = std::fs::read_to_string(thread.path().join("comm")).unwrap_or_default();
+        if name.starts_with("rs-stream") {
+            let number: c_int = thread.file_name().to_str().unwrap().parse().unwrap();
+            // SAFETY: a thread of ours, and a signal that has a handler.
+            unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), number, libc::SIGUSR1) };
+        }
+    }
+}
+
+/// One rank of [`a_kernel_that_stops_is_named`]: rank 1's kernel stops where it waits for rank 2, which comes only then.
+#[test]
+#[ignore = "helper: the body of one rank; started by another test"]
+fn frozen_rank() {
+    let Some(rank) = rank_of_process() else { return };
+    let mut data = vec![1f32; ELEMENTS];
+    let at: *mut u8 = data.as_mut_ptr().cast();
+    let folder = PathBuf::from(env::var(FOLDER).unwrap());
+    let await_mark = |name: &str| until(&|| folder.join(name).exists());
+    let mark = |name: &str| std::fs::write(folder.join(name), "").unwrap();
+    match rank.rank {
+        0 => {}
+        1 => await_mark("first has begun"),
+        _ => await_mark("second has stopped"),
+    }
+    ok(rank.call(&Call::new(Function::AllReduce, ELEMENTS), at, at));
+    let in_progress = |operation: Description| operation.device_start_ns != 0;
+    until(&|| observe::pages().unwrap().descriptions().any(in_progress));
+    match rank.rank {
+        0 => mark("first has begun"),
+        1 => {
+            // It has looked for the others, in vain.
+            thread::sleep(Duration::from_millis(50));
+            hold_kernels();
+            mark("second has stopped");
+        }
+        _ => {}
+    }
+    await_mark("all have told");
+    GOES_ON.store(true, Ordering::Relaxed);
+    rank.synchronize();
+    assert_eq!(data, vec![3f32; ELEMENTS]);
+    rank.leave();
+    println!("\nrank done");
+}
+
+/// Not the rank that began first, and so did not move for longest.
+#[test]
+fn a_kernel_that_stops_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let log = folder.path().join("log.%p");
+    let variables = [
+        (FOLDER, folder.path().to_str().unwrap()),
+        ("NCCL_DEBUG", "WARN"),
+        ("NCCL_DEBUG_FILE", log.to_str().unwrap()),
+        ("NCCL_KERNEL_TIMEOUT_MS", "300"),
+    ];
+    let ranks = start_processes("frozen_rank", 3, 1, &variables);
+    let verdict =
+        "Verdict: STUCK_KERNEL (hang): every rank has come, nothing moves, and rank 1 stopped first";
+    let logs = || {
+        let files = std::fs::read_dir(folder.path()).unwrap().flatten();
+        let logs = files.filter(|file| file.file_name().to_string_lossy().starts_with("log."));
+        let texts = logs.map(|log| std::fs::read_to_string(log.path()).unwrap());
+        texts.collect::<Vec<_>>()
+    };
+    let end = Instant::now() + 20 * PROMISED;
+    while logs().iter().filter(|log| log.contains(verdict)).count() < 3 && Instant::now() < end {
+        thread::sleep(Duration::from_millis(10));
+    }
+    std::fs::write(folder.path().join("all have told"), "").unwrap();
+    for output in common::outputs(ranks) {
+        let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() && text.contains("rank done"), "{text}");
+    }
+    assert_eq!(logs().len(), 3);
+    for log in logs() {
+        let (_, report) = log.split_once(verdict).expect(&log);
+        let line = |rank: &str| report.lines().find(|line| line.contains(rank)).expect(report);
+        assert!(
+            line("Rank 2: ").contains(", waits for data from rank 1 (channel 0, step "),
+            "{log}"
+        );
+        assert!(!line("Rank 1: ").contains("waits"), "{log}");
     }
 }
 
@@ -523,7 +626,7 @@ fn a_report_has_every_line() {
         "Started: # ms ago",
         "Told by: kernels",
         "Verdict: NOT_LAUNCHED (hang): rank # has not launched it; its last launch on this communicator was # s ago",
-        "Rank #: running # s, moved # s ago",
+        "Rank #: running # s, moved # s ago, waits for data from rank # (channel #, step #)",
         "Rank #: not launched, idle # s",
         "==================================",
     ];

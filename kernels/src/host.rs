@@ -12,7 +12,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use ringsight_records::Algorithm;
+use ringsight_records::{Algorithm, Waits};
 
 use self::{
     backoff::Backoff,
@@ -97,8 +97,11 @@ fn run_channels(launch: &Launch, channels: &mut [Channel], replay: u32) {
         if moved && !differs {
             launch.observer.moved();
             wait.reset();
-        } else {
-            wait.pause();
+        } else if wait.pause() && !differs {
+            let mut all = channels.iter().zip(&launch.channels);
+            if let Some(waits) = all.find_map(|(channel, work)| channel.waits(&work.work)) {
+                launch.observer.waits(waits);
+            }
         }
     }
     for channel in channels {
@@ -255,6 +258,13 @@ impl Channel {
             }
         }
         Ok(moved)
+    }
+
+    /// What the first of its lanes that could not make a step waits for.
+    fn waits(&self, work: &[Work]) -> Option<Waits> {
+        let lanes = std::iter::once(&self.collectives).chain(&self.messages);
+        let mut programs = lanes.filter_map(|lane| lane.programs.get(lane.at));
+        programs.find_map(|program| program.waits(&work[program.work], self.number))
     }
 
     /// Reports what was begun and will not be finished.

@@ -161,7 +161,10 @@ fn line(part: &Part) -> String {
             "launched it {} ago; its stream has not come to it",
             seconds(since_ns)
         ),
-        Place::Running { since_ns } => format!("in it for {}", seconds(since_ns)),
+        Place::Running { since_ns, waits } => {
+            let waits = waits.map_or_else(String::new, |waits| format!(", {waits}"));
+            format!("in it for {}{waits}", seconds(since_ns))
+        }
         Place::Done => "done".to_owned(),
     };
     let stopped = if part.stopped { ", process stopped" } else { "" };
@@ -228,10 +231,19 @@ fn to_json(processes: &[Process], groups: &[Group], said: &[Verdict]) -> Value {
         let (place, ns) = match part.place {
             Place::NotLaunched { idle_ns } => ("not_launched", idle_ns),
             Place::Queued { since_ns } => ("queued", Some(since_ns)),
-            Place::Running { since_ns } => ("running", Some(since_ns)),
+            Place::Running { since_ns, .. } => ("running", Some(since_ns)),
             Place::Done => ("done", None),
         };
-        json!({"rank": part.rank, "pid": part.pid, "stopped": part.stopped, "place": place, "ns": ns})
+        let waits = match part.place {
+            Place::Running { waits, .. } => waits,
+            _ => None,
+        };
+        json!({
+            "rank": part.rank, "pid": part.pid, "stopped": part.stopped, "place": place, "ns": ns,
+            "waits": waits.map(|waits| json!({
+                "for": waits.phase.name(), "peer": waits.peer, "channel": waits.channel, "step": waits.step,
+            })),
+        })
     };
     let operation = |operation: &Operation| {
         json!({

@@ -11,9 +11,6 @@ use ringsight_records::{Kind, Record, State, Waits, description::Time};
 use super::reclaim::{Notes, Reclaim};
 use crate::{checks::Checks, few::Few, observe, plan::OpInfo};
 
-/// Who has waited for so long without saying so again does not wait any more, or has stopped altogether.
-const SAID: u64 = 500_000_000;
-
 /// No time.
 const NEVER: u64 = u64::MAX;
 
@@ -369,13 +366,7 @@ impl PlanObserver {
     pub(crate) fn waits(&self, info: &OpInfo, now: u64) -> Option<Waits> {
         // Relaxed: what is said is whole by itself, and as old as another one that was said at about that time.
         let said_ns = self.waits_ns.load(Ordering::Relaxed);
-        let waits = Waits::of(self.waits.load(Ordering::Relaxed))?;
-        let is_fresh = said_ns != 0 && now.saturating_sub(said_ns) < SAID;
-        (is_fresh && waits.op == info.op as u16).then(|| Waits {
-            // Of a message whoever called it knows that.
-            peer: waits.peer.or(u16::try_from(info.peer).ok()),
-            ..waits
-        })
+        Waits::said(self.waits.load(Ordering::Relaxed), said_ns, info.op, now)
     }
 
     fn state(&self, op: u32) -> Option<&OpState> {
@@ -443,9 +434,20 @@ impl Observer for PlanObserver {
     }
 
     fn waits(&self, waits: Waits) {
+        let now = observe::now_ns();
+        let mut infos = self.contents().map(|(info, _)| info);
+        let Some(info) = infos.find(|info| info.op as u16 == waits.op) else {
+            return;
+        };
+        let waits = Waits {
+            // Of a message whoever called it knows that.
+            peer: waits.peer.or(u16::try_from(info.peer).ok()),
+            ..waits
+        };
         // Relaxed: see `PlanObserver::waits`.
         self.waits.store(waits.word(), Ordering::Relaxed);
-        self.waits_ns.store(observe::now_ns(), Ordering::Relaxed);
+        self.waits_ns.store(now, Ordering::Relaxed);
+        observe::set_waits(info.op, waits, now);
     }
 
     fn mismatch(&self, op: u32, _replay: u32, _channel: u8, theirs: u32) {

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use ringsight_records::{Description, description::Time, pages::CAPTURED};
+use ringsight_records::{Description, Waits, description::Time, pages::CAPTURED};
 
 use super::shared::{self, Shared};
 
@@ -118,6 +118,13 @@ pub fn describe(description: &Description) {
 pub fn set_time(op: u32, time: Time, ns: u64) {
     if let Some(Shared { pages, .. }) = shared::current() {
         pages.slot(op).set_time(op, time, ns);
+    }
+}
+
+/// Sets what the kernel of an operation waits for.
+pub fn set_waits(op: u32, waits: Waits, ns: u64) {
+    if let Some(Shared { pages, .. }) = shared::current() {
+        pages.slot(op).set_waits(op, waits, ns);
     }
 }
 

@@ -30,17 +30,19 @@ impl Backoff {
         *self = Self::default();
     }
 
-    pub(super) fn pause(&mut self) {
+    /// Waits for a moment; whether the wait is a long one by now.
+    pub(super) fn pause(&mut self) -> bool {
         if self.pauses < Self::SPINS {
             self.pauses += 1;
             std::hint::spin_loop();
-            return;
+            return false;
         }
         let waited = self.since.get_or_insert_with(Instant::now).elapsed();
         if waited < Self::YIELD_FOR {
             thread::yield_now();
-        } else {
-            thread::sleep((waited / Self::SLEEP_PART).clamp(Self::SHORTEST_SLEEP, Self::LONGEST_SLEEP));
+            return false;
         }
+        thread::sleep((waited / Self::SLEEP_PART).clamp(Self::SHORTEST_SLEEP, Self::LONGEST_SLEEP));
+        true
     }
 }

@@ -1,6 +1,6 @@
 //! One work while it runs: its steps, one at a time.
 
-use ringsight_records::ReduceOp;
+use ringsight_records::{Phase, ReduceOp, Waits};
 
 use crate::{
     launch::{Connections, Scalar, Work},
@@ -119,6 +119,28 @@ impl Program {
         } else {
             Advance::Done
         }
+    }
+
+    /// What it waits for, since it could not make its next step.
+    pub(super) fn waits(&self, work: &Work, channel: u8) -> Option<Waits> {
+        let step = self.step?;
+        let (phase, peer) = match &work.connections {
+            Connections::Ring { order, prev, .. } if step.recv && prev.posted().is_none() => {
+                (Phase::Data, order.last())
+            }
+            Connections::Ring { order, .. } => (Phase::Room, order.get(1)),
+            // Peers of messages whoever called them knows.
+            Connections::Send(_) => (Phase::Room, None),
+            Connections::Recv(_) => (Phase::Data, None),
+            Connections::Local | Connections::Peers(_) => return None,
+        };
+        Some(Waits {
+            op: work.op as u16,
+            channel,
+            phase,
+            peer: peer.and_then(|peer| u16::try_from(*peer).ok()),
+            step: (self.made + 1) as u16,
+        })
     }
 
     /// Executes a step.

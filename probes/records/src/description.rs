@@ -6,7 +6,7 @@ use loom::sync::atomic::{AtomicU64, Ordering};
 #[cfg(not(loom))]
 use core::sync::atomic::{AtomicU64, Ordering};
 
-use crate::sequence::SequenceLock;
+use crate::{Waits, sequence::SequenceLock};
 
 /// Everything about one operation on one rank; 208 bytes. Times are `CLOCK_MONOTONIC` nanoseconds, 0 = not yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -80,8 +80,20 @@ pub struct Description {
     pub warps: u8,
     /// [`crate::Flags`].
     pub flags: u8,
+    /// The word of [`Waits`] that its kernel wrote last, and when: what it waits for, while it is in progress.
+    pub waits: u64,
+    /// `CLOCK_MONOTONIC` nanoseconds, 0 for never.
+    pub waits_ns: u64,
     /// Room for later fields; zero.
-    pub reserved: [u64; 5],
+    pub reserved: [u64; 3],
+}
+
+impl Description {
+    /// What its kernel waits for, if it has said so just before `now`.
+    #[must_use]
+    pub const fn waits(&self, now: u64) -> Option<Waits> {
+        Waits::said(self.waits, self.waits_ns, self.op, now)
+    }
 }
 
 const WORDS: usize = size_of::<Description>() / 8;
@@ -130,6 +142,17 @@ impl DescriptionSlot {
     pub fn set_time(&self, op: u32, time: Time, ns: u64) {
         if self.op() == op {
             self.store_time(op, time, ns);
+        }
+    }
+
+    /// Sets what its kernel waits for, if the slot still holds operation `op`. Needs no lock: the word says whose it is, and one that comes
+    /// late to another operation's slot is not taken for its own.
+    pub fn set_waits(&self, op: u32, waits: Waits, ns: u64) {
+        if self.op() == op {
+            // Relaxed: a word that is seen with the time of the one before is as good.
+            let word = |offset: usize| self.words.word(offset / 8);
+            word(core::mem::offset_of!(Description, waits)).store(waits.word(), Ordering::Relaxed);
+            word(core::mem::offset_of!(Description, waits_ns)).store(ns, Ordering::Relaxed);
         }
     }
 
@@ -212,6 +235,31 @@ impl Time {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_a_kernel_waits_for_is_its_operation_s() {
+        // SAFETY: atomics of integers; zero is a value of each.
+        let slot: DescriptionSlot = unsafe { core::mem::zeroed() };
+        let describe = |op| {
+            slot.write(&Description {
+                op,
+                ..Description::default()
+            });
+        };
+        let waits = Waits {
+            op: 1,
+            channel: 2,
+            phase: crate::Phase::Data,
+            peer: Some(3),
+            step: 4,
+        };
+        describe(1);
+        slot.set_waits(1, waits, 1000);
+        assert_eq!(slot.read(1).unwrap().waits(1001), Some(waits));
+        describe(4097);
+        slot.set_waits(1, waits, 1002);
+        assert_eq!(slot.read(4097).unwrap().waits(1003), None);
+    }
 
     #[test]
     fn a_time_that_comes_late_goes_to_no_other_operation() {

@@ -16,6 +16,19 @@ pub enum Phase {
     End = 4,
 }
 
+impl Phase {
+    /// As in a snapshot's JSON.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Begin => "begin",
+            Self::Data => "data",
+            Self::Room => "room",
+            Self::End => "end",
+        }
+    }
+}
+
 /// A wait of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Waits {
@@ -32,7 +45,23 @@ pub struct Waits {
 }
 
 impl Waits {
+    /// Nanoseconds: who has not said for so long that it waits does not any more, or has stopped altogether.
+    pub const SAID: u64 = 500_000_000;
+
     const UNKNOWN: u16 = u16::MAX;
+
+    /// What a word says that was written at `said_ns`, 0 for never, if it is of this operation and new enough `now`.
+    #[must_use]
+    pub const fn said(word: u64, said_ns: u64, op: u32, now: u64) -> Option<Self> {
+        match Self::of(word) {
+            Some(waits)
+                if waits.op == op as u16 && said_ns != 0 && now.saturating_sub(said_ns) < Self::SAID =>
+            {
+                Some(waits)
+            }
+            _ => None,
+        }
+    }
 
     /// The word; never 0. Its upper seven bits are 0: devices count in them how often they have looked.
     #[must_use]
@@ -122,6 +151,22 @@ mod tests {
                 assert_eq!(Waits::of(waits.word() | 77 << 57), Some(waits), "after 77 looks");
             }
         }
+    }
+
+    #[test]
+    fn what_is_old_or_of_another_operation_is_not_said() {
+        let waits = Waits {
+            op: 9,
+            channel: 2,
+            phase: Phase::Room,
+            peer: Some(1),
+            step: 1,
+        };
+        let (word, op) = (waits.word(), 3 << 16 | 9);
+        assert_eq!(Waits::said(word, 1000, op, 1000 + Waits::SAID - 1), Some(waits));
+        assert_eq!(Waits::said(word, 1000, op, 1000 + Waits::SAID), None);
+        assert_eq!(Waits::said(word, 1000, op + 1, 1001), None);
+        assert_eq!(Waits::said(word, 0, op, 1), None);
     }
 
     #[test]

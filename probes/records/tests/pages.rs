@@ -219,7 +219,9 @@ fn uniform(n: u32) -> Description {
         op: 1,
         group: n,
         tid: n,
-        reserved: [wide; 5],
+        waits: wide,
+        waits_ns: wide,
+        reserved: [wide; 3],
         ..Description::default()
     }
 }
