@@ -75,6 +75,7 @@ fn run() -> Result<ExitCode> {
                 setup::optional("Jaeger", setup::jaeger());
                 setup::optional("Chromium", setup::chromium());
                 setup::optional("NVIDIA's NCCL headers", setup::nvidia_headers());
+                setup::optional("libibverbs' headers", vm::verbs_headers());
             }
             Ok(ExitCode::SUCCESS)
         }

@@ -40,6 +40,8 @@ pub const JAEGER: &str = "RINGSIGHT_JAEGER";
 pub const CHROMIUM: &str = "RINGSIGHT_CHROMIUM";
 /// Environment variable that names a folder of NVIDIA's headers to the tests.
 const NCCL_INCLUDE: &str = "RINGSIGHT_NCCL_INCLUDE";
+/// The same of libibverbs' headers.
+const VERBS_INCLUDE: &str = "RINGSIGHT_VERBS_INCLUDE";
 
 /// How a layer ended.
 enum Outcome {
@@ -302,6 +304,12 @@ fn layers(suite: &mut Suite, options: &Options, target: &Path) {
                 command.env(NCCL_INCLUDE, headers);
             }
             Err(error) => println!("no NVIDIA headers: {error:#}"),
+        }
+        match vm::verbs_headers() {
+            Ok(headers) => {
+                command.env(VERBS_INCLUDE, headers);
+            }
+            Err(error) => println!("no headers of libibverbs: {error:#}"),
         }
         if options.full {
             // The whole of what is sampled otherwise.

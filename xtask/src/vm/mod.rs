@@ -23,6 +23,7 @@ pub mod test;
 
 pub use guest::Guest;
 pub use kernel::Series;
+pub use packages::verbs_headers;
 
 use crate::{process, workspace};
 

@@ -65,6 +65,32 @@ pub(super) fn unpack(packages: &[&str], closure: bool, tree: &Path) -> Result<()
     Ok(())
 }
 
+/// Folder of libibverbs' headers: those of this system, or, unpacked once, those of Debian's package.
+///
+/// # Errors
+/// If apt is not here, or cannot fetch it.
+pub fn verbs_headers() -> Result<PathBuf> {
+    const HEADER: &str = "infiniband/verbs.h";
+    let cached = setup::cache()?.join("libibverbs-dev");
+    let folders = [PathBuf::from("/usr/include"), cached.join("usr/include")];
+    if let Some(folder) = folders.iter().find(|folder| folder.join(HEADER).is_file()) {
+        return Ok(folder.clone());
+    }
+    // Whole or not at all: an interrupted download leaves nothing that looks finished.
+    let part = cached.with_file_name(format!("libibverbs-dev-{}", std::process::id()));
+    let unpacked = unpack(&["libibverbs-dev"], false, &part).and_then(|()| {
+        let _ = fs::remove_dir_all(&cached);
+        fs::rename(&part, &cached).with_context(|| format!("creating {}", cached.display()))
+    });
+    let _ = fs::remove_dir_all(&part);
+    unpacked?;
+    let [_, folder] = folders;
+    if !folder.join(HEADER).is_file() {
+        bail!("the package libibverbs-dev has no {HEADER}");
+    }
+    Ok(folder)
+}
+
 /// Names of packages that apt offers and that begin with `prefix`.
 ///
 /// # Errors
