@@ -1,8 +1,13 @@
 //! Probes in the kernel's RDMA stack, against what really happens there. They need its modules and devices, so they run in a guest:
 //! `cargo xtask vm test network`.
 
+mod overhead;
+
 use std::{
+    fs::File,
+    os::fd::OwnedFd,
     process::{Child, Command, Stdio},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -13,7 +18,7 @@ use ringsight_probes::{
 use ringsight_verbs::{
     completion::{BATCH, Completion, Cq, Status},
     device::{Context, Mtu},
-    memory::Pd,
+    memory::{Access, Memory, Pd},
     queue::{Patience, Qp, Route, Size},
     sys,
 };
@@ -275,6 +280,18 @@ fn send_to_nobody() -> (u32, Status) {
     }
 }
 
+/// Bytes of what is no dma-buf.
+const NO_DMA_BUF: usize = 2 << 12;
+
+/// Asks a device to register a dma-buf, by a descriptor that is none: who is asked for it finds out himself.
+fn register_no_dma_buf(device: &str) {
+    let context = Context::open(sys::lib().unwrap(), device).unwrap();
+    let file: OwnedFd = File::open("/dev/null").unwrap().into();
+    let memory = Memory::of_device(0, NO_DMA_BUF, (Arc::new(file), 0), Arc::new(()));
+    let pd = Pd::new(context).unwrap();
+    assert!(pd.register(&memory, Access::RemoteWrite).is_err());
+}
+
 #[test]
 #[ignore = "helper: runs in a guest, cargo xtask vm test network"]
 fn soft_roce() {
@@ -386,6 +403,23 @@ fn mlx5() {
     watch.wait_for("mlx5_0", NetworkEvent::Cq { event: VerbsEvent(0) });
     end(waiting);
 
+    // A region of a dma-buf, which the driver refuses here: the stand-in lacks what its table would be loaded by (UMR).
+    watch.seen.clear();
+    register_no_dma_buf("mlx5_0");
+    let region = watch.wait("region of a dma-buf", |sample| {
+        matches!(sample.event, NetworkEvent::MrRegistered { .. })
+    });
+    let nothing = NetworkEvent::MrRegistered {
+        lkey: 0,
+        rkey: 0,
+        length: NO_DMA_BUF as u64,
+    };
+    assert_eq!(
+        (region.device.as_str(), &region.event, region.result),
+        ("mlx5_0", &nothing, -libc::EINVAL)
+    );
+    assert_eq!(region.pid, Some(std::process::id()));
+
     // A refused command: what the firmware said, and what became of the call.
     watch.seen.clear();
     inject("0 cmdfail 0x503 3 0x1234ab");
@@ -427,85 +461,4 @@ fn mlx5() {
     watch.wait("recovery", |sample| {
         sample.device == PCI && sample.event == NetworkEvent::Mlx5Recovery
     });
-}
-
-/// The programs' runs and their time, by the kernel's count: (runs, nanoseconds).
-fn program_time(name: &str) -> (u64, u64) {
-    let output = Command::new("bpftool").args(["prog", "show"]).output().unwrap();
-    let output = String::from_utf8_lossy(&output.stdout);
-    // `12: kprobe  name network_entry  tag … gpl run_time_ns 1234 run_cnt 12`
-    let line = output
-        .lines()
-        .find(|line| line.contains(&format!("name {name} ")))
-        .unwrap();
-    let number = |name: &str| -> u64 {
-        let mut words = line.split_whitespace().skip_while(|word| *word != name);
-        words.nth(1).map_or(0, |word| word.parse().unwrap())
-    };
-    (number("run_cnt"), number("run_time_ns"))
-}
-
-/// 64 queue pairs at each end, made, connected and destroyed.
-fn many_queue_pairs() {
-    let base = ["-q", "64", "-n", "5", "-s", "64"];
-    let start = |device: &str, more: &[&str]| writer(device, &[&base, more].concat());
-    let mut server = start("peer0", &[]);
-    let begun = Instant::now();
-    // The client is refused as long as nobody listens.
-    while !start("hca0", &["127.0.0.1"]).wait().unwrap().success() {
-        assert!(begun.elapsed() < LIMIT, "ib_write_bw does not run");
-    }
-    assert!(server.wait().unwrap().success());
-}
-
-/// What the probes cost where they are passed: the programs' own time, beside that of the calls that they are on. Each event is a run of
-/// one program, or of two: none runs for nothing, and none is missing.
-#[test]
-#[ignore = "helper: runs in a guest, cargo xtask vm test network"]
-fn overhead() {
-    run("echo 1 > /proc/sys/kernel/bpf_stats_enabled");
-    let mut watch = Watch::begin();
-    // Once before it counts: the emulator translates the programs at their first runs.
-    many_queue_pairs();
-    watch.poll();
-    watch.seen.clear();
-    let programs = ["network_event", "network_entry", "network_return"];
-    let before = programs.map(program_time);
-    many_queue_pairs();
-    let after = programs.map(program_time);
-    watch.poll();
-    let is_call = |sample: &&NetworkSample| {
-        matches!(
-            sample.event,
-            NetworkEvent::QpCreated { .. }
-                | NetworkEvent::QpModified { .. }
-                | NetworkEvent::MrRegistered { .. }
-        )
-    };
-    let calls = watch.seen.iter().filter(is_call).count() as u64;
-    // Two ends, each of 64 queue pairs: one is created, and goes to INIT and RTR; those that write also to RTS.
-    assert!(calls >= 2 * 64 * 3 + 64, "{calls} calls");
-    let runs = [watch.seen.len() as u64 - calls, calls, calls];
-    let mut means = [0.0; 3];
-    for (index, name) in programs.iter().enumerate() {
-        let (count, ns) = (after[index].0 - before[index].0, after[index].1 - before[index].1);
-        assert_eq!(count, runs[index], "{name}");
-        means[index] = ns as f64 / count as f64;
-    }
-    let mut times: Vec<u64> = watch
-        .seen
-        .iter()
-        .filter(|sample| matches!(sample.event, NetworkEvent::QpModified { .. }))
-        .map(|sample| sample.duration_ns)
-        .collect();
-    times.sort_unstable();
-    println!(
-        "{} events, {calls} of them calls; a run of the programs takes {:.0} ns (event), {:.0} ns (entry), {:.0} ns (return); a \
-         modification of a queue pair with its probes {} ns",
-        watch.seen.len(),
-        means[0],
-        means[1],
-        means[2],
-        times[times.len() / 2]
-    );
 }
