@@ -1,5 +1,5 @@
-//! What is chosen on machines whose `/sys` was recorded (`tests/sysfs/record.sh`), and on one whose `/sys` was written down by hand
-//! (`hyper-v.tree`).
+//! What is chosen on machines whose `/sys` was recorded (`tests/sysfs/record.sh`), and on some whose `/sys` was written down by hand
+//! after what is published of them (`hyper-v.tree`, `dgx-*.tree`: each says after what).
 
 use std::{
     fs,
@@ -109,4 +109,133 @@ fn host_bridges_below_one_virtual_bus_are_as_near_as_their_nodes() {
     assert_eq!((far(0, 2), far(3, 1)), (Distance::Sys, Distance::Sys));
     let near: Vec<_> = gpus.iter().map(Some).collect();
     assert_eq!(assign(&found, &near), [[0, 1], [1, 0], [2, 3], [3, 2]]);
+}
+
+/// The GPUs of a tree, by address: as drivers number them.
+fn gpus(sys: &Path) -> Vec<Place> {
+    let folder = sys.join("bus/pci/devices");
+    let mut links: Vec<PathBuf> = fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .collect();
+    links.sort();
+    links.iter().map(|link| Place::of(sys, link).unwrap()).collect()
+}
+
+/// How far each port is from a GPU, as `nvidia-smi topo -m` prints it.
+fn row(gpu: &Place, ports: &[Port]) -> String {
+    let names: Vec<_> = ports
+        .iter()
+        .map(|port| distance(Some(gpu), port.place.as_ref()).name())
+        .collect();
+    names.join(" ")
+}
+
+/// Names of the ports that serve each GPU, the one for channel 0 first.
+fn serving(gpus: &[Place], ports: &[Port]) -> Vec<Vec<String>> {
+    let near: Vec<_> = gpus.iter().map(Some).collect();
+    let assigned = assign(ports, &near);
+    let names = |mine: Vec<usize>| {
+        mine.into_iter()
+            .map(|index| ports[index].device.clone())
+            .collect()
+    };
+    assigned.into_iter().map(names).collect()
+}
+
+fn down(ports: &mut [Port], name: &str) {
+    ports.iter_mut().find(|port| port.device == name).unwrap().active = false;
+}
+
+#[test]
+fn two_gpus_of_a_switch_share_its_nic_and_go_to_the_next_one_when_it_is_down() {
+    let sys = unpack("dgx-2");
+    let (mut found, gpus) = (ports(sys.path()), gpus(sys.path()));
+    assert_eq!((found.len(), gpus.len()), (10, 16));
+    let published = [
+        "PIX PXB NODE NODE SYS SYS SYS SYS SYS SYS",
+        "PIX PXB NODE NODE SYS SYS SYS SYS SYS SYS",
+        "PXB PIX NODE NODE SYS SYS SYS SYS SYS SYS",
+        "PXB PIX NODE NODE SYS SYS SYS SYS SYS SYS",
+        "NODE NODE PIX PXB SYS SYS SYS SYS SYS SYS",
+    ];
+    for (gpu, published) in gpus.iter().zip(published) {
+        assert_eq!(row(gpu, &found), published, "{gpu:?}");
+    }
+    let first = |found: &[Port]| serving(&gpus, found)[..6].to_vec();
+    assert_eq!(
+        first(&found),
+        [
+            ["mlx5_0"],
+            ["mlx5_0"],
+            ["mlx5_1"],
+            ["mlx5_1"],
+            ["mlx5_2"],
+            ["mlx5_2"]
+        ]
+    );
+    down(&mut found, "mlx5_0");
+    assert_eq!(first(&found)[..4], [["mlx5_1"]; 4]);
+    // Both of the upper switch: those of the processor's other one, each for every second GPU at first.
+    down(&mut found, "mlx5_1");
+    let (one, other) = (["mlx5_2", "mlx5_3"], ["mlx5_3", "mlx5_2"]);
+    assert_eq!(first(&found)[..4], [one, other, one, other]);
+}
+
+#[test]
+fn two_gpus_and_two_nics_that_are_equally_far_take_turns() {
+    let sys = unpack("dgx-a100");
+    let (found, gpus) = (ports(sys.path()), gpus(sys.path()));
+    let far = |from: usize| {
+        let name = |port| {
+            if port == from || port == from + 1 {
+                "PXB"
+            } else {
+                "SYS"
+            }
+        };
+        (0..12).map(name).collect::<Vec<_>>().join(" ")
+    };
+    let mut expected = Vec::new();
+    // mlx5_4, _5, _10 and _11 are near to none.
+    for (pair, nic) in gpus.chunks(2).zip([0, 2, 6, 8]) {
+        assert_eq!(
+            pair.iter().map(|gpu| row(gpu, &found)).collect::<Vec<_>>(),
+            [far(nic), far(nic)]
+        );
+        let names = [nic, nic + 1].map(|nic| format!("mlx5_{nic}"));
+        expected.extend([names.to_vec(), names.iter().rev().cloned().collect()]);
+        assert_eq!(backup(&found, nic), Some(Backup::Neighbour(nic + 1)));
+        assert_eq!(backup(&found, nic + 1), Some(Backup::Neighbour(nic)));
+    }
+    assert_eq!(serving(&gpus, &found), expected);
+}
+
+#[test]
+fn each_gpu_has_its_nic_and_no_storage_port_stands_by_for_it() {
+    let sys = unpack("dgx-h100");
+    let (found, gpus) = (ports(sys.path()), gpus(sys.path()));
+    // By GPU, as the manual has it.
+    let own = [0, 3, 4, 5, 6, 9, 10, 11];
+    for (index, (gpu, nic)) in gpus.iter().zip(own).enumerate() {
+        let name = |port| match (port == nic, (port < 6) == (index < 4)) {
+            (true, _) => "PXB",
+            (false, true) => "NODE",
+            (false, false) => "SYS",
+        };
+        let published: Vec<_> = (0..12).map(name).collect();
+        assert_eq!(row(gpu, &found), published.join(" "), "GPU {index}");
+    }
+    assert_eq!(serving(&gpus, &found), own.map(|nic| [format!("mlx5_{nic}")]));
+    // Neighbours in the list are the storage cards' ports, which are Ethernet: of mlx5_0, _3, _6 and _9.
+    for (port, other) in [(0, 3), (6, 9)] {
+        assert_eq!(backup(&found, port), Some(Backup::Nearest(other)));
+        assert_eq!(backup(&found, other), Some(Backup::Nearest(port)));
+    }
+    for (port, other) in [(4, 5), (10, 11)] {
+        assert_eq!(backup(&found, port), Some(Backup::Neighbour(other)));
+        assert_eq!(backup(&found, other), Some(Backup::Neighbour(port)));
+    }
+    assert_eq!(backup(&found, 1), Some(Backup::OtherPort(2)));
+    assert_eq!(backup(&found, 8), Some(Backup::OtherPort(7)));
 }
