@@ -71,17 +71,15 @@ impl Awaited {
             .is_some_and(|key| ended || part.awaited_in.is_some() || hangs(key))
     }
 
-    /// The watchdog has given a verdict on an operation: finds out what the culprit is in.
+    /// The watchdog has given a verdict on an operation: finds out what the culprit is in instead.
     pub(crate) fn judged(
         &mut self,
         part: &RankOperation,
         correlator: &mut Correlator,
         communicators: &Communicators,
-    ) {
-        let (Some(here), Some(verdict)) = (whereabouts(part, communicators, false), part.verdicts.last())
-        else {
-            return;
-        };
+    ) -> Option<Whereabouts> {
+        let here = whereabouts(part, communicators, false)?;
+        let verdict = part.verdicts.last()?;
         if self.judged.insert(here.key) {
             self.judged_order.push_back(here.key);
             if self.judged_order.len() > REMEMBERED
@@ -94,22 +92,21 @@ impl Awaited {
             .get(part.comm)
             .and_then(|known| known.members.iter().find(|member| member.rank == verdict.culprit))
             .map(|member| (member.pid, member.device));
-        let Some(culprit) = culprit.filter(|culprit| Some(*culprit) != who(part, communicators)) else {
-            return;
-        };
+        let culprit = culprit.filter(|culprit| Some(*culprit) != who(part, communicators))?;
         let running: Vec<_> = correlator
             .running(culprit.0)
             .filter(|running| who(running, communicators) == Some(culprit))
             .filter_map(|running| Some((running, whereabouts(running, communicators, false)?)))
             .collect();
         if running.iter().any(|(_, place)| place.key == here.key) {
-            return;
+            return None;
         }
         let begun = |running: &RankOperation| running.begun_ns().unwrap_or(running.first_ns);
         let oldest = running.iter().min_by_key(|(running, _)| begun(running));
         let oldest = oldest.map(|(running, place)| (running.op, running.replay, *place));
         let last = || self.last.get(&culprit).map(|(_, place)| *place);
         let instead = oldest.map(|(_, _, place)| place).or_else(last);
+        let instead = instead.filter(|place| place.key != here.key);
         if let Some((op, replay, _)) = oldest
             && let Some(held_up) = correlator.known_mut(culprit.0, op, replay)
         {
@@ -118,7 +115,8 @@ impl Awaited {
         if let Some(waits) = correlator.known_mut(part.pid, part.op, part.replay)
             && let Some(verdict) = waits.verdicts.last_mut()
         {
-            verdict.instead = instead.filter(|place| place.key != here.key);
+            verdict.instead = instead;
         }
+        instead
     }
 }

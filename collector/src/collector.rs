@@ -248,10 +248,14 @@ impl Collector {
                     }
                 }
                 Finished::Judged(part) => {
-                    self.awaited
+                    let instead = self
+                        .awaited
                         .judged(&part, &mut self.correlator, &self.communicators);
-                    let log = self.maker.verdict(&part, &self.communicators, &self.clock);
+                    let (log, hang) = self
+                        .maker
+                        .verdict(&part, instead, &self.communicators, &self.clock);
                     self.batch.logs.extend(log);
+                    self.batch.spans.extend(hang);
                     let communicator = self.communicators.get(part.comm);
                     let member = communicator.and_then(|known| known.member(part.pid, part.rank));
                     if let (Some(member), Some(verdict)) = (member, part.verdicts.last()) {

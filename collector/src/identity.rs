@@ -60,11 +60,13 @@ pub enum Role {
     Failover = 12,
     /// What carries a step between nodes.
     Carrier = 13,
+    /// That a rank's part hangs.
+    Hang = 14,
 }
 
 impl Role {
     /// How many there are.
-    pub const COUNT: usize = 14;
+    pub const COUNT: usize = 15;
 }
 
 /// Which way data go; tells a send from a recv where a rank does both with one peer.

@@ -264,6 +264,7 @@ pub fn spans(counts: &SpanCounts) -> BTreeMap<&'static str, u64> {
         ("port_down", Role::PortDown),
         ("failover", Role::Failover),
         ("carrier", Role::Carrier),
+        ("hang", Role::Hang),
     ];
     named
         .into_iter()

@@ -174,9 +174,11 @@ fn a_hang_leads_to_what_holds_the_rank_up_and_that_back() {
     samples.extend(watermarks(1));
     samples.push(verdict(&WORLD, 1, &waits, Cause::NotLaunched, 3));
     let mut collector = collector();
-    assert_eq!(take(&mut collector, samples), []);
+    // While it hangs there is a span that says so, and where the rank is.
+    let mut spans = take(&mut collector, samples);
+    assert_eq!(spans.iter().map(|span| span.name).collect::<Vec<_>>(), ["hang"]);
     // All are killed, the rank that is waited for last.
-    let mut spans = take(&mut collector, [0, 1, 2].map(exited));
+    spans.extend(take(&mut collector, [0, 1, 2].map(exited)));
     spans.extend(take(&mut collector, [exited(3)]));
     collector.finish(EPOCH_NS + 9_000_000_000);
     spans.extend(collector.take_batch().spans);
@@ -186,6 +188,8 @@ fn a_hang_leads_to_what_holds_the_rank_up_and_that_back() {
     assert_eq!((rank_of(hung), waiting.len()), (3, 3));
     assert_eq!(led(&spans, hung), [("awaited_in", waiting[1])]);
     assert_eq!(led(&spans, waiting[1]), [("held_up", hung)]);
+    assert_eq!(led(&spans, &spans[0]), [("held_up", hung)]);
+    assert_eq!(spans[0].parent_span_id, Some(waiting[1].span_id));
     for span in waiting.into_iter().chain([hung]) {
         assert!(span.error.is_some());
     }

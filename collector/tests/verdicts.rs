@@ -195,10 +195,36 @@ fn a_verdict_is_a_log_record_of_its_span_before_the_operation_ends() {
         hang.body
     );
 
+    // The hang has a span at once, below the one that comes when the operation is over.
+    let [shown] = &batch.spans[..] else {
+        panic!("{:?}", batch.spans)
+    };
+    assert_eq!(
+        (shown.name, shown.error.as_deref()),
+        ("hang", Some("RANK_STOPPED: rank 3"))
+    );
+    assert_eq!(Some((shown.trace_id, shown.parent_span_id.unwrap())), hang.span);
+    assert_eq!(
+        (&shown.resource, &shown.attributes),
+        (&hang.resource, &hang.attributes)
+    );
+    assert!(shown.start_unix_ns < shown.end_unix_ns && shown.end_unix_ns == hang.unix_ns);
+
     samples.extend(rest);
     collector.ingest(&mut samples);
     let ended = collector.take_batch();
     assert_eq!(ended.logs, [], "each is told once");
+    check_trees(&[&batch.spans[..], &ended.spans].concat());
+    assert_eq!(named(&ended.spans, "hang").count(), 0);
+    let awaited = named(&ended.spans, "all_reduce rank")
+        .find(|span| attribute(span, "ccl.rank") == Some(&Value::Int(3)))
+        .unwrap();
+    let links: Vec<_> = shown
+        .links
+        .iter()
+        .map(|link| (link.trace_id, link.span_id))
+        .collect();
+    assert_eq!(links, [(awaited.trace_id, awaited.span_id)]);
     let span = named(&ended.spans, "all_reduce rank")
         .find(|span| span.error.is_some())
         .unwrap();
@@ -237,7 +263,10 @@ fn the_log_record_of_any_operation_is_of_the_span_that_the_operation_gets() {
         let [log] = &batch.logs[..] else {
             panic!("{:?}", batch.logs)
         };
-        let mut failed = batch.spans.iter().filter(|span| span.error.is_some());
+        let mut failed = batch
+            .spans
+            .iter()
+            .filter(|span| span.error.is_some() && span.name != "hang");
         let span = failed.next().unwrap();
         assert_eq!(log.span, Some((span.trace_id, span.span_id)));
         for name in ["ccl.peer.rank", "ccl.graph.replay"] {

@@ -65,29 +65,41 @@ impl Shown {
     }
 }
 
-/// A span by its ids; `None` if Jaeger does not have it.
-fn find(jaeger: &Jaeger, trace: &str, span: &str) -> Option<Shown> {
+/// The spans of a trace, as far as Jaeger has them.
+fn spans(jaeger: &Jaeger, trace: &str) -> Option<Vec<Shown>> {
     let body = backend::get(jaeger.query, &format!("/api/traces/{trace}")).ok()?;
     let body: Value = serde_json::from_str(&body).ok()?;
     let trace = &body["data"][0];
-    let found = array(&trace["spans"]).find(|known| known["spanID"] == span)?;
-    let process = found["processID"].as_str()?;
-    Some(Shown {
-        span: found.clone(),
-        process: trace["processes"][process]["tags"].clone(),
-    })
+    let shown = |span: &Value| {
+        Some(Shown {
+            span: span.clone(),
+            process: trace["processes"][span["processID"].as_str()?]["tags"].clone(),
+        })
+    };
+    Some(array(&trace["spans"]).filter_map(shown).collect())
 }
 
-/// The same, waiting for Jaeger to have taken in what it was sent.
-fn wait_for(jaeger: &Jaeger, trace: &str, span: &str) -> Result<Shown> {
+/// A span by its ids; `None` if Jaeger does not have it.
+fn find(jaeger: &Jaeger, trace: &str, span: &str) -> Option<Shown> {
+    let mut spans = spans(jaeger, trace)?.into_iter();
+    spans.find(|shown| shown.span["spanID"] == span)
+}
+
+/// A span like this of a trace, waiting for Jaeger to have taken in what it was sent.
+fn wait_for_any(jaeger: &Jaeger, trace: &str, is: impl Fn(&Shown) -> bool) -> Result<Shown> {
     let end = Instant::now() + Duration::from_secs(10);
     loop {
-        if let Some(found) = find(jaeger, trace, span) {
+        if let Some(found) = spans(jaeger, trace).into_iter().flatten().find(&is) {
             return Ok(found);
         }
-        ensure!(Instant::now() < end, "Jaeger has no span {span} in trace {trace}");
+        ensure!(Instant::now() < end, "Jaeger has no such span in trace {trace}");
         thread::sleep(Duration::from_millis(50));
     }
+}
+
+/// The same of a span by its ids.
+fn wait_for(jaeger: &Jaeger, trace: &str, span: &str) -> Result<Shown> {
+    wait_for_any(jaeger, trace, |shown| shown.span["spanID"] == span).with_context(|| format!("span {span}"))
 }
 
 /// A verdict, as its log record has it.
@@ -168,6 +180,25 @@ fn jaeger_shows_a_hang_as_error_spans_that_lead_to_what_the_stopped_rank_is_in()
         ensure!(Instant::now() < end, "verdicts of {ranks:?} alone");
         thread::sleep(Duration::from_millis(20));
     };
+    // While it hangs, the trace has a span that says so, of each rank that waits: the operation's own are yet to come.
+    for Told {
+        rank, trace, span, ..
+    } in told.iter().filter(|verdict| verdict.stopped)
+    {
+        let shown = wait_for_any(&jaeger, trace, |shown| {
+            shown.span["operationName"] == "hang" && shown.tag("ccl.rank") == Some(&Value::from(*rank))
+        })?;
+        ensure!(shown.is_error(), "rank {rank}: {:#}", shown.span);
+        let named = |key: &str, value: Value| shown.tag(key) == Some(&value);
+        ensure!(
+            named("ccl.watchdog.cause", "RANK_STOPPED".into())
+                && named("ccl.watchdog.culprit", STOPPED.into()),
+            "{:#}",
+            shown.span
+        );
+        ensure!(shown.links().next().is_some(), "no link: {:#}", shown.span);
+        ensure!(find(&jaeger, trace, span).is_none(), "rank {rank} is over");
+    }
     // Whoever watches leaves while it hangs.
     let summary = collector.stop(LIMIT)?;
     job.signal(STOPPED as usize, libc::SIGCONT);

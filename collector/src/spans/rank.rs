@@ -338,13 +338,8 @@ impl Part<'_> {
         let failed = part.aborted || part.cut_ns != 0;
         let came = self.parts.iter().any(|other| other.rank == rank);
         match instead {
-            Some(instead) if failed && !came => {
-                elsewhere(&instead, ids.scope, if instead.over { "last" } else { "held_up" })
-            }
-            _ => {
-                let awaited = SpanKey::rank(Role::Rank, rank, part.direction().opposite());
-                link(ids.trace_id, awaited.span_id(&ids.trace_id), "awaited")
-            }
+            Some(instead) if failed && !came => instead_link(&instead, ids.scope),
+            _ => awaited_link(ids.trace_id, rank, part.direction()),
         }
     }
 
@@ -377,6 +372,17 @@ impl Part<'_> {
         events.sort_by_key(|event| event.unix_ns);
         events
     }
+}
+
+/// To the part of the same operation of a rank that one waits for whose data go this way.
+pub(super) fn awaited_link(trace_id: TraceId, rank: u32, direction: Direction) -> SpanLink {
+    let awaited = SpanKey::rank(Role::Rank, rank, direction.opposite());
+    link(trace_id, awaited.span_id(&trace_id), "awaited")
+}
+
+/// To what a rank is in, or was in last, that others wait for elsewhere.
+pub(super) fn instead_link(instead: &Whereabouts, scope: &Scope) -> SpanLink {
+    elsewhere(instead, scope, if instead.over { "last" } else { "held_up" })
 }
 
 /// To a rank's part of any operation.

@@ -2,14 +2,18 @@
 
 use std::{fmt::Write as _, sync::Arc};
 
-use ringsight_exporters::model::{Attribute, LogRecord, Severity, SpanEvent, Value};
+use ringsight_exporters::model::{Attribute, LogRecord, Severity, Span, SpanEvent, Value};
 use ringsight_records::{Algorithm, DataType, Description, Protocol, ReduceOp};
 
-use super::{SpanMaker, bytes_of, int, names, resource_of, seconds, shape_attributes};
+use super::{
+    SpanMaker, bytes_of, int, names,
+    rank::{awaited_link, instead_link},
+    resource_of, seconds, shape_attributes,
+};
 use crate::{
     clock::Clock,
     correlate::{
-        RankOperation, Verdict,
+        RankOperation, Verdict, Whereabouts,
         communicators::{Communicator, Communicators},
     },
     identity::{Direction, Role, SpanKey},
@@ -39,11 +43,15 @@ pub(super) fn events(part: &RankOperation, clock: &Clock) -> Vec<SpanEvent> {
     part.verdicts.iter().map(event).collect()
 }
 
+fn said(Verdict { cause, culprit, .. }: &Verdict) -> Arc<str> {
+    format!("{cause}: rank {culprit}").into()
+}
+
 /// Why an operation failed, if it did: the last hang, or that it was aborted, or did not end.
 pub(super) fn error(part: &RankOperation) -> Option<Arc<str>> {
     let hang = part.verdicts.iter().rev().find(|verdict| verdict.hang);
     match (hang, part.aborted) {
-        (Some(Verdict { cause, culprit, .. }), _) => Some(format!("{cause}: rank {culprit}").into()),
+        (Some(hang), _) => Some(said(hang)),
         (None, true) => Some("the operation was aborted".into()),
         (None, false) => (part.cut_ns != 0).then(|| UNFINISHED.into()),
     }
@@ -164,17 +172,56 @@ fn kernel(part: &RankOperation, description: &Description) -> String {
 
 impl SpanMaker {
     /// The watchdog's last verdict on an operation, as it is given: the operation's span comes when it is over, which may be
-    /// never. The record is of that span.
+    /// never. The record is of that span; of a hang there is a span at once, too, below that one. `instead` is what the culprit is in.
     ///
-    /// `None` if there is no verdict.
+    /// Nothing if there is no verdict.
     #[must_use]
     pub fn verdict(
-        &self,
+        &mut self,
         part: &RankOperation,
+        instead: Option<Whereabouts>,
         communicators: &Communicators,
         clock: &Clock,
-    ) -> Option<LogRecord> {
-        let verdict = part.verdicts.last()?;
+    ) -> (Option<LogRecord>, Option<Span>) {
+        let Some(verdict) = part.verdicts.last() else {
+            return (None, None);
+        };
+        let log = self.log(part, verdict, communicators, clock);
+        let hang = log.span.filter(|_| verdict.hang).map(|(trace_id, rank_id)| {
+            self.counts.count(Role::Hang);
+            let key = SpanKey {
+                // Each verdict on the part has its own time.
+                index: verdict.time_ns as u32,
+                ..SpanKey::rank(Role::Hang, part.rank, part.direction())
+            };
+            let link = (verdict.culprit != part.rank).then(|| match instead {
+                Some(instead) => instead_link(&instead, &self.scope),
+                None => awaited_link(trace_id, verdict.culprit, part.direction()),
+            });
+            Span {
+                resource: Arc::clone(&log.resource),
+                trace_id,
+                span_id: key.span_id(&trace_id),
+                parent_span_id: Some(rank_id),
+                name: "hang",
+                start_unix_ns: clock.unix_ns(part.begun_ns().unwrap_or(verdict.time_ns).min(verdict.time_ns)),
+                end_unix_ns: log.unix_ns,
+                attributes: log.attributes.clone(),
+                events: Vec::new(),
+                links: link.into_iter().collect(),
+                error: Some(said(verdict)),
+            }
+        });
+        (Some(log), hang)
+    }
+
+    fn log(
+        &self,
+        part: &RankOperation,
+        verdict: &Verdict,
+        communicators: &Communicators,
+        clock: &Clock,
+    ) -> LogRecord {
         let communicator = communicators.get(part.comm);
         let name = names::function(part.function());
         let waited_ns = part.begun_ns().map(|begun| verdict.time_ns.saturating_sub(begun));
@@ -224,7 +271,7 @@ impl SpanMaker {
         let device = member.map(|member| member.device);
         block_attributes(part, verdict, device, &mut attributes);
         body += &block(part, verdict, communicator, device);
-        Some(LogRecord {
+        LogRecord {
             resource: resource_of(part, communicator, communicators, &self.fallback),
             unix_ns: clock.unix_ns(verdict.time_ns),
             observed_unix_ns: clock.observed_unix_ns(verdict.time_ns),
@@ -241,6 +288,6 @@ impl SpanMaker {
                 let span = SpanKey::rank(Role::Rank, part.rank, part.direction());
                 (trace_id, span.span_id(&trace_id))
             }),
-        })
+        }
     }
 }
