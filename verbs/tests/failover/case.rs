@@ -263,7 +263,7 @@ impl Case {
             Failure::Primary | Failure::Silent | Failure::Device => (away, false),
             // A single one may be over before it is over for the connection, and the last steps may be there before both ends have agreed
             // to leave a path; after many it must be back.
-            Failure::Flap if self.flaps == 1 => (away, !seen.broken.is_empty()),
+            Failure::Flap if self.flaps == 1 => (away, !seen.broken.is_empty() || seen.was_over_soon()),
             Failure::Flap => (
                 away && seen.switches.last().is_some_and(|(_, to)| *to == 0),
                 false,

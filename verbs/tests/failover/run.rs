@@ -189,6 +189,7 @@ impl Run<'_> {
                 self.seen.costs[0][LONGEST] = longest.as_micros() as u64;
                 self.seen.costs[0][WATCHED] = watched;
                 self.seen.ran = now;
+                self.seen.over = Some(self.rank.hub.now());
                 let sent = self.rank.fabric.sent_bytes();
                 self.seen.wire = sent.zip(wire).map(|(sent, before)| sent - before);
                 let wrong = self.seen.wrong.as_ref().or(self.seen.error.as_ref());

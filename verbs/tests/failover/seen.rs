@@ -41,6 +41,8 @@ pub(crate) struct Seen {
     /// there is no switch, since the beginning.
     pub(crate) window: Option<(Duration, u64)>,
     pub(crate) last: (Duration, u64),
+    /// When all was over here.
+    pub(crate) over: Option<Duration>,
     /// How long the case itself took, without its connections.
     pub(crate) ran: Duration,
     /// Bytes that went over the links in that time, where they are counted.
@@ -80,6 +82,15 @@ impl Seen {
             self.last = (now, acked);
             self.window.get_or_insert(self.last);
         }
+    }
+
+    /// All was over before anybody need have heard of a link that went down and came up: on a busy machine devices' words take that long.
+    pub(crate) fn was_over_soon(&self) -> bool {
+        const HEARD: Duration = Duration::from_millis(100);
+        let (Some(over), Some(up)) = (self.over, self.up) else {
+            return false;
+        };
+        over < up + HEARD
     }
 
     /// MiB/s in the window.
