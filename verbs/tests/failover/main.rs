@@ -9,6 +9,7 @@ mod case;
 #[path = "../../../tests/src/fabric.rs"]
 #[allow(dead_code, reason = "each test uses a part of it")]
 mod fabric;
+mod failing;
 mod kernel;
 mod links;
 mod outside;
