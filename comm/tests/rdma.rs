@@ -14,6 +14,7 @@ mod rdma {
     mod fallback;
     mod held;
     mod interface;
+    mod layers;
     mod links;
     mod nodes;
     mod queues;

@@ -2,9 +2,17 @@
 
 use std::{os::unix::process::CommandExt as _, path::Path, process::Command};
 
+use ringsight_records::Function;
+
 use super::{
+    control::Control,
     data::LITTLE,
-    nodes::{check, two_nodes},
+    links::{hide_addresses, mend, set_link, two_ports},
+    nodes::{check, patient, two_nodes},
+};
+use crate::{
+    common::{Call, place_of_process},
+    fabric::Fabric,
 };
 
 #[test]
@@ -92,6 +100,69 @@ fn lock_little() -> std::io::Result<()> {
         return Err(std::io::Error::last_os_error());
     }
     Ok(())
+}
+
+/// Nobody says what hardware has the peer's address.
+#[test]
+#[ignore = "helper: needs soft-RoCE devices, run in a guest"]
+fn a_peer_that_is_not_found_is_reached_by_a_socket() {
+    // Down and up again: what was known of addresses is forgotten.
+    set_link(0, false);
+    hide_addresses(true);
+    Fabric::here().mend();
+    let ended = two_nodes("data::worker", |_, command| {
+        command.env(LITTLE, "1");
+    });
+    mend();
+    check(
+        "not found",
+        &ended,
+        &["[send] via NET/Socket", "use a socket on channel 0, not RDMA: "],
+        &[],
+    );
+}
+
+/// A communicator that is made when the process knows its ports, and all of them are down by now.
+#[test]
+#[ignore = "helper: needs RDMA devices, run in a guest"]
+fn without_a_port_that_is_up_a_connection_goes_over_a_socket() {
+    let ended = two_nodes("fallback::late", |rank, command| {
+        patient(two_ports(rank, command));
+    });
+    mend();
+    check(
+        "all ports down",
+        &ended,
+        &["use a socket on channel 0, not RDMA: ", ":1 is down"],
+        &[],
+    );
+}
+
+#[test]
+#[ignore = "helper: the body of one rank; started by the test above"]
+fn late() {
+    let Some((id, rank, ranks)) = place_of_process() else {
+        return;
+    };
+    let control = Control::join(id, rank, ranks);
+    // Has the process look for its ports; its connections are not used, nor do they fail.
+    let early = control.make();
+    control.meet();
+    if rank == 0 {
+        set_link(0, false);
+        set_link(1, false);
+    }
+    control.meet();
+    let late = control.make();
+    Call::new(Function::AllReduce, 5003).check(&late, true);
+    late.leave();
+    if rank == 0 {
+        mend();
+    }
+    control.meet();
+    early.leave();
+    control.rank.leave();
+    println!("rank done");
 }
 
 #[test]

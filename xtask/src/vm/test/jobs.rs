@@ -149,6 +149,18 @@ pub(super) const JOBS: &[Job] = &[
         ports: 1,
     },
     Job {
+        name: "rdma between nodes, soft-RoCE and mlx5",
+        program: Program::Cargo {
+            package: "ringsight-comm",
+            test: "rdma",
+            filters: &["rdma::layers"],
+        },
+        kernels: &[Series::V6_1],
+        rdma: 1,
+        mlx5: 1,
+        ports: 1,
+    },
+    Job {
         name: "rdma between nodes, whose communicators end",
         program: Program::Cargo {
             package: "ringsight-comm",
