@@ -20,10 +20,10 @@ use serde_json::{Value, json};
 
 use super::{Guest, Series, test_program};
 
+mod cases;
 mod measure;
+mod report;
 
-/// Work requests of a transfer.
-const BOUNDARIES: u64 = 64;
 /// Cases of a sample.
 const SAMPLE: usize = 24;
 /// Cases of one boot.
@@ -40,10 +40,6 @@ const QUIET: Duration = Duration::from_secs(240);
 const BARREN: u32 = 3;
 /// Most work requests that are posted at once: as many as there are slots.
 const MOST_AHEAD: u32 = 8;
-
-const WORK: [&str; 2] = ["sendrecv", "allreduce"];
-const FAILURES: [&str; 4] = ["primary", "backup", "primary-backup", "flap"];
-const SIDES: [&str; 3] = ["sender", "receiver", "both"];
 
 /// Which failures.
 #[derive(Args, Clone, Debug)]
@@ -79,61 +75,6 @@ pub struct Options {
     /// Fail if a case does.
     #[arg(long)]
     check: bool,
-}
-
-/// Every case, in the words that the guest's program takes.
-fn all() -> Vec<String> {
-    let mut cases = Vec::new();
-    for work in WORK {
-        for failure in FAILURES {
-            for side in SIDES {
-                cases.extend((0..BOUNDARIES).map(|boundary| format!("{work} {failure} {side} {boundary}")));
-            }
-        }
-    }
-    cases
-}
-
-/// Some of the cases, each equally likely, in an order of the seed (splitmix64, Fisher and Yates).
-fn sample(mut cases: Vec<String>, count: usize, mut seed: u64) -> Vec<String> {
-    for last in (1..cases.len()).rev() {
-        seed = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        cases.swap(last, (mix(seed) % (last as u64 + 1)) as usize);
-    }
-    cases.truncate(count);
-    cases
-}
-
-/// Transfers over failing links, by a seed: it is in the case, and so are all that it says.
-fn stress(count: usize, seed: u64) -> Vec<String> {
-    let mut drawn = seed;
-    let mut draw = |of: &[u64]| {
-        drawn = drawn.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        of[(mix(drawn) >> 32) as usize % of.len()]
-    };
-    let case = |number: u64| {
-        let work = WORK[draw(&[0, 0, 1]) as usize];
-        // Those of a machine that is busy are right at the edge of what is too short.
-        let settings = format!(
-            "TIMEOUT_MS={} PROBE_MS={} RESEND_MS={} BACKOFF_MS={} PROBATION_MS={} GIVE_UP_MS={}",
-            draw(&[10, 30, 60, 100, 200, 400]),
-            draw(&[3, 20, 100]),
-            draw(&[1, 20]),
-            draw(&[5, 50]),
-            draw(&[1, 20]),
-            draw(&[1500, 4000]),
-        );
-        let (steps, flaps, load) = (draw(&[60, 200]), draw(&[0, 1, 2, 4, 8]), draw(&[0, 1, 3, 8]));
-        let chaos = seed.wrapping_add(number) % 1_000_000_007;
-        format!("{work} chaos both {chaos} loose=1 steps={steps} flaps={flaps} load={load} {settings}")
-    };
-    (0..count as u64).map(case).collect()
-}
-
-fn mix(value: u64) -> u64 {
-    let mut z = (value ^ value >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ z >> 31
 }
 
 impl Options {
@@ -178,18 +119,9 @@ pub(super) fn run_cases(options: &Options, each: &mut dyn FnMut(&str)) -> Result
     });
     let cases = match (options.measure, options.stress, options.full) {
         (true, ..) => measure::cases(options.runs),
-        (_, Some(count), _) => stress(count, seed),
-        (.., true) => all(),
-        (.., false) => {
-            let mut cases = sample(all(), options.cases, seed);
-            // With nothing left the ranks must fail, and in time.
-            cases.push(format!(
-                "{} all both {}",
-                WORK[seed as usize % 2],
-                seed % BOUNDARIES
-            ));
-            cases
-        }
+        (_, Some(count), _) => cases::stress(count, seed),
+        (.., true) => cases::all(),
+        (.., false) => cases::some(options.cases, seed),
     };
     if !options.full && !options.measure {
         each(&format!("seed {seed}, {} cases", cases.len()));
@@ -197,7 +129,7 @@ pub(super) fn run_cases(options: &Options, each: &mut dyn FnMut(&str)) -> Result
     let results = run_all(options, cases, each)?;
     let (report, ok) = match options.measure {
         true => measure::report(&results),
-        false => report(&results),
+        false => report::report(&results),
     };
     Ok((results.len(), report, ok))
 }
@@ -287,7 +219,7 @@ fn run_all(
                 waiting.push_back(case);
                 continue;
             };
-            each(&self::line(&case.case, &outcome));
+            each(&report::line(&case.case, &outcome));
             if let Some(file) = &options.resume {
                 let mut file = fs::OpenOptions::new().append(true).create(true).open(file)?;
                 writeln!(file, "{outcome}")?;
@@ -388,142 +320,9 @@ fn boot(options: &Options, program: &std::path::Path, cases: &[String]) -> Resul
     Ok(said)
 }
 
-/// A case and its outcome, for people.
-fn line(case: &str, outcome: &Value) -> String {
-    let word = match (outcome["ok"] == true, outcome["counts"] == true) {
-        (true, true) => "ok",
-        (true, false) => "MISSED",
-        (false, _) => "FAILED",
-    };
-    let mut text = format!(
-        "{case}: {word}, {} outstanding, {} replayed",
-        outcome["outstanding"], outcome["replayed"]
-    );
-    if let Some(time) = outcome["switch_ms"].as_f64() {
-        text.push_str(&format!(", switched after {time} ms"));
-    }
-    if let Some(time) = outcome["recovered_ms"].as_f64() {
-        text.push_str(&format!(", a step over the other path after {time} ms"));
-    }
-    if let Some(time) = outcome["back_ms"].as_f64() {
-        text.push_str(&format!(", back {time} ms after it was up"));
-    }
-    if let Some(error) = outcome["error"].as_str() {
-        text.push_str(&format!(", ended with {error:?}"));
-    }
-    if let Some(why) = outcome["text"].as_str() {
-        text.push_str(&format!(": {why}"));
-    }
-    let list = |key: &str| outcome[key].as_array().into_iter().flatten();
-    for why in list("missed") {
-        text.push_str(&format!("; an earlier try did not count: {why}"));
-    }
-    for why in list("lost") {
-        text.push_str(&format!("; a GUEST WAS LOST in it: {why}"));
-    }
-    for warning in list("kernel_warnings") {
-        text.push_str(&format!("; the kernel warned: {warning}"));
-    }
-    text
-}
-
-/// Everything in one line of JSON, and whether all is well.
-fn report(results: &BTreeMap<String, Value>) -> (Value, bool) {
-    let is = |outcome: &Value, key: &str| outcome[key] == true;
-    let failed: Vec<&String> = results
-        .iter()
-        .filter(|(_, outcome)| !is(outcome, "ok"))
-        .map(|(case, _)| case)
-        .collect();
-    let missed: Vec<&String> = results
-        .iter()
-        .filter(|(_, outcome)| is(outcome, "ok") && !is(outcome, "counts"))
-        .map(|(case, _)| case)
-        .collect();
-    let times = |key: &str| {
-        let times = results.values().filter_map(|outcome| outcome[key].as_f64());
-        measure::spread(times.collect())
-    };
-    let longest = |key: &str| {
-        let values = results.values().filter_map(|outcome| outcome[key].as_f64());
-        values.max_by(f64::total_cmp)
-    };
-    let ended_with_errors = results
-        .values()
-        .filter(|outcome| outcome["error"].is_string())
-        .count();
-    // That a guest died in it, or said nothing more, is a finding, whatever came of a later try.
-    let has = |outcome: &Value, key: &str| outcome[key].as_array().is_some_and(|list| !list.is_empty());
-    let with = |key: &str| -> Vec<&String> {
-        let those = results.iter().filter(|(_, outcome)| has(outcome, key));
-        those.map(|(case, _)| case).collect()
-    };
-    let lost = with("lost");
-    // By what they say from the function on: before it are processor and process.
-    let mut warnings: BTreeMap<&str, usize> = BTreeMap::new();
-    for warning in results
-        .values()
-        .filter_map(|outcome| outcome["kernel_warnings"].as_array())
-        .flatten()
-        .filter_map(Value::as_str)
-    {
-        let text = warning.split_once(" at ").map_or(warning, |(_, place)| place);
-        *warnings.entry(text).or_default() += 1;
-    }
-    let ok = failed.is_empty() && missed.is_empty() && lost.is_empty() && !results.is_empty();
-    let report = json!({
-        "ok": ok,
-        "cases": results.len(),
-        "failed": failed,
-        "missed": missed,
-        "guest_lost": lost,
-        "tried_again": with("missed").len(),
-        "kernel_warnings": warnings,
-        "outstanding": times("outstanding"),
-        "first_byte_on_backup_ms": times("recovered_ms"),
-        "switch_ms": times("switch_ms"),
-        "ended_with_errors": ended_with_errors,
-        "longest_transfer_ms": longest("ran_ms"),
-        "emulated": true,
-    });
-    (report, ok)
-}
-
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
-
     use super::*;
-
-    #[test]
-    fn samples_are_of_all_cases_and_follow_from_the_seed() {
-        let all = all();
-        let different: BTreeSet<&String> = all.iter().collect();
-        assert_eq!((all.len(), different.len()), (1536, 1536));
-        let drawn = sample(all.clone(), 24, 7);
-        assert_eq!(drawn, sample(all.clone(), 24, 7));
-        assert_ne!(drawn, sample(all.clone(), 24, 8));
-        assert!(drawn.iter().all(|case| different.contains(case)) && drawn.len() == 24);
-    }
-
-    #[test]
-    fn what_failed_or_never_counted_is_no_success() {
-        let outcome = |ok: bool, counts: bool| json!({ "ok": ok, "counts": counts, "switch_ms": 3.0 });
-        let of = |outcomes: &[Value]| {
-            let results = outcomes
-                .iter()
-                .enumerate()
-                .map(|(index, outcome)| (index.to_string(), outcome.clone()));
-            report(&results.collect()).1
-        };
-        assert!(of(&[outcome(true, true)]));
-        assert!(!of(&[]));
-        assert!(!of(&[outcome(true, true), outcome(true, false)]));
-        assert!(!of(&[outcome(true, true), outcome(false, true)]));
-        let mut lost = outcome(true, true);
-        lost["lost"] = json!(["the guest died"]);
-        assert!(!of(&[outcome(true, true), lost]));
-    }
 
     #[test]
     fn a_case_is_tried_again_until_it_counts_and_what_became_of_it_is_kept() {
