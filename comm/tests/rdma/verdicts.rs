@@ -15,8 +15,8 @@ use super::{
 };
 use crate::common::{Call, place_of_process};
 
-/// How long requests may neither end nor fail.
-const TIMEOUT: Duration = Duration::from_secs(4);
+/// How long requests may neither end nor fail: half of it is enough for an operation on an emulated machine that has other work, too.
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 #[test]
 #[ignore = "helper: needs two RDMA links, run in a guest"]
@@ -26,7 +26,6 @@ fn a_communicator_leaves_a_path_that_another_one_found_dead() {
             // Nothing else finds out that packets are lost.
             .env("NCCL_IB_RETRY_CNT", "7")
             .env("RINGSIGHT_NET_TIMEOUT_MS", TIMEOUT.as_millis().to_string())
-            .env("RINGSIGHT_NET_PROBE_MS", "60000")
             .env("RINGSIGHT_NET_GIVE_UP_MS", "60000");
     });
     mend();
