@@ -61,6 +61,8 @@ enum Gpus {
     Near,
     /// Below another host bridge.
     Far,
+    /// The second one, with the second NIC.
+    Apart,
 }
 
 /// A /sys with two GPUs and the NICs mock0 and mock1.
@@ -72,21 +74,30 @@ fn sysfs(gpus: Gpus) -> TempDir {
         fs::create_dir_all(&path).unwrap();
         path
     };
-    let near = match gpus {
-        Gpus::Near => SWITCH,
-        Gpus::Far => "devices/pci0000:80/0000:80:01.0/0000:81:00.0",
+    const OTHER: &str = "devices/pci0000:80/0000:80:01.0/0000:81:00.0";
+    // Of the GPUs, and of the NICs.
+    let [switches, nics] = match gpus {
+        Gpus::Near => [[SWITCH; 2]; 2],
+        Gpus::Far => [[OTHER; 2], [SWITCH; 2]],
+        Gpus::Apart => [[SWITCH, OTHER]; 2],
     };
     let known = folder("bus/pci/devices");
-    for (port, address) in [("0000:02:01.0", "0000:10:00.0"), ("0000:02:02.0", "0000:11:00.0")] {
-        let device = format!("{near}/{port}/{address}");
+    for ((port, address), switch) in [("0000:02:01.0", "0000:10:00.0"), ("0000:02:02.0", "0000:11:00.0")]
+        .into_iter()
+        .zip(switches)
+    {
+        let device = format!("{switch}/{port}/{address}");
         folder(&device);
         symlink(format!("../../../{device}"), known.join(address)).unwrap();
     }
-    for (name, place) in [
+    for ((name, place), switch) in [
         ("mock0", "0000:02:03.0/0000:20:00.0"),
         ("mock1", "0000:02:04.0/0000:21:00.0"),
-    ] {
-        let device = format!("{SWITCH}/{place}");
+    ]
+    .into_iter()
+    .zip(nics)
+    {
+        let device = format!("{switch}/{place}");
         folder(&device);
         let port = folder(&format!("class/infiniband/{name}/ports/1"));
         let link = root.path().join("class/infiniband").join(name).join("device");
@@ -317,6 +328,26 @@ fn what_cannot_be_direct_is_staged() {
         // Of both ranks, each with both ports.
         assert_eq!(lines(&said, "distance NODE <= NODE"), 4, "{said}");
         assert!(carried.is_direct(), "{carried:?}");
+    }
+}
+
+/// Each GPU has a NIC of its own. Where the sender's has the say, the receiver's slots are staged: its GPU is far from that one.
+#[test]
+fn slots_of_a_port_that_the_peer_has_chosen_are_direct_if_it_is_near() {
+    let test = "gpu_direct::slots_of_a_port_that_the_peer_has_chosen_are_direct_if_it_is_near";
+    // Without a backup, which would be far from either.
+    let with = |cross| [("RINGSIGHT_NET_FAILOVER", "0"), ("NCCL_CROSS_NIC", cross)];
+    let on = (Gpus::Apart, "verbs");
+    let Some((said, carried)) = nodes(test, &["random", "2", "n", "1"], on, &with("2")) else {
+        return;
+    };
+    assert!(carried.is_direct(), "{carried:?}\n{said}");
+    if let Some((said, carried)) = nodes(test, &["random", "2", "n", "1"], on, &with("0")) {
+        assert!(!said.contains("NCCL WARN"), "{said}");
+        assert!(
+            carried.from_dma_bufs > 0 && carried.from_host == 0 && carried.into_dma_bufs == 0,
+            "{carried:?}\n{said}"
+        );
     }
 }
 
