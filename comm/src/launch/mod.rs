@@ -2,6 +2,7 @@
 
 pub mod observer;
 mod order;
+mod progress;
 pub mod reclaim;
 
 use std::sync::Arc;

@@ -8,7 +8,11 @@ use std::sync::{
 use ringsight_kernels::{Observer, When};
 use ringsight_records::{Kind, Record, State, Waits, description::Time};
 
-use super::reclaim::{Notes, Reclaim};
+pub(crate) use super::progress::Seen;
+use super::{
+    progress::Progress,
+    reclaim::{Notes, Reclaim},
+};
 use crate::{checks::Checks, few::Few, observe, plan::OpInfo};
 
 /// No time.
@@ -42,17 +46,12 @@ pub struct OpState {
     proxy_ops: u32,
     /// Channels that have not stopped.
     remaining: AtomicU32,
-    /// When the host learnt that the first channel had started, 0 if none has.
-    start_ns: AtomicU64,
+    progress: Progress,
     /// When the first channel started, as the device says; [`NEVER`] if none has.
     first_ns: AtomicU64,
     /// When the last one stopped, 0 if none has.
     last_ns: AtomicU64,
-    /// The replay that this was in.
-    replay: AtomicU32,
     aborted: AtomicBool,
-    /// The replay that was completed last, plus one.
-    completed: AtomicU32,
     /// Where several plans hold works of the operation: by channel, in how many.
     split: Option<Box<[Split]>>,
 }
@@ -73,12 +72,10 @@ impl OpState {
             channels,
             proxy_ops,
             remaining: AtomicU32::new(channels),
-            start_ns: AtomicU64::new(0),
+            progress: Progress::default(),
             first_ns: AtomicU64::new(NEVER),
             last_ns: AtomicU64::new(0),
-            replay: AtomicU32::new(0),
             aborted: AtomicBool::new(false),
-            completed: AtomicU32::new(0),
             split: None,
         }
     }
@@ -139,8 +136,8 @@ impl OpState {
 
     /// Completes it as aborted if it has not been completed.
     fn abandon(&self, now: u64) {
-        // Relaxed: what is left of it in this plan keeps the others from completing it.
-        if self.completed.load(Ordering::Relaxed) == 0 {
+        // What is left of it in this plan keeps the others from completing it.
+        if !self.progress.is_completed(None) {
             self.aborted.store(true, Ordering::Relaxed);
             self.complete(now, 0);
         }
@@ -153,46 +150,18 @@ impl OpState {
         self.last_ns.fetch_max(host_ns, Ordering::Relaxed);
     }
 
-    /// Where it is.
-    fn seen(&self) -> Seen {
-        loop {
-            // Acquire: pairs with `complete` and `channel_started`.
-            match (
-                self.start_ns.load(Ordering::Acquire),
-                self.completed.load(Ordering::Relaxed),
-            ) {
-                (0, 0) => return Seen::NotReached,
-                (0, completed) => {
-                    return Seen::Completed {
-                        replay: completed - 1,
-                    };
-                }
-                (start_ns, _) => {
-                    // Acquire: pairs with `channel_started`. If this is the number of a later replay, the end of the one that
-                    // `start_ns` is of is seen below, and the two are not taken for one.
-                    let replay = self.replay.load(Ordering::Acquire);
-                    if self.start_ns.load(Ordering::Relaxed) == start_ns {
-                        return Seen::InProgress { replay, start_ns };
-                    }
-                }
-            }
-        }
-    }
-
     fn complete(&self, now: u64, replay: u32) {
         // Made ready for the next replay before anybody learns that this one is done.
         // Relaxed: the device runs replays one after another, with its own ordering between them.
         self.remaining.store(self.channels, Ordering::Relaxed);
         let aborted = self.aborted.swap(false, Ordering::Relaxed);
-        self.completed.store(replay.wrapping_add(1), Ordering::Relaxed);
         let (first, last) = (
             self.first_ns.swap(NEVER, Ordering::Relaxed),
             self.last_ns.swap(0, Ordering::Relaxed),
         );
         // What was given up ended when that was noticed.
         let end = if aborted || last == 0 { now } else { last };
-        // Release: pairs with `seen`; who sees that it runs no more sees that it is completed.
-        let start = match self.start_ns.swap(0, Ordering::Release) {
+        let start = match self.progress.end(replay) {
             0 => 0,
             _ => first.min(end),
         };
@@ -207,27 +176,6 @@ impl OpState {
             });
         }
     }
-}
-
-/// Where an operation is, as the device told.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Seen {
-    /// It has not begun.
-    NotReached,
-    /// It is captured, its graph has been launched for this replay, and it has not begun. Events alone tell this.
-    Launched {
-        replay: u32,
-        /// When that was noticed.
-        launched_ns: u64,
-    },
-    /// It has begun and is not done; if it is captured, in this replay.
-    InProgress {
-        replay: u32,
-        /// When its first channel started.
-        start_ns: u64,
-    },
-    /// It is done; if it is captured, this replay is, and no later one has begun.
-    Completed { replay: u32 },
 }
 
 /// Where a plan is.
@@ -345,7 +293,7 @@ impl PlanObserver {
         self.states
             .iter()
             .chain(shared)
-            .flat_map(|state| state.infos().map(|info| (info, state.seen())))
+            .flat_map(|state| state.infos().map(|info| (info, state.progress.seen())))
     }
 
     /// The operations that have works in this plan, and whether it is the last one that has some of them.
@@ -389,14 +337,7 @@ impl Observer for PlanObserver {
         let moment = Moment::new(when, now);
         state.note(moment.host_ns);
         self.stage.store(Stage::Running as u8, Ordering::Relaxed);
-        // Release: pairs with `seen`, which then sees that the replay before is over. It is the same from all channels.
-        state.replay.store(replay, Ordering::Release);
-        // Release: pairs with `seen`. The first channel's time is kept.
-        if state
-            .start_ns
-            .compare_exchange(0, now, Ordering::Release, Ordering::Relaxed)
-            .is_ok()
-        {
+        if state.progress.begin(replay, now) {
             for info in state.infos() {
                 observe::set_time(info.op, Time::DeviceStart, moment.host_ns);
             }
@@ -460,7 +401,7 @@ impl Observer for PlanObserver {
             let now = observe::now_ns();
             let shared = self.shared.iter().map(|shared| &*shared.state);
             for state in self.states.iter().chain(shared) {
-                if state.completed.load(Ordering::Relaxed) != replay.wrapping_add(1) {
+                if !state.progress.is_completed(Some(replay)) {
                     state.aborted.store(true, Ordering::Relaxed);
                     state.complete(now, replay);
                 }

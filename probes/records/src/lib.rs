@@ -34,13 +34,18 @@ pub mod vocabulary;
 #[cfg(not(target_arch = "bpf"))]
 mod waits;
 
-// No layout, but a list of the library's devices: modelled here, since the library as a whole cannot be built for models.
+// No layouts, but a list of the library's devices, and how far an operation is: modelled here, since the library as a whole cannot be built
+// for models.
 #[cfg(all(test, loom))]
 extern crate std;
 #[cfg(all(test, loom))]
 #[expect(dead_code, reason = "the model chooses the orders")]
 #[path = "../../../comm/src/device/deferred.rs"]
 mod deferred;
+#[cfg(all(test, loom))]
+#[expect(dead_code, reason = "the model chooses the orders")]
+#[path = "../../../comm/src/launch/progress.rs"]
+mod progress;
 
 #[cfg(not(target_arch = "bpf"))]
 pub use clock::DeviceClock;
