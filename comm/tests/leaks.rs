@@ -1,10 +1,13 @@
 //! Communicators leave nothing behind: no thread, descriptor, mapping, file or memory, whatever order they come and go in.
 
 mod common;
+#[path = "../../tests/src/skip.rs"]
+mod skip;
 
 use std::{
     env,
     ffi::c_int,
+    process::Command,
     ptr::{null, null_mut},
     thread,
     time::{Duration, Instant},
@@ -12,7 +15,7 @@ use std::{
 
 use common::{
     Call, Rank, alone, config,
-    holdings::{Holdings, Random, apart, leaves_nothing},
+    holdings::{Holdings, Random, apart, is_checked, leaves_nothing},
     host, last_error, ok, unique_id,
 };
 use ringsight_comm::{
@@ -353,6 +356,36 @@ fn graphs_alone() {
         host().stream_destroy(rank.stream).unwrap();
     }
     set.end(&mut random);
+}
+
+#[test]
+#[ignore = "helper: leaks: run alone, by `the_checker_finds_a_leak`"]
+fn leaky_alone() {
+    host();
+    come_and_go(10, &mut Random(SEED));
+    std::mem::forget(Box::new([1_u8; 4321]));
+}
+
+/// Whether what is not found is not there.
+#[test]
+fn the_checker_finds_a_leak() {
+    if !is_checked() {
+        return skip::skip(
+            "the_checker_finds_a_leak",
+            "no leak checker: the layer `leaks` of `cargo xtask test` has one",
+        );
+    }
+    let program = env::current_exe().unwrap();
+    let output = Command::new(program)
+        .args(["--exact", "leaky_alone", "--ignored"])
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        !output.status.success() && text.contains("leak of 4321 byte(s)"),
+        "{text}"
+    );
+    assert_eq!(text.matches(" leak of ").count(), 1, "{text}");
 }
 
 /// What tells the watchdog how far operations are: events come and go with communicators and graphs.

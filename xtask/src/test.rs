@@ -43,6 +43,11 @@ const NCCL_INCLUDE: &str = "RINGSIGHT_NCCL_INCLUDE";
 /// The same of libibverbs' headers.
 const VERBS_INCLUDE: &str = "RINGSIGHT_VERBS_INCLUDE";
 
+/// Environment variable that says to the tests of leaks that a leak checker looks at them.
+const LEAK_CHECKER: &str = "RINGSIGHT_TEST_LEAK_CHECKER";
+/// What those are built for.
+const CHECKED: &str = "x86_64-unknown-linux-gnu";
+
 /// How a layer ended.
 enum Outcome {
     Ran(Counts),
@@ -201,6 +206,15 @@ fn has_loom_model() -> bool {
         .is_ok_and(|manifest| manifest.contains("loom"))
 }
 
+/// Whether the toolchain has the runtime of a leak checker.
+fn has_leak_checker() -> Result<bool> {
+    let output = Command::new("rustc").args(["--print", "sysroot"]).output()?;
+    let sysroot = String::from_utf8(output.stdout)?;
+    let libraries = Path::new(sysroot.trim()).join(format!("lib/rustlib/{CHECKED}/lib"));
+    let is_runtime = |entry: fs::DirEntry| entry.file_name().to_string_lossy().ends_with("_rt.lsan.a");
+    Ok(fs::read_dir(libraries).is_ok_and(|entries| entries.flatten().any(is_runtime)))
+}
+
 /// Runs the layers.
 ///
 /// # Errors
@@ -335,6 +349,27 @@ fn layers(suite: &mut Suite, options: &Options, target: &Path) {
             // Other flags compile everything anew: kept apart from the other layers' builds.
             .env("RUSTFLAGS", "--cfg loom")
             .env("CARGO_TARGET_DIR", target.join("loom"));
+        suite_log.cargo_test(&mut command, None)
+    });
+    suite.layer("leaks", false, |_| {
+        if !has_leak_checker()? {
+            return Ok(Outcome::Skipped(
+                "this Rust toolchain has no LeakSanitizer".to_owned(),
+            ));
+        }
+        let mut command = cargo();
+        command
+            .args(["test", "--locked", "-p", "ringsight-comm", "--test", "leaks"])
+            // Named, so that only what runs there is built for the checker, and not what builds it.
+            .args(["--target", CHECKED])
+            // The toolchain brings the checker's runtime along; the flag that asks for it is not stable.
+            .env("RUSTC_BOOTSTRAP", "1")
+            .env("RUSTFLAGS", "-Zsanitizer=leak")
+            .env("CARGO_TARGET_DIR", target.join("leaks"))
+            .env(LEAK_CHECKER, "1");
+        if options.full {
+            command.env(FULL, "1");
+        }
         suite_log.cargo_test(&mut command, None)
     });
     end_to_end_layers(suite, &suite_log, options, chromium.ok().as_deref());
