@@ -141,11 +141,7 @@ DEVICE inline u32 load_once_a_warp(const u32* address) {
 DEVICE inline u64 add_relaxed(u64* address, u64 value) {
   return atomicAdd(reinterpret_cast<unsigned long long*>(address), static_cast<unsigned long long>(value));
 }
-DEVICE inline u32 add_acq_rel(u32* address, u32 value) {
-  u32 old;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(address), "r"(value) : "memory");
-  return old;
-}
+DEVICE inline u32 add_relaxed(u32* address, u32 value) { return atomicAdd(address, value); }
 DEVICE inline u32 exchange_relaxed(u32* address, u32 value) { return atomicExch(address, value); }
 
 DEVICE inline u32 bits_set(u32 word) { return static_cast<u32>(__popc(word)); }
@@ -187,7 +183,7 @@ void store_release(T* address, T value) { __atomic_store_n(address, value, __ATO
 template <class T>
 void store_relaxed(T* address, T value) { __atomic_store_n(address, value, __ATOMIC_RELAXED); }
 inline u64 add_relaxed(u64* address, u64 value) { return __atomic_fetch_add(address, value, __ATOMIC_RELAXED); }
-inline u32 add_acq_rel(u32* address, u32 value) { return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL); }
+inline u32 add_relaxed(u32* address, u32 value) { return __atomic_fetch_add(address, value, __ATOMIC_RELAXED); }
 inline u32 exchange_relaxed(u32* address, u32 value) { return __atomic_exchange_n(address, value, __ATOMIC_RELAXED); }
 
 struct alignas(16) Line { u32 low, low_flag, high, high_flag; };

@@ -84,13 +84,18 @@ class Report {
   }
 
   // One block is done; whether it is the run's last one, which learns whether any was aborted.
+  //
+  // Relaxed: what blocks have written for others is ordered by flags of its own or by the end of the kernel, and the last one reads nothing
+  // of theirs but this word. A release would wait for all that the block has stored, also into other GPUs: most of a microsecond. What
+  // blocks that were aborted have reported is before what the last one reports behind it: a fence on either side of the word.
   DEVICE INLINE bool block_done(u32 blocks, bool& aborted) const {
     if (blocks == 1) return true;
     constexpr u32 ABORTED = 1 << 16;
+    if (aborted) fence_system();
     const u32 mine = aborted ? ABORTED + 1 : 1;
-    // AcqRel: what the others have reported is before what the last block says.
-    const u32 done = add_acq_rel(&state_->blocks_done, mine) + mine;
+    const u32 done = add_relaxed(&state_->blocks_done, mine) + mine;
     aborted = done >= ABORTED;
+    if (aborted) fence_system();
     return done % ABORTED == blocks;
   }
 
