@@ -40,7 +40,7 @@ class ExchangeBlock {
     const u32 runs = thread_index() == 0 ? meeting_.runs() : 0;
     u64* steps = steps_of(base(me())) + lane_;
     if (meeting_.moves()) step_ = load_relaxed(steps) + 1;
-    meeting_.begin();
+    meeting_.begin(is_short());
     if (arguments_.straight && meeting_.serves()) tell_places();
     bool done = true;
     Way way = Way::Steps;
@@ -71,6 +71,11 @@ class ExchangeBlock {
   DEVICE INLINE u64 base(u32 rank) const { return arguments_.call.bases[rank]; }
   // The rank that comes `hop` after this one: not all begin with the same.
   DEVICE INLINE u32 after(u32 hop) const { return me() + hop < ranks() ? me() + hop : me() + hop - ranks(); }
+
+  // In lines, and each lane has two chunks at most.
+  DEVICE INLINE bool is_short() const {
+    return !arguments_.straight && arguments_.piece <= static_cast<u64>(2 * arguments_.chunk) * lanes_;
+  }
 
   // All steps of the lane; false if it is to give up.
   DEVICE INLINE bool move() { return arguments_.chunk >= MANY * ROW_BYTES ? move_by<MANY>() : move_by<FEW>(); }

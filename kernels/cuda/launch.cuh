@@ -103,10 +103,9 @@ enum class EventKind : u8 { Started = 1, Stopped = 2, Aborted = 3, Mismatch = 4,
 
 // In device memory, one for each launch that may be running; zero before the first.
 struct LaunchState {
-  u32 blocks_done;
+  u64 done;
   u32 runs;
   u32 differs;
-  u32 reserved;
 };
 static_assert(sizeof(LaunchState) == 16, "as in src/cuda/layout.rs");
 

@@ -61,10 +61,10 @@ class Meeting {
   // Runs before this one: to be asked for early.
   DEVICE INLINE u32 runs() const { return report_.runs(); }
 
-  // To be called by all threads before they move anything.
-  DEVICE INLINE void begin() {
+  // To be called by all threads before they move anything. `short`: the end is near.
+  DEVICE INLINE void begin(bool is_short) {
     if (epoch_ >= LAST_EPOCH - 1) clear();
-    if (serves()) announce(lane());
+    if (serves()) announce(lane(), is_short);
   }
 
   // By the threads that serve: waits until all others have begun this operation, and has the host told if they have begun another one;
@@ -92,12 +92,17 @@ class Meeting {
   DEVICE INLINE Area& area(u32 rank) const { return *area_of(call_.bases[rank]); }
 
   // For who has waited long.
-  DEVICE INLINE bool must_give_up(u32 polls) const { return report_.must_give_up(polls); }
+  DEVICE INLINE bool must_give_up(u32 polls) const {
+    if (!report_.is_long(polls)) return false;
+    give_back();
+    return report_.must_give_up();
+  }
   DEVICE INLINE const Report& report() const { return report_; }
   // The same, telling what for.
   DEVICE INLINE bool must_give_up(u32 polls, Phase phase, u32 rank, u32 step) const {
     if (!report_.is_long(polls)) return false;
     report_.put_waits(polls, phase, rank, call_.channel, call_.op, step);
+    give_back();
     return report_.must_give_up();
   }
 
@@ -112,8 +117,6 @@ class Meeting {
 
  private:
   static constexpr u32 STRIDE = SERVICE != 0 ? SERVICE : 1;
-  // No entry of the ring.
-  DEVICE static constexpr u64 no_place() { return ~static_cast<u64>(0); }
   // Of this thread, among those of the service.
   DEVICE INLINE static u32 lane() { return thread_index() - (SERVICE != 0 ? movers() : 0); }
 
@@ -136,15 +139,17 @@ class Meeting {
   }
 
   // `lane` among the threads of the service.
-  DEVICE INLINE void announce(u32 lane) {
+  DEVICE INLINE void announce(u32 lane, bool is_short) {
     for_others([this](u32 rank) { store_line(&area(rank).tags[epoch_ & 1][call_.rank], call_.tag, 0, epoch_); });
     if (lane == STRIDE - 1) {
-      // One block's end is so near that its place is had together with that of its start: to ask for it when the data is here takes
-      // a good part of so short an operation.
-      const u64 ticket = report_.ticket(blocks_ == 1 ? 2 : 1);
+      // The place of an end that is near is had together with that of the start: to ask for it when the data is here takes a good part of so
+      // short an operation.
+      const u64 ticket = report_.ticket(is_short ? 2 : 1);
       report_.event_at(report_.place(ticket), EventKind::Started, report_.replay(report_.runs()), call_.channel, call_.op,
                        device_time());
-      place_ = blocks_ == 1 ? report_.place(ticket + 1) : no_place();
+      const u64 end = is_short ? report_.place(ticket + 1) : Report::no_place();
+      place_ = blocks_ == 1 ? end : Report::no_place();
+      if (blocks_ != 1 && is_short) report_.keep_end(end);
     }
     // Whoever waits for long may give the place back.
     warp_barrier();
@@ -167,15 +172,14 @@ class Meeting {
     return same;
   }
 
-  // The end is not near: the host reads events in the order of tickets, and shall not wait here for those of others. Several
-  // threads may do this at a time: they write the same.
-  DEVICE INLINE void give_back() {
-    // Of several blocks none has a place, and all but the first have put nothing there to tell so.
-    if (blocks_ != 1) return;
-    const u64 place = place_;
-    if (place == no_place()) return;
-    place_ = no_place();
-    report_.event_at(place, EventKind::Nothing, 0, call_.channel, call_.op, 0);
+  // The end is not near: the host reads events in the order of tickets, and shall not wait here for those of others. By any thread that has
+  // waited long. (A block other than the first has put nothing into its own `place_`.)
+  DEVICE INLINE void give_back() const { give_back(call_, blocks_, &place_); }
+  // A function of its own: in the registers of those who call it there is no room for it.
+  DEVICE static NOINLINE void give_back(const PeerCall& call, u32 blocks, volatile u64* place) {
+    const Report report(call.head);
+    const u64 end = blocks == 1 ? exchange_relaxed(place, Report::no_place()) : report.take_end();
+    if (end != Report::no_place()) report.event_at(end, EventKind::Nothing, 0, call.channel, call.op, 0);
   }
 
   // Whether another rank is seen to have begun this operation. If it has begun another one, the host is told.
@@ -227,11 +231,12 @@ class Meeting {
   }
 
   DEVICE INLINE void finish(u32 runs, bool aborted) {
-    if (!report_.block_done(blocks_, aborted)) return;
+    u64 place;
+    if (!report_.block_done(blocks_, aborted, place)) return;
+    if (blocks_ == 1) place = place_;
     store_relaxed(&own_->epoch, epoch_);
     const EventKind kind = aborted ? EventKind::Aborted : EventKind::Stopped;
-    u64 place = blocks_ == 1 ? place_ : no_place();
-    if (place == no_place()) place = report_.place(report_.ticket());
+    if (place == Report::no_place()) place = report_.place(report_.ticket());
     report_.event_at(place, kind, report_.replay(runs), call_.channel, call_.op, device_time());
     // Relaxed, as an event's words are: a release would have to wait for all that was written to other GPUs and to the host,
     // which takes longer than the operation. The host's streams order the data by the kernel's end; what the host learns here is
@@ -242,7 +247,7 @@ class Meeting {
   const PeerCall& call_;
   const Report report_;
   const u32 block_, blocks_;
-  // Where the end of the block's operation will be told, if it is known.
+  // Where the end of an operation of one block will be told, if it is known.
   volatile u64& place_;
   Area* own_;
   const u32 epoch_;

@@ -44,7 +44,7 @@ class OneShotBlock {
     // All that is read is asked for before anything is waited for: each answer takes as long as a good part of the rest.
     const u32 runs = thread_index() == 0 ? meeting_.runs() : 0;
     const u64 mine = moves ? load(first) : 0;
-    meeting_.begin();
+    meeting_.begin(true);
     const bool done = !moves || move(first, static_cast<u64>(blocks_) * movers, mine);
     meeting_.end(runs, done);
   }

@@ -141,8 +141,15 @@ DEVICE inline u32 load_once_a_warp(const u32* address) {
 DEVICE inline u64 add_relaxed(u64* address, u64 value) {
   return atomicAdd(reinterpret_cast<unsigned long long*>(address), static_cast<unsigned long long>(value));
 }
-DEVICE inline u32 add_relaxed(u32* address, u32 value) { return atomicAdd(address, value); }
 DEVICE inline u32 exchange_relaxed(u32* address, u32 value) { return atomicExch(address, value); }
+DEVICE inline u64 exchange_relaxed(volatile u64* address, u64 value) {
+  return atomicExch(reinterpret_cast<unsigned long long*>(const_cast<u64*>(address)), static_cast<unsigned long long>(value));
+}
+// Puts `value` where `expected` is; returns what was there.
+DEVICE inline u64 compare_exchange_relaxed(u64* address, u64 expected, u64 value) {
+  return atomicCAS(reinterpret_cast<unsigned long long*>(address), static_cast<unsigned long long>(expected),
+                   static_cast<unsigned long long>(value));
+}
 
 DEVICE inline u32 bits_set(u32 word) { return static_cast<u32>(__popc(word)); }
 DEVICE inline float bits_to_float(u32 bits) { return __uint_as_float(bits); }
@@ -183,8 +190,12 @@ void store_release(T* address, T value) { __atomic_store_n(address, value, __ATO
 template <class T>
 void store_relaxed(T* address, T value) { __atomic_store_n(address, value, __ATOMIC_RELAXED); }
 inline u64 add_relaxed(u64* address, u64 value) { return __atomic_fetch_add(address, value, __ATOMIC_RELAXED); }
-inline u32 add_relaxed(u32* address, u32 value) { return __atomic_fetch_add(address, value, __ATOMIC_RELAXED); }
 inline u32 exchange_relaxed(u32* address, u32 value) { return __atomic_exchange_n(address, value, __ATOMIC_RELAXED); }
+inline u64 exchange_relaxed(volatile u64* address, u64 value) { return __atomic_exchange_n(address, value, __ATOMIC_RELAXED); }
+inline u64 compare_exchange_relaxed(u64* address, u64 expected, u64 value) {
+  __atomic_compare_exchange_n(address, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  return expected;
+}
 
 struct alignas(16) Line { u32 low, low_flag, high, high_flag; };
 inline void store_line(Line* address, u32 low, u32 high, u32 flag) {

@@ -157,14 +157,13 @@ const _: () = assert!(size_of::<Channel>() == 24);
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub struct LaunchState {
-    /// Blocks of the present run that are done; the upper half counts those that gave up.
-    pub blocks_done: u32,
+    /// Of the present run: blocks that are done and those of them that gave up, 10 bits each, and above these where its end is to be told, if
+    /// that is known.
+    pub done: u64,
     /// Runs that are over, of all launches that used it.
     pub runs: u32,
     /// A block has met a slot with another tag.
     pub differs: u32,
-    /// 0.
-    pub reserved: u32,
 }
 
 const _: () = assert!(size_of::<LaunchState>() == 16);
