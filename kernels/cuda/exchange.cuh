@@ -60,11 +60,14 @@ class ExchangeBlock {
   using Words = Folding<E, Op, RANKS, MAX_PEERS>;
   using Part = Stretch<WHOLE>;
   static constexpr u32 MOST_RANKS = Words::MOST_RANKS;
-  // Rows that a thread asks for before it waits for the first: of a chunk of so many at least, where answers are to overlap, or
-  // of a shorter one, where looking at rows that are not there takes time.
-  static constexpr u32 MANY = 8, FEW = 4;
+  // Rows that a thread asks for before it waits for the first. Of a chunk of at least `MANY` answers are to overlap; one of up to `EXACT` is
+  // asked for as a whole, and by code of its own: to look at rows that are not there takes as long as a tenth of the operation.
+  static constexpr u32 MANY = 8, FEW = 4, EXACT = 5;
   template <u32 COPIED>
-  DEVICE static constexpr u32 reduced() { return of_all_ranks<COPIED, MOST_RANKS>(); }
+  DEVICE static constexpr u32 reduced() {
+    constexpr u32 ROWS = of_all_ranks<COPIED, MOST_RANKS>();
+    return ROWS == 0 ? 1 : ROWS;
+  }
 
   DEVICE INLINE u32 ranks() const { return meeting_.ranks(); }
   DEVICE INLINE u32 me() const { return arguments_.call.rank; }
@@ -78,7 +81,20 @@ class ExchangeBlock {
   }
 
   // All steps of the lane; false if it is to give up.
-  DEVICE INLINE bool move() { return arguments_.chunk >= MANY * ROW_BYTES ? move_by<MANY>() : move_by<FEW>(); }
+  DEVICE INLINE bool move() {
+    if (arguments_.chunk >= MANY * ROW_BYTES) return move_by<MANY>();
+    // The code for any type is so long that once is enough.
+    if constexpr (!REDUCES || !Words::IS_ANY) {
+      switch (arguments_.chunk / ROW_BYTES) {
+        case 1: return move_by<1>();
+        case 2: return move_by<2>();
+        case 3: return move_by<3>();
+        case EXACT: return move_by<EXACT>();
+        default: break;
+      }
+    }
+    return move_by<FEW>();
+  }
   template <u32 COPIED>
   DEVICE INLINE bool move_by() {
     // Of blocks that were to go straight there may be more warps than lanes.
