@@ -112,7 +112,15 @@ fn what_is_long_goes_straight() {
         // Each of some 10 buffers by the other rank; which of the last ones are mapped in time, nobody knows.
         assert!(mapped.count() >= 10, "{said}");
     }
-    // The same of buffers that nobody has registered.
+    // Of buffers that nobody has registered those of captured operations are mapped.
+    for (asked, mapped) in [("1", true), ("0", false)] {
+        let told = [&told[..], &[("NCCL_GRAPH_REGISTER", asked)]].concat();
+        if let Some(said) = output("driver", test, &["graph", "2", "p"], &told) {
+            assert!(said.contains("30 replays checked"), "{said}");
+            assert_eq!(said.contains("Mapped memory"), mapped, "{asked}: {said}");
+        }
+    }
+    // And all, if so asked.
     let all = [("RINGSIGHT_STRAIGHT_BYTES", "1"), ("RINGSIGHT_MAP_BUFFERS", "1")];
     drive(test, &["check", "2", "p", "1048576"], &all);
     drive(test, &["graph", "2", "p"], &all);

@@ -2,8 +2,9 @@
 //!
 //! When a caller registers memory, its rank shows the allocation to those of other processes: a control message says what opens it. A thread of each of these maps it in its own time, enters where in the memory that kernels look at
 //! ([`peers::Mappings`]), and then enters with the rank that has shown it that this is done. No call waits for any of this: until all
-//! have mapped it, kernels find that they have not and go in steps. With `RINGSIGHT_MAP_BUFFERS=1` all memory that operations which may go
-//! straight use is shown, when the first one does. To open memory the driver waits for no kernel (measured: 0.3 ms while one runs), but to
+//! have mapped it, kernels find that they have not and go in steps. What captured operations use is shown likewise (`NCCL_GRAPH_REGISTER=0`:
+//! it is not), since it must stay as long as the graph, and with `RINGSIGHT_MAP_BUFFERS=1` all memory that operations which may go straight
+//! use, when the first one does. To open memory the driver waits for no kernel (measured: 0.3 ms while one runs), but to
 //! close it it does, and calls of other threads may wait with it: where kernels of several communicators wait for launches of this
 //! process, it must not be closed among them. Who registers memory knows when it goes; of other memory the caller says that it may be so.
 //!
@@ -168,8 +169,10 @@ struct Table {
     /// As long as there are launches.
     mapped: Weak<Mapped>,
     post: Post,
-    /// What operations use is shown, whether it is registered or not.
-    all: bool,
+    /// What operations use that are captured is shown, whether it is registered or not.
+    of_captured: bool,
+    /// And what all others use.
+    of_all: bool,
     own: Mutex<Own>,
     events: Sender<Event>,
 }
@@ -195,9 +198,9 @@ impl Table {
         (0..8).filter(move |rank| foreign >> rank & 1 == 1)
     }
 
-    /// What a buffer is in, shown to all who are to map it; `None` if it cannot be, or there are too many, or it is not registered and only what is
-    /// shall be.
-    fn show(&self, device: &dyn Device, address: usize, bytes: usize, registered: bool) -> Option<Shown> {
+    /// What a buffer is in, shown to all who are to map it; `None` if it cannot be, or there are too many, or it has not been and is not to
+    /// be.
+    fn show(&self, device: &dyn Device, address: usize, bytes: usize, may_be_new: bool) -> Option<Shown> {
         let allocation = device.allocation(address, bytes, self.device)?;
         let mut own = lock(&self.own);
         if let Some(number) = own.by_id.get(&allocation.id) {
@@ -207,7 +210,7 @@ impl Table {
                 number: *number,
             });
         }
-        if !registered && !self.all {
+        if !may_be_new {
             return None;
         }
         self.sweep(device, &mut own);
@@ -382,7 +385,8 @@ impl Maps {
             foreign: peers.foreign,
             mapped: Arc::downgrade(mapped),
             post,
-            all: crate::env::text("RINGSIGHT_MAP_BUFFERS").is_some_and(|value| value != "0"),
+            of_captured: crate::env::text("NCCL_GRAPH_REGISTER").is_none_or(|value| value != "0"),
+            of_all: crate::env::text("RINGSIGHT_MAP_BUFFERS").is_some_and(|value| value != "0"),
             own: Mutex::new(Own {
                 entries: vec![None; SHOWN],
                 generations: vec![0; SHOWN],
@@ -408,8 +412,14 @@ impl Maps {
     }
 
     /// What a buffer of an operation is in, shown to all ranks of other processes; `None` if it is not.
-    pub(crate) fn of_operation(&self, device: &dyn Device, address: usize, bytes: usize) -> Option<Shown> {
-        self.table.show(device, address, bytes, false)
+    pub(crate) fn of_operation(
+        &self,
+        device: &dyn Device,
+        (address, bytes): (usize, usize),
+        captured: bool,
+    ) -> Option<Shown> {
+        let may_be_new = self.table.of_all || captured && self.table.of_captured;
+        self.table.show(device, address, bytes, may_be_new)
     }
 
     /// Shows what a buffer is in that the caller has registered, if that can be.

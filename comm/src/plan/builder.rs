@@ -334,7 +334,12 @@ impl<'a> Builder<'a> {
                 return Some(Shown::default());
             }
             if is_foreign {
-                return self.comm.maps.as_ref()?.of_operation(device, address, bytes);
+                let captured = task.info.flags.contains(Flags::GRAPH);
+                return self
+                    .comm
+                    .maps
+                    .as_ref()?
+                    .of_operation(device, (address, bytes), captured);
             }
             let allocation = device.allocation(address, bytes, self.comm.device);
             allocation.map(|_| Shown::default())
