@@ -65,7 +65,8 @@ class ExchangeBlock {
   static constexpr u32 MANY = 8, FEW = 4, EXACT = 5;
   template <u32 COPIED>
   DEVICE static constexpr u32 reduced() {
-    constexpr u32 ROWS = of_all_ranks<COPIED, MOST_RANKS>();
+    // More would not be in registers.
+    constexpr u32 ROWS = of_all_ranks<(COPIED > EXACT ? FEW : COPIED), MOST_RANKS>();
     return ROWS == 0 ? 1 : ROWS;
   }
 
@@ -269,7 +270,7 @@ class ExchangeBlock {
   // All of the lane's part. It waits for nobody, so it takes no longer than the bytes do and need not look whether it is to give up: that
   // word is in the host's memory, and asked for by all warps every now and then it took four times as long as the bytes.
   DEVICE INLINE void move_straight() {
-    constexpr u32 PACKS = REDUCES ? reduced<8>() : 8, BYTES = PACKS * warp_threads() * sizeof(Pack);
+    constexpr u32 PACKS = REDUCES ? of_all_ranks<8, MOST_RANKS>() : 8, BYTES = PACKS * warp_threads() * sizeof(Pack);
     u32 turns = 0;
     for (u64 at = static_cast<u64>(lane_) * BYTES; at < arguments_.piece; at += static_cast<u64>(lanes_) * BYTES) {
       if constexpr (!REDUCES) {

@@ -78,11 +78,12 @@ pub(super) fn launch(work: &Work, call: PeerCall, peers: &Peers) -> PeerLaunch {
     let blocks = rows.div_ceil(warps).clamp(1, most);
     // As few steps as that takes, all of about the same length.
     let each = rows.div_ceil(lanes.min(blocks * warps)).max(1);
-    // Chunks that are passed on are shorter: while a rank reduces some, others travel. Where there are few, they are as long as the kernel
-    // asks for at once, and else of as many rows as take the link best: `docs/src/performance/library-gpu.md`.
-    let most_rows = match arguments.passes {
-        1 if each <= 10 => 5,
-        1 => 4,
+    // Chunks that are reduced are shorter: while a rank reduces some, others travel. Where there are few, they are as long as the kernel asks
+    // for at once, and else of as many rows as take the link best: `docs/src/performance/library-gpu.md`.
+    let most_rows = match (arguments.reduces, arguments.passes) {
+        (1, _) if each <= 10 => 5,
+        (1, 1) => 4,
+        (1, _) if each <= 24 => 8,
         _ => CHUNK_ROWS,
     };
     let chunk_rows = each.div_ceil(each.div_ceil(most_rows));
