@@ -63,11 +63,11 @@ class ExchangeBlock {
   // Rows that a thread asks for before it waits for the first. Of a chunk of at least `MANY` answers are to overlap; one of up to `EXACT` is
   // asked for as a whole, and by code of its own: to look at rows that are not there takes as long as a tenth of the operation.
   static constexpr u32 MANY = 8, FEW = 4, EXACT = 5;
+  // The same where rows of all ranks are reduced: no more than there are registers for.
   template <u32 COPIED>
   DEVICE static constexpr u32 reduced() {
-    // More would not be in registers.
-    constexpr u32 ROWS = of_all_ranks<(COPIED > EXACT ? FEW : COPIED), MOST_RANKS>();
-    return ROWS == 0 ? 1 : ROWS;
+    constexpr u32 ROWS = COPIED > EXACT ? FEW : COPIED, MOST = MOST_RANKS <= 2 ? EXACT : of_all_ranks<FEW, MOST_RANKS>();
+    return ROWS < MOST ? ROWS : MOST;
   }
 
   DEVICE INLINE u32 ranks() const { return meeting_.ranks(); }
