@@ -104,6 +104,12 @@ pub(super) fn run(place: &Place, minutes: f64, seed: u64, source: Source) -> Res
     }
     let right = total.false_verdicts == 0 && total.failed == 0 && total.named == total.late;
     let tested = total.late > 0 && (total.long_operations > 0 || !has_long(place.device));
+    if right && !tested {
+        println!(
+            "Nobody was late for long, or no operation took long by itself: there was nothing to be right about. Run it for longer, \
+             or with another --seed."
+        );
+    }
     total.ok = right && tested;
     Ok(total)
 }

@@ -213,6 +213,16 @@ fn lateness(random: &mut Random) -> Duration {
 mod tests {
     use super::*;
 
+    /// In twenty seconds a job does some fifty steps, and fewer on a busy machine. The first long operations are for finding out how long they
+    /// have to be.
+    #[test]
+    fn the_short_soak_of_the_tests_has_long_operations_early() {
+        let mut random = Random::new(crate::test::SOAKED_SEED);
+        let steps = (0..25).map(|_| Step::draw(&mut random, true));
+        let long = steps.filter(|step| step.world == World::Long && step.is_prompt());
+        assert!(long.count() >= 7);
+    }
+
     #[test]
     fn a_soak_has_steps_of_every_kind() {
         let mut random = Random::new(1);
