@@ -26,7 +26,7 @@ use super::{
     },
     nodes::{check, ends, patient, two_nodes},
 };
-use crate::common::{Call, Rank, config, host, ok, place_of_process, watch::Watch};
+use crate::common::{Call, Rank, config, host, ok, watch::Watch};
 
 /// Tells ranks to go through the situations that nothing can end well in.
 const LOST: &str = "RDMA_TEST_LOST";
@@ -133,10 +133,10 @@ fn children_that_share_a_proxy_end_and_leave_what_is_their_parents() {
 #[test]
 #[ignore = "helper: the body of one rank; started by the test above"]
 fn sharer() {
-    let Some((id, rank, ranks)) = place_of_process() else {
+    let Some(control) = Control::of_process() else {
         return;
     };
-    let control = Control::join(id, rank, ranks);
+    let rank = control.rank.rank;
     let mut settings = config();
     settings.split_share = 1;
     let parent = control.make_with(&mut settings);
@@ -175,10 +175,9 @@ fn sharer() {
 #[test]
 #[ignore = "helper: the body of one rank; started by the first test above"]
 fn worker() {
-    let Some((id, rank, ranks)) = place_of_process() else {
+    let Some(control) = Control::of_process() else {
         return;
     };
-    let control = Control::join(id, rank, ranks);
     let is_lost = env::var_os(LOST).is_some();
     for situation in Situation::ALL {
         if situation.is_lost() == is_lost {

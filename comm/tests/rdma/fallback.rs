@@ -10,10 +10,7 @@ use super::{
     links::{hide_addresses, mend, set_link, two_ports},
     nodes::{check, patient, two_nodes},
 };
-use crate::{
-    common::{Call, place_of_process},
-    fabric::Fabric,
-};
+use crate::{common::Call, fabric::Fabric};
 
 #[test]
 #[ignore = "helper: needs RDMA devices, run in a guest"]
@@ -141,10 +138,10 @@ fn without_a_port_that_is_up_a_connection_goes_over_a_socket() {
 #[test]
 #[ignore = "helper: the body of one rank; started by the test above"]
 fn late() {
-    let Some((id, rank, ranks)) = place_of_process() else {
+    let Some(control) = Control::of_process() else {
         return;
     };
-    let control = Control::join(id, rank, ranks);
+    let rank = control.rank.rank;
     // Has the process look for its ports; its connections are not used, nor do they fail.
     let early = control.make();
     control.meet();

@@ -11,10 +11,7 @@ use super::{
     links::{Held, devices, mend, set_link, two_ports},
     nodes::{check, patient, two_nodes},
 };
-use crate::{
-    common::place_of_process,
-    fabric::{Port, hold_commands},
-};
+use crate::fabric::{Port, hold_commands};
 
 /// What a device is asked for and does not answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,10 +52,9 @@ fn communicators_end_while_a_device_does_not_answer_and_leave_nothing() {
 #[test]
 #[ignore = "helper: the body of one rank; started by the test above"]
 fn worker() {
-    let Some((id, rank, ranks)) = place_of_process() else {
+    let Some(control) = Control::of_process() else {
         return;
     };
-    let control = Control::join(id, rank, ranks);
     for asked in [Asked::Fence, Asked::Build] {
         for how in [How::Destroy, How::Finalize, How::Abort] {
             run(&control, asked, how);

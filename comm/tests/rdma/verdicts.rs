@@ -13,7 +13,7 @@ use super::{
     links::{lose_packets, mend, two_ports},
     nodes::{check, ends, two_nodes},
 };
-use crate::common::{Call, place_of_process};
+use crate::common::Call;
 
 /// How long requests may neither end nor fail: half of it is enough for an operation on an emulated machine that has other work, too.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -35,10 +35,10 @@ fn a_communicator_leaves_a_path_that_another_one_found_dead() {
 #[test]
 #[ignore = "helper: the body of one rank; started by the test above"]
 fn worker() {
-    let Some((id, rank, ranks)) = place_of_process() else {
+    let Some(control) = Control::of_process() else {
         return;
     };
-    let control = Control::join(id, rank, ranks);
+    let rank = control.rank.rank;
     let (first, second) = (control.make(), control.make());
     let comms = || -> BTreeSet<u64> { ends().iter().map(|end| end.comm).collect() };
     work_until_on(&control, &first, 0);

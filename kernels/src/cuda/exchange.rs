@@ -13,6 +13,9 @@ use super::{
 };
 use crate::launch::{Peers, Straight, Work};
 
+/// The longest chunk that a kernel asks for as a whole, in rows: `EXACT` in `cuda/exchange.cuh`.
+const EXACT_ROWS: usize = 5;
+
 /// Names of the kernels, by their numbers: `RINGSIGHT_EXCHANGES` in `cuda/exchange.cuh`.
 pub const KERNELS: [&CStr; 12] = [
     c"ringsight_exchange_elements",
@@ -81,7 +84,7 @@ pub(super) fn launch(work: &Work, call: PeerCall, peers: &Peers) -> PeerLaunch {
     // Chunks that are reduced are shorter: while a rank reduces some, others travel. Where there are few, they are as long as the kernel asks
     // for at once, and else of as many rows as take the link best: `docs/src/performance/library-gpu.md`.
     let most_rows = match (arguments.reduces, arguments.passes) {
-        (1, _) if each <= 10 => 5,
+        (1, _) if each <= 2 * EXACT_ROWS => EXACT_ROWS,
         (1, 1) => 4,
         (1, _) if each <= 24 => 8,
         _ => CHUNK_ROWS,

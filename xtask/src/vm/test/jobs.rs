@@ -20,6 +20,15 @@ pub(super) enum Program {
     Demo,
 }
 
+/// The library's ranks on two nodes: tests whose names contain one of these.
+const fn between_nodes(filters: &'static [&'static str]) -> Program {
+    Program::Cargo {
+        package: "ringsight-comm",
+        test: "rdma",
+        filters,
+    }
+}
+
 /// A test in a guest.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Job {
@@ -126,11 +135,7 @@ pub(super) const JOBS: &[Job] = &[
     },
     Job {
         name: "rdma between nodes",
-        program: Program::Cargo {
-            package: "ringsight-comm",
-            test: "rdma",
-            filters: &["rdma::data", "rdma::failover", "rdma::fallback", "rdma::verdicts"],
-        },
+        program: between_nodes(&["rdma::data", "rdma::failover", "rdma::fallback", "rdma::verdicts"]),
         kernels: &[Series::V6_1],
         rdma: 2,
         mlx5: 0,
@@ -150,11 +155,7 @@ pub(super) const JOBS: &[Job] = &[
     },
     Job {
         name: "rdma between nodes, soft-RoCE and mlx5",
-        program: Program::Cargo {
-            package: "ringsight-comm",
-            test: "rdma",
-            filters: &["rdma::layers"],
-        },
+        program: between_nodes(&["rdma::layers"]),
         kernels: &[Series::V6_1],
         rdma: 1,
         mlx5: 1,
@@ -162,11 +163,7 @@ pub(super) const JOBS: &[Job] = &[
     },
     Job {
         name: "rdma between nodes, whose communicators end",
-        program: Program::Cargo {
-            package: "ringsight-comm",
-            test: "rdma",
-            filters: &["rdma::ends"],
-        },
+        program: between_nodes(&["rdma::ends"]),
         kernels: &[Series::V6_1],
         rdma: 2,
         mlx5: 0,
@@ -174,11 +171,7 @@ pub(super) const JOBS: &[Job] = &[
     },
     Job {
         name: "rdma between nodes, under replays and the bootstrap",
-        program: Program::Cargo {
-            package: "ringsight-comm",
-            test: "rdma",
-            filters: &["rdma::replays", "rdma::interface"],
-        },
+        program: between_nodes(&["rdma::replays", "rdma::interface"]),
         kernels: &[Series::V6_1],
         rdma: 2,
         mlx5: 0,
@@ -186,16 +179,12 @@ pub(super) const JOBS: &[Job] = &[
     },
     Job {
         name: "rdma between nodes, mlx5",
-        program: Program::Cargo {
-            package: "ringsight-comm",
-            test: "rdma",
-            filters: &[
-                "data_goes_over_rdma",
-                "operations_go_on_over_the_backup",
-                "rdma::queues",
-                "rdma::held",
-            ],
-        },
+        program: between_nodes(&[
+            "data_goes_over_rdma",
+            "operations_go_on_over_the_backup",
+            "rdma::queues",
+            "rdma::held",
+        ]),
         kernels: &Series::ALL,
         rdma: 0,
         mlx5: 4,
@@ -203,15 +192,11 @@ pub(super) const JOBS: &[Job] = &[
     },
     Job {
         name: "rdma between nodes, mlx5 with two ports",
-        program: Program::Cargo {
-            package: "ringsight-comm",
-            test: "rdma",
-            filters: &[
-                "rdma::failover::operations",
-                "rdma::queues",
-                "a_connection_whose_port_is_down",
-            ],
-        },
+        program: between_nodes(&[
+            "rdma::failover::operations",
+            "rdma::queues",
+            "a_connection_whose_port_is_down",
+        ]),
         kernels: &[Series::V6_12],
         rdma: 0,
         mlx5: 2,
@@ -219,11 +204,7 @@ pub(super) const JOBS: &[Job] = &[
     },
     Job {
         name: "rdma between nodes, mlx5, while connections are made",
-        program: Program::Cargo {
-            package: "ringsight-comm",
-            test: "rdma",
-            filters: &["operations_go_on_while", "a_connection_whose_port_is_down"],
-        },
+        program: between_nodes(&["operations_go_on_while", "a_connection_whose_port_is_down"]),
         kernels: &[Series::V6_1],
         rdma: 0,
         mlx5: 4,
