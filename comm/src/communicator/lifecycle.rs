@@ -34,13 +34,22 @@ struct Fault {
 impl Faults {
     /// Keeps the first one.
     pub(crate) fn set(&self, error: Error) {
-        let mut fault = lock(&self.fault);
-        if !fault.silent && fault.first.is_none() {
-            tracing::warn!(target: crate::log::INIT, "the communicator has failed: {error}");
-            fault.first = Some(error);
-            // Release: pairs with `get`.
-            self.any.store(true, Ordering::Release);
+        if let Some(error) = self.keep(error) {
+            say(&error);
         }
+    }
+
+    /// Keeps the first one, which is then to be said: after everything that follows from it, since words may wait for
+    /// whoever reads them.
+    fn keep(&self, error: Error) -> Option<Error> {
+        let mut fault = lock(&self.fault);
+        if fault.silent || fault.first.is_some() {
+            return None;
+        }
+        fault.first = Some(error.clone());
+        // Release: pairs with `get`.
+        self.any.store(true, Ordering::Release);
+        Some(error)
     }
 
     /// Keeps what a call of the caller's failed with, also when nothing else matters any more.
@@ -68,6 +77,10 @@ impl Faults {
         // Relaxed: who still sees one finds none.
         self.any.store(false, Ordering::Relaxed);
     }
+}
+
+fn say(error: &Error) {
+    tracing::warn!(target: crate::log::INIT, "the communicator has failed: {error}");
 }
 
 /// What stays with a handle while the communicator behind it comes and goes.
@@ -172,8 +185,11 @@ impl Lifecycle {
     /// Something went wrong behind the caller's back: the first such error stays, and every wait is released.
     pub(crate) fn fail(&self, error: Error) {
         // The error first: who is released finds it.
-        self.faults.set(error);
+        let fresh = self.faults.keep(error);
         self.abort.set();
+        if let Some(error) = fresh {
+            say(&error);
+        }
     }
 
     /// Notes a communicator that is being made from this one, so that it is aborted along with it.
@@ -206,8 +222,9 @@ impl Lifecycle {
 
     /// Releases every wait of the communicator, of what is made from it and of the group that works on it.
     pub(crate) fn abort(&self) {
-        self.faults
-            .set(Error::new(ResultCode::InvalidUsage, "comm has been aborted"));
+        let fresh = self
+            .faults
+            .keep(Error::new(ResultCode::InvalidUsage, "comm has been aborted"));
         let mut activity = lock(&self.activity);
         activity.aborted = true;
         for child in activity.children.iter().filter_map(Weak::upgrade) {
@@ -215,6 +232,9 @@ impl Lifecycle {
         }
         drop(activity);
         self.release();
+        if let Some(error) = fresh {
+            say(&error);
+        }
     }
 
     /// Waits until no group works on it, at most `limit`.

@@ -43,11 +43,12 @@ impl Losses {
         if let Some(checks) = state.checks.clone() {
             let watch = state.watch.as_ref().and_then(Weak::upgrade);
             drop(state);
-            if let Some(watch) = watch {
-                // First: what is in progress ends with the communicator's failure.
-                watch.lost(rank);
-            }
+            // First: what is in progress ends with the communicator's failure.
+            let report = watch.and_then(|watch| watch.lost(rank));
             checks.lost(rank, text);
+            if let Some(report) = report {
+                report.say();
+            }
             return;
         }
         state.first.get_or_insert_with(|| (rank, text.to_owned()));

@@ -6,11 +6,13 @@
 //! subscriber. When nothing asks for lines there is no subscriber, and an event costs one relaxed load.
 //!
 //! Levels: `warn!` is NCCL's WARN, `info!` INFO, `debug!` ABORT, `trace!` TRACE; the version has a level of its own, below
-//! WARN ([`version`]). No call ever fails because a line cannot be written.
+//! WARN ([`version`]). No call ever fails because a line cannot be written, or waits for long because nobody reads it
+//! ([`writer`]).
 
 mod line;
 mod lines;
 mod settings;
+mod writer;
 
 use std::{
     collections::BTreeSet,
@@ -134,7 +136,7 @@ pub(crate) fn version() {
     );
     match settings() {
         Some(settings) if matches!(settings.level, Level::Version | Level::Warn) => {
-            settings.sink.write(&format!("{text}\n"));
+            writer::write(&settings.sink, format!("{text}\n"), false);
         }
         _ => tracing::info!(target: INIT, "{text}"),
     }
@@ -147,7 +149,16 @@ pub(crate) fn alarm(device: i32, texts: &[String]) {
             .iter()
             .map(|text| line::alarm(text, device, &settings))
             .collect();
-        settings.sink.write(&format!("\n{lines}"));
+        writer::write(&settings.sink, format!("\n{lines}"), true);
+    }
+}
+
+/// That so many lines could not be written.
+fn lost(count: u64) -> String {
+    let text = format!("nobody has read this for long, and what was said meanwhile is lost: {count} lines");
+    match settings() {
+        Some(settings) => line::alarm(&text, -1, &settings),
+        None => format!("{text}\n"),
     }
 }
 
@@ -214,7 +225,8 @@ impl Subscriber for Printer {
 
     fn event(&self, event: &Event<'_>) {
         if let Some(settings) = settings() {
-            settings.sink.write(&line::of(event, &settings));
+            let urgently = Level::of(*event.metadata().level()) == Level::Warn;
+            writer::write(&settings.sink, line::of(event, &settings), urgently);
         }
     }
 

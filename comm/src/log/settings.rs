@@ -2,7 +2,9 @@
 
 use std::{
     fs::{File, OpenOptions},
-    io::{self, Write as _},
+    io::Write as _,
+    mem::ManuallyDrop,
+    os::fd::FromRawFd as _,
     sync::Arc,
 };
 
@@ -74,12 +76,15 @@ pub(super) enum Sink {
 }
 
 impl Sink {
-    /// Writes whole lines. A full disk or a closed descriptor costs the lines, not the call that they tell of.
+    /// Writes whole lines; blocks as long as whoever is to read them does not. A full disk or a closed descriptor costs the
+    /// lines, not the call that they tell of.
     pub(super) fn write(&self, lines: &str) {
         let _ = match self {
             Self::Stdout => {
-                let mut out = io::stdout().lock();
-                out.write_all(lines.as_bytes()).and_then(|()| out.flush())
+                // Not by `io::stdout`: a child that is forked meanwhile would find its lock held for good.
+                // SAFETY: never closed here; a descriptor that is closed gives an error.
+                let out = ManuallyDrop::new(unsafe { File::from_raw_fd(libc::STDOUT_FILENO) });
+                (&*out).write_all(lines.as_bytes())
             }
             // One write of a file opened for appending: lines of several threads and processes stay whole.
             Self::File(_, file) => { file }.write_all(lines.as_bytes()),

@@ -321,12 +321,12 @@ impl Watch {
         }
     }
 
-    /// What is known at once of the operation that began first, without asking.
-    pub(super) fn judge_alone(&self, cause: Cause, culprit: u32) {
+    /// What is known at once of the operation that began first, without asking. What is then to be said.
+    pub(super) fn judge_alone(&self, cause: Cause, culprit: u32) -> Option<Report> {
         if cause == Cause::RankDead {
             lock(&self.inquiry).lost.insert(culprit);
         }
-        let Some(op) = self.oldest(None) else { return };
+        let op = self.oldest(None)?;
         let verdict = Verdict {
             cause,
             culprit,
@@ -344,9 +344,7 @@ impl Watch {
             }),
             _ => Heard::Gone,
         };
-        if let Some(report) = self.conclude(&op, &verdict, &BTreeMap::from([(culprit, heard)])) {
-            report.say();
-        }
+        self.conclude(&op, &verdict, &BTreeMap::from([(culprit, heard)]))
     }
 
     /// What the checks have found out, of the operation that began first, or is about to.

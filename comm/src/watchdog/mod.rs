@@ -174,14 +174,15 @@ impl Watch {
         }
     }
 
-    /// The process of a rank is gone: operations in progress will not end.
-    pub(crate) fn lost(&self, rank: u32) {
+    /// The process of a rank is gone: operations in progress will not end. What is then to be said, which may wait for
+    /// whoever reads it.
+    pub(crate) fn lost(&self, rank: u32) -> Option<Report> {
         self.refresh(Duration::ZERO);
-        self.judge_alone(Cause::RankDead, rank);
+        self.judge_alone(Cause::RankDead, rank)
     }
 
     /// The ranks do not call alike, as `text` says, and these are wrong: operations in progress will not end. What is then to
-    /// be said, which may block.
+    /// be said.
     pub(crate) fn differ(&self, text: &str, odd: &[u32]) -> Option<Report> {
         self.refresh(Duration::ZERO);
         self.judge_calls(text, odd)
@@ -196,9 +197,10 @@ impl Watch {
         if from >= self.ranks {
             return;
         }
+        let mut report = None;
         let answer = match message {
             Message::Where { query, run } => {
-                self.fail_with_device();
+                report = self.fail_with_device();
                 self.refresh(events::RECENT);
                 let held_up = detector::oldest_in_progress(self.device, (self.comm, run));
                 let answer = Answer {
@@ -223,6 +225,9 @@ impl Watch {
             }
         };
         (self.post)(Some(from), &answer.encode());
+        if let Some(report) = report {
+            report.say();
+        }
     }
 
     fn position(&self, run: Run, now: u64) -> Position {
@@ -283,13 +288,13 @@ impl Watch {
         Some(Error::from(fault))
     }
 
-    /// Operations in progress will not end: the error is set, whatever the action.
-    fn fail_with_device(&self) {
-        if let Some(fault) = self.fault() {
-            // The error first: who reads the report finds it.
-            self.life.fail(fault);
-            self.judge_alone(Cause::DeviceFault, self.rank);
-        }
+    /// If the device has failed operations in progress will not end: the error is set, whatever the action. What is then to
+    /// be said.
+    fn fail_with_device(&self) -> Option<Report> {
+        let fault = self.fault()?;
+        // The error first: who reads the report finds it.
+        self.life.fail(fault);
+        self.judge_alone(Cause::DeviceFault, self.rank)
     }
 
     /// What the system says of the process of a rank of this node.
@@ -337,7 +342,9 @@ impl Watch {
             lock(&self.inquiry).close();
             return self.settings.rest();
         };
-        self.fail_with_device();
+        if let Some(report) = self.fail_with_device() {
+            report.say();
+        }
         let age = Duration::from_nanos(now.saturating_sub(op.start_ns));
         match threshold.checked_sub(age) {
             Some(left) if !left.is_zero() => left.min(self.settings.rest()),

@@ -184,7 +184,7 @@ pub(crate) struct Report {
 }
 
 impl Report {
-    /// Says it; blocks as long as whoever reads the log does not.
+    /// Says it, which may wait a moment for whoever reads the log: after everything that follows from the verdict.
     pub(crate) fn say(self) {
         log::alarm(self.device, &self.lines);
     }
