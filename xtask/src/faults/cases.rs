@@ -13,10 +13,10 @@ pub(super) const THRESHOLD: Duration = Duration::from_millis(300);
 pub(super) const ARRIVAL: Duration = Duration::from_millis(1300);
 /// From a time-out to the verdict.
 pub(super) const PROMISED: Duration = Duration::from_secs(1);
-/// From calls that differ, or a lost process, to the communicator's failure.
+/// From a lost process to the communicator's failure.
 const AT_ONCE: Duration = Duration::from_secs(1);
-/// The same where ranks have to be asked who called what.
-const CHECKED: Duration = Duration::from_secs(2);
+/// A process that is kept from running for so long has a machine that does something else.
+pub(super) const STALLED: Duration = Duration::from_millis(150);
 
 /// `ncclSuccess`, `ncclSystemError`, `ncclInvalidUsage`, `ncclRemoteError`.
 pub(super) const SUCCESS: i32 = 0;
@@ -407,13 +407,13 @@ impl Round {
                     by: By::All,
                     code: INVALID_USAGE,
                     text: format!("rank {} called ", self.victim),
-                    within: CHECKED,
+                    within: THRESHOLD + PROMISED,
                 }),
                 by: By::All,
                 verdicts: vec![Verdict {
                     cause: "METADATA_MISMATCH",
                     class: "hang",
-                    within: CHECKED,
+                    within: THRESHOLD + PROMISED,
                     operation: String::new(),
                     words: " has called something else: ",
                 }],

@@ -60,6 +60,17 @@ pub(super) struct Observed {
     pub(super) broken: Option<String>,
 }
 
+impl Observed {
+    /// When something happened on a rank.
+    pub(super) fn at(&self, rank: u32, what: &What) -> Option<u64> {
+        let kind = std::mem::discriminant(what);
+        self.truth
+            .iter()
+            .find(|event| event.rank == rank && std::mem::discriminant(&event.what) == kind)
+            .map(|event| event.ns)
+    }
+}
+
 pub(super) enum Heard {
     /// A line of standard output, which the library's log goes to as well, or standard error.
     Line { line: String, ns: u64 },

@@ -18,15 +18,18 @@ use clap::Args;
 mod call;
 mod cases;
 pub mod debugger;
+mod excuse;
 mod job;
 mod score;
 mod soak;
+mod tally;
 mod truth;
 pub mod worker;
 
 use crate::{nccl::DeviceKind, process, workspace};
 use cases::{Case, Round, Source};
-use score::{Report, Score, Tally};
+use score::Score;
+use tally::{Report, Tally};
 
 /// Rounds of each case of the whole matrix.
 const FULL: u32 = 20;
@@ -147,7 +150,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         .iter()
         .filter_map(|case| done.remove(&case.to_string()))
         .collect();
-    score::print(&tallies);
+    tally::print(&tallies);
     for cell in &impossible {
         println!("impossible: {cell}");
     }
@@ -312,13 +315,18 @@ impl Matrix<'_> {
             .place
             .folder
             .join(format!("{}-{number}", case.to_string().replace('/', "-")));
-        for repeated in 0..REPEATED {
+        let mut left_out = BTreeMap::new();
+        for _ in 0..REPEATED {
             let observed = job::run(&round, case.ranks, &folder, self.place)
                 .with_context(|| format!("{case}, round {number}, seed {}", self.seed))?;
-            let Some(score) = score::judge(&round, &observed) else {
-                continue;
+            let score = match score::judge(&round, &observed) {
+                Ok(score) => Score { left_out, ..score },
+                Err(reason) => {
+                    *left_out.entry(reason).or_default() += 1;
+                    println!("{case}, round {number}: left out ({reason}): {:?}", observed.said);
+                    continue;
+                }
             };
-            let score = Score { repeated, ..score };
             if score.problems.is_empty() {
                 let _ = fs::remove_dir_all(&folder);
             } else {
@@ -326,9 +334,7 @@ impl Matrix<'_> {
             }
             return Ok(score);
         }
-        bail!(
-            "{case}, round {number}: the machine is too busy: a rank was late by more than it was told to, {REPEATED} times"
-        )
+        bail!("{case}, round {number}: the machine is too busy: left out {REPEATED} times, {left_out:?}")
     }
 }
 

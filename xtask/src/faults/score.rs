@@ -1,11 +1,12 @@
 //! What the watchdog said, held against what was true.
 
-use std::time::Duration;
+use std::{collections::BTreeMap, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
 use super::{
-    cases::{Fault, Round, THRESHOLD},
+    cases::{Fault, Round},
+    excuse::{self, Reason},
     job::{Observed, Said},
     truth::What,
 };
@@ -23,9 +24,9 @@ pub(super) struct Score {
     pub(super) in_time: bool,
     /// Verdicts that should not have been given.
     pub(super) false_verdicts: u32,
-    /// How often it was run before, on a machine so slow that something else happened than was meant to.
+    /// How often it was run before, and why that does not count.
     #[serde(default)]
-    pub(super) repeated: u32,
+    pub(super) left_out: BTreeMap<Reason, u32>,
     /// What was wrong, in words.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) problems: Vec<String>,
@@ -48,9 +49,22 @@ struct Judge<'a> {
     score: Score,
 }
 
-/// Judges a round; `None` if the machine was so slow that another fault happened than was meant to.
-#[must_use]
-pub(super) fn judge(round: &Round, observed: &Observed) -> Option<Score> {
+/// Judges a round, unless the machine was so busy that something else happened than was meant to.
+///
+/// # Errors
+/// Why it is to be left out.
+pub(super) fn judge(round: &Round, observed: &Observed) -> Result<Score, Reason> {
+    if let Some(reason) = excuse::reason(round, observed) {
+        let wrong = excuse::wrong(round, observed);
+        if wrong.is_empty() {
+            return Err(reason);
+        }
+        return Ok(Score {
+            false_verdicts: wrong.len() as u32,
+            problems: vec![format!("to be left out ({reason}), but for {wrong:?}")],
+            ..Score::default()
+        });
+    }
     let mut judge = Judge {
         round,
         observed,
@@ -61,9 +75,6 @@ pub(super) fn judge(round: &Round, observed: &Observed) -> Option<Score> {
             ..Score::default()
         },
     };
-    if judge.is_other_than_meant() {
-        return None;
-    }
     if let Some(broken) = &observed.broken {
         judge.score.class = false;
         judge.score.problems.push(broken.clone());
@@ -71,18 +82,12 @@ pub(super) fn judge(round: &Round, observed: &Observed) -> Option<Score> {
     judge.verdicts();
     judge.failures();
     judge.completions();
-    Some(judge.score)
+    Ok(judge.score)
 }
 
 impl Judge<'_> {
-    /// When something happened on a rank.
     fn at(&self, rank: u32, what: &What) -> Option<u64> {
-        let kind = std::mem::discriminant(what);
-        self.observed
-            .truth
-            .iter()
-            .find(|event| event.rank == rank && std::mem::discriminant(&event.what) == kind)
-            .map(|event| event.ns)
+        self.observed.at(rank, what)
     }
 
     fn problem(&mut self, text: String) {
@@ -97,48 +102,6 @@ impl Judge<'_> {
             self.score.in_time = false;
             self.problem(format!("{what} after {took:.0} ms, not {within:?}"));
         }
-    }
-
-    /// Whether the machine, and not the fault, kept a rank from coming for as long as the threshold. What is said of that is that
-    /// a rank is late, never that it hangs.
-    fn is_other_than_meant(&self) -> bool {
-        let (round, observed) = (self.round, self.observed);
-        if observed.stalled > THRESHOLD / 4 {
-            return true;
-        }
-        let is_late = |said: &Said| said.verdict.contains(" (late): ");
-        let fault = self.at(round.victim, &What::Fault).unwrap_or(u64::MAX);
-        if observed.said.iter().any(|said| said.ns < fault && is_late(said)) {
-            return true;
-        }
-        let called = |rank| self.at(rank, &What::Called);
-        let others = (0..round.ranks).filter(|rank| *rank != round.victim);
-        let failed = || {
-            observed.truth.iter().filter_map(|event| match &event.what {
-                What::Failed { text, .. } => Some((event.ns, text)),
-                _ => None,
-            })
-        };
-        // Who is wrong can be said once most have called: the victim is to be the last.
-        let is_last = !others.clone().any(|rank| called(rank) > called(round.victim))
-            && !failed().any(|(_, text)| text.contains(" did not yet call it"));
-        if matches!(round.fault, Fault::Count | Fault::Order) && !is_last {
-            return true;
-        }
-        let is_expected = |said: &Said| is_late(said) || said.verdict.starts_with("METADATA_MISMATCH ");
-        let until = match round.fault {
-            // Until it calls something else than the others it is late, and they say so.
-            Fault::SlowBelow | Fault::Crossed => called(round.victim),
-            // Until they fail, ranks wait; normally not for long.
-            Fault::Count | Fault::Order if observed.said.iter().all(is_expected) => {
-                failed().map(|(ns, _)| ns).max()
-            }
-            _ => None,
-        };
-        let waited = until.zip(others.filter_map(called).min());
-        waited.is_some_and(|(until, since)| {
-            u128::from(until.saturating_sub(since)) >= THRESHOLD.as_nanos() * 9 / 10
-        })
     }
 
     fn verdicts(&mut self) {
@@ -266,163 +229,6 @@ impl Judge<'_> {
     }
 }
 
-/// The rounds of a case, as they are kept.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(super) struct Tally {
-    pub(super) case: String,
-    pub(super) seed: u64,
-    pub(super) rounds: u32,
-    /// Rounds with the right class, the right culprit, in time.
-    pub(super) class: u32,
-    pub(super) culprit: u32,
-    pub(super) in_time: u32,
-    pub(super) false_verdicts: u32,
-    /// Rounds that were run again, since the machine had been too slow.
-    #[serde(default)]
-    pub(super) repeated: u32,
-    /// Median and worst of the rounds' latencies, and what is promised, milliseconds.
-    pub(super) median_ms: Option<f64>,
-    pub(super) worst_ms: Option<f64>,
-    pub(super) promised_ms: u32,
-    /// Of the rounds in which something was wrong.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(super) problems: Vec<String>,
-}
-
-impl Tally {
-    #[must_use]
-    pub(super) fn of(case: String, seed: u64, promised: Duration, scores: &[Score]) -> Self {
-        let count = |is: fn(&Score) -> bool| scores.iter().filter(|score| is(score)).count() as u32;
-        let mut latencies: Vec<f64> = scores.iter().filter_map(|score| score.latency_ms).collect();
-        latencies.sort_by(f64::total_cmp);
-        let rounded = |ms: &f64| ms.round();
-        Self {
-            case,
-            seed,
-            rounds: scores.len() as u32,
-            class: count(|score| score.class),
-            culprit: count(|score| score.culprit),
-            in_time: count(|score| score.in_time),
-            false_verdicts: scores.iter().map(|score| score.false_verdicts).sum(),
-            repeated: scores.iter().map(|score| score.repeated).sum(),
-            median_ms: latencies.get(latencies.len() / 2).map(rounded),
-            worst_ms: latencies.last().map(rounded),
-            promised_ms: promised.as_millis() as u32,
-            problems: scores
-                .iter()
-                .enumerate()
-                .flat_map(|(round, score)| {
-                    score
-                        .problems
-                        .iter()
-                        .map(move |text| format!("round {round}: {text}"))
-                })
-                .collect(),
-        }
-    }
-}
-
-/// Rounds that may be repeated of a cell however few it has.
-const FEW: u32 = 5;
-
-impl Tally {
-    /// More rounds were left out than count: what is left is no sample. Of few rounds some may be, where the machine is busy.
-    fn is_too_often_repeated(&self) -> bool {
-        self.repeated > self.rounds.max(FEW)
-    }
-}
-
-/// The whole run, as its last line says.
-#[derive(Clone, Debug, Serialize)]
-pub(super) struct Report {
-    pub(super) ok: bool,
-    pub(super) seed: u64,
-    pub(super) cases: usize,
-    pub(super) rounds: u32,
-    /// Parts of the rounds.
-    pub(super) class: f64,
-    pub(super) culprit: f64,
-    pub(super) in_time: f64,
-    pub(super) false_verdicts: u32,
-    pub(super) repeated: u32,
-    pub(super) worst_ms: f64,
-    /// Cells that cannot be, and why.
-    pub(super) impossible: Vec<String>,
-    /// Cases in which something was wrong.
-    pub(super) wrong: Vec<String>,
-}
-
-/// What part of the rounds must have the right class and culprit.
-const RIGHT: f64 = 0.99;
-
-impl Report {
-    #[must_use]
-    pub(super) fn of(seed: u64, tallies: &[Tally], impossible: Vec<String>) -> Self {
-        let sum = |of: fn(&Tally) -> u32| tallies.iter().map(of).sum::<u32>();
-        let rounds = sum(|tally| tally.rounds);
-        let part = |count: u32| f64::from(count) / f64::from(rounds.max(1));
-        let (class, culprit) = (part(sum(|tally| tally.class)), part(sum(|tally| tally.culprit)));
-        let in_time = part(sum(|tally| tally.in_time));
-        let false_verdicts = sum(|tally| tally.false_verdicts);
-        let right = class >= RIGHT && culprit >= RIGHT && in_time >= 1.0 && false_verdicts == 0;
-        Self {
-            ok: rounds > 0 && right && !tallies.iter().any(Tally::is_too_often_repeated),
-            seed,
-            cases: tallies.len(),
-            rounds,
-            class,
-            culprit,
-            in_time,
-            false_verdicts,
-            repeated: sum(|tally| tally.repeated),
-            worst_ms: tallies
-                .iter()
-                .filter_map(|tally| tally.worst_ms)
-                .fold(0.0, f64::max),
-            impossible,
-            wrong: tallies
-                .iter()
-                .filter(|tally| !tally.problems.is_empty() || tally.is_too_often_repeated())
-                .map(|tally| tally.case.clone())
-                .collect(),
-        }
-    }
-}
-
-/// Prints the table of the cases.
-pub(super) fn print(tallies: &[Tally]) {
-    println!(
-        "\n{:<36} {:>6} {:>7} {:>8} {:>8} {:>6} {:>10} {:>9} {:>9}",
-        "case", "rounds", "class", "culprit", "in time", "false", "median ms", "worst ms", "promised"
-    );
-    let number = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), |value| format!("{value:.0}"));
-    for tally in tallies {
-        println!(
-            "{:<36} {:>6} {:>7} {:>8} {:>8} {:>6} {:>10} {:>9} {:>9}",
-            tally.case,
-            tally.rounds,
-            tally.class,
-            tally.culprit,
-            tally.in_time,
-            tally.false_verdicts,
-            number(tally.median_ms),
-            number(tally.worst_ms),
-            number((tally.promised_ms > 0).then_some(f64::from(tally.promised_ms)))
-        );
-    }
-    for tally in tallies {
-        if tally.is_too_often_repeated() {
-            println!(
-                "{}: {} rounds were repeated, of {} that count",
-                tally.case, tally.repeated, tally.rounds
-            );
-        }
-        for problem in &tally.problems {
-            println!("{}: {problem}", tally.case);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -507,29 +313,23 @@ mod tests {
     }
 
     #[test]
-    fn a_run_is_good_only_if_nearly_all_of_it_is() {
-        let score = |class, culprit| Score {
-            class,
-            culprit,
-            in_time: true,
-            latency_ms: Some(10.0),
-            ..Score::default()
-        };
-        let mut scores = vec![score(true, true); 99];
-        scores.push(score(true, false));
-        let tally = |scores: &[Score]| Tally::of("x".to_owned(), 1, Duration::ZERO, scores);
-        assert!(Report::of(1, &[tally(&scores)], Vec::new()).ok);
-        scores.push(score(false, false));
-        assert!(!Report::of(1, &[tally(&scores)], Vec::new()).ok);
-        assert!(!Report::of(1, &[], Vec::new()).ok);
-        scores.truncate(2);
-        scores[0].repeated = FEW;
-        assert!(Report::of(1, &[tally(&scores)], Vec::new()).ok);
-        scores[1].repeated = 1;
-        let report = Report::of(1, &[tally(&scores)], Vec::new());
-        assert!(!report.ok && report.wrong == ["x"], "{report:?}");
-        scores[1].repeated = 0;
-        scores[0].false_verdicts = 1;
-        assert!(!Report::of(1, &[tally(&scores)], Vec::new()).ok);
+    fn a_busy_machine_excuses_no_false_hang() {
+        let right = "NOT_LAUNCHED (late): rank 1 has not launched it; its last";
+        let mut observed = observed(&[(0, 500, right), (2, 600, right)]);
+        observed.stalled = Duration::from_millis(500);
+        assert_eq!(judge(&withheld(), &observed), Err(Reason::Stalled));
+        "NO_ANSWER (hang): rank 1 does not answer".clone_into(&mut observed.said[1].verdict);
+        let score = judge(&withheld(), &observed).unwrap();
+        assert!(
+            score.false_verdicts == 1 && !score.class && !score.problems.is_empty(),
+            "{score:?}"
+        );
+    }
+
+    #[test]
+    fn what_was_said_before_the_fault_is_judged_and_no_excuse() {
+        let right = "NOT_LAUNCHED (late): rank 1 has not launched it; its last";
+        let early = observed(&[(0, 60, right), (0, 500, right), (2, 600, right)]);
+        assert_eq!(judge(&withheld(), &early).unwrap().false_verdicts, 1);
     }
 }

@@ -23,8 +23,14 @@ pub(super) struct Event {
 pub(super) enum What {
     /// The fault is about to begin.
     Fault,
+    /// The rank is about to call an operation before the fault, by its number, or has called it (`launched`).
+    Before { number: u32, launched: bool },
     /// The rank is about to call the operation.
     Called,
+    /// It has called it.
+    Launched,
+    /// A thread of the rank's process that only sleeps did not run for so long when it was to.
+    Stalled { ms: u64 },
     /// Its communicator had failed before it came to that.
     TooLate,
     /// Its communicator has failed.

@@ -19,7 +19,7 @@ use clap::Args;
 
 use super::{
     call::{Call, Launched},
-    cases::{Action, Fault, Operation, PROMISED, Round, SUCCESS, SYSTEM_ERROR},
+    cases::{Action, Fault, Operation, PROMISED, Round, STALLED, SUCCESS, SYSTEM_ERROR},
     soak,
     truth::{Account, What},
 };
@@ -167,6 +167,8 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let file = arguments.round.as_ref().context("--round is missing")?;
     let text = fs::read_to_string(file).with_context(|| format!("reading {}", file.display()))?;
     let round: Round = serde_json::from_str(&text).context("round")?;
+    let member = arguments.members[0];
+    thread::spawn(move || note_stalls(truth, member));
     run_members(&arguments.members, arguments.device, |nccl, id, rank, stages| {
         nccl.set_device(rank)?;
         let communicator = nccl.communicator(round.ranks, id, rank)?;
@@ -178,6 +180,21 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         }
         .run(communicator)
     })
+}
+
+/// Notes for how long this process is kept from running when it is to.
+fn note_stalls(truth: &Account, rank: u32) {
+    const TURN: Duration = Duration::from_millis(10);
+    loop {
+        let begin = Instant::now();
+        thread::sleep(TURN);
+        let stalled = begin.elapsed().saturating_sub(TURN);
+        if stalled >= STALLED {
+            let ms = stalled.as_millis() as u64;
+            // A folder that is gone has no judge.
+            let _ = truth.note(rank, What::Stalled { ms });
+        }
+    }
 }
 
 /// One rank.
@@ -215,6 +232,14 @@ impl Member<'_> {
         self.note(What::Done)
     }
 
+    /// An operation before the fault.
+    fn before(&self, number: u32, call: impl FnOnce() -> Result<()>) -> Result<()> {
+        let note = |launched| self.note(What::Before { number, launched });
+        note(false)?;
+        call()?;
+        note(true)
+    }
+
     /// The victim lets the others come to wait, and begins.
     fn begin(&self) -> Result<()> {
         if self.is_victim() {
@@ -240,8 +265,8 @@ impl Member<'_> {
         }?;
         let launched = Launched::prepare(round.mode, &communicator, || call.call(&communicator))?;
         let launch = |call: &Call| launched.launch(&communicator, || call.call(&communicator));
-        for _ in 0..round.before {
-            launch(&call)?;
+        for number in 0..round.before {
+            self.before(number, || launch(&call))?;
         }
         communicator.synchronise()?;
         call.fill();
@@ -296,6 +321,7 @@ impl Member<'_> {
         for _ in 0..times {
             launch(&call)?;
         }
+        self.note(What::Launched)?;
         match round.fault {
             Fault::Withheld | Fault::Aborted | Fault::Killed => {
                 if round.fault == Fault::Killed {
@@ -376,9 +402,9 @@ impl Member<'_> {
             )?,
         );
         // Connections stand before the fault.
-        for _ in 0..round.before {
-            first.call(&communicator)?;
-            second.call(&communicator)?;
+        for number in 0..round.before {
+            self.before(2 * number, || first.call(&communicator))?;
+            self.before(2 * number + 1, || second.call(&communicator))?;
         }
         communicator.synchronise()?;
         let other = self.new_call(&communicator, round.operation, round.elements + 1)?;
@@ -397,7 +423,9 @@ impl Member<'_> {
         let launched = Launched::prepare(round.mode, &communicator, calls)?;
         self.begin()?;
         self.note(What::Called)?;
-        if let Err(error) = launched.launch(&communicator, calls)
+        let outcome = launched.launch(&communicator, calls);
+        self.note(What::Launched)?;
+        if let Err(error) = outcome
             // The first of two calls may be found out before the second one is made.
             && communicator.state()?.0 == SUCCESS
         {
