@@ -14,7 +14,7 @@ use super::{
     position::{Answer, HeldUp, Position, Run},
     report::{self, Report},
     settings::{SHORTEST, Settings},
-    verdict::{Heard, Verdict, judge},
+    verdict::{self, Heard, Verdict, judge},
 };
 use crate::{
     communicator::lock,
@@ -236,15 +236,8 @@ impl Watch {
             inquiry.slow.push(op.run);
         }
         let said = inquiry.said.take().filter(|(run, _)| *run == op.run);
-        let verdict = verdict.map(|verdict| match &said {
-            // Others have followed the first culprit, which stays what it is.
-            Some((_, said)) => verdict.with_culprit(said.culprit),
-            None => verdict,
-        });
-        let fresh = verdict
-            .clone()
-            .filter(|verdict| !said.is_some_and(|(_, said)| said.is_as(verdict)));
-        inquiry.said = verdict.map(|verdict| (op.run, verdict));
+        let (fresh, said) = verdict::next(said.map(|(_, said)| said), verdict);
+        inquiry.said = said.map(|said| (op.run, said));
         drop(inquiry);
         // What is known of this rank's own operations may be old.
         if let Some(verdict) = fresh.filter(|_| self.is_in_progress(op.run)) {
@@ -336,6 +329,7 @@ impl Watch {
             called: None,
             traced: false,
             hang: true,
+            is_awaited: false,
         };
         let heard = match cause {
             Cause::DeviceFault => Heard::Answer(Answer {
@@ -361,6 +355,7 @@ impl Watch {
             called: Some(text.to_owned()),
             traced: false,
             hang: true,
+            is_awaited: false,
         };
         self.conclude(&op, &verdict, &BTreeMap::new())
     }

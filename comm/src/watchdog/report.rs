@@ -177,6 +177,20 @@ fn told_by(watch: &Watch) -> String {
 /// Ranks whose state is told one by one.
 const MOST: usize = 32;
 
+/// What the ranks said, in rank order: of more than can be told the culprit, those with which it is the same, and the first.
+fn of_ranks(verdict: &Verdict, heard: impl Iterator<Item = (u32, Heard)>) -> Vec<String> {
+    let mut heard: Vec<(u32, Heard)> = heard.collect();
+    heard.sort_by_key(|(rank, _)| (*rank != verdict.culprit, !verdict.others.contains(rank), *rank));
+    let more = heard.len().saturating_sub(MOST);
+    heard.truncate(MOST);
+    heard.sort_by_key(|(rank, _)| *rank);
+    let mut lines: Vec<String> = heard.iter().map(|(rank, heard)| line(*rank, heard)).collect();
+    if more > 0 {
+        lines.push(format!("and {more} more ranks"));
+    }
+    lines
+}
+
 /// A report that is to be said.
 pub(crate) struct Report {
     pub(super) device: i32,
@@ -263,17 +277,7 @@ pub(super) fn lines(
             sentence(verdict)
         ),
     ];
-    let mut more = 0;
-    for (index, (rank, heard)) in heard.enumerate() {
-        if index < MOST {
-            lines.push(line(rank, &heard));
-        } else {
-            more += 1;
-        }
-    }
-    if more > 0 {
-        lines.push(format!("and {more} more ranks"));
-    }
+    lines.extend(of_ranks(verdict, heard));
     lines.push("==================================".to_owned());
     lines
 }
@@ -288,5 +292,35 @@ impl From<Health> for Heard {
             Health::Alive => Self::Busy,
             Health::Unknown => Self::Silent,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_many_ranks_those_that_matter_are_told() {
+        let verdict = Verdict {
+            cause: Cause::NotLaunched,
+            culprit: 90,
+            others: vec![77, 91],
+            since_ns: None,
+            held_up: None,
+            called: None,
+            traced: false,
+            hang: false,
+            is_awaited: false,
+        };
+        let heard = |ranks| (0..ranks).map(|rank| (rank, Heard::Silent));
+        let lines = of_ranks(&verdict, heard(96));
+        let ranks: Vec<u32> = (0..29).chain([77, 90, 91]).collect();
+        let expected: Vec<String> = ranks
+            .iter()
+            .map(|rank| format!("Rank {rank}: no answer"))
+            .collect();
+        assert_eq!(lines[..MOST], expected);
+        assert_eq!(lines[MOST..], ["and 64 more ranks"]);
+        assert_eq!(of_ranks(&verdict, heard(32)).len(), 32);
     }
 }

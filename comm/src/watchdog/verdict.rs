@@ -52,11 +52,13 @@ pub(crate) struct Verdict {
     pub(crate) traced: bool,
     /// It will not end by itself, as far as can be known; otherwise somebody is late.
     pub(crate) hang: bool,
+    /// Others have said that they wait for the culprit, which waits for nobody.
+    pub(crate) is_awaited: bool,
 }
 
 impl Verdict {
     /// The same with another rank of those that it is true of as the culprit.
-    pub(crate) fn with_culprit(mut self, rank: u32) -> Self {
+    fn with_culprit(mut self, rank: u32) -> Self {
         if let Some(place) = self.others.iter_mut().find(|other| **other == rank) {
             std::mem::swap(place, &mut self.culprit);
             self.others.sort_unstable();
@@ -65,11 +67,26 @@ impl Verdict {
         self
     }
 
-    /// Whether two verdicts need not both be said.
-    pub(crate) fn is_as(&self, other: &Self) -> bool {
-        // Of ranks that all do not move one or the other is first, by a moment.
-        let same_rank = self.culprit == other.culprit || self.cause == Cause::StuckKernel;
-        (self.cause, self.hang) == (other.cause, other.hang) && same_rank
+    /// Whether the other need not be said once this one has been.
+    fn covers(&self, other: &Self) -> bool {
+        // Of ranks that all do not move one or the other is first, by a moment; once one is known to be what the others wait for, it is that.
+        let is_guess = self.cause == Cause::StuckKernel && (self.is_awaited || !other.is_awaited);
+        (self.cause, self.hang) == (other.cause, other.hang) && (self.culprit == other.culprit || is_guess)
+    }
+}
+
+/// What has been said of an operation, and a verdict now: what is to be said, and what has been said after that.
+pub(crate) fn next(said: Option<Verdict>, now: Option<Verdict>) -> (Option<Verdict>, Option<Verdict>) {
+    let Some(now) = now else { return (None, None) };
+    let Some(said) = said else {
+        return (Some(now.clone()), Some(now));
+    };
+    // Others have followed the first culprit, which stays what it is.
+    let now = now.with_culprit(said.culprit);
+    if said.covers(&now) {
+        (None, Some(said))
+    } else {
+        (Some(now.clone()), Some(now))
     }
 }
 
@@ -84,6 +101,8 @@ struct Suspect {
     /// Its kernel waits, and for whom if it knows.
     waits: bool,
     waits_for: Option<u32>,
+    /// It does not wait, and others do for it.
+    is_awaited: bool,
 }
 
 /// Judges an operation that has been in progress on one of the ranks for `overdue`; `heard` has all ranks that take
@@ -104,8 +123,10 @@ pub(crate) fn judge(heard: &BTreeMap<u32, Heard>, overdue: Duration, settings: &
         // The others stopped moving because it did. Who is waited for and does not wait itself is what it began with, even if another one was
         // first to be seen not to move.
         let awaited: Vec<u32> = suspects.iter().filter_map(|suspect| suspect.waits_for).collect();
-        let begins_it = |suspect: &Suspect| !suspect.waits && awaited.contains(&suspect.rank);
-        suspects.sort_by_key(|suspect| (!begins_it(suspect), std::cmp::Reverse(suspect.since_ns)));
+        for suspect in &mut suspects {
+            suspect.is_awaited = !suspect.waits && awaited.contains(&suspect.rank);
+        }
+        suspects.sort_by_key(|suspect| (!suspect.is_awaited, std::cmp::Reverse(suspect.since_ns)));
         // Who has left has done what it called. If all others have come, it is this that it never called.
         let left: Vec<Suspect> = heard
             .iter()
@@ -137,6 +158,7 @@ pub(crate) fn judge(heard: &BTreeMap<u32, Heard>, overdue: Duration, settings: &
         called: None,
         traced,
         hang: !late || overdue >= settings.arrival,
+        is_awaited: suspects[0].is_awaited,
     })
 }
 
@@ -150,6 +172,7 @@ impl Suspect {
             traced: false,
             waits: false,
             waits_for: None,
+            is_awaited: false,
         }
     }
 
@@ -368,6 +391,31 @@ mod tests {
         assert_eq!(verdict(&heard, 3), stuck(1));
         let heard = [waiting(2600, None), running(2500)];
         assert_eq!(verdict(&heard, 3), stuck(0));
+    }
+
+    #[test]
+    fn a_better_known_culprit_is_said_and_stays() {
+        let found = |heard: &[Heard]| {
+            let heard = (0..).zip(heard.iter().copied()).collect();
+            judge(&heard, Duration::from_secs(3), &SETTINGS)
+        };
+        let guess = [waiting(2600, None), waiting(2700, None), running(2500)];
+        let known = [waiting(2600, Some(2)), waiting(2700, Some(0)), running(2500)];
+        let culprit = |verdict: &Option<Verdict>| verdict.as_ref().map(|verdict| verdict.culprit);
+        let (say, said) = next(None, found(&guess));
+        assert_eq!((culprit(&say), culprit(&said)), (Some(1), Some(1)));
+        // Another guess is no news.
+        let other = [waiting(2800, None), waiting(2700, None), running(2500)];
+        let (say, said) = next(said, found(&other));
+        assert_eq!((culprit(&say), culprit(&said)), (None, Some(1)));
+        let (say, said) = next(said, found(&known));
+        assert_eq!((culprit(&say), culprit(&said)), (Some(2), Some(2)));
+        let (say, said) = next(said, found(&guess));
+        assert_eq!((culprit(&say), culprit(&said)), (None, Some(2)));
+        let (say, said) = next(said, found(&known));
+        assert_eq!((culprit(&say), culprit(&said)), (None, Some(2)));
+        // What moves again is said again when it stops.
+        assert_eq!(next(said, None), (None, None));
     }
 
     #[test]
