@@ -276,12 +276,12 @@ fn abort_alone() {
             while calls.load(Ordering::Acquire) < 2 {
                 std::thread::yield_now();
             }
-            let begin = Instant::now();
             for comm in *handles.lock().unwrap() {
+                let begin = Instant::now();
                 // SAFETY: a live communicator.
                 ok(unsafe { abi::ncclCommAbort(comm) });
+                assert!(begin.elapsed() < Duration::from_secs(1), "{:?}", begin.elapsed());
             }
-            assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
         });
     };
     // The first round makes what stays for the life of the process, and leaves threads that are about to end.
