@@ -47,6 +47,18 @@ impl Stat {
     }
 }
 
+/// Whether a debugger has taken this process, and may hold it at any time.
+pub(crate) fn is_traced() -> bool {
+    std::fs::read_to_string("/proc/self/status").is_ok_and(|status| tracer(&status) > 0)
+}
+
+/// The process that traces the one of that status; 0 for none.
+fn tracer(status: &str) -> u32 {
+    let mut lines = status.lines();
+    let number = lines.find_map(|line| line.strip_prefix("TracerPid:"));
+    number.and_then(|number| number.trim().parse().ok()).unwrap_or(0)
+}
+
 /// This machine's host name; "unknown" if it has none.
 pub(crate) fn host_name() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
@@ -59,6 +71,20 @@ pub(crate) fn host_name() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_tracer_is_read() {
+        assert_eq!(tracer("Name:\tx\nTracerPid:\t4711\nUid:\t0\n"), 4711);
+        for none in [
+            "Name:\tx\nTracerPid:\t0\n",
+            "Name:\tTracerPid\n",
+            "TracerPid:\n",
+            "",
+        ] {
+            assert_eq!(tracer(none), 0, "{none}");
+        }
+        assert!(!is_traced());
+    }
 
     #[test]
     fn states_and_start_times_are_read_whatever_the_name() {

@@ -8,7 +8,7 @@ use std::{
 use super::{HeldUp, Run, Watch, settings::SHORTEST};
 use crate::{
     communicator::lock,
-    log, observe,
+    log, observe, process,
     threads::{self, PerProcess, Tended},
 };
 
@@ -79,7 +79,8 @@ impl Detector {
             let present = watches.members();
             // Not under the lock: services ask for what is in progress, and communicators come and go.
             drop(watches);
-            let rest = present.iter().map(|watch| watch.look()).min();
+            let traced = process::is_traced();
+            let rest = present.iter().map(|watch| watch.look(traced)).min();
             drop(present);
             watches = lock(&self.watches);
             if watches.is_tended_by_this_thread() {

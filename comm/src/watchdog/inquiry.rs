@@ -50,6 +50,8 @@ pub(super) struct Inquiry {
     ended: BTreeSet<u32>,
     /// Ranks whose processes died.
     lost: BTreeSet<u32>,
+    /// Ranks whose processes a debugger has taken, and may hold at any time.
+    traced: BTreeSet<u32>,
     /// The run that a rank has not answered to, and how often in a row.
     unanswered: Option<(Run, u32)>,
     /// Ranks whose answers came when the next question had been asked: they are behind, and live.
@@ -92,6 +94,15 @@ impl Inquiry {
     /// A rank has given up its operations.
     pub(super) fn ended(&mut self, rank: u32) {
         self.ended.insert(rank);
+    }
+
+    /// A debugger has taken a rank's process, or has left it.
+    pub(super) fn traced(&mut self, rank: u32, is: bool) {
+        if is {
+            self.traced.insert(rank);
+        } else {
+            self.traced.remove(&rank);
+        }
     }
 
     /// Nothing is in progress any more.
@@ -190,7 +201,10 @@ impl Watch {
             heard.insert(rank, Heard::Silent);
         }
         inquiry.open = None;
-        for heard in heard.values_mut() {
+        for (rank, heard) in &mut heard {
+            if *heard == Heard::Silent && inquiry.traced.contains(rank) {
+                *heard = Heard::Traced;
+            }
             if let Some(held) = self.crossing(heard, now) {
                 *heard = Heard::Crossed(held);
             }

@@ -48,6 +48,8 @@ pub(super) enum Message {
     Ended,
     /// To all: a hang has been found, write what you are in.
     Dump,
+    /// To all: a debugger has taken this rank's process, or has left it.
+    Traced { is: bool },
 }
 
 fn put_run(bytes: &mut Vec<u8>, run: Run) {
@@ -109,6 +111,7 @@ impl Message {
             }
             Self::Ended => begin(5, 0),
             Self::Dump => begin(6, 0),
+            Self::Traced { is } => begin(7, is.into()),
         }
         bytes
     }
@@ -172,6 +175,7 @@ impl Message {
             }
             5 if query == 0 => Self::Ended,
             6 if query == 0 => Self::Dump,
+            7 if query <= 1 => Self::Traced { is: query == 1 },
             _ => return None,
         };
         rest.is_empty().then_some(message)
@@ -231,6 +235,7 @@ mod tests {
             }),
             Just(Message::Ended),
             Just(Message::Dump),
+            any::<bool>().prop_map(|is| Message::Traced { is }),
             any::<(u32, u32)>().prop_map(|(query, rank)| Message::Look { query, rank }),
             (any::<(u32, u32)>(), prop::sample::select(&Health::ALL[..]))
                 .prop_map(|((query, rank), health)| Message::Looked { query, rank, health }),
@@ -245,7 +250,7 @@ mod tests {
             let bytes = message.encode();
             prop_assert_eq!(Message::parse(&bytes), Some(message));
             prop_assert_eq!(Message::parse(&bytes[..cut.index(bytes.len())]), None);
-            fuzz(&[b"RSWD", &[kind % 8][..], &raw].concat());
+            fuzz(&[b"RSWD", &[kind % 9][..], &raw].concat());
             fuzz(&raw);
         }
     }

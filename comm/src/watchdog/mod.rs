@@ -74,6 +74,8 @@ pub(crate) struct Watch {
     ended: AtomicBool,
     /// It did not end by itself: what was called need not be done.
     given_up: AtomicBool,
+    /// The others have been told that a debugger has taken this process.
+    traced: AtomicBool,
 }
 
 /// A communicator as the watchdog needs to know it.
@@ -118,6 +120,7 @@ impl Watch {
             inquiry: Mutex::default(),
             ended: AtomicBool::new(false),
             given_up: AtomicBool::new(false),
+            traced: AtomicBool::new(false),
         })
     }
 
@@ -217,6 +220,7 @@ impl Watch {
             Message::Look { .. } => return,
             Message::Ended => return lock(&self.inquiry).ended(from),
             Message::Dump => return self.dump(),
+            Message::Traced { is } => return lock(&self.inquiry).traced(from, is),
             Message::Here { query, answer } => {
                 return lock(&self.inquiry).heard(query, from, verdict::Heard::Answer(answer));
             }
@@ -330,12 +334,17 @@ impl Watch {
             .min_by_key(|op| op.start_ns)
     }
 
-    /// Looks at what is in progress, asks and reports; says when to look again.
-    fn look(&self) -> Duration {
+    /// Looks at what is in progress, asks and reports; says when to look again. `traced`: a debugger has taken this process.
+    fn look(&self, traced: bool) -> Duration {
         let now = observe::now_ns();
         lock(&self.flights).look(now, self.settings.rest());
         if self.ended.load(Ordering::Relaxed) {
             return self.settings.rest();
+        }
+        // Relaxed: only the thread that looks uses it.
+        if self.traced.swap(traced, Ordering::Relaxed) != traced {
+            // Before it is held, since then it says nothing, and of a rank that is alone on its node nobody else can.
+            (self.post)(None, &Message::Traced { is: traced }.encode());
         }
         self.learn();
         let Some((op, threshold)) = self.due(now) else {
