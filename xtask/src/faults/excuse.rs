@@ -7,7 +7,7 @@ use std::{fmt, time::Duration};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    cases::{Fault, Mode, Round, Source, THRESHOLD},
+    cases::{Fault, Mode, Round, STALLED, Source, THRESHOLD},
     job::{Observed, Said},
     score::first_rank,
     truth::What,
@@ -44,12 +44,16 @@ fn is_long(since: u64, until: u64) -> bool {
 pub(super) fn reason(round: &Round, observed: &Observed) -> Option<Reason> {
     // Who is stopped does not run either.
     let is_stopped = |rank| matches!(round.fault, Fault::Stopped | Fault::Traced) && rank == round.victim;
+    // Before that ranks find each other, and keep a small machine busy.
+    let is_before = |what: &What| matches!(what, What::Before { .. } | What::Called);
+    let begin = observed.truth.iter().find(|event| is_before(&event.what));
+    let lasts = begin.map_or(0, |event| event.ns)..observed.ended_ns;
     let is_stall = |what: &What| matches!(what, What::Stalled { .. });
     let stalled = observed
         .truth
         .iter()
-        .any(|event| is_stall(&event.what) && !is_stopped(event.rank));
-    if stalled || observed.stalled > THRESHOLD / 4 {
+        .any(|event| is_stall(&event.what) && lasts.contains(&event.ns) && !is_stopped(event.rank));
+    if stalled || observed.stalled >= STALLED {
         return Some(Reason::Stalled);
     }
     let others = || (0..round.ranks).filter(|rank| *rank != round.victim);
@@ -247,11 +251,13 @@ mod tests {
         let mut stalled = observed(PROMPT, then);
         stalled.truth.push(Event {
             rank: 1,
-            ns: 5,
+            ns: 500 * MS,
             what: What::Stalled { ms: 200 },
         });
         assert_eq!(of(Fault::SlowAbove, &stalled), Some(Reason::Stalled));
         assert_eq!(of(Fault::Stopped, &stalled), None);
+        stalled.truth.last_mut().unwrap().ns = 5;
+        assert_eq!(of(Fault::SlowAbove, &stalled), None, "nothing had begun");
         // Whatever was said is no reason.
         let mut talked = observed(PROMPT, then);
         talked

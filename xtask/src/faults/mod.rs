@@ -323,7 +323,10 @@ impl Matrix<'_> {
                 Ok(score) => Score { left_out, ..score },
                 Err(reason) => {
                     *left_out.entry(reason).or_default() += 1;
-                    println!("{case}, round {number}: left out ({reason}): {:?}", observed.said);
+                    println!(
+                        "{case}, round {number}: left out ({reason}; not run for {:?}): {:?}",
+                        observed.stalled, observed.said
+                    );
                     continue;
                 }
             };
