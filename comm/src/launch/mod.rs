@@ -4,6 +4,7 @@ pub mod observer;
 mod order;
 mod progress;
 pub mod reclaim;
+mod times;
 
 use std::sync::Arc;
 
@@ -11,6 +12,7 @@ use ringsight_records::{Flags, Kind, Record, State, description::Time};
 
 pub(crate) use order::Order;
 use reclaim::InFlight;
+pub(crate) use times::KEPT;
 
 use crate::{
     communicator::{Communicator, Planner},

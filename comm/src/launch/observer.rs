@@ -6,12 +6,13 @@ use std::sync::{
 };
 
 use ringsight_kernels::{Observer, When};
-use ringsight_records::{Kind, Record, State, Waits, description::Time};
+use ringsight_records::{Flags, Kind, Record, State, Waits, description::Time};
 
 pub(crate) use super::progress::Seen;
 use super::{
     progress::Progress,
     reclaim::{Notes, Reclaim},
+    times::Times,
 };
 use crate::{checks::Checks, few::Few, observe, plan::OpInfo};
 
@@ -54,6 +55,8 @@ pub struct OpState {
     aborted: AtomicBool,
     /// Where several plans hold works of the operation: by channel, in how many.
     split: Option<Box<[Split]>>,
+    /// How long its replays took, if it is captured: its description has the latest one only.
+    times: Option<Box<Times>>,
 }
 
 /// A channel of an operation whose works are spread over several plans, which run one after another.
@@ -77,6 +80,7 @@ impl OpState {
             last_ns: AtomicU64::new(0),
             aborted: AtomicBool::new(false),
             split: None,
+            times: info.flags.contains(Flags::GRAPH).then(Box::default),
         }
     }
 
@@ -165,6 +169,9 @@ impl OpState {
             0 => 0,
             _ => first.min(end),
         };
+        if let Some(times) = self.times.as_ref().filter(|_| !aborted && start != 0) {
+            times.add(end - start);
+        }
         let state = if aborted { State::ABORTED } else { State::STOP };
         for info in self.infos() {
             observe::set_time(info.op, Time::DeviceStart, start);
@@ -303,6 +310,14 @@ impl PlanObserver {
         states
             .chain(shared)
             .flat_map(|(state, ends)| state.infos().map(move |info| (info, ends)))
+    }
+
+    /// Its captured operations, and how long their latest replays took that this has not told yet. For one caller.
+    pub(crate) fn replayed(&self) -> impl Iterator<Item = (u32, Vec<u64>)> {
+        // A message to oneself takes as long as its receive.
+        self.states
+            .iter()
+            .filter_map(|state| Some((state.info.op, state.times.as_ref()?.take())))
     }
 
     /// A number that changes whenever the kernel moves something.

@@ -167,6 +167,12 @@ impl Flights {
         self.eager.iter().chain(&self.captured)
     }
 
+    /// How long replays took that have not been asked about, by operation. For one caller.
+    pub(super) fn replayed(&self) -> Vec<(u32, Vec<u64>)> {
+        let plans = self.captured.iter();
+        plans.flat_map(|flight| flight.observer.replayed()).collect()
+    }
+
     /// What is in progress.
     pub(super) fn in_progress(&self) -> impl Iterator<Item = InProgress> {
         self.all().flat_map(|flight| {

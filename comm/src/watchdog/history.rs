@@ -6,9 +6,9 @@ use std::{
 };
 
 use super::settings::Adaptive;
+use crate::launch::KEPT;
 
-/// The latest operations of a kind that count, and the fewest of which something can be told.
-const KEPT: usize = 32;
+/// The fewest operations of a kind of which something can be told; of more the latest [`KEPT`] count.
 const ENOUGH: usize = 8;
 /// Kinds that are known at the same time: a program whose sizes never repeat has nothing that is usual.
 const KINDS: usize = 1024;
@@ -34,15 +34,20 @@ impl History {
                 continue;
             }
             self.until_ns = self.until_ns.max(end_ns);
-            if self.kinds.len() >= KINDS && !self.kinds.contains_key(&kind) {
-                self.kinds.clear();
-            }
-            let times = self.kinds.entry(kind).or_default();
-            if times.len() == KEPT {
-                times.pop_front();
-            }
-            times.push_back(end_ns - start_ns);
+            self.add(kind, end_ns - start_ns);
         }
+    }
+
+    /// Learns of an operation that took so long, and is not known.
+    pub(super) fn add(&mut self, kind: OperationKind, ns: u64) {
+        if self.kinds.len() >= KINDS && !self.kinds.contains_key(&kind) {
+            self.kinds.clear();
+        }
+        let times = self.kinds.entry(kind).or_default();
+        if times.len() == KEPT {
+            times.pop_front();
+        }
+        times.push_back(ns);
     }
 
     /// How long an operation may be in progress: so many times as long as the median of its like, but not shorter than the floor

@@ -397,7 +397,10 @@ impl Watch {
         let Some(pages) = self.settings.adaptive.and_then(|_| observe::pages()) else {
             return;
         };
-        let own = |description: &Description| (description.comm, description.rank) == (self.comm, self.rank);
+        // Of graphs their plans know all replays, a description the latest one.
+        let own = |description: &Description| {
+            (description.comm, description.rank, description.graph) == (self.comm, self.rank, 0)
+        };
         let times = pages.descriptions().filter(own).map(|description| {
             let Description {
                 device_start_ns,
@@ -406,7 +409,14 @@ impl Watch {
             } = description;
             (kind(&description), device_start_ns, device_end_ns)
         });
-        lock(&self.history).learn(times);
+        let replayed = lock(&self.flights).replayed();
+        let mut history = lock(&self.history);
+        history.learn(times);
+        for (op, times) in replayed.into_iter().filter(|(_, times)| !times.is_empty()) {
+            if let Some(description) = pages.description(op) {
+                times.iter().for_each(|ns| history.add(kind(&description), *ns));
+            }
+        }
     }
 }
 

@@ -157,16 +157,13 @@ impl Case {
     /// Why there is no such cell.
     #[must_use]
     pub(super) fn impossible(&self, device: DeviceKind) -> Option<&'static str> {
-        use Fault::{
-            Crossed, Killed, Left, Replay, ReplayQueued, Stopped, Stuck, Traced, TwoGraphs, Unusual,
-        };
+        use Fault::{Crossed, Killed, Left, Replay, ReplayQueued, Stopped, Stuck, Traced, TwoGraphs};
         match (self.fault, self.ranks, self.mode) {
             (Killed | Stopped | Traced, Ranks::Thread, _) => {
                 Some("ranks that are threads of one process die and stop together")
             }
             (Replay | ReplayQueued | TwoGraphs, _, Mode::Eager) => Some("only graphs are replayed"),
             (Stuck, _, Mode::Graph) => Some("the simulated kernel is launched, not captured"),
-            (Unusual, _, Mode::Graph) => Some("of a graph's replays only the latest counts as usual"),
             (Crossed, _, Mode::Graph) => Some("whoever launches graphs orders them"),
             (Left, Ranks::Thread, _) if device == DeviceKind::Cuda => {
                 Some("GPUs that reach each other end an operation together")
