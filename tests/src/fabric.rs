@@ -9,6 +9,9 @@ use std::{
     time::{Duration, Instant},
 };
 
+#[path = "notices.rs"]
+mod notices;
+
 /// What the ports are of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fabric {
@@ -128,6 +131,20 @@ impl Fabric {
         }
     }
 
+    /// Has what tells of steps lost of all that a port sends, and not their bytes, or no longer. No device notices.
+    pub(crate) fn lose_notices(self, port: Port, lost: bool) {
+        match self {
+            Self::SoftRoce => {
+                let rank = 1 - port.rank;
+                notices::lose(&Port { rank, ..port }.interface(), lost);
+            }
+            Self::Mlx5 | Self::DualPort => {
+                let what = format!("lose_imm {} {}", u8::from(lost), self.number(port));
+                self.fault(port, &what);
+            }
+        }
+    }
+
     /// Has the stand-in make a fault of a port's device.
     fn fault(self, port: Port, what: &str) {
         let line = format!("{} {what}", self.device_number(port));
@@ -138,6 +155,7 @@ impl Fabric {
     pub(crate) fn mend(self) {
         for port in Port::ALL {
             self.set_up(port, true);
+            self.lose_notices(port, false);
         }
         for link in 0..2 {
             self.lose_packets(link, false);

@@ -201,6 +201,8 @@ static int send_one(struct hca *h, struct fqp *q, u8 *w, int ds, u8 *vend)
 	rq = r ? xa_load(&r->qps, q->rqpn) : NULL;
 	if (!passes(&h->port[q->port]) || !r || !passes(there) || r->dead || !rq || (rq->state != 2 && rq->state != 3))
 		return -1; /* no acknowledge will come */
+	if (op == MLX5_OPCODE_RDMA_WRITE_IMM && h->port[q->port].lose_imm)
+		return -1;
 	if (rd || wr) {
 		struct mlx5_wqe_raddr_seg *g = (void *)(w + off);
 		ra = be64_to_cpu(g->raddr);

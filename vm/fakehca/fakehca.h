@@ -96,6 +96,7 @@ struct fvec {
 struct fport {
 	bool up;
 	bool lossy; /* packets from and to it are lost */
+	bool lose_imm; /* writes with an immediate from it are lost */
 	u16 lid;
 };
 

@@ -71,11 +71,11 @@ static int make(const char *line)
 		told = event(h, MLX5_EVENT_TYPE_PORT_CHANGE,
 			  port->up ? MLX5_PORT_CHANGE_SUBTYPE_ACTIVE : MLX5_PORT_CHANGE_SUBTYPE_DOWN, &e,
 			  sizeof(e));
-	} else if (!strcmp(what, "lose")) {
+	} else if (!strcmp(what, "lose") || !strcmp(what, "lose_imm")) {
 		port = port_of(h, a2);
 		if (!port)
 			return -EINVAL;
-		port->lossy = a1;
+		*(what[4] ? &port->lose_imm : &port->lossy) = a1;
 	} else if (!strcmp(what, "qp_fatal")) {
 		return fail_qp(h, a1, MLX5_EVENT_TYPE_WQ_CATAS_ERROR);
 	} else if (!strcmp(what, "qp_access")) {

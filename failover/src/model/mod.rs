@@ -2,7 +2,7 @@
 //!
 //! A [`World`] is both machines, what their drivers hold (queue pairs, slots, credit words) and all that is on its way. Every
 //! thing that can happen next is a [`Move`]; [`explore`](explore::explore) tries all of them from every state that can be reached,
-//! each state once. What is shown of all states:
+//! each state once; a step is two work requests, and anything may happen between them. What is shown of all states:
 //!
 //! - every step is committed once, in order, and the receiver's device finds in its slot what was sent;
 //! - the sender never frees a source that the receiver has not got, nor has more credit than there are free slots;
@@ -272,4 +272,13 @@ fn mutant_stale_gid() {
         ..SMALL
     };
     catches::<Sound>(scenario, "rebuilt without end");
+}
+
+#[test]
+fn mutant_notice_before_its_bytes() {
+    let scenario = Scenario {
+        flaw: Flaw::NoticeFirst,
+        ..SMALL
+    };
+    catches::<Sound>(scenario, "is committed, and");
 }

@@ -97,9 +97,11 @@ impl<R: Rules> World<R> {
 
     fn acknowledge(&mut self, end: usize, path: usize, effects: &mut Effects) -> Result<(), String> {
         let qp = &mut self.qps[end][path];
-        qp.delivered -= 1;
-        qp.launched = qp.launched.saturating_sub(1);
-        let request = qp.queue.remove(0);
+        let count = qp.acknowledged().ok_or("nothing can be acknowledged")?;
+        qp.delivered -= count;
+        qp.launched = qp.launched.saturating_sub(count);
+        let request = qp.queue[count - 1];
+        qp.queue.drain(..count);
         if end == RECEIVER && request.work == Work::Credit {
             self.credited = self.credited.max(request.value);
         }
@@ -145,7 +147,15 @@ impl<R: Rules> World<R> {
             }
             _ => value,
         };
-        self.qps[end][path].queue.push(Request { work, value });
+        let queue = &mut self.qps[end][path].queue;
+        let mut push = |is_data| {
+            queue.push(Request { work, value, is_data });
+        };
+        match (work, self.scenario.flaw) {
+            (Work::Step(_), Flaw::NoticeFirst) => [false, true].map(&mut push),
+            (Work::Step(_), _) => [true, false].map(&mut push),
+            _ => return push(false),
+        };
     }
 
     fn credited_in_adds(&self) -> u64 {
@@ -161,9 +171,12 @@ impl<R: Rules> World<R> {
         effects: &mut Effects,
     ) -> Result<(), String> {
         match request.work {
-            Work::Step(position) => {
+            Work::Step(position) if request.is_data => {
                 let slot = self.slot(position);
                 self.slots[slot] = Some(position);
+                Ok(())
+            }
+            Work::Step(position) => {
                 self.qps[RECEIVER][path].arrived.push(position);
                 Ok(())
             }

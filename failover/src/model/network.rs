@@ -11,6 +11,8 @@ pub(super) enum Flaw {
     FetchAdd,
     /// A queue pair's GID is the one that was read at the beginning.
     StaleGid,
+    /// A step's notice goes before its bytes.
+    NoticeFirst,
 }
 
 /// One port.
@@ -31,12 +33,14 @@ pub(super) enum QpState {
     Error,
 }
 
-/// A work request.
+/// A work request. A step is two: its bytes, then the notice that tells of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Request {
     pub(super) work: Work,
     /// Credits: what is written.
     pub(super) value: u64,
+    /// A step's bytes: they end without a word, with their notice.
+    pub(super) is_data: bool,
 }
 
 /// A queue pair.
@@ -82,6 +86,15 @@ impl Qp {
             path,
             generation: self.generation,
         }
+    }
+
+    /// How many requests the first acknowledgement that is told of ends; `None` if what is delivered ends without a word.
+    pub(super) fn acknowledged(&self) -> Option<usize> {
+        let told = |request: &Request| !request.is_data;
+        self.queue[..self.delivered]
+            .iter()
+            .position(told)
+            .map(|last| last + 1)
     }
 
     /// Moves it to the error state: nothing is sent or accepted any more, but what has left is on its way.

@@ -281,7 +281,7 @@ impl<R: Rules> World<R> {
             if waiting && can_arrive {
                 moves.push(Move::Deliver(end, path));
             }
-            if qp.delivered > 0 && works {
+            if works && qp.acknowledged().is_some() {
                 moves.push(Move::Acknowledge(end, path));
             }
             if !qp.queue.is_empty() && !works {

@@ -7,7 +7,7 @@ use ringsight_verbs::endpoint::SLOTS;
 
 use super::{
     fabric::Port,
-    seen::{Seen, WATCHED},
+    seen::{Seen, TORN, WATCHED},
 };
 
 /// Which ports go down.
@@ -43,6 +43,17 @@ pub(crate) enum Failure {
     Chaos,
 }
 
+/// What of the requests at the boundary is lost while it is under way, so that it is not through when the link goes down.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Lost {
+    /// All that the sender's port sends: the step does not arrive.
+    Steps,
+    /// What tells of steps: the bytes arrive, and nobody is told.
+    Notices,
+    /// All that the receiver's port sends: the step arrives, and the sender does not know.
+    Acknowledgements,
+}
+
 /// What the ranks do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Work {
@@ -60,9 +71,12 @@ pub(crate) struct Case {
     pub(crate) work: Work,
     pub(crate) failure: Failure,
     pub(crate) side: Side,
-    /// The work request after which the link goes down, before it is through.
+    /// The step after one of whose two work requests the link goes down, before that one is through.
     pub(crate) boundary: u64,
-    /// `ahead`: so many, that one the last, are posted at once; by default one to four, as the boundary is.
+    /// It is the request of the step's bytes: they arrive, and what tells of them does not.
+    pub(crate) is_torn: bool,
+    /// `ahead`: so many steps, that one the last, are posted at once; by default one to four, as the boundary is. With its bytes alone
+    /// that one is the first: what follows it cannot be taken.
     pub(crate) ahead: u64,
     /// `steps`: steps of each sender.
     pub(crate) steps: u64,
@@ -88,7 +102,7 @@ pub(crate) struct Case {
 }
 
 impl Case {
-    /// Of `work failure side boundary`, and words `name=value`.
+    /// Of `work failure side request`, and words `name=value`. A step is two requests, its bytes and what tells of them.
     pub(crate) fn parse(line: &str) -> Option<Self> {
         let mut words = line.split_whitespace();
         let mut case = Self {
@@ -119,6 +133,7 @@ impl Case {
                 _ => return None,
             },
             boundary: words.next()?.parse().ok()?,
+            is_torn: false,
             ahead: 0,
             steps: 64,
             load: 0,
@@ -131,6 +146,9 @@ impl Case {
             lean: false,
             variables: BTreeMap::new(),
         };
+        if case.failure != Failure::Chaos {
+            (case.boundary, case.is_torn) = (case.boundary / 2, case.boundary.is_multiple_of(2));
+        }
         if case.failure == Failure::PrimaryThenBackup {
             // Something is left to do when the second link fails, too.
             case.steps = 80;
@@ -184,9 +202,8 @@ impl Case {
         .ok()
     }
 
-    /// Whose packets over the link in use are lost from right before the request of the boundary: what is under way when a cable is
-    /// pulled. Either the steps, or that they have arrived; as the boundary is.
-    pub(crate) fn loses(&self) -> Option<usize> {
+    /// What is lost over the link in use from right before the request of the boundary: what is under way when a cable is pulled.
+    pub(crate) fn loses(&self) -> Option<Lost> {
         match self.failure {
             Failure::None
             | Failure::Silent
@@ -198,7 +215,17 @@ impl Case {
             | Failure::Backup
             | Failure::PrimaryThenBackup
             | Failure::Flap
-            | Failure::All => Some((self.boundary % 2) as usize),
+            | Failure::All
+                if self.is_torn =>
+            {
+                Some(Lost::Notices)
+            }
+            // By turns.
+            Failure::Primary
+            | Failure::Backup
+            | Failure::PrimaryThenBackup
+            | Failure::Flap
+            | Failure::All => Some([Lost::Steps, Lost::Acknowledgements][(self.boundary % 2) as usize]),
         }
     }
 
@@ -286,6 +313,12 @@ impl Case {
             Failure::All | Failure::Chaos => (true, false),
         };
         let text = || format!("switches {:?}, broken {:?}", seen.switches, seen.broken);
+        // Of the backup's failure the receiver need not hear in time, nor of a short one.
+        let is_torn = matches!(self.failure, Failure::Primary | Failure::PrimaryThenBackup) && self.is_torn;
+        if is_expected && is_torn && seen.costs[1][TORN] == 0 {
+            let text = "the bytes of the boundary's step were not there without what tells of them";
+            return Verdict::Missed(text.into());
+        }
         // Of the backup nobody need have noticed: all may be over.
         let watched = seen.costs.map(|costs| costs[WATCHED]);
         let is_watched =

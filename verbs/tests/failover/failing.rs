@@ -1,15 +1,18 @@
 //! What a case has fail, and when: the first rank's to do.
 
-use std::time::Duration;
+use std::{thread, time::Duration};
 
 use ringsight_verbs::endpoint::Sender;
 
 use super::{
-    case::{Case, Failure},
+    case::{Case, Failure, Lost},
     fabric::{Port, fail_completion_queue, fail_device, fail_queue_pair},
     links::{Plan, chaos},
     run::Run,
 };
+
+/// How long bytes may take that are to arrive before the link goes down: the stand-in's devices take requests up by themselves.
+const ARRIVING: Duration = Duration::from_millis(20);
 
 impl Run<'_> {
     /// Whether this rank has links fail, and has not yet.
@@ -25,9 +28,13 @@ impl Run<'_> {
     /// Has what is posted from here on not be through before the link is down, or no longer: soft-RoCE has done it all when the call
     /// that posts it returns.
     pub(super) fn lose(&self, lost: bool) {
-        if let Some(rank) = self.case.loses() {
-            let link = usize::from(self.seen.recovered.is_some());
-            self.rank.fabric.lose_sent(Port { rank, link }, lost);
+        let link = usize::from(self.seen.recovered.is_some());
+        let fabric = self.rank.fabric;
+        match self.case.loses() {
+            Some(Lost::Steps) => fabric.lose_sent(Port { rank: 0, link }, lost),
+            Some(Lost::Acknowledgements) => fabric.lose_sent(Port { rank: 1, link }, lost),
+            Some(Lost::Notices) => fabric.lose_notices(Port { rank: 0, link }, lost),
+            None => {}
         }
     }
 
@@ -53,6 +60,9 @@ impl Run<'_> {
             _ => self.case.boundary,
         };
         if self.is_to_fail() && posted > boundary {
+            if self.case.is_torn {
+                thread::sleep(ARRIVING);
+            }
             self.seen.outstanding = outstanding;
             self.fail_first();
             self.lose(false);
@@ -111,11 +121,12 @@ impl Run<'_> {
     }
 }
 
-/// Has the queue pair of the primary path fail, or its completion queue, at the ends that the case says.
+/// Has the last queue pair of the primary path fail, or its completion queue, at the ends that the case says.
 fn fail_queue(case: &Case, sender: &Sender) {
     let path = &sender.paths()[0];
     let peer = path.peer().expect("a path that is connected");
-    let numbers = [path.qps()[0].number(), peer.path.qps[0].number];
+    let last = path.qps().len() - 1;
+    let numbers = [path.qps()[last].number(), peer.path.qps[last].number];
     for port in case.ports(0) {
         match case.failure {
             Failure::QueuePair => fail_queue_pair(port, numbers[port.rank]),

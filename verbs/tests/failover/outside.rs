@@ -23,7 +23,7 @@ pub(crate) const GO: u8 = 6;
 const TEXT: usize = 120;
 const DONE_BYTES: usize = TEXT + COSTS * 8;
 /// Numbers that say what a case cost.
-pub(crate) const COSTS: usize = 8;
+pub(crate) const COSTS: usize = 9;
 
 /// The connection between them.
 pub(crate) struct Outside {

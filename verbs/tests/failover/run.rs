@@ -19,12 +19,16 @@ use super::{
     links::Plan,
     outside::{COSTS, DONE, MESSAGE, parse_done},
     rank::{Rank, SLOT, SLOTS_AT},
-    seen::{CALLS, LONGEST, OWN_CALLS, Seen, WATCHED},
+    seen::{CALLS, LONGEST, OWN_CALLS, Seen, TORN, WATCHED},
 };
 
 /// Words of a rank's part of the input.
 fn input(rank: u64, case: u64, chunk: u64) -> impl Iterator<Item = u64> {
     (0..SLOT as u64 / 8).map(move |word| mix(rank << 60 ^ case << 32 ^ chunk << 16 ^ word))
+}
+
+fn sum(one: &[u64], other: &[u64]) -> Vec<u64> {
+    one.iter().zip(other).map(|(a, b)| a.wrapping_add(*b)).collect()
 }
 
 /// Threads that are in the way.
@@ -66,6 +70,8 @@ pub(super) struct Run<'a> {
     pub(super) second: bool,
     /// Of the sender and the receiver, by path: requests posted over it when it was given up, if it is not in use again.
     left: [[Option<u64>; 2]; 2],
+    /// How often the boundary's step was found torn.
+    torn: u64,
     /// When the last step was posted.
     posted_at: Option<Duration>,
 }
@@ -87,51 +93,60 @@ impl Run<'_> {
         }
     }
 
-    /// What must come in, in a step; what is kept of it.
+    /// Of a step: this rank's part of what is summed there, and the other's.
+    fn parts(&self, step: u64) -> [Vec<u64>; 2] {
+        let (rank, half) = (self.rank.number as u64, self.case.steps / 2);
+        let chunk = match self.case.work {
+            Work::SendRecv => step,
+            // This rank's half in the first steps, the other's in the last.
+            Work::AllReduce => step % half + if step < half { rank } else { 1 - rank } * half,
+        };
+        [rank, 1 - rank].map(|rank| input(rank, self.number, chunk).collect())
+    }
+
+    /// What must come in, in a step.
+    fn expected(&self, step: u64) -> Vec<u64> {
+        let [own, other] = self.parts(step);
+        match self.case.work {
+            Work::AllReduce if step >= self.case.steps / 2 => sum(&own, &other),
+            _ => other,
+        }
+    }
+
+    /// Looks at what came in, in a step, and keeps what is needed of it.
     fn incoming(&mut self, step: u64, got: &[u64]) {
         if self.case.lean {
             return;
         }
-        let (rank, number) = (self.rank.number as u64, self.number);
-        let mut expected: Vec<u64> = match self.case.work {
-            Work::SendRecv => input(1 - rank, number, step).collect(),
-            Work::AllReduce => input(
-                1 - rank,
-                number,
-                step % (self.case.steps / 2)
-                    + if step < self.case.steps / 2 {
-                        rank
-                    } else {
-                        1 - rank
-                    } * self.case.steps
-                        / 2,
-            )
-            .collect(),
-        };
-        if self.case.work == Work::AllReduce {
-            let half = if step < self.case.steps / 2 {
-                rank
-            } else {
-                1 - rank
-            };
-            let own: Vec<u64> = input(
-                rank,
-                number,
-                step % (self.case.steps / 2) + half * self.case.steps / 2,
-            )
-            .collect();
-            let sum = |other: &[u64]| -> Vec<u64> {
-                own.iter().zip(other).map(|(a, b)| a.wrapping_add(*b)).collect()
-            };
-            if step < self.case.steps / 2 {
-                self.sums.push_back(sum(got));
-            } else {
-                expected = sum(&expected);
-            }
+        if self.case.work == Work::AllReduce && step < self.case.steps / 2 {
+            let [own, _] = self.parts(step);
+            self.sums.push_back(sum(&own, got));
         }
-        if got != expected && self.seen.wrong.is_none() {
+        if got != self.expected(step) && self.seen.wrong.is_none() {
             self.seen.wrong = Some(format!("step {step} is not what was sent"));
         }
+    }
+
+    /// What lies in the slot of a step.
+    fn in_slot(&self, step: u64) -> Vec<u64> {
+        let mut got = vec![0_u64; SLOT / 8];
+        // SAFETY: within the slots, which live as long as the process. What a device still writes is another's bytes, and not equal.
+        unsafe {
+            got.as_mut_ptr()
+                .copy_from(self.rank.receives.1.byte_add(SLOTS_AT.at(step)), got.len());
+        };
+        got
+    }
+
+    /// The path was given up just now, and no other one can have brought anything yet: whether the bytes of the boundary's step are
+    /// here, and nothing told of them.
+    fn is_torn(&self) -> bool {
+        let boundary = self.case.boundary;
+        let is_next = self
+            .receiver
+            .as_ref()
+            .is_some_and(|receiver| receiver.taken() == boundary);
+        self.case.is_torn && is_next && self.in_slot(boundary) == self.expected(boundary)
     }
 
     fn run(mut self) -> Seen {
@@ -187,6 +202,7 @@ impl Run<'_> {
                 self.seen.costs[0] = std::array::from_fn(|i| costs[i].saturating_sub(before[i]));
                 self.seen.costs[0][LONGEST] = longest.as_micros() as u64;
                 self.seen.costs[0][WATCHED] = watched;
+                self.seen.costs[0][TORN] = self.torn;
                 self.seen.ran = now;
                 self.seen.over = Some(self.rank.hub.now());
                 let sent = self.rank.fabric.sent_bytes();
@@ -318,6 +334,9 @@ impl Run<'_> {
             if let Some(receiver) = &self.receiver {
                 note_left(&mut self.left[1], receiver.paths(), noted.report);
             }
+            if matches!(noted.report, Report::Broken { active: true, .. }) {
+                self.torn += u64::from(self.is_torn());
+            }
         }
     }
 
@@ -341,11 +360,10 @@ impl Run<'_> {
                     if arrived.notice() != step.to_le_bytes() || step + 1 != receiver.taken() {
                         self.seen.wrong = Some(format!("step {step} is not the one that was sent"));
                     }
-                    let mut got = vec![0_u64; if self.case.lean { 0 } else { SLOT / 8 }];
-                    // SAFETY: the step is here, and its slot is granted again only below.
-                    unsafe {
-                        got.as_mut_ptr()
-                            .copy_from(self.rank.receives.1.byte_add(SLOTS_AT.at(step)), got.len());
+                    // The slot is granted again only below.
+                    let got = match self.case.lean {
+                        true => Vec::new(),
+                        false => self.in_slot(step),
                     };
                     self.incoming(step, &got);
                     let room = (receiver.taken() + SLOTS as u64).min(self.case.steps);
@@ -369,10 +387,14 @@ impl Run<'_> {
         let next = sender.posted();
         let boundary = self.case.boundary;
         let is_near = next <= boundary && boundary < next + self.case.ahead && self.is_to_fail();
-        let last = match self.case.failure {
-            Failure::Chaos => next,
-            _ if is_near => boundary,
-            _ => next,
+        // Up to the last one that must be there, and that may.
+        let (last, most) = match self.case.failure {
+            Failure::Chaos => (next, next),
+            _ if self.case.is_torn && next == boundary && self.is_to_fail() => {
+                (next, next + self.case.ahead - 1)
+            }
+            _ if is_near && !self.case.is_torn => (boundary, boundary),
+            _ => (next, next),
         };
         let room = (sender.acked() + SLOTS as u64)
             .min(sender.granted())
@@ -383,10 +405,12 @@ impl Run<'_> {
         if last >= room || !is_time {
             return Ok(false);
         }
-        let steps: Option<Vec<_>> = (next..=last).map(|position| self.outgoing(position)).collect();
-        let Some(steps) = steps else {
+        let steps: Vec<_> = (next..=most.min(room - 1))
+            .map_while(|position| self.outgoing(position))
+            .collect();
+        if next + steps.len() as u64 <= last {
             return Ok(false);
-        };
+        }
         let is_boundary = self.is_to_fail() && (next..=last).contains(&boundary);
         if is_boundary || self.is_to_fail_again() {
             self.lose(true);
@@ -468,6 +492,7 @@ pub(crate) fn run(rank: &mut Rank, case: Case, number: u64) -> Seen {
         plan: Plan::new(),
         second: false,
         left: Default::default(),
+        torn: 0,
         posted_at: None,
     };
     run.run()

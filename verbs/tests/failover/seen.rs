@@ -16,6 +16,10 @@ pub(crate) const LONGEST: usize = 5;
 /// Place of the number of ends that had given up the path which stayed down, and were seen to post nothing more over it.
 pub(crate) const WATCHED: usize = 6;
 
+/// Place of the number of times that the boundary's step was found to be torn when its path was given up: its bytes were there, and
+/// nothing told of them.
+pub(crate) const TORN: usize = 8;
+
 /// What came of a case, seen by one rank.
 #[derive(Default)]
 pub(crate) struct Seen {
@@ -48,7 +52,7 @@ pub(crate) struct Seen {
     /// Bytes that went over the links in that time, where they are counted.
     pub(crate) wire: Option<u64>,
     /// What this rank and the other cost: requests of steps, credits, other requests, completions; then [`CALLS`], [`LONGEST`],
-    /// [`WATCHED`] and [`OWN_CALLS`].
+    /// [`WATCHED`], [`OWN_CALLS`] and [`TORN`].
     pub(crate) costs: [[u64; COSTS]; 2],
 }
 

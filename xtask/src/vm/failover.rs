@@ -1,7 +1,7 @@
 //! `cargo xtask vm failover`: ports that go down at every work-request boundary of a transfer, in a guest with two soft-RoCE links.
 //!
 //! What runs in the guest is `verbs/tests/failover`: two processes, each with a port on either link. A case names what the ranks do,
-//! what fails, at which end, and after which of 64 work requests, before that one is through. It counts only if a work request was
+//! what fails, at which end, and after which of 128 work requests, before that one is through: two for each of 64 steps. It counts only if a work request was
 //! outstanding then and the switches happened that must; what did not come to that is run again, and so is a case whose guest died or
 //! said nothing more, which stays a finding. Times are those of an emulated machine.
 

@@ -1,7 +1,7 @@
 //! Which cases there are: in the words that the guest's program takes.
 
-/// Work requests of a transfer.
-const BOUNDARIES: u64 = 64;
+/// Work requests of a transfer of 64 steps: each is one with its bytes, and one that tells of them.
+const BOUNDARIES: u64 = 128;
 const WORK: [&str; 2] = ["sendrecv", "allreduce"];
 const FAILURES: [&str; 4] = ["primary", "backup", "primary-backup", "flap"];
 const SIDES: [&str; 3] = ["sender", "receiver", "both"];
@@ -79,7 +79,7 @@ mod tests {
     fn samples_are_of_all_cases_and_follow_from_the_seed() {
         let all = all();
         let different: BTreeSet<&String> = all.iter().collect();
-        assert_eq!((all.len(), different.len()), (1536, 1536));
+        assert_eq!((all.len(), different.len()), (3072, 3072));
         let drawn = sample(all.clone(), 24, 7);
         assert_eq!(drawn, sample(all.clone(), 24, 7));
         assert_ne!(drawn, sample(all.clone(), 24, 8));

@@ -63,17 +63,18 @@ impl Group {
 
     fn case(self, run: usize) -> String {
         let side = ["sender", "receiver", "both"][run % 3];
-        let boundary = 1 + run % 16;
+        // What tells of one of the first steps.
+        let boundary = 2 * (1 + run % 16) + 1;
         let case = match self {
             Self::Event => format!("sendrecv primary {side} {boundary} steps=32"),
             Self::Silence => format!("sendrecv silent both {boundary} steps=32 TIMEOUT_MS={TIMEOUT}"),
-            Self::Switched => "sendrecv primary both 16 steps=8192 lean=1 FAILBACK=0".into(),
+            Self::Switched => "sendrecv primary both 33 steps=8192 lean=1 FAILBACK=0".into(),
             Self::Alone => "sendrecv none both 0 steps=8192 lean=1 alone=1".into(),
             // Four seconds of steps.
-            Self::Failback => format!("sendrecv flap {side} 8 down-ms=300 steps=200 pace-us=20000"),
+            Self::Failback => format!("sendrecv flap {side} 17 down-ms=300 steps=200 pace-us=20000"),
             // A minute of flapping and 40 s in peace: the longest back-off and some.
             Self::Flapping => {
-                format!("sendrecv flap {side} 8 flaps=300 down-ms=100 steps=2000 pace-us=50000")
+                format!("sendrecv flap {side} 17 flaps=300 down-ms=100 steps=2000 pace-us=50000")
             }
             Self::On => "sendrecv none both 0 steps=1024 lean=1".into(),
             Self::Off => "sendrecv none both 0 steps=1024 lean=1 FAILOVER=0".into(),
