@@ -147,9 +147,6 @@ impl Health {
 
     /// A connection failed over a path: what the *others* are to be told, of this path and of others that follow from it.
     pub fn failed(&mut self, path: PathId, connection: u64, cause: Cause) -> Vec<(PathId, Scope)> {
-        if cause == Cause::Failback {
-            return Vec::new();
-        }
         let condemn_after = self.settings.condemn_after as usize;
         let entry = self.paths.entry(path).or_default();
         let was = entry.state;
@@ -302,7 +299,6 @@ mod tests {
         assert_eq!(health.failed(path(1, 9), 102, RETRIES), []);
         let seen = health.path(&path(1, 9)).unwrap();
         assert_eq!((seen.consecutive_failures, seen.failures), (5, 5));
-        assert_eq!(health.failed(path(1, 9), 1, Cause::Failback), []);
     }
 
     #[test]

@@ -35,7 +35,11 @@
 //! ends rebuild what they can, and give up when [`Settings::give_up`] is over.
 //!
 //! A path that failed is rebuilt by an offer of the receiver and the sender's acceptance, proves itself by probes, and is then
-//! ready. If it comes before the active path in order, the receiver switches back in the same way.
+//! ready. If it comes before the active path in order, the receiver goes back to it. The active path works, and is not fenced: the
+//! receiver asks the sender to stop ([`Message::Hold`]); when all that was posted is acknowledged the sender says so
+//! ([`Message::Drained`]), and with all of it committed nothing can be late. Then the next epoch begins on the other path, and the one
+//! that was left is ready at once, for what the ends agree by and for the next failure. If the other path fails before that, the next
+//! epoch is on the path that is active.
 
 pub mod fuzzing;
 mod health;

@@ -150,8 +150,6 @@ pub enum Cause {
     Peer,
     /// A queue pair could not be made or connected, did not take a work request, or cannot go on, as its device says.
     Build,
-    /// None: a path that comes before it in order is ready.
-    Failback,
 }
 
 impl fmt::Display for Cause {
@@ -168,7 +166,6 @@ impl fmt::Display for Cause {
             Self::Shared => f.write_str("found by another connection"),
             Self::Peer => f.write_str("found by the peer"),
             Self::Build => f.write_str("queue pair not usable"),
-            Self::Failback => f.write_str("back to a path that is preferred"),
         }
     }
 }

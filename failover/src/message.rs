@@ -68,6 +68,20 @@ pub enum Message {
     },
     /// Either: it gives up.
     GaveUp,
+    /// Receiver: it is about to leave a path that works: nothing more is to be posted until the next epoch.
+    Hold {
+        /// The epoch that will begin.
+        epoch: u32,
+        /// What is active until then.
+        link: Link,
+    },
+    /// Sender: it has stopped, and nothing is under way.
+    Drained {
+        /// The epoch that it waits for.
+        epoch: u32,
+        /// Steps posted since the connection began, which the receiver's NIC has.
+        posted: u64,
+    },
 }
 
 struct Writer {
@@ -176,6 +190,16 @@ impl Message {
                 to.put(&address.0);
             }
             Self::GaveUp => to.put(&[5]),
+            Self::Hold { epoch, link } => {
+                to.put(&[7]);
+                to.put(&epoch.to_le_bytes());
+                to.link(*link);
+            }
+            Self::Drained { epoch, posted } => {
+                to.put(&[8]);
+                to.put(&epoch.to_le_bytes());
+                to.put(&posted.to_le_bytes());
+            }
         }
         to.bytes
     }
@@ -214,6 +238,14 @@ impl Message {
             6 => Self::Noted {
                 generations: from.generations()?,
             },
+            7 => Self::Hold {
+                epoch: from.u32()?,
+                link: from.link()?,
+            },
+            8 => Self::Drained {
+                epoch: from.u32()?,
+                posted: from.u64()?,
+            },
             _ => return None,
         };
         from.0.iter().all(|byte| *byte == 0).then_some(message)
@@ -247,6 +279,11 @@ mod tests {
             Message::GaveUp,
             Message::Noted {
                 generations: [0, 1, 2, 3],
+            },
+            Message::Hold { epoch: 4, link },
+            Message::Drained {
+                epoch: 5,
+                posted: u64::MAX,
             },
         ]
     }

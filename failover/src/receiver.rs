@@ -19,6 +19,11 @@ enum Phase {
     Stranded,
     /// The sender has been told of the new epoch, and has not said that it knows.
     Switching,
+    /// A path before the active one is ready, and the sender has been asked to stop. It has when it has got over so many steps: then
+    /// nothing is under way on the active path, which is left as it is.
+    Holding { drained: Option<u64> },
+    /// That path is gone again, and the sender has been told to go on where it is.
+    Resuming,
     /// Given up.
     Over,
 }
@@ -112,7 +117,12 @@ impl<R: Rules> Receiver<R> {
     /// Whether it is between two paths.
     #[must_use]
     pub fn is_recovering(&self) -> bool {
-        matches!(self.phase, Phase::Fencing | Phase::Stranded | Phase::Switching)
+        !matches!(self.phase, Phase::Flowing | Phase::Over)
+    }
+
+    /// Whether the active path is in use.
+    fn flows(&self) -> bool {
+        !matches!(self.phase, Phase::Fencing | Phase::Stranded | Phase::Over)
     }
 
     /// Whether it has given up.
@@ -137,7 +147,7 @@ impl<R: Rules> Receiver<R> {
     pub fn grant(&mut self, now: Duration, steps: u64, out: &mut Vec<Action>) {
         if steps > self.granted {
             self.granted = steps;
-            if matches!(self.phase, Phase::Flowing | Phase::Switching) {
+            if self.flows() {
                 self.say_credit(out);
                 self.watch(now);
             }
@@ -249,7 +259,7 @@ impl<R: Rules> Receiver<R> {
     /// A step's immediate, on the active path.
     fn arrive(&mut self, now: Duration, immediate: u32, out: &mut Vec<Action>) {
         match self.phase {
-            Phase::Flowing => {}
+            Phase::Flowing | Phase::Holding { .. } | Phase::Resuming => {}
             // What was here before the fence counts.
             Phase::Fencing => {}
             // The sender posts on it: it knows.
@@ -272,6 +282,7 @@ impl<R: Rules> Receiver<R> {
         self.committed += 1;
         out.push(Action::Commit { position });
         self.watch(now);
+        self.go_back(now, out);
     }
 
     fn completed(&mut self, now: Duration, link: Link, work: Work, status: Status, out: &mut Vec<Action>) {
@@ -307,7 +318,7 @@ impl<R: Rules> Receiver<R> {
             match self.phase {
                 Phase::Stranded => self.choose(now, out),
                 Phase::Flowing => self.fall_back(now, out),
-                Phase::Fencing | Phase::Switching | Phase::Over => {}
+                _ => {}
             }
         }
     }
@@ -323,14 +334,23 @@ impl<R: Rules> Receiver<R> {
                 if self.phase == Phase::Over {
                     return;
                 }
-                if epoch < self.epoch && matches!(self.phase, Phase::Flowing | Phase::Switching) {
-                    self.say_switch(out);
+                if epoch < self.epoch {
+                    self.say_epoch(out);
                 }
                 let generations = self.paths.given_up();
                 self.paths.tell(Message::Noted { generations }, out);
             }
-            Message::Switched { epoch } if epoch == self.epoch && self.phase == Phase::Switching => {
+            Message::Switched { epoch }
+                if epoch == self.epoch && matches!(self.phase, Phase::Switching | Phase::Resuming) =>
+            {
                 self.flow(now, out);
+            }
+            Message::Drained { epoch, posted } if epoch == self.epoch + 1 => {
+                if let Phase::Holding { drained } = &mut self.phase {
+                    *drained = Some(posted);
+                    self.settle();
+                    self.go_back(now, out);
+                }
             }
             Message::Accept { link, address } if self.paths.is_in(link, LinkState::Offered) => {
                 self.paths[link.path].state = LinkState::Connecting;
@@ -348,7 +368,7 @@ impl<R: Rules> Receiver<R> {
             return;
         }
         let link = self.paths.link(path);
-        let active = link == self.active && matches!(self.phase, Phase::Flowing | Phase::Switching);
+        let active = link == self.active && self.flows();
         if active && !self.settings.enabled {
             return self.give_up(Reason::Off(cause), out);
         }
@@ -356,14 +376,9 @@ impl<R: Rules> Receiver<R> {
         let longest = self.settings.backoff_max;
         let entry = &mut self.paths[path];
         entry.more.probing = false;
-        if cause == Cause::Failback {
-            // Nothing is wrong with it: it becomes the backup again as soon as it can.
-            self.timers.clear(Timer::Path(path));
-        } else {
-            let wait = entry.more.backoff;
-            entry.more.backoff = (wait * 2).min(longest);
-            self.timers.set(Timer::Path(path), now + wait);
-        }
+        let wait = entry.more.backoff;
+        entry.more.backoff = (wait * 2).min(longest);
+        self.timers.set(Timer::Path(path), now + wait);
         if active {
             self.probing = false;
             self.phase = Phase::Fencing;
@@ -380,17 +395,26 @@ impl<R: Rules> Receiver<R> {
                 self.choose(now, out);
             }
         }
+        if matches!(self.phase, Phase::Holding { .. }) && !self.has_better() {
+            self.choose(now, out);
+        }
     }
 
-    /// Begins the next epoch on the first path that is ready.
+    /// Begins the next epoch on the first path that is ready: it may be the one that it is on.
     fn choose(&mut self, now: Duration, out: &mut Vec<Action>) {
         let Some(path) = self.paths.indices().find(|path| self.is_usable(*path)) else {
             self.phase = Phase::Stranded;
             return;
         };
-        let from = self.active.path;
+        let from = self.active;
         self.epoch += 1;
         self.active = self.paths.link(path);
+        if self.active == from {
+            self.phase = Phase::Resuming;
+            self.say_switch(out);
+            return self.resend_soon(now);
+        }
+        let from = from.path;
         self.phase = Phase::Switching;
         out.push(Action::Report(Report::Switched {
             epoch: self.epoch,
@@ -406,20 +430,40 @@ impl<R: Rules> Receiver<R> {
 
     /// The sender is in our epoch.
     fn flow(&mut self, now: Duration, out: &mut Vec<Action>) {
+        let was_elsewhere = self.phase == Phase::Switching;
         self.phase = Phase::Flowing;
         self.timers.clear(Timer::GiveUp);
         self.settle();
-        out.push(Action::Report(Report::Recovered { epoch: self.epoch }));
+        if was_elsewhere {
+            out.push(Action::Report(Report::Recovered { epoch: self.epoch }));
+        }
         self.watch(now);
         self.fall_back(now, out);
     }
 
-    /// Leaves the active path if one before it is ready.
+    /// Begins to leave the active path if one before it is ready. It works, and stays as it is: what the ends agree by goes over it,
+    /// too, and if the other one fails at once it is there.
     fn fall_back(&mut self, now: Duration, out: &mut Vec<Action>) {
-        let active = self.active.path;
-        if self.settings.failback && (0..active).any(|path| self.is_usable(path)) {
-            self.fail(now, active, Cause::Failback, out);
+        if self.settings.failback && self.has_better() {
+            if !R::waits_for_stop() {
+                return self.choose(now, out);
+            }
+            self.phase = Phase::Holding { drained: None };
+            self.say_epoch(out);
+            self.resend_soon(now);
         }
+    }
+
+    /// Leaves the active path when the sender has stopped, and all that it sent is here.
+    fn go_back(&mut self, now: Duration, out: &mut Vec<Action>) {
+        if matches!(self.phase, Phase::Holding { drained: Some(posted) } if posted <= self.committed) {
+            self.choose(now, out);
+        }
+    }
+
+    /// Whether a path before the active one is ready.
+    fn has_better(&self) -> bool {
+        (0..self.active.path).any(|path| self.is_usable(path))
     }
 
     fn is_usable(&self, path: u8) -> bool {
@@ -456,7 +500,7 @@ impl<R: Rules> Receiver<R> {
 
     /// Sets the time by which something should have happened on the active path.
     fn watch(&mut self, now: Duration) {
-        let flows = matches!(self.phase, Phase::Flowing | Phase::Switching) && self.settings.enabled;
+        let flows = self.flows() && self.settings.enabled;
         match () {
             () if flows && self.probing => self.timers.set(Timer::Watch, now + self.settings.timeout),
             () if flows && self.busy => self.timers.set(Timer::Watch, now + self.settings.probe),
@@ -470,6 +514,19 @@ impl<R: Rules> Receiver<R> {
                 link: self.active,
                 steps: self.granted,
             });
+        }
+    }
+
+    /// Says which epoch begins, or which one is about to.
+    fn say_epoch(&self, out: &mut Vec<Action>) {
+        match self.phase {
+            Phase::Holding { .. } => {
+                // There is no other way on from here than to that one.
+                let (epoch, link) = (self.epoch + 1, self.active);
+                self.paths.tell(Message::Hold { epoch, link }, out);
+            }
+            Phase::Flowing | Phase::Switching | Phase::Resuming => self.say_switch(out),
+            Phase::Fencing | Phase::Stranded | Phase::Over => {}
         }
     }
 
@@ -493,8 +550,8 @@ impl<R: Rules> Receiver<R> {
         if !self.has_unanswered() {
             return;
         }
-        if self.phase == Phase::Switching {
-            self.say_switch(out);
+        if self.is_unanswered() {
+            self.say_epoch(out);
         }
         for path in self.paths.indices() {
             let Path { state, own, .. } = self.paths[path];
@@ -507,8 +564,16 @@ impl<R: Rules> Receiver<R> {
         self.timers.set(Timer::Resend, now + self.resend);
     }
 
+    /// Whether the sender has not said that it knows of what was said last.
+    fn is_unanswered(&self) -> bool {
+        matches!(
+            self.phase,
+            Phase::Switching | Phase::Resuming | Phase::Holding { drained: None }
+        )
+    }
+
     fn has_unanswered(&self) -> bool {
-        self.phase == Phase::Switching
+        self.is_unanswered()
             || self
                 .paths
                 .indices()

@@ -19,6 +19,12 @@ pub trait Rules: Clone + PartialEq + Debug + Hash {
         true
     }
 
+    /// Whether the receiver waits until the sender has stopped before it leaves a path that works, which it does not fence.
+    #[must_use]
+    fn waits_for_stop() -> bool {
+        true
+    }
+
     /// Where a replay starts: what was posted may be lost, what was acknowledged may be less than what is there.
     #[must_use]
     fn replay_from(committed: u64, posted: u64) -> u64 {

@@ -38,6 +38,8 @@ pub struct Sender<R = Sound> {
     /// Where steps go in this epoch.
     active: Link,
     phase: Phase,
+    /// The receiver asked it to stop until this epoch: it is about to leave a path that works.
+    held: Option<u32>,
     posted: u64,
     acked: u64,
     granted: u64,
@@ -71,6 +73,7 @@ impl<R: Rules> Sender<R> {
             epoch: 0,
             active,
             phase: Phase::Flowing,
+            held: None,
             posted: 0,
             acked: 0,
             granted: 0,
@@ -83,10 +86,11 @@ impl<R: Rules> Sender<R> {
         })
     }
 
-    /// Where the next step is to be posted now; `None` while there is no credit for it or no path.
+    /// Where the next step is to be posted now; `None` while there is no credit for it or no path, or it is to change.
     #[must_use]
     pub fn link(&self) -> Option<Link> {
-        (self.phase == Phase::Flowing && self.posted < self.granted).then_some(self.active)
+        let may = self.phase == Phase::Flowing && self.held.is_none();
+        (may && self.posted < self.granted).then_some(self.active)
     }
 
     /// Steps posted since the connection began: the position of the next one.
@@ -122,7 +126,7 @@ impl<R: Rules> Sender<R> {
     /// Whether it is between two paths.
     #[must_use]
     pub fn is_recovering(&self) -> bool {
-        self.phase == Phase::Waiting
+        self.phase == Phase::Waiting || self.held.is_some()
     }
 
     /// Whether it has given up.
@@ -266,6 +270,7 @@ impl<R: Rules> Sender<R> {
                 self.acked = position + 1;
                 self.got_over(out);
                 self.watch(now);
+                self.say_drained(out);
             }
             Work::Step(_) | Work::Credit | Work::Message => {}
             Work::Probe => {
@@ -307,6 +312,13 @@ impl<R: Rules> Sender<R> {
                     self.paths.tell(Message::Switched { epoch }, out);
                 }
             }
+            // Who has given the path up has said so, and is told where to go on.
+            Message::Hold { epoch, link }
+                if epoch > self.epoch && link == self.active && self.phase == Phase::Flowing =>
+            {
+                self.held = Some(epoch);
+                self.say_drained(out);
+            }
             Message::Offer { link, address } if self.paths.knows(link.path) => {
                 self.offer(now, link, address, out);
             }
@@ -324,6 +336,15 @@ impl<R: Rules> Sender<R> {
 
     /// Begins an epoch: goes on from what the receiver has, on the path that it names.
     fn switch(&mut self, now: Duration, epoch: u32, link: Link, committed: u64, out: &mut Vec<Action>) {
+        let has_stopped = self.held.take().is_some() && self.acked == self.posted;
+        if link == self.active {
+            // It stays where it was, and nothing was fenced.
+            self.epoch = epoch;
+            return match self.phase {
+                Phase::Flowing => self.paths.tell(Message::Switched { epoch }, out),
+                _ => self.say_broken_soon(now, out),
+            };
+        }
         if committed < self.acked || committed > self.posted {
             let what = match committed < self.acked {
                 true => "it lost steps that its NIC had acknowledged",
@@ -332,18 +353,15 @@ impl<R: Rules> Sender<R> {
             return self.give_up(Reason::Protocol(what), out);
         }
         let from = self.active;
-        // The receiver has fenced it, so no step of it can arrive any more.
-        if self.paths.is_newest(from) {
-            // To a path that comes before it: had this one failed, the receiver would have told so before that was ready.
-            let cause = if link.path < from.path {
-                Cause::Failback
-            } else {
-                Cause::Peer
-            };
-            self.fence(from.path, cause, out);
+        // The receiver has fenced it, so no step of it can arrive any more; or all have, and it stays as it is. If it has failed over
+        // there meanwhile, an offer will say so.
+        if !has_stopped {
+            if self.paths.is_newest(from) {
+                self.fence(from.path, Cause::Peer, out);
+            }
+            let old = &mut self.paths[from.path].more;
+            old.noted = old.noted.max(from.generation);
         }
-        let old = &mut self.paths[from.path].more;
-        old.noted = old.noted.max(from.generation);
         (self.epoch, self.active) = (epoch, link);
         self.probing = false;
         self.acked = committed;
@@ -440,7 +458,7 @@ impl<R: Rules> Sender<R> {
         }
         self.fence(path, cause, out);
         if active {
-            self.phase = Phase::Waiting;
+            (self.phase, self.held) = (Phase::Waiting, None);
             self.timers.clear(Timer::Watch);
             self.timers.ensure(Timer::GiveUp, now + self.settings.give_up);
         }
@@ -468,6 +486,16 @@ impl<R: Rules> Sender<R> {
                 let path = self.paths[path];
                 !path.state.is_live() && path.more.noted < path.generation && path.more.offered.is_none()
             })
+    }
+
+    /// Says that it has stopped, once nothing is under way. The receiver asks until it hears it.
+    fn say_drained(&self, out: &mut Vec<Action>) {
+        if let Some(epoch) = self.held
+            && self.acked == self.posted
+        {
+            let posted = self.posted;
+            self.paths.tell(Message::Drained { epoch, posted }, out);
+        }
     }
 
     fn say_broken_soon(&mut self, now: Duration, out: &mut Vec<Action>) {

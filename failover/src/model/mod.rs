@@ -67,6 +67,7 @@ const SMALL: Scenario = Scenario {
     silent: false,
     outside: true,
     failback: false,
+    only_first: false,
     losses: 0,
     haste: 0,
     credits_in_doubt: false,
@@ -138,6 +139,21 @@ fn a_path_that_is_good_again_is_used_again() {
         steps: 2,
         ..SMALL
     });
+}
+
+/// A path is gone back to without the other one being given up: whenever the first path fails, and however soon again, the ends can
+/// agree over the second one alone.
+#[test]
+fn a_path_that_was_left_for_a_better_one_is_there_at_once() {
+    let outcome = proves(Scenario {
+        failback: true,
+        outside: false,
+        only_first: true,
+        failures: 2,
+        steps: 2,
+        ..SMALL
+    });
+    assert_eq!(outcome.given_up, 0, "the second path was there all the time");
 }
 
 #[test]
@@ -234,6 +250,26 @@ fn mutant_no_fence() {
     };
     catches::<Unfenced>(scenario, "is read, and");
     catches::<Unfenced>(scenario, "its NIC had acknowledged");
+}
+
+/// The receiver goes back while steps are under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Unstopped;
+
+impl Rules for Unstopped {
+    fn waits_for_stop() -> bool {
+        false
+    }
+}
+
+#[test]
+fn mutant_no_stop_before_going_back() {
+    let scenario = Scenario {
+        failback: true,
+        slots: 1,
+        ..SMALL
+    };
+    catches::<Unstopped>(scenario, "its NIC had acknowledged");
 }
 
 /// What was posted is taken to be there.

@@ -152,10 +152,10 @@ impl<R: Rules> World<R> {
             queue.push(Request { work, value, is_data });
         };
         match (work, self.scenario.flaw) {
-            (Work::Step(_), Flaw::NoticeFirst) => [false, true].map(&mut push),
-            (Work::Step(_), _) => [true, false].map(&mut push),
-            _ => return push(false),
-        };
+            (Work::Step(_), Flaw::NoticeFirst) => [false, true].into_iter().for_each(push),
+            (Work::Step(_), _) => [true, false].into_iter().for_each(push),
+            _ => push(false),
+        }
     }
 
     fn credited_in_adds(&self) -> u64 {

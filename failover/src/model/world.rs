@@ -28,6 +28,8 @@ pub(super) struct Scenario {
     pub(super) outside: bool,
     /// Paths that failed are rebuilt while others work, and gone back to; else only when there is no other one.
     pub(super) failback: bool,
+    /// Only ports of the first path fail.
+    pub(super) only_first: bool,
     /// How many messages are lost.
     pub(super) losses: u8,
     /// How often a timer is over early: a time-out although the path works, a resend although the first is on its way, a probe
@@ -304,7 +306,9 @@ impl<R: Rules> World<R> {
             moves.push(Move::Notice(end, path));
         }
         match port.up {
-            true if self.failures > 0 => moves.push(Move::PortDown(end, path)),
+            true if self.failures > 0 && !(self.scenario.only_first && path > 0) => {
+                moves.push(Move::PortDown(end, path));
+            }
             false if self.repairs > 0 => moves.push(Move::PortUp(end, path)),
             _ => {}
         }

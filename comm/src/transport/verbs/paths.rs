@@ -156,8 +156,6 @@ impl Paths {
                 tracing::warn!(target: log::NET, "NET/IB : {port}{at} {way} rank {peer} failed: {cause} ({link})");
                 if active {
                     self.left = Some(cause_of(cause));
-                }
-                if active && cause != Cause::Failback {
                     self.cause = Some(cause_of(cause));
                     self.record(State::START, link.path, link.path, paths, 0);
                 }
@@ -177,7 +175,7 @@ impl Paths {
                 self.active = to;
                 self.switches = (self.switches.0.saturating_add(1), observe::now_ns());
                 // Nothing broke: a path that comes before it is good again.
-                self.cause.get_or_insert((PathCause::Failback, 0));
+                self.left = Some(*self.cause.get_or_insert((PathCause::Failback, 0)));
                 self.record(State::PATH_SWITCHED, from, to, paths, bytes(replayed));
                 self.cause = None;
             }
@@ -288,7 +286,6 @@ fn cause_of(cause: Cause) -> (PathCause, u8) {
         Cause::Shared => (PathCause::Shared, 0),
         Cause::Peer => (PathCause::Peer, 0),
         Cause::Build => (PathCause::Build, 0),
-        Cause::Failback => (PathCause::Failback, 0),
     }
 }
 
