@@ -2,8 +2,8 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use ringsight_failover::{Cause, Settings};
-use ringsight_verbs::endpoint::SLOTS;
+use ringsight_failover::{Cause, Settings, Status, transport_timeout};
+use ringsight_verbs::{config::MOST_QPS, endpoint::SLOTS};
 
 use super::{
     fabric::Port,
@@ -63,6 +63,31 @@ pub(crate) enum Work {
     AllReduce,
 }
 
+/// How often a device tries again: for soft-RoCE takes seven to be infinite.
+pub(crate) const RETRIES: u8 = 6;
+
+/// Queue pairs of a path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Queues {
+    /// `qps`: how many.
+    pub(crate) count: usize,
+    /// `split`: a step is cut into parts for all of them; else they take turns.
+    pub(crate) is_split: bool,
+    /// `ib-timeout`: the exponent of how long the device waits for an acknowledgement, of seven times.
+    pub(crate) timeout: u8,
+}
+
+impl Default for Queues {
+    fn default() -> Self {
+        Self {
+            count: 1,
+            is_split: false,
+            // 1.9 s in all, and 0.3 s for a packet that is lost: the machine is emulated, and may have other things to do.
+            timeout: 16,
+        }
+    }
+}
+
 /// One case.
 #[derive(Clone, Debug)]
 pub(crate) struct Case {
@@ -94,6 +119,8 @@ pub(crate) struct Case {
     pub(crate) loose: bool,
     /// `alone`: there is no path but the backup.
     pub(crate) alone: bool,
+    /// Of each path.
+    pub(crate) queues: Queues,
     /// `lean`: nothing but the ends runs: bytes are neither made nor looked at, nobody sleeps, and messages outside are seldom
     /// looked for.
     pub(crate) lean: bool,
@@ -143,6 +170,7 @@ impl Case {
             flaps: 1,
             loose: false,
             alone: false,
+            queues: Queues::default(),
             lean: false,
             variables: BTreeMap::new(),
         };
@@ -166,6 +194,11 @@ impl Case {
                 "flaps" => case.flaps = number()? as u32,
                 "loose" => case.loose = number()? > 0,
                 "alone" => case.alone = number()? > 0,
+                "qps" => {
+                    case.queues.count = number().filter(|qps| (1..=MOST_QPS as u64).contains(qps))? as usize;
+                }
+                "split" => case.queues.is_split = number()? > 0,
+                "ib-timeout" => case.queues.timeout = number().filter(|timeout| *timeout < 32)? as u8,
                 // They tell runs of a case apart.
                 "of" | "run" => {}
                 "lean" => case.lean = number()? > 0,
@@ -200,6 +233,13 @@ impl Case {
             })
         })
         .ok()
+    }
+
+    /// How long the sender's device tries, if nothing else is to tell of the failure before.
+    fn device_gives_up(&self) -> Option<Duration> {
+        let tries = transport_timeout(self.queues.timeout, RETRIES)?;
+        let own = self.settings()?.timeout;
+        (self.failure == Failure::Silent && tries < own).then_some(tries)
     }
 
     /// What is lost over the link in use from right before the request of the boundary: what is under way when a cable is pulled.
@@ -313,6 +353,14 @@ impl Case {
             Failure::All | Failure::Chaos => (true, false),
         };
         let text = || format!("switches {:?}, broken {:?}", seen.switches, seen.broken);
+        if let Some(tries) = self.device_gives_up() {
+            let is_told =
+                seen.broken.first() == Some(&format!("0:{}", Cause::Completion(Status::RetryExceeded)));
+            let is_late = seen.switch.is_some_and(|switch| switch >= tries);
+            if !is_told || !is_late {
+                return Verdict::Wrong(format!("{}, after {:?} of {tries:?}", text(), seen.switch));
+            }
+        }
         // Of the backup's failure the receiver need not hear in time, nor of a short one.
         let is_torn = matches!(self.failure, Failure::Primary | Failure::PrimaryThenBackup) && self.is_torn;
         if is_expected && is_torn && seen.costs[1][TORN] == 0 {

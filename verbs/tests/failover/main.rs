@@ -38,7 +38,7 @@ const PEER: &str = "RINGSIGHT_FAILOVER_PEER";
 const CASES: &str = "RINGSIGHT_FAILOVER_CASES";
 
 /// One of each kind, where nothing else is asked for.
-const USUAL: [&str; 14] = [
+const USUAL: [&str; 20] = [
     // Who comes back after the time-out finds the completion, not a path that failed.
     "sendrecv none sender 41 away-ms=4000 TIMEOUT_MS=3000 PROBE_MS=60000",
     "sendrecv primary sender 1",
@@ -49,7 +49,15 @@ const USUAL: [&str; 14] = [
     // The bytes of a step arrive, and what tells of them does not.
     "sendrecv primary receiver 42",
     "allreduce primary-backup both 26",
+    // Several queue pairs: by turns, and each step over all of them.
+    "sendrecv primary sender 77 qps=2",
+    "allreduce primary-backup both 30 qps=4",
+    "sendrecv primary-backup receiver 87 qps=4 split=1",
+    "allreduce primary receiver 44 qps=2 split=1",
+    "sendrecv flap both 53 qps=4 split=1 flaps=5 steps=800 pace-us=5000 down-ms=40 BACKOFF_MS=20 PROBATION_MS=5",
     "sendrecv silent sender 51 TIMEOUT_MS=1500",
+    // The device has tried often enough long before anybody else notices.
+    "sendrecv silent sender 51 ib-timeout=14 TIMEOUT_MS=60000 PROBE_MS=60000",
     "allreduce primary both 65",
     "allreduce primary-backup sender 25",
     "allreduce flap receiver 81",
@@ -60,11 +68,12 @@ const USUAL: [&str; 14] = [
 
 /// What only the stand-in for mlx5 devices can do. After a queue's failure the transfer goes on until the path is in use again; a device
 /// that died is gone, so that comes last.
-const OF_MLX5: [&str; 5] = [
+const OF_MLX5: [&str; 6] = [
     "sendrecv queue-pair sender 41 steps=300 pace-us=5000 BACKOFF_MS=20 PROBATION_MS=5",
     "allreduce queue-pair receiver 81 steps=300 pace-us=5000 BACKOFF_MS=20 PROBATION_MS=5",
     "sendrecv completion-queue receiver 23 steps=300 pace-us=5000 BACKOFF_MS=20 PROBATION_MS=5",
     "allreduce completion-queue both 61 steps=300 pace-us=5000 BACKOFF_MS=20 PROBATION_MS=5",
+    "sendrecv queue-pair both 47 qps=4 split=1 steps=300 pace-us=5000 BACKOFF_MS=20 PROBATION_MS=5",
     "allreduce device both 41",
 ];
 

@@ -14,7 +14,7 @@ use ringsight_verbs::{
 
 use super::{
     calls::Calls,
-    case::{Case, mix},
+    case::{Case, Queues, RETRIES, mix},
     fabric::{Fabric, Port},
     outside::{OFFER, Outside, READY},
 };
@@ -37,11 +37,29 @@ fn slots() -> (Memory, *mut u64) {
     )
 }
 
+/// A rank's two ports.
+fn net(rank: usize, queues: Queues) -> Arc<Net> {
+    let devices = [0, 1].map(|link| Fabric::here().device(Port { rank, link }));
+    let config = Config {
+        devices: Filter::parse(&format!("={}", devices.join(","))),
+        qps: queues.count,
+        split: queues.is_split,
+        patience: Patience {
+            timeout: queues.timeout,
+            retries: RETRIES,
+        },
+        ..Config::default()
+    };
+    Arc::new(Net::new(config, FilePath::new("/sys")).unwrap())
+}
+
 /// A process: a rank, with its two ports.
 pub(crate) struct Rank {
     pub(crate) number: usize,
     pub(crate) fabric: Fabric,
     pub(crate) net: Arc<Net>,
+    /// What `net` makes.
+    queues: Queues,
     pub(crate) hub: Arc<Hub>,
     pub(crate) outside: Outside,
     pub(crate) sends: (Memory, *mut u64),
@@ -53,22 +71,12 @@ pub(crate) struct Rank {
 
 impl Rank {
     pub(crate) fn new(number: usize, stream: TcpStream) -> Self {
-        let fabric = Fabric::here();
-        let devices = [0, 1].map(|link| fabric.device(Port { rank: number, link }));
-        let config = Config {
-            devices: Filter::parse(&format!("={}", devices.join(","))),
-            // Seven tries, for soft-RoCE takes a retry count of seven to be infinite.
-            patience: Patience {
-                // 1.9 s in all, and 0.3 s for a packet that is lost: the machine is emulated, and may have other things to do.
-                timeout: 16,
-                retries: 6,
-            },
-            ..Config::default()
-        };
+        let queues = Queues::default();
         Self {
             number,
-            fabric,
-            net: Arc::new(Net::new(config, FilePath::new("/sys")).unwrap()),
+            fabric: Fabric::here(),
+            net: net(number, queues),
+            queues,
             hub: Hub::new(Arc::default()),
             outside: Outside::new(stream),
             sends: slots(),
@@ -80,6 +88,10 @@ impl Rank {
 
     /// Has all connections from here on keep to a case's settings.
     pub(crate) fn prepare(&mut self, case: &Case) {
+        if self.queues != case.queues {
+            self.queues = case.queues;
+            self.net = net(self.number, case.queues);
+        }
         let settings = case.settings().expect("settings of a case that was parsed");
         self.hub = Hub::new(Arc::new(settings));
     }
