@@ -1,8 +1,11 @@
 //! An end's paths, by their indices.
 
-use std::ops::{Index, IndexMut};
+use std::{
+    ops::{Index, IndexMut},
+    time::Duration,
+};
 
-use crate::{Action, Address, Link, LinkState, MAX_PATHS, Message, PathSet, PathView};
+use crate::{Action, Address, Link, LinkState, MAX_PATHS, Message, PathSet, PathView, Settings};
 
 /// A path as either end sees it, and what only this end keeps of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -49,6 +52,22 @@ impl<More: Copy> Paths<More> {
             paths[path].state = LinkState::Ready;
         }
         Some((paths, active))
+    }
+
+    /// How long what is posted over the path in use may neither end nor fail.
+    pub(crate) fn timeout(&self, settings: &Settings) -> Duration {
+        match self.count {
+            1 => settings.timeout_alone,
+            _ => settings.timeout,
+        }
+    }
+
+    /// How long a recovery may take.
+    pub(crate) fn give_up(&self, settings: &Settings) -> Duration {
+        match self.count {
+            1 => settings.give_up_alone,
+            _ => settings.give_up,
+        }
     }
 
     pub(crate) fn indices(&self) -> impl Iterator<Item = u8> + use<More> {

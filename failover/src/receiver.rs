@@ -383,7 +383,8 @@ impl<R: Rules> Receiver<R> {
             self.probing = false;
             self.phase = Phase::Fencing;
             self.timers.clear(Timer::Watch);
-            self.timers.ensure(Timer::GiveUp, now + self.settings.give_up);
+            let give_up = self.paths.give_up(&self.settings);
+            self.timers.ensure(Timer::GiveUp, now + give_up);
         }
         self.paths[path].state = LinkState::Fencing;
         self.settle();
@@ -502,7 +503,10 @@ impl<R: Rules> Receiver<R> {
     fn watch(&mut self, now: Duration) {
         let flows = self.flows() && self.settings.enabled;
         match () {
-            () if flows && self.probing => self.timers.set(Timer::Watch, now + self.settings.timeout),
+            () if flows && self.probing => {
+                let timeout = self.paths.timeout(&self.settings);
+                self.timers.set(Timer::Watch, now + timeout);
+            }
             () if flows && self.busy => self.timers.set(Timer::Watch, now + self.settings.probe),
             () => self.timers.clear(Timer::Watch),
         }

@@ -369,7 +369,7 @@ impl<R: Rules> Sender<R> {
         if !self.paths.is_in(link, LinkState::Ready) {
             // It failed here meanwhile.
             self.phase = Phase::Waiting;
-            self.timers.ensure(Timer::GiveUp, now + self.settings.give_up);
+            self.set_give_up(now);
             return self.say_broken_soon(now, out);
         }
         self.phase = Phase::Flowing;
@@ -460,7 +460,7 @@ impl<R: Rules> Sender<R> {
         if active {
             (self.phase, self.held) = (Phase::Waiting, None);
             self.timers.clear(Timer::Watch);
-            self.timers.ensure(Timer::GiveUp, now + self.settings.give_up);
+            self.set_give_up(now);
         }
         true
     }
@@ -533,11 +533,17 @@ impl<R: Rules> Sender<R> {
         self.watch(now);
     }
 
+    /// Sets the end of a recovery, unless one is under way.
+    fn set_give_up(&mut self, now: Duration) {
+        let give_up = self.paths.give_up(&self.settings);
+        self.timers.ensure(Timer::GiveUp, now + give_up);
+    }
+
     /// Sets the time by which something should have happened on the active path.
     fn watch(&mut self, now: Duration) {
         let wait = match () {
             () if self.phase != Phase::Flowing => None,
-            () if self.probing || self.posted > self.acked => Some(self.settings.timeout),
+            () if self.probing || self.posted > self.acked => Some(self.paths.timeout(&self.settings)),
             () if self.busy && self.settings.enabled => Some(self.settings.probe),
             () => None,
         };

@@ -13,11 +13,17 @@ pub struct Settings {
     /// How long work requests may neither end nor fail. `RINGSIGHT_NET_TIMEOUT_MS`, by default 1000. The NIC's own limit
     /// ([`transport_timeout`]) is usually far longer, and soft-RoCE with seven retries has none.
     pub timeout: Duration,
+    /// The same of a connection with one path, which has nothing to go to: as long as its device tries, if that is longer
+    /// ([`transport_timeout`]); where `RINGSIGHT_NET_TIMEOUT_MS` is set, that.
+    pub timeout_alone: Duration,
     /// How long an end waits for the peer with nothing outstanding before it probes the path. `RINGSIGHT_NET_PROBE_MS`, by
     /// default 1000.
     pub probe: Duration,
     /// How long a recovery may take before the communicator fails. `RINGSIGHT_NET_GIVE_UP_MS`, by default 10000.
     pub give_up: Duration,
+    /// The same of a connection with one path: as long as its device tries, if that is longer; where `RINGSIGHT_NET_GIVE_UP_MS` is set,
+    /// that.
+    pub give_up_alone: Duration,
     /// When something unanswered is said again at first; doubled each time, at most [`Settings::RESEND_MAX`].
     /// `RINGSIGHT_NET_RESEND_MS`, by default 20.
     pub resend: Duration,
@@ -46,8 +52,10 @@ impl Default for Settings {
             enabled: true,
             failback: true,
             timeout: Duration::from_millis(1000),
+            timeout_alone: Self::TRIES,
             probe: Duration::from_millis(1000),
             give_up: Duration::from_millis(10_000),
+            give_up_alone: Self::TRIES,
             resend: Duration::from_millis(20),
             backoff: Duration::from_millis(100),
             backoff_max: Self::BACKOFF_LIMIT,
@@ -120,6 +128,8 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
 }
 
 impl Settings {
+    /// As long as a device tries by NCCL's defaults.
+    const TRIES: Duration = Duration::from_nanos((4096 << 20) * 8);
     /// The longest back-off that can be asked for.
     pub const BACKOFF_LIMIT: Duration = Duration::from_secs(30);
     /// The longest time between two of the same message.
@@ -138,6 +148,17 @@ impl Settings {
                 .switch("NCCL_ENABLE_FAULT_TOLERANCE")?
                 .unwrap_or(defaults.enabled),
         };
+        // A value that means nothing is told of where devices are set up.
+        let exponent = from.number("NCCL_IB_TIMEOUT", 20, 0, 31).unwrap_or(20);
+        let retries = from.number("NCCL_IB_RETRY_CNT", 7, 0, 7).unwrap_or(7);
+        // Whose device never ends a request is as by default.
+        let tries = transport_timeout(exponent as u8, retries as u8).unwrap_or(Self::TRIES);
+        let alone = |name, usual: Duration| match (from.0)(name) {
+            Some(_) => usual,
+            None => usual.max(tries),
+        };
+        let timeout = from.time("RINGSIGHT_NET_TIMEOUT_MS", defaults.timeout, 1)?;
+        let give_up = from.time("RINGSIGHT_NET_GIVE_UP_MS", defaults.give_up, 1)?;
         let backoff_max = from.time("RINGSIGHT_NET_BACKOFF_MAX_MS", defaults.backoff_max, 1)?;
         let backoff_max = backoff_max.min(Self::BACKOFF_LIMIT);
         Ok(Self {
@@ -145,9 +166,11 @@ impl Settings {
             failback: from
                 .switch("RINGSIGHT_NET_FAILBACK")?
                 .unwrap_or(defaults.failback),
-            timeout: from.time("RINGSIGHT_NET_TIMEOUT_MS", defaults.timeout, 1)?,
+            timeout,
+            timeout_alone: alone("RINGSIGHT_NET_TIMEOUT_MS", timeout),
             probe: from.time("RINGSIGHT_NET_PROBE_MS", defaults.probe, 1)?,
-            give_up: from.time("RINGSIGHT_NET_GIVE_UP_MS", defaults.give_up, 1)?,
+            give_up,
+            give_up_alone: alone("RINGSIGHT_NET_GIVE_UP_MS", give_up),
             resend: from
                 .time("RINGSIGHT_NET_RESEND_MS", defaults.resend, 1)?
                 .min(Self::RESEND_MAX),
@@ -222,6 +245,31 @@ mod tests {
             let error = with(&[(name, value)]).unwrap_err().to_string();
             assert!(error.starts_with(&format!("{name}={value} is not")), "{error}");
         }
+    }
+
+    #[test]
+    fn with_one_path_the_devices_tries_are_waited_for() {
+        let alone = |variables: &[(&str, &str)]| {
+            let settings = with(variables).unwrap();
+            (
+                settings.timeout_alone.as_millis(),
+                settings.give_up_alone.as_millis(),
+            )
+        };
+        assert_eq!(alone(&[]), (34_359, 34_359));
+        assert_eq!(alone(&[("NCCL_IB_TIMEOUT", "18")]), (8_589, 10_000));
+        assert_eq!(
+            alone(&[("NCCL_IB_TIMEOUT", "14"), ("NCCL_IB_RETRY_CNT", "0")]),
+            (1000, 10_000)
+        );
+        // No limit of the device's, or none that can be.
+        assert_eq!(alone(&[("NCCL_IB_TIMEOUT", "0")]), (34_359, 34_359));
+        assert_eq!(alone(&[("NCCL_IB_RETRY_CNT", "x")]), (34_359, 34_359));
+        let own = [
+            ("RINGSIGHT_NET_TIMEOUT_MS", "250"),
+            ("RINGSIGHT_NET_GIVE_UP_MS", "500"),
+        ];
+        assert_eq!(alone(&own), (250, 500));
     }
 
     #[test]

@@ -135,8 +135,10 @@ impl<R: Rules> World<R> {
         // Times are all zero, so that states do not differ by them.
         let settings = Arc::new(Settings {
             timeout: Duration::ZERO,
+            timeout_alone: Duration::ZERO,
             probe: Duration::ZERO,
             give_up: Duration::ZERO,
+            give_up_alone: Duration::ZERO,
             resend: Duration::ZERO,
             backoff: Duration::ZERO,
             backoff_max: Duration::ZERO,

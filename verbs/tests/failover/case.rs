@@ -223,8 +223,11 @@ impl Case {
     pub(crate) fn settings(&self) -> Option<Settings> {
         Settings::read(|name| {
             let own = self.variables.get(name).cloned();
-            // The machine is emulated, and may have other things to do.
+            // The machine is emulated, and may have other things to do. With one path the library's own times are what is looked at.
             own.or_else(|| match name {
+                "NCCL_IB_TIMEOUT" => Some(self.queues.timeout.to_string()),
+                "NCCL_IB_RETRY_CNT" => Some(RETRIES.to_string()),
+                _ if self.alone => None,
                 "RINGSIGHT_NET_TIMEOUT_MS" => Some("6000".into()),
                 // How long does not matter.
                 "RINGSIGHT_NET_GIVE_UP_MS" if self.failure == Failure::All => Some("3000".into()),
@@ -269,13 +272,19 @@ impl Case {
         }
     }
 
-    /// Ports of a link that fail.
-    pub(crate) fn ports(&self, link: usize) -> Vec<Port> {
+    /// The link of a path.
+    pub(crate) fn link(&self, path: usize) -> usize {
+        path + usize::from(self.alone)
+    }
+
+    /// Ports of a path that fail.
+    pub(crate) fn ports(&self, path: usize) -> Vec<Port> {
         let ranks = match self.side {
             Side::Sender => 0..1,
             Side::Receiver => 1..2,
             Side::Both => 0..2,
         };
+        let link = self.link(path);
         ranks.map(|rank| Port { rank, link }).collect()
     }
 
@@ -330,6 +339,8 @@ impl Case {
             Failure::Primary | Failure::Silent | Failure::Device => (away, false),
             // A single one may be over before it is over for the connection, and the last steps may be there before both ends have agreed
             // to leave a path; after many it must be back.
+            // There is no other path: it is the same, made anew.
+            Failure::Flap if self.alone => (seen.switches == [(0, 0)], false),
             Failure::Flap if self.flaps == 1 => (away, !seen.broken.is_empty() || seen.was_over_soon()),
             Failure::Flap => (
                 away && seen.switches.last().is_some_and(|(_, to)| *to == 0),

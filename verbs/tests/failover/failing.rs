@@ -28,7 +28,9 @@ impl Run<'_> {
     /// Has what is posted from here on not be through before the link is down, or no longer: soft-RoCE has done it all when the call
     /// that posts it returns.
     pub(super) fn lose(&self, lost: bool) {
-        let link = usize::from(self.seen.recovered.is_some());
+        let link = self
+            .case
+            .link(usize::from(self.seen.recovered.is_some() && !self.case.alone));
         let fabric = self.rank.fabric;
         match self.case.loses() {
             Some(Lost::Steps) => fabric.lose_sent(Port { rank: 0, link }, lost),
@@ -92,7 +94,7 @@ impl Run<'_> {
         let now = self.rank.hub.now();
         let fabric = self.rank.fabric;
         self.seen.down = Some(now);
-        let links: &[usize] = match self.case.failure {
+        let paths: &[usize] = match self.case.failure {
             Failure::Primary | Failure::PrimaryThenBackup | Failure::Flap => &[0],
             Failure::Backup => &[1],
             Failure::All => &[0, 1],
@@ -103,7 +105,7 @@ impl Run<'_> {
             | Failure::Chaos
             | Failure::None => &[],
         };
-        for port in links.iter().flat_map(|link| self.case.ports(*link)) {
+        for port in paths.iter().flat_map(|path| self.case.ports(*path)) {
             fabric.set_up(port, false);
         }
         match self.case.failure {

@@ -38,7 +38,7 @@ const PEER: &str = "RINGSIGHT_FAILOVER_PEER";
 const CASES: &str = "RINGSIGHT_FAILOVER_CASES";
 
 /// One of each kind, where nothing else is asked for.
-const USUAL: [&str; 20] = [
+const USUAL: [&str; 21] = [
     // Who comes back after the time-out finds the completion, not a path that failed.
     "sendrecv none sender 41 away-ms=4000 TIMEOUT_MS=3000 PROBE_MS=60000",
     "sendrecv primary sender 1",
@@ -55,6 +55,8 @@ const USUAL: [&str; 20] = [
     "sendrecv primary-backup receiver 87 qps=4 split=1",
     "allreduce primary receiver 44 qps=2 split=1",
     "sendrecv flap both 53 qps=4 split=1 flaps=5 steps=800 pace-us=5000 down-ms=40 BACKOFF_MS=20 PROBATION_MS=5",
+    // One path, whose link is away for longer than a recovery may take with two, and not for as long as its device would try: 15 s.
+    "sendrecv flap receiver 41 alone=1 down-ms=12000 ib-timeout=19",
     "sendrecv silent sender 51 TIMEOUT_MS=1500",
     // The device has tried often enough long before anybody else notices.
     "sendrecv silent sender 51 ib-timeout=14 TIMEOUT_MS=60000 PROBE_MS=60000",
