@@ -127,11 +127,17 @@ impl Status {
         }
     }
 
-    /// Whether another NIC may mend it. Access and protection errors are defects of a program: on the next path the same would
+    /// Whether another NIC may mend it. Access, protection and length errors are defects of a program: on the next path the same would
     /// happen, with less to see.
     #[must_use]
     pub fn is_survivable(self) -> bool {
-        !matches!(self, Self::Success | Self::Other(_))
+        match self {
+            Self::Success => false,
+            Self::Flushed | Self::RetryExceeded | Self::NotReady | Self::LocalOperation => true,
+            // The peer's NIC could not do it (REM_OP_ERR: its queue pair or completion queue failed), this one broke down (FATAL_ERR),
+            // gave no answer (RESP_TIMEOUT_ERR), or says nothing that has a name (GENERAL_ERR).
+            Self::Other(status) => matches!(status, 11 | 19 | 20 | 21),
+        }
     }
 }
 
@@ -208,4 +214,19 @@ pub struct PathView {
     pub port_up: bool,
     /// Whether it is the active one.
     pub active: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_nic_does_is_survived_and_what_a_program_does_is_not() {
+        // `enum ibv_wc_status`.
+        const OF_NICS: [u32; 8] = [2, 5, 11, 12, 13, 19, 20, 21];
+        for status in 0..=23 {
+            let is_survived = Status::from_verbs(status).is_survivable();
+            assert_eq!(is_survived, OF_NICS.contains(&status), "status {status}");
+        }
+    }
 }

@@ -187,6 +187,11 @@ pub(crate) fn fail_queue_pair(port: Port, number: u32) {
     Fabric::here().fault(port, &format!("qp_fatal {number:#x}"));
 }
 
+/// mlx5: has a queue pair of a port's device answer what comes next with a remote operational error, and fail.
+pub(crate) fn refuse(port: Port, number: u32) {
+    Fabric::here().fault(port, &format!("qp_refuse {number:#x}"));
+}
+
 /// mlx5: has a port's device not answer commands of this number any more, nor those behind them; 0: it answers all.
 pub(crate) fn hold_commands(port: Port, number: u16) {
     Fabric::here().fault(port, &format!("cmdhang {number:#x}"));

@@ -203,6 +203,12 @@ static int send_one(struct hca *h, struct fqp *q, u8 *w, int ds, u8 *vend)
 		return -1; /* no acknowledge will come */
 	if (op == MLX5_OPCODE_RDMA_WRITE_IMM && h->port[q->port].lose_imm)
 		return -1;
+	if (rq->refuse) {
+		rq->refuse = false;
+		qp_error(rq);
+		*vend = 0x89;
+		return MLX5_CQE_SYNDROME_REMOTE_OP_ERR;
+	}
 	if (rd || wr) {
 		struct mlx5_wqe_raddr_seg *g = (void *)(w + off);
 		ra = be64_to_cpu(g->raddr);

@@ -83,6 +83,7 @@ struct fqp {
 	u16 rlid;
 	u8 port; /* from 0 */
 	u8 ack_timeout, retry, rnr_retry;
+	bool refuse; /* what comes next is answered with an error */
 	bool mute; /* until it is reset nothing of it completes, and nothing is flushed */
 	u64 stall;
 };

@@ -80,6 +80,11 @@ static int make(const char *line)
 		return fail_qp(h, a1, MLX5_EVENT_TYPE_WQ_CATAS_ERROR);
 	} else if (!strcmp(what, "qp_access")) {
 		return fail_qp(h, a1, MLX5_EVENT_TYPE_WQ_ACCESS_ERROR);
+	} else if (!strcmp(what, "qp_refuse")) {
+		struct fqp *q = xa_load(&h->qps, a1);
+		if (!q)
+			return -ENOENT;
+		q->refuse = true;
 	} else if (!strcmp(what, "cq_err")) {
 		return fail_cq(h, a1, a2);
 	} else if (!strcmp(what, "eqe")) {

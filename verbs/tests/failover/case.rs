@@ -35,6 +35,8 @@ pub(crate) enum Failure {
     QueuePair,
     /// The same of its completion queue. mlx5 only.
     CompletionQueue,
+    /// The primary's queue pair answers what comes next with an error, and fails: so does its peer's request. mlx5 only.
+    Refusal,
     /// The primary's device, which dies. mlx5 only.
     Device,
     /// Both, for good.
@@ -147,6 +149,7 @@ impl Case {
                 "flap" => Failure::Flap,
                 "silent" => Failure::Silent,
                 "queue-pair" => Failure::QueuePair,
+                "refusal" => Failure::Refusal,
                 "device" => Failure::Device,
                 "completion-queue" => Failure::CompletionQueue,
                 "all" => Failure::All,
@@ -251,6 +254,7 @@ impl Case {
             Failure::None
             | Failure::Silent
             | Failure::QueuePair
+            | Failure::Refusal
             | Failure::CompletionQueue
             | Failure::Device
             | Failure::Chaos => None,
@@ -339,6 +343,12 @@ impl Case {
             Failure::Primary | Failure::Silent | Failure::Device => (away, false),
             // A single one may be over before it is over for the connection, and the last steps may be there before both ends have agreed
             // to leave a path; after many it must be back.
+            // The peer's NIC says that it could not.
+            Failure::Refusal => {
+                let is_back = seen.switches.last().is_some_and(|(_, to)| *to == 0);
+                let refused = format!("0:{}", Cause::Completion(Status::Other(11)));
+                (away && is_back && seen.broken.first() == Some(&refused), false)
+            }
             // There is no other path: it is the same, made anew.
             Failure::Flap if self.alone => (seen.switches == [(0, 0)], false),
             Failure::Flap if self.flaps == 1 => (away, !seen.broken.is_empty() || seen.was_over_soon()),

@@ -6,7 +6,7 @@ use ringsight_verbs::endpoint::Sender;
 
 use super::{
     case::{Case, Failure, Lost},
-    fabric::{Port, fail_completion_queue, fail_device, fail_queue_pair},
+    fabric::{Port, fail_completion_queue, fail_device, fail_queue_pair, refuse},
     links::{Plan, chaos},
     run::Run,
 };
@@ -100,6 +100,7 @@ impl Run<'_> {
             Failure::All => &[0, 1],
             Failure::Silent
             | Failure::QueuePair
+            | Failure::Refusal
             | Failure::CompletionQueue
             | Failure::Device
             | Failure::Chaos
@@ -112,7 +113,7 @@ impl Run<'_> {
             Failure::Device => self.case.ports(0).into_iter().for_each(fail_device),
             Failure::Flap => self.plan = flaps(&self.case, now),
             Failure::Silent => fabric.lose_packets(0, true),
-            Failure::QueuePair | Failure::CompletionQueue => {
+            Failure::QueuePair | Failure::Refusal | Failure::CompletionQueue => {
                 if let Some(sender) = &self.sender {
                     fail_queue(&self.case, sender);
                 }
@@ -132,6 +133,7 @@ fn fail_queue(case: &Case, sender: &Sender) {
     for port in case.ports(0) {
         match case.failure {
             Failure::QueuePair => fail_queue_pair(port, numbers[port.rank]),
+            Failure::Refusal => refuse(port, numbers[port.rank]),
             _ => fail_completion_queue(port, numbers[port.rank]),
         }
     }

@@ -70,12 +70,13 @@ const USUAL: [&str; 21] = [
 
 /// What only the stand-in for mlx5 devices can do. After a queue's failure the transfer goes on until the path is in use again; a device
 /// that died is gone, so that comes last.
-const OF_MLX5: [&str; 6] = [
+const OF_MLX5: [&str; 7] = [
     "sendrecv queue-pair sender 41 steps=300 pace-us=5000 BACKOFF_MS=20 PROBATION_MS=5",
     "allreduce queue-pair receiver 81 steps=300 pace-us=5000 BACKOFF_MS=20 PROBATION_MS=5",
     "sendrecv completion-queue receiver 23 steps=300 pace-us=5000 BACKOFF_MS=20 PROBATION_MS=5",
     "allreduce completion-queue both 61 steps=300 pace-us=5000 BACKOFF_MS=20 PROBATION_MS=5",
     "sendrecv queue-pair both 47 qps=4 split=1 steps=300 pace-us=5000 BACKOFF_MS=20 PROBATION_MS=5",
+    "sendrecv refusal receiver 43 steps=300 pace-us=5000 BACKOFF_MS=20 PROBATION_MS=5",
     "allreduce device both 41",
 ];
 
