@@ -96,14 +96,18 @@ impl Rank {
         self.hub = Hub::new(Arc::new(settings));
     }
 
-    /// Numbers of the ports that a case's paths are over.
-    fn ports(case: &Case) -> Vec<usize> {
-        if case.alone { vec![1] } else { vec![0, 1] }
+    /// Numbers of the ports that a case's paths are over. Without failover there is no backup, as in the library.
+    fn ports(&self, case: &Case) -> Vec<usize> {
+        match case.alone {
+            true => vec![1],
+            false if !self.hub.settings().enabled => vec![0],
+            false => vec![0, 1],
+        }
     }
 
     /// Paths of an end.
     fn paths(&mut self, is_receiver: bool, control: &Control, case: &Case) -> Vec<Path> {
-        Self::ports(case)
+        self.ports(case)
             .into_iter()
             .enumerate()
             .map(|(index, port)| {
@@ -148,10 +152,11 @@ impl Rank {
     }
 
     fn failover(&self, case: &Case) -> Failover {
+        let is_on = self.hub.settings().enabled;
         Failover {
             hub: Arc::clone(&self.hub),
-            net: Some(Arc::clone(&self.net)),
-            ports: Self::ports(case),
+            net: is_on.then(|| Arc::clone(&self.net)),
+            ports: if is_on { self.ports(case) } else { Vec::new() },
         }
     }
 

@@ -65,6 +65,9 @@ pub struct Options {
     /// Measures instead: times to the first byte on the backup, throughput there, failback, flapping, what it costs when nothing fails.
     #[arg(long, conflicts_with_all = ["full", "stress", "cases"])]
     measure: bool,
+    /// Measures this alone; may be given several times.
+    #[arg(long, value_enum, requires = "measure")]
+    part: Vec<measure::Part>,
     /// Runs of each measured time.
     #[arg(long, value_name = "N", default_value_t = 200, requires = "measure")]
     runs: usize,
@@ -88,6 +91,7 @@ impl Options {
             kernel,
             mlx5: false,
             measure: false,
+            part: Vec::new(),
             runs: 0,
             stress: None,
             check: true,
@@ -118,7 +122,7 @@ pub(super) fn run_cases(options: &Options, each: &mut dyn FnMut(&str)) -> Result
         now.map_or(0, |now| now.as_nanos() as u64)
     });
     let cases = match (options.measure, options.stress, options.full) {
-        (true, ..) => measure::cases(options.runs),
+        (true, ..) => measure::cases(options.runs, &options.part),
         (_, Some(count), _) => cases::stress(count, seed),
         (.., true) => cases::all(),
         (.., false) => cases::some(options.cases, seed),
@@ -128,7 +132,7 @@ pub(super) fn run_cases(options: &Options, each: &mut dyn FnMut(&str)) -> Result
     }
     let results = run_all(options, cases, each)?;
     let (report, ok) = match options.measure {
-        true => measure::report(&results),
+        true => measure::report(&results, &options.part),
         false => report::report(&results),
     };
     Ok((results.len(), report, ok))
