@@ -18,6 +18,7 @@ mod run;
 mod seen;
 
 use std::{
+    io::Write as _,
     net::{TcpListener, TcpStream},
     process::{Child, Command},
     time::{Duration, Instant},
@@ -97,6 +98,12 @@ fn cases() -> Vec<Case> {
         .collect()
 }
 
+/// A line of its own, in one piece: the other rank's harness writes to the same output, and ends no line.
+fn say(outcome: &serde_json::Value) {
+    let line = format!("\n{outcome}\n");
+    std::io::stdout().lock().write_all(line.as_bytes()).unwrap();
+}
+
 fn peer(listener: &TcpListener) -> Child {
     Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "links_fail", "--ignored", "--nocapture"])
@@ -124,7 +131,7 @@ fn links_fail() {
     let mut wrong = 0;
     let mut kernel = Messages::new();
     for (number, case) in (0..).zip(cases()) {
-        println!("\n{}", serde_json::json!({ "begins": case.line }));
+        say(&serde_json::json!({ "begins": case.line }));
         fabric.mend();
         rank.outside.put(GO, &[]);
         let start = Instant::now();
@@ -167,7 +174,7 @@ fn links_fail() {
             "error": seen.error.or(seen.peer),
             "kernel_warnings": kernel.warnings(),
         });
-        println!("\n{outcome}");
+        say(&outcome);
     }
     assert!(child.wait().unwrap().success());
     assert_eq!(wrong, 0, "cases that went wrong");
