@@ -170,6 +170,19 @@ fn messages_are_lost_and_nothing_is_outside_rdma() {
 }
 
 #[test]
+fn a_drain_that_is_cut_short_ends_in_an_error_and_never_in_wrong_data() {
+    for slots in [1, 2] {
+        let scenario = Scenario {
+            flaw: Flaw::CutDrain,
+            slots,
+            ..SMALL
+        };
+        let outcome = proves(scenario);
+        assert!(outcome.given_up > 0, "{outcome}: nothing was lost");
+    }
+}
+
+#[test]
 fn timers_are_over_early() {
     proves(Scenario {
         haste: 1,

@@ -11,6 +11,8 @@ pub(super) enum Flaw {
     FetchAdd,
     /// A queue pair's GID is the one that was read at the beginning.
     StaleGid,
+    /// A drain at the receiver ends before what had arrived is told, as where the completion queue failed.
+    CutDrain,
     /// A step's notice goes before its bytes.
     NoticeFirst,
 }

@@ -27,7 +27,9 @@ use crate::{
     port::Net,
 };
 
-/// How long a drain may take before the queue pair is destroyed instead.
+/// How long a drain may take; a completion queue that failed never ends one. The queue pair is in the error state and writes nothing
+/// more, but what arrived and was not told by then is taken for lost: the sender posts it again, or, if the NIC had acknowledged it, ends
+/// with an error.
 const DRAIN: Duration = Duration::from_millis(500);
 /// How often the paths that are not in use are looked at by a connection that is busy. One that waits has their descriptors.
 const OTHERS_EVERY: Duration = Duration::from_millis(2);
