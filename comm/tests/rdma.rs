@@ -19,5 +19,6 @@ mod rdma {
     mod nodes;
     mod queues;
     mod replays;
+    mod setup;
     mod verdicts;
 }

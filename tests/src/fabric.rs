@@ -197,6 +197,16 @@ pub(crate) fn hold_commands(port: Port, number: u16) {
     Fabric::here().fault(port, &format!("cmdhang {number:#x}"));
 }
 
+/// mlx5: has the first port of a port's device go down while it is given the `nth` command of this number from now on.
+pub(crate) fn fall_at(port: Port, number: u16, nth: u32) {
+    Fabric::here().fault(port, &format!("port_down_at {number:#x} {nth}"));
+}
+
+/// mlx5: has a port's device refuse commands of this number for want of resources; 0: none.
+pub(crate) fn refuse_commands(port: Port, number: u16) {
+    Fabric::here().fault(port, &format!("cmdfail {number:#x} 8 0"));
+}
+
 /// mlx5: has a port's device die, for good.
 pub(crate) fn fail_device(port: Port) {
     Fabric::here().fault(port, "die");

@@ -118,6 +118,8 @@ struct hca {
 	u16 fail_op;
 	u8 fail_status;
 	u32 fail_synd;
+	u16 down_op; /* its first port goes down with this command, when there have been so many */
+	u32 down_in;
 	u16 hang_op;
 	u32 held; /* entries of the command queue that wait until it is 0 */
 	unsigned long ncmd;
@@ -142,6 +144,7 @@ void firmware_end(void);
 int buf_set(struct fbuf *b, __be64 *pas, u64 bytes, u32 shift, u32 off);
 int rq_stride(struct fqp *q);
 void qp_error(struct fqp *q);
+bool set_port(struct hca *h, struct fport *port, bool up);
 bool run_data(struct hca *h);
 
 /* faults.c */

@@ -49,6 +49,15 @@ static struct fport *port_of(struct hca *h, u32 number)
 	return number <= nports ? &h->port[number ? number - 1 : 0] : NULL;
 }
 
+/* whether anybody listens to its event */
+bool set_port(struct hca *h, struct fport *port, bool up)
+{
+	struct mlx5_eqe_port_state e = {.port = (port - h->port + 1) << 4};
+	port->up = up;
+	return event(h, MLX5_EVENT_TYPE_PORT_CHANGE,
+		     up ? MLX5_PORT_CHANGE_SUBTYPE_ACTIVE : MLX5_PORT_CHANGE_SUBTYPE_DOWN, &e, sizeof(e));
+}
+
 /* makes the fault that a line describes; what became of it */
 static int make(const char *line)
 {
@@ -63,14 +72,13 @@ static int make(const char *line)
 		return -EINVAL;
 	h = hcas[d];
 	if (!strcmp(what, "port_down") || !strcmp(what, "port_up")) {
-		struct mlx5_eqe_port_state e = {.port = max(a1, 1u) << 4};
 		port = port_of(h, a1);
 		if (!port)
 			return -EINVAL;
-		port->up = what[5] == 'u';
-		told = event(h, MLX5_EVENT_TYPE_PORT_CHANGE,
-			  port->up ? MLX5_PORT_CHANGE_SUBTYPE_ACTIVE : MLX5_PORT_CHANGE_SUBTYPE_DOWN, &e,
-			  sizeof(e));
+		told = set_port(h, port, what[5] == 'u');
+	} else if (!strcmp(what, "port_down_at")) {
+		h->down_op = a1;
+		h->down_in = a2;
 	} else if (!strcmp(what, "lose") || !strcmp(what, "lose_imm")) {
 		port = port_of(h, a2);
 		if (!port)

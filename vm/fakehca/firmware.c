@@ -433,6 +433,10 @@ static void run_cmd(struct hca *h, int ix)
 		h->held |= 1u << ix;
 		goto out;
 	}
+	if (h->down_op && op == h->down_op && !--h->down_in) {
+		h->down_op = 0;
+		set_port(h, &h->port[0], false);
+	}
 	for (i = 0; i < NEQ; i++)
 		if (h->eq[i].on && (h->eq[i].mask[0] & (1ull << MLX5_EVENT_TYPE_CMD)))
 			had = true;

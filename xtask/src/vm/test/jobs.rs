@@ -184,6 +184,7 @@ pub(super) const JOBS: &[Job] = &[
             "operations_go_on_over_the_backup",
             "rdma::queues",
             "rdma::held",
+            "rdma::setup",
         ]),
         kernels: &Series::ALL,
         rdma: 0,

@@ -1,0 +1,132 @@
+//! Ports that fail at each command that the set-up of connections gives their device: mlx5 only, where the stand-in for the hardware counts them.
+
+use ringsight_comm::error::ResultCode;
+use ringsight_records::Function;
+
+use super::{
+    control::Control,
+    ends::{How, end},
+    links::{Held, devices, mend, two_ports},
+    nodes::{check, patient, two_nodes},
+};
+use crate::{
+    common::Call,
+    fabric::{Fabric, Port, fall_at, refuse_commands},
+};
+
+/// The first port of rank 0.
+const PORT: Port = Port { rank: 0, link: 0 };
+const BACKUP: Port = Port { rank: 0, link: 1 };
+
+/// Registration, a completion queue, a queue pair, and its way from RESET to RTS.
+const COMMANDS: [(&str, u16); 6] = [
+    ("CREATE_MKEY", CREATE_MKEY),
+    ("CREATE_CQ", 0x400),
+    ("CREATE_QP", 0x500),
+    ("RST2INIT_QP", 0x502),
+    ("INIT2RTR_QP", 0x503),
+    ("RTR2RTS_QP", 0x504),
+];
+const CREATE_MKEY: u16 = 0x200;
+
+#[test]
+#[ignore = "helper: needs mlx5 devices, run in a guest"]
+fn ports_go_down_at_each_command_of_a_connections_set_up() {
+    let ended = two_nodes("setup::worker", |rank, command| {
+        patient(two_ports(rank, command));
+    });
+    mend();
+    check("set-up", &ended, &["set up "], &["use a socket"]);
+    let told = ended[0].1.lines().filter(|line| line.starts_with("set up "));
+    told.for_each(|line| println!("{line}"));
+}
+
+#[test]
+#[ignore = "helper: the body of one rank; started by the test above"]
+fn worker() {
+    let Some(control) = Control::of_process() else {
+        return;
+    };
+    for (name, number) in COMMANDS {
+        // Of the first connection, and of one after it.
+        for nth in [1, 2] {
+            run(&control, &format!("down at {name} {nth}"), || {
+                fall_at(PORT, number, nth)
+            });
+            assert!(control.rank.rank > 0 || is_down(), "{name} {nth}: it never came");
+            restore(&control);
+        }
+    }
+    control.rank.leave();
+    println!("rank done");
+}
+
+/// Channels whose first port it is go over sockets; the others have no backup.
+#[test]
+#[ignore = "helper: needs mlx5 devices, run in a guest"]
+fn a_device_that_registers_no_memory_is_no_backup() {
+    let ended = two_nodes("setup::refused", |rank, command| {
+        patient(two_ports(rank, command));
+    });
+    refuse_commands(BACKUP, 0);
+    mend();
+    check("registration", &ended, &["set up "], &["has failed"]);
+    for wanted in [
+        "NET/IB : no backup of port 0: registering ",
+        "use a socket on channel 1, not RDMA: ",
+    ] {
+        assert!(ended[0].1.contains(wanted), "{wanted}: {}", ended[0].1);
+    }
+}
+
+#[test]
+#[ignore = "helper: the body of one rank; started by the test above"]
+fn refused() {
+    let Some(control) = Control::of_process() else {
+        return;
+    };
+    run(&control, "refused", || refuse_commands(BACKUP, CREATE_MKEY));
+    control.rank.leave();
+    println!("rank done");
+}
+
+/// Whether the port is down.
+fn is_down() -> bool {
+    let (fabric, device) = (Fabric::here(), Fabric::here().device(PORT));
+    let file = format!(
+        "/sys/class/infiniband/{device}/ports/{}/state",
+        fabric.number(PORT)
+    );
+    !std::fs::read_to_string(file).unwrap().contains("ACTIVE")
+}
+
+fn restore(control: &Control) {
+    control.meet();
+    if control.rank.rank == 0 {
+        mend();
+    }
+    control.meet();
+}
+
+/// A communicator that sets up its connections while something fails, and works all the same.
+fn run(control: &Control, what: &str, fail: impl Fn()) {
+    let rank = control.rank.rank;
+    let before = Held::of(&devices(rank));
+    if rank == 0 {
+        fail();
+    }
+    control.meet();
+    let comm = control.make();
+    for _ in 0..3 {
+        Call::new(Function::AllReduce, 5003).check(&comm, true);
+    }
+    control.meet();
+    let (code, text, _) = end(&comm, How::Destroy);
+    assert_eq!(code, ResultCode::Success, "{what}, rank {rank}: {text}");
+    assert_eq!(
+        Held::of(&devices(rank)),
+        before,
+        "{what}, rank {rank} leaves something"
+    );
+    println!("set up {what}");
+}
