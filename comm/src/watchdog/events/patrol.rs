@@ -23,6 +23,10 @@ pub(crate) const PATIENCE: Duration = Duration::from_millis(100);
 /// are answered from one round; were there one for each, a rank that many ask would be behind for good.
 pub(crate) const RECENT: Duration = Duration::from_millis(20);
 
+/// For how long nobody waits once somebody has in vain: the threads that wait have others' answers to hear, too, and would be
+/// behind with those as long as the thread that queries is.
+const AFTER_VAIN: Duration = Duration::from_secs(1);
+
 /// What the thread looks after.
 pub(super) trait Source: Send + Sync {
     /// Finds out how far things are; may block.
@@ -52,6 +56,8 @@ struct State {
     since: Option<Instant>,
     /// When the last round that is over began.
     known: Option<Instant>,
+    /// When somebody last waited in vain.
+    vain: Option<Instant>,
 }
 
 /// That of this process.
@@ -95,7 +101,8 @@ impl Patrol {
     }
 
     /// Waits until a round that begins from now on is over, for [`PATIENCE`] at most, and not at all where the present round has
-    /// taken that long already, or the last one began less than `old` ago. Whether what is known is fresh.
+    /// taken that long already, somebody has just waited in vain, or the last one began less than `old` ago. Whether what is known
+    /// is fresh.
     pub(super) fn refresh(&self, old: Duration) -> bool {
         let mut state = lock(&self.state);
         if state.known.is_some_and(|began| began.elapsed() < old) {
@@ -108,11 +115,16 @@ impl Patrol {
         let fresh = state.begun + 1;
         state.wanted = state.wanted.max(fresh);
         self.wake.notify_all();
-        let (state, _) = self
+        if state.vain.is_some_and(|vain| vain.elapsed() < AFTER_VAIN) {
+            return false;
+        }
+        let (mut state, _) = self
             .round
             .wait_timeout_while(state, PATIENCE, |state| state.over < fresh)
             .unwrap_or_else(PoisonError::into_inner);
-        state.over >= fresh
+        let is_fresh = state.over >= fresh;
+        state.vain = (!is_fresh).then(Instant::now);
+        is_fresh
     }
 
     /// For how long the thread has been in its present round: a query that has not come back.

@@ -321,6 +321,34 @@ fn questions_that_come_together_are_answered_from_one_round() {
     patrol.leave(&own);
 }
 
+/// Takes its time for each query, but less than anybody waits.
+struct Slow;
+
+impl Source for Slow {
+    fn query(&self) {
+        std::thread::sleep(PATIENCE * 9 / 10);
+    }
+
+    fn interval(&self) -> Duration {
+        Duration::ZERO
+    }
+}
+
+#[test]
+fn who_answers_many_does_not_wait_for_each() {
+    let patrol: &'static Patrol = Box::leak(Box::default());
+    let source = Arc::new(Slow);
+    let own: Weak<dyn Source> = Arc::<Slow>::downgrade(&source);
+    patrol.enter(own.clone());
+    // Between a round that is begun and the one to come lies more than is waited.
+    let begin = Instant::now();
+    for _ in 0..20 {
+        patrol.refresh(Duration::ZERO);
+    }
+    assert!(begin.elapsed() < 5 * PATIENCE, "{:?}", begin.elapsed());
+    patrol.leave(&own);
+}
+
 #[test]
 fn nobody_waits_long_for_a_query_that_does_not_come_back() {
     let patrol: &'static Patrol = Box::leak(Box::default());
