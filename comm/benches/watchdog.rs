@@ -1,4 +1,5 @@
-//! What the watchdog costs: a call with it minus one without, in turns in one process, and its thread when nothing happens.
+//! What the watchdog costs: a call with it minus one without, in turns in one process, and its threads when nothing happens; by the source
+//! that `RINGSIGHT_WATCHDOG_SOURCE` names.
 //!
 //! `cargo bench -p ringsight-comm --bench watchdog` prints JSON. Two communicators of one rank, one with the watchdog, one without,
 //! are called in turns, a batch each, in an order that changes; the stream is held meanwhile, so that what is timed is the call alone,
@@ -91,15 +92,16 @@ fn median(values: &mut [f64]) -> f64 {
     values[values.len() / 2]
 }
 
-/// Processor time of the watchdog's thread; `None` if there is none.
+/// Processor time of the watchdog's threads: the one that looks, and the one that queries events if there is one. `None` if there are none.
 fn watchdog_time() -> Option<Duration> {
-    fs::read_dir("/proc/self/task").ok()?.find_map(|task| {
+    let times = fs::read_dir("/proc/self/task").ok()?.filter_map(|task| {
         let task = task.ok()?.path();
         let name = fs::read_to_string(task.join("comm")).ok()?;
         let times = fs::read_to_string(task.join("schedstat")).ok()?;
         let running = times.split_whitespace().next()?.parse().ok()?;
-        (name.trim() == "rs-watchdog").then(|| Duration::from_nanos(running))
-    })
+        matches!(name.trim(), "rs-watchdog" | "rs-events").then(|| Duration::from_nanos(running))
+    });
+    times.reduce(|sum, time| sum + time)
 }
 
 fn main() {
