@@ -7,6 +7,7 @@
 
 mod capture;
 mod graph;
+mod kept;
 mod state;
 mod worker;
 
@@ -131,6 +132,10 @@ fn check_address(name: &str, address: usize, bytes: usize) -> Result<()> {
 }
 
 impl Device for HostDevice {
+    fn kept_from_running(&self) -> Duration {
+        kept::so_far()
+    }
+
     fn name(&self) -> &'static str {
         "host"
     }

@@ -242,6 +242,12 @@ pub trait Device: Send + Sync + 'static {
         None
     }
 
+    /// For how long kernels have been kept from running by what else there is to do, ever: where they are threads, the one that was for
+    /// longest. Kernels of a GPU run once they are there.
+    fn kept_from_running(&self) -> Duration {
+        Duration::ZERO
+    }
+
     /// PCI address of device number `device`, as the kernel writes it (`0000:01:00.0`); `None` for one that has none.
     fn bus_id(&self, _device: i32) -> Option<String> {
         None

@@ -75,8 +75,9 @@ pub(super) struct Flights {
     captured: Vec<Flight>,
     /// Graphs that are gone, as the ranks number them, and the last replay of each; the latest ones.
     retired: VecDeque<(u32, u32)>,
-    /// When it was looked last, 0 if never.
+    /// When it was looked last, 0 if never, and for how long kernels had been kept from running until then.
     looked_ns: u64,
+    kept: Duration,
     /// When the last one was launched, or the communicator was made.
     pub(super) last_launch_ns: u64,
 }
@@ -145,13 +146,15 @@ impl Flights {
         self.captured.retain(|flight| flight.graph != graph);
     }
 
-    /// Notes which plans have moved since the last time, and forgets finished ones. It is looked every `rest`: where that was later, the
-    /// machine did something else, and what did not move meanwhile need not be stuck.
-    pub(super) fn look(&mut self, now: u64, rest: Duration) {
+    /// Notes which plans have moved since the last time, and forgets finished ones. It is looked every `rest`: where that was later, or
+    /// kernels have been `kept` from running meanwhile, the machine did something else, and what did not move need not be stuck.
+    /// For how long that was.
+    pub(super) fn look(&mut self, now: u64, rest: Duration, kept: Duration) -> u64 {
         let regular = 2 * rest.as_nanos() as u64;
         let since = if self.looked_ns == 0 { now } else { self.looked_ns };
-        let lost = now.saturating_sub(since).saturating_sub(regular);
-        self.looked_ns = now;
+        let late = now.saturating_sub(since).saturating_sub(regular);
+        let lost = late.max(kept.saturating_sub(self.kept).as_nanos() as u64);
+        (self.looked_ns, self.kept) = (now, self.kept.max(kept));
         self.eager.retain(|flight| !flight.is_finished());
         for flight in self.eager.iter_mut().chain(&mut self.captured) {
             let moves = flight.moves(self.comm);
@@ -161,6 +164,7 @@ impl Flights {
                 flight.moved = (now, moves);
             }
         }
+        lost
     }
 
     fn all(&self) -> impl Iterator<Item = &Flight> {
@@ -267,5 +271,27 @@ impl Flights {
             let done = |(_, last): &(u32, u32)| (*last >= run.replay).then_some(Position::Done);
             retired.filter(|_| run.replay > 0).and_then(done)
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn time_in_which_nothing_could_move_is_lost() {
+        let (mut flights, ms) = (Flights::since(1, 0), Duration::from_millis);
+        let rest = ms(50);
+        let mut look = |at: u64, kept| flights.look(at * 1_000_000, rest, ms(kept)) / 1_000_000;
+        assert_eq!(
+            look(1000, 70),
+            70,
+            "the first time there is nothing that it could be taken from"
+        );
+        assert_eq!(look(1050, 70), 0);
+        assert_eq!(look(1100, 110), 40, "kernels did not run");
+        assert_eq!(look(1500, 110), 300, "the watchdog did not");
+        assert_eq!(look(1900, 460), 350, "neither did, and once is enough");
+        assert_eq!(look(1950, 460), 0);
     }
 }

@@ -96,6 +96,13 @@ impl Inquiry {
         self.ended.insert(rank);
     }
 
+    /// For so long nothing could move: what must last has not lasted meanwhile.
+    pub(super) fn lose(&mut self, ns: u64) {
+        if let Some((_, since)) = &mut self.lasting {
+            *since += ns;
+        }
+    }
+
     /// A debugger has taken a rank's process, or has left it.
     pub(super) fn traced(&mut self, rank: u32, is: bool) {
         if is {
@@ -133,6 +140,19 @@ impl Inquiry {
             0
         })
     }
+}
+
+/// How often ranks are asked before it counts that one does not answer. Where one does not that is known to live, or nobody does of
+/// several, it may be the machine that is busy, or this rank that does not come to hear.
+fn asked_before_it_counts(heard: &BTreeMap<u32, Heard>, own: u32) -> u32 {
+    let mut others = heard
+        .iter()
+        .filter(|(rank, _)| **rank != own)
+        .map(|(_, heard)| heard);
+    let is_busy = others.clone().any(|heard| *heard == Heard::Busy);
+    let is_deaf =
+        others.clone().count() > 1 && others.all(|heard| matches!(heard, Heard::Silent | Heard::Busy));
+    if is_busy || is_deaf { ASKED_ALIVE } else { ASKED }
 }
 
 impl Watch {
@@ -225,11 +245,7 @@ impl Watch {
             }
             let times = before.map_or(1, |(_, times)| times.saturating_add(1));
             inquiry.unanswered = Some((op.run, times));
-            let enough = match heard.get(&silent.culprit) {
-                Some(Heard::Busy) => ASKED_ALIVE,
-                _ => ASKED,
-            };
-            if times < enough {
+            if times < asked_before_it_counts(&heard, self.rank) {
                 return SHORTEST;
             }
         }
@@ -431,5 +447,25 @@ impl Watch {
             device: self.device,
             lines: report::lines(self, op, verdict, heard, self.threshold(op), now),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_hears_nobody_may_be_deaf() {
+        let asked = |heard: &[Heard]| asked_before_it_counts(&(0..).zip(heard.iter().copied()).collect(), 1);
+        let here = Heard::Answer(Answer {
+            position: Position::Done,
+            held_up: None,
+        });
+        assert_eq!(asked(&[here, here, Heard::Silent]), ASKED);
+        assert_eq!(asked(&[Heard::Silent, here]), ASKED, "of one it cannot be told");
+        assert_eq!(asked(&[Heard::Silent, here, Heard::Stopped]), ASKED);
+        assert_eq!(asked(&[Heard::Silent, here, Heard::Silent]), ASKED_ALIVE);
+        assert_eq!(asked(&[here, here, Heard::Busy]), ASKED_ALIVE);
+        assert_eq!(asked(&[Heard::Silent, here, Heard::Busy, here]), ASKED_ALIVE);
     }
 }

@@ -337,7 +337,14 @@ impl Watch {
     /// Looks at what is in progress, asks and reports; says when to look again. `traced`: a debugger has taken this process.
     fn look(&self, traced: bool) -> Duration {
         let now = observe::now_ns();
-        lock(&self.flights).look(now, self.settings.rest());
+        let mut flights = lock(&self.flights);
+        // Where nothing is in progress nothing is lost either.
+        let waits = flights.in_progress().next().is_some();
+        let device = device::opened().filter(|_| waits);
+        let kept = device.map_or(Duration::ZERO, |device| device.kept_from_running());
+        let lost = flights.look(now, self.settings.rest(), kept);
+        drop(flights);
+        lock(&self.inquiry).lose(lost);
         if self.ended.load(Ordering::Relaxed) {
             return self.settings.rest();
         }

@@ -9,6 +9,7 @@ use std::{
     time::Instant,
 };
 
+use super::kept::Runs;
 use crate::device::{DeviceError, Progress, Result};
 
 /// What a task ends with: the text of a device fault, if there was one.
@@ -91,7 +92,10 @@ impl Worker {
         let own = shared.clone();
         thread::Builder::new()
             .name(name.to_owned())
-            .spawn(move || own.run())
+            .spawn(move || {
+                let _runs = Runs::new();
+                own.run();
+            })
             .map_err(|error| DeviceError::Resource(format!("cannot start thread {name}: {error}")))?;
         Ok(Self(shared))
     }

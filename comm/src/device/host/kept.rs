@@ -1,0 +1,96 @@
+//! For how long the threads that run kernels were kept from running, since the machine had something else to do: a kernel that is
+//! not run moves nothing, and is not stuck.
+
+use std::{collections::BTreeMap, fs, sync::Mutex, time::Duration};
+
+use super::worker::lock;
+use crate::threads::PerProcess;
+
+#[derive(Default)]
+struct Threads {
+    /// For how long each had waited for a processor when it was last looked at, nanoseconds.
+    waited: BTreeMap<libc::pid_t, u64>,
+    /// The longest of them, from look to look.
+    longest_ns: u64,
+}
+
+static CURRENT: PerProcess<Mutex<Threads>> = PerProcess::new();
+
+/// The calling thread runs kernels as long as this lives.
+pub(super) struct Runs(libc::pid_t);
+
+impl Runs {
+    pub(super) fn new() -> Self {
+        // SAFETY: gettid cannot fail.
+        let thread = unsafe { libc::gettid() };
+        lock(CURRENT.get())
+            .waited
+            .insert(thread, waited(thread).unwrap_or(0));
+        Self(thread)
+    }
+}
+
+impl Drop for Runs {
+    fn drop(&mut self) {
+        lock(CURRENT.get()).waited.remove(&self.0);
+    }
+}
+
+/// For how long a thread of this process has been ready to run and was not run.
+fn waited(thread: libc::pid_t) -> Option<u64> {
+    let times = fs::read_to_string(format!("/proc/self/task/{thread}/schedstat")).ok()?;
+    times.split_ascii_whitespace().nth(1)?.parse().ok()
+}
+
+/// For how long one of them has been kept from running, ever: between two looks of whoever asks the one that was for longest.
+pub(super) fn so_far() -> Duration {
+    let mut threads = lock(CURRENT.get());
+    let mut longest = 0;
+    for (thread, before) in &mut threads.waited {
+        if let Some(now) = waited(*thread) {
+            longest = longest.max(now.saturating_sub(*before));
+            *before = now;
+        }
+    }
+    threads.longest_ns += longest;
+    Duration::from_nanos(threads.longest_ns)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        sync::atomic::{AtomicBool, Ordering},
+        thread,
+        time::Instant,
+    };
+
+    use super::*;
+
+    #[test]
+    fn a_thread_that_shares_a_processor_is_kept_from_running() {
+        let (ends, before) = (AtomicBool::new(false), so_far());
+        // SAFETY: a set of one processor on which this thread is now, for the threads that are made here.
+        let spin = || unsafe {
+            let mut one: libc::cpu_set_t = std::mem::zeroed();
+            libc::CPU_SET(0, &mut one);
+            libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &raw const one);
+            let _runs = Runs::new();
+            while !ends.load(Ordering::Relaxed) {
+                std::hint::spin_loop();
+            }
+        };
+        let begin = Instant::now();
+        thread::scope(|scope| {
+            scope.spawn(spin);
+            scope.spawn(spin);
+            let end = begin + Duration::from_secs(20);
+            while so_far() - before < Duration::from_millis(100) {
+                assert!(Instant::now() < end, "{:?}", so_far());
+                thread::sleep(Duration::from_millis(5));
+            }
+            ends.store(true, Ordering::Relaxed);
+        });
+        // Of several at a time it is the longest, not the sum.
+        assert!(so_far() - before <= begin.elapsed() + Duration::from_millis(50));
+    }
+}
