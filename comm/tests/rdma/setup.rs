@@ -51,7 +51,7 @@ fn worker() {
         // Of the first connection, and of one after it.
         for nth in [1, 2] {
             run(&control, &format!("down at {name} {nth}"), || {
-                fall_at(PORT, number, nth)
+                fall_at(PORT, number, nth);
             });
             assert!(control.rank.rank > 0 || is_down(), "{name} {nth}: it never came");
             restore(&control);
