@@ -3,6 +3,7 @@
 use crate::{
     choice::{Cross, Distance},
     queue::Patience,
+    sysfs::Range,
 };
 
 /// Queue pairs of a connection at most.
@@ -39,6 +40,8 @@ pub struct Config {
     pub gpu_direct: GpuDirect,
     /// `NCCL_CROSS_NIC`.
     pub cross: Cross,
+    /// `NCCL_IB_ADDR_RANGE`: of which addresses a RoCE port's GID is, if it has one.
+    pub range: Option<Range>,
     /// Variables that are set and change nothing here, and why.
     pub without_effect: Vec<(&'static str, &'static str)>,
 }
@@ -107,6 +110,7 @@ impl Default for Config {
             failover: true,
             gpu_direct: GpuDirect::default(),
             cross: Cross::default(),
+            range: None,
             without_effect: Vec::new(),
         }
     }
@@ -235,9 +239,51 @@ impl Config {
             let why = "data of more than 48 bytes always go as a message of their own, which adaptive routing may send any way";
             config.without_effect.push((threshold, why));
         }
+        if let Some(value) = lookup("NCCL_IB_ADDR_RANGE") {
+            let (name, wanted) = ("NCCL_IB_ADDR_RANGE", "address/bits is wanted");
+            config.range = Some(Range::parse(&value).ok_or(Invalid { name, value, wanted })?);
+        }
+        let set = WITHOUT_EFFECT.iter().filter(|(name, _)| lookup(name).is_some());
+        config.without_effect.extend(set);
         Ok(Some(config))
     }
 }
+
+/// NCCL's variables that change nothing here, and why.
+const WITHOUT_EFFECT: [(&str, &str); 11] = [
+    (
+        "NCCL_IB_ADAPTIVE_ROUTING",
+        "packets may go any way: what tells of data comes after them in any case",
+    ),
+    ("NCCL_IB_FIFO_TC", "credits go over the queue pairs of the data"),
+    (
+        "NCCL_IB_ECE_ENABLE",
+        "queue pairs are connected without enhanced connection establishment",
+    ),
+    ("NCCL_IB_USE_INLINE", "what tells of data always goes inline"),
+    (
+        "NCCL_IB_SUBNET_AWARE_ROUTING",
+        "ports are chosen by their distance alone",
+    ),
+    (
+        "NCCL_IB_RESILIENCY_PORT_FAILOVER",
+        "RINGSIGHT_NET_FAILOVER says whether a failed port is survived",
+    ),
+    (
+        "NCCL_NET_GDR_C2C",
+        "NCCL_NET_GDR_LEVEL says when a device reaches a GPU's memory",
+    ),
+    ("NCCL_NET_PLUGIN", "networks are the library's own"),
+    (
+        "NCCL_P2P_NET_CHUNKSIZE",
+        "a message is cut by the size of the slots",
+    ),
+    (
+        "NCCL_SOCKET_NTHREADS",
+        "one progress thread serves a communicator's sockets",
+    ),
+    ("NCCL_NSOCKS_PERTHREAD", "a connection is one socket"),
+];
 
 /// Which devices and ports may be used: the syntax of `NCCL_IB_HCA`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -364,6 +410,7 @@ mod tests {
             ("NCCL_CROSS_NIC", "3"),
             ("NCCL_IB_MERGE_NICS", "2"),
             ("NCCL_IB_AR_THRESHOLD", "-1"),
+            ("NCCL_IB_ADDR_RANGE", "10.0.0.0"),
         ] {
             let error = with(name, value).unwrap_err();
             assert!(
@@ -392,6 +439,9 @@ mod tests {
         assert_eq!(told("NCCL_IB_MERGE_NICS", "1"), ["NCCL_IB_MERGE_NICS"]);
         assert!(told("NCCL_IB_MERGE_NICS", "0").is_empty(), "as it is anyway");
         assert_eq!(told("NCCL_IB_AR_THRESHOLD", "0"), ["NCCL_IB_AR_THRESHOLD"]);
+        for (name, _) in WITHOUT_EFFECT {
+            assert_eq!(told(name, "1"), [name]);
+        }
     }
 
     #[test]

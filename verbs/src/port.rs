@@ -55,7 +55,13 @@ impl Port {
                 "port {name} has no P_Key at index {index} (NCCL_IB_PKEY) of {keys}"
             ));
         }
-        let chosen = sysfs::choose_gid(known, config.gid_index, config.roce_version, config.ipv6);
+        let chosen = sysfs::choose_gid(
+            known,
+            config.gid_index,
+            config.roce_version,
+            config.ipv6,
+            config.range.as_ref(),
+        );
         let gid = match chosen {
             // As it is now: a port that was down may have got another one.
             Some(gid) => {

@@ -1,7 +1,7 @@
 //! RDMA ports as the kernel describes them: everything that is chosen is chosen from this, so that a recorded tree does as well
 //! as `/sys`.
 
-use std::{fs, io, path::Path};
+use std::{fs, io, net::IpAddr, path::Path};
 
 /// One port of one device.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -85,6 +85,39 @@ impl Gid {
     #[must_use]
     pub fn is_link_local(&self) -> bool {
         self.bytes[0] == 0xfe && self.bytes[1] & 0xc0 == 0x80
+    }
+}
+
+/// Addresses that begin alike: `NCCL_IB_ADDR_RANGE`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Range {
+    /// Of a GID.
+    first: [u8; 16],
+    /// So many bits of it.
+    bits: u8,
+}
+
+impl Range {
+    /// Reads `address/bits`, of either family.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Self> {
+        let (address, bits) = text.trim().split_once('/')?;
+        let bits: u8 = bits.parse().ok()?;
+        let (address, skipped, most) = match address.parse().ok()? {
+            IpAddr::V4(address) => (address.to_ipv6_mapped(), 96, 32),
+            IpAddr::V6(address) => (address, 0, 128),
+        };
+        (bits <= most).then_some(Self {
+            first: address.octets(),
+            bits: skipped + bits,
+        })
+    }
+
+    /// Whether a GID's address is one of them.
+    #[must_use]
+    pub fn has(&self, gid: &Gid) -> bool {
+        let differ = u128::from_be_bytes(self.first) ^ u128::from_be_bytes(gid.bytes);
+        differ.leading_zeros() >= self.bits.into()
     }
 }
 
@@ -204,7 +237,13 @@ fn names(folder: &Path) -> Vec<String> {
 /// Which GID of a port to use, as NCCL chooses: the one that `index` names, else the first of InfiniBand; of RoCE one of the wanted
 /// version and address family, then one of the version, then any, and in each case what is of more than the local link first.
 #[must_use]
-pub fn choose_gid(port: &Port, index: Option<u8>, version: u8, ipv6: bool) -> Option<Gid> {
+pub fn choose_gid(
+    port: &Port,
+    index: Option<u8>,
+    version: u8,
+    ipv6: bool,
+    range: Option<&Range>,
+) -> Option<Gid> {
     if let Some(index) = index {
         return port.gids.iter().copied().find(|gid| gid.index == index);
     }
@@ -213,6 +252,7 @@ pub fn choose_gid(port: &Port, index: Option<u8>, version: u8, ipv6: bool) -> Op
     }
     let rank = |gid: &Gid| {
         (
+            range.is_some_and(|range| !range.has(gid)),
             gid.roce != Some(version),
             gid.is_ipv4() == ipv6,
             gid.is_link_local(),
@@ -262,14 +302,15 @@ mod tests {
             gid(5, IPV6, 2),
         ];
         let port = roce(table);
-        let index = |wanted, version, ipv6| choose_gid(&port, wanted, version, ipv6).map(|gid| gid.index);
+        let index =
+            |wanted, version, ipv6| choose_gid(&port, wanted, version, ipv6, None).map(|gid| gid.index);
         assert_eq!(index(None, 2, false), Some(3));
         assert_eq!(index(None, 1, false), Some(2));
         assert_eq!(index(None, 2, true), Some(5));
         assert_eq!(index(Some(1), 2, false), Some(1));
         assert_eq!(index(Some(6), 2, false), None);
         // A link-local address is better than nothing, and version 1 too.
-        let only = |gids| choose_gid(&roce(gids), None, 2, false).map(|gid| gid.index);
+        let only = |gids| choose_gid(&roce(gids), None, 2, false, None).map(|gid| gid.index);
         assert_eq!(only(vec![gid(0, LOCAL, 1), gid(1, LOCAL, 2)]), Some(1));
         assert_eq!(only(vec![gid(0, LOCAL, 1), gid(2, IPV4, 1)]), Some(2));
         assert_eq!(only(vec![]), None);
@@ -289,5 +330,32 @@ mod tests {
         }
         let long = format!("{LOCAL}:0000");
         assert_eq!(parse_gid(&long), None);
+    }
+
+    #[test]
+    fn an_address_of_the_wanted_range_comes_before_all_else() {
+        let port = roce(vec![
+            gid(0, "fe80:0000:0000:0000:0000:00ff:fe00:0001", 2),
+            gid(1, "0000:0000:0000:0000:0000:ffff:0a00:0001", 2),
+            gid(2, "0000:0000:0000:0000:0000:ffff:0a01:0001", 1),
+            gid(3, "fd00:0000:0000:0007:0000:0000:0000:0001", 2),
+        ]);
+        let index = |range: &str| {
+            let range = Range::parse(range).unwrap();
+            choose_gid(&port, None, 2, false, Some(&range)).map(|gid| gid.index)
+        };
+        assert_eq!(index("10.0.0.0/16"), Some(1));
+        assert_eq!(index("10.1.0.0/16"), Some(2));
+        assert_eq!(
+            index("10.1.255.0/15"),
+            Some(1),
+            "of two the one of the wanted version"
+        );
+        assert_eq!(index("fd00:0:0:7::/64"), Some(3));
+        assert_eq!(index("::/0"), Some(1));
+        assert_eq!(index("192.168.0.0/16"), Some(1), "none is in it");
+        for rubbish in ["", "10.0.0.0", "10.0.0.0/33", "::/129", "x/8", "10.0.0.0/-1"] {
+            assert_eq!(Range::parse(rubbish), None, "{rubbish}");
+        }
     }
 }

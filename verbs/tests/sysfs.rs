@@ -68,7 +68,7 @@ fn soft_roce_is_nowhere_and_has_a_gid_of_its_address() {
     for port in &found {
         assert!(port.active && port.ethernet && port.number == 1);
         assert_eq!((port.gbits, &port.place), (10, &None));
-        let chosen = choose_gid(port, None, 2, false).unwrap();
+        let chosen = choose_gid(port, None, 2, false, None).unwrap();
         assert!(chosen.is_ipv4() && chosen.roce == Some(2), "{chosen:?}");
     }
     assert_eq!(backup(&found, 0), Some(Backup::Neighbour(1)));
@@ -88,7 +88,7 @@ fn mlx5_is_behind_its_host_bridge() {
     for port in &found {
         assert!(port.active && !port.ethernet);
         assert_eq!(port.gbits, 50);
-        assert_eq!(choose_gid(port, None, 2, false).unwrap().index, 0);
+        assert_eq!(choose_gid(port, None, 2, false, None).unwrap().index, 0);
     }
     assert_eq!(backup(&found, 1), Some(Backup::Neighbour(0)));
 }
