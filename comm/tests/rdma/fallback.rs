@@ -182,11 +182,39 @@ fn where_only_rdma_is_allowed_its_absence_is_an_error() {
     );
 }
 
+/// On any machine: a file that is no library is found before the one that is.
+#[test]
+fn without_libibverbs_sockets_are_used_and_the_log_names_it() {
+    let folder = std::env::temp_dir().join(format!("ringsight-no-verbs-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    std::fs::write(folder.join("libibverbs.so.1"), "").unwrap();
+    let before = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    let folders = [folder.clone()].into_iter().chain(std::env::split_paths(&before));
+    let path = std::env::join_paths(folders).unwrap();
+    let ended = two_nodes("data::worker", |_, command| {
+        command
+            .env_remove("NCCL_IB_HCA")
+            .env("LD_LIBRARY_PATH", &path)
+            .env(LITTLE, "1");
+    });
+    std::fs::remove_dir_all(&folder).unwrap();
+    for (well, text) in &ended {
+        let said = text
+            .lines()
+            .find(|line| line.contains("NET/IB : no RDMA, sockets are used: "));
+        let named = said.is_some_and(|line| line.contains("libibverbs.so.1"));
+        assert!(
+            *well && named && text.contains("via NET/Socket"),
+            "{said:?}: {text}"
+        );
+    }
+}
+
 /// On a machine that has no RDMA.
 #[test]
 fn without_rdma_sockets_are_used_and_the_log_says_what_is_missing() {
     if Path::new("/sys/class/infiniband").exists() {
-        return;
+        return println!("skipped: this machine has RDMA");
     }
     let ended = two_nodes("data::worker", |_, command| {
         command.env_remove("NCCL_IB_HCA").env(LITTLE, "1");
