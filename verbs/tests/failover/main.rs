@@ -56,8 +56,9 @@ const USUAL: [&str; 21] = [
     "sendrecv primary-backup receiver 87 qps=4 split=1",
     "allreduce primary receiver 44 qps=2 split=1",
     "sendrecv flap both 53 qps=4 split=1 flaps=5 steps=800 pace-us=5000 down-ms=40 BACKOFF_MS=20 PROBATION_MS=5",
-    // One path, whose link is away for longer than a recovery may take with two, and not for as long as its device would try: 15 s.
-    "sendrecv flap receiver 41 alone=1 down-ms=12000 ib-timeout=19",
+    // One path, whose link is away for longer than a recovery may take with two, and not for as long as its device would try: 30 s.
+    // A packet that is lost while the link comes up is sent again after four.
+    "sendrecv flap receiver 41 alone=1 down-ms=12000 ib-timeout=20",
     "sendrecv silent sender 51 TIMEOUT_MS=1500",
     // The device has tried often enough long before anybody else notices.
     "sendrecv silent sender 51 ib-timeout=14 TIMEOUT_MS=60000 PROBE_MS=60000",
