@@ -20,6 +20,7 @@ mod shared;
 pub(crate) mod sys;
 #[cfg(test)]
 mod tests;
+pub(crate) mod unix;
 pub(crate) mod wire;
 
 use std::{

@@ -14,9 +14,8 @@ use ringsight_kernels::AbortWord;
 use super::{
     Error, Result,
     message::{Reply, Request, parse_response},
-    unix,
 };
-use crate::bootstrap::sys;
+use crate::bootstrap::{sys, unix};
 
 /// Names a request until its response has been taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -18,7 +18,6 @@ mod progress;
 pub(crate) mod requests;
 mod service;
 mod told;
-mod unix;
 
 use std::{
     fmt, io,
@@ -38,6 +37,7 @@ use ringsight_kernels::AbortWord;
 use crate::bootstrap::{
     fork::ParentOnly,
     sys::{self, Wake},
+    unix,
 };
 use crate::transport::{
     direct::{Pool, Slots},

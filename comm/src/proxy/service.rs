@@ -20,16 +20,16 @@ use ringsight_kernels::Fifo;
 use peers::Outgoing;
 
 use super::{
-    ConnectionId, Ports, ProxyConfig,
+    ConnectionId, Ports, ProxyConfig, memory,
     message::{Endpoint, Reply, Request, Transport, encode_response},
     progress::{Command, Progress},
-    {memory, unix},
 };
 use crate::{
     bootstrap::{
         fork::ParentOnly,
         pending::Undecided,
         sys::{self, Wake},
+        unix,
     },
     log::PROXY,
     transport::{direct::Slots, socket::Hello},
@@ -209,14 +209,8 @@ impl Service {
         loop {
             match unix::accept(&self.unix) {
                 Ok(socket) => {
-                    // SAFETY: no arguments, cannot fail.
-                    let user = unsafe { libc::geteuid() };
-                    let Ok(who) = unix::credentials(&socket) else {
-                        continue;
-                    };
-                    // An abstract name has no permissions: other users are shown the door here.
-                    if who.uid == user || who.uid == 0 {
-                        let own = who.pid.cast_unsigned() == std::process::id();
+                    if let Some(pid) = unix::friend(&socket) {
+                        let own = pid.cast_unsigned() == std::process::id();
                         self.next_client += 1;
                         let client = Client {
                             socket,

@@ -8,13 +8,13 @@ use std::{
     ptr,
 };
 
-use crate::bootstrap::{fork::ParentOnly, sys::check};
+use super::{fork::ParentOnly, sys::check};
 
 /// Longest message, bytes; longer ones are cut and so refused by the parser.
-pub(super) const MAX_MESSAGE: usize = 1024;
+pub(crate) const MAX_MESSAGE: usize = 1024;
 
-/// A forked child keeps none: a name would outlive the proxy that answers there.
-pub(super) type Socket = ParentOnly<OwnedFd>;
+/// A forked child keeps none: a name would outlive the thread that answers there.
+pub(crate) type Socket = ParentOnly<OwnedFd>;
 
 fn socket() -> io::Result<Socket> {
     let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
@@ -43,7 +43,7 @@ fn address(name: &str) -> io::Result<(libc::sockaddr_un, libc::socklen_t)> {
 }
 
 /// A listener, not blocking.
-pub(super) fn listen(name: &str) -> io::Result<Socket> {
+pub(crate) fn listen(name: &str) -> io::Result<Socket> {
     let (address, length) = address(name)?;
     let socket = socket()?;
     // SAFETY: `address` holds an address of `length` bytes.
@@ -54,7 +54,7 @@ pub(super) fn listen(name: &str) -> io::Result<Socket> {
 }
 
 /// A connection, not blocking. `WouldBlock`: the listener's queue is full, try again.
-pub(super) fn connect(name: &str) -> io::Result<Socket> {
+pub(crate) fn connect(name: &str) -> io::Result<Socket> {
     let (address, length) = address(name)?;
     let socket = socket()?;
     // SAFETY: `address` holds an address of `length` bytes.
@@ -63,7 +63,7 @@ pub(super) fn connect(name: &str) -> io::Result<Socket> {
 }
 
 /// The next connection, not blocking.
-pub(super) fn accept(listener: &Socket) -> io::Result<Socket> {
+pub(crate) fn accept(listener: &Socket) -> io::Result<Socket> {
     let flags = libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     // SAFETY: null address: we do not ask who it is (its name is empty anyway).
     let fd = check(unsafe { libc::accept4(listener.as_raw_fd(), ptr::null_mut(), ptr::null_mut(), flags) })?;
@@ -71,8 +71,16 @@ pub(super) fn accept(listener: &Socket) -> io::Result<Socket> {
     Ok(ParentOnly::new(unsafe { OwnedFd::from_raw_fd(fd) }))
 }
 
-/// Process and user at the other end, as the kernel saw them when it connected.
-pub(super) fn credentials(socket: &Socket) -> io::Result<libc::ucred> {
+/// Process at the other end, as the kernel saw it when it connected or listened, if it is one of this user or root: an abstract name has no
+/// permissions, so that others are shown the door here.
+pub(crate) fn friend(socket: &Socket) -> Option<libc::pid_t> {
+    let who = credentials(socket).ok()?;
+    // SAFETY: no arguments, cannot fail.
+    let user = unsafe { libc::geteuid() };
+    (who.uid == user || who.uid == 0).then_some(who.pid)
+}
+
+fn credentials(socket: &Socket) -> io::Result<libc::ucred> {
     let mut credentials = libc::ucred {
         pid: 0,
         uid: 0,
@@ -109,7 +117,7 @@ fn message(part: &mut libc::iovec, control: &mut Control, control_bytes: usize) 
 }
 
 /// Sends one message, with a descriptor if given; all or nothing, not blocking.
-pub(super) fn send(socket: &Socket, bytes: &[u8], fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
+pub(crate) fn send(socket: &Socket, bytes: &[u8], fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
     let mut part = libc::iovec {
         iov_base: bytes.as_ptr().cast_mut().cast(),
         iov_len: bytes.len(),
@@ -144,7 +152,7 @@ pub(super) fn send(socket: &Socket, bytes: &[u8], fd: Option<BorrowedFd<'_>>) ->
 }
 
 /// Receives one message with the descriptor that came along, not blocking. No bytes: the other end has closed.
-pub(super) fn receive(socket: &Socket) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
+pub(crate) fn receive(socket: &Socket) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
     let mut bytes = vec![0u8; MAX_MESSAGE];
     let mut part = libc::iovec {
         iov_base: bytes.as_mut_ptr().cast(),
