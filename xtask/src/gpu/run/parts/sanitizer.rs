@@ -24,27 +24,36 @@ fn clean(said: &str) -> Verdict {
 
 pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
     let sanitizer = steps.host.sanitizer().map_err(|reason| anyhow!(reason))?;
-    for tool in ["memcheck", "racecheck"] {
-        for words in ["check 2 t 262144", "graph 2 t"] {
-            let mode = words.split(' ').next().unwrap_or_default();
-            let mut command = Command::new(&sanitizer);
-            command
-                .args(["--tool", tool, "--error-exitcode", "7"])
-                // The device is asked for attributes of addresses that it does not know: that is an answer, no error.
-                .args(["--report-api-errors", "no"])
-                .arg(steps.host.program("driver"))
-                .arg(steps.host.library())
-                .args(words.split(' '))
-                .env("NCCL_SOCKET_IFNAME", "lo")
-                // Kernels are many times slower here: nobody is to be taken for stuck.
-                .env("NCCL_KERNEL_TIMEOUT_MS", "0");
-            steps.run(
-                &format!("{tool}-{mode}"),
-                Duration::from_secs(115),
-                command,
-                clean,
-            );
-        }
+    // Straight between buffers, and pushed: what only long operations are otherwise. They share no memory of a block.
+    let straight: &[_] = &[
+        ("RINGSIGHT_STRAIGHT_BYTES", "1"),
+        ("RINGSIGHT_PUSH_BYTES", "65536"),
+    ];
+    for (tool, name, words, variables) in [
+        ("memcheck", "check", "check 2 t 262144", &[][..]),
+        ("memcheck", "graph", "graph 2 t", &[]),
+        ("memcheck", "straight", "check 2 t 262144", straight),
+        ("racecheck", "check", "check 2 t 262144", &[]),
+        ("racecheck", "graph", "graph 2 t", &[]),
+    ] {
+        let mut command = Command::new(&sanitizer);
+        command
+            .args(["--tool", tool, "--error-exitcode", "7"])
+            // The device is asked for attributes of addresses that it does not know: that is an answer, no error.
+            .args(["--report-api-errors", "no"])
+            .arg(steps.host.program("driver"))
+            .arg(steps.host.library())
+            .args(words.split(' '))
+            .env("NCCL_SOCKET_IFNAME", "lo")
+            // Kernels are many times slower here: nobody is to be taken for stuck.
+            .env("NCCL_KERNEL_TIMEOUT_MS", "0")
+            .envs(variables.iter().copied());
+        steps.run(
+            &format!("{tool}-{name}"),
+            Duration::from_secs(115),
+            command,
+            clean,
+        );
     }
     Ok(())
 }
