@@ -112,6 +112,16 @@ fn what_is_long_goes_straight() {
         // Each of some 10 buffers by the other rank; which of the last ones are mapped in time, nobody knows.
         assert!(mapped.count() >= 10, "{said}");
     }
+    // Buffers that are mapped in pieces, which are shown by them.
+    for pushed in ["1", "18446744073709551615"] {
+        let told = [&told[..], &[("RINGSIGHT_PUSH_BYTES", pushed)]].concat();
+        if let Some(said) = output("driver", test, &["pieces", "2", "p", "8388608"], &told) {
+            assert!(said.contains(" cases a rank, "), "{said}");
+            let mapped = said.lines().filter(|line| line.contains("Mapped memory"));
+            assert!(mapped.count() >= 10, "{said}");
+            assert!(!said.contains("cannot be mapped"), "{said}");
+        }
+    }
     // Of buffers that nobody has registered those of captured operations are mapped.
     for (asked, mapped) in [("1", true), ("0", false)] {
         let told = [&told[..], &[("NCCL_GRAPH_REGISTER", asked)]].concat();

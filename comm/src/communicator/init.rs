@@ -5,6 +5,7 @@ use std::sync::{
     atomic::{AtomicBool, AtomicU32},
 };
 
+use ringsight_kernels::launch::Peers;
 use ringsight_records::{Kind, State, pages};
 
 use super::{
@@ -67,6 +68,12 @@ fn post_over(bootstrap: &Arc<Bootstrap>) -> Post {
             .is_ok()
         })
     })
+}
+
+/// Devices of the other ranks of this process.
+fn devices_near(topology: &Topology, peers: &Peers) -> Vec<i32> {
+    let others = (0..topology.ranks()).filter(|rank| *rank != peers.rank && !peers.is_foreign(*rank));
+    others.map(|rank| topology.info(rank).device).collect()
 }
 
 /// The checks of a rank whose control messages go over `bootstrap`; what they find ends up in `life`.
@@ -258,7 +265,10 @@ impl Making<'_> {
         let maps = peers
             .as_ref()
             .filter(|(peers, _)| peers.foreign != 0 && limits.straight_bytes != u64::MAX)
-            .map(|(peers, mapped)| Maps::new(self.device, peers, mapped, post_over(bootstrap), inbox))
+            .map(|(peers, mapped)| {
+                let near = devices_near(&topology, peers);
+                Maps::new(self.device, peers, near, mapped, post_over(bootstrap), inbox)
+            })
             .transpose()
             .inspect_err(|_| membership.leave(&connector))?;
         let peers = peers.map(|(peers, _)| peers);

@@ -134,6 +134,19 @@ pub struct Allocation {
     pub start: usize,
 }
 
+/// A piece of memory that a caller has mapped by pieces (`cuMemMap`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// What is mapped there anew has another number.
+    pub id: u64,
+    /// The device whose memory it is.
+    pub device: i32,
+    /// Its address.
+    pub start: usize,
+    /// Its length.
+    pub bytes: usize,
+}
+
 /// How an operation is done.
 #[derive(Clone, Copy, Debug)]
 pub struct Way {
@@ -183,6 +196,12 @@ pub struct Direct {
     pub needs_flush: bool,
     /// Gives it back when dropped, on whatever thread: no call of the driver waits for that.
     pub memory: Box<dyn Any + Send + Sync>,
+}
+
+fn not_in_pieces(start: usize) -> DeviceError {
+    DeviceError::InvalidUsage(format!(
+        "this device maps no memory by pieces, at {start:#x} neither"
+    ))
 }
 
 /// Asynchronous execution as CUDA has it. Every call returns before the work is done unless it says otherwise.
@@ -274,6 +293,38 @@ pub trait Device: Send + Sync + 'static {
         Err(DeviceError::InvalidHandle(format!(
             "{start:#x} is nothing that other processes reach"
         )))
+    }
+    /// The pieces that a buffer is in, one behind the other, if it is memory of device `device` that was mapped by pieces, each of which other processes may be
+    /// given ([`Device::export_piece`]), and kernels of the devices `others` of this process reach each.
+    fn pieces(&self, _address: usize, _bytes: usize, _device: i32, _others: &[i32]) -> Option<Vec<Piece>> {
+        None
+    }
+    /// What a process that has been given the pieces from `start` on needs beside them for [`Device::reach_pieces`].
+    ///
+    /// # Errors
+    /// The device maps nothing by pieces.
+    fn export_pieces(&self, start: usize) -> Result<Vec<u8>> {
+        Err(not_in_pieces(start))
+    }
+    /// A descriptor of a piece, to be given to another process. It keeps the memory.
+    ///
+    /// # Errors
+    /// The driver gives none for it, or it is gone.
+    fn export_piece(&self, piece: &Piece) -> Result<OwnedFd> {
+        Err(not_in_pieces(piece.start))
+    }
+    /// Makes what another process has given reachable for kernels of the current device, one piece behind the other: `sizes` are their
+    /// lengths, `next` gives one descriptor after another. The result keeps the memory.
+    ///
+    /// # Errors
+    /// Of `next`, and what the driver refuses.
+    fn reach_pieces(
+        &self,
+        _handle: &[u8],
+        _sizes: &[u64],
+        _next: &mut dyn FnMut() -> Result<OwnedFd>,
+    ) -> Result<Reached> {
+        Err(not_in_pieces(0))
     }
     /// Makes page-aligned host memory reachable for kernels on all devices, at the address that the host knows it by, while
     /// the result lives. The memory must stay mapped for longer.

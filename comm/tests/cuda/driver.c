@@ -3,6 +3,7 @@
 //
 // driver LIBRARY MODE RANKS t|p|n [MAX_BYTES [STEP [MIN_BYTES]]]
 // driver LIBRARY watch RANKS t|p|n FOLDER
+// driver LIBRARY remap|pieces RANKS t|p|n [MAX_BYTES]
 // driver LIBRARY replays RANKS t|p|n FOLDER|- [REPLAYS [OPERATIONS]]
 // driver LIBRARY ended RANKS t|p [kept]
 // driver LIBRARY frozen 2 t|p|n
@@ -17,6 +18,7 @@
 #include "random.h"
 #include "rank.h"
 #include "refuse.h"
+#include "remap.h"
 #include "released.h"
 
 static void run_check(struct Rank* r) {
@@ -90,60 +92,6 @@ static void run_check(struct Rank* r) {
   NC(CommDestroy(r->comm));
   barrier();
   if (r->rank == 0) printf("ok %ld cases a rank\n", r->cases);
-}
-
-// Buffers come and go, at the same addresses as far as the driver gives them again: what others have mapped of them must follow.
-static void run_remap(struct Rank* r) {
-  static const enum Op ops[] = {ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, REDUCE, ALLTOALL, GATHER, SCATTER, SEND_RECV, PAIRS};
-  enum { KINDS = sizeof ops / sizeof ops[0] };
-  open_rank(r, 0);
-  buffers(r, max_bytes);
-  const size_t bytes[2] = {max_bytes, max_bytes / 2};
-  int salt = 0, again = 0;
-  for (int round = 0; round < 6; round++) {
-    const size_t count = r->bytes / 8 / (size_t)ranks;
-    void* handles[2];
-    NC(CommRegister(r->comm, (void*)r->send, r->bytes, &handles[0]));
-    NC(CommRegister(r->comm, (void*)r->recv, r->bytes, &handles[1]));
-    // The others map them while these run: some run before, some after.
-    for (int i = 0; i < 2 * KINDS; i++) {
-      check_one(r, ops[i % KINDS], &TYPES[F32], count, 0, i % 3 == 1, salt++);
-      if (i % KINDS == KINDS - 1) usleep(3000);
-    }
-    CUgraph graph;
-    CUgraphExec exec;
-    CU(cuStreamBeginCapture, r->stream, 1u);
-    enqueue(r, ALL_REDUCE, F32, count, 0, 0, r->send, r->recv);
-    CU(cuStreamEndCapture, r->stream, &graph);
-    CU(cuGraphInstantiate, &exec, graph, 0ull);
-    const struct Case c = {ALL_REDUCE, &TYPES[F32], count, 0, 0, salt};
-    fill(r, &c, r->in);
-    CU(cuMemcpyHtoDAsync, r->send, r->in, send_bytes(&c), r->stream);
-    CU(cuGraphLaunch, exec, r->stream);
-    CU(cuMemcpyDtoHAsync, r->out, r->recv, recv_bytes(&c), r->stream);
-    CU(cuStreamSynchronize, r->stream);
-    verify(r, &c, r->out, " replayed");
-    CU(cuGraphExecDestroy, exec);
-    CU(cuGraphDestroy, graph);
-    barrier();
-    NC(CommDeregister(r->comm, handles[0]));
-    NC(CommDeregister(r->comm, handles[1]));
-    const CUdeviceptr before[2] = {r->send, r->recv};
-    // One of them, or both, which come back the other way round or of another length.
-    CU(cuMemFree, r->send);
-    r->bytes = bytes[round % 3 == 2];
-    if (round % 3 != 1) {
-      CU(cuMemFree, r->recv);
-      CU(cuMemAlloc, &r->recv, max_bytes);
-    }
-    CU(cuMemAlloc, &r->send, r->bytes);
-    again += r->send == before[0] || r->send == before[1];
-    barrier();
-  }
-  barrier();
-  NC(CommDestroy(r->comm));
-  barrier();
-  if (r->rank == 0) printf("ok %ld cases a rank, %d buffers where others had been\n", r->cases, again);
 }
 
 static void run_graph(struct Rank* r) {
@@ -585,7 +533,8 @@ static void* run(void* argument) {
   struct Rank* r = argument;
   if (!strcmp(mode, "check")) run_check(r);
   else if (!strcmp(mode, "graph")) run_graph(r);
-  else if (!strcmp(mode, "remap")) run_remap(r);
+  else if (!strcmp(mode, "remap")) run_remap(r, &whole);
+  else if (!strcmp(mode, "pieces")) run_remap(r, &pieces);
   else if (!strcmp(mode, "abort")) run_abort(r);
   else if (!strcmp(mode, "death")) run_death(r);
   else if (!strcmp(mode, "fault")) run_fault(r);

@@ -118,6 +118,8 @@ int cuModuleGetFunction(void** function, void*, const char* name) {
 }
 int cuFuncSetAttribute(void*, int, int) { return SUCCESS; }
 
+#include "mock/pieces.h"
+
 #include "mock/memory.h"
 
 int cuStreamCreate(Stream** stream, unsigned) {

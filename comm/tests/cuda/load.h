@@ -71,7 +71,9 @@ static struct {
   X(cuEventRecord, "cuEventRecord") X(cuEventElapsedTime, "cuEventElapsedTime") X(cuEventSynchronize, "cuEventSynchronize") \
   X(cuGetErrorName, "cuGetErrorName") X(cuStreamQuery, "cuStreamQuery") X(cuDeviceGetName, "cuDeviceGetName") \
   X(cuLaunchHostFunc, "cuLaunchHostFunc") X(cuDeviceGetAttribute, "cuDeviceGetAttribute") \
-  X(cuStreamWaitEvent, "cuStreamWaitEvent")
+  X(cuStreamWaitEvent, "cuStreamWaitEvent") X(cuMemCreate, "cuMemCreate") X(cuMemRelease, "cuMemRelease") \
+  X(cuMemAddressReserve, "cuMemAddressReserve") X(cuMemAddressFree, "cuMemAddressFree") X(cuMemMap, "cuMemMap") \
+  X(cuMemUnmap, "cuMemUnmap") X(cuMemSetAccess, "cuMemSetAccess")
 #define X(name, symbol) static void* p_##name;
 CUDA_FUNCTIONS(X)
 #undef X

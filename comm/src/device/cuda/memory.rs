@@ -63,33 +63,53 @@ impl About {
     }
 }
 
+/// What the driver says of an address: attributes, and where their values go.
+///
+/// # Safety
+/// Each place is of its attribute's type.
+pub(super) unsafe fn ask<const N: usize>(
+    address: usize,
+    asked: [(CUpointer_attribute, *mut c_void); N],
+) -> Result<()> {
+    let (mut attributes, mut places) = (
+        asked.map(|(attribute, _)| attribute),
+        asked.map(|(_, place)| place),
+    );
+    // SAFETY: as many places as attributes, each of its attribute's type, says the caller; what the driver does not know it leaves or
+    // zeroes, and the address itself is not looked at.
+    unsafe {
+        call!(cuPointerGetAttributes(
+            N as c_uint,
+            attributes.as_mut_ptr(),
+            places.as_mut_ptr(),
+            address as CUdeviceptr
+        ))
+    }
+}
+
 /// Whether kernels of a GPU can use what is at `address`. Memory of another GPU is refused, as NCCL does: whether its
 /// peer access is on is known to the caller alone.
 pub(super) fn check(address: usize, device: c_int) -> Result<()> {
     use CUpointer_attribute as Of;
     let mut about = About::default();
     let mut managed: c_uint = 0;
-    let mut asked = [
-        Of::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
-        Of::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
-        Of::CU_POINTER_ATTRIBUTE_DEVICE_POINTER,
-        Of::CU_POINTER_ATTRIBUTE_IS_MANAGED,
-    ];
-    let mut places: [*mut c_void; 4] = [
-        (&raw mut about.kind).cast(),
-        (&raw mut about.device).cast(),
-        (&raw mut about.reached_at).cast(),
-        (&raw mut managed).cast(),
-    ];
-    // SAFETY: as many places as attributes, each of its attribute's type; what the driver does not know it leaves or zeroes,
-    // and the address itself is not looked at.
+    // SAFETY: an unsigned int, an int, an address and a boolean.
     unsafe {
-        call!(cuPointerGetAttributes(
-            asked.len() as c_uint,
-            asked.as_mut_ptr(),
-            places.as_mut_ptr(),
-            address as CUdeviceptr
-        ))
+        ask(
+            address,
+            [
+                (Of::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, (&raw mut about.kind).cast()),
+                (
+                    Of::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+                    (&raw mut about.device).cast(),
+                ),
+                (
+                    Of::CU_POINTER_ATTRIBUTE_DEVICE_POINTER,
+                    (&raw mut about.reached_at).cast(),
+                ),
+                (Of::CU_POINTER_ATTRIBUTE_IS_MANAGED, (&raw mut managed).cast()),
+            ],
+        )
     }?;
     // A boolean: the driver writes its first byte.
     about.managed = managed != 0;
@@ -134,30 +154,28 @@ pub(super) fn allocation(address: usize, bytes: usize, device: c_int) -> Option<
     use CUpointer_attribute as Of;
     let mut range = Range::default();
     let mut whole: c_uint = 0;
-    let mut asked = [
-        Of::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
-        Of::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
-        Of::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
-        Of::CU_POINTER_ATTRIBUTE_RANGE_SIZE,
-        Of::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
-        Of::CU_POINTER_ATTRIBUTE_BUFFER_ID,
-    ];
-    let mut places: [*mut c_void; 6] = [
-        (&raw mut range.kind).cast(),
-        (&raw mut range.device).cast(),
-        (&raw mut range.start).cast(),
-        (&raw mut range.bytes).cast(),
-        (&raw mut whole).cast(),
-        (&raw mut range.id).cast(),
-    ];
-    // SAFETY: as in `check`.
+    // SAFETY: an unsigned int, an int, an address, a size, a boolean and a number of 64 bits.
     let known = unsafe {
-        call!(cuPointerGetAttributes(
-            asked.len() as c_uint,
-            asked.as_mut_ptr(),
-            places.as_mut_ptr(),
-            address as CUdeviceptr
-        ))
+        ask(
+            address,
+            [
+                (Of::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, (&raw mut range.kind).cast()),
+                (
+                    Of::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+                    (&raw mut range.device).cast(),
+                ),
+                (
+                    Of::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+                    (&raw mut range.start).cast(),
+                ),
+                (Of::CU_POINTER_ATTRIBUTE_RANGE_SIZE, (&raw mut range.bytes).cast()),
+                (
+                    Of::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
+                    (&raw mut whole).cast(),
+                ),
+                (Of::CU_POINTER_ATTRIBUTE_BUFFER_ID, (&raw mut range.id).cast()),
+            ],
+        )
     };
     range.whole = whole != 0;
     (known.is_ok() && range.is_open(address, bytes, device)).then_some(Allocation {

@@ -16,12 +16,14 @@ mod gpu;
 mod health;
 mod memory;
 mod nvlink;
+mod pieces;
 mod release;
 mod share;
 
 use std::{
     any::Any,
     ffi::c_void,
+    os::fd::OwnedFd,
     sync::{
         Arc, Mutex,
         atomic::{AtomicU32, Ordering},
@@ -43,7 +45,7 @@ use self::{
 };
 use super::{
     Allocation, Capture, Counter, Device, DeviceError, Direct, Event, Graph, GraphExec, HostFunction,
-    Journal, Mark, Progress, Reachable, Reached, Result, Share, Stream, Way,
+    Journal, Mark, Piece, Progress, Reachable, Reached, Result, Share, Stream, Way,
 };
 use crate::communicator::lock;
 
@@ -247,6 +249,27 @@ impl Device for CudaDevice {
 
     fn share(&self, bytes: usize) -> Result<Option<Share>> {
         share::share(self.entered()?, bytes).map(Some)
+    }
+
+    fn pieces(&self, address: usize, bytes: usize, device: i32, others: &[i32]) -> Option<Vec<Piece>> {
+        pieces::of(address, bytes, device, others)
+    }
+
+    fn export_pieces(&self, start: usize) -> Result<Vec<u8>> {
+        share::export_pieces(self.entered()?, start as u64)
+    }
+
+    fn export_piece(&self, piece: &Piece) -> Result<OwnedFd> {
+        pieces::export(piece)
+    }
+
+    fn reach_pieces(
+        &self,
+        handle: &[u8],
+        sizes: &[u64],
+        next: &mut dyn FnMut() -> Result<OwnedFd>,
+    ) -> Result<Reached> {
+        share::reach_pieces(self.entered()?, handle, sizes, next)
     }
 
     fn reach_share(&self, handle: &[u8]) -> Result<Reached> {

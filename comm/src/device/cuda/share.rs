@@ -1,11 +1,12 @@
 //! Memory of a GPU that kernels of other GPUs and other processes reach: by peer access within a process, by CUDA IPC between
-//! processes.
+//! processes, and where callers have mapped it by pieces ([`pieces`]) by these.
 //!
 //! That of a communicator that has ended is kept for the next one ([`release`]).
 
 use std::{
     collections::HashMap,
     ffi::c_int,
+    os::fd::OwnedFd,
     sync::{Arc, Mutex, OnceLock, Weak},
 };
 
@@ -17,7 +18,7 @@ use super::{
     driver::{OutsideCapture, call, check},
     gpu::{Gpu, zero, zeroed},
     nvlink::{self, BusId},
-    release,
+    pieces, release,
 };
 use crate::{
     bootstrap::sys::random_u64,
@@ -220,6 +221,11 @@ pub(super) fn export(gpu: &Gpu, base: CUdeviceptr) -> Result<Vec<u8>> {
     Ok(handle(gpu, (base, CALLERS), Some(ipc_of(base)?))?.to_bytes())
 }
 
+/// What other processes need beside the pieces of a caller's memory.
+pub(super) fn export_pieces(gpu: &Gpu, start: CUdeviceptr) -> Result<Vec<u8>> {
+    Ok(handle(gpu, (start, CALLERS), None)?.to_bytes())
+}
+
 /// Zeroed memory of a GPU, whose context is current.
 pub(super) fn share(gpu: &Gpu, bytes: usize) -> Result<Share> {
     let memory = Arc::new(Memory::new(gpu, bytes)?);
@@ -238,13 +244,12 @@ pub(super) fn share(gpu: &Gpu, bytes: usize) -> Result<Share> {
     })
 }
 
-/// Makes it reachable for a GPU, whose context is current. `peer` gives a GPU of this process.
-pub(super) fn reach<'a>(
-    gpu: &Gpu,
-    bytes: &[u8],
-    peer: impl FnOnce(c_int) -> Result<&'a Arc<Gpu>>,
-) -> Result<Reached> {
-    let invalid = |text: &str| DeviceError::InvalidHandle(text.into());
+fn invalid(text: &str) -> DeviceError {
+    DeviceError::InvalidHandle(text.into())
+}
+
+/// What a handle says of memory that a GPU may reach, and whether it is that GPU's own.
+fn place(gpu: &Gpu, bytes: &[u8]) -> Result<(Handle, bool)> {
     let handle = Handle::from_bytes(bytes).ok_or_else(|| invalid("a handle that cannot be read"))?;
     let own = nvlink::bus_id(gpu.device)?;
     let is_on_same_device = handle.bus == own;
@@ -255,6 +260,33 @@ pub(super) fn reach<'a>(
             nvlink::name(&handle.bus)
         )));
     }
+    Ok((handle, is_on_same_device))
+}
+
+/// Makes pieces of another process's memory reachable for a GPU, whose context is current.
+pub(super) fn reach_pieces(
+    gpu: &Gpu,
+    bytes: &[u8],
+    sizes: &[u64],
+    next: &mut dyn FnMut() -> Result<OwnedFd>,
+) -> Result<Reached> {
+    let (_, is_on_same_device) = place(gpu, bytes)?;
+    let mapping = pieces::Mapping::new(gpu, sizes, next)?;
+    Ok(Reached {
+        base: mapping.base(),
+        is_foreign: true,
+        is_on_same_device,
+        memory: Box::new(mapping),
+    })
+}
+
+/// Makes it reachable for a GPU, whose context is current. `peer` gives a GPU of this process.
+pub(super) fn reach<'a>(
+    gpu: &Gpu,
+    bytes: &[u8],
+    peer: impl FnOnce(c_int) -> Result<&'a Arc<Gpu>>,
+) -> Result<Reached> {
+    let (handle, is_on_same_device) = place(gpu, bytes)?;
     let _outside = OutsideCapture::enter()?;
     if handle.process != process()? {
         let ipc = handle

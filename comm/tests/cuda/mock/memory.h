@@ -10,8 +10,7 @@ int cuMemAlloc_v2(void** pointer, size_t bytes) {
   // What was there before is no zeros.
   std::memset(*pointer, 0x5a, bytes);
   std::lock_guard lock(memory_mutex);
-  static u64 last = 0;
-  memory[*pointer] = {file, bytes, current->device, ++last};
+  memory[*pointer] = {file, bytes, current->device, ++last_id};
   return SUCCESS;
 }
 int cuMemFree_v2(void* pointer) {
@@ -59,8 +58,15 @@ int cuPointerGetAttributes(unsigned count, const int* attributes, void** places,
   const void* start = nullptr;
   size_t size = 0;
   u64 id = 0;
+  bool whole = false;
   for (auto& [base, about] : memory)
-    if (holds(base, about.bytes)) kind = 2, device = about.device, start = base, size = about.bytes, id = about.id;
+    if (holds(base, about.bytes)) kind = 2, device = about.device, start = base, size = about.bytes, id = about.id, whole = true;
+  auto piece = piece_around(address);
+  const bool in_piece = piece != mapped_pieces.end();
+  if (in_piece) {
+    auto range = range_around(address);
+    kind = 2, device = piece->second.memory->device, start = range->first, size = range->second, id = piece->second.id;
+  }
   for (auto& [base, bytes] : host_memory)
     if (holds(base, bytes)) kind = 1, device = 0;
   for (unsigned i = 0; i < count; i++) switch (attributes[i]) {
@@ -69,9 +75,12 @@ int cuPointerGetAttributes(unsigned count, const int* attributes, void** places,
       case 7: *static_cast<u64*>(places[i]) = id; break;
       case 8: *static_cast<bool*>(places[i]) = false; break;
       case 9: *static_cast<int*>(places[i]) = device; break;
-      case 10: *static_cast<bool*>(places[i]) = kind == 2; break;
+      case 10: *static_cast<bool*>(places[i]) = whole; break;
       case 11: *static_cast<const void**>(places[i]) = start; break;
       case 12: *static_cast<size_t*>(places[i]) = size; break;
+      case 14: *static_cast<u64*>(places[i]) = in_piece ? static_cast<u64>(piece->second.memory->ways) : 0; break;
+      case 18: *static_cast<size_t*>(places[i]) = in_piece ? piece->second.memory->bytes : 0; break;
+      case 19: *static_cast<const void**>(places[i]) = in_piece ? piece->first : nullptr; break;
       default: return INVALID_VALUE;
     }
   return SUCCESS;

@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -212,6 +213,8 @@ struct Allocation {
   int device;
   u64 id;
 };
+// No two have the same, whatever they are. Under the mutex.
+u64 last_id = 0;
 // By address. Never destroyed: threads of the library outlive the program's end.
 auto& memory = *new std::map<void*, Allocation>;
 auto& opened = *new std::map<void*, Allocation>;

@@ -57,6 +57,36 @@ pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
     Ok(())
 }
 
+/// Buffers that other processes map while they come and go.
+pub(super) fn buffers(steps: &mut Steps<'_>) -> Result<()> {
+    let straight: &[(&str, &str)] = &[("RINGSIGHT_STRAIGHT_BYTES", "1")];
+    let pushed: &[(&str, &str)] = &[("RINGSIGHT_STRAIGHT_BYTES", "1"), ("RINGSIGHT_PUSH_BYTES", "1")];
+    for ranks in [2, 4] {
+        if steps.skips_without(&format!("{ranks}p"), ranks) {
+            continue;
+        }
+        for (name, variables) in [("", straight), ("-push", pushed)] {
+            for mode in ["remap", "pieces"] {
+                drive(
+                    steps,
+                    &format!("{mode}-{ranks}p{name}"),
+                    60,
+                    &format!("{mode} {ranks} p 33554432"),
+                    variables,
+                );
+            }
+        }
+        drive(
+            steps,
+            &format!("check-{ranks}p"),
+            60,
+            &format!("check {ranks} p 8388608"),
+            straight,
+        );
+    }
+    Ok(())
+}
+
 pub(super) fn graph(steps: &mut Steps<'_>) -> Result<()> {
     drive(steps, "2t", 30, "graph 2 t", &[]);
     drive(steps, "4t", 30, "graph 4 t", &[]);

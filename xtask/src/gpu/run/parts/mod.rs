@@ -56,6 +56,12 @@ pub(super) const PARTS: &[Part] = &[
         run: driver::check,
     },
     Part {
+        name: "buffers",
+        about: "buffers that come and go, mapped by other processes, as whole allocations and in pieces",
+        lacks: one_gpu,
+        run: driver::buffers,
+    },
+    Part {
         name: "graph",
         about: "captured operations, replayed",
         lacks: one_gpu,

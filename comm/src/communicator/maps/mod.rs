@@ -13,12 +13,21 @@
 //! keep the memory that was freed, as other libraries that map what they were not given do (UCX); no kernel goes there,
 //! since operations that used it had ended before it was freed, on all ranks (`Meeting::leave`), and none that comes names its generation.
 //! Mappings live as long as launches that may use them: with the memory among peers.
+//!
+//! Memory that a caller has mapped by pieces (`cuMemMap`, as `expandable_segments` do) is shown when it is registered, and only then: the caller may
+//! map other memory there at any time, also below a graph. The others fetch a descriptor of each piece ([`offer`]). An operation asks the driver
+//! whether each piece that it uses is still the one that was shown.
+
+mod message;
+mod offer;
 
 use std::{
     any::Any,
     collections::HashMap,
+    io,
     sync::{
         Arc, Mutex, Weak,
+        atomic::{AtomicBool, Ordering},
         mpsc::{Receiver, RecvTimeoutError, Sender, channel},
     },
     thread::{self, JoinHandle},
@@ -33,10 +42,14 @@ use ringsight_kernels::{
     launch::Peers,
 };
 
+use self::{
+    message::{Message, Way},
+    offer::{Fetch, Offers, Ticket},
+};
 use super::lock;
 use crate::{
-    checks::{Post, wire},
-    device::{self, Device, Reached},
+    checks::Post,
+    device::{self, Device, Piece, Reached},
     error::{Error, Result, ResultCode},
     log,
 };
@@ -45,59 +58,6 @@ use crate::{
 const SWEEP: Duration = Duration::from_secs(1);
 /// How often it tries: what was at an allocation's address before may still be open.
 const TRIES: u32 = 30;
-/// What messages begin with.
-const MAGIC: u32 = 0x5250_414d;
-
-/// What a rank tells one of another process.
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Message {
-    /// An allocation, by number and generation, and what opens it.
-    Show {
-        number: u32,
-        generation: u32,
-        handle: Vec<u8>,
-    },
-    /// It is gone.
-    TakeBack { number: u32, generation: u32 },
-}
-
-impl Message {
-    fn encode(&self) -> Vec<u8> {
-        let (kind, number, generation, handle): (u8, _, _, &[u8]) = match self {
-            Self::Show {
-                number,
-                generation,
-                handle,
-            } => (0, number, generation, handle),
-            Self::TakeBack { number, generation } => (1, number, generation, &[]),
-        };
-        let mut bytes = MAGIC.to_le_bytes().to_vec();
-        bytes.push(kind);
-        bytes.extend(number.to_le_bytes());
-        bytes.extend(generation.to_le_bytes());
-        bytes.extend(handle);
-        bytes
-    }
-
-    /// `None` for what [`Message::encode`] did not write.
-    fn parse(bytes: &[u8]) -> Option<Self> {
-        let (kind, mut rest) = wire::open(MAGIC, bytes)?;
-        let (number, generation) = (rest.u32()?, rest.u32()?);
-        if number as usize >= SHOWN || generation == 0 {
-            return None;
-        }
-        match kind {
-            0 => Some(Self::Show {
-                number,
-                generation,
-                handle: rest.0.to_vec(),
-            }),
-            1 if rest.is_empty() => Some(Self::TakeBack { number, generation }),
-            _ => None,
-        }
-    }
-}
-
 /// What the thread that maps hears of.
 enum Event {
     /// A rank's message.
@@ -142,12 +102,46 @@ impl Letters {
 /// What has been mapped, by rank and number.
 pub(super) type Mapped = Mutex<HashMap<(u32, u32), Box<dyn Any + Send + Sync>>>;
 
-/// An allocation that was shown.
-#[derive(Clone, Copy, Debug)]
-struct Entry {
-    /// As the driver numbers it.
-    id: u64,
-    start: usize,
+/// What was shown.
+#[derive(Clone, Debug)]
+enum Entry {
+    /// An allocation, as the driver numbers it.
+    Whole { id: u64, start: usize },
+    /// At least one, one behind the other.
+    Pieces(Arc<[Piece]>),
+}
+
+impl Entry {
+    fn start(&self) -> usize {
+        match self {
+            Self::Whole { start, .. } => *start,
+            Self::Pieces(pieces) => pieces[0].start,
+        }
+    }
+
+    /// Whether what was shown is still what is there.
+    fn is_here(&self, device: &dyn Device, number: i32) -> bool {
+        match self {
+            Self::Whole { id, start } => device
+                .allocation(*start, 1, number)
+                .is_some_and(|here| here.id == *id),
+            Self::Pieces(pieces) => {
+                let bytes = pieces.iter().map(|piece| piece.bytes).sum();
+                device
+                    .pieces(self.start(), bytes, number, &[])
+                    .is_some_and(|here| here[..] == pieces[..])
+            }
+        }
+    }
+
+    /// Whether a buffer is in the pieces that were shown, and these are still there.
+    fn holds(&self, device: &dyn Device, number: i32, address: usize, bytes: usize) -> bool {
+        let Self::Pieces(pieces) = self else { return false };
+        let end = pieces.last().map_or(0, |last| last.start + last.bytes);
+        let is_within = self.start() <= address && address.saturating_add(bytes) <= end;
+        let here = || device.pieces(address, bytes, number, &[]);
+        is_within && here().is_some_and(|here| pieces.windows(here.len()).any(|some| some == here))
+    }
 }
 
 /// What this rank has shown.
@@ -159,6 +153,20 @@ struct Own {
     by_id: HashMap<u64, u32>,
 }
 
+impl Own {
+    fn is_empty(&self) -> bool {
+        self.entries.iter().all(Option::is_none)
+    }
+
+    fn shown(&self, number: usize) -> Option<Shown> {
+        Some(Shown {
+            start: self.entries[number].as_ref()?.start() as u64,
+            generation: self.generations[number],
+            number: number as u32,
+        })
+    }
+}
+
 /// What the caller's threads and the one that maps share.
 struct Table {
     device: i32,
@@ -166,6 +174,8 @@ struct Table {
     bases: Vec<u64>,
     /// By bit.
     foreign: u8,
+    /// Devices of the other ranks of this process.
+    near: Vec<i32>,
     /// As long as there are launches.
     mapped: Weak<Mapped>,
     post: Post,
@@ -175,6 +185,8 @@ struct Table {
     of_all: bool,
     own: Mutex<Own>,
     events: Sender<Event>,
+    /// The communicator ends.
+    ending: AtomicBool,
 }
 
 /// What another rank has shown.
@@ -182,13 +194,15 @@ struct Offer {
     from: u32,
     number: u32,
     generation: u32,
-    handle: Vec<u8>,
+    way: Way,
     tries: u32,
 }
 
 /// What one rank shows and maps. [`Maps::stop`] ends it.
 pub(crate) struct Maps {
     table: Arc<Table>,
+    /// From when there is memory that is mapped by pieces.
+    offers: Mutex<Option<Offers>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -201,46 +215,92 @@ impl Table {
     /// What a buffer is in, shown to all who are to map it; `None` if it cannot be, or there are too many, or it has not been and is not to
     /// be.
     fn show(&self, device: &dyn Device, address: usize, bytes: usize, may_be_new: bool) -> Option<Shown> {
-        let allocation = device.allocation(address, bytes, self.device)?;
+        let Some(allocation) = device.allocation(address, bytes, self.device) else {
+            return self.shown_pieces(device, &lock(&self.own), address, bytes);
+        };
         let mut own = lock(&self.own);
         if let Some(number) = own.by_id.get(&allocation.id) {
-            return Some(Shown {
-                start: allocation.start as u64,
-                generation: own.generations[*number as usize],
-                number: *number,
-            });
+            return own.shown(*number as usize);
         }
         if !may_be_new {
             return None;
         }
         self.sweep(device, &mut own);
         let number = own.entries.iter().position(Option::is_none)?;
-        let handle = match device.export(allocation.start) {
-            Ok(handle) => handle,
-            Err(error) => {
-                tracing::info!(target: log::INIT, "Memory at {:#x} stays closed to other processes: {error}", allocation.start);
-                return None;
-            }
-        };
-        own.entries[number] = Some(Entry {
-            id: allocation.id,
-            start: allocation.start,
-        });
+        let start = allocation.start;
+        let handle = device
+            .export(start)
+            .inspect_err(|error| stays_closed(start, error))
+            .ok()?;
         own.by_id.insert(allocation.id, number as u32);
+        let id = allocation.id;
+        self.enter(&mut own, number, Entry::Whole { id, start }, Way::Whole(handle))
+    }
+
+    /// What a buffer is in of what was shown by pieces.
+    fn shown_pieces(&self, device: &dyn Device, own: &Own, address: usize, bytes: usize) -> Option<Shown> {
+        let holds = |entry: &Option<Entry>| {
+            entry
+                .as_ref()
+                .is_some_and(|entry| entry.holds(device, self.device, address, bytes))
+        };
+        own.shown(own.entries.iter().position(holds)?)
+    }
+
+    /// Shows the pieces that a buffer is in. Who is to map them asks for them with `ticket`.
+    fn show_pieces(
+        &self,
+        device: &dyn Device,
+        (address, bytes): (usize, usize),
+        ticket: impl FnOnce() -> io::Result<Ticket>,
+    ) {
+        let Some(pieces) = device.pieces(address, bytes, self.device, &self.near) else {
+            return;
+        };
+        let start = pieces[0].start;
+        // If one can be exported, so can the others: the driver has said of each that it may be.
+        let handle = device
+            .export_piece(&pieces[0])
+            .and_then(|_| device.export_pieces(start));
+        let handle = handle.inspect_err(|error| stays_closed(start, error));
+        let ticket = ticket().inspect_err(|error| stays_closed(start, error));
+        let (Ok(handle), Ok(ticket)) = (handle, ticket) else {
+            return;
+        };
+        let mut own = lock(&self.own);
+        if self.shown_pieces(device, &own, address, bytes).is_some() {
+            return;
+        }
+        self.sweep(device, &mut own);
+        let Some(number) = own.entries.iter().position(Option::is_none) else {
+            return;
+        };
+        let way = Way::Pieces {
+            handle,
+            sizes: pieces.iter().map(|piece| piece.bytes as u64).collect(),
+            ticket,
+        };
+        self.enter(&mut own, number, Entry::Pieces(pieces.into()), way);
+    }
+
+    /// The pieces that were shown under a number, if they are still the same.
+    fn pieces(&self, number: u32, generation: u32) -> Option<Arc<[Piece]>> {
+        let own = lock(&self.own);
+        let number = number as usize;
+        match own.entries.get(number)? {
+            Some(Entry::Pieces(pieces)) if own.generations[number] == generation => Some(pieces.clone()),
+            _ => None,
+        }
+    }
+
+    /// Enters it under a number that is free, and tells the others.
+    fn enter(&self, own: &mut Own, number: usize, entry: Entry, way: Way) -> Option<Shown> {
+        own.entries[number] = Some(entry);
         // Never 0, which says that nothing was shown.
         own.generations[number] = own.generations[number].wrapping_add(1).max(1);
-        let shown = Shown {
-            start: allocation.start as u64,
-            generation: own.generations[number],
-            number: number as u32,
-        };
-        let message = Message::Show {
-            number: shown.number,
-            generation: shown.generation,
-            handle,
-        };
+        let shown = own.shown(number)?;
         // Under the lock: what is shown under a number and what is taken back arrive in this order.
-        self.tell(&message);
+        self.tell(&Message::show(&shown, way));
         // Nobody is there in the end.
         let _ = self.events.send(Event::Shown);
         Some(shown)
@@ -257,15 +317,13 @@ impl Table {
     /// Takes back what is gone.
     fn sweep(&self, device: &dyn Device, own: &mut Own) {
         for number in 0..own.entries.len() {
-            let Some(entry) = own.entries[number] else {
+            let gone = |entry: &mut Entry| !entry.is_here(device, self.device);
+            let Some(entry) = own.entries[number].take_if(gone) else {
                 continue;
             };
-            let here = device.allocation(entry.start, 1, self.device);
-            if here.is_some_and(|here| here.id == entry.id) {
-                continue;
+            if let Entry::Whole { id, .. } = entry {
+                own.by_id.remove(&id);
             }
-            own.entries[number] = None;
-            own.by_id.remove(&entry.id);
             self.tell(&Message::TakeBack {
                 number: number as u32,
                 generation: own.generations[number],
@@ -280,7 +338,17 @@ impl Table {
             return Ok(());
         };
         let ranks = self.bases.len();
-        let Reached { base, memory, .. } = device.reach_share(&offer.handle)?;
+        let Reached { base, memory, .. } = match &offer.way {
+            Way::Whole(handle) => device.reach_share(handle)?,
+            Way::Pieces {
+                handle,
+                sizes,
+                ticket,
+            } => {
+                let mut fetch = Fetch::begin(ticket, number, generation, &self.ending)?;
+                device.reach_pieces(handle, sizes, &mut || fetch.next())?
+            }
+        };
         let mut bytes = base.to_le_bytes().to_vec();
         bytes.extend(u64::from(generation).to_le_bytes());
         // Where it is before that it is: each call returns when that is done.
@@ -319,13 +387,13 @@ impl Table {
             Message::Show {
                 number,
                 generation,
-                handle,
+                way,
             } => {
                 let offer = Offer {
                     from,
                     number,
                     generation,
-                    handle,
+                    way,
                     tries: 0,
                 };
                 self.try_to_map(device, offer, pending);
@@ -346,7 +414,7 @@ impl Table {
         }
         let mut pending = Vec::new();
         loop {
-            let event = if pending.is_empty() && lock(&self.own).by_id.is_empty() {
+            let event = if pending.is_empty() && lock(&self.own).is_empty() {
                 inbox.recv().map_err(|_| RecvTimeoutError::Disconnected)
             } else {
                 inbox.recv_timeout(SWEEP)
@@ -366,14 +434,20 @@ impl Table {
     }
 }
 
+/// Why others do not map what they could be shown.
+fn stays_closed(start: usize, why: &dyn std::fmt::Display) {
+    tracing::info!(target: log::INIT, "Memory at {start:#x} stays closed to other processes: {why}");
+}
+
 impl Maps {
-    /// Of a communicator with ranks of other processes.
+    /// Of a communicator with ranks of other processes; `near` are the devices of the other ranks of this one.
     ///
     /// # Errors
     /// No thread could be had.
     pub(super) fn new(
         device: i32,
         peers: &Peers,
+        near: Vec<i32>,
         mapped: &Arc<Mapped>,
         post: Post,
         inbox: Inbox,
@@ -383,6 +457,7 @@ impl Maps {
             rank: peers.rank,
             bases: peers.bases.clone(),
             foreign: peers.foreign,
+            near,
             mapped: Arc::downgrade(mapped),
             post,
             of_captured: crate::env::text("NCCL_GRAPH_REGISTER").is_none_or(|value| value != "0"),
@@ -393,6 +468,7 @@ impl Maps {
                 by_id: HashMap::new(),
             }),
             events: inbox.sender,
+            ending: AtomicBool::new(false),
         });
         let receiver = inbox.receiver;
         let started = thread::Builder::new().name("rs-maps".into()).spawn({
@@ -407,6 +483,7 @@ impl Maps {
         })?;
         Ok(Self {
             table,
+            offers: Mutex::default(),
             thread: Mutex::new(Some(thread)),
         })
     }
@@ -424,11 +501,32 @@ impl Maps {
 
     /// Shows what a buffer is in that the caller has registered, if that can be.
     pub(super) fn register(&self, device: &dyn Device, address: usize, bytes: usize) {
-        self.table.show(device, address, bytes, true);
+        if self.table.show(device, address, bytes, true).is_none() {
+            self.table.show_pieces(device, (address, bytes), || self.ticket());
+        }
+    }
+
+    /// What others ask for pieces with.
+    fn ticket(&self) -> io::Result<Ticket> {
+        let mut offers = lock(&self.offers);
+        let offers = match &mut *offers {
+            Some(offers) => offers,
+            none => {
+                let table = Arc::downgrade(&self.table);
+                let find = move |number, generation| table.upgrade()?.pieces(number, generation);
+                none.insert(Offers::new(self.table.device, self.table.rank, Box::new(find))?)
+            }
+        };
+        Ok(offers.ticket().clone())
     }
 
     /// The communicator ends: nothing is mapped any more.
     pub(super) fn stop(&self) {
+        // Relaxed: a request to end, which orders nothing.
+        self.table.ending.store(true, Ordering::Relaxed);
+        // Not under the lock: its thread is waited for.
+        let offers = lock(&self.offers).take();
+        drop(offers);
         let thread = lock(&self.thread).take();
         if let Some(thread) = thread {
             // It is over already where there is no device.
@@ -436,39 +534,5 @@ impl Maps {
             // A panic has been told of already.
             let _ = thread.join();
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn messages_survive_the_way_and_rubbish_is_none() {
-        let show = Message::Show {
-            number: 7,
-            generation: 3,
-            handle: vec![1, 2, 3],
-        };
-        let back = Message::TakeBack {
-            number: 255,
-            generation: u32::MAX,
-        };
-        for message in [show, back.clone()] {
-            assert_eq!(Message::parse(&message.encode()), Some(message));
-        }
-        let bytes = back.encode();
-        assert_eq!(Message::parse(&bytes[..bytes.len() - 1]), None);
-        assert_eq!(Message::parse(&[&bytes[..], &[0]].concat()), None);
-        let beyond = Message::TakeBack {
-            number: SHOWN as u32,
-            generation: 1,
-        };
-        assert_eq!(Message::parse(&beyond.encode()), None);
-        let never = Message::TakeBack {
-            number: 0,
-            generation: 0,
-        };
-        assert_eq!(Message::parse(&never.encode()), None);
     }
 }

@@ -1,0 +1,174 @@
+//! What ranks tell each other of the memory that they show.
+
+use ringsight_kernels::cuda::layout::Shown;
+use ringsight_kernels::cuda::peers::SHOWN;
+
+use super::offer::Ticket;
+use crate::checks::wire::{self, Rest};
+
+/// What messages begin with.
+const MAGIC: u32 = 0x5250_414d;
+
+/// What a rank tells one of another process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Message {
+    /// An allocation, by number and generation, and what opens it.
+    Show { number: u32, generation: u32, way: Way },
+    /// It is gone.
+    TakeBack { number: u32, generation: u32 },
+}
+
+/// How memory is opened.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    /// By a handle ([`Device::reach_share`](crate::device::Device::reach_share)).
+    Whole(Vec<u8>),
+    /// By a handle and descriptors of pieces of these lengths ([`Device::reach_pieces`](crate::device::Device::reach_pieces)).
+    Pieces {
+        handle: Vec<u8>,
+        sizes: Vec<u64>,
+        ticket: Ticket,
+    },
+}
+
+impl Message {
+    pub(super) fn show(shown: &Shown, way: Way) -> Self {
+        let (number, generation) = (shown.number, shown.generation);
+        Self::Show {
+            number,
+            generation,
+            way,
+        }
+    }
+
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let (kind, number, generation) = match self {
+            Self::Show {
+                number,
+                generation,
+                way: Way::Whole(_),
+            } => (0u8, number, generation),
+            Self::TakeBack { number, generation } => (1, number, generation),
+            Self::Show {
+                number, generation, ..
+            } => (2, number, generation),
+        };
+        let mut bytes = MAGIC.to_le_bytes().to_vec();
+        bytes.push(kind);
+        bytes.extend(number.to_le_bytes());
+        bytes.extend(generation.to_le_bytes());
+        match self {
+            Self::TakeBack { .. } => {}
+            Self::Show {
+                way: Way::Whole(handle),
+                ..
+            } => bytes.extend(handle),
+            Self::Show {
+                way:
+                    Way::Pieces {
+                        handle,
+                        sizes,
+                        ticket,
+                    },
+                ..
+            } => {
+                put(&mut bytes, handle.len());
+                bytes.extend(handle);
+                put(&mut bytes, sizes.len());
+                bytes.extend(sizes.iter().flat_map(|bytes| bytes.to_le_bytes()));
+                bytes.extend(ticket.secret.to_le_bytes());
+                bytes.extend(ticket.name.as_bytes());
+            }
+        }
+        bytes
+    }
+
+    /// `None` for what [`Message::encode`] did not write.
+    pub(super) fn parse(bytes: &[u8]) -> Option<Self> {
+        let (kind, mut rest) = wire::open(MAGIC, bytes)?;
+        let (number, generation) = (rest.u32()?, rest.u32()?);
+        if number as usize >= SHOWN || generation == 0 {
+            return None;
+        }
+        let way = match kind {
+            0 => Way::Whole(rest.0.to_vec()),
+            1 if rest.is_empty() => return Some(Self::TakeBack { number, generation }),
+            2 => pieces(rest)?,
+            _ => return None,
+        };
+        Some(Self::Show {
+            number,
+            generation,
+            way,
+        })
+    }
+}
+
+/// A length, in the four bytes that those of control messages have.
+fn put(bytes: &mut Vec<u8>, length: usize) {
+    bytes.extend((length as u32).to_le_bytes());
+}
+
+fn pieces(mut rest: Rest<'_>) -> Option<Way> {
+    let length = rest.u32()? as usize;
+    let (handle, behind) = rest.0.split_at_checked(length)?;
+    rest = Rest(behind);
+    let length = (rest.u32()? as usize).checked_mul(8)?;
+    let (sizes, behind) = rest.0.split_at_checked(length)?;
+    rest = Rest(behind);
+    let secret = rest.u64()?;
+    let name = std::str::from_utf8(rest.0).ok()?.to_owned();
+    let (sizes, _) = sizes.as_chunks();
+    Some(Way::Pieces {
+        handle: handle.to_vec(),
+        sizes: sizes.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect(),
+        ticket: Ticket { name, secret },
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_survive_the_way_and_rubbish_is_none() {
+        let show = |way| Message::Show {
+            number: 7,
+            generation: 3,
+            way,
+        };
+        let pieces = show(Way::Pieces {
+            handle: vec![4, 5],
+            sizes: vec![2 << 20, 1 << 40],
+            ticket: Ticket {
+                name: "ringsight-pieces-1".into(),
+                secret: 9,
+            },
+        });
+        let back = Message::TakeBack {
+            number: 255,
+            generation: u32::MAX,
+        };
+        for message in [show(Way::Whole(vec![1, 2, 3])), pieces.clone(), back.clone()] {
+            assert_eq!(Message::parse(&message.encode()), Some(message));
+        }
+        let bytes = back.encode();
+        assert_eq!(Message::parse(&bytes[..bytes.len() - 1]), None);
+        assert_eq!(Message::parse(&[&bytes[..], &[0]].concat()), None);
+        // Of pieces, what is before the name.
+        let bytes = pieces.encode();
+        for length in 0..bytes.len() - "ringsight-pieces-1".len() {
+            assert_eq!(Message::parse(&bytes[..length]), None, "{length}");
+        }
+        let beyond = Message::TakeBack {
+            number: SHOWN as u32,
+            generation: 1,
+        };
+        assert_eq!(Message::parse(&beyond.encode()), None);
+        let never = Message::TakeBack {
+            number: 0,
+            generation: 0,
+        };
+        assert_eq!(Message::parse(&never.encode()), None);
+    }
+}
