@@ -7,11 +7,7 @@ mod native;
 #[path = "../../tests/src/skip.rs"]
 mod skip;
 
-use std::{
-    path::{Path, PathBuf},
-    process::Command,
-    sync::OnceLock,
-};
+use std::{path::Path, process::Command, sync::OnceLock};
 
 use native::{library, run};
 use ringsight_kernels::cuda;
@@ -45,12 +41,27 @@ fn start(program: &str, test: &str, arguments: &[&str], variables: &[(&str, &str
 /// All that it says, with the library's log.
 #[track_caller]
 fn output(program: &str, test: &str, arguments: &[&str], variables: &[(&str, &str)]) -> Option<String> {
+    let said = run(&mut command(program, test, arguments, variables)?);
+    assert!(!said.contains("FAILED"), "{said}");
+    Some(said)
+}
+
+/// All that it says where it must fail.
+#[track_caller]
+fn failing(program: &str, test: &str, arguments: &[&str], variables: &[(&str, &str)]) -> Option<String> {
+    let output = command(program, test, arguments, variables)?.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(!output.status.success() && said.contains("FAILED"), "{said}");
+    Some(said)
+}
+
+fn command(program: &str, test: &str, arguments: &[&str], variables: &[(&str, &str)]) -> Option<Command> {
     if let Err(missing) = cuda::fatbin() {
         skip::skip(test, missing);
         return None;
     }
-    let program: PathBuf = built().join(program);
-    let said = run(Command::new(program)
+    let mut command = Command::new(built().join(program));
+    command
         .arg(library())
         .args(arguments)
         .env("LD_LIBRARY_PATH", built())
@@ -59,9 +70,8 @@ fn output(program: &str, test: &str, arguments: &[&str], variables: &[(&str, &st
         .env("NCCL_MAX_CTAS", "8")
         .env_remove("NCCL_DEBUG")
         .env_remove("RINGSIGHT_DEVICE")
-        .envs(variables.iter().copied()));
-    assert!(!said.contains("FAILED"), "{said}");
-    Some(said)
+        .envs(variables.iter().copied());
+    Some(command)
 }
 
 #[test]
@@ -202,6 +212,40 @@ fn without_nvlink_data_goes_through_host_memory() {
         "{said}"
     );
     assert!(said.contains(" cases a rank\n"), "{said}");
+}
+
+/// A sender whose message nobody has taken yet ends its communicator.
+#[test]
+fn memory_that_others_still_write_to_is_nobody_elses() {
+    let test = "memory_that_others_still_write_to_is_nobody_elses";
+    drive(test, &["untaken", "2", "p"], &[]);
+}
+
+/// GPUs whose memory others are not let to, and one with too little of it: each is said, with its GPU.
+#[test]
+fn what_keeps_ranks_from_each_others_memory_is_named() {
+    let test = "what_keeps_ranks_from_each_others_memory_is_named";
+    for (kind, why) in [
+        ("t", "GPU 0 has no peer access to GPU 1, though NVLink joins them"),
+        ("p", "its driver gives no CUDA IPC handle for the memory"),
+    ] {
+        let told = [("NCCL_DEBUG", "WARN"), ("RINGSIGHT_MOCK_NO_PEERS", "1")];
+        if let Some(said) = output("driver", test, &["graph", "2", kind], &told) {
+            assert!(said.contains(why), "{said}");
+            assert!(said.contains("30 replays checked"), "{said}");
+        }
+    }
+    for kind in ["t", "p"] {
+        let told = [("RINGSIGHT_MOCK_MEMORY_MB", "16")];
+        if let Some(said) = failing("driver", test, &["graph", "2", kind], &told) {
+            assert!(said.contains(" bytes of GPU "), "{said}");
+            assert!(said.contains("CUDA_ERROR_OUT_OF_MEMORY"), "{said}");
+            assert!(
+                said.contains("cannot have the memory that the other ranks' kernels reach"),
+                "{said}"
+            );
+        }
+    }
 }
 
 /// What the kernels among peers do, the table says.
@@ -392,7 +436,7 @@ fn buffers_that_a_gpu_cannot_use_are_refused() {
             &variables,
         );
         if let Some(said) = said {
-            assert_eq!(said, "4 refused, pinned memory reduced");
+            assert_eq!(said, "6 refused, pinned memory reduced");
         }
     }
 }

@@ -6,24 +6,20 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    thread,
-    time::{Duration, Instant},
 };
 
 use ringsight_kernels::fifo::{PRODUCER_BYTES, is_producer_taken};
 
-use super::peers::{Memory, p2p_disabled};
+use super::peers::{self, Memory, p2p_disabled};
 use crate::{
     bootstrap::Bootstrap,
-    device::{Device, Reached, device},
+    device::{Device, DeviceError, Reached, device},
     error::Result,
     log,
     topology::Topology,
     transport::arena::{Arena, Layout},
 };
 
-/// How long a rank that is done waits for the others to take what it has sent.
-const SETTLE: Duration = Duration::from_secs(2);
 /// Blocks that one GPU certainly runs side by side. A kernel waits for kernels of other ranks: those of one GPU must fit.
 const BLOCKS_OF_GPU: u32 = 96;
 
@@ -130,6 +126,10 @@ fn make(device: &dyn Device, layout: Option<Layout>) -> std::result::Result<crat
         Some(layout) => match device.share(layout.bytes()) {
             Ok(Some(share)) => return Ok(share),
             Ok(None) => format!("the {} device shares no memory", device.name()),
+            Err(error @ DeviceError::Resource(_)) => {
+                tracing::warn!(target: log::INIT, "This rank's FIFOs are in host memory, which is slow: {error}");
+                return Err(());
+            }
             Err(error) => error.to_string(),
         },
     };
@@ -164,25 +164,10 @@ impl Shared {
     /// write nothing here any more, and the memory may be freed.
     pub(super) fn settle(&self, failed: impl Fn() -> bool) {
         // Ranks of this process keep the memory themselves.
-        let settled = !self.foreign || self.is_taken(failed);
+        let (base, bytes) = self.own;
+        let is_taken = |bytes: &[u8]| bytes.chunks_exact(PRODUCER_BYTES).all(is_producer_taken);
+        let settled = !self.foreign || peers::settle((base, bytes), is_taken, failed);
         // Relaxed: read by whoever drops the last reference, which orders it.
         self.ended_well.store(settled, Ordering::Relaxed);
-    }
-
-    fn is_taken(&self, failed: impl Fn() -> bool) -> bool {
-        let Ok(device) = device() else { return false };
-        let (base, length) = self.own;
-        let mut bytes = vec![0; length];
-        let deadline = Instant::now() + SETTLE;
-        loop {
-            if device.read_share(base, &mut bytes).is_err() {
-                return false;
-            }
-            let taken = bytes.chunks_exact(PRODUCER_BYTES).all(is_producer_taken);
-            if taken || failed() || Instant::now() >= deadline {
-                return taken;
-            }
-            thread::sleep(Duration::from_micros(100));
-        }
     }
 }

@@ -1,10 +1,10 @@
-//! Whether the buffers of an operation are memory that the device can use: a kernel that uses other memory breaks the device for
-//! good, and says nothing of whose it was.
+//! Whether the buffers of an operation are memory that the device can use, and its stream one of the device: a kernel that uses other memory breaks the device for
+//! good, and says nothing of whose it was; of a stream that is another device's the driver says that some handle is invalid, once the other ranks wait.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::{
-    device::{Device, DeviceError},
+    device::{Device, DeviceError, Stream},
     error::{Error, Result},
     plan::Request,
 };
@@ -16,8 +16,32 @@ const KNOWN: usize = 256;
 #[derive(Debug)]
 pub(crate) struct Buffers {
     when: When,
-    /// The address found right last, by its hash; 0 = none.
-    known: Box<[AtomicUsize]>,
+    known: Known,
+    streams: Known,
+}
+
+/// The address, or handle, found right last, by its hash; 0 = none.
+#[derive(Debug)]
+struct Known(Box<[AtomicUsize]>);
+
+impl Known {
+    fn new(entries: usize) -> Self {
+        Self((0..entries).map(|_| AtomicUsize::new(0)).collect())
+    }
+
+    /// Whether it was found right; else asks.
+    fn check(&self, address: usize, ask: impl FnOnce() -> Result<()>) -> Result<()> {
+        // Relaxed: a number that says all of itself; an old one costs a question to the driver.
+        let entry = self.0.get(slot(address));
+        if entry.is_some_and(|entry| entry.load(Ordering::Relaxed) == address) {
+            return Ok(());
+        }
+        ask()?;
+        if let Some(entry) = entry {
+            entry.store(address, Ordering::Relaxed);
+        }
+        Ok(())
+    }
 }
 
 /// `NCCL_CHECK_POINTERS`.
@@ -55,7 +79,8 @@ impl Buffers {
         let entries = if when == When::New { KNOWN } else { 0 };
         Self {
             when,
-            known: (0..entries).map(|_| AtomicUsize::new(0)).collect(),
+            known: Known::new(entries),
+            streams: Known::new(KNOWN),
         }
     }
 
@@ -77,22 +102,27 @@ impl Buffers {
             if address == 0 {
                 continue;
             }
-            // Relaxed: a number that says all of itself; an old one costs a question to the driver.
-            let entry = self.known.get(slot(address));
-            if entry.is_some_and(|entry| entry.load(Ordering::Relaxed) == address) {
-                continue;
-            }
-            device
-                .check_buffer(address, number)
-                .map_err(|error| match error {
+            self.known.check(address, || {
+                device.check_buffer(address, number).map_err(|error| match error {
                     DeviceError::InvalidHandle(text) => Error::argument(format!("{name}: {text}")),
                     error => Error::from(error),
-                })?;
-            if let Some(entry) = entry {
-                entry.store(address, Ordering::Relaxed);
-            }
+                })
+            })?;
         }
         Ok(())
+    }
+
+    /// Looks whether kernels of device number `number` can be launched in a stream. A handle that was given to another stream since is not asked about again.
+    ///
+    /// # Errors
+    /// Names the stream and the device.
+    pub(crate) fn check_stream(&self, device: &dyn Device, number: i32, stream: Stream) -> Result<()> {
+        let ask = || {
+            device
+                .check_stream(stream, number)
+                .map_err(|error| Error::from(error).within("stream"))
+        };
+        self.streams.check(stream.0, ask)
     }
 }
 

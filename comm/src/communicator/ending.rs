@@ -4,7 +4,7 @@ use std::{sync::atomic::Ordering, time::Duration};
 
 use ringsight_records::{Kind, State};
 
-use super::{Communicator, lock, registry};
+use super::{Communicator, lock, peers, registry};
 use crate::{
     device::device,
     error::{Error, Result, ResultCode},
@@ -217,14 +217,30 @@ impl Communicator {
         self.check_fork()?;
         self.finalized.store(true, Ordering::Relaxed);
         let result = self.flush();
-        let failed = self.abort.is_set() || self.faults.get().is_some();
-        // Relaxed: read by whoever drops the last reference, which orders it.
-        self.peers_ended_well.store(!failed, Ordering::Relaxed);
-        if let (false, Some(near)) = (failed, &self.near) {
-            near.settle(|| self.abort.is_set() || self.faults.get().is_some());
+        let has_failed = || self.abort.is_set() || self.faults.get().is_some();
+        let failed = has_failed();
+        if !failed {
+            self.settle(has_failed);
         }
         self.end(if failed { State::ABORTED } else { State::STOP });
         result
+    }
+
+    /// Waits until other processes write nothing more to this rank's memory.
+    fn settle(&self, failed: impl Fn() -> bool) {
+        let peers_settled = self.on_device(|_| {
+            let settled = self
+                .peers
+                .as_ref()
+                .is_none_or(|peers| peers::is_settled(peers, &failed));
+            if let Some(near) = &self.near {
+                near.settle(&failed);
+            }
+            Ok(settled)
+        });
+        // Relaxed: read by whoever drops the last reference, which orders it.
+        self.peers_ended_well
+            .store(peers_settled.unwrap_or(false), Ordering::Relaxed);
     }
 
     /// Ends it at once: every wait is released, work that has begun gives up.

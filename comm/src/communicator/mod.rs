@@ -27,7 +27,7 @@ use ringsight_records::{Flags, Kind, Record, State};
 use crate::{
     bootstrap::Bootstrap,
     checks::Checks,
-    device::{Capture, Device},
+    device::{Capture, Device, device},
     error::{Error, Result},
     launch::{
         Order,
@@ -139,6 +139,20 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Communicator {
+    /// Calls `what` with the communicator's device number current, as kernels, default streams and new memory depend on it.
+    ///
+    /// # Errors
+    /// Of `what`, and of the device.
+    pub(crate) fn on_device<T>(&self, what: impl FnOnce(&dyn Device) -> Result<T>) -> Result<T> {
+        let device = &**device()?;
+        let before = device.enter(self.device)?;
+        let result = what(device);
+        if let Some(before) = before {
+            device.restore(before)?;
+        }
+        result
+    }
+
     /// Number of channels.
     #[must_use]
     pub fn channels(&self) -> usize {

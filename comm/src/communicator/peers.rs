@@ -6,23 +6,28 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
+    thread,
+    time::{Duration, Instant},
 };
 
 use ringsight_kernels::{
     Fifo,
-    cuda::peers::{self, Area, MAX_PEERS, RingBefore},
+    cuda::peers::{self, Area, MAX_PEERS, MESSAGE_COUNTS, RingBefore, are_messages_taken},
     launch::Peers,
 };
 
 use super::maps::Mapped;
 use crate::{
     bootstrap::Bootstrap,
-    device::{Device, Reached, Share, device},
-    error::Result,
+    device::{Device, DeviceError, Reached, Share, device},
+    error::{Error, Result, ResultCode},
     log,
     topology::Topology,
     transport::RingConnections,
 };
+
+/// How long a rank that is done waits for the others to take what it has sent.
+const SETTLE: Duration = Duration::from_secs(2);
 
 /// The memory of one rank, and what it has of the others'.
 pub(super) struct Memory {
@@ -52,6 +57,39 @@ impl Memory {
     }
 }
 
+/// Waits until the others have taken what this rank has sent, of which these bytes of its memory tell: after that they write nothing there any
+/// more. False if that does not come, or `failed`.
+pub(super) fn settle(
+    (base, bytes): (u64, usize),
+    is_taken: impl Fn(&[u8]) -> bool,
+    failed: impl Fn() -> bool,
+) -> bool {
+    let Ok(device) = device() else { return false };
+    let mut told = vec![0; bytes];
+    let deadline = Instant::now() + SETTLE;
+    loop {
+        if device.read_share(base, &mut told).is_err() {
+            return false;
+        }
+        let taken = is_taken(&told);
+        if taken || failed() || Instant::now() >= deadline {
+            return taken;
+        }
+        thread::sleep(Duration::from_micros(100));
+    }
+}
+
+/// Whether kernels of other processes write no more to this rank's memory, all of whose operations have come to their end: a send ends
+/// before what it has sent is taken. Collectives end on all ranks.
+pub(super) fn is_settled(peers: &Peers, failed: impl Fn() -> bool) -> bool {
+    if peers.foreign == 0 {
+        return true;
+    }
+    let counts = peers::messages_offset(peers.bases.len()) as u64;
+    let of_own = (peers.bases[peers.rank as usize] + counts, MESSAGE_COUNTS);
+    settle(of_own, |counts| are_messages_taken(counts, peers.foreign), failed)
+}
+
 /// Whether the user wants no rank to reach another's memory.
 pub(super) fn p2p_disabled() -> bool {
     crate::env::text("NCCL_P2P_DISABLE").is_some_and(|value| value != "0")
@@ -59,32 +97,103 @@ pub(super) fn p2p_disabled() -> bool {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // After an abort, kernels of other processes may still write here: such memory is kept until this process ends.
-        // Ranks of this process hold it themselves, and where operations have come to their end, all has arrived.
+        // After an abort, or when nobody has taken what was sent, kernels of other processes may still write here: such memory is kept until this
+        // process ends. Ranks of this process hold it themselves.
         if self.foreign && !self.ended_well.load(Ordering::Relaxed) {
             std::mem::forget(self.own.take());
         }
     }
 }
 
-/// Says what every rank could do, and hears it from all; the first who could not is named in the log.
-fn agree(bootstrap: &Bootstrap, mine: std::result::Result<&[u8], &str>) -> Result<Option<Vec<Vec<u8>>>> {
-    let bytes = match mine {
-        Ok(bytes) => [&[1], bytes].concat(),
-        Err(why) => [&[0], why.as_bytes()].concat(),
-    };
-    let all = bootstrap.all_gather(&bytes)?;
-    let cannot = all.iter().position(|bytes| bytes.first() != Some(&1));
-    if let Some(rank) = cannot {
-        let why = String::from_utf8_lossy(all[rank].get(1..).unwrap_or_default());
-        let why: String = why.chars().filter(|char| !char.is_control()).take(300).collect();
-        tracing::info!(
-            target: log::INIT,
-            "Ranks do not reach each other's memory: rank {rank}: {why}"
-        );
-        return Ok(None);
+/// Why a rank cannot, in words.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Cannot {
+    /// As the user wants it, or as the machine is made.
+    Expected(String),
+    /// On a machine that is made for it.
+    Refused(String),
+    /// Not for want of memory: with less of it everything would be many times slower, and the next allocation fails.
+    Lacking(String),
+}
+
+impl Cannot {
+    const ALL: [fn(String) -> Self; 3] = [Self::Expected, Self::Refused, Self::Lacking];
+
+    fn text(&self) -> (usize, &str) {
+        match self {
+            Self::Expected(text) => (0, text),
+            Self::Refused(text) => (1, text),
+            Self::Lacking(text) => (2, text),
+        }
     }
-    Ok(Some(all.into_iter().map(|bytes| bytes[1..].to_vec()).collect()))
+
+    fn within(self, what: &str) -> Self {
+        let (kind, text) = self.text();
+        Self::ALL[kind](format!("{what}: {text}"))
+    }
+}
+
+impl From<DeviceError> for Cannot {
+    fn from(error: DeviceError) -> Self {
+        let text = error.to_string();
+        match error {
+            DeviceError::Resource(_) => Self::Lacking(text),
+            DeviceError::InvalidUsage(_) => Self::Expected(text),
+            _ => Self::Refused(text),
+        }
+    }
+}
+
+/// What a rank says of itself: 0 and its bytes, or why it cannot.
+fn encode(mine: std::result::Result<&[u8], &Cannot>) -> Vec<u8> {
+    match mine.map_err(Cannot::text) {
+        Ok(bytes) => [&[0], bytes].concat(),
+        Err((kind, text)) => [&[kind as u8 + 1], text.as_bytes()].concat(),
+    }
+}
+
+fn parse(bytes: &[u8]) -> std::result::Result<Vec<u8>, Cannot> {
+    match bytes {
+        [0, bytes @ ..] => Ok(bytes.to_vec()),
+        [kind, text @ ..] if usize::from(*kind) <= Cannot::ALL.len() => {
+            let text = String::from_utf8_lossy(text);
+            let text = text.chars().filter(|char| !char.is_control()).take(300).collect();
+            Err(Cannot::ALL[usize::from(*kind) - 1](text))
+        }
+        _ => Err(Cannot::Refused("an answer that cannot be read".into())),
+    }
+}
+
+/// Says what every rank could do, and hears it from all; the first who could not is named in the log.
+///
+/// # Errors
+/// Of the bootstrap network; on all ranks, if one has not enough memory.
+fn agree(bootstrap: &Bootstrap, mine: std::result::Result<&[u8], &Cannot>) -> Result<Option<Vec<Vec<u8>>>> {
+    let all = bootstrap.all_gather(&encode(mine))?;
+    let all: Vec<_> = all.iter().map(|bytes| parse(bytes)).collect();
+    let cannot = all
+        .iter()
+        .enumerate()
+        .filter_map(|(rank, one)| Some((rank, one.as_ref().err()?)))
+        .max_by_key(|(rank, why)| (why.text().0, std::cmp::Reverse(*rank)));
+    match cannot {
+        Some((rank, Cannot::Lacking(text))) => {
+            return Err(Error::new(
+                ResultCode::SystemError,
+                format!("rank {rank} cannot have the memory that the other ranks' kernels reach: {text}"),
+            ));
+        }
+        Some((rank, Cannot::Refused(text))) => tracing::warn!(
+            target: log::INIT,
+            "Ranks do not reach each other's memory, and go through the host's: rank {rank}: {text}"
+        ),
+        Some((rank, Cannot::Expected(text))) => tracing::info!(
+            target: log::INIT,
+            "Ranks do not reach each other's memory: rank {rank}: {text}"
+        ),
+        None => {}
+    }
+    Ok(all.into_iter().collect::<std::result::Result<_, _>>().ok())
 }
 
 /// Makes the memory and reaches that of the others; `None` if any rank cannot. All ranks call it, and all get the same answer.
@@ -105,7 +214,7 @@ pub(super) fn connect(
     let device = &**device()?;
     let bytes = peers::bytes(ranks as usize);
     let own = make(device, topology, rings, bytes);
-    let answer = own.as_ref().map(|share| &*share.handle).map_err(|why| &**why);
+    let answer = own.as_ref().map(|share| &*share.handle);
     let handles = agree(bootstrap, answer)?;
     let (Ok(own), Some(handles)) = (own, handles) else {
         return Ok(None);
@@ -146,13 +255,13 @@ pub(super) fn connect(
                 memory.others.push(reached);
             }
             Err(error) => {
-                failure = Some(format!("that of rank {other}: {error}"));
+                failure = Some(Cannot::from(error).within(&format!("that of rank {other}")));
                 break;
             }
         }
     }
     let blocks = (own.blocks / on_device).to_le_bytes();
-    let answer = failure.as_deref().map_or(Ok(&blocks[..]), Err);
+    let answer = failure.as_ref().map_or(Ok(&blocks[..]), Err);
     // Nobody writes before all have reached all; where not all do, nobody does.
     let Some(blocks) = agree(bootstrap, answer)? else {
         ended_well.store(true, Ordering::Relaxed);
@@ -179,14 +288,13 @@ fn make(
     topology: &Topology,
     rings: &[Option<RingConnections>],
     bytes: usize,
-) -> std::result::Result<Share, String> {
+) -> std::result::Result<Share, Cannot> {
     if p2p_disabled() {
-        return Err("NCCL_P2P_DISABLE is set".into());
+        return Err(Cannot::Expected("NCCL_P2P_DISABLE is set".into()));
     }
     let share = device
-        .share(bytes)
-        .map_err(|error| error.to_string())?
-        .ok_or_else(|| format!("the {} device shares no memory", device.name()))?;
+        .share(bytes)?
+        .ok_or_else(|| Cannot::Expected(format!("the {} device shares no memory", device.name())))?;
     let mut area = Area::default();
     for (channel, (before, ring)) in area.rings.iter_mut().zip(rings).enumerate() {
         let (Some(ring), Some(prev)) = (ring, topology.ring(channel as u8).last().copied()) else {
@@ -198,8 +306,23 @@ fn make(
             reserved: 0,
         };
     }
-    device
-        .write_share(share.base, area.bytes())
-        .map_err(|error| error.to_string())?;
+    device.write_share(share.base, area.bytes())?;
     Ok(share)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_rank_says_of_itself_is_understood() {
+        assert_eq!(parse(&encode(Ok(&[7, 8]))), Ok(vec![7, 8]));
+        for why in Cannot::ALL {
+            let why = why("why".into()).within("that of rank 1");
+            assert_eq!(parse(&encode(Err(&why))), Err(why));
+        }
+        for rubbish in [&[][..], &[4, b'x']] {
+            assert!(matches!(parse(rubbish), Err(Cannot::Refused(_))));
+        }
+    }
 }

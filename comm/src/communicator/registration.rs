@@ -17,8 +17,8 @@ use std::{
 
 use super::{Communicator, lock};
 use crate::{
-    device::device,
     error::{Error, Result},
+    log,
 };
 
 /// Registration goes by pages; windows begin at one (`NCCL_WIN_REQUIRED_ALIGNMENT`).
@@ -117,8 +117,13 @@ impl Communicator {
 
     /// Lets other processes map a buffer before the first operation that uses it, if they can.
     pub(crate) fn show(&self, address: usize, bytes: usize) {
-        if let (Some(maps), Ok(device)) = (&self.maps, device()) {
-            maps.register(&**device, address, bytes);
+        let Some(maps) = &self.maps else { return };
+        let shown = self.on_device(|device| {
+            maps.register(device, address, bytes);
+            Ok(())
+        });
+        if let Err(error) = shown {
+            tracing::info!(target: log::INIT, "Memory at {address:#x} is not shown to other processes: {}", error.text);
         }
     }
 

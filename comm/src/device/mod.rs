@@ -278,6 +278,10 @@ pub trait Device: Send + Sync + 'static {
     fn check_buffer(&self, _address: usize, _device: i32) -> Result<()> {
         Ok(())
     }
+    /// Whether kernels of device number `device` can be launched in a stream, which is one.
+    fn check_stream(&self, _stream: Stream, _device: i32) -> Result<()> {
+        Ok(())
+    }
     /// Gives memory of [`Device::allocate`] back; null is accepted.
     fn free(&self, pointer: *mut u8) -> Result<()>;
     /// The allocation that a buffer is in, if that is memory of device `device` which every device reaches that reaches its shared memory

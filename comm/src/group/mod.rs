@@ -24,7 +24,6 @@ use crate::{
 };
 
 pub use jobs::{Job, Made, submit};
-use run::device_of;
 pub(crate) use run::launch_stuck;
 
 /// What one group asks of one communicator.
@@ -205,7 +204,7 @@ pub fn enqueue(comm: &Arc<Communicator>, request: Request, start_ns: u64) -> Res
     // Nothing to move, nobody to wait for: as in NCCL, empty operations are dropped.
     if request.count == 0 {
         comm.check_usable()?;
-        return device_of(comm, |device| Ok(device.capture_of(request.stream).map(drop)?));
+        return comm.on_device(|device| Ok(device.capture_of(request.stream).map(drop)?));
     }
     let depth = depth();
     if depth > 0 {
@@ -266,8 +265,9 @@ impl Group {
     fn push(&mut self, comm: &Arc<Communicator>, request: Request, start_ns: u64) -> Result<OpInfo> {
         comm.check_usable()?;
         self.admit(comm.life())?;
-        let capture = device_of(comm, |device| {
+        let capture = comm.on_device(|device| {
             let capture = device.capture_of(request.stream)?;
+            comm.buffers.check_stream(device, comm.device, request.stream)?;
             comm.buffers
                 .check(device, comm.device, &request, capture.is_some())?;
             Ok(capture)

@@ -13,7 +13,7 @@ use ringsight_records::{Flags, Kind, Record, State};
 use super::{Group, Tasks, announce, jobs::Made};
 use crate::{
     communicator::{Background, Communicator, Lifecycle},
-    device::{Device, device},
+    device::Device,
     error::{Error, Result, ResultCode},
     few::Few,
     launch::Launching,
@@ -21,24 +21,13 @@ use crate::{
     plan::{self, OpInfo, Task},
 };
 
-/// Calls `what` with the communicator's device number current, as kernels and default streams depend on it.
-pub(super) fn device_of<T>(comm: &Communicator, what: impl FnOnce(&dyn Device) -> Result<T>) -> Result<T> {
-    let device = &**device()?;
-    let before = device.enter(comm.device)?;
-    let result = what(device);
-    if let Some(before) = before {
-        device.restore(before)?;
-    }
-    result
-}
-
 /// Launches a kernel that never ends as an operation of this rank ([`plan::stuck`]), on a stream of its own.
 ///
 /// # Errors
 /// The communicator cannot be used, or the system.
 pub(crate) fn launch_stuck(comm: &Arc<Communicator>) -> Result<()> {
     comm.check_usable()?;
-    device_of(comm, |device| {
+    comm.on_device(|device| {
         let stream = device.stream_create()?;
         let streams = [stream];
         let mut launching = Launching {
@@ -215,7 +204,7 @@ impl Group {
         // The same in one go: what follows, where there is nobody to take turns with.
         if let [launching] = launchings {
             let comm = launching.comm;
-            return device_of(comm, |device| {
+            return comm.on_device(|device| {
                 let mut planner = comm.planner();
                 launching.prepare(device, &mut planner)?;
                 while launching.launch(device, &mut planner, launched)? {}
@@ -226,7 +215,7 @@ impl Group {
         let each = |launchings: &mut [Launching<'_>], step: Step<'_>| {
             launchings
                 .iter_mut()
-                .try_for_each(|launching| device_of(launching.comm, |device| step(launching, device)))
+                .try_for_each(|launching| launching.comm.on_device(|device| step(launching, device)))
         };
         each(launchings, &mut |launching, device| {
             launching.prepare(device, &mut launching.comm.planner())

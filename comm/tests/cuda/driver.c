@@ -8,6 +8,7 @@
 // driver LIBRARY ended RANKS t|p [kept]
 // driver LIBRARY frozen 2 t|p|n
 // driver LIBRARY released RANKS t|p|n
+// driver LIBRARY untaken 2 p
 // driver LIBRARY fault RANKS t|p|n
 // driver LIBRARY differ RANKS t|p|n VARIANT
 // driver LIBRARY random RANKS t|p|n ROUNDS
@@ -19,6 +20,7 @@
 #include "rank.h"
 #include "refuse.h"
 #include "remap.h"
+#include "untaken.h"
 #include "released.h"
 
 static void run_check(struct Rank* r) {
@@ -540,6 +542,7 @@ static void* run(void* argument) {
   else if (!strcmp(mode, "fault")) run_fault(r);
   else if (!strcmp(mode, "frozen")) run_frozen(r);
   else if (!strcmp(mode, "released")) run_released(r);
+  else if (!strcmp(mode, "untaken")) run_untaken(r);
   else if (!strcmp(mode, "differ")) run_differ(r);
   else if (!strcmp(mode, "random")) run_random(r, variant);
   else if (!strcmp(mode, "refuse")) run_refuse(r);

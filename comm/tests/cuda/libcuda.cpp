@@ -12,6 +12,9 @@
 // Memory is exported as dma-bufs of the kind in dma_buf.h, unless RINGSIGHT_MOCK_DMA_BUF=0; RINGSIGHT_MOCK_GDR_ORDERING and
 // RINGSIGHT_MOCK_GDR_FLUSH are the device's attributes of writes of other devices (0: such have to be flushed; 1: the host can).
 //
+// With RINGSIGHT_MOCK_MEMORY_MB no device has more for one allocation; with RINGSIGHT_MOCK_NO_PEERS none reaches another's memory, nor a process
+// that of another one.
+//
 // With RINGSIGHT_MOCK_FREE=waits, who gives memory back waits for all kernels and host functions that have been launched, and as long
 // nobody launches another one: as drivers do. ringsight_mock_memory says how often that was, and what has not been given back.
 //
@@ -77,7 +80,7 @@ int cuDeviceGetP2PAttribute(int* value, int, int, int) {
 }
 int cuGetErrorName(int result, const char** name) {
   static const std::map<int, const char*> names = {
-      {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"},         {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE"},
+      {OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"},  {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"},         {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE"},
       {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT"},     {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE"},
       {NOT_READY, "CUDA_ERROR_NOT_READY"},                 {CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"},
       {CAPTURE_UNMATCHED, "CUDA_ERROR_STREAM_CAPTURE_UNMATCHED"}};
@@ -131,6 +134,11 @@ int cuStreamGetId(void* stream, u64* id) {
   calls[STREAM_ID]++;
   if (current == nullptr) return INVALID_CONTEXT;
   return *id = of(stream)->id, SUCCESS;
+}
+int cuStreamGetCtx(void* stream, Context** context) {
+  if (current == nullptr) return INVALID_CONTEXT;
+  *context = reinterpret_cast<u64>(stream) <= 2 ? current : &contexts[of(stream)->device];
+  return SUCCESS;
 }
 int cuStreamDestroy_v2(Stream* stream) { return stream->end(), SUCCESS; }
 int cuStreamQuery(void* stream) {

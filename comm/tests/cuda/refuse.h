@@ -1,4 +1,4 @@
-// Buffers that a GPU cannot use.
+// Buffers and streams that a GPU cannot use.
 #pragma once
 #include "rank.h"
 
@@ -9,6 +9,48 @@ static void refused(struct Rank* r, const char* argument, const void* send, void
   char gpu[20];
   snprintf(gpu, sizeof gpu, "GPU %d", r->device);
   if (code != 4 || !strstr(text, argument) || !strstr(text, gpu)) fail("refuse: rank %d: %s: %d: %s", r->rank, argument, code, text);
+}
+
+// A call that says what is wrong.
+static void says(Code code, const char* words, const char* what) {
+  const char* text = nccl.GetLastError(NULL);
+  if (code == 0 || !strstr(text, words)) fail("refuse: %s: %d: %s", what, code, text);
+}
+
+// Streams of another device, and a group in which some are captured.
+static int refuse_streams(struct Rank* r) {
+  int number = 0;
+  void *send = (void*)r->send, *recv = (void*)r->recv;
+  if (devices > 1) {
+    CUcontext own, other;
+    CUstream elsewhere;
+    CU(cuDevicePrimaryCtxRetain, &own, r->device);
+    CU(cuDevicePrimaryCtxRetain, &other, (r->device + 1) % devices);
+    CU(cuCtxSetCurrent, other);
+    CU(cuStreamCreate, &elsewhere, 1u);
+    CU(cuCtxSetCurrent, own);
+    char words[80];
+    snprintf(words, sizeof words, "the communicator's is GPU %d", r->device);
+    says(nccl.AllReduce(send, recv, 100, F32, 0, r->comm, elsewhere), words, "a stream of another GPU");
+    number++;
+  }
+  CUstream captured;
+  CUgraph graph;
+  CU(cuStreamCreate, &captured, 1u);
+  CU(cuStreamBeginCapture, captured, 1u);
+  NC(GroupStart());
+  NC(AllReduce(send, recv, 100, F32, 0, r->comm, r->stream));
+  says(nccl.AllReduce(send, recv, 100, F32, 0, r->comm, captured), "in the same capture, or in none", "a group that is captured in part");
+  says(nccl.GroupEnd(), "in the same capture, or in none", "the end of that group");
+  CU(cuStreamEndCapture, captured, &graph);
+  CU(cuGraphDestroy, graph);
+  return number + 1;
+}
+
+// Memory may be given back by a thread that has not used a GPU.
+static void* free_elsewhere(void* memory) {
+  NC(MemFree(memory));
+  return NULL;
 }
 
 // Buffers of other devices and of ordinary host memory are refused before anything runs; pinned memory is used.
@@ -36,6 +78,12 @@ static void run_refuse(struct Rank* r) {
     number += 2;
     CU(cuMemFree, elsewhere);
   }
+  number += refuse_streams(r);
+  void* memory;
+  pthread_t thread;
+  NC(MemAlloc(&memory, 4096));
+  pthread_create(&thread, NULL, free_elsewhere, memory);
+  pthread_join(thread, NULL);
   barrier();
   // Nothing is stuck, and nothing is counted that the others do not count.
   float *in = (float*)r->in, *out = (float*)r->out;

@@ -54,6 +54,22 @@ pub const fn messages_offset(ranks: usize) -> usize {
     CHUNKS_OFFSET + (ranks - 1) * lanes(ranks) * 2 * CHUNK_ROWS * 512
 }
 
+/// Bytes at [`messages_offset`] that [`are_messages_taken`] asks for.
+pub const MESSAGE_COUNTS: usize = 2 * MAX_PEERS * MESSAGE_LANES * size_of::<u32>();
+
+/// Whether the ranks of `of`, by bit, have taken all chunks that were sent to them: after that they write nothing more to what the sender keeps of
+/// its lanes. `counts` are the [`MESSAGE_COUNTS`] bytes at [`messages_offset`]: what was sent, and what was taken of it.
+#[must_use]
+pub fn are_messages_taken(counts: &[u8], of: u8) -> bool {
+    let (sent, taken) = counts.split_at(counts.len() / 2);
+    let bytes = sent.len() / MAX_PEERS;
+    let mut ranks = sent
+        .chunks_exact(bytes)
+        .zip(taken.chunks_exact(bytes))
+        .enumerate();
+    ranks.all(|(rank, (sent, taken))| of >> rank & 1 == 0 || sent == taken)
+}
+
 /// Where the [`Mappings`] are among so many ranks.
 #[must_use]
 pub const fn mappings_offset(ranks: usize) -> usize {

@@ -25,6 +25,7 @@ use super::{
     drain::{Drain, Entered},
     driver::{OutsideCapture, Pinned, attribute, call, check},
     health::Health,
+    memory::lacking,
     release,
 };
 use crate::{
@@ -454,7 +455,7 @@ pub(super) fn zeroed(bytes: usize, stream: CUstream) -> Result<CUdeviceptr> {
     let _outside = OutsideCapture::enter()?;
     let mut memory = 0;
     // SAFETY: written to the local.
-    unsafe { call!(cuMemAlloc_v2(&raw mut memory, bytes)) }?;
+    unsafe { call!(cuMemAlloc_v2(&raw mut memory, bytes)) }.map_err(|error| lacking(bytes, error))?;
     zero(memory, bytes, stream)?;
     Ok(memory)
 }

@@ -19,8 +19,19 @@ pub(super) fn allocate(bytes: usize) -> Result<*mut u8> {
     let _outside = OutsideCapture::enter()?;
     let mut pointer: CUdeviceptr = 0;
     // SAFETY: writes to the local.
-    unsafe { call!(cuMemAlloc_v2(&raw mut pointer, whole)) }?;
+    unsafe { call!(cuMemAlloc_v2(&raw mut pointer, whole)) }.map_err(|error| lacking(whole, error))?;
     Ok(pointer as *mut u8)
+}
+
+/// What could not be had, of the current device.
+pub(super) fn lacking(bytes: usize, error: DeviceError) -> DeviceError {
+    let DeviceError::Resource(text) = error else {
+        return error;
+    };
+    let mut device: c_int = -1;
+    // SAFETY: writes to the local.
+    let _ = unsafe { call!(cuCtxGetDevice(&raw mut device)) };
+    DeviceError::Resource(format!("{bytes} bytes of GPU {device}: {text}"))
 }
 
 /// Gives it back, once the device has done what uses it.

@@ -49,6 +49,8 @@ use super::{
 };
 use crate::communicator::lock;
 
+/// The last handle of a default stream (`CU_STREAM_PER_THREAD`).
+const PER_THREAD: usize = 2;
 /// Threads of a warp.
 const WARP: u32 = 32;
 
@@ -81,6 +83,19 @@ impl CudaDevice {
                 DeviceError::InvalidHandle(format!("device {device} is none of the {} GPUs", self.gpus.len()))
             })?
             .get(device)
+    }
+
+    /// Calls what asks for some context, whichever, with one that is current afterwards if it was before: one that is there already if any is.
+    fn somewhere<T>(&self, what: impl FnOnce() -> Result<T>) -> Result<T> {
+        let before = self.mark()?;
+        if before != Mark(0) {
+            return what();
+        }
+        let opened = self.gpus.iter().find_map(Slotted::opened);
+        opened.map_or_else(|| self.set_current(0), |gpu| gpu.make_current())?;
+        let result = what();
+        self.restore(before)?;
+        result
     }
 
     /// The current device's GPU, its context current.
@@ -219,11 +234,47 @@ impl Device for CudaDevice {
         if pointer.is_null() {
             return Ok(());
         }
-        memory::free(pointer)
+        // Of any GPU, on a thread that need not have used one, as `cudaFree` allows.
+        self.somewhere(|| memory::free(pointer))
     }
 
     fn check_buffer(&self, address: usize, device: i32) -> Result<()> {
         memory::check(address, device)
+    }
+
+    fn check_stream(&self, stream: Stream, device: i32) -> Result<()> {
+        // Default streams are those of whatever is current.
+        if stream.0 <= PER_THREAD {
+            return Ok(());
+        }
+        let own = self.gpu(device)?;
+        let mut context = std::ptr::null_mut();
+        // SAFETY: the caller's handle, as with every CUDA call; writes to the local.
+        let known = unsafe { sys::cuStreamGetCtx(handle(stream), &raw mut context) };
+        match known {
+            CUresult::CUDA_SUCCESS => {}
+            CUresult::CUDA_ERROR_INVALID_HANDLE | CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED => {
+                return check("cuStreamGetCtx", known);
+            }
+            // It says nothing against the stream.
+            _ => return Ok(()),
+        }
+        // Of a stream of a green context, which may be of any, nothing is told.
+        if context == own.context || context.is_null() {
+            return Ok(());
+        }
+        let other = self
+            .gpus
+            .iter()
+            .find_map(|gpu| gpu.opened().filter(|gpu| gpu.context == context));
+        let whose = other.map_or_else(
+            || "of a context that is no GPU's primary one here".to_owned(),
+            |gpu| format!("GPU {}'s", gpu.device),
+        );
+        Err(DeviceError::InvalidHandle(format!(
+            "{:#x} is {whose}, the communicator's is GPU {device}",
+            stream.0
+        )))
     }
 
     fn allocation(&self, address: usize, bytes: usize, device: i32) -> Option<Allocation> {
@@ -236,15 +287,9 @@ impl Device for CudaDevice {
 
     fn reach(&self, base: usize, bytes: usize) -> Result<Reachable> {
         // A thread that connects ranks need not have used the device.
-        let before = self.mark()?;
-        if before == Mark(0) {
-            let opened = self.gpus.iter().find_map(Slotted::opened);
-            opened.map_or_else(|| self.set_current(0), |gpu| gpu.make_current())?;
-        }
         // SAFETY: the caller of `reach` keeps the memory mapped.
-        let registered = unsafe { Registered::new(base as *mut u8, bytes) };
-        self.restore(before)?;
-        Ok(Some(Box::new(registered?)))
+        let registered = self.somewhere(|| unsafe { Registered::new(base as *mut u8, bytes) })?;
+        Ok(Some(Box::new(registered)))
     }
 
     fn share(&self, bytes: usize) -> Result<Option<Share>> {

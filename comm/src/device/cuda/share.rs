@@ -24,6 +24,7 @@ use crate::{
     bootstrap::sys::random_u64,
     communicator::lock,
     device::{DeviceError, Reached, Result, Share},
+    log,
 };
 
 /// Memory that was shared in this process, by address: ranks of one process keep it while any of them uses it.
@@ -230,8 +231,11 @@ pub(super) fn export_pieces(gpu: &Gpu, start: CUdeviceptr) -> Result<Vec<u8>> {
 pub(super) fn share(gpu: &Gpu, bytes: usize) -> Result<Share> {
     let memory = Arc::new(Memory::new(gpu, bytes)?);
     let base = memory.base();
-    // Refused where processes are kept apart: then ranks of other processes will say so.
-    let handle = handle(gpu, (base, bytes as u64), ipc_of(base).ok())?;
+    // Refused where processes are kept apart: then ranks of other processes will say so, and this one why.
+    let ipc = ipc_of(base).inspect_err(|error| {
+        tracing::info!(target: log::INIT, "Memory of GPU {} stays closed to other processes: {error}", gpu.device);
+    });
+    let handle = handle(gpu, (base, bytes as u64), ipc.ok())?;
     let mut shared = lock(&SHARED);
     let shared = shared.get_or_insert_default();
     shared.retain(|_, memory| memory.strong_count() > 0);
@@ -291,7 +295,7 @@ pub(super) fn reach<'a>(
     if handle.process != process()? {
         let ipc = handle
             .ipc
-            .ok_or_else(|| invalid("its driver gives no IPC handle for the memory"))?;
+            .ok_or_else(|| invalid("its driver gives no CUDA IPC handle for the memory"))?;
         let ipc = CUipcMemHandle {
             reserved: ipc.map(|byte| byte as std::ffi::c_char),
         };
@@ -318,8 +322,8 @@ pub(super) fn reach<'a>(
         // SAFETY: written to the local.
         unsafe { call!(cuDeviceCanAccessPeer(&raw mut can, gpu.device, handle.device)) }?;
         if can == 0 {
-            return Err(DeviceError::InvalidUsage(format!(
-                "GPU {} has no peer access to GPU {}",
+            return Err(DeviceError::Unavailable(format!(
+                "GPU {} has no peer access to GPU {}, though NVLink joins them",
                 gpu.device, handle.device
             )));
         }

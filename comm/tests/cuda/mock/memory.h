@@ -3,6 +3,7 @@
 
 int cuMemAlloc_v2(void** pointer, size_t bytes) {
   if (current == nullptr) return INVALID_CONTEXT;
+  if (bytes > static_cast<size_t>(number("RINGSIGHT_MOCK_MEMORY_MB", 1 << 20)) << 20) return OUT_OF_MEMORY;
   const int file = memfd_create("device-memory", MFD_CLOEXEC);
   if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0) return OUT_OF_MEMORY;
   *pointer = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);

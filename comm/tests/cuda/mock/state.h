@@ -310,8 +310,12 @@ void report_run(const PeerCall& call) {
   store_release(&report.control().runs, report.renew(runs, false));
 }
 
+// The default stream is that of every device.
+bool is_of_current(void* stream) { return stream == nullptr || of(stream)->device == current->device; }
+
 int add(void* stream, Task work) {
   if (current == nullptr) return INVALID_CONTEXT;
+  if (!is_of_current(stream)) return INVALID_HANDLE;
   of(stream)->add(std::move(work));
   return SUCCESS;
 }
@@ -319,6 +323,7 @@ int add(void* stream, Task work) {
 // The kernel of an operation, or a host function: it counts from its launch on, in a graph from when it begins.
 int add_kernel(void* stream, Task work) {
   if (current == nullptr) return INVALID_CONTEXT;
+  if (!is_of_current(stream)) return INVALID_HANDLE;
   const bool captured = of(stream)->capture != nullptr;
   if (!captured) running.add(1);
   return add(stream, [=] {
