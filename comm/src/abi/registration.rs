@@ -53,7 +53,7 @@ entry! {
         if handle == 0 {
             return Ok(());
         }
-        comm.registrations().remove("handle", handle)
+        comm.deregister("handle", handle)
     }
 }
 
@@ -75,7 +75,7 @@ impl Drop for Joining {
     fn drop(&mut self) {
         if let Some(window) = self.window {
             // Fails if the caller has been quicker.
-            let _ = self.comm.registrations().remove("win", window);
+            let _ = self.comm.deregister("win", window);
         }
     }
 }
@@ -154,6 +154,6 @@ entry! {
         if win == 0 {
             return Ok(());
         }
-        made(comm)?.registrations().remove("win", win)
+        made(comm)?.deregister("win", win)
     }
 }

@@ -76,7 +76,7 @@ impl Registrations {
     }
 
     /// Gives a handle back.
-    pub(crate) fn remove(&self, name: &str, handle: usize) -> Result<()> {
+    fn remove(&self, name: &str, handle: usize) -> Result<()> {
         let mut regions = lock(&self.regions);
         let region = regions.get_mut(&handle).ok_or_else(|| {
             Error::usage(format!(
@@ -89,6 +89,14 @@ impl Registrations {
             self.count.store(regions.len(), Ordering::Relaxed);
         }
         Ok(())
+    }
+
+    /// Whether anything that is registered is in a range of addresses.
+    fn overlaps(&self, addresses: &Range<usize>) -> bool {
+        let regions = lock(&self.regions);
+        regions
+            .values()
+            .any(|region| region.pages.start < addresses.end && addresses.start < region.pages.end)
     }
 
     /// Whether each of these buffers (address, bytes), as far as it is there, lies in a registered one.
@@ -110,6 +118,18 @@ impl Registrations {
 }
 
 impl Communicator {
+    /// Gives the handle `handle` of a registration back, which the caller knows as `name`.
+    ///
+    /// # Errors
+    /// It is none of this communicator's.
+    pub(crate) fn deregister(&self, name: &str, handle: usize) -> Result<()> {
+        self.registrations.remove(name, handle)?;
+        if let Some(maps) = &self.maps {
+            maps.deregister(|addresses| self.registrations.overlaps(&addresses));
+        }
+        Ok(())
+    }
+
     /// What the caller has registered.
     pub(crate) fn registrations(&self) -> &Registrations {
         &self.registrations
@@ -173,6 +193,10 @@ mod tests {
         assert!(!registered.cover([(0x10_0010, 8)]));
         let gone = registered.remove("handle", whole).unwrap_err();
         assert_eq!(gone.code, ResultCode::InvalidUsage);
+        assert!(
+            registered.overlaps(&(0x10_4fff..0x10_5000)) && !registered.overlaps(&(0x10_5000..0x10_6000))
+        );
+        assert!(!registered.overlaps(&(0x10_2000..0x10_3000)), "given back");
         registered.remove("handle", over).unwrap();
     }
 

@@ -99,15 +99,21 @@ static void run_remap(struct Rank* r, const struct Source* source) {
     CU(cuGraphExecDestroy, exec);
     CU(cuGraphDestroy, graph);
     barrier();
-    NC(CommDeregister(r->comm, handles[0]));
-    NC(CommDeregister(r->comm, handles[1]));
     if (source->exchange != NULL) {
-      // The others have mapped what was there before.
+      // The others have mapped what was there before: still right of what is left of it, for longer than it takes to notice.
       source->exchange(r, r->send, r->bytes);
       source->exchange(r, r->recv, max_bytes);
-      for (int i = 0; i < KINDS; i++) check_one(r, ops[i], &TYPES[F32], count, 0, i % 3 == 1, salt++);
+      const size_t counts[] = {count, 10000};
+      for (int i = 0; i < 2 * KINDS; i++) {
+        check_one(r, ops[i % KINDS], &TYPES[F32], counts[i / KINDS], 0, i % 3 == 1, salt++);
+        if (round == 0 && i >= KINDS) usleep(120000);
+      }
       barrier();
     }
+    NC(CommDeregister(r->comm, handles[0]));
+    NC(CommDeregister(r->comm, handles[1]));
+    for (int i = 0; i < KINDS; i++) check_one(r, ops[i], &TYPES[F32], count, 0, i % 3 == 1, salt++);
+    barrier();
     const CUdeviceptr before[2] = {r->send, r->recv};
     // One of them, or both, which come back the other way round or of another length.
     source->give(r->send, r->bytes);

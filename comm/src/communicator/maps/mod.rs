@@ -16,7 +16,8 @@
 //!
 //! Memory that a caller has mapped by pieces (`cuMemMap`, as `expandable_segments` do) is shown when it is registered, and only then: the caller may
 //! map other memory there at any time, also below a graph. The others fetch a descriptor of each piece ([`offer`]). An operation asks the driver
-//! whether each piece that it uses is still the one that was shown.
+//! whether each piece that it uses is still the one that was shown. It is taken back when it is no longer registered, since no operation may
+//! use it then, or when nothing of it is left. Not when some of it is: to unmap it waits for no kernel, and one may use the rest.
 
 mod message;
 mod offer;
@@ -25,6 +26,7 @@ use std::{
     any::Any,
     collections::HashMap,
     io,
+    ops::Range,
     sync::{
         Arc, Mutex, Weak,
         atomic::{AtomicBool, Ordering},
@@ -119,26 +121,35 @@ impl Entry {
         }
     }
 
-    /// Whether what was shown is still what is there.
+    /// Whether anything of what was shown is still there: an operation may be using it.
     fn is_here(&self, device: &dyn Device, number: i32) -> bool {
         match self {
             Self::Whole { id, start } => device
                 .allocation(*start, 1, number)
                 .is_some_and(|here| here.id == *id),
             Self::Pieces(pieces) => {
-                let bytes = pieces.iter().map(|piece| piece.bytes).sum();
-                device
-                    .pieces(self.start(), bytes, number, &[])
-                    .is_some_and(|here| here[..] == pieces[..])
+                let is_here = |piece: &Piece| {
+                    let here = device.pieces(piece.start, 1, number, &[]);
+                    here.is_some_and(|here| here == [*piece])
+                };
+                pieces.iter().any(is_here)
             }
         }
     }
 
-    /// Whether a buffer is in the pieces that were shown, and these are still there.
+    /// Where pieces begin and end.
+    fn range(&self) -> Option<Range<usize>> {
+        let Self::Pieces(pieces) = self else { return None };
+        let last = pieces.last()?;
+        Some(pieces[0].start..last.start + last.bytes)
+    }
+
+    /// Whether a buffer is in pieces that were shown, and they are still there: what has become of others does not matter.
     fn holds(&self, device: &dyn Device, number: i32, address: usize, bytes: usize) -> bool {
-        let Self::Pieces(pieces) = self else { return false };
-        let end = pieces.last().map_or(0, |last| last.start + last.bytes);
-        let is_within = self.start() <= address && address.saturating_add(bytes) <= end;
+        let (Self::Pieces(pieces), Some(range)) = (self, self.range()) else {
+            return false;
+        };
+        let is_within = range.start <= address && address.saturating_add(bytes) <= range.end;
         let here = || device.pieces(address, bytes, number, &[]);
         is_within && here().is_some_and(|here| pieces.windows(here.len()).any(|some| some == here))
     }
@@ -324,10 +335,26 @@ impl Table {
             if let Entry::Whole { id, .. } = entry {
                 own.by_id.remove(&id);
             }
-            self.tell(&Message::TakeBack {
-                number: number as u32,
-                generation: own.generations[number],
-            });
+            self.take_back(own, number);
+        }
+    }
+
+    /// The others let go of what was shown under a number.
+    fn take_back(&self, own: &Own, number: usize) {
+        self.tell(&Message::TakeBack {
+            number: number as u32,
+            generation: own.generations[number],
+        });
+    }
+
+    /// Takes back what was shown by pieces and is not registered any more.
+    fn take_back_pieces(&self, is_registered: impl Fn(Range<usize>) -> bool) {
+        let mut own = lock(&self.own);
+        for number in 0..own.entries.len() {
+            let over = |entry: &mut Entry| entry.range().is_some_and(|range| !is_registered(range));
+            if own.entries[number].take_if(over).is_some() {
+                self.take_back(&own, number);
+            }
         }
     }
 
@@ -504,6 +531,11 @@ impl Maps {
         if self.table.show(device, address, bytes, true).is_none() {
             self.table.show_pieces(device, (address, bytes), || self.ticket());
         }
+    }
+
+    /// Something is not registered any more; `is_registered` tells whether anything still is in a range of addresses.
+    pub(super) fn deregister(&self, is_registered: impl Fn(Range<usize>) -> bool) {
+        self.table.take_back_pieces(is_registered);
     }
 
     /// What others ask for pieces with.
