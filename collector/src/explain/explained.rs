@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use ringsight_records::Protocol;
 use serde_json::{Value, json};
 
 use super::{Done, Operation, Row, Terms};
@@ -24,11 +25,21 @@ impl Explained {
     #[must_use]
     pub fn agrees(&self) -> bool {
         let Some((done, _)) = self.done else { return true };
-        self.rows.iter().any(|row| {
-            row.chosen.is_some()
-                && row.algorithm == done.algorithm.name()
-                && row.protocol == done.protocol.name()
-        })
+        let chosen = self.rows.iter().find(|row| row.chosen.is_some());
+        let has_algorithm = |row: &Row| row.algorithm == done.algorithm.name();
+        let has_protocol = |row: &Row| row.protocol == done.protocol.name() || self.went_in_lines();
+        chosen.is_some_and(|row| has_algorithm(row) && has_protocol(row))
+    }
+
+    /// Whether it went in lines of 128 bytes though the table would have it go straight between buffers.
+    #[must_use]
+    pub fn went_in_lines(&self) -> bool {
+        let straight = [Protocol::Simple, Protocol::Push].map(Protocol::name);
+        let is_straight = |row: &Row| row.chosen.is_some() && straight.contains(&&*row.protocol);
+        let in_lines = self
+            .done
+            .is_some_and(|(done, _)| done.protocol == Protocol::Ll128);
+        in_lines && self.terms.peers && self.rows.iter().any(is_straight)
     }
 
     /// For people. Rows for other operations are left out.
@@ -37,6 +48,12 @@ impl Explained {
         let mut text = format!("{}\n", self.operation);
         if let Some((done, times)) = self.done {
             let _ = writeln!(text, "    done {times} times: {done}");
+        }
+        if self.went_in_lines() {
+            text.push_str(
+                "    in lines, not straight between buffers: these are not reached by all ranks or do not begin at 16 bytes, or no kernel reduces \
+                 such elements among so many ranks there\n",
+            );
         }
         for row in &self.rows {
             let name = format!("{}/{}", row.algorithm, row.protocol);
@@ -81,6 +98,7 @@ impl Explained {
                 "times": times,
             })),
             "agrees": self.agrees(),
+            "went_in_lines": self.went_in_lines(),
             "rows": self.rows.iter().map(|row| json!({
                 "algorithm": row.algorithm,
                 "protocol": row.protocol,
@@ -144,6 +162,20 @@ mod tests {
              \x20 * ring/simple          taken, 2 channels\n"
         );
         assert_eq!(explained.json()["rows"][1]["chosen"], true);
+        // What may go straight, and did not.
+        let mut in_lines = explained.clone();
+        in_lines.terms.peers = true;
+        in_lines.rows[1].algorithm = "two_shot".to_owned();
+        in_lines.rows[1].protocol = "push".to_owned();
+        let lines = |algorithm| Done {
+            algorithm,
+            protocol: Protocol::Ll128,
+            channels: 1,
+        };
+        in_lines.done = Some((lines(Algorithm::TwoShot), 1));
+        assert!(in_lines.agrees() && in_lines.text().contains("in lines, not straight"));
+        in_lines.done = Some((lines(Algorithm::Ring), 1));
+        assert!(!in_lines.agrees());
         let mut other = explained;
         other.rows[1].chosen = None;
         assert!(!other.agrees() && other.text().contains("another one"));

@@ -2,10 +2,17 @@
 
 use std::{mem, ops::Range};
 
-use ringsight_kernels::{ChannelWork, Connections, Straight, Work, cuda::layout::Shown, launch::Peers};
+use ringsight_kernels::{
+    Connections, Straight, Work,
+    cuda::{exchange::can_go_straight, layout::Shown},
+    launch::Peers,
+};
 use ringsight_records::{Algorithm, Description, Flags, Function, Protocol, State};
 
-use super::{OpInfo, Plan, Task, algorithm, channels, estimate, exchange, layout::choice_of};
+use super::{
+    OpInfo, Plan, Task, algorithm, channel_works::ChannelWorks, channels, estimate, exchange,
+    layout::choice_of,
+};
 use crate::{
     checks,
     communicator::Communicator,
@@ -117,8 +124,13 @@ impl<'a> Builder<'a> {
         if let Some(load) = &mut self.simulated {
             load.add_work(&work, estimate::SHARED);
         }
+        let protocol = if choice.is_straight() && !may_go_straight(&work) {
+            Protocol::Ll128
+        } else {
+            choice.protocol
+        };
         self.add_work(0, work);
-        self.add_op(task, None, 1, 0, choice.algorithm, choice.protocol);
+        self.add_op(task, None, 1, 0, choice.algorithm, protocol);
         Ok(())
     }
 
@@ -452,7 +464,7 @@ impl<'a> Builder<'a> {
         let way = Way {
             function: request.function,
             algorithm,
-            protocol,
+            protocol: self.work.protocol(protocol),
             bytes: info.bytes,
             among_peers: self.work.are_among_peers(),
         };
@@ -512,48 +524,11 @@ impl<'a> Builder<'a> {
     }
 }
 
-/// The work of a plan's channels in the making.
-#[derive(Default)]
-struct ChannelWorks {
-    /// Those with work, in channel order; then what is left of a plan that is over.
-    all: Vec<ChannelWork>,
-    used: usize,
-}
-
-impl ChannelWorks {
-    /// None yet, in the memory of others.
-    fn again(mut all: Vec<ChannelWork>) -> Self {
-        all.iter_mut().for_each(|channel| channel.work.clear());
-        Self { all, used: 0 }
-    }
-
-    /// That of one channel.
-    fn of(&mut self, number: u8) -> &mut Vec<Work> {
-        let used = &self.all[..self.used];
-        let place = used.partition_point(|channel| channel.channel < number);
-        if used.get(place).is_none_or(|channel| channel.channel != number) {
-            if self.used == self.all.len() {
-                self.all.push(ChannelWork {
-                    channel: number,
-                    work: Vec::new(),
-                });
-            }
-            self.all[self.used].channel = number;
-            self.all[place..=self.used].rotate_right(1);
-            self.used += 1;
-        }
-        &mut self.all[place].work
-    }
-
-    /// All of a plan are, or none is.
-    fn are_among_peers(&self) -> bool {
-        let mut works = self.all[..self.used].iter().flat_map(|channel| &channel.work);
-        let first = works.next();
-        first.is_some_and(|work| matches!(work.connections, Connections::Peers(_)))
-    }
-
-    fn finish(mut self) -> Vec<ChannelWork> {
-        self.all.truncate(self.used);
-        self.all
+/// Whether this rank knows of nothing that keeps an operation from going straight. Of what it sends the receiver knows.
+fn may_go_straight(work: &Work) -> bool {
+    match work.function {
+        Function::Send => true,
+        Function::Recv => work.straight != Straight::Closed,
+        _ => work.straight != Straight::Closed && can_go_straight(work),
     }
 }

@@ -8,6 +8,7 @@
 pub mod algorithm;
 pub mod allowed;
 mod builder;
+mod channel_works;
 pub mod channels;
 pub mod estimate;
 mod exchange;

@@ -148,6 +148,14 @@ fn kernel(work: &Work, arguments: &Exchange) -> usize {
     }
 }
 
+/// Whether a collective goes straight between callers' buffers if all ranks reach them: else in lines, on all ranks alike, for it is of one type
+/// and reduction and among as many ranks, and who has buffers that begin elsewhere says so.
+#[must_use]
+pub fn can_go_straight(work: &Work) -> bool {
+    let arguments = parts(work, PeerCall::default());
+    goes_straight(kernel(work, &arguments), &arguments)
+}
+
 /// Whether a kernel does it straight if it is to: of what reduces those that are made for it do, and buffers are gone through by 16 bytes.
 fn goes_straight(kernel: usize, arguments: &Exchange) -> bool {
     let places = arguments.from.iter().chain(&arguments.to);
@@ -310,6 +318,32 @@ mod tests {
                 memory: Box::new(()),
             })),
         }
+    }
+
+    #[test]
+    fn what_a_kernel_is_made_for_goes_straight() {
+        let all_reduce = |data_type, reduce_op, ranks| Work {
+            data_type,
+            reduce_op,
+            ..work(Function::AllReduce, 1 << 20, 0, ranks, 0)
+        };
+        for data_type in [DataType::Float32, DataType::Float16, DataType::Bfloat16] {
+            for ranks in 2..=8 {
+                let sum = all_reduce(data_type, ReduceOp::Sum, ranks);
+                assert_eq!(can_go_straight(&sum), matches!(ranks, 2 | 4 | 8), "{ranks}");
+                assert!(!can_go_straight(&all_reduce(data_type, ReduceOp::Avg, ranks)));
+            }
+        }
+        assert!(!can_go_straight(&all_reduce(DataType::Int32, ReduceOp::Sum, 2)));
+        // Copies are of any type among any number.
+        let mut gather = work(Function::AllGather, 3, 0, 7, 0);
+        gather.count = 4;
+        assert!(can_go_straight(&gather));
+        gather.recv += 8;
+        assert!(
+            !can_go_straight(&gather),
+            "a buffer that does not begin at 16 bytes"
+        );
     }
 
     fn launched(work: Work) -> (PeerLaunch, Exchange) {

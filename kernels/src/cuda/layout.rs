@@ -252,7 +252,7 @@ const _: () = assert!(size_of::<Arguments>() == 4072);
 const _: () = assert!(size_of::<Arguments>() <= 4096);
 
 /// What every kernel among peers is told of its operation.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub struct PeerCall {
     /// Where it reports to.

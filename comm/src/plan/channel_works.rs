@@ -1,0 +1,65 @@
+//! What a plan's channels have to do, in the making.
+
+use ringsight_kernels::{ChannelWork, Connections, Straight, Work};
+use ringsight_records::Protocol;
+
+/// The work of a plan's channels in the making.
+#[derive(Default)]
+pub(super) struct ChannelWorks {
+    /// Those with work, in channel order; then what is left of a plan that is over.
+    all: Vec<ChannelWork>,
+    used: usize,
+}
+
+impl ChannelWorks {
+    /// None yet, in the memory of others.
+    pub(super) fn again(mut all: Vec<ChannelWork>) -> Self {
+        all.iter_mut().for_each(|channel| channel.work.clear());
+        Self { all, used: 0 }
+    }
+
+    /// That of one channel.
+    pub(super) fn of(&mut self, number: u8) -> &mut Vec<Work> {
+        let used = &self.all[..self.used];
+        let place = used.partition_point(|channel| channel.channel < number);
+        if used.get(place).is_none_or(|channel| channel.channel != number) {
+            if self.used == self.all.len() {
+                self.all.push(ChannelWork {
+                    channel: number,
+                    work: Vec::new(),
+                });
+            }
+            self.all[self.used].channel = number;
+            self.all[place..=self.used].rotate_right(1);
+            self.used += 1;
+        }
+        &mut self.all[place].work
+    }
+
+    fn first(&self) -> Option<&Work> {
+        self.all[..self.used]
+            .iter()
+            .flat_map(|channel| &channel.work)
+            .next()
+    }
+
+    /// All of a plan are, or none is.
+    pub(super) fn are_among_peers(&self) -> bool {
+        self.first()
+            .is_some_and(|work| matches!(work.connections, Connections::Peers(_)))
+    }
+
+    /// The protocol that a launch is made for: data may go otherwise, where buffers do not let it.
+    pub(super) fn protocol(&self, told: Protocol) -> Protocol {
+        match self.first() {
+            Some(work) if work.straight != Straight::No && work.pushes => Protocol::Push,
+            Some(work) if work.straight != Straight::No => Protocol::Simple,
+            _ => told,
+        }
+    }
+
+    pub(super) fn finish(mut self) -> Vec<ChannelWork> {
+        self.all.truncate(self.used);
+        self.all
+    }
+}
