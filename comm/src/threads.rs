@@ -120,6 +120,8 @@ impl<T: Default + Sync + 'static> PerProcess<T> {
     }
 
     pub(crate) fn get(&self) -> &'static T {
+        // Before there is a value that a child could take for its own.
+        observe::notice_forks();
         let fork = observe::fork_generation();
         loop {
             // Acquire: pairs with the exchange below; what it points to is there.

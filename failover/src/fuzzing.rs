@@ -41,7 +41,7 @@ impl Bytes<'_> {
         let link = self.link();
         let address = Address::default();
         let generations = [epoch, link.generation, 0, 0];
-        Some(match self.number(8) {
+        Some(match self.number(10) {
             0 => Message::Broken { epoch, generations },
             1 => Message::Noted { generations },
             2 => Message::Switch {
@@ -54,6 +54,11 @@ impl Bytes<'_> {
             4 => Message::Offer { link, address },
             5 => Message::Accept { link, address },
             6 => Message::GaveUp,
+            8 => Message::Hold { epoch, link },
+            9 => Message::Drained {
+                epoch,
+                posted: self.number(16).into(),
+            },
             _ => {
                 let (bytes, rest) = self.0.split_at_checked(MESSAGE_BYTES)?;
                 self.0 = rest;

@@ -197,7 +197,7 @@ fn agree(bootstrap: &Bootstrap, mine: std::result::Result<&[u8], &Cannot>) -> Re
 }
 
 /// Makes the memory and reaches that of the others; `None` if any rank cannot. All ranks call it, and all get the same answer.
-/// With it comes where mappings of callers' memory are kept, which lives as long. `ended_well` is to be set when all of this rank's operations have come to their end.
+/// With it comes where mappings of callers' memory are kept, which lives as long. `ended_well` is to be set when nobody writes there any more.
 ///
 /// # Errors
 /// Of the bootstrap network.

@@ -97,9 +97,9 @@ impl Inquiry {
     }
 
     /// For so long nothing could move: what must last has not lasted meanwhile.
-    pub(super) fn lose(&mut self, ns: u64) {
+    pub(super) fn lose(&mut self, now: u64, ns: u64) {
         if let Some((_, since)) = &mut self.lasting {
-            *since += ns;
+            *since = (*since + ns).min(now);
         }
     }
 

@@ -344,7 +344,7 @@ impl Watch {
         let kept = device.map_or(Duration::ZERO, |device| device.kept_from_running());
         let lost = flights.look(now, self.settings.rest(), kept);
         drop(flights);
-        lock(&self.inquiry).lose(lost);
+        lock(&self.inquiry).lose(now, lost);
         if self.ended.load(Ordering::Relaxed) {
             return self.settings.rest();
         }

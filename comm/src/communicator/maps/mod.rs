@@ -60,6 +60,7 @@ use crate::{
 const SWEEP: Duration = Duration::from_secs(1);
 /// How often it tries: what was at an allocation's address before may still be open.
 const TRIES: u32 = 30;
+
 /// What the thread that maps hears of.
 enum Event {
     /// A rank's message.
@@ -266,6 +267,13 @@ impl Table {
         ticket: impl FnOnce() -> io::Result<Ticket>,
     ) {
         let Some(pieces) = device.pieces(address, bytes, self.device, &self.near) else {
+            // As a whole it cannot be shown either, or it has been.
+            if device.allocation(address, bytes, self.device).is_none() {
+                stays_closed(
+                    address,
+                    &"it is no allocation, and not mapped in pieces that descriptors can be had of",
+                );
+            }
             return;
         };
         let start = pieces[0].start;
@@ -358,6 +366,12 @@ impl Table {
         }
     }
 
+    /// Where it stands with another rank which generation of what that has shown this one has mapped.
+    fn mapped_at(&self, from: u32, number: u32) -> u64 {
+        let offset = mapped_offset(self.bases.len(), self.rank, number);
+        self.bases[from as usize] + offset as u64
+    }
+
     /// Maps what another rank has shown, and says so where its kernels look.
     fn map(&self, device: &dyn Device, offer: &Offer) -> Result<()> {
         let (from, number, generation) = (offer.from, offer.number, offer.generation);
@@ -384,10 +398,7 @@ impl Table {
             &bytes,
         )?;
         lock(&mapped).insert((from, number), memory);
-        device.write_share(
-            self.bases[from as usize] + mapped_offset(ranks, self.rank, number) as u64,
-            &generation.to_le_bytes(),
-        )?;
+        device.write_share(self.mapped_at(from, number), &generation.to_le_bytes())?;
         tracing::info!(target: log::INIT, "Mapped memory {number} (generation {generation}) of rank {from}");
         Ok(())
     }
@@ -428,6 +439,9 @@ impl Table {
             Message::TakeBack { number, .. } => {
                 pending.retain(|offer| (offer.from, offer.number) != (from, number));
                 if let Some(mapped) = self.mapped.upgrade() {
+                    // From here on nobody is told that it is mapped, by replays of graphs neither. Who has been told is waited for where it is
+                    // closed. If the device fails, nothing runs any more.
+                    let _ = device.write_share(self.mapped_at(from, number), &0u32.to_le_bytes());
                     lock(&mapped).remove(&(from, number));
                 }
             }

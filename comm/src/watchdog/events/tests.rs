@@ -345,7 +345,8 @@ fn who_answers_many_does_not_wait_for_each() {
     for _ in 0..20 {
         patrol.refresh(Duration::ZERO);
     }
-    assert!(begin.elapsed() < 5 * PATIENCE, "{:?}", begin.elapsed());
+    // Waited for each, that were 20.
+    assert!(begin.elapsed() < 15 * PATIENCE, "{:?}", begin.elapsed());
     patrol.leave(&own);
 }
 
