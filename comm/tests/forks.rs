@@ -113,3 +113,21 @@ fn a_forked_child_does_not_end_its_parents_group() {
     });
     assert!(text.contains("ended"), "{text}");
 }
+
+#[test]
+#[ignore = "helper: forks: run alone, by `a_child_that_was_forked_below_the_log_says_what_it_has_to_say`"]
+fn logged_alone() {
+    // SAFETY: null is refused.
+    let says = || i32::from(unsafe { abi::ncclGetUniqueId(null_mut()) } != ResultCode::InvalidArgument);
+    assert_eq!((says(), in_child(says)), (0, 0));
+}
+
+/// Nobody had looked for forks yet: there was no communicator, and no root.
+#[test]
+fn a_child_that_was_forked_below_the_log_says_what_it_has_to_say() {
+    let text = alone("logged_alone", |command| {
+        command.env("RINGSIGHT_DEVICE", "host").env("NCCL_DEBUG", "WARN");
+    });
+    let said = text.lines().filter(|line| line.contains("ncclGetUniqueId"));
+    assert_eq!(said.count(), 2, "{text}");
+}
