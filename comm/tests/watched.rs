@@ -16,9 +16,6 @@ use common::{Call, Rank, alone, config, ok, place_of_process, start_processes, s
 use ringsight_comm::{abi, error::ResultCode, observe};
 use ringsight_records::{Function, Kind};
 
-/// From a threshold to the verdict.
-const PROMISED: Duration = Duration::from_secs(1);
-
 #[track_caller]
 fn until(what: &str, is: impl Fn() -> bool) {
     let end = Instant::now() + Duration::from_secs(60);
