@@ -375,8 +375,11 @@ impl Case {
         };
         let text = || format!("switches {:?}, broken {:?}", seen.switches, seen.broken);
         if let Some(tries) = self.device_gives_up() {
-            let is_told =
-                seen.broken.first() == Some(&format!("0:{}", Cause::Completion(Status::RetryExceeded)));
+            // The receiver's credits are tried as often, and it may be the first to say so: all else would take either a minute.
+            let causes = [Cause::Completion(Status::RetryExceeded), Cause::Peer];
+            let is_told = causes
+                .iter()
+                .any(|cause| seen.broken.first() == Some(&format!("0:{cause}")));
             // The first try may have begun a moment before the packets are lost that it is made of.
             let is_late = seen.switch.is_some_and(|switch| switch >= tries.mul_f64(0.9));
             if !is_told || !is_late {
