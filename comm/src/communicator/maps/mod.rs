@@ -19,8 +19,10 @@
 //! whether each piece that it uses is still the one that was shown. It is taken back when it is no longer registered, since no operation may
 //! use it then, or when nothing of it is left. Not when some of it is: to unmap it waits for no kernel, and one may use the rest.
 
+mod inbox;
 mod message;
 mod offer;
+mod shown;
 
 use std::{
     any::Any,
@@ -30,7 +32,7 @@ use std::{
     sync::{
         Arc, Mutex, Weak,
         atomic::{AtomicBool, Ordering},
-        mpsc::{Receiver, RecvTimeoutError, Sender, channel},
+        mpsc::{Receiver, RecvTimeoutError, Sender},
     },
     thread::{self, JoinHandle},
     time::Duration,
@@ -44,9 +46,12 @@ use ringsight_kernels::{
     launch::Peers,
 };
 
+pub(super) use self::inbox::{Inbox, Letters};
 use self::{
+    inbox::Event,
     message::{Message, Way},
     offer::{Fetch, Offers, Ticket},
+    shown::{Entry, Own},
 };
 use super::lock;
 use crate::{
@@ -61,123 +66,8 @@ const SWEEP: Duration = Duration::from_secs(1);
 /// How often it tries: what was at an allocation's address before may still be open.
 const TRIES: u32 = 30;
 
-/// What the thread that maps hears of.
-enum Event {
-    /// A rank's message.
-    Message(u32, Message),
-    /// This rank has shown something, which is to be looked after.
-    Shown,
-    /// The communicator ends.
-    End,
-}
-
-/// Where control messages wait for [`Maps`], whether there will be one or not: others may be ready before this rank is.
-pub(super) struct Inbox {
-    sender: Sender<Event>,
-    receiver: Receiver<Event>,
-}
-
-/// The end of it that messages go in at.
-#[derive(Clone)]
-pub(super) struct Letters(Sender<Event>);
-
-impl Inbox {
-    pub(super) fn new() -> Self {
-        let (sender, receiver) = channel();
-        Self { sender, receiver }
-    }
-
-    pub(super) fn letters(&self) -> Letters {
-        Letters(self.sender.clone())
-    }
-}
-
-impl Letters {
-    /// A control message has come.
-    pub(super) fn control(&self, from: u32, bytes: &[u8]) {
-        if let Some(message) = Message::parse(bytes) {
-            // Nobody is there where all ranks are of one process, or in the end.
-            let _ = self.0.send(Event::Message(from, message));
-        }
-    }
-}
-
 /// What has been mapped, by rank and number.
 pub(super) type Mapped = Mutex<HashMap<(u32, u32), Box<dyn Any + Send + Sync>>>;
-
-/// What was shown.
-#[derive(Clone, Debug)]
-enum Entry {
-    /// An allocation, as the driver numbers it.
-    Whole { id: u64, start: usize },
-    /// At least one, one behind the other.
-    Pieces(Arc<[Piece]>),
-}
-
-impl Entry {
-    fn start(&self) -> usize {
-        match self {
-            Self::Whole { start, .. } => *start,
-            Self::Pieces(pieces) => pieces[0].start,
-        }
-    }
-
-    /// Whether anything of what was shown is still there: an operation may be using it.
-    fn is_here(&self, device: &dyn Device, number: i32) -> bool {
-        match self {
-            Self::Whole { id, start } => device
-                .allocation(*start, 1, number)
-                .is_some_and(|here| here.id == *id),
-            Self::Pieces(pieces) => {
-                let is_here = |piece: &Piece| {
-                    let here = device.pieces(piece.start, 1, number, &[]);
-                    here.is_some_and(|here| here == [*piece])
-                };
-                pieces.iter().any(is_here)
-            }
-        }
-    }
-
-    /// Where pieces begin and end.
-    fn range(&self) -> Option<Range<usize>> {
-        let Self::Pieces(pieces) = self else { return None };
-        let last = pieces.last()?;
-        Some(pieces[0].start..last.start + last.bytes)
-    }
-
-    /// Whether a buffer is in pieces that were shown, and they are still there: what has become of others does not matter.
-    fn holds(&self, device: &dyn Device, number: i32, address: usize, bytes: usize) -> bool {
-        let (Self::Pieces(pieces), Some(range)) = (self, self.range()) else {
-            return false;
-        };
-        let is_within = range.start <= address && address.saturating_add(bytes) <= range.end;
-        let here = || device.pieces(address, bytes, number, &[]);
-        is_within && here().is_some_and(|here| pieces.windows(here.len()).any(|some| some == here))
-    }
-}
-
-/// What this rank has shown.
-struct Own {
-    /// By number; `None` where there is room.
-    entries: Vec<Option<Entry>>,
-    /// Of the present entry, or the last one.
-    generations: Vec<u32>,
-    by_id: HashMap<u64, u32>,
-}
-
-impl Own {
-    fn is_empty(&self) -> bool {
-        self.entries.iter().all(Option::is_none)
-    }
-
-    fn shown(&self, number: usize) -> Option<Shown> {
-        Some(Shown {
-            start: self.entries[number].as_ref()?.start() as u64,
-            generation: self.generations[number],
-            number: number as u32,
-        })
-    }
-}
 
 /// What the caller's threads and the one that maps share.
 struct Table {

@@ -315,9 +315,8 @@ mod tests {
         assert_eq!(Question::parse(&[0; 20]), None);
     }
 
-    /// What [`Server::serve`] says to who asks with these.
-    fn answer(secret: u64, question: &[u8]) -> (io::Result<()>, Vec<u8>) {
-        let ending = AtomicBool::new(false);
+    /// A listener, and who has connected to it.
+    fn connected() -> (Socket, Socket) {
         let name = format!(
             "ringsight-test-{}-{:016x}",
             std::process::id(),
@@ -325,6 +324,18 @@ mod tests {
         );
         let listener = unix::listen(&name).unwrap();
         let client = unix::connect(&name).unwrap();
+        (listener, client)
+    }
+
+    fn pair() -> (Socket, Socket) {
+        let (listener, client) = connected();
+        (unix::accept(&listener).unwrap(), client)
+    }
+
+    /// What [`Server::serve`] says to who asks with these.
+    fn answer(secret: u64, question: &[u8]) -> (io::Result<()>, Vec<u8>) {
+        let ending = AtomicBool::new(false);
+        let (listener, client) = connected();
         send(&client, question, None, &ending).unwrap();
         let accepted = unix::accept(&listener).unwrap();
         let server = Server {
@@ -367,17 +378,6 @@ mod tests {
         let ending = AtomicBool::new(true);
         let error = receive(&one, &ending).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
-    }
-
-    fn pair() -> (Socket, Socket) {
-        let name = format!(
-            "ringsight-test-{}-{:016x}",
-            std::process::id(),
-            sys::random_u64().unwrap()
-        );
-        let listener = unix::listen(&name).unwrap();
-        let client = unix::connect(&name).unwrap();
-        (unix::accept(&listener).unwrap(), client)
     }
 
     #[test]

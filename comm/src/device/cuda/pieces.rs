@@ -15,14 +15,12 @@ use cudarc::driver::sys::{
     CUmemGenericAllocationHandle, CUmemLocation, CUmemLocationType, CUmemorytype, CUpointer_attribute,
 };
 
-use super::{driver::call, gpu::Gpu, memory::ask, release};
+use super::{driver::call, gpu::Gpu, memory::ask, release, share::CALLERS};
 use crate::device::{DeviceError, Piece, Result};
 
 /// How pieces are given to other processes.
 const DESCRIPTOR: CUmemAllocationHandleType =
     CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-/// More than may be kept for others: given back as soon as no kernel runs.
-const CALLERS: usize = usize::MAX >> 8;
 /// What a mapping is opened for.
 const ALL: CUmemAccess_flags_enum = CUmemAccess_flags_enum::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
 /// Most pieces of a buffer: a terabyte of the smallest there are.
@@ -182,8 +180,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // Kernels may use it that were told so before it was taken back.
-        release::keep(CALLERS, Box::new(self.0.take()));
+        // Kernels may use it that were told so before it was taken back: it goes when none runs.
+        release::keep(CALLERS as usize, Box::new(self.0.take()));
     }
 }
 

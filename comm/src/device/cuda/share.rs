@@ -215,7 +215,7 @@ fn handle(gpu: &Gpu, (base, bytes): (CUdeviceptr, u64), ipc: Option<[u8; IPC_BYT
 }
 
 /// The size of a caller's allocation: more than may be kept.
-const CALLERS: u64 = u64::MAX >> 8;
+pub(super) const CALLERS: u64 = u64::MAX >> 8;
 
 /// What other processes reach a caller's allocation by.
 pub(super) fn export(gpu: &Gpu, base: CUdeviceptr) -> Result<Vec<u8>> {

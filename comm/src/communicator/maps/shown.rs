@@ -1,0 +1,81 @@
+//! What a rank has shown.
+
+use std::{collections::HashMap, ops::Range, sync::Arc};
+
+use ringsight_kernels::cuda::layout::Shown;
+
+use crate::device::{Device, Piece};
+
+/// What was shown.
+#[derive(Clone, Debug)]
+pub(super) enum Entry {
+    /// An allocation, as the driver numbers it.
+    Whole { id: u64, start: usize },
+    /// At least one, one behind the other.
+    Pieces(Arc<[Piece]>),
+}
+
+impl Entry {
+    pub(super) fn start(&self) -> usize {
+        match self {
+            Self::Whole { start, .. } => *start,
+            Self::Pieces(pieces) => pieces[0].start,
+        }
+    }
+
+    /// Whether anything of what was shown is still there: an operation may be using it.
+    pub(super) fn is_here(&self, device: &dyn Device, number: i32) -> bool {
+        match self {
+            Self::Whole { id, start } => device
+                .allocation(*start, 1, number)
+                .is_some_and(|here| here.id == *id),
+            Self::Pieces(pieces) => {
+                let is_here = |piece: &Piece| {
+                    let here = device.pieces(piece.start, 1, number, &[]);
+                    here.is_some_and(|here| here == [*piece])
+                };
+                pieces.iter().any(is_here)
+            }
+        }
+    }
+
+    /// Where pieces begin and end.
+    pub(super) fn range(&self) -> Option<Range<usize>> {
+        let Self::Pieces(pieces) = self else { return None };
+        let last = pieces.last()?;
+        Some(pieces[0].start..last.start + last.bytes)
+    }
+
+    /// Whether a buffer is in pieces that were shown, and they are still there: what has become of others does not matter.
+    pub(super) fn holds(&self, device: &dyn Device, number: i32, address: usize, bytes: usize) -> bool {
+        let (Self::Pieces(pieces), Some(range)) = (self, self.range()) else {
+            return false;
+        };
+        let is_within = range.start <= address && address.saturating_add(bytes) <= range.end;
+        let here = || device.pieces(address, bytes, number, &[]);
+        is_within && here().is_some_and(|here| pieces.windows(here.len()).any(|some| some == here))
+    }
+}
+
+/// What this rank has shown.
+pub(super) struct Own {
+    /// By number; `None` where there is room.
+    pub(super) entries: Vec<Option<Entry>>,
+    /// Of the present entry, or the last one.
+    pub(super) generations: Vec<u32>,
+    pub(super) by_id: HashMap<u64, u32>,
+}
+
+impl Own {
+    pub(super) fn is_empty(&self) -> bool {
+        self.entries.iter().all(Option::is_none)
+    }
+
+    pub(super) fn shown(&self, number: usize) -> Option<Shown> {
+        Some(Shown {
+            start: self.entries[number].as_ref()?.start() as u64,
+            generation: self.generations[number],
+            number: number as u32,
+        })
+    }
+}
