@@ -10,10 +10,10 @@ use std::{
     path::PathBuf,
     ptr::{null_mut, without_provenance_mut},
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
-use common::{Call, ok, rank_of_process, start_processes, state};
+use common::{Call, ok, rank_of_process, start_processes, state, waiting::until};
 use ringsight_comm::{abi, error::ResultCode, observe};
 use ringsight_records::{Function, Kind};
 
@@ -21,15 +21,6 @@ use ringsight_records::{Function, Kind};
 const FOLDER: &str = "RINGSIGHT_TEST_FOLDER";
 /// Long enough for a rank to look at itself and to tell the others; it does so every 100 ms.
 const TELLS: Duration = Duration::from_secs(2);
-
-#[track_caller]
-fn until(what: &str, is: impl Fn() -> bool) {
-    let end = Instant::now() + Duration::from_secs(60);
-    while !is() {
-        assert!(Instant::now() < end, "{what} does not come");
-        thread::sleep(Duration::from_millis(1));
-    }
-}
 
 #[test]
 #[ignore = "helper: the body of one rank; started by another test"]

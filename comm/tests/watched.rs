@@ -12,18 +12,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{Call, Rank, alone, config, ok, place_of_process, start_processes, state, unique_id};
+use common::{
+    Call, Rank, alone, config, ok, place_of_process, start_processes, state, unique_id, waiting::until,
+};
 use ringsight_comm::{abi, error::ResultCode, observe};
 use ringsight_records::{Function, Kind};
-
-#[track_caller]
-fn until(what: &str, is: impl Fn() -> bool) {
-    let end = Instant::now() + Duration::from_secs(60);
-    while !is() {
-        assert!(Instant::now() < end, "{what} does not come");
-        thread::sleep(Duration::from_millis(1));
-    }
-}
 
 /// How long a kernel of a communicator with a name may be stuck before that is an error, if it is one in so long.
 fn becomes_an_error_within(longest: Duration, name: &str) -> Option<Duration> {

@@ -4,6 +4,7 @@
 #![allow(unreachable_pub, reason = "a module of each test binary")]
 
 pub mod holdings;
+pub mod waiting;
 pub mod watch;
 
 use std::{

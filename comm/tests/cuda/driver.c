@@ -159,11 +159,6 @@ static void run_graph(struct Rank* r) {
   if (r->rank == 0) printf("ok 30 replays checked; %d in a row: %.1f us each (4 operations)\n", replays, took / replays * 1e6);
 }
 
-// Holds a stream back until the gate is open.
-static void hold(void* gate) {
-  while (!atomic_load((atomic_int*)gate)) usleep(100);
-}
-
 // Rank 0's kernel begins when its communicator has been aborted, and all that can be given back has been.
 static void run_late(struct Rank* r) {
   static atomic_int gate;
@@ -421,9 +416,6 @@ static void run_watch(struct Rank* r) {
 
 // The last rank comes late: to the third replay of a graph, with the fourth queued behind it on the others; to an operation
 // whose stream is busy; and to one that it has not called.
-static void wait_for_flag(void* flag) {
-  while (!__atomic_load_n((int*)flag, __ATOMIC_ACQUIRE)) usleep(1000);
-}
 static void run_awaited(struct Rank* r) {
   open_rank(r, 0);
   buffers(r, 1 << 20);
@@ -443,12 +435,12 @@ static void run_awaited(struct Rank* r) {
   for (int i = 0; i < 2; i++) CU(cuGraphLaunch, exec, r->stream);
   CU(cuStreamSynchronize, r->stream);
   barrier();
-  int flag = 0;
-  if (late) CU(cuLaunchHostFunc, r->stream, wait_for_flag, &flag);
+  atomic_int flag = 0;
+  if (late) CU(cuLaunchHostFunc, r->stream, hold, (void*)&flag);
   CU(cuGraphLaunch, exec, r->stream);
   if (late) {
     await_verdict("Verdict: QUEUED_BEHIND_COMPUTE (late): ", ", replay 5\n");
-    __atomic_store_n(&flag, 1, __ATOMIC_RELEASE);
+    atomic_store(&flag, 1);
   }
   CU(cuStreamSynchronize, r->stream);
   CU(cuGraphExecDestroy, exec);

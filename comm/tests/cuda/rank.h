@@ -64,11 +64,19 @@ struct Rank {
   long cases;
 };
 
+static void make_current(int device) {
+  CUcontext context;
+  CU(cuDevicePrimaryCtxRetain, &context, device);
+  CU(cuCtxSetCurrent, context);
+}
+// A function of a stream, which goes on when the gate, an `atomic_int`, is open.
+static void hold(void* gate) {
+  while (!atomic_load((atomic_int*)gate)) usleep(100);
+}
+
 static void open_rank(struct Rank* r, int which) {
   r->device = r->rank % devices;
-  CUcontext context;
-  CU(cuDevicePrimaryCtxRetain, &context, r->device);
-  CU(cuCtxSetCurrent, context);
+  make_current(r->device);
   CU(cuStreamCreate, &r->stream, 1u);
   if (r->rank == 0) NC(GetUniqueId(&shared->id[which]));
   barrier();

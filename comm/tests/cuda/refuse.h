@@ -22,13 +22,10 @@ static int refuse_streams(struct Rank* r) {
   int number = 0;
   void *send = (void*)r->send, *recv = (void*)r->recv;
   if (devices > 1) {
-    CUcontext own, other;
     CUstream elsewhere;
-    CU(cuDevicePrimaryCtxRetain, &own, r->device);
-    CU(cuDevicePrimaryCtxRetain, &other, (r->device + 1) % devices);
-    CU(cuCtxSetCurrent, other);
+    make_current((r->device + 1) % devices);
     CU(cuStreamCreate, &elsewhere, 1u);
-    CU(cuCtxSetCurrent, own);
+    make_current(r->device);
     char words[80];
     snprintf(words, sizeof words, "the communicator's is GPU %d", r->device);
     says(nccl.AllReduce(send, recv, 100, F32, 0, r->comm, elsewhere), words, "a stream of another GPU");
@@ -66,13 +63,10 @@ static void run_refuse(struct Rank* r) {
     number += 2;
   }
   if (devices > 1) {
-    CUcontext own, other;
     CUdeviceptr elsewhere;
-    CU(cuDevicePrimaryCtxRetain, &own, r->device);
-    CU(cuDevicePrimaryCtxRetain, &other, (r->device + 1) % devices);
-    CU(cuCtxSetCurrent, other);
+    make_current((r->device + 1) % devices);
     CU(cuMemAlloc, &elsewhere, (size_t)4096);
-    CU(cuCtxSetCurrent, own);
+    make_current(r->device);
     refused(r, "sendbuff", (void*)elsewhere, (void*)r->recv);
     refused(r, "recvbuff", (void*)r->send, (void*)elsewhere);
     number += 2;

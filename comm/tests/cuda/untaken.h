@@ -3,17 +3,13 @@
 #pragma once
 #include "rank.h"
 
-static void wait_for_gate(void* gate) {
-  while (!atomic_load((atomic_bool*)gate)) usleep(1000);
-}
-
 static void run_untaken(struct Rank* r) {
   enum { MESSAGES = 5, COUNT = 1000 };
   // Taken within the time for which the sender waits for that, and after it.
   static const int held_ms[] = {300, 3000};
   double took[2];
   for (int round = 0; round < 2; round++) {
-    atomic_bool gates[2] = {false, false};
+    atomic_int gates[2] = {0, 0};
     if (round == 0) {
       open_rank(r, 0);
       buffers(r, 1 << 20);
@@ -32,7 +28,7 @@ static void run_untaken(struct Rank* r) {
       NC(Send((void*)r->send, COUNT, F32, 1, r->comm, r->stream));
       CU(cuStreamSynchronize, r->stream);
     } else {
-      CU(cuLaunchHostFunc, r->stream, wait_for_gate, (void*)&gates[0]);
+      CU(cuLaunchHostFunc, r->stream, hold, (void*)&gates[0]);
       NC(Recv((void*)r->recv, COUNT, F32, 0, r->comm, r->stream));
     }
     barrier();
@@ -44,17 +40,17 @@ static void run_untaken(struct Rank* r) {
       NC(GetUniqueId(&shared->id[1]));
     } else {
       usleep((useconds_t)held_ms[round] * 1000);
-      if (round == 0) atomic_store(&gates[0], true);
+      if (round == 0) atomic_store(&gates[0], 1);
     }
     barrier();
     // With memory that was had before, if any is left.
     NC(CommInitRank(&r->comm, ranks, shared->id[1], r->rank));
     barrier();
     if (r->rank == 1) {
-      atomic_store(&gates[0], true);
+      atomic_store(&gates[0], 1);
       CU(cuStreamSynchronize, r->stream);
       NC(CommDestroy(before));
-      CU(cuLaunchHostFunc, r->stream, wait_for_gate, (void*)&gates[1]);
+      CU(cuLaunchHostFunc, r->stream, hold, (void*)&gates[1]);
     }
     barrier();
     // More than there are slots, before the first is taken.
@@ -70,7 +66,7 @@ static void run_untaken(struct Rank* r) {
       if (i == 2) {
         usleep(50000);
         barrier();
-        atomic_store(&gates[1], true);
+        atomic_store(&gates[1], 1);
       }
       if (r->rank == 0) CU(cuStreamSynchronize, r->stream);
     }

@@ -4,24 +4,10 @@ use std::{
     fs,
     io::Write as _,
     process::{Command, Stdio},
-    thread,
-    time::{Duration, Instant},
 };
 
+pub(crate) use crate::common::waiting::{PATIENCE, until};
 use crate::fabric::{Fabric, Port};
-
-/// Nothing that is waited for takes so long on a machine that runs at all.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
-
-/// Waits until `is_so`.
-#[track_caller]
-pub(crate) fn until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !is_so() {
-        assert!(start.elapsed() < PATIENCE, "never: {what}");
-        thread::sleep(Duration::from_millis(2));
-    }
-}
 
 /// Runs commands of `ip`, which are separated by newlines: one process for all, since to start one takes an emulated machine long.
 fn ip(commands: &str) {
