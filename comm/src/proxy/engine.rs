@@ -182,7 +182,9 @@ impl<'a> Engine<'a> {
                         let Link { stream, rdma } = *link;
                         // A connection that survives its paths finds out by itself whether its peer answers; any other has only the
                         // system to tell it of a machine that vanished. Without either, it is told by whoever has something to send.
-                        let _ = match rdma.as_ref().is_some_and(Connected::survives) {
+                        // A receiver whose sender has not confirmed that it is connected has nothing but the socket, yet.
+                        let survives = rdma.as_ref().is_some_and(Connected::survives);
+                        let _ = match survives && connection.endpoint.is_send {
                             true => sys::bear_silence(&stream),
                             false => sys::keep_alive(&stream),
                         };
@@ -271,8 +273,6 @@ impl<'a> Engine<'a> {
                 Ok(turn) => {
                     moved = true;
                     moves::moved(op.comm);
-                    // Confirmed meanwhile.
-                    connection.is_tended |= connection.machine.is_verbs();
                     connection.reach(OpState::Progress, &op);
                     connection.told.move_to(&op, connection.machine.step());
                     if let Turn::Done(bytes) = turn {
@@ -345,7 +345,7 @@ impl<'a> Engine<'a> {
                 && connection.is_tended
                 && let Some(socket) = &mut connection.socket
             {
-                connection.is_tended = connection.machine.tend(socket, connection.endpoint.peer);
+                connection.is_tended = connection.machine.tend(socket, &connection.endpoint);
             }
         }
     }

@@ -4,7 +4,7 @@ use std::{os::fd::RawFd, sync::Arc, time::Duration};
 
 use ringsight_kernels::Fifo;
 
-use super::ProxyOp;
+use super::{ProxyOp, message::Endpoint};
 use crate::{
     bootstrap::{fork::ParentOnly, sys},
     log,
@@ -51,20 +51,7 @@ impl Machine {
 
     /// Moves `op` on as far as it goes now.
     pub(super) fn turn(&mut self, op: &ProxyOp, socket: &mut Socket) -> Result<Turn, String> {
-        if let Self::Unconfirmed(end) = self
-            && let Some(unconfirmed) = end
-        {
-            let said = unconfirmed.read(socket)?;
-            if !matches!(said, Confirmed::NotYet)
-                && let Some(unconfirmed) = end.take()
-            {
-                if matches!(said, Confirmed::Sockets(_)) {
-                    // As any connection that does not survive its path.
-                    let _ = sys::keep_alive(&socket.stream);
-                }
-                *self = settled(*unconfirmed, op, &said);
-            }
-        }
+        self.confirm(socket, op.peer, op.channel)?;
         match self {
             Self::SocketSender(end) => end.turn(op, socket),
             Self::SocketReceiver(end) => end.turn(op, socket),
@@ -72,6 +59,38 @@ impl Machine {
             Self::VerbsReceiver(end) => end.turn(op, socket),
             Self::Unconfirmed(_) => Ok(Turn::Waiting),
         }
+    }
+
+    /// Takes up what the sender says of an end that is not confirmed, if it has come.
+    fn confirm(&mut self, socket: &mut Socket, peer: u32, channel: u8) -> Result<(), String> {
+        let Self::Unconfirmed(end) = self else {
+            return Ok(());
+        };
+        let Some(unconfirmed) = end else { return Ok(()) };
+        let said = unconfirmed.read(socket)?;
+        if matches!(said, Confirmed::NotYet) {
+            return Ok(());
+        }
+        let Some(unconfirmed) = end.take() else {
+            return Ok(());
+        };
+        *self = match said {
+            Confirmed::Sockets(why) => {
+                tracing::warn!(
+                    target: log::NET,
+                    "NET/IB : rank {peer} sends over a socket on channel {channel}, not over RDMA: {why}"
+                );
+                Self::SocketReceiver(socket::Receiver::new(unconfirmed.into_fifo()))
+            }
+            Confirmed::Rdma | Confirmed::NotYet => {
+                if unconfirmed.survives() {
+                    // From here on it finds out by itself whether its peer answers.
+                    let _ = sys::bear_silence(&socket.stream);
+                }
+                Self::VerbsReceiver(Box::new(unconfirmed.into_receiver()))
+            }
+        };
+        Ok(())
     }
 
     pub(super) fn needs(&self) -> Needs {
@@ -89,17 +108,26 @@ impl Machine {
 
     /// What there is to do without an operation: the peer of a connection over RDMA may need help with its paths. False: nothing, now
     /// and later.
-    pub(super) fn tend(&mut self, socket: &mut Socket, peer: u32) -> bool {
+    pub(super) fn tend(&mut self, socket: &mut Socket, endpoint: &Endpoint) -> bool {
+        let (peer, channel) = (endpoint.peer, endpoint.channel);
+        if self.confirm(socket, peer, channel).is_err() {
+            // The first turn of an operation finds it, too, and says so.
+            return false;
+        }
         match self {
             Self::VerbsSender(end) => end.tend(socket, peer),
             Self::VerbsReceiver(end) => end.tend(socket, peer),
-            Self::SocketSender(_) | Self::SocketReceiver(_) | Self::Unconfirmed(_) => false,
+            Self::Unconfirmed(_) => true,
+            Self::SocketSender(_) | Self::SocketReceiver(_) => false,
         }
     }
 
-    /// Whether it is to be tended.
+    /// Whether it has RDMA, or is to have it: then it is to be tended.
     pub(super) fn is_verbs(&self) -> bool {
-        matches!(self, Self::VerbsSender(_) | Self::VerbsReceiver(_))
+        matches!(
+            self,
+            Self::VerbsSender(_) | Self::VerbsReceiver(_) | Self::Unconfirmed(_)
+        )
     }
 
     /// Has [`Machine::fds`] tell of whatever happens next: to be followed by a turn before waiting for it. An error is what the turn
@@ -139,20 +167,5 @@ impl Machine {
             Self::VerbsReceiver(end) => end.step(),
             Self::Unconfirmed(_) => 0,
         }
-    }
-}
-
-/// What the sender has said that an end is.
-fn settled(unconfirmed: verbs::Unconfirmed, op: &ProxyOp, said: &Confirmed) -> Machine {
-    match said {
-        Confirmed::Sockets(why) => {
-            let (peer, channel) = (op.peer, op.channel);
-            tracing::warn!(
-                target: log::NET,
-                "NET/IB : rank {peer} sends over a socket on channel {channel}, not over RDMA: {why}"
-            );
-            Machine::SocketReceiver(socket::Receiver::new(unconfirmed.into_fifo()))
-        }
-        Confirmed::Rdma | Confirmed::NotYet => Machine::VerbsReceiver(Box::new(unconfirmed.into_receiver())),
     }
 }

@@ -1,6 +1,9 @@
 //! Operations whose ports go down.
 
-use std::{env, time::Instant};
+use std::{
+    env, thread,
+    time::{Duration, Instant},
+};
 
 use ringsight_comm::{abi, communicator::Handle};
 use ringsight_records::{
@@ -9,6 +12,7 @@ use ringsight_records::{
 };
 
 use super::{
+    control::Control,
     data::{LITTLE, add_up, messages, replays},
     links::{PATIENCE, hide_port, move_gid, two_ports},
     nodes::{check, ends, patient, two_nodes},
@@ -80,6 +84,29 @@ fn a_connection_whose_port_is_down_begins_on_the_backup() {
         );
     }
 }
+
+/// Connections are made when a communicator is; there may be no operation for long.
+#[test]
+#[ignore = "helper: needs RDMA devices, run in a guest"]
+fn a_port_may_go_down_long_before_the_first_operation() {
+    for down in [1, 0] {
+        let ended = two_nodes("failover::begin_late", |rank, command| {
+            patient(two_ports(rank, command))
+                .env(DOWN, down.to_string())
+                .env("RINGSIGHT_NET_GIVE_UP_MS", GIVE_UP.as_millis().to_string());
+        });
+        Fabric::here().set_up(Port { rank: down, link: 0 }, true);
+        check(
+            &format!("port of rank {down} down before the first operation"),
+            &ended,
+            &["(epoch 1)"],
+            &["use a socket", "has failed"],
+        );
+    }
+}
+
+/// How long a recovery may take there.
+const GIVE_UP: Duration = Duration::from_secs(5);
 
 /// While its port has no carrier.
 #[test]
@@ -188,6 +215,35 @@ fn begin_on_the_backup() {
     // SAFETY: a live communicator.
     ok(unsafe { abi::ncclCommDestroy(child.comm) });
     rank.leave();
+    println!("rank done");
+}
+
+/// A communicator whose first operation comes when a path has been down for longer than a recovery may take.
+#[test]
+#[ignore = "helper: the body of one rank; started by a test above"]
+fn begin_late() {
+    let (Some(control), Ok(down)) = (Control::of_process(), env::var(DOWN)) else {
+        return;
+    };
+    let port = Port {
+        rank: down.parse().unwrap(),
+        link: 0,
+    };
+    let comm = control.make();
+    control.meet();
+    if control.rank.rank == 0 {
+        Fabric::here().set_up(port, false);
+    }
+    thread::sleep(2 * GIVE_UP);
+    control.meet();
+    Call::new(Function::AllReduce, 5003).check(&comm, true);
+    let shown = ends();
+    assert!(
+        !shown.is_empty() && shown.iter().all(|end| end.active == 1),
+        "{shown:?}"
+    );
+    comm.leave();
+    control.rank.leave();
     println!("rank done");
 }
 

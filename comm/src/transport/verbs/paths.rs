@@ -31,7 +31,8 @@ pub(super) struct Paths {
     /// The operation that the connection was at last.
     op: Option<ProxyOp>,
     is_send: bool,
-    survives: bool,
+    /// As [`Connected::survives`].
+    pub(super) survives: bool,
     /// Why a path was left last.
     left: Option<(PathCause, u8)>,
     /// Changes of the path in use, and when the last one was, `CLOCK_MONOTONIC` nanoseconds.

@@ -224,6 +224,11 @@ impl Unconfirmed {
         }
     }
 
+    /// As [`Connected::survives`].
+    pub(crate) fn survives(&self) -> bool {
+        self.receiver.line.paths.survives
+    }
+
     /// Reads what the sender says.
     pub(crate) fn read(&mut self, socket: &mut Socket) -> Result<Confirmed, String> {
         loop {
