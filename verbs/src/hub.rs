@@ -104,6 +104,37 @@ pub fn remote_port(gid: [u8; 16], lid: u16, port: u8) -> PortId {
     }
 }
 
+impl Inner {
+    /// A port is up, or it is not; whether that is news.
+    fn port_is(&mut self, now: Duration, device: &str, port: u8, up: bool) -> bool {
+        let name = (device.to_owned(), port);
+        let told = self.ports.entry(name).or_insert(Told::NOTHING);
+        if std::mem::replace(&mut told.up, up) == up {
+            return false;
+        }
+        told.downs += u64::from(!up);
+        self.health.port(now, local_port(device, port), up);
+        true
+    }
+
+    /// What a port was found to be when it was looked at; `None` if it could not be: then it is as it was. Whether that is news.
+    fn port_was_found(
+        &mut self,
+        now: Duration,
+        (device, port): (&str, u8),
+        up: Option<bool>,
+        is_new: bool,
+    ) -> bool {
+        match up {
+            // Its device may have told and nobody has read it yet, which is no news any more then.
+            Some(false) => self.port_is(now, device, port, false),
+            // What a device told before it was opened anew is over. Else it tells that a port is up again, and when.
+            Some(true) if is_new => self.port_is(now, device, port, true),
+            Some(true) | None => false,
+        }
+    }
+}
+
 impl State {
     fn inner(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
@@ -145,13 +176,7 @@ impl State {
                     _ => Vec::new(),
                 };
                 for (port, up) in ports {
-                    let name = (context.name().to_owned(), port);
-                    let told = inner.ports.entry(name).or_insert(Told::NOTHING);
-                    if std::mem::replace(&mut told.up, up) != up {
-                        told.downs += u64::from(!up);
-                        inner.health.port(now, local_port(context.name(), port), up);
-                        changed = true;
-                    }
+                    changed |= inner.port_is(now, context.name(), port, up);
                 }
             }
         }
@@ -245,22 +270,22 @@ impl Hub {
 
     /// Has a device's events read here from now on, and looks at one of its ports now.
     pub(crate) fn watch(&self, context: &Arc<Context>, port: u8) {
+        let now = self.now();
         let mut inner = self.inner();
         let is_new = !inner.contexts.iter().any(|known| Arc::ptr_eq(known, context));
         if is_new {
             // What was told before is in the state that is read below.
             while context.event().is_some() {}
-        }
-        let up = context.port(port).is_ok_and(|state| state.active);
-        let told = inner
-            .ports
-            .entry((context.name().to_owned(), port))
-            .or_insert(Told::NOTHING);
-        // That a port which was up is down its device has told, or will.
-        told.up &= up;
-        if is_new {
             inner.contexts.push(Arc::clone(context));
+        }
+        // While nobody takes up an event: what is found is not older than what was told last.
+        let up = context.port(port).ok().map(|state| state.active);
+        if inner.port_was_found(now, (context.name(), port), up, is_new) {
+            self.state.changed(inner);
+        } else {
             drop(inner);
+        }
+        if is_new {
             self.listen();
         }
     }
@@ -371,3 +396,64 @@ impl Drop for Hub {
 
 /// Ports of a device at most, here.
 const MOST_PORTS: u8 = 4;
+
+#[cfg(test)]
+mod tests {
+    use ringsight_failover::PathState;
+
+    use super::*;
+
+    const DEVICE: &str = "mlx5_0";
+    const PATH: PathId = PathId {
+        local: PortId { guid: 0, port: 1 },
+        remote: PortId { guid: 9, port: 1 },
+    };
+
+    /// A hub that knows a path of port 1 of the device.
+    fn hub() -> (Arc<Hub>, PathId) {
+        let hub = Hub::new(Arc::new(Settings::default()));
+        let path = PathId {
+            local: local_port(DEVICE, 1),
+            ..PATH
+        };
+        hub.known(path);
+        (hub, path)
+    }
+
+    #[test]
+    fn a_port_that_is_found_down_is_down_for_all() {
+        let (hub, path) = hub();
+        let told = |news: bool, up, downs| {
+            assert_eq!(hub.port(DEVICE, 1), Told { up, downs });
+            news
+        };
+        let now = hub.now();
+        let found = |up| hub.inner().port_was_found(now, (DEVICE, 1), up, false);
+        let tells = |up| hub.inner().port_is(now, DEVICE, 1, up);
+        assert!(!told(found(Some(true)), true, 0));
+        // By who makes a connection, before the device's event is read.
+        assert!(told(found(Some(false)), false, 1));
+        let state = || hub.with_health(|health| health.path(&path).map(|path| path.state));
+        assert_eq!(state(), Some(PathState::Down));
+        assert!(!told(tells(false), false, 1));
+        // A device that does not answer says nothing of its ports.
+        assert!(!told(found(None), false, 1));
+        assert!(!told(found(Some(true)), false, 1));
+        assert!(told(tells(true), true, 1));
+        assert_eq!(state(), Some(PathState::Recovering));
+        assert!(!told(found(None), true, 1));
+        assert!(told(tells(false), false, 2));
+    }
+
+    #[test]
+    fn a_device_that_is_opened_anew_is_as_it_is_found() {
+        let (hub, _) = hub();
+        let now = hub.now();
+        assert!(hub.inner().port_is(now, DEVICE, 1, false));
+        let mut inner = hub.inner();
+        assert!(inner.port_was_found(now, (DEVICE, 1), Some(true), true));
+        assert!(!inner.port_was_found(now, (DEVICE, 1), Some(true), true));
+        drop(inner);
+        assert_eq!(hub.port(DEVICE, 1), Told { up: true, downs: 1 });
+    }
+}
