@@ -202,15 +202,7 @@ impl Shared {
             Error::PeerLost { rank: peer, text }
         })?;
         let link = Arc::new(link);
-        if state.bears_silence {
-            link.bear_silence();
-        }
-        // Whoever connects to us or to whom we connect hears what we know of the dead.
-        for (rank, gone) in &state.gone {
-            if gone.how == How::Died {
-                link.push(&[&gone.frame(*rank).encode()]);
-            }
-        }
+        self.begin(state, &link);
         state.outs.insert(peer, Arc::clone(&link));
         state.links.push(Arc::clone(&link));
         state.fresh.push(Arc::clone(&link));

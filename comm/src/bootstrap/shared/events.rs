@@ -15,6 +15,12 @@ impl Shared {
     pub(in crate::bootstrap) fn adopt(&self, link: &Arc<Link>) {
         let mut state = self.state();
         state.outs.entry(link.peer).or_insert_with(|| Arc::clone(link));
+        self.begin(&state, link);
+        state.links.push(Arc::clone(link));
+    }
+
+    /// What is said first on every connection, whoever opened it.
+    pub(super) fn begin(&self, state: &State, link: &Link) {
         if state.bears_silence {
             link.bear_silence();
         }
@@ -23,12 +29,11 @@ impl Shared {
                 link.push(&[&gone.frame(*rank).encode()]);
             }
         }
-        if state.left && !state.stop {
-            // It came too late to hear the goodbye.
+        if state.left {
+            // It came too late to hear the goodbye; also where we open it to answer a rank, of whose watchdog we hear by way of others.
             let (aborted, elsewhere) = (self.abort.is_set(), false);
             link.push(&[&Frame::Goodbye { aborted, elsewhere }.encode()]);
         }
-        state.links.push(Arc::clone(link));
     }
 
     /// Notes a death, once: everyone is told, and the tree may need mending.

@@ -186,6 +186,40 @@ fn a_goodbye_is_no_death() {
     });
 }
 
+/// A question that goes from rank to rank may come to a rank that has left, whose answer opens a connection.
+#[test]
+fn who_answers_after_its_goodbye_is_not_dead() {
+    let (left, end) = (Barrier::new(7), Barrier::new(7));
+    all(&root(), 7, |bootstrap| {
+        let told = losses(&bootstrap);
+        let (tell, answers) = mpsc::channel();
+        bootstrap.on_control(Arc::new(move |from, _: &[u8]| {
+            let _ = tell.send(from);
+        }));
+        bootstrap.barrier().unwrap();
+        if bootstrap.rank() == 0 {
+            bootstrap.leave(false);
+            // Rank 6 is below another one.
+            bootstrap.post_control(6, b"here").unwrap();
+            drop(bootstrap);
+            left.wait();
+            end.wait();
+            return;
+        }
+        left.wait();
+        let is_asker = bootstrap.rank() == 6;
+        let answer = is_asker.then(|| answers.recv_timeout(LONG));
+        // Until its end is seen.
+        while is_asker && bootstrap.post_control(0, b"again").is_ok() {
+            thread::yield_now();
+        }
+        // Before anything is asserted: who panics would leave the others here.
+        end.wait();
+        assert_eq!(answer.unwrap_or(Ok(0)), Ok(0));
+        assert!(told.try_recv().is_err(), "it was taken for dead");
+    });
+}
+
 #[test]
 fn a_goodbye_is_heard_by_who_connects_meanwhile() {
     for _ in 0..20 {
