@@ -55,13 +55,14 @@ struct Judge<'a> {
 /// Why it is to be left out.
 pub(super) fn judge(round: &Round, observed: &Observed) -> Result<Score, Reason> {
     if let Some(reason) = excuse::reason(round, observed) {
-        let wrong = excuse::wrong(round, observed);
-        if wrong.is_empty() {
+        // No machine is so busy that a rank crashes.
+        let (wrong, broken) = (excuse::wrong(round, observed), observed.broken.as_ref());
+        if wrong.is_empty() && broken.is_none() {
             return Err(reason);
         }
         return Ok(Score {
             false_verdicts: wrong.len() as u32,
-            problems: vec![format!("to be left out ({reason}), but for {wrong:?}")],
+            problems: vec![format!("to be left out ({reason}), but for {wrong:?} {broken:?}")],
             ..Score::default()
         });
     }
@@ -318,6 +319,10 @@ mod tests {
         let mut observed = observed(&[(0, 500, right), (2, 600, right)]);
         observed.stalled = Duration::from_millis(500);
         assert_eq!(judge(&withheld(), &observed), Err(Reason::Stalled));
+        observed.broken = Some("rank 2 was killed by signal 11".to_owned());
+        let crashed = judge(&withheld(), &observed).unwrap();
+        assert!(!crashed.class && crashed.problems.len() == 1, "{crashed:?}");
+        observed.broken = None;
         "NO_ANSWER (hang): rank 1 does not answer".clone_into(&mut observed.said[1].verdict);
         let score = judge(&withheld(), &observed).unwrap();
         assert!(
