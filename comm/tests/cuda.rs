@@ -6,6 +6,8 @@ mod gpu_direct;
 mod native;
 #[path = "../../tests/src/skip.rs"]
 mod skip;
+#[path = "cuda/watchdog.rs"]
+mod watchdog;
 
 use std::{path::Path, process::Command, sync::OnceLock};
 
@@ -330,63 +332,6 @@ fn whatever_waits_is_released() {
     }
 }
 
-/// Kernels tell what they move, and whom they wait for: one that stops is named at the threshold. Events tell neither, and it takes longer.
-#[test]
-fn a_kernel_that_stops_moving_is_stuck() {
-    let straight = ("RINGSIGHT_STRAIGHT_BYTES", "1");
-    let events = [
-        ("RINGSIGHT_WATCHDOG_SOURCE", "events"),
-        ("RINGSIGHT_STUCK_TIMEOUT_MS", "1000"),
-    ];
-    let first = "waits for data from rank 1 (channel 0, step 2)";
-    let ways: [(&[(&str, &str)], &str); 5] = [
-        (&[straight], "waits for rank 1 to be done with its buffers"),
-        (
-            &[straight, ("RINGSIGHT_PUSH_BYTES", "1")],
-            "from rank 1 (channel 0",
-        ),
-        (&[("RINGSIGHT_STRAIGHT_BYTES", "18446744073709551615")], first),
-        (&[("RINGSIGHT_MOCK_NO_PEERS", "1")], "rank 1 (channel "),
-        (&events, ""),
-    ];
-    for (way, waits) in ways {
-        let log = tempfile::NamedTempFile::new().unwrap();
-        let told = [
-            ("NCCL_KERNEL_TIMEOUT_MS", "500"),
-            ("NCCL_DEBUG", "WARN"),
-            ("NCCL_DEBUG_FILE", log.path().to_str().unwrap()),
-        ];
-        let test = "a_kernel_that_stops_moving_is_stuck";
-        if drive(test, &["frozen", "2", "t"], &[way, &told].concat()).is_none() {
-            return;
-        }
-        let said = std::fs::read_to_string(log.path()).unwrap();
-        let told = |line: &str| line.contains("Rank 0: running") && line.contains(waits);
-        assert!(said.lines().any(told), "{way:?}: {said}");
-        if !waits.is_empty() {
-            assert!(
-                said.contains("nothing moves, and rank 1 stopped first"),
-                "{way:?}: {said}"
-            );
-        }
-    }
-}
-
-/// A fault of a device is an error on its rank, and a verdict on those that wait.
-#[test]
-fn a_device_that_fails_is_named() {
-    let lines = ("RINGSIGHT_STRAIGHT_BYTES", "18446744073709551615");
-    for (kind, source) in [("t", "pages"), ("p", "pages"), ("n", "pages"), ("p", "events")] {
-        let source = ("RINGSIGHT_WATCHDOG_SOURCE", source);
-        let threshold = ("NCCL_KERNEL_TIMEOUT_MS", "500");
-        drive(
-            "a_device_that_fails_is_named",
-            &["fault", "3", kind],
-            &[lines, source, threshold],
-        );
-    }
-}
-
 /// The driver waits for all that a GPU has to do to take memory back, and lets nobody launch meanwhile: no communicator's end may
 /// depend on another's kernel, nor a launch on a function of the caller's. What is kept is given to the next ones; all that is
 /// more than may be kept is given back.
@@ -450,38 +395,6 @@ fn ranks_that_differ_are_told() {
             drive("ranks_that_differ_are_told", &["differ", "2", kind, variant], &[]);
         }
     }
-}
-
-/// Events around kernels tell the watchdog what it has to know, of replays one by one; and they break nothing.
-#[test]
-fn the_watchdog_knows_by_events() {
-    let test = "the_watchdog_knows_by_events";
-    let by_events = ("RINGSIGHT_WATCHDOG_SOURCE", "events");
-    for arguments in [
-        &["check", "2", "t", "65536"][..],
-        &["graph", "2", "t"],
-        &["abort", "2", "t"],
-    ] {
-        drive(test, arguments, &[by_events]);
-    }
-    let folder = tempfile::tempdir().unwrap();
-    let log = folder.path().join("log");
-    let variables = [
-        by_events,
-        ("NCCL_KERNEL_TIMEOUT_MS", "300"),
-        ("RINGSIGHT_WATCHDOG_INTERVAL_MS", "100"),
-        ("NCCL_DEBUG", "WARN"),
-        ("NCCL_DEBUG_FILE", log.to_str().unwrap()),
-    ];
-    let Some(said) = drive(test, &["awaited", "2", "t"], &variables) else {
-        return;
-    };
-    assert_eq!(said, "three times late");
-    let log = std::fs::read_to_string(log).unwrap();
-    let verdicts: Vec<&str> = log.lines().filter(|line| line.contains("Verdict: ")).collect();
-    let of = |line: &&str| line.contains(" (late): rank 1 has ");
-    assert!(verdicts.len() == 3 && verdicts.iter().all(of), "{log}");
-    assert!(log.contains("Told by: events"), "{log}");
 }
 
 /// By count and not by time, so that no busy machine can make it fail.

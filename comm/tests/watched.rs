@@ -7,7 +7,7 @@ use std::{
     ffi::CString,
     fs::{self, File},
     path::PathBuf,
-    process::Child,
+    process::{Child, Output},
     thread,
     time::{Duration, Instant},
 };
@@ -134,11 +134,15 @@ fn many(fault: &str, meanwhile: impl FnOnce(&[Child], &PathBuf)) -> String {
     ];
     let processes = start_processes("many_ranks", 2, 1, &variables);
     meanwhile(&processes, &folder);
-    let mut whole = String::new();
-    for output in common::outputs(processes) {
-        let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success() && text.contains("rank done"), "{text}");
-        whole += &text;
+    let outputs = common::outputs(processes);
+    let text = |output: &Output| {
+        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+    };
+    let whole: String = outputs.iter().map(text).collect();
+    // Of both, since the one may fail because of the other.
+    for output in &outputs {
+        let ended = output.status.success() && text(output).contains("rank done");
+        assert!(ended, "{}: {whole}", output.status);
     }
     fs::remove_dir_all(&folder).unwrap();
     whole

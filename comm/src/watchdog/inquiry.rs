@@ -27,8 +27,8 @@ const ANSWERS: Duration = Duration::from_millis(200);
 /// How long the neighbours of those who did not may take.
 const LOOKS: Duration = Duration::from_millis(150);
 
-/// How long nothing more may come of a rank that has left, or move on ranks that have all come, before that is why an operation does not
-/// end: between two kernels of different nodes four threads have to run, which a busy machine keeps waiting.
+/// How long nothing more may come of a rank that has left, or that cannot find out where it is, or move on ranks that have all come, before
+/// that is why an operation does not end: between two kernels of different nodes four threads have to run, which a busy machine keeps waiting.
 const LASTS: Duration = Duration::from_millis(600);
 
 /// How often a rank is asked before it counts as one that does not answer; and one whose process is known to live, which a busy
@@ -171,12 +171,7 @@ impl Watch {
             if inquiry.unanswered.is_none_or(|(run, _)| run != op.run) {
                 inquiry.behind.clear();
             }
-            let answer = |position| {
-                Heard::Answer(Answer {
-                    position,
-                    held_up: None,
-                })
-            };
+            let answer = |position: Position| Heard::Answer(position.into());
             let mut heard: BTreeMap<u32, Heard> = inquiry
                 .ended
                 .iter()
@@ -249,11 +244,10 @@ impl Watch {
                 return SHORTEST;
             }
         }
-        // What a rank had sent before it left may still be on its way through a busy machine, and so may what moves slowly. A kernel of
-        // one rank waits for nobody.
+        // What moves slowly may be on its way through a busy machine. A kernel of one rank waits for nobody.
         let must_last = |verdict: &Verdict| {
-            let has_left = heard.get(&verdict.culprit) == Some(&Heard::Left);
-            has_left || verdict.cause == Cause::StuckKernel && heard.len() > 1
+            let culprit = heard.get(&verdict.culprit);
+            culprit.is_some_and(Heard::may_change) || verdict.cause == Cause::StuckKernel && heard.len() > 1
         };
         let lasting = inquiry.lasting.take().filter(|(run, _)| *run == op.run);
         if verdict.as_ref().is_some_and(must_last) {
@@ -283,6 +277,7 @@ impl Watch {
         let Heard::Answer(Answer {
             position: Position::NotLaunched { .. },
             held_up: Some(held),
+            ..
         }) = heard
         else {
             return None;
@@ -362,10 +357,7 @@ impl Watch {
             is_awaited: false,
         };
         let heard = match cause {
-            Cause::DeviceFault => Heard::Answer(Answer {
-                position: Position::Faulted,
-                held_up: None,
-            }),
+            Cause::DeviceFault => Heard::Answer(Position::Faulted.into()),
             _ => Heard::Gone,
         };
         self.conclude(&op, &verdict, &BTreeMap::from([(culprit, heard)]))
@@ -457,10 +449,7 @@ mod tests {
     #[test]
     fn who_hears_nobody_may_be_deaf() {
         let asked = |heard: &[Heard]| asked_before_it_counts(&(0..).zip(heard.iter().copied()).collect(), 1);
-        let here = Heard::Answer(Answer {
-            position: Position::Done,
-            held_up: None,
-        });
+        let here = Heard::Answer(Position::Done.into());
         assert_eq!(asked(&[here, here, Heard::Silent]), ASKED);
         assert_eq!(asked(&[Heard::Silent, here]), ASKED, "of one it cannot be told");
         assert_eq!(asked(&[Heard::Silent, here, Heard::Stopped]), ASKED);

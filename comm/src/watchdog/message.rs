@@ -93,7 +93,7 @@ impl Message {
                 };
                 bytes.push(code);
                 bytes.extend(words.into_iter().flat_map(u64::to_le_bytes));
-                bytes.push(answer.held_up.is_some().into());
+                bytes.push(u8::from(answer.held_up.is_some()) | u8::from(answer.is_old) << 1);
                 if let Some(HeldUp { comm, run, since_ns }) = answer.held_up {
                     bytes.extend(comm.to_le_bytes());
                     put_run(&mut bytes, run);
@@ -146,19 +146,23 @@ impl Message {
                     (5, [0, 0, 0]) => Position::Faulted,
                     _ => return None,
                 };
-                let held_up = match *rest.take()? {
-                    [0] => None,
-                    [1] => Some(HeldUp {
+                let [flags @ 0..=3] = *rest.take()? else {
+                    return None;
+                };
+                let held_up = match flags & 1 {
+                    0 => None,
+                    _ => Some(HeldUp {
                         comm: rest.u64()?,
                         run: run(&mut rest)?,
                         since_ns: rest.u64()?,
                     }),
-                    _ => return None,
                 };
-                Self::Here {
-                    query,
-                    answer: Answer { position, held_up },
-                }
+                let answer = Answer {
+                    position,
+                    held_up,
+                    is_old: flags & 2 != 0,
+                };
+                Self::Here { query, answer }
             }
             3 => Self::Look {
                 query,
@@ -229,10 +233,16 @@ mod tests {
         );
         prop_oneof![
             (any::<u32>(), runs()).prop_map(|(query, run)| Message::Where { query, run }),
-            (any::<u32>(), positions(), held_up).prop_map(|(query, position, held_up)| Message::Here {
-                query,
-                answer: Answer { position, held_up },
-            }),
+            (any::<u32>(), positions(), held_up, any::<bool>()).prop_map(
+                |(query, position, held_up, is_old)| Message::Here {
+                    query,
+                    answer: Answer {
+                        position,
+                        held_up,
+                        is_old,
+                    },
+                }
+            ),
             Just(Message::Ended),
             Just(Message::Dump),
             any::<bool>().prop_map(|is| Message::Traced { is }),

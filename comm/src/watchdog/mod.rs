@@ -170,11 +170,9 @@ impl Watch {
         }
     }
 
-    /// Lets what is known be fresh, at most so old, as far as that can be had at once.
-    fn refresh(&self, old: Duration) {
-        if let Some(events) = &self.events {
-            events.refresh(old);
-        }
+    /// Lets what is known be fresh, at most so old, as far as that can be had at once; whether it is.
+    fn refresh(&self, old: Duration) -> bool {
+        self.events.as_ref().is_none_or(|events| events.refresh(old))
     }
 
     /// The process of a rank is gone: operations in progress will not end. What is then to be said, which may wait for
@@ -204,11 +202,12 @@ impl Watch {
         let answer = match message {
             Message::Where { query, run } => {
                 report = self.fail_with_device();
-                self.refresh(events::RECENT);
+                let is_old = !self.refresh(events::RECENT);
                 let held_up = detector::oldest_in_progress(self.device, (self.comm, run));
                 let answer = Answer {
                     position: self.position(run, observe::now_ns()),
                     held_up,
+                    is_old,
                 };
                 Message::Here { query, answer }
             }

@@ -48,6 +48,18 @@ pub(crate) struct Answer {
     pub(crate) position: Position,
     /// The operation that it has been in for longest, on any communicator, if it is another one.
     pub(crate) held_up: Option<HeldUp>,
+    /// It knows by events, which have not been queried as lately as they were to be: it may have come further meanwhile.
+    pub(crate) is_old: bool,
+}
+
+impl From<Position> for Answer {
+    fn from(position: Position) -> Self {
+        Self {
+            position,
+            held_up: None,
+            is_old: false,
+        }
+    }
 }
 
 /// An operation that keeps a rank.

@@ -96,27 +96,37 @@ fn line(rank: u32, heard: &Heard) -> String {
             name(held.run.identity, held.run.replay),
             seconds(held.since_ns)
         ),
-        Heard::Answer(Answer { position, .. }) => match position {
-            Position::NotLaunched { idle_ns } => format!("not launched, idle {}", seconds(*idle_ns)),
-            Position::Queued { since_ns } => format!("queued {}", seconds(*since_ns)),
-            Position::Running {
-                since_ns,
-                still_ns,
-                waits,
-            } => {
-                let waits = waits.map_or_else(String::new, |waits| format!(", {waits}"));
-                format!(
-                    "running {}, moved {} ago{waits}",
-                    seconds(*since_ns),
-                    seconds(*still_ns)
-                )
-            }
-            Position::Done => "done".to_owned(),
-            Position::Ended => "communicator ended".to_owned(),
-            Position::Faulted => "its device has failed".to_owned(),
-        },
+        Heard::Answer(Answer {
+            position,
+            is_old: true,
+            ..
+        }) => format!("{}, when it was last known", at(position)),
+        Heard::Answer(Answer { position, .. }) => at(position),
     };
     format!("Rank {rank}: {what}")
+}
+
+/// Where a rank is.
+fn at(position: &Position) -> String {
+    match position {
+        Position::NotLaunched { idle_ns } => format!("not launched, idle {}", seconds(*idle_ns)),
+        Position::Queued { since_ns } => format!("queued {}", seconds(*since_ns)),
+        Position::Running {
+            since_ns,
+            still_ns,
+            waits,
+        } => {
+            let waits = waits.map_or_else(String::new, |waits| format!(", {waits}"));
+            format!(
+                "running {}, moved {} ago{waits}",
+                seconds(*since_ns),
+                seconds(*still_ns)
+            )
+        }
+        Position::Done => "done".to_owned(),
+        Position::Ended => "communicator ended".to_owned(),
+        Position::Faulted => "its device has failed".to_owned(),
+    }
 }
 
 /// As readers of the shared pages find it.

@@ -34,6 +34,19 @@ pub(crate) enum Heard {
     Busy,
 }
 
+impl Heard {
+    /// Whether more may come of the rank, though it can be in no other state as far as anybody knows.
+    pub(crate) fn may_change(&self) -> bool {
+        match self {
+            // What it had sent before may still be on its way through a busy machine.
+            Self::Left => true,
+            // It may have come meanwhile.
+            Self::Answer(answer) => answer.is_old,
+            _ => false,
+        }
+    }
+}
+
 /// Why an operation does not end, and because of whom.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Verdict {
@@ -202,7 +215,9 @@ fn suspect(rank: u32, heard: &Heard) -> Option<Suspect> {
             held_up: Some(held),
             ..of(Cause::MetadataMismatch, Some(held.since_ns))
         },
-        Heard::Answer(Answer { position, held_up }) => match position {
+        Heard::Answer(Answer {
+            position, held_up, ..
+        }) => match position {
             Position::Ended => of(Cause::PeerAborted, None),
             Position::Faulted => of(Cause::DeviceFault, None),
             Position::NotLaunched { idle_ns } => Suspect {
@@ -251,10 +266,7 @@ mod tests {
     };
 
     fn at(position: Position) -> Heard {
-        Heard::Answer(Answer {
-            position,
-            held_up: None,
-        })
+        Heard::Answer(position.into())
     }
 
     fn running(still_ms: u64) -> Heard {
@@ -469,6 +481,7 @@ mod tests {
                 },
                 since_ns: 4000 * MS,
             }),
+            is_old: false,
         });
         let heard = (0..).zip([running(2500), elsewhere, late(5), late(6)]).collect();
         let verdict = judge(&heard, Duration::from_secs(3), &SETTINGS).unwrap();

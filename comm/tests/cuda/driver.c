@@ -7,6 +7,7 @@
 // driver LIBRARY replays RANKS t|p|n FOLDER|- [REPLAYS [OPERATIONS]]
 // driver LIBRARY ended RANKS t|p [kept]
 // driver LIBRARY frozen 2 t|p|n
+// driver LIBRARY unanswered N p|n
 // driver LIBRARY released RANKS t|p|n
 // driver LIBRARY untaken 2 p
 // driver LIBRARY fault RANKS t|p|n
@@ -533,6 +534,7 @@ static void* run(void* argument) {
   else if (!strcmp(mode, "death")) run_death(r);
   else if (!strcmp(mode, "fault")) run_fault(r);
   else if (!strcmp(mode, "frozen")) run_frozen(r);
+  else if (!strcmp(mode, "unanswered")) run_unanswered(r);
   else if (!strcmp(mode, "released")) run_released(r);
   else if (!strcmp(mode, "untaken")) run_untaken(r);
   else if (!strcmp(mode, "differ")) run_differ(r);

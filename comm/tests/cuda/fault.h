@@ -97,3 +97,32 @@ static void run_frozen(struct Rank* r) {
   barrier();
   if (r->rank == 0) printf("ok a kernel that does not move is stuck\n");
 }
+
+// The last rank's stream is busy, and the queries of its events do not come back: the others are told that it has not come.
+static void run_unanswered(struct Rank* r) {
+  void (*const hold_queries)(int on) = (void (*)(int))dlsym(RTLD_DEFAULT, "ringsight_mock_hold_queries");
+  if (hold_queries == NULL) fail("unanswered: only a driver without a GPU holds queries");
+  open_rank(r, 0);
+  buffers(r, 1 << 20);
+  enqueue(r, ALL_REDUCE, F32, 1000, 0, 0, r->send, r->recv);
+  CU(cuStreamSynchronize, r->stream);
+  const bool last = r->rank == ranks - 1;
+  atomic_int gate = 0;
+  if (last) {
+    hold_queries(1);
+    CU(cuLaunchHostFunc, r->stream, hold, (void*)&gate);
+  }
+  barrier();
+  enqueue(r, ALL_REDUCE, F32, 2000, 0, 0, r->send, r->recv);
+  await_verdict("Verdict: QUEUED_BEHIND_COMPUTE (late): ", "AllReduce(count 2000");
+  barrier();
+  if (last) {
+    atomic_store(&gate, 1);
+    CU(cuStreamSynchronize, r->stream);
+    hold_queries(0);
+  }
+  CU(cuStreamSynchronize, r->stream);
+  NC(CommDestroy(r->comm));
+  barrier();
+  if (r->rank == 0) printf("ok named without an answer of its driver\n");
+}

@@ -43,6 +43,9 @@ void ringsight_mock_memory(u64* figures) {
 // Kernels of a device that have to wait do not go on, or do again.
 void ringsight_mock_freeze(int device, int on) { frozen[device] = on != 0; }
 
+// Queries of events do not come back, or do again.
+void ringsight_mock_hold_queries(int on) { queries_held = on != 0; }
+
 // A device that fails from now on.
 void ringsight_mock_break(int device) { broken[device] = true; }
 
@@ -173,6 +176,7 @@ int cuEventRecordWithFlags(Mark* event, void* stream, unsigned flags) {
   return SUCCESS;
 }
 int cuEventQuery(Mark* event) {
+  while (queries_held) usleep(1000);
   if (event->capture) return CAPTURE_UNSUPPORTED;
   auto moment = event->recorded->last();
   if (!moment) return SUCCESS;

@@ -197,9 +197,9 @@ impl Events {
         Ok(captured)
     }
 
-    /// Waits a moment until what is known is fresh: at most so old.
-    pub(super) fn refresh(&self, old: Duration) {
-        self.patrol.refresh(old);
+    /// Waits a moment until what is known is fresh: at most so old. Whether it is.
+    pub(super) fn refresh(&self, old: Duration) -> bool {
+        self.patrol.refresh(old)
     }
 
     /// For how long a query has not come back.

@@ -246,6 +246,7 @@ thread_local u64 calls[COUNTED];
 
 // Devices whose kernels do not move where they wait, and that of the kernel that this thread runs.
 std::atomic<bool> frozen[16];
+std::atomic<bool> queries_held;
 thread_local int running_on = -1;
 [[maybe_unused]] const bool may_freeze = [] {
   rest = [] {
