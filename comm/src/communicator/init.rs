@@ -349,6 +349,17 @@ impl Making<'_> {
         (checks, letters): (&Arc<Checks>, Letters),
     ) -> Result<Option<watchdog::Detected>> {
         let Some(settings) = self.watchdog else {
+            let unwatched = watchdog::Unwatched {
+                topology: topology.clone(),
+                checks: checks.clone(),
+                post: post_over(bootstrap),
+            };
+            let checks = checks.clone();
+            bootstrap.on_control(Arc::new(move |from, bytes| {
+                checks.control(from, bytes);
+                letters.control(from, bytes);
+                unwatched.control(from, bytes);
+            }));
             return Ok(None);
         };
         let device = device()?;

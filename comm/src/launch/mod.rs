@@ -134,6 +134,11 @@ impl Launching<'_> {
         let ended = events
             .zip(track.as_ref())
             .map_or(Ok(()), |(events, track)| events.end(device, stream, track));
+        if ended.is_err()
+            && let Some(watch) = self.comm.watch()
+        {
+            watch.lose_track(&flight.observer);
+        }
         for info in &plan.ops {
             observe::set_time(info.op, Time::LaunchStart, start);
             observe::set_time(info.op, Time::LaunchEnd, end);

@@ -95,22 +95,26 @@ impl Detector {
     }
 }
 
-/// The watches of a device, in the order in which their communicators were made.
-pub(super) fn on_device(device: i32) -> Vec<Arc<Watch>> {
+/// The watches of the rank that this one is of, in the order in which their communicators were made. Ranks that are threads of this
+/// process and share a device cannot be told apart from one communicator to another: there it is this one alone.
+pub(super) fn of_rank(watch: &Watch) -> Vec<Arc<Watch>> {
     let mut watches = lock(&current().watches).members();
-    watches.retain(|watch| watch.device == device);
+    watches.retain(|other| other.device == watch.device);
+    if watches.iter().any(|other| other.shares_device) {
+        watches.retain(|other| std::ptr::eq(&raw const **other, watch));
+    }
     watches
 }
 
-/// The operation that has kept a device for longest, on any communicator of this process, other than `but`.
-pub(super) fn oldest_in_progress(device: i32, but: (u64, Run)) -> Option<HeldUp> {
+/// The operation that has kept a rank for longest, on any of its communicators, other than `but` of this one.
+pub(super) fn oldest_in_progress(watch: &Watch, but: Run) -> Option<HeldUp> {
     let now = observe::now_ns();
-    on_device(device)
+    of_rank(watch)
         .iter()
-        .filter_map(|watch| {
-            let op = watch.oldest((watch.comm == but.0).then_some(but.1))?;
+        .filter_map(|other| {
+            let op = other.oldest((other.comm == watch.comm).then_some(but))?;
             Some(HeldUp {
-                comm: watch.comm,
+                comm: other.comm,
                 run: op.run,
                 since_ns: now.saturating_sub(op.start_ns),
             })

@@ -1,7 +1,6 @@
 //! Dumps of what ranks are in, written when one of them finds a hang: by every rank of the communicator that can still hear it.
 
 use std::{
-    collections::BTreeSet,
     path::PathBuf,
     sync::{
         Arc,
@@ -69,18 +68,18 @@ impl Watch {
         if !self.dumps.is_due(observe::now_ns()) {
             return;
         }
+        let groups = groups(&detector::of_rank(self));
         let (device, files) = (self.device, self.dumps.files.clone());
         let started = thread::Builder::new()
             .name("rs-dump".into())
-            .spawn(move || write(device, &files));
+            .spawn(move || write(device, &groups, &files));
         if let Err(error) = started {
             tracing::warn!(target: log::INIT, "no thread to write a dump: {error}");
         }
     }
 }
 
-fn write(device: i32, files: &[(PathBuf, Form)]) {
-    let groups = groups(&detector::on_device(device));
+fn write(device: i32, groups: &[Group], files: &[(PathBuf, Form)]) {
     let (Some(main), Some(pages)) = (groups.first(), observe::pages()) else {
         return;
     };
@@ -90,7 +89,7 @@ fn write(device: i32, files: &[(PathBuf, Form)]) {
         realtime_ns: since_epoch.map_or(0, |time| time.as_nanos() as u64),
     };
     let operations: Vec<_> = pages.descriptions().collect();
-    let dump = ringsight_dump::dump(&groups, &operations, &moment);
+    let dump = ringsight_dump::dump(groups, &operations, &moment);
     for (prefix, form) in files {
         let line = match ringsight_dump::write(prefix, main.rank, *form, &dump) {
             Ok(path) => format!("what rank {} is in is written to {}", main.rank, path.display()),
@@ -111,24 +110,15 @@ fn groups(watches: &[Arc<Watch>]) -> Vec<Group> {
     let mut watches: Vec<&Arc<Watch>> = watches.iter().collect();
     // Stable: of several with as many ranks the first that was made.
     watches.sort_by_key(|watch| std::cmp::Reverse(watch.ranks));
-    let places = |watch: &Watch| -> Vec<_> {
-        let place = |rank| {
-            let info = watch.topology.info(rank);
-            (info.host_hash, info.pid, info.process_start_time, info.device)
-        };
-        (0..watch.ranks).map(place).collect()
-    };
-    let main = watches.first().map(|watch| places(watch)).unwrap_or_default();
-    let mut seen = BTreeSet::new();
+    let main = watches.first().map(|watch| watch.places()).unwrap_or_default();
     watches
         .iter()
-        .filter(|watch| seen.insert(watch.comm))
         .filter_map(|watch| {
             Some(Group {
                 id: watch.comm,
                 name: watch.name.clone(),
                 rank: watch.rank,
-                members: ringsight_dump::members(&main, &places(watch))?,
+                members: ringsight_dump::members(&main, &watch.places())?,
             })
         })
         .collect()

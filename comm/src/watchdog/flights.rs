@@ -21,6 +21,8 @@ pub(super) struct Flight {
     /// Graph number if captured, else 0.
     graph: u32,
     launched_ns: u64,
+    /// Operations that are taken to be done where that cannot be known, since they are on all other ranks.
+    passed: Vec<Identity>,
     /// When it was seen to have moved last, and [`Flight::moves`] then.
     moved: (u64, u64),
 }
@@ -52,6 +54,26 @@ impl Flight {
                 .map(move |(info, _)| (info, seen))
         });
         told.into_iter().flatten().chain(tracked.into_iter().flatten())
+    }
+
+    /// One of its operations, in a replay that began then.
+    fn run(&self, info: &OpInfo, replay: u32, start_ns: u64) -> InProgress {
+        InProgress {
+            info: *info,
+            run: Run {
+                identity: Identity::of(info),
+                replay,
+            },
+            start_ns,
+            launched_ns: self.launched_ns,
+        }
+    }
+
+    fn in_progress(&self) -> impl Iterator<Item = InProgress> {
+        self.operations().filter_map(|(info, seen)| match seen {
+            Seen::InProgress { replay, start_ns } => Some(self.run(info, replay, start_ns)),
+            Seen::NotReached | Seen::Launched { .. } | Seen::Completed { .. } => None,
+        })
     }
 }
 
@@ -104,6 +126,7 @@ impl Flights {
             track,
             graph,
             launched_ns: now,
+            passed: Vec::new(),
             moved: (now, 0),
         };
         flight.moved.1 = flight.moves(self.comm);
@@ -125,6 +148,15 @@ impl Flights {
             .retain(|flight| !Arc::ptr_eq(&flight.observer, observer));
         self.captured
             .retain(|flight| !Arc::ptr_eq(&flight.observer, observer));
+    }
+
+    /// What was to tell how far an eager plan is does not.
+    pub(super) fn lose_track(&mut self, observer: &Arc<PlanObserver>) {
+        for flight in &mut self.eager {
+            if Arc::ptr_eq(&flight.observer, observer) {
+                flight.track = None;
+            }
+        }
     }
 
     /// A graph is gone.
@@ -181,20 +213,41 @@ impl Flights {
 
     /// What is in progress.
     pub(super) fn in_progress(&self) -> impl Iterator<Item = InProgress> {
-        self.all().flat_map(|flight| {
-            flight.operations().filter_map(|(info, seen)| match seen {
-                Seen::InProgress { replay, start_ns } => Some(InProgress {
-                    info: *info,
-                    run: Run {
-                        identity: Identity::of(info),
-                        replay,
-                    },
-                    start_ns,
-                    launched_ns: flight.launched_ns,
-                }),
-                Seen::NotReached | Seen::Launched { .. } | Seen::Completed { .. } => None,
-            })
-        })
+        self.all().flat_map(Flight::in_progress)
+    }
+
+    /// What is in progress as far as can be known when nothing has been told since `since_ns`: also what comes first of the eager ones that
+    /// were not seen to begin. They run one after another, so that it has begun, unless something else keeps its stream.
+    pub(super) fn presumed(&self, since_ns: u64) -> Vec<InProgress> {
+        let is_passed = |flight: &Flight, info: &OpInfo| flight.passed.contains(&Identity::of(info));
+        let known = self.all().flat_map(|flight| {
+            let in_progress = flight.in_progress();
+            in_progress.filter(move |op| !is_passed(flight, &op.info))
+        });
+        let mut first = self.eager.iter().map(|flight| {
+            let left = flight.operations().filter(|(info, _)| !is_passed(flight, info));
+            let left = left.filter(|(_, seen)| !matches!(seen, Seen::Completed { .. }));
+            (flight, left.collect::<Vec<_>>())
+        });
+        let first = first.find(|(_, left)| !left.is_empty()).into_iter();
+        let unseen = first.flat_map(|(flight, left)| {
+            let unseen = left
+                .into_iter()
+                .filter(|(_, seen)| matches!(seen, Seen::NotReached));
+            unseen.map(|(info, _)| flight.run(info, 0, flight.launched_ns.max(since_ns)))
+        });
+        known.chain(unseen).collect()
+    }
+
+    /// A run is taken to be done where that cannot be known.
+    pub(super) fn pass(&mut self, run: Run) {
+        let holds = |flight: &&mut Flight| {
+            let mut operations = flight.operations();
+            operations.any(|(info, _)| Identity::of(info) == run.identity)
+        };
+        if let Some(flight) = self.eager.iter_mut().find(holds) {
+            flight.passed.push(run.identity);
+        }
     }
 
     /// The first of those that have been launched and have not begun, as far as that is known; as if it began now.
@@ -206,15 +259,7 @@ impl Flights {
                     Seen::NotReached if flight.graph == 0 => 0,
                     Seen::NotReached | Seen::InProgress { .. } | Seen::Completed { .. } => return None,
                 };
-                Some(InProgress {
-                    info: *info,
-                    run: Run {
-                        identity: Identity::of(info),
-                        replay,
-                    },
-                    start_ns: now,
-                    launched_ns: flight.launched_ns,
-                })
+                Some(flight.run(info, replay, now))
             })
         })
     }

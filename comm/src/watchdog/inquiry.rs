@@ -1,25 +1,15 @@
-//! Asking the ranks of an operation where they are with it, and what follows from that.
+//! What has been asked about operations that are overdue, and heard, and said.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     time::Duration,
 };
 
-use ringsight_records::{Cause, Kind, Record, State};
+use ringsight_records::Cause;
 
 use super::{
-    Action, Watch,
-    flights::InProgress,
-    message::Message,
-    position::{Answer, HeldUp, Position, Run},
-    report::{self, Report},
-    settings::{SHORTEST, Settings},
-    verdict::{self, Heard, Verdict, judge},
-};
-use crate::{
-    communicator::lock,
-    error::{Error, ResultCode},
-    observe,
+    position::{Answer, Position, Run},
+    verdict::{self, Heard, Verdict},
 };
 
 /// How long a rank may take to answer: its service thread does nothing else, but its host may be busy.
@@ -36,48 +26,100 @@ const LASTS: Duration = Duration::from_millis(600);
 const ASKED: u32 = 2;
 const ASKED_ALIVE: u32 = 10;
 
-/// Up to so many ranks are asked one by one; more by a message that goes from rank to rank, which takes fewer connections but
-/// may be held up by the very rank that is looked for.
-const DIRECTLY: usize = 64;
-
-/// The question that is being asked, and what has been said before.
+/// The operations of a communicator that are asked about, each by itself, and what is known of the ranks for all of them.
 #[derive(Default)]
 pub(super) struct Inquiry {
-    /// Number of the present or last question.
+    /// Number of the last question.
     query: u32,
-    open: Option<Open>,
+    /// In the order in which they were first asked about.
+    cases: Vec<Case>,
     /// Ranks that have given up their operations.
     ended: BTreeSet<u32>,
     /// Ranks whose processes died.
     lost: BTreeSet<u32>,
     /// Ranks whose processes a debugger has taken, and may hold at any time.
     traced: BTreeSet<u32>,
-    /// The run that a rank has not answered to, and how often in a row.
-    unanswered: Option<(Run, u32)>,
-    /// Ranks whose answers came when the next question had been asked: they are behind, and live.
-    behind: BTreeSet<u32>,
-    /// The run of which the verdict is one that must last, and since when it has.
-    lasting: Option<(Run, u64)>,
-    /// What was said of which run.
-    said: Option<(Run, Verdict)>,
-    /// Runs that were found to be only slow, since all that are overdue were asked about.
-    slow: Vec<Run>,
+    /// Ranks whose answers came when a question was closed, and when the last one did: they are behind, and live.
+    behind: BTreeMap<u32, u64>,
 }
 
-struct Open {
+/// One operation that is overdue.
+struct Case {
     run: Run,
+    open: Option<Open>,
+    /// When the last question was closed, or the first one asked.
+    closed_ns: u64,
+    /// How often in a row a rank has not answered.
+    unanswered: u32,
+    /// Since when the verdict is one that must last.
+    lasting: Option<u64>,
+    said: Option<Verdict>,
+    /// Not to be asked about before.
+    again_ns: u64,
+}
+
+impl Case {
+    /// That of a run, which may be new.
+    fn of(cases: &mut Vec<Self>, run: Run, now: u64) -> &mut Self {
+        let known = cases.iter().position(|case| case.run == run);
+        let place = known.unwrap_or_else(|| {
+            cases.push(Self {
+                run,
+                open: None,
+                closed_ns: now,
+                unanswered: 0,
+                lasting: None,
+                said: None,
+                again_ns: 0,
+            });
+            cases.len() - 1
+        });
+        &mut cases[place]
+    }
+}
+
+/// A question.
+struct Open {
+    query: u32,
     asked_ns: u64,
     heard: BTreeMap<u32, Heard>,
     /// Those who did not answer are being looked at, since then.
     looking_ns: Option<u64>,
 }
 
+/// How far an operation's question is.
+#[derive(Debug, PartialEq)]
+pub(super) enum Step {
+    /// It is not time for the next one.
+    Rest(Duration),
+    /// It is to be put to the ranks.
+    Ask { query: u32 },
+    /// Answers may still come.
+    Wait,
+    /// It is to be found out about these, which do not answer.
+    Look { query: u32, ranks: Vec<u32> },
+    /// This is known.
+    Heard(BTreeMap<u32, Heard>),
+}
+
+/// What is done about what was found.
+#[derive(Debug, PartialEq)]
+pub(super) enum Conclusion {
+    /// It is asked again at once: it may not be so.
+    Doubt,
+    /// It is said.
+    Say(Verdict),
+    /// There is nothing to be said, or it has been.
+    Nothing,
+}
+
 impl Inquiry {
     /// An answer has come.
-    pub(super) fn heard(&mut self, query: u32, rank: u32, heard: Heard) {
-        let Some(open) = self.open.as_mut().filter(|_| query == self.query) else {
+    pub(super) fn heard(&mut self, query: u32, rank: u32, heard: Heard, now: u64) {
+        let mut open = self.cases.iter_mut().filter_map(|case| case.open.as_mut());
+        let Some(open) = open.find(|open| open.query == query) else {
             if matches!(heard, Heard::Answer(_)) {
-                self.behind.insert(rank);
+                self.behind.insert(rank, now);
             }
             return;
         };
@@ -96,11 +138,9 @@ impl Inquiry {
         self.ended.insert(rank);
     }
 
-    /// For so long nothing could move: what must last has not lasted meanwhile.
-    pub(super) fn lose(&mut self, now: u64, ns: u64) {
-        if let Some((_, since)) = &mut self.lasting {
-            *since = (*since + ns).min(now);
-        }
+    /// A rank's process died.
+    pub(super) fn lost(&mut self, rank: u32) {
+        self.lost.insert(rank);
     }
 
     /// A debugger has taken a rank's process, or has left it.
@@ -112,33 +152,150 @@ impl Inquiry {
         }
     }
 
-    /// Nothing is in progress any more.
-    pub(super) fn close(&mut self) {
-        self.open = None;
-        self.said = None;
-        self.behind.clear();
-        self.slow.clear();
+    /// For so long nothing could move: what must last has not lasted meanwhile.
+    pub(super) fn lose(&mut self, now: u64, ns: u64) {
+        for since in self.cases.iter_mut().filter_map(|case| case.lasting.as_mut()) {
+            *since = (*since + ns).min(now);
+        }
     }
 
-    /// Which of the runs that are overdue to ask about: what has been begun, or found, is gone on with; else one after the other. Of
-    /// several that wait, those before may only be slow: events tell of all messages of a group that they are in progress
-    /// as long as one is.
-    pub(super) fn choose(&mut self, overdue: &[Run]) -> usize {
-        let begun = [
-            self.open.as_ref().map(|open| open.run),
-            self.unanswered.map(|(run, _)| run),
-            self.lasting.map(|(run, _)| run),
-            self.said.as_ref().map(|(run, _)| *run),
-        ];
-        let place = |run: Run| overdue.iter().position(|other| *other == run);
-        if let Some(place) = begun.into_iter().flatten().find_map(place) {
-            return place;
+    /// Forgets what is not in progress any more.
+    pub(super) fn keep(&mut self, in_progress: impl Fn(Run) -> bool) {
+        self.cases.retain(|case| in_progress(case.run));
+        if self.cases.is_empty() {
+            self.behind.clear();
         }
-        let fresh = overdue.iter().position(|run| !self.slow.contains(run));
-        fresh.unwrap_or_else(|| {
-            self.slow.clear();
-            0
-        })
+    }
+
+    /// Whether the ranks do not call alike: then nothing can end any more, and what is found while one rank after the other gives up is a
+    /// consequence.
+    pub(super) fn is_final(&self) -> bool {
+        let mut said = self.cases.iter().filter_map(|case| case.said.as_ref());
+        said.any(|said| said.cause == Cause::MetadataMismatch)
+    }
+
+    /// Goes on with a run's question: what is to be done next. `own` is what rank `rank` that asks knows of itself.
+    pub(super) fn step(
+        &mut self,
+        run: Run,
+        participants: &[u32],
+        (rank, own): (u32, Answer),
+        now: u64,
+    ) -> Step {
+        let waited = |since: u64| Duration::from_nanos(now.saturating_sub(since));
+        let case = Case::of(&mut self.cases, run, now);
+        let Some(open) = &mut case.open else {
+            let left = case.again_ns.saturating_sub(now);
+            if left > 0 {
+                return Step::Rest(Duration::from_nanos(left));
+            }
+            let answer = |position: Position| Heard::Answer(position.into());
+            let given_up = self.ended.iter().map(|rank| (*rank, answer(Position::Ended)));
+            let lost = self.lost.iter().map(|rank| (*rank, Heard::Gone));
+            let known = given_up
+                .chain(lost)
+                .filter(|(rank, _)| participants.contains(rank));
+            self.query = self.query.wrapping_add(1);
+            case.open = Some(Open {
+                query: self.query,
+                asked_ns: now,
+                heard: known.chain([(rank, Heard::Answer(own))]).collect(),
+                looking_ns: None,
+            });
+            return Step::Ask { query: self.query };
+        };
+        let missing: Vec<u32> = participants
+            .iter()
+            .copied()
+            .filter(|rank| !open.heard.contains_key(rank))
+            .collect();
+        if !missing.is_empty() {
+            match open.looking_ns {
+                None if waited(open.asked_ns) < ANSWERS => return Step::Wait,
+                None => {
+                    open.looking_ns = Some(now);
+                    return Step::Look {
+                        query: open.query,
+                        ranks: missing,
+                    };
+                }
+                Some(since) if waited(since) < LOOKS => return Step::Wait,
+                Some(_) => {}
+            }
+        }
+        let mut heard = std::mem::take(&mut open.heard);
+        case.open = None;
+        for rank in missing {
+            heard.insert(rank, Heard::Silent);
+        }
+        for (rank, heard) in &mut heard {
+            if *heard == Heard::Silent && self.traced.contains(rank) {
+                *heard = Heard::Traced;
+            }
+        }
+        Step::Heard(heard)
+    }
+
+    /// What follows from what was found about a run by rank `rank`, which looks into it again after `rest` at the latest.
+    pub(super) fn conclude(
+        &mut self,
+        run: Run,
+        verdict: Option<Verdict>,
+        (rank, heard): (u32, &BTreeMap<u32, Heard>),
+        rest: Duration,
+        now: u64,
+    ) -> Conclusion {
+        // One that holds up several operations is named once.
+        let others = self.cases.iter().filter(|case| case.run != run);
+        let is_said = verdict.as_ref().is_some_and(|verdict| {
+            let mut said = others.filter_map(|case| case.said.as_ref());
+            said.any(|said| said.covers(&verdict.clone().with_culprit(said.culprit)))
+        });
+        let culprit = verdict.as_ref().map(|verdict| verdict.culprit);
+        let behind = culprit.and_then(|rank| self.behind.get(&rank).copied());
+        let case = Case::of(&mut self.cases, run, now);
+        let (fresh, said) = match is_said {
+            true => (None, None),
+            false => verdict::next(case.said.clone(), verdict),
+        };
+        let closed_ns = std::mem::replace(&mut case.closed_ns, now);
+        if let Some(fresh) = &fresh {
+            // A rank that is only busy may answer the next time.
+            if fresh.cause == Cause::NoAnswer {
+                if behind.is_some_and(|came| came > closed_ns) {
+                    return Conclusion::Doubt;
+                }
+                case.unanswered = case.unanswered.saturating_add(1);
+                if case.unanswered < asked_before_it_counts(heard, rank) {
+                    return Conclusion::Doubt;
+                }
+            } else {
+                case.unanswered = 0;
+            }
+            // What moves slowly may be on its way through a busy machine. A kernel of one rank waits for nobody.
+            let may_change = heard.get(&fresh.culprit).is_some_and(Heard::may_change);
+            if may_change || fresh.cause == Cause::StuckKernel && heard.len() > 1 {
+                let since = *case.lasting.get_or_insert(now);
+                if Duration::from_nanos(now.saturating_sub(since)) < LASTS {
+                    return Conclusion::Doubt;
+                }
+            }
+        }
+        (case.unanswered, case.lasting, case.said) = (0, None, said);
+        // Asked again for as long as it lasts: the verdict may change.
+        case.again_ns = now + rest.as_nanos() as u64;
+        fresh.map_or(Conclusion::Nothing, Conclusion::Say)
+    }
+
+    /// Notes what nobody need be asked about; whether it is to be said.
+    pub(super) fn note(&mut self, run: Run, verdict: &Verdict, now: u64) -> bool {
+        let case = Case::of(&mut self.cases, run, now);
+        // Of several that die the first is the cause.
+        let is_said = case.said.as_ref().is_some_and(|said| said.cause == verdict.cause);
+        if !is_said {
+            case.said = Some(verdict.clone());
+        }
+        !is_said
     }
 }
 
@@ -155,197 +312,25 @@ fn asked_before_it_counts(heard: &BTreeMap<u32, Heard>, own: u32) -> u32 {
     if is_busy || is_deaf { ASKED_ALIVE } else { ASKED }
 }
 
-impl Watch {
-    /// Goes on asking about an operation that has been in progress for `age`; says when to look again.
-    pub(super) fn inquire(&self, op: &InProgress, threshold: Duration, age: Duration, now: u64) -> Duration {
-        let participants = self.participants(op.run.identity);
-        let mut inquiry = lock(&self.inquiry);
-        let is_final = |(run, said): &(Run, Verdict)| *run == op.run && said.cause == Cause::MetadataMismatch;
-        if inquiry.said.as_ref().is_some_and(is_final) {
-            // It can never end: what is found while one rank after the other gives up is a consequence.
-            return self.settings.rest();
-        }
-        let Some(open) = inquiry.open.as_mut().filter(|open| open.run == op.run) else {
-            inquiry.query = inquiry.query.wrapping_add(1);
-            let query = inquiry.query;
-            if inquiry.unanswered.is_none_or(|(run, _)| run != op.run) {
-                inquiry.behind.clear();
-            }
-            let answer = |position: Position| Heard::Answer(position.into());
-            let mut heard: BTreeMap<u32, Heard> = inquiry
-                .ended
-                .iter()
-                .filter(|rank| participants.contains(rank))
-                .map(|rank| (*rank, answer(Position::Ended)))
-                .collect();
-            let lost = inquiry.lost.iter().filter(|rank| participants.contains(rank));
-            heard.extend(lost.map(|rank| (*rank, Heard::Gone)));
-            heard.insert(self.rank, answer(self.position(op.run, now)));
-            inquiry.open = Some(Open {
-                run: op.run,
-                asked_ns: now,
-                heard,
-                looking_ns: None,
-            });
-            drop(inquiry);
-            self.ask(&participants, query, op.run);
-            return SHORTEST;
-        };
-        let waited = |since: u64| Duration::from_nanos(now.saturating_sub(since));
-        let missing: Vec<u32> = participants
-            .iter()
-            .copied()
-            .filter(|rank| !open.heard.contains_key(rank))
-            .collect();
-        if !missing.is_empty() {
-            match open.looking_ns {
-                None if waited(open.asked_ns) < ANSWERS => return SHORTEST,
-                None => {
-                    open.looking_ns = Some(now);
-                    let query = inquiry.query;
-                    drop(inquiry);
-                    self.look_at(&missing, query, op.run);
-                    return SHORTEST;
-                }
-                Some(since) if waited(since) < LOOKS => return SHORTEST,
-                Some(_) => {}
-            }
-        }
-        let mut heard = std::mem::take(&mut open.heard);
-        for rank in missing {
-            heard.insert(rank, Heard::Silent);
-        }
-        inquiry.open = None;
-        for (rank, heard) in &mut heard {
-            if *heard == Heard::Silent && inquiry.traced.contains(rank) {
-                *heard = Heard::Traced;
-            }
-            if let Some(held) = self.crossing(heard, now) {
-                *heard = Heard::Crossed(held);
-            }
-        }
-        let settings = Settings {
-            threshold,
-            ..self.settings
-        };
-        let verdict = judge(&heard, age, &settings);
-        // A rank that is only busy may answer the next time.
-        let silent = verdict
-            .as_ref()
-            .filter(|verdict| verdict.cause == Cause::NoAnswer);
-        let before = inquiry.unanswered.take().filter(|(run, _)| *run == op.run);
-        if let Some(silent) = silent {
-            if inquiry.behind.remove(&silent.culprit) {
-                return SHORTEST;
-            }
-            let times = before.map_or(1, |(_, times)| times.saturating_add(1));
-            inquiry.unanswered = Some((op.run, times));
-            if times < asked_before_it_counts(&heard, self.rank) {
-                return SHORTEST;
-            }
-        }
-        // What moves slowly may be on its way through a busy machine. A kernel of one rank waits for nobody.
-        let must_last = |verdict: &Verdict| {
-            let culprit = heard.get(&verdict.culprit);
-            culprit.is_some_and(Heard::may_change) || verdict.cause == Cause::StuckKernel && heard.len() > 1
-        };
-        let lasting = inquiry.lasting.take().filter(|(run, _)| *run == op.run);
-        if verdict.as_ref().is_some_and(must_last) {
-            let (_, since) = *inquiry.lasting.insert(lasting.unwrap_or((op.run, now)));
-            if Duration::from_nanos(now.saturating_sub(since)) < LASTS {
-                return SHORTEST;
-            }
-        }
-        if verdict.is_none() {
-            inquiry.slow.push(op.run);
-        }
-        let said = inquiry.said.take().filter(|(run, _)| *run == op.run);
-        let (fresh, said) = verdict::next(said.map(|(_, said)| said), verdict);
-        inquiry.said = said.map(|said| (op.run, said));
-        drop(inquiry);
-        // What is known of this rank's own operations may be old.
-        if let Some(verdict) = fresh.filter(|_| self.is_in_progress(op.run)) {
-            self.say(op, &verdict, &heard, now);
-        }
-        // Asked again for as long as it lasts: the verdict may change.
-        self.settings.rest()
-    }
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checks::Identity;
 
-    /// The operation of this communicator in which a rank waits for this one, if neither will ever come to the other's: operations
-    /// of a communicator run one after another, this rank is in another one, and has not launched that.
-    fn crossing(&self, heard: &Heard, now: u64) -> Option<HeldUp> {
-        let Heard::Answer(Answer {
-            position: Position::NotLaunched { .. },
-            held_up: Some(held),
-            ..
-        }) = heard
-        else {
-            return None;
-        };
-        // What graphs run is ordered by whoever launches them.
-        let ordered = held.comm == self.comm && held.run.replay == 0;
-        let awaited = self.participants(held.run.identity).contains(&self.rank);
-        let launched = || !matches!(self.position(held.run, now), Position::NotLaunched { .. });
-        (ordered && awaited && !launched()).then_some(*held)
-    }
+    const MS: u64 = 1_000_000;
+    const REST: Duration = Duration::from_secs(1);
+    /// The rank that asks.
+    const OWN: u32 = 0;
 
-    fn is_in_progress(&self, run: Run) -> bool {
-        self.refresh(Duration::ZERO);
-        lock(&self.flights).in_progress().any(|op| op.run == run)
-    }
-
-    fn ask(&self, ranks: &[u32], query: u32, run: Run) {
-        let bytes = Message::Where { query, run }.encode();
-        if ranks.len() > DIRECTLY {
-            (self.post)(None, &bytes);
-            return;
-        }
-        for rank in ranks.iter().filter(|rank| **rank != self.rank) {
-            self.ask_one(*rank, query, &bytes);
+    fn run(seq: u64) -> Run {
+        Run {
+            identity: Identity::Collective { seq },
+            replay: 0,
         }
     }
 
-    /// Asks a rank. One that is not there any more has left, unless it is known to have died.
-    fn ask_one(&self, rank: u32, query: u32, question: &[u8]) {
-        if !(self.post)(Some(rank), question) {
-            lock(&self.inquiry).heard(query, rank, Heard::Left);
-        }
-    }
-
-    /// Finds out about ranks that do not answer: here if they are of this node, else by another rank of theirs. They are
-    /// asked again, too, without a detour.
-    fn look_at(&self, silent: &[u32], query: u32, run: Run) {
-        let question = Message::Where { query, run }.encode();
-        for rank in silent {
-            self.ask_one(*rank, query, &question);
-            let node = self.topology.node_of(*rank);
-            if node == self.topology.node_of(self.rank) {
-                let heard = self.health(*rank).into();
-                lock(&self.inquiry).heard(query, *rank, heard);
-                continue;
-            }
-            let neighbours =
-                || (0..self.ranks).filter(|other| self.topology.node_of(*other) == node && other != rank);
-            let look = Message::Look { query, rank: *rank }.encode();
-            match neighbours().find(|other| !silent.contains(other)) {
-                Some(neighbour) => {
-                    (self.post)(Some(neighbour), &look);
-                }
-                // They may be silent because of this one.
-                None => neighbours().for_each(|other| {
-                    (self.post)(Some(other), &look);
-                }),
-            }
-        }
-    }
-
-    /// What is known at once of the operation that began first, without asking. What is then to be said.
-    pub(super) fn judge_alone(&self, cause: Cause, culprit: u32) -> Option<Report> {
-        if cause == Cause::RankDead {
-            lock(&self.inquiry).lost.insert(culprit);
-        }
-        let op = self.oldest(None)?;
-        let verdict = Verdict {
+    fn verdict(cause: Cause, culprit: u32, hang: bool) -> Option<Verdict> {
+        Some(Verdict {
             cause,
             culprit,
             others: Vec::new(),
@@ -353,98 +338,98 @@ impl Watch {
             held_up: None,
             called: None,
             traced: false,
-            hang: true,
+            hang,
             is_awaited: false,
+        })
+    }
+
+    fn step(inquiry: &mut Inquiry, seq: u64, now: u64) -> Step {
+        inquiry.step(run(seq), &[OWN, 1], (OWN, Position::Done.into()), now)
+    }
+
+    fn conclude(inquiry: &mut Inquiry, seq: u64, verdict: Option<Verdict>, now: u64) -> Conclusion {
+        let heard = BTreeMap::from([(OWN, Heard::Silent), (1, Heard::Silent)]);
+        inquiry.conclude(run(seq), verdict, (OWN, &heard), REST, now)
+    }
+
+    #[test]
+    fn all_that_is_overdue_is_asked_about_at_once() {
+        let mut inquiry = Inquiry::default();
+        for seq in 1..=20 {
+            let query = seq as u32;
+            assert_eq!(step(&mut inquiry, seq, MS), Step::Ask { query });
+            assert_eq!(step(&mut inquiry, seq, 2 * MS), Step::Wait);
+        }
+        inquiry.heard(7, 1, Heard::Stopped, 3 * MS);
+        let expected = BTreeMap::from([(OWN, Heard::Answer(Position::Done.into())), (1, Heard::Stopped)]);
+        assert_eq!(step(&mut inquiry, 7, 3 * MS), Step::Heard(expected));
+        assert_eq!(conclude(&mut inquiry, 7, None, 3 * MS), Conclusion::Nothing);
+        // Each rests by itself.
+        assert_eq!(
+            step(&mut inquiry, 7, 4 * MS),
+            Step::Rest(REST - Duration::from_millis(1))
+        );
+        let look = Step::Look {
+            query: 8,
+            ranks: vec![1],
         };
-        let heard = match cause {
-            Cause::DeviceFault => Heard::Answer(Position::Faulted.into()),
-            _ => Heard::Gone,
-        };
-        self.conclude(&op, &verdict, &BTreeMap::from([(culprit, heard)]))
+        assert_eq!(step(&mut inquiry, 8, 250 * MS), look);
+        assert_eq!(step(&mut inquiry, 7, 1003 * MS), Step::Ask { query: 21 });
     }
 
-    /// What the checks have found out, of the operation that began first, or is about to.
-    pub(super) fn judge_calls(&self, text: &str, odd: &[u32]) -> Option<Report> {
-        let (culprit, others) = odd.split_first()?;
-        let op = self.oldest(None);
-        let op = op.or_else(|| lock(&self.flights).queued(observe::now_ns()))?;
-        let verdict = Verdict {
-            cause: Cause::MetadataMismatch,
-            culprit: *culprit,
-            others: others.to_vec(),
-            since_ns: None,
-            held_up: None,
-            called: Some(text.to_owned()),
-            traced: false,
-            hang: true,
-            is_awaited: false,
-        };
-        self.conclude(&op, &verdict, &BTreeMap::new())
+    #[test]
+    fn what_is_late_hides_no_hang_and_who_holds_up_several_is_named_once() {
+        let mut inquiry = Inquiry::default();
+        let late = verdict(Cause::NotLaunched, 1, false);
+        let stopped = verdict(Cause::RankStopped, 2, true);
+        let say = |verdict: &Option<Verdict>| Conclusion::Say(verdict.clone().unwrap());
+        assert_eq!(conclude(&mut inquiry, 1, late.clone(), MS), say(&late));
+        assert_eq!(conclude(&mut inquiry, 2, stopped.clone(), MS), say(&stopped));
+        assert_eq!(conclude(&mut inquiry, 3, late.clone(), MS), Conclusion::Nothing);
+        assert_eq!(
+            conclude(&mut inquiry, 1, late.clone(), 2 * MS),
+            Conclusion::Nothing
+        );
+        // The third one is not late because of the first one any more.
+        inquiry.keep(|kept| kept != run(1));
+        assert_eq!(conclude(&mut inquiry, 3, late.clone(), 3 * MS), say(&late));
+        let hang = verdict(Cause::NotLaunched, 1, true);
+        assert_eq!(
+            conclude(&mut inquiry, 3, hang.clone(), 4 * MS),
+            say(&hang),
+            "it has become one"
+        );
     }
 
-    /// Notes what nobody need be asked about; what is to be said if it has not been.
-    fn conclude(&self, op: &InProgress, verdict: &Verdict, heard: &BTreeMap<u32, Heard>) -> Option<Report> {
-        let mut inquiry = lock(&self.inquiry);
-        // Of several that die the first is the cause.
-        if matches!(&inquiry.said, Some((run, said)) if *run == op.run && said.cause == verdict.cause) {
-            return None;
+    #[test]
+    fn what_may_be_otherwise_is_asked_again() {
+        let mut inquiry = Inquiry::default();
+        let silent = verdict(Cause::NoAnswer, 1, true);
+        assert_eq!(step(&mut inquiry, 1, MS), Step::Ask { query: 1 });
+        assert_eq!(
+            conclude(&mut inquiry, 1, silent.clone(), 400 * MS),
+            Conclusion::Doubt
+        );
+        // An answer to a question that is closed: it is behind, and that is no second time.
+        inquiry.heard(0, 1, Heard::Answer(Position::Done.into()), 500 * MS);
+        assert_eq!(
+            conclude(&mut inquiry, 1, silent.clone(), 800 * MS),
+            Conclusion::Doubt
+        );
+        let said = conclude(&mut inquiry, 1, silent.clone(), 1200 * MS);
+        assert_eq!(said, Conclusion::Say(silent.unwrap()));
+        let stuck = verdict(Cause::StuckKernel, 1, true);
+        for (at, lost) in [(2000, 0), (2500, 300), (2800, 0)] {
+            inquiry.lose(at * MS, lost * MS);
+            assert_eq!(
+                conclude(&mut inquiry, 2, stuck.clone(), at * MS),
+                Conclusion::Doubt,
+                "{at}"
+            );
         }
-        inquiry.said = Some((op.run, verdict.clone()));
-        drop(inquiry);
-        Some(self.note(op, verdict, heard, observe::now_ns()))
+        let said = conclude(&mut inquiry, 2, stuck.clone(), 2900 * MS);
+        assert_eq!(said, Conclusion::Say(stuck.unwrap()), "0.6 s, and what was lost");
     }
-
-    fn say(&self, op: &InProgress, verdict: &Verdict, heard: &BTreeMap<u32, Heard>, now: u64) {
-        // The error first: who reads the report finds it.
-        if let (Cause::MetadataMismatch, Some(held)) = (verdict.cause, verdict.held_up) {
-            // It can never end, and no other rank may find out: whatever the action.
-            let call = self.checks.call_of(op.info.op);
-            self.checks
-                .announce(report::crossing(self.rank, op, call, verdict.culprit, held));
-            return self.report(op, verdict, heard, now);
-        }
-        let error = |code| {
-            let text = format!("{}: {}", verdict.cause, report::sentence(verdict));
-            Error::new(code, text)
-        };
-        match self.settings.action {
-            // It can never end, whatever the action. The rank itself has failed with what its driver says.
-            _ if verdict.cause == Cause::DeviceFault => self.life.fail(error(ResultCode::RemoteError)),
-            Action::Error if verdict.hang => self.life.faults().set(error(ResultCode::SystemError)),
-            Action::Abort if verdict.hang => self.life.fail(error(ResultCode::SystemError)),
-            Action::Report | Action::Error | Action::Abort => {}
-        }
-        self.report(op, verdict, heard, now);
-    }
-
-    fn report(&self, op: &InProgress, verdict: &Verdict, heard: &BTreeMap<u32, Heard>, now: u64) {
-        self.note(op, verdict, heard, now).say();
-    }
-
-    /// Has it recorded and dumped.
-    fn note(&self, op: &InProgress, verdict: &Verdict, heard: &BTreeMap<u32, Heard>, now: u64) -> Report {
-        if verdict.hang {
-            self.dump_all();
-        }
-        let state = if verdict.hang { State::STOP } else { State::START };
-        observe::emit(&Record {
-            value: u64::from(verdict.cause as u8) << 32 | u64::from(verdict.culprit),
-            ..op.info.record(Kind::Verdict, state, now, op.run.replay)
-        });
-        if let Some(pages) = observe::pages() {
-            pages.keep_verdict(&report::given(op, verdict, now));
-        }
-        let heard = heard.iter().map(|(rank, heard)| (*rank, *heard));
-        Report {
-            device: self.device,
-            lines: report::lines(self, op, verdict, heard, self.threshold(op), now),
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
 
     #[test]
     fn who_hears_nobody_may_be_deaf() {

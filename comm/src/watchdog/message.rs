@@ -3,7 +3,11 @@
 use ringsight_records::Waits;
 
 use super::position::{Answer, HeldUp, Position, Run};
-use crate::checks::wire::{self, Rest, put_identity};
+use crate::{
+    checks::wire::{self, Rest, put_identity},
+    process::{Stat, State},
+    topology::Topology,
+};
 
 /// First four bytes: "RSWD".
 const MAGIC: u32 = u32::from_le_bytes(*b"RSWD");
@@ -31,6 +35,22 @@ impl Health {
         Self::Gone,
         Self::Traced,
     ];
+
+    /// What the system says of the process of a rank, if it is of this node.
+    pub(super) fn of(topology: &Topology, rank: u32) -> Self {
+        if topology.node_of(rank) != topology.node_of(topology.rank()) {
+            return Self::Unknown;
+        }
+        let info = topology.info(rank);
+        // In a pid namespace of its own it has another number here, and another process may have this one.
+        let found = Stat::of(info.pid).filter(|stat| stat.start_time == info.process_start_time);
+        found.map_or(Self::Unknown, |stat| match stat.state {
+            State::Stopped => Self::Stopped,
+            State::Traced => Self::Traced,
+            State::Ended => Self::Gone,
+            State::Alive => Self::Alive,
+        })
+    }
 }
 
 /// A control message between the ranks of a communicator. Answers repeat the number of the question.
@@ -90,6 +110,7 @@ impl Message {
                     Position::Done => (3, [0; 3]),
                     Position::Ended => (4, [0; 3]),
                     Position::Faulted => (5, [0; 3]),
+                    Position::Unwatched { called } => (6, [called.into(), 0, 0]),
                 };
                 bytes.push(code);
                 bytes.extend(words.into_iter().flat_map(u64::to_le_bytes));
@@ -144,6 +165,7 @@ impl Message {
                     (3, [0, 0, 0]) => Position::Done,
                     (4, [0, 0, 0]) => Position::Ended,
                     (5, [0, 0, 0]) => Position::Faulted,
+                    (6, [called @ 0..=1, 0, 0]) => Position::Unwatched { called: called == 1 },
                     _ => return None,
                 };
                 let [flags @ 0..=3] = *rest.take()? else {
@@ -220,6 +242,7 @@ mod tests {
             Just(Position::Done),
             Just(Position::Ended),
             Just(Position::Faulted),
+            any::<bool>().prop_map(|called| Position::Unwatched { called }),
         ]
     }
 

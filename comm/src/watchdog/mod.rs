@@ -5,6 +5,7 @@
 //! and [`verdict::judge`] decides. How far operations are their kernels tell, or [`events`]. But for the thread that queries
 //! these, nothing here calls the device.
 
+mod ask;
 mod detector;
 mod dump;
 mod events;
@@ -15,6 +16,7 @@ mod message;
 mod position;
 mod report;
 mod settings;
+mod unwatched;
 mod verdict;
 
 use std::{
@@ -36,6 +38,7 @@ use position::{Answer, HeldUp, Position, Run};
 pub(crate) use report::Report;
 use ringsight_records::{Cause, Description};
 pub(crate) use settings::{Action, Settings, Source};
+pub(crate) use unwatched::Unwatched;
 
 use crate::{
     checks::{Checks, Identity, Post},
@@ -44,9 +47,14 @@ use crate::{
     error::Error,
     launch::observer::PlanObserver,
     observe,
-    process::{Stat, State},
     topology::Topology,
 };
+
+/// Of so many operations of a communicator that are in progress it is looked after at once: those that began first.
+const AT_ONCE: usize = 256;
+
+/// How often it is looked at least at an operation that has been in progress for half its threshold.
+const CLOSELY: Duration = Duration::from_millis(100);
 
 /// Feeds bytes to the parser of messages, for [`crate::fuzzing`].
 pub(crate) fn fuzz(data: &[u8]) {
@@ -60,6 +68,8 @@ pub(crate) struct Watch {
     rank: u32,
     ranks: u32,
     device: i32,
+    /// Another rank of the communicator is a thread of this process with the same device.
+    shares_device: bool,
     /// What tells how far operations are, if it is not their kernels.
     events: Option<Arc<Events>>,
     settings: Settings,
@@ -102,12 +112,15 @@ impl Watch {
             life,
             post,
         } = subject;
+        let places = places(&topology);
+        let own = places[topology.rank() as usize];
         Arc::new(Self {
             comm,
             name,
             rank: topology.rank(),
             ranks: topology.ranks(),
             device,
+            shares_device: places.iter().filter(|place| **place == own).count() > 1,
             events,
             settings,
             dumps: Dumps::read(),
@@ -143,6 +156,11 @@ impl Watch {
     /// It could not be launched.
     pub(crate) fn withdraw(&self, observer: &Arc<PlanObserver>) {
         lock(&self.flights).withdraw(observer);
+    }
+
+    /// Its end could not be recorded: how far it is only its kernel tells.
+    pub(crate) fn lose_track(&self, observer: &Arc<PlanObserver>) {
+        lock(&self.flights).lose_track(observer);
     }
 
     /// A graph is gone.
@@ -203,7 +221,7 @@ impl Watch {
             Message::Where { query, run } => {
                 report = self.fail_with_device();
                 let is_old = !self.refresh(events::RECENT);
-                let held_up = detector::oldest_in_progress(self.device, (self.comm, run));
+                let held_up = detector::oldest_in_progress(self, run);
                 let answer = Answer {
                     position: self.position(run, observe::now_ns()),
                     held_up,
@@ -214,17 +232,18 @@ impl Watch {
             Message::Look { query, rank } if rank < self.ranks => Message::Looked {
                 query,
                 rank,
-                health: self.health(rank),
+                health: Health::of(&self.topology, rank),
             },
             Message::Look { .. } => return,
             Message::Ended => return lock(&self.inquiry).ended(from),
             Message::Dump => return self.dump(),
             Message::Traced { is } => return lock(&self.inquiry).traced(from, is),
             Message::Here { query, answer } => {
-                return lock(&self.inquiry).heard(query, from, verdict::Heard::Answer(answer));
+                let heard = verdict::Heard::Answer(answer);
+                return lock(&self.inquiry).heard(query, from, heard, observe::now_ns());
             }
             Message::Looked { query, rank, health } => {
-                return lock(&self.inquiry).heard(query, rank, health.into());
+                return lock(&self.inquiry).heard(query, rank, health.into(), observe::now_ns());
             }
         };
         (self.post)(Some(from), &answer.encode());
@@ -258,7 +277,8 @@ impl Watch {
                 still_ns,
                 waits,
             } if self.events.is_some() => {
-                let may_move = self.settings.stuck.as_nanos() as u64 + flights.bytes(run).unwrap_or(0);
+                let stuck_ns = u64::try_from(self.settings.stuck.as_nanos()).unwrap_or(u64::MAX);
+                let may_move = stuck_ns.saturating_add(flights.bytes(run).unwrap_or(0));
                 let still_ns = match self.participants(run.identity)[..] {
                     [_] => since_ns,
                     _ => still_ns.min(since_ns.saturating_sub(may_move)),
@@ -300,20 +320,9 @@ impl Watch {
         self.judge_alone(Cause::DeviceFault, self.rank)
     }
 
-    /// What the system says of the process of a rank of this node.
-    fn health(&self, rank: u32) -> Health {
-        if self.topology.node_of(rank) != self.topology.node_of(self.rank) {
-            return Health::Unknown;
-        }
-        let info = self.topology.info(rank);
-        // In a pid namespace of its own it has another number here, and another process may have this one.
-        let found = Stat::of(info.pid).filter(|stat| stat.start_time == info.process_start_time);
-        found.map_or(Health::Unknown, |stat| match stat.state {
-            State::Stopped => Health::Stopped,
-            State::Traced => Health::Traced,
-            State::Ended => Health::Gone,
-            State::Alive => Health::Alive,
-        })
+    /// Where each rank runs.
+    fn places(&self) -> Vec<Place> {
+        places(&self.topology)
     }
 
     /// The ranks that take part in an operation.
@@ -353,37 +362,48 @@ impl Watch {
             (self.post)(None, &Message::Traced { is: traced }.encode());
         }
         self.learn();
-        let Some((op, threshold)) = self.due(now) else {
-            lock(&self.inquiry).close();
-            return self.settings.rest();
-        };
-        if let Some(report) = self.fail_with_device() {
+        let mut ops: Vec<(InProgress, Duration)> = self
+            .waiting(now)
+            .into_iter()
+            .map(|op| (op, self.threshold(&op)))
+            .collect();
+        lock(&self.inquiry).keep(|run| ops.iter().any(|(op, _)| op.run == run));
+        if !ops.is_empty()
+            && let Some(report) = self.fail_with_device()
+        {
             report.say();
         }
-        let age = Duration::from_nanos(now.saturating_sub(op.start_ns));
-        match threshold.checked_sub(age) {
-            Some(left) if !left.is_zero() => left.min(self.settings.rest()),
-            _ => self.inquire(&op, threshold, age, now),
+        // Who comes to its threshold first is asked about first.
+        ops.sort_by_key(|(op, threshold)| u128::from(op.start_ns) + threshold.as_nanos());
+        let mut rest = self.settings.rest();
+        for (op, threshold) in ops.iter().take(AT_ONCE) {
+            let age = Duration::from_nanos(now.saturating_sub(op.start_ns));
+            let left = threshold.saturating_sub(age);
+            let wait = if left.is_zero() {
+                self.inquire(op, *threshold, age, now)
+            } else {
+                left
+            };
+            // When it moved last is known as well as it is looked.
+            let often = if left <= *threshold / 2 { CLOSELY } else { wait };
+            rest = rest.min(wait).min(often);
+        }
+        rest
+    }
+
+    /// What is in progress on this rank, as far as is known.
+    fn waiting(&self, now: u64) -> Vec<InProgress> {
+        let flights = lock(&self.flights);
+        match self.dark(now) {
+            None => flights.in_progress().collect(),
+            Some(since_ns) => flights.presumed(since_ns),
         }
     }
 
-    /// What is in progress and comes to its threshold first, and that; of several that have come to theirs, the one to ask about.
-    fn due(&self, now: u64) -> Option<(InProgress, Duration)> {
-        let ops: Vec<InProgress> = lock(&self.flights).in_progress().collect();
-        let mut ops: Vec<(InProgress, Duration)> =
-            ops.into_iter().map(|op| (op, self.threshold(&op))).collect();
-        let at = |(op, threshold): &(InProgress, Duration)| u128::from(op.start_ns) + threshold.as_nanos();
-        ops.sort_by_key(at);
-        let overdue: Vec<Run> = ops
-            .iter()
-            .take_while(|op| at(op) <= u128::from(now))
-            .map(|(op, _)| op.run)
-            .collect();
-        let chosen = match overdue.len() {
-            0 | 1 => 0,
-            _ => lock(&self.inquiry).choose(&overdue),
-        };
-        ops.into_iter().nth(chosen)
+    /// Since when events have told nothing, if a query has not come back for long: the device may be stuck with what it is in.
+    fn dark(&self, now: u64) -> Option<u64> {
+        let so_far = self.events.as_ref()?.query_so_far()?;
+        (so_far >= events::PATIENCE).then(|| now.saturating_sub(so_far.as_nanos() as u64))
     }
 
     /// How long an operation may be in progress.
@@ -424,6 +444,18 @@ impl Watch {
             }
         }
     }
+}
+
+/// Where a rank runs: its host, its process, when that began, and its device.
+type Place = (u64, u32, u64, i32);
+
+/// Of each rank.
+fn places(topology: &Topology) -> Vec<Place> {
+    let place = |rank| {
+        let info = topology.info(rank);
+        (info.host_hash, info.pid, info.process_start_time, info.device)
+    };
+    (0..topology.ranks()).map(place).collect()
 }
 
 /// Operations like this one take as long.

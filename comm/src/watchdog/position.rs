@@ -40,6 +40,25 @@ pub(crate) enum Position {
     Ended,
     /// Its device has failed: nothing that was launched on it ends any more.
     Faulted,
+    /// Its watchdog is off: it is known only whether the operation has been called there, and of graphs not even that.
+    Unwatched {
+        /// It has been, or may have been.
+        called: bool,
+    },
+}
+
+impl Position {
+    /// The same, but what was launched is taken to have begun just now.
+    pub(crate) fn presumed(self) -> Self {
+        match self {
+            Self::Queued { since_ns } => Self::Running {
+                since_ns,
+                still_ns: 0,
+                waits: None,
+            },
+            position => position,
+        }
+    }
 }
 
 /// What a rank says when it is asked.

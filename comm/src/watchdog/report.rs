@@ -126,6 +126,8 @@ fn at(position: &Position) -> String {
         Position::Done => "done".to_owned(),
         Position::Ended => "communicator ended".to_owned(),
         Position::Faulted => "its device has failed".to_owned(),
+        Position::Unwatched { called: true } => "launched, its watchdog is off".to_owned(),
+        Position::Unwatched { called: false } => "not launched, its watchdog is off".to_owned(),
     }
 }
 

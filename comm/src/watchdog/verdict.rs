@@ -45,6 +45,52 @@ impl Heard {
             _ => false,
         }
     }
+
+    /// Takes what was launched to have begun, where the rank cannot know.
+    pub(crate) fn presume(&mut self) {
+        if let Self::Answer(Answer {
+            position,
+            is_old: true,
+            ..
+        }) = self
+        {
+            *position = position.presumed();
+        }
+    }
+
+    /// For how long nothing has moved there, of an operation that is in progress.
+    pub(crate) fn still(&self) -> Option<Duration> {
+        match self {
+            Self::Answer(Answer {
+                position: Position::Running { still_ns, .. },
+                ..
+            }) => Some(Duration::from_nanos(*still_ns)),
+            _ => None,
+        }
+    }
+
+    /// Whether nobody can tell that nothing moves there.
+    fn may_move(&self) -> bool {
+        matches!(
+            self,
+            Self::Answer(Answer {
+                position: Position::Unwatched { called: true },
+                ..
+            })
+        )
+    }
+
+    /// Whether the rank is done with the operation.
+    pub(crate) fn is_over(&self) -> bool {
+        matches!(
+            self,
+            Self::Left
+                | Self::Answer(Answer {
+                    position: Position::Done,
+                    ..
+                })
+        )
+    }
 }
 
 /// Why an operation does not end, and because of whom.
@@ -71,7 +117,7 @@ pub(crate) struct Verdict {
 
 impl Verdict {
     /// The same with another rank of those that it is true of as the culprit.
-    fn with_culprit(mut self, rank: u32) -> Self {
+    pub(crate) fn with_culprit(mut self, rank: u32) -> Self {
         if let Some(place) = self.others.iter_mut().find(|other| **other == rank) {
             std::mem::swap(place, &mut self.culprit);
             self.others.sort_unstable();
@@ -81,7 +127,7 @@ impl Verdict {
     }
 
     /// Whether the other need not be said once this one has been.
-    fn covers(&self, other: &Self) -> bool {
+    pub(crate) fn covers(&self, other: &Self) -> bool {
         // Of ranks that all do not move one or the other is first, by a moment; once one is known to be what the others wait for, it is that.
         let is_guess = self.cause == Cause::StuckKernel && (self.is_awaited || !other.is_awaited);
         (self.cause, self.hang) == (other.cause, other.hang) && (self.culprit == other.culprit || is_guess)
@@ -130,7 +176,8 @@ pub(crate) fn judge(heard: &BTreeMap<u32, Heard>, overdue: Duration, settings: &
     let mut cause = suspects[0].cause;
     if cause == Cause::StuckKernel {
         let threshold = settings.threshold.as_nanos() as u64;
-        if suspects.iter().any(|suspect| suspect.since_ns < Some(threshold)) {
+        let is_unknown = heard.values().any(Heard::may_move);
+        if is_unknown || suspects.iter().any(|suspect| suspect.since_ns < Some(threshold)) {
             return None;
         }
         // The others stopped moving because it did. Who is waited for and does not wait itself is what it began with, even if another one was
@@ -150,8 +197,10 @@ pub(crate) fn judge(heard: &BTreeMap<u32, Heard>, overdue: Duration, settings: &
             (cause, suspects) = (Cause::PeerAborted, left);
         }
     }
-    // Whoever is in another operation will come once that ends; whoever is not is what they all wait for.
-    suspects.sort_by_key(|suspect| suspect.held_up.is_some());
+    // Whoever is in another operation will come once that ends; whoever is not is what they all wait for. Who may have come meanwhile is
+    // named after those who are known not to have.
+    let is_old = |rank: u32| matches!(heard[&rank], Heard::Answer(Answer { is_old: true, .. }));
+    suspects.sort_by_key(|suspect| (suspect.held_up.is_some(), is_old(suspect.rank)));
     let traced = suspects.iter().any(|suspect| suspect.traced);
     let late = traced || matches!(cause, Cause::NotLaunched | Cause::QueuedBehindCompute);
     let mut ranks = suspects.iter().map(|suspect| suspect.rank);
@@ -236,7 +285,11 @@ fn suspect(rank: u32, heard: &Heard) -> Option<Suspect> {
                 waits_for: waits.and_then(|waits| waits.peer).map(u32::from),
                 ..of(Cause::StuckKernel, Some(still_ns))
             },
-            Position::Done => return None,
+            Position::Unwatched { called: false } => Suspect {
+                held_up,
+                ..of(Cause::NotLaunched, None)
+            },
+            Position::Unwatched { called: true } | Position::Done => return None,
         },
     })
 }
@@ -386,6 +439,24 @@ mod tests {
         assert_eq!(
             verdict(&[running(2500), late(1)], 600),
             Some((Cause::NotLaunched, 1, true))
+        );
+    }
+
+    #[test]
+    fn a_rank_whose_watchdog_is_off_is_named_only_for_what_it_has_not_called() {
+        let unwatched = |called| at(Position::Unwatched { called });
+        assert_eq!(
+            verdict(&[running(2500), unwatched(true)], 60),
+            None,
+            "it may move"
+        );
+        assert_eq!(
+            verdict(&[running(2500), unwatched(false)], 60),
+            Some((Cause::NotLaunched, 1, false))
+        );
+        assert_eq!(
+            verdict(&[running(2500), unwatched(true), late(5)], 60),
+            Some((Cause::NotLaunched, 2, false))
         );
     }
 

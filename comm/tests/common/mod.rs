@@ -74,8 +74,13 @@ pub struct Rank {
 impl Rank {
     /// Joins the communicator `id`.
     pub fn join(id: UniqueIdBytes, rank: usize, ranks: usize) -> Self {
+        Self::join_on(rank as i32, id, rank, ranks)
+    }
+
+    /// Joins the communicator `id` with a device that may be another rank's, too.
+    pub fn join_on(number: i32, id: UniqueIdBytes, rank: usize, ranks: usize) -> Self {
         let device = host();
-        device.set_current(rank as i32).unwrap();
+        device.set_current(number).unwrap();
         let mut comm = Handle(0);
         // SAFETY: a valid place.
         ok(unsafe { abi::ncclCommInitRank(&raw mut comm, ranks as c_int, id, rank as c_int) });

@@ -98,7 +98,8 @@ static void run_frozen(struct Rank* r) {
   if (r->rank == 0) printf("ok a kernel that does not move is stuck\n");
 }
 
-// The last rank's stream is busy, and the queries of its events do not come back: the others are told that it has not come.
+// Queries of events do not come back: of the last rank, whose stream is busy; then of those that wait for the last rank, before they have
+// seen that they do. Each time these are told who has not come.
 static void run_unanswered(struct Rank* r) {
   void (*const hold_queries)(int on) = (void (*)(int))dlsym(RTLD_DEFAULT, "ringsight_mock_hold_queries");
   if (hold_queries == NULL) fail("unanswered: only a driver without a GPU holds queries");
@@ -122,7 +123,17 @@ static void run_unanswered(struct Rank* r) {
     hold_queries(0);
   }
   CU(cuStreamSynchronize, r->stream);
+  barrier();
+  if (!last) {
+    hold_queries(1);
+    enqueue(r, ALL_REDUCE, F32, 3000, 0, 0, r->send, r->recv);
+  }
+  await_verdict("Verdict: NOT_LAUNCHED (late): ", "AllReduce(count 3000");
+  barrier();
+  if (last) enqueue(r, ALL_REDUCE, F32, 3000, 0, 0, r->send, r->recv);
+  else hold_queries(0);
+  CU(cuStreamSynchronize, r->stream);
   NC(CommDestroy(r->comm));
   barrier();
-  if (r->rank == 0) printf("ok named without an answer of its driver\n");
+  if (r->rank == 0) printf("ok named without an answer of a driver\n");
 }

@@ -91,7 +91,8 @@ fn the_watchdog_knows_by_events() {
     assert!(log.contains("Told by: events"), "{log}");
 }
 
-/// A driver that does not answer on one rank silences nobody, and what is said of the rank says how it is known.
+/// A driver that does not answer silences nobody, whether that of the rank that has not come or of the rank that waits; and what is said of
+/// the one that has not come says how it is known.
 #[test]
 fn a_query_that_does_not_come_back_silences_no_verdict() {
     let folder = tempfile::tempdir().unwrap();

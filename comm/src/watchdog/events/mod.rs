@@ -156,9 +156,13 @@ impl Events {
     /// # Errors
     /// The device's.
     pub(crate) fn end(&self, device: &dyn Device, stream: Stream, track: &Arc<Track>) -> Result<()> {
-        track.record_end(device, stream)?;
+        let recorded = track.record_end(device, stream);
         if track.is_captured() {
-            return Ok(());
+            return recorded;
+        }
+        if let Err(error) = recorded {
+            self.destroy(track.events.to_vec());
+            return Err(error);
         }
         let mut state = lock(&self.state);
         state.eager.push_back(track.clone());

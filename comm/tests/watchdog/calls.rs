@@ -1,0 +1,182 @@
+//! Ranks that do not call the same.
+
+use std::{
+    env,
+    path::PathBuf,
+    thread,
+    time::{Duration, Instant},
+};
+
+use ringsight_comm::{abi, error::ResultCode, observe};
+use ringsight_records::{Description, Function, Kind};
+
+use super::{ELEMENTS, FAULT, FOLDER, PROMISED, THRESHOLD, until};
+use crate::common::{Call, host, ok, rank_of_process, start_processes, state};
+
+/// One rank of [`ranks_that_wait_for_each_other_are_told_so`].
+#[test]
+#[ignore = "helper: the body of one rank; started by another test"]
+fn crossed_rank() {
+    let Some(rank) = rank_of_process() else { return };
+    let mut data = vec![1f32; ELEMENTS];
+    let at: *mut u8 = data.as_mut_ptr().cast();
+    let function = match (env::var(FAULT).unwrap().as_str(), rank.rank) {
+        ("recv recv", _) | ("recv all_reduce", 0) => Function::Recv,
+        ("broadcast recv", 0) => Function::Broadcast,
+        ("broadcast recv", _) => Function::Recv,
+        _ => Function::AllReduce,
+    };
+    // Rank 1 is the root, so that both wait.
+    let peer = if function == Function::Broadcast {
+        1
+    } else {
+        1 - rank.rank
+    };
+    let call = if function == Function::AllReduce {
+        Call::new(function, ELEMENTS)
+    } else {
+        Call::peer(function, ELEMENTS, peer)
+    };
+    ok(rank.call(&call, at, at));
+    let end = Instant::now() + THRESHOLD + 2 * PROMISED;
+    while state(rank.comm) == ResultCode::Success && Instant::now() < end {
+        thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!(state(rank.comm), ResultCode::InvalidUsage);
+    assert_eq!(rank.call(&call, at, at), ResultCode::InvalidUsage);
+    println!("\ntold {}", crate::common::last_error());
+    // SAFETY: a live communicator.
+    ok(unsafe { abi::ncclCommAbort(rank.comm) });
+    rank.synchronize();
+    println!("\nrank done");
+}
+
+#[test]
+fn ranks_that_wait_for_each_other_are_told_so() {
+    for fault in ["recv recv", "recv all_reduce", "broadcast recv"] {
+        let variables = [(FAULT, fault), ("NCCL_KERNEL_TIMEOUT_MS", "300")];
+        let mut texts = Vec::new();
+        for child in start_processes("watchdog::calls::crossed_rank", 2, 1, &variables) {
+            let output = child.wait_with_output().unwrap();
+            let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+            assert!(
+                output.status.success() && text.contains("rank done"),
+                "{fault}: {text}"
+            );
+            let told = text.lines().find_map(|line| line.strip_prefix("told "));
+            texts.push(told.expect(&text).to_owned());
+        }
+        for text in &texts {
+            let whole = ["rank 0", "rank 1", "each waits for the other"];
+            assert!(whole.iter().all(|part| text.contains(part)), "{fault}: {text}");
+        }
+    }
+}
+
+/// One rank of [`calls_that_differ_are_a_verdict`]: rank 1 gives another count, when the others wait.
+#[test]
+#[ignore = "helper: the body of one rank; started by another test"]
+fn differing_rank() {
+    let Some(rank) = rank_of_process() else { return };
+    let device = host();
+    let mut data = vec![1f32; ELEMENTS + 1];
+    let at: *mut u8 = data.as_mut_ptr().cast();
+    let call = Call::new(Function::AllReduce, ELEMENTS + usize::from(rank.rank == 1));
+    let capture = || {
+        device.capture_begin(rank.stream).unwrap();
+        ok(rank.call(&call, at, at));
+        let graph = device.capture_end(rank.stream).unwrap();
+        device.graph_instantiate(graph).unwrap()
+    };
+    let exec = (env::var(FAULT).unwrap() == "graph").then(capture);
+    let folder = PathBuf::from(env::var(FOLDER).unwrap());
+    let waits = |rank: usize| folder.join(rank.to_string());
+    if rank.rank == 1 {
+        until(&|| [0, 2].iter().all(|other| waits(*other).exists()));
+    }
+    match exec {
+        Some(exec) => device.graph_launch(exec, rank.stream).unwrap(),
+        None => ok(rank.call(&call, at, at)),
+    }
+    if rank.rank != 1 {
+        let in_progress = |operation: Description| operation.device_start_ns != 0;
+        until(&|| observe::pages().unwrap().descriptions().any(in_progress));
+        std::fs::write(waits(rank.rank), "").unwrap();
+    }
+    until(&|| state(rank.comm) != ResultCode::Success);
+    assert_eq!(state(rank.comm), ResultCode::InvalidUsage);
+    let given = observe::emitted(Kind::Verdict);
+    if let Ok(dumps) = env::var("RINGSIGHT_DUMP_JSON") {
+        until(&|| std::path::Path::new(&format!("{dumps}{}", rank.rank)).exists());
+    }
+    println!("\nrecords {given}");
+    // SAFETY: a live communicator.
+    ok(unsafe { abi::ncclCommAbort(rank.comm) });
+    rank.synchronize();
+    if let Some(exec) = exec {
+        device.graph_exec_destroy(exec).unwrap();
+    }
+    println!("\nrank done");
+}
+
+/// Of three ranks of [`differing_rank`], what each wrote.
+fn differing_ranks(mode: &str, variables: &[(&str, &str)]) -> Vec<String> {
+    let folder = tempfile::tempdir().unwrap();
+    let own = [(FAULT, mode), (FOLDER, folder.path().to_str().unwrap())];
+    let variables = [&own, variables].concat();
+    crate::common::outputs(start_processes(
+        "watchdog::calls::differing_rank",
+        3,
+        2,
+        &variables,
+    ))
+    .into_iter()
+    .map(|output| {
+        let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+        assert!(
+            output.status.success() && text.contains("rank done"),
+            "{mode}: {text}"
+        );
+        text.into_owned()
+    })
+    .collect()
+}
+
+#[test]
+fn calls_that_differ_are_a_verdict() {
+    for (mode, source) in [
+        ("eager", "pages"),
+        ("eager", "events"),
+        ("graph", "pages"),
+        ("graph", "events"),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let dumps = folder.path().join("trace_");
+        let variables = [
+            ("RINGSIGHT_WATCHDOG_SOURCE", source),
+            ("RINGSIGHT_DUMP_JSON", dumps.to_str().unwrap()),
+        ];
+        for text in differing_ranks(mode, &variables) {
+            let verdicts: Vec<&str> = text
+                .lines()
+                .filter_map(|line| line.split_once("Verdict: "))
+                .map(|(_, verdict)| verdict)
+                .collect();
+            let begins = "METADATA_MISMATCH (hang): rank 1 has called something else: ranks 0, 2 called \
+                          AllReduce(count 4096, float32, sum) while rank 1 called AllReduce(count 4097, float32, sum): ";
+            assert!(
+                matches!(verdicts[..], [verdict] if verdict.starts_with(begins)),
+                "{mode}, {source}: {text}"
+            );
+            assert!(text.contains("\nrecords 1\n"), "{mode}, {source}: {text}");
+        }
+    }
+}
+
+#[test]
+fn without_a_watchdog_calls_that_differ_only_fail() {
+    for text in differing_ranks("eager", &[("NCCL_KERNEL_TIMEOUT_MS", "0")]) {
+        assert!(!text.contains("Verdict: "), "{text}");
+        assert!(text.contains("\nrecords 0\n"), "{text}");
+    }
+}

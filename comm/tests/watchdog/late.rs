@@ -1,0 +1,195 @@
+//! Ranks that are late: the report, and the error that stays.
+
+use std::{env, path::PathBuf};
+
+use ringsight_comm::{abi, error::ResultCode, observe};
+use ringsight_records::{Algorithm, Function, Protocol};
+
+use super::{ELEMENTS, FAULT, FOLDER, until};
+use crate::common::{Call, host, ok, rank_of_process, start_processes, state};
+
+/// One rank of the tests below, whose hangs set the error: rank 1 comes to the operation when rank 0 has been told that it hangs.
+#[test]
+#[ignore = "helper: the body of one rank; started by another test"]
+fn late_rank() {
+    let Some(rank) = rank_of_process() else { return };
+    let device = host();
+    let mut data = vec![1f32; ELEMENTS];
+    let at: *mut u8 = data.as_mut_ptr().cast();
+    let call = Call::new(Function::AllReduce, ELEMENTS);
+    let capture = || {
+        device.capture_begin(rank.stream).unwrap();
+        let code = rank.call(&call, at, at);
+        (code, device.capture_end(rank.stream).unwrap())
+    };
+    let exec = (env::var(FAULT).unwrap() == "graph").then(|| {
+        let (code, graph) = capture();
+        ok(code);
+        device.graph_instantiate(graph).unwrap()
+    });
+    let launch = || match exec {
+        Some(exec) => device.graph_launch(exec, rank.stream).unwrap(),
+        None => ok(rank.call(&call, at, at)),
+    };
+    let told = PathBuf::from(env::var(FOLDER).unwrap()).join("told");
+    if rank.rank == 0 {
+        launch();
+        until(&|| state(rank.comm) != ResultCode::Success);
+        print_description();
+        std::fs::write(told, "").unwrap();
+    } else {
+        until(&|| told.exists());
+        launch();
+    }
+    // It completes, and the error stays: on the rank that waited.
+    rank.synchronize();
+    let expected = [ResultCode::SystemError, ResultCode::Success][rank.rank];
+    assert_eq!(state(rank.comm), expected);
+    if let Some(exec) = exec {
+        // Graphs are launched without the library, which refuses nothing.
+        launch();
+        rank.synchronize();
+        device.graph_exec_destroy(exec).unwrap();
+    }
+    if rank.rank == 0 {
+        let refused = |code| {
+            crate::common::fails(
+                code,
+                ResultCode::SystemError,
+                "comm has failed earlier: NOT_LAUNCHED",
+            );
+        };
+        refused(rank.call(&call, at, at));
+        let (code, graph) = capture();
+        refused(code);
+        device.graph_destroy(graph).unwrap();
+    }
+    let sum = if exec.is_some() { 4.0 } else { 2.0 };
+    assert!(data.iter().all(|value| *value == sum), "{:?}", data[0]);
+    // SAFETY: a live communicator.
+    ok(unsafe { abi::ncclCommAbort(rank.comm) });
+    println!("\nrank done");
+}
+
+/// Prints the lines that a report has of the one operation of this process as its description has them.
+fn print_description() {
+    let operation = observe::pages().unwrap().descriptions().next().unwrap();
+    println!("\nexpected Comm: {:#x}, Rank: 0/2", operation.comm);
+    println!(
+        "expected Kernel: AllReduce(count {}, float32, sum), {}, {}, {} channels, collective 0",
+        operation.count,
+        Algorithm::from_code(operation.algorithm).unwrap(),
+        Protocol::from_code(operation.protocol).unwrap(),
+        operation.channels
+    );
+    println!("expected Channel Mask: {:#x}", operation.channel_mask);
+    println!("expected Threads per Block: {}", operation.warps);
+    println!("expected CUDA Device: 0");
+    println!("expected Bytes: {}", operation.bytes);
+    println!("expected Stream: {:#x}", operation.stream);
+    println!("expected Operation: {}", operation.op);
+}
+
+/// What the ranks of [`late_rank`] wrote.
+fn late_ranks(mode: &str, source: &str) -> Vec<String> {
+    let folder = tempfile::tempdir().unwrap();
+    let variables = [
+        (FAULT, mode),
+        (FOLDER, folder.path().to_str().unwrap()),
+        ("NCCL_KERNEL_TIMEOUT_MS", "300"),
+        ("RINGSIGHT_ARRIVAL_TIMEOUT_MS", "300"),
+        ("RINGSIGHT_WATCHDOG_ACTION", "error"),
+        ("RINGSIGHT_WATCHDOG_SOURCE", source),
+    ];
+    crate::common::outputs(start_processes("watchdog::late::late_rank", 2, 1, &variables))
+        .into_iter()
+        .map(|output| {
+            let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+            assert!(
+                output.status.success() && text.contains("rank done"),
+                "{mode}, {source}: {text}"
+            );
+            text.into_owned()
+        })
+        .collect()
+}
+
+#[test]
+fn an_error_stays_though_the_operation_completes_and_later_calls_are_refused() {
+    for (mode, source) in [
+        ("eager", "pages"),
+        ("eager", "events"),
+        ("graph", "pages"),
+        ("graph", "events"),
+    ] {
+        late_ranks(mode, source);
+    }
+}
+
+/// The numbers that stand in a line where its pattern has `#`.
+fn numbers(pattern: &str, line: &str) -> Option<Vec<f64>> {
+    let (first, rest) = pattern
+        .split_once('#')
+        .map_or((pattern, None), |(a, b)| (a, Some(b)));
+    let line = line.strip_prefix(first)?;
+    let Some(rest) = rest else {
+        return line.is_empty().then(Vec::new);
+    };
+    let end = line
+        .find(|c: char| !c.is_ascii_digit() && c != '.')
+        .unwrap_or(line.len());
+    let mut found = vec![line[..end].parse().ok()?];
+    found.extend(numbers(rest, &line[end..])?);
+    Some(found)
+}
+
+/// Communicator, rank, kernel, algorithm and protocol, time-out and threshold, channel mask, threads of a block and device are what users of
+/// such reports look for.
+#[test]
+fn a_report_has_every_line() {
+    let text = &late_ranks("eager", "pages")[0];
+    let lines: Vec<&str> = text
+        .lines()
+        .filter_map(|line| line.split_once(" NCCL WARN "))
+        .map(|(_, line)| line)
+        .skip_while(|line| *line != "NCCL KERNEL TIMEOUT DETECTED")
+        .collect();
+    let mut expected = text.lines().filter_map(|line| line.strip_prefix("expected "));
+    let mut next = || expected.next().expect(text);
+    let patterns = [
+        "NCCL KERNEL TIMEOUT DETECTED",
+        "=== NCCL Kernel Timeout Report ===",
+        next(),
+        next(),
+        "Timeout: # ms (threshold: # ms)",
+        next(),
+        next(),
+        next(),
+        next(),
+        next(),
+        next(),
+        "Enqueued: # ms ago",
+        "Launched: # ms ago",
+        "Started: # ms ago",
+        "Told by: kernels",
+        "Verdict: NOT_LAUNCHED (hang): rank # has not launched it; its last launch on this communicator was # s ago",
+        "Rank #: running # s, moved # s ago, waits for data from rank # (channel #, step #)",
+        "Rank #: not launched, idle # s",
+        "==================================",
+    ];
+    let found: Vec<Vec<f64>> = patterns
+        .iter()
+        .zip(&lines)
+        .map(|(pattern, line)| {
+            numbers(pattern, line).unwrap_or_else(|| panic!("{line} is not {pattern}:\n{text}"))
+        })
+        .collect();
+    assert_eq!(found.len(), patterns.len(), "{text}");
+    let [timeout, enqueued, launched, started] = [4, 11, 12, 13].map(|at| found[at][0]);
+    assert!(timeout >= 300.0 && found[4][1] == 300.0, "{text}");
+    assert!(
+        enqueued >= launched && launched >= started && started == timeout,
+        "{text}"
+    );
+    assert_eq!([15, 16, 17].map(|at| found[at][0]), [1.0, 0.0, 1.0], "{text}");
+}
