@@ -239,7 +239,6 @@ impl Round {
         let mut random = Random::new(seed ^ name ^ u64::from(number) << 40);
         let mut between = |least: u64, most: u64| least + random.below(most - least + 1);
         let ranks = match case.fault {
-            Fault::Crossed => 2,
             // Of two ranks that differ nobody can say which is wrong.
             Fault::Count | Fault::Order => between(3, 4) as u32,
             // One that is late, one that has left, and others that wait.
@@ -324,6 +323,25 @@ impl Round {
         (self.fault == Fault::Left).then_some((self.victim + self.ranks - 1) % self.ranks)
     }
 
+    /// The two that wait for each other: the victim and the rank behind it.
+    #[must_use]
+    pub(super) fn crossing(&self) -> Option<[u32; 2]> {
+        (self.fault == Fault::Crossed).then_some([self.victim, (self.victim + 1) % self.ranks])
+    }
+
+    /// From which rank it receives when the ranks wait for each other; whoever receives nothing is in a collective of all.
+    #[must_use]
+    pub(super) fn receives_from(&self, rank: u32) -> Option<u32> {
+        let [first, second] = self.crossing()?;
+        // A message against a message, or against the collective.
+        let both = self.before % 2 == 0;
+        match rank {
+            _ if rank == first => Some(second),
+            _ if rank == second && both => Some(first),
+            _ => None,
+        }
+    }
+
     /// Whether something is expected of a rank.
     #[must_use]
     pub(super) fn expects_of(&self, by: By, rank: u32) -> bool {
@@ -394,7 +412,7 @@ impl Round {
                 failure: Some(Failure {
                     by: By::Others,
                     code: REMOTE_ERROR,
-                    text: format!("rank {} is gone", self.victim),
+                    texts: vec![format!("rank {} is gone", self.victim)],
                     within: AT_ONCE,
                 }),
                 ..says(verdict("RANK_DEAD", "hang"))
@@ -403,7 +421,7 @@ impl Round {
                 failure: Some(Failure {
                     by: By::All,
                     code: INVALID_USAGE,
-                    text: format!("rank {} called ", self.victim),
+                    texts: vec![format!("rank {} called ", self.victim)],
                     within: THRESHOLD + PROMISED,
                 }),
                 by: By::All,
@@ -419,9 +437,18 @@ impl Round {
                 failure: Some(Failure {
                     by: By::All,
                     code: INVALID_USAGE,
-                    text: "each waits for the other".to_owned(),
+                    texts: ["each waits for the other".to_owned()]
+                        .into_iter()
+                        .chain(
+                            self.crossing()
+                                .into_iter()
+                                .flatten()
+                                .map(|rank| format!("rank {rank} ")),
+                        )
+                        .collect(),
                     within: THRESHOLD + PROMISED,
                 }),
+                // Which of the two finds out, or both, does not matter: the judge knows of that.
                 ..says(Vec::new())
             },
         }
@@ -455,8 +482,8 @@ pub(super) struct Verdict {
 pub(super) struct Failure {
     pub(super) by: By,
     pub(super) code: i32,
-    /// What its text must contain: it names the culprit.
-    pub(super) text: String,
+    /// What its text must contain: it names the culprits.
+    pub(super) texts: Vec<String>,
     pub(super) within: Duration,
 }
 

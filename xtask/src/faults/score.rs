@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, time::Duration};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    cases::{Fault, Round},
+    cases::{Fault, PROMISED, Round, THRESHOLD},
     excuse::{self, Reason},
     job::{Observed, Said},
     truth::What,
@@ -80,7 +80,10 @@ pub(super) fn judge(round: &Round, observed: &Observed) -> Result<Score, Reason>
         judge.score.class = false;
         judge.score.problems.push(broken.clone());
     }
-    judge.verdicts();
+    match round.crossing() {
+        Some(two) => judge.crossing(two),
+        None => judge.verdicts(),
+    }
     judge.failures();
     judge.completions();
     Ok(judge.score)
@@ -126,15 +129,7 @@ impl Judge<'_> {
                 .count();
             let says = round.expects_of(expectation.by, rank) && self.at(rank, &What::TooLate).is_none();
             let expected = if says { &expectation.verdicts[..] } else { &[] };
-            // Two that cross each other are each other's culprits; whether the one or the other or both say so first does not matter.
-            let crossed = |said: &&&Said| {
-                round.fault == Fault::Crossed && said.verdict.starts_with("METADATA_MISMATCH (hang)")
-            };
-            let more = said
-                .iter()
-                .skip(expected.len())
-                .filter(|said| !crossed(said))
-                .count();
+            let more = said.iter().skip(expected.len()).count();
             if more + wrong > 0 {
                 self.score.false_verdicts += (more + wrong) as u32;
                 self.problem(format!(
@@ -176,6 +171,35 @@ impl Judge<'_> {
         }
     }
 
+    /// Two that wait for each other are each other's culprits: at least one of them says so. The others may say in the meantime that the one or
+    /// the other has not come.
+    fn crossing(&mut self, two: [u32; 2]) {
+        let called = (0..self.round.ranks).filter_map(|rank| self.at(rank, &What::Called));
+        let base = called.max().unwrap_or(0);
+        let mut found = false;
+        for said in &self.observed.said {
+            let named = first_rank(&said.verdict).filter(|named| two.contains(named));
+            let is_of_two = two.contains(&said.rank);
+            let is = |begins: &str| said.verdict.starts_with(begins);
+            if is("METADATA_MISMATCH (hang): ") && is_of_two && named.is_some_and(|named| named != said.rank)
+            {
+                found = true;
+                let within = THRESHOLD + PROMISED;
+                self.timed(&format!("rank {} said it", said.rank), said.ns, base, within);
+            } else if !(is("NOT_LAUNCHED (late): ") && !is_of_two && named.is_some()) {
+                self.score.false_verdicts += 1;
+                self.problem(format!("rank {} said {}", said.rank, said.verdict));
+            }
+        }
+        if !found {
+            (self.score.class, self.score.culprit) = (false, false);
+            self.problem(format!(
+                "none of {two:?} said METADATA_MISMATCH: {:?}",
+                self.observed.said
+            ));
+        }
+    }
+
     fn failures(&mut self) {
         let Some(expected) = self.round.expectation().failure else {
             return;
@@ -204,12 +228,9 @@ impl Judge<'_> {
                 self.score.class = false;
                 self.problem(format!("rank {rank} failed with {code}: {text}"));
             }
-            if !text.contains(&expected.text) {
+            if let Some(missing) = expected.texts.iter().find(|part| !text.contains(*part)) {
                 self.score.culprit = false;
-                self.problem(format!(
-                    "rank {rank} failed without \"{}\": {text}",
-                    expected.text
-                ));
+                self.problem(format!("rank {rank} failed without \"{missing}\": {text}"));
             }
             self.timed(&format!("rank {rank} failed"), ns, base, expected.within);
         }
@@ -311,6 +332,44 @@ mod tests {
             score(&[(0, 500, right), (2, 600, right), (0, 5001, right)]).false_verdicts,
             0
         );
+    }
+
+    #[test]
+    fn of_two_that_wait_for_each_other_one_says_so() {
+        let round = Round {
+            fault: Fault::Crossed,
+            ..withheld()
+        };
+        let mismatch = |rank| format!("METADATA_MISMATCH (hang): rank {rank} is in another operation");
+        let score = |verdicts: &[(u32, u64, &str)]| {
+            let mut score = Judge {
+                round: &round,
+                observed: &observed(verdicts),
+                score: Score {
+                    class: true,
+                    culprit: true,
+                    in_time: true,
+                    ..Score::default()
+                },
+            };
+            score.crossing(round.crossing().unwrap());
+            score.score
+        };
+        let late = "NOT_LAUNCHED (late): rank 1 has not launched it";
+        let good = score(&[(0, 520, late), (2, 600, &mismatch(1)), (1, 700, &mismatch(2))]);
+        assert!(
+            good.class && good.culprit && good.in_time && good.false_verdicts == 0,
+            "{good:?}"
+        );
+        assert!(!score(&[(0, 520, late)]).class, "nobody said so");
+        for wrong in [(2, 600, &*mismatch(0)), (0, 600, &mismatch(1)), (2, 600, late)] {
+            assert_eq!(
+                score(&[(1, 500, &mismatch(2)), wrong]).false_verdicts,
+                1,
+                "{wrong:?}"
+            );
+        }
+        assert!(!score(&[(2, 1600, &mismatch(1))]).in_time);
     }
 
     #[test]

@@ -418,7 +418,10 @@ impl Member<'_> {
             (Fault::Order, false) => first
                 .call(&communicator)
                 .and_then(|()| second.call(&communicator)),
-            _ => communicator.receive(&message, 1 - self.rank),
+            _ => match round.receives_from(self.rank) {
+                Some(from) => communicator.receive(&message, from),
+                None => first.call(&communicator),
+            },
         };
         let launched = Launched::prepare(round.mode, &communicator, calls)?;
         self.begin()?;
