@@ -257,6 +257,19 @@ fn events_of_a_graph_go_with_it_or_with_the_communicator() {
 }
 
 #[test]
+fn events_of_a_plan_whose_end_cannot_be_recorded_are_gone() {
+    let test = Test::new();
+    let track = test.events.begin(&*test.device, test.stream, None).unwrap();
+    let gone = test.device.stream_create().unwrap();
+    test.device.stream_destroy(gone).unwrap();
+    assert!(test.events.end(&*test.device, gone, &track).is_err());
+    for event in track.events {
+        test.until("the events to be destroyed", || test.is_gone(event));
+    }
+    assert!(lock(&test.events.state).eager.is_empty());
+}
+
+#[test]
 fn a_capture_that_fails_leaves_no_event() {
     let test = Test::new();
     let gate = Arc::<Gate>::default();
