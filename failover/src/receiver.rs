@@ -209,6 +209,9 @@ impl<R: Rules> Receiver<R> {
             }
             Event::PortUp { path } if self.paths.knows(path) => {
                 self.paths[path].port_up = true;
+                if self.phase == Phase::Stranded && !self.paths[path].state.is_live() {
+                    self.timers.clear(Timer::Path(path));
+                }
                 self.advance(path, out);
             }
             Event::Suspected { path }
@@ -244,7 +247,11 @@ impl<R: Rules> Receiver<R> {
                 self.resend_soon(now);
             }
             Event::Connected { link } if self.paths.is_in(link, LinkState::Connecting) => {
-                let probes = self.settings.probation_probes;
+                let probes = match self.phase {
+                    // It need not be better than another one.
+                    Phase::Stranded => 1,
+                    _ => self.settings.probation_probes,
+                };
                 let path = &mut self.paths[link.path];
                 (path.state, path.more.probes) = (LinkState::Probation, probes);
                 self.probe(now, link.path, out);
@@ -378,6 +385,10 @@ impl<R: Rules> Receiver<R> {
         entry.more.probing = false;
         let wait = entry.more.backoff;
         entry.more.backoff = (wait * 2).min(longest);
+        let wait = match self.phase {
+            Phase::Stranded => self.settings.backoff,
+            _ => wait,
+        };
         self.timers.set(Timer::Path(path), now + wait);
         if active {
             self.probing = false;
@@ -404,8 +415,7 @@ impl<R: Rules> Receiver<R> {
     /// Begins the next epoch on the first path that is ready: it may be the one that it is on.
     fn choose(&mut self, now: Duration, out: &mut Vec<Action>) {
         let Some(path) = self.paths.indices().find(|path| self.is_usable(*path)) else {
-            self.phase = Phase::Stranded;
-            return;
+            return self.strand(now);
         };
         let from = self.active;
         self.epoch += 1;
@@ -427,6 +437,19 @@ impl<R: Rules> Receiver<R> {
         self.say_switch(out);
         self.resend_soon(now);
         self.say_credit(out);
+    }
+
+    /// There is no path to go on. However often those that failed did so: nothing is spared by leaving one alone for long, and the end
+    /// may have given up by then.
+    fn strand(&mut self, now: Duration) {
+        self.phase = Phase::Stranded;
+        for path in self
+            .paths
+            .indices()
+            .filter(|path| !self.paths[*path].state.is_live())
+        {
+            self.timers.hasten(Timer::Path(path), now + self.settings.backoff);
+        }
     }
 
     /// The sender is in our epoch.
@@ -612,3 +635,6 @@ impl<R: Rules> Receiver<R> {
         self.timers.armed()
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -49,6 +49,13 @@ impl Timers {
         self.0[Self::index(timer)].get_or_insert(deadline);
     }
 
+    /// Has it be over then at the latest, if it is set.
+    pub(crate) fn hasten(&mut self, timer: Timer, latest: Duration) {
+        if let Some(deadline) = &mut self.0[Self::index(timer)] {
+            *deadline = latest.min(*deadline);
+        }
+    }
+
     pub(crate) fn clear(&mut self, timer: Timer) {
         self.0[Self::index(timer)] = None;
     }

@@ -10,9 +10,9 @@
 //! - no hang: from every state, both ends can come to be done or given up without a failure being mended from outside.
 //!
 //! Time is not modelled but by order: a timer that is set may be over at any moment, with two exceptions, which are what the
-//! settings promise. The end's last deadline is over only when no path is alive (its time is long against a recovery), and the
-//! others only when what they wait for cannot come (theirs are long against a round trip); so often as [`Scenario::haste`] says,
-//! they are over early, too.
+//! settings promise. The end's last deadline is over only when no path is alive, or when those that are have failed more than once and
+//! are left alone (its time is long against a recovery, but not against that), and the others only when what they wait for cannot
+//! come (theirs are long against a round trip); so often as [`Scenario::haste`] says, they are over early, too.
 
 mod explore;
 mod moves;
@@ -100,6 +100,7 @@ fn both_paths_fail_in_either_order_and_during_recovery() {
     assert!(outcome.given_up > 0, "with no path left, the ends give up");
 }
 
+/// Also the second time, when it would be left alone for longer than the ends wait for a path.
 #[test]
 fn one_path_that_comes_back() {
     proves(Scenario {

@@ -338,6 +338,9 @@ impl<R: Rules> World<R> {
                     (qp.queue, qp.arrived, qp.draining) = (Vec::new(), Vec::new(), false);
                 }
                 match reason {
+                    Reason::NoPath if self.is_any_alive() && self.can_speak() => {
+                        Err("an end gives up although a path is alive".into())
+                    }
                     Reason::NoPath | Reason::Peer => Ok(()),
                     // What its NIC had acknowledged is gone: there is nothing else to do.
                     Reason::Protocol(what)

@@ -41,6 +41,11 @@ pub(super) struct Scenario {
     pub(super) flaw: Flaw,
 }
 
+/// How long a path is left alone that failed once, and one that failed again before that was forgotten. Only the second may be longer
+/// than the end's last deadline.
+const SHORT: Duration = Duration::from_nanos(1);
+const LONG: Duration = Duration::from_nanos(2);
+
 /// Index of the sender, and of the receiver.
 pub(super) const SENDER: usize = 0;
 pub(super) const RECEIVER: usize = 1;
@@ -140,8 +145,8 @@ impl<R: Rules> World<R> {
             give_up: Duration::ZERO,
             give_up_alone: Duration::ZERO,
             resend: Duration::ZERO,
-            backoff: Duration::ZERO,
-            backoff_max: Duration::ZERO,
+            backoff: SHORT,
+            backoff_max: LONG,
             probation_probes: 1,
             probation: Duration::ZERO,
             recovery_window: Duration::ZERO,
@@ -210,8 +215,21 @@ impl<R: Rules> World<R> {
         self.ports[SENDER][path].up && self.ports[RECEIVER][path].up
     }
 
-    fn is_any_alive(&self) -> bool {
+    pub(super) fn is_any_alive(&self) -> bool {
         (0..self.scenario.paths).any(|path| self.is_alive(path))
+    }
+
+    /// Whether nothing happens but that time passes until this path is made anew: there is none that is not given up, and it failed
+    /// again and again.
+    fn is_left_alone(&self, path: usize) -> bool {
+        let is_long = |at| at > SHORT;
+        self.receiver.paths().all(|view| view.state == LinkState::Fenced)
+            && self.receiver.next_attempt(path as u8).is_some_and(is_long)
+    }
+
+    /// Whether the ends have something left to speak over.
+    pub(super) fn can_speak(&self) -> bool {
+        self.scenario.outside || (0..self.scenario.paths).any(|path| self.works(path))
     }
 
     /// Whether what `end` sends on `path` finds the peer's queue pair.
@@ -333,11 +351,11 @@ impl<R: Rules> World<R> {
         match timer {
             // Nothing that it said is on its way.
             Timer::Resend => self.messages[1 - end].is_empty(),
-            // Long against a recovery over a path that is alive.
+            // Long against a recovery over a path that is alive, but not against how long one may be left alone.
             // And the ends must have something left to speak over.
             Timer::GiveUp => {
-                let speak = self.scenario.outside || (0..self.scenario.paths).any(|path| self.works(path));
-                !self.is_any_alive() || !speak
+                let mut paths = 0..self.scenario.paths;
+                !self.can_speak() || !paths.any(|path| self.is_alive(path) && !self.is_left_alone(path))
             }
             // Long against a round trip.
             Timer::Watch => views

@@ -350,7 +350,14 @@ impl Case {
                 (away && is_back && seen.broken.first() == Some(&refused), false)
             }
             // There is no other path: it is the same, made anew.
-            Failure::Flap if self.alone => (seen.switches == [(0, 0)], false),
+            Failure::Flap if self.alone => {
+                let is_same = seen.switches.iter().all(|switch| *switch == (0, 0));
+                let is_often = seen.switches.len() > 1;
+                (
+                    is_same && is_often == (self.flaps > 1) && !seen.switches.is_empty(),
+                    false,
+                )
+            }
             Failure::Flap if self.flaps == 1 => (away, !seen.broken.is_empty() || seen.was_over_soon()),
             Failure::Flap => (
                 away && seen.switches.last().is_some_and(|(_, to)| *to == 0),

@@ -39,7 +39,7 @@ const PEER: &str = "RINGSIGHT_FAILOVER_PEER";
 const CASES: &str = "RINGSIGHT_FAILOVER_CASES";
 
 /// One of each kind, where nothing else is asked for.
-const USUAL: [&str; 21] = [
+const USUAL: [&str; 22] = [
     // Who comes back after the time-out finds the completion, not a path that failed.
     "sendrecv none sender 41 away-ms=4000 TIMEOUT_MS=3000 PROBE_MS=60000",
     "sendrecv primary sender 1",
@@ -59,6 +59,8 @@ const USUAL: [&str; 21] = [
     // One path, whose link is away for longer than a recovery may take with two, and not for as long as its device would try: 30 s.
     // A packet that is lost while the link comes up is sent again after four.
     "sendrecv flap receiver 41 alone=1 down-ms=12000 ib-timeout=20",
+    // Again and again: it would soon be left alone for longer than a recovery may take.
+    "sendrecv flap receiver 43 alone=1 flaps=30 down-ms=300 steps=300 pace-us=70000 GIVE_UP_MS=6000",
     "sendrecv silent sender 51 TIMEOUT_MS=1500",
     // The device has tried often enough long before anybody else notices.
     "sendrecv silent sender 51 ib-timeout=14 TIMEOUT_MS=60000 PROBE_MS=60000",

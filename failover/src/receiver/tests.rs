@@ -1,0 +1,156 @@
+//! A receiver and its times: its driver and its sender answer at once, over paths that are up or not.
+
+use std::{collections::VecDeque, sync::Arc, time::Duration};
+
+use super::Receiver;
+use crate::{Action, Address, Event, Message, PathSet, Reason, Settings, Status, Work};
+
+struct Bench {
+    receiver: Receiver,
+    now: Duration,
+    /// By path: whether anything gets over it.
+    alive: Vec<bool>,
+    over: Option<Reason>,
+}
+
+impl Bench {
+    fn new(settings: Settings, paths: usize) -> Self {
+        let receiver = Receiver::new(Arc::new(settings), paths, PathSet::first_of(paths));
+        let mut bench = Self {
+            receiver: receiver.expect("paths that are ready"),
+            now: Duration::ZERO,
+            alive: vec![true; paths],
+            over: None,
+        };
+        bench.receiver.set_busy(bench.now, true);
+        bench
+    }
+
+    /// What comes of an action where all goes well, or as well as the path lets it.
+    fn answer(&self, action: &Action) -> Option<Event> {
+        let is_alive = |path: u8| self.alive[usize::from(path)];
+        Some(match *action {
+            Action::Fence { link } => Event::Fenced { link, sure: true },
+            Action::Rebuild { link } => Event::Rebuilt {
+                link,
+                address: Address::default(),
+            },
+            Action::Connect { link, .. } if is_alive(link.path) => Event::Connected { link },
+            Action::Connect { link, .. } => Event::Failed { link },
+            Action::Probe { link } if is_alive(link.path) => Event::Completed {
+                link,
+                work: Work::Probe,
+                status: Status::Success,
+            },
+            Action::Tell { message, .. } => Event::Heard(match message {
+                Message::Offer { link, address } if is_alive(link.path) => Message::Accept { link, address },
+                Message::Switch { epoch, link, .. } if is_alive(link.path) => Message::Switched { epoch },
+                Message::Hold { epoch, .. } => Message::Drained { epoch, posted: 0 },
+                _ => return None,
+            }),
+            _ => return None,
+        })
+    }
+
+    fn perform(&mut self, mut actions: Vec<Action>) {
+        let mut events = VecDeque::new();
+        loop {
+            for action in actions.drain(..) {
+                if let Action::GiveUp(reason) = action {
+                    self.over = Some(reason);
+                }
+                events.extend(self.answer(&action));
+            }
+            let Some(event) = events.pop_front() else {
+                return;
+            };
+            self.receiver.handle(self.now, event, &mut actions);
+        }
+    }
+
+    fn tell(&mut self, event: Event) {
+        let mut actions = Vec::new();
+        self.receiver.handle(self.now, event, &mut actions);
+        self.perform(actions);
+    }
+
+    /// Takes the receiver's port of a path down, or up again.
+    fn port(&mut self, path: u8, up: bool) {
+        self.alive[usize::from(path)] = up;
+        self.tell(match up {
+            true => Event::PortUp { path },
+            false => Event::PortDown { path },
+        });
+    }
+
+    fn pass(&mut self, milliseconds: u64) {
+        let end = self.now + Duration::from_millis(milliseconds);
+        while let Some(at) = self.receiver.deadline().filter(|at| *at <= end) {
+            self.now = self.now.max(at);
+            let mut actions = Vec::new();
+            self.receiver.expire(self.now, &mut actions);
+            self.perform(actions);
+        }
+        self.now = end;
+    }
+
+    /// Whether steps go over this path.
+    fn flows_over(&self, path: u8) -> bool {
+        let view = self.receiver.paths().nth(usize::from(path));
+        view.is_some_and(|view| view.active && view.state.is_live()) && !self.receiver.is_recovering()
+    }
+}
+
+/// Its only path is down for a tenth of a second, however often: it is made anew as soon as its port is up.
+#[test]
+fn one_path_that_flaps_is_there_whenever_its_port_is_up() {
+    for up_for in [50, 100, 1000] {
+        let mut bench = Bench::new(Settings::default(), 1);
+        for flap in 0..300 {
+            bench.port(0, false);
+            bench.pass(100);
+            bench.port(0, true);
+            bench.pass(up_for);
+            assert_eq!(bench.over, None, "flap {flap}, up for {up_for} ms");
+            assert!(bench.flows_over(0) || up_for < 1000, "flap {flap}");
+        }
+        bench.pass(1000);
+        assert!(bench.flows_over(0));
+    }
+}
+
+/// Paths that failed often are left alone for long, but not while there is no other one.
+#[test]
+fn a_path_that_is_left_alone_is_tried_when_the_last_other_one_fails() {
+    let mut bench = Bench::new(Settings::default(), 2);
+    let long = Duration::from_secs(20);
+    let is_left_alone = |bench: &Bench| {
+        let next = bench.receiver.next_attempt(0);
+        next.is_some_and(|at| at > bench.now + long)
+    };
+    for _ in 0..5000 {
+        bench.port(0, false);
+        bench.pass(20);
+        bench.port(0, true);
+        bench.pass(180);
+        if is_left_alone(&bench) {
+            break;
+        }
+    }
+    assert!(is_left_alone(&bench) && bench.flows_over(1));
+    bench.port(1, false);
+    bench.pass(1000);
+    assert!(bench.flows_over(0), "its port is up");
+    // What fails while there is none is tried again soon, too.
+    bench.alive[0] = false;
+    for _ in 0..10 {
+        bench.tell(Event::Failed {
+            link: bench.receiver.active(),
+        });
+        bench.pass(300);
+    }
+    bench.alive[0] = true;
+    bench.pass(2000);
+    assert_eq!(bench.over, None);
+    assert!(bench.flows_over(0));
+}
