@@ -32,7 +32,7 @@
 //! ([`Message::Broken`]). The receiver, once its end is fenced, has counted all that arrived: it says [`Message::Switch`] with the
 //! epoch, the path and the committed position. The sender replays from that position, never from what it has posted, and
 //! answers [`Message::Switched`]. If the new path fails meanwhile, the same happens with the next epoch. With no path left the
-//! ends rebuild what they can, and give up when [`Settings::give_up`] is over.
+//! ends rebuild what they can; one with an operation gives up when [`Settings::give_up`] is over.
 //!
 //! A path that failed is rebuilt by an offer of the receiver and the sender's acceptance, proves itself by probes, and is then
 //! ready. If it comes before the active path in order, the receiver goes back to it. The active path works, and is not fenced: the

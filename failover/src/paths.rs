@@ -62,14 +62,6 @@ impl<More: Copy> Paths<More> {
         }
     }
 
-    /// How long a recovery may take.
-    pub(crate) fn give_up(&self, settings: &Settings) -> Duration {
-        match self.count {
-            1 => settings.give_up_alone,
-            _ => settings.give_up,
-        }
-    }
-
     pub(crate) fn indices(&self) -> impl Iterator<Item = u8> + use<More> {
         0..self.count
     }

@@ -154,11 +154,12 @@ impl<R: Rules> Receiver<R> {
         }
     }
 
-    /// Whether the driver has an operation for it. An idle end probes nothing.
+    /// Whether the driver has an operation for it. An idle end probes nothing, and does not give up for want of a path.
     pub fn set_busy(&mut self, now: Duration, busy: bool) {
         if self.busy != busy {
             self.busy = busy;
             self.watch(now);
+            self.limit(now);
         }
     }
 
@@ -394,8 +395,7 @@ impl<R: Rules> Receiver<R> {
             self.probing = false;
             self.phase = Phase::Fencing;
             self.timers.clear(Timer::Watch);
-            let give_up = self.paths.give_up(&self.settings);
-            self.timers.ensure(Timer::GiveUp, now + give_up);
+            self.limit(now);
         }
         self.paths[path].state = LinkState::Fencing;
         self.settle();
@@ -439,6 +439,15 @@ impl<R: Rules> Receiver<R> {
         self.say_credit(out);
     }
 
+    /// Sets the end of what an operation waits for, unless it is set. Without one nothing is lost by waiting.
+    fn limit(&mut self, now: Duration) {
+        let is_between = matches!(self.phase, Phase::Fencing | Phase::Stranded | Phase::Switching);
+        match self.busy && is_between {
+            true => self.timers.ensure(Timer::GiveUp, now + self.settings.give_up),
+            false => self.timers.clear(Timer::GiveUp),
+        }
+    }
+
     /// There is no path to go on. However often those that failed did so: nothing is spared by leaving one alone for long, and the end
     /// may have given up by then.
     fn strand(&mut self, now: Duration) {
@@ -456,7 +465,7 @@ impl<R: Rules> Receiver<R> {
     fn flow(&mut self, now: Duration, out: &mut Vec<Action>) {
         let was_elsewhere = self.phase == Phase::Switching;
         self.phase = Phase::Flowing;
-        self.timers.clear(Timer::GiveUp);
+        self.limit(now);
         self.settle();
         if was_elsewhere {
             out.push(Action::Report(Report::Recovered { epoch: self.epoch }));

@@ -158,11 +158,12 @@ impl<R: Rules> Sender<R> {
         }
     }
 
-    /// Whether the driver has an operation for it. An idle end probes nothing.
+    /// Whether the driver has an operation for it. An idle end probes nothing, and does not give up for want of a path.
     pub fn set_busy(&mut self, now: Duration, busy: bool) {
         if self.busy != busy {
             self.busy = busy;
             self.watch(now);
+            self.limit(now);
         }
     }
 
@@ -369,7 +370,7 @@ impl<R: Rules> Sender<R> {
         if !self.paths.is_in(link, LinkState::Ready) {
             // It failed here meanwhile.
             self.phase = Phase::Waiting;
-            self.set_give_up(now);
+            self.limit(now);
             return self.say_broken_soon(now, out);
         }
         self.phase = Phase::Flowing;
@@ -460,7 +461,7 @@ impl<R: Rules> Sender<R> {
         if active {
             (self.phase, self.held) = (Phase::Waiting, None);
             self.timers.clear(Timer::Watch);
-            self.set_give_up(now);
+            self.limit(now);
         }
         true
     }
@@ -533,10 +534,17 @@ impl<R: Rules> Sender<R> {
         self.watch(now);
     }
 
-    /// Sets the end of a recovery, unless one is under way.
-    fn set_give_up(&mut self, now: Duration) {
-        let give_up = self.paths.give_up(&self.settings);
-        self.timers.ensure(Timer::GiveUp, now + give_up);
+    /// Sets the end of what an operation waits for, unless it is set. Without one nothing is lost by waiting.
+    fn limit(&mut self, now: Duration) {
+        let is_between = match self.phase {
+            Phase::Flowing => self.recovering,
+            Phase::Waiting => true,
+            Phase::Over => false,
+        };
+        match self.busy && is_between {
+            true => self.timers.ensure(Timer::GiveUp, now + self.settings.give_up),
+            false => self.timers.clear(Timer::GiveUp),
+        }
     }
 
     /// Sets the time by which something should have happened on the active path.

@@ -19,11 +19,9 @@ pub struct Settings {
     /// How long an end waits for the peer with nothing outstanding before it probes the path. `RINGSIGHT_NET_PROBE_MS`, by
     /// default 1000.
     pub probe: Duration,
-    /// How long a recovery may take before the communicator fails. `RINGSIGHT_NET_GIVE_UP_MS`, by default 10000.
+    /// How long an operation may wait for a recovery before the communicator fails: 10 s, or as long as a device tries, if that is
+    /// longer; where `RINGSIGHT_NET_GIVE_UP_MS` is set, that.
     pub give_up: Duration,
-    /// The same of a connection with one path: as long as its device tries, if that is longer; where `RINGSIGHT_NET_GIVE_UP_MS` is set,
-    /// that.
-    pub give_up_alone: Duration,
     /// When something unanswered is said again at first; doubled each time, at most [`Settings::RESEND_MAX`].
     /// `RINGSIGHT_NET_RESEND_MS`, by default 20.
     pub resend: Duration,
@@ -54,8 +52,7 @@ impl Default for Settings {
             timeout: Duration::from_millis(1000),
             timeout_alone: Self::TRIES,
             probe: Duration::from_millis(1000),
-            give_up: Duration::from_millis(10_000),
-            give_up_alone: Self::TRIES,
+            give_up: Self::TRIES,
             resend: Duration::from_millis(20),
             backoff: Duration::from_millis(100),
             backoff_max: Self::BACKOFF_LIMIT,
@@ -130,6 +127,8 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
 impl Settings {
     /// As long as a device tries by NCCL's defaults.
     const TRIES: Duration = Duration::from_nanos((4096 << 20) * 8);
+    /// The shortest [`Settings::give_up`] that is not asked for.
+    const GIVE_UP_LEAST: Duration = Duration::from_secs(10);
     /// The longest back-off that can be asked for.
     pub const BACKOFF_LIMIT: Duration = Duration::from_secs(30);
     /// The longest time between two of the same message.
@@ -153,12 +152,12 @@ impl Settings {
         let retries = from.number("NCCL_IB_RETRY_CNT", 7, 0, 7).unwrap_or(7);
         // Whose device never ends a request is as by default.
         let tries = transport_timeout(exponent as u8, retries as u8).unwrap_or(Self::TRIES);
-        let alone = |name, usual: Duration| match (from.0)(name) {
+        let at_least_tries = |name, usual: Duration| match (from.0)(name) {
             Some(_) => usual,
             None => usual.max(tries),
         };
         let timeout = from.time("RINGSIGHT_NET_TIMEOUT_MS", defaults.timeout, 1)?;
-        let give_up = from.time("RINGSIGHT_NET_GIVE_UP_MS", defaults.give_up, 1)?;
+        let give_up = from.time("RINGSIGHT_NET_GIVE_UP_MS", Self::GIVE_UP_LEAST, 1)?;
         let backoff_max = from.time("RINGSIGHT_NET_BACKOFF_MAX_MS", defaults.backoff_max, 1)?;
         let backoff_max = backoff_max.min(Self::BACKOFF_LIMIT);
         Ok(Self {
@@ -167,10 +166,9 @@ impl Settings {
                 .switch("RINGSIGHT_NET_FAILBACK")?
                 .unwrap_or(defaults.failback),
             timeout,
-            timeout_alone: alone("RINGSIGHT_NET_TIMEOUT_MS", timeout),
+            timeout_alone: at_least_tries("RINGSIGHT_NET_TIMEOUT_MS", timeout),
             probe: from.time("RINGSIGHT_NET_PROBE_MS", defaults.probe, 1)?,
-            give_up,
-            give_up_alone: alone("RINGSIGHT_NET_GIVE_UP_MS", give_up),
+            give_up: at_least_tries("RINGSIGHT_NET_GIVE_UP_MS", give_up),
             resend: from
                 .time("RINGSIGHT_NET_RESEND_MS", defaults.resend, 1)?
                 .min(Self::RESEND_MAX),
@@ -248,28 +246,25 @@ mod tests {
     }
 
     #[test]
-    fn with_one_path_the_devices_tries_are_waited_for() {
-        let alone = |variables: &[(&str, &str)]| {
+    fn the_devices_tries_are_waited_for() {
+        let times = |variables: &[(&str, &str)]| {
             let settings = with(variables).unwrap();
-            (
-                settings.timeout_alone.as_millis(),
-                settings.give_up_alone.as_millis(),
-            )
+            (settings.timeout_alone.as_millis(), settings.give_up.as_millis())
         };
-        assert_eq!(alone(&[]), (34_359, 34_359));
-        assert_eq!(alone(&[("NCCL_IB_TIMEOUT", "18")]), (8_589, 10_000));
+        assert_eq!(times(&[]), (34_359, 34_359));
+        assert_eq!(times(&[("NCCL_IB_TIMEOUT", "18")]), (8_589, 10_000));
         assert_eq!(
-            alone(&[("NCCL_IB_TIMEOUT", "14"), ("NCCL_IB_RETRY_CNT", "0")]),
+            times(&[("NCCL_IB_TIMEOUT", "14"), ("NCCL_IB_RETRY_CNT", "0")]),
             (1000, 10_000)
         );
         // No limit of the device's, or none that can be.
-        assert_eq!(alone(&[("NCCL_IB_TIMEOUT", "0")]), (34_359, 34_359));
-        assert_eq!(alone(&[("NCCL_IB_RETRY_CNT", "x")]), (34_359, 34_359));
+        assert_eq!(times(&[("NCCL_IB_TIMEOUT", "0")]), (34_359, 34_359));
+        assert_eq!(times(&[("NCCL_IB_RETRY_CNT", "x")]), (34_359, 34_359));
         let own = [
             ("RINGSIGHT_NET_TIMEOUT_MS", "250"),
             ("RINGSIGHT_NET_GIVE_UP_MS", "500"),
         ];
-        assert_eq!(alone(&own), (250, 500));
+        assert_eq!(times(&own), (250, 500));
     }
 
     #[test]

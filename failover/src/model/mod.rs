@@ -6,7 +6,7 @@
 //!
 //! - every step is committed once, in order, and the receiver's device finds in its slot what was sent;
 //! - the sender never frees a source that the receiver has not got, nor has more credit than there are free slots;
-//! - an end gives up only when no path has both its ports up, or because the other end did;
+//! - an end gives up only when no path has both its ports up and it has an operation, or because the other end did;
 //! - no hang: from every state, both ends can come to be done or given up without a failure being mended from outside.
 //!
 //! Time is not modelled but by order: a timer that is set may be over at any moment, with two exceptions, which are what the
@@ -70,6 +70,7 @@ const SMALL: Scenario = Scenario {
     only_first: false,
     losses: 0,
     haste: 0,
+    idle: false,
     credits_in_doubt: false,
     flaw: Flaw::None,
 };
@@ -110,6 +111,31 @@ fn one_path_that_comes_back() {
         steps: 1,
         ..SMALL
     });
+}
+
+/// What fails before there is an operation is no error until there is one.
+#[test]
+fn paths_fail_before_operations_begin() {
+    proves(Scenario {
+        idle: true,
+        paths: 1,
+        failures: 2,
+        repairs: 1,
+        steps: 1,
+        ..SMALL
+    });
+    let outcome = proves(Scenario {
+        idle: true,
+        failures: 2,
+        repairs: 0,
+        steps: 1,
+        slots: 1,
+        ..SMALL
+    });
+    assert!(
+        outcome.given_up > 0,
+        "with an operation and no path left, the ends give up"
+    );
 }
 
 #[test]

@@ -16,6 +16,12 @@ impl<R: Rules> World<R> {
     pub(super) fn apply(&mut self, step: Move) -> Result<Effects, String> {
         let mut effects = Effects::default();
         match step {
+            Move::Begin(end) => {
+                self.begun[end] = true;
+                if end == RECEIVER {
+                    self.grant(&mut effects)?;
+                }
+            }
             Move::Post => {
                 let link = self.sender.link().ok_or("posted without a path")?;
                 let position = self.sender.posted();
@@ -90,6 +96,7 @@ impl<R: Rules> World<R> {
                 port.gid += 1;
             }
         }
+        self.set_busy();
         self.tidy();
         self.check()?;
         Ok(effects)
@@ -122,6 +129,9 @@ impl<R: Rules> World<R> {
     }
 
     pub(super) fn grant(&mut self, effects: &mut Effects) -> Result<(), String> {
+        if !self.begun[RECEIVER] {
+            return Ok(());
+        }
         let mut actions = Vec::new();
         let steps = (self.consumed + self.scenario.slots as u64).min(self.scenario.steps);
         self.receiver.grant(Duration::ZERO, steps, &mut actions);
@@ -340,6 +350,9 @@ impl<R: Rules> World<R> {
                 match reason {
                     Reason::NoPath if self.is_any_alive() && self.can_speak() => {
                         Err("an end gives up although a path is alive".into())
+                    }
+                    Reason::NoPath if !self.is_busy(end) => {
+                        Err("an end gives up although nothing waits for it".into())
                     }
                     Reason::NoPath | Reason::Peer => Ok(()),
                     // What its NIC had acknowledged is gone: there is nothing else to do.

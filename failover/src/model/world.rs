@@ -35,6 +35,8 @@ pub(super) struct Scenario {
     /// How often a timer is over early: a time-out although the path works, a resend although the first is on its way, a probe
     /// although nothing is wrong.
     pub(super) haste: u8,
+    /// Operations begin at some time, at each end; else they have when it all begins.
+    pub(super) idle: bool,
     /// Acknowledgements of credits may be lost, too, and not only those of steps.
     pub(super) credits_in_doubt: bool,
     /// What is wrong with the drivers.
@@ -53,6 +55,8 @@ pub(super) const RECEIVER: usize = 1;
 /// Something that can happen. Ends and paths are indices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Move {
+    /// An end has its operation.
+    Begin(usize),
     /// The sender's driver posts the next step.
     Post,
     /// The receiver's device is done with a slot.
@@ -110,6 +114,8 @@ pub(super) struct World<R> {
     pub(super) scenario: Scenario,
     pub(super) sender: Sender<R>,
     pub(super) receiver: Receiver<R>,
+    /// By end: whether its operation has begun.
+    pub(super) begun: [bool; 2],
     pub(super) consumed: u64,
     /// What lies in the receiver's slots: the position that it is the data of.
     pub(super) slots: Vec<Option<u64>>,
@@ -143,7 +149,6 @@ impl<R: Rules> World<R> {
             timeout_alone: Duration::ZERO,
             probe: Duration::ZERO,
             give_up: Duration::ZERO,
-            give_up_alone: Duration::ZERO,
             resend: Duration::ZERO,
             backoff: SHORT,
             backoff_max: LONG,
@@ -171,6 +176,7 @@ impl<R: Rules> World<R> {
             scenario,
             sender: Sender::new(Arc::clone(&settings), slots, scenario.paths, ready).unwrap(),
             receiver: Receiver::new(settings, scenario.paths, ready).unwrap(),
+            begun: [!scenario.idle; 2],
             consumed: 0,
             slots: vec![None; scenario.slots],
             words: vec![0; scenario.paths],
@@ -184,8 +190,7 @@ impl<R: Rules> World<R> {
             losses: scenario.losses,
             haste: scenario.haste,
         };
-        world.sender.set_busy(Duration::ZERO, true);
-        world.receiver.set_busy(Duration::ZERO, true);
+        world.set_busy();
         let mut effects = Effects::default();
         world.grant(&mut effects).unwrap();
         world
@@ -208,6 +213,19 @@ impl<R: Rules> World<R> {
 
     fn is_receiver_done(&self) -> bool {
         self.consumed == self.scenario.steps
+    }
+
+    /// Whether an end has an operation under way.
+    pub(super) fn is_busy(&self, end: usize) -> bool {
+        let is_done = [self.is_sender_done(), self.is_receiver_done()];
+        self.begun[end] && !is_done[end]
+    }
+
+    /// Tells the ends whether they have.
+    pub(super) fn set_busy(&mut self) {
+        let [sends, receives] = [SENDER, RECEIVER].map(|end| self.is_busy(end));
+        self.sender.set_busy(Duration::ZERO, sends);
+        self.receiver.set_busy(Duration::ZERO, receives);
     }
 
     /// Whether both ports of a path are up.
@@ -261,9 +279,12 @@ impl<R: Rules> World<R> {
         let mut moves = Vec::new();
         let posted = self.sender.posted();
         let has_source = posted < self.sender.acked() + self.scenario.slots as u64;
-        if self.sender.link().is_some() && posted < self.scenario.steps && has_source {
+        let may_post = self.begun[SENDER] && posted < self.scenario.steps && has_source;
+        if self.sender.link().is_some() && may_post {
             moves.push(Move::Post);
         }
+        let begins = [SENDER, RECEIVER].into_iter().filter(|end| !self.begun[*end]);
+        moves.extend(begins.map(Move::Begin));
         if self.consumed < self.receiver.committed() {
             moves.push(Move::Consume);
         }

@@ -154,3 +154,25 @@ fn a_path_that_is_left_alone_is_tried_when_the_last_other_one_fails() {
     assert_eq!(bench.over, None);
     assert!(bench.flows_over(0));
 }
+
+/// Both ports are down for longer than an operation may wait. Without one that is no error, and with one only after that time.
+#[test]
+fn an_end_without_an_operation_waits_for_as_long_as_it_takes() {
+    let settings = Settings::default();
+    let give_up = settings.give_up.as_millis() as u64;
+    let mut bench = Bench::new(settings, 2);
+    bench.receiver.set_busy(bench.now, false);
+    [0, 1].into_iter().for_each(|path| bench.port(path, false));
+    bench.pass(3 * give_up);
+    bench.receiver.set_busy(bench.now, true);
+    bench.pass(give_up / 2);
+    assert_eq!(bench.over, None);
+    bench.port(0, true);
+    bench.pass(1000);
+    assert!(bench.flows_over(0));
+    bench.port(0, false);
+    bench.pass(give_up);
+    assert_eq!(bench.over, None);
+    bench.pass(1);
+    assert_eq!(bench.over, Some(Reason::NoPath));
+}
