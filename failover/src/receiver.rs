@@ -427,6 +427,7 @@ impl<R: Rules> Receiver<R> {
         }
         let from = from.path;
         self.phase = Phase::Switching;
+        self.probing = false;
         out.push(Action::Report(Report::Switched {
             epoch: self.epoch,
             from,

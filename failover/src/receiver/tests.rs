@@ -176,3 +176,18 @@ fn an_end_without_an_operation_waits_for_as_long_as_it_takes() {
     bench.pass(1);
     assert_eq!(bench.over, Some(Reason::NoPath));
 }
+
+/// A path is left while a probe of it is out: the other one does not have to answer it.
+#[test]
+fn a_probe_of_the_path_before_is_not_waited_for() {
+    let mut bench = Bench::new(Settings::default(), 2);
+    bench.port(0, false);
+    bench.alive[1] = false;
+    bench.pass(1100);
+    bench.port(0, true);
+    bench.pass(500);
+    assert!(bench.flows_over(0));
+    let before = (bench.receiver.epoch(), bench.receiver.active());
+    bench.pass(10_000);
+    assert_eq!((bench.receiver.epoch(), bench.receiver.active()), before);
+}
