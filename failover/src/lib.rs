@@ -156,7 +156,8 @@ pub enum Action {
         /// The peer's.
         peer: Address,
     },
-    /// Post something that changes nothing and completes only if the path works: an RDMA WRITE of no bytes.
+    /// Post something that changes nothing and completes only if the path works: an RDMA WRITE of no bytes, over all that it has for
+    /// steps.
     Probe {
         /// The queue pair.
         link: Link,

@@ -136,6 +136,7 @@ impl Fabric {
         match self {
             Self::SoftRoce => {
                 let rank = 1 - port.rank;
+                let lost = lost.then_some(notices::Lost::Notices);
                 notices::lose(&Port { rank, ..port }.interface(), lost);
             }
             Self::Mlx5 | Self::DualPort => {
@@ -143,6 +144,12 @@ impl Fabric {
                 self.fault(port, &what);
             }
         }
+    }
+
+    /// Soft-RoCE: has what comes to one queue pair of a port lost, until [`Fabric::mend`]. No device notices.
+    pub(crate) fn lose_of_queue_pair(self, port: Port, number: u32) {
+        assert_eq!(self, Self::SoftRoce);
+        notices::lose(&port.interface(), Some(notices::Lost::OfQueuePair(number)));
     }
 
     /// Has the stand-in make a fault of a port's device.

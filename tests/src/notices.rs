@@ -1,5 +1,4 @@
-//! Soft-RoCE: has what tells of a step lost, and not its bytes: a program that looks at what an interface receives drops RDMA WRITEs
-//! with an immediate.
+//! Soft-RoCE: has some packets lost and others not: a program that looks at what an interface receives drops them.
 
 use std::{
     collections::BTreeMap,
@@ -12,12 +11,21 @@ use std::{
 /// Programs in use, by interface: one is gone with its descriptor.
 static LOSSES: Mutex<BTreeMap<String, OwnedFd>> = Mutex::new(BTreeMap::new());
 
-/// Has the notices that come to an interface lost, or no longer.
-pub(super) fn lose(interface: &str, lost: bool) {
+/// What is lost.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Lost {
+    /// What tells of a step, and not its bytes: RDMA WRITEs with an immediate.
+    Notices,
+    /// What is sent to a queue pair.
+    OfQueuePair(u32),
+}
+
+/// Has what comes to an interface lost, or nothing any longer.
+pub(super) fn lose(interface: &str, lost: Option<Lost>) {
     let mut losses = LOSSES.lock().unwrap_or_else(PoisonError::into_inner);
     losses.remove(interface);
-    if lost {
-        losses.insert(interface.to_owned(), attach(interface));
+    if let Some(lost) = lost {
+        losses.insert(interface.to_owned(), attach(interface, lost));
     }
 }
 
@@ -56,28 +64,51 @@ const EXIT: u8 = 0x95;
 const XDP_DROP: i32 = 1;
 const XDP_PASS: i32 = 2;
 
-/// Ethernet, IPv4 without options, UDP to RoCE's port, and a reliable connection's WRITE with immediate: its last packet, or its only one.
-const PROGRAM: [Instruction; 18] = [
-    instruction(LOAD_32, 2, 1, 0, 0),
-    instruction(LOAD_32, 3, 1, 4, 0),
-    instruction(MOVE, 4, 2, 0, 0),
-    instruction(ADD_VALUE, 4, 0, 0, 14 + 20 + 8 + 12),
-    instruction(JUMP_IF_GREATER, 4, 3, 9, 0),
-    instruction(LOAD_16, 5, 2, 12, 0),
-    instruction(JUMP_UNLESS_VALUE, 5, 0, 7, 0x0008),
-    instruction(LOAD_8, 5, 2, 14, 0),
-    instruction(JUMP_UNLESS_VALUE, 5, 0, 5, 0x45),
-    instruction(LOAD_16, 5, 2, 36, 0),
-    // 4791, as the network has it.
-    instruction(JUMP_UNLESS_VALUE, 5, 0, 3, 0xb712),
-    instruction(LOAD_8, 5, 2, 42, 0),
-    instruction(JUMP_IF_VALUE, 5, 0, 3, 0x09),
-    instruction(JUMP_IF_VALUE, 5, 0, 2, 0x0b),
-    instruction(MOVE_VALUE, 0, 0, 0, XDP_PASS),
-    instruction(EXIT, 0, 0, 0, 0),
-    instruction(MOVE_VALUE, 0, 0, 0, XDP_DROP),
-    instruction(EXIT, 0, 0, 0, 0),
-];
+/// Ethernet, IPv4 without options, UDP to RoCE's port; of those, what is lost.
+fn program(lost: Lost) -> Vec<Instruction> {
+    let chosen = match lost {
+        // A reliable connection's: a write's last packet, or its only one.
+        Lost::Notices => vec![
+            instruction(LOAD_8, 5, 2, 42, 0),
+            instruction(JUMP_IF_VALUE, 5, 0, 3, 0x09),
+            instruction(JUMP_IF_VALUE, 5, 0, 2, 0x0b),
+        ],
+        Lost::OfQueuePair(number) => {
+            let byte = |shift: u32| (number >> shift & 0xff) as i32;
+            vec![
+                instruction(LOAD_8, 5, 2, 47, 0),
+                instruction(JUMP_UNLESS_VALUE, 5, 0, 4, byte(16)),
+                instruction(LOAD_8, 5, 2, 48, 0),
+                instruction(JUMP_UNLESS_VALUE, 5, 0, 2, byte(8)),
+                instruction(LOAD_8, 5, 2, 49, 0),
+                instruction(JUMP_IF_VALUE, 5, 0, 2, byte(0)),
+            ]
+        }
+    };
+    let to_pass = |after: usize| (after + chosen.len()) as i16;
+    let mut program = vec![
+        instruction(LOAD_32, 2, 1, 0, 0),
+        instruction(LOAD_32, 3, 1, 4, 0),
+        instruction(MOVE, 4, 2, 0, 0),
+        instruction(ADD_VALUE, 4, 0, 0, 14 + 20 + 8 + 12),
+        instruction(JUMP_IF_GREATER, 4, 3, to_pass(6), 0),
+        instruction(LOAD_16, 5, 2, 12, 0),
+        instruction(JUMP_UNLESS_VALUE, 5, 0, to_pass(4), 0x0008),
+        instruction(LOAD_8, 5, 2, 14, 0),
+        instruction(JUMP_UNLESS_VALUE, 5, 0, to_pass(2), 0x45),
+        instruction(LOAD_16, 5, 2, 36, 0),
+        // 4791, as the network has it.
+        instruction(JUMP_UNLESS_VALUE, 5, 0, to_pass(0), 0xb712),
+    ];
+    program.extend(chosen);
+    program.extend([
+        instruction(MOVE_VALUE, 0, 0, 0, XDP_PASS),
+        instruction(EXIT, 0, 0, 0, 0),
+        instruction(MOVE_VALUE, 0, 0, 0, XDP_DROP),
+        instruction(EXIT, 0, 0, 0, 0),
+    ]);
+    program
+}
 
 const PROGRAM_LOAD: libc::c_int = 5;
 const LINK_CREATE: libc::c_int = 28;
@@ -101,16 +132,17 @@ fn bpf(command: libc::c_int, attributes: &mut Attributes) -> io::Result<OwnedFd>
     Ok(unsafe { OwnedFd::from_raw_fd(fd as libc::c_int) })
 }
 
-fn attach(interface: &str) -> OwnedFd {
+fn attach(interface: &str, lost: Lost) -> OwnedFd {
     use std::os::fd::AsRawFd as _;
     let name = CString::new(interface).unwrap();
     // SAFETY: a string.
     let index = unsafe { libc::if_nametoindex(name.as_ptr()) };
     assert_ne!(index, 0, "there is no {interface}");
     let halves = |address: u64| [address as u32, (address >> 32) as u32];
+    let instructions = program(lost);
     let mut load = Attributes([0; 32]);
-    (load.0[0], load.0[1]) = (KIND_XDP, PROGRAM.len() as u32);
-    load.0[2..4].copy_from_slice(&halves(PROGRAM.as_ptr() as u64));
+    (load.0[0], load.0[1]) = (KIND_XDP, instructions.len() as u32);
+    load.0[2..4].copy_from_slice(&halves(instructions.as_ptr() as u64));
     load.0[4..6].copy_from_slice(&halves(c"".as_ptr() as u64));
     let program = bpf(PROGRAM_LOAD, &mut load).unwrap_or_else(|error| panic!("{interface}: {error}"));
     let mut link = Attributes([0; 32]);

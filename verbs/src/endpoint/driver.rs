@@ -541,7 +541,7 @@ fn told(work: Option<Work>) -> Asked {
     match work {
         Some(Work::Step { position, .. } | Work::Data { position, .. }) => Asked::Step(position),
         Some(Work::Credit { .. }) => Asked::Credit,
-        Some(Work::Probe) => Asked::Probe,
+        Some(Work::Probe { .. }) => Asked::Probe,
         Some(Work::Message | Work::Receive { .. } | Work::Marker { .. }) | None => Asked::Message,
     }
 }

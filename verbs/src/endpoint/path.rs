@@ -103,6 +103,8 @@ pub struct Path {
     pub(super) draining: Option<Drain>,
     /// Messages under way.
     pub(super) messages: usize,
+    /// Probes under way: one for each queue pair.
+    pub(super) probes: usize,
     pub(super) counts: Counts,
     /// This end's slots: what a sender sends from and a receiver is written to.
     pub(super) slots: Arc<Mr>,
@@ -148,6 +150,7 @@ impl Path {
             psns,
             draining: None,
             messages: 0,
+            probes: 0,
             counts: Counts::default(),
             slots,
             control,
@@ -431,7 +434,7 @@ impl Path {
             }
         };
         (self.port, self.psns, self.generation) = (rebuilt.port, rebuilt.psns, rebuilt.generation);
-        (self.draining, self.messages) = (None, 0);
+        (self.draining, self.messages, self.probes) = (None, 0, 0);
         Ok(before)
     }
 

@@ -28,19 +28,23 @@ impl Path {
         Ok(())
     }
 
-    /// Posts a write of nothing: it ends well only if the path works.
+    /// Posts a write of nothing to each queue pair: they end well only if the path works. Networks may carry each queue pair's packets
+    /// another way.
     pub(super) fn post_probe(&mut self) -> Result<(), Failure> {
-        let peer = self.connected()?;
-        let probe = Write {
-            id: Work::Probe.id(),
-            source: Source::Inline(&[]),
-            address: peer.control,
-            key: peer.path.control_key,
-            immediate: None,
-            signaled: true,
-        };
-        self.post(0, &[probe])?;
-        self.counts.others += 1;
+        for qp in 0..self.qps.len() {
+            let peer = self.connected()?;
+            let probe = Write {
+                id: Work::Probe { qp }.id(),
+                source: Source::Inline(&[]),
+                address: peer.control,
+                key: peer.path.control_key,
+                immediate: None,
+                signaled: true,
+            };
+            self.post(qp, &[probe])?;
+            self.probes += 1;
+            self.counts.others += 1;
+        }
         Ok(())
     }
 
@@ -151,7 +155,12 @@ impl Path {
                 match work {
                     Some(Work::Step { position, .. }) => sink(Ended::Sent { position })?,
                     Some(Work::Credit { .. }) => sink(Ended::Credited)?,
-                    Some(Work::Probe) => sink(Ended::Probed)?,
+                    Some(Work::Probe { .. }) => {
+                        self.probes = self.probes.saturating_sub(1);
+                        if self.probes == 0 {
+                            sink(Ended::Probed)?;
+                        }
+                    }
                     Some(Work::Receive { qp, index }) => {
                         let message = completion
                             .received

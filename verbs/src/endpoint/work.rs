@@ -32,7 +32,10 @@ pub enum Work {
         index: usize,
     },
     /// A write of nothing.
-    Probe,
+    Probe {
+        /// Of the path.
+        qp: usize,
+    },
     /// A message of the ends' agreement.
     Message,
     /// The last request of a queue pair in the error state, of either kind: all before it have ended.
@@ -51,7 +54,7 @@ impl Work {
             Self::Data { qp, position } => (2, qp, position),
             Self::Credit { granted } => (3, 0, granted),
             Self::Receive { qp, index } => (4, qp, index as u64),
-            Self::Probe => (5, 0, 0),
+            Self::Probe { qp } => (5, qp, 0),
             Self::Message => (6, 0, 0),
             Self::Marker { qp } => (7, qp, 0),
         };
@@ -70,7 +73,7 @@ impl Work {
                 qp,
                 index: position as usize,
             },
-            5 => Self::Probe,
+            5 => Self::Probe { qp },
             6 => Self::Message,
             7 => Self::Marker { qp },
             _ => return None,
@@ -95,7 +98,7 @@ pub enum Ended {
         /// What it said.
         immediate: u32,
     },
-    /// The peer's device has answered a probe.
+    /// The peer's device has answered a probe on every queue pair.
     Probed,
     /// A message arrived.
     Message([u8; MESSAGE_BYTES]),
@@ -127,7 +130,7 @@ mod tests {
             },
             Work::Credit { granted: 77 },
             Work::Receive { qp: 3, index: 15 },
-            Work::Probe,
+            Work::Probe { qp: 15 },
             Work::Message,
             Work::Marker { qp: 15 },
         ];

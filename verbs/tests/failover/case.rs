@@ -31,6 +31,8 @@ pub(crate) enum Failure {
     Flap,
     /// Packets of the primary are lost, both ways, and nothing says so.
     Silent,
+    /// The same of what comes to the last queue pair of the primary at the receiver alone. Soft-RoCE only.
+    SilentQueue,
     /// The primary's queue pair, of itself: its port is up, and the path comes back. mlx5 only.
     QueuePair,
     /// The same of its completion queue. mlx5 only.
@@ -148,6 +150,7 @@ impl Case {
                 "primary-backup" => Failure::PrimaryThenBackup,
                 "flap" => Failure::Flap,
                 "silent" => Failure::Silent,
+                "silent-queue" => Failure::SilentQueue,
                 "queue-pair" => Failure::QueuePair,
                 "refusal" => Failure::Refusal,
                 "device" => Failure::Device,
@@ -253,6 +256,7 @@ impl Case {
         match self.failure {
             Failure::None
             | Failure::Silent
+            | Failure::SilentQueue
             | Failure::QueuePair
             | Failure::Refusal
             | Failure::CompletionQueue
@@ -329,7 +333,8 @@ impl Case {
         }
         // Steps that come one by one may all be there. Where packets are lost and nothing says so, what is posted from then on is what
         // is outstanding.
-        let is_wanted = !matches!(self.failure, Failure::None | Failure::Silent) && self.pace.is_zero();
+        let is_silent = matches!(self.failure, Failure::Silent | Failure::SilentQueue);
+        let is_wanted = !is_silent && self.failure != Failure::None && self.pace.is_zero();
         if is_wanted && (seen.outstanding == 0 || self.loses().is_some() && seen.cut_off.contains(&0)) {
             let text = format!(
                 "no work request was outstanding: {} before, {:?} when the link was down",
@@ -341,6 +346,8 @@ impl Case {
         let back = seen.switches.get(1) == Some(&(1, 0));
         let (is_expected, may_miss) = match self.failure {
             Failure::Primary | Failure::Silent | Failure::Device => (away, false),
+            // Nor is it back, ever.
+            Failure::SilentQueue => (seen.switches == [(0, 1)], false),
             // A single one may be over before it is over for the connection, and the last steps may be there before both ends have agreed
             // to leave a path; after many it must be back.
             // The peer's NIC says that it could not.

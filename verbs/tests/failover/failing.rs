@@ -99,6 +99,7 @@ impl Run<'_> {
             Failure::Backup => &[1],
             Failure::All => &[0, 1],
             Failure::Silent
+            | Failure::SilentQueue
             | Failure::QueuePair
             | Failure::Refusal
             | Failure::CompletionQueue
@@ -113,6 +114,11 @@ impl Run<'_> {
             Failure::Device => self.case.ports(0).into_iter().for_each(fail_device),
             Failure::Flap => self.plan = flaps(&self.case, now),
             Failure::Silent => fabric.lose_packets(0, true),
+            Failure::SilentQueue => {
+                let peer = self.sender.as_ref().and_then(|sender| sender.paths()[0].peer());
+                let last = peer.and_then(|peer| peer.path.qps.last()).expect("a queue pair");
+                fabric.lose_of_queue_pair(Port { rank: 1, link: 0 }, last.number);
+            }
             Failure::QueuePair | Failure::Refusal | Failure::CompletionQueue => {
                 if let Some(sender) = &self.sender {
                     fail_queue(&self.case, sender);

@@ -60,7 +60,7 @@ const USUAL: [&str; 22] = [
     // A packet that is lost while the link comes up is sent again after four.
     "sendrecv flap receiver 41 alone=1 down-ms=12000 ib-timeout=20",
     // Again and again: it would soon be left alone for longer than a recovery may take.
-    "sendrecv flap receiver 43 alone=1 flaps=8 down-ms=1500 steps=200 pace-us=150000 BACKOFF_MS=400 GIVE_UP_MS=6000",
+    "sendrecv flap receiver 43 alone=1 flaps=8 down-ms=1500 steps=120 pace-us=150000 BACKOFF_MS=400 GIVE_UP_MS=6000",
     "sendrecv silent sender 51 TIMEOUT_MS=1500",
     // The device has tried often enough long before anybody else notices.
     "sendrecv silent sender 51 ib-timeout=14 TIMEOUT_MS=60000 PROBE_MS=60000",
@@ -70,6 +70,11 @@ const USUAL: [&str; 22] = [
     "allreduce all both 11",
     // Time-outs at the edge of what a busy machine takes: it ends, rightly or with an error.
     "allreduce chaos sender 7 flaps=1 loose=1 steps=100 load=3 TIMEOUT_MS=200 PROBE_MS=3 GIVE_UP_MS=1500",
+];
+
+/// What only soft-RoCE's links can do: what comes to one queue pair of a path is lost. The path is not gone back to.
+const OF_SOFT_ROCE: [&str; 1] = [
+    "sendrecv silent-queue receiver 41 qps=2 steps=160 pace-us=50000 TIMEOUT_MS=1500 BACKOFF_MS=20 PROBATION_MS=5",
 ];
 
 /// What only the stand-in for mlx5 devices can do. After a queue's failure the transfer goes on until the path is in use again; a device
@@ -88,7 +93,7 @@ fn cases() -> Vec<Case> {
     let usual = || {
         let of_queues = || OF_MLX5.iter().filter(|case| !case.contains(" device "));
         let more: Vec<&str> = match Fabric::here() {
-            Fabric::SoftRoce => Vec::new(),
+            Fabric::SoftRoce => OF_SOFT_ROCE.to_vec(),
             Fabric::Mlx5 => OF_MLX5.to_vec(),
             // With their device all ports are gone.
             Fabric::DualPort => of_queues().copied().collect(),
