@@ -62,11 +62,13 @@ pub enum Role {
     Carrier = 13,
     /// That a rank's part hangs.
     Hang = 14,
+    /// The way back of a connection whose failover was sent before.
+    Failback = 15,
 }
 
 impl Role {
     /// How many there are.
-    pub const COUNT: usize = 15;
+    pub const COUNT: usize = 16;
 }
 
 /// Which way data go; tells a send from a recv where a rank does both with one peer.

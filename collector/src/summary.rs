@@ -265,6 +265,7 @@ pub fn spans(counts: &SpanCounts) -> BTreeMap<&'static str, u64> {
         ("failover", Role::Failover),
         ("carrier", Role::Carrier),
         ("hang", Role::Hang),
+        ("failback", Role::Failback),
     ];
     named
         .into_iter()

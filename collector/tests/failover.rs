@@ -7,6 +7,7 @@ use std::sync::Arc;
 use ringsight_collector::{
     Collector,
     identity::{Direction, InstanceKey, Role, Scope, SpanKey, TraceKind},
+    summary,
     synthetic::{EPOCH_NS, FIRST_PID, Job},
 };
 use ringsight_exporters::model::{Batch, MetricData, Severity, Span, Value};
@@ -310,6 +311,102 @@ fn one_that_does_not_fail_back_is_sent_after_a_while_and_at_the_end() {
     collector.finish(EPOCH_NS + 33_000_000_000);
     let rest = collector.take_batch().spans;
     assert_eq!(named(&rest, "failover").count(), 1);
+}
+
+/// A port that is down for minutes: the failover was sent by then, and its end is a part of the same trace, not another failover.
+#[test]
+fn a_way_back_after_the_failover_was_sent_belongs_to_it() {
+    let (mut collector, comm, _) = watching();
+    let second = 1_000_000;
+    let later = |seconds: u64| Sample::Watermark {
+        pid: FIRST_PID,
+        time_ns: EPOCH_NS + seconds * 1_000_000_000,
+    };
+    let port = Some(PathCause::Port);
+    let left = |begun: u64| {
+        [
+            moment(comm, 7, begun, State::START, change(port, 0, 0, 0x11), 0),
+            moment(
+                comm,
+                7,
+                begun + 5,
+                State::PATH_SWITCHED,
+                change(port, 0, 1, 0x22),
+                1,
+            ),
+            moment(
+                comm,
+                7,
+                begun + 9,
+                State::PATH_RECOVERED,
+                change(None, 1, 1, 0x22),
+                0,
+            ),
+        ]
+    };
+    let back = |begun: u64| {
+        let cause = Some(PathCause::Failback);
+        [
+            moment(comm, 90, begun, State::PATH_RESTORED, change(None, 0, 0, 0x11), 0),
+            moment(
+                comm,
+                90,
+                begun + 3,
+                State::PATH_SWITCHED,
+                change(cause, 1, 0, 0x11),
+                0,
+            ),
+            moment(comm, 90, begun + 7, State::STOP, change(None, 0, 0, 0x11), 0),
+        ]
+    };
+    let mut samples = Vec::from(left(10));
+    samples.push(later(40));
+    let sent = spans(&mut collector, samples);
+    let [failover] = &sent[..] else { panic!("{sent:?}") };
+    assert_eq!(
+        attribute(failover, "ccl.failover.failed_back"),
+        Some(&Value::Bool(false))
+    );
+    samples = Vec::from(back(100 * second));
+    let sent = spans(&mut collector, samples);
+    let [failback] = &sent[..] else { panic!("{sent:?}") };
+    assert_eq!(
+        (failback.name, failback.trace_id, failback.parent_span_id),
+        ("failback", failover.trace_id, Some(failover.span_id))
+    );
+    assert_ne!(failback.span_id, failover.span_id);
+    assert_eq!(failback.start_unix_ns, failover.start_unix_ns + 99_999_993_000);
+    assert_eq!(failback.end_unix_ns - failback.start_unix_ns, 4000);
+    assert!(failback.links.is_empty(), "nothing was delayed");
+    assert_eq!(
+        attribute(failback, "ccl.failover.failed_back"),
+        Some(&Value::Bool(true))
+    );
+    assert_eq!(attribute(failback, "ccl.failover.recovery.duration"), None);
+    let names: Vec<_> = failback.events.iter().map(|event| event.name).collect();
+    assert_eq!(names, ["path_switched", "failed_back"]);
+    let counted = summary::spans(&collector.readings().spans);
+    assert_eq!((counted["failover"], counted["failback"]), (1, 1));
+
+    // What fails next is another failover, also where it fails while the connection is on its way back.
+    let mut samples = Vec::from(left(200 * second));
+    samples.push(later(240));
+    let mut sent = spans(&mut collector, samples);
+    samples = back(300 * second).into_iter().take(2).collect();
+    samples.extend(left(301 * second));
+    sent.extend(spans(&mut collector, samples));
+    let names: Vec<_> = sent.iter().map(|span| span.name).collect();
+    assert_eq!(names, ["failover", "failback"]);
+    assert_eq!(sent[0].trace_id, sent[1].trace_id);
+    assert_ne!(sent[0].trace_id, failover.trace_id);
+    assert_eq!(
+        attribute(&sent[1], "ccl.failover.failed_back"),
+        Some(&Value::Bool(false))
+    );
+    let last = spans(&mut collector, back(302 * second).into());
+    let [last] = &last[..] else { panic!("{last:?}") };
+    assert_eq!((last.name, last.parent_span_id), ("failover", None));
+    assert_ne!(last.trace_id, sent[0].trace_id);
 }
 
 #[test]

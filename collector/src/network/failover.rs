@@ -1,7 +1,10 @@
 //! Failovers of the library's connections: one span from the path that broke to the first path again, linked to the operations that
-//! waited for it.
+//! waited for it. Where the first path is away for long, the span is sent before, and the way back is its child.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, btree_map::Entry},
+    sync::Arc,
+};
 
 use ringsight_exporters::model::{
     Attribute, LogRecord, Metric, MetricData, Resource, Severity, Span, SpanEvent, SpanId, SpanLink, TraceId,
@@ -35,8 +38,8 @@ struct Connection {
 }
 
 impl Connection {
-    /// Of the span of the failover that began at this time.
-    fn failover_ids(&self, watched: &Watched, begun_ns: u64, scope: &Scope) -> (TraceId, SpanId) {
+    /// Of a span of the failover that began at this time.
+    fn ids(&self, watched: &Watched, begun_ns: u64, role: Role, scope: &Scope) -> (TraceId, SpanId) {
         let key = InstanceKey {
             comm: watched.identity,
             seq: begun_ns,
@@ -46,7 +49,7 @@ impl Connection {
             pair: Some((self.rank, self.peer.cast_unsigned())),
         };
         let trace_id = key.trace_id(scope);
-        (trace_id, SpanKey::of(Role::Failover).span_id(&trace_id))
+        (trace_id, SpanKey::of(role).span_id(&trace_id))
     }
 
     /// Its rank's.
@@ -82,6 +85,8 @@ struct Delayed {
 #[derive(Clone, Debug)]
 pub(super) struct Failover {
     begun_ns: u64,
+    /// All before this time was sent: it is the way back alone.
+    back_ns: Option<u64>,
     last_ns: u64,
     /// When steps got over again.
     recovered_ns: Option<u64>,
@@ -96,6 +101,8 @@ pub(super) struct Failover {
 #[derive(Debug, Default)]
 pub(super) struct Failovers {
     under_way: BTreeMap<Connection, Failover>,
+    /// When those began that were sent before the way back.
+    sent: BTreeMap<Connection, u64>,
     /// Switches and bytes sent again, by process and cause.
     counts: BTreeMap<(u32, &'static str), (u64, u64)>,
 }
@@ -118,15 +125,29 @@ impl Network {
             p2p: record.flags().contains(Flags::P2P),
         };
         let failovers = &mut self.failovers;
+        let mut is_known = failovers.under_way.contains_key(&connection);
         // A path that was not in use is good again: nothing was delayed.
-        if record.state == State::PATH_RESTORED && !failovers.under_way.contains_key(&connection) {
+        if record.state == State::PATH_RESTORED && !is_known {
             return;
         }
-        if failovers.under_way.len() >= UNDER_WAY && !failovers.under_way.contains_key(&connection) {
+        // What breaks on the way back, after the rest was sent, is another failover.
+        if record.state == State::START
+            && let Entry::Occupied(entry) = failovers.under_way.entry(connection)
+            && entry.get().back_ns.is_some()
+        {
+            failover_span(&connection, &entry.remove(), output);
+            is_known = false;
+        }
+        if failovers.under_way.len() >= UNDER_WAY && !is_known {
             return;
         }
+        let sent = failovers.sent.remove(&connection).filter(|_| {
+            let is_back = change.cause == Some(PathCause::Failback);
+            record.state == State::PATH_SWITCHED && is_back
+        });
         let failover = failovers.under_way.entry(connection).or_insert_with(|| Failover {
-            begun_ns: record.time_ns,
+            begun_ns: sent.unwrap_or(record.time_ns),
+            back_ns: sent.map(|_| record.time_ns),
             last_ns: record.time_ns,
             recovered_ns: None,
             cause: change.cause,
@@ -148,6 +169,7 @@ impl Network {
         };
         // What runs while a repaired path is only proven is not delayed by it.
         if failover.recovered_ns.is_none()
+            && failover.back_ns.is_none()
             && failover.delayed.len() < KEPT
             && !failover.delayed.contains(&operation)
         {
@@ -182,11 +204,13 @@ impl Network {
         if self.failovers.under_way.is_empty() {
             return;
         }
-        self.send_failovers(output, |_, failover| {
+        let sent = self.send_failovers(output, |_, failover| {
             failover
                 .recovered_ns
                 .is_some_and(|recovered| now_ns.saturating_sub(recovered) > FAILBACK_NS)
         });
+        let room = UNDER_WAY.saturating_sub(self.failovers.sent.len());
+        self.failovers.sent.extend(sent.into_iter().take(room));
     }
 
     /// Sends those of a process, or all.
@@ -194,20 +218,31 @@ impl Network {
         self.send_failovers(output, |connection, _| {
             pid.is_none_or(|pid| pid == connection.pid)
         });
+        self.failovers
+            .sent
+            .retain(|connection, _| pid.is_some_and(|pid| pid != connection.pid));
         if let Some(pid) = pid {
             self.failovers.counts.retain(|(of, _), _| *of != pid);
         }
     }
 
-    fn send_failovers(&mut self, output: &mut Output<'_>, which: impl Fn(&Connection, &Failover) -> bool) {
+    /// Sends some; when they had begun.
+    fn send_failovers(
+        &mut self,
+        output: &mut Output<'_>,
+        which: impl Fn(&Connection, &Failover) -> bool,
+    ) -> Vec<(Connection, u64)> {
+        let mut sent = Vec::new();
         let under_way = std::mem::take(&mut self.failovers.under_way);
         for (connection, failover) in under_way {
             if which(&connection, &failover) {
                 failover_span(&connection, &failover, output);
+                sent.push((connection, failover.begun_ns));
             } else {
                 self.failovers.under_way.insert(connection, failover);
             }
         }
+        sent
     }
 
     /// Metrics of failovers.
@@ -384,7 +419,7 @@ fn failover_log(
         body: format!("rank {rank}'s connection {towards} rank {peer}, channel {channel}, {what}: {cause}")
             .into(),
         attributes,
-        span: Some(connection.failover_ids(watched, begun_ns, output.scope)),
+        span: Some(connection.ids(watched, begun_ns, Role::Failover, output.scope)),
     });
 }
 
@@ -393,22 +428,30 @@ fn failover_span(connection: &Connection, failover: &Failover, output: &mut Outp
         return;
     };
     let communicator = output.communicators.get(connection.comm);
-    let (trace_id, span_id) = connection.failover_ids(watched, failover.begun_ns, output.scope);
+    let ids = |role| connection.ids(watched, failover.begun_ns, role, output.scope);
+    let whole = ids(Role::Failover);
+    let (role, name, parent) = match failover.back_ns {
+        None => (Role::Failover, "failover", None),
+        Some(_) => (Role::Failback, "failback", Some(whole.1)),
+    };
+    let (trace_id, span_id) = ids(role);
     let last = failover.moments.last().map(|(_, state, _, _)| *state);
     let mut attributes = connection.attributes(output.communicators);
     attributes.extend([
         ("ccl.failover.cause", Value::Static(cause_name(failover.cause))),
-        ("ccl.failover.switches", Value::Int(i64::from(failover.switches))),
-        (
-            "ccl.failover.replayed.size",
-            Value::Int(i64::try_from(failover.replayed).unwrap_or(i64::MAX)),
-        ),
         ("ccl.failover.failed_back", Value::Bool(last == Some(State::STOP))),
     ]);
-    attributes.extend(failover.recovery_ns().map(|ns| {
-        let seconds = Value::Double(ns as f64 / 1e9);
-        ("ccl.failover.recovery.duration", seconds)
-    }));
+    if failover.back_ns.is_none() {
+        let replayed = i64::try_from(failover.replayed).unwrap_or(i64::MAX);
+        attributes.extend([
+            ("ccl.failover.switches", Value::Int(i64::from(failover.switches))),
+            ("ccl.failover.replayed.size", Value::Int(replayed)),
+        ]);
+        attributes.extend(failover.recovery_ns().map(|ns| {
+            let seconds = Value::Double(ns as f64 / 1e9);
+            ("ccl.failover.recovery.duration", seconds)
+        }));
+    }
     let ranks = communicator.map_or(0, |communicator| communicator.ranks);
     let links = failover
         .delayed
@@ -425,14 +468,16 @@ fn failover_span(connection: &Connection, failover: &Failover, output: &mut Outp
             attributes: moment_attributes(output.communicators, connection.pid, *state, change, *bytes),
         })
         .collect();
-    output.counts.count(Role::Failover);
+    output.counts.count(role);
     output.spans.push(Span {
         resource: connection.resource(watched, output.communicators),
         trace_id,
         span_id,
-        parent_span_id: None,
-        name: "failover",
-        start_unix_ns: output.clock.unix_ns(failover.begun_ns),
+        parent_span_id: parent,
+        name,
+        start_unix_ns: output
+            .clock
+            .unix_ns(failover.back_ns.unwrap_or(failover.begun_ns)),
         end_unix_ns: output.clock.unix_ns(failover.last_ns),
         attributes,
         events,
