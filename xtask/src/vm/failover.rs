@@ -21,6 +21,7 @@ use serde_json::{Value, json};
 use super::{Guest, Series, test_program};
 
 mod cases;
+mod identity;
 mod measure;
 mod report;
 
@@ -53,7 +54,7 @@ pub struct Options {
     /// All cases.
     #[arg(long)]
     full: bool,
-    /// JSON lines, one a case: cases found there are not run again, others are added.
+    /// JSON lines, one a case: cases found there are not run again if the code is the same, others are added.
     #[arg(long, value_name = "FILE")]
     resume: Option<PathBuf>,
     /// Kernel.
@@ -202,7 +203,17 @@ fn run_all(
     mut cases: Vec<String>,
     each: &mut dyn FnMut(&str),
 ) -> Result<BTreeMap<String, Value>> {
-    let mut results = known(options)?;
+    let code = identity::identity()?;
+    let (mut results, others) = match options.resume.as_ref().filter(|file| file.exists()) {
+        Some(file) => {
+            let text = fs::read_to_string(file).with_context(|| format!("reading {}", file.display()))?;
+            known(&text, &code).with_context(|| file.display().to_string())?
+        }
+        None => (BTreeMap::new(), 0),
+    };
+    if others > 0 {
+        each(&format!("{others} outcomes are of other code, and do not count"));
+    }
     cases.retain(|case| !results.contains_key(case));
     let program = test_program("ringsight-verbs", "failover")?;
     let mut waiting: VecDeque<Waiting> = cases.into_iter().map(Waiting::new).collect();
@@ -219,10 +230,11 @@ fn run_all(
             // What a guest did not come to is no try.
             let outcome = said.outcomes.get(line);
             let tried = said.begun.contains(line);
-            let Some(outcome) = tried.then(|| case.tried(outcome, &said.end)).flatten() else {
+            let Some(mut outcome) = tried.then(|| case.tried(outcome, &said.end)).flatten() else {
                 waiting.push_back(case);
                 continue;
             };
+            outcome["code"] = json!(code);
             each(&report::line(&case.case, &outcome));
             if let Some(file) = &options.resume {
                 let mut file = fs::OpenOptions::new().append(true).create(true).open(file)?;
@@ -234,22 +246,18 @@ fn run_all(
     Ok(results)
 }
 
-/// Cases that were run before.
-fn known(options: &Options) -> Result<BTreeMap<String, Value>> {
-    let Some(file) = options.resume.as_ref().filter(|file| file.exists()) else {
-        return Ok(BTreeMap::new());
-    };
-    let text = fs::read_to_string(file).with_context(|| format!("reading {}", file.display()))?;
-    let parsed = text.lines().map(|line| {
-        let outcome: Value =
-            serde_json::from_str(line).with_context(|| format!("{}: {line}", file.display()))?;
-        let case = outcome["case"]
-            .as_str()
-            .context("an outcome without a case")?
-            .to_owned();
-        Ok((case, outcome))
-    });
-    parsed.collect()
+/// Cases that were run before by this code, and how many outcomes are of other code.
+fn known(text: &str, code: &str) -> Result<(BTreeMap<String, Value>, usize)> {
+    let (mut known, mut others) = (BTreeMap::new(), 0);
+    for line in text.lines() {
+        let outcome: Value = serde_json::from_str(line).with_context(|| line.to_owned())?;
+        let case = outcome["case"].as_str().context("an outcome without a case")?;
+        match outcome["code"] == code {
+            true => _ = known.insert(case.to_owned(), outcome),
+            false => others += 1,
+        }
+    }
+    Ok((known, others))
 }
 
 /// What a guest said of its cases.
@@ -374,6 +382,21 @@ mod tests {
         }
         let outcome = case.tried(Some(&right), "").unwrap();
         assert_eq!((&outcome["ok"], &outcome["tries"]), (&json!(true), &json!(TRIES)));
+    }
+
+    #[test]
+    fn outcomes_of_other_code_do_not_count() {
+        let text = concat!(
+            "{\"case\":\"a\",\"ok\":true,\"code\":\"1\"}\n",
+            "{\"case\":\"b\",\"ok\":true,\"code\":\"2\"}\n",
+            "{\"case\":\"a\",\"ok\":false,\"code\":\"2\"}\n",
+            "{\"case\":\"c\",\"ok\":true}\n",
+        );
+        let (of_one, others) = known(text, "1").unwrap();
+        assert_eq!((of_one.len(), others), (1, 3));
+        assert_eq!(of_one["a"]["ok"], true);
+        assert_eq!(known(text, "2").unwrap().0.len(), 2);
+        assert!(known("{}", "1").is_err() && known("x", "1").is_err());
     }
 
     #[test]

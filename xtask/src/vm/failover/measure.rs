@@ -206,8 +206,9 @@ pub(super) fn report(results: &BTreeMap<String, Value>, parts: &[Part]) -> (Valu
     let wrong: Vec<&String> = results
         .iter()
         .filter(|(_, outcome)| {
-            let is_lost = outcome["lost"].as_array().is_some_and(|lost| !lost.is_empty());
-            outcome["ok"] != true || outcome["counts"] != true || is_lost
+            let has = |key: &str| outcome[key].as_array().is_some_and(|list| !list.is_empty());
+            let is_odd = has("lost") || has("kernel_warnings");
+            outcome["ok"] != true || outcome["counts"] != true || is_odd
         })
         .map(|(case, _)| case)
         .collect();

@@ -88,7 +88,8 @@ pub(super) fn report(results: &BTreeMap<String, Value>) -> (Value, bool) {
         let text = warning.split_once(" at ").map_or(warning, |(_, place)| place);
         *warnings.entry(text).or_default() += 1;
     }
-    let ok = failed.is_empty() && missed.is_empty() && lost.is_empty() && !results.is_empty();
+    let is_quiet = lost.is_empty() && warnings.is_empty();
+    let ok = failed.is_empty() && missed.is_empty() && is_quiet && !results.is_empty();
     let report = json!({
         "ok": ok,
         "cases": results.len(),
@@ -128,5 +129,8 @@ mod tests {
         let mut lost = outcome(true, true);
         lost["lost"] = json!(["the guest died"]);
         assert!(!of(&[outcome(true, true), lost]));
+        let mut warned = outcome(true, true);
+        warned["kernel_warnings"] = json!(["WARNING: CPU: 0 PID: 1 at x"]);
+        assert!(!of(&[outcome(true, true), warned]));
     }
 }
