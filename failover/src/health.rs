@@ -194,6 +194,19 @@ impl Health {
         self.paths.entry(path).or_default().works(now);
     }
 
+    /// A connection is there no more. A path that none is left of those that it failed for is found out about anew: it counts as one that
+    /// works again. Whether there is such a one.
+    pub fn gone(&mut self, now: Duration, connection: u64) -> bool {
+        let mut any = false;
+        for (id, path) in &mut self.paths {
+            if path.failing.remove(&connection) && path.failing.is_empty() && !self.down.contains(&id.local) {
+                path.works(now);
+                any = true;
+            }
+        }
+        any
+    }
+
     /// Ends recovery windows that are over; whether there were any.
     pub fn tick(&mut self, now: Duration) -> bool {
         let mut any = false;
@@ -331,6 +344,29 @@ mod tests {
             (health.nic(port(8)), health.nic(port(9))),
             (NicVerdict::Good, NicVerdict::Good)
         );
+    }
+
+    #[test]
+    fn what_a_connection_found_goes_with_it() {
+        let mut health = health();
+        let at = Duration::from_secs;
+        health.failed(path(1, 9), 100, RETRIES);
+        health.failed(path(2, 8), 100, RETRIES);
+        health.failed(path(2, 8), 101, RETRIES);
+        assert!(health.gone(at(1), 100));
+        let state = |health: &Health, path| health.path(&path).unwrap().state;
+        assert_eq!(state(&health, path(1, 9)), PathState::Recovering);
+        assert_eq!(state(&health, path(2, 8)), PathState::Down);
+        assert!(!health.gone(at(1), 100));
+        // Two are too many, and one of them is gone.
+        assert_eq!(
+            health.failed(path(1, 9), 102, RETRIES),
+            [(path(1, 9), Scope::Suspect)]
+        );
+        // A port is down whoever found it.
+        health.port(at(2), port(2), false);
+        assert!(!health.gone(at(2), 101));
+        assert_eq!(state(&health, path(2, 8)), PathState::Down);
     }
 
     #[test]

@@ -226,7 +226,8 @@ pub enum Report {
         /// The epoch.
         epoch: u32,
     },
-    /// A path has been rebuilt and proven.
+    /// A path has been rebuilt and proven: at the receiver by all its probes, at the sender by the first thing that got over it, or by the
+    /// receiver's going by it.
     Restored {
         /// Its queue pair.
         link: Link,

@@ -26,6 +26,8 @@ struct Dealings {
     noted: u32,
     /// The receiver's queue pair that ours is to be connected to.
     peer: Option<Address>,
+    /// Something got over it since it was connected, or the receiver goes by it.
+    proven: bool,
 }
 
 /// The end that posts steps. See the [crate](crate) for what its driver does.
@@ -64,6 +66,7 @@ impl<R: Rules> Sender<R> {
             offered: None,
             noted: 0,
             peer: None,
+            proven: true,
         };
         let (paths, active) = Paths::new(count, ready, dealings)?;
         Some(Self {
@@ -240,8 +243,11 @@ impl<R: Rules> Sender<R> {
                 }
             }
             Event::Connected { link } if self.paths.is_in(link, LinkState::Connecting) => {
-                self.paths[link.path].state = LinkState::Ready;
+                let path = &mut self.paths[link.path];
+                (path.state, path.more.proven) = (LinkState::Ready, false);
                 self.accept(link.path, out);
+                // For what the process knows of the path: only the receiver decides by probes, and of those this end sees none.
+                out.push(Action::Probe { link });
             }
             Event::Failed { link } if self.paths.is_newest(link) => {
                 self.fail(now, link.path, Cause::Build, out);
@@ -262,6 +268,9 @@ impl<R: Rules> Sender<R> {
                 }
             }
             return;
+        }
+        if state == LinkState::Ready {
+            self.prove(link.path, out);
         }
         if link != self.active {
             return;
@@ -374,6 +383,7 @@ impl<R: Rules> Sender<R> {
             return self.say_broken_soon(now, out);
         }
         self.phase = Phase::Flowing;
+        self.prove(link.path, out);
         let start = R::replay_from(committed, self.posted);
         out.push(Action::Report(Report::Switched {
             epoch,
@@ -528,6 +538,14 @@ impl<R: Rules> Sender<R> {
         }
     }
 
+    /// A path works. Says so of one that was rebuilt.
+    fn prove(&mut self, path: u8, out: &mut Vec<Action>) {
+        if !std::mem::replace(&mut self.paths[path].more.proven, true) {
+            let link = self.paths.link(path);
+            out.push(Action::Report(Report::Restored { link }));
+        }
+    }
+
     fn probe(&mut self, now: Duration, out: &mut Vec<Action>) {
         self.probing = true;
         out.push(Action::Probe { link: self.active });
@@ -583,3 +601,6 @@ impl<R: Rules> Sender<R> {
         self.timers.armed()
     }
 }
+
+#[cfg(test)]
+mod tests;

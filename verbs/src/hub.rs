@@ -373,6 +373,17 @@ impl Hub {
         self.state.bell.iter().for_each(Bell::ring);
     }
 
+    /// A connection is there no more.
+    pub(crate) fn gone(&self, connection: u64) {
+        let now = self.now();
+        let mut inner = self.inner();
+        if inner.health.gone(now, connection) {
+            self.state.changed(inner);
+            // As above.
+            self.state.bell.iter().for_each(Bell::ring);
+        }
+    }
+
     /// Looks at the health of the process's paths.
     pub fn with_health<T>(&self, look: impl FnOnce(&Health) -> T) -> T {
         let now = self.now();

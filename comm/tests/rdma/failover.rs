@@ -14,8 +14,8 @@ use ringsight_records::{
 use super::{
     control::Control,
     data::{LITTLE, add_up, messages, replays},
-    links::{PATIENCE, hide_port, move_gid, two_ports},
-    nodes::{check, ends, patient, two_nodes},
+    links::{PATIENCE, hide_port, lose_packets, mend, move_gid, two_ports},
+    nodes::{check, ends, patient, ranks_of_nodes, two_nodes},
 };
 use crate::{
     common::{Call, Rank, ok, rank_of_process, watch::Watch},
@@ -103,6 +103,30 @@ fn a_port_may_go_down_long_before_the_first_operation() {
             &["use a socket", "has failed"],
         );
     }
+}
+
+/// In a ring of three nodes a process sends to one peer and receives from another: what it knows of a path it has found out at the end
+/// that it has there.
+#[test]
+#[ignore = "helper: needs two RDMA links, run in a guest"]
+fn a_ring_of_three_nodes_leaves_a_path_and_goes_back_and_all_know_that_it_is_good() {
+    // The third node has the first one's ports, which are not reached from themselves: between these two is a socket.
+    let ended = ranks_of_nodes("failover::lose_and_find", 3, 3, |rank, command| {
+        // With a second channel, whose ring goes the other way, processes would hear of the path from both ends.
+        patient(two_ports(rank % 2, command)).env("NCCL_MAX_NCHANNELS", "1");
+    });
+    mend();
+    check(
+        "three nodes",
+        &ended,
+        &[
+            "via NET/IB/0",
+            "(epoch 1)",
+            "(epoch 2)",
+            "is ready again (path 0 ",
+        ],
+        &["has failed"],
+    );
 }
 
 /// How long a recovery may take there.
@@ -244,6 +268,51 @@ fn begin_late() {
     );
     comm.leave();
     control.rank.leave();
+    println!("rank done");
+}
+
+/// All-reduces of a ring, one of whose links loses its packets for a while.
+#[test]
+#[ignore = "helper: the body of one rank; started by a test above"]
+fn lose_and_find() {
+    let Some(rank) = rank_of_process() else {
+        return;
+    };
+    let rank = &rank;
+    let start = Instant::now();
+    let work = || {
+        assert!(start.elapsed() < 2 * PATIENCE, "{:?}", ends());
+        Call::new(Function::AllReduce, 5003).check(rank, true);
+    };
+    // Over the link's wire.
+    let crossing = || {
+        let own = rank.rank as u32;
+        let ends = ends();
+        let crossing = ends.into_iter().filter(move |end| own == 1 || end.peer == 1);
+        crossing.collect::<Vec<_>>()
+    };
+    let count = |is_so: fn(&Connection) -> bool| crossing().iter().filter(|end| is_so(end)).count() as u64;
+    work();
+    assert!(!crossing().is_empty());
+    if rank.rank == 0 {
+        lose_packets(0, true);
+    }
+    until_none(rank, work, || count(|end| end.active != 1));
+    let bad = [PathCondition::Suspect as u8, PathCondition::Down as u8];
+    for end in crossing() {
+        assert!(bad.contains(&end.path[0].condition), "{end:?}");
+    }
+    Call::new(Function::AllReduce, 1).check(rank, true);
+    if rank.rank == 0 {
+        lose_packets(0, false);
+    }
+    until_none(rank, work, || {
+        count(|end| {
+            let known = end.path[0].condition;
+            end.active != 0 || known == PathCondition::Suspect as u8 || known == PathCondition::Down as u8
+        })
+    });
+    rank.leave();
     println!("rank done");
 }
 

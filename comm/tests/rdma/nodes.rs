@@ -21,14 +21,24 @@ pub(crate) fn two_nodes(worker: &str, change: impl Fn(usize, &mut Command)) -> E
 
 /// The same with so many ranks, half of them on each node.
 pub(crate) fn ranks_of_two_nodes(worker: &str, ranks: usize, change: impl Fn(usize, &mut Command)) -> Ended {
+    ranks_of_nodes(worker, ranks, 2, change)
+}
+
+/// The same with so many nodes. From the second on they share their devices, unless `change` says otherwise.
+pub(crate) fn ranks_of_nodes(
+    worker: &str,
+    ranks: usize,
+    nodes: usize,
+    change: impl Fn(usize, &mut Command),
+) -> Ended {
     let names = env::var("RINGSIGHT_TEST_HCAS").unwrap_or_else(|_| {
         let devices = [0, 1].map(|rank| Fabric::here().name(Port { rank, link: 0 }));
         devices.join(",")
     });
     let devices: Vec<String> = names.split(',').map(|name| format!("={name}")).collect();
-    let children = start_each(&format!("rdma::{worker}"), ranks, 2, |rank, command| {
+    let children = start_each(&format!("rdma::{worker}"), ranks, nodes, |rank, command| {
         command
-            .env("NCCL_IB_HCA", &devices[rank * 2 / ranks])
+            .env("NCCL_IB_HCA", &devices[(rank * nodes / ranks).min(1)])
             .env("NCCL_DEBUG", "INFO")
             .env("NCCL_DEBUG_SUBSYS", "ALL")
             // Emulated processors are slow: that is no hang.

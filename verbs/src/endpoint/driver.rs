@@ -536,6 +536,12 @@ impl Driver {
     }
 }
 
+impl Drop for Driver {
+    fn drop(&mut self) {
+        self.failover.hub.gone(self.connection);
+    }
+}
+
 /// A request as the agreement knows it.
 fn told(work: Option<Work>) -> Asked {
     match work {
