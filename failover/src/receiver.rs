@@ -4,10 +4,13 @@ use std::{marker::PhantomData, sync::Arc, time::Duration};
 
 use crate::{
     Action, Cause, Event, Link, LinkState, MAX_PATHS, Message, PathSet, PathView, Reason, Report, Rules,
-    Settings, Sound, Status, Timer, Work,
-    paths::{Path, Paths},
-    timers::Timers,
+    Settings, Sound, Status, Timer, Work, paths::Paths, timers::Timers,
 };
+
+mod epochs;
+mod saying;
+#[cfg(test)]
+mod tests;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Phase {
@@ -412,34 +415,6 @@ impl<R: Rules> Receiver<R> {
         }
     }
 
-    /// Begins the next epoch on the first path that is ready: it may be the one that it is on.
-    fn choose(&mut self, now: Duration, out: &mut Vec<Action>) {
-        let Some(path) = self.paths.indices().find(|path| self.is_usable(*path)) else {
-            return self.strand(now);
-        };
-        let from = self.active;
-        self.epoch += 1;
-        self.active = self.paths.link(path);
-        if self.active == from {
-            self.phase = Phase::Resuming;
-            self.say_switch(out);
-            return self.resend_soon(now);
-        }
-        let from = from.path;
-        self.phase = Phase::Switching;
-        self.probing = false;
-        out.push(Action::Report(Report::Switched {
-            epoch: self.epoch,
-            from,
-            to: path,
-            committed: self.committed,
-            replayed: 0,
-        }));
-        self.say_switch(out);
-        self.resend_soon(now);
-        self.say_credit(out);
-    }
-
     /// Sets the end of what an operation waits for, unless it is set. Without one nothing is lost by waiting.
     fn limit(&mut self, now: Duration) {
         let is_between = matches!(self.phase, Phase::Fencing | Phase::Stranded | Phase::Switching);
@@ -447,61 +422,6 @@ impl<R: Rules> Receiver<R> {
             true => self.timers.ensure(Timer::GiveUp, now + self.settings.give_up),
             false => self.timers.clear(Timer::GiveUp),
         }
-    }
-
-    /// There is no path to go on. However often those that failed did so: nothing is spared by leaving one alone for long, and the end
-    /// may have given up by then.
-    fn strand(&mut self, now: Duration) {
-        self.phase = Phase::Stranded;
-        for path in self
-            .paths
-            .indices()
-            .filter(|path| !self.paths[*path].state.is_live())
-        {
-            self.timers.hasten(Timer::Path(path), now + self.settings.backoff);
-        }
-    }
-
-    /// The sender is in our epoch.
-    fn flow(&mut self, now: Duration, out: &mut Vec<Action>) {
-        let was_elsewhere = self.phase == Phase::Switching;
-        self.phase = Phase::Flowing;
-        self.limit(now);
-        self.settle();
-        if was_elsewhere {
-            out.push(Action::Report(Report::Recovered { epoch: self.epoch }));
-        }
-        self.watch(now);
-        self.fall_back(now, out);
-    }
-
-    /// Begins to leave the active path if one before it is ready. It works, and stays as it is: what the ends agree by goes over it,
-    /// too, and if the other one fails at once it is there.
-    fn fall_back(&mut self, now: Duration, out: &mut Vec<Action>) {
-        if self.settings.failback && self.has_better() {
-            if !R::waits_for_stop() {
-                return self.choose(now, out);
-            }
-            self.phase = Phase::Holding { drained: None };
-            self.say_epoch(out);
-            self.resend_soon(now);
-        }
-    }
-
-    /// Leaves the active path when the sender has stopped, and all that it sent is here.
-    fn go_back(&mut self, now: Duration, out: &mut Vec<Action>) {
-        if matches!(self.phase, Phase::Holding { drained: Some(posted) } if posted <= self.committed) {
-            self.choose(now, out);
-        }
-    }
-
-    /// Whether a path before the active one is ready.
-    fn has_better(&self) -> bool {
-        (0..self.active.path).any(|path| self.is_usable(path))
-    }
-
-    fn is_usable(&self, path: u8) -> bool {
-        self.paths[path].state == LinkState::Ready && self.paths[path].port_up
     }
 
     /// Rebuilds a path if it may be now.
@@ -545,84 +465,6 @@ impl<R: Rules> Receiver<R> {
         }
     }
 
-    fn say_credit(&self, out: &mut Vec<Action>) {
-        if self.granted > 0 {
-            out.push(Action::Credit {
-                link: self.active,
-                steps: self.granted,
-            });
-        }
-    }
-
-    /// Says which epoch begins, or which one is about to.
-    fn say_epoch(&self, out: &mut Vec<Action>) {
-        match self.phase {
-            Phase::Holding { .. } => {
-                // There is no other way on from here than to that one.
-                let (epoch, link) = (self.epoch + 1, self.active);
-                self.paths.tell(Message::Hold { epoch, link }, out);
-            }
-            Phase::Flowing | Phase::Switching | Phase::Resuming => self.say_switch(out),
-            Phase::Fencing | Phase::Stranded | Phase::Over => {}
-        }
-    }
-
-    fn say_switch(&self, out: &mut Vec<Action>) {
-        let message = Message::Switch {
-            epoch: self.epoch,
-            link: self.active,
-            committed: self.committed,
-            granted: self.granted,
-        };
-        self.paths.tell(message, out);
-    }
-
-    fn resend_soon(&mut self, now: Duration) {
-        self.resend = self.settings.resend;
-        self.timers.set(Timer::Resend, now + self.resend);
-    }
-
-    /// Says again what has no answer.
-    fn say_again(&mut self, now: Duration, out: &mut Vec<Action>) {
-        if !self.has_unanswered() {
-            return;
-        }
-        if self.is_unanswered() {
-            self.say_epoch(out);
-        }
-        for path in self.paths.indices() {
-            let Path { state, own, .. } = self.paths[path];
-            if let (LinkState::Offered, Some(address)) = (state, own) {
-                let link = self.paths.link(path);
-                self.paths.tell(Message::Offer { link, address }, out);
-            }
-        }
-        self.resend = (self.resend * 2).min(Settings::RESEND_MAX);
-        self.timers.set(Timer::Resend, now + self.resend);
-    }
-
-    /// Whether the sender has not said that it knows of what was said last.
-    fn is_unanswered(&self) -> bool {
-        matches!(
-            self.phase,
-            Phase::Switching | Phase::Resuming | Phase::Holding { drained: None }
-        )
-    }
-
-    fn has_unanswered(&self) -> bool {
-        self.is_unanswered()
-            || self
-                .paths
-                .indices()
-                .any(|path| self.paths[path].state == LinkState::Offered)
-    }
-
-    fn settle(&mut self) {
-        if !self.has_unanswered() {
-            self.timers.clear(Timer::Resend);
-        }
-    }
-
     fn give_up(&mut self, reason: Reason, out: &mut Vec<Action>) {
         if reason != Reason::Peer {
             self.paths.tell(Message::GaveUp, out);
@@ -645,6 +487,3 @@ impl<R: Rules> Receiver<R> {
         self.timers.armed()
     }
 }
-
-#[cfg(test)]
-mod tests;
