@@ -6,7 +6,7 @@ use crate::{config::MOST_QPS, device::Mtu};
 /// First four bytes of an [`Offer`]: "RSIB".
 const MAGIC: u32 = u32::from_le_bytes(*b"RSIB");
 /// Of the layout, and of what the ends do with it.
-pub const VERSION: u16 = 4;
+pub const VERSION: u16 = 5;
 /// Ways of a connection: the primary and the backup.
 pub const MOST_PATHS: usize = 2;
 /// Bytes of a device's name.
@@ -55,18 +55,20 @@ pub struct PathOffer {
 pub struct Offer {
     /// It may replay what was lost on another path.
     pub failover: bool,
-    /// Number of its first port among those of its process.
+    /// Number of the port that is its primary one among those of its process.
     pub number: u8,
+    /// How many of the connection's paths are missing before the first of [`Offer::paths`]: 1 where the primary port cannot be used.
+    pub first: u8,
     /// Where its slots are; 0 of a sender.
     pub slots: u64,
     /// Where it is told of steps or credits.
     pub control: u64,
-    /// Its ways, the primary first; 1 or 2.
+    /// Its ways, the primary first; 1 or 2, with those that are missing.
     pub paths: Vec<PathOffer>,
 }
 
 impl Offer {
-    /// Head: magic u32 | version u16 | paths u8 | flags u8 (bit 0: failover) | slots u64 | control u64 | number u8 | zero 7 bytes. Each path:
+    /// Head: magic u32 | version u16 | paths u8 | flags u8 (bit 0: failover) | slots u64 | control u64 | number u8 | first u8 | zero 6 bytes. Each path:
     /// name 24 bytes, zero-padded | GID 16 bytes | slots key u32 | control key u32 | LID u16 | port u8 | MTU u8 | RoCE u8 | queue pairs u8
     /// | up u8 | zero 9 bytes | 16 times number u32, psn u32. Paths and queue pairs beyond the number are zero. Little-endian.
     ///
@@ -74,7 +76,7 @@ impl Offer {
     /// For more paths or queue pairs than there is room for, or none.
     #[must_use]
     pub fn encode(&self) -> [u8; OFFER_BYTES] {
-        assert!((1..=MOST_PATHS).contains(&self.paths.len()));
+        assert!(are_paths(self.first, self.paths.len()));
         let mut bytes = [0; OFFER_BYTES];
         bytes[..4].copy_from_slice(&MAGIC.to_le_bytes());
         bytes[4..6].copy_from_slice(&VERSION.to_le_bytes());
@@ -82,7 +84,7 @@ impl Offer {
         bytes[7] = self.failover.into();
         bytes[8..16].copy_from_slice(&self.slots.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.control.to_le_bytes());
-        bytes[24] = self.number;
+        bytes[24..26].copy_from_slice(&[self.number, self.first]);
         for (path, bytes) in self
             .paths
             .iter()
@@ -135,7 +137,7 @@ impl Offer {
             ));
         }
         let count = usize::from(head[6]);
-        let fits = (1..=MOST_PATHS).contains(&count) && head[7] <= 1 && head[25..] == [0; 7];
+        let fits = are_paths(head[25], count) && head[7] <= 1 && head[26..] == [0; 6];
         if !fits || rest.len() != MOST_PATHS * PATH_BYTES {
             return Err(malformed());
         }
@@ -147,6 +149,7 @@ impl Offer {
         Ok(Self {
             failover: head[7] == 1,
             number: head[24],
+            first: head[25],
             slots: long(8).ok_or_else(malformed)?,
             control: long(16).ok_or_else(malformed)?,
             paths: paths.ok_or_else(malformed)?,
@@ -159,6 +162,11 @@ impl Offer {
             assert_eq!(offer.encode(), *bytes);
         }
     }
+}
+
+/// Whether a connection may have so many paths behind so many that are missing.
+fn are_paths(first: u8, count: usize) -> bool {
+    count > 0 && usize::from(first) + count <= MOST_PATHS
 }
 
 fn parse_path(bytes: &[u8]) -> Option<PathOffer> {
@@ -239,9 +247,10 @@ mod tests {
     proptest! {
         #[test]
         fn offers_survive_and_rubbish_is_refused(
-            failover: bool, number: u8, slots: u64, control: u64, paths in paths(), at in 0..OFFER_BYTES, bit in 0_u8..8, rubbish in proptest::collection::vec(any::<u8>(), 0..OFFER_BYTES + 8),
+            failover: bool, number: u8, missing: bool, slots: u64, control: u64, paths in paths(), at in 0..OFFER_BYTES, bit in 0_u8..8, rubbish in proptest::collection::vec(any::<u8>(), 0..OFFER_BYTES + 8),
         ) {
-            let offer = Offer { failover, number, slots, control, paths };
+            let first = u8::from(missing && paths.len() < MOST_PATHS);
+            let offer = Offer { failover, number, first, slots, control, paths };
             let bytes = offer.encode();
             prop_assert_eq!(Offer::parse(&bytes), Ok(offer.clone()));
             prop_assert!(Offer::parse(&bytes[..at]).is_err());

@@ -161,6 +161,7 @@ fn send(device: &str, case: Case, stream: &mut TcpStream) -> Sender {
     let offer = Offer {
         failover: false,
         number: 0,
+        first: 0,
         slots: 0,
         control: control.memory().address(),
         paths: vec![path.offer()],
@@ -226,6 +227,7 @@ fn receive(device: &str, case: Case, stream: &mut TcpStream) -> u32 {
     let offer = Offer {
         failover: false,
         number: 0,
+        first: 0,
         slots: memory.address(),
         control: control.memory().address(),
         paths: vec![path.offer()],

@@ -7,7 +7,7 @@ use super::{
     control::Control,
     ends::{How, end},
     links::{Held, devices, mend, two_ports},
-    nodes::{check, patient, two_nodes},
+    nodes::{check, ends, patient, two_nodes},
 };
 use crate::{
     common::Call,
@@ -20,14 +20,13 @@ const BACKUP: Port = Port { rank: 0, link: 1 };
 
 /// Registration, a completion queue, a queue pair, and its way from RESET to RTS.
 const COMMANDS: [(&str, u16); 6] = [
-    ("CREATE_MKEY", CREATE_MKEY),
+    ("CREATE_MKEY", 0x200),
     ("CREATE_CQ", 0x400),
     ("CREATE_QP", 0x500),
     ("RST2INIT_QP", 0x502),
     ("INIT2RTR_QP", 0x503),
     ("RTR2RTS_QP", 0x504),
 ];
-const CREATE_MKEY: u16 = 0x200;
 
 #[test]
 #[ignore = "helper: needs mlx5 devices, run in a guest"]
@@ -61,22 +60,24 @@ fn worker() {
     println!("rank done");
 }
 
-/// Channels whose first port it is go over sockets; the others have no backup.
+/// Channels whose first port it is have their backup alone; the others have no backup.
 #[test]
 #[ignore = "helper: needs mlx5 devices, run in a guest"]
-fn a_device_that_registers_no_memory_is_no_backup() {
+fn a_device_on_which_nothing_can_be_made_is_left_out() {
     let ended = two_nodes("setup::refused", |rank, command| {
         patient(two_ports(rank, command));
     });
     refuse_commands(BACKUP, 0);
     mend();
-    check("registration", &ended, &["set up "], &["has failed"]);
+    check("refused", &ended, &["set up "], &["has failed", "use a socket"]);
     for wanted in [
         "NET/IB : no backup of port 0: registering ",
-        "use a socket on channel 1, not RDMA: ",
+        "NET/IB : a connection has its backup alone, not port 1: registering ",
     ] {
         assert!(ended[0].1.contains(wanted), "{wanted}: {}", ended[0].1);
     }
+    let wanted = "NET/IB : a connection has its backup alone: the peer cannot use its port";
+    assert!(ended[1].1.contains(wanted), "{wanted}: {}", ended[1].1);
 }
 
 #[test]
@@ -85,7 +86,13 @@ fn refused() {
     let Some(control) = Control::of_process() else {
         return;
     };
-    run(&control, "refused", || refuse_commands(BACKUP, CREATE_MKEY));
+    // Registration, a completion queue, a queue pair.
+    for (name, number) in &COMMANDS[..3] {
+        run(&control, &format!("without {name}"), || {
+            refuse_commands(BACKUP, *number);
+        });
+        restore(&control);
+    }
     control.rank.leave();
     println!("rank done");
 }
@@ -117,9 +124,11 @@ fn run(control: &Control, what: &str, fail: impl Fn()) {
     }
     control.meet();
     let comm = control.make();
-    for _ in 0..3 {
-        Call::new(Function::AllReduce, 5003).check(&comm, true);
+    // The last one needs the second channel, too.
+    for count in [5003, 5003, 300_001] {
+        Call::new(Function::AllReduce, count).check(&comm, true);
     }
+    assert!(ends().iter().any(|end| end.channel == 1), "{what}: {:?}", ends());
     control.meet();
     let (code, text, _) = end(&comm, How::Destroy);
     assert_eq!(code, ResultCode::Success, "{what}, rank {rank}: {text}");

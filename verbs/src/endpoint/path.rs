@@ -161,6 +161,17 @@ impl Path {
         })
     }
 
+    /// Makes it the `index`-th path of its connection, before it is connected: what the peer sends goes to other places then.
+    ///
+    /// # Errors
+    /// As the device says.
+    pub fn renumber(&mut self, index: usize) -> Result<()> {
+        self.index = index;
+        self.qps.iter().try_for_each(Qp::reset)?;
+        let mut qps = self.qps.iter().enumerate();
+        qps.try_for_each(|qp| prepare(index, qp, &self.port, &self.control))
+    }
+
     /// With a traffic class for its packets, where the environment names none.
     #[must_use]
     pub fn with_class(mut self, class: Option<u8>) -> Self {

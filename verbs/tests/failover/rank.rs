@@ -133,6 +133,7 @@ impl Rank {
         let offer = Offer {
             failover: self.hub.settings().enabled,
             number: 0,
+            first: 0,
             slots,
             control: control.memory().address(),
             paths: paths.iter().map(Path::offer).collect(),

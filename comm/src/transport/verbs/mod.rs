@@ -245,10 +245,11 @@ fn slots_of(fifo: &Arc<Fifo>) -> (Memory, Slots) {
 }
 
 /// Makes an end for a connection over port number `port`, and its backup: queue pairs on another port, where all the memory is
-/// registered, too. That there is none is no error. Its slots are those of the FIFO, or `direct`, where the devices take them.
+/// registered, too. That there is none is no error, nor that there is nothing else. Its slots are those of the FIFO, or `direct`, where the
+/// devices take them.
 ///
 /// # Errors
-/// What stands in the way: the port is down, has no GID as wished for, memory cannot be locked, ….
+/// What stands in the way on either: the port is down, has no GID as wished for, memory cannot be locked, ….
 pub(crate) fn prepare(
     rdma: &Rdma,
     port: usize,
@@ -274,16 +275,30 @@ pub(crate) fn prepare(
             .map(|path| path.with_class(rdma.class))
             .map_err(|error| error.to_string())
     };
-    let (mut paths, mut ports) = (vec![make(0, port)?], vec![port]);
-    if let Some(backup) = backup {
-        match make(1, backup) {
-            Ok(path) => {
+    let (mut paths, mut ports) = (Vec::new(), Vec::new());
+    let mut missing = None;
+    for (index, port) in [Some(port), backup].into_iter().flatten().enumerate() {
+        match (make(paths.len(), port), &missing) {
+            (Ok(path), _) => {
                 paths.push(path);
-                ports.push(backup);
+                ports.push(port);
             }
-            Err(why) => tracing::info!(target: log::NET, "NET/IB : no backup of port {port}: {why}"),
+            (Err(why), None) if index == 0 => missing = Some(why),
+            (Err(why), Some(first)) => return Err(format!("{first}; its backup: {why}")),
+            (Err(why), None) => {
+                tracing::info!(target: log::NET, "NET/IB : no backup of port {}: {why}", ports[0]);
+            }
         }
     }
+    let is_alone = missing.is_some();
+    match missing {
+        Some(why) if paths.is_empty() => return Err(why),
+        Some(why) => {
+            tracing::warn!(target: log::NET, "NET/IB : a connection has its backup alone, not port {port}: {why}");
+        }
+        None => {}
+    }
+    let in_use = ports[0] as u8;
     let failover = if rdma.net.config().failover {
         Failover {
             hub: Arc::clone(&rdma.hub),
@@ -296,6 +311,7 @@ pub(crate) fn prepare(
     let offer = Offer {
         failover: rdma.net.config().failover,
         number: port as u8,
+        first: u8::from(is_alone),
         slots: if is_receiver { memory.address() } else { 0 },
         control: control.memory().address(),
         paths: paths.iter().map(Path::offer).collect(),
@@ -306,7 +322,7 @@ pub(crate) fn prepare(
         offer,
         failover,
         direct: direct.map(|(slots, _)| Arc::clone(slots)),
-        port: port as u8,
+        port: in_use,
     })
 }
 
@@ -348,6 +364,7 @@ impl Prepared {
     /// # Errors
     /// The two do not fit, or the peer cannot be reached over any path.
     pub(crate) fn accept(mut self, peer: &Offer) -> std::result::Result<(Connected, Offer), String> {
+        let peer = &self.align(peer)?;
         let results = self.connect_paths(peer);
         for (offer, result) in self.offer.paths.iter_mut().zip(&results) {
             offer.up &= result.is_ok();
@@ -366,6 +383,7 @@ impl Prepared {
     /// # Errors
     /// The two do not fit, or the peer cannot be reached over any path.
     pub(crate) fn connect(mut self, peer: &Offer) -> std::result::Result<Connected, String> {
+        let peer = &self.align(peer)?;
         let first = (0..self.paths.len().min(peer.paths.len()))
             .find(|index| self.is_up(peer, *index))
             .ok_or_else(|| down(&self.offer.paths[0], &peer.paths[0]))?;
@@ -380,6 +398,30 @@ impl Prepared {
         let begins = results.iter().position(std::result::Result::is_ok);
         tell_missing(begins.unwrap_or(first), results);
         Ok(self.finish(peer))
+    }
+
+    /// Has the first of its paths be that which goes with the peer's first: where one end has its backup alone, so has the other. The
+    /// peer's offer, from the same path on.
+    fn align(&mut self, peer: &Offer) -> std::result::Result<Offer, String> {
+        let first = self.offer.first.max(peer.first);
+        let [own, others] = [self.offer.first, peer.first].map(|from| usize::from(first - from));
+        if own >= self.paths.len() || others >= peer.paths.len() {
+            return Err("one end has its backup alone, and the other has none".to_owned());
+        }
+        let mut peer = peer.clone();
+        peer.paths.drain(..others);
+        if own > 0 {
+            tracing::warn!(target: log::NET, "NET/IB : a connection has its backup alone: the peer cannot use its port");
+            self.paths.drain(..own);
+            self.offer.paths.drain(..own);
+            self.failover.ports.drain(..own);
+            self.port = self.failover.ports[0] as u8;
+            for (index, path) in self.paths.iter_mut().enumerate() {
+                path.renumber(index).map_err(|error| error.to_string())?;
+            }
+        }
+        self.offer.first = first;
+        Ok(peer)
     }
 
     /// Whether both ends have told that a path's ports are up: by that, so that they begin on the same one.
