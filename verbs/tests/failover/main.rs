@@ -60,7 +60,7 @@ const USUAL: [&str; 22] = [
     // A packet that is lost while the link comes up is sent again after four.
     "sendrecv flap receiver 41 alone=1 down-ms=12000 ib-timeout=20",
     // Again and again: it would soon be left alone for longer than a recovery may take.
-    "sendrecv flap receiver 43 alone=1 flaps=8 down-ms=1500 steps=120 pace-us=150000 BACKOFF_MS=400 GIVE_UP_MS=6000",
+    "sendrecv flap receiver 43 alone=1 flaps=3 down-ms=4000 steps=100 pace-us=150000 BACKOFF_MS=3000 RECOVERY_WINDOW_MS=60000 GIVE_UP_MS=9000",
     "sendrecv silent sender 51 TIMEOUT_MS=1500",
     // The device has tried often enough long before anybody else notices.
     "sendrecv silent sender 51 ib-timeout=14 TIMEOUT_MS=60000 PROBE_MS=60000",
