@@ -28,8 +28,8 @@ use super::{
 };
 use crate::common::{Call, Rank, config, host, ok, watch::Watch};
 
-/// Tells ranks to go through the situations that nothing can end well in.
-const LOST: &str = "RDMA_TEST_LOST";
+/// Tells ranks which situations to go through: number of the run.
+const RUN: &str = "RDMA_TEST_RUN";
 
 /// What connections are in when their communicator ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,6 +52,9 @@ enum Situation {
     Connecting,
     /// The first path is there anew, and is being probed.
     Probing,
+    /// The first path has been proven, and the sender has been asked to stop; it has not, for the backup loses its steps. An operation is
+    /// under way.
+    Holding,
     /// All ports are down; there is time left. An operation is under way.
     NoPath,
     /// All ports are down, and the communicator has failed over it.
@@ -59,12 +62,14 @@ enum Situation {
 }
 
 use Situation::{
-    Agreeing, Backup, Connecting, Failed, Leaving, NoPath, Normal, Offered, Probing, Replaying, Returning,
+    Agreeing, Backup, Connecting, Failed, Holding, Leaving, NoPath, Normal, Offered, Probing, Replaying,
+    Returning,
 };
 
 impl Situation {
-    const ALL: [Self; 11] = [
-        Normal, Leaving, Agreeing, Replaying, Backup, Returning, Offered, Connecting, Probing, NoPath, Failed,
+    const ALL: [Self; 12] = [
+        Normal, Leaving, Agreeing, Replaying, Backup, Returning, Offered, Connecting, Probing, Holding,
+        NoPath, Failed,
     ];
 
     /// The other rank's process is stopped.
@@ -75,6 +80,20 @@ impl Situation {
     /// Nothing that goes on can end well.
     fn is_lost(self) -> bool {
         matches!(self, Agreeing | NoPath | Failed)
+    }
+
+    /// Steps of the operation that is under way are lost, until they are no longer.
+    fn loses_steps(self) -> bool {
+        matches!(self, Replaying | Holding)
+    }
+
+    /// The run whose settings hold connections there.
+    fn run(self) -> usize {
+        match self {
+            _ if self.is_lost() => 1,
+            Holding => 2,
+            _ => 0,
+        }
     }
 }
 
@@ -98,17 +117,17 @@ const SILENCE: Duration = Duration::from_millis(300);
 #[ignore = "helper: needs two RDMA links, run in a guest"]
 fn communicators_end_in_every_state_and_leave_nothing() {
     // Two processes for many situations: to load what RDMA needs takes an emulated machine seconds.
-    for (is_lost, give_up) in [(false, Duration::from_secs(60)), (true, GIVE_UP)] {
+    let long = Duration::from_secs(60);
+    for (run, (give_up, probes)) in [(long, "3"), (GIVE_UP, "3"), (long, "1")].into_iter().enumerate() {
         let ended = two_nodes("ends::worker", |rank, command| {
-            if is_lost {
-                command.env(LOST, "1");
-            }
             two_ports(rank, command)
+                .env(RUN, run.to_string())
                 // Only what is brought about here brings it out of a state.
                 .env("NCCL_IB_RETRY_CNT", "7")
                 .env("RINGSIGHT_NET_TIMEOUT_MS", "60000")
                 .env("RINGSIGHT_NET_PROBE_MS", "60000")
                 .env("RINGSIGHT_NET_PROBATION_MS", "60000")
+                .env("RINGSIGHT_NET_PROBATION_PROBES", probes)
                 .env("RINGSIGHT_NET_GIVE_UP_MS", give_up.as_millis().to_string());
         });
         mend();
@@ -178,9 +197,9 @@ fn worker() {
     let Some(control) = Control::of_process() else {
         return;
     };
-    let is_lost = env::var_os(LOST).is_some();
+    let number: usize = env::var(RUN).unwrap().parse().unwrap();
     for situation in Situation::ALL {
-        if situation.is_lost() == is_lost {
+        if situation.run() == number {
             for how in [How::Destroy, How::Finalize, How::Abort] {
                 run(&control, situation, how);
             }
@@ -194,9 +213,9 @@ fn worker() {
 #[track_caller]
 pub(crate) fn until_all(what: &str, is_so: impl Fn(&Connection) -> bool) {
     until(what, || {
+        // One that is just being written is not seen.
         let ends = ends();
-        assert!(!ends.is_empty());
-        ends.iter().all(&is_so)
+        !ends.is_empty() && ends.iter().all(&is_so)
     });
 }
 
@@ -265,7 +284,7 @@ fn run(control: &Control, situation: Situation, how: How) {
     if !situation.stops_peer() || rank == 1 {
         control.meet();
     }
-    let mender = (situation == Replaying && rank == 0 && how != How::Abort).then(|| {
+    let mender = (situation.loses_steps() && rank == 0 && how != How::Abort).then(|| {
         thread::spawn(|| {
             thread::sleep(SILENCE);
             lose_packets(1, false);
@@ -294,7 +313,7 @@ fn run(control: &Control, situation: Situation, how: How) {
         (How::Abort, _) => END,
         (_, Agreeing | NoPath) => GIVE_UP + END,
         // Devices send again when they like.
-        (_, Replaying) => PATIENCE,
+        _ if situation.loses_steps() => PATIENCE,
         _ => END,
     };
     assert!(took <= most, "{situation:?} {how:?} rank {rank} took {took:?}");
@@ -320,7 +339,7 @@ fn run(control: &Control, situation: Situation, how: How) {
         assert!(replayed || rank == 1, "nothing was sent again");
     }
     // Of an abort it is not known.
-    if let (Some(did_end), false) = (did_end, how == How::Abort && situation != Replaying) {
+    if let (Some(did_end), false) = (did_end, how == How::Abort && !situation.loses_steps()) {
         assert_eq!(
             did_end,
             how != How::Abort && !situation.is_lost(),
@@ -406,6 +425,23 @@ fn bring_to(control: &Control, comm: &Rank, situation: Situation) -> (Option<Wor
             });
             (None, None)
         }
+        Holding => {
+            leave_first_path(control, comm);
+            let work = lose_steps(control, comm, 1);
+            if first {
+                set_link(0, true);
+            }
+            // The other connection has nothing under way, and goes back.
+            until("a connection waits for its sender to stop", || {
+                let holds = |end: &Connection| {
+                    let is_its = (end.flags & Connection::SENDS != 0) == first;
+                    is_its && recovers(end) && end.active == 1 && end.path[0].stage == LinkStage::Ready as u8
+                };
+                ends().iter().any(holds)
+            });
+            assert!(work.is_under_way());
+            (Some(work), None)
+        }
         NoPath | Failed => {
             if first {
                 set_link(0, false);
@@ -435,8 +471,21 @@ pub(crate) fn leave_first_path(control: &Control, comm: &Rank) {
 
 /// Has rank 0 post steps that are lost, first on one path, then on the other.
 fn replay(control: &Control, comm: &Rank) -> Work {
+    let work = lose_steps(control, comm, 0);
+    if comm.rank == 0 {
+        set_link(0, false);
+    }
+    until_all("its ends are on the other path", |end| {
+        end.active == 1 && end.phase == Connection::FLOWS
+    });
+    assert!(work.is_under_way());
+    work
+}
+
+/// Has rank 0 post steps that are lost, on the path in use and whatever follows it. The operation of which they are; rank 1 has none.
+fn lose_steps(control: &Control, comm: &Rank, path: usize) -> Work {
     let rank = comm.rank;
-    let device = &devices(rank)[0];
+    let device = &devices(rank)[path];
     let credits = packets(device, "rcvd_pkts");
     control.meet();
     let early = (rank == 1).then(|| Work::begin(comm));
@@ -444,20 +493,14 @@ fn replay(control: &Control, comm: &Rank) -> Work {
         until("rank 1's credits are there", || {
             packets(device, "rcvd_pkts") > credits
         });
-        lose_packets(0, true);
-        lose_packets(1, true);
+        (path..2).for_each(|link| lose_packets(link, true));
     }
     control.meet();
     let sent = packets(device, "sent_pkts");
     let work = early.unwrap_or_else(|| Work::begin(comm));
     if rank == 0 {
         until("steps are posted", || packets(device, "sent_pkts") > sent);
-        set_link(0, false);
     }
-    until_all("its ends are on the other path", |end| {
-        end.active == 1 && end.phase == Connection::FLOWS
-    });
-    assert!(work.is_under_way());
     work
 }
 
