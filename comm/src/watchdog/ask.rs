@@ -67,8 +67,9 @@ impl Watch {
         };
         let mut verdict = judge(&heard, age, &settings);
         let mut others = heard.iter().filter(|(rank, _)| **rank != self.rank);
-        if is_dark && others.all(|(_, heard)| heard.is_over()) {
-            // It is done here, too, as far as can be known: the next one is what this rank waits in.
+        if is_dark && heard.len() > 1 && others.all(|(_, heard)| heard.is_over()) {
+            // It is done here, too, as far as can be known: the next one is what this rank waits in. A kernel of this rank alone nobody else
+            // knows of.
             lock(&self.flights).pass(op.run);
             verdict = None;
         }

@@ -18,6 +18,9 @@ const AT_ONCE: Duration = Duration::from_secs(1);
 /// A process that is kept from running for so long has a machine that does something else.
 pub(super) const STALLED: Duration = Duration::from_millis(150);
 
+/// For so long nothing must move besides before that is a hang.
+const LASTS: Duration = Duration::from_millis(600);
+
 /// `ncclSuccess`, `ncclSystemError`, `ncclInvalidUsage`, `ncclRemoteError`.
 pub(super) const SUCCESS: i32 = 0;
 pub(super) const SYSTEM_ERROR: i32 = 2;
@@ -64,6 +67,8 @@ pub(super) enum Fault {
     Aborted,
     /// Its kernel never ends.
     Stuck,
+    /// Its kernel stops where it waits for another rank, which comes after that.
+    Frozen,
 }
 
 /// How operations are launched.
@@ -157,13 +162,18 @@ impl Case {
     /// Why there is no such cell.
     #[must_use]
     pub(super) fn impossible(&self, device: DeviceKind) -> Option<&'static str> {
-        use Fault::{Crossed, Killed, Left, Replay, ReplayQueued, Stopped, Stuck, Traced, TwoGraphs};
+        use Fault::{Crossed, Frozen, Killed, Left, Replay, ReplayQueued, Stopped, Stuck, Traced, TwoGraphs};
         match (self.fault, self.ranks, self.mode) {
             (Killed | Stopped | Traced, Ranks::Thread, _) => {
                 Some("ranks that are threads of one process die and stop together")
             }
             (Replay | ReplayQueued | TwoGraphs, _, Mode::Eager) => Some("only graphs are replayed"),
             (Stuck, _, Mode::Graph) => Some("the simulated kernel is launched, not captured"),
+            (Frozen, _, _) if device == DeviceKind::Cuda => Some("nothing stops a kernel of a GPU half-way"),
+            (Frozen, Ranks::Thread, _) => {
+                Some("kernels of ranks that are threads of one process are stopped together")
+            }
+            (Frozen, _, _) if self.source == Source::Events => Some("events do not tell what moves"),
             (Crossed, _, Mode::Graph) => Some("whoever launches graphs orders them"),
             (Left, Ranks::Thread, _) if device == DeviceKind::Cuda => {
                 Some("GPUs that reach each other end an operation together")
@@ -285,6 +295,8 @@ impl Round {
             // The others' waiting begins with it.
             pause_ms: match case.fault {
                 Fault::SlowBelow => between(0, threshold / 20),
+                // Until the other rank comes, for which nobody is to be named.
+                Fault::Frozen => between(threshold / 3, threshold * 2 / 3),
                 _ => between(20, 120),
             },
             late_ms: match case.fault {
@@ -329,12 +341,18 @@ impl Round {
         (self.fault == Fault::Crossed).then_some([self.victim, (self.victim + 1) % self.ranks])
     }
 
+    /// The rank that the victim's kernel waits for when it is stopped.
+    #[must_use]
+    pub(super) fn comes_last(&self) -> Option<u32> {
+        (self.fault == Fault::Frozen).then_some((self.victim + self.ranks - 1) % self.ranks)
+    }
+
     /// From which rank it receives when the ranks wait for each other; whoever receives nothing is in a collective of all.
     #[must_use]
     pub(super) fn receives_from(&self, rank: u32) -> Option<u32> {
         let [first, second] = self.crossing()?;
         // A message against a message, or against the collective.
-        let both = self.before % 2 == 0;
+        let both = self.before.is_multiple_of(2);
         match rank {
             _ if rank == first => Some(second),
             _ if rank == second && both => Some(first),
@@ -408,6 +426,14 @@ impl Round {
                 by: By::Victim,
                 ..says(verdict("STUCK_KERNEL", "hang"))
             },
+            Fault::Frozen => {
+                let mut stuck = verdict("STUCK_KERNEL", "hang");
+                stuck[0].within += LASTS;
+                Expectation {
+                    by: By::All,
+                    ..says(stuck)
+                }
+            }
             Fault::Killed => Expectation {
                 failure: Some(Failure {
                     by: By::Others,

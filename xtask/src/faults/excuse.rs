@@ -21,7 +21,8 @@ pub(super) enum Reason {
     Stalled,
     /// A rank came later than it was told to, by as much as the watchdog speaks of.
     Late,
-    /// The rank that calls something else was not the last: who is wrong can be said only once most have called.
+    /// The rank that calls something else was not the last: who is wrong can be said only once most have called. Or the one that a kernel
+    /// is stopped in front of had come before that.
     Order,
 }
 
@@ -78,8 +79,15 @@ pub(super) fn reason(round: &Round, observed: &Observed) -> Option<Reason> {
     if matches!(round.fault, Fault::SlowBelow | Fault::Crossed) {
         apart.extend(first.zip(called(round.victim)));
     }
+    let last = round.comes_last();
+    apart.extend(last.and_then(|last| called(round.victim).zip(called(last))));
     if apart.iter().any(|(since, until)| is_long(*since, *until)) {
         return Some(Reason::Late);
+    }
+    if let Some(last) = round.comes_last()
+        && called(last) <= observed.at(round.victim, &What::Fault)
+    {
+        return Some(Reason::Order);
     }
     let is_last = || others().all(|rank| launched(rank) <= called(round.victim));
     (matches!(round.fault, Fault::Count | Fault::Order) && !is_last()).then_some(Reason::Order)

@@ -20,6 +20,7 @@ mod cases;
 pub mod debugger;
 mod excuse;
 mod job;
+mod kernels;
 mod score;
 mod soak;
 mod tally;

@@ -136,7 +136,10 @@ impl Judge<'_> {
                     "rank {rank} said more than it should: {said:?}, after the end {after:?}"
                 ));
             }
-            let base = fault.max(self.at(rank, &What::Called).unwrap_or(0));
+            // Until all have come something may move.
+            let last = round.comes_last().unwrap_or(rank);
+            let called = [rank, last].map(|rank| self.at(rank, &What::Called).unwrap_or(0));
+            let base = fault.max(called[0]).max(called[1]);
             for (index, expected) in expected.iter().enumerate() {
                 let Some(said) = said.get(index) else {
                     (self.score.class, self.score.culprit) = (false, false);

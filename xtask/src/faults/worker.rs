@@ -20,7 +20,7 @@ use clap::Args;
 use super::{
     call::{Call, Launched},
     cases::{Action, Fault, Operation, PROMISED, Round, STALLED, SUCCESS, SYSTEM_ERROR},
-    soak,
+    kernels, soak,
     truth::{Account, What},
 };
 use crate::nccl::{Communicator, DeviceKind, Nccl, UniqueId};
@@ -87,6 +87,9 @@ impl Stages {
         );
     }
 }
+
+/// From the victim's call to when its kernel is stopped.
+const FREEZES_AFTER: Duration = Duration::from_millis(30);
 
 /// Put on a stream: computes, that is, keeps it busy, until the fault is to end.
 unsafe extern "C" fn compute(stages: *mut c_void) {
@@ -242,7 +245,7 @@ impl Member<'_> {
 
     /// The victim lets the others come to wait, and begins.
     fn begin(&self) -> Result<()> {
-        if self.is_victim() {
+        if self.is_victim() && self.round.fault != Fault::Frozen {
             thread::sleep(Duration::from_millis(self.round.pause_ms));
             if self.round.fault == Fault::Traced {
                 // Where only parents may hold a process; other systems do not know what this is.
@@ -270,6 +273,9 @@ impl Member<'_> {
         }
         communicator.synchronise()?;
         call.fill();
+        if round.comes_last() == Some(self.rank) {
+            thread::sleep(Duration::from_millis(round.pause_ms));
+        }
         self.begin()?;
         if self.is_victim() {
             match round.fault {
@@ -301,7 +307,7 @@ impl Member<'_> {
                     communicator.host_function(compute, std::ptr::from_ref(self.stages).cast_mut().cast())
                 }?,
                 Fault::Stuck => communicator.simulate_kernel_timeout()?,
-                Fault::Count | Fault::Order | Fault::Crossed | Fault::TwoGraphs => {}
+                Fault::Frozen | Fault::Count | Fault::Order | Fault::Crossed | Fault::TwoGraphs => {}
             }
         }
         if round.fault == Fault::Stuck {
@@ -322,6 +328,15 @@ impl Member<'_> {
             launch(&call)?;
         }
         self.note(What::Launched)?;
+        if round.fault == Fault::Frozen && self.is_victim() {
+            // It has come to wait for the other rank.
+            thread::sleep(FREEZES_AFTER);
+            kernels::hold()?;
+            self.note(What::Fault)?;
+            say("fault")?;
+            self.stages.wait(Stage::End);
+            kernels::let_go();
+        }
         match round.fault {
             Fault::Withheld | Fault::Aborted | Fault::Killed => {
                 if round.fault == Fault::Killed {

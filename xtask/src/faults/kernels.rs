@@ -1,0 +1,57 @@
+//! Stops kernels of the host device half-way, which are threads of this process.
+
+use std::{
+    ffi::c_int,
+    fs,
+    sync::atomic::{AtomicBool, Ordering},
+};
+
+use anyhow::{Context as _, Result, ensure};
+
+/// Threads that [`wait`] may go on.
+static GO_ON: AtomicBool = AtomicBool::new(false);
+
+extern "C" fn wait(_signal: c_int) {
+    // Relaxed: nothing is handed over but that it goes on.
+    while !GO_ON.load(Ordering::Relaxed) {
+        // SAFETY: a sleep may be called in a signal's handler.
+        unsafe { libc::usleep(1000) };
+    }
+}
+
+/// Lets the threads that run kernels do nothing any more, once in a process.
+///
+/// # Errors
+/// Where there is none, or it cannot be told to.
+pub(super) fn hold() -> Result<()> {
+    // SAFETY: the handler calls nothing but what it may.
+    unsafe { libc::signal(libc::SIGUSR1, wait as *const () as libc::sighandler_t) };
+    let mut held = 0;
+    for thread in fs::read_dir("/proc/self/task").context("listing threads")? {
+        let thread = thread?;
+        let name = fs::read_to_string(thread.path().join("comm")).unwrap_or_default();
+        if !name.starts_with("rs-stream") {
+            continue;
+        }
+        let number: c_int = thread
+            .file_name()
+            .to_string_lossy()
+            .parse()
+            .context("a thread's number")?;
+        // SAFETY: a signal that has a handler, to a thread of this process.
+        let result = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), number, libc::SIGUSR1) };
+        ensure!(
+            result == 0,
+            "stopping thread {number}: {}",
+            std::io::Error::last_os_error()
+        );
+        held += 1;
+    }
+    ensure!(held > 0, "no thread runs kernels");
+    Ok(())
+}
+
+/// Lets them go on.
+pub(super) fn let_go() {
+    GO_ON.store(true, Ordering::Relaxed);
+}
