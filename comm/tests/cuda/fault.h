@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 
 #include "rank.h"
+#include "remap.h"
 
 // Waits until the library's log, the file of NCCL_DEBUG_FILE, has a verdict like this of an operation like that.
 static void await_verdict(const char* verdict, const char* operation) {
@@ -24,15 +25,12 @@ static void await_verdict(const char* verdict, const char* operation) {
 // What the driver without a GPU has in place of a kernel that does wrong.
 typedef void (*Break)(int device);
 
-// An address at which a kernel may read, near the end of what is mapped there: of some large allocations the one that comes last.
-static uint64_t last_address(void) {
-  uint64_t last = 0;
-  for (int i = 0; i < 4; i++) {
-    uint64_t address;
-    CU(cuMemAlloc, &address, (size_t)1 << 30);
-    if (address > last) last = address;
-  }
-  return last + ((size_t)1 << 30) - 4096;
+// A buffer of which only the beginning is there, whatever else the GPU has.
+static CUdeviceptr torn(struct Rank* r, size_t bytes) {
+  CUdeviceptr buffer;
+  CU(cuMemAddressReserve, &buffer, granules(bytes), (size_t)0, 0ull, 0ull);
+  map_piece(r, buffer, GRANULE);
+  return buffer;
 }
 
 // Rank 1's device fails in an all_reduce to which the last rank never comes.
@@ -43,7 +41,7 @@ static void run_fault(struct Rank* r) {
   enqueue(r, ALL_REDUCE, F32, 1000, 0, 0, r->send, r->recv);
   CU(cuStreamSynchronize, r->stream);
   const Break broken = (Break)dlsym(RTLD_DEFAULT, "ringsight_mock_break");
-  const uint64_t wrong = broken == NULL && r->rank == 1 ? last_address() : 0;
+  const uint64_t wrong = broken == NULL && r->rank == 1 ? torn(r, 64 << 20) : 0;
   barrier();
   const double start = now();
   if (r->rank != ranks - 1) NC(AllReduce((void*)(wrong ? wrong : r->send), (void*)r->recv, 16 << 20, F32, 0, r->comm, r->stream));

@@ -282,12 +282,20 @@ impl Round {
             ranks,
             nodes,
             victim: between(0, u64::from(ranks) - 1) as u32,
-            operation: [
-                Operation::AllReduce,
-                Operation::AllGather,
-                Operation::ReduceScatter,
-            ][between(0, 2) as usize],
-            elements: between(1, 20_000) as usize,
+            operation: match case.fault {
+                // No rank has all that it needs before the last one comes.
+                Fault::Frozen => Operation::AllReduce,
+                _ => [
+                    Operation::AllReduce,
+                    Operation::AllGather,
+                    Operation::ReduceScatter,
+                ][between(0, 2) as usize],
+            },
+            elements: match case.fault {
+                // Goes from rank to rank.
+                Fault::Frozen => between(4096, 20_000) as usize,
+                _ => between(1, 20_000) as usize,
+            },
             before: match case.fault {
                 Fault::Unusual => between(20, 30) as u32,
                 _ => between(1, 5) as u32,
