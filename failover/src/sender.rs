@@ -7,6 +7,11 @@ use crate::{
     Rules, Settings, Sound, Status, Timer, Work, paths::Paths, timers::Timers,
 };
 
+mod links;
+mod saying;
+#[cfg(test)]
+mod tests;
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Phase {
     /// Steps go over the active path.
@@ -405,131 +410,6 @@ impl<R: Rules> Sender<R> {
         self.watch(now);
     }
 
-    fn offer(&mut self, now: Duration, link: Link, address: Address, out: &mut Vec<Action>) {
-        let path = self.paths[link.path];
-        if link.generation == path.generation && path.state == LinkState::Ready {
-            // Our answer was lost.
-            return self.accept(link.path, out);
-        }
-        let newest = path
-            .more
-            .offered
-            .map_or(path.generation, |(generation, _)| generation);
-        if link.generation < newest || link.generation == path.generation {
-            return;
-        }
-        self.paths[link.path].more.offered = Some((link.generation, address));
-        // The receiver has given up the one before.
-        self.lose(now, link.path, Cause::Peer, out);
-        self.advance(link.path, out);
-        self.settle();
-    }
-
-    /// Takes up an offer, if there is one and it can.
-    fn advance(&mut self, index: u8, out: &mut Vec<Action>) {
-        let path = &mut self.paths[index];
-        if path.state != LinkState::Fenced || !path.port_up {
-            return;
-        }
-        let Some((generation, address)) = path.more.offered.take() else {
-            return;
-        };
-        path.more.peer = Some(address);
-        path.generation = generation;
-        path.state = LinkState::Building;
-        path.own = None;
-        out.push(Action::Rebuild {
-            link: self.paths.link(index),
-        });
-    }
-
-    fn accept(&self, path: u8, out: &mut Vec<Action>) {
-        if let Some(address) = self.paths[path].own {
-            let link = self.paths.link(path);
-            self.paths.tell(Message::Accept { link, address }, out);
-        }
-    }
-
-    /// Gives up a queue pair, and says so.
-    fn fail(&mut self, now: Duration, path: u8, cause: Cause, out: &mut Vec<Action>) {
-        if self.lose(now, path, cause, out) {
-            self.say_broken_soon(now, out);
-        }
-    }
-
-    /// Gives up a queue pair; whether there is something to say of it.
-    fn lose(&mut self, now: Duration, path: u8, cause: Cause, out: &mut Vec<Action>) -> bool {
-        if !self.paths[path].state.is_live() {
-            return false;
-        }
-        let active = self.phase == Phase::Flowing && self.paths.link(path) == self.active;
-        if active && !self.settings.enabled {
-            self.give_up(Reason::Off(cause), out);
-            return false;
-        }
-        self.fence(path, cause, out);
-        if active {
-            (self.phase, self.held) = (Phase::Waiting, None);
-            self.timers.clear(Timer::Watch);
-            self.limit(now);
-        }
-        true
-    }
-
-    fn fence(&mut self, path: u8, cause: Cause, out: &mut Vec<Action>) {
-        if !self.paths[path].state.is_live() {
-            return;
-        }
-        let link = self.paths.link(path);
-        let active = link == self.active;
-        self.paths[path].state = LinkState::Fencing;
-        if active {
-            self.probing = false;
-        }
-        out.push(Action::Report(Report::Broken { link, cause, active }));
-        out.push(Action::Fence { link });
-    }
-
-    /// Whether the receiver may not know yet what is broken here: it notes it, or shows by an epoch or an offer that it does.
-    fn has_news(&self) -> bool {
-        self.phase == Phase::Waiting
-            || self.paths.indices().any(|path| {
-                let path = self.paths[path];
-                !path.state.is_live() && path.more.noted < path.generation && path.more.offered.is_none()
-            })
-    }
-
-    /// Says that it has stopped, once nothing is under way. The receiver asks until it hears it.
-    fn say_drained(&self, out: &mut Vec<Action>) {
-        if let Some(epoch) = self.held
-            && self.acked == self.posted
-        {
-            let posted = self.posted;
-            self.paths.tell(Message::Drained { epoch, posted }, out);
-        }
-    }
-
-    fn say_broken_soon(&mut self, now: Duration, out: &mut Vec<Action>) {
-        self.resend = self.settings.resend;
-        self.say_broken(now, out);
-    }
-
-    fn say_broken(&mut self, now: Duration, out: &mut Vec<Action>) {
-        let generations = self.paths.given_up();
-        let epoch = self.epoch;
-        self.paths.tell(Message::Broken { epoch, generations }, out);
-        self.timers.set(Timer::Resend, now + self.resend);
-        self.resend = (self.resend * 2).min(Settings::RESEND_MAX);
-        self.settle();
-    }
-
-    /// Stops saying what is known.
-    fn settle(&mut self) {
-        if !self.has_news() {
-            self.timers.clear(Timer::Resend);
-        }
-    }
-
     /// Something got over the path of this epoch, or there is nothing that has to.
     fn got_over(&mut self, out: &mut Vec<Action>) {
         if self.phase == Phase::Flowing && std::mem::take(&mut self.recovering) {
@@ -601,6 +481,3 @@ impl<R: Rules> Sender<R> {
         self.timers.armed()
     }
 }
-
-#[cfg(test)]
-mod tests;

@@ -165,17 +165,7 @@ impl Watch {
             .waiting(observe::now_ns())
             .into_iter()
             .min_by_key(|op| op.start_ns)?;
-        let verdict = Verdict {
-            cause,
-            culprit,
-            others: Vec::new(),
-            since_ns: None,
-            held_up: None,
-            called: None,
-            traced: false,
-            hang: true,
-            is_awaited: false,
-        };
+        let verdict = Verdict::hang(cause, culprit);
         let heard = match cause {
             Cause::DeviceFault => Heard::Answer(Position::Faulted.into()),
             _ => Heard::Gone,
@@ -190,15 +180,9 @@ impl Watch {
         let op = self.waiting(now).into_iter().min_by_key(|op| op.start_ns);
         let op = op.or_else(|| lock(&self.flights).queued(now))?;
         let verdict = Verdict {
-            cause: Cause::MetadataMismatch,
-            culprit: *culprit,
             others: others.to_vec(),
-            since_ns: None,
-            held_up: None,
             called: Some(text.to_owned()),
-            traced: false,
-            hang: true,
-            is_awaited: false,
+            ..Verdict::hang(Cause::MetadataMismatch, *culprit)
         };
         self.conclude(&op, &verdict, &BTreeMap::new())
     }

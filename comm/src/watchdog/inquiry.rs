@@ -331,15 +331,8 @@ mod tests {
 
     fn verdict(cause: Cause, culprit: u32, hang: bool) -> Option<Verdict> {
         Some(Verdict {
-            cause,
-            culprit,
-            others: Vec::new(),
-            since_ns: None,
-            held_up: None,
-            called: None,
-            traced: false,
             hang,
-            is_awaited: false,
+            ..Verdict::hang(cause, culprit)
         })
     }
 

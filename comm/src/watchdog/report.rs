@@ -314,15 +314,8 @@ mod tests {
     #[test]
     fn of_many_ranks_those_that_matter_are_told() {
         let verdict = Verdict {
-            cause: Cause::NotLaunched,
-            culprit: 90,
             others: vec![77, 91],
-            since_ns: None,
-            held_up: None,
-            called: None,
-            traced: false,
-            hang: false,
-            is_awaited: false,
+            ..Verdict::hang(Cause::NotLaunched, 90)
         };
         let heard = |ranks| (0..ranks).map(|rank| (rank, Heard::Silent));
         let lines = of_ranks(&verdict, heard(96));

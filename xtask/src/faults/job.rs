@@ -417,9 +417,10 @@ impl Listening<'_> {
     }
 
     /// Whether everything that is expected has been said.
-    fn has_all(&self, expectation: &super::cases::Expectation) -> bool {
+    fn has_all(&self, expectation: &super::expectation::Expectation) -> bool {
         let round = self.round;
-        let of = |by: super::cases::By| (0..round.ranks).filter(move |rank| round.expects_of(by, *rank));
+        let of =
+            |by: super::expectation::By| (0..round.ranks).filter(move |rank| round.expects_of(by, *rank));
         let said = |rank| self.said.iter().filter(|said| said.rank == rank).count();
         let failures = expectation
             .failure

@@ -19,6 +19,7 @@ mod call;
 mod cases;
 pub mod debugger;
 mod excuse;
+mod expectation;
 mod job;
 mod kernels;
 mod score;

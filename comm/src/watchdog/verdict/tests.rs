@@ -1,0 +1,270 @@
+//! Answers and what follows from them.
+
+use ringsight_records::{Phase, Waits};
+
+use super::*;
+use crate::{
+    checks::Identity,
+    watchdog::{
+        position::Run,
+        settings::{Action, Source},
+    },
+};
+
+const MS: u64 = 1_000_000;
+const SETTINGS: Settings = Settings {
+    threshold: Duration::from_millis(2000),
+    arrival: Duration::from_secs(600),
+    stuck: Duration::from_secs(60),
+    interval: Duration::from_secs(1),
+    action: Action::Report,
+    source: Source::Pages,
+    adaptive: None,
+};
+
+fn at(position: Position) -> Heard {
+    Heard::Answer(position.into())
+}
+
+fn running(still_ms: u64) -> Heard {
+    at(Position::Running {
+        since_ns: 3000 * MS,
+        still_ns: still_ms * MS,
+        waits: None,
+    })
+}
+
+fn waiting(still_ms: u64, peer: Option<u16>) -> Heard {
+    at(Position::Running {
+        since_ns: 3000 * MS,
+        still_ns: still_ms * MS,
+        waits: Some(Waits {
+            op: 1,
+            channel: 0,
+            phase: Phase::Data,
+            peer,
+            step: 5,
+        }),
+    })
+}
+
+fn late(idle_ms: u64) -> Heard {
+    at(Position::NotLaunched {
+        idle_ns: idle_ms * MS,
+    })
+}
+
+fn crossed() -> Heard {
+    Heard::Crossed(HeldUp {
+        comm: 1,
+        run: Run {
+            identity: Identity::Collective { seq: 9 },
+            replay: 0,
+        },
+        since_ns: 2500 * MS,
+    })
+}
+
+fn verdict(heard: &[Heard], overdue_s: u64) -> Option<(Cause, u32, bool)> {
+    let heard = (0..).zip(heard.iter().copied()).collect();
+    judge(&heard, Duration::from_secs(overdue_s), &SETTINGS)
+        .map(|verdict| (verdict.cause, verdict.culprit, verdict.hang))
+}
+
+#[test]
+fn the_first_cause_counts() {
+    let stuck = running(2500);
+    let queued = at(Position::Queued { since_ns: 500 * MS });
+    let ended = at(Position::Ended);
+    let cases = [
+        (
+            vec![stuck, late(9), queued, Heard::Gone, ended],
+            Cause::RankDead,
+            3,
+            true,
+        ),
+        (
+            vec![stuck, late(9), Heard::Stopped, at(Position::Faulted), ended],
+            Cause::DeviceFault,
+            3,
+            true,
+        ),
+        (
+            vec![stuck, late(9), ended, Heard::Stopped],
+            Cause::PeerAborted,
+            2,
+            true,
+        ),
+        (
+            vec![stuck, late(9), Heard::Silent, Heard::Stopped],
+            Cause::RankStopped,
+            3,
+            true,
+        ),
+        (vec![stuck, late(9), Heard::Silent], Cause::NoAnswer, 2, true),
+        (
+            vec![stuck, queued, crossed(), late(9)],
+            Cause::MetadataMismatch,
+            2,
+            true,
+        ),
+        (vec![stuck, queued, late(9)], Cause::NotLaunched, 2, false),
+        (
+            vec![stuck, queued, at(Position::Done)],
+            Cause::QueuedBehindCompute,
+            1,
+            false,
+        ),
+        (
+            vec![stuck, running(2600), running(2500)],
+            Cause::StuckKernel,
+            1,
+            true,
+        ),
+    ];
+    for (heard, cause, culprit, hang) in cases {
+        assert_eq!(verdict(&heard, 3), Some((cause, culprit, hang)), "{heard:?}");
+    }
+}
+
+#[test]
+fn slow_is_not_stuck_and_late_becomes_a_hang() {
+    assert_eq!(verdict(&[running(2500), running(10)], 60), None);
+    let just_launched = at(Position::Queued { since_ns: 5 * MS });
+    assert_eq!(verdict(&[running(2500), just_launched], 60), None);
+    assert_eq!(
+        verdict(&[running(2500), at(Position::Done)], 3),
+        Some((Cause::StuckKernel, 0, true))
+    );
+    assert_eq!(
+        verdict(&[running(2500), late(1)], 599),
+        Some((Cause::NotLaunched, 1, false))
+    );
+    assert_eq!(
+        verdict(&[running(2500), late(1)], 600),
+        Some((Cause::NotLaunched, 1, true))
+    );
+}
+
+#[test]
+fn a_rank_whose_watchdog_is_off_is_named_only_for_what_it_has_not_called() {
+    let unwatched = |called| at(Position::Unwatched { called });
+    assert_eq!(
+        verdict(&[running(2500), unwatched(true)], 60),
+        None,
+        "it may move"
+    );
+    assert_eq!(
+        verdict(&[running(2500), unwatched(false)], 60),
+        Some((Cause::NotLaunched, 1, false))
+    );
+    assert_eq!(
+        verdict(&[running(2500), unwatched(true), late(5)], 60),
+        Some((Cause::NotLaunched, 2, false))
+    );
+}
+
+#[test]
+fn who_is_waited_for_and_does_not_wait_is_the_culprit() {
+    let stuck = |rank| Some((Cause::StuckKernel, rank, true));
+    let heard = [waiting(2600, Some(2)), waiting(2700, Some(0)), running(2500)];
+    assert_eq!(verdict(&heard, 3), stuck(2), "though it was last to stop");
+    // All wait, or nobody knows for whom: as without.
+    let heard = [
+        waiting(2600, Some(1)),
+        waiting(2700, Some(0)),
+        waiting(2500, Some(1)),
+    ];
+    assert_eq!(verdict(&heard, 3), stuck(1));
+    let heard = [waiting(2600, None), running(2500)];
+    assert_eq!(verdict(&heard, 3), stuck(0));
+}
+
+#[test]
+fn a_better_known_culprit_is_said_and_stays() {
+    let found = |heard: &[Heard]| {
+        let heard = (0..).zip(heard.iter().copied()).collect();
+        judge(&heard, Duration::from_secs(3), &SETTINGS)
+    };
+    let guess = [waiting(2600, None), waiting(2700, None), running(2500)];
+    let known = [waiting(2600, Some(2)), waiting(2700, Some(0)), running(2500)];
+    let culprit = |verdict: &Option<Verdict>| verdict.as_ref().map(|verdict| verdict.culprit);
+    let (say, said) = next(None, found(&guess));
+    assert_eq!((culprit(&say), culprit(&said)), (Some(1), Some(1)));
+    // Another guess is no news.
+    let other = [waiting(2800, None), waiting(2700, None), running(2500)];
+    let (say, said) = next(said, found(&other));
+    assert_eq!((culprit(&say), culprit(&said)), (None, Some(1)));
+    let (say, said) = next(said, found(&known));
+    assert_eq!((culprit(&say), culprit(&said)), (Some(2), Some(2)));
+    let (say, said) = next(said, found(&guess));
+    assert_eq!((culprit(&say), culprit(&said)), (None, Some(2)));
+    let (say, said) = next(said, found(&known));
+    assert_eq!((culprit(&say), culprit(&said)), (None, Some(2)));
+    // What moves again is said again when it stops.
+    assert_eq!(next(said, None), (None, None));
+}
+
+#[test]
+fn a_debugger_s_stop_is_no_hang_before_the_arrival_time_out() {
+    let stopped_by = |heard: &[Heard], overdue_s| {
+        let heard = (0..).zip(heard.iter().copied()).collect();
+        let verdict = judge(&heard, Duration::from_secs(overdue_s), &SETTINGS).unwrap();
+        (verdict.cause, verdict.culprit, verdict.traced, verdict.hang)
+    };
+    let (stuck, traced) = (running(2500), Heard::Traced);
+    // Ranks that have not come may wait for it elsewhere.
+    let heard = [stuck, late(9), traced];
+    assert_eq!(stopped_by(&heard, 599), (Cause::RankStopped, 2, true, false));
+    assert_eq!(stopped_by(&heard, 600), (Cause::RankStopped, 2, true, true));
+    // What can never end is said first.
+    for (heard, cause) in [
+        (Heard::Stopped, Cause::RankStopped),
+        (Heard::Silent, Cause::NoAnswer),
+        (crossed(), Cause::MetadataMismatch),
+    ] {
+        assert_eq!(stopped_by(&[stuck, traced, heard], 3), (cause, 2, false, true));
+    }
+}
+
+#[test]
+fn a_rank_that_has_left_is_the_culprit_only_if_all_others_have_come() {
+    assert_eq!(
+        verdict(&[running(2500), Heard::Left, late(5)], 3),
+        Some((Cause::NotLaunched, 2, false))
+    );
+    assert_eq!(
+        verdict(&[running(2500), Heard::Left, Heard::Stopped], 3),
+        Some((Cause::RankStopped, 2, true))
+    );
+    assert_eq!(
+        verdict(&[running(2500), Heard::Left, running(2500)], 3),
+        Some((Cause::PeerAborted, 1, true))
+    );
+    assert_eq!(verdict(&[running(2500), Heard::Left, running(10)], 3), None);
+}
+
+#[test]
+fn a_rank_that_waits_elsewhere_is_not_the_culprit() {
+    let elsewhere = Heard::Answer(Answer {
+        position: Position::NotLaunched { idle_ns: 9000 * MS },
+        held_up: Some(HeldUp {
+            comm: 7,
+            run: Run {
+                identity: Identity::Collective { seq: 3 },
+                replay: 0,
+            },
+            since_ns: 4000 * MS,
+        }),
+        is_old: false,
+    });
+    let heard = (0..).zip([running(2500), elsewhere, late(5), late(6)]).collect();
+    let verdict = judge(&heard, Duration::from_secs(3), &SETTINGS).unwrap();
+    assert_eq!((verdict.culprit, verdict.others), (2, vec![1, 3]));
+    let heard = (0..).zip([running(2500), elsewhere]).collect();
+    let verdict = judge(&heard, Duration::from_secs(3), &SETTINGS).unwrap();
+    assert_eq!(
+        (verdict.culprit, verdict.held_up.map(|held| held.comm)),
+        (1, Some(7))
+    );
+}
