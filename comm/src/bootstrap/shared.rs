@@ -89,6 +89,9 @@ pub(super) struct State {
     bears_silence: bool,
     /// We have said goodbye.
     left: bool,
+    /// We never will: see [`Shared::forget_goodbye`].
+    #[cfg(test)]
+    is_killed: bool,
     pub(super) stop: bool,
 }
 
@@ -401,7 +404,7 @@ impl Shared {
     #[cfg(test)]
     pub(super) fn forget_goodbye(&self) {
         let mut state = self.state();
-        (state.left, state.stop) = (true, true);
+        (state.left, state.is_killed, state.stop) = (true, true, true);
     }
 
     /// Ends the service thread.
