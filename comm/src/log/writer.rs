@@ -45,7 +45,8 @@ extern "C" fn finish() {
     loop {
         if let Ok(queue) = writer.queue.try_lock() {
             let last = queue.said;
-            drop(writer.wait(queue, last, LIMIT));
+            // Also for a line that nobody has read for long: whoever reads may begin only now.
+            drop(writer.wait(queue, last, None));
             return;
         }
         if Instant::now() >= end {
@@ -117,22 +118,22 @@ impl Writer {
         self.filled.notify_one();
         if !queue.is_stuck {
             let own = queue.said;
-            let mut queue = self.wait(queue, own, PATIENCE);
+            let mut queue = self.wait(queue, own, Some(PATIENCE));
             queue.is_stuck |= queue.written < own;
         }
     }
 
-    /// Waits until so many have been written, unless one takes longer than `patience`.
+    /// Waits until so many have been written, unless one takes longer than `patience`, but no longer than [`LIMIT`].
     fn wait<'a>(
         &self,
         mut queue: MutexGuard<'a, Queue>,
         until: u64,
-        patience: Duration,
+        patience: Option<Duration>,
     ) -> MutexGuard<'a, Queue> {
         let end = Instant::now() + LIMIT;
         while queue.written < until {
             let now = Instant::now();
-            let over = queue.writing.map_or(now + patience, |since| since + patience);
+            let over = patience.map_or(end, |patience| queue.writing.unwrap_or(now) + patience);
             let left = over.min(end).saturating_duration_since(now);
             if left.is_zero() {
                 break;
