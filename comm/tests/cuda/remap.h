@@ -60,6 +60,18 @@ static void exchange_piece(struct Rank* r, CUdeviceptr buffer, size_t bytes) {
 }
 static const struct Source pieces = {get_pieces, give_pieces, exchange_piece};
 
+// In every other round one half of the ranks registers what it sends from, the other half what it receives to.
+static void register_some(struct Rank* r, int round, void* handles[2]) {
+  const bool all = round % 2 == 0, even = (r->rank + round / 2) % 2 == 0;
+  handles[0] = handles[1] = NULL;
+  if (all || even) NC(CommRegister(r->comm, (void*)r->send, r->bytes, &handles[0]));
+  if (all || !even) NC(CommRegister(r->comm, (void*)r->recv, max_bytes, &handles[1]));
+}
+static void deregister_some(struct Rank* r, void* handles[2]) {
+  for (int i = 0; i < 2; i++)
+    if (handles[i] != NULL) NC(CommDeregister(r->comm, handles[i]));
+}
+
 // At the same addresses as far as the driver gives them again: what others have mapped of them must follow.
 static void run_remap(struct Rank* r, const struct Source* source) {
   static const enum Op ops[] = {ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, REDUCE, ALLTOALL, GATHER, SCATTER, SEND_RECV, PAIRS};
@@ -76,8 +88,7 @@ static void run_remap(struct Rank* r, const struct Source* source) {
   for (int round = 0; round < 6; round++) {
     const size_t count = r->bytes / 8 / (size_t)ranks;
     void* handles[2];
-    NC(CommRegister(r->comm, (void*)r->send, r->bytes, &handles[0]));
-    NC(CommRegister(r->comm, (void*)r->recv, r->bytes, &handles[1]));
+    register_some(r, round, handles);
     // The others map them while these run: some run before, some after.
     for (int i = 0; i < 2 * KINDS; i++) {
       check_one(r, ops[i % KINDS], &TYPES[F32], count, 0, i % 3 == 1, salt++);
@@ -97,8 +108,7 @@ static void run_remap(struct Rank* r, const struct Source* source) {
     CU(cuStreamSynchronize, r->stream);
     verify(r, &c, r->out, " replayed");
     barrier();
-    NC(CommDeregister(r->comm, handles[0]));
-    NC(CommDeregister(r->comm, handles[1]));
+    deregister_some(r, handles);
     // What was captured while it was registered is right all the same, whether the others have let go of it or not.
     fill(r, &c, r->in);
     for (int replay = 0; replay < 20; replay++) {
@@ -113,8 +123,7 @@ static void run_remap(struct Rank* r, const struct Source* source) {
     CU(cuGraphDestroy, graph);
     barrier();
     if (source->exchange != NULL) {
-      NC(CommRegister(r->comm, (void*)r->send, r->bytes, &handles[0]));
-      NC(CommRegister(r->comm, (void*)r->recv, r->bytes, &handles[1]));
+      register_some(r, round, handles);
       for (int i = 0; i < KINDS; i++) check_one(r, ops[i], &TYPES[F32], count, 0, i % 3 == 1, salt++);
       barrier();
       // The others have mapped what was there before: still right of what is left of it, for longer than it takes to notice.
@@ -126,8 +135,7 @@ static void run_remap(struct Rank* r, const struct Source* source) {
         if (round == 0 && i >= KINDS) usleep(120000);
       }
       barrier();
-      NC(CommDeregister(r->comm, handles[0]));
-      NC(CommDeregister(r->comm, handles[1]));
+      deregister_some(r, handles);
     }
     for (int i = 0; i < KINDS; i++) check_one(r, ops[i], &TYPES[F32], count, 0, i % 3 == 1, salt++);
     barrier();
