@@ -7,6 +7,7 @@ mod skip;
 
 mod watchdog {
     use std::{
+        process::Child,
         thread,
         time::{Duration, Instant},
     };
@@ -34,5 +35,20 @@ mod watchdog {
             assert!(Instant::now() < end, "it does not come");
             thread::sleep(Duration::from_millis(1));
         }
+    }
+
+    /// What ranks wrote, all of which must come to their ends; `what` says of which test.
+    #[track_caller]
+    fn texts(what: &str, ranks: Vec<Child>) -> Vec<String> {
+        let mut texts = Vec::new();
+        for output in crate::common::outputs(ranks) {
+            let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+            assert!(
+                output.status.success() && text.contains("rank done"),
+                "{what}: {text}"
+            );
+            texts.push(text.into_owned());
+        }
+        texts
     }
 }

@@ -10,7 +10,7 @@ use std::{
 use ringsight_comm::{abi, error::ResultCode, observe};
 use ringsight_records::{Description, Function, Kind};
 
-use super::{ELEMENTS, FAULT, FOLDER, PROMISED, THRESHOLD, until};
+use super::{ELEMENTS, FAULT, FOLDER, PROMISED, THRESHOLD, texts, until};
 use crate::common::{Call, host, ok, rank_of_process, start_processes, state};
 
 /// One rank of [`ranks_that_wait_for_each_other_are_told_so`].
@@ -55,18 +55,12 @@ fn crossed_rank() {
 fn ranks_that_wait_for_each_other_are_told_so() {
     for fault in ["recv recv", "recv all_reduce", "broadcast recv"] {
         let variables = [(FAULT, fault), ("NCCL_KERNEL_TIMEOUT_MS", "300")];
-        let mut texts = Vec::new();
-        for child in start_processes("watchdog::calls::crossed_rank", 2, 1, &variables) {
-            let output = child.wait_with_output().unwrap();
-            let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-            assert!(
-                output.status.success() && text.contains("rank done"),
-                "{fault}: {text}"
-            );
+        let ranks = start_processes("watchdog::calls::crossed_rank", 2, 1, &variables);
+        let told = texts(fault, ranks).into_iter().map(|text| {
             let told = text.lines().find_map(|line| line.strip_prefix("told "));
-            texts.push(told.expect(&text).to_owned());
-        }
-        for text in &texts {
+            told.expect(&text).to_owned()
+        });
+        for text in told {
             let whole = ["rank 0", "rank 1", "each waits for the other"];
             assert!(whole.iter().all(|part| text.contains(part)), "{fault}: {text}");
         }
@@ -124,22 +118,8 @@ fn differing_ranks(mode: &str, variables: &[(&str, &str)]) -> Vec<String> {
     let folder = tempfile::tempdir().unwrap();
     let own = [(FAULT, mode), (FOLDER, folder.path().to_str().unwrap())];
     let variables = [&own, variables].concat();
-    crate::common::outputs(start_processes(
-        "watchdog::calls::differing_rank",
-        3,
-        2,
-        &variables,
-    ))
-    .into_iter()
-    .map(|output| {
-        let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-        assert!(
-            output.status.success() && text.contains("rank done"),
-            "{mode}: {text}"
-        );
-        text.into_owned()
-    })
-    .collect()
+    let ranks = start_processes("watchdog::calls::differing_rank", 3, 2, &variables);
+    texts(mode, ranks)
 }
 
 #[test]

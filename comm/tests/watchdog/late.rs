@@ -5,7 +5,7 @@ use std::{env, path::PathBuf};
 use ringsight_comm::{abi, error::ResultCode, observe};
 use ringsight_records::{Algorithm, Function, Protocol};
 
-use super::{ELEMENTS, FAULT, FOLDER, until};
+use super::{ELEMENTS, FAULT, FOLDER, texts, until};
 use crate::common::{Call, host, ok, rank_of_process, start_processes, state};
 
 /// One rank of the tests below, whose hangs set the error: rank 1 comes to the operation when rank 0 has been told that it hangs.
@@ -101,17 +101,8 @@ fn late_ranks(mode: &str, source: &str) -> Vec<String> {
         ("RINGSIGHT_WATCHDOG_ACTION", "error"),
         ("RINGSIGHT_WATCHDOG_SOURCE", source),
     ];
-    crate::common::outputs(start_processes("watchdog::late::late_rank", 2, 1, &variables))
-        .into_iter()
-        .map(|output| {
-            let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-            assert!(
-                output.status.success() && text.contains("rank done"),
-                "{mode}, {source}: {text}"
-            );
-            text.into_owned()
-        })
-        .collect()
+    let ranks = start_processes("watchdog::late::late_rank", 2, 1, &variables);
+    texts(&format!("{mode}, {source}"), ranks)
 }
 
 #[test]

@@ -10,8 +10,8 @@ use std::{
 use ringsight_comm::{abi, error::ResultCode, observe};
 use ringsight_records::{Function, Kind};
 
-use super::{ELEMENTS, FOLDER, until};
-use crate::common::{self, Call, Rank, alone, host, ok, rank_of_process, start_each, state, unique_id};
+use super::{ELEMENTS, FOLDER, texts, until};
+use crate::common::{Call, Rank, alone, host, ok, rank_of_process, start_each, state, unique_id};
 
 /// What this process has said.
 fn verdicts() -> u64 {
@@ -38,12 +38,7 @@ fn ranks(
     });
     until(&|| folder.path().join("told").exists());
     when_told(&processes);
-    let outputs = common::outputs(processes).into_iter().map(|output| {
-        let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success() && text.contains("rank done"), "{text}");
-        text.into_owned()
-    });
-    outputs.collect()
+    texts(worker, processes)
 }
 
 /// The verdicts in a text, each up to what is found out about the ranks.

@@ -12,7 +12,7 @@ use std::{
 use ringsight_comm::{abi, device::Progress, error::ResultCode, observe};
 use ringsight_records::{Description, Function};
 
-use super::{ELEMENTS, FOLDER, PROMISED, THRESHOLD, until};
+use super::{ELEMENTS, FOLDER, PROMISED, THRESHOLD, texts, until};
 use crate::common::{Call, host, ok, rank_of_process, start_processes, state};
 
 /// A thread that [`hold`] holds goes on.
@@ -100,10 +100,7 @@ fn a_kernel_that_stops_is_named() {
         thread::sleep(Duration::from_millis(10));
     }
     std::fs::write(folder.path().join("all have told"), "").unwrap();
-    for output in crate::common::outputs(ranks) {
-        let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success() && text.contains("rank done"), "{text}");
-    }
+    texts("frozen_rank", ranks);
     assert_eq!(logs().len(), 3);
     for log in logs() {
         let (_, report) = log.split_once(verdict).expect(&log);
@@ -152,13 +149,8 @@ fn a_stuck_kernel_is_a_hang_and_can_be_aborted() {
         ("NCCL_KERNEL_TIMEOUT_MS", "300"),
         ("RINGSIGHT_WATCHDOG_ACTION", "error"),
     ];
-    for (rank, child) in start_processes("watchdog::stuck::stuck_rank", 2, 1, &variables)
-        .into_iter()
-        .enumerate()
-    {
-        let output = child.wait_with_output().unwrap();
-        let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success() && text.contains("rank done"), "{text}");
+    let ranks = start_processes("watchdog::stuck::stuck_rank", 2, 1, &variables);
+    for (rank, text) in texts("stuck_rank", ranks).into_iter().enumerate() {
         let verdicts: Vec<&str> = text.lines().filter(|line| line.contains("Verdict: ")).collect();
         if rank == 1 {
             assert!(
