@@ -70,6 +70,21 @@ fn post_over(bootstrap: &Arc<Bootstrap>) -> Post {
     })
 }
 
+/// Who is told of control messages: the checks, the letters, and `also`.
+fn hear(
+    bootstrap: &Bootstrap,
+    checks: &Arc<Checks>,
+    letters: Letters,
+    also: impl Fn(u32, &[u8]) + Send + Sync + 'static,
+) {
+    let checks = checks.clone();
+    bootstrap.on_control(Arc::new(move |from, bytes| {
+        checks.control(from, bytes);
+        letters.control(from, bytes);
+        also(from, bytes);
+    }));
+}
+
 /// Devices of the other ranks of this process.
 fn devices_near(topology: &Topology, peers: &Peers) -> Vec<i32> {
     let others = (0..topology.ranks()).filter(|rank| *rank != peers.rank && !peers.is_foreign(*rank));
@@ -253,13 +268,7 @@ impl Making<'_> {
         // Before the others may be ready.
         let inbox = Inbox::new();
         let letters = inbox.letters();
-        bootstrap.on_control({
-            let (checks, letters) = (checks.clone(), letters.clone());
-            Arc::new(move |from, bytes| {
-                checks.control(from, bytes);
-                letters.control(from, bytes);
-            })
-        });
+        hear(bootstrap, &checks, letters.clone(), |_, _| {});
         let peers = peers::connect(bootstrap, &topology, &rings, &peers_ended_well)
             .inspect_err(|_| membership.leave(&connector))?;
         let maps = peers
@@ -354,12 +363,9 @@ impl Making<'_> {
                 checks: checks.clone(),
                 post: post_over(bootstrap),
             };
-            let checks = checks.clone();
-            bootstrap.on_control(Arc::new(move |from, bytes| {
-                checks.control(from, bytes);
-                letters.control(from, bytes);
+            hear(bootstrap, checks, letters, move |from, bytes| {
                 unwatched.control(from, bytes);
-            }));
+            });
             return Ok(None);
         };
         let device = device()?;
@@ -381,14 +387,12 @@ impl Making<'_> {
             let report = watching.upgrade().and_then(|watch| watch.differ(text, odd));
             Box::new(move || report.into_iter().for_each(watchdog::Report::say))
         }));
-        let (watching, checks) = (Arc::downgrade(&watch), checks.clone());
-        bootstrap.on_control(Arc::new(move |from, bytes| {
-            checks.control(from, bytes);
-            letters.control(from, bytes);
+        let watching = Arc::downgrade(&watch);
+        hear(bootstrap, checks, letters, move |from, bytes| {
             if let Some(watch) = watching.upgrade() {
                 watch.control(from, bytes);
             }
-        }));
+        });
         Ok(Some(watchdog::Detected::new(watch)))
     }
 }
