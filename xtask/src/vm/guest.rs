@@ -269,9 +269,12 @@ impl Guest {
     }
 
     fn qemu(&self, image: &Image, initial: &Path, console: &Path) -> Result<Command> {
-        let mut arguments = "console=ttyS0 quiet loglevel=4 panic=-1 oops=panic tsc=reliable no_timer_check \
-                             mitigations=off random.trust_cpu=on guest.out=ttyS1"
-            .to_owned();
+        // A processor that runs nothing else for a minute (twice the threshold) never will: a kernel that is stuck ends the guest, and says
+        // where, instead of using up the limit.
+        let mut arguments =
+            "console=ttyS0 quiet loglevel=4 panic=-1 oops=panic softlockup_panic=1 watchdog_thresh=30 \
+                             tsc=reliable no_timer_check mitigations=off random.trust_cpu=on guest.out=ttyS1"
+                .to_owned();
         if self.interactive {
             arguments += " guest.in=ttyS1";
         }
@@ -425,10 +428,10 @@ fn read_console(path: &Path) -> String {
     String::from_utf8_lossy(&fs::read(path).unwrap_or_default()).replace('\r', "")
 }
 
-/// The last lines of a console.
+/// The last lines of a console: as many as a panic has.
 fn tail(text: &str) -> String {
     let lines: Vec<_> = text.lines().collect();
-    lines[lines.len().saturating_sub(30)..].join("\n")
+    lines[lines.len().saturating_sub(80)..].join("\n")
 }
 
 /// What the first process said at the end: `@@EXIT rc=<code> kwarn=<count> uptime=<seconds>`.
