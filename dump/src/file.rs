@@ -3,6 +3,7 @@
 use std::{
     fs, io,
     path::{Path, PathBuf},
+    sync::atomic::{AtomicU64, Ordering},
 };
 
 use crate::Value;
@@ -29,8 +30,11 @@ pub fn write(prefix: &Path, rank: u32, form: Form, dump: &Value) -> io::Result<P
         .filter(|folder| !folder.as_os_str().is_empty())
         .unwrap_or(Path::new("."));
     fs::create_dir_all(folder)?;
-    // The analyzer takes every file of the folder that has the prefix in its name.
-    let fresh = folder.join(format!(".ringsight-dump-{}-{rank}", std::process::id()));
+    // The analyzer takes every file of the folder that has the prefix in its name. Others of the process may write at the same time,
+    // another form or the same.
+    static WRITTEN: AtomicU64 = AtomicU64::new(0);
+    let number = WRITTEN.fetch_add(1, Ordering::Relaxed);
+    let fresh = folder.join(format!(".ringsight-dump-{}-{rank}-{number}", std::process::id()));
     let bytes = match form {
         Form::Pickle => dump.pickle(),
         Form::Json => dump.json().into_bytes(),
@@ -41,4 +45,32 @@ pub fn write(prefix: &Path, rank: u32, form: Form, dump: &Value) -> io::Result<P
             let _ = fs::remove_file(&fresh);
         })?;
     Ok(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn several_that_write_at_once_leave_whole_files() {
+        let folder = std::env::temp_dir().join(format!("ringsight-dump-{}", std::process::id()));
+        let long = "x".repeat(1 << 20);
+        let dump = Value::from(long.as_str());
+        thread::scope(|scope| {
+            for (form, name) in [(Form::Pickle, "pickle_"), (Form::Json, "json_")].repeat(4) {
+                let (dump, prefix) = (&dump, folder.join(name));
+                scope.spawn(move || {
+                    for _ in 0..20 {
+                        write(&prefix, 0, form, dump).unwrap();
+                    }
+                });
+            }
+        });
+        let read = |name| fs::read(folder.join(name)).unwrap();
+        assert!(read("pickle_0") == dump.pickle() && read("json_0") == dump.json().into_bytes());
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 2, "nothing else is left");
+        fs::remove_dir_all(&folder).unwrap();
+    }
 }
