@@ -13,6 +13,11 @@ pub(crate) fn text(name: &str) -> Option<String> {
     Some(value)
 }
 
+/// The same as a switch: anything but 0 is on. What it is where it is unset, is `otherwise`.
+pub(crate) fn switch(name: &str, otherwise: bool) -> bool {
+    text(name).map_or(otherwise, |value| value != "0")
+}
+
 /// The same as a number.
 ///
 /// # Errors

@@ -56,7 +56,7 @@ fn mentioned(text: &str) -> BTreeSet<&str> {
 
 /// Names that are given to a function which reads the environment, whatever they begin with.
 fn read(text: &str) -> BTreeSet<&str> {
-    ["env::var(", "env::var_os(", "env::text("]
+    ["env::var(", "env::var_os(", "env::text(", "env::switch("]
         .iter()
         .flat_map(|call| text.split(call).skip(1))
         .filter_map(|after| after.trim_start().strip_prefix('"')?.split('"').next())

@@ -28,7 +28,7 @@ fn made(comm: Handle) -> Result<Arc<Communicator>> {
 
 /// Whether `NCCL_LOCAL_REGISTER` leaves registration on.
 fn enabled() -> bool {
-    crate::env::text("NCCL_LOCAL_REGISTER").is_none_or(|value| value != "0")
+    crate::env::switch("NCCL_LOCAL_REGISTER", true)
 }
 
 entry! {

@@ -92,7 +92,7 @@ pub(super) fn is_settled(peers: &Peers, failed: impl Fn() -> bool) -> bool {
 
 /// Whether the user wants no rank to reach another's memory.
 pub(super) fn p2p_disabled() -> bool {
-    crate::env::text("NCCL_P2P_DISABLE").is_some_and(|value| value != "0")
+    crate::env::switch("NCCL_P2P_DISABLE", false)
 }
 
 impl Drop for Memory {

@@ -40,7 +40,7 @@ impl Limits {
     /// # Errors
     /// A variable with an impossible value.
     pub fn from_environment() -> Result<Self> {
-        let is_straight = env::text("NCCL_P2P_DIRECT_DISABLE").is_none_or(|value| value == "0");
+        let is_straight = !env::switch("NCCL_P2P_DIRECT_DISABLE", false);
         let straight_bytes = env::number("RINGSIGHT_STRAIGHT_BYTES")?.unwrap_or(STRAIGHT_BYTES);
         Ok(Self {
             straight_bytes: if is_straight { straight_bytes } else { u64::MAX },

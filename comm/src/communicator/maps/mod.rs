@@ -391,8 +391,8 @@ impl Maps {
             near,
             mapped: Arc::downgrade(mapped),
             post,
-            of_captured: crate::env::text("NCCL_GRAPH_REGISTER").is_none_or(|value| value != "0"),
-            of_all: crate::env::text("RINGSIGHT_MAP_BUFFERS").is_some_and(|value| value != "0"),
+            of_captured: crate::env::switch("NCCL_GRAPH_REGISTER", true),
+            of_all: crate::env::switch("RINGSIGHT_MAP_BUFFERS", false),
             own: Mutex::new(Own {
                 entries: vec![None; SHOWN],
                 generations: vec![0; SHOWN],
