@@ -20,8 +20,8 @@ const ROUNDS: usize = 16;
 struct Way {
     name: &'static str,
     variables: &'static [(&'static str, &'static str)],
-    /// The collector is attached meanwhile.
-    is_attached: bool,
+    /// The collector is attached meanwhile, with these options.
+    collector: Option<&'static [&'static str]>,
     /// The most that it may add to a call on the host, and to an operation of a graph on the GPU, nanoseconds.
     host_goal: f64,
     device_goal: f64,
@@ -30,32 +30,40 @@ struct Way {
 const OFF: (&str, &str) = ("NCCL_KERNEL_TIMEOUT_MS", "0");
 
 /// What the others are compared with, and they.
-const WAYS: [Way; 4] = [
+const WAYS: [Way; 5] = [
     Way {
         name: "off",
         variables: &[OFF],
-        is_attached: false,
+        collector: None,
         host_goal: f64::INFINITY,
         device_goal: f64::INFINITY,
     },
     Way {
         name: "pages",
         variables: &[("RINGSIGHT_WATCHDOG_SOURCE", "pages")],
-        is_attached: false,
+        collector: None,
         host_goal: 50.0,
         device_goal: 100.0,
     },
     Way {
         name: "events",
         variables: &[("RINGSIGHT_WATCHDOG_SOURCE", "events")],
-        is_attached: false,
+        collector: None,
         host_goal: 50.0,
         device_goal: 100.0,
     },
     Way {
         name: "collector",
         variables: &[OFF],
-        is_attached: true,
+        collector: Some(&[]),
+        host_goal: 1000.0,
+        device_goal: 1000.0,
+    },
+    // The same without what its probes cost.
+    Way {
+        name: "ring",
+        variables: &[OFF],
+        collector: Some(&["--no-ebpf"]),
         host_goal: 1000.0,
         device_goal: 1000.0,
     },
@@ -84,11 +92,14 @@ fn times(said: &str) -> Option<Times> {
 fn once(steps: &Steps<'_>, way: &Way, folder: &Path) -> Result<Times> {
     // A process for each rank, as jobs have them: ranks of one process share its ring.
     let mut command = driver(steps, "replays 2 p");
-    command.arg(if way.is_attached { folder } else { Path::new("-") });
+    command.arg(match way.collector {
+        Some(_) => folder,
+        None => Path::new("-"),
+    });
     command.args(["300", "20"]).envs(way.variables.iter().copied());
     let log = folder.join("job-0.log");
-    if way.is_attached {
-        attached(steps, folder, vec![command], true)?;
+    if let Some(options) = way.collector {
+        attached(steps, folder, vec![command], true, options)?;
     } else {
         let out = fs::File::create(&log)?;
         command.stdout(out.try_clone()?).stderr(out);

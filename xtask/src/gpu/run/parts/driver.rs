@@ -17,6 +17,8 @@ pub(super) fn driver(steps: &Steps<'_>, words: &str) -> Command {
 
 fn drive(steps: &mut Steps<'_>, name: &str, seconds: u64, words: &str, variables: &[(&str, &str)]) {
     let mut command = driver(steps, words);
+    // Streams of ranks that share a GPU wait for each other where they share one of its queues.
+    command.env("CUDA_DEVICE_MAX_CONNECTIONS", "32");
     command.envs(variables.iter().copied());
     steps.run(name, Duration::from_secs(seconds), command, says_ok);
 }

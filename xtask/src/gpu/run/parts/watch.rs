@@ -61,7 +61,7 @@ pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
         let mut command = driver(steps, &format!("watch 2 {kind}"));
         command.arg(&folder);
         let begun = Instant::now();
-        let ended = attached(steps, &folder, vec![command], kind == "p");
+        let ended = attached(steps, &folder, vec![command], kind == "p", &[]);
         let verdict = judged(ended, |summary| complete(summary, OPERATIONS));
         steps.enter_after(&format!("2{kind}"), begun.elapsed(), verdict);
     }
@@ -78,7 +78,7 @@ pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
         let watched = ["--watched", torch::text(&folder)?];
         let commands = torch::ranks(steps, 2, library, "train.py", &watched)?;
         let begun = Instant::now();
-        let ended = attached(steps, &folder, commands, false);
+        let ended = attached(steps, &folder, commands, false, &[]);
         let verdict = judged(ended, |summary| match library {
             Library::Ours => complete(summary, COLLECTIVES),
             Library::Nccl => calls(summary, 2 * COLLECTIVES),
@@ -102,13 +102,14 @@ pub(super) fn prepared(steps: &Steps<'_>, name: &str) -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// Runs the processes of a job that waits for the file `go`, the collector attached to them or to what they have started; its
-/// summary.
+/// Runs the processes of a job that waits for the file `go`, the collector attached to them or to what they have started, with
+/// these options besides; its summary.
 pub(super) fn attached(
     steps: &Steps<'_>,
     folder: &Path,
     commands: Vec<Command>,
     to_children: bool,
+    options: &[&str],
 ) -> Result<Value> {
     let log = |name: &str| fs::File::create(folder.join(name));
     let mut job = Vec::new();
@@ -136,6 +137,7 @@ pub(super) fn attached(
         .arg(&summary)
         .arg("--ready-file")
         .arg(&attached)
+        .args(options)
         .stdout(out.try_clone()?)
         .stderr(out);
     let mut collector = [Guarded::start("the collector", &mut command, libc::SIGTERM)?];
