@@ -20,5 +20,6 @@ mod rdma {
     mod queues;
     mod replays;
     mod setup;
+    mod stalls;
     mod verdicts;
 }

@@ -5,7 +5,10 @@ use std::collections::{HashMap, VecDeque};
 use ringsight_records::Flags;
 
 use super::Call;
-use crate::plan::{OpInfo, WORK_FIFO_DEPTH};
+use crate::{
+    plan::{OpInfo, WORK_FIFO_DEPTH},
+    proxy::ProxyOp,
+};
 
 /// Which operation of a communicator: the same on all ranks that take part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -28,20 +31,27 @@ pub(crate) enum Identity {
 
 impl Identity {
     pub(crate) fn of(info: &OpInfo) -> Self {
-        let (seq, peer) = (info.seq, info.peer.cast_unsigned());
-        match (info.flags.contains(Flags::P2P), info.flags.contains(Flags::SEND)) {
-            (false, _) => Self::Collective { seq },
-            (true, true) => Self::Message {
-                from: info.rank,
-                to: peer,
-                seq,
-            },
-            (true, false) => Self::Message {
-                from: peer,
-                to: info.rank,
-                seq,
-            },
+        let peer = info.peer.cast_unsigned();
+        if info.flags.contains(Flags::P2P) {
+            Self::message(info.flags.contains(Flags::SEND), (info.rank, peer), info.seq)
+        } else {
+            Self::Collective { seq: info.seq }
         }
+    }
+
+    /// Of the operation whose network work this is.
+    pub(crate) fn of_proxied(op: &ProxyOp) -> Self {
+        if op.p2p {
+            Self::message(op.is_send, (op.rank, op.peer), op.seq)
+        } else {
+            Self::Collective { seq: op.seq }
+        }
+    }
+
+    /// What `rank` sends to `peer`, or receives from it.
+    fn message(is_send: bool, (rank, peer): (u32, u32), seq: u64) -> Self {
+        let (from, to) = if is_send { (rank, peer) } else { (peer, rank) };
+        Self::Message { from, to, seq }
     }
 
     pub(super) fn seq(&self) -> u64 {

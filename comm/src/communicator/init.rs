@@ -29,6 +29,7 @@ use crate::{
     },
     log, observe,
     plan::{ReduceOps, Sequences},
+    proxy::Proxy,
     topology::{RankInfo, Topology},
     transport::{Connector, RingConnections, verbs::Wish},
     watchdog,
@@ -281,7 +282,7 @@ impl Making<'_> {
             .transpose()
             .inspect_err(|_| membership.leave(&connector))?;
         let peers = peers.map(|(peers, _)| peers);
-        let watch = self.watch(id, bootstrap, &topology, (&checks, letters))?;
+        let watch = self.watch(id, bootstrap, &topology, (&checks, letters), &family.proxy)?;
         losses.hand_over(&checks, watch.as_deref());
         let journal = (topology.nodes() > 1)
             .then(|| crate::device::device()?.journal())
@@ -356,9 +357,12 @@ impl Making<'_> {
         bootstrap: &Arc<Bootstrap>,
         topology: &Arc<Topology>,
         (checks, letters): (&Arc<Checks>, Letters),
+        proxy: &Proxy,
     ) -> Result<Option<watchdog::Detected>> {
         let Some(settings) = self.watchdog else {
             let unwatched = watchdog::Unwatched {
+                comm: id,
+                stalls: proxy.stalls(),
                 topology: topology.clone(),
                 checks: checks.clone(),
                 post: post_over(bootstrap),
@@ -380,6 +384,8 @@ impl Making<'_> {
             checks: checks.clone(),
             life: self.life.clone(),
             post: post_over(bootstrap),
+            stalls: proxy.stalls(),
+            moves: proxy.moves(id),
         };
         let watch = watchdog::Watch::new(subject, settings);
         let watching = Arc::downgrade(&watch);

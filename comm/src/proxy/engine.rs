@@ -14,9 +14,10 @@ use super::{
     ConnectionId, ProxyOp, events,
     machine::{Link, Machine},
     message::Endpoint,
-    moves,
+    moves::Moves,
     progress::{Command, Progress},
     requests::Sources,
+    stalls::Stall,
     told::Told,
 };
 use crate::{
@@ -64,6 +65,10 @@ struct Connection {
     failed: bool,
     /// Without an operation, it still has a peer that may need it.
     is_tended: bool,
+    /// Of the communicator whose it is, from its first operation on.
+    moves: Option<Arc<Moves>>,
+    /// What others are told of its waiting for the network, since when that is, and of how many operations.
+    stalled: Option<(u64, Stall, usize)>,
 }
 
 pub(super) struct Engine<'a> {
@@ -174,6 +179,8 @@ impl<'a> Engine<'a> {
                             told: Told::default(),
                             failed,
                             is_tended: false,
+                            moves: None,
+                            stalled: None,
                         },
                     );
                 }
@@ -269,10 +276,15 @@ impl<'a> Engine<'a> {
                 continue;
             };
             match connection.machine.turn(&op, socket) {
-                Ok(Turn::Waiting) => {}
+                Ok(Turn::Waiting) => {
+                    let stall = connection.machine.stall();
+                    connection.tell_stall(stall, self.shared);
+                }
                 Ok(turn) => {
                     moved = true;
-                    moves::moved(op.comm);
+                    connection.tell_stall(None, self.shared);
+                    let moves = &mut connection.moves;
+                    moves.get_or_insert_with(|| self.shared.moves.of(op.comm)).moved();
                     connection.reach(OpState::Progress, &op);
                     connection.told.move_to(&op, connection.machine.step());
                     if let Turn::Done(bytes) = turn {
@@ -415,6 +427,20 @@ impl Connection {
         }
     }
 
+    /// Tells whether its operations wait for the network, and since when, if that has changed.
+    fn tell_stall(&mut self, stalled: Option<(u64, Stall)>, shared: &Progress) {
+        let stalled = stalled.map(|(since_ns, stall)| (since_ns, stall, self.ops.len()));
+        if self.stalled == stalled {
+            return;
+        }
+        let Some(first) = self.ops.front() else { return };
+        match stalled {
+            Some((since_ns, stall, _)) => shared.stalls.enter(&self.ops, since_ns, stall),
+            None => shared.stalls.leave(first.connection),
+        }
+        self.stalled = stalled;
+    }
+
     /// Drops its operations; how many there were.
     fn give_up(&mut self, shared: &Progress) -> usize {
         let count = self.ops.len();
@@ -424,6 +450,7 @@ impl Connection {
             events::op(op, State::ABORTED, 0);
             self.told.rest();
         }
+        self.tell_stall(None, shared);
         self.ops.drain(..).for_each(|op| shared.retire(&op));
         count
     }

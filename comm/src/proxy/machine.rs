@@ -4,7 +4,7 @@ use std::{os::fd::RawFd, sync::Arc, time::Duration};
 
 use ringsight_kernels::Fifo;
 
-use super::{ProxyOp, message::Endpoint};
+use super::{ProxyOp, message::Endpoint, stalls::Stall};
 use crate::{
     bootstrap::{fork::ParentOnly, sys},
     log,
@@ -103,6 +103,16 @@ impl Machine {
                 events: libc::POLLIN,
                 ..Needs::default()
             },
+        }
+    }
+
+    /// Where it waits for the network in its operation, and since when, if it has for long: to be asked after a turn that moved nothing.
+    pub(super) fn stall(&mut self) -> Option<(u64, Stall)> {
+        match self {
+            Self::VerbsSender(end) => end.stall(),
+            Self::VerbsReceiver(end) => end.stall(),
+            // Whether TCP gets through nobody here knows.
+            Self::SocketSender(_) | Self::SocketReceiver(_) | Self::Unconfirmed(_) => None,
         }
     }
 

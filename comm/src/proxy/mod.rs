@@ -17,6 +17,7 @@ pub(crate) mod moves;
 mod progress;
 pub(crate) mod requests;
 mod service;
+pub(crate) mod stalls;
 mod told;
 
 use std::{
@@ -43,9 +44,11 @@ use crate::transport::{
     direct::{Pool, Slots},
     verbs::Rdma,
 };
+use moves::Moves;
 use progress::{Command, Progress};
 use requests::Requests;
 use service::Service;
+use stalls::Stalls;
 
 /// What can go wrong with a proxy.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -337,6 +340,16 @@ impl Proxy {
     /// Whoever is asked by the device expects it to do so from now on.
     pub(crate) fn expect(&self) {
         self.progress.tell(Command::Expect);
+    }
+
+    /// How often something of a communicator ([`ProxyOp::comm`]) moves over its connections.
+    pub(crate) fn moves(&self, comm: u64) -> Arc<Moves> {
+        self.progress.moves.of(comm)
+    }
+
+    /// Its connections that wait for the network.
+    pub(crate) fn stalls(&self) -> Arc<Stalls> {
+        Arc::clone(&self.progress.stalls)
     }
 
     /// Waits until every posted operation has finished, or was given up after a failure or abort.

@@ -16,7 +16,7 @@ use ringsight_kernels::{AbortWord, Fifo};
 
 use super::{
     ConnectionId, OnCompleted, OnError, ProxyOp, engine::Engine, machine::Link, message::Endpoint,
-    requests::Requests,
+    moves::MovesOfAll, requests::Requests, stalls::Stalls,
 };
 use crate::{bootstrap::sys::Wake, threads};
 
@@ -45,6 +45,10 @@ pub(super) struct Progress {
     pub(super) on_completed: OnCompleted,
     pub(super) on_error: OnError,
     pub(super) wake: Wake,
+    /// Connections that wait for the network.
+    pub(super) stalls: Arc<Stalls>,
+    /// What moves over its connections.
+    pub(super) moves: MovesOfAll,
     inbox: Mutex<Vec<Command>>,
     /// Operations posted and neither finished nor given up, by communicator; none is there with 0.
     outstanding: Mutex<BTreeMap<u64, usize>>,
@@ -72,6 +76,8 @@ impl Progress {
             on_completed,
             on_error,
             wake: Wake::new()?,
+            stalls: Arc::default(),
+            moves: MovesOfAll::default(),
             inbox: Mutex::default(),
             outstanding: Mutex::default(),
             drained: Condvar::new(),

@@ -26,11 +26,12 @@ const DIRECTLY: usize = 64;
 
 impl Watch {
     /// Goes on asking about an operation that has been in progress for `age`; says when to look again.
-    pub(super) fn inquire(&self, op: &InProgress, threshold: Duration, age: Duration, now: u64) -> Duration {
+    pub(super) fn inquire(&self, op: &InProgress, age: Duration, now: u64) -> Duration {
         let participants = self.participants(op.run.identity);
         let is_dark = self.dark(now).is_some();
         let own = Answer {
             is_old: is_dark,
+            stall: self.stall(op.run, now),
             // It waits in it, as far as is known.
             ..self.position(op.run, now).presumed().into()
         };
@@ -61,11 +62,7 @@ impl Watch {
                 heard.presume();
             }
         }
-        let settings = Settings {
-            threshold,
-            ..self.settings
-        };
-        let mut verdict = judge(&heard, age, &settings);
+        let mut verdict = judge(&heard, age, &self.settings);
         let mut others = heard.iter().filter(|(rank, _)| **rank != self.rank);
         if is_dark && heard.len() > 1 && others.all(|(_, heard)| heard.is_over()) {
             // It is done here, too, as far as can be known: the next one is what this rank waits in. A kernel of this rank alone nobody else
@@ -73,7 +70,7 @@ impl Watch {
             lock(&self.flights).pass(op.run);
             verdict = None;
         }
-        let rest = again(verdict.as_ref(), &heard, &settings, age);
+        let rest = again(verdict.as_ref(), &heard, &self.settings, age);
         let conclusion = lock(&self.inquiry).conclude(op.run, verdict, (self.rank, &heard), rest, now);
         match conclusion {
             Conclusion::Doubt => SHORTEST,
@@ -251,12 +248,18 @@ fn again(
 ) -> Duration {
     let due = match verdict {
         // Late becomes a hang.
-        Some(verdict) if !verdict.hang => settings.arrival.saturating_sub(age),
+        Some(verdict) if !verdict.hang => settings.arrival.saturating_sub(verdict.age(age)),
         Some(_) => Duration::MAX,
-        // What moved last has stood still for long enough.
+        // What moved last has stood still for long enough, or the network has.
         None => {
             let moved = heard.values().filter_map(Heard::still).min();
-            moved.map_or(Duration::MAX, |still| settings.threshold.saturating_sub(still))
+            let stalled = heard.values().filter_map(Heard::stall);
+            let stalled = stalled.map(|stall| Duration::from_nanos(stall.for_ns)).max();
+            let lasts = moved.into_iter().chain(stalled);
+            lasts
+                .map(|lasts| settings.threshold.saturating_sub(lasts))
+                .min()
+                .unwrap_or(Duration::MAX)
         }
     };
     due.min(settings.rest()).max(SHORTEST)

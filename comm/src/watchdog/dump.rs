@@ -65,10 +65,13 @@ impl Watch {
 
     /// Writes what this rank is in, on a thread of its own: file systems may block.
     pub(super) fn dump(&self) {
-        if !self.dumps.is_due(observe::now_ns()) {
+        let watches = detector::of_rank(self);
+        // The file is the rank's: of its communicators that all find a hang one writes it.
+        let first = watches.first().map_or(&self.dumps, |watch| &watch.dumps);
+        if !first.is_due(observe::now_ns()) {
             return;
         }
-        let groups = groups(&detector::of_rank(self));
+        let groups = groups(&watches);
         let (device, files) = (self.device, self.dumps.files.clone());
         let started = thread::Builder::new()
             .name("rs-dump".into())

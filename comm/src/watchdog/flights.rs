@@ -10,7 +10,7 @@ use crate::{
     checks::Identity,
     launch::observer::{PlanObserver, Seen, Stage},
     plan::OpInfo,
-    proxy::moves,
+    proxy::moves::Moves,
 };
 
 /// A plan that was launched.
@@ -30,8 +30,8 @@ pub(super) struct Flight {
 impl Flight {
     /// A number that changes whenever its kernel moves something, or the network does of its communicator's operations: on a busy
     /// machine several threads have to run before a kernel sees of that.
-    fn moves(&self, comm: u64) -> u64 {
-        self.observer.moves().wrapping_add(moves::moves(comm))
+    fn moves(&self, network: &Moves) -> u64 {
+        self.observer.moves().wrapping_add(network.count())
     }
 
     fn is_finished(&self) -> bool {
@@ -92,7 +92,7 @@ const RETIRED: usize = 256;
 /// Plans of a communicator that are on their way, oldest first; those of graphs as long as the graphs live.
 #[derive(Default)]
 pub(super) struct Flights {
-    comm: u64,
+    network: Arc<Moves>,
     eager: VecDeque<Flight>,
     captured: Vec<Flight>,
     /// Graphs that are gone, as the ranks number them, and the last replay of each; the latest ones.
@@ -105,10 +105,10 @@ pub(super) struct Flights {
 }
 
 impl Flights {
-    /// None, of a communicator that was made at this time.
-    pub(super) fn since(comm: u64, now: u64) -> Self {
+    /// None, of a communicator that was made at this time, and whose operations the network moves so.
+    pub(super) fn since(network: Arc<Moves>, now: u64) -> Self {
         Self {
-            comm,
+            network,
             last_launch_ns: now,
             ..Self::default()
         }
@@ -129,7 +129,7 @@ impl Flights {
             passed: Vec::new(),
             moved: (now, 0),
         };
-        flight.moved.1 = flight.moves(self.comm);
+        flight.moved.1 = flight.moves(&self.network);
         self.last_launch_ns = now;
         if graph == 0 {
             // Plans finish in order: what is left behind here is at most what is on its way.
@@ -191,7 +191,7 @@ impl Flights {
         (self.looked_ns, self.kept) = (now, self.kept.max(kept));
         self.eager.retain(|flight| !flight.is_finished());
         for flight in self.eager.iter_mut().chain(&mut self.captured) {
-            let moves = flight.moves(self.comm);
+            let moves = flight.moves(&self.network);
             if moves == flight.moved.1 {
                 flight.moved.0 = now.min(flight.moved.0 + lost);
             } else {
@@ -287,7 +287,7 @@ impl Flights {
                     Position::Running {
                         since_ns: ago(start_ns),
                         // It moved after we looked last.
-                        still_ns: if flight.moves(self.comm) == flight.moved.1 {
+                        still_ns: if flight.moves(&self.network) == flight.moved.1 {
                             ago(moved_ns)
                         } else {
                             0
@@ -327,7 +327,7 @@ mod tests {
 
     #[test]
     fn time_in_which_nothing_could_move_is_lost() {
-        let (mut flights, ms) = (Flights::since(1, 0), Duration::from_millis);
+        let (mut flights, ms) = (Flights::since(Arc::default(), 0), Duration::from_millis);
         let rest = ms(50);
         let mut look = |at: u64, kept| flights.look(at * 1_000_000, rest, ms(kept)) / 1_000_000;
         assert_eq!(

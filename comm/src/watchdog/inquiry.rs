@@ -249,7 +249,7 @@ impl Inquiry {
         let others = self.cases.iter().filter(|case| case.run != run);
         let is_said = verdict.as_ref().is_some_and(|verdict| {
             let mut said = others.filter_map(|case| case.said.as_ref());
-            said.any(|said| said.covers(&verdict.clone().with_culprit(said.culprit)))
+            said.any(|said| said.tells(verdict))
         });
         let culprit = verdict.as_ref().map(|verdict| verdict.culprit);
         let behind = culprit.and_then(|rank| self.behind.get(&rank).copied());

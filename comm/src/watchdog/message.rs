@@ -1,11 +1,12 @@
 //! What watchdogs ask each other; the parser refuses everything else.
 
-use ringsight_records::Waits;
+use ringsight_records::{PathCause, Waits, connection::DEVICE_NAME_BYTES, pages::text};
 
 use super::position::{Answer, HeldUp, Position, Run};
 use crate::{
     checks::wire::{self, Rest, put_identity},
     process::{Stat, State},
+    proxy::stalls::{Stall, Why},
     topology::Topology,
 };
 
@@ -84,6 +85,53 @@ fn run(rest: &mut Rest<'_>) -> Option<Run> {
     })
 }
 
+/// For u64 | peer u32 | queue pair u32 | is send u8 | channel u8 | port u8 | why, its cause and status u8 | device.
+fn put_stall(bytes: &mut Vec<u8>, stall: &Stall) {
+    let why = match stall.why {
+        Why::PortDown => [0; 3],
+        Why::Left(cause, status) => [1, cause as u8, status],
+        Why::Unanswered => [2, 0, 0],
+        Why::Told => [3, 0, 0],
+    };
+    bytes.extend(stall.for_ns.to_le_bytes());
+    bytes.extend(stall.peer.to_le_bytes());
+    bytes.extend(stall.queue_pair.to_le_bytes());
+    bytes.extend([stall.is_send.into(), stall.channel, stall.port]);
+    bytes.extend(why);
+    bytes.extend(stall.device);
+}
+
+fn stall(rest: &mut Rest<'_>) -> Option<Stall> {
+    let (for_ns, peer, queue_pair) = (rest.u64()?, rest.u32()?, rest.u32()?);
+    let [is_send @ 0..=1, channel, port, why @ ..] = *rest.take::<6>()? else {
+        return None;
+    };
+    let why = match why {
+        [0, 0, 0] => Why::PortDown,
+        [1, cause, status] => Why::Left(PathCause::from_code(cause)?, status),
+        [2, 0, 0] => Why::Unanswered,
+        [3, 0, 0] => Why::Told,
+        _ => return None,
+    };
+    let device = *rest.take::<DEVICE_NAME_BYTES>()?;
+    // It goes to the log as it is.
+    let name = text(&device);
+    let is_name = name.bytes().all(|byte| byte.is_ascii_graphic());
+    if !is_name || device[name.len()..].iter().any(|byte| *byte != 0) {
+        return None;
+    }
+    Some(Stall {
+        why,
+        for_ns,
+        peer,
+        is_send: is_send == 1,
+        channel,
+        device,
+        port,
+        queue_pair,
+    })
+}
+
 impl Message {
     /// Magic u32 | kind u8 | query u32 | body.
     pub(super) fn encode(&self) -> Vec<u8> {
@@ -114,11 +162,15 @@ impl Message {
                 };
                 bytes.push(code);
                 bytes.extend(words.into_iter().flat_map(u64::to_le_bytes));
-                bytes.push(u8::from(answer.held_up.is_some()) | u8::from(answer.is_old) << 1);
+                let (held_up, stall) = (answer.held_up.is_some(), answer.stall.is_some());
+                bytes.push(u8::from(held_up) | u8::from(answer.is_old) << 1 | u8::from(stall) << 2);
                 if let Some(HeldUp { comm, run, since_ns }) = answer.held_up {
                     bytes.extend(comm.to_le_bytes());
                     put_run(&mut bytes, run);
                     bytes.extend(since_ns.to_le_bytes());
+                }
+                if let Some(stall) = &answer.stall {
+                    put_stall(&mut bytes, stall);
                 }
             }
             Self::Look { query, rank } => {
@@ -168,7 +220,7 @@ impl Message {
                     (6, [called @ 0..=1, 0, 0]) => Position::Unwatched { called: called == 1 },
                     _ => return None,
                 };
-                let [flags @ 0..=3] = *rest.take()? else {
+                let [flags @ 0..=7] = *rest.take()? else {
                     return None;
                 };
                 let held_up = match flags & 1 {
@@ -183,6 +235,10 @@ impl Message {
                     position,
                     held_up,
                     is_old: flags & 2 != 0,
+                    stall: match flags & 4 {
+                        0 => None,
+                        _ => Some(stall(&mut rest)?),
+                    },
                 };
                 Self::Here { query, answer }
             }
@@ -218,6 +274,7 @@ pub(super) fn fuzz(data: &[u8]) {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use ringsight_records::pages::put_text;
 
     use super::*;
     use crate::checks::Identity;
@@ -246,6 +303,33 @@ mod tests {
         ]
     }
 
+    fn stalls() -> impl Strategy<Value = Stall> {
+        let why = prop_oneof![
+            Just(Why::PortDown),
+            Just(Why::Unanswered),
+            Just(Why::Told),
+            (prop::sample::select(PathCause::ALL), any::<u8>())
+                .prop_map(|(cause, status)| Why::Left(cause, status)),
+        ];
+        let end = any::<(u64, u32, u32, bool, u8, u8)>();
+        (why, end, "[!-~]{0,24}").prop_map(
+            |(why, (for_ns, peer, queue_pair, is_send, channel, port), name)| {
+                let mut device = [0; DEVICE_NAME_BYTES];
+                put_text(&mut device, &name);
+                Stall {
+                    why,
+                    for_ns,
+                    peer,
+                    is_send,
+                    channel,
+                    device,
+                    port,
+                    queue_pair,
+                }
+            },
+        )
+    }
+
     fn messages() -> impl Strategy<Value = Message> {
         let held_up = prop::option::of(
             (any::<u64>(), runs(), any::<u64>()).prop_map(|(comm, run, since_ns)| HeldUp {
@@ -254,18 +338,17 @@ mod tests {
                 since_ns,
             }),
         );
+        let answer = (positions(), held_up, prop::option::of(stalls()), any::<bool>()).prop_map(
+            |(position, held_up, stall, is_old)| Answer {
+                position,
+                held_up,
+                stall,
+                is_old,
+            },
+        );
         prop_oneof![
             (any::<u32>(), runs()).prop_map(|(query, run)| Message::Where { query, run }),
-            (any::<u32>(), positions(), held_up, any::<bool>()).prop_map(
-                |(query, position, held_up, is_old)| Message::Here {
-                    query,
-                    answer: Answer {
-                        position,
-                        held_up,
-                        is_old,
-                    },
-                }
-            ),
+            (any::<u32>(), answer).prop_map(|(query, answer)| Message::Here { query, answer }),
             Just(Message::Ended),
             Just(Message::Dump),
             any::<bool>().prop_map(|is| Message::Traced { is }),
@@ -278,7 +361,7 @@ mod tests {
     proptest! {
         #[test]
         fn messages_survive_and_no_parser_panics(
-            message in messages(), raw in prop::collection::vec(any::<u8>(), 0..80), kind: u8, cut: prop::sample::Index,
+            message in messages(), raw in prop::collection::vec(any::<u8>(), 0..160), kind: u8, cut: prop::sample::Index,
         ) {
             let bytes = message.encode();
             prop_assert_eq!(Message::parse(&bytes), Some(message));

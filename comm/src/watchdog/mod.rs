@@ -47,6 +47,10 @@ use crate::{
     error::Error,
     launch::observer::PlanObserver,
     observe,
+    proxy::{
+        moves::Moves,
+        stalls::{Stall, Stalls},
+    },
     topology::Topology,
 };
 
@@ -78,6 +82,8 @@ pub(crate) struct Watch {
     checks: Arc<Checks>,
     life: Arc<Lifecycle>,
     post: Post,
+    /// Connections of this rank that wait for the network.
+    stalls: Arc<Stalls>,
     flights: Mutex<Flights>,
     history: Mutex<History>,
     inquiry: Mutex<Inquiry>,
@@ -98,6 +104,9 @@ pub(crate) struct Subject {
     pub(crate) checks: Arc<Checks>,
     pub(crate) life: Arc<Lifecycle>,
     pub(crate) post: Post,
+    pub(crate) stalls: Arc<Stalls>,
+    /// Of the communicator over its connections.
+    pub(crate) moves: Arc<Moves>,
 }
 
 impl Watch {
@@ -111,6 +120,8 @@ impl Watch {
             checks,
             life,
             post,
+            stalls,
+            moves,
         } = subject;
         let places = places(&topology);
         let own = places[topology.rank() as usize];
@@ -128,7 +139,8 @@ impl Watch {
             checks,
             life,
             post,
-            flights: Mutex::new(Flights::since(comm, observe::now_ns())),
+            stalls,
+            flights: Mutex::new(Flights::since(moves, observe::now_ns())),
             history: Mutex::default(),
             inquiry: Mutex::default(),
             ended: AtomicBool::new(false),
@@ -222,9 +234,11 @@ impl Watch {
                 report = self.fail_with_device();
                 let is_old = !self.refresh(events::RECENT);
                 let held_up = detector::oldest_in_progress(self, run);
+                let now = observe::now_ns();
                 let answer = Answer {
-                    position: self.position(run, observe::now_ns()),
+                    position: self.position(run, now),
                     held_up,
+                    stall: self.stall(run, now),
                     is_old,
                 };
                 Message::Here { query, answer }
@@ -250,6 +264,11 @@ impl Watch {
         if let Some(report) = report {
             report.say();
         }
+    }
+
+    /// Where this rank waits for the network in a run.
+    fn stall(&self, run: Run, now: u64) -> Option<Stall> {
+        self.stalls.of(self.comm, run.identity, run.replay, now)
     }
 
     fn position(&self, run: Run, now: u64) -> Position {
@@ -380,7 +399,7 @@ impl Watch {
             let age = Duration::from_nanos(now.saturating_sub(op.start_ns));
             let left = threshold.saturating_sub(age);
             let wait = if left.is_zero() {
-                self.inquire(op, *threshold, age, now)
+                self.inquire(op, age, now)
             } else {
                 left
             };

@@ -2,7 +2,7 @@
 
 use ringsight_records::Waits;
 
-use crate::checks::Identity;
+use crate::{checks::Identity, proxy::stalls::Stall};
 
 /// One run of an operation: the same on all ranks that take part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -67,6 +67,8 @@ pub(crate) struct Answer {
     pub(crate) position: Position,
     /// The operation that it has been in for longest, on any communicator, if it is another one.
     pub(crate) held_up: Option<HeldUp>,
+    /// Where it waits for the network in the operation, if it has for long; it may be done with it on its device.
+    pub(crate) stall: Option<Stall>,
     /// It knows by events, which have not been queried as lately as they were to be: it may have come further meanwhile.
     pub(crate) is_old: bool,
 }
@@ -76,6 +78,7 @@ impl From<Position> for Answer {
         Self {
             position,
             held_up: None,
+            stall: None,
             is_old: false,
         }
     }

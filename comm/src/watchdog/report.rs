@@ -30,6 +30,9 @@ pub(super) fn sentence(verdict: &Verdict) -> String {
     if verdict.traced {
         text += " by a debugger";
     }
+    if let Some(stall) = verdict.stall() {
+        let _ = write!(text, ": it {stall}");
+    }
     match (verdict.cause, since) {
         (Cause::NotLaunched, Some(since)) => {
             let _ = write!(text, "; its last launch on this communicator was {since} ago");
@@ -103,7 +106,10 @@ fn line(rank: u32, heard: &Heard) -> String {
         }) => format!("{}, when it was last known", at(position)),
         Heard::Answer(Answer { position, .. }) => at(position),
     };
-    format!("Rank {rank}: {what}")
+    let stall = heard.stall().map_or_else(String::new, |stall| {
+        format!(", waits for the network for {}: {stall}", seconds(stall.for_ns))
+    });
+    format!("Rank {rank}: {what}{stall}")
 }
 
 /// Where a rank is.

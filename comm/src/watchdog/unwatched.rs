@@ -9,11 +9,15 @@ use super::{
 };
 use crate::{
     checks::{Checks, Post},
+    observe,
+    proxy::stalls::Stalls,
     topology::Topology,
 };
 
 /// A communicator's rank that watches nothing.
 pub(crate) struct Unwatched {
+    pub(crate) comm: u64,
+    pub(crate) stalls: Arc<Stalls>,
     pub(crate) topology: Arc<Topology>,
     pub(crate) checks: Arc<Checks>,
     pub(crate) post: Post,
@@ -30,7 +34,11 @@ impl Unwatched {
             Some(Message::Where { query, run }) => {
                 // Whether a graph has been launched the library does not learn.
                 let called = run.replay > 0 || self.checks.has_called(run.identity);
-                let answer = Answer::from(Position::Unwatched { called });
+                let now = observe::now_ns();
+                let answer = Answer {
+                    stall: self.stalls.of(self.comm, run.identity, run.replay, now),
+                    ..Position::Unwatched { called }.into()
+                };
                 Message::Here { query, answer }
             }
             Some(Message::Look { query, rank }) if rank < ranks => Message::Looked {

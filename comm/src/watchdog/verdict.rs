@@ -8,6 +8,7 @@ use super::{
     position::{Answer, HeldUp, Position},
     settings::Settings,
 };
+use crate::proxy::stalls::Stall;
 
 #[cfg(test)]
 mod tests;
@@ -72,6 +73,14 @@ impl Heard {
         }
     }
 
+    /// Where it waits for the network in the operation.
+    pub(crate) fn stall(&self) -> Option<&Stall> {
+        match self {
+            Self::Answer(answer) => answer.stall.as_ref(),
+            _ => None,
+        }
+    }
+
     /// Whether nobody can tell that nothing moves there.
     fn may_move(&self) -> bool {
         matches!(
@@ -83,13 +92,14 @@ impl Heard {
         )
     }
 
-    /// Whether the rank is done with the operation.
+    /// Whether the rank is done with the operation, its network included.
     pub(crate) fn is_over(&self) -> bool {
         matches!(
             self,
             Self::Left
                 | Self::Answer(Answer {
                     position: Position::Done,
+                    stall: None,
                     ..
                 })
         )
@@ -108,6 +118,8 @@ pub(crate) struct Verdict {
     pub(crate) since_ns: Option<u64>,
     /// What keeps the culprit, if it is in another operation.
     pub(crate) held_up: Option<HeldUp>,
+    /// Where the culprit and the others wait for the network, if it is that.
+    pub(crate) stalls: BTreeMap<u32, Stall>,
     /// Who called what, if that is known.
     pub(crate) called: Option<String>,
     /// What stopped the culprit is a debugger.
@@ -127,6 +139,7 @@ impl Verdict {
             others: Vec::new(),
             since_ns: None,
             held_up: None,
+            stalls: BTreeMap::new(),
             called: None,
             traced: false,
             hang: true,
@@ -135,20 +148,50 @@ impl Verdict {
     }
 
     /// The same with another rank of those that it is true of as the culprit.
-    pub(crate) fn with_culprit(mut self, rank: u32) -> Self {
+    fn with_culprit(mut self, rank: u32) -> Self {
         if let Some(place) = self.others.iter_mut().find(|other| **other == rank) {
             std::mem::swap(place, &mut self.culprit);
             self.others.sort_unstable();
-            (self.since_ns, self.held_up) = (None, None);
+            self.since_ns = self.stall().map(|stall| stall.for_ns);
+            self.held_up = None;
         }
         self
     }
 
-    /// Whether the other need not be said once this one has been.
-    pub(crate) fn covers(&self, other: &Self) -> bool {
+    /// Where the culprit waits for the network.
+    pub(crate) fn stall(&self) -> Option<&Stall> {
+        self.stalls.get(&self.culprit)
+    }
+
+    /// How little a rank knows of what has failed in the network, if it is that.
+    fn level(&self, rank: u32) -> Option<u8> {
+        self.stalls.get(&rank).map(|stall| stall.why.level())
+    }
+
+    /// How old what it tells of is, in an operation that has been in progress for `overdue`: by that late becomes a hang.
+    pub(crate) fn age(&self, overdue: Duration) -> Duration {
+        self.stall()
+            .map_or(overdue, |stall| Duration::from_nanos(stall.for_ns))
+    }
+
+    /// Whether the other need not be said once this one has been, of the same operation.
+    fn covers(&self, other: &Self) -> bool {
         // Of ranks that all do not move one or the other is first, by a moment; once one is known to be what the others wait for, it is that.
         let is_guess = self.cause == Cause::StuckKernel && (self.is_awaited || !other.is_awaited);
-        (self.cause, self.hang) == (other.cause, other.hang) && (self.culprit == other.culprit || is_guess)
+        // Once it is known what has failed in the network, it is that.
+        let is_known = other.level(other.culprit) < self.level(self.culprit);
+        (self.cause, self.hang) == (other.cause, other.hang)
+            && (self.culprit == other.culprit || is_guess)
+            && !is_known
+    }
+
+    /// Whether the other says nothing that this one has not, of another operation.
+    pub(crate) fn tells(&self, other: &Self) -> bool {
+        let is_named = |rank| self.culprit == rank || self.others.contains(&rank);
+        // Who was first of those that do not move is a guess; it may be so because of what has been said.
+        let is_guess = other.cause == Cause::StuckKernel && !other.is_awaited;
+        let names_all = || is_named(other.culprit) && other.others.iter().all(|rank| is_named(*rank));
+        (self.cause, self.hang) == (other.cause, other.hang) && (is_guess || names_all())
     }
 }
 
@@ -158,8 +201,11 @@ pub(crate) fn next(said: Option<Verdict>, now: Option<Verdict>) -> (Option<Verdi
     let Some(said) = said else {
         return (Some(now.clone()), Some(now));
     };
-    // Others have followed the first culprit, which stays what it is.
-    let now = now.with_culprit(said.culprit);
+    // Others have followed the first culprit, which stays what it is, unless another one is known to be it.
+    let now = match now.level(now.culprit) == now.level(said.culprit) {
+        true => now.with_culprit(said.culprit),
+        false => now,
+    };
     if said.covers(&now) {
         (None, Some(said))
     } else {
@@ -173,6 +219,7 @@ struct Suspect {
     rank: u32,
     since_ns: Option<u64>,
     held_up: Option<HeldUp>,
+    stall: Option<Stall>,
     /// A debugger holds it.
     traced: bool,
     /// Its kernel waits, and for whom if it knows.
@@ -185,42 +232,37 @@ struct Suspect {
 /// Judges an operation that has been in progress on one of the ranks for `overdue`; `heard` has all ranks that take
 /// part, itself among them. `None` if it is only slow.
 pub(crate) fn judge(heard: &BTreeMap<u32, Heard>, overdue: Duration, settings: &Settings) -> Option<Verdict> {
+    let threshold = settings.threshold.as_nanos() as u64;
+    // Who cannot be reached by either way need not be at fault.
+    let is_away = heard
+        .values()
+        .filter_map(Heard::stall)
+        .any(|stall| stall.for_ns >= threshold && heard.get(&stall.peer) == Some(&Heard::Silent));
     let mut suspects: Vec<Suspect> = heard
         .iter()
+        .filter(|(_, heard)| !(is_away && **heard == Heard::Silent))
         .filter_map(|(rank, heard)| suspect(*rank, heard))
         .collect();
     let first = suspects.iter().map(Suspect::place).min()?;
     suspects.retain(|suspect| suspect.place() == first);
-    let mut cause = suspects[0].cause;
-    if cause == Cause::StuckKernel {
-        let threshold = settings.threshold.as_nanos() as u64;
-        let is_unknown = heard.values().any(Heard::may_move);
-        if is_unknown || suspects.iter().any(|suspect| suspect.since_ns < Some(threshold)) {
-            return None;
-        }
-        // The others stopped moving because it did. Who is waited for and does not wait itself is what it began with, even if another one was
-        // first to be seen not to move.
-        let awaited: Vec<u32> = suspects.iter().filter_map(|suspect| suspect.waits_for).collect();
-        for suspect in &mut suspects {
-            suspect.is_awaited = !suspect.waits && awaited.contains(&suspect.rank);
-        }
-        suspects.sort_by_key(|suspect| (!suspect.is_awaited, std::cmp::Reverse(suspect.since_ns)));
-        // Who has left has done what it called. If all others have come, it is this that it never called.
-        let left: Vec<Suspect> = heard
-            .iter()
-            .filter(|(_, heard)| **heard == Heard::Left)
-            .map(|(rank, _)| Suspect::new(Cause::PeerAborted, *rank, None))
-            .collect();
-        if !left.is_empty() {
-            (cause, suspects) = (Cause::PeerAborted, left);
-        }
+    if suspects[0].cause == Cause::StuckKernel {
+        suspects = stuck(suspects, heard, threshold)?;
     }
+    let cause = suspects[0].cause;
     // Whoever is in another operation will come once that ends; whoever is not is what they all wait for. Who may have come meanwhile is
     // named after those who are known not to have.
     let is_old = |rank: u32| matches!(heard[&rank], Heard::Answer(Answer { is_old: true, .. }));
     suspects.sort_by_key(|suspect| (suspect.held_up.is_some(), is_old(suspect.rank)));
     let traced = suspects.iter().any(|suspect| suspect.traced);
-    let late = traced || matches!(cause, Cause::NotLaunched | Cause::QueuedBehindCompute);
+    let late = traced
+        || matches!(
+            cause,
+            Cause::NotLaunched | Cause::QueuedBehindCompute | Cause::StuckNic
+        );
+    let stalls = suspects
+        .iter()
+        .filter_map(|suspect| Some((suspect.rank, suspect.stall?)));
+    let stalls = stalls.collect();
     let mut ranks = suspects.iter().map(|suspect| suspect.rank);
     let culprit = ranks.next()?;
     let mut others: Vec<u32> = ranks.collect();
@@ -229,17 +271,64 @@ pub(crate) fn judge(heard: &BTreeMap<u32, Heard>, overdue: Duration, settings: &
         // They all do not move: that says nothing of them.
         others.clear();
     }
-    Some(Verdict {
-        cause,
-        culprit,
+    let mut verdict = Verdict {
         others,
         since_ns: suspects[0].since_ns,
         held_up: suspects[0].held_up,
-        called: None,
+        stalls,
         traced,
-        hang: !late || overdue >= settings.arrival,
         is_awaited: suspects[0].is_awaited,
-    })
+        ..Verdict::hang(cause, culprit)
+    };
+    verdict.hang = !late || verdict.age(overdue) >= settings.arrival;
+    Some(verdict)
+}
+
+/// Of ranks that have all come, those because of which nothing moves, that first by which it began; `None` if something moves.
+fn stuck(mut suspects: Vec<Suspect>, heard: &BTreeMap<u32, Heard>, threshold: u64) -> Option<Vec<Suspect>> {
+    let stalled = stalled(heard);
+    if stalled.iter().any(|suspect| suspect.since_ns >= Some(threshold)) {
+        // Whatever the kernels do: it does not end before that does.
+        return Some(stalled);
+    }
+    let is_unknown = heard.values().any(Heard::may_move);
+    if is_unknown || suspects.iter().any(|suspect| suspect.since_ns < Some(threshold)) {
+        return None;
+    }
+    // Who has left has done what it called. If all others have come, it is this that it never called.
+    let left: Vec<Suspect> = heard
+        .iter()
+        .filter(|(_, heard)| **heard == Heard::Left)
+        .map(|(rank, _)| Suspect::new(Cause::PeerAborted, *rank, None))
+        .collect();
+    if !left.is_empty() {
+        return Some(left);
+    }
+    if !stalled.is_empty() {
+        return Some(stalled);
+    }
+    // The others stopped moving because it did. Who is waited for and does not wait itself is what it began with, even if another one was
+    // first to be seen not to move.
+    let awaited: Vec<u32> = suspects.iter().filter_map(|suspect| suspect.waits_for).collect();
+    for suspect in &mut suspects {
+        suspect.is_awaited = !suspect.waits && awaited.contains(&suspect.rank);
+    }
+    suspects.sort_by_key(|suspect| (!suspect.is_awaited, std::cmp::Reverse(suspect.since_ns)));
+    Some(suspects)
+}
+
+/// The ranks that wait for the network, the first that knows best what has failed.
+fn stalled(heard: &BTreeMap<u32, Heard>) -> Vec<Suspect> {
+    let stalls = heard
+        .iter()
+        .filter_map(|(rank, heard)| Some((*rank, *heard.stall()?)));
+    let mut stalls: Vec<(u32, Stall)> = stalls.collect();
+    stalls.sort_by_key(|(_, stall)| stall.order());
+    let suspects = stalls.into_iter().map(|(rank, stall)| Suspect {
+        stall: Some(stall),
+        ..Suspect::new(Cause::StuckNic, rank, Some(stall.for_ns))
+    });
+    suspects.collect()
 }
 
 impl Suspect {
@@ -249,6 +338,7 @@ impl Suspect {
             rank,
             since_ns,
             held_up: None,
+            stall: None,
             traced: false,
             waits: false,
             waits_for: None,

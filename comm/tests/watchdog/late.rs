@@ -90,17 +90,17 @@ fn print_description() {
     println!("expected Operation: {}", operation.op);
 }
 
-/// What the ranks of [`late_rank`] wrote.
-fn late_ranks(mode: &str, source: &str) -> Vec<String> {
+/// What the ranks of [`late_rank`] wrote, with this threshold in milliseconds or the one by default.
+fn late_ranks(mode: &str, source: &str, threshold: Option<&str>) -> Vec<String> {
     let folder = tempfile::tempdir().unwrap();
-    let variables = [
+    let mut variables = vec![
         (FAULT, mode),
         (FOLDER, folder.path().to_str().unwrap()),
-        ("NCCL_KERNEL_TIMEOUT_MS", "300"),
         ("RINGSIGHT_ARRIVAL_TIMEOUT_MS", "300"),
         ("RINGSIGHT_WATCHDOG_ACTION", "error"),
         ("RINGSIGHT_WATCHDOG_SOURCE", source),
     ];
+    variables.extend(threshold.map(|threshold| ("NCCL_KERNEL_TIMEOUT_MS", threshold)));
     let ranks = start_processes("watchdog::late::late_rank", 2, 1, &variables);
     texts(&format!("{mode}, {source}"), ranks)
 }
@@ -113,7 +113,23 @@ fn an_error_stays_though_the_operation_completes_and_later_calls_are_refused() {
         ("graph", "pages"),
         ("graph", "events"),
     ] {
-        late_ranks(mode, source);
+        late_ranks(mode, source, Some("300"));
+    }
+}
+
+/// The interval between two looks is then a second.
+#[test]
+fn with_the_times_by_default_too_a_rank_is_named_within_a_second() {
+    for source in ["pages", "events"] {
+        let text = &late_ranks("eager", source, None)[0];
+        let line = text
+            .lines()
+            .find_map(|line| line.split_once("NCCL WARN Timeout: "));
+        let times = line.and_then(|(_, line)| numbers("# ms (threshold: # ms)", line));
+        let times = times.unwrap_or_else(|| panic!("{source}: no time in {text}"));
+        // As long as a query's interval later by events.
+        assert!((2000.0..=3250.0).contains(&times[0]), "{source}: {text}");
+        assert_eq!(times[1], 2000.0, "{source}: {text}");
     }
 }
 
@@ -138,7 +154,7 @@ fn numbers(pattern: &str, line: &str) -> Option<Vec<f64>> {
 /// such reports look for.
 #[test]
 fn a_report_has_every_line() {
-    let text = &late_ranks("eager", "pages")[0];
+    let text = &late_ranks("eager", "pages", Some("300"))[0];
     let lines: Vec<&str> = text
         .lines()
         .filter_map(|line| line.split_once(" NCCL WARN "))

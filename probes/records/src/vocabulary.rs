@@ -112,7 +112,8 @@ impl DataType {
 }
 
 vocabulary! {
-    /// Why an operation does not end, as the watchdog says. Of several that fit, the first counts: later ones are its consequences.
+    /// Why an operation does not end, as the watchdog says. Of several that fit, the first counts: later ones are its consequences. Only
+    /// [`Cause::StuckNic`], which has come later, counts before [`Cause::StuckKernel`].
     Cause {
         RankDead = 1 => "RANK_DEAD",
         DeviceFault = 2 => "DEVICE_FAULT",
@@ -123,6 +124,7 @@ vocabulary! {
         NotLaunched = 7 => "NOT_LAUNCHED",
         QueuedBehindCompute = 8 => "QUEUED_BEHIND_COMPUTE",
         StuckKernel = 9 => "STUCK_KERNEL",
+        StuckNic = 10 => "STUCK_NIC",
     }
 }
 
@@ -160,6 +162,7 @@ impl core::fmt::Display for CauseOfRank {
             Cause::QueuedBehindCompute => {
                 write!(f, "rank {rank} has launched it, its stream has not come to it")
             }
+            Cause::StuckNic => write!(f, "the network of rank {rank} carries nothing"),
             Cause::StuckKernel => {
                 write!(
                     f,

@@ -6,7 +6,8 @@ use ringsight_verbs::endpoint::{End, Failure, Role};
 
 use super::{paths::Paths, talk::Talk};
 use crate::{
-    proxy::ProxyOp,
+    observe,
+    proxy::{ProxyOp, stalls::Stall},
     transport::socket::{Socket, Turn},
 };
 
@@ -17,7 +18,12 @@ pub(crate) struct Line<R: Role> {
     talk: Talk,
     /// An operation is under way.
     is_busy: bool,
+    /// How far it was when it began to wait for the network, and when that was, `CLOCK_MONOTONIC` nanoseconds.
+    waits: Option<(u64, u64)>,
 }
+
+/// A connection that waits for the network for less does not count as stalled: packets are lost and sent again, and processors busy.
+const PATIENCE: Duration = Duration::from_millis(250);
 
 impl<R: Role> Line<R> {
     pub(super) fn new(end: End<R>, paths: Paths) -> Self {
@@ -26,6 +32,7 @@ impl<R: Role> Line<R> {
             paths,
             talk: Talk::new(),
             is_busy: false,
+            waits: None,
         }
     }
 
@@ -74,6 +81,22 @@ impl<R: Role> Line<R> {
             Some(text) if !moved && needs_peer => Err(text.to_owned()),
             _ => Ok(if moved { Turn::Moved } else { Turn::Waiting }),
         }
+    }
+
+    /// Where it waits for the network, and since when, if it has for long. `waits`: something that was posted has neither ended nor failed;
+    /// `at` grows when something does.
+    pub(super) fn stall(&mut self, waits: bool, at: u64) -> Option<(u64, Stall)> {
+        if !waits && !self.end.is_recovering() {
+            self.waits = None;
+            return None;
+        }
+        let now = observe::now_ns();
+        let since = match self.waits {
+            Some((was_at, since)) if was_at == at => since,
+            _ => now,
+        };
+        self.waits = Some((at, since));
+        (u128::from(now - since) >= PATIENCE.as_nanos()).then(|| (since, self.paths.stall(&self.end)))
     }
 
     /// Whether the peer is there.

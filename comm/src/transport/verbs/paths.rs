@@ -4,12 +4,12 @@ use std::time::Duration;
 
 use ringsight_records::{
     PathCause, PathChange, State,
-    connection::{Connection, ConnectionPath, LinkStage, PathCondition},
+    connection::{Connection, ConnectionPath, DEVICE_NAME_BYTES, LinkStage, PathCondition},
     pages::put_text,
 };
 use ringsight_verbs::{
     endpoint::{self, Condition, End, Noted, Path, Role},
-    failover::{Cause, LinkState, PathState, Report, Status},
+    failover::{Cause, LinkState, PathState, PathView, Report, Status},
     queue::Qp,
 };
 
@@ -17,7 +17,10 @@ use super::Connected;
 use crate::{
     log,
     observe::{self, ConnectionEntry},
-    proxy::{ProxyOp, events},
+    proxy::{
+        ProxyOp, events,
+        stalls::{Stall, Why},
+    },
 };
 
 /// What is known of an end's paths.
@@ -194,6 +197,31 @@ impl Paths {
                 self.record(State::PATH_RESTORED, link.path, link.path, paths, 0);
             }
         }
+    }
+
+    /// What is told of an end that waits for the network.
+    pub(super) fn stall<R: Role>(&self, end: &End<R>) -> Stall {
+        let path = end.active();
+        let is_down = |view: PathView| view.link.path == path.link().path && !view.port_up;
+        let why = match self.cause {
+            _ if end.views().any(is_down) => Why::PortDown,
+            _ if !end.is_recovering() => Why::Unanswered,
+            // On its way to a path that is good again, it has left none that failed.
+            None | Some((PathCause::Shared | PathCause::Peer | PathCause::Failback, _)) => Why::Told,
+            Some((cause, status)) => Why::Left(cause, status),
+        };
+        let mut stall = Stall {
+            why,
+            for_ns: 0,
+            peer: self.op.map_or(0, |op| op.peer),
+            is_send: self.is_send,
+            channel: self.op.map_or(0, |op| op.channel),
+            device: [0; DEVICE_NAME_BYTES],
+            port: path.port().number(),
+            queue_pair: path.qps().first().map_or(0, Qp::number),
+        };
+        put_text(&mut stall.device, path.port().device());
+        stall
     }
 
     /// The connection has failed.

@@ -11,7 +11,7 @@ use ringsight_verbs::endpoint::{self, Receiving};
 
 use super::{Connected, line::Line, paths::Paths};
 use crate::{
-    proxy::{ProxyOp, events},
+    proxy::{ProxyOp, events, stalls::Stall},
     transport::{
         direct::Slots,
         socket::{MOST_REASON, Needs, STEP_BYTES, Socket, StepHeader, Turn, VERDICT_BYTES, Verdict},
@@ -97,6 +97,13 @@ impl Receiver {
         }
         self.speak(socket, op.peer);
         self.line.turned(moved, self.received < end)
+    }
+
+    /// Where it waits for the network, and since when, if it has for long: for the peer to have its credits, or for a path. That no step
+    /// comes is the peer's to explain.
+    pub(crate) fn stall(&mut self) -> Option<(u64, Stall)> {
+        let waits = self.received < self.granted && !self.line.end.is_settled();
+        self.line.stall(waits, self.received.wrapping_add(self.granted))
     }
 
     /// Says what is to be said beside RDMA.

@@ -12,7 +12,7 @@ use ringsight_verbs::endpoint::{self, NOTICE_BYTES, Sending};
 
 use super::{Connected, line::Line, paths::Paths, slots_of};
 use crate::{
-    proxy::{ProxyOp, events},
+    proxy::{ProxyOp, events, stalls::Stall},
     transport::socket::{Needs, STEP_BYTES, Socket, StepHeader, Turn},
 };
 
@@ -98,6 +98,12 @@ impl Sender {
         }
         self.speak(socket, op.peer);
         self.line.turned(moved, true)
+    }
+
+    /// Where it waits for the network, and since when, if it has for long: for steps to be acknowledged, or for a path.
+    pub(crate) fn stall(&mut self) -> Option<(u64, Stall)> {
+        let waits = self.released < self.line.end.posted();
+        self.line.stall(waits, self.released)
     }
 
     /// Says what is to be said beside RDMA.

@@ -1,10 +1,11 @@
 //! Answers and what follows from them.
 
-use ringsight_records::{Phase, Waits};
+use ringsight_records::{PathCause, Phase, Waits};
 
 use super::*;
 use crate::{
     checks::Identity,
+    proxy::stalls::Why,
     watchdog::{
         position::Run,
         settings::{Action, Source},
@@ -244,6 +245,117 @@ fn a_rank_that_has_left_is_the_culprit_only_if_all_others_have_come() {
     assert_eq!(verdict(&[running(2500), Heard::Left, running(10)], 3), None);
 }
 
+/// A rank at some position that waits for the network.
+fn stalled(position: Heard, why: Why, for_ms: u64) -> Heard {
+    let Heard::Answer(answer) = position else {
+        return position;
+    };
+    let stall = Stall {
+        why,
+        for_ns: for_ms * MS,
+        peer: 0,
+        is_send: true,
+        channel: 0,
+        device: [0; 24],
+        port: 1,
+        queue_pair: 18,
+    };
+    Heard::Answer(Answer {
+        stall: Some(stall),
+        ..answer
+    })
+}
+
+#[test]
+fn what_waits_for_the_network_is_late_and_no_stuck_kernel() {
+    let nic = |rank, hang| Some((Cause::StuckNic, rank, hang));
+    let (stuck, done) = (running(2500), at(Position::Done));
+    // A sender's kernel may be done with what its NIC does not get rid of.
+    let heard = [stuck, stalled(done, Why::Unanswered, 2400)];
+    assert_eq!(verdict(&heard, 3), nic(1, false));
+    // It is late for as long as the network is away, not the operation.
+    assert_eq!(verdict(&heard, 700), nic(1, false));
+    let long = [stuck, stalled(done, Why::Unanswered, 600_000)];
+    assert_eq!(verdict(&long, 700), nic(1, true));
+    // It has for as long as they have not moved, however well kernels are known.
+    for other in [running(10), at(Position::Unwatched { called: true })] {
+        let heard = |for_ms| [stuck, other, stalled(done, Why::Unanswered, for_ms)];
+        assert_eq!(verdict(&heard(2000), 3), nic(2, false));
+        assert_eq!(verdict(&heard(1999), 3), None);
+    }
+    // Whoever has not come is waited for whatever the network does.
+    assert_eq!(
+        verdict(&[stuck, late(9), stalled(stuck, Why::PortDown, 2500)], 3),
+        Some((Cause::NotLaunched, 1, false))
+    );
+    assert_eq!(
+        verdict(&[stuck, Heard::Silent, stalled(stuck, Why::PortDown, 2500)], 3),
+        Some((Cause::NoAnswer, 1, true))
+    );
+    // Rank 0 cannot be reached by its sockets either, nor those of its node.
+    let away = stalled(stuck, Why::Unanswered, 2500);
+    assert_eq!(verdict(&[Heard::Silent, away, Heard::Silent], 3), nic(1, false));
+    assert_eq!(
+        verdict(&[Heard::Stopped, away, Heard::Silent], 3),
+        Some((Cause::RankStopped, 0, true))
+    );
+    // Of several it is who knows what has failed; else who has waited for longest.
+    let left = Why::Left(PathCause::Completion, 12);
+    for (whys, culprit) in [
+        ([Why::Unanswered, Why::PortDown, left], 1),
+        ([Why::Unanswered, Why::Told, left], 2),
+        ([Why::Told, Why::Unanswered, Why::Unanswered], 2),
+    ] {
+        let heard = [0, 1, 2].map(|rank| stalled(stuck, whys[rank], 2500 + rank as u64));
+        assert_eq!(verdict(&heard, 3), nic(culprit, false), "{whys:?}");
+    }
+}
+
+#[test]
+fn what_has_failed_in_the_network_is_said_when_it_is_known() {
+    let stuck = running(2500);
+    let found = |whys: [Why; 2]| {
+        let heard = [0, 1].map(|rank| (rank, stalled(stuck, whys[rank as usize], 2500 - u64::from(rank))));
+        judge(&heard.into(), Duration::from_secs(3), &SETTINGS)
+    };
+    let named = |verdict: &Option<Verdict>| {
+        let verdict = verdict.as_ref()?;
+        Some((verdict.culprit, verdict.stall()?.why))
+    };
+    let unknown = [Why::Unanswered; 2];
+    let (say, said) = next(None, found(unknown));
+    assert_eq!(named(&say), Some((0, Why::Unanswered)));
+    let left = Why::Left(PathCause::Timeout, 0);
+    let mut said = said;
+    for (whys, expected) in [
+        (unknown, None),
+        ([Why::Told, left], Some((1, left))),
+        ([Why::Told, left], None),
+        ([Why::PortDown, left], Some((0, Why::PortDown))),
+        ([Why::PortDown; 2], None),
+    ] {
+        let (say, now) = next(said, found(whys));
+        assert_eq!(named(&say), expected, "{whys:?}");
+        said = now;
+    }
+}
+
+#[test]
+fn one_that_holds_up_several_operations_is_named_once_and_each_that_does_is() {
+    let of = |cause, culprit, others: &[u32]| Verdict {
+        others: others.to_vec(),
+        is_awaited: true,
+        ..Verdict::hang(cause, culprit)
+    };
+    let said = of(Cause::NotLaunched, 1, &[2]);
+    assert!(said.tells(&of(Cause::NotLaunched, 2, &[])));
+    assert!(!said.tells(&of(Cause::NotLaunched, 1, &[3])));
+    let stuck = |culprit| of(Cause::StuckKernel, culprit, &[]);
+    assert!(!stuck(1).tells(&stuck(2)), "others wait for it, too");
+    let guess = Verdict::hang(Cause::StuckKernel, 2);
+    assert!(stuck(1).tells(&guess), "it may have stopped because of that");
+}
+
 #[test]
 fn a_rank_that_waits_elsewhere_is_not_the_culprit() {
     let elsewhere = Heard::Answer(Answer {
@@ -256,6 +368,7 @@ fn a_rank_that_waits_elsewhere_is_not_the_culprit() {
             },
             since_ns: 4000 * MS,
         }),
+        stall: None,
         is_old: false,
     });
     let heard = (0..).zip([running(2500), elsewhere, late(5), late(6)]).collect();

@@ -135,7 +135,13 @@ pub(super) const JOBS: &[Job] = &[
     },
     Job {
         name: "rdma between nodes",
-        program: between_nodes(&["rdma::data", "rdma::failover", "rdma::fallback", "rdma::verdicts"]),
+        program: between_nodes(&[
+            "rdma::data",
+            "rdma::failover",
+            "rdma::fallback",
+            "rdma::stalls",
+            "rdma::verdicts",
+        ]),
         kernels: &[Series::V6_1],
         rdma: 2,
         mlx5: 0,
