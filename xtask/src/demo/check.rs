@@ -49,6 +49,8 @@ pub struct Report {
     /// Intended delays that made nobody late beyond the threshold, by the ranks' own clocks: they drowned in what else
     /// the machine did, and no verdict is expected of them.
     pub drowned: Vec<Drowned>,
+    /// Collectives at which the collector named a rank that the machine held up between its own note and its part in it.
+    pub held_up: Vec<HeldUp>,
     /// Collectives at which, by the ranks' own clocks, a rank was late beyond the threshold though it did not sleep.
     /// Where no delay was intended, the collector may name a rank at these and nowhere else.
     pub really_late: usize,
@@ -93,6 +95,21 @@ pub struct Drowned {
     pub lag_ms: f64,
     /// What kept it from being late.
     pub why: String,
+}
+
+/// A rank that came later than it noted, by how long the others were in the collective.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct HeldUp {
+    /// Collective, counted from 0.
+    pub collective: usize,
+    /// Rank that the collector named.
+    pub rank: u32,
+    /// By how much it says that it was late, milliseconds.
+    pub lag_ms: f64,
+    /// By how much its own note came after the others' median, milliseconds; negative if before.
+    pub noted_ms: f64,
+    /// When the first of the others left after that median, milliseconds: it may have been late by no more.
+    pub most_ms: f64,
 }
 
 /// Compares. Every difference becomes a line in [`Report::problems`].
@@ -217,6 +234,10 @@ fn check_training(truths: &[Truth], configuration: &Configuration, problems: &mu
                 .iter()
                 .all(|c| c.arrived_ns >= c.called_ns - c.called_ns.min(50_000_000)),
             || format!("rank {}: a collective's arrival was not noted", truth.rank),
+        );
+        problems.expect(
+            truth.collectives.iter().all(|c| c.left_ns >= c.arrived_ns),
+            || format!("rank {}: a collective's end was not noted", truth.rank),
         );
     }
     // Enough steps to have learnt something: the data went round, or it could not have.

@@ -42,6 +42,7 @@ fn run() -> (Vec<Truth>, Summary) {
                         called_ns,
                         returned_ns: called_ns + 20_000,
                         arrived_ns: called_ns + 5_000,
+                        left_ns: 0,
                         slept_ms,
                     }
                 })
@@ -110,9 +111,24 @@ fn run() -> (Vec<Truth>, Summary) {
     (truths, summary)
 }
 
+/// All leave each collective, if no other time is given, a millisecond after the last one's arrival.
+fn leave(truths: &mut [Truth]) {
+    for index in 0..3 {
+        let arrivals = truths.iter().map(|truth| truth.collectives[index].arrived_ns);
+        let last = arrivals.max().unwrap();
+        for truth in truths.iter_mut() {
+            let left_ns = &mut truth.collectives[index].left_ns;
+            if *left_ns == 0 {
+                *left_ns = last + MS;
+            }
+        }
+    }
+}
+
 fn problems(change: impl FnOnce(&mut Vec<Truth>, &mut Summary)) -> Vec<String> {
     let (mut truths, mut summary) = run();
     change(&mut truths, &mut summary);
+    leave(&mut truths);
     let configuration = configuration();
     let expectation = Expectation {
         configuration: &configuration,
@@ -128,7 +144,8 @@ fn problems(change: impl FnOnce(&mut Vec<Truth>, &mut Summary)) -> Vec<String> {
 #[test]
 fn a_faithful_summary_has_no_problem() {
     assert_eq!(problems(|_, _| ()), Vec::<String>::new());
-    let (truths, summary) = run();
+    let (mut truths, summary) = run();
+    leave(&mut truths);
     let configuration = configuration();
     let expectation = Expectation {
         configuration: &configuration,
@@ -257,6 +274,7 @@ fn a_delay_that_drowned_is_told_with_its_reason() {
         let later = &mut truths[1].collectives[2];
         later.slept_ms = 50;
         later.arrived_ns += 50 * MS;
+        leave(&mut truths);
         summary.operations[2].culprit = Some(Culprit {
             rank: 1,
             lag_ns: 50 * MS,
@@ -308,6 +326,7 @@ fn quiet(lag_ms: u64, named: bool) -> Report {
         truth.collectives[1].arrived_ns = 1_200 * MS;
     }
     truths[1].collectives[1].arrived_ns += lag_ms * MS;
+    leave(&mut truths);
     summary.operations[1].culprit = named.then_some(Culprit {
         rank: 1,
         lag_ns: lag_ms * MS + 100_000,
@@ -343,6 +362,59 @@ fn where_nobody_is_to_be_late_only_who_really_was_may_be_named() {
     assert_eq!(report.really_late, 0);
     let report = quiet(20, true);
     assert_eq!((report.problems, report.really_late), (vec![], 1));
+}
+
+#[test]
+fn a_rank_may_be_held_up_after_its_note_for_as_long_as_the_others_do_not_leave() {
+    // Rank 3 is named at the first collective, at which all noted the same time, and rank 1 at the second, for which it slept.
+    let found = |lags_ms: [u64; 2], left_ms: u64| {
+        let (mut truths, mut summary) = run();
+        for truth in &mut truths {
+            truth.collectives[0].arrived_ns = 1_000 * MS;
+            truth.collectives[0].left_ns = (1_000 + left_ms) * MS;
+        }
+        // It noted its own end later still: that says nothing.
+        truths[3].collectives[0].left_ns += 50 * MS;
+        leave(&mut truths);
+        summary.operations[0].culprit = Some(Culprit {
+            rank: 3,
+            lag_ns: lags_ms[0] * MS,
+        });
+        truths[0].collectives[1].left_ns = 1_155 * MS;
+        truths[2].collectives[1].left_ns = 1_155 * MS;
+        truths[3].collectives[1].left_ns = 1_155 * MS;
+        summary.operations[1].culprit = Some(Culprit {
+            rank: 1,
+            lag_ns: lags_ms[1] * MS,
+        });
+        let configuration = configuration();
+        let expectation = Expectation {
+            configuration: &configuration,
+            threshold_ns: 10 * MS,
+            outputs: &[],
+            otlp: false,
+        };
+        let report = check(&truths, &summary, &expectation);
+        let held_up: Vec<_> = report.held_up.iter().map(|h| (h.collective, h.rank)).collect();
+        (held_up, report.problems)
+    };
+    let (held_up, problems) = found([14, 40], 15);
+    assert_eq!((held_up, problems), (vec![(0, 3)], vec![]));
+    let (held_up, problems) = found([14, 40], 13);
+    assert!(
+        held_up.is_empty() && problems[0].contains("nobody was late"),
+        "{problems:?}"
+    );
+    // More than one of so few is too many, and the lag that was slept may have grown likewise.
+    let (held_up, problems) = found([14, 50], 15);
+    assert_eq!(held_up, [(0, 3), (1, 1)]);
+    assert!(
+        matches!(&problems[..], [one] if one.contains("too busy")),
+        "{problems:?}"
+    );
+    let (held_up, problems) = found([14, 70], 15);
+    assert_eq!(held_up, [(0, 3)]);
+    assert!(problems[0].contains("70.0 are reported"), "{problems:?}");
 }
 
 #[test]

@@ -51,6 +51,8 @@ pub struct Collective {
     pub returned_ns: u64,
     /// The stream had got there: noted by a host function put on the stream right before the collective.
     pub arrived_ns: u64,
+    /// The stream had gone past it: noted in the same way right behind the collective.
+    pub left_ns: u64,
     /// How long this rank slept right before the call, on purpose.
     pub slept_ms: u32,
 }

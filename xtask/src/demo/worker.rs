@@ -61,9 +61,12 @@ fn now_ns() -> u64 {
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// Put on the stream before a collective: notes when the stream got there.
-unsafe extern "C" fn note_arrival(slot: *mut c_void) {
-    // SAFETY: `slot` is one of `Rank::arrivals`, which outlive the stream's work.
+/// When the stream was before a collective, and when behind it.
+type Passage = [AtomicU64; 2];
+
+/// Put on the stream before and behind a collective: notes when the stream got there.
+unsafe extern "C" fn note_time(slot: *mut c_void) {
+    // SAFETY: `slot` is one of `Rank::passages`, which outlive the stream's work.
     let slot = unsafe { &*slot.cast::<AtomicU64>() };
     // Relaxed: read after the stream was synchronised, which orders it.
     slot.store(now_ns(), Ordering::Relaxed);
@@ -151,8 +154,8 @@ struct Rank<'a> {
     configuration: &'a Configuration,
     rank: u32,
     truth: Truth,
-    /// One slot a collective, written by the stream.
-    arrivals: Box<[AtomicU64]>,
+    /// One a collective, written by the stream.
+    passages: Box<[Passage]>,
     step: u32,
     slept_ms: u32,
     random: Random,
@@ -197,7 +200,7 @@ impl<'a> Rank<'a> {
                 host: std::env::var("NCCL_HOSTID").unwrap_or_default(),
                 ..Truth::default()
             },
-            arrivals: (0..collectives).map(|_| AtomicU64::new(0)).collect(),
+            passages: (0..collectives).map(|_| Passage::default()).collect(),
             step: 0,
             slept_ms: 0,
             random,
@@ -210,24 +213,28 @@ impl<'a> Rank<'a> {
 
     /// Calls a collective, with everything about it noted.
     fn collective(&mut self, name: &str, bytes: usize, call: impl FnOnce(&Self) -> Result<()>) -> Result<()> {
-        let slot = self
-            .arrivals
+        let [arrival, departure] = self
+            .passages
             .get(self.truth.collectives.len())
             .context("more collectives than planned")?;
         // SAFETY: the slots live in a box that `train` keeps until the stream is synchronised.
-        unsafe {
+        let note = |slot: &AtomicU64| unsafe {
             self.communicator
-                .host_function(note_arrival, std::ptr::from_ref(slot).cast_mut().cast())
-        }?;
+                .host_function(note_time, std::ptr::from_ref(slot).cast_mut().cast())
+        };
+        note(arrival)?;
         let called_ns = now_ns();
         call(self)?;
+        let returned_ns = now_ns();
+        note(departure)?;
         self.truth.collectives.push(Collective {
             name: name.to_owned(),
             step: self.step,
             bytes: bytes as u64,
             called_ns,
-            returned_ns: now_ns(),
+            returned_ns,
             arrived_ns: 0,
+            left_ns: 0,
             slept_ms: std::mem::take(&mut self.slept_ms),
         });
         Ok(())
@@ -450,9 +457,10 @@ impl<'a> Rank<'a> {
     }
 
     fn finish(mut self) -> Truth {
-        for (collective, arrival) in self.truth.collectives.iter_mut().zip(&self.arrivals) {
+        for (collective, passage) in self.truth.collectives.iter_mut().zip(&self.passages) {
             // Relaxed: the stream was synchronised after its last store.
-            collective.arrived_ns = arrival.load(Ordering::Relaxed);
+            [collective.arrived_ns, collective.left_ns] =
+                passage.each_ref().map(|at| at.load(Ordering::Relaxed));
         }
         let bits = self
             .weights
