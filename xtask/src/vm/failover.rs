@@ -147,6 +147,8 @@ struct Waiting {
     missed: Vec<String>,
     /// How the guests ended that never said what came of it.
     lost: Vec<String>,
+    /// What the kernel warned of in earlier tries.
+    kernel_warnings: Vec<Value>,
 }
 
 impl Waiting {
@@ -178,6 +180,9 @@ impl Waiting {
             Some(outcome) => {
                 let why = outcome["text"].as_str().unwrap_or("it did not count");
                 self.missed.push(why.to_owned());
+                let warnings = outcome["kernel_warnings"].as_array();
+                self.kernel_warnings
+                    .extend(warnings.into_iter().flatten().cloned());
                 return None;
             }
             None => {
@@ -193,6 +198,9 @@ impl Waiting {
         outcome["tries"] = json!(tries);
         outcome["missed"] = json!(self.missed);
         outcome["lost"] = json!(self.lost);
+        if let Some(warnings) = outcome["kernel_warnings"].as_array_mut() {
+            warnings.append(&mut self.kernel_warnings);
+        }
         Some(outcome)
     }
 }
@@ -203,17 +211,21 @@ fn run_all(
     mut cases: Vec<String>,
     each: &mut dyn FnMut(&str),
 ) -> Result<BTreeMap<String, Value>> {
-    let code = identity::identity()?;
+    let made_by = MadeBy::those(options)?;
     let (mut results, others) = match options.resume.as_ref().filter(|file| file.exists()) {
         Some(file) => {
             let text = fs::read_to_string(file).with_context(|| format!("reading {}", file.display()))?;
-            known(&text, &code).with_context(|| file.display().to_string())?
+            known(&text, &made_by).with_context(|| file.display().to_string())?
         }
         None => (BTreeMap::new(), 0),
     };
     if others > 0 {
-        each(&format!("{others} outcomes are of other code, and do not count"));
+        each(&format!(
+            "{others} outcomes are of other code, kernels or devices, and do not count"
+        ));
     }
+    let wanted: BTreeSet<&String> = cases.iter().collect();
+    results.retain(|case, _| wanted.contains(case));
     cases.retain(|case| !results.contains_key(case));
     let program = test_program("ringsight-verbs", "failover")?;
     let mut waiting: VecDeque<Waiting> = cases.into_iter().map(Waiting::new).collect();
@@ -234,7 +246,7 @@ fn run_all(
                 waiting.push_back(case);
                 continue;
             };
-            outcome["code"] = json!(code);
+            made_by.sign(&mut outcome);
             each(&report::line(&case.case, &outcome));
             if let Some(file) = &options.resume {
                 let mut file = fs::OpenOptions::new().append(true).create(true).open(file)?;
@@ -246,13 +258,40 @@ fn run_all(
     Ok(results)
 }
 
-/// Cases that were run before by this code, and how many outcomes are of other code.
-fn known(text: &str, code: &str) -> Result<(BTreeMap<String, Value>, usize)> {
+/// What an outcome is of: another one says nothing of these cases.
+struct MadeBy([(&'static str, String); 3]);
+
+impl MadeBy {
+    fn those(options: &Options) -> Result<Self> {
+        let devices = if options.mlx5 { "mlx5" } else { "soft-roce" };
+        Ok(Self::new(&identity::identity()?, options.kernel.name(), devices))
+    }
+
+    fn new(code: &str, kernel: &str, devices: &str) -> Self {
+        Self(
+            [("code", code), ("kernel", kernel), ("devices", devices)]
+                .map(|(key, word)| (key, word.to_owned())),
+        )
+    }
+
+    fn sign(&self, outcome: &mut Value) {
+        for (key, word) in &self.0 {
+            outcome[*key] = json!(word);
+        }
+    }
+
+    fn signed(&self, outcome: &Value) -> bool {
+        self.0.iter().all(|(key, word)| outcome[*key] == **word)
+    }
+}
+
+/// Cases that were run before by this, and how many outcomes are of something else.
+fn known(text: &str, made_by: &MadeBy) -> Result<(BTreeMap<String, Value>, usize)> {
     let (mut known, mut others) = (BTreeMap::new(), 0);
     for line in text.lines() {
         let outcome: Value = serde_json::from_str(line).with_context(|| line.to_owned())?;
         let case = outcome["case"].as_str().context("an outcome without a case")?;
-        match outcome["code"] == code {
+        match made_by.signed(&outcome) {
             true => _ = known.insert(case.to_owned(), outcome),
             false => others += 1,
         }
@@ -339,8 +378,8 @@ mod tests {
     #[test]
     fn a_case_is_tried_again_until_it_counts_and_what_became_of_it_is_kept() {
         let (missed, right) = (
-            json!({ "case": "x ahead=2", "ok": true, "counts": false, "text": "nothing" }),
-            json!({ "case": "x ahead=4", "ok": true, "counts": true }),
+            json!({ "case": "x ahead=2", "ok": true, "counts": false, "text": "nothing", "kernel_warnings": ["early"] }),
+            json!({ "case": "x ahead=4", "ok": true, "counts": true, "kernel_warnings": ["late"] }),
         );
         let mut case = Waiting::new("x".into());
         assert_eq!(case.line(), "x");
@@ -357,6 +396,7 @@ mod tests {
             ],
             [&json!("x"), &json!(3), &json!(["nothing"]), &json!(["died"])]
         );
+        assert_eq!(outcome["kernel_warnings"], json!(["late", "early"]));
         // The last try stands, whatever came of it.
         let mut case = Waiting::new("x".into());
         for _ in 1..TRIES {
@@ -385,18 +425,23 @@ mod tests {
     }
 
     #[test]
-    fn outcomes_of_other_code_do_not_count() {
+    fn outcomes_of_something_else_do_not_count() {
         let text = concat!(
-            "{\"case\":\"a\",\"ok\":true,\"code\":\"1\"}\n",
-            "{\"case\":\"b\",\"ok\":true,\"code\":\"2\"}\n",
-            "{\"case\":\"a\",\"ok\":false,\"code\":\"2\"}\n",
+            "{\"case\":\"a\",\"ok\":true,\"code\":\"1\",\"kernel\":\"6.1\",\"devices\":\"mlx5\"}\n",
+            "{\"case\":\"b\",\"ok\":true,\"code\":\"2\",\"kernel\":\"6.1\",\"devices\":\"mlx5\"}\n",
+            "{\"case\":\"a\",\"ok\":false,\"code\":\"2\",\"kernel\":\"6.1\",\"devices\":\"mlx5\"}\n",
             "{\"case\":\"c\",\"ok\":true}\n",
         );
-        let (of_one, others) = known(text, "1").unwrap();
+        let of = |code, kernel, devices| known(text, &MadeBy::new(code, kernel, devices));
+        let (of_one, others) = of("1", "6.1", "mlx5").unwrap();
         assert_eq!((of_one.len(), others), (1, 3));
         assert_eq!(of_one["a"]["ok"], true);
-        assert_eq!(known(text, "2").unwrap().0.len(), 2);
-        assert!(known("{}", "1").is_err() && known("x", "1").is_err());
+        assert_eq!(of("2", "6.1", "mlx5").unwrap().0.len(), 2);
+        for (kernel, devices) in [("6.12", "mlx5"), ("6.1", "soft-roce")] {
+            assert_eq!(of("2", kernel, devices).unwrap().0.len(), 0);
+        }
+        let made_by = MadeBy::new("1", "6.1", "mlx5");
+        assert!(known("{}", &made_by).is_err() && known("x", &made_by).is_err());
     }
 
     #[test]

@@ -119,7 +119,12 @@ pub(super) fn cases(runs: usize, parts: &[Part]) -> Vec<String> {
             Part::Event => (&[Group::Event], runs),
         };
         for run in 0..runs.min(most) {
+            let from = cases.len();
             cases.extend(groups.iter().map(|group| group.case(run)));
+            // Whoever is first in a pair is so in every other one.
+            if run % 2 == 1 {
+                cases[from..].reverse();
+            }
         }
     }
     cases
