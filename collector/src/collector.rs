@@ -159,6 +159,8 @@ impl Collector {
                 self.communicators.port(*pid, *index, port);
             }
             Sample::Record { pid, record, .. } if record.kind == Kind::CommDestroy as u8 => {
+                let (network, mut output) = self.network();
+                network.end_failovers_of((*pid, record.comm, record.rank), &mut output);
                 self.communicators.destroyed(record.comm, *pid, record.rank);
             }
             Sample::Record { pid, record, .. }

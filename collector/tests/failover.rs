@@ -52,10 +52,11 @@ fn change(cause: Option<PathCause>, from: u8, to: u8, number: u32) -> PathChange
     }
 }
 
-/// A record of the connection while it is at operation `seq`.
+/// A record of the connection while it is at operation `seq`, or at none for 0.
 fn moment(comm: u64, seq: u64, microseconds: u64, state: State, change: PathChange, bytes: u64) -> Sample {
     let record = Record {
         comm,
+        op: u32::from(seq != 0),
         seq,
         rank: 0,
         peer: PEER,
@@ -311,6 +312,67 @@ fn one_that_does_not_fail_back_is_sent_after_a_while_and_at_the_end() {
     collector.finish(EPOCH_NS + 33_000_000_000);
     let rest = collector.take_batch().spans;
     assert_eq!(named(&rest, "failover").count(), 1);
+}
+
+/// A job computes when its port goes down: nothing was delayed by that.
+#[test]
+fn what_was_over_before_the_path_broke_is_not_linked() {
+    let (mut collector, comm, ranks) = watching();
+    let port = Some(PathCause::Port);
+    let sent = spans(
+        &mut collector,
+        vec![
+            moment(comm, 0, 10, State::START, change(port, 0, 0, 0x11), 0),
+            moment(comm, 0, 25, State::PATH_SWITCHED, change(port, 0, 1, 0x22), 0),
+            moment(comm, 8, 40, State::PATH_RECOVERED, change(None, 1, 1, 0x22), 0),
+            moment(comm, 0, 950, State::STOP, change(None, 0, 0, 0x11), 0),
+        ],
+    );
+    let links: Vec<_> = sent[0]
+        .links
+        .iter()
+        .map(|link| (link.trace_id, link.span_id))
+        .collect();
+    assert_eq!(links, [rank_span(comm, 8, ranks)]);
+}
+
+/// The very one that is looked for: the job gave up, and began anew, while a connection was between its paths.
+#[test]
+fn a_failover_that_its_communicator_did_not_see_the_end_of_is_sent() {
+    let port = Some(PathCause::Port);
+    let begun = |comm| vec![moment(comm, 7, 10, State::START, change(port, 0, 0, 0x11), 0)];
+    let ended = |comm, rank| {
+        let record = Record {
+            comm,
+            rank,
+            ..Record::new(Kind::CommDestroy, State::ABORTED, EPOCH_NS + 500_000)
+        };
+        let (pid, tid, carrier) = (FIRST_PID, 1, Carrier::Probe);
+        vec![Sample::Record {
+            pid,
+            tid,
+            carrier,
+            record,
+        }]
+    };
+    let (mut collector, comm, _) = watching();
+    assert!(spans(&mut collector, begun(comm)).is_empty());
+    assert_eq!(
+        named(&spans(&mut collector, ended(comm, 3)), "failover").count(),
+        0
+    );
+    let sent = spans(&mut collector, ended(comm, 0));
+    assert_eq!(named(&sent, "failover").count(), 1);
+    // Nor is one kept for ever whose end was lost.
+    let (mut collector, comm, _) = watching();
+    assert!(spans(&mut collector, begun(comm)).is_empty());
+    let later = |seconds: u64| Sample::Watermark {
+        pid: FIRST_PID,
+        time_ns: EPOCH_NS + seconds * 1_000_000_000,
+    };
+    assert!(spans(&mut collector, vec![later(299)]).is_empty());
+    let sent = spans(&mut collector, vec![later(301)]);
+    assert_eq!(named(&sent, "failover").count(), 1);
 }
 
 /// A port that is down for minutes: the failover was sent by then, and its end is a part of the same trace, not another failover.

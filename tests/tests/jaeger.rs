@@ -272,6 +272,7 @@ fn lines_of_a_failover(file: &std::path::Path) -> Result<()> {
     for (microseconds, seq, state, change, bytes) in moments {
         let record = Record {
             comm: shape.comm,
+            op: 1,
             seq,
             rank: 0,
             peer: 1,

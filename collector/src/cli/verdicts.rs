@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use ringsight_collector::snapshot::{HeldUp, Proxy, Verdict};
+use ringsight_collector::snapshot::{HeldUp, Nic, Proxy, Verdict};
 use ringsight_records::Function;
 use serde_json::{Value, json};
 
@@ -89,6 +89,19 @@ pub(super) fn write(text: &mut String, verdicts: &[Verdict]) {
             if verdict.hang { "hang" } else { "late" },
             seconds(verdict.waited_ns),
         );
+        if let Some(Nic {
+            device,
+            port,
+            queue_pair,
+        }) = &verdict.nic
+        {
+            let device = device.as_deref().unwrap_or("a device of its");
+            let _ = writeln!(
+                text,
+                "  rank {}'s end is on {device}, port {port}, queue pair {queue_pair}",
+                verdict.culprit
+            );
+        }
         if let Some(held) = &verdict.held_up {
             let _ = writeln!(
                 text,
@@ -112,6 +125,13 @@ pub(super) fn to_json(verdict: &Verdict) -> Value {
             "for_ns": held.for_ns,
         })
     };
+    let nic = |nic: &Nic| {
+        json!({
+            "device": nic.device,
+            "port": nic.port,
+            "queue_pair": nic.queue_pair,
+        })
+    };
     json!({
         "pid": verdict.pid,
         "communicator": format!("{:016x}", verdict.communicator),
@@ -128,5 +148,6 @@ pub(super) fn to_json(verdict: &Verdict) -> Value {
         "waited_ns": verdict.waited_ns,
         "ended": verdict.ended,
         "held_up": verdict.held_up.as_ref().map(held_up),
+        "nic": verdict.nic.as_ref().map(nic),
     })
 }

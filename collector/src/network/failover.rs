@@ -24,6 +24,8 @@ const UNDER_WAY: usize = 16_384;
 const KEPT: usize = 64;
 /// After its recovery a failover waits this long for the first path to come back, then it is sent without.
 const FAILBACK_NS: u64 = 30_000_000_000;
+/// A failover of which nothing more has been heard for so long before its recovery is not going on: its end was lost.
+const SILENT_NS: u64 = 300_000_000_000;
 
 /// One end of a connection, in one direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -167,8 +169,9 @@ impl Network {
             replay: record.replay,
             p2p: record.flags().contains(Flags::P2P),
         };
-        // What runs while a repaired path is only proven is not delayed by it.
-        if failover.recovered_ns.is_none()
+        // What runs while a repaired path is only proven is not delayed by it, and between operations nothing is.
+        if record.op != 0
+            && failover.recovered_ns.is_none()
             && failover.back_ns.is_none()
             && failover.delayed.len() < KEPT
             && !failover.delayed.contains(&operation)
@@ -205,12 +208,24 @@ impl Network {
             return;
         }
         let sent = self.send_failovers(output, |_, failover| {
-            failover
-                .recovered_ns
-                .is_some_and(|recovered| now_ns.saturating_sub(recovered) > FAILBACK_NS)
+            let (since_ns, most_ns) = match failover.recovered_ns {
+                Some(recovered_ns) => (recovered_ns, FAILBACK_NS),
+                None => (failover.last_ns, SILENT_NS),
+            };
+            now_ns.saturating_sub(since_ns) > most_ns
         });
         let room = UNDER_WAY.saturating_sub(self.failovers.sent.len());
         self.failovers.sent.extend(sent.into_iter().take(room));
+    }
+
+    /// Sends those of a rank's communicator, which has ended: nothing more will be heard of them.
+    pub(crate) fn end_failovers_of(&mut self, (pid, comm, rank): (u32, u64, u32), output: &mut Output<'_>) {
+        let is_of =
+            |connection: &Connection| (connection.pid, connection.comm, connection.rank) == (pid, comm, rank);
+        if !self.failovers.under_way.is_empty() {
+            self.send_failovers(output, |connection, _| is_of(connection));
+        }
+        self.failovers.sent.retain(|connection, _| !is_of(connection));
     }
 
     /// Sends those of a process, or all.

@@ -1,6 +1,8 @@
 //! What watchdogs have said, the last verdicts of each process.
 
-use ringsight_records::{Cause, Flags, Function};
+use ringsight_records::{
+    Cause, Flags, Function, connection::Connection, pages::text, verdicts::GivenVerdict,
+};
 
 use super::{Process, pair};
 
@@ -37,6 +39,34 @@ pub struct Verdict {
     pub ended: Option<bool>,
     /// What the culprit was in instead, if it said so.
     pub held_up: Option<HeldUp>,
+    /// Where the culprit's network carried nothing, if it was that.
+    pub nic: Option<Nic>,
+}
+
+/// A culprit's end of a connection that carried nothing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Nic {
+    /// Name of the device; `None` if the culprit's process was not read, or has made the queue pair anew since.
+    pub device: Option<String>,
+    /// Port of the device, from 1.
+    pub port: u8,
+    /// Number of the end's first queue pair.
+    pub queue_pair: u32,
+}
+
+/// Where a verdict says that the network carried nothing.
+fn nic(given: &GivenVerdict, processes: &[Process]) -> Option<Nic> {
+    let ends = processes.iter().flat_map(|process| &process.connections);
+    let mut paths = ends
+        .filter(|end| (end.comm, end.rank) == (given.comm, given.culprit))
+        .flat_map(Connection::paths);
+    (given.queue_pair != 0).then(|| Nic {
+        device: paths
+            .find(|path| (path.queue_pair, path.port) == (given.queue_pair, given.port))
+            .map(|path| text(&path.device).to_owned()),
+        port: given.port,
+        queue_pair: given.queue_pair,
+    })
 }
 
 /// An operation that keeps a culprit.
@@ -87,6 +117,7 @@ pub fn verdicts(processes: &[Process], now: u64) -> Vec<Verdict> {
                     replay: given.held_replay,
                     for_ns: given.held_for_ns,
                 }),
+                nic: nic(given, processes),
             });
         }
     }
@@ -96,7 +127,7 @@ pub fn verdicts(processes: &[Process], now: u64) -> Vec<Verdict> {
 
 #[cfg(test)]
 mod tests {
-    use ringsight_records::{Description, verdicts::GivenVerdict};
+    use ringsight_records::{Description, connection::ConnectionPath, pages::put_text};
 
     use super::*;
 
@@ -123,8 +154,54 @@ mod tests {
             is_hang: 0,
             flags: 0,
             is_held_up: 1,
-            reserved: 0,
+            queue_pair: 0,
+            port: 0,
+            reserved: [0; 3],
         }
+    }
+
+    #[test]
+    fn the_device_of_a_queue_pair_is_found_where_the_culprit_was_read() {
+        let stuck = GivenVerdict {
+            cause: Cause::StuckNic.code(),
+            is_held_up: 0,
+            queue_pair: 18,
+            port: 2,
+            ..given(5, 400)
+        };
+        let end = |rank| {
+            let mut path = ConnectionPath {
+                queue_pair: 18,
+                port: 2,
+                ..ConnectionPath::default()
+            };
+            put_text(&mut path.device, &format!("mlx5_{rank}"));
+            let mut end = Connection {
+                comm: 7,
+                rank,
+                paths: 2,
+                ..Connection::default()
+            };
+            end.path[1] = path;
+            end
+        };
+        let read = |connections: Vec<Connection>| {
+            let process = Process {
+                verdicts: vec![stuck],
+                connections,
+                ..Process::default()
+            };
+            verdicts(&[process], 1000)[0].nic.clone()
+        };
+        let nic = |device: Option<&str>| {
+            Some(Nic {
+                device: device.map(str::to_owned),
+                port: 2,
+                queue_pair: 18,
+            })
+        };
+        assert_eq!(read(vec![end(1), end(2)]), nic(Some("mlx5_2")));
+        assert_eq!(read(vec![end(1)]), nic(None));
     }
 
     #[test]

@@ -167,7 +167,9 @@ pub(super) fn given(op: &InProgress, verdict: &Verdict, now: u64) -> GivenVerdic
         is_hang: verdict.hang.into(),
         flags: op.info.flags.0,
         is_held_up: held.is_some().into(),
-        reserved: 0,
+        queue_pair: verdict.stall().map_or(0, |stall| stall.queue_pair),
+        port: verdict.stall().map_or(0, |stall| stall.port),
+        reserved: [0; 3],
     }
 }
 

@@ -85,6 +85,26 @@ fn a_connection_whose_port_is_down_begins_on_the_backup() {
     }
 }
 
+/// The ends that see the port down begin with the other one as their first, and go on over it when both are up.
+#[test]
+#[ignore = "helper: needs RDMA devices, run in a guest"]
+fn a_port_may_be_down_before_the_processes_begin() {
+    for down in [1, 0] {
+        let port = Port { rank: down, link: 0 };
+        Fabric::here().set_up(port, false);
+        let ended = two_nodes("failover::begin_without_a_port", |rank, command| {
+            patient(two_ports(rank, command)).env(DOWN, down.to_string());
+        });
+        Fabric::here().set_up(port, true);
+        check(
+            &format!("port of rank {down} down at first"),
+            &ended,
+            &["via NET/IB/"],
+            &["use a socket", "has failed"],
+        );
+    }
+}
+
 /// Connections are made when a communicator is; there may be no operation for long.
 #[test]
 #[ignore = "helper: needs RDMA devices, run in a guest"]
@@ -239,6 +259,54 @@ fn begin_on_the_backup() {
     // SAFETY: a live communicator.
     ok(unsafe { abi::ncclCommDestroy(child.comm) });
     rank.leave();
+    println!("rank done");
+}
+
+/// A port is down from before the first call; later it is up, and the other one goes down.
+#[test]
+#[ignore = "helper: the body of one rank; started by a test above"]
+fn begin_without_a_port() {
+    let (Some(control), Ok(down)) = (Control::of_process(), env::var(DOWN)) else {
+        return;
+    };
+    let down = down.parse().unwrap();
+    let set_up = |link, up| {
+        control.meet();
+        if control.rank.rank == 0 {
+            Fabric::here().set_up(Port { rank: down, link }, up);
+        }
+        control.meet();
+    };
+    let comm = control.make();
+    let work = || {
+        for count in [1, 5003, 70_001] {
+            Call::new(Function::AllReduce, count).check(&comm, true);
+        }
+    };
+    work();
+    let shown = ends();
+    let port_in_use = |end: &Connection| end.paths().nth(usize::from(end.active)).map(|path| path.port_up);
+    assert!(
+        !shown.is_empty() && shown.iter().all(|end| port_in_use(end) == Some(1)),
+        "{shown:?}"
+    );
+    set_up(0, true);
+    work();
+    // What has become ready since is made anew for this.
+    let is_ready = |end: &Connection| {
+        end.paths()
+            .filter(|path| path.stage == LinkStage::Ready as u8)
+            .count()
+            == 2
+    };
+    let left = || ends().iter().filter(|end| !is_ready(end)).count() as u64;
+    until_none(&comm, work, left);
+    set_up(1, false);
+    work();
+    set_up(1, true);
+    work();
+    comm.leave();
+    control.rank.leave();
     println!("rank done");
 }
 

@@ -5,7 +5,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ringsight_records::Function;
+use ringsight_comm::observe;
+use ringsight_records::{Cause, Function, verdicts::GivenVerdict};
 
 use super::{
     control::Control,
@@ -87,6 +88,13 @@ fn worker() {
     let down = |down: bool| set_link(0, !down);
     phase(PHASES[2], &control, down, None, || replays(&comm));
     all_reduce(LITTLE);
+    let pages = observe::pages().unwrap();
+    let kept = pages.verdicts();
+    let kept: Vec<_> = kept
+        .filter(|given| given.cause() == Some(Cause::StuckNic))
+        .collect();
+    let names_its_end = |given: &GivenVerdict| given.queue_pair != 0 && given.port == 1;
+    assert!(!kept.is_empty() && kept.iter().all(names_its_end), "{kept:?}");
     comm.leave();
     control.rank.leave();
     println!("rank done");

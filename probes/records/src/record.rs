@@ -53,8 +53,8 @@ pub enum Kind {
     Verdict = 23,
     /// *Sparse*: a connection between nodes leaves a path ([`State::START`]), goes on over another one ([`State::PATH_SWITCHED`],
     /// [`State::PATH_RECOVERED`]), has one back ([`State::PATH_RESTORED`]), is on its first path again (stop) or gives up
-    /// ([`State::ABORTED`]). The record is of the proxy operation that the connection is at; `value` is a [`crate::PathChange`],
-    /// `bytes` what is sent again.
+    /// ([`State::ABORTED`]). The record is of the proxy operation that the connection is at; between operations `op`, `seq` and `replay`
+    /// are 0. `value` is a [`crate::PathChange`], `bytes` what is sent again.
     Failover = 24,
 }
 

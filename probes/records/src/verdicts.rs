@@ -50,8 +50,12 @@ pub struct GivenVerdict {
     pub flags: u8,
     /// What the culprit is in instead is known.
     pub is_held_up: u8,
+    /// [`Cause::StuckNic`]: number of the first queue pair of the culprit's end that carries nothing; 0 otherwise.
+    pub queue_pair: u32,
+    /// And the port of its device, from 1.
+    pub port: u8,
     /// Room for later fields; zero.
-    pub reserved: u64,
+    pub reserved: [u8; 3],
 }
 
 impl GivenVerdict {

@@ -143,15 +143,15 @@ pub fn look(spans: &[Span]) -> (Vec<String>, Vec<String>) {
                     || self::attribute(event, "ccl.network.port").is_none()
             }),
         );
-        delayed.extend(
-            span.links()
-                .filter_map(|id| by_id.get(id))
-                .filter(|waited| {
-                    waited.name() == "all_reduce rank"
-                        && waited.time("endTimeUnixNano") > span.time("startTimeUnixNano")
-                })
-                .map(|waited| waited.text("spanId")),
+        let waited: Vec<_> = span.links().filter_map(|id| by_id.get(id)).collect();
+        miss(
+            "a failover is linked to an operation that was over before",
+            waited
+                .iter()
+                .any(|waited| waited.time("endTimeUnixNano") <= span.time("startTimeUnixNano")),
         );
+        let of_all_reduces = waited.iter().filter(|waited| waited.name() == "all_reduce rank");
+        delayed.extend(of_all_reduces.map(|waited| waited.text("spanId")));
     }
     miss("there is no failover", lines.is_empty());
     miss(
@@ -288,6 +288,10 @@ mod tests {
             problems(unlinked),
             ["no failover is linked to an all_reduce that it delayed"]
         );
+        let mut over = trace();
+        over[1]["endTimeUnixNano"] = json!("10");
+        let linked = "a failover is linked to an operation that was over before";
+        assert_eq!(problems(over), [linked]);
         let mut nameless = trace();
         nameless[0]["events"][1]["attributes"] = json!([]);
         assert_eq!(

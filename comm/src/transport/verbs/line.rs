@@ -22,6 +22,26 @@ pub(crate) struct Line<R: Role> {
     waits: Option<(u64, u64)>,
 }
 
+/// Why a turn fails.
+pub(super) enum Stop {
+    /// There is no path left, or what goes over them is out of step.
+    Paths(Failure),
+    /// Anything else.
+    Other(String),
+}
+
+impl From<Failure> for Stop {
+    fn from(failure: Failure) -> Self {
+        Self::Paths(failure)
+    }
+}
+
+impl From<String> for Stop {
+    fn from(text: String) -> Self {
+        Self::Other(text)
+    }
+}
+
 /// A connection that waits for the network for less does not count as stalled: packets are lost and sent again, and processors busy.
 const PATIENCE: Duration = Duration::from_millis(250);
 
@@ -44,8 +64,14 @@ impl<R: Role> Line<R> {
         self.listen(socket);
     }
 
+    /// The operation has ended.
+    pub(super) fn rest(&mut self) {
+        self.set_busy(false);
+        self.paths.rest();
+    }
+
     /// Whether there is an operation.
-    pub(super) fn set_busy(&mut self, busy: bool) {
+    fn set_busy(&mut self, busy: bool) {
         if std::mem::replace(&mut self.is_busy, busy) != busy {
             self.end.set_busy(busy);
         }
@@ -69,16 +95,28 @@ impl<R: Role> Line<R> {
         paths.show(end);
     }
 
-    /// The connection has failed, which is told on record.
-    pub(super) fn give_up(&self, failure: Failure) -> String {
-        self.paths.given_up(self.end.paths());
-        failure.text
+    /// What a turn ends with that fails: the peer and the log are told first, and a connection that has given up tells so on record.
+    pub(super) fn failed(
+        &mut self,
+        stop: Stop,
+        socket: &mut Socket,
+        peer: u32,
+        bytes: impl Fn(u64) -> u64,
+    ) -> String {
+        self.speak(socket, peer, bytes);
+        match stop {
+            Stop::Paths(failure) => {
+                self.paths.given_up(self.end.paths());
+                failure.text
+            }
+            Stop::Other(text) => text,
+        }
     }
 
     /// What a turn came to that did not end the operation. A peer that has gone is an error once nothing of it is left to take.
-    pub(super) fn turned(&self, moved: bool, needs_peer: bool) -> Result<Turn, String> {
+    pub(super) fn turned(&self, moved: bool, needs_peer: bool) -> Result<Turn, Stop> {
         match self.talk.gone() {
-            Some(text) if !moved && needs_peer => Err(text.to_owned()),
+            Some(text) if !moved && needs_peer => Err(text.to_owned().into()),
             _ => Ok(if moved { Turn::Moved } else { Turn::Waiting }),
         }
     }

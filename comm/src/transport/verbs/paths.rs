@@ -33,6 +33,8 @@ pub(super) struct Paths {
     cause: Option<(PathCause, u8)>,
     /// The operation that the connection was at last.
     op: Option<ProxyOp>,
+    /// It is at that one still.
+    is_busy: bool,
     is_send: bool,
     /// As [`Connected::survives`].
     pub(super) survives: bool,
@@ -54,6 +56,7 @@ impl Paths {
             active: connected.paths.iter().position(Path::is_connected).unwrap_or(0) as u8,
             cause: None,
             op: None,
+            is_busy: false,
             is_send,
             survives: connected.survives(),
             left: None,
@@ -138,7 +141,12 @@ impl Paths {
 
     /// The operation that the connection is at.
     pub(super) fn set_op(&mut self, op: &ProxyOp) {
-        self.op = Some(*op);
+        (self.op, self.is_busy) = (Some(*op), true);
+    }
+
+    /// That one has ended.
+    pub(super) fn rest(&mut self) {
+        self.is_busy = false;
     }
 
     /// Takes down what was noticed; `bytes` says how many the last so many steps have.
@@ -230,8 +238,15 @@ impl Paths {
     }
 
     fn record(&self, state: State, from: u8, to: u8, paths: &[Path], bytes: u64) {
-        // Before its first operation a connection belongs to none.
-        let Some(op) = &self.op else { return };
+        // Before its first operation a connection belongs to no communicator.
+        let Some(last) = &self.op else { return };
+        let none = ProxyOp {
+            op: 0,
+            seq: 0,
+            replay: 0,
+            ..*last
+        };
+        let op = if self.is_busy { last } else { &none };
         let qp = paths.get(usize::from(to)).and_then(|path| path.qps().first());
         let change = PathChange {
             cause: self.cause.map(|(cause, _)| cause),

@@ -7,9 +7,13 @@ use ringsight_kernels::{
     fifo::{INLINE_BYTES, SLOTS},
 };
 use ringsight_records::State;
-use ringsight_verbs::endpoint::{self, Receiving};
+use ringsight_verbs::endpoint::{self, Failure, Receiving};
 
-use super::{Connected, line::Line, paths::Paths};
+use super::{
+    Connected,
+    line::{Line, Stop},
+    paths::Paths,
+};
 use crate::{
     proxy::{ProxyOp, events, stalls::Stall},
     transport::{
@@ -68,6 +72,16 @@ impl Receiver {
     /// Moves `op` on as far as it goes now.
     pub(crate) fn turn(&mut self, op: &ProxyOp, socket: &mut Socket) -> Result<Turn, String> {
         self.line.begin(op, socket);
+        match self.move_on(op) {
+            Ok(turn) => {
+                self.speak(socket, op.peer);
+                Ok(turn)
+            }
+            Err(stop) => Err(self.line.failed(stop, socket, op.peer, |_| 0)),
+        }
+    }
+
+    fn move_on(&mut self, op: &ProxyOp) -> Result<Turn, Stop> {
         let end = self.base + u64::from(op.steps);
         let mut moved = false;
         loop {
@@ -77,17 +91,13 @@ impl Receiver {
             let polled = self.line.end.poll();
             // What has been received needs no peer and no path.
             if self.received < end && !self.differs {
-                if let Err(failure) = polled {
-                    self.speak(socket, op.peer);
-                    return Err(self.line.give_up(failure));
-                }
+                polled?;
                 self.receive(op)?;
             }
             if self.consumed == end {
                 self.base = end;
                 self.ops = self.ops.wrapping_add(1);
-                self.line.set_busy(false);
-                self.speak(socket, op.peer);
+                self.line.rest();
                 return Ok(Turn::Done(std::mem::take(&mut self.transferred)));
             }
             if before == (self.consumed, self.granted, self.received) {
@@ -95,7 +105,6 @@ impl Receiver {
             }
             moved = true;
         }
-        self.speak(socket, op.peer);
         self.line.turned(moved, self.received < end)
     }
 
@@ -132,7 +141,7 @@ impl Receiver {
     }
 
     /// Begins the steps that there is room for.
-    fn grant(&mut self, op: &ProxyOp, end: u64) -> Result<(), String> {
+    fn grant(&mut self, op: &ProxyOp, end: u64) -> Result<(), Failure> {
         let before = self.granted;
         while self.granted < end.min(self.consumed + SLOTS as u64) {
             let step = (self.granted - self.base) as u32;
@@ -141,38 +150,34 @@ impl Receiver {
             self.granted += 1;
         }
         if self.granted > before {
-            self.line
-                .end
-                .grant(self.granted)
-                .map_err(|failure| failure.text)?;
+            self.line.end.grant(self.granted)?;
         }
         Ok(())
     }
 
     /// Gives the device what is here.
-    fn receive(&mut self, op: &ProxyOp) -> Result<(), String> {
+    fn receive(&mut self, op: &ProxyOp) -> Result<(), Stop> {
         // All that is taken below was there when the completions were last polled: one flush is for all of it.
         let mut unflushed = self.direct.clone();
         while !self.differs
-            && let Some(arrived) = self.line.end.take().map_err(|failure| failure.text)?
+            && let Some(arrived) = self.line.end.take()?
         {
             let step = self.step();
             let (header, own) = arrived
                 .notice()
                 .split_first_chunk::<STEP_BYTES>()
                 .and_then(|(header, own)| Some((StepHeader::parse(header)?, own)))
-                .ok_or("the peer sent something that is no step")?;
+                .ok_or_else(|| "the peer sent something that is no step".to_owned())?;
             header.check(op, (self.ops, step), self.fifo.slot_bytes())?;
             let bytes = header.bytes as usize;
             if self.fifo.free() != Some(arrived.position) {
-                return Err("a granted slot is not free: the device released slots twice".into());
+                let text = "a granted slot is not free: the device released slots twice";
+                return Err(text.to_owned().into());
             }
             if bytes <= INLINE_BYTES {
                 if own.len() != bytes {
-                    return Err(format!(
-                        "the peer sent {} bytes with a step of {bytes}",
-                        own.len()
-                    ));
+                    let text = format!("the peer sent {} bytes with a step of {bytes}", own.len());
+                    return Err(text.into());
                 }
                 // SAFETY: the slot is free, so the device does not touch it before it is posted, and has room for this many; the FIFO
                 // keeps it mapped.

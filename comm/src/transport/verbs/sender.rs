@@ -8,9 +8,14 @@ use ringsight_kernels::{
     fifo::{INLINE_BYTES, SLOTS},
 };
 use ringsight_records::{Carrier, State};
-use ringsight_verbs::endpoint::{self, NOTICE_BYTES, Sending};
+use ringsight_verbs::endpoint::{self, Failure, NOTICE_BYTES, Sending};
 
-use super::{Connected, line::Line, paths::Paths, slots_of};
+use super::{
+    Connected,
+    line::{Line, Stop},
+    paths::Paths,
+    slots_of,
+};
 use crate::{
     proxy::{ProxyOp, events, stalls::Stall},
     transport::socket::{Needs, STEP_BYTES, Socket, StepHeader, Turn},
@@ -27,6 +32,12 @@ enum Phase {
     Gpu,
     /// The slot is there with so many bytes, the peer's credit is not.
     Peer(usize),
+}
+
+/// Bytes of the last so many steps that were posted.
+fn last(sizes: &VecDeque<(usize, u32)>, steps: u64) -> u64 {
+    let last = sizes.iter().rev().take(steps as usize);
+    last.map(|(bytes, _)| *bytes as u64).sum()
 }
 
 /// The sending end.
@@ -72,20 +83,29 @@ impl Sender {
     /// Moves `op` on as far as it goes now.
     pub(crate) fn turn(&mut self, op: &ProxyOp, socket: &mut Socket) -> Result<Turn, String> {
         self.line.begin(op, socket);
+        match self.move_on(op) {
+            Ok(turn) => {
+                self.speak(socket, op.peer);
+                Ok(turn)
+            }
+            Err(stop) => {
+                let Self { line, sizes, .. } = self;
+                Err(line.failed(stop, socket, op.peer, |steps| last(sizes, steps)))
+            }
+        }
+    }
+
+    fn move_on(&mut self, op: &ProxyOp) -> Result<Turn, Stop> {
         let end = self.base + u64::from(op.steps);
         let mut moved = false;
         loop {
             let before = (self.line.end.posted(), self.released, self.phase);
-            if let Err(failure) = self.line.end.poll() {
-                self.speak(socket, op.peer);
-                return Err(self.line.give_up(failure));
-            }
+            self.line.end.poll()?;
             self.release(op);
             if self.released == end {
                 self.base = end;
                 self.ops = self.ops.wrapping_add(1);
-                self.line.set_busy(false);
-                self.speak(socket, op.peer);
+                self.line.rest();
                 return Ok(Turn::Done(std::mem::take(&mut self.transferred)));
             }
             if self.line.end.posted() < end {
@@ -96,7 +116,6 @@ impl Sender {
             }
             moved = true;
         }
-        self.speak(socket, op.peer);
         self.line.turned(moved, true)
     }
 
@@ -109,11 +128,7 @@ impl Sender {
     /// Says what is to be said beside RDMA.
     fn speak(&mut self, socket: &mut Socket, peer: u32) {
         let Self { line, sizes, .. } = self;
-        // The last ones that were posted.
-        line.speak(socket, peer, |steps| {
-            let last = sizes.iter().rev().take(steps as usize);
-            last.map(|(bytes, _)| *bytes as u64).sum()
-        });
+        line.speak(socket, peer, |steps| last(sizes, steps));
     }
 
     /// What there is to do without an operation: a peer may need this end's help. Whether there may be more later.
@@ -125,7 +140,7 @@ impl Sender {
     }
 
     /// Moves the next step on by one phase, if it can.
-    fn advance(&mut self, op: &ProxyOp) -> Result<(), String> {
+    fn advance(&mut self, op: &ProxyOp) -> Result<(), Stop> {
         let position = self.line.end.posted();
         let step = (position - self.base) as u32;
         match self.phase {
@@ -166,7 +181,7 @@ impl Sender {
     }
 
     /// Posts the slot at a position: its bytes, if they do not go with the notice, and its header. The queue pair's number.
-    fn post(&mut self, op: &ProxyOp, position: u64, bytes: usize) -> Result<u32, String> {
+    fn post(&mut self, op: &ProxyOp, position: u64, bytes: usize) -> Result<u32, Failure> {
         let header = StepHeader {
             op: self.ops,
             step: (position - self.base) as u32,
@@ -185,12 +200,7 @@ impl Sender {
         } else {
             (STEP_BYTES, bytes)
         };
-        let posted = self
-            .line
-            .end
-            .post(&notice[..length], data)
-            .map_err(|failure| failure.text)?;
-        Ok(posted.qp)
+        Ok(self.line.end.post(&notice[..length], data)?.qp)
     }
 
     /// Ends the steps that the peer has.
