@@ -125,18 +125,23 @@ fn leave(truths: &mut [Truth]) {
     }
 }
 
+/// What the check says of a run, with a threshold of 10 ms.
+fn judged(truths: &[Truth], summary: &Summary, configuration: &Configuration) -> Report {
+    let expectation = Expectation {
+        configuration,
+        threshold_ns: 10 * MS,
+        outputs: &[],
+        otlp: false,
+    };
+    check(truths, summary, &expectation)
+}
+
 fn problems(change: impl FnOnce(&mut Vec<Truth>, &mut Summary)) -> Vec<String> {
     let (mut truths, mut summary) = run();
     change(&mut truths, &mut summary);
     leave(&mut truths);
     let configuration = configuration();
-    let expectation = Expectation {
-        configuration: &configuration,
-        threshold_ns: 10 * MS,
-        outputs: &[],
-        otlp: false,
-    };
-    let report = check(&truths, &summary, &expectation);
+    let report = judged(&truths, &summary, &configuration);
     assert_eq!(report.ok, report.problems.is_empty());
     report.problems
 }
@@ -147,13 +152,7 @@ fn a_faithful_summary_has_no_problem() {
     let (mut truths, summary) = run();
     leave(&mut truths);
     let configuration = configuration();
-    let expectation = Expectation {
-        configuration: &configuration,
-        threshold_ns: 10 * MS,
-        outputs: &[],
-        otlp: false,
-    };
-    let report = check(&truths, &summary, &expectation);
+    let report = judged(&truths, &summary, &configuration);
     assert_eq!(
         (
             report.culprits_expected,
@@ -279,13 +278,7 @@ fn a_delay_that_drowned_is_told_with_its_reason() {
             rank: 1,
             lag_ns: 50 * MS,
         });
-        let expectation = Expectation {
-            configuration: &configuration,
-            threshold_ns: 10 * MS,
-            outputs: &[],
-            otlp: false,
-        };
-        check(&truths, &summary, &expectation)
+        judged(&truths, &summary, &configuration)
     };
     // The others came when it did.
     let near = report(|truths, summary| {
@@ -320,6 +313,11 @@ fn a_delay_that_drowned_is_told_with_its_reason() {
 
 /// A run in which no delay is intended, and rank 1 arrives at the second collective `lag_ms` after the others.
 fn quiet(lag_ms: u64, named: bool) -> Report {
+    quiet_with(lag_ms, named.then_some(lag_ms * MS + 100_000))
+}
+
+/// The same, and what it is named with, if it is.
+fn quiet_with(lag_ms: u64, named_ns: Option<u64>) -> Report {
     let (mut truths, mut summary) = run();
     for truth in &mut truths {
         truth.collectives[1].slept_ms = 0;
@@ -327,22 +325,13 @@ fn quiet(lag_ms: u64, named: bool) -> Report {
     }
     truths[1].collectives[1].arrived_ns += lag_ms * MS;
     leave(&mut truths);
-    summary.operations[1].culprit = named.then_some(Culprit {
-        rank: 1,
-        lag_ns: lag_ms * MS + 100_000,
-    });
+    summary.operations[1].culprit = named_ns.map(|lag_ns| Culprit { rank: 1, lag_ns });
     let configuration = Configuration {
         delays: vec![],
         wire: None,
         ..configuration()
     };
-    let expectation = Expectation {
-        configuration: &configuration,
-        threshold_ns: 10 * MS,
-        outputs: &[],
-        otlp: false,
-    };
-    check(&truths, &summary, &expectation)
+    judged(&truths, &summary, &configuration)
 }
 
 #[test]
@@ -360,6 +349,11 @@ fn where_nobody_is_to_be_late_only_who_really_was_may_be_named() {
         report.problems
     );
     assert_eq!(report.really_late, 0);
+    // Not for what it noted, but for what came on top of that, while the others were there: for a millisecond.
+    let report = quiet_with(9, Some(10 * MS));
+    assert_eq!((report.problems.len(), report.held_up.len()), (0, 1));
+    let report = quiet_with(9, Some(10 * MS + 1));
+    assert_eq!((report.problems.is_empty(), report.held_up.len()), (false, 0));
     let report = quiet(20, true);
     assert_eq!((report.problems, report.really_late), (vec![], 1));
 }
@@ -388,13 +382,7 @@ fn a_rank_may_be_held_up_after_its_note_for_as_long_as_the_others_do_not_leave()
             lag_ns: lags_ms[1] * MS,
         });
         let configuration = configuration();
-        let expectation = Expectation {
-            configuration: &configuration,
-            threshold_ns: 10 * MS,
-            outputs: &[],
-            otlp: false,
-        };
-        let report = check(&truths, &summary, &expectation);
+        let report = judged(&truths, &summary, &configuration);
         let held_up: Vec<_> = report.held_up.iter().map(|h| (h.collective, h.rank)).collect();
         (held_up, report.problems)
     };

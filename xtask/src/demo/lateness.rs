@@ -217,13 +217,15 @@ fn check_culprit(
             lag + margin
         };
         let is_late = compared && least >= expectation.threshold_ns;
-        if compared && culprit.lag_ns > lag + margin && (culprit.rank == late || !is_late) {
-            let held_up = held_up(truths, index, culprit);
-            if let Some(held_up) = held_up {
-                report.culprits_expected += 1;
-                report.held_up.push(held_up);
-                return;
-            }
+        // More than it noted, or enough to be named though it noted less.
+        let is_more = match is_late {
+            true => culprit.rank == late && culprit.lag_ns > lag + margin,
+            false => compared && culprit.lag_ns >= expectation.threshold_ns,
+        };
+        if let Some(held_up) = is_more.then(|| held_up(truths, index, culprit)).flatten() {
+            report.culprits_expected += 1;
+            report.held_up.push(held_up);
+            return;
         }
         // What lies within the margin of the threshold may be named or not; it counts as it was decided.
         report.culprits_expected += usize::from(compared && lag + margin >= expectation.threshold_ns);
