@@ -295,10 +295,11 @@ impl Mapped {
         }
     }
 
-    /// Takes at most `limit` records out of the ring, if it is ours; `true` if everything that happened before the call was
+    /// Takes at most `limit` records out of the ring, if it is ours, of those before position `until`; `true` if these were all
     /// delivered. `dead` says that no writer is left: slots that were claimed and never finished are skipped.
     pub(crate) fn drain(
         &mut self,
+        until: u64,
         limit: usize,
         now_ns: u64,
         dead: bool,
@@ -312,6 +313,11 @@ impl Mapped {
         if let Some(pages) = self.view() {
             let (cursor, slots) = (&pages.header().cursor, pages.ring());
             while left > 0 {
+                // Relaxed: only this reader moves the tail, or one after whom nothing here is its own.
+                let tail = cursor.tail.load(Ordering::Relaxed);
+                if until.wrapping_sub(tail) as i64 <= 0 {
+                    break;
+                }
                 if let Some((position, record)) = ring::pop_at(cursor, slots) {
                     take(&pages, position, record);
                 } else if !ring::is_held_up(cursor, slots) {

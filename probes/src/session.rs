@@ -330,6 +330,13 @@ impl Session {
         self.options.dense & Kind::DENSE | Kind::SPARSE
     }
 
+    /// See [`Watched::mark`].
+    fn mark(&mut self) {
+        for target in self.targets.values_mut() {
+            target.watched.mark();
+        }
+    }
+
     /// Takes what happened until now, also of threads that have counted an event and are about to write it.
     fn come_to_rest(&mut self, pids: &[u32], samples: &mut Vec<Sample>) {
         for target in self.targets.iter_mut().filter(|(pid, _)| pids.contains(pid)) {
@@ -337,6 +344,7 @@ impl Session {
         }
         let begun = Instant::now();
         loop {
+            self.mark();
             self.drain_probes(samples);
             let mut even = true;
             for target in self.targets.iter_mut().filter(|(pid, _)| pids.contains(pid)) {
@@ -364,6 +372,7 @@ impl Session {
                 target.watched.disarm();
             }
         }
+        self.mark();
         // Bounded all the same: what comes meanwhile is other processes'.
         self.drain_probes(&mut samples);
         for pid in pids {
@@ -489,17 +498,20 @@ impl Source for Session {
                 .collect::<Vec<_>>(),
         );
         self.look_for_other_programs(now, &ended);
-        let drained = self.drain_probes(samples);
         let mask = self.mask();
+        for target in self.targets.values_mut() {
+            if let Err(problem) = target.watched.look(now, &self.own, mask) {
+                self.problems.push(problem.to_string());
+            }
+        }
+        self.mark();
+        let drained = self.drain_probes(samples);
 
         let tallying = now.saturating_sub(self.tallied_ns) >= TALLY_NS;
         let mut over = Vec::new();
         for ((pid, target), ended) in self.targets.iter_mut().zip(ended) {
             // What ran the library is gone either way.
             let ended = ended || target.replaced;
-            if let Err(problem) = target.watched.look(now, &self.own, mask) {
-                self.problems.push(problem.to_string());
-            }
             self.problems.extend(target.renew(*pid, &self.own, now));
             let complete = target.watched.drain(BATCH, now, ended, samples) && drained;
             target.watched.lost(samples);

@@ -33,6 +33,8 @@ pub(crate) struct Watched {
     /// Sparse records come through probes; those in the ring are for a successor.
     probed: bool,
     pages: Option<Mapped>,
+    /// Records before this position of the ring are to be read; see [`Watched::mark`].
+    marked: u64,
     account: Account,
     recovery: Option<Recovery>,
     /// Emitted when the end began: what comes after is not ours to see.
@@ -73,6 +75,7 @@ impl Watched {
             instrumented,
             probed,
             pages: None,
+            marked: 0,
             account: Account::new(),
             recovery: None,
             end: None,
@@ -154,7 +157,14 @@ impl Watched {
         }
     }
 
-    /// Hands on what the shared ring holds; see [`Mapped::drain`].
+    /// What is in the shared ring now is to be read. To be called before the probes are drained: the library puts a sparse record into
+    /// the ring first, and what this reader takes out there no successor finds. Were it taken before its twin came through the
+    /// probes, a reader that is killed between the two would have had neither.
+    pub(crate) fn mark(&mut self) {
+        self.marked = self.pages.as_ref().map_or(0, Mapped::head);
+    }
+
+    /// Hands on what the shared ring held when it was marked; see [`Mapped::drain`].
     pub(crate) fn drain(&mut self, limit: usize, now_ns: u64, dead: bool, samples: &mut Vec<Sample>) -> bool {
         let Some(mut pages) = self.pages.take() else {
             return true;
@@ -162,7 +172,7 @@ impl Watched {
         let mut foreign = 0;
         let mut seen = std::mem::take(&mut pages.seen);
         let begins = pages.begins;
-        let complete = pages.drain(limit, now_ns, dead, |pages, position, record| {
+        let complete = pages.drain(self.marked, limit, now_ns, dead, |pages, position, record| {
             if self.probed && is_sparse(&record) {
                 let new = self.recovery.as_mut().is_some_and(|recovery| {
                     (position.wrapping_sub(recovery.until) as i64) < 0

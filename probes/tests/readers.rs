@@ -165,18 +165,18 @@ fn a_successor_goes_on(mut session: Session, first: Command) {
     });
     session.detach(target.pid()).unwrap();
     session.poll(&mut samples).unwrap();
-    // Those of the first ten that the first reader had not read are there too.
+    // Those of the first ten that the first reader had not read are there too; what it had taken in the turn in which it was killed is
+    // nowhere, and is told.
     for (kind, each) in [
         (Kind::OpLaunched, 1),
         (Kind::OpCompleted, 1),
         (Kind::ProxyStep, 10),
     ] {
-        let count = records(&samples, kind);
+        let (count, missed) = (records(&samples, kind) as u64, missed(&samples, kind));
         assert!(
-            (1100 * each..=1110 * each).contains(&count),
-            "{count} records of {kind}"
+            1100 * each <= count && count + missed <= 1110 * each,
+            "{count} records of {kind}, {missed} missed"
         );
-        assert_eq!(missed(&samples, kind), 0, "{kind}");
     }
     let mut launched: Vec<u32> = samples
         .iter()

@@ -315,11 +315,14 @@ fn a_killed_collectors_successor_goes_on_where_it_ended() -> Result<()> {
         "only {} of {called} collectives after the restart: nothing of the time between",
         seen.len()
     );
+    // What the first one had taken in the turn in which it was killed is nowhere, and is told: a moment's events of the 30 steps.
+    let received: u64 = summary.records.values().map(|events| events.received).sum();
     ensure!(
-        (summary.missed, summary.lost) == (0, 0),
-        "{} events missed, {} lost",
+        summary.missed <= received / 50 && summary.lost == 0,
+        "{} events missed, {} lost, of {received}: {:?}",
         summary.missed,
-        summary.lost
+        summary.lost,
+        summary.records
     );
     // Of the first few the killed one has read something; from then on every rank is there.
     for operation in summary

@@ -111,6 +111,7 @@ mod tests {
                 received,
                 emitted: 2_000_000,
                 lost,
+                missed: 0,
             };
             let summary = Summary {
                 records: [("proxy_step".to_owned(), events)].into(),

@@ -91,6 +91,7 @@ fn run() -> (Vec<Truth>, Summary) {
                 received: 12,
                 emitted: 12,
                 lost: 0,
+                missed: 0,
             },
         )]),
         spans: [
@@ -217,6 +218,7 @@ fn each_difference_is_found() {
                     received: 11,
                     emitted: 12,
                     lost: 0,
+                    missed: 0,
                 },
             );
         }),

@@ -46,6 +46,9 @@ pub struct Events {
     pub emitted: u64,
     /// That are known to be lost.
     pub lost: u64,
+    /// Of the time between an earlier collector and this one, that neither saw.
+    #[serde(default)]
+    pub missed: u64,
 }
 
 /// An operation.

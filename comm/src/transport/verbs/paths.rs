@@ -244,6 +244,7 @@ impl Paths {
             op: 0,
             seq: 0,
             replay: 0,
+            graph: false,
             ..*last
         };
         let op = if self.is_busy { last } else { &none };
