@@ -52,6 +52,11 @@ impl<'a> Steps<'a> {
         self.out.join(format!("{}-{name}", self.part))
     }
 
+    /// What is left of this part's time.
+    pub(super) fn left(&self) -> Duration {
+        self.deadline.saturating_duration_since(Instant::now())
+    }
+
     /// Runs a command for at most `limit` and enters how it went; what it said, if it has passed.
     pub(super) fn run(
         &mut self,
@@ -73,7 +78,7 @@ impl<'a> Steps<'a> {
         judge: impl FnOnce(&str) -> Verdict,
     ) -> Option<String> {
         let begun = Instant::now();
-        let left = self.deadline.saturating_duration_since(begun);
+        let left = self.left();
         if left.is_zero() {
             self.report
                 .fail(self.part, name, "not run: the time of this part was over");
