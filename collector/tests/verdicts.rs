@@ -5,7 +5,7 @@ mod common;
 use ringsight_collector::synthetic::{FIRST_PID, Job, Operation};
 use ringsight_exporters::model::{LogRecord, MetricData, Severity, Span, Value};
 use ringsight_probes::sample::{Carrier, Sample};
-use ringsight_records::{Cause, Kind, Record, State};
+use ringsight_records::{Cause, Kind, Record, State, pages::put_text, verdicts::GivenVerdict};
 
 use common::{attribute, check_trees, collect, collector, named};
 
@@ -46,6 +46,89 @@ fn judge(samples: &mut Vec<Sample>, rank: u32, before_ns: u64, cause: Cause, han
 fn of_log<'a>(log: &'a LogRecord, name: &str) -> Option<&'a Value> {
     let mut found = log.attributes.iter().filter(|(key, _)| *key == name);
     found.next().map(|(_, value)| value)
+}
+
+/// What the pages keep of the verdict of rank `rank` whose record is at `at`: that rank 3 has a NIC that carries nothing, by a verdict
+/// of `time_ns`.
+fn keep(samples: &mut Vec<Sample>, at: usize, time_ns: u64) {
+    let Sample::Record { pid, record, .. } = samples[at] else {
+        unreachable!("a record")
+    };
+    // SAFETY: plain data; zero is valid for every field.
+    let nothing: GivenVerdict = unsafe { std::mem::zeroed() };
+    let mut given = GivenVerdict {
+        time_ns,
+        op: record.op,
+        culprit: 3,
+        queue_pair: 418,
+        port: 1,
+        ..nothing
+    };
+    put_text(&mut given.device, "mlx5_3");
+    let given = Box::new(given);
+    samples.insert(at, Sample::Verdict { pid, given });
+}
+
+/// Where in `samples` the verdict of rank 1 is, and when it was given.
+fn verdict_of(samples: &[Sample]) -> (usize, u64) {
+    let time = |sample: &Sample| match sample {
+        Sample::Record { record, .. } if record.kind() == Some(Kind::Verdict) => Some(record.time_ns),
+        _ => None,
+    };
+    let mut found = samples.iter().map(time).enumerate();
+    found.find_map(|(at, time)| Some((at, time?))).unwrap()
+}
+
+#[test]
+fn the_network_interface_that_carries_nothing_is_named_in_log_and_span() {
+    const NAMED: [(&str, Value); 3] = [
+        ("rdma.device.name", Value::Static("mlx5_3")),
+        ("rdma.port.number", Value::Int(1)),
+        ("rdma.qp.number", Value::Int(418)),
+    ];
+    // What the pages keep of a verdict of another time says nothing of this one.
+    for (earlier, named_then) in [(0, true), (1, false)] {
+        let mut samples = Job::default().samples(0..4, &[Operation::all_reduce(1)]);
+        judge(&mut samples, 1, 100, Cause::StuckNic, false, 3);
+        let (at, time_ns) = verdict_of(&samples);
+        keep(&mut samples, at, time_ns - earlier);
+        let batch = collect(samples);
+        let [log] = &batch.logs[..] else {
+            panic!("{:?}", batch.logs)
+        };
+        let span = named(&batch.spans, "all_reduce rank").find(|span| !span.events.is_empty());
+        let event = &span.unwrap().events[0];
+        for (name, value) in NAMED {
+            let value = Some(value).filter(|_| named_then);
+            let of_event = event.attributes.iter().find(|(key, _)| *key == name);
+            assert_eq!(
+                of_event.map(|(_, value)| text_of(value)),
+                value.as_ref().map(text_of),
+                "{name}"
+            );
+            assert_eq!(
+                of_log(log, name).map(text_of),
+                value.as_ref().map(text_of),
+                "{name}"
+            );
+        }
+        assert_eq!(
+            log.body
+                .contains(" (over mlx5_3:1, queue pair 418); rank 1 is in all_reduce"),
+            named_then,
+            "{}",
+            log.body
+        );
+    }
+}
+
+/// A value in words, whoever owns them.
+fn text_of(value: &Value) -> String {
+    match value {
+        Value::Static(text) => (*text).to_owned(),
+        Value::Text(text) => text.to_string(),
+        other => format!("{other:?}"),
+    }
 }
 
 /// An all-reduce of 4 ranks of which rank 1 says first that rank 3 is late, then that it is stopped.

@@ -2,7 +2,9 @@
 
 use std::{net::Ipv6Addr, path::PathBuf, sync::Arc};
 
-use ringsight_records::{DataType, Description, DeviceClock, Function, Kind, Record, ReduceOp, pages};
+use ringsight_records::{
+    DataType, Description, DeviceClock, Function, Kind, Record, ReduceOp, pages, verdicts::GivenVerdict,
+};
 
 use crate::network::NetworkSample;
 
@@ -104,6 +106,13 @@ pub enum Sample {
         pid: u32,
         /// Up to when.
         time_ns: u64,
+    },
+    /// What the watchdog of a process keeps of a verdict; its record comes next.
+    Verdict {
+        /// Process.
+        pid: u32,
+        /// The verdict.
+        given: Box<GivenVerdict>,
     },
     /// The process has ended, or was let go of; last sample of its pid.
     Exited {

@@ -7,6 +7,7 @@ use ringsight_records::{
     connection::ConnectionSlot,
     pages::{Pages, Reader},
     probed::{ProbedCall, site_of},
+    verdicts::GivenVerdict,
 };
 
 use crate::{
@@ -438,6 +439,16 @@ fn deliver(
                     count: 1,
                 }),
             }
+        }
+        Some(Kind::Verdict) => {
+            let given = pages.and_then(|(pages, _)| {
+                let is_it = |given: &GivenVerdict| (given.op, given.time_ns) == (record.op, record.time_ns);
+                pages.verdicts().find(is_it)
+            });
+            samples.extend(given.map(|given| Sample::Verdict {
+                pid,
+                given: Box::new(given),
+            }));
         }
         Some(Kind::CommInit) => {
             if let Some((pages, seen)) = pages {

@@ -2,8 +2,8 @@
 
 use std::fmt::Write as _;
 
-use ringsight_collector::snapshot::{HeldUp, Nic, Proxy, Verdict};
-use ringsight_records::Function;
+use ringsight_collector::snapshot::{HeldUp, Proxy, Verdict};
+use ringsight_records::{Function, verdicts::Nic};
 use serde_json::{Value, json};
 
 use super::snapshot::{name, seconds};
@@ -89,17 +89,14 @@ pub(super) fn write(text: &mut String, verdicts: &[Verdict]) {
             if verdict.hang { "hang" } else { "late" },
             seconds(verdict.waited_ns),
         );
-        if let Some(Nic {
-            device,
-            port,
-            queue_pair,
-        }) = &verdict.nic
-        {
-            let device = device.as_deref().unwrap_or("a device of its");
+        if let Some(nic) = &verdict.nic {
             let _ = writeln!(
                 text,
-                "  rank {}'s end is on {device}, port {port}, queue pair {queue_pair}",
-                verdict.culprit
+                "  rank {}'s end is on {}, port {}, queue pair {}",
+                verdict.culprit,
+                nic.device(),
+                nic.port,
+                nic.queue_pair
             );
         }
         if let Some(held) = &verdict.held_up {
@@ -127,7 +124,7 @@ pub(super) fn to_json(verdict: &Verdict) -> Value {
     };
     let nic = |nic: &Nic| {
         json!({
-            "device": nic.device,
+            "device": nic.device(),
             "port": nic.port,
             "queue_pair": nic.queue_pair,
         })

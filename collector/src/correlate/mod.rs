@@ -231,6 +231,11 @@ impl Correlator {
                     "a sample of a process comes after it"
                 );
             }
+            Sample::Verdict { pid, given } => {
+                if let Some(target) = self.target(pid) {
+                    target.given_verdict = Some(given);
+                }
+            }
             Sample::Communicator { .. } | Sample::Port { .. } => {}
         }
     }

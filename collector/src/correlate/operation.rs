@@ -1,6 +1,8 @@
 //! One operation on one rank, put together from its records.
 
-use ringsight_records::{Cause, Description, Flags, Function, Kind, Record, State, pages::CAPTURED};
+use ringsight_records::{
+    Cause, Description, Flags, Function, Kind, Record, State, pages::CAPTURED, verdicts::Nic,
+};
 
 use super::proxy::ProxyOperation;
 use crate::identity::{Direction, InstanceKey, TraceKind};
@@ -50,6 +52,8 @@ pub struct Verdict {
     pub culprit: u32,
     /// It will not end by itself; otherwise that rank is late.
     pub hang: bool,
+    /// Where that rank's network carries nothing, if it is that.
+    pub nic: Option<Nic>,
     /// What that rank was in then, if it was not this operation and its process is watched, too.
     pub instead: Option<Whereabouts>,
 }
@@ -272,6 +276,7 @@ impl RankOperation {
                     cause,
                     culprit: record.value as u32,
                     hang: stop,
+                    nic: None,
                     instead: None,
                 }));
             }

@@ -3,7 +3,7 @@
 use std::{collections::VecDeque, sync::Arc};
 
 use ringsight_probes::sample::Process;
-use ringsight_records::{Description, Kind, Record, State, pages::CAPTURED};
+use ringsight_records::{Description, Kind, Record, State, pages::CAPTURED, verdicts::GivenVerdict};
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::{Finished, Limits, group::Groups, operation::RankOperation};
@@ -67,6 +67,8 @@ pub(super) struct Target {
     spare: Vec<Box<RankOperation>>,
     /// A completion may have been lost: look for operations that ended without one.
     completions_lost: bool,
+    /// What is known of the verdict whose record comes next.
+    pub(super) given_verdict: Option<Box<GivenVerdict>>,
 }
 
 impl Target {
@@ -87,6 +89,7 @@ impl Target {
             settled_order: VecDeque::new(),
             spare: Vec::new(),
             completions_lost: false,
+            given_verdict: None,
         }
     }
 
@@ -237,11 +240,20 @@ impl Target {
                     // The call at capture: nothing runs then.
                     return;
                 }
+                let given = match kind {
+                    Kind::Verdict => self.given_verdict.take(),
+                    _ => None,
+                };
                 let Some(operation) = self.operation(record.op, record.replay, limits, finished) else {
                     return;
                 };
                 let (was_completed, verdicts) = (operation.completed, operation.verdicts.len());
                 operation.record(kind, record);
+                if let (Some(given), Some(verdict)) = (given, operation.verdicts.get_mut(verdicts))
+                    && (given.op, given.time_ns) == (record.op, verdict.time_ns)
+                {
+                    verdict.nic = given.nic();
+                }
                 let judged = (operation.verdicts.len() > verdicts).then(|| Box::new(operation.clone()));
                 if operation.completed && !was_completed {
                     self.pending.push(key(record.op, record.replay));

@@ -1,8 +1,6 @@
 //! What watchdogs have said, the last verdicts of each process.
 
-use ringsight_records::{
-    Cause, Flags, Function, connection::Connection, pages::text, verdicts::GivenVerdict,
-};
+use ringsight_records::{Cause, Flags, Function, verdicts::Nic};
 
 use super::{Process, pair};
 
@@ -41,32 +39,6 @@ pub struct Verdict {
     pub held_up: Option<HeldUp>,
     /// Where the culprit's network carried nothing, if it was that.
     pub nic: Option<Nic>,
-}
-
-/// A culprit's end of a connection that carried nothing.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Nic {
-    /// Name of the device; `None` if the culprit's process was not read, or has made the queue pair anew since.
-    pub device: Option<String>,
-    /// Port of the device, from 1.
-    pub port: u8,
-    /// Number of the end's first queue pair.
-    pub queue_pair: u32,
-}
-
-/// Where a verdict says that the network carried nothing.
-fn nic(given: &GivenVerdict, processes: &[Process]) -> Option<Nic> {
-    let ends = processes.iter().flat_map(|process| &process.connections);
-    let mut paths = ends
-        .filter(|end| (end.comm, end.rank) == (given.comm, given.culprit))
-        .flat_map(Connection::paths);
-    (given.queue_pair != 0).then(|| Nic {
-        device: paths
-            .find(|path| (path.queue_pair, path.port) == (given.queue_pair, given.port))
-            .map(|path| text(&path.device).to_owned()),
-        port: given.port,
-        queue_pair: given.queue_pair,
-    })
 }
 
 /// An operation that keeps a culprit.
@@ -117,7 +89,7 @@ pub fn verdicts(processes: &[Process], now: u64) -> Vec<Verdict> {
                     replay: given.held_replay,
                     for_ns: given.held_for_ns,
                 }),
-                nic: nic(given, processes),
+                nic: given.nic(),
             });
         }
     }
@@ -127,7 +99,7 @@ pub fn verdicts(processes: &[Process], now: u64) -> Vec<Verdict> {
 
 #[cfg(test)]
 mod tests {
-    use ringsight_records::{Description, connection::ConnectionPath, pages::put_text};
+    use ringsight_records::{Description, pages::put_text, verdicts::GivenVerdict};
 
     use super::*;
 
@@ -157,51 +129,8 @@ mod tests {
             queue_pair: 0,
             port: 0,
             reserved: [0; 3],
+            device: Default::default(),
         }
-    }
-
-    #[test]
-    fn the_device_of_a_queue_pair_is_found_where_the_culprit_was_read() {
-        let stuck = GivenVerdict {
-            cause: Cause::StuckNic.code(),
-            is_held_up: 0,
-            queue_pair: 18,
-            port: 2,
-            ..given(5, 400)
-        };
-        let end = |rank| {
-            let mut path = ConnectionPath {
-                queue_pair: 18,
-                port: 2,
-                ..ConnectionPath::default()
-            };
-            put_text(&mut path.device, &format!("mlx5_{rank}"));
-            let mut end = Connection {
-                comm: 7,
-                rank,
-                paths: 2,
-                ..Connection::default()
-            };
-            end.path[1] = path;
-            end
-        };
-        let read = |connections: Vec<Connection>| {
-            let process = Process {
-                verdicts: vec![stuck],
-                connections,
-                ..Process::default()
-            };
-            verdicts(&[process], 1000)[0].nic.clone()
-        };
-        let nic = |device: Option<&str>| {
-            Some(Nic {
-                device: device.map(str::to_owned),
-                port: 2,
-                queue_pair: 18,
-            })
-        };
-        assert_eq!(read(vec![end(1), end(2)]), nic(Some("mlx5_2")));
-        assert_eq!(read(vec![end(1)]), nic(None));
     }
 
     #[test]
@@ -223,9 +152,17 @@ mod tests {
             is_held_up: 0,
             ..given(4, 600)
         };
+        let mut stuck = GivenVerdict {
+            cause: Cause::StuckNic.code(),
+            is_held_up: 0,
+            queue_pair: 18,
+            port: 2,
+            ..given(3, 800)
+        };
+        put_text(&mut stuck.device, "mlx5_2");
         let second = Process {
             pid: 2,
-            verdicts: vec![unknown],
+            verdicts: vec![unknown, stuck],
             ..Process::default()
         };
         let told = verdicts(&[first, second], 1000);
@@ -235,7 +172,12 @@ mod tests {
             .collect();
         assert_eq!(
             times,
-            [(600, 1, Some(true)), (400, 2, None), (300, 1, Some(false))]
+            [
+                (600, 1, Some(true)),
+                (400, 2, None),
+                (300, 1, Some(false)),
+                (200, 2, None)
+            ]
         );
         assert_eq!(
             (told[0].cause, told[0].waited_ns),
@@ -243,6 +185,8 @@ mod tests {
         );
         let held_up = told[0].held_up.unwrap();
         assert_eq!((held_up.communicator, held_up.seq, held_up.pair), (8, 3, None));
-        assert_eq!((told[1].cause, told[1].held_up), (None, None));
+        assert_eq!((told[1].cause, told[1].held_up, told[1].nic), (None, None, None));
+        let nic = told[3].nic.unwrap();
+        assert_eq!((nic.device(), nic.port, nic.queue_pair), ("mlx5_2", 2, 18));
     }
 }

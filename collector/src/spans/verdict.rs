@@ -26,11 +26,19 @@ const NAME: &str = "ccl.watchdog.verdict";
 pub(super) const UNFINISHED: &str = "the operation had not finished when its observation ended";
 
 fn attributes(verdict: &Verdict) -> Vec<Attribute> {
-    vec![
+    let mut attributes = vec![
         ("ccl.watchdog.cause", Value::Static(verdict.cause.name())),
         ("ccl.watchdog.culprit", Value::Int(i64::from(verdict.culprit))),
         ("ccl.watchdog.hang", Value::Bool(verdict.hang)),
-    ]
+    ];
+    if let Some(nic) = &verdict.nic {
+        if !nic.device().is_empty() {
+            attributes.push(("rdma.device.name", Value::Text(nic.device().into())));
+        }
+        attributes.push(("rdma.port.number", Value::Int(i64::from(nic.port))));
+        attributes.push(("rdma.qp.number", Value::Int(i64::from(nic.queue_pair))));
+    }
+    attributes
 }
 
 /// What the watchdog said of an operation, as events of its span.
@@ -226,8 +234,12 @@ impl SpanMaker {
         let name = names::function(part.function());
         let waited_ns = part.begun_ns().map(|begun| verdict.time_ns.saturating_sub(begun));
 
+        let over = verdict.nic.map_or_else(String::new, |nic| {
+            let (device, port) = (nic.device(), nic.port);
+            format!(" (over {device}:{port}, queue pair {})", nic.queue_pair)
+        });
         let mut body = format!(
-            "{} ({}): {}; rank {} is in {name} ",
+            "{} ({}): {}{over}; rank {} is in {name} ",
             verdict.cause,
             if verdict.hang { "hang" } else { "late" },
             verdict.cause.of_rank(verdict.culprit),

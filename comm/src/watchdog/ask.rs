@@ -224,13 +224,14 @@ impl Watch {
             self.dump_all();
         }
         let state = if verdict.hang { State::STOP } else { State::START };
+        // Before the record, whose reader looks it up.
+        if let Some(pages) = observe::pages() {
+            pages.keep_verdict(&report::given(op, verdict, now));
+        }
         observe::emit(&Record {
             value: u64::from(verdict.cause as u8) << 32 | u64::from(verdict.culprit),
             ..op.info.record(Kind::Verdict, state, now, op.run.replay)
         });
-        if let Some(pages) = observe::pages() {
-            pages.keep_verdict(&report::given(op, verdict, now));
-        }
         let heard = heard.iter().map(|(rank, heard)| (*rank, *heard));
         Report {
             device: self.device,

@@ -170,6 +170,9 @@ pub(super) fn given(op: &InProgress, verdict: &Verdict, now: u64) -> GivenVerdic
         queue_pair: verdict.stall().map_or(0, |stall| stall.queue_pair),
         port: verdict.stall().map_or(0, |stall| stall.port),
         reserved: [0; 3],
+        device: verdict
+            .stall()
+            .map_or_else(Default::default, |stall| stall.device),
     }
 }
 

@@ -49,7 +49,8 @@ pub enum Kind {
     /// *Sparse*: a graph that holds operations was instantiated (start) or destroyed (stop); `op` is the graph number.
     Graph = 22,
     /// *Sparse*: the watchdog's verdict on an operation that does not end: a hang (stop) or a rank that is late (start).
-    /// `value` is [`crate::vocabulary::Cause`] `<< 32 |` the rank that the others wait for.
+    /// `value` is [`crate::vocabulary::Cause`] `<< 32 |` the rank that the others wait for. What else is known of it is a
+    /// [`crate::verdicts::GivenVerdict`] of the same time in the pages.
     Verdict = 23,
     /// *Sparse*: a connection between nodes leaves a path ([`State::START`]), goes on over another one ([`State::PATH_SWITCHED`],
     /// [`State::PATH_RECOVERED`]), has one back ([`State::PATH_RESTORED`]), is on its first path again (stop) or gives up

@@ -2,9 +2,9 @@
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
-use crate::{Cause, sequence::SequenceLock};
+use crate::{Cause, connection::DEVICE_NAME_BYTES, pages::text, sequence::SequenceLock};
 
-/// One verdict on an operation of one rank; 112 bytes. Times are `CLOCK_MONOTONIC` nanoseconds.
+/// One verdict on an operation of one rank; 136 bytes. Times are `CLOCK_MONOTONIC` nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct GivenVerdict {
@@ -56,6 +56,26 @@ pub struct GivenVerdict {
     pub port: u8,
     /// Room for later fields; zero.
     pub reserved: [u8; 3],
+    /// And that device's name, zero-padded.
+    pub device: [u8; DEVICE_NAME_BYTES],
+}
+
+/// An end of a connection that carried nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Nic {
+    device: [u8; DEVICE_NAME_BYTES],
+    /// Port of the device, from 1.
+    pub port: u8,
+    /// Number of the end's first queue pair.
+    pub queue_pair: u32,
+}
+
+impl Nic {
+    /// Name of the device.
+    #[must_use]
+    pub fn device(&self) -> &str {
+        text(&self.device)
+    }
 }
 
 impl GivenVerdict {
@@ -68,6 +88,16 @@ impl GivenVerdict {
         Cause::from_code(self.cause)
     }
 
+    /// Where the culprit's network carried nothing, if it was that.
+    #[must_use]
+    pub fn nic(&self) -> Option<Nic> {
+        (self.queue_pair != 0).then_some(Nic {
+            device: self.device,
+            port: self.port,
+            queue_pair: self.queue_pair,
+        })
+    }
+
     /// Sender and receiver of what keeps the culprit, if it is a message.
     #[must_use]
     pub fn held_pair(&self) -> Option<(u32, u32)> {
@@ -76,7 +106,7 @@ impl GivenVerdict {
 }
 
 const WORDS: usize = size_of::<GivenVerdict>() / 8;
-const _: () = assert!(size_of::<GivenVerdict>() == 112 && align_of::<GivenVerdict>() == 8);
+const _: () = assert!(size_of::<GivenVerdict>() == 136 && align_of::<GivenVerdict>() == 8);
 
 /// A slot of the table of verdicts: whether somebody writes it, and a sequence lock over the words of one [`GivenVerdict`].
 #[derive(Debug)]
@@ -89,7 +119,7 @@ pub struct VerdictSlot {
 
 // What loom has instead of atomics is larger.
 #[cfg(not(loom))]
-const _: () = assert!(size_of::<VerdictSlot>() == 128);
+const _: () = assert!(size_of::<VerdictSlot>() == 152);
 
 impl VerdictSlot {
     /// Replaces what is in the slot; `false` if another thread is doing so, which has been at it for as many verdicts as the table
@@ -140,7 +170,7 @@ mod tests {
             assert!(slot.write(&verdict));
             assert_eq!(slot.read(), Some(verdict));
             assert_eq!(verdict.cause(), Some(Cause::RankStopped));
-            assert_eq!(verdict.held_pair(), None);
+            assert_eq!((verdict.held_pair(), verdict.nic()), (None, None));
         }
         slot.busy.store(1, Ordering::Relaxed);
         assert!(!slot.write(&nothing), "another thread writes it");
