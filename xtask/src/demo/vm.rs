@@ -82,9 +82,8 @@ pub fn traces(artifacts: &Artifacts, series: Series, out: &Path, say: &mut dyn F
     guest.program = [&program, "demo-guest", "--steps", STEPS, "--seed", "7"]
         .map(str::to_owned)
         .to_vec();
-    let mut output = Vec::new();
-    let ended = guest.run(|piece| output.extend_from_slice(piece))?;
-    let output = String::from_utf8_lossy(&output);
+    let (output, ended) = guest.output();
+    let ended = ended?;
     let files = unpack(&output, say);
     ensure!(
         ended.code == 0,

@@ -341,9 +341,7 @@ fn boot(options: &Options, program: &std::path::Path, cases: &[String]) -> Resul
     guest.program = [file.as_str(), "--exact", "links_fail", "--ignored", "--nocapture"]
         .map(str::to_owned)
         .to_vec();
-    let mut output = Vec::new();
-    let ended = guest.run(|piece| output.extend_from_slice(piece));
-    let output = String::from_utf8_lossy(&output);
+    let (output, ended) = guest.output();
     let mut said = Said::of(&output);
     let last = || {
         let is_text = |line: &&str| !line.trim().is_empty() && !line.starts_with('{');

@@ -12,7 +12,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-use super::{cpio::Archive, image::Image, kernel::Series, packages};
+use super::{cpio::Archive, image::Image, kernel::Series, packages, stale::StaleCode};
 use crate::{process, workspace};
 
 /// Exit code of a run that was ended at its limit, as `timeout`'s.
@@ -35,6 +35,8 @@ const BOOT_LIMIT: Duration = Duration::from_secs(60);
 /// How often a guest is booted. The emulator fails some boots (two of twelve on one machine, none of 58 on another: a kernel that died in its first
 /// half second by flags no instruction had set, and one that said nothing); what is tested starts after the boot.
 const BOOTS: u32 = 3;
+/// How often a guest is run whose kernel the emulator breaks: one in some twenty of those that count events.
+const TRIES: u32 = 3;
 
 /// Folders in which programs find libraries by themselves.
 const LIBRARY_FOLDERS: [&str; 4] = [
@@ -142,6 +144,29 @@ impl Guest {
         Ok(format!("./{name}"))
     }
 
+    /// Runs the guest and collects the program's output. Where the emulator broke the guest's kernel ([`StaleCode`]), that is told, with
+    /// what the program said until then, and the guest is run again, up to three times in all.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    pub fn output(&self) -> (String, Result<Ended>) {
+        let mut tries = 1;
+        loop {
+            let mut output = Vec::new();
+            let ended = self.run(|piece| output.extend_from_slice(piece));
+            let output = String::from_utf8_lossy(&output).into_owned();
+            match &ended {
+                Err(error) if error.is::<StaleCode>() && tries < TRIES => {
+                    tries += 1;
+                    eprintln!(
+                        "vm: {error:#}\nvm: the program had said\n{output}\nvm: it is run again ({tries} of {TRIES})"
+                    );
+                }
+                _ => return (output, ended),
+            }
+        }
+    }
+
     /// Boots the guest, passes each piece of the program's output to `each`, and waits for its end. A boot that fails is told and
     /// repeated, up to three times.
     ///
@@ -174,6 +199,7 @@ impl Guest {
                 tail(&text)
             ),
             None => bail!(OverLimit(self.limit, tail(&text))),
+            Some(_) if ended(&text).is_none() && StaleCode::broke(&text) => bail!(StaleCode(tail(&text))),
             Some(status) => ended(&text).with_context(|| {
                 format!(
                     "the guest died before the program ended (QEMU: {}); its console ends with\n{}",

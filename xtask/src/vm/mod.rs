@@ -19,6 +19,7 @@ pub mod guest;
 mod image;
 mod kernel;
 mod packages;
+mod stale;
 pub mod test;
 
 pub use guest::Guest;

@@ -139,9 +139,7 @@ impl Job {
                     .collect()
             }
         };
-        let mut output = Vec::new();
-        let ended = guest.run(|piece| output.extend_from_slice(piece));
-        let output = String::from_utf8_lossy(&output);
+        let (output, ended) = guest.output();
         let name = format!("{} on {}", self.name, series.name());
         let (counts, problem) = judge(self.program, &output, &ended);
         match &problem {

@@ -1,0 +1,86 @@
+//! Guests whose kernel the emulator breaks.
+//!
+//! Linux changes its own code while it runs (static keys, tracepoints, probes) by putting a breakpoint over an instruction, having all
+//! processors serialise, and putting the new instruction there (`text_poke_bp_batch`, arch/x86/kernel/alternative.c). QEMU translates
+//! code ahead, and before 8.1 (Debian 12 has 7.2) it did not lock a page that it translates against stores of other processors: now and
+//! then one processor keeps a translation of the breakpoint that is not there any more, and hits it for ever. The kernel then dies, of a
+//! breakpoint that it knows nothing of, or hangs, since it takes one that is gone for none and goes back to it (`kprobe_int3_handler`).
+//! On real processors, and under later emulators, neither happens. What counts events (`perf_event_open`) or attaches probes makes the
+//! kernel change code, so tests do that often.
+
+/// A guest whose kernel hit a breakpoint that was not there any more; the end of its console.
+#[derive(Debug)]
+pub(crate) struct StaleCode(pub(super) String);
+
+impl StaleCode {
+    /// Whether a console shows it: a breakpoint that nobody had set, or a processor that does not get past an instruction of the kinds
+    /// that are put in place of one another, jumps and no-ops.
+    pub(super) fn broke(console: &str) -> bool {
+        if console.contains("int3: 0000 [#1]") {
+            return true;
+        }
+        let Some((_, stuck)) = console.split_once("softlockup: hung tasks") else {
+            return false;
+        };
+        let at = |line: &str| {
+            let (_, code) = line.split_once("Code: ")?;
+            let (_, at) = code.split_once('<')?;
+            Some(at.replace('>', ""))
+        };
+        const PATCHED: [&str; 4] = ["eb ", "e9 ", "0f 1f ", "66 90"];
+        stuck
+            .lines()
+            .find_map(at)
+            .is_some_and(|code| PATCHED.iter().any(|bytes| code.starts_with(bytes)))
+    }
+}
+
+impl std::fmt::Display for StaleCode {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            out,
+            "the emulator ran code that the guest's kernel had replaced, which broke the kernel; its console ends with\n{}",
+            self.0
+        )
+    }
+}
+
+impl std::error::Error for StaleCode {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_breakpoint_that_is_gone_is_told_from_what_is_wrong_with_the_kernel() {
+        let died = "[    7.535583] Oops: int3: 0000 [#1] PREEMPT SMP NOPTI\n[    7.536621] RIP: 0010:__schedule+0x407/0xbf0\n";
+        let died_before_6_7 = "[    7.5] int3: 0000 [#1] PREEMPT SMP NOPTI\n";
+        let stuck = |code: &str| {
+            format!(
+                "[   84.4] watchdog: BUG: soft lockup - CPU#0 stuck for 78s! [links_fail:156]\n\
+                 [   84.5] Kernel panic - not syncing: softlockup: hung tasks\n\
+                 [   84.5] RIP: 0010:syscall_trace_enter.constprop.0+0xe9/0x1a0\n\
+                 [   84.5] Code: ff ff ff e9 64 ff ff ff {code} ff ff 49 8b 55 6\n[   84.6] RSP: 0018:ffffc900004fbe10\n"
+            )
+        };
+        for console in [
+            died,
+            died_before_6_7,
+            &stuck("<eb> 63 e9"),
+            &stuck("<0f> 1f 44"),
+            &stuck("<66> 90 e9"),
+        ] {
+            assert!(StaleCode::broke(console), "{console}");
+        }
+        let bug = "[    7.5] Oops: 0002 [#1] PREEMPT SMP NOPTI\n[    7.5] Code: 48 <eb> 63\n";
+        for console in [
+            "",
+            bug,
+            "Kernel panic - not syncing: softlockup: hung tasks",
+            &stuck("<f3> 90 eb"),
+            &stuck("<66> 8b 00"),
+        ] {
+            assert!(!StaleCode::broke(console), "{console}");
+        }
+    }
+}
