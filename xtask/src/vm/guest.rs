@@ -144,7 +144,7 @@ impl Guest {
         Ok(format!("./{name}"))
     }
 
-    /// Runs the guest and collects the program's output. Where the emulator broke the guest's kernel ([`StaleCode`]), that is told, with
+    /// Runs the guest and collects the program's output. Where the emulator broke the guest's kernel (`StaleCode` in `stale.rs`), that is told, with
     /// what the program said until then, and the guest is run again, up to three times in all.
     ///
     /// # Errors
