@@ -12,7 +12,15 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-use super::{cpio::Archive, image::Image, kernel::Series, packages, stale::StaleCode};
+use super::{
+    Ended,
+    console::{self, BOOTED},
+    cpio::Archive,
+    image::Image,
+    kernel::Series,
+    packages,
+    stale::StaleCode,
+};
 use crate::{process, workspace};
 
 /// Exit code of a run that was ended at its limit, as `timeout`'s.
@@ -28,8 +36,6 @@ pub(super) const MOST_DEVICES: usize = 4;
 /// As many links as addresses are given to.
 pub(super) const MOST_LINKS: usize = 9;
 
-/// What the first process says when it starts.
-const BOOTED: &str = "@@USERSPACE";
 /// How long a boot may take: twenty times what it takes on an idle machine.
 const BOOT_LIMIT: Duration = Duration::from_secs(60);
 /// How often a guest is booted. The emulator fails some boots (two of twelve on one machine, none of 58 on another: a kernel that died in its first
@@ -75,17 +81,6 @@ pub struct Guest {
     pub interactive: bool,
     /// Whether the times of the parts are told, and the kernel's messages at the end.
     pub verbose: bool,
-}
-
-/// How a guest ended.
-#[derive(Clone, Debug)]
-pub struct Ended {
-    /// Exit code of the program.
-    pub code: u8,
-    /// Warnings of the guest's kernel: each is a finding, whatever the program said.
-    pub warnings: u64,
-    /// What the kernel and the first process said.
-    pub console: String,
 }
 
 /// Folder that is removed with what is in it.
@@ -183,7 +178,7 @@ impl Guest {
         let console = scratch.0.join("console");
         let qemu = || self.qemu(&image, &initial, &console);
         let status = self.boot(qemu, &console, each)?;
-        let text = read_console(&console);
+        let text = console::read(&console);
         if self.verbose {
             eprint!("{text}");
             eprintln!(
@@ -196,15 +191,17 @@ impl Guest {
         match status {
             None if self.quiet.is_some() && begin.elapsed() < self.limit => bail!(
                 "the guest said nothing for too long; its console ends with\n{}",
-                tail(&text)
+                console::tail(&text)
             ),
-            None => bail!(OverLimit(self.limit, tail(&text))),
-            Some(_) if ended(&text).is_none() && StaleCode::broke(&text) => bail!(StaleCode(tail(&text))),
-            Some(status) => ended(&text).with_context(|| {
+            None => bail!(OverLimit(self.limit, console::tail(&text))),
+            Some(_) if console::ended(&text).is_none() && StaleCode::broke(&text) => {
+                bail!(StaleCode(console::tail(&text)))
+            }
+            Some(status) => console::ended(&text).with_context(|| {
                 format!(
                     "the guest died before the program ended (QEMU: {}); its console ends with\n{}",
                     process::reason(status),
-                    tail(&text)
+                    console::tail(&text)
                 )
             }),
         }
@@ -359,7 +356,7 @@ impl Guest {
         let mut boots = 1;
         loop {
             let status = self.drive(&mut qemu()?, self.limit.min(BOOT_LIMIT), console, &mut each)?;
-            let text = read_console(console);
+            let text = console::read(console);
             if text.contains(BOOTED) || boots == BOOTS || self.limit < BOOT_LIMIT {
                 return Ok(status);
             }
@@ -367,7 +364,7 @@ impl Guest {
             eprintln!(
                 "vm: the guest did not boot ({}); it is tried again ({boots} of {BOOTS}). Its console ends with\n{}",
                 status.map_or_else(|| format!("in {} s", BOOT_LIMIT.as_secs()), process::reason),
-                tail(&text)
+                console::tail(&text)
             );
         }
     }
@@ -400,7 +397,7 @@ impl Guest {
                 }
             });
             let mut status = qemu.wait(boot).ok();
-            if status.is_none() && read_console(console).contains(BOOTED) {
+            if status.is_none() && console::read(console).contains(BOOTED) {
                 let end = Instant::now() + (self.limit - boot);
                 // From here on, at the earliest: a boot says nothing.
                 let booted = Instant::now();
@@ -449,67 +446,9 @@ fn quoted(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
 }
 
-/// What the kernel and the first process said so far.
-fn read_console(path: &Path) -> String {
-    String::from_utf8_lossy(&fs::read(path).unwrap_or_default()).replace('\r', "")
-}
-
-/// The last lines of a console: as many as a panic has.
-fn tail(text: &str) -> String {
-    let lines: Vec<_> = text.lines().collect();
-    lines[lines.len().saturating_sub(80)..].join("\n")
-}
-
-/// What the first process said at the end: `@@EXIT rc=<code> kwarn=<count> uptime=<seconds>`.
-fn ended(console: &str) -> Option<Ended> {
-    let line = console
-        .lines()
-        .rev()
-        .find_map(|line| line.split_once("@@EXIT ").map(|(_, rest)| rest))?;
-    let number = |name: &str| {
-        line.split_whitespace()
-            .find_map(|word| word.strip_prefix(name)?.strip_prefix('=')?.parse::<u64>().ok())
-    };
-    Some(Ended {
-        code: u8::try_from(number("rc")?).ok()?,
-        warnings: number("kwarn")?,
-        console: console.to_owned(),
-    })
-}
-
-impl Ended {
-    /// The kernel's first warnings, if there are any.
-    #[must_use]
-    pub fn warning_text(&self) -> Option<&str> {
-        let start = self.console.find("@@KWARN")?;
-        let end = self.console[start..]
-            .find("@@EXIT")
-            .map_or(self.console.len(), |end| start + end);
-        Some(self.console[start..end].trim_end())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_end_is_read_from_the_console() {
-        let console =
-            "@@USERSPACE uptime=1.9\n@@KWARN 2\nWARNING: one\n[  3.1] x@@EXIT rc=42 kwarn=2 uptime=2.43\n";
-        let ended = ended(console).unwrap();
-        assert_eq!((ended.code, ended.warnings), (42, 2));
-        assert_eq!(ended.warning_text(), Some("@@KWARN 2\nWARNING: one\n[  3.1] x"));
-        for console in [
-            "",
-            "@@EXIT",
-            "@@EXIT rc=300 kwarn=0",
-            "@@EXIT rc=1",
-            "@@EXIT rc=x kwarn=0",
-        ] {
-            assert!(super::ended(console).is_none(), "{console}");
-        }
-    }
 
     #[test]
     fn a_boot_that_fails_is_repeated_and_nothing_after_it_is() {

@@ -13,6 +13,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
 
+mod console;
 mod cpio;
 pub mod failover;
 pub mod guest;
@@ -22,6 +23,7 @@ mod packages;
 mod stale;
 pub mod test;
 
+pub use console::Ended;
 pub use guest::Guest;
 pub use kernel::Series;
 pub use packages::verbs_headers;

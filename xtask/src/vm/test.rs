@@ -14,7 +14,7 @@ use serde_json::json;
 
 use jobs::{JOBS, Job, Program};
 
-use super::{Guest, Series, failover, guest::Ended, image::Image, test_program};
+use super::{Ended, Guest, Series, failover, image::Image, test_program};
 use crate::{demo, test::counts::Counts, workspace};
 
 /// Options of `cargo xtask vm test`.
