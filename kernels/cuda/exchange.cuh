@@ -331,19 +331,20 @@ class ExchangeBlock {
 };
 
 // The kernels: {name, whether it reduces, whether buffers are whole words, element, combination, ranks}; src/cuda/exchange.rs
-// chooses.
+// chooses. Those that sum multiply each contribution with a factor, so that they do averages as well: 1 leaves each bit as it is, and the
+// link is slower than the multiplication.
 #define RINGSIGHT_EXCHANGES(X)                                               \
   X(ringsight_exchange_elements, false, false, void, void, 0)                \
   X(ringsight_exchange_words, false, true, void, void, 0)                    \
   X(ringsight_exchange_any, true, false, void, void, 0)                      \
-  X(ringsight_exchange_sum_f32_2, true, true, Plain<float>, Sum, 2)          \
-  X(ringsight_exchange_sum_f32_4, true, true, Plain<float>, Sum, 4)          \
-  X(ringsight_exchange_sum_f32_8, true, true, Plain<float>, Sum, 8)          \
-  X(ringsight_exchange_sum_f16_2, true, true, Half, Sum, 2)                  \
-  X(ringsight_exchange_sum_f16_4, true, true, Half, Sum, 4)                  \
-  X(ringsight_exchange_sum_f16_8, true, true, Half, Sum, 8)                  \
-  X(ringsight_exchange_sum_bf16_2, true, true, Bfloat16, Sum, 2)             \
-  X(ringsight_exchange_sum_bf16_4, true, true, Bfloat16, Sum, 4)             \
-  X(ringsight_exchange_sum_bf16_8, true, true, Bfloat16, Sum, 8)
+  X(ringsight_exchange_sum_f32_2, true, true, Plain<float>, MulSum, 2)          \
+  X(ringsight_exchange_sum_f32_4, true, true, Plain<float>, MulSum, 4)          \
+  X(ringsight_exchange_sum_f32_8, true, true, Plain<float>, MulSum, 8)          \
+  X(ringsight_exchange_sum_f16_2, true, true, Half, MulSum, 2)                  \
+  X(ringsight_exchange_sum_f16_4, true, true, Half, MulSum, 4)                  \
+  X(ringsight_exchange_sum_f16_8, true, true, Half, MulSum, 8)                  \
+  X(ringsight_exchange_sum_bf16_2, true, true, Bfloat16, MulSum, 2)             \
+  X(ringsight_exchange_sum_bf16_4, true, true, Bfloat16, MulSum, 4)             \
+  X(ringsight_exchange_sum_bf16_8, true, true, Bfloat16, MulSum, 8)
 
 }  // namespace ringsight

@@ -47,11 +47,14 @@ static void run_check(struct Rank* r) {
       }
     }
   }
-  // Parts that begin where 16 bytes do, as what goes straight between buffers asks, and ends that do not.
+  // Parts that begin where 16 bytes do, as what goes straight between buffers asks, and ends that do not. Some are averages.
   for (int op = 0; op < OPS; op++)
     for (int t = 0; t < 3; t++) {
       const size_t many = (large + 3) & ~(size_t)63, counts[] = {32, 4096, 100000 - 100000 % 64, 4098, many, many};
-      for (int c = 0; c < (t == 0 ? 6 : 4); c++) check_one(r, op, &TYPES[types[t]], counts[c], 0, c % 2 != 0, salt++);
+      for (int c = 0; c < (t == 0 ? 6 : 4); c++) {
+        const int reduction = c == 2 || c == 3 || c == 5 ? AVG : SUM;
+        check_one(r, op, &TYPES[types[t]], counts[c], reduction, c % 2 != 0, salt++);
+      }
     }
   // Elements that do not fill words, in buffers that do not begin at words; up to where other ways of doing it begin.
   for (int t = 0; t < 12; t++) {

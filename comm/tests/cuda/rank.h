@@ -10,6 +10,7 @@ static const struct Type TYPES[] = {
     {"e4m3", 10, 1, 4, 3}, {"e5m2", 11, 1, 5, 2},
 };
 enum { F32 = 7, BF16 = 9, I8 = 0, I32 = 2 };
+enum { SUM = 0, AVG = 4 };
 static const char* REDUCTIONS[] = {"sum", "prod", "max", "min", "avg", "premul-host", "premul-device"};
 
 // A small value that the type represents exactly.
@@ -109,7 +110,7 @@ static double combined(int salt, size_t i, int reduction, bool integers) {
       default: all += one;
     }
   }
-  if (reduction == 4) all = integers ? (double)((long)all / ranks) : all / ranks;
+  if (reduction == AVG) all = integers ? (double)((long)all / ranks) : all / ranks;
   return all;
 }
 
@@ -199,7 +200,7 @@ static void verify(const struct Rank* r, const struct Case* c, const char* out, 
       if (reduces(c->op)) {
         size_t at = c->op == REDUCE_SCATTER ? (size_t)r->rank * c->count + i : i;
         double want = combined(c->salt, at, c->reduction, t->exponent == 0);
-        double slack = c->reduction == 4 && t->exponent != 0 && (ranks & (ranks - 1)) ? ldexp(want, 1 - t->mantissa) : 0;
+        double slack = c->reduction == AVG && t->exponent != 0 && (ranks & (ranks - 1)) ? ldexp(want, 1 - t->mantissa) : 0;
         right = slack != 0 ? fabs(decode(t, found) - want) <= slack : found == encode(t, want);
         if (!right)
           fail("%s %s %s count %zu root %d rank %d of %d%s: element %zu is %g, not %g", OP_NAMES[c->op], t->name,

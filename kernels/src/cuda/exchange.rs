@@ -329,12 +329,16 @@ mod tests {
         };
         for data_type in [DataType::Float32, DataType::Float16, DataType::Bfloat16] {
             for ranks in 2..=8 {
-                let sum = all_reduce(data_type, ReduceOp::Sum, ranks);
-                assert_eq!(can_go_straight(&sum), matches!(ranks, 2 | 4 | 8), "{ranks}");
-                assert!(!can_go_straight(&all_reduce(data_type, ReduceOp::Avg, ranks)));
+                for reduce_op in [ReduceOp::Sum, ReduceOp::Avg] {
+                    let sum = all_reduce(data_type, reduce_op, ranks);
+                    assert_eq!(can_go_straight(&sum), matches!(ranks, 2 | 4 | 8), "{ranks}");
+                }
+                assert!(!can_go_straight(&all_reduce(data_type, ReduceOp::Max, ranks)));
             }
         }
-        assert!(!can_go_straight(&all_reduce(DataType::Int32, ReduceOp::Sum, 2)));
+        for reduce_op in [ReduceOp::Sum, ReduceOp::Avg] {
+            assert!(!can_go_straight(&all_reduce(DataType::Int32, reduce_op, 2)));
+        }
         // Copies are of any type among any number.
         let mut gather = work(Function::AllGather, 3, 0, 7, 0);
         gather.count = 4;

@@ -123,8 +123,9 @@ mod tests {
                 let own = format!("{any}_sum_{short}_{ranks}");
                 let expected = if ranks.is_power_of_two() { own } else { any };
                 assert_eq!(name(data_type, ReduceOp::Sum, ranks), expected);
+                assert_eq!(name(data_type, ReduceOp::Avg, ranks), expected);
             }
-            assert_eq!(name(data_type, ReduceOp::Avg, 2), "ringsight_one_shot");
+            assert_eq!(name(data_type, ReduceOp::Max, 2), "ringsight_one_shot");
         }
         assert_eq!(name(DataType::Int32, ReduceOp::Sum, 2), "ringsight_one_shot");
     }

@@ -116,6 +116,8 @@ impl PeerLaunch {
             bases,
             argument: match work.scalar {
                 Scalar::Immediate(bits) => argument(work, bits),
+                // The kernels that sum have a factor.
+                _ if combination(work) == Combination::Sum => u64::from(1_f32.to_bits()),
                 _ => argument(work, 0),
             },
             op: work.op,
@@ -138,12 +140,12 @@ impl PeerLaunch {
     }
 }
 
-/// Which of the types that have kernels of their own a work sums: float32, float16, bfloat16.
+/// Which of the types that have kernels of their own a work sums, or takes the average of: float32, float16, bfloat16.
 pub(super) fn sum_of(work: &Work) -> Option<usize> {
     match (combination(work), work.data_type) {
-        (Combination::Sum, DataType::Float32) => Some(0),
-        (Combination::Sum, DataType::Float16) => Some(1),
-        (Combination::Sum, DataType::Bfloat16) => Some(2),
+        (Combination::Sum | Combination::MulSum, DataType::Float32) => Some(0),
+        (Combination::Sum | Combination::MulSum, DataType::Float16) => Some(1),
+        (Combination::Sum | Combination::MulSum, DataType::Bfloat16) => Some(2),
         _ => None,
     }
 }
