@@ -105,7 +105,8 @@ impl Operation {
             .collect();
         if awaited.is_empty() && self.unseen.is_empty() {
             let waits = |part: &Part| match part.place {
-                Place::Running { waits, .. } => waits,
+                // Whoever copies waits for no rank.
+                Place::Running { waits, .. } => waits.filter(|waits| !waits.is_for_copies()),
                 _ => None,
             };
             let peers: Vec<_> = self.parts.iter().filter_map(|part| waits(part)?.peer).collect();

@@ -3,6 +3,7 @@
 #include "clock.cuh"
 #include "count.cuh"
 #include "exchange.cuh"
+#include "gates.cuh"
 #include "messages.cuh"
 #include "one_shot.cuh"
 
@@ -52,6 +53,15 @@ RINGSIGHT_EXCHANGES(RINGSIGHT_KERNEL)
   }
 RINGSIGHT_MESSAGES(ringsight_messages_elements, false)
 RINGSIGHT_MESSAGES(ringsight_messages_words, true)
+
+// Before and behind copies by copy engines; one warp.
+#define RINGSIGHT_GATE(NAME, FIRST)                                    \
+  extern "C" __global__ void __launch_bounds__(ringsight::SERVICE, 1)  \
+  NAME(const __grid_constant__ ringsight::Gate arguments) {            \
+    __shared__ volatile ringsight::u64 place;                          \
+    ringsight::run_gate<FIRST>(arguments, place);                      \
+  }
+RINGSIGHT_GATES(RINGSIGHT_GATE)
 
 // What the timer shows; one thread.
 extern "C" __global__ void ringsight_clock(const __grid_constant__ ringsight::ClockArguments arguments) {

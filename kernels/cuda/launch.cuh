@@ -123,7 +123,7 @@ static_assert(offsetof(LaunchControl, waits) == 16, "as in src/cuda/layout.rs");
 static_assert(sizeof(LaunchControl) == 64, "as in src/cuda/layout.rs");
 
 // What a kernel waits for: the twin of `Phase` in probes/records/src/waits.rs, which says how a word tells of it.
-enum class Phase : u32 { Begin = 1, Data = 2, Room = 3, End = 4 };
+enum class Phase : u32 { Begin = 1, Data = 2, Room = 3, End = 4, Copies = 5 };
 
 // What every kernel is told of where it reports to.
 struct Head {

@@ -81,6 +81,26 @@ class Meeting {
     finish(runs, aborted);
   }
 
+  // Of an operation that no kernel does, but copies between two kernels of one block of threads that serve (gates.cuh): to be called by all of
+  // them instead of `end`. The first one ends when all others have begun, or when it is to give up.
+  DEVICE INLINE void end_first() {
+    const bool here = !serves() || meets();
+    if (block_any(!here)) {
+      if (thread_index() == 0) report_.give_up();
+    } else if (thread_index() == 0) {
+      report_.copies(report_.runs(), call_.channel, call_.op);
+    }
+  }
+  // The second one ends when all ranks' copies are done. `gives_up`: this rank's have not been made.
+  DEVICE INLINE void end_second(bool gives_up) {
+    if (thread_index() != 0) return;
+    // Nobody has announced anything in this kernel.
+    place_ = Report::no_place();
+    bool aborted = gives_up || report_.has_given_up();
+    if (!aborted) aborted = !leave();
+    finish(report_.runs(), aborted);
+  }
+
   // For each other rank, by one of the threads that serve, which call it.
   template <class Tell>
   DEVICE INLINE void for_others(Tell tell) const {
@@ -166,7 +186,8 @@ class Meeting {
         }
         if (polls % 256 != 0) continue;
         give_back();
-        if (SERVICE != 0) met_ring(rank);
+        met_ring(rank);
+        if (PAUSES_AT_ONCE) pause_polling();
       }
     }
     return same;

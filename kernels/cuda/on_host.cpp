@@ -6,6 +6,7 @@
 #include "clock.cuh"
 #include "count.cuh"
 #include "exchange.cuh"
+#include "gates.cuh"
 #include "messages.cuh"
 #include "one_shot.cuh"
 
@@ -47,6 +48,11 @@ template <bool WHOLE>
 void run_messages(const void* arguments, u32 index, u32 blocks) {
   MessagesBlock<WHOLE>(*static_cast<const Messages*>(arguments), index, blocks).run();
 }
+template <bool FIRST>
+void run_one_gate(const void* arguments, u32, u32) {
+  volatile u64 place;
+  run_gate<FIRST>(*static_cast<const Gate*>(arguments), place);
+}
 }  // namespace
 
 // The kernels among peers, in the order of `PeerLaunch::kernels` in src/cuda/peer_launch.rs.
@@ -58,8 +64,10 @@ struct PeerKernel {
 #define RINGSIGHT_ONE_SHOT(NAME, E, OP, RANKS) {#NAME, sizeof(OneShot), run_one_shot<E, OP, RANKS>},
 #define RINGSIGHT_EXCHANGE(NAME, REDUCES, WHOLE, E, OP, RANKS) \
   {#NAME, sizeof(Exchange), run_exchange<REDUCES, WHOLE, E, OP, RANKS>},
+#define RINGSIGHT_GATE(NAME, FIRST) {#NAME, sizeof(Gate), run_one_gate<FIRST>},
 extern "C" const PeerKernel ringsight_peer_kernels[] = {
     RINGSIGHT_ONE_SHOTS(RINGSIGHT_ONE_SHOT) RINGSIGHT_EXCHANGES(RINGSIGHT_EXCHANGE)
     {"ringsight_messages_elements", sizeof(Messages), run_messages<false>},
     {"ringsight_messages_words", sizeof(Messages), run_messages<true>},
+    RINGSIGHT_GATES(RINGSIGHT_GATE)
     {nullptr, 0, nullptr}};

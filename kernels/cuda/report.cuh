@@ -41,6 +41,8 @@ class Report {
   DEVICE INLINE void put_waits(u32 polls, Phase phase, u32 peer, u32 channel, u32 op, u32 step) const {
     if (TELLS) put_waits(control_, polls, phase, peer, channel, op, step);
   }
+  // That copy engines are at work for this rank, in run number `runs`: told once, by another word than in the run before.
+  DEVICE INLINE void copies(u32 runs, u32 channel, u32 op) const { put_waits(runs % 128 * LOOK, Phase::Copies, UNKNOWN, channel, op, 0); }
   // That something has moved, by any number that is another one than before: by one thread of a block, every some hundred microseconds if
   // nobody waits, and so hardly ever in short operations.
   DEVICE INLINE void moved(u32 count) const {
@@ -124,6 +126,11 @@ class Report {
     u64 end;
     return block_done(blocks, aborted, end);
   }
+
+  // A run of two kernels of one block each: the first one gives up, and the second one learns of it. Relaxed: the stream orders the kernels, and
+  // the second one makes the word ready for the next run.
+  DEVICE INLINE void give_up() const { store_relaxed(&state_->done, ABORTED); }
+  DEVICE INLINE bool has_given_up() const { return load_relaxed(&state_->done) != 0; }
 
   // The last block makes the state ready for the next run; returns what the host is to be told.
   DEVICE INLINE u32 renew(u32 runs, bool aborted) const {

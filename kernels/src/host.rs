@@ -172,7 +172,10 @@ impl Channel {
             }
             let fifo = match &work.connections {
                 Connections::Send(fifo) | Connections::Recv(fifo) => Some(Arc::as_ptr(fifo)),
-                Connections::Local | Connections::Ring { .. } | Connections::Peers(_) => None,
+                Connections::Local
+                | Connections::Ring { .. }
+                | Connections::Peers(_)
+                | Connections::Engines { .. } => None,
             };
             match messages.iter_mut().find(|lane| lane.fifo == fifo) {
                 Some(lane) => lane.programs.push(program),

@@ -133,6 +133,38 @@ pub enum Connections {
     /// All ranks, each of whose memory this rank's device reaches. A collective is then the only work of its launch; messages share
     /// theirs with nothing but messages.
     Peers(Arc<Peers>),
+    /// The same, whose receive buffers begin at one place of a window: copy engines of each rank's device write what it has into those of the
+    /// others, between two kernels that meet in the memory of [`Connections::Peers`]. A collective is then the only work of its launch.
+    Engines {
+        /// The window.
+        window: Arc<Window>,
+        /// Where in it the receive buffer begins, in bytes, the same on all ranks.
+        offset: u64,
+    },
+}
+
+impl Connections {
+    /// The memory of all ranks, if it goes by that.
+    #[must_use]
+    pub fn peers(&self) -> Option<&Arc<Peers>> {
+        match self {
+            Self::Peers(peers) => Some(peers),
+            Self::Engines { window, .. } => Some(&window.peers),
+            Self::Local | Self::Ring { .. } | Self::Send(_) | Self::Recv(_) => None,
+        }
+    }
+}
+
+/// Memory of callers that all ranks have registered together.
+pub struct Window {
+    /// The memory in which kernels meet.
+    pub peers: Arc<Peers>,
+    /// By rank: where its part begins for the device of this rank.
+    pub places: Vec<u64>,
+    /// What the device queues copies with beside the caller's stream.
+    pub engines: Arc<dyn std::any::Any + Send + Sync>,
+    /// Keeps the parts of ranks of other processes reachable.
+    pub memory: Vec<Arc<dyn std::any::Any + Send + Sync>>,
 }
 
 /// Memory of all ranks, for kernels that write into that of the others: laid out as [`crate::cuda::peers`] says, zeroed

@@ -143,14 +143,16 @@ impl Schedule {
         let part = work.part.clone();
         let marks = match &work.connections {
             Connections::Ring { order, .. } => Marks::new(work.function, order, work.root),
-            Connections::Local | Connections::Send(_) | Connections::Recv(_) | Connections::Peers(_) => {
-                Marks::default()
-            }
+            Connections::Local
+            | Connections::Send(_)
+            | Connections::Recv(_)
+            | Connections::Peers(_)
+            | Connections::Engines { .. } => Marks::default(),
         };
         let (kind, round_elems, per_round) = match &work.connections {
             Connections::Local => (Kind::Local, LOCAL_BYTES / size, 1),
             // It moves no slots.
-            Connections::Peers(_) => (Kind::Local, part.len(), 0),
+            Connections::Peers(_) | Connections::Engines { .. } => (Kind::Local, part.len(), 0),
             Connections::Send(fifo) => (Kind::Send, fifo.slot_bytes() / size, 1),
             Connections::Recv(fifo) => (Kind::Recv, fifo.slot_bytes() / size, 1),
             Connections::Ring { order, next, .. } if work.algorithm == Algorithm::OneShot => {

@@ -19,7 +19,7 @@ use std::{
     time::Duration,
 };
 
-use ringsight_kernels::{Connections, Launch, host::Kernel};
+use ringsight_kernels::{Launch, host::Kernel};
 use ringsight_records::{Algorithm, DeviceClock};
 
 use self::{
@@ -414,7 +414,7 @@ impl Device for HostDevice {
         for work in launch.channels.iter().flat_map(|channel| &channel.work) {
             work.check()
                 .map_err(|error| DeviceError::InvalidUsage(error.to_string()))?;
-            if matches!(work.connections, Connections::Peers(_)) {
+            if work.connections.peers().is_some() {
                 return usage(format!(
                     "op {}: the host device has no program among peers",
                     work.op

@@ -1,6 +1,6 @@
 //! What a plan's channels have to do, in the making.
 
-use ringsight_kernels::{ChannelWork, Connections, Straight, Work};
+use ringsight_kernels::{ChannelWork, Straight, Work};
 use ringsight_records::Protocol;
 
 /// The work of a plan's channels in the making.
@@ -46,7 +46,7 @@ impl ChannelWorks {
     /// All of a plan are, or none is.
     pub(super) fn are_among_peers(&self) -> bool {
         self.first()
-            .is_some_and(|work| matches!(work.connections, Connections::Peers(_)))
+            .is_some_and(|work| work.connections.peers().is_some())
     }
 
     /// The protocol that a launch is made for: data may go otherwise, where buffers do not let it.

@@ -389,7 +389,8 @@ fn suspect(rank: u32, heard: &Heard) -> Option<Suspect> {
                 ..of(Cause::QueuedBehindCompute, Some(since_ns))
             },
             Position::Running { still_ns, waits, .. } => Suspect {
-                waits: waits.is_some(),
+                // Whoever copies waits for no rank.
+                waits: waits.is_some_and(|waits| !waits.is_for_copies()),
                 waits_for: waits.and_then(|waits| waits.peer).map(u32::from),
                 ..of(Cause::StuckKernel, Some(still_ns))
             },

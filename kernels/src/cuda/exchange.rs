@@ -111,6 +111,7 @@ pub(super) fn launch(work: &Work, call: PeerCall, peers: &Peers) -> PeerLaunch {
         arguments: PeerArguments::Exchange(arguments),
         blocks: blocks as u32,
         threads: threads(warps),
+        copies: None,
     }
 }
 
@@ -166,7 +167,7 @@ fn goes_straight(kernel: usize, arguments: &Exchange) -> bool {
 }
 
 /// What goes where: everything but the length of a chunk.
-fn parts(work: &Work, call: PeerCall) -> Exchange {
+pub(super) fn parts(work: &Work, call: PeerCall) -> Exchange {
     let (ranks, me, root) = (work.ranks as usize, work.rank as usize, work.root as usize);
     let (send, recv) = (work.send as u64, work.recv as u64);
     let bytes = (work.count * work.data_type.size()) as u64;

@@ -357,6 +357,21 @@ pub struct Exchange {
     pub reserved: u32,
 }
 
+/// The one argument of the kernels of [`super::gates`].
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Gate {
+    /// The operation.
+    pub call: PeerCall,
+    /// To the second kernel: 1 if the copies could not be queued.
+    pub gives_up: u32,
+    /// 0.
+    pub reserved: u32,
+}
+
+const _: () = assert!(offset_of!(Gate, gives_up) == 144);
+const _: () = assert!(size_of::<Gate>() == 152);
+
 /// A caller's allocation, as a rank has shown it to other processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Shown {

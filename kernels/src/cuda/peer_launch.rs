@@ -6,7 +6,8 @@ use ringsight_records::{Algorithm, DataType};
 
 use super::{
     exchange,
-    layout::{Combination, Exchange, Head, Messages, OneShot, PeerCall},
+    gates::{self, Copies},
+    layout::{Combination, Exchange, Gate, Head, Messages, OneShot, PeerCall},
     messages, one_shot,
     peers::MAX_PEERS,
     program::{address_error, argument, combination},
@@ -36,6 +37,8 @@ pub struct PeerLaunch {
     pub blocks: u32,
     /// Threads of each.
     pub threads: u32,
+    /// What copy engines do behind it, before the next kernel by number, which is given the same.
+    pub copies: Option<Copies>,
 }
 
 /// The one argument of a kernel.
@@ -51,6 +54,8 @@ pub enum PeerArguments {
     Exchange(Exchange),
     /// Of those of [`messages`].
     Messages(Messages),
+    /// Of those of [`gates`].
+    Gate(Gate),
 }
 
 impl PeerArguments {
@@ -60,6 +65,7 @@ impl PeerArguments {
             Self::OneShot(arguments) => &mut arguments.call.head,
             Self::Exchange(arguments) => &mut arguments.call.head,
             Self::Messages(arguments) => &mut arguments.head,
+            Self::Gate(arguments) => &mut arguments.call.head,
         }
     }
 
@@ -69,6 +75,14 @@ impl PeerArguments {
             Self::OneShot(arguments) => std::ptr::from_mut(arguments).cast(),
             Self::Exchange(arguments) => std::ptr::from_mut(arguments).cast(),
             Self::Messages(arguments) => std::ptr::from_mut(arguments).cast(),
+            Self::Gate(arguments) => std::ptr::from_mut(arguments).cast(),
+        }
+    }
+
+    /// Tells the kernel behind copies that these could not be made.
+    pub fn give_up(&mut self) {
+        if let Self::Gate(arguments) = self {
+            arguments.gives_up = 1;
         }
     }
 }
@@ -80,6 +94,7 @@ impl PeerLaunch {
             .into_iter()
             .chain(exchange::KERNELS)
             .chain(messages::KERNELS)
+            .chain(gates::KERNELS)
     }
 
     /// The kernel for `launch`; `None` if that is to run channel programs.
@@ -88,10 +103,8 @@ impl PeerLaunch {
     /// Work among peers that is not alone, or whose buffer does not stand at a multiple of its elements' size.
     pub fn new(launch: &Launch) -> Result<Option<Self>, WorkError> {
         let among_peers = launch.channels.iter().find_map(|channel| {
-            channel.work.iter().find_map(|work| match &work.connections {
-                Connections::Peers(peers) => Some((channel.channel, work, peers)),
-                _ => None,
-            })
+            let mut works = channel.work.iter();
+            works.find_map(|work| Some((channel.channel, work, work.connections.peers()?)))
         });
         let Some((channel, work, peers)) = among_peers else {
             return Ok(None);
@@ -129,6 +142,11 @@ impl PeerLaunch {
             channel,
             reserved: [0; 5],
         };
+        if let Connections::Engines { window, offset } = &work.connections {
+            let mut launch = gates::launch(work, call, &window.places, *offset);
+            launch.kernel += one_shot::KERNELS.len() + exchange::KERNELS.len() + messages::KERNELS.len();
+            return Ok(Some(launch));
+        }
         Ok(Some(match work.algorithm {
             Algorithm::OneShot => one_shot::launch(work, call, peers.most_blocks),
             _ => {

@@ -190,7 +190,10 @@ impl Tables {
         for work in messages {
             let fifo = match &work.connections {
                 Connections::Send(fifo) | Connections::Recv(fifo) => Some(fifo.halves().consumer),
-                Connections::Local | Connections::Ring { .. } | Connections::Peers(_) => None,
+                Connections::Local
+                | Connections::Ring { .. }
+                | Connections::Peers(_)
+                | Connections::Engines { .. } => None,
             };
             match lanes.iter_mut().find(|lane| lane.0 == fifo) {
                 Some(lane) => lane.1.push(work),
@@ -280,7 +283,7 @@ impl Tables {
                 let (prev, slot_bytes) = (prev.halves(), next.slot_bytes());
                 (ConnectionKind::Ring, prev, next.halves(), slot_bytes)
             }
-            Connections::Peers(_) => {
+            Connections::Peers(_) | Connections::Engines { .. } => {
                 return Err(WorkError(format!(
                     "op {} ({}): among peers it is no channel program",
                     work.op, work.function
@@ -290,7 +293,7 @@ impl Tables {
             Connections::Recv(prev) => (ConnectionKind::Recv, prev.halves(), NO_FIFO, prev.slot_bytes()),
         };
         let placed = match &work.connections {
-            Connections::Local | Connections::Peers(_) => 0,
+            Connections::Local | Connections::Peers(_) | Connections::Engines { .. } => 0,
             Connections::Ring { prev, next, .. } => placed(Some(prev), Some(next)),
             Connections::Send(next) => placed(None, Some(next)),
             Connections::Recv(prev) => placed(Some(prev), None),

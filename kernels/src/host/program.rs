@@ -132,7 +132,7 @@ impl Program {
             // Peers of messages whoever called them knows.
             Connections::Send(_) => (Phase::Room, None),
             Connections::Recv(_) => (Phase::Data, None),
-            Connections::Local | Connections::Peers(_) => return None,
+            Connections::Local | Connections::Peers(_) | Connections::Engines { .. } => return None,
         };
         Some(Waits {
             op: work.op as u16,
@@ -146,7 +146,7 @@ impl Program {
     /// Executes a step.
     fn execute(&mut self, work: &Work, step: Step) -> Advance {
         let (prev, next) = match &work.connections {
-            Connections::Local | Connections::Peers(_) => (None, None),
+            Connections::Local | Connections::Peers(_) | Connections::Engines { .. } => (None, None),
             Connections::Ring { prev, next, .. } => (Some(prev), step.send.then_some(next)),
             Connections::Send(next) => (None, step.send.then_some(next)),
             Connections::Recv(prev) => (Some(prev), None),

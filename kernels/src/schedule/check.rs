@@ -68,6 +68,13 @@ impl Work {
         match &self.connections {
             Connections::Local => {}
             Connections::Peers(peers) => self.check_peers(peers)?,
+            Connections::Engines { window, .. } => {
+                self.check_peers(&window.peers)?;
+                let all = window.places.len() == self.ranks as usize;
+                if !all || !matches!(self.function, Function::AllGather | Function::AlltoAll) {
+                    return fail("copy engines cannot do it in this window".into());
+                }
+            }
             Connections::Send(fifo) | Connections::Recv(fifo) => {
                 if fifo.slot_bytes() < DataType::Float64.size() {
                     return fail(format!(

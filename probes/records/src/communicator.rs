@@ -36,7 +36,8 @@ pub struct Communicator {
     pub name: [u8; NAME_BYTES],
     /// Bytes of a FIFO slot; 0 if the library does not tell.
     pub slot_bytes: u32,
-    /// What its operations may be done with: [`Communicator::ONE_SHOT`], [`Communicator::PEERS`].
+    /// What its operations may be done with: [`Communicator::ONE_SHOT`], [`Communicator::PEERS`],
+    /// [`Communicator::ENGINES`].
     pub abilities: u32,
     /// Room for later fields; zero.
     pub reserved: [u64; 6],
@@ -49,6 +50,8 @@ impl Communicator {
     pub const ONE_SHOT: u32 = 1;
     /// All ranks' kernels reach each other's memory.
     pub const PEERS: u32 = 2;
+    /// Copy engines may do its operations in windows: all ranks' `CTAPolicy` is zero.
+    pub const ENGINES: u32 = 4;
 
     /// Its name, cut at the first zero byte; empty if it has none or is not UTF-8.
     #[must_use]

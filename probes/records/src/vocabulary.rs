@@ -205,6 +205,7 @@ vocabulary! {
         Ll128 = 1 => "ll128",
         Simple = 2 => "simple",
         Push = 3 => "push",
+        Ce = 4 => "ce",
     }
 }
 

@@ -14,6 +14,8 @@ pub enum Phase {
     Room = 3,
     /// That it is done with this rank's buffers.
     End = 4,
+    /// For copies that copy engines make of this rank's data: for no rank. No kernel looks meanwhile.
+    Copies = 5,
 }
 
 impl Phase {
@@ -25,6 +27,7 @@ impl Phase {
             Self::Data => "data",
             Self::Room => "room",
             Self::End => "end",
+            Self::Copies => "copies",
         }
     }
 }
@@ -50,17 +53,26 @@ impl Waits {
 
     const UNKNOWN: u16 = u16::MAX;
 
-    /// What a word says that was written at `said_ns`, 0 for never, if it is of this operation and new enough `now`.
+    /// What a word says that was written at `said_ns`, 0 for never, if it is of this operation and new enough `now`. Of copies it is said once,
+    /// when they begin.
     #[must_use]
     pub const fn said(word: u64, said_ns: u64, op: u32, now: u64) -> Option<Self> {
         match Self::of(word) {
             Some(waits)
-                if waits.op == op as u16 && said_ns != 0 && now.saturating_sub(said_ns) < Self::SAID =>
+                if waits.op == op as u16
+                    && said_ns != 0
+                    && (waits.is_for_copies() || now.saturating_sub(said_ns) < Self::SAID) =>
             {
                 Some(waits)
             }
             _ => None,
         }
+    }
+
+    /// Whether it is for this rank's own copies, and for no other rank.
+    #[must_use]
+    pub const fn is_for_copies(self) -> bool {
+        matches!(self.phase, Phase::Copies)
     }
 
     /// The word; never 0. Its upper seven bits are 0: devices count in them how often they have looked.
@@ -85,6 +97,7 @@ impl Waits {
             2 => Phase::Data,
             3 => Phase::Room,
             4 => Phase::End,
+            5 => Phase::Copies,
             _ => return None,
         };
         let peer = (word >> 16) as u16;
@@ -123,6 +136,7 @@ impl Display for Waits {
                 of(f, "for")?;
                 write!(f, " to be done with its buffers")
             }
+            Phase::Copies => f.write_str("copy engines copy its data"),
         }
     }
 }
@@ -137,7 +151,7 @@ mod tests {
     #[test]
     fn a_word_says_what_it_was_made_of() {
         assert_eq!(Waits::of(0), None);
-        for phase in [Phase::Begin, Phase::Data, Phase::Room, Phase::End] {
+        for phase in [Phase::Begin, Phase::Data, Phase::Room, Phase::End, Phase::Copies] {
             for peer in [None, Some(0), Some(65534)] {
                 let waits = Waits {
                     op: 0xfedc,
@@ -167,6 +181,15 @@ mod tests {
         assert_eq!(Waits::said(word, 1000, op, 1000 + Waits::SAID), None);
         assert_eq!(Waits::said(word, 1000, op + 1, 1001), None);
         assert_eq!(Waits::said(word, 0, op, 1), None);
+        // While engines copy nobody says it again.
+        let copies = Waits {
+            phase: Phase::Copies,
+            peer: None,
+            ..waits
+        };
+        let said = |op| Waits::said(copies.word(), 1000, op, 1000 + 9 * Waits::SAID);
+        assert_eq!((said(op), said(op + 1)), (Some(copies), None));
+        assert!(copies.is_for_copies() && !waits.is_for_copies());
     }
 
     #[test]
@@ -188,5 +211,10 @@ mod tests {
             ..waits
         };
         assert_eq!(begin.to_string(), "waits for another rank to begin it");
+        let copies = Waits {
+            phase: Phase::Copies,
+            ..begin
+        };
+        assert_eq!(copies.to_string(), "copy engines copy its data");
     }
 }

@@ -381,3 +381,23 @@ fn a_rank_that_waits_elsewhere_is_not_the_culprit() {
         (1, Some(7))
     );
 }
+
+#[test]
+fn a_rank_whose_data_is_being_copied_waits_for_nobody() {
+    let copying = at(Position::Running {
+        since_ns: 3000 * MS,
+        still_ns: 2000 * MS,
+        waits: Some(Waits {
+            op: 1,
+            channel: 0,
+            phase: Phase::Copies,
+            peer: None,
+            step: 0,
+        }),
+    });
+    let heard = (0..)
+        .zip([waiting(2500, Some(1)), copying, waiting(2400, Some(1))])
+        .collect();
+    let verdict = judge(&heard, Duration::from_secs(3), &SETTINGS).unwrap();
+    assert_eq!((verdict.cause, verdict.culprit), (Cause::StuckKernel, 1));
+}

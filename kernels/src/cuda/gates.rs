@@ -1,0 +1,221 @@
+//! Collectives by copy engines: what copies where, between the kernels of `cuda/gates.cuh`.
+
+use std::ffi::CStr;
+
+use super::{
+    exchange::parts,
+    layout::{Gate, PeerCall},
+    peer_launch::{PeerArguments, PeerLaunch, SERVICE},
+    peers::MAX_PEERS,
+};
+use crate::launch::Work;
+
+/// Names of the kernels, by their numbers: `RINGSIGHT_GATES` in `cuda/gates.cuh`. The first one comes before the copies, the second one behind
+/// them.
+pub const KERNELS: [&CStr; 2] = [c"ringsight_gate_begin", c"ringsight_gate_end"];
+
+/// Threads of the one block of each: those that serve.
+pub const GATE_THREADS: u32 = SERVICE;
+
+/// Bytes that a copy engine moves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Copy {
+    /// Where to, as this rank's device knows it.
+    pub to: u64,
+    /// Where from: this rank's send buffer.
+    pub from: u64,
+    /// How many.
+    pub bytes: u64,
+}
+
+/// The copies of one collective: one to each other rank, beginning with the next one so that not all write to the same rank at a time, and
+/// last what stays here, if it does not stand in its place already.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Copies {
+    all: [Copy; MAX_PEERS],
+    count: usize,
+}
+
+impl Copies {
+    /// They, in that order.
+    #[must_use]
+    pub fn all(&self) -> &[Copy] {
+        &self.all[..self.count]
+    }
+
+    fn push(&mut self, copy: Copy) {
+        self.all[self.count] = copy;
+        self.count += 1;
+    }
+}
+
+/// The launch of a collective whose receive buffers begin `offset` bytes behind `places`, by rank, but for where it reports to.
+pub(super) fn launch(work: &Work, call: PeerCall, places: &[u64], offset: u64) -> PeerLaunch {
+    let arguments = parts(work, call);
+    let (ranks, me) = (work.ranks as usize, work.rank as usize);
+    let mut copies = Copies::default();
+    for rank in (1..ranks).map(|hop| (me + hop) % ranks) {
+        // A receive buffer has a block of each rank.
+        let bytes = arguments.sends[rank];
+        copies.push(Copy {
+            to: places[rank] + offset + bytes * me as u64,
+            from: arguments.from[rank],
+            bytes,
+        });
+    }
+    if arguments.own != arguments.result {
+        copies.push(Copy {
+            to: arguments.result,
+            from: arguments.own,
+            bytes: arguments.result_bytes,
+        });
+    }
+    PeerLaunch {
+        arguments: PeerArguments::Gate(Gate {
+            call,
+            gives_up: 0,
+            reserved: 0,
+        }),
+        kernel: 0,
+        blocks: 1,
+        threads: GATE_THREADS,
+        copies: Some(copies),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
+
+    use super::*;
+    use crate::launch::{ChannelWork, Connections, Launch, Observer, Peers, Scalar, Straight, When, Window};
+
+    /// As far apart as nothing reaches.
+    const APART: usize = 1 << 40;
+    const OFFSET: u64 = 512;
+
+    struct Nobody;
+
+    impl Observer for Nobody {
+        fn channel_started(&self, _op: u32, _replay: u32, _channel: u8, _when: When) {}
+        fn channel_stopped(&self, _op: u32, _replay: u32, _channel: u8, _aborted: bool, _when: When) {}
+        fn mismatch(&self, _op: u32, _replay: u32, _channel: u8, _theirs: u32) {}
+        fn launch_finished(&self, _replay: u32, _aborted: bool) {}
+    }
+
+    /// Rank `r` has its window at `(r + 1) * APART`, and what it sends behind all of them.
+    fn work(function: Function, rank: u32, ranks: u32, count: usize, in_place: bool) -> Work {
+        let recv = (rank as usize + 1) * APART + OFFSET as usize;
+        let send = if in_place {
+            recv + rank as usize * count * 4
+        } else {
+            (rank as usize + 100) * APART
+        };
+        Work {
+            op: 1,
+            tag: 7,
+            function,
+            algorithm: Algorithm::Direct,
+            data_type: DataType::Float32,
+            reduce_op: ReduceOp::None,
+            scalar: Scalar::None,
+            send,
+            recv,
+            count,
+            part: 0..count,
+            rank,
+            ranks,
+            root: 0,
+            straight: Straight::No,
+            pushes: false,
+            connections: Connections::Engines {
+                window: Arc::new(Window {
+                    peers: Arc::new(Peers {
+                        rank,
+                        bases: vec![0; ranks as usize],
+                        most_blocks: 64,
+                        foreign: 0,
+                        memory: Box::new(()),
+                    }),
+                    places: (1..=u64::from(ranks)).map(|rank| rank * APART as u64).collect(),
+                    engines: Arc::new(()),
+                    memory: Vec::new(),
+                }),
+                offset: OFFSET,
+            },
+        }
+    }
+
+    fn launched(works: Vec<Work>) -> Result<Option<PeerLaunch>, crate::WorkError> {
+        works[0].check()?;
+        PeerLaunch::new(&Launch {
+            channels: vec![ChannelWork {
+                channel: 0,
+                work: works,
+            }],
+            abort: Arc::default(),
+            observer: Arc::new(Nobody),
+            peers: None,
+        })
+    }
+
+    #[test]
+    fn every_byte_of_every_receive_buffer_is_copied_once() {
+        for (function, ranks, in_place) in [
+            (Function::AllGather, 2, false),
+            (Function::AllGather, 3, true),
+            (Function::AllGather, 8, false),
+            (Function::AlltoAll, 2, false),
+            (Function::AlltoAll, 8, false),
+        ] {
+            let (count, bytes) = (1001, 4004);
+            let mut written: Vec<Vec<(u64, u64)>> = vec![Vec::new(); ranks as usize];
+            for rank in 0..ranks {
+                let launch = launched(vec![work(function, rank, ranks, count, in_place)])
+                    .unwrap()
+                    .unwrap();
+                let name = PeerLaunch::kernels().nth(launch.kernel).unwrap();
+                assert_eq!((name, launch.blocks, launch.threads), (KERNELS[0], 1, 32));
+                assert_eq!(PeerLaunch::kernels().nth(launch.kernel + 1).unwrap(), KERNELS[1]);
+                let copies = launch.copies.unwrap();
+                assert_eq!(copies.all().len() as u32, ranks - u32::from(in_place));
+                for (at, copy) in copies.all().iter().enumerate() {
+                    let to = copy.to as usize / APART - 1;
+                    // Each begins with another rank, and ends with itself.
+                    assert_eq!(to as u32, (rank + 1 + at as u32) % ranks);
+                    let send = work(function, rank, ranks, count, in_place).send as u64;
+                    let block = if function == Function::AlltoAll {
+                        to as u64 * bytes
+                    } else {
+                        0
+                    };
+                    assert_eq!(copy.from, send + block);
+                    written[to].push((copy.to % APART as u64, copy.bytes));
+                }
+                if in_place {
+                    written[rank as usize].push((OFFSET + u64::from(rank) * bytes, bytes));
+                }
+            }
+            for mut blocks in written {
+                blocks.sort_unstable();
+                let expected = (0..u64::from(ranks)).map(|block| (OFFSET + block * bytes, bytes));
+                assert!(blocks.into_iter().eq(expected), "{function}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_engines_cannot_do_is_refused() {
+        let gather = || work(Function::AllGather, 0, 2, 8, false);
+        assert!(launched(vec![gather(), gather()]).is_err(), "two in a launch");
+        let reduce = Work {
+            reduce_op: ReduceOp::Sum,
+            ..work(Function::ReduceScatter, 0, 2, 8, false)
+        };
+        assert!(launched(vec![reduce]).is_err());
+        let fewer = Work { ranks: 3, ..gather() };
+        assert!(launched(vec![fewer]).is_err(), "a window of other ranks");
+    }
+}
