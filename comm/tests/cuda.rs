@@ -8,6 +8,8 @@ mod native;
 mod skip;
 #[path = "cuda/watchdog.rs"]
 mod watchdog;
+#[path = "cuda/windows.rs"]
+mod windows;
 
 use std::{path::Path, process::Command, sync::OnceLock};
 

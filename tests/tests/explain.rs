@@ -110,7 +110,7 @@ fn the_environment_leaves_ways_out() -> Result<()> {
     let wrong = told("all_reduce", &[("RINGSIGHT_PROTO", "^ll,tree")]);
     let wrong = wrong.err().context("a name that nothing has")?.to_string();
     ensure!(
-        wrong.contains("RINGSIGHT_PROTO=^ll,tree: tree is none of ll, ll128, simple, push"),
+        wrong.contains("RINGSIGHT_PROTO=^ll,tree: tree is none of ll, ll128, simple, push, ce"),
         "{wrong}"
     );
     Ok(())

@@ -8,7 +8,7 @@ use std::{
 use clap::{Args, ValueEnum};
 use ringsight_collector::explain::{Explained, Operation, Seen, Table, Terms, of_process, of_spans};
 use ringsight_probes::{look, target};
-use ringsight_records::{DataType, Function, ReduceOp};
+use ringsight_records::{DataType, Function, Protocol, ReduceOp};
 
 use super::{Exit, print};
 
@@ -48,6 +48,9 @@ pub(crate) struct ExplainArguments {
     /// What the ranks run on
     #[arg(long, value_enum, default_value_t = On::Peers)]
     on: On,
+    /// The receive buffer is in a window that all ranks registered as symmetric, and NCCL_CTA_POLICY is 2
+    #[arg(long)]
+    window: bool,
     /// Library whose table it is [default: the process's own, else libnccl.so.2 where the system finds it]
     #[arg(long, value_name = "FILE")]
     library: Option<PathBuf>,
@@ -113,6 +116,7 @@ impl ExplainArguments {
             slot_bytes: u32::try_from(self.slot).map_err(|_| "--slot is too large".to_owned())?,
             one_shot: true,
             peers: self.on == On::Peers,
+            engines: self.window,
         })
     }
 
@@ -155,7 +159,7 @@ fn explain(arguments: &ExplainArguments) -> Result<String, String> {
         }
         (None, None) => {
             let (operation, terms) = (arguments.operation(), arguments.terms()?);
-            let rows = named(arguments.library.as_deref())?.explain(&operation, &terms)?;
+            let rows = named(arguments.library.as_deref())?.explain(&operation, &terms, arguments.window)?;
             let explained = Explained {
                 operation,
                 terms,
@@ -171,12 +175,19 @@ fn explain(arguments: &ExplainArguments) -> Result<String, String> {
     let mut all = Vec::new();
     for ((operation, terms, done), times) in seen {
         // Of a communicator that is gone, or of a record that does not have them: those of the options.
-        let terms = terms.map_or_else(|| arguments.terms(), Ok)?;
+        let in_window = done.protocol == Protocol::Ce;
+        let terms = match terms {
+            Some(terms) => terms,
+            None => Terms {
+                engines: in_window,
+                ..arguments.terms()?
+            },
+        };
         all.push(Explained {
             operation,
             terms,
             done: Some((done, times)),
-            rows: table.explain(&operation, &terms)?,
+            rows: table.explain(&operation, &terms, in_window)?,
         });
     }
     Ok(written(&all, arguments.json))

@@ -81,6 +81,8 @@ pub struct Terms {
     pub one_shot: bool,
     /// All ranks' kernels reach each other's memory.
     pub peers: bool,
+    /// Copy engines may do operations in windows: all ranks' `CTAPolicy` is zero.
+    pub engines: bool,
 }
 
 impl Terms {
@@ -92,6 +94,7 @@ impl Terms {
             slot_bytes: communicator.slot_bytes,
             one_shot: communicator.abilities & Communicator::ONE_SHOT != 0,
             peers: communicator.abilities & Communicator::PEERS != 0,
+            engines: communicator.abilities & Communicator::ENGINES != 0,
         })
     }
 }

@@ -35,6 +35,8 @@ struct Asked {
     slot_bytes: usize,
     one_shot: c_int,
     peers: c_int,
+    zero_cta: c_int,
+    window: c_int,
 }
 
 /// `ringsightExplainRow_t`.
@@ -48,7 +50,7 @@ struct RawRow {
     reason: [u8; 128],
 }
 
-const _: () = assert!(size_of::<Asked>() == 56 && size_of::<RawRow>() == 168);
+const _: () = assert!(size_of::<Asked>() == 64 && size_of::<RawRow>() == 168);
 
 type Explain = unsafe extern "C" fn(*const Asked, *mut RawRow, *mut c_int) -> c_int;
 type LastError = unsafe extern "C" fn(*const std::ffi::c_void) -> *const c_char;
@@ -79,11 +81,11 @@ impl Table {
         Ok(Self { library })
     }
 
-    /// The rows of the table, in the order in which they are tried.
+    /// The rows of the table, in the order in which they are tried. `in_window`: the receive buffer is in a window that all ranks reach.
     ///
     /// # Errors
     /// What the library refuses.
-    pub fn explain(&self, operation: &Operation, terms: &Terms) -> Result<Vec<Row>, String> {
+    pub fn explain(&self, operation: &Operation, terms: &Terms, in_window: bool) -> Result<Vec<Row>, String> {
         /// More than any table has rows.
         const MOST: usize = 256;
         let name = CString::new(operation.function.name()).map_err(|error| error.to_string())?;
@@ -104,6 +106,8 @@ impl Table {
             slot_bytes: terms.slot_bytes as usize,
             one_shot: terms.one_shot.into(),
             peers: terms.peers.into(),
+            zero_cta: terms.engines.into(),
+            window: in_window.into(),
         };
         let empty = RawRow {
             algorithm: [0; 16],

@@ -13,7 +13,12 @@ use super::{
 use crate::{
     device::Stream,
     error::{Error, Result, ResultCode},
-    plan::{Request, algorithm::Asked, limits::Limits, table::explain},
+    plan::{
+        Request,
+        algorithm::{Asked, Engines},
+        limits::Limits,
+        table::explain,
+    },
 };
 
 /// `ringsightExplain_t`.
@@ -40,6 +45,10 @@ pub struct Explain {
     pub one_shot: c_int,
     /// See [`Asked::peers`].
     pub peers: c_int,
+    /// Not 0: all ranks' `CTAPolicy` is zero.
+    pub zero_cta: c_int,
+    /// Not 0: the receive buffer is in a window that all ranks reach.
+    pub window: c_int,
 }
 
 /// `ringsightExplainRow_t`: a row of the table, texts zero-padded.
@@ -58,7 +67,7 @@ pub struct ExplainRow {
     pub reason: [u8; 128],
 }
 
-const _: () = assert!(size_of::<Explain>() == 56 && size_of::<ExplainRow>() == 168);
+const _: () = assert!(size_of::<Explain>() == 64 && size_of::<ExplainRow>() == 168);
 
 /// A text in a field that ends with a zero byte.
 fn field<const BYTES: usize>(text: &str) -> [u8; BYTES] {
@@ -122,6 +131,7 @@ unsafe fn read(asked: &Explain) -> Result<(Asked, usize)> {
         scalar: Scalar::None,
         peer: None,
         stream: Stream(0),
+        window: None,
     };
     let channels = positive("channels", asked.channels)? as usize;
     Ok((
@@ -133,6 +143,11 @@ unsafe fn read(asked: &Explain) -> Result<(Asked, usize)> {
             slot_bytes: asked.slot_bytes,
             one_shot: asked.one_shot != 0,
             peers: asked.peers != 0,
+            engines: match (asked.zero_cta, asked.window) {
+                (0, _) => Engines::OtherPolicy,
+                (_, 0) => Engines::NoWindow,
+                _ => Engines::Reach,
+            },
             limits: Limits::from_environment()?,
         },
         channels,
@@ -199,6 +214,8 @@ mod tests {
         slot_bytes: 128 << 10,
         one_shot: 1,
         peers: 1,
+        zero_cta: 0,
+        window: 0,
     };
 
     const NONE: ExplainRow = ExplainRow {
@@ -252,6 +269,22 @@ mod tests {
         })
         .unwrap();
         assert!(long.iter().any(|row| row.chosen == 1 && row.channels == 8));
+        // By copy engines.
+        let gather = |window| Explain {
+            function: c"all_gather".as_ptr(),
+            zero_cta: 1,
+            window,
+            ..SHORT
+        };
+        let is_taken = |row: &ExplainRow| row.chosen == 1 && text(&row.protocol) == "ce";
+        assert!(asked(gather(1)).unwrap().iter().any(is_taken));
+        let without = asked(gather(0)).unwrap();
+        assert!(!without.iter().any(is_taken));
+        assert!(
+            without
+                .iter()
+                .any(|row| text(&row.reason).contains("in no window that all ranks"))
+        );
         // Made by the caller.
         let scaled = asked(Explain { op: 77, ..SHORT }).unwrap();
         assert!(text(&scaled[0].reason).contains("PreMulSum"), "{:?}", scaled[0]);

@@ -70,6 +70,7 @@ fn operation(
             scalar,
             peer,
             stream,
+            window: None,
         };
         group::enqueue(comm, request, start)
     };

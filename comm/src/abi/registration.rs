@@ -9,7 +9,7 @@ use std::{
 
 use super::{arguments::out, communicators::in_group, entry};
 use crate::{
-    communicator::{self, Communicator, Handle, PAGE},
+    communicator::{self, Communicator, Handle, PAGE, Part},
     error::{Error, Result, ResultCode},
     group::{self, Job},
 };
@@ -62,6 +62,7 @@ entry! {
 struct Joining {
     comm: Arc<Communicator>,
     window: Option<usize>,
+    part: Part,
 }
 
 impl Joining {
@@ -117,6 +118,12 @@ unsafe fn register_window(
     let joining = Joining {
         comm,
         window: Some(window),
+        part: Part {
+            handle: window,
+            address,
+            bytes: size,
+            is_symmetric: flags & COLL_SYMMETRIC != 0,
+        },
     };
     group::submit(Job {
         life: joining.comm.life().clone(),
@@ -125,8 +132,7 @@ unsafe fn register_window(
         made: None,
         work: Box::new(move || {
             // Numbered here, since a group that fails does not come to it, and the other ranks do not count what it asked for.
-            let comm = &joining.comm;
-            comm.meet_for_window(comm.next_window())?;
+            joining.comm.join_window(joining.part)?;
             joining.keep();
             Ok(())
         }),
@@ -154,6 +160,6 @@ entry! {
         if win == 0 {
             return Ok(());
         }
-        made(comm)?.deregister("win", win)
+        made(comm)?.deregister_window(win)
     }
 }

@@ -36,13 +36,24 @@ pub struct Call {
     pub reduce_op: ReduceOp,
     /// Root of a rooted collective, peer of a send or receive.
     pub peer: Option<u32>,
+    /// Where it goes, if copy engines bring it there.
+    pub place: Option<Place>,
+}
+
+/// A place in a window: the receive buffers of all ranks begin at the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// Number of the window, as all ranks count them.
+    pub window: u32,
+    /// Where in it, in bytes.
+    pub offset: u64,
 }
 
 impl Call {
     /// The tag that every slot of the operation carries: never 0, the same for calls that fit together.
     ///
-    /// All ranks of a collective must give the same count, type, reduction and root; the scalar of a `PreMulSum` may
-    /// differ between ranks. Of a send and its receive the bytes must be the same, whatever their types.
+    /// All ranks of a collective must give the same count, type, reduction and root, and the same place where there is one; the scalar
+    /// of a `PreMulSum` may differ between ranks. Of a send and its receive the bytes must be the same, whatever their types.
     #[must_use]
     pub fn tag(&self) -> u32 {
         let count = self.count as u64;
@@ -56,39 +67,51 @@ impl Call {
             .peer
             .filter(|_| !self.function.is_p2p())
             .map_or(0, |root| root + 1);
-        let mut bytes = [0; 15];
+        let mut bytes = [0; 27];
         bytes[..3].copy_from_slice(&words);
         bytes[3..7].copy_from_slice(&root.to_le_bytes());
-        bytes[7..].copy_from_slice(&count.to_le_bytes());
-        let hash = fnv1a(&bytes);
+        bytes[7..15].copy_from_slice(&count.to_le_bytes());
+        let length = self.place.map_or(15, |place| {
+            bytes[15..19].copy_from_slice(&place.window.to_le_bytes());
+            bytes[19..].copy_from_slice(&place.offset.to_le_bytes());
+            bytes.len()
+        });
+        let hash = fnv1a(&bytes[..length]);
         // Folded, so that all 64 bits have a say.
         ((hash >> 32) as u32 ^ hash as u32).max(1)
     }
 
-    pub(super) const BYTES: usize = 16;
+    pub(super) const BYTES: usize = 32;
 
-    /// Function u8 | type u8 | reduction u8 | has a peer u8 | peer u32 | count u64.
+    /// Function u8 | type u8 | reduction u8 | has a peer (1), a place (2) u8 | peer u32 | count u64 | window u32 | 0 u32 | offset u64.
     pub(super) fn encode(&self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         bytes[0] = self.function.code();
         bytes[1] = self.data_type.code();
         bytes[2] = self.reduce_op.code();
-        bytes[3] = self.peer.is_some().into();
+        bytes[3] = u8::from(self.peer.is_some()) | u8::from(self.place.is_some()) << 1;
         bytes[4..8].copy_from_slice(&self.peer.unwrap_or(0).to_le_bytes());
-        bytes[8..].copy_from_slice(&(self.count as u64).to_le_bytes());
+        bytes[8..16].copy_from_slice(&(self.count as u64).to_le_bytes());
+        if let Some(place) = self.place {
+            bytes[16..20].copy_from_slice(&place.window.to_le_bytes());
+            bytes[24..].copy_from_slice(&place.offset.to_le_bytes());
+        }
         bytes
     }
 
     /// `None` for anything that [`Call::encode`] does not write.
     pub(super) fn parse(bytes: &[u8; Self::BYTES]) -> Option<Self> {
-        let peer = u32::from_le_bytes([bytes[4], bytes[5], bytes[6], bytes[7]]);
-        let (count, peer) = (bytes.last_chunk()?, (bytes[3] != 0).then_some(peer));
+        let number = |at: usize| bytes[at..].first_chunk().map(|bytes| u32::from_le_bytes(*bytes));
+        let long = |at: usize| bytes[at..].first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
+        let (peer, window, offset) = (number(4)?, number(16)?, long(24)?);
+        let place = Place { window, offset };
         let call = Self {
             function: Function::from_code(bytes[0])?,
-            count: usize::try_from(u64::from_le_bytes(*count)).ok()?,
+            count: usize::try_from(long(8)?).ok()?,
             data_type: DataType::from_code(bytes[1])?,
             reduce_op: ReduceOp::from_code(bytes[2])?,
-            peer,
+            peer: (bytes[3] & 1 != 0).then_some(peer),
+            place: (bytes[3] & 2 != 0).then_some(place),
         };
         (call.encode() == *bytes).then_some(call)
     }
@@ -101,6 +124,9 @@ impl fmt::Display for Call {
         write!(f, "{name}(count {}, {}", self.count, self.data_type)?;
         if self.reduce_op != ReduceOp::None {
             write!(f, ", {}", self.reduce_op)?;
+        }
+        if let Some(Place { window, offset }) = self.place {
+            write!(f, ", to byte {offset} of window {window}")?;
         }
         match (self.function, self.peer) {
             (Function::Send, Some(peer)) => write!(f, ") to rank {peer}"),
@@ -126,6 +152,20 @@ mod tests {
             ..REDUCE
         };
         assert_eq!(send.to_string(), "Send(count 10, float32) to rank 0");
+        let gather = Call {
+            function: Function::AllGather,
+            reduce_op: ReduceOp::None,
+            peer: None,
+            place: Some(Place {
+                window: 2,
+                offset: 4096,
+            }),
+            ..REDUCE
+        };
+        assert_eq!(
+            gather.to_string(),
+            "AllGather(count 10, float32, to byte 4096 of window 2)"
+        );
     }
 
     const REDUCE: Call = Call {
@@ -134,6 +174,7 @@ mod tests {
         data_type: DataType::Float32,
         reduce_op: ReduceOp::Sum,
         peer: Some(0),
+        place: None,
     };
 
     #[test]
@@ -153,9 +194,14 @@ mod tests {
                                 data_type: *data_type,
                                 reduce_op: *reduce_op,
                                 peer,
+                                place: None,
                             };
-                            let other = seen.insert(call.tag(), call);
-                            assert!(other.is_none() && call.tag() != 0, "{call:?} {other:?}");
+                            let place = |window, offset| Some(Place { window, offset });
+                            for place in [None, place(0, 0), place(0, 4096), place(1, 0)] {
+                                let call = Call { place, ..call };
+                                let other = seen.insert(call.tag(), call);
+                                assert!(other.is_none() && call.tag() != 0, "{call:?} {other:?}");
+                            }
                         }
                     }
                 }

@@ -138,7 +138,7 @@ mod tests {
     use proptest::prelude::*;
     use ringsight_records::{DataType, Function, ReduceOp};
 
-    use super::*;
+    use super::{super::Place, *};
 
     fn identities() -> impl Strategy<Value = Identity> {
         prop_oneof![
@@ -154,13 +154,15 @@ mod tests {
             prop::sample::select(DataType::ALL),
             prop::sample::select(ReduceOp::ALL),
             any::<Option<u32>>(),
+            any::<Option<(u32, u64)>>(),
         )
-            .prop_map(|(function, count, data_type, reduce_op, peer)| Call {
+            .prop_map(|(function, count, data_type, reduce_op, peer, place)| Call {
                 function,
                 count,
                 data_type,
                 reduce_op,
                 peer,
+                place: place.map(|(window, offset)| Place { window, offset }),
             })
     }
 

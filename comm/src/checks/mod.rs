@@ -21,7 +21,7 @@ use std::{
     thread::{self, JoinHandle},
 };
 
-pub use call::{Call, api_name};
+pub use call::{Call, Place, api_name};
 use calls::Calls;
 pub(crate) use calls::{Entry, Identity};
 use message::Message;

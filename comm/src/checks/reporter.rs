@@ -272,6 +272,7 @@ mod tests {
                 data_type: DataType::Float32,
                 reduce_op: ReduceOp::Sum,
                 peer: None,
+                place: None,
             };
             let info = OpInfo {
                 op,

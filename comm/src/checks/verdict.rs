@@ -141,6 +141,7 @@ mod tests {
             data_type: DataType::Float32,
             reduce_op: ReduceOp::Sum,
             peer: None,
+            place: None,
         }
     }
 

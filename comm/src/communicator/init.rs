@@ -1,9 +1,6 @@
 //! Making a communicator: rendezvous, what the ranks agree on, connections.
 
-use std::sync::{
-    Arc, Mutex, OnceLock,
-    atomic::{AtomicBool, AtomicU32},
-};
+use std::sync::{Arc, Mutex, OnceLock, atomic::AtomicBool};
 
 use ringsight_kernels::launch::Peers;
 use ringsight_records::{Kind, State, pages};
@@ -17,6 +14,7 @@ use super::{
     peers,
     posting::Posting,
     terms::{Agreement, Terms},
+    windows::Windows,
 };
 use crate::{
     bootstrap::{self, Bootstrap, UniqueId, fnv1a},
@@ -28,7 +26,7 @@ use crate::{
         reclaim::{Notes, Plans},
     },
     log, observe,
-    plan::{ReduceOps, Sequences},
+    plan::{BY_ENGINES, ReduceOps, Sequences},
     proxy::Proxy,
     topology::{RankInfo, Topology},
     transport::{Connector, RingConnections, verbs::Wish},
@@ -87,7 +85,7 @@ fn hear(
 }
 
 /// Devices of the other ranks of this process.
-fn devices_near(topology: &Topology, peers: &Peers) -> Vec<i32> {
+pub(super) fn devices_near(topology: &Topology, peers: &Peers) -> Vec<i32> {
     let others = (0..topology.ranks()).filter(|rank| *rank != peers.rank && !peers.is_foreign(*rank));
     others.map(|rank| topology.info(rank).device).collect()
 }
@@ -214,6 +212,7 @@ impl Making<'_> {
             work_fifo_depth,
             share,
             one_shot,
+            zero_cta,
             limits,
         } = Terms::agree(&terms);
         let faults = self.life.faults().clone();
@@ -274,7 +273,7 @@ impl Making<'_> {
             .inspect_err(|_| membership.leave(&connector))?;
         let maps = peers
             .as_ref()
-            .filter(|(peers, _)| peers.foreign != 0 && limits.straight_bytes != u64::MAX)
+            .filter(|(peers, _)| peers.foreign != 0 && (zero_cta || limits.straight_bytes != u64::MAX))
             .map(|(peers, mapped)| {
                 let near = devices_near(&topology, peers);
                 Maps::new(self.device, peers, near, mapped, post_over(bootstrap), inbox)
@@ -323,8 +322,8 @@ impl Making<'_> {
             bootstrap: bootstrap.clone(),
             children: Mutex::default(),
             registrations: Registrations::default(),
+            windows: Windows::new(zero_cta && limits.allowed.has_any(&BY_ENGINES)),
             buffers: Buffers::read()?,
-            windows: AtomicU32::new(0),
             checks,
             watch,
             finalized: AtomicBool::new(false),
@@ -443,6 +442,7 @@ impl Communicator {
             abilities: [
                 (self.one_shot, pages::Communicator::ONE_SHOT),
                 (self.peers.is_some(), pages::Communicator::PEERS),
+                (self.windows.are_for_engines(), pages::Communicator::ENGINES),
             ]
             .into_iter()
             .filter_map(|(has, ability)| has.then_some(ability))

@@ -15,11 +15,9 @@ mod posting;
 mod registration;
 mod registry;
 mod terms;
+mod windows;
 
-use std::sync::{
-    Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
-    atomic::{AtomicBool, AtomicU32},
-};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak, atomic::AtomicBool};
 
 use ringsight_kernels::{AbortWord, launch::Peers};
 use ringsight_records::{Flags, Kind, Record, State};
@@ -57,6 +55,7 @@ use posting::Posting;
 pub use registration::PAGE;
 pub(crate) use registration::Registrations;
 pub use registry::{Handle, find, fulfil, is_made, lookup, remove, reserve, state, tear_out, withdraw};
+pub(crate) use windows::{Found, Part};
 
 /// One rank of a communicator.
 pub struct Communicator {
@@ -114,8 +113,8 @@ pub struct Communicator {
     registrations: Registrations,
     /// What is known of buffers that operations use.
     pub(crate) buffers: Buffers,
-    /// Windows registered so far.
-    windows: AtomicU32,
+    /// Windows that all ranks have registered together.
+    pub(crate) windows: windows::Windows,
     finalized: AtomicBool,
     /// Which call terminated its operations, leaving it only to be destroyed and to make children from.
     given_up: OnceLock<&'static str>,

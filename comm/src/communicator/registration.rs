@@ -146,28 +146,6 @@ impl Communicator {
             tracing::info!(target: log::INIT, "Memory at {address:#x} is not shown to other processes: {}", error.text);
         }
     }
-
-    /// Waits until every rank has registered its part of window number `number` of this communicator.
-    ///
-    /// # Errors
-    /// A rank that is gone or does not come, or an abort.
-    pub(crate) fn meet_for_window(&self, number: u32) -> Result<()> {
-        /// Tags of windows, apart from those of splits.
-        const WINDOW: u32 = 1 << 31;
-        let everyone: Vec<u32> = (0..self.ranks).collect();
-        self.bootstrap
-            .gather_among(&everyone, WINDOW | number, &[])
-            .map(drop)
-            .map_err(|error| {
-                Error::from(error).within("waiting for all ranks to register their part of the window")
-            })
-    }
-
-    /// Number of the next window; the same on all ranks, since all register the same windows in the same order.
-    pub(crate) fn next_window(&self) -> u32 {
-        // Relaxed: calls on one communicator come one after another.
-        self.windows.fetch_add(1, Ordering::Relaxed) & (u32::MAX >> 1)
-    }
 }
 
 #[cfg(test)]

@@ -355,6 +355,13 @@ pub trait Device: Send + Sync + 'static {
     fn read_share(&self, _base: u64, _bytes: &mut [u8]) -> Result<()> {
         Err(DeviceError::InvalidUsage("this device shares no memory".into()))
     }
+    /// What copies of one communicator on the current device are queued with beside the streams of its caller
+    /// ([`ringsight_kernels::launch::Window::engines`]).
+    fn engines(&self) -> Result<Arc<dyn Any + Send + Sync>> {
+        Err(DeviceError::InvalidUsage(
+            "this device has no copy engines".into(),
+        ))
+    }
     /// Zeroed memory of the current device that network devices reach; `None` if the device has no memory of its own, but the host's.
     ///
     /// # Errors

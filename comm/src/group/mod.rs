@@ -262,8 +262,9 @@ impl Group {
         captured: false,
     };
 
-    fn push(&mut self, comm: &Arc<Communicator>, request: Request, start_ns: u64) -> Result<OpInfo> {
+    fn push(&mut self, comm: &Arc<Communicator>, mut request: Request, start_ns: u64) -> Result<OpInfo> {
         comm.check_usable()?;
+        request.window = comm.window_of(&request);
         self.admit(comm.life())?;
         let capture = comm.on_device(|device| {
             let capture = device.capture_of(request.stream)?;

@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ringsight_kernels::{ChannelWork, Launch, Observer, When};
+use ringsight_kernels::{ChannelWork, Connections, Launch, Observer, When};
 
 use super::observer::{Contents, PlanObserver, Stage};
 use crate::{communicator::Communicator, communicator::lock, observe};
@@ -91,6 +91,13 @@ impl InFlight {
     pub(super) fn works(&self) -> usize {
         let channels = self.launch.channels.iter();
         channels.map(|channel| channel.work.len()).sum()
+    }
+}
+
+impl InFlight {
+    fn has_window(&self) -> bool {
+        let mut works = self.launch.channels.iter().flat_map(|channel| &channel.work);
+        works.any(|work| matches!(work.connections, Connections::Engines { .. }))
     }
 }
 
@@ -211,7 +218,8 @@ impl Plans {
         if let Some(plan) = place.and_then(|place| self.eager.remove(place)) {
             let works = plan.works();
             self.works -= works;
-            if self.spares.len() < SPARES && works <= SPARE_WORKS {
+            // What it holds is in its works, which a spare plan keeps: no window is held longer than it is used.
+            if self.spares.len() < SPARES && works <= SPARE_WORKS && !plan.has_window() {
                 self.spares.push_back(plan);
             }
         }

@@ -25,8 +25,23 @@ pub struct Asked {
     pub one_shot: bool,
     /// Whether all ranks' kernels reach each other's memory.
     pub peers: bool,
+    /// What copy engines have to do it.
+    pub engines: Engines,
     /// What the ranks' environments leave.
     pub limits: Limits,
+}
+
+/// Whether copy engines can bring an operation's data where it is to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Engines {
+    /// Some rank's `CTAPolicy` is not zero.
+    OtherPolicy,
+    /// The receive buffer is in no window that all ranks have registered as symmetric.
+    NoWindow,
+    /// Not all ranks reach those of all others in that window.
+    NotReached,
+    /// They can.
+    Reach,
 }
 
 /// A row of [the table](super::table::TABLE): the first whose conditions hold, and whose algorithm is possible, is taken.
@@ -79,6 +94,12 @@ pub enum Reason {
     NoProgram,
     /// Not all ranks' kernels reach each other's memory.
     NoPeers,
+    /// Some rank's policy lets kernels do what copy engines can.
+    OtherPolicy,
+    /// The receive buffer is in no window of all ranks.
+    NoWindow,
+    /// Not all ranks reach the window.
+    NotReached,
     /// The memory among peers holds so many bytes.
     PeerMemory(u64),
     /// A slot of a FIFO holds so many bytes.
@@ -101,6 +122,11 @@ impl fmt::Display for Reason {
             }
             Self::NoProgram => f.write_str("some rank's device has no program of it"),
             Self::NoPeers => f.write_str("not all ranks' kernels reach each other's memory"),
+            Self::OtherPolicy => f.write_str("not all ranks' CTAPolicy is NCCL_CTA_POLICY_ZERO"),
+            Self::NoWindow => f.write_str(
+                "the receive buffer is in no window that all ranks registered with NCCL_WIN_COLL_SYMMETRIC",
+            ),
+            Self::NotReached => f.write_str("not all ranks reach the window that the receive buffer is in"),
             Self::PeerMemory(most) => write!(f, "the memory among peers holds {most} bytes"),
             Self::Slot(most) => write!(f, "a slot of a FIFO holds {most} bytes"),
             Self::Earlier => f.write_str("a row before it serves the operation"),
@@ -158,6 +184,17 @@ impl Row {
         if asked.ranks > self.max_ranks {
             return Some(Reason::Ranks(self.max_ranks));
         }
+        if self.choice.is_by_engines() {
+            let lacks = match asked.engines {
+                Engines::OtherPolicy => Some(Reason::OtherPolicy),
+                Engines::NoWindow => Some(Reason::NoWindow),
+                Engines::NotReached => Some(Reason::NotReached),
+                Engines::Reach => None,
+            };
+            if lacks.is_some() {
+                return lacks;
+            }
+        }
         self.choice.is_impossible(asked)
     }
 }
@@ -173,6 +210,12 @@ impl Choice {
     #[must_use]
     pub fn is_straight(&self) -> bool {
         self.among_peers && matches!(self.protocol, Protocol::Simple | Protocol::Push)
+    }
+
+    /// Whether copy engines move its data between two kernels.
+    #[must_use]
+    pub fn is_by_engines(&self) -> bool {
+        self.protocol == Protocol::Ce
     }
 
     /// Why there is no program, wherever the table puts its limits.

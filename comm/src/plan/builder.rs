@@ -115,10 +115,15 @@ impl<'a> Builder<'a> {
         } else {
             Straight::No
         };
+        let found = task.request.window.as_ref().filter(|_| choice.is_by_engines());
+        let connections = match found.and_then(|found| Some((found.window.clone()?, found.offset))) {
+            Some((window, offset)) => Connections::Engines { window, offset },
+            None => Connections::Peers(peers),
+        };
         let work = Work {
             straight,
             pushes,
-            ..self.work_of(task, all, choice.algorithm, Connections::Peers(peers))
+            ..self.work_of(task, all, choice.algorithm, connections)
         };
         work.check()?;
         if let Some(load) = &mut self.simulated {

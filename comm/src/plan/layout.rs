@@ -4,7 +4,12 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use ringsight_kernels::cuda::messages;
 
-use super::{Exchange, Task, algorithm, builder::Builder, table};
+use super::{
+    Exchange, Task,
+    algorithm::{self, Engines},
+    builder::Builder,
+    table,
+};
 use crate::{
     communicator::Communicator,
     error::{Error, Result},
@@ -19,7 +24,14 @@ use crate::{
 pub(super) fn choice_of(task: &Task, comm: &Communicator) -> Result<(usize, algorithm::Choice)> {
     let function = task.request.function;
     let bytes = task.request.bytes_of_choice(comm.ranks);
+    let engines = match &task.request.window {
+        _ if !comm.windows.are_for_engines() => Engines::OtherPolicy,
+        None => Engines::NoWindow,
+        Some(found) if found.window.is_none() => Engines::NotReached,
+        Some(_) => Engines::Reach,
+    };
     let asked = algorithm::Asked {
+        engines,
         function,
         reduce_op: task.request.reduce_op,
         bytes,

@@ -28,6 +28,7 @@ pub(crate) fn stuck(comm: &Communicator, stream: Stream, group: u32) -> Result<P
             scalar: Scalar::None,
             peer: Some(comm.rank),
             stream,
+            window: None,
         },
         info: OpInfo {
             op,

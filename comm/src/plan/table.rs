@@ -34,6 +34,10 @@ const fn pushed(algorithm: Algorithm) -> Choice {
     among_peers(algorithm, Protocol::Push)
 }
 
+/// By copy engines, into receive buffers in a window whose places all hosts know, between two kernels of one block. Whoever asks for that
+/// ([`Engines`](super::algorithm::Engines)) wants no kernel to take what computes, however long it takes.
+pub(crate) const BY_ENGINES: Choice = among_peers(Algorithm::Direct, Protocol::Ce);
+
 /// Through FIFOs between neighbours.
 const fn through_fifos(algorithm: Algorithm) -> Choice {
     Choice {
@@ -54,6 +58,8 @@ pub const TABLE: &[Row] = &[
     Row::of(&[AllReduce], pushed(Algorithm::TwoShot)),
     // One kernel, and each byte goes over NVLink once, to where it is to be or to who reduces it, and once from there.
     Row::of(&[AllReduce], straight(Algorithm::TwoShot)),
+    // No kernel while data moves.
+    Row::of(&[AllGather, AlltoAll], BY_ENGINES),
     Row::of(EACH_WITH_ALL, straight(Algorithm::Direct)),
     Row::of(ROOTED, straight(Algorithm::Direct)).up_to_ranks(2),
     Row::of(&[Send, Recv], straight(Algorithm::Direct)),
@@ -118,7 +124,7 @@ mod tests {
 
     use super::*;
     use crate::plan::{
-        algorithm::NEAR_BYTES_PER_CHANNEL,
+        algorithm::{Engines, NEAR_BYTES_PER_CHANNEL},
         limits::{Limits, STRAIGHT_BYTES},
     };
 
@@ -131,6 +137,7 @@ mod tests {
             slot_bytes: 8 << 10,
             one_shot: true,
             peers: false,
+            engines: Engines::OtherPolicy,
             limits: Limits::default(),
         }
     }
@@ -226,6 +233,43 @@ mod tests {
         // Results go straight.
         assert_eq!(near(AllReduce, 1 << 20, u64::MAX, 2 << 20), Protocol::Ll128);
         assert_eq!(near(ReduceScatter, 1 << 30, 1, 1), Protocol::Simple);
+    }
+
+    #[test]
+    fn copy_engines_do_what_is_in_a_window_of_all_ranks_if_they_are_to() {
+        let near = |function, engines| Asked {
+            peers: true,
+            engines,
+            ..asked(function, 8)
+        };
+        for function in Function::ALL {
+            let serves = matches!(function, AllGather | AlltoAll);
+            let chosen = |asked| choose(&asked).unwrap().is_by_engines();
+            assert_eq!(chosen(near(*function, Engines::Reach)), serves, "{function}");
+            for (engines, why) in [
+                (Engines::OtherPolicy, Reason::OtherPolicy),
+                (Engines::NoWindow, Reason::NoWindow),
+                (Engines::NotReached, Reason::NotReached),
+            ] {
+                let asked = near(*function, engines);
+                assert!(!chosen(asked));
+                let (_, reason) = explain(&asked)
+                    .find(|(row, _)| row.choice.is_by_engines())
+                    .unwrap();
+                assert_eq!(reason, Some(if serves { why } else { Reason::Function }));
+            }
+        }
+        // Without memory in which kernels meet there is no way to begin.
+        let apart = Asked {
+            peers: false,
+            ..near(AllGather, Engines::Reach)
+        };
+        assert!(!choose(&apart).unwrap().is_by_engines());
+        let alone = Asked {
+            ranks: 1,
+            ..near(AllGather, Engines::Reach)
+        };
+        assert!(!choose(&alone).unwrap().is_by_engines());
     }
 
     #[test]

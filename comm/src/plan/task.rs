@@ -4,7 +4,7 @@ use ringsight_kernels::Scalar;
 use ringsight_records::{DataType, Flags, Function, Kind, Record, ReduceOp, State};
 
 use super::Exchange;
-use crate::{checks::Call, device::Stream, observe};
+use crate::{checks::Call, communicator::Found, device::Stream, observe};
 
 /// One call of the API, checked, numbered, and not yet planned.
 #[derive(Clone, Debug)]
@@ -48,6 +48,8 @@ pub struct Request {
     pub peer: Option<u32>,
     /// The stream given.
     pub stream: Stream,
+    /// The window that its receive buffer is in, where copy engines could do it.
+    pub(crate) window: Option<Found>,
 }
 
 impl Request {
@@ -60,6 +62,7 @@ impl Request {
             data_type: self.data_type,
             reduce_op: self.reduce_op,
             peer: self.peer,
+            place: self.window.as_ref().and_then(Found::place),
         }
     }
 

@@ -4,7 +4,11 @@ use std::collections::BTreeMap;
 
 use ringsight_records::{Function, ReduceOp};
 
-use super::{algorithm::Asked, limits::Limits, table::choose};
+use super::{
+    algorithm::{Asked, Engines},
+    limits::Limits,
+    table::choose,
+};
 
 const MEASURED: &str = include_str!("../../../docs/src/performance/tuning.jsonl");
 /// What is taken may be so much slower than the best: two runs of the same differ by as much.
@@ -27,6 +31,7 @@ fn asked(operation: &str, bytes: u64, ranks: u32) -> Asked {
         slot_bytes: 128 << 10,
         one_shot: true,
         peers: true,
+        engines: Engines::OtherPolicy,
         limits: Limits::default(),
     }
 }

@@ -4,6 +4,9 @@
 // driver LIBRARY MODE RANKS t|p|n [MAX_BYTES [STEP [MIN_BYTES]]]
 // driver LIBRARY watch RANKS t|p|n FOLDER
 // driver LIBRARY remap|pieces RANKS t|p|n [MAX_BYTES]
+// driver LIBRARY windows RANKS t|p
+// driver LIBRARY promise|alone RANKS t|p
+// driver LIBRARY stalled 2 t|p
 // driver LIBRARY replays RANKS t|p|n FOLDER|- [REPLAYS [OPERATIONS]]
 // driver LIBRARY ended RANKS t|p [kept]
 // driver LIBRARY frozen 2 t|p|n
@@ -23,6 +26,7 @@
 #include "remap.h"
 #include "untaken.h"
 #include "released.h"
+#include "windows.h"
 
 static void run_check(struct Rank* r) {
   open_rank(r, 0);
@@ -541,6 +545,10 @@ static void* run(void* argument) {
   else if (!strcmp(mode, "released")) run_released(r);
   else if (!strcmp(mode, "untaken")) run_untaken(r);
   else if (!strcmp(mode, "differ")) run_differ(r);
+  else if (!strcmp(mode, "windows")) run_windows(r);
+  else if (!strcmp(mode, "promise")) run_promise(r);
+  else if (!strcmp(mode, "alone")) run_alone(r);
+  else if (!strcmp(mode, "stalled")) run_stalled(r);
   else if (!strcmp(mode, "random")) run_random(r, variant);
   else if (!strcmp(mode, "refuse")) run_refuse(r);
   else if (!strcmp(mode, "bench")) run_bench(r);

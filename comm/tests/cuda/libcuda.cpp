@@ -40,7 +40,7 @@ void ringsight_mock_memory(u64* figures) {
   figures[1] = memory.size(), figures[2] = opened.size(), figures[3] = registered.size();
 }
 
-// Kernels of a device that have to wait do not go on, or do again.
+// Kernels of a device that have to wait do not go on, nor do its copies; or they do again.
 void ringsight_mock_freeze(int device, int on) { frozen[device] = on != 0; }
 
 // Queries of events do not come back, or do again.

@@ -56,6 +56,8 @@ static struct {
   Code (*MemFree)(void*);
   Code (*CommRegister)(Comm, void*, size_t, void**);
   Code (*CommDeregister)(Comm, void*);
+  Code (*CommWindowRegister)(Comm, void*, size_t, void**, int);
+  Code (*CommWindowDeregister)(Comm, void*);
 } nccl;
 
 // ---- libcuda ----
@@ -140,7 +142,7 @@ static void load(void) {
   L(GetVersion) L(GetUniqueId) L(CommInitRank) L(CommDestroy) L(CommAbort) L(CommRevoke) L(CommGetAsyncError) L(GetLastError)
   L(GetErrorString) L(GroupStart) L(GroupEnd) L(AllReduce) L(AllGather) L(ReduceScatter) L(Broadcast) L(Reduce) L(Send)
   L(Recv) L(AlltoAll) L(Gather) L(Scatter) L(RedOpCreatePreMulSum) L(RedOpDestroy) L(MemAlloc) L(MemFree)
-  L(CommRegister) L(CommDeregister)
+  L(CommRegister) L(CommDeregister) L(CommWindowRegister) L(CommWindowDeregister)
 #undef L
   CU(cuInit, 0);
   CU(cuDeviceGetCount, &devices);

@@ -44,6 +44,32 @@ fn a_kernel_that_stops_moving_is_stuck() {
     }
 }
 
+/// The rank whose copies do not end is named: the others wait for it, and its kernels for nobody.
+#[test]
+fn copies_that_do_not_end_are_told() {
+    for kind in ["t", "p"] {
+        let log = tempfile::NamedTempFile::new().unwrap();
+        let told = [
+            ("NCCL_CTA_POLICY", "2"),
+            ("NCCL_KERNEL_TIMEOUT_MS", "500"),
+            ("NCCL_DEBUG", "WARN"),
+            ("NCCL_DEBUG_FILE", log.path().to_str().unwrap()),
+        ];
+        if drive("copies_that_do_not_end_are_told", &["stalled", "2", kind], &told).is_none() {
+            return;
+        }
+        let said = std::fs::read_to_string(log.path()).unwrap();
+        assert!(said.contains("nothing moves, and rank 1 stopped first"), "{said}");
+        for (rank, what) in [
+            ("Rank 0: running", "waits for rank 1 to be done with its buffers"),
+            ("Rank 1: running", "copy engines copy its data"),
+        ] {
+            let told = |line: &str| line.contains(rank) && line.contains(what);
+            assert!(said.lines().any(told), "{rank} {what}: {said}");
+        }
+    }
+}
+
 /// A fault of a device is an error on its rank, and a verdict on those that wait.
 #[test]
 fn a_device_that_fails_is_named() {

@@ -20,12 +20,12 @@
 //! use it then, or when nothing of it is left. Not when some of it is: to unmap it waits for no kernel, and one may use the rest.
 
 mod inbox;
+mod mapped;
 mod message;
 mod offer;
 mod shown;
 
 use std::{
-    any::Any,
     collections::HashMap,
     io,
     ops::Range,
@@ -46,12 +46,16 @@ use ringsight_kernels::{
     launch::Peers,
 };
 
-pub(super) use self::inbox::{Inbox, Letters};
 use self::{
     inbox::Event,
+    mapped::MappedMemory,
     message::{Message, Way},
     offer::{Fetch, Offers, Ticket},
     shown::{Entry, Own},
+};
+pub(super) use self::{
+    inbox::{Inbox, Letters},
+    mapped::Mapped,
 };
 use super::lock;
 use crate::{
@@ -65,9 +69,6 @@ use crate::{
 const SWEEP: Duration = Duration::from_secs(1);
 /// How often it tries: what was at an allocation's address before may still be open.
 const TRIES: u32 = 30;
-
-/// What has been mapped, by rank and number.
-pub(super) type Mapped = Mutex<HashMap<(u32, u32), Box<dyn Any + Send + Sync>>>;
 
 /// What the caller's threads and the one that maps share.
 struct Table {
@@ -86,6 +87,8 @@ struct Table {
     /// And what all others use.
     of_all: bool,
     own: Mutex<Own>,
+    /// Why what others have shown could not be mapped, when it was tried last: by rank and number, with the generation.
+    failures: Mutex<HashMap<(u32, u32), (u32, String)>>,
     events: Sender<Event>,
     /// The communicator ends.
     ending: AtomicBool,
@@ -287,7 +290,8 @@ impl Table {
             self.bases[self.rank as usize] + mapping_offset(ranks, from, number) as u64,
             &bytes,
         )?;
-        lock(&mapped).insert((from, number), memory);
+        let memory = MappedMemory::new(generation, base, memory);
+        lock(&mapped).insert((from, number), Arc::new(memory));
         device.write_share(self.mapped_at(from, number), &generation.to_le_bytes())?;
         tracing::info!(target: log::INIT, "Mapped memory {number} (generation {generation}) of rank {from}");
         Ok(())
@@ -298,6 +302,7 @@ impl Table {
         let Err(error) = self.map(device, &offer) else {
             return;
         };
+        lock(&self.failures).insert((offer.from, offer.number), (offer.generation, error.text.clone()));
         offer.tries += 1;
         if offer.tries == 1 || offer.tries == TRIES {
             tracing::info!(target: log::INIT, "Memory of rank {} cannot be mapped: {}", offer.from, error.text);
@@ -398,6 +403,7 @@ impl Maps {
                 generations: vec![0; SHOWN],
                 by_id: HashMap::new(),
             }),
+            failures: Mutex::default(),
             events: inbox.sender,
             ending: AtomicBool::new(false),
         });

@@ -2,7 +2,9 @@
 
 use std::collections::HashMap;
 
-use cudarc::driver::sys::{CUevent, CUgraph, CUgraphNode, CUstreamCaptureStatus};
+use cudarc::driver::sys::{
+    CUevent, CUgraph, CUgraphNode, CUstreamCaptureStatus, CUstreamUpdateCaptureDependencies_flags,
+};
 
 use super::{
     super::{DeviceError, Event, Result, Stream},
@@ -149,6 +151,20 @@ pub(super) fn dependencies(stream: Stream) -> Result<(Captured, Vec<CUgraphNode>
     // SAFETY: so many nodes; the array is the driver's and stays as it is until the stream's next call, which is ours.
     let nodes = unsafe { std::slice::from_raw_parts(capture.dependencies, capture.count) }.to_vec();
     Ok((capture, nodes))
+}
+
+/// What is captured next in the stream will wait for these nodes, and for no others.
+pub(super) fn set_dependencies(stream: Stream, nodes: &[CUgraphNode]) -> Result<()> {
+    let set = CUstreamUpdateCaptureDependencies_flags::CU_STREAM_SET_CAPTURE_DEPENDENCIES as u32;
+    // SAFETY: nodes of the graph in the making, which `dependencies` has given; the array is as long as the call says.
+    unsafe {
+        call!(cuStreamUpdateCaptureDependencies(
+            handle(stream),
+            nodes.as_ptr().cast_mut(),
+            nodes.len(),
+            set
+        ))
+    }
 }
 
 /// What a stream takes part in.

@@ -100,11 +100,8 @@ impl InFlight {
                 }
             }
         }
-        // Relaxed, here and below: of launches before, in whose memory this one's is, nothing is written any more.
-        let (moved, waits) = (
-            slot.control().moved.load(Ordering::Relaxed),
-            slot.control().waits.load(Ordering::Relaxed),
-        );
+        // Relaxed: of launches before, in whose memory this one's is, nothing is written any more.
+        let moved = slot.control().moved.load(Ordering::Relaxed);
         Self {
             launch,
             slot,
@@ -114,7 +111,7 @@ impl InFlight {
             replay: captured.into(),
             finished: 0,
             moved,
-            waits,
+            waits: 0,
             told,
         }
     }

@@ -24,6 +24,7 @@ use super::{
     count::Counters,
     drain::{Drain, Entered},
     driver::{OutsideCapture, Pinned, attribute, call, check},
+    engines,
     health::Health,
     memory::lacking,
     release,
@@ -49,7 +50,7 @@ pub(super) struct Gpu {
     /// Run channel programs: those that reduce nothing, and any.
     channels: [CUfunction; CHANNEL_KERNELS.len()],
     /// Do an operation among peers: by number.
-    peer_kernels: Vec<CUfunction>,
+    pub(super) peer_kernels: Vec<CUfunction>,
     /// The ring's ticket, in device memory.
     ticket: CUdeviceptr,
     entries: Arc<Memory<Entry>>,
@@ -131,6 +132,8 @@ impl Slot {
         // Relaxed: the next launch orders these before its kernel.
         control.abort.store(0, Ordering::Relaxed);
         control.aborted.store(0, Ordering::Relaxed);
+        // So that what the next kernel says at once is news, whenever it is looked at first.
+        control.waits.store(0, Ordering::Relaxed);
         self.runs_before = control.runs.load(Ordering::Relaxed);
     }
 }
@@ -347,11 +350,16 @@ impl Gpu {
     ) -> Result<u32> {
         let invalid = |error: WorkError| DeviceError::InvalidUsage(error.to_string());
         if let Some(mut peers) = PeerLaunch::new(&launch).map_err(invalid)? {
+            let engines = peers.copies.and_then(|_| engines::of(&launch));
             let head = self.enter(launch, captured, None)?;
             *peers.arguments.head_mut() = head;
             let kernel = (self.peer_kernels[peers.kernel], peers.blocks, peers.threads, 0);
             // SAFETY: the kernel's argument.
-            unsafe { self.start(stream, kernel, peers.arguments.as_mut_ptr(), head.launch) }?;
+            unsafe { self.start(stream, kernel, peers.arguments.as_mut_ptr()) }
+                .inspect_err(|_| self.launches.forget(head.launch))?;
+            if let Some((copies, engines)) = peers.copies.take().zip(engines) {
+                self.copy_between(stream, &mut peers, &copies, &engines, captured)?;
+            }
             return Ok(head.launch);
         }
         let program = Program::new(&launch).map_err(invalid)?;
@@ -378,7 +386,8 @@ impl Gpu {
         let kernel = self.channels[usize::from(program.reduces())];
         let kernel = (kernel, program.blocks(), cuda::THREADS, shared_bytes);
         // SAFETY: the kernel's argument.
-        unsafe { self.start(stream, kernel, std::ptr::from_mut(&mut arguments).cast(), number) }?;
+        unsafe { self.start(stream, kernel, std::ptr::from_mut(&mut arguments).cast()) }
+            .inspect_err(|_| self.launches.forget(number))?;
         Ok(number)
     }
 
@@ -417,16 +426,15 @@ impl Gpu {
         Ok(head)
     }
 
-    /// Launches a kernel with so many blocks, threads and bytes of shared memory; if it cannot, the launch is forgotten.
+    /// Launches a kernel with so many blocks, threads and bytes of shared memory.
     ///
     /// # Safety
     /// The kernel takes this one argument.
-    unsafe fn start(
+    pub(super) unsafe fn start(
         &self,
         stream: CUstream,
         (kernel, blocks, threads, shared_bytes): (CUfunction, u32, u32, u32),
         argument: *mut c_void,
-        launch: u32,
     ) -> Result<()> {
         let mut parameters = [argument];
         // SAFETY: the argument is copied by the call. What it refers to lives until the launch is over: who drains its
@@ -446,7 +454,7 @@ impl Gpu {
                 std::ptr::null_mut(),
             )
         };
-        check("cuLaunchKernel", result).inspect_err(|_| self.launches.forget(launch))
+        check("cuLaunchKernel", result)
     }
 }
 

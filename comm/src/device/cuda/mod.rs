@@ -1,7 +1,7 @@
 //! GPUs, through the CUDA driver. Contexts are the primary ones, as the runtime uses them, so that streams, events and
 //! memory of a program that uses the runtime are the ones meant here.
 //!
-//! A launch is one kernel ([`ringsight_kernels::cuda`]) with its program in the arguments. What it tells goes through a
+//! A launch is one kernel ([`ringsight_kernels::cuda`]) with its program in the arguments, or two with copies between them ([`engines`]). What it tells goes through a
 //! ring in host memory that a thread of this module drains; it learns of an abort through a word there. Neither needs a
 //! call of the driver.
 
@@ -12,6 +12,7 @@ mod count;
 mod direct;
 mod drain;
 mod driver;
+mod engines;
 mod gpu;
 mod health;
 mod memory;
@@ -34,7 +35,7 @@ use std::{
 use cudarc::driver::sys::{self, CUcontext, CUevent, CUgraph, CUgraphExec, CUresult, CUstreamCaptureMode};
 use ringsight_kernels::{
     Launch,
-    cuda::{MESSAGES_THREADS, THREADS, exchange_threads, one_shot_threads},
+    cuda::{GATE_THREADS, MESSAGES_THREADS, THREADS, exchange_threads, one_shot_threads},
 };
 use ringsight_records::{Algorithm, Function, Protocol};
 
@@ -156,6 +157,7 @@ impl Device for CudaDevice {
         let straight = matches!(way.protocol, Protocol::Simple | Protocol::Push);
         let threads = match (way.function, way.algorithm) {
             _ if !way.among_peers => THREADS,
+            _ if way.protocol == Protocol::Ce => GATE_THREADS,
             (Function::Send | Function::Recv, _) => MESSAGES_THREADS,
             (_, Algorithm::OneShot) => one_shot_threads(way.bytes as usize),
             (function, _) => exchange_threads(function, straight, way.protocol == Protocol::Push),
@@ -329,6 +331,11 @@ impl Device for CudaDevice {
         share::read(base, bytes, self.entered()?.stream)
     }
 
+    fn engines(&self) -> Result<Arc<dyn Any + Send + Sync>> {
+        self.entered()?;
+        Ok(Arc::new(engines::Engines::new()?))
+    }
+
     fn direct(&self, bytes: usize) -> Result<Option<Direct>> {
         direct::direct(self.entered()?, bytes).map(Some)
     }
@@ -423,16 +430,7 @@ impl Device for CudaDevice {
             ))
         }?;
         // What follows in the stream does not wait for the record: it is a leaf of the graph.
-        let set = sys::CUstreamUpdateCaptureDependencies_flags::CU_STREAM_SET_CAPTURE_DEPENDENCIES as u32;
-        // SAFETY: nodes of the graph in the making, which `dependencies` has just been given.
-        unsafe {
-            call!(cuStreamUpdateCaptureDependencies(
-                handle(stream),
-                before.as_ptr().cast_mut(),
-                before.len(),
-                set
-            ))
-        }
+        captures::set_dependencies(stream, &before)
     }
 
     fn event_record_external_last(&self, event: Event, stream: Stream) -> Result<()> {

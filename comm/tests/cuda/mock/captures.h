@@ -37,8 +37,14 @@ int cuStreamGetCaptureInfo_v2(void* stream, int* status, u64* id, Graph** graph,
   return SUCCESS;
 }
 int cuStreamUpdateCaptureDependencies(void* stream, void** nodes, size_t count, unsigned) {
-  if (!of(stream)->capture || count > 1) return CAPTURE_UNMATCHED;
+  if (!of(stream)->capture) return CAPTURE_UNMATCHED;
+  // Nodes run in order: to depend on several is to depend on the last one.
+  Graph* graph = of(stream)->capture->graph;
   of(stream)->last_node = count == 0 ? nullptr : nodes[0];
+  for (size_t i = 1; i < count; i++) {
+    if (graph->find(nodes[i]) == graph->nodes.end()) return INVALID_VALUE;
+    if (graph->find(nodes[i]) > graph->find(of(stream)->last_node)) of(stream)->last_node = nodes[i];
+  }
   return SUCCESS;
 }
 int cuGraphAddEventRecordNode(void** node, Graph* graph, void**, size_t, Mark* event) {

@@ -155,7 +155,10 @@ int cuMemsetD8Async(void* pointer, unsigned char value, size_t bytes, void* stre
   return add(stream, [=] { std::memset(pointer, value, bytes); });
 }
 int cuMemcpyAsync(void* to, const void* from, size_t bytes, void* stream) {
-  return add(stream, [=] { std::memcpy(to, from, bytes); });
+  return add(stream, [=, device = of(stream)->device] {
+    while (frozen[device]) usleep(1000);
+    std::memcpy(to, from, bytes);
+  });
 }
 int cuMemcpyHtoDAsync_v2(void* to, const void* from, size_t bytes, void* stream) {
   return cuMemcpyAsync(to, from, bytes, stream);

@@ -1,0 +1,439 @@
+//! Windows: buffers that all ranks register together, and what copy engines need to know of them.
+//!
+//! Where all ranks' `CTAPolicy` is zero, the ranks of a node tell each other, when they register a window with
+//! `NCCL_WIN_COLL_SYMMETRIC`, where their parts are, and each finds out where it reaches those of the others: in its own process at the same
+//! address, in others where it has mapped what these have shown ([`super::maps`]). If all reach all, a collective whose receive buffer is in
+//! the window, at the same place on all ranks as the flag promises, can be done by copies that each host queues. Which place it is goes into
+//! the operation's tag: a rank that does not keep the promise is found out.
+//!
+//! What is mapped stays so while the window is registered, and until what has been launched with it is over.
+
+use std::{
+    any::Any,
+    fmt,
+    sync::{
+        Arc, Mutex, OnceLock,
+        atomic::{AtomicU32, AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use ringsight_kernels::{
+    cuda::layout::Shown,
+    launch::{Peers, Window},
+};
+use ringsight_records::Function;
+
+use super::{Communicator, init::devices_near, lock};
+use crate::{
+    checks::{Place, wire::Rest},
+    device::Device,
+    error::{Error, Result},
+    log,
+    plan::{BY_ENGINES, Request},
+};
+
+/// How long a rank waits until it has mapped another one's part.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// What the device queues copies with.
+type Engines = Arc<dyn Any + Send + Sync>;
+
+/// The windows of a communicator.
+pub(crate) struct Windows {
+    /// Copy engines may do operations in them: all ranks say so.
+    for_engines: bool,
+    /// Registered so far.
+    joined: AtomicU32,
+    /// What is there now; in the order of their numbers.
+    all: Mutex<Vec<Joined>>,
+    /// How many these are, for those who only ask whether there are any.
+    count: AtomicUsize,
+    /// Had with the first window that is for them.
+    engines: OnceLock<Engines>,
+}
+
+/// This rank's part of a window in the making.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Part {
+    /// Of the registration.
+    pub(crate) handle: usize,
+    /// Where it begins.
+    pub(crate) address: usize,
+    /// Its length.
+    pub(crate) bytes: usize,
+    /// The caller promises that operations use the same place in it on all ranks.
+    pub(crate) is_symmetric: bool,
+}
+
+/// A symmetric window.
+struct Joined {
+    handle: usize,
+    number: u32,
+    /// This rank's part.
+    address: usize,
+    /// What all ranks' parts have.
+    bytes: usize,
+    /// `None` if not all ranks reach all.
+    window: Option<Arc<Window>>,
+}
+
+/// Where a receive buffer is.
+#[derive(Clone)]
+pub(crate) struct Found {
+    /// Number of the window.
+    number: u32,
+    /// Where in it the buffer begins, in bytes.
+    pub(crate) offset: u64,
+    /// `None` if not all ranks reach it.
+    pub(crate) window: Option<Arc<Window>>,
+}
+
+impl Found {
+    /// What the ranks must agree on, if copy engines are to use it.
+    pub(crate) fn place(&self) -> Option<Place> {
+        self.window.is_some().then_some(Place {
+            window: self.number,
+            offset: self.offset,
+        })
+    }
+}
+
+impl fmt::Debug for Found {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "byte {} of window {}", self.offset, self.number)
+    }
+}
+
+/// What a rank says of its part, or why it has none for copy engines.
+type Offer = std::result::Result<(u64, u64, Shown), String>;
+
+/// 1 and numbers, or 0 and a text.
+fn encode(offer: &Offer) -> Vec<u8> {
+    let mut bytes = vec![u8::from(offer.is_ok())];
+    match offer {
+        Ok((address, length, shown)) => {
+            for number in [*address, *length, shown.start] {
+                bytes.extend(number.to_le_bytes());
+            }
+            bytes.extend(shown.generation.to_le_bytes());
+            bytes.extend(shown.number.to_le_bytes());
+        }
+        Err(why) => bytes.extend(why.as_bytes()),
+    }
+    bytes
+}
+
+fn parse(bytes: &[u8]) -> Offer {
+    let numbers = |bytes| {
+        let mut rest = Rest(bytes);
+        let (address, length, start) = (rest.u64()?, rest.u64()?, rest.u64()?);
+        let (generation, number) = (rest.u32()?, rest.u32()?);
+        let shown = Shown {
+            start,
+            generation,
+            number,
+        };
+        // Nothing is said to begin before what it is in.
+        let is_within = generation == 0 || address >= start;
+        (rest.is_empty() && is_within).then_some((address, length, shown))
+    };
+    match bytes {
+        [0, why @ ..] => {
+            let why = String::from_utf8_lossy(why);
+            Err(why.chars().filter(|char| !char.is_control()).take(300).collect())
+        }
+        [1, rest @ ..] => numbers(rest).ok_or_else(|| "an answer that cannot be read".to_owned()),
+        _ => Err("an answer that cannot be read".to_owned()),
+    }
+}
+
+impl Windows {
+    pub(super) fn new(for_engines: bool) -> Self {
+        Self {
+            for_engines,
+            joined: AtomicU32::new(0),
+            all: Mutex::default(),
+            count: AtomicUsize::new(0),
+            engines: OnceLock::new(),
+        }
+    }
+
+    /// Whether copy engines may do operations in windows.
+    pub(crate) fn are_for_engines(&self) -> bool {
+        self.for_engines
+    }
+
+    /// Number of the next window; the same on all ranks, since all register the same windows in the same order.
+    fn next(&self) -> u32 {
+        // Relaxed: calls on one communicator come one after another.
+        self.joined.fetch_add(1, Ordering::Relaxed) & (u32::MAX >> 1)
+    }
+
+    fn enter(&self, joined: Joined) {
+        let mut all = lock(&self.all);
+        all.push(joined);
+        // Relaxed: under the lock; who reads it without is on a thread without order to this one.
+        self.count.store(all.len(), Ordering::Relaxed);
+    }
+
+    /// The window of a registration is gone: of several with its handle the latest.
+    fn remove(&self, handle: usize) {
+        let mut all = lock(&self.all);
+        let place = all.iter().rposition(|joined| joined.handle == handle);
+        let gone = place.map(|place| all.remove(place));
+        self.count.store(all.len(), Ordering::Relaxed);
+        drop(all);
+        // Not under the lock: its end may call the device.
+        drop(gone);
+    }
+
+    /// The first window that a buffer is in.
+    fn find(&self, address: usize, bytes: usize) -> Option<Found> {
+        // Relaxed: see `enter`.
+        if self.count.load(Ordering::Relaxed) == 0 {
+            return None;
+        }
+        let all = lock(&self.all);
+        all.iter().find_map(|joined| {
+            let offset = address.checked_sub(joined.address)?;
+            let is_within = offset.checked_add(bytes)? <= joined.bytes;
+            is_within.then(|| Found {
+                number: joined.number,
+                offset: offset as u64,
+                window: joined.window.clone(),
+            })
+        })
+    }
+}
+
+impl Communicator {
+    /// The window that the receive buffer of an operation is in, if copy engines could do it.
+    pub(crate) fn window_of(&self, request: &Request) -> Option<Found> {
+        let may = self.windows.for_engines && self.limits.allowed.has(request.function, &BY_ENGINES);
+        if !may || !matches!(request.function, Function::AllGather | Function::AlltoAll) {
+            return None;
+        }
+        let [(send, sent), (recv, received)] = request.buffers(self.ranks);
+        let overlap = send < recv.saturating_add(received) && recv < send.saturating_add(sent);
+        // What others bring would be there before this rank has sent what it has there. Of an all_gather it is its own block.
+        if request.function == Function::AlltoAll && overlap {
+            return None;
+        }
+        self.windows.find(recv, received)
+    }
+
+    /// Waits until every rank has registered its part of the next window, and finds out whether copy engines can work in it.
+    ///
+    /// # Errors
+    /// A rank that is gone or does not come, or an abort.
+    pub(crate) fn join_window(&self, part: Part) -> Result<()> {
+        let number = self.windows.next();
+        let offer = self.offer(&part);
+        let mine = offer.as_ref().map(encode).unwrap_or_default();
+        let offers = self.meet_for_window(number, &mine)?;
+        if offer.is_none() {
+            return Ok(());
+        }
+        let offers: Vec<Offer> = offers.iter().map(|bytes| parse(bytes)).collect();
+        let bytes = offers.iter().flatten().map(|(_, bytes, _)| *bytes).min();
+        let window = match self.first_of(offers.iter().map(|offer| offer.as_ref().err())) {
+            Some(why) => Err(why),
+            None => {
+                let reached = self.reach(&offers);
+                // Nobody uses it before all reach all; where not all do, nobody does.
+                let answer = match &reached {
+                    Ok(_) => vec![1],
+                    Err(why) => encode(&Err(why.clone())),
+                };
+                let answers = self.meet_for_window(number, &answer)?;
+                let answers: Vec<_> = answers
+                    .iter()
+                    .map(|answer| match &answer[..] {
+                        [1] => None,
+                        other => parse(other).err(),
+                    })
+                    .collect();
+                self.first_of(answers.iter().map(Option::as_ref))
+                    .map_or(reached, Err)
+            }
+        };
+        match &window {
+            Ok(_) => {
+                tracing::info!(target: log::INIT, "Window {number}: copy engines reach all ranks' parts");
+            }
+            Err(why) => {
+                tracing::info!(target: log::INIT, "Window {number} is not for copy engines: {why}");
+            }
+        }
+        if part.is_symmetric {
+            self.windows.enter(Joined {
+                handle: part.handle,
+                number,
+                address: part.address,
+                bytes: bytes.map_or(0, |bytes| usize::try_from(bytes).unwrap_or(usize::MAX)),
+                window: window.ok(),
+            });
+        }
+        Ok(())
+    }
+
+    /// The first rank's reason, if any has one.
+    fn first_of<'a>(&self, reasons: impl Iterator<Item = Option<&'a String>>) -> Option<String> {
+        let mut ranks = reasons.enumerate();
+        ranks.find_map(|(rank, why)| Some(format!("rank {rank}: {}", why?)))
+    }
+
+    /// Gives everyone's bytes, once every rank has come.
+    fn meet_for_window(&self, number: u32, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
+        /// Tags of windows, apart from those of splits.
+        const WINDOW: u32 = 1 << 31;
+        let everyone: Vec<u32> = (0..self.ranks).collect();
+        let all = self.bootstrap.gather_among(&everyone, WINDOW | number, mine);
+        all.map_err(|error| {
+            Error::from(error).within("waiting for all ranks to register their part of the window")
+        })
+    }
+
+    /// What this rank says of its part; `None` where no rank asks.
+    fn offer(&self, part: &Part) -> Option<Offer> {
+        if !self.windows.for_engines {
+            return None;
+        }
+        let peers = match (&self.peers, part.is_symmetric) {
+            (None, _) => return Some(Err("ranks do not reach each other's memory".into())),
+            (_, false) => return Some(Err("registered without NCCL_WIN_COLL_SYMMETRIC".into())),
+            (Some(peers), true) => peers,
+        };
+        let shown = self.on_device(|device| Ok(self.shown(device, peers, part)));
+        let shown = shown.map_err(|error| error.text).and_then(|shown| {
+            shown.ok_or_else(|| format!("memory at {:#x} is closed to other ranks", part.address))
+        });
+        Some(shown.map(|shown| (part.address as u64, part.bytes as u64, shown)))
+    }
+
+    /// What this rank's part is in, as ranks of other processes have been shown it; `None` if it is closed to any rank.
+    fn shown(&self, device: &dyn Device, peers: &Peers, part: &Part) -> Option<Shown> {
+        let buffer = (part.address, part.bytes);
+        if peers.foreign != 0 {
+            return self.maps.as_ref()?.of_operation(device, buffer, false);
+        }
+        let near = devices_near(&self.topology, peers);
+        let is_open = device.allocation(buffer.0, buffer.1, self.device).is_some()
+            || device.pieces(buffer.0, buffer.1, self.device, &near).is_some();
+        is_open.then(Shown::default)
+    }
+
+    /// Finds where this rank reaches the parts of all others.
+    fn reach(&self, offers: &[Offer]) -> std::result::Result<Arc<Window>, String> {
+        let none = || "ranks do not reach each other's memory".to_owned();
+        let peers = self.peers.as_ref().ok_or_else(none)?;
+        let (mut places, mut memory) = (Vec::new(), Vec::new());
+        for (rank, offer) in (0..).zip(offers) {
+            let (address, _, shown) = offer.clone()?;
+            if !peers.is_foreign(rank) {
+                places.push(address);
+                continue;
+            }
+            let maps = self.maps.as_ref().ok_or_else(none)?;
+            let mapped = maps
+                .reached(rank, (shown.number, shown.generation), PATIENCE, || {
+                    self.check_usable().is_err()
+                })
+                .map_err(|why| format!("the part of rank {rank}: {why}"))?;
+            places.push(mapped.base + (address - shown.start));
+            memory.push(mapped as Arc<dyn Any + Send + Sync>);
+        }
+        Ok(Arc::new(Window {
+            peers: peers.clone(),
+            places,
+            engines: self.engines()?,
+            memory,
+        }))
+    }
+
+    /// What this communicator's copies are queued with beside callers' streams: its own, so that none waits behind those of another.
+    fn engines(&self) -> std::result::Result<Engines, String> {
+        if let Some(engines) = self.windows.engines.get() {
+            return Ok(engines.clone());
+        }
+        let made = self.on_device(|device| Ok(device.engines()?));
+        let made = made.map_err(|error| error.text)?;
+        Ok(self.windows.engines.get_or_init(|| made).clone())
+    }
+
+    /// Gives a window back.
+    ///
+    /// # Errors
+    /// It is none of this communicator's.
+    pub(crate) fn deregister_window(&self, handle: usize) -> Result<()> {
+        self.deregister("win", handle)?;
+        self.windows.remove(handle);
+        // What has been launched with it and is over does not keep it.
+        self.planner().plans.drain();
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_rank_says_of_its_part_is_understood() {
+        let shown = Shown {
+            start: 4096,
+            generation: 3,
+            number: 7,
+        };
+        for offer in [Ok((8192, 1 << 40, shown)), Err("closed".to_owned())] {
+            assert_eq!(parse(&encode(&offer)), offer);
+        }
+        let bytes = encode(&Ok((8192, 1, shown)));
+        let before = encode(&Ok((0, 1, shown)));
+        for rubbish in [
+            &bytes[..bytes.len() - 1],
+            &[&bytes[..], &[0]].concat(),
+            &before,
+            &[],
+            &[2],
+        ] {
+            assert!(parse(rubbish).is_err(), "{rubbish:?}");
+        }
+    }
+
+    #[test]
+    fn a_buffer_is_found_in_the_first_window_that_holds_it() {
+        let windows = Windows::new(true);
+        assert!(windows.find(0x1000, 1).is_none());
+        for (number, handle, address, bytes) in
+            [(0, 1, 0x1000, 0x1000), (1, 2, 0x1000, 0x3000), (2, 2, 0x8000, 8)]
+        {
+            windows.enter(Joined {
+                handle,
+                number,
+                address,
+                bytes,
+                window: None,
+            });
+        }
+        let found = |address, bytes| {
+            let found = windows.find(address, bytes);
+            found.map(|found| (found.number, found.offset))
+        };
+        assert_eq!(found(0x1000, 0x1000), Some((0, 0)));
+        assert_eq!(found(0x1008, 0x1000), Some((1, 8)));
+        assert_eq!(found(0x3ff8, 8), Some((1, 0x2ff8)));
+        assert_eq!(
+            (found(0x3ff8, 9), found(0xff8, 16), found(0x1008, usize::MAX)),
+            (None, None, None)
+        );
+        // Not reached: no place that ranks must agree on.
+        assert_eq!(windows.find(0x1000, 8).unwrap().place(), None);
+        windows.remove(2);
+        assert_eq!((found(0x8000, 8), found(0x3ff8, 8)), (None, Some((1, 0x2ff8))));
+        windows.remove(2);
+        assert_eq!(found(0x3ff8, 8), None);
+        assert_eq!(found(0x1000, 8), Some((0, 0)));
+    }
+}

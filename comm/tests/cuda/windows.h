@@ -1,0 +1,199 @@
+// Receive buffers in windows that all ranks register as symmetric: with NCCL_CTA_POLICY=2 copy engines do what goes into them.
+#pragma once
+#include "fault.h"
+#include "rank.h"
+
+enum { SYMMETRIC = 1, WINDOW_BYTES = 8 << 20 };
+
+// Of an operation that goes into the window at an offset: sends from `r->send`, or, in place, from this rank's block there.
+static void check_at(struct Rank* r, enum Op op, const struct Type* t, size_t count, size_t offset, bool in_place, int salt) {
+  const CUdeviceptr recv = r->recv;
+  r->recv += offset;
+  check_one(r, op, t, count, 0, in_place, salt);
+  r->recv = recv;
+}
+
+// Many in one group, on two streams, among operations that go otherwise.
+static void check_group(struct Rank* r, CUstream other, int salt) {
+  enum { COUNT = 3000 };
+  const size_t block = COUNT * 4, all = block * (size_t)ranks;
+  const struct Case gather = {ALL_GATHER, &TYPES[F32], COUNT, 0, 0, salt}, exchange = {ALLTOALL, &TYPES[F32], COUNT, 0, 0, salt},
+                    reduce = {ALL_REDUCE, &TYPES[F32], COUNT, 0, 0, salt};
+  fill(r, &exchange, r->in);
+  CU(cuMemcpyHtoDAsync, r->send, r->in, all, r->stream);
+  CU(cuMemsetD8Async, r->recv, (unsigned char)0xa5, 4 * all, r->stream);
+  // The other stream's operations come after this, as all of a group are on the first stream.
+  CU(cuStreamSynchronize, r->stream);
+  barrier();
+  CUstream first = r->stream;
+  NC(GroupStart());
+  enqueue(r, ALL_GATHER, F32, COUNT, 0, 0, r->send, r->recv);
+  r->stream = other;
+  enqueue(r, ALL_REDUCE, F32, COUNT, 0, 0, r->send, r->recv + all);
+  enqueue(r, ALLTOALL, F32, COUNT, 0, 0, r->send, r->recv + 2 * all);
+  r->stream = first;
+  enqueue(r, SEND_RECV, F32, COUNT, 0, 0, r->send, r->recv + 3 * all);
+  NC(GroupEnd());
+  CU(cuStreamSynchronize, other);
+  CU(cuStreamSynchronize, first);
+  CU(cuMemcpyDtoHAsync, r->out, r->recv, 4 * all, first);
+  CU(cuStreamSynchronize, first);
+  const struct Case message = {SEND_RECV, &TYPES[F32], COUNT, 0, 0, salt};
+  verify(r, &gather, r->out, " in a group");
+  verify(r, &reduce, r->out + all, " in a group");
+  verify(r, &exchange, r->out + 2 * all, " in a group");
+  verify(r, &message, r->out + 3 * all, " in a group");
+  r->cases += 4;
+}
+
+// Captured, with other operations before, between and behind; replayed with eager ones between.
+static void check_replays(struct Rank* r, int salt) {
+  enum { COUNT = 10007, REPLAYS = 10 };
+  const size_t all = (size_t)COUNT * 4 * (size_t)ranks;
+  CUgraph graph;
+  CUgraphExec exec;
+  CU(cuStreamBeginCapture, r->stream, 1u);
+  enqueue(r, ALL_REDUCE, F32, 100, 0, 0, r->send, r->recv + 3 * all);
+  enqueue(r, ALL_GATHER, F32, COUNT, 0, 0, r->send, r->recv);
+  NC(GroupStart());
+  enqueue(r, ALLTOALL, F32, COUNT, 0, 0, r->send, r->recv + all);
+  enqueue(r, ALL_REDUCE, F32, COUNT, 0, 0, r->send, r->recv + 2 * all);
+  NC(GroupEnd());
+  CU(cuStreamEndCapture, r->stream, &graph);
+  CU(cuGraphInstantiate, &exec, graph, 0ull);
+  CU(cuGraphDestroy, graph);
+  for (int replay = 0; replay < REPLAYS; replay++) {
+    const struct Case gather = {ALL_GATHER, &TYPES[F32], COUNT, 0, 0, salt + replay}, exchange = {ALLTOALL, &TYPES[F32], COUNT, 0, 0, salt + replay},
+                      reduce = {ALL_REDUCE, &TYPES[F32], COUNT, 0, 0, salt + replay};
+    fill(r, &exchange, r->in);
+    CU(cuMemcpyHtoDAsync, r->send, r->in, all, r->stream);
+    CU(cuMemsetD8Async, r->recv, (unsigned char)0xa5, 3 * all, r->stream);
+    CU(cuGraphLaunch, exec, r->stream);
+    if (replay % 3 == 0) enqueue(r, ALL_GATHER, F32, 500, 0, 0, r->send, r->recv + 3 * all);
+    CU(cuMemcpyDtoHAsync, r->out, r->recv, 3 * all, r->stream);
+    CU(cuStreamSynchronize, r->stream);
+    verify(r, &gather, r->out, " replayed");
+    verify(r, &exchange, r->out + all, " replayed");
+    verify(r, &reduce, r->out + 2 * all, " replayed");
+    r->cases += 3;
+  }
+  CU(cuGraphExecDestroy, exec);
+}
+
+static void run_windows(struct Rank* r) {
+  open_rank(r, 0);
+  buffers(r, WINDOW_BYTES);
+  CUstream other;
+  CU(cuStreamCreate, &other, 1u);
+  int salt = 0;
+  // Before there is a window, in one, in a smaller one at another place, and behind.
+  for (int round = 0; round < 4; round++) {
+    void* window = NULL;
+    if (round == 1) NC(CommWindowRegister(r->comm, (void*)r->recv, WINDOW_BYTES, &window, SYMMETRIC));
+    if (round == 2) NC(CommWindowRegister(r->comm, (void*)(r->recv + 4096), WINDOW_BYTES / 4, &window, SYMMETRIC));
+    const size_t counts[] = {1, 33, 4099, 100000, 200003};
+    for (int c = 0; c < 5; c++) {
+      check_at(r, ALL_GATHER, &TYPES[F32], counts[c], 8192, false, salt++);
+      check_at(r, ALL_GATHER, &TYPES[BF16], counts[c], 0, true, salt++);
+      check_at(r, ALLTOALL, &TYPES[F32], counts[c], 8196, false, salt++);
+      check_at(r, ALLTOALL, &TYPES[I8], counts[c], 12289, false, salt++);
+      check_at(r, REDUCE_SCATTER, &TYPES[F32], counts[c], 8192, false, salt++);
+    }
+    check_group(r, other, salt++);
+    check_replays(r, salt += 20);
+    barrier();
+    if (window != NULL) NC(CommWindowDeregister(r->comm, window));
+    barrier();
+  }
+  // A window that goes with the communicator.
+  void* window;
+  NC(CommWindowRegister(r->comm, (void*)r->recv, WINDOW_BYTES, &window, SYMMETRIC));
+  for (int i = 0; i < 100; i++) enqueue(r, i % 2 ? ALL_GATHER : ALLTOALL, F32, 1000 + (size_t)i, 0, 0, r->send, r->recv + 4 * (CUdeviceptr)i);
+  CU(cuStreamSynchronize, r->stream);
+  barrier();
+  NC(CommDestroy(r->comm));
+  barrier();
+  if (r->rank == 0) printf("ok %ld cases a rank\n", r->cases);
+}
+
+// Rank 0 breaks the promise: its receive buffer is elsewhere in the window than the others'.
+static void run_promise(struct Rank* r) {
+  open_rank(r, 0);
+  buffers(r, WINDOW_BYTES);
+  void* window;
+  NC(CommWindowRegister(r->comm, (void*)r->recv, WINDOW_BYTES, &window, SYMMETRIC));
+  enqueue(r, ALL_GATHER, F32, 1000, 0, 0, r->send, r->recv);
+  CU(cuStreamSynchronize, r->stream);
+  enqueue(r, ALL_GATHER, F32, 1000, 0, 0, r->send, r->recv + (r->rank == 0 ? 4096 : 0));
+  Code async = 0;
+  for (double start = now(); now() - start < 20 && async == 0; usleep(1000)) NC(CommGetAsyncError(r->comm, &async));
+  char text[1000];
+  snprintf(text, sizeof text, "%s", nccl.GetLastError(r->comm));
+  if (async == 0 || !strstr(text, "to byte 4096 of window 0") || !strstr(text, "to byte 0 of window 0"))
+    fail("promise: rank %d: error %d: %s", r->rank, async, text);
+  CU(cuStreamSynchronize, r->stream);
+  NC(CommAbort(r->comm));
+  barrier();
+  if (r->rank == 0) printf("ok %s\n", text);
+}
+
+// A rank whose window all have registered, and which has done an operation in it.
+static void open_window(struct Rank* r) {
+  void* window;
+  open_rank(r, 0);
+  buffers(r, WINDOW_BYTES);
+  NC(CommWindowRegister(r->comm, (void*)r->recv, WINDOW_BYTES, &window, SYMMETRIC));
+  enqueue(r, ALL_GATHER, F32, 1000, 0, 0, r->send, r->recv);
+  CU(cuStreamSynchronize, r->stream);
+  barrier();
+}
+
+// Rank 0 waits for the others in vain, eager and in a replay behind, until it aborts.
+static void run_alone(struct Rank* r) {
+  open_window(r);
+  CUgraph graph;
+  CUgraphExec exec;
+  CU(cuStreamBeginCapture, r->stream, 1u);
+  enqueue(r, ALLTOALL, F32, 1000, 0, 0, r->send, r->recv);
+  CU(cuStreamEndCapture, r->stream, &graph);
+  CU(cuGraphInstantiate, &exec, graph, 0ull);
+  barrier();
+  if (r->rank == 0) {
+    enqueue(r, ALL_GATHER, F32, 1000, 0, 0, r->send, r->recv);
+    CU(cuGraphLaunch, exec, r->stream);
+    usleep(200000);
+    if (CALL(cuStreamQuery, r->stream) != CUDA_ERROR_NOT_READY) fail("alone: the operation is not stuck");
+    const double start = now();
+    NC(CommAbort(r->comm));
+    const double aborted = now() - start;
+    CU(cuStreamSynchronize, r->stream);
+    if (now() - start > 1) fail("alone: abort took %.1f s, the stream %.1f s", aborted, now() - start);
+  }
+  barrier();
+  if (r->rank != 0) NC(CommAbort(r->comm));
+  CU(cuGraphExecDestroy, exec);
+  barrier();
+  if (r->rank == 0) printf("ok an abort frees the stream\n");
+}
+
+// All have come, and the copies of rank 1 do not end.
+static void run_stalled(struct Rank* r) {
+  void (*const freeze)(int device, int on) = (void (*)(int, int))dlsym(RTLD_DEFAULT, "ringsight_mock_freeze");
+  if (freeze == NULL) fail("stalled: only a driver without a GPU stops a copy");
+  open_window(r);
+  if (r->rank == 0) enqueue(r, ALL_GATHER, F32, 5000, 0, 0, r->send, r->recv);
+  // It has told rank 1, whose kernel need not wait.
+  usleep(100000);
+  barrier();
+  if (r->rank == 1) {
+    freeze(r->device, 1);
+    enqueue(r, ALL_GATHER, F32, 5000, 0, 0, r->send, r->recv);
+  }
+  await_verdict("Verdict: STUCK_KERNEL (hang): ", "AllGather(count 5000");
+  barrier();
+  if (r->rank == 1) freeze(r->device, 0);
+  CU(cuStreamSynchronize, r->stream);
+  NC(CommDestroy(r->comm));
+  barrier();
+  if (r->rank == 0) printf("ok copies that do not end are told\n");
+}

@@ -1,0 +1,77 @@
+//! What copy engines do in windows of all ranks.
+
+use super::{drive, output};
+
+/// Into windows of all ranks, by copy engines, if the policy is to use none but these.
+#[test]
+fn copy_engines_do_what_goes_into_windows() {
+    let test = "copy_engines_do_what_goes_into_windows";
+    let told = |gpus| {
+        [
+            ("RINGSIGHT_MOCK_GPUS", gpus),
+            ("NCCL_CTA_POLICY", "2"),
+            ("NCCL_DEBUG", "INFO"),
+            ("NCCL_DEBUG_SUBSYS", "INIT,TUNING"),
+        ]
+    };
+    for (ranks, kind, gpus) in [("2", "t", "2"), ("4", "t", "2"), ("2", "p", "2"), ("3", "p", "3")] {
+        let Some(said) = output("driver", test, &["windows", ranks, kind], &told(gpus)) else {
+            return;
+        };
+        assert!(said.contains("ok 236 cases a rank"), "{ranks} {kind}: {said}");
+        let reached = said
+            .lines()
+            .filter(|line| line.contains(": copy engines reach all ranks' parts"));
+        assert_eq!(reached.count(), 3 * ranks.parse::<usize>().unwrap(), "{said}");
+        for name in ["AllGather: ", "AlltoAll: "] {
+            let by_engines = |line: &&str| line.contains(name) && line.contains(" Algo DIRECT proto CE ");
+            assert!(said.lines().any(|line| by_engines(&line)), "{name}{said}");
+        }
+        let others = ["ReduceScatter: ", "AllReduce: ", "Send: "];
+        let wrong =
+            |line: &&str| line.contains(" proto CE ") && others.iter().any(|name| line.contains(name));
+        assert_eq!(said.lines().find(wrong), None);
+    }
+    // Without the policy, and without the protocol, all goes as it went.
+    for variables in [
+        [("NCCL_CTA_POLICY", "1"), ("RINGSIGHT_PROTO", "^push")],
+        [("NCCL_CTA_POLICY", "2"), ("RINGSIGHT_PROTO", "^ce")],
+    ] {
+        let told = [&told("2")[..], &variables].concat();
+        if let Some(said) = output("driver", test, &["windows", "2", "t"], &told) {
+            assert!(said.contains("ok 236 cases a rank"), "{said}");
+            assert!(
+                !said.contains(" proto CE ") && !said.contains("copy engines reach"),
+                "{said}"
+            );
+        }
+    }
+}
+
+/// Also where nothing but the kernel before the copies waits.
+#[test]
+fn an_abort_ends_what_copy_engines_were_to_do() {
+    for kind in ["t", "p"] {
+        for events in ["pages", "events"] {
+            let variables = [("NCCL_CTA_POLICY", "2"), ("RINGSIGHT_WATCHDOG_SOURCE", events)];
+            drive(
+                "an_abort_ends_what_copy_engines_were_to_do",
+                &["alone", "2", kind],
+                &variables,
+            );
+        }
+    }
+}
+
+/// Who has its receive buffer elsewhere in the window is told, and waited for no longer.
+#[test]
+fn a_broken_promise_of_symmetry_is_told() {
+    for kind in ["t", "p"] {
+        let variables = [("NCCL_CTA_POLICY", "2")];
+        drive(
+            "a_broken_promise_of_symmetry_is_told",
+            &["promise", "2", kind],
+            &variables,
+        );
+    }
+}
