@@ -73,6 +73,8 @@ pub(super) struct Measured {
     pub(super) registered: u32,
     /// Replays of a graph (`-G`); 0 eager.
     pub(super) graph: u32,
+    /// With windows by copy engines (`NCCL_CTA_POLICY=2`).
+    pub(super) engines: bool,
     pub(super) run: Run,
 }
 
@@ -113,7 +115,7 @@ fn lines(goals: &[Goal], measured: &[Measured], gpus: usize) -> Vec<Line> {
             let of = |ours: bool| {
                 measured
                     .iter()
-                    .filter(move |run| run.ours == ours && run.operation == goal.operation)
+                    .filter(move |run| run.ours == ours && !run.engines && run.operation == goal.operation)
             };
             let line = Line {
                 operation: goal.operation,
@@ -189,6 +191,55 @@ pub(super) fn table(measured: &[Measured], gpus: usize) -> (String, Value) {
     (text, Value::Array(values))
 }
 
+/// Operations that copy engines do in windows, against the fastest way of kernels, ours and NCCL's; empty if none was measured.
+pub(super) fn engines(measured: &[Measured]) -> (String, Value) {
+    let mut text = String::new();
+    let mut values = Vec::new();
+    for operation in ["all_gather", "alltoall"] {
+        let of = |ours: bool, engines: bool| {
+            measured
+                .iter()
+                .filter(move |run| (run.ours, run.engines, run.operation) == (ours, engines, operation))
+        };
+        let mut sizes: Vec<u64> = of(true, true)
+            .flat_map(|measured| measured.run.rows.iter().map(|row| row.bytes))
+            .collect();
+        sizes.sort_unstable();
+        sizes.dedup();
+        for bytes in sizes {
+            let micros = |ours, engines| best(of(ours, engines), bytes).map(|(micros, _)| micros);
+            let (ours, nccl) = (micros(true, true), micros(false, true));
+            let (by_kernels, nccl_by_kernels) = (micros(true, false), micros(false, false));
+            let cell =
+                |time: Option<f64>| time.map_or_else(|| "-".to_owned(), |micros| format!("{micros:.1}"));
+            let _ = writeln!(
+                text,
+                "{operation:<15} {:>8}  by copy engines: ours {}, NCCL {}; by kernels: ours {}, NCCL {}",
+                size(bytes),
+                cell(ours),
+                cell(nccl),
+                cell(by_kernels),
+                cell(nccl_by_kernels)
+            );
+            values.push(json!({
+                "operation": operation,
+                "bytes": bytes,
+                "ours_by_engines_us": ours,
+                "nccl_by_engines_us": nccl,
+                "ours_us": by_kernels,
+                "nccl_us": nccl_by_kernels,
+            }));
+        }
+    }
+    if !text.is_empty() {
+        text.insert_str(
+            0,
+            "Windows (-R 2) with NCCL_CTA_POLICY=2, us; best of eager and graph\n",
+        );
+    }
+    (text, Value::Array(values))
+}
+
 #[cfg(test)]
 mod tests {
     use super::{super::rows::parse, *};
@@ -203,6 +254,7 @@ mod tests {
             operation: "all_reduce",
             registered,
             graph,
+            engines: false,
             run: parse(&text),
         }
     }
@@ -254,6 +306,35 @@ mod tests {
         assert_eq!(values[0]["met"], true);
         assert_eq!(values[1]["met"], false);
         assert_eq!(values.as_array().unwrap().last().unwrap()["ratio"], Value::Null);
+    }
+
+    #[test]
+    fn copy_engines_have_a_table_of_their_own() {
+        let gather = |measured: Measured, engines| Measured {
+            operation: "all_gather",
+            engines,
+            ..measured
+        };
+        let all = [
+            gather(measured(true, 0, 0, &[(64 * MIB, 100.0)]), false),
+            gather(measured(true, 2, 0, &[(64 * MIB, 92.0)]), true),
+            gather(measured(true, 2, 20, &[(64 * MIB, 90.0)]), true),
+            gather(measured(false, 2, 20, &[(64 * MIB, 95.0)]), true),
+        ];
+        let (text, values) = engines(&all);
+        assert!(
+            text.contains("by copy engines: ours 90.0, NCCL 95.0; by kernels: ours 100.0, NCCL -"),
+            "{text}"
+        );
+        assert_eq!(values[0]["nccl_by_engines_us"], 95.0);
+        // They do not count where goals are for kernels.
+        let lines = lines(GOALS, &all, 2);
+        assert!(
+            lines
+                .iter()
+                .all(|line| line.ours == Some((100.0, "eager -R 0".to_owned())) && line.nccl.is_none())
+        );
+        assert!(engines(&all[..1]).0.is_empty());
     }
 
     #[test]

@@ -52,6 +52,30 @@ pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
     if !steps.skips_without("4p", 2) {
         drive(steps, "4p", 60, "check 4 p 8388608", &[]);
     }
+    // Windows, whose operations copy engines do, eager and replayed.
+    let engines: &[(&str, &str)] = &[("NCCL_CTA_POLICY", "2")];
+    for (ranks, kind) in [(2, "t"), (2, "p"), (4, "t"), (4, "p"), (8, "t")] {
+        let name = format!("windows-{ranks}{kind}");
+        if !steps.skips_without(&name, ranks) {
+            drive(steps, &name, 60, &format!("windows {ranks} {kind}"), engines);
+        }
+    }
+    for kind in ["t", "p"] {
+        drive(
+            steps,
+            &format!("promise-2{kind}"),
+            30,
+            &format!("promise 2 {kind}"),
+            engines,
+        );
+        drive(
+            steps,
+            &format!("alone-2{kind}"),
+            30,
+            &format!("alone 2 {kind}"),
+            engines,
+        );
+    }
     if !steps.skips_without("8t", 4) {
         drive(steps, "8t", 80, "check 8 t 8388608", &[]);
         drive(steps, "random-8t", 80, "random 8 t 30", &[]);

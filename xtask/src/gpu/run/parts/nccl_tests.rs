@@ -122,6 +122,9 @@ const MEASURED: [(&str, &str); 6] = [
     ("sendrecv", "-b 16M -e 64M -f 4 -w 2 -n 10"),
 ];
 
+/// What copy engines do in windows.
+const BY_ENGINES: [&str; 2] = ["all_gather", "alltoall"];
+
 pub(super) fn perf(steps: &mut Steps<'_>) -> Result<()> {
     let stock = steps.host.stock().map_err(|reason| anyhow!(reason))?;
     super::calls::run(steps, &steps.host.library(), stock)?;
@@ -141,20 +144,27 @@ fn times(steps: &mut Steps<'_>, gpus: usize) -> Result<()> {
     let mut measured = Vec::new();
     for (operation, sizes) in MEASURED {
         // Ours and NCCL's one after the other, so that what the machine does meanwhile meets both.
-        for registered in 0..=2 {
+        for (registered, engines) in [(0, false), (1, false), (2, false), (2, true)] {
+            if engines && !BY_ENGINES.contains(&operation) {
+                continue;
+            }
             for graph in [20, 0] {
                 for (library, is_ours) in [(ours.as_path(), true), (stock, false)] {
                     // Ranks of one process reach each other's buffers without it.
-                    if is_ours && registered > 0 {
+                    if is_ours && registered > 0 && !engines {
                         continue;
                     }
                     let name = format!(
-                        "{operation}-{}-R{registered}-G{graph}{}",
+                        "{operation}-{}-R{registered}-G{graph}{}{}",
                         if is_ours { "ours" } else { "nccl" },
+                        if engines { "-engines" } else { "" },
                         if sizes == LONG { "-long" } else { "" }
                     );
                     let words = format!("-g {gpus} -c 0 -R {registered} -G {graph} {sizes}");
-                    let command = command(steps, operation, library, &words)?;
+                    let mut command = command(steps, operation, library, &words)?;
+                    if engines {
+                        command.env("NCCL_CTA_POLICY", "2");
+                    }
                     let said = steps.run(&name, Duration::from_secs(40), command, timed);
                     if let Some(said) = said {
                         measured.push(Measured {
@@ -162,6 +172,7 @@ fn times(steps: &mut Steps<'_>, gpus: usize) -> Result<()> {
                             operation,
                             registered,
                             graph,
+                            engines,
                             run: rows::parse(&said),
                         });
                     }
@@ -170,6 +181,9 @@ fn times(steps: &mut Steps<'_>, gpus: usize) -> Result<()> {
         }
     }
     let (text, values) = goals::table(&measured, gpus);
+    steps.note(&text);
+    steps.figures(values);
+    let (text, values) = goals::engines(&measured);
     steps.note(&text);
     steps.figures(values);
     Ok(())
