@@ -80,6 +80,37 @@ static void check_replays(struct Rank* r, int salt) {
   CU(cuGraphExecDestroy, exec);
 }
 
+// What others have mapped of a window goes with its memory, once the window has been given back. Only a driver without a GPU tells.
+static void check_closed(struct Rank* r) {
+  void (*const figures)(uint64_t*) = (void (*)(uint64_t*))dlsym(RTLD_DEFAULT, "ringsight_mock_memory");
+  if (figures == NULL || !processes) return;
+  enum { OPENED = 2 };
+  uint64_t before[4], after[4];
+  figures(before);
+  const CUdeviceptr recv = r->recv;
+  void* window;
+  CU(cuMemAlloc, &r->recv, (size_t)WINDOW_BYTES);
+  NC(CommWindowRegister(r->comm, (void*)r->recv, WINDOW_BYTES, &window, SYMMETRIC));
+  for (int i = 0; i < 20; i++) enqueue(r, i % 2 ? ALL_GATHER : ALLTOALL, F32, 1000, 0, 0, r->send, r->recv);
+  CU(cuStreamSynchronize, r->stream);
+  figures(after);
+  if (after[OPENED] <= before[OPENED]) fail("windows rank %d: nothing is mapped", r->rank);
+  barrier();
+  NC(CommWindowDeregister(r->comm, window));
+  CU(cuMemFree, r->recv);
+  r->recv = recv;
+  // What is over is let go of with the next call.
+  usleep(10000);
+  enqueue(r, ALL_REDUCE, F32, 1000, 0, 0, r->send, r->recv);
+  CU(cuStreamSynchronize, r->stream);
+  for (int i = 0; i < 1000 && after[OPENED] > before[OPENED]; i++) {
+    usleep(10000);
+    figures(after);
+  }
+  if (after[OPENED] > before[OPENED]) fail("windows rank %d: what was mapped stays", r->rank);
+  barrier();
+}
+
 static void run_windows(struct Rank* r) {
   open_rank(r, 0);
   buffers(r, WINDOW_BYTES);
@@ -105,6 +136,7 @@ static void run_windows(struct Rank* r) {
     if (window != NULL) NC(CommWindowDeregister(r->comm, window));
     barrier();
   }
+  check_closed(r);
   // A window that goes with the communicator.
   void* window;
   NC(CommWindowRegister(r->comm, (void*)r->recv, WINDOW_BYTES, &window, SYMMETRIC));

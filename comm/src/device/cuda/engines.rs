@@ -25,7 +25,7 @@ use super::{
     gpu::Gpu,
     release,
 };
-use crate::device::{Result, Stream};
+use crate::device::{DeviceError, Result, Stream};
 
 /// Streams beside the caller's: with more of them a GPU's link is no fuller.
 const BESIDE: usize = 3;
@@ -194,10 +194,13 @@ impl Gpu {
 }
 
 /// What the copies of a launch are queued with.
-pub(super) fn of(launch: &Launch) -> Option<Arc<Engines>> {
+pub(super) fn of(launch: &Launch) -> Result<Arc<Engines>> {
     let mut works = launch.channels.iter().flat_map(|channel| &channel.work);
-    works.find_map(|work| match &work.connections {
+    let found = works.find_map(|work| match &work.connections {
         Connections::Engines { window, .. } => window.engines.clone().downcast().ok(),
         _ => None,
+    });
+    found.ok_or_else(|| {
+        DeviceError::InvalidUsage("a window that is not for this device's copy engines".into())
     })
 }

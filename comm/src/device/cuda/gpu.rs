@@ -350,7 +350,7 @@ impl Gpu {
     ) -> Result<u32> {
         let invalid = |error: WorkError| DeviceError::InvalidUsage(error.to_string());
         if let Some(mut peers) = PeerLaunch::new(&launch).map_err(invalid)? {
-            let engines = peers.copies.and_then(|_| engines::of(&launch));
+            let engines = peers.copies.map(|_| engines::of(&launch)).transpose()?;
             let head = self.enter(launch, captured, None)?;
             *peers.arguments.head_mut() = head;
             let kernel = (self.peer_kernels[peers.kernel], peers.blocks, peers.threads, 0);
