@@ -369,8 +369,10 @@ impl Communicator {
     pub(crate) fn deregister_window(&self, handle: usize) -> Result<()> {
         self.deregister("win", handle)?;
         self.windows.remove(handle);
-        // What has been launched with it and is over does not keep it.
-        self.planner().plans.drain();
+        // What has been launched with it and is over does not keep it: now, or from the next operation on.
+        if let Ok(mut planner) = self.planner.try_lock() {
+            planner.plans.drain();
+        }
         Ok(())
     }
 }

@@ -4,7 +4,7 @@
 // driver LIBRARY MODE RANKS t|p|n [MAX_BYTES [STEP [MIN_BYTES]]]
 // driver LIBRARY watch RANKS t|p|n FOLDER
 // driver LIBRARY remap|pieces RANKS t|p|n [MAX_BYTES]
-// driver LIBRARY windows RANKS t|p
+// driver LIBRARY windows RANKS t|p [1]
 // driver LIBRARY promise|alone RANKS t|p
 // driver LIBRARY stalled 2 t|p
 // driver LIBRARY replays RANKS t|p|n FOLDER|- [REPLAYS [OPERATIONS]]
@@ -545,7 +545,7 @@ static void* run(void* argument) {
   else if (!strcmp(mode, "released")) run_released(r);
   else if (!strcmp(mode, "untaken")) run_untaken(r);
   else if (!strcmp(mode, "differ")) run_differ(r);
-  else if (!strcmp(mode, "windows")) run_windows(r);
+  else if (!strcmp(mode, "windows")) run_windows(r, variant == 1);
   else if (!strcmp(mode, "promise")) run_promise(r);
   else if (!strcmp(mode, "alone")) run_alone(r);
   else if (!strcmp(mode, "stalled")) run_stalled(r);

@@ -2,6 +2,7 @@
 #pragma once
 #include "fault.h"
 #include "rank.h"
+#include "remap.h"
 
 enum { SYMMETRIC = 1, WINDOW_BYTES = 8 << 20 };
 
@@ -111,9 +112,15 @@ static void check_closed(struct Rank* r) {
   barrier();
 }
 
-static void run_windows(struct Rank* r) {
+// `in_pieces`: the windows are of memory that is mapped in pieces, which are open to the rank's own device.
+static void run_windows(struct Rank* r, bool in_pieces) {
   open_rank(r, 0);
   buffers(r, WINDOW_BYTES);
+  if (in_pieces) {
+    give_whole(r->recv, WINDOW_BYTES);
+    r->recv = get_pieces(r, WINDOW_BYTES);
+    barrier();
+  }
   CUstream other;
   CU(cuStreamCreate, &other, 1u);
   int salt = 0;

@@ -38,6 +38,15 @@ fn copy_engines_do_what_goes_into_windows() {
             |line: &&str| line.contains(" proto CE ") && others.iter().any(|name| line.contains(name));
         assert_eq!(said.lines().find(wrong), None);
     }
+    // Mapped in pieces: other processes are given these, and the other ranks of this one may not reach them.
+    for (kind, reached) in [("p", true), ("t", false)] {
+        if let Some(said) = output("driver", test, &["windows", "2", kind, "1"], &told("2")) {
+            assert!(said.contains("ok 236 cases a rank"), "{said}");
+            assert_eq!(said.contains(" proto CE "), reached, "{kind}: {said}");
+            let why = "is not for copy engines: rank 0: memory at ";
+            assert_eq!(said.contains(why), !reached, "{kind}: {said}");
+        }
+    }
     // Without the policy, and without the protocol, all goes as it went.
     for variables in [
         [("NCCL_CTA_POLICY", "1"), ("RINGSIGHT_PROTO", "^push")],
