@@ -9,7 +9,7 @@ use super::{
     flights::InProgress,
     inquiry::{Conclusion, Step},
     message::{Health, Message},
-    position::{Answer, HeldUp, Position, Run},
+    position::{Answer, Position, Run},
     report::{self, Report},
     settings::{SHORTEST, Settings},
     verdict::{Heard, Verdict, judge},
@@ -54,8 +54,11 @@ impl Watch {
             }
             Step::Heard(heard) => heard,
         };
-        for heard in heard.values_mut() {
-            if let Some(held) = self.crossing(heard, now) {
+        let doubted = lock(&self.inquiry).doubted(op.run, now);
+        for (rank, heard) in &mut heard {
+            let is_known = !is_dark && *rank != self.rank;
+            let crossed = is_known.then(|| self.crossing(op, (*rank, heard), doubted, now));
+            if let Some(held) = crossed.flatten() {
                 *heard = Heard::Crossed(held);
             } else if is_dark {
                 // Who knows nothing of itself may be the one that they wait for.
@@ -83,24 +86,6 @@ impl Watch {
                 rest
             }
         }
-    }
-
-    /// The operation of this communicator in which a rank waits for this one, if neither will ever come to the other's: operations
-    /// of a communicator run one after another, this rank is in another one, and has not launched that.
-    fn crossing(&self, heard: &Heard, now: u64) -> Option<HeldUp> {
-        let Heard::Answer(Answer {
-            position: Position::NotLaunched { .. },
-            held_up: Some(held),
-            ..
-        }) = heard
-        else {
-            return None;
-        };
-        // What graphs run is ordered by whoever launches them.
-        let ordered = held.comm == self.comm && held.run.replay == 0;
-        let awaited = self.participants(held.run.identity).contains(&self.rank);
-        let launched = || !matches!(self.position(held.run, now), Position::NotLaunched { .. });
-        (ordered && awaited && !launched()).then_some(*held)
     }
 
     fn is_in_progress(&self, run: Run) -> bool {

@@ -117,6 +117,7 @@ pub(super) fn oldest_in_progress(watch: &Watch, but: Run) -> Option<HeldUp> {
                 comm: other.comm,
                 run: op.run,
                 since_ns: now.saturating_sub(op.start_ns),
+                bars_ns: None,
             })
         })
         .max_by_key(|held| held.since_ns)

@@ -264,6 +264,21 @@ impl Flights {
         })
     }
 
+    /// Whether an eager operation begins only when another one, which is on its way, is over: it is of a later plan. `None` if it is not
+    /// on its way.
+    pub(super) fn is_behind(&self, operation: Identity, other: Identity) -> Option<bool> {
+        let holds = |identity: Identity| {
+            move |flight: &Flight| {
+                let mut operations = flight.operations();
+                operations.any(|(info, _)| Identity::of(info) == identity)
+            }
+        };
+        // Several plans may have works of one.
+        let first = self.eager.iter().position(holds(operation))?;
+        let last = self.eager.iter().rposition(holds(other));
+        Some(last.is_some_and(|last| first > last))
+    }
+
     /// Bytes of a run, if it is on its way.
     pub(super) fn bytes(&self, run: Run) -> Option<u64> {
         let mut all = self.all().flat_map(Flight::operations);

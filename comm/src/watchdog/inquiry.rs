@@ -18,8 +18,8 @@ const ANSWERS: Duration = Duration::from_millis(200);
 const LOOKS: Duration = Duration::from_millis(150);
 
 /// How long nothing more may come of a rank that has left, or that cannot find out where it is, or move on ranks that have all come, before
-/// that is why an operation does not end: between two kernels of different nodes four threads have to run, which a busy machine keeps waiting.
-const LASTS: Duration = Duration::from_millis(600);
+/// that is why an operation does not end, and that two wait for each other in different ones: between two kernels of different nodes four threads have to run, which a busy machine keeps waiting.
+pub(super) const LASTS: Duration = Duration::from_millis(600);
 
 /// How often a rank is asked before it counts as one that does not answer; and one whose process is known to live, which a busy
 /// machine may keep from answering for long.
@@ -159,6 +159,13 @@ impl Inquiry {
         }
     }
 
+    /// For how long a run's verdict has been one that must last.
+    pub(super) fn doubted(&self, run: Run, now: u64) -> Duration {
+        let case = self.cases.iter().find(|case| case.run == run);
+        let since = case.and_then(|case| case.lasting).unwrap_or(now);
+        Duration::from_nanos(now.saturating_sub(since))
+    }
+
     /// Forgets what is not in progress any more.
     pub(super) fn keep(&mut self, in_progress: impl Fn(Run) -> bool) {
         self.cases.retain(|case| in_progress(case.run));
@@ -273,10 +280,14 @@ impl Inquiry {
                 case.unanswered = 0;
             }
             // What moves slowly may be on its way through a busy machine. A kernel of one rank waits for nobody.
-            let may_change = heard.get(&fresh.culprit).is_some_and(Heard::may_change);
+            let culprit = heard.get(&fresh.culprit);
+            let may_change = culprit.is_some_and(Heard::may_change);
             if may_change || fresh.cause == Cause::StuckKernel && heard.len() > 1 {
                 let since = *case.lasting.get_or_insert(now);
-                if Duration::from_nanos(now.saturating_sub(since)) < LASTS {
+                let has_lasted = Duration::from_nanos(now.saturating_sub(since)) >= LASTS;
+                // A message that is sent before the rank comes may yet end.
+                let moves = matches!(culprit, Some(Heard::Crossed(held)) if !held.has_stood());
+                if moves || !has_lasted {
                     return Conclusion::Doubt;
                 }
             }
@@ -315,7 +326,7 @@ fn asked_before_it_counts(heard: &BTreeMap<u32, Heard>, own: u32) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checks::Identity;
+    use crate::{checks::Identity, watchdog::position::HeldUp};
 
     const MS: u64 = 1_000_000;
     const REST: Duration = Duration::from_secs(1);
@@ -422,6 +433,31 @@ mod tests {
         }
         let said = conclude(&mut inquiry, 2, stuck.clone(), 2900 * MS);
         assert_eq!(said, Conclusion::Say(stuck.unwrap()), "0.6 s, and what was lost");
+    }
+
+    /// A rank that is late may be caught in a message to this one, which is on its way and ends by itself.
+    #[test]
+    fn ranks_wait_for_each_other_if_that_lasts_and_nothing_moves() {
+        let mut inquiry = Inquiry::default();
+        let mismatch = verdict(Cause::MetadataMismatch, 1, true);
+        let mut conclude = |at_ms: u64, stood_ms: u64| {
+            let held = HeldUp {
+                comm: 1,
+                run: run(9),
+                since_ns: 5000 * MS,
+                bars_ns: Some(stood_ms * MS),
+            };
+            let heard = BTreeMap::from([(1, Heard::Crossed(held))]);
+            inquiry.conclude(run(1), mismatch.clone(), (OWN, &heard), REST, at_ms * MS)
+        };
+        assert_eq!(
+            conclude(1000, 5000),
+            Conclusion::Doubt,
+            "one answer tells nothing"
+        );
+        assert_eq!(conclude(1599, 5000), Conclusion::Doubt);
+        assert_eq!(conclude(1700, 599), Conclusion::Doubt, "it has moved");
+        assert_eq!(conclude(1800, 699), Conclusion::Say(mismatch.clone().unwrap()));
     }
 
     #[test]

@@ -163,11 +163,19 @@ impl Message {
                 bytes.push(code);
                 bytes.extend(words.into_iter().flat_map(u64::to_le_bytes));
                 let (held_up, stall) = (answer.held_up.is_some(), answer.stall.is_some());
-                bytes.push(u8::from(held_up) | u8::from(answer.is_old) << 1 | u8::from(stall) << 2);
-                if let Some(HeldUp { comm, run, since_ns }) = answer.held_up {
-                    bytes.extend(comm.to_le_bytes());
-                    put_run(&mut bytes, run);
-                    bytes.extend(since_ns.to_le_bytes());
+                let bars_ns = answer.held_up.and_then(|held| held.bars_ns);
+                let flags = [held_up, answer.is_old, stall, bars_ns.is_some()];
+                bytes.push(
+                    flags
+                        .iter()
+                        .rev()
+                        .fold(0, |byte, flag| byte << 1 | u8::from(*flag)),
+                );
+                if let Some(held) = answer.held_up {
+                    bytes.extend(held.comm.to_le_bytes());
+                    put_run(&mut bytes, held.run);
+                    bytes.extend(held.since_ns.to_le_bytes());
+                    bytes.extend(bars_ns.iter().flat_map(|ns| ns.to_le_bytes()));
                 }
                 if let Some(stall) = &answer.stall {
                     put_stall(&mut bytes, stall);
@@ -220,7 +228,8 @@ impl Message {
                     (6, [called @ 0..=1, 0, 0]) => Position::Unwatched { called: called == 1 },
                     _ => return None,
                 };
-                let [flags @ 0..=7] = *rest.take()? else {
+                // Only what keeps the rank stands in its way.
+                let [flags @ (0..=7 | 9 | 11 | 13 | 15)] = *rest.take()? else {
                     return None;
                 };
                 let held_up = match flags & 1 {
@@ -229,6 +238,10 @@ impl Message {
                         comm: rest.u64()?,
                         run: run(&mut rest)?,
                         since_ns: rest.u64()?,
+                        bars_ns: match flags & 8 {
+                            0 => None,
+                            _ => Some(rest.u64()?),
+                        },
                     }),
                 };
                 let answer = Answer {
@@ -332,11 +345,14 @@ mod tests {
 
     fn messages() -> impl Strategy<Value = Message> {
         let held_up = prop::option::of(
-            (any::<u64>(), runs(), any::<u64>()).prop_map(|(comm, run, since_ns)| HeldUp {
-                comm,
-                run,
-                since_ns,
-            }),
+            (any::<u64>(), runs(), any::<u64>(), any::<Option<u64>>()).prop_map(
+                |(comm, run, since_ns, bars_ns)| HeldUp {
+                    comm,
+                    run,
+                    since_ns,
+                    bars_ns,
+                },
+            ),
         );
         let answer = (positions(), held_up, prop::option::of(stalls()), any::<bool>()).prop_map(
             |(position, held_up, stall, is_old)| Answer {

@@ -6,6 +6,7 @@
 //! these, nothing here calls the device.
 
 mod ask;
+mod crossing;
 mod detector;
 mod dump;
 mod events;
@@ -233,8 +234,11 @@ impl Watch {
             Message::Where { query, run } => {
                 report = self.fail_with_device();
                 let is_old = !self.refresh(events::RECENT);
-                let held_up = detector::oldest_in_progress(self, run);
                 let now = observe::now_ns();
+                // What keeps it for good says more than what has kept it for longest.
+                let held_up = self
+                    .barring(run, from, now)
+                    .or_else(|| detector::oldest_in_progress(self, run));
                 let answer = Answer {
                     position: self.position(run, now),
                     held_up,

@@ -91,4 +91,6 @@ pub(crate) struct HeldUp {
     pub(crate) run: Run,
     /// Since it began.
     pub(crate) since_ns: u64,
+    /// Where the rank comes to what was asked about only after it, and waits in it for the rank that asked: for how long it has not moved.
+    pub(crate) bars_ns: Option<u64>,
 }

@@ -21,8 +21,8 @@ const JUST_NOW: Duration = Duration::from_millis(50);
 pub(crate) enum Heard {
     /// It answered.
     Answer(Answer),
-    /// It is in an operation of this communicator that the rank that asks comes to only after the one that it asks about, if
-    /// ever: each waits for the other.
+    /// It is in an operation of this communicator that the rank that asks comes to only after the one that it asks about, and so it is
+    /// there: each waits for the other, if that lasts.
     Crossed(HeldUp),
     /// Its process died.
     Gone,
@@ -44,6 +44,8 @@ impl Heard {
         match self {
             // What it had sent before may still be on its way through a busy machine.
             Self::Left => true,
+            // It may be at what ends by itself.
+            Self::Crossed(_) => true,
             // It may have come meanwhile.
             Self::Answer(answer) => answer.is_old,
             _ => false,

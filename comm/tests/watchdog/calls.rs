@@ -1,49 +1,55 @@
 //! Ranks that do not call the same.
 
-use std::{
-    env,
-    path::PathBuf,
-    thread,
-    time::{Duration, Instant},
-};
+use std::{env, path::PathBuf};
 
 use ringsight_comm::{abi, error::ResultCode, observe};
 use ringsight_records::{Description, Function, Kind};
 
-use super::{ELEMENTS, FAULT, FOLDER, PROMISED, THRESHOLD, texts, until};
+use super::{ELEMENTS, FAULT, FOLDER, texts, until};
 use crate::common::{Call, host, ok, rank_of_process, start_processes, state};
+
+/// More than a message may have on its way while nobody takes it.
+const MANY: usize = 16 << 20;
+
+/// What a rank of [`crossed_rank`] calls, one after the other without waiting.
+fn crossed_calls(fault: &str, rank: usize) -> Vec<Call> {
+    let collective = Call::new(Function::AllReduce, ELEMENTS);
+    let message = |function| Call::peer(function, ELEMENTS, 1 - rank);
+    let (send, receive) = (message(Function::Send), message(Function::Recv));
+    let large = |call: Call| Call { count: MANY, ..call };
+    match (fault, rank) {
+        ("recv recv", _) | ("recv all_reduce", 0) => vec![receive],
+        // Rank 1 is the root, so that both wait.
+        ("broadcast recv", 0) => vec![Call::peer(Function::Broadcast, ELEMENTS, 1)],
+        ("broadcast recv", _) => vec![receive],
+        ("recv all_reduce", _) => vec![collective],
+        // The same with what the other one waits for behind it: called, and never begun.
+        ("recv send recv send", _) => vec![receive, send],
+        ("recv, recv send", 0) => vec![receive],
+        ("recv, recv send", _) => vec![receive, send],
+        ("recv all_reduce, all_reduce send", 0) => vec![receive, collective],
+        ("recv all_reduce, all_reduce send", _) => vec![collective, send],
+        ("all_reduce recv, send all_reduce", 0) => vec![collective, large(receive)],
+        ("all_reduce recv, send all_reduce", _) => vec![large(send), collective],
+        _ => unreachable!("{fault}"),
+    }
+}
 
 /// One rank of [`ranks_that_wait_for_each_other_are_told_so`].
 #[test]
 #[ignore = "helper: the body of one rank; started by another test"]
 fn crossed_rank() {
     let Some(rank) = rank_of_process() else { return };
-    let mut data = vec![1f32; ELEMENTS];
+    let calls = crossed_calls(&env::var(FAULT).unwrap(), rank.rank);
+    let most = calls.iter().map(|call| call.count).max().unwrap();
+    let mut data = vec![1f32; most];
     let at: *mut u8 = data.as_mut_ptr().cast();
-    let function = match (env::var(FAULT).unwrap().as_str(), rank.rank) {
-        ("recv recv", _) | ("recv all_reduce", 0) => Function::Recv,
-        ("broadcast recv", 0) => Function::Broadcast,
-        ("broadcast recv", _) => Function::Recv,
-        _ => Function::AllReduce,
-    };
-    // Rank 1 is the root, so that both wait.
-    let peer = if function == Function::Broadcast {
-        1
-    } else {
-        1 - rank.rank
-    };
-    let call = if function == Function::AllReduce {
-        Call::new(function, ELEMENTS)
-    } else {
-        Call::peer(function, ELEMENTS, peer)
-    };
-    ok(rank.call(&call, at, at));
-    let end = Instant::now() + THRESHOLD + 2 * PROMISED;
-    while state(rank.comm) == ResultCode::Success && Instant::now() < end {
-        thread::sleep(Duration::from_millis(5));
+    for call in &calls {
+        ok(rank.call(call, at, at));
     }
+    until(&|| state(rank.comm) != ResultCode::Success);
     assert_eq!(state(rank.comm), ResultCode::InvalidUsage);
-    assert_eq!(rank.call(&call, at, at), ResultCode::InvalidUsage);
+    assert_eq!(rank.call(&calls[0], at, at), ResultCode::InvalidUsage);
     println!("\ntold {}", crate::common::last_error());
     // SAFETY: a live communicator.
     ok(unsafe { abi::ncclCommAbort(rank.comm) });
@@ -54,16 +60,45 @@ fn crossed_rank() {
 #[test]
 fn ranks_that_wait_for_each_other_are_told_so() {
     for fault in ["recv recv", "recv all_reduce", "broadcast recv"] {
-        let variables = [(FAULT, fault), ("NCCL_KERNEL_TIMEOUT_MS", "300")];
-        let ranks = start_processes("watchdog::calls::crossed_rank", 2, 1, &variables);
-        let told = texts(fault, ranks).into_iter().map(|text| {
-            let told = text.lines().find_map(|line| line.strip_prefix("told "));
-            told.expect(&text).to_owned()
-        });
-        for text in told {
-            let whole = ["rank 0", "rank 1", "each waits for the other"];
-            assert!(whole.iter().all(|part| text.contains(part)), "{fault}: {text}");
-        }
+        are_told_so(fault, "pages");
+    }
+}
+
+#[test]
+fn ranks_that_have_called_what_the_others_wait_for_are_told_so_too() {
+    for (fault, source) in [
+        ("recv send recv send", "pages"),
+        ("recv send recv send", "events"),
+        ("recv, recv send", "pages"),
+        ("recv all_reduce, all_reduce send", "pages"),
+        ("recv all_reduce, all_reduce send", "events"),
+        ("all_reduce recv, send all_reduce", "pages"),
+    ] {
+        are_told_so(fault, source);
+    }
+}
+
+#[track_caller]
+fn are_told_so(fault: &str, source: &str) {
+    let variables = [
+        (FAULT, fault),
+        ("NCCL_KERNEL_TIMEOUT_MS", "300"),
+        ("RINGSIGHT_WATCHDOG_SOURCE", source),
+    ];
+    let ranks = start_processes("watchdog::calls::crossed_rank", 2, 1, &variables);
+    for text in texts(fault, ranks) {
+        let told = text.lines().find_map(|line| line.strip_prefix("told "));
+        let told = told.expect(&text);
+        let whole = ["rank 0", "rank 1", "each waits for the other"];
+        assert!(
+            whole.iter().all(|part| told.contains(part)),
+            "{fault}, {source}: {told}"
+        );
+        // Nobody is late.
+        let late = text
+            .lines()
+            .find(|line| line.contains("Verdict: ") && line.contains("(late)"));
+        assert_eq!(late, None, "{fault}, {source}: {text}");
     }
 }
 

@@ -38,7 +38,7 @@ pub(super) enum Fault {
     Count,
     /// It calls two operations in the other order.
     Order,
-    /// It receives from the other rank before it sends, and so does that.
+    /// It receives from the other rank before it sends, and so does that; or that is in a collective first.
     Crossed,
     /// It is late by less than the threshold.
     SlowBelow,
@@ -342,6 +342,22 @@ impl Round {
     #[must_use]
     pub(super) fn crossing(&self) -> Option<[u32; 2]> {
         (self.fault == Fault::Crossed).then_some([self.victim, (self.victim + 1) % self.ranks])
+    }
+
+    /// The one of the two that a rank waits for, if it is the other.
+    #[must_use]
+    pub(super) fn crossed_with(&self, rank: u32) -> Option<u32> {
+        match self.crossing()? {
+            [first, second] if rank == first => Some(second),
+            [first, second] if rank == second => Some(first),
+            _ => None,
+        }
+    }
+
+    /// Whether both have also called what the other one waits for, behind what they wait in.
+    #[must_use]
+    pub(super) fn enqueues_both(&self) -> bool {
+        self.fault == Fault::Crossed && self.elements.is_multiple_of(2)
     }
 
     /// The rank that the victim's kernel waits for when it is stopped.

@@ -8,7 +8,7 @@ use super::cases::{ARRIVAL, Fault, INVALID_USAGE, Mode, PROMISED, REMOTE_ERROR, 
 const AT_ONCE: Duration = Duration::from_secs(1);
 
 /// For so long nothing must move besides before that is a hang.
-const LASTS: Duration = Duration::from_millis(600);
+pub(super) const LASTS: Duration = Duration::from_millis(600);
 
 impl Round {
     /// Whether something is expected of a rank.
@@ -123,7 +123,7 @@ impl Round {
                                 .map(|rank| format!("rank {rank} ")),
                         )
                         .collect(),
-                    within: THRESHOLD + PROMISED,
+                    within: THRESHOLD + PROMISED + LASTS,
                 }),
                 // Which of the two finds out, or both, does not matter: the judge knows of that.
                 ..says(Vec::new())

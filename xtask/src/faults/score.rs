@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     cases::{Fault, PROMISED, Round, THRESHOLD},
     excuse::{self, Reason},
+    expectation::LASTS,
     job::{Observed, Said},
     truth::What,
 };
@@ -175,7 +176,7 @@ impl Judge<'_> {
     }
 
     /// Two that wait for each other are each other's culprits: at least one of them says so. The others may say in the meantime that the one or
-    /// the other has not come.
+    /// the other has not come, or has called it and not come to it.
     fn crossing(&mut self, two: [u32; 2]) {
         let called = (0..self.round.ranks).filter_map(|rank| self.at(rank, &What::Called));
         let base = called.max().unwrap_or(0);
@@ -187,9 +188,12 @@ impl Judge<'_> {
             if is("METADATA_MISMATCH (hang): ") && is_of_two && named.is_some_and(|named| named != said.rank)
             {
                 found = true;
-                let within = THRESHOLD + PROMISED;
+                let within = THRESHOLD + PROMISED + LASTS;
                 self.timed(&format!("rank {} said it", said.rank), said.ns, base, within);
-            } else if !(is("NOT_LAUNCHED (late): ") && !is_of_two && named.is_some()) {
+                continue;
+            }
+            let is_late = is("NOT_LAUNCHED (late): ") || is("QUEUED_BEHIND_COMPUTE (late): ");
+            if !is_late || is_of_two || named.is_none() {
                 self.score.false_verdicts += 1;
                 self.problem(format!("rank {} said {}", said.rank, said.verdict));
             }
@@ -365,14 +369,25 @@ mod tests {
             "{good:?}"
         );
         assert!(!score(&[(0, 520, late)]).class, "nobody said so");
-        for wrong in [(2, 600, &*mismatch(0)), (0, 600, &mismatch(1)), (2, 600, late)] {
+        let queued = "QUEUED_BEHIND_COMPUTE (late): rank 1 has launched it";
+        assert_eq!(
+            score(&[(0, 520, queued), (2, 600, &mismatch(1))]).false_verdicts,
+            0
+        );
+        for wrong in [
+            (2, 600, &*mismatch(0)),
+            (0, 600, &mismatch(1)),
+            (2, 600, late),
+            (2, 600, queued),
+        ] {
             assert_eq!(
                 score(&[(1, 500, &mismatch(2)), wrong]).false_verdicts,
                 1,
                 "{wrong:?}"
             );
         }
-        assert!(!score(&[(2, 1600, &mismatch(1))]).in_time);
+        assert!(score(&[(2, 2000, &mismatch(1))]).in_time);
+        assert!(!score(&[(2, 2200, &mismatch(1))]).in_time);
     }
 
     #[test]

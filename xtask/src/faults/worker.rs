@@ -4,6 +4,8 @@
 //! `completed` for each whose operations are done. Standard input: `id <hex>` (processes without rank 0), `end` when everything
 //! has been said that was to be, `exit` when all ranks have completed.
 
+mod differs;
+
 use std::{
     ffi::c_void,
     fs,
@@ -400,59 +402,6 @@ impl Member<'_> {
             thread::sleep(Duration::from_millis(2));
         }
         Ok(())
-    }
-
-    /// The ranks call what does not fit together.
-    fn differs(&self, communicator: Communicator<'_>) -> Result<()> {
-        let round = self.round;
-        let (first, second) = (
-            self.new_call(&communicator, round.operation, round.elements)?,
-            self.new_call(
-                &communicator,
-                match round.operation {
-                    Operation::AllReduce => Operation::AllGather,
-                    _ => Operation::AllReduce,
-                },
-                round.elements,
-            )?,
-        );
-        // Connections stand before the fault.
-        for number in 0..round.before {
-            self.before(2 * number, || first.call(&communicator))?;
-            self.before(2 * number + 1, || second.call(&communicator))?;
-        }
-        communicator.synchronise()?;
-        let other = self.new_call(&communicator, round.operation, round.elements + 1)?;
-        let message = communicator.buffer(round.elements)?;
-        let calls = || match (round.fault, self.is_victim()) {
-            (Fault::Count, true) => other.call(&communicator),
-            (Fault::Count, false) => first.call(&communicator),
-            (Fault::Order, true) => second
-                .call(&communicator)
-                .and_then(|()| first.call(&communicator)),
-            (Fault::Order, false) => first
-                .call(&communicator)
-                .and_then(|()| second.call(&communicator)),
-            _ => match round.receives_from(self.rank) {
-                Some(from) => communicator.receive(&message, from),
-                None => first.call(&communicator),
-            },
-        };
-        let launched = Launched::prepare(round.mode, &communicator, calls)?;
-        self.begin()?;
-        self.note(What::Called)?;
-        let outcome = launched.launch(&communicator, calls);
-        self.note(What::Launched)?;
-        if let Err(error) = outcome
-            // The first of two calls may be found out before the second one is made.
-            && communicator.state()?.0 == SUCCESS
-        {
-            return Err(error);
-        }
-        self.fails(&communicator)?;
-        self.stages.wait(Stage::End);
-        launched.forget(&communicator)?;
-        communicator.abort()
     }
 
     /// Two graphs of one communicator on two streams; the victim launches the first only, until it is told to go on.

@@ -392,6 +392,25 @@ impl Communicator<'_> {
         self.nccl.check("ncclRecv", result, self.comm)
     }
 
+    /// `ncclSend` to rank `to`.
+    ///
+    /// # Errors
+    /// The library's.
+    pub fn send(&self, send: &Buffer, to: u32) -> Result<()> {
+        // SAFETY: as in `all_reduce`.
+        let result = unsafe {
+            (self.nccl.functions.ncclSend)(
+                send.pointer().cast(),
+                send.len(),
+                FLOAT32,
+                to as c_int,
+                self.comm,
+                self.stream,
+            )
+        };
+        self.nccl.check("ncclSend", result, self.comm)
+    }
+
     /// Has the stream run `function(argument)` when it gets there.
     ///
     /// # Errors

@@ -63,6 +63,7 @@ fn crossed() -> Heard {
             replay: 0,
         },
         since_ns: 2500 * MS,
+        bars_ns: Some(2500 * MS),
     })
 }
 
@@ -367,6 +368,7 @@ fn a_rank_that_waits_elsewhere_is_not_the_culprit() {
                 replay: 0,
             },
             since_ns: 4000 * MS,
+            bars_ns: None,
         }),
         stall: None,
         is_old: false,
