@@ -15,6 +15,7 @@ mod watchdog {
     mod calls;
     mod detector;
     mod dumps;
+    mod ended;
     mod late;
     mod several;
     mod stuck;

@@ -54,7 +54,7 @@ impl Identity {
         Self::Message { from, to, seq }
     }
 
-    pub(super) fn seq(&self) -> u64 {
+    pub(crate) fn seq(&self) -> u64 {
         match self {
             Self::Collective { seq } | Self::Message { seq, .. } => *seq,
         }
@@ -63,6 +63,18 @@ impl Identity {
     /// The graph that it was captured in, as the ranks number them; 0 for none.
     pub(crate) fn graph(&self) -> u32 {
         (self.seq() >> 32) as u32
+    }
+
+    /// The first of its sequence: numbers of one graph, or of no graph, are one.
+    pub(crate) fn sequence(self) -> Self {
+        self.at(self.seq() & !u64::from(u32::MAX))
+    }
+
+    /// Stands for all operations of a graph, behind which it comes.
+    pub(crate) fn whole_graph(graph: u32) -> Self {
+        Self::Collective {
+            seq: u64::from(graph) << 32 | u64::from(u32::MAX),
+        }
     }
 
     /// The same sequence at another number.
@@ -130,6 +142,12 @@ impl Calls {
 
     fn all(&self) -> impl Iterator<Item = &Entry> {
         self.recent.iter().rev().chain(self.captured.values().flatten())
+    }
+
+    /// What was called and not captured, as far as it is remembered.
+    pub(super) fn eager(&self) -> impl Iterator<Item = Identity> {
+        let recent = self.recent.iter().map(|entry| entry.identity);
+        recent.filter(|identity| identity.graph() == 0)
     }
 
     /// The call that became operation `op`.

@@ -94,6 +94,11 @@ impl Checks {
         lock(&self.calls).has(identity)
     }
 
+    /// What has been called lately and not captured.
+    pub(crate) fn called(&self) -> Vec<Identity> {
+        lock(&self.calls).eager().collect()
+    }
+
     /// The call that became operation `op`.
     pub(crate) fn call_of(&self, op: u32) -> Option<Call> {
         lock(&self.calls).find(op).map(|entry| entry.call)

@@ -169,6 +169,9 @@ impl Communicator {
 
     /// Ends the communicator: its threads are joined when the last reference is gone.
     fn end(&self, state: State) {
+        if let Some(watch) = self.watch().filter(|_| state == State::ABORTED) {
+            watch.give_up();
+        }
         // From here on replays of graphs that still hold plans of this communicator give up instead of waiting for
         // ranks and threads that are gone.
         self.abort.set();

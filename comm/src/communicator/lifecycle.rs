@@ -2,7 +2,7 @@
 
 use std::{
     sync::{
-        Arc, Condvar, Mutex, Weak,
+        Arc, Condvar, Mutex, OnceLock, Weak,
         atomic::{AtomicBool, Ordering},
     },
     thread::{self, JoinHandle},
@@ -91,7 +91,12 @@ pub struct Lifecycle {
     activity: Mutex<Activity>,
     /// A group has worked on it, and its end has not been seen: written under the lock.
     worked: AtomicBool,
+    /// Told before a failure or an abort releases what waits.
+    before_failure: OnceLock<BeforeFailure>,
 }
+
+/// Done before every wait of a communicator is released; may take a moment.
+type BeforeFailure = Box<dyn Fn() + Send + Sync>;
 
 #[derive(Default)]
 struct Activity {
@@ -113,6 +118,7 @@ impl Lifecycle {
             faults: Arc::default(),
             activity: Mutex::default(),
             worked: AtomicBool::new(false),
+            before_failure: OnceLock::new(),
         })
     }
 
@@ -186,9 +192,21 @@ impl Lifecycle {
     pub(crate) fn fail(&self, error: Error) {
         // The error first: who is released finds it.
         let fresh = self.faults.keep(error);
+        self.tell_of_failure();
         self.abort.set();
         if let Some(error) = fresh {
             say(&error);
+        }
+    }
+
+    /// Has this done before a failure, or an abort, releases every wait: what is done afterwards is so because of it. Once.
+    pub(crate) fn before_failure(&self, tell: BeforeFailure) {
+        let _ = self.before_failure.set(tell);
+    }
+
+    fn tell_of_failure(&self) {
+        if let Some(tell) = self.before_failure.get() {
+            tell();
         }
     }
 
@@ -225,6 +243,7 @@ impl Lifecycle {
         let fresh = self
             .faults
             .keep(Error::new(ResultCode::InvalidUsage, "comm has been aborted"));
+        self.tell_of_failure();
         let mut activity = lock(&self.activity);
         activity.aborted = true;
         for child in activity.children.iter().filter_map(Weak::upgrade) {

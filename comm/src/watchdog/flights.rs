@@ -211,6 +211,33 @@ impl Flights {
         plans.flat_map(|flight| flight.observer.replayed()).collect()
     }
 
+    /// What was launched to run once, and is not known to be done.
+    pub(super) fn undone(&self) -> Vec<Identity> {
+        let operations = self.eager.iter().flat_map(Flight::operations);
+        operations
+            .filter(|(_, seen)| !matches!(seen, Seen::Completed { .. }))
+            .map(|(info, _)| Identity::of(info))
+            .collect()
+    }
+
+    /// The last replay that each captured operation is done with, those of graphs that are gone for all that these had.
+    pub(super) fn replays(&self) -> impl Iterator<Item = Run> {
+        let captured = self.captured.iter().flat_map(Flight::operations);
+        let captured = captured.map(|(info, seen)| Run {
+            identity: Identity::of(info),
+            replay: match seen {
+                Seen::Completed { replay } => replay,
+                Seen::InProgress { replay, .. } | Seen::Launched { replay, .. } => replay.saturating_sub(1),
+                Seen::NotReached => 0,
+            },
+        });
+        let retired = self.retired.iter().map(|(graph, replay)| Run {
+            identity: Identity::whole_graph(*graph),
+            replay: *replay,
+        });
+        captured.chain(retired).filter(|run| run.replay > 0)
+    }
+
     /// What is in progress.
     pub(super) fn in_progress(&self) -> impl Iterator<Item = InProgress> {
         self.all().flat_map(Flight::in_progress)

@@ -8,6 +8,7 @@ use std::{
 use ringsight_records::Cause;
 
 use super::{
+    done::Done,
     position::{Answer, Position, Run},
     verdict::{self, Heard, Verdict},
 };
@@ -33,8 +34,8 @@ pub(super) struct Inquiry {
     query: u32,
     /// In the order in which they were first asked about.
     cases: Vec<Case>,
-    /// Ranks that have given up their operations.
-    ended: BTreeSet<u32>,
+    /// Ranks that have given up their operations, and what they were done with.
+    ended: BTreeMap<u32, Done>,
     /// Ranks whose processes died.
     lost: BTreeSet<u32>,
     /// Ranks whose processes a debugger has taken, and may hold at any time.
@@ -134,8 +135,8 @@ impl Inquiry {
     }
 
     /// A rank has given up its operations.
-    pub(super) fn ended(&mut self, rank: u32) {
-        self.ended.insert(rank);
+    pub(super) fn ended(&mut self, rank: u32, done: Done) {
+        self.ended.insert(rank, done);
     }
 
     /// A rank's process died.
@@ -196,8 +197,10 @@ impl Inquiry {
             if left > 0 {
                 return Step::Rest(Duration::from_nanos(left));
             }
-            let answer = |position: Position| Heard::Answer(position.into());
-            let given_up = self.ended.iter().map(|rank| (*rank, answer(Position::Ended)));
+            let given_up = self.ended.iter().map(|(rank, done)| match done.has(run) {
+                true => (*rank, Heard::Left),
+                false => (*rank, Heard::Answer(Position::Ended.into())),
+            });
             let lost = self.lost.iter().map(|rank| (*rank, Heard::Gone));
             let known = given_up
                 .chain(lost)
@@ -238,6 +241,10 @@ impl Inquiry {
         for (rank, heard) in &mut heard {
             if *heard == Heard::Silent && self.traced.contains(rank) {
                 *heard = Heard::Traced;
+            }
+            // What it was done with may yet need its network, which does nothing any more.
+            if self.ended.contains_key(rank) && heard.is_over() {
+                *heard = Heard::Left;
             }
         }
         Step::Heard(heard)

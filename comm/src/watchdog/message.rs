@@ -2,7 +2,10 @@
 
 use ringsight_records::{PathCause, Waits, connection::DEVICE_NAME_BYTES, pages::text};
 
-use super::position::{Answer, HeldUp, Position, Run};
+use super::{
+    done::Done,
+    position::{Answer, HeldUp, Position, Run},
+};
 use crate::{
     checks::wire::{self, Rest, put_identity},
     process::{Stat, State},
@@ -55,7 +58,7 @@ impl Health {
 }
 
 /// A control message between the ranks of a communicator. Answers repeat the number of the question.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Message {
     /// Where are you with this run?
     Where { query: u32, run: Run },
@@ -65,8 +68,8 @@ pub(super) enum Message {
     Look { query: u32, rank: u32 },
     /// This.
     Looked { query: u32, rank: u32, health: Health },
-    /// To all: this rank gives up its operations; nobody need ask.
-    Ended,
+    /// To all: this rank gives up its operations, but for what it is done with; nobody need ask.
+    Ended { done: Done },
     /// To all: a hang has been found, write what you are in.
     Dump,
     /// To all: a debugger has taken this rank's process, or has left it.
@@ -190,7 +193,10 @@ impl Message {
                 bytes.extend(rank.to_le_bytes());
                 bytes.push(health as u8);
             }
-            Self::Ended => begin(5, 0),
+            Self::Ended { ref done } => {
+                begin(5, 0);
+                done.runs.iter().for_each(|run| put_run(&mut bytes, *run));
+            }
             Self::Dump => begin(6, 0),
             Self::Traced { is } => begin(7, is.into()),
         }
@@ -268,7 +274,13 @@ impl Message {
                     health: *Health::ALL.get(usize::from(code))?,
                 }
             }
-            5 if query == 0 => Self::Ended,
+            5 if query == 0 => {
+                let mut done = Done::default();
+                while !rest.is_empty() {
+                    done.runs.push(run(&mut rest)?);
+                }
+                Self::Ended { done }
+            }
             6 if query == 0 => Self::Dump,
             7 if query <= 1 => Self::Traced { is: query == 1 },
             _ => return None,
@@ -365,7 +377,7 @@ mod tests {
         prop_oneof![
             (any::<u32>(), runs()).prop_map(|(query, run)| Message::Where { query, run }),
             (any::<u32>(), answer).prop_map(|(query, answer)| Message::Here { query, answer }),
-            Just(Message::Ended),
+            prop::collection::vec(runs(), 0..4).prop_map(|runs| Message::Ended { done: Done { runs } }),
             Just(Message::Dump),
             any::<bool>().prop_map(|is| Message::Traced { is }),
             any::<(u32, u32)>().prop_map(|(query, rank)| Message::Look { query, rank }),
@@ -380,8 +392,11 @@ mod tests {
             message in messages(), raw in prop::collection::vec(any::<u8>(), 0..160), kind: u8, cut: prop::sample::Index,
         ) {
             let bytes = message.encode();
+            let cut = cut.index(bytes.len());
+            // What a rank is done with may be less.
+            let may_be_cut = matches!(message, Message::Ended { .. }) && cut >= 9;
             prop_assert_eq!(Message::parse(&bytes), Some(message));
-            prop_assert_eq!(Message::parse(&bytes[..cut.index(bytes.len())]), None);
+            prop_assert!(may_be_cut || Message::parse(&bytes[..cut]).is_none());
             fuzz(&[b"RSWD", &[kind % 9][..], &raw].concat());
             fuzz(&raw);
         }

@@ -8,6 +8,7 @@
 mod ask;
 mod crossing;
 mod detector;
+mod done;
 mod dump;
 mod events;
 mod flights;
@@ -22,13 +23,14 @@ mod verdict;
 
 use std::{
     sync::{
-        Arc, Mutex,
+        Arc, Mutex, OnceLock,
         atomic::{AtomicBool, Ordering},
     },
     time::Duration,
 };
 
 pub(crate) use detector::Detected;
+use done::Done;
 use dump::Dumps;
 pub(crate) use events::{Events, Track};
 use flights::{Flights, InProgress};
@@ -89,8 +91,8 @@ pub(crate) struct Watch {
     history: Mutex<History>,
     inquiry: Mutex<Inquiry>,
     ended: AtomicBool,
-    /// It did not end by itself: what was called need not be done.
-    given_up: AtomicBool,
+    /// What was done when its operations were given up, if they were: nothing of what they became afterwards counts.
+    done: OnceLock<Done>,
     /// The others have been told that a debugger has taken this process.
     traced: AtomicBool,
 }
@@ -126,7 +128,7 @@ impl Watch {
         } = subject;
         let places = places(&topology);
         let own = places[topology.rank() as usize];
-        Arc::new(Self {
+        let watch = Arc::new(Self {
             comm,
             name,
             rank: topology.rank(),
@@ -145,9 +147,11 @@ impl Watch {
             history: Mutex::default(),
             inquiry: Mutex::default(),
             ended: AtomicBool::new(false),
-            given_up: AtomicBool::new(false),
+            done: OnceLock::new(),
             traced: AtomicBool::new(false),
-        })
+        });
+        watch.give_up_on_failure();
+        watch
     }
 
     /// What is to be told before each kernel and behind it, if anything is.
@@ -179,19 +183,6 @@ impl Watch {
     /// A graph is gone.
     pub(crate) fn forget(&self, graph: u32) {
         lock(&self.flights).forget(graph);
-    }
-
-    /// The communicator ends, or its operations are given up: whoever asks is told so, and if they did not end by
-    /// themselves (`given_up`) also who does not.
-    pub(crate) fn end(&self, given_up: bool) {
-        if given_up {
-            // Relaxed: ordered by what follows.
-            self.given_up.store(true, Ordering::Relaxed);
-        }
-        // Release: pairs with `position`; who sees that it has ended sees how.
-        if !self.ended.swap(true, Ordering::Release) && given_up {
-            (self.post)(None, &Message::Ended.encode());
-        }
     }
 
     /// The communicator's events are destroyed: nothing is found out any more.
@@ -253,7 +244,7 @@ impl Watch {
                 health: Health::of(&self.topology, rank),
             },
             Message::Look { .. } => return,
-            Message::Ended => return lock(&self.inquiry).ended(from),
+            Message::Ended { done } => return lock(&self.inquiry).ended(from, done),
             Message::Dump => return self.dump(),
             Message::Traced { is } => return lock(&self.inquiry).traced(from, is),
             Message::Here { query, answer } => {
@@ -275,21 +266,17 @@ impl Watch {
         self.stalls.of(self.comm, run.identity, run.replay, now)
     }
 
-    fn position(&self, run: Run, now: u64) -> Position {
+    /// The same, whatever became of the communicator since.
+    fn position_so_far(&self, run: Run, now: u64) -> Position {
         let flights = lock(&self.flights);
         // Acquire: pairs with `end`.
         if self.ended.load(Ordering::Acquire) {
             // In good order it has done what it called, also where that is not known of each operation.
-            let in_order = !self.given_up.load(Ordering::Relaxed);
-            let is_done = || match run.replay {
+            let is_done = match run.replay {
                 0 => self.checks.has_called(run.identity),
                 _ => flights.position(run, now) == Some(Position::Done),
             };
-            return if in_order && is_done() {
-                Position::Done
-            } else {
-                Position::Ended
-            };
+            return if is_done { Position::Done } else { Position::Ended };
         }
         let idle_ns = now.saturating_sub(flights.last_launch_ns);
         let position = flights.position(run, now).map(|position| match position {

@@ -89,7 +89,7 @@ fn name(identity: Identity, replay: u32) -> String {
 fn line(rank: u32, heard: &Heard) -> String {
     let what = match heard {
         Heard::Gone => "gone".to_owned(),
-        Heard::Left => "has destroyed the communicator".to_owned(),
+        Heard::Left => "has left the communicator".to_owned(),
         Heard::Stopped => "stopped".to_owned(),
         Heard::Traced => "held by a debugger".to_owned(),
         Heard::Silent => "no answer".to_owned(),

@@ -26,7 +26,8 @@ pub(crate) enum Heard {
     Crossed(HeldUp),
     /// Its process died.
     Gone,
-    /// It has ended the communicator in good order, and with it all that it called; its process may be gone.
+    /// It has ended the communicator, and was done with the operation, or it did so in good order, and is done with all that it called; its
+    /// process may be gone.
     Left,
     /// Its process is stopped.
     Stopped,

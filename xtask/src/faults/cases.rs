@@ -56,7 +56,7 @@ pub(super) enum Fault {
     ReplayQueued,
     /// Of two graphs that are replayed on two streams it launches the first only.
     TwoGraphs,
-    /// As [`Fault::SlowAbove`], in a broadcast whose root is done and has left.
+    /// As [`Fault::SlowAbove`], in a broadcast whose root is done and has left, in good order or not.
     Left,
     /// It aborts the communicator.
     Aborted,
@@ -336,6 +336,12 @@ impl Round {
     #[must_use]
     pub(super) fn leaver(&self) -> Option<u32> {
         (self.fault == Fault::Left).then_some((self.victim + self.ranks - 1) % self.ranks)
+    }
+
+    /// Whether that rank aborts the communicator: where no network has to bring what it has sent.
+    #[must_use]
+    pub(super) fn leaver_aborts(&self) -> bool {
+        self.fault == Fault::Left && self.nodes == 1 && self.elements.is_multiple_of(2)
     }
 
     /// The two that wait for each other: the victim and the rank behind it.

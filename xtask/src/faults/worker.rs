@@ -387,6 +387,9 @@ impl Member<'_> {
             self.stages.wait(Stage::Exit);
             return communicator.abort();
         }
+        if self.round.leaver() == Some(self.rank) && self.round.leaver_aborts() {
+            return communicator.abort();
+        }
         communicator.destroy()
     }
 
