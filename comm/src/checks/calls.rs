@@ -133,6 +133,16 @@ impl Calls {
             .extend(&entries[entries.len().saturating_sub(REMEMBERED)..]);
     }
 
+    /// These have not happened: they could not be launched.
+    pub(super) fn withdraw(&mut self, graph: u32, entries: &[Entry]) {
+        let stays = |entry: &Entry| !entries.iter().any(|withdrawn| withdrawn.op == entry.op);
+        if graph == 0 {
+            self.recent.retain(stays);
+        } else if let Some(captured) = self.captured.get_mut(&graph) {
+            captured.retain(stays);
+        }
+    }
+
     /// The graph is gone; what it sent last may still be on its way.
     pub(super) fn retire(&mut self, graph: u32) {
         if let Some(entries) = self.captured.remove(&graph) {

@@ -88,6 +88,11 @@ impl Checks {
         lock(&self.calls).note(graph, entries);
     }
 
+    /// What was noted could not be launched: it has not been called, and its number will be another call's.
+    pub(crate) fn withdraw(&self, graph: u32, entries: &[Entry]) {
+        lock(&self.calls).withdraw(graph, entries);
+    }
+
     /// Whether an operation, or a later one of its sequence, has been called; of captured operations only those of graphs
     /// that live.
     pub(crate) fn has_called(&self, identity: Identity) -> bool {

@@ -118,6 +118,8 @@ impl Launching<'_> {
         };
         let end = observe::now_ns();
         if let Err(error) = result {
+            // First: what was called and is not on its way counts as done.
+            self.comm.checks.withdraw(graph, &plan.calls);
             if let Some(watch) = self.comm.watch() {
                 watch.withdraw(&flight.observer);
             }

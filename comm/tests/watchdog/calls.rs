@@ -102,6 +102,57 @@ fn are_told_so(fault: &str, source: &str) {
     }
 }
 
+/// Rank 1 calls an operation that cannot be launched, since its stream is gone, and calls it again when rank 0 has said something.
+#[test]
+#[ignore = "helper: the body of one rank; started by another test"]
+fn refused_rank() {
+    let Some(mut rank) = rank_of_process() else { return };
+    let told = PathBuf::from(env::var(FOLDER).unwrap()).join("told");
+    let mut data = vec![1f32; ELEMENTS];
+    let at: *mut u8 = data.as_mut_ptr().cast();
+    let call = Call::new(Function::AllReduce, ELEMENTS);
+    if rank.rank == 1 {
+        let gone = rank.stream;
+        // SAFETY: nothing is asked of the caller.
+        ok(unsafe { abi::ncclGroupStart() });
+        ok(rank.call(&call, at, at));
+        host().stream_destroy(gone).unwrap();
+        // SAFETY: as above.
+        assert_ne!(unsafe { abi::ncclGroupEnd() }, ResultCode::Success);
+        rank.stream = host().stream_create().unwrap();
+        until(&|| told.exists());
+    }
+    ok(rank.call(&call, at, at));
+    if rank.rank == 0 {
+        until(&|| observe::emitted(Kind::Verdict) > 0);
+        std::fs::write(told, "").unwrap();
+    }
+    rank.synchronize();
+    assert_eq!(data, vec![2f32; ELEMENTS]);
+    rank.leave();
+    println!("\nrank done");
+}
+
+#[test]
+fn what_could_not_be_launched_has_not_been_called() {
+    for source in ["pages", "events"] {
+        let folder = tempfile::tempdir().unwrap();
+        let variables = [
+            (FOLDER, folder.path().to_str().unwrap()),
+            ("NCCL_KERNEL_TIMEOUT_MS", "300"),
+            ("RINGSIGHT_WATCHDOG_SOURCE", source),
+        ];
+        let ranks = start_processes("watchdog::calls::refused_rank", 2, 1, &variables);
+        let text = &texts(source, ranks)[0];
+        let first = text.lines().find_map(|line| line.split_once("Verdict: "));
+        let (_, verdict) = first.expect(text);
+        assert!(
+            verdict.starts_with("NOT_LAUNCHED (late): rank 1 "),
+            "{source}: {text}"
+        );
+    }
+}
+
 /// One rank of [`calls_that_differ_are_a_verdict`]: rank 1 gives another count, when the others wait.
 #[test]
 #[ignore = "helper: the body of one rank; started by another test"]
