@@ -13,7 +13,7 @@ use ringsight_records::{Flags, Kind, Record, State};
 use super::{Group, Tasks, announce, jobs::Made};
 use crate::{
     communicator::{Background, Communicator, Lifecycle},
-    device::Device,
+    device::{Device, Stream},
     error::{Error, Result, ResultCode},
     few::Few,
     launch::Launching,
@@ -29,23 +29,29 @@ pub(crate) fn launch_stuck(comm: &Arc<Communicator>) -> Result<()> {
     comm.check_usable()?;
     comm.on_device(|device| {
         let stream = device.stream_create()?;
-        let streams = [stream];
-        let mut launching = Launching {
-            comm,
-            streams: &streams,
-            capture: None,
-            at_once: false,
-            plans: Few::One(plan::stuck(comm, stream, observe::next_group())?),
-            next: 0,
-        };
-        let mut planner = comm.planner();
-        planner.plans.drain();
-        launching.prepare(device, &mut planner)?;
-        launching.launch(device, &mut planner, &mut Few::None)?;
-        launching.finish(device, &mut planner)?;
-        // It ends with its work.
-        Ok(device.stream_destroy(stream)?)
+        let launched = launch_stuck_on(comm, device, stream);
+        // It ends with its work, or has none.
+        let destroyed = device.stream_destroy(stream);
+        launched?;
+        Ok(destroyed?)
     })
+}
+
+fn launch_stuck_on(comm: &Arc<Communicator>, device: &dyn Device, stream: Stream) -> Result<()> {
+    let streams = [stream];
+    let mut launching = Launching {
+        comm,
+        streams: &streams,
+        capture: None,
+        at_once: false,
+        plans: Few::One(plan::stuck(comm, stream, observe::next_group())?),
+        next: 0,
+    };
+    let mut planner = comm.planner();
+    planner.plans.drain();
+    launching.prepare(device, &mut planner)?;
+    launching.launch(device, &mut planner, &mut Few::None)?;
+    launching.finish(device, &mut planner)
 }
 
 impl Group {
