@@ -1,5 +1,5 @@
-//! What the watchdog costs: a call with it minus one without, in turns in one process, and its threads when nothing happens; by the source
-//! that `RINGSIGHT_WATCHDOG_SOURCE` names.
+//! What the watchdog costs: a call with it minus one without, in turns in one process, and its threads when nothing happens, also with
+//! thresholds that adapt; by the source that `RINGSIGHT_WATCHDOG_SOURCE` names.
 //!
 //! `cargo bench -p ringsight-comm --bench watchdog` prints JSON. Two communicators of one rank, one with the watchdog, one without,
 //! are called in turns, a batch each, in an order that changes; the stream is held meanwhile, so that what is timed is the call alone,
@@ -30,6 +30,8 @@ const WARM: usize = 50;
 /// Communicators of one rank that do nothing, and how long the thread is looked at meanwhile.
 const IDLE: usize = 8;
 const IDLE_TIME: Duration = Duration::from_secs(10);
+/// From the last call to when nothing happens any more.
+const SETTLES: Duration = Duration::from_secs(1);
 /// `ncclFloat32`.
 const FLOAT: c_int = 7;
 
@@ -104,6 +106,21 @@ fn watchdog_time() -> Option<Duration> {
     times.reduce(|sum, time| sum + time)
 }
 
+/// Processor time of the watchdog's threads while nothing happens, per cent of a core.
+fn idle_percent() -> f64 {
+    let (begin, before) = (Instant::now(), watchdog_time().expect("the watchdog's thread"));
+    thread::sleep(IDLE_TIME);
+    let running = watchdog_time().expect("the watchdog's thread") - before;
+    100.0 * running.as_secs_f64() / begin.elapsed().as_secs_f64()
+}
+
+fn destroy(comms: impl IntoIterator<Item = Handle>) {
+    for comm in comms {
+        // SAFETY: a live communicator.
+        ok(unsafe { abi::ncclCommDestroy(comm) });
+    }
+}
+
 fn main() {
     // SAFETY: no other thread runs yet.
     unsafe { env::set_var("RINGSIGHT_DEVICE", "host") };
@@ -127,16 +144,21 @@ fn main() {
         }
     }
     let idle: Vec<Handle> = (0..IDLE).map(|_| communicator(true)).collect();
-    let (begin, before) = (Instant::now(), watchdog_time().expect("the watchdog's thread"));
-    thread::sleep(IDLE_TIME);
-    let running = watchdog_time().expect("the watchdog's thread") - before;
-    let percent = 100.0 * running.as_secs_f64() / begin.elapsed().as_secs_f64();
-    for comm in idle.into_iter().chain([on, off]) {
-        // SAFETY: a live communicator.
-        ok(unsafe { abi::ncclCommDestroy(comm) });
+    let percent = idle_percent();
+    destroy(idle.into_iter().chain([on, off]));
+    // SAFETY: as in `communicator`.
+    unsafe { env::set_var("RINGSIGHT_ADAPTIVE_TIMEOUT", "20") };
+    let adaptive: Vec<Handle> = (0..=IDLE).map(|_| communicator(true)).collect();
+    for comm in &adaptive {
+        batch(*comm, stream, &mut data);
     }
+    // They have learnt what there was.
+    thread::sleep(SETTLES);
+    let adaptive_percent = idle_percent();
+    destroy(adaptive);
     println!(
-        "{{\"call_ns\":{:.1},\"without_ns\":{:.1},\"pairs\":{PAIRS},\"idle_percent\":{percent:.4},\"idle_communicators\":{}}}",
+        "{{\"call_ns\":{:.1},\"without_ns\":{:.1},\"pairs\":{PAIRS},\"idle_percent\":{percent:.4},\
+         \"idle_adaptive_percent\":{adaptive_percent:.4},\"idle_communicators\":{}}}",
         median(&mut differences),
         median(&mut without),
         IDLE + 1

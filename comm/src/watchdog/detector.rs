@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-use super::{HeldUp, Run, Watch, settings::SHORTEST};
+use super::{HeldUp, Run, Watch, learning::Learning, settings::SHORTEST};
 use crate::{
     communicator::lock,
     log, observe, process,
@@ -74,12 +74,15 @@ impl Drop for Detected {
 impl Detector {
     /// Looks until there is nothing left to look at.
     fn run(&self) {
+        let mut learning = Learning::default();
         let mut watches = lock(&self.watches);
         while watches.is_tended_by_this_thread() {
             let present = watches.members();
             // Not under the lock: services ask for what is in progress, and communicators come and go.
             drop(watches);
             let traced = process::is_traced();
+            // Before they look, by what they know.
+            learning.go_on(&present);
             let rest = present.iter().map(|watch| watch.look(traced)).min();
             drop(present);
             watches = lock(&self.watches);

@@ -97,6 +97,8 @@ pub(super) struct Flights {
     captured: Vec<Flight>,
     /// Graphs that are gone, as the ranks number them, and the last replay of each; the latest ones.
     retired: VecDeque<(u32, u32)>,
+    /// Something eager has been launched, or was on its way, since [`Flights::take_news`].
+    has_news: bool,
     /// When it was looked last, 0 if never, and for how long kernels had been kept from running until then.
     looked_ns: u64,
     kept: Duration,
@@ -137,6 +139,7 @@ impl Flights {
                 self.eager.pop_front();
             }
             self.eager.push_back(flight);
+            self.has_news = true;
         } else {
             self.captured.push(flight);
         }
@@ -203,6 +206,12 @@ impl Flights {
 
     fn all(&self) -> impl Iterator<Item = &Flight> {
         self.eager.iter().chain(&self.captured)
+    }
+
+    /// Whether eager operations may have ended since this was asked last, that is, whether there is something to learn.
+    pub(super) fn take_news(&mut self) -> bool {
+        let goes_on = self.eager.iter().any(|flight| !flight.is_finished());
+        std::mem::replace(&mut self.has_news, goes_on)
     }
 
     /// How long replays took that have not been asked about, by operation. For one caller.
@@ -365,7 +374,29 @@ impl Flights {
 
 #[cfg(test)]
 mod tests {
+    use ringsight_kernels::Observer as _;
+
     use super::*;
+    use crate::{checks::Checks, few::Few, launch::observer::Contents};
+
+    #[test]
+    fn there_is_something_to_learn_only_after_something_was_launched() {
+        let mut flights = Flights::default();
+        assert!(!flights.take_news());
+        let contents = Contents {
+            number: 1,
+            states: Few::None,
+            shared: Vec::new(),
+            persistent: false,
+        };
+        let checks = Checks::new(0, 1, Box::new(|_, _| true), Box::new(|_| {}));
+        let observer = Arc::new(PlanObserver::new(contents, Arc::default(), checks));
+        flights.enter(&observer, None, 0, 1);
+        assert!(flights.take_news() && flights.take_news(), "it goes on");
+        observer.launch_finished(0, false);
+        assert!(flights.take_news(), "it has ended since");
+        assert!(!flights.take_news() && !flights.take_news());
+    }
 
     #[test]
     fn time_in_which_nothing_could_move_is_lost() {

@@ -14,6 +14,7 @@ mod events;
 mod flights;
 mod history;
 mod inquiry;
+mod learning;
 mod message;
 mod position;
 mod report;
@@ -34,12 +35,12 @@ use done::Done;
 use dump::Dumps;
 pub(crate) use events::{Events, Track};
 use flights::{Flights, InProgress};
-use history::{History, OperationKind};
+use history::History;
 use inquiry::Inquiry;
 use message::{Health, Message};
 use position::{Answer, HeldUp, Position, Run};
 pub(crate) use report::Report;
-use ringsight_records::{Cause, Description};
+use ringsight_records::Cause;
 pub(crate) use settings::{Action, Settings, Source};
 pub(crate) use unwatched::Unwatched;
 
@@ -371,7 +372,7 @@ impl Watch {
             // Before it is held, since then it says nothing, and of a rank that is alone on its node nobody else can.
             (self.post)(None, &Message::Traced { is: traced }.encode());
         }
-        self.learn();
+        self.learn_replays();
         let mut ops: Vec<(InProgress, Duration)> = self
             .waiting(now)
             .into_iter()
@@ -415,45 +416,6 @@ impl Watch {
         let so_far = self.events.as_ref()?.query_so_far()?;
         (so_far >= events::PATIENCE).then(|| now.saturating_sub(so_far.as_nanos() as u64))
     }
-
-    /// How long an operation may be in progress.
-    fn threshold(&self, op: &InProgress) -> Duration {
-        let fixed = self.settings.threshold;
-        let Some(adaptive) = &self.settings.adaptive else {
-            return fixed;
-        };
-        let description = observe::pages().and_then(|pages| pages.description(op.info.op));
-        description.map_or(fixed, |description| {
-            lock(&self.history).threshold(kind(&description), adaptive, fixed)
-        })
-    }
-
-    /// Learns how long operations have taken that are done.
-    fn learn(&self) {
-        let Some(pages) = self.settings.adaptive.and_then(|_| observe::pages()) else {
-            return;
-        };
-        // Of graphs their plans know all replays, a description the latest one.
-        let own = |description: &Description| {
-            (description.comm, description.rank, description.graph) == (self.comm, self.rank, 0)
-        };
-        let times = pages.descriptions().filter(own).map(|description| {
-            let Description {
-                device_start_ns,
-                device_end_ns,
-                ..
-            } = description;
-            (kind(&description), device_start_ns, device_end_ns)
-        });
-        let replayed = lock(&self.flights).replayed();
-        let mut history = lock(&self.history);
-        history.learn(times);
-        for (op, times) in replayed.into_iter().filter(|(_, times)| !times.is_empty()) {
-            if let Some(description) = pages.description(op) {
-                times.iter().for_each(|ns| history.add(kind(&description), *ns));
-            }
-        }
-    }
 }
 
 /// Where a rank runs: its host, its process, when that began, and its device.
@@ -466,9 +428,4 @@ fn places(topology: &Topology) -> Vec<Place> {
         (info.host_hash, info.pid, info.process_start_time, info.device)
     };
     (0..topology.ranks()).map(place).collect()
-}
-
-/// Operations like this one take as long.
-fn kind(description: &Description) -> OperationKind {
-    (description.function, description.bytes)
 }

@@ -79,6 +79,10 @@ pub(crate) struct Settings {
     pub(crate) adaptive: Option<Adaptive>,
 }
 
+/// By so much an operation may be past a threshold that has adapted until it is seen at all: a fraction of the second in which it is to be
+/// spoken of, and not so often that it costs anything when nothing happens.
+const SHORTLY_AFTER: Duration = Duration::from_millis(250);
+
 /// Shortest interval.
 pub(crate) const SHORTEST: Duration = Duration::from_millis(50);
 
@@ -123,9 +127,11 @@ impl Settings {
             .clamp(Duration::from_millis(20), Duration::from_millis(250))
     }
 
-    /// How long it sleeps when nothing is late: short enough to see an operation well before its time is up.
+    /// How long it sleeps when nothing is late: short enough to see an operation well before its time is up; with thresholds that adapt,
+    /// not long after the shortest. Of what is seen to be in progress the time is known.
     pub(crate) fn rest(&self) -> Duration {
-        self.interval.min(self.least() / 2).max(SHORTEST)
+        let most = self.adaptive.map_or(Duration::MAX, |_| SHORTLY_AFTER);
+        self.interval.min(self.threshold / 2).min(most).max(SHORTEST)
     }
 
     /// The shortest threshold that an operation may have.
@@ -182,6 +188,24 @@ mod tests {
         for rubbish in ["yes", "-1", "1.5"] {
             assert!(of(Some(rubbish)).unwrap_err().contains(rubbish));
         }
+    }
+
+    #[test]
+    fn whoever_watches_closely_rests_all_the_same() {
+        let floor = Duration::from_millis(100);
+        let settings = |threshold_ms, adaptive| Settings {
+            threshold: Duration::from_millis(threshold_ms),
+            arrival: Duration::from_secs(600),
+            stuck: Duration::from_secs(60),
+            interval: Duration::from_secs(1),
+            action: Action::Report,
+            source: Source::Pages,
+            adaptive,
+        };
+        let adaptive = Some(Adaptive { factor: 20, floor });
+        let rest_ms = |threshold_ms, adaptive| settings(threshold_ms, adaptive).rest().as_millis();
+        assert_eq!((rest_ms(2000, None), rest_ms(300, None)), (1000, 150));
+        assert_eq!((rest_ms(2000, adaptive), rest_ms(300, adaptive)), (250, 150));
     }
 
     #[test]

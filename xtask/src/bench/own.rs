@@ -140,6 +140,13 @@ fn watchdog_rows(figures: &Value) -> Result<Vec<Row>> {
             WATCHDOG_IDLE,
             format!("{} communicators", figure("idle_communicators")?),
         ),
+        row(
+            "the same with thresholds that adapt",
+            figure("idle_adaptive_percent")?,
+            "% of a core",
+            WATCHDOG_IDLE,
+            format!("{} communicators", figure("idle_communicators")?),
+        ),
     ])
 }
 
@@ -395,11 +402,10 @@ mod tests {
 
     #[test]
     fn the_watchdog_has_goals_on_calls_and_rest() {
-        let text =
-            r#"{"call_ns":50.0,"without_ns":900.0,"pairs":500,"idle_percent":0.11,"idle_communicators":9}"#;
+        let text = r#"{"call_ns":50.0,"without_ns":900.0,"pairs":500,"idle_percent":0.11,"idle_adaptive_percent":0.1,"idle_communicators":9}"#;
         let rows = watchdog_rows(&parse(text).unwrap()[0]).unwrap();
         let verdicts: Vec<_> = rows.iter().map(Row::meets).collect();
-        assert_eq!(verdicts, [Some(true), Some(false)]);
+        assert_eq!(verdicts, [Some(true), Some(false), Some(true)]);
     }
 
     #[test]
