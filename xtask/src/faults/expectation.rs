@@ -4,6 +4,9 @@ use std::time::Duration;
 
 use super::cases::{ARRIVAL, Fault, INVALID_USAGE, Mode, PROMISED, REMOTE_ERROR, Round, Source, THRESHOLD};
 
+/// Nobody is named before that is up, from when a rank waits: the threshold, less what clocks and lines may differ by.
+pub(super) const NOT_BEFORE: Duration = Duration::from_millis(THRESHOLD.as_millis() as u64 * 9 / 10);
+
 /// From a lost process to the communicator's failure.
 const AT_ONCE: Duration = Duration::from_secs(1);
 
@@ -30,9 +33,14 @@ impl Round {
                 cause,
                 class,
                 within: THRESHOLD + PROMISED,
+                not_before: NOT_BEFORE,
                 operation: String::new(),
                 words: "",
             }]
+        };
+        let at_once = |mut said: Vec<Verdict>| {
+            said[0].not_before = Duration::ZERO;
+            said
         };
         let late = || verdict("NOT_LAUNCHED", "late");
         let of_replay = |replay: u32, graph: u32| {
@@ -53,6 +61,7 @@ impl Round {
                 both.push(Verdict {
                     class: "hang",
                     within: ARRIVAL + PROMISED,
+                    not_before: ARRIVAL * 9 / 10,
                     ..both[0].clone()
                 });
                 says(both)
@@ -85,6 +94,7 @@ impl Round {
                     ..says(stuck)
                 }
             }
+            // Known at once.
             Fault::Killed => Expectation {
                 failure: Some(Failure {
                     by: By::Others,
@@ -92,7 +102,7 @@ impl Round {
                     texts: vec![format!("rank {} is gone", self.victim)],
                     within: AT_ONCE,
                 }),
-                ..says(verdict("RANK_DEAD", "hang"))
+                ..says(at_once(verdict("RANK_DEAD", "hang")))
             },
             Fault::Count | Fault::Order => Expectation {
                 failure: Some(Failure {
@@ -106,6 +116,7 @@ impl Round {
                     cause: "METADATA_MISMATCH",
                     class: "hang",
                     within: THRESHOLD + PROMISED,
+                    not_before: Duration::ZERO,
                     operation: String::new(),
                     words: " has called something else: ",
                 }],
@@ -148,10 +159,20 @@ pub(super) struct Verdict {
     pub(super) class: &'static str,
     /// From when the rank waits and the fault is there, whichever is later.
     pub(super) within: Duration,
+    /// From when the rank waits; zero if no time-out has to pass: then from the fault on.
+    pub(super) not_before: Duration,
     /// What the operation's name must contain.
     pub(super) operation: String,
     /// What it must contain itself.
     pub(super) words: &'static str,
+}
+
+impl Verdict {
+    /// What it begins with.
+    #[must_use]
+    pub(super) fn begins(&self) -> String {
+        format!("{} ({}): ", self.cause, self.class)
+    }
 }
 
 /// A failure of the communicator.

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     cases::{Fault, PROMISED, Round, THRESHOLD},
     excuse::{self, Reason},
-    expectation::LASTS,
+    expectation::{LASTS, NOT_BEFORE},
     job::{Observed, Said},
     truth::What,
 };
@@ -99,8 +99,13 @@ impl Judge<'_> {
         self.score.problems.push(text);
     }
 
-    /// Something was said at `ns` that had to be within a time from `base` on.
-    fn timed(&mut self, what: &str, ns: u64, base: u64, within: Duration) {
+    /// Something was said at `ns` that had to be within a time from `base` on, and not before `earliest`.
+    fn timed(&mut self, what: &str, ns: u64, (base, within): (u64, Duration), earliest: u64) {
+        if ns < earliest {
+            let by = (earliest - ns) as f64 / 1e6;
+            self.score.in_time = false;
+            self.problem(format!("{what} {by:.0} ms before it may"));
+        }
         let took = ns.saturating_sub(base) as f64 / 1e6;
         self.score.latency_ms = Some(self.score.latency_ms.unwrap_or(0.0).max(took));
         if took > within.as_secs_f64() * 1e3 {
@@ -114,22 +119,27 @@ impl Judge<'_> {
         let expectation = round.expectation();
         let fault = self.at(round.victim, &What::Fault).unwrap_or(0);
         for rank in 0..round.ranks {
-            // Whoever asked while the fault lasted may say so a moment later: of the victim.
+            // Whoever asked while the fault lasted may say so a moment later, once: what there was to say, of the victim.
             let (said, after): (Vec<&Said>, Vec<&Said>) = observed
                 .said
                 .iter()
                 .filter(|said| said.rank == rank)
                 .partition(|said| said.ns <= observed.ended_ns);
-            let names_victim = |said: &&&Said| first_rank(&said.verdict) == Some(round.victim);
+            let names_victim = |said: &&Said| first_rank(&said.verdict) == Some(round.victim);
+            let says = round.expects_of(expectation.by, rank) && self.at(rank, &What::TooLate).is_none();
+            let expected = if says { &expectation.verdicts[..] } else { &[] };
+            // Who goes on is late until it comes.
+            let goes_on = says && matches!(round.fault, Fault::Stopped | Fault::Traced);
+            let remains = |said: &&&Said| {
+                let is = |begins: &str| said.verdict.starts_with(begins);
+                let was_to_be_said = expected.iter().any(|expected| is(&expected.begins()));
+                names_victim(said) && (was_to_be_said || goes_on && is("NOT_LAUNCHED (late): "))
+            };
             // And ranks that will never go on abort one after the other.
             let ended =
                 |said: &&&Said| round.ends_in_aborts() && said.verdict.starts_with("PEER_ABORTED (hang): ");
-            let wrong = after
-                .iter()
-                .filter(|said| !names_victim(said) && !ended(said))
-                .count();
-            let says = round.expects_of(expectation.by, rank) && self.at(rank, &What::TooLate).is_none();
-            let expected = if says { &expectation.verdicts[..] } else { &[] };
+            let left = after.iter().filter(|said| !ended(said));
+            let wrong = left.clone().count() - left.filter(remains).count().min(1);
             let more = said.iter().skip(expected.len()).count();
             if more + wrong > 0 {
                 self.score.false_verdicts += (more + wrong) as u32;
@@ -147,7 +157,7 @@ impl Judge<'_> {
                     self.problem(format!("rank {rank} did not say {}", expected.cause));
                     continue;
                 };
-                let begins = format!("{} ({}): ", expected.cause, expected.class);
+                let begins = expected.begins();
                 let right = said.verdict.starts_with(&begins) && said.verdict.contains(expected.words);
                 if !right || !said.operation.contains(&expected.operation) {
                     self.score.class = false;
@@ -165,11 +175,17 @@ impl Judge<'_> {
                         round.victim, said.verdict
                     ));
                 }
+                // Its time begins with the operation, whenever the fault came.
+                let since = match called[0] {
+                    0 => fault,
+                    _ if expected.not_before.is_zero() => fault,
+                    called => called,
+                };
                 self.timed(
                     &format!("rank {rank} said {begins}"),
                     said.ns,
-                    base,
-                    expected.within,
+                    (base, expected.within),
+                    since + expected.not_before.as_nanos() as u64,
                 );
             }
         }
@@ -189,7 +205,14 @@ impl Judge<'_> {
             {
                 found = true;
                 let within = THRESHOLD + PROMISED + LASTS;
-                self.timed(&format!("rank {} said it", said.rank), said.ns, base, within);
+                let since = self.at(said.rank, &What::Called).unwrap_or(0);
+                let earliest = since + NOT_BEFORE.as_nanos() as u64;
+                self.timed(
+                    &format!("rank {} said it", said.rank),
+                    said.ns,
+                    (base, within),
+                    earliest,
+                );
                 continue;
             }
             let is_late = is("NOT_LAUNCHED (late): ") || is("QUEUED_BEHIND_COMPUTE (late): ");
@@ -239,7 +262,7 @@ impl Judge<'_> {
                 self.score.culprit = false;
                 self.problem(format!("rank {rank} failed without \"{missing}\": {text}"));
             }
-            self.timed(&format!("rank {rank} failed"), ns, base, expected.within);
+            self.timed(&format!("rank {rank} failed"), ns, (base, expected.within), fault);
         }
     }
 
@@ -339,6 +362,54 @@ mod tests {
             score(&[(0, 500, right), (2, 600, right), (0, 5001, right)]).false_verdicts,
             0
         );
+    }
+
+    #[test]
+    fn who_speaks_before_the_time_is_up_speaks_too_early() {
+        let right = "NOT_LAUNCHED (late): rank 1 has not launched it; its last";
+        let score = |verdicts: &[(u32, u64, &str)]| judge(&withheld(), &observed(verdicts)).unwrap();
+        // Rank 0 waits from 100 ms on, rank 2 from 200 ms on.
+        assert!(score(&[(0, 375, right), (2, 475, right)]).in_time);
+        let early = score(&[(0, 500, right), (2, 460, right)]);
+        assert!(
+            !early.in_time && early.class && !early.problems.is_empty(),
+            "{early:?}"
+        );
+        assert!(
+            !score(&[(0, 500, right), (2, 150, right)]).in_time,
+            "before it waited"
+        );
+        let hang = "NOT_LAUNCHED (hang): rank 1 has not launched it; its last";
+        let withheld = Round {
+            fault: Fault::Withheld,
+            ..withheld()
+        };
+        let score = |hang_ms| {
+            let (late, hung) = ([(0, 500, right), (2, 600, right)], (0, hang_ms, hang));
+            let verdicts = [late[0], late[1], hung, (2, 1600, hang)];
+            judge(&withheld, &observed(&verdicts)).unwrap()
+        };
+        assert!(score(1400).in_time);
+        assert!(
+            !score(1200).in_time,
+            "a rank that is late is no hang before the arrival time-out"
+        );
+    }
+
+    #[test]
+    fn after_the_end_no_other_cause_or_class_is_excused() {
+        let right = "NOT_LAUNCHED (late): rank 1 has not launched it; its last";
+        let hang = "NOT_LAUNCHED (hang): rank 1 has not launched it; its last";
+        let stuck = "STUCK_KERNEL (hang): every rank has come, nothing moves, and rank 1 stopped first";
+        let wrong = |after: &[(u32, u64, &str)]| {
+            let said = [&[(0, 500, right), (2, 600, right)], after].concat();
+            judge(&withheld(), &observed(&said)).unwrap().false_verdicts
+        };
+        assert_eq!(wrong(&[(0, 5001, right), (2, 5002, right)]), 0);
+        assert_eq!(wrong(&[(0, 5001, right), (0, 5002, right)]), 1, "one a rank");
+        assert_eq!(wrong(&[(0, 5001, hang)]), 1);
+        assert_eq!(wrong(&[(2, 5001, stuck)]), 1);
+        assert_eq!(wrong(&[(1, 5001, right)]), 1, "of itself");
     }
 
     #[test]
