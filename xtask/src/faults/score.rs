@@ -168,7 +168,7 @@ impl Judge<'_> {
                         said.verdict, said.operation
                     ));
                 }
-                if !names_victim(&said) {
+                if !names_victim(said) {
                     self.score.culprit = false;
                     self.problem(format!(
                         "rank {rank} named another than rank {}: {}",
