@@ -92,7 +92,7 @@ impl Watch {
     /// The operations are about to be given up, on whatever account: what is done by then is kept, since what ends afterwards does
     /// because of that. Waits for a fresh query of events for a moment.
     pub(crate) fn give_up(&self) {
-        // Acquire: in good order it has done what it called.
+        // Acquire: pairs with `end`. What has ended in good order has done what it called.
         if self.ended.load(Ordering::Acquire) || self.done.get().is_some() {
             return;
         }
