@@ -17,6 +17,7 @@ mod rdma {
     mod layers;
     mod links;
     mod nodes;
+    mod parting;
     mod queues;
     mod replays;
     mod setup;

@@ -41,7 +41,7 @@ impl Bytes<'_> {
         let link = self.link();
         let address = Address::default();
         let generations = [epoch, link.generation, 0, 0];
-        Some(match self.number(10) {
+        Some(match self.number(11) {
             0 => Message::Broken { epoch, generations },
             1 => Message::Noted { generations },
             2 => Message::Switch {
@@ -58,6 +58,9 @@ impl Bytes<'_> {
             9 => Message::Drained {
                 epoch,
                 posted: self.number(16).into(),
+            },
+            10 => Message::Left {
+                committed: self.number(16).into(),
             },
             _ => {
                 let (bytes, rest) = self.0.split_at_checked(MESSAGE_BYTES)?;

@@ -40,6 +40,9 @@
 //! ([`Message::Drained`]), and with all of it committed nothing can be late. Then the next epoch begins on the other path, and the one
 //! that was left is ready at once, for what the ends agree by and for the next failure. If the other path fails before that, the next
 //! epoch is on the path that is active.
+//!
+//! A receiver whose communicator ends says last of all what it has ([`Receiver::last_word`]), outside RDMA, where nothing of it is
+//! overtaken by the end of the connection: a sender whose acknowledgements were lost takes that for them.
 
 pub mod fuzzing;
 mod health;

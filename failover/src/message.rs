@@ -8,7 +8,7 @@ pub const MESSAGE_BYTES: usize = 96;
 pub const ADDRESS_BYTES: usize = 80;
 
 /// First bytes of a message: another protocol, or another version of this one, is rejected.
-const MAGIC: [u8; 4] = *b"rsf1";
+const MAGIC: [u8; 4] = *b"rsf2";
 
 /// Where a path's queue pairs are reached; what the bytes mean is between the drivers. Nothing of it means anything but at the peer:
 /// handles stay at home.
@@ -81,6 +81,12 @@ pub enum Message {
         epoch: u32,
         /// Steps posted since the connection began, which the receiver's NIC has.
         posted: u64,
+    },
+    /// Receiver: its communicator ends, and all that it granted is here and done with. Nothing more comes of it. Outside RDMA alone:
+    /// its queue pairs end with it.
+    Left {
+        /// Steps that have arrived since the connection began.
+        committed: u64,
     },
 }
 
@@ -200,6 +206,10 @@ impl Message {
                 to.put(&epoch.to_le_bytes());
                 to.put(&posted.to_le_bytes());
             }
+            Self::Left { committed } => {
+                to.put(&[9]);
+                to.put(&committed.to_le_bytes());
+            }
         }
         to.bytes
     }
@@ -246,6 +256,9 @@ impl Message {
                 epoch: from.u32()?,
                 posted: from.u64()?,
             },
+            9 => Self::Left {
+                committed: from.u64()?,
+            },
             _ => return None,
         };
         from.0.iter().all(|byte| *byte == 0).then_some(message)
@@ -285,6 +298,7 @@ mod tests {
                 epoch: 5,
                 posted: u64::MAX,
             },
+            Message::Left { committed: u64::MAX },
         ]
     }
 

@@ -134,6 +134,16 @@ impl<R: Rules> Receiver<R> {
         self.phase == Phase::Over
     }
 
+    /// What the sender is to be told outside RDMA, last of all, when this end's communicator ends; `None` where there is nothing that it
+    /// could go by: this end has given up, or has not got all that it granted.
+    #[must_use]
+    pub fn last_word(&self) -> Option<Message> {
+        let is_whole = !self.is_over() && self.committed == self.granted;
+        is_whole.then_some(Message::Left {
+            committed: self.committed,
+        })
+    }
+
     /// Its paths, in order.
     pub fn paths(&self) -> impl Iterator<Item = PathView> {
         self.paths.views(self.active)

@@ -7,6 +7,7 @@ use crate::{
     Rules, Settings, Sound, Status, Timer, Work, paths::Paths, timers::Timers,
 };
 
+mod leaving;
 mod links;
 mod saying;
 #[cfg(test)]
@@ -18,6 +19,8 @@ enum Phase {
     Flowing,
     /// The active path is given up; the receiver is to say how to go on.
     Waiting,
+    /// The receiver has ended its communicator: nothing more goes to it or comes from it.
+    Left,
     /// Given up.
     Over,
 }
@@ -207,7 +210,7 @@ impl<R: Rules> Sender<R> {
 
     /// Takes up an event.
     pub fn handle(&mut self, now: Duration, event: Event, out: &mut Vec<Action>) {
-        if self.phase == Phase::Over {
+        if matches!(self.phase, Phase::Left | Phase::Over) {
             return;
         }
         match event {
@@ -344,6 +347,7 @@ impl<R: Rules> Sender<R> {
                 }
                 self.settle();
             }
+            Message::Left { committed } => self.leave(committed, out),
             Message::GaveUp => self.give_up(Reason::Peer, out),
             _ => {}
         }
@@ -437,7 +441,7 @@ impl<R: Rules> Sender<R> {
         let is_between = match self.phase {
             Phase::Flowing => self.recovering,
             Phase::Waiting => true,
-            Phase::Over => false,
+            Phase::Left | Phase::Over => false,
         };
         match self.busy && is_between {
             true => self.timers.ensure(Timer::GiveUp, now + self.settings.give_up),

@@ -6,7 +6,7 @@ use crate::{config::MOST_QPS, device::Mtu};
 /// First four bytes of an [`Offer`]: "RSIB".
 const MAGIC: u32 = u32::from_le_bytes(*b"RSIB");
 /// Of the layout, and of what the ends do with it.
-pub const VERSION: u16 = 5;
+pub const VERSION: u16 = 6;
 /// Ways of a connection: the primary and the backup.
 pub const MOST_PATHS: usize = 2;
 /// Bytes of a device's name.

@@ -207,6 +207,7 @@ impl<'a> Engine<'a> {
                 Command::Remove(id) => {
                     if let Some(mut connection) = self.connections.remove(&id) {
                         self.active -= connection.give_up(self.shared);
+                        connection.hang_up();
                     }
                 }
                 Command::Ops(ops) => self.append(ops),
@@ -400,7 +401,7 @@ impl<'a> Engine<'a> {
             self.active -= connection.give_up(self.shared);
             // What was under way is torn: nothing that follows on this connection could be understood.
             connection.failed = true;
-            connection.socket = None;
+            connection.hang_up();
         }
     }
 }
@@ -439,6 +440,13 @@ impl Connection {
             None => shared.stalls.leave(first.connection),
         }
         self.stalled = stalled;
+    }
+
+    /// Closes its socket. One that has failed has none any more.
+    fn hang_up(&mut self) {
+        if let Some(mut socket) = self.socket.take() {
+            self.machine.leave(&mut socket);
+        }
     }
 
     /// Drops its operations; how many there were.

@@ -132,6 +132,16 @@ impl Machine {
         }
     }
 
+    /// The last that its peer hears, before its socket is closed in good order.
+    pub(super) fn leave(&mut self, socket: &mut Socket) {
+        match self {
+            Self::VerbsReceiver(end) => end.leave(socket),
+            // A sender's peer has what it was sent, and a socket's bytes come before its end.
+            Self::VerbsSender(_) | Self::SocketSender(_) | Self::SocketReceiver(_) | Self::Unconfirmed(_) => {
+            }
+        }
+    }
+
     /// Whether it has RDMA, or is to have it: then it is to be tended.
     pub(super) fn is_verbs(&self) -> bool {
         matches!(

@@ -72,6 +72,7 @@ const SMALL: Scenario = Scenario {
     haste: 0,
     idle: false,
     credits_in_doubt: false,
+    leaves: false,
     flaw: Flaw::None,
 };
 
@@ -156,6 +157,27 @@ fn acknowledgements_are_lost() {
         glitches: 1,
         credits_in_doubt: true,
         ..SMALL
+    });
+}
+
+/// Whatever is lost, and whatever fails, before and after.
+#[test]
+fn the_receiver_leaves_when_it_has_all() {
+    let leaves = Scenario {
+        leaves: true,
+        ..SMALL
+    };
+    let outcome = proves(Scenario {
+        steps: 2,
+        repairs: 0,
+        glitches: 1,
+        ..leaves
+    });
+    assert_eq!(outcome.given_up, 0, "one path was there all the time");
+    proves(Scenario {
+        steps: 2,
+        failback: true,
+        ..leaves
     });
 }
 
@@ -348,6 +370,18 @@ fn mutant_stale_gid() {
         ..SMALL
     };
     catches::<Sound>(scenario, "rebuilt without end");
+}
+
+#[test]
+fn mutant_no_last_word() {
+    let scenario = Scenario {
+        flaw: Flaw::NoLastWord,
+        leaves: true,
+        steps: 1,
+        repairs: 0,
+        ..SMALL
+    };
+    catches::<Sound>(scenario, "although the receiver left");
 }
 
 #[test]

@@ -39,6 +39,7 @@ impl<R: Rules> World<R> {
                 self.consumed += 1;
                 self.grant(&mut effects)?;
             }
+            Move::Leave => self.leave()?,
             Move::Deliver(end, path) => {
                 let request = self.qps[end][path].queue[self.qps[end][path].delivered];
                 self.qps[end][path].delivered += 1;
@@ -100,6 +101,20 @@ impl<R: Rules> World<R> {
         self.tidy();
         self.check()?;
         Ok(effects)
+    }
+
+    /// The receiver's communicator ends, and its queue pairs with it.
+    fn leave(&mut self) -> Result<(), String> {
+        self.left = true;
+        self.qps[RECEIVER].iter_mut().for_each(Qp::forget);
+        if self.scenario.flaw != Flaw::NoLastWord {
+            let message = self
+                .receiver
+                .last_word()
+                .ok_or("a receiver that is done has no last word")?;
+            self.messages[SENDER].push(Sent { message, link: None });
+        }
+        Ok(())
     }
 
     fn acknowledge(&mut self, end: usize, path: usize, effects: &mut Effects) -> Result<(), String> {
@@ -247,6 +262,9 @@ impl<R: Rules> World<R> {
     }
 
     fn event(&mut self, end: usize, event: Event, effects: &mut Effects) -> Result<(), String> {
+        if end == RECEIVER && self.left {
+            return Ok(());
+        }
         let mut actions = Vec::new();
         match end {
             SENDER => self.sender.handle(Duration::ZERO, event, &mut actions),
@@ -345,12 +363,12 @@ impl<R: Rules> World<R> {
                 Ok(())
             }
             Action::GiveUp(reason) => {
-                self.qps[end].iter_mut().for_each(Qp::fail);
                 // It takes notice of nothing any more.
-                for qp in &mut self.qps[end] {
-                    (qp.queue, qp.arrived, qp.draining) = (Vec::new(), Vec::new(), false);
-                }
+                self.qps[end].iter_mut().for_each(Qp::forget);
                 match reason {
+                    _ if self.left => {
+                        Err("the sender gives up although the receiver left with all of it".into())
+                    }
                     Reason::NoPath if self.is_any_alive() && self.can_speak() => {
                         Err("an end gives up although a path is alive".into())
                     }

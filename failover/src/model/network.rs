@@ -15,6 +15,8 @@ pub(super) enum Flaw {
     CutDrain,
     /// A step's notice goes before its bytes.
     NoticeFirst,
+    /// The receiver's communicator ends without a word.
+    NoLastWord,
 }
 
 /// One port.
@@ -107,6 +109,12 @@ impl Qp {
             self.late = self.queue[self.delivered..launched].to_vec();
             self.late.retain(|request| request.work != Work::Probe);
         }
+    }
+
+    /// The same by an end that takes notice of nothing any more.
+    pub(super) fn forget(&mut self) {
+        self.fail();
+        (self.queue, self.arrived, self.draining) = (Vec::new(), Vec::new(), false);
     }
 }
 

@@ -39,6 +39,8 @@ pub(super) struct Scenario {
     pub(super) idle: bool,
     /// Acknowledgements of credits may be lost, too, and not only those of steps.
     pub(super) credits_in_doubt: bool,
+    /// The receiver's communicator ends at some time after it is done.
+    pub(super) leaves: bool,
     /// What is wrong with the drivers.
     pub(super) flaw: Flaw,
 }
@@ -61,6 +63,8 @@ pub(super) enum Move {
     Post,
     /// The receiver's device is done with a slot.
     Consume,
+    /// The receiver's communicator ends.
+    Leave,
     /// The first work request that is not there yet reaches the peer.
     Deliver(usize, usize),
     /// One of a queue pair that was given up reaches the peer after all.
@@ -108,6 +112,11 @@ pub(super) struct Sent {
     pub(super) link: Option<Link>,
 }
 
+/// Whether it is what the receiver says before its end. It comes in order with that: it is not lost.
+fn is_last_word(sent: &Sent) -> bool {
+    matches!(sent.message, Message::Left { .. })
+}
+
 /// A state.
 #[derive(Clone, Debug, Hash)]
 pub(super) struct World<R> {
@@ -117,6 +126,8 @@ pub(super) struct World<R> {
     /// By end: whether its operation has begun.
     pub(super) begun: [bool; 2],
     pub(super) consumed: u64,
+    /// The receiver's communicator has ended.
+    pub(super) left: bool,
     /// What lies in the receiver's slots: the position that it is the data of.
     pub(super) slots: Vec<Option<u64>>,
     /// By path: the sender's credit words.
@@ -178,6 +189,7 @@ impl<R: Rules> World<R> {
             receiver: Receiver::new(settings, scenario.paths, ready).unwrap(),
             begun: [!scenario.idle; 2],
             consumed: 0,
+            left: false,
             slots: vec![None; scenario.slots],
             words: vec![0; scenario.paths],
             credited: 0,
@@ -288,6 +300,9 @@ impl<R: Rules> World<R> {
         if self.consumed < self.receiver.committed() {
             moves.push(Move::Consume);
         }
+        if self.scenario.leaves && self.is_receiver_done() && !self.left {
+            moves.push(Move::Leave);
+        }
         for end in [SENDER, RECEIVER] {
             for path in 0..self.scenario.paths {
                 self.network_moves(end, path, &mut moves);
@@ -296,12 +311,13 @@ impl<R: Rules> World<R> {
                 if self.can_hear(end, index) {
                     moves.push(Move::Hear(end, index));
                 }
-                if self.losses > 0 {
+                if self.losses > 0 && !is_last_word(&self.messages[end][index]) {
                     moves.push(Move::Lose(end, index));
                 }
             }
             let timers: Vec<Timer> = match end {
                 SENDER => self.sender.armed().collect(),
+                _ if self.left => Vec::new(),
                 _ => self.receiver.armed().collect(),
             };
             for timer in timers {
@@ -343,7 +359,8 @@ impl<R: Rules> World<R> {
         if qp.draining {
             moves.push(Move::Drain(end, path));
         }
-        if port.told != port.up && !self.scenario.silent {
+        let is_there = end == SENDER || !self.left;
+        if port.told != port.up && !self.scenario.silent && is_there {
             moves.push(Move::Notice(end, path));
         }
         match port.up {
@@ -374,6 +391,8 @@ impl<R: Rules> World<R> {
             Timer::Resend => self.messages[1 - end].is_empty(),
             // Long against a recovery over a path that is alive, but not against how long one may be left alone.
             // And the ends must have something left to speak over.
+            // Once the receiver has left nothing comes of them, but what it said last is long there.
+            Timer::GiveUp if self.left => !self.messages[SENDER].iter().any(is_last_word),
             Timer::GiveUp => {
                 let mut paths = 0..self.scenario.paths;
                 !self.can_speak() || !paths.any(|path| self.is_alive(path) && !self.is_left_alone(path))
@@ -440,7 +459,7 @@ impl<R: Rules> World<R> {
             let over = if end == SENDER {
                 self.sender.is_over()
             } else {
-                self.receiver.is_over()
+                self.receiver.is_over() || self.left
             };
             if over {
                 self.messages[end].clear();

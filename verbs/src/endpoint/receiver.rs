@@ -1,6 +1,6 @@
 //! The receiving end.
 
-use ringsight_failover::{self as failover, Action, Event, Link};
+use ringsight_failover::{self as failover, Action, Event, Link, MESSAGE_BYTES, Message};
 
 use super::{
     Control, Failover, Failure, Path, SLOTS,
@@ -119,6 +119,18 @@ impl Receiver {
     #[must_use]
     pub fn is_settled(&self) -> bool {
         self.role.credited == self.agreement.granted() && !self.role.is_crediting && !self.is_recovering()
+    }
+
+    /// What to tell the sender last of all, outside RDMA, when the communicator ends and the steps that were taken are done with; `None` if
+    /// there are others, or the connection has failed.
+    #[must_use]
+    pub fn last_word(&self) -> Option<[u8; MESSAGE_BYTES]> {
+        let is_whole = self.role.taken == self.agreement.committed();
+        self.agreement
+            .last_word()
+            .filter(|_| is_whole)
+            .as_ref()
+            .map(Message::encode)
     }
 
     /// Grants positions up to `granted`, counted since the connection began: the slots of the last [`SLOTS`] of them are free.

@@ -2,7 +2,7 @@
 
 use std::{os::fd::RawFd, time::Duration};
 
-use ringsight_verbs::endpoint::{End, Failure, Role};
+use ringsight_verbs::endpoint::{End, Failure, MESSAGE_BYTES, Role};
 
 use super::{paths::Paths, talk::Talk};
 use crate::{
@@ -93,6 +93,16 @@ impl<R: Role> Line<R> {
             paths.note(&noted, end.paths(), peer, &bytes);
         }
         paths.show(end);
+    }
+
+    /// Says something before the socket is closed. It goes as far as the socket takes it: a peer that has read nothing for so long finds its
+    /// end by itself.
+    pub(super) fn say_last(&mut self, socket: &mut Socket, word: [u8; MESSAGE_BYTES]) {
+        (socket.readable, socket.writable) = (true, true);
+        // What is unread when a socket is closed has it reset instead, and what is on its way may be lost.
+        self.talk.read(socket, |_| ());
+        let mut words = Some(word);
+        self.talk.write(socket, || words.take());
     }
 
     /// What a turn ends with that fails: the peer and the log are told first, and a connection that has given up tells so on record.

@@ -129,6 +129,15 @@ impl Receiver {
         works && self.line.has_peer()
     }
 
+    /// Before its socket is closed in good order: a sender whose acknowledgements were lost has nobody to ask any more, so it is told what
+    /// is here, if that is all that it was to send.
+    pub(crate) fn leave(&mut self, socket: &mut Socket) {
+        let is_used = self.fifo.released() >= self.received && !self.differs;
+        if is_used && let Some(word) = self.line.end.last_word() {
+            self.line.say_last(socket, word);
+        }
+    }
+
     /// Ends the steps that the device is done with.
     fn consume(&mut self, op: &ProxyOp) {
         // What the device released cannot be more than what we posted, whatever its memory says.

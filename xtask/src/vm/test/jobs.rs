@@ -169,7 +169,7 @@ pub(super) const JOBS: &[Job] = &[
     },
     Job {
         name: "rdma between nodes, whose communicators end",
-        program: between_nodes(&["rdma::ends"]),
+        program: between_nodes(&["rdma::ends", "rdma::parting"]),
         kernels: &[Series::V6_1],
         rdma: 2,
         mlx5: 0,
