@@ -21,6 +21,7 @@ mod rdma {
     mod queues;
     mod replays;
     mod setup;
+    mod single;
     mod stalls;
     mod verdicts;
 }

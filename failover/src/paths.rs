@@ -57,6 +57,8 @@ impl<More: Copy> Paths<More> {
     /// How long what is posted over the path in use may neither end nor fail.
     pub(crate) fn timeout(&self, settings: &Settings) -> Duration {
         match self.count {
+            // As long as a connection with one path, which would make it anew first.
+            _ if !settings.enabled => settings.timeout_alone + settings.give_up,
             1 => settings.timeout_alone,
             _ => settings.timeout,
         }

@@ -219,7 +219,10 @@ impl<R: Rules> Receiver<R> {
         match event {
             Event::PortDown { path } if self.paths.knows(path) => {
                 self.paths[path].port_up = false;
-                self.fail(now, path, Cause::Port, out);
+                // Who has nothing to go to leaves it to the device's tries, and to the watch, whether it comes up in time.
+                if self.settings.enabled {
+                    self.fail(now, path, Cause::Port, out);
+                }
             }
             Event::PortUp { path } if self.paths.knows(path) => {
                 self.paths[path].port_up = true;
@@ -464,13 +467,13 @@ impl<R: Rules> Receiver<R> {
 
     /// Sets the time by which something should have happened on the active path.
     fn watch(&mut self, now: Duration) {
-        let flows = self.flows() && self.settings.enabled;
         match () {
-            () if flows && self.probing => {
+            () if !self.flows() => self.timers.clear(Timer::Watch),
+            () if self.probing => {
                 let timeout = self.paths.timeout(&self.settings);
                 self.timers.set(Timer::Watch, now + timeout);
             }
-            () if flows && self.busy => self.timers.set(Timer::Watch, now + self.settings.probe),
+            () if self.busy => self.timers.set(Timer::Watch, now + self.settings.probe),
             () => self.timers.clear(Timer::Watch),
         }
     }

@@ -216,7 +216,7 @@ impl<R: Rules> Sender<R> {
         match event {
             Event::PortDown { path } if self.paths.knows(path) => {
                 self.paths[path].port_up = false;
-                self.fail(now, path, Cause::Port, out);
+                self.port_fell(now, path, out);
             }
             Event::PortUp { path } if self.paths.knows(path) => {
                 self.paths[path].port_up = true;
@@ -454,12 +454,12 @@ impl<R: Rules> Sender<R> {
         let wait = match () {
             () if self.phase != Phase::Flowing => None,
             () if self.probing || self.posted > self.acked => Some(self.paths.timeout(&self.settings)),
-            () if self.busy && self.settings.enabled => Some(self.settings.probe),
+            () if self.busy => Some(self.settings.probe),
             () => None,
         };
         match wait {
-            Some(wait) if self.settings.enabled => self.timers.set(Timer::Watch, now + wait),
-            _ => self.timers.clear(Timer::Watch),
+            Some(wait) => self.timers.set(Timer::Watch, now + wait),
+            None => self.timers.clear(Timer::Watch),
         }
     }
 

@@ -5,7 +5,8 @@ use std::{fmt, time::Duration};
 /// Times and thresholds of all connections of a process.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Settings {
-    /// Whether a failed path is survived at all. `RINGSIGHT_NET_FAILOVER`, by default 1; where that is not set,
+    /// Whether a failed path is survived at all. If not, the connection fails when its device says that it cannot go on, or when the
+    /// device's tries are over, or [`Settings::timeout_alone`] and [`Settings::give_up`] after one another, whichever is first. `RINGSIGHT_NET_FAILOVER`, by default 1; where that is not set,
     /// `NCCL_ENABLE_FAULT_TOLERANCE`.
     pub enabled: bool,
     /// Whether a path that is proven good again is used again although another one works. `RINGSIGHT_NET_FAILBACK`, by default 1.

@@ -212,7 +212,8 @@ impl Context {
                 (None, Some(Queue::Pair(number)))
             }
             EventKind::CqError => (None, Some(Queue::Completions(event.element.addr()))),
-            EventKind::DeviceFatal | EventKind::Other => (None, None),
+            EventKind::DeviceFatal => (None, Some(Queue::All)),
+            EventKind::Other => (None, None),
         };
         // SAFETY: a C string of the library's own.
         let name = unsafe { CStr::from_ptr((self.lib.event_type_str)(event.event_type)) };
@@ -288,6 +289,8 @@ pub enum Queue {
     Pair(u32),
     /// A completion queue, by its address in libibverbs.
     Completions(usize),
+    /// All that the device has.
+    All,
 }
 
 /// Something that happened to a device.

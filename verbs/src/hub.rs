@@ -70,7 +70,7 @@ impl Told {
 /// How often a device told that queues cannot go on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Failures {
-    /// Queue pairs.
+    /// Queue pairs, or the device with all that it has.
     pub(crate) pairs: u64,
     /// Completion queues.
     pub(crate) completions: u64,
@@ -320,7 +320,7 @@ impl Hub {
         };
         for queue in queues {
             let sum = match queue {
-                Queue::Pair(_) => &mut failures.pairs,
+                Queue::Pair(_) | Queue::All => &mut failures.pairs,
                 Queue::Completions(_) => &mut failures.completions,
             };
             *sum += failed.get(&queue).copied().unwrap_or(0);

@@ -237,13 +237,13 @@ pub(crate) fn work_until_on(control: &Control, comm: &Rank, path: u8) {
 }
 
 /// An all-reduce that is under way.
-struct Work {
+pub(crate) struct Work {
     data: Vec<f32>,
     stream: Stream,
 }
 
 impl Work {
-    fn begin(comm: &Rank) -> Self {
+    pub(crate) fn begin(comm: &Rank) -> Self {
         let mut data = vec![1_f32; 30_001];
         let at = data.as_mut_ptr().cast();
         ok(comm.call(&Call::new(Function::AllReduce, data.len()), at, at));
@@ -253,12 +253,12 @@ impl Work {
         }
     }
 
-    fn is_under_way(&self) -> bool {
+    pub(crate) fn is_under_way(&self) -> bool {
         host().stream_query(self.stream).unwrap() == Progress::Pending
     }
 
     /// It is over with its communicator, which releases the stream; whether it came to its end.
-    fn came_to_its_end(self) -> bool {
+    pub(crate) fn came_to_its_end(self) -> bool {
         host().stream_synchronize(self.stream).unwrap();
         self.data.iter().all(|value| *value == 2.0)
     }

@@ -58,6 +58,13 @@ impl<R: Rules> Sender<R> {
         }
     }
 
+    /// A port went down. Who has nothing to go to leaves it to the device's tries, and to [`Timer::Watch`], whether it comes up in time.
+    pub(super) fn port_fell(&mut self, now: Duration, path: u8, out: &mut Vec<Action>) {
+        if self.settings.enabled {
+            self.fail(now, path, Cause::Port, out);
+        }
+    }
+
     /// Gives up a queue pair; whether there is something to say of it.
     pub(super) fn lose(&mut self, now: Duration, path: u8, cause: Cause, out: &mut Vec<Action>) -> bool {
         if !self.paths[path].state.is_live() {

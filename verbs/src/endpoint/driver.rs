@@ -34,11 +34,13 @@ const DRAIN: Duration = Duration::from_millis(500);
 /// How often the paths that are not in use are looked at by a connection that is busy. One that waits has their descriptors.
 const OTHERS_EVERY: Duration = Duration::from_millis(2);
 
-/// What a connection that survives its paths needs besides them.
+/// What a connection needs besides its paths to learn of their failures, and to survive them.
 #[derive(Clone)]
 pub struct Failover {
     /// What the process's connections share.
     pub hub: Arc<Hub>,
+    /// The connection's: the hub's, or with failover off where the peer has it so.
+    pub settings: Arc<Settings>,
     /// The process's ports: a path is rebuilt on its port as it is then.
     pub net: Option<Arc<Net>>,
     /// By path: the number of its port among those.
@@ -46,18 +48,28 @@ pub struct Failover {
 }
 
 impl Failover {
-    /// Of a connection that fails with its path.
+    /// Of a connection of the process that has this hub and these ports, by path those with these numbers.
+    #[must_use]
+    pub fn new(hub: &Arc<Hub>, net: Option<&Arc<Net>>, ports: Vec<usize>) -> Self {
+        Self {
+            settings: Arc::clone(hub.settings()),
+            hub: Arc::clone(hub),
+            net: net.cloned(),
+            ports,
+        }
+    }
+
+    /// Of a connection that fails with its path, the only one of its process.
     #[must_use]
     pub fn off() -> Self {
-        let settings = Settings {
-            enabled: false,
-            ..Settings::default()
-        };
-        Self {
-            hub: Hub::new(Arc::new(settings)),
-            net: None,
-            ports: Vec::new(),
-        }
+        Self::new(&Hub::new(Arc::default()), None, Vec::new()).disabled()
+    }
+
+    /// The same of a connection that fails with its path. It hears all the same when a device says that it cannot go on.
+    #[must_use]
+    pub fn disabled(mut self) -> Self {
+        Arc::make_mut(&mut self.settings).enabled = false;
+        self
     }
 }
 
@@ -134,9 +146,7 @@ impl Driver {
             })
             .collect();
         for (path, id) in paths.iter().zip(&ids) {
-            if hub.settings().enabled {
-                hub.watch(path.port().context(), path.port().number());
-            }
+            hub.watch(path.port().context(), path.port().number());
             hub.known(*id);
         }
         let (doing, done) = mpsc::channel();
@@ -267,7 +277,12 @@ impl Driver {
             if told.up && told != before {
                 self.events.push_back(Event::PortUp { path: index });
             }
-            match hub.order(self.ids[usize::from(index)], self.connection, self.seen) {
+            // What others found is no reason to fail for who has nothing to go to.
+            let order = match self.failover.settings.enabled {
+                true => hub.order(self.ids[usize::from(index)], self.connection, self.seen),
+                false => None,
+            };
+            match order {
                 Some(Scope::Suspect) => self.events.push_back(Event::Suspected { path: index }),
                 Some(Scope::Down) => self.events.push_back(Event::Condemned { path: index }),
                 None => {}
@@ -290,7 +305,7 @@ impl Driver {
             return;
         }
         let text = if now.completions == before.completions {
-            "its device says that a queue pair cannot go on"
+            "its device says that a queue pair, or itself, cannot go on"
         } else {
             // Whatever is made of it: what is rebuilt on it would never complete.
             path.spoil();

@@ -108,7 +108,7 @@ impl<R: Role> End<R> {
         agree: impl FnOnce(Arc<Settings>, usize, PathSet) -> Option<R::Agreement>,
         role: impl FnOnce(Link) -> R,
     ) -> Self {
-        let settings = failover.hub.settings().clone();
+        let settings = Arc::clone(&failover.settings);
         let ready = (0_u8..).zip(&paths).filter(|(_, path)| path.is_connected());
         let ready = ready.fold(PathSet::EMPTY, |set, (index, _)| set.with(index));
         let agreement =

@@ -212,7 +212,8 @@ impl Path {
     /// How often its device has told that queues with its queues' names cannot go on.
     pub(super) fn failures(&self, hub: &Hub) -> Failures {
         let pairs = self.qps.iter().map(|qp| Queue::Pair(qp.number()));
-        hub.failures(self.port.device(), pairs.chain([self.cq.name()]))
+        let others = [self.cq.name(), Queue::All];
+        hub.failures(self.port.device(), pairs.chain(others))
     }
 
     /// Its completion queue is of no use any more: the path is made anew with another one.

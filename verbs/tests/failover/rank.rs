@@ -154,11 +154,8 @@ impl Rank {
 
     fn failover(&self, case: &Case) -> Failover {
         let is_on = self.hub.settings().enabled;
-        Failover {
-            hub: Arc::clone(&self.hub),
-            net: is_on.then(|| Arc::clone(&self.net)),
-            ports: if is_on { self.ports(case) } else { Vec::new() },
-        }
+        let ports = if is_on { self.ports(case) } else { Vec::new() };
+        Failover::new(&self.hub, is_on.then_some(&self.net), ports)
     }
 
     pub(crate) fn sender(&mut self, case: &Case) -> Sender {

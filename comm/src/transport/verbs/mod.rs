@@ -227,7 +227,7 @@ pub(crate) struct Connected {
 impl Connected {
     /// Whether it survives a path, and so finds out by itself whether its peer answers.
     pub(crate) fn survives(&self) -> bool {
-        self.failover.hub.settings().enabled
+        self.failover.settings.enabled
     }
 }
 
@@ -299,14 +299,10 @@ pub(crate) fn prepare(
         None => {}
     }
     let in_use = ports[0] as u8;
-    let failover = if rdma.net.config().failover {
-        Failover {
-            hub: Arc::clone(&rdma.hub),
-            net: Some(Arc::clone(&rdma.net)),
-            ports,
-        }
-    } else {
-        Failover::off()
+    let failover = Failover::new(&rdma.hub, Some(&rdma.net), ports);
+    let failover = match rdma.net.config().failover {
+        true => failover,
+        false => failover.disabled(),
     };
     let offer = Offer {
         failover: rdma.net.config().failover,
@@ -468,7 +464,7 @@ impl Prepared {
             ..
         } = self;
         if !peer.failover {
-            failover = Failover::off();
+            failover = failover.disabled();
         }
         paths.truncate(peer.paths.len());
         failover.ports.truncate(paths.len());
