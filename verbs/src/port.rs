@@ -3,7 +3,7 @@
 use std::{
     collections::HashMap,
     path::{Path as FilePath, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use crate::{
@@ -174,15 +174,16 @@ pub struct Net {
     lib: &'static Lib,
     config: Arc<Config>,
     sys: PathBuf,
-    ports: Vec<sysfs::Port>,
+    /// Those that may be used, as they were at the last [`Net::refresh`]: always the same ones, in the same order.
+    ports: Mutex<Arc<[sysfs::Port]>>,
     domains: Mutex<HashMap<String, Arc<Pd>>>,
 }
 
 impl Net {
-    /// Looks for ports in the tree at `sys`.
+    /// Looks for ports in the tree at `sys`. None of them need be up.
     ///
     /// # Errors
-    /// Why there is nothing to use: no library, no device, none that the environment allows, none that is up.
+    /// Why there is nothing to use: no library, no device, none that the environment allows.
     pub fn new(config: Config, sys: &FilePath) -> Result<Self, String> {
         let lib = sys::lib().map_err(str::to_owned)?;
         let all = sysfs::ports(sys);
@@ -191,12 +192,6 @@ impl Net {
         }
         let names: Vec<&str> = all.iter().map(|port| port.device.as_str()).collect();
         let unknown = config.devices.unknown(&names).join(", ");
-        let there = || {
-            all.iter()
-                .map(|port| format!("{}:{}", port.device, port.number))
-                .collect::<Vec<_>>()
-                .join(", ")
-        };
         let ports: Vec<sysfs::Port> = all
             .iter()
             .filter(|port| config.devices.allows(&port.device, port.number))
@@ -210,28 +205,49 @@ impl Net {
             };
             return Err(format!(
                 "NCCL_IB_HCA allows none of the RDMA ports {}{of}",
-                there()
-            ));
-        }
-        if !ports.iter().any(|port| port.active) {
-            return Err(format!(
-                "no RDMA port is up of those that may be used, of {}",
-                there()
+                names_of(&all)
             ));
         }
         Ok(Self {
             lib,
             config: Arc::new(config),
             sys: sys.to_owned(),
-            ports,
+            ports: Mutex::new(ports.into()),
             domains: Mutex::default(),
         })
     }
 
-    /// The ports that may be used, up or not.
+    /// The ports that may be used, up or not, as they were when they were looked at last.
     #[must_use]
-    pub fn ports(&self) -> &[sysfs::Port] {
-        &self.ports
+    pub fn ports(&self) -> Arc<[sysfs::Port]> {
+        Arc::clone(&self.known())
+    }
+
+    fn known(&self) -> MutexGuard<'_, Arc<[sysfs::Port]>> {
+        self.ports.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Looks at the ports anew, for connections that are made from here on. A port that was down when the process began may be up, and
+    /// faster than it said. What was down and what is gone stays in its place.
+    ///
+    /// # Errors
+    /// None of them is up.
+    pub fn refresh(&self) -> Result<(), String> {
+        let look = |known: &sysfs::Port| {
+            let now = sysfs::port(&self.sys, &known.device, known.number);
+            now.unwrap_or_else(|| sysfs::Port {
+                active: false,
+                ..known.clone()
+            })
+        };
+        let ports: Arc<[sysfs::Port]> = self.ports().iter().map(look).collect();
+        let is_any_up = ports.iter().any(|port| port.active);
+        let names = names_of(&ports);
+        *self.known() = ports;
+        match is_any_up {
+            true => Ok(()),
+            false => Err(format!("no RDMA port is up of those that may be used: {names}")),
+        }
     }
 
     /// What the environment wishes for.
@@ -240,28 +256,29 @@ impl Net {
         &self.config
     }
 
-    /// A port of [`Net::ports`], its device opened if it is not.
+    /// A port of [`Net::ports`] as it is now, its device opened if it is not: since the process began, or since it was down, its GIDs may
+    /// have moved to other indices.
     ///
     /// # Errors
-    /// When the device cannot be opened, or as [`Port::new`].
+    /// When the device cannot be opened, when the port is gone, or as [`Port::new`].
     pub fn open(&self, index: usize) -> Result<Port, String> {
-        let (pd, known) = self.domain(index)?;
-        Port::new(&pd, known, &self.config)
+        let (pd, now) = self.domain(index)?;
+        Port::new(&pd, &now, &self.config)
     }
 
     /// The same for a port that need not be up.
     ///
     /// # Errors
-    /// When the device cannot be opened, or as [`Port::standby`].
+    /// When the device cannot be opened, when the port is gone, or as [`Port::standby`].
     pub fn standby(&self, index: usize) -> Result<Port, String> {
-        let (pd, known) = self.domain(index)?;
-        Port::standby(&pd, known, &self.config)
+        let (pd, now) = self.domain(index)?;
+        Port::standby(&pd, &now, &self.config)
     }
 
-    /// A port and its device's protection domain, opened once.
-    fn domain(&self, index: usize) -> Result<(Arc<Pd>, &sysfs::Port), String> {
-        let known = self
-            .ports
+    /// The protection domain of a port's device, opened once, and the port as it is now.
+    fn domain(&self, index: usize) -> Result<(Arc<Pd>, sysfs::Port), String> {
+        let ports = self.ports();
+        let known = ports
             .get(index)
             .ok_or_else(|| format!("there is no port {index}"))?;
         let mut domains = self.domains.lock().unwrap_or_else(PoisonError::into_inner);
@@ -275,18 +292,18 @@ impl Net {
             }
         };
         drop(domains);
-        Ok((pd, known))
-    }
-
-    /// The same port as it is now: when it was down, its GIDs may have moved to other indices.
-    ///
-    /// # Errors
-    /// As [`Net::open`], and when it is gone.
-    pub fn reopen(&self, index: usize) -> Result<Port, String> {
-        let (pd, known) = self.domain(index)?;
         let (device, number) = (known.device.as_str(), known.number);
         let now = sysfs::port(&self.sys, device, number)
             .ok_or_else(|| format!("port {device}:{number} is gone"))?;
-        Port::new(&pd, &now, &self.config)
+        Ok((pd, now))
     }
+}
+
+/// For messages.
+fn names_of(ports: &[sysfs::Port]) -> String {
+    let names: Vec<String> = ports
+        .iter()
+        .map(|port| format!("{}:{}", port.device, port.number))
+        .collect();
+    names.join(", ")
 }

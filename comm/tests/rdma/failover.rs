@@ -164,7 +164,12 @@ fn a_connection_goes_back_to_a_port_whose_gid_has_moved() {
         "a GID moves",
         &ended,
         &["is ready again (path 0 ", "(epoch 2)"],
-        &["via NET/Socket", "use a socket"],
+        &[
+            "via NET/Socket",
+            "use a socket",
+            "begins on its backup",
+            "has no backup yet",
+        ],
     );
 }
 
@@ -231,20 +236,7 @@ fn begin_on_the_backup() {
     }
     // The peer goes on when the link is down.
     Call::new(Function::AllReduce, 1).check(rank, true);
-    let mut child = Rank {
-        comm: Handle(0),
-        ..*rank
-    };
-    // SAFETY: a live communicator, a valid place, and no settings.
-    ok(unsafe {
-        abi::ncclCommSplit(
-            rank.comm,
-            0,
-            rank.rank as i32,
-            &raw mut child.comm,
-            std::ptr::null_mut(),
-        )
-    });
+    let child = split(rank);
     Call::new(Function::AllReduce, 70_001).check(&child, true);
     let on_backup = || ends().iter().filter(|end| end.active == 1).count() as u64;
     assert!(on_backup() > 0);
@@ -306,6 +298,20 @@ fn begin_without_a_port() {
     set_up(1, true);
     work();
     comm.leave();
+    // One that is made now begins with the port that was down as any other.
+    let late = control.make();
+    for count in [1, 5003, 300_001] {
+        Call::new(Function::AllReduce, count).check(&late, true);
+    }
+    let first = Fabric::here().device(Port {
+        rank: comm.rank,
+        link: 0,
+    });
+    let begins = |end: &Connection| {
+        end.path[0].device() == first && end.path[0].port == Fabric::here().number(Port { rank: 0, link: 0 })
+    };
+    assert!(ends().iter().any(begins), "{:?}", ends());
+    late.leave();
     control.rank.leave();
     println!("rank done");
 }
@@ -410,8 +416,22 @@ fn move_it() {
         Fabric::here().set_up(link, true);
     }
     until_none(rank, work, || not_on(0));
+    // Connections that are made from here on find it there, too.
+    let child = split(rank);
+    Call::new(Function::AllReduce, 5003).check(&child, true);
+    assert_eq!(not_on(0), 0, "{:?}", ends());
+    // SAFETY: a live communicator.
+    ok(unsafe { abi::ncclCommDestroy(child.comm) });
     rank.leave();
     println!("rank done");
+}
+
+/// A communicator of the same ranks, with connections of its own.
+fn split(rank: &Rank) -> Rank {
+    let (mut comm, key) = (Handle(0), rank.rank as i32);
+    // SAFETY: a live communicator, a valid place, and no settings.
+    ok(unsafe { abi::ncclCommSplit(rank.comm, 0, key, &raw mut comm, std::ptr::null_mut()) });
+    Rank { comm, ..*rank }
 }
 
 /// Collectives, messages and replays, each kind with connections of its own, while one link is down, then the other.

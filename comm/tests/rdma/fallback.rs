@@ -8,7 +8,7 @@ use super::{
     control::Control,
     data::LITTLE,
     links::{hide_addresses, mend, set_link, two_ports},
-    nodes::{check, patient, two_nodes},
+    nodes::{check, ends, patient, two_nodes},
 };
 use crate::{common::Call, fabric::Fabric};
 
@@ -157,6 +157,51 @@ fn late() {
         mend();
     }
     control.meet();
+    early.leave();
+    control.rank.leave();
+    println!("rank done");
+}
+
+/// That no port is up is so for one communicator, not for the process.
+#[test]
+#[ignore = "helper: needs RDMA devices, run in a guest"]
+fn a_process_that_began_without_a_port_uses_rdma_once_there_is_one() {
+    set_link(0, false);
+    set_link(1, false);
+    let ended = two_nodes("fallback::early", |rank, command| {
+        patient(two_ports(rank, command));
+    });
+    mend();
+    check(
+        "no port at first",
+        &ended,
+        &[
+            "no RDMA, sockets are used: no RDMA port is up",
+            "via NET/Socket",
+            "via NET/IB/0",
+        ],
+        &["has failed"],
+    );
+}
+
+#[test]
+#[ignore = "helper: the body of one rank; started by the test above"]
+fn early() {
+    let Some(control) = Control::of_process() else {
+        return;
+    };
+    let early = control.make();
+    Call::new(Function::AllReduce, 5003).check(&early, true);
+    assert_eq!(ends(), []);
+    control.meet();
+    if control.rank.rank == 0 {
+        mend();
+    }
+    control.meet();
+    let late = control.make();
+    Call::new(Function::AllReduce, 5003).check(&late, true);
+    assert!(!ends().is_empty());
+    late.leave();
     early.leave();
     control.rank.leave();
     println!("rank done");

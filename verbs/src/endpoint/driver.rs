@@ -392,7 +392,7 @@ impl Driver {
                 let (net, port) = (net.clone(), ports.get(index).copied());
                 let port = move || {
                     let net = net.ok_or("there are no ports to rebuild it on")?;
-                    net.reopen(port.ok_or("the path has no port")?)
+                    net.open(port.ok_or("the path has no port")?)
                 };
                 let rebuild = self.paths[index].rebuild(port, link.generation);
                 self.ask(link, move || Done::Rebuilt(link, rebuild()));

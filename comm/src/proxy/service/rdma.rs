@@ -84,7 +84,7 @@ impl Service {
             (Some(own), Some(ports)) => {
                 let port = theirs.map_or(own, |theirs| {
                     let (all, cross) = (rdma.net.ports(), rdma.net.config().cross);
-                    choice::facing(all, (&ports.by_channel, own), theirs.into(), cross)
+                    choice::facing(&all, (&ports.by_channel, own), theirs.into(), cross)
                 });
                 let memory = (fifo, connection.direct.as_ref());
                 verbs::prepare(rdma, port, memory, !endpoint.is_send)

@@ -82,8 +82,8 @@ impl Wish {
     }
 }
 
-/// The RDMA of this process, looked for when it is first asked for; `None` where there is none, which the log explains. `class` is
-/// `config.trafficClass`.
+/// The RDMA of this process for a communicator that is being made; `None` where there is none, which the log explains. What devices there
+/// are is found out when it is first asked for, and which ports are up each time. `class` is `config.trafficClass`.
 ///
 /// # Errors
 /// When a variable says what it cannot, or RDMA is wished for and is not there.
@@ -95,11 +95,21 @@ pub(crate) fn by_environment(wish: Wish, class: Option<i32>) -> Result<Option<Rd
     let required = wish == Wish::Ib;
     let net = NET.get_or_init(look);
     match net {
-        Ok(Some(rdma)) => Ok(Some(Rdma {
-            required,
-            class: class.and_then(class_of),
-            ..rdma.clone()
-        })),
+        Ok(Some(rdma)) => match rdma.net.refresh() {
+            Ok(()) => Ok(Some(Rdma {
+                required,
+                class: class.and_then(class_of),
+                ..rdma.clone()
+            })),
+            // For this communicator: the next one may find one up.
+            Err(text) => {
+                tell_absence(rdma.net.config(), &text);
+                match required {
+                    true => Err(missing(&text)),
+                    false => Ok(None),
+                }
+            }
+        },
         Ok(None) if required => Err(missing("NCCL_IB_DISABLE is set")),
         Ok(None) => Ok(None),
         Err(Found::Invalid(text)) => Err(Error::new(ResultCode::InvalidArgument, text.clone())),
@@ -139,12 +149,10 @@ fn look() -> std::result::Result<Option<Rdma>, Found> {
         tracing::info!(target: log::NET, "NET/IB : NCCL_IB_DISABLE is set");
         return Ok(None);
     };
-    // Who names devices expects one.
-    let named = config.devices != Default::default();
-    match Net::new(config, FilePath::new("/sys")) {
+    match Net::new(config.clone(), FilePath::new("/sys")) {
         Ok(net) => {
             let list: Vec<String> = (0..)
-                .zip(net.ports())
+                .zip(net.ports().iter())
                 .map(|(index, port)| {
                     let layer = if port.ethernet { "RoCE" } else { "IB" };
                     let down = if port.active { "" } else { " (down)" };
@@ -166,13 +174,18 @@ fn look() -> std::result::Result<Option<Rdma>, Found> {
             }))
         }
         Err(text) => {
-            if named {
-                tracing::warn!(target: log::NET, "NET/IB : no RDMA, sockets are used: {text}");
-            } else {
-                tracing::info!(target: log::NET, "NET/IB : no RDMA, sockets are used: {text}");
-            }
+            tell_absence(&config, &text);
             Err(Found::Nothing(text))
         }
+    }
+}
+
+/// Tells why there is no RDMA: who names devices expects one.
+fn tell_absence(config: &Config, text: &str) {
+    if config.devices == Default::default() {
+        tracing::info!(target: log::NET, "NET/IB : no RDMA, sockets are used: {text}");
+    } else {
+        tracing::warn!(target: log::NET, "NET/IB : no RDMA, sockets are used: {text}");
     }
 }
 
@@ -193,7 +206,7 @@ pub(super) fn place_of(bus: &str) -> Option<Place> {
 pub(crate) fn ports_of(net: &Net, buses: &[&str], local: usize) -> Vec<usize> {
     let places: Vec<Option<Place>> = buses.iter().map(|bus| place_of(bus)).collect();
     let near: Vec<_> = places.iter().map(Option::as_ref).collect();
-    let mut assigned = choice::assign(net.ports(), &near);
+    let mut assigned = choice::assign(&net.ports(), &near);
     if local < assigned.len() {
         assigned.swap_remove(local)
     } else {
@@ -326,17 +339,18 @@ pub(crate) fn prepare(
 pub(super) fn backup_of(net: &Net, port: usize) -> Option<usize> {
     let wanted = net.config().failover;
     wanted
-        .then(|| choice::backup(net.ports(), port))
+        .then(|| choice::backup(&net.ports(), port))
         .flatten()
         .map(choice::Backup::index)
 }
 
 /// Tells which port stands by for each.
 fn tell_backups(net: &Net) {
-    for (index, port) in net.ports().iter().enumerate() {
-        let text = match choice::backup(net.ports(), index) {
+    let ports = net.ports();
+    for (index, port) in ports.iter().enumerate() {
+        let text = match choice::backup(&ports, index) {
             Some(backup) => {
-                let other = &net.ports()[backup.index()];
+                let other = &ports[backup.index()];
                 format!("{}:{}, {}", other.device, other.number, backup.reason())
             }
             None => "none, there is no other port of its kind".to_owned(),
