@@ -30,6 +30,8 @@ struct Step {
     notice: [u8; NOTICE_BYTES],
     length: usize,
     bytes: usize,
+    /// How it was posted last.
+    posted: Posted,
 }
 
 /// The sending end.
@@ -65,11 +67,18 @@ impl Sending {
             notice,
             length,
             bytes,
+            ..
         } = self.steps[position as usize % SLOTS];
         let (lead, count) = (path.lead(position), path.qps().len());
         let is_split = path.port().config().split;
         let (parts, part_bytes) = split(bytes, if is_split { count } else { 1 });
         self.missing[position as usize % SLOTS] = parts as u8;
+        let posted = Posted {
+            path: usize::from(link.path),
+            qp: path.qps()[lead].number(),
+            parts,
+        };
+        self.steps[position as usize % SLOTS].posted = posted;
         let (notice, length) = encode_notice(position, parts as u8, &notice[..length]);
         let slot = self.slots.at(position);
         for part in 0..parts {
@@ -79,11 +88,7 @@ impl Sending {
             let data = slot + part * part_bytes..slot + end;
             path.post_step((lead + part) % count, position, told, data)?;
         }
-        Ok(Posted {
-            path: usize::from(link.path),
-            qp: path.qps()[lead].number(),
-            parts,
-        })
+        Ok(posted)
     }
 
     fn replay(&mut self, driver: &mut Driver, link: Link, from: u64, to: u64) {
@@ -113,6 +118,11 @@ impl Sender {
                 notice: [0; NOTICE_BYTES],
                 length: 0,
                 bytes: 0,
+                posted: Posted {
+                    path: 0,
+                    qp: 0,
+                    parts: 0,
+                },
             }; SLOTS],
             missing: [0; SLOTS],
             ended: 0,
@@ -135,6 +145,12 @@ impl Sender {
     #[must_use]
     pub fn acked(&self) -> u64 {
         self.agreement.acked()
+    }
+
+    /// How one of the last [`SLOTS`] positions that were posted was posted last: a switch may have had it posted again.
+    #[must_use]
+    pub fn posted_over(&self, position: u64) -> Posted {
+        self.role.steps[position as usize % SLOTS].posted
     }
 
     /// Whether the next position may be posted.

@@ -129,14 +129,9 @@ impl Paths {
         view
     }
 
-    /// The number of the port in use.
-    pub(super) fn port(&self) -> u8 {
-        self.ports.get(usize::from(self.active)).copied().unwrap_or(0)
-    }
-
-    /// Whether it is not the first path's.
-    pub(super) fn is_backup(&self) -> bool {
-        self.active != 0
+    /// The number of a path's port.
+    pub(super) fn port_of(&self, path: usize) -> u8 {
+        self.ports.get(path).copied().unwrap_or(0)
     }
 
     /// The operation that the connection is at.

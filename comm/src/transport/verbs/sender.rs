@@ -8,7 +8,7 @@ use ringsight_kernels::{
     fifo::{INLINE_BYTES, SLOTS},
 };
 use ringsight_records::{Carrier, State};
-use ringsight_verbs::endpoint::{self, Failure, NOTICE_BYTES, Sending};
+use ringsight_verbs::endpoint::{self, Failure, NOTICE_BYTES, Posted, Sending};
 
 use super::{
     Connected,
@@ -35,9 +35,9 @@ enum Phase {
 }
 
 /// Bytes of the last so many steps that were posted.
-fn last(sizes: &VecDeque<(usize, u32)>, steps: u64) -> u64 {
+fn last(sizes: &VecDeque<usize>, steps: u64) -> u64 {
     let last = sizes.iter().rev().take(steps as usize);
-    last.map(|(bytes, _)| *bytes as u64).sum()
+    last.map(|bytes| *bytes as u64).sum()
 }
 
 /// The sending end.
@@ -52,8 +52,8 @@ pub(crate) struct Sender {
     released: u64,
     /// Of the step at [`endpoint::Sender::posted`].
     phase: Phase,
-    /// Bytes of the steps that are under way, and the queue pairs that they were posted to.
-    sizes: VecDeque<(usize, u32)>,
+    /// Bytes of the steps that are under way.
+    sizes: VecDeque<usize>,
     transferred: u64,
 }
 
@@ -159,9 +159,9 @@ impl Sender {
             }
             Phase::Peer(bytes) if self.line.end.may_post() => {
                 events::step(op, step, State::STEP_SEND_WAIT, 0);
-                let qp = self.post(op, position, bytes)?;
-                self.tell_carried(op, (qp, step), State::START, bytes);
-                self.sizes.push_back((bytes, qp));
+                let posted = self.post(op, position, bytes)?;
+                self.tell_carried(op, (posted, step), State::START, bytes);
+                self.sizes.push_back(bytes);
                 self.phase = Phase::Idle;
             }
             Phase::Peer(_) => {}
@@ -169,19 +169,19 @@ impl Sender {
         Ok(())
     }
 
-    /// Tells what carries a step: queue pair, and the step's number.
-    fn tell_carried(&self, op: &ProxyOp, (number, step): (u32, u32), state: State, bytes: usize) {
-        let paths = &self.line.paths;
+    /// Tells what carries a step: path and queue pair, and the step's number.
+    fn tell_carried(&self, op: &ProxyOp, (posted, step): (Posted, u32), state: State, bytes: usize) {
         let carrier = Carrier {
-            port: Some(paths.port()),
-            number,
+            port: Some(self.line.paths.port_of(posted.path)),
+            number: posted.qp,
             step,
         };
-        events::carried_over(op, carrier, paths.is_backup(), state, bytes);
+        // The first path is the primary one.
+        events::carried_over(op, carrier, posted.path != 0, state, bytes);
     }
 
-    /// Posts the slot at a position: its bytes, if they do not go with the notice, and its header. The queue pair's number.
-    fn post(&mut self, op: &ProxyOp, position: u64, bytes: usize) -> Result<u32, Failure> {
+    /// Posts the slot at a position: its bytes, if they do not go with the notice, and its header.
+    fn post(&mut self, op: &ProxyOp, position: u64, bytes: usize) -> Result<Posted, Failure> {
         let header = StepHeader {
             op: self.ops,
             step: (position - self.base) as u32,
@@ -200,16 +200,18 @@ impl Sender {
         } else {
             (STEP_BYTES, bytes)
         };
-        Ok(self.line.end.post(&notice[..length], data)?.qp)
+        self.line.end.post(&notice[..length], data)
     }
 
     /// Ends the steps that the peer has.
     fn release(&mut self, op: &ProxyOp) {
         while self.released < self.line.end.acked() {
-            let (bytes, qp) = self.sizes.pop_front().unwrap_or((0, 0));
+            let bytes = self.sizes.pop_front().unwrap_or(0);
             self.fifo.release(self.released);
             self.transferred += bytes as u64;
-            self.tell_carried(op, (qp, self.step()), State::STOP, bytes);
+            // By what carried it last, which need not be what did first, nor what is in use now.
+            let posted = self.line.end.posted_over(self.released);
+            self.tell_carried(op, (posted, self.step()), State::STOP, bytes);
             events::step(op, self.step(), State::STOP, bytes);
             self.released += 1;
         }
