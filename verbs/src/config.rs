@@ -22,8 +22,10 @@ pub struct Config {
     pub ipv6: bool,
     /// `NCCL_IB_TIMEOUT` and `NCCL_IB_RETRY_CNT`.
     pub patience: Patience,
-    /// `NCCL_IB_QPS_PER_CONNECTION`.
+    /// `NCCL_IB_QPS_PER_CONNECTION`, [`MOST_QPS`] at most.
     pub qps: usize,
+    /// What it asked for, if that is more.
+    pub qps_asked: Option<usize>,
     /// `NCCL_IB_SPLIT_DATA_ON_QPS`: each message goes over all of them instead of one after the other.
     pub split: bool,
     /// `NCCL_IB_SL`; `None`: as the connection's owner wishes.
@@ -111,6 +113,7 @@ impl Default for Config {
             gpu_direct: GpuDirect::default(),
             cross: Cross::default(),
             range: None,
+            qps_asked: None,
             without_effect: Vec::new(),
         }
     }
@@ -187,9 +190,12 @@ impl Config {
         if let Some(retries) = number("NCCL_IB_RETRY_CNT", 0, 7, "a number from 0 to 7 is wanted")? {
             config.patience.retries = retries as u8;
         }
-        let wanted = "a number from 1 to 16 is wanted";
-        if let Some(qps) = number("NCCL_IB_QPS_PER_CONNECTION", 1, MOST_QPS as i64, wanted)? {
-            config.qps = qps as usize;
+        // NCCL's most is 128: who asks for that gets what there is.
+        let wanted = "a number from 1 to 128 is wanted (of which 16 are used at most)";
+        if let Some(qps) = number("NCCL_IB_QPS_PER_CONNECTION", 1, 128, wanted)? {
+            let qps = qps as usize;
+            config.qps = qps.min(MOST_QPS);
+            config.qps_asked = (qps > MOST_QPS).then_some(qps);
         }
         if let Some(split) = number("NCCL_IB_SPLIT_DATA_ON_QPS", 0, 1, "0 or 1 is wanted")? {
             config.split = split == 1;
@@ -400,6 +406,7 @@ mod tests {
             ("NCCL_IB_RETRY_CNT", "8"),
             ("NCCL_IB_GID_INDEX", "256"),
             ("NCCL_IB_QPS_PER_CONNECTION", "0"),
+            ("NCCL_IB_QPS_PER_CONNECTION", "129"),
             ("NCCL_IB_SL", "x"),
             ("NCCL_IB_ADDR_FAMILY", "AF_UNIX"),
             ("RINGSIGHT_NET_FAILOVER", "yes"),
@@ -424,6 +431,12 @@ mod tests {
         for (value, cross) in [("0", Cross::Never), ("1", Cross::Any), ("2", Cross::Avoid)] {
             assert_eq!(with("NCCL_CROSS_NIC", value).unwrap().unwrap().cross, cross);
         }
+        let qps = |value| {
+            let config = with("NCCL_IB_QPS_PER_CONNECTION", value).unwrap().unwrap();
+            (config.qps, config.qps_asked)
+        };
+        assert_eq!(qps("16"), (16, None));
+        assert_eq!(qps("128"), (MOST_QPS, Some(128)));
         let off = with("NCCL_ENABLE_FAULT_TOLERANCE", "0").unwrap().unwrap();
         assert!(!off.failover);
     }

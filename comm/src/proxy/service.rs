@@ -192,6 +192,11 @@ impl Service {
                 Vec::new()
             };
             for (stream, bytes) in early.into_iter().chain(undecided.decided()) {
+                // Each may take the kernel a second, which looks for an address that nobody answers for.
+                // Acquire: as above.
+                if self.ending.load(Ordering::Acquire) || self.progress.abort.is_set() {
+                    break;
+                }
                 self.welcome(stream, bytes);
             }
             starved |= !self.accept_clients();

@@ -23,7 +23,7 @@ use ringsight_kernels::{
 };
 use ringsight_verbs::{
     choice,
-    config::Config,
+    config::{Config, MOST_QPS},
     endpoint::{self, Control, Failover, Path, Peer, Slots},
     failover::Settings,
     hub::Hub,
@@ -160,6 +160,12 @@ fn look() -> std::result::Result<Option<Rdma>, Found> {
                 })
                 .collect();
             tracing::info!(target: log::NET, "NET/IB : Using {}", list.join(" "));
+            if let Some(asked) = net.config().qps_asked {
+                tracing::warn!(
+                    target: log::NET,
+                    "NET/IB : NCCL_IB_QPS_PER_CONNECTION={asked} is more than a connection can have: {MOST_QPS} queue pairs are used"
+                );
+            }
             for (name, why) in &net.config().without_effect {
                 tracing::info!(target: log::ENV, "{name} has no effect: {why}");
             }
