@@ -1,7 +1,7 @@
 //! GPUs, through the CUDA driver. Contexts are the primary ones, as the runtime uses them, so that streams, events and
 //! memory of a program that uses the runtime are the ones meant here.
 //!
-//! A launch is one kernel ([`ringsight_kernels::cuda`]) with its program in the arguments, or two with copies between them ([`engines`]). What it tells goes through a
+//! A launch is one kernel ([`ringsight_kernels::cuda`]) with its program in the arguments, or two with copies between them (`engines.rs`). What it tells goes through a
 //! ring in host memory that a thread of this module drains; it learns of an abort through a word there. Neither needs a
 //! call of the driver.
 

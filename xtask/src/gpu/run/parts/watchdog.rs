@@ -115,7 +115,7 @@ fn faults(steps: &mut Steps<'_>, source: &str) -> Result<()> {
         .args(["--full", "--jobs", "2", "--rounds", &ROUNDS.to_string()])
         .arg("--resume")
         .arg(steps.file("faults.jsonl"));
-    steps.run("faults", Duration::from_secs(400), command, |said| {
+    steps.run("faults", Duration::from_secs(440), command, |said| {
         summary(said, matrix)
     });
     Ok(())
