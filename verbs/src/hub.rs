@@ -105,6 +105,12 @@ pub fn remote_port(gid: [u8; 16], lid: u16, port: u8) -> PortId {
 }
 
 impl Inner {
+    /// What a port's device has told of it.
+    fn told(&self, device: &str, port: u8) -> Told {
+        let told = self.ports.get(&(device.to_owned(), port));
+        told.copied().unwrap_or(Told::NOTHING)
+    }
+
     /// A port is up, or it is not; whether that is news.
     fn port_is(&mut self, now: Duration, device: &str, port: u8, up: bool) -> bool {
         let name = (device.to_owned(), port);
@@ -270,7 +276,6 @@ impl Hub {
 
     /// Has a device's events read here from now on, and looks at one of its ports now.
     pub(crate) fn watch(&self, context: &Arc<Context>, port: u8) {
-        let now = self.now();
         let mut inner = self.inner();
         let is_new = !inner.contexts.iter().any(|known| Arc::ptr_eq(known, context));
         if is_new {
@@ -278,15 +283,19 @@ impl Hub {
             while context.event().is_some() {}
             inner.contexts.push(Arc::clone(context));
         }
-        // While nobody takes up an event: what is found is not older than what was told last.
-        let up = context.port(port).ok().map(|state| state.active);
-        if inner.port_was_found(now, (context.name(), port), up, is_new) {
-            self.state.changed(inner);
-        } else {
-            drop(inner);
-        }
+        drop(inner);
         if is_new {
             self.listen();
+        }
+        let before = self.port(context.name(), port);
+        // Nothing is held meanwhile: a device that does not answer is no reason for other connections to wait.
+        let up = context.port(port).ok().map(|state| state.active);
+        let now = self.now();
+        let mut inner = self.inner();
+        // What its device has told since is newer than what was found. What it tells from here on comes after it.
+        let is_newest = inner.told(context.name(), port) == before;
+        if is_newest && inner.port_was_found(now, (context.name(), port), up, is_new) {
+            self.state.changed(inner);
         }
     }
 
@@ -306,9 +315,7 @@ impl Hub {
 
     /// What a port's device has told of it.
     pub(crate) fn port(&self, device: &str, port: u8) -> Told {
-        let inner = self.inner();
-        let told = inner.ports.get(&(device.to_owned(), port));
-        told.copied().unwrap_or(Told::NOTHING)
+        self.inner().told(device, port)
     }
 
     /// How often a device has told that one of these queues of it cannot go on.
