@@ -18,14 +18,14 @@ use crate::{
 /// What fails.
 const WHAT: &str = "RDMA_TEST_WHAT";
 /// A device does not come back.
-const DEVICE: &str = "device";
+pub(super) const DEVICE: &str = "device";
 /// The first port of rank 0.
 const PORT: Port = Port { rank: 0, link: 0 };
 /// How long requests may be without an answer, where that is what ends it.
-const TIMEOUT: Duration = Duration::from_secs(2);
+pub(super) const TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Runs the ranks with failover off at `off`, and a device that never gives up by itself: `what` fails.
-fn fails(what: &str, off: &[usize], change: impl Fn(&mut Command)) -> Ended {
+pub(super) fn fails(what: &str, off: &[usize], change: impl Fn(&mut Command)) -> Ended {
     let ended = two_nodes("single::worker", |rank, command| {
         two_ports(rank, command)
             .env(WHAT, what)
@@ -56,7 +56,7 @@ fn fails(what: &str, off: &[usize], change: impl Fn(&mut Command)) -> Ended {
 
 /// Some rank says why.
 #[track_caller]
-fn says(ended: &Ended, why: &str) {
+pub(super) fn says(ended: &Ended, why: &str) {
     let is_said = ended.iter().any(|(_, text)| {
         let mut lines = text
             .lines()
@@ -79,35 +79,6 @@ fn packets_that_are_lost_for_good_end_a_connection_without_failover() {
         });
         says(&ended, "no completion in time");
     }
-}
-
-/// By the device's word alone: the requests of what has failed never end here, and time-outs are as by default, more than a minute.
-#[test]
-#[ignore = "helper: needs mlx5 devices, run in a guest"]
-fn queues_and_devices_that_fail_end_a_connection_without_failover() {
-    for (what, off, why) in [
-        ("queue pair", &[0, 1][..], "a queue pair, or itself, cannot go on"),
-        ("queue pair", &[1], "a queue pair, or itself, cannot go on"),
-        ("completion queue", &[0, 1], "the completion queue cannot go on"),
-        // Last.
-        (DEVICE, &[0, 1], "a queue pair, or itself, cannot go on"),
-    ] {
-        says(&fails(what, off, |_| {}), why);
-    }
-}
-
-/// Without the device's word, by time.
-#[test]
-#[ignore = "helper: needs mlx5 devices, run in a guest"]
-fn a_queue_that_fails_without_a_word_ends_a_connection_without_failover() {
-    let ended = fails("queue pair", &[0, 1], |command| {
-        let half = (TIMEOUT / 2).as_millis().to_string();
-        command
-            .env("NCCL_IB_RETURN_ASYNC_EVENTS", "0")
-            .env("RINGSIGHT_NET_TIMEOUT_MS", &half)
-            .env("RINGSIGHT_NET_GIVE_UP_MS", &half);
-    });
-    says(&ended, "no completion in time");
 }
 
 #[test]

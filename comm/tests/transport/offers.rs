@@ -142,7 +142,7 @@ fn offers_of_another_version_or_malformed_are_named_and_sockets_are_used() {
     let reasons = [
         (
             VERSION_AT,
-            "the peer speaks version 69 of the connection data, we version 5",
+            "the peer speaks version 70 of the connection data, we version 6",
         ),
         (ZEROS_AT, "the peer's connection data is malformed"),
     ];

@@ -185,7 +185,7 @@ pub(super) const JOBS: &[Job] = &[
     },
     Job {
         name: "rdma between nodes, without failover",
-        program: between_nodes(&["rdma::single::packets"]),
+        program: between_nodes(&["rdma::single"]),
         kernels: &[Series::V6_1],
         rdma: 2,
         mlx5: 0,
@@ -193,7 +193,7 @@ pub(super) const JOBS: &[Job] = &[
     },
     Job {
         name: "rdma between nodes, without failover, mlx5",
-        program: between_nodes(&["rdma::single::a_queue", "rdma::single::queues"]),
+        program: between_nodes(&["rdma::broken"]),
         kernels: &[Series::V6_1],
         rdma: 0,
         mlx5: 4,
