@@ -8,7 +8,7 @@ use std::{
     ptr::null_mut,
     sync::{
         Arc, Weak,
-        atomic::{AtomicPtr, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering},
     },
     thread::{self, JoinHandle},
 };
@@ -143,6 +143,24 @@ impl<T: Default + Sync + 'static> PerProcess<T> {
                 // SAFETY: made above, and nobody has seen it.
                 drop(unsafe { Box::from_raw(fresh) });
             }
+        }
+    }
+}
+
+/// Something that has to be done before whoever asks goes on, and does no harm when it is done more than once: threads that come at the same
+/// time all do it. A `Once` would be held while one does, and a child that is forked then would wait for ever for a thread that it has not.
+pub(crate) struct AtLeastOnce(AtomicBool);
+
+impl AtLeastOnce {
+    pub(crate) const fn new() -> Self {
+        Self(AtomicBool::new(false))
+    }
+
+    pub(crate) fn call(&self, make: impl FnOnce()) {
+        // Acquire, release: who finds it done finds what was done.
+        if !self.0.load(Ordering::Acquire) {
+            make();
+            self.0.store(true, Ordering::Release);
         }
     }
 }

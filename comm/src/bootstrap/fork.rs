@@ -6,12 +6,12 @@ use std::{
     os::fd::{AsRawFd, RawFd},
     ptr,
     sync::{
-        Mutex, MutexGuard, Once, PoisonError,
+        Mutex, MutexGuard, PoisonError,
         atomic::{AtomicPtr, AtomicU64, Ordering},
     },
 };
 
-use crate::observe;
+use crate::{observe, threads::AtLeastOnce};
 
 /// Descriptors beyond this many stay open in a forked child.
 const MOST: usize = 1 << 16;
@@ -27,9 +27,10 @@ pub(crate) struct ParentOnly<T: AsRawFd>(T);
 
 impl<T: AsRawFd> ParentOnly<T> {
     pub(crate) fn new(inner: T) -> Self {
-        static HANDLER: Once = Once::new();
-        // SAFETY: registers a plain function that only does atomic operations and `close`, all async-signal-safe.
-        HANDLER.call_once(|| unsafe {
+        static HANDLER: AtLeastOnce = AtLeastOnce::new();
+        // SAFETY: registers a plain function that only does atomic operations and `close`, all async-signal-safe. What it has done
+        // once is not there to be done again.
+        HANDLER.call(|| unsafe {
             libc::pthread_atfork(None, None, Some(forked));
         });
         if let Some((word, bit)) = place(inner.as_raw_fd()) {

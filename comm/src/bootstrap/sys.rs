@@ -12,6 +12,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use crate::threads::AtLeastOnce;
+
 /// Longest sleep of a wait that the abort word has to release: well below the 100 ms that are promised.
 pub(crate) const ABORT_CHECK: Duration = Duration::from_millis(40);
 
@@ -182,8 +184,8 @@ pub(crate) fn connect_start(address: &SocketAddr) -> io::Result<TcpStream> {
 /// Raises the process's limit of open files to what it may raise it to, as NCCL does: a rank has about
 /// 15 descriptors, and ranks may be threads of one process. Done once; what the caller sets later stays.
 pub(crate) fn raise_descriptor_limit() {
-    static RAISED: std::sync::Once = std::sync::Once::new();
-    RAISED.call_once(|| {
+    static RAISED: AtLeastOnce = AtLeastOnce::new();
+    RAISED.call(|| {
         let mut limit = libc::rlimit {
             rlim_cur: 0,
             rlim_max: 0,

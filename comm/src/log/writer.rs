@@ -7,13 +7,16 @@
 
 use std::{
     collections::VecDeque,
-    sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     thread,
     time::{Duration, Instant},
 };
 
 use super::settings::Sink;
-use crate::{communicator::lock, threads::PerProcess};
+use crate::{
+    communicator::lock,
+    threads::{AtLeastOnce, PerProcess},
+};
 
 /// How long a write may take that somebody waits for.
 const PATIENCE: Duration = Duration::from_millis(250);
@@ -29,9 +32,9 @@ static CURRENT: PerProcess<Arc<Writer>> = PerProcess::new();
 
 /// Has lines written; of what is said `urgently` more may wait than of the rest.
 pub(super) fn write(sink: &Arc<Sink>, lines: String, urgently: bool) {
-    static AT_END: Once = Once::new();
+    static AT_END: AtLeastOnce = AtLeastOnce::new();
     // SAFETY: registers a function that takes nothing and does not unwind.
-    AT_END.call_once(|| unsafe {
+    AT_END.call(|| unsafe {
         libc::atexit(finish);
     });
     CURRENT.get().write(sink, lines, urgently);

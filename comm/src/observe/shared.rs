@@ -5,7 +5,7 @@ use std::{
     os::fd::IntoRawFd,
     ptr,
     sync::{
-        Mutex, Once,
+        Mutex,
         atomic::{AtomicI32, AtomicPtr, AtomicU32, Ordering},
     },
 };
@@ -13,7 +13,7 @@ use std::{
 use ringsight_records::pages::{Geometry, Header, MEMFD_NAME, Pages};
 
 use super::numbers::CapturedSlots;
-use crate::{bootstrap::sys, process};
+use crate::{bootstrap::sys, process, threads::AtLeastOnce};
 
 /// Version number that `ncclGetVersion` gives: 2.28.9.
 pub const LIBRARY_VERSION: u32 = 22809;
@@ -64,8 +64,9 @@ pub fn pid() -> u32 {
 
 /// Makes [`fork_generation`] count from now on: before anything that a child must not take for its own.
 pub fn notice_forks() {
-    static HANDLER: Once = Once::new();
-    HANDLER.call_once(|| {
+    static HANDLER: AtLeastOnce = AtLeastOnce::new();
+    // Two of them count a fork twice, which tells it from others all the same.
+    HANDLER.call(|| {
         // SAFETY: registers plain functions that only do atomic stores and `close`, all async-signal-safe.
         unsafe { libc::pthread_atfork(None, None, Some(forked)) };
     });

@@ -2,7 +2,8 @@
 
 use std::{
     ffi::{CStr, c_char, c_int, c_uint, c_void},
-    sync::OnceLock,
+    ptr::null_mut,
+    sync::atomic::{AtomicPtr, Ordering},
 };
 
 use super::{
@@ -121,8 +122,24 @@ fn symbol(library: *mut c_void, name: &CStr) -> Option<*mut c_void> {
 /// # Errors
 /// What is missing; the same each time.
 pub fn lib() -> Result<&'static Lib, &'static str> {
-    static LIB: OnceLock<Result<Lib, String>> = OnceLock::new();
-    LIB.get_or_init(load).as_ref().map_err(String::as_str)
+    /// No lock: a thread of the parent may hold it when the process forks, and the child would wait for that thread for ever.
+    static LIB: AtomicPtr<Result<Lib, String>> = AtomicPtr::new(null_mut());
+    // Acquire: pairs with the exchange below; what it points to is there.
+    let mut known = LIB.load(Ordering::Acquire);
+    if known.is_null() {
+        let fresh = Box::into_raw(Box::new(load()));
+        // Release and acquire: as above, of this one or of who came first.
+        match LIB.compare_exchange(null_mut(), fresh, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => known = fresh,
+            Err(first) => {
+                // SAFETY: made above, and nobody has seen it.
+                drop(unsafe { Box::from_raw(fresh) });
+                known = first;
+            }
+        }
+    }
+    // SAFETY: not null, and never freed.
+    unsafe { &*known }.as_ref().map_err(String::as_str)
 }
 
 fn load() -> Result<Lib, String> {

@@ -38,6 +38,7 @@ use crate::{
     bootstrap::sys,
     error::{Error, Result, ResultCode},
     log,
+    threads::PerProcess,
 };
 
 pub(crate) use receiver::{Confirmed, Receiver, Unconfirmed};
@@ -83,17 +84,17 @@ impl Wish {
 }
 
 /// The RDMA of this process for a communicator that is being made; `None` where there is none, which the log explains. What devices there
-/// are is found out when it is first asked for, and which ports are up each time. `class` is `config.trafficClass`.
+/// are is found out when a process first asks for it (a forked child anew), and which ports are up each time. `class` is `config.trafficClass`.
 ///
 /// # Errors
 /// When a variable says what it cannot, or RDMA is wished for and is not there.
 pub(crate) fn by_environment(wish: Wish, class: Option<i32>) -> Result<Option<Rdma>> {
-    static NET: OnceLock<std::result::Result<Option<Rdma>, Found>> = OnceLock::new();
+    static NET: PerProcess<OnceLock<std::result::Result<Option<Rdma>, Found>>> = PerProcess::new();
     if wish == Wish::Socket {
         return Ok(None);
     }
     let required = wish == Wish::Ib;
-    let net = NET.get_or_init(look);
+    let net = NET.get().get_or_init(look);
     match net {
         Ok(Some(rdma)) => match rdma.net.refresh() {
             Ok(()) => Ok(Some(Rdma {
