@@ -16,6 +16,7 @@ pub(crate) mod wire;
 use std::{
     sync::{
         Arc, Condvar, Mutex, OnceLock, PoisonError,
+        atomic::{AtomicBool, Ordering},
         mpsc::{self, Sender},
     },
     thread::{self, JoinHandle},
@@ -50,6 +51,8 @@ pub(crate) struct Checks {
     post: Post,
     fail: Fail,
     differ: OnceLock<Differ>,
+    /// It has been found out that the ranks do not call alike; the thread may not have said so yet.
+    found: AtomicBool,
     thread: Mutex<Thread>,
     /// `over` was set.
     ended: Condvar,
@@ -73,6 +76,7 @@ impl Checks {
             post,
             fail,
             differ: OnceLock::new(),
+            found: AtomicBool::new(false),
             thread: Mutex::default(),
             ended: Condvar::new(),
         })
@@ -128,6 +132,12 @@ impl Checks {
         }
     }
 
+    /// Whether it has been found out, here or elsewhere, that the ranks do not call alike: then they all fail, one after another.
+    pub(crate) fn have_found(&self) -> bool {
+        // Acquire: pairs with `tell`.
+        self.found.load(Ordering::Acquire)
+    }
+
     /// The process of a rank is gone.
     pub(crate) fn lost(self: &Arc<Self>, rank: u32, text: &str) {
         self.tell(Event::Lost {
@@ -155,6 +165,15 @@ impl Checks {
     }
 
     fn tell(self: &Arc<Self>, event: Event) {
+        if let Event::Message {
+            message: Message::Verdict(_),
+            ..
+        } = &event
+        {
+            // Release: the thread that brings what a rank says which gave up because of this brought this before, so whoever reads the one
+            // knows of the other.
+            self.found.store(true, Ordering::Release);
+        }
         let mut thread = lock(&self.thread);
         if thread.over {
             return;

@@ -292,6 +292,30 @@ mod tests {
         }
     }
 
+    /// A rank that had told what was found gave up before this one had failed by it, and was then called late here.
+    #[test]
+    fn what_another_has_found_is_known_before_this_one_fails_by_it() {
+        let (go_on, held) = mpsc::channel::<()>();
+        let (tell, told) = mpsc::channel();
+        let (held, tell) = (Mutex::new(held), Mutex::new(tell));
+        let fail = move |error: Error| {
+            lock(&held).recv_timeout(PATIENCE).unwrap();
+            lock(&tell).send(error).unwrap();
+        };
+        let checks = Checks::new(1, 2, Box::new(|_, _| true), Box::new(fail));
+        let finding = Finding {
+            text: "rank 0 waits for rank 1, rank 1 for rank 0".to_owned(),
+            odd: vec![0, 1],
+        };
+        assert!(!checks.have_found());
+        checks.control(0, &Message::Verdict(finding.clone()).encode());
+        assert!(checks.have_found());
+        go_on.send(()).unwrap();
+        let error: Error = told.recv_timeout(PATIENCE).unwrap();
+        assert_eq!((error.code, error.text), (ResultCode::InvalidUsage, finding.text));
+        checks.stop();
+    }
+
     #[test]
     fn every_rank_hears_the_same_whoever_notices() {
         for by in 0..4 {

@@ -35,6 +35,9 @@ impl Watch {
             // It waits in it, as far as is known.
             ..self.position(op.run, now).presumed().into()
         };
+        if self.is_given_up() {
+            return self.settings.rest();
+        }
         let mut inquiry = lock(&self.inquiry);
         if inquiry.is_final() {
             return self.settings.rest();
@@ -79,13 +82,20 @@ impl Watch {
             Conclusion::Doubt => SHORTEST,
             Conclusion::Nothing => rest,
             Conclusion::Say(verdict) => {
-                // What is known of this rank's own operations may be old.
-                if self.is_in_progress(op.run) {
+                // What is known of this rank's own operations may be old, and what was heard may be a consequence of what has been found
+                // meanwhile.
+                if self.is_in_progress(op.run) && !self.is_given_up() {
                     self.say(op, &verdict, &heard, now);
                 }
                 rest
             }
         }
+    }
+
+    /// The ranks do not call alike, or this one has given up its operations: why they do not end is known, and what the ranks do not do
+    /// from now on is a consequence.
+    fn is_given_up(&self) -> bool {
+        self.checks.have_found() || self.done.get().is_some()
     }
 
     fn is_in_progress(&self, run: Run) -> bool {
