@@ -31,6 +31,17 @@ pub struct Asked {
     pub limits: Limits,
 }
 
+impl Asked {
+    /// Bytes of the larger of a rank's buffers, which is what nccl-tests calls the operation's.
+    fn bytes_of_larger(&self) -> u64 {
+        let messages = match self.function {
+            Function::AlltoAll | Function::Gather | Function::Scatter => self.ranks,
+            _ => 1,
+        };
+        self.bytes.saturating_mul(messages.into())
+    }
+}
+
 /// Whether copy engines can bring an operation's data where it is to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Engines {
@@ -80,8 +91,10 @@ pub enum Reason {
     Function,
     /// `RINGSIGHT_ALGO` or `RINGSIGHT_PROTO` leaves it out.
     LeftOut,
-    /// It is for at least so many bytes of all ranks together.
+    /// It is for at least so many bytes of the larger of a rank's buffers.
     Short(u64),
+    /// It is for at least so many bytes of all ranks together.
+    ShortOfAll(u64),
     /// It is for at most so many bytes of all ranks together.
     BytesOfAll(u64),
     /// It is for at most so many ranks.
@@ -113,7 +126,11 @@ impl fmt::Display for Reason {
         match self {
             Self::Function => f.write_str("it is for other operations"),
             Self::LeftOut => f.write_str("RINGSIGHT_ALGO or RINGSIGHT_PROTO leaves it out"),
-            Self::Short(least) => write!(f, "it is for at least {least} bytes of all ranks together"),
+            Self::Short(least) => write!(
+                f,
+                "it is for at least {least} bytes of the larger of a rank's buffers"
+            ),
+            Self::ShortOfAll(least) => write!(f, "it is for at least {least} bytes of all ranks together"),
             Self::BytesOfAll(most) => write!(f, "it is for at most {most} bytes of all ranks together"),
             Self::Ranks(most) => write!(f, "it is for at most {most} ranks"),
             Self::OneRank => f.write_str("one rank has nobody to send to"),
@@ -170,13 +187,11 @@ impl Row {
         // Of a message those of both of its.
         let ranks = if asked.function.is_p2p() { 2 } else { asked.ranks };
         let of_all = asked.bytes.saturating_mul(ranks.into());
-        let least = match self.choice.protocol {
-            _ if !self.choice.is_straight() => 0,
-            Protocol::Push => limits.straight_bytes.max(limits.push_bytes),
-            _ => limits.straight_bytes,
-        };
-        if of_all < least {
-            return Some(Reason::Short(least));
+        if self.choice.is_straight() && asked.bytes_of_larger() < limits.straight_bytes {
+            return Some(Reason::Short(limits.straight_bytes));
+        }
+        if self.choice.protocol == Protocol::Push && of_all < limits.push_bytes {
+            return Some(Reason::ShortOfAll(limits.push_bytes));
         }
         if of_all > self.max_bytes_of_all {
             return Some(Reason::BytesOfAll(self.max_bytes_of_all));

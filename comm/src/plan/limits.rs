@@ -4,7 +4,7 @@ use super::allowed::Allowed;
 use crate::{env, error::Result};
 
 /// [`Limits::straight_bytes`] by default: what goes straight begins with one more way over NVLink, and ends with a fence and another.
-pub const STRAIGHT_BYTES: u64 = 8 << 20;
+pub const STRAIGHT_BYTES: u64 = 5 << 20;
 
 /// [`Limits::push_bytes`] by default: there is a fence for each chunk, and nothing to reduce at first.
 pub const PUSH_BYTES: u64 = 64 << 20;
@@ -12,10 +12,10 @@ pub const PUSH_BYTES: u64 = 64 << 20;
 /// Of one rank, or what all ranks have agreed on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Bytes of all ranks together from which on operations may go straight between callers' buffers (`RINGSIGHT_STRAIGHT_BYTES`).
+    /// Bytes of the larger of a rank's buffers from which on operations may go straight between callers' buffers (`RINGSIGHT_STRAIGHT_BYTES`).
     pub straight_bytes: u64,
-    /// The same of reductions whose contributions are then pushed to who reduces them, and not read where they are
-    /// (`RINGSIGHT_PUSH_BYTES`).
+    /// Bytes of all ranks together from which on the contributions of reductions that go so are pushed to who reduces them, and not read
+    /// where they are (`RINGSIGHT_PUSH_BYTES`).
     pub push_bytes: u64,
     /// Algorithms and protocols that are not left out.
     pub allowed: Allowed,

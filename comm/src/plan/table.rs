@@ -190,12 +190,21 @@ mod tests {
 
     #[test]
     fn what_is_long_goes_straight_unless_told_otherwise() {
-        // A message counts for its two ranks, however many there are.
         let cases = Function::ALL.iter().flat_map(|function| {
-            let most = if function.is_p2p() { 8 } else { 2 };
+            let most = if matches!(function, Broadcast | Reduce) {
+                2
+            } else {
+                8
+            };
             [(function, 2), (function, most)]
         });
         for (function, ranks) in cases {
+            let messages = if matches!(function, AlltoAll | Gather | Scatter) {
+                ranks
+            } else {
+                1
+            };
+            let least = STRAIGHT_BYTES.div_ceil(messages.into());
             let near = |bytes, straight_bytes| Asked {
                 ranks,
                 peers: true,
@@ -206,8 +215,8 @@ mod tests {
                 ..asked(*function, bytes)
             };
             let is_straight = |asked| choose(&asked).unwrap().is_straight();
-            assert!(is_straight(near(STRAIGHT_BYTES / 2, STRAIGHT_BYTES)));
-            assert!(!is_straight(near(STRAIGHT_BYTES / 2 - 1, STRAIGHT_BYTES)));
+            assert!(is_straight(near(least, STRAIGHT_BYTES)), "{function}");
+            assert!(!is_straight(near(least - 1, STRAIGHT_BYTES)), "{function}");
             assert!(!is_straight(near(1 << 40, u64::MAX)), "{function}");
             assert!(choose(&near(1 << 40, u64::MAX)).unwrap().is_among_peers());
         }

@@ -25,7 +25,7 @@ const OPERATIONS: [(&str, &str); 7] = [
 ];
 /// Sizes of a run: the greatest, the factor between two, the least; bytes.
 const MOST: u64 = 128 << 20;
-const FACTOR: u64 = 4;
+const FACTOR: u64 = 2;
 const LEAST: u64 = 8;
 /// The most that one shot has memory for, of all ranks together.
 const ONE_SHOT: u64 = 512 << 10;
