@@ -2,7 +2,9 @@
 
 use std::ffi::{CStr, c_int, c_void};
 
-use cudarc::driver::sys::{self, CUdevice_attribute, CUresult, CUstream, CUstreamCaptureMode};
+use cudarc::driver::sys::{
+    self, CUdevice_attribute, CUevent, CUevent_flags, CUresult, CUstream, CUstream_flags, CUstreamCaptureMode,
+};
 
 use crate::device::{DeviceError, Result, Stream};
 
@@ -141,6 +143,24 @@ pub(super) unsafe fn launch_one(
 /// The driver's handle of a stream. Null, 1 and 2 are the default streams in the driver's interface as in the runtime's.
 pub(super) fn stream(stream: Stream) -> CUstream {
     stream.0 as CUstream
+}
+
+/// A stream of the current context that waits for no default stream.
+pub(super) fn new_stream() -> Result<CUstream> {
+    let mut stream = std::ptr::null_mut();
+    let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+    // SAFETY: writes to the local.
+    unsafe { call!(cuStreamCreate(&raw mut stream, flags)) }?;
+    Ok(stream)
+}
+
+/// An event of the current context that orders streams, and has no time.
+pub(super) fn new_order_event() -> Result<CUevent> {
+    let mut event = std::ptr::null_mut();
+    let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+    // SAFETY: writes to the local.
+    unsafe { call!(cuEventCreate(&raw mut event, flags)) }?;
+    Ok(event)
 }
 
 /// An attribute of a device.

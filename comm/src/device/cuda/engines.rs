@@ -10,7 +10,7 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::sys::{self, CUevent, CUevent_flags, CUstream, CUstream_flags};
+use cudarc::driver::sys::{self, CUevent, CUstream};
 use ringsight_kernels::{
     Connections, Launch,
     cuda::{
@@ -21,7 +21,7 @@ use ringsight_kernels::{
 
 use super::{
     captures,
-    driver::{OutsideCapture, call},
+    driver::{OutsideCapture, call, new_order_event, new_stream},
     gpu::Gpu,
     release,
 };
@@ -66,30 +66,6 @@ impl Drop for Engines {
     }
 }
 
-fn event() -> Result<CUevent> {
-    let mut event = std::ptr::null_mut();
-    // SAFETY: writes to the local.
-    unsafe {
-        call!(cuEventCreate(
-            &raw mut event,
-            CUevent_flags::CU_EVENT_DISABLE_TIMING as u32
-        ))
-    }?;
-    Ok(event)
-}
-
-fn stream() -> Result<CUstream> {
-    let mut stream = std::ptr::null_mut();
-    // SAFETY: as above.
-    unsafe {
-        call!(cuStreamCreate(
-            &raw mut stream,
-            CUstream_flags::CU_STREAM_NON_BLOCKING as u32
-        ))
-    }?;
-    Ok(stream)
-}
-
 /// # Safety
 /// The copy is of memory that is there until the stream has come behind it.
 unsafe fn copy(stream: CUstream, copy: &Copy) -> Result<()> {
@@ -103,11 +79,11 @@ impl Engines {
         let _outside = OutsideCapture::enter()?;
         let mut lanes = Lanes {
             beside: [(std::ptr::null_mut(), std::ptr::null_mut()); BESIDE],
-            begun: event()?,
+            begun: new_order_event()?,
         };
         // What has been made before one fails stays.
         for (beside, done) in &mut lanes.beside {
-            (*beside, *done) = (stream()?, event()?);
+            (*beside, *done) = (new_stream()?, new_order_event()?);
         }
         Ok(Self(Some(lanes)))
     }

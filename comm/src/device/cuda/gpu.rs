@@ -9,7 +9,7 @@ use std::{
 };
 
 use cudarc::driver::sys::{
-    CUcontext, CUdevice_attribute, CUdeviceptr, CUfunction, CUfunction_attribute, CUstream, CUstream_flags,
+    CUcontext, CUdevice_attribute, CUdeviceptr, CUfunction, CUfunction_attribute, CUstream,
 };
 use ringsight_kernels::{
     Launch, WorkError,
@@ -23,7 +23,7 @@ use super::{
     clock::{Clock, Sampler},
     count::Counters,
     drain::{Drain, Entered},
-    driver::{OutsideCapture, Pinned, attribute, call, check},
+    driver::{OutsideCapture, Pinned, attribute, call, check, new_stream},
     engines,
     health::Health,
     memory::lacking,
@@ -211,7 +211,6 @@ impl Gpu {
         let (mut context, mut module) = (std::ptr::null_mut(), std::ptr::null_mut());
         let mut channels = [std::ptr::null_mut(); CHANNEL_KERNELS.len()];
         let mut peer_kernels = Vec::new();
-        let (mut stream, mut clock_stream) = (std::ptr::null_mut(), std::ptr::null_mut());
         let [mut clock_kernel, mut count_kernel, mut append] = [std::ptr::null_mut(); 3];
         // SAFETY: handles are written to the locals; the image is a fat binary of nvcc's. Setting an attribute loads the
         // kernel now: loaded at its first launch, it would wait for kernels that wait for it.
@@ -249,13 +248,8 @@ impl Gpu {
                     0
                 ))?;
             }
-            for stream in [&mut stream, &mut clock_stream] {
-                call!(cuStreamCreate(
-                    stream,
-                    CUstream_flags::CU_STREAM_NON_BLOCKING as u32
-                ))?;
-            }
         }
+        let (stream, clock_stream) = (new_stream()?, new_stream()?);
         let ticket = zeroed(size_of::<u64>(), stream)?;
         // SAFETY: entries are atomics.
         let entries = Arc::new(unsafe { Memory::<Entry>::new(RING_ENTRIES) }?);

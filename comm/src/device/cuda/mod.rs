@@ -354,15 +354,7 @@ impl Device for CudaDevice {
 
     fn stream_create(&self) -> Result<Stream> {
         self.set_current(self.current()?)?;
-        let mut stream = std::ptr::null_mut();
-        // SAFETY: writes to the local.
-        unsafe {
-            call!(cuStreamCreate(
-                &raw mut stream,
-                sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32
-            ))
-        }?;
-        Ok(Stream(stream as usize))
+        Ok(Stream(driver::new_stream()? as usize))
     }
 
     fn stream_destroy(&self, stream: Stream) -> Result<()> {
@@ -400,11 +392,7 @@ impl Device for CudaDevice {
     }
 
     fn order_event_create(&self) -> Result<Event> {
-        let mut event = std::ptr::null_mut();
-        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
-        // SAFETY: writes to the local.
-        unsafe { call!(cuEventCreate(&raw mut event, flags)) }?;
-        Ok(Event(event as usize))
+        Ok(Event(driver::new_order_event()? as usize))
     }
 
     fn event_destroy(&self, event: Event) -> Result<()> {
