@@ -165,19 +165,32 @@ pub fn look(spans: &[Span]) -> (Vec<String>, Vec<String>) {
 
     let mut ways: HashMap<String, usize> = HashMap::new();
     let mut numbers = HashSet::new();
+    // Of a rank's channel the devices of each way.
+    let mut devices: HashMap<[Option<String>; 2], [HashSet<String>; 2]> = HashMap::new();
     for step in named("rdma write") {
-        *ways
-            .entry(step.attribute("ccl.network.path").unwrap_or_default())
-            .or_default() += 1;
+        let way = step.attribute("ccl.network.path").unwrap_or_default();
         numbers.extend(step.attribute("rdma.qp.number"));
-        let parent = by_id
-            .get(step.text("parentSpanId"))
-            .map_or("", |parent| parent.name());
+        let parent = by_id.get(step.text("parentSpanId"));
         miss(
             "an RDMA write is not below its proxy operation",
-            parent != "proxy send",
+            parent.is_none_or(|parent| parent.name() != "proxy send"),
         );
+        let of_rank = parent.map(|parent| ["ccl.rank", "ccl.channel.id"].map(|key| parent.attribute(key)));
+        let both = devices.entry(of_rank.unwrap_or_default()).or_default();
+        both[usize::from(way == "backup")].extend(step.attribute("rdma.device.name"));
+        *ways.entry(way).or_default() += 1;
     }
+    // A queue pair is of one device: a step that names another path than its queue pair's shows here.
+    miss(
+        "a device is that of a channel's primary path and of its backup",
+        devices
+            .values()
+            .any(|[primary, backup]| !primary.is_disjoint(backup)),
+    );
+    miss(
+        "no RDMA write names its device",
+        devices.values().all(|both| both.iter().all(HashSet::is_empty)),
+    );
     let of = |way: &str| ways.get(way).copied().unwrap_or(0);
     lines.push(format!(
         "{} steps over the primary path, {} over the backup",
@@ -244,16 +257,20 @@ mod tests {
         let mut failover = span("failover", "f", "", &[("ccl.failover.replayed.size", "64")]);
         failover["events"] = names.iter().map(event).collect();
         failover["links"] = json!([{"spanId": "a"}]);
-        let write = |id, way| {
-            let told = [("ccl.network.path", way), ("rdma.qp.number", "17")];
+        let write = |id, way, device| {
+            let told = [
+                ("ccl.network.path", way),
+                ("rdma.qp.number", "17"),
+                ("rdma.device.name", device),
+            ];
             span("rdma write", id, "p", &told)
         };
         vec![
             failover,
             span("all_reduce rank", "a", "", &[]),
             span("proxy send", "p", "a", &[]),
-            write("w", "primary"),
-            write("x", "backup"),
+            write("w", "primary", "hca0"),
+            write("x", "backup", "hca1"),
             span("rdma port down", "d", "", &[]),
             span(
                 "rdma queue pair",
@@ -292,6 +309,12 @@ mod tests {
         over[1]["endTimeUnixNano"] = json!("10");
         let linked = "a failover is linked to an operation that was over before";
         assert_eq!(problems(over), [linked]);
+        // What carried a step again was told by the path that it had been sent over before.
+        let mut mistold = trace();
+        mistold[4]["attributes"] = mistold[3]["attributes"].clone();
+        mistold[4]["attributes"][0]["value"]["stringValue"] = json!("backup");
+        let device = "a device is that of a channel's primary path and of its backup";
+        assert_eq!(problems(mistold), [device]);
         let mut nameless = trace();
         nameless[0]["events"][1]["attributes"] = json!([]);
         assert_eq!(
