@@ -2,18 +2,19 @@
 
 use std::{
     fs,
-    io::Write as _,
-    path::{Path, PathBuf},
+    path::Path,
     process::{Command, ExitCode},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Result, bail};
 use clap::Args;
 
 pub(crate) mod counts;
+mod suite;
 
-use counts::{Counts, HELPER, ignored};
+use counts::Counts;
+use suite::{Outcome, SkipLog, Suite};
 
 use crate::{
     demo, dist, process, setup, vm,
@@ -48,154 +49,6 @@ const LEAK_CHECKER: &str = "RINGSIGHT_TEST_LEAK_CHECKER";
 /// What those are built for.
 const CHECKED: &str = "x86_64-unknown-linux-gnu";
 
-/// How a layer ended.
-enum Outcome {
-    Ran(Counts),
-    Failed(Counts, String),
-    Skipped(String),
-}
-
-struct Row {
-    name: &'static str,
-    outcome: Outcome,
-    took: Duration,
-}
-
-struct Suite {
-    filter: Option<String>,
-    rows: Vec<Row>,
-    skip_log: PathBuf,
-}
-
-impl Suite {
-    /// Runs a layer unless a filter excludes it. `tests` says whether the filter may name tests inside it.
-    fn layer(&mut self, name: &'static str, tests: bool, run: impl FnOnce(Option<&str>) -> Result<Outcome>) {
-        let filter = self.filter.clone();
-        let inner = match filter.as_deref() {
-            Some(filter) if name.contains(filter) => None,
-            Some(filter) if tests => Some(filter),
-            Some(_) => return,
-            None => None,
-        };
-        println!("\n=== {name}");
-        let start = Instant::now();
-        let outcome = run(inner).unwrap_or_else(|error| {
-            Outcome::Failed(
-                Counts {
-                    failed: 1,
-                    ..Counts::default()
-                },
-                format!("{error:#}"),
-            )
-        });
-        let took = start.elapsed();
-        match &outcome {
-            Outcome::Ran(counts) => println!(
-                "=== {name}: {} passed in {:.1} s",
-                counts.passed,
-                took.as_secs_f64()
-            ),
-            Outcome::Failed(_, why) => {
-                println!("=== {name}: FAILED after {:.1} s: {why}", took.as_secs_f64());
-            }
-            Outcome::Skipped(why) => println!("=== {name}: skipped: {why}"),
-        }
-        self.rows.push(Row { name, outcome, took });
-    }
-
-    /// Prints the table, what was skipped by name, and the closing line; `true` if nothing failed.
-    fn close(&self) -> bool {
-        let mut total = Counts::default();
-        println!(
-            "\n{:<22} {:>9} {:>7} {:>7} {:>7}  note",
-            "layer", "seconds", "passed", "failed", "skipped"
-        );
-        let mut skips = Vec::new();
-        for row in &self.rows {
-            let (counts, note) = match &row.outcome {
-                Outcome::Ran(counts) => (*counts, ""),
-                Outcome::Failed(counts, why) => (*counts, why.lines().next().unwrap_or_default()),
-                Outcome::Skipped(why) => (
-                    Counts {
-                        skipped: 1,
-                        ..Counts::default()
-                    },
-                    why.as_str(),
-                ),
-            };
-            if let Outcome::Skipped(why) = &row.outcome {
-                skips.push(format!("{}: {why}", row.name));
-            }
-            let Counts {
-                passed,
-                failed,
-                skipped,
-            } = counts;
-            println!(
-                "{:<22} {:>9.1} {passed:>7} {failed:>7} {skipped:>7}  {note}",
-                row.name,
-                row.took.as_secs_f64()
-            );
-            total.add(counts);
-        }
-        skips.extend(self.logged_skips());
-        for skip in &skips {
-            println!("skipped {skip}");
-        }
-        println!(
-            "\n{} passed, {} failed, {} skipped",
-            total.passed, total.failed, total.skipped
-        );
-        total.failed == 0 && total.passed > 0
-    }
-
-    /// What tests have written to the skip log so far.
-    fn logged_skips(&self) -> Vec<String> {
-        fs::read_to_string(&self.skip_log)
-            .unwrap_or_default()
-            .lines()
-            .map(str::to_owned)
-            .collect()
-    }
-
-    /// Runs `cargo test` with `arguments` and counts; tests that logged a skip count as skipped, not as passed. Ignored
-    /// tests are skipped, and logged here; but for helpers, which are no tests by themselves.
-    fn cargo_test(&self, command: &mut Command, filter: Option<&str>) -> Result<Outcome> {
-        let before = self.logged_skips().len() as u64;
-        command.env(SKIP_LOG, &self.skip_log).args(filter);
-        let mut counts = Counts::default();
-        let (mut helpers, mut left_out) = (0, String::new());
-        let status = process::stream(command, |line| {
-            match ignored(line) {
-                Some((_, reason)) if reason.starts_with(HELPER) => helpers += 1,
-                Some((name, reason)) => left_out += &format!("{name}: {reason}\n"),
-                None => {}
-            }
-            if let Some(more) = Counts::of_line(line) {
-                counts.add(more);
-            }
-        })?;
-        let skipped = self.logged_skips().len() as u64 - before;
-        counts.skipped = (counts.skipped + skipped).saturating_sub(helpers);
-        fs::OpenOptions::new()
-            .create(true)
-            .append(true)
-            .open(&self.skip_log)
-            .and_then(|mut log| log.write_all(left_out.as_bytes()))
-            .with_context(|| format!("writing {}", self.skip_log.display()))?;
-        counts.passed = counts.passed.saturating_sub(skipped);
-        if !status.success() {
-            // A crate that does not compile, or a test that took its process down, appears in no count.
-            counts.failed = counts.failed.max(1);
-            return Ok(Outcome::Failed(
-                counts,
-                format!("{} {}", process::line(command), process::reason(status)),
-            ));
-        }
-        Ok(Outcome::Ran(counts))
-    }
-}
-
 fn check(command: &mut Command) -> Result<Outcome> {
     process::run(command)?;
     Ok(Outcome::Ran(Counts::PASSED))
@@ -223,13 +76,8 @@ pub fn run(options: &Options) -> Result<ExitCode> {
     let start = Instant::now();
     let target = workspace::target()?;
     fs::create_dir_all(&target)?;
-    let skip_log = target.join(format!("skipped-{}.log", std::process::id()));
-    let _ = fs::remove_file(&skip_log);
-    let mut suite = Suite {
-        filter: options.filter.clone(),
-        rows: Vec::new(),
-        skip_log,
-    };
+    let skips = target.join(format!("skipped-{}.log", std::process::id()));
+    let mut suite = Suite::new(options.filter.clone(), SkipLog::new(skips));
     layers(&mut suite, options, &target);
     let good = suite.close_after(start);
     Ok(if good {
@@ -237,21 +85,6 @@ pub fn run(options: &Options) -> Result<ExitCode> {
     } else {
         ExitCode::FAILURE
     })
-}
-
-impl Suite {
-    fn close_after(&self, start: Instant) -> bool {
-        if self.rows.is_empty() {
-            println!(
-                "no layer and no test is called {}",
-                self.filter.as_deref().unwrap_or_default()
-            );
-        }
-        println!("\nall layers: {:.0} s", start.elapsed().as_secs_f64());
-        let good = self.close();
-        let _ = fs::remove_file(&self.skip_log);
-        good
-    }
 }
 
 fn layers(suite: &mut Suite, options: &Options, target: &Path) {
@@ -264,7 +97,7 @@ fn layers(suite: &mut Suite, options: &Options, target: &Path) {
     });
     // Everything after this compiles `ringsight-probes`, which holds the eBPF object.
     let mut toolchain = Ok(());
-    if suite.filter.as_deref().is_none_or(|filter| filter != "format") {
+    if options.filter.as_deref() != Some("format") {
         toolchain = setup::ebpf_toolchain().and_then(|()| setup::c_toolchain());
     }
     if let Err(error) = toolchain {
@@ -295,11 +128,7 @@ fn layers(suite: &mut Suite, options: &Options, target: &Path) {
         )
     });
     let chromium = setup::chromium();
-    let suite_log = Suite {
-        filter: None,
-        rows: Vec::new(),
-        skip_log: suite.skip_log.clone(),
-    };
+    let skips = suite.skips().clone();
     suite.layer("unit and integration", true, |filter| {
         let mut command = cargo();
         command.args([
@@ -329,7 +158,7 @@ fn layers(suite: &mut Suite, options: &Options, target: &Path) {
             // The whole of what is sampled otherwise.
             command.env(FULL, "1");
         }
-        suite_log.cargo_test(&mut command, filter)
+        skips.cargo_test(&mut command, filter)
     });
     suite.layer("loom model", false, |_| {
         if !has_loom_model() {
@@ -349,7 +178,7 @@ fn layers(suite: &mut Suite, options: &Options, target: &Path) {
             // Other flags compile everything anew: kept apart from the other layers' builds.
             .env("RUSTFLAGS", "--cfg loom")
             .env("CARGO_TARGET_DIR", target.join("loom"));
-        suite_log.cargo_test(&mut command, None)
+        skips.cargo_test(&mut command, None)
     });
     suite.layer("leaks", false, |_| {
         if !has_leak_checker()? {
@@ -370,12 +199,12 @@ fn layers(suite: &mut Suite, options: &Options, target: &Path) {
         if options.full {
             command.env(FULL, "1");
         }
-        suite_log.cargo_test(&mut command, None)
+        skips.cargo_test(&mut command, None)
     });
-    end_to_end_layers(suite, &suite_log, options, chromium.ok().as_deref());
+    end_to_end_layers(suite, &skips, options, chromium.ok().as_deref());
 }
 
-fn end_to_end_layers(suite: &mut Suite, log: &Suite, options: &Options, chromium: Option<&Path>) {
+fn end_to_end_layers(suite: &mut Suite, skips: &SkipLog, options: &Options, chromium: Option<&Path>) {
     suite.layer("vm", false, |_| {
         // What is for one kernel alone that cannot be had is skipped by name.
         let kernels = vm::Series::ALL.into_iter();
@@ -396,13 +225,7 @@ fn end_to_end_layers(suite: &mut Suite, log: &Suite, options: &Options, chromium
             Counts::PASSED
         }))
     });
-    if matches!(
-        suite.rows.last(),
-        Some(Row {
-            outcome: Outcome::Failed(..),
-            ..
-        })
-    ) {
+    if suite.has_just_failed() {
         return;
     }
     suite.layer("demo", false, |_| check_demo(&[]));
@@ -428,7 +251,7 @@ fn end_to_end_layers(suite: &mut Suite, log: &Suite, options: &Options, chromium
         if let Some(chromium) = chromium {
             command.env(CHROMIUM, chromium);
         }
-        log.cargo_test(&mut command, filter)
+        skips.cargo_test(&mut command, filter)
     });
     suite.layer("dist", false, |_| {
         dist::check()?;
@@ -513,51 +336,4 @@ fn check_demo(more: &[&str]) -> Result<Outcome> {
         bail!("the demo found: {}", report.problems.join("; "));
     }
     Ok(Outcome::Ran(Counts::PASSED))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_logged_skip_is_not_a_pass_and_a_crash_is_a_failure() {
-        let log = std::env::temp_dir().join(format!("ringsight-skip-test-{}", std::process::id()));
-        let _ = fs::remove_file(&log);
-        let suite = Suite {
-            filter: None,
-            rows: Vec::new(),
-            skip_log: log.clone(),
-        };
-        let script = format!(
-            "echo 'test a ... ok'; echo 'test worker ... ignored, helper: one rank'; echo 'test slow ... ignored, takes hours'
-             echo 'test bare ... ignored'
-             echo 'test result: ok. 5 passed; 0 failed; 3 ignored'; echo 'x: y' >> ${SKIP_LOG}"
-        );
-        let Outcome::Ran(counts) = suite
-            .cargo_test(Command::new("sh").args(["-c", &script]), None)
-            .unwrap()
-        else {
-            panic!("the script succeeds")
-        };
-        assert_eq!(
-            counts,
-            Counts {
-                passed: 4,
-                failed: 0,
-                skipped: 3
-            }
-        );
-        assert_eq!(
-            suite.logged_skips(),
-            ["x: y", "slow: takes hours", "bare: no reason given"]
-        );
-        let Outcome::Failed(counts, _) = suite
-            .cargo_test(Command::new("sh").args(["-c", "exit 1"]), None)
-            .unwrap()
-        else {
-            panic!("the script fails")
-        };
-        assert_eq!(counts.failed, 1);
-        fs::remove_file(&log).unwrap();
-    }
 }

@@ -92,9 +92,7 @@ impl InFlight {
         let channels = self.launch.channels.iter();
         channels.map(|channel| channel.work.len()).sum()
     }
-}
 
-impl InFlight {
     fn has_window(&self) -> bool {
         let mut works = self.launch.channels.iter().flat_map(|channel| &channel.work);
         works.any(|work| matches!(work.connections, Connections::Engines { .. }))

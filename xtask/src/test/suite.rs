@@ -1,0 +1,257 @@
+//! The layers of a run of tests, their outcomes, and what they skipped.
+
+use std::{
+    fs,
+    io::Write as _,
+    path::PathBuf,
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result};
+
+use super::{
+    SKIP_LOG,
+    counts::{Counts, HELPER, ignored},
+};
+use crate::process;
+
+/// How a layer ended.
+pub(super) enum Outcome {
+    Ran(Counts),
+    Failed(Counts, String),
+    Skipped(String),
+}
+
+struct Row {
+    name: &'static str,
+    outcome: Outcome,
+    took: Duration,
+}
+
+pub(super) struct Suite {
+    filter: Option<String>,
+    rows: Vec<Row>,
+    skips: SkipLog,
+}
+
+impl Suite {
+    /// A suite of which nothing has run yet.
+    pub(super) fn new(filter: Option<String>, skips: SkipLog) -> Self {
+        Self {
+            filter,
+            rows: Vec::new(),
+            skips,
+        }
+    }
+
+    pub(super) fn skips(&self) -> &SkipLog {
+        &self.skips
+    }
+
+    /// Runs a layer unless a filter excludes it. `tests` says whether the filter may name tests inside it.
+    pub(super) fn layer(
+        &mut self,
+        name: &'static str,
+        tests: bool,
+        run: impl FnOnce(Option<&str>) -> Result<Outcome>,
+    ) {
+        let filter = self.filter.clone();
+        let inner = match filter.as_deref() {
+            Some(filter) if name.contains(filter) => None,
+            Some(filter) if tests => Some(filter),
+            Some(_) => return,
+            None => None,
+        };
+        println!("\n=== {name}");
+        let start = Instant::now();
+        let outcome = run(inner).unwrap_or_else(|error| {
+            Outcome::Failed(
+                Counts {
+                    failed: 1,
+                    ..Counts::default()
+                },
+                format!("{error:#}"),
+            )
+        });
+        let took = start.elapsed();
+        match &outcome {
+            Outcome::Ran(counts) => println!(
+                "=== {name}: {} passed in {:.1} s",
+                counts.passed,
+                took.as_secs_f64()
+            ),
+            Outcome::Failed(_, why) => {
+                println!("=== {name}: FAILED after {:.1} s: {why}", took.as_secs_f64());
+            }
+            Outcome::Skipped(why) => println!("=== {name}: skipped: {why}"),
+        }
+        self.rows.push(Row { name, outcome, took });
+    }
+
+    /// Prints the table, what was skipped by name, and the closing line; `true` if nothing failed.
+    fn close(&self) -> bool {
+        let mut total = Counts::default();
+        println!(
+            "\n{:<22} {:>9} {:>7} {:>7} {:>7}  note",
+            "layer", "seconds", "passed", "failed", "skipped"
+        );
+        let mut skips = Vec::new();
+        for row in &self.rows {
+            let (counts, note) = match &row.outcome {
+                Outcome::Ran(counts) => (*counts, ""),
+                Outcome::Failed(counts, why) => (*counts, why.lines().next().unwrap_or_default()),
+                Outcome::Skipped(why) => (
+                    Counts {
+                        skipped: 1,
+                        ..Counts::default()
+                    },
+                    why.as_str(),
+                ),
+            };
+            if let Outcome::Skipped(why) = &row.outcome {
+                skips.push(format!("{}: {why}", row.name));
+            }
+            let Counts {
+                passed,
+                failed,
+                skipped,
+            } = counts;
+            println!(
+                "{:<22} {:>9.1} {passed:>7} {failed:>7} {skipped:>7}  {note}",
+                row.name,
+                row.took.as_secs_f64()
+            );
+            total.add(counts);
+        }
+        skips.extend(self.skips.lines());
+        for skip in &skips {
+            println!("skipped {skip}");
+        }
+        println!(
+            "\n{} passed, {} failed, {} skipped",
+            total.passed, total.failed, total.skipped
+        );
+        total.failed == 0 && total.passed > 0
+    }
+
+    /// Whether the layer that ran last has failed.
+    pub(super) fn has_just_failed(&self) -> bool {
+        let last = self.rows.last();
+        last.is_some_and(|row| matches!(row.outcome, Outcome::Failed(..)))
+    }
+
+    /// Says how it went; `true` if nothing failed.
+    pub(super) fn close_after(&self, start: Instant) -> bool {
+        if self.rows.is_empty() {
+            println!(
+                "no layer and no test is called {}",
+                self.filter.as_deref().unwrap_or_default()
+            );
+        }
+        println!("\nall layers: {:.0} s", start.elapsed().as_secs_f64());
+        let good = self.close();
+        let _ = fs::remove_file(&self.skips.0);
+        good
+    }
+}
+
+/// The file to which tests append what they skipped.
+#[derive(Clone)]
+pub(super) struct SkipLog(PathBuf);
+
+impl SkipLog {
+    /// An empty one.
+    pub(super) fn new(file: PathBuf) -> Self {
+        let _ = fs::remove_file(&file);
+        Self(file)
+    }
+
+    /// What tests have written to it so far.
+    fn lines(&self) -> Vec<String> {
+        fs::read_to_string(&self.0)
+            .unwrap_or_default()
+            .lines()
+            .map(str::to_owned)
+            .collect()
+    }
+
+    /// Runs `cargo test` with `arguments` and counts; tests that logged a skip count as skipped, not as passed. Ignored
+    /// tests are skipped, and logged here; but for helpers, which are no tests by themselves.
+    pub(super) fn cargo_test(&self, command: &mut Command, filter: Option<&str>) -> Result<Outcome> {
+        let before = self.lines().len() as u64;
+        command.env(SKIP_LOG, &self.0).args(filter);
+        let mut counts = Counts::default();
+        let (mut helpers, mut left_out) = (0, String::new());
+        let status = process::stream(command, |line| {
+            match ignored(line) {
+                Some((_, reason)) if reason.starts_with(HELPER) => helpers += 1,
+                Some((name, reason)) => left_out += &format!("{name}: {reason}\n"),
+                None => {}
+            }
+            if let Some(more) = Counts::of_line(line) {
+                counts.add(more);
+            }
+        })?;
+        let skipped = self.lines().len() as u64 - before;
+        counts.skipped = (counts.skipped + skipped).saturating_sub(helpers);
+        fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(&self.0)
+            .and_then(|mut log| log.write_all(left_out.as_bytes()))
+            .with_context(|| format!("writing {}", self.0.display()))?;
+        counts.passed = counts.passed.saturating_sub(skipped);
+        if !status.success() {
+            // A crate that does not compile, or a test that took its process down, appears in no count.
+            counts.failed = counts.failed.max(1);
+            return Ok(Outcome::Failed(
+                counts,
+                format!("{} {}", process::line(command), process::reason(status)),
+            ));
+        }
+        Ok(Outcome::Ran(counts))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_logged_skip_is_not_a_pass_and_a_crash_is_a_failure() {
+        let log = std::env::temp_dir().join(format!("ringsight-skip-test-{}", std::process::id()));
+        let skips = SkipLog::new(log.clone());
+        let script = format!(
+            "echo 'test a ... ok'; echo 'test worker ... ignored, helper: one rank'; echo 'test slow ... ignored, takes hours'
+             echo 'test bare ... ignored'
+             echo 'test result: ok. 5 passed; 0 failed; 3 ignored'; echo 'x: y' >> ${SKIP_LOG}"
+        );
+        let Outcome::Ran(counts) = skips
+            .cargo_test(Command::new("sh").args(["-c", &script]), None)
+            .unwrap()
+        else {
+            panic!("the script succeeds")
+        };
+        assert_eq!(
+            counts,
+            Counts {
+                passed: 4,
+                failed: 0,
+                skipped: 3
+            }
+        );
+        assert_eq!(
+            skips.lines(),
+            ["x: y", "slow: takes hours", "bare: no reason given"]
+        );
+        let Outcome::Failed(counts, _) = skips
+            .cargo_test(Command::new("sh").args(["-c", "exit 1"]), None)
+            .unwrap()
+        else {
+            panic!("the script fails")
+        };
+        assert_eq!(counts.failed, 1);
+        fs::remove_file(&log).unwrap();
+    }
+}
