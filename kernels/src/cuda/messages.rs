@@ -53,7 +53,7 @@ pub(super) fn launch(works: &[Work], channel: u8, peers: &Peers) -> Result<PeerL
         )));
     }
     let ranks = peers.bases.len();
-    let mut all = Messages {
+    let mut all = Box::new(Messages {
         head: Head::default(),
         bases: [0; MAX_PEERS],
         at: messages_offset(ranks) as u64,
@@ -65,7 +65,7 @@ pub(super) fn launch(works: &[Work], channel: u8, peers: &Peers) -> Result<PeerL
         reserved: [0; 3],
         role: [Role::default(); MOST_ROLES],
         message: [Message::default(); MOST_MESSAGES],
-    };
+    });
     all.bases[..ranks].copy_from_slice(&peers.bases);
     let (mut count, mut most, mut whole) = (0, 1, true);
     for (peer, sends) in (0..ranks as u32).flat_map(|peer| [(peer, true), (peer, false)]) {

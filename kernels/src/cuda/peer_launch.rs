@@ -45,15 +45,15 @@ pub struct PeerLaunch {
 #[derive(Clone, Debug)]
 #[expect(
     clippy::large_enum_variant,
-    reason = "on the stack of the call that launches it, which shall not allocate"
+    reason = "on the stack of the call that launches it: a collective's shall not allocate"
 )]
 pub enum PeerArguments {
     /// Of those of [`one_shot`].
     OneShot(OneShot),
     /// Of those of [`exchange`].
     Exchange(Exchange),
-    /// Of those of [`messages`].
-    Messages(Messages),
+    /// Of those of [`messages`]. The others, which are moved with their launch, are not to take the 4 KiB of these.
+    Messages(Box<Messages>),
     /// Of those of [`gates`].
     Gate(Gate),
 }
@@ -74,7 +74,7 @@ impl PeerArguments {
         match self {
             Self::OneShot(arguments) => std::ptr::from_mut(arguments).cast(),
             Self::Exchange(arguments) => std::ptr::from_mut(arguments).cast(),
-            Self::Messages(arguments) => std::ptr::from_mut(arguments).cast(),
+            Self::Messages(arguments) => std::ptr::from_mut(&mut **arguments).cast(),
             Self::Gate(arguments) => std::ptr::from_mut(arguments).cast(),
         }
     }
