@@ -482,11 +482,24 @@ fn replay(control: &Control, comm: &Rank) -> Work {
     work
 }
 
+/// A counter of packets when none have come for a while: what is left of an operation, such as its last credits, comes after its end.
+fn settled(device: &str, counter: &str) -> u64 {
+    let mut before = packets(device, counter);
+    loop {
+        thread::sleep(Duration::from_millis(300));
+        let now = packets(device, counter);
+        if now == before {
+            return now;
+        }
+        before = now;
+    }
+}
+
 /// Has rank 0 post steps that are lost, on the path in use and whatever follows it. The operation of which they are; rank 1 has none.
 fn lose_steps(control: &Control, comm: &Rank, path: usize) -> Work {
     let rank = comm.rank;
     let device = &devices(rank)[path];
-    let credits = packets(device, "rcvd_pkts");
+    let credits = settled(device, "rcvd_pkts");
     control.meet();
     let early = (rank == 1).then(|| Work::begin(comm));
     if rank == 0 {
