@@ -6,7 +6,7 @@ use std::fmt;
 use ringsight_kernels::cuda::peers::one_shot_bytes;
 use ringsight_records::{Algorithm, Function, Protocol, ReduceOp};
 
-use super::limits::Limits;
+use super::{exchange::Exchange, limits::Limits};
 
 /// What the choice depends on; all of it is the same on every rank.
 #[derive(Clone, Copy, Debug)]
@@ -34,10 +34,8 @@ pub struct Asked {
 impl Asked {
     /// Bytes of the larger of a rank's buffers, which is what nccl-tests calls the operation's.
     fn bytes_of_larger(&self) -> u64 {
-        let messages = match self.function {
-            Function::AlltoAll | Function::Gather | Function::Scatter => self.ranks,
-            _ => 1,
-        };
+        let is_of_messages = Exchange::serves(self.function) && !self.function.is_p2p();
+        let messages = if is_of_messages { self.ranks } else { 1 };
         self.bytes.saturating_mul(messages.into())
     }
 }

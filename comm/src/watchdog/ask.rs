@@ -35,11 +35,8 @@ impl Watch {
             // It waits in it, as far as is known.
             ..self.position(op.run, now).presumed().into()
         };
-        if self.is_given_up() {
-            return self.settings.rest();
-        }
         let mut inquiry = lock(&self.inquiry);
-        if inquiry.is_final() {
+        if inquiry.is_final() || self.is_given_up() {
             return self.settings.rest();
         }
         let step = inquiry.step(op.run, &participants, (self.rank, own), now);

@@ -484,15 +484,13 @@ fn replay(control: &Control, comm: &Rank) -> Work {
 
 /// A counter of packets when none have come for a while: what is left of an operation, such as its last credits, comes after its end.
 fn settled(device: &str, counter: &str) -> u64 {
-    let mut before = packets(device, counter);
-    loop {
+    let mut last = None;
+    until("no packets come any more", || {
+        let before = last.replace(packets(device, counter));
         thread::sleep(Duration::from_millis(300));
-        let now = packets(device, counter);
-        if now == before {
-            return now;
-        }
-        before = now;
-    }
+        before.is_some() && before == last
+    });
+    last.unwrap()
 }
 
 /// Has rank 0 post steps that are lost, on the path in use and whatever follows it. The operation of which they are; rank 1 has none.
