@@ -13,7 +13,7 @@ use ringsight_probes::{
     network::{NetworkEvent, NetworkSample, QpState, VerbsEvent},
     sample::{self, Sample},
 };
-use ringsight_records::{Carrier, Flags, Kind, Record, State};
+use ringsight_records::{Carrier, Flags, Kind, Numbering, Record, State};
 
 use common::{attribute, check_trees, collector, named};
 
@@ -249,6 +249,12 @@ fn a_refused_command_has_its_syndrome() {
     assert_eq!(counted, Some(MetricData::Counter(1)));
 }
 
+/// As the operations' requests are numbered: the connections carried steps before.
+const NUMBERING: Numbering = Numbering {
+    first: 1000,
+    queue_pairs: 2,
+};
+
 /// A job's samples, in which each step is carried by a queue pair of port 1, or received from a socket.
 fn carried(job: &Job, operations: &[Operation]) -> Vec<Sample> {
     let mut samples = Vec::new();
@@ -280,6 +286,20 @@ fn carried(job: &Job, operations: &[Operation]) -> Vec<Sample> {
             };
             // Handed over after the step began, there before it ended.
             if record.state == State::START {
+                if sends && record.value == 0 {
+                    let numbered = Record {
+                        kind: Kind::NetPlugin as u8,
+                        state: State::NET_PLUGIN_UPDATE,
+                        value: NUMBERING.to_value(),
+                        ..*record
+                    };
+                    samples.push(Sample::Record {
+                        pid: *pid,
+                        tid: 0,
+                        carrier: sample::Carrier::Ring,
+                        record: numbered,
+                    });
+                }
                 samples.extend([sample, carries]);
             } else {
                 samples.extend([carries, sample]);
@@ -396,7 +416,12 @@ fn what_a_process_says_of_its_ports_goes_before_numbers_of_queue_pairs() {
     for span in &own {
         let of = |name| attribute(span, name).cloned();
         assert_eq!(of("rdma.port.gid"), Some(Value::Text("::ffff:10.0.0.2".into())));
-        assert_eq!(of("rdma.wr.id"), of("ccl.proxy.step"));
+        let Some(Value::Int(step)) = of("ccl.proxy.step") else {
+            panic!("a step has a number")
+        };
+        let position = 1000 + step;
+        let id = 1 << 56 | position % 2 << 48 | position;
+        assert_eq!(of("rdma.wr.id"), Some(Value::Int(id)));
         assert!(of("rdma.wr.opcode").is_some());
     }
     let sent = metric(

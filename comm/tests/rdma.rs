@@ -7,6 +7,7 @@ mod common;
 mod fabric;
 
 mod rdma {
+    mod begin;
     mod broken;
     mod control;
     mod data;

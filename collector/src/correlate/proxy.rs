@@ -1,6 +1,6 @@
 //! One proxy operation, its network steps summed up.
 
-use ringsight_records::{Carrier, Flags, Record, State};
+use ringsight_records::{Carrier, Flags, Numbering, Record, State};
 
 /// Steps of one proxy operation that may be under way at once: twice NCCL's `NCCL_STEPS`.
 pub(super) const ACTIVE_STEPS: usize = 16;
@@ -104,6 +104,8 @@ pub struct ProxyOperation {
     pub sums: [StateSum; STEP_STATES.len()],
     /// The first steps on their way between nodes.
     pub carried: Vec<Carried>,
+    /// How their work requests are numbered, if it was told.
+    pub numbering: Option<Numbering>,
     /// Bytes that arrived, by what they went over.
     pub by_way: Vec<(Way, u64)>,
     active: [ActiveStep; ACTIVE_STEPS],
@@ -127,6 +129,7 @@ impl ProxyOperation {
             steps_missed: 0,
             sums: Default::default(),
             carried: Vec::new(),
+            numbering: None,
             by_way: Vec::new(),
             active: Default::default(),
             active_len: 0,
@@ -152,6 +155,10 @@ impl ProxyOperation {
 
     /// A record of what carries a step.
     pub(super) fn carry(&mut self, record: &Record) {
+        if record.state == State::NET_PLUGIN_UPDATE {
+            self.numbering = Numbering::from_value(record.value);
+            return;
+        }
         let carrier = record.carrier();
         let backup = record.flags().contains(Flags::BACKUP);
         if record.state == State::START {

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use ringsight_exporters::model::{Attribute, Resource, Span, SpanEvent, SpanId, SpanLink, TraceId, Value};
-use ringsight_records::Function;
+use ringsight_records::{Function, Numbering};
 
 use super::{
     Range, SpanCounts, bytes_of, group_key, int, link, names, resource_of, seconds, send_of, verdict,
@@ -204,7 +204,13 @@ impl Part<'_> {
                 };
                 spans.push(Span {
                     parent_span_id: Some(proxy_id),
-                    ..child(key, name, times, self.carrier_attributes(carried), Vec::new())
+                    ..child(
+                        key,
+                        name,
+                        times,
+                        self.carrier_attributes(carried, proxy.numbering),
+                        Vec::new(),
+                    )
                 });
             }
         }
@@ -212,7 +218,7 @@ impl Part<'_> {
     }
 
     /// What carried a step: port, queue pair and, where the kernel's probes saw that, its device; or the socket.
-    fn carrier_attributes(&self, carried: &Carried) -> Vec<Attribute> {
+    fn carrier_attributes(&self, carried: &Carried, numbering: Option<Numbering>) -> Vec<Attribute> {
         let carrier = &carried.carrier;
         let mut attributes = vec![
             ("ccl.rank", Value::Int(i64::from(self.part.rank))),
@@ -224,8 +230,9 @@ impl Part<'_> {
                 attributes.push(("ccl.network.port", Value::Int(i64::from(port))));
                 attributes.push(("ccl.network.path", Value::Static(path_name(carried.backup))));
                 attributes.push(("rdma.qp.number", Value::Int(i64::from(carrier.number))));
-                // A step's requests have its number, and the last one tells the receiver of it.
-                attributes.push(("rdma.wr.id", Value::Int(i64::from(carrier.step))));
+                // Of its requests the last one, which tells the receiver of it.
+                let id = numbering.map(|numbering| int(numbering.wr_id(carrier.step)));
+                attributes.extend(id.map(|id| ("rdma.wr.id", id)));
                 attributes.push(("rdma.wr.opcode", Value::Static("RDMA_WRITE_WITH_IMM")));
                 let gid = self.communicators.gid(self.part.pid, port);
                 attributes.extend(gid.map(|gid| ("rdma.port.gid", Value::Text(Arc::clone(gid)))));

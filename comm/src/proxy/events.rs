@@ -1,6 +1,6 @@
 //! Records of proxy operations, their steps, and what the progress thread does besides.
 
-use ringsight_records::{Carrier, Flags, Kind, PathChange, Record, State};
+use ringsight_records::{Carrier, Flags, Kind, Numbering, PathChange, Record, State};
 
 use super::ProxyOp;
 use crate::observe;
@@ -61,6 +61,12 @@ pub(crate) fn carried(op: &ProxyOp, carrier: Carrier, state: State, bytes: usize
 pub(crate) fn carried_over(op: &ProxyOp, carrier: Carrier, is_backup: bool, state: State, bytes: usize) {
     let kind = (Kind::NetPlugin, Flags::BACKUP.when(is_backup));
     write_with(op, kind, state, carrier.to_value(), bytes as u64);
+}
+
+/// How the connection that it runs over numbers the work requests of its steps.
+pub(crate) fn numbered(op: &ProxyOp, numbering: Numbering) {
+    let state = State::NET_PLUGIN_UPDATE;
+    write(op, Kind::NetPlugin, state, numbering.to_value(), 0);
 }
 
 /// What has happened to the paths of the connection that it runs over; `bytes` are sent again.

@@ -59,27 +59,31 @@ pub(crate) fn mend() {
 
 /// Has nobody answer who asks for an address on the first link, or as usual.
 pub(crate) fn hide_addresses(hidden: bool) {
-    hide_address(0, hidden);
-    hide_address(1, hidden);
+    hide_address(INTERFACES[0], hidden);
+    hide_address(INTERFACES[1], hidden);
 }
 
-fn hide_address(rank: usize, hidden: bool) {
-    let interface = ["nic0", "pnic0"][rank];
+/// The ranks' interfaces on the first link.
+const INTERFACES: [&str; 2] = ["nic0", "pnic0"];
+
+fn hide_address(interface: &str, hidden: bool) {
     // 8: for no address; 1: for the interface's own, as the links are set up.
     let file = format!("/proc/sys/net/ipv4/conf/{interface}/arp_ignore");
     fs::write(file, if hidden { "8" } else { "1" }).unwrap();
 }
 
-/// Has a rank's port on the first link not be found from the other end, or as usual. It finds the other one as before: without asking,
-/// for who is asked learns the address of who asks.
-pub(crate) fn hide_port(rank: usize, hidden: bool) {
-    let interfaces = ["nic0", "pnic0"];
-    let (own, other) = (interfaces[rank], interfaces[1 - rank]);
-    hide_address(rank, hidden);
-    let peer = 2 - rank;
+/// Has a port not be found from the other end of its link, or as usual. It finds the other one as before: without asking, for who is
+/// asked learns the address of who asks.
+pub(crate) fn hide_port(port: Port, hidden: bool) {
+    let Port { rank, link } = port;
+    let interface = |rank: usize| format!("{}{link}", ["nic", "pnic"][rank]);
+    let (own, other, peer) = (interface(rank), interface(1 - rank), 2 - rank);
+    hide_address(&own, hidden);
     let known = match hidden {
-        true => format!("replace 10.0.0.{peer} lladdr 02:00:00:00:00:0{peer} dev {own} nud permanent"),
-        false => format!("del 10.0.0.{peer} dev {own}"),
+        true => {
+            format!("replace 10.0.{link}.{peer} lladdr 02:00:00:00:0{link}:0{peer} dev {own} nud permanent")
+        }
+        false => format!("del 10.0.{link}.{peer} dev {own}"),
     };
     ip(&format!("neigh {known}\nneigh flush dev {other}"));
 }

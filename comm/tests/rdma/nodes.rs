@@ -75,7 +75,13 @@ pub(crate) fn patient(command: &mut Command) -> &mut Command {
 pub(crate) fn check(what: &str, ended: &Ended, expected: &[&str], unexpected: &[&str]) {
     let all = || {
         let texts: Vec<&str> = ended.iter().map(|(_, text)| text.as_str()).collect();
-        texts.join("\n==\n")
+        // First, lest what shows a part of this leaves it out.
+        let panics = texts.iter().zip(0..).flat_map(|(text, rank)| {
+            let mut lines = text.lines();
+            let at = lines.by_ref().find(|line| line.contains("panicked at"));
+            at.map(|at| format!("rank {rank}: {at} {}\n", lines.next().unwrap_or_default()))
+        });
+        format!("{}{}", panics.collect::<String>(), texts.join("\n==\n"))
     };
     for (rank, (well, text)) in ended.iter().enumerate() {
         assert!(well, "{what}, rank {rank}:\n{}", all());

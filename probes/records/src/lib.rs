@@ -5,6 +5,7 @@
 //! version. So every struct is `#[repr(C)]`, its size is asserted, and a change of meaning raises [`VERSION`].
 #![no_std]
 
+mod carrier;
 // eBPF has no compare-and-exchange of the width that the pages and the ring need; its programs touch neither.
 #[cfg(not(target_arch = "bpf"))]
 pub mod clock;
@@ -47,12 +48,13 @@ mod deferred;
 #[path = "../../../comm/src/launch/progress.rs"]
 mod progress;
 
+pub use carrier::{Carrier, Numbering};
 #[cfg(not(target_arch = "bpf"))]
 pub use clock::DeviceClock;
 #[cfg(not(target_arch = "bpf"))]
 pub use description::{Description, DescriptionSlot};
 pub use failover::{PathCause, PathChange};
-pub use record::{Carrier, Flags, Kind, ProbedRecord, Record, State};
+pub use record::{Flags, Kind, ProbedRecord, Record, State};
 pub use vocabulary::{Algorithm, Cause, DataType, Function, Protocol, ReduceOp};
 #[cfg(not(target_arch = "bpf"))]
 pub use waits::{Phase, Waits};

@@ -1,6 +1,6 @@
 //! The record: one event in 64 bytes.
 
-use crate::VERSION;
+use crate::{Carrier, VERSION};
 
 /// What an event is about. Values below 32; those up to 11 are the bit positions of NCCL's profiler event types
 /// (`ncclProfileGroup = 1 << 0` … `ncclProfileKernelLaunch = 1 << 11`), so a mask of kinds is also an
@@ -25,7 +25,7 @@ pub enum Kind {
     KernelCh = 6,
     /// What carries the bytes of a step that this rank sends, or receives from a socket: start when it is handed to the network, stop
     /// when the peer's device has it (RDMA) or the last call has returned (socket). `value` is a [`Carrier`], `bytes` the
-    /// step's.
+    /// step's. Before an operation's first one over RDMA, [`State::NET_PLUGIN_UPDATE`]: `value` is a [`crate::Numbering`].
     NetPlugin = 7,
     /// `ncclGroupStart` … `ncclGroupEnd`, implicit (depth 1) around a lone operation. `op` is the group number, `value` the depth.
     GroupApi = 8,
@@ -417,42 +417,6 @@ impl Record {
     pub const fn from_bytes(bytes: &[u8; 64]) -> Self {
         // SAFETY: as in `to_bytes`, and every field accepts every bit pattern.
         unsafe { core::mem::transmute::<[u8; 64], Self>(*bytes) }
-    }
-}
-
-/// What carries a step between nodes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Carrier {
-    /// RDMA: the port, by its number among those that the process may use (0 to 254). A socket: `None`.
-    pub port: Option<u8>,
-    /// RDMA: number of the queue pair that the last work request of the step was posted to. A socket: its descriptor. 24 bits.
-    pub number: u32,
-    /// The step, as in [`Kind::ProxyStep`].
-    pub step: u32,
-}
-
-impl Carrier {
-    /// For `value`: `port + 1 << 56 | number << 32 | step`.
-    #[must_use]
-    pub const fn to_value(self) -> u64 {
-        let port = match self.port {
-            None => 0,
-            Some(port) => port as u64 + 1,
-        };
-        port << 56 | (self.number as u64 & 0xff_ffff) << 32 | self.step as u64
-    }
-
-    /// Of a `value`.
-    #[must_use]
-    pub const fn from_value(value: u64) -> Self {
-        Self {
-            port: match value >> 56 {
-                0 => None,
-                port => Some((port - 1) as u8),
-            },
-            number: (value >> 32) as u32 & 0xff_ffff,
-            step: value as u32,
-        }
     }
 }
 

@@ -370,7 +370,10 @@ fn tell_backups(net: &Net) {
 fn down(own: &PathOffer, other: &PathOffer) -> String {
     match own.up {
         false => format!("port {}:{} is down", own.device, own.port),
-        true => format!("the peer's port {}:{} is down", other.device, other.port),
+        true => format!(
+            "the peer's port {}:{} is down, or could not be connected",
+            other.device, other.port
+        ),
     }
 }
 
@@ -394,8 +397,8 @@ impl Prepared {
         Ok((self.finish(peer), offer))
     }
 
-    /// The sender's end: connects it to the receiver's, which is connected. Of a path that the receiver begins on and that cannot be
-    /// connected here the ends agree afterwards, over another one.
+    /// The sender's end: connects it to the receiver's, which is connected. Of a path that the receiver has connected and that cannot be
+    /// here the ends agree afterwards, over another one: that it failed, so that the receiver makes its end anew.
     ///
     /// # Errors
     /// The two do not fit, or the peer cannot be reached over any path.
@@ -405,12 +408,14 @@ impl Prepared {
             .find(|index| self.is_up(peer, *index))
             .ok_or_else(|| down(&self.offer.paths[0], &peer.paths[0]))?;
         let results = self.connect_paths(peer);
-        if results[first].is_err() {
-            let survives = self.offer.failover && peer.failover;
-            if !survives || results.iter().all(std::result::Result::is_err) {
-                return Err(first_error(results));
+        let survives = self.offer.failover && peer.failover;
+        if results[first].is_err() && (!survives || results.iter().all(std::result::Result::is_err)) {
+            return Err(first_error(results));
+        }
+        for (index, result) in results.iter().enumerate() {
+            if result.is_err() && self.is_up(peer, index) {
+                self.paths[index].presume_failed();
             }
-            self.paths[first].presume_failed();
         }
         let begins = results.iter().position(std::result::Result::is_ok);
         tell_missing(begins.unwrap_or(first), results);

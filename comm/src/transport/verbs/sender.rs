@@ -7,7 +7,7 @@ use ringsight_kernels::{
     Fifo,
     fifo::{INLINE_BYTES, SLOTS},
 };
-use ringsight_records::{Carrier, State};
+use ringsight_records::{Carrier, Numbering, State};
 use ringsight_verbs::endpoint::{self, Failure, NOTICE_BYTES, Posted, Sending};
 
 use super::{
@@ -38,6 +38,14 @@ enum Phase {
 fn last(sizes: &VecDeque<usize>, steps: u64) -> u64 {
     let last = sizes.iter().rev().take(steps as usize);
     last.map(|bytes| *bytes as u64).sum()
+}
+
+/// How an operation's requests are numbered that begins at a position, over so many queue pairs.
+fn numbering(first: u64, queue_pairs: usize) -> Numbering {
+    Numbering {
+        first,
+        queue_pairs: queue_pairs as u8,
+    }
 }
 
 /// The sending end.
@@ -145,6 +153,9 @@ impl Sender {
         let step = (position - self.base) as u32;
         match self.phase {
             Phase::Idle => {
+                if step == 0 {
+                    events::numbered(op, numbering(position, self.line.end.active().qps().len()));
+                }
                 events::step(op, step, State::START, 0);
                 events::step(op, step, State::STEP_SEND_GPU_WAIT, 0);
                 self.phase = Phase::Gpu;
@@ -221,6 +232,26 @@ impl Sender {
         Needs {
             events: self.line.events(),
             device: matches!(self.phase, Phase::Idle | Phase::Gpu),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ringsight_verbs::endpoint::Work;
+
+    use super::*;
+
+    #[test]
+    fn requests_are_on_record_by_the_number_that_they_have() {
+        for (first, queue_pairs) in [(0, 1), (7, 4), (u64::from(u32::MAX), 3), ((1 << 48) - 5, 16)] {
+            let numbering = numbering(first, queue_pairs);
+            for step in 0..4 {
+                let position = first + u64::from(step);
+                let qp = (position % queue_pairs as u64) as usize;
+                let work = Work::of(numbering.wr_id(step));
+                assert_eq!(work, Some(Work::Step { qp, position }));
+            }
         }
     }
 }

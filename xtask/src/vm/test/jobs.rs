@@ -136,6 +136,7 @@ pub(super) const JOBS: &[Job] = &[
     Job {
         name: "rdma between nodes",
         program: between_nodes(&[
+            "rdma::begin",
             "rdma::data",
             "rdma::failover",
             "rdma::fallback",
