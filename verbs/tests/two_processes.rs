@@ -19,7 +19,8 @@ use std::{
 use fabric::{Fabric, Port};
 use ringsight_verbs::{
     config::{Config, Filter},
-    endpoint::{Control, Path, Peer, Receiver, SLOTS, Sender, Slots},
+    endpoint::{Control, Failover, Path, Peer, Receiver, SLOTS, Sender, Slots},
+    hub::Hub,
     memory::Memory,
     port::Net,
     sys, sysfs,
@@ -119,7 +120,8 @@ fn slots() -> (Memory, *mut u8) {
     (unsafe { Memory::new(base, bytes, Arc::new(())) }, base)
 }
 
-fn path(device: &str, case: Case, end: (&Memory, bool), control: &Control) -> Path {
+/// A path, and what its end needs besides: it fails with it.
+fn path(device: &str, case: Case, end: (&Memory, bool), control: &Control) -> (Path, Failover) {
     let config = Config {
         devices: Filter::parse(&format!("={device}")),
         qps: case.qps,
@@ -129,11 +131,13 @@ fn path(device: &str, case: Case, end: (&Memory, bool), control: &Control) -> Pa
     let net = Net::new(config, FilePath::new("/sys")).unwrap();
     let port = net.open(0).unwrap();
     let mut seed = u64::from(std::process::id());
-    Path::new(0, port, end, control, || {
+    let draw = || {
         seed = mix(seed);
         seed as u32
-    })
-    .unwrap()
+    };
+    let hub = Hub::new(Arc::default());
+    let path = Path::new(0, port, end, control, &hub, draw).unwrap();
+    (path, Failover::new(&hub, None, Vec::new()).disabled())
 }
 
 fn exchange(stream: &mut TcpStream, mine: &Offer) -> Peer {
@@ -157,7 +161,7 @@ fn exchange(stream: &mut TcpStream, mine: &Offer) -> Peer {
 fn send(device: &str, case: Case, stream: &mut TcpStream) -> Sender {
     let (memory, base) = slots();
     let control = Control::new().unwrap();
-    let mut path = path(device, case, (&memory, false), &control);
+    let (mut path, failover) = path(device, case, (&memory, false), &control);
     let offer = Offer {
         failover: false,
         number: 0,
@@ -169,7 +173,7 @@ fn send(device: &str, case: Case, stream: &mut TcpStream) -> Sender {
     let peer = exchange(stream, &offer);
     path.connect(peer).unwrap();
     stream.write_all(b"+").unwrap();
-    let mut sender = Sender::new(vec![path], control, SLOTS_AT);
+    let mut sender = Sender::new(vec![path], control, SLOTS_AT, failover);
     let start = Instant::now();
     while sender.acked() < case.steps {
         assert!(
@@ -223,7 +227,7 @@ fn wait(path: &Path) {
 fn receive(device: &str, case: Case, stream: &mut TcpStream) -> u32 {
     let (memory, base) = slots();
     let control = Control::new().unwrap();
-    let mut path = path(device, case, (&memory, true), &control);
+    let (mut path, failover) = path(device, case, (&memory, true), &control);
     let offer = Offer {
         failover: false,
         number: 0,
@@ -236,7 +240,7 @@ fn receive(device: &str, case: Case, stream: &mut TcpStream) -> u32 {
     path.connect(peer).unwrap();
     let mut ready = [0];
     stream.read_exact(&mut ready).unwrap();
-    let mut receiver = Receiver::new(vec![path], control);
+    let mut receiver = Receiver::new(vec![path], control, failover);
     let mut sleeps = 0;
     let start = Instant::now();
     receiver.grant(SLOTS as u64).unwrap();

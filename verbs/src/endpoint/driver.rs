@@ -1,4 +1,6 @@
-//! What both ends' agreement wants done to queue pairs.
+//! The paths of an end: what their devices, other connections and threads tell, and what the agreement wants done.
+
+mod actions;
 
 use std::{
     collections::VecDeque,
@@ -10,20 +12,19 @@ use std::{
     time::{Duration, Instant},
 };
 
+use actions::Done;
 use ringsight_failover::{
-    Action, Event, Link, MESSAGE_BYTES, Message, PathHealth, PathId, PathSet, Reason, Report, Scope,
-    Settings, Status, Work as Asked,
+    Event, Link, MESSAGE_BYTES, Message, PathHealth, PathId, Report, Scope, Settings, Status, Work as Asked,
 };
 
 use super::{
     Control, Failure, Path,
-    path::{Fenced, Rebuilt},
     work::{Ended, Work},
     worker::Worker,
 };
 use crate::{
     bell::Bell,
-    hub::{Failures, Hub, Told, local_port, remote_port},
+    hub::{Hub, Told, local_port, remote_port},
     port::Net,
 };
 
@@ -59,12 +60,6 @@ impl Failover {
         }
     }
 
-    /// Of a connection that fails with its path, the only one of its process.
-    #[must_use]
-    pub fn off() -> Self {
-        Self::new(&Hub::new(Arc::default()), None, Vec::new()).disabled()
-    }
-
     /// The same of a connection that fails with its path. It hears all the same when a device says that it cannot go on.
     #[must_use]
     pub fn disabled(mut self) -> Self {
@@ -80,13 +75,6 @@ pub struct Noted {
     pub at: Duration,
     /// What.
     pub report: Report,
-}
-
-/// What a worker has done.
-enum Done {
-    Fenced(Link, Fenced),
-    Rebuilt(Link, Result<Rebuilt, String>),
-    Connected(Link, Result<(), String>),
 }
 
 /// A queue pair that was given up and still has requests.
@@ -112,8 +100,6 @@ pub struct Driver {
     last_look: Instant,
     /// By path: what was known of its port.
     told: Vec<Told>,
-    /// By path: how often its device had told that a queue of it cannot go on.
-    failures: Vec<Failures>,
     /// By path: what is on its way to be fenced.
     drains: Vec<Option<Drain>>,
     /// What has happened and the end has not taken up.
@@ -145,8 +131,7 @@ impl Driver {
                 PathId { local, remote }
             })
             .collect();
-        for (path, id) in paths.iter().zip(&ids) {
-            hub.watch(path.port().context(), path.port().number());
+        for id in &ids {
             hub.known(*id);
         }
         let (doing, done) = mpsc::channel();
@@ -157,8 +142,6 @@ impl Driver {
             .iter()
             .map(|path| hub.port(path.port().device(), path.port().number()))
             .collect();
-        // Before now they were others', which had the same numbers.
-        let failures = paths.iter().map(|path| path.failures(hub)).collect();
         // Ends take ports to be up, and paths to work.
         let down = (0_u8..)
             .zip(&told)
@@ -169,13 +152,12 @@ impl Driver {
             .filter(|path| path.presumed_failed)
             .map(|path| Event::Failed { link: path.link() });
         let events = down.chain(failed).collect();
-        Self {
+        let mut driver = Self {
             connection: hub.connection(),
             seen,
             bell,
             last_look: Instant::now(),
             told,
-            failures,
             drains: vec![None; paths.len()],
             workers: paths.iter().map(|_| Worker::default()).collect(),
             events,
@@ -190,7 +172,10 @@ impl Driver {
             done,
             doing,
             last: None,
-        }
+        };
+        // A queue may have failed since it was made.
+        (0..driver.paths.len()).for_each(|index| driver.look_at_queues(index));
+        driver
     }
 
     pub(super) fn now(&self) -> Duration {
@@ -299,8 +284,8 @@ impl Driver {
     /// Whether a path's device has told that a queue of it cannot go on: its requests may never end.
     fn look_at_queues(&mut self, index: usize) {
         let path = &mut self.paths[index];
-        let now = path.failures(&self.failover.hub);
-        let before = std::mem::replace(&mut self.failures[index], now);
+        let now = path.told_failures(&self.failover.hub);
+        let before = std::mem::replace(&mut path.failures, now);
         if now == before {
             return;
         }
@@ -372,165 +357,6 @@ impl Driver {
         self.paths
             .get_mut(usize::from(link.path))
             .filter(|path| path.link() == link)
-    }
-
-    /// Does what either end may want.
-    pub(super) fn act(&mut self, action: Action) {
-        match action {
-            Action::Fence { link } => {
-                let Some(path) = self.path(link) else {
-                    // It was not made yet.
-                    return self.events.push_back(Event::Fenced { link, sure: true });
-                };
-                let fence = path.fence();
-                self.drains[usize::from(link.path)] = Some(Drain { link, told: None });
-                self.ask(link, move || Done::Fenced(link, fence()));
-            }
-            Action::Rebuild { link } => {
-                let index = usize::from(link.path);
-                let Failover { net, ports, .. } = &self.failover;
-                let (net, port) = (net.clone(), ports.get(index).copied());
-                let port = move || {
-                    let net = net.ok_or("there are no ports to rebuild it on")?;
-                    net.open(port.ok_or("the path has no port")?)
-                };
-                let rebuild = self.paths[index].rebuild(port, link.generation);
-                self.ask(link, move || Done::Rebuilt(link, rebuild()));
-            }
-            Action::Connect { link, peer } => {
-                let Some(connect) = self.path(link).and_then(|path| path.connecting(&peer)) else {
-                    return self.events.push_back(Event::Failed { link });
-                };
-                // To find the peer's address may take a second, in the kernel.
-                self.ask(link, move || {
-                    Done::Connected(link, connect().map_err(|error| error.to_string()))
-                });
-            }
-            Action::Probe { link } => {
-                let posted = self.path(link).map(Path::post_probe);
-                if let Some(Err(failure)) = posted {
-                    self.fail(link, failure);
-                }
-            }
-            Action::Tell { message, over } => self.tell(message, over),
-            Action::Report(report) => self.note(report),
-            Action::Credit { .. } | Action::Replay { .. } | Action::Commit { .. } | Action::GiveUp(_) => {}
-        }
-    }
-
-    /// Has a path's worker do something after all that it was asked before.
-    fn ask(&mut self, link: Link, job: impl FnOnce() -> Done + Send + 'static) {
-        let (outbox, bell) = (self.doing.clone(), self.bell.clone());
-        self.workers[usize::from(link.path)].ask(move || {
-            if outbox.send(job()).is_err() {
-                // Nobody waits for it any more: the connection is gone.
-            }
-            if let Some(bell) = bell {
-                bell.ring();
-            }
-        });
-    }
-
-    fn take_up(&mut self, done: Done) {
-        let (link, result) = match done {
-            Done::Fenced(link, fenced) => {
-                let index = usize::from(link.path);
-                self.paths[index].fenced(fenced);
-                if let Some(drain) = &mut self.drains[index] {
-                    drain.told = Some((Instant::now(), fenced.sure));
-                }
-                return;
-            }
-            Done::Rebuilt(link, rebuilt) => {
-                let index = usize::from(link.path);
-                // What was told until now is of the queues before: a queue pair's failure is over with them.
-                self.look_at_queues(index);
-                let path = &mut self.paths[index];
-                let rebuilt =
-                    rebuilt.and_then(|rebuilt| path.rebuilt(rebuilt).map_err(|error| error.to_string()));
-                let address = path.address();
-                let rebuilt = rebuilt.map(|before| {
-                    if let Some(before) = before {
-                        self.failures[index] = path.failures(&self.failover.hub);
-                        self.workers[index].ask(move || drop(before));
-                    }
-                    Event::Rebuilt { link, address }
-                });
-                (link, rebuilt)
-            }
-            Done::Connected(link, connected) => (link, connected.map(|()| Event::Connected { link })),
-        };
-        self.events.push_back(result.unwrap_or_else(|text| {
-            self.last = Some(self.paths[usize::from(link.path)].failure(None, &text));
-            Event::Failed { link }
-        }));
-    }
-
-    fn tell(&mut self, message: Message, over: PathSet) {
-        let bytes = message.encode();
-        for index in over.iter() {
-            let Some(path) = self.paths.get_mut(usize::from(index)) else {
-                continue;
-            };
-            if !path.is_fenced() {
-                // A path that takes no message has failed, which its other requests tell.
-                drop(path.post_message(&bytes));
-            }
-        }
-        self.outgoing.push_back(bytes);
-        // Nobody takes them: there is nothing outside. The newest say it all.
-        if self.outgoing.len() > 64 {
-            self.outgoing.pop_front();
-        }
-    }
-
-    fn note(&mut self, report: Report) {
-        let hub = &self.failover.hub;
-        let id = |path: u8| self.ids[usize::from(path)];
-        match report {
-            Report::Broken { link, cause, .. } => hub.failed(id(link.path), self.connection, cause),
-            Report::Switched { from, .. } => hub.switched(id(from)),
-            Report::Restored { link } => hub.restored(id(link.path)),
-            Report::Recovered { .. } => {}
-        }
-        let at = self.now();
-        self.noted.push_back(Noted { at, report });
-        if self.noted.len() > 1024 {
-            self.noted.pop_front();
-        }
-    }
-
-    /// The end of it all, in words.
-    pub(super) fn given_up(&mut self, reason: Reason) -> Failure {
-        for (path, worker) in self.paths.iter_mut().zip(&mut self.workers) {
-            if !path.is_fenced() {
-                let fence = path.fence();
-                worker.ask(move || {
-                    fence();
-                });
-            }
-        }
-        let last = self.last.take();
-        if let (Reason::Off(_) | Reason::Work(_), Some(last)) = (reason, &last) {
-            return last.clone();
-        }
-        let why = match reason {
-            Reason::NoPath => "no path to the peer works, or it does not answer".to_owned(),
-            Reason::Peer => "the peer found no path that works".to_owned(),
-            Reason::NotFenced(link) => format!("{link} cannot be stopped"),
-            Reason::Work(status) => format!("a request ended with {status:?}"),
-            Reason::Protocol(what) => format!("the peer broke the protocol: {what}"),
-            Reason::Off(cause) => format!("{cause} (RINGSIGHT_NET_FAILOVER is off)"),
-        };
-        let text = match &last {
-            Some(last) => format!("{why}; last: {last}"),
-            None => why,
-        };
-        Failure {
-            path: last.as_ref().map_or(0, |last| last.path),
-            status: last.and_then(|last| last.status),
-            text,
-        }
     }
 
     /// Has all descriptors tell of what happens next.

@@ -162,13 +162,10 @@ impl<R: Role> End<R> {
         self.agreement.set_busy(self.driver.now(), busy);
     }
 
-    /// A message of the peer that came outside RDMA.
-    ///
-    /// # Errors
-    /// When the connection has failed.
-    pub fn hear(&mut self, message: &[u8]) -> Result<(), Failure> {
+    /// A message of the peer that came outside RDMA. The next poll takes it up, after what has ended by then: who was away for longer
+    /// than a time-out would else find that over first, and leave a path that is good.
+    pub fn hear(&mut self, message: &[u8]) {
         self.driver.hear(message);
-        self.settle()
     }
 
     /// A message for the peer, to go outside RDMA, too.

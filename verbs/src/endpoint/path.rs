@@ -1,8 +1,12 @@
 //! One way between the ends: a port of either with queue pairs, and the keys of the memory at both.
 
+mod rebuild;
+
 use std::sync::Arc;
 
-use ringsight_failover::{ADDRESS_BYTES, Address, Link, MESSAGE_BYTES};
+use rebuild::Drain;
+pub(super) use rebuild::{Fenced, Rebuilt};
+use ringsight_failover::{Link, MESSAGE_BYTES};
 
 use super::{
     Control, Failure, SLOTS,
@@ -10,8 +14,8 @@ use super::{
     work::Work,
 };
 use crate::{
-    completion::{BATCH, Completion, Cq},
-    device::{Mtu, Queue},
+    completion::Cq,
+    device::Queue,
     error::Result,
     hub::{Failures, Hub},
     memory::{Access, Memory, Mr},
@@ -58,34 +62,8 @@ pub struct Counts {
     pub completions: u64,
 }
 
-/// A drain.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Drain {
-    /// Markers posted, when they are.
-    markers: Option<usize>,
-    /// Markers that have ended.
-    pub(super) ended: usize,
-}
-
-/// What became of a fence.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Fenced {
-    /// Whether the device is sure to write nothing more.
-    pub(super) sure: bool,
-    markers: usize,
-}
-
 /// Queue pairs, and the completion queue that is theirs.
 pub(super) type Queues = (Arc<Cq>, Arc<Vec<Qp>>);
-
-/// What a path has been made anew with.
-pub(super) struct Rebuilt {
-    port: Port,
-    /// In place of those that there were.
-    queues: Option<Queues>,
-    psns: Vec<u32>,
-    generation: u32,
-}
 
 /// A way between the ends.
 pub struct Path {
@@ -115,11 +93,13 @@ pub struct Path {
     /// It is given up as soon as there is an end ([`Path::presume_failed`]).
     pub(super) presumed_failed: bool,
     pub(super) peer: Option<Peer>,
+    /// How often its device had told that queues with its queues' names cannot go on, when that was looked at last.
+    pub(super) failures: Failures,
 }
 
 impl Path {
-    /// The `index`-th path of a connection whose slots are in `memory`; `is_receiver`: the peer writes them. `draw` gives random numbers
-    /// for the packets' first ones.
+    /// The `index`-th path of a connection whose slots are in `memory`; `is_receiver`: the peer writes them. `hub` is the one of its end: what
+    /// its device tells of its queues from here on is known to that. `draw` gives random numbers for the packets' first ones.
     ///
     /// # Errors
     /// As the device says.
@@ -128,8 +108,11 @@ impl Path {
         port: Port,
         (memory, is_receiver): (&Memory, bool),
         control: &Control,
+        hub: &Hub,
         mut draw: impl FnMut() -> u32,
     ) -> Result<Self> {
+        // Before there are queues: what is told of them is read, not taken for what others had.
+        hub.watch(port.context(), port.number());
         let access = if is_receiver {
             port.slots_access()
         } else {
@@ -140,7 +123,7 @@ impl Path {
         let control = port.pd().register(control.memory(), Access::RemoteWrite)?;
         let (cq, qps) = queues(index, &port, &control)?;
         let psns = qps.iter().map(|_| draw() & 0xff_ffff).collect();
-        Ok(Self {
+        let mut path = Self {
             index,
             port,
             cq,
@@ -158,7 +141,11 @@ impl Path {
             class: None,
             presumed_failed: false,
             peer: None,
-        })
+            failures: Failures::default(),
+        };
+        // Those of queues that had the same numbers: a queue is destroyed when all that was told of it has been taken.
+        path.failures = path.told_failures(hub);
+        Ok(path)
     }
 
     /// Makes it the `index`-th path of its connection, before it is connected: what the peer sends goes to other places then.
@@ -210,7 +197,7 @@ impl Path {
     }
 
     /// How often its device has told that queues with its queues' names cannot go on.
-    pub(super) fn failures(&self, hub: &Hub) -> Failures {
+    pub(super) fn told_failures(&self, hub: &Hub) -> Failures {
         let pairs = self.qps.iter().map(|qp| Queue::Pair(qp.number()));
         let others = [self.cq.name(), Queue::All];
         hub.failures(self.port.device(), pairs.chain(others))
@@ -280,10 +267,7 @@ impl Path {
             ));
         }
         self.peer = Some(peer);
-        self.draining = Some(Drain {
-            markers: Some(0),
-            ended: 0,
-        });
+        self.draining = Some(Drain::NOTHING);
         Ok(())
     }
 
@@ -355,159 +339,6 @@ impl Path {
             generation: self.generation,
         }
     }
-
-    /// Gives its queue pairs up: from here on nothing is posted. What is returned stops them, by calls that may take long: what was
-    /// posted ends, with an error if it has not been done, and nothing of the peer's is taken any more. When it has, tell
-    /// [`Path::fenced`] and poll until [`Path::is_drained`].
-    pub(super) fn fence(&mut self) -> impl FnOnce() -> Fenced + Send + 'static {
-        self.draining = Some(Drain::default());
-        let qps = Arc::clone(&self.qps);
-        move || {
-            let mut fenced = Fenced {
-                sure: true,
-                markers: 0,
-            };
-            for (number, qp) in qps.iter().enumerate() {
-                // In the error state the device takes nothing, and ends what is there in order. A receive request is posted before, for
-                // soft-RoCE looks at those only when it has something else to do; a send after, lest it goes out.
-                let id = Work::Marker { qp: number }.id();
-                fenced.markers += usize::from(qp.post_receives(id, 1).is_ok());
-                fenced.sure &= qp.fail().is_ok();
-                fenced.markers += usize::from(qp.send(id, &[0]).is_ok());
-            }
-            fenced
-        }
-    }
-
-    /// Its queue pairs have been stopped.
-    pub(super) fn fenced(&mut self, fenced: Fenced) {
-        if let Some(drain) = &mut self.draining {
-            drain.markers = Some(fenced.markers);
-        }
-    }
-
-    /// Whether all that was posted before [`Path::fence`] has ended.
-    pub(super) fn is_drained(&self) -> bool {
-        self.draining
-            .is_some_and(|drain| drain.markers.is_some_and(|markers| drain.ended >= markers))
-    }
-
-    /// Whether it has been fenced and not been rebuilt.
-    pub(super) fn is_fenced(&self) -> bool {
-        self.draining.is_some()
-    }
-
-    /// What makes its queue pairs anew, by calls that may take long, on its port as that is then: from RESET, with other packet numbers,
-    /// so that nothing of theirs before is taken for theirs now. They are not destroyed and others made, for soft-RoCE destroys one
-    /// only when the last of its packets is off the interface, which takes seconds when that is down; but where the completion queue
-    /// failed, which no call mends, there is no other way. For [`Path::rebuilt`].
-    pub(super) fn rebuild(
-        &self,
-        port: impl FnOnce() -> std::result::Result<Port, String> + Send + 'static,
-        generation: u32,
-    ) -> impl FnOnce() -> std::result::Result<Rebuilt, String> + Send + 'static {
-        let (index, qps, control) = (self.index, Arc::clone(&self.qps), Arc::clone(&self.control));
-        let is_spoiled = self.is_spoiled;
-        let first = self.psns[0].wrapping_mul(0x9e37_79b1).wrapping_add(generation);
-        move || {
-            let port = port()?;
-            let reset = || -> Result<()> {
-                qps.iter().try_for_each(Qp::reset)?;
-                qps.iter()
-                    .enumerate()
-                    .try_for_each(|(number, qp)| prepare(index, (number, qp), &port, &control))
-            };
-            let made = match is_spoiled {
-                true => queues(index, &port, &control).map(Some),
-                false => reset().map(|()| None),
-            };
-            Ok(Rebuilt {
-                queues: made.map_err(|error| error.to_string())?,
-                port,
-                psns: packet_numbers(first, qps.len()),
-                generation,
-            })
-        }
-    }
-
-    /// Its queue pairs are there anew. What is returned they are in place of: to destroy it may take long.
-    pub(super) fn rebuilt(&mut self, rebuilt: Rebuilt) -> Result<Option<Queues>> {
-        let before = match rebuilt.queues {
-            Some((cq, qps)) => {
-                self.is_spoiled = false;
-                let before = std::mem::replace(&mut self.qps, qps);
-                Some((std::mem::replace(&mut self.cq, cq), before))
-            }
-            None => {
-                // Nothing has come of the new ones, which are not connected.
-                let mut room = [Completion::EMPTY; BATCH];
-                while !self.cq.poll(&mut room)?.is_empty() {}
-                None
-            }
-        };
-        (self.port, self.psns, self.generation) = (rebuilt.port, rebuilt.psns, rebuilt.generation);
-        (self.draining, self.messages, self.probes) = (None, 0, 0);
-        Ok(before)
-    }
-
-    /// Where it is reached: GID 16 bytes | LID u16 | MTU u8 | queue pairs u8 | first packet number of the first one 3 bytes, from which
-    /// the others' follow | zero u8 | 16 times number 3 bytes | zeros.
-    pub(super) fn address(&self) -> Address {
-        let offer = self.offer();
-        let mut bytes = [0; ADDRESS_BYTES];
-        bytes[..16].copy_from_slice(&offer.gid);
-        bytes[16..18].copy_from_slice(&offer.lid.to_le_bytes());
-        bytes[18..20].copy_from_slice(&[offer.mtu.code(), offer.qps.len() as u8]);
-        bytes[20..23].copy_from_slice(&offer.qps[0].psn.to_le_bytes()[..3]);
-        for (qp, bytes) in offer.qps.iter().zip(bytes[24..].chunks_exact_mut(3)) {
-            bytes.copy_from_slice(&qp.number.to_le_bytes()[..3]);
-        }
-        Address(bytes)
-    }
-
-    /// What is to be connected to an address of the peer; `None` if the address makes no sense.
-    pub(super) fn connecting(
-        &mut self,
-        address: &Address,
-    ) -> Option<impl FnOnce() -> Result<()> + Send + 'static> {
-        let bytes = &address.0;
-        let three = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], 0]);
-        let mtu = Mtu::from_code(bytes[18].into())?;
-        let count = usize::from(bytes[19]);
-        let mut peer = self.peer.clone()?;
-        if count != self.qps.len() || bytes[72..] != [0; ADDRESS_BYTES - 72] {
-            return None;
-        }
-        peer.path.gid.copy_from_slice(&bytes[..16]);
-        (peer.path.lid, peer.path.mtu) = (u16::from_le_bytes([bytes[16], bytes[17]]), mtu);
-        peer.path.qps = packet_numbers(three(20), count)
-            .into_iter()
-            .enumerate()
-            .map(|(qp, psn)| QpOffer {
-                number: three(24 + qp * 3),
-                psn,
-            })
-            .collect();
-        let routes = self.routes(&peer.path, &peer.path.qps);
-        let own = self.psns.clone();
-        self.peer = Some(peer);
-        let (qps, port, patience) = (
-            Arc::clone(&self.qps),
-            self.port.number(),
-            self.port.config().patience,
-        );
-        Some(move || connect_all(port, &qps, &own, &routes, patience))
-    }
-}
-
-/// First packet numbers of a path's queue pairs are so far apart.
-const PSN_APART: u32 = 0x10_0001;
-
-/// First packet numbers of `count` queue pairs.
-fn packet_numbers(first: u32, count: usize) -> Vec<u32> {
-    (0..count as u32)
-        .map(|qp| first.wrapping_add(qp * PSN_APART) & 0xff_ffff)
-        .collect()
 }
 
 /// Queue pairs for a path, in INIT and with their receive requests, and their completion queue.

@@ -88,15 +88,10 @@ impl Receiving {
 }
 
 impl Receiver {
-    /// An end over these paths, the first of which is active, that fails with it. Their control page is `control`.
+    /// An end over these paths, the first that is connected of which is active. Their control page is `control`, and their hub that of
+    /// `failover`.
     #[must_use]
-    pub fn new(paths: Vec<Path>, control: Control) -> Self {
-        Self::with_failover(paths, control, Failover::off())
-    }
-
-    /// One that survives its paths.
-    #[must_use]
-    pub fn with_failover(paths: Vec<Path>, control: Control, failover: Failover) -> Self {
+    pub fn new(paths: Vec<Path>, control: Control, failover: Failover) -> Self {
         Self::over(paths, control, failover, failover::Receiver::new, |active| {
             Receiving {
                 taken: 0,

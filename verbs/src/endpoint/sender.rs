@@ -102,15 +102,10 @@ impl Sending {
 }
 
 impl Sender {
-    /// An end over these paths, the first of which is active, that fails with it. Their control page is `control`.
+    /// An end over these paths, the first that is connected of which is active. Their control page is `control`, and their hub that of
+    /// `failover`.
     #[must_use]
-    pub fn new(paths: Vec<Path>, control: Control, slots: Slots) -> Self {
-        Self::with_failover(paths, control, slots, Failover::off())
-    }
-
-    /// One that survives its paths.
-    #[must_use]
-    pub fn with_failover(paths: Vec<Path>, control: Control, slots: Slots, failover: Failover) -> Self {
+    pub fn new(paths: Vec<Path>, control: Control, slots: Slots, failover: Failover) -> Self {
         let agree = |settings, count, ready| failover::Sender::new(settings, SLOTS as u64, count, ready);
         Self::over(paths, control, failover, agree, |_| Sending {
             slots,

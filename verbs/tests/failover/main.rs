@@ -6,6 +6,7 @@
 
 mod calls;
 mod case;
+mod ends;
 #[path = "../../../tests/src/fabric.rs"]
 #[allow(dead_code, reason = "each test uses a part of it")]
 mod fabric;

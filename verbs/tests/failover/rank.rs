@@ -27,7 +27,7 @@ pub(crate) const SLOTS_AT: Slots = Slots {
 };
 
 /// Memory with slots, and where it is. There are as many as ends of a process, and they serve all cases.
-fn slots() -> (Memory, *mut u64) {
+pub(crate) fn slots() -> (Memory, *mut u64) {
     let memory = Box::leak(vec![0_u64; SLOTS * SLOT / 8].into_boxed_slice());
     let base = memory.as_mut_ptr();
     // SAFETY: never freed, and from here on used by its address alone.
@@ -38,7 +38,7 @@ fn slots() -> (Memory, *mut u64) {
 }
 
 /// A rank's two ports.
-fn net(rank: usize, queues: Queues) -> Arc<Net> {
+pub(crate) fn net(rank: usize, queues: Queues) -> Arc<Net> {
     let devices = [0, 1].map(|link| Fabric::here().device(Port { rank, link }));
     let config = Config {
         devices: Filter::parse(&format!("={}", devices.join(","))),
@@ -123,7 +123,7 @@ impl Rank {
                     seed = mix(seed);
                     seed as u32
                 };
-                Path::new(index, port, (memory, is_receiver), control, draw).unwrap()
+                Path::new(index, port, (memory, is_receiver), control, &self.hub, draw).unwrap()
             })
             .collect()
     }
@@ -162,7 +162,7 @@ impl Rank {
         let control = Control::new().unwrap();
         let mut paths = self.paths(false, &control, case);
         self.connect(&mut paths, &control, 0);
-        Sender::with_failover(paths, control, SLOTS_AT, self.failover(case))
+        Sender::new(paths, control, SLOTS_AT, self.failover(case))
     }
 
     pub(crate) fn receiver(&mut self, case: &Case) -> Receiver {
@@ -170,6 +170,6 @@ impl Rank {
         let mut paths = self.paths(true, &control, case);
         let slots = self.receives.0.address();
         self.connect(&mut paths, &control, slots);
-        Receiver::with_failover(paths, control, self.failover(case))
+        Receiver::new(paths, control, self.failover(case))
     }
 }

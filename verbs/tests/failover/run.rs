@@ -301,9 +301,15 @@ impl Run<'_> {
             match MESSAGE.iter().position(|message| *message == tag) {
                 // A connection is known by the rank that sends.
                 Some(of) if of == self.rank.number => {
-                    drop(self.sender.as_mut().map(|sender| sender.hear(&bytes)));
+                    if let Some(sender) = &mut self.sender {
+                        sender.hear(&bytes);
+                    }
                 }
-                Some(_) => drop(self.receiver.as_mut().map(|receiver| receiver.hear(&bytes))),
+                Some(_) => {
+                    if let Some(receiver) = &mut self.receiver {
+                        receiver.hear(&bytes);
+                    }
+                }
                 None => {
                     assert_eq!(tag, DONE);
                     (self.seen.peer, self.seen.costs[1]) = parse_done(&bytes);

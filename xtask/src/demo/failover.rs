@@ -167,7 +167,9 @@ pub fn look(spans: &[Span]) -> (Vec<String>, Vec<String>) {
     let mut numbers = HashSet::new();
     // Of a rank's channel the devices of each way.
     let mut devices: HashMap<[Option<String>; 2], [HashSet<String>; 2]> = HashMap::new();
+    let mut unnumbered = 0;
     for step in named("rdma write") {
+        unnumbered += usize::from(step.attribute("rdma.wr.id").is_none());
         let way = step.attribute("ccl.network.path").unwrap_or_default();
         numbers.extend(step.attribute("rdma.qp.number"));
         let parent = by_id.get(step.text("parentSpanId"));
@@ -180,6 +182,7 @@ pub fn look(spans: &[Span]) -> (Vec<String>, Vec<String>) {
         both[usize::from(way == "backup")].extend(step.attribute("rdma.device.name"));
         *ways.entry(way).or_default() += 1;
     }
+    miss("an RDMA write has no number of its work request", unnumbered > 0);
     // A queue pair is of one device: a step that names another path than its queue pair's shows here.
     miss(
         "a device is that of a channel's primary path and of its backup",
@@ -262,6 +265,7 @@ mod tests {
                 ("ccl.network.path", way),
                 ("rdma.qp.number", "17"),
                 ("rdma.device.name", device),
+                ("rdma.wr.id", "72057594037927936"),
             ];
             span("rdma write", id, "p", &told)
         };

@@ -80,9 +80,7 @@ impl<R: Role> Line<R> {
     /// Takes what the peer says beside RDMA. What follows from it is found by the next poll.
     pub(super) fn listen(&mut self, socket: &mut Socket) {
         let Self { talk, end, .. } = self;
-        talk.read(socket, |message| {
-            let _ = end.hear(message);
-        });
+        talk.read(socket, |message| end.hear(message));
     }
 
     /// Says what is to be said beside RDMA, and tells the log what has happened; `bytes` says how many the last so many steps have.

@@ -291,7 +291,7 @@ pub(crate) fn prepare(
             None => rdma.net.open(port)?,
             Some(_) => rdma.net.standby(port)?,
         };
-        Path::new(index, port, (&memory, is_receiver), &control, draw)
+        Path::new(index, port, (&memory, is_receiver), &control, &rdma.hub, draw)
             .map(|path| path.with_class(rdma.class))
             .map_err(|error| error.to_string())
     };

@@ -48,7 +48,7 @@ impl Receiver {
     fn new(fifo: Arc<Fifo>, connected: Connected) -> Self {
         let paths = Paths::new(&connected, false);
         let direct = connected.direct.clone();
-        let end = endpoint::Receiver::with_failover(connected.paths, connected.control, connected.failover);
+        let end = endpoint::Receiver::new(connected.paths, connected.control, connected.failover);
         Self {
             line: Line::new(end, paths),
             fifo,

@@ -69,8 +69,7 @@ impl Sender {
     pub(crate) fn new(fifo: Arc<Fifo>, connected: Connected) -> Self {
         let (_, slots) = slots_of(&fifo);
         let paths = Paths::new(&connected, true);
-        let end =
-            endpoint::Sender::with_failover(connected.paths, connected.control, slots, connected.failover);
+        let end = endpoint::Sender::new(connected.paths, connected.control, slots, connected.failover);
         Self {
             line: Line::new(end, paths),
             fifo,

@@ -91,7 +91,7 @@ pub(super) const JOBS: &[Job] = &[
         program: Program::Cargo {
             package: "ringsight-verbs",
             test: "failover",
-            filters: &[],
+            filters: &["links_fail", "a_message_that_waits"],
         },
         kernels: &Series::ALL,
         rdma: 2,
