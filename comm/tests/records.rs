@@ -273,6 +273,36 @@ fn replays_are_numbered_and_their_graph_is_seen() {
     assert_eq!(graphs(State::START), graphs(State::STOP));
 }
 
+/// As on a GPU, where a graph's kernels count in the graph's memory.
+#[test]
+fn instances_of_one_graph_number_their_replays_together() {
+    let _turn = turn();
+    let watch = Watch::begin();
+    on_ranks(2, |rank| {
+        let device = host();
+        let (data, mut sum) = (vec![1f32; 1000], vec![0f32; 1000]);
+        device.capture_begin(rank.stream).unwrap();
+        let call = Call::new(Function::AllReduce, 1000);
+        ok(rank.call(&call, data.as_ptr().cast(), sum.as_mut_ptr().cast()));
+        let graph = device.capture_end(rank.stream).unwrap();
+        let instances = [(); 2].map(|()| device.graph_instantiate(graph).unwrap());
+        device.graph_destroy(graph).unwrap();
+        for turn in [0, 1, 1, 0, 1] {
+            device.graph_launch(instances[turn], rank.stream).unwrap();
+        }
+        rank.synchronize();
+        for exec in instances {
+            device.graph_exec_destroy(exec).unwrap();
+        }
+    });
+    let records = watch.end();
+    for rank in 0..2 {
+        let of_rank = of(&records, Kind::OpCompleted).filter(|record| record.rank == rank);
+        let replays: Vec<u32> = of_rank.map(|record| record.replay).collect();
+        assert_eq!(replays, [1, 2, 3, 4, 5]);
+    }
+}
+
 #[test]
 fn work_beyond_the_budget_is_cut_alike_on_all_ranks() {
     let _turn = turn();

@@ -22,10 +22,24 @@ fn late_rank() {
         let code = rank.call(&call, at, at);
         (code, device.capture_end(rank.stream).unwrap())
     };
-    let exec = (env::var(FAULT).unwrap() == "graph").then(|| {
+    let mode = env::var(FAULT).unwrap();
+    let mut sum = 2.0;
+    let exec = (mode != "eager").then(|| {
         let (code, graph) = capture();
         ok(code);
-        device.graph_instantiate(graph).unwrap()
+        let exec = device.graph_instantiate(graph).unwrap();
+        if mode == "graph" {
+            return exec;
+        }
+        // Another instance of it has been replayed more often.
+        for _ in 0..3 {
+            device.graph_launch(exec, rank.stream).unwrap();
+            sum *= 2.0;
+        }
+        rank.synchronize();
+        let next = device.graph_instantiate(graph).unwrap();
+        device.graph_exec_destroy(exec).unwrap();
+        next
     });
     let launch = || match exec {
         Some(exec) => device.graph_launch(exec, rank.stream).unwrap(),
@@ -50,6 +64,7 @@ fn late_rank() {
         launch();
         rank.synchronize();
         device.graph_exec_destroy(exec).unwrap();
+        sum *= 2.0;
     }
     if rank.rank == 0 {
         let refused = |code| {
@@ -64,7 +79,6 @@ fn late_rank() {
         refused(code);
         device.graph_destroy(graph).unwrap();
     }
-    let sum = if exec.is_some() { 4.0 } else { 2.0 };
     assert!(data.iter().all(|value| *value == sum), "{:?}", data[0]);
     // SAFETY: a live communicator.
     ok(unsafe { abi::ncclCommAbort(rank.comm) });
@@ -112,6 +126,8 @@ fn an_error_stays_though_the_operation_completes_and_later_calls_are_refused() {
         ("eager", "events"),
         ("graph", "pages"),
         ("graph", "events"),
+        ("instance", "pages"),
+        ("instance", "events"),
     ] {
         late_ranks(mode, source, Some("300"));
     }

@@ -1,6 +1,9 @@
 //! Stream capture: what a captured stream collects and the rules that keep it whole.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{
+    collections::HashMap,
+    sync::{Arc, atomic::AtomicU32},
+};
 
 use super::{
     graph::{GraphBody, Node, Retained, Step, closure},
@@ -100,6 +103,7 @@ impl Capturing {
         }
         Ok(GraphBody {
             nodes: self.nodes,
+            replays: AtomicU32::new(0),
             _retained: self.retained,
         })
     }

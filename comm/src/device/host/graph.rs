@@ -3,7 +3,10 @@
 use std::{
     collections::HashSet,
     mem,
-    sync::{Arc, Mutex, atomic::Ordering},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU32, Ordering},
+    },
 };
 
 use ringsight_kernels::host;
@@ -124,6 +127,8 @@ impl Drop for Retained {
 /// A captured graph. Fields are dropped in this order: destructors run after the nodes they serve are gone.
 pub(super) struct GraphBody {
     pub(super) nodes: Vec<Node>,
+    /// Launches of all its instances.
+    pub(super) replays: AtomicU32,
     pub(super) _retained: Retained,
 }
 
@@ -134,7 +139,8 @@ pub(super) struct Instance {
     externals: Vec<(usize, External)>,
     /// One per lane but the first, which the launching stream runs.
     workers: Vec<Worker>,
-    launches: Mutex<Launches>,
+    /// The end of its last launch.
+    last: Mutex<Option<Arc<Point>>>,
 }
 
 /// A graph covered by chains ("lanes") in which each node depends on the one before. Every lane has a thread of its
@@ -209,12 +215,6 @@ fn turns(nodes: &[Node], lanes: &[Vec<usize>], externals: &[(usize, External)]) 
         .iter()
         .map(|members| members.iter().map(turn).filter(does_something).collect())
         .collect()
-}
-
-#[derive(Default)]
-struct Launches {
-    count: u32,
-    last: Option<Arc<Point>>,
 }
 
 /// Covers the graph with chains of nodes that depend on each other, directly or not.
@@ -294,7 +294,7 @@ impl Instance {
             }),
             externals,
             workers,
-            launches: Mutex::default(),
+            last: Mutex::default(),
         })
     }
 
@@ -303,17 +303,19 @@ impl Instance {
         &self.externals
     }
 
-    /// The next launch, in which nodes wait for or pass these points outside, by index. Numbers count from 1 per instance,
-    /// so ranks that replay alike number alike.
+    /// The next launch, in which nodes wait for or pass these points outside, by index. Numbers count from 1 per graph, as those of a
+    /// device do that counts in the graph's memory: instances of one graph go on where the others are, and ranks that replay alike number
+    /// alike.
     pub(super) fn next(self: &Arc<Self>, outside: Vec<(usize, Arc<Point>)>) -> Replay {
-        let mut launches = lock(&self.launches);
-        // 0 stands for eager work.
-        launches.count = launches.count.checked_add(1).unwrap_or(1);
         let done = Arc::new(Point::default());
-        let previous = launches.last.replace(done.clone());
+        let previous = lock(&self.last).replace(done.clone());
+        // Relaxed: the caller holds a lock while it launches. 0 stands for eager work.
+        let replays = &self.program.graph.replays;
+        let number = replays.load(Ordering::Relaxed).checked_add(1).unwrap_or(1);
+        replays.store(number, Ordering::Relaxed);
         Replay {
             instance: self.clone(),
-            number: launches.count,
+            number,
             outside: outside.into(),
             previous,
             done,
