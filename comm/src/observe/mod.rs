@@ -195,6 +195,26 @@ mod tests {
     }
 
     #[test]
+    fn what_is_under_way_keeps_its_description() {
+        let _turn = turn();
+        let describe = |op| {
+            describe(&Description {
+                op,
+                ..Default::default()
+            });
+        };
+        let stays = next_op();
+        describe(stays);
+        for _ in 0..3 * ringsight_records::pages::DESCRIPTION_ENTRIES {
+            let op = next_op();
+            describe(op);
+            set_time(op, Time::DeviceEnd, 1);
+        }
+        assert!(pages().unwrap().description(stays).is_some());
+        set_time(stays, Time::DeviceEnd, 1);
+    }
+
+    #[test]
     fn the_header_tells_this_process() {
         let _turn = turn();
         let header = pages().unwrap().header();

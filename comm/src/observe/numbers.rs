@@ -2,12 +2,13 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use ringsight_records::{Description, Waits, description::Time, pages::CAPTURED};
+use ringsight_records::{
+    Description, Waits,
+    description::Time,
+    pages::{CAPTURED, CAPTURED_BITS},
+};
 
 use super::shared::{self, Shared};
-
-/// Bits of a captured operation's number that name its slot.
-const SLOT_BITS: u32 = 12;
 
 /// Free slots of the table of captured operations, with each slot's generation.
 #[derive(Debug)]
@@ -28,12 +29,12 @@ impl CapturedSlots {
     fn take(&mut self) -> Option<u32> {
         let slot = self.free.pop()?;
         let generation = &mut self.generations[usize::from(slot)];
-        *generation = generation.wrapping_add(1) & (u32::MAX >> (SLOT_BITS + 1));
-        Some(CAPTURED | *generation << SLOT_BITS | u32::from(slot))
+        *generation = generation.wrapping_add(1) & (u32::MAX >> (CAPTURED_BITS + 1));
+        Some(CAPTURED | *generation << CAPTURED_BITS | u32::from(slot))
     }
 
     fn give_back(&mut self, op: u32) {
-        let slot = op & ((1 << SLOT_BITS) - 1);
+        let slot = op & ((1 << CAPTURED_BITS) - 1);
         self.free.push(slot as u16);
     }
 }
@@ -49,11 +50,19 @@ fn next(counter: &AtomicU32) -> u32 {
     }
 }
 
-/// Number for an operation that runs once.
+/// Numbers that are tried for an operation before one is described in place of another that is under way.
+const TRIES: usize = 64;
+
+/// Number for an operation that runs once: one whose entry is not that of an operation which is under way, unless so many in a row are.
 #[must_use]
 pub fn next_op() -> u32 {
     static NEXT: AtomicU32 = AtomicU32::new(1);
-    next(&NEXT)
+    let Some(Shared { pages, .. }) = shared::current() else {
+        return next(&NEXT);
+    };
+    let mut tries = (0..TRIES).map(|_| next(&NEXT));
+    let free = tries.find(|op| !pages.slot(*op).is_under_way());
+    free.unwrap_or_else(|| next(&NEXT))
 }
 
 /// Number for a captured operation, to be given back by [`release_captured_op`] when its graph is gone. If the table is

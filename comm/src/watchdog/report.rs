@@ -238,16 +238,21 @@ pub(super) fn lines(
 ) -> Vec<String> {
     let ms = |ns: u64| Duration::from_nanos(ns).as_millis();
     let description = observe::pages().and_then(|pages| pages.description(op.info.op));
-    let Description {
-        api_start_ns,
-        launch_start_ns,
-        channel_mask,
-        bytes,
-        stream,
-        warps,
-        ..
-    } = description.unwrap_or_default();
     let ago = |what: &str, ns: u64| format!("{what}: {} ms ago", ms(now.saturating_sub(ns)));
+    // Of one that is not described any more.
+    let or_unknown = |what: &str, text: Option<String>| text.unwrap_or_else(|| format!("{what}: unknown"));
+    let described = |what: &str, value: &dyn Fn(&Description) -> String| {
+        let text = description
+            .as_ref()
+            .map(|description| format!("{what}: {}", value(description)));
+        or_unknown(what, text)
+    };
+    let launched_ns = description
+        .as_ref()
+        .map_or(0, |description| description.launch_start_ns);
+    let enqueued = description
+        .as_ref()
+        .map(|description| ago("Enqueued", description.api_start_ns));
     let call = watch.checks.call_of(op.info.op);
     let mut lines = vec![
         if verdict.hang {
@@ -279,18 +284,18 @@ pub(super) fn lines(
             ms(now.saturating_sub(op.start_ns)),
             threshold.as_millis()
         ),
-        format!("Channel Mask: {channel_mask:#x}"),
+        described("Channel Mask", &|of| format!("{:#x}", of.channel_mask)),
         // A constant of the device: asking for it calls nothing.
-        format!(
-            "Threads per Block: {}",
-            u32::from(warps) * device::opened().map_or(1, |device| device.warp_threads())
-        ),
+        described("Threads per Block", &|of| {
+            let threads = device::opened().map_or(1, |device| device.warp_threads());
+            (u32::from(of.warps) * threads).to_string()
+        }),
         format!("CUDA Device: {}", watch.device),
-        format!("Bytes: {bytes}"),
-        format!("Stream: {stream:#x}"),
+        format!("Bytes: {}", op.info.bytes),
+        described("Stream", &|of| format!("{:#x}", of.stream)),
         format!("Operation: {}", op.info.op),
-        ago("Enqueued", api_start_ns),
-        ago("Launched", launch_start_ns.max(op.launched_ns)),
+        or_unknown("Enqueued", enqueued),
+        ago("Launched", launched_ns.max(op.launched_ns)),
         ago("Started", op.start_ns),
         told_by(watch),
         format!(

@@ -3,10 +3,10 @@
 use std::{env, path::PathBuf};
 
 use ringsight_comm::{abi, error::ResultCode, observe};
-use ringsight_records::{Algorithm, Function, Protocol};
+use ringsight_records::{Algorithm, Function, Protocol, pages::DESCRIPTION_ENTRIES};
 
 use super::{ELEMENTS, FAULT, FOLDER, texts, until};
-use crate::common::{Call, host, ok, rank_of_process, start_processes, state};
+use crate::common::{Call, Rank, host, ok, rank_of_process, start_processes, state, unique_id};
 
 /// One rank of the tests below, whose hangs set the error: rank 1 comes to the operation when rank 0 has been told that it hangs.
 #[test]
@@ -24,7 +24,7 @@ fn late_rank() {
     };
     let mode = env::var(FAULT).unwrap();
     let mut sum = 2.0;
-    let exec = (mode != "eager").then(|| {
+    let exec = ["graph", "instance"].contains(&mode.as_str()).then(|| {
         let (code, graph) = capture();
         ok(code);
         let exec = device.graph_instantiate(graph).unwrap();
@@ -48,6 +48,9 @@ fn late_rank() {
     let told = PathBuf::from(env::var(FOLDER).unwrap()).join("told");
     if rank.rank == 0 {
         launch();
+        if mode == "busy" {
+            work_alone();
+        }
         until(&|| state(rank.comm) != ResultCode::Success);
         print_description();
         std::fs::write(told, "").unwrap();
@@ -85,9 +88,24 @@ fn late_rank() {
     println!("\nrank done");
 }
 
-/// Prints the lines that a report has of the one operation of this process as its description has them.
+/// More operations than are described at once, of another communicator.
+fn work_alone() {
+    let alone = Rank::join(unique_id(), 0, 1);
+    let (from, mut to) = ([1_f32; 4], [0_f32; 4]);
+    for _ in 0..2 * DESCRIPTION_ENTRIES {
+        let call = Call::new(Function::AllReduce, from.len());
+        ok(alone.call(&call, from.as_ptr().cast(), to.as_mut_ptr().cast()));
+    }
+    alone.synchronize();
+    assert_eq!(to, from);
+    alone.leave();
+}
+
+/// Prints the lines that a report has of the one operation of both ranks as its description has them.
 fn print_description() {
-    let operation = observe::pages().unwrap().descriptions().next().unwrap();
+    let pages = observe::pages().unwrap();
+    let operation = pages.descriptions().find(|operation| operation.ranks == 2);
+    let operation = operation.unwrap();
     println!("\nexpected Comm: {:#x}, Rank: 0/2", operation.comm);
     println!(
         "expected Kernel: AllReduce(count {}, float32, sum), {}, {}, {} channels, collective 0",
@@ -170,7 +188,13 @@ fn numbers(pattern: &str, line: &str) -> Option<Vec<f64>> {
 /// such reports look for.
 #[test]
 fn a_report_has_every_line() {
-    let text = &late_ranks("eager", "pages", Some("300"))[0];
+    // Whatever else the process does meanwhile.
+    for mode in ["eager", "busy"] {
+        has_every_line(&late_ranks(mode, "pages", Some("300"))[0]);
+    }
+}
+
+fn has_every_line(text: &str) {
     let lines: Vec<&str> = text
         .lines()
         .filter_map(|line| line.split_once(" NCCL WARN "))

@@ -177,6 +177,16 @@ impl DescriptionSlot {
         }
     }
 
+    /// Whether it holds an operation whose end is not known.
+    #[must_use]
+    pub fn is_under_way(&self) -> bool {
+        let op = self.op();
+        // Relaxed: an end that comes meanwhile may be missed.
+        let end = self.words.word(Time::DeviceEnd.word()).load(Ordering::Relaxed);
+        let is_its_own = self.checks[Time::DeviceEnd as usize].load(Ordering::Relaxed) == check(op, end);
+        op != 0 && (end == 0 || !is_its_own)
+    }
+
     /// The entry of operation `op`; `None` if the slot holds another operation or is being rewritten without end.
     #[must_use]
     pub fn read(&self, op: u32) -> Option<Description> {

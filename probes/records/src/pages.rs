@@ -31,8 +31,13 @@ pub const MAGIC: u64 = u64::from_le_bytes(*b"ringsigh");
 
 /// Entries of the communicator table.
 pub const COMM_ENTRIES: usize = 1024;
-/// Entries of each description table: how many operations may be in flight (or captured) at once and be described.
+/// Entries of the description table of operations that run once: how many may be in flight at once and be described.
 pub const DESCRIPTION_ENTRIES: usize = 4096;
+/// Entries of that of captured operations, as many as graphs may have at once. Inference engines capture a hundred collectives for each of
+/// a hundred sizes. Memory is only taken by what is used: low entries first.
+pub const CAPTURED_ENTRIES: usize = 1 << CAPTURED_BITS;
+/// Bits of a captured operation's number that name its entry.
+pub const CAPTURED_BITS: u32 = 15;
 /// Entries of the connection table: ends of connections between nodes that go over RDMA.
 pub const CONNECTION_ENTRIES: usize = 1024;
 /// Entries of the proxy table: connections between nodes, over whatever they go.
@@ -44,7 +49,11 @@ pub const DEVICES: usize = 16;
 /// Slots of the ring: a reader that drains each millisecond may be held up for 65 ms at 1 M records/s.
 pub const RING_SLOTS: usize = 1 << 16;
 
-/// Operation numbers with this bit belong to captured operations: `CAPTURED | generation << 12 | slot`.
+/// Entries of captured operations are looked at in pieces as long as these have any that is used: more than are given out before the first
+/// of them is described.
+const USED_TOGETHER: usize = 1024;
+
+/// Operation numbers with this bit belong to captured operations: `CAPTURED | generation << CAPTURED_BITS | slot`.
 pub const CAPTURED: u32 = 1 << 31;
 
 /// A count on a cache line of its own: different threads count different kinds.
@@ -197,14 +206,14 @@ impl Geometry {
         let comms = HEADER_BYTES;
         let eager = comms + COMM_ENTRIES * size_of::<CommSlot>();
         let captured = eager + DESCRIPTION_ENTRIES * size_of::<DescriptionSlot>();
-        let ring = captured + DESCRIPTION_ENTRIES * size_of::<DescriptionSlot>();
+        let ring = captured + CAPTURED_ENTRIES * size_of::<DescriptionSlot>();
         let connections = ring + RING_SLOTS * size_of::<Slot>();
         let proxies = connections + CONNECTION_ENTRIES * size_of::<ConnectionSlot>();
         let verdicts = proxies + PROXY_ENTRIES * size_of::<ProxySlot>();
         Self {
             comms: (comms, COMM_ENTRIES),
             eager: (eager, DESCRIPTION_ENTRIES),
-            captured: (captured, DESCRIPTION_ENTRIES),
+            captured: (captured, CAPTURED_ENTRIES),
             ring: (ring, RING_SLOTS),
             connections: (connections, CONNECTION_ENTRIES),
             proxies: (proxies, PROXY_ENTRIES),
@@ -269,7 +278,7 @@ impl Header {
                 self.captured_offset,
                 self.captured_entries,
                 slot,
-                4096,
+                1 << 20,
             )?,
             ring: table(
                 "ring",
@@ -408,10 +417,15 @@ impl<'a> Pages<'a> {
     /// What the description tables hold, in no order: operations on their way, finished ones whose slot has not been taken
     /// since, and captured ones.
     pub fn descriptions(&self) -> impl Iterator<Item = Description> {
-        let (eager, captured) = (self.geometry.eager, self.geometry.captured);
-        [eager, captured]
-            .into_iter()
-            .flat_map(|place| self.table::<DescriptionSlot>(place))
+        let [eager, captured] =
+            [self.geometry.eager, self.geometry.captured].map(|place| self.table::<DescriptionSlot>(place));
+        // To look at an entry that was never used takes memory for it, in the process whose pages these are.
+        let used = captured
+            .chunks(USED_TOGETHER)
+            .take_while(|slots| slots.iter().any(|slot| slot.op() != 0));
+        eager
+            .iter()
+            .chain(used.flatten())
             .filter_map(|slot| match slot.op() {
                 0 => None,
                 op => slot.read(op),
