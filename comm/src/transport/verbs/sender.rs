@@ -14,7 +14,7 @@ use super::{
     Connected,
     line::{Line, Stop},
     paths::Paths,
-    slots_of,
+    prepared::slots_of,
 };
 use crate::{
     proxy::{ProxyOp, events, stalls::Stall},
