@@ -315,11 +315,18 @@ impl Flights {
         Some(last.is_some_and(|last| first > last))
     }
 
-    /// Bytes of a run, if it is on its way.
-    pub(super) fn bytes(&self, run: Run) -> Option<u64> {
-        let mut all = self.all().flat_map(Flight::operations);
-        all.find(|(info, _)| Identity::of(info) == run.identity)
-            .map(|(info, _)| info.bytes)
+    /// Bytes of a run, if it is on its way, and what else is in progress in its plan.
+    pub(super) fn plan_of(&self, run: Run) -> (u64, Vec<Run>) {
+        let in_plan = |flight: &Flight| {
+            let mut operations = flight.operations();
+            let (info, _) = operations.find(|(info, _)| Identity::of(info) == run.identity)?;
+            let beside = flight
+                .in_progress()
+                .map(|op| op.run)
+                .filter(|other| *other != run);
+            Some((info.bytes, beside.collect()))
+        };
+        self.all().find_map(in_plan).unwrap_or_default()
     }
 
     /// Where this rank is with a run, if it is on its way.

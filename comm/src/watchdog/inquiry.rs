@@ -55,6 +55,8 @@ struct Case {
     /// Since when the verdict is one that must last.
     lasting: Option<u64>,
     said: Option<Verdict>,
+    /// All its ranks had come to it when that was asked last.
+    have_come: bool,
     /// Not to be asked about before.
     again_ns: u64,
 }
@@ -71,6 +73,7 @@ impl Case {
                 unanswered: 0,
                 lasting: None,
                 said: None,
+                have_come: false,
                 again_ns: 0,
             });
             cases.len() - 1
@@ -182,6 +185,12 @@ impl Inquiry {
         said.any(|said| said.cause == Cause::MetadataMismatch)
     }
 
+    /// Whether all ranks of each of these have come to it, as far as has been found out.
+    pub(super) fn have_come(&self, runs: &[Run]) -> bool {
+        let has_come = |run: &Run| self.cases.iter().any(|case| case.run == *run && case.have_come);
+        runs.iter().all(has_come)
+    }
+
     /// Goes on with a run's question: what is to be done next. `own` is what rank `rank` that asks knows of itself.
     pub(super) fn step(
         &mut self,
@@ -266,6 +275,7 @@ impl Inquiry {
             said.any(|said| said.tells(verdict))
         });
         let culprit = verdict.as_ref().map(|verdict| verdict.culprit);
+        Case::of(&mut self.cases, run, now).have_come = heard.values().all(Heard::has_come);
         let behind = culprit.and_then(|rank| self.behind.get(&rank).copied());
         let case = Case::of(&mut self.cases, run, now);
         let (fresh, said) = match is_said {

@@ -50,7 +50,7 @@ use crate::{
     device,
     error::Error,
     launch::observer::PlanObserver,
-    observe,
+    observe, plan,
     proxy::{
         moves::Moves,
         stalls::{Stall, Stalls},
@@ -280,28 +280,16 @@ impl Watch {
             return if is_done { Position::Done } else { Position::Ended };
         }
         let idle_ns = now.saturating_sub(flights.last_launch_ns);
-        let position = flights.position(run, now).map(|position| match position {
-            // Events tell of starts and ends only: for all that is known here they move, unless there is nobody to wait for, or they would
-            // have been done long ago at a gigabyte a second.
-            Position::Running {
-                since_ns,
-                still_ns,
-                waits,
-            } if self.events.is_some() => {
-                let stuck_ns = u64::try_from(self.settings.stuck.as_nanos()).unwrap_or(u64::MAX);
-                let may_move = stuck_ns.saturating_add(flights.bytes(run).unwrap_or(0));
-                let still_ns = match self.participants(run.identity)[..] {
-                    [_] => since_ns,
-                    _ => still_ns.min(since_ns.saturating_sub(may_move)),
-                };
-                Position::Running {
-                    since_ns,
-                    still_ns,
-                    waits,
-                }
-            }
-            position => position,
-        });
+        let mut position = flights.position(run, now);
+        if let Some(Position::Running {
+            since_ns, still_ns, ..
+        }) = &mut position
+            && self.events.is_some()
+        {
+            let (bytes, beside) = flights.plan_of(run);
+            drop(flights);
+            *still_ns = (*still_ns).min(self.stuck_for(run, *since_ns, bytes, &beside));
+        }
         if position != Some(Position::Done) && self.fault().is_some() {
             return Position::Faulted;
         }
@@ -314,6 +302,23 @@ impl Watch {
                 Position::NotLaunched { idle_ns }
             }
         })
+    }
+
+    /// For how long an operation does not move that has been in progress for so long, where events tell of it: of starts and ends only, and
+    /// of its plan as a whole, which it may be done in while others of it wait.
+    fn stuck_for(&self, run: Run, since_ns: u64, bytes: u64, beside: &[Run]) -> u64 {
+        // It waits for nobody and ends when it is told to.
+        if let Identity::Message { seq, .. } = run.identity
+            && plan::is_simulated(seq)
+        {
+            return since_ns;
+        }
+        if !lock(&self.inquiry).have_come(beside) {
+            return 0;
+        }
+        // It would have been done long ago at a gigabyte a second.
+        let stuck_ns = u64::try_from(self.settings.stuck.as_nanos()).unwrap_or(u64::MAX);
+        since_ns.saturating_sub(stuck_ns.saturating_add(bytes))
     }
 
     /// What has broken this rank's device, if it is known that something has: a look at memory.

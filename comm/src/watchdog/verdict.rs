@@ -84,6 +84,11 @@ impl Heard {
         }
     }
 
+    /// Whether the rank is in the operation, or done with it.
+    pub(crate) fn has_come(&self) -> bool {
+        self.is_over() || self.still().is_some()
+    }
+
     /// Whether nobody can tell that nothing moves there.
     fn may_move(&self) -> bool {
         matches!(

@@ -5,6 +5,7 @@ use std::{
     path::{Path, PathBuf},
     process::Child,
     thread,
+    time::Duration,
 };
 
 use ringsight_comm::{abi, error::ResultCode, observe};
@@ -23,10 +24,10 @@ fn folder() -> PathBuf {
 }
 
 /// What the ranks wrote, whose first one says when the others may go on. `change` is given the rank's environment.
-fn ranks(
+fn ranks<'a>(
     worker: &str,
     number: usize,
-    change: impl Fn(usize) -> Vec<(&'static str, &'static str)>,
+    change: impl Fn(usize) -> Vec<(&'static str, &'a str)>,
     when_told: impl FnOnce(&[Child]),
 ) -> Vec<String> {
     let folder = tempfile::tempdir().unwrap();
@@ -108,6 +109,60 @@ fn a_rank_that_is_late_hides_no_hang_of_another_message() {
             "{source}: {}",
             texts[0]
         );
+    }
+}
+
+/// All send to all, themselves included, and rank 2 is late.
+#[test]
+#[ignore = "helper: the body of one rank; started by another test"]
+fn exchanging_rank() {
+    let Some(rank) = rank_of_process() else { return };
+    let mut data = [0; 2].map(|_| vec![1f32; rank.ranks * ELEMENTS]);
+    let [from, to] = data.each_mut().map(|data| data.as_mut_ptr().cast::<u8>());
+    let told = folder().join("told");
+    if rank.rank == 2 {
+        until(&|| told.exists());
+    }
+    // SAFETY: nothing is asked of the caller.
+    ok(unsafe { abi::ncclGroupStart() });
+    for peer in 0..rank.ranks {
+        // SAFETY: within the data.
+        let [from, to] = [from, to].map(|at| unsafe { at.add(peer * ELEMENTS * 4) });
+        ok(rank.call(&Call::peer(Function::Send, ELEMENTS, peer), from, from));
+        ok(rank.call(&Call::peer(Function::Recv, ELEMENTS, peer), to, to));
+    }
+    // SAFETY: as above.
+    ok(unsafe { abi::ncclGroupEnd() });
+    if rank.rank == 0 {
+        until(&|| verdicts() > 0);
+        // By then what does not move for all that is known would count as stuck.
+        thread::sleep(3 * STUCK);
+        std::fs::write(told, "").unwrap();
+    }
+    rank.synchronize();
+    rank.leave();
+    println!("\nrank done");
+}
+
+/// How long what events tell of may not end before it counts as stuck.
+const STUCK: Duration = Duration::from_millis(500);
+
+/// Events tell of a plan as a whole: of messages that are done, and to oneself, as of those that wait.
+#[test]
+fn one_rank_is_late_and_no_message_of_the_same_group_is_stuck() {
+    let stuck = STUCK.as_millis().to_string();
+    for source in ["pages", "events"] {
+        let variables = |_| {
+            vec![
+                ("RINGSIGHT_WATCHDOG_SOURCE", source),
+                ("RINGSIGHT_STUCK_TIMEOUT_MS", &*stuck),
+            ]
+        };
+        let texts = ranks("watchdog::several::exchanging_rank", 4, variables, |_| {});
+        for (rank, text) in texts.iter().enumerate().filter(|(rank, _)| *rank != 2) {
+            let expected = ["NOT_LAUNCHED (late): rank 2 has not launched it"];
+            assert_eq!(said(text), expected, "{source}, rank {rank}: {text}");
+        }
     }
 }
 
