@@ -40,6 +40,7 @@ impl Call {
             Operation::AllReduce => (0, elements),
             Operation::AllGather => (elements, all),
             Operation::ReduceScatter => (all, elements),
+            Operation::AllToAll => (all, all),
         };
         Self::of(communicator, Kind::Collective(operation), sizes, ranks)
     }
@@ -104,6 +105,14 @@ impl Call {
             Kind::Collective(Operation::ReduceScatter) => {
                 communicator.reduce_scatter(&self.send, &self.receive)
             }
+            Kind::Collective(Operation::AllToAll) => communicator.group(|| {
+                let block = self.send.len() / self.ranks as usize;
+                (0..self.ranks).try_for_each(|peer| {
+                    let part = peer as usize * block..(peer as usize + 1) * block;
+                    communicator.send_part(&self.send, part.clone(), peer)?;
+                    communicator.receive_part(&self.receive, part, peer)
+                })
+            }),
             Kind::Broadcast(root) => communicator.broadcast(&self.receive, root),
             Kind::Exchange => {
                 let next = (self.rank + 1) % self.ranks;
@@ -121,12 +130,12 @@ impl Call {
     pub(super) fn is_right(&mut self, times: u32) -> bool {
         let ranks = self.ranks;
         let sum = (ranks * (ranks + 1) / 2) as f32;
-        let block = self.send.len().max(1);
+        let block = (self.receive.len() / ranks as usize).max(1);
         let (kind, before) = (self.kind, self.before());
         let expected = |index: usize| match kind {
             // In place: each call adds up what the last one left.
             Kind::Collective(Operation::AllReduce) => sum * (ranks as f32).powi(times as i32 - 1),
-            Kind::Collective(Operation::AllGather) => (index / block + 1) as f32,
+            Kind::Collective(Operation::AllGather | Operation::AllToAll) => (index / block + 1) as f32,
             Kind::Collective(Operation::ReduceScatter) => sum,
             Kind::Broadcast(root) => (root + 1) as f32,
             Kind::Exchange => (before + 1) as f32,

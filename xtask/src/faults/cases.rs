@@ -185,6 +185,8 @@ pub(super) enum Operation {
     AllReduce,
     AllGather,
     ReduceScatter,
+    /// Messages from each to each, themselves included, in one group.
+    AllToAll,
 }
 
 /// One round of a case: everything in it that is drawn.
@@ -280,11 +282,17 @@ impl Round {
             operation: match case.fault {
                 // No rank has all that it needs before the last one comes.
                 Fault::Frozen => Operation::AllReduce,
-                _ => [
-                    Operation::AllReduce,
-                    Operation::AllGather,
-                    Operation::ReduceScatter,
-                ][between(0, 2) as usize],
+                fault => {
+                    let all = [
+                        Operation::AllReduce,
+                        Operation::AllGather,
+                        Operation::ReduceScatter,
+                        Operation::AllToAll,
+                    ];
+                    // Of messages each rank knows only its own.
+                    let differs = matches!(fault, Fault::Count | Fault::Order | Fault::Crossed);
+                    all[between(0, if differs { 2 } else { 3 }) as usize]
+                }
             },
             elements: match case.fault {
                 // Goes from rank to rank.

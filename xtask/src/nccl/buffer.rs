@@ -1,6 +1,6 @@
 //! Memory of operations.
 
-use std::{fmt, sync::Arc};
+use std::{fmt, ops::Range, sync::Arc};
 
 use anyhow::Result;
 
@@ -51,6 +51,15 @@ impl Buffer {
 
     pub(super) fn pointer(&self) -> *mut f32 {
         self.memory
+    }
+
+    /// Where some of its elements begin.
+    ///
+    /// # Panics
+    /// Where it has no such elements.
+    pub(super) fn part(&self, part: &Range<usize>) -> *mut f32 {
+        assert!(part.start <= part.end && part.end <= self.elements);
+        self.memory.wrapping_add(part.start)
     }
 }
 

@@ -5,6 +5,7 @@
 
 use std::{
     ffi::{CStr, c_char, c_int, c_void},
+    ops::Range,
     path::Path,
     ptr,
     sync::Arc,
@@ -335,42 +336,31 @@ impl Communicator<'_> {
         self.nccl.check("ncclAllGather", result, self.comm)
     }
 
+    /// Calls in one group.
+    ///
+    /// # Errors
+    /// The library's, or what the calls say.
+    pub fn group(&self, calls: impl FnOnce() -> Result<()>) -> Result<()> {
+        let f = &self.nccl.functions;
+        // SAFETY: no arguments.
+        let result = unsafe { (f.ncclGroupStart)() };
+        self.nccl.check("ncclGroupStart", result, self.comm)?;
+        let called = calls();
+        // SAFETY: no arguments.
+        let result = unsafe { (f.ncclGroupEnd)() };
+        called?;
+        self.nccl.check("ncclGroupEnd", result, self.comm)
+    }
+
     /// `ncclSend` to rank `to` and `ncclRecv` from rank `from` in one group.
     ///
     /// # Errors
     /// The library's.
     pub fn exchange(&self, send: &Buffer, to: u32, receive: &Buffer, from: u32) -> Result<()> {
-        let f = &self.nccl.functions;
-        // SAFETY: no arguments.
-        let result = unsafe { (f.ncclGroupStart)() };
-        self.nccl.check("ncclGroupStart", result, self.comm)?;
-        // SAFETY: as in `all_reduce`.
-        let result = unsafe {
-            (f.ncclSend)(
-                send.pointer().cast(),
-                send.len(),
-                FLOAT32,
-                to as c_int,
-                self.comm,
-                self.stream,
-            )
-        };
-        self.nccl.check("ncclSend", result, self.comm)?;
-        // SAFETY: as in `all_reduce`.
-        let result = unsafe {
-            (f.ncclRecv)(
-                receive.pointer().cast(),
-                receive.len(),
-                FLOAT32,
-                from as c_int,
-                self.comm,
-                self.stream,
-            )
-        };
-        self.nccl.check("ncclRecv", result, self.comm)?;
-        // SAFETY: no arguments.
-        let result = unsafe { (f.ncclGroupEnd)() };
-        self.nccl.check("ncclGroupEnd", result, self.comm)
+        self.group(|| {
+            self.send(send, to)?;
+            self.receive(receive, from)
+        })
     }
 
     /// `ncclRecv` from rank `from`.
@@ -378,11 +368,22 @@ impl Communicator<'_> {
     /// # Errors
     /// The library's.
     pub fn receive(&self, receive: &Buffer, from: u32) -> Result<()> {
+        self.receive_part(receive, 0..receive.len(), from)
+    }
+
+    /// The same into some elements of a buffer.
+    ///
+    /// # Errors
+    /// The library's.
+    ///
+    /// # Panics
+    /// Where the buffer has no such elements.
+    pub fn receive_part(&self, receive: &Buffer, part: Range<usize>, from: u32) -> Result<()> {
         // SAFETY: as in `all_reduce`.
         let result = unsafe {
             (self.nccl.functions.ncclRecv)(
-                receive.pointer().cast(),
-                receive.len(),
+                receive.part(&part).cast(),
+                part.len(),
                 FLOAT32,
                 from as c_int,
                 self.comm,
@@ -397,11 +398,22 @@ impl Communicator<'_> {
     /// # Errors
     /// The library's.
     pub fn send(&self, send: &Buffer, to: u32) -> Result<()> {
+        self.send_part(send, 0..send.len(), to)
+    }
+
+    /// The same of some elements of a buffer.
+    ///
+    /// # Errors
+    /// The library's.
+    ///
+    /// # Panics
+    /// Where the buffer has no such elements.
+    pub fn send_part(&self, send: &Buffer, part: Range<usize>, to: u32) -> Result<()> {
         // SAFETY: as in `all_reduce`.
         let result = unsafe {
             (self.nccl.functions.ncclSend)(
-                send.pointer().cast(),
-                send.len(),
+                send.part(&part).cast(),
+                part.len(),
                 FLOAT32,
                 to as c_int,
                 self.comm,

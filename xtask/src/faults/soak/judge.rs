@@ -170,7 +170,7 @@ impl<'a> Course<'a> {
             return false;
         }
         // A message has no others. On a device that ranks share it is not told whose operation keeps it.
-        if step.is_ring(slot) || !self.apart || !self.is_held_up(culprit, number, at, false) {
+        if step.is_messages(slot) || !self.apart || !self.is_held_up(culprit, number, at, false) {
             return true;
         }
         let mut others = step.participants(slot).iter().filter(|other| **other != culprit);

@@ -149,6 +149,10 @@ impl<'a> Lanes<'a> {
                     lane(world, Mode::Eager, Call::exchange(world, ELEMENTS, all)?)?,
                 ),
                 (
+                    World::All,
+                    lane(world, Mode::Eager, collective(world, Operation::AllToAll, all)?)?,
+                ),
+                (
                     World::Long,
                     lane(
                         world,

@@ -73,6 +73,8 @@ pub(super) enum World {
     Beside,
     /// Messages around the ring, in one group.
     Exchange,
+    /// Messages from each to each, themselves included, in one group.
+    All,
     /// An all-reduce that takes longer than the threshold.
     Long,
 }
@@ -104,7 +106,8 @@ impl Step {
             0 | 1 => World::Eager,
             2 | 3 => World::Graph,
             4 | 5 => World::Beside,
-            6 | 7 => World::Exchange,
+            6 => World::Exchange,
+            7 => World::All,
             _ if long => World::Long,
             _ => World::Eager,
         };
@@ -175,14 +178,14 @@ impl Step {
     }
 
     /// Whether one of its operations is messages, each of two ranks.
-    pub(super) fn is_ring(&self, slot: Slot) -> bool {
-        slot == Slot::World && self.world == World::Exchange
+    pub(super) fn is_messages(&self, slot: Slot) -> bool {
+        slot == Slot::World && matches!(self.world, World::Exchange | World::All)
     }
 
     /// The ranks without which an operation does not end on a rank: `all` those that it may wait for, otherwise those that it
     /// surely does. What it sends around the ring may fit into what the next one's FIFO has room for.
     pub(super) fn waits_for(&self, slot: Slot, rank: u32, all: bool) -> impl Iterator<Item = u32> {
-        let ring = self.is_ring(slot);
+        let ring = slot == Slot::World && self.world == World::Exchange;
         let members = self.participants(slot).iter().copied();
         members.filter(move |other| match (rank, ring) {
             (rank, _) if rank == *other => false,
@@ -232,6 +235,7 @@ mod tests {
             World::Graph,
             World::Beside,
             World::Exchange,
+            World::All,
             World::Long,
         ] {
             assert!(steps.iter().any(|step| step.world == world), "{world:?}");
