@@ -95,7 +95,7 @@ pub struct Header {
     pub eager_entries: u32,
     /// Offset of the table of captured operations' descriptions.
     pub captured_offset: u32,
-    /// Its entries, a power of two not above 4096; slot = operation number modulo entries.
+    /// Its entries, a power of two; slot = operation number modulo entries.
     pub captured_entries: u32,
     /// Offset of the ring.
     pub ring_offset: u32,
