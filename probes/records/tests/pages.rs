@@ -152,7 +152,7 @@ fn the_standard_geometry_is_its_own() {
     let geometry = memory.header().geometry(memory.layout.size()).unwrap();
     assert_eq!(geometry, Geometry::standard());
     assert_eq!(
-        memory.header().geometry(memory.layout.size() / 2),
+        memory.header().geometry(geometry.ring.0),
         Err(PagesError::Bounds("ring"))
     );
     assert_eq!(
