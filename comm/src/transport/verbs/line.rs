@@ -1,6 +1,6 @@
 //! What both ends have: the end itself, and what goes beside RDMA over the socket.
 
-use std::{os::fd::RawFd, time::Duration};
+use std::{ops::Range, os::fd::RawFd, time::Duration};
 
 use ringsight_verbs::endpoint::{End, Failure, MESSAGE_BYTES, Role};
 
@@ -83,14 +83,20 @@ impl<R: Role> Line<R> {
         talk.read(socket, |message| end.hear(message));
     }
 
-    /// Says what is to be said beside RDMA, and tells the log what has happened; `bytes` says how many the last so many steps have.
-    pub(super) fn speak(&mut self, socket: &mut Socket, peer: u32, bytes: impl Fn(u64) -> u64) {
-        let Self { talk, end, paths, .. } = self;
+    /// Says what is to be said beside RDMA, and tells the log what has happened, as [`Line::note`] does.
+    pub(super) fn speak(&mut self, socket: &mut Socket, peer: u32, bytes: impl Fn(Range<u64>) -> u64) {
+        let Self { talk, end, .. } = self;
         talk.write(socket, || end.take_outgoing());
+        self.note(peer, bytes);
+        self.paths.show(&self.end);
+    }
+
+    /// Tells the log and the records what has happened; `bytes` says how many these positions have that were under way then.
+    pub(super) fn note(&mut self, peer: u32, bytes: impl Fn(Range<u64>) -> u64) {
+        let Self { end, paths, .. } = self;
         while let Some(noted) = end.take_noted() {
             paths.note(&noted, end.paths(), peer, &bytes);
         }
-        paths.show(end);
     }
 
     /// Says something before the socket is closed. It goes as far as the socket takes it: a peer that has read nothing for so long finds its
@@ -109,7 +115,7 @@ impl<R: Role> Line<R> {
         stop: Stop,
         socket: &mut Socket,
         peer: u32,
-        bytes: impl Fn(u64) -> u64,
+        bytes: impl Fn(Range<u64>) -> u64,
     ) -> String {
         self.speak(socket, peer, bytes);
         match stop {

@@ -1,6 +1,6 @@
 //! What an end notices of its paths, for the log and on record.
 
-use std::time::Duration;
+use std::{ops::Range, time::Duration};
 
 use ringsight_records::{
     PathCause, PathChange, State,
@@ -144,8 +144,14 @@ impl Paths {
         self.is_busy = false;
     }
 
-    /// Takes down what was noticed; `bytes` says how many the last so many steps have.
-    pub(super) fn note(&mut self, noted: &Noted, paths: &[Path], peer: u32, bytes: impl Fn(u64) -> u64) {
+    /// Takes down what was noticed; `bytes` says how many these positions have.
+    pub(super) fn note(
+        &mut self,
+        noted: &Noted,
+        paths: &[Path],
+        peer: u32,
+        bytes: impl Fn(Range<u64>) -> u64,
+    ) {
         let way = if self.is_send { "to" } else { "from" };
         let name = |path: u8| {
             let port = paths.get(usize::from(path)).map(Path::port);
@@ -183,7 +189,8 @@ impl Paths {
                 self.switches = (self.switches.0.saturating_add(1), observe::now_ns());
                 // Nothing broke: a path that comes before it is good again.
                 self.left = Some(*self.cause.get_or_insert((PathCause::Failback, 0)));
-                self.record(State::PATH_SWITCHED, from, to, paths, bytes(replayed));
+                let again = bytes(committed..committed + replayed);
+                self.record(State::PATH_SWITCHED, from, to, paths, again);
                 self.cause = None;
             }
             Report::Recovered { epoch } => {

@@ -86,9 +86,11 @@ impl Receiver {
         let mut moved = false;
         loop {
             let before = (self.consumed, self.granted, self.received);
+            // First: a grant looks at the times, too, and who was away for long takes what has ended before it finds one over. The credits
+            // go out with the next poll.
+            let polled = self.line.end.poll();
             self.consume(op);
             self.grant(op, end)?;
-            let polled = self.line.end.poll();
             // What has been received needs no peer and no path.
             if self.received < end && !self.differs {
                 polled?;

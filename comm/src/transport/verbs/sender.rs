@@ -1,7 +1,7 @@
 //! The sending end: the FIFO's consumer. Steps are posted one after the other as the device fills slots and the peer grants them,
 //! and up to all slots are under way at once; a slot is released when the peer's device has its bytes.
 
-use std::{collections::VecDeque, sync::Arc};
+use std::{collections::VecDeque, ops::Range, sync::Arc};
 
 use ringsight_kernels::{
     Fifo,
@@ -34,10 +34,10 @@ enum Phase {
     Peer(usize),
 }
 
-/// Bytes of the last so many steps that were posted.
-fn last(sizes: &VecDeque<usize>, steps: u64) -> u64 {
-    let last = sizes.iter().rev().take(steps as usize);
-    last.map(|bytes| *bytes as u64).sum()
+/// Bytes of positions that are under way, of which `sizes` begin with that of position `first`.
+fn bytes_of(sizes: &VecDeque<usize>, first: u64, positions: Range<u64>) -> u64 {
+    let sizes = positions.map(|position| sizes.get(position.checked_sub(first)? as usize));
+    sizes.flatten().map(|bytes| *bytes as u64).sum()
 }
 
 /// How an operation's requests are numbered that begins at a position, over so many queue pairs.
@@ -96,8 +96,14 @@ impl Sender {
                 Ok(turn)
             }
             Err(stop) => {
-                let Self { line, sizes, .. } = self;
-                Err(line.failed(stop, socket, op.peer, |steps| last(sizes, steps)))
+                let Self {
+                    line,
+                    sizes,
+                    released,
+                    ..
+                } = self;
+                let bytes = |positions| bytes_of(sizes, *released, positions);
+                Err(line.failed(stop, socket, op.peer, bytes))
             }
         }
     }
@@ -108,6 +114,7 @@ impl Sender {
         loop {
             let before = (self.line.end.posted(), self.released, self.phase);
             self.line.end.poll()?;
+            self.note(op.peer);
             self.release(op);
             if self.released == end {
                 self.base = end;
@@ -134,8 +141,24 @@ impl Sender {
 
     /// Says what is to be said beside RDMA.
     fn speak(&mut self, socket: &mut Socket, peer: u32) {
-        let Self { line, sizes, .. } = self;
-        line.speak(socket, peer, |steps| last(sizes, steps));
+        let Self {
+            line,
+            sizes,
+            released,
+            ..
+        } = self;
+        line.speak(socket, peer, |positions| bytes_of(sizes, *released, positions));
+    }
+
+    /// Tells what has happened, while it is known what has been sent again: before any of that is released.
+    fn note(&mut self, peer: u32) {
+        let Self {
+            line,
+            sizes,
+            released,
+            ..
+        } = self;
+        line.note(peer, |positions| bytes_of(sizes, *released, positions));
     }
 
     /// What there is to do without an operation: a peer may need this end's help. Whether there may be more later.
@@ -240,6 +263,19 @@ mod tests {
     use ringsight_verbs::endpoint::Work;
 
     use super::*;
+
+    #[test]
+    fn what_is_sent_again_has_the_bytes_of_its_positions() {
+        let sizes = VecDeque::from([100, 200, 300, 7]);
+        assert_eq!(bytes_of(&sizes, 40, 40..44), 607);
+        assert_eq!(bytes_of(&sizes, 40, 41..43), 500);
+        assert_eq!(bytes_of(&sizes, 40, 43..43), 0);
+        assert_eq!(
+            bytes_of(&sizes, 40, 39..41),
+            100,
+            "what has been released is not known"
+        );
+    }
 
     #[test]
     fn requests_are_on_record_by_the_number_that_they_have() {
