@@ -420,7 +420,7 @@ fn what_a_process_says_of_its_ports_goes_before_numbers_of_queue_pairs() {
             panic!("a step has a number")
         };
         let position = 1000 + step;
-        let id = 1 << 56 | position % 2 << 48 | position;
+        let id = 1 << 56 | (position % 2) << 48 | position;
         assert_eq!(of("rdma.wr.id"), Some(Value::Int(id)));
         assert!(of("rdma.wr.opcode").is_some());
     }
