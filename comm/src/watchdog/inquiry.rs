@@ -275,9 +275,9 @@ impl Inquiry {
             said.any(|said| said.tells(verdict))
         });
         let culprit = verdict.as_ref().map(|verdict| verdict.culprit);
-        Case::of(&mut self.cases, run, now).have_come = heard.values().all(Heard::has_come);
         let behind = culprit.and_then(|rank| self.behind.get(&rank).copied());
         let case = Case::of(&mut self.cases, run, now);
+        case.have_come = heard.values().all(Heard::has_come);
         let (fresh, said) = match is_said {
             true => (None, None),
             false => verdict::next(case.said.clone(), verdict),

@@ -238,21 +238,12 @@ pub(super) fn lines(
 ) -> Vec<String> {
     let ms = |ns: u64| Duration::from_nanos(ns).as_millis();
     let description = observe::pages().and_then(|pages| pages.description(op.info.op));
-    let ago = |what: &str, ns: u64| format!("{what}: {} ms ago", ms(now.saturating_sub(ns)));
-    // Of one that is not described any more.
-    let or_unknown = |what: &str, text: Option<String>| text.unwrap_or_else(|| format!("{what}: unknown"));
-    let described = |what: &str, value: &dyn Fn(&Description) -> String| {
-        let text = description
-            .as_ref()
-            .map(|description| format!("{what}: {}", value(description)));
-        or_unknown(what, text)
+    let ago = |ns: u64| format!("{} ms ago", ms(now.saturating_sub(ns)));
+    // One that is not described any more is unknown.
+    let described = |value: &dyn Fn(&Description) -> String| {
+        description.as_ref().map_or_else(|| "unknown".to_owned(), value)
     };
-    let launched_ns = description
-        .as_ref()
-        .map_or(0, |description| description.launch_start_ns);
-    let enqueued = description
-        .as_ref()
-        .map(|description| ago("Enqueued", description.api_start_ns));
+    let launched_ns = description.as_ref().map_or(0, |of| of.launch_start_ns);
     let call = watch.checks.call_of(op.info.op);
     let mut lines = vec![
         if verdict.hang {
@@ -276,7 +267,7 @@ pub(super) fn lines(
         format!(
             "Kernel: {}, {}, {}",
             call.map_or_else(|| "unknown".to_owned(), |call| call.to_string()),
-            description.as_ref().map_or_else(|| "unknown".to_owned(), way),
+            described(&way),
             name(op.run.identity, op.run.replay)
         ),
         format!(
@@ -284,19 +275,25 @@ pub(super) fn lines(
             ms(now.saturating_sub(op.start_ns)),
             threshold.as_millis()
         ),
-        described("Channel Mask", &|of| format!("{:#x}", of.channel_mask)),
+        format!(
+            "Channel Mask: {}",
+            described(&|of| format!("{:#x}", of.channel_mask))
+        ),
         // A constant of the device: asking for it calls nothing.
-        described("Threads per Block", &|of| {
-            let threads = device::opened().map_or(1, |device| device.warp_threads());
-            (u32::from(of.warps) * threads).to_string()
-        }),
+        format!(
+            "Threads per Block: {}",
+            described(&|of| {
+                let threads = device::opened().map_or(1, |device| device.warp_threads());
+                (u32::from(of.warps) * threads).to_string()
+            })
+        ),
         format!("CUDA Device: {}", watch.device),
         format!("Bytes: {}", op.info.bytes),
-        described("Stream", &|of| format!("{:#x}", of.stream)),
+        format!("Stream: {}", described(&|of| format!("{:#x}", of.stream))),
         format!("Operation: {}", op.info.op),
-        or_unknown("Enqueued", enqueued),
-        ago("Launched", launched_ns.max(op.launched_ns)),
-        ago("Started", op.start_ns),
+        format!("Enqueued: {}", described(&|of| ago(of.api_start_ns))),
+        format!("Launched: {}", ago(launched_ns.max(op.launched_ns))),
+        format!("Started: {}", ago(op.start_ns)),
         told_by(watch),
         format!(
             "Verdict: {} ({}): {}",

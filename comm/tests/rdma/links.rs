@@ -59,12 +59,15 @@ pub(crate) fn mend() {
 
 /// Has nobody answer who asks for an address on the first link, or as usual.
 pub(crate) fn hide_addresses(hidden: bool) {
-    hide_address(INTERFACES[0], hidden);
-    hide_address(INTERFACES[1], hidden);
+    for rank in [0, 1] {
+        hide_address(&interface(Port { rank, link: 0 }), hidden);
+    }
 }
 
-/// The ranks' interfaces on the first link.
-const INTERFACES: [&str; 2] = ["nic0", "pnic0"];
+/// The network interface of a port.
+fn interface(Port { rank, link }: Port) -> String {
+    format!("{}{link}", ["nic", "pnic"][rank])
+}
 
 fn hide_address(interface: &str, hidden: bool) {
     // 8: for no address; 1: for the interface's own, as the links are set up.
@@ -76,8 +79,8 @@ fn hide_address(interface: &str, hidden: bool) {
 /// asked learns the address of who asks.
 pub(crate) fn hide_port(port: Port, hidden: bool) {
     let Port { rank, link } = port;
-    let interface = |rank: usize| format!("{}{link}", ["nic", "pnic"][rank]);
-    let (own, other, peer) = (interface(rank), interface(1 - rank), 2 - rank);
+    let (own, other) = (interface(port), interface(Port { rank: 1 - rank, link }));
+    let peer = 2 - rank;
     hide_address(&own, hidden);
     let known = match hidden {
         true => {

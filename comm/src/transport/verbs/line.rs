@@ -83,12 +83,11 @@ impl<R: Role> Line<R> {
         talk.read(socket, |message| end.hear(message));
     }
 
-    /// Says what is to be said beside RDMA, and tells the log what has happened, as [`Line::note`] does.
-    pub(super) fn speak(&mut self, socket: &mut Socket, peer: u32, bytes: impl Fn(Range<u64>) -> u64) {
-        let Self { talk, end, .. } = self;
+    /// Says what is to be said beside RDMA, and shows what the connection is in.
+    pub(super) fn speak(&mut self, socket: &mut Socket) {
+        let Self { talk, end, paths, .. } = self;
         talk.write(socket, || end.take_outgoing());
-        self.note(peer, bytes);
-        self.paths.show(&self.end);
+        paths.show(end);
     }
 
     /// Tells the log and the records what has happened; `bytes` says how many these positions have that were under way then.
@@ -109,15 +108,9 @@ impl<R: Role> Line<R> {
         self.talk.write(socket, || words.take());
     }
 
-    /// What a turn ends with that fails: the peer and the log are told first, and a connection that has given up tells so on record.
-    pub(super) fn failed(
-        &mut self,
-        stop: Stop,
-        socket: &mut Socket,
-        peer: u32,
-        bytes: impl Fn(Range<u64>) -> u64,
-    ) -> String {
-        self.speak(socket, peer, bytes);
+    /// What a turn ends with that fails: the peer is told first, and a connection that has given up tells so on record.
+    pub(super) fn failed(&mut self, stop: Stop, socket: &mut Socket) -> String {
+        self.speak(socket);
         match stop {
             Stop::Paths(failure) => {
                 self.paths.given_up(self.end.paths());

@@ -17,12 +17,12 @@ use crate::{bootstrap::sys, log, transport::direct};
 
 /// An end that is made and not connected.
 pub(crate) struct Prepared {
-    pub(super) paths: Vec<Path>,
-    pub(super) control: Control,
+    paths: Vec<Path>,
+    control: Control,
     /// What the peer is told.
     pub(crate) offer: Offer,
-    pub(super) failover: Failover,
-    pub(super) direct: Option<Arc<direct::Slots>>,
+    failover: Failover,
+    direct: Option<Arc<direct::Slots>>,
     /// Number of the port among those of the process.
     pub(crate) port: u8,
 }

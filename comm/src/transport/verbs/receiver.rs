@@ -77,7 +77,10 @@ impl Receiver {
                 self.speak(socket, op.peer);
                 Ok(turn)
             }
-            Err(stop) => Err(self.line.failed(stop, socket, op.peer, |_| 0)),
+            Err(stop) => {
+                self.note(op.peer);
+                Err(self.line.failed(stop, socket))
+            }
         }
     }
 
@@ -119,8 +122,14 @@ impl Receiver {
 
     /// Says what is to be said beside RDMA.
     fn speak(&mut self, socket: &mut Socket, peer: u32) {
+        self.note(peer);
+        self.line.speak(socket);
+    }
+
+    /// Tells what has happened.
+    fn note(&mut self, peer: u32) {
         // What is sent again the sender knows.
-        self.line.speak(socket, peer, |_| 0);
+        self.line.note(peer, |_| 0);
     }
 
     /// What there is to do without an operation: a peer may need this end's help. Whether there may be more later.

@@ -96,14 +96,8 @@ impl Sender {
                 Ok(turn)
             }
             Err(stop) => {
-                let Self {
-                    line,
-                    sizes,
-                    released,
-                    ..
-                } = self;
-                let bytes = |positions| bytes_of(sizes, *released, positions);
-                Err(line.failed(stop, socket, op.peer, bytes))
+                self.note(op.peer);
+                Err(self.line.failed(stop, socket))
             }
         }
     }
@@ -141,13 +135,8 @@ impl Sender {
 
     /// Says what is to be said beside RDMA.
     fn speak(&mut self, socket: &mut Socket, peer: u32) {
-        let Self {
-            line,
-            sizes,
-            released,
-            ..
-        } = self;
-        line.speak(socket, peer, |positions| bytes_of(sizes, *released, positions));
+        self.note(peer);
+        self.line.speak(socket);
     }
 
     /// Tells what has happened, while it is known what has been sent again: before any of that is released.
