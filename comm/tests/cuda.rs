@@ -422,6 +422,7 @@ fn an_eager_call_takes_no_more_than_it_took() {
     }
     let is = |what: &str, wanted: f64| assert!((taken(what) - wanted).abs() <= 0.01, "{what}: {said}");
     is("launches", 1.0);
+    is("overlapping", 1.0);
     // Where streams change, an operation waits for the one before.
     is("changing", 1.0);
     is("twice", 0.5);

@@ -23,12 +23,15 @@
 RINGSIGHT_CHANNELS(ringsight_channels, true)
 RINGSIGHT_CHANNELS(ringsight_channels_copy, false)
 
+// Kernels that move data among peers may be brought before those before them in their stream have ended: see platform.cuh.
+
 // An all_reduce among peers.
 #define RINGSIGHT_KERNEL(NAME, E, OP, RANKS)                                                                          \
   extern "C" __global__ void __launch_bounds__(512 + ringsight::SERVICE)                 \
   NAME(const __grid_constant__ ringsight::OneShot arguments) {                                                        \
     using namespace ringsight;                                                                                        \
     __shared__ volatile u64 place;                                                                                   \
+    await_kernels_before();                                                                                          \
     OneShotBlock<E, OP, RANKS>(arguments, blockIdx.x, gridDim.x, place).run();                                       \
   }
 RINGSIGHT_ONE_SHOTS(RINGSIGHT_KERNEL)
@@ -41,6 +44,7 @@ RINGSIGHT_ONE_SHOTS(RINGSIGHT_KERNEL)
     using namespace ringsight;                                                                   \
     __shared__ volatile u64 place;                                                              \
     __shared__ Places places[256 / warp_threads()];                                              \
+    await_kernels_before();                                                                      \
     ExchangeBlock<REDUCES, WHOLE, E, OP, RANKS>(arguments, blockIdx.x, gridDim.x, place, places[thread_index() / warp_threads()]).run(); \
   }
 RINGSIGHT_EXCHANGES(RINGSIGHT_KERNEL)
@@ -49,6 +53,7 @@ RINGSIGHT_EXCHANGES(RINGSIGHT_KERNEL)
 #define RINGSIGHT_MESSAGES(NAME, WHOLE)                              \
   extern "C" __global__ void __launch_bounds__(256, 2)               \
   NAME(const __grid_constant__ ringsight::Messages arguments) {      \
+    ringsight::await_kernels_before();                                 \
     ringsight::MessagesBlock<WHOLE>(arguments, blockIdx.x, gridDim.x).run(); \
   }
 RINGSIGHT_MESSAGES(ringsight_messages_elements, false)

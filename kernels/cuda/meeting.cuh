@@ -76,6 +76,8 @@ class Meeting {
   DEVICE INLINE void end(u32 runs, bool done, bool straight = false) {
     if (serves()) done = compare(lane()) && done;
     bool aborted = block_any(!done);
+    // No thread of the block waits for anybody now, but the one that is about to leave.
+    if (!straight) let_next_kernel_come();
     if (thread_index() != 0) return;
     if (straight && !aborted) aborted = !leave();
     finish(runs, aborted);

@@ -108,6 +108,7 @@ class MessagesBlock {
       }
     }
     bool aborted = block_any(!done);
+    let_next_kernel_come();
     const bool last = thread_index() == 0 && report_.block_done(blocks_, aborted);
     if (!block_any(last)) return;
     // One thread knows of all blocks.

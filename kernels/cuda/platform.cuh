@@ -44,6 +44,24 @@ DEVICE inline void block_barrier() { __syncthreads(); }
 // A barrier that tells whether it is so for any thread of the block.
 DEVICE inline bool block_any(bool so) { return __syncthreads_or(so ? 1 : 0) != 0; }
 
+// Programmatic dependent launch (CUDA C++ Programming Guide; PTX `griddepcontrol`): a kernel that is launched so may be brought to the
+// multiprocessors while the one before it in its stream is about to end, and begins by waiting for that one's end.
+//
+// Returns when the kernels before this one have ended, and what they have written is seen; at once in a kernel that is not launched so. To be
+// called by all threads before anything is read that others write.
+DEVICE inline void await_kernels_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// The next kernel may be brought once all blocks have called this or have ended. It takes room on the multiprocessors that a kernel of another
+// communicator may need, which others wait for: so it may be called only by who waits for nobody any more, and ends whatever others do.
+DEVICE inline void let_next_kernel_come() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // The threads of a warp, which run side by side.
 DEVICE inline constexpr u32 warp_threads() { return 32; }
 DEVICE inline u32 warp_thread() { return threadIdx.x % 32; }
@@ -163,6 +181,8 @@ inline unsigned threads() { return 1; }
 constexpr unsigned CHANNEL_THREADS = 1;
 inline void block_barrier() {}
 inline bool block_any(bool so) { return so; }
+inline void await_kernels_before() {}
+inline void let_next_kernel_come() {}
 constexpr u32 warp_threads() { return 1; }
 inline u32 warp_thread() { return 0; }
 inline void warp_barrier() {}

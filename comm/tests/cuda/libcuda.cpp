@@ -26,7 +26,7 @@
 extern "C" {
 
 // Calls of this thread: launches of kernels, records of events, waits for events, questions for captures, for or of what is
-// current, and for ids of streams.
+// current, for ids of streams; and launches of kernels that may overlap with the one before.
 const u64* ringsight_mock_calls() { return calls; }
 
 // How often somebody waited for kernels to give memory back; allocations of GPUs, those of other processes that are open, and
@@ -266,6 +266,16 @@ int cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned
     run(0);
     for (auto& thread : all) thread.join();
   });
+}
+
+// A kernel that may overlap with the one before it has to wait for that by itself, which here all do.
+int cuLaunchKernelEx(const LaunchConfig* config, void* function, void** parameters, void** extra) {
+  if (config->attributes_count != 1 || config->attributes->id != 6 || config->attributes->value[0] != 1) return INVALID_VALUE;
+  if (is_channels(function) || function == &clock_kernel || function == &count_kernel || function == &append_kernel) return INVALID_VALUE;
+  calls[OVERLAP]++;
+  const auto [x, y, z] = config->blocks;
+  const auto [threads_x, threads_y, threads_z] = config->threads;
+  return cuLaunchKernel(function, x, y, z, threads_x, threads_y, threads_z, config->shared_bytes, config->stream, parameters, extra);
 }
 
 #include "mock/captures.h"

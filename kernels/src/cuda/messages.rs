@@ -223,6 +223,15 @@ mod tests {
     }
 
     #[test]
+    fn launches_with_long_messages_do_not_overlap() {
+        let peers = peers(4, 64);
+        let of = |straight| work(Function::Recv, 1, 1 << 20, &peers, straight);
+        let overlaps = |works: &[Work]| launch(works, 0, &peers).unwrap().arguments.may_overlap();
+        assert!(overlaps(&[of(Straight::No), of(Straight::No)]));
+        assert!(!overlaps(&[of(Straight::No), of(Straight::Closed)]));
+    }
+
+    #[test]
     fn receivers_of_long_messages_tell_places() {
         let peers = peers(4, 64);
         let shown = Shown {

@@ -9,7 +9,7 @@ use super::{
     gates::{self, Copies},
     layout::{Combination, Exchange, Gate, Head, Messages, OneShot, PeerCall},
     messages, one_shot,
-    peers::MAX_PEERS,
+    peers::{IS_LONG, MAX_PEERS},
     program::{address_error, argument, combination},
 };
 use crate::{
@@ -76,6 +76,22 @@ impl PeerArguments {
             Self::Exchange(arguments) => std::ptr::from_mut(arguments).cast(),
             Self::Messages(arguments) => std::ptr::from_mut(&mut **arguments).cast(),
             Self::Gate(arguments) => std::ptr::from_mut(arguments).cast(),
+        }
+    }
+
+    /// Whether its kernel may be brought while the one before it in its stream ends (`await_kernels_before` in platform.cuh): what is short
+    /// gains by it. What goes straight between buffers loses: 512 MiB took 8 % longer, presumably since its blocks are not spread evenly over the
+    /// multiprocessors then. Kernels before and behind copies do not wait.
+    #[must_use]
+    pub fn may_overlap(&self) -> bool {
+        match self {
+            Self::OneShot(_) => true,
+            Self::Exchange(arguments) => arguments.straight == 0,
+            Self::Messages(arguments) => {
+                let messages = &arguments.message[..arguments.messages as usize];
+                messages.iter().all(|message| message.place & IS_LONG == 0)
+            }
+            Self::Gate(_) => false,
         }
     }
 

@@ -11,7 +11,7 @@ use std::{
 use cudarc::driver::sys::{CUfunction, CUstream};
 use ringsight_kernels::cuda::append::JOURNAL_WORDS;
 
-use super::{driver::launch_one, gpu::Memory};
+use super::{driver::Kernel, gpu::Memory};
 use crate::{
     communicator::lock,
     device::{Journal, Result},
@@ -60,5 +60,5 @@ pub(super) fn append(kernel: CUfunction, stream: CUstream, journal: &Journal, wo
     let mut word = word;
     let mut arguments: [*mut c_void; 2] = [(&raw mut list).cast(), (&raw mut word).cast()];
     // SAFETY: the kernel's arguments; the caller keeps the list until the kernel cannot run any more.
-    unsafe { launch_one(kernel, stream, &mut arguments) }
+    unsafe { Kernel::single(kernel).launch(stream, &mut arguments) }
 }

@@ -21,7 +21,7 @@ use ringsight_kernels::cuda::{ClockArguments, ClockPage};
 use ringsight_records::{DeviceClock, Kind};
 
 use super::{
-    driver::{call, launch_one},
+    driver::{Kernel, call},
     gpu::Memory,
 };
 use crate::{
@@ -210,7 +210,7 @@ impl Sampler {
         };
         let mut arguments = [std::ptr::from_mut(&mut arguments).cast()];
         // SAFETY: the kernel's one argument; the page lives as long as the process.
-        unsafe { launch_one(self.kernel, self.stream, &mut arguments) }
+        unsafe { Kernel::single(self.kernel).launch(self.stream, &mut arguments) }
     }
 }
 

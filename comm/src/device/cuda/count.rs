@@ -10,7 +10,7 @@ use std::sync::{
 
 use cudarc::driver::sys::{CUfunction, CUstream};
 
-use super::{driver::launch_one, gpu::Memory};
+use super::{driver::Kernel, gpu::Memory};
 use crate::{
     communicator::lock,
     device::{Counter, Result},
@@ -84,7 +84,7 @@ impl Counters {
         // The GPU reaches it at the host's address.
         let mut word = std::ptr::from_ref(counter.word()) as u64;
         // SAFETY: the kernel's one argument; what it points to is never unmapped.
-        unsafe { launch_one(self.kernel, stream, &mut [(&raw mut word).cast()]) }
+        unsafe { Kernel::single(self.kernel).launch(stream, &mut [(&raw mut word).cast()]) }
     }
 }
 

@@ -112,32 +112,101 @@ macro_rules! call {
 }
 pub(super) use call;
 
-/// Launches a kernel of one block of one thread, whose arguments these point to.
-///
-/// # Safety
-/// They are the kernel's arguments, which the call copies; what these refer to stays as long as the kernel may run.
-pub(super) unsafe fn launch_one(
-    kernel: sys::CUfunction,
-    stream: CUstream,
-    arguments: &mut [*mut c_void],
-) -> Result<()> {
-    let none = std::ptr::null_mut();
-    // SAFETY: the caller's.
-    unsafe {
-        call!(cuLaunchKernel(
-            kernel,
-            1,
-            1,
-            1,
-            1,
-            1,
-            1,
-            0,
-            stream,
-            arguments.as_mut_ptr(),
-            none
-        ))
+/// A kernel, and how it is launched.
+#[derive(Clone, Copy)]
+pub(super) struct Kernel {
+    pub(super) function: sys::CUfunction,
+    pub(super) blocks: u32,
+    /// Of a block.
+    pub(super) threads: u32,
+    /// Dynamic memory of a block.
+    pub(super) shared_bytes: u32,
+    /// By programmatic dependent launch: it may be brought to the multiprocessors before the kernel before it in its stream has ended, and waits
+    /// for that end by itself (`await_kernels_before` in platform.cuh).
+    pub(super) overlaps: bool,
+}
+
+impl Kernel {
+    /// One block of one thread.
+    pub(super) fn single(function: sys::CUfunction) -> Self {
+        Self {
+            function,
+            blocks: 1,
+            threads: 1,
+            shared_bytes: 0,
+            overlaps: false,
+        }
     }
+
+    /// Launches it with the arguments that these point to.
+    ///
+    /// # Safety
+    /// They are the kernel's arguments, which the call copies; what these refer to stays as long as the kernel may run. One that overlaps waits
+    /// as it must.
+    #[inline]
+    pub(super) unsafe fn launch(&self, stream: CUstream, arguments: &mut [*mut c_void]) -> Result<()> {
+        let (arguments, none) = (arguments.as_mut_ptr(), std::ptr::null_mut());
+        let Self {
+            function,
+            blocks,
+            threads,
+            shared_bytes,
+            overlaps,
+        } = *self;
+        if !overlaps {
+            // SAFETY: the caller's.
+            return unsafe {
+                call!(cuLaunchKernel(
+                    function,
+                    blocks,
+                    1,
+                    1,
+                    threads,
+                    1,
+                    1,
+                    shared_bytes,
+                    stream,
+                    arguments,
+                    none
+                ))
+            };
+        }
+        let mut attribute = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue {
+                programmaticStreamSerializationAllowed: 1,
+            },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: blocks,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shared_bytes,
+            hStream: stream,
+            attrs: &raw mut attribute,
+            numAttrs: 1,
+        };
+        // SAFETY: the caller's; the attribute is read by the call.
+        unsafe { call!(cuLaunchKernelEx(&raw const config, function, arguments, none)) }
+    }
+}
+
+/// Whether kernels of a device may overlap with those before them ([`Kernel::overlaps`]), eager and in graphs: from Hopper on, with drivers of CUDA 12.3, where
+/// captures know of it. `RINGSIGHT_PROGRAMMATIC_LAUNCH=0` says no.
+pub(super) fn may_overlap(device: c_int) -> Result<bool> {
+    const SINCE: c_int = 12030;
+    let mut version = 0;
+    // SAFETY: writes to the local.
+    unsafe { call!(cuDriverGetVersion(&raw mut version)) }?;
+    let major = attribute(
+        device,
+        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+    )?;
+    Ok(version >= SINCE && major >= 9 && crate::env::switch("RINGSIGHT_PROGRAMMATIC_LAUNCH", true))
 }
 
 /// The driver's handle of a stream. Null, 1 and 2 are the default streams in the driver's interface as in the runtime's.

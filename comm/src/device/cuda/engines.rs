@@ -21,7 +21,7 @@ use ringsight_kernels::{
 
 use super::{
     captures,
-    driver::{OutsideCapture, call, new_order_event, new_stream},
+    driver::{Kernel, OutsideCapture, call, new_order_event, new_stream},
     gpu::Gpu,
     release,
 };
@@ -156,15 +156,16 @@ impl Gpu {
             // The first kernel runs: the second one has to end what that has begun. The other ranks wait for this one, which has failed.
             launch.arguments.give_up();
         }
-        let kernel = (
-            self.peer_kernels[launch.kernel + 1],
-            launch.blocks,
-            launch.threads,
-            0,
-        );
+        let kernel = Kernel {
+            function: self.peer_kernels[launch.kernel + 1],
+            blocks: launch.blocks,
+            threads: launch.threads,
+            shared_bytes: 0,
+            overlaps: false,
+        };
         // SAFETY: the kernel's argument, the same as that of the first one. Where it cannot be launched, the launch is never over, and what
         // it has stays its own.
-        let ended = unsafe { self.start(stream, kernel, launch.arguments.as_mut_ptr()) };
+        let ended = unsafe { kernel.launch(stream, &mut [launch.arguments.as_mut_ptr()]) };
         copied.and(ended)
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{
     collections::HashMap,
-    ffi::{c_int, c_void},
+    ffi::c_int,
     ops::Deref,
     sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, atomic::Ordering},
     thread,
@@ -23,7 +23,7 @@ use super::{
     clock::{Clock, Sampler},
     count::Counters,
     drain::{Drain, Entered},
-    driver::{OutsideCapture, Pinned, attribute, call, check, new_stream},
+    driver::{Kernel, OutsideCapture, Pinned, attribute, call, may_overlap, new_stream},
     engines,
     health::Health,
     memory::lacking,
@@ -51,6 +51,8 @@ pub(super) struct Gpu {
     channels: [CUfunction; CHANNEL_KERNELS.len()],
     /// Do an operation among peers: by number.
     pub(super) peer_kernels: Vec<CUfunction>,
+    /// As [`driver::may_overlap`](super::driver::may_overlap).
+    may_overlap: bool,
     /// The ring's ticket, in device memory.
     ticket: CUdeviceptr,
     entries: Arc<Memory<Entry>>,
@@ -278,6 +280,7 @@ impl Gpu {
             device,
             channels,
             peer_kernels,
+            may_overlap: may_overlap(device)?,
             ticket,
             entries,
             blocks,
@@ -347,9 +350,16 @@ impl Gpu {
             let engines = peers.copies.map(|_| engines::of(&launch)).transpose()?;
             let head = self.enter(launch, captured, None)?;
             *peers.arguments.head_mut() = head;
-            let kernel = (self.peer_kernels[peers.kernel], peers.blocks, peers.threads, 0);
-            // SAFETY: the kernel's argument.
-            unsafe { self.start(stream, kernel, peers.arguments.as_mut_ptr()) }
+            let kernel = Kernel {
+                function: self.peer_kernels[peers.kernel],
+                blocks: peers.blocks,
+                threads: peers.threads,
+                shared_bytes: 0,
+                overlaps: self.may_overlap && peers.arguments.may_overlap(),
+            };
+            // SAFETY: the kernel's argument, which is copied by the call; what it refers to lives until the launch is over: who drains its
+            // events holds it.
+            unsafe { kernel.launch(stream, &mut [peers.arguments.as_mut_ptr()]) }
                 .inspect_err(|_| self.launches.forget(head.launch))?;
             if let Some((copies, engines)) = peers.copies.take().zip(engines) {
                 self.copy_between(stream, &mut peers, &copies, &engines, captured)?;
@@ -377,10 +387,15 @@ impl Gpu {
         arguments.head = self.enter(launch, captured, on_end)?;
         let number = arguments.head.launch;
         let shared_bytes = program.shared_bytes() as u32;
-        let kernel = self.channels[usize::from(program.reduces())];
-        let kernel = (kernel, program.blocks(), cuda::THREADS, shared_bytes);
-        // SAFETY: the kernel's argument.
-        unsafe { self.start(stream, kernel, std::ptr::from_mut(&mut arguments).cast()) }
+        let kernel = Kernel {
+            function: self.channels[usize::from(program.reduces())],
+            blocks: program.blocks(),
+            threads: cuda::THREADS,
+            shared_bytes,
+            overlaps: false,
+        };
+        // SAFETY: as above.
+        unsafe { kernel.launch(stream, &mut [std::ptr::from_mut(&mut arguments).cast()]) }
             .inspect_err(|_| self.launches.forget(number))?;
         Ok(number)
     }
@@ -418,37 +433,6 @@ impl Gpu {
             self.launches.wake.notify_all();
         }
         Ok(head)
-    }
-
-    /// Launches a kernel with so many blocks, threads and bytes of shared memory.
-    ///
-    /// # Safety
-    /// The kernel takes this one argument.
-    pub(super) unsafe fn start(
-        &self,
-        stream: CUstream,
-        (kernel, blocks, threads, shared_bytes): (CUfunction, u32, u32, u32),
-        argument: *mut c_void,
-    ) -> Result<()> {
-        let mut parameters = [argument];
-        // SAFETY: the argument is copied by the call. What it refers to lives until the launch is over: who drains its
-        // events holds it.
-        let result = unsafe {
-            cudarc::driver::sys::cuLaunchKernel(
-                kernel,
-                blocks,
-                1,
-                1,
-                threads,
-                1,
-                1,
-                shared_bytes,
-                stream,
-                parameters.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
-        };
-        check("cuLaunchKernel", result)
     }
 }
 

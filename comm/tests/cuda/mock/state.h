@@ -241,7 +241,17 @@ const bool skips = [] {
   return text != nullptr && std::strcmp(text, "skip") == 0;
 }();
 // Calls of this thread that each operation may make: see ringsight_mock_calls.
-enum Counted { LAUNCH, RECORD, WAIT, CAPTURE, CURRENT, STREAM_ID, COUNTED };
+enum Counted { LAUNCH, RECORD, WAIT, CAPTURE, CURRENT, STREAM_ID, OVERLAP, COUNTED };
+
+// CUlaunchConfig and CUlaunchAttribute.
+struct LaunchAttribute { int id, pad; int value[16]; };
+struct LaunchConfig {
+  unsigned blocks[3], threads[3], shared_bytes;
+  void* stream;
+  const LaunchAttribute* attributes;
+  unsigned attributes_count;
+};
+static_assert(sizeof(LaunchAttribute) == 72 && sizeof(LaunchConfig) == 56);
 thread_local u64 calls[COUNTED];
 
 // Devices whose kernels do not move where they wait, and that of the kernel that this thread runs.
