@@ -13,6 +13,7 @@ use std::{
 };
 
 use ringsight_kernels::{ChannelWork, Connections, Launch, Observer, When};
+use ringsight_records::prefetch::ask_for_bytes;
 
 use super::observer::{Contents, PlanObserver, Stage};
 use crate::{communicator::Communicator, communicator::lock, observe};
@@ -151,6 +152,13 @@ pub(crate) fn assemble(
     }
 }
 
+/// Asks for a shared value and what counts its owners, which is before it.
+fn ask_for_shared<T>(value: &Arc<T>) {
+    const COUNTS: usize = 2 * size_of::<usize>();
+    let first = Arc::as_ptr(value).cast::<u8>().wrapping_sub(COUNTS);
+    ask_for_bytes(first, COUNTS + size_of::<T>());
+}
+
 /// Observes nothing: of launches that are kept for later ones.
 struct Nobody;
 
@@ -242,6 +250,14 @@ impl Plans {
             observer,
             works,
         })
+    }
+
+    /// Asks for what [`Self::spare`] will give next: the thread that has seen it end has it.
+    pub(super) fn ask_for_next(&self) {
+        if let Some(InFlight { launch, observer, .. }) = self.spares.front() {
+            ask_for_shared(launch);
+            ask_for_shared(observer);
+        }
     }
 
     /// No plan follows.

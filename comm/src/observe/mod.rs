@@ -12,7 +12,8 @@ mod tables;
 use std::sync::atomic::Ordering;
 
 pub use numbers::{
-    describe, next_captured_op, next_group, next_op, next_plan, release_captured_op, set_time, set_waits,
+    ask_for_next, describe, next_captured_op, next_group, next_op, next_plan, release_captured_op, set_time,
+    set_waits,
 };
 use ringsight_records::{Kind, Record, pages::Pages, ring};
 pub use shared::{LIBRARY_VERSION, VERSION_BANNER, fork_generation, notice_forks, pid, prepare};

@@ -6,6 +6,7 @@ use ringsight_records::{
     Description, Waits,
     description::Time,
     pages::{CAPTURED, CAPTURED_BITS},
+    prefetch::ask_for,
 };
 
 use super::shared::{self, Shared};
@@ -50,19 +51,29 @@ fn next(counter: &AtomicU32) -> u32 {
     }
 }
 
+/// Of operations that run once.
+static NEXT_OP: AtomicU32 = AtomicU32::new(1);
+
 /// Numbers that are tried for an operation before one is described in place of another that is under way.
 const TRIES: usize = 64;
 
 /// Number for an operation that runs once: one whose entry is not that of an operation which is under way, unless so many in a row are.
 #[must_use]
 pub fn next_op() -> u32 {
-    static NEXT: AtomicU32 = AtomicU32::new(1);
     let Some(Shared { pages, .. }) = shared::current() else {
-        return next(&NEXT);
+        return next(&NEXT_OP);
     };
-    let mut tries = (0..TRIES).map(|_| next(&NEXT));
+    let mut tries = (0..TRIES).map(|_| next(&NEXT_OP));
     let free = tries.find(|op| !pages.slot(*op).is_under_way());
-    free.unwrap_or_else(|| next(&NEXT))
+    free.unwrap_or_else(|| next(&NEXT_OP))
+}
+
+/// Asks for the entry that the next operation will probably have: it was last used thousands of operations ago, by a thread that saw one end.
+pub fn ask_for_next() {
+    if let Some(Shared { pages, .. }) = shared::current() {
+        // Relaxed: a hint.
+        ask_for(pages.slot(NEXT_OP.load(Ordering::Relaxed) & !CAPTURED));
+    }
 }
 
 /// Number for a captured operation, to be given back by [`release_captured_op`] when its graph is gone. If the table is

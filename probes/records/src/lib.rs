@@ -21,6 +21,8 @@ mod lease;
 pub mod network;
 #[cfg(not(target_arch = "bpf"))]
 pub mod pages;
+#[cfg(not(target_arch = "bpf"))]
+pub mod prefetch;
 pub mod probed;
 #[cfg(not(target_arch = "bpf"))]
 pub mod proxies;

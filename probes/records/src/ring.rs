@@ -18,6 +18,8 @@ use loom::sync::atomic::{AtomicU64, Ordering};
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use crate::Record;
+#[cfg(not(loom))]
+use crate::prefetch::ask_for;
 
 #[cfg(all(test, loom))]
 mod model;
@@ -128,24 +130,6 @@ impl core::fmt::Debug for Slot {
 #[cfg(not(loom))]
 const AHEAD: u64 = 3;
 
-/// Asks for the cache lines of a slot that will soon be written, which the reader's core has from the round before: nobody waits for them.
-#[cfg(not(loom))]
-#[inline]
-fn ask_for(slot: &Slot) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        use core::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
-        let first = core::ptr::from_ref(slot).cast::<i8>();
-        // SAFETY: a hint, which faults at no address.
-        unsafe {
-            _mm_prefetch::<_MM_HINT_ET0>(first);
-            _mm_prefetch::<_MM_HINT_ET0>(first.wrapping_add(size_of::<Slot>() - 1));
-        }
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = slot;
-}
-
 /// Appends a record; `false` if the ring is full (the newest record is the one that is lost: the caller counts it).
 ///
 /// `slots.len()` is a power of two.
@@ -175,6 +159,7 @@ pub fn push(cursor: &RingCursor, slots: &[Slot], record: &Record) -> bool {
                         // Release: who reads this turn reads the record.
                         slot.turn
                             .store(position.wrapping_add(1).wrapping_sub(index), Ordering::Release);
+                        // The reader's core has it from the round before.
                         #[cfg(not(loom))]
                         ask_for(&slots[(position.wrapping_add(AHEAD) & mask) as usize]);
                         return true;
