@@ -134,6 +134,28 @@ fn a_lone_collective_tells_its_life() {
 }
 
 #[test]
+fn who_reads_descriptions_is_told_of_a_lone_call_once_and_of_groups_as_ever() {
+    let _turn = turn();
+    let watch = Watch::begin_for(Kind::EVERY & !Kind::DESCRIBED);
+    on_ranks(2, |rank| {
+        Call::new(Function::AllReduce, 1000).check(&rank, false);
+        send_around(&rank);
+    });
+    let records = watch.end();
+    let told = |kind| count(&records, kind, State::START);
+    // Of either rank: a lone call, and a group of two.
+    assert_eq!(told(Kind::OpLaunched), 2 * (1 + 2));
+    assert_eq!((told(Kind::GroupApi), told(Kind::Group)), (2, 2));
+    assert!(of(&records, Kind::GroupApi).all(|record| record.value == 2));
+    let described = |record: &&Record| {
+        record
+            .kind()
+            .is_some_and(|kind| kind.bit() & Kind::DESCRIBED != 0)
+    };
+    assert_eq!(records.iter().find(described), None);
+}
+
+#[test]
 fn a_group_is_one_event_with_its_operations_under_it() {
     let _turn = turn();
     let watch = Watch::begin();

@@ -65,7 +65,8 @@ pub enum NetworkScope {
 pub struct Options {
     /// Whether to attach eBPF probes.
     pub use_ebpf: UseEbpf,
-    /// Dense kinds to arm the ring with, as a mask of [`Kind::bit`].
+    /// Dense kinds to arm the ring with, as a mask of [`Kind::bit`]. Each record is a slot that the job's thread writes: by default those that
+    /// descriptions do without ([`Kind::DESCRIBED`]) are left out.
     pub dense: u64,
     /// Whether to probe the kernel's RDMA stack.
     pub network: NetworkScope,
@@ -79,7 +80,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             use_ebpf: UseEbpf::Auto,
-            dense: Kind::DENSE,
+            dense: Kind::DENSE & !Kind::DESCRIBED,
             network: NetworkScope::default(),
             force_perf_event: false,
             force_nop1: false,

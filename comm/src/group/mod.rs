@@ -88,7 +88,7 @@ pub fn depth() -> u32 {
 }
 
 fn emit_api(number: u32, depth: u32, state: State, time_ns: u64, captured: bool) {
-    if observe::wants(Kind::GroupApi) {
+    if observe::wants(Kind::GroupApi) && (depth >= EXPLICIT || wants_calls()) {
         let record = Record {
             op: number,
             value: u64::from(depth),
@@ -97,6 +97,11 @@ fn emit_api(number: u32, depth: u32, state: State, time_ns: u64, captured: bool)
         };
         observe::emit(&record.with_flags(Flags::GRAPH.when(captured)));
     }
+}
+
+/// Whether calls are to be told of, and with them the groups around lone ones ([`Kind::DESCRIBED`]).
+fn wants_calls() -> bool {
+    observe::wants(Kind::CollApi) || observe::wants(Kind::P2pApi)
 }
 
 /// Depth that an explicit group's own records carry: the implicit one plus the caller's outermost.

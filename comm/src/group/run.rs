@@ -10,7 +10,7 @@ use std::{
 
 use ringsight_records::{Flags, Kind, Record, State};
 
-use super::{Group, Tasks, announce, jobs::Made};
+use super::{Group, Tasks, announce, jobs::Made, wants_calls};
 use crate::{
     communicator::{Background, Communicator, Lifecycle},
     device::{Device, Stream},
@@ -122,7 +122,7 @@ impl Group {
 
     /// Says that it begins to be launched, or that it is.
     fn emit(&self, state: State) {
-        if observe::wants(Kind::Group) {
+        if observe::wants(Kind::Group) && (!self.lone || wants_calls()) {
             let record = Record {
                 op: self.number,
                 pid: observe::pid(),

@@ -27,7 +27,7 @@ pub enum Kind {
     /// when the peer's device has it (RDMA) or the last call has returned (socket). `value` is a [`Carrier`], `bytes` the
     /// step's. Before an operation's first one over RDMA, [`State::NET_PLUGIN_UPDATE`]: `value` is a [`crate::Numbering`].
     NetPlugin = 7,
-    /// `ncclGroupStart` … `ncclGroupEnd`, implicit (depth 1) around a lone operation. `op` is the group number, `value` the depth.
+    /// `ncclGroupStart` … `ncclGroupEnd`, implicit (depth 1, for who asks for calls as well) around a lone operation. `op` is the group number, `value` the depth.
     GroupApi = 8,
     /// A collective's API call: start at entry, stop at return.
     CollApi = 9,
@@ -53,8 +53,8 @@ pub enum Kind {
     /// [`crate::verdicts::GivenVerdict`] of the same time in the pages.
     Verdict = 23,
     /// *Sparse*: a connection between nodes leaves a path ([`State::START`]), goes on over another one ([`State::PATH_SWITCHED`],
-    /// [`State::PATH_RECOVERED`]), has one back ([`State::PATH_RESTORED`]), is on its first path again (stop) or gives up
-    /// ([`State::ABORTED`]). The record is of the proxy operation that the connection is at; between operations `op`, `seq` and `replay`
+    /// [`State::PATH_RECOVERED`]), has one that is ready ([`State::PATH_RESTORED`]: each with its first operation, and one that is back),
+    /// is on its first path again (stop) or gives up ([`State::ABORTED`]). The record is of the proxy operation that the connection is at; between operations `op`, `seq` and `replay`
     /// are 0. `value` is a [`crate::PathChange`], `bytes` what is sent again.
     Failover = 24,
 }
@@ -107,6 +107,14 @@ impl Kind {
         }
         mask & !Self::SPARSE
     };
+
+    /// Dense kinds that tell nothing of an operation which its [`crate::Description`] does not: who reads that can do without. With them
+    /// goes what is told of the group that the library opens around a lone call.
+    pub const DESCRIBED: u64 = Self::Coll.bit()
+        | Self::P2p.bit()
+        | Self::CollApi.bit()
+        | Self::P2pApi.bit()
+        | Self::KernelLaunch.bit();
 
     /// Every kind: what a reader without the right to attach probes arms the ring with.
     pub const EVERY: u64 = Self::DENSE | Self::SPARSE;
