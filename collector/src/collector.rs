@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ringsight_exporters::model::{Batch, ExportStats};
 use ringsight_probes::{network::NetworkEvent, sample::Sample};
-use ringsight_records::{Function, Kind, State, VERSION};
+use ringsight_records::{Flags, Function, Kind, PathChange, State, VERSION};
 
 use crate::{
     awaited::Awaited,
@@ -166,15 +166,29 @@ impl Collector {
             Sample::Record { pid, record, .. }
                 if record.kind == Kind::Failover as u8 && record.version() == VERSION =>
             {
+                let PathChange { port, number, .. } = PathChange::from_value(record.value);
+                self.network
+                    .carries((*pid, port, number), record, &self.communicators);
                 let (network, mut output) = self.network();
-                network.path_changed(*pid, record, &mut output);
+                let delayed_by = network.path_changed(*pid, record, &mut output);
+                if let Some(failure) = delayed_by
+                    && let Some(operation) = self.correlator.known_mut(*pid, record.op, record.replay)
+                {
+                    operation.delay(failure);
+                }
             }
             Sample::Record { pid, record, .. }
                 if record.kind == Kind::NetPlugin as u8
                     && record.version() == VERSION
-                    && record.state == State::START =>
+                    // Once a step: a receiver tells of arrivals alone.
+                    && record.state
+                        == if record.flags().contains(Flags::SEND) { State::START } else { State::STOP } =>
             {
-                self.network.carries(*pid, record, &self.communicators);
+                let carrier = record.carrier();
+                if carrier.port.is_some() {
+                    let queue_pair = (*pid, carrier.port, carrier.number);
+                    self.network.carries(queue_pair, record, &self.communicators);
+                }
             }
             Sample::Watermark { time_ns, .. } => self.now_ns = self.now_ns.max(*time_ns),
             Sample::Network(event) => {

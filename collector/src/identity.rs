@@ -64,11 +64,13 @@ pub enum Role {
     Hang = 14,
     /// The way back of a connection whose failover was sent before.
     Failback = 15,
+    /// The failure of a port, over the connections that left it.
+    PortFailover = 16,
 }
 
 impl Role {
     /// How many there are.
-    pub const COUNT: usize = 16;
+    pub const COUNT: usize = 17;
 }
 
 /// Which way data go; tells a send from a recv where a rank does both with one peer.

@@ -266,6 +266,7 @@ pub fn spans(counts: &SpanCounts) -> BTreeMap<&'static str, u64> {
         ("carrier", Role::Carrier),
         ("hang", Role::Hang),
         ("failback", Role::Failback),
+        ("port_failover", Role::PortFailover),
     ];
     named
         .into_iter()

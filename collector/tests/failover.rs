@@ -8,11 +8,11 @@ use ringsight_collector::{
     Collector,
     identity::{Direction, InstanceKey, Role, Scope, SpanKey, TraceKind},
     summary,
-    synthetic::{EPOCH_NS, FIRST_PID, Job},
+    synthetic::{EPOCH_NS, FIRST_PID, Job, Operation},
 };
 use ringsight_exporters::model::{Batch, MetricData, Severity, Span, Value};
 use ringsight_probes::{
-    network::{NetworkEvent, NetworkSample},
+    network::{NetworkEvent, NetworkSample, VerbsEvent},
     sample::{Carrier, Sample},
 };
 use ringsight_records::{Flags, Kind, PathCause, PathChange, Record, State};
@@ -76,6 +76,20 @@ fn moment(comm: u64, seq: u64, microseconds: u64, state: State, change: PathChan
 fn spans(collector: &mut Collector, mut samples: Vec<Sample>) -> Vec<Span> {
     collector.ingest(&mut samples);
     collector.take_batch().spans
+}
+
+/// The span of one connection, and that of the port's failure.
+fn connection_and_port(spans: &[Span]) -> (&Span, &Span) {
+    let [connection, port] = spans else {
+        panic!("{spans:?}")
+    };
+    assert_eq!((connection.name, port.name), ("failover", "port failover"));
+    assert_eq!(connection.trace_id, port.trace_id);
+    assert_eq!(
+        (connection.parent_span_id, port.parent_span_id),
+        (Some(port.span_id), None)
+    );
+    (connection, port)
 }
 
 fn rank_span(comm: u64, seq: u64, ranks: u32) -> ([u8; 16], [u8; 8]) {
@@ -149,12 +163,13 @@ fn a_failover_is_one_span_linked_to_what_it_delayed() {
         vec![moment(comm, 21, 960, State::STOP, change(None, 0, 0, 0x11), 0)],
     );
     check_trees(&spans);
-    let [span] = &spans[..] else { panic!("{spans:?}") };
+    let (span, port) = connection_and_port(&spans);
+    assert_eq!(span.end_unix_ns - span.start_unix_ns, 950_000);
     assert_eq!(
-        (span.name, span.end_unix_ns - span.start_unix_ns),
-        ("failover", 950_000)
+        (port.start_unix_ns, port.end_unix_ns),
+        (span.start_unix_ns, span.end_unix_ns)
     );
-    assert_eq!(span.error, None);
+    assert_eq!((&span.error, &port.error), (&None, &None));
     assert_eq!(log.span, Some((span.trace_id, span.span_id)));
     assert_eq!(log.resource, span.resource);
     assert_eq!(
@@ -179,7 +194,26 @@ fn a_failover_is_one_span_linked_to_what_it_delayed() {
         ("ccl.peer.rank", Value::Int(PEER.into())),
     ] {
         assert_eq!(attribute(span, name), Some(&value), "{name}");
+        // The failure has one connection.
+        if name.starts_with("ccl.failover") {
+            assert_eq!(attribute(port, name), Some(&value), "{name}");
+        }
     }
+    assert_eq!(attribute(port, "ccl.failover.connections"), Some(&Value::Int(1)));
+    assert_eq!(
+        attribute(port, "rdma.device.name"),
+        Some(&Value::Text("mlx5_0".into()))
+    );
+    assert_eq!(port.links, span.links);
+    for (own, of_port) in span.events.iter().zip(&port.events) {
+        assert_eq!((own.name, own.unix_ns), (of_port.name, of_port.unix_ns));
+        assert!(
+            own.attributes
+                .iter()
+                .all(|attribute| of_port.attributes.contains(attribute))
+        );
+    }
+    assert_eq!(span.events.len(), port.events.len());
     let names: Vec<_> = span.events.iter().map(|event| event.name).collect();
     let expected = [
         "path_broken",
@@ -253,6 +287,12 @@ fn a_connection_without_a_path_left_is_an_error() {
         (log.severity, log.event_name),
         (Severity::Error, "ccl.failover.gave_up")
     );
+    let (_, port) = connection_and_port(&spans);
+    assert_eq!(
+        port.error.as_deref(),
+        Some("1 of 1 connections have no path left")
+    );
+    assert_eq!(attribute(port, "ccl.failover.gave_up"), Some(&Value::Int(1)));
     assert_eq!(log.span, Some((spans[0].trace_id, spans[0].span_id)));
     assert_eq!(spans[0].error.as_deref(), Some("the connection has no path left"));
     assert_eq!(attribute(&spans[0], "ccl.failover.recovery.duration"), None);
@@ -424,7 +464,7 @@ fn a_way_back_after_the_failover_was_sent_belongs_to_it() {
     let mut samples = Vec::from(left(10));
     samples.push(later(40));
     let sent = spans(&mut collector, samples);
-    let [failover] = &sent[..] else { panic!("{sent:?}") };
+    let (failover, _) = connection_and_port(&sent);
     assert_eq!(
         attribute(failover, "ccl.failover.failed_back"),
         Some(&Value::Bool(false))
@@ -448,7 +488,10 @@ fn a_way_back_after_the_failover_was_sent_belongs_to_it() {
     let names: Vec<_> = failback.events.iter().map(|event| event.name).collect();
     assert_eq!(names, ["path_switched", "failed_back"]);
     let counted = summary::spans(&collector.readings().spans);
-    assert_eq!((counted["failover"], counted["failback"]), (1, 1));
+    assert_eq!(
+        (counted["failover"], counted["failback"], counted["port_failover"]),
+        (1, 1, 1)
+    );
 
     // What fails next is another failover, also where it fails while the connection is on its way back.
     let mut samples = Vec::from(left(200 * second));
@@ -458,7 +501,8 @@ fn a_way_back_after_the_failover_was_sent_belongs_to_it() {
     samples.extend(left(301 * second));
     sent.extend(spans(&mut collector, samples));
     let names: Vec<_> = sent.iter().map(|span| span.name).collect();
-    assert_eq!(names, ["failover", "failback"]);
+    assert_eq!(names, ["failover", "port failover", "failback"]);
+    sent.remove(1);
     assert_eq!(sent[0].trace_id, sent[1].trace_id);
     assert_ne!(sent[0].trace_id, failover.trace_id);
     assert_eq!(
@@ -466,8 +510,7 @@ fn a_way_back_after_the_failover_was_sent_belongs_to_it() {
         Some(&Value::Bool(false))
     );
     let last = spans(&mut collector, back(302 * second).into());
-    let [last] = &last[..] else { panic!("{last:?}") };
-    assert_eq!((last.name, last.parent_span_id), ("failover", None));
+    let (last, _) = connection_and_port(&last);
     assert_ne!(last.trace_id, sent[0].trace_id);
 }
 
@@ -501,8 +544,206 @@ fn connections_of_messages_and_of_collectives_fail_over_apart() {
     collector.finish(EPOCH_NS + 10_000_000);
     let batch = collector.take_batch();
     let ids: Vec<_> = named(&batch.spans, "failover")
-        .map(|span| span.trace_id)
+        .map(|span| (span.trace_id, span.span_id))
         .collect();
     assert_eq!(ids.len(), 2);
-    assert_ne!(ids[0], ids[1]);
+    assert_eq!(ids[0].0, ids[1].0);
+    assert_ne!(ids[0].1, ids[1].1);
+}
+
+/// Two processes of a host use a device: what it fails with is one trace of both, whichever of them is over first.
+#[test]
+fn a_port_that_fails_is_one_trace_of_all_that_used_it() {
+    let job = Job::default();
+    let comm = job.communicator(0).id;
+    let mut collector = collector();
+    let mut samples: Vec<Sample> = Vec::new();
+    for rank in 0..2 {
+        samples.push(Sample::Process(Arc::new(job.process(rank))));
+        samples.push(Sample::Communicator {
+            pid: job.pid(rank),
+            communicator: Box::new(job.communicator(rank)),
+        });
+        for (index, device) in [(0, "mlx5_0"), (1, "mlx5_1")] {
+            samples.push(Sample::Port {
+                pid: job.pid(rank),
+                index,
+                device: device.to_owned(),
+                gid: None,
+            });
+        }
+    }
+    collector.ingest(&mut samples);
+    let kernel = |microseconds: u64, event| {
+        Sample::Network(Box::new(NetworkSample {
+            pid: None,
+            time_ns: EPOCH_NS + microseconds * 1000,
+            duration_ns: 0,
+            result: 0,
+            device: "mlx5_0".to_owned(),
+            event: NetworkEvent::Device { event, port: Some(1) },
+        }))
+    };
+    let of = |rank: u32, sample: Sample| match sample {
+        Sample::Record {
+            tid, carrier, record, ..
+        } => Sample::Record {
+            pid: job.pid(rank),
+            tid,
+            carrier,
+            record: Record { rank, ..record },
+        },
+        other => other,
+    };
+    let port = Some(PathCause::Port);
+    let back = Some(PathCause::Failback);
+    let sent = spans(
+        &mut collector,
+        vec![
+            kernel(5, VerbsEvent::PORT_ERR),
+            of(0, moment(comm, 7, 10, State::START, change(port, 0, 0, 0x11), 0)),
+            of(1, moment(comm, 7, 12, State::START, change(port, 0, 0, 0x11), 0)),
+            of(
+                0,
+                moment(comm, 7, 20, State::PATH_SWITCHED, change(port, 0, 1, 0x22), 100),
+            ),
+            of(
+                1,
+                moment(comm, 7, 25, State::PATH_SWITCHED, change(port, 0, 1, 0x22), 50),
+            ),
+            of(
+                0,
+                moment(comm, 7, 30, State::PATH_RECOVERED, change(None, 1, 1, 0x22), 0),
+            ),
+            of(
+                1,
+                moment(comm, 7, 90, State::PATH_RECOVERED, change(None, 1, 1, 0x22), 0),
+            ),
+            kernel(500, VerbsEvent::PORT_ACTIVE),
+            of(
+                0,
+                moment(comm, 9, 600, State::PATH_SWITCHED, change(back, 1, 0, 0x11), 0),
+            ),
+            of(0, moment(comm, 9, 610, State::STOP, change(None, 0, 0, 0x11), 0)),
+        ],
+    );
+    let down = named(&sent, "rdma port down").next().unwrap();
+    assert_eq!(named(&sent, "port failover").count(), 0, "rank 1 is not back");
+    let rest = spans(
+        &mut collector,
+        vec![
+            of(
+                1,
+                moment(comm, 9, 700, State::PATH_SWITCHED, change(back, 1, 0, 0x11), 0),
+            ),
+            of(1, moment(comm, 9, 710, State::STOP, change(None, 0, 0, 0x11), 0)),
+        ],
+    );
+    let root = named(&rest, "port failover").next().unwrap();
+    let connections: Vec<&Span> = named(&sent, "failover").chain(named(&rest, "failover")).collect();
+    assert_eq!(connections.len(), 2);
+    for connection in &connections {
+        assert_eq!(
+            (connection.trace_id, connection.parent_span_id),
+            (root.trace_id, Some(root.span_id))
+        );
+    }
+    assert_ne!(connections[0].span_id, connections[1].span_id);
+    // It begins with the port, and ends with the last one that is back.
+    assert_eq!(root.start_unix_ns, down.start_unix_ns);
+    assert_eq!(root.end_unix_ns - root.start_unix_ns, 705_000);
+    for (name, value) in [
+        ("ccl.failover.connections", Value::Int(2)),
+        ("ccl.failover.switches", Value::Int(4)),
+        ("ccl.failover.replayed.size", Value::Int(150)),
+        ("ccl.failover.recovery.duration", Value::Double(78e-6)),
+        ("ccl.failover.failed_back", Value::Bool(true)),
+        ("rdma.device.name", Value::Text("mlx5_0".into())),
+        ("rdma.port.number", Value::Int(1)),
+    ] {
+        assert_eq!(attribute(root, name), Some(&value), "{name}");
+    }
+    let names: Vec<_> = root.events.iter().map(|event| event.name).collect();
+    let expected = [
+        "port_down",
+        "path_broken",
+        "path_broken",
+        "path_switched",
+        "path_switched",
+        "path_recovered",
+        "path_recovered",
+        "port_up",
+        "path_switched",
+        "failed_back",
+        "path_switched",
+        "failed_back",
+    ];
+    assert_eq!(names, expected);
+    let linked = |kind: &'static str| {
+        root.links
+            .iter()
+            .filter(move |link| link.attributes == [("ccl.link.type", Value::Static(kind))])
+            .map(|link| (link.trace_id, link.span_id))
+    };
+    assert_eq!(
+        linked("port_down").collect::<Vec<_>>(),
+        [(down.trace_id, down.span_id)]
+    );
+    assert_eq!(
+        linked("delayed").count(),
+        2,
+        "the parts of two ranks of one operation"
+    );
+}
+
+/// Whoever looks at an operation that took long finds why.
+#[test]
+fn an_operation_that_a_port_delayed_is_linked_to_its_failure() {
+    let (job, operations) = (Job::default(), [Operation::all_reduce(1)]);
+    let mut collector = collector();
+    let samples = job.samples(0..1, &operations);
+    let ended = |sample: &Sample| match sample {
+        Sample::Record { record, .. } => record.kind == Kind::OpCompleted as u8,
+        _ => false,
+    };
+    let op = samples.iter().find_map(|sample| match sample {
+        Sample::Record { record, .. } if record.kind == Kind::OpLaunched as u8 => Some(*record),
+        _ => None,
+    });
+    let op = op.unwrap();
+    let at = samples.iter().position(ended).unwrap();
+    let mut before = samples;
+    let after = before.split_off(at);
+    collector.ingest(&mut before);
+    let mut broken = moment(
+        op.comm,
+        op.seq,
+        10,
+        State::START,
+        change(Some(PathCause::Port), 0, 0, 0x11),
+        0,
+    );
+    if let Sample::Record { record, .. } = &mut broken {
+        record.op = op.op;
+    }
+    collector.ingest(&mut vec![broken]);
+    let mut after = after;
+    collector.ingest(&mut after);
+    collector.finish(EPOCH_NS + 10_000_000_000);
+    let spans = collector.take_batch().spans;
+    let root = named(&spans, "port failover").next().unwrap();
+    let part = named(&spans, "all_reduce rank").next().unwrap();
+    let by: Vec<_> = part
+        .links
+        .iter()
+        .filter(|link| link.attributes == [("ccl.link.type", Value::Static("delayed_by"))])
+        .map(|link| (link.trace_id, link.span_id))
+        .collect();
+    assert_eq!(by, [(root.trace_id, root.span_id)]);
+    let delayed: Vec<_> = root
+        .links
+        .iter()
+        .map(|link| (link.trace_id, link.span_id))
+        .collect();
+    assert_eq!(delayed, [(part.trace_id, part.span_id)]);
 }

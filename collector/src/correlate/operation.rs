@@ -4,8 +4,13 @@ use ringsight_records::{
     Cause, Description, Flags, Function, Kind, Record, State, pages::CAPTURED, verdicts::Nic,
 };
 
+use ringsight_exporters::model::{SpanId, TraceId};
+
 use super::proxy::ProxyOperation;
 use crate::identity::{Direction, InstanceKey, TraceKind};
+
+/// Failures of ports kept of one operation.
+const DELAYS: usize = 8;
 
 /// One channel of the operation's kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -129,6 +134,8 @@ pub struct RankOperation {
     pub proxies: Vec<ProxyOperation>,
     /// What the watchdog said of it, in order.
     pub verdicts: Vec<Verdict>,
+    /// Failures of ports that it was delayed by: their spans.
+    pub delayed_by: Vec<(TraceId, SpanId)>,
     /// What another rank waits in for this one, which was in this operation when the watchdog said so.
     pub awaited_in: Option<Whereabouts>,
     /// When it was let go of without having ended, as far as is known; 0: it ended.
@@ -142,6 +149,7 @@ impl RankOperation {
         self.channels.clear();
         self.proxies.clear();
         self.verdicts.clear();
+        self.delayed_by.clear();
         *self = Self {
             pid,
             op,
@@ -150,8 +158,16 @@ impl RankOperation {
             channels: std::mem::take(&mut self.channels),
             proxies: std::mem::take(&mut self.proxies),
             verdicts: std::mem::take(&mut self.verdicts),
+            delayed_by: std::mem::take(&mut self.delayed_by),
             ..Self::default()
         };
+    }
+
+    /// It was delayed by the failure of a port.
+    pub(crate) fn delay(&mut self, failure: (TraceId, SpanId)) {
+        if self.delayed_by.len() < DELAYS && !self.delayed_by.contains(&failure) {
+            self.delayed_by.push(failure);
+        }
     }
 
     /// Whether it belongs to a graph.

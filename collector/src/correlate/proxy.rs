@@ -7,6 +7,8 @@ pub(super) const ACTIVE_STEPS: usize = 16;
 
 /// What carried a step that is kept of one proxy operation: enough to see how it went, however many steps there are.
 const CARRIED: usize = 16;
+/// The same of steps that were sent again, beyond these: all that can be under way when a path fails, over both.
+const AGAIN: usize = 2 * ACTIVE_STEPS;
 /// Ports and sockets that the bytes of one proxy operation are counted by.
 const WAYS: usize = 16;
 
@@ -57,12 +59,23 @@ pub struct Carried {
     pub carrier: Carrier,
     /// Handed to the network, monotonic nanoseconds.
     pub start_ns: u64,
-    /// There; 0 = not seen.
+    /// There, or sent again over another path; 0 = neither was seen.
     pub stop_ns: u64,
     /// Bytes.
     pub bytes: u64,
     /// Over a path that is not the connection's first.
     pub backup: bool,
+    /// How often the step had been sent before.
+    pub resends: u8,
+    /// Its path failed, and the step was sent again.
+    pub failed: bool,
+}
+
+impl Carried {
+    /// It is kept for more than being one of the first.
+    const fn is_of_failover(&self) -> bool {
+        self.resends > 0 || self.failed
+    }
 }
 
 /// What network bytes went over: the number of the port, `None` for a socket, and whether it was a backup path's.
@@ -102,7 +115,7 @@ pub struct ProxyOperation {
     pub steps_missed: u32,
     /// Time by state, as in [`STEP_STATES`].
     pub sums: [StateSum; STEP_STATES.len()],
-    /// The first steps on their way between nodes.
+    /// Steps on their way between nodes: the first ones, those that were sent again, with what failed, and those under way.
     pub carried: Vec<Carried>,
     /// How their work requests are numbered, if it was told.
     pub numbering: Option<Numbering>,
@@ -161,23 +174,38 @@ impl ProxyOperation {
         }
         let carrier = record.carrier();
         let backup = record.flags().contains(Flags::BACKUP);
+        let known = self
+            .carried
+            .iter()
+            .position(|known| known.stop_ns == 0 && known.carrier.step == carrier.step);
         if record.state == State::START {
-            if self.carried.len() < CARRIED {
+            let mut resends = 0;
+            if let Some(before) = known.and_then(|at| self.carried.get_mut(at)) {
+                (before.stop_ns, before.failed) = (record.time_ns, true);
+                resends = before.resends.saturating_add(1);
+            }
+            if self.carried.len() < CARRIED + AGAIN + ACTIVE_STEPS {
                 self.carried.push(Carried {
                     carrier,
                     start_ns: record.time_ns,
                     stop_ns: 0,
                     bytes: record.bytes,
                     backup,
+                    resends,
+                    failed: false,
                 });
             }
             return;
         }
-        // After a failover it is another queue pair that carries the step.
-        let under_way = |known: &&mut Carried| known.stop_ns == 0 && known.carrier.step == carrier.step;
-        if let Some(known) = self.carried.iter_mut().find(under_way) {
-            known.stop_ns = record.time_ns;
-            (known.carrier, known.backup) = (carrier, backup);
+        if let Some(at) = known {
+            let ended = &mut self.carried[at];
+            ended.stop_ns = record.time_ns;
+            // A library that does not tell when it sends a step again says here what carried it last.
+            (ended.carrier, ended.backup) = (carrier, backup);
+            let is_ended = |known: &&Carried| known.stop_ns != 0 && !known.is_of_failover();
+            if !ended.is_of_failover() && self.carried.iter().filter(is_ended).count() > CARRIED {
+                self.carried.swap_remove(at);
+            }
         }
         if record.state != State::STOP {
             return;
@@ -239,5 +267,108 @@ impl ProxyOperation {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ringsight_records::Kind;
+
+    use super::*;
+
+    const PRIMARY: u32 = 0x11;
+    const BACKUP: u32 = 0x22;
+
+    fn operation() -> ProxyOperation {
+        ProxyOperation::new(&record(State::START, 0, PRIMARY, 0), 0)
+    }
+
+    fn record(state: State, step: u32, number: u32, time_ns: u64) -> Record {
+        let carrier = Carrier {
+            port: Some(u8::from(number == BACKUP)),
+            number,
+            step,
+        };
+        Record {
+            value: carrier.to_value(),
+            bytes: 100,
+            ..Record::new(Kind::NetPlugin, state, time_ns)
+        }
+        .with_flags(Flags::SEND.with(Flags::BACKUP.when(number == BACKUP)))
+    }
+
+    fn sent(operation: &mut ProxyOperation, steps: std::ops::Range<u32>) {
+        for step in steps {
+            operation.carry(&record(State::START, step, PRIMARY, 10));
+            operation.carry(&record(State::STOP, step, PRIMARY, 20));
+        }
+    }
+
+    #[test]
+    fn a_step_that_is_sent_again_is_kept_with_what_failed_however_many_came_before() {
+        let mut operation = operation();
+        sent(&mut operation, 0..100);
+        for step in 100..100 + ACTIVE_STEPS as u32 {
+            operation.carry(&record(State::START, step, PRIMARY, 30));
+        }
+        for step in 100..100 + ACTIVE_STEPS as u32 {
+            operation.carry(&record(State::START, step, BACKUP, 50));
+        }
+        for step in 100..100 + ACTIVE_STEPS as u32 {
+            operation.carry(&record(State::STOP, step, BACKUP, 60));
+        }
+        sent(&mut operation, 200..300);
+        assert_eq!(operation.carried.len(), CARRIED + AGAIN);
+        for step in 100..100 + ACTIVE_STEPS as u32 {
+            let of: Vec<&Carried> = operation
+                .carried
+                .iter()
+                .filter(|carried| carried.carrier.step == step)
+                .collect();
+            let times: Vec<_> = of.iter().map(|one| (one.start_ns, one.stop_ns)).collect();
+            assert_eq!(times, [(30, 50), (50, 60)]);
+            assert!(of[0].failed && !of[0].backup && of[0].resends == 0);
+            assert!(!of[1].failed && of[1].backup && of[1].resends == 1);
+            assert_eq!([of[0].carrier.number, of[1].carrier.number], [PRIMARY, BACKUP]);
+        }
+        // What failed has carried nothing.
+        let mut by_way = operation.by_way.clone();
+        by_way.sort_unstable();
+        assert_eq!(
+            by_way,
+            [
+                ((Some(0), false), 20_000),
+                ((Some(1), true), 100 * ACTIVE_STEPS as u64)
+            ]
+        );
+    }
+
+    #[test]
+    fn without_a_failure_the_first_steps_are_kept() {
+        let mut operation = operation();
+        sent(&mut operation, 0..100);
+        let steps: Vec<u32> = operation.carried.iter().map(|one| one.carrier.step).collect();
+        assert_eq!(steps, (0..CARRIED as u32).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn what_is_kept_is_bounded_whatever_is_lost() {
+        let mut operation = operation();
+        for step in 0..1000 {
+            operation.carry(&record(State::START, step, PRIMARY, 10));
+            operation.carry(&record(State::START, step, BACKUP, 11));
+        }
+        assert_eq!(operation.carried.len(), CARRIED + AGAIN + ACTIVE_STEPS);
+    }
+
+    #[test]
+    fn a_library_that_tells_of_the_end_alone_is_believed() {
+        let mut operation = operation();
+        operation.carry(&record(State::START, 0, PRIMARY, 10));
+        operation.carry(&record(State::STOP, 0, BACKUP, 20));
+        let [carried] = operation.carried[..] else {
+            panic!("{:?}", operation.carried)
+        };
+        assert!(carried.backup && !carried.failed && carried.stop_ns == 20);
     }
 }

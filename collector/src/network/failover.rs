@@ -1,22 +1,24 @@
 //! Failovers of the library's connections: one span from the path that broke to the first path again, linked to the operations that
-//! waited for it. Where the first path is away for long, the span is sent before, and the way back is its child.
+//! waited for it. Where the first path is away for long, the span is sent before, and the way back is its child. The connections that leave
+//! one port are one trace ([`incident`]).
+
+mod incident;
+mod spans;
 
 use std::{
     collections::{BTreeMap, btree_map::Entry},
     sync::Arc,
 };
 
-use ringsight_exporters::model::{
-    Attribute, LogRecord, Metric, MetricData, Resource, Severity, Span, SpanEvent, SpanId, SpanLink, TraceId,
-    Value,
-};
+use ringsight_exporters::model::{Attribute, Metric, MetricData, Resource, SpanId, TraceId, Value};
 use ringsight_records::{Flags, PathCause, PathChange, Record, State};
 
-use super::{Network, Output};
-use crate::{
-    correlate::communicators::{Communicators, Watched},
-    identity::{Direction, InstanceKey, Role, Scope, SpanKey, TraceKind},
+use self::{
+    incident::{Incident, Left, Place},
+    spans::{failover_log, failover_span},
 };
+use super::{Network, Output};
+use crate::correlate::communicators::{Communicators, Watched};
 
 /// Failovers that are under way at once; connections are few.
 const UNDER_WAY: usize = 16_384;
@@ -40,20 +42,6 @@ struct Connection {
 }
 
 impl Connection {
-    /// Of a span of the failover that began at this time.
-    fn ids(&self, watched: &Watched, begun_ns: u64, role: Role, scope: &Scope) -> (TraceId, SpanId) {
-        let key = InstanceKey {
-            comm: watched.identity,
-            seq: begun_ns,
-            ranks: 0,
-            replay: u32::from(self.p2p) << 16 | u32::from(self.channel) << 1 | u32::from(self.send),
-            kind: TraceKind::Network,
-            pair: Some((self.rank, self.peer.cast_unsigned())),
-        };
-        let trace_id = key.trace_id(scope);
-        (trace_id, SpanKey::of(role).span_id(&trace_id))
-    }
-
     /// Its rank's.
     fn resource(&self, watched: &Watched, communicators: &Communicators) -> Arc<Resource> {
         let member = communicators
@@ -87,6 +75,9 @@ struct Delayed {
 #[derive(Clone, Debug)]
 pub(super) struct Failover {
     begun_ns: u64,
+    place: Place,
+    /// What it is a part of the failure of; `None` of a way back alone.
+    left: Option<Left>,
     /// All before this time was sent: it is the way back alone.
     back_ns: Option<u64>,
     last_ns: u64,
@@ -103,8 +94,10 @@ pub(super) struct Failover {
 #[derive(Debug, Default)]
 pub(super) struct Failovers {
     under_way: BTreeMap<Connection, Failover>,
-    /// When those began that were sent before the way back.
-    sent: BTreeMap<Connection, u64>,
+    /// Failures that connections under way are parts of.
+    incidents: BTreeMap<Left, Incident>,
+    /// When those began that were sent before the way back, and their places.
+    sent: BTreeMap<Connection, (u64, Place)>,
     /// Switches and bytes sent again, by process and cause.
     counts: BTreeMap<(u32, &'static str), (u64, u64)>,
 }
@@ -114,8 +107,13 @@ fn cause_name(cause: Option<PathCause>) -> &'static str {
 }
 
 impl Network {
-    /// Takes in a record of a connection's paths.
-    pub(crate) fn path_changed(&mut self, pid: u32, record: &Record, output: &mut Output<'_>) {
+    /// Takes in a record of a connection's paths; gives the span of the port's failure if the operation is delayed by it.
+    pub(crate) fn path_changed(
+        &mut self,
+        pid: u32,
+        record: &Record,
+        output: &mut Output<'_>,
+    ) -> Option<(TraceId, SpanId)> {
         let change = PathChange::from_value(record.value);
         let connection = Connection {
             pid,
@@ -130,7 +128,7 @@ impl Network {
         let mut is_known = failovers.under_way.contains_key(&connection);
         // A path that was not in use is good again: nothing was delayed.
         if record.state == State::PATH_RESTORED && !is_known {
-            return;
+            return None;
         }
         // What breaks on the way back, after the rest was sent, is another failover.
         if record.state == State::START
@@ -141,22 +139,36 @@ impl Network {
             is_known = false;
         }
         if failovers.under_way.len() >= UNDER_WAY && !is_known {
-            return;
+            return None;
         }
         let sent = failovers.sent.remove(&connection).filter(|_| {
             let is_back = change.cause == Some(PathCause::Failback);
             record.state == State::PATH_SWITCHED && is_back
         });
-        let failover = failovers.under_way.entry(connection).or_insert_with(|| Failover {
-            begun_ns: sent.unwrap_or(record.time_ns),
-            back_ns: sent.map(|_| record.time_ns),
-            last_ns: record.time_ns,
-            recovered_ns: None,
-            cause: change.cause,
-            switches: 0,
-            replayed: 0,
-            moments: Vec::new(),
-            delayed: Vec::new(),
+        let left = Left::of(pid, &change, output.communicators);
+        let down = &self.down;
+        let incidents = &mut failovers.incidents;
+        let failover = failovers.under_way.entry(connection).or_insert_with(|| {
+            let place = sent.map_or_else(
+                || {
+                    let begin = || Incident::begin(&left, pid, record.time_ns, down, output);
+                    incidents.entry(left.clone()).or_insert_with(begin).join()
+                },
+                |(_, place)| place,
+            );
+            Failover {
+                begun_ns: sent.map_or(record.time_ns, |(begun_ns, _)| begun_ns),
+                place,
+                left: sent.is_none().then_some(left),
+                back_ns: sent.map(|_| record.time_ns),
+                last_ns: record.time_ns,
+                recovered_ns: None,
+                cause: change.cause,
+                switches: 0,
+                replayed: 0,
+                moments: Vec::new(),
+                delayed: Vec::new(),
+            }
         });
         failover.last_ns = failover.last_ns.max(record.time_ns);
         if failover.moments.len() < KEPT {
@@ -170,15 +182,19 @@ impl Network {
             p2p: record.flags().contains(Flags::P2P),
         };
         // What runs while a repaired path is only proven is not delayed by it, and between operations nothing is.
-        if record.op != 0
-            && failover.recovered_ns.is_none()
-            && failover.back_ns.is_none()
-            && failover.delayed.len() < KEPT
-            && !failover.delayed.contains(&operation)
-        {
+        let delays = record.op != 0 && failover.recovered_ns.is_none() && failover.back_ns.is_none();
+        if delays && failover.delayed.len() < KEPT && !failover.delayed.contains(&operation) {
             failover.delayed.push(operation);
         }
-        failover_log(&connection, failover.begun_ns, record, &change, output);
+        let place = failover.place;
+        if let Some(incident) = failover
+            .left
+            .as_ref()
+            .and_then(|left| failovers.incidents.get_mut(left))
+        {
+            incident.note((record.time_ns, record.state, change, record.bytes), connection);
+        }
+        failover_log(&connection, place, record, &change, output);
         match record.state {
             // It broke once more.
             State::START => failover.recovered_ns = None,
@@ -194,12 +210,13 @@ impl Network {
             }
             State::PATH_RECOVERED => failover.recovered_ns = Some(record.time_ns),
             State::STOP | State::ABORTED => {
-                if let Some(failover) = self.failovers.under_way.remove(&connection) {
-                    failover_span(&connection, &failover, output);
+                if let Some(failover) = failovers.under_way.remove(&connection) {
+                    failovers.send(&connection, &failover, output);
                 }
             }
             _ => {}
         }
+        delays.then(|| (place.trace_id, place.root()))
     }
 
     /// Sends what will not get its first path back soon.
@@ -246,13 +263,13 @@ impl Network {
         &mut self,
         output: &mut Output<'_>,
         which: impl Fn(&Connection, &Failover) -> bool,
-    ) -> Vec<(Connection, u64)> {
+    ) -> Vec<(Connection, (u64, Place))> {
         let mut sent = Vec::new();
         let under_way = std::mem::take(&mut self.failovers.under_way);
         for (connection, failover) in under_way {
             if which(&connection, &failover) {
-                failover_span(&connection, &failover, output);
-                sent.push((connection, failover.begun_ns));
+                self.failovers.send(&connection, &failover, output);
+                sent.push((connection, (failover.begun_ns, failover.place)));
             } else {
                 self.failovers.under_way.insert(connection, failover);
             }
@@ -300,203 +317,43 @@ impl Network {
     }
 }
 
+impl Failovers {
+    /// Sends one that is no longer under way, and the failure that it is a part of, if it was the last one.
+    fn send(&mut self, connection: &Connection, failover: &Failover, output: &mut Output<'_>) {
+        failover_span(connection, failover, output);
+        if let Some(Entry::Occupied(mut entry)) = failover.left.clone().map(|left| self.incidents.entry(left))
+            && entry.get_mut().leave(connection, failover, output)
+        {
+            let (left, incident) = entry.remove_entry();
+            incident.send(&left, output);
+        }
+    }
+
+    /// A port of a device is down.
+    pub(super) fn port_down(&mut self, device: &Arc<str>, port: u32, since_ns: u64) {
+        if let Some(incident) = self.incidents.get_mut(&Left::Device(Arc::clone(device))) {
+            incident.port_down(port, since_ns);
+        }
+    }
+
+    /// It is up again.
+    pub(super) fn port_up(&mut self, device: &Arc<str>, at_ns: u64) {
+        if let Some(incident) = self.incidents.get_mut(&Left::Device(Arc::clone(device))) {
+            incident.port_up(at_ns);
+        }
+    }
+}
+
 impl Failover {
+    /// What was heard of it last.
+    fn last(&self) -> Option<State> {
+        self.moments.last().map(|(_, state, _, _)| *state)
+    }
+
     /// From the break to the first step that got over again.
     fn recovery_ns(&self) -> Option<u64> {
         let got_over = |state: &State| matches!(*state, State::PATH_RECOVERED | State::STOP);
         let (ns, ..) = self.moments.iter().find(|(_, state, ..)| got_over(state))?;
         Some(ns.saturating_sub(self.begun_ns))
     }
-}
-
-fn moment_name(state: State) -> &'static str {
-    match state {
-        State::START => "path_broken",
-        State::STOP => "failed_back",
-        State::ABORTED => "gave_up",
-        state => state.name().unwrap_or("unknown"),
-    }
-}
-
-/// To the rank's part of an operation that waited.
-fn delayed_link(connection: &Connection, operation: &Delayed, ranks: u32, output: &Output<'_>) -> SpanLink {
-    let peer = connection.peer.cast_unsigned();
-    let (kind, pair, direction) = match (operation.p2p, connection.send) {
-        (false, _) => (TraceKind::Collective, None, Direction::None),
-        (true, true) => (
-            TraceKind::PointToPoint,
-            Some((connection.rank, peer)),
-            Direction::Send,
-        ),
-        (true, false) => (
-            TraceKind::PointToPoint,
-            Some((peer, connection.rank)),
-            Direction::Recv,
-        ),
-    };
-    let trace_id = InstanceKey {
-        comm: connection.comm,
-        seq: operation.seq,
-        ranks,
-        replay: operation.replay,
-        kind,
-        pair,
-    }
-    .trace_id(output.scope);
-    SpanLink {
-        trace_id,
-        span_id: SpanKey::rank(Role::Rank, connection.rank, direction).span_id(&trace_id),
-        attributes: vec![("ccl.link.type", Value::Static("delayed"))],
-    }
-}
-
-/// What a change says.
-fn moment_attributes(
-    communicators: &Communicators,
-    pid: u32,
-    state: State,
-    change: &PathChange,
-    bytes: u64,
-) -> Vec<Attribute> {
-    let mut attributes: Vec<Attribute> = Vec::new();
-    attributes.extend(
-        change
-            .cause
-            .map(|cause| ("ccl.failover.cause", Value::Static(cause.name()))),
-    );
-    if change.status != 0 {
-        attributes.push(("rdma.wc.status", Value::Int(i64::from(change.status))));
-    }
-    attributes.push(("ccl.failover.path", Value::Int(i64::from(change.to))));
-    if change.from != change.to {
-        attributes.push(("ccl.failover.path.from", Value::Int(i64::from(change.from))));
-    }
-    if change.number != 0 {
-        attributes.push(("rdma.qp.number", Value::Int(i64::from(change.number))));
-        let device = communicators.network_device(pid, change.port, change.number);
-        attributes.extend(device.map(|name| ("rdma.device.name", Value::Text(Arc::clone(name)))));
-    }
-    attributes.extend(
-        change
-            .port
-            .map(|port| ("ccl.network.port", Value::Int(i64::from(port)))),
-    );
-    if state == State::PATH_SWITCHED {
-        let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
-        attributes.push(("ccl.failover.replayed.size", Value::Int(bytes)));
-    }
-    attributes
-}
-
-/// A change of the path that somebody should know of when it happens: the span comes when the failover is over.
-fn failover_log(
-    connection: &Connection,
-    begun_ns: u64,
-    record: &Record,
-    change: &PathChange,
-    output: &mut Output<'_>,
-) {
-    let (severity, event_name, what) = match record.state {
-        // Back to a path that comes before it is how it ends.
-        State::PATH_SWITCHED if change.cause != Some(PathCause::Failback) => (
-            Severity::Warn,
-            "ccl.failover.path_switched",
-            format!("goes on over path {} instead of {}", change.to, change.from),
-        ),
-        State::ABORTED => (
-            Severity::Error,
-            "ccl.failover.gave_up",
-            "has no path left".to_owned(),
-        ),
-        _ => return,
-    };
-    let communicators = output.communicators;
-    let Some(watched) = communicators.process(connection.pid) else {
-        return;
-    };
-    let mut attributes = connection.attributes(communicators);
-    attributes.extend(moment_attributes(
-        communicators,
-        connection.pid,
-        record.state,
-        change,
-        record.bytes,
-    ));
-    let (rank, peer, channel) = (connection.rank, connection.peer, connection.channel);
-    let towards = if connection.send { "to" } else { "from" };
-    let cause = cause_name(change.cause);
-    output.logs.push(LogRecord {
-        resource: connection.resource(watched, communicators),
-        unix_ns: output.clock.unix_ns(record.time_ns),
-        observed_unix_ns: output.clock.observed_unix_ns(record.time_ns),
-        severity,
-        event_name,
-        body: format!("rank {rank}'s connection {towards} rank {peer}, channel {channel}, {what}: {cause}")
-            .into(),
-        attributes,
-        span: Some(connection.ids(watched, begun_ns, Role::Failover, output.scope)),
-    });
-}
-
-fn failover_span(connection: &Connection, failover: &Failover, output: &mut Output<'_>) {
-    let Some(watched) = output.communicators.process(connection.pid) else {
-        return;
-    };
-    let communicator = output.communicators.get(connection.comm);
-    let ids = |role| connection.ids(watched, failover.begun_ns, role, output.scope);
-    let whole = ids(Role::Failover);
-    let (role, name, parent) = match failover.back_ns {
-        None => (Role::Failover, "failover", None),
-        Some(_) => (Role::Failback, "failback", Some(whole.1)),
-    };
-    let (trace_id, span_id) = ids(role);
-    let last = failover.moments.last().map(|(_, state, _, _)| *state);
-    let mut attributes = connection.attributes(output.communicators);
-    attributes.extend([
-        ("ccl.failover.cause", Value::Static(cause_name(failover.cause))),
-        ("ccl.failover.failed_back", Value::Bool(last == Some(State::STOP))),
-    ]);
-    if failover.back_ns.is_none() {
-        let replayed = i64::try_from(failover.replayed).unwrap_or(i64::MAX);
-        attributes.extend([
-            ("ccl.failover.switches", Value::Int(i64::from(failover.switches))),
-            ("ccl.failover.replayed.size", Value::Int(replayed)),
-        ]);
-        attributes.extend(failover.recovery_ns().map(|ns| {
-            let seconds = Value::Double(ns as f64 / 1e9);
-            ("ccl.failover.recovery.duration", seconds)
-        }));
-    }
-    let ranks = communicator.map_or(0, |communicator| communicator.ranks);
-    let links = failover
-        .delayed
-        .iter()
-        .filter(|_| connection.comm != 0 && ranks != 0)
-        .map(|operation| delayed_link(connection, operation, ranks, output));
-    let links = links.collect();
-    let events = failover
-        .moments
-        .iter()
-        .map(|(ns, state, change, bytes)| SpanEvent {
-            unix_ns: output.clock.unix_ns(*ns),
-            name: moment_name(*state),
-            attributes: moment_attributes(output.communicators, connection.pid, *state, change, *bytes),
-        })
-        .collect();
-    output.counts.count(role);
-    output.spans.push(Span {
-        resource: connection.resource(watched, output.communicators),
-        trace_id,
-        span_id,
-        parent_span_id: parent,
-        name,
-        start_unix_ns: output
-            .clock
-            .unix_ns(failover.back_ns.unwrap_or(failover.begun_ns)),
-        end_unix_ns: output.clock.unix_ns(failover.last_ns),
-        attributes,
-        events,
-        links,
-        error: (last == Some(State::ABORTED)).then(|| "the connection has no path left".into()),
-    });
 }

@@ -12,7 +12,7 @@ use std::{
 
 use ringsight_exporters::model::{LogRecord, Resource, Span};
 use ringsight_probes::network::{NetworkEvent, NetworkSample, VerbsEvent};
-use ringsight_records::{Carrier, Record};
+use ringsight_records::Record;
 use rustc_hash::FxHashMap;
 
 use crate::{clock::Clock, correlate::communicators::Communicators, identity::Scope, spans::SpanCounts};
@@ -184,9 +184,13 @@ impl Network {
         }
     }
 
-    /// A queue pair of a process carries a step: from now on it is known whose it is.
-    pub(crate) fn carries(&mut self, pid: u32, record: &Record, communicators: &Communicators) {
-        let Carrier { port, number, .. } = record.carrier();
+    /// A record tells of a queue pair (process, the process's number of its port, number): from now on it is known whose it is.
+    pub(crate) fn carries(
+        &mut self,
+        (pid, port, number): (u32, Option<u8>, u32),
+        record: &Record,
+        communicators: &Communicators,
+    ) {
         let Some(device) = communicators.network_device(pid, port, number) else {
             return;
         };
@@ -291,6 +295,7 @@ impl Network {
         match (event, port) {
             (VerbsEvent::PORT_ERR, Some(port)) => {
                 let since_ns = sample.time_ns;
+                self.failovers.port_down(device, port, since_ns);
                 if self.down.len() < COUNTED {
                     self.down
                         .entry((Arc::clone(device), port))
@@ -298,6 +303,7 @@ impl Network {
                 }
             }
             (VerbsEvent::PORT_ACTIVE, Some(port)) => {
+                self.failovers.port_up(device, sample.time_ns);
                 if let Some(down) = self.down.remove(&(Arc::clone(device), port)) {
                     spans::port_down(
                         &self.resource,

@@ -22,7 +22,7 @@ fn trace(output: &Output<'_>, process: u64, time_ns: u64, number: u32) -> TraceI
 }
 
 /// What stands for the process in an id where there is none: the device.
-fn device_identity(device: &str) -> u64 {
+pub(super) fn device_identity(device: &str) -> u64 {
     process_identity(device, 0, 0)
 }
 
@@ -264,6 +264,17 @@ fn error(
     });
 }
 
+/// Identity of the span of a port that went down at a time.
+pub(super) fn port_down_ids(
+    output: &Output<'_>,
+    device: &Arc<str>,
+    port: u32,
+    since_ns: u64,
+) -> (TraceId, SpanId) {
+    let trace_id = trace(output, device_identity(device), since_ns, port);
+    (trace_id, SpanKey::of(Role::PortDown).span_id(&trace_id))
+}
+
 /// A port was down from `since_ns` to `end_ns`, or still is.
 pub(super) fn port_down(
     collector: &Arc<Resource>,
@@ -273,12 +284,12 @@ pub(super) fn port_down(
     end_ns: Option<u64>,
     output: &mut Output<'_>,
 ) {
-    let trace_id = trace(output, device_identity(device), since_ns, port);
+    let (trace_id, span_id) = port_down_ids(output, device, port, since_ns);
     output.counts.count(Role::PortDown);
     output.spans.push(Span {
         resource: Arc::clone(collector),
         trace_id,
-        span_id: SpanKey::of(Role::PortDown).span_id(&trace_id),
+        span_id,
         parent_span_id: None,
         name: "rdma port down",
         start_unix_ns: output.clock.unix_ns(since_ns),

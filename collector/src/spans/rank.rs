@@ -194,7 +194,9 @@ impl Part<'_> {
                 };
                 let key = SpanKey {
                     role: Role::Carrier,
-                    index: key.index << 20 | carried.carrier.step & 0xf_ffff,
+                    index: key.index << 23
+                        | u32::from(carried.resends & 7) << 20
+                        | carried.carrier.step & 0xf_ffff,
                     ..key
                 };
                 let name = match (carried.carrier.port, proxy.send) {
@@ -204,6 +206,7 @@ impl Part<'_> {
                 };
                 spans.push(Span {
                     parent_span_id: Some(proxy_id),
+                    error: carried.failed.then(|| "its path failed".into()),
                     ..child(
                         key,
                         name,
@@ -243,7 +246,10 @@ impl Part<'_> {
             }
             None => attributes.push(("ccl.network.descriptor", Value::Int(i64::from(carrier.number)))),
         }
-        if carried.stop_ns == 0 {
+        if carried.resends > 0 {
+            attributes.push(("ccl.network.resend.count", Value::Int(i64::from(carried.resends))));
+        }
+        if carried.stop_ns == 0 || carried.failed {
             attributes.push(("ccl.complete", Value::Bool(false)));
         }
         attributes
@@ -322,6 +328,8 @@ impl Part<'_> {
             part.awaited_in
                 .map(|waits| elsewhere(&waits, ids.scope, "awaited_in")),
         );
+        let delays = part.delayed_by.iter();
+        links.extend(delays.map(|(trace_id, span_id)| link(*trace_id, *span_id, "delayed_by")));
         if let Some(description) = &part.description
             && description.group_depth > 1
             && description.group != 0

@@ -203,30 +203,29 @@ fn worker() {
     println!("rank done");
 }
 
-/// An operation whose work requests are on record: every step that is sent, and all its bytes.
+/// An operation whose work requests are on record: every step that is sent, every one that arrives, and all their bytes.
 fn watched(rank: Rank, call: &Call) {
     let watch = Watch::begin_for(Kind::ProxyStep.bit() | Kind::NetPlugin.bit());
     call.check(&rank, true);
     // With the communicator its threads are gone: nothing more comes.
     rank.leave();
     let records = watch.end();
-    let ends = |kind| {
-        records
-            .iter()
-            .filter(move |record| record.kind() == Some(kind) && record.state == State::STOP)
-    };
-    let sent = |record: &&Record| record.flags().contains(Flags::SEND);
     let bytes = |records: Vec<&Record>| -> u64 { records.iter().map(|record| record.bytes).sum() };
-    let steps: Vec<&Record> = ends(Kind::ProxyStep).filter(sent).collect();
-    let carried: Vec<&Record> = ends(Kind::NetPlugin).filter(sent).collect();
-    assert!(!steps.is_empty());
-    assert_eq!(carried.len(), steps.len());
-    assert!(
-        carried
-            .iter()
-            .all(|record| record.carrier().port == Some(0) && record.carrier().number > 0)
-    );
-    assert_eq!(bytes(carried), bytes(steps));
+    // A receiver's step ends when its device is done with it, which of the operation before may be now.
+    for (sends, here) in [(true, State::STOP), (false, State::STEP_RECV_GPU_WAIT)] {
+        let of = |kind, state| {
+            let of = move |record: &&Record| record.kind() == Some(kind) && record.state == state;
+            let of = records.iter().filter(of);
+            of.filter(|record| record.flags().contains(Flags::SEND) == sends)
+                .collect::<Vec<_>>()
+        };
+        let (steps, carried) = (of(Kind::ProxyStep, here), of(Kind::NetPlugin, State::STOP));
+        assert!(!steps.is_empty());
+        assert_eq!(carried.len(), steps.len(), "sends: {sends}");
+        let is_of_port = |record: &&Record| record.carrier().port == Some(0) && record.carrier().number > 0;
+        assert!(carried.iter().all(is_of_port), "sends: {sends}");
+        assert_eq!(bytes(carried), bytes(steps), "sends: {sends}");
+    }
 }
 
 /// Sends and receives of all sizes in one group, both ways.

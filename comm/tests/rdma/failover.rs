@@ -1,10 +1,10 @@
 //! Operations whose ports go down.
 
-use std::{env, time::Instant};
+use std::{collections::HashMap, env, time::Instant};
 
 use ringsight_comm::{abi, communicator::Handle};
 use ringsight_records::{
-    Function, Kind, PathChange, State,
+    Flags, Function, Kind, PathChange, Record, State,
     connection::{Connection, LinkStage, PathCondition},
 };
 
@@ -258,7 +258,7 @@ fn survive() {
     let Some((rank, port)) = rank_and_port() else {
         return;
     };
-    let watch = Watch::begin_for(Kind::Failover.bit());
+    let watch = Watch::begin_for(Kind::Failover.bit() | Kind::NetPlugin.bit());
     let mut data = vec![1_f32; 30_001];
     for round in 0..ROUNDS {
         add_up(&rank, rank.stream, &mut data);
@@ -318,5 +318,45 @@ fn survive() {
     assert_eq!((change.from, change.to, change.port), (0, 1, Some(1)));
     assert!(change.cause.is_some() && change.number > 0, "{change:?}");
     assert!(changes(State::PATH_RECOVERED).count() > 0);
+    for sends in [true, false] {
+        let of = |record: &&Record| record.flags().contains(Flags::SEND) == sends;
+        // With its first operation each end says which queue pairs it has, also of the path that may never be used.
+        let told = changes(State::PATH_RESTORED).filter(of);
+        let told = told.map(|record| PathChange::from_value(record.value));
+        let queue_pairs: Vec<_> = told.take(2).map(|change| (change.port, change.number)).collect();
+        assert_eq!(queue_pairs.len(), 2, "{queue_pairs:?}");
+        for (queue_pair, port) in queue_pairs.iter().zip([Some(0), Some(1)]) {
+            assert!(queue_pair.0 == port && queue_pair.1 > 0, "{queue_pairs:?}");
+        }
+    }
+    // What is sent again is told once more, with what carries it then.
+    let is_sent = |record: &&Record| record.flags().contains(Flags::SEND);
+    let replayed: u64 = changes(State::PATH_SWITCHED)
+        .filter(is_sent)
+        .map(|record| record.bytes)
+        .sum();
+    assert_eq!(bytes_sent_again(records.iter().filter(is_sent)), replayed);
     println!("rank done");
+}
+
+/// Bytes of steps that begin on their way while they are on it.
+fn bytes_sent_again<'a>(records: impl Iterator<Item = &'a Record>) -> u64 {
+    let mut under_way = HashMap::new();
+    let mut bytes = 0;
+    for record in records.filter(|record| record.kind() == Some(Kind::NetPlugin)) {
+        let carrier = record.carrier();
+        let step = (record.op, record.channel, record.peer, carrier.step);
+        match record.state {
+            State::START => {
+                if let Some(before) = under_way.insert(step, carrier.number) {
+                    assert_ne!(before, carrier.number, "over the same queue pair: {step:?}");
+                    bytes += record.bytes;
+                }
+            }
+            State::STOP => assert!(under_way.remove(&step).is_some(), "{step:?}"),
+            _ => {}
+        }
+    }
+    assert!(under_way.is_empty(), "{under_way:?}");
+    bytes
 }

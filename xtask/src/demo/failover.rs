@@ -150,10 +150,37 @@ pub fn look(spans: &[Span]) -> (Vec<String>, Vec<String>) {
                 .iter()
                 .any(|waited| waited.time("endTimeUnixNano") <= span.time("startTimeUnixNano")),
         );
+        let port = by_id.get(span.text("parentSpanId"));
+        miss(
+            "a failover is not a part of its port's",
+            port.is_none_or(|port| port.name() != "port failover"),
+        );
         let of_all_reduces = waited.iter().filter(|waited| waited.name() == "all_reduce rank");
         delayed.extend(of_all_reduces.map(|waited| waited.text("spanId")));
     }
     miss("there is no failover", lines.is_empty());
+    for port in named("port failover") {
+        let attribute = |key| port.attribute(key).unwrap_or_else(|| "?".to_owned());
+        lines.push(format!(
+            "port failover  {}, port {}: {} connections, {} s until the last one went on",
+            attribute("rdma.device.name"),
+            attribute("rdma.port.number"),
+            attribute("ccl.failover.connections"),
+            attribute("ccl.failover.recovery.duration"),
+        ));
+    }
+    let is_linked = |from: &'static str, to: &'static str| {
+        let to = |id: &str| by_id.get(id).is_some_and(|span| span.name() == to);
+        named(from).any(|span| span.links().any(to))
+    };
+    miss(
+        "no port's failover is linked to the kernel's port that was down",
+        !is_linked("port failover", "rdma port down"),
+    );
+    miss(
+        "no all_reduce is linked to what delayed it",
+        !is_linked("all_reduce rank", "port failover"),
+    );
     miss(
         "no failover is linked to an all_reduce that it delayed",
         delayed.is_empty(),
@@ -167,8 +194,10 @@ pub fn look(spans: &[Span]) -> (Vec<String>, Vec<String>) {
     let mut numbers = HashSet::new();
     // Of a rank's channel the devices of each way.
     let mut devices: HashMap<[Option<String>; 2], [HashSet<String>; 2]> = HashMap::new();
-    let mut unnumbered = 0;
+    let (mut unnumbered, mut failed, mut resent) = (0, 0, 0);
     for step in named("rdma write") {
+        failed += usize::from(step.attribute("ccl.complete").as_deref() == Some("false"));
+        resent += usize::from(step.attribute("ccl.network.resend.count").is_some());
         unnumbered += usize::from(step.attribute("rdma.wr.id").is_none());
         let way = step.attribute("ccl.network.path").unwrap_or_default();
         numbers.extend(step.attribute("rdma.qp.number"));
@@ -200,6 +229,13 @@ pub fn look(spans: &[Span]) -> (Vec<String>, Vec<String>) {
         of("primary"),
         of("backup")
     ));
+    lines.push(format!(
+        "{failed} steps failed with their path, {resent} were sent again"
+    ));
+    miss(
+        "what was sent again has no span over either path",
+        replayed > 0 && (failed == 0 || resent == 0),
+    );
     miss("no step went over the primary path", of("primary") == 0);
     miss("no step went over the backup", of("backup") == 0);
     miss(
@@ -257,24 +293,30 @@ mod tests {
             ];
             json!({"name": name, "attributes": with(&told)})
         };
-        let mut failover = span("failover", "f", "", &[("ccl.failover.replayed.size", "64")]);
+        let mut failover = span("failover", "f", "o", &[("ccl.failover.replayed.size", "64")]);
         failover["events"] = names.iter().map(event).collect();
         failover["links"] = json!([{"spanId": "a"}]);
-        let write = |id, way, device| {
+        let mut port = span("port failover", "o", "", &[]);
+        port["links"] = json!([{"spanId": "d"}]);
+        let mut part = span("all_reduce rank", "a", "", &[]);
+        part["links"] = json!([{"spanId": "o"}]);
+        let write = |id, way, device, besides| {
             let told = [
                 ("ccl.network.path", way),
                 ("rdma.qp.number", "17"),
                 ("rdma.device.name", device),
                 ("rdma.wr.id", "72057594037927936"),
+                besides,
             ];
             span("rdma write", id, "p", &told)
         };
         vec![
             failover,
-            span("all_reduce rank", "a", "", &[]),
+            port,
+            part,
             span("proxy send", "p", "a", &[]),
-            write("w", "primary", "hca0"),
-            write("x", "backup", "hca1"),
+            write("w", "primary", "hca0", ("ccl.complete", "false")),
+            write("x", "backup", "hca1", ("ccl.network.resend.count", "1")),
             span("rdma port down", "d", "", &[]),
             span(
                 "rdma queue pair",
@@ -310,13 +352,12 @@ mod tests {
             ["no failover is linked to an all_reduce that it delayed"]
         );
         let mut over = trace();
-        over[1]["endTimeUnixNano"] = json!("10");
+        over[2]["endTimeUnixNano"] = json!("10");
         let linked = "a failover is linked to an operation that was over before";
         assert_eq!(problems(over), [linked]);
         // What carried a step again was told by the path that it had been sent over before.
         let mut mistold = trace();
-        mistold[4]["attributes"] = mistold[3]["attributes"].clone();
-        mistold[4]["attributes"][0]["value"]["stringValue"] = json!("backup");
+        mistold[5]["attributes"][2] = mistold[4]["attributes"][2].clone();
         let device = "a device is that of a channel's primary path and of its backup";
         assert_eq!(problems(mistold), [device]);
         let mut nameless = trace();

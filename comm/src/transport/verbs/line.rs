@@ -59,7 +59,7 @@ impl<R: Role> Line<R> {
     /// A turn of `op` begins.
     pub(super) fn begin(&mut self, op: &ProxyOp, socket: &mut Socket) {
         self.set_busy(true);
-        self.paths.set_op(op);
+        self.paths.set_op(op, self.end.paths());
         // Before what has ended and arrived is looked at: all that a peer did before it went is there then.
         self.listen(socket);
     }

@@ -29,6 +29,8 @@ pub(super) struct Paths {
     ports: Vec<u8>,
     /// The one in use.
     active: u8,
+    /// The one before, and the position from which on steps go over the one in use.
+    before: (u8, u64),
     /// Why the last one was left, until another one is in use.
     cause: Option<(PathCause, u8)>,
     /// The operation that the connection was at last.
@@ -54,6 +56,7 @@ impl Paths {
             ports: connected.failover.ports.iter().map(|port| *port as u8).collect(),
             // Where both ends begin.
             active: connected.paths.iter().position(Path::is_connected).unwrap_or(0) as u8,
+            before: (0, 0),
             cause: None,
             op: None,
             is_busy: false,
@@ -134,9 +137,26 @@ impl Paths {
         self.ports.get(path).copied().unwrap_or(0)
     }
 
-    /// The operation that the connection is at.
-    pub(super) fn set_op(&mut self, op: &ProxyOp) {
+    /// The one in use.
+    pub(super) fn active(&self) -> usize {
+        self.active.into()
+    }
+
+    /// The one that the step of a position came over; of the last two that were in use.
+    pub(super) fn came_over(&self, position: u64) -> usize {
+        let (before, since) = self.before;
+        usize::from(if position < since { before } else { self.active })
+    }
+
+    /// The operation that the connection is at. With the first one it has a communicator, whose its queue pairs then are.
+    pub(super) fn set_op(&mut self, op: &ProxyOp, paths: &[Path]) {
+        let is_first = self.op.is_none();
         (self.op, self.is_busy) = (Some(*op), true);
+        if is_first {
+            for (index, _) in paths.iter().enumerate().filter(|(_, path)| path.is_connected()) {
+                self.record(State::PATH_RESTORED, index as u8, index as u8, paths, 0);
+            }
+        }
     }
 
     /// That one has ended.
@@ -186,6 +206,7 @@ impl Paths {
                     name(from), name(to)
                 );
                 self.active = to;
+                self.before = (from, committed);
                 self.switches = (self.switches.0.saturating_add(1), observe::now_ns());
                 // Nothing broke: a path that comes before it is good again.
                 self.left = Some(*self.cause.get_or_insert((PathCause::Failback, 0)));

@@ -6,8 +6,11 @@ use ringsight_kernels::{
     Fifo,
     fifo::{INLINE_BYTES, SLOTS},
 };
-use ringsight_records::State;
-use ringsight_verbs::endpoint::{self, Failure, Receiving};
+use ringsight_records::{Carrier, State};
+use ringsight_verbs::{
+    endpoint::{self, Failure, Receiving},
+    queue::Qp,
+};
 
 use super::{
     Connected,
@@ -92,6 +95,8 @@ impl Receiver {
             // First: a grant looks at the times, too, and who was away for long takes what has ended before it finds one over. The credits
             // go out with the next poll.
             let polled = self.line.end.poll();
+            // Before what has arrived is taken: by then it is known what it came over.
+            self.note(op.peer);
             self.consume(op);
             self.grant(op, end)?;
             // What has been received needs no peer and no path.
@@ -207,6 +212,7 @@ impl Receiver {
                         .copy_from(own.as_ptr(), bytes);
                 };
             }
+            self.tell_carried(op, arrived.position, bytes);
             events::step(op, step, State::STEP_RECV_FLUSH_WAIT, bytes);
             // CPU memory needs no flush: the completion was read after the bytes were there, and the release of the flag orders both.
             if bytes > INLINE_BYTES
@@ -222,6 +228,23 @@ impl Receiver {
             self.transferred += bytes as u64;
         }
         Ok(())
+    }
+
+    /// Tells what has carried the step at a position. There is no request for it at this end, so only its arrival is told of.
+    fn tell_carried(&self, op: &ProxyOp, position: u64, bytes: usize) {
+        let path = self.line.paths.came_over(position);
+        let queue_pair = self
+            .line
+            .end
+            .paths()
+            .get(path)
+            .and_then(|path| path.qps().get(path.lead(position)));
+        let carrier = Carrier {
+            port: Some(self.line.paths.port_of(path)),
+            number: queue_pair.map_or(0, Qp::number),
+            step: (position - self.base) as u32,
+        };
+        events::carried_over(op, carrier, path != 0, State::STOP, bytes);
     }
 
     pub(crate) fn needs(&self) -> Needs {

@@ -1,7 +1,7 @@
 //! The sending end: the FIFO's consumer. Steps are posted one after the other as the device fills slots and the peer grants them,
 //! and up to all slots are under way at once; a slot is released when the peer's device has its bytes.
 
-use std::{collections::VecDeque, ops::Range, sync::Arc};
+use std::{cell::Cell, collections::VecDeque, ops::Range, sync::Arc};
 
 use ringsight_kernels::{
     Fifo,
@@ -92,11 +92,11 @@ impl Sender {
         self.line.begin(op, socket);
         match self.move_on(op) {
             Ok(turn) => {
-                self.speak(socket, op.peer);
+                self.speak(socket, op.peer, Some(op));
                 Ok(turn)
             }
             Err(stop) => {
-                self.note(op.peer);
+                self.note(op.peer, Some(op));
                 Err(self.line.failed(stop, socket))
             }
         }
@@ -108,7 +108,7 @@ impl Sender {
         loop {
             let before = (self.line.end.posted(), self.released, self.phase);
             self.line.end.poll()?;
-            self.note(op.peer);
+            self.note(op.peer, Some(op));
             self.release(op);
             if self.released == end {
                 self.base = end;
@@ -134,27 +134,47 @@ impl Sender {
     }
 
     /// Says what is to be said beside RDMA.
-    fn speak(&mut self, socket: &mut Socket, peer: u32) {
-        self.note(peer);
+    fn speak(&mut self, socket: &mut Socket, peer: u32, op: Option<&ProxyOp>) {
+        self.note(peer, op);
         self.line.speak(socket);
     }
 
     /// Tells what has happened, while it is known what has been sent again: before any of that is released.
-    fn note(&mut self, peer: u32) {
+    fn note(&mut self, peer: u32, op: Option<&ProxyOp>) {
         let Self {
             line,
             sizes,
             released,
             ..
         } = self;
-        line.note(peer, |positions| bytes_of(sizes, *released, positions));
+        let again = Cell::new((0, 0));
+        line.note(peer, |positions| {
+            again.set((positions.start, positions.end));
+            bytes_of(sizes, *released, positions)
+        });
+        let (from, to) = again.get();
+        if let Some(op) = op {
+            self.tell_again(op, from.max(self.released)..to);
+        }
+    }
+
+    /// Tells what carries steps now that are sent again.
+    fn tell_again(&self, op: &ProxyOp, positions: Range<u64>) {
+        for position in positions {
+            let posted = self.line.end.posted_over(position);
+            // A call that failed has the rest wait for the next path.
+            if posted.path == self.line.paths.active() {
+                let bytes = bytes_of(&self.sizes, self.released, position..position + 1) as usize;
+                self.tell_carried(op, (posted, (position - self.base) as u32), State::START, bytes);
+            }
+        }
     }
 
     /// What there is to do without an operation: a peer may need this end's help. Whether there may be more later.
     pub(crate) fn tend(&mut self, socket: &mut Socket, peer: u32) -> bool {
         self.line.listen(socket);
         let works = self.line.end.poll().is_ok();
-        self.speak(socket, peer);
+        self.speak(socket, peer, None);
         works && self.line.has_peer()
     }
 
