@@ -229,6 +229,18 @@ impl Communicators {
         self.queue_pairs.get(&(pid, number))?.as_ref()
     }
 
+    /// Which one of a process's ports of its device a port is, counted from 0 in the order of their numbers; 0 if it has not said.
+    #[must_use]
+    pub fn port_place(&self, pid: u32, port: u8) -> u32 {
+        let Some(said) = self.ports.get(&(pid, port)) else {
+            return 0;
+        };
+        let before = self.ports.range((pid, 0)..(pid, port));
+        before
+            .map(|(_, other)| u32::from(other.device == said.device))
+            .sum()
+    }
+
     /// A rank of a communicator was destroyed. It stays known for a while, as its last operations are not settled yet.
     pub fn destroyed(&mut self, comm: u64, pid: u32, rank: u32) {
         self.destroyed.push_back((comm, pid, rank));

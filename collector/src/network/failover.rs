@@ -3,10 +3,11 @@
 //! one port are one trace ([`incident`]).
 
 mod incident;
+mod moments;
 mod spans;
 
 use std::{
-    collections::{BTreeMap, btree_map::Entry},
+    collections::{BTreeMap, BTreeSet, btree_map::Entry},
     sync::Arc,
 };
 
@@ -15,19 +16,23 @@ use ringsight_records::{Flags, PathCause, PathChange, Record, State};
 
 use self::{
     incident::{Incident, Left, Place},
+    moments::{Moment, Moments},
     spans::{failover_log, failover_span},
 };
-use super::{Network, Output};
+use super::{Network, Output, ports::Ports};
 use crate::correlate::communicators::{Communicators, Watched};
 
 /// Failovers that are under way at once; connections are few.
 const UNDER_WAY: usize = 16_384;
-/// Moments, and operations, kept of one.
-const KEPT: usize = 64;
+/// Operations kept of one.
+const DELAYED: usize = 64;
 /// After its recovery a failover waits this long for the first path to come back, then it is sent without.
 const FAILBACK_NS: u64 = 30_000_000_000;
 /// A failover of which nothing more has been heard for so long before its recovery is not going on: its end was lost.
 const SILENT_NS: u64 = 300_000_000_000;
+/// A port that flaps may have a connection under way always: what has gone on for so long is told as far as it is known, and what comes
+/// then is another failure.
+const OLD_NS: u64 = 3_600_000_000_000;
 
 /// One end of a connection, in one direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -76,8 +81,8 @@ struct Delayed {
 pub(super) struct Failover {
     begun_ns: u64,
     place: Place,
-    /// What it is a part of the failure of; `None` of a way back alone.
-    left: Option<Left>,
+    /// What it is a part of the failure of.
+    left: Left,
     /// All before this time was sent: it is the way back alone.
     back_ns: Option<u64>,
     last_ns: u64,
@@ -86,8 +91,20 @@ pub(super) struct Failover {
     cause: Option<PathCause>,
     switches: u32,
     replayed: u64,
-    moments: Vec<(u64, State, PathChange, u64)>,
+    moments: Moments<()>,
+    /// What was heard of it last.
+    last: Option<State>,
+    /// When the first step got over again.
+    over_ns: Option<u64>,
     delayed: Vec<Delayed>,
+}
+
+/// Where one stands that was sent before its way back.
+#[derive(Clone, Debug)]
+struct Sent {
+    begun_ns: u64,
+    place: Place,
+    left: Left,
 }
 
 /// Failovers under way, and what is counted of all.
@@ -96,8 +113,8 @@ pub(super) struct Failovers {
     under_way: BTreeMap<Connection, Failover>,
     /// Failures that connections under way are parts of.
     incidents: BTreeMap<Left, Incident>,
-    /// When those began that were sent before the way back, and their places.
-    sent: BTreeMap<Connection, (u64, Place)>,
+    /// Those that were sent before the way back.
+    sent: BTreeMap<Connection, Sent>,
     /// Switches and bytes sent again, by process and cause.
     counts: BTreeMap<(u32, &'static str), (u64, u64)>,
 }
@@ -115,6 +132,12 @@ impl Network {
         output: &mut Output<'_>,
     ) -> Option<(TraceId, SpanId)> {
         let change = PathChange::from_value(record.value);
+        let moment = Moment {
+            ns: record.time_ns,
+            state: record.state,
+            change,
+            bytes: record.bytes,
+        };
         let connection = Connection {
             pid,
             comm: record.comm,
@@ -124,6 +147,7 @@ impl Network {
             send: record.flags().contains(Flags::SEND),
             p2p: record.flags().contains(Flags::P2P),
         };
+        let port = self.port_of(pid, &change, output.communicators);
         let failovers = &mut self.failovers;
         let mut is_known = failovers.under_way.contains_key(&connection);
         // A path that was not in use is good again: nothing was delayed.
@@ -135,7 +159,8 @@ impl Network {
             && let Entry::Occupied(entry) = failovers.under_way.entry(connection)
             && entry.get().back_ns.is_some()
         {
-            failover_span(&connection, &entry.remove(), output);
+            let back = entry.remove();
+            failovers.send(&connection, &back, output);
             is_known = false;
         }
         if failovers.under_way.len() >= UNDER_WAY && !is_known {
@@ -145,36 +170,43 @@ impl Network {
             let is_back = change.cause == Some(PathCause::Failback);
             record.state == State::PATH_SWITCHED && is_back
         });
-        let left = Left::of(pid, &change, output.communicators);
-        let down = &self.down;
-        let incidents = &mut failovers.incidents;
+        let (incidents, ports) = (&mut failovers.incidents, &mut self.ports);
         let failover = failovers.under_way.entry(connection).or_insert_with(|| {
-            let place = sent.map_or_else(
-                || {
-                    let begin = || Incident::begin(&left, pid, record.time_ns, down, output);
-                    incidents.entry(left.clone()).or_insert_with(begin).join()
-                },
-                |(_, place)| place,
-            );
-            Failover {
-                begun_ns: sent.map_or(record.time_ns, |(begun_ns, _)| begun_ns),
+            let back_ns = sent.as_ref().map(|_| record.time_ns);
+            let Sent {
+                begun_ns,
                 place,
-                left: sent.is_none().then_some(left),
-                back_ns: sent.map(|_| record.time_ns),
+                left,
+            } = sent.unwrap_or_else(|| {
+                let left = Left::of(pid, record.state, &change, output.communicators);
+                let begin = || Incident::begin(&left, port, pid, record.time_ns, ports, output);
+                Sent {
+                    begun_ns: record.time_ns,
+                    place: incidents.entry(left.clone()).or_insert_with(begin).join(port),
+                    left,
+                }
+            });
+            Failover {
+                begun_ns,
+                place,
+                left,
+                back_ns,
                 last_ns: record.time_ns,
                 recovered_ns: None,
                 cause: change.cause,
                 switches: 0,
                 replayed: 0,
-                moments: Vec::new(),
+                moments: Moments::default(),
+                last: None,
+                over_ns: None,
                 delayed: Vec::new(),
             }
         });
         failover.last_ns = failover.last_ns.max(record.time_ns);
-        if failover.moments.len() < KEPT {
-            failover
-                .moments
-                .push((record.time_ns, record.state, change, record.bytes));
+        failover.last = Some(record.state);
+        failover.moments.push(moment, ());
+        if matches!(record.state, State::PATH_RECOVERED | State::STOP) {
+            failover.over_ns.get_or_insert(record.time_ns);
         }
         let operation = Delayed {
             seq: record.seq,
@@ -183,18 +215,16 @@ impl Network {
         };
         // What runs while a repaired path is only proven is not delayed by it, and between operations nothing is.
         let delays = record.op != 0 && failover.recovered_ns.is_none() && failover.back_ns.is_none();
-        if delays && failover.delayed.len() < KEPT && !failover.delayed.contains(&operation) {
+        if delays && failover.delayed.len() < DELAYED && !failover.delayed.contains(&operation) {
             failover.delayed.push(operation);
         }
         let place = failover.place;
-        if let Some(incident) = failover
-            .left
-            .as_ref()
-            .and_then(|left| failovers.incidents.get_mut(left))
+        if let Some(incident) = incidents.get_mut(&failover.left)
+            && incident.trace_id() == place.trace_id
         {
-            incident.note((record.time_ns, record.state, change, record.bytes), connection);
+            incident.note(moment, connection);
         }
-        failover_log(&connection, place, record, &change, output);
+        failover_log(&connection, place, &moment, output);
         match record.state {
             // It broke once more.
             State::START => failover.recovered_ns = None,
@@ -224,7 +254,17 @@ impl Network {
         if self.failovers.under_way.is_empty() {
             return;
         }
+        let old: BTreeSet<TraceId> = self
+            .failovers
+            .incidents
+            .values()
+            .filter(|incident| incident.age_ns(now_ns) > OLD_NS)
+            .map(Incident::trace_id)
+            .collect();
         let sent = self.send_failovers(output, |_, failover| {
+            if failover.back_ns.is_none() && old.contains(&failover.place.trace_id) {
+                return true;
+            }
             let (since_ns, most_ns) = match failover.recovered_ns {
                 Some(recovered_ns) => (recovered_ns, FAILBACK_NS),
                 None => (failover.last_ns, SILENT_NS),
@@ -258,18 +298,31 @@ impl Network {
         }
     }
 
-    /// Sends some; when they had begun.
+    /// Sends some, and says which.
     fn send_failovers(
         &mut self,
         output: &mut Output<'_>,
         which: impl Fn(&Connection, &Failover) -> bool,
-    ) -> Vec<(Connection, (u64, Place))> {
+    ) -> Vec<(Connection, Sent)> {
         let mut sent = Vec::new();
         let under_way = std::mem::take(&mut self.failovers.under_way);
         for (connection, failover) in under_way {
             if which(&connection, &failover) {
                 self.failovers.send(&connection, &failover, output);
-                sent.push((connection, (failover.begun_ns, failover.place)));
+                let Failover {
+                    begun_ns,
+                    place,
+                    left,
+                    ..
+                } = failover;
+                sent.push((
+                    connection,
+                    Sent {
+                        begun_ns,
+                        place,
+                        left,
+                    },
+                ));
             } else {
                 self.failovers.under_way.insert(connection, failover);
             }
@@ -321,39 +374,47 @@ impl Failovers {
     /// Sends one that is no longer under way, and the failure that it is a part of, if it was the last one.
     fn send(&mut self, connection: &Connection, failover: &Failover, output: &mut Output<'_>) {
         failover_span(connection, failover, output);
-        if let Some(Entry::Occupied(mut entry)) = failover.left.clone().map(|left| self.incidents.entry(left))
-            && entry.get_mut().leave(connection, failover, output)
-        {
+        let Entry::Occupied(mut entry) = self.incidents.entry(failover.left.clone()) else {
+            return;
+        };
+        // Another failure of the port since.
+        if entry.get().trace_id() != failover.place.trace_id {
+            return;
+        }
+        if failover.back_ns.is_some() {
+            entry.get_mut().return_of(connection, failover);
+        } else if entry.get_mut().leave(connection, failover, output) {
             let (left, incident) = entry.remove_entry();
             incident.send(&left, output);
         }
     }
 
     /// A port of a device is down.
-    pub(super) fn port_down(&mut self, device: &Arc<str>, port: u32, since_ns: u64) {
-        if let Some(incident) = self.incidents.get_mut(&Left::Device(Arc::clone(device))) {
-            incident.port_down(port, since_ns);
+    pub(super) fn port_down(&mut self, device: &Arc<str>, port: u32, since_ns: u64, ports: &mut Ports) {
+        for incident in self.of_device(device) {
+            if incident.port_down(port, since_ns) {
+                ports.failed_with(device, port, incident.ids());
+            }
         }
     }
 
     /// It is up again.
-    pub(super) fn port_up(&mut self, device: &Arc<str>, at_ns: u64) {
-        if let Some(incident) = self.incidents.get_mut(&Left::Device(Arc::clone(device))) {
-            incident.port_up(at_ns);
+    pub(super) fn port_up(&mut self, device: &Arc<str>, port: u32, at_ns: u64) {
+        for incident in self.of_device(device) {
+            incident.port_up(port, at_ns);
         }
+    }
+
+    fn of_device(&mut self, device: &Arc<str>) -> impl Iterator<Item = &mut Incident> {
+        let place = |place| Left::Device(Arc::clone(device), place);
+        let all = place(0)..=place(u32::MAX);
+        self.incidents.range_mut(all).map(|(_, incident)| incident)
     }
 }
 
 impl Failover {
-    /// What was heard of it last.
-    fn last(&self) -> Option<State> {
-        self.moments.last().map(|(_, state, _, _)| *state)
-    }
-
     /// From the break to the first step that got over again.
     fn recovery_ns(&self) -> Option<u64> {
-        let got_over = |state: &State| matches!(*state, State::PATH_RECOVERED | State::STOP);
-        let (ns, ..) = self.moments.iter().find(|(_, state, ..)| got_over(state))?;
-        Some(ns.saturating_sub(self.begun_ns))
+        Some(self.over_ns?.saturating_sub(self.begun_ns))
     }
 }

@@ -71,7 +71,7 @@ impl Network {
         for (name, event, port) in self.events.keys() {
             // Told of each port that was ever down: a series that ends would stay at its last value.
             if let (&"port_err", Some(port)) = (event, port) {
-                let down = self.down.contains_key(&(Arc::clone(name), *port));
+                let down = self.ports.is_down(name, *port);
                 let attributes = vec![device(name), ("rdma.port.number", Value::Int(i64::from(*port)))];
                 push(
                     &self.resource,

@@ -3,6 +3,7 @@
 
 mod failover;
 mod metrics;
+mod ports;
 mod spans;
 
 use std::{
@@ -12,7 +13,7 @@ use std::{
 
 use ringsight_exporters::model::{LogRecord, Resource, Span};
 use ringsight_probes::network::{NetworkEvent, NetworkSample, VerbsEvent};
-use ringsight_records::Record;
+use ringsight_records::{PathChange, Record};
 use rustc_hash::FxHashMap;
 
 use crate::{clock::Clock, correlate::communicators::Communicators, identity::Scope, spans::SpanCounts};
@@ -61,12 +62,6 @@ struct Carries {
     channel: u8,
 }
 
-/// A port that is down.
-#[derive(Clone, Copy, Debug)]
-struct Down {
-    since_ns: u64,
-}
-
 /// What a refused command said: opcode, status, syndrome.
 type Refusal = (u32, u32, u32);
 
@@ -89,7 +84,7 @@ pub(crate) struct Network {
     queue_pairs: FxHashMap<(Arc<str>, u32), QueuePair>,
     /// Bytes by process, device and local key.
     registered: FxHashMap<(u32, Arc<str>, u32), u64>,
-    down: BTreeMap<(Arc<str>, u32), Down>,
+    ports: ports::Ports,
     events: BTreeMap<(Arc<str>, &'static str, Option<u32>), u64>,
     refused: BTreeMap<Refusal, u64>,
     lost: u64,
@@ -103,7 +98,7 @@ impl Network {
             names: FxHashMap::default(),
             queue_pairs: FxHashMap::default(),
             registered: FxHashMap::default(),
-            down: BTreeMap::new(),
+            ports: ports::Ports::default(),
             events: BTreeMap::new(),
             refused: BTreeMap::new(),
             lost: 0,
@@ -206,6 +201,13 @@ impl Network {
         }
     }
 
+    /// Number of the port of its device that a process's queue pair goes over, if it was seen to be set up.
+    fn port_of(&self, pid: u32, change: &PathChange, communicators: &Communicators) -> Option<u32> {
+        let device = communicators.network_device(pid, change.port, change.number)?;
+        let known = self.queue_pairs.get(&(Arc::clone(device), change.number))?;
+        known.port.filter(|_| known.pid == pid)
+    }
+
     fn count(&mut self, sample: &NetworkSample, device: &Arc<str>) {
         if let NetworkEvent::Mlx5CommandRefused {
             opcode,
@@ -295,24 +297,16 @@ impl Network {
         match (event, port) {
             (VerbsEvent::PORT_ERR, Some(port)) => {
                 let since_ns = sample.time_ns;
-                self.failovers.port_down(device, port, since_ns);
-                if self.down.len() < COUNTED {
-                    self.down
-                        .entry((Arc::clone(device), port))
-                        .or_insert(Down { since_ns });
+                if self.ports.down(device, port, since_ns) {
+                    self.failovers.port_down(device, port, since_ns, &mut self.ports);
                 }
             }
             (VerbsEvent::PORT_ACTIVE, Some(port)) => {
-                self.failovers.port_up(device, sample.time_ns);
-                if let Some(down) = self.down.remove(&(Arc::clone(device), port)) {
-                    spans::port_down(
-                        &self.resource,
-                        device,
-                        port,
-                        down.since_ns,
-                        Some(sample.time_ns),
-                        output,
-                    );
+                let up_ns = sample.time_ns;
+                self.failovers.port_up(device, port, up_ns);
+                if let Some((since_ns, failover)) = self.ports.up(device, port, up_ns) {
+                    let times = (since_ns, Some(up_ns));
+                    spans::port_down(&self.resource, device, port, times, failover, output);
                 }
             }
             (event, _) if event.is_error() => self.incident(sample, device, output),
@@ -341,8 +335,8 @@ impl Network {
         for (_, known) in self.queue_pairs.drain() {
             spans::queue_pair(&known, now_ns.max(known.begun_ns), output);
         }
-        for ((device, port), down) in std::mem::take(&mut self.down) {
-            spans::port_down(&self.resource, &device, port, down.since_ns, None, output);
+        for (device, port, since_ns, failover) in self.ports.drain() {
+            spans::port_down(&self.resource, &device, port, (since_ns, None), failover, output);
         }
         self.registered.clear();
     }

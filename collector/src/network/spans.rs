@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ringsight_exporters::model::{Attribute, Resource, Span, SpanEvent, SpanId, TraceId, Value};
+use ringsight_exporters::model::{Attribute, Resource, Span, SpanEvent, SpanId, SpanLink, TraceId, Value};
 use ringsight_probes::network::{NetworkEvent, NetworkSample};
 
 use super::{Output, QueuePair};
@@ -275,13 +275,13 @@ pub(super) fn port_down_ids(
     (trace_id, SpanKey::of(Role::PortDown).span_id(&trace_id))
 }
 
-/// A port was down from `since_ns` to `end_ns`, or still is.
+/// A port was down from a time to another, or still is; connections may have failed with it.
 pub(super) fn port_down(
     collector: &Arc<Resource>,
     device: &Arc<str>,
     port: u32,
-    since_ns: u64,
-    end_ns: Option<u64>,
+    (since_ns, end_ns): (u64, Option<u64>),
+    failover: Option<(TraceId, SpanId)>,
     output: &mut Output<'_>,
 ) {
     let (trace_id, span_id) = port_down_ids(output, device, port, since_ns);
@@ -300,7 +300,14 @@ pub(super) fn port_down(
             ("rdma.port.recovered", Value::Bool(end_ns.is_some())),
         ],
         events: Vec::new(),
-        links: Vec::new(),
+        links: failover
+            .map(|(trace_id, span_id)| SpanLink {
+                trace_id,
+                span_id,
+                attributes: vec![("ccl.link.type", Value::Static("failover"))],
+            })
+            .into_iter()
+            .collect(),
         error: Some(format!("port {port} of {device} was down").into()),
     });
 }

@@ -1,6 +1,8 @@
 //! What the tests of spans share.
 #![allow(dead_code, unreachable_pub, reason = "each test program uses a part")]
 
+pub mod failover;
+
 use std::collections::BTreeMap;
 
 use ringsight_collector::{Collector, Options, clock::Clock};

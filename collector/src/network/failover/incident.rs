@@ -7,38 +7,60 @@ use ringsight_records::{PathCause, PathChange, State};
 
 use super::{
     Connection, Failover, cause_name,
+    moments::{Moment, Moments},
     spans::{delayed_link, moment_attributes, moment_name},
 };
 use crate::{
     correlate::communicators::Communicators,
     identity::{InstanceKey, Role, SpanKey, TraceKind},
     network::{
-        Down, Output,
+        Output,
+        ports::{NOTICED_NS, Outage, Ports},
         spans::{device_identity, port_down_ids},
     },
 };
 
-/// Moments kept of one, and operations that it delayed: the connections have their own.
-const KEPT: usize = 128;
+/// Connections counted of one.
+const CONNECTIONS: usize = 16_384;
+/// Operations kept that one delayed: the connections have their own.
+const DELAYED: usize = 128;
+/// Times kept in which its port was down: the first ones, and the last.
+const OUTAGES: usize = 16;
 
 /// What connections left.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Left {
-    /// A network device: of all processes of the host.
-    Device(Arc<str>),
+    /// A network device's port, of all processes of the host: by its place among those of the device that a process uses. Processes do
+    /// not say its number, and of most devices it is the only one.
+    Device(Arc<str>, u32),
     /// A process's port by its number, of which it has not said what it is.
     Port(u32, Option<u8>),
 }
 
 impl Left {
-    /// What a change of a path of a process is about.
-    pub(super) fn of(pid: u32, change: &PathChange, communicators: &Communicators) -> Self {
+    /// What a change of a path of a process is about, which nothing is known of before.
+    pub(super) fn of(pid: u32, state: State, change: &PathChange, communicators: &Communicators) -> Self {
+        // It tells of the path that is used instead, not of the one that was left.
+        let is_elsewhere = match state {
+            State::PATH_SWITCHED => change.cause != Some(PathCause::Failback),
+            State::PATH_RECOVERED => true,
+            _ => false,
+        };
+        if is_elsewhere {
+            return Self::Port(pid, None);
+        }
         communicators
             .network_device(pid, change.port, change.number)
             .map_or(Self::Port(pid, change.port), |device| {
-                Self::Device(Arc::clone(device))
+                let place = change.port.map_or(0, |port| communicators.port_place(pid, port));
+                Self::Device(Arc::clone(device), place)
             })
     }
+}
+
+/// A failure's root.
+fn root(trace_id: &TraceId) -> SpanId {
+    SpanKey::of(Role::PortFailover).span_id(trace_id)
 }
 
 /// Where a connection's failover stands in the trace.
@@ -52,7 +74,7 @@ pub(super) struct Place {
 impl Place {
     /// The port's span.
     pub(super) fn root(&self) -> SpanId {
-        SpanKey::of(Role::PortFailover).span_id(&self.trace_id)
+        root(&self.trace_id)
     }
 
     /// One of the connection's.
@@ -65,92 +87,112 @@ impl Place {
     }
 }
 
-/// A change of a path: when, what, which paths, bytes sent again.
-type Moment = (u64, State, PathChange, u64);
-
 /// A failure that is under way.
 #[derive(Clone, Debug)]
 pub(super) struct Incident {
     trace_id: TraceId,
     /// That of the process that noticed first, in whose service it is looked for.
     resource: Option<Arc<Resource>>,
+    /// When what came first of it happened.
     begun_ns: u64,
+    /// When it began: another process may have noticed earlier, and is heard later.
+    first_ns: u64,
     last_ns: u64,
     cause: Option<PathCause>,
-    /// Failovers that are or were parts of it, and those that are under way.
+    /// Failovers that are or were parts of it, and those that are under way. Of a port that flaps a connection may have several.
     joined: u32,
     under_way: u32,
+    /// The connections, with what was heard of each last when it was no longer under way.
+    connections: BTreeMap<Connection, Option<State>>,
     switches: u32,
     replayed: u64,
     /// The longest of those that have recovered.
     recovery_ns: Option<u64>,
-    gave_up: u32,
-    /// How many are not back.
-    away: u32,
-    moments: Vec<(Moment, Connection)>,
+    moments: Moments<Connection>,
     delayed: Vec<SpanLink>,
-    /// The kernel's port: its number, and when it went down.
-    down: Option<(u32, u64)>,
-    up_ns: Option<u64>,
+    /// The port's number, if the kernel has told.
+    port: Option<u32>,
+    /// When it was down, by the kernel.
+    outages: Vec<Outage>,
 }
 
 impl Incident {
-    /// The first connection leaves a port; `down` are those that the kernel has said to be down.
+    /// The first connection leaves a port, whose number may be known.
     pub(super) fn begin(
         left: &Left,
+        port: Option<u32>,
         pid: u32,
         begun_ns: u64,
-        down: &BTreeMap<(Arc<str>, u32), Down>,
+        ports: &mut Ports,
         output: &Output<'_>,
     ) -> Self {
-        let process = |pid| {
-            output
-                .communicators
-                .process(pid)
-                .map_or(0, |watched| watched.identity)
-        };
-        let (comm, port, down) = match left {
-            Left::Device(device) => {
-                let mut of_device = down.iter().filter(|((name, _), _)| name == device);
-                let down = of_device.next().map(|((_, port), down)| (*port, down.since_ns));
-                (device_identity(device), 0, down)
-            }
-            Left::Port(pid, port) => (process(*pid), port.map_or(0, |port| u32::from(port) + 1), None),
+        let watched = output.communicators.process(pid);
+        let (comm, number) = match left {
+            Left::Device(device, place) => (device_identity(device), *place),
+            Left::Port(_, port) => (
+                watched.map_or(0, |watched| watched.identity),
+                port.map_or(0, |port| u32::from(port) + 1),
+            ),
         };
         let key = InstanceKey {
             comm,
             seq: begun_ns,
             ranks: 0,
             // Apart from those of ports and queue pairs, whose numbers have 24 bits.
-            replay: 1 << 31 | port,
+            replay: 1 << 31 | number,
             kind: TraceKind::Network,
             pair: None,
         };
-        Self {
+        let mut incident = Self {
             trace_id: key.trace_id(output.scope),
-            resource: output
-                .communicators
-                .process(pid)
-                .map(|watched| Arc::clone(&watched.resource)),
+            resource: watched.map(|watched| Arc::clone(&watched.resource)),
             begun_ns,
+            first_ns: begun_ns,
             last_ns: begun_ns,
             cause: None,
             joined: 0,
             under_way: 0,
+            connections: BTreeMap::new(),
             switches: 0,
             replayed: 0,
             recovery_ns: None,
-            gave_up: 0,
-            away: 0,
-            moments: Vec::new(),
+            moments: Moments::default(),
             delayed: Vec::new(),
-            down,
-            up_ns: None,
+            port,
+            outages: Vec::new(),
+        };
+        if let Left::Device(device, _) = left {
+            let mut outages = ports.about(device, begun_ns);
+            // Which port of the device, where nothing else tells: the one that went down last.
+            let last = outages.iter().max_by_key(|outage| outage.since_ns);
+            incident.port = port.or(last.map(|outage| outage.port));
+            outages.retain(|outage| incident.port == Some(outage.port));
+            outages.sort_by_key(|outage| outage.since_ns);
+            if let Some(port) = incident.port {
+                ports.failed_with(device, port, incident.ids());
+            }
+            incident.outages = outages;
         }
+        incident
     }
 
-    /// One more connection leaves.
-    pub(super) fn join(&mut self) -> Place {
+    pub(super) fn trace_id(&self) -> TraceId {
+        self.trace_id
+    }
+
+    /// Identity of its span.
+    pub(super) fn ids(&self) -> (TraceId, SpanId) {
+        (self.trace_id, root(&self.trace_id))
+    }
+
+    /// For how long it has been going on.
+    pub(super) fn age_ns(&self, now_ns: u64) -> u64 {
+        now_ns.saturating_sub(self.begun_ns)
+    }
+
+    /// One more connection leaves; the kernel may have said of which port its queue pair is.
+    pub(super) fn join(&mut self, port: Option<u32>) -> Place {
+        self.port = self.port.or(port);
         let index = self.joined;
         self.joined += 1;
         self.under_way += 1;
@@ -162,10 +204,9 @@ impl Incident {
 
     /// Something happened to one of the connections.
     pub(super) fn note(&mut self, moment: Moment, connection: Connection) {
-        self.cause = self.cause.or(moment.2.cause);
-        if self.moments.len() < KEPT {
-            self.moments.push((moment, connection));
-        }
+        self.cause = self.cause.or(moment.change.cause);
+        self.first_ns = self.first_ns.min(moment.ns);
+        self.moments.push(moment, connection);
     }
 
     /// One is not under way any more; whether that was the last one.
@@ -180,8 +221,9 @@ impl Incident {
         self.switches = self.switches.saturating_add(failover.switches);
         self.replayed = self.replayed.saturating_add(failover.replayed);
         self.recovery_ns = self.recovery_ns.max(failover.recovery_ns());
-        self.gave_up += u32::from(failover.last() == Some(State::ABORTED));
-        self.away += u32::from(failover.last() != Some(State::STOP));
+        if self.connections.len() < CONNECTIONS || self.connections.contains_key(connection) {
+            self.connections.insert(*connection, failover.last);
+        }
         let ranks = output
             .communicators
             .get(connection.comm)
@@ -191,7 +233,7 @@ impl Incident {
                 let link = delayed_link(connection, operation, ranks, output);
                 let is_known =
                     |known: &SpanLink| (known.trace_id, known.span_id) == (link.trace_id, link.span_id);
-                if self.delayed.len() < KEPT && !self.delayed.iter().any(is_known) {
+                if self.delayed.len() < DELAYED && !self.delayed.iter().any(is_known) {
                     self.delayed.push(link);
                 }
             }
@@ -199,29 +241,60 @@ impl Incident {
         self.under_way == 0
     }
 
-    /// The kernel says that a port of the device is down.
-    pub(super) fn port_down(&mut self, port: u32, since_ns: u64) {
-        self.down.get_or_insert((port, since_ns));
+    /// One that was not under way any more, since its first path had been away for long, is on its way back, or was.
+    pub(super) fn return_of(&mut self, connection: &Connection, back: &Failover) {
+        self.last_ns = self.last_ns.max(back.last_ns);
+        self.switches = self.switches.saturating_add(back.switches);
+        if let Some(last) = self.connections.get_mut(connection) {
+            *last = back.last;
+        }
+    }
+
+    /// The kernel says that a port of the device is down; whether that is this one.
+    pub(super) fn port_down(&mut self, port: u32, since_ns: u64) -> bool {
+        let is_this = *self.port.get_or_insert(port) == port;
+        if is_this {
+            if self.outages.len() >= OUTAGES {
+                self.outages.pop();
+            }
+            self.outages.push(Outage {
+                port,
+                since_ns,
+                until_ns: None,
+            });
+        }
+        is_this
     }
 
     /// The kernel says that it is up.
-    pub(super) fn port_up(&mut self, at_ns: u64) {
-        self.up_ns = self.down.map(|_| at_ns);
+    pub(super) fn port_up(&mut self, port: u32, until_ns: u64) {
+        if let Some(last) = self.outages.last_mut()
+            && last.port == port
+        {
+            last.until_ns.get_or_insert(until_ns);
+        }
     }
 
     /// The span over all of it.
     pub(super) fn send(self, left: &Left, output: &mut Output<'_>) {
+        let (trace_id, span_id) = self.ids();
         // Nothing is told of a process that is not watched.
         let Some(resource) = self.resource else {
             return;
         };
-        let count = |count: u32| Value::Int(i64::from(count));
+        let heard_last = |state| {
+            let last = self.connections.values();
+            last.filter(|last| **last == Some(state)).count()
+        };
+        let all = self.connections.len();
+        let (gave_up, back) = (heard_last(State::ABORTED), heard_last(State::STOP));
+        let count = |count: usize| Value::Int(i64::try_from(count).unwrap_or(i64::MAX));
         let mut attributes = vec![
             ("ccl.failover.cause", Value::Static(cause_name(self.cause))),
-            ("ccl.failover.connections", count(self.joined)),
-            ("ccl.failover.gave_up", count(self.gave_up)),
-            ("ccl.failover.failed_back", Value::Bool(self.away == 0)),
-            ("ccl.failover.switches", count(self.switches)),
+            ("ccl.failover.connections", count(all)),
+            ("ccl.failover.gave_up", count(gave_up)),
+            ("ccl.failover.failed_back", Value::Bool(back == all)),
+            ("ccl.failover.switches", Value::Int(i64::from(self.switches))),
             (
                 "ccl.failover.replayed.size",
                 Value::Int(i64::try_from(self.replayed).unwrap_or(i64::MAX)),
@@ -234,55 +307,60 @@ impl Incident {
         let mut links = self.delayed;
         let mut events = Vec::new();
         match left {
-            Left::Device(device) => attributes.push(("rdma.device.name", Value::Text(Arc::clone(device)))),
+            Left::Device(device, _) => {
+                attributes.push(("rdma.device.name", Value::Text(Arc::clone(device))));
+                let number = self.port.map(|port| Value::Int(i64::from(port)));
+                attributes.extend(number.map(|number| ("rdma.port.number", number)));
+            }
             Left::Port(_, port) => {
                 attributes.extend(port.map(|port| ("ccl.network.port", Value::Int(i64::from(port)))));
             }
         }
-        if let (Left::Device(device), Some((port, since_ns))) = (left, self.down) {
-            let port_number: Attribute = ("rdma.port.number", Value::Int(i64::from(port)));
-            attributes.push(port_number.clone());
-            let (trace_id, span_id) = port_down_ids(output, device, port, since_ns);
-            links.push(SpanLink {
-                trace_id,
-                span_id,
-                attributes: vec![("ccl.link.type", Value::Static("port_down"))],
-            });
-            let moments = [("port_down", Some(since_ns)), ("port_up", self.up_ns)];
-            events.extend(
-                moments
-                    .into_iter()
-                    .filter_map(|(name, ns)| Some((ns?, name, vec![port_number.clone()]))),
-            );
+        // From the port's going down, if that was shortly before the first path broke. One that had long been down broke nothing then.
+        let down_ns = self.outages.first().map(|outage| outage.since_ns);
+        let begun_ns = down_ns
+            .filter(|since_ns| since_ns.saturating_add(NOTICED_NS) >= self.first_ns)
+            .map_or(self.first_ns, |since_ns| since_ns.min(self.first_ns));
+        let mut end_ns = self.last_ns;
+        if let Left::Device(device, _) = left {
+            for outage in &self.outages {
+                let (trace_id, span_id) = port_down_ids(output, device, outage.port, outage.since_ns);
+                links.push(SpanLink {
+                    trace_id,
+                    span_id,
+                    attributes: vec![("ccl.link.type", Value::Static("port_down"))],
+                });
+                let port: Attribute = ("rdma.port.number", Value::Int(i64::from(outage.port)));
+                let moments = [(Some(outage.since_ns), "port_down"), (outage.until_ns, "port_up")];
+                for (ns, name) in moments {
+                    if let Some(ns) = ns.filter(|ns| *ns >= begun_ns) {
+                        end_ns = end_ns.max(ns);
+                        events.push((ns, name, vec![port.clone()]));
+                    }
+                }
+            }
         }
-        for ((ns, state, change, bytes), connection) in &self.moments {
+        for (moment, connection, left_out) in self.moments.in_order() {
             let mut told = connection.attributes(output.communicators);
             told.extend(moment_attributes(
                 output.communicators,
                 connection.pid,
-                *state,
-                change,
-                *bytes,
+                moment,
+                left_out,
             ));
-            events.push((*ns, moment_name(*state), told));
+            events.push((moment.ns, moment_name(moment.state), told));
         }
         events.sort_by_key(|(ns, ..)| *ns);
-        let begun_ns = self
-            .down
-            .map_or(self.begun_ns, |(_, since_ns)| since_ns.min(self.begun_ns));
-        let error = (self.gave_up > 0).then(|| {
-            let (gave_up, joined) = (self.gave_up, self.joined);
-            format!("{gave_up} of {joined} connections have no path left").into()
-        });
+        let error = (gave_up > 0).then(|| format!("{gave_up} of {all} connections have no path left").into());
         output.counts.count(Role::PortFailover);
         output.spans.push(Span {
             resource,
-            trace_id: self.trace_id,
-            span_id: SpanKey::of(Role::PortFailover).span_id(&self.trace_id),
+            trace_id,
+            span_id,
             parent_span_id: None,
             name: "port failover",
             start_unix_ns: output.clock.unix_ns(begun_ns),
-            end_unix_ns: output.clock.unix_ns(self.last_ns),
+            end_unix_ns: output.clock.unix_ns(end_ns),
             attributes,
             events: events
                 .into_iter()

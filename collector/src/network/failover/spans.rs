@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use ringsight_exporters::model::{Attribute, LogRecord, Severity, Span, SpanEvent, SpanLink, Value};
-use ringsight_records::{PathCause, PathChange, Record, State};
+use ringsight_records::{PathCause, State};
 
-use super::{Connection, Delayed, Failover, cause_name, incident::Place};
+use super::{Connection, Delayed, Failover, cause_name, incident::Place, moments::Moment};
 use crate::{
     correlate::communicators::Communicators,
     identity::{Direction, InstanceKey, Role, SpanKey, TraceKind},
@@ -58,14 +58,15 @@ pub(super) fn delayed_link(
     }
 }
 
-/// What a change says.
+/// What a change says, and how many of its kind before it are not told.
 pub(super) fn moment_attributes(
     communicators: &Communicators,
     pid: u32,
-    state: State,
-    change: &PathChange,
-    bytes: u64,
+    moment: &Moment,
+    left_out: u64,
 ) -> Vec<Attribute> {
+    let Moment { change, .. } = moment;
+    let number = |number| Value::Int(i64::try_from(number).unwrap_or(i64::MAX));
     let mut attributes: Vec<Attribute> = Vec::new();
     attributes.extend(
         change
@@ -89,22 +90,19 @@ pub(super) fn moment_attributes(
             .port
             .map(|port| ("ccl.network.port", Value::Int(i64::from(port)))),
     );
-    if state == State::PATH_SWITCHED {
-        let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
-        attributes.push(("ccl.failover.replayed.size", Value::Int(bytes)));
+    if moment.state == State::PATH_SWITCHED {
+        attributes.push(("ccl.failover.replayed.size", number(moment.bytes)));
+    }
+    if left_out > 0 {
+        attributes.push(("ccl.failover.events_left_out", number(left_out)));
     }
     attributes
 }
 
 /// A change of the path that somebody should know of when it happens: the span comes when the failover is over.
-pub(super) fn failover_log(
-    connection: &Connection,
-    place: Place,
-    record: &Record,
-    change: &PathChange,
-    output: &mut Output<'_>,
-) {
-    let (severity, event_name, what) = match record.state {
+pub(super) fn failover_log(connection: &Connection, place: Place, moment: &Moment, output: &mut Output<'_>) {
+    let Moment { ns, change, .. } = moment;
+    let (severity, event_name, what) = match moment.state {
         // Back to a path that comes before it is how it ends.
         State::PATH_SWITCHED if change.cause != Some(PathCause::Failback) => (
             Severity::Warn,
@@ -123,20 +121,14 @@ pub(super) fn failover_log(
         return;
     };
     let mut attributes = connection.attributes(communicators);
-    attributes.extend(moment_attributes(
-        communicators,
-        connection.pid,
-        record.state,
-        change,
-        record.bytes,
-    ));
+    attributes.extend(moment_attributes(communicators, connection.pid, moment, 0));
     let (rank, peer, channel) = (connection.rank, connection.peer, connection.channel);
     let towards = if connection.send { "to" } else { "from" };
     let cause = cause_name(change.cause);
     output.logs.push(LogRecord {
         resource: connection.resource(watched, communicators),
-        unix_ns: output.clock.unix_ns(record.time_ns),
-        observed_unix_ns: output.clock.observed_unix_ns(record.time_ns),
+        unix_ns: output.clock.unix_ns(*ns),
+        observed_unix_ns: output.clock.observed_unix_ns(*ns),
         severity,
         event_name,
         body: format!("rank {rank}'s connection {towards} rank {peer}, channel {channel}, {what}: {cause}")
@@ -157,7 +149,7 @@ pub(super) fn failover_span(connection: &Connection, failover: &Failover, output
         None => (Role::Failover, "failover", place.root()),
         Some(_) => (Role::Failback, "failback", place.span_id(Role::Failover)),
     };
-    let last = failover.last();
+    let last = failover.last;
     let mut attributes = connection.attributes(output.communicators);
     attributes.extend([
         ("ccl.failover.cause", Value::Static(cause_name(failover.cause))),
@@ -183,11 +175,11 @@ pub(super) fn failover_span(connection: &Connection, failover: &Failover, output
     let links = links.collect();
     let events = failover
         .moments
-        .iter()
-        .map(|(ns, state, change, bytes)| SpanEvent {
-            unix_ns: output.clock.unix_ns(*ns),
-            name: moment_name(*state),
-            attributes: moment_attributes(output.communicators, connection.pid, *state, change, *bytes),
+        .in_order()
+        .map(|(moment, (), left_out)| SpanEvent {
+            unix_ns: output.clock.unix_ns(moment.ns),
+            name: moment_name(moment.state),
+            attributes: moment_attributes(output.communicators, connection.pid, moment, left_out),
         })
         .collect();
     output.counts.count(role);
