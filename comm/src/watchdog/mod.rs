@@ -284,7 +284,7 @@ impl Watch {
         if let Some(Position::Running {
             since_ns, still_ns, ..
         }) = &mut position
-            && self.events.is_some()
+            && (self.events.is_some() || matches!(run.identity, Identity::Message { .. }))
         {
             let (bytes, beside) = flights.plan_of(run);
             drop(flights);
@@ -304,8 +304,8 @@ impl Watch {
         })
     }
 
-    /// For how long an operation does not move that has been in progress for so long, where events tell of it: of starts and ends only, and
-    /// of its plan as a whole, which it may be done in while others of it wait.
+    /// For how long an operation does not move that has been in progress for so long, as far as what tells of it can say. Events tell of starts and
+    /// ends only, and of its plan as a whole; kernels of messages tell of the ends of all of a launch at once: it may be done while others wait.
     fn stuck_for(&self, run: Run, since_ns: u64, bytes: u64, beside: &[Run]) -> u64 {
         // It waits for nobody and ends when it is told to.
         if let Identity::Message { seq, .. } = run.identity
@@ -315,6 +315,9 @@ impl Watch {
         }
         if !lock(&self.inquiry).have_come(beside) {
             return 0;
+        }
+        if self.events.is_none() {
+            return since_ns;
         }
         // It would have been done long ago at a gigabyte a second.
         let stuck_ns = u64::try_from(self.settings.stuck.as_nanos()).unwrap_or(u64::MAX);

@@ -10,6 +10,7 @@
 // driver LIBRARY replays RANKS t|p|n FOLDER|- [REPLAYS [OPERATIONS]]
 // driver LIBRARY ended RANKS t|p [kept]
 // driver LIBRARY frozen 2 t|p|n
+// driver LIBRARY awaited|latecomer RANKS t|p|n
 // driver LIBRARY unanswered N p|n
 // driver LIBRARY released RANKS t|p|n
 // driver LIBRARY untaken 2 p
@@ -20,6 +21,7 @@
 // Ranks are threads, processes, or processes on nodes of their own; rank r uses device r, modulo the devices. The last line says "ok", or a line "FAILED" and why.
 #include "ended.h"
 #include "fault.h"
+#include "latecomer.h"
 #include "random.h"
 #include "rank.h"
 #include "refuse.h"
@@ -555,6 +557,7 @@ static void* run(void* argument) {
   else if (!strcmp(mode, "watch")) run_watch(r);
   else if (!strcmp(mode, "replays")) run_replays(r);
   else if (!strcmp(mode, "awaited")) run_awaited(r);
+  else if (!strcmp(mode, "latecomer")) run_latecomer(r);
   else if (!strcmp(mode, "ended")) run_ended(r, folder != NULL);
   else fail("unknown mode %s", mode);
   return NULL;

@@ -117,6 +117,30 @@ fn the_watchdog_knows_by_events() {
     assert!(log.contains("Told by: events"), "{log}");
 }
 
+/// A kernel tells of the messages of its launch as a whole: none that is done, or to oneself, is stuck while another one waits for who is late.
+#[test]
+fn one_rank_is_late_and_no_message_of_the_same_launch_is_stuck() {
+    let test = "one_rank_is_late_and_no_message_of_the_same_launch_is_stuck";
+    for source in ["pages", "events"] {
+        let folder = tempfile::tempdir().unwrap();
+        let log = folder.path().join("log");
+        let variables = [
+            ("RINGSIGHT_WATCHDOG_SOURCE", source),
+            ("RINGSIGHT_STUCK_TIMEOUT_MS", "500"),
+            ("NCCL_KERNEL_TIMEOUT_MS", "300"),
+            ("NCCL_DEBUG", "WARN"),
+            ("NCCL_DEBUG_FILE", log.to_str().unwrap()),
+        ];
+        if drive(test, &["latecomer", "4", "t"], &variables).is_none() {
+            return;
+        }
+        let log = std::fs::read_to_string(log).unwrap();
+        let verdicts: Vec<&str> = log.lines().filter(|line| line.contains("Verdict: ")).collect();
+        let of = |line: &&str| line.contains("NOT_LAUNCHED (late): rank 3 has ");
+        assert!(!verdicts.is_empty() && verdicts.iter().all(of), "{source}: {log}");
+    }
+}
+
 /// A driver that does not answer silences nobody, whether that of the rank that has not come or of the rank that waits; and what is said of
 /// the one that has not come says how it is known.
 #[test]
