@@ -19,9 +19,10 @@
 // driver LIBRARY random RANKS t|p|n ROUNDS
 //
 // Ranks are threads, processes, or processes on nodes of their own; rank r uses device r, modulo the devices. The last line says "ok", or a line "FAILED" and why.
+#include "bench.h"
 #include "ended.h"
 #include "fault.h"
-#include "latecomer.h"
+#include "late.h"
 #include "random.h"
 #include "rank.h"
 #include "refuse.h"
@@ -309,85 +310,6 @@ static void run_differ(struct Rank* r) {
   if (r->rank == 0) printf("ok %s\n", text);
 }
 
-static void time_sizes(struct Rank* r, enum Op op) {
-  const double factor = op == ALL_REDUCE ? 2.0 * (ranks - 1) / ranks : op == SEND_RECV ? 1 : (double)(ranks - 1) / ranks;
-  CUevent begin, end;
-  CU(cuEventCreate, &begin, 0u);
-  CU(cuEventCreate, &end, 0u);
-  for (size_t bytes = min_size; bytes <= max_bytes; bytes *= (size_t)sizes_step) {
-    const size_t blocks = op == ALL_GATHER || op == REDUCE_SCATTER || op == ALLTOALL ? (size_t)ranks : 1;
-    const size_t count = bytes / 4 / blocks;
-    if (count == 0) continue;
-    const bool slow = processes && ranks > devices;
-    const int iterations = slow ? 3 : bytes <= 65536 ? 100 : bytes <= (4 << 20) ? 30 : 5;
-    for (int i = 0; i < 3; i++) enqueue(r, op, F32, count, 0, 0, r->send, r->recv);
-    CU(cuStreamSynchronize, r->stream);
-    double best = 1e9, host = 1e9;
-    for (int repeat = 0; repeat < 3; repeat++) {
-      barrier();
-      double start = now();
-      for (int i = 0; i < iterations; i++) enqueue(r, op, F32, count, 0, 0, r->send, r->recv);
-      double called = (now() - start) / iterations;
-      CU(cuStreamSynchronize, r->stream);
-      double took = (now() - start) / iterations;
-      if (took < best) best = took;
-      if (called < host) host = called;
-    }
-    // A graph of 20.
-    double graph_best = 0;
-    if (bytes <= (4 << 20) && !slow) {
-      CUgraph graph;
-      CUgraphExec exec;
-      CU(cuStreamBeginCapture, r->stream, 1u);
-      for (int i = 0; i < 20; i++) enqueue(r, op, F32, count, 0, 0, r->send, r->recv);
-      CU(cuStreamEndCapture, r->stream, &graph);
-      CU(cuGraphInstantiate, &exec, graph, 0ull);
-      CU(cuGraphLaunch, exec, r->stream);
-      CU(cuStreamSynchronize, r->stream);
-      graph_best = 1e9;
-      for (int repeat = 0; repeat < 5; repeat++) {
-        barrier();
-        CU(cuEventRecord, begin, r->stream);
-        CU(cuGraphLaunch, exec, r->stream);
-        CU(cuEventRecord, end, r->stream);
-        CU(cuStreamSynchronize, r->stream);
-        float milliseconds;
-        CU(cuEventElapsedTime, &milliseconds, begin, end);
-        if (milliseconds / 20e3 < graph_best) graph_best = milliseconds / 20e3;
-      }
-      CU(cuGraphExecDestroy, exec);
-      CU(cuGraphDestroy, graph);
-    }
-    shared->numbers[r->rank] = best;
-    barrier();
-    if (r->rank == 0) {
-      for (int i = 1; i < ranks; i++) best = shared->numbers[i] > best ? shared->numbers[i] : best;
-      printf("row %s %d%s %zu eager_us %.2f host_us %.2f graph_us %.2f bus_GBps %.2f\n", OP_NAMES[op], ranks,
-             processes ? "p" : "t", bytes, best * 1e6, host * 1e6, graph_best * 1e6, bytes / best * factor / 1e9);
-      fflush(stdout);
-    }
-    barrier();
-  }
-}
-
-static void run_bench(struct Rank* r) {
-  double start = now();
-  open_rank(r, 0);
-  double init = now() - start;
-  buffers(r, max_bytes);
-  if (r->rank == 0) printf("init %.0f ms\n", init * 1e3);
-  const char* wanted = getenv("OPS") ? getenv("OPS") : "all_reduce";
-  for (int op = 0; op < OPS; op++)
-  {
-    const size_t length = strlen(OP_NAMES[op]);
-    // The name stands in others, too.
-    for (const char* at = wanted; (at = strstr(at, OP_NAMES[op])) != NULL; at += length) {
-      if ((at == wanted || at[-1] == ' ') && (at[length] == 0 || at[length] == ' ')) time_sizes(r, op);
-    }
-  }
-  NC(CommDestroy(r->comm));
-}
-
 // Something to be seen: says that it is ready by a file in the folder, and begins when the file "go" is there.
 static const char* folder;
 static void run_watch(struct Rank* r) {
@@ -422,45 +344,6 @@ static void run_watch(struct Rank* r) {
   NC(CommDestroy(r->comm));
   barrier();
   if (r->rank == 0) printf("ok 200 eager operations, 300 in 100 replays\n");
-}
-
-// The last rank comes late: to the third replay of a graph, with the fourth queued behind it on the others; to an operation
-// whose stream is busy; and to one that it has not called.
-static void run_awaited(struct Rank* r) {
-  open_rank(r, 0);
-  buffers(r, 1 << 20);
-  const bool late = r->rank == ranks - 1;
-  CUgraph graph;
-  CUgraphExec exec;
-  CU(cuStreamBeginCapture, r->stream, 1u);
-  enqueue(r, ALL_REDUCE, F32, 5000, 0, 0, r->send, r->recv);
-  enqueue(r, ALL_REDUCE, F32, 10, 0, 0, r->send, r->recv);
-  CU(cuStreamEndCapture, r->stream, &graph);
-  CU(cuGraphInstantiate, &exec, graph, 0ull);
-  CU(cuGraphDestroy, graph);
-  for (int i = 0; i < 2; i++) CU(cuGraphLaunch, exec, r->stream);
-  CU(cuStreamSynchronize, r->stream);
-  barrier();
-  if (late) await_verdict("Verdict: NOT_LAUNCHED (late): ", ", replay 3\n");
-  for (int i = 0; i < 2; i++) CU(cuGraphLaunch, exec, r->stream);
-  CU(cuStreamSynchronize, r->stream);
-  barrier();
-  atomic_int flag = 0;
-  if (late) CU(cuLaunchHostFunc, r->stream, hold, (void*)&flag);
-  CU(cuGraphLaunch, exec, r->stream);
-  if (late) {
-    await_verdict("Verdict: QUEUED_BEHIND_COMPUTE (late): ", ", replay 5\n");
-    atomic_store(&flag, 1);
-  }
-  CU(cuStreamSynchronize, r->stream);
-  CU(cuGraphExecDestroy, exec);
-  barrier();
-  if (late) await_verdict("Verdict: NOT_LAUNCHED (late): ", "AllGather");
-  enqueue(r, ALL_GATHER, F32, 1000, 0, 0, r->send, r->recv);
-  CU(cuStreamSynchronize, r->stream);
-  NC(CommDestroy(r->comm));
-  barrier();
-  if (r->rank == 0) printf("ok three times late\n");
 }
 
 // Many replays of a graph of small all_reduces, without a break: how long each takes on the GPU, and an eager call on the host.

@@ -1,0 +1,83 @@
+// What operations and calls take: eager, and in graphs of 20.
+#pragma once
+
+#include "rank.h"
+
+static void time_sizes(struct Rank* r, enum Op op) {
+  const double factor = op == ALL_REDUCE ? 2.0 * (ranks - 1) / ranks : op == SEND_RECV ? 1 : (double)(ranks - 1) / ranks;
+  CUevent begin, end;
+  CU(cuEventCreate, &begin, 0u);
+  CU(cuEventCreate, &end, 0u);
+  for (size_t bytes = min_size; bytes <= max_bytes; bytes *= (size_t)sizes_step) {
+    const size_t blocks = op == ALL_GATHER || op == REDUCE_SCATTER || op == ALLTOALL ? (size_t)ranks : 1;
+    const size_t count = bytes / 4 / blocks;
+    if (count == 0) continue;
+    const bool slow = processes && ranks > devices;
+    const int iterations = slow ? 3 : bytes <= 65536 ? 100 : bytes <= (4 << 20) ? 30 : 5;
+    for (int i = 0; i < 3; i++) enqueue(r, op, F32, count, 0, 0, r->send, r->recv);
+    CU(cuStreamSynchronize, r->stream);
+    double best = 1e9, host = 1e9;
+    for (int repeat = 0; repeat < 3; repeat++) {
+      barrier();
+      double start = now();
+      for (int i = 0; i < iterations; i++) enqueue(r, op, F32, count, 0, 0, r->send, r->recv);
+      double called = (now() - start) / iterations;
+      CU(cuStreamSynchronize, r->stream);
+      double took = (now() - start) / iterations;
+      if (took < best) best = took;
+      if (called < host) host = called;
+    }
+    // A graph of 20.
+    double graph_best = 0;
+    if (bytes <= (4 << 20) && !slow) {
+      CUgraph graph;
+      CUgraphExec exec;
+      CU(cuStreamBeginCapture, r->stream, 1u);
+      for (int i = 0; i < 20; i++) enqueue(r, op, F32, count, 0, 0, r->send, r->recv);
+      CU(cuStreamEndCapture, r->stream, &graph);
+      CU(cuGraphInstantiate, &exec, graph, 0ull);
+      CU(cuGraphLaunch, exec, r->stream);
+      CU(cuStreamSynchronize, r->stream);
+      graph_best = 1e9;
+      for (int repeat = 0; repeat < 5; repeat++) {
+        barrier();
+        CU(cuEventRecord, begin, r->stream);
+        CU(cuGraphLaunch, exec, r->stream);
+        CU(cuEventRecord, end, r->stream);
+        CU(cuStreamSynchronize, r->stream);
+        float milliseconds;
+        CU(cuEventElapsedTime, &milliseconds, begin, end);
+        if (milliseconds / 20e3 < graph_best) graph_best = milliseconds / 20e3;
+      }
+      CU(cuGraphExecDestroy, exec);
+      CU(cuGraphDestroy, graph);
+    }
+    shared->numbers[r->rank] = best;
+    barrier();
+    if (r->rank == 0) {
+      for (int i = 1; i < ranks; i++) best = shared->numbers[i] > best ? shared->numbers[i] : best;
+      printf("row %s %d%s %zu eager_us %.2f host_us %.2f graph_us %.2f bus_GBps %.2f\n", OP_NAMES[op], ranks,
+             processes ? "p" : "t", bytes, best * 1e6, host * 1e6, graph_best * 1e6, bytes / best * factor / 1e9);
+      fflush(stdout);
+    }
+    barrier();
+  }
+}
+
+static void run_bench(struct Rank* r) {
+  double start = now();
+  open_rank(r, 0);
+  double init = now() - start;
+  buffers(r, max_bytes);
+  if (r->rank == 0) printf("init %.0f ms\n", init * 1e3);
+  const char* wanted = getenv("OPS") ? getenv("OPS") : "all_reduce";
+  for (int op = 0; op < OPS; op++)
+  {
+    const size_t length = strlen(OP_NAMES[op]);
+    // The name stands in others, too.
+    for (const char* at = wanted; (at = strstr(at, OP_NAMES[op])) != NULL; at += length) {
+      if ((at == wanted || at[-1] == ' ') && (at[length] == 0 || at[length] == ' ')) time_sizes(r, op);
+    }
+  }
+  NC(CommDestroy(r->comm));
+}
