@@ -6,20 +6,26 @@
 #include "rank.h"
 #include "remap.h"
 
-// Waits until the library's log, the file of NCCL_DEBUG_FILE, has a verdict like this of an operation like that.
-static void await_verdict(const char* verdict, const char* operation) {
+// What the library's log, the file of NCCL_DEBUG_FILE, has so far.
+static char* logged(void) {
   static char text[1 << 20];
+  text[0] = 0;
+  FILE* file = fopen(getenv("NCCL_DEBUG_FILE"), "r");
+  if (file != NULL) {
+    text[fread(text, 1, sizeof text - 1, file)] = 0;
+    fclose(file);
+  }
+  return text;
+}
+
+// Waits until the log has a verdict like this of an operation like that.
+static void await_verdict(const char* verdict, const char* operation) {
   for (int i = 0; i < 3000; i++) {
-    FILE* file = fopen(getenv("NCCL_DEBUG_FILE"), "r");
-    if (file != NULL) {
-      text[fread(text, 1, sizeof text - 1, file)] = 0;
-      fclose(file);
-      char* said = strstr(text, operation);
-      if (said != NULL && strstr(said, verdict) != NULL) return;
-    }
+    char* said = strstr(logged(), operation);
+    if (said != NULL && strstr(said, verdict) != NULL) return;
     usleep(10000);
   }
-  fail("no %s of %s in the log:\n%s", verdict, operation, text);
+  fail("no %s of %s in the log:\n%s", verdict, operation, logged());
 }
 
 // What the driver without a GPU has in place of a kernel that does wrong.
