@@ -1,10 +1,9 @@
 //! One operation on one rank, put together from its records.
 
+use ringsight_exporters::model::{SpanId, TraceId};
 use ringsight_records::{
     Cause, Description, Flags, Function, Kind, Record, State, pages::CAPTURED, verdicts::Nic,
 };
-
-use ringsight_exporters::model::{SpanId, TraceId};
 
 use super::proxy::ProxyOperation;
 use crate::identity::{Direction, InstanceKey, TraceKind};

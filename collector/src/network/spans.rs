@@ -2,11 +2,14 @@
 
 use std::sync::Arc;
 
-use ringsight_exporters::model::{Attribute, Resource, Span, SpanEvent, SpanId, SpanLink, TraceId, Value};
+use ringsight_exporters::model::{Attribute, Resource, Span, SpanEvent, SpanId, TraceId, Value};
 use ringsight_probes::network::{NetworkEvent, NetworkSample};
 
 use super::{Output, QueuePair};
-use crate::identity::{InstanceKey, Role, SpanKey, TraceKind, process_identity};
+use crate::{
+    identity::{InstanceKey, Role, SpanKey, TraceKind, process_identity},
+    spans::link,
+};
 
 /// Identity of a trace on the network: of a queue pair of a process by when it was first seen, or of something of a device.
 fn trace(output: &Output<'_>, process: u64, time_ns: u64, number: u32) -> TraceId {
@@ -301,11 +304,7 @@ pub(super) fn port_down(
         ],
         events: Vec::new(),
         links: failover
-            .map(|(trace_id, span_id)| SpanLink {
-                trace_id,
-                span_id,
-                attributes: vec![("ccl.link.type", Value::Static("failover"))],
-            })
+            .map(|(trace_id, span_id)| link(trace_id, span_id, "failover"))
             .into_iter()
             .collect(),
         error: Some(format!("port {port} of {device} was down").into()),

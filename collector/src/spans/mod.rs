@@ -329,7 +329,7 @@ fn group_key(process: u64, number: u32) -> InstanceKey {
     }
 }
 
-fn link(trace_id: TraceId, span_id: SpanId, kind: &'static str) -> SpanLink {
+pub(crate) fn link(trace_id: TraceId, span_id: SpanId, kind: &'static str) -> SpanLink {
     SpanLink {
         trace_id,
         span_id,

@@ -18,6 +18,7 @@ use crate::{
         ports::{NOTICED_NS, Outage, Ports},
         spans::{device_identity, port_down_ids},
     },
+    spans::link,
 };
 
 /// Connections counted of one.
@@ -325,11 +326,7 @@ impl Incident {
         if let Left::Device(device, _) = left {
             for outage in &self.outages {
                 let (trace_id, span_id) = port_down_ids(output, device, outage.port, outage.since_ns);
-                links.push(SpanLink {
-                    trace_id,
-                    span_id,
-                    attributes: vec![("ccl.link.type", Value::Static("port_down"))],
-                });
+                links.push(link(trace_id, span_id, "port_down"));
                 let port: Attribute = ("rdma.port.number", Value::Int(i64::from(outage.port)));
                 let moments = [(Some(outage.since_ns), "port_down"), (outage.until_ns, "port_up")];
                 for (ns, name) in moments {

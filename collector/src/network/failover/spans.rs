@@ -10,6 +10,7 @@ use crate::{
     correlate::communicators::Communicators,
     identity::{Direction, InstanceKey, Role, SpanKey, TraceKind},
     network::Output,
+    spans::link,
 };
 
 pub(super) fn moment_name(state: State) -> &'static str {
@@ -51,11 +52,8 @@ pub(super) fn delayed_link(
         pair,
     }
     .trace_id(output.scope);
-    SpanLink {
-        trace_id,
-        span_id: SpanKey::rank(Role::Rank, connection.rank, direction).span_id(&trace_id),
-        attributes: vec![("ccl.link.type", Value::Static("delayed"))],
-    }
+    let span_id = SpanKey::rank(Role::Rank, connection.rank, direction).span_id(&trace_id);
+    link(trace_id, span_id, "delayed")
 }
 
 /// What a change says, and how many of its kind before it are not told.
