@@ -195,17 +195,13 @@ impl Kernel {
     }
 }
 
-/// Whether kernels of a device may overlap with those before them ([`Kernel::overlaps`]), eager and in graphs: from Hopper on, with drivers of CUDA 12.3, where
+/// Whether kernels of a device of a compute capability `major` may overlap with those before them ([`Kernel::overlaps`]), eager and in graphs: from Hopper on, with drivers of CUDA 12.3, where
 /// captures know of it. `RINGSIGHT_PROGRAMMATIC_LAUNCH=0` says no.
-pub(super) fn may_overlap(device: c_int) -> Result<bool> {
+pub(super) fn may_overlap(major: c_int) -> Result<bool> {
     const SINCE: c_int = 12030;
     let mut version = 0;
     // SAFETY: writes to the local.
     unsafe { call!(cuDriverGetVersion(&raw mut version)) }?;
-    let major = attribute(
-        device,
-        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
-    )?;
     Ok(version >= SINCE && major >= 9 && crate::env::switch("RINGSIGHT_PROGRAMMATIC_LAUNCH", true))
 }
 

@@ -191,7 +191,8 @@ impl Gpu {
         let unavailable = |text: &str| Err(DeviceError::Unavailable(format!("GPU {device}: {text}")));
         let has = |what| Ok::<_, DeviceError>(attribute(device, what)? != 0);
         use CUdevice_attribute as Of;
-        if attribute(device, Of::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? < 8 {
+        let major = attribute(device, Of::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        if major < 8 {
             return unavailable(
                 "its architecture is older than Ampere (sm_80), the oldest that the kernels are built for",
             );
@@ -280,7 +281,7 @@ impl Gpu {
             device,
             channels,
             peer_kernels,
-            may_overlap: may_overlap(device)?,
+            may_overlap: may_overlap(major)?,
             ticket,
             entries,
             blocks,
