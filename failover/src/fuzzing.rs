@@ -83,7 +83,7 @@ impl Bytes<'_> {
                 link,
                 work: match self.number(4) {
                     0 => Work::Probe,
-                    1 => Work::Credit,
+                    1 => Work::Credit(self.number(24).into()),
                     2 => Work::Message,
                     _ => Work::Step(self.number(16).into()),
                 },

@@ -88,8 +88,8 @@ pub enum End {
 pub enum Work {
     /// The WRITE with immediate of this position, and so, as a queue pair works in order, all before it.
     Step(u64),
-    /// [`crate::Action::Credit`].
-    Credit,
+    /// [`crate::Action::Credit`], and the steps that it said: the sender has all credits before it, too.
+    Credit(u64),
     /// [`crate::Action::Probe`].
     Probe,
     /// [`crate::Action::Tell`] over a path.

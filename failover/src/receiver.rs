@@ -51,6 +51,8 @@ pub struct Receiver<R = Sound> {
     phase: Phase,
     committed: u64,
     granted: u64,
+    /// Steps of which the sender is known to have the credit, over the active path: where it is less than `granted`, one is under way.
+    credited: u64,
     paths: Paths<Trust>,
     timers: Timers,
     /// Time until the next [`Timer::Resend`].
@@ -85,6 +87,7 @@ impl<R: Rules> Receiver<R> {
             phase: Phase::Flowing,
             committed: 0,
             granted: 0,
+            credited: 0,
             paths,
             timers,
             busy: false,
@@ -159,10 +162,14 @@ impl<R: Rules> Receiver<R> {
     /// There is room for `steps` steps since the connection began.
     pub fn grant(&mut self, now: Duration, steps: u64, out: &mut Vec<Action>) {
         if steps > self.granted {
+            let is_first = self.credited == self.granted;
             self.granted = steps;
             if self.flows() {
                 self.say_credit(out);
-                self.watch(now);
+                // One that is under way is not late for what comes after it.
+                if is_first {
+                    self.watch(now);
+                }
             }
         }
     }
@@ -197,7 +204,7 @@ impl<R: Rules> Receiver<R> {
         match timer {
             Timer::Resend => self.say_again(now, out),
             Timer::GiveUp => self.give_up(Reason::NoPath, out),
-            Timer::Watch if self.probing => self.fail(now, self.active.path, Cause::Timeout, out),
+            Timer::Watch if self.is_owed() => self.fail(now, self.active.path, Cause::Timeout, out),
             Timer::Watch => self.probe_active(now, out),
             Timer::Path(path) => match self.paths[path].state {
                 LinkState::Fenced => self.advance(path, out),
@@ -321,6 +328,12 @@ impl<R: Rules> Receiver<R> {
                 }
             }
             return;
+        }
+        if let Work::Credit(steps) = work
+            && link == self.active
+        {
+            self.credited = steps.clamp(self.credited, self.granted);
+            self.watch(now);
         }
         if work != Work::Probe {
             return;
@@ -465,11 +478,16 @@ impl<R: Rules> Receiver<R> {
         self.watch(now);
     }
 
+    /// Whether something that was posted to the active path should have ended by [`Timer::Watch`].
+    fn is_owed(&self) -> bool {
+        self.probing || self.credited < self.granted
+    }
+
     /// Sets the time by which something should have happened on the active path.
     fn watch(&mut self, now: Duration) {
         match () {
             () if !self.flows() => self.timers.clear(Timer::Watch),
-            () if self.probing => {
+            () if self.is_owed() => {
                 let timeout = self.paths.timeout(&self.settings);
                 self.timers.set(Timer::Watch, now + timeout);
             }

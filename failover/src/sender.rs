@@ -290,7 +290,7 @@ impl<R: Rules> Sender<R> {
                 self.watch(now);
                 self.say_drained(out);
             }
-            Work::Step(_) | Work::Credit | Work::Message => {}
+            Work::Step(_) | Work::Credit(_) | Work::Message => {}
             Work::Probe => {
                 self.probing = false;
                 self.got_over(out);

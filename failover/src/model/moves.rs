@@ -124,7 +124,7 @@ impl<R: Rules> World<R> {
         qp.launched = qp.launched.saturating_sub(count);
         let request = qp.queue[count - 1];
         qp.queue.drain(..count);
-        if end == RECEIVER && request.work == Work::Credit {
+        if end == RECEIVER && matches!(request.work, Work::Credit(_)) {
             self.credited = self.credited.max(request.value);
         }
         self.complete(end, path, request.work, Status::Success, effects)
@@ -162,7 +162,7 @@ impl<R: Rules> World<R> {
         );
         // With fetch-and-add, what may be lost is added again.
         let value = match self.scenario.flaw {
-            Flaw::FetchAdd if work == Work::Credit => {
+            Flaw::FetchAdd if matches!(work, Work::Credit(_)) => {
                 let under_way: u64 = self.qps[end][path]
                     .queue
                     .iter()
@@ -205,7 +205,7 @@ impl<R: Rules> World<R> {
                 self.qps[RECEIVER][path].arrived.push(position);
                 Ok(())
             }
-            Work::Credit => {
+            Work::Credit(_) => {
                 match self.scenario.flaw {
                     Flaw::FetchAdd => self.words[0] += request.value,
                     _ => self.words[path] = request.value,
@@ -331,7 +331,7 @@ impl<R: Rules> World<R> {
                 Ok(())
             }
             Action::Credit { link, steps } => {
-                self.post(end, link, Work::Credit, steps);
+                self.post(end, link, Work::Credit(steps), steps);
                 Ok(())
             }
             Action::Replay { link, from, to } => {

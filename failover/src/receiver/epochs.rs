@@ -22,6 +22,7 @@ impl<R: Rules> Receiver<R> {
         let from = from.path;
         self.phase = Phase::Switching;
         self.probing = false;
+        self.credited = 0;
         out.push(Action::Report(Report::Switched {
             epoch: self.epoch,
             from,
@@ -32,6 +33,7 @@ impl<R: Rules> Receiver<R> {
         self.say_switch(out);
         self.resend_soon(now);
         self.say_credit(out);
+        self.watch(now);
     }
 
     /// There is no path to go on. However often those that failed did so: nothing is spared by leaving one alone for long, and the end

@@ -42,6 +42,11 @@ impl Bench {
                 work: Work::Probe,
                 status: Status::Success,
             },
+            Action::Credit { link, steps } if is_alive(link.path) => Event::Completed {
+                link,
+                work: Work::Credit(steps),
+                status: Status::Success,
+            },
             Action::Tell { message, .. } => Event::Heard(match message {
                 Message::Offer { link, address } if is_alive(link.path) => Message::Accept { link, address },
                 Message::Switch { epoch, link, .. } if is_alive(link.path) => Message::Switched { epoch },
@@ -71,6 +76,12 @@ impl Bench {
     fn tell(&mut self, event: Event) {
         let mut actions = Vec::new();
         self.receiver.handle(self.now, event, &mut actions);
+        self.perform(actions);
+    }
+
+    fn grant(&mut self, steps: u64) {
+        let mut actions = Vec::new();
+        self.receiver.grant(self.now, steps, &mut actions);
         self.perform(actions);
     }
 
@@ -117,6 +128,40 @@ fn one_path_that_flaps_is_there_whenever_its_port_is_up() {
         bench.pass(1000);
         assert!(bench.flows_over(0));
     }
+}
+
+/// It does not wait for the next probe, nor for an operation, and what is granted meanwhile changes nothing.
+#[test]
+fn a_credit_that_is_lost_is_found_by_the_time_out() {
+    for busy in [true, false] {
+        let settings = Settings {
+            timeout: Duration::from_millis(300),
+            ..Settings::default()
+        };
+        let mut bench = Bench::new(settings, 2);
+        bench.receiver.set_busy(bench.now, busy);
+        bench.grant(2);
+        bench.pass(200);
+        bench.alive[0] = false;
+        bench.grant(3);
+        bench.pass(200);
+        bench.grant(4);
+        bench.pass(99);
+        assert!(bench.flows_over(0), "busy: {busy}");
+        bench.pass(1);
+        assert!(bench.flows_over(1), "busy: {busy}");
+    }
+}
+
+/// Credits that get over owe nothing.
+#[test]
+fn an_idle_end_whose_credits_are_known_waits_for_nothing() {
+    let mut bench = Bench::new(Settings::default(), 2);
+    bench.grant(8);
+    bench.receiver.set_busy(bench.now, false);
+    bench.alive = vec![false; 2];
+    bench.pass(60_000);
+    assert!(bench.flows_over(0));
 }
 
 /// Paths that failed often are left alone for long, but not while there is no other one.

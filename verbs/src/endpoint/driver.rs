@@ -387,7 +387,7 @@ impl Drop for Driver {
 fn told(work: Option<Work>) -> Asked {
     match work {
         Some(Work::Step { position, .. } | Work::Data { position, .. }) => Asked::Step(position),
-        Some(Work::Credit { .. }) => Asked::Credit,
+        Some(Work::Credit { granted }) => Asked::Credit(granted),
         Some(Work::Probe { .. }) => Asked::Probe,
         Some(Work::Message | Work::Receive { .. } | Work::Marker { .. }) | None => Asked::Message,
     }

@@ -1,6 +1,8 @@
 //! The receiving end.
 
-use ringsight_failover::{self as failover, Action, Event, Link, MESSAGE_BYTES, Message};
+use ringsight_failover::{
+    self as failover, Action, Event, Link, MESSAGE_BYTES, Message, Status, Work as Asked,
+};
 
 use super::{
     Control, Failover, Failure, Path, SLOTS,
@@ -161,7 +163,7 @@ impl Receiver {
             // Of the path before: what is not committed comes again.
             (*parts, *parts_link) = (Default::default(), active);
         }
-        let mut excess = None;
+        let (mut excess, mut known) = (None, None);
         let recovers = agreement.is_recovering();
         let any = driver.poll(usize::from(active.path), recovers, |link, ended| match ended {
             Ended::Arrived { qp, immediate } if link == active => {
@@ -173,7 +175,9 @@ impl Receiver {
                     false => excess = Some(position),
                 }
             }
-            Ended::Credited if link == *credit_link => *is_crediting = false,
+            Ended::Credited { granted } if link == *credit_link => {
+                (*is_crediting, known) = (false, Some(granted));
+            }
             _ => {}
         });
         if let Some(position) = excess {
@@ -182,6 +186,12 @@ impl Receiver {
         }
         // Before all else that happened: a fence follows what it ends.
         self.commit(active)?;
+        if let Some(granted) = known {
+            let (work, status) = (Asked::Credit(granted), Status::Success);
+            let link = self.role.credit_link;
+            let event = Event::Completed { link, work, status };
+            self.agree(|agreement, now, out| agreement.handle(now, event, out));
+        }
         self.settle()?;
         self.role.credit(&mut self.driver, self.agreement.granted());
         self.settle()?;

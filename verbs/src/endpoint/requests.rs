@@ -154,7 +154,7 @@ impl Path {
                 }
                 match work {
                     Some(Work::Step { position, .. }) => sink(Ended::Sent { position })?,
-                    Some(Work::Credit { .. }) => sink(Ended::Credited)?,
+                    Some(Work::Credit { granted }) => sink(Ended::Credited { granted })?,
                     Some(Work::Probe { .. }) => {
                         self.probes = self.probes.saturating_sub(1);
                         if self.probes == 0 {

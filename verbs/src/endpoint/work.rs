@@ -90,7 +90,10 @@ pub enum Ended {
         position: u64,
     },
     /// The peer has a credit.
-    Credited,
+    Credited {
+        /// Low 48 bits of it.
+        granted: u64,
+    },
     /// A write with this immediate arrived.
     Arrived {
         /// The queue pair that it came over.
