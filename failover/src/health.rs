@@ -70,7 +70,9 @@ pub struct PathHealth {
     pub recovering_since: Option<Duration>,
     /// What said that it failed, last.
     pub cause: Option<Cause>,
-    /// Connections that failed since it was last good.
+    /// Connections that use it.
+    users: BTreeSet<u64>,
+    /// Those that failed since it was last good.
     failing: BTreeSet<u64>,
 }
 
@@ -106,9 +108,21 @@ impl Health {
         }
     }
 
-    /// A path that connections use.
-    pub fn known(&mut self, path: PathId) {
-        self.paths.entry(path).or_default();
+    /// A connection uses a path from now on: what it is to be told of it, because of others. Of a local port that is down it knows
+    /// itself.
+    pub fn joined(&mut self, path: PathId, connection: u64) -> Option<Scope> {
+        let is_down = self.down.contains(&path.local);
+        let entry = self.paths.entry(path).or_default();
+        entry.users.insert(connection);
+        match entry.state {
+            _ if is_down => {
+                entry.state = PathState::Down;
+                None
+            }
+            PathState::Good | PathState::Recovering => None,
+            PathState::Suspect => Some(Scope::Suspect),
+            PathState::Down => Some(Scope::Down),
+        }
     }
 
     /// Paths and what is known of them.
@@ -195,8 +209,12 @@ impl Health {
     }
 
     /// A connection is there no more. A path that none is left of those that it failed for is found out about anew: it counts as one that
-    /// works again. Whether there is such a one.
+    /// works again. Whether there is such a one. What no connection uses is forgotten.
     pub fn gone(&mut self, now: Duration, connection: u64) -> bool {
+        self.paths.retain(|_, path| {
+            path.users.remove(&connection);
+            !path.users.is_empty()
+        });
         let mut any = false;
         for (id, path) in &mut self.paths {
             if path.failing.remove(&connection) && path.failing.is_empty() && !self.down.contains(&id.local) {
@@ -317,7 +335,7 @@ mod tests {
     #[test]
     fn a_dead_remote_nic_condemns_no_local_one() {
         let mut health = health();
-        health.known(path(1, 8));
+        health.joined(path(1, 8), 0);
         for local in [1, 2, 3] {
             health.failed(path(local, 9), local, RETRIES);
         }
@@ -330,8 +348,8 @@ mod tests {
     #[test]
     fn a_dead_local_nic_is_told_from_its_peers() {
         let mut health = health();
-        health.known(path(2, 8));
-        health.known(path(2, 9));
+        health.joined(path(2, 8), 0);
+        health.joined(path(2, 9), 0);
         assert_eq!(
             health.failed(path(1, 8), 1, RETRIES),
             [(path(1, 8), Scope::Suspect)]
@@ -350,6 +368,15 @@ mod tests {
     fn what_a_connection_found_goes_with_it() {
         let mut health = health();
         let at = Duration::from_secs;
+        for (path, connection) in [
+            (path(1, 9), 100),
+            (path(1, 9), 102),
+            (path(2, 8), 100),
+            (path(2, 8), 101),
+        ] {
+            health.joined(path, connection);
+        }
+        health.joined(path(2, 8), 103);
         health.failed(path(1, 9), 100, RETRIES);
         health.failed(path(2, 8), 100, RETRIES);
         health.failed(path(2, 8), 101, RETRIES);
@@ -370,11 +397,58 @@ mod tests {
     }
 
     #[test]
+    fn who_comes_later_is_told_what_others_found() {
+        let mut health = health();
+        let at = Duration::from_secs;
+        for connection in [100, 101] {
+            assert_eq!(health.joined(path(1, 9), connection), None);
+        }
+        health.failed(path(1, 9), 100, RETRIES);
+        assert_eq!(health.joined(path(1, 9), 102), Some(Scope::Suspect));
+        health.failed(path(1, 9), 101, RETRIES);
+        assert_eq!(health.joined(path(1, 9), 103), Some(Scope::Down));
+        assert_eq!(health.joined(path(1, 8), 103), None, "another port");
+        health.restored(at(1), path(1, 9));
+        assert_eq!(health.joined(path(1, 9), 104), None);
+        // Its own port is its own to see, and what it is in is known until it is up.
+        health.port(at(2), port(2), false);
+        assert_eq!(health.joined(path(2, 9), 104), None);
+        assert_eq!(health.path(&path(2, 9)).unwrap().state, PathState::Down);
+        health.port(at(3), port(2), true);
+        assert_eq!(health.path(&path(2, 9)).unwrap().state, PathState::Recovering);
+    }
+
+    /// Else a peer that was reached once would speak for a NIC for ever.
+    #[test]
+    fn a_path_that_nobody_uses_is_forgotten() {
+        let mut health = health();
+        for (path, connection) in [
+            (path(1, 7), 100),
+            (path(1, 8), 101),
+            (path(1, 9), 102),
+            (path(1, 9), 103),
+        ] {
+            health.joined(path, connection);
+        }
+        health.failed(path(1, 8), 101, RETRIES);
+        health.failed(path(1, 9), 102, RETRIES);
+        assert_eq!(health.nic(port(1)), NicVerdict::Good, "the third peer is reached");
+        health.gone(Duration::ZERO, 100);
+        assert_eq!(health.nic(port(1)), NicVerdict::Unreachable(2));
+        for connection in [101, 102] {
+            health.gone(Duration::ZERO, connection);
+        }
+        assert_eq!(health.paths().count(), 1);
+        health.gone(Duration::ZERO, 103);
+        assert_eq!(health.paths().count(), 0);
+    }
+
+    #[test]
     fn ports_and_windows() {
         let mut health = health();
         let at = Duration::from_secs;
-        health.known(path(1, 8));
-        health.known(path(2, 8));
+        health.joined(path(1, 8), 0);
+        health.joined(path(2, 8), 0);
         assert_eq!(health.port(at(1), port(1), false), [path(1, 8)]);
         assert_eq!(health.port(at(1), port(1), false), []);
         health.switched(at(1), path(1, 8));

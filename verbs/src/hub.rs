@@ -335,9 +335,9 @@ impl Hub {
         failures
     }
 
-    /// A path that a connection uses.
-    pub(crate) fn known(&self, path: PathId) {
-        self.inner().health.known(path);
+    /// A connection uses a path from now on: what it is to do about it, because of others.
+    pub(crate) fn joined(&self, path: PathId, connection: u64) -> Option<Scope> {
+        self.inner().health.joined(path, connection)
     }
 
     /// A connection failed over a path.
@@ -384,7 +384,10 @@ impl Hub {
     pub(crate) fn gone(&self, connection: u64) {
         let now = self.now();
         let mut inner = self.inner();
-        if inner.health.gone(now, connection) {
+        let has_news = inner.health.gone(now, connection);
+        let Inner { orders, health, .. } = &mut *inner;
+        orders.retain(|path, _| health.path(path).is_some());
+        if has_news {
             self.state.changed(inner);
             // As above.
             self.state.bell.iter().for_each(Bell::ring);
@@ -434,7 +437,7 @@ mod tests {
             local: local_port(DEVICE, 1),
             ..PATH
         };
-        hub.known(path);
+        hub.joined(path, 0);
         (hub, path)
     }
 

@@ -131,13 +131,12 @@ impl Driver {
                 PathId { local, remote }
             })
             .collect();
-        for id in &ids {
-            hub.known(*id);
-        }
         let (doing, done) = mpsc::channel();
         let bell = hub.bell();
-        // Before what is read of ports: what changes after is looked at again.
+        let connection = hub.connection();
+        // Before what is read of paths and ports: what changes after is looked at again.
         let seen = hub.version();
+        let orders: Vec<Option<Scope>> = ids.iter().map(|id| hub.joined(*id, connection)).collect();
         let told: Vec<Told> = paths
             .iter()
             .map(|path| hub.port(path.port().device(), path.port().number()))
@@ -151,9 +150,14 @@ impl Driver {
             .iter()
             .filter(|path| path.presumed_failed)
             .map(|path| Event::Failed { link: path.link() });
-        let events = down.chain(failed).collect();
+        let ordered = (0_u8..)
+            .zip(&orders)
+            .filter_map(|(path, scope)| scope.map(|scope| ordered(path, scope)))
+            // As in `Driver::look`.
+            .filter(|_| failover.settings.enabled);
+        let events = down.chain(failed).chain(ordered).collect();
         let mut driver = Self {
-            connection: hub.connection(),
+            connection,
             seen,
             bell,
             last_look: Instant::now(),
@@ -267,11 +271,7 @@ impl Driver {
                 true => hub.order(self.ids[usize::from(index)], self.connection, self.seen),
                 false => None,
             };
-            match order {
-                Some(Scope::Suspect) => self.events.push_back(Event::Suspected { path: index }),
-                Some(Scope::Down) => self.events.push_back(Event::Condemned { path: index }),
-                None => {}
-            }
+            self.events.extend(order.map(|scope| ordered(index, scope)));
         }
         for index in 0..self.paths.len() {
             self.look_at_queues(index);
@@ -380,6 +380,14 @@ impl Driver {
 impl Drop for Driver {
     fn drop(&mut self) {
         self.failover.hub.gone(self.connection);
+    }
+}
+
+/// What others found of a path, as the agreement is told.
+fn ordered(path: u8, scope: Scope) -> Event {
+    match scope {
+        Scope::Suspect => Event::Suspected { path },
+        Scope::Down => Event::Condemned { path },
     }
 }
 
