@@ -64,7 +64,7 @@ pub use message::{ADDRESS_BYTES, Address, MESSAGE_BYTES, Message};
 pub use receiver::Receiver;
 pub use rules::{Rules, Sound};
 pub use sender::Sender;
-pub use settings::{Settings, SettingsError, transport_timeout};
+pub use settings::{Settings, SettingsError, parse_number, transport_timeout};
 pub use timers::Timer;
 
 /// What happened to an end of a connection.

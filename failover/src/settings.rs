@@ -105,8 +105,9 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         let Some(value) = (self.0)(name) else {
             return Ok(default);
         };
-        match value.parse() {
-            Ok(number) if (least..=most).contains(&number) => Ok(number),
+        let number = parse_number(&value).and_then(|number| u64::try_from(number).ok());
+        match number {
+            Some(number) if (least..=most).contains(&number) => Ok(number),
             _ => Err(SettingsError {
                 name,
                 value,
@@ -188,6 +189,25 @@ impl Settings {
     }
 }
 
+/// A number as NCCL reads those of its variables (`strtoll` with base 0): decimal, hexadecimal after `0x`, octal after `0`.
+#[must_use]
+pub fn parse_number(text: &str) -> Option<i64> {
+    let text = text.trim();
+    let (is_negative, digits) = match text.strip_prefix('-') {
+        Some(digits) => (true, digits),
+        None => (false, text.strip_prefix('+').unwrap_or(text)),
+    };
+    let (base, digits) = match digits.as_bytes() {
+        [b'0', b'x' | b'X', ..] => (16, &digits[2..]),
+        [b'0', _, ..] => (8, &digits[1..]),
+        _ => (10, digits),
+    };
+    // A second sign is no digit.
+    let is_number = digits.starts_with(|first: char| first.is_digit(base));
+    let number = i128::from_str_radix(digits, base).ok().filter(|_| is_number)?;
+    i64::try_from(if is_negative { -number } else { number }).ok()
+}
+
 /// How long a NIC tries before a work request ends with "transport retries exceeded": `retries + 1` tries of
 /// 4.096 µs × 2^`timeout` each; `None` if it never gives up (exponent 0 is no timer).
 ///
@@ -243,6 +263,39 @@ mod tests {
         ] {
             let error = with(&[(name, value)]).unwrap_err().to_string();
             assert!(error.starts_with(&format!("{name}={value} is not")), "{error}");
+        }
+    }
+
+    #[test]
+    fn numbers_are_read_as_nccl_does() {
+        for (text, number) in [
+            ("0", 0),
+            (" 106 ", 106),
+            ("-1", -1),
+            ("+7", 7),
+            ("0x6a", 106),
+            ("0X6A", 106),
+            ("-0x1", -1),
+            ("017", 15),
+            ("9223372036854775807", i64::MAX),
+            ("-0x8000000000000000", i64::MIN),
+        ] {
+            assert_eq!(parse_number(text), Some(number), "{text}");
+        }
+        for text in [
+            "",
+            "-",
+            "x",
+            "0x",
+            "08",
+            "--1",
+            "0x-1",
+            "+-1",
+            "1 2",
+            "1s",
+            "0x8000000000000000",
+        ] {
+            assert_eq!(parse_number(text), None, "{text}");
         }
     }
 

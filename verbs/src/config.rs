@@ -1,5 +1,7 @@
 //! What the environment says about RDMA: NCCL's names and defaults.
 
+use ringsight_failover::parse_number;
+
 use crate::{
     choice::{Cross, Distance},
     queue::Patience,
@@ -152,8 +154,8 @@ impl Config {
             let Some(value) = lookup(name) else {
                 return Ok(None);
             };
-            match value.trim().parse::<i64>() {
-                Ok(number) if (least..=most).contains(&number) => Ok(Some(number)),
+            match parse_number(&value) {
+                Some(number) if (least..=most).contains(&number) => Ok(Some(number)),
                 _ => Err(Invalid { name, value, wanted }),
             }
         };
@@ -200,11 +202,14 @@ impl Config {
         if let Some(split) = number("NCCL_IB_SPLIT_DATA_ON_QPS", 0, 1, "0 or 1 is wanted")? {
             config.split = split == 1;
         }
-        if let Some(level) = number("NCCL_IB_SL", 0, 15, "a service level from 0 to 15 is wanted")? {
-            config.service_level = Some(level as u8);
+        // NCCL's own word for "not set" is -1, as of the index above.
+        let wanted = "a service level from 0 to 15 is wanted, or -1";
+        if let Some(level) = number("NCCL_IB_SL", -1, 15, wanted)? {
+            config.service_level = u8::try_from(level).ok();
         }
-        if let Some(class) = number("NCCL_IB_TC", 0, 255, "a traffic class from 0 to 255 is wanted")? {
-            config.traffic_class = Some(class as u8);
+        let wanted = "a traffic class from 0 to 255 is wanted, or -1";
+        if let Some(class) = number("NCCL_IB_TC", -1, 255, wanted)? {
+            config.traffic_class = u8::try_from(class).ok();
         }
         if let Some(index) = number("NCCL_IB_PKEY", 0, 65535, "an index from 0 to 65535 is wanted")? {
             config.pkey_index = index as u16;
@@ -469,7 +474,12 @@ mod tests {
         assert_eq!(classes(&[], None), (0, 0));
         assert_eq!(classes(&[], Some(0x68)), (8, 0x68));
         assert_eq!(classes(&[("NCCL_IB_TC", "106")], Some(5)), (5, 106));
+        assert_eq!(classes(&[("NCCL_IB_TC", "0x6a")], Some(5)), (5, 106));
         assert_eq!(classes(&[("NCCL_IB_SL", "3")], Some(5)), (3, 5));
+        assert_eq!(
+            classes(&[("NCCL_IB_SL", "-1"), ("NCCL_IB_TC", "-1")], Some(5)),
+            (5, 5)
+        );
         assert_eq!(
             classes(&[("NCCL_IB_SL", "0"), ("NCCL_IB_TC", "0")], Some(5)),
             (0, 0)
