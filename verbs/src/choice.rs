@@ -154,14 +154,15 @@ impl Backup {
 
 /// The port that stands by for `ports[primary]`: of a card with two ports the other one; else the neighbour (of an even one the next,
 /// of an odd one the previous, as the ports are listed), if it is of the same link layer; else the nearest of those. A port need not be up
-/// to stand by, but one that is comes first where the rule leaves a choice. `None`: there is no other.
+/// to stand by, but one that is comes first where the rule leaves a choice. What would fail with it, another function's view of the
+/// same physical port, does not stand by. `None`: there is no other.
 #[must_use]
 pub fn backup(ports: &[Port], primary: usize) -> Option<Backup> {
     let own = ports.get(primary)?;
     let is_candidate = |index: usize| {
         ports
             .get(index)
-            .is_some_and(|port| index != primary && port.ethernet == own.ethernet)
+            .is_some_and(|port| index != primary && port.ethernet == own.ethernet && !is_same_port(own, port))
     };
     let others = || (0..ports.len()).filter(|index| is_candidate(*index));
     if let Some(index) = others().find(|index| is_same_card(own, &ports[*index])) {
@@ -180,16 +181,21 @@ pub fn backup(ports: &[Port], primary: usize) -> Option<Backup> {
         .map(Backup::Nearest)
 }
 
-/// Two ports of one device, or two functions of one card (`0000:01:00.0` and `0000:01:00.1`).
+/// Two ports of one device, or of two functions of one card (`0000:01:00.0` and `0000:01:00.1`).
 fn is_same_card(a: &Port, b: &Port) -> bool {
-    if a.device == b.device {
-        return true;
-    }
-    let card = |port: &Port| -> Option<String> {
-        let address = port.place.as_ref()?.address();
-        Some(address.rsplit_once('.')?.0.to_owned())
-    };
-    card(a).is_some() && card(a) == card(b)
+    let card = |port| Some(physical(port)?.rsplit_once('.')?.0);
+    a.device == b.device || card(a).is_some() && card(a) == card(b)
+}
+
+/// Two devices that have one physical port: virtual functions, subfunctions, and the physical function itself. Each numbers its ports as
+/// that does.
+fn is_same_port(a: &Port, b: &Port) -> bool {
+    let is_known = physical(a).is_some_and(|address| !address.is_empty());
+    a.number == b.number && is_known && physical(a) == physical(b)
+}
+
+fn physical(port: &Port) -> Option<&str> {
+    port.place.as_ref().map(Place::physical)
 }
 
 #[cfg(test)]
@@ -202,6 +208,7 @@ mod tests {
         Place {
             path: path.split('/').map(str::to_owned).collect(),
             numa,
+            virtual_of: None,
         }
     }
 
@@ -340,6 +347,40 @@ mod tests {
         assert_eq!(backup(&two, 5), None, "no such port");
     }
 
+    /// They fail together.
+    #[test]
+    fn functions_of_one_physical_port_do_not_stand_by_for_each_other() {
+        let virtual_of = |physical: u32, function: u32| Place {
+            virtual_of: Some(format!("0000:01:00.{physical}")),
+            ..place(&format!("pci0000:00/0000:00:01.0/0000:01:08.{function}"), None)
+        };
+        // Two virtual functions of a card's first port, side by side; then one of its second port.
+        let mut ports: Vec<Port> = [(0, 2), (0, 3), (1, 4)]
+            .map(|(physical, function)| {
+                port(&format!("v{function}"), Some(virtual_of(physical, function)), 100)
+            })
+            .into();
+        assert_eq!(backup(&ports[..2], 0), None);
+        assert_eq!(backup(&ports, 0), Some(Backup::OtherPort(2)));
+        assert_eq!(backup(&ports, 2), Some(Backup::OtherPort(0)));
+        // Another card's comes before none.
+        ports[2] = port(
+            "other",
+            Some(place("pci0000:00/0000:00:02.0/0000:02:00.0", None)),
+            100,
+        );
+        assert_eq!(backup(&ports, 1), Some(Backup::Nearest(2)));
+        // The physical function, and subfunctions of it.
+        let function = "pci0000:00/0000:00:01.0/0000:01:00.0";
+        let mut ports: Vec<Port> = [function, &format!("{function}/mlx5_core.sf.4")]
+            .map(|path| port(path, Some(place(path, None)), 100))
+            .into();
+        assert_eq!(backup(&ports, 0), None);
+        // A device with two ports, of which each function has both.
+        ports[1].number = 2;
+        assert_eq!(backup(&ports, 0), Some(Backup::OtherPort(1)));
+    }
+
     #[test]
     fn ends_of_a_connection_are_ports_of_one_number_as_far_as_is_asked() {
         let (gpus, mut nics) = eight();
@@ -420,9 +461,9 @@ mod tests {
             }
             for primary in 0..ports.len() {
                 match backup(&ports, primary) {
-                    None => prop_assert!(!ports.iter().enumerate().any(|(i, port)| i != primary && port.ethernet == ports[primary].ethernet)),
+                    None => prop_assert!(!ports.iter().any(|port| port.ethernet == ports[primary].ethernet && physical(port) != physical(&ports[primary]))),
                     Some(chosen) => {
-                        prop_assert_ne!(chosen.index(), primary);
+                        prop_assert_ne!(physical(&ports[chosen.index()]), physical(&ports[primary]));
                         prop_assert_eq!(ports[chosen.index()].ethernet, ports[primary].ethernet);
                     }
                 }

@@ -29,6 +29,8 @@ pub struct Place {
     pub path: Vec<String>,
     /// NUMA node, if the machine has several.
     pub numa: Option<u32>,
+    /// Of a virtual function: the address of the physical one. A virtual machine to which it was passed does not know.
+    pub virtual_of: Option<String>,
 }
 
 impl Place {
@@ -36,6 +38,15 @@ impl Place {
     #[must_use]
     pub fn address(&self) -> &str {
         self.path.last().map_or("", String::as_str)
+    }
+
+    /// Address of the physical function that has the ports: another one's of a virtual function, the parent's of a subfunction
+    /// (`0000:01:00.0/mlx5_core.sf.4`).
+    #[must_use]
+    pub fn physical(&self) -> &str {
+        let is_address = |part: &&String| part.contains('.') && part.as_bytes().get(4) == Some(&b':');
+        let own = self.path.iter().rev().find(is_address);
+        self.virtual_of.as_ref().or(own).map_or("", String::as_str)
     }
 
     /// Where a PCI device (`/sys/bus/pci/devices/0000:01:00.0`, or a link to its folder) is, in the tree at `sys`.
@@ -59,7 +70,16 @@ impl Place {
             .skip_while(|part| !part.starts_with("pci"))
             .collect();
         let numa = text(&folder.join("numa_node")).and_then(|node| node.parse().ok());
-        Ok(Self { path, numa })
+        let physical = fs::read_link(folder.join("physfn")).ok();
+        let virtual_of = physical
+            .as_deref()
+            .and_then(Path::file_name)
+            .map(|name| name.to_string_lossy().into_owned());
+        Ok(Self {
+            path,
+            numa,
+            virtual_of,
+        })
     }
 }
 

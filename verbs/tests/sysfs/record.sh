@@ -14,6 +14,8 @@ for device in class/infiniband/*; do
     if [ -e "$device/device" ]; then
         link "$device/device"
         file "$device/device/numa_node"
+        # Of a virtual function.
+        [ -e "$device/device/physfn" ] && link "$device/device/physfn"
     fi
     for port in "$device"/ports/*; do
         file "$port/state"
