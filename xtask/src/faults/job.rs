@@ -362,8 +362,9 @@ impl Listening<'_> {
                 Err(RecvTimeoutError::Disconnected) => break,
             }
             if begin.elapsed() > LIMIT {
+                let known = fs::read_to_string(self.account).unwrap_or_default();
                 bail!(
-                    "the ranks have not ended after {LIMIT:?}; they said:\n{}",
+                    "the ranks have not ended after {LIMIT:?}; they know:\n{known}they said:\n{}",
                     self.text
                 );
             }

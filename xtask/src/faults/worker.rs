@@ -11,7 +11,7 @@ use std::{
     fs,
     io::Write as _,
     path::{Path, PathBuf},
-    sync::{Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{Barrier, Condvar, Mutex, MutexGuard, PoisonError},
     thread,
     time::{Duration, Instant},
 };
@@ -59,14 +59,33 @@ pub(super) enum Stage {
     Exit,
 }
 
-/// The stage, to be waited for.
-#[derive(Default)]
+/// The stage, to be waited for; and where the ranks of the process wait for each other.
 pub(super) struct Stages {
     told: Mutex<Stage>,
     changed: Condvar,
+    ready: Barrier,
 }
 
 impl Stages {
+    fn new(members: usize) -> Self {
+        Self {
+            told: Mutex::default(),
+            changed: Condvar::new(),
+            ready: Barrier::new(members),
+        }
+    }
+
+    /// Waits until all ranks of the process have made and uploaded their graphs: either waits for the kernels of ranks that share the
+    /// GPU, and these would wait for this one's replay.
+    ///
+    /// # Errors
+    /// The device's.
+    pub(super) fn have_graphs(&self, communicator: &Communicator<'_>) -> Result<()> {
+        communicator.synchronise()?;
+        self.ready.wait();
+        Ok(())
+    }
+
     fn lock(&self) -> MutexGuard<'_, Stage> {
         self.told.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -123,7 +142,7 @@ pub(super) fn run_members(
         UniqueId(bytes.try_into().ok().context("a unique id has 128 bytes")?)
     };
     // Streams may refer to it until the process ends.
-    let stages: &'static Stages = Box::leak(Box::default());
+    let stages: &'static Stages = Box::leak(Box::new(Stages::new(members.len())));
     thread::spawn(move || {
         for line in std::io::stdin().lines().map_while(Result::ok) {
             match line.as_str() {
@@ -269,6 +288,7 @@ impl Member<'_> {
             None => self.new_call(&communicator, round.operation, round.elements),
         }?;
         let launched = Launched::prepare(round.mode, &communicator, || call.call(&communicator))?;
+        self.stages.have_graphs(&communicator)?;
         let launch = |call: &Call| launched.launch(&communicator, || call.call(&communicator));
         for number in 0..round.before {
             self.before(number, || launch(&call))?;
@@ -418,6 +438,8 @@ impl Member<'_> {
                 communicator.capture(|| calls[0].call(&communicator))?,
                 beside.capture(|| calls[1].call(beside))?,
             ];
+            beside.synchronise()?;
+            self.stages.have_graphs(&communicator)?;
             for _ in 0..round.before {
                 for (on, graph) in on.iter().zip(&graphs) {
                     on.replay(graph)?;

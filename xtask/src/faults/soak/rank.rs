@@ -215,6 +215,11 @@ impl Member<'_> {
         }
         world.beside(|beside| {
             let mut lanes = Lanes::new(self.rank, &world, beside, &parts)?;
+            beside.synchronise()?;
+            for (_, part) in &parts {
+                part.synchronise()?;
+            }
+            self.stages.have_graphs(&world)?;
             self.steps(&world, &mut lanes)?;
             lanes.forget()
         })?;
