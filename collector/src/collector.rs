@@ -134,6 +134,7 @@ impl Collector {
                         &mut self.finished,
                     );
                     self.hand_on();
+                    self.network_of_exited(process.pid);
                     self.communicators.exited(process.pid);
                 }
                 self.gone.retain(|(_, pid)| *pid != process.pid);
@@ -150,10 +151,12 @@ impl Collector {
                 pid,
                 index,
                 device,
+                number,
                 gid,
             } => {
                 let port = Port {
                     device: self.network.name(device),
+                    number: u32::from(*number),
                     gid: gid.map(|gid| gid.to_string().into()),
                 };
                 self.communicators.port(*pid, *index, port);
@@ -209,9 +212,8 @@ impl Collector {
                 return;
             }
             Sample::Exited { pid, .. } => {
-                let (pid, now_ns) = (*pid, self.now_ns);
-                let (network, mut output) = self.network();
-                network.exited(pid, now_ns, &mut output);
+                let pid = *pid;
+                self.network_of_exited(pid);
                 let until = self.now_ns.saturating_add(2 * self.limits.instance_linger_ns);
                 self.gone.push((until, pid));
             }
@@ -221,6 +223,13 @@ impl Collector {
         if !self.finished.is_empty() {
             self.hand_on();
         }
+    }
+
+    /// Ends what a process that is gone had of the network.
+    fn network_of_exited(&mut self, pid: u32) {
+        let now_ns = self.now_ns;
+        let (network, mut output) = self.network();
+        network.exited(pid, now_ns, &mut output);
     }
 
     /// What is known of the network, and where its spans go.

@@ -248,6 +248,8 @@ impl Metrics {
                     attributes.push(("ccl.network.path", Value::Static(path_name(*backup))));
                     let device = communicators.network_device(rank.pid, Some(*port), 0);
                     attributes.extend(device.map(|name| ("rdma.device.name", Value::Text(Arc::clone(name)))));
+                    let said = communicators.said_port(rank.pid, Some(*port));
+                    attributes.extend(said.map(|said| ("rdma.port.number", Value::Int(said.number.into()))));
                 }
                 made.push(
                     &rank.resource,

@@ -399,6 +399,7 @@ fn what_a_process_says_of_its_ports_goes_before_numbers_of_queue_pairs() {
         pid: owner,
         index,
         device: device.to_owned(),
+        number: 1,
         gid: Some([0, 0, 0, 0, 0, 0xffff, 0x0a00, 0x0001 + u16::from(index)].into()),
     });
     collector.ingest(&mut said.to_vec());
@@ -416,6 +417,7 @@ fn what_a_process_says_of_its_ports_goes_before_numbers_of_queue_pairs() {
     for span in &own {
         let of = |name| attribute(span, name).cloned();
         assert_eq!(of("rdma.port.gid"), Some(Value::Text("::ffff:10.0.0.2".into())));
+        assert_eq!(of("rdma.port.number"), Some(Value::Int(1)));
         let Some(Value::Int(step)) = of("ccl.proxy.step") else {
             panic!("a step has a number")
         };

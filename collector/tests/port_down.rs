@@ -43,7 +43,7 @@ fn a_port_that_is_left_for_the_peers_sake_is_linked_to_no_port_that_was_down() {
             ("rdma.device.name", Value::Text("mlx5_0".into())),
         ],
     );
-    assert_eq!(attribute(root, "rdma.port.number"), None);
+    assert_eq!(attribute(root, "rdma.port.number"), Some(&Value::Int(1)));
     assert_eq!(links(root, "port_down"), []);
     assert!(!events(root).contains(&"port_down"));
     assert!(one(&sent, "rdma port down").links.is_empty());

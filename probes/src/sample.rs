@@ -48,6 +48,8 @@ pub enum Sample {
         index: u8,
         /// RDMA device.
         device: String,
+        /// Its number among the device's, from 1.
+        number: u8,
         /// GID of the port; `None` where it needs none.
         gid: Option<Ipv6Addr>,
     },

@@ -364,6 +364,7 @@ impl Watched {
                         pid: self.pid,
                         index: path.index,
                         device: path.device().to_owned(),
+                        number: path.port,
                         gid: (path.gid != [0; 16]).then(|| path.gid.into()),
                     });
                 }

@@ -50,7 +50,7 @@ pub(super) fn write(text: &mut String, ends: &[End]) {
             end.channel,
             if end.messages { ", messages" } else { "" }
         );
-        let on = format!("{} ({})", name(end.active), End::role(end.active));
+        let on = format!("{} ({})", name(end.active), end.role(end.active));
         let _ = match end.phase {
             "flows" => write!(text, "over {on}"),
             "recovers" => write!(text, "recovers, left {on}"),
@@ -59,6 +59,7 @@ pub(super) fn write(text: &mut String, ends: &[End]) {
         if end.is_well() {
             let _ = match (end.paths.len(), end.survives) {
                 (_, false) => writeln!(text, ", without failover"),
+                (1, _) if end.backup_alone => writeln!(text, " alone"),
                 (1, _) => writeln!(text, ", no backup"),
                 _ => writeln!(text, ", backup {} ready", name(1)),
             };
@@ -75,7 +76,7 @@ pub(super) fn write(text: &mut String, ends: &[End]) {
             let _ = writeln!(
                 text,
                 "    {:<7} {}: {}",
-                End::role(place),
+                end.role(place),
                 name(place),
                 condition(path)
             );
@@ -121,7 +122,7 @@ fn condition(path: &Path) -> String {
 pub(super) fn to_json(end: &End) -> Value {
     let path = |(place, path): (usize, &Path)| {
         json!({
-            "role": End::role(place),
+            "role": end.role(place),
             "device": path.device,
             "port": path.port,
             "port_up": path.port_up,
@@ -196,6 +197,7 @@ mod tests {
             reason: None,
             status: 0,
             active: 0,
+            backup_alone: false,
             paths,
         }
     }
@@ -212,7 +214,12 @@ mod tests {
             text(end(vec![path("mlx5_0"), path("mlx5_1")])),
             "  rank 0 (process 4711) to rank 1, channel 2: over mlx5_0:1 (primary), backup mlx5_1:1 ready\n"
         );
-        assert!(text(end(vec![path("mlx5_0")])).ends_with("no backup\n"));
+        assert!(text(end(vec![path("mlx5_0")])).ends_with("over mlx5_0:1 (primary), no backup\n"));
+        let alone = End {
+            backup_alone: true,
+            ..end(vec![path("mlx5_1")])
+        };
+        assert!(text(alone).ends_with("over mlx5_1:1 (backup) alone\n"));
         let fixed = End {
             survives: false,
             sends: false,

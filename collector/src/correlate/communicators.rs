@@ -72,6 +72,8 @@ pub struct Communicator {
 pub struct Port {
     /// Name of the device.
     pub device: Arc<str>,
+    /// Its number among the device's, from 1.
+    pub number: u32,
     /// GID, as an IPv6 address is written; `None` where it needs none.
     pub gid: Option<Arc<str>>,
 }
@@ -212,33 +214,21 @@ impl Communicators {
         self.ports.insert((pid, index), port);
     }
 
-    /// GID of a process's port, if it has said and there is one.
+    /// What a process's port is, if it has said.
     #[must_use]
-    pub fn gid(&self, pid: u32, port: u8) -> Option<&Arc<str>> {
-        self.ports.get(&(pid, port))?.gid.as_ref()
+    pub fn said_port(&self, pid: u32, port: Option<u8>) -> Option<&Port> {
+        self.ports.get(&(pid, port?))
     }
 
     /// Network device of a process's port, if it has said. If it says so of none, of its queue pair, if that is known and certain:
     /// numbers of queue pairs are a device's own, so two may have the same.
     #[must_use]
     pub fn network_device(&self, pid: u32, port: Option<u8>, number: u32) -> Option<&Arc<str>> {
-        let said = port.and_then(|port| self.ports.get(&(pid, port)));
+        let said = self.said_port(pid, port);
         if said.is_some() || self.ports.range((pid, 0)..=(pid, u8::MAX)).next().is_some() {
             return said.map(|port| &port.device);
         }
         self.queue_pairs.get(&(pid, number))?.as_ref()
-    }
-
-    /// Which one of a process's ports of its device a port is, counted from 0 in the order of their numbers; 0 if it has not said.
-    #[must_use]
-    pub fn port_place(&self, pid: u32, port: u8) -> u32 {
-        let Some(said) = self.ports.get(&(pid, port)) else {
-            return 0;
-        };
-        let before = self.ports.range((pid, 0)..(pid, port));
-        before
-            .map(|(_, other)| u32::from(other.device == said.device))
-            .sum()
     }
 
     /// A rank of a communicator was destroyed. It stays known for a while, as its last operations are not settled yet.

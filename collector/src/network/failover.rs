@@ -178,7 +178,7 @@ impl Network {
                 place,
                 left,
             } = sent.unwrap_or_else(|| {
-                let left = Left::of(pid, record.state, &change, output.communicators);
+                let left = Left::of(pid, record.state, &change, port, output.communicators);
                 let begin = || Incident::begin(&left, port, pid, record.time_ns, ports, output);
                 Sent {
                     begun_ns: record.time_ns,
@@ -406,8 +406,8 @@ impl Failovers {
     }
 
     fn of_device(&mut self, device: &Arc<str>) -> impl Iterator<Item = &mut Incident> {
-        let place = |place| Left::Device(Arc::clone(device), place);
-        let all = place(0)..=place(u32::MAX);
+        let port = |number| Left::Device(Arc::clone(device), number);
+        let all = port(None)..=port(Some(u32::MAX));
         self.incidents.range_mut(all).map(|(_, incident)| incident)
     }
 }

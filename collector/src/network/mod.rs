@@ -201,8 +201,11 @@ impl Network {
         }
     }
 
-    /// Number of the port of its device that a process's queue pair goes over, if it was seen to be set up.
+    /// Number of the port of its device that a process's queue pair goes over, if it has said or was seen to set it up.
     fn port_of(&self, pid: u32, change: &PathChange, communicators: &Communicators) -> Option<u32> {
+        if let Some(said) = communicators.said_port(pid, change.port) {
+            return Some(said.number);
+        }
         let device = communicators.network_device(pid, change.port, change.number)?;
         let known = self.queue_pairs.get(&(Arc::clone(device), change.number))?;
         known.port.filter(|_| known.pid == pid)

@@ -38,6 +38,8 @@ pub struct End {
     pub status: u8,
     /// Place of the path in use.
     pub active: usize,
+    /// Whether it has its backup path alone.
+    pub backup_alone: bool,
     /// The primary path, then its backup.
     pub paths: Vec<Path>,
 }
@@ -78,9 +80,9 @@ pub struct Path {
 impl End {
     /// What the path at this place is called.
     #[must_use]
-    pub fn role(place: usize) -> &'static str {
+    pub fn role(&self, place: usize) -> &'static str {
         match place {
-            0 => "primary",
+            0 if !self.backup_alone => "primary",
             _ => "backup",
         }
     }
@@ -116,6 +118,7 @@ impl End {
             reason: PathCause::from_code(connection.cause),
             status: connection.status,
             active: connection.active.into(),
+            backup_alone: connection.flags & Connection::BACKUP_ALONE != 0,
             paths: connection.paths().map(|path| Path::of(path, now)).collect(),
         }
     }

@@ -237,8 +237,10 @@ impl Part<'_> {
                 let id = numbering.map(|numbering| int(numbering.wr_id(carrier.step)));
                 attributes.extend(id.map(|id| ("rdma.wr.id", id)));
                 attributes.push(("rdma.wr.opcode", Value::Static("RDMA_WRITE_WITH_IMM")));
-                let gid = self.communicators.gid(self.part.pid, port);
+                let said = self.communicators.said_port(self.part.pid, carrier.port);
+                let gid = said.and_then(|said| said.gid.as_ref());
                 attributes.extend(gid.map(|gid| ("rdma.port.gid", Value::Text(Arc::clone(gid)))));
+                attributes.extend(said.map(|said| ("rdma.port.number", Value::Int(said.number.into()))));
                 let device = self
                     .communicators
                     .network_device(self.part.pid, carrier.port, carrier.number);

@@ -111,11 +111,13 @@ pub fn two_processes(ports: &[(u8, &str)]) -> (Collector, Job, u64) {
             pid: job.pid(rank),
             communicator: Box::new(job.communicator(rank)),
         });
-        for (index, device) in ports {
+        for (place, (index, device)) in ports.iter().enumerate() {
+            let before = ports[..place].iter().filter(|(_, other)| other == device);
             samples.push(Sample::Port {
                 pid: job.pid(rank),
                 index: *index,
                 device: (*device).to_owned(),
+                number: 1 + before.count() as u8,
                 gid: None,
             });
         }

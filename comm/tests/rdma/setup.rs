@@ -1,7 +1,7 @@
 //! Ports that fail at each command that the set-up of connections gives their device: mlx5 only, where the stand-in for the hardware counts them.
 
 use ringsight_comm::error::ResultCode;
-use ringsight_records::Function;
+use ringsight_records::{Function, connection::Connection};
 
 use super::{
     control::Control,
@@ -129,6 +129,17 @@ fn run(control: &Control, what: &str, fail: impl Fn()) {
         Call::new(Function::AllReduce, count).check(&comm, true);
     }
     assert!(ends().iter().any(|end| end.channel == 1), "{what}: {:?}", ends());
+    if what.starts_with("without") {
+        // The other one's port cannot be used: it is the primary one of some, and of others the backup.
+        for alone in [true, false] {
+            let has_flag = |end: &Connection| (end.flags & Connection::BACKUP_ALONE != 0) == alone;
+            assert!(
+                ends().iter().any(|end| end.paths == 1 && has_flag(end)),
+                "{what}: {:?}",
+                ends()
+            );
+        }
+    }
     control.meet();
     let (code, text, _) = end(&comm, How::Destroy);
     assert_eq!(code, ResultCode::Success, "{what}, rank {rank}: {text}");

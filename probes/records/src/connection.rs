@@ -152,7 +152,7 @@ pub struct Connection {
     pub cause: u8,
     /// `enum ibv_wc_status` of the completion that told of it; 0 if none did.
     pub status: u8,
-    /// The first path is the primary one. Those from [`Connection::paths`] on are zero.
+    /// The first path is the primary one, unless [`Connection::BACKUP_ALONE`]. Those from [`Connection::paths`] on are zero.
     pub path: [ConnectionPath; PATHS],
 }
 
@@ -163,6 +163,8 @@ impl Connection {
     pub const MESSAGES: u8 = 2;
     /// It survives a path.
     pub const SURVIVES: u8 = 4;
+    /// It has its backup path alone: its primary port could not be used when it was made.
+    pub const BACKUP_ALONE: u8 = 8;
     /// Steps go over the path in use; a value of [`Connection::phase`].
     pub const FLOWS: u8 = 0;
     /// It is between two paths.

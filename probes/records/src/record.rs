@@ -286,7 +286,7 @@ impl Flags {
     pub const P2P: Self = Self(1 << 2);
     /// The operation's buffers lie in memory that the caller registered with the communicator.
     pub const REGISTERED: Self = Self(1 << 3);
-    /// [`Kind::NetPlugin`]: the step went over a path that is not the connection's first. The bit that other kinds have
+    /// [`Kind::NetPlugin`]: the step went over a path that is not the connection's primary one. The bit that other kinds have
     /// [`Flags::REGISTERED`] in.
     pub const BACKUP: Self = Self(1 << 3);
 

@@ -31,16 +31,21 @@ const OUTAGES: usize = 16;
 /// What connections left.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Left {
-    /// A network device's port, of all processes of the host: by its place among those of the device that a process uses. Processes do
-    /// not say its number, and of most devices it is the only one.
-    Device(Arc<str>, u32),
+    /// A network device's port, of all processes of the host, by its number if that is known.
+    Device(Arc<str>, Option<u32>),
     /// A process's port by its number, of which it has not said what it is.
     Port(u32, Option<u8>),
 }
 
 impl Left {
-    /// What a change of a path of a process is about, which nothing is known of before.
-    pub(super) fn of(pid: u32, state: State, change: &PathChange, communicators: &Communicators) -> Self {
+    /// What a change of a path of a process is about, which nothing is known of before. `number` is that of the path's port, if it is known.
+    pub(super) fn of(
+        pid: u32,
+        state: State,
+        change: &PathChange,
+        number: Option<u32>,
+        communicators: &Communicators,
+    ) -> Self {
         // It tells of the path that is used instead, not of the one that was left.
         let is_elsewhere = match state {
             State::PATH_SWITCHED => change.cause != Some(PathCause::Failback),
@@ -53,8 +58,7 @@ impl Left {
         communicators
             .network_device(pid, change.port, change.number)
             .map_or(Self::Port(pid, change.port), |device| {
-                let place = change.port.map_or(0, |port| communicators.port_place(pid, port));
-                Self::Device(Arc::clone(device), place)
+                Self::Device(Arc::clone(device), number)
             })
     }
 }
@@ -129,7 +133,7 @@ impl Incident {
     ) -> Self {
         let watched = output.communicators.process(pid);
         let (comm, number) = match left {
-            Left::Device(device, place) => (device_identity(device), *place),
+            Left::Device(device, number) => (device_identity(device), number.unwrap_or(0)),
             Left::Port(_, port) => (
                 watched.map_or(0, |watched| watched.identity),
                 port.map_or(0, |port| u32::from(port) + 1),

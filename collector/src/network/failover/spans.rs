@@ -82,6 +82,8 @@ pub(super) fn moment_attributes(
         attributes.push(("rdma.qp.number", Value::Int(i64::from(change.number))));
         let device = communicators.network_device(pid, change.port, change.number);
         attributes.extend(device.map(|name| ("rdma.device.name", Value::Text(Arc::clone(name)))));
+        let said = communicators.said_port(pid, change.port);
+        attributes.extend(said.map(|said| ("rdma.port.number", Value::Int(said.number.into()))));
     }
     attributes.extend(
         change

@@ -27,6 +27,8 @@ use crate::{
 pub(super) struct Paths {
     /// By path: number of its port among those of the process.
     ports: Vec<u8>,
+    /// As [`Connected::is_backup_alone`].
+    is_backup_alone: bool,
     /// The one in use.
     active: u8,
     /// The one before, and the position from which on steps go over the one in use.
@@ -54,6 +56,7 @@ impl Paths {
     pub(super) fn new(connected: &Connected, is_send: bool) -> Self {
         Self {
             ports: connected.failover.ports.iter().map(|port| *port as u8).collect(),
+            is_backup_alone: connected.is_backup_alone,
             // Where both ends begin.
             active: connected.paths.iter().position(Path::is_connected).unwrap_or(0) as u8,
             before: (0, 0),
@@ -100,6 +103,7 @@ impl Paths {
                 (self.is_send, Connection::SENDS),
                 (op.p2p, Connection::MESSAGES),
                 (self.survives, Connection::SURVIVES),
+                (self.is_backup_alone, Connection::BACKUP_ALONE),
             ]
             .into_iter()
             .fold(
@@ -135,6 +139,11 @@ impl Paths {
     /// The number of a path's port.
     pub(super) fn port_of(&self, path: usize) -> u8 {
         self.ports.get(path).copied().unwrap_or(0)
+    }
+
+    /// Whether a path is not the primary one.
+    pub(super) fn is_backup(&self, path: usize) -> bool {
+        path > 0 || self.is_backup_alone
     }
 
     /// The one in use.

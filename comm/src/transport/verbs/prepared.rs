@@ -36,6 +36,8 @@ pub(crate) struct Connected {
     pub(crate) direct: Option<Arc<direct::Slots>>,
     /// Number of the port among those of the process.
     pub(crate) port: u8,
+    /// Its one path is that of its backup.
+    pub(super) is_backup_alone: bool,
 }
 
 impl Connected {
@@ -257,7 +259,7 @@ impl Prepared {
             mut failover,
             direct,
             port,
-            ..
+            offer,
         } = self;
         if !peer.failover {
             failover = failover.disabled();
@@ -270,6 +272,7 @@ impl Prepared {
             failover,
             direct,
             port,
+            is_backup_alone: offer.first > 0,
         }
     }
 }

@@ -244,7 +244,8 @@ impl Receiver {
             number: queue_pair.map_or(0, Qp::number),
             step: (position - self.base) as u32,
         };
-        events::carried_over(op, carrier, path != 0, State::STOP, bytes);
+        let is_backup = self.line.paths.is_backup(path);
+        events::carried_over(op, carrier, is_backup, State::STOP, bytes);
     }
 
     pub(crate) fn needs(&self) -> Needs {

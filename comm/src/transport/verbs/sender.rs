@@ -218,8 +218,8 @@ impl Sender {
             number: posted.qp,
             step,
         };
-        // The first path is the primary one.
-        events::carried_over(op, carrier, posted.path != 0, state, bytes);
+        let is_backup = self.line.paths.is_backup(posted.path);
+        events::carried_over(op, carrier, is_backup, state, bytes);
     }
 
     /// Posts the slot at a position: its bytes, if they do not go with the notice, and its header.
