@@ -7,6 +7,7 @@
 mod btf;
 mod event;
 mod link;
+mod path;
 mod site;
 
 use std::{
