@@ -233,8 +233,11 @@ fn run_all(
     while !waiting.is_empty() {
         let batch: Vec<Waiting> = waiting.drain(..waiting.len().min(BATCH)).collect();
         let lines: Vec<String> = batch.iter().map(Waiting::line).collect();
-        let said = boot(options, &program, &lines)?;
-        barren = if said.begun.is_empty() { barren + 1 } else { 0 };
+        let first = options.measure.then(measure::warm_up);
+        let all: Vec<String> = first.into_iter().chain(lines.iter().cloned()).collect();
+        let said = boot(options, &program, &all)?;
+        let has_begun = lines.iter().any(|line| said.begun.contains(line));
+        barren = if has_begun { 0 } else { barren + 1 };
         if barren == BARREN {
             bail!("{BARREN} guests ended before their first case: {}", said.end);
         }
