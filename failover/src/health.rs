@@ -70,6 +70,12 @@ pub struct PathHealth {
     pub recovering_since: Option<Duration>,
     /// What said that it failed, last.
     pub cause: Option<Cause>,
+}
+
+/// The same with whom it is about.
+#[derive(Debug, Default)]
+struct Known {
+    health: PathHealth,
     /// Connections that use it.
     users: BTreeSet<u64>,
     /// Those that failed since it was last good.
@@ -93,7 +99,7 @@ pub enum NicVerdict {
 #[derive(Debug)]
 pub struct Health {
     settings: Arc<Settings>,
-    paths: BTreeMap<PathId, PathHealth>,
+    paths: BTreeMap<PathId, Known>,
     down: BTreeSet<PortId>,
 }
 
@@ -114,9 +120,9 @@ impl Health {
         let is_down = self.down.contains(&path.local);
         let entry = self.paths.entry(path).or_default();
         entry.users.insert(connection);
-        match entry.state {
+        match entry.health.state {
             _ if is_down => {
-                entry.state = PathState::Down;
+                entry.health.state = PathState::Down;
                 None
             }
             PathState::Good | PathState::Recovering => None,
@@ -127,13 +133,13 @@ impl Health {
 
     /// Paths and what is known of them.
     pub fn paths(&self) -> impl Iterator<Item = (&PathId, &PathHealth)> {
-        self.paths.iter()
+        self.paths.iter().map(|(id, known)| (id, &known.health))
     }
 
     /// What is known of one.
     #[must_use]
     pub fn path(&self, path: &PathId) -> Option<&PathHealth> {
-        self.paths.get(path)
+        self.paths.get(path).map(|known| &known.health)
     }
 
     /// A local port went up or down: the paths that end there, all of whose connections are to be told.
@@ -151,8 +157,8 @@ impl Health {
             if up {
                 path.works(now);
             } else {
-                path.fails(Cause::Port);
-                path.state = PathState::Down;
+                path.health.fails(Cause::Port);
+                path.health.state = PathState::Down;
             }
             told.push(*id);
         }
@@ -163,19 +169,19 @@ impl Health {
     pub fn failed(&mut self, path: PathId, connection: u64, cause: Cause) -> Vec<(PathId, Scope)> {
         let condemn_after = self.settings.condemn_after as usize;
         let entry = self.paths.entry(path).or_default();
-        let was = entry.state;
-        entry.fails(cause);
+        let was = entry.health.state;
+        entry.health.fails(cause);
         // What others found is no finding of one's own.
         if cause != Cause::Shared {
             entry.failing.insert(connection);
         }
         if was != PathState::Down {
-            entry.state = match entry.failing.len() >= condemn_after {
+            entry.health.state = match entry.failing.len() >= condemn_after {
                 true => PathState::Down,
                 false => PathState::Suspect,
             };
         }
-        let mut told = match (was, entry.state) {
+        let mut told = match (was, entry.health.state) {
             (PathState::Down, _) => Vec::new(),
             (_, PathState::Down) => vec![(path, Scope::Down)],
             (PathState::Suspect, _) => Vec::new(),
@@ -187,8 +193,8 @@ impl Health {
             .collect();
         for (id, other) in &mut self.paths {
             let ends_there = condemned.contains(&id.local) || condemned.contains(&id.remote);
-            if ends_there && other.state == PathState::Suspect {
-                other.state = PathState::Down;
+            if ends_there && other.health.state == PathState::Suspect {
+                other.health.state = PathState::Down;
                 told.retain(|(told, _)| told != id);
                 told.push((*id, Scope::Down));
             }
@@ -198,7 +204,7 @@ impl Health {
 
     /// A connection switched away from a path.
     pub fn switched(&mut self, now: Duration, path: PathId) {
-        let path = self.paths.entry(path).or_default();
+        let path = &mut self.paths.entry(path).or_default().health;
         path.switches += 1;
         path.last_switch = Some(now);
     }
@@ -228,7 +234,7 @@ impl Health {
     /// Ends recovery windows that are over; whether there were any.
     pub fn tick(&mut self, now: Duration) -> bool {
         let mut any = false;
-        for path in self.paths.values_mut() {
+        for path in self.paths.values_mut().map(|known| &mut known.health) {
             if let Some(since) = path.recovering_since
                 && now.saturating_sub(since) >= self.settings.recovery_window
             {
@@ -244,7 +250,10 @@ impl Health {
     /// When [`Health::tick`] has something to do, if ever.
     #[must_use]
     pub fn due(&self) -> Option<Duration> {
-        let since = self.paths.values().filter_map(|path| path.recovering_since);
+        let since = self
+            .paths
+            .values()
+            .filter_map(|path| path.health.recovering_since);
         since.min().map(|since| since + self.settings.recovery_window)
     }
 
@@ -262,7 +271,7 @@ impl Health {
                 (_, true) if !self.down.contains(&id.local) => id.local,
                 _ => continue,
             };
-            match path.state {
+            match path.health.state {
                 PathState::Good | PathState::Recovering => return NicVerdict::Good,
                 PathState::Suspect | PathState::Down => others.insert(other),
             };
@@ -282,11 +291,13 @@ impl PathHealth {
         self.cause = Some(cause);
         self.recovering_since = None;
     }
+}
 
+impl Known {
     fn works(&mut self, now: Duration) {
-        if matches!(self.state, PathState::Suspect | PathState::Down) {
-            self.state = PathState::Recovering;
-            self.recovering_since = Some(now);
+        if matches!(self.health.state, PathState::Suspect | PathState::Down) {
+            self.health.state = PathState::Recovering;
+            self.health.recovering_since = Some(now);
             self.failing.clear();
         }
     }

@@ -51,7 +51,7 @@ pub struct Receiver<R = Sound> {
     phase: Phase,
     committed: u64,
     granted: u64,
-    /// Steps of which the sender is known to have the credit, over the active path: where it is less than `granted`, one is under way.
+    /// Steps of which the sender is known to have the credit by one that got over the active path. Those that came it had, too.
     credited: u64,
     paths: Paths<Trust>,
     timers: Timers,
@@ -162,12 +162,12 @@ impl<R: Rules> Receiver<R> {
     /// There is room for `steps` steps since the connection began.
     pub fn grant(&mut self, now: Duration, steps: u64, out: &mut Vec<Action>) {
         if steps > self.granted {
-            let is_first = self.credited == self.granted;
+            let was_owed = self.is_owed();
             self.granted = steps;
             if self.flows() {
                 self.say_credit(out);
                 // One that is under way is not late for what comes after it.
-                if is_first {
+                if !was_owed {
                     self.watch(now);
                 }
             }
@@ -480,7 +480,7 @@ impl<R: Rules> Receiver<R> {
 
     /// Whether something that was posted to the active path should have ended by [`Timer::Watch`].
     fn is_owed(&self) -> bool {
-        self.probing || self.credited < self.granted
+        self.probing || self.credited.max(self.committed) < self.granted
     }
 
     /// Sets the time by which something should have happened on the active path.

@@ -105,7 +105,11 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         let Some(value) = (self.0)(name) else {
             return Ok(default);
         };
-        let number = parse_number(&value).and_then(|number| u64::try_from(number).ok());
+        // What has no name of NCCL's is decimal, whatever it begins with.
+        let number = match name.starts_with("NCCL_") {
+            true => parse_number(&value).and_then(|number| u64::try_from(number).ok()),
+            false => value.trim().parse().ok(),
+        };
         match number {
             Some(number) if (least..=most).contains(&number) => Ok(number),
             _ => Err(SettingsError {
@@ -248,6 +252,8 @@ mod tests {
                 .as_millis(),
             250
         );
+        let padded = with(&[("RINGSIGHT_NET_TIMEOUT_MS", "0250")]).unwrap();
+        assert_eq!(padded.timeout.as_millis(), 250);
         let silent = with(&[("NCCL_IB_RETURN_ASYNC_EVENTS", "0")]).unwrap();
         assert!(!silent.async_events && silent.enabled);
         let long = with(&[("RINGSIGHT_NET_BACKOFF_MAX_MS", "3000000")]).unwrap();

@@ -363,6 +363,14 @@ mod tests {
         assert_eq!(backup(&ports[..2], 0), None);
         assert_eq!(backup(&ports, 0), Some(Backup::OtherPort(2)));
         assert_eq!(backup(&ports, 2), Some(Backup::OtherPort(0)));
+        // A domain has more digits than usual, below a device of another one: two cards.
+        let below = |function: &str| place(&format!("pci0000:00/0000:00:0e.0/pci10000:00/{function}"), None);
+        let mut cards: Vec<Port> = ["10000:01:00.0", "10000:02:00.0", "10000:01:00.1"]
+            .map(|function| port(function, Some(below(function)), 100))
+            .into();
+        assert_eq!(backup(&cards, 0), Some(Backup::OtherPort(2)));
+        cards.truncate(2);
+        assert_eq!(backup(&cards, 0), Some(Backup::Neighbour(1)));
         // Another card's comes before none.
         ports[2] = port(
             "other",

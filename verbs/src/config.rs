@@ -261,7 +261,7 @@ impl Config {
 }
 
 /// NCCL's variables that change nothing here, and why.
-const WITHOUT_EFFECT: [(&str, &str); 11] = [
+const WITHOUT_EFFECT: [(&str, &str); 16] = [
     (
         "NCCL_IB_ADAPTIVE_ROUTING",
         "packets may go any way: what tells of data comes after them in any case",
@@ -279,6 +279,23 @@ const WITHOUT_EFFECT: [(&str, &str); 11] = [
     (
         "NCCL_IB_RESILIENCY_PORT_FAILOVER",
         "RINGSIGHT_NET_FAILOVER says whether a failed port is survived",
+    ),
+    (
+        "NCCL_IB_MERGE_VFS",
+        "functions are not merged: a connection uses one port, and another one stands by",
+    ),
+    ("NCCL_IB_DATA_DIRECT", "a GPU's memory is reached by dma-buf"),
+    (
+        "NCCL_IB_WARN_RAIL_LOCAL",
+        "the log says which port each connection uses",
+    ),
+    (
+        "NCCL_IB_ROUTABLE_FLID_GID_INDEX",
+        "addresses of InfiniBand are of one subnet, or NCCL_IB_GID_INDEX names one",
+    ),
+    (
+        "NCCL_GDR_FLUSH_DISABLE",
+        "what a device wrote to a GPU's memory is always flushed",
     ),
     (
         "NCCL_NET_GDR_C2C",

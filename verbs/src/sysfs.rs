@@ -44,8 +44,7 @@ impl Place {
     /// (`0000:01:00.0/mlx5_core.sf.4`).
     #[must_use]
     pub fn physical(&self) -> &str {
-        let is_address = |part: &&String| part.contains('.') && part.as_bytes().get(4) == Some(&b':');
-        let own = self.path.iter().rev().find(is_address);
+        let own = self.path.iter().rev().find(|part| is_pci_address(part));
         self.virtual_of.as_ref().or(own).map_or("", String::as_str)
     }
 
@@ -81,6 +80,19 @@ impl Place {
             virtual_of,
         })
     }
+}
+
+/// `0000:01:00.0`: domain, bus, device and function. A domain may have more digits than four.
+fn is_pci_address(text: &str) -> bool {
+    let is_hex = |text: &str, least: usize, most: usize| {
+        (least..=most).contains(&text.len()) && text.bytes().all(|digit| digit.is_ascii_hexdigit())
+    };
+    let Some((place, function)) = text.rsplit_once('.') else {
+        return false;
+    };
+    let parts: Vec<&str> = place.split(':').collect();
+    matches!(parts[..], [domain, bus, device] if is_hex(domain, 4, 8) && is_hex(bus, 2, 2) && is_hex(device, 2, 2))
+        && is_hex(function, 1, 1)
 }
 
 /// What an entry of a table of GIDs is for.
@@ -334,6 +346,24 @@ mod tests {
         assert_eq!(only(vec![gid(0, LOCAL, 1), gid(1, LOCAL, 2)]), Some(1));
         assert_eq!(only(vec![gid(0, LOCAL, 1), gid(2, IPV4, 1)]), Some(2));
         assert_eq!(only(vec![]), None);
+    }
+
+    #[test]
+    fn addresses_of_pci_are_told_from_other_parts_of_a_path() {
+        for address in ["0000:01:00.0", "10000:c1:1f.7", "abcdef01:00:00.0"] {
+            assert!(is_pci_address(address), "{address}");
+        }
+        for other in [
+            "pci0000:00",
+            "0000:01",
+            "mlx5_core.sf.4",
+            "0000:01:00.10",
+            "000:01:00.0",
+            "0000:01:00:00.0",
+            "",
+        ] {
+            assert!(!is_pci_address(other), "{other}");
+        }
     }
 
     #[test]

@@ -1,5 +1,5 @@
 //! What is chosen on machines whose `/sys` was recorded (`tests/sysfs/record.sh`), and on some whose `/sys` was written down by hand
-//! after what is published of them (`hyper-v.tree`, `dgx-*.tree`: each says after what).
+//! after what is published of them (`hyper-v.tree`, `functions.tree`, `dgx-*.tree`: each says after what).
 
 use std::{
     fs,
@@ -109,6 +109,24 @@ fn host_bridges_below_one_virtual_bus_are_as_near_as_their_nodes() {
     assert_eq!((far(0, 2), far(3, 1)), (Distance::Sys, Distance::Sys));
     let near: Vec<_> = gpus.iter().map(Some).collect();
     assert_eq!(assign(&found, &near), [[0, 1], [1, 0], [2, 3], [3, 2]]);
+}
+
+/// Whoever stands by for a function has the card's other physical port.
+#[test]
+fn functions_of_a_port_are_told_apart_from_those_of_the_other_port() {
+    let sys = unpack("functions");
+    let found = ports(sys.path());
+    let physical: Vec<_> = found
+        .iter()
+        .map(|port| port.place.as_ref().unwrap().physical())
+        .collect();
+    let [first, second] = ["0000:01:00.0", "0000:01:00.1"];
+    assert_eq!(physical, [first, first, second, second, first]);
+    let backups: Vec<_> = (0..5).map(|port| backup(&found, port)).collect();
+    assert_eq!(
+        backups,
+        [2, 2, 0, 0, 2].map(|other| Some(Backup::OtherPort(other)))
+    );
 }
 
 /// The GPUs of a tree, by address: as drivers number them.

@@ -3,13 +3,25 @@
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 use super::Receiver;
-use crate::{Action, Address, Event, Message, PathSet, Reason, Settings, Status, Work};
+use crate::{Action, Address, Event, Link, Message, PathSet, Reason, Settings, Status, Work};
+
+fn credited(link: Link, steps: u64) -> Event {
+    Event::Completed {
+        link,
+        work: Work::Credit(steps),
+        status: Status::Success,
+    }
+}
 
 struct Bench {
     receiver: Receiver,
     now: Duration,
     /// By path: whether anything gets over it.
     alive: Vec<bool>,
+    /// Credits end only when they are told to.
+    holds_credits: bool,
+    /// The sender does not answer.
+    silent: bool,
     over: Option<Reason>,
 }
 
@@ -20,6 +32,8 @@ impl Bench {
             receiver: receiver.expect("paths that are ready"),
             now: Duration::ZERO,
             alive: vec![true; paths],
+            holds_credits: false,
+            silent: false,
             over: None,
         };
         bench.receiver.set_busy(bench.now, true);
@@ -42,12 +56,10 @@ impl Bench {
                 work: Work::Probe,
                 status: Status::Success,
             },
-            Action::Credit { link, steps } if is_alive(link.path) => Event::Completed {
-                link,
-                work: Work::Credit(steps),
-                status: Status::Success,
-            },
-            Action::Tell { message, .. } => Event::Heard(match message {
+            Action::Credit { link, steps } if is_alive(link.path) && !self.holds_credits => {
+                credited(link, steps)
+            }
+            Action::Tell { message, .. } if !self.silent => Event::Heard(match message {
                 Message::Offer { link, address } if is_alive(link.path) => Message::Accept { link, address },
                 Message::Switch { epoch, link, .. } if is_alive(link.path) => Message::Switched { epoch },
                 Message::Hold { epoch, .. } => Message::Drained { epoch, posted: 0 },
@@ -130,15 +142,18 @@ fn one_path_that_flaps_is_there_whenever_its_port_is_up() {
     }
 }
 
+fn soon() -> Settings {
+    Settings {
+        timeout: Duration::from_millis(300),
+        ..Settings::default()
+    }
+}
+
 /// It does not wait for the next probe, nor for an operation, and what is granted meanwhile changes nothing.
 #[test]
 fn a_credit_that_is_lost_is_found_by_the_time_out() {
     for busy in [true, false] {
-        let settings = Settings {
-            timeout: Duration::from_millis(300),
-            ..Settings::default()
-        };
-        let mut bench = Bench::new(settings, 2);
+        let mut bench = Bench::new(soon(), 2);
         bench.receiver.set_busy(bench.now, busy);
         bench.grant(2);
         bench.pass(200);
@@ -153,6 +168,60 @@ fn a_credit_that_is_lost_is_found_by_the_time_out() {
     }
 }
 
+/// Whether the sender has heard of the switch or not, and whatever ends of the path before.
+#[test]
+fn a_credit_that_is_lost_after_a_switch_is_found_by_the_time_out() {
+    for silent in [true, false] {
+        let mut bench = Bench::new(soon(), 2);
+        let first = bench.receiver.active();
+        bench.grant(2);
+        (bench.holds_credits, bench.silent) = (true, silent);
+        bench.port(0, false);
+        assert_eq!(bench.receiver.active().path, 1);
+        bench.tell(credited(first, 2));
+        let is_live = |bench: &Bench| {
+            bench
+                .receiver
+                .paths()
+                .nth(1)
+                .is_some_and(|view| view.state.is_live())
+        };
+        bench.pass(299);
+        assert!(is_live(&bench), "silent: {silent}");
+        bench.pass(1);
+        assert!(!is_live(&bench), "silent: {silent}");
+    }
+}
+
+/// One is always under way, and none for long.
+#[test]
+fn credits_that_follow_each_other_are_not_late() {
+    let mut bench = Bench::new(soon(), 2);
+    bench.holds_credits = true;
+    bench.grant(1);
+    for steps in 2..20 {
+        bench.pass(200);
+        bench.grant(steps);
+        bench.tell(credited(bench.receiver.active(), steps - 1));
+    }
+    assert!(bench.flows_over(0));
+}
+
+/// It is known to have come without a word of its end, which may be lost with the sender's queue pair.
+#[test]
+fn a_credit_that_was_used_is_not_waited_for() {
+    let mut bench = Bench::new(soon(), 2);
+    bench.holds_credits = true;
+    bench.grant(2);
+    for immediate in 0..2 {
+        let link = bench.receiver.active();
+        bench.tell(Event::Arrived { link, immediate });
+    }
+    bench.receiver.set_busy(bench.now, false);
+    bench.pass(60_000);
+    assert_eq!(bench.receiver.epoch(), 0);
+}
+
 /// Credits that get over owe nothing.
 #[test]
 fn an_idle_end_whose_credits_are_known_waits_for_nothing() {
@@ -161,7 +230,7 @@ fn an_idle_end_whose_credits_are_known_waits_for_nothing() {
     bench.receiver.set_busy(bench.now, false);
     bench.alive = vec![false; 2];
     bench.pass(60_000);
-    assert!(bench.flows_over(0));
+    assert_eq!(bench.receiver.epoch(), 0);
 }
 
 /// Paths that failed often are left alone for long, but not while there is no other one.

@@ -9,13 +9,16 @@ use anyhow::{Context, Result};
 
 use crate::workspace;
 
-/// What decides what comes of a case: the protocol, what carries it out, and the program that runs and judges it.
-const SOURCES: [&str; 5] = [
+/// What decides what comes of a case: the protocol, what carries it out, the program that runs and judges it, and the links and the
+/// stand-in that it runs on.
+const SOURCES: [&str; 7] = [
     "failover/src",
     "verbs/src",
     "verbs/tests/failover",
     "tests/src/fabric.rs",
     "tests/src/notices.rs",
+    "vm/rdma-setup",
+    "vm/fakehca",
 ];
 /// Of these, what no program has that a guest runs.
 const OF_TESTS: [&str; 3] = ["model", "tests.rs", "fuzzing.rs"];
