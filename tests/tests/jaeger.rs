@@ -59,8 +59,16 @@ impl Shown {
 
     /// Trace and span that its links lead to.
     fn links(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.references("FOLLOWS_FROM")
+    }
+
+    fn parent(&self) -> Option<(&str, &str)> {
+        self.references("CHILD_OF").next()
+    }
+
+    fn references<'a>(&'a self, kind: &'a str) -> impl Iterator<Item = (&'a str, &'a str)> {
         array(&self.span["references"])
-            .filter(|reference| reference["refType"] == "FOLLOWS_FROM")
+            .filter(move |reference| reference["refType"] == kind)
             .filter_map(|reference| Some((reference["traceID"].as_str()?, reference["spanID"].as_str()?)))
     }
 }
@@ -239,10 +247,29 @@ fn jaeger_shows_a_hang_as_error_spans_that_lead_to_what_the_stopped_rank_is_in()
     Ok(())
 }
 
+/// What both its ports are of.
+const DEVICE: &str = "mlx5_3";
+
 /// The OTLP JSON lines of a job whose rank 0 had to leave the path to rank 1 and came back to it.
 fn lines_of_a_failover(file: &std::path::Path) -> Result<()> {
     let shape = Job::default();
     let mut samples = shape.samples(0..4, &[1, 2, 3].map(Operation::all_reduce));
+    // After the process that says it.
+    let said = samples
+        .iter()
+        .position(|sample| matches!(sample, Sample::Process(process) if process.pid == FIRST_PID))
+        .context("no process")?
+        + 1;
+    for index in [1, 0] {
+        let port = Sample::Port {
+            pid: FIRST_PID,
+            index,
+            device: DEVICE.to_owned(),
+            number: 1 + index,
+            gid: None,
+        };
+        samples.insert(said, port);
+    }
     let change = |cause, from, to| PathChange {
         cause,
         status: if cause == Some(PathCause::Completion) {
@@ -336,6 +363,17 @@ fn jaeger_shows_a_failover_from_a_file_with_the_operations_that_waited() -> Resu
         anyhow::bail!("{failovers:?}")
     };
     let shown = wait_for(&jaeger, trace, span)?;
+    let (trace, span) = shown.parent().context("no parent")?;
+    let root = wait_for(&jaeger, trace, span)?;
+    ensure!(root.span["operationName"] == "port failover", "{:#}", root.span);
+    for (key, value) in [
+        ("rdma.device.name", Value::from(DEVICE)),
+        ("rdma.port.number", Value::from(1)),
+        ("ccl.failover.connections", Value::from(1)),
+        ("ccl.failover.replayed.size", Value::from(65_536)),
+    ] {
+        ensure!(root.tag(key) == Some(&value), "{key}: {:#}", root.span);
+    }
     for (key, value) in [
         ("ccl.failover.cause", Value::from("completion_error")),
         ("ccl.failover.switches", Value::from(2)),
@@ -365,7 +403,9 @@ fn jaeger_shows_a_failover_from_a_file_with_the_operations_that_waited() -> Resu
     let switched = shown.events("path_switched").next().context("no switch")?;
     ensure!(
         tag(switched, "rdma.wc.status") == Some(&Value::from(12))
-            && tag(switched, "rdma.qp.number") == Some(&Value::from(0x22)),
+            && tag(switched, "rdma.qp.number") == Some(&Value::from(0x22))
+            && tag(switched, "rdma.device.name") == Some(&Value::from(DEVICE))
+            && tag(switched, "rdma.port.number") == Some(&Value::from(2)),
         "{switched:#}"
     );
     let mut delayed = Vec::new();

@@ -169,6 +169,14 @@ pub fn look(spans: &[Span]) -> (Vec<String>, Vec<String>) {
             attribute("ccl.failover.recovery.duration"),
         ));
     }
+    let is_named = |span: &Span| {
+        let has = |key| span.attribute(key).is_some();
+        has("rdma.device.name") && has("rdma.port.number")
+    };
+    miss(
+        "a port's failover does not say which port of which device",
+        !named("port failover").all(is_named),
+    );
     let is_linked = |from: &'static str, to: &'static str| {
         let to = |id: &str| by_id.get(id).is_some_and(|span| span.name() == to);
         named(from).any(|span| span.links().any(to))
@@ -296,7 +304,8 @@ mod tests {
         let mut failover = span("failover", "f", "o", &[("ccl.failover.replayed.size", "64")]);
         failover["events"] = names.iter().map(event).collect();
         failover["links"] = json!([{"spanId": "a"}]);
-        let mut port = span("port failover", "o", "", &[]);
+        let named = [("rdma.device.name", "hca0"), ("rdma.port.number", "1")];
+        let mut port = span("port failover", "o", "", &named);
         port["links"] = json!([{"spanId": "d"}]);
         let mut part = span("all_reduce rank", "a", "", &[]);
         part["links"] = json!([{"spanId": "o"}]);
@@ -360,6 +369,10 @@ mod tests {
         mistold[5]["attributes"][2] = mistold[4]["attributes"][2].clone();
         let device = "a device is that of a channel's primary path and of its backup";
         assert_eq!(problems(mistold), [device]);
+        let mut unknown = trace();
+        unknown[1]["attributes"].as_array_mut().unwrap().pop();
+        let port = "a port's failover does not say which port of which device";
+        assert_eq!(problems(unknown), [port]);
         let mut nameless = trace();
         nameless[0]["events"][1]["attributes"] = json!([]);
         assert_eq!(

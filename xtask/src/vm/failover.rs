@@ -128,9 +128,11 @@ pub(super) fn run_cases(options: &Options, each: &mut dyn FnMut(&str)) -> Result
         (.., true) => cases::all(),
         (.., false) => cases::some(options.cases, seed),
     };
-    if !options.full && !options.measure {
-        each(&format!("seed {seed}, {} cases", cases.len()));
-    }
+    let drawn = match options.full || options.measure {
+        true => String::new(),
+        false => format!("seed {seed}, "),
+    };
+    each(&format!("{drawn}{} cases", cases.len()));
     let results = run_all(options, cases, each)?;
     let (report, ok) = match options.measure {
         true => measure::report(&results, &options.part),
