@@ -11,10 +11,11 @@ use std::{
     io::Write as _,
     path::PathBuf,
     process::ExitCode,
+    thread,
     time::{Duration, SystemTime},
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use serde_json::{Value, json};
 
@@ -76,6 +77,9 @@ pub struct Options {
     /// processors that have other things to do: each must end, rightly or with an error.
     #[arg(long, value_name = "N", conflicts_with = "full")]
     stress: Option<usize>,
+    /// Guests at a time. What is measured wants one that has the machine for itself.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..), conflicts_with = "measure")]
+    jobs: u8,
     /// Fail if a case does.
     #[arg(long)]
     check: bool,
@@ -95,6 +99,7 @@ impl Options {
             part: Vec::new(),
             runs: 0,
             stress: None,
+            jobs: 1,
             check: true,
         }
     }
@@ -233,17 +238,21 @@ fn run_all(
     let mut waiting: VecDeque<Waiting> = cases.into_iter().map(Waiting::new).collect();
     let mut barren = 0;
     while !waiting.is_empty() {
-        let batch: Vec<Waiting> = waiting.drain(..waiting.len().min(BATCH)).collect();
+        let batch: Vec<Waiting> = waiting
+            .drain(..waiting.len().min(BATCH * usize::from(options.jobs)))
+            .collect();
         let lines: Vec<String> = batch.iter().map(Waiting::line).collect();
-        let first = options.measure.then(measure::warm_up);
-        let all: Vec<String> = first.into_iter().chain(lines.iter().cloned()).collect();
-        let said = boot(options, &program, &all)?;
-        let has_begun = lines.iter().any(|line| said.begun.contains(line));
-        barren = if has_begun { 0 } else { barren + 1 };
-        if barren == BARREN {
-            bail!("{BARREN} guests ended before their first case: {}", said.end);
+        let mut said = Vec::new();
+        for guest in boot_all(options, &program, &lines) {
+            let (guest, has_begun) = guest?;
+            barren = if has_begun { 0 } else { barren + 1 };
+            if barren == BARREN {
+                bail!("{BARREN} guests ended before their first case: {}", guest.end);
+            }
+            said.push(guest);
         }
-        for (line, mut case) in lines.iter().zip(batch) {
+        for (at, (line, mut case)) in lines.iter().zip(batch).enumerate() {
+            let said = &said[at / BATCH];
             // What a guest did not come to is no try.
             let outcome = said.outcomes.get(line);
             let tried = said.begun.contains(line);
@@ -328,6 +337,28 @@ impl Said {
         }
         said
     }
+}
+
+/// Runs cases in as many guests as it takes, at the same time; what each said, and whether it began one of its own.
+fn boot_all(options: &Options, program: &std::path::Path, lines: &[String]) -> Vec<Result<(Said, bool)>> {
+    let run = |lines: &[String]| {
+        let first = options.measure.then(measure::warm_up);
+        let all: Vec<String> = first.into_iter().chain(lines.iter().cloned()).collect();
+        let said = boot(options, program, &all)?;
+        let has_begun = lines.iter().any(|line| said.begun.contains(line));
+        Ok((said, has_begun))
+    };
+    thread::scope(|scope| {
+        let guests: Vec<_> = lines
+            .chunks(BATCH)
+            .map(|lines| scope.spawn(move || run(lines)))
+            .collect();
+        let ended = guests.into_iter().map(|guest| match guest.join() {
+            Ok(result) => result,
+            Err(_) => Err(anyhow!("what runs a guest panicked")),
+        });
+        ended.collect()
+    })
 }
 
 /// Runs cases in one guest; what it said of each.
