@@ -17,7 +17,7 @@ use crate::{
         instance::GivenUp,
         proxy::{STEP_STATES, Way, path_name},
     },
-    spans::SpanCounts,
+    spans::{SpanCounts, port_attributes},
 };
 
 /// What one function did on one rank.
@@ -246,10 +246,7 @@ impl Metrics {
                 if let Some(port) = port {
                     attributes.push(("ccl.network.port", Value::Int(i64::from(*port))));
                     attributes.push(("ccl.network.path", Value::Static(path_name(*backup))));
-                    let device = communicators.network_device(rank.pid, Some(*port), 0);
-                    attributes.extend(device.map(|name| ("rdma.device.name", Value::Text(Arc::clone(name)))));
-                    let said = communicators.said_port(rank.pid, Some(*port));
-                    attributes.extend(said.map(|said| ("rdma.port.number", Value::Int(said.number.into()))));
+                    attributes.extend(port_attributes(communicators, rank.pid, Some(*port), 0));
                 }
                 made.push(
                     &rank.resource,

@@ -337,6 +337,20 @@ pub(crate) fn link(trace_id: TraceId, span_id: SpanId, kind: &'static str) -> Sp
     }
 }
 
+/// Device and number of the port that a process's queue pair goes over, as far as they are known.
+pub(crate) fn port_attributes(
+    communicators: &Communicators,
+    pid: u32,
+    port: Option<u8>,
+    queue_pair: u32,
+) -> impl Iterator<Item = Attribute> {
+    let device = communicators.network_device(pid, port, queue_pair);
+    let said = communicators.said_port(pid, port);
+    let device = device.map(|name| ("rdma.device.name", Value::Text(Arc::clone(name))));
+    let number = said.map(|said| ("rdma.port.number", Value::Int(said.number.into())));
+    device.into_iter().chain(number)
+}
+
 /// A number that OTLP can carry; what does not fit is at its limit.
 fn int(value: u64) -> Value {
     Value::Int(i64::try_from(value).unwrap_or(i64::MAX))

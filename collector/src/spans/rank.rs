@@ -6,7 +6,8 @@ use ringsight_exporters::model::{Attribute, Resource, Span, SpanEvent, SpanId, S
 use ringsight_records::{Function, Numbering};
 
 use super::{
-    Range, SpanCounts, bytes_of, group_key, int, link, names, resource_of, seconds, send_of, verdict,
+    Range, SpanCounts, bytes_of, group_key, int, link, names, port_attributes, resource_of, seconds, send_of,
+    verdict,
 };
 use crate::{
     clock::Clock,
@@ -240,11 +241,12 @@ impl Part<'_> {
                 let said = self.communicators.said_port(self.part.pid, carrier.port);
                 let gid = said.and_then(|said| said.gid.as_ref());
                 attributes.extend(gid.map(|gid| ("rdma.port.gid", Value::Text(Arc::clone(gid)))));
-                attributes.extend(said.map(|said| ("rdma.port.number", Value::Int(said.number.into()))));
-                let device = self
-                    .communicators
-                    .network_device(self.part.pid, carrier.port, carrier.number);
-                attributes.extend(device.map(|name| ("rdma.device.name", Value::Text(Arc::clone(name)))));
+                attributes.extend(port_attributes(
+                    self.communicators,
+                    self.part.pid,
+                    carrier.port,
+                    carrier.number,
+                ));
             }
             None => attributes.push(("ccl.network.descriptor", Value::Int(i64::from(carrier.number)))),
         }

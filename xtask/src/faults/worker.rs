@@ -75,13 +75,14 @@ impl Stages {
         }
     }
 
-    /// Waits until all ranks of the process have made and uploaded their graphs: either waits for the kernels of ranks that share the
+    /// Waits until all ranks of the process have made and uploaded their graphs, this one's with the streams of `on`: either waits for the kernels of ranks that share the
     /// GPU, and these would wait for this one's replay.
     ///
     /// # Errors
     /// The device's.
-    pub(super) fn have_graphs(&self, communicator: &Communicator<'_>) -> Result<()> {
-        communicator.synchronise()?;
+    pub(super) fn have_graphs(&self, on: &[&Communicator<'_>]) -> Result<()> {
+        on.iter()
+            .try_for_each(|communicator| communicator.synchronise())?;
         self.ready.wait();
         Ok(())
     }
@@ -288,7 +289,7 @@ impl Member<'_> {
             None => self.new_call(&communicator, round.operation, round.elements),
         }?;
         let launched = Launched::prepare(round.mode, &communicator, || call.call(&communicator))?;
-        self.stages.have_graphs(&communicator)?;
+        self.stages.have_graphs(&[&communicator])?;
         let launch = |call: &Call| launched.launch(&communicator, || call.call(&communicator));
         for number in 0..round.before {
             self.before(number, || launch(&call))?;
@@ -438,8 +439,7 @@ impl Member<'_> {
                 communicator.capture(|| calls[0].call(&communicator))?,
                 beside.capture(|| calls[1].call(beside))?,
             ];
-            beside.synchronise()?;
-            self.stages.have_graphs(&communicator)?;
+            self.stages.have_graphs(&on)?;
             for _ in 0..round.before {
                 for (on, graph) in on.iter().zip(&graphs) {
                     on.replay(graph)?;

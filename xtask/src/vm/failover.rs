@@ -243,8 +243,12 @@ fn run_all(
             .collect();
         let lines: Vec<String> = batch.iter().map(Waiting::line).collect();
         let mut said = Vec::new();
-        for guest in boot_all(options, &program, &lines) {
-            let (guest, has_begun) = guest?;
+        for (guest, lines) in boot_all(options, &program, &lines)
+            .into_iter()
+            .zip(lines.chunks(BATCH))
+        {
+            let guest = guest?;
+            let has_begun = lines.iter().any(|line| guest.begun.contains(line));
             barren = if has_begun { 0 } else { barren + 1 };
             if barren == BARREN {
                 bail!("{BARREN} guests ended before their first case: {}", guest.end);
@@ -339,14 +343,12 @@ impl Said {
     }
 }
 
-/// Runs cases in as many guests as it takes, at the same time; what each said, and whether it began one of its own.
-fn boot_all(options: &Options, program: &std::path::Path, lines: &[String]) -> Vec<Result<(Said, bool)>> {
+/// Runs cases, [`BATCH`] in a guest, in all guests at the same time; what each said.
+fn boot_all(options: &Options, program: &std::path::Path, lines: &[String]) -> Vec<Result<Said>> {
     let run = |lines: &[String]| {
         let first = options.measure.then(measure::warm_up);
         let all: Vec<String> = first.into_iter().chain(lines.iter().cloned()).collect();
-        let said = boot(options, program, &all)?;
-        let has_begun = lines.iter().any(|line| said.begun.contains(line));
-        Ok((said, has_begun))
+        boot(options, program, &all)
     };
     thread::scope(|scope| {
         let guests: Vec<_> = lines

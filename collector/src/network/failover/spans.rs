@@ -1,7 +1,5 @@
 //! Failovers as spans and log records.
 
-use std::sync::Arc;
-
 use ringsight_exporters::model::{Attribute, LogRecord, Severity, Span, SpanEvent, SpanLink, Value};
 use ringsight_records::{PathCause, State};
 
@@ -10,7 +8,7 @@ use crate::{
     correlate::communicators::Communicators,
     identity::{Direction, InstanceKey, Role, SpanKey, TraceKind},
     network::Output,
-    spans::link,
+    spans::{link, port_attributes},
 };
 
 pub(super) fn moment_name(state: State) -> &'static str {
@@ -80,10 +78,7 @@ pub(super) fn moment_attributes(
     }
     if change.number != 0 {
         attributes.push(("rdma.qp.number", Value::Int(i64::from(change.number))));
-        let device = communicators.network_device(pid, change.port, change.number);
-        attributes.extend(device.map(|name| ("rdma.device.name", Value::Text(Arc::clone(name)))));
-        let said = communicators.said_port(pid, change.port);
-        attributes.extend(said.map(|said| ("rdma.port.number", Value::Int(said.number.into()))));
+        attributes.extend(port_attributes(communicators, pid, change.port, change.number));
     }
     attributes.extend(
         change

@@ -215,11 +215,12 @@ impl Member<'_> {
         }
         world.beside(|beside| {
             let mut lanes = Lanes::new(self.rank, &world, beside, &parts)?;
-            beside.synchronise()?;
-            for (_, part) in &parts {
-                part.synchronise()?;
-            }
-            self.stages.have_graphs(&world)?;
+            let all: Vec<_> = parts
+                .iter()
+                .map(|(_, part)| part)
+                .chain([&world, beside])
+                .collect();
+            self.stages.have_graphs(&all)?;
             self.steps(&world, &mut lanes)?;
             lanes.forget()
         })?;

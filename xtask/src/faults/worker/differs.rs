@@ -47,7 +47,7 @@ impl Member<'_> {
             _ => self.crosses(&communicator, &first, &message),
         };
         let launched = Launched::prepare(round.mode, &communicator, calls)?;
-        self.stages.have_graphs(&communicator)?;
+        self.stages.have_graphs(&[&communicator])?;
         self.begin()?;
         self.note(What::Called)?;
         let outcome = launched.launch(&communicator, calls);
