@@ -402,12 +402,20 @@ fn ranks_that_differ_are_told() {
 /// By count and not by time, so that no busy machine can make it fail.
 #[test]
 fn an_eager_call_takes_no_more_than_it_took() {
-    let Some(said) = start(
-        "calls",
-        "an_eager_call_takes_no_more_than_it_took",
-        &[],
-        &[("RINGSIGHT_MOCK_KERNELS", "skip")],
-    ) else {
+    takes_no_more("an_eager_call_takes_no_more_than_it_took", &[], true);
+}
+
+#[test]
+fn without_graphs_an_eager_call_takes_no_more_than_it_took() {
+    let test = "without_graphs_an_eager_call_takes_no_more_than_it_took";
+    takes_no_more(test, &[("RINGSIGHT_GRAPH_LAUNCH", "0")], false);
+    // There is no memory for them.
+    takes_no_more(test, &[("RINGSIGHT_MOCK_NO_KERNEL_NODES", "1")], false);
+}
+
+fn takes_no_more(test: &str, settings: &[(&str, &str)], by_graphs: bool) {
+    let settings = [&[("RINGSIGHT_MOCK_KERNELS", "skip")], settings].concat();
+    let Some(said) = start("calls", test, &[], &settings) else {
         return;
     };
     // A call, on average over 200 or, of the driver's calls, 40 thousand: what is had once for several counts for its part.
@@ -422,7 +430,9 @@ fn an_eager_call_takes_no_more_than_it_took() {
     }
     let is = |what: &str, wanted: f64| assert!((taken(what) - wanted).abs() <= 0.01, "{what}: {said}");
     is("launches", 1.0);
-    is("overlapping", 1.0);
+    // One launched by a graph does not come before the one before it has ended.
+    is("graphs", f64::from(by_graphs));
+    is("overlapping", f64::from(!by_graphs));
     // Where streams change, an operation waits for the one before.
     is("changing", 1.0);
     is("twice", 0.5);

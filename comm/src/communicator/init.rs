@@ -288,6 +288,7 @@ impl Making<'_> {
             .transpose()
             .inspect_err(|_| membership.leave(&connector))?;
         let posting = Posting::new(id, (&family.proxy, &family.proxied), &abort, journal);
+        let launcher = (crate::device::device()?.launcher()).inspect_err(|_| membership.leave(&connector))?;
         let notes: Arc<Notes> = Arc::default();
         let communicator = Communicator {
             id,
@@ -318,6 +319,7 @@ impl Making<'_> {
                 sequences: Sequences::default(),
                 plans: Plans::new(notes),
                 order: Order::default(),
+                launcher,
             }),
             bootstrap: bootstrap.clone(),
             children: Mutex::default(),

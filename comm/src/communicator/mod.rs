@@ -25,7 +25,7 @@ use ringsight_records::{Flags, Kind, Record, State};
 use crate::{
     bootstrap::Bootstrap,
     checks::Checks,
-    device::{Capture, Device, device},
+    device::{Capture, Device, Launcher, device},
     error::{Error, Result},
     launch::{
         Order,
@@ -129,6 +129,7 @@ pub(crate) struct Planner {
     pub(crate) sequences: Sequences,
     pub(crate) plans: Plans,
     pub(crate) order: Order,
+    pub(crate) launcher: Launcher,
 }
 
 /// Locks, whoever panicked while holding it: a panic is reported as an internal error at the call that it broke, and

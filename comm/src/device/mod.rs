@@ -89,6 +89,9 @@ pub type HostFunction = Arc<dyn Fn(u32) + Send + Sync>;
 /// Keeps memory reachable for the device; `None` where all memory is.
 pub type Reachable = Option<Box<dyn Send + Sync>>;
 
+/// What a device launches the kernels of one communicator with, if it has that: see [`Device::launcher`].
+pub type Launcher = Option<Box<dyn Any + Send>>;
+
 /// What was current on a thread; see [`Device::mark`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mark(usize);
@@ -450,11 +453,21 @@ pub trait Device: Send + Sync + 'static {
     fn launch_host(&self, stream: Stream, function: HostFunction) -> Result<()>;
     /// Runs a kernel (all channels of a plan) in stream order; kept alive until it has finished, in a capture until
     /// the graph and its instances are gone.
-    fn launch_kernel(&self, stream: Stream, launch: Arc<Launch>) -> Result<()>;
+    fn launch_kernel(&self, stream: Stream, launch: Arc<Launch>, launcher: &mut Launcher) -> Result<()>;
     /// The same for a caller who has checked the works, and has just asked: the stream is in no capture, and device number
     /// `device` is current.
-    fn launch_kernel_at_once(&self, _device: i32, stream: Stream, launch: Arc<Launch>) -> Result<()> {
-        self.launch_kernel(stream, launch)
+    fn launch_kernel_at_once(
+        &self,
+        _device: i32,
+        stream: Stream,
+        launch: Arc<Launch>,
+        launcher: &mut Launcher,
+    ) -> Result<()> {
+        self.launch_kernel(stream, launch, launcher)
+    }
+    /// What kernels of a new communicator on the current device are launched with.
+    fn launcher(&self) -> Result<Launcher> {
+        Ok(None)
     }
 
     /// The capture that the stream is in, if any.

@@ -118,8 +118,10 @@ impl Launching<'_> {
         self.comm.checks.note(graph, &plan.calls);
         let launch = flight.launch.clone();
         let result = match self.capture {
-            None if self.at_once => device.launch_kernel_at_once(self.comm.device, stream, launch),
-            _ => device.launch_kernel(stream, launch),
+            None if self.at_once => {
+                device.launch_kernel_at_once(self.comm.device, stream, launch, &mut planner.launcher)
+            }
+            _ => device.launch_kernel(stream, launch, &mut planner.launcher),
         };
         let end = observe::now_ns();
         if let Err(error) = result {

@@ -12,6 +12,8 @@
 // Memory is exported as dma-bufs of the kind in dma_buf.h, unless RINGSIGHT_MOCK_DMA_BUF=0; RINGSIGHT_MOCK_GDR_ORDERING and
 // RINGSIGHT_MOCK_GDR_FLUSH are the device's attributes of writes of other devices (0: such have to be flushed; 1: the host can).
 //
+// With RINGSIGHT_MOCK_NO_KERNEL_NODES there is no memory for graphs that are made of kernels.
+//
 // With RINGSIGHT_MOCK_MEMORY_MB no device has more for one allocation; with RINGSIGHT_MOCK_NO_PEERS none reaches another's memory, nor a process
 // that of another one.
 //
@@ -26,7 +28,7 @@
 extern "C" {
 
 // Calls of this thread: launches of kernels, records of events, waits for events, questions for captures, for or of what is
-// current, for ids of streams; and launches of kernels that may overlap with the one before.
+// current, for ids of streams; and, of the launches of kernels, those that may overlap with the one before, and those by graphs of one kernel.
 const u64* ringsight_mock_calls() { return calls; }
 
 // How often somebody waited for kernels to give memory back; allocations of GPUs, those of other processes that are open, and

@@ -351,6 +351,24 @@ mod tests {
         );
     }
 
+    #[test]
+    fn what_is_short_or_waits_anyhow_gains_by_a_graph() {
+        let gains = |function, count, straight| {
+            launched(Work {
+                straight,
+                ..work(function, count, 0, 2, 0)
+            })
+            .0
+            .gains_by_graph()
+        };
+        assert!(gains(Function::AllGather, 8 << 10, Straight::No));
+        assert!(!gains(Function::AllGather, (8 << 10) + 1, Straight::No));
+        assert!(gains(Function::AllGather, 8 << 20, Straight::Closed));
+        // Each rank reduces half of it.
+        assert!(gains(Function::AllReduce, 16 << 10, Straight::No));
+        assert!(!gains(Function::AllReduce, 32 << 10, Straight::No));
+    }
+
     fn launched(work: Work) -> (PeerLaunch, Exchange) {
         work.check().unwrap();
         let launch = Launch {

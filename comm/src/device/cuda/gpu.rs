@@ -1,6 +1,7 @@
 //! One GPU: its kernel, the ring of its events, and what its launches share with the host.
 
 use std::{
+    any::Any,
     collections::HashMap,
     ffi::c_int,
     ops::Deref,
@@ -15,7 +16,7 @@ use ringsight_kernels::{
     Launch, WorkError,
     cuda::{
         self, APPEND_KERNEL, CHANNEL_KERNELS, CLOCK_KERNEL, COUNT_KERNEL, Head, LaunchControl, LaunchState,
-        PeerLaunch, Program, ring::Entry,
+        PeerLaunch, Program, layout::OneShot, ring::Entry,
     },
 };
 
@@ -26,12 +27,14 @@ use super::{
     driver::{Kernel, OutsideCapture, Pinned, attribute, call, may_overlap, new_stream},
     engines,
     health::Health,
+    kernel_graphs::KernelGraphs,
     memory::lacking,
     release,
 };
 use crate::{
     communicator::lock,
-    device::{DeviceError, Result},
+    device::{DeviceError, Launcher, Result},
+    log,
 };
 
 /// Events that the host may be late by: those of 16 thousand operations of one channel.
@@ -53,6 +56,8 @@ pub(super) struct Gpu {
     pub(super) peer_kernels: Vec<CUfunction>,
     /// As [`driver::may_overlap`](super::driver::may_overlap).
     may_overlap: bool,
+    /// Eager kernels are launched by graphs.
+    by_graphs: bool,
     /// The ring's ticket, in device memory.
     ticket: CUdeviceptr,
     entries: Arc<Memory<Entry>>,
@@ -162,6 +167,14 @@ pub(super) struct Exchange {
     /// Launches that may run or wait to: eager ones that are not over, and replays that have begun.
     pub(super) running: usize,
     next: u32,
+}
+
+/// How a launch comes into its stream.
+pub(super) enum How<'a> {
+    /// In no capture, with what its communicator has for that.
+    Eager(Option<&'a mut KernelGraphs>),
+    /// As a node of a capture.
+    Captured,
 }
 
 /// A device number's GPU, opened at its first use.
@@ -282,6 +295,7 @@ impl Gpu {
             channels,
             peer_kernels,
             may_overlap: may_overlap(major)?,
+            by_graphs: crate::env::switch("RINGSIGHT_GRAPH_LAUNCH", true),
             ticket,
             entries,
             blocks,
@@ -339,15 +353,32 @@ impl Gpu {
         lock(&self.pinned).entry(pinned.bytes()).or_default().push(pinned);
     }
 
+    /// What a new communicator's kernels are launched with.
+    pub(super) fn launcher(&self) -> Result<Launcher> {
+        if !self.by_graphs {
+            return Ok(None);
+        }
+        // Any will do.
+        let kernel = Kernel::single(self.peer_kernels[0]);
+        let mut arguments = [0_u64; size_of::<OneShot>() / size_of::<u64>()];
+        // SAFETY: the kernel's argument, which it is never launched with.
+        let made = unsafe { KernelGraphs::new(&kernel, &mut [arguments.as_mut_ptr().cast()], self.stream) };
+        // Nobody needs it.
+        made.map_or_else(
+            |error| {
+                tracing::warn!(target: log::INIT, "GPU {}: kernels are launched without graphs, which takes the host longer: {error}", self.device);
+                Ok(None)
+            },
+            |made| Ok(Some(Box::new(made) as Box<dyn Any + Send>)),
+        )
+    }
+
     /// Puts a launch into the stream; returns its number.
-    pub(super) fn launch(
-        self: &Arc<Self>,
-        stream: CUstream,
-        launch: Arc<Launch>,
-        captured: bool,
-    ) -> Result<u32> {
+    pub(super) fn launch(self: &Arc<Self>, stream: CUstream, launch: Arc<Launch>, how: How) -> Result<u32> {
+        let captured = matches!(how, How::Captured);
         let invalid = |error: WorkError| DeviceError::InvalidUsage(error.to_string());
         if let Some(mut peers) = PeerLaunch::new(&launch).map_err(invalid)? {
+            let gains = peers.gains_by_graph();
             let engines = peers.copies.map(|_| engines::of(&launch)).transpose()?;
             let head = self.enter(launch, captured, None)?;
             *peers.arguments.head_mut() = head;
@@ -360,8 +391,14 @@ impl Gpu {
             };
             // SAFETY: the kernel's argument, which is copied by the call; what it refers to lives until the launch is over: who drains its
             // events holds it.
-            unsafe { kernel.launch(stream, &mut [peers.arguments.as_mut_ptr()]) }
-                .inspect_err(|_| self.launches.forget(head.launch))?;
+            unsafe {
+                let arguments = &mut [peers.arguments.as_mut_ptr()];
+                match how {
+                    How::Eager(Some(graphs)) if gains => graphs.launch(&kernel, stream, arguments),
+                    _ => kernel.launch(stream, arguments),
+                }
+            }
+            .inspect_err(|_| self.launches.forget(head.launch))?;
             if let Some((copies, engines)) = peers.copies.take().zip(engines) {
                 self.copy_between(stream, &mut peers, &copies, &engines, captured)?;
             }

@@ -15,6 +15,7 @@ mod driver;
 mod engines;
 mod gpu;
 mod health;
+mod kernel_graphs;
 mod memory;
 mod nvlink;
 mod pieces;
@@ -42,11 +43,11 @@ use ringsight_records::{Algorithm, Function, Protocol};
 use self::{
     captures::Captures,
     driver::{Registered, call, check, stream as handle},
-    gpu::{Gpu, Slotted},
+    gpu::{Gpu, How, Slotted},
 };
 use super::{
     Allocation, Capture, Counter, Device, DeviceError, Direct, Event, Graph, GraphExec, HostFunction,
-    Journal, Mark, Piece, Progress, Reachable, Reached, Result, Share, Stream, Way,
+    Journal, Launcher, Mark, Piece, Progress, Reachable, Reached, Result, Share, Stream, Way,
 };
 use crate::communicator::lock;
 
@@ -517,7 +518,11 @@ impl Device for CudaDevice {
         }
     }
 
-    fn launch_kernel(&self, stream: Stream, launch: Arc<Launch>) -> Result<()> {
+    fn launcher(&self) -> Result<Launcher> {
+        self.entered()?.launcher()
+    }
+
+    fn launch_kernel(&self, stream: Stream, launch: Arc<Launch>, launcher: &mut Launcher) -> Result<()> {
         for work in launch.channels.iter().flat_map(|channel| &channel.work) {
             work.check()
                 .map_err(|error| DeviceError::InvalidUsage(error.to_string()))?;
@@ -531,7 +536,11 @@ impl Device for CudaDevice {
         }
         let gpu = self.gpu(self.current()?)?;
         let capturing = captures::capturing(stream)?;
-        let number = gpu.launch(handle(stream), launch, capturing.is_some())?;
+        let way = match capturing {
+            None => How::Eager(kernel_graphs::of(launcher)),
+            Some(_) => How::Captured,
+        };
+        let number = gpu.launch(handle(stream), launch, way)?;
         if let Some((_, graph)) = capturing {
             let launches = gpu.launches.clone();
             release::when_gone(graph, Box::new(move || launches.forget(number)))?;
@@ -539,11 +548,18 @@ impl Device for CudaDevice {
         Ok(())
     }
 
-    fn launch_kernel_at_once(&self, device: i32, stream: Stream, launch: Arc<Launch>) -> Result<()> {
+    fn launch_kernel_at_once(
+        &self,
+        device: i32,
+        stream: Stream,
+        launch: Arc<Launch>,
+        launcher: &mut Launcher,
+    ) -> Result<()> {
         if launch.channels.is_empty() {
-            return self.launch_kernel(stream, launch);
+            return self.launch_kernel(stream, launch, launcher);
         }
-        self.gpu(device)?.launch(handle(stream), launch, false).map(drop)
+        let way = How::Eager(kernel_graphs::of(launcher));
+        self.gpu(device)?.launch(handle(stream), launch, way).map(drop)
     }
 
     fn capture_of(&self, stream: Stream) -> Result<Option<Capture>> {

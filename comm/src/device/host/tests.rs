@@ -265,11 +265,13 @@ fn kernels_run_and_are_checked_first() {
     d.launch_kernel(
         t,
         message(Function::Recv, &wire, (&raw mut to) as usize, told.clone()),
+        &mut None,
     )
     .unwrap();
     d.launch_kernel(
         s,
         message(Function::Send, &wire, (&raw const from) as usize, told.clone()),
+        &mut None,
     )
     .unwrap();
     d.stream_synchronize(t).unwrap();
@@ -278,5 +280,5 @@ fn kernels_run_and_are_checked_first() {
     assert_eq!(unsafe { (&raw const to).read_volatile() }, 42);
     assert_eq!(told.0.load(Ordering::Relaxed), 1);
     let bad = message(Function::AllGather, &wire, 0, told);
-    assert!(is_usage(d.launch_kernel(s, bad)).contains("needs a ring"));
+    assert!(is_usage(d.launch_kernel(s, bad, &mut None)).contains("needs a ring"));
 }

@@ -82,10 +82,52 @@ int cuGraphRetainUserObject(Graph* graph, UserObject* object, unsigned, unsigned
   return SUCCESS;
 }
 int cuGraphInstantiateWithFlags(std::shared_ptr<Exec>** exec, Graph* graph, u64) {
-  *exec = new std::shared_ptr<Exec>(std::make_shared<Exec>(Exec{graph->nodes, graph->objects}));
+  auto made = std::make_shared<Exec>();
+  made->nodes = graph->nodes, made->objects = graph->objects, made->kernel = graph->kernel;
+  *exec = new std::shared_ptr<Exec>(std::move(made));
   return SUCCESS;
 }
+int cuGraphCreate(Graph** graph, unsigned) { return *graph = new Graph, SUCCESS; }
+// What a node is told; its arguments are copied.
+int set_kernel(std::optional<KernelNode>& node, const KernelNodeParams* params) {
+  void* function = params->function;
+  if (current == nullptr) return INVALID_CONTEXT;
+  if (params->extra != nullptr || (!is_channels(function) && !is_peer_kernel(function))) return INVALID_VALUE;
+  const size_t bytes = is_channels(function) ? sizeof(Arguments) : ringsight_peer_kernels[static_cast<char*>(function) - peer_kernels].argument_bytes;
+  if (!node) node.emplace();
+  node->function = function;
+  node->blocks = params->blocks[0], node->threads = params->threads[0], node->shared_bytes = params->shared_bytes;
+  const auto* arguments = static_cast<const char*>(params->parameters[0]);
+  node->arguments.assign(arguments, arguments + bytes);
+  return SUCCESS;
+}
+// Only that of a graph with no other node.
+int cuGraphAddKernelNode_v2(void** node, Graph* graph, void**, size_t dependencies, const KernelNodeParams* params) {
+  if (std::getenv("RINGSIGHT_MOCK_NO_KERNEL_NODES") != nullptr) return OUT_OF_MEMORY;
+  if (dependencies != 0 || !graph->nodes.empty() || graph->kernel) return INVALID_VALUE;
+  *node = graph;
+  return set_kernel(graph->kernel, params);
+}
+int cuGraphExecKernelNodeSetParams_v2(std::shared_ptr<Exec>* exec, void*, const KernelNodeParams* params) {
+  return (*exec)->kernel ? set_kernel((*exec)->kernel, params) : INVALID_VALUE;
+}
+int cuGraphUpload(std::shared_ptr<Exec>*, void*) { return current == nullptr ? INVALID_CONTEXT : SUCCESS; }
+int launch_kernel_node(Exec& exec, void* stream) {
+  if (of(stream)->capture) return CAPTURE_UNSUPPORTED;
+  calls[BY_GRAPH]++;
+  const KernelNode& kernel = *exec.kernel;
+  void* parameters[] = {const_cast<char*>(kernel.arguments.data())};
+  const auto launch = [&] {
+    return cuLaunchKernel(kernel.function, kernel.blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, stream, parameters, nullptr);
+  };
+  if (skips) return launch();
+  if (auto before = exec.launched.last()) add(stream, [before] { before->wait(); });
+  const int result = launch();
+  auto moment = exec.launched.next();
+  return add(stream, [moment] { moment->reach(); }), result;
+}
 int cuGraphLaunch(std::shared_ptr<Exec>* exec, void* stream) {
+  if ((*exec)->kernel) return launch_kernel_node(**exec, stream);
   // What is waited for outside is decided now.
   auto works = std::make_shared<std::vector<Task>>();
   for (auto& node : (*exec)->nodes) {

@@ -17,6 +17,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <thread>
@@ -93,8 +94,15 @@ struct Node {
   Task work;
   std::shared_ptr<Recorded> waited, recorded;
 };
+// A kernel that a node launches as it was last told to: the only node of its graph.
+struct KernelNode {
+  void* function = nullptr;
+  unsigned blocks = 0, threads = 0, shared_bytes = 0;
+  std::vector<char> arguments;
+};
 struct Graph {
   std::vector<Node> nodes;
+  std::optional<KernelNode> kernel;
   // Adds one; its handle.
   void* add(Task work, std::shared_ptr<Recorded> waited, std::shared_ptr<Recorded> recorded) {
     static std::atomic<u64> last{0};
@@ -109,6 +117,9 @@ struct Graph {
 struct Exec {
   std::vector<Node> nodes;
   std::shared_ptr<Objects> objects;
+  std::optional<KernelNode> kernel;
+  // Launches run one after another, whatever their streams are.
+  Recorded launched;
 };
 
 // Nodes run in the order of their capture: one that every order of forks and joins allows.
@@ -203,6 +214,7 @@ int devices() { return number("RINGSIGHT_MOCK_GPUS", 2); }
 char channels[2], peer_kernels[sizeof ringsight_peer_kernels / sizeof ringsight_peer_kernels[0]];
 char clock_kernel, count_kernel, append_kernel;
 bool is_channels(void* function) { return function == &channels[0] || function == &channels[1]; }
+bool is_peer_kernel(void* function) { return function >= peer_kernels && function < peer_kernels + sizeof peer_kernels; }
 Context contexts[16] = {{0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9}, {10}, {11}, {12}, {13}, {14}, {15}};
 thread_local Context* current = nullptr;
 std::mutex memory_mutex;
@@ -241,7 +253,7 @@ const bool skips = [] {
   return text != nullptr && std::strcmp(text, "skip") == 0;
 }();
 // Calls of this thread that each operation may make: see ringsight_mock_calls.
-enum Counted { LAUNCH, RECORD, WAIT, CAPTURE, CURRENT, STREAM_ID, OVERLAP, COUNTED };
+enum Counted { LAUNCH, RECORD, WAIT, CAPTURE, CURRENT, STREAM_ID, OVERLAP, BY_GRAPH, COUNTED };
 
 // CUlaunchConfig and CUlaunchAttribute.
 struct LaunchAttribute { int id, pad; int value[16]; };
@@ -251,6 +263,14 @@ struct LaunchConfig {
   const LaunchAttribute* attributes;
   unsigned attributes_count;
 };
+// CUDA_KERNEL_NODE_PARAMS_v2.
+struct KernelNodeParams {
+  void* function;
+  unsigned blocks[3], threads[3], shared_bytes;
+  void** parameters;
+  void *extra, *kernel, *context;
+};
+static_assert(sizeof(KernelNodeParams) == 72);
 static_assert(sizeof(LaunchAttribute) == 72 && sizeof(LaunchConfig) == 56);
 thread_local u64 calls[COUNTED];
 

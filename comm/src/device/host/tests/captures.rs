@@ -26,11 +26,13 @@ fn a_captured_fork_runs_side_by_side_at_every_replay() {
     d.launch_kernel(
         t,
         message(Function::Recv, &wire, (&raw mut to) as usize, told.clone()),
+        &mut None,
     )
     .unwrap();
     d.launch_kernel(
         s,
         message(Function::Send, &wire, (&raw const from) as usize, told.clone()),
+        &mut None,
     )
     .unwrap();
     d.event_record(join, t).unwrap();
