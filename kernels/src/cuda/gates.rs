@@ -28,23 +28,24 @@ pub struct Copy {
     pub bytes: u64,
 }
 
-/// The copies of one collective: one to each other rank, beginning with the next one so that not all write to the same rank at a time, and
-/// last what stays here, if it does not stand in its place already.
+/// The copies of one collective.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Copies {
-    all: [Copy; MAX_PEERS],
+    others: [Copy; MAX_PEERS - 1],
     count: usize,
+    /// What stays here, if it does not stand in its place already.
+    pub own: Option<Copy>,
 }
 
 impl Copies {
-    /// They, in that order.
+    /// One to each other rank, beginning with the next one so that not all write to the same rank at a time.
     #[must_use]
-    pub fn all(&self) -> &[Copy] {
-        &self.all[..self.count]
+    pub fn others(&self) -> &[Copy] {
+        &self.others[..self.count]
     }
 
     fn push(&mut self, copy: Copy) {
-        self.all[self.count] = copy;
+        self.others[self.count] = copy;
         self.count += 1;
     }
 }
@@ -63,13 +64,11 @@ pub(super) fn launch(work: &Work, call: PeerCall, places: &[u64], offset: u64) -
             bytes,
         });
     }
-    if arguments.own != arguments.result {
-        copies.push(Copy {
-            to: arguments.result,
-            from: arguments.own,
-            bytes: arguments.result_bytes,
-        });
-    }
+    copies.own = (arguments.own != arguments.result).then_some(Copy {
+        to: arguments.result,
+        from: arguments.own,
+        bytes: arguments.result_bytes,
+    });
     PeerLaunch {
         arguments: PeerArguments::Gate(Gate {
             call,
@@ -180,8 +179,9 @@ mod tests {
                 assert_eq!((name, launch.blocks, launch.threads), (KERNELS[0], 1, 32));
                 assert_eq!(PeerLaunch::kernels().nth(launch.kernel + 1).unwrap(), KERNELS[1]);
                 let copies = launch.copies.unwrap();
-                assert_eq!(copies.all().len() as u32, ranks - u32::from(in_place));
-                for (at, copy) in copies.all().iter().enumerate() {
+                assert_eq!(copies.others().len() as u32, ranks - 1);
+                assert_eq!(copies.own.is_none(), in_place);
+                for (at, copy) in copies.others().iter().chain(&copies.own).enumerate() {
                     let to = copy.to as usize / APART - 1;
                     // Each begins with another rank, and ends with itself.
                     assert_eq!(to as u32, (rank + 1 + at as u32) % ranks);

@@ -1,9 +1,10 @@
 //! Copies by copy engines, between the two kernels of a launch ([`ringsight_kernels::cuda::gates`]).
 //!
-//! Several copies are queued side by side: those to different GPUs may go over different links, and what stays on this one goes over none. Eager
-//! ones are forked from the caller's stream into streams of the communicator's own and joined again. They are no other communicator's:
+//! Those to other GPUs come one after another: one alone fills a GPU's link, and three side by side among four GPUs had 60 % of it
+//! (docs/src/performance/library-gpu.md). What stays on this GPU goes over no link, and is queued beside them. An eager copy of that is forked
+//! from the caller's stream into a stream of the communicator's own and joined again. That is no other communicator's:
 //! in a stream that two share, a copy would wait for the kernel before another one's copies, which may wait for a rank whose next
-//! operation waits for this one. Captured ones are nodes beside each other, with no other stream: one that has joined a capture stays in it
+//! operation waits for this one. A captured one is a node beside the others, with no other stream: one that has joined a capture stays in it
 //! until that ends.
 //!
 //! All is queued by the call that launches the kernels, in sequence. Between them nobody else need call the driver.
@@ -27,32 +28,29 @@ use super::{
 };
 use crate::device::{DeviceError, Result, Stream};
 
-/// Streams beside the caller's: with more of them a GPU's link is no fuller.
-const BESIDE: usize = 3;
-
 /// What the copies of one communicator are queued with. Its operations run one after another, so each has it alone.
-pub(super) struct Engines(Option<Lanes>);
+pub(super) struct Engines(Option<Lane>);
 
-struct Lanes {
-    beside: [(CUstream, CUevent); BESIDE],
+struct Lane {
+    beside: CUstream,
     /// That the first kernel has ended.
     begun: CUevent,
+    /// That what is in the stream has.
+    done: CUevent,
 }
 
 // SAFETY: handles, which belong to no thread.
-unsafe impl Send for Lanes {}
+unsafe impl Send for Lane {}
 // SAFETY: as above; calls with them are the driver's to order, and the communicator's operations are launched one after another.
-unsafe impl Sync for Lanes {}
+unsafe impl Sync for Lane {}
 
-impl Drop for Lanes {
+impl Drop for Lane {
     fn drop(&mut self) {
-        // SAFETY: made in `Engines::new`, and given back once. What is in the streams goes on; to destroy them waits for nothing.
+        // SAFETY: made in `Engines::new`, and given back once. What is in the stream goes on; to destroy it waits for nothing.
         unsafe {
-            for (stream, event) in self.beside.iter().filter(|(stream, _)| !stream.is_null()) {
-                let _ = sys::cuStreamDestroy_v2(*stream);
-                let _ = sys::cuEventDestroy_v2(*event);
-            }
+            let _ = sys::cuStreamDestroy_v2(self.beside);
             let _ = sys::cuEventDestroy_v2(self.begun);
+            let _ = sys::cuEventDestroy_v2(self.done);
         }
     }
 }
@@ -60,8 +58,8 @@ impl Drop for Lanes {
 impl Drop for Engines {
     fn drop(&mut self) {
         // Not on whatever thread lets go of a launch.
-        if let Some(lanes) = self.0.take() {
-            release::later(lanes);
+        if let Some(lane) = self.0.take() {
+            release::later(lane);
         }
     }
 }
@@ -73,71 +71,63 @@ unsafe fn copy(stream: CUstream, copy: &Copy) -> Result<()> {
     unsafe { call!(cuMemcpyAsync(copy.to, copy.from, copy.bytes as usize, stream)) }
 }
 
+/// # Safety
+/// As for [`copy`].
+unsafe fn copy_all(stream: CUstream, copies: &[Copy]) -> Result<()> {
+    // SAFETY: the caller's.
+    copies.iter().try_for_each(|one| unsafe { copy(stream, one) })
+}
+
 impl Engines {
     /// For the GPU whose context is current.
     pub(super) fn new() -> Result<Self> {
         let _outside = OutsideCapture::enter()?;
-        let mut lanes = Lanes {
-            beside: [(std::ptr::null_mut(), std::ptr::null_mut()); BESIDE],
-            begun: new_order_event()?,
-        };
         // What has been made before one fails stays.
-        for (beside, done) in &mut lanes.beside {
-            (*beside, *done) = (new_stream()?, new_order_event()?);
-        }
-        Ok(Self(Some(lanes)))
+        Ok(Self(Some(Lane {
+            beside: new_stream()?,
+            begun: new_order_event()?,
+            done: new_order_event()?,
+        })))
     }
 
     /// Queues copies behind what is in the stream, which goes on when all are done.
     pub(super) fn copy(&self, stream: CUstream, copies: &Copies, captured: bool) -> Result<()> {
-        match (copies.all(), &self.0) {
-            ([only], _) => {
-                // SAFETY: buffers of the caller's operation, and of the other ranks' in the window that the launch holds: they stay until the
-                // operation has ended on all ranks.
-                unsafe { copy(stream, only) }
-            }
-            (all, _) if captured => captured_beside(stream, all),
-            (all, Some(lanes)) => lanes.copy(stream, all),
-            (_, None) => Ok(()),
+        match (&copies.own, &self.0) {
+            (Some(own), _) if captured => captured_beside(stream, own, copies.others()),
+            (Some(own), Some(lane)) => lane.copy_beside(stream, own, copies.others()),
+            // SAFETY: buffers of the caller's operation, and of the other ranks' in the window that the launch holds: they stay until the
+            // operation has ended on all ranks.
+            _ => unsafe { copy_all(stream, copies.others()) },
         }
     }
 }
 
-impl Lanes {
-    fn copy(&self, stream: CUstream, copies: &[Copy]) -> Result<()> {
-        let beside = &self.beside[..BESIDE.min(copies.len() - 1)];
-        // SAFETY: streams and events of this communicator's device; as above.
+impl Lane {
+    fn copy_beside(&self, stream: CUstream, own: &Copy, others: &[Copy]) -> Result<()> {
+        // SAFETY: a stream and events of this communicator's device; as above.
         unsafe {
             call!(cuEventRecord(self.begun, stream))?;
-            for (lane, _) in beside {
-                call!(cuStreamWaitEvent(*lane, self.begun, 0))?;
-            }
-            let lanes = || std::iter::once(stream).chain(beside.iter().map(|(lane, _)| *lane));
-            let mut copied = Ok(());
-            for (one, lane) in copies.iter().zip(lanes().cycle()) {
-                copied = copied.and_then(|()| copy(lane, one));
-            }
+            call!(cuStreamWaitEvent(self.beside, self.begun, 0))?;
+            let copied = copy(self.beside, own).and_then(|()| copy_all(stream, others));
             // What has been queued is waited for, whatever has become of the rest.
-            for (lane, done) in beside {
-                call!(cuEventRecord(*done, *lane))?;
-                call!(cuStreamWaitEvent(stream, *done, 0))?;
-            }
+            call!(cuEventRecord(self.done, self.beside))?;
+            call!(cuStreamWaitEvent(stream, self.done, 0))?;
             copied
         }
     }
 }
 
 /// The same in a capture.
-fn captured_beside(stream: CUstream, copies: &[Copy]) -> Result<()> {
+fn captured_beside(stream: CUstream, own: &Copy, others: &[Copy]) -> Result<()> {
     let handle = Stream(stream as usize);
     let (_, before) = captures::dependencies(handle)?;
-    let mut all = Vec::with_capacity(copies.len());
-    for one in copies {
-        captures::set_dependencies(handle, &before)?;
-        // SAFETY: as above; the caller keeps buffers of what it has captured.
-        unsafe { copy(stream, one) }?;
-        all.extend(captures::dependencies(handle)?.1);
-    }
+    // SAFETY: as above; the caller keeps buffers of what it has captured.
+    unsafe { copy(stream, own) }?;
+    let mut all = captures::dependencies(handle)?.1;
+    captures::set_dependencies(handle, &before)?;
+    // SAFETY: as above.
+    unsafe { copy_all(stream, others) }?;
+    all.extend(captures::dependencies(handle)?.1);
     captures::set_dependencies(handle, &all)
 }
 
