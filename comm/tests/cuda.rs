@@ -328,6 +328,17 @@ fn an_abort_frees_the_stream() {
 }
 
 #[test]
+fn captures_of_other_threads_are_not_disturbed() {
+    for kind in ["t", "p"] {
+        drive(
+            "captures_of_other_threads_are_not_disturbed",
+            &["beside", "2", kind],
+            &[],
+        );
+    }
+}
+
+#[test]
 fn whatever_waits_is_released() {
     for kind in ["t", "p", "n"] {
         drive("whatever_waits_is_released", &["released", "2", kind], &[]);

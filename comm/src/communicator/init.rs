@@ -288,7 +288,12 @@ impl Making<'_> {
             .transpose()
             .inspect_err(|_| membership.leave(&connector))?;
         let posting = Posting::new(id, (&family.proxy, &family.proxied), &abort, journal);
-        let launcher = (crate::device::device()?.launcher()).inspect_err(|_| membership.leave(&connector))?;
+        // For kernels among peers: all others are no better for it.
+        let launcher = match &peers {
+            Some(_) => crate::device::device()?.launcher(),
+            None => Ok(None),
+        }
+        .inspect_err(|_| membership.leave(&connector))?;
         let notes: Arc<Notes> = Arc::default();
         let communicator = Communicator {
             id,

@@ -9,6 +9,7 @@
 // driver LIBRARY stalled 2 t|p
 // driver LIBRARY replays RANKS t|p|n FOLDER|- [REPLAYS [OPERATIONS]]
 // driver LIBRARY ended RANKS t|p [kept]
+// driver LIBRARY beside RANKS t|p
 // driver LIBRARY frozen 2 t|p|n
 // driver LIBRARY awaited|latecomer RANKS t|p|n
 // driver LIBRARY unanswered N p|n
@@ -20,6 +21,7 @@
 //
 // Ranks are threads, processes, or processes on nodes of their own; rank r uses device r, modulo the devices. The last line says "ok", or a line "FAILED" and why.
 #include "bench.h"
+#include "beside.h"
 #include "ended.h"
 #include "fault.h"
 #include "late.h"
@@ -442,6 +444,7 @@ static void* run(void* argument) {
   else if (!strcmp(mode, "awaited")) run_awaited(r);
   else if (!strcmp(mode, "latecomer")) run_latecomer(r);
   else if (!strcmp(mode, "ended")) run_ended(r, folder != NULL);
+  else if (!strcmp(mode, "beside")) run_beside(r);
   else fail("unknown mode %s", mode);
   return NULL;
 }

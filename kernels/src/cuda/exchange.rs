@@ -353,23 +353,25 @@ mod tests {
 
     #[test]
     fn what_is_short_or_waits_anyhow_gains_by_a_graph() {
-        let gains = |function, count, straight| {
-            launched(Work {
-                straight,
-                ..work(function, count, 0, 2, 0)
-            })
-            .0
-            .gains_by_graph()
-        };
-        assert!(gains(Function::AllGather, 8 << 10, Straight::No));
-        assert!(!gains(Function::AllGather, (8 << 10) + 1, Straight::No));
-        assert!(gains(Function::AllGather, 8 << 20, Straight::Closed));
-        // Each rank reduces half of it.
-        assert!(gains(Function::AllReduce, 16 << 10, Straight::No));
-        assert!(!gains(Function::AllReduce, 32 << 10, Straight::No));
+        let gains = |work: Work, overlaps| launch_of(work).gains_by_graph(overlaps);
+        for ranks in [2, 4] {
+            // In one shot, and each rank a part of it.
+            for algorithm in [Algorithm::OneShot, Algorithm::TwoShot] {
+                let of = |count| Work {
+                    algorithm,
+                    ..work(Function::AllReduce, count, 0, ranks, 0)
+                };
+                assert!(gains(of(16 << 10), true), "64 KiB of {ranks} ranks");
+                assert!(!gains(of((16 << 10) + 32), true), "{algorithm} of {ranks}");
+                assert!(gains(of(20 << 10), false), "it waits for the one before");
+            }
+            let of = |count| work(Function::AllGather, count, 0, ranks, 0);
+            assert!(gains(of((16 << 10) / ranks as usize), true));
+            assert!(!gains(of((16 << 10) / ranks as usize + 1), true));
+        }
     }
 
-    fn launched(work: Work) -> (PeerLaunch, Exchange) {
+    fn launch_of(work: Work) -> PeerLaunch {
         work.check().unwrap();
         let launch = Launch {
             channels: vec![crate::ChannelWork {
@@ -380,7 +382,11 @@ mod tests {
             observer: Arc::new(Nobody),
             peers: None,
         };
-        let launch = PeerLaunch::new(&launch).unwrap().unwrap();
+        PeerLaunch::new(&launch).unwrap().unwrap()
+    }
+
+    fn launched(work: Work) -> (PeerLaunch, Exchange) {
+        let launch = launch_of(work);
         let PeerArguments::Exchange(arguments) = launch.arguments else {
             panic!("another kernel");
         };

@@ -114,20 +114,19 @@ impl PeerLaunch {
     }
 
     /// Whether it is better to launch it by an executable graph, where the host has one for its kernel: that takes the host half as long if the
-    /// argument is small, but the GPU brings the kernel only when the one before it has ended. So of those that
-    /// [might come earlier](PeerArguments::may_overlap) only such gain of which the host's part takes longer than the GPU's
-    /// (docs/src/performance/library-gpu.md).
+    /// argument is small. But the GPU brings the kernel only when the one before it has ended; so of those that come earlier otherwise (`overlaps`,
+    /// [`PeerArguments::may_overlap`]) only such gain of which the host's part takes longer than the GPU's (docs/src/performance/library-gpu.md).
     #[must_use]
-    pub fn gains_by_graph(&self) -> bool {
-        /// Blocks of an all_reduce of 64 KiB, and bytes that go to each rank: some 4 µs.
-        const SHORT_BLOCKS: u32 = 16;
-        const SHORT: u64 = 32 << 10;
-        match &self.arguments {
-            PeerArguments::OneShot(_) => self.blocks <= SHORT_BLOCKS,
-            PeerArguments::Exchange(arguments) => arguments.straight != 0 || arguments.piece <= SHORT,
+    pub fn gains_by_graph(&self, overlaps: bool) -> bool {
+        /// Of all ranks' parts together: between two, 4 µs at most.
+        const SHORT: u64 = 64 << 10;
+        let bytes = match &self.arguments {
+            PeerArguments::OneShot(arguments) => arguments.bytes(),
+            PeerArguments::Exchange(arguments) => arguments.piece * u64::from(arguments.call.ranks),
             // Their argument has 4 KiB; that of a gate is given to two kernels.
-            PeerArguments::Messages(_) | PeerArguments::Gate(_) => false,
-        }
+            PeerArguments::Messages(_) | PeerArguments::Gate(_) => return false,
+        };
+        !overlaps || bytes <= SHORT
     }
 
     /// The kernel for `launch`; `None` if that is to run channel programs.

@@ -92,12 +92,14 @@ impl Engines {
 
     /// Queues copies behind what is in the stream, which goes on when all are done.
     pub(super) fn copy(&self, stream: CUstream, copies: &Copies, captured: bool) -> Result<()> {
-        match (&copies.own, &self.0) {
-            (Some(own), _) if captured => captured_beside(stream, own, copies.others()),
-            (Some(own), Some(lane)) => lane.copy_beside(stream, own, copies.others()),
+        let Some(own) = &copies.own else {
             // SAFETY: buffers of the caller's operation, and of the other ranks' in the window that the launch holds: they stay until the
             // operation has ended on all ranks.
-            _ => unsafe { copy_all(stream, copies.others()) },
+            return unsafe { copy_all(stream, copies.others()) };
+        };
+        match &self.0 {
+            Some(lane) if !captured => lane.copy_beside(stream, own, copies.others()),
+            _ => captured_beside(stream, own, copies.others()),
         }
     }
 }

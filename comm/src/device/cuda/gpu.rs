@@ -378,7 +378,6 @@ impl Gpu {
         let captured = matches!(how, How::Captured);
         let invalid = |error: WorkError| DeviceError::InvalidUsage(error.to_string());
         if let Some(mut peers) = PeerLaunch::new(&launch).map_err(invalid)? {
-            let gains = peers.gains_by_graph();
             let engines = peers.copies.map(|_| engines::of(&launch)).transpose()?;
             let head = self.enter(launch, captured, None)?;
             *peers.arguments.head_mut() = head;
@@ -389,6 +388,7 @@ impl Gpu {
                 shared_bytes: 0,
                 overlaps: self.may_overlap && peers.arguments.may_overlap(),
             };
+            let gains = peers.gains_by_graph(kernel.overlaps);
             // SAFETY: the kernel's argument, which is copied by the call; what it refers to lives until the launch is over: who drains its
             // events holds it.
             unsafe {

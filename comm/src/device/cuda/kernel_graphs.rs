@@ -145,13 +145,16 @@ impl KernelGraphs {
         // Whatever is being captured elsewhere: a launch would not disturb it.
         let _outside = OutsideCapture::enter()?;
         // SAFETY: a graph of one node, to which the driver copies the arguments before it returns: launches that are under way keep theirs. What
-        // these refer to is the caller's.
+        // these refer to is the caller's, as is all of a launch without the graph, should that not take them.
         unsafe {
-            call!(cuGraphExecKernelNodeSetParams_v2(
+            let set = call!(cuGraphExecKernelNodeSetParams_v2(
                 instance.exec,
                 instance.node,
                 &raw const parameters
-            ))?;
+            ));
+            if set.is_err() {
+                return kernel.launch(stream, arguments);
+            }
             instance.function = kernel.function;
             call!(cuGraphLaunch(instance.exec, stream))
         }

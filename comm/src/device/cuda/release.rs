@@ -20,7 +20,11 @@ use std::{
 
 use cudarc::driver::sys::{self, CUgraph};
 
-use super::{driver::call, gpu::Launches, share};
+use super::{
+    driver::{OutsideCapture, call},
+    gpu::Launches,
+    share,
+};
 use crate::{
     communicator::lock,
     device::{
@@ -117,6 +121,9 @@ fn most_kept() -> usize {
 
 /// Takes what it is handed until the process ends.
 fn release(waste: &Receiver<Waste>) {
+    // For good: captures of the caller's are none of this thread's, and what it does would end those that no thread may wait beside. Without a
+    // driver that knows of modes nothing is captured.
+    let _ = OutsideCapture::enter().map(std::mem::forget);
     let mut kept: Vec<(usize, Box<dyn Any + Send>)> = Vec::new();
     loop {
         let bytes = kept

@@ -2,14 +2,14 @@
 #pragma once
 
 int cuThreadExchangeStreamCaptureMode(int* mode) {
-  thread_local int present = 0;
-  std::swap(present, *mode);
+  std::swap(capture_mode, *mode);
   return SUCCESS;
 }
-int cuStreamBeginCapture_v2(Stream* stream, int) {
+int cuStreamBeginCapture_v2(Stream* stream, int mode) {
   static std::atomic<u64> last{0};
   if (stream == nullptr || stream->capture) return CAPTURE_UNSUPPORTED;
-  stream->capture = std::make_shared<Capture>(++last, stream, new Graph);
+  stream->capture = std::make_shared<Capture>(++last, stream, new Graph, mode == 0);
+  if (mode == 0) global_captures++;
   stream->last_node = nullptr;
   return SUCCESS;
 }
@@ -19,8 +19,11 @@ int cuStreamEndCapture(Stream* stream, Graph** graph) {
   if (!stream->capture || stream->capture->origin != stream) return CAPTURE_UNMATCHED;
   *graph = stream->capture->graph;
   stream->capture->over = true;
+  const bool was_global = stream->capture->is_global;
   stream->capture = nullptr;
-  return SUCCESS;
+  if (!was_global) return SUCCESS;
+  global_captures--;
+  return disturbed > 0 ? CAPTURE_INVALIDATED : SUCCESS;
 }
 int cuStreamGetCaptureInfo_v2(void* stream, int* status, u64* id, Graph** graph, void*** dependencies, size_t* count) {
   calls[CAPTURE]++;
@@ -82,6 +85,7 @@ int cuGraphRetainUserObject(Graph* graph, UserObject* object, unsigned, unsigned
   return SUCCESS;
 }
 int cuGraphInstantiateWithFlags(std::shared_ptr<Exec>** exec, Graph* graph, u64) {
+  if (!may_wait()) return CAPTURE_UNSUPPORTED;
   auto made = std::make_shared<Exec>();
   made->nodes = graph->nodes, made->objects = graph->objects, made->kernel = graph->kernel;
   *exec = new std::shared_ptr<Exec>(std::move(made));
@@ -109,9 +113,13 @@ int cuGraphAddKernelNode_v2(void** node, Graph* graph, void**, size_t dependenci
   return set_kernel(graph->kernel, params);
 }
 int cuGraphExecKernelNodeSetParams_v2(std::shared_ptr<Exec>* exec, void*, const KernelNodeParams* params) {
+  if (!may_wait()) return CAPTURE_UNSUPPORTED;
   return (*exec)->kernel ? set_kernel((*exec)->kernel, params) : INVALID_VALUE;
 }
-int cuGraphUpload(std::shared_ptr<Exec>*, void*) { return current == nullptr ? INVALID_CONTEXT : SUCCESS; }
+int cuGraphUpload(std::shared_ptr<Exec>*, void*) {
+  if (!may_wait()) return CAPTURE_UNSUPPORTED;
+  return current == nullptr ? INVALID_CONTEXT : SUCCESS;
+}
 int launch_kernel_node(Exec& exec, void* stream) {
   if (of(stream)->capture) return CAPTURE_UNSUPPORTED;
   calls[BY_GRAPH]++;
@@ -144,10 +152,12 @@ int cuGraphLaunch(std::shared_ptr<Exec>* exec, void* stream) {
   });
 }
 int cuGraphExecDestroy(std::shared_ptr<Exec>* exec) {
+  if (!may_wait()) return CAPTURE_UNSUPPORTED;
   delete exec;
   return SUCCESS;
 }
 int cuGraphDestroy(Graph* graph) {
+  if (!may_wait()) return CAPTURE_UNSUPPORTED;
   delete graph;
   return SUCCESS;
 }

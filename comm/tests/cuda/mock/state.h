@@ -41,6 +41,7 @@ enum Result : int {
   NOT_REGISTERED = 713,
   NOT_SUPPORTED = 801,
   CAPTURE_UNSUPPORTED = 900,
+  CAPTURE_INVALIDATED = 901,
   CAPTURE_UNMATCHED = 903,
 };
 
@@ -127,9 +128,18 @@ struct Capture {
   u64 id;
   struct Stream* origin;
   Graph* graph;
+  // No thread may do what might wait, unless it has said that it knows.
+  const bool is_global;
   std::atomic<bool> over{false};
-  Capture(u64 id, struct Stream* origin, Graph* graph) : id(id), origin(origin), graph(graph) {}
+  Capture(u64 id, struct Stream* origin, Graph* graph, bool is_global) : id(id), origin(origin), graph(graph), is_global(is_global) {}
 };
+// Such captures under way, and how often one was disturbed; the mode of this thread.
+std::atomic<int> global_captures{0}, disturbed{0};
+thread_local int capture_mode = 0;
+bool may_wait() {
+  if (global_captures == 0 || capture_mode != 0) return true;
+  return disturbed++, false;
+}
 
 struct Context {
   int device;

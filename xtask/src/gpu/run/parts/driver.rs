@@ -117,6 +117,8 @@ pub(super) fn graph(steps: &mut Steps<'_>) -> Result<()> {
     drive(steps, "2t", 30, "graph 2 t", &[]);
     drive(steps, "4t", 30, "graph 4 t", &[]);
     drive(steps, "2p", 40, "graph 2 p", &[]);
+    drive(steps, "beside-2t", 20, "beside 2 t", &[]);
+    drive(steps, "beside-2p", 20, "beside 2 p", &[]);
     if !steps.skips_without("4p", 4) {
         drive(steps, "4p", 40, "graph 4 p", &[]);
     }
