@@ -375,36 +375,56 @@ impl Gpu {
 
     /// Puts a launch into the stream; returns its number.
     pub(super) fn launch(self: &Arc<Self>, stream: CUstream, launch: Arc<Launch>, how: How) -> Result<u32> {
-        let captured = matches!(how, How::Captured);
-        let invalid = |error: WorkError| DeviceError::InvalidUsage(error.to_string());
-        if let Some(mut peers) = PeerLaunch::new(&launch).map_err(invalid)? {
-            let engines = peers.copies.map(|_| engines::of(&launch)).transpose()?;
-            let head = self.enter(launch, captured, None)?;
-            *peers.arguments.head_mut() = head;
-            let kernel = Kernel {
-                function: self.peer_kernels[peers.kernel],
-                blocks: peers.blocks,
-                threads: peers.threads,
-                shared_bytes: 0,
-                overlaps: self.may_overlap && peers.arguments.may_overlap(),
-            };
-            let gains = peers.gains_by_graph(kernel.overlaps);
-            // SAFETY: the kernel's argument, which is copied by the call; what it refers to lives until the launch is over: who drains its
-            // events holds it.
-            unsafe {
-                let arguments = &mut [peers.arguments.as_mut_ptr()];
-                match how {
-                    How::Eager(Some(graphs)) if gains => graphs.launch(&kernel, stream, arguments),
-                    _ => kernel.launch(stream, arguments),
-                }
-            }
-            .inspect_err(|_| self.launches.forget(head.launch))?;
-            if let Some((copies, engines)) = peers.copies.take().zip(engines) {
-                self.copy_between(stream, &mut peers, &copies, &engines, captured)?;
-            }
-            return Ok(head.launch);
+        // Looked at where it is: it has several hundred bytes.
+        match &mut PeerLaunch::new(&launch) {
+            Ok(Some(peers)) => self.launch_among_peers(stream, launch, peers, how),
+            Ok(None) => self.launch_program(stream, launch, matches!(how, How::Captured)),
+            Err(error) => Err(invalid(error)),
         }
-        let program = Program::new(&launch).map_err(invalid)?;
+    }
+
+    fn launch_among_peers(
+        &self,
+        stream: CUstream,
+        launch: Arc<Launch>,
+        peers: &mut PeerLaunch,
+        how: How,
+    ) -> Result<u32> {
+        let captured = matches!(how, How::Captured);
+        let engines = peers.copies.map(|_| engines::of(&launch)).transpose()?;
+        let head = self.enter(launch, captured, None)?;
+        *peers.arguments.head_mut() = head;
+        let kernel = Kernel {
+            function: self.peer_kernels[peers.kernel],
+            blocks: peers.blocks,
+            threads: peers.threads,
+            shared_bytes: 0,
+            overlaps: self.may_overlap && peers.arguments.may_overlap(),
+        };
+        let gains = peers.gains_by_graph(kernel.overlaps);
+        // SAFETY: the kernel's argument, which is copied by the call; what it refers to lives until the launch is over: who drains its
+        // events holds it.
+        unsafe {
+            let arguments = &mut [peers.arguments.as_mut_ptr()];
+            match how {
+                How::Eager(Some(graphs)) if gains => graphs.launch(&kernel, stream, arguments),
+                _ => kernel.launch(stream, arguments),
+            }
+        }
+        .inspect_err(|_| self.launches.forget(head.launch))?;
+        if let Some((copies, engines)) = peers.copies.take().zip(engines) {
+            self.copy_between(stream, peers, &copies, &engines, captured)?;
+        }
+        Ok(head.launch)
+    }
+
+    fn launch_program(
+        self: &Arc<Self>,
+        stream: CUstream,
+        launch: Arc<Launch>,
+        captured: bool,
+    ) -> Result<u32> {
+        let program = Program::new(&launch).map_err(|error| invalid(&error))?;
         if program.shared_bytes() > self.shared_bytes {
             return Err(DeviceError::InvalidUsage(format!(
                 "the messages of one channel need {} bytes of state, a block has {}: make groups of fewer messages",
@@ -472,6 +492,10 @@ impl Gpu {
         }
         Ok(head)
     }
+}
+
+fn invalid(error: &WorkError) -> DeviceError {
+    DeviceError::InvalidUsage(error.to_string())
 }
 
 /// Zeroed device memory of the current context; its own stream makes it so.
