@@ -1,7 +1,7 @@
 //! What runs on the GPU host: the parts of a bundle, each made of steps with a time limit, and one table of all of them.
 //!
 //! A part that cannot run there is skipped by name, with the reason; a step that fails does not keep the others from
-//! running. The last line of the output is JSON.
+//! running, and who is interrupted says what has been measured. The last line of the output is JSON.
 
 mod goals;
 mod host;
@@ -13,11 +13,19 @@ mod step;
 use std::{
     fs,
     path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use signal_hook::{
+    consts::{SIGINT, SIGTERM},
+    flag,
+};
 
 use self::{host::Host, parts::PARTS, report::Report, step::Steps};
 
@@ -66,14 +74,24 @@ pub fn run(options: &Options) -> Result<bool> {
     fs::create_dir_all(&out).with_context(|| format!("creating {}", out.display()))?;
     let out = fs::canonicalize(&out)?;
     let host = Host::look(bundle, options.stock.clone());
+    // The first signal ends what runs, and the table tells of what has been done; a second one ends this program as if it were not handled.
+    let interrupted = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        flag::register_conditional_default(signal, interrupted.clone())?;
+        flag::register(signal, interrupted.clone())?;
+    }
     let mut report = Report::default();
     for part in wanted {
+        if interrupted.load(Ordering::Relaxed) {
+            report.fail(part.name, "", "not run: interrupted");
+            continue;
+        }
         if let Some(reason) = (part.lacks)(&host) {
             report.skip(part.name, "", &reason);
             continue;
         }
         let deadline = Instant::now() + Duration::from_secs(options.limit);
-        let mut steps = Steps::new(part.name, &host, &out, deadline, &mut report);
+        let mut steps = Steps::new(part.name, &host, &out, deadline, &interrupted, &mut report);
         if let Err(error) = (part.run)(&mut steps) {
             report.fail(part.name, "", &format!("{error:#}"));
         }

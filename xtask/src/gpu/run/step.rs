@@ -6,6 +6,7 @@ use std::{
     os::unix::process::CommandExt as _,
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
+    sync::atomic::{AtomicBool, Ordering},
     thread,
     time::{Duration, Instant},
 };
@@ -27,6 +28,8 @@ pub(super) struct Steps<'a> {
     pub(super) host: &'a Host,
     out: &'a Path,
     deadline: Instant,
+    /// A signal has come: nothing more is to be run.
+    interrupted: &'a AtomicBool,
     report: &'a mut Report,
 }
 
@@ -36,6 +39,7 @@ impl<'a> Steps<'a> {
         host: &'a Host,
         out: &'a Path,
         deadline: Instant,
+        interrupted: &'a AtomicBool,
         report: &'a mut Report,
     ) -> Self {
         Self {
@@ -43,6 +47,7 @@ impl<'a> Steps<'a> {
             host,
             out,
             deadline,
+            interrupted,
             report,
         }
     }
@@ -79,9 +84,13 @@ impl<'a> Steps<'a> {
     ) -> Option<String> {
         let begun = Instant::now();
         let left = self.left();
-        if left.is_zero() {
-            self.report
-                .fail(self.part, name, "not run: the time of this part was over");
+        let reason = match left.is_zero() {
+            _ if self.interrupted.load(Ordering::Relaxed) => Some("not run: interrupted"),
+            true => Some("not run: the time of this part was over"),
+            false => None,
+        };
+        if let Some(reason) = reason {
+            self.report.fail(self.part, name, reason);
             return None;
         }
         let log = self.file(&format!("{name}.log"));
@@ -106,11 +115,12 @@ impl<'a> Steps<'a> {
         commands: Vec<Command>,
         judge: impl FnOnce(&str) -> Verdict,
     ) -> std::result::Result<(String, String), String> {
-        let ended = together(log, limit, commands).map_err(|error| format!("{error:#}"))?;
+        let ended = together(log, limit, self.interrupted, commands).map_err(|error| format!("{error:#}"))?;
         let said = fs::read(log).map_err(|error| format!("reading {}: {error}", log.display()))?;
         let said = String::from_utf8_lossy(&said).into_owned();
         let verdict = match ended {
             End::Late => Err(format!("not over after {:.0} s", limit.as_secs_f64())),
+            End::Interrupted => Err("interrupted".to_owned()),
             End::Failed(status) => Err(process::reason(status)),
             End::Well => judge(&said),
         };
@@ -194,6 +204,7 @@ enum End {
     Well,
     Failed(ExitStatus),
     Late,
+    Interrupted,
 }
 
 /// Processes with all that they started; killed with it when dropped.
@@ -212,7 +223,7 @@ impl Drop for Groups {
 }
 
 /// Runs commands at the same time, each in a process group of its own; what they say goes to one file.
-fn together(log: &Path, limit: Duration, commands: Vec<Command>) -> Result<End> {
+fn together(log: &Path, limit: Duration, interrupted: &AtomicBool, commands: Vec<Command>) -> Result<End> {
     let file = File::create(log).with_context(|| format!("creating {}", log.display()))?;
     let end = Instant::now() + limit;
     let mut groups = Groups(Vec::new());
@@ -245,6 +256,10 @@ fn together(log: &Path, limit: Duration, commands: Vec<Command>) -> Result<End> 
             None if all => return Ok(End::Well),
             _ => {}
         }
+        // Relaxed: it says all itself.
+        if interrupted.load(Ordering::Relaxed) {
+            return Ok(End::Interrupted);
+        }
         if Instant::now() >= end {
             return Ok(first_failure.map_or(End::Late, |(status, _)| End::Failed(status)));
         }
@@ -255,6 +270,8 @@ fn together(log: &Path, limit: Duration, commands: Vec<Command>) -> Result<End> 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    static NEVER: AtomicBool = AtomicBool::new(false);
 
     fn shell(script: &str) -> Command {
         let mut command = Command::new("sh");
@@ -270,7 +287,7 @@ mod tests {
     fn what_is_too_slow_is_killed_with_all_that_it_started() {
         let log = log("slow");
         let script = "sleep 600 & echo $!; wait";
-        let ended = together(&log, Duration::from_millis(300), vec![shell(script)]).unwrap();
+        let ended = together(&log, Duration::from_millis(300), &NEVER, vec![shell(script)]).unwrap();
         assert!(matches!(ended, End::Late));
         let grandchild: u32 = fs::read_to_string(&log).unwrap().trim().parse().unwrap();
         // It is dead, or about to be: the signal has been sent. It is reaped by whoever its parent is now.
@@ -287,16 +304,31 @@ mod tests {
     }
 
     #[test]
+    fn an_interrupt_ends_what_runs() {
+        let log = log("interrupted");
+        let interrupted = AtomicBool::new(true);
+        let ended = together(
+            &log,
+            Duration::from_secs(600),
+            &interrupted,
+            vec![shell("sleep 600")],
+        )
+        .unwrap();
+        assert!(matches!(ended, End::Interrupted));
+        fs::remove_file(&log).unwrap();
+    }
+
+    #[test]
     fn where_one_fails_the_others_soon_follow() {
         let log = log("ranks");
         let begun = Instant::now();
         let commands = vec![shell("sleep 600"), shell("echo no memory; exit 3")];
-        let ended = together(&log, Duration::from_secs(60), commands).unwrap();
+        let ended = together(&log, Duration::from_secs(60), &NEVER, commands).unwrap();
         assert!(matches!(ended, End::Failed(status) if status.code() == Some(3)));
         assert!(begun.elapsed() < Duration::from_secs(50));
         let commands = vec![shell("true"), shell("true")];
         assert!(matches!(
-            together(&log, Duration::from_secs(60), commands).unwrap(),
+            together(&log, Duration::from_secs(60), &NEVER, commands).unwrap(),
             End::Well
         ));
         fs::remove_file(&log).unwrap();
