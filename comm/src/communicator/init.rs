@@ -289,11 +289,12 @@ impl Making<'_> {
             .inspect_err(|_| membership.leave(&connector))?;
         let posting = Posting::new(id, (&family.proxy, &family.proxied), &abort, journal);
         // For kernels among peers: all others are no better for it.
-        let launcher = match &peers {
-            Some(_) => crate::device::device()?.launcher(),
-            None => Ok(None),
-        }
-        .inspect_err(|_| membership.leave(&connector))?;
+        let launcher = peers
+            .is_some()
+            .then(|| crate::device::device()?.launcher())
+            .transpose()
+            .inspect_err(|_| membership.leave(&connector))?
+            .flatten();
         let notes: Arc<Notes> = Arc::default();
         let communicator = Communicator {
             id,

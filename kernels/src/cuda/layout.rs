@@ -3,8 +3,6 @@
 
 use std::mem::offset_of;
 
-use ringsight_records::DataType;
-
 use super::peers::{IS_SHOWN, MAX_PEERS, NUMBER_AT, OPEN};
 
 /// How contributions are combined.
@@ -302,15 +300,6 @@ pub struct OneShot {
     pub lines: u32,
     /// 0.
     pub reserved: u32,
-}
-
-impl OneShot {
-    /// What is reduced.
-    #[must_use]
-    pub fn bytes(&self) -> u64 {
-        let data_type = DataType::from_code(self.call.data_type);
-        self.elems * data_type.map_or(0, DataType::size) as u64
-    }
 }
 
 const _: () = assert!(offset_of!(OneShot, send) == 144);

@@ -2,6 +2,8 @@
 
 use std::ffi::CStr;
 
+use ringsight_records::DataType;
+
 use super::{
     layout::{OneShot, PeerCall},
     peer_launch::{MOST_BLOCKS, PeerArguments, PeerLaunch, SERVICE, ranks_of_its_own, sum_of},
@@ -30,6 +32,14 @@ fn kernel(work: &Work) -> usize {
     match (sum_of(work), ranks_of_its_own(work)) {
         (Some(element), Some(ranks)) => 1 + 3 * element + ranks,
         _ => 0,
+    }
+}
+
+impl OneShot {
+    /// What is reduced.
+    pub(super) fn bytes(&self) -> u64 {
+        let data_type = DataType::from_code(self.call.data_type);
+        self.elems * data_type.map_or(0, DataType::size) as u64
     }
 }
 
@@ -75,7 +85,7 @@ pub(super) fn launch(work: &Work, call: PeerCall, most_blocks: u32) -> PeerLaunc
 mod tests {
     use std::sync::Arc;
 
-    use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
+    use ringsight_records::{Algorithm, Function, ReduceOp};
 
     use super::*;
     use crate::{

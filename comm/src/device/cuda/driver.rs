@@ -247,6 +247,11 @@ impl OutsideCapture {
         unsafe { call!(cuThreadExchangeStreamCaptureMode(&raw mut mode)) }?;
         Ok(Self(mode))
     }
+
+    /// For the rest of a thread that is this library's own: what is captured is none of its business.
+    pub(super) fn enter_for_good() -> Result<()> {
+        Self::enter().map(std::mem::forget)
+    }
 }
 
 impl Drop for OutsideCapture {

@@ -1,7 +1,6 @@
 //! One GPU: its kernel, the ring of its events, and what its launches share with the host.
 
 use std::{
-    any::Any,
     collections::HashMap,
     ffi::c_int,
     ops::Deref,
@@ -13,10 +12,10 @@ use cudarc::driver::sys::{
     CUcontext, CUdevice_attribute, CUdeviceptr, CUfunction, CUfunction_attribute, CUstream,
 };
 use ringsight_kernels::{
-    Launch, WorkError,
+    Launch,
     cuda::{
         self, APPEND_KERNEL, CHANNEL_KERNELS, CLOCK_KERNEL, COUNT_KERNEL, Head, LaunchControl, LaunchState,
-        PeerLaunch, Program, layout::OneShot, ring::Entry,
+        PeerLaunch, ring::Entry,
     },
 };
 
@@ -24,17 +23,14 @@ use super::{
     clock::{Clock, Sampler},
     count::Counters,
     drain::{Drain, Entered},
-    driver::{Kernel, OutsideCapture, Pinned, attribute, call, may_overlap, new_stream},
-    engines,
+    driver::{OutsideCapture, Pinned, attribute, call, may_overlap, new_stream},
     health::Health,
-    kernel_graphs::KernelGraphs,
     memory::lacking,
     release,
 };
 use crate::{
     communicator::lock,
-    device::{DeviceError, Launcher, Result},
-    log,
+    device::{DeviceError, Result},
 };
 
 /// Events that the host may be late by: those of 16 thousand operations of one channel.
@@ -51,20 +47,20 @@ const CHUNK: usize = 256;
 pub(super) struct Gpu {
     pub(super) device: c_int,
     /// Run channel programs: those that reduce nothing, and any.
-    channels: [CUfunction; CHANNEL_KERNELS.len()],
+    pub(super) channels: [CUfunction; CHANNEL_KERNELS.len()],
     /// Do an operation among peers: by number.
     pub(super) peer_kernels: Vec<CUfunction>,
     /// As [`driver::may_overlap`](super::driver::may_overlap).
-    may_overlap: bool,
+    pub(super) may_overlap: bool,
     /// Eager kernels are launched by graphs.
-    by_graphs: bool,
+    pub(super) by_graphs: bool,
     /// The ring's ticket, in device memory.
     ticket: CUdeviceptr,
     entries: Arc<Memory<Entry>>,
     /// Blocks of kernels among peers that run side by side, with some of the GPU left for others.
     pub(super) blocks: u32,
     /// Most dynamic shared memory of a block.
-    shared_bytes: usize,
+    pub(super) shared_bytes: usize,
     pub(super) launches: Arc<Launches>,
     pub(super) counters: Counters,
     /// The kernel that appends to a list.
@@ -167,14 +163,6 @@ pub(super) struct Exchange {
     /// Launches that may run or wait to: eager ones that are not over, and replays that have begun.
     pub(super) running: usize,
     next: u32,
-}
-
-/// How a launch comes into its stream.
-pub(super) enum How<'a> {
-    /// In no capture, with what its communicator has for that.
-    Eager(Option<&'a mut KernelGraphs>),
-    /// As a node of a capture.
-    Captured,
 }
 
 /// A device number's GPU, opened at its first use.
@@ -331,7 +319,7 @@ impl Gpu {
     }
 
     /// Pinned memory that holds `bytes`.
-    fn outside(&self, bytes: &[u8]) -> Result<Pinned> {
+    pub(super) fn outside(&self, bytes: &[u8]) -> Result<Pinned> {
         let class = bytes.len().next_power_of_two().max(PROGRAM_BYTES);
         let kept = lock(&self.pinned).get_mut(&class).and_then(Vec::pop);
         let pinned = match kept {
@@ -349,117 +337,12 @@ impl Gpu {
     }
 
     /// Keeps the memory of a program that is over.
-    fn keep(&self, pinned: Pinned) {
+    pub(super) fn keep(&self, pinned: Pinned) {
         lock(&self.pinned).entry(pinned.bytes()).or_default().push(pinned);
     }
 
-    /// What a new communicator's kernels are launched with.
-    pub(super) fn launcher(&self) -> Result<Launcher> {
-        if !self.by_graphs {
-            return Ok(None);
-        }
-        // Any will do.
-        let kernel = Kernel::single(self.peer_kernels[0]);
-        let mut arguments = [0_u64; size_of::<OneShot>() / size_of::<u64>()];
-        // SAFETY: the kernel's argument, which it is never launched with.
-        let made = unsafe { KernelGraphs::new(&kernel, &mut [arguments.as_mut_ptr().cast()], self.stream) };
-        // Nobody needs it.
-        made.map_or_else(
-            |error| {
-                tracing::warn!(target: log::INIT, "GPU {}: kernels are launched without graphs, which takes the host longer: {error}", self.device);
-                Ok(None)
-            },
-            |made| Ok(Some(Box::new(made) as Box<dyn Any + Send>)),
-        )
-    }
-
-    /// Puts a launch into the stream; returns its number.
-    pub(super) fn launch(self: &Arc<Self>, stream: CUstream, launch: Arc<Launch>, how: How) -> Result<u32> {
-        // Looked at where it is: it has several hundred bytes.
-        match &mut PeerLaunch::new(&launch) {
-            Ok(Some(peers)) => self.launch_among_peers(stream, launch, peers, how),
-            Ok(None) => self.launch_program(stream, launch, matches!(how, How::Captured)),
-            Err(error) => Err(invalid(error)),
-        }
-    }
-
-    fn launch_among_peers(
-        &self,
-        stream: CUstream,
-        launch: Arc<Launch>,
-        peers: &mut PeerLaunch,
-        how: How,
-    ) -> Result<u32> {
-        let captured = matches!(how, How::Captured);
-        let engines = peers.copies.map(|_| engines::of(&launch)).transpose()?;
-        let head = self.enter(launch, captured, None)?;
-        *peers.arguments.head_mut() = head;
-        let kernel = Kernel {
-            function: self.peer_kernels[peers.kernel],
-            blocks: peers.blocks,
-            threads: peers.threads,
-            shared_bytes: 0,
-            overlaps: self.may_overlap && peers.arguments.may_overlap(),
-        };
-        let gains = peers.gains_by_graph(kernel.overlaps);
-        // SAFETY: the kernel's argument, which is copied by the call; what it refers to lives until the launch is over: who drains its
-        // events holds it.
-        unsafe {
-            let arguments = &mut [peers.arguments.as_mut_ptr()];
-            match how {
-                How::Eager(Some(graphs)) if gains => graphs.launch(&kernel, stream, arguments),
-                _ => kernel.launch(stream, arguments),
-            }
-        }
-        .inspect_err(|_| self.launches.forget(head.launch))?;
-        if let Some((copies, engines)) = peers.copies.take().zip(engines) {
-            self.copy_between(stream, peers, &copies, &engines, captured)?;
-        }
-        Ok(head.launch)
-    }
-
-    fn launch_program(
-        self: &Arc<Self>,
-        stream: CUstream,
-        launch: Arc<Launch>,
-        captured: bool,
-    ) -> Result<u32> {
-        let program = Program::new(&launch).map_err(|error| invalid(&error))?;
-        if program.shared_bytes() > self.shared_bytes {
-            return Err(DeviceError::InvalidUsage(format!(
-                "the messages of one channel need {} bytes of state, a block has {}: make groups of fewer messages",
-                program.shared_bytes(),
-                self.shared_bytes
-            )));
-        }
-        let outside = program.outside().map(|bytes| self.outside(bytes)).transpose()?;
-        let mut arguments = program.arguments(outside.as_ref().map_or(0, |pinned| pinned.base() as u64));
-        let keeper = Arc::downgrade(self);
-        let on_end = outside.map(|pinned| -> Box<dyn FnOnce() + Send> {
-            Box::new(move || {
-                if let Some(gpu) = keeper.upgrade() {
-                    gpu.keep(pinned);
-                }
-            })
-        });
-        arguments.head = self.enter(launch, captured, on_end)?;
-        let number = arguments.head.launch;
-        let shared_bytes = program.shared_bytes() as u32;
-        let kernel = Kernel {
-            function: self.channels[usize::from(program.reduces())],
-            blocks: program.blocks(),
-            threads: cuda::THREADS,
-            shared_bytes,
-            overlaps: false,
-        };
-        // SAFETY: as above.
-        unsafe { kernel.launch(stream, &mut [std::ptr::from_mut(&mut arguments).cast()]) }
-            .inspect_err(|_| self.launches.forget(number))?;
-        Ok(number)
-    }
-
     /// Enters a launch before it begins: its events may come before the call that launches it returns.
-    fn enter(
+    pub(super) fn enter(
         &self,
         launch: Arc<Launch>,
         captured: bool,
@@ -492,10 +375,6 @@ impl Gpu {
         }
         Ok(head)
     }
-}
-
-fn invalid(error: &WorkError) -> DeviceError {
-    DeviceError::InvalidUsage(error.to_string())
 }
 
 /// Zeroed device memory of the current context; its own stream makes it so.

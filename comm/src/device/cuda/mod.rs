@@ -16,6 +16,7 @@ mod engines;
 mod gpu;
 mod health;
 mod kernel_graphs;
+mod launch;
 mod memory;
 mod nvlink;
 mod pieces;
@@ -43,7 +44,8 @@ use ringsight_records::{Algorithm, Function, Protocol};
 use self::{
     captures::Captures,
     driver::{Registered, call, check, stream as handle},
-    gpu::{Gpu, How, Slotted},
+    gpu::{Gpu, Slotted},
+    launch::How,
 };
 use super::{
     Allocation, Capture, Counter, Device, DeviceError, Direct, Event, Graph, GraphExec, HostFunction,
@@ -451,8 +453,7 @@ impl Device for CudaDevice {
     }
 
     fn leave_captures(&self) -> Result<()> {
-        // Never given back: the mode is the thread's own.
-        driver::OutsideCapture::enter().map(std::mem::forget)
+        driver::OutsideCapture::enter_for_good()
     }
 
     fn event_query(&self, event: Event) -> Result<Progress> {
@@ -519,7 +520,7 @@ impl Device for CudaDevice {
     }
 
     fn launcher(&self) -> Result<Launcher> {
-        self.entered()?.launcher()
+        Ok(self.entered()?.launcher())
     }
 
     fn launch_kernel(&self, stream: Stream, launch: Arc<Launch>, launcher: &mut Launcher) -> Result<()> {
@@ -536,11 +537,11 @@ impl Device for CudaDevice {
         }
         let gpu = self.gpu(self.current()?)?;
         let capturing = captures::capturing(stream)?;
-        let way = match capturing {
+        let how = match capturing {
             None => How::Eager(kernel_graphs::of(launcher)),
             Some(_) => How::Captured,
         };
-        let number = gpu.launch(handle(stream), launch, way)?;
+        let number = gpu.launch(handle(stream), launch, how)?;
         if let Some((_, graph)) = capturing {
             let launches = gpu.launches.clone();
             release::when_gone(graph, Box::new(move || launches.forget(number)))?;
@@ -558,8 +559,8 @@ impl Device for CudaDevice {
         if launch.channels.is_empty() {
             return self.launch_kernel(stream, launch, launcher);
         }
-        let way = How::Eager(kernel_graphs::of(launcher));
-        self.gpu(device)?.launch(handle(stream), launch, way).map(drop)
+        let how = How::Eager(kernel_graphs::of(launcher));
+        self.gpu(device)?.launch(handle(stream), launch, how).map(drop)
     }
 
     fn capture_of(&self, stream: Stream) -> Result<Option<Capture>> {

@@ -121,9 +121,8 @@ fn most_kept() -> usize {
 
 /// Takes what it is handed until the process ends.
 fn release(waste: &Receiver<Waste>) {
-    // For good: captures of the caller's are none of this thread's, and what it does would end those that no thread may wait beside. Without a
-    // driver that knows of modes nothing is captured.
-    let _ = OutsideCapture::enter().map(std::mem::forget);
+    // What it does would end captures that no thread may wait beside. Without a driver that knows of modes nothing is captured.
+    let _ = OutsideCapture::enter_for_good();
     let mut kept: Vec<(usize, Box<dyn Any + Send>)> = Vec::new();
     loop {
         let bytes = kept

@@ -77,6 +77,7 @@ pub fn run(options: &Options) -> Result<bool> {
     // The first signal ends what runs, and the table tells of what has been done; a second one ends this program as if it were not handled.
     let interrupted = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
+        // In this order: the first signal finds the flag down and raises it.
         flag::register_conditional_default(signal, interrupted.clone())?;
         flag::register(signal, interrupted.clone())?;
     }

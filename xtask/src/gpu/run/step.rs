@@ -84,12 +84,13 @@ impl<'a> Steps<'a> {
     ) -> Option<String> {
         let begun = Instant::now();
         let left = self.left();
-        let reason = match left.is_zero() {
-            _ if self.interrupted.load(Ordering::Relaxed) => Some("not run: interrupted"),
-            true => Some("not run: the time of this part was over"),
-            false => None,
-        };
-        if let Some(reason) = reason {
+        let interrupted = self.interrupted.load(Ordering::Relaxed);
+        if interrupted || left.is_zero() {
+            let reason = if interrupted {
+                "not run: interrupted"
+            } else {
+                "not run: the time of this part was over"
+            };
             self.report.fail(self.part, name, reason);
             return None;
         }

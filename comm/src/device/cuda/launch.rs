@@ -1,0 +1,134 @@
+//! How launches come into streams: kernels among peers, by the graphs of their communicator where that is better, and channel programs.
+
+use std::sync::Arc;
+
+use cudarc::driver::sys::CUstream;
+use ringsight_kernels::{
+    Launch, WorkError,
+    cuda::{self, PeerLaunch, Program, layout::OneShot},
+};
+
+use super::{driver::Kernel, engines, gpu::Gpu, kernel_graphs::KernelGraphs};
+use crate::{
+    device::{DeviceError, Launcher, Result},
+    log,
+};
+
+/// How a launch comes into its stream.
+pub(super) enum How<'a> {
+    /// In no capture, with what its communicator has for that.
+    Eager(Option<&'a mut KernelGraphs>),
+    /// As a node of a capture.
+    Captured,
+}
+
+impl Gpu {
+    /// What a new communicator's kernels are launched with; none where that cannot be had, since nobody needs it.
+    pub(super) fn launcher(&self) -> Launcher {
+        if !self.by_graphs {
+            return None;
+        }
+        // Any will do.
+        let kernel = Kernel::single(self.peer_kernels[0]);
+        let mut arguments = [0_u64; size_of::<OneShot>() / size_of::<u64>()];
+        // SAFETY: the kernel's argument, which it is never launched with.
+        let made = unsafe { KernelGraphs::new(&kernel, &mut [arguments.as_mut_ptr().cast()], self.stream) };
+        let made = made.inspect_err(|error| {
+            tracing::warn!(
+                target: log::INIT,
+                "GPU {}: kernels are launched without graphs, which takes the host longer: {error}",
+                self.device
+            );
+        });
+        Some(Box::new(made.ok()?))
+    }
+
+    /// Puts a launch into the stream; returns its number.
+    pub(super) fn launch(self: &Arc<Self>, stream: CUstream, launch: Arc<Launch>, how: How) -> Result<u32> {
+        // Looked at where it is: it has several hundred bytes.
+        match &mut PeerLaunch::new(&launch) {
+            Ok(Some(peers)) => self.launch_among_peers(stream, launch, peers, how),
+            Ok(None) => self.launch_program(stream, launch, matches!(how, How::Captured)),
+            Err(error) => Err(invalid(error)),
+        }
+    }
+
+    fn launch_among_peers(
+        &self,
+        stream: CUstream,
+        launch: Arc<Launch>,
+        peers: &mut PeerLaunch,
+        how: How,
+    ) -> Result<u32> {
+        let captured = matches!(how, How::Captured);
+        let engines = peers.copies.map(|_| engines::of(&launch)).transpose()?;
+        let head = self.enter(launch, captured, None)?;
+        *peers.arguments.head_mut() = head;
+        let kernel = Kernel {
+            function: self.peer_kernels[peers.kernel],
+            blocks: peers.blocks,
+            threads: peers.threads,
+            shared_bytes: 0,
+            overlaps: self.may_overlap && peers.arguments.may_overlap(),
+        };
+        let gains = peers.gains_by_graph(kernel.overlaps);
+        // SAFETY: the kernel's argument, which is copied by the call; what it refers to lives until the launch is over: who drains its
+        // events holds it.
+        unsafe {
+            let arguments = &mut [peers.arguments.as_mut_ptr()];
+            match how {
+                How::Eager(Some(graphs)) if gains => graphs.launch(&kernel, stream, arguments),
+                _ => kernel.launch(stream, arguments),
+            }
+        }
+        .inspect_err(|_| self.launches.forget(head.launch))?;
+        if let Some((copies, engines)) = peers.copies.take().zip(engines) {
+            self.copy_between(stream, peers, &copies, &engines, captured)?;
+        }
+        Ok(head.launch)
+    }
+
+    fn launch_program(
+        self: &Arc<Self>,
+        stream: CUstream,
+        launch: Arc<Launch>,
+        captured: bool,
+    ) -> Result<u32> {
+        let program = Program::new(&launch).map_err(|error| invalid(&error))?;
+        if program.shared_bytes() > self.shared_bytes {
+            return Err(DeviceError::InvalidUsage(format!(
+                "the messages of one channel need {} bytes of state, a block has {}: make groups of fewer messages",
+                program.shared_bytes(),
+                self.shared_bytes
+            )));
+        }
+        let outside = program.outside().map(|bytes| self.outside(bytes)).transpose()?;
+        let mut arguments = program.arguments(outside.as_ref().map_or(0, |pinned| pinned.base() as u64));
+        let keeper = Arc::downgrade(self);
+        let on_end = outside.map(|pinned| -> Box<dyn FnOnce() + Send> {
+            Box::new(move || {
+                if let Some(gpu) = keeper.upgrade() {
+                    gpu.keep(pinned);
+                }
+            })
+        });
+        arguments.head = self.enter(launch, captured, on_end)?;
+        let number = arguments.head.launch;
+        let shared_bytes = program.shared_bytes() as u32;
+        let kernel = Kernel {
+            function: self.channels[usize::from(program.reduces())],
+            blocks: program.blocks(),
+            threads: cuda::THREADS,
+            shared_bytes,
+            overlaps: false,
+        };
+        // SAFETY: as above.
+        unsafe { kernel.launch(stream, &mut [std::ptr::from_mut(&mut arguments).cast()]) }
+            .inspect_err(|_| self.launches.forget(number))?;
+        Ok(number)
+    }
+}
+
+fn invalid(error: &WorkError) -> DeviceError {
+    DeviceError::InvalidUsage(error.to_string())
+}

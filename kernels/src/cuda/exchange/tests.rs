@@ -1,0 +1,236 @@
+use std::sync::Arc;
+
+use proptest::prelude::*;
+use ringsight_records::{DataType, ReduceOp};
+
+use super::*;
+use crate::launch::{Connections, Launch, Scalar};
+
+const SEND: usize = 1 << 40;
+const RECV: usize = 2 << 40;
+
+fn work(function: Function, count: usize, rank: u32, ranks: u32, root: u32) -> Work {
+    let reduces = matches!(
+        function,
+        Function::AllReduce | Function::ReduceScatter | Function::Reduce
+    );
+    Work {
+        op: 1,
+        tag: 1,
+        function,
+        algorithm: if function == Function::AllReduce {
+            Algorithm::TwoShot
+        } else {
+            Algorithm::Direct
+        },
+        data_type: DataType::Float32,
+        reduce_op: if reduces { ReduceOp::Sum } else { ReduceOp::None },
+        scalar: Scalar::None,
+        send: SEND,
+        recv: RECV,
+        count,
+        part: 0..count,
+        rank,
+        ranks,
+        root,
+        straight: Straight::No,
+        pushes: false,
+        connections: Connections::Peers(Arc::new(Peers {
+            rank,
+            bases: vec![0; ranks as usize],
+            most_blocks: 64,
+            foreign: 0,
+            memory: Box::new(()),
+        })),
+    }
+}
+
+#[test]
+fn what_a_kernel_is_made_for_goes_straight() {
+    let all_reduce = |data_type, reduce_op, ranks| Work {
+        data_type,
+        reduce_op,
+        ..work(Function::AllReduce, 1 << 20, 0, ranks, 0)
+    };
+    for data_type in [DataType::Float32, DataType::Float16, DataType::Bfloat16] {
+        for ranks in 2..=8 {
+            for reduce_op in [ReduceOp::Sum, ReduceOp::Avg] {
+                let sum = all_reduce(data_type, reduce_op, ranks);
+                assert_eq!(can_go_straight(&sum), matches!(ranks, 2 | 4 | 8), "{ranks}");
+            }
+            assert!(!can_go_straight(&all_reduce(data_type, ReduceOp::Max, ranks)));
+        }
+    }
+    for reduce_op in [ReduceOp::Sum, ReduceOp::Avg] {
+        assert!(!can_go_straight(&all_reduce(DataType::Int32, reduce_op, 2)));
+    }
+    // Copies are of any type among any number.
+    let mut gather = work(Function::AllGather, 3, 0, 7, 0);
+    gather.count = 4;
+    assert!(can_go_straight(&gather));
+    gather.recv += 8;
+    assert!(
+        !can_go_straight(&gather),
+        "a buffer that does not begin at 16 bytes"
+    );
+}
+
+#[test]
+fn what_is_short_or_waits_anyhow_gains_by_a_graph() {
+    let gains = |work: Work, overlaps| launch_of(work).gains_by_graph(overlaps);
+    for ranks in [2, 4] {
+        // In one shot, and each rank a part of it.
+        for algorithm in [Algorithm::OneShot, Algorithm::TwoShot] {
+            let of = |count| Work {
+                algorithm,
+                ..work(Function::AllReduce, count, 0, ranks, 0)
+            };
+            assert!(gains(of(16 << 10), true), "64 KiB of {ranks} ranks");
+            assert!(!gains(of((16 << 10) + 32), true), "{algorithm} of {ranks}");
+            assert!(gains(of(20 << 10), false), "it waits for the one before");
+        }
+        let of = |count| work(Function::AllGather, count, 0, ranks, 0);
+        assert!(gains(of((16 << 10) / ranks as usize), true));
+        assert!(!gains(of((16 << 10) / ranks as usize + 1), true));
+    }
+}
+
+fn launch_of(work: Work) -> PeerLaunch {
+    work.check().unwrap();
+    let launch = Launch {
+        channels: vec![crate::ChannelWork {
+            channel: 0,
+            work: vec![work],
+        }],
+        abort: Arc::default(),
+        observer: Arc::new(Nobody),
+        peers: None,
+    };
+    PeerLaunch::new(&launch).unwrap().unwrap()
+}
+
+fn launched(work: Work) -> (PeerLaunch, Exchange) {
+    let launch = launch_of(work);
+    let PeerArguments::Exchange(arguments) = launch.arguments else {
+        panic!("another kernel");
+    };
+    (launch, arguments)
+}
+
+struct Nobody;
+impl crate::Observer for Nobody {
+    fn channel_started(&self, _: u32, _: u32, _: u8, _: crate::When) {}
+    fn channel_stopped(&self, _: u32, _: u32, _: u8, _: bool, _: crate::When) {}
+    fn mismatch(&self, _: u32, _: u32, _: u8, _: u32) {}
+    fn launch_finished(&self, _: u32, _: bool) {}
+}
+
+fn collectives() -> impl Iterator<Item = Function> {
+    Function::ALL
+        .iter()
+        .copied()
+        .filter(|function| !function.is_p2p())
+}
+
+proptest! {
+    // Ranks wait for each other: what one sends is what the other takes, and all take as many steps.
+    #[test]
+    fn ranks_agree(count in 1_usize..300_000, ranks in 2_u32..=8, root in 0_u32..8) {
+        let root = root % ranks;
+        for function in collectives() {
+            let all: Vec<_> = (0..ranks).map(|rank| launched(work(function, count, rank, ranks, root))).collect();
+            let (first, steps) = (&all[0].0, (all[0].1.piece, all[0].1.chunk));
+            for (rank, (launch, one)) in all.iter().enumerate() {
+                prop_assert_eq!((launch.blocks, launch.threads), (first.blocks, first.threads));
+                prop_assert_eq!(launch.threads, exchange_threads(function, false, false));
+                prop_assert_eq!((one.piece, one.chunk), steps, "{}", function);
+                prop_assert!(one.chunk as usize <= CHUNK_ROWS * ROW_BYTES && one.chunk > 0);
+                prop_assert!(launch.blocks as usize * WARPS <= lanes(ranks as usize));
+                let straight = Work { straight: Straight::Closed, pushes: true, ..work(function, count, rank as u32, ranks, root) };
+                let (launch, straight) = launched(straight);
+                prop_assert_eq!(launch.threads, exchange_threads(function, true, true));
+                prop_assert!(launch.blocks as usize <= STRAIGHT_BLOCKS && launch.blocks >= first.blocks);
+                let most = push_chunk(ranks as usize);
+                prop_assert!(straight.push as usize <= most && (straight.push > 0) == (most > 0));
+                prop_assert_eq!(straight.push, pushed(ranks as usize, straight.piece as usize, launch.blocks as usize));
+                // Whole rounds of a block's threads.
+                prop_assert_eq!(straight.push as usize * ranks as usize % (STRAIGHT_WARPS * 16 * 512), 0);
+                for (peer, (_, other)) in all.iter().enumerate().filter(|(peer, _)| *peer != rank) {
+                    // What is reduced is as long as the result of who reduces; the rest goes where it was to go.
+                    let expected = if one.reduces == 1 { one.result_bytes } else { one.takes[peer] };
+                    prop_assert_eq!(other.sends[rank], expected, "{} from {} to {}", function, peer, rank);
+                    prop_assert!(other.sends[rank] <= one.piece);
+                    if one.passes == 1 {
+                        prop_assert_eq!(one.takes[peer], other.result_bytes);
+                    }
+                }
+            }
+        }
+    }
+
+    // Every byte of the result is written once.
+    #[test]
+    fn results_are_whole(count in 1_usize..300_000, ranks in 2_u32..=8, root in 0_u32..8) {
+        let root = root % ranks;
+        for function in collectives() {
+            for rank in 0..ranks {
+                let (_, one) = launched(work(function, count, rank, ranks, root));
+                let bytes = count as u64 * 4;
+                let expected = match function {
+                    Function::AllGather | Function::AlltoAll => bytes * u64::from(ranks),
+                    Function::Gather if rank == root => bytes * u64::from(ranks),
+                    Function::Gather | Function::Reduce if rank != root => 0,
+                    _ => bytes,
+                };
+                let mut written: Vec<(u64, u64)> = (0..ranks as usize)
+                    .map(|peer| (one.to[peer], one.takes[peer]))
+                    .chain([(one.result, one.result_bytes)])
+                    .filter(|(_, length)| *length > 0)
+                    .collect();
+                written.sort_unstable();
+                let mut end = RECV as u64;
+                for (start, length) in written {
+                    prop_assert_eq!(start, end, "{} on rank {}", function, rank);
+                    end += length;
+                }
+                prop_assert_eq!(end - RECV as u64, expected, "{} on rank {}", function, rank);
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_called_most_has_kernels_of_its_own() {
+    let name = |work: Work| {
+        PeerLaunch::kernels()
+            .nth(launched(work).0.kernel)
+            .unwrap()
+            .to_str()
+            .unwrap()
+    };
+    let all_reduce = |ranks| work(Function::AllReduce, 1 << 20, 0, ranks, 0);
+    assert_eq!(name(all_reduce(2)), "ringsight_exchange_sum_f32_2");
+    assert_eq!(name(all_reduce(8)), "ringsight_exchange_sum_f32_8");
+    assert_eq!(name(all_reduce(3)), "ringsight_exchange_any");
+    let half = |data_type| Work {
+        data_type,
+        ..work(Function::ReduceScatter, 1 << 20, 0, 4, 0)
+    };
+    assert_eq!(name(half(DataType::Float16)), "ringsight_exchange_sum_f16_4");
+    assert_eq!(name(half(DataType::Bfloat16)), "ringsight_exchange_sum_bf16_4");
+    assert_eq!(name(half(DataType::Int32)), "ringsight_exchange_any");
+    // An odd number of elements ends within a word, and other ranks' blocks begin there.
+    assert_eq!(
+        name(work(Function::AllGather, 1 << 20, 0, 2, 0)),
+        "ringsight_exchange_words"
+    );
+    assert_eq!(
+        name(work(Function::AllGather, 1001, 0, 2, 0)),
+        "ringsight_exchange_elements"
+    );
+    let shifted = Work {
+        send: SEND + 4,
+        ..all_reduce(2)
+    };
+    assert_eq!(name(shifted), "ringsight_exchange_any");
+}
