@@ -28,8 +28,9 @@ const ASKED: u32 = 2;
 const ASKED_ALIVE: u32 = 10;
 
 /// The operations of a communicator that are asked about, each by itself, and what is known of the ranks for all of them.
-#[derive(Default)]
 pub(super) struct Inquiry {
+    /// How long an operation may be in progress before it is asked about.
+    threshold: Duration,
     /// Number of the last question.
     query: u32,
     /// In the order in which they were first asked about.
@@ -42,6 +43,9 @@ pub(super) struct Inquiry {
     traced: BTreeSet<u32>,
     /// Ranks whose answers came when a question was closed, and when the last one did: they are behind, and live.
     behind: BTreeMap<u32, u64>,
+    /// Ranks that did not run, or were not heard of, when that was found last: what others did not do meanwhile they need not have been late
+    /// with.
+    held: BTreeMap<u32, u64>,
 }
 
 /// One operation that is overdue.
@@ -118,6 +122,20 @@ pub(super) enum Conclusion {
 }
 
 impl Inquiry {
+    /// Nothing has been asked, of a communicator whose operations have so long.
+    pub(super) fn of(threshold: Duration) -> Self {
+        Self {
+            threshold,
+            query: 0,
+            cases: Vec::new(),
+            ended: BTreeMap::new(),
+            lost: BTreeSet::new(),
+            traced: BTreeSet::new(),
+            behind: BTreeMap::new(),
+            held: BTreeMap::new(),
+        }
+    }
+
     /// An answer has come.
     pub(super) fn heard(&mut self, query: u32, rank: u32, heard: Heard, now: u64) {
         let mut open = self.cases.iter_mut().filter_map(|case| case.open.as_mut());
@@ -161,6 +179,22 @@ impl Inquiry {
         for since in self.cases.iter_mut().filter_map(|case| case.lasting.as_mut()) {
             *since = (*since + ns).min(now);
         }
+    }
+
+    /// A rank, which may be this one, has not run.
+    pub(super) fn held(&mut self, rank: u32, now: u64) {
+        self.held.insert(rank, now);
+    }
+
+    /// Whether a verdict may say no more than that one of these ranks did not run: the others have not had a threshold since then.
+    fn may_be_because_held(&self, verdict: &Verdict, mut ranks: impl Iterator<Item = u32>, now: u64) -> bool {
+        let is_by_time = matches!(
+            verdict.cause,
+            Cause::NotLaunched | Cause::QueuedBehindCompute | Cause::StuckNic | Cause::StuckKernel
+        );
+        let threshold = self.threshold.as_nanos() as u64;
+        let is_fresh = |rank| self.held.get(&rank).is_some_and(|held| now < held + threshold);
+        is_by_time && ranks.any(is_fresh)
     }
 
     /// For how long a run's verdict has been one that must last.
@@ -268,12 +302,25 @@ impl Inquiry {
         rest: Duration,
         now: u64,
     ) -> Conclusion {
+        if let Some(verdict) = &verdict
+            && self.may_be_because_held(verdict, heard.keys().copied(), now)
+        {
+            // What has been said stands until then.
+            let case = Case::of(&mut self.cases, run, now);
+            (case.closed_ns, case.again_ns) = (now, now + rest.as_nanos() as u64);
+            return Conclusion::Nothing;
+        }
         // One that holds up several operations is named once.
         let others = self.cases.iter().filter(|case| case.run != run);
         let is_said = verdict.as_ref().is_some_and(|verdict| {
             let mut said = others.filter_map(|case| case.said.as_ref());
             said.any(|said| said.tells(verdict))
         });
+        let held: Vec<u32> = verdict
+            .iter()
+            .filter(|verdict| matches!(verdict.cause, Cause::RankStopped | Cause::NoAnswer))
+            .flat_map(|verdict| verdict.others.iter().copied().chain([verdict.culprit]))
+            .collect();
         let culprit = verdict.as_ref().map(|verdict| verdict.culprit);
         let behind = culprit.and_then(|rank| self.behind.get(&rank).copied());
         let case = Case::of(&mut self.cases, run, now);
@@ -312,6 +359,9 @@ impl Inquiry {
         (case.unanswered, case.lasting, case.said) = (0, None, said);
         // Asked again for as long as it lasts: the verdict may change.
         case.again_ns = now + rest.as_nanos() as u64;
+        for rank in held {
+            self.held(rank, now);
+        }
         fresh.map_or(Conclusion::Nothing, Conclusion::Say)
     }
 
@@ -341,151 +391,4 @@ fn asked_before_it_counts(heard: &BTreeMap<u32, Heard>, own: u32) -> u32 {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::{checks::Identity, watchdog::position::HeldUp};
-
-    const MS: u64 = 1_000_000;
-    const REST: Duration = Duration::from_secs(1);
-    /// The rank that asks.
-    const OWN: u32 = 0;
-
-    fn run(seq: u64) -> Run {
-        Run {
-            identity: Identity::Collective { seq },
-            replay: 0,
-        }
-    }
-
-    fn verdict(cause: Cause, culprit: u32, hang: bool) -> Option<Verdict> {
-        Some(Verdict {
-            hang,
-            ..Verdict::hang(cause, culprit)
-        })
-    }
-
-    fn step(inquiry: &mut Inquiry, seq: u64, now: u64) -> Step {
-        inquiry.step(run(seq), &[OWN, 1], (OWN, Position::Done.into()), now)
-    }
-
-    fn conclude(inquiry: &mut Inquiry, seq: u64, verdict: Option<Verdict>, now: u64) -> Conclusion {
-        let heard = BTreeMap::from([(OWN, Heard::Silent), (1, Heard::Silent)]);
-        inquiry.conclude(run(seq), verdict, (OWN, &heard), REST, now)
-    }
-
-    #[test]
-    fn all_that_is_overdue_is_asked_about_at_once() {
-        let mut inquiry = Inquiry::default();
-        for seq in 1..=20 {
-            let query = seq as u32;
-            assert_eq!(step(&mut inquiry, seq, MS), Step::Ask { query });
-            assert_eq!(step(&mut inquiry, seq, 2 * MS), Step::Wait);
-        }
-        inquiry.heard(7, 1, Heard::Stopped, 3 * MS);
-        let expected = BTreeMap::from([(OWN, Heard::Answer(Position::Done.into())), (1, Heard::Stopped)]);
-        assert_eq!(step(&mut inquiry, 7, 3 * MS), Step::Heard(expected));
-        assert_eq!(conclude(&mut inquiry, 7, None, 3 * MS), Conclusion::Nothing);
-        // Each rests by itself.
-        assert_eq!(
-            step(&mut inquiry, 7, 4 * MS),
-            Step::Rest(REST - Duration::from_millis(1))
-        );
-        let look = Step::Look {
-            query: 8,
-            ranks: vec![1],
-        };
-        assert_eq!(step(&mut inquiry, 8, 250 * MS), look);
-        assert_eq!(step(&mut inquiry, 7, 1003 * MS), Step::Ask { query: 21 });
-    }
-
-    #[test]
-    fn what_is_late_hides_no_hang_and_who_holds_up_several_is_named_once() {
-        let mut inquiry = Inquiry::default();
-        let late = verdict(Cause::NotLaunched, 1, false);
-        let stopped = verdict(Cause::RankStopped, 2, true);
-        let say = |verdict: &Option<Verdict>| Conclusion::Say(verdict.clone().unwrap());
-        assert_eq!(conclude(&mut inquiry, 1, late.clone(), MS), say(&late));
-        assert_eq!(conclude(&mut inquiry, 2, stopped.clone(), MS), say(&stopped));
-        assert_eq!(conclude(&mut inquiry, 3, late.clone(), MS), Conclusion::Nothing);
-        assert_eq!(
-            conclude(&mut inquiry, 1, late.clone(), 2 * MS),
-            Conclusion::Nothing
-        );
-        // The third one is not late because of the first one any more.
-        inquiry.keep(|kept| kept != run(1));
-        assert_eq!(conclude(&mut inquiry, 3, late.clone(), 3 * MS), say(&late));
-        let hang = verdict(Cause::NotLaunched, 1, true);
-        assert_eq!(
-            conclude(&mut inquiry, 3, hang.clone(), 4 * MS),
-            say(&hang),
-            "it has become one"
-        );
-    }
-
-    #[test]
-    fn what_may_be_otherwise_is_asked_again() {
-        let mut inquiry = Inquiry::default();
-        let silent = verdict(Cause::NoAnswer, 1, true);
-        assert_eq!(step(&mut inquiry, 1, MS), Step::Ask { query: 1 });
-        assert_eq!(
-            conclude(&mut inquiry, 1, silent.clone(), 400 * MS),
-            Conclusion::Doubt
-        );
-        // An answer to a question that is closed: it is behind, and that is no second time.
-        inquiry.heard(0, 1, Heard::Answer(Position::Done.into()), 500 * MS);
-        assert_eq!(
-            conclude(&mut inquiry, 1, silent.clone(), 800 * MS),
-            Conclusion::Doubt
-        );
-        let said = conclude(&mut inquiry, 1, silent.clone(), 1200 * MS);
-        assert_eq!(said, Conclusion::Say(silent.unwrap()));
-        let stuck = verdict(Cause::StuckKernel, 1, true);
-        for (at, lost) in [(2000, 0), (2500, 300), (2800, 0)] {
-            inquiry.lose(at * MS, lost * MS);
-            assert_eq!(
-                conclude(&mut inquiry, 2, stuck.clone(), at * MS),
-                Conclusion::Doubt,
-                "{at}"
-            );
-        }
-        let said = conclude(&mut inquiry, 2, stuck.clone(), 2900 * MS);
-        assert_eq!(said, Conclusion::Say(stuck.unwrap()), "0.6 s, and what was lost");
-    }
-
-    /// A rank that is late may be caught in a message to this one, which is on its way and ends by itself.
-    #[test]
-    fn ranks_wait_for_each_other_if_that_lasts_and_nothing_moves() {
-        let mut inquiry = Inquiry::default();
-        let mismatch = verdict(Cause::MetadataMismatch, 1, true);
-        let mut conclude = |at_ms: u64, stood_ms: u64| {
-            let held = HeldUp {
-                comm: 1,
-                run: run(9),
-                since_ns: 5000 * MS,
-                bars_ns: Some(stood_ms * MS),
-            };
-            let heard = BTreeMap::from([(1, Heard::Crossed(held))]);
-            inquiry.conclude(run(1), mismatch.clone(), (OWN, &heard), REST, at_ms * MS)
-        };
-        assert_eq!(
-            conclude(1000, 5000),
-            Conclusion::Doubt,
-            "one answer tells nothing"
-        );
-        assert_eq!(conclude(1599, 5000), Conclusion::Doubt);
-        assert_eq!(conclude(1700, 599), Conclusion::Doubt, "it has moved");
-        assert_eq!(conclude(1800, 699), Conclusion::Say(mismatch.clone().unwrap()));
-    }
-
-    #[test]
-    fn who_hears_nobody_may_be_deaf() {
-        let asked = |heard: &[Heard]| asked_before_it_counts(&(0..).zip(heard.iter().copied()).collect(), 1);
-        let here = Heard::Answer(Position::Done.into());
-        assert_eq!(asked(&[here, here, Heard::Silent]), ASKED);
-        assert_eq!(asked(&[Heard::Silent, here]), ASKED, "of one it cannot be told");
-        assert_eq!(asked(&[Heard::Silent, here, Heard::Stopped]), ASKED);
-        assert_eq!(asked(&[Heard::Silent, here, Heard::Silent]), ASKED_ALIVE);
-        assert_eq!(asked(&[here, here, Heard::Busy]), ASKED_ALIVE);
-        assert_eq!(asked(&[Heard::Silent, here, Heard::Busy, here]), ASKED_ALIVE);
-    }
-}
+mod tests;

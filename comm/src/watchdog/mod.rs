@@ -129,6 +129,7 @@ impl Watch {
         } = subject;
         let places = places(&topology);
         let own = places[topology.rank() as usize];
+        let inquiry = Mutex::new(Inquiry::of(settings.threshold));
         let watch = Arc::new(Self {
             comm,
             name,
@@ -146,7 +147,7 @@ impl Watch {
             stalls,
             flights: Mutex::new(Flights::since(moves, observe::now_ns())),
             history: Mutex::default(),
-            inquiry: Mutex::default(),
+            inquiry,
             ended: AtomicBool::new(false),
             done: OnceLock::new(),
             traced: AtomicBool::new(false),
@@ -371,7 +372,12 @@ impl Watch {
         let kept = device.map_or(Duration::ZERO, |device| device.kept_from_running());
         let lost = flights.look(now, self.settings.rest(), kept);
         drop(flights);
-        lock(&self.inquiry).lose(now, lost);
+        let mut inquiry = lock(&self.inquiry);
+        inquiry.lose(now, lost.ns);
+        if u128::from(lost.late_ns) > self.settings.threshold.as_nanos() / 2 {
+            inquiry.held(self.rank, now);
+        }
+        drop(inquiry);
         if self.ended.load(Ordering::Relaxed) {
             return self.settings.rest();
         }

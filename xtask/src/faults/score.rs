@@ -128,12 +128,10 @@ impl Judge<'_> {
             let names_victim = |said: &&Said| first_rank(&said.verdict) == Some(round.victim);
             let says = round.expects_of(expectation.by, rank) && self.at(rank, &What::TooLate).is_none();
             let expected = if says { &expectation.verdicts[..] } else { &[] };
-            // Who goes on is late until it comes.
-            let goes_on = says && matches!(round.fault, Fault::Stopped | Fault::Traced);
             let remains = |said: &&&Said| {
                 let is = |begins: &str| said.verdict.starts_with(begins);
                 let was_to_be_said = expected.iter().any(|expected| is(&expected.begins()));
-                names_victim(said) && (was_to_be_said || goes_on && is("NOT_LAUNCHED (late): "))
+                names_victim(said) && was_to_be_said
             };
             // And ranks that will never go on abort one after the other.
             let ended =
