@@ -40,7 +40,8 @@ static double come_and_go(struct Rank* r, int which, bool aborted) {
 
 // `kept`: nothing is given back, and new communicators get what ended ones left.
 static void run_ended(struct Rank* r, bool kept) {
-  enum { TIMES = 5 };
+  // More than there are graphs for.
+  enum { TIMES = 20 };
   // Whoever waits for the kernel waits for good.
   alarm(120);
   open_rank(r, 0);
@@ -66,7 +67,7 @@ static void run_ended(struct Rank* r, bool kept) {
   for (int i = 0; i < TIMES; i++) {
     double took = come_and_go(r, 1 + i % 3, false);
     longest = took > longest ? took : longest;
-    usleep(50000);
+    usleep(20000);
     if (i == 0) first = held();
     barrier();
   }

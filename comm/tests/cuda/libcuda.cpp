@@ -17,8 +17,8 @@
 // With RINGSIGHT_MOCK_MEMORY_MB no device has more for one allocation; with RINGSIGHT_MOCK_NO_PEERS none reaches another's memory, nor a process
 // that of another one.
 //
-// With RINGSIGHT_MOCK_FREE=waits, who gives memory back waits for all kernels and host functions that have been launched, and as long
-// nobody launches another one: as drivers do. ringsight_mock_memory says how often that was, and what has not been given back.
+// With RINGSIGHT_MOCK_FREE=waits, who gives memory back, or makes an executable graph, waits for all kernels and host functions that have been
+// launched, and as long nobody launches another one: as drivers do, of graphs when they need more memory for them. ringsight_mock_memory says how often that was, and what has not been given back.
 //
 // With RINGSIGHT_MOCK_KERNELS=skip, kernels of one shot move no data: a launch reports their run at once on the calling
 // thread, and events of streams are reached when they are recorded. What a call of the library takes then is the host's part
@@ -147,11 +147,13 @@ int cuStreamGetCtx(void* stream, Context** context) {
 }
 int cuStreamDestroy_v2(Stream* stream) { return stream->end(), SUCCESS; }
 int cuStreamQuery(void* stream) {
+  if (!may_wait()) return CAPTURE_UNSUPPORTED;
   if (of(stream)->capture) return CAPTURE_UNSUPPORTED;
   if (broken[of(stream)->device]) return ILLEGAL_ADDRESS;
   return of(stream)->idle() ? SUCCESS : NOT_READY;
 }
 int cuStreamSynchronize(void* stream) {
+  if (!may_wait()) return CAPTURE_UNSUPPORTED;
   if (of(stream)->capture) return CAPTURE_UNSUPPORTED;
   if (broken[of(stream)->device]) return ILLEGAL_ADDRESS;
   of(stream)->wait();
@@ -178,6 +180,7 @@ int cuEventRecordWithFlags(Mark* event, void* stream, unsigned flags) {
   return SUCCESS;
 }
 int cuEventQuery(Mark* event) {
+  if (!may_wait()) return CAPTURE_UNSUPPORTED;
   while (queries_held) usleep(1000);
   if (event->capture) return CAPTURE_UNSUPPORTED;
   auto moment = event->recorded->last();
@@ -186,6 +189,7 @@ int cuEventQuery(Mark* event) {
   return moment->done ? SUCCESS : NOT_READY;
 }
 int cuEventSynchronize(Mark* event) {
+  if (!may_wait()) return CAPTURE_UNSUPPORTED;
   if (event->capture) return CAPTURE_UNSUPPORTED;
   if (auto moment = event->recorded->last()) moment->wait();
   return SUCCESS;

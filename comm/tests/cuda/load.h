@@ -68,6 +68,7 @@ static struct {
   X(cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2") X(cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2") \
   X(cuMemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2") X(cuMemsetD8Async, "cuMemsetD8Async") \
   X(cuStreamBeginCapture, "cuStreamBeginCapture_v2") X(cuStreamEndCapture, "cuStreamEndCapture") \
+  X(cuStreamIsCapturing, "cuStreamIsCapturing") \
   X(cuGraphInstantiate, "cuGraphInstantiateWithFlags") X(cuGraphLaunch, "cuGraphLaunch") \
   X(cuGraphExecDestroy, "cuGraphExecDestroy") X(cuGraphDestroy, "cuGraphDestroy") X(cuEventCreate, "cuEventCreate") \
   X(cuEventRecord, "cuEventRecord") X(cuEventElapsedTime, "cuEventElapsedTime") X(cuEventSynchronize, "cuEventSynchronize") \

@@ -236,8 +236,10 @@ pub(super) fn attribute(device: c_int, attribute: CUdevice_attribute) -> Result<
     Ok(value)
 }
 
-/// While it lives, this thread may allocate and map memory although some stream is being captured: none of that becomes
-/// part of a graph.
+/// While it lives, this thread may do what might wait although some stream is being captured: none of that becomes part of a graph. Otherwise such a
+/// call ends captures of this thread, and those of others that are in the mode for it, PyTorch's among them. Such are (driver 580.159): to ask for an
+/// event or a stream or to wait for one, to make or destroy an executable graph, and memory, but for what is mapped by pieces. Launches, copies,
+/// records and waits of streams, and what is set of an executable graph, are not.
 pub(super) struct OutsideCapture(CUstreamCaptureMode);
 
 impl OutsideCapture {
@@ -297,6 +299,7 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
+        let _outside = OutsideCapture::enter();
         // SAFETY: allocated in `new` and freed once. At the end of the process the driver may be gone, and the memory with
         // it.
         let _ = unsafe { sys::cuMemFreeHost(self.base) };
@@ -325,6 +328,7 @@ impl Registered {
 
 impl Drop for Registered {
     fn drop(&mut self) {
+        let _outside = OutsideCapture::enter();
         // SAFETY: registered in `new`, and still mapped. As for `Pinned`, the driver may be gone.
         let _ = unsafe { sys::cuMemHostUnregister(self.0) };
     }

@@ -25,6 +25,8 @@ use super::{
     drain::{Drain, Entered},
     driver::{OutsideCapture, Pinned, attribute, call, may_overlap, new_stream},
     health::Health,
+    kernel_graphs::Stock,
+    launch,
     memory::lacking,
     release,
 };
@@ -52,8 +54,8 @@ pub(super) struct Gpu {
     pub(super) peer_kernels: Vec<CUfunction>,
     /// As [`driver::may_overlap`](super::driver::may_overlap).
     pub(super) may_overlap: bool,
-    /// Eager kernels are launched by graphs.
-    pub(super) by_graphs: bool,
+    /// What eager kernels are launched by, if that can be had.
+    pub(super) graphs: Option<Arc<Stock>>,
     /// The ring's ticket, in device memory.
     ticket: CUdeviceptr,
     entries: Arc<Memory<Entry>>,
@@ -260,6 +262,8 @@ impl Gpu {
         let launches = Arc::new(Launches::default());
         // Now: with kernels on the GPU that wait for others, memory might not be had without waiting for them.
         lock(&launches.exchange).free = slots(stream)?;
+        // Any will do.
+        let graphs = launch::graphs(device, &launches, peer_kernels[0], stream);
         let programs = (0..PROGRAMS).map(|_| Pinned::new(PROGRAM_BYTES));
         let programs = programs.collect::<Result<Vec<_>>>()?;
         let clock = Clock::new(Sampler {
@@ -283,7 +287,7 @@ impl Gpu {
             channels,
             peer_kernels,
             may_overlap: may_overlap(major)?,
-            by_graphs: crate::env::switch("RINGSIGHT_GRAPH_LAUNCH", true),
+            graphs,
             ticket,
             entries,
             blocks,

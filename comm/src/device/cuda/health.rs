@@ -14,7 +14,7 @@ use std::{
 
 use cudarc::driver::sys::{self, CUresult, CUstream};
 
-use super::driver::check;
+use super::driver::{OutsideCapture, check};
 use crate::device::{DeviceError, Result};
 
 /// A stream of the module's own, in which nothing waits for a kernel.
@@ -85,6 +85,8 @@ fn run(stream: Own, found: &OnceLock<DeviceError>, asked: &Receiver<()>) {
 
 /// What a kernel did wrong is the answer to every call in its context.
 fn query(stream: Own) -> Result<()> {
+    // Somebody's capture has nothing to do with it.
+    let _outside = OutsideCapture::enter()?;
     // SAFETY: a stream of our own.
     match unsafe { sys::cuStreamQuery(stream.0) } {
         CUresult::CUDA_ERROR_NOT_READY => Ok(()),

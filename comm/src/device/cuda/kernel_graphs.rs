@@ -3,25 +3,48 @@
 //! their stream, and have that stream's priority.
 //!
 //! The driver runs one launch of such a graph after another, whatever their streams are, so each communicator has its own, whose operations run one
-//! after another anyhow. They are made with the communicator: nothing has to be had while kernels run that others wait for.
+//! after another anyhow. They are all made when the GPU is opened, and never given back to the driver: to make one it may wait for all that the GPU
+//! has to do (seen with 43 of a process, when it had to have more memory), also for a kernel that waits for whoever makes the communicator.
 
-use std::ffi::c_void;
+use std::{
+    ffi::c_void,
+    sync::{Arc, Mutex},
+};
 
 use cudarc::driver::sys::{self, CUfunction, CUgraph, CUgraphExec, CUgraphNode, CUstream};
 
 use super::{
     driver::{Kernel, OutsideCapture, call},
-    release,
+    gpu::Launches,
 };
-use crate::device::{Launcher, Result};
+use crate::{
+    communicator::lock,
+    device::{Launcher, Result},
+};
 
-/// Kernels that a communicator has graphs of. To put another one into a graph takes 1.5 µs, and a graph 25 µs to be made and 96 KiB of the GPU.
-const INSTANCES: usize = 8;
+/// Kernels that a communicator has graphs of. To put another one into a graph takes 1.5 µs, what it saves.
+const OF_ONE: usize = 4;
+/// Graphs of a GPU: those of sixteen communicators. One takes 25 µs to be made and 96 KiB of the GPU.
+const OF_ALL: usize = 16 * OF_ONE;
 
-/// The graphs of one communicator.
+/// The graphs of one GPU that no communicator has.
+pub(super) struct Stock {
+    launches: Arc<Launches>,
+    instances: Mutex<Instances>,
+}
+
+#[derive(Default)]
+struct Instances {
+    free: Vec<Instance>,
+    /// What was launched with them last need not be over.
+    given_back: Vec<Instance>,
+}
+
+/// The graphs of one communicator, at least one.
 pub(super) struct KernelGraphs {
     /// The one that was launched last comes first.
     instances: Vec<Instance>,
+    stock: Arc<Stock>,
 }
 
 struct Instance {
@@ -37,6 +60,7 @@ unsafe impl Send for Instance {}
 
 impl Drop for Instance {
     fn drop(&mut self) {
+        let _outside = OutsideCapture::enter();
         // SAFETY: made in `Instance::new` and given back once. Launches that are not over go on.
         unsafe {
             if !self.exec.is_null() {
@@ -44,13 +68,6 @@ impl Drop for Instance {
             }
             let _ = sys::cuGraphDestroy(self.graph);
         }
-    }
-}
-
-impl Drop for KernelGraphs {
-    fn drop(&mut self) {
-        // Not on whatever thread lets go of a communicator.
-        release::later(std::mem::take(&mut self.instances));
     }
 }
 
@@ -105,25 +122,60 @@ impl Instance {
     }
 }
 
-impl KernelGraphs {
-    /// For the GPU whose context is current, with any of its kernels at first. Nothing in `stream` waits for others.
+impl Stock {
+    /// For the GPU whose context is current and whose launches these are, with any of its kernels at first. Nothing in `stream` waits for others.
     ///
     /// # Safety
     /// `arguments` are the kernel's.
     pub(super) unsafe fn new(
+        launches: Arc<Launches>,
         kernel: &Kernel,
         arguments: &mut [*mut c_void],
         stream: CUstream,
-    ) -> Result<Self> {
+    ) -> Result<Arc<Self>> {
         let _outside = OutsideCapture::enter()?;
-        let instances = (0..INSTANCES)
+        let free = (0..OF_ALL)
             // SAFETY: the caller's.
             .map(|_| unsafe { Instance::new(kernel, arguments, stream) })
             .collect::<Result<_>>()?;
-        Ok(Self { instances })
+        let instances = Instances {
+            free,
+            given_back: Vec::new(),
+        };
+        Ok(Arc::new(Self {
+            launches,
+            instances: Mutex::new(instances),
+        }))
     }
 
-    /// Launches a kernel into a stream that is in no capture, of the GPU that it was made for, whose context is current.
+    /// What a new communicator gets, if there is something.
+    pub(super) fn take(self: &Arc<Self>) -> Option<KernelGraphs> {
+        // Before the other lock. What begins after this begins with graphs that somebody has.
+        let is_idle = lock(&self.launches.exchange).running == 0;
+        let mut instances = lock(&self.instances);
+        let Instances { free, given_back } = &mut *instances;
+        if is_idle {
+            free.append(given_back);
+        }
+        let left = free.len().saturating_sub(OF_ONE);
+        let taken = free.split_off(left);
+        drop(instances);
+        (!taken.is_empty()).then(|| KernelGraphs {
+            instances: taken,
+            stock: self.clone(),
+        })
+    }
+}
+
+impl Drop for KernelGraphs {
+    fn drop(&mut self) {
+        lock(&self.stock.instances).given_back.append(&mut self.instances);
+    }
+}
+
+impl KernelGraphs {
+    /// Launches a kernel into a stream that is in no capture, of the GPU that they are of, whose context is current. Captures of other threads it
+    /// does not disturb.
     ///
     /// # Safety
     /// As for [`Kernel::launch`].
@@ -137,13 +189,15 @@ impl KernelGraphs {
         let has = |instance: &Instance| instance.function == kernel.function;
         if !has(&self.instances[0]) {
             // The one that was not launched for the longest time, if none has this kernel.
-            let at = self.instances.iter().position(has).unwrap_or(INSTANCES - 1);
+            let at = self
+                .instances
+                .iter()
+                .position(has)
+                .unwrap_or(self.instances.len() - 1);
             self.instances[..=at].rotate_right(1);
         }
         let instance = &mut self.instances[0];
         let parameters = parameters(kernel, arguments);
-        // Whatever is being captured elsewhere: a launch would not disturb it.
-        let _outside = OutsideCapture::enter()?;
         // SAFETY: a graph of one node, to which the driver copies the arguments before it returns: launches that are under way keep theirs. What
         // these refer to is the caller's, as is all of a launch without the graph, should that not take them.
         unsafe {

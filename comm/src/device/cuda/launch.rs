@@ -1,18 +1,47 @@
 //! How launches come into streams: kernels among peers, by the graphs of their communicator where that is better, and channel programs.
 
-use std::sync::Arc;
+use std::{ffi::c_int, sync::Arc};
 
-use cudarc::driver::sys::CUstream;
+use cudarc::driver::sys::{CUfunction, CUstream};
 use ringsight_kernels::{
     Launch, WorkError,
     cuda::{self, PeerLaunch, Program, layout::OneShot},
 };
 
-use super::{driver::Kernel, engines, gpu::Gpu, kernel_graphs::KernelGraphs};
+use super::{
+    driver::Kernel,
+    engines,
+    gpu::{Gpu, Launches},
+    kernel_graphs::{KernelGraphs, Stock},
+};
 use crate::{
     device::{DeviceError, Launcher, Result},
-    log,
+    env, log,
 };
+
+/// The graphs of a GPU's eager kernels, whose launches these are, unless that is not wanted or cannot be had.
+pub(super) fn graphs(
+    device: c_int,
+    launches: &Arc<Launches>,
+    kernel: CUfunction,
+    stream: CUstream,
+) -> Option<Arc<Stock>> {
+    if !env::switch("RINGSIGHT_GRAPH_LAUNCH", true) {
+        return None;
+    }
+    let kernel = Kernel::single(kernel);
+    let mut arguments = [0_u64; size_of::<OneShot>() / size_of::<u64>()];
+    let arguments = &mut [arguments.as_mut_ptr().cast()];
+    // SAFETY: the kernel's argument, which it is never launched with.
+    let made = unsafe { Stock::new(launches.clone(), &kernel, arguments, stream) };
+    made.inspect_err(|error| {
+        tracing::warn!(
+            target: log::INIT,
+            "GPU {device}: kernels are launched without graphs, which takes the host longer: {error}"
+        );
+    })
+    .ok()
+}
 
 /// How a launch comes into its stream.
 pub(super) enum How<'a> {
@@ -25,22 +54,15 @@ pub(super) enum How<'a> {
 impl Gpu {
     /// What a new communicator's kernels are launched with; none where that cannot be had, since nobody needs it.
     pub(super) fn launcher(&self) -> Launcher {
-        if !self.by_graphs {
-            return None;
-        }
-        // Any will do.
-        let kernel = Kernel::single(self.peer_kernels[0]);
-        let mut arguments = [0_u64; size_of::<OneShot>() / size_of::<u64>()];
-        // SAFETY: the kernel's argument, which it is never launched with.
-        let made = unsafe { KernelGraphs::new(&kernel, &mut [arguments.as_mut_ptr().cast()], self.stream) };
-        let made = made.inspect_err(|error| {
-            tracing::warn!(
+        let graphs = self.graphs.as_ref()?.take();
+        if graphs.is_none() {
+            tracing::debug!(
                 target: log::INIT,
-                "GPU {}: kernels are launched without graphs, which takes the host longer: {error}",
+                "GPU {}: other communicators have all graphs; this one's kernels are launched without, which takes the host longer",
                 self.device
             );
-        });
-        Some(Box::new(made.ok()?))
+        }
+        Some(Box::new(graphs?))
     }
 
     /// Puts a launch into the stream; returns its number.

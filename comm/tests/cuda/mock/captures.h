@@ -25,6 +25,10 @@ int cuStreamEndCapture(Stream* stream, Graph** graph) {
   global_captures--;
   return disturbed > 0 ? CAPTURE_INVALIDATED : SUCCESS;
 }
+int cuStreamIsCapturing(Stream* stream, int* status) {
+  *status = !stream->capture ? 0 : stream->capture->is_global && disturbed > 0 ? 2 : 1;
+  return SUCCESS;
+}
 int cuStreamGetCaptureInfo_v2(void* stream, int* status, u64* id, Graph** graph, void*** dependencies, size_t* count) {
   calls[CAPTURE]++;
   if (current == nullptr && stream == nullptr) return INVALID_CONTEXT;
@@ -86,6 +90,7 @@ int cuGraphRetainUserObject(Graph* graph, UserObject* object, unsigned, unsigned
 }
 int cuGraphInstantiateWithFlags(std::shared_ptr<Exec>** exec, Graph* graph, u64) {
   if (!may_wait()) return CAPTURE_UNSUPPORTED;
+  wait_for_kernels();
   auto made = std::make_shared<Exec>();
   made->nodes = graph->nodes, made->objects = graph->objects, made->kernel = graph->kernel;
   *exec = new std::shared_ptr<Exec>(std::move(made));
@@ -113,13 +118,9 @@ int cuGraphAddKernelNode_v2(void** node, Graph* graph, void**, size_t dependenci
   return set_kernel(graph->kernel, params);
 }
 int cuGraphExecKernelNodeSetParams_v2(std::shared_ptr<Exec>* exec, void*, const KernelNodeParams* params) {
-  if (!may_wait()) return CAPTURE_UNSUPPORTED;
   return (*exec)->kernel ? set_kernel((*exec)->kernel, params) : INVALID_VALUE;
 }
-int cuGraphUpload(std::shared_ptr<Exec>*, void*) {
-  if (!may_wait()) return CAPTURE_UNSUPPORTED;
-  return current == nullptr ? INVALID_CONTEXT : SUCCESS;
-}
+int cuGraphUpload(std::shared_ptr<Exec>*, void*) { return current == nullptr ? INVALID_CONTEXT : SUCCESS; }
 int launch_kernel_node(Exec& exec, void* stream) {
   if (of(stream)->capture) return CAPTURE_UNSUPPORTED;
   calls[BY_GRAPH]++;
@@ -156,8 +157,4 @@ int cuGraphExecDestroy(std::shared_ptr<Exec>* exec) {
   delete exec;
   return SUCCESS;
 }
-int cuGraphDestroy(Graph* graph) {
-  if (!may_wait()) return CAPTURE_UNSUPPORTED;
-  delete graph;
-  return SUCCESS;
-}
+int cuGraphDestroy(Graph* graph) { return delete graph, SUCCESS; }

@@ -2,6 +2,7 @@
 #pragma once
 
 int cuMemAlloc_v2(void** pointer, size_t bytes) {
+  if (!may_wait()) return CAPTURE_UNSUPPORTED;
   if (current == nullptr) return INVALID_CONTEXT;
   if (bytes > static_cast<size_t>(number("RINGSIGHT_MOCK_MEMORY_MB", 1 << 20)) << 20) return OUT_OF_MEMORY;
   const int file = memfd_create("device-memory", MFD_CLOEXEC);
@@ -15,6 +16,7 @@ int cuMemAlloc_v2(void** pointer, size_t bytes) {
   return SUCCESS;
 }
 int cuMemFree_v2(void* pointer) {
+  if (!may_wait()) return CAPTURE_UNSUPPORTED;
   if (current == nullptr) return INVALID_CONTEXT;
   wait_for_kernels();
   std::lock_guard lock(memory_mutex);
@@ -87,6 +89,7 @@ int cuPointerGetAttributes(unsigned count, const int* attributes, void** places,
   return SUCCESS;
 }
 int cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
+  if (!may_wait()) return CAPTURE_UNSUPPORTED;
   if (current == nullptr) return INVALID_CONTEXT;
   *pointer = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   std::memset(*pointer, 0x5a, bytes);
@@ -95,6 +98,7 @@ int cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
   return SUCCESS;
 }
 int cuMemFreeHost(void* pointer) {
+  if (!may_wait()) return CAPTURE_UNSUPPORTED;
   wait_for_kernels();
   std::lock_guard lock(memory_mutex);
   if (host_memory.erase(pointer) == 0) return INVALID_VALUE;
@@ -142,11 +146,13 @@ int cuIpcCloseMemHandle(void* pointer) {
   return SUCCESS;
 }
 int cuMemHostRegister_v2(void* pointer, size_t, unsigned) {
+  if (!may_wait()) return CAPTURE_UNSUPPORTED;
   if (current == nullptr) return INVALID_CONTEXT;
   std::lock_guard lock(memory_mutex);
   return registered.insert(pointer).second ? SUCCESS : ALREADY_REGISTERED;
 }
 int cuMemHostUnregister(void* pointer) {
+  if (!may_wait()) return CAPTURE_UNSUPPORTED;
   wait_for_kernels();
   std::lock_guard lock(memory_mutex);
   return registered.erase(pointer) != 0 ? SUCCESS : NOT_REGISTERED;

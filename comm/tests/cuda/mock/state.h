@@ -136,6 +136,7 @@ struct Capture {
 // Such captures under way, and how often one was disturbed; the mode of this thread.
 std::atomic<int> global_captures{0}, disturbed{0};
 thread_local int capture_mode = 0;
+// Asked by what disturbs captures on a GPU: seen with driver 580.159, function by function.
 bool may_wait() {
   if (global_captures == 0 || capture_mode != 0) return true;
   return disturbed++, false;
