@@ -86,14 +86,6 @@ pub(super) struct InProgress {
     pub(super) launched_ns: u64,
 }
 
-/// Time in which nothing could move.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Lost {
-    pub(super) ns: u64,
-    /// By so much it was looked too late: nor did the watchdog run, nor need this process have.
-    pub(super) late_ns: u64,
-}
-
 /// Graphs that are remembered when they are gone: a rank that is behind may still ask for their last replays.
 const RETIRED: usize = 256;
 
@@ -191,7 +183,8 @@ impl Flights {
 
     /// Notes which plans have moved since the last time, and forgets finished ones. It is looked every `rest`: where that was later, or
     /// kernels have been `kept` from running meanwhile, the machine did something else, and what did not move need not be stuck.
-    pub(super) fn look(&mut self, now: u64, rest: Duration, kept: Duration) -> Lost {
+    /// For how long that was.
+    pub(super) fn look(&mut self, now: u64, rest: Duration, kept: Duration) -> u64 {
         let regular = 2 * rest.as_nanos() as u64;
         let since = if self.looked_ns == 0 { now } else { self.looked_ns };
         let late = now.saturating_sub(since).saturating_sub(regular);
@@ -208,10 +201,7 @@ impl Flights {
                 flight.moved = (now, moves);
             }
         }
-        Lost {
-            ns: lost,
-            late_ns: late,
-        }
+        lost
     }
 
     fn all(&self) -> impl Iterator<Item = &Flight> {
@@ -419,7 +409,7 @@ mod tests {
     fn time_in_which_nothing_could_move_is_lost() {
         let (mut flights, ms) = (Flights::since(Arc::default(), 0), Duration::from_millis);
         let rest = ms(50);
-        let mut look = |at: u64, kept| flights.look(at * 1_000_000, rest, ms(kept)).ns / 1_000_000;
+        let mut look = |at: u64, kept| flights.look(at * 1_000_000, rest, ms(kept)) / 1_000_000;
         assert_eq!(
             look(1000, 70),
             0,

@@ -181,11 +181,6 @@ impl Inquiry {
         }
     }
 
-    /// A rank, which may be this one, has not run.
-    pub(super) fn held(&mut self, rank: u32, now: u64) {
-        self.held.insert(rank, now);
-    }
-
     /// Whether a verdict may say no more than that one of these ranks did not run: the others have not had a threshold since then.
     fn may_be_because_held(&self, verdict: &Verdict, mut ranks: impl Iterator<Item = u32>, now: u64) -> bool {
         let is_by_time = matches!(
@@ -316,11 +311,11 @@ impl Inquiry {
             let mut said = others.filter_map(|case| case.said.as_ref());
             said.any(|said| said.tells(verdict))
         });
-        let held: Vec<u32> = verdict
-            .iter()
+        let held = verdict
+            .clone()
             .filter(|verdict| matches!(verdict.cause, Cause::RankStopped | Cause::NoAnswer))
-            .flat_map(|verdict| verdict.others.iter().copied().chain([verdict.culprit]))
-            .collect();
+            .into_iter()
+            .flat_map(|verdict| verdict.others.into_iter().chain([verdict.culprit]));
         let culprit = verdict.as_ref().map(|verdict| verdict.culprit);
         let behind = culprit.and_then(|rank| self.behind.get(&rank).copied());
         let case = Case::of(&mut self.cases, run, now);
@@ -359,9 +354,7 @@ impl Inquiry {
         (case.unanswered, case.lasting, case.said) = (0, None, said);
         // Asked again for as long as it lasts: the verdict may change.
         case.again_ns = now + rest.as_nanos() as u64;
-        for rank in held {
-            self.held(rank, now);
-        }
+        self.held.extend(held.map(|rank| (rank, now)));
         fresh.map_or(Conclusion::Nothing, Conclusion::Say)
     }
 

@@ -372,12 +372,7 @@ impl Watch {
         let kept = device.map_or(Duration::ZERO, |device| device.kept_from_running());
         let lost = flights.look(now, self.settings.rest(), kept);
         drop(flights);
-        let mut inquiry = lock(&self.inquiry);
-        inquiry.lose(now, lost.ns);
-        if u128::from(lost.late_ns) > self.settings.threshold.as_nanos() / 2 {
-            inquiry.held(self.rank, now);
-        }
-        drop(inquiry);
+        lock(&self.inquiry).lose(now, lost);
         if self.ended.load(Ordering::Relaxed) {
             return self.settings.rest();
         }

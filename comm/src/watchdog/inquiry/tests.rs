@@ -149,16 +149,6 @@ fn nobody_is_late_because_another_rank_did_not_run() {
         Conclusion::Nothing
     );
     assert_eq!(conclude(&mut inquiry, 1, late.clone(), 9999 * MS), say(&late));
-    inquiry.held(OWN, 20_000 * MS);
-    let queued = verdict(Cause::QueuedBehindCompute, 1, false);
-    assert_eq!(
-        conclude(&mut inquiry, 3, queued.clone(), 21_999 * MS),
-        Conclusion::Nothing
-    );
-    assert_eq!(
-        conclude(&mut inquiry, 3, queued.clone(), 22_000 * MS),
-        say(&queued)
-    );
 }
 
 /// A rank that is late may be caught in a message to this one, which is on its way and ends by itself.
