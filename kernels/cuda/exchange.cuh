@@ -24,7 +24,7 @@ namespace ringsight {
 template <bool REDUCES, bool WHOLE, class E, class Op, u32 RANKS>
 class ExchangeBlock {
  public:
-  // `place` is shared by the threads of the block, and `places` by those of a warp.
+  // `place` and `places` are shared by the threads of the block.
   DEVICE ExchangeBlock(const Exchange& arguments, u32 block, u32 blocks, volatile u64& place, Places& places)
       : arguments_(arguments),
         places_(places),
@@ -40,12 +40,13 @@ class ExchangeBlock {
     const u32 runs = thread_index() == 0 ? meeting_.runs() : 0;
     u64* steps = steps_of(base(me())) + lane_;
     if (meeting_.moves()) step_ = load_relaxed(steps) + 1;
-    meeting_.begin(is_short());
-    if (arguments_.straight && meeting_.serves()) tell_places();
+    meeting_.begin(is_short(), [this] {
+      if (arguments_.straight) tell_places();
+    });
     bool done = true;
     Way way = Way::Steps;
     if (may_push()) way = agree_together();
-    else if (arguments_.straight && meeting_.moves()) way = agree();
+    else if (arguments_.straight && meeting_.moves()) way = agree_movers();
     if (may_push() && way == Way::Straight) {
       done = push();
     } else if (meeting_.moves()) {
@@ -63,6 +64,8 @@ class ExchangeBlock {
   // Rows that a thread asks for before it waits for the first. Of a chunk of at least `MANY` answers are to overlap; one of up to `EXACT` is
   // asked for as a whole, and by code of its own: to look at rows that are not there takes as long as a tenth of the operation.
   static constexpr u32 MANY = 8, FEW = 4, EXACT = 5;
+  // Bytes for each rank that go straight in so little time that the host may wait for the end.
+  static constexpr u64 NEAR = 8 << 20;
   // The same where rows of all ranks are reduced: no more than there are registers for.
   template <u32 COPIED>
   DEVICE static constexpr u32 reduced() {
@@ -76,9 +79,10 @@ class ExchangeBlock {
   // The rank that comes `hop` after this one: not all begin with the same.
   DEVICE INLINE u32 after(u32 hop) const { return me() + hop < ranks() ? me() + hop : me() + hop - ranks(); }
 
-  // In lines, and each lane has two chunks at most.
+  // In lines, if each lane has two chunks at most; or straight, some ten microseconds. Who waits for what is pushed gives no place back.
   DEVICE INLINE bool is_short() const {
-    return !arguments_.straight && arguments_.piece <= static_cast<u64>(2 * arguments_.chunk) * lanes_;
+    if (arguments_.straight) return arguments_.push == 0 && arguments_.piece <= NEAR;
+    return arguments_.piece <= static_cast<u64>(2 * arguments_.chunk) * lanes_;
   }
 
   // All steps of the lane; false if it is to give up.
@@ -235,8 +239,19 @@ class ExchangeBlock {
     store_line(&place.from, static_cast<u32>(from), static_cast<u32>(from >> 32), meeting_.epoch());
   }
 
+  // By all threads that move data: one warp looks, for all of them would stand in each other's way. Where two ranks reduce every warp does, and finds the
+  // same: measured so.
+  DEVICE INLINE Way agree_movers() {
+    if constexpr (REDUCES && RANKS == 2) return agree();
+    if (thread_index() < warp_threads()) {
+      const Way way = agree();
+      if (warp_thread() == 0) places_.way = static_cast<u32>(way);
+    }
+    part_barrier(meeting_.movers());
+    return static_cast<Way>(places_.way);
+  }
   // By a warp: waits until all others have begun this operation, and learns where their buffers are. All of them look at the same
-  // words, so all ranks, and all warps of each, go the same way.
+  // words, so all ranks, and all blocks of each, go the same way.
   DEVICE INLINE Way agree() {
     bool here = true, open = true;
     for (u32 rank = warp_thread(); here && rank < ranks(); rank += warp_threads()) {
@@ -270,22 +285,51 @@ class ExchangeBlock {
   // All of the lane's part. It waits for nobody, so it takes no longer than the bytes do and need not look whether it is to give up: that
   // word is in the host's memory, and asked for by all warps every now and then it took four times as long as the bytes.
   DEVICE INLINE void move_straight() {
-    constexpr u32 PACKS = REDUCES ? of_all_ranks<8, MOST_RANKS>() : 8, BYTES = PACKS * warp_threads() * sizeof(Pack);
+    if constexpr (!REDUCES) {
+      copy_straight();
+    } else if constexpr (!Words::IS_ANY) {
+      reduce_straight();
+    }
+  }
+  DEVICE INLINE void copy_straight() {
+    constexpr u32 PACKS = 8, BYTES = PACKS * warp_threads() * sizeof(Pack);
     u32 turns = 0;
     for (u64 at = static_cast<u64>(lane_) * BYTES; at < arguments_.piece; at += static_cast<u64>(lanes_) * BYTES) {
-      if constexpr (!REDUCES) {
-        for (u32 hop = 1; hop < ranks(); hop++) {
-          const u32 rank = after(hop);
-          copy_stretch<PACKS>(places_.to[rank], arguments_.from[rank], arguments_.sends[rank], at, folding_.element_bytes());
-        }
-        if (arguments_.own != arguments_.result) {
-          copy_stretch<PACKS>(arguments_.result, arguments_.own, arguments_.result_bytes, at, folding_.element_bytes());
-        }
-      } else if constexpr (!Words::IS_ANY) {
-        reduce_stretch<PACKS>(arguments_, folding_, places_, at, [this](u32 rank) { return places_.from[rank]; });
+      for (u32 hop = 1; hop < ranks(); hop++) {
+        const u32 rank = after(hop);
+        copy_stretch<PACKS>(places_.to[rank], arguments_.from[rank], arguments_.sends[rank], at, folding_.element_bytes());
       }
-      if (++turns % 64 == 0 && thread_index() == 0) meeting_.report().moved(turns);
+      if (arguments_.own != arguments_.result) {
+        copy_stretch<PACKS>(arguments_.result, arguments_.own, arguments_.result_bytes, at, folding_.element_bytes());
+      }
+      moved(++turns);
     }
+  }
+  // What is next is asked for before what has come is reduced and given away: so loads, which wait for an answer, are always under way.
+  DEVICE INLINE void reduce_straight() {
+    const auto from = [this](u32 rank) { return places_.from[rank]; };
+    using Own = Reduction<of_all_ranks<4, MOST_RANKS>(), Words, decltype(from)>;
+    const Own own(arguments_, folding_, places_, from);
+    const u64 stride = static_cast<u64>(lanes_) * Own::BYTES;
+    u64 at = static_cast<u64>(lane_) * Own::BYTES;
+    u32 turns = 0;
+    const auto turn = [&](const typename Own::Held& now, typename Own::Held& next) {
+      if (own.is_whole(at + stride)) own.load(next, at + stride);
+      own.give(now, at);
+      at += stride;
+      moved(++turns);
+      return own.is_whole(at);
+    };
+    typename Own::Held one, other;
+    if (own.is_whole(at)) {
+      own.load(one, at);
+      while (turn(one, other) && turn(other, one)) {
+      }
+    }
+    own.end(at);
+  }
+  DEVICE INLINE void moved(u32 turns) const {
+    if (turns % 64 == 0 && thread_index() == 0) meeting_.report().moved(turns);
   }
 
   // Only what has a kernel of its own.
@@ -294,8 +338,12 @@ class ExchangeBlock {
   DEVICE INLINE Way agree_together() {
     // Whoever serves sees to it that the host learns of ranks that differ, for which the others wait in vain. On the host who waits does.
     const bool here = SERVICE == 0 || !meeting_.serves() || meeting_.meets();
-    const Way way = here ? agree() : Way::GiveUp;
-    return block_any(way == Way::GiveUp) ? Way::GiveUp : way;
+    if (thread_index() < warp_threads()) {
+      const Way way = agree();
+      if (warp_thread() == 0) places_.way = static_cast<u32>(way);
+    }
+    if (block_any(!here)) return Way::GiveUp;
+    return static_cast<Way>(places_.way);
   }
   DEVICE INLINE bool push() const {
     if constexpr (REDUCES && !Words::IS_ANY) return push_all<E, Op, RANKS>(arguments_, places_, block_, blocks_);

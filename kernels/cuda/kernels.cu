@@ -43,9 +43,9 @@ RINGSIGHT_ONE_SHOTS(RINGSIGHT_KERNEL)
   NAME(const __grid_constant__ ringsight::Exchange arguments) {                                  \
     using namespace ringsight;                                                                   \
     __shared__ volatile u64 place;                                                              \
-    __shared__ Places places[256 / warp_threads()];                                              \
+    __shared__ Places places;                                                                    \
     await_kernels_before();                                                                      \
-    ExchangeBlock<REDUCES, WHOLE, E, OP, RANKS>(arguments, blockIdx.x, gridDim.x, place, places[thread_index() / warp_threads()]).run(); \
+    ExchangeBlock<REDUCES, WHOLE, E, OP, RANKS>(arguments, blockIdx.x, gridDim.x, place, places).run(); \
   }
 RINGSIGHT_EXCHANGES(RINGSIGHT_KERNEL)
 

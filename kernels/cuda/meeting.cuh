@@ -61,10 +61,15 @@ class Meeting {
   // Runs before this one: to be asked for early.
   DEVICE INLINE u32 runs() const { return report_.runs(); }
 
-  // To be called by all threads before they move anything. `short`: the end is near.
-  DEVICE INLINE void begin(bool is_short) {
+  // To be called by all threads before they move anything. `is_short`: the end is near. `tell`: by the threads that serve, tells the others what
+  // they wait for besides; before the host is told of the start, which takes as long as a way over NVLink.
+  template <class Tell>
+  DEVICE INLINE void begin(bool is_short, Tell tell) {
     if (epoch_ >= LAST_EPOCH - 1) clear();
-    if (serves()) announce(lane(), is_short);
+    if (serves()) announce(lane(), is_short, tell);
+  }
+  DEVICE INLINE void begin(bool is_short) {
+    begin(is_short, [] {});
   }
 
   // By the threads that serve: waits until all others have begun this operation, and has the host told if they have begun another one;
@@ -78,9 +83,9 @@ class Meeting {
     bool aborted = block_any(!done);
     // No thread of the block waits for anybody now, but the one that is about to leave.
     if (!straight) let_next_kernel_come();
-    if (thread_index() != 0) return;
+    if (thread_index() >= warp_threads()) return;
     if (straight && !aborted) aborted = !leave();
-    finish(runs, aborted);
+    if (thread_index() == 0) finish(runs, aborted);
   }
 
   // Of an operation that no kernel does, but copies between two kernels of one block of threads that serve (gates.cuh): to be called by all of
@@ -95,12 +100,12 @@ class Meeting {
   }
   // The second one ends when all ranks' copies are done. `gives_up`: this rank's have not been made.
   DEVICE INLINE void end_second(bool gives_up) {
-    if (thread_index() != 0) return;
+    if (thread_index() >= warp_threads()) return;
     // Nobody has announced anything in this kernel.
-    place_ = Report::no_place();
-    bool aborted = gives_up || report_.has_given_up();
+    if (thread_index() == 0) place_ = Report::no_place();
+    bool aborted = !warp_all(!gives_up && !report_.has_given_up());
     if (!aborted) aborted = !leave();
-    finish(report_.runs(), aborted);
+    if (thread_index() == 0) finish(report_.runs(), aborted);
   }
 
   // For each other rank, by one of the threads that serve, which call it.
@@ -161,8 +166,10 @@ class Meeting {
   }
 
   // `lane` among the threads of the service.
-  DEVICE INLINE void announce(u32 lane, bool is_short) {
+  template <class Tell>
+  DEVICE INLINE void announce(u32 lane, bool is_short, Tell tell) {
     for_others([this](u32 rank) { store_line(&area(rank).tags[epoch_ & 1][call_.rank], call_.tag, 0, epoch_); });
+    tell();
     if (lane == STRIDE - 1) {
       // The place of an end that is near is had together with that of the start: to ask for it when the data is here takes a good part of so
       // short an operation.
@@ -235,22 +242,28 @@ class Meeting {
     }
   }
 
-  // Called by one thread when its block is done: waits until the same block of each other rank is; false if it is to give up.
+  // Called by a warp when its block is done: waits until the same block of each other rank is; false if it is to give up. Each thread has a rank: one
+  // that went through all of them would wait for one look after the other.
   DEVICE INLINE bool leave() {
-    // All that this block has written into others' buffers, and read from them, is before what is said of it.
-    fence_system();
-    for (u32 rank = 0; rank < ranks(); rank++) {
-      if (rank != call_.rank) store_relaxed(&area(rank).left[call_.rank][block_], epoch_);
+    bool left = true;
+    for (u32 rank = warp_thread(); rank < ranks(); rank += warp_threads()) {
+      if (rank == call_.rank) continue;
+      // All that this block has written into others' buffers, and read from them, is before what is said of it.
+      fence_system();
+      store_relaxed(&area(rank).left[call_.rank][block_], epoch_);
     }
-    for (u32 rank = 0; rank < ranks(); rank++) {
+    for (u32 rank = warp_thread(); left && rank < ranks(); rank += warp_threads()) {
       // Acquire: what is written when the kernel has ended is after what the other has read here, and what is read then is what it
       // has written. Nobody is an epoch ahead: each begins with what it hears from this rank. All ranks have as many blocks.
       for (u32 polls = 1; rank != call_.rank && load_acquire(&own_->left[rank][block_]) != epoch_; polls++) {
-        if (must_give_up(polls, Phase::End, rank, 0)) return false;
+        if (must_give_up(polls, Phase::End, rank, 0)) {
+          left = false;
+          break;
+        }
         if (PAUSES_AT_ONCE && polls % 256 == 0) pause_polling();
       }
     }
-    return true;
+    return warp_all(left);
   }
 
   DEVICE INLINE void finish(u32 runs, bool aborted) {

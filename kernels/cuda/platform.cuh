@@ -41,6 +41,8 @@ DEVICE inline unsigned threads() { return blockDim.x; }
 // Threads of a block of channel programs: `THREADS` in src/cuda/mod.rs.
 constexpr unsigned CHANNEL_THREADS = 512;
 DEVICE inline void block_barrier() { __syncthreads(); }
+// A barrier of the first so many threads of a block, whole warps.
+DEVICE inline void part_barrier(unsigned count) { asm volatile("bar.sync 1, %0;" ::"r"(count) : "memory"); }
 // A barrier that tells whether it is so for any thread of the block.
 DEVICE inline bool block_any(bool so) { return __syncthreads_or(so ? 1 : 0) != 0; }
 
@@ -180,6 +182,7 @@ inline unsigned thread_index() { return 0; }
 inline unsigned threads() { return 1; }
 constexpr unsigned CHANNEL_THREADS = 1;
 inline void block_barrier() {}
+inline void part_barrier(unsigned) {}
 inline bool block_any(bool so) { return so; }
 inline void await_kernels_before() {}
 inline void let_next_kernel_come() {}

@@ -89,9 +89,8 @@ class PushBlock {
   }
   DEVICE INLINE void reduce(u32 chunk) const {
     const u64 start = this->start(chunk);
-    for_mine([&](u32 at) {
-      reduce_stretch<PACKS>(arguments_, folding_, places_, start + at, [&](u32 rank) { return slot(me(), rank, chunk) - start; });
-    });
+    const auto from = [&](u32 rank) { return slot(me(), rank, chunk) - start; };
+    for_mine([&](u32 at) { Reduction<PACKS, Words, decltype(from)>(arguments_, folding_, places_, from).run(start + at); });
   }
 
   // Of what all others of the block have written before the barrier.

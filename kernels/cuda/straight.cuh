@@ -38,10 +38,11 @@ DEVICE INLINE u64 found(const Mappings& mappings, u32 rank, u64 place) {
   return load_relaxed(&mappings.of[rank][number_of(place)].address) + (place & ((1ull << NUMBER_AT) - 1));
 }
 
-// By rank, for one warp: where to write what is for it, and where to read what it has for this rank.
+// By rank, for one block: where to write what is for it, and where to read what it has for this rank; and what has been agreed on.
 struct Places {
   u64 to[MAX_PEERS];
   u64 from[MAX_PEERS];
+  u32 way;
 };
 
 DEVICE INLINE Pack* pack_at(u64 address) { return reinterpret_cast<Pack*>(address); }
@@ -111,49 +112,88 @@ DEVICE INLINE Pack fold_packs(const Words& folding, const Pack (&all)[Words::MOS
   return sum;
 }
 
-// By a warp: reduces what there is of this rank's part from `at` on, as far as `PACKS` of each thread go, and gives the result to all who need
-// it; `from`: where the contribution of another rank begins. In place as well: each element of all buffers is read, and then written, by one
-// thread of one rank.
+// A rank's part of a reduction that goes straight, as one thread of a warp sees it; `from`: where the contribution of another rank begins. In place as
+// well: each element of all buffers is read, and then written, by one thread of one rank.
 template <u32 PACKS, class Words, class From>
-DEVICE INLINE void reduce_stretch(const Exchange& arguments, const Words& folding, const Places& places, u64 at, From from) {
-  constexpr u32 EACH = warp_threads() * sizeof(Pack), MOST_RANKS = Words::MOST_RANKS;
-  const u32 me = arguments.call.rank, ranks = folding.ranks(), element_bytes = folding.element_bytes();
-  const auto after = [=](u32 hop) { return me + hop < ranks ? me + hop : me + hop - ranks; };
-  const u64 bytes = arguments.result_bytes;
-  const u64 own = arguments.own + at, result = arguments.result + at;
-  if (at + PACKS * EACH > bytes) {
-    // The end: one by one.
-    for (u64 offset = warp_thread() * sizeof(Pack); at + offset < bytes; offset += EACH) {
-      const u64 left = bytes - at - offset;
+class Reduction {
+ public:
+  static constexpr u32 MOST_RANKS = Words::MOST_RANKS, EACH = warp_threads() * sizeof(Pack), BYTES = PACKS * EACH;
+  // Contributions that are on their way: those of other ranks, and this one's.
+  struct Held {
+    Pack all[PACKS][MOST_RANKS];
+    Pack mine[PACKS];
+  };
+
+  DEVICE Reduction(const Exchange& arguments, const Words& folding, const Places& places, From from)
+      : folding_(folding),
+        places_(places),
+        from_(from),
+        own_(arguments.own),
+        result_(arguments.result),
+        bytes_(arguments.result_bytes),
+        me_(arguments.call.rank),
+        passes_(arguments.passes) {}
+
+  // Whether what begins at `at` has all bytes of a stretch.
+  DEVICE INLINE bool is_whole(u64 at) const { return at + BYTES <= bytes_; }
+
+  // By a warp, of a whole stretch.
+  DEVICE INLINE void load(Held& held, u64 at) const {
+    at += warp_thread() * sizeof(Pack);
+    UNROLL
+    for (u32 i = 0; i < PACKS; i++) {
+      UNROLL
+      for (u32 rank = 0; rank < MOST_RANKS; rank++) {
+        if (rank < ranks() && rank != me_) held.all[i][rank] = load_pack(pack_at(from_(rank) + at + i * EACH));
+      }
+    }
+    UNROLL
+    for (u32 i = 0; i < PACKS; i++) held.mine[i] = *pack_at(own_ + at + i * EACH);
+  }
+  // Reduces it, and gives the result to all who need it.
+  DEVICE INLINE void give(const Held& held, u64 at) const {
+    at += warp_thread() * sizeof(Pack);
+    UNROLL
+    for (u32 i = 0; i < PACKS; i++) {
+      const Pack sum = fold_packs(folding_, held.all[i], held.mine[i], me_);
+      for (u32 hop = 1; passes_ && hop < ranks(); hop++) *pack_at(places_.to[after(hop)] + at + i * EACH) = sum;
+      *pack_at(result_ + at + i * EACH) = sum;
+    }
+  }
+  // What there is of one that is not whole: one by one.
+  DEVICE INLINE void end(u64 at) const {
+    const u32 element_bytes = folding_.element_bytes();
+    for (at += warp_thread() * sizeof(Pack); at < bytes_; at += EACH) {
+      const u64 left = bytes_ - at;
       Pack all[MOST_RANKS];
       UNROLL
       for (u32 rank = 0; rank < MOST_RANKS; rank++) {
-        if (rank < ranks) all[rank] = load_some((rank == me ? own : from(rank) + at) + offset, left, element_bytes);
+        if (rank < ranks()) all[rank] = load_some((rank == me_ ? own_ : from_(rank)) + at, left, element_bytes);
       }
-      const Pack sum = fold_packs(folding, all, all[0], ranks);
-      store_some(result + offset, left, element_bytes, sum);
-      for (u32 hop = 1; arguments.passes && hop < ranks; hop++) store_some(places.to[after(hop)] + at + offset, left, element_bytes, sum);
-    }
-    return;
-  }
-  const u32 first = warp_thread() * sizeof(Pack);
-  Pack all[PACKS][MOST_RANKS];
-  UNROLL
-  for (u32 i = 0; i < PACKS; i++) {
-    UNROLL
-    for (u32 rank = 0; rank < MOST_RANKS; rank++) {
-      if (rank < ranks && rank != me) all[i][rank] = load_pack(pack_at(from(rank) + at + first + i * EACH));
+      const Pack sum = fold_packs(folding_, all, all[0], ranks());
+      store_some(result_ + at, left, element_bytes, sum);
+      for (u32 hop = 1; passes_ && hop < ranks(); hop++) store_some(places_.to[after(hop)] + at, left, element_bytes, sum);
     }
   }
-  Pack mine[PACKS];
-  UNROLL
-  for (u32 i = 0; i < PACKS; i++) mine[i] = *pack_at(own + first + i * EACH);
-  UNROLL
-  for (u32 i = 0; i < PACKS; i++) {
-    const Pack sum = fold_packs(folding, all[i], mine[i], me);
-    for (u32 hop = 1; arguments.passes && hop < ranks; hop++) *pack_at(places.to[after(hop)] + at + first + i * EACH) = sum;
-    *pack_at(result + first + i * EACH) = sum;
+  // Any.
+  DEVICE INLINE void run(u64 at) const {
+    if (!is_whole(at)) return end(at);
+    Held held;
+    load(held, at);
+    give(held, at);
   }
-}
+
+ private:
+  DEVICE INLINE u32 ranks() const { return folding_.ranks(); }
+  DEVICE INLINE u32 after(u32 hop) const { return me_ + hop < ranks() ? me_ + hop : me_ + hop - ranks(); }
+
+  const Words& folding_;
+  const Places& places_;
+  const From from_;
+  // Of the arguments, which may be read again after every store.
+  const u64 own_, result_, bytes_;
+  const u32 me_;
+  const bool passes_;
+};
 
 }  // namespace ringsight

@@ -273,7 +273,7 @@ impl Making<'_> {
             .inspect_err(|_| membership.leave(&connector))?;
         let maps = peers
             .as_ref()
-            .filter(|(peers, _)| peers.foreign != 0 && (zero_cta || limits.straight_bytes != u64::MAX))
+            .filter(|(peers, _)| peers.foreign != 0 && (zero_cta || !limits.never_straight()))
             .map(|(peers, mapped)| {
                 let near = devices_near(&topology, peers);
                 Maps::new(self.device, peers, near, mapped, post_over(bootstrap), inbox)

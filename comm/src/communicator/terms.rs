@@ -191,7 +191,7 @@ mod tests {
             one_shot: max_channels == 32,
             zero_cta: min_channels < 4,
             limits: Limits {
-                straight_bytes: u64::from(max_channels),
+                straight_bytes: Some(u64::from(max_channels)),
                 push_bytes: u64::from(min_channels),
                 ..Limits::default()
             },
@@ -208,7 +208,7 @@ mod tests {
             zero_cta: false,
             // Nobody does what another does not.
             limits: Limits {
-                straight_bytes: 32,
+                straight_bytes: Some(32),
                 push_bytes: 4,
                 ..Limits::default()
             },

@@ -185,8 +185,9 @@ impl Row {
         // Of a message those of both of its.
         let ranks = if asked.function.is_p2p() { 2 } else { asked.ranks };
         let of_all = asked.bytes.saturating_mul(ranks.into());
-        if self.choice.is_straight() && asked.bytes_of_larger() < limits.straight_bytes {
-            return Some(Reason::Short(limits.straight_bytes));
+        let straight_bytes = limits.straight_bytes_of(asked.function, asked.ranks);
+        if self.choice.is_straight() && asked.bytes_of_larger() < straight_bytes {
+            return Some(Reason::Short(straight_bytes));
         }
         if self.choice.protocol == Protocol::Push && of_all < limits.push_bytes {
             return Some(Reason::ShortOfAll(limits.push_bytes));

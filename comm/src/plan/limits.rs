@@ -1,9 +1,11 @@
 //! What the ranks' environments leave to [the table](super::table): all of them come to the same limits, so that all make the same choice.
 
+use ringsight_records::Function;
+
 use super::allowed::Allowed;
 use crate::{env, error::Result};
 
-/// [`Limits::straight_bytes`] by default: what goes straight begins with one more way over NVLink, and ends with a fence and another.
+/// The most that [`Limits::straight_bytes_of`] is by default.
 pub const STRAIGHT_BYTES: u64 = 5 << 20;
 
 /// [`Limits::push_bytes`] by default: there is a fence for each chunk, and nothing to reduce at first.
@@ -12,8 +14,9 @@ pub const PUSH_BYTES: u64 = 64 << 20;
 /// Of one rank, or what all ranks have agreed on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Bytes of the larger of a rank's buffers from which on operations may go straight between callers' buffers (`RINGSIGHT_STRAIGHT_BYTES`).
-    pub straight_bytes: u64,
+    /// Bytes of the larger of a rank's buffers from which on operations may go straight between callers' buffers (`RINGSIGHT_STRAIGHT_BYTES`); `None`:
+    /// as is best for each.
+    pub straight_bytes: Option<u64>,
     /// Bytes of all ranks together from which on the contributions of reductions that go so are pushed to who reduces them, and not read
     /// where they are (`RINGSIGHT_PUSH_BYTES`).
     pub push_bytes: u64,
@@ -24,7 +27,7 @@ pub struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            straight_bytes: STRAIGHT_BYTES,
+            straight_bytes: None,
             push_bytes: PUSH_BYTES,
             allowed: Allowed::default(),
         }
@@ -41,11 +44,38 @@ impl Limits {
     /// A variable with an impossible value.
     pub fn from_environment() -> Result<Self> {
         let is_straight = !env::switch("NCCL_P2P_DIRECT_DISABLE", false);
-        let straight_bytes = env::number("RINGSIGHT_STRAIGHT_BYTES")?.unwrap_or(STRAIGHT_BYTES);
+        let straight_bytes = env::number("RINGSIGHT_STRAIGHT_BYTES")?;
         Ok(Self {
-            straight_bytes: if is_straight { straight_bytes } else { u64::MAX },
+            straight_bytes: if is_straight {
+                straight_bytes
+            } else {
+                Some(u64::MAX)
+            },
             push_bytes: env::number("RINGSIGHT_PUSH_BYTES")?.unwrap_or(PUSH_BYTES),
             allowed: Allowed::from_environment()?,
+        })
+    }
+
+    /// Whether nothing goes straight.
+    #[must_use]
+    pub fn never_straight(&self) -> bool {
+        self.straight_bytes == Some(u64::MAX)
+    }
+
+    /// [`Limits::straight_bytes`] of a function among so many ranks. What goes straight begins with one more way over NVLink, and ends with a fence and
+    /// another. Among more than two, lines take more of the link than what they carry does, and who reduces asks for the next contributions before it gives
+    /// results away (`docs/src/performance/tuning.jsonl`).
+    #[must_use]
+    pub fn straight_bytes_of(&self, function: Function, ranks: u32) -> u64 {
+        let reduces = matches!(
+            function,
+            Function::AllReduce | Function::ReduceScatter | Function::Reduce
+        );
+        self.straight_bytes.unwrap_or(match (ranks > 2, reduces) {
+            (false, true) => STRAIGHT_BYTES,
+            (false, false) => 4 << 20,
+            (true, false) => 9 << 18,
+            (true, true) => 1 << 20,
         })
     }
 
@@ -53,7 +83,14 @@ impl Limits {
     #[must_use]
     pub fn and(&self, other: &Self) -> Self {
         Self {
-            straight_bytes: self.straight_bytes.max(other.straight_bytes),
+            straight_bytes: match (self.straight_bytes, other.straight_bytes) {
+                (None, None) => None,
+                // What is best for any is no more.
+                (one, other) => one
+                    .unwrap_or(STRAIGHT_BYTES)
+                    .max(other.unwrap_or(STRAIGHT_BYTES))
+                    .into(),
+            },
             push_bytes: self.push_bytes.max(other.push_bytes),
             allowed: self.allowed.and(&other.allowed),
         }
@@ -63,7 +100,9 @@ impl Limits {
     #[must_use]
     pub fn to_bytes(self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
-        bytes[..8].copy_from_slice(&self.straight_bytes.to_le_bytes());
+        // From nothing on is from one byte on.
+        let straight_bytes = self.straight_bytes.map_or(0, |bytes| bytes.max(1));
+        bytes[..8].copy_from_slice(&straight_bytes.to_le_bytes());
         bytes[8..16].copy_from_slice(&self.push_bytes.to_le_bytes());
         bytes[16..].copy_from_slice(&self.allowed.to_bytes());
         bytes
@@ -75,9 +114,39 @@ impl Limits {
         let (straight, rest) = bytes.split_first_chunk()?;
         let (push, allowed) = rest.split_first_chunk()?;
         Some(Self {
-            straight_bytes: u64::from_le_bytes(*straight),
+            straight_bytes: Some(u64::from_le_bytes(*straight)).filter(|bytes| *bytes > 0),
             push_bytes: u64::from_le_bytes(*push),
             allowed: Allowed::from_bytes(allowed.try_into().ok()?),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn from(straight_bytes: Option<u64>) -> Limits {
+        Limits {
+            straight_bytes,
+            ..Limits::default()
+        }
+    }
+
+    #[test]
+    fn what_one_rank_is_told_holds_for_all() {
+        let both = |one, other| from(one).and(&from(other)).straight_bytes;
+        assert_eq!(both(None, None), None);
+        assert_eq!(both(Some(1), Some(7)), Some(7));
+        assert_eq!(both(Some(1), None), Some(STRAIGHT_BYTES));
+        assert_eq!(both(None, Some(u64::MAX)), Some(u64::MAX));
+    }
+
+    #[test]
+    fn ranks_tell_each_other_of_their_limits() {
+        for told in [None, Some(1), Some(STRAIGHT_BYTES), Some(u64::MAX)] {
+            assert_eq!(Limits::from_bytes(&from(told).to_bytes()), Some(from(told)));
+        }
+        assert_eq!(Limits::from_bytes(&from(Some(0)).to_bytes()), Some(from(Some(1))));
+        assert_eq!(Limits::from_bytes(&[0; 3]), None);
     }
 }

@@ -125,7 +125,7 @@ mod tests {
     use super::*;
     use crate::plan::{
         algorithm::{Engines, NEAR_BYTES_PER_CHANNEL},
-        limits::{Limits, STRAIGHT_BYTES},
+        limits::Limits,
     };
 
     fn asked(function: Function, bytes: u64) -> Asked {
@@ -204,8 +204,9 @@ mod tests {
             } else {
                 1
             };
-            let least = STRAIGHT_BYTES.div_ceil(messages.into());
-            let near = |bytes, straight_bytes| Asked {
+            let whole = Limits::default().straight_bytes_of(*function, ranks);
+            let least = whole.div_ceil(messages.into());
+            let near = |bytes, straight_bytes: Option<u64>| Asked {
                 ranks,
                 peers: true,
                 limits: Limits {
@@ -215,10 +216,12 @@ mod tests {
                 ..asked(*function, bytes)
             };
             let is_straight = |asked| choose(&asked).unwrap().is_straight();
-            assert!(is_straight(near(least, STRAIGHT_BYTES)), "{function}");
-            assert!(!is_straight(near(least - 1, STRAIGHT_BYTES)), "{function}");
-            assert!(!is_straight(near(1 << 40, u64::MAX)), "{function}");
-            assert!(choose(&near(1 << 40, u64::MAX)).unwrap().is_among_peers());
+            for told in [None, Some(whole)] {
+                assert!(is_straight(near(least, told)), "{function}");
+                assert!(!is_straight(near(least - 1, told)), "{function}");
+            }
+            assert!(!is_straight(near(1 << 40, Some(u64::MAX))), "{function}");
+            assert!(choose(&near(1 << 40, Some(u64::MAX))).unwrap().is_among_peers());
         }
     }
 
@@ -229,7 +232,7 @@ mod tests {
                 ranks: 2,
                 peers: true,
                 limits: Limits {
-                    straight_bytes,
+                    straight_bytes: Some(straight_bytes),
                     push_bytes,
                     ..Limits::default()
                 },
