@@ -54,7 +54,7 @@ class ExchangeBlock {
       else done = way == Way::Steps && move();
     }
     if (meeting_.moves() && warp_thread() == 0) store_relaxed(steps, step_ - 1);
-    meeting_.end(runs, done, way == Way::Straight);
+    meeting_.end(runs, done, way == Way::Straight, arguments_.straight);
   }
 
  private:

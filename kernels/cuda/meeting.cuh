@@ -77,12 +77,13 @@ class Meeting {
   DEVICE INLINE bool meets() { return warp_all(compare(lane())); }
 
   // To be called by all threads in the end, and not before they have moved what is theirs to move (`done`: none gave up).
-  // `straight`: between callers' buffers, of which no rank may do anything else before all are done with them.
-  DEVICE INLINE void end(u32 runs, bool done, bool straight = false) {
+  // `straight`: between callers' buffers, of which no rank may do anything else before all are done with them. `may_be_straight`: for any thread of the
+  // block.
+  DEVICE INLINE void end(u32 runs, bool done, bool straight = false, bool may_be_straight = false) {
     if (serves()) done = compare(lane()) && done;
     bool aborted = block_any(!done);
-    // No thread of the block waits for anybody now, but the one that is about to leave.
-    if (!straight) let_next_kernel_come();
+    // No thread of the block waits for anybody now, but those that are about to leave, and one that lets the next kernel come does so for all.
+    if (!may_be_straight) let_next_kernel_come();
     if (thread_index() >= warp_threads()) return;
     if (straight && !aborted) aborted = !leave();
     if (thread_index() == 0) finish(runs, aborted);
@@ -103,6 +104,7 @@ class Meeting {
     if (thread_index() >= warp_threads()) return;
     // Nobody has announced anything in this kernel.
     if (thread_index() == 0) place_ = Report::no_place();
+    warp_barrier();
     bool aborted = !warp_all(!gives_up && !report_.has_given_up());
     if (!aborted) aborted = !leave();
     if (thread_index() == 0) finish(report_.runs(), aborted);

@@ -74,7 +74,8 @@ impl Watch {
             verdict = None;
         }
         let rest = again(verdict.as_ref(), &heard, &self.settings, age);
-        let conclusion = lock(&self.inquiry).conclude(op.run, verdict, (self.rank, &heard), rest, now);
+        let run = (op.run, op.start_ns);
+        let conclusion = lock(&self.inquiry).conclude(run, verdict, (self.rank, &heard), rest, now);
         match conclusion {
             Conclusion::Doubt => SHORTEST,
             Conclusion::Nothing => rest,

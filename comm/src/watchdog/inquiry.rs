@@ -43,8 +43,8 @@ pub(super) struct Inquiry {
     traced: BTreeSet<u32>,
     /// Ranks whose answers came when a question was closed, and when the last one did: they are behind, and live.
     behind: BTreeMap<u32, u64>,
-    /// Ranks that did not run, or were not heard of, when that was found last: what others did not do meanwhile they need not have been late
-    /// with.
+    /// Ranks that did not run, when that was found last, or were not heard of, when that was said: what others did not do meanwhile they need not have
+    /// been late with.
     held: BTreeMap<u32, u64>,
 }
 
@@ -181,15 +181,21 @@ impl Inquiry {
         }
     }
 
-    /// Whether a verdict may say no more than that one of these ranks did not run: the others have not had a threshold since then.
-    fn may_be_because_held(&self, verdict: &Verdict, mut ranks: impl Iterator<Item = u32>, now: u64) -> bool {
+    /// Whether a verdict may say no more than that one of these ranks did not run: it is of an operation that began before that, and the others have not
+    /// had a threshold since then.
+    fn may_be_because_held(
+        &self,
+        verdict: &Verdict,
+        mut ranks: impl Iterator<Item = u32>,
+        (began, now): (u64, u64),
+    ) -> bool {
         let is_by_time = matches!(
             verdict.cause,
             Cause::NotLaunched | Cause::QueuedBehindCompute | Cause::StuckNic | Cause::StuckKernel
         );
-        let threshold = self.threshold.as_nanos() as u64;
-        let is_fresh = |rank| self.held.get(&rank).is_some_and(|held| now < held + threshold);
-        is_by_time && ranks.any(is_fresh)
+        let threshold = u64::try_from(self.threshold.as_nanos()).unwrap_or(u64::MAX);
+        let is_fresh = |held: &u64| began < *held && now < held.saturating_add(threshold);
+        is_by_time && ranks.any(|rank| self.held.get(&rank).is_some_and(is_fresh))
     }
 
     /// For how long a run's verdict has been one that must last.
@@ -288,38 +294,37 @@ impl Inquiry {
         Step::Heard(heard)
     }
 
-    /// What follows from what was found about a run by rank `rank`, which looks into it again after `rest` at the latest.
+    /// What follows from what was found about a run, which began then, by rank `rank`, which looks into it again after `rest` at the latest.
     pub(super) fn conclude(
         &mut self,
-        run: Run,
+        (run, began): (Run, u64),
         verdict: Option<Verdict>,
         (rank, heard): (u32, &BTreeMap<u32, Heard>),
         rest: Duration,
         now: u64,
     ) -> Conclusion {
-        if let Some(verdict) = &verdict
-            && self.may_be_because_held(verdict, heard.keys().copied(), now)
-        {
-            // What has been said stands until then.
-            let case = Case::of(&mut self.cases, run, now);
-            (case.closed_ns, case.again_ns) = (now, now + rest.as_nanos() as u64);
-            return Conclusion::Nothing;
-        }
+        let ranks = heard.keys().copied();
+        let is_held = verdict
+            .as_ref()
+            .is_some_and(|verdict| self.may_be_because_held(verdict, ranks, (began, now)));
+        let stopped = heard.iter().filter(|(_, heard)| **heard == Heard::Stopped);
+        self.held.extend(stopped.map(|(rank, _)| (*rank, now)));
         // One that holds up several operations is named once.
         let others = self.cases.iter().filter(|case| case.run != run);
         let is_said = verdict.as_ref().is_some_and(|verdict| {
             let mut said = others.filter_map(|case| case.said.as_ref());
             said.any(|said| said.tells(verdict))
         });
-        let held = verdict
-            .clone()
-            .filter(|verdict| matches!(verdict.cause, Cause::RankStopped | Cause::NoAnswer))
-            .into_iter()
-            .flat_map(|verdict| verdict.others.into_iter().chain([verdict.culprit]));
         let culprit = verdict.as_ref().map(|verdict| verdict.culprit);
         let behind = culprit.and_then(|rank| self.behind.get(&rank).copied());
         let case = Case::of(&mut self.cases, run, now);
         case.have_come = heard.values().all(Heard::has_come);
+        if is_held {
+            // What has been said stands until then.
+            (case.unanswered, case.lasting) = (0, None);
+            (case.closed_ns, case.again_ns) = (now, now + rest.as_nanos() as u64);
+            return Conclusion::Nothing;
+        }
         let (fresh, said) = match is_said {
             true => (None, None),
             false => verdict::next(case.said.clone(), verdict),
@@ -354,7 +359,13 @@ impl Inquiry {
         (case.unanswered, case.lasting, case.said) = (0, None, said);
         // Asked again for as long as it lasts: the verdict may change.
         case.again_ns = now + rest.as_nanos() as u64;
-        self.held.extend(held.map(|rank| (rank, now)));
+        // Where one is not heard of, or a debugger has it, that is held against nobody again until it is said anew.
+        if let Some(fresh) = &fresh
+            && matches!(fresh.cause, Cause::RankStopped | Cause::NoAnswer)
+        {
+            let ranks = fresh.others.iter().chain([&fresh.culprit]);
+            self.held.extend(ranks.map(|rank| (*rank, now)));
+        }
         fresh.map_or(Conclusion::Nothing, Conclusion::Say)
     }
 

@@ -150,9 +150,9 @@ impl Stock {
 
     /// What a new communicator gets, if there is something.
     pub(super) fn take(self: &Arc<Self>) -> Option<KernelGraphs> {
-        // Before the other lock. What begins after this begins with graphs that somebody has.
-        let is_idle = lock(&self.launches.exchange).running == 0;
         let mut instances = lock(&self.instances);
+        // Under that lock: nothing is given back meanwhile, and what has been is not launched any more.
+        let is_idle = lock(&self.launches.exchange).running == 0;
         let Instances { free, given_back } = &mut *instances;
         if is_idle {
             free.append(given_back);

@@ -26,8 +26,24 @@ fn step(inquiry: &mut Inquiry, seq: u64, now: u64) -> Step {
 }
 
 fn conclude(inquiry: &mut Inquiry, seq: u64, verdict: Option<Verdict>, now: u64) -> Conclusion {
-    let heard = BTreeMap::from([(OWN, Heard::Silent), (1, Heard::Silent)]);
-    inquiry.conclude(run(seq), verdict, (OWN, &heard), REST, now)
+    conclude_of(inquiry, (seq, 0), verdict, now)
+}
+
+/// Of one that began then.
+fn conclude_of(
+    inquiry: &mut Inquiry,
+    (seq, began): (u64, u64),
+    verdict: Option<Verdict>,
+    now: u64,
+) -> Conclusion {
+    let mut heard = BTreeMap::from([(OWN, Heard::Silent), (1, Heard::Silent)]);
+    if let Some(verdict) = verdict
+        .as_ref()
+        .filter(|verdict| verdict.cause == Cause::RankStopped)
+    {
+        heard.insert(verdict.culprit, Heard::Stopped);
+    }
+    inquiry.conclude((run(seq), began), verdict, (OWN, &heard), REST, now)
 }
 
 #[test]
@@ -148,7 +164,38 @@ fn nobody_is_late_because_another_rank_did_not_run() {
         conclude(&mut inquiry, 1, late.clone(), 9998 * MS),
         Conclusion::Nothing
     );
+    assert_eq!(
+        conclude_of(&mut inquiry, (3, 7999 * MS), late.clone(), 9998 * MS),
+        say(&late),
+        "it began when the rank ran again"
+    );
+    assert_eq!(
+        conclude(&mut inquiry, 2, late.clone(), 9999 * MS),
+        Conclusion::Nothing,
+        "of another operation it has been said"
+    );
+    inquiry.keep(|kept| kept != run(3));
     assert_eq!(conclude(&mut inquiry, 1, late.clone(), 9999 * MS), say(&late));
+}
+
+/// One that is busy misses a question now and then.
+#[test]
+fn a_rank_that_does_not_answer_excuses_others_once() {
+    let mut inquiry = Inquiry::of(THRESHOLD);
+    let silent = verdict(Cause::NoAnswer, 1, true);
+    let late = verdict(Cause::NotLaunched, 0, false);
+    assert_eq!(
+        conclude(&mut inquiry, 1, silent.clone(), 4000 * MS),
+        Conclusion::Doubt
+    );
+    let said = conclude(&mut inquiry, 1, silent.clone(), 4500 * MS);
+    assert_eq!(said, Conclusion::Say(silent.clone().unwrap()));
+    for (at, verdict) in [(5000, &late), (6000, &silent), (6499, &late)] {
+        let after = conclude(&mut inquiry, 1, verdict.clone(), at * MS);
+        assert_eq!(after, Conclusion::Nothing, "{at}");
+    }
+    let said = conclude(&mut inquiry, 1, late.clone(), 6500 * MS);
+    assert_eq!(said, Conclusion::Say(late.unwrap()));
 }
 
 /// A rank that is late may be caught in a message to this one, which is on its way and ends by itself.
@@ -164,7 +211,7 @@ fn ranks_wait_for_each_other_if_that_lasts_and_nothing_moves() {
             bars_ns: Some(stood_ms * MS),
         };
         let heard = BTreeMap::from([(1, Heard::Crossed(held))]);
-        inquiry.conclude(run(1), mismatch.clone(), (OWN, &heard), REST, at_ms * MS)
+        inquiry.conclude((run(1), 0), mismatch.clone(), (OWN, &heard), REST, at_ms * MS)
     };
     assert_eq!(
         conclude(1000, 5000),

@@ -24,7 +24,8 @@ fn clean(said: &str) -> Verdict {
 
 pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
     let sanitizer = steps.host.sanitizer().map_err(|reason| anyhow!(reason))?;
-    // Straight between buffers, and pushed: what only long operations are otherwise. They share no memory of a block.
+    // Straight between buffers, and pushed: what only long operations are otherwise. No races are looked for: where two ranks reduce, all warps of a
+    // block write the same places, each before it reads them, which would be reported.
     let straight: &[_] = &[
         ("RINGSIGHT_STRAIGHT_BYTES", "1"),
         ("RINGSIGHT_PUSH_BYTES", "65536"),
