@@ -18,7 +18,8 @@
 // that of another one.
 //
 // With RINGSIGHT_MOCK_FREE=waits, who gives memory back, or makes an executable graph, waits for all kernels and host functions that have been
-// launched, and as long nobody launches another one: as drivers do, of graphs when they need more memory for them. ringsight_mock_memory says how often that was, and what has not been given back.
+// launched, and as long nobody launches another one: as drivers do, of graphs when they need more memory for them.
+// ringsight_mock_memory says how often that was, and what has not been given back.
 //
 // With RINGSIGHT_MOCK_KERNELS=skip, kernels of one shot move no data: a launch reports their run at once on the calling
 // thread, and events of streams are reached when they are recorded. What a call of the library takes then is the host's part

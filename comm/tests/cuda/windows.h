@@ -81,6 +81,22 @@ static void check_replays(struct Rank* r, int salt) {
   CU(cuGraphExecDestroy, exec);
 }
 
+// A moment later.
+static void call_again(struct Rank* r) {
+  usleep(10000);
+  enqueue(r, ALL_REDUCE, F32, 1000, 0, 0, r->send, r->recv);
+  CU(cuStreamSynchronize, r->stream);
+}
+// Whether it is so on any rank: to be asked by all.
+static bool is_on_any(struct Rank* r, bool so) {
+  shared->numbers[r->rank] = so;
+  barrier();
+  double all = 0;
+  for (int rank = 0; rank < ranks; rank++) all += shared->numbers[rank];
+  barrier();
+  return all > 0;
+}
+
 // What others have mapped of a window goes with its memory, once the window has been given back. Only a driver without a GPU tells.
 static void check_closed(struct Rank* r) {
   void (*const figures)(uint64_t*) = (void (*)(uint64_t*))dlsym(RTLD_DEFAULT, "ringsight_mock_memory");
@@ -90,17 +106,11 @@ static void check_closed(struct Rank* r) {
   figures(before);
   // What earlier windows have left may still go, with a later call: until nothing has for a while on any rank.
   for (int quiet = 0; quiet < 20;) {
-    usleep(10000);
-    enqueue(r, ALL_REDUCE, F32, 1000, 0, 0, r->send, r->recv);
-    CU(cuStreamSynchronize, r->stream);
+    call_again(r);
     figures(after);
-    shared->numbers[r->rank] = after[OPENED] != before[OPENED];
+    const bool changes = after[OPENED] != before[OPENED];
     memcpy(before, after, sizeof before);
-    barrier();
-    double changes = 0;
-    for (int rank = 0; rank < ranks; rank++) changes += shared->numbers[rank];
-    quiet = changes == 0 ? quiet + 1 : 0;
-    barrier();
+    quiet = is_on_any(r, changes) ? 0 : quiet + 1;
   }
   const CUdeviceptr recv = r->recv;
   void* window;
@@ -115,17 +125,11 @@ static void check_closed(struct Rank* r) {
   CU(cuMemFree, r->recv);
   r->recv = recv;
   // What is over is let go of with a later call: all ranks make one as long as anything stays on any.
-  double stays = 1;
-  for (int i = 0; i < 1000 && stays > 0; i++) {
-    usleep(10000);
-    enqueue(r, ALL_REDUCE, F32, 1000, 0, 0, r->send, r->recv);
-    CU(cuStreamSynchronize, r->stream);
+  bool stays = true;
+  for (int i = 0; i < 1000 && stays; i++) {
+    call_again(r);
     figures(after);
-    shared->numbers[r->rank] = after[OPENED] > before[OPENED];
-    barrier();
-    stays = 0;
-    for (int rank = 0; rank < ranks; rank++) stays += shared->numbers[rank];
-    barrier();
+    stays = is_on_any(r, after[OPENED] > before[OPENED]);
   }
   if (after[OPENED] > before[OPENED]) fail("windows rank %d: what was mapped stays", r->rank);
   barrier();
