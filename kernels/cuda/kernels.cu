@@ -38,14 +38,14 @@ RINGSIGHT_ONE_SHOTS(RINGSIGHT_KERNEL)
 #undef RINGSIGHT_KERNEL
 
 // A collective of any length among peers: two blocks on a multiprocessor.
-#define RINGSIGHT_KERNEL(NAME, REDUCES, WHOLE, E, OP, RANKS)                                            \
+#define RINGSIGHT_KERNEL(NAME, STRAIGHT, REDUCES, WHOLE, E, OP, RANKS)                                  \
   extern "C" __global__ void __launch_bounds__(256, 2)                                           \
   NAME(const __grid_constant__ ringsight::Exchange arguments) {                                  \
     using namespace ringsight;                                                                   \
     __shared__ volatile u64 place;                                                              \
     __shared__ Places places;                                                                    \
     await_kernels_before();                                                                      \
-    ExchangeBlock<REDUCES, WHOLE, E, OP, RANKS>(arguments, blockIdx.x, gridDim.x, place, places).run(); \
+    ExchangeBlock<STRAIGHT, REDUCES, WHOLE, E, OP, RANKS>(arguments, blockIdx.x, gridDim.x, place, places).run(); \
   }
 RINGSIGHT_EXCHANGES(RINGSIGHT_KERNEL)
 

@@ -38,11 +38,11 @@ void run_one_shot(const void* arguments, u32 index, u32 blocks) {
   volatile u64 place;
   OneShotBlock<E, Op, RANKS>(*static_cast<const OneShot*>(arguments), index, blocks, place).run();
 }
-template <bool REDUCES, bool WHOLE, class E, class Op, u32 RANKS>
+template <bool STRAIGHT, bool REDUCES, bool WHOLE, class E, class Op, u32 RANKS>
 void run_exchange(const void* arguments, u32 index, u32 blocks) {
   volatile u64 place;
   Places places;
-  ExchangeBlock<REDUCES, WHOLE, E, Op, RANKS>(*static_cast<const Exchange*>(arguments), index, blocks, place, places).run();
+  ExchangeBlock<STRAIGHT, REDUCES, WHOLE, E, Op, RANKS>(*static_cast<const Exchange*>(arguments), index, blocks, place, places).run();
 }
 template <bool WHOLE>
 void run_messages(const void* arguments, u32 index, u32 blocks) {
@@ -62,8 +62,8 @@ struct PeerKernel {
   void (*run_block)(const void* arguments, u32 index, u32 blocks);
 };
 #define RINGSIGHT_ONE_SHOT(NAME, E, OP, RANKS) {#NAME, sizeof(OneShot), run_one_shot<E, OP, RANKS>},
-#define RINGSIGHT_EXCHANGE(NAME, REDUCES, WHOLE, E, OP, RANKS) \
-  {#NAME, sizeof(Exchange), run_exchange<REDUCES, WHOLE, E, OP, RANKS>},
+#define RINGSIGHT_EXCHANGE(NAME, STRAIGHT, REDUCES, WHOLE, E, OP, RANKS) \
+  {#NAME, sizeof(Exchange), run_exchange<STRAIGHT, REDUCES, WHOLE, E, OP, RANKS>},
 #define RINGSIGHT_GATE(NAME, FIRST) {#NAME, sizeof(Gate), run_one_gate<FIRST>},
 extern "C" const PeerKernel ringsight_peer_kernels[] = {
     RINGSIGHT_ONE_SHOTS(RINGSIGHT_ONE_SHOT) RINGSIGHT_EXCHANGES(RINGSIGHT_EXCHANGE)

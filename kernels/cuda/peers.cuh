@@ -58,16 +58,13 @@ constexpr u32 LINE_DATA_BYTES = 120, ROW_BYTES = 480;
 constexpr u32 CHUNK_ROWS = 16, CHUNK_SLOT_BYTES = CHUNK_ROWS * 512;
 
 DEVICE inline u64* steps_of(u64 base) { return reinterpret_cast<u64*>(base + STEPS_OFFSET); }
-// Lanes of each connection among so many ranks: about as many in all, so fewer for each.
-DEVICE inline u32 lanes_among(u32 ranks) {
-  u32 lanes = LANES;
-  for (u32 fewer = 2; fewer < ranks; fewer *= 2) lanes /= 2;
-  return lanes;
-}
+// Lanes of each connection among so many ranks, and bytes of a slot.
+DEVICE inline constexpr u32 lanes_among(u32 ranks) { return ranks <= 4 ? LANES : LANES / 2; }
+DEVICE inline constexpr u32 slot_bytes_among(u32 ranks) { return ranks <= 2 ? CHUNK_SLOT_BYTES : CHUNK_SLOT_BYTES / 2; }
 // `other`: which of the other ranks writes there.
-DEVICE inline Pack* slot_of(u64 base, u32 lanes, u32 other, u32 lane, u64 step) {
-  const u64 slot = (static_cast<u64>(other) * lanes + lane) * 2 + step % 2;
-  return reinterpret_cast<Pack*>(base + CHUNKS_OFFSET + slot * CHUNK_SLOT_BYTES);
+DEVICE inline Pack* slot_of(u64 base, u32 ranks, u32 other, u32 lane, u64 step) {
+  const u64 slot = (static_cast<u64>(other) * lanes_among(ranks) + lane) * 2 + step % 2;
+  return reinterpret_cast<Pack*>(base + CHUNKS_OFFSET + slot * slot_bytes_among(ranks));
 }
 
 // Behind the slots, at an offset that the host says: what other processes have mapped of callers' memory. An allocation that a rank

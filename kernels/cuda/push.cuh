@@ -79,13 +79,13 @@ class PushBlock {
   }
   DEVICE INLINE void push(u32 chunk) const {
     const u64 start = this->start(chunk);
-    for_mine([&](u32 at) {
-      // Not all to the same one at first.
-      for (u32 hop = 1; hop < RANKS; hop++) {
-        const u32 rank = me() + hop < RANKS ? me() + hop : me() + hop - RANKS;
+    // Not all to the same one at first.
+    for (u32 hop = 1; hop < RANKS; hop++) {
+      const u32 rank = me() + hop < RANKS ? me() + hop : me() + hop - RANKS;
+      for_mine([&](u32 at) {
         copy_stretch<PACKS>(slot(rank, me(), chunk) - start, arguments_.from[rank], arguments_.sends[rank], start + at, folding_.element_bytes());
-      }
-    });
+      });
+    }
   }
   DEVICE INLINE void reduce(u32 chunk) const {
     const u64 start = this->start(chunk);

@@ -161,6 +161,8 @@ pub struct Way {
     pub protocol: Protocol,
     /// Bytes of the operation.
     pub bytes: u64,
+    /// Ranks of its communicator.
+    pub ranks: u32,
     /// In memory that all ranks reach, otherwise through FIFOs.
     pub among_peers: bool,
 }

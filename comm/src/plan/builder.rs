@@ -471,6 +471,7 @@ impl<'a> Builder<'a> {
             algorithm,
             protocol: self.work.protocol(protocol),
             bytes: info.bytes,
+            ranks: self.comm.ranks,
             among_peers: self.work.are_among_peers(),
         };
         observe::describe(&Description {

@@ -63,8 +63,7 @@ impl Limits {
     }
 
     /// [`Limits::straight_bytes`] of a function among so many ranks. What goes straight begins with one more way over NVLink, and ends with a fence and
-    /// another. Among more than two, lines take more of the link than what they carry does, and who reduces asks for the next contributions before it gives
-    /// results away (`docs/src/performance/tuning.jsonl`).
+    /// another. Among more than two, reductions in lines have few registers for what is on its way (`docs/src/performance/tuning.jsonl`).
     #[must_use]
     pub fn straight_bytes_of(&self, function: Function, ranks: u32) -> u64 {
         let reduces = matches!(
@@ -74,8 +73,9 @@ impl Limits {
         self.straight_bytes.unwrap_or(match (ranks > 2, reduces) {
             (false, true) => STRAIGHT_BYTES,
             (false, false) => 4 << 20,
-            (true, false) => 9 << 18,
-            (true, true) => 1 << 20,
+            (true, true) => 5 << 19,
+            (true, false) if function.is_p2p() => 9 << 18,
+            (true, false) => 9 << 19,
         })
     }
 

@@ -71,7 +71,7 @@ pub const TABLE: &[Row] = &[
     // The same as for an all_gather where one rank sends or gets everything: among two there is no other way, among more a ring needs less of that
     // rank's links, once it is the bytes that take the time.
     Row::of(ROOTED, in_lines(Algorithm::Direct)).up_to_ranks(2),
-    Row::of(ROOTED, in_lines(Algorithm::Direct)).up_to_of_all(1 << 20),
+    Row::of(ROOTED, in_lines(Algorithm::Direct)).up_to_of_all(16 << 20),
     // Half the hops. Each rank sends, receives and reduces what all have: up to here that takes less than the hops do.
     Row::of(&[AllReduce], through_fifos(Algorithm::OneShot)).up_to_of_all(16 << 10),
     Row::of(

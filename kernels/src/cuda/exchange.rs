@@ -8,7 +8,7 @@ use super::{
     layout::{Exchange, PeerCall},
     peer_launch::{MOST_BLOCKS, PeerArguments, PeerLaunch, SERVICE, ranks_of_its_own, sum_of},
     peers::{
-        CHUNK_ROWS, MAX_PEERS, ROW_BYTES, STRAIGHT_BLOCKS, lanes, mappings_offset, push_chunk, pushed_offset,
+        MAX_PEERS, ROW_BYTES, STRAIGHT_BLOCKS, chunk_rows, lanes, mappings_offset, push_chunk, pushed_offset,
     },
 };
 use crate::launch::{Peers, Straight, Work};
@@ -17,29 +17,47 @@ use crate::launch::{Peers, Straight, Work};
 const EXACT_ROWS: usize = 5;
 
 /// Names of the kernels, by their numbers: `RINGSIGHT_EXCHANGES` in `cuda/exchange.cuh`.
-pub const KERNELS: [&CStr; 12] = [
-    c"ringsight_exchange_elements",
-    c"ringsight_exchange_words",
-    c"ringsight_exchange_any",
-    c"ringsight_exchange_sum_f32_2",
-    c"ringsight_exchange_sum_f32_4",
-    c"ringsight_exchange_sum_f32_8",
-    c"ringsight_exchange_sum_f16_2",
-    c"ringsight_exchange_sum_f16_4",
-    c"ringsight_exchange_sum_f16_8",
-    c"ringsight_exchange_sum_bf16_2",
-    c"ringsight_exchange_sum_bf16_4",
-    c"ringsight_exchange_sum_bf16_8",
+pub const KERNELS: [&CStr; 26] = [
+    c"ringsight_straight_elements",
+    c"ringsight_straight_words",
+    c"ringsight_straight_any",
+    c"ringsight_straight_sum_f32_2",
+    c"ringsight_straight_sum_f32_4",
+    c"ringsight_straight_sum_f32_8",
+    c"ringsight_straight_sum_f16_2",
+    c"ringsight_straight_sum_f16_4",
+    c"ringsight_straight_sum_f16_8",
+    c"ringsight_straight_sum_bf16_2",
+    c"ringsight_straight_sum_bf16_4",
+    c"ringsight_straight_sum_bf16_8",
+    c"ringsight_lines_elements",
+    c"ringsight_lines_words",
+    c"ringsight_lines_any",
+    c"ringsight_lines_sum_f32_2",
+    c"ringsight_lines_sum_f32_4",
+    c"ringsight_lines_sum_f32_8",
+    c"ringsight_lines_sum_f16_2",
+    c"ringsight_lines_sum_f16_4",
+    c"ringsight_lines_sum_f16_8",
+    c"ringsight_lines_sum_bf16_2",
+    c"ringsight_lines_sum_bf16_4",
+    c"ringsight_lines_sum_bf16_8",
+    c"ringsight_lines_words_4",
+    c"ringsight_lines_words_8",
 ];
 
-/// The number of the one that reduces anything.
+/// Kinds of kernels: first one of each for what may go straight, then for what goes in lines.
+const KINDS: usize = 12;
+/// The kind that copies words. In lines there are two more of it behind all kinds: among 4 and among 8 ranks.
+const WORDS: usize = 1;
+/// The kind that reduces anything.
 const ANY: usize = 2;
 
 /// Warps of a block that move data. Two such blocks fit on a multiprocessor: see [`MOST_BLOCKS`].
 const WARPS: usize = 7;
-/// The same of what stores straight into others' buffers: twice as many blocks, since more multiprocessors store more, of half the threads, so
-/// that they take no more room. What only loads is no faster so.
-const STRAIGHT_WARPS: usize = 3;
+/// The same of what stores straight into others' buffers, or in lines to more than one other rank: twice as many blocks, since more multiprocessors store
+/// more, of half the threads, so that they take no more room. What only loads is no faster so, nor is what needs all lanes.
+const HALF_WARPS: usize = 3;
 /// Chunks that a block pushes at least, where they are long enough.
 const CHUNKS: usize = 4;
 /// Threads of a block of which so many warps move data.
@@ -48,34 +66,37 @@ const fn threads(warps: usize) -> u32 {
 }
 
 /// Warps of a block that move data.
-const fn warps(straight: bool, only_loads: bool) -> usize {
-    if straight && !only_loads {
-        STRAIGHT_WARPS
-    } else {
-        WARPS
+const fn warps(ranks: usize, straight: bool, only_loads: bool) -> usize {
+    match straight {
+        true if only_loads => WARPS,
+        false if ranks <= 2 => WARPS,
+        _ => HALF_WARPS,
     }
 }
 
 /// Threads of a block of a collective in lines, or straight, by loads alone if contributions are not pushed.
 #[must_use]
-pub fn exchange_threads(function: Function, straight: bool, pushes: bool) -> u32 {
+pub fn exchange_threads(function: Function, ranks: usize, straight: bool, pushes: bool) -> u32 {
     let only_loads = !pushes && matches!(function, Function::ReduceScatter | Function::Reduce);
-    threads(warps(straight, only_loads))
+    threads(warps(ranks, straight, only_loads))
 }
 
 /// The launch of a collective, but for where it reports to. All blocks must run side by side, since they wait for those of the others.
 pub(super) fn launch(work: &Work, call: PeerCall, peers: &Peers) -> PeerLaunch {
     let mut arguments = parts(work, call);
     let rows = (arguments.piece as usize).div_ceil(ROW_BYTES);
-    let lanes = lanes(work.ranks as usize);
+    let ranks = work.ranks as usize;
+    let lanes = lanes(ranks);
     // What goes straight takes no memory for lanes: if it does not, in the end, some warps have nothing to do.
+    let straight = work.straight != Straight::No;
     let only_loads = arguments.reduces == 1 && arguments.passes == 0 && !work.pushes;
-    let warps = warps(work.straight != Straight::No, only_loads);
-    let most = match work.straight {
-        Straight::No => (lanes / warps).min(MOST_BLOCKS as usize),
-        _ if only_loads => MOST_BLOCKS as usize,
-        _ => STRAIGHT_BLOCKS,
+    let warps = warps(ranks, straight, only_loads);
+    let most = if warps == HALF_WARPS {
+        STRAIGHT_BLOCKS
+    } else {
+        MOST_BLOCKS as usize
     };
+    let most = if straight { most } else { most.min(lanes / warps) };
     let most = (peers.most_blocks as usize).clamp(1, most);
     // A lane for each row, as far as that goes; then more rows for each.
     let blocks = rows.div_ceil(warps).clamp(1, most);
@@ -87,16 +108,16 @@ pub(super) fn launch(work: &Work, call: PeerCall, peers: &Peers) -> PeerLaunch {
         (1, _) if each <= 2 * EXACT_ROWS => EXACT_ROWS,
         (1, 1) => 4,
         (1, _) if each <= 24 => 8,
-        _ => CHUNK_ROWS,
+        _ => chunk_rows(ranks),
     };
     let chunk_rows = each.div_ceil(each.div_ceil(most_rows));
     arguments.chunk = (chunk_rows * ROW_BYTES) as u32;
     if work.pushes {
-        arguments.push = pushed(work.ranks as usize, arguments.piece as usize, blocks);
+        arguments.push = pushed(ranks, arguments.piece as usize, blocks);
     }
-    let kernel = kernel(work, &arguments);
+    let kind = kind(work, &arguments);
     if let Straight::Open { sent, received } = work.straight
-        && goes_straight(kernel, &arguments)
+        && goes_straight(kind, &arguments)
     {
         arguments.open = 1;
         (arguments.received, arguments.sent) = (received.generation, sent.generation);
@@ -107,7 +128,7 @@ pub(super) fn launch(work: &Work, call: PeerCall, peers: &Peers) -> PeerLaunch {
         }
     }
     PeerLaunch {
-        kernel,
+        kernel: kernel(kind, ranks, straight),
         arguments: PeerArguments::Exchange(arguments),
         blocks: blocks as u32,
         threads: threads(warps),
@@ -122,13 +143,23 @@ fn pushed(ranks: usize, piece: usize, blocks: usize) -> u32 {
         return 0;
     }
     // What all warps of a block have under way at once. Some chunks a block: while one is reduced, the next ones travel.
-    let round = STRAIGHT_WARPS * 16 / ranks * 512;
+    let round = HALF_WARPS * 16 / ranks * 512;
     let each = piece.div_ceil(blocks * CHUNKS).next_multiple_of(round);
     each.min(most / round * round) as u32
 }
 
-/// The number of the kernel that is made for it, or of one that does anything.
-fn kernel(work: &Work, arguments: &Exchange) -> usize {
+/// The number of a kernel of [`KERNELS`].
+fn kernel(kind: usize, ranks: usize, straight: bool) -> usize {
+    match (straight, kind, ranks) {
+        (true, ..) => kind,
+        (false, WORDS, 4) => 2 * KINDS,
+        (false, WORDS, 8) => 2 * KINDS + 1,
+        (false, ..) => KINDS + kind,
+    }
+}
+
+/// The kind of kernel that is made for it, or of one that does anything.
+fn kind(work: &Work, arguments: &Exchange) -> usize {
     let ranks = work.ranks as usize;
     let words = |addresses: &[u64], lengths: &[u64]| {
         addresses
@@ -154,13 +185,13 @@ fn kernel(work: &Work, arguments: &Exchange) -> usize {
 #[must_use]
 pub fn can_go_straight(work: &Work) -> bool {
     let arguments = parts(work, PeerCall::default());
-    goes_straight(kernel(work, &arguments), &arguments)
+    goes_straight(kind(work, &arguments), &arguments)
 }
 
 /// Whether a kernel does it straight if it is to: of what reduces those that are made for it do, and buffers are gone through by 16 bytes.
-fn goes_straight(kernel: usize, arguments: &Exchange) -> bool {
+fn goes_straight(kind: usize, arguments: &Exchange) -> bool {
     let places = arguments.from.iter().chain(&arguments.to);
-    kernel != ANY
+    kind != ANY
         && places
             .chain([&arguments.own, &arguments.result])
             .all(|address| address.is_multiple_of(16))

@@ -328,7 +328,7 @@ pub struct Exchange {
     pub result_bytes: u64,
     /// The most that any rank sends another at a time: all ranks take as many steps as that takes.
     pub piece: u64,
-    /// Bytes of a step: whole rows, at most [`super::peers::CHUNK_ROWS`] of [`super::peers::ROW_BYTES`].
+    /// Bytes of a step: whole rows of [`super::peers::ROW_BYTES`], at most [`super::peers::chunk_rows`].
     pub chunk: u32,
     /// 1: what comes is reduced, and the result goes to `result`; 0: it goes to `to`.
     pub reduces: u8,

@@ -27,17 +27,23 @@ pub const LANES: usize = 512;
 pub const STEPS_OFFSET: usize = LINES_OFFSET + LINES * size_of::<Line>();
 /// Where the slots for chunks begin.
 pub const CHUNKS_OFFSET: usize = STEPS_OFFSET + LANES * size_of::<u64>();
-/// Rows of a slot: 512 bytes each, of which [`ROW_BYTES`] are data.
+/// The most rows of a slot: 512 bytes each, of which [`ROW_BYTES`] are data.
 pub const CHUNK_ROWS: usize = 16;
 /// Bytes of data in a row: 120 in each of four lines of 128.
 pub const ROW_BYTES: usize = 480;
 
 const _: () = assert!(CHUNKS_OFFSET == 2_109_440 && CHUNKS_OFFSET.is_multiple_of(4096));
 
-/// Lanes of each connection among so many ranks: about as many in all, so fewer for each.
+/// Lanes of each connection among so many ranks.
 #[must_use]
 pub const fn lanes(ranks: usize) -> usize {
-    2 * LANES / ranks.next_power_of_two()
+    if ranks <= 4 { LANES } else { LANES / 2 }
+}
+
+/// Rows of a slot of each lane: fewer among more, since many lanes of short slots are better than few of long ones, and memory is the same.
+#[must_use]
+pub const fn chunk_rows(ranks: usize) -> usize {
+    if ranks <= 2 { CHUNK_ROWS } else { CHUNK_ROWS / 2 }
 }
 
 /// Lanes of a connection for messages in one direction.
@@ -51,7 +57,7 @@ const _: () = assert!(MESSAGE_STATES == 57_344);
 /// Where the part for messages begins among so many ranks: what is kept of lanes, then two slots by rank and lane.
 #[must_use]
 pub const fn messages_offset(ranks: usize) -> usize {
-    CHUNKS_OFFSET + (ranks - 1) * lanes(ranks) * 2 * CHUNK_ROWS * 512
+    CHUNKS_OFFSET + (ranks - 1) * lanes(ranks) * 2 * chunk_rows(ranks) * 512
 }
 
 /// Bytes at [`messages_offset`] that [`are_messages_taken`] asks for.

@@ -163,7 +163,10 @@ impl Device for CudaDevice {
             _ if way.protocol == Protocol::Ce => GATE_THREADS,
             (Function::Send | Function::Recv, _) => MESSAGES_THREADS,
             (_, Algorithm::OneShot) => one_shot_threads(way.bytes as usize),
-            (function, _) => exchange_threads(function, straight, way.protocol == Protocol::Push),
+            (function, _) => {
+                let pushes = way.protocol == Protocol::Push;
+                exchange_threads(function, way.ranks as usize, straight, pushes)
+            }
         };
         // 1024 threads are the most that a block has.
         (threads / WARP) as u8

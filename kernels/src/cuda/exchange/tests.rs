@@ -142,19 +142,19 @@ proptest! {
             let (first, steps) = (&all[0].0, (all[0].1.piece, all[0].1.chunk));
             for (rank, (launch, one)) in all.iter().enumerate() {
                 prop_assert_eq!((launch.blocks, launch.threads), (first.blocks, first.threads));
-                prop_assert_eq!(launch.threads, exchange_threads(function, false, false));
+                prop_assert_eq!(launch.threads, exchange_threads(function, ranks as usize, false, false));
                 prop_assert_eq!((one.piece, one.chunk), steps, "{}", function);
-                prop_assert!(one.chunk as usize <= CHUNK_ROWS * ROW_BYTES && one.chunk > 0);
-                prop_assert!(launch.blocks as usize * WARPS <= lanes(ranks as usize));
+                prop_assert!(one.chunk as usize <= chunk_rows(ranks as usize) * ROW_BYTES && one.chunk > 0);
+                prop_assert!(launch.blocks as usize * (launch.threads as usize / 32 - 1) <= lanes(ranks as usize));
                 let straight = Work { straight: Straight::Closed, pushes: true, ..work(function, count, rank as u32, ranks, root) };
                 let (launch, straight) = launched(straight);
-                prop_assert_eq!(launch.threads, exchange_threads(function, true, true));
+                prop_assert_eq!(launch.threads, exchange_threads(function, ranks as usize, true, true));
                 prop_assert!(launch.blocks as usize <= STRAIGHT_BLOCKS && launch.blocks >= first.blocks);
                 let most = push_chunk(ranks as usize);
                 prop_assert!(straight.push as usize <= most && (straight.push > 0) == (most > 0));
                 prop_assert_eq!(straight.push, pushed(ranks as usize, straight.piece as usize, launch.blocks as usize));
                 // Whole rounds of a block's threads.
-                prop_assert_eq!(straight.push as usize * ranks as usize % (STRAIGHT_WARPS * 16 * 512), 0);
+                prop_assert_eq!(straight.push as usize * ranks as usize % (HALF_WARPS * 16 * 512), 0);
                 for (peer, (_, other)) in all.iter().enumerate().filter(|(peer, _)| *peer != rank) {
                     // What is reduced is as long as the result of who reduces; the rest goes where it was to go.
                     let expected = if one.reduces == 1 { one.result_bytes } else { one.takes[peer] };
@@ -209,28 +209,40 @@ fn what_is_called_most_has_kernels_of_its_own() {
             .unwrap()
     };
     let all_reduce = |ranks| work(Function::AllReduce, 1 << 20, 0, ranks, 0);
-    assert_eq!(name(all_reduce(2)), "ringsight_exchange_sum_f32_2");
-    assert_eq!(name(all_reduce(8)), "ringsight_exchange_sum_f32_8");
-    assert_eq!(name(all_reduce(3)), "ringsight_exchange_any");
+    assert_eq!(name(all_reduce(2)), "ringsight_lines_sum_f32_2");
+    assert_eq!(name(all_reduce(8)), "ringsight_lines_sum_f32_8");
+    assert_eq!(name(all_reduce(3)), "ringsight_lines_any");
     let half = |data_type| Work {
         data_type,
         ..work(Function::ReduceScatter, 1 << 20, 0, 4, 0)
     };
-    assert_eq!(name(half(DataType::Float16)), "ringsight_exchange_sum_f16_4");
-    assert_eq!(name(half(DataType::Bfloat16)), "ringsight_exchange_sum_bf16_4");
-    assert_eq!(name(half(DataType::Int32)), "ringsight_exchange_any");
+    assert_eq!(name(half(DataType::Float16)), "ringsight_lines_sum_f16_4");
+    assert_eq!(name(half(DataType::Bfloat16)), "ringsight_lines_sum_bf16_4");
+    assert_eq!(name(half(DataType::Int32)), "ringsight_lines_any");
+    // Whose code is short, as nothing goes straight there.
+    let straight = |work| Work {
+        straight: Straight::Closed,
+        ..work
+    };
+    let gather = |ranks| work(Function::AllGather, 1 << 20, 0, ranks, 0);
+    assert_eq!(name(straight(all_reduce(4))), "ringsight_straight_sum_f32_4");
+    assert_eq!(name(straight(all_reduce(3))), "ringsight_straight_any");
+    assert_eq!(name(straight(gather(4))), "ringsight_straight_words");
+    assert_eq!(name(gather(4)), "ringsight_lines_words_4");
+    assert_eq!(name(gather(8)), "ringsight_lines_words_8");
+    assert_eq!(name(gather(3)), "ringsight_lines_words");
     // An odd number of elements ends within a word, and other ranks' blocks begin there.
     assert_eq!(
         name(work(Function::AllGather, 1 << 20, 0, 2, 0)),
-        "ringsight_exchange_words"
+        "ringsight_lines_words"
     );
     assert_eq!(
         name(work(Function::AllGather, 1001, 0, 2, 0)),
-        "ringsight_exchange_elements"
+        "ringsight_lines_elements"
     );
     let shifted = Work {
         send: SEND + 4,
         ..all_reduce(2)
     };
-    assert_eq!(name(shifted), "ringsight_exchange_any");
+    assert_eq!(name(shifted), "ringsight_lines_any");
 }

@@ -31,7 +31,7 @@ const LEAST: u64 = 8;
 const ONE_SHOT: u64 = 512 << 10;
 /// Among more than two ranks these go round a ring once they are longer than that, all ranks together.
 const ROOTED: [&str; 2] = ["broadcast", "reduce"];
-const ROOTED_DIRECT: u64 = 1 << 20;
+const ROOTED_DIRECT: u64 = 16 << 20;
 /// What the table takes may be so much slower than the best way before it is marked: as much as two runs differ.
 const TOLERANCE: f64 = 1.05;
 
