@@ -32,77 +32,47 @@ pub(super) fn right(said: &str) -> Verdict {
 /// Few repetitions: what counts is that every size is right.
 const FEW: &str = "-c 1 -w 1 -n 2";
 
-fn check_one(steps: &mut Steps<'_>, name: &str, seconds: u64, operation: &str, words: &str) -> Result<()> {
-    let mut command = command(steps, operation, &steps.host.bundle.join("lib"), words)?;
-    command.env("NCCL_DEBUG", "WARN");
-    steps.run(name, Duration::from_secs(seconds), command, right);
-    Ok(())
+pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
+    check_on(steps, 2)
 }
 
-pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
-    let mut one = |name: &str, seconds: u64, operation: &str, words: &str| {
-        check_one(steps, name, seconds, operation, words)
-    };
+pub(super) fn check_four(steps: &mut Steps<'_>) -> Result<()> {
+    check_on(steps, 4)
+}
+
+fn check_on(steps: &mut Steps<'_>, gpus: usize) -> Result<()> {
     for operation in OPERATIONS {
-        one(
-            &format!("{operation}-g2"),
-            60,
-            operation,
-            &format!("-g 2 -b 8 -e 256M -f 2 {FEW}"),
-        )?;
-        one(
-            &format!("{operation}-t2"),
-            60,
-            operation,
-            &format!("-g 1 -t 2 -b 8 -e 64M -f 4 {FEW}"),
-        )?;
-        for registered in 1..=2 {
-            one(
-                &format!("{operation}-R{registered}"),
-                30,
-                operation,
-                &format!("-g 2 -R {registered} -b 8 -e 64M -f 8 {FEW}"),
-            )?;
-        }
-        one(
-            &format!("{operation}-G10"),
-            60,
-            operation,
-            &format!("-g 2 -G 10 -b 8 -e 16M -f 8 {FEW}"),
-        )?;
         let all = if REDUCTIONS.contains(&operation) {
             "-d all -o all"
         } else {
             "-d all"
         };
-        one(
-            &format!("{operation}-all"),
-            60,
-            operation,
-            &format!("-g 2 {all} -b 1K -e 64K -f 64 {FEW}"),
-        )?;
-        // The largest, where the send buffer, the receive buffer and what is expected of it are 4 GiB each.
-        one(
-            &format!("{operation}-4G"),
-            60,
-            operation,
-            "-g 2 -b 1G -e 4G -f 4 -c 1 -w 0 -n 1",
-        )?;
-    }
-    Ok(())
-}
-
-/// The same programs on four GPUs, where what differs is how many ranks there are.
-pub(super) fn check_four(steps: &mut Steps<'_>) -> Result<()> {
-    for operation in OPERATIONS {
-        for (name, words) in [
-            ("g4", "-g 4 -b 8 -e 256M -f 4"),
-            ("t4", "-g 1 -t 4 -b 8 -e 64M -f 8"),
-            ("g4-R2", "-g 4 -R 2 -b 8 -e 64M -f 8"),
-            ("g4-G10", "-g 4 -G 10 -b 8 -e 16M -f 8"),
-        ] {
-            let (name, words) = (format!("{operation}-{name}"), format!("{words} {FEW}"));
-            check_one(steps, &name, 60, operation, &words)?;
+        let one_thread = format!("-g {gpus}");
+        let runs = [
+            (&*format!("g{gpus}"), &*one_thread, "-b 8 -e 256M -f 2", FEW),
+            (
+                &*format!("t{gpus}"),
+                &*format!("-g 1 -t {gpus}"),
+                "-b 8 -e 64M -f 4",
+                FEW,
+            ),
+            ("R1", &*format!("{one_thread} -R 1"), "-b 8 -e 64M -f 8", FEW),
+            ("R2", &*format!("{one_thread} -R 2"), "-b 8 -e 64M -f 8", FEW),
+            ("G10", &*format!("{one_thread} -G 10"), "-b 8 -e 16M -f 8", FEW),
+            ("all", &*format!("{one_thread} {all}"), "-b 1K -e 64K -f 64", FEW),
+            // The largest, where the send buffer, the receive buffer and what is expected of it are 4 GiB each.
+            ("4G", &*one_thread, "-b 1G -e 4G -f 4", "-c 1 -w 0 -n 1"),
+        ];
+        for (name, how, sizes, times) in runs {
+            let library = steps.host.bundle.join("lib");
+            let mut command = command(steps, operation, &library, &format!("{how} {sizes} {times}"))?;
+            command.env("NCCL_DEBUG", "WARN");
+            steps.run(
+                &format!("{operation}-{name}"),
+                Duration::from_secs(60),
+                command,
+                right,
+            );
         }
     }
     Ok(())
