@@ -5,7 +5,8 @@
 // of the step.
 //
 // There are two slots for chunks, by the parity of the step: a rank that has seen a line of a step knows that whoever wrote it
-// has taken all of the step before, whose slots are free again. For this to hold each rank writes at least one line to
+// has taken all of the step before, whose slots are free again. (Of a reduction that is passed on a rank writes the first rows of the second step while it
+// has not read all of the first; but it goes on when it has all rows of the second.) For this to hold each rank writes at least one line to
 // each other one in every step. (Writing some steps ahead of what is waited for was measured: no faster where all lanes are in use.)
 //
 // Where all ranks need the result of a reduction, each rank may reduce a part of it and pass that on to all others in a second
@@ -61,8 +62,8 @@ class ExchangeBlock {
   using Words = Folding<E, Op, RANKS, MAX_PEERS>;
   using Part = Stretch<WHOLE>;
   static constexpr u32 MOST_RANKS = Words::MOST_RANKS;
-  // Rows that a thread asks for before it waits for the first. Of a chunk of at least `MANY` answers are to overlap; one of up to `EXACT` is
-  // asked for as a whole, and by code of its own: to look at rows that are not there takes as long as a tenth of the operation.
+  // Rows that a thread asks for before it waits for the first, among two ranks or any number. Of a chunk of at least `MANY` answers are to overlap; one of
+  // up to `EXACT` is asked for as a whole, and by code of its own: to look at rows that are not there takes as long as a tenth of the operation.
   static constexpr u32 MANY = 8, FEW = 4, EXACT = 5;
   // Of more than two ranks, if it is known how many these are, rows of all are asked for together: of each as many as registers allow.
   static constexpr bool TOGETHER = RANKS > 2;
@@ -70,7 +71,7 @@ class ExchangeBlock {
   static constexpr u32 OF_EACH = ROWS_OF_ALL > OTHERS ? ROWS_OF_ALL / OTHERS : 1;
   // Bytes for each rank that go straight in so little time that the host may wait for the end.
   static constexpr u64 NEAR = 8 << 20;
-  // The same where rows of all ranks are reduced: no more than there are registers for.
+  // Rows that are asked for at once where those of all ranks are reduced: no more than there are registers for.
   template <u32 COPIED>
   DEVICE static constexpr u32 reduced() {
     constexpr u32 ROWS = COPIED > EXACT ? FEW : COPIED, MOST = MOST_RANKS <= 2 ? EXACT : of_all_ranks<FEW, MOST_RANKS>();

@@ -37,7 +37,7 @@ RINGSIGHT_CHANNELS(ringsight_channels_copy, false)
 RINGSIGHT_ONE_SHOTS(RINGSIGHT_KERNEL)
 #undef RINGSIGHT_KERNEL
 
-// A collective of any length among peers: two blocks on a multiprocessor.
+// A collective of any length among peers: two blocks on a multiprocessor, or four of half the threads.
 #define RINGSIGHT_KERNEL(NAME, STRAIGHT, REDUCES, WHOLE, E, OP, RANKS)                                  \
   extern "C" __global__ void __launch_bounds__(256, 2)                                           \
   NAME(const __grid_constant__ ringsight::Exchange arguments) {                                  \

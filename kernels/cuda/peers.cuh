@@ -61,6 +61,9 @@ DEVICE inline u64* steps_of(u64 base) { return reinterpret_cast<u64*>(base + STE
 // Lanes of each connection among so many ranks, and bytes of a slot.
 DEVICE inline constexpr u32 lanes_among(u32 ranks) { return ranks <= 4 ? LANES : LANES / 2; }
 DEVICE inline constexpr u32 slot_bytes_among(u32 ranks) { return ranks <= 2 ? CHUNK_SLOT_BYTES : CHUNK_SLOT_BYTES / 2; }
+static_assert(2 * lanes_among(2) * slot_bytes_among(2) == 8 << 20, "as in src/cuda/peers.rs");
+static_assert(2 * lanes_among(4) * slot_bytes_among(4) == 4 << 20, "as in src/cuda/peers.rs");
+static_assert(2 * lanes_among(8) * slot_bytes_among(8) == 2 << 20, "as in src/cuda/peers.rs");
 // `other`: which of the other ranks writes there.
 DEVICE inline Pack* slot_of(u64 base, u32 ranks, u32 other, u32 lane, u64 step) {
   const u64 slot = (static_cast<u64>(other) * lanes_among(ranks) + lane) * 2 + step % 2;

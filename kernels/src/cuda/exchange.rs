@@ -13,7 +13,7 @@ use super::{
 };
 use crate::launch::{Peers, Straight, Work};
 
-/// The longest chunk that a kernel asks for as a whole, in rows: `EXACT` in `cuda/exchange.cuh`.
+/// The longest chunk that a kernel of two ranks asks for as a whole, in rows: `EXACT` in `cuda/exchange.cuh`.
 const EXACT_ROWS: usize = 5;
 
 /// Names of the kernels, by their numbers: `RINGSIGHT_EXCHANGES` in `cuda/exchange.cuh`.
@@ -56,7 +56,8 @@ const ANY: usize = 2;
 /// Warps of a block that move data. Two such blocks fit on a multiprocessor: see [`MOST_BLOCKS`].
 const WARPS: usize = 7;
 /// The same of what stores straight into others' buffers, or in lines to more than one other rank: twice as many blocks, since more multiprocessors store
-/// more, of half the threads, so that they take no more room. What only loads is no faster so, nor is what needs all lanes.
+/// more, of half the threads, so that they take no more room. What only loads is no faster so, nor are lines between two ranks, of which there would be 384
+/// instead of 448.
 const HALF_WARPS: usize = 3;
 /// Chunks that a block pushes at least, where they are long enough.
 const CHUNKS: usize = 4;
@@ -102,8 +103,8 @@ pub(super) fn launch(work: &Work, call: PeerCall, peers: &Peers) -> PeerLaunch {
     let blocks = rows.div_ceil(warps).clamp(1, most);
     // As few steps as that takes, all of about the same length.
     let each = rows.div_ceil(lanes.min(blocks * warps)).max(1);
-    // Chunks that are reduced are shorter: while a rank reduces some, others travel. Where there are few, they are as long as the kernel asks
-    // for at once, and else of as many rows as take the link best: `docs/src/performance/library-gpu.md`.
+    // Chunks that are reduced are shorter: while a rank reduces some, others travel. Where there are few, they are as long as a kernel of
+    // two ranks asks for at once, and else of as many rows as take the link best: `docs/src/performance/library-gpu.md`.
     let most_rows = match (arguments.reduces, arguments.passes) {
         (1, _) if each <= 2 * EXACT_ROWS => EXACT_ROWS,
         (1, 1) => 4,

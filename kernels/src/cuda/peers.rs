@@ -32,15 +32,19 @@ pub const CHUNK_ROWS: usize = 16;
 /// Bytes of data in a row: 120 in each of four lines of 128.
 pub const ROW_BYTES: usize = 480;
 
+const _: () = assert!(messages_offset(2) - CHUNKS_OFFSET == 8 << 20);
+const _: () = assert!(messages_offset(4) - CHUNKS_OFFSET == 3 * (4 << 20));
+const _: () = assert!(messages_offset(8) - CHUNKS_OFFSET == 7 * (2 << 20));
 const _: () = assert!(CHUNKS_OFFSET == 2_109_440 && CHUNKS_OFFSET.is_multiple_of(4096));
 
-/// Lanes of each connection among so many ranks.
+/// Lanes of each connection that there is room for among so many ranks: launches in lines have 448 at most among two, and 384 and 255 among more.
 #[must_use]
 pub const fn lanes(ranks: usize) -> usize {
     if ranks <= 4 { LANES } else { LANES / 2 }
 }
 
-/// Rows of a slot of each lane: fewer among more, since many lanes of short slots are better than few of long ones, and memory is the same.
+/// Rows of a slot of each lane. A connection has 8 MiB of slots among two ranks, 4 among three and four, and 2 among more: there many lanes of short
+/// slots are better than few of long ones.
 #[must_use]
 pub const fn chunk_rows(ranks: usize) -> usize {
     if ranks <= 2 { CHUNK_ROWS } else { CHUNK_ROWS / 2 }

@@ -95,6 +95,19 @@ fn what_is_short_or_waits_anyhow_gains_by_a_graph() {
     }
 }
 
+/// The same where so many blocks of a kernel run side by side.
+fn on_device(most_blocks: u32, work: Work) -> Work {
+    let peers = work.connections.peers().unwrap();
+    let connections = Connections::Peers(Arc::new(Peers {
+        rank: peers.rank,
+        bases: peers.bases.clone(),
+        most_blocks,
+        foreign: 0,
+        memory: Box::new(()),
+    }));
+    Work { connections, ..work }
+}
+
 fn launch_of(work: Work) -> PeerLaunch {
     work.check().unwrap();
     let launch = Launch {
@@ -135,10 +148,11 @@ fn collectives() -> impl Iterator<Item = Function> {
 proptest! {
     // Ranks wait for each other: what one sends is what the other takes, and all take as many steps.
     #[test]
-    fn ranks_agree(count in 1_usize..300_000, ranks in 2_u32..=8, root in 0_u32..8) {
+    fn ranks_agree(count in 1_usize..600_000, ranks in 2_u32..=8, root in 0_u32..8, most_blocks in 1_u32..=140) {
         let root = root % ranks;
         for function in collectives() {
-            let all: Vec<_> = (0..ranks).map(|rank| launched(work(function, count, rank, ranks, root))).collect();
+            let work = |rank| on_device(most_blocks, work(function, count, rank, ranks, root));
+            let all: Vec<_> = (0..ranks).map(|rank| launched(work(rank))).collect();
             let (first, steps) = (&all[0].0, (all[0].1.piece, all[0].1.chunk));
             for (rank, (launch, one)) in all.iter().enumerate() {
                 prop_assert_eq!((launch.blocks, launch.threads), (first.blocks, first.threads));
@@ -146,10 +160,15 @@ proptest! {
                 prop_assert_eq!((one.piece, one.chunk), steps, "{}", function);
                 prop_assert!(one.chunk as usize <= chunk_rows(ranks as usize) * ROW_BYTES && one.chunk > 0);
                 prop_assert!(launch.blocks as usize * (launch.threads as usize / 32 - 1) <= lanes(ranks as usize));
-                let straight = Work { straight: Straight::Closed, pushes: true, ..work(function, count, rank as u32, ranks, root) };
-                let (launch, straight) = launched(straight);
-                prop_assert_eq!(launch.threads, exchange_threads(function, ranks as usize, true, true));
-                prop_assert!(launch.blocks as usize <= STRAIGHT_BLOCKS && launch.blocks >= first.blocks);
+                prop_assert!(launch.blocks <= most_blocks);
+                let straight = |pushes| launched(Work { straight: Straight::Closed, pushes, ..work(rank as u32) });
+                for pushes in [false, true] {
+                    let (launch, _) = straight(pushes);
+                    prop_assert_eq!(launch.threads, exchange_threads(function, ranks as usize, true, pushes));
+                    prop_assert!(launch.blocks as usize <= STRAIGHT_BLOCKS && launch.blocks <= most_blocks);
+                }
+                let (launch, straight) = straight(true);
+                prop_assert!(launch.blocks >= first.blocks);
                 let most = push_chunk(ranks as usize);
                 prop_assert!(straight.push as usize <= most && (straight.push > 0) == (most > 0));
                 prop_assert_eq!(straight.push, pushed(ranks as usize, straight.piece as usize, launch.blocks as usize));
@@ -219,7 +238,7 @@ fn what_is_called_most_has_kernels_of_its_own() {
     assert_eq!(name(half(DataType::Float16)), "ringsight_lines_sum_f16_4");
     assert_eq!(name(half(DataType::Bfloat16)), "ringsight_lines_sum_bf16_4");
     assert_eq!(name(half(DataType::Int32)), "ringsight_lines_any");
-    // Whose code is short, as nothing goes straight there.
+    // What may go straight has kernels whose code is longer.
     let straight = |work| Work {
         straight: Straight::Closed,
         ..work
