@@ -65,10 +65,7 @@ fn cases() -> Vec<Case> {
                 ..call(70)
             },
         ));
-        if matches!(
-            function,
-            Function::AllReduce | Function::ReduceScatter | Function::Reduce
-        ) {
+        if function.reduces() {
             let op = ReduceOp::Max;
             cases.push(Case::one(call(70), Call { op, ..call(70) }));
         }
@@ -108,10 +105,7 @@ fn name(call: &Call) -> String {
         Function::Recv => "Recv",
     };
     let mut text = format!("{function}(count {}, {}", call.count, call.data_type);
-    if matches!(
-        call.function,
-        Function::AllReduce | Function::ReduceScatter | Function::Reduce
-    ) {
+    if call.function.reduces() {
         text += &format!(", {}", call.op);
     }
     match call.function {

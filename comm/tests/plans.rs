@@ -188,10 +188,7 @@ fn a_large_mixed_group_is_cut_alike_on_all_ranks() {
                 Step::Collective(call) if call.count > 9 => (0, 0.0),
                 Step::Collective(call) => {
                     let has = call.function != Function::Reduce || rank.rank == call.root;
-                    let reduces = matches!(
-                        call.function,
-                        Function::AllReduce | Function::ReduceScatter | Function::Reduce
-                    );
+                    let reduces = call.function.reduces();
                     let (_, received) = call.elements(RANKS);
                     (if has { received } else { 0 }, if reduces { 3.0 } else { 1.0 })
                 }

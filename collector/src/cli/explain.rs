@@ -121,10 +121,7 @@ impl ExplainArguments {
     }
 
     fn operation(&self) -> Operation {
-        let reduces = matches!(
-            self.op,
-            Function::AllReduce | Function::ReduceScatter | Function::Reduce
-        );
+        let reduces = self.op.reduces();
         Operation {
             function: self.op,
             bytes: self.bytes,

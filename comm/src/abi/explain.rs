@@ -108,10 +108,7 @@ unsafe fn read(asked: &Explain) -> Result<(Asked, usize)> {
             let names: Vec<_> = Function::ALL.iter().map(|function| function.name()).collect();
             Error::argument(format!("function ({name}) is none of {}", names.join(", ")))
         })?;
-    let reduces = matches!(
-        function,
-        Function::AllReduce | Function::ReduceScatter | Function::Reduce
-    );
+    let reduces = function.reduces();
     let reduce_op = match u8::try_from(asked.op).ok().map(ReduceOp::from_code) {
         _ if !reduces => ReduceOp::None,
         Some(Some(op)) if op != ReduceOp::None => op,
@@ -138,6 +135,7 @@ unsafe fn read(asked: &Explain) -> Result<(Asked, usize)> {
         Asked {
             function: *function,
             reduce_op,
+            data_type,
             bytes: request.bytes_of_choice(ranks),
             ranks,
             slot_bytes: asked.slot_bytes,

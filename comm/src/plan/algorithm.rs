@@ -3,8 +3,8 @@
 
 use std::fmt;
 
-use ringsight_kernels::cuda::peers::one_shot_bytes;
-use ringsight_records::{Algorithm, Function, Protocol, ReduceOp};
+use ringsight_kernels::cuda::{exchange::reduces_straight, peers::one_shot_bytes};
+use ringsight_records::{Algorithm, DataType, Function, Protocol, ReduceOp};
 
 use super::{exchange::Exchange, limits::Limits};
 
@@ -15,6 +15,8 @@ pub struct Asked {
     pub function: Function,
     /// Reduction.
     pub reduce_op: ReduceOp,
+    /// Of elements.
+    pub data_type: DataType,
     /// [`super::Request::bytes`], or those of one message where the operation is made of several.
     pub bytes: u64,
     /// Ranks of the communicator.
@@ -105,6 +107,8 @@ pub enum Reason {
     NoProgram,
     /// Not all ranks' kernels reach each other's memory.
     NoPeers,
+    /// No kernel reduces so straight between callers' buffers.
+    NoStraightKernel,
     /// Some rank's policy lets kernels do what copy engines can.
     OtherPolicy,
     /// The receive buffer is in no window of all ranks.
@@ -137,6 +141,9 @@ impl fmt::Display for Reason {
             }
             Self::NoProgram => f.write_str("some rank's device has no program of it"),
             Self::NoPeers => f.write_str("not all ranks' kernels reach each other's memory"),
+            Self::NoStraightKernel => f.write_str(
+                "no kernel reduces so straight: sums and averages of float32, float16 and bfloat16 among 2, 4 and 8 ranks",
+            ),
             Self::OtherPolicy => f.write_str("not all ranks' CTAPolicy is NCCL_CTA_POLICY_ZERO"),
             Self::NoWindow => f.write_str(
                 "the receive buffer is in no window that all ranks registered with NCCL_WIN_COLL_SYMMETRIC",
@@ -257,6 +264,10 @@ impl Choice {
             let absent = (!asked.one_shot).then_some(Reason::NoProgram);
             (absent, asked.slot_bytes, Reason::Slot)
         };
+        let absent = absent.or_else(|| {
+            let reduces = reduces_straight(asked.reduce_op, asked.data_type, asked.ranks);
+            (self.is_straight() && asked.function.reduces() && !reduces).then_some(Reason::NoStraightKernel)
+        });
         let most = most as u64;
         absent.or((asked.bytes > most).then(|| reason(most)))
     }

@@ -34,6 +34,7 @@ pub(super) fn choice_of(task: &Task, comm: &Communicator) -> Result<(usize, algo
         engines,
         function,
         reduce_op: task.request.reduce_op,
+        data_type: task.request.data_type,
         bytes,
         ranks: comm.ranks,
         slot_bytes: comm.slot_bytes,

@@ -67,10 +67,7 @@ impl Limits {
     /// `docs/src/performance/tuning.jsonl`.
     #[must_use]
     pub fn straight_bytes_of(&self, function: Function, ranks: u32) -> u64 {
-        let reduces = matches!(
-            function,
-            Function::AllReduce | Function::ReduceScatter | Function::Reduce
-        );
+        let reduces = function.reduces();
         self.straight_bytes.unwrap_or(match (ranks > 2, reduces) {
             (false, true) => STRAIGHT_BYTES,
             (false, false) => 4 << 20,

@@ -120,7 +120,7 @@ pub fn explain(asked: &Asked) -> impl Iterator<Item = (&'static Row, Option<Reas
 
 #[cfg(test)]
 mod tests {
-    use ringsight_records::ReduceOp;
+    use ringsight_records::{DataType, ReduceOp};
 
     use super::*;
     use crate::plan::{
@@ -132,6 +132,7 @@ mod tests {
         Asked {
             function,
             reduce_op: ReduceOp::Sum,
+            data_type: DataType::Float32,
             bytes,
             ranks: 4,
             slot_bytes: 8 << 10,
@@ -223,6 +224,42 @@ mod tests {
             assert!(!is_straight(near(1 << 40, Some(u64::MAX))), "{function}");
             assert!(choose(&near(1 << 40, Some(u64::MAX))).unwrap().is_among_peers());
         }
+    }
+
+    #[test]
+    fn what_no_kernel_reduces_straight_goes_in_lines() {
+        let near = |function, data_type, reduce_op, ranks| Asked {
+            ranks,
+            peers: true,
+            data_type,
+            reduce_op,
+            ..asked(function, 1 << 30)
+        };
+        for function in [AllReduce, ReduceScatter] {
+            for ranks in 2..=8 {
+                let has_kernels = matches!(ranks, 2 | 4 | 8);
+                let of = |data_type, reduce_op| choose(&near(function, data_type, reduce_op, ranks)).unwrap();
+                assert_eq!(of(DataType::Bfloat16, ReduceOp::Avg).is_straight(), has_kernels);
+                for other in [
+                    of(DataType::Float32, ReduceOp::Max),
+                    of(DataType::Int32, ReduceOp::Sum),
+                ] {
+                    assert_eq!(other.protocol, Protocol::Ll128, "{function} among {ranks}");
+                }
+            }
+        }
+        let integers = near(AllReduce, DataType::Int32, ReduceOp::Sum, 4);
+        let reasons: Vec<_> = explain(&integers)
+            .filter(|(row, _)| row.choice.is_straight())
+            .map(|(_, reason)| reason.unwrap())
+            .collect();
+        assert_eq!(reasons[..2], [Reason::NoStraightKernel; 2]);
+        // What copies has no reduction.
+        assert!(
+            choose(&near(AllGather, DataType::Int32, ReduceOp::None, 7))
+                .unwrap()
+                .is_straight()
+        );
     }
 
     #[test]

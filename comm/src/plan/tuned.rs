@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use ringsight_records::{Function, ReduceOp};
+use ringsight_records::{DataType, Function, ReduceOp};
 
 use super::{
     algorithm::{Asked, Engines},
@@ -26,6 +26,7 @@ fn asked(operation: &str, bytes: u64, ranks: u32) -> Asked {
     Asked {
         function,
         reduce_op: ReduceOp::Sum,
+        data_type: DataType::Float32,
         bytes,
         ranks,
         slot_bytes: 128 << 10,

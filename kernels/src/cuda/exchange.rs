@@ -2,7 +2,7 @@
 
 use std::ffi::CStr;
 
-use ringsight_records::{Algorithm, Function};
+use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
 use super::{
     layout::{Exchange, PeerCall},
@@ -175,10 +175,19 @@ fn kind(work: &Work, arguments: &Exchange) -> usize {
     if arguments.reduces == 0 {
         return usize::from(whole);
     }
-    match (sum_of(work), ranks_of_its_own(work)) {
+    match (
+        sum_of(work.reduce_op, work.data_type),
+        ranks_of_its_own(work.ranks),
+    ) {
         (Some(element), Some(ranks)) if whole => 3 + 3 * element + ranks,
         _ => ANY,
     }
+}
+
+/// Whether there is a kernel that reduces so, among so many ranks, straight between callers' buffers.
+#[must_use]
+pub fn reduces_straight(reduce_op: ReduceOp, data_type: DataType, ranks: u32) -> bool {
+    sum_of(reduce_op, data_type).is_some() && ranks_of_its_own(ranks).is_some()
 }
 
 /// Whether a collective goes straight between callers' buffers if all ranks reach them: else in lines, on all ranks alike, for it is of one type
@@ -279,11 +288,7 @@ pub(super) fn parts(work: &Work, call: PeerCall) -> Exchange {
         }
         _ => {}
     }
-    all.reduces = matches!(
-        work.function,
-        Function::AllReduce | Function::ReduceScatter | Function::Reduce
-    )
-    .into();
+    all.reduces = work.function.reduces().into();
     all
 }
 

@@ -29,7 +29,10 @@ pub const KERNELS: [&CStr; 10] = [
 
 /// The number of the kernel that is made for a work, or of the one that does anything.
 fn kernel(work: &Work) -> usize {
-    match (sum_of(work), ranks_of_its_own(work)) {
+    match (
+        sum_of(work.reduce_op, work.data_type),
+        ranks_of_its_own(work.ranks),
+    ) {
         (Some(element), Some(ranks)) => 1 + 3 * element + ranks,
         _ => 0,
     }

@@ -2,7 +2,7 @@
 
 use std::ffi::CStr;
 
-use ringsight_records::{Algorithm, DataType};
+use ringsight_records::{Algorithm, DataType, ReduceOp};
 
 use super::{
     exchange,
@@ -190,17 +190,17 @@ impl PeerLaunch {
     }
 }
 
-/// Which of the types that have kernels of their own a work sums, or takes the average of: float32, float16, bfloat16.
-pub(super) fn sum_of(work: &Work) -> Option<usize> {
-    match (combination(work), work.data_type) {
-        (Combination::Sum | Combination::MulSum, DataType::Float32) => Some(0),
-        (Combination::Sum | Combination::MulSum, DataType::Float16) => Some(1),
-        (Combination::Sum | Combination::MulSum, DataType::Bfloat16) => Some(2),
+/// Which of the types whose sums have kernels of their own this is, and its averages: float32, float16, bfloat16.
+pub(super) fn sum_of(reduce_op: ReduceOp, data_type: DataType) -> Option<usize> {
+    match (reduce_op, data_type) {
+        (ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum, DataType::Float32) => Some(0),
+        (ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum, DataType::Float16) => Some(1),
+        (ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum, DataType::Bfloat16) => Some(2),
         _ => None,
     }
 }
 
-/// Which of the numbers of ranks that have kernels of their own a work is of: 2, 4, 8.
-pub(super) fn ranks_of_its_own(work: &Work) -> Option<usize> {
-    [2, 4, 8].iter().position(|ranks| *ranks == work.ranks)
+/// Which of the numbers of ranks that have kernels of their own this is: 2, 4, 8.
+pub(super) fn ranks_of_its_own(ranks: u32) -> Option<usize> {
+    [2, 4, 8].iter().position(|own| *own == ranks)
 }

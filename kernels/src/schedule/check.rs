@@ -54,10 +54,7 @@ impl Work {
                 self.part, self.count
             ));
         }
-        let reduces = matches!(
-            self.function,
-            Function::AllReduce | Function::ReduceScatter | Function::Reduce
-        );
+        let reduces = self.function.reduces();
         if reduces && Reduction::new(self.reduce_op, self.data_type).is_none() {
             return fail(format!("no {} reduction for {}", self.reduce_op, self.data_type));
         }

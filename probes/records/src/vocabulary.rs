@@ -57,6 +57,12 @@ impl Function {
         matches!(self, Self::Send | Self::Recv)
     }
 
+    /// Whether it combines elements of several ranks.
+    #[must_use]
+    pub const fn reduces(self) -> bool {
+        matches!(self, Self::AllReduce | Self::ReduceScatter | Self::Reduce)
+    }
+
     /// Whether no rank can finish before every rank has started, so that its start times can be compared for lag.
     #[must_use]
     pub const fn synchronises(self) -> bool {

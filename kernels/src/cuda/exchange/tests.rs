@@ -10,10 +10,7 @@ const SEND: usize = 1 << 40;
 const RECV: usize = 2 << 40;
 
 fn work(function: Function, count: usize, rank: u32, ranks: u32, root: u32) -> Work {
-    let reduces = matches!(
-        function,
-        Function::AllReduce | Function::ReduceScatter | Function::Reduce
-    );
+    let reduces = function.reduces();
     Work {
         op: 1,
         tag: 1,
