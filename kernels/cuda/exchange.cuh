@@ -74,8 +74,8 @@ class ExchangeBlock {
   // Rows that are asked for at once where those of all ranks are reduced: no more than there are registers for.
   template <u32 COPIED>
   DEVICE static constexpr u32 reduced() {
-    constexpr u32 ROWS = COPIED > EXACT ? FEW : COPIED, MOST = MOST_RANKS <= 2 ? EXACT : of_all_ranks<FEW, MOST_RANKS>();
-    return ROWS < MOST ? ROWS : MOST;
+    constexpr u32 MOST = MOST_RANKS <= 2 ? EXACT : of_all_ranks<FEW, MOST_RANKS>();
+    return COPIED < MOST ? COPIED : MOST;
   }
 
   DEVICE INLINE u32 ranks() const { return meeting_.ranks(); }
