@@ -8,7 +8,7 @@ mod wire;
 
 use std::{
     collections::VecDeque,
-    io::{self, IoSlice, Read, Write},
+    io::{self, IoSlice, Read},
     net::TcpStream,
     os::fd::AsRawFd,
     sync::Arc,
@@ -45,6 +45,19 @@ fn broken(error: &io::Error) -> String {
         io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => format!("{error}: {GONE}"),
         _ => error.to_string(),
     }
+}
+
+/// As `write_vectored`, which raises SIGPIPE once the peer has closed: that would end a process whose main program does not ignore it, where it is to
+/// learn that a rank is gone.
+fn send(stream: &TcpStream, parts: &[IoSlice<'_>]) -> io::Result<usize> {
+    // SAFETY: all fields may be zero.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    // `IoSlice` is laid out as `iovec` is; nothing is written through it.
+    message.msg_iov = parts.as_ptr().cast::<libc::iovec>().cast_mut();
+    message.msg_iovlen = parts.len() as _;
+    // SAFETY: `message` points to `parts`, which live to the end of the call.
+    let sent = unsafe { libc::sendmsg(stream.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) };
+    usize::try_from(sent).map_err(|_| io::Error::last_os_error())
 }
 
 impl Socket {
@@ -87,7 +100,7 @@ impl Socket {
         if !self.writable {
             return Ok(0);
         }
-        match (&*self.stream).write_vectored(parts) {
+        match send(&self.stream, parts) {
             Ok(written) => Ok(written),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 self.writable = false;
@@ -488,5 +501,42 @@ impl Receiver {
         }
         needs.device = self.consumed < self.received;
         needs
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        net::TcpListener,
+        sync::atomic::{AtomicBool, Ordering},
+    };
+
+    use super::*;
+
+    #[test]
+    fn a_peer_that_is_gone_is_an_error_and_no_signal() {
+        static RAISED: AtomicBool = AtomicBool::new(false);
+        extern "C" fn raised(_: libc::c_int) {
+            RAISED.store(true, Ordering::Relaxed);
+        }
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        drop(listener.accept().unwrap());
+        let mut socket = Socket::new(ParentOnly::new(stream));
+        // A Rust program ignores it; those that load the library need not.
+        // SAFETY: the handler stores a flag.
+        let before = unsafe { libc::signal(libc::SIGPIPE, raised as *const () as libc::sighandler_t) };
+        // The first one is taken, and answered by a reset.
+        let error = loop {
+            if let Err(error) = socket.write(&[IoSlice::new(b"header"), IoSlice::new(b"data")]) {
+                break error;
+            }
+        };
+        let again = socket.write(&[IoSlice::new(b"data")]);
+        // SAFETY: what it was.
+        unsafe { libc::signal(libc::SIGPIPE, before) };
+        assert!(error.ends_with(GONE), "{error}");
+        assert!(again.is_err());
+        assert!(!RAISED.load(Ordering::Relaxed));
     }
 }
