@@ -6,7 +6,7 @@ use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
 use super::{
     layout::{Exchange, PeerCall},
-    peer_launch::{MOST_BLOCKS, PeerArguments, PeerLaunch, SERVICE, ranks_of_its_own, sum_of},
+    peer_launch::{MOST_BLOCKS, PeerArguments, PeerLaunch, SERVICE, kernel_of_sum},
     peers::{
         MAX_PEERS, ROW_BYTES, STRAIGHT_BLOCKS, chunk_rows, lanes, mappings_offset, push_chunk, pushed_offset,
     },
@@ -50,7 +50,7 @@ pub const KERNELS: [&CStr; 26] = [
 const KINDS: usize = 12;
 /// The kind that copies words. In lines there are two more of it behind all kinds: among 4 and among 8 ranks.
 const WORDS: usize = 1;
-/// The kind that reduces anything.
+/// The kind that reduces anything; those of [`kernel_of_sum`] are behind it.
 const ANY: usize = 2;
 
 /// Warps of a block that move data. Two such blocks fit on a multiprocessor: see [`MOST_BLOCKS`].
@@ -175,19 +175,14 @@ fn kind(work: &Work, arguments: &Exchange) -> usize {
     if arguments.reduces == 0 {
         return usize::from(whole);
     }
-    match (
-        sum_of(work.reduce_op, work.data_type),
-        ranks_of_its_own(work.ranks),
-    ) {
-        (Some(element), Some(ranks)) if whole => 3 + 3 * element + ranks,
-        _ => ANY,
-    }
+    let sum = kernel_of_sum(work.reduce_op, work.data_type, work.ranks);
+    sum.filter(|_| whole).map_or(ANY, |sum| ANY + 1 + sum)
 }
 
 /// Whether there is a kernel that reduces so, among so many ranks, straight between callers' buffers.
 #[must_use]
 pub fn reduces_straight(reduce_op: ReduceOp, data_type: DataType, ranks: u32) -> bool {
-    sum_of(reduce_op, data_type).is_some() && ranks_of_its_own(ranks).is_some()
+    kernel_of_sum(reduce_op, data_type, ranks).is_some()
 }
 
 /// Whether a collective goes straight between callers' buffers if all ranks reach them: else in lines, on all ranks alike, for it is of one type

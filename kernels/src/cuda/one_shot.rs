@@ -6,7 +6,7 @@ use ringsight_records::DataType;
 
 use super::{
     layout::{OneShot, PeerCall},
-    peer_launch::{MOST_BLOCKS, PeerArguments, PeerLaunch, SERVICE, ranks_of_its_own, sum_of},
+    peer_launch::{MOST_BLOCKS, PeerArguments, PeerLaunch, SERVICE, kernel_of_sum},
     peers::lines,
 };
 #[cfg(doc)]
@@ -29,13 +29,7 @@ pub const KERNELS: [&CStr; 10] = [
 
 /// The number of the kernel that is made for a work, or of the one that does anything.
 fn kernel(work: &Work) -> usize {
-    match (
-        sum_of(work.reduce_op, work.data_type),
-        ranks_of_its_own(work.ranks),
-    ) {
-        (Some(element), Some(ranks)) => 1 + 3 * element + ranks,
-        _ => 0,
-    }
+    kernel_of_sum(work.reduce_op, work.data_type, work.ranks).map_or(0, |sum| 1 + sum)
 }
 
 impl OneShot {

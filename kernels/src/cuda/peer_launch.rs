@@ -190,17 +190,14 @@ impl PeerLaunch {
     }
 }
 
-/// Which of the types whose sums have kernels of their own this is, and its averages: float32, float16, bfloat16.
-pub(super) fn sum_of(reduce_op: ReduceOp, data_type: DataType) -> Option<usize> {
-    match (reduce_op, data_type) {
-        (ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum, DataType::Float32) => Some(0),
-        (ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum, DataType::Float16) => Some(1),
-        (ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum, DataType::Bfloat16) => Some(2),
-        _ => None,
+/// Which of the kernels it is that sum elements of one type among one number of ranks, or take the average of them: float32, float16 and bfloat16, each
+/// among 2, 4 and 8.
+pub(super) fn kernel_of_sum(reduce_op: ReduceOp, data_type: DataType, ranks: u32) -> Option<usize> {
+    if !matches!(reduce_op, ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum) {
+        return None;
     }
-}
-
-/// Which of the numbers of ranks that have kernels of their own this is: 2, 4, 8.
-pub(super) fn ranks_of_its_own(ranks: u32) -> Option<usize> {
-    [2, 4, 8].iter().position(|own| *own == ranks)
+    let types = [DataType::Float32, DataType::Float16, DataType::Bfloat16];
+    let element = types.iter().position(|own| *own == data_type)?;
+    let ranks = [2, 4, 8].iter().position(|own| *own == ranks)?;
+    Some(3 * element + ranks)
 }
