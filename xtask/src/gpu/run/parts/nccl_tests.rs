@@ -41,31 +41,28 @@ pub(super) fn check_four(steps: &mut Steps<'_>) -> Result<()> {
 }
 
 fn check_on(steps: &mut Steps<'_>, gpus: usize) -> Result<()> {
+    let library = steps.host.bundle.join("lib");
     for operation in OPERATIONS {
         let all = if REDUCTIONS.contains(&operation) {
             "-d all -o all"
         } else {
             "-d all"
         };
-        let one_thread = format!("-g {gpus}");
-        let runs = [
-            (&*format!("g{gpus}"), &*one_thread, "-b 8 -e 256M -f 2", FEW),
+        let runs: [(String, String); 7] = [
+            (format!("g{gpus}"), format!("-g {gpus} -b 8 -e 256M -f 2 {FEW}")),
             (
-                &*format!("t{gpus}"),
-                &*format!("-g 1 -t {gpus}"),
-                "-b 8 -e 64M -f 4",
-                FEW,
+                format!("t{gpus}"),
+                format!("-g 1 -t {gpus} -b 8 -e 64M -f 4 {FEW}"),
             ),
-            ("R1", &*format!("{one_thread} -R 1"), "-b 8 -e 64M -f 8", FEW),
-            ("R2", &*format!("{one_thread} -R 2"), "-b 8 -e 64M -f 8", FEW),
-            ("G10", &*format!("{one_thread} -G 10"), "-b 8 -e 16M -f 8", FEW),
-            ("all", &*format!("{one_thread} {all}"), "-b 1K -e 64K -f 64", FEW),
+            ("R1".into(), format!("-g {gpus} -R 1 -b 8 -e 64M -f 8 {FEW}")),
+            ("R2".into(), format!("-g {gpus} -R 2 -b 8 -e 64M -f 8 {FEW}")),
+            ("G10".into(), format!("-g {gpus} -G 10 -b 8 -e 16M -f 8 {FEW}")),
+            ("all".into(), format!("-g {gpus} {all} -b 1K -e 64K -f 64 {FEW}")),
             // The largest, where the send buffer, the receive buffer and what is expected of it are 4 GiB each.
-            ("4G", &*one_thread, "-b 1G -e 4G -f 4", "-c 1 -w 0 -n 1"),
+            ("4G".into(), format!("-g {gpus} -b 1G -e 4G -f 4 -c 1 -w 0 -n 1")),
         ];
-        for (name, how, sizes, times) in runs {
-            let library = steps.host.bundle.join("lib");
-            let mut command = command(steps, operation, &library, &format!("{how} {sizes} {times}"))?;
+        for (name, words) in runs {
+            let mut command = command(steps, operation, &library, &words)?;
             command.env("NCCL_DEBUG", "WARN");
             steps.run(
                 &format!("{operation}-{name}"),
