@@ -6,16 +6,18 @@
 //
 // There are two slots for chunks, by the parity of the step: a rank that has seen a line of a step knows that whoever wrote it
 // has taken all of the step before, whose slots are free again. (Of a reduction that is passed on a rank writes the first rows of the second step while it
-// has not read all of the first; but it goes on when it has all rows of the second.) For this to hold each rank writes at least one line to
-// each other one in every step. (Writing some steps ahead of what is waited for was measured: no faster where all lanes are in use.)
+// has not read all of the first; but who waits for the second waits for all rows of it, or for what is written behind them.) For this to hold each rank
+// writes at least one line to each other one in every step. (Writing some steps ahead of what is waited for was measured: no faster where all lanes are in
+// use.)
 //
 // Where all ranks need the result of a reduction, each rank may reduce a part of it and pass that on to all others in a second
-// step, or every rank gets everything and reduces it all.
+// step, or every rank gets everything and reduces it all. Long broadcasts and reductions with a root have parts of all ranks but that, likewise.
 //
-// Long ones go straight between callers' buffers where all ranks reach all of them: straight.cuh, push.cuh.
+// Long ones go straight between callers' buffers where all ranks reach all of them: straight.cuh, push.cuh, relay.cuh.
 #pragma once
 
 #include "push.cuh"
+#include "relay.cuh"
 #include "rows.cuh"
 
 namespace ringsight {
@@ -46,10 +48,10 @@ class ExchangeBlock {
     });
     bool done = true;
     Way way = Way::Steps;
-    if (may_push()) way = agree_together();
+    if (has_chunks()) way = agree_together();
     else if (may_be_straight() && meeting_.moves()) way = agree_movers();
-    if (may_push() && way == Way::Straight) {
-      done = push();
+    if (has_chunks() && way == Way::Straight) {
+      done = move_chunks();
     } else if (meeting_.moves()) {
       if (way == Way::Straight) move_straight();
       else done = way == Way::Steps && move();
@@ -123,6 +125,9 @@ class ExchangeBlock {
         if (!reduce<reduced<COPIED>()>(at)) return false;
         next_step();
         if (!arguments_.passes) continue;
+      } else if (relays()) {
+        if (!relay<COPIED>(at)) return false;
+        next_step();
       } else {
         keep<COPIED>(at);
       }
@@ -216,9 +221,12 @@ class ExchangeBlock {
   // Copies what this rank has of its own.
   template <u32 COPIED>
   DEVICE INLINE void keep(u64 at) {
-    if (arguments_.own == arguments_.result) return;
-    const Part from = part(arguments_.own, arguments_.result_bytes, at);
-    const Part to = part(arguments_.result, arguments_.result_bytes, at);
+    if (arguments_.own != arguments_.result) keep<COPIED>(arguments_.own, arguments_.result, arguments_.result_bytes, at);
+  }
+  template <u32 COPIED>
+  DEVICE INLINE void keep(u64 own, u64 result, u64 bytes, u64 at) {
+    const Part from = part(own, bytes, at);
+    const Part to = part(result, bytes, at);
     const u32 rows = to.rows();
     for (u32 first = 0; first < rows; first += COPIED) {
       Row some[COPIED];
@@ -229,6 +237,30 @@ class ExchangeBlock {
     }
   }
 
+  // Whether each rank but the root takes a part from that one and passes it on.
+  DEVICE INLINE bool relays() const { return !REDUCES && RANKS == 0 && arguments_.passes; }
+  // Takes what comes from the root in this step, and passes it on in the next one; false if it is to give up. The root keeps what it has sent.
+  template <u32 COPIED>
+  DEVICE INLINE bool relay(u64 at) {
+    const Part mine = part(arguments_.result, arguments_.result_bytes, at), nothing = part(arguments_.result, 0, at);
+    const auto is_mine = [this](u64 word) { return word == step_; };
+    for (u32 hop = 1; hop < ranks(); hop++) {
+      const u32 rank = after(hop);
+      const auto may_go_on = [this, rank](u32 polls) { return go_on(polls, Phase::Data, rank); };
+      if (!take_chunk<COPIED>(rank == arguments_.root ? mine : nothing, slot(me(), rank, step_), is_mine, may_go_on)) return false;
+      if (arguments_.own == arguments_.result) continue;
+      keep<COPIED>(arguments_.from[rank], arguments_.from[rank] - arguments_.own + arguments_.result, arguments_.sends[rank], at);
+    }
+    for (u32 hop = 1; hop < ranks(); hop++) {
+      const u32 rank = after(hop);
+      put_chunk<COPIED>(rank == arguments_.root ? nothing : mine, slot(rank, me(), step_ + 1), step_ + 1);
+    }
+    return true;
+  }
+
+  // Whether parts of a reduction are for the root alone.
+  DEVICE INLINE bool is_for_root() const { return REDUCES && arguments_.root != NONE; }
+  DEVICE INLINE bool gets_parts(u32 rank) const { return !is_for_root() || rank == arguments_.root; }
   // Reduces what comes in this step with what this rank has of its own, and passes it on in the next one; false if it is to
   // give up.
   template <u32 REDUCED>
@@ -269,10 +301,17 @@ class ExchangeBlock {
             sum.parts[part].words[word] = folding_.reduce(words);
           }
         }
-        store_row(result, first + i, sum);
+        if (!is_for_root()) store_row(result, first + i, sum);
         if (!arguments_.passes) continue;
-        for (u32 hop = 1; hop < ranks(); hop++) put_row(result, first + i, slot(after(hop), me(), step_ + 1), sum, step_ + 1);
+        for (u32 hop = 1; hop < ranks(); hop++) {
+          if (gets_parts(after(hop))) put_row(result, first + i, slot(after(hop), me(), step_ + 1), sum, step_ + 1);
+        }
       }
+    }
+    if (!is_for_root()) return true;
+    // The others get the line that they wait for when all rows of this step have been read: they will not wait for more before they go on.
+    for (u32 hop = 1; hop < ranks(); hop++) {
+      if (!gets_parts(after(hop))) put_chunk<1>(part(0, 0, at), slot(after(hop), me(), step_ + 1), step_ + 1);
     }
     return true;
   }
@@ -397,8 +436,8 @@ class ExchangeBlock {
     if (turns % 64 == 0 && thread_index() == 0) meeting_.report().moved(turns);
   }
 
-  // Only what has a kernel of its own.
-  DEVICE INLINE bool may_push() const { return MAY_BE_STRAIGHT && REDUCES && !Words::IS_ANY && arguments_.push != 0; }
+  // Whether it goes straight in chunks that are told of. Of reductions only those that have a kernel of their own.
+  DEVICE INLINE bool has_chunks() const { return MAY_BE_STRAIGHT && !(REDUCES && Words::IS_ANY) && arguments_.push != 0; }
   // By all threads of the block, which go the same way.
   DEVICE INLINE Way agree_together() {
     // Whoever serves sees to it that the host learns of ranks that differ, for which the others wait in vain. On the host who waits does.
@@ -410,8 +449,12 @@ class ExchangeBlock {
     if (block_any(!here)) return Way::GiveUp;
     return static_cast<Way>(places_.way);
   }
-  DEVICE INLINE bool push() const {
-    if constexpr (REDUCES && !Words::IS_ANY) return push_all<E, Op, RANKS>(arguments_, places_, block_, blocks_);
+  DEVICE INLINE bool move_chunks() const {
+    if constexpr (!REDUCES) {
+      return relay_all<RANKS>(arguments_, places_, block_, blocks_);
+    } else if constexpr (!Words::IS_ANY) {
+      return push_all<E, Op, RANKS>(arguments_, places_, block_, blocks_);
+    }
     return false;
   }
 

@@ -28,7 +28,7 @@ struct Exchange {
   u64 mappings_at;
   u64 pushed_at;
   u32 push;
-  u32 reserved;
+  u32 root;
 };
 static_assert(offsetof(Exchange, from) == 144, "as in src/cuda/layout.rs");
 static_assert(offsetof(Exchange, own) == 400, "as in src/cuda/layout.rs");

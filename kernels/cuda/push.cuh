@@ -1,22 +1,21 @@
 // Long reductions by stores alone. Loads are a worse way to move bytes over NVLink: so contributions are pushed, and only results go straight.
 //
-// Each block writes a chunk of what it has for each other rank into slots there (`Pushed` in peers.cuh), and tells the same block of that
-// rank, which reduces it from its own memory when all have come, and passes the result on straight. What tells of a chunk comes after a fence
-// behind the barrier after its last store, so who has acquired it finds the chunk, and so do the threads behind the next barrier. Each block
-// pushes `PUSH_AHEAD` chunks ahead of what it reduces: neither the fence nor the way is waited for where there is more to move.
+// Each block writes a chunk of what it has for each other rank into slots there, and tells the same block of that rank (chunks.cuh), which reduces it
+// from its own memory when all have come, and passes the result on straight. Each block pushes `PUSH_AHEAD` chunks ahead of what it reduces:
+// neither the fence nor the way is waited for where there is more to move.
 //
 // Four slots are enough, without a word about those that are free. Before a block pushes chunk c it has seen that the others have pushed
 // chunk c - 2. They have told so after a barrier behind which no thread of theirs was still reducing chunk c - 4: before chunk c - 2 each of
 // them pushed c - 3 and reduced c - 4. The slot of c - 4 is the one that is written again: the others have read it before what they told,
 // and this block writes after it has acquired that.
 //
-// What is counted goes on through all operations, replays included, and is the same on all ranks, which go through as many chunks. Of an
-// operation before, chunks may have been of another length, and slots elsewhere: who begins this one has reduced all of those, and
+// Of an operation before, chunks may have been of another length, and slots elsewhere: who begins this one has reduced all of those, and
 // nobody writes before all have begun (`ExchangeBlock::agree`).
 //
 // In place as well: a part of a buffer is written, by the rank that reduces it, only where it has come out of it.
 #pragma once
 
+#include "chunks.cuh"
 #include "straight.cuh"
 
 namespace ringsight {
@@ -29,26 +28,25 @@ class PushBlock {
       : arguments_(arguments),
         places_(places),
         folding_(arguments.call.data_type, arguments.call.combine, arguments.call.argument, arguments.call.ranks),
+        chunks_(arguments, block),
         block_(block),
         blocks_(blocks),
-        push_(arguments.push),
-        before_(load_relaxed(&pushed(me()).chunks[block])) {}
+        push_(arguments.push) {}
 
-  // By all threads; false if it is to give up. The warp that moves nothing tells the other ranks of chunks, and waits for theirs, while the
-  // others move what is next.
+  // By all threads; false if it is to give up.
   DEVICE INLINE bool run() {
-    const bool moves = Meeting<RANKS>::moves(), tells = SERVICE == 0 || !moves;
+    const bool moves = Meeting<RANKS>::moves(), tells = chunks_.tells();
     u32 chunk = 0;
     for (; chunk < PUSH_AHEAD || is_any(chunk) || is_any(chunk - PUSH_AHEAD); chunk++) {
       const bool pushes = is_any(chunk), reduces = chunk >= PUSH_AHEAD && is_any(chunk - PUSH_AHEAD);
       if (moves && pushes) push(chunk);
-      const bool here = !tells || !reduces || have_told(before_ + chunk + 1 - PUSH_AHEAD);
+      const bool here = !tells || !reduces || chunks_.have_told(chunk + 1 - PUSH_AHEAD);
       if (block_any(!here)) return false;
       if (moves && reduces) reduce(chunk - PUSH_AHEAD);
-      if (tells && pushes) tell(before_ + chunk + 1);
-      if (chunk % 8 == 7 && tells && warp_thread() == 0) Report(arguments_.call.head).moved(static_cast<u32>(before_) + chunk);
+      if (tells && pushes) chunks_.tell(chunk + 1);
+      if (tells) chunks_.moved(chunk + 1);
     }
-    if (thread_index() == 0) store_relaxed(&pushed(me()).chunks[block_], before_ + chunk - PUSH_AHEAD);
+    chunks_.end(chunk - PUSH_AHEAD);
     return true;
   }
 
@@ -60,7 +58,6 @@ class PushBlock {
 
   DEVICE INLINE u32 me() const { return arguments_.call.rank; }
   DEVICE INLINE u64 base(u32 rank) const { return arguments_.call.bases[rank] + arguments_.pushed_at; }
-  DEVICE INLINE Pushed& pushed(u32 rank) const { return *reinterpret_cast<Pushed*>(base(rank)); }
   // Where a chunk that `source` pushes to `rank` lies there.
   DEVICE INLINE u64 slot(u32 rank, u32 source, u32 chunk) const {
     const u32 other = source < rank ? source : source - 1;
@@ -93,40 +90,13 @@ class PushBlock {
     for_mine([&](u32 at) { Reduction<PACKS, Words, decltype(from)>(arguments_, folding_, places_, from).run(start + at); });
   }
 
-  // Of what all others of the block have written before the barrier.
-  DEVICE INLINE void tell(u64 chunks) const {
-    for (u32 rank = warp_thread(); rank < RANKS; rank += warp_threads()) {
-      if (rank == me()) continue;
-      fence_system();
-      store_relaxed(&pushed(rank).from[me()][block_], chunks);
-    }
-  }
-  // Waits until the same block of each other rank has told of so many chunks; false if it is to give up. All have begun this operation: there is
-  // nothing else to look at meanwhile.
-  DEVICE INLINE bool have_told(u64 chunks) const {
-    const PeerCall& call = arguments_.call;
-    const Report report(call.head);
-    bool here = true;
-    for (u32 rank = warp_thread(); here && rank < RANKS; rank += warp_threads()) {
-      // Acquire: what has been pushed is there, and what was in the slots to be written next has been read.
-      for (u32 polls = 1; here && rank != me() && load_acquire(&pushed(me()).from[rank][block_]) < chunks; polls++) {
-        if (PAUSES_AT_ONCE && polls % 256 == 0) pause_polling();
-        if (!report.is_long(polls)) continue;
-        report.waits(polls, Phase::Data, rank, call.channel, call.op, static_cast<u32>(chunks - before_));
-        here = !report.must_give_up();
-      }
-    }
-    return here;
-  }
-
   const Exchange& arguments_;
   const Places& places_;
   const Words folding_;
+  const Chunks<RANKS> chunks_;
   const u32 block_, blocks_;
   // Bytes of a chunk.
   const u32 push_;
-  // Chunks of operations before.
-  const u64 before_;
 };
 
 // A function of its own: what is inlined shares registers with all else.

@@ -64,15 +64,14 @@ DEVICE INLINE void store_some(u64 address, u64 left, u32 element_bytes, const Pa
   if (left > 8) store_elements(to + 8, left - 8, element_bytes, pack.words[1]);
 }
 
-// By a warp: copies what there is of two buffers, from `at` up to `end`, as far as `PACKS` of each thread go. What is written begins where
-// packs do, with `at`; what is read does so, too, or it takes longer.
-template <u32 PACKS>
-DEVICE INLINE void copy_stretch(u64 to, u64 from, u64 end, u64 at, u32 element_bytes) {
+// By a warp: loads what there is of a buffer, from `at` up to `end`, as far as `PACKS` of each thread go, and gives it to `put(at, left, pack)`. What it
+// is written to begins where packs do, with `at`; what is read does so, too, or it takes longer.
+template <u32 PACKS, class Put>
+DEVICE INLINE void load_stretch(u64 from, u64 end, u64 at, u32 element_bytes, Put put) {
   constexpr u32 EACH = warp_threads() * sizeof(Pack), MOST = PACKS * EACH;
   if (at >= end) return;
   const u32 first = warp_thread() * sizeof(Pack);
   const u32 left = end - at < MOST ? static_cast<u32>(end - at) : MOST;
-  to += at;
   from += at;
   u32 place = first;
   if (from % sizeof(Pack) == 0) {
@@ -84,14 +83,17 @@ DEVICE INLINE void copy_stretch(u64 to, u64 from, u64 end, u64 at, u32 element_b
     }
     UNROLL
     for (u32 i = 0; i < PACKS; i++) {
-      if (first + i * EACH < whole) *pack_at(to + first + i * EACH) = some[i];
+      if (first + i * EACH < whole) put(at + first + i * EACH, sizeof(Pack), some[i]);
     }
     // Then the thread whose it is takes what is left of a pack.
     place = first == whole % EACH ? whole : left;
   }
-  for (; place < left; place += EACH) {
-    store_some(to + place, left - place, element_bytes, load_some(from + place, left - place, element_bytes));
-  }
+  for (; place < left; place += EACH) put(at + place, left - place, load_some(from + place, left - place, element_bytes));
+}
+// The same, copied to another buffer.
+template <u32 PACKS>
+DEVICE INLINE void copy_stretch(u64 to, u64 from, u64 end, u64 at, u32 element_bytes) {
+  load_stretch<PACKS>(from, end, at, element_bytes, [=](u64 at, u64 left, const Pack& pack) { store_some(to + at, left, element_bytes, pack); });
 }
 
 // Of something for each rank, as many as registers allow where one rank would have `COUNT`.
@@ -129,10 +131,10 @@ class Reduction {
         places_(places),
         from_(from),
         own_(arguments.own),
-        result_(arguments.result),
+        result_(arguments.root == NONE ? arguments.result : places.to[arguments.root]),
         bytes_(arguments.result_bytes),
         me_(arguments.call.rank),
-        passes_(arguments.passes) {}
+        passes_(arguments.passes && arguments.root == NONE) {}
 
   // Whether what begins at `at` has all bytes of a stretch.
   DEVICE INLINE bool is_whole(u64 at) const { return at + BYTES <= bytes_; }

@@ -3,7 +3,10 @@
 
 use std::fmt;
 
-use ringsight_kernels::cuda::{exchange::reduces_straight, peers::one_shot_bytes};
+use ringsight_kernels::cuda::{
+    exchange::{has_two_shots, reduces_straight},
+    peers::one_shot_bytes,
+};
 use ringsight_records::{Algorithm, DataType, Function, Protocol, ReduceOp};
 
 use super::{exchange::Exchange, limits::Limits};
@@ -97,6 +100,8 @@ pub enum Reason {
     ShortOfAll(u64),
     /// It is for at most so many bytes of all ranks together.
     BytesOfAll(u64),
+    /// No rank but the root has others to pass anything on to.
+    NobodyElse,
     /// It is for at most so many ranks.
     Ranks(u32),
     /// One rank has nobody to send to.
@@ -134,6 +139,7 @@ impl fmt::Display for Reason {
             ),
             Self::ShortOfAll(least) => write!(f, "it is for at least {least} bytes of all ranks together"),
             Self::BytesOfAll(most) => write!(f, "it is for at most {most} bytes of all ranks together"),
+            Self::NobodyElse => f.write_str("no rank but the root has others to pass anything on to"),
             Self::Ranks(most) => write!(f, "it is for at most {most} ranks"),
             Self::OneRank => f.write_str("one rank has nobody to send to"),
             Self::OwnFactors => {
@@ -249,6 +255,9 @@ impl Choice {
         }
         if asked.reduce_op == ReduceOp::PreMulSum {
             return Some(Reason::OwnFactors);
+        }
+        if self.algorithm == Algorithm::TwoShot && !has_two_shots(asked.function, asked.ranks as usize) {
+            return Some(Reason::NobodyElse);
         }
         let (absent, most, reason): (_, _, fn(u64) -> Reason) = if self.is_among_peers() {
             let most = match self.algorithm {

@@ -71,6 +71,8 @@ impl Limits {
         self.straight_bytes.unwrap_or(match (ranks > 2, reduces) {
             (false, true) => STRAIGHT_BYTES,
             (false, false) => 4 << 20,
+            (true, false) if function == Function::Broadcast => 8 << 20,
+            (true, true) if function == Function::Reduce => 3 << 20,
             (true, true) => 5 << 19,
             (true, false) if function.is_p2p() => 9 << 18,
             (true, false) => 9 << 19,

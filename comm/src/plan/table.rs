@@ -58,6 +58,8 @@ pub const TABLE: &[Row] = &[
     Row::of(&[AllReduce], pushed(Algorithm::TwoShot)),
     // One kernel, and each byte goes over NVLink once, to where it is to be or to who reduces it, and once from there.
     Row::of(&[AllReduce], straight(Algorithm::TwoShot)),
+    // The same, but for the root, which has no part to pass on or to reduce: its links carry everything once as it is.
+    Row::of(ROOTED, straight(Algorithm::TwoShot)),
     // No kernel while data moves.
     Row::of(&[AllGather, AlltoAll], BY_ENGINES),
     Row::of(EACH_WITH_ALL, straight(Algorithm::Direct)),
@@ -68,10 +70,11 @@ pub const TABLE: &[Row] = &[
     Row::of(EACH_WITH_ALL, in_lines(Algorithm::Direct)),
     // All messages of a group side by side in one kernel.
     Row::of(&[Send, Recv], in_lines(Algorithm::Direct)),
-    // The same as for an all_gather where one rank sends or gets everything: among two there is no other way, among more a ring needs less of that
-    // rank's links, once it is the bytes that take the time.
+    // The same as for an all_gather where one rank sends or gets everything: among two there is no other way, among more that rank's links carry
+    // less if the others pass on parts, once it is the bytes that take the time.
     Row::of(ROOTED, in_lines(Algorithm::Direct)).up_to_ranks(2),
-    Row::of(ROOTED, in_lines(Algorithm::Direct)).up_to_of_all(16 << 20),
+    Row::of(ROOTED, in_lines(Algorithm::Direct)).up_to_of_all(1 << 20),
+    Row::of(ROOTED, in_lines(Algorithm::TwoShot)),
     // Half the hops. Each rank sends, receives and reduces what all have: up to here that takes less than the hops do.
     Row::of(&[AllReduce], through_fifos(Algorithm::OneShot)).up_to_of_all(16 << 10),
     Row::of(
@@ -166,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn peers_do_all_but_what_a_ring_does_better() {
+    fn peers_do_all_that_they_reach_and_have_a_program_for() {
         for function in Function::ALL {
             for (ranks, bytes) in [(2, 8), (2, 1 << 30), (4, 8), (4, 1 << 30)] {
                 let near = Asked {
@@ -174,9 +177,7 @@ mod tests {
                     peers: true,
                     ..asked(*function, bytes)
                 };
-                let rooted = matches!(function, Broadcast | Reduce);
-                let expected = !(rooted && ranks > 2 && bytes > 8);
-                assert_eq!(choose(&near).unwrap().is_among_peers(), expected, "{near:?}");
+                assert!(choose(&near).unwrap().is_among_peers(), "{near:?}");
                 let apart = Asked { peers: false, ..near };
                 let own_factors = Asked {
                     reduce_op: ReduceOp::PreMulSum,
@@ -190,15 +191,42 @@ mod tests {
     }
 
     #[test]
-    fn what_is_long_goes_straight_unless_told_otherwise() {
-        let cases = Function::ALL.iter().flat_map(|function| {
-            let most = if matches!(function, Broadcast | Reduce) {
-                2
-            } else {
-                8
+    fn the_others_pass_on_parts_of_what_is_long_if_there_are_others() {
+        let near = |function, ranks, bytes, data_type| {
+            let asked = Asked {
+                ranks,
+                peers: true,
+                data_type,
+                ..asked(function, bytes)
             };
-            [(function, 2), (function, most)]
-        });
+            let choice = choose(&asked).unwrap();
+            (choice.algorithm, choice.protocol)
+        };
+        use Algorithm::{Direct, TwoShot};
+        for function in [Broadcast, Reduce] {
+            let float = |ranks, bytes| near(function, ranks, bytes, DataType::Float32);
+            assert_eq!(float(2, 1 << 20), (Direct, Protocol::Ll128));
+            assert_eq!(float(2, 64 << 20), (Direct, Protocol::Simple));
+            assert_eq!(float(4, 256 << 10), (Direct, Protocol::Ll128));
+            assert_eq!(float(4, 1 << 20), (TwoShot, Protocol::Ll128));
+            assert_eq!(float(4, 64 << 20), (TwoShot, Protocol::Simple));
+        }
+        // Which no kernel reduces straight.
+        assert_eq!(
+            near(Reduce, 4, 64 << 20, DataType::Int32),
+            (TwoShot, Protocol::Ll128)
+        );
+        assert_eq!(
+            near(Broadcast, 4, 64 << 20, DataType::Int32),
+            (TwoShot, Protocol::Simple)
+        );
+    }
+
+    #[test]
+    fn what_is_long_goes_straight_unless_told_otherwise() {
+        let cases = Function::ALL
+            .iter()
+            .flat_map(|function| [(function, 2), (function, 8)]);
         for (function, ranks) in cases {
             let messages = if matches!(function, AlltoAll | Gather | Scatter) {
                 ranks

@@ -5,7 +5,7 @@ use std::ffi::CStr;
 use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
 use super::{
-    layout::{Exchange, PeerCall},
+    layout::{Exchange, NO_ROOT, PeerCall},
     peer_launch::{MOST_BLOCKS, PeerArguments, PeerLaunch, SERVICE, kernel_of_sum},
     peers::{
         MAX_PEERS, ROW_BYTES, STRAIGHT_BLOCKS, chunk_rows, lanes, mappings_offset, push_chunk, pushed_offset,
@@ -75,10 +75,16 @@ const fn warps(ranks: usize, straight: bool, only_loads: bool) -> usize {
     }
 }
 
-/// Threads of a block of a collective in lines, or straight, by loads alone if contributions are not pushed.
+/// Threads of a block of a collective in lines, or straight, by loads alone if contributions are neither pushed nor passed on when they are reduced.
 #[must_use]
-pub fn exchange_threads(function: Function, ranks: usize, straight: bool, pushes: bool) -> u32 {
-    let only_loads = !pushes && matches!(function, Function::ReduceScatter | Function::Reduce);
+pub fn exchange_threads(
+    function: Function,
+    algorithm: Algorithm,
+    ranks: usize,
+    straight: bool,
+    pushes: bool,
+) -> u32 {
+    let only_loads = !pushes && algorithm == Algorithm::Direct && function.reduces();
     threads(warps(ranks, straight, only_loads))
 }
 
@@ -113,9 +119,11 @@ pub(super) fn launch(work: &Work, call: PeerCall, peers: &Peers) -> PeerLaunch {
     };
     let chunk_rows = each.div_ceil(each.div_ceil(most_rows));
     arguments.chunk = (chunk_rows * ROW_BYTES) as u32;
-    if work.pushes {
-        arguments.push = pushed(ranks, arguments.piece as usize, blocks);
-    }
+    arguments.push = match (work.pushes, is_relayed(&arguments)) {
+        (true, _) => pushed(ranks, arguments.piece as usize, blocks),
+        (false, true) => RELAYED,
+        (false, false) => 0,
+    };
     let kind = kind(work, &arguments);
     if let Straight::Open { sent, received } = work.straight
         && goes_straight(kind, &arguments)
@@ -129,7 +137,7 @@ pub(super) fn launch(work: &Work, call: PeerCall, peers: &Peers) -> PeerLaunch {
         }
     }
     PeerLaunch {
-        kernel: kernel(kind, ranks, straight),
+        kernel: kernel(kind, ranks, straight, is_relayed(&arguments)),
         arguments: PeerArguments::Exchange(arguments),
         blocks: blocks as u32,
         threads: threads(warps),
@@ -149,10 +157,20 @@ fn pushed(ranks: usize, piece: usize, blocks: usize) -> u32 {
     each.min(most / round * round) as u32
 }
 
-/// The number of a kernel of [`KERNELS`].
-fn kernel(kind: usize, ranks: usize, straight: bool) -> usize {
+/// Whether it is a broadcast of which each rank but the root passes on a part.
+fn is_relayed(arguments: &Exchange) -> bool {
+    arguments.passes == 1 && arguments.reduces == 0
+}
+
+/// Bytes of a chunk that a block passes on: what all of its warps have under way at once. Longer ones, of which there are fewer, were measured: what is
+/// passed on lags behind by a chunk.
+const RELAYED: u32 = HALF_WARPS as u32 * 8 * 512;
+
+/// The number of a kernel of [`KERNELS`]. (What is relayed has none for a number of ranks.)
+fn kernel(kind: usize, ranks: usize, straight: bool, relayed: bool) -> usize {
     match (straight, kind, ranks) {
         (true, ..) => kind,
+        _ if relayed => KINDS + kind,
         (false, WORDS, 4) => 2 * KINDS,
         (false, WORDS, 8) => 2 * KINDS + 1,
         (false, ..) => KINDS + kind,
@@ -177,6 +195,16 @@ fn kind(work: &Work, arguments: &Exchange) -> usize {
     }
     let sum = kernel_of_sum(work.reduce_op, work.data_type, work.ranks);
     sum.filter(|_| whole).map_or(ANY, |sum| ANY + 1 + sum)
+}
+
+/// Whether there is a program of [`Algorithm::TwoShot`] of it. With a root there is if any rank has others to pass something on to.
+#[must_use]
+pub fn has_two_shots(function: Function, ranks: usize) -> bool {
+    match function {
+        Function::AllReduce => true,
+        Function::Broadcast | Function::Reduce => ranks > 2,
+        _ => false,
+    }
 }
 
 /// Whether there is a kernel that reduces so, among so many ranks, straight between callers' buffers.
@@ -219,7 +247,7 @@ pub(super) fn parts(work: &Work, call: PeerCall) -> Exchange {
         result_bytes: bytes,
         piece: bytes,
         chunk: 0,
-        reduces: 0,
+        reduces: work.function.reduces().into(),
         passes: 0,
         straight: (work.straight != Straight::No).into(),
         open: 0,
@@ -230,19 +258,16 @@ pub(super) fn parts(work: &Work, call: PeerCall) -> Exchange {
         mappings_at: mappings_offset(ranks) as u64,
         pushed_at: pushed_offset(ranks) as u64,
         push: 0,
-        reserved: 0,
+        root: NO_ROOT,
     };
+    if work.algorithm == Algorithm::TwoShot {
+        give_parts(work, &mut all);
+        return all;
+    }
     // Blocks of a buffer, one of each rank.
     let block = |base: u64, rank: usize| base + bytes * rank as u64;
     for rank in (0..ranks).filter(|rank| *rank != me) {
         let (from, to) = match work.function {
-            Function::AllReduce if work.algorithm == Algorithm::TwoShot => {
-                let part = shard(work, rank);
-                (
-                    Some((send + part.start, part.length)),
-                    Some((recv + part.start, part.length)),
-                )
-            }
             Function::AllReduce => (Some((send, bytes)), None),
             Function::ReduceScatter => (Some((block(send, rank), bytes)), None),
             Function::AllGather => (Some((send, bytes)), Some((block(recv, rank), bytes))),
@@ -266,13 +291,6 @@ pub(super) fn parts(work: &Work, call: PeerCall) -> Exchange {
         (all.to[rank], all.takes[rank]) = to.unwrap_or_default();
     }
     match work.function {
-        Function::AllReduce if work.algorithm == Algorithm::TwoShot => {
-            let part = shard(work, me);
-            (all.own, all.result, all.result_bytes) = (send + part.start, recv + part.start, part.length);
-            // The first rank's part is the longest.
-            all.piece = shard(work, 0).length;
-            all.passes = 1;
-        }
         Function::ReduceScatter => all.own = block(send, me),
         Function::AllGather => all.result = block(recv, me),
         Function::AlltoAll => (all.own, all.result) = (block(send, me), block(recv, me)),
@@ -283,25 +301,75 @@ pub(super) fn parts(work: &Work, call: PeerCall) -> Exchange {
         }
         _ => {}
     }
-    all.reduces = work.function.reduces().into();
     all
 }
 
-/// A rank's part of an all_reduce, in bytes.
-struct Shard {
+/// What goes where if each rank, or each but the root, has a part, which it passes on to who needs it: all others', or of a reduction with a root that
+/// one's. Of a broadcast it gets it from the root.
+fn give_parts(work: &Work, all: &mut Exchange) {
+    let (me, root) = (work.rank as usize, work.root as usize);
+    let (send, recv) = (work.send as u64, work.recv as u64);
+    let is_root = me == root;
+    // Of the others' parts.
+    let (sends, takes) = match work.function {
+        Function::Broadcast => (is_root, !is_root),
+        Function::Reduce => (true, is_root),
+        _ => (true, true),
+    };
+    for rank in (0..work.ranks as usize).filter(|rank| *rank != me) {
+        let part = part(work, rank);
+        if sends {
+            (all.from[rank], all.sends[rank]) = (send + part.start, part.length);
+        }
+        if takes {
+            (all.to[rank], all.takes[rank]) = (recv + part.start, part.length);
+        }
+    }
+    let mine = part(work, me);
+    (all.own, all.result, all.result_bytes) = (send + mine.start, recv + mine.start, mine.length);
+    match work.function {
+        Function::Broadcast if !is_root => {
+            all.own = all.result;
+            // Where the root writes.
+            all.to[root] = all.result;
+        }
+        // The receive buffer is the root's.
+        Function::Reduce if !is_root => all.result = all.own,
+        _ => {}
+    }
+    all.piece = longest_part(work);
+    all.passes = 1;
+    if work.function != Function::AllReduce {
+        all.root = work.root;
+    }
+}
+
+/// A rank's part, in bytes.
+struct Part {
     start: u64,
     length: u64,
 }
 
 /// Parts are whole words as far as there are some, so that all begin where words do if the buffer does.
-fn shard(work: &Work, rank: usize) -> Shard {
-    let bytes = (work.count * work.data_type.size()) as u64;
-    let each = bytes.div_ceil(u64::from(work.ranks)).next_multiple_of(16);
-    let start = (each * rank as u64).min(bytes);
-    Shard {
+fn part(work: &Work, rank: usize) -> Part {
+    let at = match work.function {
+        Function::AllReduce => rank,
+        _ if rank == work.root as usize => return Part { start: 0, length: 0 },
+        _ => rank - usize::from(rank > work.root as usize),
+    };
+    let (bytes, each) = ((work.count * work.data_type.size()) as u64, longest_part(work));
+    let start = (each * at as u64).min(bytes);
+    Part {
         start,
         length: each.min(bytes - start),
     }
+}
+
+/// Bytes of each but the last ones.
+fn longest_part(work: &Work) -> u64 {
+    let bytes = (work.count * work.data_type.size()) as u64;
+    let parts = work.ranks - u32::from(work.function != Function::AllReduce);
+    bytes.div_ceil(u64::from(parts)).next_multiple_of(16)
 }
 
 #[cfg(test)]

@@ -332,7 +332,7 @@ pub struct Exchange {
     pub chunk: u32,
     /// 1: what comes is reduced, and the result goes to `result`; 0: it goes to `to`.
     pub reduces: u8,
-    /// 1: the result is passed on to all others, and theirs go to `to`.
+    /// 1: what is in `result` is passed on to all others, and theirs go to `to`.
     pub passes: u8,
     /// 1: it goes straight between callers' buffers if all ranks can, the same on all of them.
     pub straight: u8,
@@ -350,12 +350,16 @@ pub struct Exchange {
     pub mappings_at: u64,
     /// Where [`super::peers::Pushed`] is in each rank's memory.
     pub pushed_at: u64,
-    /// Bytes of a chunk that a block pushes to each other rank, at most [`super::peers::push_chunk`] and the same on all ranks, where
-    /// contributions are pushed to who reduces them if it goes straight; 0: they are read where they are.
+    /// Bytes of a chunk of each part that a block writes before it tells the block of the same number, the same on all ranks, if it goes straight:
+    /// where contributions are pushed to who reduces them, at most [`super::peers::push_chunk`], or a broadcast is passed on; 0: nothing is told.
     pub push: u32,
-    /// 0.
-    pub reserved: u32,
+    /// Where all ranks but the root have a part: the root, to which alone reduced parts are passed on, or from which parts come that are; else
+    /// [`NO_ROOT`].
+    pub root: u32,
 }
+
+/// [`Exchange::root`] of what has none: `NONE` in `cuda/launch.cuh`.
+pub const NO_ROOT: u32 = u32::MAX;
 
 /// The one argument of the kernels of [`super::gates`].
 #[derive(Clone, Copy, Debug)]

@@ -4,7 +4,10 @@ use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
 use super::{Schedule, Steps};
 use crate::{
-    cuda::peers::{MAX_PEERS, one_shot_bytes},
+    cuda::{
+        exchange::has_two_shots,
+        peers::{MAX_PEERS, one_shot_bytes},
+    },
     launch::{Connections, Peers, Scalar, Work},
     reduce::Reduction,
 };
@@ -156,8 +159,8 @@ impl Work {
         }
         match self.algorithm {
             Algorithm::OneShot => self.check_one_shot(one_shot_bytes(ranks)),
-            Algorithm::TwoShot if self.function != Function::AllReduce => {
-                fail("no two_shot program; it reduces on all ranks".into())
+            Algorithm::TwoShot if !has_two_shots(self.function, ranks) => {
+                fail(format!("no two_shot program among {ranks} ranks"))
             }
             Algorithm::Direct if self.function.is_p2p() && self.root == self.rank => {
                 fail("no message among peers goes to its own rank".into())

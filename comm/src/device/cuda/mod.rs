@@ -163,9 +163,9 @@ impl Device for CudaDevice {
             _ if way.protocol == Protocol::Ce => GATE_THREADS,
             (Function::Send | Function::Recv, _) => MESSAGES_THREADS,
             (_, Algorithm::OneShot) => one_shot_threads(way.bytes as usize),
-            (function, _) => {
+            (function, algorithm) => {
                 let pushes = way.protocol == Protocol::Push;
-                exchange_threads(function, way.ranks as usize, straight, pushes)
+                exchange_threads(function, algorithm, way.ranks as usize, straight, pushes)
             }
         };
         // 1024 threads are the most that a block has.

@@ -135,11 +135,17 @@ impl crate::Observer for Nobody {
     fn launch_finished(&self, _: u32, _: bool) {}
 }
 
-fn collectives() -> impl Iterator<Item = Function> {
-    Function::ALL
-        .iter()
-        .copied()
-        .filter(|function| !function.is_p2p())
+/// All collectives among so many ranks, by all algorithms that these kernels have for them.
+fn collectives(ranks: u32) -> impl Iterator<Item = (Function, Algorithm)> {
+    let collectives = Function::ALL.iter().filter(|function| !function.is_p2p());
+    collectives.flat_map(move |function| {
+        let two_shots = has_two_shots(*function, ranks as usize).then_some(Algorithm::TwoShot);
+        let direct = (*function != Function::AllReduce).then_some(Algorithm::Direct);
+        two_shots
+            .into_iter()
+            .chain(direct)
+            .map(|algorithm| (*function, algorithm))
+    })
 }
 
 proptest! {
@@ -147,13 +153,13 @@ proptest! {
     #[test]
     fn ranks_agree(count in 1_usize..600_000, ranks in 2_u32..=8, root in 0_u32..8, most_blocks in 1_u32..=140) {
         let root = root % ranks;
-        for function in collectives() {
-            let work = |rank| on_device(most_blocks, work(function, count, rank, ranks, root));
+        for (function, algorithm) in collectives(ranks) {
+            let work = |rank| on_device(most_blocks, Work { algorithm, ..work(function, count, rank, ranks, root) });
             let all: Vec<_> = (0..ranks).map(|rank| launched(work(rank))).collect();
             let (first, steps) = (&all[0].0, (all[0].1.piece, all[0].1.chunk));
             for (rank, (launch, one)) in all.iter().enumerate() {
                 prop_assert_eq!((launch.blocks, launch.threads), (first.blocks, first.threads));
-                prop_assert_eq!(launch.threads, exchange_threads(function, ranks as usize, false, false));
+                prop_assert_eq!(launch.threads, exchange_threads(function, algorithm, ranks as usize, false, false));
                 prop_assert_eq!((one.piece, one.chunk), steps, "{}", function);
                 prop_assert!(one.chunk as usize <= chunk_rows(ranks as usize) * ROW_BYTES && one.chunk > 0);
                 prop_assert!(launch.blocks as usize * (launch.threads as usize / 32 - 1) <= lanes(ranks as usize));
@@ -161,7 +167,7 @@ proptest! {
                 let straight = |pushes| launched(Work { straight: Straight::Closed, pushes, ..work(rank as u32) });
                 for pushes in [false, true] {
                     let (launch, _) = straight(pushes);
-                    prop_assert_eq!(launch.threads, exchange_threads(function, ranks as usize, true, pushes));
+                    prop_assert_eq!(launch.threads, exchange_threads(function, algorithm, ranks as usize, true, pushes));
                     prop_assert!(launch.blocks as usize <= STRAIGHT_BLOCKS && launch.blocks <= most_blocks);
                 }
                 let (launch, straight) = straight(true);
@@ -172,12 +178,22 @@ proptest! {
                 // Whole rounds of a block's threads.
                 prop_assert_eq!(straight.push as usize * ranks as usize % (HALF_WARPS * 16 * 512), 0);
                 for (peer, (_, other)) in all.iter().enumerate().filter(|(peer, _)| *peer != rank) {
-                    // What is reduced is as long as the result of who reduces; the rest goes where it was to go.
-                    let expected = if one.reduces == 1 { one.result_bytes } else { one.takes[peer] };
+                    // What is reduced, or passed on, is as long as the result of who does; the rest goes where it was to go.
+                    let expected = match (one.reduces, one.passes) {
+                        (0, 1) if peer as u32 != root => 0,
+                        (0, 0) => one.takes[peer],
+                        _ => one.result_bytes,
+                    };
                     prop_assert_eq!(other.sends[rank], expected, "{} from {} to {}", function, peer, rank);
                     prop_assert!(other.sends[rank] <= one.piece);
                     if one.passes == 1 {
-                        prop_assert_eq!(one.takes[peer], other.result_bytes);
+                        let is_root = rank as u32 == root;
+                        let takes = match function {
+                            Function::Broadcast => !is_root,
+                            Function::Reduce => is_root,
+                            _ => true,
+                        };
+                        prop_assert_eq!(one.takes[peer], if takes { other.result_bytes } else { 0 });
                     }
                 }
             }
@@ -188,9 +204,9 @@ proptest! {
     #[test]
     fn results_are_whole(count in 1_usize..300_000, ranks in 2_u32..=8, root in 0_u32..8) {
         let root = root % ranks;
-        for function in collectives() {
+        for (function, algorithm) in collectives(ranks) {
             for rank in 0..ranks {
-                let (_, one) = launched(work(function, count, rank, ranks, root));
+                let (_, one) = launched(Work { algorithm, ..work(function, count, rank, ranks, root) });
                 let bytes = count as u64 * 4;
                 let expected = match function {
                     Function::AllGather | Function::AlltoAll => bytes * u64::from(ranks),
@@ -198,9 +214,13 @@ proptest! {
                     Function::Gather | Function::Reduce if rank != root => 0,
                     _ => bytes,
                 };
+                // What the root of a broadcast in parts sends it keeps; parts of a reduction with a root are stored there alone.
+                let keeps = |peer: usize| (one.from[peer] - one.own + one.result, one.sends[peer]);
+                let is_kept = one.root == rank && function == Function::Broadcast;
+                let own = if one.root != NO_ROOT && function == Function::Reduce { 0 } else { one.result_bytes };
                 let mut written: Vec<(u64, u64)> = (0..ranks as usize)
-                    .map(|peer| (one.to[peer], one.takes[peer]))
-                    .chain([(one.result, one.result_bytes)])
+                    .map(|peer| if is_kept && peer as u32 != rank { keeps(peer) } else { (one.to[peer], one.takes[peer]) })
+                    .chain([(one.result, own)])
                     .filter(|(_, length)| *length > 0)
                     .collect();
                 written.sort_unstable();

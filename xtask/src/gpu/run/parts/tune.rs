@@ -29,9 +29,9 @@ const FACTOR: u64 = 2;
 const LEAST: u64 = 8;
 /// The most that one shot has memory for, of all ranks together.
 const ONE_SHOT: u64 = 512 << 10;
-/// Among more than two ranks these go round a ring once they are longer than that, all ranks together.
+/// Among more than two ranks these go in two shots, or round a ring, once they are longer than that, all ranks together.
 const ROOTED: [&str; 2] = ["broadcast", "reduce"];
-const ROOTED_DIRECT: u64 = 16 << 20;
+const ROOTED_DIRECT: u64 = 1 << 20;
 /// What the table takes may be so much slower than the best way before it is marked: as much as two runs differ.
 const TOLERANCE: f64 = 1.05;
 
@@ -78,6 +78,7 @@ fn ways(operation: &str, algorithm: &str, ranks: usize) -> Vec<Way> {
     }
     if ROOTED.contains(&operation) && ranks > 2 {
         all.push(way(algorithm, "ll128", ROOTED_DIRECT / ranks as u64));
+        all.extend([way("two_shot", "ll128", MOST), way("two_shot", "simple", MOST)]);
         all.push(way("ring", "simple", MOST));
     } else {
         all.extend([way(algorithm, "ll128", MOST), way(algorithm, "simple", MOST)]);
