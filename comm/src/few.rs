@@ -27,6 +27,14 @@ impl<T> Few<T> {
             }
         }
     }
+
+    /// The same; gives what has been pushed.
+    #[inline]
+    pub(crate) fn push_mut(&mut self, next: T) -> &mut T {
+        self.push(next);
+        let last = self.len() - 1;
+        &mut self[last]
+    }
 }
 
 impl<T> Deref for Few<T> {

@@ -1,6 +1,7 @@
 //! Launch parameters: what a plan hands to the device.
 
 use std::{
+    any::Any,
     ops::Range,
     sync::{
         Arc,
@@ -162,9 +163,9 @@ pub struct Window {
     /// By rank: where its part begins for the device of this rank.
     pub places: Vec<u64>,
     /// What the device queues copies with beside the caller's stream.
-    pub engines: Arc<dyn std::any::Any + Send + Sync>,
+    pub engines: Arc<dyn Any + Send + Sync>,
     /// Keeps the parts of ranks of other processes reachable.
-    pub memory: Vec<Arc<dyn std::any::Any + Send + Sync>>,
+    pub memory: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
 /// Memory of all ranks, for kernels that write into that of the others: laid out as [`crate::cuda::peers`] says, zeroed
@@ -179,7 +180,7 @@ pub struct Peers {
     /// By bit: ranks of other processes.
     pub foreign: u8,
     /// Keeps it there.
-    pub memory: Box<dyn std::any::Any + Send + Sync>,
+    pub memory: Box<dyn Any + Send + Sync>,
 }
 
 impl Peers {
@@ -229,7 +230,7 @@ pub enum When {
 
 /// What the device reports while it runs; on a GPU the kernel writes the same into a ring that the host drains.
 /// Called on the device's threads: must be quick and must not call the device.
-pub trait Observer: Send + Sync {
+pub trait Observer: Any + Send + Sync {
     /// The first work of a channel for `op` began; `replay` is 0 for an eager launch.
     fn channel_started(&self, op: u32, replay: u32, channel: u8, when: When);
     /// That channel's part of `op` was done (`aborted`: given up).

@@ -35,13 +35,13 @@ fn operation(
     stream: Stream,
 ) -> Result<()> {
     let start = observe::now_ns();
-    let enqueue = |comm: &Arc<Communicator>| {
+    let enqueue = |comm: Arc<Communicator>| {
         let data_type = data_type(type_code)?;
         // What the number stands for is kept from here on: it may be destroyed as soon as this call returns.
         let (reduce_op, scalar) = op_code.map_or(Ok((ReduceOp::None, Scalar::None)), |code| {
             comm.reduce_ops.resolve(code, data_type)
         })?;
-        let peer = peer.map(|(name, value)| rank(name, value, comm)).transpose()?;
+        let peer = peer.map(|(name, value)| rank(name, value, &comm)).transpose()?;
         let count = check_count(count, data_type, comm.ranks)?;
         let is_root = peer == Some(comm.rank);
         // Which buffers this rank uses; NCCL does not look at the others.
@@ -74,7 +74,7 @@ fn operation(
         };
         group::enqueue(comm, request, start)
     };
-    let result = communicator::lookup(comm).and_then(|comm| enqueue(&comm));
+    let result = communicator::lookup(comm).and_then(enqueue);
     if let Err(error) = &result {
         group::note_error(error);
     }

@@ -19,6 +19,7 @@ use crate::{
     device::{Capture, Stream},
     error::{Error, Result, ResultCode},
     few::Few,
+    launch::reclaim::Spare,
     observe,
     plan::{self, Exchange, OpInfo, Request, Task},
 };
@@ -34,6 +35,8 @@ struct Tasks {
     streams: Few<Stream>,
     /// Of its first operation; all others must be in the same.
     capture: Option<Capture>,
+    /// Memory for its first plan, if there was some when operations were called.
+    spare: Option<Spare>,
 }
 
 /// The calling thread's group.
@@ -205,7 +208,7 @@ pub fn note_error(error: &Error) {
 ///
 /// # Errors
 /// A stream that is none, or in another capture than the rest of the group; what planning or launching failed with.
-pub fn enqueue(comm: &Arc<Communicator>, request: Request, start_ns: u64) -> Result<()> {
+pub fn enqueue(comm: Arc<Communicator>, request: Request, start_ns: u64) -> Result<()> {
     // Nothing to move, nobody to wait for: as in NCCL, empty operations are dropped.
     if request.count == 0 {
         comm.check_usable()?;
@@ -216,7 +219,7 @@ pub fn enqueue(comm: &Arc<Communicator>, request: Request, start_ns: u64) -> Res
         return mine(|group| {
             let info = group.push(comm, request, start_ns)?;
             let end = observe::now_ns();
-            if let Some(task) = group.last_task(comm, &info) {
+            if let Some(task) = group.last_task(&info) {
                 task.api_end_ns = end;
             }
             info.emit(info.api_kind(), State::STOP, end);
@@ -232,7 +235,7 @@ pub fn enqueue(comm: &Arc<Communicator>, request: Request, start_ns: u64) -> Res
     emit_api(group.number, 1, State::START, start_ns, false);
     let (number, captured) = (group.number, group.captured);
     if group.blocking == Some(false)
-        && let Some(task) = group.last_task(comm, &info)
+        && let Some(task) = group.last_task(&info)
     {
         // The thread that launches it writes its description.
         task.api_end_ns = observe::now_ns();
@@ -267,7 +270,7 @@ impl Group {
         captured: false,
     };
 
-    fn push(&mut self, comm: &Arc<Communicator>, mut request: Request, start_ns: u64) -> Result<OpInfo> {
+    fn push(&mut self, comm: Arc<Communicator>, mut request: Request, start_ns: u64) -> Result<OpInfo> {
         comm.check_usable()?;
         request.window = comm.window_of(&request);
         self.admit(comm.life())?;
@@ -281,18 +284,20 @@ impl Group {
         let index = self
             .tasks
             .iter()
-            .position(|tasks| Arc::ptr_eq(&tasks.comm, comm))
+            .position(|tasks| Arc::ptr_eq(&tasks.comm, &comm))
             .unwrap_or_else(|| {
                 self.tasks.push(Tasks {
-                    comm: comm.clone(),
+                    comm,
                     collectives: Few::None,
                     exchange: Exchange::default(),
                     streams: Few::None,
                     capture,
+                    spare: None,
                 });
                 self.tasks.len() - 1
             });
         let tasks = &mut self.tasks[index];
+        let comm = &*tasks.comm;
         if tasks.capture != capture {
             return Err(Error::usage(
                 "stream: all operations of a group on one communicator must be in the same capture, or in none",
@@ -306,6 +311,9 @@ impl Group {
         let peer = request.peer.unwrap_or(0);
         let (op, (seq, node)) = {
             let mut planner = comm.planner();
+            if tasks.spare.is_none() {
+                tasks.spare = planner.plans.spare();
+            }
             let op = if graph == 0 {
                 observe::next_op()
             } else {
@@ -332,6 +340,7 @@ impl Group {
         };
         info.emit(info.api_kind(), State::START, start_ns);
         crate::log::operation(&request, &info, comm.ranks);
+        let by_messages = plan::goes_by_messages(&request, comm)?;
         let task = Task {
             request,
             info,
@@ -342,7 +351,7 @@ impl Group {
             group_depth: self.depth + 1,
             tid: thread_id(),
         };
-        if plan::goes_by_messages(&task, comm)? {
+        if by_messages {
             tasks.exchange.push(task, comm.rank, comm.ranks);
         } else {
             tasks.collectives.push(task);
@@ -351,13 +360,10 @@ impl Group {
     }
 
     /// The task just pushed.
-    fn last_task(&mut self, comm: &Arc<Communicator>, info: &OpInfo) -> Option<&mut Task> {
-        let tasks = self
-            .tasks
+    fn last_task(&mut self, info: &OpInfo) -> Option<&mut Task> {
+        self.tasks
             .iter_mut()
-            .find(|tasks| Arc::ptr_eq(&tasks.comm, comm))?;
-        [tasks.exchange.last(), tasks.collectives.last_mut()]
-            .into_iter()
+            .flat_map(|tasks| [tasks.exchange.last(), tasks.collectives.last_mut()])
             .flatten()
             .find(|task| task.info.op == info.op)
     }

@@ -18,7 +18,7 @@ use crate::{
     few::Few,
     launch::Launching,
     observe,
-    plan::{self, OpInfo, Task},
+    plan::{self, OpInfo, Plans, Task},
 };
 
 /// Launches a kernel that never ends as an operation of this rank ([`plan::stuck`]), on a stream of its own.
@@ -44,7 +44,7 @@ fn launch_stuck_on(comm: &Arc<Communicator>, device: &dyn Device, stream: Stream
         streams: &streams,
         capture: None,
         at_once: false,
-        plans: Few::One(plan::stuck(comm, stream, observe::next_group())?),
+        plans: plan::stuck(comm, stream, observe::next_group())?,
         next: 0,
     };
     let mut planner = comm.planner();
@@ -171,32 +171,32 @@ impl Group {
         }
     }
 
-    fn launch(&self, launched: &mut Few<OpInfo>) -> Result<()> {
+    fn launch(&mut self, launched: &mut Few<OpInfo>) -> Result<()> {
+        let all: usize = self.tasks.iter().map(Tasks::len).sum();
+        let at_once = self.lone && self.blocking != Some(false);
         let mut launchings = Few::None;
-        for tasks in &self.tasks {
+        for tasks in &mut *self.tasks {
             let comm = &tasks.comm;
-            let spare = comm.planner().plans.spare();
-            let plans = plan::build(
-                comm,
-                spare,
-                &tasks.collectives,
-                &tasks.exchange,
-                tasks.capture.is_some(),
-                self.number,
-            )
-            .map_err(|error| comm.reason(error))?;
-            launchings.push(Launching {
+            let launching = launchings.push_mut(Launching {
                 comm,
                 streams: &tasks.streams,
                 capture: tasks.capture,
-                at_once: self.lone && self.blocking != Some(false),
-                plans,
+                at_once,
+                plans: Plans::new(
+                    comm,
+                    tasks.capture.is_some(),
+                    Some(self.number),
+                    tasks.spare.take(),
+                ),
                 next: 0,
             });
+            launching
+                .plans
+                .build(&tasks.collectives, &tasks.exchange)
+                .map_err(|error| comm.reason(error))?;
         }
         Self::launch_all(&mut launchings, launched).map_err(|error| {
             launchings.iter().for_each(Launching::abandon);
-            let all: usize = self.tasks.iter().map(Tasks::len).sum();
             match launched.len() {
                 0 => error,
                 some => error.within(&format!(

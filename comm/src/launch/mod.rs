@@ -11,7 +11,7 @@ use std::sync::Arc;
 use ringsight_records::{Flags, Kind, Record, State, description::Time};
 
 pub(crate) use order::Order;
-use reclaim::InFlight;
+use reclaim::Ready;
 pub(crate) use times::KEPT;
 
 use crate::{
@@ -20,7 +20,7 @@ use crate::{
     error::{Error, Result},
     few::Few,
     observe,
-    plan::{OpInfo, Plan},
+    plan::{OpInfo, Plans},
     watchdog::Watch,
 };
 
@@ -32,7 +32,7 @@ pub(crate) struct Launching<'a> {
     pub(crate) capture: Option<Capture>,
     /// That was asked by the call that launches: it cannot have changed.
     pub(crate) at_once: bool,
-    pub(crate) plans: Few<Plan>,
+    pub(crate) plans: Plans<'a>,
     /// The plan to be launched next.
     pub(crate) next: usize,
 }
@@ -57,7 +57,7 @@ impl Launching<'_> {
     /// these are not kept from each other.
     pub(crate) fn prepare(&self, device: &dyn Device, planner: &mut Planner) -> Result<()> {
         if let (None, Some(first)) = (self.capture, self.plans.first()) {
-            let works = first.flight.as_ref().map_or(0, InFlight::works);
+            let works = first.ready.as_ref().map_or(0, Ready::works);
             let depth = self.comm.work_fifo_depth;
             let over = || self.comm.check_usable().is_err();
             if !planner.plans.wait_for_room(works, depth, over) {
@@ -82,7 +82,7 @@ impl Launching<'_> {
         let Some(plan) = self.plans.get_mut(self.next) else {
             return Ok(false);
         };
-        let Some(flight) = plan.flight.take() else {
+        let Some(Ready { flight, observer }) = plan.ready.take() else {
             return Err(Error::internal("a plan is launched once"));
         };
         let stream = self.streams[0];
@@ -98,7 +98,7 @@ impl Launching<'_> {
         if asked_for {
             self.comm
                 .posting
-                .ask(device, stream, graph, &plan.proxy_ops, &flight.observer)?;
+                .ask(device, stream, graph, &plan.proxy_ops, &observer)?;
         }
         let events = self.comm.watch().and_then(Watch::events);
         let track = events
@@ -109,14 +109,15 @@ impl Launching<'_> {
             planner.plans.ask_for_next();
             observe::ask_for_next();
         }
-        let flight = planner.plans.enter(graph, flight);
+        let launch = planner.plans.enter(graph, flight).launch.clone();
+        // Network work that is posted at once comes behind the launch.
+        let networked = (!asked_for && !plan.proxy_ops.is_empty()).then(|| observer.clone());
         let start = observe::now_ns();
         if let Some(watch) = self.comm.watch() {
             // Before it is noted as called: what was called and is not on its way counts as done.
-            watch.enter(&flight.observer, track.clone(), graph, start);
+            watch.enter(observer, track.clone(), graph, start);
         }
         self.comm.checks.note(graph, &plan.calls);
-        let launch = flight.launch.clone();
         let result = match self.capture {
             None if self.at_once => {
                 device.launch_kernel_at_once(self.comm.device, stream, launch, &mut planner.launcher)
@@ -128,7 +129,7 @@ impl Launching<'_> {
             // First: what was called and is not on its way counts as done.
             self.comm.checks.withdraw(graph, &plan.calls);
             if let Some(watch) = self.comm.watch() {
-                watch.withdraw(&flight.observer);
+                watch.withdraw(plan.number);
             }
             if let Some((events, track)) = events.zip(track.as_ref()) {
                 events.withdraw(track);
@@ -136,8 +137,8 @@ impl Launching<'_> {
             planner.plans.withdraw(plan.number);
             return Err(error.into());
         }
-        if !asked_for && !plan.proxy_ops.is_empty() {
-            self.comm.posting.post(&plan.proxy_ops, &flight.observer);
+        if let Some(observer) = networked {
+            self.comm.posting.post(&plan.proxy_ops, &observer);
         }
         // After the network work is posted, which the kernel has to have whatever comes of this.
         let ended = events
@@ -146,7 +147,7 @@ impl Launching<'_> {
         if ended.is_err()
             && let Some(watch) = self.comm.watch()
         {
-            watch.lose_track(&flight.observer);
+            watch.lose_track(plan.number);
         }
         for info in &plan.ops {
             observe::set_time(info.op, Time::LaunchStart, start);
@@ -178,13 +179,13 @@ impl Launching<'_> {
 
     /// After a failure: ends what the plans that were not launched will never do.
     pub(crate) fn abandon(&self) {
-        for plan in &self.plans[self.next..] {
+        for plan in self.plans.from(self.next) {
             let now = observe::now_ns();
             for info in &plan.ops {
                 info.emit(info.kind(), State::ABORTED, now);
             }
-            if let Some(flight) = &plan.flight {
-                flight.observer.abandon(now);
+            if let Some(ready) = &plan.ready {
+                ready.observer.abandon(now);
             }
         }
     }

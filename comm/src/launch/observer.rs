@@ -1,8 +1,11 @@
 //! What the device tells while it runs a plan, turned into records.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering},
+use std::{
+    mem,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering},
+    },
 };
 
 use ringsight_kernels::{Observer, When};
@@ -232,7 +235,7 @@ pub(crate) struct Contents {
 }
 
 impl PlanObserver {
-    pub(crate) fn new(contents: Contents, notes: Arc<Notes>, checks: Arc<Checks>) -> Self {
+    pub(crate) fn new(contents: &mut Contents, notes: Arc<Notes>, checks: Arc<Checks>) -> Self {
         let mut this = Self {
             number: 0,
             states: Few::None,
@@ -249,20 +252,14 @@ impl PlanObserver {
         this
     }
 
-    /// That of another plan of the communicator.
-    pub(crate) fn renew(&mut self, contents: Contents) {
-        let Contents {
-            number,
-            mut states,
-            mut shared,
-            persistent,
-        } = contents;
-        states.sort_by_key(|state| state.info.op);
-        shared.sort_by_key(|shared| shared.state.info.op);
-        self.number = number;
-        self.states = states;
-        self.shared = shared;
-        self.persistent = persistent;
+    /// That of another plan of the communicator, which has what is taken out of `contents`.
+    pub(crate) fn renew(&mut self, contents: &mut Contents) {
+        contents.states.sort_by_key(|state| state.info.op);
+        contents.shared.sort_by_key(|shared| shared.state.info.op);
+        self.number = contents.number;
+        self.states = mem::take(&mut contents.states);
+        self.shared = mem::take(&mut contents.shared);
+        self.persistent = contents.persistent;
         *self.stage.get_mut() = Stage::Waiting as u8;
         *self.moves.get_mut() = 0;
         *self.waits_ns.get_mut() = 0;
@@ -273,6 +270,11 @@ impl PlanObserver {
         for shared in self.shared.iter().filter(|shared| !shared.begins) {
             shared.state.abandon(now);
         }
+    }
+
+    /// That of its plan.
+    pub(crate) fn number(&self) -> u32 {
+        self.number
     }
 
     pub(crate) fn stage(&self) -> Stage {

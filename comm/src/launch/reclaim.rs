@@ -3,6 +3,7 @@
 //! is over.
 
 use std::{
+    any::Any,
     collections::{HashMap, VecDeque},
     mem,
     sync::{
@@ -12,11 +13,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ringsight_kernels::{ChannelWork, Connections, Launch, Observer, When};
+use ringsight_kernels::{ChannelWork, Connections, Launch, Observer};
 use ringsight_records::prefetch::ask_for_bytes;
 
 use super::observer::{Contents, PlanObserver, Stage};
-use crate::{communicator::Communicator, communicator::lock, observe};
+use crate::{
+    communicator::{Communicator, lock},
+    error::{Error, Result},
+    observe,
+};
 
 /// A note in the queue.
 #[derive(Clone, Copy, Debug)]
@@ -81,17 +86,33 @@ impl Notes {
 /// A plan that is to be launched, or that the device may still run.
 pub(crate) struct InFlight {
     number: u32,
-    /// Kept for the communicator's life with the plan; the device holds its own reference.
+    /// Kept for the communicator's life with the plan; the device holds its own reference. Its observer is a [`PlanObserver`].
     pub(super) launch: Arc<Launch>,
-    /// The same as [`Launch::observer`].
+}
+
+/// A plan that is ready to be launched.
+pub(crate) struct Ready {
+    pub(super) flight: InFlight,
+    /// The launch's. Whoever launches it hands it on: to count another owner of what the device's threads have touched costs more than to move it.
     pub(super) observer: Arc<PlanObserver>,
 }
 
-impl InFlight {
+impl Ready {
     /// Work elements, all channels together.
     pub(super) fn works(&self) -> usize {
+        self.flight.works()
+    }
+}
+
+impl InFlight {
+    fn works(&self) -> usize {
         let channels = self.launch.channels.iter();
         channels.map(|channel| channel.work.len()).sum()
+    }
+
+    fn stage(&self) -> Option<Stage> {
+        let observer: &dyn Any = &*self.launch.observer;
+        observer.downcast_ref().map(PlanObserver::stage)
     }
 
     fn has_window(&self) -> bool {
@@ -108,7 +129,6 @@ const SPARE_WORKS: usize = 16;
 /// takes a tenth of the time, and leaves nothing to be freed by threads that have not allocated it.
 pub(crate) struct Spare {
     launch: Arc<Launch>,
-    observer: Arc<PlanObserver>,
     /// Those of the plan, for their memory.
     pub(crate) works: Vec<ChannelWork>,
 }
@@ -118,21 +138,18 @@ pub(crate) fn assemble(
     comm: &Communicator,
     spare: Option<Spare>,
     channels: Vec<ChannelWork>,
-    contents: Contents,
-) -> InFlight {
+    contents: &mut Contents,
+) -> Result<Ready> {
     let number = contents.number;
-    if let Some(mut spare) = spare
-        && let (Some(launch), Some(observer)) =
-            (Arc::get_mut(&mut spare.launch), Arc::get_mut(&mut spare.observer))
+    if let Some(Spare { mut launch, .. }) = spare
+        && let Some(renewed) = Arc::get_mut(&mut launch)
+        && let Some(observer) = own(&mut renewed.observer)
     {
         observer.renew(contents);
-        launch.channels = channels;
-        launch.observer = spare.observer.clone();
-        return InFlight {
-            number,
-            launch: spare.launch,
-            observer: spare.observer,
-        };
+        renewed.channels = channels;
+        let observer = shared(&renewed.observer)?;
+        let flight = InFlight { number, launch };
+        return Ok(Ready { flight, observer });
     }
     let observer = Arc::new(PlanObserver::new(
         contents,
@@ -145,28 +162,30 @@ pub(crate) fn assemble(
         observer: observer.clone(),
         peers: comm.peers.clone(),
     };
-    InFlight {
-        number,
-        launch: Arc::new(launch),
-        observer,
-    }
+    let launch = Arc::new(launch);
+    let flight = InFlight { number, launch };
+    Ok(Ready { flight, observer })
+}
+
+/// The observer of a launch that nobody else has.
+fn own(observer: &mut Arc<dyn Observer>) -> Option<&mut PlanObserver> {
+    let observer: &mut dyn Any = Arc::get_mut(observer)?;
+    observer.downcast_mut()
+}
+
+/// Another owner of a launch's observer.
+fn shared(observer: &Arc<dyn Observer>) -> Result<Arc<PlanObserver>> {
+    let observer: Arc<dyn Any + Send + Sync> = observer.clone();
+    observer
+        .downcast()
+        .map_err(|_| Error::internal("a plan is observed by what is made for it"))
 }
 
 /// Asks for a shared value and what counts its owners, which is before it.
-fn ask_for_shared<T>(value: &Arc<T>) {
+fn ask_for_shared<T: ?Sized>(value: &Arc<T>) {
     const COUNTS: usize = 2 * size_of::<usize>();
     let first = Arc::as_ptr(value).cast::<u8>().wrapping_sub(COUNTS);
-    ask_for_bytes(first, COUNTS + size_of::<T>());
-}
-
-/// Observes nothing: of launches that are kept for later ones.
-struct Nobody;
-
-impl Observer for Nobody {
-    fn channel_started(&self, _op: u32, _replay: u32, _channel: u8, _when: When) {}
-    fn channel_stopped(&self, _op: u32, _replay: u32, _channel: u8, _aborted: bool, _when: When) {}
-    fn mismatch(&self, _op: u32, _replay: u32, _channel: u8, _theirs: u32) {}
-    fn launch_finished(&self, _replay: u32, _aborted: bool) {}
+    ask_for_bytes(first, COUNTS + size_of_val(&**value));
 }
 
 /// Plans that were launched and not reclaimed.
@@ -178,7 +197,6 @@ pub(crate) struct Plans {
     eager: VecDeque<InFlight>,
     /// Some that are over, oldest first.
     spares: VecDeque<InFlight>,
-    nobody: Arc<dyn Observer>,
     /// Work elements of all of `eager`.
     works: usize,
     /// By graph number.
@@ -202,7 +220,6 @@ impl Plans {
             read: Vec::new(),
             eager: VecDeque::new(),
             spares: VecDeque::new(),
-            nobody: Arc::new(Nobody),
             works: 0,
             captured: HashMap::new(),
         }
@@ -235,28 +252,21 @@ impl Plans {
     /// any more.
     pub(crate) fn spare(&mut self) -> Option<Spare> {
         self.drain();
-        // The oldest: the device and the watchdog let go of the latest a little after they have said that it is over. Its
-        // observer has two owners then, this and the launch, so that nobody is left who could make it more.
+        // The oldest: the device and the watchdog let go of the latest a little after they have said that it is over.
         let oldest = self.spares.front_mut()?;
-        if Arc::strong_count(&oldest.observer) > 2 {
+        if Arc::strong_count(&oldest.launch.observer) > 1 {
             return None;
         }
-        let launch = Arc::get_mut(&mut oldest.launch)?;
-        launch.observer = self.nobody.clone();
-        let works = mem::take(&mut launch.channels);
-        let InFlight { launch, observer, .. } = self.spares.pop_front()?;
-        Some(Spare {
-            launch,
-            observer,
-            works,
-        })
+        let works = mem::take(&mut Arc::get_mut(&mut oldest.launch)?.channels);
+        let InFlight { launch, .. } = self.spares.pop_front()?;
+        Some(Spare { launch, works })
     }
 
     /// Asks for what [`Self::spare`] will give next: the thread that has seen it end has it.
     pub(super) fn ask_for_next(&self) {
-        if let Some(InFlight { launch, observer, .. }) = self.spares.front() {
+        if let Some(InFlight { launch, .. }) = self.spares.front() {
             ask_for_shared(launch);
-            ask_for_shared(observer);
+            ask_for_shared(&launch.observer);
         }
     }
 
@@ -351,7 +361,7 @@ impl Plans {
         self.eager
             .iter()
             .chain(captured)
-            .any(|plan| plan.observer.stage() == Stage::Running)
+            .any(|plan| plan.stage() == Some(Stage::Running))
     }
 }
 

@@ -10,8 +10,7 @@ use ringsight_kernels::{
 use ringsight_records::{Algorithm, Description, Flags, Function, Protocol, State};
 
 use super::{
-    OpInfo, Plan, Task, algorithm, channel_works::ChannelWorks, channels, estimate, exchange,
-    layout::choice_of,
+    Plan, Task, algorithm, channel_works::ChannelWorks, channels, estimate, exchange, layout::choice_of,
 };
 use crate::{
     checks,
@@ -20,7 +19,7 @@ use crate::{
     error::{Error, Result},
     few::Few,
     launch::{
-        observer::{Contents, OpState, Shared},
+        observer::{Contents, OpState},
         reclaim::{self, Spare},
     },
     observe,
@@ -30,7 +29,8 @@ use crate::{
 /// A plan in the making.
 pub(super) struct Builder<'a> {
     comm: &'a Communicator,
-    number: u32,
+    /// As far as it is made.
+    pub(super) plan: Plan,
     group: u32,
     /// Where it is not to be launched: what it would take.
     pub(super) simulated: Option<estimate::Load>,
@@ -44,11 +44,7 @@ pub(super) struct Builder<'a> {
     /// What it is made of, but for the works.
     spare: Option<Spare>,
     work: ChannelWorks,
-    states: Few<OpState>,
-    pub(super) shared: Vec<Shared>,
-    ops: Few<OpInfo>,
-    calls: Few<checks::Entry>,
-    proxy_ops: Vec<ProxyOp>,
+    pub(super) contents: Contents,
 }
 
 impl<'a> Builder<'a> {
@@ -60,10 +56,17 @@ impl<'a> Builder<'a> {
             .as_mut()
             .map(|spare| mem::take(&mut spare.works))
             .unwrap_or_default();
+        let number = group.map_or(0, |_| observe::next_plan());
         Self {
             spare,
             comm,
-            number: group.map_or(0, |_| observe::next_plan()),
+            plan: Plan {
+                number,
+                ready: None,
+                proxy_ops: Vec::new(),
+                ops: Few::None,
+                calls: Few::None,
+            },
             group: group.unwrap_or(0),
             simulated: group.is_none().then(estimate::Load::default),
             used: 0,
@@ -71,11 +74,12 @@ impl<'a> Builder<'a> {
             is_among_peers: false,
             picker: channels::Picker::new(comm.channels()),
             work: ChannelWorks::again(works),
-            states: Few::None,
-            shared: Vec::new(),
-            ops: Few::None,
-            calls: Few::None,
-            proxy_ops: Vec::new(),
+            contents: Contents {
+                number,
+                states: Few::None,
+                shared: Vec::new(),
+                persistent: false,
+            },
         }
     }
 
@@ -146,7 +150,8 @@ impl<'a> Builder<'a> {
             for channel in self.picker.pick(1, 0) {
                 self.add_ring(task, channel, 0..0, Algorithm::Ring)?;
             }
-            self.calls
+            self.plan
+                .calls
                 .push(checks::Entry::new(&task.info, task.request.call()));
         }
         Ok(())
@@ -216,7 +221,7 @@ impl<'a> Builder<'a> {
         if let Some(load) = &mut self.simulated {
             load.add(estimate::LOCAL, 0, bytes(send));
         }
-        let (wanted, _) = choice_of(send, self.comm)?;
+        let (wanted, _) = choice_of(&send.request, self.comm)?;
         let parts = channels::split(send.request.count, send.request.data_type.size(), wanted);
         let mut mask = 0u64;
         for (channel, part) in (0u8..).zip(parts) {
@@ -251,7 +256,7 @@ impl<'a> Builder<'a> {
         } else {
             (peer, comm.rank)
         };
-        let (wanted, choice) = choice_of(task, comm)?;
+        let (wanted, choice) = choice_of(&task.request, comm)?;
         let (mut mask, mut proxies) = (0u64, 0);
         let parts = channels::split(request.count, request.data_type.size(), wanted);
         for (index, part) in parts.into_iter().enumerate().filter(|(_, part)| !part.is_empty()) {
@@ -393,7 +398,7 @@ impl<'a> Builder<'a> {
         let (Some(connection), true) = (connection, steps > 0) else {
             return 0;
         };
-        self.proxy_ops.push(ProxyOp {
+        self.plan.proxy_ops.push(ProxyOp {
             connection,
             op: task.info.op,
             replay: 0,
@@ -430,7 +435,7 @@ impl<'a> Builder<'a> {
         for task in std::iter::once(task).chain(twin) {
             self.announce(task, channel_mask, proxy_ops, algorithm, protocol);
         }
-        self.states.push(OpState::new(
+        self.contents.states.push(OpState::new(
             task.info,
             twin.map(|task| task.info),
             channel_mask.count_ones(),
@@ -450,8 +455,9 @@ impl<'a> Builder<'a> {
         self.describe(task, channel_mask, proxy_ops, algorithm, protocol);
         crate::log::choice(task, channel_mask, (algorithm, protocol));
         task.info.emit_now(task.info.kind(), State::START);
-        self.ops.push(task.info);
-        self.calls
+        self.plan.ops.push(task.info);
+        self.plan
+            .calls
             .push(checks::Entry::new(&task.info, task.request.call()));
     }
 
@@ -487,7 +493,7 @@ impl<'a> Builder<'a> {
             api_end_ns: task.api_end_ns,
             op: info.op,
             group: self.group,
-            plan: self.number,
+            plan: self.plan.number,
             rank: info.rank,
             ranks: self.comm.ranks,
             root: if p2p { -1 } else { peer },
@@ -510,23 +516,13 @@ impl<'a> Builder<'a> {
         });
     }
 
-    /// The plan; what is left is empty.
-    pub(super) fn finish(&mut self, persistent: bool) -> Plan {
-        let contents = Contents {
-            number: self.number,
-            states: mem::take(&mut self.states),
-            shared: mem::take(&mut self.shared),
-            persistent,
-        };
+    /// Makes it ready to be launched.
+    pub(super) fn finish(&mut self, persistent: bool) -> Result<()> {
+        self.contents.persistent = persistent;
         let works = mem::take(&mut self.work).finish();
-        let flight = reclaim::assemble(self.comm, self.spare.take(), works, contents);
-        Plan {
-            number: self.number,
-            flight: Some(flight),
-            proxy_ops: mem::take(&mut self.proxy_ops),
-            ops: mem::take(&mut self.ops),
-            calls: mem::take(&mut self.calls),
-        }
+        let ready = reclaim::assemble(self.comm, self.spare.take(), works, &mut self.contents)?;
+        self.plan.ready = Some(ready);
+        Ok(())
     }
 }
 

@@ -5,10 +5,10 @@ use std::{collections::BTreeMap, sync::Arc};
 use ringsight_kernels::cuda::messages;
 
 use super::{
-    Exchange, Task,
+    Exchange, Plan, Request, Task,
     algorithm::{self, Engines},
     builder::Builder,
-    table,
+    estimate, table,
 };
 use crate::{
     communicator::Communicator,
@@ -21,10 +21,10 @@ use crate::{
 };
 
 /// How a task is carried out, and over how many channels.
-pub(super) fn choice_of(task: &Task, comm: &Communicator) -> Result<(usize, algorithm::Choice)> {
-    let function = task.request.function;
-    let bytes = task.request.bytes_of_choice(comm.ranks);
-    let engines = match &task.request.window {
+pub(super) fn choice_of(request: &Request, comm: &Communicator) -> Result<(usize, algorithm::Choice)> {
+    let function = request.function;
+    let bytes = request.bytes_of_choice(comm.ranks);
+    let engines = match &request.window {
         _ if !comm.windows.are_for_engines() => Engines::OtherPolicy,
         None => Engines::NoWindow,
         Some(found) if found.window.is_none() => Engines::NotReached,
@@ -33,8 +33,8 @@ pub(super) fn choice_of(task: &Task, comm: &Communicator) -> Result<(usize, algo
     let asked = algorithm::Asked {
         engines,
         function,
-        reduce_op: task.request.reduce_op,
-        data_type: task.request.data_type,
+        reduce_op: request.reduce_op,
+        data_type: request.data_type,
         bytes,
         ranks: comm.ranks,
         slot_bytes: comm.slot_bytes,
@@ -53,16 +53,16 @@ pub(super) fn choice_of(task: &Task, comm: &Communicator) -> Result<(usize, algo
 }
 
 /// Whether a task is a message or made of messages: it is by its function, and no kernel does all of it among peers.
-pub(crate) fn goes_by_messages(task: &Task, comm: &Communicator) -> Result<bool> {
-    let function = task.request.function;
-    Ok(function.is_p2p() || Exchange::serves(function) && !choice_of(task, comm)?.1.is_among_peers())
+pub(crate) fn goes_by_messages(request: &Request, comm: &Communicator) -> Result<bool> {
+    let function = request.function;
+    Ok(function.is_p2p() || Exchange::serves(function) && !choice_of(request, comm)?.1.is_among_peers())
 }
 
-/// The plans of a group on one communicator.
-pub(super) struct Plans<'a> {
+/// The plans of a group on one communicator. They stay where they are made: each has several hundred bytes.
+pub(crate) struct Plans<'a> {
     comm: &'a Communicator,
-    /// Work elements of a plan.
-    budget: usize,
+    /// They are captured.
+    persistent: bool,
     /// `None`: only to know what they would take.
     group: Option<u32>,
     /// For the next plan.
@@ -71,27 +71,72 @@ pub(super) struct Plans<'a> {
 }
 
 impl<'a> Plans<'a> {
-    /// Puts every task into a plan.
-    pub(super) fn lay_out(
+    /// None yet, of a group; without one they only say what they would take. The first plan has the memory of one that is over, if
+    /// there is one.
+    pub(crate) fn new(
         comm: &'a Communicator,
-        collectives: &[Task],
-        exchange: &Exchange,
         persistent: bool,
-        group: Option<(u32, Option<Spare>)>,
-    ) -> Result<Few<Builder<'a>>> {
-        let budget = if persistent {
-            usize::MAX
-        } else {
-            comm.work_fifo_depth / 2
-        };
-        let (group, spare) = group.map_or((None, None), |(group, spare)| (Some(group), spare));
-        let mut plans = Self {
+        group: Option<u32>,
+        spare: Option<Spare>,
+    ) -> Self {
+        Self {
             comm,
-            budget,
+            persistent,
             group,
             spare,
             made: Few::None,
-        };
+        }
+    }
+
+    /// One that is in the making.
+    pub(super) fn of(comm: &'a Communicator, builder: Builder<'a>) -> Self {
+        Self {
+            made: Few::One(builder),
+            ..Self::new(comm, false, None, None)
+        }
+    }
+
+    /// Plans everything that a group asks of the communicator.
+    pub(crate) fn build(&mut self, collectives: &[Task], exchange: &Exchange) -> Result<()> {
+        self.lay_out(collectives, exchange)?;
+        self.made
+            .iter_mut()
+            .try_for_each(|plan| plan.finish(self.persistent))
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.made.len()
+    }
+
+    pub(crate) fn first(&self) -> Option<&Plan> {
+        self.made.first().map(|builder| &builder.plan)
+    }
+
+    pub(crate) fn get_mut(&mut self, index: usize) -> Option<&mut Plan> {
+        self.made.get_mut(index).map(|builder| &mut builder.plan)
+    }
+
+    /// All from that one on.
+    pub(crate) fn from(&self, index: usize) -> impl Iterator<Item = &Plan> {
+        self.made[index..].iter().map(|builder| &builder.plan)
+    }
+
+    /// What they would take.
+    pub(super) fn loads(&self) -> impl Iterator<Item = estimate::Load> {
+        self.made.iter().filter_map(|plan| plan.simulated)
+    }
+
+    /// Work elements of a plan.
+    fn budget(&self) -> usize {
+        if self.persistent {
+            usize::MAX
+        } else {
+            self.comm.work_fifo_depth / 2
+        }
+    }
+
+    /// Puts every task into a plan.
+    pub(super) fn lay_out(&mut self, collectives: &[Task], exchange: &Exchange) -> Result<()> {
         let tasks = exchange.tasks();
         // In call order, so that ranks that call in another order differ.
         let mut of_messages = tasks
@@ -100,24 +145,24 @@ impl<'a> Plans<'a> {
             .peekable();
         for task in collectives {
             while let Some(earlier) = of_messages.next_if(|other| other.info.seq < task.info.seq) {
-                plans.with_room(comm.channels()).0.show_tag(earlier)?;
+                self.with_room(self.comm.channels()).0.show_tag(earlier)?;
             }
-            let (channels, choice) = choice_of(task, comm)?;
+            let (channels, choice) = choice_of(&task.request, self.comm)?;
             if choice.is_among_peers() {
-                plans.alone().add_among_peers(task, choice)?;
+                self.alone().add_among_peers(task, choice)?;
                 continue;
             }
             // Not by its own channels: where ranks call something different, it shall be in the same plan all the same.
-            let (plan, _) = plans.with_room(comm.channels());
+            let (plan, _) = self.with_room(self.comm.channels());
             plan.add_collective(task, channels, choice)?;
         }
         for task in of_messages {
-            plans.with_room(comm.channels()).0.show_tag(task)?;
+            self.with_room(self.comm.channels()).0.show_tag(task)?;
         }
         if !tasks.is_empty() {
-            plans.lay_out_messages(exchange)?;
+            self.lay_out_messages(exchange)?;
         }
-        Ok(plans.made)
+        Ok(())
     }
 
     /// Puts every message into a plan.
@@ -128,7 +173,9 @@ impl<'a> Plans<'a> {
         for round in exchange.rounds(self.comm.rank, self.comm.ranks)? {
             let needed = round
                 .messages()
-                .map(|message| choice_of(&tasks[message.task], self.comm).map_or(1, |(channels, _)| channels))
+                .map(|message| {
+                    choice_of(&tasks[message.task].request, self.comm).map_or(1, |(channels, _)| channels)
+                })
                 .sum();
             for (send, recv) in &round.to_self {
                 let (plan, index) = self.with_room(needed);
@@ -141,7 +188,7 @@ impl<'a> Plans<'a> {
             for (message, is_send) in [(round.send, true), (round.recv, false)] {
                 let Some(message) = message else { continue };
                 let task = &tasks[message.task];
-                let (_, choice) = choice_of(task, self.comm)?;
+                let (_, choice) = choice_of(&task.request, self.comm)?;
                 if choice.is_among_peers() {
                     // Cut between rounds, as all plans of messages.
                     let needed = 1 + usize::from(is_send && round.recv.is_some());
@@ -167,10 +214,10 @@ impl<'a> Plans<'a> {
     /// fits into an empty plan.
     fn with_room(&mut self, elements: usize) -> (&mut Builder<'a>, usize) {
         if self.made.last().is_none_or(|plan| {
-            plan.alone || plan.is_among_peers || plan.used > 0 && plan.used + elements > self.budget
+            plan.alone || plan.is_among_peers || plan.used > 0 && plan.used + elements > self.budget()
         }) {
-            let builder = Builder::new(self.comm, self.group, self.spare.take());
-            self.made.push(builder);
+            self.made
+                .push(Builder::new(self.comm, self.group, self.spare.take()));
         }
         let index = self.made.len() - 1;
         (&mut self.made[index], index)
@@ -191,16 +238,15 @@ impl<'a> Plans<'a> {
 
     /// A plan for one operation that has a launch of its own.
     fn alone(&mut self) -> &mut Builder<'a> {
-        let mut builder = Builder::new(self.comm, self.group, self.spare.take());
+        let builder = Builder::new(self.comm, self.group, self.spare.take());
+        let builder = self.made.push_mut(builder);
         builder.alone = true;
-        self.made.push(builder);
-        let last = self.made.len() - 1;
-        &mut self.made[last]
+        builder
     }
 
     /// Enters an operation whose messages have been added: with the plan that it begins in, and as seen by all.
     fn add_spread(&mut self, task: &Task, spread: &Spread) -> Result<()> {
-        let (_, choice) = choice_of(task, self.comm)?;
+        let (_, choice) = choice_of(&task.request, self.comm)?;
         let mask = spread.masks.values().fold(0, |all, mask| all | mask);
         let (Some(begins), Some(ends)) = (spread.masks.keys().next(), spread.masks.keys().last()) else {
             return Err(Error::internal("an operation without messages"));
@@ -221,7 +267,7 @@ impl<'a> Plans<'a> {
         let state = Arc::new(state.split(&masks));
         self.made[*begins].announce(task, mask, spread.proxies, choice.algorithm, choice.protocol);
         for index in spread.masks.keys() {
-            self.made[*index].shared.push(Shared {
+            self.made[*index].contents.shared.push(Shared {
                 state: state.clone(),
                 begins: index == begins,
                 ends: index == ends,

@@ -25,17 +25,11 @@ mod tuned;
 use std::time::Duration;
 
 use crate::{
-    checks,
-    communicator::Communicator,
-    error::Result,
-    few::Few,
-    launch::reclaim::{InFlight, Spare},
-    proxy::ProxyOp,
+    checks, communicator::Communicator, error::Result, few::Few, launch::reclaim::Ready, proxy::ProxyOp,
 };
-use layout::Plans;
 
 pub(crate) use exchange::Exchange;
-pub(crate) use layout::goes_by_messages;
+pub(crate) use layout::{Plans, goes_by_messages};
 pub(crate) use reduce_ops::ReduceOps;
 pub(crate) use sequence::Sequences;
 pub(crate) use stuck::{is_simulated, stuck};
@@ -51,7 +45,7 @@ pub(crate) struct Plan {
     /// Plan number.
     pub(crate) number: u32,
     /// What the device is given; `None` once it is launched.
-    pub(crate) flight: Option<InFlight>,
+    pub(crate) ready: Option<Ready>,
     /// Network work; the replay is filled in when it is posted.
     pub(crate) proxy_ops: Vec<ProxyOp>,
     /// Its operations.
@@ -60,38 +54,18 @@ pub(crate) struct Plan {
     pub(crate) calls: Few<checks::Entry>,
 }
 
-/// Plans everything that a group asks of one communicator; the first plan has the memory of one that is over, if there is one.
-pub(crate) fn build(
-    comm: &Communicator,
-    spare: Option<Spare>,
-    collectives: &[Task],
-    exchange: &Exchange,
-    persistent: bool,
-    group: u32,
-) -> Result<Few<Plan>> {
-    let mut laid_out = Plans::lay_out(comm, collectives, exchange, persistent, Some((group, spare)))?;
-    let mut plans = Few::None;
-    for plan in laid_out.iter_mut() {
-        plans.push(plan.finish(persistent));
-    }
-    Ok(plans)
-}
-
 /// How long what a group asks of one communicator would take, by the model of [`estimate`]. Nothing is connected,
 /// described or launched.
 ///
 /// # Errors
-/// As [`build`].
+/// As [`Plans::build`].
 pub(crate) fn estimate(
     comm: &Communicator,
     collectives: &[Task],
     exchange: &Exchange,
     persistent: bool,
 ) -> Result<Duration> {
-    let plans = Plans::lay_out(comm, collectives, exchange, persistent, None)?;
-    Ok(plans
-        .iter()
-        .filter_map(|plan| plan.simulated)
-        .map(estimate::Load::time)
-        .sum())
+    let mut plans = Plans::new(comm, persistent, None, None);
+    plans.lay_out(collectives, exchange)?;
+    Ok(plans.loads().map(estimate::Load::time).sum())
 }

@@ -3,7 +3,7 @@
 use ringsight_kernels::{Connections, Scalar};
 use ringsight_records::{Algorithm, DataType, Flags, Function, Protocol, ReduceOp};
 
-use super::{OpInfo, Plan, Request, Task, builder::Builder};
+use super::{OpInfo, Plans, Request, Task, builder::Builder};
 use crate::{
     communicator::Communicator,
     device::Stream,
@@ -13,7 +13,7 @@ use crate::{
 
 /// A plan of one operation that never ends on this rank, and that no other rank takes part in: a receive from itself over a
 /// FIFO that nobody sends to.
-pub(crate) fn stuck(comm: &Communicator, stream: Stream, group: u32) -> Result<Plan> {
+pub(crate) fn stuck(comm: &Communicator, stream: Stream, group: u32) -> Result<Plans<'_>> {
     let fifo = crate::proxy::memory::private(comm.slot_bytes)
         .map_err(|error| Error::new(ResultCode::SystemError, format!("memory for a FIFO: {error}")))?;
     let (op, now) = (observe::next_op(), observe::now_ns());
@@ -51,7 +51,8 @@ pub(crate) fn stuck(comm: &Communicator, stream: Stream, group: u32) -> Result<P
     let work = plan.message_of(&task, Function::Recv, 0..1, Connections::Recv(fifo));
     plan.add_work(0, work);
     plan.add_op(&task, None, 1, 0, Algorithm::Direct, Protocol::Simple);
-    Ok(plan.finish(false))
+    plan.finish(false)?;
+    Ok(Plans::of(comm, plan))
 }
 
 /// In the sequence numbers of operations that only one rank knows.

@@ -118,13 +118,13 @@ impl Flights {
 
     pub(super) fn enter(
         &mut self,
-        observer: &Arc<PlanObserver>,
+        observer: Arc<PlanObserver>,
         track: Option<Arc<Track>>,
         graph: u32,
         now: u64,
     ) {
         let mut flight = Flight {
-            observer: observer.clone(),
+            observer,
             track,
             graph,
             launched_ns: now,
@@ -146,17 +146,15 @@ impl Flights {
     }
 
     /// A plan could not be launched after all.
-    pub(super) fn withdraw(&mut self, observer: &Arc<PlanObserver>) {
-        self.eager
-            .retain(|flight| !Arc::ptr_eq(&flight.observer, observer));
-        self.captured
-            .retain(|flight| !Arc::ptr_eq(&flight.observer, observer));
+    pub(super) fn withdraw(&mut self, plan: u32) {
+        self.eager.retain(|flight| flight.observer.number() != plan);
+        self.captured.retain(|flight| flight.observer.number() != plan);
     }
 
     /// What was to tell how far an eager plan is does not.
-    pub(super) fn lose_track(&mut self, observer: &Arc<PlanObserver>) {
+    pub(super) fn lose_track(&mut self, plan: u32) {
         for flight in &mut self.eager {
-            if Arc::ptr_eq(&flight.observer, observer) {
+            if flight.observer.number() == plan {
                 flight.track = None;
             }
         }
@@ -390,15 +388,15 @@ mod tests {
     fn there_is_something_to_learn_only_after_something_was_launched() {
         let mut flights = Flights::default();
         assert!(!flights.take_news());
-        let contents = Contents {
+        let mut contents = Contents {
             number: 1,
             states: Few::None,
             shared: Vec::new(),
             persistent: false,
         };
         let checks = Checks::new(0, 1, Box::new(|_, _| true), Box::new(|_| {}));
-        let observer = Arc::new(PlanObserver::new(contents, Arc::default(), checks));
-        flights.enter(&observer, None, 0, 1);
+        let observer = Arc::new(PlanObserver::new(&mut contents, Arc::default(), checks));
+        flights.enter(observer.clone(), None, 0, 1);
         assert!(flights.take_news() && flights.take_news(), "it goes on");
         observer.launch_finished(0, false);
         assert!(flights.take_news(), "it has ended since");

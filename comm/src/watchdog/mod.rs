@@ -162,24 +162,18 @@ impl Watch {
     }
 
     /// A plan is about to be launched; `graph` is 0 for one that runs once.
-    pub(crate) fn enter(
-        &self,
-        observer: &Arc<PlanObserver>,
-        track: Option<Arc<Track>>,
-        graph: u32,
-        now: u64,
-    ) {
+    pub(crate) fn enter(&self, observer: Arc<PlanObserver>, track: Option<Arc<Track>>, graph: u32, now: u64) {
         lock(&self.flights).enter(observer, track, graph, now);
     }
 
-    /// It could not be launched.
-    pub(crate) fn withdraw(&self, observer: &Arc<PlanObserver>) {
-        lock(&self.flights).withdraw(observer);
+    /// The plan of this number could not be launched.
+    pub(crate) fn withdraw(&self, plan: u32) {
+        lock(&self.flights).withdraw(plan);
     }
 
-    /// Its end could not be recorded: how far it is only its kernel tells.
-    pub(crate) fn lose_track(&self, observer: &Arc<PlanObserver>) {
-        lock(&self.flights).lose_track(observer);
+    /// The end of the plan of this number could not be recorded: how far it is only its kernel tells.
+    pub(crate) fn lose_track(&self, plan: u32) {
+        lock(&self.flights).lose_track(plan);
     }
 
     /// A graph is gone.
