@@ -80,6 +80,7 @@ struct Joined {
 
 /// Where a receive buffer is.
 #[derive(Clone)]
+#[cfg_attr(test, derive(Default))]
 pub(crate) struct Found {
     /// Number of the window.
     number: u32,

@@ -260,6 +260,19 @@ impl PlanObserver {
         self.states = mem::take(&mut contents.states);
         self.shared = mem::take(&mut contents.shared);
         self.persistent = contents.persistent;
+        self.begin_anew();
+    }
+
+    /// That of another plan which runs once, of one operation.
+    pub(crate) fn renew_for(&mut self, number: u32, state: OpState) {
+        self.number = number;
+        self.states = Few::One(state);
+        self.shared.clear();
+        self.persistent = false;
+        self.begin_anew();
+    }
+
+    fn begin_anew(&mut self) {
         *self.stage.get_mut() = Stage::Waiting as u8;
         *self.moves.get_mut() = 0;
         *self.waits_ns.get_mut() = 0;

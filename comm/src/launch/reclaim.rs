@@ -14,13 +14,14 @@ use std::{
 };
 
 use ringsight_kernels::{ChannelWork, Connections, Launch, Observer};
-use ringsight_records::prefetch::ask_for_bytes;
+use ringsight_records::{Algorithm, Protocol, prefetch::ask_for_bytes};
 
-use super::observer::{Contents, PlanObserver, Stage};
+use super::observer::{Contents, OpState, PlanObserver, Stage};
 use crate::{
     communicator::{Communicator, lock},
     error::{Error, Result},
     observe,
+    plan::{OpInfo, Request, again},
 };
 
 /// A note in the queue.
@@ -88,6 +89,8 @@ pub(crate) struct InFlight {
     number: u32,
     /// Kept for the communicator's life with the plan; the device holds its own reference. Its observer is a [`PlanObserver`].
     pub(super) launch: Arc<Launch>,
+    /// How data travels, where it may be the plan of another call of the same ([`crate::plan::again`]).
+    serves_again: Option<Protocol>,
 }
 
 /// A plan that is ready to be launched.
@@ -131,6 +134,42 @@ pub(crate) struct Spare {
     launch: Arc<Launch>,
     /// Those of the plan, for their memory.
     pub(crate) works: Vec<ChannelWork>,
+    /// See [`InFlight`].
+    serves_again: Option<Protocol>,
+}
+
+impl Spare {
+    /// How it does what a call asks for, if it is the plan of such a call.
+    pub(crate) fn serves(&self, request: &Request) -> Option<(Algorithm, Protocol)> {
+        let protocol = self.serves_again?;
+        let [ChannelWork { work, .. }] = &*self.works else {
+            return None;
+        };
+        let [work] = &**work else { return None };
+        again::is_of(work, request).then_some((work.algorithm, protocol))
+    }
+
+    /// It as the plan of this number and operation; `None` if somebody else has it, which nobody has.
+    pub(crate) fn again(mut self, number: u32, info: OpInfo) -> Result<Option<Ready>> {
+        let Some(launch) = Arc::get_mut(&mut self.launch) else {
+            return Ok(None);
+        };
+        let Some(observer) = own(&mut launch.observer) else {
+            return Ok(None);
+        };
+        observer.renew_for(number, OpState::new(info, None, 1, 0));
+        launch.channels = self.works;
+        for work in launch.channels.iter_mut().flat_map(|channel| &mut channel.work) {
+            work.op = info.op;
+        }
+        let observer = shared(&launch.observer)?;
+        let flight = InFlight {
+            number,
+            launch: self.launch,
+            serves_again: self.serves_again,
+        };
+        Ok(Some(Ready { flight, observer }))
+    }
 }
 
 /// A plan, ready to be launched.
@@ -139,6 +178,7 @@ pub(crate) fn assemble(
     spare: Option<Spare>,
     channels: Vec<ChannelWork>,
     contents: &mut Contents,
+    serves_again: Option<Protocol>,
 ) -> Result<Ready> {
     let number = contents.number;
     if let Some(Spare { mut launch, .. }) = spare
@@ -148,7 +188,11 @@ pub(crate) fn assemble(
         observer.renew(contents);
         renewed.channels = channels;
         let observer = shared(&renewed.observer)?;
-        let flight = InFlight { number, launch };
+        let flight = InFlight {
+            number,
+            launch,
+            serves_again,
+        };
         return Ok(Ready { flight, observer });
     }
     let observer = Arc::new(PlanObserver::new(
@@ -162,8 +206,11 @@ pub(crate) fn assemble(
         observer: observer.clone(),
         peers: comm.peers.clone(),
     };
-    let launch = Arc::new(launch);
-    let flight = InFlight { number, launch };
+    let flight = InFlight {
+        number,
+        launch: Arc::new(launch),
+        serves_again,
+    };
     Ok(Ready { flight, observer })
 }
 
@@ -258,8 +305,14 @@ impl Plans {
             return None;
         }
         let works = mem::take(&mut Arc::get_mut(&mut oldest.launch)?.channels);
-        let InFlight { launch, .. } = self.spares.pop_front()?;
-        Some(Spare { launch, works })
+        let InFlight {
+            launch, serves_again, ..
+        } = self.spares.pop_front()?;
+        Some(Spare {
+            launch,
+            works,
+            serves_again,
+        })
     }
 
     /// Asks for what [`Self::spare`] will give next: the thread that has seen it end has it.

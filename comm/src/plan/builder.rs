@@ -7,15 +7,16 @@ use ringsight_kernels::{
     cuda::{exchange::can_go_straight, layout::Shown},
     launch::Peers,
 };
-use ringsight_records::{Algorithm, Description, Flags, Function, Protocol, State};
+use ringsight_records::{Algorithm, Flags, Function, Protocol};
 
 use super::{
-    Plan, Task, algorithm, channel_works::ChannelWorks, channels, estimate, exchange, layout::choice_of,
+    Plan, Task, again, algorithm, announce::Carried, channel_works::ChannelWorks, channels, estimate,
+    exchange, layout::choice_of,
 };
 use crate::{
     checks,
     communicator::Communicator,
-    device::{Way, device},
+    device::device,
     error::{Error, Result},
     few::Few,
     launch::{
@@ -45,6 +46,8 @@ pub(super) struct Builder<'a> {
     spare: Option<Spare>,
     work: ChannelWorks,
     pub(super) contents: Contents,
+    /// See [`again`].
+    serves_again: Option<Protocol>,
 }
 
 impl<'a> Builder<'a> {
@@ -80,6 +83,7 @@ impl<'a> Builder<'a> {
                 shared: Vec::new(),
                 persistent: false,
             },
+            serves_again: None,
         }
     }
 
@@ -124,6 +128,7 @@ impl<'a> Builder<'a> {
             Some((window, offset)) => Connections::Engines { window, offset },
             None => Connections::Peers(peers),
         };
+        self.serves_again = again::can_be(&task.request, choice).then_some(choice.protocol);
         let work = Work {
             straight,
             pushes,
@@ -452,75 +457,28 @@ impl<'a> Builder<'a> {
         algorithm: Algorithm,
         protocol: Protocol,
     ) {
-        self.describe(task, channel_mask, proxy_ops, algorithm, protocol);
-        crate::log::choice(task, channel_mask, (algorithm, protocol));
-        task.info.emit_now(task.info.kind(), State::START);
-        self.plan.ops.push(task.info);
-        self.plan
-            .calls
-            .push(checks::Entry::new(&task.info, task.request.call()));
-    }
-
-    fn describe(
-        &self,
-        task: &Task,
-        channel_mask: u64,
-        proxy_ops: u32,
-        algorithm: Algorithm,
-        protocol: Protocol,
-    ) {
-        let (request, info) = (&task.request, &task.info);
-        let p2p = request.function.is_p2p();
-        let peer = request.peer.map_or(-1, |peer| peer as i32);
-        let way = Way {
-            function: request.function,
+        let carried = Carried {
+            channel_mask,
+            proxy_ops,
             algorithm,
-            protocol: self.work.protocol(protocol),
-            bytes: info.bytes,
-            ranks: self.comm.ranks,
+            protocol,
+            kernel_protocol: self.work.protocol(protocol),
             among_peers: self.work.are_among_peers(),
         };
-        observe::describe(&Description {
-            comm: info.comm,
-            seq: info.seq,
-            count: request.count as u64,
-            bytes: info.bytes,
-            send_buffer: request.send as u64,
-            recv_buffer: request.recv as u64,
-            stream: request.stream.0 as u64,
-            channel_mask,
-            api_start_ns: task.api_start_ns,
-            api_end_ns: task.api_end_ns,
-            op: info.op,
-            group: self.group,
-            plan: self.plan.number,
-            rank: info.rank,
-            ranks: self.comm.ranks,
-            root: if p2p { -1 } else { peer },
-            peer: if p2p { peer } else { -1 },
-            proxy_ops,
-            graph: task.graph,
-            node: task.node,
-            group_depth: task.group_depth,
-            tid: task.tid,
-            function: request.function.code(),
-            data_type: request.data_type.code(),
-            reduce_op: request.reduce_op.code(),
-            algorithm: algorithm.code(),
-            protocol: protocol.code(),
-            channels: channel_mask.count_ones() as u8,
-            // Without a device nothing would have come here.
-            warps: device().map_or(1, |device| device.warps(&way)),
-            flags: info.flags.0,
-            ..Default::default()
-        });
+        self.plan.announce(self.comm, self.group, task, &carried);
     }
 
     /// Makes it ready to be launched.
     pub(super) fn finish(&mut self, persistent: bool) -> Result<()> {
         self.contents.persistent = persistent;
         let works = mem::take(&mut self.work).finish();
-        let ready = reclaim::assemble(self.comm, self.spare.take(), works, &mut self.contents)?;
+        let ready = reclaim::assemble(
+            self.comm,
+            self.spare.take(),
+            works,
+            &mut self.contents,
+            self.serves_again,
+        )?;
         self.plan.ready = Some(ready);
         Ok(())
     }

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, sync::Arc};
 use ringsight_kernels::cuda::messages;
 
 use super::{
-    Exchange, Plan, Request, Task,
+    Exchange, Plan, Request, Task, again,
     algorithm::{self, Engines},
     builder::Builder,
     estimate, table,
@@ -68,6 +68,8 @@ pub(crate) struct Plans<'a> {
     /// For the next plan.
     spare: Option<Spare>,
     made: Few<Builder<'a>>,
+    /// The only one, where that needs no making.
+    again: Option<Plan>,
 }
 
 impl<'a> Plans<'a> {
@@ -85,6 +87,7 @@ impl<'a> Plans<'a> {
             group,
             spare,
             made: Few::None,
+            again: None,
         }
     }
 
@@ -98,6 +101,13 @@ impl<'a> Plans<'a> {
 
     /// Plans everything that a group asks of the communicator.
     pub(crate) fn build(&mut self, collectives: &[Task], exchange: &Exchange) -> Result<()> {
+        if let ([task], [], Some(group), false) = (collectives, exchange.tasks(), self.group, self.persistent)
+        {
+            again::plan(self.comm, &mut self.spare, task, group, &mut self.again)?;
+            if self.again.is_some() {
+                return Ok(());
+            }
+        }
         self.lay_out(collectives, exchange)?;
         self.made
             .iter_mut()
@@ -105,20 +115,22 @@ impl<'a> Plans<'a> {
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.made.len()
+        self.made.len() + usize::from(self.again.is_some())
     }
 
     pub(crate) fn first(&self) -> Option<&Plan> {
-        self.made.first().map(|builder| &builder.plan)
+        self.from(0).next()
     }
 
     pub(crate) fn get_mut(&mut self, index: usize) -> Option<&mut Plan> {
-        self.made.get_mut(index).map(|builder| &mut builder.plan)
+        let made = self.made.iter_mut().map(|builder| &mut builder.plan);
+        self.again.iter_mut().chain(made).nth(index)
     }
 
     /// All from that one on.
     pub(crate) fn from(&self, index: usize) -> impl Iterator<Item = &Plan> {
-        self.made[index..].iter().map(|builder| &builder.plan)
+        let made = self.made.iter().map(|builder| &builder.plan);
+        self.again.iter().chain(made).skip(index)
     }
 
     /// What they would take.

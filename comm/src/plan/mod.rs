@@ -5,8 +5,10 @@
 //! least-loaded channel picker, whose loads begin anew with each plan, would give different answers. AlltoAll, Gather and
 //! Scatter are made of messages and drain with them; one of them may have messages in several plans.
 
+pub(crate) mod again;
 pub mod algorithm;
 pub mod allowed;
+mod announce;
 mod builder;
 mod channel_works;
 pub mod channels;

@@ -1,0 +1,161 @@
+//! The same call once more.
+//!
+//! A collective that a kernel does among peers is a plan by itself, and all that the kernel has to do follows from the call and from what stays
+//! as it is for the communicator's life. So the plan of one that is over is that of the next one that calls the same, but for the
+//! numbers: nothing is chosen, checked or written again. Buffers are no more to it than the addresses, which are the caller's each time.
+
+use ringsight_kernels::Work;
+
+use super::{Plan, Request, Task, algorithm::Choice, announce::Carried};
+use crate::{communicator::Communicator, error::Result, few::Few, launch::reclaim::Spare, observe};
+
+/// Whether the plan of an operation among peers may be that of a later one. Not where it goes straight between buffers, which others have to
+/// reach each time; nor where it is in a window, which may be gone, and is part of the call.
+pub(super) fn can_be(request: &Request, choice: Choice) -> bool {
+    let is_by_call = !choice.is_straight() && !choice.is_by_engines();
+    is_by_call && !request.function.is_p2p() && request.window.is_none()
+}
+
+/// Whether the work of such an operation is what a call asks for.
+pub(crate) fn is_of(work: &Work, request: &Request) -> bool {
+    work.function == request.function
+        && work.send == request.send
+        && work.recv == request.recv
+        && work.count == request.count
+        && work.data_type == request.data_type
+        && work.reduce_op == request.reduce_op
+        && work.scalar == request.scalar
+        && work.root == request.peer.unwrap_or(0)
+        && request.window.is_none()
+}
+
+/// Puts the plan of an eager operation, which nothing else is called with, into its place, if the memory for it is the plan of such a call.
+pub(super) fn plan(
+    comm: &Communicator,
+    spare: &mut Option<Spare>,
+    task: &Task,
+    group: u32,
+    place: &mut Option<Plan>,
+) -> Result<()> {
+    let Some((algorithm, protocol)) = spare.as_ref().and_then(|spare| spare.serves(&task.request)) else {
+        return Ok(());
+    };
+    let Some(spare) = spare.take() else { return Ok(()) };
+    let number = observe::next_plan();
+    let Some(ready) = spare.again(number, task.info)? else {
+        return Ok(());
+    };
+    let plan = place.insert(Plan {
+        number,
+        ready: Some(ready),
+        proxy_ops: Vec::new(),
+        ops: Few::None,
+        calls: Few::None,
+    });
+    let carried = Carried {
+        channel_mask: 1,
+        proxy_ops: 0,
+        algorithm,
+        protocol,
+        kernel_protocol: protocol,
+        among_peers: true,
+    };
+    plan.announce(comm, group, task, &carried);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use ringsight_kernels::{Connections, Scalar, Straight};
+    use ringsight_records::{Algorithm, DataType, Function, Protocol, ReduceOp};
+
+    use super::*;
+    use crate::{communicator::Found, device::Stream};
+
+    fn request() -> Request {
+        Request {
+            function: Function::AllReduce,
+            send: 0x1000,
+            recv: 0x2000,
+            count: 2,
+            data_type: DataType::Float32,
+            reduce_op: ReduceOp::Sum,
+            scalar: Scalar::None,
+            peer: None,
+            stream: Stream(1),
+            window: None,
+        }
+    }
+
+    fn work(request: &Request) -> Work {
+        Work {
+            op: 7,
+            tag: request.call().tag(),
+            function: request.function,
+            algorithm: Algorithm::OneShot,
+            data_type: request.data_type,
+            reduce_op: request.reduce_op,
+            scalar: request.scalar,
+            send: request.send,
+            recv: request.recv,
+            count: request.count,
+            part: 0..request.count,
+            rank: 0,
+            ranks: 2,
+            root: request.peer.unwrap_or(0),
+            connections: Connections::Local,
+            straight: Straight::No,
+            pushes: false,
+        }
+    }
+
+    #[test]
+    fn only_the_same_call_is_served_again() {
+        let work = work(&request());
+        assert!(is_of(&work, &request()));
+        // What the plan does not depend on.
+        let stream = Stream(2);
+        assert!(is_of(&work, &Request { stream, ..request() }));
+        type Change = (&'static str, fn(&mut Request));
+        let changes: &[Change] = &[
+            ("function", |other| other.function = Function::AllGather),
+            ("send buffer", |other| other.send += 4),
+            ("receive buffer", |other| other.recv += 4),
+            ("count", |other| other.count += 1),
+            ("type", |other| other.data_type = DataType::Int32),
+            ("reduction", |other| other.reduce_op = ReduceOp::Avg),
+            ("factor", |other| other.scalar = Scalar::Immediate(1)),
+            ("root", |other| other.peer = Some(1)),
+            ("window", |other| other.window = Some(Found::default())),
+        ];
+        for (what, change) in changes {
+            let mut other = request();
+            change(&mut other);
+            assert!(!is_of(&work, &other), "another {what}");
+        }
+    }
+
+    #[test]
+    fn what_depends_on_more_than_the_call_is_planned_each_time() {
+        let by = |protocol| Choice {
+            algorithm: Algorithm::Direct,
+            protocol,
+            bytes_per_channel: u64::MAX,
+            among_peers: true,
+        };
+        assert!(can_be(&request(), by(Protocol::Ll128)));
+        for protocol in [Protocol::Simple, Protocol::Push, Protocol::Ce] {
+            assert!(!can_be(&request(), by(protocol)), "{protocol:?}");
+        }
+        let message = Request {
+            function: Function::Send,
+            ..request()
+        };
+        assert!(!can_be(&message, by(Protocol::Ll128)));
+        let windowed = Request {
+            window: Some(Found::default()),
+            ..request()
+        };
+        assert!(!can_be(&windowed, by(Protocol::Ll128)));
+    }
+}
