@@ -31,7 +31,8 @@ pub(crate) use run::launch_stuck;
 struct Tasks {
     comm: Arc<Communicator>,
     collectives: Few<Task>,
-    exchange: Exchange,
+    /// In a box: most groups have none.
+    exchange: Option<Box<Exchange>>,
     streams: Few<Stream>,
     /// Of its first operation; all others must be in the same.
     capture: Option<Capture>,
@@ -226,11 +227,7 @@ pub fn enqueue(comm: Arc<Communicator>, request: Request, start_ns: u64) -> Resu
             Ok(())
         });
     }
-    let mut group = Group {
-        lone: true,
-        number: observe::next_group(),
-        ..Group::default()
-    };
+    let mut group = Group::new(true, observe::next_group());
     let info = group.push(comm, request, start_ns)?;
     emit_api(group.number, 1, State::START, start_ns, false);
     let (number, captured) = (group.number, group.captured);
@@ -258,17 +255,21 @@ impl Default for Group {
 
 impl Group {
     /// None is open.
-    const NONE: Self = Self {
-        depth: 0,
-        lone: false,
-        fork: 0,
-        number: 0,
-        error: None,
-        tasks: Few::None,
-        jobs: jobs::Jobs::NONE,
-        blocking: None,
-        captured: false,
-    };
+    const NONE: Self = Self::new(false, 0);
+
+    const fn new(lone: bool, number: u32) -> Self {
+        Self {
+            depth: 0,
+            lone,
+            fork: 0,
+            number,
+            error: None,
+            tasks: Few::None,
+            jobs: jobs::Jobs::NONE,
+            blocking: None,
+            captured: false,
+        }
+    }
 
     fn push(&mut self, comm: Arc<Communicator>, mut request: Request, start_ns: u64) -> Result<OpInfo> {
         comm.check_usable()?;
@@ -289,7 +290,7 @@ impl Group {
                 self.tasks.push(Tasks {
                     comm,
                     collectives: Few::None,
-                    exchange: Exchange::default(),
+                    exchange: None,
                     streams: Few::None,
                     capture,
                     spare: None,
@@ -352,7 +353,8 @@ impl Group {
             tid: thread_id(),
         };
         if by_messages {
-            tasks.exchange.push(task, comm.rank, comm.ranks);
+            let exchange = tasks.exchange.get_or_insert_default();
+            exchange.push(task, comm.rank, comm.ranks);
         } else {
             tasks.collectives.push(task);
         }
@@ -363,8 +365,10 @@ impl Group {
     fn last_task(&mut self, info: &OpInfo) -> Option<&mut Task> {
         self.tasks
             .iter_mut()
-            .flat_map(|tasks| [tasks.exchange.last(), tasks.collectives.last_mut()])
-            .flatten()
+            .flat_map(|tasks| {
+                let message = tasks.exchange.as_mut().and_then(|exchange| exchange.last());
+                message.into_iter().chain(tasks.collectives.last_mut())
+            })
             .find(|task| task.info.op == info.op)
     }
 

@@ -18,7 +18,7 @@ use crate::{
     few::Few,
     launch::Launching,
     observe,
-    plan::{self, OpInfo, Plans, Task},
+    plan::{self, Exchange, OpInfo, Plans, Task},
 };
 
 /// Launches a kernel that never ends as an operation of this rank ([`plan::stuck`]), on a stream of its own.
@@ -165,7 +165,7 @@ impl Group {
     fn forget(&self, launched: &[OpInfo]) {
         let launched: HashSet<u32> = launched.iter().map(|info| info.op).collect();
         for tasks in &self.tasks {
-            let all = tasks.collectives.iter().chain(tasks.exchange.tasks());
+            let all = tasks.collectives.iter().chain(tasks.exchange().tasks());
             let mut forgotten: Vec<&Task> = all.filter(|task| !launched.contains(&task.info.op)).collect();
             tasks.comm.planner().sequences.give_back(&mut forgotten);
         }
@@ -174,26 +174,16 @@ impl Group {
     fn launch(&mut self, launched: &mut Few<OpInfo>) -> Result<()> {
         let all: usize = self.tasks.iter().map(Tasks::len).sum();
         let at_once = self.lone && self.blocking != Some(false);
-        let mut launchings = Few::None;
-        for tasks in &mut *self.tasks {
-            let comm = &tasks.comm;
-            let launching = launchings.push_mut(Launching {
-                comm,
-                streams: &tasks.streams,
-                capture: tasks.capture,
-                at_once,
-                plans: Plans::new(
-                    comm,
-                    tasks.capture.is_some(),
-                    Some(self.number),
-                    tasks.spare.take(),
-                ),
-                next: 0,
-            });
-            launching
-                .plans
-                .build(&tasks.collectives, &tasks.exchange)
-                .map_err(|error| comm.reason(error))?;
+        let number = self.number;
+        let begin = |tasks| Launching::of(tasks, number, at_once);
+        let mut launchings = match &mut *self.tasks {
+            // Made where it stays: it has a thousand bytes.
+            [tasks] => Few::One(begin(tasks)),
+            all => all.iter_mut().map(begin).collect(),
+        };
+        for launching in launchings.iter_mut() {
+            let comm = launching.comm;
+            launching.plans.build().map_err(|error| comm.reason(error))?;
         }
         Self::launch_all(&mut launchings, launched).map_err(|error| {
             launchings.iter().for_each(Launching::abandon);
@@ -245,10 +235,38 @@ impl Group {
     }
 }
 
+impl<'a> Launching<'a> {
+    /// What is asked of one communicator, not planned yet.
+    fn of(tasks: &'a mut Tasks, group: u32, at_once: bool) -> Self {
+        let spare = tasks.spare.take();
+        let tasks = &*tasks;
+        let persistent = tasks.capture.is_some();
+        Self {
+            comm: &tasks.comm,
+            streams: &tasks.streams,
+            capture: tasks.capture,
+            at_once,
+            plans: Plans::new(
+                &tasks.comm,
+                (&tasks.collectives, tasks.exchange()),
+                persistent,
+                Some(group),
+                spare,
+            ),
+            next: 0,
+        }
+    }
+}
+
 impl Tasks {
+    /// What goes by messages.
+    fn exchange(&self) -> &Exchange {
+        self.exchange.as_deref().unwrap_or(Exchange::none())
+    }
+
     /// Operations.
     fn len(&self) -> usize {
-        self.collectives.len() + self.exchange.tasks().len()
+        self.collectives.len() + self.exchange().tasks().len()
     }
 
     /// How long they would take.
@@ -256,7 +274,7 @@ impl Tasks {
         plan::estimate(
             &self.comm,
             &self.collectives,
-            &self.exchange,
+            self.exchange(),
             self.capture.is_some(),
         )
     }

@@ -57,6 +57,17 @@ impl Round {
 }
 
 impl Exchange {
+    /// Nothing.
+    pub(crate) fn none() -> &'static Self {
+        static NONE: Exchange = Exchange {
+            tasks: Vec::new(),
+            sends: BTreeMap::new(),
+            recvs: BTreeMap::new(),
+            copies: Vec::new(),
+        };
+        &NONE
+    }
+
     /// Whether a function is made of messages.
     pub(crate) fn serves(function: Function) -> bool {
         matches!(

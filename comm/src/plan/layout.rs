@@ -61,6 +61,8 @@ pub(crate) fn goes_by_messages(request: &Request, comm: &Communicator) -> Result
 /// The plans of a group on one communicator. They stay where they are made: each has several hundred bytes.
 pub(crate) struct Plans<'a> {
     comm: &'a Communicator,
+    collectives: &'a [Task],
+    exchange: &'a Exchange,
     /// They are captured.
     persistent: bool,
     /// `None`: only to know what they would take.
@@ -77,12 +79,15 @@ impl<'a> Plans<'a> {
     /// there is one.
     pub(crate) fn new(
         comm: &'a Communicator,
+        (collectives, exchange): (&'a [Task], &'a Exchange),
         persistent: bool,
         group: Option<u32>,
         spare: Option<Spare>,
     ) -> Self {
         Self {
             comm,
+            collectives,
+            exchange,
             persistent,
             group,
             spare,
@@ -95,20 +100,24 @@ impl<'a> Plans<'a> {
     pub(super) fn of(comm: &'a Communicator, builder: Builder<'a>) -> Self {
         Self {
             made: Few::One(builder),
-            ..Self::new(comm, false, None, None)
+            ..Self::new(comm, (&[], Exchange::none()), false, None, None)
         }
     }
 
     /// Plans everything that a group asks of the communicator.
-    pub(crate) fn build(&mut self, collectives: &[Task], exchange: &Exchange) -> Result<()> {
-        if let ([task], [], Some(group), false) = (collectives, exchange.tasks(), self.group, self.persistent)
-        {
+    pub(crate) fn build(&mut self) -> Result<()> {
+        if let ([task], [], Some(group), false) = (
+            self.collectives,
+            self.exchange.tasks(),
+            self.group,
+            self.persistent,
+        ) {
             again::plan(self.comm, &mut self.spare, task, group, &mut self.again)?;
             if self.again.is_some() {
                 return Ok(());
             }
         }
-        self.lay_out(collectives, exchange)?;
+        self.lay_out()?;
         self.made
             .iter_mut()
             .try_for_each(|plan| plan.finish(self.persistent))
@@ -148,14 +157,14 @@ impl<'a> Plans<'a> {
     }
 
     /// Puts every task into a plan.
-    pub(super) fn lay_out(&mut self, collectives: &[Task], exchange: &Exchange) -> Result<()> {
-        let tasks = exchange.tasks();
+    pub(super) fn lay_out(&mut self) -> Result<()> {
+        let tasks = self.exchange.tasks();
         // In call order, so that ranks that call in another order differ.
         let mut of_messages = tasks
             .iter()
             .filter(|task| !task.request.function.is_p2p())
             .peekable();
-        for task in collectives {
+        for task in self.collectives {
             while let Some(earlier) = of_messages.next_if(|other| other.info.seq < task.info.seq) {
                 self.with_room(self.comm.channels()).0.show_tag(earlier)?;
             }
@@ -172,13 +181,14 @@ impl<'a> Plans<'a> {
             self.with_room(self.comm.channels()).0.show_tag(task)?;
         }
         if !tasks.is_empty() {
-            self.lay_out_messages(exchange)?;
+            self.lay_out_messages()?;
         }
         Ok(())
     }
 
     /// Puts every message into a plan.
-    fn lay_out_messages(&mut self, exchange: &Exchange) -> Result<()> {
+    fn lay_out_messages(&mut self) -> Result<()> {
+        let exchange = self.exchange;
         let tasks = exchange.tasks();
         // Operations made of several messages, by their task.
         let mut spreads: BTreeMap<usize, Spread> = BTreeMap::new();

@@ -67,7 +67,7 @@ pub(crate) fn estimate(
     exchange: &Exchange,
     persistent: bool,
 ) -> Result<Duration> {
-    let mut plans = Plans::new(comm, persistent, None, None);
-    plans.lay_out(collectives, exchange)?;
+    let mut plans = Plans::new(comm, (collectives, exchange), persistent, None, None);
+    plans.lay_out()?;
     Ok(plans.loads().map(estimate::Load::time).sum())
 }
