@@ -20,7 +20,7 @@ struct Planned {
   struct Case c;
   bool message;
   int from, to;
-  size_t at;  // of its part of both buffers
+  size_t at, into;  // where its parts of the send and of the receive buffer begin
 };
 struct Plan {
   int ops;
@@ -49,8 +49,9 @@ static struct Plan plan_of(uint64_t seed) {
     if (one->message) one->c.root = one->from;
     // The parts begin at elements.
     one->at = (plan.bytes + 63) / 64 * 64 + below(&random, 4) * (size_t)one->c.type->size;
-    const size_t sent = send_bytes(&one->c), received = recv_bytes(&one->c);
-    const size_t end = one->at + (sent > received ? sent : received);
+    one->into = one->at + below(&random, 2) * (size_t)one->c.type->size;
+    const size_t sent = one->at + send_bytes(&one->c), received = one->into + recv_bytes(&one->c);
+    const size_t end = sent > received ? sent : received;
     if (end > BUFFER_BYTES) {
       plan.ops = i;
       break;
@@ -69,13 +70,13 @@ static void call_plan(struct Rank* r, const struct Plan* plan, CUstream* streams
     const struct Case* c = &one->c;
     r->stream = streams[below(own, STREAMS)];
     if (!one->message) {
-      enqueue(r, c->op, c->type->code, c->count, c->reduction, c->root, r->send + one->at, r->recv + one->at);
+      enqueue(r, c->op, c->type->code, c->count, c->reduction, c->root, r->send + one->at, r->recv + one->into);
       continue;
     }
     // To oneself both belong to one group.
     if (one->from == one->to) NC(GroupStart());
     if (r->rank == one->from) NC(Send((void*)(r->send + one->at), c->count, c->type->code, one->to, r->comm, r->stream));
-    if (r->rank == one->to) NC(Recv((void*)(r->recv + one->at), c->count, c->type->code, one->from, r->comm, r->stream));
+    if (r->rank == one->to) NC(Recv((void*)(r->recv + one->into), c->count, c->type->code, one->from, r->comm, r->stream));
     if (one->from == one->to) NC(GroupEnd());
   }
   if (plan->grouped) NC(GroupEnd());
@@ -99,7 +100,7 @@ static void verify_plan(struct Rank* r, const struct Plan* plan, CUstream* strea
   CU(cuStreamSynchronize, r->stream);
   for (int i = 0; i < plan->ops; i++) {
     const struct Planned* one = &plan->all[i];
-    if (!one->message || r->rank == one->to) verify(r, &one->c, r->out + one->at, what);
+    if (!one->message || r->rank == one->to) verify(r, &one->c, r->out + one->into, what);
   }
   r->cases += plan->ops;
 }

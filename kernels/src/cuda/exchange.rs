@@ -187,9 +187,12 @@ fn kind(work: &Work, arguments: &Exchange) -> usize {
             .all(|(address, length)| *length == 0 || address.is_multiple_of(8) && length.is_multiple_of(8))
     };
     let own = [arguments.result_bytes; 2];
+    // The root of what is relayed has no part, and keeps all that it sends.
+    let kept = if is_relayed(arguments) { arguments.piece } else { 0 };
     let whole = words(&arguments.from[..ranks], &arguments.sends[..ranks])
         && words(&arguments.to[..ranks], &arguments.takes[..ranks])
-        && words(&[arguments.own, arguments.result], &own);
+        && words(&[arguments.own, arguments.result], &own)
+        && words(&[arguments.own, arguments.result], &[kept; 2]);
     if arguments.reduces == 0 {
         return usize::from(whole);
     }

@@ -282,3 +282,40 @@ fn what_is_called_most_has_kernels_of_its_own() {
     };
     assert_eq!(name(shifted), "ringsight_lines_any");
 }
+
+/// A GPU stores no words elsewhere than where words begin.
+#[test]
+fn a_buffer_that_does_not_begin_at_words_is_gone_through_by_elements() {
+    for (function, algorithm) in collectives(4) {
+        for rank in 0..4 {
+            let kernel = |send, recv| {
+                let (launch, _) = launched(Work {
+                    algorithm,
+                    send,
+                    recv,
+                    ..work(function, 1 << 20, rank, 4, 2)
+                });
+                PeerLaunch::kernels()
+                    .nth(launch.kernel)
+                    .unwrap()
+                    .to_str()
+                    .unwrap()
+            };
+            let by_words = |kernel: &str| !kernel.ends_with("_elements") && !kernel.ends_with("_any");
+            assert!(by_words(kernel(SEND, RECV)), "{function} by {algorithm}");
+            let root = rank == 2;
+            let sends = root || !matches!(function, Function::Broadcast | Function::Scatter);
+            let receives = root || !matches!(function, Function::Reduce | Function::Gather);
+            let shifted = [
+                (sends, kernel(SEND + 4, RECV)),
+                (receives, kernel(SEND, RECV + 4)),
+            ];
+            for (is_used, kernel) in shifted {
+                assert!(
+                    !is_used || !by_words(kernel),
+                    "{function} by {algorithm} on rank {rank}: {kernel}"
+                );
+            }
+        }
+    }
+}
