@@ -6,7 +6,7 @@ use super::allowed::Allowed;
 use crate::{env, error::Result};
 
 /// The most that [`Limits::straight_bytes_of`] is by default.
-pub const STRAIGHT_BYTES: u64 = 5 << 20;
+pub const STRAIGHT_BYTES: u64 = 8 << 20;
 
 /// [`Limits::push_bytes`] by default: there is a fence for each chunk, and nothing to reduce at first.
 pub const PUSH_BYTES: u64 = 64 << 20;
@@ -69,9 +69,9 @@ impl Limits {
     pub fn straight_bytes_of(&self, function: Function, ranks: u32) -> u64 {
         let reduces = function.reduces();
         self.straight_bytes.unwrap_or(match (ranks > 2, reduces) {
-            (false, true) => STRAIGHT_BYTES,
+            (false, true) => 5 << 20,
             (false, false) => 4 << 20,
-            (true, false) if function == Function::Broadcast => 8 << 20,
+            (true, false) if function == Function::Broadcast => STRAIGHT_BYTES,
             (true, true) if function == Function::Reduce => 3 << 20,
             (true, true) => 5 << 19,
             (true, false) if function.is_p2p() => 9 << 18,
