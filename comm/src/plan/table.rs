@@ -75,6 +75,8 @@ pub const TABLE: &[Row] = &[
     Row::of(ROOTED, in_lines(Algorithm::Direct)).up_to_ranks(2),
     Row::of(ROOTED, in_lines(Algorithm::Direct)).up_to_of_all(1 << 20),
     Row::of(ROOTED, in_lines(Algorithm::TwoShot)),
+    // If that is left out: better than a ring.
+    Row::of(ROOTED, in_lines(Algorithm::Direct)).up_to_of_all(16 << 20),
     // Half the hops. Each rank sends, receives and reduces what all have: up to here that takes less than the hops do.
     Row::of(&[AllReduce], through_fifos(Algorithm::OneShot)).up_to_of_all(16 << 10),
     Row::of(
