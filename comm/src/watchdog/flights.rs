@@ -145,10 +145,15 @@ impl Flights {
         }
     }
 
-    /// A plan could not be launched after all.
+    /// A plan could not be launched after all: the last of its number, which a graph may have had that is replayed for as long as it takes for
+    /// numbers to come again.
     pub(super) fn withdraw(&mut self, plan: u32) {
-        self.eager.retain(|flight| flight.observer.number() != plan);
-        self.captured.retain(|flight| flight.observer.number() != plan);
+        let is_it = |flight: &Flight| flight.observer.number() == plan;
+        if let Some(at) = self.eager.iter().rposition(is_it) {
+            self.eager.remove(at);
+        } else if let Some(at) = self.captured.iter().rposition(is_it) {
+            self.captured.remove(at);
+        }
     }
 
     /// What was to tell how far an eager plan is does not.
