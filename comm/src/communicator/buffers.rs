@@ -50,7 +50,7 @@ enum When {
     /// 0.
     Never,
     /// Not set: an address of an eager operation when it is new. In a capture memory may be the graph's own, which the
-    /// driver tells nothing of before a replay.
+    /// driver tells nothing of before a replay: there only what it knows to be another GPU's is refused.
     New,
     /// Any other number, as in NCCL: with every call.
     Always,
@@ -95,19 +95,27 @@ impl Buffers {
         request: &Request,
         captured: bool,
     ) -> Result<()> {
-        if self.when == When::Never || captured && self.when == When::New {
+        if self.when == When::Never {
             return Ok(());
         }
+        let unknown = captured && self.when == When::New;
         for (name, address) in [("sendbuff", request.send), ("recvbuff", request.recv)] {
             if address == 0 {
                 continue;
             }
-            self.known.check(address, || {
-                device.check_buffer(address, number).map_err(|error| match error {
+            let ask = || {
+                let answer = device.check_buffer(address, number, unknown);
+                answer.map_err(|error| match error {
                     DeviceError::InvalidHandle(text) => Error::argument(format!("{name}: {text}")),
                     error => Error::from(error),
                 })
-            })?;
+            };
+            // What may be there is not known to be.
+            if unknown {
+                ask()?;
+            } else {
+                self.known.check(address, ask)?;
+            }
         }
         Ok(())
     }

@@ -279,8 +279,9 @@ pub trait Device: Send + Sync + 'static {
 
     /// Device memory of `bytes` bytes, aligned to 4096; null for 0 bytes.
     fn allocate(&self, bytes: usize) -> Result<*mut u8>;
-    /// Whether kernels of device number `device` can use what is at `address`, as far as that can be told without a fault.
-    fn check_buffer(&self, _address: usize, _device: i32) -> Result<()> {
+    /// Whether kernels of device number `device` can use what is at `address`, as far as that can be told without a fault. `unknown`: what nothing
+    /// is known of may be there by the time that they run.
+    fn check_buffer(&self, _address: usize, _device: i32, _unknown: bool) -> Result<()> {
         Ok(())
     }
     /// Whether kernels of device number `device` can be launched in a stream, which is one.

@@ -101,6 +101,17 @@ int cuDevicePrimaryCtxRetain(Context** context, int device) {
   *context = &contexts[device];
   return SUCCESS;
 }
+// Beside the primary one.
+int cuCtxCreate_v2(Context** context, unsigned, int device) {
+  if (device < 0 || device >= devices()) return INVALID_DEVICE;
+  current = *context = new Context{device};
+  return SUCCESS;
+}
+// Its streams are not asked for any more; what they stand for stays.
+int cuCtxDestroy_v2(Context* context) {
+  if (current == context) current = nullptr;
+  return SUCCESS;
+}
 int cuCtxSetCurrent(Context* context) { return calls[CURRENT]++, current = context, SUCCESS; }
 int cuCtxGetCurrent(Context** context) { return calls[CURRENT]++, *context = current, SUCCESS; }
 int cuCtxGetDevice(int* device) {
@@ -133,7 +144,7 @@ int cuFuncSetAttribute(void*, int, int) { return SUCCESS; }
 
 int cuStreamCreate(Stream** stream, unsigned) {
   if (current == nullptr) return INVALID_CONTEXT;
-  *stream = new Stream(current->device);
+  *stream = new Stream(current);
   return SUCCESS;
 }
 int cuStreamGetId(void* stream, u64* id) {
@@ -143,7 +154,7 @@ int cuStreamGetId(void* stream, u64* id) {
 }
 int cuStreamGetCtx(void* stream, Context** context) {
   if (current == nullptr) return INVALID_CONTEXT;
-  *context = reinterpret_cast<u64>(stream) <= 2 ? current : &contexts[of(stream)->device];
+  *context = reinterpret_cast<u64>(stream) <= 2 ? current : of(stream)->context;
   return SUCCESS;
 }
 int cuStreamDestroy_v2(Stream* stream) { return stream->end(), SUCCESS; }

@@ -2,13 +2,38 @@
 #pragma once
 #include "rank.h"
 
-// A call with a buffer that the rank's GPU cannot use: refused with the argument's name.
-static void refused(struct Rank* r, const char* argument, const void* send, void* recv) {
-  const Code code = nccl.AllReduce(send, recv, 100, F32, 0, r->comm, r->stream);
-  const char* text = nccl.GetLastError(r->comm);
+// Every operation once, its root being this rank; what comes of the last.
+static Code call(struct Rank* r, enum Op op, const void* send, void* recv, CUstream stream) {
+  const int peer = (r->rank + 1) % ranks, root = r->rank;
+  switch (op) {
+    case ALL_REDUCE: return nccl.AllReduce(send, recv, 100, F32, SUM, r->comm, stream);
+    case ALL_GATHER: return nccl.AllGather(send, recv, 100, F32, r->comm, stream);
+    case REDUCE_SCATTER: return nccl.ReduceScatter(send, recv, 100, F32, SUM, r->comm, stream);
+    case BROADCAST: return nccl.Broadcast(send, recv, 100, F32, root, r->comm, stream);
+    case REDUCE: return nccl.Reduce(send, recv, 100, F32, SUM, root, r->comm, stream);
+    case ALLTOALL: return nccl.AlltoAll(send, recv, 100, F32, r->comm, stream);
+    case GATHER: return nccl.Gather(send, recv, 100, F32, root, r->comm, stream);
+    case SCATTER: return nccl.Scatter(send, recv, 100, F32, root, r->comm, stream);
+    default: break;
+  }
+  // A message has one buffer: the one that is not the rank's own.
+  if ((CUdeviceptr)send != r->send) return nccl.Send(send, 100, F32, peer, r->comm, stream);
+  return nccl.Recv(recv, 100, F32, peer, r->comm, stream);
+}
+
+// Calls with a buffer that the rank's GPU cannot use: each is refused with the argument's name.
+static int refused(struct Rank* r, const char* argument, const void* send, void* recv, CUstream stream) {
   char gpu[20];
   snprintf(gpu, sizeof gpu, "GPU %d", r->device);
-  if (code != 4 || !strstr(text, argument) || !strstr(text, gpu)) fail("refuse: rank %d: %s: %d: %s", r->rank, argument, code, text);
+  for (enum Op op = ALL_REDUCE; op <= SEND_RECV; op++) {
+    const Code code = call(r, op, send, recv, stream);
+    const char* text = nccl.GetLastError(r->comm);
+    const char* named = op == SEND_RECV ? "buff" : argument;
+    if (code != 4 || !strstr(text, named) || !strstr(text, gpu)) {
+      fail("refuse: rank %d: %s: %s: %d: %s", r->rank, OP_NAMES[op], argument, code, text);
+    }
+  }
+  return 1;
 }
 
 // A call that says what is wrong.
@@ -17,7 +42,41 @@ static void says(Code code, const char* words, const char* what) {
   if (code == 0 || !strstr(text, words)) fail("refuse: %s: %d: %s", what, code, text);
 }
 
-// Streams of another device, and a group in which some are captured.
+// A stream of a context that the library does not use, of this GPU.
+static int refuse_context(struct Rank* r) {
+  CUcontext other;
+  CUstream stream;
+  CU(cuCtxCreate, &other, 0u, r->device);
+  CU(cuStreamCreate, &stream, 1u);
+  make_current(r->device);
+  says(nccl.AllReduce((void*)r->send, (void*)r->recv, 100, F32, SUM, r->comm, stream), "of a context that is no GPU's primary one",
+       "a stream of another context");
+  CU(cuCtxDestroy, other);
+  make_current(r->device);
+  return 1;
+}
+
+// A group whose operations are in two captures.
+static int refuse_two_captures(struct Rank* r) {
+  CUstream streams[2];
+  CUgraph graphs[2];
+  for (int i = 0; i < 2; i++) {
+    CU(cuStreamCreate, &streams[i], 1u);
+    CU(cuStreamBeginCapture, streams[i], 1u);
+  }
+  NC(GroupStart());
+  NC(AllReduce((void*)r->send, (void*)r->recv, 100, F32, SUM, r->comm, streams[0]));
+  says(nccl.AllReduce((void*)r->send, (void*)r->recv, 100, F32, SUM, r->comm, streams[1]), "in the same capture, or in none",
+       "a group in two captures");
+  says(nccl.GroupEnd(), "in the same capture, or in none", "the end of that group");
+  for (int i = 0; i < 2; i++) {
+    CU(cuStreamEndCapture, streams[i], &graphs[i]);
+    CU(cuGraphDestroy, graphs[i]);
+  }
+  return 1;
+}
+
+// Streams of another device or context, and groups in which some are captured.
 static int refuse_streams(struct Rank* r) {
   int number = 0;
   void *send = (void*)r->send, *recv = (void*)r->recv;
@@ -28,7 +87,7 @@ static int refuse_streams(struct Rank* r) {
     make_current(r->device);
     char words[80];
     snprintf(words, sizeof words, "the communicator's is GPU %d", r->device);
-    says(nccl.AllReduce(send, recv, 100, F32, 0, r->comm, elsewhere), words, "a stream of another GPU");
+    says(nccl.AllReduce(send, recv, 100, F32, SUM, r->comm, elsewhere), words, "a stream of another GPU");
     number++;
   }
   CUstream captured;
@@ -37,11 +96,11 @@ static int refuse_streams(struct Rank* r) {
   CU(cuStreamBeginCapture, captured, 1u);
   NC(GroupStart());
   NC(AllReduce(send, recv, 100, F32, 0, r->comm, r->stream));
-  says(nccl.AllReduce(send, recv, 100, F32, 0, r->comm, captured), "in the same capture, or in none", "a group that is captured in part");
+  says(nccl.AllReduce(send, recv, 100, F32, SUM, r->comm, captured), "in the same capture, or in none", "a group that is captured in part");
   says(nccl.GroupEnd(), "in the same capture, or in none", "the end of that group");
   CU(cuStreamEndCapture, captured, &graph);
   CU(cuGraphDestroy, graph);
-  return number + 1;
+  return number + 1 + refuse_context(r) + refuse_two_captures(r);
 }
 
 // Memory may be given back by a thread that has not used a GPU.
@@ -58,18 +117,24 @@ static void run_refuse(struct Rank* r) {
   CU(cuDeviceGetAttribute, &pageable, 88, r->device);
   void* ordinary = malloc(4096);
   if (!pageable) {
-    refused(r, "sendbuff", ordinary, (void*)r->recv);
-    refused(r, "recvbuff", (void*)r->send, ordinary);
-    number += 2;
+    number += refused(r, "sendbuff", ordinary, (void*)r->recv, r->stream);
+    number += refused(r, "recvbuff", (void*)r->send, ordinary, r->stream);
   }
   if (devices > 1) {
     CUdeviceptr elsewhere;
     make_current((r->device + 1) % devices);
     CU(cuMemAlloc, &elsewhere, (size_t)4096);
     make_current(r->device);
-    refused(r, "sendbuff", (void*)elsewhere, (void*)r->recv);
-    refused(r, "recvbuff", (void*)r->send, (void*)elsewhere);
-    number += 2;
+    number += refused(r, "sendbuff", (void*)elsewhere, (void*)r->recv, r->stream);
+    number += refused(r, "recvbuff", (void*)r->send, (void*)elsewhere, r->stream);
+    // Captured, too.
+    CUstream captured;
+    CUgraph graph;
+    CU(cuStreamCreate, &captured, 1u);
+    CU(cuStreamBeginCapture, captured, 1u);
+    number += refused(r, "sendbuff", (void*)elsewhere, (void*)r->recv, captured);
+    CU(cuStreamEndCapture, captured, &graph);
+    CU(cuGraphDestroy, graph);
     CU(cuMemFree, elsewhere);
   }
   number += refuse_streams(r);

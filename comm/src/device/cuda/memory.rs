@@ -54,8 +54,8 @@ struct About {
 }
 
 impl About {
-    /// Why kernels of a GPU cannot use it. `pageable`: they reach all memory of the process.
-    fn refuse(self, address: usize, device: c_int, pageable: bool) -> Option<String> {
+    /// Why kernels of a GPU cannot use it. `unknown`: they may reach what nothing is known of.
+    fn refuse(self, address: usize, device: c_int, unknown: bool) -> Option<String> {
         const HOST: c_uint = CUmemorytype::CU_MEMORYTYPE_HOST as c_uint;
         const DEVICE: c_uint = CUmemorytype::CU_MEMORYTYPE_DEVICE as c_uint;
         match self.kind {
@@ -66,7 +66,7 @@ impl About {
                 self.device
             )),
             HOST if self.reached_at != 0 => None,
-            _ if pageable => None,
+            _ if unknown => None,
             _ => Some(format!(
                 "{address:#x} is no memory that GPU {device} reaches: neither a GPU's nor pinned, or freed"
             )),
@@ -99,8 +99,8 @@ pub(super) unsafe fn ask<const N: usize>(
 }
 
 /// Whether kernels of a GPU can use what is at `address`. Memory of another GPU is refused, as NCCL does: whether its
-/// peer access is on is known to the caller alone.
-pub(super) fn check(address: usize, device: c_int) -> Result<()> {
+/// peer access is on is known to the caller alone. `unknown`: so may they be what the driver knows nothing of.
+pub(super) fn check(address: usize, device: c_int, unknown: bool) -> Result<()> {
     use CUpointer_attribute as Of;
     let mut about = About::default();
     let mut managed: c_uint = 0;
@@ -124,7 +124,7 @@ pub(super) fn check(address: usize, device: c_int) -> Result<()> {
     }?;
     // A boolean: the driver writes its first byte.
     about.managed = managed != 0;
-    if about.refuse(address, device, false).is_none() {
+    if about.refuse(address, device, unknown).is_none() {
         return Ok(());
     }
     let pageable = attribute(
@@ -235,7 +235,7 @@ mod tests {
             reached_at,
             managed,
         };
-        let refused = |about: About, pageable| about.refuse(0x7000, 1, pageable);
+        let refused = |about: About, unknown| about.refuse(0x7000, 1, unknown);
         assert_eq!(refused(about(device, 1, 0x7000, false), false), None);
         assert_eq!(refused(about(device, 0, 0x7000, true), false), None, "managed");
         assert_eq!(refused(about(host, 0, 0x7000, false), false), None, "pinned");

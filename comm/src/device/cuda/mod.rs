@@ -246,8 +246,8 @@ impl Device for CudaDevice {
         self.somewhere(|| memory::free(pointer))
     }
 
-    fn check_buffer(&self, address: usize, device: i32) -> Result<()> {
-        memory::check(address, device)
+    fn check_buffer(&self, address: usize, device: i32, unknown: bool) -> Result<()> {
+        memory::check(address, device, unknown)
     }
 
     fn check_stream(&self, stream: Stream, device: i32) -> Result<()> {

@@ -154,10 +154,11 @@ struct Stream {
   std::shared_ptr<Capture> capture;
   void* last_node = nullptr;
   u64 id;
-  const int device;
+  Context* const context;
+  const int device = context->device;
   std::thread thread;
 
-  explicit Stream(int device) : device(device) {
+  explicit Stream(Context* context) : context(context) {
     static std::atomic<u64> last{0};
     id = ++last;
     thread = std::thread([this] { run(); });
@@ -248,7 +249,7 @@ auto& registered = *new std::set<void*>;
 bool has_peers() { return std::getenv("RINGSIGHT_MOCK_NO_PEERS") == nullptr; }
 // The default stream of the process; never ended.
 Stream* default_stream() {
-  static Stream* stream = new Stream(0);
+  static Stream* stream = new Stream(&contexts[0]);
   return stream;
 }
 Stream* of(void* handle) {
