@@ -239,6 +239,12 @@ fn what_keeps_ranks_from_each_others_memory_is_named() {
             assert!(said.contains("30 replays checked"), "{said}");
         }
     }
+    // A handle that the other process' driver does not open.
+    let told = [("NCCL_DEBUG", "WARN"), ("RINGSIGHT_MOCK_IPC_OPEN", "0")];
+    if let Some(said) = output("driver", test, &["graph", "2", "p"], &told) {
+        assert!(said.contains("that of rank 1: cuIpcOpenMemHandle_v2: "), "{said}");
+        assert!(said.contains("30 replays checked"), "{said}");
+    }
     for kind in ["t", "p"] {
         let told = [("RINGSIGHT_MOCK_MEMORY_MB", "16")];
         if let Some(said) = failing("driver", test, &["graph", "2", kind], &told) {
@@ -394,7 +400,7 @@ fn buffers_that_a_gpu_cannot_use_are_refused() {
             &variables,
         );
         if let Some(said) = said {
-            assert_eq!(said, "9 refused, pinned memory reduced");
+            assert_eq!(said, "10 refused, pinned memory reduced");
         }
     }
 }

@@ -140,6 +140,10 @@ static void run_refuse(struct Rank* r) {
   number += refuse_streams(r);
   void* memory;
   pthread_t thread;
+  char words[80];
+  snprintf(words, sizeof words, "2199023255552 bytes of GPU %d: ", r->device);
+  says(nccl.MemAlloc(&memory, (size_t)1 << 41), words, "more memory than there is");
+  number++;
   NC(MemAlloc(&memory, 4096));
   pthread_create(&thread, NULL, free_elsewhere, memory);
   pthread_join(thread, NULL);

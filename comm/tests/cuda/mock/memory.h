@@ -4,7 +4,7 @@
 int cuMemAlloc_v2(void** pointer, size_t bytes) {
   if (!may_wait()) return CAPTURE_UNSUPPORTED;
   if (current == nullptr) return INVALID_CONTEXT;
-  if (bytes > static_cast<size_t>(number("RINGSIGHT_MOCK_MEMORY_MB", 1 << 20)) << 20) return OUT_OF_MEMORY;
+  if (!has_memory(bytes)) return OUT_OF_MEMORY;
   const int file = memfd_create("device-memory", MFD_CLOEXEC);
   if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0) return OUT_OF_MEMORY;
   *pointer = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
@@ -124,6 +124,7 @@ int cuIpcGetMemHandle(IpcHandle* handle, void* pointer) {
   return SUCCESS;
 }
 int cuIpcOpenMemHandle_v2(void** pointer, IpcHandle handle, unsigned) {
+  if (number("RINGSIGHT_MOCK_IPC_OPEN", 1) == 0) return NOT_SUPPORTED;
   if (current == nullptr || handle.process == static_cast<u64>(getpid())) return INVALID_CONTEXT;
   const std::string path = "/proc/" + std::to_string(handle.process) + "/fd/" + std::to_string(handle.file);
   const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);

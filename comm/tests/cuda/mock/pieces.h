@@ -57,6 +57,7 @@ void* keep_empty(void* at, size_t bytes) {
 int cuMemCreate(Handle** handle, size_t bytes, const Properties* properties, u64 flags) {
   if (current == nullptr) return INVALID_CONTEXT;
   if (bytes == 0 || bytes % GRANULE != 0 || properties->type != 1 || properties->place.type != 1 || flags != 0) return INVALID_VALUE;
+  if (!has_memory(bytes)) return OUT_OF_MEMORY;
   const int file = memfd_create("device-pieces", MFD_CLOEXEC);
   if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0) return OUT_OF_MEMORY;
   void* all = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);

@@ -222,6 +222,8 @@ int number(const char* variable, int otherwise) {
   return text != nullptr ? std::atoi(text) : otherwise;
 }
 int devices() { return number("RINGSIGHT_MOCK_GPUS", 2); }
+// A GPU, for one allocation.
+bool has_memory(size_t bytes) { return bytes <= static_cast<size_t>(number("RINGSIGHT_MOCK_MEMORY_MB", 1 << 20)) << 20; }
 // Their addresses are the functions.
 char channels[2], peer_kernels[sizeof ringsight_peer_kernels / sizeof ringsight_peer_kernels[0]];
 char clock_kernel, count_kernel, append_kernel;
