@@ -5,6 +5,8 @@
 
 namespace ringsight {
 
+static_assert(sizeof(Line) == 16, "as in src/cuda/peers.rs");
+
 constexpr u32 MAX_PEERS = 8;
 constexpr u32 MAX_RINGS = 64;
 // Of a launch that may go straight.

@@ -181,6 +181,8 @@ pub unsafe extern "C" fn ringsightExplain(
                     protocol: field(row.choice.protocol.name()),
                     chosen: reason.is_none().into(),
                     channels: match reason {
+                        // One kernel does it all, and records tell of one channel.
+                        None if row.choice.is_among_peers() => 1,
                         None => row.choice.channels(asked.bytes, channels, asked.peers) as c_int,
                         Some(_) => 0,
                     },

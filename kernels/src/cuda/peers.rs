@@ -57,6 +57,7 @@ pub const MESSAGE_LANES: usize = 256;
 const MESSAGE_STATES: usize = MAX_PEERS * MESSAGE_LANES * (3 * size_of::<u32>() + size_of::<[u64; 2]>());
 
 const _: () = assert!(MESSAGE_STATES == 57_344);
+const _: () = assert!(MAX_PEERS * MESSAGE_LANES * 3 * size_of::<u32>() == 24_576);
 
 /// Where the part for messages begins among so many ranks: what is kept of lanes, then two slots by rank and lane.
 #[must_use]
@@ -193,6 +194,8 @@ pub struct Line {
     /// Its flag.
     pub high_flag: u32,
 }
+
+const _: () = assert!(size_of::<Line>() == 16 && align_of::<Line>() == 16);
 
 /// The connection from the previous rank in a ring.
 #[derive(Clone, Copy, Debug, Default)]
