@@ -313,6 +313,7 @@ fn give_parts(work: &Work, all: &mut Exchange) {
     let (me, root) = (work.rank as usize, work.root as usize);
     let (send, recv) = (work.send as u64, work.recv as u64);
     let is_root = me == root;
+    let parts = Parts::of(work);
     // Of the others' parts.
     let (sends, takes) = match work.function {
         Function::Broadcast => (is_root, !is_root),
@@ -320,16 +321,16 @@ fn give_parts(work: &Work, all: &mut Exchange) {
         _ => (true, true),
     };
     for rank in (0..work.ranks as usize).filter(|rank| *rank != me) {
-        let part = part(work, rank);
+        let (start, length) = parts.of_rank(rank);
         if sends {
-            (all.from[rank], all.sends[rank]) = (send + part.start, part.length);
+            (all.from[rank], all.sends[rank]) = (send + start, length);
         }
         if takes {
-            (all.to[rank], all.takes[rank]) = (recv + part.start, part.length);
+            (all.to[rank], all.takes[rank]) = (recv + start, length);
         }
     }
-    let mine = part(work, me);
-    (all.own, all.result, all.result_bytes) = (send + mine.start, recv + mine.start, mine.length);
+    let (start, length) = parts.of_rank(me);
+    (all.own, all.result, all.result_bytes) = (send + start, recv + start, length);
     match work.function {
         Function::Broadcast if !is_root => {
             all.own = all.result;
@@ -340,39 +341,41 @@ fn give_parts(work: &Work, all: &mut Exchange) {
         Function::Reduce if !is_root => all.result = all.own,
         _ => {}
     }
-    all.piece = longest_part(work);
-    all.passes = 1;
-    if work.function != Function::AllReduce {
-        all.root = work.root;
+    (all.piece, all.passes) = (parts.longest, 1);
+    all.root = parts.root.map_or(NO_ROOT, |_| work.root);
+}
+
+/// The parts of an operation, in bytes: whole words as far as there are some, so that all begin where words do if the buffer does.
+struct Parts {
+    all: u64,
+    /// Of each but the last ones.
+    longest: u64,
+    /// Who has none.
+    root: Option<usize>,
+}
+
+impl Parts {
+    fn of(work: &Work) -> Self {
+        let root = (work.function != Function::AllReduce).then_some(work.root as usize);
+        let all = (work.count * work.data_type.size()) as u64;
+        let number = work.ranks - u32::from(root.is_some());
+        Self {
+            all,
+            longest: all.div_ceil(u64::from(number)).next_multiple_of(16),
+            root,
+        }
     }
-}
 
-/// A rank's part, in bytes.
-struct Part {
-    start: u64,
-    length: u64,
-}
-
-/// Parts are whole words as far as there are some, so that all begin where words do if the buffer does.
-fn part(work: &Work, rank: usize) -> Part {
-    let at = match work.function {
-        Function::AllReduce => rank,
-        _ if rank == work.root as usize => return Part { start: 0, length: 0 },
-        _ => rank - usize::from(rank > work.root as usize),
-    };
-    let (bytes, each) = ((work.count * work.data_type.size()) as u64, longest_part(work));
-    let start = (each * at as u64).min(bytes);
-    Part {
-        start,
-        length: each.min(bytes - start),
+    /// Where a rank's begins, and its length.
+    fn of_rank(&self, rank: usize) -> (u64, u64) {
+        let at = match self.root {
+            Some(root) if rank == root => return (0, 0),
+            Some(root) if rank > root => rank - 1,
+            _ => rank,
+        };
+        let start = (self.longest * at as u64).min(self.all);
+        (start, self.longest.min(self.all - start))
     }
-}
-
-/// Bytes of each but the last ones.
-fn longest_part(work: &Work) -> u64 {
-    let bytes = (work.count * work.data_type.size()) as u64;
-    let parts = work.ranks - u32::from(work.function != Function::AllReduce);
-    bytes.div_ceil(u64::from(parts)).next_multiple_of(16)
 }
 
 #[cfg(test)]
