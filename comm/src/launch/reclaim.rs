@@ -101,6 +101,20 @@ pub(crate) struct Ready {
 }
 
 impl Ready {
+    /// By a launch whose observer is made for this plan.
+    fn of(launch: Arc<Launch>, number: u32, serves_again: Option<Protocol>) -> Result<Self> {
+        let observer: Arc<dyn Any + Send + Sync> = launch.observer.clone();
+        let observer = observer
+            .downcast()
+            .map_err(|_| Error::internal("a plan is observed by what is made for it"))?;
+        let flight = InFlight {
+            number,
+            launch,
+            serves_again,
+        };
+        Ok(Self { flight, observer })
+    }
+
     /// Work elements, all channels together.
     pub(super) fn works(&self) -> usize {
         self.flight.works()
@@ -162,13 +176,7 @@ impl Spare {
         for work in launch.channels.iter_mut().flat_map(|channel| &mut channel.work) {
             work.op = info.op;
         }
-        let observer = shared(&launch.observer)?;
-        let flight = InFlight {
-            number,
-            launch: self.launch,
-            serves_again: self.serves_again,
-        };
-        Ok(Some(Ready { flight, observer }))
+        Ready::of(self.launch, number, self.serves_again).map(Some)
     }
 }
 
@@ -187,45 +195,22 @@ pub(crate) fn assemble(
     {
         observer.renew(contents);
         renewed.channels = channels;
-        let observer = shared(&renewed.observer)?;
-        let flight = InFlight {
-            number,
-            launch,
-            serves_again,
-        };
-        return Ok(Ready { flight, observer });
+        return Ready::of(launch, number, serves_again);
     }
-    let observer = Arc::new(PlanObserver::new(
-        contents,
-        comm.notes.clone(),
-        comm.checks.clone(),
-    ));
+    let observer = PlanObserver::new(contents, comm.notes.clone(), comm.checks.clone());
     let launch = Launch {
         channels,
         abort: comm.abort.clone(),
-        observer: observer.clone(),
+        observer: Arc::new(observer),
         peers: comm.peers.clone(),
     };
-    let flight = InFlight {
-        number,
-        launch: Arc::new(launch),
-        serves_again,
-    };
-    Ok(Ready { flight, observer })
+    Ready::of(Arc::new(launch), number, serves_again)
 }
 
 /// The observer of a launch that nobody else has.
 fn own(observer: &mut Arc<dyn Observer>) -> Option<&mut PlanObserver> {
     let observer: &mut dyn Any = Arc::get_mut(observer)?;
     observer.downcast_mut()
-}
-
-/// Another owner of a launch's observer.
-fn shared(observer: &Arc<dyn Observer>) -> Result<Arc<PlanObserver>> {
-    let observer: Arc<dyn Any + Send + Sync> = observer.clone();
-    observer
-        .downcast()
-        .map_err(|_| Error::internal("a plan is observed by what is made for it"))
 }
 
 /// Asks for a shared value and what counts its owners, which is before it.

@@ -7,7 +7,7 @@
 use ringsight_kernels::Work;
 
 use super::{Plan, Request, Task, algorithm::Choice, announce::Carried};
-use crate::{communicator::Communicator, error::Result, few::Few, launch::reclaim::Spare, observe};
+use crate::{communicator::Communicator, error::Result, launch::reclaim::Spare, observe};
 
 /// Whether the plan of an operation among peers may be that of a later one. Not where it goes straight between buffers, which others have to
 /// reach each time; nor where it is in a window, which may be gone, and is part of the call.
@@ -45,13 +45,8 @@ pub(super) fn plan(
     let Some(ready) = spare.again(number, task.info)? else {
         return Ok(());
     };
-    let plan = place.insert(Plan {
-        number,
-        ready: Some(ready),
-        proxy_ops: Vec::new(),
-        ops: Few::None,
-        calls: Few::None,
-    });
+    let plan = place.insert(Plan::new(number));
+    plan.ready = Some(ready);
     let carried = Carried {
         channel_mask: 1,
         proxy_ops: 0,

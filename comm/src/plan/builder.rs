@@ -63,13 +63,7 @@ impl<'a> Builder<'a> {
         Self {
             spare,
             comm,
-            plan: Plan {
-                number,
-                ready: None,
-                proxy_ops: Vec::new(),
-                ops: Few::None,
-                calls: Few::None,
-            },
+            plan: Plan::new(number),
             group: group.unwrap_or(0),
             simulated: group.is_none().then(estimate::Load::default),
             used: 0,

@@ -56,6 +56,19 @@ pub(crate) struct Plan {
     pub(crate) calls: Few<checks::Entry>,
 }
 
+impl Plan {
+    /// Of nothing yet.
+    fn new(number: u32) -> Self {
+        Self {
+            number,
+            ready: None,
+            proxy_ops: Vec::new(),
+            ops: Few::None,
+            calls: Few::None,
+        }
+    }
+}
+
 /// How long what a group asks of one communicator would take, by the model of [`estimate`]. Nothing is connected,
 /// described or launched.
 ///
