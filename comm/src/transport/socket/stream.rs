@@ -59,13 +59,7 @@ impl Socket {
         }
         match (&*self.stream).read(buffer) {
             Ok(0) => Err(format!("the peer closed the connection: {GONE}")),
-            Ok(read) => Ok(read),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                self.readable = false;
-                Ok(0)
-            }
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(0),
-            Err(error) => Err(broken(&error)),
+            result => moved(result, &mut self.readable),
         }
     }
 
@@ -83,15 +77,20 @@ impl Socket {
         if !self.writable {
             return Ok(0);
         }
-        match send(&self.stream, parts) {
-            Ok(written) => Ok(written),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                self.writable = false;
-                Ok(0)
-            }
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(0),
-            Err(error) => Err(broken(&error)),
+        moved(send(&self.stream, parts), &mut self.writable)
+    }
+}
+
+/// Bytes that a call has moved; 0 when it would block, and then it is not `ready`.
+fn moved(result: io::Result<usize>, ready: &mut bool) -> Result<usize, String> {
+    match result {
+        Ok(bytes) => Ok(bytes),
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+            *ready = false;
+            Ok(0)
         }
+        Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(0),
+        Err(error) => Err(broken(&error)),
     }
 }
 
