@@ -11,6 +11,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 
 pub(crate) mod counts;
+pub(crate) mod failures;
 mod suite;
 
 use counts::Counts;
@@ -211,9 +212,9 @@ fn end_to_end_layers(suite: &mut Suite, skips: &SkipLog, options: &Options, chro
         if let Some(why) = kernels.map(vm::test::unavailable).collect::<Option<Vec<_>>>() {
             return Ok(Outcome::Skipped(why.join("; ")));
         }
-        let counts = vm::test::jobs(&vm::test::Options::default())?;
+        let (counts, failures) = vm::test::jobs(&vm::test::Options::default())?;
         if counts.failed > 0 {
-            return Ok(Outcome::Failed(counts, "a test in a guest failed".to_owned()));
+            return Ok(Outcome::Failed(counts, failures.join("\n")));
         }
         Ok(Outcome::Ran(counts))
     });

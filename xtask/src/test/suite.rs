@@ -13,12 +13,14 @@ use anyhow::{Context as _, Result};
 use super::{
     SKIP_LOG,
     counts::{Counts, HELPER, ignored},
+    failures::Failures,
 };
 use crate::process;
 
 /// How a layer ended.
 pub(super) enum Outcome {
     Ran(Counts),
+    /// What failed: a line for the table, and lines that are said after it.
     Failed(Counts, String),
     Skipped(String),
 }
@@ -82,14 +84,18 @@ impl Suite {
                 took.as_secs_f64()
             ),
             Outcome::Failed(_, why) => {
-                println!("=== {name}: FAILED after {:.1} s: {why}", took.as_secs_f64());
+                println!(
+                    "=== {name}: FAILED after {:.1} s: {}",
+                    took.as_secs_f64(),
+                    first_line(why)
+                );
             }
             Outcome::Skipped(why) => println!("=== {name}: skipped: {why}"),
         }
         self.rows.push(Row { name, outcome, took });
     }
 
-    /// Prints the table, what was skipped by name, and the closing line; `true` if nothing failed.
+    /// Prints the table, what was skipped and what failed, by name, and the closing line; `true` if nothing failed.
     fn close(&self) -> bool {
         let mut total = Counts::default();
         println!(
@@ -100,7 +106,7 @@ impl Suite {
         for row in &self.rows {
             let (counts, note) = match &row.outcome {
                 Outcome::Ran(counts) => (*counts, ""),
-                Outcome::Failed(counts, why) => (*counts, why.lines().next().unwrap_or_default()),
+                Outcome::Failed(counts, why) => (*counts, first_line(why)),
                 Outcome::Skipped(why) => (
                     Counts {
                         skipped: 1,
@@ -127,6 +133,11 @@ impl Suite {
         skips.extend(self.skips.lines());
         for skip in &skips {
             println!("skipped {skip}");
+        }
+        for row in &self.rows {
+            if let Outcome::Failed(_, why) = &row.outcome {
+                println!("\nfailed {}: {why}", row.name);
+            }
         }
         println!(
             "\n{} passed, {} failed, {} skipped",
@@ -156,6 +167,10 @@ impl Suite {
     }
 }
 
+fn first_line(text: &str) -> &str {
+    text.lines().next().unwrap_or_default()
+}
+
 /// The file to which tests append what they skipped.
 #[derive(Clone)]
 pub(super) struct SkipLog(PathBuf);
@@ -183,7 +198,9 @@ impl SkipLog {
         command.env(SKIP_LOG, &self.0).args(filter);
         let mut counts = Counts::default();
         let (mut helpers, mut left_out) = (0, String::new());
+        let mut failures = Failures::default();
         let status = process::stream(command, |line| {
+            failures.hear(line);
             match ignored(line) {
                 Some((_, reason)) if reason.starts_with(HELPER) => helpers += 1,
                 Some((name, reason)) => left_out += &format!("{name}: {reason}\n"),
@@ -207,7 +224,12 @@ impl SkipLog {
             counts.failed = counts.failed.max(1);
             return Ok(Outcome::Failed(
                 counts,
-                format!("{} {}", process::line(command), process::reason(status)),
+                format!(
+                    "{} {}\n{}",
+                    process::line(command),
+                    process::reason(status),
+                    failures.text()
+                ),
             ));
         }
         Ok(Outcome::Ran(counts))
@@ -245,13 +267,15 @@ mod tests {
             skips.lines(),
             ["x: y", "slow: takes hours", "bare: no reason given"]
         );
-        let Outcome::Failed(counts, _) = skips
-            .cargo_test(Command::new("sh").args(["-c", "exit 1"]), None)
+        let script = "printf 'failures:\n\n---- a stdout ----\nleft: 1\n\ntest result: FAILED. 0 passed; 2 failed; 0 ignored\n'; exit 1";
+        let Outcome::Failed(counts, why) = skips
+            .cargo_test(Command::new("sh").args(["-c", script]), None)
             .unwrap()
         else {
             panic!("the script fails")
         };
-        assert_eq!(counts.failed, 1);
+        assert_eq!(counts.failed, 2);
+        assert!(why.ends_with("---- a stdout ----\nleft: 1\n"), "{why}");
         fs::remove_file(&log).unwrap();
     }
 }

@@ -15,7 +15,11 @@ use serde_json::json;
 use jobs::{JOBS, Job, Program};
 
 use super::{Ended, Guest, Series, failover, image::Image, test_program};
-use crate::{demo, test::counts::Counts, workspace};
+use crate::{
+    demo,
+    test::{counts::Counts, failures::end_of},
+    workspace,
+};
 
 /// Options of `cargo xtask vm test`.
 #[derive(Args, Clone, Debug, Default)]
@@ -38,7 +42,7 @@ const LIMIT: Duration = Duration::from_secs(600);
 /// # Errors
 /// If guests cannot be made here.
 pub fn run(options: &Options) -> Result<ExitCode> {
-    let counts = jobs(options)?;
+    let (counts, _) = jobs(options)?;
     println!(
         "\n{} passed, {} failed, {} skipped",
         counts.passed, counts.failed, counts.skipped
@@ -62,13 +66,14 @@ pub(crate) fn unavailable(series: Series) -> Option<String> {
     Image::get(series).err().map(|error| format!("{error:#}"))
 }
 
-/// The tests whose name contains the filter, with those kernels that can be had; the others are skipped by name. `None` where
-/// no guest can be made.
+/// The tests whose name contains the filter, with those kernels that can be had; the others are skipped by name. What of those failed: a
+/// line of each with its problem, and the end of what it said.
 ///
 /// # Errors
 /// If a test cannot be built.
-pub(crate) fn jobs(options: &Options) -> Result<Counts> {
+pub(crate) fn jobs(options: &Options) -> Result<(Counts, Vec<String>)> {
     let mut counts = Counts::default();
+    let mut failures = Vec::new();
     for series in Series::ALL {
         if options.kernel.is_some_and(|only| only != series) {
             continue;
@@ -94,21 +99,62 @@ pub(crate) fn jobs(options: &Options) -> Result<Counts> {
             continue;
         }
         for job in jobs {
-            counts.add(job.run(series, options.verbose)?);
+            let start = Instant::now();
+            let ran = job.run(series, options.verbose)?;
+            let name = format!("{} on {}", job.name, series.name());
+            if options.verbose || ran.problem.is_some() {
+                println!("{}", ran.said);
+            }
+            match ran.problem {
+                None => println!(
+                    "vm: {name}: {} passed in {:.1} s",
+                    ran.counts.passed,
+                    start.elapsed().as_secs_f64()
+                ),
+                Some(problem) => {
+                    println!("vm: {name}: FAILED: {problem}");
+                    failures.push(format!("{name}: {problem}\n{}", end_of(&ran.said)));
+                }
+            }
+            counts.add(ran.counts);
         }
     }
-    Ok(counts)
+    Ok((counts, failures))
+}
+
+/// What came of a test.
+struct Ran {
+    counts: Counts,
+    /// What was wrong, if anything.
+    problem: Option<String>,
+    said: String,
+}
+
+impl Ran {
+    /// One test, however much it looks at.
+    fn one(said: String, problem: Option<String>) -> Self {
+        let counts = match problem {
+            None => Counts::PASSED,
+            Some(_) => Counts {
+                failed: 1,
+                ..Counts::default()
+            },
+        };
+        Self {
+            counts,
+            problem,
+            said,
+        }
+    }
 }
 
 impl Job {
-    /// Runs the test once; what it says is shown when it is through and has failed, or as it comes if `verbose`.
-    fn run(&self, series: Series, verbose: bool) -> Result<Counts> {
+    fn run(&self, series: Series, verbose: bool) -> Result<Ran> {
         match self.program {
-            Program::Demo => return self.run_demo(series, verbose),
-            Program::Failures { seed, cases } => return self.run_failures(series, (seed, cases), verbose),
+            Program::Demo => return run_demo(series),
+            Program::Failures { seed, cases } => return Ok(run_failures(series, seed, cases)),
             Program::Script(_) | Program::Cargo { .. } => {}
         }
-        let start = Instant::now();
         let mut guest = Guest::new(series, Vec::new());
         guest.rdma = self.rdma;
         guest.mlx5 = self.mlx5;
@@ -139,84 +185,51 @@ impl Job {
                     .collect()
             }
         };
-        let (output, ended) = guest.output();
-        let name = format!("{} on {}", self.name, series.name());
-        let (counts, problem) = judge(self.program, &output, &ended);
-        match &problem {
-            None => println!(
-                "vm: {name}: {} passed in {:.1} s",
-                counts.passed,
-                start.elapsed().as_secs_f64()
-            ),
-            Some(problem) => println!("{output}\nvm: {name}: FAILED: {problem}"),
-        }
-        if verbose && problem.is_none() {
-            println!("{output}");
-        }
-        Ok(counts)
+        let (said, ended) = guest.output();
+        let (counts, problem) = judge(self.program, &said, &ended);
+        Ok(Ran {
+            counts,
+            problem,
+            said,
+        })
     }
 }
 
-impl Job {
-    /// Runs a sample of failures: one test, however many cases.
-    fn run_failures(&self, series: Series, (seed, cases): (u64, usize), verbose: bool) -> Result<Counts> {
-        let start = Instant::now();
-        let options = failover::Options::sample(series, seed, cases);
-        let mut said = String::new();
-        let ran = failover::run_cases(&options, &mut |line| said += &format!("{line}\n"));
-        let name = format!("{} on {}", self.name, series.name());
-        let (report, problem) = match ran {
-            Ok((count, report, true)) if report["kernel_warnings"] == json!({}) => {
-                if verbose {
-                    println!("{said}");
-                }
-                println!(
-                    "vm: {name}: {count} cases passed in {:.1} s",
-                    start.elapsed().as_secs_f64()
-                );
-                return Ok(Counts::PASSED);
+/// A sample of failures.
+fn run_failures(series: Series, seed: u64, cases: usize) -> Ran {
+    let options = failover::Options::sample(series, seed, cases);
+    let mut said = String::new();
+    let ran = failover::run_cases(&options, &mut |line| said += &format!("{line}\n"));
+    let problem = match ran {
+        Ok((_, report, ok)) => {
+            said += &report.to_string();
+            match ok {
+                false => Some("a case failed".to_owned()),
+                true if report["kernel_warnings"] != json!({}) => Some("the kernel warned".to_owned()),
+                true => None,
             }
-            Ok((_, report, ok)) => {
-                let problem = if ok { "the kernel warned" } else { "a case failed" };
-                (report.to_string(), problem.to_owned())
-            }
-            Err(error) => (String::new(), format!("{error:#}")),
-        };
-        println!("{said}{report}\nvm: {name}: FAILED: {problem}");
-        Ok(Counts {
-            failed: 1,
-            ..Counts::default()
-        })
-    }
+        }
+        Err(error) => Some(format!("{error:#}")),
+    };
+    Ran::one(said, problem)
+}
 
-    /// Runs the demo in a guest and looks at what the collector made of it.
-    fn run_demo(&self, series: Series, verbose: bool) -> Result<Counts> {
-        let artifacts = workspace::build()?;
-        let start = Instant::now();
-        let out = artifacts.target.join("vm-test");
-        let mut said = String::new();
-        let problems = demo::vm::traces(&artifacts, series, &out, &mut |line| said += &format!("{line}\n"))
-            .and_then(|()| {
-                let (lines, problems) =
-                    demo::failover::look(&demo::failover::read(&out.join("trace.jsonl"))?);
-                said += &lines.join("\n");
-                Ok(problems)
-            })
-            .unwrap_or_else(|error| vec![format!("{error:#}")]);
-        let name = format!("{} on {}", self.name, series.name());
-        if verbose || !problems.is_empty() {
-            println!("{said}");
-        }
-        if problems.is_empty() {
-            println!("vm: {name}: 1 passed in {:.1} s", start.elapsed().as_secs_f64());
-            return Ok(Counts::PASSED);
-        }
-        println!("vm: {name}: FAILED: {}", problems.join("; "));
-        Ok(Counts {
-            failed: 1,
-            ..Counts::default()
+/// The demo in a guest, and a look at what the collector made of it.
+fn run_demo(series: Series) -> Result<Ran> {
+    let artifacts = workspace::build()?;
+    let out = artifacts.target.join("vm-test");
+    let mut said = String::new();
+    let problems = demo::vm::traces(&artifacts, series, &out, &mut |line| said += &format!("{line}\n"))
+        .and_then(|()| {
+            let (lines, problems) = demo::failover::look(&demo::failover::read(&out.join("trace.jsonl"))?);
+            said += &lines.join("\n");
+            Ok(problems)
         })
-    }
+        .unwrap_or_else(|error| vec![format!("{error:#}")]);
+    Ok(Ran::one(
+        said,
+        (!problems.is_empty()).then(|| problems.join("; ")),
+    ))
 }
 
 /// What a run came to, and what was wrong with it.
