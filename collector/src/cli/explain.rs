@@ -48,9 +48,12 @@ pub(crate) struct ExplainArguments {
     /// What the ranks run on
     #[arg(long, value_enum, default_value_t = On::Peers)]
     on: On,
-    /// The receive buffer is in a window that all ranks registered as symmetric, and NCCL_CTA_POLICY is 2
+    /// The receive buffer is in a window that all ranks registered as symmetric
     #[arg(long)]
     window: bool,
+    /// All ranks' CTAPolicy is zero (NCCL_CTA_POLICY=2)
+    #[arg(long)]
+    zero_cta: bool,
     /// Library whose table it is [default: the process's own, else libnccl.so.2 where the system finds it]
     #[arg(long, value_name = "FILE")]
     library: Option<PathBuf>,
@@ -116,7 +119,7 @@ impl ExplainArguments {
             slot_bytes: u32::try_from(self.slot).map_err(|_| "--slot is too large".to_owned())?,
             one_shot: true,
             peers: self.on == On::Peers,
-            engines: self.window,
+            zero_cta: self.zero_cta,
         })
     }
 
@@ -171,14 +174,11 @@ fn explain(arguments: &ExplainArguments) -> Result<String, String> {
     }
     let mut all = Vec::new();
     for ((operation, terms, done), times) in seen {
-        // Of a communicator that is gone, or of a record that does not have them: those of the options.
         let in_window = done.protocol == Protocol::Ce;
+        // Of a communicator that is gone, or of a record that does not have them: those of the options.
         let terms = match terms {
             Some(terms) => terms,
-            None => Terms {
-                engines: in_window,
-                ..arguments.terms()?
-            },
+            None => arguments.terms()?,
         };
         all.push(Explained {
             operation,

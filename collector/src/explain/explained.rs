@@ -91,7 +91,7 @@ impl Explained {
             "slot_bytes": self.terms.slot_bytes,
             "one_shot": self.terms.one_shot,
             "peers": self.terms.peers,
-            "zero_cta": self.terms.engines,
+            "zero_cta": self.terms.zero_cta,
             "done": self.done.map(|(done, times)| json!({
                 "algorithm": done.algorithm.name(),
                 "protocol": done.protocol.name(),
@@ -146,7 +146,7 @@ mod tests {
                 slot_bytes: 1 << 17,
                 one_shot: true,
                 peers: false,
-                engines: false,
+                zero_cta: false,
             },
             done: Some((done, 3)),
             rows: vec![

@@ -81,8 +81,8 @@ pub struct Terms {
     pub one_shot: bool,
     /// All ranks' kernels reach each other's memory.
     pub peers: bool,
-    /// Copy engines may do operations in windows: all ranks' `CTAPolicy` is zero.
-    pub engines: bool,
+    /// All ranks' `CTAPolicy` is zero: copy engines do what they can in windows, however short it is.
+    pub zero_cta: bool,
 }
 
 impl Terms {
@@ -94,7 +94,7 @@ impl Terms {
             slot_bytes: communicator.slot_bytes,
             one_shot: communicator.abilities & Communicator::ONE_SHOT != 0,
             peers: communicator.abilities & Communicator::PEERS != 0,
-            engines: communicator.abilities & Communicator::ENGINES != 0,
+            zero_cta: communicator.abilities & Communicator::ZERO_CTA != 0,
         })
     }
 }

@@ -106,7 +106,7 @@ impl Table {
             slot_bytes: terms.slot_bytes as usize,
             one_shot: terms.one_shot.into(),
             peers: terms.peers.into(),
-            zero_cta: terms.engines.into(),
+            zero_cta: terms.zero_cta.into(),
             window: in_window.into(),
         };
         let empty = RawRow {

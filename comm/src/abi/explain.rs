@@ -141,12 +141,14 @@ unsafe fn read(asked: &Explain) -> Result<(Asked, usize)> {
             slot_bytes: asked.slot_bytes,
             one_shot: asked.one_shot != 0,
             peers: asked.peers != 0,
-            engines: match (asked.zero_cta, asked.window) {
-                (0, _) => Engines::OtherPolicy,
-                (_, 0) => Engines::NoWindow,
+            engines: match asked.window {
+                0 => Engines::NoWindow,
                 _ => Engines::Reach,
             },
-            limits: Limits::from_environment()?,
+            limits: match asked.zero_cta {
+                0 => Limits::from_environment()?,
+                _ => Limits::from_environment()?.without_kernels(),
+            },
         },
         channels,
     ))
@@ -276,8 +278,17 @@ mod tests {
             window,
             ..SHORT
         };
+        let may_be_kernels = |count| Explain {
+            zero_cta: 0,
+            count,
+            ..gather(1)
+        };
         let is_taken = |row: &ExplainRow| row.chosen == 1 && text(&row.protocol) == "ce";
         assert!(asked(gather(1)).unwrap().iter().any(is_taken));
+        assert!(asked(may_be_kernels(1 << 30)).unwrap().iter().any(is_taken));
+        let short = asked(may_be_kernels(8)).unwrap();
+        let ends = "rank's buffers, but where all ranks' CTAPolicy is zero";
+        assert!(!short.iter().any(is_taken) && short.iter().any(|row| text(&row.reason).ends_with(ends)));
         let without = asked(gather(0)).unwrap();
         assert!(!without.iter().any(is_taken));
         assert!(

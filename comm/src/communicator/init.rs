@@ -26,7 +26,7 @@ use crate::{
         reclaim::{Notes, Plans},
     },
     log, observe,
-    plan::{BY_ENGINES, ReduceOps, Sequences},
+    plan::{ReduceOps, Sequences},
     proxy::Proxy,
     topology::{RankInfo, Topology},
     transport::{Connector, RingConnections, verbs::Wish},
@@ -212,7 +212,6 @@ impl Making<'_> {
             work_fifo_depth,
             share,
             one_shot,
-            zero_cta,
             limits,
         } = Terms::agree(&terms);
         let faults = self.life.faults().clone();
@@ -273,7 +272,7 @@ impl Making<'_> {
             .inspect_err(|_| membership.leave(&connector))?;
         let maps = peers
             .as_ref()
-            .filter(|(peers, _)| peers.foreign != 0 && (zero_cta || !limits.never_straight()))
+            .filter(|(peers, _)| peers.foreign != 0 && (limits.have_engines() || !limits.never_straight()))
             .map(|(peers, mapped)| {
                 let near = devices_near(&topology, peers);
                 Maps::new(self.device, peers, near, mapped, post_over(bootstrap), inbox)
@@ -330,7 +329,7 @@ impl Making<'_> {
             bootstrap: bootstrap.clone(),
             children: Mutex::default(),
             registrations: Registrations::default(),
-            windows: Windows::new(zero_cta && limits.allowed.has_any(&BY_ENGINES)),
+            windows: Windows::new(limits.have_engines()),
             buffers: Buffers::read()?,
             checks,
             watch,
@@ -450,7 +449,7 @@ impl Communicator {
             abilities: [
                 (self.one_shot, pages::Communicator::ONE_SHOT),
                 (self.peers.is_some(), pages::Communicator::PEERS),
-                (self.windows.are_for_engines(), pages::Communicator::ENGINES),
+                (self.limits.engine_bytes == 0, pages::Communicator::ZERO_CTA),
             ]
             .into_iter()
             .filter_map(|(has, ability)| has.then_some(ability))

@@ -29,9 +29,7 @@ pub(super) struct Terms {
     share: bool,
     /// Its device has programs of [`Algorithm::OneShot`].
     one_shot: bool,
-    /// Its `CTAPolicy` is zero.
-    zero_cta: bool,
-    /// What its environment leaves to the choice of algorithms.
+    /// What its environment and its `CTAPolicy` leave to the choice of algorithms.
     limits: Limits,
 }
 
@@ -47,14 +45,12 @@ pub(super) struct Agreement {
     pub(super) share: bool,
     /// All of their devices have programs of [`Algorithm::OneShot`].
     pub(super) one_shot: bool,
-    /// The `CTAPolicy` of all of them is zero.
-    pub(super) zero_cta: bool,
-    /// What no rank's environment leaves out of the choice of algorithms.
+    /// What no rank leaves out of the choice of algorithms.
     pub(super) limits: Limits,
 }
 
 impl Terms {
-    const BYTES: usize = 31 + Limits::BYTES;
+    const BYTES: usize = 30 + Limits::BYTES;
 
     /// What this rank asks for.
     ///
@@ -83,8 +79,10 @@ impl Terms {
             work_fifo_depth: depth.clamp(2, 1 << 20) as u64,
             share,
             one_shot: device::device()?.runs(Algorithm::OneShot),
-            zero_cta: config.cta_policy == ZERO_CTA,
-            limits: Limits::from_environment()?,
+            limits: match config.cta_policy {
+                ZERO_CTA => Limits::from_environment()?.without_kernels(),
+                _ => Limits::from_environment()?,
+            },
         })
     }
 
@@ -97,8 +95,7 @@ impl Terms {
         bytes[24] = self.share.into();
         bytes[25] = self.one_shot.into();
         bytes[26..30].copy_from_slice(&self.near_channels.to_le_bytes());
-        bytes[30] = self.zero_cta.into();
-        bytes[31..].copy_from_slice(&self.limits.to_bytes());
+        bytes[30..].copy_from_slice(&self.limits.to_bytes());
         bytes
     }
 
@@ -111,10 +108,7 @@ impl Terms {
         let ([share @ (0 | 1), one_shot @ (0 | 1)], rest) = rest.split_first_chunk()? else {
             return None;
         };
-        let (near, rest) = rest.split_first_chunk()?;
-        let ([zero_cta @ (0 | 1)], limits) = rest.split_first_chunk()? else {
-            return None;
-        };
+        let (near, limits) = rest.split_first_chunk()?;
         Some(Self {
             min_channels: u32::from_le_bytes(*min),
             max_channels: u32::from_le_bytes(*max),
@@ -123,7 +117,6 @@ impl Terms {
             share: *share == 1,
             one_shot: *one_shot == 1,
             near_channels: u32::from_le_bytes(*near),
-            zero_cta: *zero_cta == 1,
             limits: Limits::from_bytes(limits)?,
         })
     }
@@ -169,7 +162,6 @@ impl Terms {
             work_fifo_depth: usize::try_from(depth).unwrap_or(WORK_FIFO_DEPTH),
             share: all.iter().all(|terms| terms.share),
             one_shot: all.iter().all(|terms| terms.one_shot),
-            zero_cta: all.iter().all(|terms| terms.zero_cta),
             limits: limits.unwrap_or_default(),
         }
     }
@@ -189,7 +181,6 @@ mod tests {
             work_fifo_depth: 8,
             share: min_channels == 4,
             one_shot: max_channels == 32,
-            zero_cta: min_channels < 4,
             limits: Limits {
                 straight_bytes: Some(u64::from(max_channels)),
                 push_bytes: u64::from(min_channels),
@@ -205,7 +196,6 @@ mod tests {
             work_fifo_depth: 8,
             share: false,
             one_shot: false,
-            zero_cta: false,
             // Nobody does what another does not.
             limits: Limits {
                 straight_bytes: Some(32),
@@ -216,7 +206,6 @@ mod tests {
         assert_eq!(Terms::agree(&[terms(4, 8), terms(1, 32)]), agreed);
         assert!(Terms::agree(&[terms(4, 8), terms(4, 9)]).share);
         assert!(Terms::agree(&[terms(4, 32), terms(1, 32)]).one_shot);
-        assert!(Terms::agree(&[terms(3, 32), terms(1, 32)]).zero_cta);
         assert_eq!(
             Terms::agree(&[terms(4, 32), terms(3, 10)]).near_channels,
             Some(10)

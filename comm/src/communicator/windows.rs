@@ -1,7 +1,6 @@
 //! Windows: buffers that all ranks register together, and what copy engines need to know of them.
 //!
-//! Where all ranks' `CTAPolicy` is zero, the ranks of a node tell each other, when they register a window with
-//! `NCCL_WIN_COLL_SYMMETRIC`, where their parts are, and each finds out where it reaches those of the others: in its own process at the same
+//! The ranks of a node tell each other, when they register a window with `NCCL_WIN_COLL_SYMMETRIC`, where their parts are, and each finds out where it reaches those of the others: in its own process at the same
 //! address, in others where it has mapped what these have shown ([`super::maps`]). If all reach all, a collective whose receive buffer is in
 //! the window, at the same place on all ranks as the flag promises, can be done by copies that each host queues. Which place it is goes into
 //! the operation's tag: a rank that does not keep the promise is found out.
@@ -41,7 +40,7 @@ type Engines = Arc<dyn Any + Send + Sync>;
 
 /// The windows of a communicator.
 pub(crate) struct Windows {
-    /// Copy engines may do operations in them: all ranks say so.
+    /// Copy engines may do operations in them, as all ranks have agreed.
     for_engines: bool,
     /// Registered so far.
     joined: AtomicU32,
@@ -160,11 +159,6 @@ impl Windows {
         }
     }
 
-    /// Whether copy engines may do operations in windows.
-    pub(crate) fn are_for_engines(&self) -> bool {
-        self.for_engines
-    }
-
     /// Number of the next window; the same on all ranks, since all register the same windows in the same order.
     fn next(&self) -> u32 {
         // Relaxed: calls on one communicator come one after another.
@@ -216,6 +210,10 @@ impl Communicator {
             return None;
         }
         let [(send, sent), (recv, received)] = request.buffers(self.ranks);
+        // Which is no less than what it sends.
+        if (received as u64) < self.limits.engine_bytes {
+            return None;
+        }
         let overlap = send < recv.saturating_add(received) && recv < send.saturating_add(sent);
         // What others bring would be there before this rank has sent what it has there. Of an all_gather it is its own block.
         if request.function == Function::AlltoAll && overlap {

@@ -48,8 +48,6 @@ impl Asked {
 /// Whether copy engines can bring an operation's data where it is to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Engines {
-    /// Some rank's `CTAPolicy` is not zero.
-    OtherPolicy,
     /// The receive buffer is in no window that all ranks have registered as symmetric.
     NoWindow,
     /// Not all ranks reach those of all others in that window.
@@ -114,8 +112,8 @@ pub enum Reason {
     NoPeers,
     /// No kernel reduces so straight between callers' buffers.
     NoStraightKernel,
-    /// Some rank's policy lets kernels do what copy engines can.
-    OtherPolicy,
+    /// Some rank's policy lets kernels do what is shorter than so many bytes of the larger of a rank's buffers, and that is faster.
+    ShortForEngines(u64),
     /// The receive buffer is in no window of all ranks.
     NoWindow,
     /// Not all ranks reach the window.
@@ -150,7 +148,11 @@ impl fmt::Display for Reason {
             Self::NoStraightKernel => f.write_str(
                 "no kernel reduces so straight: sums and averages of float32, float16 and bfloat16 among 2, 4 and 8 ranks",
             ),
-            Self::OtherPolicy => f.write_str("not all ranks' CTAPolicy is NCCL_CTA_POLICY_ZERO"),
+            Self::ShortForEngines(u64::MAX) => f.write_str("RINGSIGHT_ENGINE_BYTES or NCCL_P2P_DIRECT_DISABLE leaves it out"),
+            Self::ShortForEngines(least) => write!(
+                f,
+                "it is for at least {least} bytes of the larger of a rank's buffers, but where all ranks' CTAPolicy is zero"
+            ),
             Self::NoWindow => f.write_str(
                 "the receive buffer is in no window that all ranks registered with NCCL_WIN_COLL_SYMMETRIC",
             ),
@@ -213,7 +215,9 @@ impl Row {
         }
         if self.choice.is_by_engines() {
             let lacks = match asked.engines {
-                Engines::OtherPolicy => Some(Reason::OtherPolicy),
+                _ if asked.bytes_of_larger() < limits.engine_bytes => {
+                    Some(Reason::ShortForEngines(limits.engine_bytes))
+                }
                 Engines::NoWindow => Some(Reason::NoWindow),
                 Engines::NotReached => Some(Reason::NotReached),
                 Engines::Reach => None,

@@ -25,7 +25,6 @@ pub(super) fn choice_of(request: &Request, comm: &Communicator) -> Result<(usize
     let function = request.function;
     let bytes = request.bytes_of_choice(comm.ranks);
     let engines = match &request.window {
-        _ if !comm.windows.are_for_engines() => Engines::OtherPolicy,
         None => Engines::NoWindow,
         Some(found) if found.window.is_none() => Engines::NotReached,
         Some(_) => Engines::Reach,

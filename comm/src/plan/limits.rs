@@ -2,7 +2,7 @@
 
 use ringsight_records::Function;
 
-use super::allowed::Allowed;
+use super::{allowed::Allowed, table::BY_ENGINES};
 use crate::{env, error::Result};
 
 /// The most that [`Limits::straight_bytes_of`] is by default.
@@ -10,6 +10,9 @@ pub const STRAIGHT_BYTES: u64 = 8 << 20;
 
 /// [`Limits::push_bytes`] by default: there is a fence for each chunk, and nothing to reduce at first.
 pub const PUSH_BYTES: u64 = 64 << 20;
+
+/// [`Limits::engine_bytes`] by default: copies have the link to themselves at 390 GB/s where stores reach 360, but begin and end some 20 µs later.
+pub const ENGINE_BYTES: u64 = 512 << 20;
 
 /// Of one rank, or what all ranks have agreed on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,6 +23,8 @@ pub struct Limits {
     /// Bytes of all ranks together from which on the contributions of reductions that go so are pushed to who reduces them, and not read
     /// where they are (`RINGSIGHT_PUSH_BYTES`).
     pub push_bytes: u64,
+    /// Bytes of the larger of a rank's buffers from which on copy engines do what they can (`RINGSIGHT_ENGINE_BYTES`); 0 for whose `CTAPolicy` is zero.
+    pub engine_bytes: u64,
     /// Algorithms and protocols that are not left out.
     pub allowed: Allowed,
 }
@@ -29,6 +34,7 @@ impl Default for Limits {
         Self {
             straight_bytes: None,
             push_bytes: PUSH_BYTES,
+            engine_bytes: ENGINE_BYTES,
             allowed: Allowed::default(),
         }
     }
@@ -36,7 +42,7 @@ impl Default for Limits {
 
 impl Limits {
     /// Bytes of [`Limits::to_bytes`].
-    pub const BYTES: usize = 16 + Allowed::BYTES;
+    pub const BYTES: usize = 24 + Allowed::BYTES;
 
     /// As the environment says.
     ///
@@ -45,6 +51,7 @@ impl Limits {
     pub fn from_environment() -> Result<Self> {
         let is_straight = !env::switch("NCCL_P2P_DIRECT_DISABLE", false);
         let straight_bytes = env::number("RINGSIGHT_STRAIGHT_BYTES")?;
+        let engine_bytes = env::number("RINGSIGHT_ENGINE_BYTES")?;
         Ok(Self {
             straight_bytes: if is_straight {
                 straight_bytes
@@ -52,8 +59,25 @@ impl Limits {
                 Some(u64::MAX)
             },
             push_bytes: env::number("RINGSIGHT_PUSH_BYTES")?.unwrap_or(PUSH_BYTES),
+            // They, too, write into callers' buffers.
+            engine_bytes: engine_bytes.unwrap_or(if is_straight { ENGINE_BYTES } else { u64::MAX }),
             allowed: Allowed::from_environment()?,
         })
+    }
+
+    /// Of a rank whose `CTAPolicy` is zero: no kernel does what copy engines can, however short it is.
+    #[must_use]
+    pub fn without_kernels(self) -> Self {
+        Self {
+            engine_bytes: 0,
+            ..self
+        }
+    }
+
+    /// Whether copy engines may do anything.
+    #[must_use]
+    pub fn have_engines(&self) -> bool {
+        self.engine_bytes < u64::MAX && self.allowed.has_any(&BY_ENGINES)
     }
 
     /// Whether nothing goes straight.
@@ -92,6 +116,7 @@ impl Limits {
                     .into(),
             },
             push_bytes: self.push_bytes.max(other.push_bytes),
+            engine_bytes: self.engine_bytes.max(other.engine_bytes),
             allowed: self.allowed.and(&other.allowed),
         }
     }
@@ -104,7 +129,8 @@ impl Limits {
         let straight_bytes = self.straight_bytes.map_or(0, |bytes| bytes.max(1));
         bytes[..8].copy_from_slice(&straight_bytes.to_le_bytes());
         bytes[8..16].copy_from_slice(&self.push_bytes.to_le_bytes());
-        bytes[16..].copy_from_slice(&self.allowed.to_bytes());
+        bytes[16..24].copy_from_slice(&self.engine_bytes.to_le_bytes());
+        bytes[24..].copy_from_slice(&self.allowed.to_bytes());
         bytes
     }
 
@@ -112,10 +138,12 @@ impl Limits {
     #[must_use]
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (straight, rest) = bytes.split_first_chunk()?;
-        let (push, allowed) = rest.split_first_chunk()?;
+        let (push, rest) = rest.split_first_chunk()?;
+        let (engine, allowed) = rest.split_first_chunk()?;
         Some(Self {
             straight_bytes: Some(u64::from_le_bytes(*straight)).filter(|bytes| *bytes > 0),
             push_bytes: u64::from_le_bytes(*push),
+            engine_bytes: u64::from_le_bytes(*engine),
             allowed: Allowed::from_bytes(allowed.try_into().ok()?),
         })
     }
@@ -142,9 +170,22 @@ mod tests {
     }
 
     #[test]
+    fn copy_engines_do_what_is_short_only_if_no_rank_wants_kernels() {
+        let all = Limits::default();
+        assert_eq!(all.without_kernels().and(&all).engine_bytes, ENGINE_BYTES);
+        assert_eq!(all.without_kernels().and(&all.without_kernels()).engine_bytes, 0);
+        let never = Limits {
+            engine_bytes: u64::MAX,
+            ..all
+        };
+        assert!(all.have_engines() && !never.and(&all.without_kernels()).have_engines());
+    }
+
+    #[test]
     fn ranks_tell_each_other_of_their_limits() {
         for told in [None, Some(1), Some(STRAIGHT_BYTES), Some(u64::MAX)] {
-            assert_eq!(Limits::from_bytes(&from(told).to_bytes()), Some(from(told)));
+            let limits = from(told).without_kernels();
+            assert_eq!(Limits::from_bytes(&limits.to_bytes()), Some(limits));
         }
         assert_eq!(Limits::from_bytes(&from(Some(0)).to_bytes()), Some(from(Some(1))));
         assert_eq!(Limits::from_bytes(&[0; 3]), None);

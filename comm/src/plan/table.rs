@@ -34,8 +34,8 @@ const fn pushed(algorithm: Algorithm) -> Choice {
     among_peers(algorithm, Protocol::Push)
 }
 
-/// By copy engines, into receive buffers in a window whose places all hosts know, between two kernels of one block. Whoever asks for that
-/// ([`Engines`](super::algorithm::Engines)) wants no kernel to take what computes, however long it takes.
+/// By copy engines, into receive buffers in a window whose places all hosts know, between two kernels of one block: where that is faster, or where all
+/// ranks want no kernel to take what computes, however long it takes ([`Limits::engine_bytes`](super::limits::Limits::engine_bytes)).
 pub(crate) const BY_ENGINES: Choice = among_peers(Algorithm::Direct, Protocol::Ce);
 
 /// Through FIFOs between neighbours.
@@ -130,7 +130,7 @@ mod tests {
     use super::*;
     use crate::plan::{
         algorithm::{Engines, NEAR_BYTES_PER_CHANNEL},
-        limits::Limits,
+        limits::{ENGINE_BYTES, Limits},
     };
 
     fn asked(function: Function, bytes: u64) -> Asked {
@@ -143,7 +143,7 @@ mod tests {
             slot_bytes: 8 << 10,
             one_shot: true,
             peers: false,
-            engines: Engines::OtherPolicy,
+            engines: Engines::NoWindow,
             limits: Limits::default(),
         }
     }
@@ -319,6 +319,7 @@ mod tests {
         let near = |function, engines| Asked {
             peers: true,
             engines,
+            limits: Limits::default().without_kernels(),
             ..asked(function, 8)
         };
         for function in Function::ALL {
@@ -326,7 +327,6 @@ mod tests {
             let chosen = |asked| choose(&asked).unwrap().is_by_engines();
             assert_eq!(chosen(near(*function, Engines::Reach)), serves, "{function}");
             for (engines, why) in [
-                (Engines::OtherPolicy, Reason::OtherPolicy),
                 (Engines::NoWindow, Reason::NoWindow),
                 (Engines::NotReached, Reason::NotReached),
             ] {
@@ -337,6 +337,25 @@ mod tests {
                     .unwrap();
                 assert_eq!(reason, Some(if serves { why } else { Reason::Function }));
             }
+        }
+        // Where kernels may do it, only what is long, of the larger of a rank's buffers.
+        for function in [AllGather, AlltoAll] {
+            let by_engines = |bytes| {
+                let asked = Asked {
+                    bytes,
+                    limits: Limits::default(),
+                    ..near(function, Engines::Reach)
+                };
+                let (_, reason) = explain(&asked)
+                    .find(|(row, _)| row.choice.is_by_engines())
+                    .unwrap();
+                assert_eq!(choose(&asked).unwrap().is_by_engines(), reason.is_none());
+                reason
+            };
+            let short = Some(Reason::ShortForEngines(ENGINE_BYTES));
+            let messages = if function == AlltoAll { 4 } else { 1 };
+            assert_eq!(by_engines(ENGINE_BYTES / messages - 1), short);
+            assert_eq!(by_engines(ENGINE_BYTES / messages), None);
         }
         // Without memory in which kernels meet there is no way to begin.
         let apart = Asked {

@@ -32,7 +32,7 @@ fn asked(operation: &str, bytes: u64, ranks: u32) -> Asked {
         slot_bytes: 128 << 10,
         one_shot: true,
         peers: true,
-        engines: Engines::OtherPolicy,
+        engines: Engines::NoWindow,
         limits: Limits::default(),
     }
 }

@@ -1,4 +1,4 @@
-// Receive buffers in windows that all ranks register as symmetric: with NCCL_CTA_POLICY=2 copy engines do what goes into them.
+// Receive buffers in windows that all ranks register as symmetric: copy engines do what goes into them and is long, or with NCCL_CTA_POLICY=2 all.
 #pragma once
 #include "fault.h"
 #include "rank.h"

@@ -47,9 +47,9 @@ fn copy_engines_do_what_goes_into_windows() {
             assert_eq!(said.contains(why), !reached, "{kind}: {said}");
         }
     }
-    // Without the policy, and without the protocol, all goes as it went.
+    // Without the protocol, or where they are not to write into callers' buffers, all goes as it went.
     for variables in [
-        [("NCCL_CTA_POLICY", "1"), ("RINGSIGHT_PROTO", "^push")],
+        [("NCCL_CTA_POLICY", "1"), ("NCCL_P2P_DIRECT_DISABLE", "1")],
         [("NCCL_CTA_POLICY", "2"), ("RINGSIGHT_PROTO", "^ce")],
     ] {
         let told = [&told("2")[..], &variables].concat();
@@ -60,6 +60,39 @@ fn copy_engines_do_what_goes_into_windows() {
                 "{said}"
             );
         }
+    }
+}
+
+/// Where kernels may do what is short, they do it.
+#[test]
+fn copy_engines_do_what_is_long_whatever_the_policy() {
+    const LEAST: u64 = 100_000;
+    let least = LEAST.to_string();
+    for kind in ["t", "p"] {
+        let told = [
+            ("RINGSIGHT_MOCK_GPUS", "2"),
+            ("NCCL_DEBUG", "INFO"),
+            ("NCCL_DEBUG_SUBSYS", "INIT,TUNING"),
+        ];
+        let with = |bytes| [&told[..], &[("RINGSIGHT_ENGINE_BYTES", bytes)]].concat();
+        let test = "copy_engines_do_what_is_long_whatever_the_policy";
+        let Some(said) = output("driver", test, &["windows", "2", kind], &with(&least)) else {
+            return;
+        };
+        assert!(said.contains("ok 236 cases a rank"), "{kind}: {said}");
+        let mut seen = [0; 2];
+        for line in said.lines().filter(|line| line.contains("AllGather: ")) {
+            let (_, bytes) = line.split_once("AllGather: ").unwrap();
+            let bytes: u64 = bytes.split_once(' ').unwrap().0.parse().unwrap();
+            let is_by_engines = line.contains(" proto CE ");
+            assert!(!is_by_engines || bytes >= LEAST, "{line}");
+            seen[usize::from(is_by_engines)] += 1;
+        }
+        assert!(seen[0] > 0 && seen[1] > 0, "{seen:?} {said}");
+        // None of these is as long as they are by default.
+        let said = output("driver", test, &["windows", "2", kind], &told).unwrap();
+        assert!(said.contains("copy engines reach all ranks' parts"), "{said}");
+        assert!(!said.contains(" proto CE "), "{said}");
     }
 }
 

@@ -37,7 +37,7 @@ pub struct Communicator {
     /// Bytes of a FIFO slot; 0 if the library does not tell.
     pub slot_bytes: u32,
     /// What its operations may be done with: [`Communicator::ONE_SHOT`], [`Communicator::PEERS`],
-    /// [`Communicator::ENGINES`].
+    /// [`Communicator::ZERO_CTA`].
     pub abilities: u32,
     /// Room for later fields; zero.
     pub reserved: [u64; 6],
@@ -50,8 +50,8 @@ impl Communicator {
     pub const ONE_SHOT: u32 = 1;
     /// All ranks' kernels reach each other's memory.
     pub const PEERS: u32 = 2;
-    /// Copy engines may do its operations in windows: all ranks' `CTAPolicy` is zero.
-    pub const ENGINES: u32 = 4;
+    /// All ranks' `CTAPolicy` is zero: copy engines do what they can in windows, however short it is.
+    pub const ZERO_CTA: u32 = 4;
 
     /// Its name, cut at the first zero byte; empty if it has none or is not UTF-8.
     #[must_use]
