@@ -101,12 +101,32 @@ pub fn build_job() -> Result<Artifacts> {
     locate(&["libringsight_comm.so", "xtask"])
 }
 
-fn compile(packages: &[&str]) -> Result<()> {
+/// The library as [`build`] makes it, but for records and kernels' events: to measure what these cost.
+///
+/// # Errors
+/// If the build fails.
+pub fn without_records() -> Result<PathBuf> {
+    let target = target()?.join("no-records");
     process::run(
-        cargo()
-            .args(["build", "--release", "--locked"])
-            .args(packages.iter().flat_map(|name| ["-p", name])),
-    )
+        building(&["ringsight-comm"])
+            // Kept apart: what differs would be built anew each time.
+            .env("CARGO_TARGET_DIR", &target)
+            .env("RINGSIGHT_NO_RECORDS", "1")
+            .env("RINGSIGHT_NVCC_FLAGS", "-DRINGSIGHT_NO_EVENTS"),
+    )?;
+    Ok(target.join("release/libringsight_comm.so"))
+}
+
+fn compile(packages: &[&str]) -> Result<()> {
+    process::run(&mut building(packages))
+}
+
+fn building(packages: &[&str]) -> Command {
+    let mut command = cargo();
+    command
+        .args(["build", "--release", "--locked"])
+        .args(packages.iter().flat_map(|name| ["-p", name]));
+    command
 }
 
 /// What [`build`] has built.

@@ -20,6 +20,9 @@ pub use shared::{LIBRARY_VERSION, VERSION_BANNER, fork_generation, notice_forks,
 pub use tables::TableEntry;
 pub(crate) use tables::{ConnectionEntry, ProxyEntry};
 
+/// Whether anything is written. Not if `RINGSIGHT_NO_RECORDS` was in the environment of the build: `cargo xtask bench` compares both.
+const RECORDS: bool = !cfg!(ringsight_no_records);
+
 /// `CLOCK_MONOTONIC` in nanoseconds, what `bpf_ktime_get_ns` reads.
 #[must_use]
 pub fn now_ns() -> u64 {
@@ -36,7 +39,7 @@ pub fn now_ns() -> u64 {
 #[inline]
 #[must_use]
 pub fn wants(kind: Kind) -> bool {
-    shared::current().is_some_and(|shared| shared.pages.header().lease.wants(kind))
+    RECORDS && shared::current().is_some_and(|shared| shared.pages.header().lease.wants(kind))
 }
 
 /// By kind number: 1 + the probe function that carries the kind, 0 for dense kinds.
@@ -56,6 +59,9 @@ const PROBES: [u8; Kind::LIMIT] = {
 /// is sparse.
 #[inline]
 pub fn emit(record: &Record) {
+    if !RECORDS {
+        return;
+    }
     let kind = usize::from(record.kind) % Kind::LIMIT;
     let probe = PROBES[kind];
     if let Some(shared) = shared::current() {

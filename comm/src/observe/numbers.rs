@@ -9,7 +9,10 @@ use ringsight_records::{
     prefetch::ask_for,
 };
 
-use super::shared::{self, Shared};
+use super::{
+    RECORDS,
+    shared::{self, Shared},
+};
 
 /// Free slots of the table of captured operations, with each slot's generation.
 #[derive(Debug)]
@@ -51,6 +54,11 @@ fn next(counter: &AtomicU32) -> u32 {
     }
 }
 
+/// The pages, if operations are described in them.
+fn described() -> Option<&'static Shared> {
+    shared::current().filter(|_| RECORDS)
+}
+
 /// Of operations that run once.
 static NEXT_OP: AtomicU32 = AtomicU32::new(1);
 
@@ -60,7 +68,7 @@ const TRIES: usize = 64;
 /// Number for an operation that runs once: one whose entry is not that of an operation which is under way, unless so many in a row are.
 #[must_use]
 pub fn next_op() -> u32 {
-    let Some(Shared { pages, .. }) = shared::current() else {
+    let Some(Shared { pages, .. }) = described() else {
         return next(&NEXT_OP);
     };
     let mut tries = (0..TRIES).map(|_| next(&NEXT_OP));
@@ -70,7 +78,7 @@ pub fn next_op() -> u32 {
 
 /// Asks for the entry that the next operation will probably have: it was last used thousands of operations ago, by a thread that saw one end.
 pub fn ask_for_next() {
-    if let Some(Shared { pages, .. }) = shared::current() {
+    if let Some(Shared { pages, .. }) = described() {
         // Relaxed: a hint.
         ask_for(pages.slot(NEXT_OP.load(Ordering::Relaxed) & !CAPTURED));
     }
@@ -129,21 +137,21 @@ pub fn next_plan() -> u32 {
 
 /// Writes the description entry of operation `description.op`.
 pub fn describe(description: &Description) {
-    if let Some(Shared { pages, .. }) = shared::current() {
+    if let Some(Shared { pages, .. }) = described() {
         pages.slot(description.op).write(description);
     }
 }
 
 /// Sets one time of operation `op`'s entry, unless a later operation has taken its slot.
 pub fn set_time(op: u32, time: Time, ns: u64) {
-    if let Some(Shared { pages, .. }) = shared::current() {
+    if let Some(Shared { pages, .. }) = described() {
         pages.slot(op).set_time(op, time, ns);
     }
 }
 
 /// Sets what the kernel of an operation waits for.
 pub fn set_waits(op: u32, waits: Waits, ns: u64) {
-    if let Some(Shared { pages, .. }) = shared::current() {
+    if let Some(Shared { pages, .. }) = described() {
         pages.slot(op).set_waits(op, waits, ns);
     }
 }

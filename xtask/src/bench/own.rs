@@ -7,7 +7,10 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::{Goal, Row, probe};
-use crate::{process, workspace::cargo};
+use crate::{
+    process,
+    workspace::{self, cargo},
+};
 
 /// Package and target of the collector's throughput.
 pub(super) const THROUGHPUT: (&str, &str) = ("ringsight-collector", "throughput");
@@ -36,6 +39,8 @@ const PROBE_NS: [(&str, f64); 2] = [("probe_attached_nop5", 350.0), ("probe_atta
 
 /// The most that an eager call may take of its thread, with what the driver's stand-in takes, nanoseconds.
 const CALL_NS: f64 = 1100.0;
+/// The most that records may take of it, nanoseconds.
+const RECORDS_NS: f64 = 50.0;
 
 /// The most that a large all-reduce over 4 processes may take, in times of what 2 of them take to copy as many bytes.
 const LARGE_RATIO: f64 = 3.0;
@@ -293,7 +298,8 @@ fn limits_rows(figures: &Value) -> Result<Vec<Row>> {
 
 /// Measures what an eager call costs the host; nothing where there are no kernels.
 pub(super) fn calls() -> Result<Vec<Row>> {
-    objects(CALLS, &[])?
+    let without = workspace::without_records()?;
+    objects(CALLS, &["--without", &without.display().to_string()])?
         .iter()
         .map(calls_rows)
         .collect::<Result<Vec<_>>>()
@@ -326,6 +332,19 @@ fn calls_rows(figures: &Value) -> Result<Vec<Row>> {
             unit: "",
             goal: Some(Goal::AtMost(0.0)),
             note: "of the calling thread".to_owned(),
+        },
+        Row {
+            name: "records of such a call".to_owned(),
+            median: figure("/records_ns/1")?,
+            min: None,
+            unit: "ns",
+            goal: Some(Goal::AtMost(RECORDS_NS)),
+            note: format!(
+                "with minus without, {} pairs; quartiles {:.0} to {:.0}",
+                figure("/pairs")?,
+                figure("/records_ns/0")?,
+                figure("/records_ns/2")?
+            ),
         },
     ])
 }
@@ -410,10 +429,10 @@ mod tests {
 
     #[test]
     fn a_call_has_goals_on_time_and_allocations() {
-        let text = r#"{"call_ns":{"median":1101,"min":1000},"allocations":0}"#;
+        let text = r#"{"call_ns":{"median":1101,"min":1000},"allocations":0,"records_ns":[40.0,51.0,60.5],"pairs":16}"#;
         let rows = calls_rows(&parse(text).unwrap()[0]).unwrap();
         let verdicts: Vec<_> = rows.iter().filter_map(Row::meets).collect();
-        assert_eq!(verdicts, [false, true]);
+        assert_eq!(verdicts, [false, true, false]);
     }
 
     #[test]

@@ -36,6 +36,9 @@ const MARK: &str = "run.sh";
 /// Folder of the scripts in the workspace.
 const SCRIPTS: &str = "tests/gpu";
 
+/// In a bundle: the library without records.
+pub(super) const WITHOUT_RECORDS: &str = "lib/without-records.so";
+
 /// Makes the bundle; returns its folder.
 ///
 /// # Errors
@@ -54,6 +57,7 @@ pub fn make(options: &Options) -> Result<PathBuf> {
     // The library without kernels would be of no use there.
     setup::nvcc().context("the library for GPUs needs nvcc")?;
     let built = workspace::build()?;
+    let without_records = workspace::without_records()?;
     process::run(workspace::cargo().args([
         "build",
         "--release",
@@ -65,7 +69,7 @@ pub fn make(options: &Options) -> Result<PathBuf> {
     ]))?;
     let part = out.with_extension(format!("{}.partial", std::process::id()));
     let _ = fs::remove_dir_all(&part);
-    let made = fill(&part, &built, options);
+    let made = fill(&part, &built, &without_records, options);
     if made.is_err() {
         let _ = fs::remove_dir_all(&part);
     }
@@ -81,7 +85,12 @@ pub fn make(options: &Options) -> Result<PathBuf> {
 }
 
 /// Puts everything into `folder`; returns how much it is, bytes.
-fn fill(folder: &Path, built: &workspace::Artifacts, options: &Options) -> Result<u64> {
+fn fill(
+    folder: &Path,
+    built: &workspace::Artifacts,
+    without_records: &Path,
+    options: &Options,
+) -> Result<u64> {
     for name in ["bin", "lib", "scripts"] {
         let folder = folder.join(name);
         fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
@@ -91,6 +100,7 @@ fn fill(folder: &Path, built: &workspace::Artifacts, options: &Options) -> Resul
         (built.ringsight.clone(), "bin/ringsight"),
         (release.join("gpu-run"), "bin/gpu-run"),
         (built.library_folder.join("libnccl.so.2"), "lib/libnccl.so.2"),
+        (without_records.to_owned(), WITHOUT_RECORDS),
     ];
     for (from, to) in &programs {
         copy(from, &folder.join(to))?;

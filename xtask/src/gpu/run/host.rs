@@ -7,7 +7,7 @@ use std::{
     sync::OnceLock,
 };
 
-use crate::process;
+use crate::{gpu::bundle::WITHOUT_RECORDS, process};
 
 /// A machine, and the bundle on it.
 #[derive(Debug)]
@@ -45,6 +45,11 @@ impl Host {
     /// Our library.
     pub(super) fn library(&self) -> PathBuf {
         self.bundle.join("lib/libnccl.so.2")
+    }
+
+    /// Ours, but for records and kernels' events.
+    pub(super) fn library_without_records(&self) -> PathBuf {
+        self.bundle.join(WITHOUT_RECORDS)
     }
 
     /// NVIDIA's library, or why there is none.

@@ -1,5 +1,5 @@
-//! What it costs to watch: an all_reduce of 8 bytes with the watchdog, by pages and by CUDA events, and with the collector attached, minus one
-//! with neither.
+//! What it costs to be seen and to watch: an all_reduce of 8 bytes by a library with records minus one by a library without, and one with the watchdog,
+//! by pages and by CUDA events, and with the collector attached, minus one with neither.
 
 use std::{
     fs,
@@ -12,7 +12,7 @@ use serde_json::json;
 
 use super::{
     super::step::Steps,
-    driver::driver,
+    driver::driver_on,
     watch::{attached, prepared},
 };
 use crate::process::{Guarded, reason};
@@ -23,53 +23,90 @@ const ROUNDS: usize = 16;
 /// A way to run it.
 struct Way {
     name: &'static str,
+    /// Its library writes records, and its kernels events.
+    records: bool,
     variables: &'static [(&'static str, &'static str)],
     /// The collector is attached meanwhile, with these options.
     collector: Option<&'static [&'static str]>,
-    /// The most that it may add to a call on the host, and to an operation of a graph on the GPU, nanoseconds.
-    host_goal: f64,
-    device_goal: f64,
+}
+
+/// Of two ways, what the first takes more.
+struct More {
+    name: &'static str,
+    /// Indices of [`WAYS`].
+    ways: [usize; 2],
+    /// The most that it may be of a call on the host, and of an operation of a graph on the GPU, nanoseconds.
+    goals: [f64; 2],
 }
 
 const OFF: (&str, &str) = ("NCCL_KERNEL_TIMEOUT_MS", "0");
 
-/// What the others are compared with, and they.
-const WAYS: [Way; 5] = [
+const WAYS: [Way; 6] = [
     Way {
         name: "off",
+        records: true,
         variables: &[OFF],
         collector: None,
-        host_goal: f64::INFINITY,
-        device_goal: f64::INFINITY,
+    },
+    Way {
+        name: "without-records",
+        records: false,
+        variables: &[OFF],
+        collector: None,
     },
     Way {
         name: "pages",
+        records: true,
         variables: &[("RINGSIGHT_WATCHDOG_SOURCE", "pages")],
         collector: None,
-        host_goal: 50.0,
-        device_goal: 100.0,
     },
     Way {
         name: "events",
+        records: true,
         variables: &[("RINGSIGHT_WATCHDOG_SOURCE", "events")],
         collector: None,
-        host_goal: 50.0,
-        device_goal: 100.0,
     },
     Way {
         name: "collector",
+        records: true,
         variables: &[OFF],
         collector: Some(&[]),
-        host_goal: 1000.0,
-        device_goal: 1000.0,
     },
     // The same without what its probes cost.
     Way {
         name: "ring",
+        records: true,
         variables: &[OFF],
         collector: Some(&["--no-ebpf"]),
-        host_goal: 1000.0,
-        device_goal: 1000.0,
+    },
+];
+
+/// What is told.
+const TOLD: [More; 5] = [
+    More {
+        name: "records",
+        ways: [0, 1],
+        goals: [50.0, 100.0],
+    },
+    More {
+        name: "pages",
+        ways: [2, 0],
+        goals: [50.0, 100.0],
+    },
+    More {
+        name: "events",
+        ways: [3, 0],
+        goals: [50.0, 100.0],
+    },
+    More {
+        name: "collector",
+        ways: [4, 0],
+        goals: [1000.0, 1000.0],
+    },
+    More {
+        name: "ring",
+        ways: [5, 0],
+        goals: [1000.0, 1000.0],
     },
 ];
 
@@ -95,7 +132,11 @@ fn times(said: &str) -> Option<Times> {
 
 fn once(steps: &Steps<'_>, way: &Way, folder: &Path) -> Result<Times> {
     // A process for each rank, as jobs have them: ranks of one process share its ring.
-    let mut command = driver(steps, "replays 2 p");
+    let library = match way.records {
+        true => steps.host.library(),
+        false => steps.host.library_without_records(),
+    };
+    let mut command = driver_on(steps, &library, "replays 2 p");
     command.arg(match way.collector {
         Some(_) => folder,
         None => Path::new("-"),
@@ -170,27 +211,27 @@ pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
         )),
     );
     let mut figures = Vec::new();
-    for (at, way) in WAYS.iter().enumerate().skip(1) {
+    for told in &TOLD {
+        let [most, least] = told.ways;
         let more = [
-            middle(&|round| round[at].host - round[0].host),
-            middle(&|round| round[at].device - round[0].device),
+            middle(&|round| round[most].host - round[least].host),
+            middle(&|round| round[most].device - round[least].device),
         ];
         let text = more.map(|[low, middle, high]| format!("{middle:+.0} ns ({low:+.0} to {high:+.0})"));
-        let goals = [way.host_goal, way.device_goal];
         let met = more
             .iter()
-            .zip(goals)
+            .zip(told.goals)
             .all(|([_, middle, _], goal)| *middle <= goal);
         let words = format!(
             "a call {} goal {:.0}, an operation of a graph {} goal {:.0}: {}",
             text[0],
-            way.host_goal,
+            told.goals[0],
             text[1],
-            way.device_goal,
+            told.goals[1],
             if met { "met" } else { "missed" }
         );
-        steps.enter(way.name, Ok(words));
-        figures.push(json!({ "way": way.name, "rounds": all.len(), "host_ns": more[0], "device_ns": more[1], "met": met }));
+        steps.enter(told.name, Ok(words));
+        figures.push(json!({ "way": told.name, "rounds": all.len(), "host_ns": more[0], "device_ns": more[1], "met": met }));
     }
     steps.figures(figures.into());
     Ok(())
@@ -210,6 +251,24 @@ mod tests {
         assert_eq!(times(said), Some(expected));
         assert_eq!(times(&said.replace("6100.5", "nan")), None);
         assert_eq!(times("ok"), None);
+    }
+
+    #[test]
+    fn what_is_compared_differs_in_one_thing() {
+        for told in &TOLD {
+            let [most, least] = told.ways.map(|at| &WAYS[at]);
+            let differs = [
+                most.records != least.records,
+                most.collector != least.collector,
+                most.variables != least.variables,
+            ];
+            assert_eq!(
+                differs.iter().filter(|differs| **differs).count(),
+                1,
+                "{}",
+                told.name
+            );
+        }
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Parts that drive the library through its C interface (comm/tests/cuda/driver.c).
 
-use std::{process::Command, time::Duration};
+use std::{path::Path, process::Command, time::Duration};
 
 use anyhow::Result;
 
@@ -8,8 +8,13 @@ use super::super::step::{Steps, says_ok};
 
 /// `driver LIBRARY` with these words behind.
 pub(super) fn driver(steps: &Steps<'_>, words: &str) -> Command {
+    driver_on(steps, &steps.host.library(), words)
+}
+
+/// The same on another library of ours.
+pub(super) fn driver_on(steps: &Steps<'_>, library: &Path, words: &str) -> Command {
     let mut command = Command::new(steps.host.program("driver"));
-    command.arg(steps.host.library()).args(words.split_whitespace());
+    command.arg(library).args(words.split_whitespace());
     // What goes wrong is said by the library, and nothing else is.
     command.env("NCCL_DEBUG", "WARN").env("NCCL_SOCKET_IFNAME", "lo");
     command
