@@ -1,12 +1,10 @@
 //! One guest: what it is given, its boot, its output and its end.
 
 use std::{
-    fs::{self, File},
-    io::{self, BufWriter, Read as _, Write as _},
+    fs::File,
+    io::{self, BufWriter, Write as _},
     path::{Path, PathBuf},
-    process::{Command, ExitStatus, Stdio},
-    sync::{Mutex, PoisonError},
-    thread,
+    process::Command,
     time::{Duration, Instant},
 };
 
@@ -14,8 +12,10 @@ use anyhow::{Context, Result, bail};
 
 use super::{
     Ended,
-    console::{self, BOOTED},
+    beats::Frozen,
+    console,
     cpio::Archive,
+    drive::{BEATS, CONSOLE, Drive, End, INITIAL, MONITOR, Scratch},
     image::Image,
     kernel::Series,
     packages,
@@ -36,12 +36,7 @@ pub(super) const MOST_DEVICES: usize = 4;
 /// As many links as addresses are given to.
 pub(super) const MOST_LINKS: usize = 9;
 
-/// How long a boot may take: twenty times what it takes on an idle machine.
-const BOOT_LIMIT: Duration = Duration::from_secs(60);
-/// How often a guest is booted. The emulator fails some boots (two of twelve on one machine, none of 58 on another: a kernel that died in its first
-/// half second by flags no instruction had set, and one that said nothing); what is tested starts after the boot.
-const BOOTS: u32 = 3;
-/// How often a guest is run whose kernel the emulator breaks: one in some twenty of those that count events.
+/// How often a guest is run whose kernel breaks or freezes: the emulator breaks one in some twenty of those that count events.
 const TRIES: u32 = 3;
 
 /// Folders in which programs find libraries by themselves.
@@ -83,28 +78,6 @@ pub struct Guest {
     pub verbose: bool,
 }
 
-/// Folder that is removed with what is in it.
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new() -> Result<Self> {
-        let unique = format!("ringsight-vm-{}-{:?}", std::process::id(), Instant::now());
-        let unique: String = unique
-            .chars()
-            .filter(|letter| letter.is_ascii_alphanumeric() || *letter == '-')
-            .collect();
-        let folder = std::env::temp_dir().join(unique);
-        fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
-        Ok(Self(folder))
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
-
 impl Guest {
     /// A guest that runs `program`, with nothing beside.
     #[must_use]
@@ -139,8 +112,9 @@ impl Guest {
         Ok(format!("./{name}"))
     }
 
-    /// Runs the guest and collects the program's output. Where the emulator broke the guest's kernel (`StaleCode` in `stale.rs`), that is told, with
-    /// what the program said until then, and the guest is run again, up to three times in all.
+    /// Runs the guest and collects the program's output. Where the emulator broke the guest's kernel (`StaleCode` in `stale.rs`), or a processor
+    /// ran nothing any more (`Frozen` in `beats.rs`), that is told, with what the program said until then, and the guest is run again, up to three
+    /// times in all.
     ///
     /// # Errors
     /// As [`Self::run`].
@@ -151,7 +125,7 @@ impl Guest {
             let ended = self.run(|piece| output.extend_from_slice(piece));
             let output = String::from_utf8_lossy(&output).into_owned();
             match &ended {
-                Err(error) if error.is::<StaleCode>() && tries < TRIES => {
+                Err(error) if (error.is::<StaleCode>() || error.is::<Frozen>()) && tries < TRIES => {
                     tries += 1;
                     eprintln!(
                         "vm: {error:#}\nvm: the program had said\n{output}\nvm: it is run again ({tries} of {TRIES})"
@@ -172,13 +146,17 @@ impl Guest {
         let image = Image::get(self.series)?;
         let begin = Instant::now();
         let scratch = Scratch::new()?;
-        let initial = scratch.0.join("initrd");
-        self.write_files(&image, &initial)?;
+        self.write_files(&image, &scratch.file(INITIAL))?;
         let packed = begin.elapsed();
-        let console = scratch.0.join("console");
-        let qemu = || self.qemu(&image, &initial, &console);
-        let status = self.boot(qemu, &console, each)?;
-        let text = console::read(&console);
+        let drive = Drive {
+            scratch: &scratch,
+            limit: self.limit,
+            quiet: self.quiet,
+            processors: self.processors,
+            interactive: self.interactive,
+        };
+        let end = drive.boot(|| self.qemu(&image, &scratch), each)?;
+        let text = console::read(&scratch.file(CONSOLE));
         if self.verbose {
             eprint!("{text}");
             eprintln!(
@@ -188,20 +166,22 @@ impl Guest {
                 (begin.elapsed() - packed).as_secs_f64()
             );
         }
-        match status {
-            None if self.quiet.is_some() && begin.elapsed() < self.limit => bail!(
+        let tail = || console::tail(&text);
+        match end {
+            End::Quiet => bail!(
                 "the guest said nothing for too long; its console ends with\n{}",
-                console::tail(&text)
+                tail()
             ),
-            None => bail!(OverLimit(self.limit, console::tail(&text))),
-            Some(_) if console::ended(&text).is_none() && StaleCode::broke(&text) => {
-                bail!(StaleCode(console::tail(&text)))
+            End::TooLong => bail!(OverLimit(self.limit, tail())),
+            End::Frozen(frozen) => bail!(frozen),
+            End::Ended(_) if console::ended(&text).is_none() && StaleCode::broke(&text) => {
+                bail!(StaleCode(tail()))
             }
-            Some(status) => console::ended(&text).with_context(|| {
+            End::Ended(status) => console::ended(&text).with_context(|| {
                 format!(
                     "the guest died before the program ended (QEMU: {}); its console ends with\n{}",
                     process::reason(status),
-                    console::tail(&text)
+                    tail()
                 )
             }),
         }
@@ -291,12 +271,12 @@ impl Guest {
         text
     }
 
-    fn qemu(&self, image: &Image, initial: &Path, console: &Path) -> Result<Command> {
+    fn qemu(&self, image: &Image, scratch: &Scratch) -> Result<Command> {
         // A processor that runs nothing else for a minute (twice the threshold) never will: a kernel that is stuck ends the guest, and says
-        // where, instead of using up the limit.
+        // where, instead of using up the limit. One that takes no interrupts does not notice: see `beats.rs`.
         let mut arguments =
             "console=ttyS0 quiet loglevel=4 panic=-1 oops=panic softlockup_panic=1 watchdog_thresh=30 \
-                             tsc=reliable no_timer_check mitigations=off random.trust_cpu=on guest.out=ttyS1"
+                             tsc=reliable no_timer_check mitigations=off random.trust_cpu=on guest.out=ttyS1 guest.beats=ttyS2"
                 .to_owned();
         if self.interactive {
             arguments += " guest.in=ttyS1";
@@ -305,6 +285,8 @@ impl Guest {
             arguments += &format!(" memmap={}M${DEVICE_MEMORY:#x}", self.mlx5 * MIB_PER_DEVICE);
         }
         let mut command = image.tools.command("qemu-system-x86_64")?;
+        // Names of sockets are short: the monitor's is relative.
+        command.current_dir(scratch.path());
         // Parts of it, the emulation among them, are libraries that it looks for where it would have been installed.
         if let Some(folder) = image.tools.path("usr/lib/x86_64-linux-gnu/qemu") {
             command.env("QEMU_MODULE_DIR", folder);
@@ -323,104 +305,26 @@ impl Guest {
                 "-smp",
                 &self.processors.to_string(),
             ])
-            .args([
-                "-nodefaults",
-                "-display",
-                "none",
-                "-no-reboot",
-                "-monitor",
-                "none",
-            ])
+            .args(["-nodefaults", "-display", "none", "-no-reboot"])
+            .arg("-monitor")
+            .arg(format!("unix:{MONITOR},server=on,wait=off"))
             .arg("-chardev")
-            .arg(format!("file,id=console,path={}", console.display()))
+            .arg(format!("file,id=console,path={CONSOLE}"))
             .args(["-chardev", "stdio,id=output,signal=off"])
+            .arg("-chardev")
+            .arg(format!("file,id=beats,path={BEATS}"))
             .args(["-device", "isa-serial,chardev=console,index=0"])
             .args(["-device", "isa-serial,chardev=output,index=1"])
+            // By default it has the console's interrupt.
+            .args(["-device", "isa-serial,chardev=beats,index=2,irq=5"])
             // Ends QEMU at once when the first process has told the exit code.
             .args(["-device", "isa-debug-exit,iobase=0xf4,iosize=0x04"])
             .arg("-kernel")
             .arg(&image.kernel)
             .arg("-initrd")
-            .arg(initial)
+            .arg(INITIAL)
             .args(["-append", &arguments]);
         Ok(command)
-    }
-
-    /// Runs what `qemu` makes, again if it ends, or its time is over, before the first process starts; `None` as in [`Self::drive`].
-    fn boot(
-        &self,
-        mut qemu: impl FnMut() -> Result<Command>,
-        console: &Path,
-        mut each: impl FnMut(&[u8]) + Send,
-    ) -> Result<Option<ExitStatus>> {
-        let mut boots = 1;
-        loop {
-            let status = self.drive(&mut qemu()?, self.limit.min(BOOT_LIMIT), console, &mut each)?;
-            let text = console::read(console);
-            if text.contains(BOOTED) || boots == BOOTS || self.limit < BOOT_LIMIT {
-                return Ok(status);
-            }
-            boots += 1;
-            eprintln!(
-                "vm: the guest did not boot ({}); it is tried again ({boots} of {BOOTS}). Its console ends with\n{}",
-                status.map_or_else(|| format!("in {} s", BOOT_LIMIT.as_secs()), process::reason),
-                console::tail(&text)
-            );
-        }
-    }
-
-    /// Runs QEMU; `None` if it took longer than the limit, or than `boot` to boot, or the program said nothing for too long.
-    fn drive(
-        &self,
-        command: &mut Command,
-        boot: Duration,
-        console: &Path,
-        each: &mut (impl FnMut(&[u8]) + Send),
-    ) -> Result<Option<ExitStatus>> {
-        command
-            .stdin(if self.interactive {
-                Stdio::inherit()
-            } else {
-                Stdio::null()
-            })
-            .stdout(Stdio::piped());
-        let mut qemu = process::Guarded::start("QEMU", command, libc::SIGKILL)?;
-        let mut output = qemu.child().stdout.take().context("QEMU's output is not piped")?;
-        let heard = Mutex::new(Instant::now());
-        let last = || *heard.lock().unwrap_or_else(PoisonError::into_inner);
-        thread::scope(|scope| {
-            let reader = scope.spawn(|| {
-                let mut piece = [0; 1 << 14];
-                while let Ok(length @ 1..) = output.read(&mut piece) {
-                    each(&piece[..length]);
-                    *heard.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
-                }
-            });
-            let mut status = qemu.wait(boot).ok();
-            if status.is_none() && console::read(console).contains(BOOTED) {
-                let end = Instant::now() + (self.limit - boot);
-                // From here on, at the earliest: a boot says nothing.
-                let booted = Instant::now();
-                while status.is_none() && Instant::now() < end {
-                    let silence = last().max(booted).elapsed();
-                    let left = self
-                        .quiet
-                        .map_or(Duration::MAX, |quiet| quiet.saturating_sub(silence));
-                    if left.is_zero() {
-                        break;
-                    }
-                    status = qemu
-                        .wait(left.min(end.saturating_duration_since(Instant::now())))
-                        .ok();
-                }
-            }
-            // Ends it if it still runs, and with it the output.
-            drop(qemu);
-            if reader.join().is_err() {
-                bail!("what reads the guest's output panicked");
-            }
-            Ok(status)
-        })
     }
 }
 
@@ -449,51 +353,6 @@ fn quoted(word: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_boot_that_fails_is_repeated_and_nothing_after_it_is() {
-        let scratch = Scratch::new().unwrap();
-        let console = scratch.0.join("console");
-        let guest = Guest::new(Series::V6_1, Vec::new());
-        // How many boots fail, what the program ends with, how often it is booted, and what it wrote.
-        for (fail, code, boots, wrote) in [(0, 3, 1, "x"), (2, 0, 3, "x"), (2, 3, 3, "x"), (3, 0, 3, "")] {
-            let mut tries = 0;
-            let mut output = Vec::new();
-            let status = guest.boot(
-                || {
-                    tries += 1;
-                    let mut qemu = Command::new("sh");
-                    let end = if tries <= fail {
-                        "exit 0".to_owned()
-                    } else {
-                        format!("echo @@USERSPACE >> \"$0\"; printf x; exit {code}")
-                    };
-                    qemu.args(["-c", &format!(": > \"$0\"; {end}")]).arg(&console);
-                    Ok(qemu)
-                },
-                &console,
-                |piece| output.extend_from_slice(piece),
-            );
-            assert_eq!(status.unwrap().unwrap().code(), Some(code));
-            assert_eq!((tries, output.as_slice()), (boots, wrote.as_bytes()));
-        }
-    }
-
-    #[test]
-    fn a_guest_that_says_nothing_is_ended() {
-        let scratch = Scratch::new().unwrap();
-        let console = scratch.0.join("console");
-        let mut guest = Guest::new(Series::V6_1, Vec::new());
-        // An hour that is not waited for.
-        guest.limit = Duration::from_secs(3600);
-        guest.quiet = Some(Duration::from_millis(50));
-        let mut qemu = Command::new("sh");
-        qemu.args(["-c", "echo @@USERSPACE > \"$0\"; exec sleep 3600"])
-            .arg(&console);
-        let boot = Duration::from_secs(1);
-        let status = guest.drive(&mut qemu, boot, &console, &mut |_: &[u8]| {});
-        assert!(status.unwrap().is_none());
-    }
 
     #[test]
     fn words_survive_the_shell() {

@@ -13,8 +13,10 @@ use std::{
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
 
+mod beats;
 mod console;
 mod cpio;
+mod drive;
 pub mod failover;
 pub mod guest;
 mod image;
