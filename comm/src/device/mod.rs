@@ -7,6 +7,7 @@ pub mod cuda;
 mod deferred;
 pub mod host;
 mod journal;
+mod memory;
 
 use std::{
     any::Any,
@@ -22,6 +23,7 @@ use ringsight_kernels::Launch;
 use ringsight_records::{Algorithm, DeviceClock, Function, Protocol};
 
 pub use journal::{Journal, Overrun};
+pub use memory::{Allocation, Direct, Piece, Reached, Share};
 
 /// Opaque handle as it crosses the C ABI: the value of a `cudaStream_t`. 0 is the default stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
@@ -128,28 +130,6 @@ impl Counter {
     }
 }
 
-/// An allocation of a caller's.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Allocation {
-    /// No other ever has this number.
-    pub id: u64,
-    /// Its address.
-    pub start: usize,
-}
-
-/// A piece of memory that a caller has mapped by pieces (`cuMemMap`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Piece {
-    /// What is mapped there anew has another number.
-    pub id: u64,
-    /// The device whose memory it is.
-    pub device: i32,
-    /// Its address.
-    pub start: usize,
-    /// Its length.
-    pub bytes: usize,
-}
-
 /// How an operation is done.
 #[derive(Clone, Copy, Debug)]
 pub struct Way {
@@ -165,42 +145,6 @@ pub struct Way {
     pub ranks: u32,
     /// In memory that all ranks reach, otherwise through FIFOs.
     pub among_peers: bool,
-}
-
-/// Memory of a device that others reach.
-pub struct Share {
-    /// Where it is for kernels of the device that it is on.
-    pub base: u64,
-    /// What others reach it by.
-    pub handle: Vec<u8>,
-    /// Blocks of kernels that the device runs side by side.
-    pub blocks: u32,
-    /// Gives it back, or keeps it for others; to drop it waits for nothing.
-    pub memory: Box<dyn Any + Send + Sync>,
-}
-
-/// Another rank's [`Share`].
-pub struct Reached {
-    /// Where it is for kernels of the current device.
-    pub base: u64,
-    /// The rank is one of another process.
-    pub is_foreign: bool,
-    /// It is on the current device, too.
-    pub is_on_same_device: bool,
-    /// Keeps it reachable, and lets go of it as [`Share::memory`].
-    pub memory: Box<dyn Any + Send + Sync>,
-}
-
-/// Memory of a device that network devices read and write.
-pub struct Direct {
-    /// Where it is for kernels of the device that it is on.
-    pub base: u64,
-    /// What network devices reach it by, from `base` on.
-    pub dma_buf: OwnedFd,
-    /// What they have written is there for kernels only after [`Device::flush_direct`].
-    pub needs_flush: bool,
-    /// Gives it back when dropped, on whatever thread: no call of the driver waits for that.
-    pub memory: Box<dyn Any + Send + Sync>,
 }
 
 fn not_in_pieces(start: usize) -> DeviceError {
