@@ -39,8 +39,7 @@ entry! {
         let place = unsafe { out("handle", handle) }?;
         *place = 0;
         if enabled() {
-            *place = comm.registrations().add(buff as usize, size)?;
-            comm.show(buff as usize, size);
+            *place = comm.register(buff as usize, size)?;
         }
         Ok(())
     }
@@ -112,9 +111,8 @@ unsafe fn register_window(
         )));
     }
     comm.check_usable()?;
-    let window = comm.registrations().add(address, size)?;
+    let window = comm.register(address, size)?;
     *place = window;
-    comm.show(address, size);
     let joining = Joining {
         comm,
         window: Some(window),

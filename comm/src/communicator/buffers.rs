@@ -103,13 +103,7 @@ impl Buffers {
             if address == 0 {
                 continue;
             }
-            let ask = || {
-                let answer = device.check_buffer(address, number, unknown);
-                answer.map_err(|error| match error {
-                    DeviceError::InvalidHandle(text) => Error::argument(format!("{name}: {text}")),
-                    error => Error::from(error),
-                })
-            };
+            let ask = || ask(device, number, (name, address), unknown);
             // What may be there is not known to be.
             if unknown {
                 ask()?;
@@ -118,6 +112,18 @@ impl Buffers {
             }
         }
         Ok(())
+    }
+
+    /// Looks at a buffer that is registered with a communicator on device number `number`. It may be for later, so that of what the driver
+    /// knows nothing of nothing is said before an operation uses it, unless all is to be looked at.
+    ///
+    /// # Errors
+    /// As those of [`Buffers::check`].
+    pub(crate) fn check_registered(&self, device: &dyn Device, number: i32, address: usize) -> Result<()> {
+        match self.when {
+            When::Never => Ok(()),
+            when => ask(device, number, ("buff", address), when == When::New),
+        }
     }
 
     /// Looks whether kernels of device number `number` can be launched in a stream. A handle that was given to another stream since is not asked about again.
@@ -132,6 +138,15 @@ impl Buffers {
         };
         self.streams.check(stream.0, ask)
     }
+}
+
+/// Asks the device for an argument's buffer.
+fn ask(device: &dyn Device, number: i32, (name, address): (&str, usize), unknown: bool) -> Result<()> {
+    let answer = device.check_buffer(address, number, unknown);
+    answer.map_err(|error| match error {
+        DeviceError::InvalidHandle(text) => Error::argument(format!("{name}: {text}")),
+        error => Error::from(error),
+    })
 }
 
 /// Where an address is remembered: by the bits in which buffers differ, folded.

@@ -48,7 +48,7 @@ struct Region {
 impl Registrations {
     /// Registers `bytes` bytes at `address`. A buffer whose pages are registered already gets the same handle, to be given
     /// back as often as it was got.
-    pub(crate) fn add(&self, address: usize, bytes: usize) -> Result<usize> {
+    fn add(&self, address: usize, bytes: usize) -> Result<usize> {
         let end = address
             .checked_add(bytes)
             .and_then(|end| end.checked_next_multiple_of(PAGE));
@@ -118,6 +118,20 @@ impl Registrations {
 }
 
 impl Communicator {
+    /// Registers a buffer, and lets other processes map it if they can.
+    ///
+    /// # Errors
+    /// It is none, or another device's memory.
+    pub(crate) fn register(&self, address: usize, bytes: usize) -> Result<usize> {
+        // An address that is none is refused as such.
+        if address != 0 {
+            self.on_device(|device| self.buffers.check_registered(device, self.device, address))?;
+        }
+        let handle = self.registrations.add(address, bytes)?;
+        self.show(address, bytes);
+        Ok(handle)
+    }
+
     /// Gives the handle `handle` of a registration back, which the caller knows as `name`.
     ///
     /// # Errors
@@ -136,7 +150,7 @@ impl Communicator {
     }
 
     /// Lets other processes map a buffer before the first operation that uses it, if they can.
-    pub(crate) fn show(&self, address: usize, bytes: usize) {
+    fn show(&self, address: usize, bytes: usize) {
         let Some(maps) = &self.maps else { return };
         let shown = self.on_device(|device| {
             maps.register(device, address, bytes);

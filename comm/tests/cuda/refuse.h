@@ -103,6 +103,19 @@ static int refuse_streams(struct Rank* r) {
   return number + 1 + refuse_context(r) + refuse_two_captures(r);
 }
 
+// What is registered is looked at as buffers of operations are, and by window before any rank waits for the others.
+static int refuse_registrations(struct Rank* r, CUdeviceptr elsewhere, size_t bytes) {
+  char words[120];
+  snprintf(words, sizeof words, "buff: %#llx is memory of GPU %d, the communicator's is GPU %d", elsewhere, (r->device + 1) % devices, r->device);
+  void* handle = words;
+  says(nccl.CommRegister(r->comm, (void*)elsewhere, bytes, &handle), words, "a registration of another GPU's memory");
+  if (handle != NULL) fail("refuse: rank %d: a handle of what was refused", r->rank);
+  handle = words;
+  says(nccl.CommWindowRegister(r->comm, (void*)elsewhere, bytes, &handle, 1), words, "a window of another GPU's memory");
+  if (handle != NULL) fail("refuse: rank %d: a window of what was refused", r->rank);
+  return 2;
+}
+
 // Memory may be given back by a thread that has not used a GPU.
 static void* free_elsewhere(void* memory) {
   NC(MemFree(memory));
@@ -135,6 +148,7 @@ static void run_refuse(struct Rank* r) {
     number += refused(r, "sendbuff", (void*)elsewhere, (void*)r->recv, captured);
     CU(cuStreamEndCapture, captured, &graph);
     CU(cuGraphDestroy, graph);
+    number += refuse_registrations(r, elsewhere, 4096);
     CU(cuMemFree, elsewhere);
   }
   number += refuse_streams(r);
