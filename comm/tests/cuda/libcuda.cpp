@@ -152,11 +152,8 @@ int cuStreamGetId(void* stream, u64* id) {
   if (current == nullptr) return INVALID_CONTEXT;
   return *id = of(stream)->id, SUCCESS;
 }
-int cuStreamGetCtx(void* stream, Context** context) {
-  if (current == nullptr) return INVALID_CONTEXT;
-  *context = reinterpret_cast<u64>(stream) <= 2 ? current : of(stream)->context;
-  return SUCCESS;
-}
+#include "mock/green.h"
+
 int cuStreamDestroy_v2(Stream* stream) { return stream->end(), SUCCESS; }
 int cuStreamQuery(void* stream) {
   if (!may_wait()) return CAPTURE_UNSUPPORTED;

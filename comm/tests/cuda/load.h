@@ -64,7 +64,7 @@ static struct {
 #define CUDA_FUNCTIONS(X) \
   X(cuInit, "cuInit") X(cuDeviceGetCount, "cuDeviceGetCount") X(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain") \
   X(cuCtxSetCurrent, "cuCtxSetCurrent") X(cuCtxCreate, "cuCtxCreate_v2") X(cuCtxDestroy, "cuCtxDestroy_v2") X(cuMemAlloc, "cuMemAlloc_v2") X(cuMemFree, "cuMemFree_v2") \
-  X(cuMemHostAlloc, "cuMemHostAlloc") X(cuStreamCreate, "cuStreamCreate") X(cuStreamSynchronize, "cuStreamSynchronize") \
+  X(cuMemHostAlloc, "cuMemHostAlloc") X(cuStreamCreate, "cuStreamCreate") X(cuStreamDestroy, "cuStreamDestroy_v2") X(cuStreamSynchronize, "cuStreamSynchronize") \
   X(cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2") X(cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2") \
   X(cuMemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2") X(cuMemsetD8Async, "cuMemsetD8Async") \
   X(cuStreamBeginCapture, "cuStreamBeginCapture_v2") X(cuStreamEndCapture, "cuStreamEndCapture") \

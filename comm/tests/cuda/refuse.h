@@ -1,5 +1,6 @@
 // Buffers and streams that a GPU cannot use.
 #pragma once
+#include "green.h"
 #include "rank.h"
 
 // Every operation once, its root being this rank; what comes of the last.
@@ -49,8 +50,9 @@ static int refuse_context(struct Rank* r) {
   CU(cuCtxCreate, &other, 0u, r->device);
   CU(cuStreamCreate, &stream, 1u);
   make_current(r->device);
-  says(nccl.AllReduce((void*)r->send, (void*)r->recv, 100, F32, SUM, r->comm, stream), "of a context that is no GPU's primary one",
-       "a stream of another context");
+  char words[80];
+  snprintf(words, sizeof words, "%#lx is of a context of GPU %d that is not its primary one", (unsigned long)stream, r->device);
+  says(nccl.AllReduce((void*)r->send, (void*)r->recv, 100, F32, SUM, r->comm, stream), words, "a stream of another context");
   CU(cuCtxDestroy, other);
   make_current(r->device);
   return 1;
@@ -76,6 +78,28 @@ static int refuse_two_captures(struct Rank* r) {
   return 1;
 }
 
+// A stream of another GPU than this rank's.
+static void refuse_elsewhere(struct Rank* r, CUstream stream, const char* what) {
+  char words[80];
+  snprintf(words, sizeof words, "%#lx is GPU %d's, the communicator's is GPU %d", (unsigned long)stream, (r->device + 1) % devices, r->device);
+  says(nccl.AllReduce((void*)r->send, (void*)r->recv, 100, F32, SUM, r->comm, stream), words, what);
+}
+
+// One of a green context of another GPU; one of this GPU's is used, by all ranks.
+static int refuse_green(struct Rank* r) {
+  CUstream stream;
+  void* green = make_green(r->device, &stream);
+  if (green == NULL) return 0;
+  NC(AllReduce((void*)r->send, (void*)r->recv, 100, F32, SUM, r->comm, stream));
+  CU(cuStreamSynchronize, stream);
+  CUstream elsewhere;
+  void* other = make_green((r->device + 1) % devices, &elsewhere);
+  refuse_elsewhere(r, elsewhere, "a stream of another GPU's green context");
+  give_green(green, stream);
+  give_green(other, elsewhere);
+  return 1;
+}
+
 // Streams of another device or context, and groups in which some are captured.
 static int refuse_streams(struct Rank* r) {
   int number = 0;
@@ -85,10 +109,8 @@ static int refuse_streams(struct Rank* r) {
     make_current((r->device + 1) % devices);
     CU(cuStreamCreate, &elsewhere, 1u);
     make_current(r->device);
-    char words[80];
-    snprintf(words, sizeof words, "the communicator's is GPU %d", r->device);
-    says(nccl.AllReduce(send, recv, 100, F32, SUM, r->comm, elsewhere), words, "a stream of another GPU");
-    number++;
+    refuse_elsewhere(r, elsewhere, "a stream of another GPU");
+    number += 1 + refuse_green(r);
   }
   CUstream captured;
   CUgraph graph;

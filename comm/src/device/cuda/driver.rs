@@ -1,9 +1,13 @@
 //! Calls of the CUDA driver, with errors that name the call.
 
-use std::ffi::{CStr, c_int, c_void};
+use std::{
+    ffi::{CStr, c_int, c_void},
+    sync::OnceLock,
+};
 
 use cudarc::driver::sys::{
-    self, CUdevice_attribute, CUevent, CUevent_flags, CUresult, CUstream, CUstream_flags, CUstreamCaptureMode,
+    self, CUcontext, CUdevice_attribute, CUevent, CUevent_flags, CUresult, CUstream, CUstream_flags,
+    CUstreamCaptureMode,
 };
 
 use crate::device::{DeviceError, Result, Stream};
@@ -208,6 +212,41 @@ pub(super) fn may_overlap(major: c_int) -> Result<bool> {
 /// The driver's handle of a stream. Null, 1 and 2 are the default streams in the driver's interface as in the runtime's.
 pub(super) fn stream(stream: Stream) -> CUstream {
     stream.0 as CUstream
+}
+
+/// `cuStreamGetCtx_v2`, of drivers of CUDA 12.5 and newer.
+type GetContexts = unsafe extern "C" fn(CUstream, *mut CUcontext, *mut *mut c_void) -> CUresult;
+
+/// The context that a stream is of; of one of a green context, where the driver tells, the primary one of its device.
+pub(super) fn context_of(of: Stream) -> (CUresult, CUcontext) {
+    static NEWER: OnceLock<Option<GetContexts>> = OnceLock::new();
+    let newer = NEWER.get_or_init(|| {
+        // SAFETY: the driver is there, and its function of this name has this type.
+        unsafe { sys::culib().get(b"cuStreamGetCtx_v2").ok().map(|found| *found) }
+    });
+    let (mut context, mut green) = (std::ptr::null_mut(), std::ptr::null_mut());
+    // SAFETY: the caller's handle, as with every CUDA call; writes to the locals.
+    let known = unsafe {
+        match newer {
+            Some(ask) => ask(stream(of), &raw mut context, &raw mut green),
+            None => sys::cuStreamGetCtx(stream(of), &raw mut context),
+        }
+    };
+    (known, context)
+}
+
+/// The device that a context is of.
+pub(super) fn device_of(context: CUcontext) -> Result<c_int> {
+    let (mut before, mut device) = (std::ptr::null_mut(), 0);
+    // SAFETY: writes to the locals. A stream of the caller's is of the context; what was current before is so again.
+    unsafe {
+        call!(cuCtxGetCurrent(&raw mut before))?;
+        call!(cuCtxSetCurrent(context))?;
+        let asked = call!(cuCtxGetDevice(&raw mut device));
+        call!(cuCtxSetCurrent(before))?;
+        asked?;
+    }
+    Ok(device)
 }
 
 /// A stream of the current context that waits for no default stream.

@@ -256,33 +256,28 @@ impl Device for CudaDevice {
             return Ok(());
         }
         let own = self.gpu(device)?;
-        let mut context = std::ptr::null_mut();
-        // SAFETY: the caller's handle, as with every CUDA call; writes to the local.
-        let known = unsafe { sys::cuStreamGetCtx(handle(stream), &raw mut context) };
+        let (known, context) = driver::context_of(stream);
         match known {
             CUresult::CUDA_SUCCESS => {}
             CUresult::CUDA_ERROR_INVALID_HANDLE | CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED => {
                 return check("cuStreamGetCtx", known);
             }
-            // It says nothing against the stream.
+            // It says nothing against the stream, as older drivers do of those of green contexts.
             _ => return Ok(()),
         }
-        // Of a stream of a green context, which may be of any, nothing is told.
         if context == own.context || context.is_null() {
             return Ok(());
         }
-        let other = self
-            .gpus
-            .iter()
-            .find_map(|gpu| gpu.opened().filter(|gpu| gpu.context == context));
-        let whose = other.map_or_else(
-            || "of a context that is no GPU's primary one here".to_owned(),
-            |gpu| format!("GPU {}'s", gpu.device),
-        );
-        Err(DeviceError::InvalidHandle(format!(
-            "{:#x} is {whose}, the communicator's is GPU {device}",
-            stream.0
-        )))
+        let whose = match driver::device_of(context) {
+            Ok(other) if other != device => format!("GPU {other}'s, the communicator's is GPU {device}"),
+            Ok(_) => format!("of a context of GPU {device} that is not its primary one"),
+            Err(error) => {
+                format!(
+                    "of a context that says nothing of its GPU, the communicator's is GPU {device}: {error}"
+                )
+            }
+        };
+        Err(DeviceError::InvalidHandle(format!("{:#x} is {whose}", stream.0)))
     }
 
     fn allocation(&self, address: usize, bytes: usize, device: i32) -> Option<Allocation> {

@@ -155,10 +155,12 @@ struct Stream {
   void* last_node = nullptr;
   u64 id;
   Context* const context;
+  // The green context that it is of, if it is of one.
+  void* const green;
   const int device = context->device;
   std::thread thread;
 
-  explicit Stream(Context* context) : context(context) {
+  explicit Stream(Context* context, void* green = nullptr) : context(context), green(green) {
     static std::atomic<u64> last{0};
     id = ++last;
     thread = std::thread([this] { run(); });
