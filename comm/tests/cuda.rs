@@ -4,6 +4,8 @@
 #[path = "cuda/gpu_direct.rs"]
 mod gpu_direct;
 mod native;
+#[path = "cuda/refused.rs"]
+mod refused;
 #[path = "../../tests/src/skip.rs"]
 mod skip;
 #[path = "cuda/watchdog.rs"]
@@ -225,39 +227,6 @@ fn memory_that_others_still_write_to_is_nobody_elses() {
     drive(test, &["untaken", "2", "p"], &[]);
 }
 
-/// GPUs whose memory others are not let to, and one with too little of it: each is said, with its GPU.
-#[test]
-fn what_keeps_ranks_from_each_others_memory_is_named() {
-    let test = "what_keeps_ranks_from_each_others_memory_is_named";
-    for (kind, why) in [
-        ("t", "GPU 0 has no peer access to GPU 1, though NVLink joins them"),
-        ("p", "its driver gives no CUDA IPC handle for the memory"),
-    ] {
-        let told = [("NCCL_DEBUG", "WARN"), ("RINGSIGHT_MOCK_NO_PEERS", "1")];
-        if let Some(said) = output("driver", test, &["graph", "2", kind], &told) {
-            assert!(said.contains(why), "{said}");
-            assert!(said.contains("30 replays checked"), "{said}");
-        }
-    }
-    // A handle that the other process' driver does not open.
-    let told = [("NCCL_DEBUG", "WARN"), ("RINGSIGHT_MOCK_IPC_OPEN", "0")];
-    if let Some(said) = output("driver", test, &["graph", "2", "p"], &told) {
-        assert!(said.contains("that of rank 1: cuIpcOpenMemHandle_v2: "), "{said}");
-        assert!(said.contains("30 replays checked"), "{said}");
-    }
-    for kind in ["t", "p"] {
-        let told = [("RINGSIGHT_MOCK_MEMORY_MB", "16")];
-        if let Some(said) = failing("driver", test, &["graph", "2", kind], &told) {
-            assert!(said.contains(" bytes of GPU "), "{said}");
-            assert!(said.contains("CUDA_ERROR_OUT_OF_MEMORY"), "{said}");
-            assert!(
-                said.contains("cannot have the memory that the other ranks' kernels reach"),
-                "{said}"
-            );
-        }
-    }
-}
-
 /// What the kernels among peers do, the table says.
 #[test]
 fn all_collectives_are_done_among_peers() {
@@ -383,24 +352,6 @@ fn random_groups_are_right() {
         );
         if let Some(said) = said {
             assert!(said.starts_with("7 rounds, "), "{said}");
-        }
-    }
-}
-
-#[test]
-fn buffers_that_a_gpu_cannot_use_are_refused() {
-    for (kind, check) in [("t", None), ("p", None), ("t", Some("1"))] {
-        let variables: Vec<_> = check
-            .map(|value| ("NCCL_CHECK_POINTERS", value))
-            .into_iter()
-            .collect();
-        let said = drive(
-            "buffers_that_a_gpu_cannot_use_are_refused",
-            &["refuse", "2", kind],
-            &variables,
-        );
-        if let Some(said) = said {
-            assert_eq!(said, "13 refused, pinned memory reduced");
         }
     }
 }

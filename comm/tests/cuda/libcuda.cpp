@@ -15,7 +15,8 @@
 // With RINGSIGHT_MOCK_NO_KERNEL_NODES there is no memory for graphs that are made of kernels.
 //
 // With RINGSIGHT_MOCK_MEMORY_MB no device has more for one allocation; with RINGSIGHT_MOCK_NO_PEERS none reaches another's memory, nor a process
-// that of another one.
+// that of another one. With RINGSIGHT_MOCK_IPC_OPEN=0 it is given handles that it does not open; with RINGSIGHT_MOCK_PIECES_EXPORT=0 or
+// RINGSIGHT_MOCK_PIECES_IMPORT=0 no descriptors are had of pieces, or none is taken.
 //
 // With RINGSIGHT_MOCK_FREE=waits, who gives memory back, or makes an executable graph, waits for all kernels and host functions that have been
 // launched, and as long nobody launches another one: as drivers do, of graphs when they need more memory for them.
@@ -88,6 +89,7 @@ int cuGetErrorName(int result, const char** name) {
   static const std::map<int, const char*> names = {
       {OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"},  {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"},         {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE"},
       {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT"},     {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE"},
+      {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED"},
       {NOT_READY, "CUDA_ERROR_NOT_READY"},                 {CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"},
       {CAPTURE_UNMATCHED, "CUDA_ERROR_STREAM_CAPTURE_UNMATCHED"}};
   auto found = names.find(result);

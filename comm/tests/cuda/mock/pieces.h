@@ -136,11 +136,13 @@ int cuMemRetainAllocationHandle(Handle** handle, void* pointer) {
   return SUCCESS;
 }
 int cuMemExportToShareableHandle(int* file, Handle* handle, int type, u64 flags) {
+  if (number("RINGSIGHT_MOCK_PIECES_EXPORT", 1) == 0) return NOT_SUPPORTED;
   if (type != 1 || flags != 0 || ((*handle)->ways & type) == 0) return INVALID_VALUE;
   *file = fcntl((*handle)->file, F_DUPFD_CLOEXEC, 0);
   return *file < 0 ? OUT_OF_MEMORY : SUCCESS;
 }
 int cuMemImportFromShareableHandle(Handle** handle, void* file, int type) {
+  if (number("RINGSIGHT_MOCK_PIECES_IMPORT", 1) == 0) return NOT_SUPPORTED;
   if (current == nullptr) return INVALID_CONTEXT;
   const int own = fcntl(static_cast<int>(reinterpret_cast<intptr_t>(file)), F_DUPFD_CLOEXEC, 0);
   struct stat about;
