@@ -46,11 +46,17 @@ unsafe impl Sync for Lane {}
 
 impl Drop for Lane {
     fn drop(&mut self) {
-        // SAFETY: made in `Engines::new`, and given back once. What is in the stream goes on; to destroy it waits for nothing.
+        // SAFETY: made in `Engines::new`, as far as they are there, and given back once. What is in the stream goes on; to destroy it waits for
+        // nothing.
         unsafe {
-            let _ = sys::cuStreamDestroy_v2(self.beside);
-            let _ = sys::cuEventDestroy_v2(self.begun);
-            let _ = sys::cuEventDestroy_v2(self.done);
+            if !self.beside.is_null() {
+                let _ = sys::cuStreamDestroy_v2(self.beside);
+            }
+            for event in [self.begun, self.done] {
+                if !event.is_null() {
+                    let _ = sys::cuEventDestroy_v2(event);
+                }
+            }
         }
     }
 }
@@ -82,12 +88,14 @@ impl Engines {
     /// For the GPU whose context is current.
     pub(super) fn new() -> Result<Self> {
         let _outside = OutsideCapture::enter()?;
-        // What has been made before one fails stays.
-        Ok(Self(Some(Lane {
+        let mut lane = Lane {
             beside: new_stream()?,
-            begun: new_order_event()?,
-            done: new_order_event()?,
-        })))
+            begun: std::ptr::null_mut(),
+            done: std::ptr::null_mut(),
+        };
+        lane.begun = new_order_event()?;
+        lane.done = new_order_event()?;
+        Ok(Self(Some(lane)))
     }
 
     /// Queues copies behind what is in the stream, which goes on when all are done.
