@@ -28,7 +28,7 @@ use std::{
     ffi::c_void,
     os::fd::OwnedFd,
     sync::{
-        Arc, Mutex,
+        Arc, Mutex, OnceLock,
         atomic::{AtomicU32, Ordering},
     },
     time::Duration,
@@ -535,15 +535,22 @@ impl Device for CudaDevice {
         }
         let gpu = self.gpu(self.current()?)?;
         let capturing = captures::capturing(stream)?;
-        let how = match capturing {
-            None => How::Eager(kernel_graphs::of(launcher)),
-            Some(_) => How::Captured,
+        let Some((_, graph)) = capturing else {
+            let how = How::Eager(kernel_graphs::of(launcher));
+            return gpu.launch(handle(stream), launch, how).map(drop);
         };
-        let number = gpu.launch(handle(stream), launch, how)?;
-        if let Some((_, graph)) = capturing {
-            let launches = gpu.launches.clone();
-            release::when_gone(graph, Box::new(move || launches.forget(number)))?;
-        }
+        // First: what has been captured is in the graph, whatever fails then, and is the launch's as long as that is there.
+        let number = Arc::new(OnceLock::new());
+        let (launches, captured) = (gpu.launches.clone(), number.clone());
+        let forget = move || {
+            if let Some(number) = captured.get() {
+                launches.forget(*number);
+            }
+        };
+        release::when_gone(graph, Box::new(forget))?;
+        let launched = gpu.launch(handle(stream), launch, How::Captured)?;
+        // Set here alone, once.
+        let _ = number.set(launched);
         Ok(())
     }
 
