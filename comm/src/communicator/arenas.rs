@@ -160,6 +160,12 @@ fn reach(device: &dyn Device, rank: u32, handle: &[u8], memory: &mut Memory) -> 
 }
 
 impl Shared {
+    /// No communicator comes of it, on no rank: nobody writes here.
+    pub(super) fn leave_unused(&self) {
+        // Relaxed: see `settle`.
+        self.ended_well.store(true, Ordering::Relaxed);
+    }
+
     /// All of this rank's operations have come to their end. Waits until the others have taken what it has sent: after that they
     /// write nothing here any more, and the memory may be freed.
     pub(super) fn settle(&self, failed: impl Fn() -> bool) {

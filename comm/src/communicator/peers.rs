@@ -16,7 +16,7 @@ use ringsight_kernels::{
     launch::Peers,
 };
 
-use super::maps::Mapped;
+use super::{arenas::Shared as Near, maps::Mapped};
 use crate::{
     bootstrap::Bootstrap,
     device::{Device, DeviceError, Reached, Share, device},
@@ -164,11 +164,16 @@ fn parse(bytes: &[u8]) -> std::result::Result<Vec<u8>, Cannot> {
     }
 }
 
-/// Says what every rank could do, and hears it from all; the first who could not is named in the log.
+/// Says what every rank could do, and hears it from all; the first who could not is named in the log. `unused` is called where all ranks fail, and
+/// nobody comes to use anything.
 ///
 /// # Errors
 /// Of the bootstrap network; on all ranks, if one has not enough memory.
-fn agree(bootstrap: &Bootstrap, mine: std::result::Result<&[u8], &Cannot>) -> Result<Option<Vec<Vec<u8>>>> {
+fn agree(
+    bootstrap: &Bootstrap,
+    mine: std::result::Result<&[u8], &Cannot>,
+    unused: impl FnOnce(),
+) -> Result<Option<Vec<Vec<u8>>>> {
     let all = bootstrap.all_gather(&encode(mine))?;
     let all: Vec<_> = all.iter().map(|bytes| parse(bytes)).collect();
     let cannot = all
@@ -178,6 +183,7 @@ fn agree(bootstrap: &Bootstrap, mine: std::result::Result<&[u8], &Cannot>) -> Re
         .max_by_key(|(rank, why)| (why.text().0, std::cmp::Reverse(*rank)));
     match cannot {
         Some((rank, Cannot::Lacking(text))) => {
+            unused();
             return Err(Error::new(
                 ResultCode::SystemError,
                 format!("rank {rank} cannot have the memory that the other ranks' kernels reach: {text}"),
@@ -197,15 +203,17 @@ fn agree(bootstrap: &Bootstrap, mine: std::result::Result<&[u8], &Cannot>) -> Re
 }
 
 /// Makes the memory and reaches that of the others; `None` if any rank cannot. All ranks call it, and all get the same answer.
-/// With it comes where mappings of callers' memory are kept, which lives as long. `ended_well` is to be set when nobody writes there any more.
+/// With it comes where mappings of callers' memory are kept, which lives as long. `ended_well` is to be set when nobody writes there any more;
+/// that and `near`, the FIFOs' memory, are where no communicator comes of it.
 ///
 /// # Errors
-/// Of the bootstrap network.
+/// Of the bootstrap network; on all ranks, if one has not enough memory.
 pub(super) fn connect(
     bootstrap: &Bootstrap,
     topology: &Topology,
     rings: &[Option<RingConnections>],
     ended_well: &Arc<AtomicBool>,
+    near: Option<&Near>,
 ) -> Result<Option<(Arc<Peers>, Arc<Mapped>)>> {
     let (rank, ranks) = (bootstrap.rank(), bootstrap.ranks());
     if !(2..=MAX_PEERS).contains(&(ranks as usize)) || topology.nodes() != 1 {
@@ -215,7 +223,13 @@ pub(super) fn connect(
     let bytes = peers::bytes(ranks as usize);
     let own = make(device, topology, rings, bytes);
     let answer = own.as_ref().map(|share| &*share.handle);
-    let handles = agree(bootstrap, answer)?;
+    let unused = || {
+        ended_well.store(true, Ordering::Relaxed);
+        if let Some(near) = near {
+            near.leave_unused();
+        }
+    };
+    let handles = agree(bootstrap, answer, unused)?;
     let (Ok(own), Some(handles)) = (own, handles) else {
         return Ok(None);
     };
@@ -263,7 +277,7 @@ pub(super) fn connect(
     let blocks = (own.blocks / on_device).to_le_bytes();
     let answer = failure.as_ref().map_or(Ok(&blocks[..]), Err);
     // Nobody writes before all have reached all; where not all do, nobody does.
-    let Some(blocks) = agree(bootstrap, answer)? else {
+    let Some(blocks) = agree(bootstrap, answer, unused)? else {
         ended_well.store(true, Ordering::Relaxed);
         return Ok(None);
     };
