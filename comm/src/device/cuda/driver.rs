@@ -2,6 +2,7 @@
 
 use std::{
     ffi::{CStr, c_int, c_void},
+    fmt::Display,
     sync::OnceLock,
 };
 
@@ -87,7 +88,7 @@ fn error(call: &str, result: CUresult) -> DeviceError {
     };
     let text = format!("{call}: {words}");
     match result {
-        CUDA_ERROR_OUT_OF_MEMORY => DeviceError::Resource(text),
+        CUDA_ERROR_OUT_OF_MEMORY => DeviceError::Resource(format!("{}: {text}", current())),
         CUDA_ERROR_INVALID_VALUE
         | CUDA_ERROR_INVALID_HANDLE
         | CUDA_ERROR_INVALID_CONTEXT
@@ -102,6 +103,24 @@ fn error(call: &str, result: CUresult) -> DeviceError {
         | CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
         | CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD => DeviceError::InvalidUsage(text),
         _ => DeviceError::Fault(text),
+    }
+}
+
+/// The current device, in words.
+fn current() -> String {
+    let mut device = 0;
+    // SAFETY: writes to the local.
+    match unsafe { sys::cuCtxGetDevice(&raw mut device) } {
+        CUresult::CUDA_SUCCESS => format!("GPU {device}"),
+        _ => "a GPU".into(),
+    }
+}
+
+/// How much could not be had, where an error says of which GPU.
+pub(super) fn lacking(what: impl Display, error: DeviceError) -> DeviceError {
+    match error {
+        DeviceError::Resource(text) => DeviceError::Resource(format!("{what} {text}")),
+        error => error,
     }
 }
 
@@ -321,7 +340,8 @@ impl Pinned {
         let mut base = std::ptr::null_mut();
         // SAFETY: writes the address to the local; what is then zeroed has just been allocated with this size.
         unsafe {
-            call!(cuMemHostAlloc(&raw mut base, bytes, flags))?;
+            call!(cuMemHostAlloc(&raw mut base, bytes, flags))
+                .map_err(|error| lacking(format_args!("{bytes} bytes of pinned memory for"), error))?;
             base.cast::<u8>().write_bytes(0, bytes);
         }
         Ok(Self { base, bytes })
@@ -360,7 +380,8 @@ impl Registered {
         let _outside = OutsideCapture::enter()?;
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
         // SAFETY: the caller's memory.
-        unsafe { call!(cuMemHostRegister_v2(base.cast(), bytes, flags)) }?;
+        unsafe { call!(cuMemHostRegister_v2(base.cast(), bytes, flags)) }
+            .map_err(|error| lacking(format_args!("{bytes} bytes of host memory for"), error))?;
         Ok(Self(base.cast()))
     }
 }

@@ -23,12 +23,10 @@ use super::{
     clock::{Clock, Sampler},
     count::Counters,
     drain::{Drain, Entered},
-    driver::{OutsideCapture, Pinned, attribute, call, may_overlap, new_stream},
+    driver::{OutsideCapture, Pinned, attribute, call, lacking, may_overlap, new_stream},
     health::Health,
     kernel_graphs::Stock,
-    launch,
-    memory::lacking,
-    release,
+    launch, release,
 };
 use crate::{
     communicator::lock,
@@ -386,7 +384,8 @@ pub(super) fn zeroed(bytes: usize, stream: CUstream) -> Result<CUdeviceptr> {
     let _outside = OutsideCapture::enter()?;
     let mut memory = 0;
     // SAFETY: written to the local.
-    unsafe { call!(cuMemAlloc_v2(&raw mut memory, bytes)) }.map_err(|error| lacking(bytes, error))?;
+    unsafe { call!(cuMemAlloc_v2(&raw mut memory, bytes)) }
+        .map_err(|error| lacking(format_args!("{bytes} bytes of"), error))?;
     zero(memory, bytes, stream)?;
     Ok(memory)
 }

@@ -4,7 +4,7 @@ use std::ffi::{c_int, c_uint, c_void};
 
 use cudarc::driver::sys::{CUdevice_attribute, CUdeviceptr, CUmemorytype, CUpointer_attribute};
 
-use super::driver::{OutsideCapture, attribute, call};
+use super::driver::{OutsideCapture, attribute, call, lacking};
 use crate::device::{Allocation, DeviceError, Result};
 
 /// The driver's memory goes by these. Who asks for less gets a piece of one that others have pieces of, too: it begins
@@ -19,19 +19,9 @@ pub(super) fn allocate(bytes: usize) -> Result<*mut u8> {
     let _outside = OutsideCapture::enter()?;
     let mut pointer: CUdeviceptr = 0;
     // SAFETY: writes to the local.
-    unsafe { call!(cuMemAlloc_v2(&raw mut pointer, whole)) }.map_err(|error| lacking(whole, error))?;
+    unsafe { call!(cuMemAlloc_v2(&raw mut pointer, whole)) }
+        .map_err(|error| lacking(format_args!("{whole} bytes of"), error))?;
     Ok(pointer as *mut u8)
-}
-
-/// What could not be had, of the current device.
-pub(super) fn lacking(bytes: usize, error: DeviceError) -> DeviceError {
-    let DeviceError::Resource(text) = error else {
-        return error;
-    };
-    let mut device: c_int = -1;
-    // SAFETY: writes to the local.
-    let _ = unsafe { call!(cuCtxGetDevice(&raw mut device)) };
-    DeviceError::Resource(format!("{bytes} bytes of GPU {device}: {text}"))
 }
 
 /// Gives it back, once the device has done what uses it.
