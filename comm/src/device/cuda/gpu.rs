@@ -26,7 +26,7 @@ use super::{
     driver::{OutsideCapture, Pinned, attribute, call, lacking, may_overlap, new_stream},
     health::Health,
     kernel_graphs::Stock,
-    launch, release,
+    launch, memory, release,
 };
 use crate::{
     communicator::lock,
@@ -120,6 +120,13 @@ struct Chunk {
     states: CUdeviceptr,
 }
 
+impl Drop for Chunk {
+    fn drop(&mut self) {
+        // Where the GPU cannot be opened: else slots stay.
+        let _ = memory::free(self.states as *mut u8);
+    }
+}
+
 impl Slot {
     pub(super) fn control(&self) -> &LaunchControl {
         &self.chunk.controls[self.index]
@@ -166,23 +173,64 @@ pub(super) struct Exchange {
 }
 
 /// A device number's GPU, opened at its first use.
-pub(super) struct Slotted(OnceLock<Result<Arc<Gpu>>>);
+pub(super) struct Slotted {
+    gpu: OnceLock<Arc<Gpu>>,
+    /// Why it cannot be opened, now or later.
+    failed: Mutex<Option<DeviceError>>,
+}
 
 impl Slotted {
     pub(super) fn new() -> Self {
-        Self(OnceLock::new())
+        Self {
+            gpu: OnceLock::new(),
+            failed: Mutex::new(None),
+        }
     }
 
     pub(super) fn get(&self, device: c_int) -> Result<&Arc<Gpu>> {
-        self.0
-            .get_or_init(|| Gpu::open(device).map(Arc::new))
-            .as_ref()
-            .map_err(Clone::clone)
+        self.gpu.get().map_or_else(|| self.open(device), Ok)
+    }
+
+    #[cold]
+    fn open(&self, device: c_int) -> Result<&Arc<Gpu>> {
+        // One thread opens it, and the others wait.
+        let mut failed = lock(&self.failed);
+        if let Some(gpu) = self.gpu.get() {
+            return Ok(gpu);
+        }
+        if let Some(error) = &*failed {
+            return Err(error.clone());
+        }
+        let gpu = Gpu::open(device).inspect_err(|error| {
+            // There may be memory another time.
+            if !matches!(error, DeviceError::Resource(_)) {
+                *failed = Some(error.clone());
+            }
+        })?;
+        Ok(self.gpu.get_or_init(|| Arc::new(gpu)))
     }
 
     /// If it has been opened.
     pub(super) fn opened(&self) -> Option<&Arc<Gpu>> {
-        self.0.get()?.as_ref().ok()
+        self.gpu.get()
+    }
+}
+
+/// What is given back if a GPU cannot be opened after all, the latest first.
+#[derive(Default)]
+struct Undo(Vec<Box<dyn FnOnce()>>);
+
+impl Undo {
+    fn add(&mut self, undo: impl FnOnce() + 'static) {
+        self.0.push(Box::new(undo));
+    }
+}
+
+impl Drop for Undo {
+    fn drop(&mut self) {
+        while let Some(undo) = self.0.pop() {
+            undo();
+        }
     }
 }
 
@@ -212,6 +260,7 @@ impl Gpu {
             Err(missing) => return unavailable(&format!("this build has no kernels: {missing}")),
         };
         let _outside = OutsideCapture::enter()?;
+        let mut undo = Undo::default();
         let (mut context, mut module) = (std::ptr::null_mut(), std::ptr::null_mut());
         let mut channels = [std::ptr::null_mut(); CHANNEL_KERNELS.len()];
         let mut peer_kernels = Vec::new();
@@ -222,6 +271,7 @@ impl Gpu {
             call!(cuDevicePrimaryCtxRetain(&raw mut context, device))?;
             call!(cuCtxSetCurrent(context))?;
             call!(cuModuleLoadData(&raw mut module, fatbin.as_ptr().cast()))?;
+            undo.add(move || drop(call!(cuModuleUnload(module))));
             for (kernel, name) in channels.iter_mut().zip(CHANNEL_KERNELS) {
                 call!(cuModuleGetFunction(kernel, module, name.as_ptr()))?;
                 call!(cuFuncSetAttribute(
@@ -253,8 +303,15 @@ impl Gpu {
                 ))?;
             }
         }
-        let (stream, clock_stream) = (new_stream()?, new_stream()?);
+        let mut lasting_stream = || {
+            let stream = new_stream()?;
+            // SAFETY: nobody has it any more.
+            undo.add(move || drop(unsafe { call!(cuStreamDestroy_v2(stream)) }));
+            Ok::<_, DeviceError>(stream)
+        };
+        let (stream, clock_stream) = (lasting_stream()?, lasting_stream()?);
         let ticket = zeroed(size_of::<u64>(), stream)?;
+        undo.add(move || drop(memory::free(ticket as *mut u8)));
         // SAFETY: entries are atomics.
         let entries = Arc::new(unsafe { Memory::<Entry>::new(RING_ENTRIES) }?);
         let launches = Arc::new(Launches::default());
@@ -272,6 +329,8 @@ impl Gpu {
             // SAFETY: atomics and integers.
             page: unsafe { Memory::new(1) }?,
         });
+        let counters = Counters::new(count_kernel)?;
+        let may_overlap = may_overlap(major)?;
         let drain = Drain::new(device, entries.clone(), launches.clone(), clock);
         thread::Builder::new()
             .name(format!("rs-gpu-{device}"))
@@ -279,19 +338,20 @@ impl Gpu {
             .map_err(|error| {
                 DeviceError::Resource(format!("no thread for the events of GPU {device}: {error}"))
             })?;
+        undo.0.clear();
         release::enter(launches.clone());
         Ok(Self {
             device,
             channels,
             peer_kernels,
-            may_overlap: may_overlap(major)?,
+            may_overlap,
             graphs,
             ticket,
             entries,
             blocks,
             shared_bytes,
             launches,
-            counters: Counters::new(count_kernel)?,
+            counters,
             append,
             context,
             stream,
