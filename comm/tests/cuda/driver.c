@@ -16,6 +16,7 @@
 // driver LIBRARY released RANKS t|p|n
 // driver LIBRARY untaken 2 p
 // driver LIBRARY fault RANKS t|p|n
+// driver LIBRARY lacking RANKS t|p|n [1]
 // driver LIBRARY differ RANKS t|p|n VARIANT
 // driver LIBRARY random RANKS t|p|n ROUNDS
 //
@@ -24,6 +25,7 @@
 #include "beside.h"
 #include "ended.h"
 #include "fault.h"
+#include "lacking.h"
 #include "late.h"
 #include "random.h"
 #include "rank.h"
@@ -438,6 +440,7 @@ static void* run(void* argument) {
   else if (!strcmp(mode, "stalled")) run_stalled(r);
   else if (!strcmp(mode, "random")) run_random(r, variant);
   else if (!strcmp(mode, "refuse")) run_refuse(r);
+  else if (!strcmp(mode, "lacking")) run_lacking(r, variant == 1);
   else if (!strcmp(mode, "bench")) run_bench(r);
   else if (!strcmp(mode, "watch")) run_watch(r);
   else if (!strcmp(mode, "replays")) run_replays(r);

@@ -26,6 +26,7 @@
 // thread, and events of streams are reached when they are recorded. What a call of the library takes then is the host's part
 // of it. ringsight_mock_calls gives the calls of this thread.
 #include "mock/state.h"
+#include "mock/lacking.h"
 
 extern "C" {
 
@@ -123,7 +124,12 @@ int cuCtxGetDevice(int* device) {
   return SUCCESS;
 }
 
-int cuModuleLoadData(void** module, const void*) { return *module = contexts, SUCCESS; }
+int cuModuleLoadData(void** module, const void*) {
+  if (lacks("cuModuleLoadData")) return OUT_OF_MEMORY;
+  held[MODULES]++;
+  return *module = contexts, SUCCESS;
+}
+int cuModuleUnload(void*) { return held[MODULES]--, SUCCESS; }
 int cuModuleGetFunction(void** function, void*, const char* name) {
   if (std::strcmp(name, "ringsight_clock") == 0) *function = &clock_kernel;
   else if (std::strcmp(name, "ringsight_count") == 0) *function = &count_kernel;
@@ -146,6 +152,7 @@ int cuFuncSetAttribute(void*, int, int) { return SUCCESS; }
 
 int cuStreamCreate(Stream** stream, unsigned) {
   if (current == nullptr) return INVALID_CONTEXT;
+  if (lacks("cuStreamCreate")) return OUT_OF_MEMORY;
   *stream = new Stream(current);
   return SUCCESS;
 }
@@ -171,7 +178,10 @@ int cuStreamSynchronize(void* stream) {
   return SUCCESS;
 }
 
-int cuEventCreate(Mark** event, unsigned) { return *event = new Mark, SUCCESS; }
+int cuEventCreate(Mark** event, unsigned) {
+  if (lacks("cuEventCreate")) return OUT_OF_MEMORY;
+  return *event = new Mark, SUCCESS;
+}
 int cuEventDestroy_v2(Mark* event) {
   delete event;
   return SUCCESS;

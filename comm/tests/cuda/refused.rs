@@ -89,3 +89,60 @@ fn pieces_that_no_driver_hands_over_are_named() {
         }
     }
 }
+
+/// Each allocation in turn cannot be had: of a GPU that is opened, and of a communicator's life. The error names it, all ranks go on, nothing
+/// stays, and the next communicator works.
+#[test]
+fn whatever_cannot_be_had_is_named_and_nothing_stays() {
+    let test = "whatever_cannot_be_had_is_named_and_nothing_stays";
+    for (arguments, variable, opening, living, named) in [
+        (&["1", "t"][..], ("RINGSIGHT_GRAPH_LAUNCH", "0"), 70, 5, None),
+        (
+            &["1", "t"],
+            ("", ""),
+            5,
+            5,
+            Some("GPU 0: kernels are launched without graphs, "),
+        ),
+        (
+            &["2", "t"],
+            ("", ""),
+            0,
+            10,
+            Some("This rank's FIFOs are in host memory, "),
+        ),
+        (
+            &["2", "p"],
+            ("", ""),
+            0,
+            10,
+            Some("This rank's FIFOs are in host memory, "),
+        ),
+        (&["2", "p", "1"], ("", ""), 0, 10, None),
+        (&["2", "t"], ("NCCL_P2P_DISABLE", "1"), 0, 20, None),
+        (&["2", "n"], ("", ""), 0, 20, None),
+    ] {
+        // What ended communicators have is given back at once. Copy engines have streams and events of their own.
+        let mut told = vec![
+            ("RINGSIGHT_KEPT_MB", "0"),
+            ("NCCL_CTA_POLICY", "2"),
+            ("NCCL_DEBUG", "WARN"),
+        ];
+        told.extend(Some(variable).filter(|(name, _)| !name.is_empty()));
+        let Some(said) = output("driver", test, &[&["lacking"], arguments].concat(), &told) else {
+            return;
+        };
+        // Among the library's lines.
+        let last = said.lines().find_map(|line| line.strip_prefix("ok "));
+        let last = last.unwrap_or_else(|| panic!("{said}"));
+        let numbers: Vec<u32> = last.split(' ').filter_map(|word| word.parse().ok()).collect();
+        assert!(
+            numbers[0] >= opening && numbers[1] >= living,
+            "{arguments:?}: {last}"
+        );
+        if let Some(named) = named {
+            let lacks = |line: &&str| line.contains(named) && line.contains("CUDA_ERROR_OUT_OF_MEMORY");
+            assert!(said.lines().any(|line| lacks(&line)), "{arguments:?}: {said}");
+        }
+    }
+}

@@ -75,6 +75,7 @@ int cuGraphAddDependencies(Graph* graph, void** from, void** to, size_t count) {
   return SUCCESS;
 }
 int cuUserObjectCreate(UserObject** object, void* data, void (*function)(void*), unsigned, unsigned) {
+  if (lacks("cuUserObjectCreate")) return OUT_OF_MEMORY;
   *object = new UserObject{function, data};
   return SUCCESS;
 }
@@ -84,19 +85,24 @@ int cuUserObjectRelease(UserObject* object, unsigned) {
   return SUCCESS;
 }
 int cuGraphRetainUserObject(Graph* graph, UserObject* object, unsigned, unsigned) {
+  if (lacks("cuGraphRetainUserObject")) return OUT_OF_MEMORY;
   graph->objects->all.emplace_back(object->function, object->data);
   delete object;
   return SUCCESS;
 }
 int cuGraphInstantiateWithFlags(std::shared_ptr<Exec>** exec, Graph* graph, u64) {
   if (!may_wait()) return CAPTURE_UNSUPPORTED;
+  if (lacks("cuGraphInstantiateWithFlags")) return OUT_OF_MEMORY;
   wait_for_kernels();
   auto made = std::make_shared<Exec>();
   made->nodes = graph->nodes, made->objects = graph->objects, made->kernel = graph->kernel;
   *exec = new std::shared_ptr<Exec>(std::move(made));
   return SUCCESS;
 }
-int cuGraphCreate(Graph** graph, unsigned) { return *graph = new Graph, SUCCESS; }
+int cuGraphCreate(Graph** graph, unsigned) {
+  if (lacks("cuGraphCreate")) return OUT_OF_MEMORY;
+  return *graph = new Graph, SUCCESS;
+}
 // What a node is told; its arguments are copied.
 int set_kernel(std::optional<KernelNode>& node, const KernelNodeParams* params) {
   void* function = params->function;
@@ -112,7 +118,7 @@ int set_kernel(std::optional<KernelNode>& node, const KernelNodeParams* params) 
 }
 // Only that of a graph with no other node.
 int cuGraphAddKernelNode_v2(void** node, Graph* graph, void**, size_t dependencies, const KernelNodeParams* params) {
-  if (std::getenv("RINGSIGHT_MOCK_NO_KERNEL_NODES") != nullptr) return OUT_OF_MEMORY;
+  if (std::getenv("RINGSIGHT_MOCK_NO_KERNEL_NODES") != nullptr || lacks("cuGraphAddKernelNode_v2")) return OUT_OF_MEMORY;
   if (dependencies != 0 || !graph->nodes.empty() || graph->kernel) return INVALID_VALUE;
   *node = graph;
   return set_kernel(graph->kernel, params);

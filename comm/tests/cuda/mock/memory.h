@@ -4,7 +4,7 @@
 int cuMemAlloc_v2(void** pointer, size_t bytes) {
   if (!may_wait()) return CAPTURE_UNSUPPORTED;
   if (current == nullptr) return INVALID_CONTEXT;
-  if (!has_memory(bytes)) return OUT_OF_MEMORY;
+  if (!has_memory(bytes) || lacks("cuMemAlloc_v2")) return OUT_OF_MEMORY;
   const int file = memfd_create("device-memory", MFD_CLOEXEC);
   if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0) return OUT_OF_MEMORY;
   *pointer = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
@@ -91,6 +91,7 @@ int cuPointerGetAttributes(unsigned count, const int* attributes, void** places,
 int cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
   if (!may_wait()) return CAPTURE_UNSUPPORTED;
   if (current == nullptr) return INVALID_CONTEXT;
+  if (lacks("cuMemHostAlloc")) return OUT_OF_MEMORY;
   *pointer = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   std::memset(*pointer, 0x5a, bytes);
   std::lock_guard lock(memory_mutex);
@@ -126,6 +127,7 @@ int cuIpcGetMemHandle(IpcHandle* handle, void* pointer) {
 int cuIpcOpenMemHandle_v2(void** pointer, IpcHandle handle, unsigned) {
   if (number("RINGSIGHT_MOCK_IPC_OPEN", 1) == 0) return NOT_SUPPORTED;
   if (current == nullptr || handle.process == static_cast<u64>(getpid())) return INVALID_CONTEXT;
+  if (lacks("cuIpcOpenMemHandle_v2")) return OUT_OF_MEMORY;
   const std::string path = "/proc/" + std::to_string(handle.process) + "/fd/" + std::to_string(handle.file);
   const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (file < 0) return INVALID_VALUE;
@@ -149,6 +151,7 @@ int cuIpcCloseMemHandle(void* pointer) {
 int cuMemHostRegister_v2(void* pointer, size_t, unsigned) {
   if (!may_wait()) return CAPTURE_UNSUPPORTED;
   if (current == nullptr) return INVALID_CONTEXT;
+  if (lacks("cuMemHostRegister_v2")) return OUT_OF_MEMORY;
   std::lock_guard lock(memory_mutex);
   return registered.insert(pointer).second ? SUCCESS : ALREADY_REGISTERED;
 }
@@ -175,4 +178,12 @@ int cuMemcpyDtoHAsync_v2(void* to, const void* from, size_t bytes, void* stream)
 }
 int cuMemcpyDtoDAsync_v2(void* to, const void* from, size_t bytes, void* stream) {
   return cuMemcpyAsync(to, from, bytes, stream);
+}
+
+// What this process has and has not given back: memory of devices, of other processes, of the host, registered ranges, ranges of addresses,
+// streams, events, graphs of either kind, and modules.
+void ringsight_mock_held(u64* figures) {
+  std::lock_guard lock(memory_mutex);
+  const u64 all[] = {memory.size(), opened.size(), host_memory.size(), registered.size(), reserved_ranges.size(), held[STREAMS], held[EVENTS], held[GRAPHS], held[MODULES]};
+  std::copy(std::begin(all), std::end(all), figures);
 }

@@ -57,7 +57,7 @@ void* keep_empty(void* at, size_t bytes) {
 int cuMemCreate(Handle** handle, size_t bytes, const Properties* properties, u64 flags) {
   if (current == nullptr) return INVALID_CONTEXT;
   if (bytes == 0 || bytes % GRANULE != 0 || properties->type != 1 || properties->place.type != 1 || flags != 0) return INVALID_VALUE;
-  if (!has_memory(bytes)) return OUT_OF_MEMORY;
+  if (!has_memory(bytes) || lacks("cuMemCreate")) return OUT_OF_MEMORY;
   const int file = memfd_create("device-pieces", MFD_CLOEXEC);
   if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0) return OUT_OF_MEMORY;
   void* all = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
@@ -70,6 +70,7 @@ int cuMemCreate(Handle** handle, size_t bytes, const Properties* properties, u64
 int cuMemRelease(Handle* handle) { return delete handle, SUCCESS; }
 int cuMemAddressReserve(char** pointer, size_t bytes, size_t, void* wish, u64 flags) {
   if (bytes == 0 || bytes % GRANULE != 0 || wish != nullptr || flags != 0) return INVALID_VALUE;
+  if (lacks("cuMemAddressReserve")) return OUT_OF_MEMORY;
   void* at = keep_empty(nullptr, bytes);
   if (at == MAP_FAILED) return OUT_OF_MEMORY;
   std::lock_guard lock(memory_mutex);
@@ -92,6 +93,7 @@ int cuMemMap(char* pointer, size_t bytes, size_t offset, Handle* handle, u64 fla
   auto range = range_around(pointer);
   if (range == reserved_ranges.end() || pointer + bytes > range->first + range->second || offset != 0 || flags != 0) return INVALID_VALUE;
   auto next = mapped_pieces.lower_bound(pointer);
+  if (lacks("cuMemMap")) return OUT_OF_MEMORY;
   const bool taken = piece_around(pointer) != mapped_pieces.end() || (next != mapped_pieces.end() && next->first < pointer + bytes);
   if (taken || bytes != (*handle)->bytes) return INVALID_VALUE;
   if (mmap(pointer, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, (*handle)->file, 0) == MAP_FAILED) return OUT_OF_MEMORY;

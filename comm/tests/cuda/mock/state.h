@@ -47,6 +47,15 @@ enum Result : int {
 
 using Task = std::function<void()>;
 
+// How many there are of what callers give back.
+enum { STREAMS, EVENTS, GRAPHS, MODULES, KINDS };
+std::atomic<u64> held[KINDS];
+template <int KIND> struct Held {
+  Held() { held[KIND]++; }
+  Held(const Held&) = delete;
+  ~Held() { held[KIND]--; }
+};
+
 // The destructors of a graph's user objects, called when the graph and its instances are gone.
 struct Objects {
   std::vector<std::pair<void (*)(void*), void*>> all;
@@ -102,6 +111,7 @@ struct KernelNode {
   std::vector<char> arguments;
 };
 struct Graph {
+  Held<GRAPHS> held;
   std::vector<Node> nodes;
   std::optional<KernelNode> kernel;
   // Adds one; its handle.
@@ -116,6 +126,7 @@ struct Graph {
   std::shared_ptr<Objects> objects = std::make_shared<Objects>();
 };
 struct Exec {
+  Held<GRAPHS> held;
   std::vector<Node> nodes;
   std::shared_ptr<Objects> objects;
   std::optional<KernelNode> kernel;
@@ -163,6 +174,7 @@ struct Stream {
   explicit Stream(Context* context, void* green = nullptr) : context(context), green(green) {
     static std::atomic<u64> last{0};
     id = ++last;
+    held[STREAMS]++;
     thread = std::thread([this] { run(); });
   }
   void run() {
@@ -200,6 +212,7 @@ struct Stream {
   }
   // Work in it goes on.
   void end() {
+    held[STREAMS]--;
     {
       std::lock_guard lock(mutex);
       ended = true;
@@ -210,6 +223,7 @@ struct Stream {
 };
 
 struct Mark {
+  Held<EVENTS> held;
   std::shared_ptr<Recorded> recorded = std::make_shared<Recorded>();
   std::shared_ptr<Capture> capture;
 };
