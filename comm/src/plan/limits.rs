@@ -11,7 +11,8 @@ pub const STRAIGHT_BYTES: u64 = 8 << 20;
 /// [`Limits::push_bytes`] by default: there is a fence for each chunk, and nothing to reduce at first.
 pub const PUSH_BYTES: u64 = 64 << 20;
 
-/// [`Limits::engine_bytes`] by default: copies have the link to themselves at 390 GB/s where stores reach 360, but begin and end some 20 µs later.
+/// [`Limits::engine_bytes`] by default: copies reach 388 GB/s where stores among four reach 354, but begin and end some 20 µs later
+/// (`docs/src/performance/library-gpu.md`).
 pub const ENGINE_BYTES: u64 = 512 << 20;
 
 /// Of one rank, or what all ranks have agreed on.
