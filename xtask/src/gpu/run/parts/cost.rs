@@ -13,7 +13,7 @@ use serde_json::json;
 use super::{
     super::step::Steps,
     driver::driver_on,
-    watch::{attached, prepared},
+    watch::{Attach, attached, prepared},
 };
 use crate::process::{Guarded, reason};
 
@@ -144,7 +144,7 @@ fn once(steps: &Steps<'_>, way: &Way, folder: &Path) -> Result<Times> {
     command.args(["300", "20"]).envs(way.variables.iter().copied());
     let log = folder.join("job-0.log");
     if let Some(options) = way.collector {
-        attached(steps, folder, vec![command], true, options)?;
+        attached(steps, folder, vec![command], Attach::Children, options)?;
     } else {
         let out = fs::File::create(&log)?;
         command.stdout(out.try_clone()?).stderr(out);

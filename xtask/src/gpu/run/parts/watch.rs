@@ -1,6 +1,7 @@
 //! The collector attached to a job: the driver's, and PyTorch's on our library and on NCCL.
 
 use std::{
+    collections::{BTreeMap, BTreeSet},
     fs,
     path::{Path, PathBuf},
     process::Command,
@@ -18,10 +19,47 @@ use super::{
 };
 use crate::process::{self, Guarded};
 
-/// Operations of the driver's `watch` mode: eager, and in replays.
-const OPERATIONS: u64 = 500;
+/// Operations of the driver's `watch` mode: eager ones, and captured ones, each in so many replays.
+const WATCH: Job = Job {
+    eager: 200,
+    captured: 3,
+    replays: 1000,
+};
+/// Those of its `replays` mode with 1,000 replays of 20 operations, more than devices' rings have room for: the reader is to keep up. Before the
+/// replays come 5, behind them 50, each alone, and eager ones in five rows.
+const REPLAYS: Job = Job {
+    eager: 5 * 200,
+    captured: 20,
+    replays: 5 + 1000 + 50,
+};
 /// Those of train.py.
 const COLLECTIVES: u64 = 100;
+
+/// What a job of the driver's does while the collector is attached.
+struct Job {
+    eager: u64,
+    captured: usize,
+    /// Of each that is captured.
+    replays: usize,
+}
+
+impl Job {
+    fn operations(&self) -> u64 {
+        self.eager + (self.captured * self.replays) as u64
+    }
+}
+
+/// Ranks of the driver's jobs here.
+const RANKS: usize = 2;
+
+/// Which processes the collector is attached to.
+#[derive(Clone, Copy)]
+pub(super) enum Attach {
+    /// Those of the job.
+    Started,
+    /// What they have started.
+    Children,
+}
 
 /// Why the collector cannot attach here.
 pub(super) fn lacks() -> Option<String> {
@@ -56,14 +94,28 @@ fn children(parent: u32) -> Vec<u32> {
 }
 
 pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
-    for kind in ["t", "p"] {
-        let folder = prepared(steps, kind)?;
-        let mut command = driver(steps, &format!("watch 2 {kind}"));
-        command.arg(&folder);
+    // Ranks of one process share its ring of records.
+    for (name, kind, words, job) in [
+        ("2t", "t", &["1000"][..], WATCH),
+        ("2p", "p", &["1000"], WATCH),
+        ("replays-2p", "p", &["1000", "20"], REPLAYS),
+    ] {
+        let folder = prepared(steps, name)?;
+        let mode = if words.len() == 1 { "watch" } else { "replays" };
+        let mut command = driver(steps, &format!("{mode} {RANKS} {kind}"));
+        command.arg(&folder).args(words);
+        let attach = if kind == "p" {
+            Attach::Children
+        } else {
+            Attach::Started
+        };
         let begun = Instant::now();
-        let ended = attached(steps, &folder, vec![command], kind == "p", &[]);
-        let verdict = judged(ended, |summary| complete(summary, OPERATIONS));
-        steps.enter_after(&format!("2{kind}"), begun.elapsed(), verdict);
+        let ended = attached(steps, &folder, vec![command], attach, &[]);
+        let verdict = judged(ended, |summary| {
+            let all = complete(summary, job.operations())?;
+            Ok(format!("{all}; {}", replayed(summary, &job)?))
+        });
+        steps.enter_after(name, begun.elapsed(), verdict);
     }
     let torch = steps
         .host
@@ -78,7 +130,7 @@ pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
         let watched = ["--watched", torch::text(&folder)?];
         let commands = torch::ranks(steps, 2, library, "train.py", &watched)?;
         let begun = Instant::now();
-        let ended = attached(steps, &folder, commands, false, &[]);
+        let ended = attached(steps, &folder, commands, Attach::Started, &[]);
         let verdict = judged(ended, |summary| match library {
             Library::Ours => complete(summary, COLLECTIVES),
             Library::Nccl => calls(summary, 2 * COLLECTIVES),
@@ -102,13 +154,12 @@ pub(super) fn prepared(steps: &Steps<'_>, name: &str) -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// Runs the processes of a job that waits for the file `go`, the collector attached to them or to what they have started, with
-/// these options besides; its summary.
+/// Runs the processes of a job that waits for the file `go`, the collector attached with these options besides; its summary.
 pub(super) fn attached(
     steps: &Steps<'_>,
     folder: &Path,
     commands: Vec<Command>,
-    to_children: bool,
+    attach: Attach,
     options: &[&str],
 ) -> Result<Value> {
     let log = |name: &str| fs::File::create(folder.join(name));
@@ -120,10 +171,9 @@ pub(super) fn attached(
         job.push(Guarded::start(&name, &mut command, libc::SIGKILL)?);
     }
     appears(&folder.join("ready"), &mut job, Duration::from_secs(60))?;
-    let pids: Vec<u32> = if to_children {
-        job.iter().flat_map(|process| children(process.pid())).collect()
-    } else {
-        job.iter().map(Guarded::pid).collect()
+    let pids: Vec<u32> = match attach {
+        Attach::Started => job.iter().map(Guarded::pid).collect(),
+        Attach::Children => job.iter().flat_map(|process| children(process.pid())).collect(),
     };
     let (summary, attached) = (folder.join("summary.json"), folder.join("attached"));
     let out = log("collector.log")?;
@@ -166,8 +216,48 @@ fn number(value: &Value) -> Result<u64, String> {
 fn complete(summary: &Value, wanted: u64) -> Verdict {
     let (roots, lost) = (number(&summary["spans"]["root"])?, number(&summary["lost"])?);
     let unfinished = number(&summary["unfinished"])?;
-    let text = format!("{roots} of {wanted} operations, {lost} events lost, {unfinished} not ended");
-    if roots == wanted && lost == 0 && unfinished == 0 {
+    let overwritten = number(&summary["device_events_overwritten"])?;
+    let text = format!(
+        "{roots} of {wanted} operations, {lost} events lost, {overwritten} overwritten on devices, {unfinished} not ended"
+    );
+    if roots == wanted && lost == 0 && overwritten == 0 && unfinished == 0 {
+        Ok(text)
+    } else {
+        Err(text)
+    }
+}
+
+/// Whether each captured operation has an operation of its own for every replay, with the times of all ranks' devices.
+fn replayed(summary: &Value, job: &Job) -> Verdict {
+    let rows = summary["operations"]
+        .as_array()
+        .ok_or("the summary cannot be read")?;
+    let mut replays: BTreeMap<(&str, u64), BTreeSet<u64>> = BTreeMap::new();
+    let mut untimed = 0_u64;
+    for row in rows {
+        let replay = number(&row["replay"])?;
+        if replay == 0 {
+            continue;
+        }
+        let communicator = row["communicator"].as_str().unwrap_or_default();
+        let captured = replays.entry((communicator, number(&row["sequence"])?));
+        captured.or_default().insert(replay);
+        let ranks = row["by_rank"].as_array().map_or(&[][..], Vec::as_slice);
+        let mut timed = ranks.len() == RANKS && row["complete"] == true;
+        for rank in ranks {
+            let (start, end) = (number(&rank["device_start_ns"])?, number(&rank["device_end_ns"])?);
+            timed &= start != 0 && end >= start;
+        }
+        untimed += u64::from(!timed);
+    }
+    let whole = |seen: &BTreeSet<u64>| seen.len() == job.replays;
+    let text = format!(
+        "{} of {} captured operations in each of {} replays, {untimed} without devices' times",
+        replays.values().filter(|seen| whole(seen)).count(),
+        job.captured,
+        job.replays
+    );
+    if untimed == 0 && replays.len() == job.captured && replays.values().all(whole) {
         Ok(text)
     } else {
         Err(text)
@@ -193,13 +283,52 @@ mod tests {
 
     #[test]
     fn every_operation_must_be_there() {
-        let summary = |roots: u64, lost: u64| json!({"spans": {"root": roots, "host_call": roots}, "lost": lost, "unfinished": 0});
+        let summary = |roots: u64, lost: u64| json!({"spans": {"root": roots, "host_call": roots}, "lost": lost, "unfinished": 0, "device_events_overwritten": 0});
         assert!(complete(&summary(500, 0), 500).is_ok());
         assert!(complete(&summary(499, 0), 500).is_err());
         assert!(complete(&summary(500, 1), 500).is_err());
         assert!(complete(&json!({}), 500).is_err());
+        let mut overwritten = summary(500, 0);
+        overwritten["device_events_overwritten"] = json!(1);
+        let text = complete(&overwritten, 500).unwrap_err();
+        assert!(text.contains("1 overwritten"), "{text}");
         assert!(calls(&summary(200, 0), 200).is_ok());
         assert!(calls(&summary(201, 0), 200).is_err());
         assert!(calls(&json!({"spans": {"root": 1}, "lost": 0}), 0).is_err());
+    }
+
+    #[test]
+    fn every_replay_of_every_captured_operation_must_be_there() {
+        let job = Job {
+            eager: 1,
+            captured: 2,
+            replays: 3,
+        };
+        let row = |sequence: u64, replay: u64, end: u64| {
+            let rank = json!({"device_start_ns": 5, "device_end_ns": end});
+            json!({
+                "communicator": "c", "sequence": sequence, "replay": replay, "complete": true, "by_rank": [rank, rank],
+            })
+        };
+        let mut rows = vec![row(9, 0, 0)];
+        rows.extend(
+            [1, 2]
+                .iter()
+                .flat_map(|sequence| [1, 2, 3].map(|replay| row(*sequence, replay, 7))),
+        );
+        let judge = |rows: &[Value]| replayed(&json!({ "operations": rows }), &job);
+        assert!(judge(&rows).unwrap().starts_with("2 of 2 captured"));
+        assert!(judge(&rows[..6]).unwrap_err().starts_with("1 of 2 captured"));
+        // Twice the same is not two.
+        let mut twice = rows.clone();
+        twice[6] = row(2, 2, 7);
+        assert!(judge(&twice).is_err());
+        let mut untimed = rows.clone();
+        untimed[6] = row(2, 3, 0);
+        assert!(judge(&untimed).unwrap_err().ends_with("1 without devices' times"));
+        let mut alone = rows;
+        alone[6]["by_rank"].as_array_mut().unwrap().pop();
+        assert!(judge(&alone).is_err());
+        assert!(replayed(&json!({}), &job).is_err());
     }
 }
