@@ -70,14 +70,7 @@ static void run_bench(struct Rank* r) {
   double init = now() - start;
   buffers(r, max_bytes);
   if (r->rank == 0) printf("init %.0f ms\n", init * 1e3);
-  const char* wanted = getenv("OPS") ? getenv("OPS") : "all_reduce";
   for (int op = 0; op < OPS; op++)
-  {
-    const size_t length = strlen(OP_NAMES[op]);
-    // The name stands in others, too.
-    for (const char* at = wanted; (at = strstr(at, OP_NAMES[op])) != NULL; at += length) {
-      if ((at == wanted || at[-1] == ' ') && (at[length] == 0 || at[length] == ' ')) time_sizes(r, op);
-    }
-  }
+    if (is_wanted(op, op == ALL_REDUCE)) time_sizes(r, op);
   NC(CommDestroy(r->comm));
 }

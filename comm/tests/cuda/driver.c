@@ -20,6 +20,8 @@
 // driver LIBRARY differ RANKS t|p|n VARIANT
 // driver LIBRARY random RANKS t|p|n ROUNDS
 //
+// Of all operations, check and bench take those that the environment's OPS names: check all without it, bench all_reduce.
+//
 // Ranks are threads, processes, or processes on nodes of their own; rank r uses device r, modulo the devices. The last line says "ok", or a line "FAILED" and why.
 #include "abort.h"
 #include "bench.h"
@@ -82,9 +84,12 @@ static void run_check(struct Rank* r) {
     }
   }
   // Many small ones, in a row and in groups.
-  for (int i = 0; i < 50; i++) enqueue(r, ALL_REDUCE, F32, 100 + i, 0, 0, r->send, r->recv);
+  for (int i = 0; i < 50 && is_wanted(ALL_REDUCE, true); i++) enqueue(r, ALL_REDUCE, F32, 100 + i, 0, 0, r->send, r->recv);
   NC(GroupStart());
-  for (int i = 0; i < 20; i++) enqueue(r, i % 2 ? ALL_GATHER : ALL_REDUCE, F32, 100 + i, 0, 0, r->send, r->recv);
+  for (int i = 0; i < 20; i++) {
+    const enum Op op = i % 2 ? ALL_GATHER : ALL_REDUCE;
+    if (is_wanted(op, true)) enqueue(r, op, F32, 100 + i, 0, 0, r->send, r->recv);
+  }
   NC(GroupEnd());
   CU(cuStreamSynchronize, r->stream);
   // Memory of the library's, registered.

@@ -97,6 +97,17 @@ enum Op { ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, REDUCE, ALLTOALL, G
 static const char* OP_NAMES[] = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "alltoall",
                                  "gather", "scatter", "sendrecv", "pairs"};
 
+// Whether the environment's OPS, names between blanks, has this one; `otherwise` if there is no such variable.
+static bool is_wanted(enum Op op, bool otherwise) {
+  const char* wanted = getenv("OPS");
+  const size_t length = strlen(OP_NAMES[op]);
+  if (wanted == NULL) return otherwise;
+  // The name stands in others, too.
+  for (const char* at = wanted; (at = strstr(at, OP_NAMES[op])) != NULL; at += length)
+    if ((at == wanted || at[-1] == ' ') && (at[length] == 0 || at[length] == ' ')) return true;
+  return false;
+}
+
 static double combined(int salt, size_t i, int reduction, bool integers) {
   double all = element(salt, 0, i, reduction == 1);
   if (reduction >= 5) all *= 2;
@@ -216,6 +227,7 @@ static void verify(const struct Rank* r, const struct Case* c, const char* out, 
 }
 
 static void check_one(struct Rank* r, enum Op op, const struct Type* t, size_t count, int reduction, bool in_place, int salt) {
+  if (!is_wanted(op, true)) return;
   const struct Case c = {op, t, count, reduction, salt % ranks, salt};
   const size_t size = (size_t)t->size, sent = send_bytes(&c), received = recv_bytes(&c);
   if (sent > r->bytes || received > r->bytes) return;

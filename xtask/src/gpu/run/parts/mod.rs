@@ -147,10 +147,16 @@ pub(super) const PARTS: &[Part] = &[
     },
     Part {
         name: "sanitizer",
-        about: "compute-sanitizer's memcheck and racecheck on small sizes",
+        about: "compute-sanitizer's memcheck and racecheck on small sizes, of two ranks",
         // A GPU runs one kernel at a time under it, and those of ranks that share one wait for each other.
         lacks: |host| host.lacks_gpus(2).or_else(|| host.sanitizer().err()),
-        run: sanitizer::run,
+        run: sanitizer::two,
+    },
+    Part {
+        name: "sanitizer-4",
+        about: "the same of four",
+        lacks: |host| host.lacks_gpus(4).or_else(|| host.sanitizer().err()),
+        run: sanitizer::four,
     },
     Part {
         name: "pause",

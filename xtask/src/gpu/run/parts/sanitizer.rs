@@ -1,10 +1,115 @@
 //! NVIDIA's compute-sanitizer on the library's kernels.
 
-use std::{process::Command, time::Duration};
+use std::{path::Path, process::Command, time::Duration};
 
 use anyhow::{Result, anyhow};
 
-use super::super::step::{Steps, Verdict};
+use super::super::{
+    host::Host,
+    step::{Steps, Verdict},
+};
+
+/// One run of the driver under a tool, which this and its words name.
+struct Check {
+    tool: &'static str,
+    name: &'static str,
+    words: &'static str,
+    variables: &'static [(&'static str, &'static str)],
+}
+
+const fn check(
+    tool: &'static str,
+    name: &'static str,
+    words: &'static str,
+    variables: &'static [(&'static str, &'static str)],
+) -> Check {
+    Check {
+        tool,
+        name,
+        words,
+        variables,
+    }
+}
+
+/// What only long operations are otherwise: straight between buffers. An all_reduce as small as these is done in one shot unless that is left out.
+const STRAIGHT: (&str, &str) = ("RINGSIGHT_STRAIGHT_BYTES", "1");
+const NOT_IN_ONE_SHOT: (&str, &str) = ("RINGSIGHT_ALGO", "^one_shot");
+/// Contributions of all_reduces pushed: all of them, and those from the middle of the sizes on.
+const PUSHED: (&str, &str) = ("RINGSIGHT_PUSH_BYTES", "1");
+const LONG_PUSHED: (&str, &str) = ("RINGSIGHT_PUSH_BYTES", "65536");
+/// Broadcasts and reductions to one rank in parts, which are in lines what is longer than these.
+const IN_PARTS: (&str, &str) = ("RINGSIGHT_ALGO", "broadcast:two_shot;reduce:two_shot");
+
+/// Among two ranks. Where these reduce straight and by loads, no races are looked for: all warps of a block write the same places, each before it
+/// reads them, which would be reported. Among more ranks one warp writes them.
+const TWO: &[Check] = &[
+    check("memcheck", "check", "check 2 t 262144", &[]),
+    check("memcheck", "graph", "graph 2 t", &[]),
+    check(
+        "memcheck",
+        "straight",
+        "check 2 t 262144",
+        &[STRAIGHT, NOT_IN_ONE_SHOT, LONG_PUSHED],
+    ),
+    check("racecheck", "check", "check 2 t 262144", &[]),
+    check("racecheck", "graph", "graph 2 t", &[]),
+    check(
+        "racecheck",
+        "straight",
+        "check 2 t 262144",
+        &[
+            STRAIGHT,
+            (
+                "OPS",
+                "all_gather broadcast alltoall gather scatter sendrecv pairs",
+            ),
+        ],
+    ),
+    check(
+        "racecheck",
+        "push",
+        "check 2 t 262144",
+        &[STRAIGHT, NOT_IN_ONE_SHOT, PUSHED, ("OPS", "all_reduce")],
+    ),
+];
+
+/// Among four, which have kernels of their own, and pass on what one rank has or gets.
+const FOUR: &[Check] = &[
+    check("memcheck", "check", "check 4 t 262144", &[]),
+    check("memcheck", "graph", "graph 4 t", &[]),
+    check(
+        "memcheck",
+        "straight",
+        "check 4 t 262144",
+        &[STRAIGHT, NOT_IN_ONE_SHOT, LONG_PUSHED],
+    ),
+    check(
+        "memcheck",
+        "parts",
+        "check 4 t 262144",
+        &[IN_PARTS, ("OPS", "broadcast reduce")],
+    ),
+    check("racecheck", "check", "check 4 t 262144", &[]),
+    check("racecheck", "graph", "graph 4 t", &[]),
+    check(
+        "racecheck",
+        "straight",
+        "check 4 t 262144",
+        &[STRAIGHT, NOT_IN_ONE_SHOT],
+    ),
+    check(
+        "racecheck",
+        "push",
+        "check 4 t 262144",
+        &[STRAIGHT, NOT_IN_ONE_SHOT, PUSHED, ("OPS", "all_reduce")],
+    ),
+    check(
+        "racecheck",
+        "parts",
+        "check 4 t 262144",
+        &[IN_PARTS, ("OPS", "broadcast reduce")],
+    ),
+];
 
 /// Its last line counts what it has found.
 fn clean(said: &str) -> Verdict {
@@ -19,58 +124,103 @@ fn clean(said: &str) -> Verdict {
     if found || said.contains("FAILED") {
         return Err(last.to_owned());
     }
-    Ok(last.to_owned())
+    // Where the driver has done nothing there is nothing to be found.
+    let done = said.lines().find(|line| line.starts_with("ok "));
+    let done = done.ok_or("the driver has not said ok")?;
+    Ok(format!("{}; {}", done.trim_start_matches("ok "), last))
 }
 
-pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
+fn command(host: &Host, sanitizer: &Path, check: &Check) -> Command {
+    let mut command = Command::new(sanitizer);
+    command
+        .args(["--tool", check.tool, "--error-exitcode", "7"])
+        // The device is asked for attributes of addresses that it does not know: that is an answer, no error.
+        .args(["--report-api-errors", "no"])
+        .arg(host.program("driver"))
+        .arg(host.library())
+        .args(check.words.split(' '))
+        .env("NCCL_SOCKET_IFNAME", "lo")
+        // Kernels are many times slower here: nobody is to be taken for stuck.
+        .env("NCCL_KERNEL_TIMEOUT_MS", "0")
+        .envs(check.variables.iter().copied());
+    command
+}
+
+fn run(steps: &mut Steps<'_>, checks: &[Check]) -> Result<()> {
     let sanitizer = steps.host.sanitizer().map_err(|reason| anyhow!(reason))?;
-    // Straight between buffers, and pushed: what only long operations are otherwise. No races are looked for: where two ranks reduce, all warps of a
-    // block write the same places, each before it reads them, which would be reported.
-    let straight: &[_] = &[
-        ("RINGSIGHT_STRAIGHT_BYTES", "1"),
-        ("RINGSIGHT_PUSH_BYTES", "65536"),
-    ];
-    for (tool, name, words, variables) in [
-        ("memcheck", "check", "check 2 t 262144", &[][..]),
-        ("memcheck", "graph", "graph 2 t", &[]),
-        ("memcheck", "straight", "check 2 t 262144", straight),
-        ("racecheck", "check", "check 2 t 262144", &[]),
-        ("racecheck", "graph", "graph 2 t", &[]),
-    ] {
-        let mut command = Command::new(&sanitizer);
-        command
-            .args(["--tool", tool, "--error-exitcode", "7"])
-            // The device is asked for attributes of addresses that it does not know: that is an answer, no error.
-            .args(["--report-api-errors", "no"])
-            .arg(steps.host.program("driver"))
-            .arg(steps.host.library())
-            .args(words.split(' '))
-            .env("NCCL_SOCKET_IFNAME", "lo")
-            // Kernels are many times slower here: nobody is to be taken for stuck.
-            .env("NCCL_KERNEL_TIMEOUT_MS", "0")
-            .envs(variables.iter().copied());
-        steps.run(
-            &format!("{tool}-{name}"),
-            Duration::from_secs(115),
-            command,
-            clean,
-        );
+    for check in checks {
+        let command = command(steps.host, &sanitizer, check);
+        let name = format!("{}-{}", check.tool, check.name);
+        steps.run(&name, Duration::from_secs(115), command, clean);
     }
     Ok(())
 }
 
+pub(super) fn two(steps: &mut Steps<'_>) -> Result<()> {
+    run(steps, TWO)
+}
+
+pub(super) fn four(steps: &mut Steps<'_>) -> Result<()> {
+    run(steps, FOUR)
+}
+
 #[cfg(test)]
 mod tests {
-    use super::clean;
+    use std::collections::HashSet;
+
+    use super::*;
 
     #[test]
     fn what_it_has_found_fails() {
         let well = "ok 407 cases\n========= ERROR SUMMARY: 0 errors\n";
-        assert!(clean(well).unwrap().contains("0 errors"));
-        assert!(clean("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n").is_ok());
-        assert!(clean("========= ERROR SUMMARY: 10 errors\n").is_err());
-        assert!(clean("========= RACECHECK SUMMARY: 2 hazards displayed (0 errors, 2 warnings)\n").is_err());
-        assert!(clean("FAILED element\n========= ERROR SUMMARY: 0 errors\n").is_err());
-        assert!(clean("").unwrap_err().contains("no summary"));
+        assert_eq!(
+            clean(well).unwrap(),
+            "407 cases; ========= ERROR SUMMARY: 0 errors"
+        );
+        let hazards = |count| {
+            format!(
+                "ok 1\n========= RACECHECK SUMMARY: {count} hazards displayed (0 errors, {count} warnings)\n"
+            )
+        };
+        assert!(clean(&hazards(0)).is_ok());
+        assert!(clean(&hazards(2)).is_err());
+        assert!(clean("ok 1\n========= ERROR SUMMARY: 10 errors\n").is_err());
+        assert!(clean("FAILED element\nok 1\n========= ERROR SUMMARY: 0 errors\n").is_err());
+        assert!(clean("ok 1\n").unwrap_err().contains("no summary"));
+        assert!(
+            clean("========= ERROR SUMMARY: 0 errors\n")
+                .unwrap_err()
+                .contains("not said ok")
+        );
+    }
+
+    #[test]
+    fn steps_have_names_of_their_own_and_each_its_variables() {
+        for checks in [TWO, FOUR] {
+            let names: HashSet<_> = checks.iter().map(|check| (check.tool, check.name)).collect();
+            assert_eq!(names.len(), checks.len());
+        }
+        let host = Host::look("/bundle".into(), None);
+        let command = command(&host, Path::new("/sanitizer"), TWO.last().unwrap());
+        let words: Vec<_> = command.get_args().filter_map(|word| word.to_str()).collect();
+        assert_eq!(words[..2], ["--tool", "racecheck"]);
+        assert_eq!(
+            words[6..],
+            [
+                "/bundle/bin/driver",
+                "/bundle/lib/libnccl.so.2",
+                "check",
+                "2",
+                "t",
+                "262144"
+            ]
+        );
+        let variable = |name: &str| {
+            let mut all = command.get_envs();
+            all.find(|(key, _)| *key == name)
+                .and_then(|(_, value)| value?.to_str())
+        };
+        assert_eq!(variable("OPS"), Some("all_reduce"));
+        assert_eq!(variable("RINGSIGHT_PUSH_BYTES"), Some("1"));
     }
 }
