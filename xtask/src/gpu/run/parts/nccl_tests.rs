@@ -40,28 +40,47 @@ pub(super) fn check_four(steps: &mut Steps<'_>) -> Result<()> {
     check_on(steps, 4)
 }
 
+/// What is checked of an operation on so many GPUs: a name of each run and its words.
+fn checks(operation: &str, gpus: usize) -> Vec<(String, String)> {
+    let all = if REDUCTIONS.contains(&operation) {
+        "-d all -o all"
+    } else {
+        "-d all"
+    };
+    let mut runs = vec![
+        (format!("g{gpus}"), format!("-g {gpus} -b 8 -e 256M -f 2 {FEW}")),
+        // From where the run before ends to the largest, where the send buffer, the receive buffer and what is expected of it are 4 GiB each.
+        (
+            "4G".into(),
+            format!("-g {gpus} -b 512M -e 4G -f 2 -c 1 -w 0 -n 1"),
+        ),
+        (
+            format!("t{gpus}"),
+            format!("-g 1 -t {gpus} -b 8 -e 64M -f 4 {FEW}"),
+        ),
+        ("all".into(), format!("-g {gpus} {all} -b 1K -e 64K -f 64 {FEW}")),
+        // Long enough to go straight between buffers, of every operation.
+        (
+            "all-long".into(),
+            format!("-g {gpus} {all} -b 8M -e 16M -f 2 {FEW}"),
+        ),
+    ];
+    // Registered, as windows, and captured: ranks of one thread, and each of its own.
+    for (name, words) in [
+        ("R1", "-R 1 -b 8 -e 64M -f 8"),
+        ("R2", "-R 2 -b 8 -e 64M -f 8"),
+        ("G10", "-G 10 -b 8 -e 16M -f 8"),
+    ] {
+        runs.push((name.into(), format!("-g {gpus} {words} {FEW}")));
+        runs.push((format!("t{gpus}-{name}"), format!("-g 1 -t {gpus} {words} {FEW}")));
+    }
+    runs
+}
+
 fn check_on(steps: &mut Steps<'_>, gpus: usize) -> Result<()> {
     let library = steps.host.bundle.join("lib");
     for operation in OPERATIONS {
-        let all = if REDUCTIONS.contains(&operation) {
-            "-d all -o all"
-        } else {
-            "-d all"
-        };
-        let runs: [(String, String); 7] = [
-            (format!("g{gpus}"), format!("-g {gpus} -b 8 -e 256M -f 2 {FEW}")),
-            (
-                format!("t{gpus}"),
-                format!("-g 1 -t {gpus} -b 8 -e 64M -f 4 {FEW}"),
-            ),
-            ("R1".into(), format!("-g {gpus} -R 1 -b 8 -e 64M -f 8 {FEW}")),
-            ("R2".into(), format!("-g {gpus} -R 2 -b 8 -e 64M -f 8 {FEW}")),
-            ("G10".into(), format!("-g {gpus} -G 10 -b 8 -e 16M -f 8 {FEW}")),
-            ("all".into(), format!("-g {gpus} {all} -b 1K -e 64K -f 64 {FEW}")),
-            // The largest, where the send buffer, the receive buffer and what is expected of it are 4 GiB each.
-            ("4G".into(), format!("-g {gpus} -b 1G -e 4G -f 4 -c 1 -w 0 -n 1")),
-        ];
-        for (name, words) in runs {
+        for (name, words) in checks(operation, gpus) {
             let mut command = command(steps, operation, &library, &words)?;
             command.env("NCCL_DEBUG", "WARN");
             steps.run(
@@ -169,4 +188,51 @@ fn timed(said: &str) -> Verdict {
         last.out_of_place.micros,
         last.out_of_place.bus
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    /// The sizes that nccl-tests goes through: from `-b` to `-e`, each `-f` times the one before.
+    fn sizes(words: &str) -> Vec<u64> {
+        let words: Vec<_> = words.split_whitespace().collect();
+        let of = |flag: &str| {
+            let at = words.iter().position(|word| *word == flag).unwrap();
+            let word = words[at + 1];
+            let digits = word.trim_end_matches(['K', 'M', 'G']);
+            let unit = match &word[digits.len()..] {
+                "K" => 10,
+                "M" => 20,
+                "G" => 30,
+                _ => 0,
+            };
+            digits.parse::<u64>().unwrap() << unit
+        };
+        let (last, factor) = (of("-e"), of("-f"));
+        std::iter::successors(Some(of("-b")), |size| Some(size * factor))
+            .take_while(|size| *size <= last)
+            .collect()
+    }
+
+    #[test]
+    fn every_power_of_two_from_8_bytes_to_4_gib_is_checked() {
+        for gpus in [2, 4] {
+            let runs = checks("all_reduce", gpus);
+            let names: HashSet<_> = runs.iter().map(|(name, _)| name).collect();
+            assert_eq!(names.len(), runs.len());
+            let of = |name: &str| sizes(&runs.iter().find(|(run, _)| run == name).unwrap().1);
+            let all = [of(&format!("g{gpus}")), of("4G")].concat();
+            assert_eq!(all, (3..=32).map(|bit| 1 << bit).collect::<Vec<u64>>());
+            assert_eq!(of("all-long"), [8 << 20, 16 << 20]);
+        }
+        let words = |operation| checks(operation, 2).into_iter().map(|(_, words)| words);
+        assert!(words("reduce").any(|words| words.starts_with("-g 2 -d all -o all")));
+        assert!(!words("alltoall").any(|words| words.contains("-o all")));
+        for each in ["-R 1", "-R 2", "-G 10"] {
+            assert!(words("reduce").any(|words| words.starts_with(&format!("-g 1 -t 2 {each} "))));
+        }
+    }
 }
