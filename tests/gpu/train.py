@@ -1,11 +1,13 @@
 """Trains a small model on the ranks of torch.distributed's nccl backend: collectives one by one, DDP, FSDP, a captured step.
 
-Every loss is compared with one process that computes the whole batch and, with --against, with what --write has kept of a
-run on another library. Ranks come from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; ranks beyond the GPUs share them.
+Every loss, of models of several types, is compared with one process that computes the whole batch and, with --against, with
+what --write has kept of a run on another library. Ranks come from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which
+torchrun sets as well; ranks beyond the GPUs share them.
 The last line of rank 0 says "ok"; what is wrong is said in a line that begins with FAILED.
 """
 
 import argparse
+import collections
 import contextlib
 import json
 import os
@@ -19,15 +21,26 @@ import torch.nn as nn
 BATCH = 64
 STEPS = 12
 RATE = 0.1
-# Sums of doubles in another order: what they may differ by.
-NEAR = 1e-9
+# Types of the models, and what losses may differ by: sums in another order are rounded otherwise, in every step.
+TYPES = {"float64": (torch.float64, 1e-9), "float32": (torch.float32, 1e-5), "bfloat16": (torch.bfloat16, 1e-3)}
 # Collectives that a collector is to see.
 WATCHED = 100
+# Steps of each model that is observed: before the collector comes, in which DDP finds out how to cut gradients, and while it is there.
+BEFORE, OBSERVED = 3, 50
+# The longest that a collector is waited for, seconds.
+PATIENCE = 120
+# Methods of process groups, as versions of PyTorch call them, by what the library is called for.
+METHODS = {
+    "all_reduce": ["allreduce"],
+    "all_gather": ["allgather", "_allgather_base", "all_gather_single"],
+    "reduce_scatter": ["_reduce_scatter_base", "reduce_scatter_single"],
+}
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--write", metavar="FILE", help="keep the losses")
 parser.add_argument("--against", metavar="FILE", help="losses of another run to compare with")
 parser.add_argument("--watched", metavar="FOLDER", help="only %d collectives, once the file go is there; ready says that it may come" % WATCHED)
+parser.add_argument("--observed", metavar="FOLDER", help="only DDP and FSDP, first until the file go is there and then some steps, of which rank-N.json there tells how many collectives they called; ready names the processes")
 parser.add_argument("--pause", metavar="SECONDS", type=float, help="only DDP, in which rank 1 pauses for so long")
 arguments = parser.parse_args()
 
@@ -49,10 +62,17 @@ def require(true, *words):
         os._exit(1)
 
 
-def make_model():
+def make_model(dtype):
     torch.manual_seed(1)
     layers = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 10))
-    return layers.to(device).double()
+    return layers.to(device, dtype)
+
+
+def loss_of(model, inputs, labels):
+    """Short types have no digits for how losses differ: those are worked out in float32 at least."""
+    dtype = next(model.parameters()).dtype
+    outputs = model(inputs.to(dtype))
+    return nn.functional.cross_entropy(outputs.to(torch.promote_types(dtype, torch.float32)), labels)
 
 
 def batch(step):
@@ -70,65 +90,81 @@ def share(step):
 
 
 def mean_of_ranks(loss):
-    mean = loss.detach().clone()
+    mean = loss.detach().double()
     dist.all_reduce(mean, op=dist.ReduceOp.AVG)
     return mean.item()
 
 
+class Training:
+    """A model whose gradients its wrapper averages over the ranks."""
+
+    def __init__(self, model):
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        self.losses = []
+
+    def step(self, number):
+        self.optimizer.zero_grad()
+        loss = loss_of(self.model, *share(number))
+        loss.backward()
+        self.optimizer.step()
+        self.losses.append(mean_of_ranks(loss))
+
+
 def train(model, before_step=lambda step: None):
-    """Losses of a model whose gradients its wrapper averages over the ranks."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    losses = []
+    training = Training(model)
     for step in range(STEPS):
         before_step(step)
-        inputs, labels = share(step)
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs), labels)
-        loss.backward()
-        optimizer.step()
-        losses.append(mean_of_ranks(loss))
-    return losses
+        training.step(step)
+    return training.losses
 
 
-def train_alone():
-    model = make_model()
+def train_alone(dtype):
+    model = make_model(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     losses = []
     for step in range(STEPS):
-        inputs, labels = batch(step)
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs), labels)
+        loss = loss_of(model, *batch(step))
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return losses
 
 
-def train_ddp():
+def with_ddp(dtype):
+    return nn.parallel.DistributedDataParallel(make_model(dtype), device_ids=[device.index])
+
+
+def with_fsdp(dtype):
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    strategy = ShardingStrategy.FULL_SHARD
+    return FullyShardedDataParallel(make_model(dtype), sharding_strategy=strategy, device_id=device, use_orig_params=True)
+
+
+def train_ddp(dtype):
     def before_step(step):
         if arguments.pause and step == STEPS // 2 and rank == 1:
             time.sleep(arguments.pause)
 
-    return train(nn.parallel.DistributedDataParallel(make_model(), device_ids=[device.index]), before_step)
+    return train(with_ddp(dtype), before_step)
 
 
-def train_fsdp():
-    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-
-    strategy = ShardingStrategy.FULL_SHARD
-    return train(FullyShardedDataParallel(make_model(), sharding_strategy=strategy, device_id=device, use_orig_params=True))
+def train_fsdp(dtype):
+    return train(with_fsdp(dtype))
 
 
-def train_captured():
+def train_captured(dtype):
     """A whole step, with the all_reduce of its gradients, in a CUDA graph that is replayed on new batches."""
-    model = make_model()
+    model = make_model(dtype)
     parameters = list(model.parameters())
     inputs, labels = (value.clone() for value in share(0))
 
     def step():
         for parameter in parameters:
             parameter.grad = None
-        loss = nn.functional.cross_entropy(model(inputs), labels)
+        loss = loss_of(model, inputs, labels)
         loss.backward()
         for parameter in parameters:
             dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
@@ -222,6 +258,88 @@ def be_watched(folder):
     time.sleep(0.5)
 
 
+def count_calls(counts):
+    """Counts what process groups are called for from now on."""
+    for operation, methods in METHODS.items():
+        for method in methods:
+            called = getattr(dist.ProcessGroup, method, None)
+
+            def counted(group, *rest, operation=operation, called=called, **named):
+                counts[operation] += 1
+                return called(group, *rest, **named)
+
+            if called:
+                setattr(dist.ProcessGroup, method, counted)
+
+
+def be_observed(folder):
+    """Losses, by kind and type, of a training that a collector comes to and sees some steps of."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    counts = collections.Counter()
+    count_calls(counts)
+
+    def hooked(dtype):
+        # Otherwise DDP's own code calls for it, where nothing counts.
+        model = with_ddp(dtype)
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+        return model
+
+    kinds = {"ddp": hooked, "fsdp": with_fsdp}
+    trainings = {kind + " " + name: Training(make(dtype)) for name, (dtype, _) in TYPES.items() for kind, make in kinds.items()}
+    for training in trainings.values():
+        for number in range(BEFORE):
+            training.step(number)
+    # What is trained before and after.
+    other = Training(hooked(torch.float32))
+    torch.cuda.synchronize()
+    # By the store: the collector is to see nothing of it.
+    store = dist.distributed_c10d._get_default_store()
+    store.set("pid-%d" % rank, str(os.getpid()))
+    begun, go = time.time(), os.path.join(folder, "go")
+    if rank == 0:
+        pids = [store.get("pid-%d" % number).decode() for number in range(world)]
+        ready = os.path.join(folder, "ready")
+        with open(ready + ".part", "w") as file:
+            file.write(" ".join(pids))
+        # Whoever sees it sees all of it.
+        os.rename(ready + ".part", ready)
+    turn = 0
+    while True:
+        if rank == 0:
+            store.set("go-%d" % turn, str(int(os.path.exists(go))))
+            require(time.time() - begun < PATIENCE, "nobody came")
+        # All ranks go as many steps.
+        if store.get("go-%d" % turn) == b"1":
+            break
+        other.step(turn)
+        turn += 1
+
+    def quiet():
+        """A time at which nothing of this rank's runs, by whichever clock."""
+        torch.cuda.synchronize()
+        time.sleep(0.05)
+        now = time.time_ns()
+        time.sleep(0.05)
+        return now
+
+    start = quiet()
+    counts.clear()
+    for training in trainings.values():
+        for number in range(BEFORE, BEFORE + OBSERVED):
+            training.step(number)
+    end, calls = quiet(), dict(counts)
+    for number in range(10):
+        other.step(number)
+    torch.cuda.synchronize()
+    with open(os.path.join(folder, "rank-%d.json" % rank), "w") as file:
+        json.dump({"rank": rank, "pid": os.getpid(), "begin_ns": start, "end_ns": end, "calls": calls}, file)
+    say("%d steps before the collector came; then %s" % (turn, calls))
+    # What has just happened is on its way to the collector.
+    time.sleep(0.5)
+    return {kind: training.losses[:STEPS] for kind, training in trainings.items()}
+
+
 def difference(one, other):
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
@@ -235,25 +353,32 @@ def main():
         dist.destroy_process_group()
         say("ok %d collectives" % WATCHED)
         return
-    wanted = train_alone()
-    losses = {}
-    if arguments.pause:
-        kinds = {"ddp": train_ddp}
+    if arguments.observed:
+        losses = be_observed(arguments.observed)
     else:
-        collectives()
-        say("collectives ok")
-        kinds = {"ddp": train_ddp, "fsdp": train_fsdp, "captured": train_captured}
-    for kind, run in kinds.items():
-        losses[kind] = run()
-        off = difference(losses[kind], wanted)
-        require(off < NEAR, kind, "losses", losses[kind], "and of one process", wanted)
-        say("%s: loss %.6f to %.6f, at most %.1e from one process" % (kind, losses[kind][0], losses[kind][-1], off))
+        losses = {}
+        if not arguments.pause:
+            collectives()
+            say("collectives ok")
+        kinds = {"ddp": train_ddp} if arguments.pause else {"ddp": train_ddp, "fsdp": train_fsdp, "captured": train_captured}
+        for name, (dtype, _) in TYPES.items():
+            losses.update({kind + " " + name: run(dtype) for kind, run in kinds.items()})
+            if arguments.pause:
+                break
+    alone = {name: train_alone(dtype) for name, (dtype, _) in TYPES.items()}
+    others = {}
     if arguments.against:
         with open(arguments.against) as file:
             others = json.load(file)
-        for kind in losses:
-            off = difference(losses[kind], others[kind])
-            require(off < NEAR, kind, "losses", losses[kind], "and of the other library", others[kind])
+    for kind, found in losses.items():
+        name = kind.split()[1]
+        near = TYPES[name][1]
+        off = difference(found, alone[name])
+        require(off < near, kind, "losses", found, "and of one process", alone[name])
+        say("%s: loss %.6f to %.6f, at most %.1e from one process" % (kind, found[0], found[-1], off))
+        if others:
+            off = difference(found, others[kind])
+            require(off < near, kind, "losses", found, "and of the other library", others[kind])
             say("%s: at most %.1e from the other library" % (kind, off))
     if arguments.write and rank == 0:
         with open(arguments.write, "w") as file:
