@@ -181,7 +181,7 @@ pub(super) fn says_ok(said: &str) -> Verdict {
 }
 
 /// The reason, and below it the lines of what was said that tell most.
-fn with_last_words(reason: &str, said: &str) -> String {
+pub(super) fn with_last_words(reason: &str, said: &str) -> String {
     const LINES: usize = 8;
     const WIDTH: usize = 300;
     let telling = |line: &&str| {

@@ -7,6 +7,7 @@ mod environment;
 mod nccl_tests;
 mod sanitizer;
 mod torch;
+mod training;
 mod tune;
 mod watch;
 mod watchdog;
@@ -102,6 +103,15 @@ pub(super) const PARTS: &[Part] = &[
         about: "PyTorch's collectives, DDP, FSDP and a captured step, with 2 and 4 ranks, against NCCL",
         lacks: torch_and_gpu,
         run: torch::train,
+    },
+    Part {
+        name: "training",
+        about: "the collector attached to a training on all GPUs, by torchrun: every collective, on our library and on NCCL",
+        lacks: |host| {
+            let lacks = host.lacks_gpus(2).or_else(|| host.python_with_torch().err());
+            lacks.or_else(watch::lacks)
+        },
+        run: training::run,
     },
     Part {
         name: "nccl-tests",

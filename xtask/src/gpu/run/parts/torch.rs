@@ -13,6 +13,30 @@ pub(super) enum Library {
     Nccl,
 }
 
+/// A port to meet at: free now, and for a moment more.
+fn port() -> Result<u16> {
+    let address = TcpListener::bind(("127.0.0.1", 0)).and_then(|listener| listener.local_addr());
+    Ok(address.context("no port for the ranks to meet at")?.port())
+}
+
+/// Python with PyTorch on a library.
+fn python(steps: &Steps<'_>, library: Library) -> Result<Command> {
+    let python = steps.host.python_with_torch().map_err(|reason| anyhow!(reason))?;
+    let mut command = Command::new(python);
+    command
+        .env("NCCL_SOCKET_IFNAME", "lo")
+        .env("NCCL_NVLS_ENABLE", "0")
+        .env("NCCL_DEBUG", "WARN")
+        .env("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        .env("PYTHONUNBUFFERED", "1")
+        .env("OMP_NUM_THREADS", "2");
+    match library {
+        Library::Ours => command.env("LD_PRELOAD", steps.host.library()),
+        Library::Nccl => command.env_remove("LD_PRELOAD"),
+    };
+    Ok(command)
+}
+
 /// The ranks of a job: processes that run a script of the bundle with these arguments.
 pub(super) fn ranks(
     steps: &Steps<'_>,
@@ -21,35 +45,43 @@ pub(super) fn ranks(
     script: &str,
     arguments: &[&str],
 ) -> Result<Vec<Command>> {
-    let python = steps.host.python_with_torch().map_err(|reason| anyhow!(reason))?;
-    // Free now, and for a moment more.
-    let port = TcpListener::bind(("127.0.0.1", 0))
-        .and_then(|listener| listener.local_addr())
-        .context("no port for the ranks to meet at")?
-        .port();
+    let port = port()?;
     let script = steps.host.bundle.join("scripts").join(script);
     let of_rank = |rank: usize| {
-        let mut command = Command::new(python);
+        let mut command = python(steps, library)?;
         command
             .arg(&script)
             .args(arguments)
             .env("RANK", rank.to_string())
             .env("WORLD_SIZE", count.to_string())
             .env("MASTER_ADDR", "127.0.0.1")
-            .env("MASTER_PORT", port.to_string())
-            .env("NCCL_SOCKET_IFNAME", "lo")
-            .env("NCCL_NVLS_ENABLE", "0")
-            .env("NCCL_DEBUG", "WARN")
-            .env("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-            .env("PYTHONUNBUFFERED", "1")
-            .env("OMP_NUM_THREADS", "2");
-        match library {
-            Library::Ours => command.env("LD_PRELOAD", steps.host.library()),
-            Library::Nccl => command.env_remove("LD_PRELOAD"),
-        };
-        command
+            .env("MASTER_PORT", port.to_string());
+        Ok(command)
     };
-    Ok((0..count).map(of_rank).collect())
+    (0..count).map(of_rank).collect()
+}
+
+/// The same by torchrun, which starts them.
+pub(super) fn torchrun(
+    steps: &Steps<'_>,
+    count: usize,
+    library: Library,
+    script: &str,
+    arguments: &[&str],
+) -> Result<Command> {
+    let mut command = python(steps, library)?;
+    command
+        .args(["-m", "torch.distributed.run", "--nnodes", "1"])
+        .args(["--nproc-per-node", &count.to_string()])
+        .args([
+            "--master-addr",
+            "127.0.0.1",
+            "--master-port",
+            &port()?.to_string(),
+        ])
+        .arg(steps.host.bundle.join("scripts").join(script))
+        .args(arguments);
+    Ok(command)
 }
 
 /// A file as an argument.

@@ -59,6 +59,8 @@ pub(super) enum Attach {
     Started,
     /// What they have started.
     Children,
+    /// Those that the file `ready` names by their numbers.
+    Named,
 }
 
 /// Why the collector cannot attach here.
@@ -66,6 +68,9 @@ pub(super) fn lacks() -> Option<String> {
     // SAFETY: asks for a number.
     (unsafe { libc::geteuid() } != 0).then(|| "the collector attaches as root".to_owned())
 }
+
+/// The longest until a job may be watched: that of a training has PyTorch to load in every rank, and models to make.
+const READY: Duration = Duration::from_secs(90);
 
 /// Waits until a file is there, or a process that is to make it has ended.
 fn appears(file: &Path, makers: &mut [Guarded], limit: Duration) -> Result<()> {
@@ -140,7 +145,7 @@ pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
     Ok(())
 }
 
-fn judged(ended: Result<Value>, judge: impl FnOnce(&Value) -> Verdict) -> Verdict {
+pub(super) fn judged(ended: Result<Value>, judge: impl FnOnce(&Value) -> Verdict) -> Verdict {
     ended
         .map_err(|error| format!("{error:#}"))
         .and_then(|summary| judge(&summary))
@@ -162,18 +167,46 @@ pub(super) fn attached(
     attach: Attach,
     options: &[&str],
 ) -> Result<Value> {
+    let summary = seen(steps, folder, commands, attach, options);
+    // Megabytes that nobody reads.
+    let _ = fs::remove_file(folder.join(SPANS));
+    summary
+}
+
+/// Where the collector writes spans.
+pub(super) const SPANS: &str = "spans.jsonl";
+
+/// The same, and leaves the spans there.
+pub(super) fn seen(
+    steps: &Steps<'_>,
+    folder: &Path,
+    commands: Vec<Command>,
+    attach: Attach,
+    options: &[&str],
+) -> Result<Value> {
+    // Whoever starts the ranks has to end them.
+    let end_signal = match attach {
+        Attach::Named => libc::SIGTERM,
+        Attach::Started | Attach::Children => libc::SIGKILL,
+    };
     let log = |name: &str| fs::File::create(folder.join(name));
     let mut job = Vec::new();
     for (number, mut command) in commands.into_iter().enumerate() {
         let out = log(&format!("job-{number}.log"))?;
         command.stdout(out.try_clone()?).stderr(out);
         let name = format!("process {number} of the job");
-        job.push(Guarded::start(&name, &mut command, libc::SIGKILL)?);
+        job.push(Guarded::start(&name, &mut command, end_signal)?);
     }
-    appears(&folder.join("ready"), &mut job, Duration::from_secs(60))?;
+    let ready = folder.join("ready");
+    appears(&ready, &mut job, READY)?;
     let pids: Vec<u32> = match attach {
         Attach::Started => job.iter().map(Guarded::pid).collect(),
         Attach::Children => job.iter().flat_map(|process| children(process.pid())).collect(),
+        Attach::Named => {
+            let text = fs::read_to_string(&ready).with_context(|| format!("reading {}", ready.display()))?;
+            let pids: Result<_, _> = text.split_whitespace().map(str::parse).collect();
+            pids.with_context(|| format!("{} names no processes", ready.display()))?
+        }
     };
     let (summary, attached) = (folder.join("summary.json"), folder.join("attached"));
     let out = log("collector.log")?;
@@ -182,7 +215,7 @@ pub(super) fn attached(
         .arg("attach")
         .args(pids.iter().map(u32::to_string))
         .arg("--out")
-        .arg(folder.join("spans.jsonl"))
+        .arg(folder.join(SPANS))
         .arg("--summary")
         .arg(&summary)
         .arg("--ready-file")
@@ -201,12 +234,10 @@ pub(super) fn attached(
         }
     }
     let text = fs::read_to_string(&summary).with_context(|| format!("reading {}", summary.display()))?;
-    // Megabytes that nobody reads.
-    let _ = fs::remove_file(folder.join("spans.jsonl"));
     serde_json::from_str(&text).context("the collector's summary")
 }
 
-fn number(value: &Value) -> Result<u64, String> {
+pub(super) fn number(value: &Value) -> Result<u64, String> {
     value
         .as_u64()
         .ok_or_else(|| "the summary cannot be read".to_owned())
