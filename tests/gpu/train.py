@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-BATCH = 64
 STEPS = 12
 RATE = 0.1
 # Types of the models, and what losses may differ by: sums in another order are rounded otherwise, in every step.
@@ -45,6 +44,8 @@ parser.add_argument("--pause", metavar="SECONDS", type=float, help="only DDP, in
 arguments = parser.parse_args()
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+# Every rank has as many.
+BATCH = 64 // world * world
 device = torch.device("cuda", rank % torch.cuda.device_count())
 torch.cuda.set_device(device)
 
