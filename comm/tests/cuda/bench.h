@@ -3,24 +3,35 @@
 
 #include "rank.h"
 
-static void time_sizes(struct Rank* r, enum Op op) {
+// What the environment's TYPE names, as `TYPES` does; float32 without it.
+static const struct Type* timed_type(void) {
+  const char* wanted = getenv("TYPE");
+  if (wanted == NULL) return &TYPES[F32];
+  for (size_t t = 0; t < sizeof TYPES / sizeof TYPES[0]; t++)
+    if (!strcmp(TYPES[t].name, wanted)) return &TYPES[t];
+  fail("bench: no type %s", wanted);
+  return NULL;
+}
+
+// `bytes`, as nccl-tests counts them: of the larger buffer of a rank.
+static void time_sizes(struct Rank* r, enum Op op, const struct Type* type) {
   const double factor = op == ALL_REDUCE ? 2.0 * (ranks - 1) / ranks : op == SEND_RECV ? 1 : (double)(ranks - 1) / ranks;
   CUevent begin, end;
   CU(cuEventCreate, &begin, 0u);
   CU(cuEventCreate, &end, 0u);
   for (size_t bytes = min_size; bytes <= max_bytes; bytes *= (size_t)sizes_step) {
-    const size_t blocks = op == ALL_GATHER || op == REDUCE_SCATTER || op == ALLTOALL ? (size_t)ranks : 1;
-    const size_t count = bytes / 4 / blocks;
+    const bool is_in_blocks = op == ALL_GATHER || op == REDUCE_SCATTER || op == ALLTOALL || op == GATHER || op == SCATTER;
+    const size_t count = bytes / (size_t)type->size / (is_in_blocks ? (size_t)ranks : 1);
     if (count == 0) continue;
     const bool slow = processes && ranks > devices;
     const int iterations = slow ? 3 : bytes <= 65536 ? 100 : bytes <= (4 << 20) ? 30 : 5;
-    for (int i = 0; i < 3; i++) enqueue(r, op, F32, count, 0, 0, r->send, r->recv);
+    for (int i = 0; i < 3; i++) enqueue(r, op, type->code, count, 0, 0, r->send, r->recv);
     CU(cuStreamSynchronize, r->stream);
     double best = 1e9, host = 1e9;
     for (int repeat = 0; repeat < 3; repeat++) {
       barrier();
       double start = now();
-      for (int i = 0; i < iterations; i++) enqueue(r, op, F32, count, 0, 0, r->send, r->recv);
+      for (int i = 0; i < iterations; i++) enqueue(r, op, type->code, count, 0, 0, r->send, r->recv);
       double called = (now() - start) / iterations;
       CU(cuStreamSynchronize, r->stream);
       double took = (now() - start) / iterations;
@@ -33,7 +44,7 @@ static void time_sizes(struct Rank* r, enum Op op) {
       CUgraph graph;
       CUgraphExec exec;
       CU(cuStreamBeginCapture, r->stream, 1u);
-      for (int i = 0; i < 20; i++) enqueue(r, op, F32, count, 0, 0, r->send, r->recv);
+      for (int i = 0; i < 20; i++) enqueue(r, op, type->code, count, 0, 0, r->send, r->recv);
       CU(cuStreamEndCapture, r->stream, &graph);
       CU(cuGraphInstantiate, &exec, graph, 0ull);
       CU(cuGraphLaunch, exec, r->stream);
@@ -71,6 +82,6 @@ static void run_bench(struct Rank* r) {
   buffers(r, max_bytes);
   if (r->rank == 0) printf("init %.0f ms\n", init * 1e3);
   for (int op = 0; op < OPS; op++)
-    if (is_wanted(op, op == ALL_REDUCE)) time_sizes(r, op);
+    if (is_wanted(op, op == ALL_REDUCE)) time_sizes(r, op, timed_type());
   NC(CommDestroy(r->comm));
 }

@@ -14,15 +14,20 @@ use super::{
 };
 
 /// Operations as the driver calls them, with the algorithm by which one kernel among peers does what is long.
-const OPERATIONS: [(&str, &str); 7] = [
+const OPERATIONS: [(&str, &str); 9] = [
     ("all_reduce", "two_shot"),
     ("all_gather", "direct"),
     ("reduce_scatter", "direct"),
     ("alltoall", "direct"),
     ("broadcast", "direct"),
     ("reduce", "direct"),
+    ("gather", "direct"),
+    ("scatter", "direct"),
     ("sendrecv", "direct"),
 ];
+/// Types, as the driver and as the library call them; those behind the first are only reduced, which their kernels do otherwise.
+const TYPES: [(&str, &str); 2] = [("f32", "float32"), ("bf16", "bfloat16")];
+const REDUCED: [&str; 3] = ["all_reduce", "reduce_scatter", "reduce"];
 /// Sizes of a run: the greatest, the factor between two, the least; bytes.
 const MOST: u64 = 128 << 20;
 const FACTOR: u64 = 2;
@@ -35,15 +40,27 @@ const ROOTED_DIRECT: u64 = 1 << 20;
 /// What the table takes may be so much slower than the best way before it is marked: as much as two runs differ.
 const TOLERANCE: f64 = 1.05;
 
-/// One time.
-#[derive(Clone, Debug, Serialize)]
-struct Timed {
+/// Where it was measured, and what.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+struct Setting {
+    gpu: String,
+    driver: String,
     ranks: usize,
-    operation: String,
-    bytes: u64,
+    #[serde(rename = "type")]
+    data_type: &'static str,
     /// `algorithm/protocol`, or `table`.
     way: String,
-    /// Of an operation in a graph of 20 up to 4 MiB; of longer ones, eager and back to back.
+}
+
+/// One time.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+struct Timed {
+    #[serde(flatten)]
+    setting: Setting,
+    operation: String,
+    bytes: u64,
+    /// Of an operation in a graph of 20, up to 4 MiB; else eager and back to back.
+    graph: bool,
     micros: f64,
 }
 
@@ -86,63 +103,67 @@ fn ways(operation: &str, algorithm: &str, ranks: usize) -> Vec<Way> {
     all
 }
 
-/// The rows that the driver prints.
-fn parse(said: &str, ranks: usize, way: &str) -> Vec<Timed> {
-    said.lines()
-        .filter_map(|line| {
-            let words: Vec<_> = line.strip_prefix("row ")?.split_whitespace().collect();
-            let [operation, _, bytes, ..] = words[..] else {
-                return None;
-            };
-            let after = |name: &str| {
-                let at = words.iter().position(|word| *word == name)?;
-                words
-                    .get(at + 1)?
-                    .parse::<f64>()
-                    .ok()
-                    .filter(|micros| *micros > 0.0)
-            };
-            Some(Timed {
-                ranks,
-                operation: operation.to_owned(),
-                bytes: bytes.parse().ok()?,
-                way: way.to_owned(),
-                micros: after("graph_us").or_else(|| after("eager_us"))?,
-            })
-        })
-        .collect()
+/// The rows that the driver prints: a time eager and, where it has one, one captured.
+fn parse(said: &str, setting: &Setting) -> Vec<Timed> {
+    let row = |line: &str| {
+        let words: Vec<_> = line.strip_prefix("row ")?.split_whitespace().collect();
+        let [operation, _, bytes, ..] = words[..] else {
+            return None;
+        };
+        let after = |name: &str| {
+            let at = words.iter().position(|word| *word == name)?;
+            let micros = words.get(at + 1)?.parse::<f64>().ok();
+            micros.filter(|micros| *micros > 0.0)
+        };
+        let bytes: u64 = bytes.parse().ok()?;
+        let timed = |graph, micros| Timed {
+            setting: setting.clone(),
+            operation: operation.to_owned(),
+            bytes,
+            graph,
+            micros,
+        };
+        let eager = after("eager_us").map(|micros| timed(false, micros));
+        let captured = after("graph_us").map(|micros| timed(true, micros));
+        Some(eager.into_iter().chain(captured))
+    };
+    said.lines().filter_map(row).flatten().collect()
 }
 
-/// For each operation and size the best way, and the table's against it.
-fn table(all: &[Timed], ranks: usize) -> String {
+/// For each operation and size the best way, and the table's against it: by operations in graphs, as far as there are such, for the host's part
+/// of an eager one is the same in all ways.
+fn table(all: &[Timed], ranks: usize, data_type: &str) -> String {
+    let is_asked = |timed: &&Timed| timed.setting.ranks == ranks && timed.setting.data_type == data_type;
     let mut sizes: BTreeMap<(&str, u64), Vec<&Timed>> = BTreeMap::new();
-    for timed in all.iter().filter(|timed| timed.ranks == ranks) {
-        sizes
-            .entry((&timed.operation, timed.bytes))
-            .or_default()
-            .push(timed);
+    for timed in all.iter().filter(is_asked) {
+        let ways = sizes.entry((&timed.operation, timed.bytes)).or_default();
+        match ways.iter().position(|way| way.setting.way == timed.setting.way) {
+            Some(at) if timed.graph => ways[at] = timed,
+            Some(_) => {}
+            None => ways.push(timed),
+        }
     }
     let mut text = format!(
-        "{ranks} GPUs, float sum, out of place, us: the best way, what the table takes, and the others\n{:<15} {:>8}  {:<16} {:>10}  {:>10}\n",
+        "{ranks} GPUs, {data_type}, sum, out of place, us: the best way, what the table takes, and the others\n{:<15} {:>8}  {:<16} {:>10}  {:>10}\n",
         "operation", "size", "best", "us", "table"
     );
     for ((operation, bytes), times) in sizes {
         let (chosen, ways): (Vec<&Timed>, Vec<&Timed>) =
-            times.into_iter().partition(|timed| timed.way == "table");
+            times.into_iter().partition(|timed| timed.setting.way == "table");
         let Some(best) = ways.iter().min_by(|a, b| a.micros.total_cmp(&b.micros)) else {
             continue;
         };
         let chosen = chosen.first().map(|timed| timed.micros);
         let others: String = ways
             .iter()
-            .filter(|way| way.way != best.way)
-            .map(|way| format!("  {} {:.2}", way.way, way.micros))
+            .filter(|way| way.setting.way != best.setting.way)
+            .map(|way| format!("  {} {:.2}", way.setting.way, way.micros))
             .collect();
         let _ = writeln!(
             text,
             "{operation:<15} {:>8}  {:<16} {:>10.2}  {:>10}{}{others}",
             goals::size(bytes),
-            best.way,
+            best.setting.way,
             best.micros,
             chosen.map_or_else(|| "-".to_owned(), |micros| format!("{micros:.2}")),
             if chosen.is_some_and(|micros| micros > best.micros * TOLERANCE) {
@@ -159,25 +180,51 @@ fn judge(said: &str) -> Verdict {
     if said.lines().any(|line| line.contains("FAILED")) {
         return Err("it says FAILED".to_owned());
     }
-    match parse(said, 0, "").len() {
+    match said.lines().filter(|line| line.starts_with("row ")).count() {
         0 => Err("it has printed no time".to_owned()),
         count => Ok(format!("{count} sizes")),
     }
 }
 
+/// Name of a GPU and its driver's version, of a line about it.
+fn gpu(line: &str) -> (String, String) {
+    let (name, driver) = line.rsplit_once(", ").unwrap_or((line, ""));
+    (name.to_owned(), driver.to_owned())
+}
+
 pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
     let mut all = Vec::new();
+    let (gpu, version) = gpu(steps.host.gpus.first().map_or("", String::as_str));
     for ranks in [2, 4].into_iter().filter(|ranks| *ranks <= steps.host.gpus.len()) {
-        for (operation, algorithm) in OPERATIONS {
-            for way in ways(operation, algorithm, ranks) {
-                let mut command = driver(steps, &format!("bench {ranks} t {} {FACTOR} {LEAST}", way.most));
-                command.env("OPS", operation).envs(way.variables);
-                let name = format!("{operation}-{ranks}-{}", way.name.replace('/', "-"));
-                let said = steps.run(&name, Duration::from_secs(30), command, judge);
-                all.extend(said.iter().flat_map(|said| parse(said, ranks, &way.name)));
+        for (number, (code, data_type)) in TYPES.into_iter().enumerate() {
+            let operations = OPERATIONS
+                .into_iter()
+                .filter(|(operation, _)| number == 0 || REDUCED.contains(operation));
+            for (operation, algorithm) in operations {
+                for way in ways(operation, algorithm, ranks) {
+                    let mut command =
+                        driver(steps, &format!("bench {ranks} t {} {FACTOR} {LEAST}", way.most));
+                    command
+                        .env("OPS", operation)
+                        .env("TYPE", code)
+                        .envs(way.variables);
+                    let mut name = format!("{operation}-{ranks}-{}", way.name.replace('/', "-"));
+                    if number > 0 {
+                        name = format!("{name}-{code}");
+                    }
+                    let setting = Setting {
+                        gpu: gpu.clone(),
+                        driver: version.clone(),
+                        ranks,
+                        data_type,
+                        way: way.name,
+                    };
+                    let said = steps.run(&name, Duration::from_secs(30), command, judge);
+                    all.extend(said.iter().flat_map(|said| parse(said, &setting)));
+                }
             }
+            steps.note(&format!("{}\n", table(&all, ranks, data_type)));
         }
-        steps.note(&format!("{}\n", table(&all, ranks)));
     }
     let file = steps.file("times.jsonl");
     let lines: Result<Vec<_>, _> = all.iter().map(serde_json::to_string).collect();
@@ -195,13 +242,32 @@ mod tests {
     fn times_are_read_and_a_table_that_is_slower_is_marked() {
         let said = "init 300 ms\nrow all_reduce 2t 8 eager_us 7.1 host_us 5.2 graph_us 2.8 bus_GBps 0.0\n\
                     row all_reduce 2t 8388608 eager_us 40.5 host_us 5.2 graph_us 0.00 bus_GBps 200\nok\n";
-        let ours = parse(said, 2, "table");
-        let times: Vec<_> = ours.iter().map(|timed| (timed.bytes, timed.micros)).collect();
-        assert_eq!(times, [(8, 2.8), (8 << 20, 40.5)]);
+        let setting = |way: &str| Setting {
+            gpu: "A GPU".to_owned(),
+            driver: "1.2".to_owned(),
+            ranks: 2,
+            data_type: "float32",
+            way: way.to_owned(),
+        };
+        let ours = parse(said, &setting("table"));
+        let times: Vec<_> = ours
+            .iter()
+            .map(|timed| (timed.bytes, timed.graph, timed.micros))
+            .collect();
+        assert_eq!(times, [(8, false, 7.1), (8, true, 2.8), (8 << 20, false, 40.5)]);
+        let line = serde_json::to_value(&ours[1]).unwrap();
+        assert_eq!(
+            line,
+            serde_json::json!({
+                "gpu": "A GPU", "driver": "1.2", "ranks": 2, "type": "float32", "way": "table",
+                "operation": "all_reduce", "bytes": 8, "graph": true, "micros": 2.8,
+            })
+        );
         let mut all = ours;
-        all.extend(parse(&said.replace("2.8", "2.7"), 2, "one_shot/ll"));
-        all.extend(parse(&said.replace("40.5", "30"), 2, "two_shot/simple"));
-        let text = table(&all, 2);
+        all.extend(parse(&said.replace("2.8", "2.7"), &setting("one_shot/ll")));
+        all.extend(parse(&said.replace("40.5", "30"), &setting("two_shot/simple")));
+        assert!(!table(&all, 2, "bfloat16").contains("MiB") && !table(&all, 4, "float32").contains("MiB"));
+        let text = table(&all, 2, "float32");
         let row = |size: &str| text.lines().find(|line| line.contains(size)).unwrap();
         assert!(
             row(" 8 B ").contains("one_shot/ll") && !row(" 8 B ").contains("SLOWER"),
@@ -211,7 +277,11 @@ mod tests {
             row(" 8 MiB ").contains("two_shot/simple") && row(" 8 MiB ").contains("SLOWER"),
             "{text}"
         );
-        assert!(judge("FAILED bench\nrow").is_err() && judge("ok").is_err());
+        assert!(judge("FAILED bench\nrow ").is_err() && judge("ok").is_err());
         assert_eq!(judge(said).unwrap(), "2 sizes");
+        assert_eq!(
+            gpu("NVIDIA H200, 580.1"),
+            ("NVIDIA H200".to_owned(), "580.1".to_owned())
+        );
     }
 }
