@@ -86,10 +86,12 @@ fn what_needs_a_gpu_is_skipped_by_name() {
         "abort",
         "watch",
         "torch",
+        "training",
         "nccl-tests",
         "perf",
         "symm",
         "sanitizer",
+        "sanitizer-4",
         "pause",
     ] {
         assert!(skipped.contains(&part), "{part}: {skipped:?}");

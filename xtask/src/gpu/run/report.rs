@@ -147,7 +147,7 @@ fn line(row: &Row) -> String {
     };
     let mut lines = row.detail.lines();
     let mut text = format!(
-        "{:<10} {:<26} {result:<7} {time:>8}  {}",
+        "{:<12} {:<26} {result:<7} {time:>8}  {}",
         row.part,
         row.step,
         lines.next().unwrap_or("")

@@ -82,7 +82,7 @@ pub(super) const PARTS: &[Part] = &[
     },
     Part {
         name: "watch",
-        about: "the collector attached to a job: every operation, none lost",
+        about: "the collector attached to a job: every operation, each of 1,000 replays of captured ones, none lost",
         lacks: |host| one_gpu(host).or_else(watch::lacks),
         run: watch::run,
     },
