@@ -91,7 +91,7 @@ def share(step):
 
 
 def mean_of_ranks(loss):
-    mean = loss.detach().double()
+    mean = loss.detach().to(torch.float64, copy=True)
     dist.all_reduce(mean, op=dist.ReduceOp.AVG)
     return mean.item()
 
