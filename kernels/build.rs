@@ -6,7 +6,8 @@
 //! 2. `cuda-13.0` in `${RINGSIGHT_CACHE:-${XDG_CACHE_HOME:-~/.cache}/ringsight}`, where `cargo xtask setup` puts it;
 //! 3. `PATH`.
 //!
-//! `RINGSIGHT_NVCC_FLAGS` are given to it besides, as in `-DRINGSIGHT_NO_EVENTS` (`cuda/report.cuh`).
+//! `RINGSIGHT_NVCC_FLAGS` are given to it besides, as in `-DRINGSIGHT_NO_EVENTS` (`cuda/report.cuh`). `RINGSIGHT_CUDA_ARCHITECTURES` names others than
+//! those below, as in `90` for Hopper alone.
 //!
 //! Without nvcc, or without the C++ compiler that it needs, the crate is built without kernels: the host device works, and
 //! opening the CUDA device says what is missing. Kernels that do not compile are an error.
@@ -19,8 +20,8 @@ use std::{
     process::{Command, exit},
 };
 
-/// Ampere, Hopper, Blackwell.
-const ARCHITECTURES: [&str; 3] = ["80", "90", "100"];
+/// Ampere, Hopper, Blackwell; the first is that of the PTX.
+const ARCHITECTURES: &str = "80 90 100";
 /// Nothing is fused, so that results are the host device's, bit by bit.
 const FLAGS: [&str; 4] = ["-O3", "-std=c++17", "-fmad=false", "--threads=2"];
 
@@ -28,7 +29,12 @@ fn main() {
     for source in ["build.rs", "cuda"] {
         println!("cargo::rerun-if-changed={source}");
     }
-    for name in ["RINGSIGHT_NVCC", "RINGSIGHT_NVCC_FLAGS", "RINGSIGHT_CACHE"] {
+    for name in [
+        "RINGSIGHT_NVCC",
+        "RINGSIGHT_NVCC_FLAGS",
+        "RINGSIGHT_CUDA_ARCHITECTURES",
+        "RINGSIGHT_CACHE",
+    ] {
         println!("cargo::rerun-if-env-changed={name}");
     }
     if let Err(message) = kernels() {
@@ -93,12 +99,23 @@ fn compile(nvcc: &Path, out: &Path, built: &Path) -> Result<(), String> {
     if let Some(flags) = variable("RINGSIGHT_NVCC_FLAGS") {
         command.args(flags.to_string_lossy().split_ascii_whitespace());
     }
-    for architecture in ARCHITECTURES {
+    let architectures = match variable("RINGSIGHT_CUDA_ARCHITECTURES") {
+        Some(told) => told.to_string_lossy().into_owned(),
+        None => ARCHITECTURES.to_owned(),
+    };
+    let architectures: Vec<&str> = architectures.split_ascii_whitespace().collect();
+    let is_number = |word: &&str| word.starts_with(|first: char| first.is_ascii_digit());
+    let (Some(oldest), true) = (architectures.first(), architectures.iter().all(is_number)) else {
+        return Err(format!(
+            "RINGSIGHT_CUDA_ARCHITECTURES={}: is to be numbers, the oldest first, as in {ARCHITECTURES}",
+            architectures.join(" ")
+        ));
+    };
+    for architecture in &architectures {
         command.arg(format!(
             "-gencode=arch=compute_{architecture},code=sm_{architecture}"
         ));
     }
-    let oldest = ARCHITECTURES[0];
     command.arg(format!("-gencode=arch=compute_{oldest},code=compute_{oldest}"));
 
     // Profiles and clones share what takes most of a minute and does not depend on them.

@@ -112,7 +112,9 @@ pub fn without_records() -> Result<PathBuf> {
             // Kept apart: what differs would be built anew each time.
             .env("CARGO_TARGET_DIR", &target)
             .env("RINGSIGHT_NO_RECORDS", "1")
-            .env("RINGSIGHT_NVCC_FLAGS", "-DRINGSIGHT_NO_EVENTS"),
+            .env("RINGSIGHT_NVCC_FLAGS", "-DRINGSIGHT_NO_EVENTS")
+            // It is carried to GPUs: those that the figures are of, and, by PTX, newer ones.
+            .env("RINGSIGHT_CUDA_ARCHITECTURES", "90"),
     )?;
     Ok(target.join("release/libringsight_comm.so"))
 }
