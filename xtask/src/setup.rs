@@ -55,6 +55,8 @@ pub fn cache() -> Result<PathBuf> {
         .or_else(|| variable("XDG_CACHE_HOME").map(|folder| folder.join("ringsight")))
         .or_else(|| variable("HOME").map(|folder| folder.join(".cache/ringsight")))
         .context("no place for tools: set RINGSIGHT_CACHE to a folder")
+        // What is run from there may run elsewhere.
+        .and_then(|folder| std::path::absolute(&folder).with_context(|| folder.display().to_string()))
 }
 
 /// A compiler that can build `core` for `bpfel-unknown-none`.

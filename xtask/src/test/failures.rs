@@ -15,14 +15,19 @@ pub(crate) struct Failures {
 }
 
 impl Failures {
-    /// Takes the next line of the output. What is kept is from `failures:` to `test result:`.
+    /// Takes the next line of the output. What is kept are errors of what compiles and runs tests, and from `failures:` to the failed result; tests that a failed one has run in another process have
+    /// results of their own between.
     pub(crate) fn hear(&mut self, line: &str) {
-        if line.starts_with("test result: ") {
+        if line.starts_with("test result: FAILED") {
             let lines = std::mem::take(&mut self.lines);
             self.text.extend(lines.into_iter().map(|line| line + "\n"));
             self.is_told = false;
         } else if line == "failures:" {
             self.is_told = true;
+        } else if line.starts_with("error") && !self.is_told {
+            // Cargo's or a compiler's.
+            self.text += line;
+            self.text.push('\n');
         } else if self.is_told && !line.trim().is_empty() {
             self.lines.push_back(line.to_owned());
             if self.lines.len() > KEPT {
@@ -51,18 +56,21 @@ mod tests {
     fn what_failed_is_kept_and_nothing_else() {
         let mut failures = Failures::default();
         let passed = "running 1 test\ntest a ... ok\n\ntest result: ok. 1 passed; 0 failed; 0 ignored";
-        let long: String = (0..KEPT).map(|line| format!("line {line}\n")).collect();
+        let long: String = (0..KEPT - 1).map(|line| format!("line {line}\n")).collect();
         let failed = format!(
-            "running 1 test\ntest b ... FAILED\n\nfailures:\n\n---- b stdout ----\n{long}\nfailures:\n    b\n\n\
+            "running 1 test\ntest b ... FAILED\n\nfailures:\n\n---- b stdout ----\ntest result: ok. 1 passed; 0 failed\n{long}\nfailures:\n    b\n\n\
              test result: FAILED. 0 passed; 1 failed; 0 ignored"
         );
         for line in passed.lines().chain(failed.lines()).chain(passed.lines()) {
             failures.hear(line);
         }
+        failures.hear("error: test failed, to rerun pass `-p x`");
         let text = failures.text();
+        let (text, error) = text.trim_end().rsplit_once('\n').unwrap();
+        assert_eq!(error, "error: test failed, to rerun pass `-p x`");
         assert_eq!(text.lines().count(), KEPT, "{text}");
         assert!(
-            text.starts_with("line 1\n") && text.ends_with("\n    b\n"),
+            text.starts_with("line 0\n") && text.ends_with("\n    b"),
             "{text}"
         );
     }

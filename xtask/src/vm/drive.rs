@@ -177,8 +177,11 @@ impl Drive<'_> {
                 return End::Ended(status);
             }
             if let Some(processor) = beats.silent(Instant::now()) {
-                let places = beats::places(&self.scratch.file(MONITOR), self.processors);
-                return End::Frozen(Frozen { processor, places });
+                return End::Frozen(Frozen {
+                    processor,
+                    places: beats::places(&self.scratch.file(MONITOR), self.processors),
+                    console: console::tail(&console::read(&self.scratch.file(CONSOLE))),
+                });
             }
         }
     }
