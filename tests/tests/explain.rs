@@ -4,7 +4,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use ringsight_tests::{LIMIT, alone, artifacts, folder, under_way};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 fn explain(arguments: &[&str]) -> Result<String> {
     explain_with(arguments, &[])
@@ -112,6 +112,40 @@ fn the_environment_leaves_ways_out() -> Result<()> {
     ensure!(
         wrong.contains("RINGSIGHT_PROTO=^ll,tree: tree is none of ll, ll128, simple, push, ce"),
         "{wrong}"
+    );
+    Ok(())
+}
+
+/// Spans do not say by which policy: copy engines that did something short were to do all.
+#[test]
+fn what_copy_engines_did_is_what_the_table_says() -> Result<()> {
+    let library = artifacts().library_folder.join("libnccl.so.2");
+    let library = library.to_str().context("a path that is no text")?;
+    let attribute = |key: &str, value: Value| json!({"key": key, "value": value});
+    let text = |key: &str, value: &str| attribute(key, json!({"stringValue": value}));
+    let number = |key: &str, value: u64| attribute(key, json!({"intValue": value}));
+    let of = |bytes: u64| {
+        json!({"attributes": [
+            text("ccl.operation.name", "all_gather"),
+            number("ccl.message.size", bytes),
+            number("ccl.communicator.size", 2),
+            text("ccl.data_type", "float32"),
+            text("ccl.algorithm", "direct"),
+            text("ccl.protocol", "ce"),
+            number("ccl.channel.count", 1),
+        ]})
+    };
+    let line = json!({"resourceSpans": [{"scopeSpans": [{"spans": [of(1 << 16), of(1 << 30)]}]}]});
+    let folder = folder()?;
+    let file = folder.path().join("spans.jsonl");
+    std::fs::write(&file, line.to_string())?;
+    let file = file.to_str().context("a path that is no text")?;
+    let told = explain(&["--json", "--library", library, "--spans", file])?;
+    let told: Value = serde_json::from_str(&told)?;
+    let all = told.as_array().context("operations")?;
+    ensure!(
+        all.len() == 2 && all.iter().all(|one| one["agrees"] == true),
+        "{told:#}"
     );
     Ok(())
 }

@@ -178,7 +178,12 @@ fn explain(arguments: &ExplainArguments) -> Result<String, String> {
         // Of a communicator that is gone, or of a record that does not have them: those of the options.
         let terms = match terms {
             Some(terms) => terms,
-            None => arguments.terms()?,
+            None => {
+                let told = arguments.terms()?;
+                // Long ones may be by copy engines whatever the policy: it is no other choice then.
+                let zero_cta = told.zero_cta || in_window;
+                Terms { zero_cta, ..told }
+            }
         };
         all.push(Explained {
             operation,
