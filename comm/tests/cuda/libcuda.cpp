@@ -102,6 +102,12 @@ int cuGetErrorString(int, const char** text) { return *text = "of the mock drive
 int cuDevicePrimaryCtxRetain(Context** context, int device) {
   if (device < 0 || device >= devices()) return INVALID_DEVICE;
   *context = &contexts[device];
+  held[CONTEXTS]++;
+  return SUCCESS;
+}
+int cuDevicePrimaryCtxRelease_v2(int device) {
+  if (device < 0 || device >= devices()) return INVALID_DEVICE;
+  held[CONTEXTS]--;
   return SUCCESS;
 }
 // Beside the primary one.

@@ -268,7 +268,14 @@ impl Gpu {
         // SAFETY: handles are written to the locals; the image is a fat binary of nvcc's. Setting an attribute loads the
         // kernel now: loaded at its first launch, it would wait for kernels that wait for it.
         unsafe {
+            let mut before = std::ptr::null_mut();
+            call!(cuCtxGetCurrent(&raw mut before))?;
             call!(cuDevicePrimaryCtxRetain(&raw mut context, device))?;
+            undo.add(move || {
+                // Not what may end with it.
+                let _ = call!(cuCtxSetCurrent(before));
+                let _ = call!(cuDevicePrimaryCtxRelease_v2(device));
+            });
             call!(cuCtxSetCurrent(context))?;
             call!(cuModuleLoadData(&raw mut module, fatbin.as_ptr().cast()))?;
             undo.add(move || drop(call!(cuModuleUnload(module))));

@@ -1,6 +1,9 @@
 //! How launches come into streams: kernels among peers, by the graphs of their communicator where that is better, and channel programs.
 
-use std::{ffi::c_int, sync::Arc};
+use std::{
+    ffi::c_int,
+    sync::{Arc, OnceLock},
+};
 
 use cudarc::driver::sys::{CUfunction, CUstream};
 use ringsight_kernels::{
@@ -47,8 +50,22 @@ pub(super) fn graphs(
 pub(super) enum How<'a> {
     /// In no capture, with what its communicator has for that.
     Eager(Option<&'a mut KernelGraphs>),
-    /// As a node of a capture.
-    Captured,
+    /// As a node of a capture. Its number is for who sees the graph go, also where what follows the kernel fails.
+    Captured(&'a OnceLock<u32>),
+}
+
+impl How<'_> {
+    fn is_captured(&self) -> bool {
+        matches!(self, Self::Captured(_))
+    }
+
+    /// Its kernel, or the first of them, is in the stream.
+    fn has_launched(&self, launch: u32) {
+        if let Self::Captured(number) = self {
+            // Once for each launch.
+            let _ = number.set(launch);
+        }
+    }
 }
 
 impl Gpu {
@@ -65,12 +82,12 @@ impl Gpu {
         Some(Box::new(graphs?))
     }
 
-    /// Puts a launch into the stream; returns its number.
-    pub(super) fn launch(self: &Arc<Self>, stream: CUstream, launch: Arc<Launch>, how: How) -> Result<u32> {
+    /// Puts a launch into the stream.
+    pub(super) fn launch(self: &Arc<Self>, stream: CUstream, launch: Arc<Launch>, how: How) -> Result<()> {
         // Looked at where it is: it has several hundred bytes.
         match &mut PeerLaunch::new(&launch) {
             Ok(Some(peers)) => self.launch_among_peers(stream, launch, peers, how),
-            Ok(None) => self.launch_program(stream, launch, matches!(how, How::Captured)),
+            Ok(None) => self.launch_program(stream, launch, &how),
             Err(error) => Err(invalid(error)),
         }
     }
@@ -80,9 +97,9 @@ impl Gpu {
         stream: CUstream,
         launch: Arc<Launch>,
         peers: &mut PeerLaunch,
-        how: How,
-    ) -> Result<u32> {
-        let captured = matches!(how, How::Captured);
+        mut how: How,
+    ) -> Result<()> {
+        let captured = how.is_captured();
         let engines = peers.copies.map(|_| engines::of(&launch)).transpose()?;
         let head = self.enter(launch, captured, None)?;
         *peers.arguments.head_mut() = head;
@@ -98,24 +115,20 @@ impl Gpu {
         // events holds it.
         unsafe {
             let arguments = &mut [peers.arguments.as_mut_ptr()];
-            match how {
+            match &mut how {
                 How::Eager(Some(graphs)) if gains => graphs.launch(&kernel, stream, arguments),
                 _ => kernel.launch(stream, arguments),
             }
         }
         .inspect_err(|_| self.launches.forget(head.launch))?;
+        how.has_launched(head.launch);
         if let Some((copies, engines)) = peers.copies.take().zip(engines) {
             self.copy_between(stream, peers, &copies, &engines, captured)?;
         }
-        Ok(head.launch)
+        Ok(())
     }
 
-    fn launch_program(
-        self: &Arc<Self>,
-        stream: CUstream,
-        launch: Arc<Launch>,
-        captured: bool,
-    ) -> Result<u32> {
+    fn launch_program(self: &Arc<Self>, stream: CUstream, launch: Arc<Launch>, how: &How) -> Result<()> {
         let program = Program::new(&launch).map_err(|error| invalid(&error))?;
         if program.shared_bytes() > self.shared_bytes {
             return Err(DeviceError::InvalidUsage(format!(
@@ -134,7 +147,7 @@ impl Gpu {
                 }
             })
         });
-        arguments.head = self.enter(launch, captured, on_end)?;
+        arguments.head = self.enter(launch, how.is_captured(), on_end)?;
         let number = arguments.head.launch;
         let shared_bytes = program.shared_bytes() as u32;
         let kernel = Kernel {
@@ -147,7 +160,8 @@ impl Gpu {
         // SAFETY: as above.
         unsafe { kernel.launch(stream, &mut [std::ptr::from_mut(&mut arguments).cast()]) }
             .inspect_err(|_| self.launches.forget(number))?;
-        Ok(number)
+        how.has_launched(number);
+        Ok(())
     }
 }
 

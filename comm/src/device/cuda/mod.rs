@@ -537,7 +537,7 @@ impl Device for CudaDevice {
         let capturing = captures::capturing(stream)?;
         let Some((_, graph)) = capturing else {
             let how = How::Eager(kernel_graphs::of(launcher));
-            return gpu.launch(handle(stream), launch, how).map(drop);
+            return gpu.launch(handle(stream), launch, how);
         };
         // First: what has been captured is in the graph, whatever fails then, and is the launch's as long as that is there.
         let number = Arc::new(OnceLock::new());
@@ -548,10 +548,7 @@ impl Device for CudaDevice {
             }
         };
         release::when_gone(graph, Box::new(forget))?;
-        let launched = gpu.launch(handle(stream), launch, How::Captured)?;
-        // Set here alone, once.
-        let _ = number.set(launched);
-        Ok(())
+        gpu.launch(handle(stream), launch, How::Captured(&number))
     }
 
     fn launch_kernel_at_once(
@@ -565,7 +562,7 @@ impl Device for CudaDevice {
             return self.launch_kernel(stream, launch, launcher);
         }
         let how = How::Eager(kernel_graphs::of(launcher));
-        self.gpu(device)?.launch(handle(stream), launch, how).map(drop)
+        self.gpu(device)?.launch(handle(stream), launch, how)
     }
 
     fn capture_of(&self, stream: Stream) -> Result<Option<Capture>> {

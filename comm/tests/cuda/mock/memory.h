@@ -181,9 +181,9 @@ int cuMemcpyDtoDAsync_v2(void* to, const void* from, size_t bytes, void* stream)
 }
 
 // What this process has and has not given back: memory of devices, of other processes, of the host, registered ranges, ranges of addresses,
-// streams, events, graphs of either kind, and modules.
+// streams, events, graphs of either kind, modules, and primary contexts.
 void ringsight_mock_held(u64* figures) {
   std::lock_guard lock(memory_mutex);
-  const u64 all[] = {memory.size(), opened.size(), host_memory.size(), registered.size(), reserved_ranges.size(), held[STREAMS], held[EVENTS], held[GRAPHS], held[MODULES]};
+  const u64 all[] = {memory.size(), opened.size(), host_memory.size(), registered.size(), reserved_ranges.size(), held[STREAMS], held[EVENTS], held[GRAPHS], held[MODULES], held[CONTEXTS]};
   std::copy(std::begin(all), std::end(all), figures);
 }

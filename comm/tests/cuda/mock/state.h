@@ -48,7 +48,7 @@ enum Result : int {
 using Task = std::function<void()>;
 
 // How many there are of what callers give back.
-enum { STREAMS, EVENTS, GRAPHS, MODULES, KINDS };
+enum { STREAMS, EVENTS, GRAPHS, MODULES, CONTEXTS, KINDS };
 std::atomic<u64> held[KINDS];
 template <int KIND> struct Held {
   Held() { held[KIND]++; }
