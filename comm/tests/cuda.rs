@@ -13,22 +13,25 @@ mod watchdog;
 #[path = "cuda/windows.rs"]
 mod windows;
 
-use std::{path::Path, process::Command, sync::OnceLock};
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+    sync::OnceLock,
+};
 
 use native::{library, run};
 use ringsight_kernels::cuda;
-use tempfile::TempDir;
 
 /// The folder of the driver without a GPU and of the programs.
 fn built() -> &'static Path {
-    static FOLDER: OnceLock<TempDir> = OnceLock::new();
-    FOLDER
-        .get_or_init(|| {
-            let folder = tempfile::tempdir().unwrap();
-            native::build_cuda(folder.path());
-            folder
-        })
-        .path()
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    FOLDER.get_or_init(|| {
+        // One for all runs: nothing removes what a static holds.
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda");
+        std::fs::create_dir_all(&folder).unwrap();
+        native::build_cuda(&folder);
+        folder
+    })
 }
 
 /// Runs the program; its last line says that all is well, after "ok ".
