@@ -65,6 +65,13 @@ fn checks(operation: &str, gpus: usize) -> Vec<(String, String)> {
             format!("-g {gpus} {all} -b 8M -e 16M -f 2 {FEW}"),
         ),
     ];
+    // Into windows so long that copy engines do it.
+    if BY_ENGINES.contains(&operation) {
+        runs.push((
+            "R2-long".into(),
+            format!("-g {gpus} -R 2 -b 512M -e 1G -f 2 -c 1 -w 0 -n 1"),
+        ));
+    }
     // Registered, as windows, and captured: ranks of one thread, and each of its own.
     for (name, words) in [
         ("R1", "-R 1 -b 8 -e 64M -f 8"),
@@ -136,8 +143,9 @@ fn times(steps: &mut Steps<'_>, gpus: usize) -> Result<()> {
             }
             for graph in [20, 0] {
                 for (library, is_ours) in [(ours.as_path(), true), (stock, false)] {
-                    // Ranks of one process reach each other's buffers without it.
-                    if is_ours && registered > 0 && !engines {
+                    // Ranks of one process reach each other's buffers without it; copy engines want windows.
+                    let is_other = engines || registered == 2 && BY_ENGINES.contains(&operation);
+                    if is_ours && registered > 0 && !is_other {
                         continue;
                     }
                     let name = format!(
