@@ -8,7 +8,7 @@ const NO_RECORDS: &str = "RINGSIGHT_NO_RECORDS";
 fn main() {
     println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libnccl.so.2");
     println!("cargo::rustc-check-cfg=cfg(ringsight_no_records)");
-    if std::env::var_os(NO_RECORDS).is_some_and(|value| value != "0") {
+    if std::env::var_os(NO_RECORDS).is_some_and(|value| !value.is_empty() && value != "0") {
         println!("cargo::rustc-cfg=ringsight_no_records");
     }
     println!("cargo::rerun-if-env-changed={NO_RECORDS}");

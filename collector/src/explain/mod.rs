@@ -81,7 +81,7 @@ pub struct Terms {
     pub one_shot: bool,
     /// All ranks' kernels reach each other's memory.
     pub peers: bool,
-    /// All ranks' `CTAPolicy` is zero: copy engines do what they can in windows, however short it is.
+    /// Copy engines do what they can in windows, however short it is, as where all ranks' `CTAPolicy` is zero.
     pub zero_cta: bool,
 }
 

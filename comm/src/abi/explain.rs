@@ -287,7 +287,7 @@ mod tests {
         assert!(asked(gather(1)).unwrap().iter().any(is_taken));
         assert!(asked(may_be_kernels(1 << 30)).unwrap().iter().any(is_taken));
         let short = asked(may_be_kernels(8)).unwrap();
-        let ends = "rank's buffers, but where all ranks' CTAPolicy is zero";
+        let ends = "rank's buffers, unless all ranks' CTAPolicy is zero";
         assert!(!short.iter().any(is_taken) && short.iter().any(|row| text(&row.reason).ends_with(ends)));
         let without = asked(gather(0)).unwrap();
         assert!(!without.iter().any(is_taken));

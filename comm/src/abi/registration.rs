@@ -111,13 +111,16 @@ unsafe fn register_window(
         )));
     }
     comm.check_usable()?;
-    let window = comm.register(address, size)?;
-    *place = window;
+    let (window, refused) = match comm.register(address, size) {
+        Ok(window) => (Some(window), None),
+        Err(error) => (None, Some(error)),
+    };
+    *place = window.unwrap_or(0);
     let joining = Joining {
         comm,
-        window: Some(window),
+        window,
         part: Part {
-            handle: window,
+            handle: *place,
             address,
             bytes: size,
             is_symmetric: flags & COLL_SYMMETRIC != 0,
@@ -130,9 +133,12 @@ unsafe fn register_window(
         made: None,
         work: Box::new(move || {
             // Numbered here, since a group that fails does not come to it, and the other ranks do not count what it asked for.
-            joining.comm.join_window(joining.part)?;
+            let part = refused
+                .as_ref()
+                .map_or(Ok(joining.part), |error| Err(&*error.text));
+            joining.comm.join_window(part)?;
             joining.keep();
-            Ok(())
+            refused.map_or(Ok(()), Err)
         }),
     })
     .inspect_err(|error| {

@@ -203,8 +203,8 @@ fn agree(
 }
 
 /// Makes the memory and reaches that of the others; `None` if any rank cannot. All ranks call it, and all get the same answer.
-/// With it comes where mappings of callers' memory are kept, which lives as long. `ended_well` is to be set when nobody writes there any more;
-/// that and `near`, the FIFOs' memory, are where no communicator comes of it.
+/// With it comes where mappings of callers' memory are kept, which lives as long. `ended_well` is to be set when nobody writes there any more.
+/// Where all ranks fail it is set here, and `near`, the memory of FIFOs, is told that nobody writes there either.
 ///
 /// # Errors
 /// Of the bootstrap network; on all ranks, if one has not enough memory.

@@ -222,13 +222,17 @@ impl Communicator {
         self.windows.find(recv, received)
     }
 
-    /// Waits until every rank has registered its part of the next window, and finds out whether copy engines can work in it.
+    /// Waits until every rank has registered its part of the next window, and finds out whether copy engines can work in it. A rank whose part was
+    /// refused comes, too, and says why: the others wait for it.
     ///
     /// # Errors
     /// A rank that is gone or does not come, or an abort.
-    pub(crate) fn join_window(&self, part: Part) -> Result<()> {
+    pub(crate) fn join_window(&self, part: std::result::Result<Part, &str>) -> Result<()> {
         let number = self.windows.next();
-        let offer = self.offer(&part);
+        let offer = match &part {
+            Ok(part) => self.offer(part),
+            Err(why) => self.windows.for_engines.then(|| Err((*why).to_owned())),
+        };
         let mine = offer.as_ref().map(encode).unwrap_or_default();
         let offers = self.meet_for_window(number, &mine)?;
         if offer.is_none() {
@@ -236,8 +240,14 @@ impl Communicator {
         }
         let offers: Vec<Offer> = offers.iter().map(|bytes| parse(bytes)).collect();
         let bytes = offers.iter().flatten().map(|(_, bytes, _)| *bytes).min();
+        let least = self.limits.engine_bytes;
         let window = match self.first_of(offers.iter().map(|offer| offer.as_ref().err())) {
             Some(why) => Err(why),
+            // Nothing in it is long enough.
+            None if bytes.is_some_and(|bytes| bytes < least) => Err(format!(
+                "it has {} bytes, they are for at least {least}",
+                bytes.unwrap_or_default()
+            )),
             None => {
                 let reached = self.reach(&offers);
                 // Nobody uses it before all reach all; where not all do, nobody does.
@@ -265,7 +275,9 @@ impl Communicator {
                 tracing::info!(target: log::INIT, "Window {number} is not for copy engines: {why}");
             }
         }
-        if part.is_symmetric {
+        if let Ok(part) = part
+            && part.is_symmetric
+        {
             self.windows.enter(Joined {
                 handle: part.handle,
                 number,

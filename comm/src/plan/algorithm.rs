@@ -151,7 +151,7 @@ impl fmt::Display for Reason {
             Self::ShortForEngines(u64::MAX) => f.write_str("RINGSIGHT_ENGINE_BYTES or NCCL_P2P_DIRECT_DISABLE leaves it out"),
             Self::ShortForEngines(least) => write!(
                 f,
-                "it is for at least {least} bytes of the larger of a rank's buffers, but where all ranks' CTAPolicy is zero"
+                "it is for at least {least} bytes of the larger of a rank's buffers, unless all ranks' CTAPolicy is zero"
             ),
             Self::NoWindow => f.write_str(
                 "the receive buffer is in no window that all ranks registered with NCCL_WIN_COLL_SYMMETRIC",

@@ -24,7 +24,8 @@ pub struct Limits {
     /// Bytes of all ranks together from which on the contributions of reductions that go so are pushed to who reduces them, and not read
     /// where they are (`RINGSIGHT_PUSH_BYTES`).
     pub push_bytes: u64,
-    /// Bytes of the larger of a rank's buffers from which on copy engines do what they can (`RINGSIGHT_ENGINE_BYTES`); 0 for whose `CTAPolicy` is zero.
+    /// Bytes of the larger of a rank's buffers from which on copy engines do what they can (`RINGSIGHT_ENGINE_BYTES`); 0: whatever they can, as
+    /// [`Limits::without_kernels`].
     pub engine_bytes: u64,
     /// Algorithms and protocols that are not left out.
     pub allowed: Allowed,
@@ -66,11 +67,12 @@ impl Limits {
         })
     }
 
-    /// Of a rank whose `CTAPolicy` is zero: no kernel does what copy engines can, however short it is.
+    /// Of a rank whose `CTAPolicy` is zero: no kernel does what copy engines can, however short it is; if these may do anything.
     #[must_use]
     pub fn without_kernels(self) -> Self {
+        let never = self.engine_bytes == u64::MAX;
         Self {
-            engine_bytes: 0,
+            engine_bytes: if never { u64::MAX } else { 0 },
             ..self
         }
     }
@@ -180,6 +182,7 @@ mod tests {
             ..all
         };
         assert!(all.have_engines() && !never.and(&all.without_kernels()).have_engines());
+        assert!(!never.without_kernels().have_engines());
     }
 
     #[test]

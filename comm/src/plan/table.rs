@@ -34,7 +34,7 @@ const fn pushed(algorithm: Algorithm) -> Choice {
     among_peers(algorithm, Protocol::Push)
 }
 
-/// By copy engines, into receive buffers in a window whose places all hosts know, between two kernels of one block: where that is faster, or where all
+/// By copy engines, into receive buffers in a window whose places all hosts know, between two kernels of one block: where that is about as fast or faster, or where all
 /// ranks want no kernel to take what computes, however long it takes ([`Limits::engine_bytes`](super::limits::Limits::engine_bytes)).
 pub(crate) const BY_ENGINES: Choice = among_peers(Algorithm::Direct, Protocol::Ce);
 

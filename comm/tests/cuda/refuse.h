@@ -135,7 +135,15 @@ static int refuse_registrations(struct Rank* r, CUdeviceptr elsewhere, size_t by
   handle = words;
   says(nccl.CommWindowRegister(r->comm, (void*)elsewhere, bytes, &handle, 1), words, "a window of another GPU's memory");
   if (handle != NULL) fail("refuse: rank %d: a window of what was refused", r->rank);
-  return 2;
+  // Of one rank alone: the others do not wait for it.
+  if (r->rank == 0) {
+    says(nccl.CommWindowRegister(r->comm, (void*)elsewhere, bytes, &handle, 1), words, "one rank's window of another GPU's memory");
+    if (handle != NULL) fail("refuse: a window of what was refused on one rank");
+  } else {
+    NC(CommWindowRegister(r->comm, (void*)r->recv, bytes, &handle, 1));
+    NC(CommWindowDeregister(r->comm, handle));
+  }
+  return 3;
 }
 
 // Memory may be given back by a thread that has not used a GPU.

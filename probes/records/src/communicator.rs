@@ -50,7 +50,7 @@ impl Communicator {
     pub const ONE_SHOT: u32 = 1;
     /// All ranks' kernels reach each other's memory.
     pub const PEERS: u32 = 2;
-    /// All ranks' `CTAPolicy` is zero: copy engines do what they can in windows, however short it is.
+    /// Copy engines do what they can in windows, however short it is, as where all ranks' `CTAPolicy` is zero.
     pub const ZERO_CTA: u32 = 4;
 
     /// Its name, cut at the first zero byte; empty if it has none or is not UTF-8.
