@@ -136,9 +136,11 @@ unsafe fn register_window(
             let part = refused
                 .as_ref()
                 .map_or(Ok(joining.part), |error| Err(&*error.text));
-            joining.comm.join_window(part)?;
+            let joined = joining.comm.join_window(part);
+            // Whatever came of the others.
+            refused.map_or(joined, Err)?;
             joining.keep();
-            refused.map_or(Ok(()), Err)
+            Ok(())
         }),
     })
     .inspect_err(|error| {
