@@ -384,6 +384,24 @@ fn without_graphs_an_eager_call_takes_no_more_than_it_took() {
     takes_no_more(test, &[("RINGSIGHT_MOCK_NO_KERNEL_NODES", "1")], false);
 }
 
+/// Nothing else shows it but the time that calls take.
+#[test]
+fn a_plan_that_is_over_is_that_of_the_next_such_call() {
+    let test = "a_plan_that_is_over_is_that_of_the_next_such_call";
+    let settings = [
+        ("RINGSIGHT_MOCK_KERNELS", "skip"),
+        ("NCCL_DEBUG", "TRACE"),
+        ("NCCL_DEBUG_SUBSYS", "TUNING"),
+    ];
+    let Some(said) = output("calls", test, &["2"], &settings) else {
+        return;
+    };
+    let number = |words: &str| said.lines().filter(|line| line.contains(words)).count();
+    let (calls, again) = (number(" AllReduce: "), number(" is that of an earlier such call"));
+    // Not of the first batch, whose calls are under way together, nor of those that the machine has let run into one another.
+    assert!(calls > 4000 && again > calls / 2, "{again} of {calls}");
+}
+
 fn takes_no_more(test: &str, settings: &[(&str, &str)], by_graphs: bool) {
     let settings = [&[("RINGSIGHT_MOCK_KERNELS", "skip")], settings].concat();
     let Some(said) = start("calls", test, &[], &settings) else {

@@ -7,7 +7,7 @@
 use ringsight_kernels::Work;
 
 use super::{Plan, Request, Task, algorithm::Choice, announce::Carried};
-use crate::{communicator::Communicator, error::Result, launch::reclaim::Spare, observe};
+use crate::{communicator::Communicator, error::Result, launch::reclaim::Spare, log, observe};
 
 /// Whether the plan of an operation among peers may be that of a later one. Not where it goes straight between buffers, which others have to
 /// reach each time; nor where it is in a window, which may be gone, and is part of the call.
@@ -45,6 +45,7 @@ pub(super) fn plan(
     let Some(ready) = spare.again(number, task.info)? else {
         return Ok(());
     };
+    tracing::trace!(target: log::TUNING, "plan {number} is that of an earlier such call");
     let plan = place.insert(Plan::new(number));
     plan.ready = Some(ready);
     let carried = Carried {
