@@ -145,10 +145,7 @@ unsafe fn read(asked: &Explain) -> Result<(Asked, usize)> {
                 0 => Engines::NoWindow,
                 _ => Engines::Reach,
             },
-            limits: match asked.zero_cta {
-                0 => Limits::from_environment()?,
-                _ => Limits::from_environment()?.without_kernels(),
-            },
+            limits: Limits::from_environment(asked.zero_cta != 0)?,
         },
         channels,
     ))

@@ -79,10 +79,7 @@ impl Terms {
             work_fifo_depth: depth.clamp(2, 1 << 20) as u64,
             share,
             one_shot: device::device()?.runs(Algorithm::OneShot),
-            limits: match config.cta_policy {
-                ZERO_CTA => Limits::from_environment()?.without_kernels(),
-                _ => Limits::from_environment()?,
-            },
+            limits: Limits::from_environment(config.cta_policy == ZERO_CTA)?,
         })
     }
 

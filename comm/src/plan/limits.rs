@@ -46,15 +46,15 @@ impl Limits {
     /// Bytes of [`Limits::to_bytes`].
     pub const BYTES: usize = 24 + Allowed::BYTES;
 
-    /// As the environment says.
+    /// As the environment says to a rank whose `CTAPolicy` is zero, or is not.
     ///
     /// # Errors
     /// A variable with an impossible value.
-    pub fn from_environment() -> Result<Self> {
+    pub fn from_environment(zero_cta: bool) -> Result<Self> {
         let is_straight = !env::switch("NCCL_P2P_DIRECT_DISABLE", false);
         let straight_bytes = env::number("RINGSIGHT_STRAIGHT_BYTES")?;
         let engine_bytes = env::number("RINGSIGHT_ENGINE_BYTES")?;
-        Ok(Self {
+        let limits = Self {
             straight_bytes: if is_straight {
                 straight_bytes
             } else {
@@ -64,6 +64,11 @@ impl Limits {
             // They, too, write into callers' buffers.
             engine_bytes: engine_bytes.unwrap_or(if is_straight { ENGINE_BYTES } else { u64::MAX }),
             allowed: Allowed::from_environment()?,
+        };
+        Ok(if zero_cta {
+            limits.without_kernels()
+        } else {
+            limits
         })
     }
 
