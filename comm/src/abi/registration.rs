@@ -61,7 +61,6 @@ entry! {
 struct Joining {
     comm: Arc<Communicator>,
     window: Option<usize>,
-    part: Part,
 }
 
 impl Joining {
@@ -111,21 +110,15 @@ unsafe fn register_window(
         )));
     }
     comm.check_usable()?;
-    let (window, refused) = match comm.register(address, size) {
-        Ok(window) => (Some(window), None),
-        Err(error) => (None, Some(error)),
-    };
+    let part = comm.register(address, size).map(|handle| Part {
+        handle,
+        address,
+        bytes: size,
+        is_symmetric: flags & COLL_SYMMETRIC != 0,
+    });
+    let window = part.as_ref().ok().map(|part| part.handle);
     *place = window.unwrap_or(0);
-    let joining = Joining {
-        comm,
-        window,
-        part: Part {
-            handle: *place,
-            address,
-            bytes: size,
-            is_symmetric: flags & COLL_SYMMETRIC != 0,
-        },
-    };
+    let joining = Joining { comm, window };
     group::submit(Job {
         life: joining.comm.life().clone(),
         child: None,
@@ -133,12 +126,10 @@ unsafe fn register_window(
         made: None,
         work: Box::new(move || {
             // Numbered here, since a group that fails does not come to it, and the other ranks do not count what it asked for.
-            let part = refused
-                .as_ref()
-                .map_or(Ok(joining.part), |error| Err(&*error.text));
-            let joined = joining.comm.join_window(part);
-            // Whatever came of the others.
-            refused.map_or(joined, Err)?;
+            let told = part.as_ref().copied().map_err(|error| &*error.text);
+            let joined = joining.comm.join_window(told);
+            // Why it was refused, whatever came of the others.
+            part.and(joined)?;
             joining.keep();
             Ok(())
         }),

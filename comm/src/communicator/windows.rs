@@ -1,7 +1,7 @@
 //! Windows: buffers that all ranks register together, and what copy engines need to know of them.
 //!
-//! The ranks of a node tell each other, when they register a window with `NCCL_WIN_COLL_SYMMETRIC`, where their parts are, and each finds out where it reaches those of the others: in its own process at the same
-//! address, in others where it has mapped what these have shown ([`super::maps`]). If all reach all, a collective whose receive buffer is in
+//! The ranks of a node tell each other, when they register a window with `NCCL_WIN_COLL_SYMMETRIC`, where their parts are, and each finds
+//! out where it reaches those of the others: in its own process at the same address, in others where it has mapped what these have shown ([`super::maps`]). If all reach all, a collective whose receive buffer is in
 //! the window, at the same place on all ranks as the flag promises, can be done by copies that each host queues. Which place it is goes into
 //! the operation's tag: a rank that does not keep the promise is found out.
 //!
@@ -240,14 +240,12 @@ impl Communicator {
         }
         let offers: Vec<Offer> = offers.iter().map(|bytes| parse(bytes)).collect();
         let bytes = offers.iter().flatten().map(|(_, bytes, _)| *bytes).min();
+        let bytes = bytes.unwrap_or(0);
         let least = self.limits.engine_bytes;
         let window = match self.first_of(offers.iter().map(|offer| offer.as_ref().err())) {
             Some(why) => Err(why),
             // Nothing in it is long enough.
-            None if bytes.is_some_and(|bytes| bytes < least) => Err(format!(
-                "it has {} bytes, they are for at least {least}",
-                bytes.unwrap_or_default()
-            )),
+            None if bytes < least => Err(format!("it has {bytes} bytes, they are for at least {least}")),
             None => {
                 let reached = self.reach(&offers);
                 // Nobody uses it before all reach all; where not all do, nobody does.
@@ -282,7 +280,7 @@ impl Communicator {
                 handle: part.handle,
                 number,
                 address: part.address,
-                bytes: bytes.map_or(0, |bytes| usize::try_from(bytes).unwrap_or(usize::MAX)),
+                bytes: usize::try_from(bytes).unwrap_or(usize::MAX),
                 window: window.ok(),
             });
         }
