@@ -70,8 +70,7 @@ static void run_abort(struct Rank* r) {
   run_late(r);
   // And again from the beginning.
   open_rank(r, 2);
-  enqueue(r, ALL_REDUCE, F32, 1000, 0, 0, r->send, r->recv);
-  CU(cuStreamSynchronize, r->stream);
+  reduce_once(r);
   barrier();
   NC(CommDestroy(r->comm));
   barrier();
@@ -82,8 +81,7 @@ static void run_abort(struct Rank* r) {
 static void run_death(struct Rank* r) {
   open_rank(r, 0);
   buffers(r, 8 << 20);
-  enqueue(r, ALL_REDUCE, F32, 1000, 0, 0, r->send, r->recv);
-  CU(cuStreamSynchronize, r->stream);
+  reduce_once(r);
   barrier();
   if (r->rank == ranks - 1) {
     usleep(200000);

@@ -27,8 +27,7 @@ static void await_held(struct Held wanted, const char* when) {
 // A communicator that is made, used, and destroyed or aborted; how long the latter takes.
 static double come_and_go(struct Rank* r, int which, bool aborted) {
   open_rank(r, which);
-  enqueue(r, ALL_REDUCE, F32, 1000, 0, 0, r->send, r->recv);
-  CU(cuStreamSynchronize, r->stream);
+  reduce_once(r);
   barrier();
   double start = now();
   if (aborted) NC(CommAbort(r->comm));
@@ -48,8 +47,7 @@ static void run_ended(struct Rank* r, bool kept) {
   CUstream stream = r->stream;
   Comm stuck = r->comm;
   buffers(r, 1 << 20);
-  enqueue(r, ALL_REDUCE, F32, 1000, 0, 0, r->send, r->recv);
-  CU(cuStreamSynchronize, stream);
+  reduce_once(r);
   barrier();
   struct Held before = held();
   barrier();

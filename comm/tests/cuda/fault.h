@@ -44,8 +44,7 @@ static void run_fault(struct Rank* r) {
   if (ranks < 3) fail("fault: 3 ranks at least");
   open_rank(r, 0);
   buffers(r, 64 << 20);
-  enqueue(r, ALL_REDUCE, F32, 1000, 0, 0, r->send, r->recv);
-  CU(cuStreamSynchronize, r->stream);
+  reduce_once(r);
   const Break broken = (Break)dlsym(RTLD_DEFAULT, "ringsight_mock_break");
   const uint64_t wrong = broken == NULL && r->rank == 1 ? torn(r, 64 << 20) : 0;
   barrier();
@@ -80,8 +79,7 @@ static void run_frozen(struct Rank* r) {
   if (freeze == NULL) fail("frozen: only a driver without a GPU stops a kernel");
   open_rank(r, 0);
   buffers(r, 16 << 20);
-  enqueue(r, ALL_REDUCE, F32, 1000, 0, 0, r->send, r->recv);
-  CU(cuStreamSynchronize, r->stream);
+  reduce_once(r);
   barrier();
   if (r->rank == 1) {
     enqueue(r, ALL_REDUCE, F32, 4 << 20, 0, 0, r->send, r->recv);
@@ -109,8 +107,7 @@ static void run_unanswered(struct Rank* r) {
   if (hold_queries == NULL) fail("unanswered: only a driver without a GPU holds queries");
   open_rank(r, 0);
   buffers(r, 1 << 20);
-  enqueue(r, ALL_REDUCE, F32, 1000, 0, 0, r->send, r->recv);
-  CU(cuStreamSynchronize, r->stream);
+  reduce_once(r);
   const bool last = r->rank == ranks - 1;
   atomic_int gate = 0;
   if (last) {
