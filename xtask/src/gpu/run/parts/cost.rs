@@ -28,49 +28,57 @@ struct Way {
     variables: &'static [(&'static str, &'static str)],
     /// The collector is attached meanwhile, with these options.
     collector: Option<&'static [&'static str]>,
-}
-
-/// Of two ways, what the first takes more.
-struct More {
-    name: &'static str,
-    /// Indices of [`WAYS`].
-    ways: [usize; 2],
-    /// The most that it may be of a call on the host, and of an operation of a graph on the GPU, nanoseconds.
+    /// What it is compared with: an index of [`WAYS`], of the first its own.
+    than: usize,
+    /// The most that it may take more, of a call on the host and of an operation of a graph on the GPU, nanoseconds.
     goals: [f64; 2],
 }
 
+/// With records, and nobody who looks: what those are compared with who do.
+const OFF_AT: usize = 1;
 const OFF: (&str, &str) = ("NCCL_KERNEL_TIMEOUT_MS", "0");
 
+/// Without records, with them and nobody who looks, and who looks.
 const WAYS: [Way; 6] = [
-    Way {
-        name: "off",
-        records: true,
-        variables: &[OFF],
-        collector: None,
-    },
     Way {
         name: "without-records",
         records: false,
         variables: &[OFF],
         collector: None,
+        than: 0,
+        goals: [0.0, 0.0],
+    },
+    Way {
+        name: "records",
+        records: true,
+        variables: &[OFF],
+        collector: None,
+        than: 0,
+        goals: [50.0, 100.0],
     },
     Way {
         name: "pages",
         records: true,
         variables: &[("RINGSIGHT_WATCHDOG_SOURCE", "pages")],
         collector: None,
+        than: OFF_AT,
+        goals: [50.0, 100.0],
     },
     Way {
         name: "events",
         records: true,
         variables: &[("RINGSIGHT_WATCHDOG_SOURCE", "events")],
         collector: None,
+        than: OFF_AT,
+        goals: [50.0, 100.0],
     },
     Way {
         name: "collector",
         records: true,
         variables: &[OFF],
         collector: Some(&[]),
+        than: OFF_AT,
+        goals: [1000.0, 1000.0],
     },
     // The same without what its probes cost.
     Way {
@@ -78,34 +86,7 @@ const WAYS: [Way; 6] = [
         records: true,
         variables: &[OFF],
         collector: Some(&["--no-ebpf"]),
-    },
-];
-
-/// What is told.
-const TOLD: [More; 5] = [
-    More {
-        name: "records",
-        ways: [0, 1],
-        goals: [50.0, 100.0],
-    },
-    More {
-        name: "pages",
-        ways: [2, 0],
-        goals: [50.0, 100.0],
-    },
-    More {
-        name: "events",
-        ways: [3, 0],
-        goals: [50.0, 100.0],
-    },
-    More {
-        name: "collector",
-        ways: [4, 0],
-        goals: [1000.0, 1000.0],
-    },
-    More {
-        name: "ring",
-        ways: [5, 0],
+        than: OFF_AT,
         goals: [1000.0, 1000.0],
     },
 ];
@@ -201,8 +182,8 @@ pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
         }
     };
     let middle = |of: &dyn Fn(&[Times; WAYS.len()]) -> f64| quartiles(all.iter().map(of).collect());
-    let [_, host, _] = middle(&|round| round[0].host);
-    let [_, device, _] = middle(&|round| round[0].device);
+    let [_, host, _] = middle(&|round| round[OFF_AT].host);
+    let [_, device, _] = middle(&|round| round[OFF_AT].device);
     steps.enter(
         "off",
         Ok(format!(
@@ -211,27 +192,26 @@ pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
         )),
     );
     let mut figures = Vec::new();
-    for told in &TOLD {
-        let [most, least] = told.ways;
+    for (at, way) in WAYS.iter().enumerate().skip(1) {
         let more = [
-            middle(&|round| round[most].host - round[least].host),
-            middle(&|round| round[most].device - round[least].device),
+            middle(&|round| round[at].host - round[way.than].host),
+            middle(&|round| round[at].device - round[way.than].device),
         ];
         let text = more.map(|[low, middle, high]| format!("{middle:+.0} ns ({low:+.0} to {high:+.0})"));
         let met = more
             .iter()
-            .zip(told.goals)
+            .zip(way.goals)
             .all(|([_, middle, _], goal)| *middle <= goal);
         let words = format!(
             "a call {} goal {:.0}, an operation of a graph {} goal {:.0}: {}",
             text[0],
-            told.goals[0],
+            way.goals[0],
             text[1],
-            told.goals[1],
+            way.goals[1],
             if met { "met" } else { "missed" }
         );
-        steps.enter(told.name, Ok(words));
-        figures.push(json!({ "way": told.name, "rounds": all.len(), "host_ns": more[0], "device_ns": more[1], "met": met }));
+        steps.enter(way.name, Ok(words));
+        figures.push(json!({ "way": way.name, "rounds": all.len(), "host_ns": more[0], "device_ns": more[1], "met": met }));
     }
     steps.figures(figures.into());
     Ok(())
@@ -255,8 +235,8 @@ mod tests {
 
     #[test]
     fn what_is_compared_differs_in_one_thing() {
-        for told in &TOLD {
-            let [most, least] = told.ways.map(|at| &WAYS[at]);
+        for way in &WAYS[1..] {
+            let (most, least) = (way, &WAYS[way.than]);
             let differs = [
                 most.records != least.records,
                 most.collector != least.collector,
@@ -266,7 +246,7 @@ mod tests {
                 differs.iter().filter(|differs| **differs).count(),
                 1,
                 "{}",
-                told.name
+                way.name
             );
         }
     }
