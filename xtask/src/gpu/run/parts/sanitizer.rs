@@ -9,24 +9,24 @@ use super::super::{
     step::{Steps, Verdict},
 };
 
-/// One run of the driver under a tool, which this and its words name.
+/// One run of the driver under a tool, which name it.
 struct Check {
     tool: &'static str,
     name: &'static str,
-    words: &'static str,
+    mode: &'static str,
     variables: &'static [(&'static str, &'static str)],
 }
 
 const fn check(
     tool: &'static str,
     name: &'static str,
-    words: &'static str,
+    mode: &'static str,
     variables: &'static [(&'static str, &'static str)],
 ) -> Check {
     Check {
         tool,
         name,
-        words,
+        mode,
         variables,
     }
 }
@@ -40,73 +40,54 @@ const LONG_PUSHED: (&str, &str) = ("RINGSIGHT_PUSH_BYTES", "65536");
 /// Broadcasts and reductions to one rank in parts, which are in lines what is longer than these.
 const IN_PARTS: (&str, &str) = ("RINGSIGHT_ALGO", "broadcast:two_shot;reduce:two_shot");
 
-/// Among two ranks. Where these reduce straight and by loads, no races are looked for: all warps of a block write the same places, each before it
-/// reads them, which would be reported. Among more ranks one warp writes them.
-const TWO: &[Check] = &[
-    check("memcheck", "check", "check 2 t 262144", &[]),
-    check("memcheck", "graph", "graph 2 t", &[]),
+/// However many ranks there are.
+const ALL: &[Check] = &[
+    check("memcheck", "check", "check", &[]),
+    check("memcheck", "graph", "graph", &[]),
     check(
         "memcheck",
         "straight",
-        "check 2 t 262144",
+        "check",
         &[STRAIGHT, NOT_IN_ONE_SHOT, LONG_PUSHED],
     ),
-    check("racecheck", "check", "check 2 t 262144", &[]),
-    check("racecheck", "graph", "graph 2 t", &[]),
-    check(
-        "racecheck",
-        "straight",
-        "check 2 t 262144",
-        &[
-            STRAIGHT,
-            (
-                "OPS",
-                "all_gather broadcast alltoall gather scatter sendrecv pairs",
-            ),
-        ],
-    ),
+    check("racecheck", "check", "check", &[]),
+    check("racecheck", "graph", "graph", &[]),
     check(
         "racecheck",
         "push",
-        "check 2 t 262144",
+        "check",
         &[STRAIGHT, NOT_IN_ONE_SHOT, PUSHED, ("OPS", "all_reduce")],
     ),
 ];
 
-/// Among four, which have kernels of their own, and pass on what one rank has or gets.
+/// Among two besides. Where these reduce straight and by loads, no races are looked for: all warps of a block write the same places, each before it
+/// reads them, which would be reported. Among more ranks one warp writes them.
+const TWO: &[Check] = &[check(
+    "racecheck",
+    "straight",
+    "check",
+    &[
+        STRAIGHT,
+        (
+            "OPS",
+            "all_gather broadcast alltoall gather scatter sendrecv pairs",
+        ),
+    ],
+)];
+
+/// Among four besides, which pass on what one rank has or gets.
 const FOUR: &[Check] = &[
-    check("memcheck", "check", "check 4 t 262144", &[]),
-    check("memcheck", "graph", "graph 4 t", &[]),
-    check(
-        "memcheck",
-        "straight",
-        "check 4 t 262144",
-        &[STRAIGHT, NOT_IN_ONE_SHOT, LONG_PUSHED],
-    ),
     check(
         "memcheck",
         "parts",
-        "check 4 t 262144",
+        "check",
         &[IN_PARTS, ("OPS", "broadcast reduce")],
     ),
-    check("racecheck", "check", "check 4 t 262144", &[]),
-    check("racecheck", "graph", "graph 4 t", &[]),
-    check(
-        "racecheck",
-        "straight",
-        "check 4 t 262144",
-        &[STRAIGHT, NOT_IN_ONE_SHOT],
-    ),
-    check(
-        "racecheck",
-        "push",
-        "check 4 t 262144",
-        &[STRAIGHT, NOT_IN_ONE_SHOT, PUSHED, ("OPS", "all_reduce")],
-    ),
+    check("racecheck", "straight", "check", &[STRAIGHT, NOT_IN_ONE_SHOT]),
     check(
         "racecheck",
         "parts",
-        "check 4 t 262144",
+        "check",
         &[IN_PARTS, ("OPS", "broadcast reduce")],
     ),
 ];
@@ -130,7 +111,7 @@ fn clean(said: &str) -> Verdict {
     Ok(format!("{}; {}", done.trim_start_matches("ok "), last))
 }
 
-fn command(host: &Host, sanitizer: &Path, check: &Check) -> Command {
+fn command(host: &Host, sanitizer: &Path, check: &Check, ranks: usize) -> Command {
     let mut command = Command::new(sanitizer);
     command
         .args(["--tool", check.tool, "--error-exitcode", "7"])
@@ -138,7 +119,9 @@ fn command(host: &Host, sanitizer: &Path, check: &Check) -> Command {
         .args(["--report-api-errors", "no"])
         .arg(host.program("driver"))
         .arg(host.library())
-        .args(check.words.split(' '))
+        .args([check.mode, &ranks.to_string(), "t"])
+        // The greatest size, of modes that have sizes.
+        .args((check.mode == "check").then_some("262144"))
         .env("NCCL_SOCKET_IFNAME", "lo")
         // Kernels are many times slower here: nobody is to be taken for stuck.
         .env("NCCL_KERNEL_TIMEOUT_MS", "0")
@@ -146,10 +129,10 @@ fn command(host: &Host, sanitizer: &Path, check: &Check) -> Command {
     command
 }
 
-fn run(steps: &mut Steps<'_>, checks: &[Check]) -> Result<()> {
+fn run(steps: &mut Steps<'_>, ranks: usize, besides: &[Check]) -> Result<()> {
     let sanitizer = steps.host.sanitizer().map_err(|reason| anyhow!(reason))?;
-    for check in checks {
-        let command = command(steps.host, &sanitizer, check);
+    for check in ALL.iter().chain(besides) {
+        let command = command(steps.host, &sanitizer, check, ranks);
         let name = format!("{}-{}", check.tool, check.name);
         steps.run(&name, Duration::from_secs(115), command, clean);
     }
@@ -157,11 +140,11 @@ fn run(steps: &mut Steps<'_>, checks: &[Check]) -> Result<()> {
 }
 
 pub(super) fn two(steps: &mut Steps<'_>) -> Result<()> {
-    run(steps, TWO)
+    run(steps, 2, TWO)
 }
 
 pub(super) fn four(steps: &mut Steps<'_>) -> Result<()> {
-    run(steps, FOUR)
+    run(steps, 4, FOUR)
 }
 
 #[cfg(test)]
@@ -196,12 +179,13 @@ mod tests {
 
     #[test]
     fn steps_have_names_of_their_own_and_each_its_variables() {
-        for checks in [TWO, FOUR] {
-            let names: HashSet<_> = checks.iter().map(|check| (check.tool, check.name)).collect();
-            assert_eq!(names.len(), checks.len());
+        for besides in [TWO, FOUR] {
+            let checks = || ALL.iter().chain(besides);
+            let names: HashSet<_> = checks().map(|check| (check.tool, check.name)).collect();
+            assert_eq!(names.len(), checks().count());
         }
         let host = Host::look("/bundle".into(), None);
-        let command = command(&host, Path::new("/sanitizer"), TWO.last().unwrap());
+        let command = command(&host, Path::new("/sanitizer"), ALL.last().unwrap(), 2);
         let words: Vec<_> = command.get_args().filter_map(|word| word.to_str()).collect();
         assert_eq!(words[..2], ["--tool", "racecheck"]);
         assert_eq!(
