@@ -100,20 +100,20 @@ fn children(parent: u32) -> Vec<u32> {
 
 pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
     // Ranks of one process share its ring of records.
-    for (name, kind, words, job) in [
-        ("2t", "t", &["1000"][..], WATCH),
-        ("2p", "p", &["1000"], WATCH),
-        ("replays-2p", "p", &["1000", "20"], REPLAYS),
+    for (name, mode, (kind, attach), words, job) in [
+        ("2t", "watch", ("t", Attach::Started), &["1000"][..], WATCH),
+        ("2p", "watch", ("p", Attach::Children), &["1000"], WATCH),
+        (
+            "replays-2p",
+            "replays",
+            ("p", Attach::Children),
+            &["1000", "20"],
+            REPLAYS,
+        ),
     ] {
         let folder = prepared(steps, name)?;
-        let mode = if words.len() == 1 { "watch" } else { "replays" };
         let mut command = driver(steps, &format!("{mode} {RANKS} {kind}"));
         command.arg(&folder).args(words);
-        let attach = if kind == "p" {
-            Attach::Children
-        } else {
-            Attach::Started
-        };
         let begun = Instant::now();
         let ended = attached(steps, &folder, vec![command], attach, &[]);
         let verdict = judged(ended, |summary| {
