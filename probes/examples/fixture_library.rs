@@ -123,6 +123,17 @@ pub extern "C" fn fixture_communicator(id: u64) {
 /// Runs `count` operations on communicator `comm`: description, launch, `dense` proxy steps, completion.
 #[unsafe(no_mangle)]
 pub extern "C" fn fixture_operations(comm: u64, count: u64, dense: u64) {
+    operations(comm, count, dense, || ());
+}
+
+/// As `fixture_operations`, but with `pause_us` after each record: almost always an operation is under way.
+#[unsafe(no_mangle)]
+pub extern "C" fn fixture_slow_operations(comm: u64, count: u64, dense: u64, pause_us: u64) {
+    let pause = std::time::Duration::from_micros(pause_us);
+    operations(comm, count, dense, || std::thread::sleep(pause));
+}
+
+fn operations(comm: u64, count: u64, dense: u64, after_each: impl Fn()) {
     let Some(pages) = PAGES.get() else { return };
     for _ in 0..count {
         let op = NEXT_OP.fetch_add(1, Ordering::Relaxed);
@@ -145,6 +156,7 @@ pub extern "C" fn fixture_operations(comm: u64, count: u64, dense: u64) {
             ..Record::new(kind, state, now_ns())
         };
         emit(&record(Kind::OpLaunched, State::START));
+        after_each();
         for step in 0..dense {
             emit(
                 &Record {
@@ -153,6 +165,7 @@ pub extern "C" fn fixture_operations(comm: u64, count: u64, dense: u64) {
                 }
                 .with_flags(Flags::SEND),
             );
+            after_each();
         }
         emit(&record(Kind::OpCompleted, State::STOP));
     }

@@ -46,33 +46,43 @@ fn an_operation_that_the_ring_tells_of_is_seen_to_end() {
         return;
     };
     let mut target = Target::instrumented();
-    // It never pauses, so that some operation is under way at each moment of attaching; killed at the end.
-    target.send("fixture_operations 7 1000000000 3");
-    loop {
+    // Within an operation it pauses and between two it does not, so that one is under way at each moment of attaching; and no
+    // more than 20 000 records a second, so that nothing is lost (which would be another reason not to see an end) though the
+    // machine keep the reader from reading for seconds. Killed at the end.
+    target.send("fixture_slow_operations 7 1000000000 1 10");
+    let mut under_way = 0;
+    // How long attaching takes, and so whether an operation ends meanwhile, differs from time to time.
+    while under_way < 4 {
         session.attach(target.pid()).unwrap();
+        let mut samples = Vec::new();
+        // Too early if it has not begun yet.
         if session.counters(target.pid()).unwrap().emitted_before[Kind::OpLaunched as usize] > 0 {
-            break;
+            under_way += 1;
+            common::poll_until(&mut session, &mut samples, |samples| {
+                records(samples, Kind::ProxyStep) > 0 && records(samples, Kind::OpCompleted) > 0
+            });
+            let (step, completed) = (
+                first(&samples, Kind::ProxyStep),
+                first(&samples, Kind::OpCompleted),
+            );
+            assert!(
+                completed <= step,
+                "steps from operation {step} on, ends only from {completed} on, {} lost",
+                lost(&samples)
+            );
         }
-        // Too early: it has not begun yet.
         session.detach(target.pid()).unwrap();
         poll(&mut session);
     }
-    let mut samples = Vec::new();
-    common::poll_until(&mut session, &mut samples, |samples| {
-        records(samples, Kind::ProxyStep) > 0 && records(samples, Kind::OpCompleted) > 0
-    });
-    let first = |kind: Kind| {
-        let operation = |sample: &Sample| match sample {
-            Sample::Record { record, .. } if record.kind() == Some(kind) => Some(record.op),
-            _ => None,
-        };
-        samples.iter().filter_map(operation).min().expect("some")
+}
+
+/// The first operation of which there is a record of this kind.
+fn first(samples: &[Sample], kind: Kind) -> u32 {
+    let operation = |sample: &Sample| match sample {
+        Sample::Record { record, .. } if record.kind() == Some(kind) => Some(record.op),
+        _ => None,
     };
-    let (step, completed) = (first(Kind::ProxyStep), first(Kind::OpCompleted));
-    assert!(
-        completed <= step,
-        "steps from operation {step} on, ends only from {completed} on"
-    );
+    samples.iter().filter_map(operation).min().expect("some")
 }
 
 const ROUNDS: u64 = 40;
