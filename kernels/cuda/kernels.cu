@@ -6,6 +6,7 @@
 #include "gates.cuh"
 #include "messages.cuh"
 #include "one_shot.cuh"
+#include "pieces.cuh"
 
 // Runs launches of channel programs, a block for each channel: any, or those that reduce nothing, whose code is short and keeps
 // more loads under way.
@@ -67,6 +68,16 @@ RINGSIGHT_MESSAGES(ringsight_messages_words, true)
     ringsight::run_gate<FIRST>(arguments, place);                      \
   }
 RINGSIGHT_GATES(RINGSIGHT_GATE)
+
+// A piece of a reduction between copies.
+#define RINGSIGHT_PIECE(NAME, E, OP, RANKS)                                                 \
+  extern "C" __global__ void __launch_bounds__(512, 1)                                      \
+  NAME(const __grid_constant__ ringsight::Exchange arguments) {                             \
+    using namespace ringsight;                                                              \
+    __shared__ volatile u64 place;                                                          \
+    reduce_piece<E, OP, RANKS>(arguments, blockIdx.x, gridDim.x, place);                    \
+  }
+RINGSIGHT_PIECES(RINGSIGHT_PIECE)
 
 // What the timer shows; one thread.
 extern "C" __global__ void ringsight_clock(const __grid_constant__ ringsight::ClockArguments arguments) {

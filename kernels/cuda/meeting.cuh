@@ -109,6 +109,22 @@ class Meeting {
     if (!aborted) aborted = !leave();
     if (thread_index() == 0) finish(report_.runs(), aborted);
   }
+  // Between them, of kernels behind copies that others wait for (pieces.cuh), by all threads of all blocks: tells them that this rank's are done,
+  // by `word`, and waits for theirs; false if it is to give up, or the first one has.
+  DEVICE INLINE bool have_come(u32 word) const {
+    bool here = true;
+    if (thread_index() < warp_threads()) {
+      // Nobody has announced anything in this kernel either.
+      if (thread_index() == 0) place_ = Report::no_place();
+      warp_barrier();
+      here = !report_.has_given_up();
+      if (here && block_ == 0) tell(word);
+      here = here && have_told(word, Phase::Data, word);
+    }
+    if (!block_any(!here)) return true;
+    if (thread_index() == 0) report_.give_up();
+    return false;
+  }
 
   // For each other rank, by one of the threads that serve, which call it.
   template <class Tell>
@@ -247,25 +263,32 @@ class Meeting {
   // Called by a warp when its block is done: waits until the same block of each other rank is; false if it is to give up. Each thread has a rank: one
   // that went through all of them would wait for one look after the other.
   DEVICE INLINE bool leave() {
-    bool left = true;
+    tell(block_);
+    // All ranks have as many blocks.
+    return have_told(block_, Phase::End, 0);
+  }
+  DEVICE INLINE void tell(u32 word) const {
     for (u32 rank = warp_thread(); rank < ranks(); rank += warp_threads()) {
       if (rank == call_.rank) continue;
       // All that this block has written into others' buffers, and read from them, is before what is said of it.
       fence_system();
-      store_relaxed(&area(rank).left[call_.rank][block_], epoch_);
+      store_relaxed(&area(rank).left[call_.rank][word], epoch_);
     }
-    for (u32 rank = warp_thread(); left && rank < ranks(); rank += warp_threads()) {
+  }
+  DEVICE INLINE bool have_told(u32 word, Phase phase, u32 step) const {
+    bool told = true;
+    for (u32 rank = warp_thread(); told && rank < ranks(); rank += warp_threads()) {
       // Acquire: what is written when the kernel has ended is after what the other has read here, and what is read then is what it
-      // has written. Nobody is an epoch ahead: each begins with what it hears from this rank. All ranks have as many blocks.
-      for (u32 polls = 1; rank != call_.rank && load_acquire(&own_->left[rank][block_]) != epoch_; polls++) {
-        if (must_give_up(polls, Phase::End, rank, 0)) {
-          left = false;
+      // has written. Nobody is an epoch ahead: each begins with what it hears from this rank.
+      for (u32 polls = 1; rank != call_.rank && load_acquire(&own_->left[rank][word]) != epoch_; polls++) {
+        if (must_give_up(polls, phase, rank, step)) {
+          told = false;
           break;
         }
         if (PAUSES_AT_ONCE && polls % 256 == 0) pause_polling();
       }
     }
-    return warp_all(left);
+    return warp_all(told);
   }
 
   DEVICE INLINE void finish(u32 runs, bool aborted) {

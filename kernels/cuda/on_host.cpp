@@ -9,6 +9,7 @@
 #include "gates.cuh"
 #include "messages.cuh"
 #include "one_shot.cuh"
+#include "pieces.cuh"
 
 using namespace ringsight;
 
@@ -53,6 +54,11 @@ void run_one_gate(const void* arguments, u32, u32) {
   volatile u64 place;
   run_gate<FIRST>(*static_cast<const Gate*>(arguments), place);
 }
+template <class E, class Op, u32 RANKS>
+void run_piece(const void* arguments, u32 index, u32 blocks) {
+  volatile u64 place;
+  reduce_piece<E, Op, RANKS>(*static_cast<const Exchange*>(arguments), index, blocks, place);
+}
 }  // namespace
 
 // The kernels among peers, in the order of `PeerLaunch::kernels` in src/cuda/peer_launch.rs.
@@ -65,9 +71,11 @@ struct PeerKernel {
 #define RINGSIGHT_EXCHANGE(NAME, STRAIGHT, REDUCES, WHOLE, E, OP, RANKS) \
   {#NAME, sizeof(Exchange), run_exchange<STRAIGHT, REDUCES, WHOLE, E, OP, RANKS>},
 #define RINGSIGHT_GATE(NAME, FIRST) {#NAME, sizeof(Gate), run_one_gate<FIRST>},
+#define RINGSIGHT_PIECE(NAME, E, OP, RANKS) {#NAME, sizeof(Exchange), run_piece<E, OP, RANKS>},
 extern "C" const PeerKernel ringsight_peer_kernels[] = {
     RINGSIGHT_ONE_SHOTS(RINGSIGHT_ONE_SHOT) RINGSIGHT_EXCHANGES(RINGSIGHT_EXCHANGE)
     {"ringsight_messages_elements", sizeof(Messages), run_messages<false>},
     {"ringsight_messages_words", sizeof(Messages), run_messages<true>},
     RINGSIGHT_GATES(RINGSIGHT_GATE)
+    RINGSIGHT_PIECES(RINGSIGHT_PIECE)
     {nullptr, 0, nullptr}};

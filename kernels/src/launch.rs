@@ -162,10 +162,22 @@ pub struct Window {
     pub peers: Arc<Peers>,
     /// By rank: where its part begins for the device of this rank.
     pub places: Vec<u64>,
+    /// For reductions; `None` if there are none by copy engines.
+    pub scratch: Option<Arc<Scratch>>,
     /// What the device queues copies with beside the caller's stream.
     pub engines: Arc<dyn Any + Send + Sync>,
     /// Keeps the parts of ranks of other processes reachable.
     pub memory: Vec<Arc<dyn Any + Send + Sync>>,
+}
+
+/// Memory of all ranks where contributions to reductions come by copy engines: of a communicator, whose operations run one after another.
+pub struct Scratch {
+    /// Of each, at least [`crate::cuda::pieces::LEAST_SCRATCH`].
+    pub bytes: u64,
+    /// By rank: where it is for the device of this rank.
+    pub bases: Vec<u64>,
+    /// Keeps it there.
+    pub memory: Box<dyn Any + Send + Sync>,
 }
 
 /// Memory of all ranks, for kernels that write into that of the others: laid out as [`crate::cuda::peers`] says, zeroed

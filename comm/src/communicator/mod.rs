@@ -14,6 +14,7 @@ mod peers;
 mod posting;
 mod registration;
 mod registry;
+mod scratch;
 mod terms;
 mod windows;
 

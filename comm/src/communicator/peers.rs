@@ -2,6 +2,7 @@
 
 use std::{
     any::Any,
+    fmt,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -19,7 +20,7 @@ use ringsight_kernels::{
 use super::{arenas::Shared as Near, maps::Mapped};
 use crate::{
     bootstrap::Bootstrap,
-    device::{Device, DeviceError, Reached, Share, device},
+    device::{Device, DeviceError, Share, device},
     error::{Error, Result, ResultCode},
     log,
     topology::Topology,
@@ -107,7 +108,7 @@ impl Drop for Memory {
 
 /// Why a rank cannot, in words.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Cannot {
+pub(super) enum Cannot {
     /// As the user wants it, or as the machine is made.
     Expected(String),
     /// On a machine that is made for it.
@@ -130,6 +131,12 @@ impl Cannot {
     fn within(self, what: &str) -> Self {
         let (kind, text) = self.text();
         Self::ALL[kind](format!("{what}: {text}"))
+    }
+}
+
+impl fmt::Display for Cannot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.text().1)
     }
 }
 
@@ -234,7 +241,6 @@ pub(super) fn connect(
         return Ok(None);
     };
     let mapped = Arc::<Mapped>::default();
-    let mut foreign = 0;
     let mut memory = Memory {
         own: Some(own.memory),
         others: Vec::new(),
@@ -247,37 +253,15 @@ pub(super) fn connect(
             .map(|ring| ring.prev.fifo.clone())
             .collect(),
     };
-    let mut bases = Vec::new();
-    let mut on_device = 1;
-    let mut failure = None;
-    for (other, handle) in handles.iter().enumerate() {
-        if other == rank as usize {
-            bases.push(own.base);
-            continue;
-        }
-        match device.reach_share(handle) {
-            Ok(Reached {
-                base,
-                is_foreign,
-                is_on_same_device,
-                memory: reached,
-            }) => {
-                bases.push(base);
-                on_device += u32::from(is_on_same_device);
-                memory.foreign |= is_foreign;
-                foreign |= u8::from(is_foreign) << other;
-                memory.others.push(reached);
-            }
-            Err(error) => {
-                failure = Some(Cannot::from(error).within(&format!("that of rank {other}")));
-                break;
-            }
-        }
-    }
-    let blocks = (own.blocks / on_device).to_le_bytes();
-    let answer = failure.as_ref().map_or(Ok(&blocks[..]), Err);
+    let all = reach_all(device, (rank, own.base), &handles, &mut memory);
+    let blocks = all.as_ref().map(|all| (own.blocks / all.on_device).to_le_bytes());
     // Nobody writes before all have reached all; where not all do, nobody does.
-    let Some(blocks) = agree(bootstrap, answer, unused)? else {
+    let agreed = agree(
+        bootstrap,
+        blocks.as_ref().map(|blocks| &blocks[..]).map_err(|why| *why),
+        unused,
+    )?;
+    let (Ok(all), Some(blocks)) = (all, agreed) else {
         ended_well.store(true, Ordering::Relaxed);
         return Ok(None);
     };
@@ -288,12 +272,51 @@ pub(super) fn connect(
     tracing::info!(target: log::INIT, "Ranks reach each other's memory: {bytes} bytes each");
     let peers = Peers {
         rank,
-        bases,
+        bases: all.bases,
         most_blocks: blocks.min().unwrap_or(0).max(1),
-        foreign,
+        foreign: all.foreign,
         memory: Box::new(memory),
     };
     Ok(Some((Arc::new(peers), mapped)))
+}
+
+/// What all ranks have shared, as one rank reaches it.
+pub(super) struct All {
+    /// By rank: where it is for this rank's device.
+    pub(super) bases: Vec<u64>,
+    /// By bit: ranks of other processes.
+    foreign: u8,
+    /// Ranks whose memory is on this rank's device.
+    on_device: u32,
+}
+
+/// Reaches what all others have shared, by `handles`; `memory` keeps it. This rank's own begins at `base`.
+pub(super) fn reach_all(
+    device: &dyn Device,
+    (rank, base): (u32, u64),
+    handles: &[Vec<u8>],
+    memory: &mut Memory,
+) -> std::result::Result<All, Cannot> {
+    let mut all = All {
+        bases: Vec::new(),
+        foreign: 0,
+        on_device: 1,
+    };
+    for (other, handle) in handles.iter().enumerate() {
+        if other == rank as usize {
+            all.bases.push(base);
+            continue;
+        }
+        let reached = device.reach_share(handle);
+        let reached =
+            reached.map_err(|error| Cannot::from(error).within(&format!("that of rank {other}")))?;
+        all.bases.push(reached.base);
+        all.on_device += u32::from(reached.is_on_same_device);
+        all.foreign |= u8::from(reached.is_foreign) << other;
+        memory.foreign |= reached.is_foreign;
+        memory.others.push(reached.memory);
+    }
+    Ok(all)
 }
 
 /// This rank's memory; or why there is none.

@@ -19,7 +19,7 @@ use std::{
 
 use ringsight_kernels::{
     cuda::layout::Shown,
-    launch::{Peers, Window},
+    launch::{Peers, Scratch, Window},
 };
 use ringsight_records::Function;
 
@@ -29,7 +29,7 @@ use crate::{
     device::Device,
     error::{Error, Result},
     log,
-    plan::{BY_ENGINES, Request},
+    plan::{Request, goes_by_engines},
 };
 
 /// How long a rank waits until it has mapped another one's part.
@@ -50,6 +50,8 @@ pub(crate) struct Windows {
     count: AtomicUsize,
     /// Had with the first window that is for them.
     engines: OnceLock<Engines>,
+    /// Had with the first one that is for reductions; `None` if some rank could not have it.
+    pub(super) scratch: OnceLock<Option<Arc<Scratch>>>,
 }
 
 /// This rank's part of a window in the making.
@@ -90,9 +92,15 @@ pub(crate) struct Found {
 }
 
 impl Found {
-    /// What the ranks must agree on, if copy engines are to use it.
-    pub(crate) fn place(&self) -> Option<Place> {
-        self.window.is_some().then_some(Place {
+    /// Whether copy engines can use it for such operations.
+    pub(crate) fn serves(&self, function: Function) -> bool {
+        let has = |window: &Arc<Window>| !function.reduces() || window.scratch.is_some();
+        self.window.as_ref().is_some_and(has)
+    }
+
+    /// What the ranks must agree on, if copy engines are to use it for such an operation.
+    pub(crate) fn place(&self, function: Function) -> Option<Place> {
+        self.serves(function).then_some(Place {
             window: self.number,
             offset: self.offset,
         })
@@ -156,6 +164,7 @@ impl Windows {
             all: Mutex::default(),
             count: AtomicUsize::new(0),
             engines: OnceLock::new(),
+            scratch: OnceLock::new(),
         }
     }
 
@@ -205,21 +214,34 @@ impl Windows {
 impl Communicator {
     /// The window that the receive buffer of an operation is in, if copy engines could do it.
     pub(crate) fn window_of(&self, request: &Request) -> Option<Found> {
-        let may = self.windows.for_engines && self.limits.allowed.has(request.function, &BY_ENGINES);
-        if !may || !matches!(request.function, Function::AllGather | Function::AlltoAll) {
+        if !self.windows.for_engines {
             return None;
         }
         let [(send, sent), (recv, received)] = request.buffers(self.ranks);
         // Which is no less than what it sends.
-        if (received as u64) < self.limits.engine_bytes {
+        if (received as u64) < self.limits.engine_bytes_of(request.function) {
             return None;
         }
         let overlap = send < recv.saturating_add(received) && recv < send.saturating_add(sent);
-        // What others bring would be there before this rank has sent what it has there. Of an all_gather it is its own block.
+        // What others bring would be there before this rank has sent what it has there. Of an all_gather it is its own block; of a reduction
+        // in place it has gone before.
         if request.function == Function::AlltoAll && overlap {
             return None;
         }
-        self.windows.find(recv, received)
+        // Where kernels begin with whole words. Windows begin with pages, so it is the same on all ranks.
+        if request.function.reduces() && !recv.is_multiple_of(16) {
+            return None;
+        }
+        let found = self.windows.find(recv, received)?;
+        if !found.serves(request.function) {
+            return Some(found);
+        }
+        // What kernels do all the same may be anywhere in it.
+        let request = Request {
+            window: Some(found),
+            ..request.clone()
+        };
+        goes_by_engines(&request, self).then_some(request.window?)
     }
 
     /// Waits until every rank has registered its part of the next window, and finds out whether copy engines can work in it. A rank whose part was
@@ -241,7 +263,7 @@ impl Communicator {
         let offers: Vec<Offer> = offers.iter().map(|bytes| parse(bytes)).collect();
         let bytes = offers.iter().flatten().map(|(_, bytes, _)| *bytes).min();
         let bytes = bytes.unwrap_or(0);
-        let least = self.limits.engine_bytes;
+        let least = self.limits.least_engine_bytes();
         let window = match self.first_of(offers.iter().map(|offer| offer.as_ref().err())) {
             Some(why) => Err(why),
             // Nothing in it is long enough.
@@ -249,20 +271,15 @@ impl Communicator {
             None => {
                 let reached = self.reach(&offers);
                 // Nobody uses it before all reach all; where not all do, nobody does.
-                let answer = match &reached {
-                    Ok(_) => vec![1],
-                    Err(why) => encode(&Err(why.clone())),
-                };
-                let answers = self.meet_for_window(number, &answer)?;
-                let answers: Vec<_> = answers
-                    .iter()
-                    .map(|answer| match &answer[..] {
-                        [1] => None,
-                        other => parse(other).err(),
-                    })
-                    .collect();
-                self.first_of(answers.iter().map(Option::as_ref))
-                    .map_or(reached, Err)
+                let answer = reached.as_ref().map(|_| &[][..]).map_err(String::as_str);
+                let agreed = self.agree_for_window(number, answer)?;
+                match agreed.and(reached) {
+                    Ok(mut window) => {
+                        window.scratch = self.scratch(number, bytes)?;
+                        Ok(Arc::new(window))
+                    }
+                    Err(why) => Err(why),
+                }
             }
         };
         match &window {
@@ -304,6 +321,31 @@ impl Communicator {
         })
     }
 
+    /// Says what this rank could do, or why it could not, and hears it from all; the first who could not is named.
+    ///
+    /// # Errors
+    /// A rank that is gone or does not come, or an abort.
+    pub(super) fn agree_for_window(
+        &self,
+        number: u32,
+        mine: std::result::Result<&[u8], &str>,
+    ) -> Result<std::result::Result<Vec<Vec<u8>>, String>> {
+        let said = match mine {
+            Ok(bytes) => [&[1], bytes].concat(),
+            Err(why) => encode(&Err(why.to_owned())),
+        };
+        let all = self.meet_for_window(number, &said)?;
+        let all: Vec<_> = all
+            .into_iter()
+            .map(|mut said| match said.first() {
+                Some(1) => Ok(said.split_off(1)),
+                _ => Err(parse(&said).err().unwrap_or_default()),
+            })
+            .collect();
+        let why = self.first_of(all.iter().map(|said| said.as_ref().err()));
+        Ok(why.map_or_else(|| Ok(all.into_iter().flatten().collect()), Err))
+    }
+
     /// What this rank says of its part; `None` where no rank asks.
     fn offer(&self, part: &Part) -> Option<Offer> {
         if !self.windows.for_engines {
@@ -334,7 +376,7 @@ impl Communicator {
     }
 
     /// Finds where this rank reaches the parts of all others.
-    fn reach(&self, offers: &[Offer]) -> std::result::Result<Arc<Window>, String> {
+    fn reach(&self, offers: &[Offer]) -> std::result::Result<Window, String> {
         let none = || "ranks do not reach each other's memory".to_owned();
         let peers = self.peers.as_ref().ok_or_else(none)?;
         let (mut places, mut memory) = (Vec::new(), Vec::new());
@@ -353,12 +395,13 @@ impl Communicator {
             places.push(mapped.base + (address - shown.start));
             memory.push(mapped as Arc<dyn Any + Send + Sync>);
         }
-        Ok(Arc::new(Window {
+        Ok(Window {
             peers: peers.clone(),
             places,
+            scratch: None,
             engines: self.engines()?,
             memory,
-        }))
+        })
     }
 
     /// What this communicator's copies are queued with beside callers' streams: its own, so that none waits behind those of another.
@@ -440,7 +483,7 @@ mod tests {
             (None, None, None)
         );
         // Not reached: no place that ranks must agree on.
-        assert_eq!(windows.find(0x1000, 8).unwrap().place(), None);
+        assert_eq!(windows.find(0x1000, 8).unwrap().place(Function::AllGather), None);
         windows.remove(2);
         assert_eq!((found(0x8000, 8), found(0x3ff8, 8)), (None, Some((1, 0x2ff8))));
         windows.remove(2);

@@ -6,6 +6,7 @@ use std::fmt;
 use ringsight_kernels::cuda::{
     exchange::{has_two_shots, reduces_straight},
     peers::one_shot_bytes,
+    pieces::most_bytes,
 };
 use ringsight_records::{Algorithm, DataType, Function, Protocol, ReduceOp};
 
@@ -114,6 +115,8 @@ pub enum Reason {
     NoStraightKernel,
     /// Some rank's policy lets kernels do what is shorter than so many bytes of the larger of a rank's buffers, and that is faster.
     ShortForEngines(u64),
+    /// Copy engines are to move what is reduced from so many bytes of a buffer on.
+    ShortForReducingEngines(u64),
     /// The receive buffer is in no window of all ranks.
     NoWindow,
     /// Not all ranks reach the window.
@@ -153,6 +156,8 @@ impl fmt::Display for Reason {
                 f,
                 "it is for at least {least} bytes of the larger of a rank's buffers, unless all ranks' CTAPolicy is zero"
             ),
+            Self::ShortForReducingEngines(u64::MAX) => f.write_str("RINGSIGHT_ENGINE_REDUCE_BYTES does not ask for it"),
+            Self::ShortForReducingEngines(least) => write!(f, "it is for at least {least} bytes of a buffer"),
             Self::NoWindow => f.write_str(
                 "the receive buffer is in no window that all ranks registered with NCCL_WIN_COLL_SYMMETRIC",
             ),
@@ -214,10 +219,13 @@ impl Row {
             return Some(Reason::Ranks(self.max_ranks));
         }
         if self.choice.is_by_engines() {
+            let least = limits.engine_bytes_of(asked.function);
             let lacks = match asked.engines {
-                _ if asked.bytes_of_larger() < limits.engine_bytes => {
-                    Some(Reason::ShortForEngines(limits.engine_bytes))
-                }
+                _ if asked.bytes_of_larger() < least => Some(if asked.function.reduces() {
+                    Reason::ShortForReducingEngines(least)
+                } else {
+                    Reason::ShortForEngines(least)
+                }),
                 Engines::NoWindow => Some(Reason::NoWindow),
                 Engines::NotReached => Some(Reason::NotReached),
                 Engines::Reach => None,
@@ -266,6 +274,10 @@ impl Choice {
         let (absent, most, reason): (_, _, fn(u64) -> Reason) = if self.is_among_peers() {
             let most = match self.algorithm {
                 Algorithm::OneShot => one_shot_bytes(asked.ranks as usize),
+                Algorithm::TwoShot if self.is_by_engines() => {
+                    let most = most_bytes(asked.ranks as usize, asked.limits.scratch_bytes);
+                    usize::try_from(most).unwrap_or(usize::MAX)
+                }
                 _ => usize::MAX,
             };
             (
@@ -279,7 +291,8 @@ impl Choice {
         };
         let absent = absent.or_else(|| {
             let reduces = reduces_straight(asked.reduce_op, asked.data_type, asked.ranks);
-            (self.is_straight() && asked.function.reduces() && !reduces).then_some(Reason::NoStraightKernel)
+            let is_for_sums = asked.function.reduces() && (self.is_straight() || self.is_by_engines());
+            (is_for_sums && !reduces).then_some(Reason::NoStraightKernel)
         });
         let most = most as u64;
         absent.or((asked.bytes > most).then(|| reason(most)))

@@ -57,12 +57,6 @@ impl Allowed {
             && self.protocols[at] & 1 << choice.protocol.code() != 0
     }
 
-    /// Whether any function may be done so.
-    #[must_use]
-    pub fn has_any(&self, choice: &Choice) -> bool {
-        Function::ALL.iter().any(|function| self.has(*function, choice))
-    }
-
     /// What both leave.
     #[must_use]
     pub fn and(&self, other: &Self) -> Self {

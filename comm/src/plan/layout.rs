@@ -26,8 +26,8 @@ pub(super) fn choice_of(request: &Request, comm: &Communicator) -> Result<(usize
     let bytes = request.bytes_of_choice(comm.ranks);
     let engines = match &request.window {
         None => Engines::NoWindow,
-        Some(found) if found.window.is_none() => Engines::NotReached,
-        Some(_) => Engines::Reach,
+        Some(found) if found.serves(function) => Engines::Reach,
+        Some(_) => Engines::NotReached,
     };
     let asked = algorithm::Asked {
         engines,
@@ -55,6 +55,11 @@ pub(super) fn choice_of(request: &Request, comm: &Communicator) -> Result<(usize
 pub(crate) fn goes_by_messages(request: &Request, comm: &Communicator) -> Result<bool> {
     let function = request.function;
     Ok(function.is_p2p() || Exchange::serves(function) && !choice_of(request, comm)?.1.is_among_peers())
+}
+
+/// Whether copy engines do it.
+pub(crate) fn goes_by_engines(request: &Request, comm: &Communicator) -> bool {
+    choice_of(request, comm).is_ok_and(|(_, choice)| choice.is_by_engines())
 }
 
 /// The plans of a group on one communicator. They stay where they are made: each has several hundred bytes.

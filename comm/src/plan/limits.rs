@@ -1,8 +1,12 @@
 //! What the ranks' environments leave to [the table](super::table): all of them come to the same limits, so that all make the same choice.
 
+use ringsight_kernels::cuda::pieces::LEAST_SCRATCH;
 use ringsight_records::Function;
 
-use super::{allowed::Allowed, table::BY_ENGINES};
+use super::{
+    allowed::Allowed,
+    table::{BY_ENGINES, REDUCED_BY_ENGINES},
+};
 use crate::{env, error::Result};
 
 /// The most that [`Limits::straight_bytes_of`] is by default.
@@ -14,6 +18,9 @@ pub const PUSH_BYTES: u64 = 64 << 20;
 /// [`Limits::engine_bytes`] by default: copies reach 388 GB/s where stores among four reach 354, but begin and end some 20 µs later
 /// (`docs/src/performance/library-gpu.md`).
 pub const ENGINE_BYTES: u64 = 512 << 20;
+
+/// [`Limits::scratch_bytes`] by default: copies among four ranks are of up to 16 MiB then, which take 43 µs.
+pub const SCRATCH_BYTES: u64 = 96 << 20;
 
 /// Of one rank, or what all ranks have agreed on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,6 +34,11 @@ pub struct Limits {
     /// Bytes of the larger of a rank's buffers from which on copy engines do what they can (`RINGSIGHT_ENGINE_BYTES`); 0: whatever they can, as
     /// [`Limits::without_kernels`].
     pub engine_bytes: u64,
+    /// Bytes of a buffer from which on they move those of all_reduces, and kernels only reduce (`RINGSIGHT_ENGINE_REDUCE_BYTES`); `u64::MAX`: never.
+    pub engine_reduce_bytes: u64,
+    /// Bytes of memory that each rank has for these, where contributions come: two pieces of each other rank's at a time
+    /// (`RINGSIGHT_ENGINE_SCRATCH_BYTES`).
+    pub scratch_bytes: u64,
     /// Algorithms and protocols that are not left out.
     pub allowed: Allowed,
 }
@@ -37,6 +49,8 @@ impl Default for Limits {
             straight_bytes: None,
             push_bytes: PUSH_BYTES,
             engine_bytes: ENGINE_BYTES,
+            engine_reduce_bytes: u64::MAX,
+            scratch_bytes: SCRATCH_BYTES,
             allowed: Allowed::default(),
         }
     }
@@ -44,7 +58,7 @@ impl Default for Limits {
 
 impl Limits {
     /// Bytes of [`Limits::to_bytes`].
-    pub const BYTES: usize = 24 + Allowed::BYTES;
+    pub const BYTES: usize = 40 + Allowed::BYTES;
 
     /// As the environment says to a rank whose `CTAPolicy` is zero, or is not.
     ///
@@ -63,6 +77,10 @@ impl Limits {
             push_bytes: env::number("RINGSIGHT_PUSH_BYTES")?.unwrap_or(PUSH_BYTES),
             // They, too, write into callers' buffers.
             engine_bytes: engine_bytes.unwrap_or(if is_straight { ENGINE_BYTES } else { u64::MAX }),
+            engine_reduce_bytes: env::number("RINGSIGHT_ENGINE_REDUCE_BYTES")?.unwrap_or(u64::MAX),
+            scratch_bytes: env::number("RINGSIGHT_ENGINE_SCRATCH_BYTES")?
+                .unwrap_or(SCRATCH_BYTES)
+                .max(LEAST_SCRATCH),
             allowed: Allowed::from_environment()?,
         };
         Ok(if zero_cta {
@@ -82,10 +100,34 @@ impl Limits {
         }
     }
 
+    /// Bytes of the larger of a rank's buffers from which on copy engines may do an operation, or move what it reduces; `u64::MAX`: never.
+    #[must_use]
+    pub fn engine_bytes_of(&self, function: Function) -> u64 {
+        let (choice, bytes) = match function {
+            Function::AllReduce => (&REDUCED_BY_ENGINES, self.engine_reduce_bytes),
+            Function::AllGather | Function::AlltoAll => (&BY_ENGINES, self.engine_bytes),
+            _ => return u64::MAX,
+        };
+        if self.allowed.has(function, choice) {
+            bytes
+        } else {
+            u64::MAX
+        }
+    }
+
+    /// The fewest of any function.
+    #[must_use]
+    pub fn least_engine_bytes(&self) -> u64 {
+        let all = Function::ALL
+            .iter()
+            .map(|function| self.engine_bytes_of(*function));
+        all.min().unwrap_or(u64::MAX)
+    }
+
     /// Whether copy engines may do anything.
     #[must_use]
     pub fn have_engines(&self) -> bool {
-        self.engine_bytes < u64::MAX && self.allowed.has_any(&BY_ENGINES)
+        self.least_engine_bytes() < u64::MAX
     }
 
     /// Whether nothing goes straight.
@@ -125,6 +167,8 @@ impl Limits {
             },
             push_bytes: self.push_bytes.max(other.push_bytes),
             engine_bytes: self.engine_bytes.max(other.engine_bytes),
+            engine_reduce_bytes: self.engine_reduce_bytes.max(other.engine_reduce_bytes),
+            scratch_bytes: self.scratch_bytes.max(other.scratch_bytes),
             allowed: self.allowed.and(&other.allowed),
         }
     }
@@ -138,7 +182,9 @@ impl Limits {
         bytes[..8].copy_from_slice(&straight_bytes.to_le_bytes());
         bytes[8..16].copy_from_slice(&self.push_bytes.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.engine_bytes.to_le_bytes());
-        bytes[24..].copy_from_slice(&self.allowed.to_bytes());
+        bytes[24..32].copy_from_slice(&self.engine_reduce_bytes.to_le_bytes());
+        bytes[32..40].copy_from_slice(&self.scratch_bytes.to_le_bytes());
+        bytes[40..].copy_from_slice(&self.allowed.to_bytes());
         bytes
     }
 
@@ -147,11 +193,16 @@ impl Limits {
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (straight, rest) = bytes.split_first_chunk()?;
         let (push, rest) = rest.split_first_chunk()?;
-        let (engine, allowed) = rest.split_first_chunk()?;
+        let (engine, rest) = rest.split_first_chunk()?;
+        let (engine_reduce, rest) = rest.split_first_chunk()?;
+        let (scratch, allowed) = rest.split_first_chunk()?;
         Some(Self {
             straight_bytes: Some(u64::from_le_bytes(*straight)).filter(|bytes| *bytes > 0),
             push_bytes: u64::from_le_bytes(*push),
             engine_bytes: u64::from_le_bytes(*engine),
+            engine_reduce_bytes: u64::from_le_bytes(*engine_reduce),
+            // Rubbish of another rank is not divided by.
+            scratch_bytes: u64::from_le_bytes(*scratch).max(LEAST_SCRATCH),
             allowed: Allowed::from_bytes(allowed.try_into().ok()?),
         })
     }
@@ -188,12 +239,24 @@ mod tests {
         };
         assert!(all.have_engines() && !never.and(&all.without_kernels()).have_engines());
         assert!(!never.without_kernels().have_engines());
+        let reduces = Limits {
+            engine_reduce_bytes: 7,
+            ..never
+        };
+        assert!(reduces.have_engines() && !reduces.and(&all).have_engines());
+        assert_eq!(reduces.engine_bytes_of(Function::AllReduce), 7);
+        assert_eq!(reduces.least_engine_bytes(), 7);
+        assert_eq!(reduces.engine_bytes_of(Function::AllGather), u64::MAX);
     }
 
     #[test]
     fn ranks_tell_each_other_of_their_limits() {
         for told in [None, Some(1), Some(STRAIGHT_BYTES), Some(u64::MAX)] {
-            let limits = from(told).without_kernels();
+            let limits = Limits {
+                engine_reduce_bytes: 1 << 20,
+                scratch_bytes: 1 << 21,
+                ..from(told).without_kernels()
+            };
             assert_eq!(Limits::from_bytes(&limits.to_bytes()), Some(limits));
         }
         assert_eq!(Limits::from_bytes(&from(Some(0)).to_bytes()), Some(from(Some(1))));

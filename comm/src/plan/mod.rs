@@ -31,11 +31,10 @@ use crate::{
 };
 
 pub(crate) use exchange::Exchange;
-pub(crate) use layout::{Plans, goes_by_messages};
+pub(crate) use layout::{Plans, goes_by_engines, goes_by_messages};
 pub(crate) use reduce_ops::ReduceOps;
 pub(crate) use sequence::Sequences;
 pub(crate) use stuck::{is_simulated, stuck};
-pub(crate) use table::BY_ENGINES;
 pub use task::{OpInfo, Request, Task};
 
 /// Work elements (one channel's part of one operation) that fit into a communicator's work FIFO. A plan that runs once

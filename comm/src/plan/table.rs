@@ -36,7 +36,11 @@ const fn pushed(algorithm: Algorithm) -> Choice {
 
 /// By copy engines, into receive buffers in a window whose places all hosts know, between two kernels of one block: where that is about as fast or faster, or where all
 /// ranks want no kernel to take what computes, however long it takes ([`Limits::engine_bytes`](super::limits::Limits::engine_bytes)).
-pub(crate) const BY_ENGINES: Choice = among_peers(Algorithm::Direct, Protocol::Ce);
+pub(super) const BY_ENGINES: Choice = among_peers(Algorithm::Direct, Protocol::Ce);
+
+/// By copy engines as well, which bring contributions to who reduces them and results into the window: a kernel only reduces what is in the memory of its own GPU
+/// ([`Limits::engine_reduce_bytes`](super::limits::Limits::engine_reduce_bytes)).
+pub(super) const REDUCED_BY_ENGINES: Choice = among_peers(Algorithm::TwoShot, Protocol::Ce);
 
 /// Through FIFOs between neighbours.
 const fn through_fifos(algorithm: Algorithm) -> Choice {
@@ -53,6 +57,8 @@ const fn through_fifos(algorithm: Algorithm) -> Choice {
 pub const TABLE: &[Row] = &[
     // One kernel, and no rank waits for anything but the data.
     Row::of(&[AllReduce], among_peers(Algorithm::OneShot, Protocol::Ll)).up_to_of_all(512 << 10),
+    // No kernel moves anything over NVLink.
+    Row::of(&[AllReduce], REDUCED_BY_ENGINES),
     // One kernel, and each byte goes over NVLink once to who reduces it and once from there, by stores alone: where loads and stores share the
     // link, they are the better way. (A reduce_scatter and a reduce, which only load, are faster without.)
     Row::of(&[AllReduce], pushed(Algorithm::TwoShot)),
@@ -332,9 +338,7 @@ mod tests {
             ] {
                 let asked = near(*function, engines);
                 assert!(!chosen(asked));
-                let (_, reason) = explain(&asked)
-                    .find(|(row, _)| row.choice.is_by_engines())
-                    .unwrap();
+                let (_, reason) = explain(&asked).find(|(row, _)| row.choice == BY_ENGINES).unwrap();
                 assert_eq!(reason, Some(if serves { why } else { Reason::Function }));
             }
         }
@@ -346,9 +350,7 @@ mod tests {
                     limits: Limits::default(),
                     ..near(function, Engines::Reach)
                 };
-                let (_, reason) = explain(&asked)
-                    .find(|(row, _)| row.choice.is_by_engines())
-                    .unwrap();
+                let (_, reason) = explain(&asked).find(|(row, _)| row.choice == BY_ENGINES).unwrap();
                 assert_eq!(choose(&asked).unwrap().is_by_engines(), reason.is_none());
                 reason
             };
@@ -368,6 +370,49 @@ mod tests {
             ..near(AllGather, Engines::Reach)
         };
         assert!(!choose(&alone).unwrap().is_by_engines());
+    }
+
+    #[test]
+    fn copy_engines_move_what_is_reduced_if_they_are_to() {
+        const LEAST: u64 = 8 << 20;
+        let near = |ranks, data_type, bytes, engine_reduce_bytes, engines| Asked {
+            ranks,
+            data_type,
+            peers: true,
+            engines,
+            limits: Limits {
+                engine_reduce_bytes,
+                ..Limits::default()
+            },
+            ..asked(AllReduce, bytes)
+        };
+        let why = |asked| {
+            let rows = explain(&asked).find(|(row, _)| row.choice.is_by_engines());
+            let (row, reason) = rows.unwrap();
+            assert_eq!(choose(&asked) == Some(row.choice), reason.is_none());
+            reason
+        };
+        let float = |bytes, least| near(4, DataType::Float32, bytes, least, Engines::Reach);
+        assert_eq!(why(float(LEAST, LEAST)), None);
+        assert_eq!(
+            why(float(LEAST - 1, LEAST)),
+            Some(Reason::ShortForReducingEngines(LEAST))
+        );
+        assert_eq!(
+            why(float(1 << 40, u64::MAX)),
+            Some(Reason::ShortForReducingEngines(u64::MAX))
+        );
+        assert!(matches!(why(float(1 << 40, LEAST)), Some(Reason::PeerMemory(_))));
+        // One shot is faster.
+        assert_eq!(why(float(8, 0)), Some(Reason::Earlier));
+        for (ranks, data_type, engines, reason) in [
+            (4, DataType::Int32, Engines::Reach, Reason::NoStraightKernel),
+            (3, DataType::Float32, Engines::Reach, Reason::NoStraightKernel),
+            (4, DataType::Float32, Engines::NoWindow, Reason::NoWindow),
+            (4, DataType::Float32, Engines::NotReached, Reason::NotReached),
+        ] {
+            assert_eq!(why(near(ranks, data_type, LEAST, LEAST, engines)), Some(reason));
+        }
     }
 
     #[test]

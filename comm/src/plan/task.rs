@@ -62,7 +62,7 @@ impl Request {
             data_type: self.data_type,
             reduce_op: self.reduce_op,
             peer: self.peer,
-            place: self.window.as_ref().and_then(Found::place),
+            place: self.window.as_ref().and_then(|found| found.place(self.function)),
         }
     }
 

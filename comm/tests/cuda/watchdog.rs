@@ -47,10 +47,26 @@ fn a_kernel_that_stops_moving_is_stuck() {
 /// The rank whose copies do not end is named: the others wait for it, and its kernels for nobody.
 #[test]
 fn copies_that_do_not_end_are_told() {
-    for kind in ["t", "p"] {
+    // All_reduces, too, if they move those.
+    let policy = [("NCCL_CTA_POLICY", "2"); 2];
+    let reduces = [
+        ("RINGSIGHT_ENGINE_REDUCE_BYTES", "0"),
+        ("RINGSIGHT_ALGO", "AllReduce:^one_shot"),
+    ];
+    let of_others = [
+        "waits for rank 1 to be done with its buffers",
+        "waits for data from rank 1",
+    ];
+    for (kind, way, waits) in [
+        ("t", policy, of_others[0]),
+        ("p", policy, of_others[0]),
+        ("t", reduces, of_others[1]),
+        ("p", reduces, of_others[1]),
+    ] {
         let log = tempfile::NamedTempFile::new().unwrap();
         let told = [
-            ("NCCL_CTA_POLICY", "2"),
+            way[0],
+            way[1],
             ("NCCL_KERNEL_TIMEOUT_MS", "500"),
             ("NCCL_DEBUG", "WARN"),
             ("NCCL_DEBUG_FILE", log.path().to_str().unwrap()),
@@ -61,7 +77,7 @@ fn copies_that_do_not_end_are_told() {
         let said = std::fs::read_to_string(log.path()).unwrap();
         assert!(said.contains("nothing moves, and rank 1 stopped first"), "{said}");
         for (rank, what) in [
-            ("Rank 0: running", "waits for rank 1 to be done with its buffers"),
+            ("Rank 0: running", waits),
             ("Rank 1: running", "copy engines copy its data"),
         ] {
             let told = |line: &str| line.contains(rank) && line.contains(what);

@@ -158,6 +158,12 @@ static void run_windows(struct Rank* r, bool in_pieces) {
       check_at(r, ALLTOALL, &TYPES[F32], counts[c], 8196, false, salt++);
       check_at(r, ALLTOALL, &TYPES[I8], counts[c], 12289, false, salt++);
       check_at(r, REDUCE_SCATTER, &TYPES[F32], counts[c], 8192, false, salt++);
+      check_at(r, ALL_REDUCE, &TYPES[BF16], counts[c], 4096, false, salt++);
+      check_at(r, ALL_REDUCE, &TYPES[F32], counts[c], 16, true, salt++);
+      // From where kernels do not begin with whole words.
+      r->send += 4;
+      check_at(r, ALL_REDUCE, &TYPES[F32], counts[c], 8192, false, salt++);
+      r->send -= 4;
     }
     check_group(r, other, salt++);
     check_replays(r, salt += 20);
@@ -209,18 +215,21 @@ static void open_window(struct Rank* r) {
   barrier();
 }
 
+// An operation that copy engines do here, or an all_reduce if they move those.
+static enum Op in_windows(enum Op op) { return getenv("RINGSIGHT_ENGINE_REDUCE_BYTES") != NULL ? ALL_REDUCE : op; }
+
 // Rank 0 waits for the others in vain, eager and in a replay behind, until it aborts.
 static void run_alone(struct Rank* r) {
   open_window(r);
   CUgraph graph;
   CUgraphExec exec;
   CU(cuStreamBeginCapture, r->stream, 1u);
-  enqueue(r, ALLTOALL, F32, 1000, 0, 0, r->send, r->recv);
+  enqueue(r, in_windows(ALLTOALL), F32, 1000, 0, 0, r->send, r->recv);
   CU(cuStreamEndCapture, r->stream, &graph);
   CU(cuGraphInstantiate, &exec, graph, 0ull);
   barrier();
   if (r->rank == 0) {
-    enqueue(r, ALL_GATHER, F32, 1000, 0, 0, r->send, r->recv);
+    enqueue(r, in_windows(ALL_GATHER), F32, 1000, 0, 0, r->send, r->recv);
     CU(cuGraphLaunch, exec, r->stream);
     usleep(200000);
     if (CALL(cuStreamQuery, r->stream) != CUDA_ERROR_NOT_READY) fail("alone: the operation is not stuck");
@@ -242,15 +251,15 @@ static void run_stalled(struct Rank* r) {
   void (*const freeze)(int device, int on) = (void (*)(int, int))dlsym(RTLD_DEFAULT, "ringsight_mock_freeze");
   if (freeze == NULL) fail("stalled: only a driver without a GPU stops a copy");
   open_window(r);
-  if (r->rank == 0) enqueue(r, ALL_GATHER, F32, 5000, 0, 0, r->send, r->recv);
+  if (r->rank == 0) enqueue(r, in_windows(ALL_GATHER), F32, 5000, 0, 0, r->send, r->recv);
   // It has told rank 1, whose kernel need not wait.
   usleep(100000);
   barrier();
   if (r->rank == 1) {
     freeze(r->device, 1);
-    enqueue(r, ALL_GATHER, F32, 5000, 0, 0, r->send, r->recv);
+    enqueue(r, in_windows(ALL_GATHER), F32, 5000, 0, 0, r->send, r->recv);
   }
-  await_verdict("Verdict: STUCK_KERNEL (hang): ", "AllGather(count 5000");
+  await_verdict("Verdict: STUCK_KERNEL (hang): ", in_windows(ALL_GATHER) == ALL_REDUCE ? "AllReduce(count 5000" : "AllGather(count 5000");
   barrier();
   if (r->rank == 1) freeze(r->device, 0);
   CU(cuStreamSynchronize, r->stream);

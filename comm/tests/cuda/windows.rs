@@ -18,7 +18,7 @@ fn copy_engines_do_what_goes_into_windows() {
         let Some(said) = output("driver", test, &["windows", ranks, kind], &told(gpus)) else {
             return;
         };
-        assert!(said.contains("ok 236 cases a rank"), "{ranks} {kind}: {said}");
+        assert!(said.contains("ok 296 cases a rank"), "{ranks} {kind}: {said}");
         let reached = said
             .lines()
             .filter(|line| line.contains(": copy engines reach all ranks' parts"));
@@ -41,7 +41,7 @@ fn copy_engines_do_what_goes_into_windows() {
     // Mapped in pieces: other processes are given these, and the other ranks of this one may not reach them.
     for (kind, reached) in [("p", true), ("t", false)] {
         if let Some(said) = output("driver", test, &["windows", "2", kind, "1"], &told("2")) {
-            assert!(said.contains("ok 236 cases a rank"), "{said}");
+            assert!(said.contains("ok 296 cases a rank"), "{said}");
             assert_eq!(said.contains(" proto CE "), reached, "{kind}: {said}");
             let why = "is not for copy engines: rank 0: memory at ";
             assert_eq!(said.contains(why), !reached, "{kind}: {said}");
@@ -54,12 +54,53 @@ fn copy_engines_do_what_goes_into_windows() {
     ] {
         let told = [&told("2")[..], &variables].concat();
         if let Some(said) = output("driver", test, &["windows", "2", "t"], &told) {
-            assert!(said.contains("ok 236 cases a rank"), "{said}");
+            assert!(said.contains("ok 296 cases a rank"), "{said}");
             assert!(
                 !said.contains(" proto CE ") && !said.contains("copy engines reach"),
                 "{said}"
             );
         }
+    }
+}
+
+/// All_reduces in windows, in two pieces and in many; the same bits as by kernels, which the driver compares with what it computes. What no kernel
+/// reduces goes as it went.
+#[test]
+fn copy_engines_move_what_is_reduced_if_they_are_to() {
+    let test = "copy_engines_move_what_is_reduced_if_they_are_to";
+    let told = |gpus, scratch| {
+        [
+            ("RINGSIGHT_MOCK_GPUS", gpus),
+            ("RINGSIGHT_ENGINE_REDUCE_BYTES", "0"),
+            ("RINGSIGHT_ENGINE_SCRATCH_BYTES", scratch),
+            ("RINGSIGHT_ALGO", "AllReduce:^one_shot"),
+            ("NCCL_DEBUG", "INFO"),
+            ("NCCL_DEBUG_SUBSYS", "INIT,TUNING"),
+        ]
+    };
+    for (ranks, kind, gpus, scratch) in [
+        ("2", "t", "2", "0"),
+        ("2", "p", "2", "65536"),
+        ("4", "t", "2", "200000"),
+        ("4", "p", "4", "10000000"),
+        ("8", "t", "4", "0"),
+        // No kernel for so many.
+        ("3", "t", "3", "0"),
+    ] {
+        let Some(said) = output("driver", test, &["windows", ranks, kind], &told(gpus, scratch)) else {
+            return;
+        };
+        assert!(said.contains("ok 296 cases a rank"), "{ranks} {kind}: {said}");
+        let by_engines = |name: &str, way: &str| {
+            let is_so = |line: &&str| line.contains(name) && line.contains(way);
+            said.lines().any(|line| is_so(&line))
+        };
+        assert_eq!(
+            by_engines("AllReduce: ", " Algo TWO_SHOT proto CE "),
+            ranks != "3",
+            "{said}"
+        );
+        assert!(!by_engines("AllGather: ", " proto CE "), "{said}");
     }
 }
 
@@ -79,7 +120,7 @@ fn copy_engines_do_what_is_long_whatever_the_policy() {
         let Some(said) = output("driver", test, &["windows", "2", kind], &with(&least)) else {
             return;
         };
-        assert!(said.contains("ok 236 cases a rank"), "{kind}: {said}");
+        assert!(said.contains("ok 296 cases a rank"), "{kind}: {said}");
         let mut seen = [0; 2];
         for line in said.lines().filter(|line| line.contains("AllGather: ")) {
             let (_, bytes) = line.split_once("AllGather: ").unwrap();
@@ -104,8 +145,16 @@ fn copy_engines_do_what_is_long_whatever_the_policy() {
 #[test]
 fn an_abort_ends_what_copy_engines_were_to_do() {
     for kind in ["t", "p"] {
-        for events in ["pages", "events"] {
-            let variables = [("NCCL_CTA_POLICY", "2"), ("RINGSIGHT_WATCHDOG_SOURCE", events)];
+        for (events, reduces) in [("pages", false), ("events", false), ("pages", true)] {
+            let way = if reduces {
+                [
+                    ("RINGSIGHT_ENGINE_REDUCE_BYTES", "0"),
+                    ("RINGSIGHT_ALGO", "AllReduce:^one_shot"),
+                ]
+            } else {
+                [("NCCL_CTA_POLICY", "2"); 2]
+            };
+            let variables = [way[0], way[1], ("RINGSIGHT_WATCHDOG_SOURCE", events)];
             drive(
                 "an_abort_ends_what_copy_engines_were_to_do",
                 &["alone", "2", kind],

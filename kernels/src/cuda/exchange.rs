@@ -141,7 +141,7 @@ pub(super) fn launch(work: &Work, call: PeerCall, peers: &Peers) -> PeerLaunch {
         arguments: PeerArguments::Exchange(arguments),
         blocks: blocks as u32,
         threads: threads(warps),
-        copies: None,
+        between: None,
     }
 }
 

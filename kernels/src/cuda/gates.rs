@@ -7,8 +7,9 @@ use super::{
     layout::{Gate, PeerCall},
     peer_launch::{PeerArguments, PeerLaunch, SERVICE},
     peers::MAX_PEERS,
+    pieces::Pieces,
 };
-use crate::launch::Work;
+use crate::launch::{Window, Work};
 
 /// Names of the kernels, by their numbers: `RINGSIGHT_GATES` in `cuda/gates.cuh`. The first one comes before the copies, the second one behind
 /// them.
@@ -28,10 +29,23 @@ pub struct Copy {
     pub bytes: u64,
 }
 
-/// The copies of one collective.
+/// What copy engines and kernels do between the two gates.
+#[derive(Clone, Debug)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "on the stack of the call that launches it: a collective's shall not allocate"
+)]
+pub enum Between {
+    /// Nothing but copies.
+    Copies(Copies),
+    /// A reduction, of at least some megabytes.
+    Pieces(Box<Pieces>),
+}
+
+/// The copies of one collective, or of one piece of it.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Copies {
-    others: [Copy; MAX_PEERS - 1],
+    others: [Copy; MAX_PEERS],
     count: usize,
     /// What stays here, if it does not stand in its place already.
     pub own: Option<Copy>,
@@ -44,14 +58,35 @@ impl Copies {
         &self.others[..self.count]
     }
 
-    fn push(&mut self, copy: Copy) {
+    pub(super) fn push(&mut self, copy: Copy) {
         self.others[self.count] = copy;
         self.count += 1;
     }
 }
 
-/// The launch of a collective whose receive buffers begin `offset` bytes behind `places`, by rank, but for where it reports to.
-pub(super) fn launch(work: &Work, call: PeerCall, places: &[u64], offset: u64) -> PeerLaunch {
+/// The launch of a collective whose receive buffers begin at byte `offset` of a window, but for where it reports to; `None` if it reduces what no kernel does.
+pub(super) fn launch(work: &Work, call: PeerCall, window: &Window, offset: u64) -> Option<PeerLaunch> {
+    let between = if work.function.reduces() {
+        let pieces = Pieces::new(work, call, &window.places, offset, window.scratch.as_ref()?);
+        Between::Pieces(Box::new(pieces?))
+    } else {
+        Between::Copies(copies(work, call, &window.places, offset))
+    };
+    Some(PeerLaunch {
+        arguments: PeerArguments::Gate(Gate {
+            call,
+            gives_up: 0,
+            reserved: 0,
+        }),
+        kernel: 0,
+        blocks: 1,
+        threads: GATE_THREADS,
+        between: Some(between),
+    })
+}
+
+/// What goes where if nothing is reduced.
+fn copies(work: &Work, call: PeerCall, places: &[u64], offset: u64) -> Copies {
     let arguments = parts(work, call);
     let (ranks, me) = (work.ranks as usize, work.rank as usize);
     let mut copies = Copies::default();
@@ -69,17 +104,7 @@ pub(super) fn launch(work: &Work, call: PeerCall, places: &[u64], offset: u64) -
         from: arguments.own,
         bytes: arguments.result_bytes,
     });
-    PeerLaunch {
-        arguments: PeerArguments::Gate(Gate {
-            call,
-            gives_up: 0,
-            reserved: 0,
-        }),
-        kernel: 0,
-        blocks: 1,
-        threads: GATE_THREADS,
-        copies: Some(copies),
-    }
+    copies
 }
 
 #[cfg(test)]
@@ -139,6 +164,7 @@ mod tests {
                         memory: Box::new(()),
                     }),
                     places: (1..=u64::from(ranks)).map(|rank| rank * APART as u64).collect(),
+                    scratch: None,
                     engines: Arc::new(()),
                     memory: Vec::new(),
                 }),
@@ -178,7 +204,9 @@ mod tests {
                 let name = PeerLaunch::kernels().nth(launch.kernel).unwrap();
                 assert_eq!((name, launch.blocks, launch.threads), (KERNELS[0], 1, 32));
                 assert_eq!(PeerLaunch::kernels().nth(launch.kernel + 1).unwrap(), KERNELS[1]);
-                let copies = launch.copies.unwrap();
+                let Some(Between::Copies(copies)) = launch.between else {
+                    panic!("{:?}", launch.between)
+                };
                 assert_eq!(copies.others().len() as u32, ranks - 1);
                 assert_eq!(copies.own.is_none(), in_place);
                 for (at, copy) in copies.others().iter().chain(&copies.own).enumerate() {

@@ -100,7 +100,7 @@ pub(super) fn launch(works: &[Work], channel: u8, peers: &Peers) -> Result<PeerL
         arguments: PeerArguments::Messages(all),
         kernel: usize::from(whole),
         threads: MESSAGES_THREADS,
-        copies: None,
+        between: None,
     })
 }
 

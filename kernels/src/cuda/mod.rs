@@ -10,6 +10,7 @@ pub mod messages;
 pub mod one_shot;
 pub mod peer_launch;
 pub mod peers;
+pub mod pieces;
 pub mod program;
 pub mod ring;
 

@@ -74,7 +74,7 @@ pub(super) fn launch(work: &Work, call: PeerCall, most_blocks: u32) -> PeerLaunc
             .div_ceil(movers)
             .clamp(1, most_blocks.clamp(1, MOST_BLOCKS) as usize) as u32,
         threads: movers as u32 + SERVICE,
-        copies: None,
+        between: None,
     }
 }
 

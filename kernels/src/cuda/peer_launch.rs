@@ -6,10 +6,11 @@ use ringsight_records::{Algorithm, DataType, ReduceOp};
 
 use super::{
     exchange,
-    gates::{self, Copies},
+    gates::{self, Between},
     layout::{Combination, Exchange, Gate, Head, Messages, OneShot, PeerCall},
     messages, one_shot,
     peers::{IS_LONG, MAX_PEERS},
+    pieces,
     program::{address_error, argument, combination},
 };
 use crate::{
@@ -37,8 +38,8 @@ pub struct PeerLaunch {
     pub blocks: u32,
     /// Threads of each.
     pub threads: u32,
-    /// What copy engines do behind it, before the next kernel by number, which is given the same.
-    pub copies: Option<Copies>,
+    /// What is done behind it, before the next kernel by number, which is given the same.
+    pub between: Option<Between>,
 }
 
 /// The one argument of a kernel.
@@ -111,6 +112,7 @@ impl PeerLaunch {
             .chain(exchange::KERNELS)
             .chain(messages::KERNELS)
             .chain(gates::KERNELS)
+            .chain(pieces::KERNELS)
     }
 
     /// Whether it is better to launch it by an executable graph, where the host has one for its kernel: that takes the host half as long if the
@@ -175,8 +177,16 @@ impl PeerLaunch {
             reserved: [0; 5],
         };
         if let Connections::Engines { window, offset } = &work.connections {
-            let mut launch = gates::launch(work, call, &window.places, *offset);
+            let mut launch = gates::launch(work, call, window, *offset).ok_or_else(|| {
+                WorkError(format!(
+                    "op {} ({}): copy engines cannot do it",
+                    work.op, work.function
+                ))
+            })?;
             launch.kernel += one_shot::KERNELS.len() + exchange::KERNELS.len() + messages::KERNELS.len();
+            if let Some(Between::Pieces(pieces)) = &mut launch.between {
+                pieces.kernel += launch.kernel + gates::KERNELS.len();
+            }
             return Ok(Some(launch));
         }
         Ok(Some(match work.algorithm {

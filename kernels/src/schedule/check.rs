@@ -5,8 +5,9 @@ use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 use super::{Schedule, Steps};
 use crate::{
     cuda::{
-        exchange::has_two_shots,
+        exchange::{has_two_shots, reduces_straight},
         peers::{MAX_PEERS, one_shot_bytes},
+        pieces::most_bytes,
     },
     launch::{Connections, Peers, Scalar, Work},
     reduce::Reduction,
@@ -71,7 +72,18 @@ impl Work {
             Connections::Engines { window, .. } => {
                 self.check_peers(&window.peers)?;
                 let all = window.places.len() == self.ranks as usize;
-                if !all || !matches!(self.function, Function::AllGather | Function::AlltoAll) {
+                let can = match self.function {
+                    Function::AllGather | Function::AlltoAll => true,
+                    Function::AllReduce => window.scratch.as_ref().is_some_and(|scratch| {
+                        let bytes = (self.count * self.data_type.size()) as u64;
+                        self.algorithm == Algorithm::TwoShot
+                            && reduces_straight(self.reduce_op, self.data_type, self.ranks)
+                            && bytes <= most_bytes(self.ranks as usize, scratch.bytes)
+                            && self.recv.is_multiple_of(16)
+                    }),
+                    _ => false,
+                };
+                if !all || !can {
                     return fail("copy engines cannot do it in this window".into());
                 }
             }

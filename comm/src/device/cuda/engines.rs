@@ -9,14 +9,15 @@
 //!
 //! All is queued by the call that launches the kernels, in sequence. Between them nobody else need call the driver.
 
-use std::sync::Arc;
+use std::{collections::VecDeque, sync::Arc};
 
-use cudarc::driver::sys::{self, CUevent, CUstream};
+use cudarc::driver::sys::{self, CUevent, CUgraphNode, CUstream};
 use ringsight_kernels::{
     Connections, Launch,
     cuda::{
-        PeerLaunch,
-        gates::{Copies, Copy},
+        Head, PeerLaunch,
+        gates::{Between, Copy},
+        pieces::Pieces,
     },
 };
 
@@ -33,10 +34,8 @@ pub(super) struct Engines(Option<Lane>);
 
 struct Lane {
     beside: CUstream,
-    /// That the first kernel has ended.
-    begun: CUevent,
-    /// That what is in the stream has.
-    done: CUevent,
+    /// Those of [`Rows::mark`].
+    reached: [CUevent; 3],
 }
 
 // SAFETY: handles, which belong to no thread.
@@ -52,7 +51,7 @@ impl Drop for Lane {
             if !self.beside.is_null() {
                 let _ = sys::cuStreamDestroy_v2(self.beside);
             }
-            for event in [self.begun, self.done] {
+            for event in self.reached {
                 if !event.is_null() {
                     let _ = sys::cuEventDestroy_v2(event);
                 }
@@ -70,93 +69,163 @@ impl Drop for Engines {
     }
 }
 
-/// # Safety
-/// The copy is of memory that is there until the stream has come behind it.
-unsafe fn copy(stream: CUstream, copy: &Copy) -> Result<()> {
-    // SAFETY: the caller's. Addresses say which memory they are of, also of other GPUs and processes.
-    unsafe { call!(cuMemcpyAsync(copy.to, copy.from, copy.bytes as usize, stream)) }
-}
-
-/// # Safety
-/// As for [`copy`].
-unsafe fn copy_all(stream: CUstream, copies: &[Copy]) -> Result<()> {
-    // SAFETY: the caller's.
-    copies.iter().try_for_each(|one| unsafe { copy(stream, one) })
-}
-
 impl Engines {
     /// For the GPU whose context is current.
     pub(super) fn new() -> Result<Self> {
         let _outside = OutsideCapture::enter()?;
         let mut lane = Lane {
             beside: new_stream()?,
-            begun: std::ptr::null_mut(),
-            done: std::ptr::null_mut(),
+            reached: [std::ptr::null_mut(); 3],
         };
-        lane.begun = new_order_event()?;
-        lane.done = new_order_event()?;
+        for event in &mut lane.reached {
+            *event = new_order_event()?;
+        }
         Ok(Self(Some(lane)))
     }
+}
 
-    /// Queues copies behind what is in the stream, which goes on when all are done.
-    pub(super) fn copy(&self, stream: CUstream, copies: &Copies, captured: bool) -> Result<()> {
-        let Some(own) = &copies.own else {
-            // SAFETY: buffers of the caller's operation, and of the other ranks' in the window that the launch holds: they stay until the
-            // operation has ended on all ranks.
-            return unsafe { copy_all(stream, copies.others()) };
+/// Two rows of work behind what is in a stream: one in that stream, and one beside it.
+struct Rows<'a> {
+    stream: CUstream,
+    way: Way<'a>,
+}
+
+enum Way<'a> {
+    /// In two streams; and how many marks there were beside.
+    Eager(&'a Lane, usize),
+    /// In one: by row, the nodes that its next one comes after.
+    Captured([Vec<CUgraphNode>; 2]),
+}
+
+/// Which of them.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Row {
+    Stream,
+    Beside,
+}
+
+/// As far as a row has come. Of each row there are no more at a time than it has events: one in the stream, two beside it.
+enum Mark {
+    Event(CUevent),
+    Nodes(Vec<CUgraphNode>),
+}
+
+impl<'a> Rows<'a> {
+    fn new(engines: &'a Engines, stream: CUstream, captured: bool) -> Result<Self> {
+        let way = match &engines.0 {
+            Some(lane) if !captured => Way::Eager(lane, 0),
+            _ => {
+                let (_, before) = captures::dependencies(Stream(stream as usize))?;
+                Way::Captured([before.clone(), before])
+            }
         };
-        match &self.0 {
-            Some(lane) if !captured => lane.copy_beside(stream, own, copies.others()),
-            _ => captured_beside(stream, own, copies.others()),
+        let mut rows = Self { stream, way };
+        let begun = rows.mark(Row::Stream)?;
+        rows.wait(Row::Beside, begun)?;
+        Ok(rows)
+    }
+
+    /// Does something in a row: by the stream that it is given.
+    fn queue(&mut self, row: Row, what: impl FnOnce(CUstream) -> Result<()>) -> Result<()> {
+        match &mut self.way {
+            Way::Eager(lane, _) if row == Row::Beside => what(lane.beside),
+            Way::Eager(..) => what(self.stream),
+            Way::Captured(nodes) => {
+                let stream = Stream(self.stream as usize);
+                captures::set_dependencies(stream, &nodes[row as usize])?;
+                what(self.stream)?;
+                nodes[row as usize] = captures::dependencies(stream)?.1;
+                Ok(())
+            }
         }
     }
-}
 
-impl Lane {
-    fn copy_beside(&self, stream: CUstream, own: &Copy, others: &[Copy]) -> Result<()> {
-        // SAFETY: a stream and events of this communicator's device; as above.
-        unsafe {
-            call!(cuEventRecord(self.begun, stream))?;
-            call!(cuStreamWaitEvent(self.beside, self.begun, 0))?;
-            let copied = copy(self.beside, own).and_then(|()| copy_all(stream, others));
-            // What has been queued is waited for, whatever has become of the rest.
-            call!(cuEventRecord(self.done, self.beside))?;
-            call!(cuStreamWaitEvent(stream, self.done, 0))?;
-            copied
+    fn copy(&mut self, row: Row, copies: &[Copy]) -> Result<()> {
+        self.queue(row, |stream| {
+            let mut copies = copies.iter().filter(|copy| copy.bytes > 0);
+            // SAFETY: buffers of the caller's operation, and of the other ranks' in the window, and memory beside it that the launch holds: they stay until the
+            // operation has ended on all ranks, or the caller keeps them, of what it has captured. Addresses say which memory they are of, also of other GPUs
+            // and processes.
+            copies.try_for_each(|copy| unsafe {
+                call!(cuMemcpyAsync(copy.to, copy.from, copy.bytes as usize, stream))
+            })
+        })
+    }
+
+    fn mark(&mut self, row: Row) -> Result<Mark> {
+        let (event, stream) = match &mut self.way {
+            Way::Captured(nodes) => return Ok(Mark::Nodes(nodes[row as usize].clone())),
+            Way::Eager(lane, _) if row == Row::Stream => (lane.reached[0], self.stream),
+            Way::Eager(lane, marks) => {
+                *marks += 1;
+                (lane.reached[1 + *marks % 2], lane.beside)
+            }
+        };
+        // SAFETY: an event and a stream of this communicator's device. Who waits for what it recorded before has been told to.
+        unsafe { call!(cuEventRecord(event, stream)) }?;
+        Ok(Mark::Event(event))
+    }
+
+    /// What comes in a row from here on waits until the other one has come to a mark.
+    fn wait(&mut self, row: Row, mark: Mark) -> Result<()> {
+        match (&mut self.way, mark) {
+            (Way::Eager(lane, _), Mark::Event(event)) => {
+                let stream = if row == Row::Beside {
+                    lane.beside
+                } else {
+                    self.stream
+                };
+                // SAFETY: as in `mark`.
+                unsafe { call!(cuStreamWaitEvent(stream, event, 0)) }
+            }
+            (Way::Captured(nodes), Mark::Nodes(more)) => {
+                let nodes = &mut nodes[row as usize];
+                let new: Vec<_> = more.into_iter().filter(|node| !nodes.contains(node)).collect();
+                nodes.extend(new);
+                Ok(())
+            }
+            _ => Err(DeviceError::InvalidUsage("a mark of other rows".into())),
         }
     }
-}
 
-/// The same in a capture.
-fn captured_beside(stream: CUstream, own: &Copy, others: &[Copy]) -> Result<()> {
-    let handle = Stream(stream as usize);
-    let (_, before) = captures::dependencies(handle)?;
-    // SAFETY: as above; the caller keeps buffers of what it has captured.
-    unsafe { copy(stream, own) }?;
-    let mut all = captures::dependencies(handle)?.1;
-    captures::set_dependencies(handle, &before)?;
-    // SAFETY: as above.
-    unsafe { copy_all(stream, others) }?;
-    all.extend(captures::dependencies(handle)?.1);
-    captures::set_dependencies(handle, &all)
+    /// What comes in the stream from here on comes after both.
+    fn join(mut self) -> Result<()> {
+        let done = self.mark(Row::Beside)?;
+        self.wait(Row::Stream, done)?;
+        match &self.way {
+            Way::Eager(..) => Ok(()),
+            Way::Captured([nodes, _]) => captures::set_dependencies(Stream(self.stream as usize), nodes),
+        }
+    }
 }
 
 impl Gpu {
-    /// Queues the copies of a launch whose first kernel has been launched, and its second one.
-    pub(super) fn copy_between(
+    /// Queues what comes behind the first kernel of a launch, which has been launched, and its second one.
+    pub(super) fn launch_between(
         &self,
         stream: CUstream,
         launch: &mut PeerLaunch,
-        copies: &Copies,
+        between: &Between,
         engines: &Engines,
         captured: bool,
     ) -> Result<()> {
-        let copied = engines.copy(stream, copies, captured);
-        if copied.is_err() {
+        let head = *launch.arguments.head_mut();
+        let done = Rows::new(engines, stream, captured).and_then(|mut rows| {
+            let done = match between {
+                Between::Copies(copies) => rows
+                    .copy(Row::Beside, copies.own.as_slice())
+                    .and_then(|()| rows.copy(Row::Stream, copies.others())),
+                Between::Pieces(pieces) => self.reduce(&mut rows, pieces, head),
+            };
+            // What has been queued is waited for, whatever has become of the rest.
+            let joined = rows.join();
+            done.and(joined)
+        });
+        if done.is_err() {
             // The first kernel runs: the second one has to end what that has begun. The other ranks wait for this one, which has failed.
             launch.arguments.give_up();
         }
-        let kernel = Kernel {
+        let end = Kernel {
             function: self.peer_kernels[launch.kernel + 1],
             blocks: launch.blocks,
             threads: launch.threads,
@@ -165,8 +234,45 @@ impl Gpu {
         };
         // SAFETY: the kernel's argument, the same as that of the first one. Where it cannot be launched, the launch is never over, and what
         // it has stays its own.
-        let ended = unsafe { kernel.launch(stream, &mut [launch.arguments.as_mut_ptr()]) };
-        copied.and(ended)
+        let ended = unsafe { end.launch(stream, &mut [launch.arguments.as_mut_ptr()]) };
+        done.and(ended)
+    }
+
+    /// Queues the copies of a reduction and the kernels that reduce, in the order of [`ringsight_kernels::cuda::pieces`].
+    fn reduce(&self, rows: &mut Rows, pieces: &Pieces, head: Head) -> Result<()> {
+        let push = |rows: &mut Rows, number| {
+            rows.copy(Row::Beside, pieces.pushes(number).others())?;
+            rows.mark(Row::Beside)
+        };
+        let mut pushed = VecDeque::new();
+        for number in 0..2 {
+            pushed.push_back(push(rows, number)?);
+        }
+        for number in 0..pieces.count() {
+            if let Some(here) = pushed.pop_front() {
+                rows.wait(Row::Stream, here)?;
+            }
+            let mut launch = pieces.kernel(number);
+            *launch.arguments.head_mut() = head;
+            let kernel = Kernel {
+                function: self.peer_kernels[launch.number],
+                blocks: launch.blocks,
+                threads: launch.threads,
+                shared_bytes: 0,
+                overlaps: false,
+            };
+            // SAFETY: the kernel's argument, which is copied by the call; what it refers to lives until the launch is over, or the caller keeps it.
+            rows.queue(Row::Stream, |stream| unsafe {
+                kernel.launch(stream, &mut [launch.arguments.as_mut_ptr()])
+            })?;
+            let reduced = rows.mark(Row::Stream)?;
+            rows.wait(Row::Beside, reduced)?;
+            if number > 0 && number + 1 < pieces.count() {
+                pushed.push_back(push(rows, number + 1)?);
+            }
+            rows.copy(Row::Beside, pieces.gathers(number).others())?;
+        }
+        Ok(())
     }
 }
 

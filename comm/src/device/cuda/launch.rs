@@ -100,7 +100,7 @@ impl Gpu {
         mut how: How,
     ) -> Result<()> {
         let captured = how.is_captured();
-        let engines = peers.copies.map(|_| engines::of(&launch)).transpose()?;
+        let engines = peers.between.as_ref().map(|_| engines::of(&launch)).transpose()?;
         let head = self.enter(launch, captured, None)?;
         *peers.arguments.head_mut() = head;
         let kernel = Kernel {
@@ -122,8 +122,8 @@ impl Gpu {
         }
         .inspect_err(|_| self.launches.forget(head.launch))?;
         how.has_launched(head.launch);
-        if let Some((copies, engines)) = peers.copies.take().zip(engines) {
-            self.copy_between(stream, peers, &copies, &engines, captured)?;
+        if let Some((between, engines)) = peers.between.take().zip(engines) {
+            self.launch_between(stream, peers, &between, &engines, captured)?;
         }
         Ok(())
     }

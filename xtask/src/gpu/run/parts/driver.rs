@@ -59,27 +59,29 @@ pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
     }
     // Windows, whose operations copy engines do, eager and replayed.
     let engines: &[(&str, &str)] = &[("NCCL_CTA_POLICY", "2")];
+    // And what they bring to who reduces it, in many pieces.
+    let reduces: &[(&str, &str)] = &[
+        ("RINGSIGHT_ENGINE_REDUCE_BYTES", "0"),
+        ("RINGSIGHT_ENGINE_SCRATCH_BYTES", "65536"),
+        ("RINGSIGHT_ALGO", "AllReduce:^one_shot"),
+    ];
     for (ranks, kind) in [(2, "t"), (2, "p"), (4, "t"), (4, "p"), (8, "t")] {
-        let name = format!("windows-{ranks}{kind}");
-        if !steps.skips_without(&name, ranks) {
-            drive(steps, &name, 60, &format!("windows {ranks} {kind}"), engines);
+        for (way, variables) in [("", engines), ("-reduces", reduces)] {
+            let name = format!("windows-{ranks}{kind}{way}");
+            if !steps.skips_without(&name, ranks) {
+                drive(steps, &name, 60, &format!("windows {ranks} {kind}"), variables);
+            }
         }
     }
     for kind in ["t", "p"] {
-        drive(
-            steps,
-            &format!("promise-2{kind}"),
-            30,
-            &format!("promise 2 {kind}"),
-            engines,
-        );
-        drive(
-            steps,
-            &format!("alone-2{kind}"),
-            30,
-            &format!("alone 2 {kind}"),
-            engines,
-        );
+        for (mode, way, variables) in [
+            ("promise", "", engines),
+            ("alone", "", engines),
+            ("alone", "-reduces", reduces),
+        ] {
+            let words = format!("{mode} 2 {kind}");
+            drive(steps, &format!("{mode}-2{kind}{way}"), 30, &words, variables);
+        }
     }
     if !steps.skips_without("8t", 4) {
         drive(steps, "8t", 80, "check 8 t 8388608", &[]);

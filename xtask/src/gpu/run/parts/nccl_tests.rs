@@ -40,6 +40,9 @@ pub(super) fn check_four(steps: &mut Steps<'_>) -> Result<()> {
     check_on(steps, 4)
 }
 
+/// Ends the names of runs in which copy engines do all that they can.
+const BY_ENGINES: &str = "R2-engines";
+
 /// What is checked of an operation on so many GPUs: a name of each run and its words.
 fn checks(operation: &str, gpus: usize) -> Vec<(String, String)> {
     let all = if REDUCTIONS.contains(&operation) {
@@ -65,11 +68,17 @@ fn checks(operation: &str, gpus: usize) -> Vec<(String, String)> {
             format!("-g {gpus} {all} -b 8M -e 16M -f 2 {FEW}"),
         ),
     ];
-    // Into windows so long that copy engines do it.
-    if BY_ENGINES.contains(&operation) {
+    // Into windows by copy engines, and so long that they do it by default.
+    if engines(operation).is_some() {
+        for (name, words) in [
+            ("R2-long", "-R 2 -b 512M -e 1G -f 2 -c 1 -w 0 -n 1".to_owned()),
+            (BY_ENGINES, format!("-R 2 -b 1M -e 1G -f 4 {FEW}")),
+        ] {
+            runs.push((name.into(), format!("-g {gpus} {words}")));
+        }
         runs.push((
-            "R2-long".into(),
-            format!("-g {gpus} -R 2 -b 512M -e 1G -f 2 -c 1 -w 0 -n 1"),
+            format!("t{gpus}-{BY_ENGINES}"),
+            format!("-g 1 -t {gpus} -R 2 -G 10 -b 1M -e 64M -f 4 {FEW}"),
         ));
     }
     // Registered, as windows, and captured: ranks of one thread, and each of its own.
@@ -90,6 +99,9 @@ fn check_on(steps: &mut Steps<'_>, gpus: usize) -> Result<()> {
         for (name, words) in checks(operation, gpus) {
             let mut command = command(steps, operation, &library, &words)?;
             command.env("NCCL_DEBUG", "WARN");
+            if name.ends_with(BY_ENGINES) {
+                command.envs(engines(operation));
+            }
             steps.run(
                 &format!("{operation}-{name}"),
                 Duration::from_secs(60),
@@ -115,8 +127,14 @@ const MEASURED: [(&str, &str); 6] = [
     ("sendrecv", "-b 16M -e 64M -f 4 -w 2 -n 10"),
 ];
 
-/// What copy engines do in windows.
-const BY_ENGINES: [&str; 2] = ["all_gather", "alltoall"];
+/// What has copy engines do an operation in windows however short it is; `None` if they do not.
+fn engines(operation: &str) -> Option<(&'static str, &'static str)> {
+    match operation {
+        "all_gather" | "alltoall" => Some(("NCCL_CTA_POLICY", "2")),
+        "all_reduce" => Some(("RINGSIGHT_ENGINE_REDUCE_BYTES", "0")),
+        _ => None,
+    }
+}
 
 pub(super) fn perf(steps: &mut Steps<'_>) -> Result<()> {
     let stock = steps.host.stock().map_err(|reason| anyhow!(reason))?;
@@ -137,28 +155,30 @@ fn times(steps: &mut Steps<'_>, gpus: usize) -> Result<()> {
     let mut measured = Vec::new();
     for (operation, sizes) in MEASURED {
         // Ours and NCCL's one after the other, so that what the machine does meanwhile meets both.
-        for (registered, engines) in [(0, false), (1, false), (2, false), (2, true)] {
-            if engines && !BY_ENGINES.contains(&operation) {
+        for (registered, by_engines) in [(0, false), (1, false), (2, false), (2, true)] {
+            let variable = engines(operation).filter(|_| by_engines);
+            if by_engines && (variable.is_none() || sizes == SHORT) {
                 continue;
             }
             for graph in [20, 0] {
                 for (library, is_ours) in [(ours.as_path(), true), (stock, false)] {
                     // Ranks of one process reach each other's buffers without it; copy engines want windows.
-                    let is_other = engines || registered == 2 && BY_ENGINES.contains(&operation);
-                    if is_ours && registered > 0 && !is_other {
+                    let is_other = by_engines
+                        || registered == 2 && operation != "all_reduce" && engines(operation).is_some();
+                    // NCCL's copy engines reduce nothing.
+                    let is_same = !is_ours && by_engines && operation == "all_reduce";
+                    if is_ours && registered > 0 && !is_other || is_same {
                         continue;
                     }
                     let name = format!(
                         "{operation}-{}-R{registered}-G{graph}{}{}",
                         if is_ours { "ours" } else { "nccl" },
-                        if engines { "-engines" } else { "" },
+                        if by_engines { "-engines" } else { "" },
                         if sizes == LONG { "-long" } else { "" }
                     );
                     let words = format!("-g {gpus} -c 0 -R {registered} -G {graph} {sizes}");
                     let mut command = command(steps, operation, library, &words)?;
-                    if engines {
-                        command.env("NCCL_CTA_POLICY", "2");
-                    }
+                    command.envs(variable);
                     let said = steps.run(&name, Duration::from_secs(40), command, timed);
                     if let Some(said) = said {
                         measured.push(Measured {
@@ -166,7 +186,7 @@ fn times(steps: &mut Steps<'_>, gpus: usize) -> Result<()> {
                             operation,
                             registered,
                             graph,
-                            engines,
+                            engines: by_engines,
                             run: rows::parse(&said),
                         });
                     }

@@ -1,0 +1,64 @@
+//! Memory of all ranks where contributions to reductions come by copy engines: had with the first window that is long enough for such.
+
+use std::sync::Arc;
+
+use ringsight_kernels::launch::Scratch;
+use ringsight_records::Function;
+
+use super::{
+    Communicator,
+    peers::{Memory, reach_all},
+};
+use crate::{error::Result, log};
+
+impl Communicator {
+    /// What a window of `bytes` bytes has of it, which all ranks reach; `None` if it is too short for reductions, or some rank cannot have the memory. All ranks call it,
+    /// and all get the same answer; `number` is the window's.
+    ///
+    /// # Errors
+    /// A rank that is gone or does not come, or an abort.
+    pub(super) fn scratch(&self, number: u32, bytes: u64) -> Result<Option<Arc<Scratch>>> {
+        if bytes < self.limits.engine_bytes_of(Function::AllReduce) {
+            return Ok(None);
+        }
+        if let Some(scratch) = self.windows.scratch.get() {
+            return Ok(scratch.clone());
+        }
+        let made = self.make_scratch(number)?;
+        if let Err(why) = &made {
+            tracing::info!(target: log::INIT, "Copy engines move nothing that is reduced: {why}");
+        }
+        Ok(self.windows.scratch.get_or_init(|| made.ok()).clone())
+    }
+
+    fn make_scratch(&self, number: u32) -> Result<std::result::Result<Arc<Scratch>, String>> {
+        let bytes = self.limits.scratch_bytes;
+        let own = self
+            .on_device(|device| Ok(device.share(usize::try_from(bytes).unwrap_or(usize::MAX))?))
+            .map_err(|error| error.text)
+            .and_then(|share| share.ok_or_else(|| "the device shares no memory".to_owned()));
+        let mine = own.as_ref().map(|share| &*share.handle).map_err(String::as_str);
+        let handles = match self.agree_for_window(number, mine)? {
+            Ok(handles) => handles,
+            Err(why) => return Ok(Err(why)),
+        };
+        let mut memory = Memory::new(&self.peers_ended_well);
+        let reached = own.and_then(|own| {
+            memory.own = Some(own.memory);
+            let reached =
+                self.on_device(|device| Ok(reach_all(device, (self.rank, own.base), &handles, &mut memory)));
+            let reached = reached.map_err(|error| error.text)?;
+            reached.map_err(|why| why.to_string())
+        });
+        // Nobody writes there before all have reached all; where not all do, nobody does.
+        let answer = reached.as_ref().map(|_| &[][..]).map_err(String::as_str);
+        let agreed = self.agree_for_window(number, answer)?;
+        Ok(agreed.and(reached).map(|reached| {
+            Arc::new(Scratch {
+                bytes,
+                bases: reached.bases,
+                memory: Box::new(memory),
+            })
+        }))
+    }
+}
