@@ -26,7 +26,7 @@ impl Communicator {
         }
         let made = self.make_scratch(number)?;
         if let Err(why) = &made {
-            tracing::info!(target: log::INIT, "Copy engines move nothing that is reduced: {why}");
+            tracing::warn!(target: log::INIT, "Copy engines move nothing that is reduced: {why}");
         }
         Ok(self.windows.scratch.get_or_init(|| made.ok()).clone())
     }
@@ -52,8 +52,11 @@ impl Communicator {
         });
         // Nobody writes there before all have reached all; where not all do, nobody does.
         let answer = reached.as_ref().map(|_| &[][..]).map_err(String::as_str);
-        let agreed = self.agree_for_window(number, answer)?;
-        Ok(agreed.and(reached).map(|reached| {
+        let agreed = self.agree_for_window(number, answer)?.and(reached);
+        if agreed.is_err() {
+            memory.foreign = false;
+        }
+        Ok(agreed.map(|reached| {
             Arc::new(Scratch {
                 bytes,
                 bases: reached.bases,

@@ -79,17 +79,22 @@ static Code step(struct Rank* r, int which) {
 // What comes of a communicator's life: it cannot be made, one of its calls fails, or none; and whether anything lacked.
 struct Life {
   bool made, failed, lacked;
+  // What copy engines bring contributions to has been made.
+  bool scratch;
 };
 static struct Life live_lacking(struct Rank* r, int which) {
   if (r->rank == 0) NC(GetUniqueId(&shared->id[1]));
   barrier();
   if (lacks(r)) lack(r->device, which, NULL);
   exempt(1);
-  struct Life life = {false, false, false};
+  struct Life life = {false, false, false, false};
   const Code code = LACKING(CommInitRank(&r->comm, ranks, shared->id[1], r->rank));
   life.failed = has_failed(r, code, "the communicator", true);
   life.made = !life.failed;
-  for (int i = 0; i < STEPS && !life.failed; i++) life.failed = has_failed(r, step(r, i), STEP_NAMES[i], false);
+  for (int i = 0; i < STEPS && !life.failed; i++) {
+    life.failed = has_failed(r, step(r, i), STEP_NAMES[i], false);
+    life.scratch |= i == WINDOW && getenv("RINGSIGHT_ENGINE_REDUCE_BYTES") != NULL;
+  }
   const double start = now();
   if (life.made && life.failed) NC(CommAbort(r->comm));
   CU(cuStreamSynchronize, r->stream);
@@ -184,8 +189,8 @@ static void run_lacking(struct Rank* r, bool in_pieces) {
   barrier();
   int which = 1;
   for (struct Life life; life = live_lacking(r, which), life.lacked; which++) {
-    // What an abort leaves to kernels of other processes is theirs until this one ends: what kernels reach, and FIFOs.
-    if (processes && life.made && life.failed) before[ALLOCATIONS] += 2;
+    // What an abort leaves to kernels of other processes is theirs until this one ends: what kernels reach, and FIFOs; and to their copies.
+    if (processes && life.made && life.failed) before[ALLOCATIONS] += life.scratch ? 3 : 2;
     check_held(r, before, which);
   }
   capture_more(r, "cuMemAlloc_v2");
