@@ -172,8 +172,8 @@ pub struct Window {
 
 /// Memory of all ranks where contributions to reductions come by copy engines: of a communicator, whose operations run one after another.
 pub struct Scratch {
-    /// Of each, at least [`crate::cuda::pieces::LEAST_SCRATCH`].
-    pub bytes: u64,
+    /// Of a piece: as [`crate::cuda::pieces::piece_bytes`] makes it. There is room for two of each other rank's.
+    pub piece_bytes: u64,
     /// By rank: where it is for the device of this rank.
     pub bases: Vec<u64>,
     /// Keeps it there.

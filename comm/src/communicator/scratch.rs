@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ringsight_kernels::launch::Scratch;
+use ringsight_kernels::{cuda::pieces::scratch_bytes, launch::Scratch};
 use ringsight_records::Function;
 
 use super::{
@@ -32,7 +32,8 @@ impl Communicator {
     }
 
     fn make_scratch(&self, number: u32) -> Result<std::result::Result<Arc<Scratch>, String>> {
-        let bytes = self.limits.scratch_bytes;
+        let piece_bytes = self.limits.piece_bytes;
+        let bytes = scratch_bytes(self.ranks as usize, piece_bytes);
         let own = self
             .on_device(|device| Ok(device.share(usize::try_from(bytes).unwrap_or(usize::MAX))?))
             .map_err(|error| error.text)
@@ -58,7 +59,7 @@ impl Communicator {
         }
         Ok(agreed.map(|reached| {
             Arc::new(Scratch {
-                bytes,
+                piece_bytes,
                 bases: reached.bases,
                 memory: Box::new(memory),
             })

@@ -275,7 +275,7 @@ impl Choice {
             let most = match self.algorithm {
                 Algorithm::OneShot => one_shot_bytes(asked.ranks as usize),
                 Algorithm::TwoShot if self.is_by_engines() => {
-                    let most = most_bytes(asked.ranks as usize, asked.limits.scratch_bytes);
+                    let most = most_bytes(asked.ranks as usize, asked.limits.piece_bytes);
                     usize::try_from(most).unwrap_or(usize::MAX)
                 }
                 _ => usize::MAX,

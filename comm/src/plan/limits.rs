@@ -1,6 +1,6 @@
 //! What the ranks' environments leave to [the table](super::table): all of them come to the same limits, so that all make the same choice.
 
-use ringsight_kernels::cuda::pieces::LEAST_SCRATCH;
+use ringsight_kernels::cuda::pieces::piece_bytes;
 use ringsight_records::Function;
 
 use super::{
@@ -19,8 +19,8 @@ pub const PUSH_BYTES: u64 = 64 << 20;
 /// (`docs/src/performance/library-gpu.md`).
 pub const ENGINE_BYTES: u64 = 512 << 20;
 
-/// [`Limits::scratch_bytes`] by default: copies among four ranks are of up to 16 MiB then, which take 43 µs.
-pub const SCRATCH_BYTES: u64 = 96 << 20;
+/// [`Limits::piece_bytes`] by default: a copy takes 5 µs to begin (`docs/src/performance/library-gpu.md`), and 173 for so much.
+pub const PIECE_BYTES: u64 = 64 << 20;
 
 /// Of one rank, or what all ranks have agreed on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,9 +36,8 @@ pub struct Limits {
     pub engine_bytes: u64,
     /// Bytes of a buffer from which on they move those of all_reduces, and kernels only reduce (`RINGSIGHT_ENGINE_REDUCE_BYTES`); `u64::MAX`: never.
     pub engine_reduce_bytes: u64,
-    /// Bytes of memory that each rank has for these, where contributions come: two pieces of each other rank's at a time
-    /// (`RINGSIGHT_ENGINE_SCRATCH_BYTES`).
-    pub scratch_bytes: u64,
+    /// The most bytes that one of these copies moves (`RINGSIGHT_ENGINE_PIECE_BYTES`): each rank has memory for two of them of each other rank.
+    pub piece_bytes: u64,
     /// Algorithms and protocols that are not left out.
     pub allowed: Allowed,
 }
@@ -50,7 +49,7 @@ impl Default for Limits {
             push_bytes: PUSH_BYTES,
             engine_bytes: ENGINE_BYTES,
             engine_reduce_bytes: u64::MAX,
-            scratch_bytes: SCRATCH_BYTES,
+            piece_bytes: PIECE_BYTES,
             allowed: Allowed::default(),
         }
     }
@@ -78,9 +77,7 @@ impl Limits {
             // They, too, write into callers' buffers.
             engine_bytes: engine_bytes.unwrap_or(if is_straight { ENGINE_BYTES } else { u64::MAX }),
             engine_reduce_bytes: env::number("RINGSIGHT_ENGINE_REDUCE_BYTES")?.unwrap_or(u64::MAX),
-            scratch_bytes: env::number("RINGSIGHT_ENGINE_SCRATCH_BYTES")?
-                .unwrap_or(SCRATCH_BYTES)
-                .max(LEAST_SCRATCH),
+            piece_bytes: piece_bytes(env::number("RINGSIGHT_ENGINE_PIECE_BYTES")?.unwrap_or(PIECE_BYTES)),
             allowed: Allowed::from_environment()?,
         };
         Ok(if zero_cta {
@@ -168,7 +165,7 @@ impl Limits {
             push_bytes: self.push_bytes.max(other.push_bytes),
             engine_bytes: self.engine_bytes.max(other.engine_bytes),
             engine_reduce_bytes: self.engine_reduce_bytes.max(other.engine_reduce_bytes),
-            scratch_bytes: self.scratch_bytes.max(other.scratch_bytes),
+            piece_bytes: self.piece_bytes.max(other.piece_bytes),
             allowed: self.allowed.and(&other.allowed),
         }
     }
@@ -183,7 +180,7 @@ impl Limits {
         bytes[8..16].copy_from_slice(&self.push_bytes.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.engine_bytes.to_le_bytes());
         bytes[24..32].copy_from_slice(&self.engine_reduce_bytes.to_le_bytes());
-        bytes[32..40].copy_from_slice(&self.scratch_bytes.to_le_bytes());
+        bytes[32..40].copy_from_slice(&self.piece_bytes.to_le_bytes());
         bytes[40..].copy_from_slice(&self.allowed.to_bytes());
         bytes
     }
@@ -195,14 +192,14 @@ impl Limits {
         let (push, rest) = rest.split_first_chunk()?;
         let (engine, rest) = rest.split_first_chunk()?;
         let (engine_reduce, rest) = rest.split_first_chunk()?;
-        let (scratch, allowed) = rest.split_first_chunk()?;
+        let (piece, allowed) = rest.split_first_chunk()?;
         Some(Self {
             straight_bytes: Some(u64::from_le_bytes(*straight)).filter(|bytes| *bytes > 0),
             push_bytes: u64::from_le_bytes(*push),
             engine_bytes: u64::from_le_bytes(*engine),
             engine_reduce_bytes: u64::from_le_bytes(*engine_reduce),
             // Rubbish of another rank is not divided by.
-            scratch_bytes: u64::from_le_bytes(*scratch).max(LEAST_SCRATCH),
+            piece_bytes: piece_bytes(u64::from_le_bytes(*piece)),
             allowed: Allowed::from_bytes(allowed.try_into().ok()?),
         })
     }
@@ -254,7 +251,7 @@ mod tests {
         for told in [None, Some(1), Some(STRAIGHT_BYTES), Some(u64::MAX)] {
             let limits = Limits {
                 engine_reduce_bytes: 1 << 20,
-                scratch_bytes: 1 << 21,
+                piece_bytes: 1 << 21,
                 ..from(told).without_kernels()
             };
             assert_eq!(Limits::from_bytes(&limits.to_bytes()), Some(limits));

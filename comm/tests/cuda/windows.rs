@@ -68,26 +68,26 @@ fn copy_engines_do_what_goes_into_windows() {
 #[test]
 fn copy_engines_move_what_is_reduced_if_they_are_to() {
     let test = "copy_engines_move_what_is_reduced_if_they_are_to";
-    let told = |gpus, scratch| {
+    let told = |gpus, piece| {
         [
             ("RINGSIGHT_MOCK_GPUS", gpus),
             ("RINGSIGHT_ENGINE_REDUCE_BYTES", "0"),
-            ("RINGSIGHT_ENGINE_SCRATCH_BYTES", scratch),
+            ("RINGSIGHT_ENGINE_PIECE_BYTES", piece),
             ("RINGSIGHT_ALGO", "AllReduce:^one_shot"),
             ("NCCL_DEBUG", "INFO"),
             ("NCCL_DEBUG_SUBSYS", "INIT,TUNING"),
         ]
     };
-    for (ranks, kind, gpus, scratch) in [
-        ("2", "t", "2", "0"),
+    for (ranks, kind, gpus, piece) in [
+        ("2", "t", "2", "20000"),
         ("2", "p", "2", "65536"),
-        ("4", "t", "2", "200000"),
+        ("4", "t", "2", "10000"),
         ("4", "p", "4", "10000000"),
-        ("8", "t", "4", "0"),
+        ("8", "t", "4", "4096"),
         // No kernel for so many.
-        ("3", "t", "3", "0"),
+        ("3", "t", "3", "20000"),
     ] {
-        let Some(said) = output("driver", test, &["windows", ranks, kind], &told(gpus, scratch)) else {
+        let Some(said) = output("driver", test, &["windows", ranks, kind], &told(gpus, piece)) else {
             return;
         };
         assert!(said.contains("ok 296 cases a rank"), "{ranks} {kind}: {said}");

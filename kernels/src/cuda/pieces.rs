@@ -38,25 +38,29 @@ pub const PIECE_THREADS: u32 = 512;
 /// Blocks of a kernel, which is done long before the copies beside it are: 32 have 512 KiB and more of loads under way.
 const BLOCKS: u32 = 32;
 
-/// The fewest bytes of [`Scratch`].
-pub const LEAST_SCRATCH: u64 = 64 << 10;
+/// Of what begins a piece.
+const LINE: u64 = 256;
+
+/// Bytes of a piece if so many are wanted.
+#[must_use]
+pub const fn piece_bytes(wanted: u64) -> u64 {
+    let lines = wanted / LINE;
+    if lines == 0 { LINE } else { lines * LINE }
+}
 
 /// The most pieces of a part: `MOST_PIECES` in `cuda/pieces.cuh`.
 const MOST_PIECES: u64 = 127;
 
-/// Bytes of what begins a slot.
-const LINE: u64 = 256;
-
-/// Bytes of a slot, of which a rank has two for each other one in its scratch.
-const fn slot_bytes(ranks: usize, scratch_bytes: u64) -> u64 {
-    let slots = 2 * (ranks as u64 - 1);
-    scratch_bytes / slots / LINE * LINE
+/// Bytes of scratch of a rank: two pieces of each other one's contributions.
+#[must_use]
+pub const fn scratch_bytes(ranks: usize, piece_bytes: u64) -> u64 {
+    (2 * (ranks as u64 - 1)).saturating_mul(piece_bytes)
 }
 
-/// The most bytes of a buffer that is reduced so among so many ranks, at least two, that have so much scratch.
+/// The most bytes of a buffer that is reduced so among so many ranks.
 #[must_use]
-pub const fn most_bytes(ranks: usize, scratch_bytes: u64) -> u64 {
-    (MOST_PIECES * ranks as u64).saturating_mul(slot_bytes(ranks, scratch_bytes))
+pub const fn most_bytes(ranks: usize, piece_bytes: u64) -> u64 {
+    (MOST_PIECES * ranks as u64).saturating_mul(piece_bytes)
 }
 
 /// A reduction by copy engines.
@@ -66,7 +70,7 @@ pub struct Pieces {
     parts: Exchange,
     /// By rank: where its scratch is for this rank.
     scratch: [u64; MAX_PEERS],
-    /// Of the scratch.
+    /// Of what there is room for there.
     slot_bytes: u64,
     /// By rank: where its receive buffer begins for this rank.
     places: [u64; MAX_PEERS],
@@ -90,9 +94,8 @@ impl Pieces {
     ) -> Option<Self> {
         let kernel = kernel_of_sum(work.reduce_op, work.data_type, work.ranks)?;
         let parts = parts(work, call);
-        let ranks = work.ranks as usize;
         // Two, so that one is on its way while the other is reduced.
-        let slot_bytes = slot_bytes(ranks, scratch.bytes);
+        let slot_bytes = scratch.piece_bytes;
         let count = parts.piece.div_ceil(slot_bytes).max(2);
         let of_all = |each: &[u64], more: u64| {
             let mut all = [0; MAX_PEERS];
@@ -262,7 +265,7 @@ mod tests {
     }
 
     /// Rank `r` has its memory from `(r + 1) * APART` on.
-    fn work(rank: u32, ranks: u32, count: usize, send: Option<usize>, scratch_bytes: u64) -> Work {
+    fn work(rank: u32, ranks: u32, count: usize, send: Option<usize>, piece_bytes: u64) -> Work {
         let base = (rank as usize + 1) * APART;
         let at = |more: usize| {
             (1..=ranks as usize)
@@ -270,7 +273,7 @@ mod tests {
                 .collect()
         };
         let scratch = Scratch {
-            bytes: scratch_bytes,
+            piece_bytes,
             bases: at(SCRATCH),
             memory: Box::new(()),
         };
@@ -331,25 +334,23 @@ mod tests {
     /// Goes through all that the ranks do, a byte standing for what it is made of: the ranks whose contribution to which element it has.
     #[test]
     fn every_element_is_made_of_all_ranks_and_comes_to_all() {
-        for (ranks, count, send, scratch) in [
-            (2, 5000, None, LEAST_SCRATCH),
-            (2, 100_003, Some(SENDS), LEAST_SCRATCH),
-            (2, 3, None, LEAST_SCRATCH),
-            (4, 40_001, Some(SENDS + 2), LEAST_SCRATCH),
+        for (ranks, count, send, piece) in [
+            (2, 5000, None, 1 << 15),
+            (2, 100_003, Some(SENDS), 1 << 15),
+            (2, 3, None, LINE),
+            (2, 10_000, None, LINE),
+            (4, 40_001, Some(SENDS + 2), 1 << 13),
             (4, 60_000, None, 1 << 20),
-            (8, 33_333, Some(SENDS), LEAST_SCRATCH),
-            (8, 0, None, LEAST_SCRATCH),
+            (8, 33_333, Some(SENDS), 1 << 12),
+            (8, 0, None, LINE),
         ] {
             let bytes = 2 * count as u64;
             let all: Vec<_> = (0..ranks)
-                .map(|rank| launched(work(rank, ranks, count, send, scratch)).unwrap())
+                .map(|rank| launched(work(rank, ranks, count, send, piece)).unwrap())
                 .collect();
             let pieces = all[0].count();
             assert!(pieces >= 2 && all.iter().all(|one| one.count() == pieces));
-            assert_eq!(
-                pieces > 2,
-                bytes / u64::from(ranks) > 2 * slot_bytes(ranks as usize, scratch)
-            );
+            assert_eq!(pieces > 2, bytes.div_ceil(u64::from(ranks)) > 2 * piece);
             // By where something of a buffer begins and ends, how often it has been written.
             let mut results: Vec<BTreeMap<u64, u64>> = vec![BTreeMap::new(); ranks as usize];
             for number in 0..pieces {
@@ -365,7 +366,10 @@ mod tests {
                             continue;
                         }
                         let within = copy.to % APART as u64 - SCRATCH as u64;
-                        assert!(within + copy.bytes <= scratch && within.is_multiple_of(LINE));
+                        assert!(
+                            within + copy.bytes <= scratch_bytes(ranks as usize, piece)
+                                && within.is_multiple_of(LINE)
+                        );
                         let slot = (within, within + copy.bytes.max(1));
                         let base = copy.to - within;
                         let overlaps = |at: &u64, one: &(usize, u64, u64)| {
@@ -444,13 +448,13 @@ mod tests {
 
     #[test]
     fn what_no_kernel_reduces_so_is_refused() {
-        let good = || work(0, 2, 1000, None, LEAST_SCRATCH);
+        let good = || work(0, 2, 1000, None, LINE);
         assert!(launched(good()).is_ok());
-        let most = most_bytes(2, LEAST_SCRATCH) as usize / 2;
-        assert!(launched(work(0, 2, most, None, LEAST_SCRATCH)).is_ok());
+        let most = most_bytes(2, LINE) as usize / 2;
+        assert!(launched(work(0, 2, most, None, LINE)).is_ok());
         for other in [
-            work(0, 2, most + 1, None, LEAST_SCRATCH),
-            work(0, 3, 1000, None, LEAST_SCRATCH),
+            work(0, 2, most + 1, None, LINE),
+            work(0, 3, 1000, None, LINE),
             Work {
                 data_type: DataType::Int32,
                 ..good()

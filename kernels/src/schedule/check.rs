@@ -78,7 +78,7 @@ impl Work {
                         let bytes = (self.count * self.data_type.size()) as u64;
                         self.algorithm == Algorithm::TwoShot
                             && reduces_straight(self.reduce_op, self.data_type, self.ranks)
-                            && bytes <= most_bytes(self.ranks as usize, scratch.bytes)
+                            && bytes <= most_bytes(self.ranks as usize, scratch.piece_bytes)
                             && self.recv.is_multiple_of(16)
                     }),
                     _ => false,
