@@ -114,20 +114,14 @@ mod tests {
     use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
     use super::*;
-    use crate::launch::{ChannelWork, Connections, Launch, Observer, Peers, Scalar, Straight, When, Window};
+    use crate::{
+        cuda::testing::launched,
+        launch::{Connections, Peers, Scalar, Straight, Window},
+    };
 
     /// As far apart as nothing reaches.
     const APART: usize = 1 << 40;
     const OFFSET: u64 = 512;
-
-    struct Nobody;
-
-    impl Observer for Nobody {
-        fn channel_started(&self, _op: u32, _replay: u32, _channel: u8, _when: When) {}
-        fn channel_stopped(&self, _op: u32, _replay: u32, _channel: u8, _aborted: bool, _when: When) {}
-        fn mismatch(&self, _op: u32, _replay: u32, _channel: u8, _theirs: u32) {}
-        fn launch_finished(&self, _replay: u32, _aborted: bool) {}
-    }
 
     /// Rank `r` has its window at `(r + 1) * APART`, and what it sends behind all of them.
     fn work(function: Function, rank: u32, ranks: u32, count: usize, in_place: bool) -> Work {
@@ -171,19 +165,6 @@ mod tests {
                 offset: OFFSET,
             },
         }
-    }
-
-    fn launched(works: Vec<Work>) -> Result<Option<PeerLaunch>, crate::WorkError> {
-        works[0].check()?;
-        PeerLaunch::new(&Launch {
-            channels: vec![ChannelWork {
-                channel: 0,
-                work: works,
-            }],
-            abort: Arc::default(),
-            observer: Arc::new(Nobody),
-            peers: None,
-        })
     }
 
     #[test]

@@ -13,6 +13,8 @@ pub mod peers;
 pub mod pieces;
 pub mod program;
 pub mod ring;
+#[cfg(test)]
+mod testing;
 
 pub use append::APPEND_KERNEL;
 pub use clock::{CLOCK_KERNEL, ClockArguments, ClockPage};

@@ -4,7 +4,10 @@ use proptest::prelude::*;
 use ringsight_records::{DataType, ReduceOp};
 
 use super::*;
-use crate::launch::{Connections, Launch, Scalar};
+use crate::{
+    cuda::testing,
+    launch::{Connections, Scalar},
+};
 
 const SEND: usize = 1 << 40;
 const RECV: usize = 2 << 40;
@@ -106,17 +109,7 @@ fn on_device(most_blocks: u32, work: Work) -> Work {
 }
 
 fn launch_of(work: Work) -> PeerLaunch {
-    work.check().unwrap();
-    let launch = Launch {
-        channels: vec![crate::ChannelWork {
-            channel: 0,
-            work: vec![work],
-        }],
-        abort: Arc::default(),
-        observer: Arc::new(Nobody),
-        peers: None,
-    };
-    PeerLaunch::new(&launch).unwrap().unwrap()
+    testing::launched(vec![work]).unwrap().unwrap()
 }
 
 fn launched(work: Work) -> (PeerLaunch, Exchange) {
@@ -125,14 +118,6 @@ fn launched(work: Work) -> (PeerLaunch, Exchange) {
         panic!("another kernel");
     };
     (launch, arguments)
-}
-
-struct Nobody;
-impl crate::Observer for Nobody {
-    fn channel_started(&self, _: u32, _: u32, _: u8, _: crate::When) {}
-    fn channel_stopped(&self, _: u32, _: u32, _: u8, _: bool, _: crate::When) {}
-    fn mismatch(&self, _: u32, _: u32, _: u8, _: u32) {}
-    fn launch_finished(&self, _: u32, _: bool) {}
 }
 
 /// All collectives among so many ranks, by all algorithms that these kernels have for them.

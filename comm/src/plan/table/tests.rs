@@ -1,0 +1,392 @@
+use ringsight_records::{DataType, ReduceOp};
+
+use super::*;
+use crate::plan::{
+    algorithm::{Engines, NEAR_BYTES_PER_CHANNEL},
+    limits::{ENGINE_BYTES, Limits},
+};
+
+fn asked(function: Function, bytes: u64) -> Asked {
+    Asked {
+        function,
+        reduce_op: ReduceOp::Sum,
+        data_type: DataType::Float32,
+        bytes,
+        ranks: 4,
+        slot_bytes: 8 << 10,
+        one_shot: true,
+        peers: false,
+        engines: Engines::NoWindow,
+        limits: Limits::default(),
+    }
+}
+
+#[test]
+fn peers_do_a_short_all_reduce_in_one_shot_and_a_longer_one_in_two() {
+    let chosen = |ranks: u32, bytes| {
+        let asked = Asked {
+            ranks,
+            peers: true,
+            ..asked(AllReduce, bytes)
+        };
+        let choice = choose(&asked).unwrap();
+        assert_eq!(choice.is_among_peers(), ranks > 1);
+        choice.algorithm
+    };
+    for ranks in 2..=8 {
+        let most = (512 << 10) / u64::from(ranks);
+        assert_eq!(chosen(ranks, 1), Algorithm::OneShot);
+        // As far as lines are whole.
+        assert_eq!(chosen(ranks, most - 8 * u64::from(ranks)), Algorithm::OneShot);
+        assert_eq!(chosen(ranks, most + 1), Algorithm::TwoShot);
+    }
+    assert_eq!(chosen(1, 8), Algorithm::Ring);
+}
+
+#[test]
+fn peers_do_all_that_they_reach_and_have_a_program_for() {
+    for function in Function::ALL {
+        for (ranks, bytes) in [(2, 8), (2, 1 << 30), (4, 8), (4, 1 << 30)] {
+            let near = Asked {
+                ranks,
+                peers: true,
+                ..asked(*function, bytes)
+            };
+            assert!(choose(&near).unwrap().is_among_peers(), "{near:?}");
+            let apart = Asked { peers: false, ..near };
+            let own_factors = Asked {
+                reduce_op: ReduceOp::PreMulSum,
+                ..near
+            };
+            for other in [apart, own_factors] {
+                assert!(!choose(&other).unwrap().is_among_peers(), "{other:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_others_pass_on_parts_of_what_is_long_if_there_are_others() {
+    let near = |function, ranks, bytes, data_type| {
+        let asked = Asked {
+            ranks,
+            peers: true,
+            data_type,
+            ..asked(function, bytes)
+        };
+        let choice = choose(&asked).unwrap();
+        (choice.algorithm, choice.protocol)
+    };
+    use Algorithm::{Direct, TwoShot};
+    for function in [Broadcast, Reduce] {
+        let float = |ranks, bytes| near(function, ranks, bytes, DataType::Float32);
+        assert_eq!(float(2, 1 << 20), (Direct, Protocol::Ll128));
+        assert_eq!(float(2, 64 << 20), (Direct, Protocol::Simple));
+        assert_eq!(float(4, 256 << 10), (Direct, Protocol::Ll128));
+        assert_eq!(float(4, 1 << 20), (TwoShot, Protocol::Ll128));
+        assert_eq!(float(4, 64 << 20), (TwoShot, Protocol::Simple));
+    }
+    // Which no kernel reduces straight.
+    assert_eq!(
+        near(Reduce, 4, 64 << 20, DataType::Int32),
+        (TwoShot, Protocol::Ll128)
+    );
+    assert_eq!(
+        near(Broadcast, 4, 64 << 20, DataType::Int32),
+        (TwoShot, Protocol::Simple)
+    );
+}
+
+#[test]
+fn what_is_long_goes_straight_unless_told_otherwise() {
+    let cases = Function::ALL
+        .iter()
+        .flat_map(|function| [(function, 2), (function, 8)]);
+    for (function, ranks) in cases {
+        let messages = if matches!(function, AlltoAll | Gather | Scatter) {
+            ranks
+        } else {
+            1
+        };
+        let whole = Limits::default().straight_bytes_of(*function, ranks);
+        let least = whole.div_ceil(messages.into());
+        let near = |bytes, straight_bytes: Option<u64>| Asked {
+            ranks,
+            peers: true,
+            limits: Limits {
+                straight_bytes,
+                ..Limits::default()
+            },
+            ..asked(*function, bytes)
+        };
+        let is_straight = |asked| choose(&asked).unwrap().is_straight();
+        for told in [None, Some(whole)] {
+            assert!(is_straight(near(least, told)), "{function}");
+            assert!(!is_straight(near(least - 1, told)), "{function}");
+        }
+        assert!(!is_straight(near(1 << 40, Some(u64::MAX))), "{function}");
+        assert!(choose(&near(1 << 40, Some(u64::MAX))).unwrap().is_among_peers());
+    }
+}
+
+#[test]
+fn what_no_kernel_reduces_straight_goes_in_lines() {
+    let near = |function, data_type, reduce_op, ranks| Asked {
+        ranks,
+        peers: true,
+        data_type,
+        reduce_op,
+        ..asked(function, 1 << 30)
+    };
+    for function in [AllReduce, ReduceScatter] {
+        for ranks in 2..=8 {
+            let has_kernels = matches!(ranks, 2 | 4 | 8);
+            let of = |data_type, reduce_op| choose(&near(function, data_type, reduce_op, ranks)).unwrap();
+            assert_eq!(of(DataType::Bfloat16, ReduceOp::Avg).is_straight(), has_kernels);
+            for other in [
+                of(DataType::Float32, ReduceOp::Max),
+                of(DataType::Int32, ReduceOp::Sum),
+            ] {
+                assert_eq!(other.protocol, Protocol::Ll128, "{function} among {ranks}");
+            }
+        }
+    }
+    let integers = near(AllReduce, DataType::Int32, ReduceOp::Sum, 4);
+    let reasons: Vec<_> = explain(&integers)
+        .filter(|(row, _)| row.choice.is_straight())
+        .map(|(_, reason)| reason.unwrap())
+        .collect();
+    assert_eq!(reasons[..2], [Reason::NoStraightKernel; 2]);
+    // What copies has no reduction.
+    assert!(
+        choose(&near(AllGather, DataType::Int32, ReduceOp::None, 7))
+            .unwrap()
+            .is_straight()
+    );
+}
+
+#[test]
+fn a_long_all_reduce_pushes_unless_told_otherwise() {
+    let near = |function, bytes, straight_bytes, push_bytes| {
+        let asked = Asked {
+            ranks: 2,
+            peers: true,
+            limits: Limits {
+                straight_bytes: Some(straight_bytes),
+                push_bytes,
+                ..Limits::default()
+            },
+            ..asked(function, bytes)
+        };
+        choose(&asked).unwrap().protocol
+    };
+    assert_eq!(near(AllReduce, 1 << 20, 1 << 10, 2 << 20), Protocol::Push);
+    assert_eq!(near(AllReduce, (1 << 20) - 1, 1 << 10, 2 << 20), Protocol::Simple);
+    // Results go straight.
+    assert_eq!(near(AllReduce, 1 << 20, u64::MAX, 2 << 20), Protocol::Ll128);
+    assert_eq!(near(ReduceScatter, 1 << 30, 1, 1), Protocol::Simple);
+}
+
+#[test]
+fn copy_engines_do_what_is_in_a_window_of_all_ranks_if_they_are_to() {
+    let near = |function, engines| Asked {
+        peers: true,
+        engines,
+        limits: Limits::default().without_kernels(),
+        ..asked(function, 8)
+    };
+    for function in Function::ALL {
+        let serves = matches!(function, AllGather | AlltoAll);
+        let chosen = |asked| choose(&asked).unwrap().is_by_engines();
+        assert_eq!(chosen(near(*function, Engines::Reach)), serves, "{function}");
+        for (engines, why) in [
+            (Engines::NoWindow, Reason::NoWindow),
+            (Engines::NotReached, Reason::NotReached),
+        ] {
+            let asked = near(*function, engines);
+            assert!(!chosen(asked));
+            let (_, reason) = explain(&asked).find(|(row, _)| row.choice == BY_ENGINES).unwrap();
+            assert_eq!(reason, Some(if serves { why } else { Reason::Function }));
+        }
+    }
+    // Where kernels may do it, only what is long, of the larger of a rank's buffers.
+    for function in [AllGather, AlltoAll] {
+        let by_engines = |bytes| {
+            let asked = Asked {
+                bytes,
+                limits: Limits::default(),
+                ..near(function, Engines::Reach)
+            };
+            let (_, reason) = explain(&asked).find(|(row, _)| row.choice == BY_ENGINES).unwrap();
+            assert_eq!(choose(&asked).unwrap().is_by_engines(), reason.is_none());
+            reason
+        };
+        let short = Some(Reason::ShortForEngines(ENGINE_BYTES));
+        let messages = if function == AlltoAll { 4 } else { 1 };
+        assert_eq!(by_engines(ENGINE_BYTES / messages - 1), short);
+        assert_eq!(by_engines(ENGINE_BYTES / messages), None);
+    }
+    // Without memory in which kernels meet there is no way to begin.
+    let apart = Asked {
+        peers: false,
+        ..near(AllGather, Engines::Reach)
+    };
+    assert!(!choose(&apart).unwrap().is_by_engines());
+    let alone = Asked {
+        ranks: 1,
+        ..near(AllGather, Engines::Reach)
+    };
+    assert!(!choose(&alone).unwrap().is_by_engines());
+}
+
+#[test]
+fn copy_engines_move_what_is_reduced_if_they_are_to() {
+    const LEAST: u64 = 8 << 20;
+    let near = |ranks, data_type, bytes, engine_reduce_bytes, engines| Asked {
+        ranks,
+        data_type,
+        peers: true,
+        engines,
+        limits: Limits {
+            engine_reduce_bytes,
+            ..Limits::default()
+        },
+        ..asked(AllReduce, bytes)
+    };
+    let why = |asked| {
+        let rows = explain(&asked).find(|(row, _)| row.choice.is_by_engines());
+        let (row, reason) = rows.unwrap();
+        assert_eq!(choose(&asked) == Some(row.choice), reason.is_none());
+        reason
+    };
+    let float = |bytes, least| near(4, DataType::Float32, bytes, least, Engines::Reach);
+    assert_eq!(why(float(LEAST, LEAST)), None);
+    assert_eq!(
+        why(float(LEAST - 1, LEAST)),
+        Some(Reason::ShortForReducingEngines(LEAST))
+    );
+    assert_eq!(
+        why(float(1 << 40, u64::MAX)),
+        Some(Reason::ShortForReducingEngines(u64::MAX))
+    );
+    assert!(matches!(why(float(1 << 40, LEAST)), Some(Reason::PeerMemory(_))));
+    // One shot is faster.
+    assert_eq!(why(float(8, 0)), Some(Reason::Earlier));
+    for (ranks, data_type, engines, reason) in [
+        (4, DataType::Int32, Engines::Reach, Reason::NoStraightKernel),
+        (3, DataType::Float32, Engines::Reach, Reason::NoStraightKernel),
+        (4, DataType::Float32, Engines::NoWindow, Reason::NoWindow),
+        (4, DataType::Float32, Engines::NotReached, Reason::NotReached),
+    ] {
+        assert_eq!(why(near(ranks, data_type, LEAST, LEAST, engines)), Some(reason));
+    }
+}
+
+#[test]
+fn small_messages_take_one_channel_and_large_ones_all() {
+    let choice = choose(&asked(AllReduce, 8)).unwrap();
+    assert_eq!(choice.channels(8, 4, false), 1);
+    assert_eq!(choice.channels(0, 4, false), 1);
+    assert_eq!(choice.channels(choice.bytes_per_channel + 1, 4, false), 2);
+    assert_eq!(choice.channels(choice.bytes_per_channel, 4, true), 4);
+    assert_eq!(choice.channels(NEAR_BYTES_PER_CHANNEL, 4, true), 1);
+    assert_eq!(choice.channels(u64::MAX, 4, false), 4);
+}
+
+#[test]
+fn every_row_but_the_chosen_one_has_a_reason() {
+    for function in Function::ALL {
+        for bytes in [0, 4 << 10, 64 << 10, u64::MAX] {
+            for peers in [false, true] {
+                let asked = Asked {
+                    peers,
+                    ..asked(*function, bytes)
+                };
+                let rows: Vec<_> = explain(&asked).collect();
+                assert_eq!(rows.len(), TABLE.len());
+                let taken: Vec<_> = rows.iter().filter(|(_, reason)| reason.is_none()).collect();
+                assert_eq!(taken.len(), 1, "{asked:?}");
+                assert_eq!(Some(taken[0].0.choice), choose(&asked));
+            }
+        }
+    }
+    let reason = |asked: Asked, algorithm, protocol| {
+        let row = |(row, _): &(&Row, Option<Reason>)| {
+            row.functions.contains(&asked.function)
+                && (row.choice.algorithm, row.choice.protocol) == (algorithm, protocol)
+        };
+        explain(&asked).find(row).unwrap().1
+    };
+    use Algorithm::{Direct, OneShot, Ring, TwoShot};
+    use Protocol::{Ll, Ll128, Simple};
+    let short = asked(AllReduce, 8);
+    assert_eq!(reason(short, OneShot, Ll), Some(Reason::NoPeers));
+    assert_eq!(reason(short, TwoShot, Ll128), Some(Reason::NoPeers));
+    assert_eq!(reason(short, OneShot, Simple), None);
+    assert_eq!(reason(short, Ring, Simple), Some(Reason::Earlier));
+    let without = Asked {
+        one_shot: false,
+        ..short
+    };
+    assert_eq!(reason(without, OneShot, Simple), Some(Reason::NoProgram));
+    let long = asked(AllReduce, 1 << 20);
+    assert_eq!(reason(long, OneShot, Ll), Some(Reason::BytesOfAll(512 << 10)));
+    assert_eq!(reason(long, OneShot, Simple), Some(Reason::BytesOfAll(16 << 10)));
+    assert_eq!(reason(long, Ring, Simple), None);
+    let slot = Asked {
+        slot_bytes: 2 << 10,
+        ..asked(AllReduce, 4 << 10)
+    };
+    assert_eq!(reason(slot, OneShot, Simple), Some(Reason::Slot(2 << 10)));
+    let alone = Asked { ranks: 1, ..short };
+    assert_eq!(reason(alone, OneShot, Ll), Some(Reason::OneRank));
+    let scaled = Asked {
+        reduce_op: ReduceOp::PreMulSum,
+        ..short
+    };
+    assert_eq!(reason(scaled, OneShot, Simple), Some(Reason::OwnFactors));
+    let four = Asked {
+        peers: true,
+        ..asked(Broadcast, 1 << 30)
+    };
+    assert_eq!(reason(four, Direct, Ll128), Some(Reason::Ranks(2)));
+    assert_eq!(explain(&short).last().unwrap().1, Some(Reason::Function));
+}
+
+#[test]
+fn every_function_served_is_served_at_every_size() {
+    for function in Function::ALL {
+        for bytes in [0, u64::MAX] {
+            assert!(choose(&asked(*function, bytes)).is_some(), "{function}");
+        }
+    }
+}
+
+#[test]
+fn a_short_all_reduce_is_done_in_one_shot_where_that_is_possible() {
+    let chosen = |asked: Asked| choose(&asked).unwrap().algorithm;
+    let short = asked(AllReduce, 4 << 10);
+    assert_eq!(chosen(short), Algorithm::OneShot);
+    let longer = asked(AllReduce, (4 << 10) + 1);
+    let others = [
+        longer,
+        asked(Reduce, 8),
+        Asked { ranks: 1, ..short },
+        Asked { ranks: 5, ..short },
+        Asked {
+            slot_bytes: 2 << 10,
+            ..short
+        },
+        Asked {
+            one_shot: false,
+            ..short
+        },
+        Asked {
+            reduce_op: ReduceOp::PreMulSum,
+            ..short
+        },
+    ];
+    for other in others {
+        assert_eq!(chosen(other), Algorithm::Ring, "{other:?}");
+    }
+}

@@ -1,0 +1,218 @@
+use std::{collections::BTreeMap, sync::Arc};
+
+use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
+
+use super::*;
+use crate::{
+    cuda::{PeerLaunch, gates::Between, testing},
+    launch::{Connections, Peers, Scalar, Straight, Window},
+};
+
+/// As far apart as nothing reaches.
+const APART: usize = 1 << 40;
+const OFFSET: u64 = 512;
+/// Where scratch is, behind windows, and what is sent, behind that.
+const SCRATCH: usize = APART / 4;
+const SENDS: usize = APART / 2;
+
+/// Rank `r` has its memory from `(r + 1) * APART` on.
+fn work(rank: u32, ranks: u32, count: usize, send: Option<usize>, piece_bytes: u64) -> Work {
+    let base = (rank as usize + 1) * APART;
+    let at = |more: usize| {
+        (1..=ranks as usize)
+            .map(|rank| (rank * APART + more) as u64)
+            .collect()
+    };
+    let scratch = Scratch {
+        piece_bytes,
+        bases: at(SCRATCH),
+        memory: Box::new(()),
+    };
+    let window = Window {
+        peers: Arc::new(Peers {
+            rank,
+            bases: vec![0; ranks as usize],
+            most_blocks: 64,
+            foreign: 0,
+            memory: Box::new(()),
+        }),
+        places: at(0),
+        scratch: Some(Arc::new(scratch)),
+        engines: Arc::new(()),
+        memory: Vec::new(),
+    };
+    Work {
+        op: 1,
+        tag: 7,
+        function: Function::AllReduce,
+        algorithm: Algorithm::TwoShot,
+        data_type: DataType::Float16,
+        reduce_op: ReduceOp::Sum,
+        scalar: Scalar::None,
+        send: base + send.unwrap_or(OFFSET as usize),
+        recv: base + OFFSET as usize,
+        count,
+        part: 0..count,
+        rank,
+        ranks,
+        root: 0,
+        straight: Straight::No,
+        pushes: false,
+        connections: Connections::Engines {
+            window: Arc::new(window),
+            offset: OFFSET,
+        },
+    }
+}
+
+fn launched(work: Work) -> Result<Box<Pieces>, crate::WorkError> {
+    match testing::launched(vec![work])?.expect("one").between {
+        Some(Between::Pieces(pieces)) => Ok(pieces),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Goes through all that the ranks do, a byte standing for what it is made of: the ranks whose contribution to which element it has.
+#[test]
+fn every_element_is_made_of_all_ranks_and_comes_to_all() {
+    for (ranks, count, send, piece) in [
+        (2, 5000, None, 1 << 15),
+        (2, 100_003, Some(SENDS), 1 << 15),
+        (2, 3, None, LINE),
+        (2, 10_000, None, LINE),
+        (4, 40_001, Some(SENDS + 2), 1 << 13),
+        (4, 60_000, None, 1 << 20),
+        (8, 33_333, Some(SENDS), 1 << 12),
+        (8, 0, None, LINE),
+    ] {
+        let bytes = 2 * count as u64;
+        let all: Vec<_> = (0..ranks)
+            .map(|rank| launched(work(rank, ranks, count, send, piece)).unwrap())
+            .collect();
+        let pieces = all[0].count();
+        assert!(pieces >= 2 && all.iter().all(|one| one.count() == pieces));
+        assert_eq!(pieces > 2, bytes.div_ceil(u64::from(ranks)) > 2 * piece);
+        // By where something of a buffer begins and ends, how often it has been written.
+        let mut results: Vec<BTreeMap<u64, u64>> = vec![BTreeMap::new(); ranks as usize];
+        for number in 0..pieces {
+            // What has come to a slot of which rank: where in the buffers it is from.
+            let mut come: BTreeMap<u64, (usize, u64, u64)> = BTreeMap::new();
+            for (me, rank) in all.iter().enumerate() {
+                let base = (me + 1) as u64 * APART as u64;
+                for copy in rank.pushes(number).others() {
+                    let is_own = copy.to / APART as u64 - 1 == me as u64;
+                    let from = copy.from - base - send.unwrap_or(OFFSET as usize) as u64;
+                    if is_own {
+                        assert_eq!((copy.to - base - OFFSET, send), (from, Some(SENDS + 2)));
+                        continue;
+                    }
+                    let within = copy.to % APART as u64 - SCRATCH as u64;
+                    assert!(
+                        within + copy.bytes <= scratch_bytes(ranks as usize, piece)
+                            && within.is_multiple_of(LINE)
+                    );
+                    let slot = (within, within + copy.bytes.max(1));
+                    let base = copy.to - within;
+                    let overlaps = |at: &u64, one: &(usize, u64, u64)| {
+                        base <= *at
+                            && *at < base + APART as u64 / 8
+                            && at - base < slot.1
+                            && slot.0 < at - base + one.2
+                    };
+                    assert!(
+                        !come.iter().any(|(at, one)| overlaps(at, one)),
+                        "slots of a piece overlap"
+                    );
+                    come.insert(copy.to, (me, from, copy.bytes));
+                }
+            }
+            for (me, rank) in all.iter().enumerate() {
+                let base = (me + 1) as u64 * APART as u64;
+                let kernel = rank.kernel(number);
+                assert!(
+                    PeerLaunch::kernels()
+                        .nth(kernel.number)
+                        .unwrap()
+                        .to_str()
+                        .unwrap()
+                        .ends_with(&format!("piece_sum_f16_{ranks}"))
+                );
+                let PeerArguments::Exchange(told) = kernel.arguments else {
+                    panic!()
+                };
+                assert_eq!(
+                    (told.chunk as usize, told.passes, told.root),
+                    (number, 0, NO_ROOT)
+                );
+                let at = told.result - base - OFFSET;
+                let own = told.own - base;
+                let is_beside = send == Some(SENDS + 2) && told.result_bytes > 0;
+                assert_eq!(
+                    own,
+                    at + if is_beside {
+                        OFFSET
+                    } else {
+                        send.unwrap_or(OFFSET as usize) as u64
+                    }
+                );
+                let are_aligned = told.own.is_multiple_of(16) && told.result.is_multiple_of(16);
+                assert!(are_aligned || told.result_bytes == 0);
+                // Each of the others' contributions is of the same bytes.
+                for other in (0..ranks as usize).filter(|other| *other != me) {
+                    assert_eq!(come[&told.from[other]], (other, at, told.result_bytes));
+                }
+                let gathered = rank.gathers(number);
+                assert_eq!(gathered.others().len() as u32, ranks - 1);
+                results[me].insert(at, told.result_bytes);
+                for copy in gathered.others() {
+                    let to = copy.to / APART as u64 - 1;
+                    assert_eq!((copy.from, copy.bytes), (told.result, told.result_bytes));
+                    assert_eq!(copy.to % APART as u64 - OFFSET, at);
+                    if copy.bytes > 0 {
+                        let before = results[to as usize].insert(at, copy.bytes);
+                        assert_eq!(before.filter(|bytes| *bytes > 0), None);
+                    }
+                }
+            }
+        }
+        for written in &mut results {
+            written.retain(|_, bytes| *bytes > 0);
+            let mut end = 0;
+            for (at, bytes) in written {
+                assert_eq!(*at, end);
+                end += *bytes;
+            }
+            assert_eq!(end, bytes);
+        }
+    }
+}
+
+#[test]
+fn what_no_kernel_reduces_so_is_refused() {
+    let good = || work(0, 2, 1000, None, LINE);
+    assert!(launched(good()).is_ok());
+    let most = most_bytes(2, LINE) as usize / 2;
+    assert!(launched(work(0, 2, most, None, LINE)).is_ok());
+    for other in [
+        work(0, 2, most + 1, None, LINE),
+        work(0, 3, 1000, None, LINE),
+        Work {
+            data_type: DataType::Int32,
+            ..good()
+        },
+        Work {
+            reduce_op: ReduceOp::Max,
+            ..good()
+        },
+        Work {
+            recv: good().recv + 2,
+            ..good()
+        },
+        Work {
+            algorithm: Algorithm::Direct,
+            ..good()
+        },
+    ] {
+        assert!(launched(other).is_err());
+    }
+}
