@@ -84,6 +84,17 @@ impl Engines {
     }
 }
 
+/// Queues copies, one after another.
+///
+/// # Safety
+/// They are of memory that is there until the stream has come behind them.
+unsafe fn copy(stream: CUstream, copies: &[Copy]) -> Result<()> {
+    let mut copies = copies.iter().filter(|copy| copy.bytes > 0);
+    // SAFETY: the caller's. Addresses say which memory they are of, also of other GPUs and processes.
+    copies
+        .try_for_each(|copy| unsafe { call!(cuMemcpyAsync(copy.to, copy.from, copy.bytes as usize, stream)) })
+}
+
 /// Two rows of work behind what is in a stream: one in that stream, and one beside it.
 struct Rows<'a> {
     stream: CUstream,
@@ -141,15 +152,9 @@ impl<'a> Rows<'a> {
     }
 
     fn copy(&mut self, row: Row, copies: &[Copy]) -> Result<()> {
-        self.queue(row, |stream| {
-            let mut copies = copies.iter().filter(|copy| copy.bytes > 0);
-            // SAFETY: buffers of the caller's operation, and of the other ranks' in the window, and memory beside it that the launch holds: they stay until the
-            // operation has ended on all ranks, or the caller keeps them, of what it has captured. Addresses say which memory they are of, also of other GPUs
-            // and processes.
-            copies.try_for_each(|copy| unsafe {
-                call!(cuMemcpyAsync(copy.to, copy.from, copy.bytes as usize, stream))
-            })
-        })
+        // SAFETY: buffers of the caller's operation, and of the other ranks' in the window, and memory beside it that the launch holds: they stay until
+        // the operation has ended on all ranks; of what is captured the caller keeps them.
+        self.queue(row, |stream| unsafe { copy(stream, copies) })
     }
 
     fn mark(&mut self, row: Row) -> Result<Mark> {
@@ -210,17 +215,22 @@ impl Gpu {
         captured: bool,
     ) -> Result<()> {
         let head = *launch.arguments.head_mut();
-        let done = Rows::new(engines, stream, captured).and_then(|mut rows| {
-            let done = match between {
-                Between::Copies(copies) => rows
-                    .copy(Row::Beside, copies.own.as_slice())
-                    .and_then(|()| rows.copy(Row::Stream, copies.others())),
-                Between::Pieces(pieces) => self.reduce(&mut rows, pieces, head),
-            };
-            // What has been queued is waited for, whatever has become of the rest.
-            let joined = rows.join();
-            done.and(joined)
-        });
+        let done = match between {
+            // All in the stream: what is beside it would take calls of the driver, and the GPU's time.
+            // SAFETY: as in `Rows::copy`.
+            Between::Copies(copies) if copies.own.is_none() => unsafe { copy(stream, copies.others()) },
+            _ => Rows::new(engines, stream, captured).and_then(|mut rows| {
+                let done = match between {
+                    Between::Copies(copies) => rows
+                        .copy(Row::Beside, copies.own.as_slice())
+                        .and_then(|()| rows.copy(Row::Stream, copies.others())),
+                    Between::Pieces(pieces) => self.reduce(&mut rows, pieces, head),
+                };
+                // What has been queued is waited for, whatever has become of the rest.
+                let joined = rows.join();
+                done.and(joined)
+            }),
+        };
         if done.is_err() {
             // The first kernel runs: the second one has to end what that has begun. The other ranks wait for this one, which has failed.
             launch.arguments.give_up();
