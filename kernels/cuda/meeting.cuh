@@ -117,9 +117,11 @@ class Meeting {
       // Nobody has announced anything in this kernel either.
       if (thread_index() == 0) place_ = Report::no_place();
       warp_barrier();
-      here = !report_.has_given_up();
+      here = warp_all(!report_.has_given_up());
       if (here && block_ == 0) tell(word);
-      here = here && have_told(word, Phase::Data, word);
+      if (here) here = have_told(word, Phase::Data, word);
+      // What it has waited for is no longer so.
+      if (here && block_ == 0 && thread_index() == 0) report_.copies(report_.runs(), call_.channel, call_.op);
     }
     if (!block_any(!here)) return true;
     if (thread_index() == 0) report_.give_up();

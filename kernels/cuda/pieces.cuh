@@ -15,7 +15,7 @@
 
 namespace ringsight {
 
-// The most pieces of a part: `MOST_PIECES` in src/cuda/pieces.rs. Word 0 is that of the gates.
+// The most pieces of a part: src/cuda/pieces.rs has fewer. Word 0 is that of the gates.
 constexpr u32 MOST_PIECES = MOST_BLOCKS - 1;
 
 // One block. Of the arguments, `from` says where the others' contributions to the piece have come, `own` and `result` are this rank's, of

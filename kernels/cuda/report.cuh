@@ -127,8 +127,8 @@ class Report {
     return block_done(blocks, aborted, end);
   }
 
-  // A run of two kernels of one block each: the first one gives up, and the second one learns of it. Relaxed: the stream orders the kernels, and
-  // the second one makes the word ready for the next run.
+  // A run of several kernels, the first and the last of one block: one gives up, and those behind it learn of it. Relaxed: the stream orders the kernels, and
+  // the last one makes the word ready for the next run.
   DEVICE INLINE void give_up() const { store_relaxed(&state_->done, ABORTED); }
   DEVICE INLINE bool has_given_up() const { return load_relaxed(&state_->done) != 0; }
 

@@ -2,8 +2,11 @@
 
 use std::sync::Arc;
 
-use ringsight_kernels::{cuda::pieces::scratch_bytes, launch::Scratch};
-use ringsight_records::Function;
+use ringsight_kernels::{
+    cuda::{exchange::reduces_straight, pieces::scratch_bytes},
+    launch::Scratch,
+};
+use ringsight_records::{DataType, Function, ReduceOp};
 
 use super::{
     Communicator,
@@ -18,7 +21,8 @@ impl Communicator {
     /// # Errors
     /// A rank that is gone or does not come, or an abort.
     pub(super) fn scratch(&self, number: u32, bytes: u64) -> Result<Option<Arc<Scratch>>> {
-        if bytes < self.limits.engine_bytes_of(Function::AllReduce) {
+        let has_kernels = reduces_straight(ReduceOp::Sum, DataType::Float32, self.ranks);
+        if !has_kernels || bytes < self.limits.engine_bytes_of(Function::AllReduce) {
             return Ok(None);
         }
         if let Some(scratch) = self.windows.scratch.get() {

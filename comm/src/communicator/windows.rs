@@ -94,7 +94,9 @@ pub(crate) struct Found {
 impl Found {
     /// Whether copy engines can use it for such operations.
     pub(crate) fn serves(&self, function: Function) -> bool {
-        let has = |window: &Arc<Window>| !function.reduces() || window.scratch.is_some();
+        // Kernels reduce what begins with whole words. Windows begin with pages, so it does on all ranks or on none.
+        let is_aligned = self.offset.is_multiple_of(16);
+        let has = |window: &Arc<Window>| !function.reduces() || is_aligned && window.scratch.is_some();
         self.window.as_ref().is_some_and(has)
     }
 
@@ -226,10 +228,6 @@ impl Communicator {
         // What others bring would be there before this rank has sent what it has there. Of an all_gather it is its own block; of a reduction
         // in place it has gone before.
         if request.function == Function::AlltoAll && overlap {
-            return None;
-        }
-        // Where kernels begin with whole words. Windows begin with pages, so it is the same on all ranks.
-        if request.function.reduces() && !recv.is_multiple_of(16) {
             return None;
         }
         let found = self.windows.find(recv, received)?;

@@ -53,6 +53,8 @@ pub enum Engines {
     NoWindow,
     /// Not all ranks reach those of all others in that window.
     NotReached,
+    /// It is to be reduced, and begins elsewhere than kernels do, or there is no memory for contributions.
+    Unfit,
     /// They can.
     Reach,
 }
@@ -121,6 +123,10 @@ pub enum Reason {
     NoWindow,
     /// Not all ranks reach the window.
     NotReached,
+    /// What is reduced in the window begins elsewhere than kernels do, or there is no memory for contributions.
+    Unfit,
+    /// Copy engines move so many bytes of what is reduced.
+    Pieces(u64),
     /// The memory among peers holds so many bytes.
     PeerMemory(u64),
     /// A slot of a FIFO holds so many bytes.
@@ -162,6 +168,10 @@ impl fmt::Display for Reason {
                 "the receive buffer is in no window that all ranks registered with NCCL_WIN_COLL_SYMMETRIC",
             ),
             Self::NotReached => f.write_str("not all ranks reach the window that the receive buffer is in"),
+            Self::Unfit => f.write_str(
+                "the receive buffer begins at no multiple of 16 bytes, or some rank has no memory for contributions",
+            ),
+            Self::Pieces(most) => write!(f, "it is for at most {most} bytes, by RINGSIGHT_ENGINE_PIECE_BYTES"),
             Self::PeerMemory(most) => write!(f, "the memory among peers holds {most} bytes"),
             Self::Slot(most) => write!(f, "a slot of a FIFO holds {most} bytes"),
             Self::Earlier => f.write_str("a row before it serves the operation"),
@@ -228,6 +238,7 @@ impl Row {
                 }),
                 Engines::NoWindow => Some(Reason::NoWindow),
                 Engines::NotReached => Some(Reason::NotReached),
+                Engines::Unfit => Some(Reason::Unfit),
                 Engines::Reach => None,
             };
             if lacks.is_some() {
@@ -272,29 +283,24 @@ impl Choice {
             return Some(Reason::NobodyElse);
         }
         let (absent, most, reason): (_, _, fn(u64) -> Reason) = if self.is_among_peers() {
-            let most = match self.algorithm {
-                Algorithm::OneShot => one_shot_bytes(asked.ranks as usize),
-                Algorithm::TwoShot if self.is_by_engines() => {
-                    let most = most_bytes(asked.ranks as usize, asked.limits.piece_bytes);
-                    usize::try_from(most).unwrap_or(usize::MAX)
-                }
-                _ => usize::MAX,
+            let (most, reason): (_, fn(u64) -> Reason) = match self.algorithm {
+                Algorithm::OneShot => (one_shot_bytes(asked.ranks as usize) as u64, Reason::PeerMemory),
+                Algorithm::TwoShot if self.is_by_engines() => (
+                    most_bytes(asked.ranks as usize, asked.limits.piece_bytes),
+                    Reason::Pieces,
+                ),
+                _ => (u64::MAX, Reason::PeerMemory),
             };
-            (
-                (!asked.peers).then_some(Reason::NoPeers),
-                most,
-                Reason::PeerMemory,
-            )
+            ((!asked.peers).then_some(Reason::NoPeers), most, reason)
         } else {
             let absent = (!asked.one_shot).then_some(Reason::NoProgram);
-            (absent, asked.slot_bytes, Reason::Slot)
+            (absent, asked.slot_bytes as u64, Reason::Slot)
         };
         let absent = absent.or_else(|| {
             let reduces = reduces_straight(asked.reduce_op, asked.data_type, asked.ranks);
             let is_for_sums = asked.function.reduces() && (self.is_straight() || self.is_by_engines());
             (is_for_sums && !reduces).then_some(Reason::NoStraightKernel)
         });
-        let most = most as u64;
         absent.or((asked.bytes > most).then(|| reason(most)))
     }
 

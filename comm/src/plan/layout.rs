@@ -26,8 +26,9 @@ pub(super) fn choice_of(request: &Request, comm: &Communicator) -> Result<(usize
     let bytes = request.bytes_of_choice(comm.ranks);
     let engines = match &request.window {
         None => Engines::NoWindow,
+        Some(found) if found.window.is_none() => Engines::NotReached,
         Some(found) if found.serves(function) => Engines::Reach,
-        Some(_) => Engines::NotReached,
+        Some(_) => Engines::Unfit,
     };
     let asked = algorithm::Asked {
         engines,

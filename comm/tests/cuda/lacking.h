@@ -93,7 +93,7 @@ static struct Life live_lacking(struct Rank* r, int which) {
   life.made = !life.failed;
   for (int i = 0; i < STEPS && !life.failed; i++) {
     life.failed = has_failed(r, step(r, i), STEP_NAMES[i], false);
-    life.scratch |= i == WINDOW && getenv("RINGSIGHT_ENGINE_REDUCE_BYTES") != NULL;
+    life.scratch |= i == WINDOW && !life.failed && getenv("RINGSIGHT_ENGINE_REDUCE_BYTES") != NULL;
   }
   const double start = now();
   if (life.made && life.failed) NC(CommAbort(r->comm));

@@ -49,7 +49,7 @@ static void check_group(struct Rank* r, CUstream other, int salt) {
 
 // Captured, with other operations before, between and behind; replayed with eager ones between.
 static void check_replays(struct Rank* r, int salt) {
-  enum { COUNT = 10007, REPLAYS = 10 };
+  enum { COUNT = 20011, REPLAYS = 10 };
   const size_t all = (size_t)COUNT * 4 * (size_t)ranks;
   CUgraph graph;
   CUgraphExec exec;
@@ -183,15 +183,18 @@ static void run_windows(struct Rank* r, bool in_pieces) {
   if (r->rank == 0) printf("ok %ld cases a rank\n", r->cases);
 }
 
+// An operation that copy engines do here, or an all_reduce if they move those.
+static enum Op in_windows(enum Op op) { return getenv("RINGSIGHT_ENGINE_REDUCE_BYTES") != NULL ? ALL_REDUCE : op; }
+
 // Rank 0 breaks the promise: its receive buffer is elsewhere in the window than the others'.
 static void run_promise(struct Rank* r) {
   open_rank(r, 0);
   buffers(r, WINDOW_BYTES);
   void* window;
   NC(CommWindowRegister(r->comm, (void*)r->recv, WINDOW_BYTES, &window, SYMMETRIC));
-  enqueue(r, ALL_GATHER, F32, 1000, 0, 0, r->send, r->recv);
+  enqueue(r, in_windows(ALL_GATHER), F32, 1000, 0, 0, r->send, r->recv);
   CU(cuStreamSynchronize, r->stream);
-  enqueue(r, ALL_GATHER, F32, 1000, 0, 0, r->send, r->recv + (r->rank == 0 ? 4096 : 0));
+  enqueue(r, in_windows(ALL_GATHER), F32, 1000, 0, 0, r->send, r->recv + (r->rank == 0 ? 4096 : 0));
   Code async = 0;
   for (double start = now(); now() - start < 20 && async == 0; usleep(1000)) NC(CommGetAsyncError(r->comm, &async));
   char text[1000];
@@ -214,9 +217,6 @@ static void open_window(struct Rank* r) {
   CU(cuStreamSynchronize, r->stream);
   barrier();
 }
-
-// An operation that copy engines do here, or an all_reduce if they move those.
-static enum Op in_windows(enum Op op) { return getenv("RINGSIGHT_ENGINE_REDUCE_BYTES") != NULL ? ALL_REDUCE : op; }
 
 // Rank 0 waits for the others in vain, eager and in a replay behind, until it aborts.
 static void run_alone(struct Rank* r) {
@@ -266,4 +266,69 @@ static void run_stalled(struct Rank* r) {
   NC(CommDestroy(r->comm));
   barrier();
   if (r->rank == 0) printf("ok copies that do not end are told\n");
+}
+
+// All have come, the copies of rank 1 do not end, and rank 0 aborts: also where it waits for a piece.
+static void run_between(struct Rank* r) {
+  void (*const freeze)(int device, int on) = (void (*)(int, int))dlsym(RTLD_DEFAULT, "ringsight_mock_freeze");
+  if (freeze == NULL) fail("between: only a driver without a GPU stops a copy");
+  open_window(r);
+  if (r->rank == 1) freeze(r->device, 1);
+  barrier();
+  for (int i = 0; i < 3; i++) enqueue(r, in_windows(ALL_GATHER), F32, 50000, 0, 0, r->send, r->recv);
+  usleep(200000);
+  if (CALL(cuStreamQuery, r->stream) != CUDA_ERROR_NOT_READY) fail("between: the operation is not stuck");
+  barrier();
+  for (int rank = 0; rank < ranks; rank++) {
+    if (rank == r->rank) {
+      // What has been queued behind it goes on then, and finds that rank 0 is gone.
+      if (rank == 1) freeze(r->device, 0);
+      const double start = now();
+      NC(CommAbort(r->comm));
+      CU(cuStreamSynchronize, r->stream);
+      if (now() - start > 2) fail("between: rank %d: the stream was free after %.1f s", rank, now() - start);
+    }
+    barrier();
+  }
+  if (r->rank == 0) printf("ok an abort frees the stream\n");
+}
+
+// A copy of the last rank is refused, each in turn: the call says so, and an abort frees all streams.
+static void run_uncopied(struct Rank* r) {
+  void (*const lack)(int device, int which, const char* call) = (void (*)(int, int, const char*))dlsym(RTLD_DEFAULT, "ringsight_mock_lack");
+  const char* (*const lacked)(int) = (const char* (*)(int))dlsym(RTLD_DEFAULT, "ringsight_mock_lacked");
+  if (lack == NULL || lacked == NULL) fail("uncopied: only a driver without a GPU refuses a copy");
+  const bool last = r->rank == ranks - 1;
+  int copies[2];
+  open_window(r);
+  NC(CommDestroy(r->comm));
+  for (int captured = 0; captured < 2; captured++) {
+    int which = 0;
+    for (bool refused = true; refused;) {
+      which++;
+      if (r->rank == 0) NC(GetUniqueId(&shared->id[1]));
+      barrier();
+      NC(CommInitRank(&r->comm, ranks, shared->id[1], r->rank));
+      void* window;
+      NC(CommWindowRegister(r->comm, (void*)r->recv, WINDOW_BYTES, &window, SYMMETRIC));
+      CUgraph graph;
+      if (captured) CU(cuStreamBeginCapture, r->stream, 1u);
+      if (last) lack(r->device, which, "cuMemcpyAsync");
+      const Code code = nccl.AllReduce((void*)r->send, (void*)r->recv, 50000, F32, SUM, r->comm, r->stream);
+      const char* text = nccl.GetLastError(NULL);
+      const bool is_refused = last && lacked(r->device) != NULL;
+      if (last) lack(r->device, 0, NULL);
+      if ((code != 0) != is_refused) fail("uncopied: rank %d, copy %d: %d: %s", r->rank, which, code, text);
+      if (is_refused && !strstr(text, "cuMemcpyAsync")) fail("uncopied: copy %d: %s", which, text);
+      if (captured && CALL(cuStreamEndCapture, r->stream, &graph) == 0) CU(cuGraphDestroy, graph);
+      refused = is_on_any(r, is_refused);
+      const double start = now();
+      NC(CommAbort(r->comm));
+      CU(cuStreamSynchronize, r->stream);
+      if (now() - start > 2) fail("uncopied: rank %d: the stream was free after %.1f s", r->rank, now() - start);
+      barrier();
+    }
+    copies[captured] = which - 1;
+  }
+  if (r->rank == 0) printf("ok %d copies refused, %d captured\n", copies[0], copies[1]);
 }

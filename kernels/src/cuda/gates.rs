@@ -33,7 +33,7 @@ pub struct Copy {
 #[derive(Clone, Debug)]
 #[expect(
     clippy::large_enum_variant,
-    reason = "on the stack of the call that launches it: a collective's shall not allocate"
+    reason = "on the stack of the call that launches it: what is short shall not allocate, and copies may be"
 )]
 pub enum Between {
     /// Nothing but copies.
@@ -67,8 +67,7 @@ impl Copies {
 /// The launch of a collective whose receive buffers begin at byte `offset` of a window, but for where it reports to; `None` if it reduces what no kernel does.
 pub(super) fn launch(work: &Work, call: PeerCall, window: &Window, offset: u64) -> Option<PeerLaunch> {
     let between = if work.function.reduces() {
-        let pieces = Pieces::new(work, call, &window.places, offset, window.scratch.as_ref()?);
-        Between::Pieces(Box::new(pieces?))
+        Between::Pieces(Box::new(Pieces::new(work, call, window, offset)?))
     } else {
         Between::Copies(copies(work, call, &window.places, offset))
     };

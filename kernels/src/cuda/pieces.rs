@@ -17,7 +17,7 @@ use super::{
     peer_launch::{PeerArguments, kernel_of_sum},
     peers::MAX_PEERS,
 };
-use crate::launch::{Scratch, Work};
+use crate::launch::{Window, Work};
 
 /// Names of the kernels, by their numbers: `RINGSIGHT_PIECES` in `cuda/pieces.cuh`.
 pub const KERNELS: [&CStr; 9] = [
@@ -35,7 +35,8 @@ pub const KERNELS: [&CStr; 9] = [
 /// Threads of a block, all of which reduce.
 pub const PIECE_THREADS: u32 = 512;
 
-/// Blocks of a kernel, which is done long before the copies beside it are: 32 have 512 KiB and more of loads under way.
+/// The most blocks of a kernel, which is done long before the copies beside it are: 32 have 512 KiB and more of loads under way. A block takes a
+/// multiprocessor of its own, also while it waits: kernels of all ranks of a GPU have room side by side.
 const BLOCKS: u32 = 32;
 
 /// Of what begins a piece.
@@ -48,8 +49,17 @@ pub const fn piece_bytes(wanted: u64) -> u64 {
     if lines == 0 { LINE } else { lines * LINE }
 }
 
-/// The most pieces of a part: `MOST_PIECES` in `cuda/pieces.cuh`.
-const MOST_PIECES: u64 = 127;
+/// What is queued in the row of copies, at most. Of some more than a thousand entries that wait in a stream the driver takes no more, and lets the call
+/// wait: also for a rank that the same thread has not called for yet.
+const MOST_ENTRIES: u64 = 500;
+
+/// The most pieces of a part: two copies to each other rank are queued for each, and a wait and a record.
+const fn most_pieces(ranks: usize) -> u64 {
+    MOST_ENTRIES / (2 * ranks as u64)
+}
+
+// `MOST_PIECES` in `cuda/pieces.cuh`.
+const _: () = assert!(most_pieces(2) <= 127);
 
 /// Bytes of scratch of a rank: two pieces of each other one's contributions.
 #[must_use]
@@ -60,7 +70,7 @@ pub const fn scratch_bytes(ranks: usize, piece_bytes: u64) -> u64 {
 /// The most bytes of a buffer that is reduced so among so many ranks.
 #[must_use]
 pub const fn most_bytes(ranks: usize, piece_bytes: u64) -> u64 {
-    (MOST_PIECES * ranks as u64).saturating_mul(piece_bytes)
+    (most_pieces(ranks) * ranks as u64).saturating_mul(piece_bytes)
 }
 
 /// A reduction by copy engines.
@@ -82,16 +92,14 @@ pub struct Pieces {
     count: u64,
     /// Of the kernel, among [`KERNELS`].
     pub(super) kernel: usize,
+    /// Of the kernel.
+    blocks: u32,
 }
 
 impl Pieces {
-    pub(super) fn new(
-        work: &Work,
-        call: PeerCall,
-        places: &[u64],
-        offset: u64,
-        scratch: &Scratch,
-    ) -> Option<Self> {
+    pub(super) fn new(work: &Work, call: PeerCall, window: &Window, offset: u64) -> Option<Self> {
+        let scratch = window.scratch.as_ref()?;
+        let (places, most_blocks) = (&window.places, window.peers.most_blocks);
         let kernel = kernel_of_sum(work.reduce_op, work.data_type, work.ranks)?;
         let parts = parts(work, call);
         // Two, so that one is on its way while the other is reduced.
@@ -112,6 +120,7 @@ impl Pieces {
             bytes: parts.piece.div_ceil(count).next_multiple_of(LINE),
             count,
             kernel,
+            blocks: (most_blocks / 2).clamp(1, BLOCKS),
             parts,
         })
     }
@@ -217,7 +226,7 @@ impl Pieces {
         }
         PieceKernel {
             number: self.kernel,
-            blocks: BLOCKS,
+            blocks: self.blocks,
             threads: PIECE_THREADS,
             arguments: PeerArguments::Exchange(arguments),
         }

@@ -7,9 +7,11 @@
 //! operation waits for this one. A captured one is a node beside the others, with no other stream: one that has joined a capture stays in it
 //! until that ends.
 //!
+//! Of a reduction the kernels that reduce are in the caller's stream, and all copies beside them ([`ringsight_kernels::cuda::pieces`]).
+//!
 //! All is queued by the call that launches the kernels, in sequence. Between them nobody else need call the driver.
 
-use std::{collections::VecDeque, sync::Arc};
+use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUevent, CUgraphNode, CUstream};
 use ringsight_kernels::{
@@ -144,9 +146,10 @@ impl<'a> Rows<'a> {
             Way::Captured(nodes) => {
                 let stream = Stream(self.stream as usize);
                 captures::set_dependencies(stream, &nodes[row as usize])?;
-                what(self.stream)?;
+                let done = what(self.stream);
+                // What has been captured is waited for, whatever has become of the rest.
                 nodes[row as usize] = captures::dependencies(stream)?.1;
-                Ok(())
+                done
             }
         }
     }
@@ -254,14 +257,11 @@ impl Gpu {
             rows.copy(Row::Beside, pieces.pushes(number).others())?;
             rows.mark(Row::Beside)
         };
-        let mut pushed = VecDeque::new();
-        for number in 0..2 {
-            pushed.push_back(push(rows, number)?);
-        }
+        let mut pushed = [Some(push(rows, 0)?), Some(push(rows, 1)?)];
         for number in 0..pieces.count() {
-            if let Some(here) = pushed.pop_front() {
-                rows.wait(Row::Stream, here)?;
-            }
+            let here = pushed[number % 2].take();
+            let here = here.ok_or_else(|| DeviceError::InvalidUsage("a piece that is not copied".into()))?;
+            rows.wait(Row::Stream, here)?;
             let mut launch = pieces.kernel(number);
             *launch.arguments.head_mut() = head;
             let kernel = Kernel {
@@ -278,7 +278,7 @@ impl Gpu {
             let reduced = rows.mark(Row::Stream)?;
             rows.wait(Row::Beside, reduced)?;
             if number > 0 && number + 1 < pieces.count() {
-                pushed.push_back(push(rows, number + 1)?);
+                pushed[(number + 1) % 2] = Some(push(rows, number + 1)?);
             }
             rows.copy(Row::Beside, pieces.gathers(number).others())?;
         }

@@ -269,7 +269,7 @@ fn copy_engines_move_what_is_reduced_if_they_are_to() {
         why(float(1 << 40, u64::MAX)),
         Some(Reason::ShortForReducingEngines(u64::MAX))
     );
-    assert!(matches!(why(float(1 << 40, LEAST)), Some(Reason::PeerMemory(_))));
+    assert!(matches!(why(float(1 << 40, LEAST)), Some(Reason::Pieces(_))));
     // One shot is faster.
     assert_eq!(why(float(8, 0)), Some(Reason::Earlier));
     for (ranks, data_type, engines, reason) in [
@@ -277,6 +277,7 @@ fn copy_engines_move_what_is_reduced_if_they_are_to() {
         (3, DataType::Float32, Engines::Reach, Reason::NoStraightKernel),
         (4, DataType::Float32, Engines::NoWindow, Reason::NoWindow),
         (4, DataType::Float32, Engines::NotReached, Reason::NotReached),
+        (4, DataType::Float32, Engines::Unfit, Reason::Unfit),
     ] {
         assert_eq!(why(near(ranks, data_type, LEAST, LEAST, engines)), Some(reason));
     }

@@ -22,6 +22,11 @@ bool lacks(const char* call) {
   return lacks;
 }
 
+// Asked by what takes none: refused only if it alone counts.
+bool refuses(const char* call) {
+  return current != nullptr && lacking_call[current->device] != nullptr && lacks(call);
+}
+
 }  // namespace
 
 extern "C" {

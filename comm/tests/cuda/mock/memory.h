@@ -165,6 +165,7 @@ int cuMemsetD8Async(void* pointer, unsigned char value, size_t bytes, void* stre
   return add(stream, [=] { std::memset(pointer, value, bytes); });
 }
 int cuMemcpyAsync(void* to, const void* from, size_t bytes, void* stream) {
+  if (refuses("cuMemcpyAsync")) return OUT_OF_MEMORY;
   return add(stream, [=, device = of(stream)->device] {
     while (frozen[device]) usleep(1000);
     std::memcpy(to, from, bytes);

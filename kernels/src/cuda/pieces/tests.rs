@@ -5,7 +5,7 @@ use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 use super::*;
 use crate::{
     cuda::{PeerLaunch, gates::Between, testing},
-    launch::{Connections, Peers, Scalar, Straight, Window},
+    launch::{Connections, Peers, Scalar, Scratch, Straight, Window},
 };
 
 /// As far apart as nothing reaches.

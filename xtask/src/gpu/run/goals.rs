@@ -73,7 +73,7 @@ pub(super) struct Measured {
     pub(super) registered: u32,
     /// Replays of a graph (`-G`); 0 eager.
     pub(super) graph: u32,
-    /// With windows by copy engines (`NCCL_CTA_POLICY=2`).
+    /// With windows by copy engines, however short it is.
     pub(super) engines: bool,
     pub(super) run: Run,
 }

@@ -62,7 +62,7 @@ pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
     // And what they bring to who reduces it, in many pieces.
     let reduces: &[(&str, &str)] = &[
         ("RINGSIGHT_ENGINE_REDUCE_BYTES", "0"),
-        ("RINGSIGHT_ENGINE_PIECE_BYTES", "16384"),
+        ("RINGSIGHT_ENGINE_PIECE_BYTES", "4096"),
         ("RINGSIGHT_ALGO", "AllReduce:^one_shot"),
     ];
     for (ranks, kind) in [(2, "t"), (2, "p"), (4, "t"), (4, "p"), (8, "t")] {
@@ -76,6 +76,7 @@ pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
     for kind in ["t", "p"] {
         for (mode, way, variables) in [
             ("promise", "", engines),
+            ("promise", "-reduces", reduces),
             ("alone", "", engines),
             ("alone", "-reduces", reduces),
         ] {

@@ -136,6 +136,17 @@ fn engines(operation: &str) -> Option<(&'static str, &'static str)> {
     }
 }
 
+/// Whether a run goes another way than those that are measured before it.
+fn differs(operation: &str, registered: u32, by_engines: bool, is_ours: bool) -> bool {
+    match (is_ours, by_engines) {
+        // Ranks of one process reach each other's buffers without it; copy engines want windows.
+        (true, false) => registered == 0 || registered == 2 && matches!(operation, "all_gather" | "alltoall"),
+        // NCCL's copy engines reduce nothing.
+        (false, true) => operation != "all_reduce",
+        _ => true,
+    }
+}
+
 pub(super) fn perf(steps: &mut Steps<'_>) -> Result<()> {
     let stock = steps.host.stock().map_err(|reason| anyhow!(reason))?;
     super::calls::run(steps, &steps.host.library(), stock)?;
@@ -162,12 +173,7 @@ fn times(steps: &mut Steps<'_>, gpus: usize) -> Result<()> {
             }
             for graph in [20, 0] {
                 for (library, is_ours) in [(ours.as_path(), true), (stock, false)] {
-                    // Ranks of one process reach each other's buffers without it; copy engines want windows.
-                    let is_other = by_engines
-                        || registered == 2 && operation != "all_reduce" && engines(operation).is_some();
-                    // NCCL's copy engines reduce nothing.
-                    let is_same = !is_ours && by_engines && operation == "all_reduce";
-                    if is_ours && registered > 0 && !is_other || is_same {
+                    if !differs(operation, registered, by_engines, is_ours) {
                         continue;
                     }
                     let name = format!(
