@@ -108,61 +108,18 @@ fn copies(work: &Work, call: PeerCall, places: &[u64], offset: u64) -> Copies {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
-    use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
+    use ringsight_records::{Function, ReduceOp};
 
     use super::*;
-    use crate::{
-        cuda::testing::launched,
-        launch::{Connections, Peers, Scalar, Straight, Window},
-    };
+    use crate::cuda::testing::{APART, OFFSET, in_window, launched};
 
-    /// As far apart as nothing reaches.
-    const APART: usize = 1 << 40;
-    const OFFSET: u64 = 512;
-
-    /// Rank `r` has its window at `(r + 1) * APART`, and what it sends behind all of them.
     fn work(function: Function, rank: u32, ranks: u32, count: usize, in_place: bool) -> Work {
-        let recv = (rank as usize + 1) * APART + OFFSET as usize;
-        let send = if in_place {
-            recv + rank as usize * count * 4
-        } else {
-            (rank as usize + 100) * APART
-        };
+        let work = in_window(rank, ranks, count, None);
+        let in_recv = work.recv + rank as usize * count * 4;
         Work {
-            op: 1,
-            tag: 7,
             function,
-            algorithm: Algorithm::Direct,
-            data_type: DataType::Float32,
-            reduce_op: ReduceOp::None,
-            scalar: Scalar::None,
-            send,
-            recv,
-            count,
-            part: 0..count,
-            rank,
-            ranks,
-            root: 0,
-            straight: Straight::No,
-            pushes: false,
-            connections: Connections::Engines {
-                window: Arc::new(Window {
-                    peers: Arc::new(Peers {
-                        rank,
-                        bases: vec![0; ranks as usize],
-                        most_blocks: 64,
-                        foreign: 0,
-                        memory: Box::new(()),
-                    }),
-                    places: (1..=u64::from(ranks)).map(|rank| rank * APART as u64).collect(),
-                    scratch: None,
-                    engines: Arc::new(()),
-                    memory: Vec::new(),
-                }),
-                offset: OFFSET,
-            },
+            send: if in_place { in_recv } else { work.send },
+            ..work
         }
     }
 

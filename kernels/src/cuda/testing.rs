@@ -2,11 +2,20 @@
 
 use std::sync::Arc;
 
+use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
+
 use super::PeerLaunch;
 use crate::{
     WorkError,
-    launch::{ChannelWork, Launch, Observer, When, Work},
+    launch::{
+        ChannelWork, Connections, Launch, Observer, Peers, Scalar, Scratch, Straight, When, Window, Work,
+    },
 };
+
+/// As far apart as nothing reaches: rank `r` has its memory from `(r + 1) * APART` on, and its window begins with that.
+pub(super) const APART: usize = 1 << 40;
+/// Where in the window receive buffers begin.
+pub(super) const OFFSET: u64 = 512;
 
 struct Nobody;
 
@@ -26,4 +35,45 @@ pub(super) fn launched(work: Vec<Work>) -> Result<Option<PeerLaunch>, WorkError>
         observer: Arc::new(Nobody),
         peers: None,
     })
+}
+
+/// An all_gather by copy engines, of float32, whose send buffer is behind the window.
+pub(super) fn in_window(rank: u32, ranks: u32, count: usize, scratch: Option<Scratch>) -> Work {
+    let base = (rank as usize + 1) * APART;
+    let peers = Peers {
+        rank,
+        bases: vec![0; ranks as usize],
+        most_blocks: 64,
+        foreign: 0,
+        memory: Box::new(()),
+    };
+    let window = Window {
+        peers: Arc::new(peers),
+        places: (1..=u64::from(ranks)).map(|rank| rank * APART as u64).collect(),
+        scratch: scratch.map(Arc::new),
+        engines: Arc::new(()),
+        memory: Vec::new(),
+    };
+    Work {
+        op: 1,
+        tag: 7,
+        function: Function::AllGather,
+        algorithm: Algorithm::Direct,
+        data_type: DataType::Float32,
+        reduce_op: ReduceOp::None,
+        scalar: Scalar::None,
+        send: base + APART / 2,
+        recv: base + OFFSET as usize,
+        count,
+        part: 0..count,
+        rank,
+        ranks,
+        root: 0,
+        straight: Straight::No,
+        pushes: false,
+        connections: Connections::Engines {
+            window: Arc::new(window),
+            offset: OFFSET,
+        },
+    }
 }

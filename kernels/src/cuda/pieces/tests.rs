@@ -1,67 +1,38 @@
-use std::{collections::BTreeMap, sync::Arc};
+use std::collections::BTreeMap;
 
 use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
 use super::*;
 use crate::{
-    cuda::{PeerLaunch, gates::Between, testing},
-    launch::{Connections, Peers, Scalar, Scratch, Straight, Window},
+    cuda::{
+        PeerLaunch,
+        gates::Between,
+        testing::{self, APART, OFFSET, in_window},
+    },
+    launch::Scratch,
 };
 
-/// As far apart as nothing reaches.
-const APART: usize = 1 << 40;
-const OFFSET: u64 = 512;
-/// Where scratch is, behind windows, and what is sent, behind that.
+/// Where in each rank's memory scratch is, behind the window, and what is sent.
 const SCRATCH: usize = APART / 4;
 const SENDS: usize = APART / 2;
 
-/// Rank `r` has its memory from `(r + 1) * APART` on.
+/// `send`: where in the rank's memory the send buffer is; `None`: in place.
 fn work(rank: u32, ranks: u32, count: usize, send: Option<usize>, piece_bytes: u64) -> Work {
-    let base = (rank as usize + 1) * APART;
-    let at = |more: usize| {
-        (1..=ranks as usize)
-            .map(|rank| (rank * APART + more) as u64)
-            .collect()
-    };
     let scratch = Scratch {
         piece_bytes,
-        bases: at(SCRATCH),
+        bases: (1..=ranks as usize)
+            .map(|rank| (rank * APART + SCRATCH) as u64)
+            .collect(),
         memory: Box::new(()),
     };
-    let window = Window {
-        peers: Arc::new(Peers {
-            rank,
-            bases: vec![0; ranks as usize],
-            most_blocks: 64,
-            foreign: 0,
-            memory: Box::new(()),
-        }),
-        places: at(0),
-        scratch: Some(Arc::new(scratch)),
-        engines: Arc::new(()),
-        memory: Vec::new(),
-    };
+    let work = in_window(rank, ranks, count, Some(scratch));
     Work {
-        op: 1,
-        tag: 7,
         function: Function::AllReduce,
         algorithm: Algorithm::TwoShot,
         data_type: DataType::Float16,
         reduce_op: ReduceOp::Sum,
-        scalar: Scalar::None,
-        send: base + send.unwrap_or(OFFSET as usize),
-        recv: base + OFFSET as usize,
-        count,
-        part: 0..count,
-        rank,
-        ranks,
-        root: 0,
-        straight: Straight::No,
-        pushes: false,
-        connections: Connections::Engines {
-            window: Arc::new(window),
-            offset: OFFSET,
-        },
+        send: (rank as usize + 1) * APART + send.unwrap_or(OFFSET as usize),
+        ..work
     }
 }
 
@@ -72,7 +43,7 @@ fn launched(work: Work) -> Result<Box<Pieces>, crate::WorkError> {
     }
 }
 
-/// Goes through all that the ranks do, a byte standing for what it is made of: the ranks whose contribution to which element it has.
+/// Goes through all copies and kernels of all ranks: what comes to a slot is what is reduced there, and each byte of all results is written once.
 #[test]
 fn every_element_is_made_of_all_ranks_and_comes_to_all() {
     for (ranks, count, send, piece) in [
