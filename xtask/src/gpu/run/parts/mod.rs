@@ -150,6 +150,12 @@ pub(super) const PARTS: &[Part] = &[
         run: tune::run,
     },
     Part {
+        name: "engines",
+        about: "what is long in windows, by kernels and by copy engines, with pieces of several lengths",
+        lacks: |host| host.lacks_gpus(2),
+        run: tune::engines,
+    },
+    Part {
         name: "symm",
         about: "all_reduce in graphs: ours, NCCL and PyTorch's symmetric memory",
         lacks: |host| host.lacks_gpus(2).or_else(|| host.python_with_torch().err()),

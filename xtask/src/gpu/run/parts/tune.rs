@@ -192,39 +192,54 @@ fn gpu(line: &str) -> (String, String) {
     (name.to_owned(), driver.to_owned())
 }
 
-pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
+/// What is measured of one type on so many ranks.
+struct Series {
+    ranks: usize,
+    /// As the driver and as the library call it.
+    data_type: (&'static str, &'static str),
+    /// Operations, each in the ways that there are.
+    operations: Vec<(&'static str, Vec<Way>)>,
+    least: u64,
+    /// For all runs of the driver.
+    variables: &'static [(&'static str, &'static str)],
+}
+
+/// Runs of the driver, a line for each size and way, and a table for each series.
+fn measure(steps: &mut Steps<'_>, series: Vec<Series>) -> Result<()> {
     let mut all = Vec::new();
     let (gpu, version) = gpu(steps.host.gpus.first().map_or("", String::as_str));
-    for ranks in [2, 4].into_iter().filter(|ranks| *ranks <= steps.host.gpus.len()) {
-        for (number, (code, data_type)) in TYPES.into_iter().enumerate() {
-            let operations = OPERATIONS
-                .into_iter()
-                .filter(|(operation, _)| number == 0 || REDUCED.contains(operation));
-            for (operation, algorithm) in operations {
-                for way in ways(operation, algorithm, ranks) {
-                    let mut command =
-                        driver(steps, &format!("bench {ranks} t {} {FACTOR} {LEAST}", way.most));
-                    command
-                        .env("OPS", operation)
-                        .env("TYPE", code)
-                        .envs(way.variables);
-                    let mut name = format!("{operation}-{ranks}-{}", way.name.replace('/', "-"));
-                    if number > 0 {
-                        name = format!("{name}-{code}");
-                    }
-                    let setting = Setting {
-                        gpu: gpu.clone(),
-                        driver: version.clone(),
-                        ranks,
-                        data_type,
-                        way: way.name,
-                    };
-                    let said = steps.run(&name, Duration::from_secs(30), command, judge);
-                    all.extend(said.iter().flat_map(|said| parse(said, &setting)));
+    for Series {
+        ranks,
+        data_type: (code, data_type),
+        operations,
+        least,
+        variables,
+    } in series
+    {
+        for (operation, ways) in operations {
+            for way in ways {
+                let mut command = driver(steps, &format!("bench {ranks} t {} {FACTOR} {least}", way.most));
+                command
+                    .env("OPS", operation)
+                    .env("TYPE", code)
+                    .envs(variables.iter().copied())
+                    .envs(way.variables);
+                let mut name = format!("{operation}-{ranks}-{}", way.name.replace(['/', ' '], "-"));
+                if code != TYPES[0].0 {
+                    name = format!("{name}-{code}");
                 }
+                let setting = Setting {
+                    gpu: gpu.clone(),
+                    driver: version.clone(),
+                    ranks,
+                    data_type,
+                    way: way.name,
+                };
+                let said = steps.run(&name, Duration::from_secs(30), command, judge);
+                all.extend(said.iter().flat_map(|said| parse(said, &setting)));
             }
-            steps.note(&format!("{}\n", table(&all, ranks, data_type)));
         }
+        steps.note(&format!("{}\n", table(&all, ranks, data_type)));
     }
     let file = steps.file("times.jsonl");
     let lines: Result<Vec<_>, _> = all.iter().map(serde_json::to_string).collect();
@@ -234,9 +249,86 @@ pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
     Ok(())
 }
 
+/// 2 and 4, as far as there are so many GPUs.
+fn numbers_of_ranks(steps: &Steps<'_>) -> impl Iterator<Item = usize> + use<> {
+    let gpus = steps.host.gpus.len();
+    [2, 4].into_iter().filter(move |ranks| *ranks <= gpus)
+}
+
+pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
+    let of_type = |ranks, number: usize| Series {
+        ranks,
+        data_type: TYPES[number],
+        operations: OPERATIONS
+            .into_iter()
+            .filter(|(operation, _)| number == 0 || REDUCED.contains(operation))
+            .map(|(operation, algorithm)| (operation, ways(operation, algorithm, ranks)))
+            .collect(),
+        least: LEAST,
+        variables: &[],
+    };
+    let series =
+        numbers_of_ranks(steps).flat_map(|ranks| (0..TYPES.len()).map(move |number| of_type(ranks, number)));
+    measure(steps, series.collect())
+}
+
+/// The ways of an operation in windows: what the table takes, kernels alone, and copy engines with pieces of several lengths, where there are pieces.
+fn ways_in_windows(operation: &str) -> Vec<Way> {
+    const MOST: u64 = 1 << 30;
+    let way = |name: &str, variables: &[(&'static str, &str)]| Way {
+        name: name.to_owned(),
+        most: MOST,
+        variables: variables
+            .iter()
+            .map(|(name, value)| (*name, (*value).to_owned()))
+            .collect(),
+    };
+    let mut all = vec![way("table", &[]), way("kernels", &[("RINGSIGHT_PROTO", "^ce")])];
+    if operation == "all_reduce" {
+        for mebibytes in [16_u64, 32, 64, 128] {
+            let piece = (mebibytes << 20).to_string();
+            let variables = [
+                ("RINGSIGHT_ENGINE_REDUCE_BYTES", "0"),
+                ("RINGSIGHT_ENGINE_PIECE_BYTES", piece.as_str()),
+            ];
+            all.push(way(&format!("ce {mebibytes} MiB"), &variables));
+        }
+    } else {
+        all.push(way("ce", &[("NCCL_CTA_POLICY", "2")]));
+    }
+    all
+}
+
+pub(super) fn engines(steps: &mut Steps<'_>) -> Result<()> {
+    let operations =
+        || ["all_reduce", "all_gather", "alltoall"].map(|operation| (operation, ways_in_windows(operation)));
+    let series = numbers_of_ranks(steps).map(|ranks| Series {
+        ranks,
+        data_type: TYPES[0],
+        operations: operations().into(),
+        least: 16 << 20,
+        variables: &[("WINDOWS", "1")],
+    });
+    measure(steps, series.collect())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_way_has_a_name_of_its_own() {
+        let in_windows = ["all_reduce", "all_gather"].map(ways_in_windows);
+        let all = OPERATIONS
+            .iter()
+            .flat_map(|(operation, algorithm)| [2, 4].map(|ranks| ways(operation, algorithm, ranks)));
+        for ways in all.chain(in_windows) {
+            let names: std::collections::HashSet<_> = ways.iter().map(|way| &way.name).collect();
+            assert_eq!(names.len(), ways.len());
+            // What the others are compared with.
+            assert!(ways[0].name == "table" && ways[0].variables.is_empty());
+        }
+    }
 
     #[test]
     fn times_are_read_and_a_table_that_is_slower_is_marked() {
