@@ -435,7 +435,7 @@ fn a_silent_server_is_timed_out() {
 fn a_server_that_always_answers_busy_is_given_up() {
     let server = HttpServer::start(vec![Answer::status(503); 10_000]);
     let mut config = config(&server.url, Protocol::HttpProtobuf, &[]);
-    config.retry.give_up_after = Duration::from_millis(100);
+    config.retry.give_up_after = Duration::from_secs(1);
     let mut exporter = OtlpExporter::new(&config).unwrap();
     exporter.export(&spans(3));
     eventually("giving up", || {
