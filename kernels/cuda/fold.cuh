@@ -139,4 +139,16 @@ class Folding {
   const u32 ranks_;
 };
 
+// Kernels of their own for sums among some numbers of ranks: {name, element, combination, ranks}; `kernel_of_sum` in src/cuda/peer_launch.rs numbers them.
+#define RINGSIGHT_SUMS(X, PREFIX)                     \
+  X(PREFIX##_sum_f32_2, Plain<float>, MulSum, 2)      \
+  X(PREFIX##_sum_f32_4, Plain<float>, MulSum, 4)      \
+  X(PREFIX##_sum_f32_8, Plain<float>, MulSum, 8)      \
+  X(PREFIX##_sum_f16_2, Half, MulSum, 2)              \
+  X(PREFIX##_sum_f16_4, Half, MulSum, 4)              \
+  X(PREFIX##_sum_f16_8, Half, MulSum, 8)              \
+  X(PREFIX##_sum_bf16_2, Bfloat16, MulSum, 2)         \
+  X(PREFIX##_sum_bf16_4, Bfloat16, MulSum, 4)         \
+  X(PREFIX##_sum_bf16_8, Bfloat16, MulSum, 8)
+
 }  // namespace ringsight

@@ -130,16 +130,8 @@ class OneShotBlock {
 
 // The kernels: one for whatever there is, and those for what is called most, whose code is short: fetching code takes a good
 // part of so short an operation. {name, element, combination, ranks}; src/cuda/one_shot.rs chooses. Sums have a factor, see exchange.cuh.
-#define RINGSIGHT_ONE_SHOTS(X)                               \
-  X(ringsight_one_shot, void, void, 0)                       \
-  X(ringsight_one_shot_sum_f32_2, Plain<float>, MulSum, 2)      \
-  X(ringsight_one_shot_sum_f32_4, Plain<float>, MulSum, 4)      \
-  X(ringsight_one_shot_sum_f32_8, Plain<float>, MulSum, 8)      \
-  X(ringsight_one_shot_sum_f16_2, Half, MulSum, 2)              \
-  X(ringsight_one_shot_sum_f16_4, Half, MulSum, 4)              \
-  X(ringsight_one_shot_sum_f16_8, Half, MulSum, 8)              \
-  X(ringsight_one_shot_sum_bf16_2, Bfloat16, MulSum, 2)         \
-  X(ringsight_one_shot_sum_bf16_4, Bfloat16, MulSum, 4)         \
-  X(ringsight_one_shot_sum_bf16_8, Bfloat16, MulSum, 8)
+#define RINGSIGHT_ONE_SHOTS(X)         \
+  X(ringsight_one_shot, void, void, 0) \
+  RINGSIGHT_SUMS(X, ringsight_one_shot)
 
 }  // namespace ringsight

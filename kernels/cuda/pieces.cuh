@@ -4,7 +4,7 @@
 //
 // - A piece has come when all others say that their copies of it are done. The kernel says so of this rank's: they come before it in its
 //   stream, so they are done for all processors, and its fence and its flag come after them. What tells is the word that `Meeting::leave` uses for
-//   a block, of a number that no block of an operation by copy engines has.
+//   a block, of a number that no block of an operation by copy engines has: word 0 is that of the gates.
 // - Two slots are enough, taken in turn. Who copies piece p + 2 into the slots of piece p has reduced piece p + 1, so it has heard from all others
 //   that their copies of p + 1 are done, which these tell in a kernel behind the one that has reduced p: all others have read what was in those slots.
 // - Results are those of the kernels, bit by bit: contributions are combined in the order of ranks.
@@ -14,9 +14,6 @@
 #include "straight.cuh"
 
 namespace ringsight {
-
-// The most pieces of a part: src/cuda/pieces.rs has fewer. Word 0 is that of the gates.
-constexpr u32 MOST_PIECES = MOST_BLOCKS - 1;
 
 // One block. Of the arguments, `from` says where the others' contributions to the piece have come, `own` and `result` are this rank's, of
 // `result_bytes` bytes, and `chunk` is the number of the piece.
@@ -37,15 +34,6 @@ DEVICE INLINE void reduce_piece(const Exchange& arguments, u32 block, u32 blocks
 }
 
 // The kernels: {name, element, combination, ranks}; src/cuda/pieces.rs chooses. Sums have a factor, see exchange.cuh.
-#define RINGSIGHT_PIECES(X)                                \
-  X(ringsight_piece_sum_f32_2, Plain<float>, MulSum, 2)    \
-  X(ringsight_piece_sum_f32_4, Plain<float>, MulSum, 4)    \
-  X(ringsight_piece_sum_f32_8, Plain<float>, MulSum, 8)    \
-  X(ringsight_piece_sum_f16_2, Half, MulSum, 2)            \
-  X(ringsight_piece_sum_f16_4, Half, MulSum, 4)            \
-  X(ringsight_piece_sum_f16_8, Half, MulSum, 8)            \
-  X(ringsight_piece_sum_bf16_2, Bfloat16, MulSum, 2)       \
-  X(ringsight_piece_sum_bf16_4, Bfloat16, MulSum, 4)       \
-  X(ringsight_piece_sum_bf16_8, Bfloat16, MulSum, 8)
+#define RINGSIGHT_PIECES(X) RINGSIGHT_SUMS(X, ringsight_piece)
 
 }  // namespace ringsight

@@ -1,6 +1,9 @@
 //! What the watchdog says of GPUs, by pages and by events.
 
-use super::drive;
+use super::{
+    drive,
+    windows::{POLICY, REDUCES},
+};
 
 /// Kernels tell what they move, and whom they wait for: one that stops is named at the threshold. Events tell neither, and it takes longer.
 #[test]
@@ -48,29 +51,23 @@ fn a_kernel_that_stops_moving_is_stuck() {
 #[test]
 fn copies_that_do_not_end_are_told() {
     // All_reduces, too, if they move those.
-    let policy = [("NCCL_CTA_POLICY", "2"); 2];
-    let reduces = [
-        ("RINGSIGHT_ENGINE_REDUCE_BYTES", "0"),
-        ("RINGSIGHT_ALGO", "AllReduce:^one_shot"),
-    ];
     let of_others = [
         "waits for rank 1 to be done with its buffers",
         "waits for data from rank 1",
     ];
     for (kind, way, waits) in [
-        ("t", policy, of_others[0]),
-        ("p", policy, of_others[0]),
-        ("t", reduces, of_others[1]),
-        ("p", reduces, of_others[1]),
+        ("t", &POLICY[..], of_others[0]),
+        ("p", &POLICY, of_others[0]),
+        ("t", &REDUCES, of_others[1]),
+        ("p", &REDUCES, of_others[1]),
     ] {
         let log = tempfile::NamedTempFile::new().unwrap();
         let told = [
-            way[0],
-            way[1],
             ("NCCL_KERNEL_TIMEOUT_MS", "500"),
             ("NCCL_DEBUG", "WARN"),
             ("NCCL_DEBUG_FILE", log.path().to_str().unwrap()),
         ];
+        let told = [way, &told].concat();
         if drive("copies_that_do_not_end_are_told", &["stalled", "2", kind], &told).is_none() {
             return;
         }

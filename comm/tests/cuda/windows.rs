@@ -151,15 +151,8 @@ fn copy_engines_do_what_is_long_whatever_the_policy() {
 fn an_abort_ends_what_copy_engines_were_to_do() {
     for kind in ["t", "p"] {
         for (events, reduces) in [("pages", false), ("events", false), ("pages", true)] {
-            let way = if reduces {
-                [
-                    ("RINGSIGHT_ENGINE_REDUCE_BYTES", "0"),
-                    ("RINGSIGHT_ALGO", "AllReduce:^one_shot"),
-                ]
-            } else {
-                [("NCCL_CTA_POLICY", "2"); 2]
-            };
-            let variables = [way[0], way[1], ("RINGSIGHT_WATCHDOG_SOURCE", events)];
+            let way = if reduces { &REDUCES[..] } else { &POLICY };
+            let variables = [way, &[("RINGSIGHT_WATCHDOG_SOURCE", events)]].concat();
             drive(
                 "an_abort_ends_what_copy_engines_were_to_do",
                 &["alone", "2", kind],
@@ -169,8 +162,11 @@ fn an_abort_ends_what_copy_engines_were_to_do() {
     }
 }
 
+/// Copy engines do what they can.
+pub(super) const POLICY: [(&str, &str); 1] = [("NCCL_CTA_POLICY", "2")];
+
 /// What of all_reduces in windows copy engines move, in pieces of so many bytes.
-const REDUCES: [(&str, &str); 3] = [
+pub(super) const REDUCES: [(&str, &str); 3] = [
     ("RINGSIGHT_ENGINE_REDUCE_BYTES", "0"),
     ("RINGSIGHT_ENGINE_PIECE_BYTES", "20000"),
     ("RINGSIGHT_ALGO", "AllReduce:^one_shot"),
@@ -182,7 +178,7 @@ fn an_abort_ends_what_waits_between_copies() {
     let test = "an_abort_ends_what_waits_between_copies";
     for kind in ["t", "p"] {
         drive(test, &["between", "2", kind], &REDUCES);
-        drive(test, &["between", "2", kind], &[("NCCL_CTA_POLICY", "2")]);
+        drive(test, &["between", "2", kind], &POLICY);
     }
 }
 
@@ -206,7 +202,7 @@ fn a_copy_that_is_refused_fails_the_call() {
 #[test]
 fn a_broken_promise_of_symmetry_is_told() {
     for kind in ["t", "p"] {
-        for variables in [&[("NCCL_CTA_POLICY", "2")][..], &REDUCES] {
+        for variables in [&POLICY[..], &REDUCES] {
             drive(
                 "a_broken_promise_of_symmetry_is_told",
                 &["promise", "2", kind],

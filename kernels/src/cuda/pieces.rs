@@ -13,9 +13,9 @@ use std::ffi::CStr;
 use super::{
     exchange::parts,
     gates::{Copies, Copy},
-    layout::{Exchange, NO_ROOT, PeerCall},
-    peer_launch::{PeerArguments, kernel_of_sum},
-    peers::MAX_PEERS,
+    layout::{Exchange, PeerCall},
+    peer_launch::{PeerArguments, PeerLaunch, kernel_of_sum},
+    peers::{MAX_PEERS, STRAIGHT_BLOCKS},
 };
 use crate::launch::{Window, Work};
 
@@ -58,8 +58,8 @@ const fn most_pieces(ranks: usize) -> u64 {
     MOST_ENTRIES / (2 * ranks as u64)
 }
 
-// `MOST_PIECES` in `cuda/pieces.cuh`.
-const _: () = assert!(most_pieces(2) <= 127);
+// Each has a word of its own, behind that of the gates.
+const _: () = assert!(most_pieces(2) < STRAIGHT_BLOCKS as u64);
 
 /// Bytes of scratch of a rank: two pieces of each other one's contributions.
 #[must_use]
@@ -90,7 +90,7 @@ pub struct Pieces {
     bytes: u64,
     /// Their number.
     count: u64,
-    /// Of the kernel, among [`KERNELS`].
+    /// Of the kernel: among [`KERNELS`], and in a launch among [`PeerLaunch::kernels`].
     pub(super) kernel: usize,
     /// Of the kernel.
     blocks: u32,
@@ -203,9 +203,9 @@ impl Pieces {
         copies
     }
 
-    /// The kernel that reduces a piece.
+    /// The launch of the kernel that reduces a piece, but for where it reports to.
     #[must_use]
-    pub fn kernel(&self, number: usize) -> PieceKernel {
+    pub fn launch(&self, number: usize) -> PeerLaunch {
         let (start, bytes) = self.piece(number, self.parts.result_bytes);
         let mut arguments = Exchange {
             from: [0; MAX_PEERS],
@@ -218,31 +218,19 @@ impl Pieces {
             result_bytes: bytes,
             chunk: number as u32,
             passes: 0,
-            root: NO_ROOT,
             ..self.parts
         };
         for rank in self.others() {
             arguments.from[rank] = self.slot(self.me(), rank, number);
         }
-        PieceKernel {
-            number: self.kernel,
+        PeerLaunch {
+            arguments: PeerArguments::Exchange(arguments),
+            kernel: self.kernel,
             blocks: self.blocks,
             threads: PIECE_THREADS,
-            arguments: PeerArguments::Exchange(arguments),
+            between: None,
         }
     }
-}
-
-/// A launch of a kernel between copies.
-pub struct PieceKernel {
-    /// Among [`super::PeerLaunch::kernels`].
-    pub number: usize,
-    /// Blocks.
-    pub blocks: u32,
-    /// Threads of each.
-    pub threads: u32,
-    /// Its argument, but for its [`super::Head`].
-    pub arguments: PeerArguments,
 }
 
 #[cfg(test)]

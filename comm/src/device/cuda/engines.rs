@@ -240,10 +240,7 @@ impl Gpu {
         }
         let end = Kernel {
             function: self.peer_kernels[launch.kernel + 1],
-            blocks: launch.blocks,
-            threads: launch.threads,
-            shared_bytes: 0,
-            overlaps: false,
+            ..self.peer_kernel(launch)
         };
         // SAFETY: the kernel's argument, the same as that of the first one. Where it cannot be launched, the launch is never over, and what
         // it has stays its own.
@@ -262,15 +259,9 @@ impl Gpu {
             let here = pushed[number % 2].take();
             let here = here.ok_or_else(|| DeviceError::InvalidUsage("a piece that is not copied".into()))?;
             rows.wait(Row::Stream, here)?;
-            let mut launch = pieces.kernel(number);
+            let mut launch = pieces.launch(number);
             *launch.arguments.head_mut() = head;
-            let kernel = Kernel {
-                function: self.peer_kernels[launch.number],
-                blocks: launch.blocks,
-                threads: launch.threads,
-                shared_bytes: 0,
-                overlaps: false,
-            };
+            let kernel = self.peer_kernel(&launch);
             // SAFETY: the kernel's argument, which is copied by the call; what it refers to lives until the launch is over, or the caller keeps it.
             rows.queue(Row::Stream, |stream| unsafe {
                 kernel.launch(stream, &mut [launch.arguments.as_mut_ptr()])

@@ -92,6 +92,17 @@ impl Gpu {
         }
     }
 
+    /// The kernel of a launch among peers, which waits for what is before it in its stream.
+    pub(super) fn peer_kernel(&self, launch: &PeerLaunch) -> Kernel {
+        Kernel {
+            function: self.peer_kernels[launch.kernel],
+            blocks: launch.blocks,
+            threads: launch.threads,
+            shared_bytes: 0,
+            overlaps: false,
+        }
+    }
+
     fn launch_among_peers(
         &self,
         stream: CUstream,
@@ -104,11 +115,8 @@ impl Gpu {
         let head = self.enter(launch, captured, None)?;
         *peers.arguments.head_mut() = head;
         let kernel = Kernel {
-            function: self.peer_kernels[peers.kernel],
-            blocks: peers.blocks,
-            threads: peers.threads,
-            shared_bytes: 0,
             overlaps: self.may_overlap && peers.arguments.may_overlap(),
+            ..self.peer_kernel(peers)
         };
         let gains = peers.gains_by_graph(kernel.overlaps);
         // SAFETY: the kernel's argument, which is copied by the call; what it refers to lives until the launch is over: who drains its

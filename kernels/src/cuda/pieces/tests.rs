@@ -5,8 +5,8 @@ use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 use super::*;
 use crate::{
     cuda::{
-        PeerLaunch,
         gates::Between,
+        layout::NO_ROOT,
         testing::{self, APART, OFFSET, in_window},
     },
     launch::Scratch,
@@ -99,16 +99,16 @@ fn every_element_is_made_of_all_ranks_and_comes_to_all() {
             }
             for (me, rank) in all.iter().enumerate() {
                 let base = (me + 1) as u64 * APART as u64;
-                let kernel = rank.kernel(number);
+                let launch = rank.launch(number);
                 assert!(
                     PeerLaunch::kernels()
-                        .nth(kernel.number)
+                        .nth(launch.kernel)
                         .unwrap()
                         .to_str()
                         .unwrap()
                         .ends_with(&format!("piece_sum_f16_{ranks}"))
                 );
-                let PeerArguments::Exchange(told) = kernel.arguments else {
+                let PeerArguments::Exchange(told) = launch.arguments else {
                     panic!()
                 };
                 assert_eq!(
