@@ -166,7 +166,8 @@ static void run_refuse(struct Rank* r) {
   if (devices > 1) {
     CUdeviceptr elsewhere;
     make_current((r->device + 1) % devices);
-    CU(cuMemAlloc, &elsewhere, (size_t)4096);
+    // So much begins with a page.
+    CU(cuMemAlloc, &elsewhere, (size_t)2 << 20);
     make_current(r->device);
     number += refused(r, "sendbuff", (void*)elsewhere, (void*)r->recv, r->stream);
     number += refused(r, "recvbuff", (void*)r->send, (void*)elsewhere, r->stream);
