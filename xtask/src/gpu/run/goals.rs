@@ -195,7 +195,7 @@ pub(super) fn table(measured: &[Measured], gpus: usize) -> (String, Value) {
 pub(super) fn engines(measured: &[Measured]) -> (String, Value) {
     let mut text = String::new();
     let mut values = Vec::new();
-    for operation in ["all_reduce", "all_gather", "alltoall"] {
+    for operation in ["all_gather", "alltoall"] {
         let of = |ours: bool, engines: bool| {
             measured
                 .iter()
@@ -237,7 +237,7 @@ pub(super) fn engines(measured: &[Measured]) -> (String, Value) {
     if !text.is_empty() {
         text.insert_str(
             0,
-            "Windows (-R 2) with NCCL_CTA_POLICY=2, all_reduce with RINGSIGHT_ENGINE_REDUCE_BYTES=0, us; best of eager and graph\n",
+            "Windows (-R 2) with NCCL_CTA_POLICY=2, us; best of eager and graph\n",
         );
     }
     (text, Value::Array(values))

@@ -131,7 +131,7 @@ const MEASURED: [(&str, &str); 6] = [
 fn engines(operation: &str) -> Option<(&'static str, &'static str)> {
     match operation {
         "all_gather" | "alltoall" => Some(("NCCL_CTA_POLICY", "2")),
-        "all_reduce" => Some(("RINGSIGHT_ENGINE_REDUCE_BYTES", "0")),
+        "all_reduce" | "reduce_scatter" => Some(("RINGSIGHT_ENGINE_REDUCE_BYTES", "0")),
         _ => None,
     }
 }
@@ -140,9 +140,7 @@ fn engines(operation: &str) -> Option<(&'static str, &'static str)> {
 fn differs(operation: &str, registered: u32, by_engines: bool, is_ours: bool) -> bool {
     match (is_ours, by_engines) {
         // Ranks of one process reach each other's buffers without it; copy engines want windows.
-        (true, false) => registered == 0 || registered == 2 && matches!(operation, "all_gather" | "alltoall"),
-        // NCCL's copy engines reduce nothing.
-        (false, true) => operation != "all_reduce",
+        (true, false) => registered == 0 || registered == 2 && engines(operation).is_some(),
         _ => true,
     }
 }
@@ -167,8 +165,9 @@ fn times(steps: &mut Steps<'_>, gpus: usize) -> Result<()> {
     for (operation, sizes) in MEASURED {
         // Ours and NCCL's one after the other, so that what the machine does meanwhile meets both.
         for (registered, by_engines) in [(0, false), (1, false), (2, false), (2, true)] {
-            let variable = engines(operation).filter(|_| by_engines);
-            if by_engines && (variable.is_none() || sizes == SHORT) {
+            // What reduces goes so where it is the faster way, and NCCL's copy engines reduce nothing.
+            let variable = engines(operation).filter(|(name, _)| by_engines && *name == "NCCL_CTA_POLICY");
+            if by_engines && variable.is_none() {
                 continue;
             }
             for graph in [20, 0] {

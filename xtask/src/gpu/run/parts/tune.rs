@@ -284,8 +284,8 @@ fn ways_in_windows(operation: &str) -> Vec<Way> {
             .collect(),
     };
     let mut all = vec![way("table", &[]), way("kernels", &[("RINGSIGHT_PROTO", "^ce")])];
-    if operation == "all_reduce" {
-        for mebibytes in [16_u64, 32, 64, 128] {
+    if REDUCED.contains(&operation) {
+        for mebibytes in [32_u64, 64, 128] {
             let piece = (mebibytes << 20).to_string();
             let variables = [
                 ("RINGSIGHT_ENGINE_REDUCE_BYTES", "0"),
@@ -300,8 +300,10 @@ fn ways_in_windows(operation: &str) -> Vec<Way> {
 }
 
 pub(super) fn engines(steps: &mut Steps<'_>) -> Result<()> {
-    let operations =
-        || ["all_reduce", "all_gather", "alltoall"].map(|operation| (operation, ways_in_windows(operation)));
+    let operations = || {
+        ["all_reduce", "reduce_scatter", "all_gather", "alltoall"]
+            .map(|operation| (operation, ways_in_windows(operation)))
+    };
     let series = numbers_of_ranks(steps).map(|ranks| Series {
         ranks,
         data_type: TYPES[0],
@@ -318,7 +320,7 @@ mod tests {
 
     #[test]
     fn each_way_has_a_name_of_its_own() {
-        let in_windows = ["all_reduce", "all_gather"].map(ways_in_windows);
+        let in_windows = ["reduce_scatter", "all_gather"].map(ways_in_windows);
         let all = OPERATIONS
             .iter()
             .flat_map(|(operation, algorithm)| [2, 4].map(|ranks| ways(operation, algorithm, ranks)));
