@@ -60,12 +60,12 @@ RINGSIGHT_EXCHANGES(RINGSIGHT_KERNEL)
 RINGSIGHT_MESSAGES(ringsight_messages_elements, false)
 RINGSIGHT_MESSAGES(ringsight_messages_words, true)
 
-// Before and behind copies by copy engines; one warp.
-#define RINGSIGHT_GATE(NAME, FIRST)                                    \
+// Before, behind and between copies by copy engines; one warp.
+#define RINGSIGHT_GATE(NAME, WHERE)                                    \
   extern "C" __global__ void __launch_bounds__(ringsight::SERVICE, 1)  \
   NAME(const __grid_constant__ ringsight::Gate arguments) {            \
     __shared__ volatile ringsight::u64 place;                          \
-    ringsight::run_gate<FIRST>(arguments, place);                      \
+    ringsight::run_gate<ringsight::WHERE>(arguments, place);                      \
   }
 RINGSIGHT_GATES(RINGSIGHT_GATE)
 
@@ -74,8 +74,7 @@ RINGSIGHT_GATES(RINGSIGHT_GATE)
   extern "C" __global__ void __launch_bounds__(512, 1)                                      \
   NAME(const __grid_constant__ ringsight::Exchange arguments) {                             \
     using namespace ringsight;                                                              \
-    __shared__ volatile u64 place;                                                          \
-    reduce_piece<E, OP, RANKS>(arguments, blockIdx.x, gridDim.x, place);                    \
+    reduce_piece<E, OP, RANKS>(arguments, blockIdx.x, gridDim.x);                           \
   }
 RINGSIGHT_PIECES(RINGSIGHT_PIECE)
 

@@ -109,23 +109,19 @@ class Meeting {
     if (!aborted) aborted = !leave();
     if (thread_index() == 0) finish(report_.runs(), aborted);
   }
-  // Between them, of kernels behind copies that others wait for (pieces.cuh), by all threads of all blocks: tells them that this rank's are done,
-  // by `word`, and waits for theirs; false if it is to give up, or the first one has.
-  DEVICE INLINE bool have_come(u32 word) const {
-    bool here = true;
-    if (thread_index() < warp_threads()) {
-      // Nobody has announced anything in this kernel either.
-      if (thread_index() == 0) place_ = Report::no_place();
-      warp_barrier();
-      here = warp_all(!report_.has_given_up());
-      if (here && block_ == 0) tell(word);
-      if (here) here = have_told(word, Phase::Data, word);
-      // What it has waited for is no longer so.
-      if (here && block_ == 0 && thread_index() == 0) report_.copies(report_.runs(), call_.channel, call_.op);
-    }
-    if (!block_any(!here)) return true;
-    if (thread_index() == 0) report_.give_up();
-    return false;
+  // One between them: ends when all ranks have come as far, or when it is to give up, or the first one has. `word`: which, other than the end's.
+  DEVICE INLINE void meet_between(u32 word) {
+    if (thread_index() >= warp_threads()) return;
+    // Nobody has announced anything in this kernel either.
+    if (thread_index() == 0) place_ = Report::no_place();
+    warp_barrier();
+    bool here = warp_all(!report_.has_given_up());
+    if (here) tell(word);
+    if (here) here = have_told(word, Phase::Data, word);
+    if (thread_index() != 0) return;
+    if (!here) return report_.give_up();
+    // What it has waited for is no longer so.
+    report_.copies(report_.runs(), call_.channel, call_.op);
   }
 
   // For each other rank, by one of the threads that serve, which call it.

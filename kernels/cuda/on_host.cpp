@@ -49,15 +49,14 @@ template <bool WHOLE>
 void run_messages(const void* arguments, u32 index, u32 blocks) {
   MessagesBlock<WHOLE>(*static_cast<const Messages*>(arguments), index, blocks).run();
 }
-template <bool FIRST>
+template <Stands WHERE>
 void run_one_gate(const void* arguments, u32, u32) {
   volatile u64 place;
-  run_gate<FIRST>(*static_cast<const Gate*>(arguments), place);
+  run_gate<WHERE>(*static_cast<const Gate*>(arguments), place);
 }
 template <class E, class Op, u32 RANKS>
 void run_piece(const void* arguments, u32 index, u32 blocks) {
-  volatile u64 place;
-  reduce_piece<E, Op, RANKS>(*static_cast<const Exchange*>(arguments), index, blocks, place);
+  reduce_piece<E, Op, RANKS>(*static_cast<const Exchange*>(arguments), index, blocks);
 }
 }  // namespace
 
@@ -70,7 +69,7 @@ struct PeerKernel {
 #define RINGSIGHT_ONE_SHOT(NAME, E, OP, RANKS) {#NAME, sizeof(OneShot), run_one_shot<E, OP, RANKS>},
 #define RINGSIGHT_EXCHANGE(NAME, STRAIGHT, REDUCES, WHOLE, E, OP, RANKS) \
   {#NAME, sizeof(Exchange), run_exchange<STRAIGHT, REDUCES, WHOLE, E, OP, RANKS>},
-#define RINGSIGHT_GATE(NAME, FIRST) {#NAME, sizeof(Gate), run_one_gate<FIRST>},
+#define RINGSIGHT_GATE(NAME, WHERE) {#NAME, sizeof(Gate), run_one_gate<WHERE>},
 #define RINGSIGHT_PIECE(NAME, E, OP, RANKS) {#NAME, sizeof(Exchange), run_piece<E, OP, RANKS>},
 extern "C" const PeerKernel ringsight_peer_kernels[] = {
     RINGSIGHT_ONE_SHOTS(RINGSIGHT_ONE_SHOT) RINGSIGHT_EXCHANGES(RINGSIGHT_EXCHANGE)

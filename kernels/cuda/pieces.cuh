@@ -1,26 +1,27 @@
 // Reductions whose bytes are moved by copy engines: each rank has a part, as in a reduction straight between buffers, and goes through it piece by
-// piece. What the others have for a piece is copied into memory beside it, this kernel reduces it from there, and the result is copied into the others'
-// receive buffers. The host queues copies and kernels; the kernels of gates.cuh stand before and behind all of them.
+// piece. What the others have for a piece is copied into memory beside it, this kernel reduces it from there, and of an all_reduce the result is copied into the
+// others' receive buffers. The host queues copies and kernels; those of gates.cuh stand before and behind all of them, and between them wherever one rank has to
+// know what others have done: this kernel waits for nobody, so it may have any number of blocks.
 //
-// - A piece has come when all others say that their copies of it are done. The kernel says so of this rank's: they come before it in its
-//   stream, so they are done for all processors, and its fence and its flag come after them. What tells is the word that `Meeting::leave` uses for
-//   a block, of a number that no block of an operation by copy engines has: word 0 is that of the gates.
-// - Two slots are enough, taken in turn. Who copies piece p + 2 into the slots of piece p has reduced piece p + 1, so it has heard from all others
-//   that their copies of p + 1 are done, which these tell in a kernel behind the one that has reduced p: all others have read what was in those slots.
-// - Results are those of the kernels, bit by bit: contributions are combined in the order of ranks.
+// - A piece has come when all others' copies of it are done: a meeting in the stream of the kernels, behind this rank's copies of it and before the kernel that
+//   reduces it.
+// - Two slots are enough, taken in turn. Before the copies of piece p + 2 begin, which go into the slots of piece p, there is a meeting in the stream of the
+//   copies, behind the kernel that has reduced piece p: it has been reduced on all ranks. All ranks begin those copies together, too, so that they keep
+//   sending to one rank each.
+// - Results are those of the other kernels, bit by bit: contributions are combined in the order of ranks.
 #pragma once
 
-#include "meeting.cuh"
+#include "report.cuh"
 #include "straight.cuh"
 
 namespace ringsight {
 
 // One block. Of the arguments, `from` says where the others' contributions to the piece have come, `own` and `result` are this rank's, of
-// `result_bytes` bytes, and `chunk` is the number of the piece.
+// `result_bytes` bytes. The result may be where one of the contributions is.
 template <class E, class Op, u32 RANKS>
-DEVICE INLINE void reduce_piece(const Exchange& arguments, u32 block, u32 blocks, volatile u64& place) {
-  const Meeting<RANKS> meeting(arguments.call, block, blocks, place);
-  if (!meeting.have_come(1 + arguments.chunk)) return;
+DEVICE INLINE void reduce_piece(const Exchange& arguments, u32 block, u32 blocks) {
+  // What has not come is not reduced.
+  if (block_any(thread_index() == 0 && Report(arguments.call.head).has_given_up())) return;
   using Words = Folding<E, Op, RANKS, RANKS>;
   constexpr u32 PACKS = of_all_ranks<8, RANKS>();
   const Words folding(arguments.call.data_type, arguments.call.combine, arguments.call.argument, arguments.call.ranks);

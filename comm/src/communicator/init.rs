@@ -272,7 +272,9 @@ impl Making<'_> {
             .inspect_err(|_| membership.leave(&connector))?;
         let maps = peers
             .as_ref()
-            .filter(|(peers, _)| peers.foreign != 0 && (limits.have_engines() || !limits.never_straight()))
+            .filter(|(peers, _)| {
+                peers.foreign != 0 && (limits.have_engines(ranks) || !limits.never_straight())
+            })
             .map(|(peers, mapped)| {
                 let near = devices_near(&topology, peers);
                 Maps::new(self.device, peers, near, mapped, post_over(bootstrap), inbox)
@@ -329,7 +331,7 @@ impl Making<'_> {
             bootstrap: bootstrap.clone(),
             children: Mutex::default(),
             registrations: Registrations::default(),
-            windows: Windows::new(limits.have_engines()),
+            windows: Windows::new(limits.have_engines(ranks)),
             buffers: Buffers::read()?,
             checks,
             watch,

@@ -1,15 +1,18 @@
-//! Memory of all ranks where contributions to reductions come by copy engines: had with the first window that is long enough for such.
+//! Memory of all ranks where contributions to reductions come by copy engines: had with the first window that is long enough for such, and with one that gains by more.
 
 use std::sync::Arc;
 
 use ringsight_kernels::{
-    cuda::{exchange::reduces_straight, pieces::scratch_bytes},
+    cuda::{
+        exchange::reduces_straight,
+        pieces::{piece_bytes_for, scratch_bytes},
+    },
     launch::Scratch,
 };
 use ringsight_records::{DataType, Function, ReduceOp};
 
 use super::{
-    Communicator,
+    Communicator, lock,
     peers::{Memory, reach_all},
 };
 use crate::{error::Result, log};
@@ -22,21 +25,34 @@ impl Communicator {
     /// A rank that is gone or does not come, or an abort.
     pub(super) fn scratch(&self, number: u32, bytes: u64) -> Result<Option<Arc<Scratch>>> {
         let has_kernels = reduces_straight(ReduceOp::Sum, DataType::Float32, self.ranks);
-        if !has_kernels || bytes < self.limits.engine_bytes_of(Function::AllReduce) {
+        let functions = [Function::AllReduce, Function::ReduceScatter];
+        let least = functions.map(|function| self.limits.engine_bytes_of(function, self.ranks));
+        if !has_kernels || least.into_iter().all(|least| bytes < least) {
             return Ok(None);
         }
-        if let Some(scratch) = self.windows.scratch.get() {
-            return Ok(scratch.clone());
+        let piece_bytes = piece_bytes_for(self.ranks as usize, self.limits.piece_bytes, bytes);
+        // All ranks join one window after another.
+        let known = lock(&self.windows.scratch).clone();
+        if let Some(scratch) = known.filter(|scratch| scratch.piece_bytes >= piece_bytes) {
+            return Ok(Some(scratch));
         }
-        let made = self.make_scratch(number)?;
+        let made = self.make_scratch(number, piece_bytes)?;
         if let Err(why) = &made {
-            tracing::warn!(target: log::INIT, "Copy engines move nothing that is reduced: {why}");
+            tracing::warn!(target: log::INIT, "Copy engines move nothing that is reduced in window {number}: {why}");
         }
-        Ok(self.windows.scratch.get_or_init(|| made.ok()).clone())
+        let made = made.ok();
+        if made.is_some() {
+            // What there was before goes with the windows that have it.
+            lock(&self.windows.scratch).clone_from(&made);
+        }
+        Ok(made)
     }
 
-    fn make_scratch(&self, number: u32) -> Result<std::result::Result<Arc<Scratch>, String>> {
-        let piece_bytes = self.limits.piece_bytes;
+    fn make_scratch(
+        &self,
+        number: u32,
+        piece_bytes: u64,
+    ) -> Result<std::result::Result<Arc<Scratch>, String>> {
         let bytes = scratch_bytes(self.ranks as usize, piece_bytes);
         let own = self
             .on_device(|device| Ok(device.share(usize::try_from(bytes).unwrap_or(usize::MAX))?))

@@ -50,8 +50,8 @@ pub(crate) struct Windows {
     count: AtomicUsize,
     /// Had with the first window that is for them.
     engines: OnceLock<Engines>,
-    /// Had with the first one that is for reductions; `None` if some rank could not have it.
-    pub(super) scratch: OnceLock<Option<Arc<Scratch>>>,
+    /// What the longest of them has that is for reductions.
+    pub(super) scratch: Mutex<Option<Arc<Scratch>>>,
 }
 
 /// This rank's part of a window in the making.
@@ -79,7 +79,7 @@ struct Joined {
     window: Option<Arc<Window>>,
 }
 
-/// Where a receive buffer is.
+/// Where the buffer of an operation is that copy engines of all ranks want to know of.
 #[derive(Clone)]
 #[cfg_attr(test, derive(Default))]
 pub(crate) struct Found {
@@ -93,16 +93,19 @@ pub(crate) struct Found {
 
 impl Found {
     /// Whether copy engines can use it for such operations.
-    pub(crate) fn serves(&self, function: Function) -> bool {
-        // Kernels reduce what begins with whole words. Windows begin with pages, so it does on all ranks or on none.
-        let is_aligned = self.offset.is_multiple_of(16);
-        let has = |window: &Arc<Window>| !function.reduces() || is_aligned && window.scratch.is_some();
+    pub(crate) fn serves(&self, request: &Request) -> bool {
+        // Kernels reduce what begins with whole words. Windows begin with pages, so it does on all ranks or on none; and what others have for a rank
+        // if it is so long.
+        let is_aligned = self.offset.is_multiple_of(16)
+            && (request.function != Function::ReduceScatter || request.bytes_of_one().is_multiple_of(16));
+        let reduces = request.function.reduces();
+        let has = |window: &Arc<Window>| !reduces || is_aligned && window.scratch.is_some();
         self.window.as_ref().is_some_and(has)
     }
 
     /// What the ranks must agree on, if copy engines are to use it for such an operation.
-    pub(crate) fn place(&self, function: Function) -> Option<Place> {
-        self.serves(function).then_some(Place {
+    pub(crate) fn place(&self, request: &Request) -> Option<Place> {
+        self.serves(request).then_some(Place {
             window: self.number,
             offset: self.offset,
         })
@@ -166,7 +169,7 @@ impl Windows {
             all: Mutex::default(),
             count: AtomicUsize::new(0),
             engines: OnceLock::new(),
-            scratch: OnceLock::new(),
+            scratch: Mutex::new(None),
         }
     }
 
@@ -214,14 +217,13 @@ impl Windows {
 }
 
 impl Communicator {
-    /// The window that the receive buffer of an operation is in, if copy engines could do it.
+    /// The window that the receive buffer of an operation is in, of a reduce_scatter the send buffer, if copy engines could do it.
     pub(crate) fn window_of(&self, request: &Request) -> Option<Found> {
         if !self.windows.for_engines {
             return None;
         }
         let [(send, sent), (recv, received)] = request.buffers(self.ranks);
-        // Which is no less than what it sends.
-        if (received as u64) < self.limits.engine_bytes_of(request.function) {
+        if (sent.max(received) as u64) < self.limits.engine_bytes_of(request.function, self.ranks) {
             return None;
         }
         let overlap = send < recv.saturating_add(received) && recv < send.saturating_add(sent);
@@ -230,8 +232,14 @@ impl Communicator {
         if request.function == Function::AlltoAll && overlap {
             return None;
         }
-        let found = self.windows.find(recv, received)?;
-        if !found.serves(request.function) {
+        // What all ranks have at the same place: of a reduce_scatter in place that is not the receive buffer.
+        let (address, bytes) = if request.function == Function::ReduceScatter {
+            (send, sent)
+        } else {
+            (recv, received)
+        };
+        let found = self.windows.find(address, bytes)?;
+        if !found.serves(request) {
             return Some(found);
         }
         // What kernels do all the same may be anywhere in it.
@@ -261,7 +269,7 @@ impl Communicator {
         let offers: Vec<Offer> = offers.iter().map(|bytes| parse(bytes)).collect();
         let bytes = offers.iter().flatten().map(|(_, bytes, _)| *bytes).min();
         let bytes = bytes.unwrap_or(0);
-        let least = self.limits.least_engine_bytes();
+        let least = self.limits.least_engine_bytes(self.ranks);
         let window = match self.first_of(offers.iter().map(|offer| offer.as_ref().err())) {
             Some(why) => Err(why),
             // Nothing in it is long enough.
@@ -481,7 +489,19 @@ mod tests {
             (None, None, None)
         );
         // Not reached: no place that ranks must agree on.
-        assert_eq!(windows.find(0x1000, 8).unwrap().place(Function::AllGather), None);
+        let request = Request {
+            function: Function::AllGather,
+            send: 0,
+            recv: 0x1000,
+            count: 1,
+            data_type: ringsight_records::DataType::Float32,
+            reduce_op: ringsight_records::ReduceOp::None,
+            scalar: ringsight_kernels::launch::Scalar::None,
+            peer: None,
+            stream: crate::device::Stream(0),
+            window: None,
+        };
+        assert_eq!(windows.find(0x1000, 8).unwrap().place(&request), None);
         windows.remove(2);
         assert_eq!((found(0x8000, 8), found(0x3ff8, 8)), (None, Some((1, 0x2ff8))));
         windows.remove(2);

@@ -49,11 +49,11 @@ impl Asked {
 /// Whether copy engines can bring an operation's data where it is to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Engines {
-    /// The receive buffer is in no window that all ranks have registered as symmetric.
+    /// The receive buffer, of a reduce_scatter the send buffer, is in no window that all ranks have registered as symmetric.
     NoWindow,
     /// Not all ranks reach those of all others in that window.
     NotReached,
-    /// It is to be reduced, and begins elsewhere than kernels do, or there is no memory for contributions.
+    /// It is to be reduced, and begins elsewhere than kernels do or has parts that do, or there is no memory for contributions.
     Unfit,
     /// They can.
     Reach,
@@ -119,11 +119,11 @@ pub enum Reason {
     ShortForEngines(u64),
     /// Copy engines are to move what is reduced from so many bytes of a buffer on.
     ShortForReducingEngines(u64),
-    /// The receive buffer is in no window of all ranks.
+    /// [`Engines::NoWindow`].
     NoWindow,
-    /// Not all ranks reach the window.
+    /// [`Engines::NotReached`].
     NotReached,
-    /// What is reduced in the window begins elsewhere than kernels do, or there is no memory for contributions.
+    /// [`Engines::Unfit`].
     Unfit,
     /// Copy engines move so many bytes of what is reduced.
     Pieces(u64),
@@ -162,14 +162,18 @@ impl fmt::Display for Reason {
                 f,
                 "it is for at least {least} bytes of the larger of a rank's buffers, unless all ranks' CTAPolicy is zero"
             ),
-            Self::ShortForReducingEngines(u64::MAX) => f.write_str("RINGSIGHT_ENGINE_REDUCE_BYTES does not ask for it"),
-            Self::ShortForReducingEngines(least) => write!(f, "it is for at least {least} bytes of a buffer"),
+            Self::ShortForReducingEngines(u64::MAX) => {
+                f.write_str("RINGSIGHT_ENGINE_REDUCE_BYTES or NCCL_P2P_DIRECT_DISABLE leaves it out")
+            }
+            Self::ShortForReducingEngines(least) => {
+                write!(f, "it is for at least {least} bytes of the larger of a rank's buffers")
+            }
             Self::NoWindow => f.write_str(
-                "the receive buffer is in no window that all ranks registered with NCCL_WIN_COLL_SYMMETRIC",
+                "the receive buffer (of a reduce_scatter the send buffer) is in no window that all ranks registered with NCCL_WIN_COLL_SYMMETRIC",
             ),
-            Self::NotReached => f.write_str("not all ranks reach the window that the receive buffer is in"),
+            Self::NotReached => f.write_str("not all ranks reach the window that the buffer is in"),
             Self::Unfit => f.write_str(
-                "the receive buffer begins at no multiple of 16 bytes, or some rank has no memory for contributions",
+                "the buffer in the window, or a part of it, begins at no multiple of 16 bytes, or some rank has no memory for contributions",
             ),
             Self::Pieces(most) => write!(f, "it is for at most {most} bytes, by RINGSIGHT_ENGINE_PIECE_BYTES"),
             Self::PeerMemory(most) => write!(f, "the memory among peers holds {most} bytes"),
@@ -229,7 +233,7 @@ impl Row {
             return Some(Reason::Ranks(self.max_ranks));
         }
         if self.choice.is_by_engines() {
-            let least = limits.engine_bytes_of(asked.function);
+            let least = limits.engine_bytes_of(asked.function, asked.ranks);
             let lacks = match asked.engines {
                 _ if asked.bytes_of_larger() < least => Some(if asked.function.reduces() {
                     Reason::ShortForReducingEngines(least)
@@ -285,7 +289,7 @@ impl Choice {
         let (absent, most, reason): (_, _, fn(u64) -> Reason) = if self.is_among_peers() {
             let (most, reason): (_, fn(u64) -> Reason) = match self.algorithm {
                 Algorithm::OneShot => (one_shot_bytes(asked.ranks as usize) as u64, Reason::PeerMemory),
-                Algorithm::TwoShot if self.is_by_engines() => (
+                _ if self.is_by_engines() && asked.function.reduces() => (
                     most_bytes(asked.ranks as usize, asked.limits.piece_bytes),
                     Reason::Pieces,
                 ),

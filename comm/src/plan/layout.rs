@@ -27,7 +27,7 @@ pub(super) fn choice_of(request: &Request, comm: &Communicator) -> Result<(usize
     let engines = match &request.window {
         None => Engines::NoWindow,
         Some(found) if found.window.is_none() => Engines::NotReached,
-        Some(found) if found.serves(function) => Engines::Reach,
+        Some(found) if found.serves(request) => Engines::Reach,
         Some(_) => Engines::Unfit,
     };
     let asked = algorithm::Asked {

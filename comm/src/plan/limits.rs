@@ -1,6 +1,5 @@
 //! What the ranks' environments leave to [the table](super::table): all of them come to the same limits, so that all make the same choice.
 
-use ringsight_kernels::cuda::pieces::piece_bytes;
 use ringsight_records::Function;
 
 use super::{
@@ -19,8 +18,8 @@ pub const PUSH_BYTES: u64 = 64 << 20;
 /// (`docs/src/performance/library-gpu.md`).
 pub const ENGINE_BYTES: u64 = 512 << 20;
 
-/// [`Limits::piece_bytes`] by default: a copy takes 5 µs to begin (`docs/src/performance/library-gpu.md`), and 173 for so much.
-pub const PIECE_BYTES: u64 = 64 << 20;
+/// [`Limits::piece_bytes`] by default: a copy takes 5 µs to begin, a meeting 10 (`docs/src/performance/library-gpu.md`), and 346 go by for so much.
+pub const PIECE_BYTES: u64 = 128 << 20;
 
 /// Of one rank, or what all ranks have agreed on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,9 +33,11 @@ pub struct Limits {
     /// Bytes of the larger of a rank's buffers from which on copy engines do what they can (`RINGSIGHT_ENGINE_BYTES`); 0: whatever they can, as
     /// [`Limits::without_kernels`].
     pub engine_bytes: u64,
-    /// Bytes of a buffer from which on they move those of all_reduces, and kernels only reduce (`RINGSIGHT_ENGINE_REDUCE_BYTES`); `u64::MAX`: never.
-    pub engine_reduce_bytes: u64,
-    /// The most bytes that one of these copies moves (`RINGSIGHT_ENGINE_PIECE_BYTES`): each rank has memory for two of them of each other rank.
+    /// The same from which on they move what all_reduces and reduce_scatters move, and kernels only reduce (`RINGSIGHT_ENGINE_REDUCE_BYTES`); `None`: as
+    /// is best for each, `u64::MAX`: never.
+    pub engine_reduce_bytes: Option<u64>,
+    /// The most bytes that one of these copies moves (`RINGSIGHT_ENGINE_PIECE_BYTES`), if there is room for two of each other rank's
+    /// ([`ringsight_kernels::cuda::pieces::piece_bytes_for`]).
     pub piece_bytes: u64,
     /// Algorithms and protocols that are not left out.
     pub allowed: Allowed,
@@ -48,7 +49,7 @@ impl Default for Limits {
             straight_bytes: None,
             push_bytes: PUSH_BYTES,
             engine_bytes: ENGINE_BYTES,
-            engine_reduce_bytes: u64::MAX,
+            engine_reduce_bytes: None,
             piece_bytes: PIECE_BYTES,
             allowed: Allowed::default(),
         }
@@ -66,7 +67,11 @@ impl Limits {
     pub fn from_environment(zero_cta: bool) -> Result<Self> {
         let is_straight = !env::switch("NCCL_P2P_DIRECT_DISABLE", false);
         let straight_bytes = env::number("RINGSIGHT_STRAIGHT_BYTES")?;
-        let engine_bytes = env::number("RINGSIGHT_ENGINE_BYTES")?;
+        // Copy engines, too, write into callers' buffers.
+        let engine_bytes = |name| -> Result<Option<u64>> {
+            let bytes: Option<u64> = env::number(name)?;
+            Ok(bytes.or((!is_straight).then_some(u64::MAX)))
+        };
         let limits = Self {
             straight_bytes: if is_straight {
                 straight_bytes
@@ -74,10 +79,9 @@ impl Limits {
                 Some(u64::MAX)
             },
             push_bytes: env::number("RINGSIGHT_PUSH_BYTES")?.unwrap_or(PUSH_BYTES),
-            // They, too, write into callers' buffers.
-            engine_bytes: engine_bytes.unwrap_or(if is_straight { ENGINE_BYTES } else { u64::MAX }),
-            engine_reduce_bytes: env::number("RINGSIGHT_ENGINE_REDUCE_BYTES")?.unwrap_or(u64::MAX),
-            piece_bytes: piece_bytes(env::number("RINGSIGHT_ENGINE_PIECE_BYTES")?.unwrap_or(PIECE_BYTES)),
+            engine_bytes: engine_bytes("RINGSIGHT_ENGINE_BYTES")?.unwrap_or(ENGINE_BYTES),
+            engine_reduce_bytes: engine_bytes("RINGSIGHT_ENGINE_REDUCE_BYTES")?,
+            piece_bytes: env::number("RINGSIGHT_ENGINE_PIECE_BYTES")?.unwrap_or(PIECE_BYTES),
             allowed: Allowed::from_environment()?,
         };
         Ok(if zero_cta {
@@ -97,11 +101,17 @@ impl Limits {
         }
     }
 
-    /// Bytes of the larger of a rank's buffers from which on copy engines may do an operation, or move what it reduces; `u64::MAX`: never.
+    /// Bytes of the larger of a rank's buffers from which on copy engines may do an operation among so many ranks, or move what it reduces; `u64::MAX`:
+    /// never. Of what is reduced among two, an all_reduce gains from less, and a reduce_scatter nothing (`docs/src/performance/library-gpu.md`).
     #[must_use]
-    pub fn engine_bytes_of(&self, function: Function) -> u64 {
+    pub fn engine_bytes_of(&self, function: Function, ranks: u32) -> u64 {
+        let reduced = |among_two| {
+            let best = if ranks > 2 { ENGINE_BYTES } else { among_two };
+            self.engine_reduce_bytes.unwrap_or(best)
+        };
         let (choice, bytes) = match function {
-            Function::AllReduce => (&REDUCED_BY_ENGINES, self.engine_reduce_bytes),
+            Function::AllReduce => (&REDUCED_BY_ENGINES, reduced(ENGINE_BYTES / 2)),
+            Function::ReduceScatter => (&BY_ENGINES, reduced(u64::MAX)),
             Function::AllGather | Function::AlltoAll => (&BY_ENGINES, self.engine_bytes),
             _ => return u64::MAX,
         };
@@ -114,17 +124,17 @@ impl Limits {
 
     /// The fewest of any function.
     #[must_use]
-    pub fn least_engine_bytes(&self) -> u64 {
+    pub fn least_engine_bytes(&self, ranks: u32) -> u64 {
         let all = Function::ALL
             .iter()
-            .map(|function| self.engine_bytes_of(*function));
+            .map(|function| self.engine_bytes_of(*function, ranks));
         all.min().unwrap_or(u64::MAX)
     }
 
     /// Whether copy engines may do anything.
     #[must_use]
-    pub fn have_engines(&self) -> bool {
-        self.least_engine_bytes() < u64::MAX
+    pub fn have_engines(&self, ranks: u32) -> bool {
+        self.least_engine_bytes(ranks) < u64::MAX
     }
 
     /// Whether nothing goes straight.
@@ -153,18 +163,16 @@ impl Limits {
     /// What both leave: what is not to be on one rank is not on any.
     #[must_use]
     pub fn and(&self, other: &Self) -> Self {
+        // `most`: what is best for any is no more.
+        let both = |one: Option<u64>, other: Option<u64>, most| match (one, other) {
+            (None, None) => None,
+            (one, other) => Some(one.unwrap_or(most).max(other.unwrap_or(most))),
+        };
         Self {
-            straight_bytes: match (self.straight_bytes, other.straight_bytes) {
-                (None, None) => None,
-                // What is best for any is no more.
-                (one, other) => one
-                    .unwrap_or(STRAIGHT_BYTES)
-                    .max(other.unwrap_or(STRAIGHT_BYTES))
-                    .into(),
-            },
+            straight_bytes: both(self.straight_bytes, other.straight_bytes, STRAIGHT_BYTES),
             push_bytes: self.push_bytes.max(other.push_bytes),
             engine_bytes: self.engine_bytes.max(other.engine_bytes),
-            engine_reduce_bytes: self.engine_reduce_bytes.max(other.engine_reduce_bytes),
+            engine_reduce_bytes: both(self.engine_reduce_bytes, other.engine_reduce_bytes, ENGINE_BYTES),
             piece_bytes: self.piece_bytes.max(other.piece_bytes),
             allowed: self.allowed.and(&other.allowed),
         }
@@ -175,11 +183,11 @@ impl Limits {
     pub fn to_bytes(self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         // From nothing on is from one byte on.
-        let straight_bytes = self.straight_bytes.map_or(0, |bytes| bytes.max(1));
-        bytes[..8].copy_from_slice(&straight_bytes.to_le_bytes());
+        let told = |bytes: Option<u64>| bytes.map_or(0, |bytes| bytes.max(1)).to_le_bytes();
+        bytes[..8].copy_from_slice(&told(self.straight_bytes));
         bytes[8..16].copy_from_slice(&self.push_bytes.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.engine_bytes.to_le_bytes());
-        bytes[24..32].copy_from_slice(&self.engine_reduce_bytes.to_le_bytes());
+        bytes[24..32].copy_from_slice(&told(self.engine_reduce_bytes));
         bytes[32..40].copy_from_slice(&self.piece_bytes.to_le_bytes());
         bytes[40..].copy_from_slice(&self.allowed.to_bytes());
         bytes
@@ -193,13 +201,13 @@ impl Limits {
         let (engine, rest) = rest.split_first_chunk()?;
         let (engine_reduce, rest) = rest.split_first_chunk()?;
         let (piece, allowed) = rest.split_first_chunk()?;
+        let heard = |bytes: &[u8; 8]| Some(u64::from_le_bytes(*bytes)).filter(|bytes| *bytes > 0);
         Some(Self {
-            straight_bytes: Some(u64::from_le_bytes(*straight)).filter(|bytes| *bytes > 0),
+            straight_bytes: heard(straight),
             push_bytes: u64::from_le_bytes(*push),
             engine_bytes: u64::from_le_bytes(*engine),
-            engine_reduce_bytes: u64::from_le_bytes(*engine_reduce),
-            // Rubbish of another rank is not divided by.
-            piece_bytes: piece_bytes(u64::from_le_bytes(*piece)),
+            engine_reduce_bytes: heard(engine_reduce),
+            piece_bytes: u64::from_le_bytes(*piece),
             allowed: Allowed::from_bytes(allowed.try_into().ok()?),
         })
     }
@@ -230,27 +238,34 @@ mod tests {
         let all = Limits::default();
         assert_eq!(all.without_kernels().and(&all).engine_bytes, ENGINE_BYTES);
         assert_eq!(all.without_kernels().and(&all.without_kernels()).engine_bytes, 0);
+        // What is reduced needs kernels in any case.
+        let reduced = [Function::AllReduce, Function::ReduceScatter];
+        let of = |limits: Limits, ranks| reduced.map(|function| limits.engine_bytes_of(function, ranks));
+        assert_eq!(of(all.without_kernels(), 4), [ENGINE_BYTES; 2]);
+        assert_eq!(of(all, 2), [ENGINE_BYTES / 2, u64::MAX]);
         let never = Limits {
             engine_bytes: u64::MAX,
+            engine_reduce_bytes: Some(u64::MAX),
             ..all
         };
-        assert!(all.have_engines() && !never.and(&all.without_kernels()).have_engines());
-        assert!(!never.without_kernels().have_engines());
+        assert!(all.have_engines(2) && !never.and(&all.without_kernels()).have_engines(2));
+        assert!(!never.without_kernels().have_engines(2));
         let reduces = Limits {
-            engine_reduce_bytes: 7,
+            engine_reduce_bytes: Some(7),
             ..never
         };
-        assert!(reduces.have_engines() && !reduces.and(&all).have_engines());
-        assert_eq!(reduces.engine_bytes_of(Function::AllReduce), 7);
-        assert_eq!(reduces.least_engine_bytes(), 7);
-        assert_eq!(reduces.engine_bytes_of(Function::AllGather), u64::MAX);
+        assert!(reduces.have_engines(2) && !reduces.and(&never).have_engines(2));
+        assert_eq!(of(reduces, 2), [7; 2]);
+        assert_eq!(of(reduces.and(&all), 2), [ENGINE_BYTES; 2]);
+        assert_eq!(reduces.least_engine_bytes(4), 7);
+        assert_eq!(reduces.engine_bytes_of(Function::AllGather, 2), u64::MAX);
     }
 
     #[test]
     fn ranks_tell_each_other_of_their_limits() {
         for told in [None, Some(1), Some(STRAIGHT_BYTES), Some(u64::MAX)] {
             let limits = Limits {
-                engine_reduce_bytes: 1 << 20,
+                engine_reduce_bytes: told,
                 piece_bytes: 1 << 21,
                 ..from(told).without_kernels()
             };

@@ -35,7 +35,8 @@ const fn pushed(algorithm: Algorithm) -> Choice {
 }
 
 /// By copy engines, into receive buffers in a window whose places all hosts know, between two kernels of one block: where that is about as fast or faster, or where all
-/// ranks want no kernel to take what computes, however long it takes ([`Limits::engine_bytes`](super::limits::Limits::engine_bytes)).
+/// ranks want no kernel to take what computes, however long it takes ([`Limits::engine_bytes`](super::limits::Limits::engine_bytes)). What is reduced comes to where
+/// [`REDUCED_BY_ENGINES`] has it.
 pub(super) const BY_ENGINES: Choice = among_peers(Algorithm::Direct, Protocol::Ce);
 
 /// By copy engines as well, which bring contributions to who reduces them and results into the window: a kernel only reduces what is in the memory of its own GPU
@@ -66,8 +67,8 @@ pub const TABLE: &[Row] = &[
     Row::of(&[AllReduce], straight(Algorithm::TwoShot)),
     // The same, but for the root, which has no part to pass on or to reduce: its links carry everything once as it is.
     Row::of(ROOTED, straight(Algorithm::TwoShot)),
-    // No kernel while data moves.
-    Row::of(&[AllGather, AlltoAll], BY_ENGINES),
+    // No kernel while data moves, or of what is reduced one that only does that.
+    Row::of(&[AllGather, AlltoAll, ReduceScatter], BY_ENGINES),
     Row::of(EACH_WITH_ALL, straight(Algorithm::Direct)),
     Row::of(ROOTED, straight(Algorithm::Direct)).up_to_ranks(2),
     Row::of(&[Send, Recv], straight(Algorithm::Direct)),

@@ -48,7 +48,7 @@ pub struct Request {
     pub peer: Option<u32>,
     /// The stream given.
     pub stream: Stream,
-    /// The window that its receive buffer is in, where copy engines could do it.
+    /// The window that one of its buffers is in, where copy engines could do it.
     pub(crate) window: Option<Found>,
 }
 
@@ -62,14 +62,19 @@ impl Request {
             data_type: self.data_type,
             reduce_op: self.reduce_op,
             peer: self.peer,
-            place: self.window.as_ref().and_then(|found| found.place(self.function)),
+            place: self.window.as_ref().and_then(|found| found.place(self)),
         }
+    }
+
+    /// Bytes of [`Request::count`] elements.
+    pub(crate) fn bytes_of_one(&self) -> u64 {
+        (self.count * self.data_type.size()) as u64
     }
 
     /// Message bytes by nccl-tests' definition.
     #[must_use]
     pub fn bytes(&self, ranks: u32) -> u64 {
-        let one = (self.count * self.data_type.size()) as u64;
+        let one = self.bytes_of_one();
         match self.function {
             Function::AllGather
             | Function::ReduceScatter
@@ -107,7 +112,7 @@ impl Request {
     /// Bytes by which its algorithm is chosen: those of one message where it is made of several.
     pub(crate) fn bytes_of_choice(&self, ranks: u32) -> u64 {
         if Exchange::serves(self.function) {
-            (self.count * self.data_type.size()) as u64
+            self.bytes_of_one()
         } else {
             self.bytes(ranks)
         }

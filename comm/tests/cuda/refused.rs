@@ -82,7 +82,7 @@ fn pieces_that_no_driver_hands_over_are_named() {
         }
         let by_engines = [&told[..], &[("NCCL_CTA_POLICY", "2")]].concat();
         if let Some(said) = output("driver", test, &["windows", "2", "p", "1"], &by_engines) {
-            assert!(said.contains("ok 296 cases a rank"), "{said}");
+            assert!(said.contains("ok 396 cases a rank"), "{said}");
             let closed = |line: &&str| line.contains("is not for copy engines: ") && line.contains(no_window);
             // Three of pieces on each rank.
             assert_eq!(said.lines().filter(closed).count(), 6, "{refusal}: {said}");
@@ -124,14 +124,14 @@ fn whatever_cannot_be_had_is_named_and_nothing_stays() {
             ("RINGSIGHT_ENGINE_REDUCE_BYTES", "0"),
             0,
             10,
-            Some("Copy engines move nothing that is reduced: "),
+            Some("Copy engines move nothing that is reduced in window 0: "),
         ),
         (
             &["2", "p"],
             ("RINGSIGHT_ENGINE_REDUCE_BYTES", "0"),
             0,
             10,
-            Some("Copy engines move nothing that is reduced: "),
+            Some("Copy engines move nothing that is reduced in window 0: "),
         ),
         (&["2", "t"], ("NCCL_P2P_DISABLE", "1"), 0, 20, None),
         (&["2", "n"], ("", ""), 0, 20, None),

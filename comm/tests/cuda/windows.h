@@ -14,6 +14,17 @@ static void check_at(struct Rank* r, enum Op op, const struct Type* t, size_t co
   r->recv = recv;
 }
 
+// The same of a reduce_scatter, whose send buffer is in the window, or both are; else what it receives is `shift` bytes behind where kernels begin with whole words.
+static void check_scattered(struct Rank* r, const struct Type* t, size_t count, size_t shift, bool in_place, int salt) {
+  const CUdeviceptr send = r->send, recv = r->recv;
+  r->send = recv + 8192;
+  r->recv = send + shift;
+  // Parts of whole words.
+  check_one(r, REDUCE_SCATTER, t, (count + 7) / 8 * 8, 0, in_place, salt);
+  r->send = send;
+  r->recv = recv;
+}
+
 // Many in one group, on two streams, among operations that go otherwise.
 static void check_group(struct Rank* r, CUstream other, int salt) {
   enum { COUNT = 3000 };
@@ -49,8 +60,9 @@ static void check_group(struct Rank* r, CUstream other, int salt) {
 
 // Captured, with other operations before, between and behind; replayed with eager ones between.
 static void check_replays(struct Rank* r, int salt) {
-  enum { COUNT = 20011, REPLAYS = 10 };
+  enum { COUNT = 20011, SCATTERED = 20008, REPLAYS = 10 };
   const size_t all = (size_t)COUNT * 4 * (size_t)ranks;
+  const CUdeviceptr scattered = r->recv + 4 * all, scatters_to = r->send + all;
   CUgraph graph;
   CUgraphExec exec;
   CU(cuStreamBeginCapture, r->stream, 1u);
@@ -60,23 +72,28 @@ static void check_replays(struct Rank* r, int salt) {
   enqueue(r, ALLTOALL, F32, COUNT, 0, 0, r->send, r->recv + all);
   enqueue(r, ALL_REDUCE, F32, COUNT, 0, 0, r->send, r->recv + 2 * all);
   NC(GroupEnd());
+  enqueue(r, REDUCE_SCATTER, F32, SCATTERED, 0, 0, scattered, scatters_to);
   CU(cuStreamEndCapture, r->stream, &graph);
   CU(cuGraphInstantiate, &exec, graph, 0ull);
   CU(cuGraphDestroy, graph);
   for (int replay = 0; replay < REPLAYS; replay++) {
     const struct Case gather = {ALL_GATHER, &TYPES[F32], COUNT, 0, 0, salt + replay}, exchange = {ALLTOALL, &TYPES[F32], COUNT, 0, 0, salt + replay},
-                      reduce = {ALL_REDUCE, &TYPES[F32], COUNT, 0, 0, salt + replay};
+                      reduce = {ALL_REDUCE, &TYPES[F32], COUNT, 0, 0, salt + replay},
+                      scatter = {REDUCE_SCATTER, &TYPES[F32], SCATTERED, 0, 0, salt + replay};
     fill(r, &exchange, r->in);
     CU(cuMemcpyHtoDAsync, r->send, r->in, all, r->stream);
+    CU(cuMemcpyHtoDAsync, scattered, r->in, all, r->stream);
     CU(cuMemsetD8Async, r->recv, (unsigned char)0xa5, 3 * all, r->stream);
     CU(cuGraphLaunch, exec, r->stream);
     if (replay % 3 == 0) enqueue(r, ALL_GATHER, F32, 500, 0, 0, r->send, r->recv + 3 * all);
     CU(cuMemcpyDtoHAsync, r->out, r->recv, 3 * all, r->stream);
+    CU(cuMemcpyDtoHAsync, r->out + 3 * all, scatters_to, (size_t)SCATTERED * 4, r->stream);
     CU(cuStreamSynchronize, r->stream);
+    verify(r, &scatter, r->out + 3 * all, " replayed");
     verify(r, &gather, r->out, " replayed");
     verify(r, &exchange, r->out + all, " replayed");
     verify(r, &reduce, r->out + 2 * all, " replayed");
-    r->cases += 3;
+    r->cases += 4;
   }
   CU(cuGraphExecDestroy, exec);
 }
@@ -164,6 +181,9 @@ static void run_windows(struct Rank* r, bool in_pieces) {
       r->send += 4;
       check_at(r, ALL_REDUCE, &TYPES[F32], counts[c], 8192, false, salt++);
       r->send -= 4;
+      check_scattered(r, &TYPES[F32], counts[c], 0, false, salt++);
+      check_scattered(r, &TYPES[BF16], counts[c], 2, false, salt++);
+      check_scattered(r, &TYPES[F32], counts[c], 0, true, salt++);
     }
     check_group(r, other, salt++);
     check_replays(r, salt += 20);

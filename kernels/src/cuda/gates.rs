@@ -12,8 +12,12 @@ use super::{
 use crate::launch::{Window, Work};
 
 /// Names of the kernels, by their numbers: `RINGSIGHT_GATES` in `cuda/gates.cuh`. The first one comes before the copies, the second one behind
-/// them.
-pub const KERNELS: [&CStr; 2] = [c"ringsight_gate_begin", c"ringsight_gate_end"];
+/// them, and the third one between them.
+pub const KERNELS: [&CStr; 3] = [
+    c"ringsight_gate_begin",
+    c"ringsight_gate_end",
+    c"ringsight_gate_meet",
+];
 
 /// Threads of the one block of each: those that serve.
 pub const GATE_THREADS: u32 = SERVICE;
@@ -72,16 +76,24 @@ pub(super) fn launch(work: &Work, call: PeerCall, window: &Window, offset: u64) 
         Between::Copies(copies(work, call, &window.places, offset))
     };
     Some(PeerLaunch {
+        between: Some(between),
+        ..gate(call, 0, 0)
+    })
+}
+
+/// The launch of one of the kernels; `meeting`: of one between copies, which.
+pub(super) fn gate(call: PeerCall, kernel: usize, meeting: u32) -> PeerLaunch {
+    PeerLaunch {
         arguments: PeerArguments::Gate(Gate {
             call,
             gives_up: 0,
-            reserved: 0,
+            meeting,
         }),
-        kernel: 0,
+        kernel,
         blocks: 1,
         threads: GATE_THREADS,
-        between: Some(between),
-    })
+        between: None,
+    }
 }
 
 /// What goes where if nothing is reduced.

@@ -367,10 +367,10 @@ pub const NO_ROOT: u32 = u32::MAX;
 pub struct Gate {
     /// The operation.
     pub call: PeerCall,
-    /// To the second kernel: 1 if the copies could not be queued.
+    /// To the kernel behind all copies: 1 if they could not be queued.
     pub gives_up: u32,
-    /// 0.
-    pub reserved: u32,
+    /// To one between copies: which, from 1 on.
+    pub meeting: u32,
 }
 
 const _: () = assert!(offset_of!(Gate, gives_up) == 144);

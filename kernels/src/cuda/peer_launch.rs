@@ -186,6 +186,7 @@ impl PeerLaunch {
             launch.kernel += one_shot::KERNELS.len() + exchange::KERNELS.len() + messages::KERNELS.len();
             if let Some(Between::Pieces(pieces)) = &mut launch.between {
                 pieces.kernel += launch.kernel + gates::KERNELS.len();
+                pieces.gate += launch.kernel;
             }
             return Ok(Some(launch));
         }

@@ -1,23 +1,26 @@
 //! Reductions whose bytes copy engines move: what copies where, and what the kernels of `cuda/pieces.cuh` are given.
 //!
-//! Each rank has a part of the result, in pieces. Contributions to a piece are copied into memory beside it (*pushed*), a kernel reduces them, and the
-//! result is copied into the others' receive buffers (*gathered*). Copies go one after another in a stream of their own, kernels in another, and while a piece is
-//! reduced the copies of another one fill the link:
+//! Each rank has a part of the result, in pieces. Contributions to a piece are copied into memory beside it (*pushed*), a kernel reduces them, and of an all_reduce
+//! the result is copied into the others' receive buffers (*gathered*). Copies go one after another in a stream of their own, kernels in another, and while a
+//! piece is reduced the copies of another one fill the link. *Meet* is a kernel of one block that waits for all ranks:
 //!
-//! | copies | push 0 | push 1 | gather 0 | push 2 | gather 1 | push 3 | … | gather n − 2 | gather n − 1 |
+//! | copies | push 0 | push 1 | gather 0 | meet, push 2 | gather 1 | meet, push 3 | … | gather n − 2 | gather n − 1 |
 //! |---|---|---|---|---|---|---|---|---|---|
-//! | kernels | | reduce 0 | reduce 1 | | reduce 2 | | … | | |
+//! | kernels | | meet, reduce 0 | meet, reduce 1 | | meet, reduce 2 | | … | | |
+//!
+//! Nothing is copied while the last piece of a reduce_scatter is reduced: it has a quarter of the others' length.
 
 use std::ffi::CStr;
 
 use super::{
     exchange::parts,
-    gates::{Copies, Copy},
+    gates::{self, Copies, Copy},
     layout::{Exchange, PeerCall},
     peer_launch::{PeerArguments, PeerLaunch, kernel_of_sum},
     peers::{MAX_PEERS, STRAIGHT_BLOCKS},
 };
 use crate::launch::{Window, Work};
+use ringsight_records::Function;
 
 /// Names of the kernels, by their numbers: `RINGSIGHT_PIECES` in `cuda/pieces.cuh`.
 pub const KERNELS: [&CStr; 9] = [
@@ -35,31 +38,53 @@ pub const KERNELS: [&CStr; 9] = [
 /// Threads of a block, all of which reduce.
 pub const PIECE_THREADS: u32 = 512;
 
-/// The most blocks of a kernel, which is done long before the copies beside it are: 32 have 512 KiB and more of loads under way. A block takes a
-/// multiprocessor of its own, also while it waits: kernels of all ranks of a GPU have room side by side.
-const BLOCKS: u32 = 32;
+/// Blocks of a kernel, each of which takes a multiprocessor: it is done long before the copies beside it are. They wait for nobody.
+const BLOCKS: u32 = 64;
 
 /// Of what begins a piece.
 const LINE: u64 = 256;
 
-/// Bytes of a piece if so many are wanted.
+/// The most memory that a rank has for contributions.
+const MOST_SCRATCH: u64 = 768 << 20;
+
+/// The most bytes of a piece among so many ranks if so many are wanted.
 #[must_use]
-pub const fn piece_bytes(wanted: u64) -> u64 {
-    let lines = wanted / LINE;
+pub const fn piece_bytes(ranks: usize, wanted: u64) -> u64 {
+    let room = MOST_SCRATCH / scratch_bytes(ranks, 1);
+    let lines = if wanted < room { wanted } else { room } / LINE;
     if lines == 0 { LINE } else { lines * LINE }
+}
+
+/// Bytes of a piece for a window of `bytes` bytes: two of them make a rank's part of an all_reduce of all of it, or the most they may have.
+#[must_use]
+pub const fn piece_bytes_for(ranks: usize, wanted: u64, bytes: u64) -> u64 {
+    let half = bytes.div_ceil(2 * ranks as u64);
+    // Of some lengths only: not each longer window has memory of its own.
+    let half = match half.checked_next_power_of_two() {
+        Some(half) => half,
+        None => half,
+    };
+    piece_bytes(ranks, if half < wanted { half } else { wanted })
 }
 
 /// What is queued in the row of copies, at most. Of some more than a thousand entries that wait in a stream the driver takes no more, and lets the call
 /// wait: also for a rank that the same thread has not called for yet.
 const MOST_ENTRIES: u64 = 500;
+/// Meetings of a piece, each by a word of its own: [`Pieces::arrival`], [`Pieces::room`].
+const MEETINGS: u64 = 2;
+/// Words of all of them, behind that of the end.
+const MOST_MEETINGS: u64 = STRAIGHT_BLOCKS as u64 - 1;
 
-/// The most pieces of a part: two copies to each other rank are queued for each, and a wait and a record.
+/// The most pieces of a part: two copies to each other rank are queued for each, a meeting, a wait and a record.
 const fn most_pieces(ranks: usize) -> u64 {
-    MOST_ENTRIES / (2 * ranks as u64)
+    let by_entries = MOST_ENTRIES / (2 * ranks as u64 + 1);
+    let by_meetings = MOST_MEETINGS / MEETINGS;
+    if by_entries < by_meetings {
+        by_entries
+    } else {
+        by_meetings
+    }
 }
-
-// Each has a word of its own, behind that of the gates.
-const _: () = assert!(most_pieces(2) < STRAIGHT_BLOCKS as u64);
 
 /// Bytes of scratch of a rank: two pieces of each other one's contributions.
 #[must_use]
@@ -67,10 +92,11 @@ pub const fn scratch_bytes(ranks: usize, piece_bytes: u64) -> u64 {
     (2 * (ranks as u64 - 1)).saturating_mul(piece_bytes)
 }
 
-/// The most bytes of a buffer that is reduced so among so many ranks.
+/// The most bytes of all ranks' parts together that are reduced so, if so many are wanted of a piece.
 #[must_use]
-pub const fn most_bytes(ranks: usize, piece_bytes: u64) -> u64 {
-    (most_pieces(ranks) * ranks as u64).saturating_mul(piece_bytes)
+pub const fn most_bytes(ranks: usize, wanted: u64) -> u64 {
+    // The last piece of a reduce_scatter is a shorter one.
+    ((most_pieces(ranks) - 1) * ranks as u64).saturating_mul(piece_bytes(ranks, wanted))
 }
 
 /// A reduction by copy engines.
@@ -90,21 +116,27 @@ pub struct Pieces {
     bytes: u64,
     /// Their number.
     count: u64,
-    /// Of the kernel: among [`KERNELS`], and in a launch among [`PeerLaunch::kernels`].
+    /// Whether all ranks get all of the result.
+    gathers: bool,
+    /// Of the kernel that reduces: among [`KERNELS`], and in a launch among [`PeerLaunch::kernels`].
     pub(super) kernel: usize,
-    /// Of the kernel.
-    blocks: u32,
+    /// The same of those that meet, among [`gates::KERNELS`].
+    pub(super) gate: usize,
 }
 
 impl Pieces {
     pub(super) fn new(work: &Work, call: PeerCall, window: &Window, offset: u64) -> Option<Self> {
         let scratch = window.scratch.as_ref()?;
-        let (places, most_blocks) = (&window.places, window.peers.most_blocks);
         let kernel = kernel_of_sum(work.reduce_op, work.data_type, work.ranks)?;
         let parts = parts(work, call);
-        // Two, so that one is on its way while the other is reduced.
+        let gathers = work.function == Function::AllReduce;
+        // Fourths of a piece that the last one lacks.
+        let lacks = if gathers { 0 } else { 3 };
         let slot_bytes = scratch.piece_bytes;
-        let count = parts.piece.div_ceil(slot_bytes).max(2);
+        let count = (parts.piece.div_ceil(slot_bytes / 4) + lacks).div_ceil(4);
+        // Two, so that one is on its way while the other is reduced.
+        let count = count.max(2);
+        let fourth = parts.piece.div_ceil(4 * count - lacks);
         let of_all = |each: &[u64], more: u64| {
             let mut all = [0; MAX_PEERS];
             for (one, base) in all.iter_mut().zip(each) {
@@ -115,12 +147,13 @@ impl Pieces {
         Some(Self {
             scratch: of_all(&scratch.bases, 0),
             slot_bytes,
-            places: of_all(places, offset),
+            places: of_all(&window.places, offset),
             recv: work.recv as u64,
-            bytes: parts.piece.div_ceil(count).next_multiple_of(LINE),
+            bytes: fourth.next_multiple_of(LINE / 4) * 4,
             count,
+            gathers,
             kernel,
-            blocks: (most_blocks / 2).clamp(1, BLOCKS),
+            gate: 2,
             parts,
         })
     }
@@ -157,10 +190,15 @@ impl Pieces {
         (1..ranks).map(move |hop| (me + hop) % ranks)
     }
 
-    /// The kernel goes through buffers by 16 bytes. Receive buffers begin at such an address: that is the same on all ranks. Of the send buffer no other rank
-    /// knows.
+    /// The kernel goes through buffers by 16 bytes. What is in the window begins at such an address, on all ranks: of an all_reduce the receive buffer, of a
+    /// reduce_scatter the send buffer. Of the other one no other rank knows. Whether a contribution is copied to where the result is to be, and reduced there:
     fn is_own_beside(&self) -> bool {
-        self.parts.result_bytes > 0 && !self.parts.own.is_multiple_of(16)
+        self.gathers && self.parts.result_bytes > 0 && !self.parts.own.is_multiple_of(16)
+    }
+
+    /// Or whether a result is where another rank's contribution was, and is copied from there.
+    fn is_result_beside(&self) -> bool {
+        !self.gathers && self.parts.result_bytes > 0 && !self.parts.result.is_multiple_of(16)
     }
 
     /// The copies of what this rank has for the others' pieces of this number; and if its own contribution cannot be reduced where it is, of that to where its result
@@ -187,13 +225,13 @@ impl Pieces {
         copies
     }
 
-    /// The copies of this rank's piece of the result to all others.
+    /// The copies of this rank's piece of the result to all others, if they get it.
     #[must_use]
     pub fn gathers(&self, number: usize) -> Copies {
         let mut copies = Copies::default();
         let (start, bytes) = self.piece(number, self.parts.result_bytes);
         let from = self.parts.result + start;
-        for rank in self.others() {
+        for rank in self.others().filter(|_| self.gathers) {
             copies.push(Copy {
                 to: self.places[rank] + (from - self.recv),
                 from,
@@ -201,6 +239,45 @@ impl Pieces {
             });
         }
         copies
+    }
+
+    /// The copy of a piece of the result to where it is to be, behind the kernel.
+    #[must_use]
+    pub fn settles(&self, number: usize) -> Option<Copy> {
+        let (start, bytes) = self.piece(number, self.parts.result_bytes);
+        self.is_result_beside().then(|| Copy {
+            to: self.parts.result + start,
+            from: self.result(number),
+            bytes,
+        })
+    }
+
+    /// Where the kernel writes a piece of the result.
+    fn result(&self, number: usize) -> u64 {
+        if self.is_result_beside() {
+            // Of any rank.
+            let next = (self.me() + 1) % self.ranks();
+            self.slot(self.me(), next, number)
+        } else {
+            self.parts.result + self.piece(number, self.parts.result_bytes).0
+        }
+    }
+
+    /// The launch of the kernel behind this rank's pushes of a piece and before it is reduced: ends when the others' have come. Like [`Pieces::launch`] but for
+    /// where it reports to.
+    #[must_use]
+    pub fn arrival(&self, number: usize) -> PeerLaunch {
+        self.meeting(MEETINGS * number as u64)
+    }
+
+    /// The same before this rank's pushes of a piece, and behind the kernel of the one two before it: ends when the others have room for these.
+    #[must_use]
+    pub fn room(&self, number: usize) -> PeerLaunch {
+        self.meeting(MEETINGS * number as u64 + 1)
+    }
+
+    fn meeting(&self, number: u64) -> PeerLaunch {
+        gates::gate(self.parts.call, self.gate, 1 + number as u32)
     }
 
     /// The launch of the kernel that reduces a piece, but for where it reports to.
@@ -214,9 +291,8 @@ impl Pieces {
             } else {
                 self.parts.own
             } + start,
-            result: self.parts.result + start,
+            result: self.result(number),
             result_bytes: bytes,
-            chunk: number as u32,
             passes: 0,
             ..self.parts
         };
@@ -226,7 +302,7 @@ impl Pieces {
         PeerLaunch {
             arguments: PeerArguments::Exchange(arguments),
             kernel: self.kernel,
-            blocks: self.blocks,
+            blocks: BLOCKS,
             threads: PIECE_THREADS,
             between: None,
         }

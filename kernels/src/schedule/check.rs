@@ -72,15 +72,23 @@ impl Work {
             Connections::Engines { window, .. } => {
                 self.check_peers(&window.peers)?;
                 let all = window.places.len() == self.ranks as usize;
-                let can = match self.function {
-                    Function::AllGather | Function::AlltoAll => true,
-                    Function::AllReduce => window.scratch.as_ref().is_some_and(|scratch| {
-                        let bytes = (self.count * self.data_type.size()) as u64;
-                        self.algorithm == Algorithm::TwoShot
-                            && reduces_straight(self.reduce_op, self.data_type, self.ranks)
-                            && bytes <= most_bytes(self.ranks as usize, scratch.piece_bytes)
-                            && self.recv.is_multiple_of(16)
-                    }),
+                let bytes = self.count * self.data_type.size();
+                // In so many pieces, each of whole words.
+                let has_pieces = |bytes: usize| {
+                    reduces_straight(self.reduce_op, self.data_type, self.ranks)
+                        && window.scratch.as_ref().is_some_and(|scratch| {
+                            bytes as u64 <= most_bytes(self.ranks as usize, scratch.piece_bytes)
+                        })
+                };
+                let can = match (self.function, self.algorithm) {
+                    (Function::AllGather | Function::AlltoAll, _) => true,
+                    (Function::AllReduce, Algorithm::TwoShot) => {
+                        has_pieces(bytes) && self.recv.is_multiple_of(16)
+                    }
+                    (Function::ReduceScatter, Algorithm::Direct) => {
+                        let all = bytes.saturating_mul(self.ranks as usize);
+                        has_pieces(all) && self.send.is_multiple_of(16) && bytes.is_multiple_of(16)
+                    }
                     _ => false,
                 };
                 if !all || !can {

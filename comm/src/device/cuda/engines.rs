@@ -250,6 +250,14 @@ impl Gpu {
 
     /// Queues the copies of a reduction and the kernels that reduce, in the order of [`ringsight_kernels::cuda::pieces`].
     fn reduce(&self, rows: &mut Rows, pieces: &Pieces, head: Head) -> Result<()> {
+        let run = |rows: &mut Rows, row, mut launch: PeerLaunch| {
+            *launch.arguments.head_mut() = head;
+            let kernel = self.peer_kernel(&launch);
+            // SAFETY: the kernel's argument, which is copied by the call; what it refers to lives until the launch is over, or the caller keeps it.
+            rows.queue(row, |stream| unsafe {
+                kernel.launch(stream, &mut [launch.arguments.as_mut_ptr()])
+            })
+        };
         let push = |rows: &mut Rows, number| {
             rows.copy(Row::Beside, pieces.pushes(number).others())?;
             rows.mark(Row::Beside)
@@ -259,18 +267,15 @@ impl Gpu {
             let here = pushed[number % 2].take();
             let here = here.ok_or_else(|| DeviceError::InvalidUsage("a piece that is not copied".into()))?;
             rows.wait(Row::Stream, here)?;
-            let mut launch = pieces.launch(number);
-            *launch.arguments.head_mut() = head;
-            let kernel = self.peer_kernel(&launch);
-            // SAFETY: the kernel's argument, which is copied by the call; what it refers to lives until the launch is over, or the caller keeps it.
-            rows.queue(Row::Stream, |stream| unsafe {
-                kernel.launch(stream, &mut [launch.arguments.as_mut_ptr()])
-            })?;
+            run(rows, Row::Stream, pieces.arrival(number))?;
+            run(rows, Row::Stream, pieces.launch(number))?;
+            rows.copy(Row::Stream, pieces.settles(number).as_slice())?;
             let reduced = rows.mark(Row::Stream)?;
-            rows.wait(Row::Beside, reduced)?;
             if number > 0 && number + 1 < pieces.count() {
+                run(rows, Row::Beside, pieces.room(number + 1))?;
                 pushed[(number + 1) % 2] = Some(push(rows, number + 1)?);
             }
+            rows.wait(Row::Beside, reduced)?;
             rows.copy(Row::Beside, pieces.gathers(number).others())?;
         }
         Ok(())

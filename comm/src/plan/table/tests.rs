@@ -206,7 +206,13 @@ fn copy_engines_do_what_is_in_a_window_of_all_ranks_if_they_are_to() {
             let asked = near(*function, engines);
             assert!(!chosen(asked));
             let (_, reason) = explain(&asked).find(|(row, _)| row.choice == BY_ENGINES).unwrap();
-            assert_eq!(reason, Some(if serves { why } else { Reason::Function }));
+            let expected = match function {
+                // Kernels reduce whatever the policy.
+                ReduceScatter => Reason::ShortForReducingEngines(ENGINE_BYTES),
+                _ if serves => why,
+                _ => Reason::Function,
+            };
+            assert_eq!(reason, Some(expected));
         }
     }
     // Where kernels may do it, only what is long, of the larger of a rank's buffers.
@@ -241,21 +247,27 @@ fn copy_engines_do_what_is_in_a_window_of_all_ranks_if_they_are_to() {
 
 #[test]
 fn copy_engines_move_what_is_reduced_if_they_are_to() {
+    for function in [AllReduce, ReduceScatter] {
+        copy_engines_move_what_this_reduces(function);
+    }
+}
+
+fn copy_engines_move_what_this_reduces(function: Function) {
     const LEAST: u64 = 8 << 20;
-    let near = |ranks, data_type, bytes, engine_reduce_bytes, engines| Asked {
+    let near = |ranks, data_type, bytes, least, engines| Asked {
         ranks,
         data_type,
         peers: true,
         engines,
         limits: Limits {
-            engine_reduce_bytes,
+            engine_reduce_bytes: Some(least),
             ..Limits::default()
         },
-        ..asked(AllReduce, bytes)
+        ..asked(function, bytes)
     };
     let why = |asked| {
-        let rows = explain(&asked).find(|(row, _)| row.choice.is_by_engines());
-        let (row, reason) = rows.unwrap();
+        let is_it = |row: &Row| row.choice.is_by_engines() && row.functions.contains(&function);
+        let (row, reason) = explain(&asked).find(|(row, _)| is_it(row)).unwrap();
         assert_eq!(choose(&asked) == Some(row.choice), reason.is_none());
         reason
     };
@@ -271,7 +283,8 @@ fn copy_engines_move_what_is_reduced_if_they_are_to() {
     );
     assert!(matches!(why(float(1 << 40, LEAST)), Some(Reason::Pieces(_))));
     // One shot is faster.
-    assert_eq!(why(float(8, 0)), Some(Reason::Earlier));
+    let short = (function == AllReduce).then_some(Reason::Earlier);
+    assert_eq!(why(float(8, 0)), short);
     for (ranks, data_type, engines, reason) in [
         (4, DataType::Int32, Engines::Reach, Reason::NoStraightKernel),
         (3, DataType::Float32, Engines::Reach, Reason::NoStraightKernel),

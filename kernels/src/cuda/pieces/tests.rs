@@ -16,7 +16,7 @@ use crate::{
 const SCRATCH: usize = APART / 4;
 const SENDS: usize = APART / 2;
 
-/// `send`: where in the rank's memory the send buffer is; `None`: in place.
+/// An all_reduce. `send`: where in the rank's memory the send buffer is; `None`: in place.
 fn work(rank: u32, ranks: u32, count: usize, send: Option<usize>, piece_bytes: u64) -> Work {
     let scratch = Scratch {
         piece_bytes,
@@ -111,10 +111,8 @@ fn every_element_is_made_of_all_ranks_and_comes_to_all() {
                 let PeerArguments::Exchange(told) = launch.arguments else {
                     panic!()
                 };
-                assert_eq!(
-                    (told.chunk as usize, told.passes, told.root),
-                    (number, 0, NO_ROOT)
-                );
+                assert_eq!((told.passes, told.root), (0, NO_ROOT));
+                assert_eq!(rank.settles(number), None);
                 let at = told.result - base - OFFSET;
                 let own = told.own - base;
                 let is_beside = send == Some(SENDS + 2) && told.result_bytes > 0;
@@ -158,10 +156,140 @@ fn every_element_is_made_of_all_ranks_and_comes_to_all() {
     }
 }
 
+/// A reduce_scatter whose send buffer is in the window; `recv`: where in the rank's memory the receive buffer is; `None`: in place.
+fn scattered(rank: u32, ranks: u32, count: usize, recv: Option<usize>, piece_bytes: u64) -> Work {
+    let base = (rank as usize + 1) * APART;
+    let send = base + OFFSET as usize;
+    let in_place = send + rank as usize * count * 2;
+    Work {
+        function: Function::ReduceScatter,
+        algorithm: Algorithm::Direct,
+        send,
+        recv: recv.map_or(in_place, |recv| base + recv),
+        ..work(rank, ranks, count, None, piece_bytes)
+    }
+}
+
+/// What comes to a slot is what is reduced there, and each byte of each rank's result is written once, where it is to be, and not copied to others.
+#[test]
+fn every_element_of_a_reduce_scatter_is_made_of_all_ranks() {
+    for (ranks, count, recv, piece) in [
+        (2, 5000, None, 1 << 15),
+        (2, 100_000, Some(SENDS), 1 << 15),
+        (2, 8, None, LINE),
+        (4, 40_000, Some(SENDS + 2), 1 << 13),
+        (4, 60_000, None, 1 << 20),
+        (8, 33_336, Some(SENDS), 1 << 12),
+        (8, 0, None, LINE),
+    ] {
+        let bytes = 2 * count as u64;
+        let all: Vec<_> = (0..ranks)
+            .map(|rank| launched(scattered(rank, ranks, count, recv, piece)).unwrap())
+            .collect();
+        let pieces = all[0].count();
+        assert!(pieces >= 2 && all.iter().all(|one| one.count() == pieces));
+        let mut ends = vec![0; ranks as usize];
+        let mut lengths = Vec::new();
+        for number in 0..pieces {
+            let mut come: BTreeMap<u64, (usize, u64, u64)> = BTreeMap::new();
+            for (me, rank) in all.iter().enumerate() {
+                let base = (me + 1) as u64 * APART as u64;
+                for copy in rank.pushes(number).others() {
+                    let to = copy.to / APART as u64 - 1;
+                    assert!(to != me as u64 && copy.to % APART as u64 >= SCRATCH as u64);
+                    let from = copy.from - base - OFFSET - to * bytes;
+                    come.insert(copy.to, (me, from, copy.bytes));
+                }
+                assert!(rank.gathers(number).others().is_empty());
+            }
+            for (me, rank) in all.iter().enumerate() {
+                let base = (me + 1) as u64 * APART as u64;
+                let PeerArguments::Exchange(told) = rank.launch(number).arguments else {
+                    panic!()
+                };
+                assert!(told.own.is_multiple_of(16) && told.result.is_multiple_of(16));
+                assert_eq!(told.own, base + OFFSET + me as u64 * bytes + ends[me]);
+                for other in (0..ranks as usize).filter(|other| *other != me) {
+                    assert_eq!(come[&told.from[other]], (other, ends[me], told.result_bytes));
+                }
+                let result = scattered(me as u32, ranks, count, recv, piece).recv as u64 + ends[me];
+                if recv == Some(SENDS + 2) {
+                    let copy = rank.settles(number).unwrap();
+                    assert_eq!(
+                        (copy.to, copy.from, copy.bytes),
+                        (result, told.result, told.result_bytes)
+                    );
+                    assert!(told.from.contains(&told.result));
+                } else {
+                    assert_eq!((told.result, rank.settles(number)), (result, None));
+                }
+                ends[me] += told.result_bytes;
+                lengths.push(told.result_bytes);
+            }
+        }
+        assert!(ends.iter().all(|end| *end == bytes));
+        // Nothing goes on beside the last one.
+        assert!(lengths[lengths.len() - 1] <= lengths[0] / 4 && lengths.iter().all(|bytes| *bytes <= piece));
+    }
+}
+
+/// Of one operation, and none has that of the end, which is 0.
+#[test]
+fn each_meeting_has_a_word_of_its_own() {
+    for ranks in [2, 4, 8] {
+        let most = most_bytes(ranks as usize, LINE) as usize / 2;
+        let pieces = launched(work(0, ranks, most, None, LINE)).unwrap();
+        let word = |launch: PeerLaunch| {
+            assert_eq!(
+                PeerLaunch::kernels().nth(launch.kernel).unwrap(),
+                gates::KERNELS[2]
+            );
+            assert_eq!((launch.blocks, launch.threads), (1, gates::GATE_THREADS));
+            let PeerArguments::Gate(told) = launch.arguments else {
+                panic!()
+            };
+            told.meeting
+        };
+        let words: Vec<_> = (0..pieces.count())
+            .flat_map(|number| [word(pieces.arrival(number)), word(pieces.room(number))])
+            .collect();
+        assert!(
+            words
+                .iter()
+                .all(|word| (1..STRAIGHT_BLOCKS as u32).contains(word))
+        );
+        assert!(words.is_sorted_by(|a, b| a < b));
+    }
+}
+
+#[test]
+fn pieces_are_as_long_as_a_window_needs_and_there_is_room_for() {
+    const MIB: u64 = 1 << 20;
+    for (ranks, wanted, window, bytes) in [
+        (2, 128 * MIB, 256 * MIB, 64 * MIB),
+        (2, 128 * MIB, 1024 * MIB, 128 * MIB),
+        (4, 128 * MIB, 1024 * MIB, 128 * MIB),
+        (4, 128 * MIB, 520 * MIB, 128 * MIB),
+        (4, 128 * MIB, u64::MAX, 128 * MIB),
+        (4, 200 * MIB, u64::MAX, 128 * MIB),
+        (4, 5000, u64::MAX, 4864),
+        (8, 128 * MIB, 1024 * MIB, 768 * MIB / 14 / LINE * LINE),
+        (8, 128 * MIB, 256 * MIB, 16 * MIB),
+        (2, 0, 0, LINE),
+    ] {
+        assert_eq!(
+            piece_bytes_for(ranks, wanted, window),
+            bytes,
+            "{ranks} {wanted} {window}"
+        );
+        assert!(scratch_bytes(ranks, bytes) <= MOST_SCRATCH);
+    }
+}
+
 #[test]
 fn what_no_kernel_reduces_so_is_refused() {
     let good = || work(0, 2, 1000, None, LINE);
-    assert!(launched(good()).is_ok());
+    assert!(launched(good()).is_ok() && launched(scattered(0, 2, 1000, None, LINE)).is_ok());
     let most = most_bytes(2, LINE) as usize / 2;
     assert!(launched(work(0, 2, most, None, LINE)).is_ok());
     for other in [
@@ -182,6 +310,16 @@ fn what_no_kernel_reduces_so_is_refused() {
         Work {
             algorithm: Algorithm::Direct,
             ..good()
+        },
+        scattered(0, 2, most / 2 + 8, None, LINE),
+        scattered(0, 2, 1001, None, LINE),
+        Work {
+            send: good().send + 8,
+            ..scattered(0, 2, 1000, None, LINE)
+        },
+        Work {
+            algorithm: Algorithm::TwoShot,
+            ..scattered(0, 2, 1000, None, LINE)
         },
     ] {
         assert!(launched(other).is_err());
