@@ -48,7 +48,7 @@ pub(crate) struct ExplainArguments {
     /// What the ranks run on
     #[arg(long, value_enum, default_value_t = On::Peers)]
     on: On,
-    /// The receive buffer is in a window that all ranks registered as symmetric
+    /// The receive buffer, of a reduce_scatter the send buffer, is in a window that all ranks registered as symmetric
     #[arg(long)]
     window: bool,
     /// All ranks' CTAPolicy is zero (NCCL_CTA_POLICY=2)

@@ -126,7 +126,13 @@ impl fmt::Display for Call {
             write!(f, ", {}", self.reduce_op)?;
         }
         if let Some(Place { window, offset }) = self.place {
-            write!(f, ", to byte {offset} of window {window}")?;
+            // The send buffer of a reduce_scatter, else the receive buffer.
+            let way = if self.function == Function::ReduceScatter {
+                "from"
+            } else {
+                "to"
+            };
+            write!(f, ", {way} byte {offset} of window {window}")?;
         }
         match (self.function, self.peer) {
             (Function::Send, Some(peer)) => write!(f, ") to rank {peer}"),
@@ -165,6 +171,14 @@ mod tests {
         assert_eq!(
             gather.to_string(),
             "AllGather(count 10, float32, to byte 4096 of window 2)"
+        );
+        let scatter = Call {
+            function: Function::ReduceScatter,
+            ..gather
+        };
+        assert_eq!(
+            scatter.to_string(),
+            "ReduceScatter(count 10, float32, from byte 4096 of window 2)"
         );
     }
 

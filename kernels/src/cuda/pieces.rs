@@ -55,16 +55,18 @@ pub const fn piece_bytes(ranks: usize, wanted: u64) -> u64 {
     if lines == 0 { LINE } else { lines * LINE }
 }
 
-/// Bytes of a piece for a window of `bytes` bytes: two of them make a rank's part of an all_reduce of all of it, or the most they may have.
+/// Bytes of a piece for a window of `bytes` bytes: a rank's part of all of it, or the most they may have. Of a reduce_scatter the first piece has four
+/// fifths of that; of an all_reduce half, which is what it has among two.
 #[must_use]
 pub const fn piece_bytes_for(ranks: usize, wanted: u64, bytes: u64) -> u64 {
-    let half = bytes.div_ceil(2 * ranks as u64);
+    let part = bytes.div_ceil(ranks as u64);
+    let longest = if ranks > 2 { part } else { part.div_ceil(2) };
     // Of some lengths only: not each longer window has memory of its own.
-    let half = match half.checked_next_power_of_two() {
-        Some(half) => half,
-        None => half,
+    let longest = match longest.checked_next_power_of_two() {
+        Some(longest) => longest,
+        None => longest,
     };
-    piece_bytes(ranks, if half < wanted { half } else { wanted })
+    piece_bytes(ranks, if longest < wanted { longest } else { wanted })
 }
 
 /// What is queued in the row of copies, at most. Of some more than a thousand entries that wait in a stream the driver takes no more, and lets the call

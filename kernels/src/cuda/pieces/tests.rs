@@ -269,12 +269,13 @@ fn pieces_are_as_long_as_a_window_needs_and_there_is_room_for() {
         (2, 128 * MIB, 256 * MIB, 64 * MIB),
         (2, 128 * MIB, 1024 * MIB, 128 * MIB),
         (4, 128 * MIB, 1024 * MIB, 128 * MIB),
-        (4, 128 * MIB, 520 * MIB, 128 * MIB),
+        (4, 128 * MIB, 512 * MIB, 128 * MIB),
+        (4, 128 * MIB, 200 * MIB, 64 * MIB),
         (4, 128 * MIB, u64::MAX, 128 * MIB),
         (4, 200 * MIB, u64::MAX, 128 * MIB),
         (4, 5000, u64::MAX, 4864),
         (8, 128 * MIB, 1024 * MIB, 768 * MIB / 14 / LINE * LINE),
-        (8, 128 * MIB, 256 * MIB, 16 * MIB),
+        (8, 128 * MIB, 256 * MIB, 32 * MIB),
         (2, 0, 0, LINE),
     ] {
         assert_eq!(
