@@ -134,12 +134,12 @@ pub enum Connections {
     /// All ranks, each of whose memory this rank's device reaches. A collective is then the only work of its launch; messages share
     /// theirs with nothing but messages.
     Peers(Arc<Peers>),
-    /// The same, whose receive buffers begin at one place of a window: copy engines of each rank's device write what it has into those of the
-    /// others, between two kernels that meet in the memory of [`Connections::Peers`]. A collective is then the only work of its launch.
+    /// The same, whose receive buffers, of a reduce_scatter send buffers, begin at one place of a window: copy engines of each rank's device write what it
+    /// has into those of the others, or into the memory of who reduces it, between two kernels that meet in the memory of [`Connections::Peers`]. A collective is then the only work of its launch.
     Engines {
         /// The window.
         window: Arc<Window>,
-        /// Where in it the receive buffer begins, in bytes, the same on all ranks.
+        /// Where in it that buffer begins, in bytes, the same on all ranks.
         offset: u64,
     },
 }

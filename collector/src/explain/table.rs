@@ -81,7 +81,7 @@ impl Table {
         Ok(Self { library })
     }
 
-    /// The rows of the table, in the order in which they are tried. `in_window`: the receive buffer is in a window that all ranks reach.
+    /// The rows of the table, in the order in which they are tried. `in_window`: the receive buffer, of a reduce_scatter the send buffer, is in a window that all ranks reach.
     ///
     /// # Errors
     /// What the library refuses.

@@ -1,18 +1,18 @@
-//! Memory of all ranks where contributions to reductions come by copy engines: had with the first window that is long enough for such, and with one that gains by more.
+//! Memory of all ranks where contributions to reductions come by copy engines: had with the first window that is long enough for such.
 
 use std::sync::Arc;
 
 use ringsight_kernels::{
     cuda::{
         exchange::reduces_straight,
-        pieces::{piece_bytes_for, scratch_bytes},
+        pieces::{piece_bytes, scratch_bytes},
     },
     launch::Scratch,
 };
 use ringsight_records::{DataType, Function, ReduceOp};
 
 use super::{
-    Communicator, lock,
+    Communicator,
     peers::{Memory, reach_all},
 };
 use crate::{error::Result, log};
@@ -30,29 +30,18 @@ impl Communicator {
         if !has_kernels || least.into_iter().all(|least| bytes < least) {
             return Ok(None);
         }
-        let piece_bytes = piece_bytes_for(self.ranks as usize, self.limits.piece_bytes, bytes);
-        // All ranks join one window after another.
-        let known = lock(&self.windows.scratch).clone();
-        if let Some(scratch) = known.filter(|scratch| scratch.piece_bytes >= piece_bytes) {
-            return Ok(Some(scratch));
+        if let Some(scratch) = self.windows.scratch.get() {
+            return Ok(scratch.clone());
         }
-        let made = self.make_scratch(number, piece_bytes)?;
+        let made = self.make_scratch(number)?;
         if let Err(why) = &made {
-            tracing::warn!(target: log::INIT, "Copy engines move nothing that is reduced in window {number}: {why}");
+            tracing::warn!(target: log::INIT, "Copy engines move nothing that is reduced: {why}");
         }
-        let made = made.ok();
-        if made.is_some() {
-            // What there was before goes with the windows that have it.
-            lock(&self.windows.scratch).clone_from(&made);
-        }
-        Ok(made)
+        Ok(self.windows.scratch.get_or_init(|| made.ok()).clone())
     }
 
-    fn make_scratch(
-        &self,
-        number: u32,
-        piece_bytes: u64,
-    ) -> Result<std::result::Result<Arc<Scratch>, String>> {
+    fn make_scratch(&self, number: u32) -> Result<std::result::Result<Arc<Scratch>, String>> {
+        let piece_bytes = piece_bytes(self.ranks as usize, self.limits.piece_bytes);
         let bytes = scratch_bytes(self.ranks as usize, piece_bytes);
         let own = self
             .on_device(|device| Ok(device.share(usize::try_from(bytes).unwrap_or(usize::MAX))?))

@@ -50,8 +50,8 @@ pub(crate) struct Windows {
     count: AtomicUsize,
     /// Had with the first window that is for them.
     engines: OnceLock<Engines>,
-    /// What the longest of them has that is for reductions.
-    pub(super) scratch: Mutex<Option<Arc<Scratch>>>,
+    /// Had with the first one that is for reductions; `None` if some rank could not have it.
+    pub(super) scratch: OnceLock<Option<Arc<Scratch>>>,
 }
 
 /// This rank's part of a window in the making.
@@ -169,7 +169,7 @@ impl Windows {
             all: Mutex::default(),
             count: AtomicUsize::new(0),
             engines: OnceLock::new(),
-            scratch: Mutex::new(None),
+            scratch: OnceLock::new(),
         }
     }
 

@@ -163,7 +163,7 @@ impl fmt::Display for Reason {
                 "it is for at least {least} bytes of the larger of a rank's buffers, unless all ranks' CTAPolicy is zero"
             ),
             Self::ShortForReducingEngines(u64::MAX) => {
-                f.write_str("RINGSIGHT_ENGINE_REDUCE_BYTES or NCCL_P2P_DIRECT_DISABLE leaves it out")
+                f.write_str("RINGSIGHT_ENGINE_REDUCE_BYTES or NCCL_P2P_DIRECT_DISABLE leaves it out, or it is a reduce_scatter among two ranks")
             }
             Self::ShortForReducingEngines(least) => {
                 write!(f, "it is for at least {least} bytes of the larger of a rank's buffers")

@@ -105,13 +105,11 @@ impl Limits {
     /// never. Of what is reduced among two, an all_reduce gains from less, and a reduce_scatter nothing (`docs/src/performance/library-gpu.md`).
     #[must_use]
     pub fn engine_bytes_of(&self, function: Function, ranks: u32) -> u64 {
-        let reduced = |among_two| {
-            let best = if ranks > 2 { ENGINE_BYTES } else { among_two };
-            self.engine_reduce_bytes.unwrap_or(best)
-        };
+        let reduced = |best| self.engine_reduce_bytes.unwrap_or(best);
         let (choice, bytes) = match function {
+            Function::AllReduce if ranks > 2 => (&REDUCED_BY_ENGINES, reduced(ENGINE_BYTES)),
             Function::AllReduce => (&REDUCED_BY_ENGINES, reduced(ENGINE_BYTES / 2)),
-            Function::ReduceScatter => (&BY_ENGINES, reduced(u64::MAX)),
+            Function::ReduceScatter if ranks > 2 => (&BY_ENGINES, reduced(ENGINE_BYTES)),
             Function::AllGather | Function::AlltoAll => (&BY_ENGINES, self.engine_bytes),
             _ => return u64::MAX,
         };
@@ -255,8 +253,8 @@ mod tests {
             ..never
         };
         assert!(reduces.have_engines(2) && !reduces.and(&never).have_engines(2));
-        assert_eq!(of(reduces, 2), [7; 2]);
-        assert_eq!(of(reduces.and(&all), 2), [ENGINE_BYTES; 2]);
+        assert_eq!((of(reduces, 4), of(reduces, 2)), ([7; 2], [7, u64::MAX]));
+        assert_eq!(of(reduces.and(&all), 4), [ENGINE_BYTES; 2]);
         assert_eq!(reduces.least_engine_bytes(4), 7);
         assert_eq!(reduces.engine_bytes_of(Function::AllGather, 2), u64::MAX);
     }

@@ -68,7 +68,7 @@ impl Copies {
     }
 }
 
-/// The launch of a collective whose receive buffers begin at byte `offset` of a window, but for where it reports to; `None` if it reduces what no kernel does.
+/// The launch of a collective of whose buffers one begins at byte `offset` of a window, but for where it reports to; `None` if it reduces what no kernel does.
 pub(super) fn launch(work: &Work, call: PeerCall, window: &Window, offset: u64) -> Option<PeerLaunch> {
     let between = if work.function.reduces() {
         Between::Pieces(Box::new(Pieces::new(work, call, window, offset)?))

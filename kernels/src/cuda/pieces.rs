@@ -8,6 +8,8 @@
 //! |---|---|---|---|---|---|---|---|---|---|
 //! | kernels | | meet, reduce 0 | meet, reduce 1 | | meet, reduce 2 | | … | | |
 //!
+//! All meetings of a rank come one after another, in the same order on all ranks: who does one before another finds no rank that does them the other way round.
+//!
 //! Nothing is copied while the last piece of a reduce_scatter is reduced: it has a quarter of the others' length.
 
 use std::ffi::CStr;
@@ -47,26 +49,13 @@ const LINE: u64 = 256;
 /// The most memory that a rank has for contributions.
 const MOST_SCRATCH: u64 = 768 << 20;
 
-/// The most bytes of a piece among so many ranks if so many are wanted.
+/// Bytes of a piece among so many ranks if so many are wanted.
 #[must_use]
 pub const fn piece_bytes(ranks: usize, wanted: u64) -> u64 {
-    let room = MOST_SCRATCH / scratch_bytes(ranks, 1);
+    let slots = scratch_bytes(ranks, 1);
+    let room = MOST_SCRATCH / if slots == 0 { 1 } else { slots };
     let lines = if wanted < room { wanted } else { room } / LINE;
     if lines == 0 { LINE } else { lines * LINE }
-}
-
-/// Bytes of a piece for a window of `bytes` bytes: a rank's part of all of it, or the most they may have. Of a reduce_scatter the first piece has four
-/// fifths of that; of an all_reduce half, which is what it has among two.
-#[must_use]
-pub const fn piece_bytes_for(ranks: usize, wanted: u64, bytes: u64) -> u64 {
-    let part = bytes.div_ceil(ranks as u64);
-    let longest = if ranks > 2 { part } else { part.div_ceil(2) };
-    // Of some lengths only: not each longer window has memory of its own.
-    let longest = match longest.checked_next_power_of_two() {
-        Some(longest) => longest,
-        None => longest,
-    };
-    piece_bytes(ranks, if longest < wanted { longest } else { wanted })
 }
 
 /// What is queued in the row of copies, at most. Of some more than a thousand entries that wait in a stream the driver takes no more, and lets the call
@@ -77,9 +66,9 @@ const MEETINGS: u64 = 2;
 /// Words of all of them, behind that of the end.
 const MOST_MEETINGS: u64 = STRAIGHT_BLOCKS as u64 - 1;
 
-/// The most pieces of a part: two copies to each other rank are queued for each, a meeting, a wait and a record.
+/// The most pieces of a part: two copies to each other rank are queued for each, a meeting, a wait and a record; perhaps one of this rank's own.
 const fn most_pieces(ranks: usize) -> u64 {
-    let by_entries = MOST_ENTRIES / (2 * ranks as u64 + 1);
+    let by_entries = MOST_ENTRIES / (2 * ranks as u64 + 2);
     let by_meetings = MOST_MEETINGS / MEETINGS;
     if by_entries < by_meetings {
         by_entries
@@ -98,7 +87,8 @@ pub const fn scratch_bytes(ranks: usize, piece_bytes: u64) -> u64 {
 #[must_use]
 pub const fn most_bytes(ranks: usize, wanted: u64) -> u64 {
     // The last piece of a reduce_scatter is a shorter one.
-    ((most_pieces(ranks) - 1) * ranks as u64).saturating_mul(piece_bytes(ranks, wanted))
+    let pieces = most_pieces(ranks).saturating_sub(1);
+    (pieces * ranks as u64).saturating_mul(piece_bytes(ranks, wanted))
 }
 
 /// A reduction by copy engines.

@@ -7,7 +7,7 @@
 //! operation waits for this one. A captured one is a node beside the others, with no other stream: one that has joined a capture stays in it
 //! until that ends.
 //!
-//! Of a reduction the kernels that reduce are in the caller's stream, and all copies beside them ([`ringsight_kernels::cuda::pieces`]).
+//! Of a reduction the kernels that reduce are in the caller's stream, and copies to other GPUs beside them ([`ringsight_kernels::cuda::pieces`]).
 //!
 //! All is queued by the call that launches the kernels, in sequence. Between them nobody else need call the driver.
 
@@ -268,10 +268,16 @@ impl Gpu {
             let here = here.ok_or_else(|| DeviceError::InvalidUsage("a piece that is not copied".into()))?;
             rows.wait(Row::Stream, here)?;
             run(rows, Row::Stream, pieces.arrival(number))?;
+            let copies_more = number > 0 && number + 1 < pieces.count();
+            if copies_more {
+                // One meeting comes after the other.
+                let arrived = rows.mark(Row::Stream)?;
+                rows.wait(Row::Beside, arrived)?;
+            }
             run(rows, Row::Stream, pieces.launch(number))?;
             rows.copy(Row::Stream, pieces.settles(number).as_slice())?;
             let reduced = rows.mark(Row::Stream)?;
-            if number > 0 && number + 1 < pieces.count() {
+            if copies_more {
                 run(rows, Row::Beside, pieces.room(number + 1))?;
                 pushed[(number + 1) % 2] = Some(push(rows, number + 1)?);
             }

@@ -62,7 +62,7 @@ pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
     // And what they bring to who reduces it, in many pieces.
     let reduces: &[(&str, &str)] = &[
         ("RINGSIGHT_ENGINE_REDUCE_BYTES", "0"),
-        ("RINGSIGHT_ENGINE_PIECE_BYTES", "4096"),
+        ("RINGSIGHT_ENGINE_PIECE_BYTES", "8192"),
         ("RINGSIGHT_ALGO", "AllReduce:^one_shot"),
     ];
     for (ranks, kind) in [(2, "t"), (2, "p"), (4, "t"), (4, "p"), (8, "t")] {
