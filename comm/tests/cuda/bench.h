@@ -81,8 +81,11 @@ static void run_bench(struct Rank* r) {
   double init = now() - start;
   buffers(r, max_bytes);
   // For copy engines.
-  void* window;
-  if (getenv("WINDOWS") != NULL) NC(CommWindowRegister(r->comm, (void*)r->recv, max_bytes, &window, 1));
+  if (getenv("WINDOWS") != NULL) {
+    void* window;
+    NC(CommWindowRegister(r->comm, (void*)r->send, max_bytes, &window, 1));
+    NC(CommWindowRegister(r->comm, (void*)r->recv, max_bytes, &window, 1));
+  }
   if (r->rank == 0) printf("init %.0f ms\n", init * 1e3);
   for (int op = 0; op < OPS; op++)
     if (is_wanted(op, op == ALL_REDUCE)) time_sizes(r, op, timed_type());

@@ -21,7 +21,7 @@
 // driver LIBRARY random RANKS t|p|n ROUNDS
 //
 // Of all operations, check and bench take those that the environment's OPS names: check all without it, bench all_reduce,
-// of elements that TYPE names, or float32. With WINDOWS, bench registers receive buffers as symmetric windows.
+// of elements that TYPE names, or float32. With WINDOWS, bench registers buffers as symmetric windows.
 //
 // Ranks are threads, processes, or processes on nodes of their own; rank r uses device r, modulo the devices. The last line says "ok", or a line "FAILED" and why.
 #include "abort.h"
