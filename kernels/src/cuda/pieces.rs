@@ -40,7 +40,7 @@ pub const KERNELS: [&CStr; 9] = [
 /// Threads of a block, all of which reduce.
 pub const PIECE_THREADS: u32 = 512;
 
-/// Blocks of a kernel, each of which takes a multiprocessor: it is done long before the copies beside it are. They wait for nobody.
+/// The most blocks of a kernel, each of which takes a multiprocessor: it is done long before the copies beside it are. They wait for nobody.
 const BLOCKS: u32 = 64;
 
 /// Of what begins a piece.
@@ -110,6 +110,8 @@ pub struct Pieces {
     count: u64,
     /// Whether all ranks get all of the result.
     gathers: bool,
+    /// Of the kernel that reduces.
+    blocks: u32,
     /// Of the kernel that reduces: among [`KERNELS`], and in a launch among [`PeerLaunch::kernels`].
     pub(super) kernel: usize,
     /// The same of those that meet, among [`gates::KERNELS`].
@@ -144,6 +146,7 @@ impl Pieces {
             bytes: fourth.next_multiple_of(LINE / 4) * 4,
             count,
             gathers,
+            blocks: window.peers.most_blocks.clamp(1, BLOCKS),
             kernel,
             gate: 2,
             parts,
@@ -294,7 +297,7 @@ impl Pieces {
         PeerLaunch {
             arguments: PeerArguments::Exchange(arguments),
             kernel: self.kernel,
-            blocks: BLOCKS,
+            blocks: self.blocks,
             threads: PIECE_THREADS,
             between: None,
         }
