@@ -14,6 +14,8 @@
 
 use std::ffi::CStr;
 
+use ringsight_records::Function;
+
 use super::{
     exchange::parts,
     gates::{self, Copies, Copy},
@@ -22,7 +24,6 @@ use super::{
     peers::{MAX_PEERS, STRAIGHT_BLOCKS},
 };
 use crate::launch::{Window, Work};
-use ringsight_records::Function;
 
 /// Names of the kernels, by their numbers: `RINGSIGHT_PIECES` in `cuda/pieces.cuh`.
 pub const KERNELS: [&CStr; 9] = [

@@ -28,6 +28,13 @@ fn drive(steps: &mut Steps<'_>, name: &str, seconds: u64, words: &str, variables
     steps.run(name, Duration::from_secs(seconds), command, says_ok);
 }
 
+/// What has copy engines bring what is reduced in windows to who reduces it, in many pieces, however short it is.
+pub(super) const REDUCED_BY_ENGINES: &[(&str, &str)] = &[
+    ("RINGSIGHT_ENGINE_REDUCE_BYTES", "0"),
+    ("RINGSIGHT_ENGINE_PIECE_BYTES", "8192"),
+    ("RINGSIGHT_ALGO", "AllReduce:^one_shot"),
+];
+
 /// Ranks beyond the GPUs share them.
 pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
     let small: &[(&str, &str)] = &[("NCCL_BUFFSIZE", "65536"), ("NCCL_MIN_CTAS", "8")];
@@ -59,14 +66,8 @@ pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
     }
     // Windows, whose operations copy engines do, eager and replayed.
     let engines: &[(&str, &str)] = &[("NCCL_CTA_POLICY", "2")];
-    // And what they bring to who reduces it, in many pieces.
-    let reduces: &[(&str, &str)] = &[
-        ("RINGSIGHT_ENGINE_REDUCE_BYTES", "0"),
-        ("RINGSIGHT_ENGINE_PIECE_BYTES", "8192"),
-        ("RINGSIGHT_ALGO", "AllReduce:^one_shot"),
-    ];
     for (ranks, kind) in [(2, "t"), (2, "p"), (4, "t"), (4, "p"), (8, "t")] {
-        for (way, variables) in [("", engines), ("-reduces", reduces)] {
+        for (way, variables) in [("", engines), ("-reduces", REDUCED_BY_ENGINES)] {
             let name = format!("windows-{ranks}{kind}{way}");
             if !steps.skips_without(&name, ranks) {
                 drive(steps, &name, 60, &format!("windows {ranks} {kind}"), variables);
@@ -76,9 +77,9 @@ pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
     for kind in ["t", "p"] {
         for (mode, way, variables) in [
             ("promise", "", engines),
-            ("promise", "-reduces", reduces),
+            ("promise", "-reduces", REDUCED_BY_ENGINES),
             ("alone", "", engines),
-            ("alone", "-reduces", reduces),
+            ("alone", "-reduces", REDUCED_BY_ENGINES),
         ] {
             let words = format!("{mode} 2 {kind}");
             drive(steps, &format!("{mode}-2{kind}{way}"), 30, &words, variables);

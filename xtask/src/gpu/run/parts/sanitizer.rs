@@ -4,9 +4,12 @@ use std::{path::Path, process::Command, time::Duration};
 
 use anyhow::{Result, anyhow};
 
-use super::super::{
-    host::Host,
-    step::{Steps, Verdict},
+use super::{
+    super::{
+        host::Host,
+        step::{Steps, Verdict},
+    },
+    driver::REDUCED_BY_ENGINES,
 };
 
 /// One run of the driver under a tool, which name it.
@@ -40,17 +43,10 @@ const LONG_PUSHED: (&str, &str) = ("RINGSIGHT_PUSH_BYTES", "65536");
 /// Broadcasts and reductions to one rank in parts, which are in lines what is longer than these.
 const IN_PARTS: (&str, &str) = ("RINGSIGHT_ALGO", "broadcast:two_shot;reduce:two_shot");
 
-/// Reductions in windows whose bytes copy engines move, in pieces.
-const BY_ENGINES: &[(&str, &str)] = &[
-    ("RINGSIGHT_ENGINE_REDUCE_BYTES", "0"),
-    ("RINGSIGHT_ENGINE_PIECE_BYTES", "8192"),
-    ("RINGSIGHT_ALGO", "AllReduce:^one_shot"),
-];
-
 /// However many ranks there are.
 const ALL: &[Check] = &[
-    check("memcheck", "windows", "windows", BY_ENGINES),
-    check("racecheck", "windows", "windows", BY_ENGINES),
+    check("memcheck", "windows", "windows", REDUCED_BY_ENGINES),
+    check("racecheck", "windows", "windows", REDUCED_BY_ENGINES),
     check("memcheck", "check", "check", &[]),
     check("memcheck", "graph", "graph", &[]),
     check(
