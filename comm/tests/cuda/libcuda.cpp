@@ -151,6 +151,13 @@ int cuModuleGetFunction(void** function, void*, const char* name) {
   return SUCCESS;
 }
 int cuFuncSetAttribute(void*, int, int) { return SUCCESS; }
+// Of Hopper, or of what RINGSIGHT_MOCK_COMPILED_FOR says.
+int cuFuncGetAttribute(int* value, int attribute, void*) {
+  enum { PTX_VERSION = 5 };
+  if (attribute != PTX_VERSION) return INVALID_VALUE;
+  const char* text = std::getenv("RINGSIGHT_MOCK_COMPILED_FOR");
+  return *value = text != nullptr ? std::atoi(text) : 90, SUCCESS;
+}
 
 #include "mock/pieces.h"
 

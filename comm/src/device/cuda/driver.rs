@@ -218,14 +218,24 @@ impl Kernel {
     }
 }
 
-/// Whether kernels of a device of a compute capability `major` may overlap with those before them ([`Kernel::overlaps`]), eager and in graphs: from Hopper on, with drivers of CUDA 12.3, where
-/// captures know of it. `RINGSIGHT_PROGRAMMATIC_LAUNCH=0` says no.
-pub(super) fn may_overlap(major: c_int) -> Result<bool> {
+/// Whether kernels compiled as `kernel` is may overlap with those before them ([`Kernel::overlaps`]), eager and in graphs: with drivers of CUDA 12.3, where
+/// captures know of it, on devices from Hopper on, if they were compiled for those. One compiled for an earlier device, as where there is only its PTX for this one, does not wait for the kernel
+/// before (`await_kernels_before`). `RINGSIGHT_PROGRAMMATIC_LAUNCH=0` says no.
+pub(super) fn may_overlap(kernel: sys::CUfunction) -> Result<bool> {
     const SINCE: c_int = 12030;
-    let mut version = 0;
-    // SAFETY: writes to the local.
-    unsafe { call!(cuDriverGetVersion(&raw mut version)) }?;
-    Ok(version >= SINCE && major >= 9 && crate::env::switch("RINGSIGHT_PROGRAMMATIC_LAUNCH", true))
+    const HOPPER: c_int = 90;
+    let (mut driver, mut compiled_for) = (0, 0);
+    // SAFETY: write to the locals; a kernel of the current context.
+    unsafe {
+        call!(cuDriverGetVersion(&raw mut driver))?;
+        let version = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PTX_VERSION;
+        call!(cuFuncGetAttribute(&raw mut compiled_for, version, kernel))?;
+    }
+    Ok(
+        driver >= SINCE
+            && compiled_for >= HOPPER
+            && crate::env::switch("RINGSIGHT_PROGRAMMATIC_LAUNCH", true),
+    )
 }
 
 /// The driver's handle of a stream. Null, 1 and 2 are the default streams in the driver's interface as in the runtime's.

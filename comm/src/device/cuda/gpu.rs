@@ -337,7 +337,7 @@ impl Gpu {
             page: unsafe { Memory::new(1) }?,
         });
         let counters = Counters::new(count_kernel)?;
-        let may_overlap = may_overlap(major)?;
+        let may_overlap = may_overlap(peer_kernels[0])?;
         let drain = Drain::new(device, entries.clone(), launches.clone(), clock);
         thread::Builder::new()
             .name(format!("rs-gpu-{device}"))
