@@ -38,7 +38,7 @@ class Chunks {
       if (rank == call_.rank || (by != NONE && rank != by)) continue;
       // Acquire: what it tells of is there, and what it read before it told has been read.
       for (u32 polls = 1; here && load_acquire(&of(call_.rank).from[rank][block_]) < before_ + chunks; polls++) {
-        if (PAUSES_AT_ONCE && polls % 256 == 0) pause_polling();
+        if (pauses_after(polls)) pause_polling();
         if (!report.is_long(polls)) continue;
         report.waits(polls, Phase::Data, rank, call_.channel, call_.op, chunks);
         here = !report.must_give_up();

@@ -460,7 +460,7 @@ class ExchangeBlock {
 
   // For who has waited long, for a rank or, if that is `NONE`, for any of them; false if it is to give up.
   DEVICE INLINE bool go_on(u32 polls, Phase phase, u32 rank) {
-    if (SERVICE == 0 && polls % 256 == 0) meeting_.look_aside();
+    if (SERVICE == 0 && pauses_after(polls)) meeting_.look_aside();
     if (!meeting_.report().is_long(polls)) return true;
     if (rank == NONE) rank = missing();
     // What is in memory is of the operation before.

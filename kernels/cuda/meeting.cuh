@@ -283,7 +283,7 @@ class Meeting {
           told = false;
           break;
         }
-        if (PAUSES_AT_ONCE && polls % 256 == 0) pause_polling();
+        if (pauses_after(polls)) pause_polling();
       }
     }
     return warp_all(told);

@@ -254,7 +254,7 @@ class MessagesBlock {
   // For who has not seen what it waits for, of which the other end has said `theirs`; false if it is to give up.
   DEVICE INLINE bool go_on(const Message& message, u32 theirs, u32 polls, Phase phase, u32 chunk) const {
     if (theirs != message.tag) differs(message, theirs);
-    if (PAUSES_AT_ONCE && polls % 256 == 0) pause_polling();
+    if (pauses_after(polls)) pause_polling();
     if (!report_.is_long(polls)) return true;
     report_.waits(polls, phase, role_.peer, arguments_.channel, message.op, chunk);
     return !report_.must_give_up();

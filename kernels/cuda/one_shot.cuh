@@ -45,13 +45,17 @@ class OneShotBlock {
     const u32 runs = thread_index() == 0 ? meeting_.runs() : 0;
     const u64 mine = moves ? load(first) : 0;
     meeting_.begin(true);
-    const bool done = !moves || move(first, static_cast<u64>(blocks_) * movers, mine);
+    if constexpr (GIVES_ALL_FIRST) move<true, false>(first, static_cast<u64>(blocks_) * movers, mine);
+    const bool done = !moves || move<!GIVES_ALL_FIRST, true>(first, static_cast<u64>(blocks_) * movers, mine);
     meeting_.end(runs, done);
   }
 
  private:
   using Words = Folding<E, Op, RANKS, MAX_PEERS>;
   static constexpr u32 MOST_RANKS = Words::MOST_RANKS;
+  // On the host one thread does what hundreds do on a GPU: were each line waited for before the next is given, each would be a switch
+  // between threads.
+  static constexpr bool GIVES_ALL_FIRST = warp_threads() == 1;
 
   DEVICE INLINE u32 ranks() const { return meeting_.ranks(); }
   DEVICE INLINE u32 element_bytes() const { return folding_.element_bytes(); }
@@ -62,19 +66,21 @@ class OneShotBlock {
            source * arguments_.lines;
   }
 
-  // From `first` on, where `mine` is; false if it is to give up.
+  // From `first` on, where `mine` is: gives it to all others, and takes what they give; false if it is to give up.
+  template <bool GIVES, bool TAKES>
   DEVICE INLINE bool move(u64 first, u64 stride, u64 mine) {
     const u32 ranks = this->ranks(), me = arguments_.call.rank, epoch = meeting_.epoch(), parity = epoch & 1;
     const u64 bytes = this->bytes();
     for (u64 at = first; at * 8 < bytes; mine = load(at += stride)) {
       UNROLL
       for (u32 hop = 1; hop < MOST_RANKS; hop++) {
-        if (hop < ranks) {
+        if (GIVES && hop < ranks) {
           // Not all to the same one at first.
           const u32 rank = me + hop < ranks ? me + hop : me + hop - ranks;
           store_line(lines_in(rank, parity, me) + at, static_cast<u32>(mine), static_cast<u32>(mine >> 32), epoch);
         }
       }
+      if (!TAKES) continue;
       u64 all[MOST_RANKS];
       if (!gather(all, mine, lines_in(me, parity, 0) + at)) return false;
       const u64 result = folding_.reduce(all);
@@ -117,7 +123,7 @@ class OneShotBlock {
         }
       }
       if (here) return true;
-      if (SERVICE == 0 && polls % 256 == 0) meeting_.look_aside();
+      if (SERVICE == 0 && pauses_after(polls)) meeting_.look_aside();
       if (meeting_.must_give_up(polls)) return false;
     }
   }

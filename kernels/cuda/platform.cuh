@@ -83,6 +83,8 @@ DEVICE inline u64 device_time() {
 // A pause of a thread that polls: leaves the memory system to others.
 DEVICE inline void pause_polling() { __nanosleep(100); }
 constexpr bool PAUSES_AT_ONCE = false;
+// Whether who has polled so often, and has more to do than to wait, shall let others go on.
+DEVICE inline constexpr bool pauses_after(u32) { return false; }
 
 // Loads and stores that other processors see. `acquire` and `release` order all of the block's accesses that a barrier
 // has ordered before or after them: causality order is transitive.
@@ -203,6 +205,8 @@ inline u64 device_time() { return timer(); }
 inline void (*rest)() = std::this_thread::yield;
 inline void pause_polling() { rest(); }
 constexpr bool PAUSES_AT_ONCE = true;
+// Soon: what is waited for may be on another thread of this very processor.
+inline constexpr bool pauses_after(u32 polls) { return polls % 16 == 0; }
 
 template <class T>
 T load_acquire(const T* address) { return __atomic_load_n(address, __ATOMIC_ACQUIRE); }

@@ -41,7 +41,8 @@ class Report {
   DEVICE INLINE void put_waits(u32 polls, Phase phase, u32 peer, u32 channel, u32 op, u32 step) const {
     if (TELLS) put_waits(control_, polls, phase, peer, channel, op, step);
   }
-  // That copy engines are at work for this rank, in run number `runs`: told once, by another word than in the run before.
+  // That copy engines are at work for this rank, in run number `runs`: told by another word than in the run before; once a run, or
+  // where ranks meet between copies, at each meeting.
   DEVICE INLINE void copies(u32 runs, u32 channel, u32 op) const { put_waits(runs % 128 * LOOK, Phase::Copies, UNKNOWN, channel, op, 0); }
   // That something has moved, by any number that is another one than before: by one thread of a block, every some hundred microseconds if
   // nobody waits, and so hardly ever in short operations.
