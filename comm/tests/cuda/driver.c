@@ -6,7 +6,8 @@
 // driver LIBRARY remap|pieces RANKS t|p|n [MAX_BYTES]
 // driver LIBRARY windows RANKS t|p [1]
 // driver LIBRARY promise|alone RANKS t|p
-// driver LIBRARY stalled|between|uncopied 2 t|p
+// driver LIBRARY stalled|between RANKS t|p
+// driver LIBRARY uncopied 2 t|p [1]
 // driver LIBRARY replays RANKS t|p|n FOLDER|- [REPLAYS [OPERATIONS]]
 // driver LIBRARY ended RANKS t|p [kept]
 // driver LIBRARY beside RANKS t|p
@@ -339,7 +340,7 @@ static void* run(void* argument) {
   else if (!strcmp(mode, "alone")) run_alone(r);
   else if (!strcmp(mode, "stalled")) run_stalled(r);
   else if (!strcmp(mode, "between")) run_between(r);
-  else if (!strcmp(mode, "uncopied")) run_uncopied(r);
+  else if (!strcmp(mode, "uncopied")) run_uncopied(r, variant == 1 ? "cuLaunchKernel" : "cuMemcpyAsync");
   else if (!strcmp(mode, "random")) run_random(r, variant);
   else if (!strcmp(mode, "refuse")) run_refuse(r);
   else if (!strcmp(mode, "lacking")) run_lacking(r, variant == 1);

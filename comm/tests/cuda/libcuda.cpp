@@ -274,6 +274,7 @@ int cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned
     });
   }
   calls[LAUNCH]++;
+  if (refuses("cuLaunchKernel")) return OUT_OF_MEMORY;
   if (broken[of(stream)->device]) return ILLEGAL_ADDRESS;
   std::unique_lock alone(launching, std::defer_lock);
   if (frees_wait) alone.lock();

@@ -2,7 +2,7 @@
 
 use super::{
     drive,
-    windows::{POLICY, REDUCES},
+    windows::{POLICY, REDUCES, SCATTERS},
 };
 
 /// Kernels tell what they move, and whom they wait for: one that stops is named at the threshold. Events tell neither, and it takes longer.
@@ -55,11 +55,12 @@ fn copies_that_do_not_end_are_told() {
         "waits for rank 1 to be done with its buffers",
         "waits for data from rank 1",
     ];
-    for (kind, way, waits) in [
-        ("t", &POLICY[..], of_others[0]),
-        ("p", &POLICY, of_others[0]),
-        ("t", &REDUCES, of_others[1]),
-        ("p", &REDUCES, of_others[1]),
+    for (ranks, kind, way, waits) in [
+        ("2", "t", &POLICY[..], of_others[0]),
+        ("2", "p", &POLICY, of_others[0]),
+        ("2", "t", &REDUCES, of_others[1]),
+        ("2", "p", &REDUCES, of_others[1]),
+        ("4", "t", &SCATTERS, of_others[1]),
     ] {
         let log = tempfile::NamedTempFile::new().unwrap();
         let told = [
@@ -68,7 +69,13 @@ fn copies_that_do_not_end_are_told() {
             ("NCCL_DEBUG_FILE", log.path().to_str().unwrap()),
         ];
         let told = [way, &told].concat();
-        if drive("copies_that_do_not_end_are_told", &["stalled", "2", kind], &told).is_none() {
+        if drive(
+            "copies_that_do_not_end_are_told",
+            &["stalled", ranks, kind],
+            &told,
+        )
+        .is_none()
+        {
             return;
         }
         let said = std::fs::read_to_string(log.path()).unwrap();

@@ -203,23 +203,32 @@ static void run_windows(struct Rank* r, bool in_pieces) {
   if (r->rank == 0) printf("ok %ld cases a rank\n", r->cases);
 }
 
-// An operation that copy engines do here, or an all_reduce if they move those.
-static enum Op in_windows(enum Op op) { return getenv("RINGSIGHT_ENGINE_REDUCE_BYTES") != NULL ? ALL_REDUCE : op; }
+// An operation that copy engines do here, or an all_reduce if they move those, or the reduce_scatter that the environment's OPS asks for.
+static enum Op in_windows(enum Op op) {
+  if (is_wanted(REDUCE_SCATTER, false)) return REDUCE_SCATTER;
+  return getenv("RINGSIGHT_ENGINE_REDUCE_BYTES") != NULL ? ALL_REDUCE : op;
+}
+// It, at an offset of the window: there is the send buffer of a reduce_scatter, else the receive buffer.
+static void enqueue_at(struct Rank* r, enum Op op, size_t count, size_t offset) {
+  const CUdeviceptr there = r->recv + offset;
+  const bool scatters = in_windows(op) == REDUCE_SCATTER;
+  enqueue(r, in_windows(op), F32, count, 0, 0, scatters ? there : r->send, scatters ? r->send : there);
+}
 
-// Rank 0 breaks the promise: its receive buffer is elsewhere in the window than the others'.
+// Rank 0 breaks the promise: its buffer is elsewhere in the window than the others'.
 static void run_promise(struct Rank* r) {
   open_rank(r, 0);
   buffers(r, WINDOW_BYTES);
   void* window;
   NC(CommWindowRegister(r->comm, (void*)r->recv, WINDOW_BYTES, &window, SYMMETRIC));
-  enqueue(r, in_windows(ALL_GATHER), F32, 1000, 0, 0, r->send, r->recv);
+  enqueue_at(r, ALL_GATHER, 1000, 0);
   CU(cuStreamSynchronize, r->stream);
-  enqueue(r, in_windows(ALL_GATHER), F32, 1000, 0, 0, r->send, r->recv + (r->rank == 0 ? 4096 : 0));
+  enqueue_at(r, ALL_GATHER, 1000, r->rank == 0 ? 4096 : 0);
   Code async = 0;
   for (double start = now(); now() - start < 20 && async == 0; usleep(1000)) NC(CommGetAsyncError(r->comm, &async));
   char text[1000];
   snprintf(text, sizeof text, "%s", nccl.GetLastError(r->comm));
-  if (async == 0 || !strstr(text, "to byte 4096 of window 0") || !strstr(text, "to byte 0 of window 0"))
+  if (async == 0 || !strstr(text, " byte 4096 of window 0") || !strstr(text, " byte 0 of window 0"))
     fail("promise: rank %d: error %d: %s", r->rank, async, text);
   CU(cuStreamSynchronize, r->stream);
   NC(CommAbort(r->comm));
@@ -244,12 +253,12 @@ static void run_alone(struct Rank* r) {
   CUgraph graph;
   CUgraphExec exec;
   CU(cuStreamBeginCapture, r->stream, 1u);
-  enqueue(r, in_windows(ALLTOALL), F32, 1000, 0, 0, r->send, r->recv);
+  enqueue_at(r, ALLTOALL, 1000, 0);
   CU(cuStreamEndCapture, r->stream, &graph);
   CU(cuGraphInstantiate, &exec, graph, 0ull);
   barrier();
   if (r->rank == 0) {
-    enqueue(r, in_windows(ALL_GATHER), F32, 1000, 0, 0, r->send, r->recv);
+    enqueue_at(r, ALL_GATHER, 1000, 0);
     CU(cuGraphLaunch, exec, r->stream);
     usleep(200000);
     if (CALL(cuStreamQuery, r->stream) != CUDA_ERROR_NOT_READY) fail("alone: the operation is not stuck");
@@ -271,15 +280,18 @@ static void run_stalled(struct Rank* r) {
   void (*const freeze)(int device, int on) = (void (*)(int, int))dlsym(RTLD_DEFAULT, "ringsight_mock_freeze");
   if (freeze == NULL) fail("stalled: only a driver without a GPU stops a copy");
   open_window(r);
-  if (r->rank == 0) enqueue(r, in_windows(ALL_GATHER), F32, 5000, 0, 0, r->send, r->recv);
-  // It has told rank 1, whose kernel need not wait.
+  if (r->rank != 1) enqueue_at(r, ALL_GATHER, 5000, 0);
+  // They have told rank 1, whose kernel need not wait.
   usleep(100000);
   barrier();
   if (r->rank == 1) {
     freeze(r->device, 1);
-    enqueue(r, in_windows(ALL_GATHER), F32, 5000, 0, 0, r->send, r->recv);
+    enqueue_at(r, ALL_GATHER, 5000, 0);
   }
-  await_verdict("Verdict: STUCK_KERNEL (hang): ", in_windows(ALL_GATHER) == ALL_REDUCE ? "AllReduce(count 5000" : "AllGather(count 5000");
+  const enum Op op = in_windows(ALL_GATHER);
+  await_verdict("Verdict: STUCK_KERNEL (hang): ", op == ALL_REDUCE       ? "AllReduce(count 5000"
+                                                  : op == REDUCE_SCATTER ? "ReduceScatter(count 5000"
+                                                                         : "AllGather(count 5000");
   barrier();
   if (r->rank == 1) freeze(r->device, 0);
   CU(cuStreamSynchronize, r->stream);
@@ -295,7 +307,7 @@ static void run_between(struct Rank* r) {
   open_window(r);
   if (r->rank == 1) freeze(r->device, 1);
   barrier();
-  for (int i = 0; i < 3; i++) enqueue(r, in_windows(ALL_GATHER), F32, 50000, 0, 0, r->send, r->recv);
+  for (int i = 0; i < 3; i++) enqueue_at(r, ALL_GATHER, 50000, 0);
   usleep(200000);
   if (CALL(cuStreamQuery, r->stream) != CUDA_ERROR_NOT_READY) fail("between: the operation is not stuck");
   barrier();
@@ -313,13 +325,13 @@ static void run_between(struct Rank* r) {
   if (r->rank == 0) printf("ok an abort frees the stream\n");
 }
 
-// A copy of the last rank is refused, each in turn: the call says so, and an abort frees all streams.
-static void run_uncopied(struct Rank* r) {
+// A copy of the last rank is refused, or a launch, each in turn: the call says so, and an abort frees all streams.
+static void run_uncopied(struct Rank* r, const char* refused_call) {
   void (*const lack)(int device, int which, const char* call) = (void (*)(int, int, const char*))dlsym(RTLD_DEFAULT, "ringsight_mock_lack");
   const char* (*const lacked)(int) = (const char* (*)(int))dlsym(RTLD_DEFAULT, "ringsight_mock_lacked");
-  if (lack == NULL || lacked == NULL) fail("uncopied: only a driver without a GPU refuses a copy");
+  if (lack == NULL || lacked == NULL) fail("uncopied: only a driver without a GPU refuses a call");
   const bool last = r->rank == ranks - 1;
-  int copies[2];
+  int calls[2];
   open_window(r);
   NC(CommDestroy(r->comm));
   for (int captured = 0; captured < 2; captured++) {
@@ -333,13 +345,13 @@ static void run_uncopied(struct Rank* r) {
       NC(CommWindowRegister(r->comm, (void*)r->recv, WINDOW_BYTES, &window, SYMMETRIC));
       CUgraph graph;
       if (captured) CU(cuStreamBeginCapture, r->stream, 1u);
-      if (last) lack(r->device, which, "cuMemcpyAsync");
+      if (last) lack(r->device, which, refused_call);
       const Code code = nccl.AllReduce((void*)r->send, (void*)r->recv, 50000, F32, SUM, r->comm, r->stream);
       const char* text = nccl.GetLastError(NULL);
       const bool is_refused = last && lacked(r->device) != NULL;
       if (last) lack(r->device, 0, NULL);
-      if ((code != 0) != is_refused) fail("uncopied: rank %d, copy %d: %d: %s", r->rank, which, code, text);
-      if (is_refused && !strstr(text, "cuMemcpyAsync")) fail("uncopied: copy %d: %s", which, text);
+      if ((code != 0) != is_refused) fail("uncopied: rank %d, number %d: %d: %s", r->rank, which, code, text);
+      if (is_refused && !strstr(text, refused_call)) fail("uncopied: number %d: %s", which, text);
       if (captured && CALL(cuStreamEndCapture, r->stream, &graph) == 0) CU(cuGraphDestroy, graph);
       refused = is_on_any(r, is_refused);
       const double start = now();
@@ -348,7 +360,7 @@ static void run_uncopied(struct Rank* r) {
       if (now() - start > 2) fail("uncopied: rank %d: the stream was free after %.1f s", r->rank, now() - start);
       barrier();
     }
-    copies[captured] = which - 1;
+    calls[captured] = which - 1;
   }
-  if (r->rank == 0) printf("ok %d copies refused, %d captured\n", copies[0], copies[1]);
+  if (r->rank == 0) printf("ok %d refused, %d captured\n", calls[0], calls[1]);
 }

@@ -160,12 +160,16 @@ fn copy_engines_do_what_is_long_whatever_the_policy() {
 #[test]
 fn an_abort_ends_what_copy_engines_were_to_do() {
     for kind in ["t", "p"] {
-        for (events, reduces) in [("pages", false), ("events", false), ("pages", true)] {
-            let way = if reduces { &REDUCES[..] } else { &POLICY };
+        for (events, ranks, way) in [
+            ("pages", "2", &POLICY[..]),
+            ("events", "2", &POLICY),
+            ("pages", "2", &REDUCES),
+            ("pages", "4", &SCATTERS),
+        ] {
             let variables = [way, &[("RINGSIGHT_WATCHDOG_SOURCE", events)]].concat();
             drive(
                 "an_abort_ends_what_copy_engines_were_to_do",
-                &["alone", "2", kind],
+                &["alone", ranks, kind],
                 &variables,
             );
         }
@@ -182,6 +186,10 @@ pub(super) const REDUCES: [(&str, &str); 3] = [
     ("RINGSIGHT_ALGO", "AllReduce:^one_shot"),
 ];
 
+/// The same of reduce_scatters, which are for more than two ranks.
+pub(super) const SCATTERS: [(&str, &str); 4] =
+    [REDUCES[0], REDUCES[1], REDUCES[2], ("OPS", "reduce_scatter")];
+
 /// Also while copies are on their way, and a kernel between them waits for those of another rank.
 #[test]
 fn an_abort_ends_what_waits_between_copies() {
@@ -189,21 +197,23 @@ fn an_abort_ends_what_waits_between_copies() {
     for kind in ["t", "p"] {
         drive(test, &["between", "2", kind], &REDUCES);
         drive(test, &["between", "2", kind], &POLICY);
+        drive(test, &["between", "4", kind], &SCATTERS);
     }
 }
 
-/// Each copy in turn that the driver does not take: the call says so, and an abort frees the others.
+/// Each copy in turn that the driver does not take, and each launch: the call says so, and an abort frees the others.
 #[test]
 fn a_copy_that_is_refused_fails_the_call() {
+    let test = "a_copy_that_is_refused_fails_the_call";
     for kind in ["t", "p"] {
-        let said = drive(
-            "a_copy_that_is_refused_fails_the_call",
-            &["uncopied", "2", kind],
-            &REDUCES,
-        );
-        if let Some(said) = said {
-            // Six pieces, pushed to the other rank and passed on to it.
-            assert_eq!(said, "12 copies refused, 12 captured");
+        // Six pieces, pushed to the other rank and passed on to it.
+        if let Some(said) = drive(test, &["uncopied", "2", kind], &REDUCES) {
+            assert_eq!(said, "12 refused, 12 captured");
+        }
+        // One begins and one ends it, six reduce, all meet before each of these, and before four of the pieces that are pushed.
+        let launched = [&REDUCES[..], &[("RINGSIGHT_GRAPH_LAUNCH", "0")]].concat();
+        if let Some(said) = drive(test, &["uncopied", "2", kind, "1"], &launched) {
+            assert_eq!(said, "18 refused, 18 captured");
         }
     }
 }
@@ -212,10 +222,10 @@ fn a_copy_that_is_refused_fails_the_call() {
 #[test]
 fn a_broken_promise_of_symmetry_is_told() {
     for kind in ["t", "p"] {
-        for variables in [&POLICY[..], &REDUCES] {
+        for (ranks, variables) in [("2", &POLICY[..]), ("2", &REDUCES), ("4", &SCATTERS)] {
             drive(
                 "a_broken_promise_of_symmetry_is_told",
-                &["promise", "2", kind],
+                &["promise", ranks, kind],
                 variables,
             );
         }
