@@ -489,19 +489,7 @@ mod tests {
             (None, None, None)
         );
         // Not reached: no place that ranks must agree on.
-        let request = Request {
-            function: Function::AllGather,
-            send: 0,
-            recv: 0x1000,
-            count: 1,
-            data_type: ringsight_records::DataType::Float32,
-            reduce_op: ringsight_records::ReduceOp::None,
-            scalar: ringsight_kernels::launch::Scalar::None,
-            peer: None,
-            stream: crate::device::Stream(0),
-            window: None,
-        };
-        assert_eq!(windows.find(0x1000, 8).unwrap().place(&request), None);
+        assert_eq!(windows.find(0x1000, 8).unwrap().place(&Request::example()), None);
         windows.remove(2);
         assert_eq!((found(0x8000, 8), found(0x3ff8, 8)), (None, Some((1, 0x2ff8))));
         windows.remove(2);

@@ -68,21 +68,6 @@ mod tests {
     use super::*;
     use crate::{communicator::Found, device::Stream};
 
-    fn request() -> Request {
-        Request {
-            function: Function::AllReduce,
-            send: 0x1000,
-            recv: 0x2000,
-            count: 2,
-            data_type: DataType::Float32,
-            reduce_op: ReduceOp::Sum,
-            scalar: Scalar::None,
-            peer: None,
-            stream: Stream(1),
-            window: None,
-        }
-    }
-
     fn work(request: &Request) -> Work {
         Work {
             op: 7,
@@ -107,11 +92,17 @@ mod tests {
 
     #[test]
     fn only_the_same_call_is_served_again() {
-        let work = work(&request());
-        assert!(is_of(&work, &request()));
+        let work = work(&Request::example());
+        assert!(is_of(&work, &Request::example()));
         // What the plan does not depend on.
         let stream = Stream(2);
-        assert!(is_of(&work, &Request { stream, ..request() }));
+        assert!(is_of(
+            &work,
+            &Request {
+                stream,
+                ..Request::example()
+            }
+        ));
         type Change = (&'static str, fn(&mut Request));
         let changes: &[Change] = &[
             ("function", |other| other.function = Function::AllGather),
@@ -125,7 +116,7 @@ mod tests {
             ("window", |other| other.window = Some(Found::default())),
         ];
         for (what, change) in changes {
-            let mut other = request();
+            let mut other = Request::example();
             change(&mut other);
             assert!(!is_of(&work, &other), "another {what}");
         }
@@ -139,18 +130,18 @@ mod tests {
             bytes_per_channel: u64::MAX,
             among_peers: true,
         };
-        assert!(can_be(&request(), by(Protocol::Ll128)));
+        assert!(can_be(&Request::example(), by(Protocol::Ll128)));
         for protocol in [Protocol::Simple, Protocol::Push, Protocol::Ce] {
-            assert!(!can_be(&request(), by(protocol)), "{protocol:?}");
+            assert!(!can_be(&Request::example(), by(protocol)), "{protocol:?}");
         }
         let message = Request {
             function: Function::Send,
-            ..request()
+            ..Request::example()
         };
         assert!(!can_be(&message, by(Protocol::Ll128)));
         let windowed = Request {
             window: Some(Found::default()),
-            ..request()
+            ..Request::example()
         };
         assert!(!can_be(&windowed, by(Protocol::Ll128)));
     }

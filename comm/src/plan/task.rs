@@ -53,6 +53,23 @@ pub struct Request {
 }
 
 impl Request {
+    /// An all_reduce of two floats.
+    #[cfg(test)]
+    pub(crate) fn example() -> Self {
+        Self {
+            function: Function::AllReduce,
+            send: 0x1000,
+            recv: 0x2000,
+            count: 2,
+            data_type: DataType::Float32,
+            reduce_op: ReduceOp::Sum,
+            scalar: Scalar::None,
+            peer: None,
+            stream: Stream(1),
+            window: None,
+        }
+    }
+
     /// What the ranks must agree on.
     #[must_use]
     pub fn call(&self) -> Call {
