@@ -71,7 +71,7 @@ typedef struct {
   int oneShot;              /* all ranks' devices do operations in one shot: GPUs do, the host device does */
   int peers;                /* all ranks' kernels reach each other's memory: GPUs of one node that are not kept apart */
   int zeroCTA;              /* all ranks' CTAPolicy is NCCL_CTA_POLICY_ZERO */
-  int window;               /* the receive buffer (of a reduce_scatter the send buffer) is in a window that all ranks registered with NCCL_WIN_COLL_SYMMETRIC and reach */
+  int window;               /* the receive buffer (of a reduce_scatter the send buffer) is in a window that all ranks registered with NCCL_WIN_COLL_SYMMETRIC and reach; -1: not known */
 } ringsightExplain_t;
 
 /* A row of the library's table of algorithms. */

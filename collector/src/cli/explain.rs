@@ -159,7 +159,8 @@ fn explain(arguments: &ExplainArguments) -> Result<String, String> {
         }
         (None, None) => {
             let (operation, terms) = (arguments.operation(), arguments.terms()?);
-            let rows = named(arguments.library.as_deref())?.explain(&operation, &terms, arguments.window)?;
+            let rows =
+                named(arguments.library.as_deref())?.explain(&operation, &terms, Some(arguments.window))?;
             let explained = Explained {
                 operation,
                 terms,
@@ -174,14 +175,14 @@ fn explain(arguments: &ExplainArguments) -> Result<String, String> {
     }
     let mut all = Vec::new();
     for ((operation, terms, done), times) in seen {
-        let in_window = done.protocol == Protocol::Ce;
+        let is_by_engines = done.protocol == Protocol::Ce;
         // Of a communicator that is gone, or of a record that does not have them: those of the options.
         let terms = match terms {
             Some(terms) => terms,
             None => {
                 let told = arguments.terms()?;
                 // Long ones may be by copy engines whatever the policy: it is no other choice then.
-                let zero_cta = told.zero_cta || in_window;
+                let zero_cta = told.zero_cta || is_by_engines;
                 Terms { zero_cta, ..told }
             }
         };
@@ -189,7 +190,8 @@ fn explain(arguments: &ExplainArguments) -> Result<String, String> {
             operation,
             terms,
             done: Some((done, times)),
-            rows: table.explain(&operation, &terms, in_window)?,
+            // Of what went otherwise nothing says whether it was in a window.
+            rows: table.explain(&operation, &terms, is_by_engines.then_some(true))?,
         });
     }
     Ok(written(&all, arguments.json))

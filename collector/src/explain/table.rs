@@ -81,11 +81,16 @@ impl Table {
         Ok(Self { library })
     }
 
-    /// The rows of the table, in the order in which they are tried. `in_window`: the receive buffer, of a reduce_scatter the send buffer, is in a window that all ranks reach.
+    /// The rows of the table, in the order in which they are tried. `in_window`: the receive buffer, of a reduce_scatter the send buffer, is in a window that all ranks reach, if that is known.
     ///
     /// # Errors
     /// What the library refuses.
-    pub fn explain(&self, operation: &Operation, terms: &Terms, in_window: bool) -> Result<Vec<Row>, String> {
+    pub fn explain(
+        &self,
+        operation: &Operation,
+        terms: &Terms,
+        in_window: Option<bool>,
+    ) -> Result<Vec<Row>, String> {
         /// More than any table has rows.
         const MOST: usize = 256;
         let name = CString::new(operation.function.name()).map_err(|error| error.to_string())?;
@@ -107,7 +112,7 @@ impl Table {
             one_shot: terms.one_shot.into(),
             peers: terms.peers.into(),
             zero_cta: terms.zero_cta.into(),
-            window: in_window.into(),
+            window: in_window.map_or(-1, c_int::from),
         };
         let empty = RawRow {
             algorithm: [0; 16],

@@ -47,7 +47,7 @@ pub struct Explain {
     pub peers: c_int,
     /// Not 0: all ranks' `CTAPolicy` is zero.
     pub zero_cta: c_int,
-    /// Not 0: the receive buffer is in a window that all ranks reach.
+    /// 1: the receive buffer is in a window that all ranks reach; -1: nobody knows.
     pub window: c_int,
 }
 
@@ -143,6 +143,7 @@ unsafe fn read(asked: &Explain) -> Result<(Asked, usize)> {
             peers: asked.peers != 0,
             engines: match asked.window {
                 0 => Engines::NoWindow,
+                ..0 => Engines::Unknown,
                 _ => Engines::Reach,
             },
             limits: Limits::from_environment(asked.zero_cta != 0)?,
@@ -286,13 +287,17 @@ mod tests {
         let short = asked(may_be_kernels(8)).unwrap();
         let ends = "rank's buffers, unless all ranks' CTAPolicy is zero";
         assert!(!short.iter().any(is_taken) && short.iter().any(|row| text(&row.reason).ends_with(ends)));
-        let without = asked(gather(0)).unwrap();
-        assert!(!without.iter().any(is_taken));
-        assert!(
-            without
-                .iter()
-                .any(|row| text(&row.reason).contains("in no window that all ranks"))
-        );
+        for (window, why) in [
+            (0, "in no window that all ranks"),
+            (-1, "tells whether copy engines serve them"),
+        ] {
+            let without = asked(gather(window)).unwrap();
+            assert!(!without.iter().any(is_taken));
+            assert!(
+                without.iter().any(|row| text(&row.reason).contains(why)),
+                "{window}"
+            );
+        }
         // Made by the caller.
         let scaled = asked(Explain { op: 77, ..SHORT }).unwrap();
         assert!(text(&scaled[0].reason).contains("PreMulSum"), "{:?}", scaled[0]);

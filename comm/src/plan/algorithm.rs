@@ -57,6 +57,8 @@ pub enum Engines {
     Unfit,
     /// They can.
     Reach,
+    /// Who asks does not know.
+    Unknown,
 }
 
 /// A row of [the table](super::table::TABLE): the first whose conditions hold, and whose algorithm is possible, is taken.
@@ -125,6 +127,8 @@ pub enum Reason {
     NotReached,
     /// [`Engines::Unfit`].
     Unfit,
+    /// [`Engines::Unknown`].
+    UnknownWindow,
     /// Copy engines move so many bytes of what is reduced.
     Pieces(u64),
     /// The memory among peers holds so many bytes.
@@ -172,6 +176,9 @@ impl fmt::Display for Reason {
                 "the receive buffer (of a reduce_scatter the send buffer) is in no window that all ranks registered with NCCL_WIN_COLL_SYMMETRIC",
             ),
             Self::NotReached => f.write_str("not all ranks reach the window that the buffer is in"),
+            Self::UnknownWindow => f.write_str(
+                "it is for buffers in symmetric windows of all ranks, of which NCCL_DEBUG_SUBSYS=INIT tells whether copy engines serve them",
+            ),
             Self::Unfit => f.write_str(
                 "the buffer in the window, or a part of it, begins at no multiple of 16 bytes, or some rank has no memory for contributions",
             ),
@@ -242,6 +249,7 @@ impl Row {
                 }),
                 Engines::NoWindow => Some(Reason::NoWindow),
                 Engines::NotReached => Some(Reason::NotReached),
+                Engines::Unknown => Some(Reason::UnknownWindow),
                 Engines::Unfit => Some(Reason::Unfit),
                 Engines::Reach => None,
             };

@@ -202,6 +202,7 @@ fn copy_engines_do_what_is_in_a_window_of_all_ranks_if_they_are_to() {
         for (engines, why) in [
             (Engines::NoWindow, Reason::NoWindow),
             (Engines::NotReached, Reason::NotReached),
+            (Engines::Unknown, Reason::UnknownWindow),
         ] {
             let asked = near(*function, engines);
             assert!(!chosen(asked));
