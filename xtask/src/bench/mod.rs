@@ -272,7 +272,7 @@ fn row(estimates: &Path) -> Result<Row> {
 }
 
 /// The middle of a set of numbers.
-fn median(mut values: Vec<f64>) -> Option<f64> {
+pub(crate) fn median(mut values: Vec<f64>) -> Option<f64> {
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;
     match values.len() {

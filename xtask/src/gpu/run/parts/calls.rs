@@ -6,6 +6,7 @@ use anyhow::Result;
 use serde_json::json;
 
 use super::super::step::{Steps, Verdict};
+use crate::bench::median;
 
 /// Pairs of runs: what the machine does meanwhile meets both libraries.
 const PAIRS: usize = 5;
@@ -30,12 +31,6 @@ fn judge(said: &str) -> Verdict {
         .ok_or_else(|| "it has printed no time".to_owned())
 }
 
-/// The middle one.
-fn median(times: &mut [f64]) -> Option<f64> {
-    times.sort_by(f64::total_cmp);
-    times.get(times.len() / 2).copied()
-}
-
 pub(super) fn run(steps: &mut Steps<'_>, ours: &Path, stock: &Path) -> Result<()> {
     let (mut of_ours, mut of_nccl) = (Vec::new(), Vec::new());
     for pair in 1..=PAIRS {
@@ -51,7 +46,7 @@ pub(super) fn run(steps: &mut Steps<'_>, ours: &Path, stock: &Path) -> Result<()
             times.extend(said.as_deref().and_then(host_micros));
         }
     }
-    if let (Some(ours), Some(nccl)) = (median(&mut of_ours), median(&mut of_nccl)) {
+    if let (Some(ours), Some(nccl)) = (median(of_ours), median(of_nccl)) {
         let ratio = ours / nccl;
         let met = ratio <= GOAL;
         steps.note(&format!(
@@ -84,7 +79,5 @@ mod tests {
         ] {
             assert_eq!(host_micros(wrong), None, "{wrong}");
         }
-        assert_eq!(median(&mut [3.0, 1.0, 2.0]), Some(2.0));
-        assert_eq!(median(&mut []), None);
     }
 }
