@@ -228,7 +228,9 @@ static void run_promise(struct Rank* r) {
   for (double start = now(); now() - start < 20 && async == 0; usleep(1000)) NC(CommGetAsyncError(r->comm, &async));
   char text[1000];
   snprintf(text, sizeof text, "%s", nccl.GetLastError(r->comm));
-  if (async == 0 || !strstr(text, " byte 4096 of window 0") || !strstr(text, " byte 0 of window 0"))
+  const bool scatters = in_windows(ALL_GATHER) == REDUCE_SCATTER;
+  if (async == 0 || !strstr(text, scatters ? "from byte 4096 of window 0" : "to byte 4096 of window 0") ||
+      !strstr(text, scatters ? "from byte 0 of window 0" : "to byte 0 of window 0"))
     fail("promise: rank %d: error %d: %s", r->rank, async, text);
   CU(cuStreamSynchronize, r->stream);
   NC(CommAbort(r->comm));
