@@ -13,8 +13,9 @@
 pub(crate) struct StaleCode(pub(super) String);
 
 impl StaleCode {
-    /// Whether a console shows it: a breakpoint that nobody had set, or a processor that does not get past an instruction of the kinds
-    /// that are put in place of one another, jumps and no-ops.
+    /// Whether a console shows it: a breakpoint that nobody had set; a processor that does not get past an instruction of the kinds
+    /// that are put in place of one another, jumps and no-ops; or the one that puts them there, which waits for another that takes no
+    /// interrupts, since it does not get past such an instruction in one.
     pub(super) fn broke(console: &str) -> bool {
         if console.contains("int3: 0000 [#1]") {
             return true;
@@ -22,6 +23,10 @@ impl StaleCode {
         let Some((_, stuck)) = console.split_once("softlockup: hung tasks") else {
             return false;
         };
+        let waits = "RIP: 0010:smp_call_function_many_cond";
+        if stuck.contains(waits) && stuck.contains("text_poke_bp_batch") {
+            return true;
+        }
         let at = |line: &str| {
             let (_, code) = line.split_once("Code: ")?;
             let (_, at) = code.split_once('<')?;
@@ -63,8 +68,18 @@ mod tests {
                  [   84.5] Code: ff ff ff e9 64 ff ff ff {code} ff ff 49 8b 55 6\n[   84.6] RSP: 0018:ffffc900004fbe10\n"
             )
         };
+        let waits = |caller: &str| {
+            format!(
+                "[   96.6] watchdog: BUG: soft lockup - CPU#1 stuck for 89s! [sh:113]\n\
+                 [   96.6] Kernel panic - not syncing: softlockup: hung tasks\n\
+                 [   96.6] RIP: 0010:smp_call_function_many_cond+0xf1/0x330\n\
+                 [   96.6] Code: 8b 56 08 83 e2 01 74 0a f3 90 <8b> 4e 08 83 e1 01 75 f6\n\
+                 [   96.6]  on_each_cpu_cond_mask+0x20/0x40\n[   96.6]  {caller}+0xb7/0x300\n"
+            )
+        };
         for console in [
             died,
+            &waits("text_poke_bp_batch"),
             died_before_6_7,
             &stuck("<eb> 63 e9"),
             &stuck("<0f> 1f 44"),
@@ -78,6 +93,7 @@ mod tests {
             bug,
             "Kernel panic - not syncing: softlockup: hung tasks",
             &stuck("<f3> 90 eb"),
+            &waits("flush_tlb_mm_range"),
             &stuck("<66> 8b 00"),
         ] {
             assert!(!StaleCode::broke(console), "{console}");
