@@ -4,6 +4,7 @@
 // driver LIBRARY MODE RANKS t|p|n [MAX_BYTES [STEP [MIN_BYTES]]]
 // driver LIBRARY watch RANKS t|p|n FOLDER [REPLAYS]
 // driver LIBRARY remap|pieces RANKS t|p|n [MAX_BYTES]
+// driver LIBRARY bits RANKS t|p [MAX_BYTES]
 // driver LIBRARY windows RANKS t|p [1]
 // driver LIBRARY promise|alone RANKS t|p
 // driver LIBRARY stalled|between RANKS t|p
@@ -28,6 +29,7 @@
 #include "abort.h"
 #include "bench.h"
 #include "beside.h"
+#include "bits.h"
 #include "ended.h"
 #include "fault.h"
 #include "lacking.h"
@@ -335,6 +337,7 @@ static void* run(void* argument) {
   else if (!strcmp(mode, "released")) run_released(r);
   else if (!strcmp(mode, "untaken")) run_untaken(r);
   else if (!strcmp(mode, "differ")) run_differ(r);
+  else if (!strcmp(mode, "bits")) run_bits(r);
   else if (!strcmp(mode, "windows")) run_windows(r, variant == 1);
   else if (!strcmp(mode, "promise")) run_promise(r);
   else if (!strcmp(mode, "alone")) run_alone(r);

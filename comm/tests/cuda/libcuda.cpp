@@ -12,6 +12,8 @@
 // Memory is exported as dma-bufs of the kind in dma_buf.h, unless RINGSIGHT_MOCK_DMA_BUF=0; RINGSIGHT_MOCK_GDR_ORDERING and
 // RINGSIGHT_MOCK_GDR_FLUSH are the device's attributes of writes of other devices (0: such have to be flushed; 1: the host can).
 //
+// Kernels were compiled for Hopper, or for what RINGSIGHT_MOCK_COMPILED_FOR says (80).
+//
 // With RINGSIGHT_MOCK_NO_KERNEL_NODES there is no memory for graphs that are made of kernels.
 //
 // With RINGSIGHT_MOCK_MEMORY_MB no device has more for one allocation; with RINGSIGHT_MOCK_NO_PEERS none reaches another's memory, nor a process

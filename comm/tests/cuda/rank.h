@@ -9,7 +9,7 @@ static const struct Type TYPES[] = {
     {"u64", 5, 8, 0, 0}, {"f16", 6, 2, 5, 10}, {"f32", 7, 4, 8, 23}, {"f64", 8, 8, 11, 52}, {"bf16", 9, 2, 8, 7},
     {"e4m3", 10, 1, 4, 3}, {"e5m2", 11, 1, 5, 2},
 };
-enum { F32 = 7, BF16 = 9, I8 = 0, I32 = 2 };
+enum { F16 = 6, F32 = 7, BF16 = 9, I8 = 0, I32 = 2 };
 enum { SUM = 0, AVG = 4 };
 static const char* REDUCTIONS[] = {"sum", "prod", "max", "min", "avg", "premul-host", "premul-device"};
 

@@ -28,6 +28,9 @@ fn drive(steps: &mut Steps<'_>, name: &str, seconds: u64, words: &str, variables
     steps.run(name, Duration::from_secs(seconds), command, says_ok);
 }
 
+/// What has contributions pushed, however short they are.
+const PUSHED: &[(&str, &str)] = &[("RINGSIGHT_STRAIGHT_BYTES", "1"), ("RINGSIGHT_PUSH_BYTES", "1")];
+
 /// What has copy engines bring what is reduced in windows to who reduces it, in many pieces, however short it is.
 pub(super) const REDUCED_BY_ENGINES: &[(&str, &str)] = &[
     ("RINGSIGHT_ENGINE_REDUCE_BYTES", "0"),
@@ -57,6 +60,8 @@ pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
         "check 4 t 8388608",
         &[("CUDA_VISIBLE_DEVICES", "0")],
     );
+    drive(steps, "bits-4t", 60, "bits 4 t 67108864", &[]);
+    drive(steps, "bits-4t-push", 60, "bits 4 t 67108864", PUSHED);
     drive(steps, "random-2t", 60, "random 2 t 100", &[]);
     drive(steps, "random-2p", 60, "random 2 p 100", &[]);
     drive(steps, "random-4t", 60, "random 4 t 60", &[]);
@@ -95,12 +100,11 @@ pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
 /// Buffers that other processes map while they come and go.
 pub(super) fn buffers(steps: &mut Steps<'_>) -> Result<()> {
     let straight: &[(&str, &str)] = &[("RINGSIGHT_STRAIGHT_BYTES", "1")];
-    let pushed: &[(&str, &str)] = &[("RINGSIGHT_STRAIGHT_BYTES", "1"), ("RINGSIGHT_PUSH_BYTES", "1")];
     for ranks in [2, 4] {
         if steps.skips_without(&format!("{ranks}p"), ranks) {
             continue;
         }
-        for (name, variables) in [("", straight), ("-push", pushed)] {
+        for (name, variables) in [("", straight), ("-push", PUSHED)] {
             for mode in ["remap", "pieces"] {
                 drive(
                     steps,
