@@ -15,7 +15,7 @@ pub(super) struct Goal {
     pub(super) operation: &'static str,
     /// Bytes.
     pub(super) sizes: &'static [u64],
-    /// How NCCL's buffers are registered (`-R`): its best counts.
+    /// How NCCL's buffers are registered (`-R`): its best counts. Where they are ordinary ones, so are ours.
     pub(super) registered: &'static [u32],
     /// Only graphs on our side.
     pub(super) graph: bool,
@@ -120,7 +120,12 @@ fn lines(goals: &[Goal], measured: &[Measured], gpus: usize) -> Vec<Line> {
             let line = Line {
                 operation: goal.operation,
                 bytes: *bytes,
-                ours: best(of(true).filter(|run| run.graph > 0 || !goal.graph), *bytes),
+                ours: best(
+                    of(true)
+                        .filter(|run| run.graph > 0 || !goal.graph)
+                        .filter(|run| run.registered == 0 || goal.registered != [0]),
+                    *bytes,
+                ),
                 nccl: best(
                     of(false).filter(|run| goal.registered.contains(&run.registered)),
                     *bytes,
@@ -309,6 +314,22 @@ mod tests {
         assert_eq!(values[0]["met"], true);
         assert_eq!(values[1]["met"], false);
         assert_eq!(values.as_array().unwrap().last().unwrap()["ratio"], Value::Null);
+    }
+
+    #[test]
+    fn against_ordinary_buffers_ours_are_ordinary() {
+        let all = [
+            measured(true, 0, 20, &[(8, 2.5)]),
+            measured(true, 2, 20, &[(8, 2.0)]),
+            measured(false, 0, 20, &[(8, 5.0)]),
+            measured(false, 2, 20, &[(8, 4.0)]),
+        ];
+        let ratios: Vec<_> = lines(GOALS, &all, 2).iter().map(Line::ratio).collect();
+        assert_eq!(ratios, [Some(0.5), Some(0.5)]);
+        assert_eq!(
+            lines(GOALS, &all, 2)[0].ours,
+            Some((2.5, "graph -R 0".to_owned()))
+        );
     }
 
     #[test]
