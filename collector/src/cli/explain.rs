@@ -190,8 +190,12 @@ fn explain(arguments: &ExplainArguments) -> Result<String, String> {
             operation,
             terms,
             done: Some((done, times)),
-            // Of what went otherwise nothing says whether it was in a window.
-            rows: table.explain(&operation, &terms, is_by_engines.then_some(true))?,
+            // Of what went otherwise nothing says whether it was in a window, but the user may.
+            rows: table.explain(
+                &operation,
+                &terms,
+                (is_by_engines || arguments.window).then_some(true),
+            )?,
         });
     }
     Ok(written(&all, arguments.json))
