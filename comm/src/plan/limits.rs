@@ -149,7 +149,7 @@ impl Limits {
         let reduces = function.reduces();
         self.straight_bytes.unwrap_or(match (ranks > 2, reduces) {
             (false, true) => 5 << 20,
-            // The link is busy one way alone.
+            // As fast in lines as far as this.
             (false, false) if matches!(function, Function::Gather | Function::Scatter) => STRAIGHT_BYTES,
             (false, false) => 4 << 20,
             (true, false) if function == Function::Broadcast => STRAIGHT_BYTES,
