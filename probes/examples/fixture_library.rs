@@ -86,9 +86,10 @@ fn emit(record: &Record) {
         if !sparse {
             header.count_emitted(kind);
         }
-        if !ring::push(&header.cursor, pages.ring(), record) {
-            header.lost[kind as usize].fetch_add(1, Ordering::Relaxed);
+        if ring::push(&header.cursor, pages.ring(), record) {
+            return;
         }
+        header.lost[kind as usize].fetch_add(1, Ordering::Relaxed);
     }
     match kind.probe() {
         Some(0) => ringsight_probe_launch(record),

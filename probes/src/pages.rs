@@ -295,11 +295,10 @@ impl Mapped {
         }
     }
 
-    /// Takes at most `limit` records out of the ring, if it is ours, of those before position `until`; `true` if these were all
+    /// Takes at most `limit` records out of the ring, if it is ours, of those that are in there now; `true` if these were all
     /// delivered. `dead` says that no writer is left: slots that were claimed and never finished are skipped.
     pub(crate) fn drain(
         &mut self,
-        until: u64,
         limit: usize,
         now_ns: u64,
         dead: bool,
@@ -308,6 +307,7 @@ impl Mapped {
         if self.lease.is_none() {
             return true;
         }
+        let until = self.head();
         let mut held_up = false;
         let mut left = limit;
         if let Some(pages) = self.view() {

@@ -48,7 +48,7 @@ pub struct Attached {
     pub sites: Vec<Site>,
     /// How long it took.
     pub elapsed: Duration,
-    /// What carries sparse records: [`Carrier::Ring`] where eBPF is not available.
+    /// What carries sparse records that the ring does not take; [`Carrier::Ring`] where eBPF is not available.
     pub carrier: Carrier,
 }
 
@@ -169,8 +169,8 @@ impl Session {
         let mut pages = if instrumented { Mapped::find(pid)? } else { None };
         let mut base = None;
         if let Some(pages) = &mut pages {
-            // Before any probe is placed: a second reader must not disturb the first. The ring is armed from here on: what
-            // happens before the probes are in place comes through it.
+            // Before any probe is placed: a second reader must not disturb the first. The ring is armed from here on, and what it has no room for
+            // before the probes are in place is lost.
             base = pages.lease(pid, &self.own, self.mask())?;
         }
         let mut probed = None;
@@ -276,17 +276,10 @@ impl Session {
         stats
     }
 
-    /// Kinds that the rings are armed for. With probes in place the sparse ones in there are for a successor: should this
-    /// reader be killed, what happens until the lease lapses is still to be read.
+    /// Kinds that the rings are armed for. What an operation's caller writes into one costs it a tenth of a probe, and should this
+    /// reader be killed, its successor finds it there.
     fn mask(&self) -> u64 {
         self.options.dense & Kind::DENSE | Kind::SPARSE
-    }
-
-    /// See [`Watched::mark`].
-    fn mark(&mut self) {
-        for target in self.targets.values_mut() {
-            target.watched.mark();
-        }
     }
 
     /// Takes what happened until now, also of threads that have counted an event and are about to write it.
@@ -296,7 +289,6 @@ impl Session {
         }
         let begun = Instant::now();
         loop {
-            self.mark();
             self.drain_probes(samples);
             let mut even = true;
             for target in self.targets.iter_mut().filter(|(pid, _)| pids.contains(pid)) {
@@ -324,7 +316,6 @@ impl Session {
                 target.watched.disarm();
             }
         }
-        self.mark();
         // Bounded all the same: what comes meanwhile is other processes'.
         self.drain_probes(&mut samples);
         for pid in pids {
@@ -456,7 +447,6 @@ impl Source for Session {
                 self.problems.push(problem.to_string());
             }
         }
-        self.mark();
         let drained = self.drain_probes(samples);
 
         let tallying = now.saturating_sub(self.tallied_ns) >= TALLY_NS;

@@ -1,7 +1,5 @@
 //! One watched process: its pages, and the samples made of its raw events.
 
-use std::collections::HashSet;
-
 use ringsight_records::{
     Kind, Record, VERSION,
     connection::ConnectionSlot,
@@ -22,8 +20,8 @@ use crate::{
 /// How often to look for pages that are not there yet, and for communicators whose record was lost.
 const LOOK_NS: u64 = 50_000_000;
 
-/// How long after the probes were there sparse records of the ring may come through them as well: what a thread did between
-/// the two takes it no longer than it is kept from running.
+/// How long after a watch began what was emitted before it may still be on its way into the ring: what a thread does between counting an event and
+/// writing it takes it no longer than it is kept from running.
 const RECOVERY_NS: u64 = 1_000_000_000;
 
 /// State of one process.
@@ -31,11 +29,9 @@ const RECOVERY_NS: u64 = 1_000_000_000;
 pub(crate) struct Watched {
     pid: u32,
     instrumented: bool,
-    /// Sparse records come through probes; those in the ring are for a successor.
+    /// Sparse records come through probes where the ring does not take them.
     probed: bool,
     pages: Option<Mapped>,
-    /// Records before this position of the ring are to be read; see [`Watched::mark`].
-    marked: u64,
     account: Account,
     recovery: Option<Recovery>,
     /// Emitted when the end began: what comes after is not ours to see.
@@ -47,19 +43,12 @@ pub(crate) struct Watched {
     refused: bool,
 }
 
-/// The beginning of a watch: what is in the ring by then is taken from there, sparse records too, of which some come through
-/// the probes as well.
+/// The beginning of a watch: what the ring held by then is still being read.
 #[derive(Debug)]
 struct Recovery {
-    /// Positions from here on were claimed with the probes in place: their sparse records come through those.
+    /// Where that ends.
     until: u64,
     began_ns: u64,
-    /// Sparse records that came so far. One that comes by both carriers is the same to the last bit.
-    seen: HashSet<[u8; size_of::<Record>()]>,
-}
-
-fn is_sparse(record: &Record) -> bool {
-    Kind::SPARSE >> (record.kind & 63) & 1 == 1
 }
 
 impl Watched {
@@ -76,7 +65,6 @@ impl Watched {
             instrumented,
             probed,
             pages: None,
-            marked: 0,
             account: Account::new(),
             recovery: None,
             end: None,
@@ -96,7 +84,6 @@ impl Watched {
             self.recovery = Some(Recovery {
                 until: pages.head(),
                 began_ns: now_ns,
-                seen: HashSet::new(),
             });
         }
         self.pages = Some(pages);
@@ -158,14 +145,7 @@ impl Watched {
         }
     }
 
-    /// What is in the shared ring now is to be read. To be called before the probes are drained: the library puts a sparse record into
-    /// the ring first, and what this reader takes out there no successor finds. Were it taken before its twin came through the
-    /// probes, a reader that is killed between the two would have had neither.
-    pub(crate) fn mark(&mut self) {
-        self.marked = self.pages.as_ref().map_or(0, Mapped::head);
-    }
-
-    /// Hands on what the shared ring held when it was marked; see [`Mapped::drain`].
+    /// Hands on what the shared ring holds; see [`Mapped::drain`].
     pub(crate) fn drain(&mut self, limit: usize, now_ns: u64, dead: bool, samples: &mut Vec<Sample>) -> bool {
         let Some(mut pages) = self.pages.take() else {
             return true;
@@ -173,17 +153,7 @@ impl Watched {
         let mut foreign = 0;
         let mut seen = std::mem::take(&mut pages.seen);
         let begins = pages.begins;
-        let complete = pages.drain(self.marked, limit, now_ns, dead, |pages, position, record| {
-            if self.probed && is_sparse(&record) {
-                let new = self.recovery.as_mut().is_some_and(|recovery| {
-                    (position.wrapping_sub(recovery.until) as i64) < 0
-                        && recovery.seen.insert(record.to_bytes())
-                });
-                // The probes bring it, or have brought it.
-                if !new {
-                    return;
-                }
-            }
+        let complete = pages.drain(limit, now_ns, dead, |pages, position, record| {
             self.account
                 .received(record.kind, (position.wrapping_sub(begins) as i64) < 0);
             if record.version() == VERSION {
@@ -280,12 +250,6 @@ impl Watched {
 
     /// Hands a probed record on, with what must come before it.
     pub(crate) fn record(&mut self, tid: u32, record: Record, samples: &mut Vec<Sample>) {
-        if let Some(recovery) = &mut self.recovery
-            && !recovery.seen.insert(record.to_bytes())
-        {
-            // It came out of the ring.
-            return;
-        }
         self.account.received(record.kind, false);
         let carrier = Carrier::Probe;
         let Some(pages) = &mut self.pages else {
@@ -392,13 +356,13 @@ impl Watched {
         }
     }
 
-    /// Reports what the ring lost since the last report, of the kinds that it is the carrier of.
+    /// Reports what the ring lost since the last report, of the kinds that nothing else carries when it is full.
     pub(crate) fn lost(&mut self, samples: &mut Vec<Sample>) {
-        let carried = if self.probed { Kind::DENSE } else { Kind::EVERY };
+        let alone = if self.probed { Kind::DENSE } else { Kind::EVERY };
         let lost = self
             .pages
             .as_mut()
-            .map(|pages| pages.newly_lost(carried))
+            .map(|pages| pages.newly_lost(alone))
             .unwrap_or_default();
         for (kind, count) in lost {
             self.report_lost(Carrier::Ring, kind, count, samples);

@@ -453,9 +453,7 @@ fn a_collector_that_lets_go_leaves_the_code_as_it_was() -> Result<()> {
     job.go()?;
     job.wait_step(10, LIMIT)?;
     let summary = collector.stop(LIMIT)?;
-    if may_attach() {
-        ensure!(summary.probe_hits > 0, "no probe was hit");
-    }
+    ensure!(!summary.operations.is_empty(), "nothing was seen");
     ensure!(
         code_of(job.pids()[0])? == before,
         "the library's code differs after the collector let go"

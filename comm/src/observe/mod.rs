@@ -1,8 +1,8 @@
 //! Writing what can be seen: records, shared pages, probe functions.
 //!
-//! An event is built as a [`Record`] and handed to [`emit`]. *Sparse* kinds (a handful for an operation) always go
-//! through an exported [`probe`] function; *dense* kinds go to the shared ring, and only while a collector has armed it,
-//! so callers ask [`wants`] before they build one. The library never knows whether anybody looks.
+//! An event is built as a [`Record`] and handed to [`emit`]. It goes to the shared ring while a collector has armed that for its kind. *Sparse* kinds
+//! (a handful for an operation) go through an exported [`probe`] function otherwise, and if the ring is full; *dense* kinds go nowhere else, so callers
+//! ask [`wants`] before they build one. The library never knows whether probes are attached.
 
 mod numbers;
 pub mod probe;
@@ -55,38 +55,47 @@ const PROBES: [u8; Kind::LIMIT] = {
     probes
 };
 
-/// Counts the event and hands it to its carriers: the ring if it is armed for the kind, the probe function if the kind
-/// is sparse.
+/// Counts the event and hands it to one carrier: the ring if it is armed for the kind and has room, otherwise the probe function if the
+/// kind is sparse.
 #[inline]
 pub fn emit(record: &Record) {
     if !RECORDS {
         return;
     }
-    let kind = usize::from(record.kind) % Kind::LIMIT;
-    let probe = PROBES[kind];
-    if let Some(shared) = shared::current() {
-        let header = shared.pages.header();
-        // A sparse event is counted before the mask is looked at, a dense one after: only wanted ones count. A reader arms
-        // the ring and then reads the counters, so that what is counted later than that is in the ring. SeqCst makes it so,
-        // and costs nothing: a read-modify-write is a full barrier where loads need one.
-        if probe != 0 {
-            header.emitted[kind].fetch_add(1, Ordering::SeqCst);
-        }
-        // The mask is all that an unwanted dense event looks at; see `Lease::mask`. The record's own time stands for "now":
-        // it is at most a moment old, and reading the clock again would cost as much as the rest. A lease that has lapsed is
-        // as good as none.
-        if header.lease.mask() & 1 << kind != 0 && header.lease.alive(record.time_ns) {
-            if probe == 0 {
-                header.emitted[kind].fetch_add(1, Ordering::Relaxed);
-            }
-            if !ring::push(&header.cursor, shared.pages.ring(), record) {
-                header.lost[kind].fetch_add(1, Ordering::Relaxed);
-            }
-        }
-    }
-    if probe != 0 {
+    let probe = PROBES[usize::from(record.kind) % Kind::LIMIT];
+    if !ring_takes(record, probe != 0) && probe != 0 {
         probe::call(usize::from(probe) - 1, record);
     }
+}
+
+/// Counts the event; whether it is in the ring now.
+#[inline]
+fn ring_takes(record: &Record, sparse: bool) -> bool {
+    let Some(shared) = shared::current() else {
+        return false;
+    };
+    let header = shared.pages.header();
+    let kind = usize::from(record.kind) % Kind::LIMIT;
+    // A sparse event is counted before the mask is looked at, a dense one after: only wanted ones count. A reader arms
+    // the ring and then reads the counters, so that what is counted later than that is in the ring. SeqCst makes it so,
+    // and costs nothing: a read-modify-write is a full barrier where loads need one.
+    if sparse {
+        header.emitted[kind].fetch_add(1, Ordering::SeqCst);
+    }
+    // The mask is all that an unwanted dense event looks at; see `Lease::mask`. The record's own time stands for "now":
+    // it is at most a moment old, and reading the clock again would cost as much as the rest. A lease that has lapsed is
+    // as good as none.
+    if header.lease.mask() & 1 << kind == 0 || !header.lease.alive(record.time_ns) {
+        return false;
+    }
+    if !sparse {
+        header.emitted[kind].fetch_add(1, Ordering::Relaxed);
+    }
+    let taken = ring::push(&header.cursor, shared.pages.ring(), record);
+    if !taken {
+        header.lost[kind].fetch_add(1, Ordering::Relaxed);
+    }
+    taken
 }
 
 /// This process's shared pages as a collector sees them, if they have been made.
@@ -172,6 +181,29 @@ mod tests {
             emit(&Record::new(Kind::NetPlugin, State::START, now_ns()));
         }
         assert_eq!(lost(Kind::NetPlugin), lost_before + 3);
+        assert_eq!(
+            std::iter::from_fn(|| ring::pop(&header.cursor, slots)).count(),
+            slots.len()
+        );
+        header.lease.release(lease);
+    }
+
+    #[test]
+    fn a_sparse_record_is_for_the_probes_where_the_ring_does_not_take_it() {
+        let _turn = turn();
+        let (header, slots) = (pages().unwrap().header(), pages().unwrap().ring());
+        let of = |time_ns| Record::new(Kind::Graph, State::START, time_ns);
+        let before = emitted(Kind::Graph);
+        assert!(!ring_takes(&of(now_ns()), true), "nobody has armed it");
+        let lease = arm(Kind::Graph.bit());
+        assert!(ring_takes(&of(now_ns()), true));
+        let late = now_ns() + 2 * ringsight_records::pages::LEASE_NS;
+        assert!(!ring_takes(&of(late), true), "nobody reads it any more");
+        for _ in 1..slots.len() {
+            emit(&of(now_ns()));
+        }
+        assert!(!ring_takes(&of(now_ns()), true), "it is full");
+        assert_eq!(emitted(Kind::Graph), before + slots.len() as u64 + 3);
         assert_eq!(
             std::iter::from_fn(|| ring::pop(&header.cursor, slots)).count(),
             slots.len()

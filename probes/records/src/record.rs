@@ -87,7 +87,7 @@ impl Kind {
     /// How many numbers kinds may take; per-kind counters are arrays of this length.
     pub const LIMIT: usize = 32;
 
-    /// Kinds that go through a probe function: at most three for an operation.
+    /// Kinds that go through a probe function where no ring takes them: at most three for an operation.
     pub const SPARSE: u64 = Self::OpLaunched.bit()
         | Self::OpCompleted.bit()
         | Self::ProxyCompleted.bit()

@@ -100,7 +100,7 @@ pub(super) fn measure(artifacts: &Artifacts, pairs: u32) -> Result<Vec<Row>> {
             "probe hits for each operation of a rank",
             hits,
             "",
-            Some(Goal::AtMost(3.0)),
+            Some(Goal::AtMost(0.1)),
             String::new(),
         )?,
     ])

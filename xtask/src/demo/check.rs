@@ -66,7 +66,7 @@ pub struct Report {
     pub attach_ms: f64,
     /// What letting go of the waiting ranks took, before the run; at its end they are gone, and nothing is let go of.
     pub detach_ms: Option<f64>,
-    /// Probe hits for each operation of a rank.
+    /// Probe hits for each operation of a rank: the ring takes what has room there.
     pub probe_hits_per_op: f64,
     /// First and last mean loss.
     pub loss: Vec<f32>,
@@ -473,9 +473,10 @@ fn check_spans(
         .map(|e| e.received)
         .sum();
     report.probe_hits_per_op = summary.probe_hits.saturating_sub(lifecycle) as f64 / operations.max(1) as f64;
-    problems.expect(report.probe_hits_per_op <= 3.0, || {
+    // What goes through the probes before the ring is armed.
+    problems.expect(report.probe_hits_per_op <= 0.1, || {
         format!(
-            "{:.2} probe hits for an operation, at most 3 are meant",
+            "{:.2} probe hits for an operation, though the ring has room",
             report.probe_hits_per_op
         )
     });
