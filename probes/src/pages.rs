@@ -25,6 +25,9 @@ use crate::{
 /// Events by kind.
 pub type ByKind = [u64; Kind::LIMIT];
 
+/// Of a lease: before it nobody has read anything.
+const FIRST_TERM: u64 = 1;
+
 /// How often the lease is renewed: five signs of life before it would lapse.
 const HEARTBEAT_NS: u64 = 1_000_000_000;
 /// How long a claimed ring slot may stay unfinished before the watermark goes on without it.
@@ -180,7 +183,11 @@ impl Mapped {
         let begins = header.cursor.head.load(Ordering::SeqCst);
         let (emitted, lost) = counters(&pages);
         // The first term of all: what happened before it was never anybody's to see.
-        let taken = if term == 1 { emitted } else { taken(&pages) };
+        let taken = if term == FIRST_TERM {
+            emitted
+        } else {
+            taken(&pages)
+        };
         // All of it is accounted for from here on: it comes, or is reported as missed.
         for (word, emitted) in header.taken.iter().zip(emitted) {
             word.fetch_max(emitted, Ordering::Relaxed);
@@ -261,8 +268,12 @@ impl Mapped {
         }
     }
 
-    /// Counts sparse events from the beginning of the pages.
+    /// Counts sparse events from the beginning of the pages, if no reader has had them before: whose probes were there by then has had them
+    /// all.
     pub(crate) fn count_from_zero(&mut self, base: &mut Base) {
+        if self.lease != Some(FIRST_TERM) {
+            return;
+        }
         for kind in Kind::ALL.iter().filter(|kind| Kind::SPARSE & kind.bit() != 0) {
             let at = *kind as usize;
             (self.baseline.0[at], self.baseline.1[at]) = (0, 0);
@@ -304,13 +315,12 @@ impl Mapped {
         dead: bool,
         mut take: impl FnMut(&Pages<'_>, u64, Record),
     ) -> bool {
-        if self.lease.is_none() {
-            return true;
-        }
+        let Some(term) = self.lease else { return true };
         let until = self.head();
         let mut held_up = false;
         let mut left = limit;
-        if let Some(pages) = self.view() {
+        // A reader that was stopped so long that another one has the ring leaves that one its records.
+        if let Some(pages) = self.view().filter(|pages| pages.header().lease.is_in(term)) {
             let (cursor, slots) = (&pages.header().cursor, pages.ring());
             while left > 0 {
                 // Relaxed: only this reader moves the tail, or one after whom nothing here is its own.

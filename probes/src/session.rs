@@ -289,12 +289,12 @@ impl Session {
         }
         let begun = Instant::now();
         loop {
-            self.drain_probes(samples);
-            let mut even = true;
-            for target in self.targets.iter_mut().filter(|(pid, _)| pids.contains(pid)) {
-                target.1.watched.drain(BATCH, now_ns(), false, samples);
-                even &= target.1.watched.is_even();
+            let of_pids = |(pid, _): &(&u32, &mut Target)| pids.contains(pid);
+            for (_, target) in self.targets.iter_mut().filter(of_pids) {
+                target.watched.drain(BATCH, now_ns(), false, samples);
             }
+            self.drain_probes(samples);
+            let even = (self.targets.iter_mut().filter(of_pids)).all(|(_, target)| target.watched.is_even());
             if even || begun.elapsed() >= REST {
                 return;
             }
@@ -316,14 +316,17 @@ impl Session {
                 target.watched.disarm();
             }
         }
+        for pid in pids {
+            if let Some(target) = self.targets.get_mut(pid) {
+                target.watched.drain(BATCH, now_ns(), false, &mut samples);
+            }
+        }
         // Bounded all the same: what comes meanwhile is other processes'.
         self.drain_probes(&mut samples);
         for pid in pids {
-            let Some(mut target) = self.targets.remove(pid) else {
-                continue;
-            };
-            target.watched.drain(BATCH, now_ns(), false, &mut samples);
-            self.close(*pid, target, false, &mut samples);
+            if let Some(target) = self.targets.remove(pid) {
+                self.close(*pid, target, false, &mut samples);
+            }
         }
         self.ready = samples;
     }
@@ -447,15 +450,22 @@ impl Source for Session {
                 self.problems.push(problem.to_string());
             }
         }
+        // The rings first, and before leases are renewed: what a process writes past a full ring, or while its lease has lapsed, comes after what is in
+        // there, and before what it writes once there is room again.
+        let mut complete = Vec::new();
+        for (target, ended) in self.targets.values_mut().zip(&ended) {
+            let ended = *ended || target.replaced;
+            complete.push(target.watched.drain(BATCH, now, ended, samples));
+        }
         let drained = self.drain_probes(samples);
 
         let tallying = now.saturating_sub(self.tallied_ns) >= TALLY_NS;
         let mut over = Vec::new();
-        for ((pid, target), ended) in self.targets.iter_mut().zip(ended) {
+        for (((pid, target), ended), complete) in self.targets.iter_mut().zip(ended).zip(complete) {
             // What ran the library is gone either way.
             let ended = ended || target.replaced;
+            let complete = complete && drained;
             self.problems.extend(target.renew(*pid, &self.own, now));
-            let complete = target.watched.drain(BATCH, now, ended, samples) && drained;
             target.watched.lost(samples);
             if let (Some(probes), Some((key, _))) = (&self.probes, target.probed)
                 && (tallying || ended)

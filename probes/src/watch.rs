@@ -103,7 +103,7 @@ impl Watched {
             let Some(mut pages) = found else { return Ok(None) };
             let mut base = pages.lease(self.pid, own, mask)?;
             if let (true, Some(base)) = (self.probed, &mut base) {
-                // The probes were there before the pages: the library's counts are complete from zero for sparse events.
+                // The probes were there before the pages, and have had what no ring took.
                 pages.count_from_zero(base);
             }
             Ok(Some((pages, base)))

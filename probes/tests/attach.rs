@@ -4,7 +4,7 @@ mod common;
 
 use std::{fs, process::Command, time::Duration};
 
-use common::{Reader, Target, fixture_library, lost, poll, records, session, session_with};
+use common::{Reader, Target, by_probe, fixture_library, lost, poll, records, session, session_with};
 use ringsight_probes::{
     AttachError, Carrier, Options, Sample, Session, Source as _, UseEbpf,
     site::{kernel_version, plan},
@@ -91,6 +91,14 @@ fn more_than_the_ring_holds(session: &mut Session) {
     let samples = poll(session);
     let hits = session.probe_stats().hits;
     for kind in [Kind::OpLaunched, Kind::OpCompleted] {
+        let of_kind = samples.iter().filter_map(|sample| match sample {
+            Sample::Record { record, .. } if record.kind() == Some(kind) => Some(record.op),
+            _ => None,
+        });
+        assert!(
+            of_kind.is_sorted(),
+            "{kind}: what overflows comes after what had room"
+        );
         assert_eq!(records(&samples, kind), OPERATIONS, "{kind}");
         assert_eq!(hits[kind as usize], 5000, "{kind}");
     }
@@ -127,8 +135,12 @@ fn several_processes_of_one_file_are_told_apart() {
     }
     for (target, count) in targets.iter_mut().zip([10, 20, 40]) {
         target.call(&format!("fixture_operations 7 {count} 0"));
+        target.call(&format!("fixture_probe {}", count / 10));
     }
     let samples = poll(&mut session);
+    let probed = |samples: &[Sample], pids: [u32; 3]| pids.map(|pid| by_probe(samples, pid));
+    let pids = targets.each_ref().map(Target::pid);
+    assert_eq!(probed(&samples, pids), [1, 2, 0]);
     let of = |samples: &[Sample], wanted: u32| {
         let launched = |sample: &&Sample| matches!(sample, Sample::Record { pid, record, .. } if *pid == wanted && record.kind() == Some(Kind::OpLaunched));
         samples.iter().filter(launched).count()
@@ -142,12 +154,14 @@ fn several_processes_of_one_file_are_told_apart() {
     session.detach(targets[0].pid()).unwrap();
     for target in &mut targets {
         target.call("fixture_operations 7 5 0");
+        target.call("fixture_probe 3");
     }
     let samples = poll(&mut session);
     assert_eq!(
         targets.each_ref().map(|target| of(&samples, target.pid())),
         [0, 5, 0]
     );
+    assert_eq!(probed(&samples, pids), [0, 3, 0]);
     assert!(
         samples
             .iter()
@@ -177,9 +191,18 @@ fn a_patched_library_is_planned_as_the_file_says() {
     );
     for target in &mut targets {
         target.call("fixture_operations 7 5 0");
+        target.call("fixture_probe 2");
     }
-    let launched = |session| records(&poll(session), Kind::OpLaunched);
-    assert_eq!((launched(&mut first), launched(&mut second)), (10, 5));
+    let pids = targets.each_ref().map(Target::pid);
+    let seen = |session| {
+        let samples = poll(session);
+        (
+            records(&samples, Kind::OpLaunched),
+            pids.map(|pid| by_probe(&samples, pid)),
+        )
+    };
+    assert_eq!(seen(&mut first), (10, [2, 2, 0]));
+    assert_eq!(seen(&mut second), (5, [0, 0, 2]));
 }
 
 #[test]
@@ -198,7 +221,15 @@ fn a_deleted_library_is_found() {
     let attached = session.attach(target.pid()).unwrap();
     assert_eq!(attached.process.library, copy);
     target.call("fixture_operations 7 9 0");
-    assert_eq!(records(&poll(&mut session), Kind::OpLaunched), 9);
+    target.call("fixture_probe 2");
+    let samples = poll(&mut session);
+    assert_eq!(
+        (
+            records(&samples, Kind::OpLaunched),
+            by_probe(&samples, target.pid())
+        ),
+        (9, 2)
+    );
 }
 
 #[test]
@@ -234,13 +265,15 @@ fn a_process_in_its_own_mount_and_pid_namespace_is_found() {
     let attached = session.attach(pid).unwrap();
     assert_eq!(attached.process.library, library);
     target.call("fixture_operations 7 9 2");
+    target.call("fixture_probe 2");
     let samples = poll(&mut session);
     assert_eq!(
         (
             records(&samples, Kind::OpLaunched),
-            records(&samples, Kind::ProxyStep)
+            records(&samples, Kind::ProxyStep),
+            by_probe(&samples, pid)
         ),
-        (9, 18)
+        (9, 18, 2)
     );
 }
 
@@ -278,7 +311,37 @@ fn a_collector_in_a_pid_namespace_of_its_own_sees_its_processes() {
     let refused = session.attach(outside.parse().unwrap());
     assert!(matches!(refused, Err(AttachError::Leased { .. })), "{refused:?}");
     target.call("fixture_operations 7 10 10");
-    assert_eq!(reader.end(), 120);
+    target.call("fixture_probe 3");
+    assert_eq!(reader.end(), 123);
+}
+
+#[test]
+fn what_another_reader_had_is_no_loss_of_who_came_before_the_pages() {
+    let name = "what_another_reader_had_is_no_loss_of_who_came_before_the_pages";
+    let Some(mut first) = session(name) else { return };
+    let Some(mut second) = session(name) else { return };
+    let mut target = Target::start(&fixture_library());
+    first.attach(target.pid()).unwrap();
+    second.attach(target.pid()).unwrap();
+    target.open();
+    let mut samples = Vec::new();
+    let communicator = |samples: &[Sample]| {
+        let is = |sample: &Sample| matches!(sample, Sample::Communicator { .. });
+        samples.iter().any(is)
+    };
+    common::poll_until(&mut first, &mut samples, communicator);
+    let refused = second.poll(&mut Vec::new()).unwrap_err();
+    assert!(refused.contains("is being watched by process"), "{refused}");
+    target.call("fixture_operations 7 10 0");
+    assert_eq!(records(&poll(&mut first), Kind::OpCompleted), 10);
+    first.detach(target.pid()).unwrap();
+    let mut samples = Vec::new();
+    common::poll_until(&mut second, &mut samples, communicator);
+    target.call("fixture_operations 7 5 0");
+    second.poll(&mut samples).unwrap();
+    second.detach(target.pid()).unwrap();
+    second.poll(&mut samples).unwrap();
+    assert_eq!((records(&samples, Kind::OpCompleted), lost(&samples)), (5, 0));
 }
 
 #[test]

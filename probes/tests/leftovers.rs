@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{Target, poll, session};
+use common::{Target, by_probe, poll, session};
 use ringsight_records::PROBE_SYMBOLS;
 
 /// Descriptors of this process: links of `/proc/self/fd`, and ids of eBPF objects behind them.
@@ -57,7 +57,9 @@ fn nothing_is_left_after_detaching() {
     session.attach(target.pid()).unwrap();
     target.call("fixture_operations 7 10 10");
     target.call("fixture_communicator 9");
-    poll(&mut session);
+    // A probe that has been hit is other code than one that has not: a call, on kernels that make it one.
+    target.call("fixture_probe 3");
+    assert_eq!(by_probe(&poll(&mut session), target.pid()), 3);
     assert_ne!(
         code(&target),
         original,

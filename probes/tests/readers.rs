@@ -362,7 +362,10 @@ fn processes_with_one_number_in_several_namespaces_are_told_apart() {
     assert!(line.starts_with("attached Probe"), "{line}");
     targets[0].call("fixture_operations 7 30 0");
     targets[1].call("fixture_operations 7 50 0");
+    // And through the probes, of no operation that is described.
+    targets[0].call("fixture_probe 3");
+    targets[1].call("fixture_probe 5");
     let (_, by_process) = reader.end_by_process();
-    assert_eq!(by_process[&pids[0]], [60, 0, 0]);
-    assert_eq!(by_process[&pids[1]], [100, 0, 0]);
+    assert_eq!(by_process[&pids[0]], [63, 0, 3]);
+    assert_eq!(by_process[&pids[1]], [105, 0, 5]);
 }

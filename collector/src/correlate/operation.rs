@@ -175,7 +175,7 @@ impl RankOperation {
         self.op & CAPTURED != 0
     }
 
-    /// Whether its launch or its completion was seen, and not only what the ring alone tells.
+    /// Whether its launch or its completion was seen, and not only dense records of it.
     #[must_use]
     pub fn announced(&self) -> bool {
         self.completed || self.launched_ns != 0 || self.description.is_some()

@@ -148,6 +148,13 @@ impl Lease {
         is_fresh(self.term.load(Ordering::Relaxed), now_ns)
     }
 
+    /// Whether the lease is still in this term, lapsed or not: nobody else has taken it.
+    #[must_use]
+    pub fn is_in(&self, term: u64) -> bool {
+        // Relaxed: what the next holder does to the ring is told by the ring's own words.
+        term_of(self.term.load(Ordering::Relaxed)) == term
+    }
+
     /// The holder as of `now_ns`; `None` if the lease was given back or has lapsed.
     #[must_use]
     pub fn holder(&self, now_ns: u64) -> Option<Holder> {
@@ -230,7 +237,7 @@ impl Lease {
         let mut armed = self.armed.load(Ordering::Relaxed);
         while may(term_of(armed)) {
             // SeqCst: the reader looks at the counters after this, as a writer looks at this after it has counted a sparse
-            // event. What the reader does not find counted, its writer puts into the ring.
+            // event. What the reader does not find counted, its writer puts into the ring if there is room.
             match self
                 .armed
                 .compare_exchange(armed, tagged(term, mask), Ordering::SeqCst, Ordering::Relaxed)

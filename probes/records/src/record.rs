@@ -116,7 +116,7 @@ impl Kind {
         | Self::P2pApi.bit()
         | Self::KernelLaunch.bit();
 
-    /// Every kind: what a reader without the right to attach probes arms the ring with.
+    /// Every kind.
     pub const EVERY: u64 = Self::DENSE | Self::SPARSE;
 
     /// This kind's bit in a mask of kinds.

@@ -1,4 +1,4 @@
-//! The ring for dense events: bounded, many writers in the target process, one reader in the collector.
+//! The ring for events: bounded, many writers in the target process, one reader in the collector.
 //!
 //! D. Vyukov's bounded MPMC queue. Each slot has a turn: `position` when it is free for the writer that claims that
 //! position, `position + 1` when it holds that position's record, `position + slots` when that record was read. Here turns

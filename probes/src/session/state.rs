@@ -54,7 +54,7 @@ impl Target {
             Hold::AsBefore => None,
             Hold::Lost { holder, silent_ns } => Some(format!(
                 "process {pid}: {holder} has taken its ring over (a lease lapses after 5 s; the last sign of life of this \
-                 reader is {:.1} s old): what the ring carries goes there until that lease is given back or lapses",
+                 reader is {:.1} s old): all but what finds the ring full goes there until that lease is given back or lapses",
                 silent_ns as f64 / 1e9
             )),
             Hold::Regained => Some(format!("process {pid}: its ring is this reader's again")),

@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ringsight_probes::{Options, Sample, Session, Source as _, UseEbpf};
+use ringsight_probes::{Carrier, Options, Sample, Session, Source as _, UseEbpf};
 
 #[path = "../../../tests/src/skip.rs"]
 mod skip;
@@ -181,6 +181,12 @@ pub(crate) fn poll(session: &mut Session) -> Vec<Sample> {
     let mut samples = Vec::new();
     session.poll(&mut samples).expect("no problem");
     samples
+}
+
+/// Records of a process that came through probes. (`fixture_probe` hits one whatever the ring takes.)
+pub(crate) fn by_probe(samples: &[Sample], of: u32) -> usize {
+    let is = |sample: &&Sample| matches!(sample, Sample::Record { pid, carrier: Carrier::Probe, .. } if *pid == of);
+    samples.iter().filter(is).count()
 }
 
 pub(crate) fn records(samples: &[Sample], kind: ringsight_records::Kind) -> usize {

@@ -467,13 +467,8 @@ fn check_spans(
     if expectation.configuration.nodes > 1 {
         problems.expect(spans("proxy") > 0, || "no proxy spans between nodes".to_owned());
     }
-    let lifecycle: u64 = ["comm_init", "comm_destroy", "graph"]
-        .iter()
-        .filter_map(|kind| summary.records.get(*kind))
-        .map(|e| e.received)
-        .sum();
-    report.probe_hits_per_op = summary.probe_hits.saturating_sub(lifecycle) as f64 / operations.max(1) as f64;
-    // What goes through the probes before the ring is armed.
+    report.probe_hits_per_op = summary.probe_hits as f64 / operations.max(1) as f64;
+    // What a job does before its pages are found.
     problems.expect(report.probe_hits_per_op <= 0.1, || {
         format!(
             "{:.2} probe hits for an operation, though the ring has room",

@@ -80,7 +80,7 @@ const WAYS: [Way; 6] = [
         than: OFF_AT,
         goals: [1000.0, 1000.0],
     },
-    // The same without what its probes cost.
+    // The same without probes, which nothing hits while the ring has room.
     Way {
         name: "ring",
         records: true,
