@@ -268,8 +268,16 @@ impl Making<'_> {
         let inbox = Inbox::new();
         let letters = inbox.letters();
         hear(bootstrap, &checks, letters.clone(), |_, _| {});
-        let peers = peers::connect(bootstrap, &topology, &rings, &peers_ended_well, near.as_ref())
-            .inspect_err(|_| membership.leave(&connector))?;
+        let most = self.config.max_channels;
+        let peers = peers::connect(
+            bootstrap,
+            &topology,
+            &rings,
+            &peers_ended_well,
+            near.as_ref(),
+            most,
+        )
+        .inspect_err(|_| membership.leave(&connector))?;
         let maps = peers
             .as_ref()
             .filter(|(peers, _)| {

@@ -211,7 +211,8 @@ fn agree(
 
 /// Makes the memory and reaches that of the others; `None` if any rank cannot. All ranks call it, and all get the same answer.
 /// With it comes where mappings of callers' memory are kept, which lives as long. `ended_well` is to be set when nobody writes there any more.
-/// Where all ranks fail it is set here, and `near`, the memory of FIFOs, is told that nobody writes there either.
+/// Where all ranks fail it is set here, and `near`, the memory of FIFOs, is told that nobody writes there either. `most`: the most blocks that a kernel of this
+/// rank may have (`maxCTAs`); the least of all ranks' holds.
 ///
 /// # Errors
 /// Of the bootstrap network; on all ranks, if one has not enough memory.
@@ -221,6 +222,7 @@ pub(super) fn connect(
     rings: &[Option<RingConnections>],
     ended_well: &Arc<AtomicBool>,
     near: Option<&Near>,
+    most: Option<u32>,
 ) -> Result<Option<(Arc<Peers>, Arc<Mapped>)>> {
     let (rank, ranks) = (bootstrap.rank(), bootstrap.ranks());
     if !(2..=MAX_PEERS).contains(&(ranks as usize)) || topology.nodes() != 1 {
@@ -254,7 +256,10 @@ pub(super) fn connect(
             .collect(),
     };
     let all = reach_all(device, (rank, own.base), &handles, &mut memory);
-    let blocks = all.as_ref().map(|all| (own.blocks / all.on_device).to_le_bytes());
+    let blocks = all.as_ref().map(|all| {
+        let blocks = own.blocks / all.on_device;
+        most.map_or(blocks, |most| most.min(blocks)).to_le_bytes()
+    });
     // Nobody writes before all have reached all; where not all do, nobody does.
     let agreed = agree(
         bootstrap,

@@ -69,6 +69,17 @@ static void check_bits(struct Rank* r, const struct Case* c, uint64_t* first, co
   barrier();
 }
 
+// Whether kernels had as many blocks as `NCCL_MAX_CTAS` lets them, and more where it does not say. Only the driver without a GPU knows. By all ranks.
+static void check_blocks(struct Rank* r, const char* told) {
+  unsigned (*const most)(void) = (unsigned (*)(void))dlsym(RTLD_DEFAULT, "ringsight_mock_blocks");
+  barrier();
+  if (most != NULL && (processes || r->rank == 0)) {
+    const unsigned blocks = most(), limit = told != NULL ? (unsigned)atoi(told) : 0;
+    if (limit != 0 ? blocks != limit : blocks <= 3) fail("bits: kernels of %u blocks where NCCL_MAX_CTAS is %s", blocks, told != NULL ? told : "as told");
+  }
+  barrier();
+}
+
 static void run_bits(struct Rank* r) {
   enum { KINDS = 3, COUNTS = 4, COMMUNICATORS = 3 };
   static const enum Op ops[KINDS] = {ALL_REDUCE, REDUCE_SCATTER, REDUCE};
@@ -90,6 +101,7 @@ static void run_bits(struct Rank* r) {
           const struct Case c = {ops[op], &TYPES[types[type]], counts[count], SUM, (count + type) % ranks, 0};
           check_bits(r, &c, &first[count][type][op], blocks[which] != NULL ? blocks[which] : "as told");
         }
+    check_blocks(r, blocks[which]);
     NC(CommDestroy(r->comm));
     CU(cuStreamDestroy, r->stream);
   }

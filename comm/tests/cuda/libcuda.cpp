@@ -47,6 +47,9 @@ void ringsight_mock_memory(u64* figures) {
   figures[1] = memory.size(), figures[2] = opened.size(), figures[3] = registered.size();
 }
 
+// Blocks of the largest kernel since this was last asked.
+unsigned ringsight_mock_blocks() { return most_blocks.exchange(0); }
+
 // Kernels of a device that have to wait do not go on, nor do its copies; or they do again.
 void ringsight_mock_freeze(int device, int on) { frozen[device] = on != 0; }
 
@@ -276,6 +279,7 @@ int cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned
     });
   }
   calls[LAUNCH]++;
+  for (unsigned most = most_blocks; most < blocks && !most_blocks.compare_exchange_weak(most, blocks);) continue;
   if (refuses("cuLaunchKernel")) return OUT_OF_MEMORY;
   if (broken[of(stream)->device]) return ILLEGAL_ADDRESS;
   std::unique_lock alone(launching, std::defer_lock);

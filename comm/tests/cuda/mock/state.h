@@ -282,6 +282,9 @@ const bool skips = [] {
   const char* text = std::getenv("RINGSIGHT_MOCK_KERNELS");
   return text != nullptr && std::strcmp(text, "skip") == 0;
 }();
+// See ringsight_mock_blocks.
+inline std::atomic<unsigned> most_blocks{0};
+
 // Calls of this thread that each operation may make: see ringsight_mock_calls.
 enum Counted { LAUNCH, RECORD, WAIT, CAPTURE, CURRENT, STREAM_ID, OVERLAP, BY_GRAPH, COUNTED };
 
