@@ -234,7 +234,7 @@ pub(super) struct Drain {
     overwritten: u64,
     entries: Arc<Memory<Entry>>,
     launches: Arc<Launches>,
-    /// By number, which is the order of their launch as long as numbers do not begin anew.
+    /// By number, which is the order of launches of a kind as long as numbers do not begin anew.
     in_flight: BTreeMap<u32, InFlight>,
     /// What is handed over next, and what was: empty, but for their memory.
     entered: Vec<Entered>,

@@ -169,7 +169,20 @@ pub(super) struct Exchange {
     pub(super) asleep: bool,
     /// Launches that may run or wait to: eager ones that are not over, and replays that have begun.
     pub(super) running: usize,
-    next: u32,
+    /// Numbers given to eager and to captured launches.
+    numbers: [u32; 2],
+}
+
+/// In the numbers of captured launches, which live as long as their graphs: no eager one has the number of one of these, however many
+/// of those there have been.
+const CAPTURED: u32 = 1 << 31;
+
+impl Exchange {
+    fn number(&mut self, captured: bool) -> u32 {
+        let last = &mut self.numbers[usize::from(captured)];
+        *last = (*last + 1) % CAPTURED;
+        *last | if captured { CAPTURED } else { 0 }
+    }
 }
 
 /// A device number's GPU, opened at its first use.
@@ -424,11 +437,10 @@ impl Gpu {
             ring: self.entries.as_ptr() as u64,
             ring_ticket: self.ticket,
             ring_mask: RING_ENTRIES as u32 - 1,
-            launch: exchange.next,
+            launch: exchange.number(captured),
             runs_before: slot.runs_before,
             captured: captured.into(),
         };
-        exchange.next = exchange.next.wrapping_add(1);
         exchange.running += usize::from(!captured);
         exchange.entered.push(Entered {
             number: head.launch,
@@ -487,5 +499,21 @@ impl Launches {
     /// A launch will not run any more.
     pub(super) fn forget(&self, number: u32) {
         lock(&self.exchange).forgotten.push(number);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_eager_launch_has_the_number_of_a_captured_one() {
+        let mut exchange = Exchange::default();
+        let captured = [exchange.number(true), exchange.number(true)];
+        assert_ne!(captured[0], captured[1]);
+        exchange.numbers[0] = CAPTURED - 3;
+        let eager = [(); 5].map(|()| exchange.number(false));
+        assert_eq!(eager, [CAPTURED - 2, CAPTURED - 1, 0, 1, 2]);
+        assert!(eager.iter().all(|number| !captured.contains(number)));
     }
 }

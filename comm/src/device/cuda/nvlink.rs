@@ -48,7 +48,7 @@ pub(super) fn joins(device: c_int, own: &BusId, other: &BusId) -> Result<bool> {
     if unsafe { sys::cuDeviceGetByPCIBusId(&raw mut peer, text.as_ptr()) } != CUresult::CUDA_SUCCESS {
         return managed(own, other).ok_or_else(|| {
             DeviceError::InvalidUsage(format!(
-                "whether NVLink joins GPU {}, which this process does not see (CUDA_VISIBLE_DEVICES), is not known: no libnvidia-ml.so.1",
+                "whether NVLink joins GPU {}, which this process does not see (CUDA_VISIBLE_DEVICES), is not known: libnvidia-ml.so.1 is not there, or does not say",
                 name(other)
             ))
         });
