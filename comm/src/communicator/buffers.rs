@@ -3,6 +3,8 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use ringsight_kernels::Scalar;
+
 use crate::{
     device::{Device, DeviceError, Stream},
     error::{Error, Result},
@@ -99,7 +101,15 @@ impl Buffers {
             return Ok(());
         }
         let unknown = captured && self.when == When::New;
-        for (name, address) in [("sendbuff", request.send), ("recvbuff", request.recv)] {
+        let scalar = match request.scalar {
+            Scalar::Device(address) => address,
+            Scalar::None | Scalar::Immediate(_) => 0,
+        };
+        for (name, address) in [
+            ("sendbuff", request.send),
+            ("recvbuff", request.recv),
+            ("scalar", scalar),
+        ] {
             if address == 0 {
                 continue;
             }

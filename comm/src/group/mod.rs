@@ -282,6 +282,13 @@ impl Group {
                 .check(device, comm.device, &request, capture.is_some())?;
             Ok(capture)
         })?;
+        // What is captured runs later than what is not, which other ranks of this group may wait for.
+        let otherwise = |tasks: &Tasks| tasks.capture.is_some() != capture.is_some();
+        if self.tasks.iter().any(otherwise) {
+            return Err(Error::usage(
+                "stream: all operations of a group must be captured, those on one communicator in the same capture, or none",
+            ));
+        }
         let index = self
             .tasks
             .iter()
@@ -301,7 +308,7 @@ impl Group {
         let comm = &*tasks.comm;
         if tasks.capture != capture {
             return Err(Error::usage(
-                "stream: all operations of a group on one communicator must be in the same capture, or in none",
+                "stream: all operations of a group on one communicator must be in the same capture",
             ));
         }
         if !tasks.streams.contains(&request.stream) {

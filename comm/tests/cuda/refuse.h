@@ -68,13 +68,27 @@ static int refuse_two_captures(struct Rank* r) {
   }
   NC(GroupStart());
   NC(AllReduce((void*)r->send, (void*)r->recv, 100, F32, SUM, r->comm, streams[0]));
-  says(nccl.AllReduce((void*)r->send, (void*)r->recv, 100, F32, SUM, r->comm, streams[1]), "in the same capture, or in none",
+  says(nccl.AllReduce((void*)r->send, (void*)r->recv, 100, F32, SUM, r->comm, streams[1]), "on one communicator must be in the same capture",
        "a group in two captures");
-  says(nccl.GroupEnd(), "in the same capture, or in none", "the end of that group");
+  says(nccl.GroupEnd(), "on one communicator must be in the same capture", "the end of that group");
   for (int i = 0; i < 2; i++) {
     CU(cuStreamEndCapture, streams[i], &graphs[i]);
     CU(cuGraphDestroy, graphs[i]);
   }
+  return 1;
+}
+
+// A group with two communicators, of which one is captured: its kernel would run later than the other one's, which may wait for it.
+static int refuse_half_a_capture(struct Rank* r, CUstream captured) {
+  Id id;
+  Comm alone;
+  NC(GetUniqueId(&id));
+  NC(CommInitRank(&alone, 1, id, 0));
+  NC(GroupStart());
+  NC(AllReduce((void*)r->send, (void*)r->recv, 100, F32, SUM, alone, r->stream));
+  says(nccl.AllReduce((void*)r->send, (void*)r->recv, 100, F32, SUM, r->comm, captured), "must be captured", "a group with one communicator in a capture");
+  says(nccl.GroupEnd(), "must be captured", "the end of that group");
+  NC(CommDestroy(alone));
   return 1;
 }
 
@@ -118,11 +132,23 @@ static int refuse_streams(struct Rank* r) {
   CU(cuStreamBeginCapture, captured, 1u);
   NC(GroupStart());
   NC(AllReduce(send, recv, 100, F32, 0, r->comm, r->stream));
-  says(nccl.AllReduce(send, recv, 100, F32, SUM, r->comm, captured), "in the same capture, or in none", "a group that is captured in part");
-  says(nccl.GroupEnd(), "in the same capture, or in none", "the end of that group");
+  says(nccl.AllReduce(send, recv, 100, F32, SUM, r->comm, captured), "must be captured", "a group that is captured in part");
+  says(nccl.GroupEnd(), "must be captured", "the end of that group");
+  number += refuse_half_a_capture(r, captured);
   CU(cuStreamEndCapture, captured, &graph);
   CU(cuGraphDestroy, graph);
   return number + 1 + refuse_context(r) + refuse_two_captures(r);
+}
+
+// A factor that is read when the operation runs.
+static int refuse_scalar(struct Rank* r, const void* scalar) {
+  int factor;
+  char words[80];
+  NC(RedOpCreatePreMulSum(&factor, (void*)scalar, F32, 0, r->comm));
+  snprintf(words, sizeof words, "scalar: %#lx", (unsigned long)scalar);
+  says(nccl.AllReduce((void*)r->send, (void*)r->recv, 100, F32, factor, r->comm, r->stream), words, "a factor elsewhere");
+  NC(RedOpDestroy(factor, r->comm));
+  return 1;
 }
 
 // What is registered is looked at as buffers of operations are, and by window before any rank waits for the others.
@@ -162,6 +188,7 @@ static void run_refuse(struct Rank* r) {
   if (!pageable) {
     number += refused(r, "sendbuff", ordinary, (void*)r->recv, r->stream);
     number += refused(r, "recvbuff", (void*)r->send, ordinary, r->stream);
+    number += refuse_scalar(r, ordinary);
   }
   if (devices > 1) {
     CUdeviceptr elsewhere;
@@ -171,6 +198,7 @@ static void run_refuse(struct Rank* r) {
     make_current(r->device);
     number += refused(r, "sendbuff", (void*)elsewhere, (void*)r->recv, r->stream);
     number += refused(r, "recvbuff", (void*)r->send, (void*)elsewhere, r->stream);
+    number += refuse_scalar(r, (void*)elsewhere);
     // Captured, too.
     CUstream captured;
     CUgraph graph;

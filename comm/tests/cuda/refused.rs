@@ -48,7 +48,7 @@ fn buffers_that_a_gpu_cannot_use_are_refused() {
             &variables,
         );
         if let Some(said) = said {
-            assert_eq!(said, "14 refused, pinned memory reduced");
+            assert_eq!(said, "17 refused, pinned memory reduced");
         }
     }
 }
