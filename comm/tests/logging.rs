@@ -353,6 +353,13 @@ fn what_cannot_be_written_or_understood_fails_no_call() {
 }
 
 #[test]
+fn variables_of_nccl_that_do_nothing_are_named() {
+    let said = run("work", &[("NCCL_DEBUG", "INFO"), ("NCCL_ALGO", "Ring")]);
+    has(&lines(&said), "NCCL_ALGO has no effect: RINGSIGHT_ALGO chooses");
+    lacks(&lines(&said), "NCCL_PROTO has no effect");
+}
+
+#[test]
 fn times_where_they_are_wanted() {
     let text = run(
         "work",

@@ -125,7 +125,28 @@ fn apply() {
     for complaint in complaints {
         tracing::warn!(target: ENV, "{complaint}");
     }
+    for (name, why) in WITHOUT_EFFECT {
+        if std::env::var_os(name).is_some() {
+            tracing::info!(target: ENV, "{name} has no effect: {why}");
+        }
+    }
 }
+
+/// Variables of NCCL that choose what there is no choice of here, or by another name.
+const WITHOUT_EFFECT: [(&str, &str); 6] = [
+    ("NCCL_ALGO", "RINGSIGHT_ALGO chooses"),
+    ("NCCL_PROTO", "RINGSIGHT_PROTO chooses"),
+    ("NCCL_NTHREADS", "each kernel has as many as it is made for"),
+    (
+        "NCCL_P2P_LEVEL",
+        "the driver says which GPUs NVLink joins; NCCL_P2P_DISABLE keeps them apart",
+    ),
+    ("NCCL_NVLS_ENABLE", "nothing goes by multicast"),
+    (
+        "NCCL_CUMEM_ENABLE",
+        "memory is shared as it was made, by cudaMalloc or mapped in pieces",
+    ),
+];
 
 /// The version line, which `NCCL_DEBUG=VERSION` asks for alone: on every communicator's rank 0.
 pub(crate) fn version() {

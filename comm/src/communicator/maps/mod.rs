@@ -131,8 +131,8 @@ impl Table {
             return None;
         }
         self.sweep(device, &mut own);
-        let number = own.entries.iter().position(Option::is_none)?;
         let start = allocation.start;
+        let number = own.place(start)?;
         let handle = device
             .export(start)
             .inspect_err(|error| stays_closed(start, error))
@@ -184,9 +184,7 @@ impl Table {
             return;
         }
         self.sweep(device, &mut own);
-        let Some(number) = own.entries.iter().position(Option::is_none) else {
-            return;
-        };
+        let Some(number) = own.place(start) else { return };
         let way = Way::Pieces {
             handle,
             sizes: pieces.iter().map(|piece| piece.bytes as u64).collect(),

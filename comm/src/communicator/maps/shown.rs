@@ -2,8 +2,9 @@
 
 use std::{collections::HashMap, ops::Range, sync::Arc};
 
-use ringsight_kernels::cuda::layout::Shown;
+use ringsight_kernels::cuda::{layout::Shown, peers::SHOWN};
 
+use super::stays_closed;
 use crate::device::{Device, Piece};
 
 /// What was shown.
@@ -69,6 +70,15 @@ pub(super) struct Own {
 impl Own {
     pub(super) fn is_empty(&self) -> bool {
         self.entries.iter().all(Option::is_none)
+    }
+
+    /// A number for what begins at `start`.
+    pub(super) fn place(&self, start: usize) -> Option<usize> {
+        let place = self.entries.iter().position(Option::is_none);
+        if place.is_none() {
+            stays_closed(start, &format_args!("{SHOWN} others are open already"));
+        }
+        place
     }
 
     pub(super) fn shown(&self, number: usize) -> Option<Shown> {
