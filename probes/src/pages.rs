@@ -269,16 +269,17 @@ impl Mapped {
     }
 
     /// Counts sparse events from the beginning of the pages, if no reader has had them before: whose probes were there by then has had them
-    /// all.
-    pub(crate) fn count_from_zero(&mut self, base: &mut Base) {
+    /// all. Whether it does.
+    pub(crate) fn count_from_zero(&mut self, base: &mut Base) -> bool {
         if self.lease != Some(FIRST_TERM) {
-            return;
+            return false;
         }
         for kind in Kind::ALL.iter().filter(|kind| Kind::SPARSE & kind.bit() != 0) {
             let at = *kind as usize;
             (self.baseline.0[at], self.baseline.1[at]) = (0, 0);
             (base.emitted[at], base.taken[at]) = (0, 0);
         }
+        true
     }
 
     /// Events emitted since the pages were made, by kind.

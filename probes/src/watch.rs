@@ -102,14 +102,21 @@ impl Watched {
         let found = Mapped::find(self.pid).and_then(|found| {
             let Some(mut pages) = found else { return Ok(None) };
             let mut base = pages.lease(self.pid, own, mask)?;
-            if let (true, Some(base)) = (self.probed, &mut base) {
+            let from_zero = match &mut base {
                 // The probes were there before the pages, and have had what no ring took.
-                pages.count_from_zero(base);
-            }
-            Ok(Some((pages, base)))
+                Some(base) if self.probed => pages.count_from_zero(base),
+                _ => false,
+            };
+            Ok(Some((pages, base, from_zero)))
         });
         match found {
-            Ok(Some((pages, base))) => self.begin(pages, base, now_ns),
+            Ok(Some((pages, base, from_zero))) => {
+                if !from_zero {
+                    // What came through the probes by now has been counted by the reader before.
+                    self.account = Account::new();
+                }
+                self.begin(pages, base, now_ns);
+            }
             Ok(None) | Err(AttachError::Gone { .. }) => {}
             // Told once. Another reader may be gone later, and what is damaged stays so.
             Err(error) => {
