@@ -400,6 +400,7 @@ impl Maps {
                 entries: vec![None; SHOWN],
                 generations: vec![0; SHOWN],
                 by_id: HashMap::new(),
+                was_full: false,
             }),
             failures: Mutex::default(),
             events: inbox.sender,

@@ -65,6 +65,8 @@ pub(super) struct Own {
     /// Of the present entry, or the last one.
     pub(super) generations: Vec<u32>,
     pub(super) by_id: HashMap<u64, u32>,
+    /// There was no room, and the log has said so.
+    pub(super) was_full: bool,
 }
 
 impl Own {
@@ -73,10 +75,14 @@ impl Own {
     }
 
     /// A number for what begins at `start`.
-    pub(super) fn place(&self, start: usize) -> Option<usize> {
+    pub(super) fn place(&mut self, start: usize) -> Option<usize> {
         let place = self.entries.iter().position(Option::is_none);
-        if place.is_none() {
-            stays_closed(start, &format_args!("{SHOWN} others are open already"));
+        // Said of the first: there may be one with each operation.
+        if place.is_none() && !std::mem::replace(&mut self.was_full, true) {
+            stays_closed(
+                start,
+                &format_args!("{SHOWN} others are open already (which is said once)"),
+            );
         }
         place
     }
