@@ -97,6 +97,17 @@ fn results_are_right() {
             assert_eq!(said, "547 cases a rank", "{ranks} {kind}");
         }
     }
+    // Some of four, in another order.
+    for (ranks, kind, gpus) in [("3", "t", "302"), ("2", "p", "31")] {
+        let variables = [("RINGSIGHT_MOCK_GPUS", "4"), ("GPUS", gpus)];
+        if let Some(said) = drive(
+            "results_are_right",
+            &["check", ranks, kind, "4194304"],
+            &variables,
+        ) {
+            assert_eq!(said, "547 cases a rank", "{ranks} {kind} {gpus}");
+        }
+    }
 }
 
 /// In one shot and in lines; straight, read and pushed.

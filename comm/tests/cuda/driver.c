@@ -25,7 +25,8 @@
 // Of all operations, check and bench take those that the environment's OPS names: check all without it, bench all_reduce,
 // of elements that TYPE names, or float32. With WINDOWS, bench registers buffers as symmetric windows.
 //
-// Ranks are threads, processes, or processes on nodes of their own; rank r uses device r, modulo the devices. The last line says "ok", or a line "FAILED" and why.
+// Ranks are threads, processes, or processes on nodes of their own; rank r uses device r, modulo the devices, or the one that the environment's GPUS
+// has for it; with ONE_EACH a process sees no other than device r. The last line says "ok", or a line "FAILED" and why.
 #include "abort.h"
 #include "bench.h"
 #include "beside.h"
@@ -399,6 +400,7 @@ int main(int arguments, char** argument) {
       char node[16];
       snprintf(node, sizeof node, "node%d", i);
       if (nodes) setenv("NCCL_HOSTID", node, 1);
+      if (getenv("ONE_EACH") != NULL) setenv("CUDA_VISIBLE_DEVICES", node + strlen("node"), 1);
       load();
       run(&all[i]);
       fflush(stdout);

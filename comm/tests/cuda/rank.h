@@ -77,8 +77,16 @@ static void hold(void* gate) {
   while (!atomic_load((atomic_int*)gate)) usleep(100);
 }
 
+// The environment's GPUS has a digit for each rank: any of them, in any order.
+static int device_of(int rank) {
+  const char* order = getenv("GPUS");
+  const int device = order != NULL && order[0] != 0 ? order[(size_t)rank % strlen(order)] - '0' : rank % devices;
+  if (device < 0 || device >= devices) fail("GPUS=%s: there are %d", order, devices);
+  return device;
+}
+
 static void open_rank(struct Rank* r, int which) {
-  r->device = r->rank % devices;
+  r->device = device_of(r->rank);
   make_current(r->device);
   CU(cuStreamCreate, &r->stream, 1u);
   if (r->rank == 0) NC(GetUniqueId(&shared->id[which]));

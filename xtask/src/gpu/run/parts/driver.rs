@@ -69,6 +69,16 @@ pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
     if !steps.skips_without("4p", 2) {
         drive(steps, "4p", 60, "check 4 p 8388608", &[]);
     }
+    // In another order, and by processes that do not see each other's GPU.
+    for (name, words, variable) in [
+        ("2t-reversed", "check 2 t 8388608", ("GPUS", "10")),
+        ("2p-reversed", "check 2 p 8388608", ("GPUS", "10")),
+        ("2p-one-each", "check 2 p 8388608", ("ONE_EACH", "1")),
+    ] {
+        if !steps.skips_without(name, 2) {
+            drive(steps, name, 60, words, &[variable]);
+        }
+    }
     // Windows, whose operations copy engines do, eager and replayed.
     let engines: &[(&str, &str)] = &[("NCCL_CTA_POLICY", "2")];
     for (ranks, kind) in [(2, "t"), (2, "p"), (4, "t"), (4, "p"), (8, "t")] {
