@@ -133,6 +133,28 @@ fn results_have_the_same_bits_however_many_blocks_there_are() {
     }
 }
 
+/// What is left of the epochs before is taken for nothing of those that begin anew.
+#[test]
+fn epochs_begin_anew() {
+    let straight = ("RINGSIGHT_STRAIGHT_BYTES", "1");
+    let pushed = ("RINGSIGHT_PUSH_BYTES", "1");
+    for (words, settings) in [
+        (["check", "3", "t", "1048576"], &[][..]),
+        (["check", "4", "t", "1048576"], &[straight, pushed]),
+        (["check", "2", "p", "1048576"], &[straight]),
+        (["random", "4", "t", "30"], &[]),
+        (["bits", "4", "t", "1048576"], &[]),
+        (["windows", "2", "t", "0"], &[("NCCL_CTA_POLICY", "2")]),
+    ] {
+        let settings = [
+            &[("RINGSIGHT_MOCK_GPUS", "4"), ("RINGSIGHT_MOCK_EPOCHS", "last")],
+            settings,
+        ]
+        .concat();
+        drive("epochs_begin_anew", &words, &settings);
+    }
+}
+
 /// Straight between the callers' buffers, where all ranks reach them, and where some begin elsewhere than at 16 bytes.
 #[test]
 fn what_is_long_goes_straight() {

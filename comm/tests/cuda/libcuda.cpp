@@ -14,6 +14,9 @@
 //
 // Kernels were compiled for Hopper, or for what RINGSIGHT_MOCK_COMPILED_FOR says (80).
 //
+// With RINGSIGHT_MOCK_EPOCHS=last operations among peers have the last epochs that there are: behind the fifth of those that begin anew comes
+// the seventh last.
+//
 // With RINGSIGHT_MOCK_NO_KERNEL_NODES there is no memory for graphs that are made of kernels.
 //
 // With RINGSIGHT_MOCK_MEMORY_MB no device has more for one allocation; with RINGSIGHT_MOCK_NO_PEERS none reaches another's memory, nor a process
@@ -289,12 +292,14 @@ int cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned
     return report_run(*static_cast<PeerCall*>(parameters[0])), SUCCESS;
   }
   std::function<void(unsigned)> block;
+  const PeerCall* call = nullptr;
   if (!is_channels(function)) {
     if (threads > 544 || threads % 32 != 0) return INVALID_VALUE;
     const PeerKernel kernel = ringsight_peer_kernels[static_cast<char*>(function) - peer_kernels];
     const auto* bytes = static_cast<const char*>(parameters[0]);
     auto arguments = std::make_shared<std::vector<char>>(bytes, bytes + kernel.argument_bytes);
     block = [=](unsigned index) { kernel.run_block(arguments->data(), index, blocks); };
+    call = reinterpret_cast<const PeerCall*>(arguments->data());
   } else {
     if (threads != 512) return INVALID_VALUE;
     auto arguments = std::make_shared<Arguments>(*static_cast<Arguments*>(parameters[0]));
@@ -304,6 +309,8 @@ int cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned
   }
   const int device = of(stream)->device;
   return add_kernel(stream, [=] {
+    // As every rank does, of its own memory, between the same operations.
+    if (call != nullptr) skip_epochs(*call);
     const auto run = [=](unsigned index) {
       running_on = device;
       block(index);
