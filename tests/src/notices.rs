@@ -5,11 +5,17 @@ use std::{
     ffi::CString,
     io,
     os::fd::{FromRawFd as _, OwnedFd},
-    sync::{Mutex, PoisonError},
+    sync::{Mutex, OnceLock, PoisonError},
 };
 
 /// Programs in use, by interface: one is gone with its descriptor.
 static LOSSES: Mutex<BTreeMap<String, OwnedFd>> = Mutex::new(BTreeMap::new());
+
+/// With the first such program Linux changes the code that receives packets, and with the last one changes it back; some emulators run what was there
+/// before, now and then, and break the kernel. So one stays, where nothing is received, from before there is traffic; `None` where another process has one.
+static STAYS: OnceLock<Option<OwnedFd>> = OnceLock::new();
+/// An interface that is not up (vm/rdma-setup).
+const IDLE: &str = "idle0";
 
 /// What is lost.
 #[derive(Clone, Copy, Debug)]
@@ -22,10 +28,21 @@ pub(super) enum Lost {
 
 /// Has what comes to an interface lost, or nothing any longer.
 pub(super) fn lose(interface: &str, lost: Option<Lost>) {
+    STAYS.get_or_init(|| {
+        let passes = [
+            instruction(MOVE_VALUE, 0, 0, 0, XDP_PASS),
+            instruction(EXIT, 0, 0, 0, 0),
+        ];
+        match attach(IDLE, &passes) {
+            Err(error) if error.raw_os_error() == Some(libc::EBUSY) => None,
+            link => Some(link.unwrap_or_else(|error| panic!("{IDLE}: {error}"))),
+        }
+    });
     let mut losses = LOSSES.lock().unwrap_or_else(PoisonError::into_inner);
     losses.remove(interface);
     if let Some(lost) = lost {
-        losses.insert(interface.to_owned(), attach(interface, lost));
+        let link = attach(interface, &program(lost)).unwrap_or_else(|error| panic!("{interface}: {error}"));
+        losses.insert(interface.to_owned(), link);
     }
 }
 
@@ -132,20 +149,19 @@ fn bpf(command: libc::c_int, attributes: &mut Attributes) -> io::Result<OwnedFd>
     Ok(unsafe { OwnedFd::from_raw_fd(fd as libc::c_int) })
 }
 
-fn attach(interface: &str, lost: Lost) -> OwnedFd {
+fn attach(interface: &str, instructions: &[Instruction]) -> io::Result<OwnedFd> {
     use std::os::fd::AsRawFd as _;
     let name = CString::new(interface).unwrap();
     // SAFETY: a string.
     let index = unsafe { libc::if_nametoindex(name.as_ptr()) };
     assert_ne!(index, 0, "there is no {interface}");
     let halves = |address: u64| [address as u32, (address >> 32) as u32];
-    let instructions = program(lost);
     let mut load = Attributes([0; 32]);
     (load.0[0], load.0[1]) = (KIND_XDP, instructions.len() as u32);
     load.0[2..4].copy_from_slice(&halves(instructions.as_ptr() as u64));
     load.0[4..6].copy_from_slice(&halves(c"".as_ptr() as u64));
-    let program = bpf(PROGRAM_LOAD, &mut load).unwrap_or_else(|error| panic!("{interface}: {error}"));
+    let program = bpf(PROGRAM_LOAD, &mut load)?;
     let mut link = Attributes([0; 32]);
     link.0[..4].copy_from_slice(&[program.as_raw_fd() as u32, index, ATTACH_XDP, IN_SOCKET_BUFFERS]);
-    bpf(LINK_CREATE, &mut link).unwrap_or_else(|error| panic!("{interface}: {error}"))
+    bpf(LINK_CREATE, &mut link)
 }
