@@ -114,6 +114,17 @@ pub enum Scalar {
     Device(usize),
 }
 
+impl Scalar {
+    /// Where it is read on the device; 0 if it is not.
+    #[must_use]
+    pub const fn address(self) -> usize {
+        match self {
+            Self::Device(address) => address,
+            Self::None | Self::Immediate(_) => 0,
+        }
+    }
+}
+
 /// The connections of one channel's work.
 pub enum Connections {
     /// Neither peer nor ring: one rank, or a send to oneself paired with its receive (`send` and `recv` both set).

@@ -3,8 +3,6 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use ringsight_kernels::Scalar;
-
 use crate::{
     device::{Device, DeviceError, Stream},
     error::{Error, Result},
@@ -101,14 +99,10 @@ impl Buffers {
             return Ok(());
         }
         let unknown = captured && self.when == When::New;
-        let scalar = match request.scalar {
-            Scalar::Device(address) => address,
-            Scalar::None | Scalar::Immediate(_) => 0,
-        };
         for (name, address) in [
             ("sendbuff", request.send),
             ("recvbuff", request.recv),
-            ("scalar", scalar),
+            ("scalar", request.scalar.address()),
         ] {
             if address == 0 {
                 continue;

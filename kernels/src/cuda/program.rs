@@ -371,14 +371,10 @@ fn apart(lanes: Vec<(Option<u64>, Vec<&launch::Work>)>) -> [Vec<Vec<&launch::Wor
 /// Whether the kernel can load and store its elements.
 pub(super) fn address_error(work: &launch::Work) -> Result<(), WorkError> {
     let size = work.data_type.size();
-    let scalar_at = match work.scalar {
-        Scalar::Device(address) => address,
-        Scalar::None | Scalar::Immediate(_) => 0,
-    };
     for (name, address) in [
         ("sendbuff", work.send),
         ("recvbuff", work.recv),
-        ("scalar", scalar_at),
+        ("scalar", work.scalar.address()),
     ] {
         if address % size != 0 {
             return Err(WorkError(format!(
