@@ -19,7 +19,8 @@ use ringsight_records::Waits;
 
 use super::{
     clock::Clock,
-    gpu::{Launches, Memory, Slot},
+    gpu::{Memory, Slot},
+    launches::Launches,
     release,
 };
 use crate::{communicator::lock, few::Few, observe};

@@ -4,7 +4,7 @@ use std::{
     collections::HashMap,
     ffi::c_int,
     ops::Deref,
-    sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, atomic::Ordering},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, atomic::Ordering},
     thread,
 };
 
@@ -26,7 +26,9 @@ use super::{
     driver::{OutsideCapture, Pinned, attribute, call, lacking, may_overlap, new_stream},
     health::Health,
     kernel_graphs::Stock,
-    launch, memory, release,
+    launch,
+    launches::{Exchange, Launches},
+    memory, release,
 };
 use crate::{
     communicator::lock,
@@ -145,43 +147,6 @@ impl Slot {
         // So that what the next kernel says at once is news, whenever it is looked at first.
         control.waits.store(0, Ordering::Relaxed);
         self.runs_before = control.runs.load(Ordering::Relaxed);
-    }
-}
-
-/// What threads that launch and the thread that drains one GPU's events hand each other. Launches belong to the latter: no
-/// observer is told of anything under this lock.
-#[derive(Default)]
-pub(super) struct Launches {
-    pub(super) exchange: Mutex<Exchange>,
-    /// There is something to drain.
-    pub(super) wake: Condvar,
-}
-
-/// See [`Launches`].
-#[derive(Default)]
-pub(super) struct Exchange {
-    /// Launches that may begin, in order.
-    pub(super) entered: Vec<Entered>,
-    /// Those that will not run, or not any more.
-    pub(super) forgotten: Vec<u32>,
-    pub(super) free: Vec<Slot>,
-    /// The thread that drains waits to be woken.
-    pub(super) asleep: bool,
-    /// Launches that may run or wait to: eager ones that are not over, and replays that have begun.
-    pub(super) running: usize,
-    /// Numbers given to eager and to captured launches.
-    numbers: [u32; 2],
-}
-
-/// In the numbers of captured launches, which live as long as their graphs: no eager one has the number of one of these, however many
-/// of those there have been.
-const CAPTURED: u32 = 1 << 31;
-
-impl Exchange {
-    fn number(&mut self, captured: bool) -> u32 {
-        let last = &mut self.numbers[usize::from(captured)];
-        *last = (*last + 1) % CAPTURED;
-        *last | if captured { CAPTURED } else { 0 }
     }
 }
 
@@ -493,27 +458,4 @@ fn slots(stream: CUstream) -> Result<Vec<Slot>> {
             runs_before: 0,
         })
         .collect())
-}
-
-impl Launches {
-    /// A launch will not run any more.
-    pub(super) fn forget(&self, number: u32) {
-        lock(&self.exchange).forgotten.push(number);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn no_eager_launch_has_the_number_of_a_captured_one() {
-        let mut exchange = Exchange::default();
-        let captured = [exchange.number(true), exchange.number(true)];
-        assert_ne!(captured[0], captured[1]);
-        exchange.numbers[0] = CAPTURED - 3;
-        let eager = [(); 5].map(|()| exchange.number(false));
-        assert_eq!(eager, [CAPTURED - 2, CAPTURED - 1, 0, 1, 2]);
-        assert!(eager.iter().all(|number| !captured.contains(number)));
-    }
 }

@@ -15,7 +15,7 @@ use cudarc::driver::sys::{self, CUfunction, CUgraph, CUgraphExec, CUgraphNode, C
 
 use super::{
     driver::{Kernel, OutsideCapture, call},
-    gpu::Launches,
+    launches::Launches,
 };
 use crate::{
     communicator::lock,

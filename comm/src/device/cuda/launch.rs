@@ -14,8 +14,9 @@ use ringsight_kernels::{
 use super::{
     driver::Kernel,
     engines,
-    gpu::{Gpu, Launches},
+    gpu::Gpu,
     kernel_graphs::{KernelGraphs, Stock},
+    launches::Launches,
 };
 use crate::{
     device::{DeviceError, Launcher, Result},

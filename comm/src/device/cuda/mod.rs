@@ -17,6 +17,7 @@ mod gpu;
 mod health;
 mod kernel_graphs;
 mod launch;
+mod launches;
 mod memory;
 mod nvlink;
 mod pieces;

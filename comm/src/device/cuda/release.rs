@@ -22,7 +22,7 @@ use cudarc::driver::sys::{self, CUgraph};
 
 use super::{
     driver::{OutsideCapture, call},
-    gpu::Launches,
+    launches::Launches,
     share,
 };
 use crate::{
