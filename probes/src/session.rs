@@ -289,17 +289,23 @@ impl Session {
         }
         let begun = Instant::now();
         loop {
-            let of_pids = |(pid, _): &(&u32, &mut Target)| pids.contains(pid);
-            for (_, target) in self.targets.iter_mut().filter(of_pids) {
-                target.watched.drain(BATCH, now_ns(), false, samples);
-            }
-            self.drain_probes(samples);
-            let even = (self.targets.iter_mut().filter(of_pids)).all(|(_, target)| target.watched.is_even());
-            if even || begun.elapsed() >= REST {
+            self.drain_both(pids, samples);
+            let mut targets = pids.iter().filter_map(|pid| self.targets.get(pid));
+            if targets.all(|target| target.watched.is_even()) || begun.elapsed() >= REST {
                 return;
             }
             std::thread::yield_now();
         }
+    }
+
+    /// Hands on what both carriers hold of `pids`, in the order of [`Session::poll`].
+    fn drain_both(&mut self, pids: &[u32], samples: &mut Vec<Sample>) {
+        for pid in pids {
+            if let Some(target) = self.targets.get_mut(pid) {
+                target.watched.drain(BATCH, now_ns(), false, samples);
+            }
+        }
+        self.drain_probes(samples);
     }
 
     /// Stops the events of `pids`, takes what they left in both carriers, then takes the links away.
@@ -316,13 +322,8 @@ impl Session {
                 target.watched.disarm();
             }
         }
-        for pid in pids {
-            if let Some(target) = self.targets.get_mut(pid) {
-                target.watched.drain(BATCH, now_ns(), false, &mut samples);
-            }
-        }
         // Bounded all the same: what comes meanwhile is other processes'.
-        self.drain_probes(&mut samples);
+        self.drain_both(pids, &mut samples);
         for pid in pids {
             if let Some(target) = self.targets.remove(pid) {
                 self.close(*pid, target, false, &mut samples);
@@ -436,7 +437,7 @@ impl Source for Session {
         samples.append(&mut self.ready);
         // Time and deaths are read before the carriers: what they hold at the end of this poll covers both.
         let now = now_ns();
-        let ended = process::ended(
+        let mut ended = process::ended(
             &self
                 .targets
                 .values()
@@ -453,18 +454,16 @@ impl Source for Session {
         // The rings first, and before leases are renewed: what a process writes past a full ring, or while its lease has lapsed, comes after what is in
         // there, and before what it writes once there is room again.
         let mut complete = Vec::new();
-        for (target, ended) in self.targets.values_mut().zip(&ended) {
-            let ended = *ended || target.replaced;
-            complete.push(target.watched.drain(BATCH, now, ended, samples));
+        for (target, ended) in self.targets.values_mut().zip(&mut ended) {
+            // What ran the library is gone either way.
+            *ended |= target.replaced;
+            complete.push(target.watched.drain(BATCH, now, *ended, samples));
         }
         let drained = self.drain_probes(samples);
 
         let tallying = now.saturating_sub(self.tallied_ns) >= TALLY_NS;
         let mut over = Vec::new();
         for (((pid, target), ended), complete) in self.targets.iter_mut().zip(ended).zip(complete) {
-            // What ran the library is gone either way.
-            let ended = ended || target.replaced;
-            let complete = complete && drained;
             self.problems.extend(target.renew(*pid, &self.own, now));
             target.watched.lost(samples);
             if let (Some(probes), Some((key, _))) = (&self.probes, target.probed)
@@ -474,7 +473,7 @@ impl Source for Session {
             }
             target.watched.publish();
             target.watched.communicators_if_due(now, samples);
-            if complete {
+            if complete && drained {
                 samples.push(Sample::Watermark {
                     pid: *pid,
                     time_ns: now,

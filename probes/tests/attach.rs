@@ -316,59 +316,6 @@ fn a_collector_in_a_pid_namespace_of_its_own_sees_its_processes() {
 }
 
 #[test]
-fn what_another_reader_had_is_no_loss_of_who_came_before_the_pages() {
-    let name = "what_another_reader_had_is_no_loss_of_who_came_before_the_pages";
-    let Some(mut first) = session(name) else { return };
-    let Some(mut second) = session(name) else { return };
-    let Some(mut third) = session(name) else { return };
-    let mut target = Target::start(&fixture_library());
-    second.attach(target.pid()).unwrap();
-    // Before there is a ring to take it.
-    target.call("fixture_probe 3");
-    assert_eq!(by_probe(&poll(&mut second), target.pid()), 3);
-    first.attach(target.pid()).unwrap();
-    target.open();
-    let mut samples = Vec::new();
-    let communicator = |samples: &[Sample]| {
-        let is = |sample: &Sample| matches!(sample, Sample::Communicator { .. });
-        samples.iter().any(is)
-    };
-    common::poll_until(&mut first, &mut samples, communicator);
-    let begun = std::time::Instant::now();
-    let refused = loop {
-        if let Err(problem) = second.poll(&mut Vec::new()) {
-            break problem;
-        }
-        assert!(begun.elapsed() < Duration::from_secs(10), "it was not refused");
-        std::thread::sleep(Duration::from_millis(5));
-    };
-    assert!(refused.contains("is being watched by process"), "{refused}");
-    target.call("fixture_operations 7 10 0");
-    assert_eq!(records(&poll(&mut first), Kind::OpCompleted), 10);
-    first.detach(target.pid()).unwrap();
-    let mut samples = Vec::new();
-    common::poll_until(&mut second, &mut samples, communicator);
-    target.call("fixture_operations 7 5 0");
-    second.poll(&mut samples).unwrap();
-    second.detach(target.pid()).unwrap();
-    second.poll(&mut samples).unwrap();
-    assert_eq!((records(&samples, Kind::OpCompleted), lost(&samples)), (5, 0));
-    // Nor has it told the pages of more than has come to it since.
-    target.call("fixture_operations 7 4 0");
-    third.attach(target.pid()).unwrap();
-    third.detach(target.pid()).unwrap();
-    let missed = |sample: &Sample| match sample {
-        Sample::Missed {
-            kind: Kind::OpCompleted,
-            count,
-            ..
-        } => *count,
-        _ => 0,
-    };
-    assert_eq!(poll(&mut third).iter().map(missed).sum::<u64>(), 4);
-}
-
-#[test]
 fn pages_that_come_after_attaching_are_found() {
     let Some(mut session) = session("pages_that_come_after_attaching_are_found") else {
         return;

@@ -9,7 +9,8 @@ use std::{
 };
 
 use common::{
-    Reader, Target, child_of, fixture_library, numbers_of, poll_until, records, session, session_with,
+    Reader, Target, by_probe, child_of, fixture_library, numbers_of, poll_until, records, session,
+    session_with,
 };
 use ringsight_probes::{AttachError, Options, Sample, Session, Source as _, UseEbpf};
 use ringsight_records::{
@@ -231,6 +232,54 @@ fn what_happens_without_a_reader_is_missed_and_not_lost() {
         assert_eq!(missed(&samples, kind), 100, "{kind}");
     }
     assert_eq!(common::lost(&samples), 0);
+}
+
+#[test]
+fn what_another_reader_had_is_no_loss_of_who_came_before_the_pages() {
+    let name = "what_another_reader_had_is_no_loss_of_who_came_before_the_pages";
+    let Some(mut first) = session(name) else { return };
+    let Some(mut second) = session(name) else { return };
+    let Some(mut third) = session(name) else { return };
+    let mut target = Target::start(&fixture_library());
+    second.attach(target.pid()).unwrap();
+    // Before there is a ring to take it.
+    target.call("fixture_probe 3");
+    assert_eq!(by_probe(&common::poll(&mut second), target.pid()), 3);
+    first.attach(target.pid()).unwrap();
+    target.open();
+    let mut samples = Vec::new();
+    let communicator = |samples: &[Sample]| {
+        let is = |sample: &Sample| matches!(sample, Sample::Communicator { .. });
+        samples.iter().any(is)
+    };
+    poll_until(&mut first, &mut samples, communicator);
+    let begun = Instant::now();
+    let refused = loop {
+        if let Err(problem) = second.poll(&mut Vec::new()) {
+            break problem;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(10), "it was not refused");
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    assert!(refused.contains("is being watched by process"), "{refused}");
+    target.call("fixture_operations 7 10 0");
+    assert_eq!(records(&common::poll(&mut first), Kind::OpCompleted), 10);
+    first.detach(target.pid()).unwrap();
+    let mut samples = Vec::new();
+    poll_until(&mut second, &mut samples, communicator);
+    target.call("fixture_operations 7 5 0");
+    second.poll(&mut samples).unwrap();
+    second.detach(target.pid()).unwrap();
+    second.poll(&mut samples).unwrap();
+    assert_eq!(
+        (records(&samples, Kind::OpCompleted), common::lost(&samples)),
+        (5, 0)
+    );
+    // Nor has it told the pages of more than has come to it since.
+    target.call("fixture_operations 7 4 0");
+    third.attach(target.pid()).unwrap();
+    third.detach(target.pid()).unwrap();
+    assert_eq!(missed(&common::poll(&mut third), Kind::OpCompleted), 4);
 }
 
 #[test]
