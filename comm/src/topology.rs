@@ -234,12 +234,19 @@ impl Topology {
 
     /// Ranks in the order of a channel's ring, beginning with this one: data goes from `[0]` to `[1]`.
     ///
-    /// All ranks have the same ring. The ranks of a node are neighbours, so each node has one way in and one way out;
-    /// odd channels run the other way round, so that both directions of a link carry data.
+    /// All ranks have the same ring. The ranks of a node are neighbours, so each node has one way in, to its first rank, and one
+    /// way out, from its last one. Of several nodes with several ranks odd channels run the other way round, so that the ports of
+    /// both these ranks carry data in both directions. Others would gain nothing by that, and with one order what a ring
+    /// reduces does not depend on the channel.
     #[must_use]
     pub fn ring(&self, channel: u8) -> Arc<[u32]> {
         let mut order = self.nodes.concat();
-        if channel % 2 == 1 {
+        let ways = if (2..order.len()).contains(&self.nodes.len()) {
+            2
+        } else {
+            1
+        };
+        if channel % ways == 1 {
             order.reverse();
         }
         let start = order.iter().position(|rank| *rank == self.rank).unwrap_or(0);
@@ -283,6 +290,15 @@ mod tests {
         );
         assert_eq!(*topology.ring(0), [3, 4, 0, 2, 1]);
         assert_eq!(*topology.ring(1), [3, 1, 2, 0, 4]);
+    }
+
+    #[test]
+    fn rings_of_one_node_or_of_one_rank_a_node_have_one_order() {
+        for hosts in [[7, 7, 7], [7, 5, 1]] {
+            let topology = topology(1, &hosts);
+            assert_eq!(*topology.ring(0), [1, 2, 0]);
+            assert_eq!(*topology.ring(1), [1, 2, 0]);
+        }
     }
 
     #[test]

@@ -110,7 +110,7 @@ fn results_are_right() {
     }
 }
 
-/// In one shot and in lines; straight, read and pushed.
+/// In one shot and in lines; straight, read and pushed; round rings.
 #[test]
 fn results_have_the_same_bits_however_many_blocks_there_are() {
     let test = "results_have_the_same_bits_however_many_blocks_there_are";
@@ -120,16 +120,13 @@ fn results_have_the_same_bits_however_many_blocks_there_are() {
         ("4", "t", &[]),
         ("4", "p", &[straight]),
         ("4", "t", &[straight, ("RINGSIGHT_PUSH_BYTES", "1")]),
+        ("3", "t", &[("RINGSIGHT_ALGO", "ring")]),
+        ("4", "p", &[("RINGSIGHT_ALGO", "ring")]),
     ] {
         let settings = [&[("RINGSIGHT_MOCK_GPUS", "4")], settings].concat();
         if let Some(said) = drive(test, &["bits", ranks, kind, "1048576"], &settings) {
             assert_eq!(said, "216 results a rank, their bits the same", "{ranks} {kind}");
         }
-    }
-    // Where a ring begins follows from the channels: there it shows.
-    let ring = [("RINGSIGHT_ALGO", "ring")];
-    if let Some(said) = failing("driver", test, &["bits", "3", "t", "1048576"], &ring) {
-        assert!(said.contains(": others than at first"), "{said}");
     }
 }
 

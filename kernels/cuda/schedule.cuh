@@ -25,7 +25,7 @@ struct Position {
 };
 
 constexpr u64 LOCAL_BYTES = 1 << 20;
-constexpr u32 CHUNK_ALIGN_BYTES = 64;
+constexpr u32 OWNED_ALIGN_BYTES = 64;
 
 class Schedule {
  public:
@@ -35,15 +35,17 @@ class Schedule {
       : work_(&work), order_(reinterpret_cast<const u32*>(program + work.order_at)) {
     const u32 size = size_of(work.data_type);
     const bool ring = work.connections == Connections::Ring;
-    slot_elems_ = (work.connections == Connections::Local ? LOCAL_BYTES : work.slot_bytes) / size;
-    round_elems_ = slot_elems_;
+    round_elems_ = (work.connections == Connections::Local ? LOCAL_BYTES : work.slot_bytes) / size;
     per_round_ = 1;
+    each_ = work.count;
     if (ring) {
       switch (work.function) {
-        case Function::AllReduce:
-          round_elems_ = slot_elems_ * work.ranks;
+        case Function::AllReduce: {
+          const u32 align = OWNED_ALIGN_BYTES / size;
+          each_ = (divided(work.count + work.ranks - 1, work.ranks) + align - 1) / align * align;
           per_round_ = 2 * work.ranks - 1;
           break;
+        }
         case Function::AllGather:
         case Function::ReduceScatter: per_round_ = work.ranks; break;
         case Function::Broadcast:
@@ -129,17 +131,13 @@ class Schedule {
     }
     switch (work_->function) {
       case Function::AllReduce: {
-        const u64 align = CHUNK_ALIGN_BYTES / size_of(work_->data_type);
-        u64 chunk = divided(len + ranks - 1, ranks);
-        chunk = (chunk + align - 1) / align * align;
-        if (chunk > slot_elems_) chunk = slot_elems_;
-        u64 start = owner(2 * ranks - 1 - index) * chunk;
-        if (start > len) start = len;
-        step.elems = chunk < len - start ? chunk : len - start;
+        const u64 at = place(2 * ranks - 1 - index, base);
+        const u64 there = at < work_->count ? work_->count - at : 0;
+        if (there < len) step.elems = there;
         step.recv = index > 0;
         step.send = index < 2 * ranks - 2;
-        if (index < ranks) step.source = base + start;
-        if (index >= ranks - 1) step.store = base + start;
+        if (index < ranks) step.source = at;
+        if (index >= ranks - 1) step.store = at;
         step.complete = index == ranks - 1;
         return step;
       }
@@ -147,13 +145,13 @@ class Schedule {
         step.recv = index > 0;
         step.send = index < ranks - 1;
         if (index == 0) step.source = base;
-        step.store = owner(ranks - index) * work_->count + base;
+        step.store = place(ranks - index, base);
         return step;
       case Function::ReduceScatter: {
         const bool last = index == ranks - 1;
         step.recv = index > 0;
         step.send = !last;
-        step.source = owner(ranks - 1 - index) * work_->count + base;
+        step.source = place(ranks - 1 - index, base);
         if (last) step.store = base;
         step.complete = last;
         return step;
@@ -186,12 +184,12 @@ class Schedule {
     if ((value | by) >> 32 == 0) return static_cast<u32>(value) / static_cast<u32>(by);
     return value / by;
   }
-  DEVICE u64 owner(u32 hop) const { return order_[hop % work_->ranks]; }
+  DEVICE u64 place(u32 hop, u64 base) const { return order_[hop % work_->ranks] * each_ + base; }
 
   const Work* work_;
   const u32* order_;
-  u64 slot_elems_;
   u64 round_elems_;
+  u64 each_;
   u64 rounds_;
   u32 per_round_;
   bool post_;

@@ -59,7 +59,8 @@ pub struct Work {
     pub recv: usize,
     /// Elements of the operation as the caller gave them: per rank for AllGather, ReduceScatter, AlltoAll, Gather, Scatter.
     pub count: usize,
-    /// This channel's part of `0..count`, in elements. The parts of all channels cover it without overlap.
+    /// This channel's part of the elements that channels divide among themselves, which are all of `count`, or in an AllReduce round a ring
+    /// those of each rank ([`divisible`](crate::schedule::divisible)). The parts of all channels cover them without overlap.
     pub part: Range<usize>,
     /// This rank.
     pub rank: u32,

@@ -12,14 +12,21 @@
 //!   the root in Reduce) first posts an *empty* slot. The one behind whom no data comes takes it at its end, so that
 //!   nobody waits for it earlier than he must.
 //! - AllGather, ReduceScatter and a one-shot AllReduce begin with a slot of data on every hop; so does an AllReduce where
-//!   each rank owns a part. A small AllReduce has fewer parts; but there is always rank 0's, and with it the rank behind
-//!   rank 0 begins.
+//!   each rank owns elements of the channel's part. Of a small AllReduce fewer do; but rank 0 always does, and with it the
+//!   rank behind rank 0 begins.
 //! - Functions that are made of sends and receives (AlltoAll, Gather, Scatter) have a ring program of one empty slot.
 //!
 //! So whatever the ranks call, the rank behind rank 0 posts a slot without waiting for anybody. Its next rank takes it or
 //! differs; if it takes it, it does the same and posts a slot in turn; and so on round the ring: either a rank differs
 //! from the one before it and sees that, or all are the same. (A program that waits for room looks at what has arrived,
 //! too.)
+//!
+//! # Who owns what
+//!
+//! In an AllReduce each rank [owns](owned) elements, as in ReduceScatter and AllGather, and a channel does the same stretch of
+//! all ranks' ([`Work::part`]). So at which rank the reduction of an element begins follows from its place alone, and not from
+//! the channels and slots that the operation is cut into: with any number of channels it has the same bits, as long as
+//! all channels' rings have one order.
 //!
 //! # One-shot AllReduce
 //!
@@ -35,7 +42,7 @@ mod tests;
 
 use std::ops::Range;
 
-use ringsight_records::{Algorithm, Function};
+use ringsight_records::{Algorithm, DataType, Function};
 
 pub use self::check::WorkError;
 use self::marks::Marks;
@@ -85,7 +92,7 @@ impl Step {
 pub struct Schedule {
     kind: Kind,
     part: Range<usize>,
-    /// Elements of all ranks' chunks of one round together.
+    /// Elements of the part that one round does, of each rank's where each has some.
     round_elems: usize,
     marks: Marks,
     /// Rounds that cover the part; 0 if the part is empty.
@@ -124,16 +131,41 @@ enum Kind {
         order: std::sync::Arc<[u32]>,
         root: u32,
         count: usize,
-        slot_elems: usize,
-        align: usize,
+        /// Of `count`, those that are of one rank.
+        each: usize,
     },
 }
 
 /// Elements of one local copy step: large enough to be cheap, small enough to let other channels run.
 const LOCAL_BYTES: usize = 1 << 20;
 
-/// Chunks of an AllReduce round start at multiples of this many bytes, so that reductions run on whole vectors.
-const CHUNK_ALIGN_BYTES: usize = 64;
+/// What a rank owns in an AllReduce starts at multiples of this many bytes, so that reductions run on whole vectors.
+const OWNED_ALIGN_BYTES: usize = 64;
+
+/// Elements that each rank owns in an AllReduce of `count` elements round a ring: rank r those from r times as many on, as far
+/// as there are any.
+fn owned(data_type: DataType, count: usize, ranks: u32) -> usize {
+    count
+        .div_ceil(ranks.max(1) as usize)
+        .next_multiple_of(OWNED_ALIGN_BYTES / data_type.size())
+}
+
+/// Elements that the channels of an operation divide among themselves ([`Work::part`]): all of `count`, or where each rank owns
+/// some, the most that one does.
+#[must_use]
+pub fn divisible(
+    function: Function,
+    algorithm: Algorithm,
+    data_type: DataType,
+    count: usize,
+    ranks: u32,
+) -> usize {
+    if function == Function::AllReduce && algorithm == Algorithm::Ring {
+        owned(data_type, count, ranks).min(count)
+    } else {
+        count
+    }
+}
 
 impl Schedule {
     /// The schedule of `work`.
@@ -160,24 +192,25 @@ impl Schedule {
                 (kind, next.slot_bytes() / size, order.len())
             }
             Connections::Ring { order, next, .. } => {
-                let ranks = order.len();
-                let slot_elems = next.slot_bytes() / size;
-                let (round_elems, per_round) = match work.function {
-                    Function::AllReduce => (slot_elems * ranks, 2 * ranks - 1),
-                    Function::AllGather | Function::ReduceScatter => (slot_elems, ranks),
-                    Function::Broadcast | Function::Reduce => (slot_elems, 1),
+                let per_round = match work.function {
+                    Function::AllReduce => 2 * order.len() - 1,
+                    Function::AllGather | Function::ReduceScatter => order.len(),
+                    Function::Broadcast | Function::Reduce => 1,
                     // No data goes round the ring, `Work::check` sees to it.
-                    _ => (slot_elems, 0),
+                    _ => 0,
+                };
+                let each = match work.function {
+                    Function::AllReduce => owned(work.data_type, work.count, work.ranks),
+                    _ => work.count,
                 };
                 let kind = Kind::Ring {
                     function: work.function,
                     order: order.clone(),
                     root: work.root,
                     count: work.count,
-                    slot_elems,
-                    align: CHUNK_ALIGN_BYTES / size,
+                    each,
                 };
-                (kind, round_elems, per_round)
+                (kind, next.slot_bytes() / size, per_round)
             }
         };
         // A slot smaller than an element (refused by `Work::check`) must not divide by zero here.
@@ -282,50 +315,38 @@ impl Schedule {
                 order,
                 root,
                 count,
-                slot_elems,
-                align,
+                each,
             } => {
                 let ranks = order.len();
-                let owner = |hop: usize| order[hop % ranks] as usize;
+                let place = |hop: usize| order[hop % ranks] as usize * each + base;
                 match function {
                     Function::AllReduce => {
                         // Reduce-scatter: the chunk of the rank behind us leaves first and each chunk travels on to
                         // its owner, who completes it (index ranks - 1). All-gather: complete chunks go round.
-                        let chunk = len
-                            .div_ceil(ranks)
-                            .next_multiple_of((*align).max(1))
-                            .min(*slot_elems);
-                        let start = (owner(2 * ranks - 1 - index) * chunk).min(len);
-                        let elems = chunk.min(len - start);
-                        let at = Some(base + start);
-                        let reducing = index < ranks;
+                        let at = place(2 * ranks - 1 - index);
                         Step {
-                            elems,
-                            mark: false,
+                            elems: len.min(count.saturating_sub(at)),
                             recv: index > 0,
                             send: index < 2 * ranks - 2,
-                            source: if reducing { at } else { None },
-                            store: if index >= ranks - 1 { at } else { None },
+                            source: (index < ranks).then_some(at),
+                            store: (index >= ranks - 1).then_some(at),
                             complete: index == ranks - 1,
-                            keep: None,
-                        }
-                    }
-                    Function::AllGather => {
-                        let at = owner(ranks - index) * count + base;
-                        Step {
-                            recv: index > 0,
-                            send: index < ranks - 1,
-                            source: (index == 0).then_some(base),
-                            store: Some(at),
                             ..here
                         }
                     }
+                    Function::AllGather => Step {
+                        recv: index > 0,
+                        send: index < ranks - 1,
+                        source: (index == 0).then_some(base),
+                        store: Some(place(ranks - index)),
+                        ..here
+                    },
                     Function::ReduceScatter => {
                         let last = index == ranks - 1;
                         Step {
                             recv: index > 0,
                             send: !last,
-                            source: Some(owner(ranks - 1 - index) * count + base),
+                            source: Some(place(ranks - 1 - index)),
                             store: last.then_some(base),
                             complete: last,
                             ..here
@@ -358,42 +379,42 @@ impl Schedule {
         }
     }
 
-    /// Slots posted and consumed in one round.
-    fn count(&self, round: usize) -> Steps {
-        let mut total = Steps::default();
-        for step in (0..self.per_round)
-            .map(|index| self.step(round, index))
-            .filter(|step| step.elems > 0)
-        {
-            total.send += u32::from(step.send);
-            total.recv += u32::from(step.recv);
+    /// Rounds in which the step with this index has elements: the first so many.
+    fn rounds_of(&self, index: usize) -> usize {
+        match &self.kind {
+            Kind::Ring {
+                function: Function::AllReduce,
+                order,
+                count,
+                each,
+                ..
+            } => {
+                // As `step` finds it: of ranks at the end of the buffer there may be less.
+                let owner = order[(2 * order.len() - 1 - index) % order.len()] as usize;
+                let end = self.part.end.min(count.saturating_sub(owner * each));
+                end.saturating_sub(self.part.start).div_ceil(self.round_elems)
+            }
+            _ => self.rounds,
         }
-        total
     }
 
     /// Slots posted and consumed in all rounds.
     #[must_use]
     pub fn steps(&self) -> Steps {
-        let marks = Steps {
+        let mut total = Steps {
             send: u32::from(self.marks.post),
             recv: u32::from(self.marks.take_first) + u32::from(self.marks.take_last),
         };
-        let Some(last) = self.rounds.checked_sub(1) else {
-            return marks;
-        };
-        // Every round but the last is full, so they are alike.
-        let (first, end) = (self.count(0), self.count(last));
-        let full = u32::try_from(last).unwrap_or(u32::MAX);
-        let total = |marks: u32, first: u32, end: u32| {
-            first
-                .saturating_mul(full)
-                .saturating_add(end)
-                .saturating_add(marks)
-        };
-        Steps {
-            send: total(marks.send, first.send, end.send),
-            recv: total(marks.recv, first.recv, end.recv),
+        for index in (0..self.per_round).filter(|_| self.rounds > 0) {
+            let rounds = u32::try_from(self.rounds_of(index)).unwrap_or(u32::MAX);
+            let step = self.step(0, index);
+            let add = |total: &mut u32, moves: bool| {
+                *total = total.saturating_add(if moves { rounds } else { 0 });
+            };
+            add(&mut total.send, step.send);
+            add(&mut total.recv, step.recv);
         }
+        total
     }
 }
 

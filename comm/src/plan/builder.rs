@@ -6,6 +6,7 @@ use ringsight_kernels::{
     Connections, Straight, Work,
     cuda::{exchange::can_go_straight, layout::Shown},
     launch::Peers,
+    schedule::divisible,
 };
 use ringsight_records::{Algorithm, Flags, Function, Protocol};
 
@@ -88,7 +89,14 @@ impl<'a> Builder<'a> {
         choice: algorithm::Choice,
     ) -> Result<()> {
         let request = &task.request;
-        let mut parts = channels::split(request.count, request.data_type.size(), wanted);
+        let elements = divisible(
+            request.function,
+            choice.algorithm,
+            request.data_type,
+            request.count,
+            self.comm.ranks,
+        );
+        let mut parts = channels::split(elements, request.data_type.size(), wanted);
         parts.retain(|part| !part.is_empty());
         // Ranks that call different operations find out where these meet, so they must meet. Let the n-th collective of
         // a group be the first that differs. Where plans are cut depends on the operations before it alone, so all ranks have it

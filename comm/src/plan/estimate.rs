@@ -60,7 +60,7 @@ impl Load {
         // What each rank passes on of a part.
         let bytes = match work.function {
             Function::AllReduce if work.algorithm == Algorithm::OneShot => part * (ranks - 1),
-            Function::AllReduce => 2 * part / ranks * (ranks - 1),
+            Function::AllReduce => 2 * part * (ranks - 1),
             Function::AllGather | Function::ReduceScatter | Function::AlltoAll => part * (ranks - 1),
             _ => part,
         };

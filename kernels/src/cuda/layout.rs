@@ -176,7 +176,7 @@ pub struct LaunchControl {
     pub abort: std::sync::atomic::AtomicU32,
     /// Kernel: the last run gave up. Written before `runs`.
     pub aborted: std::sync::atomic::AtomicU32,
-    /// Kernel: [`LaunchState::runs`], once all that the run has done and reported is visible.
+    /// Kernel: [`LaunchState::runs`]. Of a run that gave up all that it has reported is visible with it.
     pub runs: std::sync::atomic::AtomicU32,
     /// Kernel: another number than before, from time to time while something moves.
     pub moved: std::sync::atomic::AtomicU32,

@@ -2,7 +2,7 @@
 
 use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
-use super::{Schedule, Steps};
+use super::{Schedule, Steps, divisible};
 use crate::{
     cuda::{
         exchange::{has_two_shots, reduces_straight},
@@ -52,10 +52,20 @@ impl Work {
     /// Says what does not fit.
     pub fn check(&self) -> Result<(), WorkError> {
         let fail = |why: String| Err(WorkError(format!("op {} ({}): {why}", self.op, self.function)));
-        if self.part.start > self.part.end || self.part.end > self.count {
+        let elements = match &self.connections {
+            Connections::Ring { .. } => divisible(
+                self.function,
+                self.algorithm,
+                self.data_type,
+                self.count,
+                self.ranks,
+            ),
+            _ => self.count,
+        };
+        if self.part.start > self.part.end || self.part.end > elements {
             return fail(format!(
-                "part {:?} is not within its {} elements",
-                self.part, self.count
+                "part {:?} is not within its {elements} elements",
+                self.part
             ));
         }
         let reduces = self.function.reduces();

@@ -82,12 +82,21 @@ proptest! {
         let ranks = members.len();
         let of_messages = !RINGS[..5].contains(&function);
         let len = if of_messages { 0 } else { len };
+        let algorithm = algorithm(function, len * data_type.size(), slot_bytes, one_shot);
+        let mut count = before + len + after;
+        let is_owned = function == Function::AllReduce && algorithm == Algorithm::Ring;
+        if is_owned {
+            // So that the rank which owns most has that many, and the last ones less or nothing.
+            count = count.saturating_sub(1) * ranks + 1;
+        }
+        // Of one rank.
+        let each = if is_owned { owned(data_type, count, ranks as u32) } else { count };
         let works: Vec<Work> = (0..ranks)
             .map(|at| Work {
-                count: before + len + after,
+                count,
                 part: before..before + len,
                 root: root.index(ranks) as u32,
-                algorithm: algorithm(function, len * data_type.size(), slot_bytes, one_shot),
+                algorithm,
                 ..work(function, data_type, &members, at, &fifo)
             })
             .collect();
@@ -118,7 +127,7 @@ proptest! {
             }
             let has_result = function != Function::Reduce || work.rank == work.root;
             for (at, times) in stored.into_iter().enumerate() {
-                prop_assert_eq!(times, u32::from(has_result && work.part.contains(&(at % work.count))));
+                prop_assert_eq!(times, u32::from(has_result && work.part.contains(&(at % each))));
             }
         }
     }
@@ -135,8 +144,9 @@ fn somebody_sees_it(calls: &[Called], members: &[u32], slot_bytes: usize, finish
     let mut programs: Vec<(Schedule, Position)> = (0..ranks)
         .map(|at| {
             let (function, data_type, root, count, one_shot) = calls[at];
+            let algorithm = algorithm(function, count * data_type.size(), slot_bytes, one_shot);
             let part = if RINGS[..5].contains(&function) {
-                0..count
+                0..divisible(function, algorithm, data_type, count, ranks as u32)
             } else {
                 0..0
             };
@@ -144,7 +154,7 @@ fn somebody_sees_it(calls: &[Called], members: &[u32], slot_bytes: usize, finish
                 count,
                 part,
                 root,
-                algorithm: algorithm(function, count * data_type.size(), slot_bytes, one_shot),
+                algorithm,
                 ..work(function, data_type, members, at, &slot)
             };
             work.check().unwrap();
@@ -214,10 +224,10 @@ fn steps_of_a_large_operation_are_counted_without_walking_it() {
     let fifo = heap(64);
     let large = Work {
         count: usize::MAX / 64,
-        part: 0..1 << 30,
+        part: 0..1 << 29,
         ..work(Function::AllReduce, DataType::Uint8, &[0, 1], 0, &fifo)
     };
-    // 128 bytes a round, 2 slots each way.
+    // 64 bytes of each rank's a round, 2 slots each way.
     assert_eq!(
         large.steps(),
         Steps {

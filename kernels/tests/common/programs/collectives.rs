@@ -2,7 +2,9 @@
 
 use std::{ops::Range, sync::Arc, thread};
 
-use ringsight_kernels::{ChannelWork, Connections, Fifo, Launch, Scalar, Straight, Work};
+use ringsight_kernels::{
+    ChannelWork, Connections, Fifo, Launch, Scalar, Straight, Work, schedule::divisible,
+};
 use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
 use super::{Log, Seen, ring, run, runs};
@@ -20,11 +22,18 @@ struct Case {
     root: usize,
 }
 
-fn parts(count: usize, channels: usize) -> Vec<Range<usize>> {
+/// Parts of the elements that channels divide among themselves.
+fn parts(elements: usize, channels: usize) -> Vec<Range<usize>> {
     // Unequal on purpose: the last channel takes what is left.
-    let each = count / channels;
+    let each = elements / channels;
     (0..channels)
-        .map(|c| c * each..if c + 1 == channels { count } else { (c + 1) * each })
+        .map(|c| {
+            c * each..if c + 1 == channels {
+                elements
+            } else {
+                (c + 1) * each
+            }
+        })
         .collect()
 }
 
@@ -51,6 +60,7 @@ fn collective(case: Case) -> Vec<Vec<i32>> {
         Function::ReduceScatter => (count * ranks, count),
         _ => (count, count),
     };
+    let elements = divisible(function, algorithm, DataType::Int32, count, ranks as u32);
     // Each channel its own ring order: rotated and, on odd channels, reversed.
     let mut rings: Vec<Vec<Option<Connections>>> = Vec::new();
     for channel in 0..channels {
@@ -98,7 +108,7 @@ fn collective(case: Case) -> Vec<Vec<i32>> {
                 let mut expected = Vec::new();
                 let work = connections
                     .into_iter()
-                    .zip(parts(count, channels))
+                    .zip(parts(elements, channels))
                     .enumerate()
                     .map(|(channel, (connections, part))| {
                         let Connections::Ring { prev, next, .. } = &connections else {
@@ -277,50 +287,76 @@ fn collectives_match_the_reference() {
 }
 
 #[test]
-fn every_rank_gets_the_same_float_bits() {
-    for (algorithm, count) in [(Algorithm::Ring, 3001), (Algorithm::OneShot, 127)] {
+fn every_rank_gets_the_same_float_bits_however_many_channels_there_are() {
+    for (algorithm, count) in [
+        (Algorithm::Ring, 3001),
+        (Algorithm::Ring, 33),
+        (Algorithm::OneShot, 127),
+    ] {
         if runs(algorithm) {
-            same_float_bits(algorithm, count);
+            let one = same_float_bits(algorithm, count, 1, 512);
+            assert_eq!(
+                one,
+                same_float_bits(algorithm, count, 3, 512),
+                "{algorithm}: 3 channels"
+            );
+            assert_eq!(
+                one,
+                same_float_bits(algorithm, count, 2, 1024),
+                "{algorithm}: longer slots"
+            );
         }
     }
 }
 
-fn same_float_bits(algorithm: Algorithm, count: usize) {
+/// The bits of an all_reduce, which are the same on all ranks; all channels' rings have one order.
+fn same_float_bits(algorithm: Algorithm, count: usize, channels: usize, slot_bytes: usize) -> Vec<u32> {
     let ranks = 5;
-    let mut connections: Vec<_> = ring(&[3, 0, 4, 1, 2], 512).into_iter().map(Some).collect();
-    let threads: Vec<_> = [3_u32, 0, 4, 1, 2]
+    let members = [3_u32, 0, 4, 1, 2];
+    let mut rings: Vec<_> = (0..channels)
+        .map(|_| ring(&members, slot_bytes).into_iter())
+        .collect();
+    let elements = divisible(
+        Function::AllReduce,
+        algorithm,
+        DataType::Float32,
+        count,
+        members.len() as u32,
+    );
+    let threads: Vec<_> = members
         .into_iter()
-        .enumerate()
-        .map(|(at, rank)| {
-            let connections = connections[at].take().unwrap();
+        .map(|rank| {
+            let connections: Vec<_> = rings.iter_mut().map(|ring| ring.next().unwrap()).collect();
             thread::spawn(move || {
                 let mut data: Vec<f32> = (0..count)
                     .map(|i| ((i * 37 + rank as usize * 11) % 1013) as f32 * 1.1e-3 + 1e4)
                     .collect();
                 let address = data.as_mut_ptr() as usize;
-                let work = Work {
-                    op: 1,
-                    tag: 3,
-                    function: Function::AllReduce,
-                    algorithm,
-                    data_type: DataType::Float32,
-                    reduce_op: ReduceOp::Avg,
-                    scalar: Scalar::None,
-                    send: address,
-                    recv: address,
-                    count,
-                    part: 0..count,
-                    rank,
-                    ranks,
-                    root: 0,
-                    connections,
-                    straight: Straight::No,
-                    pushes: false,
-                };
-                let channels = vec![ChannelWork {
-                    channel: 0,
-                    work: vec![work],
-                }];
+                let channels = (0..)
+                    .zip(connections.into_iter().zip(parts(elements, channels)))
+                    .map(|(channel, (connections, part))| ChannelWork {
+                        channel,
+                        work: vec![Work {
+                            op: 1,
+                            tag: 3,
+                            function: Function::AllReduce,
+                            algorithm,
+                            data_type: DataType::Float32,
+                            reduce_op: ReduceOp::Avg,
+                            scalar: Scalar::None,
+                            send: address,
+                            recv: address,
+                            count,
+                            part,
+                            rank,
+                            ranks,
+                            root: 0,
+                            connections,
+                            straight: Straight::No,
+                            pushes: false,
+                        }],
+                    })
+                    .collect();
                 run(
                     &Launch {
                         peers: None,
@@ -334,7 +370,8 @@ fn same_float_bits(algorithm: Algorithm, count: usize) {
             })
         })
         .collect();
-    let results: Vec<_> = threads.into_iter().map(|t| t.join().unwrap()).collect();
+    let mut results: Vec<_> = threads.into_iter().map(|t| t.join().unwrap()).collect();
     assert!(results.windows(2).all(|pair| pair[0] == pair[1]));
     assert!((f32::from_bits(results[0][0]) - 1e4).abs() < 2.0);
+    results.swap_remove(0)
 }

@@ -62,6 +62,8 @@ pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
     );
     drive(steps, "bits-4t", 60, "bits 4 t 67108864", &[]);
     drive(steps, "bits-4t-push", 60, "bits 4 t 67108864", PUSHED);
+    let ring = &[("RINGSIGHT_ALGO", "ring")];
+    drive(steps, "bits-4t-ring", 60, "bits 4 t 67108864", ring);
     drive(steps, "random-2t", 60, "random 2 t 100", &[]);
     drive(steps, "random-2p", 60, "random 2 p 100", &[]);
     drive(steps, "random-4t", 60, "random 4 t 60", &[]);
