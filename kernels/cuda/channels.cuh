@@ -377,12 +377,7 @@ class Block {
         if (ops_[op].begun && ops_[op].left > 0) report(EventKind::Aborted, all_ops_[op].number, device_time());
       }
     }
-    if (!report_.block_done(blocks_, aborted)) return;
-    // Relaxed, as in one_shot.cuh: what the host has not seen of a run that is over it makes up for. Of one that was given up it
-    // is to see all.
-    const u32 runs = report_.renew(runs_, aborted);
-    if (aborted) fence_system();
-    store_relaxed(&report_.control().runs, runs);
+    if (report_.block_done(blocks_, aborted)) report_.end(runs_, aborted);
   }
 
   // Reports it, after what has begun if that was not.

@@ -297,10 +297,7 @@ class Meeting {
     const EventKind kind = aborted ? EventKind::Aborted : EventKind::Stopped;
     if (place == Report::no_place()) place = report_.place(report_.ticket());
     report_.event_at(place, kind, report_.replay(runs), call_.channel, call_.op, device_time());
-    // Relaxed, as an event's words are: a release would have to wait for all that was written to other GPUs and to the host,
-    // which takes longer than the operation. The host's streams order the data by the kernel's end; what the host learns here is
-    // that the run is over, and if it learns so before it sees the event, it makes up for that.
-    store_relaxed(&report_.control().runs, report_.renew(runs, aborted));
+    report_.end(runs, aborted);
   }
 
   const PeerCall& call_;

@@ -115,8 +115,7 @@ class MessagesBlock {
     aborted = block_any(last && aborted);
     tell(aborted ? EventKind::Aborted : EventKind::Stopped, runs);
     block_barrier();
-    // Relaxed: see `Meeting::finish`.
-    if (thread_index() == 0) store_relaxed(&report_.control().runs, report_.renew(runs, aborted));
+    if (thread_index() == 0) report_.end(runs, aborted);
   }
 
  private:

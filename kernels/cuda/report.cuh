@@ -133,13 +133,19 @@ class Report {
   DEVICE INLINE void give_up() const { store_relaxed(&state_->done, ABORTED); }
   DEVICE INLINE bool has_given_up() const { return load_relaxed(&state_->done) != 0; }
 
-  // The last block makes the state ready for the next run; returns what the host is to be told.
-  DEVICE INLINE u32 renew(u32 runs, bool aborted) const {
-    store_relaxed(&control_->aborted, aborted ? 1u : 0u);
+  // The last block makes the state ready for the next run, and tells the host that this one is over.
+  //
+  // Relaxed, as an event's words are: a release would have to wait for all that was written to other GPUs and to the host, which takes longer
+  // than a short operation. The host's streams order the data by the kernel's end; what the host learns here is that the run is over, and if it
+  // learns so before it sees an event, it makes up for that. Of a run that was given up it is to see all, and that it was: a fence between, which
+  // pairs with the host's acquire.
+  DEVICE INLINE void end(u32 runs, bool aborted) const {
     store_relaxed(&state_->done, static_cast<u64>(0));
     store_relaxed(&state_->differs, 0u);
     store_relaxed(&state_->runs, runs + 1);
-    return runs + 1;
+    store_relaxed(&control_->aborted, aborted ? 1u : 0u);
+    if (aborted) fence_system();
+    store_relaxed(&control_->runs, runs + 1);
   }
 
  private:

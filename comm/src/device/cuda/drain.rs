@@ -218,7 +218,8 @@ impl InFlight {
                 self.launch.observer.waits(waits);
             }
         }
-        // Acquire: pairs with the kernel's release; its events and its mark are visible.
+        // Acquire: pairs with the kernel's fence of a run that gave up, whose events and mark are visible. Of another run there is none: what of its
+        // events has not been seen when it is over, `finish` makes up for.
         let runs = control
             .runs
             .load(Ordering::Acquire)

@@ -378,7 +378,7 @@ void report_run(const PeerCall& call) {
   const u32 runs = report.runs(), replay = report.replay(runs);
   report.event(EventKind::Started, replay, call.channel, call.op, 1);
   report.event(EventKind::Stopped, replay, call.channel, call.op, 1);
-  store_release(&report.control().runs, report.renew(runs, false));
+  report.end(runs, false);
 }
 
 // The default stream is that of every device.
