@@ -22,6 +22,19 @@
 
 namespace ringsight {
 
+// Threads of a block at most, of which some serve.
+constexpr u32 EXCHANGE_THREADS = 256;
+
+// Whether each warp looks for itself where buffers are, and so has places of its own, for where two ranks reduce straight: for all to wait for one was
+// slower. Of more ranks, and where chunks are pushed, one looks for all: they would stand in each other's way.
+template <bool MAY_BE_STRAIGHT, bool REDUCES, u32 RANKS>
+constexpr bool ALL_WARPS_LOOK = MAY_BE_STRAIGHT && REDUCES && RANKS == 2;
+// Places of a block.
+template <bool MAY_BE_STRAIGHT, bool REDUCES, u32 RANKS>
+struct PlacesOf {
+  Places of_warp[ALL_WARPS_LOOK<MAY_BE_STRAIGHT, REDUCES, RANKS> ? EXCHANGE_THREADS / 32 : 1];
+};
+
 // One block of a kernel: of one for what may go straight, or for what goes in lines in any case, whose code is short: 0.3 us less on four GPUs, and a
 // twentieth of the time that 4 MiB take. Of one that copies, where `REDUCES` is not set; of any that reduces, where `E` and `Op` are void, or of the
 // one that sums elements `E`; of any number of ranks, or of `RANKS`. `WHOLE`: all buffers begin and end where words do.
@@ -29,9 +42,9 @@ template <bool MAY_BE_STRAIGHT, bool REDUCES, bool WHOLE, class E, class Op, u32
 class ExchangeBlock {
  public:
   // `place` and `places` are shared by the threads of the block.
-  DEVICE ExchangeBlock(const Exchange& arguments, u32 block, u32 blocks, volatile u64& place, Places& places)
+  DEVICE ExchangeBlock(const Exchange& arguments, u32 block, u32 blocks, volatile u64& place, PlacesOf<MAY_BE_STRAIGHT, REDUCES, RANKS>& places)
       : arguments_(arguments),
-        places_(places),
+        places_(places.of_warp[ALL_LOOK && arguments.push == 0 ? thread_index() / warp_threads() : 0]),
         meeting_(arguments.call, block, blocks, place),
         folding_(arguments.call.data_type, arguments.call.combine, arguments.call.argument, arguments.call.ranks),
         block_(block),
@@ -63,6 +76,7 @@ class ExchangeBlock {
  private:
   using Words = Folding<E, Op, RANKS, MAX_PEERS>;
   using Part = Stretch<WHOLE>;
+  static constexpr bool ALL_LOOK = ALL_WARPS_LOOK<MAY_BE_STRAIGHT, REDUCES, RANKS>;
   static constexpr u32 MOST_RANKS = Words::MOST_RANKS;
   // Rows that a thread asks for before it waits for the first, among two ranks or any number. Of a chunk of at least `MANY` answers are to overlap; one of
   // up to `EXACT` is asked for as a whole, and by code of its own: to look at rows that are not there takes as long as a tenth of the operation.
@@ -343,10 +357,9 @@ class ExchangeBlock {
     store_line(&place.from, static_cast<u32>(from), static_cast<u32>(from >> 32), meeting_.epoch());
   }
 
-  // By all threads that move data: one warp looks, for all of them would stand in each other's way. Where two ranks reduce every warp does, and finds the
-  // same: measured so.
+  // By all threads that move data. Where all warps look they find the same.
   DEVICE INLINE Way agree_movers() {
-    if constexpr (REDUCES && RANKS == 2) return agree();
+    if constexpr (ALL_LOOK) return agree();
     if (thread_index() < warp_threads()) {
       const Way way = agree();
       if (warp_thread() == 0) places_.way = static_cast<u32>(way);

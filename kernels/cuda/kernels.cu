@@ -40,11 +40,11 @@ RINGSIGHT_ONE_SHOTS(RINGSIGHT_KERNEL)
 
 // A collective of any length among peers: two blocks on a multiprocessor, or four of half the threads.
 #define RINGSIGHT_KERNEL(NAME, STRAIGHT, REDUCES, WHOLE, E, OP, RANKS)                                  \
-  extern "C" __global__ void __launch_bounds__(256, 2)                                           \
+  extern "C" __global__ void __launch_bounds__(ringsight::EXCHANGE_THREADS, 2)                    \
   NAME(const __grid_constant__ ringsight::Exchange arguments) {                                  \
     using namespace ringsight;                                                                   \
     __shared__ volatile u64 place;                                                              \
-    __shared__ Places places;                                                                    \
+    __shared__ PlacesOf<STRAIGHT, REDUCES, RANKS> places;                                        \
     await_kernels_before();                                                                      \
     ExchangeBlock<STRAIGHT, REDUCES, WHOLE, E, OP, RANKS>(arguments, blockIdx.x, gridDim.x, place, places).run(); \
   }

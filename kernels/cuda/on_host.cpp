@@ -42,7 +42,7 @@ void run_one_shot(const void* arguments, u32 index, u32 blocks) {
 template <bool STRAIGHT, bool REDUCES, bool WHOLE, class E, class Op, u32 RANKS>
 void run_exchange(const void* arguments, u32 index, u32 blocks) {
   volatile u64 place;
-  Places places;
+  PlacesOf<STRAIGHT, REDUCES, RANKS> places;
   ExchangeBlock<STRAIGHT, REDUCES, WHOLE, E, Op, RANKS>(*static_cast<const Exchange*>(arguments), index, blocks, place, places).run();
 }
 template <bool WHOLE>
