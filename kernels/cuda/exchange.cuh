@@ -57,7 +57,7 @@ class ExchangeBlock {
     u64* steps = steps_of(base(me())) + lane_;
     if (meeting_.moves()) step_ = load_relaxed(steps) + 1;
     meeting_.begin(is_short(), [this] {
-      if (may_be_straight()) tell_places();
+      if (may_be_straight()) finding().tell();
     });
     bool done = true;
     Way way = Way::Steps;
@@ -332,71 +332,25 @@ class ExchangeBlock {
 
   // ---- straight between callers' buffers ----
 
-  enum class Way { Straight, Steps, GiveUp };
-
   DEVICE INLINE bool may_be_straight() const { return MAY_BE_STRAIGHT && arguments_.straight; }
-  DEVICE INLINE const Mappings& mappings() const { return *reinterpret_cast<const Mappings*>(base(me()) + arguments_.mappings_at); }
-
-  // Tells each other rank where what it has for this one goes and where it finds what is for it: places that it reaches, or none
-  // where any rank does not. Its own blocks are told so, too: what others have mapped may change while they look.
-  DEVICE INLINE void tell_places() {
-    bool open = arguments_.open;
-    meeting_.for_others([&](u32 rank) {
-      open = open && is_mapped(mappings(), rank, arguments_.place_to[rank], arguments_.received) &&
-             is_mapped(mappings(), rank, arguments_.place_from[rank], arguments_.sent);
-    });
-    open = warp_all(open);
-    meeting_.for_others([&](u32 rank) {
-      tell_place(meeting_.area(rank), open ? arguments_.place_to[rank] : 0, open ? arguments_.place_from[rank] : 0);
-    });
-    if (warp_thread() == 0) tell_place(meeting_.own(), open ? OPEN : 0, 0);
+  DEVICE INLINE Finding<RANKS> finding() const { return Finding<RANKS>(arguments_, meeting_, places_); }
+  // By a warp.
+  DEVICE INLINE Way agree() {
+    return finding().agree([this](u32 polls, u32 rank) { return go_on(polls, Phase::Begin, rank); });
   }
-  DEVICE INLINE void tell_place(Area& area, u64 to, u64 from) const {
-    Place& place = area.places[meeting_.epoch() & 1][me()];
-    store_line(&place.to, static_cast<u32>(to), static_cast<u32>(to >> 32), meeting_.epoch());
-    store_line(&place.from, static_cast<u32>(from), static_cast<u32>(from >> 32), meeting_.epoch());
+  // By all threads, of which a warp finds it out; after a barrier all know it.
+  DEVICE INLINE void agree_for_all() {
+    if (thread_index() >= warp_threads()) return;
+    const Way way = agree();
+    if (warp_thread() == 0) places_.way = static_cast<u32>(way);
   }
 
   // By all threads that move data. Where all warps look they find the same.
   DEVICE INLINE Way agree_movers() {
     if constexpr (ALL_LOOK) return agree();
-    if (thread_index() < warp_threads()) {
-      const Way way = agree();
-      if (warp_thread() == 0) places_.way = static_cast<u32>(way);
-    }
+    agree_for_all();
     part_barrier(meeting_.movers());
     return static_cast<Way>(places_.way);
-  }
-  // By a warp: waits until all others have begun this operation, and learns where their buffers are. All of them look at the same
-  // words, so all ranks, and all blocks of each, go the same way.
-  DEVICE INLINE Way agree() {
-    bool here = true, open = true;
-    for (u32 rank = warp_thread(); here && rank < ranks(); rank += warp_threads()) {
-      for (u32 polls = 1; !learn(rank, open); polls++) {
-        if (go_on(polls, Phase::Begin, rank)) continue;
-        here = false;
-        break;
-      }
-    }
-    if (!warp_all(here)) return Way::GiveUp;
-    // Each thread of the warp has read some of the places, and all use all of them.
-    warp_barrier();
-    return warp_all(open) ? Way::Straight : Way::Steps;
-  }
-  // Whether a rank has begun this operation and no other, whose buffers would be of other sizes.
-  DEVICE INLINE bool learn(u32 rank, bool& open) {
-    const Area& own = meeting_.own();
-    const u32 epoch = meeting_.epoch();
-    const Line tag = load_line(&own.tags[epoch & 1][rank]);
-    const Line to = load_line(&own.places[epoch & 1][rank].to), from = load_line(&own.places[epoch & 1][rank].from);
-    const auto is_mine = [=](const Line& line) { return line.low_flag == epoch && line.high_flag == epoch; };
-    if (rank != me() && (!is_mine(tag) || tag.low != arguments_.call.tag)) return false;
-    if (!is_mine(to) || !is_mine(from)) return false;
-    const u64 place = static_cast<u64>(to.high) << 32 | to.low;
-    open = open && (place & OPEN) != 0;
-    places_.to[rank] = found(mappings(), rank, place);
-    places_.from[rank] = found(mappings(), rank, static_cast<u64>(from.high) << 32 | from.low);
-    return true;
   }
 
   // All of the lane's part. It waits for nobody, so it takes no longer than the bytes do and need not look whether it is to give up: that
@@ -455,10 +409,7 @@ class ExchangeBlock {
   DEVICE INLINE Way agree_together() {
     // Whoever serves sees to it that the host learns of ranks that differ, for which the others wait in vain. On the host who waits does.
     const bool here = SERVICE == 0 || !meeting_.serves() || meeting_.meets();
-    if (thread_index() < warp_threads()) {
-      const Way way = agree();
-      if (warp_thread() == 0) places_.way = static_cast<u32>(way);
-    }
+    agree_for_all();
     if (block_any(!here)) return Way::GiveUp;
     return static_cast<Way>(places_.way);
   }

@@ -1,13 +1,6 @@
 // What goes straight between callers' buffers: written where it is to be, or read where it is and reduced, with nothing in between.
 //
-// Whether it can is found out by the kernels themselves, so that no host waits for another: each rank tells all others where its
-// buffers are, and whether all others reach them. If all do, all go straight; else all go in steps, through memory that is
-// there for it. What a rank is told here comes with its tag, so it is of the same operation, and of the same sizes.
-//
-// Ranks of one process use the same addresses. Of an allocation of another process a rank's kernels know where it is mapped here, and
-// whoever has shown it knows who has mapped it: both are in memory of GPUs, put there by the hosts in their own time, the mapping
-// before the word that says so. So who says that all others reach its buffers is right in that, and they stay mapped until that rank
-// has taken them back, which it does when they have been freed: then no operation uses them.
+// Whether it can all ranks' kernels find out: places.cuh.
 //
 // - What was in the buffers before is there: the line comes from a kernel that began when what was before it in its stream had ended,
 //   visible to the whole system. Addresses are what lines say, so nothing is read from there, or written, before the line is seen.
@@ -15,35 +8,11 @@
 // - Results are the same, bit by bit, as those in steps: all contributions to an element are combined in the order of ranks.
 #pragma once
 
-#include "exchange_call.cuh"
 #include "fold.cuh"
+#include "places.cuh"
 #include "words.cuh"
 
 namespace ringsight {
-
-// A place in a word, as `Shown::place` in src/cuda/layout.rs makes it. There is one; it is an offset in what has been shown under the
-// number from bit `NUMBER_AT` on, else an address; it is of a message that goes straight if there is one.
-constexpr u64 OPEN = 1ull << 63, IS_SHOWN = 1ull << 62, IS_LONG = 1ull << 61;
-constexpr u32 NUMBER_AT = 48;
-
-DEVICE INLINE u32 number_of(u64 place) { return static_cast<u32>(place >> NUMBER_AT) % SHOWN; }
-// Whether a rank has mapped this generation of what a place of this one is in, if that has been shown to it. Relaxed: what it says holds
-// until it is taken back.
-DEVICE INLINE bool is_mapped(const Mappings& mappings, u32 rank, u64 place, u32 generation) {
-  return (place & IS_SHOWN) == 0 || load_relaxed(&mappings.by[rank][number_of(place)]) == generation;
-}
-// Where this rank's kernels find a place of another one. Relaxed: the mapping was written before the word that made the other say so.
-DEVICE INLINE u64 found(const Mappings& mappings, u32 rank, u64 place) {
-  if ((place & IS_SHOWN) == 0) return place & (IS_LONG - 1);
-  return load_relaxed(&mappings.of[rank][number_of(place)].address) + (place & ((1ull << NUMBER_AT) - 1));
-}
-
-// By rank, for one block: where to write what is for it, and where to read what it has for this rank; and what has been agreed on.
-struct Places {
-  u64 to[MAX_PEERS];
-  u64 from[MAX_PEERS];
-  u32 way;
-};
 
 DEVICE INLINE Pack* pack_at(u64 address) { return reinterpret_cast<Pack*>(address); }
 
