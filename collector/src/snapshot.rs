@@ -290,7 +290,7 @@ fn operations(communicator: &Communicator, members: &BTreeMap<u32, Member<'_>>) 
 
 #[cfg(test)]
 mod tests {
-    use ringsight_records::Phase;
+    use ringsight_records::{Phase, pages::APART_BYTES};
 
     use super::*;
 
@@ -313,7 +313,7 @@ mod tests {
             name: [0; ringsight_records::vocabulary::NAME_BYTES],
             slot_bytes: 0,
             abilities: 0,
-            reserved: [0; 6],
+            apart: [0; APART_BYTES],
         }
     }
 

@@ -9,7 +9,7 @@ use made::Made;
 use ringsight_probes::sample::{Carrier, Process, Sample};
 use ringsight_records::{
     Function,
-    pages::{CAPTURED, Communicator, put_text},
+    pages::{APART_BYTES, CAPTURED, Communicator, put_text},
 };
 
 /// Process id of rank 0; rank r has this plus r.
@@ -206,7 +206,7 @@ impl Job {
             name,
             slot_bytes: 0,
             abilities: 0,
-            reserved: [0; 6],
+            apart: [0; APART_BYTES],
         }
     }
 

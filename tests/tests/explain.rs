@@ -51,9 +51,19 @@ fn the_table_says_what_a_running_job_does() -> Result<()> {
         check(explained)?;
         ensure!(explained["agrees"] == true, "{explained:#}");
         ensure!(explained["ranks"].as_u64() >= Some(2), "{explained:#}");
+        ensure!(
+            explained["apart"]
+                .as_str()
+                .is_some_and(|apart| apart.starts_with("they are on ")),
+            "{explained:#}"
+        );
         ensure!(explained["done"]["times"].as_u64() >= Some(1), "{explained:#}");
     }
     ensure!(text.contains("all_reduce of") && text.contains("  * "), "{text}");
+    ensure!(
+        text.contains("ranks do not reach each other's memory: they are on "),
+        "{text}"
+    );
     job.wait_step(30, LIMIT)
 }
 

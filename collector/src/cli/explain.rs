@@ -8,7 +8,7 @@ use std::{
 use clap::{Args, ValueEnum};
 use ringsight_collector::explain::{Explained, Operation, Seen, Table, Terms, of_process, of_spans};
 use ringsight_probes::{look, target};
-use ringsight_records::{DataType, Function, Protocol, ReduceOp};
+use ringsight_records::{DataType, Function, Protocol, ReduceOp, pages::APART_BYTES};
 
 use super::{Exit, print};
 
@@ -119,6 +119,7 @@ impl ExplainArguments {
             slot_bytes: u32::try_from(self.slot).map_err(|_| "--slot is too large".to_owned())?,
             one_shot: true,
             peers: self.on == On::Peers,
+            apart: [0; APART_BYTES],
             zero_cta: self.zero_cta,
         })
     }

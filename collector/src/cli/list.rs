@@ -87,6 +87,7 @@ fn to_json(
             "nodes": communicator.nodes,
             "device": communicator.device,
             "channels": communicator.channels,
+            "apart": Some(communicator.apart()).filter(|apart| !apart.is_empty()),
         })
     });
     let clocks = clocks.iter().map(|(device, clock)| {
@@ -208,6 +209,13 @@ fn to_text(
             communicator.name()
         );
         let _ = writeln!(text, "{}", line.trim_end());
+        if communicator.ranks > 1 && !communicator.apart().is_empty() {
+            let _ = writeln!(
+                text,
+                "    ranks do not reach each other's memory: {}",
+                communicator.apart()
+            );
+        }
     }
     text
 }

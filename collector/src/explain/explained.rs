@@ -55,6 +55,10 @@ impl Explained {
                  such elements among so many ranks there\n",
             );
         }
+        let apart = self.terms.apart();
+        if !apart.is_empty() {
+            let _ = writeln!(text, "    ranks do not reach each other's memory: {apart}");
+        }
         for row in &self.rows {
             let name = format!("{}/{}", row.algorithm, row.protocol);
             match row.chosen {
@@ -91,6 +95,7 @@ impl Explained {
             "slot_bytes": self.terms.slot_bytes,
             "one_shot": self.terms.one_shot,
             "peers": self.terms.peers,
+            "apart": Some(self.terms.apart()).filter(|apart| !apart.is_empty()),
             "zero_cta": self.terms.zero_cta,
             "done": self.done.map(|(done, times)| json!({
                 "algorithm": done.algorithm.name(),
@@ -113,7 +118,10 @@ impl Explained {
 
 #[cfg(test)]
 mod tests {
-    use ringsight_records::{Algorithm, DataType, Function, Protocol, ReduceOp};
+    use ringsight_records::{
+        Algorithm, DataType, Function, Protocol, ReduceOp,
+        pages::{APART_BYTES, put_text},
+    };
 
     use super::*;
 
@@ -139,6 +147,8 @@ mod tests {
             chosen,
             reason: reason.to_owned(),
         };
+        let mut apart = [0; APART_BYTES];
+        put_text(&mut apart, "rank 1: NCCL_P2P_DISABLE is set");
         let explained = Explained {
             operation,
             terms: Terms {
@@ -146,6 +156,7 @@ mod tests {
                 slot_bytes: 1 << 17,
                 one_shot: true,
                 peers: false,
+                apart,
                 zero_cta: false,
             },
             done: Some((done, 3)),
@@ -160,10 +171,12 @@ mod tests {
             explained.text(),
             "all_reduce of 8 bytes, float32 sum, 4 ranks, ordinary buffers, eager\n\
              \x20   done 3 times: ring/simple, 2 channels\n\
+             \x20   ranks do not reach each other's memory: rank 1: NCCL_P2P_DISABLE is set\n\
              \x20   one_shot/simple      not taken: some rank's device has no program of it\n\
              \x20 * ring/simple          taken, 2 channels\n"
         );
         assert_eq!(explained.json()["rows"][1]["chosen"], true);
+        assert_eq!(explained.json()["apart"], "rank 1: NCCL_P2P_DISABLE is set");
         // What may go straight, and did not.
         let mut in_lines = explained.clone();
         in_lines.terms.peers = true;

@@ -13,7 +13,10 @@ pub use table::{Row, Table};
 
 use std::fmt;
 
-use ringsight_records::{Algorithm, DataType, Function, Protocol, ReduceOp, pages::Communicator};
+use ringsight_records::{
+    Algorithm, DataType, Function, Protocol, ReduceOp,
+    pages::{APART_BYTES, Communicator, text},
+};
 
 /// An operation, as far as the choice depends on it, and the communicator that it is of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -81,6 +84,8 @@ pub struct Terms {
     pub one_shot: bool,
     /// All ranks' kernels reach each other's memory.
     pub peers: bool,
+    /// Why they do not, if that is known: zero-padded.
+    pub apart: [u8; APART_BYTES],
     /// Copy engines do what they can in windows, however short it is, as where all ranks' `CTAPolicy` is zero.
     pub zero_cta: bool,
 }
@@ -94,8 +99,15 @@ impl Terms {
             slot_bytes: communicator.slot_bytes,
             one_shot: communicator.abilities & Communicator::ONE_SHOT != 0,
             peers: communicator.abilities & Communicator::PEERS != 0,
+            apart: communicator.apart,
             zero_cta: communicator.abilities & Communicator::ZERO_CTA != 0,
         })
+    }
+
+    /// Why ranks' kernels do not reach each other's memory; empty if they do, or if that is not known.
+    #[must_use]
+    pub fn apart(&self) -> &str {
+        text(&self.apart)
     }
 }
 

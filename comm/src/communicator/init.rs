@@ -278,6 +278,10 @@ impl Making<'_> {
             most,
         )
         .inspect_err(|_| membership.leave(&connector))?;
+        let (peers, apart) = match peers {
+            Ok(peers) => (Some(peers), peers::Apart::new()),
+            Err(apart) => (None, apart),
+        };
         let maps = peers
             .as_ref()
             .filter(|(peers, _)| {
@@ -349,7 +353,7 @@ impl Making<'_> {
             fork: observe::fork_generation(),
             table: Mutex::new(None),
         };
-        communicator.enter(self.start_ns, self.parent);
+        communicator.enter(self.start_ns, self.parent, &apart);
         tracing::info!(
             target: log::INIT,
             "ncclCommInitRank comm {id:#x} rank {rank} nranks {ranks} cudaDev {device} localRank {} localRanks {} node {} \
@@ -439,8 +443,8 @@ fn connect_rings(
 }
 
 impl Communicator {
-    /// Makes it known in the shared pages.
-    fn enter(&self, init_start_ns: u64, parent: u64) {
+    /// Makes it known in the shared pages. `apart`: why its ranks do not reach each other's memory.
+    fn enter(&self, init_start_ns: u64, parent: u64, apart: &str) {
         let mut entry = pages::Communicator {
             id: self.id,
             parent,
@@ -464,9 +468,10 @@ impl Communicator {
             .into_iter()
             .filter_map(|(has, ability)| has.then_some(ability))
             .sum(),
-            reserved: [0; 6],
+            apart: [0; pages::APART_BYTES],
         };
         pages::put_text(&mut entry.name, &self.config.name);
+        pages::put_text(&mut entry.apart, apart);
         if let (Some(clock), Some(pages)) =
             (device().ok().and_then(|device| device.clock()), observe::pages())
             && let Some(slot) = pages.header().device(self.device)

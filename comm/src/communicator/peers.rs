@@ -152,9 +152,9 @@ impl From<DeviceError> for Cannot {
 }
 
 /// What a rank says of itself: 0 and its bytes, or why it cannot.
-fn encode(mine: std::result::Result<&[u8], &Cannot>) -> Vec<u8> {
+fn encode(mine: std::result::Result<Vec<u8>, &Cannot>) -> Vec<u8> {
     match mine.map_err(Cannot::text) {
-        Ok(bytes) => [&[0], bytes].concat(),
+        Ok(bytes) => [&[0], &*bytes].concat(),
         Err((kind, text)) => [&[kind as u8 + 1], text.as_bytes()].concat(),
     }
 }
@@ -171,45 +171,57 @@ fn parse(bytes: &[u8]) -> std::result::Result<Vec<u8>, Cannot> {
     }
 }
 
-/// Says what every rank could do, and hears it from all; the first who could not is named in the log. `unused` is called where all ranks fail, and
-/// nobody comes to use anything.
+/// Why not all ranks reach each other's memory, the same words on all of them.
+pub(super) type Apart = String;
+/// What all ranks have where they do.
+type Together<T> = std::result::Result<T, Apart>;
+
+/// Says what this rank could do, in the bytes that `told` makes of it, and hears it from all, by rank; or the first who could not, who is named in the log,
+/// too. `unused` is called where all ranks fail, and nobody comes to use anything.
 ///
 /// # Errors
 /// Of the bootstrap network; on all ranks, if one has not enough memory.
-fn agree(
+fn agree<T>(
     bootstrap: &Bootstrap,
-    mine: std::result::Result<&[u8], &Cannot>,
+    mine: std::result::Result<T, Cannot>,
+    told: impl FnOnce(&T) -> Vec<u8>,
     unused: impl FnOnce(),
-) -> Result<Option<Vec<Vec<u8>>>> {
-    let all = bootstrap.all_gather(&encode(mine))?;
+) -> Result<Together<(T, Vec<Vec<u8>>)>> {
+    let all = bootstrap.all_gather(&encode(mine.as_ref().map(told)))?;
     let all: Vec<_> = all.iter().map(|bytes| parse(bytes)).collect();
     let cannot = all
         .iter()
         .enumerate()
         .filter_map(|(rank, one)| Some((rank, one.as_ref().err()?)))
         .max_by_key(|(rank, why)| (why.text().0, std::cmp::Reverse(*rank)));
-    match cannot {
-        Some((rank, Cannot::Lacking(text))) => {
+    let (rank, why) = match (mine, cannot) {
+        (Ok(mine), None) => return Ok(Ok((mine, all.into_iter().flatten().collect()))),
+        (_, Some((rank, why))) => (rank, why.clone()),
+        // Not as the others heard it.
+        (Err(why), None) => (bootstrap.rank() as usize, why),
+    };
+    let apart = format!("rank {rank}: {why}");
+    match why {
+        Cannot::Lacking(text) => {
             unused();
             return Err(Error::new(
                 ResultCode::SystemError,
                 format!("rank {rank} cannot have the memory that the other ranks' kernels reach: {text}"),
             ));
         }
-        Some((rank, Cannot::Refused(text))) => tracing::warn!(
+        Cannot::Refused(_) => tracing::warn!(
             target: log::INIT,
-            "Ranks do not reach each other's memory, and go through the host's: rank {rank}: {text}"
+            "Ranks do not reach each other's memory, and go through the host's: {apart}"
         ),
-        Some((rank, Cannot::Expected(text))) => tracing::info!(
+        Cannot::Expected(_) => tracing::info!(
             target: log::INIT,
-            "Ranks do not reach each other's memory: rank {rank}: {text}"
+            "Ranks do not reach each other's memory: {apart}"
         ),
-        None => {}
     }
-    Ok(all.into_iter().collect::<std::result::Result<_, _>>().ok())
+    Ok(Err(apart))
 }
 
-/// Makes the memory and reaches that of the others; `None` if any rank cannot. All ranks call it, and all get the same answer.
+/// Makes the memory and reaches that of the others, or says why any rank cannot. All ranks call it, and all get the same answer.
 /// With it comes where mappings of callers' memory are kept, which lives as long. `ended_well` is to be set when nobody writes there any more.
 /// Where all ranks fail it is set here, and `near`, the memory of FIFOs, is told that nobody writes there either. `most`: the most blocks that a kernel of this
 /// rank may have (`maxCTAs`); the least of all ranks' holds.
@@ -223,24 +235,26 @@ pub(super) fn connect(
     ended_well: &Arc<AtomicBool>,
     near: Option<&Near>,
     most: Option<u32>,
-) -> Result<Option<(Arc<Peers>, Arc<Mapped>)>> {
+) -> Result<Together<(Arc<Peers>, Arc<Mapped>)>> {
     let (rank, ranks) = (bootstrap.rank(), bootstrap.ranks());
-    if !(2..=MAX_PEERS).contains(&(ranks as usize)) || topology.nodes() != 1 {
-        return Ok(None);
+    if topology.nodes() != 1 {
+        return Ok(Err(format!("they are on {} nodes", topology.nodes())));
+    }
+    if !(2..=MAX_PEERS).contains(&(ranks as usize)) {
+        return Ok(Err(format!("there are {ranks}, not 2 to {MAX_PEERS}")));
     }
     let device = &**device()?;
     let bytes = peers::bytes(ranks as usize);
     let own = make(device, topology, rings, bytes);
-    let answer = own.as_ref().map(|share| &*share.handle);
     let unused = || {
         ended_well.store(true, Ordering::Relaxed);
         if let Some(near) = near {
             near.leave_unused();
         }
     };
-    let handles = agree(bootstrap, answer, unused)?;
-    let (Ok(own), Some(handles)) = (own, handles) else {
-        return Ok(None);
+    let (own, handles) = match agree(bootstrap, own, |share| share.handle.clone(), unused)? {
+        Ok(agreed) => agreed,
+        Err(apart) => return Ok(Err(apart)),
     };
     let mapped = Arc::<Mapped>::default();
     let mut memory = Memory {
@@ -256,19 +270,18 @@ pub(super) fn connect(
             .collect(),
     };
     let all = reach_all(device, (rank, own.base), &handles, &mut memory);
-    let blocks = all.as_ref().map(|all| {
+    let blocks = |all: &All| {
         let blocks = own.blocks / all.on_device;
-        most.map_or(blocks, |most| most.min(blocks)).to_le_bytes()
-    });
+        let blocks = most.map_or(blocks, |most| most.min(blocks));
+        blocks.to_le_bytes().to_vec()
+    };
     // Nobody writes before all have reached all; where not all do, nobody does.
-    let agreed = agree(
-        bootstrap,
-        blocks.as_ref().map(|blocks| &blocks[..]).map_err(|why| *why),
-        unused,
-    )?;
-    let (Ok(all), Some(blocks)) = (all, agreed) else {
-        ended_well.store(true, Ordering::Relaxed);
-        return Ok(None);
+    let (all, blocks) = match agree(bootstrap, all, blocks, unused)? {
+        Ok(agreed) => agreed,
+        Err(apart) => {
+            ended_well.store(true, Ordering::Relaxed);
+            return Ok(Err(apart));
+        }
     };
     // Rubbish counts as none.
     let blocks = blocks
@@ -282,7 +295,7 @@ pub(super) fn connect(
         foreign: all.foreign,
         memory: Box::new(memory),
     };
-    Ok(Some((Arc::new(peers), mapped)))
+    Ok(Ok((Arc::new(peers), mapped)))
 }
 
 /// What all ranks have shared, as one rank reaches it.
@@ -358,7 +371,7 @@ mod tests {
 
     #[test]
     fn what_a_rank_says_of_itself_is_understood() {
-        assert_eq!(parse(&encode(Ok(&[7, 8]))), Ok(vec![7, 8]));
+        assert_eq!(parse(&encode(Ok(vec![7, 8]))), Ok(vec![7, 8]));
         for why in Cannot::ALL {
             let why = why("why".into()).within("that of rank 1");
             assert_eq!(parse(&encode(Err(&why))), Err(why));

@@ -4,7 +4,7 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::vocabulary::NAME_BYTES;
 
-/// One communicator in the communicator table; 192 bytes.
+/// One communicator in the communicator table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct Communicator {
@@ -39,11 +39,15 @@ pub struct Communicator {
     /// What its operations may be done with: [`Communicator::ONE_SHOT`], [`Communicator::PEERS`],
     /// [`Communicator::ZERO_CTA`].
     pub abilities: u32,
-    /// Room for later fields; zero.
-    pub reserved: [u64; 6],
+    /// Why not all ranks' kernels reach each other's memory, without [`Communicator::PEERS`]: zero-padded UTF-8, cut where it does not
+    /// fit; empty if the library does not tell.
+    pub apart: [u8; APART_BYTES],
 }
 
-const _: () = assert!(size_of::<Communicator>() == 168 && align_of::<Communicator>() == 8);
+/// Bytes of [`Communicator::apart`].
+pub const APART_BYTES: usize = 112;
+
+const _: () = assert!(size_of::<Communicator>() == 232 && align_of::<Communicator>() == 8);
 
 impl Communicator {
     /// All ranks' devices do an operation in one shot; a bit of [`Communicator::abilities`].
@@ -57,6 +61,12 @@ impl Communicator {
     #[must_use]
     pub fn name(&self) -> &str {
         text(&self.name)
+    }
+
+    /// The text of [`Communicator::apart`].
+    #[must_use]
+    pub fn apart(&self) -> &str {
+        text(&self.apart)
     }
 }
 
@@ -91,7 +101,7 @@ pub struct CommSlot {
     tail: u64,
 }
 
-const _: () = assert!(size_of::<CommSlot>() == 192);
+const _: () = assert!(size_of::<CommSlot>() == 256);
 
 impl CommSlot {
     /// Claims a free slot and fills it; `false` if it is taken.

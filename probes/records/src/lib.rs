@@ -62,7 +62,7 @@ pub use vocabulary::{Algorithm, Cause, DataType, Function, Protocol, ReduceOp};
 pub use waits::{Phase, Waits};
 
 /// Version of every layout in this crate; four bits of each record and a word of the page header carry it.
-pub const VERSION: u8 = 5;
+pub const VERSION: u8 = 6;
 
 /// The four exported, never-merged probe functions of the library, in cookie order.
 ///

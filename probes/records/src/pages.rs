@@ -20,7 +20,7 @@ use crate::{
 };
 
 pub use crate::{
-    communicator::{CommSlot, Communicator, put_text, text},
+    communicator::{APART_BYTES, CommSlot, Communicator, put_text, text},
     lease::{Holder, LEASE_NS, Lease, Reader},
 };
 
