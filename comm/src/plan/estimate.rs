@@ -56,19 +56,44 @@ impl Load {
         if matches!(work.connections, Connections::Local) {
             return self.add(LOCAL, 0, part);
         }
-        let (steps, ranks) = (work.steps(), work.ranks as usize);
-        // What each rank passes on of a part.
-        let bytes = match work.function {
-            Function::AllReduce if work.algorithm == Algorithm::OneShot => part * (ranks - 1),
-            Function::AllReduce => 2 * part * (ranks - 1),
-            Function::AllGather | Function::ReduceScatter | Function::AlltoAll => part * (ranks - 1),
-            _ => part,
-        };
+        let steps = work.steps();
+        let bytes = passed_on(work.function, work.algorithm, part, work.ranks as usize);
         self.add(way, steps.send.max(steps.recv), bytes);
     }
 
     /// How long the plan would take.
     pub(super) fn time(self) -> Duration {
         Duration::from_nanos((LAUNCH_NS + self.ns) as u64)
+    }
+}
+
+/// What each rank passes on of a part of so many bytes.
+fn passed_on(function: Function, algorithm: Algorithm, part: usize, ranks: usize) -> usize {
+    match (function, algorithm) {
+        (Function::AllReduce, Algorithm::OneShot) => part * (ranks - 1),
+        // A part of what each rank owns.
+        (Function::AllReduce, Algorithm::Ring) => 2 * part * (ranks - 1),
+        (Function::AllReduce, _) => 2 * part / ranks * (ranks - 1),
+        (Function::AllGather | Function::ReduceScatter | Function::AlltoAll, _) => part * (ranks - 1),
+        _ => part,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ringsight_kernels::schedule::divisible;
+    use ringsight_records::DataType;
+
+    use super::*;
+
+    #[test]
+    fn an_all_reduce_moves_as_much_round_a_ring_as_among_peers() {
+        let moved = |algorithm| {
+            let part = divisible(Function::AllReduce, algorithm, DataType::Float32, 1 << 20, 4);
+            passed_on(Function::AllReduce, algorithm, part * 4, 4)
+        };
+        assert_eq!(moved(Algorithm::Ring), 6 << 20);
+        assert_eq!(moved(Algorithm::TwoShot), moved(Algorithm::Ring));
+        assert_eq!(moved(Algorithm::OneShot), 3 << 22);
     }
 }
