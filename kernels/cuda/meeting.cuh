@@ -164,18 +164,18 @@ class Meeting {
   DEVICE INLINE static u32 lane() { return thread_index() - (SERVICE != 0 ? movers() : 0); }
 
   // Before epochs begin anew, what is left of old ones goes, so that none is taken for a new one. No rank writes into the
-  // other parity now: all have ended the epoch before, and none begins the next before it has met all others in this one.
+  // other parity now: all have ended the epoch before, and none begins the next before it has met all others in this one, which is told when this
+  // is done: so the block that tells it does it, and no other, which may come later.
   DEVICE INLINE void clear() {
+    if (block_ != 0) return;
     const u32 parity = ~epoch_ & 1, all = LINES / 2;
     Line* lines = reinterpret_cast<Line*>(call_.bases[call_.rank] + LINES_OFFSET) + parity * all;
-    for (u32 at = block_ * threads() + thread_index(); at < all; at += blocks_ * threads()) store_line(&lines[at], 0, 0, 0);
-    if (block_ == 0) {
-      for (u32 at = thread_index(); at < MAX_PEERS; at += threads()) {
-        store_line(&own_->tags[parity][at], 0, 0, 0);
-        store_line(&own_->places[parity][at].to, 0, 0, 0);
-        store_line(&own_->places[parity][at].from, 0, 0, 0);
-        for (u32 block = 0; block < MOST_BLOCKS; block++) store_relaxed(&own_->left[at][block], 0u);
-      }
+    for (u32 at = thread_index(); at < all; at += threads()) store_line(&lines[at], 0, 0, 0);
+    for (u32 at = thread_index(); at < MAX_PEERS; at += threads()) {
+      store_line(&own_->tags[parity][at], 0, 0, 0);
+      store_line(&own_->places[parity][at].to, 0, 0, 0);
+      store_line(&own_->places[parity][at].from, 0, 0, 0);
+      for (u32 block = 0; block < MOST_BLOCKS; block++) store_relaxed(&own_->left[at][block], 0u);
     }
     block_barrier();
     fence_system();
