@@ -209,7 +209,7 @@ fn to_text(
             communicator.name()
         );
         let _ = writeln!(text, "{}", line.trim_end());
-        if communicator.ranks > 1 && !communicator.apart().is_empty() {
+        if !communicator.apart().is_empty() {
             let _ = writeln!(
                 text,
                 "    ranks do not reach each other's memory: {}",
