@@ -95,6 +95,8 @@ static void run_bits(struct Rank* r) {
     // The least of all ranks' holds.
     const char* const told = blocks[which] == NULL || r->rank % 2 == 0 ? blocks[which] : "7";
     if (told != NULL && (processes || r->rank == 0)) setenv("NCCL_MAX_CTAS", told, 1);
+    // So that this is seen to tell bits apart: an algorithm for the last one that adds in another order.
+    if (which == COMMUNICATORS - 1 && getenv("LAST_ALGO") != NULL && (processes || r->rank == 0)) setenv("RINGSIGHT_ALGO", getenv("LAST_ALGO"), 1);
     open_rank(r, which);
     if (which == 0) buffers(r, max_bytes);
     for (int count = 0; count < COUNTS; count++)

@@ -23,7 +23,8 @@
 // driver LIBRARY random RANKS t|p|n ROUNDS
 //
 // Of all operations, check and bench take those that the environment's OPS names: check all without it, bench all_reduce,
-// of elements that TYPE names, or float32. With WINDOWS, bench registers buffers as symmetric windows.
+// of elements that TYPE names, or float32. With WINDOWS, bench registers buffers as symmetric windows. With LAST_ALGO, the last communicator of bits takes
+// that algorithm.
 //
 // Ranks are threads, processes, or processes on nodes of their own; rank r uses device r, modulo the devices, or the one that the environment's GPUS
 // has for it; with ONE_EACH a process sees no other than device r. The last line says "ok", or a line "FAILED" and why.

@@ -86,8 +86,8 @@ proptest! {
         let mut count = before + len + after;
         let is_owned = function == Function::AllReduce && algorithm == Algorithm::Ring;
         if is_owned {
-            // So that the rank which owns most has that many, and the last ones less or nothing.
-            count = count.saturating_sub(1) * ranks + 1;
+            // So that the rank which owns most has that many, and the last ones less or nothing, or as many.
+            count = count.saturating_sub(1) * ranks + 1 + after % ranks;
         }
         // Of one rank.
         let each = if is_owned { owned(data_type, count, ranks as u32) } else { count };
