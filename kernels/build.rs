@@ -37,6 +37,12 @@ fn main() {
     ] {
         println!("cargo::rerun-if-env-changed={name}");
     }
+    println!("cargo::rustc-check-cfg=cfg(ringsight_no_events)");
+    if variable("RINGSIGHT_NVCC_FLAGS")
+        .is_some_and(|flags| flags.to_string_lossy().contains("-DRINGSIGHT_NO_EVENTS"))
+    {
+        println!("cargo::rustc-cfg=ringsight_no_events");
+    }
     if let Err(message) = kernels() {
         println!(
             "cargo::error=kernels: {}",

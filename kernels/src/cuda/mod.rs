@@ -47,5 +47,8 @@ pub fn fatbin() -> Result<&'static [u8], &'static str> {
 /// ([`Program::reduces`]).
 pub const CHANNEL_KERNELS: [&std::ffi::CStr; 2] = [c"ringsight_channels_copy", c"ringsight_channels"];
 
+/// Whether kernels tell of starts and ends: not if they were built to measure what that costs (`RINGSIGHT_NO_EVENTS`).
+pub const TELLS: bool = !cfg!(ringsight_no_events);
+
 /// Threads of each of their blocks: `CHANNEL_THREADS` in `cuda/platform.cuh`.
 pub const THREADS: u32 = 512;

@@ -7,12 +7,12 @@ use std::{
     mem,
     sync::{Arc, PoisonError, atomic::Ordering},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use ringsight_kernels::{
     Launch, When,
-    cuda::{Event, EventKind, Ring, ring::Entry},
+    cuda::{Event, EventKind, Ring, TELLS, ring::Entry},
 };
 
 use ringsight_records::Waits;
@@ -33,6 +33,10 @@ const QUIET: Duration = Duration::from_millis(1);
 const LINGER: u32 = 50;
 /// Looks without an event before it is quiet.
 const PATIENCE: u32 = 500;
+/// How long events of a run that is over are waited for. They come a moment later than what says that it is over, or are behind another kernel's: one that is
+/// short has its end's entry with its start's, and gives it back after some 8 ms if it takes longer (`Report::must_give_up`). What has not come then has been
+/// written over.
+const LATE: Duration = Duration::from_millis(25);
 
 /// A launch that is about to begin.
 pub(super) struct Entered {
@@ -56,6 +60,10 @@ struct InFlight {
     replay: u32,
     /// Runs that the observer was told the end of.
     finished: u32,
+    /// The present run was given up, as one of its events says.
+    gave_up: bool,
+    /// Since when the present run is known to be over, while its events are waited for.
+    over: Option<Instant>,
     /// What the kernel has told last of what it moves, and of what it waits for.
     moved: u32,
     waits: u64,
@@ -111,6 +119,8 @@ impl InFlight {
             aborted: false,
             replay: captured.into(),
             finished: 0,
+            gave_up: false,
+            over: None,
             moved,
             waits: 0,
             told,
@@ -134,7 +144,7 @@ impl InFlight {
     fn tell(&mut self, event: &Event, clock: &Clock) {
         // The event of a later replay: the one before is over, though its end has not been looked at.
         while self.captured && event.replay > self.replay {
-            self.finish(false);
+            self.finish(self.aborted && !self.is_told());
         }
         let observer = &self.launch.observer;
         if event.kind == EventKind::Mismatch {
@@ -167,11 +177,42 @@ impl InFlight {
             observer.channel_started(op, replay, channel, When::Past { host_ns });
         }
         told.stage = Stage::Stopped;
-        observer.channel_stopped(op, replay, channel, event.kind == EventKind::Aborted, when);
+        let aborted = event.kind == EventKind::Aborted;
+        self.gave_up |= aborted;
+        observer.channel_stopped(op, replay, channel, aborted, when);
+    }
+
+    /// Finishes what is over of so many `runs`; whether there was any. `aborted`: the last one gave up, and perhaps some before it: an abort word stays set.
+    fn catch_up(&mut self, runs: u32, aborted: bool) -> bool {
+        let before = self.finished;
+        loop {
+            let behind = runs.wrapping_sub(self.finished);
+            if behind == 0 || behind > u32::MAX / 2 {
+                break;
+            }
+            let aborted = aborted && (behind == 1 || !self.is_told());
+            if !aborted && self.awaits_events() {
+                break;
+            }
+            self.finish(aborted);
+        }
+        self.finished != before
+    }
+
+    /// Whether all of the present run has been told.
+    fn is_told(&self) -> bool {
+        self.told.iter().all(|told| told.stage == Stage::Stopped)
+    }
+
+    /// Whether events of the present run, which is over, may still come.
+    fn awaits_events(&mut self) -> bool {
+        TELLS && !self.is_told() && self.over.get_or_insert_with(Instant::now).elapsed() < LATE
     }
 
     /// The present run is over. What was done and not told was lost, and is made up for.
     fn finish(&mut self, aborted: bool) {
+        let aborted = aborted || self.gave_up;
+        (self.over, self.gave_up) = (None, false);
         let observer = &self.launch.observer;
         let lost = When::Past {
             host_ns: observe::now_ns(),
@@ -301,12 +342,9 @@ impl Drain {
         exchange.asleep = false;
     }
 
-    /// Takes what was entered, and notes what is to be forgotten.
+    /// Takes what was entered.
     fn take(&mut self) {
-        let mut exchange = lock(&self.launches.exchange);
-        mem::swap(&mut exchange.entered, &mut self.entered);
-        self.forgotten.append(&mut exchange.forgotten);
-        drop(exchange);
+        mem::swap(&mut lock(&self.launches.exchange).entered, &mut self.entered);
         for entered in self.entered.drain(..) {
             self.in_flight.insert(entered.number, InFlight::new(entered));
         }
@@ -327,8 +365,11 @@ impl Drain {
 
     /// Looks at everything once; says whether anything was new.
     fn pass(&mut self, ring: &mut Ring<'_>) -> bool {
+        // First: all that these have run is over.
+        self.forgotten
+            .append(&mut lock(&self.launches.exchange).forgotten);
         self.take();
-        // Before the ring: the events of runs that are over by now are in it.
+        // Before the ring: the events of runs that are over by now are in it, or will be in a moment.
         self.looks.clear();
         for (number, launch) in &mut self.in_flight {
             let (runs, aborted) = launch.look();
@@ -353,12 +394,7 @@ impl Drain {
             let Some(launch) = self.in_flight.get_mut(&number) else {
                 continue;
             };
-            while launch.finished != runs && runs.wrapping_sub(launch.finished) < u32::MAX / 2 {
-                moved = true;
-                // An abort word stays set: it is the last run that it ended, and all after it.
-                let last = runs.wrapping_sub(launch.finished) == 1;
-                launch.finish(aborted && last);
-            }
+            moved |= launch.catch_up(runs, aborted);
             if !launch.captured && launch.finished > 0 {
                 self.forgotten.push(number);
             }
@@ -373,12 +409,17 @@ impl Drain {
     /// Lets go of what will not run any more, and tells what does.
     fn end(&mut self) {
         let mut over = 0;
-        for number in self.forgotten.drain(..) {
-            if let Some(launch) = self.in_flight.remove(&number) {
-                over += usize::from(!launch.captured);
-                self.free.push(launch.end());
+        let (in_flight, free) = (&mut self.in_flight, &mut self.free);
+        self.forgotten.retain(|number| {
+            if in_flight.get(number).is_some_and(|launch| launch.over.is_some()) {
+                return true;
             }
-        }
+            if let Some(launch) = in_flight.remove(number) {
+                over += usize::from(!launch.captured);
+                free.push(launch.end());
+            }
+            false
+        });
         let replaying = self
             .in_flight
             .values()
