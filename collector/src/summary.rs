@@ -6,7 +6,12 @@ use ringsight_exporters::model::{ExportStats, Operation, Signal, Tally};
 use ringsight_records::Kind;
 use serde::Serialize;
 
-use crate::{correlate::Counts, identity::Role, metrics::Readings, spans::SpanCounts};
+use crate::{
+    correlate::Counts,
+    identity::Role,
+    metrics::Readings,
+    spans::{SpanCounts, timing_source_of},
+};
 
 /// Rows of the table of slowest and of late operations.
 const TOP: usize = 10;
@@ -110,6 +115,8 @@ pub struct RankRow {
     pub device_start_ns: u64,
     /// Finished on the device.
     pub device_end_ns: u64,
+    /// Whose times these are, as `ccl.timing.source` of its span.
+    pub timing_source: &'static str,
 }
 
 /// What became of the items of one signal.
@@ -195,6 +202,7 @@ impl From<&Operation> for OperationRow {
             api_start_ns: rank.api_start_ns,
             device_start_ns: rank.device_start_ns,
             device_end_ns: rank.device_end_ns,
+            timing_source: timing_source_of(rank.by_device),
         });
         Self {
             name: operation.name,

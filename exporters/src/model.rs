@@ -235,6 +235,8 @@ pub struct OperationRank {
     pub device_start_ns: u64,
     /// Finished on the device.
     pub device_end_ns: u64,
+    /// These are the device's own times, of every channel; else some are when the host learnt of them.
+    pub by_device: bool,
 }
 
 /// A late rank.

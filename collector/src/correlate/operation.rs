@@ -143,6 +143,12 @@ pub struct RankOperation {
 }
 
 impl RankOperation {
+    /// Whether all of its channels' times are the device's.
+    #[must_use]
+    pub fn is_by_device(&self) -> bool {
+        self.channels.iter().all(|channel| channel.device_ns().is_some())
+    }
+
     /// Makes this box hold a fresh operation, keeping the capacity of its vectors.
     pub fn reset(&mut self, pid: u32, op: u32, replay: u32) {
         self.channels.clear();

@@ -5,6 +5,8 @@
 mod names;
 mod process;
 mod rank;
+
+pub(crate) use rank::timing_source_of;
 mod verdict;
 
 use std::{collections::VecDeque, sync::Arc};
@@ -288,6 +290,7 @@ impl SpanMaker {
             api_start_ns: unix(part.api_times().0),
             device_start_ns: unix(part.device.0),
             device_end_ns: unix(part.device.1),
+            by_device: part.is_by_device(),
         });
         Operation {
             trace_id,

@@ -287,9 +287,7 @@ impl Part<'_> {
         if part.replay != 0 {
             attributes.push(("ccl.graph.replay", Value::Int(i64::from(part.replay))));
         }
-        attributes.push(timing_source(
-            part.channels.iter().all(|channel| channel.device_ns().is_some()),
-        ));
+        attributes.push(timing_source(part.is_by_device()));
         if part.device.0 != 0 && part.device.1 >= part.device.0 {
             attributes.push(("ccl.device.duration", seconds(part.device.1 - part.device.0)));
         }
@@ -411,10 +409,13 @@ fn elsewhere(place: &Whereabouts, scope: &Scope, kind: &'static str) -> SpanLink
     link(trace_id, span.span_id(&trace_id), kind)
 }
 
+fn timing_source(by_device: bool) -> Attribute {
+    ("ccl.timing.source", Value::Static(timing_source_of(by_device)))
+}
+
 /// Whose times an operation's or channel's are.
-fn timing_source(device: bool) -> Attribute {
-    let source = if device { "device" } else { "host" };
-    ("ccl.timing.source", Value::Static(source))
+pub(crate) fn timing_source_of(by_device: bool) -> &'static str {
+    if by_device { "device" } else { "host" }
 }
 
 fn proxy_attributes(proxy: &ProxyOperation, attributes: &mut Vec<Attribute>) {

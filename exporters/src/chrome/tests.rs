@@ -380,6 +380,7 @@ fn operation(culprit: Option<u32>) -> Operation {
         api_start_ns: T0,
         device_start_ns: T0 + if culprit == Some(rank) { 40_000_000 } else { 0 },
         device_end_ns: T0 + 41_000_000,
+        by_device: true,
     };
     Operation {
         trace_id: [3; 16],

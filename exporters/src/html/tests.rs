@@ -14,6 +14,7 @@ fn part(rank: u32, pid: u32, start: u64, end: u64) -> OperationRank {
         api_start_ns: start.saturating_sub(5),
         device_start_ns: start,
         device_end_ns: end,
+        by_device: true,
     }
 }
 

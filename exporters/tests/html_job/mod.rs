@@ -69,6 +69,7 @@ impl Job {
                             api_start_ns: api,
                             device_start_ns: api + 8_000 + random.below(30_000),
                             device_end_ns: 0,
+                            by_device: true,
                         }
                     })
                     .collect();

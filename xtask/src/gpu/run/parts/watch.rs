@@ -99,21 +99,38 @@ fn children(parent: u32) -> Vec<u32> {
 }
 
 pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
-    // Ranks of one process share its ring of records.
-    for (name, mode, (kind, attach), words, job) in [
-        ("2t", "watch", ("t", Attach::Started), &["1000"][..], WATCH),
-        ("2p", "watch", ("p", Attach::Children), &["1000"], WATCH),
+    // Ranks of one process share its ring of records, and those on one GPU that of the GPU's events, of which one's may be behind the other's.
+    let together = &[("CUDA_VISIBLE_DEVICES", "0"), ("RINGSIGHT_STRAIGHT_BYTES", "1")];
+    for (name, mode, (kind, attach), words, job, variables) in [
+        (
+            "2t",
+            "watch",
+            ("t", Attach::Started),
+            &["1000"][..],
+            WATCH,
+            &[][..],
+        ),
+        (
+            "2t-one-gpu",
+            "watch",
+            ("t", Attach::Started),
+            &["1000"],
+            WATCH,
+            together,
+        ),
+        ("2p", "watch", ("p", Attach::Children), &["1000"], WATCH, &[]),
         (
             "replays-2p",
             "replays",
             ("p", Attach::Children),
             &["1000", "20"],
             REPLAYS,
+            &[],
         ),
     ] {
         let folder = prepared(steps, name)?;
         let mut command = driver(steps, &format!("{mode} {RANKS} {kind}"));
-        command.arg(&folder).args(words);
+        command.arg(&folder).args(words).envs(variables.iter().copied());
         let begun = Instant::now();
         let ended = attached(steps, &folder, vec![command], attach, &[]);
         let verdict = judged(ended, |summary| {
@@ -277,7 +294,7 @@ fn replayed(summary: &Value, job: &Job) -> Verdict {
         let mut timed = ranks.len() == RANKS && row["complete"] == true;
         for rank in ranks {
             let (start, end) = (number(&rank["device_start_ns"])?, number(&rank["device_end_ns"])?);
-            timed &= start != 0 && end >= start;
+            timed &= start != 0 && end >= start && rank["timing_source"] == "device";
         }
         untimed += u64::from(!timed);
     }
@@ -336,7 +353,7 @@ mod tests {
             replays: 3,
         };
         let row = |sequence: u64, replay: u64, end: u64| {
-            let rank = json!({"device_start_ns": 5, "device_end_ns": end});
+            let rank = json!({"device_start_ns": 5, "device_end_ns": end, "timing_source": "device"});
             json!({
                 "communicator": "c", "sequence": sequence, "replay": replay, "complete": true, "by_rank": [rank, rank],
             })
@@ -357,6 +374,9 @@ mod tests {
         let mut untimed = rows.clone();
         untimed[6] = row(2, 3, 0);
         assert!(judge(&untimed).unwrap_err().ends_with("1 without devices' times"));
+        let mut made_up = rows.clone();
+        made_up[6]["by_rank"][1]["timing_source"] = "host".into();
+        assert!(judge(&made_up).unwrap_err().ends_with("1 without devices' times"));
         let mut alone = rows;
         alone[6]["by_rank"].as_array_mut().unwrap().pop();
         assert!(judge(&alone).is_err());
