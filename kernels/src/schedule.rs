@@ -23,7 +23,7 @@
 //!
 //! # Who owns what
 //!
-//! In an AllReduce each rank [owns](owned) elements, as in ReduceScatter and AllGather, and a channel does the same stretch of
+//! In an AllReduce each rank owns elements (`owned`), as in ReduceScatter and AllGather, and a channel does the same stretch of
 //! all ranks' ([`Work::part`]). So at which rank the reduction of an element begins follows from its place alone, and not from
 //! the channels and slots that the operation is cut into: with any number of channels it has the same bits, as long as
 //! all channels' rings have one order.
