@@ -137,8 +137,9 @@ class Report {
   //
   // Relaxed, as an event's words are: a release would have to wait for all that was written to other GPUs and to the host, which takes longer
   // than a short operation. The host's streams order the data by the kernel's end; what the host learns here is that the run is over, and if it
-  // learns so before it sees an event, it makes up for that. Of a run that was given up it is to see all, and that it was: a fence between, which
-  // pairs with the host's acquire.
+  // learns so before it sees an event, it waits for that. Of a run that was given up it is to see all, and that it was: a fence between, which
+  // pairs with the host's acquire. The state, in this GPU's memory, may be the next launch's in another stream: the host launches that when it has
+  // seen the count, microseconds after these stores have left this multiprocessor, which nothing formal says, and a fence would cost all runs.
   DEVICE INLINE void end(u32 runs, bool aborted) const {
     store_relaxed(&state_->done, static_cast<u64>(0));
     store_relaxed(&state_->differs, 0u);
