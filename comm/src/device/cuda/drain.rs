@@ -7,12 +7,12 @@ use std::{
     mem,
     sync::{Arc, PoisonError, atomic::Ordering},
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use ringsight_kernels::{
-    Launch, When,
-    cuda::{Event, EventKind, Ring, TELLS, ring::Entry},
+    Launch,
+    cuda::{Ring, ring::Entry},
 };
 
 use ringsight_records::Waits;
@@ -22,8 +22,9 @@ use super::{
     gpu::{Memory, Slot},
     launches::Launches,
     release,
+    telling::Telling,
 };
-use crate::{communicator::lock, few::Few, observe};
+use crate::{communicator::lock, observe};
 
 /// How often the ring is looked at while something runs. Times come from the GPU: this is not their resolution.
 const BUSY: Duration = Duration::from_micros(20);
@@ -33,11 +34,6 @@ const QUIET: Duration = Duration::from_millis(1);
 const LINGER: u32 = 50;
 /// Looks without an event before it is quiet.
 const PATIENCE: u32 = 500;
-/// How long events of a run that is over are waited for. They come a moment later than what says that it is over, or are behind another kernel's: one that is
-/// short has its end's entry with its start's, and gives it back after some 8 ms if it takes longer (`Report::must_give_up`). What has not come then has been
-/// written over.
-const LATE: Duration = Duration::from_millis(25);
-
 /// A launch that is about to begin.
 pub(super) struct Entered {
     pub(super) number: u32,
@@ -52,37 +48,11 @@ pub(super) struct Entered {
 struct InFlight {
     launch: Arc<Launch>,
     slot: Slot,
-    captured: bool,
     on_end: Option<Box<dyn FnOnce() + Send>>,
-    /// The kernel was told of the abort.
-    aborted: bool,
-    /// The run that its events are about: the replay, or 0.
-    replay: u32,
-    /// Runs that the observer was told the end of.
-    finished: u32,
-    /// The present run was given up, as one of its events says.
-    gave_up: bool,
-    /// Since when the present run is known to be over, while its events are waited for.
-    over: Option<Instant>,
     /// What the kernel has told last of what it moves, and of what it waits for.
     moved: u32,
     waits: u64,
-    /// The channels of its operations, and what was told of them in this run.
-    told: Few<Told>,
-}
-
-/// One channel of one operation.
-struct Told {
-    op: u32,
-    channel: u8,
-    stage: Stage,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Stage {
-    Nothing,
-    Started,
-    Stopped,
+    telling: Telling,
 }
 
 impl InFlight {
@@ -94,36 +64,15 @@ impl InFlight {
             on_end,
             ..
         } = entered;
-        let mut told: Few<Told> = Few::None;
-        for channel in &launch.channels {
-            for work in channel.work.iter().filter(|work| !work.only_shows_tag()) {
-                if !told
-                    .iter()
-                    .any(|told| (told.op, told.channel) == (work.op, channel.channel))
-                {
-                    told.push(Told {
-                        op: work.op,
-                        channel: channel.channel,
-                        stage: Stage::Nothing,
-                    });
-                }
-            }
-        }
         // Relaxed: of launches before, in whose memory this one's is, nothing is written any more.
         let moved = slot.control().moved.load(Ordering::Relaxed);
         Self {
+            telling: Telling::new(&launch, captured),
             launch,
             slot,
-            captured,
             on_end,
-            aborted: false,
-            replay: captured.into(),
-            finished: 0,
-            gave_up: false,
-            over: None,
             moved,
             waits: 0,
-            told,
         }
     }
 
@@ -133,6 +82,8 @@ impl InFlight {
             on_end();
         }
         self.slot.renew();
+        // Before what it may be the last to hold.
+        drop(self.telling);
         // Nearly always its communicator has it too, and makes another launch of it. Else what it holds is dropped where that
         // may take time.
         if let Some(launch) = Arc::into_inner(self.launch) {
@@ -141,106 +92,10 @@ impl InFlight {
         self.slot
     }
 
-    fn tell(&mut self, event: &Event, clock: &Clock) {
-        // The event of a later replay: the one before is over, though its end has not been looked at.
-        while self.captured && event.replay > self.replay {
-            self.finish(self.aborted && !self.is_told());
-        }
-        let observer = &self.launch.observer;
-        if event.kind == EventKind::Mismatch {
-            return observer.mismatch(event.op, event.replay, event.channel, event.value as u32);
-        }
-        let Some(told) = self
-            .told
-            .iter_mut()
-            .find(|told| (told.op, told.channel) == (event.op, event.channel))
-        else {
-            return;
-        };
-        if event.replay != self.replay || told.stage == Stage::Stopped {
-            return;
-        }
-        let (op, replay, channel) = (event.op, event.replay, event.channel);
-        let host_ns = clock.host_ns(event.value);
-        let when = When::At {
-            timer_ns: event.value,
-            host_ns,
-        };
-        if event.kind == EventKind::Started {
-            if told.stage == Stage::Nothing {
-                observer.channel_started(op, replay, channel, when);
-            }
-            told.stage = Stage::Started;
-            return;
-        }
-        if told.stage == Stage::Nothing {
-            observer.channel_started(op, replay, channel, When::Past { host_ns });
-        }
-        told.stage = Stage::Stopped;
-        let aborted = event.kind == EventKind::Aborted;
-        self.gave_up |= aborted;
-        observer.channel_stopped(op, replay, channel, aborted, when);
-    }
-
-    /// Finishes what is over of so many `runs`; whether there was any. `aborted`: the last one gave up, and perhaps some before it: an abort word stays set.
-    fn catch_up(&mut self, runs: u32, aborted: bool) -> bool {
-        let before = self.finished;
-        loop {
-            let behind = runs.wrapping_sub(self.finished);
-            if behind == 0 || behind > u32::MAX / 2 {
-                break;
-            }
-            let aborted = aborted && (behind == 1 || !self.is_told());
-            if !aborted && self.awaits_events() {
-                break;
-            }
-            self.finish(aborted);
-        }
-        self.finished != before
-    }
-
-    /// Whether all of the present run has been told.
-    fn is_told(&self) -> bool {
-        self.told.iter().all(|told| told.stage == Stage::Stopped)
-    }
-
-    /// Whether events of the present run, which is over, may still come.
-    fn awaits_events(&mut self) -> bool {
-        TELLS && !self.is_told() && self.over.get_or_insert_with(Instant::now).elapsed() < LATE
-    }
-
-    /// The present run is over. What was done and not told was lost, and is made up for.
-    fn finish(&mut self, aborted: bool) {
-        let aborted = aborted || self.gave_up;
-        (self.over, self.gave_up) = (None, false);
-        let observer = &self.launch.observer;
-        let lost = When::Past {
-            host_ns: observe::now_ns(),
-        };
-        for told in self.told.iter_mut() {
-            if !aborted && told.stage == Stage::Nothing {
-                observer.channel_started(told.op, self.replay, told.channel, lost);
-            }
-            if !aborted && told.stage != Stage::Stopped {
-                observer.channel_stopped(told.op, self.replay, told.channel, false, lost);
-            }
-            told.stage = Stage::Nothing;
-        }
-        observer.launch_finished(self.replay, aborted);
-        self.finished = self.finished.wrapping_add(1);
-        self.replay += u32::from(self.captured);
-    }
-
-    /// A replay of it has begun and is not over.
-    fn is_replaying(&self) -> bool {
-        self.captured && self.told.iter().any(|told| told.stage != Stage::Nothing)
-    }
-
     /// Passes the abort word on; returns the runs that are over and whether the last one gave up.
     fn look(&mut self) -> (u32, bool) {
         let control = self.slot.control();
-        if !self.aborted && self.launch.abort.is_set() {
-            self.aborted = true;
+        if self.launch.abort.is_set() && self.telling.aborts() {
             // Release: as the word that it repeats.
             control.abort.store(1, Ordering::Release);
         }
@@ -260,7 +115,7 @@ impl InFlight {
             }
         }
         // Acquire: pairs with the kernel's fence of a run that gave up, whose events and mark are visible. Of another run there is none: what of its
-        // events has not been seen when it is over, `finish` makes up for.
+        // events has not been seen when it is over is waited for.
         let runs = control
             .runs
             .load(Ordering::Acquire)
@@ -322,7 +177,10 @@ impl Drain {
                 (quiet, idle) = (0, 0);
             }
             let moved = self.pass(&mut ring);
-            let eager = self.in_flight.values().any(|launch| !launch.captured);
+            let eager = self
+                .in_flight
+                .values()
+                .any(|launch| !launch.telling.is_captured());
             quiet = if moved || eager { 0 } else { quiet + 1 };
             thread::sleep(if quiet < PATIENCE { BUSY } else { QUIET });
         }
@@ -386,7 +244,9 @@ impl Drain {
                 self.take();
             }
             if let Some(launch) = self.in_flight.get_mut(&event.launch) {
-                launch.tell(&event, &self.clock);
+                launch
+                    .telling
+                    .tell(&event, |timer_ns| self.clock.host_ns(timer_ns));
             }
         }
         self.tell_overwritten(ring.lost());
@@ -394,8 +254,8 @@ impl Drain {
             let Some(launch) = self.in_flight.get_mut(&number) else {
                 continue;
             };
-            moved |= launch.catch_up(runs, aborted);
-            if !launch.captured && launch.finished > 0 {
+            moved |= launch.telling.catch_up(runs, aborted);
+            if launch.telling.is_over() {
                 self.forgotten.push(number);
             }
         }
@@ -411,11 +271,14 @@ impl Drain {
         let mut over = 0;
         let (in_flight, free) = (&mut self.in_flight, &mut self.free);
         self.forgotten.retain(|number| {
-            if in_flight.get(number).is_some_and(|launch| launch.over.is_some()) {
+            if in_flight
+                .get(number)
+                .is_some_and(|launch| launch.telling.is_behind())
+            {
                 return true;
             }
             if let Some(launch) = in_flight.remove(number) {
-                over += usize::from(!launch.captured);
+                over += usize::from(!launch.telling.is_captured());
                 free.push(launch.end());
             }
             false
@@ -423,7 +286,7 @@ impl Drain {
         let replaying = self
             .in_flight
             .values()
-            .filter(|launch| launch.is_replaying())
+            .filter(|launch| launch.telling.is_replaying())
             .count();
         if self.free.is_empty() && replaying == self.replaying {
             return;

@@ -23,6 +23,7 @@ mod nvlink;
 mod pieces;
 mod release;
 mod share;
+mod telling;
 
 use std::{
     any::Any,
