@@ -38,8 +38,11 @@ fn main() {
         println!("cargo::rerun-if-env-changed={name}");
     }
     println!("cargo::rustc-check-cfg=cfg(ringsight_no_events)");
-    if variable("RINGSIGHT_NVCC_FLAGS")
-        .is_some_and(|flags| flags.to_string_lossy().contains("-DRINGSIGHT_NO_EVENTS"))
+    let flags = variable("RINGSIGHT_NVCC_FLAGS").unwrap_or_default();
+    let flags = flags.to_string_lossy().replace("-D ", "-D");
+    if flags
+        .split_ascii_whitespace()
+        .any(|flag| flag == "-DRINGSIGHT_NO_EVENTS")
     {
         println!("cargo::rustc-cfg=ringsight_no_events");
     }

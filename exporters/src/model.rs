@@ -235,7 +235,7 @@ pub struct OperationRank {
     pub device_start_ns: u64,
     /// Finished on the device.
     pub device_end_ns: u64,
-    /// These are the device's own times, of every channel; else some are when the host learnt of them.
+    /// These are the device's own times, of every channel that was told of; else some are when the host learnt that it was over.
     pub by_device: bool,
 }
 

@@ -34,6 +34,10 @@ const QUIET: Duration = Duration::from_millis(1);
 const LINGER: u32 = 50;
 /// Looks without an event before it is quiet.
 const PATIENCE: u32 = 500;
+/// Eager launches up to which events of theirs that have not come are waited for: each keeps its slot meanwhile, and to get others takes calls of the driver that
+/// may wait for kernels (`CHUNK` in gpu.rs is how many there are at first). Captured ones keep theirs in any case.
+const MOST_WAITING: usize = 128;
+
 /// A launch that is about to begin.
 pub(super) struct Entered {
     pub(super) number: u32,
@@ -92,8 +96,8 @@ impl InFlight {
         self.slot
     }
 
-    /// Passes the abort word on; returns the runs that are over and whether the last one gave up.
-    fn look(&mut self) -> (u32, bool) {
+    /// Passes the abort word on, and tells how many runs are over and whether the last one gave up.
+    fn look(&mut self) {
         let control = self.slot.control();
         if self.launch.abort.is_set() && self.telling.aborts() {
             // Release: as the word that it repeats.
@@ -114,13 +118,17 @@ impl InFlight {
                 self.launch.observer.waits(waits);
             }
         }
-        // Acquire: pairs with the kernel's fence of a run that gave up, whose events and mark are visible. Of another run there is none: what of its
+        let runs = self.runs();
+        let last_gave_up = control.aborted.load(Ordering::Relaxed) != 0;
+        self.telling.are_over(runs, last_gave_up);
+    }
+
+    /// Runs that are over.
+    fn runs(&self) -> u32 {
+        // Acquire: pairs with the kernel's fence of a run that gave up, whose events and mark are in memory. Of another run there is none: what of its
         // events has not been seen when it is over is waited for.
-        let runs = control
-            .runs
-            .load(Ordering::Acquire)
-            .wrapping_sub(self.slot.runs_before);
-        (runs, control.aborted.load(Ordering::Relaxed) != 0)
+        let runs = self.slot.control().runs.load(Ordering::Acquire);
+        runs.wrapping_sub(self.slot.runs_before)
     }
 }
 
@@ -138,7 +146,6 @@ pub(super) struct Drain {
     entered: Vec<Entered>,
     forgotten: Vec<u32>,
     free: Vec<Slot>,
-    looks: Vec<(u32, u32, bool)>,
     /// Replays under way, as [`Exchange::running`] counts them.
     replaying: usize,
 }
@@ -160,7 +167,6 @@ impl Drain {
             entered: Vec::new(),
             forgotten: Vec::new(),
             free: Vec::new(),
-            looks: Vec::new(),
             replaying: 0,
         }
     }
@@ -228,10 +234,8 @@ impl Drain {
             .append(&mut lock(&self.launches.exchange).forgotten);
         self.take();
         // Before the ring: the events of runs that are over by now are in it, or will be in a moment.
-        self.looks.clear();
-        for (number, launch) in &mut self.in_flight {
-            let (runs, aborted) = launch.look();
-            self.looks.push((*number, runs, aborted));
+        for launch in self.in_flight.values_mut() {
+            launch.look();
         }
         let mut moved = false;
         while let Some(event) = ring.next_event() {
@@ -250,13 +254,13 @@ impl Drain {
             }
         }
         self.tell_overwritten(ring.lost());
-        for (number, runs, aborted) in self.looks.drain(..) {
-            let Some(launch) = self.in_flight.get_mut(&number) else {
-                continue;
-            };
-            moved |= launch.telling.catch_up(runs, aborted);
+        let eager = |launch: &&InFlight| !launch.telling.is_captured();
+        let is_full = self.in_flight.values().filter(eager).count() > MOST_WAITING;
+        for (number, launch) in &mut self.in_flight {
+            let waits = launch.telling.is_captured() || !is_full;
+            moved |= launch.telling.catch_up(waits);
             if launch.telling.is_over() {
-                self.forgotten.push(number);
+                self.forgotten.push(*number);
             }
         }
         moved |= !self.forgotten.is_empty();
@@ -273,7 +277,7 @@ impl Drain {
         self.forgotten.retain(|number| {
             if in_flight
                 .get(number)
-                .is_some_and(|launch| launch.telling.is_behind())
+                .is_some_and(|launch| launch.telling.is_behind(launch.runs()))
             {
                 return true;
             }

@@ -1,9 +1,6 @@
 //! What the observer of a launch is told of its runs, by what kernels say of them: events in the ring, and that a run is over.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::sync::Arc;
 
 use ringsight_kernels::{
     Launch, Observer, When,
@@ -12,16 +9,16 @@ use ringsight_kernels::{
 
 use crate::{few::Few, observe};
 
-/// How long events of a run that is over are waited for. They come a moment later than what says that it is over, or are behind another kernel's: one that is
-/// short has its end's entry with its start's, and gives it back after some 8 ms if it takes longer (`Report::must_give_up`). What has not come then has been
-/// written over.
-const LATE: Duration = Duration::from_millis(25);
+/// How long events of runs that are over are waited for, nanoseconds. They come a moment later than what says that these are over, or are behind another kernel's:
+/// one that is short has its end's entry with its start's. If it takes longer it gives that back after some 8 ms, but not while its blocks wait for room on the
+/// GPU. What has not come then has most likely been written over, and is made up for.
+const LATE_NS: u64 = 25_000_000;
 
 /// One launch, which runs once or, captured, any number of times.
 pub(super) struct Telling {
     observer: Arc<dyn Observer>,
     captured: bool,
-    /// The kernel was told of an abort.
+    /// The kernel was told of an abort, which those that have all their operations done may have been, too.
     aborts: bool,
     /// The run that its events are about: the replay, or 0.
     replay: u32,
@@ -29,10 +26,20 @@ pub(super) struct Telling {
     finished: u32,
     /// The present run was given up, as one of its events says.
     gave_up: bool,
-    /// Since when the present run is known to be over, while its events are waited for.
-    over: Option<Instant>,
+    /// Runs that are known to be over, until they have been told. What ends meanwhile is looked at when they have.
+    over: Option<Over>,
     /// The channels of its operations, and what was told of them in this run.
     told: Few<Told>,
+}
+
+#[derive(Clone, Copy)]
+struct Over {
+    /// All before this number are.
+    runs: u32,
+    /// Of these the last one.
+    last_gave_up: bool,
+    /// Since when that is known, `CLOCK_MONOTONIC` nanoseconds.
+    since_ns: u64,
 }
 
 /// One channel of one operation.
@@ -92,9 +99,9 @@ impl Telling {
         self.captured && self.told.iter().any(|told| told.stage != Stage::Nothing)
     }
 
-    /// A run of it is over whose events are waited for.
-    pub(super) fn is_behind(&self) -> bool {
-        self.over.is_some()
+    /// Whether some of so many runs, which are over, have not been told.
+    pub(super) fn is_behind(&self, runs: u32) -> bool {
+        is_before(self.finished, runs)
     }
 
     /// Its kernel is to give up: whether that is news.
@@ -106,7 +113,8 @@ impl Telling {
     pub(super) fn tell(&mut self, event: &Event, host_ns: impl FnOnce(u64) -> u64) {
         // The event of a later replay: the one before is over, though its end has not been looked at.
         while self.captured && event.replay > self.replay {
-            self.finish(self.aborts && !self.is_told());
+            let gave_up = self.over.is_some_and(|over| over.last_gave_up);
+            self.finish(gave_up && !self.is_told());
         }
         let observer = &self.observer;
         if event.kind == EventKind::Mismatch {
@@ -144,19 +152,33 @@ impl Telling {
         observer.channel_stopped(op, replay, channel, aborted, when);
     }
 
-    /// Finishes what is over of so many `runs`; whether there was any. `aborted`: the last one gave up, and perhaps some before it: an abort word stays set.
-    pub(super) fn catch_up(&mut self, runs: u32, aborted: bool) -> bool {
+    /// So many `runs` are over, and the last one gave up or not; to be told before their events are.
+    pub(super) fn are_over(&mut self, runs: u32, last_gave_up: bool) {
+        if self.over.is_none() && is_before(self.finished, runs) {
+            self.over = Some(Over {
+                runs,
+                last_gave_up,
+                since_ns: observe::now_ns(),
+            });
+        }
+    }
+
+    /// Finishes what is over; whether anything was. `waits`: for events that have not come yet, as long as they may.
+    pub(super) fn catch_up(&mut self, waits: bool) -> bool {
         let before = self.finished;
-        loop {
-            let behind = runs.wrapping_sub(self.finished);
-            if behind == 0 || behind > u32::MAX / 2 {
+        while let Some(over) = self.over {
+            if !is_before(self.finished, over.runs) {
+                self.over = None;
                 break;
             }
-            let aborted = aborted && (behind == 1 || !self.is_told());
-            if !aborted && self.awaits_events() {
+            // An abort word stays set: who gave up may have been not the last one alone.
+            let last = self.finished.wrapping_add(1) == over.runs;
+            let gave_up = over.last_gave_up && (last || !self.is_told());
+            let may_come = TELLS && !self.is_told() && !(last && over.last_gave_up);
+            if waits && may_come && observe::now_ns().saturating_sub(over.since_ns) < LATE_NS {
                 break;
             }
-            self.finish(aborted);
+            self.finish(gave_up);
         }
         self.finished != before
     }
@@ -166,18 +188,12 @@ impl Telling {
         self.told.iter().all(|told| told.stage == Stage::Stopped)
     }
 
-    /// Whether events of the present run, which is over, may still come.
-    fn awaits_events(&mut self) -> bool {
-        TELLS && !self.is_told() && self.over.get_or_insert_with(Instant::now).elapsed() < LATE
-    }
-
     /// The present run is over. What was done and not told was lost, and is made up for.
     fn finish(&mut self, aborted: bool) {
-        let aborted = aborted || self.gave_up;
-        (self.over, self.gave_up) = (None, false);
-        let lost = When::Past {
-            host_ns: observe::now_ns(),
-        };
+        let aborted = aborted || std::mem::take(&mut self.gave_up);
+        let known = self.over.filter(|over| is_before(self.finished, over.runs));
+        let host_ns = known.map_or_else(observe::now_ns, |over| over.since_ns);
+        let lost = When::Past { host_ns };
         for told in self.told.iter_mut() {
             if !aborted && told.stage == Stage::Nothing {
                 self.observer
@@ -195,6 +211,11 @@ impl Telling {
     }
 }
 
+/// Of counts of runs, which may begin anew.
+fn is_before(one: u32, other: u32) -> bool {
+    (1..u32::MAX / 2).contains(&other.wrapping_sub(one))
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::Mutex;
@@ -206,34 +227,41 @@ mod tests {
 
     /// What was told, in words.
     #[derive(Default)]
-    struct Heard(Mutex<Vec<String>>);
+    struct Heard {
+        told: Mutex<Vec<String>>,
+        /// Those that were made up.
+        times: Mutex<Vec<u64>>,
+    }
 
     impl Heard {
         fn add(&self, text: String) {
-            self.0.lock().unwrap().push(text);
+            self.told.lock().unwrap().push(text);
         }
 
         fn take(&self) -> Vec<String> {
-            std::mem::take(&mut self.0.lock().unwrap())
+            std::mem::take(&mut self.told.lock().unwrap())
         }
-    }
 
-    /// By the device's timer, or made up for.
-    fn whose(when: When) -> String {
-        match when {
-            When::At { timer_ns, .. } => timer_ns.to_string(),
-            When::Past { .. } => "past".into(),
-            When::Now => "now".into(),
+        /// By the device's timer, or made up for.
+        fn whose(&self, when: When) -> String {
+            match when {
+                When::At { timer_ns, .. } => timer_ns.to_string(),
+                When::Past { host_ns } => {
+                    self.times.lock().unwrap().push(host_ns);
+                    "past".into()
+                }
+                When::Now => "now".into(),
+            }
         }
     }
 
     impl Observer for Heard {
         fn channel_started(&self, op: u32, replay: u32, _channel: u8, when: When) {
-            self.add(format!("{op}.{replay} started {}", whose(when)));
+            self.add(format!("{op}.{replay} started {}", self.whose(when)));
         }
         fn channel_stopped(&self, op: u32, replay: u32, _channel: u8, aborted: bool, when: When) {
             let how = if aborted { "gave up" } else { "stopped" };
-            self.add(format!("{op}.{replay} {how} {}", whose(when)));
+            self.add(format!("{op}.{replay} {how} {}", self.whose(when)));
         }
         fn mismatch(&self, op: u32, _replay: u32, _channel: u8, _theirs: u32) {
             self.add(format!("{op} differs"));
@@ -294,35 +322,62 @@ mod tests {
     #[test]
     fn events_that_come_after_the_end_are_waited_for() {
         let (heard, mut telling) = telling(&[7], false);
-        assert!(!telling.catch_up(1, false) && telling.is_behind() && !telling.is_over());
+        telling.are_over(1, false);
+        assert!(!telling.catch_up(true) && telling.is_behind(1) && !telling.is_over());
         telling.tell(&event(EventKind::Started, 7, 0, 100), |timer| timer);
-        assert!(!telling.catch_up(1, false));
+        assert!(!telling.catch_up(true));
         telling.tell(&event(EventKind::Stopped, 7, 0, 200), |timer| timer);
-        assert!(telling.catch_up(1, false) && telling.is_over() && !telling.is_behind());
+        assert!(telling.catch_up(true) && telling.is_over() && !telling.is_behind(1));
         assert_eq!(heard.take(), ["7.0 started 100", "7.0 stopped 200", "0 finished"]);
     }
 
     #[test]
-    fn what_was_written_over_is_made_up_for() {
-        let (heard, mut telling) = telling(&[7], false);
-        telling.tell(&event(EventKind::Started, 7, 0, 100), |timer| timer);
-        while !telling.catch_up(1, false) {
-            std::thread::sleep(Duration::from_millis(1));
+    fn what_was_written_over_is_made_up_for_by_when_it_was_over() {
+        let (heard, mut telling) = telling(&[7], true);
+        telling.tell(&event(EventKind::Started, 7, 1, 100), |timer| timer);
+        let before = observe::now_ns();
+        telling.are_over(3, false);
+        let known = observe::now_ns();
+        // What ends meanwhile has its own time.
+        telling.are_over(4, false);
+        while !telling.catch_up(true) {
+            std::thread::sleep(std::time::Duration::from_millis(1));
         }
-        assert_eq!(
-            heard.take(),
-            ["7.0 started 100", "7.0 stopped past", "0 finished"]
+        assert!(observe::now_ns() - before >= LATE_NS);
+        assert!(!telling.is_behind(3), "the other runs have been over for as long");
+        let times = std::mem::take(&mut *heard.times.lock().unwrap());
+        assert_eq!(times.len(), 5);
+        assert!(
+            times.iter().all(|time| (before..=known).contains(time)),
+            "{times:?}"
         );
-        // Of a replay, when the next one begins.
-        let (heard, mut telling) = self::telling(&[7], true);
-        telling.tell(&event(EventKind::Started, 7, 2, 300), |timer| timer);
         assert_eq!(
             heard.take(),
             [
-                "7.1 started past",
+                "7.1 started 100",
                 "7.1 stopped past",
                 "1 finished",
-                "7.2 started 300"
+                "7.2 started past",
+                "7.2 stopped past",
+                "2 finished",
+                "7.3 started past",
+                "7.3 stopped past",
+                "3 finished"
+            ]
+        );
+        // When the next one begins, or where there is no time to wait.
+        telling.tell(&event(EventKind::Started, 7, 5, 300), |timer| timer);
+        telling.are_over(5, false);
+        assert!(telling.catch_up(false));
+        assert_eq!(
+            heard.take(),
+            [
+                "7.4 started past",
+                "7.4 stopped past",
+                "4 finished",
+                "7.5 started 300",
+                "7.5 stopped past",
+                "5 finished"
             ]
         );
     }
@@ -335,7 +390,9 @@ mod tests {
         telling.tell(&event(EventKind::Aborted, 7, 1, 200), |timer| timer);
         // The second operation has not begun; and of the third replay nothing has.
         telling.tell(&event(EventKind::Started, 7, 2, 300), |timer| timer);
-        assert!(telling.catch_up(3, true));
+        telling.are_over(3, true);
+        assert!(telling.catch_up(false));
+        assert!(!telling.is_behind(3));
         assert_eq!(
             heard.take(),
             [
@@ -350,15 +407,37 @@ mod tests {
     }
 
     #[test]
-    fn a_replay_that_was_done_before_others_were_given_up_is_told_so() {
+    fn a_replay_that_was_done_is_no_aborted_one() {
+        // Before others were given up.
         let (heard, mut telling) = telling(&[7], true);
         telling.tell(&event(EventKind::Started, 7, 1, 100), |timer| timer);
         telling.tell(&event(EventKind::Stopped, 7, 1, 200), |timer| timer);
         assert!(telling.aborts());
-        assert!(telling.catch_up(2, true));
+        telling.are_over(2, true);
+        assert!(telling.catch_up(true));
         assert_eq!(
             heard.take(),
             ["7.1 started 100", "7.1 stopped 200", "1 finished", "2 aborted"]
         );
+        // Where nobody gave up though all are told to: a communicator is destroyed.
+        let (heard, mut telling) = self::telling(&[7], true);
+        assert!(telling.aborts());
+        telling.are_over(2, false);
+        telling.tell(&event(EventKind::Started, 7, 2, 300), |timer| timer);
+        assert_eq!(
+            heard.take(),
+            [
+                "7.1 started past",
+                "7.1 stopped past",
+                "1 finished",
+                "7.2 started 300"
+            ]
+        );
+    }
+
+    #[test]
+    fn counts_of_runs_may_begin_anew() {
+        assert!(is_before(u32::MAX, 1) && is_before(3, 4));
+        assert!(!is_before(4, 4) && !is_before(5, 4) && !is_before(1, u32::MAX));
     }
 }

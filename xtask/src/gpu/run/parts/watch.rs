@@ -275,7 +275,7 @@ fn complete(summary: &Value, wanted: u64) -> Verdict {
     }
 }
 
-/// Whether each captured operation has an operation of its own for every replay, with the times of all ranks' devices.
+/// Whether each captured operation has an operation of its own for every replay, and these and eager ones have the times of all ranks' devices.
 fn replayed(summary: &Value, job: &Job) -> Verdict {
     let rows = summary["operations"]
         .as_array()
@@ -284,12 +284,11 @@ fn replayed(summary: &Value, job: &Job) -> Verdict {
     let mut untimed = 0_u64;
     for row in rows {
         let replay = number(&row["replay"])?;
-        if replay == 0 {
-            continue;
-        }
         let communicator = row["communicator"].as_str().unwrap_or_default();
-        let captured = replays.entry((communicator, number(&row["sequence"])?));
-        captured.or_default().insert(replay);
+        if replay != 0 {
+            let captured = replays.entry((communicator, number(&row["sequence"])?));
+            captured.or_default().insert(replay);
+        }
         let ranks = row["by_rank"].as_array().map_or(&[][..], Vec::as_slice);
         let mut timed = ranks.len() == RANKS && row["complete"] == true;
         for rank in ranks {
@@ -300,7 +299,7 @@ fn replayed(summary: &Value, job: &Job) -> Verdict {
     }
     let whole = |seen: &BTreeSet<u64>| seen.len() == job.replays;
     let text = format!(
-        "{} of {} captured operations in each of {} replays, {untimed} without devices' times",
+        "{} of {} captured operations in each of {} replays, {untimed} of all without devices' times",
         replays.values().filter(|seen| whole(seen)).count(),
         job.captured,
         job.replays
@@ -358,7 +357,7 @@ mod tests {
                 "communicator": "c", "sequence": sequence, "replay": replay, "complete": true, "by_rank": [rank, rank],
             })
         };
-        let mut rows = vec![row(9, 0, 0)];
+        let mut rows = vec![row(9, 0, 7)];
         rows.extend(
             [1, 2]
                 .iter()
@@ -373,10 +372,18 @@ mod tests {
         assert!(judge(&twice).is_err());
         let mut untimed = rows.clone();
         untimed[6] = row(2, 3, 0);
-        assert!(judge(&untimed).unwrap_err().ends_with("1 without devices' times"));
+        assert!(
+            judge(&untimed)
+                .unwrap_err()
+                .ends_with("1 of all without devices' times")
+        );
         let mut made_up = rows.clone();
-        made_up[6]["by_rank"][1]["timing_source"] = "host".into();
-        assert!(judge(&made_up).unwrap_err().ends_with("1 without devices' times"));
+        made_up[0]["by_rank"][1]["timing_source"] = "host".into();
+        assert!(
+            judge(&made_up)
+                .unwrap_err()
+                .ends_with("1 of all without devices' times")
+        );
         let mut alone = rows;
         alone[6]["by_rank"].as_array_mut().unwrap().pop();
         assert!(judge(&alone).is_err());
