@@ -270,11 +270,11 @@ mod tests {
     #[test]
     fn the_best_that_a_goal_admits_counts() {
         let all = [
-            measured(true, 0, 0, &[(8, 1.0), (16 * MIB, 60.0)]),
-            measured(true, 0, 20, &[(8, 2.0), (16 * MIB, 64.0)]),
-            measured(false, 0, 0, &[(8, 5.0), (16 * MIB, 100.0)]),
-            measured(false, 0, 20, &[(8, 6.0), (16 * MIB, 90.0)]),
-            measured(false, 2, 20, &[(8, 4.0), (16 * MIB, 80.0)]),
+            measured(true, 0, 0, &[(8, 1.0), (64 * MIB, 60.0)]),
+            measured(true, 0, 20, &[(8, 2.0), (64 * MIB, 64.0)]),
+            measured(false, 0, 0, &[(8, 5.0), (64 * MIB, 100.0)]),
+            measured(false, 0, 20, &[(8, 6.0), (64 * MIB, 90.0)]),
+            measured(false, 2, 20, &[(8, 4.0), (64 * MIB, 80.0)]),
         ];
         let lines = lines(GOALS, &all, 2);
         let of = |bytes, goal| {
@@ -289,7 +289,7 @@ mod tests {
         assert_eq!(short.nccl, Some((5.0, "eager -R 0".to_owned())));
         assert_eq!(short.ratio(), Some(0.4));
         assert_eq!(of(8, 0.75).nccl, Some((4.0, "graph -R 2".to_owned())));
-        let long = of(16 * MIB, 0.8);
+        let long = of(64 * MIB, 0.85);
         assert_eq!(long.ours, Some((60.0, "eager -R 0".to_owned())));
         assert_eq!(long.nccl, Some((80.0, "graph -R 2".to_owned())));
         // What was not measured has no line.
