@@ -190,7 +190,7 @@ impl Telling {
 
     /// The present run is over. What was done and not told was lost, and is made up for.
     fn finish(&mut self, aborted: bool) {
-        let aborted = aborted || std::mem::take(&mut self.gave_up);
+        let aborted = std::mem::take(&mut self.gave_up) || aborted;
         let known = self.over.filter(|over| is_before(self.finished, over.runs));
         let host_ns = known.map_or_else(observe::now_ns, |over| over.since_ns);
         let lost = When::Past { host_ns };
@@ -404,6 +404,14 @@ mod tests {
                 "3 aborted"
             ]
         );
+        // It says nothing of those after it.
+        telling.tell(&event(EventKind::Aborted, 7, 4, 400), |timer| timer);
+        telling.are_over(4, true);
+        assert!(telling.catch_up(true));
+        telling.tell(&event(EventKind::Started, 7, 5, 500), |timer| timer);
+        telling.are_over(5, false);
+        assert!(telling.catch_up(false));
+        assert_eq!(heard.take().last().unwrap(), "5 finished");
     }
 
     #[test]
