@@ -379,23 +379,21 @@ impl Schedule {
         }
     }
 
-    /// Rounds in which the step with this index has elements: the first so many.
-    fn rounds_of(&self, index: usize) -> usize {
-        match &self.kind {
-            Kind::Ring {
-                function: Function::AllReduce,
-                order,
-                count,
-                each,
-                ..
-            } => {
-                // As `step` finds it: of ranks at the end of the buffer there may be less.
-                let owner = order[(2 * order.len() - 1 - index) % order.len()] as usize;
-                let end = self.part.end.min(count.saturating_sub(owner * each));
-                end.saturating_sub(self.part.start).div_ceil(self.round_elems)
-            }
-            _ => self.rounds,
-        }
+    /// Rounds, from the first on, in which a step has elements; `first`: as it is in the first one.
+    fn rounds_of(&self, first: &Step) -> usize {
+        let there = match (&self.kind, first.source.or(first.store)) {
+            // Of ranks at the end of the buffer there may be less.
+            (
+                Kind::Ring {
+                    function: Function::AllReduce,
+                    count,
+                    ..
+                },
+                Some(at),
+            ) => count.saturating_sub(at),
+            _ => usize::MAX,
+        };
+        self.part.len().min(there).div_ceil(self.round_elems)
     }
 
     /// Slots posted and consumed in all rounds.
@@ -405,9 +403,9 @@ impl Schedule {
             send: u32::from(self.marks.post),
             recv: u32::from(self.marks.take_first) + u32::from(self.marks.take_last),
         };
-        for index in (0..self.per_round).filter(|_| self.rounds > 0) {
-            let rounds = u32::try_from(self.rounds_of(index)).unwrap_or(u32::MAX);
+        for index in 0..self.per_round {
             let step = self.step(0, index);
+            let rounds = u32::try_from(self.rounds_of(&step)).unwrap_or(u32::MAX);
             let add = |total: &mut u32, moves: bool| {
                 *total = total.saturating_add(if moves { rounds } else { 0 });
             };
