@@ -5,9 +5,9 @@
 mod names;
 mod process;
 mod rank;
+mod verdict;
 
 pub(crate) use rank::timing_source_of;
-mod verdict;
 
 use std::{collections::VecDeque, sync::Arc};
 
