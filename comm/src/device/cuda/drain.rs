@@ -53,6 +53,8 @@ struct InFlight {
     launch: Arc<Launch>,
     slot: Slot,
     on_end: Option<Box<dyn FnOnce() + Send>>,
+    /// The kernel was told of the abort.
+    aborted: bool,
     /// What the kernel has told last of what it moves, and of what it waits for.
     moved: u32,
     waits: u64,
@@ -75,6 +77,7 @@ impl InFlight {
             launch,
             slot,
             on_end,
+            aborted: false,
             moved,
             waits: 0,
         }
@@ -99,7 +102,8 @@ impl InFlight {
     /// Passes the abort word on, and tells how many runs are over and whether the last one gave up.
     fn look(&mut self) {
         let control = self.slot.control();
-        if self.launch.abort.is_set() && self.telling.aborts() {
+        if !self.aborted && self.launch.abort.is_set() {
+            self.aborted = true;
             // Release: as the word that it repeats.
             control.abort.store(1, Ordering::Release);
         }

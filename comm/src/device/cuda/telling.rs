@@ -18,8 +18,6 @@ const LATE_NS: u64 = 25_000_000;
 pub(super) struct Telling {
     observer: Arc<dyn Observer>,
     captured: bool,
-    /// The kernel was told of an abort, which those that have all their operations done may have been, too.
-    aborts: bool,
     /// The run that its events are about: the replay, or 0.
     replay: u32,
     /// Runs that the observer was told the end of.
@@ -76,7 +74,6 @@ impl Telling {
         Self {
             observer: launch.observer.clone(),
             captured,
-            aborts: false,
             replay: captured.into(),
             finished: 0,
             gave_up: false,
@@ -102,11 +99,6 @@ impl Telling {
     /// Whether some of so many runs, which are over, have not been told.
     pub(super) fn is_behind(&self, runs: u32) -> bool {
         is_before(self.finished, runs)
-    }
-
-    /// Its kernel is to give up: whether that is news.
-    pub(super) fn aborts(&mut self) -> bool {
-        !std::mem::replace(&mut self.aborts, true)
     }
 
     /// An event of this launch; `host_ns` says when the GPU's timer showed a time.
@@ -385,7 +377,6 @@ mod tests {
     #[test]
     fn each_replay_that_is_given_up_is_told_so() {
         let (heard, mut telling) = telling(&[7, 8], true);
-        assert!(telling.aborts() && !telling.aborts());
         telling.tell(&event(EventKind::Started, 7, 1, 100), |timer| timer);
         telling.tell(&event(EventKind::Aborted, 7, 1, 200), |timer| timer);
         // The second operation has not begun; and of the third replay nothing has.
@@ -420,16 +411,14 @@ mod tests {
         let (heard, mut telling) = telling(&[7], true);
         telling.tell(&event(EventKind::Started, 7, 1, 100), |timer| timer);
         telling.tell(&event(EventKind::Stopped, 7, 1, 200), |timer| timer);
-        assert!(telling.aborts());
         telling.are_over(2, true);
         assert!(telling.catch_up(true));
         assert_eq!(
             heard.take(),
             ["7.1 started 100", "7.1 stopped 200", "1 finished", "2 aborted"]
         );
-        // Where nobody gave up though all are told to: a communicator is destroyed.
+        // Where nobody gave up, and the first one's events were lost.
         let (heard, mut telling) = self::telling(&[7], true);
-        assert!(telling.aborts());
         telling.are_over(2, false);
         telling.tell(&event(EventKind::Started, 7, 2, 300), |timer| timer);
         assert_eq!(
