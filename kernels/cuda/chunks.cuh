@@ -40,7 +40,7 @@ class Chunks {
       for (u32 polls = 1; here && load_acquire(&of(call_.rank).from[rank][block_]) < before_ + chunks; polls++) {
         if (pauses_after(polls)) pause_polling();
         if (!report.is_long(polls)) continue;
-        report.waits(polls, Phase::Data, rank, call_.channel, call_.op, chunks);
+        report.waits(polls, Phase::Data, rank, call_.channel, call_.head.op, chunks);
         here = !report.must_give_up();
       }
     }

@@ -30,12 +30,12 @@ struct Exchange {
   u32 push;
   u32 root;
 };
-static_assert(offsetof(Exchange, from) == 144, "as in src/cuda/layout.rs");
-static_assert(offsetof(Exchange, own) == 400, "as in src/cuda/layout.rs");
-static_assert(offsetof(Exchange, chunk) == 432, "as in src/cuda/layout.rs");
-static_assert(offsetof(Exchange, place_to) == 440, "as in src/cuda/layout.rs");
-static_assert(offsetof(Exchange, mappings_at) == 576, "as in src/cuda/layout.rs");
-static_assert(offsetof(Exchange, pushed_at) == 584, "as in src/cuda/layout.rs");
-static_assert(sizeof(Exchange) == 600, "as in src/cuda/layout.rs");
+static_assert(offsetof(Exchange, from) == 136, "as in src/cuda/layout.rs");
+static_assert(offsetof(Exchange, own) == 392, "as in src/cuda/layout.rs");
+static_assert(offsetof(Exchange, chunk) == 424, "as in src/cuda/layout.rs");
+static_assert(offsetof(Exchange, place_to) == 432, "as in src/cuda/layout.rs");
+static_assert(offsetof(Exchange, mappings_at) == 568, "as in src/cuda/layout.rs");
+static_assert(offsetof(Exchange, pushed_at) == 576, "as in src/cuda/layout.rs");
+static_assert(sizeof(Exchange) == 592, "as in src/cuda/layout.rs");
 
 }  // namespace ringsight

@@ -26,8 +26,8 @@ struct Gate {
   // To one between copies: which, from 1 on; each of an operation is another.
   u32 meeting;
 };
-static_assert(offsetof(Gate, gives_up) == 144, "as in src/cuda/layout.rs");
-static_assert(sizeof(Gate) == 152, "as in src/cuda/layout.rs");
+static_assert(offsetof(Gate, gives_up) == 136, "as in src/cuda/layout.rs");
+static_assert(sizeof(Gate) == 144, "as in src/cuda/layout.rs");
 
 enum class Stands { Before, Behind, Between };
 

@@ -125,18 +125,25 @@ static_assert(sizeof(LaunchControl) == 64, "as in src/cuda/layout.rs");
 // What a kernel waits for: the twin of `Phase` in probes/records/src/waits.rs, which says how a word tells of it.
 enum class Phase : u32 { Begin = 1, Data = 2, Room = 3, End = 4, Copies = 5 };
 
-// What every kernel is told of where it reports to.
+// What every kernel is told of where it reports to. What differs from one launch to the next of the same operation is in one 16 bytes: see
+// src/cuda/layout.rs.
 struct Head {
-  u64 state;
-  u64 control;
+  u64 states;
+  u64 controls;
   u64 ring;
   u64 ring_ticket;
-  u32 ring_mask;
+  u32 slot;
   u32 launch;
   u32 runs_before;
-  u32 captured;
+  u32 op;
 };
+static_assert(offsetof(Head, slot) == 32, "as in src/cuda/layout.rs");
 static_assert(sizeof(Head) == 48, "as in src/cuda/layout.rs");
+
+// Of launches that are captured, whose runs are replays.
+constexpr u32 CAPTURED = 1u << 31;
+// Entries of the ring: a power of two.
+constexpr u32 RING_ENTRIES = 1 << 15;
 
 constexpr u32 INLINE_BYTES = 3984;
 

@@ -13,19 +13,18 @@ struct PeerCall {
   // By rank: its memory.
   u64 bases[MAX_PEERS];
   u64 argument;
-  u32 op;
   u32 tag;
   u32 rank;
   u32 ranks;
   DataType data_type;
   Combine combine;
   u8 channel;
-  u8 reserved[5];
+  u8 reserved;
 };
 static_assert(offsetof(PeerCall, bases) == 48, "as in src/cuda/layout.rs");
-static_assert(offsetof(PeerCall, op) == 120, "as in src/cuda/layout.rs");
-static_assert(offsetof(PeerCall, data_type) == 136, "as in src/cuda/layout.rs");
-static_assert(sizeof(PeerCall) == 144, "as in src/cuda/layout.rs");
+static_assert(offsetof(PeerCall, tag) == 120, "as in src/cuda/layout.rs");
+static_assert(offsetof(PeerCall, data_type) == 132, "as in src/cuda/layout.rs");
+static_assert(sizeof(PeerCall) == 136, "as in src/cuda/layout.rs");
 
 // Threads of a block that move no data: those of the first block tell what the operation does and look whether the others do
 // the same.
@@ -96,7 +95,7 @@ class Meeting {
     if (block_any(!here)) {
       if (thread_index() == 0) report_.give_up();
     } else if (thread_index() == 0) {
-      report_.copies(report_.runs(), call_.channel, call_.op);
+      report_.copies(report_.runs(), call_.channel, call_.head.op);
     }
   }
   // The second one ends when all ranks' copies are done. `gives_up`: this rank's have not been made.
@@ -121,7 +120,7 @@ class Meeting {
     if (thread_index() != 0) return;
     if (!here) return report_.give_up();
     // What it has waited for is no longer so.
-    report_.copies(report_.runs(), call_.channel, call_.op);
+    report_.copies(report_.runs(), call_.channel, call_.head.op);
   }
 
   // For each other rank, by one of the threads that serve, which call it.
@@ -144,7 +143,7 @@ class Meeting {
   // The same, telling what for.
   DEVICE INLINE bool must_give_up(u32 polls, Phase phase, u32 rank, u32 step) const {
     if (!report_.is_long(polls)) return false;
-    report_.put_waits(polls, phase, rank, call_.channel, call_.op, step);
+    report_.put_waits(polls, phase, rank, call_.channel, call_.head.op, step);
     give_back();
     return report_.must_give_up();
   }
@@ -190,7 +189,7 @@ class Meeting {
       // The place of an end that is near is had together with that of the start: to ask for it when the data is here takes a good part of so
       // short an operation.
       const u64 ticket = report_.ticket(is_short ? 2 : 1);
-      report_.event_at(report_.place(ticket), EventKind::Started, report_.replay(report_.runs()), call_.channel, call_.op,
+      report_.event_at(report_.place(ticket), EventKind::Started, report_.replay(report_.runs()), call_.channel, call_.head.op,
                        device_time());
       const u64 end = is_short ? report_.place(ticket + 1) : Report::no_place();
       place_ = blocks_ == 1 ? end : Report::no_place();
@@ -225,7 +224,7 @@ class Meeting {
   DEVICE static NOINLINE void give_back(const PeerCall& call, u32 blocks, volatile u64* place) {
     const Report report(call.head);
     const u64 end = blocks == 1 ? exchange_relaxed(place, Report::no_place()) : report.take_end();
-    if (end != Report::no_place()) report.event_at(end, EventKind::Nothing, 0, call.channel, call.op, 0);
+    if (end != Report::no_place()) report.event_at(end, EventKind::Nothing, 0, call.channel, call.head.op, 0);
   }
 
   // Whether another rank is seen to have begun this operation. If it has begun another one, the host is told.
@@ -239,7 +238,7 @@ class Meeting {
 
   DEVICE INLINE void differs(u32 theirs) {
     if (exchange_relaxed(&report_.state().differs, 1) == 0) {
-      report_.event(EventKind::Mismatch, report_.replay(report_.runs()), call_.channel, call_.op, theirs);
+      report_.event(EventKind::Mismatch, report_.replay(report_.runs()), call_.channel, call_.head.op, theirs);
     }
   }
 
@@ -296,7 +295,7 @@ class Meeting {
     store_relaxed(&own_->epoch, epoch_);
     const EventKind kind = aborted ? EventKind::Aborted : EventKind::Stopped;
     if (place == Report::no_place()) place = report_.place(report_.ticket());
-    report_.event_at(place, kind, report_.replay(runs), call_.channel, call_.op, device_time());
+    report_.event_at(place, kind, report_.replay(runs), call_.channel, call_.head.op, device_time());
     report_.end(runs, aborted);
   }
 

@@ -21,8 +21,8 @@ struct OneShot {
   u32 lines;
   u32 reserved;
 };
-static_assert(offsetof(OneShot, send) == 144, "as in src/cuda/layout.rs");
-static_assert(sizeof(OneShot) == 176, "as in src/cuda/layout.rs");
+static_assert(offsetof(OneShot, send) == 136, "as in src/cuda/layout.rs");
+static_assert(sizeof(OneShot) == 168, "as in src/cuda/layout.rs");
 
 // One block of a kernel: of any, where `E` and `Op` are void, or of the one that sums elements `E`; of any number of ranks, or
 // of `RANKS`.

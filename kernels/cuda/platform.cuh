@@ -173,7 +173,6 @@ DEVICE inline u64 compare_exchange_relaxed(u64* address, u64 expected, u64 value
                    static_cast<unsigned long long>(value));
 }
 
-DEVICE inline u32 bits_set(u32 word) { return static_cast<u32>(__popc(word)); }
 DEVICE inline float bits_to_float(u32 bits) { return __uint_as_float(bits); }
 DEVICE inline u32 float_to_bits(float value) { return __float_as_uint(value); }
 DEVICE inline double bits_to_double(u64 bits) { return __longlong_as_double(static_cast<long long>(bits)); }
@@ -255,7 +254,6 @@ To bit_copy(From from) {
   std::memcpy(&to, &from, sizeof to);
   return to;
 }
-inline u32 bits_set(u32 word) { return static_cast<u32>(__builtin_popcount(word)); }
 inline float bits_to_float(u32 bits) { return bit_copy<float>(bits); }
 inline u32 float_to_bits(float value) { return bit_copy<u32>(value); }
 inline double bits_to_double(u64 bits) { return bit_copy<double>(bits); }

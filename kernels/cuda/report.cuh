@@ -17,8 +17,8 @@ class Report {
   // `head` must outlive it: the kernel's argument.
   DEVICE explicit Report(const Head& head)
       : head_(head),
-        state_(reinterpret_cast<LaunchState*>(head.state)),
-        control_(reinterpret_cast<LaunchControl*>(head.control)) {}
+        state_(reinterpret_cast<LaunchState*>(head.states) + head.slot),
+        control_(reinterpret_cast<LaunchControl*>(head.controls) + head.slot) {}
 
   DEVICE INLINE LaunchState& state() const { return *state_; }
   DEVICE INLINE LaunchControl& control() const { return *control_; }
@@ -53,7 +53,7 @@ class Report {
   // Runs before this one: written by the last block of the launch's last run, before this one began.
   DEVICE INLINE u32 runs() const { return load_relaxed(&state_->runs); }
   // What events say of the run: the replay, or 0.
-  DEVICE INLINE u32 replay(u32 runs) const { return head_.captured != 0 ? runs - head_.runs_before + 1 : 0; }
+  DEVICE INLINE u32 replay(u32 runs) const { return (head_.launch & CAPTURED) != 0 ? runs - head_.runs_before + 1 : 0; }
 
   // The next ticket of the ring, or the first of several. What is put there must follow soon: the host reads in this order.
   DEVICE INLINE u64 ticket(u64 places = 1) const {
@@ -64,9 +64,8 @@ class Report {
   // Where a ticket's event goes: the lap in the upper 16 bits, the number of the entry below. Some dozens of instructions: who has
   // a ticket early has this early, too.
   DEVICE INLINE u64 place(u64 ticket) const {
-    // Shifted: a GPU has no division.
-    const u64 lap = (ticket >> bits_set(head_.ring_mask)) % 0xffff + 1;
-    return lap << 48 | (ticket & head_.ring_mask);
+    const u64 lap = ticket / RING_ENTRIES % 0xffff + 1;
+    return lap << 48 | ticket % RING_ENTRIES;
   }
 
   DEVICE INLINE void event(EventKind kind, u32 replay, u32 channel, u32 op, u64 value) const {

@@ -19,7 +19,8 @@ use std::{
 use ringsight_kernels::{
     ChannelWork, Connections, Fifo, Launch, Observer, When, Work,
     cuda::{
-        Arguments, EventKind, Head, LaunchControl, LaunchState, Program, Ring, program::runs, ring::Entry,
+        Arguments, CAPTURED, EventKind, Head, LaunchControl, LaunchState, Program, RING_ENTRIES, Ring,
+        program::runs, ring::Entry,
     },
 };
 use ringsight_records::{Algorithm, Function, Phase, Waits};
@@ -86,18 +87,19 @@ fn run(launch: &Launch, replay: u32) {
         runs,
         ..LaunchState::default()
     };
+    let number = if replay == 0 { 5 } else { CAPTURED | 5 };
     let (control, mut ticket) = (LaunchControl::default(), 0_u64);
-    let entries: Vec<Entry> = (0..1024).map(|_| Entry::default()).collect();
+    let entries: Vec<Entry> = (0..RING_ENTRIES).map(|_| Entry::default()).collect();
     let arguments = Arguments {
         head: Head {
-            state: &raw mut state as u64,
-            control: &raw const control as u64,
+            states: &raw mut state as u64,
+            controls: &raw const control as u64,
             ring: entries.as_ptr() as u64,
             ring_ticket: &raw mut ticket as u64,
-            ring_mask: 1023,
-            launch: 5,
+            slot: 0,
+            launch: number,
             runs_before,
-            captured: u32::from(replay != 0),
+            op: 0,
         },
         ..program.arguments(outside.as_ref().map_or(0, |words| words.as_ptr() as u64))
     };
@@ -107,7 +109,7 @@ fn run(launch: &Launch, replay: u32) {
     let mut moved = 0;
     let mut drain = || {
         while let Some(event) = ring.next_event() {
-            assert_eq!((event.launch, event.replay), (5, replay));
+            assert_eq!((event.launch, event.replay), (number, replay));
             let (op, channel, observer) = (event.op, event.channel, &launch.observer);
             // The timer is the host's clock here.
             let when = When::At {

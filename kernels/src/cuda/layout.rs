@@ -192,27 +192,37 @@ const _: () = assert!(offset_of!(LaunchControl, waits) == 16);
 const _: () = assert!(size_of::<LaunchControl>() == 64);
 
 /// Where a kernel reports to.
+///
+/// What differs from one launch to the next of the same operation on the same buffers is in one 16 bytes, at a multiple of 16: the driver, which launches a
+/// kernel with new arguments, writes from the first such piece that has changed to the last one, and takes half as long for one as for all
+/// (docs/src/performance/library-gpu.md).
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub struct Head {
-    /// Device address of a [`LaunchState`].
-    pub state: u64,
-    /// Device address of a [`LaunchControl`].
-    pub control: u64,
-    /// Device address of the [`Ring`](super::Ring)'s entries.
+    /// Device address of an array of [`LaunchState`].
+    pub states: u64,
+    /// Device address of an array of [`LaunchControl`].
+    pub controls: u64,
+    /// Device address of the [`Ring`](super::Ring)'s [`RING_ENTRIES`].
     pub ring: u64,
     /// Device address of the ring's ticket, a `u64`.
     pub ring_ticket: u64,
-    /// Entries of the ring, a power of two, minus one.
-    pub ring_mask: u32,
-    /// What its events say of where they come from.
+    /// Which of the arrays' elements are its own.
+    pub slot: u32,
+    /// What its events say of where they come from. With [`CAPTURED`] its runs are replays, numbered from 1; without, it runs once, and its events say 0.
     pub launch: u32,
-    /// [`LaunchState::runs`] before the first run of this launch.
+    /// [`LaunchState::runs`] before the first run of this launch, if that is captured; else 0.
     pub runs_before: u32,
-    /// 1: runs are replays, numbered from 1; 0: it runs once, and its events say 0.
-    pub captured: u32,
+    /// Number of the operation, for kernels that do one.
+    pub op: u32,
 }
 
+/// In the numbers of captured launches.
+pub const CAPTURED: u32 = 1 << 31;
+/// Entries of a GPU's ring, a power of two: the host may be late by the events of 16 thousand operations of one channel.
+pub const RING_ENTRIES: usize = 1 << 15;
+
+const _: () = assert!(offset_of!(Head, slot) == 32);
 const _: () = assert!(size_of::<Head>() == 48);
 
 /// Bytes of a program that travel with the arguments.
@@ -261,9 +271,7 @@ pub struct PeerCall {
     pub bases: [u64; MAX_PEERS],
     /// Argument of the combination.
     pub argument: u64,
-    /// Operation number.
-    pub op: u32,
-    /// Its tag.
+    /// The operation's tag.
     pub tag: u32,
     /// This rank.
     pub rank: u32,
@@ -276,13 +284,13 @@ pub struct PeerCall {
     /// Channel number.
     pub channel: u8,
     /// 0.
-    pub reserved: [u8; 5],
+    pub reserved: u8,
 }
 
 const _: () = assert!(offset_of!(PeerCall, bases) == 48);
-const _: () = assert!(offset_of!(PeerCall, op) == 120);
-const _: () = assert!(offset_of!(PeerCall, data_type) == 136);
-const _: () = assert!(size_of::<PeerCall>() == 144);
+const _: () = assert!(offset_of!(PeerCall, tag) == 120);
+const _: () = assert!(offset_of!(PeerCall, data_type) == 132);
+const _: () = assert!(size_of::<PeerCall>() == 136);
 
 /// The one argument of the kernels of [`super::one_shot`].
 #[derive(Clone, Copy, Debug)]
@@ -302,8 +310,8 @@ pub struct OneShot {
     pub reserved: u32,
 }
 
-const _: () = assert!(offset_of!(OneShot, send) == 144);
-const _: () = assert!(size_of::<OneShot>() == 176);
+const _: () = assert!(offset_of!(OneShot, send) == 136);
+const _: () = assert!(size_of::<OneShot>() == 168);
 
 /// The one argument of the kernels of [`super::exchange`]: what this rank sends to each of the others and takes from them.
 /// All lengths are in bytes.
@@ -373,8 +381,8 @@ pub struct Gate {
     pub meeting: u32,
 }
 
-const _: () = assert!(offset_of!(Gate, gives_up) == 144);
-const _: () = assert!(size_of::<Gate>() == 152);
+const _: () = assert!(offset_of!(Gate, gives_up) == 136);
+const _: () = assert!(size_of::<Gate>() == 144);
 
 /// A caller's allocation, as a rank has shown it to other processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -399,13 +407,13 @@ impl Shown {
     }
 }
 
-const _: () = assert!(offset_of!(Exchange, from) == 144);
-const _: () = assert!(offset_of!(Exchange, own) == 400);
-const _: () = assert!(offset_of!(Exchange, chunk) == 432);
-const _: () = assert!(offset_of!(Exchange, place_to) == 440);
-const _: () = assert!(offset_of!(Exchange, mappings_at) == 576);
-const _: () = assert!(offset_of!(Exchange, pushed_at) == 584);
-const _: () = assert!(size_of::<Exchange>() == 600);
+const _: () = assert!(offset_of!(Exchange, from) == 136);
+const _: () = assert!(offset_of!(Exchange, own) == 392);
+const _: () = assert!(offset_of!(Exchange, chunk) == 424);
+const _: () = assert!(offset_of!(Exchange, place_to) == 432);
+const _: () = assert!(offset_of!(Exchange, mappings_at) == 568);
+const _: () = assert!(offset_of!(Exchange, pushed_at) == 576);
+const _: () = assert!(size_of::<Exchange>() == 592);
 
 /// A message of [`Messages`].
 #[derive(Clone, Copy, Debug, Default)]

@@ -21,7 +21,7 @@ pub use clock::{CLOCK_KERNEL, ClockArguments, ClockPage};
 pub use count::COUNT_KERNEL;
 pub use exchange::exchange_threads;
 pub use gates::GATE_THREADS;
-pub use layout::{Arguments, Head, LaunchControl, LaunchState};
+pub use layout::{Arguments, CAPTURED, Head, LaunchControl, LaunchState, RING_ENTRIES};
 pub use messages::MESSAGES_THREADS;
 pub use one_shot::one_shot_threads;
 pub use peer_launch::PeerLaunch;

@@ -61,7 +61,22 @@ pub enum PeerArguments {
 
 impl PeerArguments {
     /// Where it reports to.
-    pub fn head_mut(&mut self) -> &mut Head {
+    pub fn head(&self) -> Head {
+        match self {
+            Self::OneShot(arguments) => arguments.call.head,
+            Self::Exchange(arguments) => arguments.call.head,
+            Self::Messages(arguments) => arguments.head,
+            Self::Gate(arguments) => arguments.call.head,
+        }
+    }
+
+    /// It reports there of its operation, whatever `head` says of that.
+    pub fn report_to(&mut self, head: Head) {
+        let own = self.head_mut();
+        *own = Head { op: own.op, ..head };
+    }
+
+    fn head_mut(&mut self) -> &mut Head {
         match self {
             Self::OneShot(arguments) => &mut arguments.call.head,
             Self::Exchange(arguments) => &mut arguments.call.head,
@@ -159,7 +174,10 @@ impl PeerLaunch {
         let mut bases = [0; MAX_PEERS];
         bases[..peers.bases.len()].copy_from_slice(&peers.bases);
         let call = PeerCall {
-            head: Head::default(),
+            head: Head {
+                op: work.op,
+                ..Head::default()
+            },
             bases,
             argument: match work.scalar {
                 Scalar::Immediate(bits) => argument(work, bits),
@@ -167,14 +185,13 @@ impl PeerLaunch {
                 _ if combination(work) == Combination::Sum => u64::from(1_f32.to_bits()),
                 _ => argument(work, 0),
             },
-            op: work.op,
             tag: work.tag,
             rank: work.rank,
             ranks: work.ranks,
             data_type: work.data_type.code(),
             combine: combination(work) as u8,
             channel,
-            reserved: [0; 5],
+            reserved: 0,
         };
         if let Connections::Engines { window, offset } = &work.connections {
             let mut launch = gates::launch(work, call, window, *offset).ok_or_else(|| {

@@ -217,7 +217,7 @@ impl Gpu {
         engines: &Engines,
         captured: bool,
     ) -> Result<()> {
-        let head = *launch.arguments.head_mut();
+        let head = launch.arguments.head();
         let done = match between {
             // All in the stream: what is beside it would take calls of the driver, and the GPU's time.
             // SAFETY: as in `Rows::copy`.
@@ -251,7 +251,7 @@ impl Gpu {
     /// Queues the copies of a reduction and the kernels that reduce, in the order of [`ringsight_kernels::cuda::pieces`].
     fn reduce(&self, rows: &mut Rows, pieces: &Pieces, head: Head) -> Result<()> {
         let run = |rows: &mut Rows, row, mut launch: PeerLaunch| {
-            *launch.arguments.head_mut() = head;
+            launch.arguments.report_to(head);
             let kernel = self.peer_kernel(&launch);
             // SAFETY: the kernel's argument, which is copied by the call; what it refers to lives until the launch is over, or the caller keeps it.
             rows.queue(row, |stream| unsafe {

@@ -15,7 +15,7 @@ use ringsight_kernels::{
     Launch,
     cuda::{
         self, APPEND_KERNEL, CHANNEL_KERNELS, CLOCK_KERNEL, COUNT_KERNEL, Head, LaunchControl, LaunchState,
-        PeerLaunch, ring::Entry,
+        PeerLaunch, RING_ENTRIES, ring::Entry,
     },
 };
 
@@ -35,8 +35,6 @@ use crate::{
     device::{DeviceError, Result},
 };
 
-/// Events that the host may be late by: those of 16 thousand operations of one channel.
-const RING_ENTRIES: usize = 1 << 15;
 /// Pinned memory for one program that does not travel with the arguments: that of all channels fits.
 const PROGRAM_BYTES: usize = 16 << 10;
 /// Such programs for which memory is had at once: with kernels on a GPU that wait for others, more might not be had without
@@ -112,7 +110,8 @@ impl<T> Deref for Memory<T> {
 /// What a launch and the host share; belongs to one launch at a time.
 pub(super) struct Slot {
     chunk: Arc<Chunk>,
-    index: usize,
+    /// In the chunk's arrays.
+    index: u32,
     /// Runs of all launches that have used it, before the present one.
     pub(super) runs_before: u32,
 }
@@ -131,11 +130,7 @@ impl Drop for Chunk {
 
 impl Slot {
     pub(super) fn control(&self) -> &LaunchControl {
-        &self.chunk.controls[self.index]
-    }
-
-    fn state(&self) -> CUdeviceptr {
-        self.chunk.states + (self.index * size_of::<LaunchState>()) as CUdeviceptr
+        &self.chunk.controls[self.index as usize]
     }
 
     /// Ready for the next launch, once the present one is over.
@@ -397,14 +392,14 @@ impl Gpu {
     ) -> Result<Head> {
         let (mut exchange, slot) = self.slot()?;
         let head = Head {
-            state: slot.state(),
-            control: std::ptr::from_ref(slot.control()) as u64,
+            states: slot.chunk.states,
+            controls: slot.chunk.controls.as_ptr() as u64,
             ring: self.entries.as_ptr() as u64,
             ring_ticket: self.ticket,
-            ring_mask: RING_ENTRIES as u32 - 1,
+            slot: slot.index,
             launch: exchange.number(captured),
-            runs_before: slot.runs_before,
-            captured: captured.into(),
+            runs_before: if captured { slot.runs_before } else { 0 },
+            op: 0,
         };
         exchange.running += usize::from(!captured);
         exchange.entered.push(Entered {
@@ -451,7 +446,7 @@ fn slots(stream: CUstream) -> Result<Vec<Slot>> {
         controls: unsafe { Memory::new(CHUNK) }?,
         states: zeroed(CHUNK * size_of::<LaunchState>(), stream)?,
     });
-    Ok((0..CHUNK)
+    Ok((0..CHUNK as u32)
         .map(|index| Slot {
             chunk: chunk.clone(),
             index,

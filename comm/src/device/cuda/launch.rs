@@ -114,7 +114,7 @@ impl Gpu {
         let captured = how.is_captured();
         let engines = peers.between.as_ref().map(|_| engines::of(&launch)).transpose()?;
         let head = self.enter(launch, captured, None)?;
-        *peers.arguments.head_mut() = head;
+        peers.arguments.report_to(head);
         let kernel = Kernel {
             overlaps: self.may_overlap && peers.arguments.may_overlap(),
             ..self.peer_kernel(peers)

@@ -2,6 +2,8 @@
 
 use std::sync::{Condvar, Mutex};
 
+use ringsight_kernels::cuda::CAPTURED;
+
 use super::{drain::Entered, gpu::Slot};
 use crate::communicator::lock;
 
@@ -30,12 +32,8 @@ pub(super) struct Exchange {
     numbers: [u32; 2],
 }
 
-/// In the numbers of captured launches, which live as long as their graphs: no eager one has the number of one of these, however many
-/// of those there have been.
-const CAPTURED: u32 = 1 << 31;
-
 impl Exchange {
-    /// For the next launch.
+    /// For the next launch. Captured ones live as long as their graphs: no eager one has the number of one of these, however many of those there have been.
     pub(super) fn number(&mut self, captured: bool) -> u32 {
         let last = &mut self.numbers[usize::from(captured)];
         *last = (*last + 1) % CAPTURED;

@@ -376,8 +376,8 @@ void wait_for_kernels() {
 void report_run(const PeerCall& call) {
   const Report report(call.head);
   const u32 runs = report.runs(), replay = report.replay(runs);
-  report.event(EventKind::Started, replay, call.channel, call.op, 1);
-  report.event(EventKind::Stopped, replay, call.channel, call.op, 1);
+  report.event(EventKind::Started, replay, call.channel, call.head.op, 1);
+  report.event(EventKind::Stopped, replay, call.channel, call.head.op, 1);
   report.end(runs, false);
 }
 
