@@ -29,8 +29,8 @@ use self::{
     worker::{Point, Worker, in_callback, lock},
 };
 use super::{
-    Capture, Counter, Device, DeviceError, Event, Graph, GraphExec, HostFunction, Journal, Launcher, Mark,
-    Progress, Result, Stream,
+    Capture, Counter, Device, DeviceError, End, Event, Graph, GraphExec, HostFunction, Journal, Launcher,
+    Mark, Progress, Result, Stream,
 };
 use crate::threads;
 
@@ -410,7 +410,7 @@ impl Device for HostDevice {
         self.submit(stream, Action::Host(function))
     }
 
-    fn launch_kernel(&self, stream: Stream, launch: Arc<Launch>, _launcher: &mut Launcher) -> Result<()> {
+    fn launch_kernel(&self, stream: Stream, launch: Arc<Launch>, _launcher: &mut Launcher) -> Result<End> {
         for work in launch.channels.iter().flat_map(|channel| &channel.work) {
             work.check()
                 .map_err(|error| DeviceError::InvalidUsage(error.to_string()))?;
@@ -421,7 +421,8 @@ impl Device for HostDevice {
                 ));
             }
         }
-        self.submit(stream, Action::Kernel(Arc::new(Kernel::new(launch))))
+        self.submit(stream, Action::Kernel(Arc::new(Kernel::new(launch))))?;
+        Ok(End::Marked)
     }
 
     fn capture_of(&self, stream: Stream) -> Result<Option<Capture>> {

@@ -94,6 +94,15 @@ pub type Reachable = Option<Box<dyn Send + Sync>>;
 /// What a device launches the kernels of one communicator with, if it has that: see [`Device::launcher`].
 pub type Launcher = Option<Box<dyn Any + Send>>;
 
+/// How what is launched in another stream is made to wait for the end of a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// By an event that is recorded behind it.
+    Marked,
+    /// So, or by [`Device::follow`], whatever has become of the stream.
+    Known,
+}
+
 /// What was current on a thread; see [`Device::mark`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mark(usize);
@@ -400,7 +409,7 @@ pub trait Device: Send + Sync + 'static {
     fn launch_host(&self, stream: Stream, function: HostFunction) -> Result<()>;
     /// Runs a kernel (all channels of a plan) in stream order; kept alive until it has finished, in a capture until
     /// the graph and its instances are gone.
-    fn launch_kernel(&self, stream: Stream, launch: Arc<Launch>, launcher: &mut Launcher) -> Result<()>;
+    fn launch_kernel(&self, stream: Stream, launch: Arc<Launch>, launcher: &mut Launcher) -> Result<End>;
     /// The same for a caller who has checked the works, and has just asked: the stream is in no capture, and device number
     /// `device` is current.
     fn launch_kernel_at_once(
@@ -409,8 +418,15 @@ pub trait Device: Send + Sync + 'static {
         stream: Stream,
         launch: Arc<Launch>,
         launcher: &mut Launcher,
-    ) -> Result<()> {
+    ) -> Result<End> {
         self.launch_kernel(stream, launch, launcher)
+    }
+    /// Lets what follows in `stream`, which is in no capture, wait for the launch that was the last with `launcher` and whose end is
+    /// [known](End::Known).
+    fn follow(&self, _stream: Stream, _launcher: &mut Launcher) -> Result<()> {
+        Err(DeviceError::InvalidUsage(
+            "no end of a launch is known here".into(),
+        ))
     }
     /// What kernels of a new communicator on the current device are launched with.
     fn launcher(&self) -> Result<Launcher> {

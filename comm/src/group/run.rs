@@ -13,7 +13,7 @@ use ringsight_records::{Flags, Kind, Record, State};
 use super::{Group, Tasks, announce, jobs::Made, wants_calls};
 use crate::{
     communicator::{Background, Communicator, Lifecycle},
-    device::{Device, Stream},
+    device::{Device, End, Stream},
     error::{Error, Result, ResultCode},
     few::Few,
     launch::Launching,
@@ -46,6 +46,7 @@ fn launch_stuck_on(comm: &Arc<Communicator>, device: &dyn Device, stream: Stream
         at_once: false,
         plans: plan::stuck(comm, stream, observe::next_group())?,
         next: 0,
+        end: End::Marked,
     };
     let mut planner = comm.planner();
     planner.plans.drain();
@@ -254,6 +255,7 @@ impl<'a> Launching<'a> {
                 spare,
             ),
             next: 0,
+            end: End::Marked,
         }
     }
 }

@@ -16,7 +16,7 @@ pub(crate) use times::KEPT;
 
 use crate::{
     communicator::{Communicator, Planner},
-    device::{Capture, Device, Stream},
+    device::{Capture, Device, End, Stream},
     error::{Error, Result},
     few::Few,
     observe,
@@ -35,6 +35,8 @@ pub(crate) struct Launching<'a> {
     pub(crate) plans: Plans<'a>,
     /// The plan to be launched next.
     pub(crate) next: usize,
+    /// How other streams are to wait for the one before it.
+    pub(crate) end: End,
 }
 
 /// Makes later work of `waiting` wait for the present work of `stream`.
@@ -67,9 +69,14 @@ impl Launching<'_> {
         for other in &self.streams[1..] {
             join(device, self.stream(), *other)?;
         }
-        let Planner { plans, order, .. } = planner;
+        let Planner {
+            plans,
+            order,
+            launcher,
+            ..
+        } = planner;
         order.retain(device, |graph| plans.holds(graph));
-        order.enter(device, self.stream(), self.capture)
+        order.enter(device, self.stream(), self.capture, launcher)
     }
 
     /// Launches the next plan, if there is one, and lists its operations; says whether there are more plans.
@@ -125,18 +132,21 @@ impl Launching<'_> {
             _ => device.launch_kernel(stream, launch, &mut planner.launcher),
         };
         let end = observe::now_ns();
-        if let Err(error) = result {
-            // First: what was called and is not on its way counts as done.
-            self.comm.checks.withdraw(graph, &plan.calls);
-            if let Some(watch) = self.comm.watch() {
-                watch.withdraw(plan.number);
+        self.end = match result {
+            Ok(end) => end,
+            Err(error) => {
+                // First: what was called and is not on its way counts as done.
+                self.comm.checks.withdraw(graph, &plan.calls);
+                if let Some(watch) = self.comm.watch() {
+                    watch.withdraw(plan.number);
+                }
+                if let Some((events, track)) = events.zip(track.as_ref()) {
+                    events.withdraw(track);
+                }
+                planner.plans.withdraw(plan.number);
+                return Err(error.into());
             }
-            if let Some((events, track)) = events.zip(track.as_ref()) {
-                events.withdraw(track);
-            }
-            planner.plans.withdraw(plan.number);
-            return Err(error.into());
-        }
+        };
         if let Some(observer) = networked {
             self.comm.posting.post(&plan.proxy_ops, &observer);
         }
@@ -192,8 +202,10 @@ impl Launching<'_> {
 
     /// Lets the caller's other streams and the communicator's next operation wait for the kernels.
     pub(crate) fn finish(&self, device: &dyn Device, planner: &mut Planner) -> Result<()> {
-        let end = planner.order.leave(device, self.stream(), self.capture)?;
-        for other in &self.streams[1..] {
+        let others = &self.streams[1..];
+        let end = if others.is_empty() { self.end } else { End::Marked };
+        let end = planner.order.leave(device, self.stream(), self.capture, end)?;
+        for other in others {
             device.stream_wait_event(*other, end)?;
         }
         Ok(())

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use crate::{
-    device::{Capture, Device, Event, Stream},
+    device::{Capture, Device, End, Event, Launcher, Stream},
     error::Result,
 };
 
@@ -14,8 +14,12 @@ use crate::{
 /// replay for its last one.
 #[derive(Debug, Default)]
 pub(crate) struct Order {
-    /// The end of what was launched last, eager or replayed.
+    /// The end of what was launched last, eager or replayed, but where it is not marked.
     last: Option<Event>,
+    /// No event is behind what was launched last: the device [knows](End::Known) its end.
+    is_unmarked: bool,
+    /// What was unmarked has been followed in another stream. To find its end takes longer than to mark it, so the ends of all others are marked.
+    marks_all: bool,
     /// The stream of what was launched last, if that was an eager operation and no graph could come after it: what follows in
     /// that stream comes after it anyhow.
     stream: Option<u64>,
@@ -24,12 +28,13 @@ pub(crate) struct Order {
 }
 
 impl Order {
-    /// Lets what follows in `stream` wait for the operation before.
+    /// Lets what follows in `stream` wait for the operation before, which `launcher` may have launched.
     pub(super) fn enter(
         &mut self,
         device: &dyn Device,
         stream: Stream,
         capture: Option<Capture>,
+        launcher: &mut Launcher,
     ) -> Result<()> {
         let within = capture.map(|capture| self.captured.get(&capture.id));
         let before = self.stream.take();
@@ -43,6 +48,12 @@ impl Order {
         if id.is_some() && id == before {
             self.stream = id;
             return Ok(());
+        }
+        if let Some(last) = self.last
+            && self.is_unmarked
+        {
+            mark(device, last, launcher)?;
+            (self.is_unmarked, self.marks_all) = (false, true);
         }
         match (within, self.last) {
             (Some(Some(event)), _) => device.stream_wait_event(stream, *event)?,
@@ -59,36 +70,40 @@ impl Order {
         Ok(())
     }
 
-    /// Notes the present end of `stream` as that of the operation; gives the event that stands for it, now or in this
-    /// capture.
+    /// Notes the present end of `stream` as that of the operation, which is launched; gives the event that stands for it if its `end` is marked, now
+    /// or in this capture.
     pub(super) fn leave(
         &mut self,
         device: &dyn Device,
         stream: Stream,
         capture: Option<Capture>,
+        end: End,
     ) -> Result<Event> {
         let last = match self.last {
             Some(last) => last,
             None => *self.last.insert(device.order_event_create()?),
         };
         let Some(capture) = capture else {
-            // Also where the next operation will be in the same stream: by the time it is in another one, this one may be
-            // destroyed.
-            device.event_record(last, stream)?;
+            // The next operation will be in the same stream, it seems, or its end is known. But for that it would be marked: by the time that
+            // the next one is in another stream, this one may be destroyed.
+            self.is_unmarked = end == End::Known && self.stream.is_some() && !self.marks_all;
+            if !self.is_unmarked {
+                device.event_record(last, stream)?;
+            }
             return Ok(last);
         };
         // What follows within the capture waits for the other event.
         device.event_record_external_last(last, stream)?;
-        let end = match self.captured.get(&capture.id) {
-            Some(end) => *end,
+        let within = match self.captured.get(&capture.id) {
+            Some(within) => *within,
             None => {
-                let end = device.order_event_create()?;
-                self.captured.insert(capture.id, end);
-                end
+                let within = device.order_event_create()?;
+                self.captured.insert(capture.id, within);
+                within
             }
         };
-        device.event_record(end, stream)?;
-        Ok(end)
+        device.event_record(within, stream)?;
+        Ok(within)
     }
 
     /// Destroys the events of captures but those that `holds` says graphs may still come of.
@@ -105,12 +120,24 @@ impl Order {
 
     /// Destroys the events.
     pub(crate) fn clear(&mut self, device: &dyn Device) {
-        self.stream = None;
+        (self.stream, self.is_unmarked) = (None, false);
         self.retain(device, |_| false);
         if let Some(last) = self.last.take() {
             let _ = device.event_destroy(last);
         }
     }
+}
+
+/// Records the event behind what was launched last and is not marked.
+#[cold]
+fn mark(device: &dyn Device, last: Event, launcher: &mut Launcher) -> Result<()> {
+    // Not in a stream that others use: what comes there later would wait, too.
+    let stream = device.stream_create()?;
+    let marked = device
+        .follow(stream, launcher)
+        .and_then(|()| device.event_record(last, stream));
+    device.stream_destroy(stream)?;
+    Ok(marked?)
 }
 
 #[cfg(test)]
@@ -153,9 +180,13 @@ mod tests {
 
         /// The first operation gives all others time to overtake it.
         fn operation(&mut self, name: &'static str, stream: Stream, capture: Option<Capture>) {
-            self.order.enter(&self.device, stream, capture).unwrap();
+            self.order
+                .enter(&self.device, stream, capture, &mut None)
+                .unwrap();
             self.run(name, stream);
-            self.order.leave(&self.device, stream, capture).unwrap();
+            self.order
+                .leave(&self.device, stream, capture, End::Marked)
+                .unwrap();
         }
 
         fn run(&mut self, name: &'static str, stream: Stream) {

@@ -16,6 +16,7 @@
 // driver LIBRARY awaited|latecomer RANKS t|p|n
 // driver LIBRARY unanswered N p|n
 // driver LIBRARY released RANKS t|p|n
+// driver LIBRARY streams RANKS t|p|n
 // driver LIBRARY untaken 2 p
 // driver LIBRARY fault RANKS t|p|n
 // driver LIBRARY lacking RANKS t|p|n [1]
@@ -40,8 +41,9 @@
 #include "rank.h"
 #include "refuse.h"
 #include "remap.h"
-#include "untaken.h"
 #include "released.h"
+#include "streams.h"
+#include "untaken.h"
 #include "windows.h"
 
 static void run_check(struct Rank* r) {
@@ -337,6 +339,7 @@ static void* run(void* argument) {
   else if (!strcmp(mode, "frozen")) run_frozen(r);
   else if (!strcmp(mode, "unanswered")) run_unanswered(r);
   else if (!strcmp(mode, "released")) run_released(r);
+  else if (!strcmp(mode, "streams")) run_streams(r);
   else if (!strcmp(mode, "untaken")) run_untaken(r);
   else if (!strcmp(mode, "differ")) run_differ(r);
   else if (!strcmp(mode, "bits")) run_bits(r);

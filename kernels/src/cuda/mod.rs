@@ -50,5 +50,8 @@ pub const CHANNEL_KERNELS: [&std::ffi::CStr; 2] = [c"ringsight_channels_copy", c
 /// Whether kernels tell of starts and ends: not if they were built to measure what that costs (`RINGSIGHT_NO_EVENTS`).
 pub const TELLS: bool = !cfg!(ringsight_no_events);
 
+/// Name of the kernel that does nothing, has no arguments and is launched with one block of one thread.
+pub const NOTHING_KERNEL: &std::ffi::CStr = c"ringsight_nothing";
+
 /// Threads of each of their blocks: `CHANNEL_THREADS` in `cuda/platform.cuh`.
 pub const THREADS: u32 = 512;

@@ -149,6 +149,11 @@ pub(super) struct Kernel {
     pub(super) overlaps: bool,
 }
 
+// SAFETY: a handle, which belongs to no thread, and numbers.
+unsafe impl Send for Kernel {}
+// SAFETY: as above.
+unsafe impl Sync for Kernel {}
+
 impl Kernel {
     /// One block of one thread.
     pub(super) fn single(function: sys::CUfunction) -> Self {

@@ -2,8 +2,10 @@
 //! instead of 2.7 (docs/src/performance/library-gpu.md). On the GPU they are as launches that wait for the end of what is before them in
 //! their stream, and have that stream's priority.
 //!
-//! The driver runs one launch of such a graph after another, whatever their streams are, so each communicator has its own, whose operations run one
-//! after another anyhow. They are all made when the GPU is opened, and never given back to the driver: to make one it may wait for all that the GPU
+//! The driver runs one launch of such a graph after another, whatever their streams are (`cuGraphLaunch`), so each communicator has its own, whose
+//! operations run one after another anyhow; and to make another stream wait for the last of them, it is enough to launch that graph there.
+//!
+//! They are all made when the GPU is opened, and never given back to the driver: to make one it may wait for all that the GPU
 //! has to do (seen with 43 of a process, when it had to have more memory), also for a kernel that waits for whoever makes the communicator.
 
 use std::{
@@ -19,7 +21,7 @@ use super::{
 };
 use crate::{
     communicator::lock,
-    device::{Launcher, Result},
+    device::{End, Launcher, Result},
 };
 
 /// Kernels that a communicator has graphs of. To put another one into a graph takes 1.5 µs, what it saves.
@@ -30,6 +32,8 @@ const OF_ALL: usize = 16 * OF_ONE;
 /// The graphs of one GPU that no communicator has.
 pub(super) struct Stock {
     launches: Arc<Launches>,
+    /// The kernel that does nothing.
+    nothing: Kernel,
     instances: Mutex<Instances>,
 }
 
@@ -48,7 +52,7 @@ pub(super) struct KernelGraphs {
 }
 
 struct Instance {
-    /// Its kernel; null before the first.
+    /// Its kernel.
     function: CUfunction,
     graph: CUgraph,
     node: CUgraphNode,
@@ -90,22 +94,19 @@ fn parameters(kernel: &Kernel, arguments: &mut [*mut c_void]) -> sys::CUDA_KERNE
 }
 
 impl Instance {
-    /// A graph of any kernel.
-    ///
-    /// # Safety
-    /// `arguments` are the kernel's.
-    unsafe fn new(kernel: &Kernel, arguments: &mut [*mut c_void], stream: CUstream) -> Result<Self> {
+    /// A graph of a kernel that has no arguments.
+    fn new(kernel: &Kernel, stream: CUstream) -> Result<Self> {
         let mut graph = std::ptr::null_mut();
         // SAFETY: writes to the local.
         unsafe { call!(cuGraphCreate(&raw mut graph, 0)) }?;
         let mut made = Self {
-            function: std::ptr::null_mut(),
+            function: kernel.function,
             graph,
             node: std::ptr::null_mut(),
             exec: std::ptr::null_mut(),
         };
-        let parameters = parameters(kernel, arguments);
-        // SAFETY: handles of this graph's; results are written to the locals. The arguments are the caller's, and copied.
+        let parameters = parameters(kernel, &mut []);
+        // SAFETY: handles of this graph's; results are written to the locals.
         unsafe {
             call!(cuGraphAddKernelNode_v2(
                 &raw mut made.node,
@@ -123,20 +124,12 @@ impl Instance {
 }
 
 impl Stock {
-    /// For the GPU whose context is current and whose launches these are, with any of its kernels at first. Nothing in `stream` waits for others.
-    ///
-    /// # Safety
-    /// `arguments` are the kernel's.
-    pub(super) unsafe fn new(
-        launches: Arc<Launches>,
-        kernel: &Kernel,
-        arguments: &mut [*mut c_void],
-        stream: CUstream,
-    ) -> Result<Arc<Self>> {
+    /// For the GPU whose context is current and whose launches these are. `nothing`: a kernel that does nothing and has no arguments. Nothing in
+    /// `stream` waits for others.
+    pub(super) fn new(launches: Arc<Launches>, nothing: Kernel, stream: CUstream) -> Result<Arc<Self>> {
         let _outside = OutsideCapture::enter()?;
         let free = (0..OF_ALL)
-            // SAFETY: the caller's.
-            .map(|_| unsafe { Instance::new(kernel, arguments, stream) })
+            .map(|_| Instance::new(&nothing, stream))
             .collect::<Result<_>>()?;
         let instances = Instances {
             free,
@@ -144,6 +137,7 @@ impl Stock {
         };
         Ok(Arc::new(Self {
             launches,
+            nothing,
             instances: Mutex::new(instances),
         }))
     }
@@ -185,18 +179,12 @@ impl KernelGraphs {
         kernel: &Kernel,
         stream: CUstream,
         arguments: &mut [*mut c_void],
-    ) -> Result<()> {
+    ) -> Result<End> {
         let has = |instance: &Instance| instance.function == kernel.function;
-        if !has(&self.instances[0]) {
-            // The one that was not launched for the longest time, if none has this kernel.
-            let at = self
-                .instances
-                .iter()
-                .position(has)
-                .unwrap_or(self.instances.len() - 1);
-            self.instances[..=at].rotate_right(1);
-        }
-        let instance = &mut self.instances[0];
+        // The one that was not launched for the longest time, if none has this kernel.
+        let oldest = self.instances.len() - 1;
+        let at = self.instances.iter().position(has).unwrap_or(oldest);
+        let instance = &mut self.instances[at];
         let parameters = parameters(kernel, arguments);
         // SAFETY: a graph of one node, to which the driver copies the arguments before it returns: launches that are under way keep theirs. What
         // these refer to is the caller's, as is all of a launch without the graph, should that not take them.
@@ -207,9 +195,29 @@ impl KernelGraphs {
                 &raw const parameters
             ));
             if set.is_err() {
-                return kernel.launch(stream, arguments);
+                return kernel.launch(stream, arguments).map(|()| End::Marked);
             }
             instance.function = kernel.function;
+            call!(cuGraphLaunch(instance.exec, stream))?;
+        }
+        if at != 0 {
+            self.instances[..=at].rotate_right(1);
+        }
+        Ok(End::Known)
+    }
+
+    /// Lets what follows in a stream, which is in no capture, wait for the last launch.
+    pub(super) fn follow(&mut self, stream: CUstream) -> Result<()> {
+        let (instance, nothing) = (&mut self.instances[0], &self.stock.nothing);
+        let parameters = parameters(nothing, &mut []);
+        // SAFETY: the graph that was launched last, and a kernel without arguments.
+        unsafe {
+            call!(cuGraphExecKernelNodeSetParams_v2(
+                instance.exec,
+                instance.node,
+                &raw const parameters
+            ))?;
+            instance.function = nothing.function;
             call!(cuGraphLaunch(instance.exec, stream))
         }
     }

@@ -8,7 +8,7 @@ use std::{
 use cudarc::driver::sys::{CUfunction, CUstream};
 use ringsight_kernels::{
     Launch, WorkError,
-    cuda::{self, PeerLaunch, Program, layout::OneShot},
+    cuda::{self, PeerLaunch, Program},
 };
 
 use super::{
@@ -19,25 +19,21 @@ use super::{
     launches::Launches,
 };
 use crate::{
-    device::{DeviceError, Launcher, Result},
+    device::{DeviceError, End, Launcher, Result},
     env, log,
 };
 
-/// The graphs of a GPU's eager kernels, whose launches these are, unless that is not wanted or cannot be had.
+/// The graphs of a GPU's eager kernels, whose launches these are, unless that is not wanted or cannot be had. `nothing`: see [`Stock::new`].
 pub(super) fn graphs(
     device: c_int,
     launches: &Arc<Launches>,
-    kernel: CUfunction,
+    nothing: CUfunction,
     stream: CUstream,
 ) -> Option<Arc<Stock>> {
     if !env::switch("RINGSIGHT_GRAPH_LAUNCH", true) {
         return None;
     }
-    let kernel = Kernel::single(kernel);
-    let mut arguments = [0_u64; size_of::<OneShot>() / size_of::<u64>()];
-    let arguments = &mut [arguments.as_mut_ptr().cast()];
-    // SAFETY: the kernel's argument, which it is never launched with.
-    let made = unsafe { Stock::new(launches.clone(), &kernel, arguments, stream) };
+    let made = Stock::new(launches.clone(), Kernel::single(nothing), stream);
     made.inspect_err(|error| {
         tracing::warn!(
             target: log::INIT,
@@ -84,11 +80,11 @@ impl Gpu {
     }
 
     /// Puts a launch into the stream.
-    pub(super) fn launch(self: &Arc<Self>, stream: CUstream, launch: Arc<Launch>, how: How) -> Result<()> {
+    pub(super) fn launch(self: &Arc<Self>, stream: CUstream, launch: Arc<Launch>, how: How) -> Result<End> {
         // Looked at where it is: it has several hundred bytes.
         match &mut PeerLaunch::new(&launch) {
             Ok(Some(peers)) => self.launch_among_peers(stream, launch, peers, how),
-            Ok(None) => self.launch_program(stream, launch, &how),
+            Ok(None) => self.launch_program(stream, launch, &how).map(|()| End::Marked),
             Err(error) => Err(invalid(error)),
         }
     }
@@ -110,7 +106,7 @@ impl Gpu {
         launch: Arc<Launch>,
         peers: &mut PeerLaunch,
         mut how: How,
-    ) -> Result<()> {
+    ) -> Result<End> {
         let captured = how.is_captured();
         let engines = peers.between.as_ref().map(|_| engines::of(&launch)).transpose()?;
         let head = self.enter(launch, captured, None)?;
@@ -122,19 +118,20 @@ impl Gpu {
         let gains = peers.gains_by_graph(kernel.overlaps);
         // SAFETY: the kernel's argument, which is copied by the call; what it refers to lives until the launch is over: who drains its
         // events holds it.
-        unsafe {
+        let end = unsafe {
             let arguments = &mut [peers.arguments.as_mut_ptr()];
             match &mut how {
                 How::Eager(Some(graphs)) if gains => graphs.launch(&kernel, stream, arguments),
-                _ => kernel.launch(stream, arguments),
+                _ => kernel.launch(stream, arguments).map(|()| End::Marked),
             }
         }
         .inspect_err(|_| self.launches.forget(head.launch))?;
         how.has_launched(head.launch);
-        if let Some((between, engines)) = peers.between.take().zip(engines) {
-            self.launch_between(stream, peers, &between, &engines, captured)?;
-        }
-        Ok(())
+        let Some((between, engines)) = peers.between.take().zip(engines) else {
+            return Ok(end);
+        };
+        self.launch_between(stream, peers, &between, &engines, captured)?;
+        Ok(End::Marked)
     }
 
     fn launch_program(self: &Arc<Self>, stream: CUstream, launch: Arc<Launch>, how: &How) -> Result<()> {

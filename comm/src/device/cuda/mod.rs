@@ -50,7 +50,7 @@ use self::{
     launch::How,
 };
 use super::{
-    Allocation, Capture, Counter, Device, DeviceError, Direct, Event, Graph, GraphExec, HostFunction,
+    Allocation, Capture, Counter, Device, DeviceError, Direct, End, Event, Graph, GraphExec, HostFunction,
     Journal, Launcher, Mark, Piece, Progress, Reachable, Reached, Result, Share, Stream, Way,
 };
 use crate::communicator::lock;
@@ -523,17 +523,16 @@ impl Device for CudaDevice {
         Ok(self.entered()?.launcher())
     }
 
-    fn launch_kernel(&self, stream: Stream, launch: Arc<Launch>, launcher: &mut Launcher) -> Result<()> {
+    fn launch_kernel(&self, stream: Stream, launch: Arc<Launch>, launcher: &mut Launcher) -> Result<End> {
         for work in launch.channels.iter().flat_map(|channel| &channel.work) {
             work.check()
                 .map_err(|error| DeviceError::InvalidUsage(error.to_string()))?;
         }
         if launch.channels.is_empty() {
             // No block would be there to say that it is over.
-            return self.launch_host(
-                stream,
-                Arc::new(move |replay| launch.observer.launch_finished(replay, launch.abort.is_set())),
-            );
+            let finished: HostFunction =
+                Arc::new(move |replay| launch.observer.launch_finished(replay, launch.abort.is_set()));
+            return self.launch_host(stream, finished).map(|()| End::Marked);
         }
         let gpu = self.gpu(self.current()?)?;
         let capturing = captures::capturing(stream)?;
@@ -559,12 +558,20 @@ impl Device for CudaDevice {
         stream: Stream,
         launch: Arc<Launch>,
         launcher: &mut Launcher,
-    ) -> Result<()> {
+    ) -> Result<End> {
         if launch.channels.is_empty() {
             return self.launch_kernel(stream, launch, launcher);
         }
         let how = How::Eager(kernel_graphs::of(launcher));
         self.gpu(device)?.launch(handle(stream), launch, how)
+    }
+
+    fn follow(&self, stream: Stream, launcher: &mut Launcher) -> Result<()> {
+        let graphs = kernel_graphs::of(launcher);
+        let graphs = graphs.ok_or_else(|| {
+            DeviceError::InvalidUsage("a communicator without graphs has launched nothing with them".into())
+        })?;
+        graphs.follow(handle(stream))
     }
 
     fn capture_of(&self, stream: Stream) -> Result<Option<Capture>> {

@@ -103,16 +103,30 @@ int cuGraphCreate(Graph** graph, unsigned) {
   if (lacks("cuGraphCreate")) return OUT_OF_MEMORY;
   return *graph = new Graph, SUCCESS;
 }
+// From the first 16 bytes in which a kernel's new arguments differ from those that it had, to the last.
+u64 changed_pieces(const std::vector<char>& before, const char* now, size_t bytes) {
+  constexpr size_t PIECE = 16;
+  if (before.size() != bytes) return (bytes + PIECE - 1) / PIECE;
+  size_t first = 0, end = bytes;
+  while (first < end && before[first] == now[first]) first++;
+  while (end > first && before[end - 1] == now[end - 1]) end--;
+  return first == end ? 0 : (end - 1) / PIECE - first / PIECE + 1;
+}
 // What a node is told; its arguments are copied.
 int set_kernel(std::optional<KernelNode>& node, const KernelNodeParams* params) {
   void* function = params->function;
   if (current == nullptr) return INVALID_CONTEXT;
-  if (params->extra != nullptr || (!is_channels(function) && !is_peer_kernel(function))) return INVALID_VALUE;
-  const size_t bytes = is_channels(function) ? sizeof(Arguments) : ringsight_peer_kernels[static_cast<char*>(function) - peer_kernels].argument_bytes;
+  const bool is_nothing = function == &nothing_kernel;
+  if (params->extra != nullptr || (!is_channels(function) && !is_peer_kernel(function) && !is_nothing)) return INVALID_VALUE;
+  const size_t bytes = is_nothing               ? 0
+                       : is_channels(function) ? sizeof(Arguments)
+                                               : ringsight_peer_kernels[static_cast<char*>(function) - peer_kernels].argument_bytes;
   if (!node) node.emplace();
   node->function = function;
   node->blocks = params->blocks[0], node->threads = params->threads[0], node->shared_bytes = params->shared_bytes;
-  const auto* arguments = static_cast<const char*>(params->parameters[0]);
+  const auto* arguments = bytes == 0 ? nullptr : static_cast<const char*>(params->parameters[0]);
+  calls[CHANGED] += changed_pieces(node->arguments, arguments, bytes);
+  // In its memory: whose calls these are counts allocations.
   node->arguments.assign(arguments, arguments + bytes);
   return SUCCESS;
 }

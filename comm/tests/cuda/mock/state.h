@@ -242,7 +242,7 @@ int devices() { return number("RINGSIGHT_MOCK_GPUS", 2); }
 bool has_memory(size_t bytes) { return bytes <= static_cast<size_t>(number("RINGSIGHT_MOCK_MEMORY_MB", 1 << 20)) << 20; }
 // Their addresses are the functions.
 char channels[2], peer_kernels[sizeof ringsight_peer_kernels / sizeof ringsight_peer_kernels[0]];
-char clock_kernel, count_kernel, append_kernel;
+char clock_kernel, count_kernel, append_kernel, nothing_kernel;
 bool is_channels(void* function) { return function == &channels[0] || function == &channels[1]; }
 bool is_peer_kernel(void* function) { return function >= peer_kernels && function < peer_kernels + sizeof peer_kernels; }
 Context contexts[16] = {{0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9}, {10}, {11}, {12}, {13}, {14}, {15}};
@@ -293,7 +293,7 @@ inline void skip_epochs(const PeerCall& call) {
 inline std::atomic<unsigned> most_blocks{0};
 
 // Calls of this thread that each operation may make: see ringsight_mock_calls.
-enum Counted { LAUNCH, RECORD, WAIT, CAPTURE, CURRENT, STREAM_ID, OVERLAP, BY_GRAPH, COUNTED };
+enum Counted { LAUNCH, RECORD, WAIT, CAPTURE, CURRENT, STREAM_ID, OVERLAP, BY_GRAPH, CHANGED, COUNTED };
 
 // CUlaunchConfig and CUlaunchAttribute.
 struct LaunchAttribute { int id, pad; int value[16]; };

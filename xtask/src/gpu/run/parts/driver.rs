@@ -67,6 +67,15 @@ pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
     drive(steps, "random-2t", 60, "random 2 t 100", &[]);
     drive(steps, "random-2p", 60, "random 2 p 100", &[]);
     drive(steps, "random-4t", 60, "random 4 t 60", &[]);
+    for (ranks, kind) in [(2, "t"), (2, "p"), (4, "t")] {
+        drive(
+            steps,
+            &format!("streams-{ranks}{kind}"),
+            30,
+            &format!("streams {ranks} {kind}"),
+            &[],
+        );
+    }
     drive(steps, "2p", 60, "check 2 p 8388608", &[]);
     if !steps.skips_without("4p", 2) {
         drive(steps, "4p", 60, "check 4 p 8388608", &[]);

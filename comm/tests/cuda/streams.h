@@ -1,0 +1,62 @@
+// Operations of one communicator in several streams: each comes after the one before, whatever stream that was in and whether it is still there.
+#pragma once
+
+#include "rank.h"
+
+static void multiply(struct Rank* r, CUstream stream) {
+  NC(AllReduce((void*)r->recv, (void*)r->recv, 2, F32, SUM, r->comm, stream));
+}
+
+static void run_streams(struct Rank* r) {
+  enum { ROUNDS = 8, BEFORE = 5, AFTER = 2 };
+  open_rank(r, 0);
+  buffers(r, 4096);
+  for (int round = 0; round < ROUNDS; round++) {
+    const bool captured = round % 2, is_gone = round / 2 % 2, is_new = round < ROUNDS / 2;
+    if (round > 0 && is_new) {
+      barrier();
+      if (r->rank == 0) NC(GetUniqueId(&shared->id[0]));
+      barrier();
+      NC(CommInitRank(&r->comm, ranks, shared->id[0], r->rank));
+    }
+    CUstream first, second, last;
+    CU(cuStreamCreate, &first, 1u);
+    CU(cuStreamCreate, &second, 1u);
+    CU(cuStreamCreate, &last, 1u);
+    const float ones[2] = {1, 1};
+    CU(cuMemcpyHtoDAsync, r->recv, ones, sizeof ones, first);
+    CU(cuStreamSynchronize, first);
+    barrier();
+    // The others' are under way until it comes.
+    if (r->rank == ranks - 1) usleep(3000);
+    for (int i = 0; i < BEFORE; i++) multiply(r, first);
+    if (is_gone) CU(cuStreamDestroy, first);
+    CUgraph graph;
+    CUgraphExec exec;
+    if (captured) CU(cuStreamBeginCapture, second, 1u);
+    for (int i = 0; i < AFTER; i++) multiply(r, second);
+    if (captured) {
+      CU(cuStreamEndCapture, second, &graph);
+      CU(cuGraphInstantiate, &exec, graph, 0ull);
+      CU(cuGraphLaunch, exec, second);
+    }
+    multiply(r, last);
+    float found[2], wanted = powf((float)ranks, BEFORE + AFTER + 1);
+    CU(cuMemcpyDtoHAsync, found, r->recv, sizeof found, last);
+    CU(cuStreamSynchronize, last);
+    for (int i = 0; i < 2; i++)
+      if (found[i] != wanted)
+        fail("streams: round %d (%s, the first stream %s): %g, not %g", round, captured ? "captured" : "eager", is_gone ? "destroyed" : "kept",
+             (double)found[i], (double)wanted);
+    if (captured) {
+      CU(cuGraphExecDestroy, exec);
+      CU(cuGraphDestroy, graph);
+    }
+    if (!is_gone) CU(cuStreamDestroy, first);
+    CU(cuStreamDestroy, second);
+    CU(cuStreamDestroy, last);
+    if (round < ROUNDS / 2 - 1 || round == ROUNDS - 1) NC(CommDestroy(r->comm));
+  }
+  barrier();
+  if (r->rank == 0) printf("ok %d rounds\n", ROUNDS);
+}
