@@ -410,6 +410,7 @@ impl Gpu {
             on_end,
         });
         let asleep = exchange.asleep;
+        exchange.ask_for_next();
         drop(exchange);
         if asleep {
             self.launches.wake.notify_all();
