@@ -9,7 +9,7 @@ use super::super::step::{Steps, Verdict};
 use crate::bench::median;
 
 /// Pairs of runs: what the machine does meanwhile meets both libraries.
-const PAIRS: usize = 5;
+const PAIRS: usize = 9;
 /// The most that a call may take, of NCCL's.
 const GOAL: f64 = 0.5;
 

@@ -126,6 +126,12 @@ pub(super) const PARTS: &[Part] = &[
         run: nccl_tests::check_four,
     },
     Part {
+        name: "nccl-tests-long",
+        about: "their longest, 512 MiB to 4 GiB, by threads, registered and as captured windows, on four GPUs and on two",
+        lacks: |host| gpus_and_nccl_tests(host, 2),
+        run: nccl_tests::check_long,
+    },
+    Part {
         name: "perf",
         about: "what a call costs, and nccl-tests' times on two GPUs, ours and NCCL's, with the goals",
         lacks: |host| gpus_and_both_libraries(host, 2),

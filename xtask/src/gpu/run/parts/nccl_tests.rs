@@ -31,6 +31,8 @@ pub(super) fn right(said: &str) -> Verdict {
 
 /// Few repetitions: what counts is that every size is right.
 const FEW: &str = "-c 1 -w 1 -n 2";
+/// The same of lengths from 512 MiB to the largest, where the send buffer, the receive buffer and what is expected of it are 4 GiB each.
+const LONGEST: &str = "-b 512M -e 4G -f 2 -c 1 -w 0 -n 1";
 
 pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
     check_on(steps, 2)
@@ -52,11 +54,8 @@ fn checks(operation: &str, gpus: usize) -> Vec<(String, String)> {
     };
     let mut runs = vec![
         (format!("g{gpus}"), format!("-g {gpus} -b 8 -e 256M -f 2 {FEW}")),
-        // From where the run before ends to the largest, where the send buffer, the receive buffer and what is expected of it are 4 GiB each.
-        (
-            "4G".into(),
-            format!("-g {gpus} -b 512M -e 4G -f 2 -c 1 -w 0 -n 1"),
-        ),
+        // From where the run before ends.
+        ("4G".into(), format!("-g {gpus} {LONGEST}")),
         (
             format!("t{gpus}"),
             format!("-g 1 -t {gpus} -b 8 -e 64M -f 4 {FEW}"),
@@ -93,10 +92,34 @@ fn checks(operation: &str, gpus: usize) -> Vec<(String, String)> {
     runs
 }
 
+/// The longest, by threads, as windows and captured, and registered: ranks of one thread without are among `checks`.
+pub(super) fn check_long(steps: &mut Steps<'_>) -> Result<()> {
+    for gpus in [4, 2] {
+        if !steps.skips_without(&format!("{gpus} GPUs"), gpus) {
+            run_all(steps, |_| long_checks(gpus))?;
+        }
+    }
+    Ok(())
+}
+
+fn long_checks(gpus: usize) -> Vec<(String, String)> {
+    let run = |(name, words)| {
+        (
+            format!("t{gpus}-{name}"),
+            format!("-g 1 -t {gpus} {words} {LONGEST}"),
+        )
+    };
+    [("4G-R1", "-R 1"), ("4G-R2-G2", "-R 2 -G 2")].map(run).into()
+}
+
 fn check_on(steps: &mut Steps<'_>, gpus: usize) -> Result<()> {
+    run_all(steps, |operation| checks(operation, gpus))
+}
+
+fn run_all(steps: &mut Steps<'_>, checks: impl Fn(&str) -> Vec<(String, String)>) -> Result<()> {
     let library = steps.host.bundle.join("lib");
     for operation in OPERATIONS {
-        for (name, words) in checks(operation, gpus) {
+        for (name, words) in checks(operation) {
             let mut command = command(steps, operation, &library, &words)?;
             command.env("NCCL_DEBUG", "WARN");
             if name.ends_with(BY_ENGINES) {
