@@ -35,5 +35,5 @@ pub fn ask_for_bytes(first: *const u8, bytes: usize) {
 #[inline]
 fn ask_for_line(byte: *const u8) {
     // SAFETY: it faults at no address and changes nothing. Processors that do not know it take it for no operation.
-    unsafe { core::arch::asm!("prefetchw [{}]", in(reg) byte, options(nostack, preserves_flags)) };
+    unsafe { core::arch::asm!("prefetchw [{}]", in(reg) byte, options(readonly, nostack, preserves_flags)) };
 }

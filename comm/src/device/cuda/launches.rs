@@ -3,7 +3,7 @@
 use std::sync::{Condvar, Mutex};
 
 use ringsight_kernels::cuda::CAPTURED;
-use ringsight_records::prefetch::{ask_for, ask_for_bytes};
+use ringsight_records::prefetch::ask_for_bytes;
 
 use super::{drain::Entered, gpu::Slot};
 use crate::communicator::lock;
@@ -41,11 +41,8 @@ impl Exchange {
         *last | if captured { CAPTURED } else { 0 }
     }
 
-    /// Asks for what the next launch takes and where it is put: the thread that drains has had both.
+    /// Asks for where the next launch is put: the thread that drains has had it.
     pub(super) fn ask_for_next(&self) {
-        if let Some(slot) = self.free.last() {
-            ask_for(slot);
-        }
         let next = self.entered.as_ptr().wrapping_add(self.entered.len());
         ask_for_bytes(next.cast(), size_of::<Entered>());
     }
