@@ -40,8 +40,8 @@ const PROGRAM_BYTES: usize = 16 << 10;
 /// Such programs for which memory is had at once: with kernels on a GPU that wait for others, more might not be had without
 /// waiting for them.
 const PROGRAMS: usize = 64;
-/// Launches for which memory is had at once.
-const CHUNK: usize = 256;
+/// Launches for which memory is had at once: as many as the driver lets wait. What lies in several such pieces differs in more of its arguments.
+const CHUNK: usize = 1024;
 
 /// One GPU, opened.
 pub(super) struct Gpu {
