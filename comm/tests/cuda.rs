@@ -380,14 +380,13 @@ fn captures_of_other_threads_are_not_disturbed() {
 /// Also where the stream of the one before is gone, and where no event is behind it.
 #[test]
 fn operations_follow_each_other_over_streams() {
+    let test = "operations_follow_each_other_over_streams";
+    // Of one GPU.
+    drive(test, &["streams", "2", "t"], &[("GPUS", "00")]);
     for (ranks, kind) in [("2", "t"), ("2", "p"), ("4", "t"), ("2", "n")] {
         for graphs in ["1", "0"] {
             let settings = [("RINGSIGHT_GRAPH_LAUNCH", graphs)];
-            drive(
-                "operations_follow_each_other_over_streams",
-                &["streams", ranks, kind],
-                &settings,
-            );
+            drive(test, &["streams", ranks, kind], &settings);
         }
     }
 }

@@ -204,8 +204,13 @@ impl Group {
             return comm.on_device(|device| {
                 let mut planner = comm.planner();
                 launching.prepare(device, &mut planner)?;
-                while launching.launch(device, &mut planner, launched)? {}
-                launching.finish(device, &mut planner)
+                let all = loop {
+                    match launching.launch(device, &mut planner, launched) {
+                        Ok(true) => {}
+                        end => break end,
+                    }
+                };
+                launching.finish_after(all.map(drop), device, &mut planner)
             });
         }
         type Step<'a> = &'a mut dyn FnMut(&mut Launching<'_>, &dyn Device) -> Result<()>;
@@ -220,19 +225,25 @@ impl Group {
         // All plans of a communicator before those of the next one, since ranks may have cut their messages differently,
         // and a plan then waits for a later one of its peer. But several ranks of one communicator in this process go
         // round by round: none runs ahead of the others.
-        for ranks in launchings.chunk_by_mut(|one, next| one.comm.id == next.comm.id) {
-            let mut more = true;
-            while mem::take(&mut more) {
-                each(ranks, &mut |launching, device| {
-                    let mut planner = launching.comm.planner();
-                    more |= launching.launch(device, &mut planner, launched)?;
-                    Ok(())
-                })?;
+        let mut by_turns = |launchings: &mut [Launching<'_>]| {
+            for ranks in launchings.chunk_by_mut(|one, next| one.comm.id == next.comm.id) {
+                let mut more = true;
+                while mem::take(&mut more) {
+                    each(ranks, &mut |launching, device| {
+                        let mut planner = launching.comm.planner();
+                        more |= launching.launch(device, &mut planner, launched)?;
+                        Ok(())
+                    })?;
+                }
             }
+            Ok(())
+        };
+        let mut result = by_turns(launchings);
+        for launching in launchings {
+            let comm = launching.comm;
+            result = comm.on_device(|device| launching.finish_after(result, device, &mut comm.planner()));
         }
-        each(launchings, &mut |launching, device| {
-            launching.finish(device, &mut launching.comm.planner())
-        })
+        result
     }
 }
 

@@ -76,7 +76,7 @@ impl Launching<'_> {
             ..
         } = planner;
         order.retain(device, |graph| plans.holds(graph));
-        order.enter(device, self.stream(), self.capture, launcher)
+        order.enter(device, self.stream(), self.capture, launcher, plans.has_graphs())
     }
 
     /// Launches the next plan, if there is one, and lists its operations; says whether there are more plans.
@@ -198,6 +198,20 @@ impl Launching<'_> {
                 ready.observer.abandon(now);
             }
         }
+    }
+
+    /// [`Self::finish`], also where something could not be launched: what was launched before is in order all the same.
+    pub(crate) fn finish_after(
+        &self,
+        result: Result<()>,
+        device: &dyn Device,
+        planner: &mut Planner,
+    ) -> Result<()> {
+        if result.is_err() && self.next == 0 {
+            return result;
+        }
+        let finished = self.finish(device, planner);
+        result.and(finished)
     }
 
     /// Lets the caller's other streams and the communicator's next operation wait for the kernels.

@@ -18,7 +18,7 @@ pub(crate) struct Order {
     last: Option<Event>,
     /// No event is behind what was launched last: the device [knows](End::Known) its end.
     is_unmarked: bool,
-    /// What was unmarked has been followed in another stream. To find its end takes longer than to mark it, so the ends of all others are marked.
+    /// What was unmarked has been followed in another stream. That takes longer than to mark it, so all others are marked.
     marks_all: bool,
     /// The stream of what was launched last, if that was an eager operation and no graph could come after it: what follows in
     /// that stream comes after it anyhow.
@@ -28,35 +28,40 @@ pub(crate) struct Order {
 }
 
 impl Order {
-    /// Lets what follows in `stream` wait for the operation before, which `launcher` may have launched.
+    /// Lets what follows in `stream` wait for the operation before, which `launcher` may have launched. `replays`: there are graphs that hold operations.
     pub(super) fn enter(
         &mut self,
         device: &dyn Device,
         stream: Stream,
         capture: Option<Capture>,
         launcher: &mut Launcher,
+        replays: bool,
     ) -> Result<()> {
-        let within = capture.map(|capture| self.captured.get(&capture.id));
+        let within = capture.map(|capture| self.captured.get(&capture.id).copied());
         let before = self.stream.take();
         // After the first one: nothing comes before that.
         let follows = capture.is_none() && self.last.is_some();
         // While there are graphs, a replay may come between. It is none of a graph that is gone: nothing of that runs. Told
         // by id and not by handle: another stream may have the handle of one that was destroyed and whose work has not ended.
-        let id = (follows && self.captured.is_empty())
+        let id = (follows && !replays && self.captured.is_empty())
             .then(|| device.stream_id(stream))
             .transpose()?;
         if id.is_some() && id == before {
             self.stream = id;
             return Ok(());
         }
-        if let Some(last) = self.last
-            && self.is_unmarked
-        {
-            mark(device, last, launcher)?;
-            (self.is_unmarked, self.marks_all) = (false, true);
+        if self.is_unmarked {
+            self.marks_all = true;
+            if capture.is_none() {
+                // It stays unmarked until there is an event behind what comes now.
+                device.follow(stream, launcher)?;
+                self.stream = id;
+                return Ok(());
+            }
+            self.mark(device, launcher)?;
         }
         match (within, self.last) {
-            (Some(Some(event)), _) => device.stream_wait_event(stream, *event)?,
+            (Some(Some(event)), _) => device.stream_wait_event(stream, event)?,
             (Some(None), Some(last)) => device.stream_wait_event_external(stream, last)?,
             // Never recorded yet, but it may be before a replay.
             (Some(None), None) => {
@@ -84,8 +89,8 @@ impl Order {
             None => *self.last.insert(device.order_event_create()?),
         };
         let Some(capture) = capture else {
-            // The next operation will be in the same stream, it seems, or its end is known. But for that it would be marked: by the time that
-            // the next one is in another stream, this one may be destroyed.
+            // Once the next operation is in another stream, this one may be destroyed: it is too late for an event then, so only an end that is
+            // known to the device goes without. And one that will hardly be asked for: the operation before was in the same stream, and all were.
             self.is_unmarked = end == End::Known && self.stream.is_some() && !self.marks_all;
             if !self.is_unmarked {
                 device.event_record(last, stream)?;
@@ -104,6 +109,21 @@ impl Order {
         };
         device.event_record(within, stream)?;
         Ok(within)
+    }
+
+    /// Records the event behind what was launched last and is not marked: for replays, which wait for that.
+    #[cold]
+    fn mark(&mut self, device: &dyn Device, launcher: &mut Launcher) -> Result<()> {
+        let Some(last) = self.last else { return Ok(()) };
+        // Not one that others use: what comes there later would wait, too.
+        let stream = device.stream_create()?;
+        let marked = device
+            .follow(stream, launcher)
+            .and_then(|()| device.event_record(last, stream));
+        device.stream_destroy(stream)?;
+        marked?;
+        self.is_unmarked = false;
+        Ok(())
     }
 
     /// Destroys the events of captures but those that `holds` says graphs may still come of.
@@ -126,18 +146,6 @@ impl Order {
             let _ = device.event_destroy(last);
         }
     }
-}
-
-/// Records the event behind what was launched last and is not marked.
-#[cold]
-fn mark(device: &dyn Device, last: Event, launcher: &mut Launcher) -> Result<()> {
-    // Not in a stream that others use: what comes there later would wait, too.
-    let stream = device.stream_create()?;
-    let marked = device
-        .follow(stream, launcher)
-        .and_then(|()| device.event_record(last, stream));
-    device.stream_destroy(stream)?;
-    Ok(marked?)
 }
 
 #[cfg(test)]
@@ -181,7 +189,7 @@ mod tests {
         /// The first operation gives all others time to overtake it.
         fn operation(&mut self, name: &'static str, stream: Stream, capture: Option<Capture>) {
             self.order
-                .enter(&self.device, stream, capture, &mut None)
+                .enter(&self.device, stream, capture, &mut None, false)
                 .unwrap();
             self.run(name, stream);
             self.order

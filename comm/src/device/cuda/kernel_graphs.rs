@@ -2,8 +2,8 @@
 //! instead of 2.7 (docs/src/performance/library-gpu.md). On the GPU they are as launches that wait for the end of what is before them in
 //! their stream, and have that stream's priority.
 //!
-//! The driver runs one launch of such a graph after another, whatever their streams are (`cuGraphLaunch`), so each communicator has its own, whose
-//! operations run one after another anyhow; and to make another stream wait for the last of them, it is enough to launch that graph there.
+//! The driver runs one launch of such a graph after another, whatever their streams are (`cuGraphLaunch`), so each communicator has some of its own, whose
+//! operations run one after another anyhow; and to make another stream wait for the last of them, it is enough to launch that one's graph there.
 //!
 //! They are all made when the GPU is opened, and never given back to the driver: to make one it may wait for all that the GPU
 //! has to do (seen with 43 of a process, when it had to have more memory), also for a kernel that waits for whoever makes the communicator.
