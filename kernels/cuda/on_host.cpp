@@ -27,6 +27,9 @@ extern "C" void ringsight_run_block(const Arguments* arguments, u32 index, u32 b
 // `ringsight_clock`.
 extern "C" void ringsight_run_clock(const ClockArguments* arguments) { answer_clock(*arguments); }
 
+// What src/cuda/layout.rs has, too.
+extern "C" u32 ringsight_ring_entries() { return RING_ENTRIES; }
+
 // `ringsight_append`.
 extern "C" void ringsight_run_append(u64* journal, u64 word) { append(journal, word); }
 

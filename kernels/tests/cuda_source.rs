@@ -56,6 +56,10 @@ fn run_block() -> RunBlock {
         unsafe {
             let library = libloading::Library::new(&library).unwrap();
             let entry = *library.get::<RunBlock>(b"ringsight_run_block\0").unwrap();
+            let entries = library
+                .get::<extern "C" fn() -> u32>(b"ringsight_ring_entries\0")
+                .unwrap();
+            assert_eq!(entries() as usize, RING_ENTRIES);
             (library, entry)
         }
     });
