@@ -221,7 +221,7 @@ fn what_is_long_goes_straight() {
         &[all[0], all[1], ("RINGSIGHT_MOCK_GPUS", "4")],
     );
     // Of other sizes, whose buffers would be written behind their end.
-    for variant in ["0", "1", "2", "3", "4", "5", "6", "7"] {
+    for variant in ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"] {
         drive(
             "what_is_long_goes_straight",
             &["differ", "2", "t", variant],
@@ -438,8 +438,9 @@ fn random_groups_are_right() {
 fn ranks_that_differ_are_told() {
     for kind in ["t", "p"] {
         drive("ranks_that_differ_are_told", &["differ", "2", kind], &[]);
-        // Messages of which one end goes straight, and the other in lines; of other processes' buffers nothing is known here.
-        for variant in ["5", "6", "7"] {
+        // Messages of which one end goes straight, and the other in lines; of other processes' buffers nothing is known here. And where bytes are as
+        // many: another reduction, another root.
+        for variant in ["5", "6", "7", "8", "9"] {
             drive("ranks_that_differ_are_told", &["differ", "2", kind, variant], &[]);
         }
     }

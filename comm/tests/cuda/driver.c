@@ -191,15 +191,18 @@ static void run_graph(struct Rank* r) {
 // Rank 0 calls something else than the others: each is told what they called.
 static int variant;
 static void run_differ(struct Rank* r) {
-  static const struct { enum Op op; int type; size_t count; const char* says; } CALLS[][2] = {
-      {{ALL_REDUCE, F32, 1000, "float32"}, {ALL_REDUCE, I32, 1000, "int32"}},
-      {{ALL_REDUCE, F32, 1000, "count 1000,"}, {ALL_REDUCE, F32, 1001, "count 1001,"}},
-      {{ALL_REDUCE, F32, 1000, "count 1000,"}, {ALL_REDUCE, F32, 1000000, "count 1000000,"}},
-      {{BROADCAST, F32, 1000, "Broadcast"}, {ALL_REDUCE, F32, 1000, "AllReduce"}},
-      {{ALL_REDUCE, F32, 1000, "AllReduce"}, {ALLTOALL, F32, 1000, "AlltoAll"}},
-      {{SEND_RECV, F32, 3000000, "count 3000000,"}, {SEND_RECV, F32, 3000001, "count 3000001,"}},
-      {{SEND_RECV, F32, 3000000, "count 3000000,"}, {SEND_RECV, F32, 1000, "count 1000,"}},
-      {{SEND_RECV, F32, 1000, "count 1000,"}, {SEND_RECV, F32, 3000000, "count 3000000,"}},
+  enum { MAX = 2 };
+  static const struct { enum Op op; int type; size_t count; int reduction, root; const char* says; } CALLS[][2] = {
+      {{ALL_REDUCE, F32, 1000, SUM, 0, "float32"}, {ALL_REDUCE, I32, 1000, SUM, 0, "int32"}},
+      {{ALL_REDUCE, F32, 1000, SUM, 0, "count 1000,"}, {ALL_REDUCE, F32, 1001, SUM, 0, "count 1001,"}},
+      {{ALL_REDUCE, F32, 1000, SUM, 0, "count 1000,"}, {ALL_REDUCE, F32, 1000000, SUM, 0, "count 1000000,"}},
+      {{BROADCAST, F32, 1000, SUM, 0, "Broadcast"}, {ALL_REDUCE, F32, 1000, SUM, 0, "AllReduce"}},
+      {{ALL_REDUCE, F32, 1000, SUM, 0, "AllReduce"}, {ALLTOALL, F32, 1000, SUM, 0, "AlltoAll"}},
+      {{SEND_RECV, F32, 3000000, SUM, 0, "count 3000000,"}, {SEND_RECV, F32, 3000001, SUM, 0, "count 3000001,"}},
+      {{SEND_RECV, F32, 3000000, SUM, 0, "count 3000000,"}, {SEND_RECV, F32, 1000, SUM, 0, "count 1000,"}},
+      {{SEND_RECV, F32, 1000, SUM, 0, "count 1000,"}, {SEND_RECV, F32, 3000000, SUM, 0, "count 3000000,"}},
+      {{ALL_REDUCE, F32, 1000, SUM, 0, "sum)"}, {ALL_REDUCE, F32, 1000, MAX, 0, "max)"}},
+      {{BROADCAST, F32, 1000, SUM, 0, "root 0)"}, {BROADCAST, F32, 1000, SUM, 1, "root 1)"}},
   };
   if (variant < 0 || variant >= (int)(sizeof CALLS / sizeof CALLS[0])) fail("differ: no variant %d", variant);
   open_rank(r, 0);
@@ -208,7 +211,8 @@ static void run_differ(struct Rank* r) {
   enqueue(r, ALL_GATHER, F32, 1000, 0, 0, r->send, r->recv);
   CU(cuStreamSynchronize, r->stream);
   const int mine = r->rank == 0 ? 0 : 1;
-  enqueue(r, CALLS[variant][mine].op, CALLS[variant][mine].type, CALLS[variant][mine].count, 0, 0, r->send, r->recv);
+  enqueue(r, CALLS[variant][mine].op, CALLS[variant][mine].type, CALLS[variant][mine].count, CALLS[variant][mine].reduction, CALLS[variant][mine].root,
+          r->send, r->recv);
   Code async = 0;
   for (double start = now(); now() - start < 20 && async == 0; usleep(1000)) NC(CommGetAsyncError(r->comm, &async));
   char text[1000];

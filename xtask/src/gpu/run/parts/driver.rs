@@ -193,6 +193,8 @@ pub(super) fn abort(steps: &mut Steps<'_>) -> Result<()> {
         "sent-count",
         "sent-length",
         "taken-length",
+        "reduction",
+        "root",
     ];
     for (number, what) in different.iter().enumerate() {
         for kind in ["t", "p"] {
