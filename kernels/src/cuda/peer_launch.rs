@@ -60,17 +60,7 @@ pub enum PeerArguments {
 }
 
 impl PeerArguments {
-    /// Where it reports to.
-    pub fn head(&self) -> Head {
-        match self {
-            Self::OneShot(arguments) => arguments.call.head,
-            Self::Exchange(arguments) => arguments.call.head,
-            Self::Messages(arguments) => arguments.head,
-            Self::Gate(arguments) => arguments.call.head,
-        }
-    }
-
-    /// It reports there of its operation, whatever `head` says of that.
+    /// It reports there, of its operation, whatever `head` says of that.
     pub fn report_to(&mut self, head: Head) {
         let own = self.head_mut();
         *own = Head { op: own.op, ..head };

@@ -213,11 +213,11 @@ impl Gpu {
         &self,
         stream: CUstream,
         launch: &mut PeerLaunch,
+        head: Head,
         between: &Between,
         engines: &Engines,
         captured: bool,
     ) -> Result<()> {
-        let head = launch.arguments.head();
         let done = match between {
             // All in the stream: what is beside it would take calls of the driver, and the GPU's time.
             // SAFETY: as in `Rows::copy`.

@@ -410,7 +410,6 @@ impl Gpu {
             on_end,
         });
         let asleep = exchange.asleep;
-        exchange.ask_for_next();
         drop(exchange);
         if asleep {
             self.launches.wake.notify_all();

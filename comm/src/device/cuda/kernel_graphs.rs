@@ -121,6 +121,33 @@ impl Instance {
         }
         Ok(made)
     }
+
+    /// Its kernel is this one from now on, with copies of these arguments; launches that are under way keep theirs.
+    ///
+    /// # Safety
+    /// `arguments` are the kernel's.
+    #[inline]
+    unsafe fn set(&mut self, kernel: &Kernel, arguments: &mut [*mut c_void]) -> Result<()> {
+        let parameters = parameters(kernel, arguments);
+        // SAFETY: a graph of one node; the arguments are the caller's.
+        unsafe {
+            call!(cuGraphExecKernelNodeSetParams_v2(
+                self.exec,
+                self.node,
+                &raw const parameters
+            ))
+        }?;
+        self.function = kernel.function;
+        Ok(())
+    }
+
+    /// # Safety
+    /// As for [`Kernel::launch`] of its kernel and arguments.
+    #[inline]
+    unsafe fn launch(&self, stream: CUstream) -> Result<()> {
+        // SAFETY: the caller's.
+        unsafe { call!(cuGraphLaunch(self.exec, stream)) }
+    }
 }
 
 impl Stock {
@@ -185,20 +212,12 @@ impl KernelGraphs {
         let oldest = self.instances.len() - 1;
         let at = self.instances.iter().position(has).unwrap_or(oldest);
         let instance = &mut self.instances[at];
-        let parameters = parameters(kernel, arguments);
-        // SAFETY: a graph of one node, to which the driver copies the arguments before it returns: launches that are under way keep theirs. What
-        // these refer to is the caller's, as is all of a launch without the graph, should that not take them.
+        // SAFETY: the caller's, also of a launch without the graph, should that not take them.
         unsafe {
-            let set = call!(cuGraphExecKernelNodeSetParams_v2(
-                instance.exec,
-                instance.node,
-                &raw const parameters
-            ));
-            if set.is_err() {
+            if instance.set(kernel, arguments).is_err() {
                 return kernel.launch(stream, arguments).map(|()| End::Marked);
             }
-            instance.function = kernel.function;
-            call!(cuGraphLaunch(instance.exec, stream))?;
+            instance.launch(stream)?;
         }
         if at != 0 {
             self.instances[..=at].rotate_right(1);
@@ -208,17 +227,11 @@ impl KernelGraphs {
 
     /// Lets what follows in a stream, which is in no capture, wait for the last launch.
     pub(super) fn follow(&mut self, stream: CUstream) -> Result<()> {
-        let (instance, nothing) = (&mut self.instances[0], &self.stock.nothing);
-        let parameters = parameters(nothing, &mut []);
-        // SAFETY: the graph that was launched last, and a kernel without arguments.
+        let instance = &mut self.instances[0];
+        // SAFETY: a kernel without arguments, behind what was launched last.
         unsafe {
-            call!(cuGraphExecKernelNodeSetParams_v2(
-                instance.exec,
-                instance.node,
-                &raw const parameters
-            ))?;
-            instance.function = nothing.function;
-            call!(cuGraphLaunch(instance.exec, stream))
+            instance.set(&self.stock.nothing, &mut [])?;
+            instance.launch(stream)
         }
     }
 }

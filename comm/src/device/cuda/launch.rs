@@ -130,7 +130,7 @@ impl Gpu {
         let Some((between, engines)) = peers.between.take().zip(engines) else {
             return Ok(end);
         };
-        self.launch_between(stream, peers, &between, &engines, captured)?;
+        self.launch_between(stream, peers, head, &between, &engines, captured)?;
         Ok(End::Marked)
     }
 

@@ -3,7 +3,6 @@
 use std::sync::{Condvar, Mutex};
 
 use ringsight_kernels::cuda::CAPTURED;
-use ringsight_records::prefetch::ask_for_bytes;
 
 use super::{drain::Entered, gpu::Slot};
 use crate::communicator::lock;
@@ -39,12 +38,6 @@ impl Exchange {
         let last = &mut self.numbers[usize::from(captured)];
         *last = (*last + 1) % CAPTURED;
         *last | if captured { CAPTURED } else { 0 }
-    }
-
-    /// Asks for where the next launch is put: the thread that drains has had it.
-    pub(super) fn ask_for_next(&self) {
-        let next = self.entered.as_ptr().wrapping_add(self.entered.len());
-        ask_for_bytes(next.cast(), size_of::<Entered>());
     }
 }
 
