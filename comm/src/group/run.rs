@@ -204,13 +204,8 @@ impl Group {
             return comm.on_device(|device| {
                 let mut planner = comm.planner();
                 launching.prepare(device, &mut planner)?;
-                let all = loop {
-                    match launching.launch(device, &mut planner, launched) {
-                        Ok(true) => {}
-                        end => break end,
-                    }
-                };
-                launching.finish_after(all.map(drop), device, &mut planner)
+                let all = launching.launch_all(device, &mut planner, launched);
+                launching.finish_after(all, device, &mut planner)
             });
         }
         type Step<'a> = &'a mut dyn FnMut(&mut Launching<'_>, &dyn Device) -> Result<()>;

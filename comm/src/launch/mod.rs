@@ -187,6 +187,17 @@ impl Launching<'_> {
         Ok(self.next < self.plans.len())
     }
 
+    /// Launches all plans that are left.
+    pub(crate) fn launch_all(
+        &mut self,
+        device: &dyn Device,
+        planner: &mut Planner,
+        launched: &mut Few<OpInfo>,
+    ) -> Result<()> {
+        while self.launch(device, planner, launched)? {}
+        Ok(())
+    }
+
     /// After a failure: ends what the plans that were not launched will never do.
     pub(crate) fn abandon(&self) {
         for plan in self.plans.from(self.next) {
