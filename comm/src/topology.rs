@@ -30,6 +30,9 @@ pub struct RankInfo {
     pub bus: String,
 }
 
+/// Where a rank runs: its host, its process, when that began, and its device.
+pub(crate) type ProcessDevice = (u64, u32, u64, i32);
+
 /// Rank u32 | pid u32 | device u32 | library version u32 | host hash u64 | start time u64 | three strings (u16 length each).
 const FIXED_BYTES: usize = 32;
 
@@ -69,6 +72,11 @@ impl RankInfo {
     pub fn at(mut self, bus: Option<String>) -> Self {
         self.bus = bus.unwrap_or_default();
         self
+    }
+
+    /// The same for ranks of one process that use one device.
+    pub(crate) fn place(&self) -> ProcessDevice {
+        (self.host_hash, self.pid, self.process_start_time, self.device)
     }
 
     fn encode(&self) -> Vec<u8> {

@@ -16,7 +16,7 @@ use crate::{
     device::{Device, DeviceError, Reached, device},
     error::Result,
     log,
-    topology::Topology,
+    topology::{ProcessDevice, Topology},
     transport::arena::{Arena, Layout},
 };
 
@@ -38,11 +38,9 @@ pub(super) struct Shared {
 
 /// Channels over GPUs' memory for ranks that ask for `wanted`: fewer where several ranks of one process use one GPU.
 fn channels_of(topology: &Topology, wanted: u32) -> u32 {
-    let mut sharing: HashMap<(u64, u32, u64, i32), u32> = HashMap::new();
+    let mut sharing: HashMap<ProcessDevice, u32> = HashMap::new();
     for rank in 0..topology.ranks() {
-        let info = topology.info(rank);
-        let place = (info.host_hash, info.pid, info.process_start_time, info.device);
-        *sharing.entry(place).or_default() += 1;
+        *sharing.entry(topology.info(rank).place()).or_default() += 1;
     }
     let most = sharing.values().copied().max().unwrap_or(1);
     // A channel has up to two blocks.

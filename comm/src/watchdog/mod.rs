@@ -55,7 +55,7 @@ use crate::{
         moves::Moves,
         stalls::{Stall, Stalls},
     },
-    topology::Topology,
+    topology::{ProcessDevice, Topology},
 };
 
 /// Of so many operations of a communicator that are in progress it is looked after at once: those that began first.
@@ -335,7 +335,7 @@ impl Watch {
     }
 
     /// Where each rank runs.
-    fn places(&self) -> Vec<Place> {
+    fn places(&self) -> Vec<ProcessDevice> {
         places(&self.topology)
     }
 
@@ -421,14 +421,9 @@ impl Watch {
     }
 }
 
-/// Where a rank runs: its host, its process, when that began, and its device.
-type Place = (u64, u32, u64, i32);
-
 /// Of each rank.
-fn places(topology: &Topology) -> Vec<Place> {
-    let place = |rank| {
-        let info = topology.info(rank);
-        (info.host_hash, info.pid, info.process_start_time, info.device)
-    };
-    (0..topology.ranks()).map(place).collect()
+fn places(topology: &Topology) -> Vec<ProcessDevice> {
+    (0..topology.ranks())
+        .map(|rank| topology.info(rank).place())
+        .collect()
 }
