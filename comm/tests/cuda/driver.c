@@ -17,6 +17,7 @@
 // driver LIBRARY unanswered N p|n
 // driver LIBRARY released RANKS t|p|n
 // driver LIBRARY streams RANKS t|p|n
+// driver LIBRARY turns RANKS p OTHER_LIBRARY [TURNS]
 // driver LIBRARY untaken 2 p
 // driver LIBRARY fault RANKS t|p|n
 // driver LIBRARY lacking RANKS t|p|n [1]
@@ -43,6 +44,7 @@
 #include "remap.h"
 #include "released.h"
 #include "streams.h"
+#include "turns.h"
 #include "untaken.h"
 #include "windows.h"
 
@@ -363,6 +365,7 @@ static void* run(void* argument) {
   else if (!strcmp(mode, "latecomer")) run_latecomer(r);
   else if (!strcmp(mode, "ended")) run_ended(r, folder != NULL);
   else if (!strcmp(mode, "beside")) run_beside(r);
+  else if (!strcmp(mode, "turns")) run_turns(r, folder, replays);
   else fail("unknown mode %s", mode);
   return NULL;
 }

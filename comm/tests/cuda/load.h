@@ -28,7 +28,7 @@ enum { CUDA_SUCCESS = 0, CUDA_ERROR_NOT_READY = 600 };
 typedef struct { char internal[128]; } Id;
 typedef void* Comm;
 typedef int Code;
-static struct {
+struct Nccl {
   Code (*GetVersion)(int*);
   Code (*GetUniqueId)(Id*);
   Code (*CommInitRank)(Comm*, int, Id, int);
@@ -58,7 +58,8 @@ static struct {
   Code (*CommDeregister)(Comm, void*);
   Code (*CommWindowRegister)(Comm, void*, size_t, void**, int);
   Code (*CommWindowDeregister)(Comm, void*);
-} nccl;
+};
+static struct Nccl nccl;
 
 // ---- libcuda ----
 #define CUDA_FUNCTIONS(X) \
@@ -131,23 +132,28 @@ static void fail(const char* format, ...) {
     if (code_ != 0) fail("%s:%d nccl%s: %d: %s", mode, __LINE__, #call, code_, nccl.GetLastError(NULL)); \
   } while (0)
 
+static struct Nccl open_library(const char* path) {
+  struct Nccl opened;
+  void* lib = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (!lib) fail("%s", dlerror());
+#define L(name) *(void**)&opened.name = dlsym(lib, "nccl" #name);
+  L(GetVersion) L(GetUniqueId) L(CommInitRank) L(CommDestroy) L(CommAbort) L(CommRevoke) L(CommGetAsyncError) L(GetLastError)
+  L(GetErrorString) L(GroupStart) L(GroupEnd) L(AllReduce) L(AllGather) L(ReduceScatter) L(Broadcast) L(Reduce) L(Send)
+  L(Recv) L(AlltoAll) L(Gather) L(Scatter) L(RedOpCreatePreMulSum) L(RedOpDestroy) L(MemAlloc) L(MemFree)
+  L(CommRegister) L(CommDeregister) L(CommWindowRegister) L(CommWindowDeregister)
+#undef L
+  return opened;
+}
+
 static void load(void) {
   void* cuda = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
   if (!cuda) fail("%s", dlerror());
 #define X(name, symbol) if (!(p_##name = dlsym(cuda, symbol))) fail("no %s", symbol);
   CUDA_FUNCTIONS(X)
 #undef X
-  void* lib = dlopen(library, RTLD_NOW | RTLD_LOCAL);
-  if (!lib) fail("%s", dlerror());
-#define L(name) *(void**)&nccl.name = dlsym(lib, "nccl" #name);
-  L(GetVersion) L(GetUniqueId) L(CommInitRank) L(CommDestroy) L(CommAbort) L(CommRevoke) L(CommGetAsyncError) L(GetLastError)
-  L(GetErrorString) L(GroupStart) L(GroupEnd) L(AllReduce) L(AllGather) L(ReduceScatter) L(Broadcast) L(Reduce) L(Send)
-  L(Recv) L(AlltoAll) L(Gather) L(Scatter) L(RedOpCreatePreMulSum) L(RedOpDestroy) L(MemAlloc) L(MemFree)
-  L(CommRegister) L(CommDeregister) L(CommWindowRegister) L(CommWindowDeregister)
-#undef L
+  nccl = open_library(library);
   CU(cuInit, 0);
   CU(cuDeviceGetCount, &devices);
 }
 
 static void barrier(void) { pthread_barrier_wait(&shared->barrier); }
-

@@ -1,61 +1,109 @@
-//! What a call costs the host: an eager all_reduce of 8 bytes, ours and NCCL's in turn.
+//! What a call costs the host: an eager all_reduce of 8 bytes by two libraries in turn, in the same processes.
 
 use std::{path::Path, process::Command, time::Duration};
 
 use anyhow::Result;
 use serde_json::json;
 
-use super::super::step::{Steps, Verdict};
+use super::{
+    super::step::{Steps, Verdict},
+    driver::driver_on,
+};
 use crate::bench::median;
 
-/// Pairs of runs: what the machine does meanwhile meets both libraries.
-const PAIRS: usize = 9;
+/// Processes, each with [`TURNS`]: another place in memory, another processor.
+pub(super) const RUNS: usize = 5;
+/// Batches of calls of each library.
+const TURNS: usize = 400;
 /// The most that a call may take, of NCCL's.
 const GOAL: f64 = 0.5;
 
-/// Time until a call returns, microseconds, in a row that the driver prints.
-fn host_micros(said: &str) -> Option<f64> {
-    let row = said.lines().find(|line| line.starts_with("row all_reduce "))?;
-    let mut words = row.split_whitespace();
-    words.find(|word| *word == "host_us")?;
-    words
-        .next()?
-        .parse()
-        .ok()
-        .filter(|micros: &f64| micros.is_finite())
+/// Two libraries by turns: medians, nanoseconds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Turns {
+    /// Of an eager call on the host.
+    pub(super) host: Pair,
+    /// Of an operation of a graph on the GPU.
+    pub(super) device: Pair,
 }
 
-fn judge(said: &str) -> Verdict {
-    host_micros(said)
-        .map(|micros| format!("{micros} us until a call returns"))
-        .ok_or_else(|| "it has printed no time".to_owned())
+/// One median of both libraries.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Pair {
+    pub(super) one: f64,
+    pub(super) other: f64,
+    /// What the first takes more in the same turn, median of turns.
+    pub(super) more: f64,
+}
+
+impl Turns {
+    /// Of what the driver's `turns` prints.
+    pub(super) fn read(said: &str) -> Option<Self> {
+        let line = said.lines().find(|line| line.starts_with("ok "))?;
+        let of = |name: &str| {
+            let mut words = line.split([' ', ',']).skip_while(|word| *word != name);
+            let number: f64 = words.nth(1)?.parse().ok()?;
+            Some(number).filter(|number| number.is_finite())
+        };
+        Some(Self {
+            host: Pair {
+                one: of("host_ns")?,
+                other: of("other_host_ns")?,
+                more: of("host_more_ns")?,
+            },
+            device: Pair {
+                one: of("device_ns")?,
+                other: of("other_device_ns")?,
+                more: of("device_more_ns")?,
+            },
+        })
+    }
+}
+
+/// The program that takes two libraries by turns, on two ranks.
+pub(super) fn by_turns(steps: &Steps<'_>, one: &Path, other: &Path) -> Command {
+    let mut command = driver_on(steps, one, "turns 2 p");
+    command
+        .arg(other)
+        .arg(TURNS.to_string())
+        .env("NCCL_NVLS_ENABLE", "0");
+    command
+}
+
+pub(super) fn judge(said: &str) -> Verdict {
+    let turns = Turns::read(said).ok_or("it has printed no times")?;
+    Ok(format!(
+        "a call {:.2} and {:.2} us, an operation of a graph {:.2} and {:.2} us",
+        turns.host.one / 1e3,
+        turns.host.other / 1e3,
+        turns.device.one / 1e3,
+        turns.device.other / 1e3
+    ))
 }
 
 pub(super) fn run(steps: &mut Steps<'_>, ours: &Path, stock: &Path) -> Result<()> {
-    let (mut of_ours, mut of_nccl) = (Vec::new(), Vec::new());
-    for pair in 1..=PAIRS {
-        for (name, library, times) in [("ours", ours, &mut of_ours), ("nccl", stock, &mut of_nccl)] {
-            let mut command = Command::new(steps.host.program("driver"));
-            command
-                .arg(library)
-                .args(["bench", "2", "p", "8", "2", "8"])
-                .env("NCCL_NVLS_ENABLE", "0")
-                .env("NCCL_SOCKET_IFNAME", "lo");
-            let name = format!("call-{name}-{pair}");
-            let said = steps.run(&name, Duration::from_secs(30), command, judge);
-            times.extend(said.as_deref().and_then(host_micros));
-        }
+    let mut all = Vec::new();
+    for run in 1..=RUNS {
+        let command = by_turns(steps, ours, stock);
+        let said = steps.run(&format!("call-{run}"), Duration::from_secs(30), command, judge);
+        all.extend(said.as_deref().and_then(Turns::read));
     }
-    if let (Some(ours), Some(nccl)) = (median(of_ours), median(of_nccl)) {
-        let ratio = ours / nccl;
+    let of = |time: &dyn Fn(&Pair) -> f64| median(all.iter().map(|turns| time(&turns.host)).collect());
+    if let (Some(ours), Some(nccl), Some(ratio)) = (
+        of(&|host| host.one),
+        of(&|host| host.other),
+        of(&|host| host.one / host.other),
+    ) {
         let met = ratio <= GOAL;
         steps.note(&format!(
-            "an eager all_reduce of 8 B on the host, us a call, median of {PAIRS}: ours {ours:.2}, NCCL {nccl:.2}, \
-             ratio {ratio:.2}, goal {GOAL}  {}\n\n",
+            "an eager all_reduce of 8 B on the host, us a call, ours and NCCL's by turns in {RUNS} processes, medians: ours {:.2}, NCCL {:.2}, \
+             ratio {ratio:.3}, goal {GOAL}  {}\n\n",
+            ours / 1e3,
+            nccl / 1e3,
             if met { "met" } else { "missed" }
         ));
         steps.figures(json!({
-            "call_ours_us": ours, "call_nccl_us": nccl, "ratio": ratio, "goal": GOAL, "met": met,
+            "call_ours_us": ours / 1e3, "call_nccl_us": nccl / 1e3, "ratio": ratio, "goal": GOAL, "met": met,
         }));
     }
     Ok(())
@@ -66,18 +114,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_time_of_a_call_is_read() {
-        let said =
-            "init 300 ms\nrow all_reduce 2p 8 eager_us 7.10 host_us 5.25 graph_us 2.80 bus_GBps 0.00\nok\n";
-        assert_eq!(host_micros(said), Some(5.25));
-        assert!(judge(said).unwrap().starts_with("5.25 us"));
+    fn what_turns_take_is_read() {
+        let said = "NCCL INFO host_ns 7\nok 400 turns, host_ns 2850.5, other_host_ns 6050.0, host_more_ns -3190.0, \
+                    device_ns 2240.0, other_device_ns 5560.0, device_more_ns -3300.5\n";
+        let turns = Turns::read(said).unwrap();
+        assert_eq!(
+            (turns.host.one, turns.host.other, turns.host.more),
+            (2850.5, 6050.0, -3190.0)
+        );
+        assert_eq!(turns.device.more, -3300.5);
+        assert!(judge(said).unwrap().starts_with("a call 2.85 and 6.05 us"));
         for wrong in [
             "",
-            "row all_gather 2p 8 host_us 1",
-            "row all_reduce 2p 8 host_us",
-            "row all_reduce host_us nan",
+            "ok 400 turns",
+            &said.replace("6050.0", "nan"),
+            &said.replace("ok ", ""),
         ] {
-            assert_eq!(host_micros(wrong), None, "{wrong}");
+            assert_eq!(Turns::read(wrong), None, "{wrong}");
         }
     }
 }

@@ -1,5 +1,5 @@
-//! What it costs to be seen and to watch: an all_reduce of 8 bytes by a library with records minus one by a library without, and one with the watchdog,
-//! by pages and by CUDA events, and with the collector attached, minus one with neither.
+//! What it costs to be seen and to watch: an all_reduce of 8 bytes by a library with records minus one by a library without, by turns in the same
+//! processes; and one with the watchdog, by pages and by CUDA events, and with the collector attached, minus one with neither, a process each.
 
 use std::{
     fs,
@@ -8,10 +8,11 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::{
     super::step::Steps,
+    calls::{self, Turns},
     driver::driver_on,
     watch::{Attach, attached, prepared},
 };
@@ -20,73 +21,52 @@ use crate::process::{Guarded, reason};
 /// The most rounds; fewer where the part's time is over before.
 const ROUNDS: usize = 16;
 
-/// A way to run it.
+/// The most that records may take more, of a call on the host and of an operation of a graph on the GPU, nanoseconds; and that it may to be watched.
+const RECORDS: [f64; 2] = [50.0, 100.0];
+
+/// A way to run the library with records.
 struct Way {
     name: &'static str,
-    /// Its library writes records, and its kernels events.
-    records: bool,
     variables: &'static [(&'static str, &'static str)],
     /// The collector is attached meanwhile, with these options.
     collector: Option<&'static [&'static str]>,
-    /// What it is compared with: an index of [`WAYS`], of the first its own.
-    than: usize,
-    /// The most that it may take more, of a call on the host and of an operation of a graph on the GPU, nanoseconds.
+    /// The most that it may take more than the first, nanoseconds, as [`RECORDS`].
     goals: [f64; 2],
 }
 
-/// With records, and nobody who looks: what those are compared with who do.
-const OFF_AT: usize = 1;
 const OFF: (&str, &str) = ("NCCL_KERNEL_TIMEOUT_MS", "0");
 
-/// Without records, with them and nobody who looks, and who looks.
-const WAYS: [Way; 6] = [
+/// Nobody looks, as all others are compared with; and who looks.
+const WAYS: [Way; 5] = [
     Way {
-        name: "without-records",
-        records: false,
+        name: "off",
         variables: &[OFF],
         collector: None,
-        than: 0,
         goals: [0.0, 0.0],
     },
     Way {
-        name: "records",
-        records: true,
-        variables: &[OFF],
-        collector: None,
-        than: 0,
-        goals: [50.0, 100.0],
-    },
-    Way {
         name: "pages",
-        records: true,
         variables: &[("RINGSIGHT_WATCHDOG_SOURCE", "pages")],
         collector: None,
-        than: OFF_AT,
-        goals: [50.0, 100.0],
+        goals: RECORDS,
     },
     Way {
         name: "events",
-        records: true,
         variables: &[("RINGSIGHT_WATCHDOG_SOURCE", "events")],
         collector: None,
-        than: OFF_AT,
-        goals: [50.0, 100.0],
+        goals: RECORDS,
     },
     Way {
         name: "collector",
-        records: true,
         variables: &[OFF],
         collector: Some(&[]),
-        than: OFF_AT,
         goals: [1000.0, 1000.0],
     },
     // The same without probes, which nothing hits while the ring has room.
     Way {
         name: "ring",
-        records: true,
         variables: &[OFF],
         collector: Some(&["--no-ebpf"]),
-        than: OFF_AT,
         goals: [1000.0, 1000.0],
     },
 ];
@@ -113,11 +93,7 @@ fn times(said: &str) -> Option<Times> {
 
 fn once(steps: &Steps<'_>, way: &Way, folder: &Path) -> Result<Times> {
     // A process for each rank, as jobs have them: ranks of one process share its ring.
-    let library = match way.records {
-        true => steps.host.library(),
-        false => steps.host.library_without_records(),
-    };
-    let mut command = driver_on(steps, &library, "replays 2 p");
+    let mut command = driver_on(steps, &steps.host.library(), "replays 2 p");
     command.arg(match way.collector {
         Some(_) => folder,
         None => Path::new("-"),
@@ -173,7 +149,47 @@ fn rounds(steps: &Steps<'_>) -> Result<Vec<[Times; WAYS.len()]>> {
     Ok(all)
 }
 
+/// What is more, median and quartiles in ns, of a call and of an operation of a graph.
+fn enter(steps: &mut Steps<'_>, name: &str, more: [[f64; 3]; 2], goals: [f64; 2]) -> Value {
+    let text = more.map(|[low, middle, high]| format!("{middle:+.0} ns ({low:+.0} to {high:+.0})"));
+    let met = more
+        .iter()
+        .zip(goals)
+        .all(|([_, middle, _], goal)| *middle <= goal);
+    let words = format!(
+        "a call {} goal {:.0}, an operation of a graph {} goal {:.0}: {}",
+        text[0],
+        goals[0],
+        text[1],
+        goals[1],
+        if met { "met" } else { "missed" }
+    );
+    steps.enter(name, Ok(words));
+    json!({ "way": name, "host_ns": more[0], "device_ns": more[1], "met": met })
+}
+
+/// With records and without, by turns in the same processes.
+fn records(steps: &mut Steps<'_>) -> Option<Value> {
+    let (with, without) = (steps.host.library(), steps.host.library_without_records());
+    let mut all = Vec::new();
+    for run in 1..=calls::RUNS {
+        let mut command = calls::by_turns(steps, &with, &without);
+        command.env(OFF.0, OFF.1);
+        let said = steps.run(
+            &format!("records-{run}"),
+            Duration::from_secs(30),
+            command,
+            calls::judge,
+        );
+        all.push(Turns::read(&said?)?);
+    }
+    let more = |of: fn(&Turns) -> f64| quartiles(all.iter().map(of).collect());
+    let more = [more(|turns| turns.host.more), more(|turns| turns.device.more)];
+    Some(enter(steps, "records", more, RECORDS))
+}
+
 pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
+    let mut figures: Vec<Value> = records(steps).into_iter().collect();
     let all = match rounds(steps) {
         Ok(all) => all,
         Err(error) => {
@@ -182,36 +198,21 @@ pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
         }
     };
     let middle = |of: &dyn Fn(&[Times; WAYS.len()]) -> f64| quartiles(all.iter().map(of).collect());
-    let [_, host, _] = middle(&|round| round[OFF_AT].host);
-    let [_, device, _] = middle(&|round| round[OFF_AT].device);
+    let [_, host, _] = middle(&|round| round[0].host);
+    let [_, device, _] = middle(&|round| round[0].device);
     steps.enter(
-        "off",
+        WAYS[0].name,
         Ok(format!(
             "a call {host:.0} ns, an operation of a graph {device:.0} ns, medians of {}",
             all.len()
         )),
     );
-    let mut figures = Vec::new();
     for (at, way) in WAYS.iter().enumerate().skip(1) {
         let more = [
-            middle(&|round| round[at].host - round[way.than].host),
-            middle(&|round| round[at].device - round[way.than].device),
+            middle(&|round| round[at].host - round[0].host),
+            middle(&|round| round[at].device - round[0].device),
         ];
-        let text = more.map(|[low, middle, high]| format!("{middle:+.0} ns ({low:+.0} to {high:+.0})"));
-        let met = more
-            .iter()
-            .zip(way.goals)
-            .all(|([_, middle, _], goal)| *middle <= goal);
-        let words = format!(
-            "a call {} goal {:.0}, an operation of a graph {} goal {:.0}: {}",
-            text[0],
-            way.goals[0],
-            text[1],
-            way.goals[1],
-            if met { "met" } else { "missed" }
-        );
-        steps.enter(way.name, Ok(words));
-        figures.push(json!({ "way": way.name, "rounds": all.len(), "host_ns": more[0], "device_ns": more[1], "met": met }));
+        figures.push(enter(steps, way.name, more, way.goals));
     }
     steps.figures(figures.into());
     Ok(())
@@ -236,11 +237,9 @@ mod tests {
     #[test]
     fn what_is_compared_differs_in_one_thing() {
         for way in &WAYS[1..] {
-            let (most, least) = (way, &WAYS[way.than]);
             let differs = [
-                most.records != least.records,
-                most.collector != least.collector,
-                most.variables != least.variables,
+                way.collector != WAYS[0].collector,
+                way.variables != WAYS[0].variables,
             ];
             assert_eq!(
                 differs.iter().filter(|differs| **differs).count(),
