@@ -72,6 +72,36 @@ static void deregister_some(struct Rank* r, void* handles[2]) {
     if (handles[i] != NULL) NC(CommDeregister(r->comm, handles[i]));
 }
 
+// A case in a graph.
+struct Captured {
+  struct Case what;
+  CUgraph graph;
+  CUgraphExec exec;
+};
+static struct Captured capture(struct Rank* r, const struct Case* c) {
+  struct Captured captured = {*c, NULL, NULL};
+  CU(cuStreamBeginCapture, r->stream, 1u);
+  enqueue(r, c->op, c->type->code, c->count, c->reduction, c->root, r->send, r->recv);
+  CU(cuStreamEndCapture, r->stream, &captured.graph);
+  CU(cuGraphInstantiate, &captured.exec, captured.graph, 0ull);
+  return captured;
+}
+// Of other data each time: what an earlier replay had is not right any more.
+static void replay(struct Rank* r, struct Captured* captured, const char* what) {
+  const struct Case* const c = &captured->what;
+  captured->what.salt++;
+  fill(r, c, r->in);
+  CU(cuMemcpyHtoDAsync, r->send, r->in, send_bytes(c), r->stream);
+  CU(cuGraphLaunch, captured->exec, r->stream);
+  CU(cuMemcpyDtoHAsync, r->out, r->recv, recv_bytes(c), r->stream);
+  CU(cuStreamSynchronize, r->stream);
+  verify(r, c, r->out, what);
+}
+static void destroy(const struct Captured* captured) {
+  CU(cuGraphExecDestroy, captured->exec);
+  CU(cuGraphDestroy, captured->graph);
+}
+
 // At the same addresses as far as the driver gives them again: what others have mapped of them must follow.
 static void run_remap(struct Rank* r, const struct Source* source) {
   static const enum Op ops[] = {ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, REDUCE, ALLTOALL, GATHER, SCATTER, SEND_RECV, PAIRS};
@@ -94,35 +124,28 @@ static void run_remap(struct Rank* r, const struct Source* source) {
       check_one(r, ops[i % KINDS], &TYPES[F32], count, 0, i % 3 == 1, salt++);
       if (i % KINDS == KINDS - 1) usleep(3000);
     }
-    CUgraph graph;
-    CUgraphExec exec;
-    CU(cuStreamBeginCapture, r->stream, 1u);
-    enqueue(r, ALL_REDUCE, F32, count, 0, 0, r->send, r->recv);
-    CU(cuStreamEndCapture, r->stream, &graph);
-    CU(cuGraphInstantiate, &exec, graph, 0ull);
     const struct Case c = {ALL_REDUCE, &TYPES[F32], count, 0, 0, salt};
-    fill(r, &c, r->in);
-    CU(cuMemcpyHtoDAsync, r->send, r->in, send_bytes(&c), r->stream);
-    CU(cuGraphLaunch, exec, r->stream);
-    CU(cuMemcpyDtoHAsync, r->out, r->recv, recv_bytes(&c), r->stream);
-    CU(cuStreamSynchronize, r->stream);
-    verify(r, &c, r->out, " replayed");
+    struct Captured captured = capture(r, &c);
+    replay(r, &captured, " replayed");
     barrier();
     deregister_some(r, handles);
     // What was captured while it was registered is right all the same, whether the others have let go of it or not.
-    fill(r, &c, r->in);
-    for (int replay = 0; replay < 20; replay++) {
-      CU(cuMemcpyHtoDAsync, r->send, r->in, send_bytes(&c), r->stream);
-      CU(cuGraphLaunch, exec, r->stream);
-      CU(cuMemcpyDtoHAsync, r->out, r->recv, recv_bytes(&c), r->stream);
-      CU(cuStreamSynchronize, r->stream);
-      verify(r, &c, r->out, " replayed when nothing is registered");
+    for (int i = 0; i < 20; i++) {
+      replay(r, &captured, " replayed when nothing is registered");
       usleep(2000);
     }
-    CU(cuGraphExecDestroy, exec);
-    CU(cuGraphDestroy, graph);
+    destroy(&captured);
     barrier();
     if (source->exchange != NULL) {
+      // Of what nobody has registered a graph is promised nothing: it is right of whatever is at those addresses by then.
+      captured = capture(r, &c);
+      replay(r, &captured, " captured unregistered");
+      barrier();
+      source->exchange(r, r->send, r->bytes);
+      source->exchange(r, r->recv, max_bytes);
+      replay(r, &captured, " replayed with other memory");
+      destroy(&captured);
+      barrier();
       register_some(r, round, handles);
       for (int i = 0; i < KINDS; i++) check_one(r, ops[i], &TYPES[F32], count, 0, i % 3 == 1, salt++);
       barrier();
