@@ -384,7 +384,9 @@ fn captures_of_other_threads_are_not_disturbed() {
 fn operations_follow_each_other_over_streams() {
     let test = "operations_follow_each_other_over_streams";
     // Of one GPU.
-    drive(test, &["streams", "2", "t"], &[("GPUS", "00")]);
+    for kind in ["t", "p"] {
+        drive(test, &["streams", "2", kind], &[("GPUS", "00")]);
+    }
     for (ranks, kind) in [("2", "t"), ("2", "p"), ("4", "t"), ("2", "n")] {
         for graphs in ["1", "0"] {
             let settings = [("RINGSIGHT_GRAPH_LAUNCH", graphs)];

@@ -70,7 +70,7 @@ static struct Nccl nccl;
   X(cuMemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2") X(cuMemsetD8Async, "cuMemsetD8Async") \
   X(cuStreamBeginCapture, "cuStreamBeginCapture_v2") X(cuStreamEndCapture, "cuStreamEndCapture") \
   X(cuStreamIsCapturing, "cuStreamIsCapturing") \
-  X(cuGraphInstantiate, "cuGraphInstantiateWithFlags") X(cuGraphLaunch, "cuGraphLaunch") \
+  X(cuGraphInstantiate, "cuGraphInstantiateWithFlags") X(cuGraphUpload, "cuGraphUpload") X(cuGraphLaunch, "cuGraphLaunch") \
   X(cuGraphExecDestroy, "cuGraphExecDestroy") X(cuGraphDestroy, "cuGraphDestroy") X(cuEventCreate, "cuEventCreate") \
   X(cuEventRecord, "cuEventRecord") X(cuEventElapsedTime, "cuEventElapsedTime") X(cuEventSynchronize, "cuEventSynchronize") \
   X(cuGetErrorName, "cuGetErrorName") X(cuStreamQuery, "cuStreamQuery") X(cuDeviceGetName, "cuDeviceGetName") \

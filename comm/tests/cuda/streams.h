@@ -27,12 +27,16 @@ static void run_streams(struct Rank* r) {
     CU(cuStreamCreate, &first, 1u);
     CU(cuStreamCreate, &second, 1u);
     CU(cuStreamCreate, &last, 1u);
-    const float ones[2] = {1, 1};
-    CU(cuMemcpyHtoDAsync, r->recv, ones, sizeof ones, first);
+    // Pinned: a copy to other memory holds its context until it is over, and ranks may share one.
+    float *const ones = (float*)r->in, *const found = (float*)r->out;
+    enum { BYTES = 2 * sizeof(float) };
+    ones[0] = ones[1] = 1;
+    CU(cuMemcpyHtoDAsync, r->recv, ones, (size_t)BYTES, first);
     CU(cuStreamSynchronize, first);
     barrier();
-    // The others' are under way until it comes.
-    if (r->rank == ranks - 1) usleep(3000);
+    // All calls of the others are over before the last one's first: none waits for anything.
+    const bool is_late = r->rank == ranks - 1;
+    if (is_late) barrier();
     for (int i = 0; i < BEFORE; i++) {
       add_others(r, first);
       multiply(r, first);
@@ -45,15 +49,21 @@ static void run_streams(struct Rank* r) {
     for (int i = 0; i < AFTER; i++) multiply(r, second);
     if (captured) {
       CU(cuStreamEndCapture, second, &graph);
+      // To make a graph and to upload it the driver may wait for all that the GPU has to do, which another rank's kernels may share.
+      if (!is_late) barrier();
+      barrier();
       CU(cuGraphInstantiate, &exec, graph, 0ull);
+      CU(cuGraphUpload, exec, second);
+      barrier();
       CU(cuGraphLaunch, exec, second);
     }
     multiply(r, last);
     // The replay of a graph that is older than what is before it.
     if (captured) CU(cuGraphLaunch, exec, second);
     multiply(r, last);
-    float found[2], wanted = powf((float)ranks, BEFORE + AFTER + 2 + (captured ? AFTER : 0));
-    CU(cuMemcpyDtoHAsync, found, r->recv, sizeof found, last);
+    const float wanted = powf((float)ranks, BEFORE + AFTER + 2 + (captured ? AFTER : 0));
+    CU(cuMemcpyDtoHAsync, found, r->recv, (size_t)BYTES, last);
+    if (!is_late && !captured) barrier();
     CU(cuStreamSynchronize, last);
     for (int i = 0; i < 2; i++)
       if (found[i] != wanted)

@@ -76,7 +76,10 @@ pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
             &[],
         );
     }
-    drive(steps, "streams-2t-one-gpu", 30, "streams 2 t", &[("GPUS", "00")]);
+    for kind in ["t", "p"] {
+        let name = format!("streams-2{kind}-one-gpu");
+        drive(steps, &name, 30, &format!("streams 2 {kind}"), &[("GPUS", "00")]);
+    }
     drive(steps, "2p", 60, "check 2 p 8388608", &[]);
     if !steps.skips_without("4p", 2) {
         drive(steps, "4p", 60, "check 4 p 8388608", &[]);
