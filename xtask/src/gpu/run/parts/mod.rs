@@ -127,7 +127,7 @@ pub(super) const PARTS: &[Part] = &[
     },
     Part {
         name: "nccl-tests-long",
-        about: "their longest, 512 MiB to 4 GiB, by threads, registered and as captured windows, on four GPUs and on two",
+        about: "their longest, to 4 GiB, by threads, ordinary, registered, captured and as captured windows, on four GPUs and on two",
         lacks: |host| gpus_and_nccl_tests(host, 2),
         run: nccl_tests::check_long,
     },

@@ -31,8 +31,8 @@ pub(super) fn right(said: &str) -> Verdict {
 
 /// Few repetitions: what counts is that every size is right.
 const FEW: &str = "-c 1 -w 1 -n 2";
-/// The same of lengths from 512 MiB to the largest, where the send buffer, the receive buffer and what is expected of it are 4 GiB each.
-const LONGEST: &str = "-b 512M -e 4G -f 2 -c 1 -w 0 -n 1";
+/// The same of lengths to the largest, where the send buffer, the receive buffer and what is expected of it are 4 GiB each.
+const TO_LONGEST: &str = "-e 4G -f 2 -c 1 -w 0 -n 1";
 
 pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
     check_on(steps, 2)
@@ -55,12 +55,16 @@ fn checks(operation: &str, gpus: usize) -> Vec<(String, String)> {
     let mut runs = vec![
         (format!("g{gpus}"), format!("-g {gpus} -b 8 -e 256M -f 2 {FEW}")),
         // From where the run before ends.
-        ("4G".into(), format!("-g {gpus} {LONGEST}")),
+        ("4G".into(), format!("-g {gpus} -b 512M {TO_LONGEST}")),
         (
             format!("t{gpus}"),
             format!("-g 1 -t {gpus} -b 8 -e 64M -f 4 {FEW}"),
         ),
         ("all".into(), format!("-g {gpus} {all} -b 1K -e 64K -f 64 {FEW}")),
+        (
+            "all-R2-G10".into(),
+            format!("-g 1 -t {gpus} -R 2 -G 10 {all} -b 1K -e 64K -f 64 {FEW}"),
+        ),
         // Long enough to go straight between buffers, of every operation.
         (
             "all-long".into(),
@@ -92,7 +96,7 @@ fn checks(operation: &str, gpus: usize) -> Vec<(String, String)> {
     runs
 }
 
-/// The longest, by threads, as windows and captured, and registered: ranks of one thread without are among `checks`.
+/// From where `checks` ends to the longest, by threads: ordinary, registered, and captured, as windows too. Ranks of one thread are among `checks`.
 pub(super) fn check_long(steps: &mut Steps<'_>) -> Result<()> {
     for gpus in [4, 2] {
         if !steps.skips_without(&format!("{gpus} GPUs"), gpus) {
@@ -106,10 +110,17 @@ fn long_checks(gpus: usize) -> Vec<(String, String)> {
     let run = |(name, words)| {
         (
             format!("t{gpus}-{name}"),
-            format!("-g 1 -t {gpus} {words} {LONGEST}"),
+            format!("-g 1 -t {gpus} {words} {TO_LONGEST}"),
         )
     };
-    [("4G-R1", "-R 1"), ("4G-R2-G2", "-R 2 -G 2")].map(run).into()
+    [
+        ("4G-R0", "-b 128M"),
+        ("4G-R1", "-R 1 -b 128M"),
+        ("4G-G10", "-G 10 -b 32M"),
+        ("4G-R2-G10", "-R 2 -G 10 -b 32M"),
+    ]
+    .map(run)
+    .into()
 }
 
 fn check_on(steps: &mut Steps<'_>, gpus: usize) -> Result<()> {
@@ -286,7 +297,19 @@ mod tests {
         }
         let words = |operation| checks(operation, 2).into_iter().map(|(_, words)| words);
         assert!(words("reduce").any(|words| words.starts_with("-g 2 -d all -o all")));
-        assert!(!words("alltoall").any(|words| words.contains("-o all")));
+        // By threads from where those runs end to the longest, too.
+        let of = |name: &str, runs: &[(String, String)]| {
+            sizes(&runs.iter().find(|(run, _)| run == name).unwrap().1)
+        };
+        for (long, before) in [
+            ("t2-4G-R0", "t2"),
+            ("t2-4G-R1", "t2-R1"),
+            ("t2-4G-G10", "t2-G10"),
+            ("t2-4G-R2-G10", "t2-G10"),
+        ] {
+            let (long, before) = (of(long, &long_checks(2)), of(before, &checks("reduce", 2)));
+            assert!(long[0] <= 2 * before[before.len() - 1] && long[long.len() - 1] == 4 << 30);
+        }
         for each in ["-R 1", "-R 2", "-G 10"] {
             assert!(words("reduce").any(|words| words.starts_with(&format!("-g 1 -t 2 {each} "))));
         }
