@@ -110,14 +110,14 @@ fn long_checks(gpus: usize) -> Vec<(String, String)> {
     let run = |(name, words)| {
         (
             format!("t{gpus}-{name}"),
-            format!("-g 1 -t {gpus} {words} {TO_LONGEST}"),
+            format!("-g 1 -t {gpus} {words} -b 32M {TO_LONGEST}"),
         )
     };
     [
-        ("4G-R0", "-b 128M"),
-        ("4G-R1", "-R 1 -b 128M"),
-        ("4G-G10", "-G 10 -b 32M"),
-        ("4G-R2-G10", "-R 2 -G 10 -b 32M"),
+        ("4G-R0", "-R 0"),
+        ("4G-R1", "-R 1"),
+        ("4G-G10", "-G 10"),
+        ("4G-R2-G10", "-R 2 -G 10"),
     ]
     .map(run)
     .into()
