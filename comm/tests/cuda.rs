@@ -385,7 +385,14 @@ fn operations_follow_each_other_over_streams() {
     let test = "operations_follow_each_other_over_streams";
     // Of one GPU.
     for kind in ["t", "p"] {
-        drive(test, &["streams", "2", kind], &[("GPUS", "00")]);
+        for graphs in ["1", "0"] {
+            let settings = [
+                ("GPUS", "00"),
+                ("RINGSIGHT_GRAPH_LAUNCH", graphs),
+                ("RINGSIGHT_MOCK_FREE", "waits"),
+            ];
+            drive(test, &["streams", "2", kind], &settings);
+        }
     }
     for (ranks, kind) in [("2", "t"), ("2", "p"), ("4", "t"), ("2", "n")] {
         for graphs in ["1", "0"] {

@@ -34,6 +34,7 @@ static void run_streams(struct Rank* r) {
     CU(cuMemcpyHtoDAsync, r->recv, ones, (size_t)BYTES, first);
     CU(cuStreamSynchronize, first);
     barrier();
+    if (r->rank == 0) printf("round %d\n", round);
     // All calls of the others are over before the last one's first: none waits for anything.
     const bool is_late = r->rank == ranks - 1;
     if (is_late) barrier();
@@ -55,15 +56,18 @@ static void run_streams(struct Rank* r) {
       CU(cuGraphInstantiate, &exec, graph, 0ull);
       CU(cuGraphUpload, exec, second);
       barrier();
+      // And so are those with replays, the first of them behind an eager operation.
+      if (is_late) barrier();
+      multiply(r, last);
       CU(cuGraphLaunch, exec, second);
     }
     multiply(r, last);
     // The replay of a graph that is older than what is before it.
     if (captured) CU(cuGraphLaunch, exec, second);
     multiply(r, last);
-    const float wanted = powf((float)ranks, BEFORE + AFTER + 2 + (captured ? AFTER : 0));
+    const float wanted = powf((float)ranks, BEFORE + AFTER + 2 + (captured ? AFTER + 1 : 0));
     CU(cuMemcpyDtoHAsync, found, r->recv, (size_t)BYTES, last);
-    if (!is_late && !captured) barrier();
+    if (!is_late) barrier();
     CU(cuStreamSynchronize, last);
     for (int i = 0; i < 2; i++)
       if (found[i] != wanted)

@@ -140,7 +140,11 @@ int cuGraphAddKernelNode_v2(void** node, Graph* graph, void**, size_t dependenci
 int cuGraphExecKernelNodeSetParams_v2(std::shared_ptr<Exec>* exec, void*, const KernelNodeParams* params) {
   return (*exec)->kernel ? set_kernel((*exec)->kernel, params) : INVALID_VALUE;
 }
-int cuGraphUpload(std::shared_ptr<Exec>*, void*) { return current == nullptr ? INVALID_CONTEXT : SUCCESS; }
+int cuGraphUpload(std::shared_ptr<Exec>*, void*) {
+  if (current == nullptr) return INVALID_CONTEXT;
+  wait_for_kernels();
+  return SUCCESS;
+}
 int launch_kernel_node(Exec& exec, void* stream) {
   if (of(stream)->capture) return CAPTURE_UNSUPPORTED;
   calls[BY_GRAPH]++;

@@ -77,8 +77,11 @@ pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
         );
     }
     for kind in ["t", "p"] {
-        let name = format!("streams-2{kind}-one-gpu");
-        drive(steps, &name, 30, &format!("streams 2 {kind}"), &[("GPUS", "00")]);
+        for (graphs, ending) in [("1", ""), ("0", "-kernels")] {
+            let name = format!("streams-2{kind}-one-gpu{ending}");
+            let variables = [("GPUS", "00"), ("RINGSIGHT_GRAPH_LAUNCH", graphs)];
+            drive(steps, &name, 30, &format!("streams 2 {kind}"), &variables);
+        }
     }
     drive(steps, "2p", 60, "check 2 p 8388608", &[]);
     if !steps.skips_without("4p", 2) {
