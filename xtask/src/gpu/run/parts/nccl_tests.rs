@@ -89,6 +89,7 @@ fn checks(operation: &str, gpus: usize) -> Vec<(String, String)> {
         ("R1", "-R 1 -b 8 -e 64M -f 8"),
         ("R2", "-R 2 -b 8 -e 64M -f 8"),
         ("G10", "-G 10 -b 8 -e 16M -f 8"),
+        ("R2-G10", "-R 2 -G 10 -b 8 -e 16M -f 8"),
     ] {
         runs.push((name.into(), format!("-g {gpus} {words} {FEW}")));
         runs.push((format!("t{gpus}-{name}"), format!("-g 1 -t {gpus} {words} {FEW}")));
@@ -297,6 +298,7 @@ mod tests {
         }
         let words = |operation| checks(operation, 2).into_iter().map(|(_, words)| words);
         assert!(words("reduce").any(|words| words.starts_with("-g 2 -d all -o all")));
+        assert!(!words("alltoall").any(|words| words.contains("-o all")));
         // By threads from where those runs end to the longest, too.
         let of = |name: &str, runs: &[(String, String)]| {
             sizes(&runs.iter().find(|(run, _)| run == name).unwrap().1)
@@ -305,12 +307,12 @@ mod tests {
             ("t2-4G-R0", "t2"),
             ("t2-4G-R1", "t2-R1"),
             ("t2-4G-G10", "t2-G10"),
-            ("t2-4G-R2-G10", "t2-G10"),
+            ("t2-4G-R2-G10", "t2-R2-G10"),
         ] {
             let (long, before) = (of(long, &long_checks(2)), of(before, &checks("reduce", 2)));
             assert!(long[0] <= 2 * before[before.len() - 1] && long[long.len() - 1] == 4 << 30);
         }
-        for each in ["-R 1", "-R 2", "-G 10"] {
+        for each in ["-R 1", "-R 2", "-G 10", "-R 2 -G 10"] {
             assert!(words("reduce").any(|words| words.starts_with(&format!("-g 1 -t 2 {each} "))));
         }
     }
