@@ -17,7 +17,7 @@
 // driver LIBRARY unanswered N p|n
 // driver LIBRARY released RANKS t|p|n
 // driver LIBRARY streams RANKS t|p|n
-// driver LIBRARY turns RANKS p OTHER_LIBRARY [TURNS]
+// driver LIBRARY turns RANKS p OTHER_LIBRARY [TURNS=1000]
 // driver LIBRARY untaken 2 p
 // driver LIBRARY fault RANKS t|p|n
 // driver LIBRARY lacking RANKS t|p|n [1]

@@ -143,6 +143,7 @@ static void run_remap(struct Rank* r, const struct Source* source) {
       barrier();
       source->exchange(r, r->send, r->bytes);
       source->exchange(r, r->recv, max_bytes);
+      barrier();
       replay(r, &captured, " replayed with other memory");
       destroy(&captured);
       barrier();

@@ -64,7 +64,7 @@ static double middle(const double* values, int count) {
   static double sorted[MOST_TURNS];
   memcpy(sorted, values, (size_t)count * sizeof *values);
   qsort(sorted, (size_t)count, sizeof *sorted, by_value);
-  return sorted[count / 2];
+  return (sorted[(count - 1) / 2] + sorted[count / 2]) / 2;
 }
 
 // Medians of both, and of what the first takes more in one turn.
@@ -85,6 +85,7 @@ static void run_turns(struct Rank* r, const char* other, int turns) {
     open_rank(r, i);
     sides[i].comm = r->comm;
   }
+  if (sides[0].nccl.AllReduce == sides[1].nccl.AllReduce) fail("turns: %s is the same library as %s", other, library);
   buffers(r, 4096);
   // Not always the same one first.
   for (int turn = 0; turn < turns; turn++)

@@ -96,8 +96,9 @@ pub(super) fn run(steps: &mut Steps<'_>, ours: &Path, stock: &Path) -> Result<()
     ) {
         let met = ratio <= GOAL;
         steps.note(&format!(
-            "an eager all_reduce of 8 B on the host, us a call, ours and NCCL's by turns in {RUNS} processes, medians: ours {:.2}, NCCL {:.2}, \
-             ratio {ratio:.3}, goal {GOAL}  {}\n\n",
+            "an eager all_reduce of 8 B on the host, us a call, ours and NCCL's by turns in {} processes, medians of these: ours {:.2}, NCCL {:.2}, \
+             ratio of each {ratio:.3}, goal {GOAL}  {}\n\n",
+            all.len(),
             ours / 1e3,
             nccl / 1e3,
             if met { "met" } else { "missed" }

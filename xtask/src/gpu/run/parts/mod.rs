@@ -145,7 +145,7 @@ pub(super) const PARTS: &[Part] = &[
     },
     Part {
         name: "cost",
-        about: "what the watchdog, by either source, and the collector add to a call and to an operation",
+        about: "what records, the watchdog, by either source, and the collector add to a call and to an operation",
         lacks: |host| host.lacks_gpus(2).or_else(watch::lacks),
         run: cost::run,
     },
