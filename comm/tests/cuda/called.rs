@@ -38,17 +38,20 @@ fn a_plan_that_is_over_is_that_of_the_next_such_call() {
     assert!(calls > 4000 && again > calls / 2, "{again} of {calls}");
 }
 
+/// The number behind a word.
+fn taken(said: &str, what: &str) -> f64 {
+    let words: Vec<&str> = said.split([' ', ',']).collect();
+    let at = words.iter().position(|word| *word == what).expect(what);
+    words[at + 1].parse().unwrap()
+}
+
 fn takes_no_more(test: &str, settings: &[(&str, &str)], by_graphs: bool, overlapping: bool) {
     let settings = [&[("RINGSIGHT_MOCK_KERNELS", "skip")], settings].concat();
     let Some(said) = start("calls", test, &[], &settings) else {
         return;
     };
     // A call, on average over 200 or, of the driver's calls, 40 thousand: what is had once for several counts for its part.
-    let words: Vec<&str> = said.split_whitespace().collect();
-    let taken = |what: &str| -> f64 {
-        let at = words.iter().position(|word| *word == what).expect(what);
-        words[at + 1].parse().unwrap()
-    };
+    let taken = |what: &str| taken(&said, what);
     for (what, most) in MOST {
         let count = taken(what);
         assert!(count <= *most, "{what}: {count} a call, {most} at most: {said}");
@@ -89,11 +92,7 @@ fn two_libraries_are_timed_by_turns() {
     let Some(said) = drive(test, &arguments, &[]) else {
         return;
     };
-    let words: Vec<&str> = said.split([' ', ',']).collect();
-    let taken = |what: &str| -> f64 {
-        let at = words.iter().position(|word| *word == what).expect(what);
-        words[at + 1].parse().unwrap()
-    };
+    let taken = |what: &str| taken(&said, what);
     assert!(said.starts_with("4 turns, "), "{said}");
     for what in ["host_ns", "other_host_ns", "device_ns", "other_device_ns"] {
         assert!(taken(what) > 0.0, "{what}: {said}");

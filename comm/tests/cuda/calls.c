@@ -26,11 +26,6 @@ enum { BATCH = 200, WARM = 20, MAX_BATCHES = 100000, COUNTED = 9 };
 static int batches = 200;
 static const uint64_t* (*driver_calls)(void);
 
-static int compare(const void* a, const void* b) {
-  const double x = *(const double*)a, y = *(const double*)b;
-  return (x > y) - (x < y);
-}
-
 static void call(struct Rank* r) { NC(AllReduce((void*)r->send, (void*)r->recv, 2, F32, 0, r->comm, r->stream)); }
 
 static void* run(void* argument) {
@@ -89,7 +84,7 @@ static void* run(void* argument) {
       changes[times_each - 1] = (double)(driver_calls()[2] - before) / BATCH;
     }
     r->stream = streams[0];
-    qsort(times, (size_t)batches, sizeof *times, compare);
+    qsort(times, (size_t)batches, sizeof *times, by_value);
     const double all = (double)batches * BATCH;
     printf("ns best %.0f median %.0f p90 %.0f, allocations and frees %.3f on average\n", times[0], times[batches / 2],
            times[batches * 9 / 10], (double)all_allocated / all);

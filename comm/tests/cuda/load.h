@@ -105,6 +105,12 @@ static double now(void) {
   return t.tv_sec + t.tv_nsec * 1e-9;
 }
 
+// For qsort, of times.
+static int by_value(const void* a, const void* b) {
+  const double x = *(const double*)a, y = *(const double*)b;
+  return (x > y) - (x < y);
+}
+
 static void fail(const char* format, ...) {
   va_list list;
   va_start(list, format);

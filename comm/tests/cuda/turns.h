@@ -56,10 +56,6 @@ static void time_graph(struct Rank* r, struct Side* side, int turn, CUevent begi
   side->device[turn] = milliseconds / TURN_GRAPH * 1e6;
 }
 
-static int by_value(const void* a, const void* b) {
-  const double x = *(const double*)a, y = *(const double*)b;
-  return (x > y) - (x < y);
-}
 static double middle(const double* values, int count) {
   static double sorted[MOST_TURNS];
   memcpy(sorted, values, (size_t)count * sizeof *values);

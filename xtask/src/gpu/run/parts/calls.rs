@@ -1,6 +1,6 @@
 //! What a call costs the host: an eager all_reduce of 8 bytes by two libraries in turn, in the same processes.
 
-use std::{path::Path, process::Command, time::Duration};
+use std::{path::Path, time::Duration};
 
 use anyhow::Result;
 use serde_json::json;
@@ -12,7 +12,7 @@ use super::{
 use crate::bench::median;
 
 /// Processes, each with [`TURNS`]: another place in memory, another processor.
-pub(super) const RUNS: usize = 5;
+const RUNS: usize = 5;
 /// Batches of calls of each library.
 const TURNS: usize = 400;
 /// The most that a call may take, of NCCL's.
@@ -60,17 +60,28 @@ impl Turns {
     }
 }
 
-/// The program that takes two libraries by turns, on two ranks.
-pub(super) fn by_turns(steps: &Steps<'_>, one: &Path, other: &Path) -> Command {
-    let mut command = driver_on(steps, one, "turns 2 p");
-    command
-        .arg(other)
-        .arg(TURNS.to_string())
-        .env("NCCL_NVLS_ENABLE", "0");
-    command
+/// Takes two libraries by turns, on two ranks, in [`RUNS`] processes; gives what those say that come to their end.
+pub(super) fn by_turns(
+    steps: &mut Steps<'_>,
+    name: &str,
+    (one, other): (&Path, &Path),
+    variables: &[(&str, &str)],
+) -> Vec<Turns> {
+    let mut all = Vec::new();
+    for run in 1..=RUNS {
+        let mut command = driver_on(steps, one, "turns 2 p");
+        command
+            .arg(other)
+            .arg(TURNS.to_string())
+            .env("NCCL_NVLS_ENABLE", "0")
+            .envs(variables.iter().copied());
+        let said = steps.run(&format!("{name}-{run}"), Duration::from_secs(30), command, judge);
+        all.extend(said.as_deref().and_then(Turns::read));
+    }
+    all
 }
 
-pub(super) fn judge(said: &str) -> Verdict {
+fn judge(said: &str) -> Verdict {
     let turns = Turns::read(said).ok_or("it has printed no times")?;
     Ok(format!(
         "a call {:.2} and {:.2} us, an operation of a graph {:.2} and {:.2} us",
@@ -82,12 +93,7 @@ pub(super) fn judge(said: &str) -> Verdict {
 }
 
 pub(super) fn run(steps: &mut Steps<'_>, ours: &Path, stock: &Path) -> Result<()> {
-    let mut all = Vec::new();
-    for run in 1..=RUNS {
-        let command = by_turns(steps, ours, stock);
-        let said = steps.run(&format!("call-{run}"), Duration::from_secs(30), command, judge);
-        all.extend(said.as_deref().and_then(Turns::read));
-    }
+    let all = by_turns(steps, "call", (ours, stock), &[]);
     let of = |time: &dyn Fn(&Pair) -> f64| median(all.iter().map(|turns| time(&turns.host)).collect());
     if let (Some(ours), Some(nccl), Some(ratio)) = (
         of(&|host| host.one),

@@ -171,18 +171,7 @@ fn enter(steps: &mut Steps<'_>, name: &str, (more, of): ([[f64; 3]; 2], usize), 
 /// With records and without, by turns in the same processes.
 fn records(steps: &mut Steps<'_>) -> Option<Value> {
     let (with, without) = (steps.host.library(), steps.host.library_without_records());
-    let mut all = Vec::new();
-    for run in 1..=calls::RUNS {
-        let mut command = calls::by_turns(steps, &with, &without);
-        command.env(OFF.0, OFF.1);
-        let said = steps.run(
-            &format!("records-{run}"),
-            Duration::from_secs(30),
-            command,
-            calls::judge,
-        );
-        all.extend(said.as_deref().and_then(Turns::read));
-    }
+    let all = calls::by_turns(steps, "records", (&with, &without), &[OFF]);
     if all.is_empty() {
         return None;
     }
