@@ -181,7 +181,6 @@ static void run_graph(struct Rank* r) {
   CU(cuStreamSynchronize, r->stream);
   double took = now() - start;
   CU(cuGraphExecDestroy, exec);
-  // What the graph held may be gone only now.
   enqueue(r, ALL_REDUCE, F32, count, 0, 0, r->send, r->recv);
   CU(cuStreamSynchronize, r->stream);
   barrier();
@@ -227,24 +226,32 @@ static void run_differ(struct Rank* r) {
   if (r->rank == 0) printf("ok %s\n", text);
 }
 
-// Something to be seen: says that it is ready by a file in the folder, and begins when the file "go" is there.
 static const char* folder;
 static int replays = 1000, graph_ops = 20;
-static void run_watch(struct Rank* r) {
+
+// Says that it is ready by a file in the folder, and goes on when the file "go" is there.
+static void await_go(struct Rank* r) {
   char ready[1000], go[1000];
   snprintf(ready, sizeof ready, "%s/ready", folder);
   snprintf(go, sizeof go, "%s/go", folder);
-  open_rank(r, 0);
-  buffers(r, 8 << 20);
-  reduce_once(r);
   barrier();
   if (r->rank == 0) fclose(fopen(ready, "w"));
   for (int i = 0; i < 3000 && access(go, F_OK) != 0; i++) usleep(10000);
   barrier();
+}
+
+// Something to be seen: ready, and go.
+static void run_watch(struct Rank* r) {
+  open_rank(r, 0);
+  buffers(r, 8 << 20);
+  reduce_once(r);
+  await_go(r);
   for (int i = 0; i < 200; i++) {
     if (i == 100 && r->rank == ranks - 1) usleep(50000);
     enqueue(r, i % 4 == 3 ? ALL_GATHER : ALL_REDUCE, F32, 1000 << (i % 8), 0, 0, r->send, r->recv);
     CU(cuStreamSynchronize, r->stream);
+    // Quiet behind the first ones, in which it is found how the GPU's clock stands.
+    if (i < 5) usleep(20000);
   }
   barrier();
   CUgraph graph;
@@ -267,9 +274,6 @@ static void run_watch(struct Rank* r) {
 // Many replays of a graph of small all_reduces, without a break: how long each takes on the GPU, and an eager call on the host.
 // In a folder, as `run_watch`; otherwise, "-", at once.
 static void run_replays(struct Rank* r) {
-  char ready[1000], go[1000];
-  snprintf(ready, sizeof ready, "%s/ready", folder);
-  snprintf(go, sizeof go, "%s/go", folder);
   open_rank(r, 0);
   buffers(r, 1 << 20);
   CUevent begin, end;
@@ -281,12 +285,7 @@ static void run_replays(struct Rank* r) {
   for (int i = 0; i < graph_ops; i++) enqueue(r, ALL_REDUCE, F32, 2, 0, 0, r->send, r->recv);
   CU(cuStreamEndCapture, r->stream, &graph);
   CU(cuGraphInstantiate, &exec, graph, 0ull);
-  barrier();
-  if (strcmp(folder, "-")) {
-    if (r->rank == 0) fclose(fopen(ready, "w"));
-    for (int i = 0; i < 3000 && access(go, F_OK) != 0; i++) usleep(10000);
-    barrier();
-  }
+  if (strcmp(folder, "-")) await_go(r);
   // What is watched is known to be so, and the GPU is awake.
   for (int i = 0; i < 5; i++) {
     CU(cuGraphLaunch, exec, r->stream);

@@ -1,7 +1,7 @@
 //! Keeps a GPU's clock: how its timer stands to the host's clock ([`crate::device::clock`]).
 //!
 //! A thread for each GPU runs a kernel of one thread for some microseconds (`cuda/clock.cuh` in the kernels) and watches it,
-//! once a second while operations run and somebody reads what the process shows. Otherwise it sleeps: nobody else needs the
+//! once a second while operations run and somebody reads what the process shows, and more often until it knows something. Otherwise it sleeps: nobody else needs the
 //! device's times.
 
 use std::{
@@ -41,11 +41,17 @@ const PATIENCE: u64 = 500_000;
 const BEGIN: u64 = 50_000_000;
 /// And for an answer, and for the kernel's end.
 const ANSWER: u64 = 2_000_000;
-/// Between two looks for the kernel's beginning.
-const LOOK: Duration = Duration::from_micros(20);
+/// How long it looks for the kernel's beginning without a pause: on a GPU that has room for it, it begins sooner. Whoever pauses may be woken when the kernel has
+/// lost its patience.
+const LOOK: u64 = 100_000;
+/// Between two looks for it after that: it may be long until the GPU has room, no reason to keep a processor busy.
+const PAUSE: Duration = Duration::from_micros(20);
 /// Time between the first two samples, nanoseconds; it doubles from each to the next.
 const FIRST_GAP: u64 = 1_000_000;
-/// Until it is this.
+/// Until it is this, while none was had that is still of use. Where the host has no time for them, they keep a processor busy for a tenth of it; where the GPU has
+/// none, a thread looks for it, with pauses, as long as [`BEGIN`] of each.
+const UNKNOWN_GAP: u64 = 20_000_000;
+/// And this otherwise.
 const GAP: u64 = 1_000_000_000;
 /// The longest step of a timer, nanoseconds: it is seen to go on.
 const MOST_STEP: u64 = 10_000_000;
@@ -153,7 +159,12 @@ impl Sampler {
                 }
             }
             shared.due_ns.store(now_ns() + gap, Ordering::Relaxed);
-            gap = (2 * gap).min(GAP);
+            let is_of_use = |clock: &DeviceClock| {
+                let age = now_ns().saturating_sub(clock.host_ns);
+                clock.uncertainty_at(clock.timer_ns.wrapping_add(age)) < MOST_UNCERTAINTY
+            };
+            let is_known = fit.clock().is_some_and(is_of_use);
+            gap = (2 * gap).min(if is_known { GAP } else { UNKNOWN_GAP });
         }
     }
 
@@ -168,13 +179,17 @@ impl Sampler {
         *launch = launch.wrapping_add(1).max(1);
         page.renew();
         self.launch(*launch)?;
-        // It may be long until the GPU has room for the kernel: no reason to keep a processor busy.
         let since = now_ns();
         while page.answered(0).is_none() {
-            if now_ns() - since > BEGIN {
+            let waited = now_ns() - since;
+            if waited > BEGIN {
                 return Ok(None);
             }
-            thread::sleep(LOOK);
+            if waited > LOOK {
+                thread::sleep(PAUSE);
+            } else {
+                hint::spin_loop();
+            }
         }
         let mut best: Option<ClockSample> = None;
         for round in 1..=ROUNDS {
