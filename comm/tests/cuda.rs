@@ -402,6 +402,22 @@ fn operations_follow_each_other_over_streams() {
     }
 }
 
+/// Of two ranks on one GPU, with graphs and without.
+#[test]
+fn calls_return_while_a_kernel_waits_on_their_gpu() {
+    let test = "calls_return_while_a_kernel_waits_on_their_gpu";
+    for kind in ["t", "p"] {
+        for graphs in ["1", "0"] {
+            let settings = [
+                ("GPUS", "00"),
+                ("RINGSIGHT_GRAPH_LAUNCH", graphs),
+                ("RINGSIGHT_MOCK_FREE", "waits"),
+            ];
+            drive(test, &["held", "2", kind], &settings);
+        }
+    }
+}
+
 #[test]
 fn whatever_waits_is_released() {
     for kind in ["t", "p", "n"] {

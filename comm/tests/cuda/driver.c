@@ -17,6 +17,7 @@
 // driver LIBRARY unanswered N p|n
 // driver LIBRARY released RANKS t|p|n
 // driver LIBRARY streams RANKS t|p|n
+// driver LIBRARY held RANKS t|p
 // driver LIBRARY turns RANKS p OTHER_LIBRARY [TURNS=1000]
 // driver LIBRARY untaken 2 p
 // driver LIBRARY fault RANKS t|p|n
@@ -36,6 +37,7 @@
 #include "bits.h"
 #include "ended.h"
 #include "fault.h"
+#include "held.h"
 #include "lacking.h"
 #include "late.h"
 #include "random.h"
@@ -181,6 +183,7 @@ static void run_graph(struct Rank* r) {
   CU(cuStreamSynchronize, r->stream);
   double took = now() - start;
   CU(cuGraphExecDestroy, exec);
+  // What the graph held may be gone only now.
   enqueue(r, ALL_REDUCE, F32, count, 0, 0, r->send, r->recv);
   CU(cuStreamSynchronize, r->stream);
   barrier();
@@ -345,6 +348,7 @@ static void* run(void* argument) {
   else if (!strcmp(mode, "unanswered")) run_unanswered(r);
   else if (!strcmp(mode, "released")) run_released(r);
   else if (!strcmp(mode, "streams")) run_streams(r);
+  else if (!strcmp(mode, "held")) run_held(r);
   else if (!strcmp(mode, "untaken")) run_untaken(r);
   else if (!strcmp(mode, "differ")) run_differ(r);
   else if (!strcmp(mode, "bits")) run_bits(r);

@@ -78,9 +78,12 @@ pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
     }
     for kind in ["t", "p"] {
         for (graphs, ending) in [("1", ""), ("0", "-kernels")] {
-            let name = format!("streams-2{kind}-one-gpu{ending}");
             let variables = [("GPUS", "00"), ("RINGSIGHT_GRAPH_LAUNCH", graphs)];
-            drive(steps, &name, 30, &format!("streams 2 {kind}"), &variables);
+            // The first tells which call it is, should the second hang.
+            for mode in ["held", "streams"] {
+                let name = format!("{mode}-2{kind}-one-gpu{ending}");
+                drive(steps, &name, 60, &format!("{mode} 2 {kind}"), &variables);
+            }
         }
     }
     drive(steps, "2p", 60, "check 2 p 8388608", &[]);
