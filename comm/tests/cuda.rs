@@ -379,11 +379,9 @@ fn captures_of_other_threads_are_not_disturbed() {
     }
 }
 
-/// Also where the stream of the one before is gone, and where no event is behind it.
-#[test]
-fn operations_follow_each_other_over_streams() {
-    let test = "operations_follow_each_other_over_streams";
-    // Of one GPU.
+/// Two ranks, with graphs and without, on a driver that waits where one may.
+#[track_caller]
+fn drive_on_one_gpu(test: &str, mode: &str) {
     for kind in ["t", "p"] {
         for graphs in ["1", "0"] {
             let settings = [
@@ -391,9 +389,16 @@ fn operations_follow_each_other_over_streams() {
                 ("RINGSIGHT_GRAPH_LAUNCH", graphs),
                 ("RINGSIGHT_MOCK_FREE", "waits"),
             ];
-            drive(test, &["streams", "2", kind], &settings);
+            drive(test, &[mode, "2", kind], &settings);
         }
     }
+}
+
+/// Also where the stream of the one before is gone, and where no event is behind it.
+#[test]
+fn operations_follow_each_other_over_streams() {
+    let test = "operations_follow_each_other_over_streams";
+    drive_on_one_gpu(test, "streams");
     for (ranks, kind) in [("2", "t"), ("2", "p"), ("4", "t"), ("2", "n")] {
         for graphs in ["1", "0"] {
             let settings = [("RINGSIGHT_GRAPH_LAUNCH", graphs)];
@@ -402,20 +407,9 @@ fn operations_follow_each_other_over_streams() {
     }
 }
 
-/// Of two ranks on one GPU, with graphs and without.
 #[test]
 fn calls_return_while_a_kernel_waits_on_their_gpu() {
-    let test = "calls_return_while_a_kernel_waits_on_their_gpu";
-    for kind in ["t", "p"] {
-        for graphs in ["1", "0"] {
-            let settings = [
-                ("GPUS", "00"),
-                ("RINGSIGHT_GRAPH_LAUNCH", graphs),
-                ("RINGSIGHT_MOCK_FREE", "waits"),
-            ];
-            drive(test, &["held", "2", kind], &settings);
-        }
-    }
+    drive_on_one_gpu("calls_return_while_a_kernel_waits_on_their_gpu", "held");
 }
 
 #[test]

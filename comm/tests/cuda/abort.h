@@ -5,10 +5,7 @@
 // Rank 0's kernel begins when its communicator has been aborted, and all that can be given back has been.
 static void run_late(struct Rank* r) {
   static atomic_int gate;
-  if (r->rank == 0) NC(GetUniqueId(&shared->id[3]));
-  barrier();
-  Comm comm;
-  NC(CommInitRank(&comm, ranks, shared->id[3], r->rank));
+  const Comm comm = new_comm(r, 3);
   barrier();
   if (r->rank == 0) {
     CU(cuLaunchHostFunc, r->stream, hold, (void*)&gate);
@@ -28,10 +25,7 @@ static void run_late(struct Rank* r) {
 static void run_abort(struct Rank* r) {
   open_rank(r, 0);
   Comm first = r->comm;
-  if (r->rank == 0) NC(GetUniqueId(&shared->id[1]));
-  barrier();
-  Comm second;
-  NC(CommInitRank(&second, ranks, shared->id[1], r->rank));
+  const Comm second = new_comm(r, 1);
   buffers(r, 8 << 20);
   CUstream other;
   CU(cuStreamCreate, &other, 1u);

@@ -62,10 +62,8 @@ static void run_beside(struct Rank* r) {
   undisturbed(&beside, "the end of a registration");
   NC(MemFree(memory));
   undisturbed(&beside, "the end of memory");
-  if (r->rank == 0) NC(GetUniqueId(&shared->id[2]));
-  barrier();
   struct Rank third = *r;
-  NC(CommInitRank(&third.comm, ranks, shared->id[2], r->rank));
+  third.comm = new_comm(r, 2);
   undisturbed(&beside, "a new communicator");
   enqueue(&third, ALL_REDUCE, F32, 1000, 0, 0, r->send, r->recv);
   undisturbed(&beside, "its first operation");

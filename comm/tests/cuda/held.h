@@ -110,15 +110,11 @@ static void run_held(struct Rank* r) {
   CU(cuStreamEndCapture, second, &graphs.graph);
   CU(cuGraphInstantiate, &graphs.uploaded, graphs.graph, 0ull);
   CU(cuGraphUpload, graphs.uploaded, second);
-  // No kernel runs meanwhile: see above.
+  // Before any kernel of another rank's: making and uploading a graph may wait for those.
   barrier();
   int waited = 0;
   for (int step = 0; step < MEANWHILES; step++) {
-    if (step > 0) {
-      if (r->rank == 0) NC(GetUniqueId(&shared->id[0]));
-      barrier();
-      NC(CommInitRank(&r->comm, ranks, shared->id[0], r->rank));
-    }
+    if (step > 0) r->comm = new_comm(r, 0);
     reduce_once(r);
     barrier();
     if (r->rank == 0) {

@@ -85,13 +85,20 @@ static int device_of(int rank) {
   return device;
 }
 
+// One of all ranks.
+static Comm new_comm(const struct Rank* r, int which) {
+  Comm comm;
+  if (r->rank == 0) NC(GetUniqueId(&shared->id[which]));
+  barrier();
+  NC(CommInitRank(&comm, ranks, shared->id[which], r->rank));
+  return comm;
+}
+
 static void open_rank(struct Rank* r, int which) {
   r->device = device_of(r->rank);
   make_current(r->device);
   CU(cuStreamCreate, &r->stream, 1u);
-  if (r->rank == 0) NC(GetUniqueId(&shared->id[which]));
-  barrier();
-  NC(CommInitRank(&r->comm, ranks, shared->id[which], r->rank));
+  r->comm = new_comm(r, which);
 }
 static void buffers(struct Rank* r, size_t bytes) {
   r->bytes = bytes;

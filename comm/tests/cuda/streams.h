@@ -19,9 +19,7 @@ static void run_streams(struct Rank* r) {
     const bool captured = round % 2, is_gone = round / 2 % 2, is_new = round < ROUNDS / 2;
     if (round > 0 && is_new) {
       barrier();
-      if (r->rank == 0) NC(GetUniqueId(&shared->id[0]));
-      barrier();
-      NC(CommInitRank(&r->comm, ranks, shared->id[0], r->rank));
+      r->comm = new_comm(r, 0);
     }
     CUstream first, second, last;
     CU(cuStreamCreate, &first, 1u);

@@ -351,9 +351,7 @@ static void run_uncopied(struct Rank* r, const char* refused_call) {
     int which = 0;
     for (bool refused = true; refused;) {
       which++;
-      if (r->rank == 0) NC(GetUniqueId(&shared->id[1]));
-      barrier();
-      NC(CommInitRank(&r->comm, ranks, shared->id[1], r->rank));
+      r->comm = new_comm(r, 1);
       void* window;
       NC(CommWindowRegister(r->comm, (void*)r->recv, WINDOW_BYTES, &window, SYMMETRIC));
       CUgraph graph;
