@@ -59,16 +59,10 @@ impl<T> DerefMut for Few<T> {
     }
 }
 
-impl<T> Extend<T> for Few<T> {
-    fn extend<I: IntoIterator<Item = T>>(&mut self, more: I) {
-        more.into_iter().for_each(|one| self.push(one));
-    }
-}
-
 impl<T> FromIterator<T> for Few<T> {
     fn from_iter<I: IntoIterator<Item = T>>(all: I) -> Self {
         let mut few = Self::None;
-        few.extend(all);
+        all.into_iter().for_each(|one| few.push(one));
         few
     }
 }

@@ -240,7 +240,7 @@ pub fn enqueue(comm: Arc<Communicator>, request: Request, start_ns: u64) -> Resu
     let mut launched = Few::None;
     let result = group.complete(&mut launched);
     let end = observe::now_ns();
-    observe::set_time(info.op, Time::ApiEnd, end);
+    observe::set_times(info.op, [(Time::ApiEnd, end)]);
     info.emit(info.api_kind(), State::STOP, end);
     emit_api(number, 1, State::STOP, end, captured);
     announce(&launched, end);

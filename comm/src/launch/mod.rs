@@ -160,9 +160,9 @@ impl Launching<'_> {
             watch.lose_track(plan.number);
         }
         for info in &plan.ops {
-            observe::set_time(info.op, Time::LaunchStart, start);
-            observe::set_time(info.op, Time::LaunchEnd, end);
+            observe::set_times(info.op, [(Time::LaunchStart, start), (Time::LaunchEnd, end)]);
             info.emit(info.kind(), State::STOP, end);
+            launched.push(*info);
         }
         if observe::wants(Kind::KernelLaunch) {
             let record = Record {
@@ -181,7 +181,6 @@ impl Launching<'_> {
                 ..record
             });
         }
-        launched.extend(plan.ops.iter().copied());
         self.next += 1;
         ended?;
         Ok(self.next < self.plans.len())

@@ -177,8 +177,7 @@ impl OpState {
         }
         let state = if aborted { State::ABORTED } else { State::STOP };
         for info in self.infos() {
-            observe::set_time(info.op, Time::DeviceStart, start);
-            observe::set_time(info.op, Time::DeviceEnd, end);
+            observe::set_times(info.op, [(Time::DeviceStart, start), (Time::DeviceEnd, end)]);
             let record = info.record(Kind::OpCompleted, state, end, replay);
             observe::emit(&Record {
                 value: start,
@@ -369,7 +368,7 @@ impl Observer for PlanObserver {
         self.stage.store(Stage::Running as u8, Ordering::Relaxed);
         if state.progress.begin(replay, now) {
             for info in state.infos() {
-                observe::set_time(info.op, Time::DeviceStart, moment.host_ns);
+                observe::set_times(info.op, [(Time::DeviceStart, moment.host_ns)]);
             }
         }
         if state.is_first(channel) {

@@ -12,7 +12,7 @@ mod tables;
 use std::sync::atomic::Ordering;
 
 pub use numbers::{
-    ask_for_next, describe, next_captured_op, next_group, next_op, next_plan, release_captured_op, set_time,
+    ask_for_next, describe, next_captured_op, next_group, next_op, next_plan, release_captured_op, set_times,
     set_waits,
 };
 use ringsight_records::{Kind, Record, pages::Pages, ring};
@@ -220,7 +220,7 @@ mod tests {
             count: 5,
             ..Default::default()
         });
-        set_time(op, Time::DeviceEnd, 9);
+        set_times(op, [(Time::DeviceEnd, 9)]);
         let found = pages().unwrap().description(op).unwrap();
         assert_eq!((found.count, found.device_end_ns), (5, 9));
         let later = op + ringsight_records::pages::DESCRIPTION_ENTRIES as u32;
@@ -229,7 +229,7 @@ mod tests {
             ..Default::default()
         });
         assert_eq!(pages().unwrap().description(op), None);
-        set_time(op, Time::DeviceEnd, 11);
+        set_times(op, [(Time::DeviceEnd, 11)]);
         assert_eq!(pages().unwrap().description(later).unwrap().device_end_ns, 0);
     }
 
@@ -247,10 +247,10 @@ mod tests {
         for _ in 0..3 * ringsight_records::pages::DESCRIPTION_ENTRIES {
             let op = next_op();
             describe(op);
-            set_time(op, Time::DeviceEnd, 1);
+            set_times(op, [(Time::DeviceEnd, 1)]);
         }
         assert!(pages().unwrap().description(stays).is_some());
-        set_time(stays, Time::DeviceEnd, 1);
+        set_times(stays, [(Time::DeviceEnd, 1)]);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use ringsight_records::{
     Description, Waits,
     description::Time,
-    pages::{CAPTURED, CAPTURED_BITS},
+    pages::{CAPTURED, CAPTURED_BITS, Pages},
     prefetch::ask_for,
 };
 
@@ -68,10 +68,16 @@ const TRIES: usize = 64;
 /// Number for an operation that runs once: one whose entry is not that of an operation which is under way, unless so many in a row are.
 #[must_use]
 pub fn next_op() -> u32 {
-    let Some(Shared { pages, .. }) = described() else {
-        return next(&NEXT_OP);
-    };
-    let mut tries = (0..TRIES).map(|_| next(&NEXT_OP));
+    let op = next(&NEXT_OP);
+    match described() {
+        Some(Shared { pages, .. }) if pages.slot(op).is_under_way() => next_whose_slot_is_free(pages),
+        _ => op,
+    }
+}
+
+#[cold]
+fn next_whose_slot_is_free(pages: &Pages<'_>) -> u32 {
+    let mut tries = (1..TRIES).map(|_| next(&NEXT_OP));
     let free = tries.find(|op| !pages.slot(*op).is_under_way());
     free.unwrap_or_else(|| next(&NEXT_OP))
 }
@@ -136,16 +142,18 @@ pub fn next_plan() -> u32 {
 }
 
 /// Writes the description entry of operation `description.op`.
+#[inline]
 pub fn describe(description: &Description) {
     if let Some(Shared { pages, .. }) = described() {
         pages.slot(description.op).write(description);
     }
 }
 
-/// Sets one time of operation `op`'s entry, unless a later operation has taken its slot.
-pub fn set_time(op: u32, time: Time, ns: u64) {
+/// Sets times of operation `op`'s entry, unless a later operation has taken its slot.
+#[inline]
+pub fn set_times<const N: usize>(op: u32, times: [(Time, u64); N]) {
     if let Some(Shared { pages, .. }) = described() {
-        pages.slot(op).set_time(op, time, ns);
+        pages.slot(op).set_times(op, times);
     }
 }
 

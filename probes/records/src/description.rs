@@ -127,6 +127,7 @@ const fn check(op: u32, ns: u64) -> u64 {
 
 impl DescriptionSlot {
     /// Replaces the whole entry.
+    #[inline]
     pub fn write(&self, description: &Description) {
         // SAFETY: `Description` is `repr(C)`, a multiple of 8 bytes, without padding, and plain data.
         let words = unsafe { &*core::ptr::from_ref(description).cast::<[u64; WORDS]>() };
@@ -137,11 +138,14 @@ impl DescriptionSlot {
         });
     }
 
-    /// Sets one time (a field of [`Description`] by [`Time`]) if the slot still holds operation `op`. Needs no lock: the
-    /// reader sees the time with its check, or neither.
-    pub fn set_time(&self, op: u32, time: Time, ns: u64) {
+    /// Sets times (fields of [`Description`] by [`Time`]) if the slot still holds operation `op`. Needs no lock: the
+    /// reader sees a time with its check, or neither.
+    #[inline]
+    pub fn set_times<const N: usize>(&self, op: u32, times: [(Time, u64); N]) {
         if self.op() == op {
-            self.store_time(op, time, ns);
+            for (time, ns) in times {
+                self.store_time(op, time, ns);
+            }
         }
     }
 
@@ -156,6 +160,7 @@ impl DescriptionSlot {
         }
     }
 
+    #[inline]
     fn store_time(&self, op: u32, time: Time, ns: u64) {
         // Relaxed: a reader that must see both has read a record that was written after them.
         self.words.word(time.word()).store(ns, Ordering::Relaxed);
@@ -163,6 +168,7 @@ impl DescriptionSlot {
     }
 
     /// The operation number that the slot holds now.
+    #[inline]
     #[must_use]
     pub fn op(&self) -> u32 {
         let word = self
@@ -178,6 +184,7 @@ impl DescriptionSlot {
     }
 
     /// Whether it holds an operation whose end is not known.
+    #[inline]
     #[must_use]
     pub fn is_under_way(&self) -> bool {
         let op = self.op();
@@ -284,9 +291,9 @@ mod tests {
         };
         let end_of = |op| slot.read(op).map(|description| description.device_end_ns);
         describe(1, 0);
-        slot.set_time(1, Time::DeviceEnd, 1000);
+        slot.set_times(1, [(Time::DeviceEnd, 1000)]);
         assert_eq!(end_of(1), Some(1000));
-        // The slot goes to another operation while a thread is between the question and the store of `set_time`.
+        // The slot goes to another operation while a thread is between the question and the store of `set_times`.
         describe(4097, 0);
         slot.store_time(1, Time::DeviceEnd, 1001);
         assert_eq!(end_of(4097), Some(0), "not its own");
@@ -295,7 +302,7 @@ mod tests {
             .word(Time::DeviceEnd.word())
             .store(1002, Ordering::Relaxed);
         assert_eq!(end_of(4097), Some(0));
-        slot.set_time(4097, Time::DeviceEnd, 2000);
+        slot.set_times(4097, [(Time::DeviceEnd, 2000)]);
         assert_eq!(end_of(4097), Some(2000));
         slot.checks[Time::DeviceEnd as usize].store(check(1, 1002), Ordering::Relaxed);
         assert_eq!(end_of(4097), Some(0), "unknown rather than doubtful");

@@ -398,6 +398,7 @@ impl<'a> Pages<'a> {
     }
 
     /// The description slot of operation `op`.
+    #[inline]
     #[must_use]
     pub fn slot(&self, op: u32) -> &'a DescriptionSlot {
         let table: &[DescriptionSlot] = self.table(if op & CAPTURED == 0 {
@@ -405,7 +406,8 @@ impl<'a> Pages<'a> {
         } else {
             self.geometry.captured
         });
-        &table[op as usize & (table.len() - 1)]
+        // SAFETY: tables of descriptions have a power of two of entries, which `new` has checked.
+        unsafe { table.get_unchecked(op as usize & (table.len() - 1)) }
     }
 
     /// The description of operation `op`, unless a later operation has taken its slot.

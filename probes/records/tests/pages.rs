@@ -252,8 +252,8 @@ fn a_description_is_never_read_torn() {
     });
     assert_eq!(slot.read(1), Some(uniform(200_000)));
     assert_eq!(slot.read(2), None, "another operation's");
-    slot.set_time(1, Time::DeviceStart, 5);
-    slot.set_time(2, Time::DeviceStart, 6);
+    slot.set_times(1, [(Time::DeviceStart, 5)]);
+    slot.set_times(2, [(Time::DeviceStart, 6)]);
     assert_eq!(
         slot.read(1).map(|description| description.device_start_ns),
         Some(5)
