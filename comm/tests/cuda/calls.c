@@ -22,7 +22,7 @@ int posix_memalign(void** place, size_t align, size_t bytes) {
 }
 
 // What the driver counts: as in mock/state.h.
-enum { BATCH = 200, WARM = 20, MAX_BATCHES = 100000, COUNTED = 9 };
+enum { BATCH = 200, WARM = 20, MAX_BATCHES = 100000, CHANGED = 8, COUNTED };
 static int batches = 200;
 static const uint64_t* (*driver_calls)(void);
 
@@ -43,7 +43,7 @@ static void* run(void* argument) {
   }
   open_rank(r, 0);
   if (r->rank == 0) {
-    static double times[MAX_BATCHES];
+    static double times[MAX_BATCHES], changed[MAX_BATCHES];
     // Of the batch with the fewest: where the machine keeps the library's threads from running for a while, more is under way than ever
     // before, and has its memory anew.
     unsigned long allocated = ~0ul, all_allocated = 0;
@@ -61,6 +61,7 @@ static void* run(void* argument) {
         all_allocated += here;
         if (here < allocated) allocated = here;
         for (int i = 0; i < COUNTED; i++) counts[i] += driver_calls()[i] - before[i];
+        changed[batch] = (double)(driver_calls()[CHANGED] - before[CHANGED]) / BATCH;
       }
       // As many as a GPU has under way; those of the batch are over by the next one.
       usleep(300);
@@ -85,13 +86,15 @@ static void* run(void* argument) {
     }
     r->stream = streams[0];
     qsort(times, (size_t)batches, sizeof *times, by_value);
+    // Those during which that has been so had some of it elsewhere.
+    qsort(changed, (size_t)batches, sizeof *changed, by_value);
     const double all = (double)batches * BATCH;
     printf("ns best %.0f median %.0f p90 %.0f, allocations and frees %.3f on average\n", times[0], times[batches / 2],
            times[batches * 9 / 10], (double)all_allocated / all);
     printf("ok allocations %.3f launches %.3f records %.3f waits %.3f captures %.3f current %.3f ids %.3f overlapping %.3f graphs %.3f changed %.3f changing %.3f twice %.3f\n",
            (double)allocated / BATCH, (double)counts[0] / all, (double)counts[1] / all,
            (double)counts[2] / all, (double)counts[3] / all, (double)counts[4] / all,
-           (double)counts[5] / all, (double)counts[6] / all, (double)counts[7] / all, (double)counts[8] / all, changes[0], changes[1]);
+           (double)counts[5] / all, (double)counts[6] / all, (double)counts[7] / all, changed[batches / 2], changes[0], changes[1]);
   }
   barrier();
   NC(CommAbort(r->comm));

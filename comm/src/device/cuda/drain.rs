@@ -300,7 +300,9 @@ impl Drain {
             return;
         }
         let mut exchange = lock(&self.launches.exchange);
-        exchange.free.append(&mut self.free);
+        for slot in self.free.drain(..) {
+            slot.give_back(&mut exchange.free);
+        }
         exchange.running = exchange.running + replaying - self.replaying - over;
         self.replaying = replaying;
     }

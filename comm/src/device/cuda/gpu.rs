@@ -27,7 +27,7 @@ use super::{
     health::Health,
     kernel_graphs::Stock,
     launch,
-    launches::{Exchange, Launches},
+    launches::{Exchange, Free, Launches},
     memory, release,
 };
 use crate::{
@@ -117,6 +117,8 @@ pub(super) struct Slot {
 }
 
 struct Chunk {
+    /// Among the GPU's: see [`Free`].
+    number: usize,
     controls: Memory<LaunchControl>,
     states: CUdeviceptr,
 }
@@ -129,6 +131,11 @@ impl Drop for Chunk {
 }
 
 impl Slot {
+    /// No launch has it.
+    pub(super) fn give_back(self, free: &mut Free<Self>) {
+        free.give(self.chunk.number, self);
+    }
+
     pub(super) fn control(&self) -> &LaunchControl {
         &self.chunk.controls[self.index as usize]
     }
@@ -297,7 +304,7 @@ impl Gpu {
         let entries = Arc::new(unsafe { Memory::<Entry>::new(RING_ENTRIES) }?);
         let launches = Arc::new(Launches::default());
         // Now: with kernels on the GPU that wait for others, memory might not be had without waiting for them.
-        lock(&launches.exchange).free = slots(stream)?;
+        drop(more_slots(&launches, stream)?);
         let graphs = launch::graphs(device, &launches, nothing, stream);
         let programs = (0..PROGRAMS).map(|_| Pinned::new(PROGRAM_BYTES));
         let programs = programs.collect::<Result<Vec<_>>>()?;
@@ -349,13 +356,12 @@ impl Gpu {
     /// What launches are entered into, with a free slot, and that slot.
     fn slot(&self) -> Result<(MutexGuard<'_, Exchange>, Slot)> {
         let mut exchange = lock(&self.launches.exchange);
-        if exchange.free.is_empty() {
+        let mut slot = exchange.free.take();
+        if slot.is_none() {
             drop(exchange);
-            let mut more = slots(self.stream)?;
-            exchange = lock(&self.launches.exchange);
-            exchange.free.append(&mut more);
+            exchange = more_slots(&self.launches, self.stream)?;
+            slot = exchange.free.take();
         }
-        let slot = exchange.free.pop();
         slot.map(|slot| (exchange, slot))
             .ok_or_else(|| DeviceError::Resource("no memory for launches".into()))
     }
@@ -439,18 +445,24 @@ pub(super) fn zero(memory: CUdeviceptr, bytes: usize, stream: CUstream) -> Resul
     }
 }
 
-/// What [`CHUNK`] launches need, in the current context.
-fn slots(stream: CUstream) -> Result<Vec<Slot>> {
+/// What [`CHUNK`] more launches need, in the current context; with what launches are entered into.
+fn more_slots(launches: &Launches, stream: CUstream) -> Result<MutexGuard<'_, Exchange>> {
+    // SAFETY: atomics and integers.
+    let controls = unsafe { Memory::new(CHUNK) }?;
+    let states = zeroed(CHUNK * size_of::<LaunchState>(), stream)?;
+    let number = lock(&launches.exchange).free.chunk();
     let chunk = Arc::new(Chunk {
-        // SAFETY: atomics and integers.
-        controls: unsafe { Memory::new(CHUNK) }?,
-        states: zeroed(CHUNK * size_of::<LaunchState>(), stream)?,
+        number,
+        controls,
+        states,
     });
-    Ok((0..CHUNK as u32)
-        .map(|index| Slot {
-            chunk: chunk.clone(),
-            index,
-            runs_before: 0,
-        })
-        .collect())
+    let slots = (0..CHUNK as u32).map(|index| Slot {
+        chunk: chunk.clone(),
+        index,
+        runs_before: 0,
+    });
+    let slots = slots.collect();
+    let mut exchange = lock(&launches.exchange);
+    exchange.free.fill(number, slots);
+    Ok(exchange)
 }

@@ -23,13 +23,57 @@ pub(super) struct Exchange {
     pub(super) entered: Vec<Entered>,
     /// Those that will not run, or not any more.
     pub(super) forgotten: Vec<u32>,
-    pub(super) free: Vec<Slot>,
+    pub(super) free: Free<Slot>,
     /// The thread that drains waits to be woken.
     pub(super) asleep: bool,
     /// Launches that may run or wait to: eager ones that are not over, and replays that have begun.
     pub(super) running: usize,
     /// Numbers given to eager and to captured launches.
     numbers: [u32; 2],
+}
+
+/// Free slots, by the chunk of memory that they are in. Where the slots of two launches are of one chunk, less of their arguments differs,
+/// and the driver has less to write ([`super::kernel_graphs`]): they are taken from one chunk as long as that has some, then from the one that
+/// has most.
+pub(super) struct Free<T> {
+    chunks: Vec<Vec<T>>,
+    /// Where the last one was taken.
+    current: usize,
+}
+
+impl<T> Default for Free<T> {
+    fn default() -> Self {
+        Self {
+            chunks: Vec::new(),
+            current: 0,
+        }
+    }
+}
+
+impl<T> Free<T> {
+    /// The number of one more chunk, which has no slots yet.
+    pub(super) fn chunk(&mut self) -> usize {
+        self.chunks.push(Vec::new());
+        self.chunks.len() - 1
+    }
+
+    /// All slots of a chunk that has been numbered here, and has none yet.
+    pub(super) fn fill(&mut self, chunk: usize, slots: Vec<T>) {
+        self.chunks[chunk] = slots;
+    }
+
+    /// A slot of such a chunk comes back.
+    pub(super) fn give(&mut self, chunk: usize, slot: T) {
+        self.chunks[chunk].push(slot);
+    }
+
+    pub(super) fn take(&mut self) -> Option<T> {
+        if let Some(slot) = self.chunks.get_mut(self.current).and_then(Vec::pop) {
+            return Some(slot);
+        }
+        self.current = (0..self.chunks.len()).max_by_key(|chunk| self.chunks[*chunk].len())?;
+        self.chunks[self.current].pop()
+    }
 }
 
 impl Exchange {
@@ -51,6 +95,27 @@ impl Launches {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn slots_are_of_one_chunk_as_long_as_that_has_some() {
+        let mut free = Free::default();
+        assert_eq!(free.take(), None);
+        let chunks = [free.chunk(), free.chunk(), free.chunk()];
+        free.fill(chunks[0], vec![1, 2]);
+        assert_eq!([free.take(), free.take(), free.take()], [Some(2), Some(1), None]);
+        free.fill(chunks[1], vec![11, 12]);
+        free.fill(chunks[2], vec![21, 22, 23]);
+        assert_eq!(free.take(), Some(23));
+        // Whatever comes back, and where.
+        free.give(chunks[0], 1);
+        free.give(chunks[2], 23);
+        assert_eq!([(); 3].map(|()| free.take()), [Some(23), Some(22), Some(21)]);
+        free.give(chunks[0], 2);
+        free.give(chunks[1], 13);
+        assert_eq!(free.take(), Some(13), "that has most");
+        let rest = [Some(12), Some(11), Some(2), Some(1), None];
+        assert_eq!([(); 5].map(|()| free.take()), rest);
+    }
 
     #[test]
     fn no_eager_launch_has_the_number_of_a_captured_one() {
