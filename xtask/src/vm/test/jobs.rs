@@ -44,7 +44,7 @@ pub(super) struct Job {
     pub(super) ports: usize,
 }
 
-/// All of them. With both kernels they took thirteen minutes on two processors that had other work, too: a boot costs three seconds.
+/// All of them; a boot costs three seconds.
 pub(super) const JOBS: &[Job] = &[
     Job {
         name: "soft-RoCE",
