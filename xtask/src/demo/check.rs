@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     lateness,
-    summary::{Operation, Summary},
+    summary::{Culprit, Operation, Summary},
     truth::{Configuration, Truth},
 };
 
@@ -49,16 +49,16 @@ pub struct Report {
     /// Intended delays that made nobody late beyond the threshold, by the ranks' own clocks: they drowned in what else
     /// the machine did, and no verdict is expected of them.
     pub drowned: Vec<Drowned>,
-    /// Collectives at which the collector named a rank that the machine held up between its own note and its part in it.
+    /// Collectives at which the collector's verdict is right by the starts that it shows, but another than by the ranks' own clocks: the
+    /// machine held ranks up between their notes and their parts.
     pub held_up: Vec<HeldUp>,
     /// Collectives at which, by the ranks' own clocks, a rank was late beyond the threshold though it did not sleep.
-    /// Where no delay was intended, the collector may name a rank at these and nowhere else.
     pub really_late: usize,
     /// Operations at which a rank was late beyond the threshold, by the ranks' own clocks.
     pub culprits_expected: usize,
     /// Operations at which the collector named one.
     pub culprits_named: usize,
-    /// The largest difference between a lag named and the same lag by the ranks' own clocks.
+    /// The largest difference between a lag named and the same lag by the ranks' own clocks, where ranks were not held up.
     pub worst_lag_error_ms: f64,
     /// The furthest that an API call's time lies outside what the rank itself noted around the call.
     pub worst_clock_error_us: f64,
@@ -97,19 +97,15 @@ pub struct Drowned {
     pub why: String,
 }
 
-/// A rank that came later than it noted, by how long the others were in the collective.
+/// A verdict that would be another by the ranks' notes alone.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct HeldUp {
     /// Collective, counted from 0.
     pub collective: usize,
-    /// Rank that the collector named.
-    pub rank: u32,
-    /// By how much it says that it was late, milliseconds.
-    pub lag_ms: f64,
-    /// By how much its own note came after the others' median, milliseconds; negative if before.
-    pub noted_ms: f64,
-    /// When the first of the others left after that median, milliseconds: it may have been late by no more.
-    pub most_ms: f64,
+    /// Whom the collector named.
+    pub named: Option<Culprit>,
+    /// Who was last by the notes.
+    pub noted: Culprit,
 }
 
 /// Compares. Every difference becomes a line in [`Report::problems`].
@@ -229,10 +225,7 @@ fn check_training(truths: &[Truth], configuration: &Configuration, problems: &mu
             )
         });
         problems.expect(
-            truth
-                .collectives
-                .iter()
-                .all(|c| c.arrived_ns >= c.called_ns - c.called_ns.min(50_000_000)),
+            truth.collectives.iter().all(|c| c.arrived_ns >= c.queued_ns),
             || format!("rank {}: a collective's arrival was not noted", truth.rank),
         );
         problems.expect(

@@ -1,4 +1,11 @@
 //! Who was late: the collector's verdicts against the ranks' own clocks.
+//!
+//! A rank notes when its stream gets to a collective and when it gets past it. Its part begins in between, though not at once where
+//! the machine then runs something else, and before any other rank leaves, for none can without it. So every start that the
+//! collector shows is held against these notes; every verdict has to follow from the starts; of the verdicts that would be others
+//! by the notes alone there may be few, and none where a rank slept and came last.
+
+use std::cmp::Reverse;
 
 use super::{
     check::{Drowned, Expectation, HeldUp, Problems, Report, collectives_in},
@@ -6,7 +13,10 @@ use super::{
     truth::Truth,
 };
 
-/// How far a lag may be from the truth: 10 % or 3 ms, whichever is more.
+/// How far apart may be what is one time: the collector takes those of the library's clock to Unix time by samples of both.
+const CLOCKS_NS: u64 = 100_000;
+
+/// How far a lag may be from what the notes say without being told: 10 % or 3 ms, whichever is more.
 fn tolerance_ns(lag_ns: u64) -> u64 {
     (lag_ns / 10).max(3_000_000)
 }
@@ -17,20 +27,81 @@ fn compared(name: &str) -> bool {
     name != "broadcast"
 }
 
-/// The last rank to arrive at a collective and its lag, by the ranks' own clocks: arrival minus the others' median.
-pub(super) fn late_rank(truths: &[Truth], index: usize) -> Option<(u32, u64)> {
-    let arrivals: Option<Vec<_>> = truths
-        .iter()
-        .map(|truth| Some((truth.collectives.get(index)?.arrived_ns, truth.rank)))
-        .collect();
-    let mut arrivals = arrivals?;
-    arrivals.sort_unstable();
-    let (last, rank) = arrivals.pop()?;
-    let median = median(arrivals.into_iter().map(|(at, _)| at).collect())?;
-    Some((rank, last - median))
+fn ms(ns: u64) -> f64 {
+    ns as f64 / 1e6
 }
 
-/// Every verdict is right, none is missing, and there was something to judge.
+/// Who arrived when at a collective: (nanoseconds, rank).
+struct Arrivals(Vec<(u64, u32)>);
+
+impl Arrivals {
+    /// What the ranks noted themselves; `None` if one of them noted nothing.
+    fn noted(truths: &[Truth], index: usize) -> Option<Self> {
+        let note = |truth: &Truth| Some((truth.collectives.get(index)?.arrived_ns, truth.rank));
+        truths.iter().map(note).collect::<Option<_>>().map(Self)
+    }
+
+    /// When their parts began, as the collector shows it.
+    fn shown(operation: &Operation) -> Self {
+        let parts = operation.by_rank.iter();
+        Self(parts.map(|part| (part.device_start_ns, part.rank)).collect())
+    }
+
+    /// The last rank, of several the lowest, and its lag: arrival minus the others' median, nanoseconds.
+    fn last(&self) -> Option<Culprit> {
+        let (at, rank) = *self.0.iter().max_by_key(|(at, rank)| (*at, Reverse(*rank)))?;
+        let lag_ns = at - self.median_but(rank)?;
+        Some(Culprit { rank, lag_ns })
+    }
+
+    fn of(&self, rank: u32) -> Option<u64> {
+        Some(self.0.iter().find(|arrival| arrival.1 == rank)?.0)
+    }
+
+    /// Whether `verdict` is right by these, of which each may be off by so much.
+    fn allow(&self, verdict: Option<Culprit>, margin_ns: u64, threshold_ns: u64) -> bool {
+        let Some(last) = self.last() else {
+            return verdict.is_none();
+        };
+        let Some(named) = verdict else {
+            return last.lag_ns < threshold_ns + margin_ns;
+        };
+        let lag = self.lag_of(named.rank);
+        named.lag_ns >= threshold_ns
+            && self
+                .after(named.rank, last.rank)
+                .is_some_and(|after| after + margin_ns.cast_signed() >= 0)
+            && lag.is_some_and(|lag| lag.abs_diff(named.lag_ns.cast_signed()) <= margin_ns)
+    }
+
+    /// By how much a rank arrived after another one, nanoseconds.
+    fn after(&self, rank: u32, other: u32) -> Option<i64> {
+        Some(self.of(rank)?.cast_signed() - self.of(other)?.cast_signed())
+    }
+
+    /// A rank's lag, nanoseconds; negative if it was early.
+    fn lag_of(&self, rank: u32) -> Option<i64> {
+        Some(self.of(rank)?.cast_signed() - self.median_but(rank)?.cast_signed())
+    }
+
+    fn median_but(&self, rank: u32) -> Option<u64> {
+        let others = self.0.iter().filter(|arrival| arrival.1 != rank);
+        median(others.map(|arrival| arrival.0).collect())
+    }
+}
+
+/// The middle of `values`, of the two in the middle the mean.
+fn median(mut values: Vec<u64>) -> Option<u64> {
+    values.sort_unstable();
+    let middle = values.len() / 2;
+    if values.len() % 2 == 1 {
+        return Some(values[middle]);
+    }
+    let (below, above) = (*values.get(middle.checked_sub(1)?)?, values[middle]);
+    Some(below + (above - below) / 2)
+}
+
+/// Every start is possible, every verdict right, none is missing, and there was something to judge.
 pub(super) fn check_verdicts(
     truths: &[Truth],
     summary: &Summary,
@@ -39,14 +110,16 @@ pub(super) fn check_verdicts(
     problems: &mut Problems,
 ) {
     let Some(first) = truths.first() else { return };
-    let found = collectives_in(summary);
-    for (index, operation) in found.iter().enumerate().take(first.collectives.len()) {
+    let mut found = collectives_in(summary);
+    found.truncate(first.collectives.len());
+    for (index, operation) in found.iter().enumerate() {
+        check_starts(index, operation, truths, problems);
         check_culprit(index, operation, truths, expectation, report, problems);
     }
-    // Some may be held up on a machine that does other things; where more are, the ranks' notes say nothing about verdicts.
+    // Some may be held up on a machine that does other things; where more are, the notes say nothing about verdicts.
     problems.expect(report.held_up.len() <= (found.len() / 50).max(1), || {
         format!(
-            "{} ranks were held up between their notes and their part in a collective: the machine is too busy to judge by",
+            "ranks were held up between their notes and their parts in {} collectives: the machine is too busy to judge by",
             report.held_up.len()
         )
     });
@@ -60,19 +133,110 @@ pub(super) fn check_verdicts(
     report.really_late = (0..first.collectives.len())
         .filter(|index| compared(&first.collectives[*index].name))
         .filter_map(|index| Some((index, late_rank(truths, index)?)))
-        .filter(|(index, (rank, lag))| {
+        .filter(|(index, late)| {
             let slept = truths
                 .iter()
-                .any(|truth| truth.rank == *rank && truth.collectives[*index].slept_ms > 0);
-            !slept && *lag >= expectation.threshold_ns
+                .any(|truth| truth.rank == late.rank && truth.collectives[*index].slept_ms > 0);
+            !slept && late.lag_ns >= expectation.threshold_ns
         })
         .count();
-    check_delays(truths, expectation, report, problems);
+    check_delays(truths, &found, expectation, report, problems);
 }
 
-/// Every intended delay was slept, and made its rank late, or what else the machine did is seen to have kept it from that.
+/// The last rank to arrive at a collective and its lag, by the ranks' own clocks.
+pub(super) fn late_rank(truths: &[Truth], index: usize) -> Option<Culprit> {
+    Arrivals::noted(truths, index)?.last()
+}
+
+/// Each rank's part began and ended between its own two notes, and no other rank was past a collective that waits for all by then.
+fn check_starts(index: usize, found: &Operation, truths: &[Truth], problems: &mut Problems) {
+    let left = |truth: &Truth| truth.collectives.get(index).map(|noted| noted.left_ns);
+    for truth in truths {
+        let rank = truth.rank;
+        let part = found.by_rank.iter().find(|part| part.rank == rank);
+        let (Some(part), Some(noted)) = (part, truth.collectives.get(index)) else {
+            continue;
+        };
+        let mut in_order = |earlier: u64, later: u64, what: &str| {
+            problems.expect(earlier <= later + CLOCKS_NS, || {
+                let apart = ms(earlier - later);
+                format!(
+                    "collective {index} ({} {}): rank {rank} is shown to {what} ({apart:.3} ms)",
+                    found.name, found.sequence
+                )
+            });
+        };
+        let start = part.device_start_ns;
+        in_order(noted.arrived_ns, start, "begin before it got there");
+        in_order(part.device_end_ns, noted.left_ns, "end after it left");
+        let others = truths.iter().filter(|other| other.rank != rank);
+        if let Some(first_left) = others.filter_map(left).min()
+            && compared(&found.name)
+        {
+            in_order(start, first_left, "begin after another left");
+        }
+    }
+}
+
+/// Who is named was last by the starts; where the notes alone would have another verdict, that is told.
+fn check_culprit(
+    index: usize,
+    found: &Operation,
+    truths: &[Truth],
+    expectation: &Expectation<'_>,
+    report: &mut Report,
+    problems: &mut Problems,
+) {
+    let threshold_ns = expectation.threshold_ns;
+    let beyond = |late: &Culprit| late.lag_ns >= threshold_ns;
+    let compared = compared(&found.name);
+    report.culprits_named += usize::from(found.culprit.is_some());
+    let shown = Arrivals::shown(found);
+    let is_right = match compared {
+        true => shown.allow(found.culprit, CLOCKS_NS, threshold_ns),
+        false => found.culprit.is_none(),
+    };
+    problems.expect(is_right, || {
+        format!(
+            "collective {index} ({} {}) names {}, {} was late",
+            found.name,
+            found.sequence,
+            told(found.culprit),
+            told(shown.last().filter(|late| compared && beyond(late)))
+        )
+    });
+    let noted = Arrivals::noted(truths, index).filter(|_| compared);
+    let Some((noted, last)) = noted.and_then(|noted| noted.last().map(|last| (noted, last))) else {
+        return;
+    };
+    report.culprits_expected += usize::from(beyond(&last));
+    if noted.allow(found.culprit, tolerance_ns(last.lag_ns), threshold_ns) {
+        if let Some(named) = found.culprit
+            && let Some(lag) = noted.lag_of(named.rank)
+        {
+            let error = ms(lag.abs_diff(named.lag_ns.cast_signed()));
+            report.worst_lag_error_ms = report.worst_lag_error_ms.max(error);
+        }
+    } else if is_right {
+        report.held_up.push(HeldUp {
+            collective: index,
+            named: found.culprit,
+            noted: last,
+        });
+    }
+}
+
+fn told(late: Option<Culprit>) -> String {
+    late.map_or("nobody".to_owned(), |late| {
+        format!("rank {} ({:.1} ms)", late.rank, ms(late.lag_ns))
+    })
+}
+
+/// Every intended delay was slept, and its rank is named, or is seen by the notes to have been kept from being late by what else the
+/// machine did.
 fn check_delays(
     truths: &[Truth],
+    found: &[&Operation],
     expectation: &Expectation<'_>,
     report: &mut Report,
     problems: &mut Problems,
@@ -104,15 +268,31 @@ fn check_delays(
                 )
             },
         );
-        if let Some(why) = why_not_late(truths, index, delay.rank, expectation.threshold_ns) {
-            report.drowned.push(Drowned {
+        let Some(named) = found.get(index).map(|operation| operation.culprit) else {
+            continue;
+        };
+        if named.is_some_and(|named| named.rank == delay.rank) {
+            continue;
+        }
+        let Some(noted) = Arrivals::noted(truths, index) else {
+            continue;
+        };
+        let lag_ms = noted.lag_of(delay.rank).unwrap_or(0) as f64 / 1e6;
+        match why_not_late(&noted, named, delay.rank, expectation.threshold_ns) {
+            Some(why) => report.drowned.push(Drowned {
                 collective: index,
                 step: delay.step,
                 rank: delay.rank,
                 slept_ms: delay.ms,
-                lag_ms: lag_of(truths, index, delay.rank).unwrap_or(0) as f64 / 1e6,
+                lag_ms,
                 why,
-            });
+            }),
+            None => problems.add(format!(
+                "rank {} slept for {} ms before collective {index}, was {lag_ms:.1} ms late and is not named, but {}",
+                delay.rank,
+                delay.ms,
+                told(named)
+            )),
         }
     }
     // Some may drown on a machine that does other things; where more do, the run says nothing about verdicts.
@@ -127,135 +307,24 @@ fn check_delays(
     });
 }
 
-/// What kept `rank`, which slept, from being the late one; `None` if it was.
-fn why_not_late(truths: &[Truth], index: usize, rank: u32, threshold_ns: u64) -> Option<String> {
-    let (late, lag) = late_rank(truths, index)?;
-    if late != rank {
-        let (own, last) = (arrival(truths, index, rank)?, arrival(truths, index, late)?);
-        return Some(format!(
-            "rank {late} arrived {:.1} ms later still",
-            last.saturating_sub(own) as f64 / 1e6
-        ));
+/// What kept `rank`, which slept and is not named, from being the late one; `None` if it was.
+fn why_not_late(noted: &Arrivals, named: Option<Culprit>, rank: u32, threshold_ns: u64) -> Option<String> {
+    let last = noted.last()?;
+    let margin = tolerance_ns(last.lag_ns);
+    let other = named.unwrap_or(last).rank;
+    if other != rank {
+        let after = noted.after(other, rank)?;
+        return (after + margin.cast_signed() >= 0)
+            .then(|| format!("rank {other} arrived {:.1} ms after it", after as f64 / 1e6));
     }
-    (lag < threshold_ns).then(|| {
+    (last.lag_ns < threshold_ns + margin).then(|| {
         format!(
             "half of the others arrived within {:.1} ms of it",
-            lag as f64 / 1e6
+            ms(last.lag_ns)
         )
     })
 }
 
-fn arrival(truths: &[Truth], index: usize, rank: u32) -> Option<u64> {
-    let truth = truths.iter().find(|truth| truth.rank == rank)?;
-    Some(truth.collectives.get(index)?.arrived_ns)
-}
-
-/// A rank's arrival minus the median of the others', nanoseconds.
-fn lag_of(truths: &[Truth], index: usize, rank: u32) -> Option<i64> {
-    let own = arrival(truths, index, rank)?;
-    let others: Option<Vec<u64>> = truths
-        .iter()
-        .filter(|truth| truth.rank != rank)
-        .map(|truth| Some(truth.collectives.get(index)?.arrived_ns))
-        .collect();
-    Some(own.cast_signed() - median(others?)?.cast_signed())
-}
-
-/// Whether who is named may have been as late as that though it noted its arrival earlier: the machine may run something else between
-/// the note and the rank's part in the collective. No other rank leaves before that part has begun, so it began before the first left.
-fn held_up(truths: &[Truth], index: usize, named: &Culprit) -> Option<HeldUp> {
-    let noted = lag_of(truths, index, named.rank)?;
-    let others = truths.iter().filter(|truth| truth.rank != named.rank);
-    let left: Option<Vec<u64>> = others
-        .map(|truth| Some(truth.collectives.get(index)?.left_ns))
-        .collect();
-    let after_note =
-        left?.into_iter().min()?.cast_signed() - arrival(truths, index, named.rank)?.cast_signed();
-    let most = noted + after_note;
-    (named.lag_ns.cast_signed() <= most).then(|| HeldUp {
-        collective: index,
-        rank: named.rank,
-        lag_ms: named.lag_ns as f64 / 1e6,
-        noted_ms: noted as f64 / 1e6,
-        most_ms: most as f64 / 1e6,
-    })
-}
-
-/// The middle of `values`, of the two in the middle the mean.
-fn median(mut values: Vec<u64>) -> Option<u64> {
-    values.sort_unstable();
-    let middle = values.len() / 2;
-    if values.len() % 2 == 1 {
-        return Some(values[middle]);
-    }
-    let (below, above) = (*values.get(middle.checked_sub(1)?)?, values[middle]);
-    Some(below + (above - below) / 2)
-}
-
-fn check_culprit(
-    index: usize,
-    found: &Operation,
-    truths: &[Truth],
-    expectation: &Expectation<'_>,
-    report: &mut Report,
-    problems: &mut Problems,
-) {
-    let Some((late, lag)) = late_rank(truths, index) else {
-        return;
-    };
-    let compared = compared(&found.name);
-    let margin = tolerance_ns(lag);
-    let what = || format!("collective {index} ({} {})", found.name, found.sequence);
-    let ms = |ns: u64| ns as f64 / 1e6;
-    let must = compared && lag >= expectation.threshold_ns + margin;
-    if let Some(culprit) = &found.culprit {
-        report.culprits_named += 1;
-        // Where nobody was to be late, not even the margin excuses a name.
-        let least = if expectation.configuration.delays.is_empty() {
-            lag
-        } else {
-            lag + margin
-        };
-        let is_late = compared && least >= expectation.threshold_ns;
-        // More than it noted, or enough to be named though it noted less.
-        let is_more = match is_late {
-            true => culprit.rank == late && culprit.lag_ns > lag + margin,
-            false => compared && culprit.lag_ns >= expectation.threshold_ns,
-        };
-        if let Some(held_up) = is_more.then(|| held_up(truths, index, culprit)).flatten() {
-            report.culprits_expected += 1;
-            report.held_up.push(held_up);
-            return;
-        }
-        // What lies within the margin of the threshold may be named or not; it counts as it was decided.
-        report.culprits_expected += usize::from(compared && lag + margin >= expectation.threshold_ns);
-        let error = culprit.lag_ns.abs_diff(lag);
-        report.worst_lag_error_ms = report.worst_lag_error_ms.max(ms(error));
-        problems.expect(is_late, || {
-            format!(
-                "{} names rank {}, but nobody was late (rank {late} by {:.1} ms)",
-                what(),
-                culprit.rank,
-                ms(lag)
-            )
-        });
-        problems.expect(culprit.rank == late, || {
-            format!("{} names rank {}, rank {late} was late", what(), culprit.rank)
-        });
-        problems.expect(error <= margin, || {
-            format!(
-                "{}: rank {late} was {:.1} ms late, {:.1} are reported",
-                what(),
-                ms(lag),
-                ms(culprit.lag_ns)
-            )
-        });
-    } else if must {
-        report.culprits_expected += 1;
-        problems.add(format!(
-            "{}: rank {late} was {:.1} ms late and is not named",
-            what(),
-            ms(lag)
-        ));
-    }
-}
+#[cfg(test)]
+#[path = "lateness_tests.rs"]
+mod tests;

@@ -21,6 +21,8 @@ mod lateness;
 pub mod link;
 pub mod model;
 pub mod random;
+#[cfg(test)]
+mod sample;
 pub mod summary;
 pub mod truth;
 pub mod vm;

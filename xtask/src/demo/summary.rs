@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 /// The collector's account of a run.
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -77,7 +77,7 @@ pub struct Operation {
 }
 
 /// Who was late.
-#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize, PartialEq, Eq)]
 pub struct Culprit {
     /// Rank.
     pub rank: u32,

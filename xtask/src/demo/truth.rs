@@ -45,6 +45,8 @@ pub struct Collective {
     pub step: u32,
     /// Message bytes by nccl-tests' definition.
     pub bytes: u64,
+    /// The note of [`Self::arrived_ns`] was about to be put on the stream.
+    pub queued_ns: u64,
     /// The call was about to be made.
     pub called_ns: u64,
     /// The call had returned.

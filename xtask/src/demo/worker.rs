@@ -45,9 +45,9 @@ const SHARD: usize = 64;
 const BINS: usize = 8;
 /// Steps between evaluations.
 const EVALUATE_EVERY: u32 = 5;
-/// Elements of the buffer that is on its way when a link fails, 4 MiB: on an emulated wire for some 100 ms, and a link is down within
-/// one or two.
-const LARGE: usize = 1 << 20;
+/// Elements of the buffer that is on its way when a link fails, 16 MiB: on an emulated wire for some 400 ms, and a link is down within
+/// one or two, unless the machine is busy.
+const LARGE: usize = 1 << 22;
 /// Learning rate.
 const RATE: f32 = 0.3;
 
@@ -88,21 +88,23 @@ fn tell(line: &str) -> Result<()> {
     Ok(output.flush()?)
 }
 
-/// Waits until an operation has begun to change the data it is at.
-fn await_change(data: &mut [f32]) {
+/// Waits until an operation has begun to change the data it is at. `before`: an element's value until then, by its index.
+fn await_change(data: &mut [f32], before: impl Fn(usize) -> f32) {
     // What is not zero changes: the mean of all ranks is none's own.
-    let (places, before): (Vec<&AtomicU32>, Vec<u32>) = data
+    let places: Vec<(&AtomicU32, u32)> = data
         .iter_mut()
+        .enumerate()
         .skip(1)
         .step_by(1000)
-        // SAFETY: aligned, and of the operation's life. It is the device's, whose stores are another thread's.
-        .map(|value| unsafe { AtomicU32::from_ptr(std::ptr::from_mut(value).cast()) })
-        .map(|place| (place, place.load(Ordering::Relaxed)))
-        .unzip();
+        .map(|(at, value)| {
+            // SAFETY: aligned, and of the operation's life. It is the device's, whose stores are another thread's.
+            let place = unsafe { AtomicU32::from_ptr(std::ptr::from_mut(value).cast()) };
+            (place, before(at).to_bits())
+        })
+        .collect();
     // Relaxed: it says only when.
     while places
         .iter()
-        .zip(&before)
         .all(|(place, before)| place.load(Ordering::Relaxed) == *before)
     {
         thread::yield_now();
@@ -222,6 +224,7 @@ impl<'a> Rank<'a> {
             self.communicator
                 .host_function(note_time, std::ptr::from_ref(slot).cast_mut().cast())
         };
+        let queued_ns = now_ns();
         note(arrival)?;
         let called_ns = now_ns();
         call(self)?;
@@ -231,6 +234,7 @@ impl<'a> Rank<'a> {
             name: name.to_owned(),
             step: self.step,
             bytes: bytes as u64,
+            queued_ns,
             called_ns,
             returned_ns,
             arrived_ns: 0,
@@ -289,17 +293,18 @@ impl<'a> Rank<'a> {
     fn lose(&mut self, link: &str) -> Result<()> {
         let ranks = self.configuration.ranks;
         let mut large = self.communicator.buffer(LARGE)?;
-        let own = (self.rank + 1) as f32;
+        let factor = (self.rank + 1) as f32;
+        let own = |at| factor * (at % 1000) as f32;
         large
             .get()
             .iter_mut()
             .enumerate()
-            .for_each(|(at, value)| *value = own * (at % 1000) as f32);
+            .for_each(|(at, value)| *value = own(at));
         self.collective("all_reduce", 4 * LARGE, |rank| {
             rank.communicator.all_reduce(&large, Reduce::Avg)
         })?;
         if self.rank == 0 {
-            await_change(large.get());
+            await_change(large.get(), own);
         }
         let taken = if self.rank == 0 {
             link::set(link, false)
