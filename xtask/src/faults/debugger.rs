@@ -110,8 +110,11 @@ fn hold(process: i32) -> Result<BTreeMap<i32, i32>> {
     let mut held = BTreeMap::new();
     loop {
         let before = held.len();
-        // Threads that still run may have made others meanwhile.
-        for thread in threads(process)? {
+        // Threads that still run may have made others meanwhile. The first thread last: the process looks at that one (`/proc/self/status`)
+        // to see whether it is traced, and none of its threads is to tell others before all stand.
+        let mut threads = threads(process)?;
+        threads.sort_by_key(|thread| *thread == process);
+        for thread in threads {
             if held.contains_key(&thread) {
                 continue;
             }

@@ -77,7 +77,7 @@ pub(super) fn reason(round: &Round, observed: &Observed) -> Option<Reason> {
     apart.extend(first.zip(others().filter_map(launched).max()));
     // Until it calls something else than the others, or what they do, it is late, and they say so.
     if matches!(round.fault, Fault::SlowBelow | Fault::Crossed) {
-        apart.extend(first.zip(called(round.victim)));
+        apart.extend(first.zip(launched(round.victim)));
     }
     let last = round.comes_last();
     apart.extend(last.and_then(|last| called(round.victim).zip(called(last))));
@@ -239,6 +239,12 @@ mod tests {
             Some(Reason::Late),
             "it was to be late by less"
         );
+        let stands = [[1000, 1001], [1200, 1290], [1010, 1011]];
+        assert_eq!(
+            of(Fault::SlowBelow, &observed(PROMPT, stands)),
+            Some(Reason::Late)
+        );
+        assert_eq!(of(Fault::SlowAbove, &observed(PROMPT, stands)), None);
         assert_eq!(
             of(Fault::Count, &good),
             None,

@@ -3,7 +3,9 @@
 use std::{
     ffi::c_int,
     fs,
-    sync::atomic::{AtomicBool, Ordering},
+    sync::atomic::{AtomicBool, AtomicI32, Ordering},
+    thread,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result, ensure};
@@ -17,6 +19,44 @@ extern "C" fn wait(_signal: c_int) {
         // SAFETY: a sleep may be called in a signal's handler.
         unsafe { libc::usleep(1000) };
     }
+}
+
+/// How long a kernel is waited for.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Waits until the kernel that has been launched on a stream waits for another rank, or has not come to that in so long that the other rank has come.
+/// `thread` gets the number of the stream's thread when the stream comes to the kernel.
+///
+/// # Errors
+/// There is no such thread, or nothing is known of it.
+pub(super) fn await_kernel(thread: &AtomicI32) -> Result<()> {
+    let pause = || thread::sleep(Duration::from_millis(1));
+    let thread = loop {
+        // Relaxed: nothing is handed over but the number.
+        match thread.load(Ordering::Relaxed) {
+            0 => pause(),
+            thread => break thread,
+        }
+    };
+    let before = sleeps(thread)?;
+    let begin = Instant::now();
+    // A kernel that waits sleeps again and again; a stream that has nothing to do, once.
+    while sleeps(thread)? < before + 10 && begin.elapsed() < PATIENCE {
+        pause();
+    }
+    Ok(())
+}
+
+/// How often a thread of this process has slept.
+fn sleeps(thread: i32) -> Result<u64> {
+    let path = format!("/proc/self/task/{thread}/status");
+    let status = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+    let count = status
+        .lines()
+        .find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+    count
+        .and_then(|count| count.trim().parse().ok())
+        .with_context(|| format!("no voluntary_ctxt_switches in {path}"))
 }
 
 /// Lets the threads that run kernels do nothing any more, once in a process.

@@ -11,7 +11,10 @@ use std::{
     fs,
     io::Write as _,
     path::{Path, PathBuf},
-    sync::{Barrier, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Barrier, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicI32, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -64,6 +67,8 @@ pub(super) struct Stages {
     told: Mutex<Stage>,
     changed: Condvar,
     ready: Barrier,
+    /// The number of the victim's stream's thread, once that has got to the kernel that is to be stopped; else 0.
+    kernel_thread: AtomicI32,
 }
 
 impl Stages {
@@ -72,6 +77,7 @@ impl Stages {
             told: Mutex::default(),
             changed: Condvar::new(),
             ready: Barrier::new(members),
+            kernel_thread: AtomicI32::new(0),
         }
     }
 
@@ -110,13 +116,20 @@ impl Stages {
     }
 }
 
-/// From the victim's call to when its kernel is stopped.
-const FREEZES_AFTER: Duration = Duration::from_millis(30);
-
 /// Put on a stream: computes, that is, keeps it busy, until the fault is to end.
 unsafe extern "C" fn compute(stages: *mut c_void) {
     // SAFETY: the `Stages` of the process, which outlive its streams.
     unsafe { &*stages.cast::<Stages>() }.wait(Stage::End);
+}
+
+/// Put on the victim's stream right before the kernel that is to be stopped.
+unsafe extern "C" fn come(stages: *mut c_void) {
+    // SAFETY: the `Stages` of the process, which outlive its streams.
+    let stages = unsafe { &*stages.cast::<Stages>() };
+    // SAFETY: asks for this thread's number.
+    let thread = unsafe { libc::gettid() };
+    // Relaxed: nothing is handed over but the number.
+    stages.kernel_thread.store(thread, Ordering::Relaxed);
 }
 
 pub(super) fn say(line: &str) -> Result<()> {
@@ -347,13 +360,17 @@ impl Member<'_> {
         }
         let times = 1 + u32::from(round.fault == Fault::ReplayQueued);
         self.note(What::Called)?;
+        let is_frozen = round.fault == Fault::Frozen && self.is_victim();
+        if is_frozen {
+            // SAFETY: what it refers to is never freed.
+            unsafe { communicator.host_function(come, std::ptr::from_ref(self.stages).cast_mut().cast()) }?;
+        }
         for _ in 0..times {
             launch(&call)?;
         }
         self.note(What::Launched)?;
-        if round.fault == Fault::Frozen && self.is_victim() {
-            // It has come to wait for the other rank.
-            thread::sleep(FREEZES_AFTER);
+        if is_frozen {
+            kernels::await_kernel(&self.stages.kernel_thread)?;
             kernels::hold()?;
             self.note(What::Fault)?;
             say("fault")?;
