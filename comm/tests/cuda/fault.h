@@ -73,10 +73,18 @@ static void run_fault(struct Rank* r) {
   if (r->rank == 0) printf("ok after %.1f s, abort in %.0f ms: %s\n", noticed, took * 1e3, text);
 }
 
+// As in mock/state.h.
+enum { MOVING, FROZEN, COPIES_FROZEN };
+typedef void (*Freeze)(int device, int what);
+static Freeze freezer(const char* test) {
+  const Freeze freeze = (Freeze)dlsym(RTLD_DEFAULT, "ringsight_mock_freeze");
+  if (freeze == NULL) fail("%s: only a driver without a GPU stops what a GPU does", test);
+  return freeze;
+}
+
 // All have come to an operation, and the kernel of rank 1 stops moving: both are told that it is stuck.
 static void run_frozen(struct Rank* r) {
-  void (*const freeze)(int device, int on) = (void (*)(int, int))dlsym(RTLD_DEFAULT, "ringsight_mock_freeze");
-  if (freeze == NULL) fail("frozen: only a driver without a GPU stops a kernel");
+  const Freeze freeze = freezer("frozen");
   open_rank(r, 0);
   buffers(r, 16 << 20);
   reduce_once(r);
@@ -85,7 +93,7 @@ static void run_frozen(struct Rank* r) {
     enqueue(r, ALL_REDUCE, F32, 4 << 20, 0, 0, r->send, r->recv);
     // It has begun, and looks for the other.
     usleep(300000);
-    freeze(r->device, 1);
+    freeze(r->device, FROZEN);
     // Each of its threads comes to where it looks for that.
     usleep(500000);
   }
@@ -93,7 +101,7 @@ static void run_frozen(struct Rank* r) {
   if (r->rank == 0) enqueue(r, ALL_REDUCE, F32, 4 << 20, 0, 0, r->send, r->recv);
   await_verdict("Verdict: STUCK_KERNEL (hang): ", "AllReduce(count 4194304");
   barrier();
-  if (r->rank == 1) freeze(r->device, 0);
+  if (r->rank == 1) freeze(r->device, MOVING);
   CU(cuStreamSynchronize, r->stream);
   NC(CommDestroy(r->comm));
   barrier();

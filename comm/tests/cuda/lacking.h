@@ -139,9 +139,7 @@ static void check_held(const struct Rank* r, const uint64_t* before, int which) 
 // More operations are captured than there is memory for at once.
 static void capture_more(struct Rank* r, const char* call) {
   enum { MANY = 2000 };
-  if (r->rank == 0) NC(GetUniqueId(&shared->id[1]));
-  barrier();
-  NC(CommInitRank(&r->comm, ranks, shared->id[1], r->rank));
+  r->comm = new_comm(r, 1);
   if (lacks(r)) {
     CUgraph graph;
     Code code = 0;

@@ -53,8 +53,8 @@ void ringsight_mock_memory(u64* figures) {
 // Blocks of the largest kernel since this was last asked.
 unsigned ringsight_mock_blocks() { return most_blocks.exchange(0); }
 
-// Kernels of a device that have to wait do not go on, nor do its copies; or they do again.
-void ringsight_mock_freeze(int device, int on) { frozen[device] = on != 0; }
+// Kernels of a device that have to wait do not go on, nor do its copies; or these alone; or all do again: see `Frozen`.
+void ringsight_mock_freeze(int device, int what) { frozen[device] = what; }
 
 // Queries of events do not come back, or do again.
 void ringsight_mock_hold_queries(int on) { queries_held = on != 0; }
@@ -238,8 +238,10 @@ int cuEventSynchronize(Mark* event) {
   return SUCCESS;
 }
 int cuEventElapsedTime(float* milliseconds, Mark* start, Mark* end) {
-  const u64 from = start->recorded->last()->nanoseconds, to = end->recorded->last()->nanoseconds;
-  *milliseconds = static_cast<float>(to - from) / 1e6f;
+  const auto from = start->recorded->last(), to = end->recorded->last();
+  // Where kernels are skipped, none has been recorded.
+  if (!from || !to) return INVALID_HANDLE;
+  *milliseconds = static_cast<float>(to->nanoseconds - from->nanoseconds) / 1e6f;
   return SUCCESS;
 }
 int cuStreamWaitEvent(void* stream, Mark* event, unsigned flags) {

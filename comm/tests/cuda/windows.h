@@ -290,23 +290,17 @@ static void run_alone(struct Rank* r) {
 
 // All have come, and the copies of rank 1 do not end.
 static void run_stalled(struct Rank* r) {
-  void (*const freeze)(int device, int on) = (void (*)(int, int))dlsym(RTLD_DEFAULT, "ringsight_mock_freeze");
-  if (freeze == NULL) fail("stalled: only a driver without a GPU stops a copy");
+  const Freeze freeze = freezer("stalled");
   open_window(r);
-  if (r->rank != 1) enqueue_at(r, ALL_GATHER, 5000, 0);
-  // They have told rank 1, whose kernel need not wait.
-  usleep(100000);
-  barrier();
-  if (r->rank == 1) {
-    freeze(r->device, 1);
-    enqueue_at(r, ALL_GATHER, 5000, 0);
-  }
+  // Its kernel goes on and waits for the others, whenever they come.
+  if (r->rank == 1) freeze(r->device, COPIES_FROZEN);
+  enqueue_at(r, ALL_GATHER, 5000, 0);
   const enum Op op = in_windows(ALL_GATHER);
   await_verdict("Verdict: STUCK_KERNEL (hang): ", op == ALL_REDUCE       ? "AllReduce(count 5000"
                                                   : op == REDUCE_SCATTER ? "ReduceScatter(count 5000"
                                                                          : "AllGather(count 5000");
   barrier();
-  if (r->rank == 1) freeze(r->device, 0);
+  if (r->rank == 1) freeze(r->device, MOVING);
   CU(cuStreamSynchronize, r->stream);
   NC(CommDestroy(r->comm));
   barrier();
@@ -315,10 +309,9 @@ static void run_stalled(struct Rank* r) {
 
 // All have come, the copies of rank 1 do not end, and rank 0 aborts: also where it waits for a piece.
 static void run_between(struct Rank* r) {
-  void (*const freeze)(int device, int on) = (void (*)(int, int))dlsym(RTLD_DEFAULT, "ringsight_mock_freeze");
-  if (freeze == NULL) fail("between: only a driver without a GPU stops a copy");
+  const Freeze freeze = freezer("between");
   open_window(r);
-  if (r->rank == 1) freeze(r->device, 1);
+  if (r->rank == 1) freeze(r->device, FROZEN);
   barrier();
   for (int i = 0; i < 3; i++) enqueue_at(r, ALL_GATHER, 50000, 0);
   usleep(200000);
@@ -327,7 +320,7 @@ static void run_between(struct Rank* r) {
   for (int rank = 0; rank < ranks; rank++) {
     if (rank == r->rank) {
       // What has been queued behind it goes on then, and finds that rank 0 is gone.
-      if (rank == 1) freeze(r->device, 0);
+      if (rank == 1) freeze(r->device, MOVING);
       const double start = now();
       NC(CommAbort(r->comm));
       CU(cuStreamSynchronize, r->stream);

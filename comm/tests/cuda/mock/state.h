@@ -314,13 +314,15 @@ static_assert(sizeof(KernelNodeParams) == 72);
 static_assert(sizeof(LaunchAttribute) == 72 && sizeof(LaunchConfig) == 56);
 thread_local u64 calls[COUNTED];
 
-// Devices whose kernels do not move where they wait, and that of the kernel that this thread runs.
-std::atomic<bool> frozen[16];
+// What of each device does not go on: kernels that wait and copies, or copies alone.
+enum Frozen { MOVING, FROZEN, COPIES_FROZEN };
+std::atomic<int> frozen[16];
 std::atomic<bool> queries_held;
+// The device of the kernel that this thread runs.
 thread_local int running_on = -1;
 [[maybe_unused]] const bool may_freeze = [] {
   rest = [] {
-    while (running_on >= 0 && frozen[running_on]) usleep(1000);
+    while (running_on >= 0 && frozen[running_on] == FROZEN) usleep(1000);
     std::this_thread::yield();
   };
   return true;
