@@ -300,6 +300,7 @@ fn replays_are_numbered_and_their_graph_is_seen() {
 fn instances_of_one_graph_number_their_replays_together() {
     let _turn = turn();
     let watch = Watch::begin();
+    let graphs_before = observe::emitted(Kind::Graph);
     on_ranks(2, |rank| {
         let device = host();
         let (data, mut sum) = (vec![1f32; 1000], vec![0f32; 1000]);
@@ -317,6 +318,7 @@ fn instances_of_one_graph_number_their_replays_together() {
             device.graph_exec_destroy(exec).unwrap();
         }
     });
+    graphs_settle(graphs_before, 4);
     let records = watch.end();
     for rank in 0..2 {
         let of_rank = of(&records, Kind::OpCompleted).filter(|record| record.rank == rank);

@@ -8,6 +8,7 @@ use std::{
     fs::{self, File},
     path::PathBuf,
     process::{Child, Output},
+    sync::Barrier,
     thread,
     time::{Duration, Instant},
 };
@@ -84,10 +85,18 @@ fn many_ranks() {
     let await_mark = |name: &str, process: usize| {
         until(name, || folder.join(format!("{name} {process}")).exists());
     };
+    let first = Barrier::new(EACH);
     let run = |number: usize| {
         let rank = Rank::join(id, process * EACH + number, 2 * EACH);
         let call = Call::new(Function::AllReduce, 100);
         call.check(&rank, false);
+        // Before anybody is late: whoever needs that one to end the first operation is late for the second one, too.
+        if first.wait().is_leader() {
+            mark("first");
+        }
+        for process in 0..2 {
+            await_mark("first", process);
+        }
         let is_late = if stops { process == 1 } else { rank.rank == LATE };
         if is_late {
             if stops && number == 0 {

@@ -13,6 +13,22 @@ use ringsight_probes::{
 use ringsight_records::{Kind, pages::RING_SLOTS};
 
 #[test]
+fn attaching_takes_a_moment() {
+    let Some(mut session) = session("attaching_takes_a_moment") else {
+        return;
+    };
+    let targets = [(); 3].map(|()| Target::instrumented());
+    let took = targets
+        .each_ref()
+        .map(|target| session.attach(target.pid()).unwrap().elapsed);
+    // The machine may do something else meanwhile: once in three it does not.
+    assert!(
+        took.iter().any(|took| *took < Duration::from_millis(100)),
+        "{took:?}"
+    );
+}
+
+#[test]
 fn a_running_process_gives_its_records() {
     let Some(mut session) = session("a_running_process_gives_its_records") else {
         return;
@@ -22,11 +38,6 @@ fn a_running_process_gives_its_records() {
     let attached = session.attach(target.pid()).unwrap();
     assert_eq!(attached.carrier, Carrier::Probe);
     assert_eq!(attached.sites.len(), 4);
-    assert!(
-        attached.elapsed < Duration::from_millis(100),
-        "attaching took {:?}",
-        attached.elapsed
-    );
 
     target.call("fixture_operations 7 100 3");
     let samples = poll(&mut session);

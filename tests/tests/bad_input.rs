@@ -388,7 +388,8 @@ fn a_second_collector_is_refused_and_told_of_the_first() -> Result<()> {
 fn a_late_collector_sees_everything_from_then_on() -> Result<()> {
     let _alone = alone();
     let folder = folder()?;
-    let mut job = start(&job(4, 60, 10), folder.path())?;
+    // Long beside what attaching takes.
+    let mut job = start(&job(4, 150, 10), folder.path())?;
     job.go()?;
     job.wait_step(20, LIMIT)?;
     let mut collector = Collector::attach(artifacts(), &job.pids(), &[], folder.path())?;

@@ -39,10 +39,12 @@ fn crossed_calls(fault: &str, rank: usize) -> Vec<Call> {
 #[test]
 #[ignore = "helper: the body of one rank; started by another test"]
 fn crossed_rank() {
+    // Filled before the ranks meet: one that calls much later than the other is late.
+    let calls = |rank| crossed_calls(&env::var(FAULT).unwrap(), rank);
+    let most = [0, 1].map(|rank| calls(rank).iter().map(|call| call.count).max().unwrap());
+    let mut data = vec![1f32; most[0].max(most[1])];
     let Some(rank) = rank_of_process() else { return };
-    let calls = crossed_calls(&env::var(FAULT).unwrap(), rank.rank);
-    let most = calls.iter().map(|call| call.count).max().unwrap();
-    let mut data = vec![1f32; most];
+    let calls = calls(rank.rank);
     let at: *mut u8 = data.as_mut_ptr().cast();
     for call in &calls {
         ok(rank.call(call, at, at));

@@ -3,7 +3,10 @@
 use std::{
     io::{Read, Write},
     net::{SocketAddr, TcpListener, TcpStream},
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Barrier,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
     time::Instant,
 };
@@ -110,8 +113,8 @@ fn strangers_are_told_why_they_are_sent_away() {
 }
 
 /// Connects to `address` again and again, says something random or nothing, and stays or goes. Not without end: a port
-/// number that was used is not free again for a minute, and thousands of those make every connect slow.
-fn spray(address: SocketAddr, seed: u64, likely: &[u8], stop: &AtomicBool) -> u32 {
+/// number that was used is not free again for a minute, and thousands of those make every connect slow. Who is to be disturbed waits at `begun`.
+fn spray(address: SocketAddr, seed: u64, likely: &[u8], begun: &Barrier, stop: &AtomicBool) -> u32 {
     let mut random = seed;
     let mut next = |below: usize| {
         // SplitMix64.
@@ -124,7 +127,11 @@ fn spray(address: SocketAddr, seed: u64, likely: &[u8], stop: &AtomicBool) -> u3
     let (mut open, mut sprayed) = (Vec::new(), 0);
     // Relaxed: nothing else is read by it.
     while sprayed < 150 && !stop.load(Ordering::Relaxed) {
-        let Ok(mut stream) = TcpStream::connect(address) else {
+        let connected = TcpStream::connect(address);
+        if sprayed == 0 {
+            begun.wait();
+        }
+        let Ok(mut stream) = connected else {
             break; // the root has ended
         };
         sprayed += 1;
@@ -153,22 +160,24 @@ fn random_bytes_at_the_ports_disturb_nobody() {
         let (id, ranks) = (root(), 12);
         let likely = Hello::Join(joining(&id, 0, ranks)).encode(id.cookie ^ 1);
         let peer = Hello::Peer { from: 1, to: 0 }.encode(id.cookie ^ 1);
-        let stop = AtomicBool::new(false);
+        let (begun, stop) = (Barrier::new(4), AtomicBool::new(false));
         thread::scope(|scope| {
             let sprayers: Vec<_> = (0..3)
                 .map(|number| {
                     scope.spawn({
-                        let (likely, stop) = (&likely, &stop);
-                        move || spray(id.address, seed * 10 + number, likely, stop)
+                        let (likely, begun, stop) = (&likely, &begun, &stop);
+                        move || spray(id.address, seed * 10 + number, likely, begun, stop)
                     })
                 })
                 .collect();
+            begun.wait();
             let gathered = all(&id, ranks, |bootstrap| {
                 // The ranks' own listeners, too.
                 let address = bootstrap.shared.table[((bootstrap.rank() + 1) % ranks) as usize];
-                let end = AtomicBool::new(false);
+                let (begun, end) = (Barrier::new(2), AtomicBool::new(false));
                 let parts = thread::scope(|scope| {
-                    let sprayer = scope.spawn(|| spray(address, seed, &peer, &end));
+                    let sprayer = scope.spawn(|| spray(address, seed, &peer, &begun, &end));
+                    begun.wait();
                     let parts: Vec<_> = (0..20u8)
                         .map(|round| bootstrap.all_gather(&[bootstrap.rank() as u8, round]).unwrap())
                         .collect();

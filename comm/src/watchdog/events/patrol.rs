@@ -25,7 +25,7 @@ pub(crate) const RECENT: Duration = Duration::from_millis(20);
 
 /// For how long nobody waits once somebody has in vain: the threads that wait have others' answers to hear, too, and would be
 /// behind with those as long as the thread that queries is.
-const AFTER_VAIN: Duration = Duration::from_secs(1);
+pub(super) const AFTER_VAIN: Duration = Duration::from_secs(1);
 
 /// What the thread looks after.
 pub(super) trait Source: Send + Sync {

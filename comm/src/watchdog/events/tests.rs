@@ -112,7 +112,7 @@ fn eager_plans_are_queued_run_and_are_done_and_their_events_are_used_again() {
     let (before, gate) = (Arc::<Gate>::default(), Arc::<Gate>::default());
     test.hold(&before);
     let tracks: Vec<_> = (0..3).map(|_| test.plan(&gate, None)).collect();
-    assert!(test.patrol.refresh(Duration::ZERO) || test.patrol.round_so_far().is_some());
+    test.until("somebody has looked", || test.patrol.refresh(Duration::ZERO));
     assert_eq!(tracks[0].seen(), Seen::NotReached);
     before.open();
     test.until("the first runs", || {
@@ -379,7 +379,10 @@ fn nobody_waits_long_for_a_query_that_does_not_come_back() {
     let asked = std::thread::spawn(|| patrol.refresh(Duration::ZERO));
     enters.recv().unwrap();
     source.gate.open();
-    let _ = asked.join().unwrap();
+    if !asked.join().unwrap() {
+        // The machine was busy, and for a while nobody waits.
+        std::thread::sleep(patrol::AFTER_VAIN);
+    }
     // From here on it is stuck.
     patrol.nudge();
     enters.recv().unwrap();

@@ -288,7 +288,7 @@ mod tests {
     fn what_is_too_slow_is_killed_with_all_that_it_started() {
         let log = log("slow");
         let script = "sleep 600 & echo $!; wait";
-        let ended = together(&log, Duration::from_millis(300), &NEVER, vec![shell(script)]).unwrap();
+        let ended = together(&log, Duration::from_secs(2), &NEVER, vec![shell(script)]).unwrap();
         assert!(matches!(ended, End::Late));
         let grandchild: u32 = fs::read_to_string(&log).unwrap().trim().parse().unwrap();
         // It is dead, or about to be: the signal has been sent. It is reaped by whoever its parent is now.
