@@ -217,7 +217,19 @@ impl Shared {
     pub(super) fn join_tree(&self) -> Result<()> {
         let mut state = self.state();
         let parent = Self::parent(&state, self.rank);
-        parent.map_or(Ok(()), |parent| self.link_of(&mut state, parent).map(drop))
+        parent.map_or(Ok(()), |parent| self.seek(&mut state, parent))
+    }
+
+    /// Opens a connection to a rank unless there is one. That it cannot be reached is only noted: what it said before may still come, and so
+    /// may the reason.
+    fn seek(&self, state: &mut State, peer: u32) -> Result<()> {
+        match self.link_of(state, peer) {
+            Err(Error::PeerLost { text, .. }) => {
+                state.cannot_reach(peer, text);
+                Ok(())
+            }
+            other => other.map(drop),
+        }
     }
 
     /// The rank above `rank`: the nearest ancestor that has not died; without any, the least rank that has not.
@@ -262,7 +274,7 @@ impl Shared {
                 && !state.links.iter().any(|link| link.peer == peer)
                 && !state.gone.contains_key(&peer)
             {
-                self.link_of(&mut state, peer)?;
+                self.seek(&mut state, peer)?;
             }
             state = self.pause(state);
         }
@@ -282,17 +294,15 @@ impl Shared {
                 .map(|(rank, _)| rank)
                 .find(needed)
                 .copied();
-            let known = state
-                .gone
-                .get(&peer)
-                .is_some_and(|gone| gone.how != How::Unreachable);
-            if let Some(rank) = died.or(known.then_some(peer)) {
+            let known = state.has_end(peer).then_some(peer);
+            if let Some(rank) = died.or(known) {
                 return self.give_up(&mut state, rank);
             }
-            if Instant::now() >= deadline || wait.abort.is_set() {
-                if state.gone.contains_key(&peer) {
-                    return self.give_up(&mut state, peer);
-                }
+            if Instant::now() >= deadline {
+                state.cannot_reach(peer, text);
+                return self.give_up(&mut state, peer);
+            }
+            if wait.abort.is_set() {
                 return Error::PeerLost { rank: peer, text };
             }
             state = self.pause(state);

@@ -14,6 +14,10 @@ impl Shared {
     /// A connection that a peer opened.
     pub(in crate::bootstrap) fn adopt(&self, link: &Arc<Link>) {
         let mut state = self.state();
+        // It can be reached.
+        if !state.has_end(link.peer) {
+            state.gone.remove(&link.peer);
+        }
         state.outs.entry(link.peer).or_insert_with(|| Arc::clone(link));
         self.begin(&state, link);
         state.links.push(Arc::clone(link));
@@ -50,11 +54,8 @@ impl Shared {
             return;
         }
         let gone = Gone {
-            how: How::Died,
-            direct: true,
-            since: Instant::now(),
-            text: text.to_owned(),
             told: true,
+            ..Gone::new(How::Died, text.to_owned())
         };
         let frame = gone.frame(rank);
         state.gone.insert(rank, gone);
@@ -94,7 +95,7 @@ impl Shared {
             let neighbours: Vec<u32> = above.into_iter().chain(below).collect();
             for rank in neighbours {
                 // A rank that has left keeps nobody together, and the communicator is at its end.
-                if state.outs.contains_key(&rank) || state.gone.contains_key(&rank) {
+                if state.outs.contains_key(&rank) || state.has_end(rank) {
                     continue;
                 }
                 if let Err(Error::PeerLost { text, .. }) = self.link_of(&mut state, rank) {
@@ -136,13 +137,7 @@ impl Shared {
                 if died {
                     self.note_death(&mut state, rank, &text, Some(link));
                 } else if (rank as usize) < self.table.len() && rank != self.rank {
-                    let gone = state.gone.entry(rank).or_insert_with(|| Gone {
-                        how: How::Left,
-                        direct: false,
-                        since: Instant::now(),
-                        text,
-                        told: false,
-                    });
+                    let gone = state.note_left(rank, text);
                     if !std::mem::replace(&mut gone.told, true) {
                         let frame = gone.frame(rank);
                         self.tell_all(&state, &frame, Some(link));
@@ -154,14 +149,8 @@ impl Shared {
             }
             Frame::Goodbye { aborted, .. } => {
                 let how = if aborted { "aborted" } else { "has left" };
-                let gone = state.gone.entry(peer).or_insert_with(|| Gone {
-                    how: How::Left,
-                    direct: true,
-                    since: Instant::now(),
-                    text: format!("rank {peer} {how}: it destroyed its communicator or failed to make it"),
-                    told: false,
-                });
-                gone.direct = true;
+                let text = format!("rank {peer} {how}: it destroyed its communicator or failed to make it");
+                state.note_left(peer, text).direct = true;
             }
             Frame::Refused { text } => return Err(format!("refused the connection: {text}")),
         }
@@ -181,20 +170,13 @@ impl Shared {
         let other = state.links.iter().find(|other| other.peer == peer).cloned();
         if let Some(other) = other {
             state.outs.entry(peer).or_insert(other);
-        } else if !state.gone.contains_key(&peer) && !state.leaving.contains(&peer) {
+        } else if !state.has_end(peer) && !state.leaving.contains(&peer) {
             let text = format!("rank {peer} {why} (seen by rank {})", self.rank);
             if link.was_made() || state.gone.values().any(|gone| gone.how == How::Died) {
                 self.note_death(&mut state, peer, &text, None);
             } else {
                 // It may have left long ago, and those it was connected to know.
-                let gone = Gone {
-                    how: How::Unreachable,
-                    direct: false,
-                    since: Instant::now(),
-                    text,
-                    told: false,
-                };
-                state.gone.insert(peer, gone);
+                state.cannot_reach(peer, text);
             }
         }
         drop(state);
@@ -212,6 +194,28 @@ impl Shared {
 }
 
 impl State {
+    /// Whether it is known how a rank ended.
+    pub(in crate::bootstrap) fn has_end(&self, rank: u32) -> bool {
+        let gone = self.gone.get(&rank);
+        gone.is_some_and(|gone| gone.how != How::Unreachable)
+    }
+
+    /// A rank cannot be reached; why, others may know.
+    pub(in crate::bootstrap) fn cannot_reach(&mut self, rank: u32, text: String) {
+        let gone = self.gone.entry(rank);
+        gone.or_insert_with(|| Gone::new(How::Unreachable, text));
+    }
+
+    /// A rank has left, as it or somebody else says, unless more is known.
+    fn note_left(&mut self, rank: u32, text: String) -> &mut Gone {
+        let gone = self.gone.entry(rank);
+        let gone = gone.or_insert_with(|| Gone::new(How::Unreachable, String::new()));
+        if gone.how == How::Unreachable {
+            (gone.how, gone.since, gone.text) = (How::Left, Instant::now(), text);
+        }
+        gone
+    }
+
     fn control(&mut self, from: u32, data: Vec<u8>) {
         if self.controls.len() == MAX_WAITING {
             self.controls.pop_front();

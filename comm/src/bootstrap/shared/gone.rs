@@ -35,6 +35,17 @@ pub(super) struct Gone {
 }
 
 impl Gone {
+    /// From now on; nobody has been told.
+    pub(super) fn new(how: How, text: String) -> Self {
+        Self {
+            how,
+            direct: false,
+            since: Instant::now(),
+            text,
+            told: false,
+        }
+    }
+
     pub(super) fn frame(&self, rank: u32) -> Frame {
         Frame::Gone {
             rank,

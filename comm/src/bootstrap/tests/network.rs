@@ -155,6 +155,35 @@ fn every_rank_hears_of_every_death_once() {
     });
 }
 
+/// Whoever waited for it has tried to connect to it before the end of the connection that there was has been seen.
+#[test]
+fn a_rank_that_cannot_be_reached_is_what_its_connection_says_at_its_end() {
+    for (dies, says) in [(true, "its process ended"), (false, "has left")] {
+        all(&root(), 2, |bootstrap| {
+            let lost = losses(&bootstrap);
+            bootstrap.barrier().unwrap();
+            if bootstrap.rank() == 1 {
+                bootstrap.recv(0, 1).unwrap();
+                return if dies { kill(bootstrap) } else { drop(bootstrap) };
+            }
+            let text = "rank 1 cannot be reached".to_owned();
+            bootstrap.shared.state().cannot_reach(1, text);
+            bootstrap.send(1, 1, &[]).unwrap();
+            if dies {
+                let (rank, text) = lost.recv_timeout(LONG).unwrap();
+                assert!(rank == 1 && text.contains(says), "{text}");
+            } else {
+                // Its goodbye has been read.
+                while !bootstrap.shared.state().has_end(1) {
+                    thread::yield_now();
+                }
+            }
+            let error = bootstrap.recv(1, 2).unwrap_err();
+            assert!(error.to_string().contains(says), "{error}");
+        });
+    }
+}
+
 #[test]
 fn a_goodbye_is_no_death() {
     let start = Barrier::new(7);
