@@ -5,7 +5,7 @@ use std::{env, path::PathBuf};
 use ringsight_comm::{abi, error::ResultCode, observe};
 use ringsight_records::{Description, Function, Kind};
 
-use super::{ELEMENTS, FAULT, FOLDER, texts, until};
+use super::{ELEMENTS, FAULT, FOLDER, PATIENT_MS, texts, until};
 use crate::common::{Call, host, ok, rank_of_process, start_processes, state};
 
 /// More than a message may have on its way while nobody takes it.
@@ -84,7 +84,7 @@ fn ranks_that_have_called_what_the_others_wait_for_are_told_so_too() {
 fn are_told_so(fault: &str, source: &str) {
     let variables = [
         (FAULT, fault),
-        ("NCCL_KERNEL_TIMEOUT_MS", "300"),
+        ("NCCL_KERNEL_TIMEOUT_MS", PATIENT_MS),
         ("RINGSIGHT_WATCHDOG_SOURCE", source),
     ];
     let ranks = start_processes("watchdog::calls::crossed_rank", 2, 1, &variables);

@@ -8,7 +8,7 @@ use std::{
 use ringsight_comm::{abi, error::ResultCode, observe};
 use ringsight_records::{Function, Kind};
 
-use super::{FOLDER, texts, until};
+use super::{FOLDER, PATIENT_MS, texts, until};
 use crate::common::{Call, Rank, ok, rank_of_process, start_processes, state};
 
 /// Few enough that a broadcast's root is done before the others come.
@@ -33,7 +33,7 @@ fn verdicts(worker: &str, source: &str, arrival: &str) -> Vec<Vec<String>> {
     let variables = [
         (FOLDER, folder.path().to_str().unwrap()),
         ("NCCL_ALGO", "Ring"),
-        ("NCCL_KERNEL_TIMEOUT_MS", "300"),
+        ("NCCL_KERNEL_TIMEOUT_MS", PATIENT_MS),
         ("RINGSIGHT_ARRIVAL_TIMEOUT_MS", arrival),
         ("RINGSIGHT_WATCHDOG_ACTION", "abort"),
         ("RINGSIGHT_WATCHDOG_SOURCE", source),
@@ -120,7 +120,7 @@ fn failing_rank() {
 #[test]
 fn a_rank_whose_communicator_has_failed_is_what_the_others_wait_for() {
     for source in ["pages", "events"] {
-        let said = verdicts("watchdog::ended::failing_rank", source, "600");
+        let said = verdicts("watchdog::ended::failing_rank", source, "2000");
         let last = |rank: usize| said[rank].last().cloned().unwrap_or_default();
         assert!(
             last(0).starts_with("NOT_LAUNCHED (hang): rank 1 "),

@@ -11,7 +11,7 @@ use std::{
 use ringsight_comm::{abi, error::ResultCode, observe};
 use ringsight_records::{Function, Kind};
 
-use super::{ELEMENTS, FOLDER, texts, until};
+use super::{ELEMENTS, FOLDER, PATIENT_MS, texts, until};
 use crate::common::{Call, Rank, alone, host, ok, rank_of_process, start_each, state, unique_id};
 
 /// What this process has said.
@@ -34,7 +34,7 @@ fn ranks<'a>(
     let processes = start_each(worker, number, 1, |rank, command| {
         command
             .env(FOLDER, folder.path())
-            .env("NCCL_KERNEL_TIMEOUT_MS", "300")
+            .env("NCCL_KERNEL_TIMEOUT_MS", PATIENT_MS)
             .envs(change(rank));
     });
     until(&|| folder.path().join("told").exists());
@@ -252,7 +252,7 @@ fn ranks_that_share_a_device_are_told_apart() {
             .env("RINGSIGHT_DEVICE", "host")
             .env("NCCL_SOCKET_IFNAME", "lo")
             .env("NCCL_ALGO", "Ring")
-            .env("NCCL_KERNEL_TIMEOUT_MS", "300");
+            .env("NCCL_KERNEL_TIMEOUT_MS", PATIENT_MS);
     });
     let expected = "NOT_LAUNCHED (late): rank 2 has not launched it";
     let said = said(&text);
