@@ -13,7 +13,7 @@ pub(super) const THRESHOLD: Duration = Duration::from_millis(300);
 pub(super) const ARRIVAL: Duration = Duration::from_millis(1300);
 /// From a time-out to the verdict.
 pub(super) const PROMISED: Duration = Duration::from_secs(1);
-/// A process that is kept from running for so long has a machine that does something else.
+/// A process that is kept from running for so long, at once or in pieces within [`PROMISED`], has a machine that does something else.
 pub(super) const STALLED: Duration = Duration::from_millis(150);
 
 /// `ncclSuccess`, `ncclSystemError`, `ncclInvalidUsage`, `ncclRemoteError`.

@@ -10,7 +10,8 @@ use super::{
     cases::{Fault, Mode, Round, STALLED, Source, THRESHOLD},
     job::{Observed, Said},
     score::first_rank,
-    truth::What,
+    stalls::are_long,
+    truth::{Event, What},
 };
 
 /// Why a round is left out.
@@ -49,12 +50,17 @@ pub(super) fn reason(round: &Round, observed: &Observed) -> Option<Reason> {
     let is_before = |what: &What| matches!(what, What::Before { .. } | What::Called);
     let begin = observed.truth.iter().find(|event| is_before(&event.what));
     let lasts = begin.map_or(0, |event| event.ns)..observed.ended_ns;
-    let is_stall = |what: &What| matches!(what, What::Stalled { .. });
-    let stalled = observed
-        .truth
-        .iter()
-        .any(|event| is_stall(&event.what) && lasts.contains(&event.ns) && !is_stopped(event.rank));
-    if stalled || observed.stalled >= STALLED {
+    let stalls = |rank: u32| {
+        let of_rank = observed.truth.iter().filter(|event| event.rank == rank);
+        let meanwhile = of_rank.filter(|event| lasts.contains(&event.ns));
+        let stall = |event: &Event| match event.what {
+            What::Stalled { ms } => Some((event.ns, ms)),
+            _ => None,
+        };
+        meanwhile.filter_map(stall).collect::<Vec<_>>()
+    };
+    let stalled = |rank| !is_stopped(rank) && are_long(&stalls(rank));
+    if (0..round.ranks).any(stalled) || observed.stalled >= STALLED {
         return Some(Reason::Stalled);
     }
     let others = || (0..round.ranks).filter(|rank| *rank != round.victim);

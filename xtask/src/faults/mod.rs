@@ -24,6 +24,7 @@ mod job;
 mod kernels;
 mod score;
 mod soak;
+mod stalls;
 mod tally;
 mod truth;
 pub mod worker;

@@ -29,7 +29,7 @@ pub(super) enum What {
     Called,
     /// It has called it.
     Launched,
-    /// A thread of the rank's process that only sleeps did not run for so long when it was to.
+    /// A thread of the rank's process that only sleeps did not run for so long when it was to, until now.
     Stalled { ms: u64 },
     /// Its communicator had failed before it came to that.
     TooLate,

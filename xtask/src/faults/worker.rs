@@ -24,8 +24,9 @@ use clap::Args;
 
 use super::{
     call::{Call, Launched},
-    cases::{Action, Fault, Operation, PROMISED, Round, STALLED, SUCCESS, SYSTEM_ERROR},
+    cases::{Action, Fault, Operation, PROMISED, Round, SUCCESS, SYSTEM_ERROR},
     kernels, soak,
+    stalls::SHORT,
     truth::{Account, What},
 };
 use crate::nccl::{Communicator, DeviceKind, Nccl, UniqueId};
@@ -220,15 +221,15 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     })
 }
 
-/// Notes for how long this process is kept from running when it is to.
+/// Notes each time for how long this process is kept from running when it is to.
 fn note_stalls(truth: &Account, rank: u32) {
     const TURN: Duration = Duration::from_millis(10);
     loop {
         let begin = Instant::now();
         thread::sleep(TURN);
-        let stalled = begin.elapsed().saturating_sub(TURN);
-        if stalled >= STALLED {
-            let ms = stalled.as_millis() as u64;
+        let stall = begin.elapsed().saturating_sub(TURN);
+        if stall >= SHORT {
+            let ms = stall.as_millis() as u64;
             // A folder that is gone has no judge.
             let _ = truth.note(rank, What::Stalled { ms });
         }
