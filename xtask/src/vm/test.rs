@@ -34,7 +34,9 @@ pub struct Options {
 }
 
 /// How long one of them may take: several times what the longest takes on an idle machine, which others may be at work on.
-const LIMIT: Duration = Duration::from_secs(600);
+const LIMIT: Duration = Duration::from_secs(1500);
+/// How long it may say nothing; each of a program's tests says that it has ended.
+const QUIET: Duration = Duration::from_secs(360);
 
 /// Runs the tests in guests.
 ///
@@ -159,7 +161,7 @@ impl Job {
         guest.mlx5 = self.mlx5;
         guest.mlx5_ports = self.ports;
         guest.verbose = verbose;
-        guest.limit = LIMIT;
+        (guest.limit, guest.quiet) = (LIMIT, Some(QUIET));
         guest.program = match self.program {
             Program::Demo | Program::Failures { .. } => Vec::new(),
             Program::Script(name) => {
