@@ -450,19 +450,19 @@ fn more_slots(launches: &Launches, stream: CUstream) -> Result<MutexGuard<'_, Ex
     // SAFETY: atomics and integers.
     let controls = unsafe { Memory::new(CHUNK) }?;
     let states = zeroed(CHUNK * size_of::<LaunchState>(), stream)?;
-    let number = lock(&launches.exchange).free.chunk();
-    let chunk = Arc::new(Chunk {
-        number,
-        controls,
-        states,
-    });
-    let slots = (0..CHUNK as u32).map(|index| Slot {
-        chunk: chunk.clone(),
-        index,
-        runs_before: 0,
-    });
-    let slots = slots.collect();
     let mut exchange = lock(&launches.exchange);
-    exchange.free.fill(number, slots);
+    exchange.free.add(|number| {
+        let chunk = Arc::new(Chunk {
+            number,
+            controls,
+            states,
+        });
+        let slot = |index| Slot {
+            chunk: chunk.clone(),
+            index,
+            runs_before: 0,
+        };
+        (0..CHUNK as u32).map(slot).collect()
+    });
     Ok(exchange)
 }

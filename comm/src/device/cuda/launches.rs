@@ -51,18 +51,12 @@ impl<T> Default for Free<T> {
 }
 
 impl<T> Free<T> {
-    /// The number of one more chunk, which has no slots yet.
-    pub(super) fn chunk(&mut self) -> usize {
-        self.chunks.push(Vec::new());
-        self.chunks.len() - 1
+    /// One more chunk, of whose number its slots are made.
+    pub(super) fn add(&mut self, slots: impl FnOnce(usize) -> Vec<T>) {
+        self.chunks.push(slots(self.chunks.len()));
     }
 
-    /// All slots of a chunk that has been numbered here, and has none yet.
-    pub(super) fn fill(&mut self, chunk: usize, slots: Vec<T>) {
-        self.chunks[chunk] = slots;
-    }
-
-    /// A slot of such a chunk comes back.
+    /// A slot of a chunk that has been added comes back.
     pub(super) fn give(&mut self, chunk: usize, slot: T) {
         self.chunks[chunk].push(slot);
     }
@@ -100,11 +94,18 @@ mod tests {
     fn slots_are_of_one_chunk_as_long_as_that_has_some() {
         let mut free = Free::default();
         assert_eq!(free.take(), None);
-        let chunks = [free.chunk(), free.chunk(), free.chunk()];
-        free.fill(chunks[0], vec![1, 2]);
+        let mut chunks = Vec::new();
+        let mut add = |free: &mut Free<u32>, slots: &[u32]| {
+            free.add(|chunk| {
+                chunks.push(chunk);
+                slots.to_vec()
+            });
+        };
+        add(&mut free, &[1, 2]);
         assert_eq!([free.take(), free.take(), free.take()], [Some(2), Some(1), None]);
-        free.fill(chunks[1], vec![11, 12]);
-        free.fill(chunks[2], vec![21, 22, 23]);
+        add(&mut free, &[11, 12]);
+        add(&mut free, &[21, 22, 23]);
+        assert_eq!(chunks, [0, 1, 2]);
         assert_eq!(free.take(), Some(23));
         // Whatever comes back, and where.
         free.give(chunks[0], 1);
