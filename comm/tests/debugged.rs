@@ -13,7 +13,10 @@ use std::{
     time::Duration,
 };
 
-use common::{Call, ok, rank_of_process, start_processes, state, waiting::until};
+use common::{
+    Call, ok, rank_of_process, start_processes, state,
+    waiting::{PATIENT_MS, until},
+};
 use ringsight_comm::{abi, error::ResultCode, observe};
 use ringsight_records::{Function, Kind};
 
@@ -73,8 +76,7 @@ fn a_rank_in_a_debugger_is_no_hang_though_nobody_is_beside_it() {
     fs::create_dir_all(&folder).unwrap();
     let variables = [
         (FOLDER, folder.to_str().unwrap()),
-        // Longer than a busy machine holds up a rank that nobody stops.
-        ("NCCL_KERNEL_TIMEOUT_MS", "1000"),
+        ("NCCL_KERNEL_TIMEOUT_MS", PATIENT_MS),
         ("RINGSIGHT_WATCHDOG_INTERVAL_MS", "100"),
         ("RINGSIGHT_WATCHDOG_ACTION", "abort"),
     ];

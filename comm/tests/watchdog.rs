@@ -25,8 +25,6 @@ mod watchdog {
     const FOLDER: &str = "RINGSIGHT_TEST_FOLDER";
     /// Of the watchdog.
     const THRESHOLD: Duration = Duration::from_millis(300);
-    /// The same in milliseconds where nobody else may be named: a busy machine holds up ranks for as long as the other one.
-    const PATIENT_MS: &str = "1000";
     /// From the end of the threshold to the verdict.
     const PROMISED: Duration = Duration::from_secs(1);
     const ELEMENTS: usize = 4096;

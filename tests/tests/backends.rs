@@ -67,6 +67,12 @@ fn check_all(
     Ok(())
 }
 
+fn check_in_jaeger(summary: &Summary, ranks: u32, jaeger: &Jaeger) -> Result<()> {
+    check_all(summary, ranks, Duration::from_secs(10), |id| {
+        traces::read_jaeger(&backend::get(jaeger.query, &format!("/api/traces/{id}"))?)
+    })
+}
+
 fn through_jaeger(test: &str, protocol: &str) -> Result<()> {
     let Some(binary) = jaeger_binary() else {
         skip(test, "no Jaeger: `cargo xtask setup --all` builds it where Go is");
@@ -83,9 +89,7 @@ fn through_jaeger(test: &str, protocol: &str) -> Result<()> {
     let (summary, log) = send(folder.path(), &format!("http://{otlp}"), protocol, 60)?;
     // Jaeger takes traces alone: that is told, and no failure.
     ensure!(log.matches("takes no metrics").count() == 1, "{log}");
-    check_all(&summary, 4, Duration::from_secs(10), |id| {
-        traces::read_jaeger(&backend::get(jaeger.query, &format!("/api/traces/{id}"))?)
-    })
+    check_in_jaeger(&summary, 4, &jaeger)
 }
 
 #[test]
@@ -129,9 +133,7 @@ fn a_backend_that_comes_up_during_the_run_gets_everything() -> Result<()> {
         summary.operations.len() == truths[0].collectives.len() + messages,
         "operations are missing"
     );
-    check_all(&summary, 2, Duration::from_secs(10), |id| {
-        traces::read_jaeger(&backend::get(jaeger.query, &format!("/api/traces/{id}"))?)
-    })
+    check_in_jaeger(&summary, 2, &jaeger)
 }
 
 /// `http://host:port`, as an address.

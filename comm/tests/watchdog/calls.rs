@@ -5,8 +5,8 @@ use std::{env, path::PathBuf};
 use ringsight_comm::{abi, error::ResultCode, observe};
 use ringsight_records::{Description, Function, Kind};
 
-use super::{ELEMENTS, FAULT, FOLDER, PATIENT_MS, texts, until};
-use crate::common::{Call, host, ok, rank_of_process, start_processes, state};
+use super::{ELEMENTS, FAULT, FOLDER, texts, until};
+use crate::common::{Call, host, ok, rank_of_process, start_processes, state, waiting::PATIENT_MS};
 
 /// More than a message may have on its way while nobody takes it.
 const MANY: usize = 16 << 20;

@@ -8,8 +8,8 @@ use std::{
 use ringsight_comm::{abi, error::ResultCode, observe};
 use ringsight_records::{Function, Kind};
 
-use super::{FOLDER, PATIENT_MS, texts, until};
-use crate::common::{Call, Rank, ok, rank_of_process, start_processes, state};
+use super::{FOLDER, texts, until};
+use crate::common::{Call, Rank, ok, rank_of_process, start_processes, state, waiting::PATIENT_MS};
 
 /// Few enough that a broadcast's root is done before the others come.
 const ELEMENTS: usize = 1000;

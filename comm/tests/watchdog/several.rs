@@ -11,8 +11,10 @@ use std::{
 use ringsight_comm::{abi, error::ResultCode, observe};
 use ringsight_records::{Function, Kind};
 
-use super::{ELEMENTS, FOLDER, PATIENT_MS, texts, until};
-use crate::common::{Call, Rank, alone, host, ok, rank_of_process, start_each, state, unique_id};
+use super::{ELEMENTS, FOLDER, texts, until};
+use crate::common::{
+    Call, Rank, alone, host, ok, rank_of_process, start_each, state, unique_id, waiting::PATIENT_MS,
+};
 
 /// What this process has said.
 fn verdicts() -> u64 {
