@@ -23,7 +23,7 @@ pub enum SiteKind {
 
 impl SiteKind {
     /// Nanoseconds of CPU that a hit takes with its record, as `cargo xtask bench probe` measured them in the fastest of 15 runs
-    /// on a two-core virtual machine with Linux 6.18 (docs/src/performance/README.md, "Hits of probes"). The single-stepped
+    /// on a two-core virtual machine with Linux 6.18 (measurements/probe-costs.md). The single-stepped
     /// figure is what was measured with a return probe, less that. Where a trap does not leave a virtual machine, those of the
     /// kinds that trap are several times less.
     #[must_use]
@@ -181,7 +181,7 @@ mod tests {
 
     #[test]
     fn predictions_are_the_books() {
-        let book = include_str!("../../docs/src/performance/README.md");
+        let book = include_str!("../../measurements/probe-costs.md");
         let section = book.split_once("### Hits of probes").unwrap().1;
         let table = section.split_once("\n- ").unwrap().0;
         for (row, kind, returns) in [

@@ -15,10 +15,10 @@ pub const STRAIGHT_BYTES: u64 = 8 << 20;
 pub const PUSH_BYTES: u64 = 64 << 20;
 
 /// [`Limits::engine_bytes`] by default: copies reach 388 GB/s where stores among four reach 354, but begin and end some 20 µs later
-/// (`docs/src/performance/library-gpu.md`).
+/// (`docs/decisions/0005-copy-engines.md`).
 pub const ENGINE_BYTES: u64 = 512 << 20;
 
-/// [`Limits::piece_bytes`] by default: a copy takes 5 µs to begin, a meeting 10 (`docs/src/performance/library-gpu.md`), and 346 go by for so much.
+/// [`Limits::piece_bytes`] by default: a copy takes 5 µs to begin, a meeting 10 (`docs/decisions/0005-copy-engines.md`), and 346 go by for so much.
 pub const PIECE_BYTES: u64 = 128 << 20;
 
 /// Of one rank, or what all ranks have agreed on.
@@ -102,7 +102,7 @@ impl Limits {
     }
 
     /// Bytes of the larger of a rank's buffers from which on copy engines may do an operation among so many ranks, or move what it reduces; `u64::MAX`:
-    /// never. Of what is reduced among two, an all_reduce gains from less, and a reduce_scatter nothing (`docs/src/performance/library-gpu.md`).
+    /// never. Of what is reduced among two, an all_reduce gains from less, and a reduce_scatter nothing (`docs/decisions/0005-copy-engines.md`).
     #[must_use]
     pub fn engine_bytes_of(&self, function: Function, ranks: u32) -> u64 {
         let reduced = |best| self.engine_reduce_bytes.unwrap_or(best);
@@ -143,7 +143,7 @@ impl Limits {
 
     /// [`Limits::straight_bytes`] of a function among so many ranks. What goes straight begins with one more way over NVLink, and ends with a fence and
     /// another, 3 µs in all. Among more than two, reductions in lines have few registers for what is on its way. Where each is better was measured:
-    /// `docs/src/performance/tuning.jsonl`.
+    /// `docs/decisions/0003-zero-copy.md`.
     #[must_use]
     pub fn straight_bytes_of(&self, function: Function, ranks: u32) -> u64 {
         let reduces = function.reduces();

@@ -57,7 +57,7 @@ const fn through_fifos(algorithm: Algorithm) -> Choice {
 ///
 /// All ranks must come to the same row. So whether a buffer is registered counts where all ranks know it, in windows, and else is
 /// found out by the kernels: straight ones that do not reach a rank's buffer go in lines. Whether a call is captured changes what the host has to do, the
-/// same in all ways: of 475 sizes that were measured both captured and eager (`docs/src/performance/tuning.jsonl`) the best way of captured ones
+/// same in all ways: of 475 sizes that were measured both captured and eager (`measurements/tuning.jsonl`) the best way of captured ones
 /// is within a tenth of the best of eager ones but for 8, messages and reduces whose host takes twice as long as their kernels.
 ///
 /// A channel is one thread's work on the host device and one block's on a

@@ -10,7 +10,7 @@ use super::{
     table::choose,
 };
 
-const MEASURED: &str = include_str!("../../../docs/src/performance/tuning.jsonl");
+const MEASURED: &str = include_str!("../../../measurements/tuning.jsonl");
 /// What is taken may be so much slower than the best: two runs of the same differ by as much.
 const TOLERANCE: f64 = 1.1;
 

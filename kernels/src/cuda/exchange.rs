@@ -110,7 +110,7 @@ pub(super) fn launch(work: &Work, call: PeerCall, peers: &Peers) -> PeerLaunch {
     // As few steps as that takes, all of about the same length.
     let each = rows.div_ceil(lanes.min(blocks * warps)).max(1);
     // Chunks that are reduced are shorter: while a rank reduces some, others travel. Where there are few, they are as long as a kernel of
-    // two ranks asks for at once, and else of as many rows as take the link best: `docs/src/performance/library-gpu.md`.
+    // two ranks asks for at once, and else of as many rows as take the link best: `docs/decisions/0002-one-shot-and-ll128.md`.
     let most_rows = match (arguments.reduces, arguments.passes) {
         (1, _) if each <= 2 * EXACT_ROWS => EXACT_ROWS,
         (1, 1) => 4,

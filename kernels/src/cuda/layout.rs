@@ -195,7 +195,7 @@ const _: () = assert!(size_of::<LaunchControl>() == 64);
 ///
 /// What differs from one launch to the next of the same operation on the same buffers is in one 16 bytes, at a multiple of 16: the driver, which launches a
 /// kernel with new arguments, writes from the first such piece that has changed to the last one, and takes half as long for one as for all
-/// (docs/src/performance/library-gpu.md).
+/// (docs/decisions/0006-eager-launch-by-graph.md).
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub struct Head {

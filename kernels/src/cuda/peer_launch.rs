@@ -122,7 +122,7 @@ impl PeerLaunch {
 
     /// Whether it is better to launch it by an executable graph, where the host has one for its kernel: that takes the host half as long if the
     /// argument is small. But the GPU brings the kernel only when the one before it has ended; so of those that come earlier otherwise (`overlaps`,
-    /// [`PeerArguments::may_overlap`]) only such gain of which the host's part takes longer than the GPU's (docs/src/performance/library-gpu.md).
+    /// [`PeerArguments::may_overlap`]) only such gain of which the host's part takes longer than the GPU's (docs/decisions/0006-eager-launch-by-graph.md).
     #[must_use]
     pub fn gains_by_graph(&self, overlaps: bool) -> bool {
         /// Of all ranks' parts together: between two, 4 µs at most.

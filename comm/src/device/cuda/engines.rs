@@ -1,7 +1,7 @@
 //! Copies by copy engines, between the two kernels of a launch ([`ringsight_kernels::cuda::gates`]).
 //!
 //! Those to other GPUs come one after another: one alone fills a GPU's link, and three side by side among four GPUs had 60 % of it
-//! (docs/src/performance/library-gpu.md). What stays on this GPU goes over no link, and is queued beside them. An eager copy of that is forked
+//! (docs/decisions/0005-copy-engines.md). What stays on this GPU goes over no link, and is queued beside them. An eager copy of that is forked
 //! from the caller's stream into a stream of the communicator's own and joined again. That is no other communicator's:
 //! in a stream that two share, a copy would wait for the kernel before another one's copies, which may wait for a rank whose next
 //! operation waits for this one. A captured one is a node beside the others, with no other stream: one that has joined a capture stays in it

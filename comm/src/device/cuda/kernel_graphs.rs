@@ -1,5 +1,5 @@
 //! Eager launches by executable graphs of one kernel, which take half of the host's time of a launch: 1.4 µs for a small argument and the launch
-//! instead of 2.7 (docs/src/performance/library-gpu.md). On the GPU they are as launches that wait for the end of what is before them in
+//! instead of 2.7 (docs/decisions/0006-eager-launch-by-graph.md). On the GPU they are as launches that wait for the end of what is before them in
 //! their stream, and have that stream's priority.
 //!
 //! The driver runs one launch of such a graph after another, whatever their streams are (`cuGraphLaunch`), so each communicator has some of its own, whose
