@@ -9,19 +9,16 @@ pub mod bootstrap;
 pub mod checks;
 pub mod communicator;
 pub mod device;
-pub(crate) mod env;
-pub mod error;
-pub(crate) mod few;
 #[doc(hidden)]
 pub mod fuzzing;
 pub mod group;
 pub mod launch;
-pub(crate) mod log;
 pub mod observe;
 pub mod plan;
-pub(crate) mod process;
 pub mod proxy;
-pub(crate) mod threads;
 pub mod topology;
 pub mod transport;
 pub(crate) mod watchdog;
+
+pub use ringsight_comm_base::error;
+pub(crate) use ringsight_comm_base::{env, log, process, threads};

@@ -4,6 +4,7 @@ use std::{collections::HashMap, sync::Arc};
 
 use crate::{
     bootstrap::{Bootstrap, Error, Result, fnv1a},
+    log::GRAPH,
     process::{self, Stat},
 };
 
@@ -260,6 +261,25 @@ impl Topology {
         let start = order.iter().position(|rank| *rank == self.rank).unwrap_or(0);
         order.rotate_left(start);
         order.into()
+    }
+
+    /// Logs the rings of a communicator: rank 0 the whole of each, every rank its own neighbours.
+    pub(crate) fn log_rings(&self, channels: u32) {
+        if !tracing::enabled!(target: GRAPH, tracing::Level::INFO) {
+            return;
+        }
+        for channel in 0..channels {
+            let ring = self.ring(channel as u8);
+            if self.rank == 0 {
+                let order: Vec<_> = ring.iter().map(u32::to_string).collect();
+                tracing::info!(target: GRAPH, "Channel {channel:02}/{channels:02} : {}", order.join(" "));
+            }
+            if let [own, next, ..] = *ring
+                && let Some(prev) = ring.last()
+            {
+                tracing::info!(target: GRAPH, "Ring {channel:02} : {prev} -> {own} -> {next}");
+            }
+        }
     }
 }
 

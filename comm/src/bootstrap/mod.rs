@@ -6,7 +6,6 @@
 //! ([`Bootstrap::on_lost`]). Collective calls ([`Bootstrap::all_gather`]) are built from these messages.
 
 mod collective;
-pub(crate) mod fork;
 mod frame;
 pub(crate) mod fuzzing;
 pub(crate) mod id;
@@ -17,7 +16,6 @@ mod rendezvous;
 mod root;
 mod service;
 mod shared;
-pub(crate) mod sys;
 #[cfg(test)]
 mod tests;
 pub(crate) mod unix;
@@ -38,9 +36,13 @@ use ringsight_kernels::AbortWord;
 use shared::{Class, Shared};
 use sys::Wake;
 
-use crate::threads;
+use crate::{
+    error::{self, ResultCode},
+    threads,
+};
 
 pub(crate) use id::fnv1a;
+pub(crate) use ringsight_comm_base::{fork, sys};
 
 /// What can go wrong between ranks before there are connections.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -76,6 +78,18 @@ pub enum Error {
     /// The abort word was set.
     #[error("aborted while {0}")]
     Aborted(String),
+}
+
+impl From<Error> for error::Error {
+    fn from(error: Error) -> Self {
+        let code = match &error {
+            Error::InvalidId(_) | Error::InvalidArgument(_) => ResultCode::InvalidArgument,
+            Error::System { .. } | Error::TimedOut(_) => ResultCode::SystemError,
+            Error::PeerLost { .. } | Error::Protocol(_) => ResultCode::RemoteError,
+            Error::Aborted(_) => ResultCode::InvalidUsage,
+        };
+        Self::new(code, error.to_string())
+    }
 }
 
 /// Result of bootstrap calls.

@@ -179,7 +179,7 @@ impl Making<'_> {
     pub(super) fn complete(&self, bootstrap: Bootstrap, id: u64) -> Result<Arc<Communicator>> {
         let (rank, ranks) = (bootstrap.rank(), bootstrap.ranks());
         if rank == 0 {
-            log::version();
+            log::version(observe::LIBRARY_VERSION);
         }
         let device = self.device;
         tracing::info!(
@@ -253,7 +253,7 @@ impl Making<'_> {
         let connector = Connector::new(topology.clone(), family.proxy.clone(), abort.clone(), patience)
             .over_shared_proxies(domain, proxy_ranks.clone())
             .with_arena(arena);
-        log::rings(&topology, channels);
+        topology.log_rings(channels);
         let connected = connect_rings(bootstrap, &connector, channels);
         if connected.is_err() {
             membership.leave(&connector);

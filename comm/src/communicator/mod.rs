@@ -18,7 +18,7 @@ mod scratch;
 mod terms;
 mod windows;
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak, atomic::AtomicBool};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak, atomic::AtomicBool};
 
 use ringsight_kernels::{AbortWord, launch::Peers};
 use ringsight_records::{Flags, Kind, Record, State};
@@ -56,6 +56,7 @@ use posting::Posting;
 pub use registration::PAGE;
 pub(crate) use registration::Registrations;
 pub use registry::{Handle, find, fulfil, is_made, lookup, remove, reserve, state, tear_out, withdraw};
+pub(crate) use ringsight_comm_base::sync::lock;
 pub(crate) use windows::{Found, Part};
 
 /// One rank of a communicator.
@@ -131,12 +132,6 @@ pub(crate) struct Planner {
     pub(crate) plans: Plans,
     pub(crate) order: Order,
     pub(crate) launcher: Launcher,
-}
-
-/// Locks, whoever panicked while holding it: a panic is reported as an internal error at the call that it broke, and
-/// what these locks guard is consistent between statements.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Communicator {

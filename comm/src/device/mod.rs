@@ -22,6 +22,8 @@ use std::{
 use ringsight_kernels::Launch;
 use ringsight_records::{Algorithm, DeviceClock, Function, Protocol};
 
+use crate::error::{self, ResultCode};
+
 pub use journal::{Journal, Overrun};
 pub use memory::{Allocation, Direct, Piece, Reached, Share};
 
@@ -70,6 +72,18 @@ pub enum DeviceError {
     /// The device reported a fault.
     #[error("{0}")]
     Fault(String),
+}
+
+impl From<DeviceError> for error::Error {
+    fn from(error: DeviceError) -> Self {
+        let code = match &error {
+            DeviceError::InvalidHandle(_) => ResultCode::InvalidArgument,
+            DeviceError::InvalidUsage(_) => ResultCode::InvalidUsage,
+            DeviceError::Resource(_) => ResultCode::SystemError,
+            DeviceError::Unavailable(_) | DeviceError::Fault(_) => ResultCode::UnhandledCudaError,
+        };
+        Self::new(code, error.to_string())
+    }
 }
 
 /// Result of a device call.
@@ -459,7 +473,11 @@ pub trait Device: Send + Sync + 'static {
 /// the life of the process.
 pub fn device() -> Result<&'static Arc<dyn Device>> {
     DEVICE
-        .get_or_init(|| open(crate::env::text("RINGSIGHT_DEVICE").as_deref()))
+        .get_or_init(|| {
+            let opened = open(crate::env::text("RINGSIGHT_DEVICE").as_deref());
+            crate::log::show_device(|| self::opened()?.current().ok());
+            opened
+        })
         .as_ref()
         .map_err(Clone::clone)
 }

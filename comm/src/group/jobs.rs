@@ -12,12 +12,12 @@ use std::{
 };
 
 use ringsight_kernels::AbortWord;
+use smallvec::SmallVec;
 
 use crate::{
     communicator::{self, Handle, Lifecycle},
     device::device,
     error::{Error, Result, ResultCode},
-    few::Few,
 };
 
 /// One call.
@@ -228,5 +228,5 @@ pub fn submit(job: Job) -> Result<()> {
         group.jobs.push(job);
         admitted.map(|()| None)
     })?;
-    lone.map_or(Ok(()), |mut lone| lone.complete(&mut Few::None))
+    lone.map_or(Ok(()), |mut lone| lone.complete(&mut SmallVec::new()))
 }

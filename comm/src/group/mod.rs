@@ -12,15 +12,16 @@ use std::{
     time::Duration,
 };
 
-use ringsight_records::{Flags, Function, Kind, Record, State, description::Time, pages::CAPTURED};
+use ringsight_records::{Flags, Function, Kind, Record, ReduceOp, State, description::Time, pages::CAPTURED};
+use smallvec::SmallVec;
 
 use crate::{
+    checks,
     communicator::{Communicator, Lifecycle},
     device::{Capture, Stream},
     error::{Error, Result, ResultCode},
-    few::Few,
     launch::reclaim::Spare,
-    observe,
+    log, observe,
     plan::{self, Exchange, OpInfo, Request, Task},
 };
 
@@ -30,10 +31,10 @@ pub(crate) use run::launch_stuck;
 /// What one group asks of one communicator.
 struct Tasks {
     comm: Arc<Communicator>,
-    collectives: Few<Task>,
+    collectives: SmallVec<[Task; 1]>,
     /// In a box: most groups have none.
     exchange: Option<Box<Exchange>>,
-    streams: Few<Stream>,
+    streams: SmallVec<[Stream; 1]>,
     /// Of its first operation; all others must be in the same.
     capture: Option<Capture>,
     /// Memory for its first plan, if there was some when operations were called.
@@ -50,7 +51,7 @@ struct Group {
     fork: u32,
     number: u32,
     error: Option<Error>,
-    tasks: Few<Tasks>,
+    tasks: SmallVec<[Tasks; 1]>,
     jobs: jobs::Jobs,
     /// Whether its communicators are blocking; `None` until the first one comes.
     blocking: Option<bool>,
@@ -160,7 +161,7 @@ pub fn simulate_end<T>(check: impl FnOnce() -> Result<T>) -> Result<Option<(T, D
 }
 
 /// Closes a level and hands the outermost one's group to `complete`.
-fn close<T>(complete: impl FnOnce(Group, &mut Few<OpInfo>) -> Result<T>) -> Result<Option<T>> {
+fn close<T>(complete: impl FnOnce(Group, &mut SmallVec<[OpInfo; 1]>) -> Result<T>) -> Result<Option<T>> {
     let start = observe::now_ns();
     let group = mine(|group| {
         if group.depth == 0 {
@@ -178,7 +179,7 @@ fn close<T>(complete: impl FnOnce(Group, &mut Few<OpInfo>) -> Result<T>) -> Resu
     let Some(group) = group else { return Ok(None) };
     let (number, captured) = (group.number, group.captured);
     emit_api(number, EXPLICIT, State::GROUP_END_API_START, start, captured);
-    let mut launched = Few::None;
+    let mut launched = SmallVec::new();
     let result = complete(group, &mut launched);
     let end = observe::now_ns();
     emit_api(number, EXPLICIT, State::STOP, end, captured);
@@ -237,7 +238,7 @@ pub fn enqueue(comm: Arc<Communicator>, request: Request, start_ns: u64) -> Resu
         // The thread that launches it writes its description.
         task.api_end_ns = observe::now_ns();
     }
-    let mut launched = Few::None;
+    let mut launched = SmallVec::new();
     let result = group.complete(&mut launched);
     let end = observe::now_ns();
     observe::set_times(info.op, [(Time::ApiEnd, end)]);
@@ -264,7 +265,7 @@ impl Group {
             fork: 0,
             number,
             error: None,
-            tasks: Few::None,
+            tasks: SmallVec::new_const(),
             jobs: jobs::Jobs::NONE,
             blocking: None,
             captured: false,
@@ -296,9 +297,9 @@ impl Group {
             .unwrap_or_else(|| {
                 self.tasks.push(Tasks {
                     comm,
-                    collectives: Few::None,
+                    collectives: SmallVec::new(),
                     exchange: None,
-                    streams: Few::None,
+                    streams: SmallVec::new(),
                     capture,
                     spare: None,
                 });
@@ -347,7 +348,7 @@ impl Group {
                 .with(Flags::REGISTERED.when(comm.registrations().cover(request.buffers(comm.ranks)))),
         };
         info.emit(info.api_kind(), State::START, start_ns);
-        crate::log::operation(&request, &info, comm.ranks);
+        log_call(&request, &info, comm.ranks);
         let by_messages = plan::goes_by_messages(&request, comm)?;
         let task = Task {
             request,
@@ -388,6 +389,28 @@ impl Group {
         }
         Ok(())
     }
+}
+
+/// Logs a call.
+fn log_call(request: &Request, info: &OpInfo, ranks: u32) {
+    tracing::info!(
+        target: log::COLL,
+        "{}: opCount {:x} sendbuff {:#x} recvbuff {:#x} count {} datatype {} op {} {} {} comm {:#x} [nranks={ranks}] stream {:#x}",
+        checks::api_name(request.function),
+        info.seq,
+        request.send,
+        request.recv,
+        request.count,
+        request.data_type.code(),
+        match request.reduce_op {
+            ReduceOp::None => 0,
+            op => op.code(),
+        },
+        if request.function.is_p2p() { "peer" } else { "root" },
+        request.peer.unwrap_or(0),
+        info.comm,
+        request.stream.0,
+    );
 }
 
 /// The calling thread's id, asked once a thread.

@@ -9,13 +9,13 @@ use std::{
 };
 
 use ringsight_records::{Flags, Kind, Record, State};
+use smallvec::{SmallVec, smallvec};
 
 use super::{Group, Tasks, announce, jobs::Made, wants_calls};
 use crate::{
     communicator::{Background, Communicator, Lifecycle},
     device::{Device, End, Stream},
     error::{Error, Result, ResultCode},
-    few::Few,
     launch::Launching,
     observe,
     plan::{self, Exchange, OpInfo, Plans, Task},
@@ -51,14 +51,14 @@ fn launch_stuck_on(comm: &Arc<Communicator>, device: &dyn Device, stream: Stream
     let mut planner = comm.planner();
     planner.plans.drain();
     launching.prepare(device, &mut planner)?;
-    launching.launch(device, &mut planner, &mut Few::None)?;
+    launching.launch(device, &mut planner, &mut SmallVec::new())?;
     launching.finish(device, &mut planner)
 }
 
 impl Group {
     /// Does what was collected; lists the operations that were launched, also where others could not be. With
     /// non-blocking communicators a thread does it, and their state tells of its end.
-    pub(super) fn complete(&mut self, launched: &mut Few<OpInfo>) -> Result<()> {
+    pub(super) fn complete(&mut self, launched: &mut SmallVec<[OpInfo; 1]>) -> Result<()> {
         if let Some(error) = self.error.take() {
             mem::take(&mut self.jobs).withdraw();
             self.forget(&[]);
@@ -85,7 +85,7 @@ impl Group {
         let mut group = mem::take(self);
         let waiting = lives.clone();
         let started = work.start(move || {
-            let mut launched = Few::None;
+            let mut launched = SmallVec::new();
             let result = catch_unwind(AssertUnwindSafe(|| {
                 ready.run().and_then(|()| group.run(&mut launched))
             }))
@@ -105,7 +105,7 @@ impl Group {
     }
 
     /// Launches the operations and lists them, also where others could not be launched: those have not happened.
-    fn run(&mut self, launched: &mut Few<OpInfo>) -> Result<()> {
+    fn run(&mut self, launched: &mut SmallVec<[OpInfo; 1]>) -> Result<()> {
         if self.tasks.is_empty() {
             return Ok(());
         }
@@ -148,7 +148,7 @@ impl Group {
         };
         self.error = checked.as_ref().err().cloned();
         let made = if self.error.is_some() || !self.jobs.is_empty() {
-            self.complete(&mut Few::None)
+            self.complete(&mut SmallVec::new())
         } else {
             Ok(())
         };
@@ -172,14 +172,14 @@ impl Group {
         }
     }
 
-    fn launch(&mut self, launched: &mut Few<OpInfo>) -> Result<()> {
+    fn launch(&mut self, launched: &mut SmallVec<[OpInfo; 1]>) -> Result<()> {
         let all: usize = self.tasks.iter().map(Tasks::len).sum();
         let at_once = self.lone && self.blocking != Some(false);
         let number = self.number;
         let begin = |tasks| Launching::of(tasks, number, at_once);
-        let mut launchings = match &mut *self.tasks {
+        let mut launchings: SmallVec<[Launching<'_>; 1]> = match &mut *self.tasks {
             // Made where it stays: it has a thousand bytes.
-            [tasks] => Few::One(begin(tasks)),
+            [tasks] => smallvec![begin(tasks)],
             all => all.iter_mut().map(begin).collect(),
         };
         for launching in launchings.iter_mut() {
@@ -197,7 +197,7 @@ impl Group {
         })
     }
 
-    fn launch_all(launchings: &mut [Launching<'_>], launched: &mut Few<OpInfo>) -> Result<()> {
+    fn launch_all(launchings: &mut [Launching<'_>], launched: &mut SmallVec<[OpInfo; 1]>) -> Result<()> {
         // The same in one go: what follows, where there is nobody to take turns with.
         if let [launching] = launchings {
             let comm = launching.comm;

@@ -9,6 +9,7 @@ mod times;
 use std::sync::Arc;
 
 use ringsight_records::{Flags, Kind, Record, State, description::Time};
+use smallvec::SmallVec;
 
 pub(crate) use order::Order;
 use reclaim::Ready;
@@ -18,7 +19,6 @@ use crate::{
     communicator::{Communicator, Planner},
     device::{Capture, Device, End, Stream},
     error::{Error, Result},
-    few::Few,
     observe,
     plan::{OpInfo, Plans},
     watchdog::Watch,
@@ -84,7 +84,7 @@ impl Launching<'_> {
         &mut self,
         device: &dyn Device,
         planner: &mut Planner,
-        launched: &mut Few<OpInfo>,
+        launched: &mut SmallVec<[OpInfo; 1]>,
     ) -> Result<bool> {
         let Some(plan) = self.plans.get_mut(self.next) else {
             return Ok(false);
@@ -191,7 +191,7 @@ impl Launching<'_> {
         &mut self,
         device: &dyn Device,
         planner: &mut Planner,
-        launched: &mut Few<OpInfo>,
+        launched: &mut SmallVec<[OpInfo; 1]>,
     ) -> Result<()> {
         while self.launch(device, planner, launched)? {}
         Ok(())

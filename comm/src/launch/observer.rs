@@ -10,6 +10,7 @@ use std::{
 
 use ringsight_kernels::{Observer, When};
 use ringsight_records::{Flags, Kind, Record, State, Waits, description::Time};
+use smallvec::{SmallVec, smallvec};
 
 pub(crate) use super::progress::Seen;
 use super::{
@@ -17,7 +18,7 @@ use super::{
     reclaim::{Notes, Reclaim},
     times::Times,
 };
-use crate::{checks::Checks, few::Few, observe, plan::OpInfo};
+use crate::{checks::Checks, observe, plan::OpInfo};
 
 /// No time.
 const NEVER: u64 = u64::MAX;
@@ -211,7 +212,7 @@ pub(crate) struct Shared {
 pub struct PlanObserver {
     number: u32,
     /// By operation number.
-    states: Few<OpState>,
+    states: SmallVec<[OpState; 1]>,
     /// Operations that other plans have works of too, by operation number; each is counted for the plan that it begins in.
     shared: Vec<Shared>,
     persistent: bool,
@@ -228,7 +229,7 @@ pub struct PlanObserver {
 /// What a plan has for its observer.
 pub(crate) struct Contents {
     pub(crate) number: u32,
-    pub(crate) states: Few<OpState>,
+    pub(crate) states: SmallVec<[OpState; 1]>,
     pub(crate) shared: Vec<Shared>,
     pub(crate) persistent: bool,
 }
@@ -237,7 +238,7 @@ impl PlanObserver {
     pub(crate) fn new(contents: &mut Contents, notes: Arc<Notes>, checks: Arc<Checks>) -> Self {
         let mut this = Self {
             number: 0,
-            states: Few::None,
+            states: SmallVec::new(),
             shared: Vec::new(),
             persistent: false,
             stage: AtomicU8::new(0),
@@ -265,7 +266,7 @@ impl PlanObserver {
     /// That of another plan which runs once, of one operation.
     pub(crate) fn renew_for(&mut self, number: u32, state: OpState) {
         self.number = number;
-        self.states = Few::One(state);
+        self.states = smallvec![state];
         self.shared.clear();
         self.persistent = false;
         self.begin_anew();

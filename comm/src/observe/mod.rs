@@ -15,8 +15,9 @@ pub use numbers::{
     ask_for_next, describe, next_captured_op, next_group, next_op, next_plan, release_captured_op, set_times,
     set_waits,
 };
+pub use ringsight_comm_base::fork::{count_generations as notice_forks, generation as fork_generation};
 use ringsight_records::{Kind, Record, pages::Pages, ring};
-pub use shared::{LIBRARY_VERSION, VERSION_BANNER, fork_generation, notice_forks, pid, prepare};
+pub use shared::{LIBRARY_VERSION, VERSION_BANNER, pid, prepare};
 pub use tables::TableEntry;
 pub(crate) use tables::{ConnectionEntry, ProxyEntry};
 

@@ -13,7 +13,7 @@ use std::{
 use ringsight_records::pages::{Geometry, Header, MEMFD_NAME, Pages};
 
 use super::numbers::CapturedSlots;
-use crate::{bootstrap::sys, process, threads::AtLeastOnce};
+use ringsight_comm_base::{env, fork, process, sync::AtLeastOnce, sys};
 
 /// Version number that `ncclGetVersion` gives: 2.28.9.
 pub const LIBRARY_VERSION: u32 = 22809;
@@ -34,8 +34,6 @@ static CURRENT: AtomicPtr<Shared> = AtomicPtr::new(ptr::null_mut());
 /// Serialises creation. An `AtomicI32` spin lock would be wrong in a forked child; so would a `Mutex` that another
 /// thread of the parent held at the fork, hence the owner's fork generation in it.
 static CREATING: AtomicU32 = AtomicU32::new(0);
-/// How often this process descends by fork from the one that loaded the library.
-static FORKS: AtomicU32 = AtomicU32::new(0);
 /// File descriptor of the current pages, for the fork handler; -1 if there are none.
 static FD: AtomicI32 = AtomicI32::new(-1);
 
@@ -48,28 +46,11 @@ pub(super) fn current() -> Option<&'static Shared> {
     unsafe { shared.as_ref() }
 }
 
-/// How often this process was forked since the library was loaded: a communicator made under another number belongs to
-/// the parent, whose threads do not exist here.
-#[must_use]
-pub fn fork_generation() -> u32 {
-    FORKS.load(Ordering::Relaxed)
-}
-
 /// This process's number, which the pages of it hold: asking the kernel costs as much as the rest of a record.
 #[inline]
 #[must_use]
 pub fn pid() -> u32 {
     current().map_or_else(std::process::id, |shared| shared.pages.header().pid)
-}
-
-/// Makes [`fork_generation`] count from now on: before anything that a child must not take for its own.
-pub fn notice_forks() {
-    static HANDLER: AtLeastOnce = AtLeastOnce::new();
-    // Two of them count a fork twice, which tells it from others all the same.
-    HANDLER.call(|| {
-        // SAFETY: registers plain functions that only do atomic stores and `close`, all async-signal-safe.
-        unsafe { libc::pthread_atfork(None, None, Some(forked)) };
-    });
 }
 
 /// Makes the pages if there are none yet.
@@ -80,9 +61,13 @@ pub fn prepare() -> io::Result<()> {
     if current().is_some() {
         return Ok(());
     }
-    notice_forks();
+    fork::count_generations();
+    static HANDLER: AtLeastOnce = AtLeastOnce::new();
+    // A second handler finds no pages.
+    // SAFETY: atomic operations and `close` are async-signal-safe.
+    HANDLER.call(|| unsafe { fork::at_fork(forked) });
     // A lock whose holder is named by fork generation: one that a thread of the parent held at the fork is free here.
-    let mine = fork_generation() << 1 | 1;
+    let mine = fork::generation() << 1 | 1;
     loop {
         let seen = CREATING.load(Ordering::Relaxed);
         if seen == mine {
@@ -110,7 +95,6 @@ pub fn prepare() -> io::Result<()> {
 
 /// Runs in the child of a fork: the pages there are the parent's.
 extern "C" fn forked() {
-    FORKS.fetch_add(1, Ordering::Relaxed);
     CURRENT.store(ptr::null_mut(), Ordering::Relaxed);
     let fd = FD.swap(-1, Ordering::Relaxed);
     if fd >= 0 {
@@ -144,7 +128,7 @@ fn make() -> io::Result<Shared> {
     if base == libc::MAP_FAILED {
         return fail(io::Error::last_os_error());
     }
-    let host = crate::env::text("NCCL_HOSTID").unwrap_or_else(process::host_name);
+    let host = env::text("NCCL_HOSTID").unwrap_or_else(process::host_name);
     let stat = process::Stat::own().ok_or_else(|| io::Error::other("/proc/self/stat has no start time"))?;
     // SAFETY: page-aligned, zeroed, large enough, and nobody else uses it before the magic is set.
     let header = unsafe { &mut *base.cast::<Header>() };

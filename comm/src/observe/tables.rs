@@ -8,7 +8,9 @@ use ringsight_records::{
     proxies::{ProxySlot, ProxyState},
 };
 
-use super::{fork_generation, pages};
+use ringsight_comm_base::fork;
+
+use super::pages;
 
 /// A place in the communicator table, freed when dropped.
 #[derive(Debug)]
@@ -31,7 +33,7 @@ impl TableEntry {
         }
         slot.map(|slot| Self {
             slot,
-            fork: fork_generation(),
+            fork: fork::generation(),
         })
     }
 
@@ -45,7 +47,7 @@ impl TableEntry {
 impl Drop for TableEntry {
     fn drop(&mut self) {
         // In a forked child the pages are the parent's, or others: the slot is not ours.
-        if self.fork == fork_generation()
+        if self.fork == fork::generation()
             && let Some(pages) = pages()
         {
             pages.communicators()[self.slot].free();
@@ -70,13 +72,13 @@ impl ConnectionEntry {
         }
         slot.map(|slot| Self {
             slot,
-            fork: fork_generation(),
+            fork: fork::generation(),
         })
     }
 
     /// Replaces what is told of the connection.
     pub(crate) fn write(&self, connection: &Connection) {
-        if self.fork == fork_generation() {
+        if self.fork == fork::generation() {
             self.slot.write(connection);
         }
     }
@@ -85,7 +87,7 @@ impl ConnectionEntry {
 impl Drop for ConnectionEntry {
     fn drop(&mut self) {
         // In a forked child the slot is the parent's.
-        if self.fork == fork_generation() {
+        if self.fork == fork::generation() {
             self.slot.free();
         }
     }
@@ -108,13 +110,13 @@ impl ProxyEntry {
         }
         slot.map(|slot| Self {
             slot,
-            fork: fork_generation(),
+            fork: fork::generation(),
         })
     }
 
     /// The slot, unless it is the parent's of this process.
     fn own(&self) -> Option<&'static ProxySlot> {
-        (self.fork == fork_generation()).then_some(self.slot)
+        (self.fork == fork::generation()).then_some(self.slot)
     }
 
     /// An operation's turn has come.

@@ -7,7 +7,7 @@ use crate::{
     checks,
     communicator::Communicator,
     device::{Way, device},
-    observe,
+    log, observe,
 };
 
 /// How an operation is carried out.
@@ -26,7 +26,7 @@ impl Plan {
     pub(super) fn announce(&mut self, comm: &Communicator, group: u32, task: &Task, carried: &Carried) {
         self.describe(comm, group, task, carried);
         let how = (carried.algorithm, carried.protocol);
-        crate::log::choice(task, carried.channel_mask, how);
+        log_choice(task, carried.channel_mask, how);
         task.info.emit_now(task.info.kind(), State::START);
         self.ops.push(task.info);
         self.calls
@@ -80,4 +80,21 @@ impl Plan {
             ..Default::default()
         });
     }
+}
+
+/// Logs what was chosen for an operation.
+fn log_choice(task: &Task, channels: u64, (algorithm, protocol): (Algorithm, Protocol)) {
+    let (low, high) = if channels == 0 {
+        (0, 0)
+    } else {
+        (channels.trailing_zeros(), channels.ilog2())
+    };
+    tracing::info!(
+        target: log::TUNING,
+        "{}: {} Bytes -> Algo {} proto {} channel{{Lo..Hi}}={{{low}..{high}}}",
+        checks::api_name(task.request.function),
+        task.info.bytes,
+        algorithm.name().to_uppercase(),
+        protocol.name().to_uppercase(),
+    );
 }

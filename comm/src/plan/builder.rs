@@ -6,9 +6,10 @@ use ringsight_kernels::{
     Connections, Straight, Work,
     cuda::{exchange::can_go_straight, layout::Shown},
     launch::Peers,
-    schedule::divisible,
+    schedule::{WorkError, divisible},
 };
 use ringsight_records::{Algorithm, Flags, Function, Protocol};
+use smallvec::SmallVec;
 
 use super::{
     Plan, Task, again, algorithm, announce::Carried, channel_works::ChannelWorks, channels, estimate,
@@ -19,7 +20,6 @@ use crate::{
     communicator::Communicator,
     device::device,
     error::{Error, Result},
-    few::Few,
     launch::{
         observer::{Contents, OpState},
         reclaim::{self, Spare},
@@ -74,7 +74,7 @@ impl<'a> Builder<'a> {
             work: ChannelWorks::again(works),
             contents: Contents {
                 number,
-                states: Few::None,
+                states: SmallVec::new(),
                 shared: Vec::new(),
                 persistent: false,
             },
@@ -136,7 +136,7 @@ impl<'a> Builder<'a> {
             pushes,
             ..self.work_of(task, all, choice.algorithm, connections)
         };
-        work.check()?;
+        work.check().map_err(invalid_work)?;
         if let Some(load) = &mut self.simulated {
             load.add_work(&work, estimate::SHARED);
         }
@@ -174,7 +174,7 @@ impl<'a> Builder<'a> {
     ) -> Result<u32> {
         let Some(ring) = &self.comm.rings[usize::from(channel)] else {
             let work = self.work_of(task, part, algorithm, Connections::Local);
-            work.check()?;
+            work.check().map_err(invalid_work)?;
             if let Some(load) = &mut self.simulated {
                 load.add_work(&work, estimate::SHARED);
             }
@@ -189,7 +189,7 @@ impl<'a> Builder<'a> {
             next: ring.next.fifo.clone(),
         };
         let work = self.work_of(task, part, algorithm, connections);
-        work.check()?;
+        work.check().map_err(invalid_work)?;
         if let Some(load) = &mut self.simulated {
             let networked = ring.prev.proxy.is_some() || ring.next.proxy.is_some();
             let way = if networked {
@@ -240,7 +240,7 @@ impl<'a> Builder<'a> {
                 recv: to,
                 ..self.message_of(send, Function::Send, part, Connections::Local)
             };
-            work.check()?;
+            work.check().map_err(invalid_work)?;
             self.add_work(channel, work);
             mask |= 1 << channel;
         }
@@ -288,7 +288,7 @@ impl<'a> Builder<'a> {
                 let recv = message.address;
                 (Work { recv, ..work }, connection.proxy)
             };
-            work.check()?;
+            work.check().map_err(invalid_work)?;
             let steps = work.steps();
             let steps = if is_send { steps.send } else { steps.recv };
             proxies += self.add_proxy(task, channel, proxy, peer, is_send, (steps, true));
@@ -493,4 +493,9 @@ fn may_go_straight(work: &Work) -> bool {
         Function::Recv => work.straight != Straight::Closed,
         _ => work.straight != Straight::Closed && can_go_straight(work),
     }
+}
+
+/// Work that the kernels refuse is a defect of the planner.
+fn invalid_work(error: WorkError) -> Error {
+    Error::internal(error.to_string())
 }

@@ -3,6 +3,7 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use ringsight_kernels::cuda::messages;
+use smallvec::{SmallVec, smallvec};
 
 use super::{
     Exchange, Plan, Request, Task, again,
@@ -13,7 +14,6 @@ use super::{
 use crate::{
     communicator::Communicator,
     error::{Error, Result},
-    few::Few,
     launch::{
         observer::{OpState, Shared},
         reclaim::Spare,
@@ -74,7 +74,7 @@ pub(crate) struct Plans<'a> {
     group: Option<u32>,
     /// For the next plan.
     spare: Option<Spare>,
-    made: Few<Builder<'a>>,
+    made: SmallVec<[Builder<'a>; 1]>,
     /// The only one, where that needs no making.
     again: Option<Plan>,
 }
@@ -96,7 +96,7 @@ impl<'a> Plans<'a> {
             persistent,
             group,
             spare,
-            made: Few::None,
+            made: SmallVec::new(),
             again: None,
         }
     }
@@ -104,7 +104,7 @@ impl<'a> Plans<'a> {
     /// One that is in the making.
     pub(super) fn of(comm: &'a Communicator, builder: Builder<'a>) -> Self {
         Self {
-            made: Few::One(builder),
+            made: smallvec![builder],
             ..Self::new(comm, (&[], Exchange::none()), false, None, None)
         }
     }
@@ -266,7 +266,9 @@ impl<'a> Plans<'a> {
     /// A plan for one operation that has a launch of its own.
     fn alone(&mut self) -> &mut Builder<'a> {
         let builder = Builder::new(self.comm, self.group, self.spare.take());
-        let builder = self.made.push_mut(builder);
+        let place = self.made.len();
+        self.made.push(builder);
+        let builder = &mut self.made[place];
         builder.alone = true;
         builder
     }

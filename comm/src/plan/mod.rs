@@ -26,9 +26,9 @@ mod tuned;
 
 use std::time::Duration;
 
-use crate::{
-    checks, communicator::Communicator, error::Result, few::Few, launch::reclaim::Ready, proxy::ProxyOp,
-};
+use smallvec::SmallVec;
+
+use crate::{checks, communicator::Communicator, error::Result, launch::reclaim::Ready, proxy::ProxyOp};
 
 pub(crate) use exchange::Exchange;
 pub(crate) use layout::{Plans, goes_by_engines, goes_by_messages};
@@ -50,9 +50,9 @@ pub(crate) struct Plan {
     /// Network work; the replay is filled in when it is posted.
     pub(crate) proxy_ops: Vec<ProxyOp>,
     /// Its operations.
-    pub(crate) ops: Few<OpInfo>,
+    pub(crate) ops: SmallVec<[OpInfo; 1]>,
     /// What was called for them.
-    pub(crate) calls: Few<checks::Entry>,
+    pub(crate) calls: SmallVec<[checks::Entry; 1]>,
 }
 
 impl Plan {
@@ -62,8 +62,8 @@ impl Plan {
             number,
             ready: None,
             proxy_ops: Vec::new(),
-            ops: Few::None,
-            calls: Few::None,
+            ops: SmallVec::new(),
+            calls: SmallVec::new(),
         }
     }
 }

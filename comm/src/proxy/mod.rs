@@ -40,6 +40,7 @@ use crate::bootstrap::{
     sys::{self, Wake},
     unix,
 };
+use crate::error::{self, ResultCode};
 use crate::transport::{
     direct::{Pool, Slots},
     verbs::Rdma,
@@ -76,6 +77,17 @@ pub enum Error {
     /// The abort word was set.
     #[error("aborted while {0}")]
     Aborted(String),
+}
+
+impl From<Error> for error::Error {
+    fn from(error: Error) -> Self {
+        let code = match &error {
+            Error::System { .. } | Error::TimedOut(_) => ResultCode::SystemError,
+            Error::Refused(_) | Error::Protocol(_) | Error::PeerLost(_) => ResultCode::RemoteError,
+            Error::Aborted(_) => ResultCode::InvalidUsage,
+        };
+        Self::new(code, error.to_string())
+    }
 }
 
 /// Result of proxy calls.

@@ -15,6 +15,7 @@ use std::{
 use ringsight_kernels::{AbortWord, Fifo};
 
 use crate::{
+    log,
     proxy::{
         ConnectionId, Error, Proxy, ProxyAddress, Result,
         client::ProxyClient,
@@ -298,7 +299,7 @@ impl Connector {
         } else {
             end.fifo.is_placed()
         };
-        crate::log::connection(&self.topology, &endpoint, end.transport, (end.port, is_direct));
+        log_connection(&self.topology, &endpoint, end.transport, (end.port, is_direct));
         ends.insert(endpoint, end.clone());
         Ok(end)
     }
@@ -382,4 +383,43 @@ impl Connector {
 
 fn unexpected(rank: u32) -> Error {
     Error::Protocol(format!("the proxy of rank {rank} answers another question"))
+}
+
+/// Logs a connection as this rank sees it. `port` is the RDMA device's port; `is_direct` says that its slots are in the memory of a GPU.
+fn log_connection(
+    topology: &Topology,
+    endpoint: &Endpoint,
+    transport: &str,
+    (port, is_direct): (Option<u8>, bool),
+) {
+    let Endpoint {
+        peer,
+        channel,
+        p2p,
+        is_send,
+        ..
+    } = *endpoint;
+    let name = match transport {
+        P2P => "P2P".into(),
+        SHM => "SHM".into(),
+        _ => match port {
+            Some(port) if is_direct => format!("NET/IB/{port}/GDRDMA"),
+            Some(port) => format!("NET/IB/{port}"),
+            None => "NET/Socket".into(),
+        },
+    };
+    let rank = topology.rank();
+    let (from, to) = if is_send { (rank, peer) } else { (peer, rank) };
+    let (from_device, to_device) = (topology.info(from).device, topology.info(to).device);
+    let line = format_args!(
+        "Channel {channel:02}/{} : {from}[{from_device}] -> {to}[{to_device}] [{}] via {name}",
+        u8::from(p2p),
+        if is_send { "send" } else { "receive" },
+    );
+    match transport {
+        P2P => tracing::info!(target: log::P2P, "{line}"),
+        SHM if p2p => tracing::info!(target: log::P2P, "{line}"),
+        SHM => tracing::info!(target: log::SHM, "{line}"),
+        _ => tracing::info!(target: log::NET, "{line}"),
+    }
 }

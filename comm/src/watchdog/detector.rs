@@ -6,10 +6,12 @@ use std::{
 };
 
 use super::{HeldUp, Run, Watch, learning::Learning, settings::SHORTEST};
+use ringsight_comm_base::fork::PerProcess;
+
 use crate::{
     communicator::lock,
     log, observe, process,
-    threads::{self, PerProcess, Tended},
+    threads::{self, Tended},
 };
 
 /// The watches of this process, and the thread.

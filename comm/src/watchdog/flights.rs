@@ -385,9 +385,10 @@ impl Flights {
 #[cfg(test)]
 mod tests {
     use ringsight_kernels::Observer as _;
+    use smallvec::SmallVec;
 
     use super::*;
-    use crate::{checks::Checks, few::Few, launch::observer::Contents};
+    use crate::{checks::Checks, launch::observer::Contents};
 
     #[test]
     fn there_is_something_to_learn_only_after_something_was_launched() {
@@ -395,7 +396,7 @@ mod tests {
         assert!(!flights.take_news());
         let mut contents = Contents {
             number: 1,
-            states: Few::None,
+            states: SmallVec::new(),
             shared: Vec::new(),
             persistent: false,
         };

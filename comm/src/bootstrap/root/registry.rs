@@ -9,8 +9,10 @@ use std::{
     time::Duration,
 };
 
+use ringsight_comm_base::{fork::PerProcess, sync::lock};
+
 use super::{
-    super::{Result, UniqueId, fork::PerFork, listen_at, sys, sys::Wake, system},
+    super::{Result, UniqueId, listen_at, sys, sys::Wake, system},
     Root,
 };
 
@@ -133,12 +135,12 @@ struct Running {
 
 /// The roots of this process. Process-wide because the ids of a process are: `ncclGetUniqueId` has nothing else to keep
 /// them in. A child has none of its parent's threads.
-static ROOTS: PerFork<Vec<Running>> = PerFork::new();
+static ROOTS: PerProcess<Mutex<Vec<Running>>> = PerProcess::new();
 
 /// Makes an id and serves it, at `ip`.
 pub(in crate::bootstrap) fn create(ip: IpAddr) -> Result<UniqueId> {
     let cookie = sys::random_u64().map_err(system("drawing a random secret"))?;
-    let mut roots = ROOTS.lock();
+    let mut roots = lock(ROOTS.get());
     let running = roots
         .iter()
         .find(|root| !root.fixed && root.address.ip() == ip && root.registry.add(cookie));
@@ -155,13 +157,13 @@ pub(in crate::bootstrap) fn create(ip: IpAddr) -> Result<UniqueId> {
 
 /// Serves one id at a listener of its own, in a thread of its own.
 pub(in crate::bootstrap) fn serve(listener: TcpListener, cookie: u64) -> Result<()> {
-    start(&mut ROOTS.lock(), listener, cookie, true).map(drop)
+    start(&mut lock(ROOTS.get()), listener, cookie, true).map(drop)
 }
 
 /// Whether a root of this process at `address` can serve an id again, under which the last attempt has failed. Not
 /// otherwise: then the id is in use for another communicator.
 pub(in crate::bootstrap) fn resume(address: SocketAddr, cookie: u64) -> bool {
-    ROOTS.lock().iter().any(|root| {
+    lock(ROOTS.get()).iter().any(|root| {
         root.fixed && root.address == address && {
             let mut open = root.registry.open();
             !open.ended && open.failed.remove(&cookie)
@@ -173,8 +175,7 @@ pub(in crate::bootstrap) fn resume(address: SocketAddr, cookie: u64) -> bool {
 /// for a rank that has failed.
 pub(in crate::bootstrap) fn settle(ids: &[UniqueId]) {
     let is_theirs = |root: &&Running| ids.iter().any(|id| id.address == root.address);
-    let roots: Vec<Arc<Registry>> = ROOTS
-        .lock()
+    let roots: Vec<Arc<Registry>> = lock(ROOTS.get())
         .iter()
         .filter(is_theirs)
         .map(|root| Arc::clone(&root.registry))

@@ -6,8 +6,9 @@ use ringsight_kernels::{
     Launch, Observer, When,
     cuda::{Event, EventKind, TELLS},
 };
+use smallvec::SmallVec;
 
-use crate::{few::Few, observe};
+use crate::observe;
 
 /// How long events of runs that are over are waited for, nanoseconds. They come a moment later than what says that these are over, or are behind another kernel's:
 /// one that is short has its end's entry with its start's. If it takes longer it gives that back after some 8 ms, but not while its blocks wait for room on the
@@ -27,7 +28,7 @@ pub(super) struct Telling {
     /// Runs that are known to be over, until they have been told. What ends meanwhile is looked at when they have.
     over: Option<Over>,
     /// The channels of its operations, and what was told of them in this run.
-    told: Few<Told>,
+    told: SmallVec<[Told; 1]>,
 }
 
 #[derive(Clone, Copy)]
@@ -56,7 +57,7 @@ enum Stage {
 
 impl Telling {
     pub(super) fn new(launch: &Launch, captured: bool) -> Self {
-        let mut told: Few<Told> = Few::None;
+        let mut told: SmallVec<[Told; 1]> = SmallVec::new();
         for channel in &launch.channels {
             for work in channel.work.iter().filter(|work| !work.only_shows_tag()) {
                 if !told

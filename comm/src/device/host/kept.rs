@@ -4,7 +4,7 @@
 use std::{collections::BTreeMap, fs, sync::Mutex, time::Duration};
 
 use super::worker::lock;
-use crate::threads::PerProcess;
+use ringsight_comm_base::fork::PerProcess;
 
 #[derive(Default)]
 struct Threads {

@@ -28,10 +28,11 @@ use ringsight_verbs::{
     sysfs::Place,
 };
 
+use ringsight_comm_base::fork::PerProcess;
+
 use crate::{
     error::{Error, Result, ResultCode},
     log,
-    threads::PerProcess,
 };
 
 pub(crate) use prepared::{Connected, Prepared, prepare};

@@ -26,13 +26,14 @@ use self::patrol::{PATROL, Patrol, Source};
 pub(crate) use self::track::Track;
 
 use super::Settings;
+use ringsight_comm_base::fork::PerProcess;
+
 use crate::{
     communicator::lock,
     device::{Capture, Device, Event, Progress, Stream},
     error::Result,
     launch::observer::Seen,
     observe,
-    threads::PerProcess,
 };
 
 /// After so many launches the thread that queries is woken: what is done is kept until it has looked.

@@ -10,10 +10,12 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ringsight_comm_base::fork::PerProcess;
+
 use crate::{
     communicator::lock,
     log,
-    threads::{self, PerProcess, Tended},
+    threads::{self, Tended},
 };
 
 /// How long somebody waits for a fresh answer: less than ranks may take to answer each other.

@@ -1,8 +1,8 @@
-//! What the system says of processes and of the host.
+//! Processes and the host, as `/proc` shows them.
 
 /// Whether a process goes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum State {
+pub enum State {
     /// It runs or sleeps.
     Alive,
     /// It is stopped by a signal.
@@ -13,22 +13,25 @@ pub(crate) enum State {
     Ended,
 }
 
-/// What `/proc/<pid>/stat` says.
+/// What `/proc/<pid>/stat` shows of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Stat {
-    pub(crate) state: State,
-    /// Clock ticks since boot: with the number it is a name that no later process gets.
-    pub(crate) start_time: u64,
+pub struct Stat {
+    /// Whether it goes on.
+    pub state: State,
+    /// When it started, in clock ticks since boot. Process number and start time together name a process for good.
+    pub start_time: u64,
 }
 
 impl Stat {
     /// Of a process of this pid namespace; `None` if there is none with that number.
-    pub(crate) fn of(pid: u32) -> Option<Self> {
+    #[must_use]
+    pub fn of(pid: u32) -> Option<Self> {
         Self::parse(&std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
     }
 
     /// Of this process; `None` where there is no `/proc`.
-    pub(crate) fn own() -> Option<Self> {
+    #[must_use]
+    pub fn own() -> Option<Self> {
         Self::parse(&std::fs::read_to_string("/proc/self/stat").ok()?)
     }
 
@@ -48,7 +51,8 @@ impl Stat {
 }
 
 /// Whether a debugger has taken this process, and may hold it at any time.
-pub(crate) fn is_traced() -> bool {
+#[must_use]
+pub fn is_traced() -> bool {
     std::fs::read_to_string("/proc/self/status").is_ok_and(|status| tracer(&status) > 0)
 }
 
@@ -60,7 +64,8 @@ fn tracer(status: &str) -> u32 {
 }
 
 /// This machine's host name; "unknown" if it has none.
-pub(crate) fn host_name() -> String {
+#[must_use]
+pub fn host_name() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     match name.trim() {
         "" => "unknown".to_owned(),

@@ -1,6 +1,6 @@
-//! What a call can fail with: NCCL's result code and the text that `ncclGetLastError` gives.
-
-use crate::{bootstrap, device::DeviceError, proxy};
+//! A failed call: NCCL's result code and the text that `ncclGetLastError` gives.
+//!
+//! Layers with errors of their own convert them into [`Error`] where those are defined.
 
 /// `ncclResult_t`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -63,7 +63,7 @@ pub struct Error {
     pub text: String,
 }
 
-/// Result of most functions of this crate.
+/// Result of most calls of the library.
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
@@ -105,50 +105,5 @@ impl Error {
     pub fn within(mut self, context: &str) -> Self {
         self.text = format!("{context}: {}", self.text);
         self
-    }
-}
-
-impl From<DeviceError> for Error {
-    fn from(error: DeviceError) -> Self {
-        let code = match &error {
-            DeviceError::InvalidHandle(_) => ResultCode::InvalidArgument,
-            DeviceError::InvalidUsage(_) => ResultCode::InvalidUsage,
-            DeviceError::Resource(_) => ResultCode::SystemError,
-            DeviceError::Unavailable(_) | DeviceError::Fault(_) => ResultCode::UnhandledCudaError,
-        };
-        Self::new(code, error.to_string())
-    }
-}
-
-impl From<bootstrap::Error> for Error {
-    fn from(error: bootstrap::Error) -> Self {
-        let code = match &error {
-            bootstrap::Error::InvalidId(_) | bootstrap::Error::InvalidArgument(_) => {
-                ResultCode::InvalidArgument
-            }
-            bootstrap::Error::System { .. } | bootstrap::Error::TimedOut(_) => ResultCode::SystemError,
-            bootstrap::Error::PeerLost { .. } | bootstrap::Error::Protocol(_) => ResultCode::RemoteError,
-            bootstrap::Error::Aborted(_) => ResultCode::InvalidUsage,
-        };
-        Self::new(code, error.to_string())
-    }
-}
-
-impl From<proxy::Error> for Error {
-    fn from(error: proxy::Error) -> Self {
-        let code = match &error {
-            proxy::Error::System { .. } | proxy::Error::TimedOut(_) => ResultCode::SystemError,
-            proxy::Error::Refused(_) | proxy::Error::Protocol(_) | proxy::Error::PeerLost(_) => {
-                ResultCode::RemoteError
-            }
-            proxy::Error::Aborted(_) => ResultCode::InvalidUsage,
-        };
-        Self::new(code, error.to_string())
-    }
-}
-
-impl From<ringsight_kernels::schedule::WorkError> for Error {
-    fn from(error: ringsight_kernels::schedule::WorkError) -> Self {
-        Self::internal(error.to_string())
     }
 }

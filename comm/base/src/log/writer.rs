@@ -14,8 +14,8 @@ use std::{
 
 use super::settings::Sink;
 use crate::{
-    communicator::lock,
-    threads::{AtLeastOnce, PerProcess},
+    fork::PerProcess,
+    sync::{AtLeastOnce, lock},
 };
 
 /// How long a write may take that somebody waits for.

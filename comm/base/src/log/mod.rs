@@ -10,13 +10,12 @@
 //! ([`writer`]).
 
 mod line;
-mod lines;
 mod settings;
 mod writer;
 
 use std::{
     collections::BTreeSet,
-    sync::{Arc, Mutex, Once, PoisonError, RwLock},
+    sync::{Arc, Mutex, Once, OnceLock, PoisonError, RwLock},
 };
 
 use tracing::{
@@ -26,12 +25,11 @@ use tracing::{
     subscriber::Interest,
 };
 
-pub(crate) use lines::{choice, connection, operation, rings};
 use settings::{Level, Settings};
 
 macro_rules! subsystems {
     ($($(#[$meta:meta])* $name:ident = $bit:literal;)+) => {
-        $($(#[$meta])* pub(crate) const $name: &str = concat!("nccl::", stringify!($name));)+
+        $($(#[$meta])* pub const $name: &str = concat!("nccl::", stringify!($name));)+
 
         /// Names and bits of the subsystems, as `NCCL_DEBUG_SUBSYS` lists them.
         const SUBSYSTEMS: &[(&str, u32)] = &[$((stringify!($name), 1 << $bit)),+];
@@ -86,18 +84,30 @@ mod targets {
             .map(|(_, bit)| *bit)
     }
 }
-pub(crate) use targets::*;
+pub use targets::*;
 
 /// What the environment asked for when it was last read.
 static SETTINGS: RwLock<Option<Arc<Settings>>> = RwLock::new(None);
 static STARTED: Once = Once::new();
+/// Gives the device number that is current on the calling thread.
+static CURRENT_DEVICE: OnceLock<fn() -> Option<i32>> = OnceLock::new();
+
+/// Has lines show the device number that `current` gives, from now on; -1 stands for none. The first caller's function stays.
+pub fn show_device(current: fn() -> Option<i32>) {
+    let _ = CURRENT_DEVICE.set(current);
+}
+
+fn current_device() -> i32 {
+    let current = CURRENT_DEVICE.get().and_then(|current| current());
+    current.unwrap_or(-1)
+}
 
 fn settings() -> Option<Arc<Settings>> {
     SETTINGS.read().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
 /// Reads the environment if that has not been done: at the first call into the library.
-pub(crate) fn start() {
+pub fn start() {
     // A panic of an application's subscriber, which is told of complaints, costs those.
     STARTED.call_once(|| {
         let _ = std::panic::catch_unwind(apply);
@@ -105,7 +115,7 @@ pub(crate) fn start() {
 }
 
 /// Reads the environment again (`ncclResetDebugInit`).
-pub(crate) fn reset() {
+pub fn reset() {
     // Whoever comes first reads it, and reading it twice in a row does no harm.
     STARTED.call_once(|| ());
     apply();
@@ -148,11 +158,12 @@ const WITHOUT_EFFECT: [(&str, &str); 6] = [
     ),
 ];
 
-/// The version line, which `NCCL_DEBUG=VERSION` asks for alone: on every communicator's rank 0.
-pub(crate) fn version() {
+/// Writes the version line of a library with this number (`MAJOR * 10000 + MINOR * 100 + PATCH`). It is the only line that
+/// `NCCL_DEBUG=VERSION` asks for; rank 0 of every communicator writes it.
+pub fn version(number: u32) {
     let text = format!(
         "NCCL version {}+ringsight{}",
-        dotted(crate::observe::LIBRARY_VERSION),
+        dotted(number),
         env!("CARGO_PKG_VERSION")
     );
     match settings() {
@@ -164,7 +175,7 @@ pub(crate) fn version() {
 }
 
 /// Says something whatever `NCCL_DEBUG` asks for, as warnings.
-pub(crate) fn alarm(device: i32, texts: &[String]) {
+pub fn alarm(device: i32, texts: &[String]) {
     if let Some(settings) = settings() {
         let lines: String = texts
             .iter()
@@ -188,7 +199,7 @@ fn dotted(version: u32) -> String {
 }
 
 /// Says once in the life of the process that a variable is set.
-pub(crate) fn set_by_environment(name: &str, value: &str) {
+pub fn set_by_environment(name: &str, value: &str) {
     static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     if !tracing::enabled!(target: ENV, tracing::Level::INFO) {
         return;

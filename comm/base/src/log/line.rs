@@ -18,9 +18,7 @@ pub(super) fn of(event: &Event<'_>, settings: &Settings) -> String {
     let mut text = Text::default();
     event.record(&mut text);
     let level = Level::of(*event.metadata().level());
-    let device = crate::device::opened()
-        .and_then(|device| device.current().ok())
-        .unwrap_or(-1);
+    let device = super::current_device();
     let line = format(
         level,
         device,
