@@ -9,7 +9,7 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use xtask::{
+use ringsight_testbed::{
     demo::{job::Job, truth::Configuration},
     workspace::{self, Artifacts},
 };
@@ -84,8 +84,8 @@ pub fn under_way(folder: &Path) -> Result<Job> {
 /// Jaeger's binary, if `cargo xtask test` (or the user) names one, or the cache has one.
 #[must_use]
 pub fn jaeger_binary() -> Option<PathBuf> {
-    let named = std::env::var_os(xtask::test::JAEGER).map(PathBuf::from);
-    named.or_else(xtask::setup::cached_jaeger)
+    let named = std::env::var_os(ringsight_testbed::backend::VARIABLE).map(PathBuf::from);
+    named.or_else(ringsight_testbed::backend::cached)
 }
 
 /// A folder that goes away with the test.

@@ -8,13 +8,13 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
+use ringsight_testbed::{
+    backend::{self, Jaeger},
+    demo::{collector::Collector, summary::Summary},
+};
 use ringsight_tests::{
     LIMIT, alone, artifacts, folder, jaeger_binary, job, skip, start,
     traces::{self, Makers},
-};
-use xtask::{
-    backend::{self, Jaeger},
-    demo::{collector::Collector, summary::Summary},
 };
 
 /// Runs a job whose traces go to `otlp`; returns the collector's account, and what it wrote.

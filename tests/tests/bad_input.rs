@@ -9,12 +9,12 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use ringsight_tests::{LIMIT, alone, artifacts, folder, job, may_attach, skip, start, traces};
-use xtask::{
+use ringsight_testbed::{
     demo::{collector::Collector, job::Job, summary::Summary},
     process::Guarded,
     workspace::Artifacts,
 };
+use ringsight_tests::{LIMIT, alone, artifacts, folder, job, may_attach, skip, start, traces};
 
 /// Runs `ringsight attach` with these arguments to its end; exit code and everything that it wrote.
 fn attach(arguments: &[String]) -> Result<(Option<i32>, String)> {
@@ -172,7 +172,7 @@ fn a_stripped_library_is_seen_like_any_other() -> Result<()> {
 fn without_its_endpoint_a_collector_still_writes_its_files() -> Result<()> {
     let _alone = alone();
     let folder = folder()?;
-    let [port] = xtask::backend::free_ports()?;
+    let [port] = ringsight_testbed::backend::free_ports()?;
     let file = folder.path().join("trace.jsonl");
     let options = [
         format!("--otlp=http://127.0.0.1:{port}"),

@@ -7,8 +7,8 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
+use ringsight_testbed::demo::check::Report;
 use ringsight_tests::{alone, artifacts, folder, may_attach};
-use xtask::demo::check::Report;
 
 /// Runs the demo, its files in `out`; `each` is given every line while the demo runs. Returns the last line's report.
 fn demo(out: &Path, arguments: &[&str], mut each: impl FnMut(&str) -> Result<()>) -> Result<Report> {

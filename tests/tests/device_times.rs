@@ -11,9 +11,9 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
+use ringsight_testbed::{demo::collector::Collector, process, process::Guarded};
 use ringsight_tests::{LIMIT, alone, artifacts, folder, skip};
 use serde_json::Value;
-use xtask::{demo::collector::Collector, process, process::Guarded};
 
 /// The driver without a GPU and the program that runs on it.
 fn compile(folder: &Path) -> Result<()> {

@@ -92,6 +92,7 @@ fn every_variable_that_is_read_is_documented_and_the_other_way_round() {
         "probes",
         "collector",
         "exporters",
+        "testbed",
         "xtask",
         "tests/src",
         "verbs",

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Result, ensure};
+use ringsight_testbed::demo::{collector::Collector, summary::Summary};
 use ringsight_tests::{LIMIT, alone, artifacts, folder, job, may_attach, skip, start};
-use xtask::demo::{collector::Collector, summary::Summary};
 
 fn watch(options: &[String]) -> Result<Summary> {
     let folder = folder()?;

@@ -13,8 +13,8 @@ use opentelemetry_proto::tonic::{
     trace::v1::{Span, span::Event, status::StatusCode},
 };
 use otlp_server::{GrpcServer, HttpServer, Received, eventually};
+use ringsight_testbed::demo::{collector::Collector, summary::Summary};
 use ringsight_tests::{LIMIT, alone, artifacts, folder, job, start};
-use xtask::demo::{collector::Collector, summary::Summary};
 
 const VERDICT: &str = "ccl.watchdog.verdict";
 /// How far the time of a verdict's event may be from that of its log record, nanoseconds. The event's span comes when the operation is over, and
@@ -207,7 +207,7 @@ fn block(record: &LogRecord, body: &str) -> Result<()> {
 }
 
 fn hex(bytes: &[u8]) -> String {
-    xtask::demo::hex(bytes)
+    ringsight_testbed::demo::hex(bytes)
 }
 
 #[test]

@@ -15,12 +15,12 @@ use ringsight_collector::{
 use ringsight_exporters::{Exporter, jsonl::JsonlExporter};
 use ringsight_probes::sample::{Carrier, Sample};
 use ringsight_records::{Flags, Kind, PathCause, PathChange, Record, State};
-use ringsight_tests::{LIMIT, alone, artifacts, folder, jaeger_binary, job, skip, start};
-use serde_json::Value;
-use xtask::{
+use ringsight_testbed::{
     backend::{self, Jaeger},
     demo::collector::Collector,
 };
+use ringsight_tests::{LIMIT, alone, artifacts, folder, jaeger_binary, job, skip, start};
+use serde_json::Value;
 
 const VERDICT: &str = "ccl.watchdog.verdict";
 /// The rank that is stopped.

@@ -3,11 +3,11 @@
 use std::collections::BTreeSet;
 
 use anyhow::{Result, ensure};
+use ringsight_testbed::demo::collector::Collector;
 use ringsight_tests::{
     LIMIT, alone, artifacts, folder, job, start,
     traces::{self, Makers},
 };
-use xtask::demo::collector::Collector;
 
 #[test]
 fn two_collectors_on_half_the_ranks_each_make_one_trace_a_collective() -> Result<()> {

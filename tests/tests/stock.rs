@@ -9,9 +9,9 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
+use ringsight_testbed::{demo::collector::Collector, process, process::Guarded};
 use ringsight_tests::{LIMIT, alone, artifacts, folder, may_attach, skip};
 use serde_json::Value;
-use xtask::{demo::collector::Collector, process, process::Guarded};
 
 /// Compiles a C source of this repository.
 fn compile(source: &str, output: &Path, options: &[&str]) -> Result<()> {

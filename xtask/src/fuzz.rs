@@ -10,11 +10,12 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-
-use crate::{
-    process, setup,
+use ringsight_testbed::{
+    process,
     workspace::{self, root},
 };
+
+use crate::setup;
 
 /// Longest input, bytes: what the largest target (shared pages) looks at.
 const MAX_INPUT: usize = 1 << 14;

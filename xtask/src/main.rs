@@ -1,10 +1,28 @@
-//! Command line of `cargo xtask`.
+//! Every developer and operator chore of ringsight: `cargo xtask <command>`.
+//!
+//! This crate depends on no crate that needs the eBPF toolchain, because it is what installs that toolchain. It holds the commands and
+//! what they start; jobs, faults, guests and measurements are `ringsight-testbed`'s.
+
+#![allow(
+    unreachable_pub,
+    reason = "a program has no outside: `pub` says what a module offers the others"
+)]
 
 use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
-use xtask::{backend, bench, demo, dist, faults, fuzz, gpu, setup, test, vm, workspace};
+use ringsight_testbed::{bench::probe as probed, demo, faults, vm::verbs_headers};
+
+mod backend;
+mod bench;
+mod dist;
+mod fuzz;
+mod gpu;
+mod probe;
+mod setup;
+mod test;
+mod vm;
 
 /// Developer and operator chores of ringsight.
 #[derive(Parser)]
@@ -34,7 +52,7 @@ enum Command {
     DemoGuest(demo::guest::Arguments),
     /// A process that measures its probe function.
     #[command(hide = true)]
-    BenchProbe(bench::probe::Arguments),
+    BenchProbe(probed::Arguments),
     /// Builds and runs `ringsight`: `probe attach <pid>…`, `probe list <pid>`.
     #[command(disable_help_flag = true)]
     Probe {
@@ -75,16 +93,16 @@ fn run() -> Result<ExitCode> {
                 setup::optional("Jaeger", setup::jaeger());
                 setup::optional("Chromium", setup::chromium());
                 setup::optional("NVIDIA's NCCL headers", setup::nvidia_headers());
-                setup::optional("libibverbs' headers", vm::verbs_headers());
+                setup::optional("libibverbs' headers", verbs_headers());
             }
             Ok(ExitCode::SUCCESS)
         }
         Command::Test(options) => test::run(&options),
-        Command::Demo(arguments) => demo::run(&arguments),
+        Command::Demo(arguments) => demo::run(&arguments, setup::build),
         Command::DemoWorker(arguments) => demo::worker::run(&arguments).map(|()| ExitCode::SUCCESS),
         Command::DemoGuest(arguments) => demo::guest::run(&arguments),
-        Command::BenchProbe(arguments) => bench::probe::run(&arguments).map(|()| ExitCode::SUCCESS),
-        Command::Probe { arguments } => workspace::run_ringsight(&arguments),
+        Command::BenchProbe(arguments) => probed::run(&arguments).map(|()| ExitCode::SUCCESS),
+        Command::Probe { arguments } => probe::run(&arguments),
         Command::Backend(options) => backend::run(&options),
         Command::Dist(options) => dist::run(&options).map(|_| ExitCode::SUCCESS),
         Command::Bench(options) => bench::run(&options),

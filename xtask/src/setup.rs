@@ -8,21 +8,23 @@ use std::{
     fs,
     os::unix::fs::symlink,
     path::{Path, PathBuf},
-    process::{Command, Stdio},
+    process::Command,
     sync::OnceLock,
     time::Instant,
 };
 
 use anyhow::{Context, Result, bail};
+use ringsight_testbed::{
+    host::{apt, c_toolchain, cache, say},
+    process,
+    workspace::{self, Artifacts},
+};
 
-use crate::process;
-
-mod apt;
 mod tools;
 mod ui;
 
-pub use tools::{cached_jaeger, chromium, jaeger};
-pub use ui::{JAEGER_UI, cached_jaeger_ui, jaeger_ui, jaeger_ui_remedy};
+pub use tools::{chromium, jaeger};
+pub use ui::{cached_jaeger_ui, jaeger_ui, jaeger_ui_remedy};
 
 /// Version of bpf-linker: the last one whose features name the LLVM that the compilers below bring.
 const BPF_LINKER: &str = "0.13.0";
@@ -40,24 +42,6 @@ const CUDA_WHEELS: [&str; 5] = [
     "nvidia-cuda-cccl==13.0.85",
 ];
 const CUDA_FOLDER: &str = "cuda-13.0";
-
-/// Where compiled tools are kept: `$RINGSIGHT_CACHE`, else `ringsight` in the user's cache folder.
-///
-/// # Errors
-/// If neither that variable nor `XDG_CACHE_HOME` nor `HOME` is set.
-pub fn cache() -> Result<PathBuf> {
-    let variable = |name| {
-        std::env::var_os(name)
-            .filter(|value| !value.is_empty())
-            .map(PathBuf::from)
-    };
-    variable("RINGSIGHT_CACHE")
-        .or_else(|| variable("XDG_CACHE_HOME").map(|folder| folder.join("ringsight")))
-        .or_else(|| variable("HOME").map(|folder| folder.join(".cache/ringsight")))
-        .context("no place for tools: set RINGSIGHT_CACHE to a folder")
-        // What is run from there may run elsewhere.
-        .and_then(|folder| std::path::absolute(&folder).with_context(|| folder.display().to_string()))
-}
 
 /// A compiler that can build `core` for `bpfel-unknown-none`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -193,32 +177,6 @@ pub fn nightly_command(program: &Path) -> Result<Command> {
         .env_remove("CARGO")
         .env_remove("RUSTC");
     Ok(command)
-}
-
-/// Installs what tests of the library's C interface run: compilers of C and C++, `nm` and `make`.
-///
-/// # Errors
-/// Names the command to run where this cannot be done here.
-pub fn c_toolchain() -> Result<()> {
-    let missing: Vec<_> = [
-        ("gcc", "gcc"),
-        ("g++", "g++"),
-        ("nm", "binutils"),
-        ("make", "make"),
-    ]
-    .into_iter()
-    .filter(|(program, _)| process::find(program).is_none())
-    .map(|(_, package)| package)
-    .collect();
-    if missing.is_empty() {
-        return Ok(());
-    }
-    apt::install(&missing)
-}
-
-/// Fetches apt's lists of packages anew, at most once in a run, where that may be done without a question to the user.
-pub(crate) fn update_package_lists() {
-    apt::update();
 }
 
 /// NVIDIA's compiler for the kernels, in `RINGSIGHT_NVCC` or fetched once from PyPI (60 MB); no GPU and no driver is needed.
@@ -456,44 +414,22 @@ fn install_bpf_linker(compiler: &Compiler) -> Result<()> {
     Ok(())
 }
 
+/// Installs the toolchains that are missing, then builds collector, library and workers with optimisation.
+///
+/// # Errors
+/// If the set-up or the build fails.
+pub fn build() -> Result<Artifacts> {
+    ebpf_toolchain()?;
+    optional("nvcc", nvcc());
+    workspace::build()
+}
+
 /// Says what an optional tool came to.
 pub fn optional(name: &str, found: Result<PathBuf>) {
     match found {
         Ok(path) => say(&format!("{name}: {}", path.display())),
         Err(error) => say(&format!("{name}: none ({error:#})")),
     }
-}
-
-/// `program` with the rights to attach probes, as far as they can be had without a question to the user.
-#[must_use]
-pub fn privileged(program: &Path) -> Command {
-    if is_root() || !sudo_works() {
-        return Command::new(program);
-    }
-    let mut command = Command::new("sudo");
-    command
-        .args(["--non-interactive", "--preserve-env", "--"])
-        .arg(program);
-    command
-}
-
-fn is_root() -> bool {
-    // SAFETY: geteuid has no preconditions and cannot fail.
-    unsafe { libc::geteuid() == 0 }
-}
-
-fn sudo_works() -> bool {
-    Command::new("sudo")
-        .args(["--non-interactive", "true"])
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .status()
-        .is_ok_and(|status| status.success())
-}
-
-/// Says what is being fetched or built.
-pub(crate) fn say(what: &str) {
-    eprintln!("set-up: {what}");
 }
 
 #[cfg(test)]

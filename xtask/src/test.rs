@@ -9,6 +9,15 @@ use std::{
 
 use anyhow::{Result, bail};
 use clap::Args;
+use ringsight_testbed::{
+    backend::VARIABLE as JAEGER,
+    demo,
+    faults::SOAKED_SEED,
+    host::c_toolchain,
+    process,
+    vm::{Series, unavailable, verbs_headers},
+    workspace::{self, cargo, root},
+};
 
 pub(crate) mod counts;
 pub(crate) mod failures;
@@ -17,10 +26,7 @@ mod suite;
 use counts::Counts;
 use suite::{Outcome, SkipLog, Suite};
 
-use crate::{
-    demo, dist, process, setup, vm,
-    workspace::{self, cargo, root},
-};
+use crate::{dist, setup, vm};
 
 /// What to test.
 #[derive(Args, Debug)]
@@ -36,8 +42,6 @@ pub struct Options {
 pub const SKIP_LOG: &str = "RINGSIGHT_SKIP_LOG";
 /// Environment variable that makes tests which sample check everything.
 pub const FULL: &str = "RINGSIGHT_TEST_FULL";
-/// Environment variable with the path of a Jaeger binary, for the tests that read traces back.
-pub const JAEGER: &str = "RINGSIGHT_JAEGER";
 /// Environment variable with the path of a Chromium binary, for the tests that look at the page.
 pub const CHROMIUM: &str = "RINGSIGHT_CHROMIUM";
 /// Environment variable that names a folder of NVIDIA's headers to the tests.
@@ -99,7 +103,7 @@ fn layers(suite: &mut Suite, options: &Options, target: &Path) {
     // Everything after this compiles `ringsight-probes`, which holds the eBPF object.
     let mut toolchain = Ok(());
     if options.filter.as_deref() != Some("format") {
-        toolchain = setup::ebpf_toolchain().and_then(|()| setup::c_toolchain());
+        toolchain = setup::ebpf_toolchain().and_then(|()| c_toolchain());
     }
     if let Err(error) = toolchain {
         suite.layer("set-up", true, |_| Err(error));
@@ -149,7 +153,7 @@ fn layers(suite: &mut Suite, options: &Options, target: &Path) {
             }
             Err(error) => println!("no NVIDIA headers: {error:#}"),
         }
-        match vm::verbs_headers() {
+        match verbs_headers() {
             Ok(headers) => {
                 command.env(VERBS_INCLUDE, headers);
             }
@@ -208,8 +212,8 @@ fn layers(suite: &mut Suite, options: &Options, target: &Path) {
 fn end_to_end_layers(suite: &mut Suite, skips: &SkipLog, options: &Options, chromium: Option<&Path>) {
     suite.layer("vm", false, |_| {
         // What is for one kernel alone that cannot be had is skipped by name.
-        let kernels = vm::Series::ALL.into_iter();
-        if let Some(why) = kernels.map(vm::test::unavailable).collect::<Option<Vec<_>>>() {
+        let kernels = Series::ALL.into_iter();
+        if let Some(why) = kernels.map(unavailable).collect::<Option<Vec<_>>>() {
             return Ok(Outcome::Skipped(why.join("; ")));
         }
         let (counts, failures) = vm::test::jobs(&vm::test::Options::default())?;
@@ -219,7 +223,7 @@ fn end_to_end_layers(suite: &mut Suite, skips: &SkipLog, options: &Options, chro
         Ok(Outcome::Ran(counts))
     });
     suite.layer("release build", true, |filter| {
-        workspace::build()?;
+        setup::build()?;
         Ok(Outcome::Ran(if filter.is_some() {
             Counts::default()
         } else {
@@ -294,8 +298,6 @@ fn check_faults(full: bool) -> Result<Outcome> {
 
 /// Minutes of a soak by each source; in full as many as it has by default.
 const SOAKED: &str = "0.33";
-/// What the short ones draw their steps from: early ones are long by themselves, without which a soak has not been one.
-pub(crate) const SOAKED_SEED: u64 = 83;
 
 /// Lets ranks be slow and pause.
 fn soak(full: bool) -> Result<Outcome> {

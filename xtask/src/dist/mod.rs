@@ -9,11 +9,12 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-
-use crate::{
+use ringsight_testbed::{
     process::{self, Guarded},
-    workspace::{self, root},
+    workspace::root,
 };
+
+use crate::setup;
 
 /// Newest glibc that the archive may ask for: Ubuntu 22.04's, older than Debian 12's 2.36.
 const GLIBC: (u32, u32) = (2, 35);
@@ -57,7 +58,7 @@ pub fn check() -> Result<()> {
 }
 
 fn pack() -> Result<PathBuf> {
-    let artifacts = workspace::build()?;
+    let artifacts = setup::build()?;
     let name = format!("ringsight-{}-x86_64-linux", env!("CARGO_PKG_VERSION"));
     let dist = artifacts.target.join("dist");
     let folder = dist.join(&name);

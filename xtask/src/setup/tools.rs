@@ -9,19 +9,19 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-
-use super::{apt, cache, say};
-use crate::process;
-
-/// Version of the Go module that Jaeger is built from (Jaeger v2).
-const JAEGER: &str = "1.76.0";
+use ringsight_testbed::{
+    backend,
+    host::{apt, say},
+    process,
+};
 
 /// Jaeger's binary, built at the first call (4 minutes on two cores) where Go is.
 ///
 /// # Errors
 /// Says what is missing; callers skip what needs it.
 pub fn jaeger() -> Result<PathBuf> {
-    let program = cache()?.join(format!("bin/jaeger-{JAEGER}"));
+    let version = backend::VERSION;
+    let program = backend::program()?;
     if process::is_program(&program) {
         return Ok(program);
     }
@@ -31,11 +31,11 @@ pub fn jaeger() -> Result<PathBuf> {
             "Jaeger is built from its Go module, and Go (1.25 or newer) is not installed: https://go.dev/dl",
         )?;
     say(&format!(
-        "Jaeger {JAEGER} (compiled once from its Go module, about 4 minutes)"
+        "Jaeger {version} (compiled once from its Go module, about 4 minutes)"
     ));
     let start = Instant::now();
     // `go install` refuses a module with replace directives; built inside the module, its own go.mod rules.
-    let module = format!("github.com/jaegertracing/jaeger@v{JAEGER}");
+    let module = format!("github.com/jaegertracing/jaeger@v{version}");
     let download = process::output(Command::new(&go).args(["mod", "download", "-json", &module]))?;
     let download: serde_json::Value = serde_json::from_str(&download).context("output of go mod download")?;
     let source = download["Dir"].as_str().context("go mod download names no Dir")?;
@@ -58,12 +58,6 @@ pub fn jaeger() -> Result<PathBuf> {
         start.elapsed().as_secs_f64()
     ));
     Ok(program)
-}
-
-/// Jaeger's binary, if an earlier call of [`jaeger`] built it.
-#[must_use]
-pub fn cached_jaeger() -> Option<PathBuf> {
-    Some(cache().ok()?.join(format!("bin/jaeger-{JAEGER}"))).filter(|program| process::is_program(program))
 }
 
 /// Runs a `go build -v` and says every ten seconds how far it is; what Go says besides packages is passed on.

@@ -9,12 +9,13 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-
-use super::{cache, say};
-use crate::process;
+use ringsight_testbed::{
+    host::{cache, say},
+    process,
+};
 
 /// Release of jaeger-ui that goes with the Jaeger that is built here.
-pub const JAEGER_UI: &str = "2.14.0";
+const JAEGER_UI: &str = "2.14.0";
 
 /// The Node that jaeger-ui's lock file is for.
 const NODE: u32 = 24;

@@ -9,13 +9,13 @@ use std::{
 };
 
 use anyhow::{Context as _, Result};
+use ringsight_testbed::process;
 
 use super::{
     SKIP_LOG,
     counts::{Counts, HELPER, ignored},
     failures::Failures,
 };
-use crate::process;
 
 /// How a layer ended.
 pub(super) enum Outcome {

@@ -1,7 +1,4 @@
 //! `cargo xtask vm`: runs programs in a guest with a Debian kernel, soft-RoCE links and mlx5 devices.
-//!
-//! QEMU emulates the processor, so neither KVM nor rights are needed; what the guest consists of is fetched from Debian once and
-//! unpacked into the cache. A boot takes about three seconds. What runs in the guest itself is in `vm/`.
 
 use std::{
     io::{self, Write as _},
@@ -12,25 +9,12 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
+use ringsight_testbed::{
+    vm::{Guest, Series, failover, folder, guest},
+    workspace::test_program,
+};
 
-mod beats;
-mod console;
-mod cpio;
-mod drive;
-pub mod failover;
-pub mod guest;
-mod image;
-mod kernel;
-mod packages;
-mod stale;
 pub mod test;
-
-pub use console::Ended;
-pub use guest::Guest;
-pub use kernel::Series;
-pub use packages::verbs_headers;
-
-use crate::{process, workspace};
 
 /// What to do with guests.
 #[derive(Subcommand, Debug)]
@@ -153,7 +137,7 @@ pub fn run(command: &Command) -> Result<ExitCode> {
         Command::Test(options) => test::run(options),
         Command::Failover(options) => failover::run(options),
         Command::Clean => {
-            let folder = image::folder()?;
+            let folder = folder()?;
             match std::fs::remove_dir_all(&folder) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
                     Err(error).with_context(|| format!("removing {}", folder.display()))
@@ -204,32 +188,4 @@ fn finish(guest: &Guest) -> Result<ExitCode> {
         eprintln!("vm: the guest's kernel warned {} times:\n{text}", ended.warnings);
     }
     Ok(ExitCode::from(ended.code))
-}
-
-/// Builds a test of a package and returns its program.
-///
-/// # Errors
-/// If it cannot be built, or there is no such test.
-pub fn test_program(package: &str, test: &str) -> Result<PathBuf> {
-    let mut command = workspace::cargo();
-    command.args([
-        "test",
-        "--locked",
-        "--no-run",
-        "--message-format=json-render-diagnostics",
-        "-p",
-        package,
-    ]);
-    if test == "lib" {
-        command.arg("--lib");
-    } else {
-        command.args(["--test", test]);
-    }
-    let messages = process::output(command.stderr(std::process::Stdio::inherit()))?;
-    messages
-        .lines()
-        .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok())
-        .filter(|message| message["profile"]["test"] == true)
-        .find_map(|message| message["executable"].as_str().map(PathBuf::from))
-        .with_context(|| format!("cargo built no test {test} of {package}"))
 }

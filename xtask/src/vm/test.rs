@@ -10,14 +10,17 @@ use std::{
 
 use anyhow::{Result, bail};
 use clap::Args;
+use ringsight_testbed::{
+    demo,
+    vm::{Ended, Guest, Series, failover, unavailable},
+    workspace::{self, test_program},
+};
 
 use jobs::{JOBS, Job, Program};
 
-use super::{Ended, Guest, Series, failover, image::Image, test_program};
 use crate::{
-    demo,
+    setup,
     test::{counts::Counts, failures::end_of},
-    workspace,
 };
 
 /// Options of `cargo xtask vm test`.
@@ -59,12 +62,6 @@ pub fn run(options: &Options) -> Result<ExitCode> {
     } else {
         ExitCode::FAILURE
     })
-}
-
-/// Why no guest with this kernel can be made here, if none can.
-#[must_use]
-pub(crate) fn unavailable(series: Series) -> Option<String> {
-    Image::get(series).err().map(|error| format!("{error:#}"))
 }
 
 /// The tests whose name contains the filter, with those kernels that can be had; the others are skipped by name. What of those failed: a
@@ -213,7 +210,7 @@ fn run_failures(series: Series, seed: u64, cases: usize) -> Ran {
 
 /// The demo in a guest, and a look at what the collector made of it.
 fn run_demo(series: Series) -> Result<Ran> {
-    let artifacts = workspace::build()?;
+    let artifacts = setup::build()?;
     let out = artifacts.target.join("vm-test");
     let mut said = String::new();
     let problems = demo::vm::traces(&artifacts, series, &out, &mut |line| said += &format!("{line}\n"))

@@ -1,6 +1,6 @@
 //! What is run in guests.
 
-use crate::vm::Series;
+use ringsight_testbed::vm::Series;
 
 /// What a guest runs.
 #[derive(Clone, Copy, Debug)]
@@ -16,7 +16,7 @@ pub(super) enum Program {
     },
     /// A sample of `cargo xtask vm failover`: so many cases, by this seed.
     Failures { seed: u64, cases: usize },
-    /// [`crate::demo::vm`]: a job with a collector attached, one of whose links fails; its traces are looked at here.
+    /// [`ringsight_testbed::demo::vm`]: a job with a collector attached, one of whose links fails; its traces are looked at here.
     Demo,
 }
 

@@ -1,0 +1,488 @@
+//! Benchmarks with a main function of their own, which print JSON.
+
+use std::process::Stdio;
+
+use anyhow::{Context, Result, bail};
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::{Goal, Row, probe};
+use crate::{
+    process,
+    workspace::{self, cargo},
+};
+
+/// Package and target of the collector's throughput.
+pub const THROUGHPUT: (&str, &str) = ("ringsight-collector", "throughput");
+/// Package and target of what probes cost where they are.
+pub const PROBE: (&str, &str) = ("ringsight-probes", "probe");
+
+/// Package and target of what all-reduce takes against what the machine gives.
+pub const LIMITS: (&str, &str) = ("ringsight-comm", "limits");
+
+/// Package and target of what the watchdog costs.
+pub const WATCHDOG: (&str, &str) = ("ringsight-comm", "watchdog");
+
+/// The most that the watchdog may add to a call, nanoseconds, and take of a core when nothing happens, per cent.
+const WATCHDOG_CALL_NS: f64 = 50.0;
+const WATCHDOG_IDLE: f64 = 0.1;
+/// Package and target of what an eager call costs the host.
+pub const CALLS: (&str, &str) = ("ringsight-comm", "calls");
+
+/// Records a second that one core has to take.
+const RECORDS_PER_S: f64 = 1e6;
+/// Resident memory at the end over what a tenth of the time took: flat.
+const RESIDENT_GROWTH: f64 = 1.1;
+/// The most that a call may cost with its record, nanoseconds: with a probe on a 5-byte nop, which kernels from 6.18 on turn
+/// into a call; with one on a 1-byte nop, which traps into the kernel once.
+const PROBE_NS: [(&str, f64); 2] = [("probe_attached_nop5", 350.0), ("probe_attached_nop1", 700.0)];
+
+/// The most that an eager call may take of its thread, with what the driver's stand-in takes, nanoseconds.
+const CALL_NS: f64 = 1100.0;
+/// The most that records may take of it, nanoseconds.
+const RECORDS_NS: f64 = 50.0;
+
+/// The most that a large all-reduce over 4 processes may take, in times of what 2 of them take to copy as many bytes.
+const LARGE_RATIO: f64 = 3.0;
+/// The most that a small all-reduce over 2 processes may take on its stream, in times of a flag's way there and back.
+const SMALL_RATIO: f64 = 2.0;
+
+/// A case of the throughput benchmark, as it prints it.
+#[derive(Deserialize)]
+struct Case {
+    case: String,
+    records_per_s: f64,
+    spans_per_s: f64,
+    operations: u64,
+    given_up: u64,
+    /// After a tenth of the time and at the end.
+    resident_kib: [f64; 2],
+}
+
+/// Measures each case of the collector's throughput for `seconds`.
+///
+/// # Errors
+/// If it cannot be built or run.
+pub fn throughput(seconds: u32) -> Result<Vec<Row>> {
+    throughput_rows(&objects(THROUGHPUT, &[&seconds.to_string()])?)
+}
+
+fn throughput_rows(cases: &[Value]) -> Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    for case in cases {
+        let case = Case::deserialize(case).with_context(|| format!("{case} is no case of the throughput"))?;
+        let row = |what: &str, median, unit, goal, note| Row {
+            name: format!("collector throughput, {}: {what}", case.case),
+            median,
+            min: None,
+            unit,
+            goal: Some(goal),
+            note,
+        };
+        let [start, end] = case.resident_kib;
+        rows.push(row(
+            "records",
+            case.records_per_s,
+            "/s",
+            Goal::AtLeast(RECORDS_PER_S),
+            format!("{:.0} spans/s", case.spans_per_s),
+        ));
+        rows.push(row(
+            "given up",
+            case.given_up as f64,
+            "",
+            Goal::AtMost(0.0),
+            format!("of {} operations", case.operations),
+        ));
+        rows.push(row(
+            "resident, end / start",
+            // Where the start was not read there is no ratio, and no goal is met.
+            if start > 0.0 { end / start } else { f64::NAN },
+            "",
+            Goal::AtMost(RESIDENT_GROWTH),
+            format!("{start:.0} -> {end:.0} KiB"),
+        ));
+    }
+    Ok(rows)
+}
+
+/// Measures what the watchdog adds to a call, and what its thread takes when nothing happens.
+///
+/// # Errors
+/// If it cannot be built or run.
+pub fn watchdog() -> Result<Vec<Row>> {
+    let objects = objects(WATCHDOG, &[])?;
+    let figures = objects
+        .first()
+        .context("the watchdog's benchmark printed nothing")?;
+    watchdog_rows(figures)
+}
+
+fn watchdog_rows(figures: &Value) -> Result<Vec<Row>> {
+    let figure = |name: &str| {
+        figures[name]
+            .as_f64()
+            .with_context(|| format!("{figures} has no number {name}"))
+    };
+    let row = |name: &str, median, unit, goal, note| Row {
+        name: format!("watchdog, {name}"),
+        median,
+        min: None,
+        unit,
+        goal: Some(Goal::AtMost(goal)),
+        note,
+    };
+    Ok(vec![
+        row(
+            "a call with it minus one without",
+            figure("call_ns")?,
+            "ns",
+            WATCHDOG_CALL_NS,
+            format!(
+                "{} pairs of batches; without it {} ns",
+                figure("pairs")?,
+                figure("without_ns")?
+            ),
+        ),
+        row(
+            "its thread when nothing happens",
+            figure("idle_percent")?,
+            "% of a core",
+            WATCHDOG_IDLE,
+            format!("{} communicators", figure("idle_communicators")?),
+        ),
+        row(
+            "the same with thresholds that adapt",
+            figure("idle_adaptive_percent")?,
+            "% of a core",
+            WATCHDOG_IDLE,
+            format!("{} communicators", figure("idle_communicators")?),
+        ),
+    ])
+}
+
+/// Measures probes in a process that does nothing else. Without the right to attach there are fewer rows.
+///
+/// # Errors
+/// If it cannot be built or run.
+pub fn probe() -> Result<Vec<Row>> {
+    // The process that is measured; `cargo bench --bench` does not build it.
+    process::run(cargo().args(["build", "--release", "--locked", "-p", PROBE.0, "--examples"]))?;
+    let objects = objects(PROBE, &[])?;
+    let [figures] = objects.as_slice() else {
+        bail!(
+            "the probe benchmark printed {} objects instead of one",
+            objects.len()
+        );
+    };
+    probe_rows(figures)
+}
+
+fn probe_rows(figures: &Value) -> Result<Vec<Row>> {
+    let figures = figures
+        .as_object()
+        .context("the probe benchmark printed no object")?;
+    figures
+        .iter()
+        .map(|(name, value)| {
+            let (name, unit) = match name.rsplit_once('_') {
+                Some((name, "ns")) => (name, "ns"),
+                Some((name, "ms")) => (name, "ms"),
+                _ => bail!("the probe benchmark's figure {name} has no unit that is known"),
+            };
+            let figure = |what: &str| {
+                value[what]
+                    .as_f64()
+                    .with_context(|| format!("{name} is {value}, without a number {what}"))
+            };
+            let goal = PROBE_NS.iter().find(|(probe, _)| *probe == name);
+            Ok(Row {
+                name: format!("probe fixture, {}", name.replace('_', " ")),
+                median: figure("median")?,
+                min: (unit == "ns").then(|| figure("min")).transpose()?,
+                unit,
+                // Where the kernel has no such site, the row is of another one.
+                goal: goal
+                    .filter(|(probe, _)| *probe != "probe_attached_nop5" || probe::kernel() >= (6, 18))
+                    .map(|(_, most)| Goal::AtMost(*most)),
+                note: if unit == "ns" { "15 runs" } else { "one run" }.to_owned(),
+            })
+        })
+        .collect()
+}
+
+/// Measures all-reduce over processes, against copies and flags in the same run.
+///
+/// # Errors
+/// If it cannot be built or run.
+pub fn limits() -> Result<Vec<Row>> {
+    let objects = objects(LIMITS, &[])?;
+    let [figures] = objects.as_slice() else {
+        bail!(
+            "the benchmark of limits printed {} objects instead of one",
+            objects.len()
+        );
+    };
+    limits_rows(figures)
+}
+
+fn limits_rows(figures: &Value) -> Result<Vec<Row>> {
+    let figure = |name: &str| {
+        figures[name]
+            .as_f64()
+            .with_context(|| format!("the benchmark of limits printed no number {name}"))
+    };
+    let row = |name: &str, median, unit, goal, note: &str| Row {
+        name: format!("limits, {name}"),
+        median,
+        min: None,
+        unit,
+        goal,
+        note: note.to_owned(),
+    };
+    let ms = |name| figure(name).map(|ns| ns / 1e6);
+    Ok(vec![
+        row(
+            "2 processes copying 4 x 64 MiB",
+            ms("copy_256MiB_by_2_processes_ns")?,
+            "ms",
+            None,
+            "private memory",
+        ),
+        row(
+            "all_reduce 64 MiB, 4 processes",
+            ms("all_reduce_64MiB_4_processes_ns")?,
+            "ms",
+            None,
+            "float32 sum, out of place",
+        ),
+        row(
+            "all_reduce 64 MiB / copies",
+            figure("all_reduce_64MiB_ratio")?,
+            "",
+            Some(Goal::AtMost(LARGE_RATIO)),
+            "in turns in one run",
+        ),
+        row(
+            "processor time of all_reduce / of copies",
+            figure("all_reduce_64MiB_cpu_ratio")?,
+            "",
+            None,
+            "what other load on the machine changes least",
+        ),
+        row(
+            "flag there and back, 2 processes",
+            figure("flag_round_trip_ns")?,
+            "ns",
+            None,
+            "shared memory, spinning",
+        ),
+        row(
+            "all_reduce 8 B on the stream, 2 processes",
+            figure("all_reduce_8B_on_the_stream_ns")?,
+            "ns",
+            None,
+            "part of a graph of 200",
+        ),
+        row(
+            "all_reduce 8 B / flag",
+            figure("all_reduce_8B_ratio")?,
+            "",
+            Some(Goal::AtMost(SMALL_RATIO)),
+            "in turns in one run",
+        ),
+        row(
+            "all_reduce 8 B on the stream, 1 rank",
+            figure("all_reduce_8B_of_one_rank_ns")?,
+            "ns",
+            None,
+            "nobody to wait for",
+        ),
+        row(
+            "all_reduce 8 B, call and synchronize",
+            figure("all_reduce_8B_call_and_synchronize_ns")?,
+            "ns",
+            None,
+            "latency that a caller sees",
+        ),
+    ])
+}
+
+/// Measures what an eager call costs the host; nothing where there are no kernels.
+///
+/// # Errors
+/// If it cannot be built or run.
+pub fn calls() -> Result<Vec<Row>> {
+    let without = workspace::without_records()?;
+    objects(CALLS, &["--without", &without.display().to_string()])?
+        .iter()
+        .map(calls_rows)
+        .collect::<Result<Vec<_>>>()
+        .map(|rows| rows.into_iter().flatten().collect())
+}
+
+fn calls_rows(figures: &Value) -> Result<Vec<Row>> {
+    if figures["skipped"] == true {
+        return Ok(Vec::new());
+    }
+    let figure = |pointer: &str| {
+        figures
+            .pointer(pointer)
+            .and_then(Value::as_f64)
+            .with_context(|| format!("no {pointer} in {figures}"))
+    };
+    Ok(vec![
+        Row {
+            name: "eager all_reduce 8 B on the host".to_owned(),
+            median: figure("/call_ns/median")?,
+            min: Some(figure("/call_ns/min")?),
+            unit: "ns",
+            goal: Some(Goal::AtMost(CALL_NS)),
+            note: "a driver that runs no kernel".to_owned(),
+        },
+        Row {
+            name: "allocations and frees of such a call".to_owned(),
+            median: figure("/allocations")?,
+            min: None,
+            unit: "",
+            goal: Some(Goal::AtMost(0.0)),
+            note: "of the calling thread".to_owned(),
+        },
+        Row {
+            name: "records of such a call".to_owned(),
+            median: figure("/records_ns/1")?,
+            min: None,
+            unit: "ns",
+            goal: Some(Goal::AtMost(RECORDS_NS)),
+            note: format!(
+                "with minus without, {} pairs; quartiles {:.0} to {:.0}",
+                figure("/pairs")?,
+                figure("/records_ns/0")?,
+                figure("/records_ns/2")?
+            ),
+        },
+    ])
+}
+
+/// Runs a benchmark; the JSON objects that it printed, in order. Its other lines go where progress goes.
+fn objects((package, target): (&str, &str), arguments: &[&str]) -> Result<Vec<Value>> {
+    let mut command = cargo();
+    command
+        .args(["bench", "--locked", "-p", package, "--bench", target, "--"])
+        .args(arguments)
+        .arg("--json")
+        .stderr(Stdio::inherit());
+    let output = command.output().with_context(|| process::line(&command))?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    if !output.status.success() {
+        eprint!("{text}");
+        bail!(
+            "{} failed: {}",
+            process::line(&command),
+            process::reason(output.status)
+        );
+    }
+    let found = parse(&text)?;
+    if found.is_empty() {
+        bail!("{} printed no figures", process::line(&command));
+    }
+    Ok(found)
+}
+
+fn parse(text: &str) -> Result<Vec<Value>> {
+    let mut found = Vec::new();
+    for line in text.lines() {
+        if line.starts_with('{') {
+            found.push(serde_json::from_str(line).with_context(|| format!("{line:?} is no JSON"))?);
+        } else {
+            eprintln!("{line}");
+        }
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CASE: &str = r#"{"case":"node","records_per_s":999999.0,"spans_per_s":5.0,"operations":9,"given_up":1,"resident_kib":[1000,1200]}"#;
+
+    #[test]
+    fn a_slow_lossy_growing_case_misses_each_goal() {
+        let verdicts = |text: &str| -> Vec<_> {
+            throughput_rows(&parse(text).unwrap())
+                .unwrap()
+                .iter()
+                .map(Row::meets)
+                .collect()
+        };
+        assert_eq!(verdicts(CASE), [Some(false); 3]);
+        let good = CASE
+            .replace("999999.0", "1000000.0")
+            .replace("\"given_up\":1", "\"given_up\":0")
+            .replace("1200", "1100");
+        assert_eq!(verdicts(&good), [Some(true); 3]);
+        // Memory that was not read proves nothing.
+        assert_eq!(verdicts(&good.replace("[1000", "[0"))[2], Some(false));
+    }
+
+    #[test]
+    fn limits_have_goals_on_ratios() {
+        let text = r#"{"copy_256MiB_by_2_processes_ns":1e7,"all_reduce_64MiB_4_processes_ns":3e7,"all_reduce_64MiB_ratio":3.0,"all_reduce_64MiB_cpu_ratio":3.1,"flag_round_trip_ns":200,"all_reduce_8B_on_the_stream_ns":402,"all_reduce_8B_ratio":2.01,"all_reduce_8B_of_one_rank_ns":150,"all_reduce_8B_call_and_synchronize_ns":9000}"#;
+        let rows = limits_rows(&parse(text).unwrap()[0]).unwrap();
+        let verdicts: Vec<_> = rows.iter().filter_map(Row::meets).collect();
+        assert_eq!(verdicts, [true, false]);
+    }
+
+    #[test]
+    fn the_watchdog_has_goals_on_calls_and_rest() {
+        let text = r#"{"call_ns":50.0,"without_ns":900.0,"pairs":500,"idle_percent":0.11,"idle_adaptive_percent":0.1,"idle_communicators":9}"#;
+        let rows = watchdog_rows(&parse(text).unwrap()[0]).unwrap();
+        let verdicts: Vec<_> = rows.iter().map(Row::meets).collect();
+        assert_eq!(verdicts, [Some(true), Some(false), Some(true)]);
+    }
+
+    #[test]
+    fn a_call_has_goals_on_time_and_allocations() {
+        let text = r#"{"call_ns":{"median":1101,"min":1000},"allocations":0,"records_ns":[40.0,51.0,60.5],"pairs":16}"#;
+        let rows = calls_rows(&parse(text).unwrap()[0]).unwrap();
+        let verdicts: Vec<_> = rows.iter().filter_map(Row::meets).collect();
+        assert_eq!(verdicts, [false, true, false]);
+    }
+
+    #[test]
+    fn rubbish_is_refused() {
+        assert!(parse("{rubbish").is_err());
+        assert!(watchdog_rows(&serde_json::json!({})).is_err());
+        assert!(throughput_rows(&parse("{}").unwrap()).is_err());
+        assert!(limits_rows(&serde_json::json!({})).is_err());
+        assert!(calls_rows(&serde_json::json!({})).is_err());
+        for wrong in [
+            r#"{"a":1}"#,
+            r#"{"a_ns":"x"}"#,
+            r#"{"a_ns":{"min":1}}"#,
+            r#"{"a_kg":1}"#,
+        ] {
+            assert!(probe_rows(&parse(wrong).unwrap()[0]).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn the_median_of_either_nop_has_a_goal() {
+        let text = concat!(
+            "SKIPPED something: no right\n",
+            r#"{"probe_attached_nop5_ns":{"median":351.0,"min":90.0},"#,
+            r#""probe_attached_nop1_ns":{"median":700.0,"min":600.0},"attach_ms":{"median":3.0,"min":3.0}}"#
+        );
+        let rows = probe_rows(&parse(text).unwrap()[0]).unwrap();
+        let verdict = |name: &str| {
+            rows.iter()
+                .find(|row| row.name.ends_with(name))
+                .map(|row| (row.unit, row.min, row.meets()))
+        };
+        let nop5 = (probe::kernel() >= (6, 18)).then_some(false);
+        assert_eq!(verdict("attached nop5"), Some(("ns", Some(90.0), nop5)));
+        assert_eq!(verdict("attached nop1"), Some(("ns", Some(600.0), Some(true))));
+        assert_eq!(verdict("attach"), Some(("ms", None, None)));
+    }
+}

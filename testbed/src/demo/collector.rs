@@ -1,0 +1,148 @@
+//! `ringsight attach` as a child.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+
+use super::summary::Summary;
+use crate::{
+    host,
+    process::{self, Guarded},
+    workspace::Artifacts,
+};
+
+/// How long attaching may take, with everything that the machine does besides.
+const ATTACH_LIMIT: Duration = Duration::from_secs(30);
+
+/// A collector that is attached.
+pub struct Collector {
+    process: Guarded,
+    summary: PathBuf,
+    log: PathBuf,
+}
+
+impl Collector {
+    /// Attaches to `pids` and waits until it stands. Its files go to `folder`.
+    ///
+    /// # Errors
+    /// What the collector wrote, if it ends instead.
+    pub fn attach(artifacts: &Artifacts, pids: &[u32], options: &[String], folder: &Path) -> Result<Self> {
+        fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+        // Several collectors may work in one folder.
+        let name = pids.first().map_or(0, |pid| *pid);
+        let unique = (0..)
+            .map(|n| format!("{name}-{n}"))
+            .find(|n| !folder.join(format!("collector-{n}.log")).exists());
+        let name = unique.context("no name is free")?;
+        let file = |what: &str| folder.join(format!("collector-{name}.{what}"));
+        let (summary, ready, log) = (file("summary.json"), file("ready"), file("log"));
+        for left_over in [&summary, &ready] {
+            let _ = fs::remove_file(left_over);
+        }
+        let output = fs::File::create(&log).with_context(|| format!("creating {}", log.display()))?;
+        let mut command: Command = host::privileged(&artifacts.ringsight);
+        command
+            .arg("attach")
+            .args(pids.iter().map(u32::to_string))
+            .args(options)
+            .arg("--summary")
+            .arg(&summary)
+            .arg("--ready-file")
+            .arg(&ready)
+            .stdin(Stdio::null())
+            .stdout(output.try_clone()?)
+            .stderr(output);
+        let process = Guarded::start("ringsight attach", &mut command, libc::SIGTERM)?;
+        let mut collector = Self {
+            process,
+            summary,
+            log,
+        };
+        let end = Instant::now() + ATTACH_LIMIT;
+        while !ready.exists() {
+            if let Some(status) = collector.process.child().try_wait()? {
+                bail!(
+                    "ringsight attach has ended ({}):\n{}",
+                    process::reason(status),
+                    collector.log()
+                );
+            }
+            if Instant::now() > end {
+                bail!(
+                    "ringsight attach is not ready after {ATTACH_LIMIT:?}:\n{}",
+                    collector.log()
+                );
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+        Ok(collector)
+    }
+
+    /// What it has written to standard output and error.
+    #[must_use]
+    pub fn log(&self) -> String {
+        fs::read_to_string(&self.log)
+            .unwrap_or_default()
+            .trim_end()
+            .to_owned()
+    }
+
+    /// Process id.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.process.pid()
+    }
+
+    /// Sends it a signal.
+    pub fn signal(&mut self, signal: i32) {
+        self.process.signal(signal);
+    }
+
+    /// Waits for its end and reads its summary.
+    ///
+    /// # Errors
+    /// What it wrote, if it fails or does not end within `limit`.
+    pub fn finish(&mut self, limit: Duration) -> Result<Summary> {
+        let status = match self.process.wait(limit) {
+            Ok(status) => status,
+            Err(error) => {
+                let _ = self.process.end(Duration::from_secs(5));
+                bail!("{error}:\n{}", self.log());
+            }
+        };
+        if !status.success() {
+            bail!(
+                "ringsight attach failed ({}):\n{}",
+                process::reason(status),
+                self.log()
+            );
+        }
+        let text = fs::read_to_string(&self.summary)
+            .with_context(|| format!("reading {}", self.summary.display()))?;
+        serde_json::from_str(&text).with_context(|| format!("{} is no summary", self.summary.display()))
+    }
+
+    /// Asks it to let go of its targets, then as [`Collector::finish`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn stop(&mut self, limit: Duration) -> Result<Summary> {
+        self.process.signal(libc::SIGINT);
+        self.finish(limit)
+    }
+
+    /// Waits for its end, whatever it is; returns the exit code and what it wrote.
+    ///
+    /// # Errors
+    /// If it does not end within `limit`.
+    pub fn outcome(&mut self, limit: Duration) -> Result<(Option<i32>, String)> {
+        let status = self.process.wait(limit)?;
+        Ok((status.code(), self.log()))
+    }
+}

@@ -1,0 +1,83 @@
+//! The developer's machine: the cache of compiled tools, Debian's packages, and the rights that commands have.
+
+use std::{
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use anyhow::{Context, Result};
+
+use crate::process;
+
+pub mod apt;
+
+/// Where compiled tools are kept: `$RINGSIGHT_CACHE`, else `ringsight` in the user's cache folder.
+///
+/// # Errors
+/// If neither that variable nor `XDG_CACHE_HOME` nor `HOME` is set.
+pub fn cache() -> Result<PathBuf> {
+    let variable = |name| {
+        std::env::var_os(name)
+            .filter(|value| !value.is_empty())
+            .map(PathBuf::from)
+    };
+    variable("RINGSIGHT_CACHE")
+        .or_else(|| variable("XDG_CACHE_HOME").map(|folder| folder.join("ringsight")))
+        .or_else(|| variable("HOME").map(|folder| folder.join(".cache/ringsight")))
+        .context("no place for tools: set RINGSIGHT_CACHE to a folder")
+        // What is run from there may run elsewhere.
+        .and_then(|folder| std::path::absolute(&folder).with_context(|| folder.display().to_string()))
+}
+
+/// Installs what tests of the library's C interface run: compilers of C and C++, `nm` and `make`.
+///
+/// # Errors
+/// Names the command to run where this cannot be done here.
+pub fn c_toolchain() -> Result<()> {
+    let missing: Vec<_> = [
+        ("gcc", "gcc"),
+        ("g++", "g++"),
+        ("nm", "binutils"),
+        ("make", "make"),
+    ]
+    .into_iter()
+    .filter(|(program, _)| process::find(program).is_none())
+    .map(|(_, package)| package)
+    .collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    apt::install(&missing)
+}
+
+/// `program` with the rights to attach probes, as far as they can be had without a question to the user.
+#[must_use]
+pub fn privileged(program: &Path) -> Command {
+    if is_root() || !sudo_works() {
+        return Command::new(program);
+    }
+    let mut command = Command::new("sudo");
+    command
+        .args(["--non-interactive", "--preserve-env", "--"])
+        .arg(program);
+    command
+}
+
+fn is_root() -> bool {
+    // SAFETY: geteuid has no preconditions and cannot fail.
+    unsafe { libc::geteuid() == 0 }
+}
+
+fn sudo_works() -> bool {
+    Command::new("sudo")
+        .args(["--non-interactive", "true"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status()
+        .is_ok_and(|status| status.success())
+}
+
+/// Says what is being fetched or built.
+pub fn say(what: &str) {
+    eprintln!("set-up: {what}");
+}

@@ -1,0 +1,37 @@
+//! `cargo xtask probe`: `ringsight`, built and run.
+
+use std::process::ExitCode;
+
+use anyhow::{Context, Result};
+use ringsight_testbed::{
+    host, process,
+    workspace::{cargo, target},
+};
+
+use crate::setup;
+
+/// Builds `ringsight` and runs it with `arguments`.
+///
+/// # Errors
+/// If it cannot be built or started. Its own failure is the returned exit code.
+pub fn run(arguments: &[String]) -> Result<ExitCode> {
+    setup::ebpf_toolchain()?;
+    process::run(cargo().args([
+        "build",
+        "--release",
+        "--locked",
+        "--quiet",
+        "-p",
+        "ringsight-collector",
+    ]))?;
+    let program = target()?.join("release/ringsight");
+    let mut command = host::privileged(&program);
+    let status = command
+        .args(arguments)
+        .status()
+        .with_context(|| format!("cannot start {}", program.display()))?;
+    Ok(status
+        .code()
+        .and_then(|code| u8::try_from(code).ok())
+        .map_or(ExitCode::FAILURE, ExitCode::from))
+}
