@@ -182,7 +182,7 @@ impl Group {
             [tasks] => smallvec![begin(tasks)],
             all => all.iter_mut().map(begin).collect(),
         };
-        for launching in launchings.iter_mut() {
+        for launching in &mut launchings {
             let comm = launching.comm;
             launching.plans.build().map_err(|error| comm.reason(error))?;
         }

@@ -497,5 +497,5 @@ fn may_go_straight(work: &Work) -> bool {
 
 /// Work that the kernels refuse is a defect of the planner.
 fn invalid_work(error: WorkError) -> Error {
-    Error::internal(error.to_string())
+    Error::internal(error.0)
 }

@@ -187,7 +187,7 @@ impl Telling {
         let known = self.over.filter(|over| is_before(self.finished, over.runs));
         let host_ns = known.map_or_else(observe::now_ns, |over| over.since_ns);
         let lost = When::Past { host_ns };
-        for told in self.told.iter_mut() {
+        for told in &mut self.told {
             if !aborted && told.stage == Stage::Nothing {
                 self.observer
                     .channel_started(told.op, self.replay, told.channel, lost);
