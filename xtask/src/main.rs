@@ -62,7 +62,7 @@ enum Command {
     },
     /// Starts a trace backend in the foreground.
     Backend(backend::Options),
-    /// Makes the release archive: target/dist/ringsight-<version>-x86_64-linux.tar.gz.
+    /// Makes the release archive: target/dist/ringsight-VERSION-x86_64-linux.tar.gz.
     Dist(dist::Options),
     /// Runs benchmarks and compares them with their goals.
     Bench(bench::Options),

@@ -67,7 +67,7 @@ pub fn ebpf_toolchain() -> Result<()> {
     install_bpf_linker(&compiler)
 }
 
-/// Puts the headers of all wheels in a folder (nvidia/<what>/include of each) into one, and drops the wheels.
+/// Puts the headers of all wheels in a folder (`nvidia/*/include` of each) into one, and drops the wheels.
 const UNPACK: &str = r"
 import glob, os, sys, zipfile
 folder = sys.argv[1]
