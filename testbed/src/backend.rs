@@ -5,7 +5,7 @@ use std::{
     net::{SocketAddr, TcpListener, TcpStream},
     path::{Path, PathBuf},
     process::{Command, Stdio},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use anyhow::{Context, Result, bail};
@@ -63,16 +63,14 @@ impl Jaeger {
         let at = |port| SocketAddr::from(([127, 0, 0, 1], port));
         let configuration =
             std::env::temp_dir().join(format!("ringsight-jaeger-{}-{query}.yaml", std::process::id()));
-        std::fs::write(&configuration, configuration_text([grpc, http, query], ui)?)
-            .with_context(|| format!("writing {}", configuration.display()))?;
+        fs_err::write(&configuration, configuration_text([grpc, http, query], ui)?)?;
         let mut command = Command::new(program);
         command.arg("--config").arg(&configuration).stdin(Stdio::null());
         // Its own requests are not what anybody looks for here.
         command.env("OTEL_TRACES_SAMPLER", "always_off");
         let log = configuration.with_extension("log");
         if quiet {
-            let file = std::fs::File::create(&log).with_context(|| format!("creating {}", log.display()))?;
-            command.stdout(file.try_clone()?).stderr(file);
+            process::log_to(&mut command, &log)?;
         }
         let process = Guarded::start("jaeger", &mut command, libc::SIGTERM)?;
         let mut jaeger = Self {
@@ -82,22 +80,16 @@ impl Jaeger {
             query: at(query),
             configuration,
         };
-        let end = Instant::now() + Duration::from_secs(30);
-        loop {
-            if get(jaeger.query, "/api/services").is_ok() && TcpStream::connect(jaeger.otlp_grpc).is_ok() {
-                return Ok(jaeger);
-            }
-            let ended = jaeger.process.child().try_wait()?;
-            if ended.is_some() || Instant::now() > end {
-                let wrote = std::fs::read_to_string(&log).unwrap_or_default();
-                let last = wrote.lines().rev().take(5).collect::<Vec<_>>().join("\n    ");
-                match ended {
-                    Some(status) => bail!("Jaeger ended at once: {}\n    {last}", process::reason(status)),
-                    None => bail!("Jaeger does not answer on {}\n    {last}", jaeger.query),
-                }
-            }
-            std::thread::sleep(Duration::from_millis(50));
-        }
+        let (otlp, query) = (jaeger.otlp_grpc, jaeger.query);
+        let answers = || get(query, "/api/services").is_ok() && TcpStream::connect(otlp).is_ok();
+        jaeger
+            .process
+            .wait_until(Duration::from_secs(30), answers)
+            .with_context(|| {
+                let wrote = fs_err::read_to_string(&log).unwrap_or_default();
+                wrote.lines().rev().take(5).collect::<Vec<_>>().join("\n    ")
+            })?;
+        Ok(jaeger)
     }
 
     /// Whether it serves web pages to look at traces with, and not only its placeholder.
@@ -114,8 +106,8 @@ fn is_interface(page: &str) -> bool {
 
 impl Drop for Jaeger {
     fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.configuration);
-        let _ = std::fs::remove_file(self.configuration.with_extension("log"));
+        let _ = fs_err::remove_file(&self.configuration);
+        let _ = fs_err::remove_file(self.configuration.with_extension("log"));
     }
 }
 

@@ -1,15 +1,16 @@
 //! Child processes that do not outlive their parent.
 
 use std::{
-    io::{BufRead, BufReader},
+    io::{BufRead, BufReader, Lines, Write as _},
     os::unix::process::{CommandExt, ExitStatusExt},
     path::{Path, PathBuf},
-    process::{Child, Command, ExitStatus, Stdio},
+    process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio},
     thread,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, bail};
+use fs_err as fs;
 
 /// This program. The workspace's tests may build it anew while it runs, which takes the running one its name (Linux then says
 /// "(deleted)" behind it); what has the name now is the same program.
@@ -58,6 +59,16 @@ pub fn output(command: &mut Command) -> Result<String> {
     }
     let text = String::from_utf8(output.stdout).with_context(|| format!("output of {}", line(command)))?;
     Ok(text.trim_end().to_owned())
+}
+
+/// Sends both outputs of `command` to a new file.
+///
+/// # Errors
+/// The file cannot be created.
+pub fn log_to(command: &mut Command, file: &Path) -> Result<()> {
+    let file = fs::File::create(file)?.into_file();
+    command.stdout(file.try_clone()?).stderr(file);
+    Ok(())
 }
 
 /// The command as one would type it.
@@ -181,6 +192,24 @@ impl Guarded {
         }
     }
 
+    /// Waits until `is_so`, at most `limit`.
+    ///
+    /// # Errors
+    /// If the process ends before, or the time is over.
+    pub fn wait_until(&mut self, limit: Duration, mut is_so: impl FnMut() -> bool) -> Result<()> {
+        let end = Instant::now() + limit;
+        while !is_so() {
+            if let Some(status) = self.child.try_wait()? {
+                bail!("{} has ended ({})", self.name, reason(status));
+            }
+            if Instant::now() >= end {
+                bail!("{} is not ready after {limit:?}", self.name);
+            }
+            thread::sleep(Duration::from_millis(2));
+        }
+        Ok(())
+    }
+
     /// Asks it to end and waits; kills it after `limit`.
     ///
     /// # Errors
@@ -199,6 +228,70 @@ impl Drop for Guarded {
         if matches!(self.child.try_wait(), Ok(None)) {
             let _ = self.end(Duration::from_secs(3));
         }
+    }
+}
+
+/// A child that answers each line on its standard input by a line on its standard output.
+pub struct Dialogue {
+    process: Guarded,
+    input: ChildStdin,
+    output: Lines<BufReader<ChildStdout>>,
+}
+
+impl Dialogue {
+    /// Starts `command`.
+    ///
+    /// # Errors
+    /// If it cannot be started.
+    pub fn start(name: &str, command: &mut Command) -> Result<Self> {
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut process = Guarded::start(name, command, libc::SIGKILL)?;
+        let child = process.child();
+        let input = child.stdin.take().context("standard input is not piped")?;
+        let output = child.stdout.take().context("standard output is not piped")?;
+        Ok(Self {
+            process,
+            input,
+            output: BufReader::new(output).lines(),
+        })
+    }
+
+    /// Process id.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.process.pid()
+    }
+
+    /// The next line of the child.
+    ///
+    /// # Errors
+    /// If the child has ended.
+    pub fn line(&mut self) -> Result<String> {
+        let line = self.output.next();
+        let line = line.with_context(|| format!("{} has ended", self.process.name))?;
+        line.with_context(|| format!("reading from {}", self.process.name))
+    }
+
+    /// Sends a line; returns the answer.
+    ///
+    /// # Errors
+    /// If the child has ended.
+    pub fn ask(&mut self, line: &str) -> Result<String> {
+        writeln!(self.input, "{line}").with_context(|| format!("writing to {}", self.process.name))?;
+        self.line()
+    }
+
+    /// Closes the child's standard input and waits for its end, at most `limit`.
+    ///
+    /// # Errors
+    /// If the child still runs then, or fails.
+    pub fn end(mut self, limit: Duration) -> Result<()> {
+        drop(self.input);
+        let status = self.process.wait(limit)?;
+        if !status.success() {
+            bail!("{}: {}", self.process.name, reason(status));
+        }
+        Ok(())
     }
 }
 

@@ -2,12 +2,12 @@
 
 use std::{
     ffi::OsString,
-    fs,
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
 
 use anyhow::{Context, Result, bail};
+use fs_err as fs;
 
 use crate::process;
 
@@ -164,14 +164,14 @@ fn locate(needed: &[&str]) -> Result<Artifacts> {
 /// written to: a job may still run on it.
 fn install_library(library: &Path, folder: &Path) -> Result<()> {
     let installed = folder.join("libnccl.so.2");
-    let content = fs::read(library).with_context(|| format!("reading {}", library.display()))?;
+    let content = fs::read(library)?;
     if fs::read(&installed).is_ok_and(|present| present == content) {
         return Ok(());
     }
-    fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+    fs::create_dir_all(folder)?;
     let fresh = folder.join(format!("libnccl.so.2.{}", std::process::id()));
-    fs::write(&fresh, content).with_context(|| format!("writing {}", fresh.display()))?;
-    fs::rename(&fresh, &installed).with_context(|| format!("replacing {}", installed.display()))
+    fs::write(&fresh, content)?;
+    Ok(fs::rename(&fresh, &installed)?)
 }
 
 /// Builds a test of a package and returns its program.

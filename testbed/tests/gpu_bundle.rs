@@ -1,10 +1,11 @@
 //! `run.sh` of a GPU bundle on a machine without a GPU: what cannot run is skipped by name, and what can is run.
 
 use std::{
-    fs,
     path::{Path, PathBuf},
     process::{Command, Output},
 };
+
+use fs_err as fs;
 
 use ringsight_testbed::{gpu::bundle, workspace};
 use serde_json::Value;

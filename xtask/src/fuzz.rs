@@ -1,7 +1,6 @@
 //! `cargo xtask fuzz`: runs the fuzzers of `fuzz/` on their kept corpora.
 
 use std::{
-    fs,
     io::{BufRead, BufReader},
     path::{Path, PathBuf},
     process::{Command, ExitCode, Stdio},
@@ -10,6 +9,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use fs_err as fs;
 use ringsight_testbed::{
     process,
     workspace::{self, root},
@@ -150,7 +150,7 @@ fn fuzz(
 ) -> Result<Result<(Outcome, Duration), PathBuf>> {
     let (grown, artifacts) = (work.join("corpus"), root().join("fuzz/artifacts").join(name));
     for folder in [&grown, &artifacts] {
-        fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+        fs::create_dir_all(folder)?;
     }
     let start = Instant::now();
     // New inputs go into the first corpus, the kept one is only read.
@@ -194,7 +194,7 @@ fn fuzz(
 fn keep(program: &Path, name: &str, work: &Path) -> Result<()> {
     let merged = work.join("merged");
     let _ = fs::remove_dir_all(&merged);
-    fs::create_dir_all(&merged).with_context(|| format!("creating {}", merged.display()))?;
+    fs::create_dir_all(&merged)?;
     process::output(
         Command::new(program)
             .args(["-merge=1", &format!("-max_len={MAX_INPUT}")])

@@ -1,9 +1,10 @@
 //! `cargo xtask gpu`: what runs on GPUs, put together where there is none.
 
-use std::{fs, path::PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
+use fs_err as fs;
 use ringsight_testbed::{
     gpu::{
         bundle::{Sources, fill},
@@ -102,7 +103,7 @@ fn make(options: &Options) -> Result<PathBuf> {
     }
     let bytes = made?;
     let _ = fs::remove_dir_all(&out);
-    fs::rename(&part, &out).with_context(|| format!("creating {}", out.display()))?;
+    fs::rename(&part, &out)?;
     println!(
         "{} ({:.1} MiB): copy it to a GPU host and run its run.sh",
         out.display(),

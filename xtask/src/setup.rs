@@ -5,7 +5,6 @@
 //! through `sudo`); the rest is compiled into a cache, [`cache`].
 
 use std::{
-    fs,
     os::unix::fs::symlink,
     path::{Path, PathBuf},
     process::Command,
@@ -14,6 +13,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
+use fs_err as fs;
 use ringsight_testbed::{
     host::{apt, c_toolchain, cache, say},
     process,
@@ -104,7 +104,7 @@ pub fn nvidia_headers() -> Result<PathBuf> {
         process::find("python3").context("NVIDIA's headers are fetched by pip, and there is no python3")?;
     let part = cache()?.join(format!("nccl-2.28.9.{}", std::process::id()));
     let _ = fs::remove_dir_all(&part);
-    fs::create_dir_all(part.join("include")).with_context(|| format!("creating {}", part.display()))?;
+    fs::create_dir_all(part.join("include"))?;
     say("NVIDIA's NCCL headers (once, 200 MB to download)");
     let fetched = process::output(
         Command::new(&python)
@@ -117,7 +117,7 @@ pub fn nvidia_headers() -> Result<PathBuf> {
         // Whole or not at all: an interrupted download leaves nothing that looks finished.
         let whole = cache()?.join("nccl-2.28.9");
         let _ = fs::remove_dir_all(&whole);
-        fs::rename(&part, &whole).with_context(|| format!("creating {}", whole.display()))
+        Ok(fs::rename(&part, &whole)?)
     });
     let _ = fs::remove_dir_all(&part);
     placed?;
@@ -229,9 +229,9 @@ pub fn nvcc() -> Result<PathBuf> {
             .arg(&partial)
             .args(CUDA_WHEELS),
     )?;
-    fs::write(partial.join("wheels"), wheels).with_context(|| format!("writing to {}", partial.display()))?;
+    fs::write(partial.join("wheels"), wheels)?;
     let _ = fs::remove_dir_all(&folder);
-    fs::rename(&partial, &folder).with_context(|| format!("creating {}", folder.display()))?;
+    fs::rename(&partial, &folder)?;
     if !process::is_program(&nvcc) {
         bail!("the wheels were unpacked, but {} is not there", nvcc.display());
     }
@@ -365,13 +365,13 @@ fn install_bpf_linker(compiler: &Compiler) -> Result<()> {
     let (major, library) = &compiler.llvm;
     let prefix = cache.join(format!("llvm{major}-prefix"));
     let links = prefix.join("lib");
-    fs::create_dir_all(&links).with_context(|| format!("creating {}", links.display()))?;
+    fs::create_dir_all(&links)?;
     // Under the name that the linker looks for, and under its own: the program is started with this folder as run path.
     let own_name = library.file_name().context("libLLVM has no name")?;
     for name in [std::ffi::OsStr::new("libLLVM.so"), own_name] {
         let link = links.join(name);
         let _ = fs::remove_file(&link);
-        symlink(library, &link).with_context(|| format!("linking {}", link.display()))?;
+        symlink(library, &link)?;
     }
     say(&format!(
         "bpf-linker {BPF_LINKER} for LLVM {major} (compiled once, about a minute)"

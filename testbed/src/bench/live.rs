@@ -1,18 +1,14 @@
 //! Whether a collector keeps up with a process whose ring fills faster than a record a microsecond.
 
-use std::{
-    io::{BufRead, BufReader, Write},
-    process::{Command, Stdio},
-    time::Duration,
-};
+use std::{process::Command, time::Duration};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use ringsight_records::VERSION;
 
 use super::{Goal, Row};
 use crate::{
     demo::{collector::Collector, summary::Summary},
-    process::{self, Guarded},
+    process::{self, Dialogue},
     workspace::{Artifacts, cargo},
 };
 
@@ -37,32 +33,16 @@ pub fn measure(artifacts: &Artifacts, seconds: u32) -> Result<Vec<Row>> {
     ]))?;
     let examples = artifacts.target.join("release/examples");
     let mut command = Command::new(examples.join("fixture_target"));
-    command
-        .arg(examples.join("libfixture_library.so"))
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped());
-    let mut process = Guarded::start("fixture_target", &mut command, libc::SIGKILL)?;
+    command.arg(examples.join("libfixture_library.so"));
+    let mut process = Dialogue::start("the emitting process", &mut command)?;
     let pid = process.pid();
-    let child = process.child();
-    let mut input = child.stdin.take().context("standard input is not piped")?;
-    let output = child.stdout.take().context("standard output is not piped")?;
-    let mut lines = BufReader::new(output).lines();
-    let mut answer = || {
-        lines
-            .next()
-            .context("the emitting process has ended")?
-            .context("reading from it")
-    };
-    ensure!(answer()? == "ready", "the emitting process is not ready");
-    let mut call = |line: String| -> Result<u64> {
-        writeln!(input, "{line}")?;
-        Ok(answer()?.parse()?)
-    };
-    let opened = call(format!("fixture_open {VERSION}"))?;
+    ensure!(process.line()? == "ready", "the emitting process is not ready");
+    let mut call = |line: &str| -> Result<u64> { Ok(process.ask(line)?.parse()?) };
+    let opened = call(&format!("fixture_open {VERSION}"))?;
     ensure!(opened == 0, "the emitting process has no pages: errno {opened}");
-    call("fixture_communicator 7".to_owned())?;
+    call("fixture_communicator 7")?;
     let mut collector = Collector::attach(artifacts, &[pid], &[], &artifacts.target.join("bench"))?;
-    let ns = call(format!("fixture_stream 7 {EACH_MS} {}", seconds * 1000))?;
+    let ns = call(&format!("fixture_stream 7 {EACH_MS} {}", seconds * 1000))?;
     let summary = collector.stop(Duration::from_secs(60))?;
     Ok(rows(&summary, ns))
 }

@@ -1,11 +1,12 @@
 //! Measurements against goals.
 
 use std::{
-    fmt, fs,
+    fmt,
     path::{Path, PathBuf},
 };
 
 use anyhow::{Context, Result, bail};
+use fs_err as fs;
 use serde::Serialize;
 
 pub mod attached;
@@ -89,7 +90,7 @@ pub fn criterion(package: &str, target: &str) -> Result<Vec<Row>> {
     let folder = workspace::target()?.join("criterion");
     // What an earlier run left would look like this one's.
     if folder.exists() {
-        fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;
+        fs::remove_dir_all(&folder)?;
     }
     let mut command = cargo();
     command
@@ -123,7 +124,7 @@ fn estimates(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     let mut open = vec![folder.to_path_buf()];
     while let Some(folder) = open.pop() {
-        for entry in fs::read_dir(&folder).with_context(|| format!("reading {}", folder.display()))? {
+        for entry in fs::read_dir(&folder)? {
             let path = entry?.path();
             if path.is_dir() {
                 open.push(path);
@@ -137,7 +138,7 @@ fn estimates(folder: &Path) -> Result<Vec<PathBuf>> {
 
 fn row(estimates: &Path) -> Result<Row> {
     let read = |file: &Path| -> Result<serde_json::Value> {
-        let text = fs::read_to_string(file).with_context(|| format!("reading {}", file.display()))?;
+        let text = fs::read_to_string(file)?;
         serde_json::from_str(&text).with_context(|| file.display().to_string())
     };
     let median = read(estimates)?["median"]["point_estimate"]

@@ -2,13 +2,13 @@
 
 use std::{
     ffi::c_void,
-    io::{BufRead, BufReader, Write},
+    io::{BufRead, Write},
     path::Path,
-    process::{Command, Stdio},
+    process::Command,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, ensure};
 use clap::Args;
 use libloading::{Library, Symbol};
 use ringsight_records::{Kind, PROBE_SYMBOLS, Record, State};
@@ -17,7 +17,7 @@ use super::{Goal, Row, median};
 use crate::{
     demo::collector::Collector,
     nccl::{DeviceKind, Nccl},
-    process::Guarded,
+    process::Dialogue,
     workspace::Artifacts,
 };
 
@@ -82,41 +82,16 @@ pub fn measure(artifacts: &Artifacts) -> Result<Vec<Row>> {
         .arg("bench-probe")
         .env("LD_LIBRARY_PATH", &artifacts.library_folder)
         .env("RINGSIGHT_DEVICE", "host")
-        .env("NCCL_SOCKET_IFNAME", "lo")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped());
-    let mut process = Guarded::start("bench-probe", &mut command, libc::SIGKILL)?;
-    let mut input = process
-        .child()
-        .stdin
-        .take()
-        .context("standard input is not piped")?;
-    let mut lines = BufReader::new(
-        process
-            .child()
-            .stdout
-            .take()
-            .context("standard output is not piped")?,
-    )
-    .lines();
-    let mut line = || {
-        lines
-            .next()
-            .context("the measuring process has ended")?
-            .context("reading from it")
-    };
-    if line()? != "ready" {
-        bail!("the measuring process is not ready");
-    }
-    let mut ask = || -> Result<f64> {
-        writeln!(input)?;
-        Ok(line()?.parse()?)
-    };
+        .env("NCCL_SOCKET_IFNAME", "lo");
+    let mut process = Dialogue::start("the measuring process", &mut command)?;
+    let pid = process.pid();
+    ensure!(process.line()? == "ready", "the measuring process is not ready");
+    let mut ask = || -> Result<f64> { Ok(process.ask("")?.parse()?) };
     let work = artifacts.target.join("bench");
     let (mut without, mut with, mut lost, mut attach, mut detach) = (vec![], vec![], 0, vec![], vec![]);
     for _ in 0..3 {
         without.push(ask()?);
-        let mut collector = Collector::attach(artifacts, &[process.pid()], &[], &work)?;
+        let mut collector = Collector::attach(artifacts, &[pid], &[], &work)?;
         with.push(ask()?);
         let summary = collector.stop(Duration::from_secs(30))?;
         let records = summary
@@ -164,7 +139,7 @@ pub fn measure(artifacts: &Artifacts) -> Result<Vec<Row>> {
 
 /// Version of the running kernel.
 pub(super) fn kernel() -> (u32, u32) {
-    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let release = fs_err::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let mut numbers = release
         .split(|c: char| !c.is_ascii_digit())
         .map_while(|number| number.parse().ok());

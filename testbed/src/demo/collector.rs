@@ -1,14 +1,13 @@
 //! `ringsight attach` as a child.
 
 use std::{
-    fs,
     path::{Path, PathBuf},
     process::{Command, Stdio},
-    thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use anyhow::{Context, Result, bail};
+use fs_err as fs;
 
 use super::summary::Summary;
 use crate::{
@@ -33,7 +32,7 @@ impl Collector {
     /// # Errors
     /// What the collector wrote, if it ends instead.
     pub fn attach(artifacts: &Artifacts, pids: &[u32], options: &[String], folder: &Path) -> Result<Self> {
-        fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+        fs::create_dir_all(folder)?;
         // Several collectors may work in one folder.
         let name = pids.first().map_or(0, |pid| *pid);
         let unique = (0..)
@@ -45,7 +44,6 @@ impl Collector {
         for left_over in [&summary, &ready] {
             let _ = fs::remove_file(left_over);
         }
-        let output = fs::File::create(&log).with_context(|| format!("creating {}", log.display()))?;
         let mut command: Command = host::privileged(&artifacts.ringsight);
         command
             .arg("attach")
@@ -55,33 +53,19 @@ impl Collector {
             .arg(&summary)
             .arg("--ready-file")
             .arg(&ready)
-            .stdin(Stdio::null())
-            .stdout(output.try_clone()?)
-            .stderr(output);
+            .stdin(Stdio::null());
+        process::log_to(&mut command, &log)?;
         let process = Guarded::start("ringsight attach", &mut command, libc::SIGTERM)?;
         let mut collector = Self {
             process,
             summary,
             log,
         };
-        let end = Instant::now() + ATTACH_LIMIT;
-        while !ready.exists() {
-            if let Some(status) = collector.process.child().try_wait()? {
-                bail!(
-                    "ringsight attach has ended ({}):\n{}",
-                    process::reason(status),
-                    collector.log()
-                );
-            }
-            if Instant::now() > end {
-                bail!(
-                    "ringsight attach is not ready after {ATTACH_LIMIT:?}:\n{}",
-                    collector.log()
-                );
-            }
-            thread::sleep(Duration::from_millis(1));
+        let attached = collector.process.wait_until(ATTACH_LIMIT, || ready.exists());
+        match attached {
+            Ok(()) => Ok(collector),
+            Err(error) => bail!("{error}:\n{}", collector.log()),
         }
-        Ok(collector)
     }
 
     /// What it has written to standard output and error.
@@ -123,8 +107,7 @@ impl Collector {
                 self.log()
             );
         }
-        let text = fs::read_to_string(&self.summary)
-            .with_context(|| format!("reading {}", self.summary.display()))?;
+        let text = fs::read_to_string(&self.summary)?;
         serde_json::from_str(&text).with_context(|| format!("{} is no summary", self.summary.display()))
     }
 

@@ -1,6 +1,8 @@
 //! The library's own event counters, read by the process itself from its shared pages.
 
-use std::{collections::BTreeMap, fs, os::fd::AsRawFd, ptr, sync::atomic::Ordering};
+use std::{collections::BTreeMap, os::fd::AsRawFd, ptr, sync::atomic::Ordering};
+
+use fs_err as fs;
 
 use ringsight_records::{Kind, pages};
 

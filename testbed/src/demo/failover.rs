@@ -2,11 +2,11 @@
 
 use std::{
     collections::{HashMap, HashSet},
-    fs,
     path::Path,
 };
 
 use anyhow::{Context, Result};
+use fs_err as fs;
 use serde_json::Value;
 
 /// A span of an OTLP JSON file.
@@ -56,7 +56,7 @@ fn attribute(holder: &Value, key: &str) -> Option<String> {
 /// # Errors
 /// If it cannot be read.
 pub fn read(file: &Path) -> Result<Vec<Span>> {
-    let text = fs::read_to_string(file).with_context(|| format!("reading {}", file.display()))?;
+    let text = fs::read_to_string(file)?;
     let mut spans = Vec::new();
     for line in text.lines() {
         let line: Value = serde_json::from_str(line).with_context(|| file.display().to_string())?;

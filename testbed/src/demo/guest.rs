@@ -1,7 +1,6 @@
 //! The demo's part in a guest: the job over RDMA between two nodes, a link that fails and comes back, the collector.
 
 use std::{
-    fs,
     path::{Path, PathBuf},
     process::{Command, ExitCode, Stdio},
     thread,
@@ -10,6 +9,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use fs_err as fs;
 use serde_json::Value;
 
 use super::{
@@ -68,7 +68,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         target: PathBuf::from("/tmp"),
     };
     let folder = Path::new(FOLDER);
-    fs::create_dir_all(folder).with_context(|| format!("creating {FOLDER}"))?;
+    fs::create_dir_all(folder)?;
     let mut job = Job::start(&configuration, &artifacts, &folder.join("work"))?;
     let pids = job.pids();
     let outputs = OUTPUTS.map(|name| folder.join(name));

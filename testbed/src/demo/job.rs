@@ -1,7 +1,6 @@
 //! The demo's worker processes.
 
 use std::{
-    fs,
     io::{BufRead, BufReader, Write},
     path::{Path, PathBuf},
     process::{Command, Stdio},
@@ -14,6 +13,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
+use fs_err as fs;
 
 use super::truth::{Configuration, Truth};
 use crate::{
@@ -51,10 +51,9 @@ impl Job {
     /// # Errors
     /// The standard error of a rank that ended.
     pub fn start(configuration: &Configuration, artifacts: &Artifacts, folder: &Path) -> Result<Self> {
-        fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+        fs::create_dir_all(folder)?;
         let file = folder.join("job.json");
-        fs::write(&file, serde_json::to_string(configuration)?)
-            .with_context(|| format!("writing {}", file.display()))?;
+        fs::write(&file, serde_json::to_string(configuration)?)?;
         let (sender, events) = mpsc::channel();
         let workers = (0..configuration.ranks)
             .map(|rank| {
@@ -257,7 +256,7 @@ impl Job {
                 return Err(self.autopsy(rank));
             }
             let file = &self.workers[rank].truth;
-            let text = fs::read_to_string(file).with_context(|| format!("reading {}", file.display()))?;
+            let text = fs::read_to_string(file)?;
             truths.push(serde_json::from_str(&text).with_context(|| file.display().to_string())?);
         }
         Ok(truths)

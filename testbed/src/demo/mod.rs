@@ -2,7 +2,6 @@
 //! what the collector found against what the ranks know.
 
 use std::{
-    fs,
     path::{Path, PathBuf},
     process::ExitCode,
     time::Duration,
@@ -10,6 +9,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use fs_err as fs;
 
 pub mod check;
 pub mod collector;
@@ -219,7 +219,7 @@ fn run_watched(arguments: &Arguments, build: impl FnOnce() -> Result<Artifacts>)
         .out
         .clone()
         .unwrap_or_else(|| artifacts.target.join("demo"));
-    fs::create_dir_all(&out).with_context(|| format!("creating {}", out.display()))?;
+    fs::create_dir_all(&out)?;
     let work = out.join("work");
     println!(
         "{} ranks on {} nodes, {} steps, seed {}, {} times a late rank",
@@ -255,7 +255,7 @@ fn run_watched(arguments: &Arguments, build: impl FnOnce() -> Result<Artifacts>)
     if arguments.keep {
         println!("kept      {}", work.display());
     } else {
-        fs::remove_dir_all(&work).with_context(|| format!("removing {}", work.display()))?;
+        fs::remove_dir_all(&work)?;
     }
     Ok(report)
 }

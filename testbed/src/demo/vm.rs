@@ -1,7 +1,6 @@
 //! `cargo xtask demo --vm`: the demo across two nodes in a guest, where a port goes down in the middle of an all_reduce.
 
 use std::{
-    fs,
     io::Write as _,
     net::ToSocketAddrs as _,
     path::{Path, PathBuf},
@@ -10,6 +9,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail, ensure};
+use fs_err as fs;
 use serde_json::{Value, json};
 
 use super::{
@@ -69,7 +69,7 @@ pub fn run(arguments: &Arguments, artifacts: &Artifacts) -> Result<ExitCode> {
 /// # Errors
 /// As the guest's.
 pub fn traces(artifacts: &Artifacts, series: Series, out: &Path, say: &mut dyn FnMut(&str)) -> Result<()> {
-    fs::create_dir_all(out).with_context(|| format!("creating {}", out.display()))?;
+    fs::create_dir_all(out)?;
     let mut guest = Guest::new(series, Vec::new());
     guest.rdma = 2;
     guest.memory = 1024;
@@ -125,7 +125,7 @@ fn unpack(output: &str, say: &mut dyn FnMut(&str)) -> Vec<(String, String)> {
 
 /// Unpacks base64 of gzip into a file.
 fn write(file: &Path, packed: &str) -> Result<()> {
-    let target = fs::File::create(file).with_context(|| format!("creating {}", file.display()))?;
+    let target = fs::File::create(file)?.into_file();
     let mut child = Command::new("sh")
         .args(["-c", "base64 -d | gzip -d"])
         .stdin(Stdio::piped())

@@ -5,7 +5,6 @@
 
 use std::{
     ffi::c_void,
-    fs,
     io::{BufRead, Write},
     path::{Path, PathBuf},
     sync::atomic::{AtomicU32, AtomicU64, Ordering},
@@ -15,6 +14,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use fs_err as fs;
 
 use super::{
     counters::Counters,
@@ -116,8 +116,7 @@ fn await_change(data: &mut [f32], before: impl Fn(usize) -> f32) {
 /// # Errors
 /// The library's, or whatever made the training go wrong.
 pub fn run(arguments: &Arguments) -> Result<()> {
-    let text = fs::read_to_string(&arguments.configuration)
-        .with_context(|| format!("reading {}", arguments.configuration.display()))?;
+    let text = fs::read_to_string(&arguments.configuration)?;
     let configuration: Configuration = serde_json::from_str(&text).context("configuration")?;
     let nccl = Nccl::open(Path::new("libnccl.so.2"), DeviceKind::Host)?;
     let id = if arguments.rank == 0 {
@@ -147,7 +146,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         truth.ring_lost = counters.lost();
     }
     let text = serde_json::to_string(&truth)?;
-    fs::write(&arguments.truth, text).with_context(|| format!("writing {}", arguments.truth.display()))
+    Ok(fs::write(&arguments.truth, text)?)
 }
 
 /// The training state of one rank.

@@ -2,29 +2,19 @@
 //!
 //! Standard input: the process. Standard output: `held` when it is. When standard input ends, the process goes on.
 
-use std::{
-    collections::BTreeMap,
-    fs,
-    io::{self, BufRead as _, BufReader},
-    path::Path,
-    process::{ChildStdout, Command, Stdio},
-    ptr::null_mut,
-    time::Duration,
-};
+use std::{collections::BTreeMap, io, path::Path, process::Command, ptr::null_mut, time::Duration};
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, ensure};
+use fs_err as fs;
 
 use super::worker::say;
-use crate::process::Guarded;
+use crate::process::Dialogue;
 
 /// How long it may take to let go.
 const LIMIT: Duration = Duration::from_secs(5);
 
 /// A debugger that somebody has started. When it is dropped, whatever it held goes on.
-pub(super) struct Debugger {
-    process: Guarded,
-    output: BufReader<ChildStdout>,
-}
+pub(super) struct Debugger(Dialogue);
 
 impl Debugger {
     /// Starts one, which holds nothing yet.
@@ -32,17 +22,7 @@ impl Debugger {
     /// # Errors
     /// The system's.
     pub(super) fn start(xtask: &Path) -> Result<Self> {
-        let mut command = Command::new(xtask);
-        command
-            .arg("fault-debugger")
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped());
-        let mut process = Guarded::start("debugger", &mut command, libc::SIGKILL)?;
-        let output = process.child().stdout.take().context("no standard output")?;
-        Ok(Self {
-            process,
-            output: BufReader::new(output),
-        })
+        Dialogue::start("the debugger", Command::new(xtask).arg("fault-debugger")).map(Self)
     }
 
     /// Lets it hold a process; returns when it does.
@@ -50,14 +30,11 @@ impl Debugger {
     /// # Errors
     /// It cannot.
     pub(super) fn hold(&mut self, process: u32) -> Result<()> {
-        use io::Write as _;
-        let input = self.process.child().stdin.as_mut().context("no standard input")?;
-        writeln!(input, "{process}").context("telling the debugger")?;
-        let mut line = String::new();
-        self.output.read_line(&mut line).context("hearing the debugger")?;
-        if line.trim() != "held" {
-            bail!("the debugger cannot hold process {process}: {line}");
-        }
+        let answer = self.0.ask(&process.to_string())?;
+        ensure!(
+            answer == "held",
+            "the debugger cannot hold process {process}: {answer}"
+        );
         Ok(())
     }
 
@@ -65,13 +42,8 @@ impl Debugger {
     ///
     /// # Errors
     /// It does not say that it has.
-    pub(super) fn let_go(mut self) -> Result<()> {
-        drop(self.process.child().stdin.take());
-        let status = self.process.wait(LIMIT)?;
-        if !status.success() {
-            bail!("the debugger {}", crate::process::reason(status));
-        }
-        Ok(())
+    pub(super) fn let_go(self) -> Result<()> {
+        self.0.end(LIMIT)
     }
 }
 
@@ -134,7 +106,7 @@ fn hold(process: i32) -> Result<BTreeMap<i32, i32>> {
 
 fn threads(process: i32) -> Result<Vec<i32>> {
     let folder = format!("/proc/{process}/task");
-    let entries = fs::read_dir(&folder).with_context(|| format!("reading {folder}"))?;
+    let entries = fs::read_dir(&folder)?;
     let number = |entry: io::Result<fs::DirEntry>| entry.ok()?.file_name().to_str()?.parse().ok();
     Ok(entries.filter_map(number).collect())
 }
@@ -160,7 +132,10 @@ fn seize(thread: i32) -> io::Result<i32> {
 
 #[cfg(test)]
 mod tests {
+    use std::process::Stdio;
+
     use super::*;
+    use crate::process::Guarded;
 
     fn state(process: u32) -> String {
         let text = fs::read_to_string(format!("/proc/{process}/stat")).unwrap();

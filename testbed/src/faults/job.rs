@@ -1,7 +1,6 @@
 //! The processes of a round, and what they are heard to say.
 
 use std::{
-    fs,
     io::{BufRead, BufReader, Write as _},
     path::{Path, PathBuf},
     process::{Command, Stdio},
@@ -11,6 +10,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail};
+use fs_err as fs;
 use serde::Serialize;
 
 use super::{
@@ -253,9 +253,9 @@ impl Reports {
 /// # Errors
 /// If it cannot be begun, or a rank does not even come to the fault.
 pub(super) fn run(round: &Round, kind: Ranks, folder: &Path, place: &Place) -> Result<Observed> {
-    fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+    fs::create_dir_all(folder)?;
     let file: PathBuf = folder.join("round.json");
-    fs::write(&file, serde_json::to_string(round)?).with_context(|| format!("writing {}", file.display()))?;
+    fs::write(&file, serde_json::to_string(round)?)?;
     let account = folder.join("truth.jsonl");
     let _ = fs::remove_file(&account);
     let mut variables = vec![("RINGSIGHT_WATCHDOG_ACTION", round.action.name().to_owned())];

@@ -2,13 +2,13 @@
 
 use std::{
     ffi::c_int,
-    fs,
     sync::atomic::{AtomicBool, AtomicI32, Ordering},
     thread,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result, ensure};
+use fs_err as fs;
 
 /// Threads that [`wait`] may go on.
 static GO_ON: AtomicBool = AtomicBool::new(false);
@@ -50,7 +50,7 @@ pub(super) fn await_kernel(thread: &AtomicI32) -> Result<()> {
 /// How often a thread of this process has slept.
 fn sleeps(thread: i32) -> Result<u64> {
     let path = format!("/proc/self/task/{thread}/status");
-    let status = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+    let status = fs::read_to_string(&path)?;
     let count = status
         .lines()
         .find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));

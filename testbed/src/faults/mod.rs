@@ -4,7 +4,6 @@
 
 use std::{
     collections::BTreeMap,
-    fs,
     io::Write as _,
     path::PathBuf,
     process::ExitCode,
@@ -14,6 +13,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
+use fs_err as fs;
 
 mod call;
 mod cases;
@@ -199,7 +199,7 @@ fn resumed(arguments: &Arguments, seed: u64, rounds: u32) -> Result<BTreeMap<Str
     let Some(file) = arguments.resume.as_ref().filter(|file| file.exists()) else {
         return Ok(BTreeMap::new());
     };
-    let text = fs::read_to_string(file).with_context(|| format!("reading {}", file.display()))?;
+    let text = fs::read_to_string(file)?;
     let mut done = BTreeMap::new();
     for line in text.lines() {
         // A run that was cut off may have left part of a line.

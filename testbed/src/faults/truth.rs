@@ -105,7 +105,7 @@ impl Account {
 /// # Errors
 /// The system's, or the line that is none.
 pub(super) fn read(path: &Path) -> Result<Vec<Event>> {
-    let text = std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
+    let text = fs_err::read_to_string(path)?;
     text.lines()
         .map(|line| serde_json::from_str(line).with_context(|| format!("{}: {line}", path.display())))
         .collect()

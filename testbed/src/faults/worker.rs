@@ -8,7 +8,6 @@ mod differs;
 
 use std::{
     ffi::c_void,
-    fs,
     io::Write as _,
     path::{Path, PathBuf},
     sync::{
@@ -21,6 +20,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
+use fs_err as fs;
 
 use super::{
     call::{Call, Launched},
@@ -204,7 +204,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         });
     }
     let file = arguments.round.as_ref().context("--round is missing")?;
-    let text = fs::read_to_string(file).with_context(|| format!("reading {}", file.display()))?;
+    let text = fs::read_to_string(file)?;
     let round: Round = serde_json::from_str(&text).context("round")?;
     let member = arguments.members[0];
     thread::spawn(move || note_stalls(truth, member));

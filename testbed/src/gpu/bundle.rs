@@ -1,8 +1,9 @@
 //! What a GPU bundle holds: one folder that needs neither compiler nor network.
 
-use std::{fs, os::unix::fs::PermissionsExt as _, path::Path, process::Command};
+use std::{os::unix::fs::PermissionsExt as _, path::Path, process::Command};
 
 use anyhow::{Context, Result, bail};
+use fs_err as fs;
 
 use super::nccl_tests;
 use crate::{process, workspace};
@@ -37,7 +38,7 @@ pub fn fill(folder: &Path, sources: &Sources<'_>) -> Result<u64> {
     let built = sources.built;
     for name in ["bin", "lib", "scripts"] {
         let folder = folder.join(name);
-        fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
+        fs::create_dir_all(&folder)?;
     }
     let release = built.target.join("release");
     let programs = [
@@ -99,7 +100,7 @@ fn build_stuck(library: &Path) -> Result<()> {
 /// # Errors
 /// A file that cannot be read or written.
 pub fn copy_scripts(from: &Path, bundle: &Path) -> Result<()> {
-    let entries = fs::read_dir(from).with_context(|| format!("reading {}", from.display()))?;
+    let entries = fs::read_dir(from)?;
     for entry in entries {
         let path = entry
             .with_context(|| format!("reading {}", from.display()))?
@@ -113,7 +114,7 @@ pub fn copy_scripts(from: &Path, bundle: &Path) -> Result<()> {
             Some("c") => continue,
             _ => bundle.to_path_buf(),
         };
-        fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
+        fs::create_dir_all(&folder)?;
         copy(&path, &folder.join(name))?;
     }
     Ok(())
@@ -130,8 +131,8 @@ fn add_sanitizer(source: &Path, folder: &Path) -> Result<()> {
             );
         }
     }
-    fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
-    for file in fs::read_dir(source).with_context(|| format!("reading {}", source.display()))? {
+    fs::create_dir_all(folder)?;
+    for file in fs::read_dir(source)? {
         let path = file?.path();
         if let Some(name) = path.file_name().filter(|_| path.is_file()) {
             copy(&path, &folder.join(name))?;
@@ -150,14 +151,13 @@ pub(super) fn copy(from: &Path, to: &Path) -> Result<()> {
 pub(super) fn strip(file: &Path) -> Result<()> {
     process::run(Command::new("strip").arg("--strip-unneeded").arg(file))?;
     let mode = if file.extension().is_some() { 0o644 } else { 0o755 };
-    fs::set_permissions(file, fs::Permissions::from_mode(mode))
-        .with_context(|| format!("permissions of {}", file.display()))
+    Ok(fs::set_permissions(file, std::fs::Permissions::from_mode(mode))?)
 }
 
 /// Bytes of all files below `folder`.
 fn size(folder: &Path) -> Result<u64> {
     let mut bytes = 0;
-    for entry in fs::read_dir(folder).with_context(|| format!("reading {}", folder.display()))? {
+    for entry in fs::read_dir(folder)? {
         let entry = entry?;
         let about = entry.metadata()?;
         bytes += if about.is_dir() {

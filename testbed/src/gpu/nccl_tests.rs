@@ -4,13 +4,13 @@
 //! that it calls. At run time `LD_LIBRARY_PATH` says which library it is.
 
 use std::{
-    fs,
     os::unix::fs::symlink,
     path::{Path, PathBuf},
     process::Command,
 };
 
 use anyhow::{Context, Result, bail};
+use fs_err as fs;
 
 use super::bundle::{copy, strip};
 use crate::process;
@@ -42,7 +42,7 @@ pub struct Tools {
 
 /// Builds the tests of `source` and puts what they need into `out`: the programs, and `verifiable/` with their checks.
 pub(super) fn build(source: &Path, tools: &Tools, library_folder: &Path, out: &Path) -> Result<()> {
-    let source = fs::canonicalize(source).with_context(|| format!("finding {}", source.display()))?;
+    let source = fs::canonicalize(source)?;
     if !source.join("src/all_reduce.cu").is_file() || !source.join("verifiable").is_dir() {
         bail!(
             "{} is no source tree of nccl-tests: it has no src/all_reduce.cu or no verifiable/",
@@ -59,13 +59,13 @@ pub(super) fn build(source: &Path, tools: &Tools, library_folder: &Path, out: &P
     let work = out.with_extension("build");
     let home = work.join("home");
     let library = home.join("lib");
-    fs::create_dir_all(&library).with_context(|| format!("creating {}", library.display()))?;
+    fs::create_dir_all(&library)?;
     for (name, target) in [
         (home.join("include"), headers.clone()),
         (library.join("libnccl.so"), library_folder.join("libnccl.so.2")),
         (library.join("libcudart.so"), runtime.clone()),
     ] {
-        symlink(&target, &name).with_context(|| format!("linking {}", name.display()))?;
+        symlink(&target, &name)?;
     }
     let built = work.join("built");
     let mut make = Command::new("make");
@@ -75,7 +75,7 @@ pub(super) fn build(source: &Path, tools: &Tools, library_folder: &Path, out: &P
         .args(variables(&built, cuda, nvcc, &home));
     process::run(&mut make).context("building nccl-tests")?;
     let verifiable = out.join("verifiable");
-    fs::create_dir_all(&verifiable).with_context(|| format!("creating {}", verifiable.display()))?;
+    fs::create_dir_all(&verifiable)?;
     for operation in OPERATIONS {
         let program = out.join(program(operation));
         copy(&built.join(self::program(operation)), &program)?;
@@ -86,7 +86,7 @@ pub(super) fn build(source: &Path, tools: &Tools, library_folder: &Path, out: &P
     copy(&built.join("verifiable/libverifiable.so.0"), &checks)?;
     strip(&checks)?;
     copy(&runtime, &out.join(RUNTIME))?;
-    fs::remove_dir_all(&work).with_context(|| format!("removing {}", work.display()))
+    Ok(fs::remove_dir_all(&work)?)
 }
 
 /// Name of an operation's program.

@@ -110,7 +110,7 @@ fn told(said: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
+    use fs_err as fs;
 
     use super::*;
     use crate::vm::drive::{BEATS, Scratch};

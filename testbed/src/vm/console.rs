@@ -1,6 +1,8 @@
 //! What a guest's console says: the kernel's words and those of the first process (`vm/init`), which tells how the guest ended.
 
-use std::{fs, path::Path};
+use std::path::Path;
+
+use fs_err as fs;
 
 /// What the first process says when it starts.
 pub(super) const BOOTED: &str = "@@USERSPACE";

@@ -3,12 +3,12 @@
 
 use std::{
     collections::BTreeMap,
-    fs,
     io::Write,
     path::{Path, PathBuf},
 };
 
 use anyhow::{Context, Result};
+use fs_err as fs;
 
 /// A header, then the name, then the content start at multiples of this.
 const ALIGNMENT: usize = 4;
@@ -105,7 +105,7 @@ impl Archive {
 
     /// Everything below the host's `folder`, at `path`.
     pub(super) fn tree(&mut self, path: &str, folder: &Path) -> Result<()> {
-        for entry in fs::read_dir(folder).with_context(|| format!("reading {}", folder.display()))? {
+        for entry in fs::read_dir(folder)? {
             let entry = entry?;
             let name = format!("{path}/{}", entry.file_name().to_string_lossy());
             if entry.file_type()?.is_dir() {
@@ -127,7 +127,7 @@ impl Archive {
                 Content::Directory => &[],
                 Content::Bytes(bytes) => bytes,
                 Content::Copy(file) => {
-                    copied = fs::read(file).with_context(|| format!("reading {}", file.display()))?;
+                    copied = fs::read(file)?;
                     &copied
                 }
                 Content::Link(target) => target.as_bytes(),

@@ -1,7 +1,6 @@
 //! Runs QEMU until its guest is over, or does not get on.
 
 use std::{
-    fs,
     io::Read as _,
     path::{Path, PathBuf},
     process::{Command, ExitStatus, Stdio},
@@ -11,6 +10,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
+use fs_err as fs;
 
 use super::{
     beats::{self, Beats, Frozen},
@@ -43,7 +43,7 @@ impl Scratch {
             .filter(|letter| letter.is_ascii_alphanumeric() || *letter == '-')
             .collect();
         let folder = std::env::temp_dir().join(unique);
-        fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
+        fs::create_dir_all(&folder)?;
         Ok(Self(folder))
     }
 

@@ -7,7 +7,6 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
-    fs,
     io::Write as _,
     path::PathBuf,
     process::ExitCode,
@@ -17,6 +16,7 @@ use std::{
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
+use fs_err as fs;
 use serde_json::{Value, json};
 
 use super::{Guest, Series};
@@ -223,7 +223,7 @@ fn run_all(
     let made_by = MadeBy::those(options)?;
     let (mut results, others) = match options.resume.as_ref().filter(|file| file.exists()) {
         Some(file) => {
-            let text = fs::read_to_string(file).with_context(|| format!("reading {}", file.display()))?;
+            let text = fs::read_to_string(file)?;
             known(&text, &made_by).with_context(|| file.display().to_string())?
         }
         None => (BTreeMap::new(), 0),

@@ -226,12 +226,9 @@ impl Guest {
             archive.copy("/test/fakehca.ko", &image.module("fakehca")?);
         }
         archive.bytes("/test/run", self.script(&folders));
-        let out = File::create(path).with_context(|| format!("creating {}", path.display()))?;
+        let out = File::create(path)?;
         let mut out = BufWriter::new(out);
-        io::copy(
-            &mut File::open(&image.base).with_context(|| format!("reading {}", image.base.display()))?,
-            &mut out,
-        )?;
+        io::copy(&mut File::open(&image.base)?, &mut out)?;
         archive.write(&mut out)?;
         out.flush().context("writing the guest's file system")
     }

@@ -1,7 +1,6 @@
 //! What guests are made of, in the cache: tools, a kernel, and the part of the first file system that is the same for all.
 
 use std::{
-    fs::{self, File},
     io::BufWriter,
     os::fd::AsRawFd,
     path::{Path, PathBuf},
@@ -9,6 +8,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
+use fs_err::{self as fs, File};
 
 use super::{
     cpio::{Archive, MERGED},
@@ -134,9 +134,9 @@ struct Lock {
 
 impl Lock {
     fn take(folder: &Path) -> Result<Self> {
-        fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+        fs::create_dir_all(folder)?;
         let path = folder.join("lock");
-        let file = File::create(&path).with_context(|| format!("creating {}", path.display()))?;
+        let file = File::create(&path)?;
         // SAFETY: the descriptor is that of the file above, which is open; flock touches no memory.
         if unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX) } != 0 {
             return Err(std::io::Error::last_os_error()).context("locking the cache of guests");
@@ -165,8 +165,7 @@ impl Image {
             Some((version, made_by)) if made_by == recipe => version.to_owned(),
             _ => {
                 let version = make(series, &folder, &tools)?;
-                fs::write(&stamp, format!("{version}\n{recipe}"))
-                    .with_context(|| format!("writing {}", stamp.display()))?;
+                fs::write(&stamp, format!("{version}\n{recipe}"))?;
                 version
             }
         };
@@ -187,13 +186,12 @@ impl Image {
     pub(super) fn module(&self, name: &str) -> Result<PathBuf> {
         let source = workspace::root().join("vm").join(name);
         let mut text = self.version.clone();
-        let mut files: Vec<_> = fs::read_dir(&source)
-            .with_context(|| format!("reading {}", source.display()))?
+        let mut files: Vec<_> = fs::read_dir(&source)?
             .map(|entry| Ok(entry?.path()))
             .collect::<Result<_>>()?;
         files.sort();
         for file in &files {
-            text += &fs::read_to_string(file).with_context(|| format!("reading {}", file.display()))?;
+            text += &fs::read_to_string(file)?;
         }
         let _lock = Lock::take(&folder()?)?;
         let module = self.folder.join(format!("{name}.ko"));
@@ -216,7 +214,7 @@ impl Image {
         let work = self.folder.join(format!("{name}-build"));
         let built = kernel::build_module(&build, &source, &work, name)
             .with_context(|| format!("for Linux {} ({})", self.version, self.series.name()))?;
-        fs::copy(&built, &module).with_context(|| format!("writing {}", module.display()))?;
+        fs::copy(&built, &module)?;
         fs::write(&made_of, text)?;
         let _ = fs::remove_dir_all(&work);
         Ok(module)
@@ -235,7 +233,7 @@ fn tools(whole: &Path) -> Result<Tree> {
     host::say("QEMU and what runs in guests (70 MB to download, unpacked into the cache)");
     let _ = fs::remove_dir_all(&tree);
     packages::unpack(&PACKAGES, true, &tree)?;
-    fs::write(&stamp, recipe).with_context(|| format!("writing {}", stamp.display()))?;
+    fs::write(&stamp, recipe)?;
     Ok(Tree::new(&tree))
 }
 
@@ -244,18 +242,17 @@ fn make(series: Series, folder: &Path, tools: &Tree) -> Result<String> {
     let start = Instant::now();
     let version = kernel::newest(series)?;
     let _ = fs::remove_dir_all(folder);
-    fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+    fs::create_dir_all(folder)?;
     host::say(&format!("Linux {version} for guests (about 100 MB to download)"));
     let packages = folder.join("image");
     packages::unpack(&[&format!("linux-image-{version}-amd64")], false, &packages)?;
     let image = packages.join(format!("boot/vmlinuz-{version}-amd64"));
-    let image = fs::read(&image).with_context(|| format!("reading {}", image.display()))?;
+    let image = fs::read(&image)?;
     fs::write(folder.join("vmlinux"), kernel::elf_of(&image, tools)?)?;
     let modules = folder.join("modules");
     kernel::copy_modules(&packages, &version, &MODULES, tools, &modules)?;
     let base = folder.join("base.cpio");
-    let mut out =
-        BufWriter::new(File::create(&base).with_context(|| format!("creating {}", base.display()))?);
+    let mut out = BufWriter::new(File::create(&base)?);
     archive(tools, &modules)?.write(&mut out)?;
     out.into_inner().context("writing the base file system")?;
     // Half a gigabyte of modules of which a few are in the base now.

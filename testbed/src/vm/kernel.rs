@@ -3,13 +3,13 @@
 use std::{
     collections::BTreeSet,
     ffi::OsStr,
-    fs,
     io::Write as _,
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
 
 use anyhow::{Context, Result, bail};
+use fs_err as fs;
 
 use super::packages::{self, Tree};
 use crate::process;
@@ -91,11 +91,10 @@ pub(super) fn build_folder(tree: &Path, version: &str) -> Result<PathBuf> {
     let source = tree.join("usr/src");
     let folder = source.join(format!("linux-headers-{version}-amd64"));
     let makefile = folder.join("Makefile");
-    let text = fs::read_to_string(&makefile).with_context(|| format!("reading {}", makefile.display()))?;
+    let text = fs::read_to_string(&makefile)?;
     let place = format!("include {}/", source.display());
     if !text.contains(&place) {
-        fs::write(&makefile, text.replace("include /usr/src/", &place))
-            .with_context(|| format!("writing {}", makefile.display()))?;
+        fs::write(&makefile, text.replace("include /usr/src/", &place))?;
     }
     Ok(folder)
 }
@@ -103,8 +102,8 @@ pub(super) fn build_folder(tree: &Path, version: &str) -> Result<PathBuf> {
 /// Compiles the module whose source is in `source`; `work` is a folder for what comes of it.
 pub(super) fn build_module(build: &Path, source: &Path, work: &Path, name: &str) -> Result<PathBuf> {
     let _ = fs::remove_dir_all(work);
-    fs::create_dir_all(work).with_context(|| format!("creating {}", work.display()))?;
-    for entry in fs::read_dir(source).with_context(|| format!("reading {}", source.display()))? {
+    fs::create_dir_all(work)?;
+    for entry in fs::read_dir(source)? {
         let entry = entry?;
         fs::copy(entry.path(), work.join(entry.file_name()))?;
     }
@@ -234,7 +233,7 @@ pub(super) fn copy_modules(
     }
     let target = root.join(&inside);
     for file in &files {
-        let bytes = fs::read(source.join(file)).with_context(|| format!("reading {file}"))?;
+        let bytes = fs::read(source.join(file))?;
         let path = Path::new(file);
         let (path, bytes) = if path.extension() == Some(OsStr::new("ko")) {
             (path.to_owned(), bytes)
@@ -246,10 +245,10 @@ pub(super) fn copy_modules(
         }
         let place = target.join(path);
         fs::create_dir_all(place.parent().context("a module has no folder")?)?;
-        fs::write(&place, bytes).with_context(|| format!("writing {}", place.display()))?;
+        fs::write(&place, bytes)?;
     }
     for name in ["modules.order", "modules.builtin", "modules.builtin.modinfo"] {
-        fs::copy(source.join(name), target.join(name)).with_context(|| format!("copying {name}"))?;
+        fs::copy(source.join(name), target.join(name))?;
     }
     depmod(root)?;
     Ok(())

@@ -2,12 +2,12 @@
 
 use std::{
     collections::BTreeSet,
-    fs,
     path::{Path, PathBuf},
     process::Command,
 };
 
 use anyhow::{Context, Result, bail};
+use fs_err as fs;
 
 use crate::{
     host::{self, apt},
@@ -29,7 +29,7 @@ fn fetch(packages: &[&str], closure: bool, folder: &Path) -> Result<()> {
     if closure {
         // As if nothing were installed: what the host happens to have would be missing from the tree.
         let status = folder.join("status");
-        fs::write(&status, "").with_context(|| format!("writing {}", status.display()))?;
+        fs::write(&status, "")?;
         fs::create_dir_all(folder.join("partial"))?;
         command
             .args(["install", "--download-only", "--no-install-recommends"])
@@ -51,13 +51,13 @@ fn fetch(packages: &[&str], closure: bool, folder: &Path) -> Result<()> {
 pub(super) fn unpack(packages: &[&str], closure: bool, tree: &Path) -> Result<()> {
     let folder = tree.with_extension("debs");
     let _ = fs::remove_dir_all(&folder);
-    fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
+    fs::create_dir_all(&folder)?;
     // Lists that are there may be of an older state than the archive: fetched anew after a failure, not before.
     fetch(packages, closure, &folder).or_else(|_| {
         apt::update();
         fetch(packages, closure, &folder)
     })?;
-    fs::create_dir_all(tree).with_context(|| format!("creating {}", tree.display()))?;
+    fs::create_dir_all(tree)?;
     for entry in fs::read_dir(&folder)? {
         let package = entry?.path();
         if package.extension().is_some_and(|extension| extension == "deb") {
@@ -83,7 +83,7 @@ pub fn verbs_headers() -> Result<PathBuf> {
     let part = cached.with_file_name(format!("libibverbs-dev-{}", std::process::id()));
     let unpacked = unpack(&["libibverbs-dev"], false, &part).and_then(|()| {
         let _ = fs::remove_dir_all(&cached);
-        fs::rename(&part, &cached).with_context(|| format!("creating {}", cached.display()))
+        Ok(fs::rename(&part, &cached)?)
     });
     let _ = fs::remove_dir_all(&part);
     unpacked?;

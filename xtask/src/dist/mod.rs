@@ -1,7 +1,6 @@
 //! `cargo xtask dist`: the release archive, and a test that unpacks and uses it without cargo.
 
 use std::{
-    fs,
     path::{Path, PathBuf},
     process::Command,
     time::Duration,
@@ -9,6 +8,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use fs_err as fs;
 use ringsight_testbed::{
     process::{self, Guarded},
     workspace::root,
@@ -63,11 +63,11 @@ fn pack() -> Result<PathBuf> {
     let dist = artifacts.target.join("dist");
     let folder = dist.join(&name);
     if folder.exists() {
-        fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;
+        fs::remove_dir_all(&folder)?;
     }
     for part in ["bin", "lib", "include", "completions"] {
         let part = folder.join(part);
-        fs::create_dir_all(&part).with_context(|| format!("creating {}", part.display()))?;
+        fs::create_dir_all(&part)?;
     }
     let (program, library) = (folder.join("bin/ringsight"), folder.join("lib/libnccl.so.2"));
     strip(&artifacts.ringsight, &program)?;
@@ -138,9 +138,7 @@ fn pack() -> Result<PathBuf> {
 }
 
 fn copy(from: &Path, to: &Path) -> Result<()> {
-    fs::copy(from, to)
-        .with_context(|| format!("copying {} to {}", from.display(), to.display()))
-        .map(drop)
+    Ok(fs::copy(from, to).map(drop)?)
 }
 
 /// Copies without debug information; the symbols stay, probes are placed by them.
@@ -174,7 +172,7 @@ fn newest_glibc(symbols: &str) -> Option<(u32, u32)> {
 /// Unpacks the archive into a fresh folder and uses it with an environment that knows nothing of cargo.
 fn try_out(archive: &Path) -> Result<()> {
     let folder = std::env::temp_dir().join(format!("ringsight-dist-{}", std::process::id()));
-    fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
+    fs::create_dir_all(&folder)?;
     let result = use_in(archive, &folder);
     let _ = fs::remove_dir_all(&folder);
     result
@@ -203,7 +201,7 @@ fn use_in(archive: &Path, folder: &Path) -> Result<()> {
     }
     for (_, file) in COMPLETIONS {
         let file = unpacked.join("completions").join(file);
-        let text = fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
+        let text = fs::read_to_string(&file)?;
         if !text.contains("attach") {
             bail!("{} does not complete `attach`", file.display());
         }

@@ -1,7 +1,6 @@
 //! Programs that some tests look with: a trace backend and a browser.
 
 use std::{
-    fs,
     io::{BufRead, BufReader},
     path::PathBuf,
     process::{Command, Stdio},
@@ -9,6 +8,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
+use fs_err as fs;
 use ringsight_testbed::{
     backend,
     host::{apt, say},
@@ -40,7 +40,7 @@ pub fn jaeger() -> Result<PathBuf> {
     let download: serde_json::Value = serde_json::from_str(&download).context("output of go mod download")?;
     let source = download["Dir"].as_str().context("go mod download names no Dir")?;
     let folder = program.parent().context("the cache has no bin folder")?;
-    fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+    fs::create_dir_all(folder)?;
     // Under another name until it is whole: an interrupted build leaves nothing that looks finished.
     let partial = program.with_extension("partial");
     go_build(
@@ -52,7 +52,7 @@ pub fn jaeger() -> Result<PathBuf> {
             .current_dir(source),
         start,
     )?;
-    fs::rename(&partial, &program).with_context(|| format!("creating {}", program.display()))?;
+    fs::rename(&partial, &program)?;
     say(&format!(
         "Jaeger is ready after {:.0} s",
         start.elapsed().as_secs_f64()

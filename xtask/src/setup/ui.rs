@@ -2,13 +2,13 @@
 //! repository, jaeger-ui, where a user has cloned that.
 
 use std::{
-    fs,
     path::{Path, PathBuf},
     process::Command,
     time::Instant,
 };
 
 use anyhow::{Context, Result, bail};
+use fs_err as fs;
 use ringsight_testbed::{
     host::{cache, say},
     process,
@@ -64,7 +64,7 @@ pub fn jaeger_ui(from: &Path) -> Result<PathBuf> {
     // Under another name until they are whole.
     let partial = place.with_extension(format!("{}.partial", std::process::id()));
     let _ = fs::remove_dir_all(&partial);
-    fs::create_dir_all(&partial).with_context(|| format!("creating {}", partial.display()))?;
+    fs::create_dir_all(&partial)?;
     let copied = process::run(
         Command::new("cp")
             .args(["-R", "--"])
@@ -73,7 +73,7 @@ pub fn jaeger_ui(from: &Path) -> Result<PathBuf> {
     )
     .and_then(|()| {
         let _ = fs::remove_dir_all(&place);
-        fs::rename(&partial, &place).with_context(|| format!("creating {}", place.display()))
+        Ok(fs::rename(&partial, &place)?)
     });
     let _ = fs::remove_dir_all(&partial);
     copied.map(|()| place)

@@ -138,7 +138,7 @@ pub fn run(command: &Command) -> Result<ExitCode> {
         Command::Failover(options) => failover::run(options),
         Command::Clean => {
             let folder = folder()?;
-            match std::fs::remove_dir_all(&folder) {
+            match fs_err::remove_dir_all(&folder) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
                     Err(error).with_context(|| format!("removing {}", folder.display()))
                 }

@@ -6,13 +6,13 @@
 //! No fault is injected, and hangs abort: a single one ends the job.
 
 use std::{
-    fs,
     sync::mpsc::RecvTimeoutError,
     thread,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Result, bail};
+use fs_err as fs;
 use serde::Serialize;
 
 mod judge;
@@ -85,7 +85,7 @@ impl Report {
 /// If a job cannot be run. What is wrong with the verdicts makes the report, as does a job that fails.
 pub(super) fn run(place: &Place, minutes: f64, seed: u64, source: Source) -> Result<Report> {
     let folder = &place.folder;
-    fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+    fs::create_dir_all(folder)?;
     let time = Duration::from_secs_f64(minutes * 60.0);
     let reports = thread::scope(|scope| {
         [Ranks::Process, Ranks::Thread]

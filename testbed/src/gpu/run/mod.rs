@@ -11,7 +11,6 @@ mod rows;
 mod step;
 
 use std::{
-    fs,
     path::PathBuf,
     sync::{
         Arc,
@@ -20,8 +19,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use clap::Args;
+use fs_err as fs;
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
     flag,
@@ -68,10 +68,9 @@ pub fn run(options: &Options) -> Result<bool> {
     }
     let wanted = chosen(&options.parts)?;
     // The steps run in folders of their own.
-    let bundle = fs::canonicalize(&options.bundle)
-        .with_context(|| format!("finding the bundle {}", options.bundle.display()))?;
+    let bundle = fs::canonicalize(&options.bundle)?;
     let out = options.out.clone().unwrap_or_else(|| bundle.join("out"));
-    fs::create_dir_all(&out).with_context(|| format!("creating {}", out.display()))?;
+    fs::create_dir_all(&out)?;
     let out = fs::canonicalize(&out)?;
     let host = Host::look(bundle, options.stock.clone());
     // The first signal ends what runs, and the table tells of what has been done; a second one ends this program as if it were not handled.
@@ -100,7 +99,7 @@ pub fn run(options: &Options) -> Result<bool> {
     print!("{}", report.table());
     let json = report.json();
     let file = out.join("report.json");
-    fs::write(&file, format!("{json}\n")).with_context(|| format!("writing {}", file.display()))?;
+    fs::write(&file, format!("{json}\n"))?;
     println!("{}", report.summary());
     Ok(report.ok())
 }

@@ -2,7 +2,6 @@
 
 use std::{
     fmt::Write as _,
-    fs::{self, File},
     os::unix::process::CommandExt as _,
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
@@ -12,6 +11,7 @@ use std::{
 };
 
 use anyhow::{Context, Result};
+use fs_err::{self as fs, File};
 
 use super::{host::Host, report::Report};
 use crate::process;
@@ -225,7 +225,7 @@ impl Drop for Groups {
 
 /// Runs commands at the same time, each in a process group of its own; what they say goes to one file.
 fn together(log: &Path, limit: Duration, interrupted: &AtomicBool, commands: Vec<Command>) -> Result<End> {
-    let file = File::create(log).with_context(|| format!("creating {}", log.display()))?;
+    let file = File::create(log)?.into_file();
     let end = Instant::now() + limit;
     let mut groups = Groups(Vec::new());
     for mut command in commands {

@@ -1,11 +1,9 @@
 //! Which code an outcome is of.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
+use fs_err as fs;
 
 use crate::workspace;
 
@@ -34,7 +32,7 @@ pub(super) fn identity() -> Result<String> {
         collect(&root.join(source), &mut files)?;
     }
     let read = |file: PathBuf| {
-        let text = fs::read(&file).with_context(|| format!("reading {}", file.display()))?;
+        let text = fs::read(&file)?;
         let name = file.strip_prefix(&root).unwrap_or(&file);
         Ok((name.to_string_lossy().into_owned(), text))
     };
@@ -52,7 +50,7 @@ fn collect(path: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
         files.push(path.to_owned());
         return Ok(());
     }
-    for entry in fs::read_dir(path).with_context(|| format!("reading {}", path.display()))? {
+    for entry in fs::read_dir(path)? {
         collect(&entry?.path(), files)?;
     }
     Ok(())

@@ -2,12 +2,12 @@
 //! processes; and one with the watchdog, by pages and by CUDA events, and with the collector attached, minus one with neither, a process each.
 
 use std::{
-    fs,
     path::Path,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, bail};
+use fs_err as fs;
 use serde_json::{Value, json};
 
 use super::{
@@ -16,7 +16,7 @@ use super::{
     driver::driver_on,
     watch::{Attach, attached, prepared},
 };
-use crate::process::{Guarded, reason};
+use crate::process::{Guarded, log_to, reason};
 
 /// The most rounds; fewer where the part's time is over before.
 const ROUNDS: usize = 16;
@@ -103,15 +103,14 @@ fn once(steps: &Steps<'_>, way: &Way, folder: &Path) -> Result<Times> {
     if let Some(options) = way.collector {
         attached(steps, folder, vec![command], Attach::Children, options)?;
     } else {
-        let out = fs::File::create(&log)?;
-        command.stdout(out.try_clone()?).stderr(out);
+        log_to(&mut command, &log)?;
         let mut job = Guarded::start("the driver", &mut command, libc::SIGKILL)?;
         let status = job.wait(Duration::from_secs(30))?;
         if !status.success() {
             bail!("the driver: {}", reason(status));
         }
     }
-    let said = fs::read_to_string(&log).with_context(|| format!("reading {}", log.display()))?;
+    let said = fs::read_to_string(&log)?;
     times(&said).context("it has printed no times")
 }
 

@@ -182,7 +182,7 @@ pub(super) fn symmetric(steps: &mut Steps<'_>) -> Result<()> {
                 .map(|line| format!("{line}\n"))
                 .collect();
             steps.note(&table);
-            let figures = std::fs::read_to_string(&both)
+            let figures = fs_err::read_to_string(&both)
                 .ok()
                 .and_then(|text| serde_json::from_str(&text).ok());
             if let Some(figures) = figures {

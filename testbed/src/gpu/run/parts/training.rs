@@ -4,13 +4,13 @@
 
 use std::{
     collections::BTreeMap,
-    fs::{self, File},
     io::{BufRead as _, BufReader},
     path::Path,
     time::Instant,
 };
 
 use anyhow::{Context, Result};
+use fs_err::{self as fs, File};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -96,7 +96,7 @@ fn add(line: &Value, ranks: &[Rank], library: Library, all: &mut All) -> Option<
 
 /// All that the collector has written.
 fn read(file: &Path, ranks: &[Rank], library: Library) -> Result<All> {
-    let opened = File::open(file).with_context(|| format!("opening {}", file.display()))?;
+    let opened = File::open(file)?;
     let mut all = All::new();
     for (number, line) in BufReader::new(opened).lines().enumerate() {
         let line: Value =
@@ -174,7 +174,7 @@ fn nothing_lost(summary: &Value) -> Verdict {
 fn ranks(folder: &Path, count: usize) -> Result<Vec<Rank>> {
     let of_rank = |number: usize| {
         let file = folder.join(format!("rank-{number}.json"));
-        let text = fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
+        let text = fs::read_to_string(&file)?;
         serde_json::from_str(&text).with_context(|| format!("what rank {number} says"))
     };
     (0..count).map(of_rank).collect()

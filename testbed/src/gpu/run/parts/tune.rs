@@ -1,8 +1,9 @@
 //! What the library's table of algorithms rests on: each operation in each way that there is, over sizes, and what the table takes.
 
-use std::{collections::BTreeMap, fmt::Write as _, fs, time::Duration};
+use std::{collections::BTreeMap, fmt::Write as _, time::Duration};
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
+use fs_err as fs;
 use serde::Serialize;
 
 use super::{
@@ -244,7 +245,7 @@ fn measure(steps: &mut Steps<'_>, series: Vec<Series>) -> Result<()> {
     let file = steps.file("times.jsonl");
     let lines: Result<Vec<_>, _> = all.iter().map(serde_json::to_string).collect();
     let text: String = lines?.into_iter().map(|line| line + "\n").collect();
-    fs::write(&file, text).with_context(|| format!("writing {}", file.display()))?;
+    fs::write(&file, text)?;
     steps.figures(serde_json::to_value(&all)?);
     Ok(())
 }

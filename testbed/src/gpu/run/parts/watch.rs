@@ -2,7 +2,6 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs,
     path::{Path, PathBuf},
     process::Command,
     thread,
@@ -10,6 +9,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
+use fs_err as fs;
 use serde_json::Value;
 
 use super::{
@@ -172,7 +172,7 @@ pub(super) fn judged(ended: Result<Value>, judge: impl FnOnce(&Value) -> Verdict
 pub(super) fn prepared(steps: &Steps<'_>, name: &str) -> Result<PathBuf> {
     let folder = steps.file(name);
     let _ = fs::remove_dir_all(&folder);
-    fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
+    fs::create_dir_all(&folder)?;
     Ok(folder)
 }
 
@@ -206,11 +206,9 @@ pub(super) fn seen(
         Attach::Named => libc::SIGTERM,
         Attach::Started | Attach::Children => libc::SIGKILL,
     };
-    let log = |name: &str| fs::File::create(folder.join(name));
     let mut job = Vec::new();
     for (number, mut command) in commands.into_iter().enumerate() {
-        let out = log(&format!("job-{number}.log"))?;
-        command.stdout(out.try_clone()?).stderr(out);
+        process::log_to(&mut command, &folder.join(format!("job-{number}.log")))?;
         let name = format!("process {number} of the job");
         job.push(Guarded::start(&name, &mut command, end_signal)?);
     }
@@ -220,13 +218,12 @@ pub(super) fn seen(
         Attach::Started => job.iter().map(Guarded::pid).collect(),
         Attach::Children => job.iter().flat_map(|process| children(process.pid())).collect(),
         Attach::Named => {
-            let text = fs::read_to_string(&ready).with_context(|| format!("reading {}", ready.display()))?;
+            let text = fs::read_to_string(&ready)?;
             let pids: Result<_, _> = text.split_whitespace().map(str::parse).collect();
             pids.with_context(|| format!("{} names no processes", ready.display()))?
         }
     };
     let (summary, attached) = (folder.join("summary.json"), folder.join("attached"));
-    let out = log("collector.log")?;
     let mut command = Command::new(steps.host.program("ringsight"));
     command
         .arg("attach")
@@ -237,9 +234,8 @@ pub(super) fn seen(
         .arg(&summary)
         .arg("--ready-file")
         .arg(&attached)
-        .args(options)
-        .stdout(out.try_clone()?)
-        .stderr(out);
+        .args(options);
+    process::log_to(&mut command, &folder.join("collector.log"))?;
     let mut collector = [Guarded::start("the collector", &mut command, libc::SIGTERM)?];
     appears(&attached, &mut collector, Duration::from_secs(20))?;
     fs::write(folder.join("go"), "")?;
@@ -250,7 +246,7 @@ pub(super) fn seen(
             bail!("{}: {}", process.name(), process::reason(status));
         }
     }
-    let text = fs::read_to_string(&summary).with_context(|| format!("reading {}", summary.display()))?;
+    let text = fs::read_to_string(&summary)?;
     serde_json::from_str(&text).context("the collector's summary")
 }
 

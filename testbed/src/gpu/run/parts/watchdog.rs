@@ -1,12 +1,12 @@
 //! The watchdog: ranks that are slow and pause, faults of all kinds, a long operation that is left alone, a kernel that never ends and is aborted.
 
 use std::{
-    fs,
     process::Command,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
+use fs_err as fs;
 use serde_json::Value;
 
 use super::{
@@ -94,7 +94,7 @@ fn reported(said: &str) -> Verdict {
 fn faults(steps: &mut Steps<'_>, source: &str) -> Result<()> {
     // Rounds in which something is wrong leave there what their ranks wrote.
     let folder = steps.file("faults");
-    fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
+    fs::create_dir_all(&folder)?;
     let (program, library) = (process::own_executable()?, steps.host.bundle.join("lib"));
     let faults = || {
         let mut command = Command::new(&program);
