@@ -34,7 +34,7 @@ mod network;
 
 use network::NetworkMaps;
 
-static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/ringsight.bpf.o"));
+static OBJECT: &[u8] = aya::include_bytes_aligned!(env!("BPF_OBJECT_PATH"));
 
 /// Inode of the initial pid namespace (`PROC_PID_INIT_INO` in the kernel's `proc_ns.h`).
 const INITIAL_PID_NAMESPACE: u64 = 0xefff_fffc;

@@ -17,6 +17,7 @@ use ringsight_testbed::{bench::probe as probed, demo, faults, vm::verbs_headers}
 mod backend;
 mod bench;
 mod dist;
+mod ebpf;
 mod fuzz;
 mod gpu;
 mod probe;
@@ -62,6 +63,8 @@ enum Command {
     },
     /// Starts a trace backend in the foreground.
     Backend(backend::Options),
+    /// Builds the eBPF objects in probes/ebpf/object anew, or compares them with their sources.
+    Ebpf(ebpf::Options),
     /// Makes the release archive: target/dist/ringsight-VERSION-x86_64-linux.tar.gz.
     Dist(dist::Options),
     /// Runs benchmarks and compares them with their goals.
@@ -104,6 +107,7 @@ fn run() -> Result<ExitCode> {
         Command::BenchProbe(arguments) => probed::run(&arguments).map(|()| ExitCode::SUCCESS),
         Command::Probe { arguments } => probe::run(&arguments),
         Command::Backend(options) => backend::run(&options),
+        Command::Ebpf(options) => ebpf::run(&options),
         Command::Dist(options) => dist::run(&options).map(|_| ExitCode::SUCCESS),
         Command::Bench(options) => bench::run(&options),
         Command::Gpu(command) => gpu::run(&command).map(|()| ExitCode::SUCCESS),

@@ -8,6 +8,19 @@
 // The BPF target of `core` has no read-modify-write atomics; see `add`.
 #![feature(asm_experimental_arch)]
 
+/// Logs to the loader where the programs are built with the feature `log`, and is nothing where they are not. Of a process that
+/// is not watched nothing is logged: every process that passes a site runs these programs.
+#[cfg(feature = "log")]
+macro_rules! trace {
+    ($ctx:expr, $($argument:tt)*) => {
+        aya_log_ebpf::info!($ctx, $($argument)*)
+    };
+}
+#[cfg(not(feature = "log"))]
+macro_rules! trace {
+    ($ctx:expr, $($argument:tt)*) => {};
+}
+
 mod network;
 
 use core::arch::asm;
@@ -154,6 +167,10 @@ pub fn on_record(ctx: ProbeContext) -> u32 {
             unsafe { bpf_probe_read_user(pointer.cast::<u8>().add(core::mem::offset_of!(Record, kind))) };
         match kind {
             Ok(kind) => {
+                trace!(
+                    &ctx,
+                    "thread {}: the ring is full, a record of kind {} is lost", tid, kind
+                );
                 add(of_kind(hits, kind), 1);
                 add(of_kind(lost, kind), 1);
             }
@@ -173,6 +190,10 @@ pub fn on_record(ctx: ProbeContext) -> u32 {
         (bpf_probe_read_user_buf(pointer.cast::<u8>(), bytes), record)
     };
     if read.is_err() {
+        trace!(
+            &ctx,
+            "thread {}: the record at {:x} cannot be read", tid, pointer as u64
+        );
         entry.discard(u64::from(BPF_RB_NO_WAKEUP));
         add(faults, 1);
         return 0;
@@ -226,6 +247,7 @@ pub fn on_entry(ctx: ProbeContext) -> u32 {
         (call.arguments[6], call.arguments[7]) = further;
     }
     let _ = PENDING.insert(&CallKey { id, cookie }, &call, u64::from(BPF_ANY));
+    trace!(&ctx, "thread {}: site {:x} entered", id as u32, cookie);
     0
 }
 
@@ -253,6 +275,13 @@ pub fn on_return(ctx: RetProbeContext) -> u32 {
     // SAFETY: `tally` is a valid map value; only addresses are formed here.
     let (calls, lost) = unsafe { (&raw mut (*tally).calls, &raw mut (*tally).calls_lost) };
     add(calls, 1);
+    trace!(
+        &ctx,
+        "thread {}: site {:x} returned after {} ns",
+        tid,
+        cookie,
+        end_ns - call.start_ns
+    );
     if let Some(mut entry) = EVENTS.reserve::<ProbedCall>(0) {
         entry.write(ProbedCall {
             process,
