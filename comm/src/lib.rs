@@ -14,6 +14,7 @@ pub mod fuzzing;
 pub mod group;
 pub mod launch;
 pub mod observe;
+pub mod op;
 pub mod plan;
 pub mod proxy;
 pub mod topology;

@@ -7,6 +7,7 @@
 //! | [`log`] | log lines as NCCL writes them |
 //! | [`sync`] | locks that survive a panic, and once-only work that survives a fork |
 //! | [`fork`] | state that a forked child must not take over |
+//! | [`hash`] | hashes that are the same on every rank |
 //! | [`threads`] | the calling thread's identity, and threads that serve members |
 //! | [`process`] | other processes and the host, as `/proc` shows them |
 //! | [`sys`] | system calls that the standard library does not have |
@@ -16,6 +17,7 @@
 pub mod env;
 pub mod error;
 pub mod fork;
+pub mod hash;
 pub mod log;
 pub mod process;
 pub mod sync;

@@ -11,10 +11,9 @@ use super::{
     call,
 };
 use crate::{
-    device::Stream,
     error::{Error, Result, ResultCode},
+    op::{Request, Stream},
     plan::{
-        Request,
         algorithm::{Asked, Engines},
         limits::Limits,
         table::explain,
@@ -177,13 +176,13 @@ pub unsafe extern "C" fn ringsightExplain(
         for (row, reason) in explain(&asked) {
             if number < room {
                 let entry = ExplainRow {
-                    algorithm: field(row.choice.algorithm.name()),
-                    protocol: field(row.choice.protocol.name()),
+                    algorithm: field(row.algorithm.name()),
+                    protocol: field(row.path.protocol().name()),
                     chosen: reason.is_none().into(),
                     channels: match reason {
                         // One kernel does it all, and records tell of one channel.
-                        None if row.choice.is_among_peers() => 1,
-                        None => row.choice.channels(asked.bytes, channels, asked.peers) as c_int,
+                        None if row.path.is_peer_access() => 1,
+                        None => row.path.channels(asked.bytes, channels, asked.peers) as c_int,
                         Some(_) => 0,
                     },
                     reason: field(&reason.map(|reason| reason.to_string()).unwrap_or_default()),

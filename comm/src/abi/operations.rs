@@ -20,7 +20,7 @@ use crate::{
     device::Stream,
     error::{Result, ResultCode},
     group, observe,
-    plan::Request,
+    op::Request,
 };
 
 /// Checks the arguments as NCCL does and enqueues the operation.

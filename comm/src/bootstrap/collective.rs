@@ -9,9 +9,9 @@ use std::{
 use ringsight_kernels::AbortWord;
 
 use super::{
-    Bootstrap, Error, Result,
+    Bootstrap, Error, Result, fnv1a,
     frame::{Frame, MAX_MESSAGE, join_parts, split_parts},
-    id::{decode_address, encode_address, fnv1a},
+    id::{decode_address, encode_address},
     listen_at,
     shared::{Class, Wait},
     sys, system,

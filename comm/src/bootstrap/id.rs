@@ -2,6 +2,8 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 
+use ringsight_comm_base::hash::fnv1a;
+
 use super::{Error, Result};
 
 /// First eight bytes of every unique id.
@@ -125,11 +127,4 @@ pub(crate) fn decode_address(bytes: &[u8; 24]) -> Option<SocketAddr> {
         }
         _ => None,
     }
-}
-
-/// FNV-1a, 64 bits: tells damage from the real thing; no defence against intent (the cookie is).
-pub(crate) fn fnv1a(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
-    })
 }

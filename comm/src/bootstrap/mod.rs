@@ -41,7 +41,7 @@ use crate::{
     threads,
 };
 
-pub(crate) use id::fnv1a;
+pub(crate) use ringsight_comm_base::hash::fnv1a;
 pub(crate) use ringsight_comm_base::{fork, sys};
 
 /// What can go wrong between ranks before there are connections.

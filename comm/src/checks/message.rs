@@ -1,11 +1,11 @@
 //! What ranks tell each other when their calls differ; the parser refuses everything else.
 
 use super::{
-    Call,
-    calls::{Entry, Identity},
+    calls::Entry,
     verdict::Finding,
     wire::{self, Rest, put_identity},
 };
+use crate::op::{Call, Identity};
 
 /// First four bytes: "RSCK".
 const MAGIC: u32 = u32::from_le_bytes(*b"RSCK");
@@ -138,7 +138,8 @@ mod tests {
     use proptest::prelude::*;
     use ringsight_records::{DataType, Function, ReduceOp};
 
-    use super::{super::Place, *};
+    use super::*;
+    use crate::op::WindowPlace;
 
     fn identities() -> impl Strategy<Value = Identity> {
         prop_oneof![
@@ -162,7 +163,7 @@ mod tests {
                 data_type,
                 reduce_op,
                 peer,
-                place: place.map(|(window, offset)| Place { window, offset }),
+                place: place.map(|(window, offset)| WindowPlace { window, offset }),
             })
     }
 

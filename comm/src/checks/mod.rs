@@ -6,7 +6,6 @@
 //! the ranks and their calls. The death of a rank and the failure of a connection come here, too, since one of these can
 //! be the consequence of another: the first that is certain is what the communicator fails with.
 
-mod call;
 mod calls;
 pub(crate) mod message;
 mod reporter;
@@ -22,9 +21,10 @@ use std::{
     thread::{self, JoinHandle},
 };
 
-pub use call::{Call, Place, api_name};
+pub(crate) use crate::op::Identity;
+pub use crate::op::{Call, api_name};
 use calls::Calls;
-pub(crate) use calls::{Entry, Identity};
+pub(crate) use calls::Entry;
 use message::Message;
 use reporter::{Event, Reporter};
 use verdict::Finding;

@@ -7,12 +7,16 @@ use std::{
 };
 
 use super::{
-    Call, Checks,
-    calls::{Entry, Identity},
+    Checks,
+    calls::Entry,
     message::{Answer, Message},
     verdict::{self, Finding},
 };
-use crate::{communicator::lock, error::Error};
+use crate::{
+    communicator::lock,
+    error::Error,
+    op::{Call, Identity},
+};
 
 /// How long the rank that asks waits for the others' answers. They come from threads that nothing blocks; but a process may be
 /// stopped.

@@ -2,7 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{Call, calls::Identity, message::Answer};
+use super::message::Answer;
+use crate::op::{Call, Identity};
 
 /// One kind of call, and the ranks that made it.
 struct Camp {

@@ -1,6 +1,6 @@
 //! Pieces of control messages.
 
-use super::calls::Identity;
+use crate::op::Identity;
 
 /// Kind u8 | from u32 | to u32 | number u64.
 pub(crate) fn put_identity(bytes: &mut Vec<u8>, identity: Identity) {

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crate::{
     device::{Device, DeviceError, Stream},
     error::{Error, Result},
-    plan::Request,
+    op::Request,
 };
 
 /// Addresses that are remembered: a training step's buckets and parameters.

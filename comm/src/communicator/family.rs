@@ -21,7 +21,7 @@ use crate::{
     device::Device,
     error::Result,
     observe,
-    plan::OpInfo,
+    op::OpInfo,
     proxy::{Proxy, ProxyConfig, affinity::Cpus},
     topology::Topology,
     transport::{

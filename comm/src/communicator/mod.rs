@@ -57,7 +57,7 @@ pub use registration::PAGE;
 pub(crate) use registration::Registrations;
 pub use registry::{Handle, find, fulfil, is_made, lookup, remove, reserve, state, tear_out, withdraw};
 pub(crate) use ringsight_comm_base::sync::lock;
-pub(crate) use windows::{Found, Part};
+pub(crate) use windows::Part;
 
 /// One rank of a communicator.
 pub struct Communicator {

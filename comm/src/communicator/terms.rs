@@ -8,7 +8,8 @@ use crate::{
     device,
     env::number,
     error::{Error, Result},
-    plan::{WORK_FIFO_DEPTH, limits::Limits},
+    op::WORK_FIFO_DEPTH,
+    plan::limits::Limits,
 };
 
 const DEFAULT_CHANNELS: u32 = 2;

@@ -9,7 +9,6 @@
 
 use std::{
     any::Any,
-    fmt,
     sync::{
         Arc, Mutex, OnceLock,
         atomic::{AtomicU32, AtomicUsize, Ordering},
@@ -25,11 +24,11 @@ use ringsight_records::Function;
 
 use super::{Communicator, init::devices_near, lock};
 use crate::{
-    checks::{Place, wire::Rest},
+    checks::wire::Rest,
     device::Device,
     error::{Error, Result},
     log,
-    plan::{Request, goes_by_engines},
+    op::{Request, WindowBuffer},
 };
 
 /// How long a rank waits until it has mapped another one's part.
@@ -77,45 +76,6 @@ struct Joined {
     bytes: usize,
     /// `None` if not all ranks reach all.
     window: Option<Arc<Window>>,
-}
-
-/// Where the buffer of an operation is that copy engines of all ranks want to know of.
-#[derive(Clone)]
-#[cfg_attr(test, derive(Default))]
-pub(crate) struct Found {
-    /// Number of the window.
-    number: u32,
-    /// Where in it the buffer begins, in bytes.
-    pub(crate) offset: u64,
-    /// `None` if not all ranks reach it.
-    pub(crate) window: Option<Arc<Window>>,
-}
-
-impl Found {
-    /// Whether copy engines can use it for such operations.
-    pub(crate) fn serves(&self, request: &Request) -> bool {
-        // Kernels reduce what begins with whole words. Windows begin with pages, so it does on all ranks or on none; and what others have for a rank
-        // if it is so long.
-        let is_aligned = self.offset.is_multiple_of(16)
-            && (request.function != Function::ReduceScatter || request.bytes_of_one().is_multiple_of(16));
-        let reduces = request.function.reduces();
-        let has = |window: &Arc<Window>| !reduces || is_aligned && window.scratch.is_some();
-        self.window.as_ref().is_some_and(has)
-    }
-
-    /// What the ranks must agree on, if copy engines are to use it for such an operation.
-    pub(crate) fn place(&self, request: &Request) -> Option<Place> {
-        self.serves(request).then_some(Place {
-            window: self.number,
-            offset: self.offset,
-        })
-    }
-}
-
-impl fmt::Debug for Found {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "byte {} of window {}", self.offset, self.number)
-    }
 }
 
 /// What a rank says of its part, or why it has none for copy engines.
@@ -198,7 +158,7 @@ impl Windows {
     }
 
     /// The first window that a buffer is in.
-    fn find(&self, address: usize, bytes: usize) -> Option<Found> {
+    fn find(&self, address: usize, bytes: usize) -> Option<WindowBuffer> {
         // Relaxed: see `enter`.
         if self.count.load(Ordering::Relaxed) == 0 {
             return None;
@@ -207,7 +167,7 @@ impl Windows {
         all.iter().find_map(|joined| {
             let offset = address.checked_sub(joined.address)?;
             let is_within = offset.checked_add(bytes)? <= joined.bytes;
-            is_within.then(|| Found {
+            is_within.then(|| WindowBuffer {
                 number: joined.number,
                 offset: offset as u64,
                 window: joined.window.clone(),
@@ -218,7 +178,7 @@ impl Windows {
 
 impl Communicator {
     /// The window that the receive buffer of an operation is in, of a reduce_scatter the send buffer, if copy engines could do it.
-    pub(crate) fn window_of(&self, request: &Request) -> Option<Found> {
+    pub(crate) fn window_of(&self, request: &Request) -> Option<WindowBuffer> {
         if !self.windows.for_engines {
             return None;
         }
@@ -238,16 +198,7 @@ impl Communicator {
         } else {
             (recv, received)
         };
-        let found = self.windows.find(address, bytes)?;
-        if !found.serves(request) {
-            return Some(found);
-        }
-        // What kernels do all the same may be anywhere in it.
-        let request = Request {
-            window: Some(found),
-            ..request.clone()
-        };
-        goes_by_engines(&request, self).then_some(request.window?)
+        self.windows.find(address, bytes)
     }
 
     /// Waits until every rank has registered its part of the next window, and finds out whether copy engines can work in it. A rank whose part was

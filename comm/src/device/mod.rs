@@ -20,17 +20,16 @@ use std::{
 };
 
 use ringsight_kernels::Launch;
-use ringsight_records::{Algorithm, DeviceClock, Function, Protocol};
+use ringsight_records::{Algorithm, DeviceClock};
 
-use crate::error::{self, ResultCode};
+pub use crate::op::Stream;
+use crate::{
+    error::{self, ResultCode},
+    op::Task,
+};
 
 pub use journal::{Journal, Overrun};
 pub use memory::{Allocation, Direct, Piece, Reached, Share};
-
-/// Opaque handle as it crosses the C ABI: the value of a `cudaStream_t`. 0 is the default stream.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
-#[repr(transparent)]
-pub struct Stream(pub usize);
 
 /// Opaque handle of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -153,23 +152,6 @@ impl Counter {
     }
 }
 
-/// How an operation is done.
-#[derive(Clone, Copy, Debug)]
-pub struct Way {
-    /// Function.
-    pub function: Function,
-    /// Algorithm.
-    pub algorithm: Algorithm,
-    /// Protocol.
-    pub protocol: Protocol,
-    /// Bytes of the operation.
-    pub bytes: u64,
-    /// Ranks of its communicator.
-    pub ranks: u32,
-    /// In memory that all ranks reach, otherwise through FIFOs.
-    pub among_peers: bool,
-}
-
 fn not_in_pieces(start: usize) -> DeviceError {
     DeviceError::InvalidUsage(format!(
         "this device maps no memory by pieces, at {start:#x} neither"
@@ -187,8 +169,8 @@ pub trait Device: Send + Sync + 'static {
     /// Whether its kernels have programs of an algorithm ([`Work::algorithm`](ringsight_kernels::Work::algorithm)). All have
     /// those of [`Algorithm::Ring`] and [`Algorithm::Direct`].
     fn runs(&self, algorithm: Algorithm) -> bool;
-    /// Warps of a block that does an operation, as profilers are told; 1 where a thread does it.
-    fn warps(&self, _way: &Way) -> u8 {
+    /// Warps of a block that does an operation of a communicator of `ranks` ranks, as profilers are told; 1 where a thread does it.
+    fn warps(&self, _task: &Task, _ranks: u32) -> u8 {
         1
     }
     /// Threads of a warp.

@@ -16,13 +16,13 @@ use ringsight_records::{Flags, Function, Kind, Record, ReduceOp, State, descript
 use smallvec::SmallVec;
 
 use crate::{
-    checks,
     communicator::{Communicator, Lifecycle},
     device::{Capture, Stream},
     error::{Error, Result, ResultCode},
     launch::reclaim::Spare,
     log, observe,
-    plan::{self, Exchange, OpInfo, Request, Task},
+    op::{OpInfo, Request, Task, api_name},
+    plan::{self, Exchange},
 };
 
 pub use jobs::{Job, Made, submit};
@@ -274,7 +274,6 @@ impl Group {
 
     fn push(&mut self, comm: Arc<Communicator>, mut request: Request, start_ns: u64) -> Result<OpInfo> {
         comm.check_usable()?;
-        request.window = comm.window_of(&request);
         self.admit(comm.life())?;
         let capture = comm.on_device(|device| {
             let capture = device.capture_of(request.stream)?;
@@ -318,11 +317,17 @@ impl Group {
         self.captured |= capture.is_some();
         let graph = capture.map_or(0, |capture| capture.id);
         let peer = request.peer.unwrap_or(0);
-        let (op, (seq, node)) = {
+        let window = comm.window_of(&request);
+        let (op, (seq, node), method) = {
             let mut planner = comm.planner();
             if tasks.spare.is_none() {
                 tasks.spare = planner.plans.spare();
             }
+            let spare = tasks.spare.as_ref().filter(|_| window.is_none());
+            let method = match spare.and_then(|spare| spare.serves(&request)) {
+                Some(method) => method,
+                None => plan::choose(&mut request, window, comm)?,
+            };
             let op = if graph == 0 {
                 observe::next_op()
             } else {
@@ -331,7 +336,7 @@ impl Group {
             if op & CAPTURED != 0 {
                 planner.plans.note_captured_op(graph, op);
             }
-            (op, planner.sequences.next(request.function, peer, graph))
+            (op, planner.sequences.next(request.function, peer, graph), method)
         };
         let p2p = request.function.is_p2p();
         let info = OpInfo {
@@ -349,10 +354,11 @@ impl Group {
         };
         info.emit(info.api_kind(), State::START, start_ns);
         log_call(&request, &info, comm.ranks);
-        let by_messages = plan::goes_by_messages(&request, comm)?;
+        let by_messages = plan::drains_with_messages(request.function, &method);
         let task = Task {
             request,
             info,
+            method,
             node,
             graph,
             api_start_ns: start_ns,
@@ -396,7 +402,7 @@ fn log_call(request: &Request, info: &OpInfo, ranks: u32) {
     tracing::info!(
         target: log::COLL,
         "{}: opCount {:x} sendbuff {:#x} recvbuff {:#x} count {} datatype {} op {} {} {} comm {:#x} [nranks={ranks}] stream {:#x}",
-        checks::api_name(request.function),
+        api_name(request.function),
         info.seq,
         request.send,
         request.recv,

@@ -18,7 +18,8 @@ use crate::{
     error::{Error, Result, ResultCode},
     launch::Launching,
     observe,
-    plan::{self, Exchange, OpInfo, Plans, Task},
+    op::{OpInfo, Task},
+    plan::{self, Exchange, Plans},
 };
 
 /// Launches a kernel that never ends as an operation of this rank ([`plan::stuck`]), on a stream of its own.

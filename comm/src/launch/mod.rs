@@ -20,7 +20,8 @@ use crate::{
     device::{Capture, Device, End, Stream},
     error::{Error, Result},
     observe,
-    plan::{OpInfo, Plans},
+    op::OpInfo,
+    plan::Plans,
     watchdog::Watch,
 };
 

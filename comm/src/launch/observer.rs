@@ -18,7 +18,7 @@ use super::{
     reclaim::{Notes, Reclaim},
     times::Times,
 };
-use crate::{checks::Checks, observe, plan::OpInfo};
+use crate::{checks::Checks, observe, op::OpInfo};
 
 /// No time.
 const NEVER: u64 = u64::MAX;

@@ -14,14 +14,15 @@ use std::{
 };
 
 use ringsight_kernels::{ChannelWork, Connections, Launch, Observer};
-use ringsight_records::{Algorithm, Protocol, prefetch::ask_for_bytes};
+use ringsight_records::prefetch::ask_for_bytes;
 
 use super::observer::{Contents, OpState, PlanObserver, Stage};
 use crate::{
     communicator::{Communicator, lock},
     error::{Error, Result},
     observe,
-    plan::{OpInfo, Request, again},
+    op::{Method, OpInfo, Request},
+    plan::again,
 };
 
 /// A note in the queue.
@@ -90,7 +91,7 @@ pub(crate) struct InFlight {
     /// Kept for the communicator's life with the plan; the device holds its own reference. Its observer is a [`PlanObserver`].
     pub(super) launch: Arc<Launch>,
     /// How data travels, where it may be the plan of another call of the same ([`crate::plan::again`]).
-    serves_again: Option<Protocol>,
+    serves_again: Option<Method>,
 }
 
 /// A plan that is ready to be launched.
@@ -102,7 +103,7 @@ pub(crate) struct Ready {
 
 impl Ready {
     /// By a launch whose observer is made for this plan.
-    fn of(launch: Arc<Launch>, number: u32, serves_again: Option<Protocol>) -> Result<Self> {
+    fn of(launch: Arc<Launch>, number: u32, serves_again: Option<Method>) -> Result<Self> {
         let observer: Arc<dyn Any + Send + Sync> = launch.observer.clone();
         let observer = observer
             .downcast()
@@ -149,18 +150,18 @@ pub(crate) struct Spare {
     /// Those of the plan, for their memory.
     pub(crate) works: Vec<ChannelWork>,
     /// See [`InFlight`].
-    serves_again: Option<Protocol>,
+    serves_again: Option<Method>,
 }
 
 impl Spare {
     /// How it does what a call asks for, if it is the plan of such a call.
-    pub(crate) fn serves(&self, request: &Request) -> Option<(Algorithm, Protocol)> {
-        let protocol = self.serves_again?;
+    pub(crate) fn serves(&self, request: &Request) -> Option<Method> {
+        let method = self.serves_again?;
         let [ChannelWork { work, .. }] = &*self.works else {
             return None;
         };
         let [work] = &**work else { return None };
-        again::is_of(work, request).then_some((work.algorithm, protocol))
+        again::is_of(work, request).then_some(method)
     }
 
     /// It as the plan of this number and operation; `None` if somebody else has it, which nobody has.
@@ -186,7 +187,7 @@ pub(crate) fn assemble(
     spare: Option<Spare>,
     channels: Vec<ChannelWork>,
     contents: &mut Contents,
-    serves_again: Option<Protocol>,
+    serves_again: Option<Method>,
 ) -> Result<Ready> {
     let number = contents.number;
     if let Some(Spare { mut launch, .. }) = spare

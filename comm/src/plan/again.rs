@@ -6,14 +6,20 @@
 
 use ringsight_kernels::Work;
 
-use super::{Plan, Request, Task, algorithm::Choice, announce::Carried};
-use crate::{communicator::Communicator, error::Result, launch::reclaim::Spare, log, observe};
+use super::Plan;
+use crate::{
+    communicator::Communicator,
+    error::Result,
+    launch::reclaim::Spare,
+    log, observe,
+    op::{Request, Task},
+};
 
 /// Whether the plan of an operation among peers may be that of a later one. Not where it goes straight between buffers, which others have to
 /// reach each time; nor where it is in a window, which may be gone, and is part of the call.
-pub(super) fn can_be(request: &Request, choice: Choice) -> bool {
-    let is_by_call = !choice.is_straight() && !choice.is_by_engines();
-    is_by_call && !request.function.is_p2p() && request.window.is_none()
+pub(super) fn can_be(task: &Task) -> bool {
+    let path = task.method.path;
+    !path.is_zero_copy() && !path.is_copy_engine() && !task.request.function.is_p2p()
 }
 
 /// Whether the work of such an operation is what a call asks for.
@@ -37,9 +43,9 @@ pub(super) fn plan(
     group: u32,
     place: &mut Option<Plan>,
 ) -> Result<()> {
-    let Some((algorithm, protocol)) = spare.as_ref().and_then(|spare| spare.serves(&task.request)) else {
+    if spare.as_ref().and_then(|spare| spare.serves(&task.request)) != Some(task.method) {
         return Ok(());
-    };
+    }
     let Some(spare) = spare.take() else { return Ok(()) };
     let number = observe::next_plan();
     let Some(ready) = spare.again(number, task.info)? else {
@@ -48,25 +54,17 @@ pub(super) fn plan(
     tracing::trace!(target: log::TUNING, "plan {number} is that of an earlier such call");
     let plan = place.insert(Plan::new(number));
     plan.ready = Some(ready);
-    let carried = Carried {
-        channel_mask: 1,
-        proxy_ops: 0,
-        algorithm,
-        protocol,
-        kernel_protocol: protocol,
-        among_peers: true,
-    };
-    plan.announce(comm, group, task, &carried);
+    plan.announce(comm.ranks, group, task, 1, 0, task.method);
     Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use ringsight_kernels::{Connections, Scalar, Straight};
-    use ringsight_records::{Algorithm, DataType, Function, Protocol, ReduceOp};
+    use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
     use super::*;
-    use crate::{communicator::Found, device::Stream};
+    use crate::op::{DataPath, Stream, WindowBuffer};
 
     fn work(request: &Request) -> Work {
         Work {
@@ -113,7 +111,7 @@ mod tests {
             ("reduction", |other| other.reduce_op = ReduceOp::Avg),
             ("factor", |other| other.scalar = Scalar::Immediate(1)),
             ("root", |other| other.peer = Some(1)),
-            ("window", |other| other.window = Some(Found::default())),
+            ("window", |other| other.window = Some(WindowBuffer::default())),
         ];
         for (what, change) in changes {
             let mut other = Request::example();
@@ -124,25 +122,15 @@ mod tests {
 
     #[test]
     fn what_depends_on_more_than_the_call_is_planned_each_time() {
-        let by = |protocol| Choice {
-            algorithm: Algorithm::Direct,
-            protocol,
-            bytes_per_channel: u64::MAX,
-            among_peers: true,
+        let by = |function, path| {
+            let mut task = Task::example();
+            (task.request.function, task.method.path) = (function, path);
+            can_be(&task)
         };
-        assert!(can_be(&Request::example(), by(Protocol::Ll128)));
-        for protocol in [Protocol::Simple, Protocol::Push, Protocol::Ce] {
-            assert!(!can_be(&Request::example(), by(protocol)), "{protocol:?}");
+        assert!(by(Function::AllReduce, DataPath::Ll128));
+        for path in [DataPath::ZeroCopy, DataPath::Push, DataPath::CopyEngine] {
+            assert!(!by(Function::AllReduce, path), "{path:?}");
         }
-        let message = Request {
-            function: Function::Send,
-            ..Request::example()
-        };
-        assert!(!can_be(&message, by(Protocol::Ll128)));
-        let windowed = Request {
-            window: Some(Found::default()),
-            ..Request::example()
-        };
-        assert!(!can_be(&windowed, by(Protocol::Ll128)));
+        assert!(!by(Function::Send, DataPath::Ll128));
     }
 }

@@ -8,9 +8,10 @@ use ringsight_kernels::cuda::{
     peers::one_shot_bytes,
     pieces::most_bytes,
 };
-use ringsight_records::{Algorithm, DataType, Function, Protocol, ReduceOp};
+use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
-use super::{exchange::Exchange, limits::Limits};
+use super::limits::Limits;
+use crate::op::{DataPath, is_made_of_messages};
 
 /// What the choice depends on; all of it is the same on every rank.
 #[derive(Clone, Copy, Debug)]
@@ -40,7 +41,7 @@ pub struct Asked {
 impl Asked {
     /// Bytes of the larger of a rank's buffers, which is what nccl-tests calls the operation's.
     fn bytes_of_larger(&self) -> u64 {
-        let is_of_messages = Exchange::serves(self.function) && !self.function.is_p2p();
+        let is_of_messages = is_made_of_messages(self.function) && !self.function.is_p2p();
         let messages = if is_of_messages { self.ranks } else { 1 };
         self.bytes.saturating_mul(messages.into())
     }
@@ -62,7 +63,7 @@ pub enum Engines {
 }
 
 /// A row of [the table](super::table::TABLE): the first whose conditions hold, and whose algorithm is possible, is taken.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Row {
     /// For which functions.
     pub functions: &'static [Function],
@@ -70,25 +71,11 @@ pub struct Row {
     pub max_bytes_of_all: u64,
     /// For at most so many ranks.
     pub max_ranks: u32,
-    /// What they get.
-    pub choice: Choice,
-}
-
-/// How an operation is done.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Choice {
     /// Arrangement of the ranks.
     pub algorithm: Algorithm,
-    /// How data and flags travel.
-    pub protocol: Protocol,
-    /// One more channel for each so many bytes.
-    pub bytes_per_channel: u64,
-    /// Kernels do it in memory that all ranks reach.
-    pub among_peers: bool,
+    /// How data moves.
+    pub path: DataPath,
 }
-
-/// The same where FIFOs are in the memory of GPUs: one block is far from filling a link.
-pub(super) const NEAR_BYTES_PER_CHANNEL: u64 = 32 << 10;
 
 /// Why a row does not serve an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -192,12 +179,13 @@ impl fmt::Display for Reason {
 
 impl Row {
     /// One that serves these functions, however many bytes and ranks there are.
-    pub(super) const fn of(functions: &'static [Function], choice: Choice) -> Self {
+    pub(super) const fn of(functions: &'static [Function], algorithm: Algorithm, path: DataPath) -> Self {
         Self {
             functions,
             max_bytes_of_all: u64::MAX,
             max_ranks: u32::MAX,
-            choice,
+            algorithm,
+            path,
         }
     }
 
@@ -220,17 +208,17 @@ impl Row {
             return Some(Reason::Function);
         }
         let limits = &asked.limits;
-        if !limits.allowed.has(asked.function, &self.choice) {
+        if !limits.allowed.has(asked.function, self.algorithm, self.path) {
             return Some(Reason::LeftOut);
         }
         // Of a message those of both of its.
         let ranks = if asked.function.is_p2p() { 2 } else { asked.ranks };
         let of_all = asked.bytes.saturating_mul(ranks.into());
         let straight_bytes = limits.straight_bytes_of(asked.function, asked.ranks);
-        if self.choice.is_straight() && asked.bytes_of_larger() < straight_bytes {
+        if self.path.is_zero_copy() && asked.bytes_of_larger() < straight_bytes {
             return Some(Reason::Short(straight_bytes));
         }
-        if self.choice.protocol == Protocol::Push && of_all < limits.push_bytes {
+        if self.path == DataPath::Push && of_all < limits.push_bytes {
             return Some(Reason::ShortOfAll(limits.push_bytes));
         }
         if of_all > self.max_bytes_of_all {
@@ -239,7 +227,7 @@ impl Row {
         if asked.ranks > self.max_ranks {
             return Some(Reason::Ranks(self.max_ranks));
         }
-        if self.choice.is_by_engines() {
+        if self.path.is_copy_engine() {
             let least = limits.engine_bytes_of(asked.function, asked.ranks);
             let lacks = match asked.engines {
                 _ if asked.bytes_of_larger() < least => Some(if asked.function.reduces() {
@@ -257,32 +245,12 @@ impl Row {
                 return lacks;
             }
         }
-        self.choice.is_impossible(asked)
-    }
-}
-
-impl Choice {
-    /// Whether kernels do it in memory that all ranks reach.
-    #[must_use]
-    pub fn is_among_peers(&self) -> bool {
-        self.among_peers
-    }
-
-    /// Whether they do it straight between callers' buffers where they reach them.
-    #[must_use]
-    pub fn is_straight(&self) -> bool {
-        self.among_peers && matches!(self.protocol, Protocol::Simple | Protocol::Push)
-    }
-
-    /// Whether copy engines move its data between two kernels.
-    #[must_use]
-    pub fn is_by_engines(&self) -> bool {
-        self.protocol == Protocol::Ce
+        self.is_impossible(asked)
     }
 
     /// Why there is no program, wherever the table puts its limits.
     fn is_impossible(&self, asked: &Asked) -> Option<Reason> {
-        if self.algorithm != Algorithm::OneShot && !self.is_among_peers() {
+        if self.algorithm != Algorithm::OneShot && !self.path.is_peer_access() {
             return None;
         }
         if asked.ranks < 2 {
@@ -294,10 +262,10 @@ impl Choice {
         if self.algorithm == Algorithm::TwoShot && !has_two_shots(asked.function, asked.ranks as usize) {
             return Some(Reason::NobodyElse);
         }
-        let (absent, most, reason): (_, _, fn(u64) -> Reason) = if self.is_among_peers() {
+        let (absent, most, reason): (_, _, fn(u64) -> Reason) = if self.path.is_peer_access() {
             let (most, reason): (_, fn(u64) -> Reason) = match self.algorithm {
                 Algorithm::OneShot => (one_shot_bytes(asked.ranks as usize) as u64, Reason::PeerMemory),
-                _ if self.is_by_engines() && asked.function.reduces() => (
+                _ if self.path.is_copy_engine() && asked.function.reduces() => (
                     most_bytes(asked.ranks as usize, asked.limits.piece_bytes),
                     Reason::Pieces,
                 ),
@@ -310,20 +278,10 @@ impl Choice {
         };
         let absent = absent.or_else(|| {
             let reduces = reduces_straight(asked.reduce_op, asked.data_type, asked.ranks);
-            let is_for_sums = asked.function.reduces() && (self.is_straight() || self.is_by_engines());
+            let is_for_sums =
+                asked.function.reduces() && (self.path.is_zero_copy() || self.path.is_copy_engine());
             (is_for_sums && !reduces).then_some(Reason::NoStraightKernel)
         });
         absent.or((asked.bytes > most).then(|| reason(most)))
-    }
-
-    /// Channels for `bytes` bytes when the communicator has `available`, `near` if their FIFOs are in the memory of GPUs.
-    #[must_use]
-    pub fn channels(&self, bytes: u64, available: usize, near: bool) -> usize {
-        let each = self
-            .bytes_per_channel
-            .min(if near { NEAR_BYTES_PER_CHANNEL } else { u64::MAX });
-        usize::try_from(bytes.div_ceil(each))
-            .unwrap_or(usize::MAX)
-            .clamp(1, available)
     }
 }

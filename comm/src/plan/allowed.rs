@@ -3,8 +3,11 @@
 
 use ringsight_records::{Algorithm, Function, Protocol};
 
-use super::{algorithm::Choice, table::TABLE};
-use crate::error::{Error, Result};
+use super::{algorithm::Row, table::TABLE};
+use crate::{
+    error::{Error, Result},
+    op::DataPath,
+};
 
 const FUNCTIONS: usize = Function::ALL.len();
 
@@ -34,13 +37,13 @@ impl Allowed {
     /// # Errors
     /// A name that nothing in the table has; it is said which there are.
     pub fn from_environment() -> Result<Self> {
-        let in_table = |is: &dyn Fn(&Choice) -> bool| TABLE.iter().any(|row| is(&row.choice));
+        let in_table = |is: &dyn Fn(&Row) -> bool| TABLE.iter().any(is);
         let algorithms = Algorithm::ALL
             .iter()
-            .filter(|each| in_table(&|choice| choice.algorithm == **each));
+            .filter(|each| in_table(&|row| row.algorithm == **each));
         let protocols = Protocol::ALL
             .iter()
-            .filter(|each| in_table(&|choice| choice.protocol == **each));
+            .filter(|each| in_table(&|row| row.path.protocol() == **each));
         let algorithms: Vec<_> = algorithms.map(|each| (each.name(), each.code())).collect();
         let protocols: Vec<_> = protocols.map(|each| (each.name(), each.code())).collect();
         Ok(Self {
@@ -51,10 +54,10 @@ impl Allowed {
 
     /// Whether a function may be done so.
     #[must_use]
-    pub fn has(&self, function: Function, choice: &Choice) -> bool {
+    pub fn has(&self, function: Function, algorithm: Algorithm, path: DataPath) -> bool {
         let at = usize::from(function.code());
-        self.algorithms[at] & 1 << choice.algorithm.code() != 0
-            && self.protocols[at] & 1 << choice.protocol.code() != 0
+        self.algorithms[at] & 1 << algorithm.code() != 0
+            && self.protocols[at] & 1 << path.protocol().code() != 0
     }
 
     /// What both leave.

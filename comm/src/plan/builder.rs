@@ -8,13 +8,10 @@ use ringsight_kernels::{
     launch::Peers,
     schedule::{WorkError, divisible},
 };
-use ringsight_records::{Algorithm, Flags, Function, Protocol};
+use ringsight_records::{Algorithm, Flags, Function};
 use smallvec::SmallVec;
 
-use super::{
-    Plan, Task, again, algorithm, announce::Carried, channel_works::ChannelWorks, channels, estimate,
-    exchange, layout::choice_of,
-};
+use super::{Plan, again, channel_works::ChannelWorks, channels, estimate, exchange};
 use crate::{
     checks,
     communicator::Communicator,
@@ -25,7 +22,7 @@ use crate::{
         reclaim::{self, Spare},
     },
     observe,
-    proxy::ProxyOp,
+    op::{ConnectionId, DataPath, Method, ProxyOp, Task},
 };
 
 /// A plan in the making.
@@ -48,7 +45,7 @@ pub(super) struct Builder<'a> {
     work: ChannelWorks,
     pub(super) contents: Contents,
     /// See [`again`].
-    serves_again: Option<Protocol>,
+    serves_again: Option<Method>,
 }
 
 impl<'a> Builder<'a> {
@@ -82,21 +79,16 @@ impl<'a> Builder<'a> {
         }
     }
 
-    pub(super) fn add_collective(
-        &mut self,
-        task: &Task,
-        wanted: usize,
-        choice: algorithm::Choice,
-    ) -> Result<()> {
-        let request = &task.request;
+    pub(super) fn add_collective(&mut self, task: &Task) -> Result<()> {
+        let (request, method) = (&task.request, task.method);
         let elements = divisible(
             request.function,
-            choice.algorithm,
+            method.algorithm,
             request.data_type,
             request.count,
             self.comm.ranks,
         );
-        let mut parts = channels::split(elements, request.data_type.size(), wanted);
+        let mut parts = channels::split(elements, request.data_type.size(), method.channels);
         parts.retain(|part| !part.is_empty());
         // Ranks that call different operations find out where these meet, so they must meet. Let the n-th collective of
         // a group be the first that differs. Where plans are cut depends on the operations before it alone, so all ranks have it
@@ -106,47 +98,51 @@ impl<'a> Builder<'a> {
         let picked = self.picker.pick(parts.len(), task.info.bytes);
         let (mut mask, mut proxies) = (0u64, 0);
         for (channel, part) in picked.into_iter().zip(parts) {
-            proxies += self.add_ring(task, channel, part, choice.algorithm)?;
+            proxies += self.add_ring(task, channel, part, method.algorithm)?;
             mask |= 1 << channel;
         }
-        self.add_op(task, None, mask, proxies, choice.algorithm, choice.protocol);
+        self.add_op(task, None, mask, proxies, method);
         Ok(())
     }
 
     /// Adds an operation that a kernel does among peers: a collective, whose plan has nothing else and so is the same on all
     /// ranks, or one end of a message, with others.
-    pub(super) fn add_among_peers(&mut self, task: &Task, choice: algorithm::Choice) -> Result<()> {
+    pub(super) fn add_among_peers(&mut self, task: &Task) -> Result<()> {
         let peers = self.comm.peers.clone();
         let peers = peers.ok_or_else(|| Error::internal("no memory is shared with peers"))?;
-        let all = 0..task.request.count;
-        let pushes = choice.protocol == Protocol::Push;
-        let straight = if choice.is_straight() {
+        let (all, method) = (0..task.request.count, task.method);
+        let pushes = method.path == DataPath::Push;
+        let straight = if method.path.is_zero_copy() {
             self.straight(task, &peers, pushes)?
         } else {
             Straight::No
         };
-        let found = task.request.window.as_ref().filter(|_| choice.is_by_engines());
+        let found = task
+            .request
+            .window
+            .as_ref()
+            .filter(|_| method.path.is_copy_engine());
         let connections = match found.and_then(|found| Some((found.window.clone()?, found.offset))) {
             Some((window, offset)) => Connections::Engines { window, offset },
             None => Connections::Peers(peers),
         };
-        self.serves_again = again::can_be(&task.request, choice).then_some(choice.protocol);
+        self.serves_again = again::can_be(task).then_some(method);
         let work = Work {
             straight,
             pushes,
-            ..self.work_of(task, all, choice.algorithm, connections)
+            ..self.work_of(task, all, method.algorithm, connections)
         };
         work.check().map_err(invalid_work)?;
         if let Some(load) = &mut self.simulated {
             load.add_work(&work, estimate::SHARED);
         }
-        let protocol = if choice.is_straight() && !may_go_straight(&work) {
-            Protocol::Ll128
+        let path = if method.path.is_zero_copy() && !may_go_straight(&work) {
+            DataPath::Ll128
         } else {
-            choice.protocol
+            method.path
         };
         self.add_work(0, work);
-        self.add_op(task, None, 1, 0, choice.algorithm, protocol);
+        self.add_op(task, None, 1, 0, Method { path, ..method });
         Ok(())
     }
 
@@ -228,8 +224,11 @@ impl<'a> Builder<'a> {
         if let Some(load) = &mut self.simulated {
             load.add(estimate::LOCAL, 0, bytes(send));
         }
-        let (wanted, _) = choice_of(&send.request, self.comm)?;
-        let parts = channels::split(send.request.count, send.request.data_type.size(), wanted);
+        let parts = channels::split(
+            send.request.count,
+            send.request.data_type.size(),
+            send.method.channels,
+        );
         let mut mask = 0u64;
         for (channel, part) in (0u8..).zip(parts) {
             if part.is_empty() && channel > 0 {
@@ -245,27 +244,31 @@ impl<'a> Builder<'a> {
             mask |= 1 << channel;
         }
         if send.request.function.is_p2p() {
-            self.add_op(send, Some(recv), mask, 0, Algorithm::Direct, Protocol::Simple);
+            let method = Method {
+                algorithm: Algorithm::Direct,
+                path: DataPath::Fifo,
+                ..send.method
+            };
+            self.add_op(send, Some(recv), mask, 0, method);
         }
         Ok(mask)
     }
 
-    /// Adds one end of a message; returns its channels, its proxy operations, and how it goes.
+    /// Adds one end of a message; returns its channels and its proxy operations.
     pub(super) fn add_message(
         &mut self,
         task: &Task,
         message: exchange::Message,
         is_send: bool,
-    ) -> Result<(u64, u32, algorithm::Choice)> {
+    ) -> Result<(u64, u32)> {
         let (comm, request, peer) = (self.comm, &task.request, message.peer);
         let (source, destination) = if is_send {
             (comm.rank, peer)
         } else {
             (peer, comm.rank)
         };
-        let (wanted, choice) = choice_of(&task.request, comm)?;
         let (mut mask, mut proxies) = (0u64, 0);
-        let parts = channels::split(request.count, request.data_type.size(), wanted);
+        let parts = channels::split(request.count, request.data_type.size(), task.method.channels);
         for (index, part) in parts.into_iter().enumerate().filter(|(_, part)| !part.is_empty()) {
             let channel = channels::p2p_channel(source, destination, comm.ranks, index, comm.channels());
             if let Some(load) = &mut self.simulated {
@@ -295,7 +298,7 @@ impl<'a> Builder<'a> {
             self.add_work(channel, work);
             mask |= 1 << channel;
         }
-        Ok((mask, proxies, choice))
+        Ok((mask, proxies))
     }
 
     /// A part of a message, without its addresses.
@@ -397,7 +400,7 @@ impl<'a> Builder<'a> {
         &mut self,
         task: &Task,
         channel: u8,
-        connection: Option<crate::proxy::ConnectionId>,
+        connection: Option<ConnectionId>,
         peer: u32,
         is_send: bool,
         (steps, counted): (u32, bool),
@@ -426,21 +429,21 @@ impl<'a> Builder<'a> {
         1
     }
 
-    /// Enters an operation whose work has been added; `twin` is the receive that a send to oneself is done with.
+    /// Enters an operation whose work has been added; `twin` is the receive that a send to oneself is done with. `method` is how it is
+    /// done as far as this rank knows.
     pub(super) fn add_op(
         &mut self,
         task: &Task,
         twin: Option<&Task>,
         channel_mask: u64,
         proxy_ops: u32,
-        algorithm: Algorithm,
-        protocol: Protocol,
+        method: Method,
     ) {
         if self.simulated.is_some() {
             return;
         }
         for task in std::iter::once(task).chain(twin) {
-            self.announce(task, channel_mask, proxy_ops, algorithm, protocol);
+            self.announce(task, channel_mask, proxy_ops, method);
         }
         self.contents.states.push(OpState::new(
             task.info,
@@ -451,23 +454,9 @@ impl<'a> Builder<'a> {
     }
 
     /// Describes an operation and lists it.
-    pub(super) fn announce(
-        &mut self,
-        task: &Task,
-        channel_mask: u64,
-        proxy_ops: u32,
-        algorithm: Algorithm,
-        protocol: Protocol,
-    ) {
-        let carried = Carried {
-            channel_mask,
-            proxy_ops,
-            algorithm,
-            protocol,
-            kernel_protocol: self.work.protocol(protocol),
-            among_peers: self.work.are_among_peers(),
-        };
-        self.plan.announce(self.comm, self.group, task, &carried);
+    pub(super) fn announce(&mut self, task: &Task, channel_mask: u64, proxy_ops: u32, method: Method) {
+        self.plan
+            .announce(self.comm.ranks, self.group, task, channel_mask, proxy_ops, method);
     }
 
     /// Makes it ready to be launched.

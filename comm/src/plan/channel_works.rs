@@ -1,7 +1,6 @@
 //! What a plan's channels have to do, in the making.
 
-use ringsight_kernels::{ChannelWork, Straight, Work};
-use ringsight_records::Protocol;
+use ringsight_kernels::{ChannelWork, Work};
 
 /// The work of a plan's channels in the making.
 #[derive(Default)]
@@ -34,28 +33,6 @@ impl ChannelWorks {
             self.used += 1;
         }
         &mut self.all[place].work
-    }
-
-    fn first(&self) -> Option<&Work> {
-        self.all[..self.used]
-            .iter()
-            .flat_map(|channel| &channel.work)
-            .next()
-    }
-
-    /// All of a plan are, or none is.
-    pub(super) fn are_among_peers(&self) -> bool {
-        self.first()
-            .is_some_and(|work| work.connections.peers().is_some())
-    }
-
-    /// The protocol that a launch is made for: data may go otherwise, where buffers do not let it.
-    pub(super) fn protocol(&self, told: Protocol) -> Protocol {
-        match self.first() {
-            Some(work) if work.straight != Straight::No && work.pushes => Protocol::Push,
-            Some(work) if work.straight != Straight::No => Protocol::Simple,
-            _ => told,
-        }
     }
 
     pub(super) fn finish(mut self) -> Vec<ChannelWork> {

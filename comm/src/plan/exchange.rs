@@ -8,8 +8,10 @@ use std::collections::BTreeMap;
 
 use ringsight_records::Function;
 
-use super::Task;
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    op::Task,
+};
 
 /// One end of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,14 +68,6 @@ impl Exchange {
             copies: Vec::new(),
         };
         &NONE
-    }
-
-    /// Whether a function is made of messages.
-    pub(crate) fn serves(function: Function) -> bool {
-        matches!(
-            function,
-            Function::Send | Function::Recv | Function::AlltoAll | Function::Gather | Function::Scatter
-        )
     }
 
     /// Adds a task of rank `rank` of `ranks`.

@@ -3,10 +3,11 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use ringsight_kernels::cuda::messages;
+use ringsight_records::Function;
 use smallvec::{SmallVec, smallvec};
 
 use super::{
-    Exchange, Plan, Request, Task, again,
+    Exchange, Plan, again,
     algorithm::{self, Engines},
     builder::Builder,
     estimate, table,
@@ -18,16 +19,22 @@ use crate::{
         observer::{OpState, Shared},
         reclaim::Spare,
     },
+    op::{Method, Request, Task, WindowBuffer, is_made_of_messages},
 };
 
-/// How a task is carried out, and over how many channels.
-pub(super) fn choice_of(request: &Request, comm: &Communicator) -> Result<(usize, algorithm::Choice)> {
+/// Chooses how an operation is done. `window` is the symmetric window that its buffer is in; it stays in the request only if copy engines do
+/// the operation there.
+pub(crate) fn choose(
+    request: &mut Request,
+    window: Option<WindowBuffer>,
+    comm: &Communicator,
+) -> Result<Method> {
     let function = request.function;
     let bytes = request.bytes_of_choice(comm.ranks);
-    let engines = match &request.window {
+    let engines = match &window {
         None => Engines::NoWindow,
-        Some(found) if found.window.is_none() => Engines::NotReached,
-        Some(found) if found.serves(request) => Engines::Reach,
+        Some(buffer) if buffer.window.is_none() => Engines::NotReached,
+        Some(buffer) if buffer.serves(request) => Engines::Reach,
         Some(_) => Engines::Unfit,
     };
     let asked = algorithm::Asked {
@@ -42,25 +49,24 @@ pub(super) fn choice_of(request: &Request, comm: &Communicator) -> Result<(usize
         peers: comm.peers.is_some(),
         limits: comm.limits,
     };
-    let choice = table::choose(&asked).ok_or_else(|| table::none_left(&asked))?;
+    let row = table::choose(&asked).ok_or_else(|| table::none_left(&asked))?;
+    request.window = window.filter(|_| row.path.is_copy_engine());
     let parts = comm.near_parts();
     // Of a message that there is room for, the same on all ranks; an operation round rings has all channels.
     let available = match parts {
-        Some(parts) if Exchange::serves(function) => parts,
+        Some(parts) if is_made_of_messages(function) => parts,
         _ => comm.channels(),
     };
-    Ok((choice.channels(bytes, available, parts.is_some()), choice))
+    Ok(Method {
+        algorithm: row.algorithm,
+        path: row.path,
+        channels: row.path.channels(bytes, available, parts.is_some()),
+    })
 }
 
-/// Whether a task is a message or made of messages: it is by its function, and no kernel does all of it among peers.
-pub(crate) fn goes_by_messages(request: &Request, comm: &Communicator) -> Result<bool> {
-    let function = request.function;
-    Ok(function.is_p2p() || Exchange::serves(function) && !choice_of(request, comm)?.1.is_among_peers())
-}
-
-/// Whether copy engines do it.
-pub(crate) fn goes_by_engines(request: &Request, comm: &Communicator) -> bool {
-    choice_of(request, comm).is_ok_and(|(_, choice)| choice.is_by_engines())
+/// Whether a task drains with the messages: its function is made of messages, and no kernel does all of it in peer memory.
+pub(crate) fn drains_with_messages(function: Function, method: &Method) -> bool {
+    function.is_p2p() || is_made_of_messages(function) && !method.path.is_peer_access()
 }
 
 /// The plans of a group on one communicator. They stay where they are made: each has several hundred bytes.
@@ -173,14 +179,13 @@ impl<'a> Plans<'a> {
             while let Some(earlier) = of_messages.next_if(|other| other.info.seq < task.info.seq) {
                 self.with_room(self.comm.channels()).0.show_tag(earlier)?;
             }
-            let (channels, choice) = choice_of(&task.request, self.comm)?;
-            if choice.is_among_peers() {
-                self.alone().add_among_peers(task, choice)?;
+            if task.method.path.is_peer_access() {
+                self.alone().add_among_peers(task)?;
                 continue;
             }
             // Not by its own channels: where ranks call something different, it shall be in the same plan all the same.
             let (plan, _) = self.with_room(self.comm.channels());
-            plan.add_collective(task, channels, choice)?;
+            plan.add_collective(task)?;
         }
         for task in of_messages {
             self.with_room(self.comm.channels()).0.show_tag(task)?;
@@ -200,9 +205,7 @@ impl<'a> Plans<'a> {
         for round in exchange.rounds(self.comm.rank, self.comm.ranks)? {
             let needed = round
                 .messages()
-                .map(|message| {
-                    choice_of(&tasks[message.task].request, self.comm).map_or(1, |(channels, _)| channels)
-                })
+                .map(|message| tasks[message.task].method.channels)
                 .sum();
             for (send, recv) in &round.to_self {
                 let (plan, index) = self.with_room(needed);
@@ -215,17 +218,16 @@ impl<'a> Plans<'a> {
             for (message, is_send) in [(round.send, true), (round.recv, false)] {
                 let Some(message) = message else { continue };
                 let task = &tasks[message.task];
-                let (_, choice) = choice_of(&task.request, self.comm)?;
-                if choice.is_among_peers() {
+                if task.method.path.is_peer_access() {
                     // Cut between rounds, as all plans of messages.
                     let needed = 1 + usize::from(is_send && round.recv.is_some());
-                    self.with_room_among_peers(needed).add_among_peers(task, choice)?;
+                    self.with_room_among_peers(needed).add_among_peers(task)?;
                     continue;
                 }
                 let (plan, index) = self.with_room(needed);
-                let (mask, proxies, choice) = plan.add_message(task, message, is_send)?;
+                let (mask, proxies) = plan.add_message(task, message, is_send)?;
                 if task.request.function.is_p2p() {
-                    plan.add_op(task, None, mask, proxies, choice.algorithm, choice.protocol);
+                    plan.add_op(task, None, mask, proxies, task.method);
                 } else {
                     spreads.entry(message.task).or_default().add(index, mask, proxies);
                 }
@@ -275,26 +277,18 @@ impl<'a> Plans<'a> {
 
     /// Enters an operation whose messages have been added: with the plan that it begins in, and as seen by all.
     fn add_spread(&mut self, task: &Task, spread: &Spread) -> Result<()> {
-        let (_, choice) = choice_of(&task.request, self.comm)?;
         let mask = spread.masks.values().fold(0, |all, mask| all | mask);
         let (Some(begins), Some(ends)) = (spread.masks.keys().next(), spread.masks.keys().last()) else {
             return Err(Error::internal("an operation without messages"));
         };
         if begins == ends || self.group.is_none() {
-            self.made[*begins].add_op(
-                task,
-                None,
-                mask,
-                spread.proxies,
-                choice.algorithm,
-                choice.protocol,
-            );
+            self.made[*begins].add_op(task, None, mask, spread.proxies, task.method);
             return Ok(());
         }
         let masks: Vec<u64> = spread.masks.values().copied().collect();
         let state = OpState::new(task.info, None, mask.count_ones(), spread.proxies);
         let state = Arc::new(state.split(&masks));
-        self.made[*begins].announce(task, mask, spread.proxies, choice.algorithm, choice.protocol);
+        self.made[*begins].announce(task, mask, spread.proxies, task.method);
         for index in spread.masks.keys() {
             self.made[*index].contents.shared.push(Shared {
                 state: state.clone(),

@@ -1,12 +1,9 @@
 //! What the ranks' environments leave to [the table](super::table): all of them come to the same limits, so that all make the same choice.
 
-use ringsight_records::Function;
+use ringsight_records::{Algorithm, Function};
 
-use super::{
-    allowed::Allowed,
-    table::{BY_ENGINES, REDUCED_BY_ENGINES},
-};
-use crate::{env, error::Result};
+use super::allowed::Allowed;
+use crate::{env, error::Result, op::DataPath};
 
 /// The most that [`Limits::straight_bytes_of`] is by default.
 pub const STRAIGHT_BYTES: u64 = 8 << 20;
@@ -106,14 +103,14 @@ impl Limits {
     #[must_use]
     pub fn engine_bytes_of(&self, function: Function, ranks: u32) -> u64 {
         let reduced = |best| self.engine_reduce_bytes.unwrap_or(best);
-        let (choice, bytes) = match function {
-            Function::AllReduce if ranks > 2 => (&REDUCED_BY_ENGINES, reduced(ENGINE_BYTES)),
-            Function::AllReduce => (&REDUCED_BY_ENGINES, reduced(ENGINE_BYTES / 2)),
-            Function::ReduceScatter if ranks > 2 => (&BY_ENGINES, reduced(ENGINE_BYTES)),
-            Function::AllGather | Function::AlltoAll => (&BY_ENGINES, self.engine_bytes),
+        let (algorithm, bytes) = match function {
+            Function::AllReduce if ranks > 2 => (Algorithm::TwoShot, reduced(ENGINE_BYTES)),
+            Function::AllReduce => (Algorithm::TwoShot, reduced(ENGINE_BYTES / 2)),
+            Function::ReduceScatter if ranks > 2 => (Algorithm::Direct, reduced(ENGINE_BYTES)),
+            Function::AllGather | Function::AlltoAll => (Algorithm::Direct, self.engine_bytes),
             _ => return u64::MAX,
         };
-        if self.allowed.has(function, choice) {
+        if self.allowed.has(function, algorithm, DataPath::CopyEngine) {
             bytes
         } else {
             u64::MAX

@@ -20,7 +20,6 @@ mod reduce_ops;
 mod sequence;
 mod stuck;
 pub mod table;
-mod task;
 #[cfg(test)]
 mod tuned;
 
@@ -28,18 +27,20 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use crate::{checks, communicator::Communicator, error::Result, launch::reclaim::Ready, proxy::ProxyOp};
+use crate::{
+    checks,
+    communicator::Communicator,
+    error::Result,
+    launch::reclaim::Ready,
+    op::{ProxyOp, Task},
+};
 
+pub(crate) use crate::op::{OpInfo, is_simulated};
 pub(crate) use exchange::Exchange;
-pub(crate) use layout::{Plans, goes_by_engines, goes_by_messages};
+pub(crate) use layout::{Plans, choose, drains_with_messages};
 pub(crate) use reduce_ops::ReduceOps;
 pub(crate) use sequence::Sequences;
-pub(crate) use stuck::{is_simulated, stuck};
-pub use task::{OpInfo, Request, Task};
-
-/// Work elements (one channel's part of one operation) that fit into a communicator's work FIFO. A plan that runs once
-/// fills at most half of it, so that the next can be prepared meanwhile; a captured plan brings memory of its own.
-pub const WORK_FIFO_DEPTH: usize = 4096;
+pub(crate) use stuck::stuck;
 
 /// One kernel launch and what goes with it.
 pub(crate) struct Plan {

@@ -4,7 +4,7 @@ use std::{cmp::Reverse, collections::HashMap};
 
 use ringsight_records::Function;
 
-use super::Task;
+use crate::op::Task;
 
 /// A sequence of operations that some ranks do together: eager ones are counted from 0, captured ones are numbered
 /// `graph << 32 | node`, where `graph` counts the captures in which the sequence took part, from 1.

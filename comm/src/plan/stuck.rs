@@ -1,14 +1,14 @@
 //! A plan that never ends, to be found by a watchdog.
 
 use ringsight_kernels::{Connections, Scalar};
-use ringsight_records::{Algorithm, DataType, Flags, Function, Protocol, ReduceOp};
+use ringsight_records::{Algorithm, DataType, Flags, Function, ReduceOp};
 
-use super::{OpInfo, Plans, Request, Task, builder::Builder};
+use super::{Plans, builder::Builder};
 use crate::{
     communicator::Communicator,
-    device::Stream,
     error::{Error, Result, ResultCode},
     observe,
+    op::{DataPath, Method, OpInfo, Request, SIMULATED, Stream, Task},
 };
 
 /// A plan of one operation that never ends on this rank, and that no other rank takes part in: a receive from itself over a
@@ -40,6 +40,11 @@ pub(crate) fn stuck(comm: &Communicator, stream: Stream, group: u32) -> Result<P
             peer: comm.rank.cast_signed(),
             flags: Flags::P2P,
         },
+        method: Method {
+            algorithm: Algorithm::Direct,
+            path: DataPath::Fifo,
+            channels: 1,
+        },
         node: 0,
         graph: 0,
         api_start_ns: now,
@@ -50,15 +55,7 @@ pub(crate) fn stuck(comm: &Communicator, stream: Stream, group: u32) -> Result<P
     let mut plan = Builder::new(comm, Some(group), None);
     let work = plan.message_of(&task, Function::Recv, 0..1, Connections::Recv(fifo));
     plan.add_work(0, work);
-    plan.add_op(&task, None, 1, 0, Algorithm::Direct, Protocol::Simple);
+    plan.add_op(&task, None, 1, 0, task.method);
     plan.finish(false)?;
     Ok(Plans::of(comm, plan))
-}
-
-/// In the sequence numbers of operations that only one rank knows.
-const SIMULATED: u64 = 1 << 63;
-
-/// Whether a sequence number is of [`stuck`].
-pub(crate) fn is_simulated(seq: u64) -> bool {
-    seq & SIMULATED != 0
 }

@@ -93,8 +93,8 @@ fn the_table_takes_what_was_measured_to_be_fastest() {
     for ((ranks, operation, name, bytes), mut ways) in sizes {
         ways.remove("table");
         let data_type = DataType::ALL.iter().find(|each| each.name() == name).unwrap();
-        let choice = choose(&asked(operation, *data_type, bytes, ranks)).unwrap();
-        let way = format!("{}/{}", choice.algorithm, choice.protocol);
+        let row = choose(&asked(operation, *data_type, bytes, ranks)).unwrap();
+        let way = format!("{}/{}", row.algorithm, row.path.protocol());
         let (best, least) = ways.iter().min_by(|a, b| a.1.total_cmp(b.1)).unwrap();
         let taken = ways.get(&*way).copied();
         if taken.is_none_or(|taken| taken > least * TOLERANCE) {

@@ -2,6 +2,8 @@
 
 use std::net::SocketAddr;
 
+pub use crate::op::{Endpoint, Transport};
+
 use crate::bootstrap::{
     id::{decode_address, encode_address},
     wire::word,
@@ -14,34 +16,6 @@ const VERSION: u16 = 3;
 const HEADER: usize = 16;
 /// Longest text of a refusal, bytes.
 const MAX_TEXT: usize = 512;
-
-/// Which transport serves a connection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u8)]
-pub enum Transport {
-    /// Memory that both ends map.
-    Shm = 1,
-    /// A TCP connection between two proxies.
-    NetSocket = 2,
-}
-
-/// What a connection is for, as the proxy that keeps it sees it. There is one connection for each.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Endpoint {
-    /// 0 for the communicator that the proxy was made for; the id of another one that shares it. Their connections are
-    /// apart.
-    pub comm: u64,
-    /// The rank at the other end, as the proxies count ranks.
-    pub peer: u32,
-    /// Channel.
-    pub channel: u8,
-    /// Point-to-point rather than ring.
-    pub p2p: bool,
-    /// The proxy's rank sends.
-    pub is_send: bool,
-    /// How the bytes go.
-    pub transport: Transport,
-}
 
 /// What a proxy can be asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -41,6 +41,7 @@ use crate::bootstrap::{
     unix,
 };
 use crate::error::{self, ResultCode};
+pub use crate::op::{ConnectionId, ProxyOp};
 use crate::transport::{
     direct::{Pool, Slots},
     verbs::Rdma,
@@ -93,10 +94,6 @@ impl From<Error> for error::Error {
 /// Result of proxy calls.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// A connection of one proxy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct ConnectionId(pub u32);
-
 /// Called when a proxy operation has finished: (operation number, replay).
 pub type OnCompleted = Arc<dyn Fn(u32, u32) + Send + Sync>;
 /// Called with [`message::Endpoint::comm`] (or [`ProxyOp::comm`], where there is no connection) and a text that names peer, channel and step when a network connection fails.
@@ -125,43 +122,6 @@ pub struct ProxyConfig {
     pub on_completed: OnCompleted,
     /// Told of the first failure of each connection, on the progress thread.
     pub on_error: OnError,
-}
-
-/// Network work of one operation: one channel, one peer, one direction.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ProxyOp {
-    /// The network connection that it runs over.
-    pub connection: ConnectionId,
-    /// Operation number in this process.
-    pub op: u32,
-    /// 0 for an eager operation, n for the n-th replay.
-    pub replay: u32,
-    /// Communicator id.
-    pub comm: u64,
-    /// Sequence as in [`ringsight_records::Record::seq`].
-    pub seq: u64,
-    /// This rank.
-    pub rank: u32,
-    /// The rank at the other end.
-    pub peer: u32,
-    /// Channel.
-    pub channel: u8,
-    /// This rank sends.
-    pub is_send: bool,
-    /// The operation is a send or recv.
-    pub p2p: bool,
-    /// The operation was captured into a graph.
-    pub graph: bool,
-    /// Slots that the kernel posts (sender) or consumes (receiver) for it.
-    pub steps: u32,
-    /// Tag that its steps carry ([`ringsight_kernels::Work::tag`]).
-    pub tag: u32,
-    /// Its end is told ([`ProxyConfig::on_completed`]).
-    pub counted: bool,
-    /// Bytes of a full step.
-    pub chunk_bytes: u32,
-    /// Process that made the operation.
-    pub pid: u32,
 }
 
 /// Where a proxy answers: an abstract unix socket for its node, a TCP port for other nodes' proxies.

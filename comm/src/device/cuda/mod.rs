@@ -38,7 +38,7 @@ use ringsight_kernels::{
     Launch,
     cuda::{GATE_THREADS, MESSAGES_THREADS, THREADS, exchange_threads, one_shot_threads},
 };
-use ringsight_records::{Algorithm, Function, Protocol};
+use ringsight_records::{Algorithm, Function};
 
 use self::{
     captures::Captures,
@@ -48,9 +48,12 @@ use self::{
 };
 use super::{
     Allocation, Capture, Counter, Device, DeviceError, Direct, End, Event, Graph, GraphExec, HostFunction,
-    Journal, Launcher, Mark, Piece, Progress, Reachable, Reached, Result, Share, Stream, Way,
+    Journal, Launcher, Mark, Piece, Progress, Reachable, Reached, Result, Share, Stream,
 };
-use crate::communicator::lock;
+use crate::{
+    communicator::lock,
+    op::{DataPath, Method, Task},
+};
 
 /// The last handle of a default stream (`CU_STREAM_PER_THREAD`).
 const PER_THREAD: usize = 2;
@@ -131,16 +134,16 @@ impl Device for CudaDevice {
         ringsight_kernels::cuda::program::runs(algorithm)
     }
 
-    fn warps(&self, way: &Way) -> u8 {
-        let straight = matches!(way.protocol, Protocol::Simple | Protocol::Push);
-        let threads = match (way.function, way.algorithm) {
-            _ if !way.among_peers => THREADS,
-            _ if way.protocol == Protocol::Ce => GATE_THREADS,
+    fn warps(&self, task: &Task, ranks: u32) -> u8 {
+        let Method { algorithm, path, .. } = task.method;
+        let threads = match (task.request.function, algorithm) {
+            _ if path == DataPath::Fifo => THREADS,
+            _ if path == DataPath::CopyEngine => GATE_THREADS,
             (Function::Send | Function::Recv, _) => MESSAGES_THREADS,
-            (_, Algorithm::OneShot) => one_shot_threads(way.bytes as usize),
+            (_, Algorithm::OneShot) => one_shot_threads(task.info.bytes as usize),
             (function, algorithm) => {
-                let pushes = way.protocol == Protocol::Push;
-                exchange_threads(function, algorithm, way.ranks as usize, straight, pushes)
+                let pushes = path == DataPath::Push;
+                exchange_threads(function, algorithm, ranks as usize, path.is_zero_copy(), pushes)
             }
         };
         // 1024 threads are the most that a block has.

@@ -1,8 +1,8 @@
-use ringsight_records::{DataType, ReduceOp};
+use ringsight_records::{DataType, Protocol, ReduceOp};
 
 use super::*;
 use crate::plan::{
-    algorithm::{Engines, NEAR_BYTES_PER_CHANNEL},
+    algorithm::Engines,
     limits::{ENGINE_BYTES, Limits},
 };
 
@@ -29,9 +29,9 @@ fn peers_do_a_short_all_reduce_in_one_shot_and_a_longer_one_in_two() {
             peers: true,
             ..asked(AllReduce, bytes)
         };
-        let choice = choose(&asked).unwrap();
-        assert_eq!(choice.is_among_peers(), ranks > 1);
-        choice.algorithm
+        let row = choose(&asked).unwrap();
+        assert_eq!(row.path.is_peer_access(), ranks > 1);
+        row.algorithm
     };
     for ranks in 2..=8 {
         let most = (512 << 10) / u64::from(ranks);
@@ -52,14 +52,14 @@ fn peers_do_all_that_they_reach_and_have_a_program_for() {
                 peers: true,
                 ..asked(*function, bytes)
             };
-            assert!(choose(&near).unwrap().is_among_peers(), "{near:?}");
+            assert!(choose(&near).unwrap().path.is_peer_access(), "{near:?}");
             let apart = Asked { peers: false, ..near };
             let own_factors = Asked {
                 reduce_op: ReduceOp::PreMulSum,
                 ..near
             };
             for other in [apart, own_factors] {
-                assert!(!choose(&other).unwrap().is_among_peers(), "{other:?}");
+                assert!(!choose(&other).unwrap().path.is_peer_access(), "{other:?}");
             }
         }
     }
@@ -74,8 +74,8 @@ fn the_others_pass_on_parts_of_what_is_long_if_there_are_others() {
             data_type,
             ..asked(function, bytes)
         };
-        let choice = choose(&asked).unwrap();
-        (choice.algorithm, choice.protocol)
+        let row = choose(&asked).unwrap();
+        (row.algorithm, row.path.protocol())
     };
     use Algorithm::{Direct, TwoShot};
     for function in [Broadcast, Reduce] {
@@ -119,13 +119,18 @@ fn what_is_long_goes_straight_unless_told_otherwise() {
             },
             ..asked(*function, bytes)
         };
-        let is_straight = |asked| choose(&asked).unwrap().is_straight();
+        let is_straight = |asked| choose(&asked).unwrap().path.is_zero_copy();
         for told in [None, Some(whole)] {
             assert!(is_straight(near(least, told)), "{function}");
             assert!(!is_straight(near(least - 1, told)), "{function}");
         }
         assert!(!is_straight(near(1 << 40, Some(u64::MAX))), "{function}");
-        assert!(choose(&near(1 << 40, Some(u64::MAX))).unwrap().is_among_peers());
+        assert!(
+            choose(&near(1 << 40, Some(u64::MAX)))
+                .unwrap()
+                .path
+                .is_peer_access()
+        );
     }
 }
 
@@ -142,18 +147,21 @@ fn what_no_kernel_reduces_straight_goes_in_lines() {
         for ranks in 2..=8 {
             let has_kernels = matches!(ranks, 2 | 4 | 8);
             let of = |data_type, reduce_op| choose(&near(function, data_type, reduce_op, ranks)).unwrap();
-            assert_eq!(of(DataType::Bfloat16, ReduceOp::Avg).is_straight(), has_kernels);
+            assert_eq!(
+                of(DataType::Bfloat16, ReduceOp::Avg).path.is_zero_copy(),
+                has_kernels
+            );
             for other in [
                 of(DataType::Float32, ReduceOp::Max),
                 of(DataType::Int32, ReduceOp::Sum),
             ] {
-                assert_eq!(other.protocol, Protocol::Ll128, "{function} among {ranks}");
+                assert_eq!(other.path.protocol(), Protocol::Ll128, "{function} among {ranks}");
             }
         }
     }
     let integers = near(AllReduce, DataType::Int32, ReduceOp::Sum, 4);
     let reasons: Vec<_> = explain(&integers)
-        .filter(|(row, _)| row.choice.is_straight())
+        .filter(|(row, _)| row.path.is_zero_copy())
         .map(|(_, reason)| reason.unwrap())
         .collect();
     assert_eq!(reasons[..2], [Reason::NoStraightKernel; 2]);
@@ -161,7 +169,8 @@ fn what_no_kernel_reduces_straight_goes_in_lines() {
     assert!(
         choose(&near(AllGather, DataType::Int32, ReduceOp::None, 7))
             .unwrap()
-            .is_straight()
+            .path
+            .is_zero_copy()
     );
 }
 
@@ -178,7 +187,7 @@ fn a_long_all_reduce_pushes_unless_told_otherwise() {
             },
             ..asked(function, bytes)
         };
-        choose(&asked).unwrap().protocol
+        choose(&asked).unwrap().path.protocol()
     };
     assert_eq!(near(AllReduce, 1 << 20, 1 << 10, 2 << 20), Protocol::Push);
     assert_eq!(near(AllReduce, (1 << 20) - 1, 1 << 10, 2 << 20), Protocol::Simple);
@@ -197,7 +206,7 @@ fn copy_engines_do_what_is_in_a_window_of_all_ranks_if_they_are_to() {
     };
     for function in Function::ALL {
         let serves = matches!(function, AllGather | AlltoAll);
-        let chosen = |asked| choose(&asked).unwrap().is_by_engines();
+        let chosen = |asked| choose(&asked).unwrap().path.is_copy_engine();
         assert_eq!(chosen(near(*function, Engines::Reach)), serves, "{function}");
         for (engines, why) in [
             (Engines::NoWindow, Reason::NoWindow),
@@ -206,7 +215,9 @@ fn copy_engines_do_what_is_in_a_window_of_all_ranks_if_they_are_to() {
         ] {
             let asked = near(*function, engines);
             assert!(!chosen(asked));
-            let (_, reason) = explain(&asked).find(|(row, _)| row.choice == BY_ENGINES).unwrap();
+            let (_, reason) = explain(&asked)
+                .find(|(row, _)| (row.algorithm, row.path) == (Algorithm::Direct, DataPath::CopyEngine))
+                .unwrap();
             let expected = match function {
                 // Kernels reduce whatever the policy.
                 ReduceScatter => Reason::ShortForReducingEngines(ENGINE_BYTES),
@@ -224,8 +235,10 @@ fn copy_engines_do_what_is_in_a_window_of_all_ranks_if_they_are_to() {
                 limits: Limits::default(),
                 ..near(function, Engines::Reach)
             };
-            let (_, reason) = explain(&asked).find(|(row, _)| row.choice == BY_ENGINES).unwrap();
-            assert_eq!(choose(&asked).unwrap().is_by_engines(), reason.is_none());
+            let (_, reason) = explain(&asked)
+                .find(|(row, _)| (row.algorithm, row.path) == (Algorithm::Direct, DataPath::CopyEngine))
+                .unwrap();
+            assert_eq!(choose(&asked).unwrap().path.is_copy_engine(), reason.is_none());
             reason
         };
         let short = Some(Reason::ShortForEngines(ENGINE_BYTES));
@@ -238,12 +251,12 @@ fn copy_engines_do_what_is_in_a_window_of_all_ranks_if_they_are_to() {
         peers: false,
         ..near(AllGather, Engines::Reach)
     };
-    assert!(!choose(&apart).unwrap().is_by_engines());
+    assert!(!choose(&apart).unwrap().path.is_copy_engine());
     let alone = Asked {
         ranks: 1,
         ..near(AllGather, Engines::Reach)
     };
-    assert!(!choose(&alone).unwrap().is_by_engines());
+    assert!(!choose(&alone).unwrap().path.is_copy_engine());
 }
 
 #[test]
@@ -267,9 +280,9 @@ fn copy_engines_move_what_this_reduces(function: Function) {
         ..asked(function, bytes)
     };
     let why = |asked| {
-        let is_it = |row: &Row| row.choice.is_by_engines() && row.functions.contains(&function);
+        let is_it = |row: &Row| row.path.is_copy_engine() && row.functions.contains(&function);
         let (row, reason) = explain(&asked).find(|(row, _)| is_it(row)).unwrap();
-        assert_eq!(choose(&asked) == Some(row.choice), reason.is_none());
+        assert_eq!(choose(&asked) == Some(row), reason.is_none());
         reason
     };
     let float = |bytes, least| near(4, DataType::Float32, bytes, least, Engines::Reach);
@@ -299,13 +312,14 @@ fn copy_engines_move_what_this_reduces(function: Function) {
 
 #[test]
 fn small_messages_take_one_channel_and_large_ones_all() {
-    let choice = choose(&asked(AllReduce, 8)).unwrap();
-    assert_eq!(choice.channels(8, 4, false), 1);
-    assert_eq!(choice.channels(0, 4, false), 1);
-    assert_eq!(choice.channels(choice.bytes_per_channel + 1, 4, false), 2);
-    assert_eq!(choice.channels(choice.bytes_per_channel, 4, true), 4);
-    assert_eq!(choice.channels(NEAR_BYTES_PER_CHANNEL, 4, true), 1);
-    assert_eq!(choice.channels(u64::MAX, 4, false), 4);
+    let path = DataPath::Fifo;
+    assert_eq!(path.channels(8, 4, false), 1);
+    assert_eq!(path.channels(0, 4, false), 1);
+    assert_eq!(path.channels((256 << 10) + 1, 4, false), 2);
+    assert_eq!(path.channels(256 << 10, 4, true), 4);
+    assert_eq!(path.channels(32 << 10, 4, true), 1);
+    assert_eq!(path.channels(u64::MAX, 4, false), 4);
+    assert_eq!(DataPath::Ll.channels(u64::MAX, 4, true), 1);
 }
 
 #[test]
@@ -321,14 +335,14 @@ fn every_row_but_the_chosen_one_has_a_reason() {
                 assert_eq!(rows.len(), TABLE.len());
                 let taken: Vec<_> = rows.iter().filter(|(_, reason)| reason.is_none()).collect();
                 assert_eq!(taken.len(), 1, "{asked:?}");
-                assert_eq!(Some(taken[0].0.choice), choose(&asked));
+                assert_eq!(Some(taken[0].0), choose(&asked));
             }
         }
     }
     let reason = |asked: Asked, algorithm, protocol| {
         let row = |(row, _): &(&Row, Option<Reason>)| {
             row.functions.contains(&asked.function)
-                && (row.choice.algorithm, row.choice.protocol) == (algorithm, protocol)
+                && (row.algorithm, row.path.protocol()) == (algorithm, protocol)
         };
         explain(&asked).find(row).unwrap().1
     };

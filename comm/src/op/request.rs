@@ -1,31 +1,16 @@
-//! One call of the API, checked and numbered: what was called, and what its records say.
+//! The arguments of a call.
 
-use ringsight_kernels::Scalar;
-use ringsight_records::{DataType, Flags, Function, Kind, Record, ReduceOp, State};
+use std::{fmt, sync::Arc};
 
-use super::Exchange;
-use crate::{checks::Call, communicator::Found, device::Stream, observe};
+use ringsight_kernels::{Scalar, launch::Window};
+use ringsight_records::{DataType, Function, ReduceOp};
 
-/// One call of the API, checked, numbered, and not yet planned.
-#[derive(Clone, Debug)]
-pub struct Task {
-    /// What was called.
-    pub request: Request,
-    /// What its records say.
-    pub info: OpInfo,
-    /// Number among the communicator's operations in the graph.
-    pub node: u32,
-    /// Graph number if captured, else 0.
-    pub graph: u32,
-    /// When the call began.
-    pub api_start_ns: u64,
-    /// When it returned; 0 for a lone call, which has not.
-    pub api_end_ns: u64,
-    /// Group depth of the call; 1 is implicit.
-    pub group_depth: u32,
-    /// Thread that made it.
-    pub tid: u32,
-}
+use super::call::{Call, WindowPlace, is_made_of_messages};
+
+/// Opaque handle of a stream as it crosses the C ABI: the value of a `cudaStream_t`. 0 is the default stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+#[repr(transparent)]
+pub struct Stream(pub usize);
 
 /// The arguments of a communication function.
 #[derive(Clone, Debug)]
@@ -48,8 +33,8 @@ pub struct Request {
     pub peer: Option<u32>,
     /// The stream given.
     pub stream: Stream,
-    /// The window that one of its buffers is in, where copy engines could do it.
-    pub(crate) window: Option<Found>,
+    /// The symmetric window that one of its buffers is in, if copy engines do it there ([`DataPath::CopyEngine`](super::DataPath::CopyEngine)).
+    pub(crate) window: Option<WindowBuffer>,
 }
 
 impl Request {
@@ -128,7 +113,7 @@ impl Request {
 
     /// Bytes by which its algorithm is chosen: those of one message where it is made of several.
     pub(crate) fn bytes_of_choice(&self, ranks: u32) -> u64 {
-        if Exchange::serves(self.function) {
+        if is_made_of_messages(self.function) {
             self.bytes_of_one()
         } else {
             self.bytes(ranks)
@@ -136,74 +121,41 @@ impl Request {
     }
 }
 
-/// What all records of an operation say.
-#[derive(Clone, Copy, Debug)]
-pub struct OpInfo {
-    /// Operation number.
-    pub op: u32,
-    /// Communicator id.
-    pub comm: u64,
-    /// Sequence.
-    pub seq: u64,
-    /// Message bytes.
-    pub bytes: u64,
-    /// This rank.
-    pub rank: u32,
-    /// Peer or root, -1 if neither.
-    pub peer: i32,
-    /// Flags.
-    pub flags: Flags,
+/// The buffer of an operation in a symmetric window: the receive buffer, of a reduce_scatter the send buffer.
+#[derive(Clone)]
+#[cfg_attr(test, derive(Default))]
+pub(crate) struct WindowBuffer {
+    /// Number of the window.
+    pub(crate) number: u32,
+    /// Where in it the buffer begins, in bytes.
+    pub(crate) offset: u64,
+    /// `None` if not all ranks reach it.
+    pub(crate) window: Option<Arc<Window>>,
 }
 
-impl OpInfo {
-    /// A record about this operation.
-    #[must_use]
-    pub fn record(&self, kind: Kind, state: State, time_ns: u64, replay: u32) -> Record {
-        Record {
-            comm: self.comm,
-            seq: self.seq,
-            bytes: self.bytes,
-            op: self.op,
-            replay,
-            rank: self.rank,
-            peer: self.peer,
-            pid: observe::pid(),
-            ..Record::new(kind, state, time_ns)
-        }
-        .with_flags(self.flags)
+impl WindowBuffer {
+    /// Whether copy engines can do such an operation in it.
+    pub(crate) fn serves(&self, request: &Request) -> bool {
+        // Kernels reduce what begins with whole words. Windows begin with pages, so it does on all ranks or on none; and what others have for a rank
+        // if it is so long.
+        let is_aligned = self.offset.is_multiple_of(16)
+            && (request.function != Function::ReduceScatter || request.bytes_of_one().is_multiple_of(16));
+        let reduces = request.function.reduces();
+        let has = |window: &Arc<Window>| !reduces || is_aligned && window.scratch.is_some();
+        self.window.as_ref().is_some_and(has)
     }
 
-    /// Emits a dense record about this operation if somebody wants it.
-    pub fn emit(&self, kind: Kind, state: State, time_ns: u64) {
-        if observe::wants(kind) {
-            observe::emit(&self.record(kind, state, time_ns, 0));
-        }
+    /// What the ranks must agree on, if copy engines are to use it for such an operation.
+    pub(crate) fn place(&self, request: &Request) -> Option<WindowPlace> {
+        self.serves(request).then_some(WindowPlace {
+            window: self.number,
+            offset: self.offset,
+        })
     }
+}
 
-    /// The same of what happens now.
-    pub(crate) fn emit_now(&self, kind: Kind, state: State) {
-        if observe::wants(kind) {
-            observe::emit(&self.record(kind, state, observe::now_ns(), 0));
-        }
-    }
-
-    /// [`Kind::P2p`] or [`Kind::Coll`].
-    #[must_use]
-    pub fn kind(&self) -> Kind {
-        if self.flags.contains(Flags::P2P) {
-            Kind::P2p
-        } else {
-            Kind::Coll
-        }
-    }
-
-    /// [`Kind::P2pApi`] or [`Kind::CollApi`].
-    #[must_use]
-    pub fn api_kind(&self) -> Kind {
-        if self.flags.contains(Flags::P2P) {
-            Kind::P2pApi
-        } else {
-            Kind::CollApi
-        }
+impl fmt::Debug for WindowBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "byte {} of window {}", self.offset, self.number)
     }
 }

@@ -1,10 +1,9 @@
-//! What a rank called: its tag, its name in messages, its bytes between ranks.
+//! A call, as far as its ranks must agree on it: its tag, its name in messages, its bytes between ranks.
 
 use std::fmt;
 
+use ringsight_comm_base::hash::fnv1a;
 use ringsight_records::{DataType, Function, ReduceOp};
-
-use crate::bootstrap::fnv1a;
 
 /// A function's name in NCCL's ABI, without the prefix.
 #[must_use]
@@ -23,7 +22,15 @@ pub fn api_name(function: Function) -> &'static str {
     }
 }
 
-/// What a rank called, as far as the ranks must agree on it.
+/// Whether a function is made of messages between pairs of ranks: each is sent and received as `ncclSend` and `ncclRecv` would.
+pub(crate) fn is_made_of_messages(function: Function) -> bool {
+    matches!(
+        function,
+        Function::Send | Function::Recv | Function::AlltoAll | Function::Gather | Function::Scatter
+    )
+}
+
+/// A call, as far as its ranks must agree on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Call {
     /// Which function.
@@ -36,13 +43,13 @@ pub struct Call {
     pub reduce_op: ReduceOp,
     /// Root of a rooted collective, peer of a send or receive.
     pub peer: Option<u32>,
-    /// Where it goes, if copy engines bring it there.
-    pub place: Option<Place>,
+    /// Where in a window its buffer is, if copy engines use that.
+    pub place: Option<WindowPlace>,
 }
 
-/// A place in a window: the receive buffers of all ranks begin at the same.
+/// A place in a window, which is the same on all ranks of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct WindowPlace {
     /// Number of the window, as all ranks count them.
     pub window: u32,
     /// Where in it, in bytes.
@@ -81,10 +88,10 @@ impl Call {
         ((hash >> 32) as u32 ^ hash as u32).max(1)
     }
 
-    pub(super) const BYTES: usize = 32;
+    pub(crate) const BYTES: usize = 32;
 
     /// Function u8 | type u8 | reduction u8 | has a peer (1), a place (2) u8 | peer u32 | count u64 | window u32 | 0 u32 | offset u64.
-    pub(super) fn encode(&self) -> [u8; Self::BYTES] {
+    pub(crate) fn encode(&self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         bytes[0] = self.function.code();
         bytes[1] = self.data_type.code();
@@ -100,11 +107,11 @@ impl Call {
     }
 
     /// `None` for anything that [`Call::encode`] does not write.
-    pub(super) fn parse(bytes: &[u8; Self::BYTES]) -> Option<Self> {
+    pub(crate) fn parse(bytes: &[u8; Self::BYTES]) -> Option<Self> {
         let number = |at: usize| bytes[at..].first_chunk().map(|bytes| u32::from_le_bytes(*bytes));
         let long = |at: usize| bytes[at..].first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
         let (peer, window, offset) = (number(4)?, number(16)?, long(24)?);
-        let place = Place { window, offset };
+        let place = WindowPlace { window, offset };
         let call = Self {
             function: Function::from_code(bytes[0])?,
             count: usize::try_from(long(8)?).ok()?,
@@ -125,7 +132,7 @@ impl fmt::Display for Call {
         if self.reduce_op != ReduceOp::None {
             write!(f, ", {}", self.reduce_op)?;
         }
-        if let Some(Place { window, offset }) = self.place {
+        if let Some(WindowPlace { window, offset }) = self.place {
             // The send buffer of a reduce_scatter, else the receive buffer.
             let way = if self.function == Function::ReduceScatter {
                 "from"
@@ -162,7 +169,7 @@ mod tests {
             function: Function::AllGather,
             reduce_op: ReduceOp::None,
             peer: None,
-            place: Some(Place {
+            place: Some(WindowPlace {
                 window: 2,
                 offset: 4096,
             }),
@@ -210,7 +217,7 @@ mod tests {
                                 peer,
                                 place: None,
                             };
-                            let place = |window, offset| Some(Place { window, offset });
+                            let place = |window, offset| Some(WindowPlace { window, offset });
                             for place in [None, place(0, 0), place(0, 4096), place(1, 0)] {
                                 let call = Call { place, ..call };
                                 let other = seen.insert(call.tag(), call);

@@ -1,0 +1,83 @@
+//! How the data of an operation moves.
+
+use ringsight_records::{Algorithm, Protocol};
+
+/// How the data of an operation moves between its ranks. All ranks of an operation use the same path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DataPath {
+    /// Through FIFOs between pairs of ranks: a kernel copies data into slots and out of them, and proxies move slots between nodes.
+    Fifo,
+    /// Through peer memory of the library's own, in lines of 8 bytes of which half are flags.
+    Ll,
+    /// Through peer memory of the library's own, in lines of 128 bytes of which 8 are flags.
+    Ll128,
+    /// Zero-copy: kernels load from and store to the callers' buffers. An operation falls back to [`DataPath::Ll128`] when some rank
+    /// cannot reach another one's buffer: its kernels find that out.
+    ZeroCopy,
+    /// Contributions are stored into peer memory of the rank that reduces them, results straight into the callers' buffers. It falls
+    /// back as [`DataPath::ZeroCopy`] does.
+    Push,
+    /// Copy engines move the data, within a symmetric window, between an entry and an exit kernel.
+    CopyEngine,
+}
+
+/// Bytes for which an operation through FIFOs takes one more channel.
+const FIFO_BYTES_PER_CHANNEL: u64 = 256 << 10;
+/// The same where FIFOs are in the memory of GPUs: one block is far from filling a link.
+const NEAR_BYTES_PER_CHANNEL: u64 = 32 << 10;
+
+impl DataPath {
+    /// The protocol that records and `RINGSIGHT_PROTO` know it by.
+    #[must_use]
+    pub const fn protocol(self) -> Protocol {
+        match self {
+            Self::Fifo | Self::ZeroCopy => Protocol::Simple,
+            Self::Ll => Protocol::Ll,
+            Self::Ll128 => Protocol::Ll128,
+            Self::Push => Protocol::Push,
+            Self::CopyEngine => Protocol::Ce,
+        }
+    }
+
+    /// Whether kernels reach the memory of all ranks: otherwise data goes through FIFOs.
+    #[must_use]
+    pub const fn is_peer_access(self) -> bool {
+        !matches!(self, Self::Fifo)
+    }
+
+    /// Whether kernels use the callers' buffers where all ranks reach them.
+    #[must_use]
+    pub const fn is_zero_copy(self) -> bool {
+        matches!(self, Self::ZeroCopy | Self::Push)
+    }
+
+    /// Whether copy engines move the data.
+    #[must_use]
+    pub const fn is_copy_engine(self) -> bool {
+        matches!(self, Self::CopyEngine)
+    }
+
+    /// Channels for `bytes` bytes when the communicator has `available`; `near` if its FIFOs are in the memory of GPUs.
+    #[must_use]
+    pub fn channels(self, bytes: u64, available: usize, near: bool) -> usize {
+        let each = match self {
+            Self::Fifo if near => NEAR_BYTES_PER_CHANNEL,
+            Self::Fifo => FIFO_BYTES_PER_CHANNEL,
+            _ => u64::MAX,
+        };
+        usize::try_from(bytes.div_ceil(each))
+            .unwrap_or(usize::MAX)
+            .clamp(1, available)
+    }
+}
+
+/// How an operation is done. It is chosen once, when the operation is called, and is the same on all of its ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Method {
+    /// Arrangement of the ranks.
+    pub algorithm: Algorithm,
+    /// How data moves.
+    pub path: DataPath,
+    /// Most channels that it is spread over.
+    pub channels: usize,
+}
