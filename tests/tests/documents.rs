@@ -108,6 +108,24 @@ fn no_link_of_a_document_is_dead() {
     assert!(dead.is_empty(), "{dead:#?}");
 }
 
+/// Files and folders between back quotes in a document: what has a slash, and is no command, option or name of several files.
+fn paths(text: &str) -> impl Iterator<Item = &str> {
+    let quoted = prose(text).flat_map(|line| line.split('`').skip(1).step_by(2));
+    quoted.filter(|word| word.contains('/') && !word.contains([' ', '*', '{', '<', '$', '~', ':']))
+}
+
+#[test]
+fn files_that_the_architecture_names_are_there() {
+    let text = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
+    let named: Vec<_> = paths(&text).collect();
+    assert!(named.len() > 20, "{named:?}");
+    let absent: Vec<_> = named
+        .into_iter()
+        .filter(|path| !root().join(path).exists())
+        .collect();
+    assert!(absent.is_empty(), "{absent:?}");
+}
+
 #[test]
 fn dead_links_are_found() {
     let book = root().join("docs/src/cli.md");
