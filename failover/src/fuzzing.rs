@@ -1,20 +1,26 @@
-//! What a fuzzer runs: both ends with a peer that says anything at any time, and ports that do what they like.
+//! The fuzz target: both ends with a peer that sends any message at any time, and ports that change at random.
 //!
-//! The [model](crate) shows that two right ends come to a right end. A peer may be another version, or broken: then an end may give
-//! up, but it must not panic, take back what it has said, or be led beyond its slots and credits.
+//! The [model](crate) shows that two correct ends reach a correct result. A peer may be another version, or broken. Then an end may
+//! give up, but it must not panic, revoke what it has reported, or exceed its slots and credits.
 
 use std::{sync::Arc, time::Duration};
 
 use crate::{
-    Action, Address, Event, Link, MESSAGE_BYTES, Message, PathSet, Receiver, Sender, Settings, Status, Work,
+    links::{Link, PathSet, Status, Work},
+    message::{Address, MESSAGE_BYTES, Message},
+    protocol::{Action, Event, Protocol},
+    receiver::Receiver,
+    rules::Sound,
+    sender::Sender,
+    settings::Settings,
 };
 
 const SLOTS: u64 = 4;
 const PATHS: usize = 2;
-/// Actions that may follow from one event, each with its own event: more would be a circle.
-const MOST_ACTIONS: u32 = 200;
+/// Maximum number of actions that follow from one event. More would be an endless loop.
+const MAX_ACTIONS: u32 = 200;
 
-/// Numbers from a fuzzer's bytes; 0 when they are used up.
+/// Numbers from the fuzzer's bytes; 0 once they are used up.
 struct Bytes<'a>(&'a [u8]);
 
 impl Bytes<'_> {
@@ -28,7 +34,7 @@ impl Bytes<'_> {
         self.next().unwrap_or(0) % below
     }
 
-    /// Few numbers, so that some of them mean something; one path too many.
+    /// Few values, so that some of them are valid; one path too many.
     fn link(&mut self) -> Link {
         Link {
             path: self.number(PATHS as u8 + 1),
@@ -43,7 +49,7 @@ impl Bytes<'_> {
         let generations = [epoch, link.generation, 0, 0];
         Some(match self.number(11) {
             0 => Message::Broken { epoch, generations },
-            1 => Message::Noted { generations },
+            1 => Message::BrokenAck { generations },
             2 => Message::Switch {
                 epoch,
                 link,
@@ -70,7 +76,7 @@ impl Bytes<'_> {
         })
     }
 
-    /// Something that may happen to an end, whatever it is in.
+    /// An event that may happen in any state.
     fn event(&mut self) -> Option<Event> {
         let path = self.number(PATHS as u8 + 1);
         let link = self.link();
@@ -101,14 +107,14 @@ impl Bytes<'_> {
     }
 }
 
-/// A message that is read is written as it was.
+/// Parses a message, and checks that it is encoded as it was.
 fn parse(bytes: &[u8]) -> Option<Message> {
     let message = Message::parse(bytes)?;
     assert_eq!(message.encode()[..], *bytes);
     Some(message)
 }
 
-/// What a driver answers to an action where all goes well.
+/// The event by which a driver answers an action that succeeds.
 fn answer(action: Action) -> Option<Event> {
     match action {
         Action::Fence { link } => Some(Event::Fenced { link, sure: true }),
@@ -126,7 +132,7 @@ macro_rules! settle {
         let mut done = 0;
         while let Some(action) = $actions.pop() {
             done += 1;
-            assert!(done < MOST_ACTIONS, "it goes round and round");
+            assert!(done < MAX_ACTIONS, "actions without end");
             if let Some(event) = answer(action) {
                 $end.handle($now, event, &mut $actions);
             }
@@ -134,10 +140,10 @@ macro_rules! settle {
     };
 }
 
-/// Runs both ends on what a fuzzer made up.
+/// Runs both ends on the fuzzer's bytes.
 ///
 /// # Panics
-/// When an end does what it must not, whatever its peer says.
+/// When an end violates an invariant.
 pub fn ends(data: &[u8]) {
     let mut bytes = Bytes(data);
     let settings = Arc::new(Settings::default());
@@ -146,8 +152,8 @@ pub fn ends(data: &[u8]) {
         _ => PathSet::EMPTY.with(1),
     };
     let (Some(mut sender), Some(mut receiver)) = (
-        Sender::<crate::Sound>::new(settings.clone(), SLOTS, PATHS, ready),
-        Receiver::<crate::Sound>::new(settings, PATHS, ready),
+        Sender::<Sound>::new(settings.clone(), SLOTS, PATHS, ready),
+        Receiver::<Sound>::new(settings, PATHS, ready),
     ) else {
         unreachable!("a path is ready");
     };
@@ -155,20 +161,25 @@ pub fn ends(data: &[u8]) {
     let mut actions = Vec::new();
     while let Some(next) = bytes.next() {
         let before = (
-            (sender.epoch(), sender.posted(), sender.acked(), sender.is_over()),
+            (
+                sender.epoch(),
+                sender.posted(),
+                sender.acked(),
+                sender.has_given_up(),
+            ),
             (
                 receiver.epoch(),
                 receiver.committed(),
                 receiver.granted(),
-                receiver.is_over(),
+                receiver.has_given_up(),
             ),
         );
         match next % 6 {
             0 | 1 => {
                 let Some(message) = bytes.message() else { continue };
-                sender.handle(now, Event::Heard(message), &mut actions);
+                sender.handle(now, Event::Received(message), &mut actions);
                 settle!(sender, now, actions);
-                receiver.handle(now, Event::Heard(message), &mut actions);
+                receiver.handle(now, Event::Received(message), &mut actions);
             }
             2 => {
                 let Some(event) = bytes.event() else { continue };
@@ -191,15 +202,15 @@ pub fn ends(data: &[u8]) {
         let ((epoch, posted, acked, over), (its_epoch, committed, granted, its_over)) = before;
         assert!(
             sender.epoch() >= epoch && receiver.epoch() >= its_epoch,
-            "an epoch came back"
+            "an epoch decreased"
         );
         assert!(
             sender.posted() >= posted && sender.acked() >= acked,
-            "a step came back"
+            "a step was revoked"
         );
         assert!(
             receiver.committed() >= committed && receiver.granted() >= granted,
-            "a credit came back"
+            "a credit was revoked"
         );
         assert!(sender.acked() <= sender.posted() && sender.posted() <= sender.granted());
         assert!(
@@ -211,8 +222,8 @@ pub fn ends(data: &[u8]) {
             "a step without a credit"
         );
         assert!(
-            (sender.is_over() || !over) && (receiver.is_over() || !its_over),
-            "it came back"
+            (sender.has_given_up() || !over) && (receiver.has_given_up() || !its_over),
+            "an end that had given up came back"
         );
     }
 }
@@ -227,7 +238,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(2_000))]
 
         #[test]
-        fn no_peer_leads_an_end_astray(data in proptest::collection::vec(any::<u8>(), 0..400)) {
+        fn no_peer_breaks_an_invariant(data in proptest::collection::vec(any::<u8>(), 0..400)) {
             ends(&data);
         }
     }

@@ -1,8 +1,17 @@
-//! What the connections of a process know of ports, together.
+//! Path health: what all connections of a process have found out about ports and paths.
 //!
-//! Health belongs to a path, a pair of ports: a peer may be reached well from one NIC and badly from another. What is said of a
-//! NIC is derived: its port is down, or nothing gets over any of at least two paths that end there at different peers. So one
-//! dead remote NIC condemns no local one.
+//! Health belongs to a path, that is a pair of ports: one NIC may reach a peer well and another may not. The verdict on a NIC is
+//! derived from its paths. A NIC is unreachable only if at least two paths fail that end at different ports of other NICs, so one dead
+//! remote NIC condemns no local one.
+//!
+//! | state of a path | meaning | entered by |
+//! |---|---|---|
+//! | `Good` | no failure since it last worked | the end of the recovery window |
+//! | `Suspect` | one connection failed; the others probe it | [`Health::report_failure`] |
+//! | `Down` | too many connections failed, or a port is down; the others leave it | [`Health::report_failure`], [`Health::set_port`] |
+//! | `Recovering` | it works again, for less than the recovery window | [`Health::report_restored`], [`Health::set_port`], [`Health::remove_connection`] |
+//!
+//! The owner of a [`Health`] puts it behind a lock. No step waits for that lock.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,9 +19,9 @@ use std::{
     time::Duration,
 };
 
-use crate::{Cause, Settings};
+use crate::{links::Cause, settings::Settings};
 
-/// A port of a device, the same to everyone.
+/// A port of a device; the same value in every process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PortId {
     /// Node GUID of the device.
@@ -21,42 +30,42 @@ pub struct PortId {
     pub port: u8,
 }
 
-/// A pair of ports.
+/// A path: a pair of ports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PathId {
-    /// This process's.
+    /// This process's port.
     pub local: PortId,
-    /// The peer's.
+    /// The peer's port.
     pub remote: PortId,
 }
 
-/// What a path is in.
+/// State of a path.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PathState {
-    /// Nothing failed since it last worked.
+    /// No failure since it last worked.
     #[default]
     Good,
-    /// It failed for some connection; others are to probe it.
+    /// It failed for one connection; the others probe it.
     Suspect,
-    /// Too many connections failed, or a port of it is down.
+    /// Too many connections failed, or one of its ports is down.
     Down,
     /// It works again, for less than the recovery window.
     Recovering,
 }
 
-/// How much follows from a failure for the other connections over the same ports.
+/// What a failure requires of the other connections over the same ports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
-    /// They probe it ([`crate::Event::Suspected`]): it may have been the peer's process that went.
+    /// They probe the path ([`Event::Suspected`](crate::Event::Suspected)): the failure may have been the end of the peer's process.
     Suspect,
-    /// They leave it ([`crate::Event::Condemned`]).
+    /// They leave the path ([`Event::Condemned`](crate::Event::Condemned)).
     Down,
 }
 
 /// What is known of a path.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PathHealth {
-    /// What it is in.
+    /// Its state.
     pub state: PathState,
     /// Failures since it was last good.
     pub consecutive_failures: u32,
@@ -66,45 +75,45 @@ pub struct PathHealth {
     pub switches: u64,
     /// When the last connection switched away from it.
     pub last_switch: Option<Duration>,
-    /// When it works again: since when.
+    /// Since when it works again, while it is [`PathState::Recovering`].
     pub recovering_since: Option<Duration>,
-    /// What said that it failed, last.
+    /// Cause of the last failure.
     pub cause: Option<Cause>,
 }
 
-/// The same with whom it is about.
+/// A path with the connections that use it.
 #[derive(Debug, Default)]
-struct Known {
+struct PathRecord {
     health: PathHealth,
     /// Connections that use it.
     users: BTreeSet<u64>,
-    /// Those that failed since it was last good.
+    /// Connections that failed since the path was last good.
     failing: BTreeSet<u64>,
 }
 
-/// What is said of a NIC's port.
+/// Verdict on a NIC's port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NicVerdict {
-    /// Something gets over it, or nothing was tried.
+    /// At least one path works, or none was tried.
     Good,
-    /// Paths of it failed, to or from one other port: which of the two it is cannot be told.
+    /// Its paths to or from one other port failed. Either of the two ports may be at fault.
     Suspect,
-    /// Its port is down (known of local ports).
+    /// The port is down. Known of local ports only.
     PortDown,
-    /// Nothing gets over it, to or from this many other ports.
+    /// No path works, to or from this many other ports.
     Unreachable(usize),
 }
 
-/// Health of all paths of a process. Its owner puts it behind a lock; nothing here is on the way of a step.
+/// Health of all paths of a process.
 #[derive(Debug)]
 pub struct Health {
     settings: Arc<Settings>,
-    paths: BTreeMap<PathId, Known>,
+    paths: BTreeMap<PathId, PathRecord>,
     down: BTreeSet<PortId>,
 }
 
 impl Health {
-    /// Of no paths yet.
+    /// A table without paths.
     #[must_use]
     pub fn new(settings: Arc<Settings>) -> Self {
         Self {
@@ -114,9 +123,9 @@ impl Health {
         }
     }
 
-    /// A connection uses a path from now on: what it is to be told of it, because of others. Of a local port that is down it knows
-    /// itself.
-    pub fn joined(&mut self, path: PathId, connection: u64) -> Option<Scope> {
+    /// Adds a connection to a path. Returns what other connections' failures require of it. A local port that is down requires nothing:
+    /// the connection sees that itself.
+    pub fn add_connection(&mut self, path: PathId, connection: u64) -> Option<Scope> {
         let is_down = self.down.contains(&path.local);
         let entry = self.paths.entry(path).or_default();
         entry.users.insert(connection);
@@ -131,19 +140,19 @@ impl Health {
         }
     }
 
-    /// Paths and what is known of them.
+    /// All paths, with their health.
     pub fn paths(&self) -> impl Iterator<Item = (&PathId, &PathHealth)> {
         self.paths.iter().map(|(id, known)| (id, &known.health))
     }
 
-    /// What is known of one.
+    /// Health of one path.
     #[must_use]
     pub fn path(&self, path: &PathId) -> Option<&PathHealth> {
         self.paths.get(path).map(|known| &known.health)
     }
 
-    /// A local port went up or down: the paths that end there, all of whose connections are to be told.
-    pub fn port(&mut self, now: Duration, port: PortId, up: bool) -> Vec<PathId> {
+    /// Sets whether a local port is up. Returns the paths that end there, if that is a change: all of their connections must learn of it.
+    pub fn set_port(&mut self, now: Duration, port: PortId, up: bool) -> Vec<PathId> {
         let changed = if up {
             self.down.remove(&port)
         } else {
@@ -152,26 +161,27 @@ impl Health {
         if !changed {
             return Vec::new();
         }
-        let mut told = Vec::new();
+        let mut affected = Vec::new();
         for (id, path) in self.paths.iter_mut().filter(|(id, _)| id.local == port) {
             if up {
-                path.works(now);
+                path.record_recovery(now);
             } else {
-                path.health.fails(Cause::Port);
+                path.health.record_failure(Cause::Port);
                 path.health.state = PathState::Down;
             }
-            told.push(*id);
+            affected.push(*id);
         }
-        told
+        affected
     }
 
-    /// A connection failed over a path: what the *others* are to be told, of this path and of others that follow from it.
-    pub fn failed(&mut self, path: PathId, connection: u64, cause: Cause) -> Vec<(PathId, Scope)> {
+    /// A connection failed over a path. Returns what that requires of the *other* connections, on this path and on paths that follow
+    /// from it.
+    pub fn report_failure(&mut self, path: PathId, connection: u64, cause: Cause) -> Vec<(PathId, Scope)> {
         let condemn_after = self.settings.condemn_after as usize;
         let entry = self.paths.entry(path).or_default();
         let was = entry.health.state;
-        entry.health.fails(cause);
-        // What others found is no finding of one's own.
+        entry.health.record_failure(cause);
+        // A failure that other connections found does not count as this connection's.
         if cause != Cause::Shared {
             entry.failing.insert(connection);
         }
@@ -181,7 +191,7 @@ impl Health {
                 false => PathState::Suspect,
             };
         }
-        let mut told = match (was, entry.health.state) {
+        let mut orders = match (was, entry.health.state) {
             (PathState::Down, _) => Vec::new(),
             (_, PathState::Down) => vec![(path, Scope::Down)],
             (PathState::Suspect, _) => Vec::new(),
@@ -195,28 +205,28 @@ impl Health {
             let ends_there = condemned.contains(&id.local) || condemned.contains(&id.remote);
             if ends_there && other.health.state == PathState::Suspect {
                 other.health.state = PathState::Down;
-                told.retain(|(told, _)| told != id);
-                told.push((*id, Scope::Down));
+                orders.retain(|(path, _)| path != id);
+                orders.push((*id, Scope::Down));
             }
         }
-        told
+        orders
     }
 
     /// A connection switched away from a path.
-    pub fn switched(&mut self, now: Duration, path: PathId) {
+    pub fn report_switch(&mut self, now: Duration, path: PathId) {
         let path = &mut self.paths.entry(path).or_default().health;
         path.switches += 1;
         path.last_switch = Some(now);
     }
 
-    /// A path was rebuilt and proven by some connection.
-    pub fn restored(&mut self, now: Duration, path: PathId) {
-        self.paths.entry(path).or_default().works(now);
+    /// A connection has rebuilt and proven a path.
+    pub fn report_restored(&mut self, now: Duration, path: PathId) {
+        self.paths.entry(path).or_default().record_recovery(now);
     }
 
-    /// A connection is there no more. A path that none is left of those that it failed for is found out about anew: it counts as one that
-    /// works again. Whether there is such a one. What no connection uses is forgotten.
-    pub fn gone(&mut self, now: Duration, connection: u64) -> bool {
+    /// Removes a connection. A path whose failing connections are all gone counts as working again, until the next one finds out.
+    /// Returns whether there is such a path. Paths without connections are forgotten.
+    pub fn remove_connection(&mut self, now: Duration, connection: u64) -> bool {
         self.paths.retain(|_, path| {
             path.users.remove(&connection);
             !path.users.is_empty()
@@ -224,15 +234,15 @@ impl Health {
         let mut any = false;
         for (id, path) in &mut self.paths {
             if path.failing.remove(&connection) && path.failing.is_empty() && !self.down.contains(&id.local) {
-                path.works(now);
+                path.record_recovery(now);
                 any = true;
             }
         }
         any
     }
 
-    /// Ends recovery windows that are over; whether there were any.
-    pub fn tick(&mut self, now: Duration) -> bool {
+    /// Ends the recovery windows that are over. Returns whether there were any.
+    pub fn expire(&mut self, now: Duration) -> bool {
         let mut any = false;
         for path in self.paths.values_mut().map(|known| &mut known.health) {
             if let Some(since) = path.recovering_since
@@ -247,9 +257,9 @@ impl Health {
         any
     }
 
-    /// When [`Health::tick`] has something to do, if ever.
+    /// When [`Health::expire`] has something to do, if ever.
     #[must_use]
-    pub fn due(&self) -> Option<Duration> {
+    pub fn deadline(&self) -> Option<Duration> {
         let since = self
             .paths
             .values()
@@ -257,7 +267,7 @@ impl Health {
         since.min().map(|since| since + self.settings.recovery_window)
     }
 
-    /// What is said of a port, local or remote.
+    /// The verdict on a port, local or remote.
     #[must_use]
     pub fn nic(&self, port: PortId) -> NicVerdict {
         if self.down.contains(&port) {
@@ -266,7 +276,7 @@ impl Health {
         let mut others = BTreeSet::new();
         for (id, path) in &self.paths {
             let other = match (id.local == port, id.remote == port) {
-                // A port that is down at the far end says nothing of this one.
+                // A local port that is down says nothing of the remote port at the far end.
                 (true, _) => id.remote,
                 (_, true) if !self.down.contains(&id.local) => id.local,
                 _ => continue,
@@ -285,7 +295,7 @@ impl Health {
 }
 
 impl PathHealth {
-    fn fails(&mut self, cause: Cause) {
+    fn record_failure(&mut self, cause: Cause) {
         self.consecutive_failures = self.consecutive_failures.saturating_add(1);
         self.failures += 1;
         self.cause = Some(cause);
@@ -293,8 +303,8 @@ impl PathHealth {
     }
 }
 
-impl Known {
-    fn works(&mut self, now: Duration) {
+impl PathRecord {
+    fn record_recovery(&mut self, now: Duration) {
         if matches!(self.health.state, PathState::Suspect | PathState::Down) {
             self.health.state = PathState::Recovering;
             self.health.recovering_since = Some(now);
@@ -306,7 +316,7 @@ impl Known {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Status;
+    use crate::links::Status;
 
     const RETRIES: Cause = Cause::Completion(Status::RetryExceeded);
 
@@ -326,19 +336,19 @@ mod tests {
     }
 
     #[test]
-    fn one_connection_has_others_probe_and_two_have_them_leave() {
+    fn one_failure_makes_others_probe_and_two_make_them_leave() {
         let mut health = health();
         assert_eq!(
-            health.failed(path(1, 9), 100, RETRIES),
+            health.report_failure(path(1, 9), 100, RETRIES),
             [(path(1, 9), Scope::Suspect)]
         );
-        assert_eq!(health.failed(path(1, 9), 100, RETRIES), []);
-        assert_eq!(health.failed(path(1, 9), 101, Cause::Shared), []);
+        assert_eq!(health.report_failure(path(1, 9), 100, RETRIES), []);
+        assert_eq!(health.report_failure(path(1, 9), 101, Cause::Shared), []);
         assert_eq!(
-            health.failed(path(1, 9), 101, RETRIES),
+            health.report_failure(path(1, 9), 101, RETRIES),
             [(path(1, 9), Scope::Down)]
         );
-        assert_eq!(health.failed(path(1, 9), 102, RETRIES), []);
+        assert_eq!(health.report_failure(path(1, 9), 102, RETRIES), []);
         let seen = health.path(&path(1, 9)).unwrap();
         assert_eq!((seen.consecutive_failures, seen.failures), (5, 5));
     }
@@ -346,28 +356,28 @@ mod tests {
     #[test]
     fn a_dead_remote_nic_condemns_no_local_one() {
         let mut health = health();
-        health.joined(path(1, 8), 0);
+        health.add_connection(path(1, 8), 0);
         for local in [1, 2, 3] {
-            health.failed(path(local, 9), local, RETRIES);
+            health.report_failure(path(local, 9), local, RETRIES);
         }
         assert_eq!(health.nic(port(9)), NicVerdict::Unreachable(3));
         assert_eq!(health.nic(port(1)), NicVerdict::Good);
-        // Nothing else was tried from it: one pair that fails names neither.
+        // No other path of it was tried: one failing pair of ports accuses neither.
         assert_eq!(health.nic(port(2)), NicVerdict::Suspect);
     }
 
     #[test]
-    fn a_dead_local_nic_is_told_from_its_peers() {
+    fn a_dead_local_nic_is_distinguished_from_its_peers() {
         let mut health = health();
-        health.joined(path(2, 8), 0);
-        health.joined(path(2, 9), 0);
+        health.add_connection(path(2, 8), 0);
+        health.add_connection(path(2, 9), 0);
         assert_eq!(
-            health.failed(path(1, 8), 1, RETRIES),
+            health.report_failure(path(1, 8), 1, RETRIES),
             [(path(1, 8), Scope::Suspect)]
         );
-        // The second peer settles it, for both paths.
-        let told = health.failed(path(1, 9), 2, RETRIES);
-        assert_eq!(told, [(path(1, 8), Scope::Down), (path(1, 9), Scope::Down)]);
+        // The second peer decides, for both paths.
+        let orders = health.report_failure(path(1, 9), 2, RETRIES);
+        assert_eq!(orders, [(path(1, 8), Scope::Down), (path(1, 9), Scope::Down)]);
         assert_eq!(health.nic(port(1)), NicVerdict::Unreachable(2));
         assert_eq!(
             (health.nic(port(8)), health.nic(port(9))),
@@ -376,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_connection_found_goes_with_it() {
+    fn failures_of_a_connection_are_forgotten_with_it() {
         let mut health = health();
         let at = Duration::from_secs;
         for (path, connection) in [
@@ -385,53 +395,53 @@ mod tests {
             (path(2, 8), 100),
             (path(2, 8), 101),
         ] {
-            health.joined(path, connection);
+            health.add_connection(path, connection);
         }
-        health.joined(path(2, 8), 103);
-        health.failed(path(1, 9), 100, RETRIES);
-        health.failed(path(2, 8), 100, RETRIES);
-        health.failed(path(2, 8), 101, RETRIES);
-        assert!(health.gone(at(1), 100));
+        health.add_connection(path(2, 8), 103);
+        health.report_failure(path(1, 9), 100, RETRIES);
+        health.report_failure(path(2, 8), 100, RETRIES);
+        health.report_failure(path(2, 8), 101, RETRIES);
+        assert!(health.remove_connection(at(1), 100));
         let state = |health: &Health, path| health.path(&path).unwrap().state;
         assert_eq!(state(&health, path(1, 9)), PathState::Recovering);
         assert_eq!(state(&health, path(2, 8)), PathState::Down);
-        assert!(!health.gone(at(1), 100));
-        // Two are too many, and one of them is gone.
+        assert!(!health.remove_connection(at(1), 100));
+        // Two failing connections condemn a path, and one of them is gone.
         assert_eq!(
-            health.failed(path(1, 9), 102, RETRIES),
+            health.report_failure(path(1, 9), 102, RETRIES),
             [(path(1, 9), Scope::Suspect)]
         );
-        // A port is down whoever found it.
-        health.port(at(2), port(2), false);
-        assert!(!health.gone(at(2), 101));
+        // A port that is down stays down, whichever connection found it.
+        health.set_port(at(2), port(2), false);
+        assert!(!health.remove_connection(at(2), 101));
         assert_eq!(state(&health, path(2, 8)), PathState::Down);
     }
 
     #[test]
-    fn who_comes_later_is_told_what_others_found() {
+    fn later_connections_learn_of_earlier_failures() {
         let mut health = health();
         let at = Duration::from_secs;
         for connection in [100, 101] {
-            assert_eq!(health.joined(path(1, 9), connection), None);
+            assert_eq!(health.add_connection(path(1, 9), connection), None);
         }
-        health.failed(path(1, 9), 100, RETRIES);
-        assert_eq!(health.joined(path(1, 9), 102), Some(Scope::Suspect));
-        health.failed(path(1, 9), 101, RETRIES);
-        assert_eq!(health.joined(path(1, 9), 103), Some(Scope::Down));
-        assert_eq!(health.joined(path(1, 8), 103), None, "another port");
-        health.restored(at(1), path(1, 9));
-        assert_eq!(health.joined(path(1, 9), 104), None);
-        // Its own port is its own to see, and what it is in is known until it is up.
-        health.port(at(2), port(2), false);
-        assert_eq!(health.joined(path(2, 9), 104), None);
+        health.report_failure(path(1, 9), 100, RETRIES);
+        assert_eq!(health.add_connection(path(1, 9), 102), Some(Scope::Suspect));
+        health.report_failure(path(1, 9), 101, RETRIES);
+        assert_eq!(health.add_connection(path(1, 9), 103), Some(Scope::Down));
+        assert_eq!(health.add_connection(path(1, 8), 103), None, "another port");
+        health.report_restored(at(1), path(1, 9));
+        assert_eq!(health.add_connection(path(1, 9), 104), None);
+        // A connection sees its own port itself; the path stays down until that port is up.
+        health.set_port(at(2), port(2), false);
+        assert_eq!(health.add_connection(path(2, 9), 104), None);
         assert_eq!(health.path(&path(2, 9)).unwrap().state, PathState::Down);
-        health.port(at(3), port(2), true);
+        health.set_port(at(3), port(2), true);
         assert_eq!(health.path(&path(2, 9)).unwrap().state, PathState::Recovering);
     }
 
-    /// Else a peer that was reached once would speak for a NIC for ever.
+    /// Otherwise a peer that was reached once would vouch for a NIC for ever.
     #[test]
-    fn a_path_that_nobody_uses_is_forgotten() {
+    fn unused_paths_are_forgotten() {
         let mut health = health();
         for (path, connection) in [
             (path(1, 7), 100),
@@ -439,36 +449,36 @@ mod tests {
             (path(1, 9), 102),
             (path(1, 9), 103),
         ] {
-            health.joined(path, connection);
+            health.add_connection(path, connection);
         }
-        health.failed(path(1, 8), 101, RETRIES);
-        health.failed(path(1, 9), 102, RETRIES);
+        health.report_failure(path(1, 8), 101, RETRIES);
+        health.report_failure(path(1, 9), 102, RETRIES);
         assert_eq!(health.nic(port(1)), NicVerdict::Good, "the third peer is reached");
-        health.gone(Duration::ZERO, 100);
+        health.remove_connection(Duration::ZERO, 100);
         assert_eq!(health.nic(port(1)), NicVerdict::Unreachable(2));
         for connection in [101, 102] {
-            health.gone(Duration::ZERO, connection);
+            health.remove_connection(Duration::ZERO, connection);
         }
         assert_eq!(health.paths().count(), 1);
-        health.gone(Duration::ZERO, 103);
+        health.remove_connection(Duration::ZERO, 103);
         assert_eq!(health.paths().count(), 0);
     }
 
     #[test]
-    fn ports_and_windows() {
+    fn port_changes_and_recovery_windows() {
         let mut health = health();
         let at = Duration::from_secs;
-        health.joined(path(1, 8), 0);
-        health.joined(path(2, 8), 0);
-        assert_eq!(health.port(at(1), port(1), false), [path(1, 8)]);
-        assert_eq!(health.port(at(1), port(1), false), []);
-        health.switched(at(1), path(1, 8));
+        health.add_connection(path(1, 8), 0);
+        health.add_connection(path(2, 8), 0);
+        assert_eq!(health.set_port(at(1), port(1), false), [path(1, 8)]);
+        assert_eq!(health.set_port(at(1), port(1), false), []);
+        health.report_switch(at(1), path(1, 8));
         assert_eq!(health.nic(port(1)), NicVerdict::PortDown);
         assert_eq!(health.nic(port(8)), NicVerdict::Good);
-        health.port(at(2), port(1), true);
-        health.tick(at(6));
+        health.set_port(at(2), port(1), true);
+        health.expire(at(6));
         assert_eq!(health.path(&path(1, 8)).unwrap().state, PathState::Recovering);
-        health.tick(at(7));
+        health.expire(at(7));
         let seen = health.path(&path(1, 8)).unwrap();
         assert_eq!(
             (seen.state, seen.consecutive_failures, seen.switches),

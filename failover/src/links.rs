@@ -1,16 +1,16 @@
-//! Paths, their queue pairs, and what can be said of them.
+//! Names and states of paths, queue pairs and work requests.
 
 use std::fmt;
 
-/// Most paths of a connection.
+/// Maximum number of paths of a connection.
 pub const MAX_PATHS: usize = 4;
 
 /// One end's queue pair on a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Link {
-    /// Which path: 0 is the primary one.
+    /// The path; 0 is the primary one.
     pub path: u8,
-    /// How often the path has been built; the first one is 1. The same at both ends.
+    /// How often the path has been built, from 1. Both ends count alike.
     pub generation: u32,
 }
 
@@ -20,101 +20,92 @@ impl fmt::Display for Link {
     }
 }
 
-/// Some of a connection's paths.
+/// A set of a connection's paths.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct PathSet(u8);
 
 impl PathSet {
-    /// None.
+    /// The empty set.
     pub const EMPTY: Self = Self(0);
 
     /// The first `count` paths.
     ///
     /// # Panics
-    /// If there are not so many.
+    /// If `count` exceeds [`MAX_PATHS`].
     #[must_use]
     pub fn first_of(count: usize) -> Self {
         assert!(count <= MAX_PATHS, "a connection has at most {MAX_PATHS} paths");
         Self(((1_u16 << count) - 1) as u8)
     }
 
-    /// These and `path`.
+    /// The set with `path`.
     #[must_use]
     pub fn with(self, path: u8) -> Self {
         Self(self.0 | 1 << path)
     }
 
-    /// These without `path`.
+    /// The set without `path`.
     #[must_use]
     pub fn without(self, path: u8) -> Self {
         Self(self.0 & !(1 << path))
     }
 
-    /// Whether `path` is one of them.
+    /// Whether the set contains `path`.
     #[must_use]
     pub fn has(self, path: u8) -> bool {
         self.0 & 1 << path != 0
     }
 
-    /// Whether there are none.
+    /// Whether the set is empty.
     #[must_use]
     pub fn is_empty(self) -> bool {
         self.0 == 0
     }
 
-    /// Them, in order.
+    /// Its paths, in order.
     pub fn iter(self) -> impl Iterator<Item = u8> {
         (0..MAX_PATHS as u8).filter(move |path| self.has(*path))
     }
 
-    /// The one that comes first in order.
+    /// Its first path.
     #[must_use]
     pub fn first(self) -> Option<u8> {
         self.iter().next()
     }
 }
 
-/// Which end of a connection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum End {
-    /// The one that posts steps.
-    Sender,
-    /// The one whose FIFO they go to.
-    Receiver,
-}
-
-/// A work request, as its own number says (not the completion's opcode, which an error completion does not have).
+/// A work request, identified by its own number. The completion's opcode would not do: an error completion has none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Work {
-    /// The WRITE with immediate of this position, and so, as a queue pair works in order, all before it.
+    /// The WRITE with immediate of this position. A queue pair works in order, so it stands for all positions before it.
     Step(u64),
-    /// [`crate::Action::Credit`], and the steps that it said: the sender has all credits before it, too.
+    /// [`Action::Credit`](crate::Action::Credit) with this number of steps. It stands for all credits before it.
     Credit(u64),
-    /// [`crate::Action::Probe`].
+    /// [`Action::Probe`](crate::Action::Probe).
     Probe,
-    /// [`crate::Action::Tell`] over a path.
+    /// [`Action::Send`](crate::Action::Send) over a path.
     Message,
 }
 
-/// How a work request ended.
+/// Status of a completed work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Status {
-    /// The peer's NIC has it.
+    /// The peer's NIC has acknowledged it.
     Success,
-    /// Not tried, or cut short, because the queue pair was in the error state.
+    /// Flushed: the queue pair was in the error state.
     Flushed,
-    /// The peer did not answer in all tries.
+    /// The peer did not answer within the retry limit.
     RetryExceeded,
-    /// The peer had no receive posted in all tries.
+    /// The peer had no receive request posted within the retry limit.
     NotReady,
-    /// The queue pair could not do it. Soft-RoCE's answer when its own interface is down; hardware's to a malformed request.
+    /// Local queue pair operation error. Soft-RoCE reports it when its own interface is down, hardware for a malformed request.
     LocalOperation,
     /// Any other error: `ibv_wc_status`.
     Other(u32),
 }
 
 impl Status {
-    /// Of `ibv_wc_status`.
+    /// The status for a value of `enum ibv_wc_status`.
     #[must_use]
     pub fn from_verbs(status: u32) -> Self {
         match status {
@@ -127,34 +118,34 @@ impl Status {
         }
     }
 
-    /// Whether another NIC may mend it. Access, protection and length errors are defects of a program: on the next path the same would
-    /// happen, with less to see.
+    /// Whether another NIC may cure it. Access, protection and length errors are defects of a program: they would repeat on the next
+    /// path, with less to see.
     #[must_use]
     pub fn is_survivable(self) -> bool {
         match self {
             Self::Success => false,
             Self::Flushed | Self::RetryExceeded | Self::NotReady | Self::LocalOperation => true,
-            // The peer's NIC could not do it (REM_OP_ERR: its queue pair or completion queue failed), this one broke down (FATAL_ERR),
-            // gave no answer (RESP_TIMEOUT_ERR), or says nothing that has a name (GENERAL_ERR).
+            // The peer's queue pair or completion queue failed (REM_OP_ERR); this NIC broke down (FATAL_ERR), did not answer
+            // (RESP_TIMEOUT_ERR), or reports an error without a name (GENERAL_ERR).
             Self::Other(status) => matches!(status, 11 | 19 | 20 | 21),
         }
     }
 }
 
-/// What said that a path failed.
+/// How an end learned that a path failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Cause {
-    /// This end's port, or its device, is down.
+    /// This end's port or device is down.
     Port,
-    /// A completion.
+    /// A completion with this status.
     Completion(Status),
-    /// Work requests neither ended nor failed in [`crate::Settings::timeout`].
+    /// Work requests neither completed nor failed within [`Settings::timeout`](crate::Settings::timeout).
     Timeout,
-    /// What other connections found.
+    /// Other connections of the process found it.
     Shared,
-    /// The peer.
+    /// The peer reported it.
     Peer,
-    /// A queue pair could not be made or connected, did not take a work request, or cannot go on, as its device says.
+    /// A queue pair could not be made or connected, refused a work request, or cannot go on according to its device.
     Build,
 }
 
@@ -176,27 +167,27 @@ impl fmt::Display for Cause {
     }
 }
 
-/// What an end's queue pair on a path is in.
+/// State of an end's queue pair on a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LinkState {
-    /// Connected, and believed to work.
+    /// Connected and believed to work.
     Ready,
-    /// Given up; what it still has is on its way out.
+    /// Given up; its work requests are being flushed.
     Fencing,
-    /// Given up, and nothing of it is left.
+    /// Given up; every work request is accounted for.
     Fenced,
-    /// The next one is being made.
+    /// The next generation is being made.
     Building,
-    /// Made, and offered to the peer (receiver).
+    /// Made and offered to the peer (receiver only).
     Offered,
     /// Being connected.
     Connecting,
-    /// Connected; it is being probed (receiver).
+    /// Connected and being probed (receiver only).
     Probation,
 }
 
 impl LinkState {
-    /// Whether the queue pair exists and is not on its way out.
+    /// Whether the queue pair has not been given up.
     #[must_use]
     pub fn is_live(self) -> bool {
         !matches!(self, Self::Fencing | Self::Fenced)
@@ -208,11 +199,11 @@ impl LinkState {
 pub struct PathView {
     /// Its newest queue pair.
     pub link: Link,
-    /// What that is in.
+    /// Its state.
     pub state: LinkState,
     /// Whether this end's port is up.
     pub port_up: bool,
-    /// Whether it is the active one.
+    /// Whether it is the active path.
     pub active: bool,
 }
 

@@ -1,17 +1,17 @@
-//! What the ends say to each other, and its bytes.
+//! The messages between the ends, and their bytes.
 
-use crate::{Link, MAX_PATHS};
+use crate::links::{Link, MAX_PATHS};
 
-/// Bytes of any message: it goes inline in a work request.
+/// Bytes of every message: few enough to go inline in a work request.
 pub const MESSAGE_BYTES: usize = 96;
 /// Bytes of an [`Address`].
 pub const ADDRESS_BYTES: usize = 80;
 
-/// First bytes of a message: another protocol, or another version of this one, is rejected.
+/// First bytes of a message. The parser rejects another protocol, and another version of this one.
 const MAGIC: [u8; 4] = *b"rsf2";
 
-/// Where a path's queue pairs are reached; what the bytes mean is between the drivers. Nothing of it means anything but at the peer:
-/// handles stay at home.
+/// Where a path's queue pairs are reached. The drivers define the bytes, which hold no handle of a process: they must have a meaning
+/// at the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Address(pub [u8; ADDRESS_BYTES]);
 
@@ -21,71 +21,71 @@ impl Default for Address {
     }
 }
 
-/// What one end says to the other.
+/// A message of one end to the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Message {
-    /// Sender: these queue pairs are given up here.
+    /// Sender: this end has given up these queue pairs.
     Broken {
-        /// The epoch that it is in.
+        /// The epoch that the sender is in.
         epoch: u32,
         /// By path: the newest generation given up; 0 for none.
         generations: [u32; MAX_PATHS],
     },
-    /// Receiver: it knows these to be given up.
-    Noted {
+    /// Receiver: answers [`Message::Broken`] with the queue pairs that it has given up.
+    BrokenAck {
         /// By path: the newest generation given up; 0 for none.
         generations: [u32; MAX_PATHS],
     },
-    /// Receiver: the epoch that begins. All paths of epochs before are fenced at its end.
+    /// Receiver: an epoch begins. The active paths of earlier epochs are fenced at the receiver, or drained.
     Switch {
         /// The epoch.
         epoch: u32,
-        /// What is active in it.
+        /// The active queue pair of the epoch.
         link: Link,
-        /// Steps that have arrived since the connection began: the sender goes on from there.
+        /// Steps committed since the connection began: the sender continues from there.
         committed: u64,
         /// Steps granted since the connection began.
         granted: u64,
     },
-    /// Sender: it is in this epoch.
+    /// Sender: it has entered this epoch.
     Switched {
         /// The epoch.
         epoch: u32,
     },
-    /// Receiver: a new queue pair for a path.
+    /// Receiver: offers a new queue pair for a path.
     Offer {
         /// The queue pair.
         link: Link,
         /// Its address.
         address: Address,
     },
-    /// Sender: the queue pair that goes with an offered one. It is connected.
+    /// Sender: its queue pair for an offered one, which is connected.
     Accept {
         /// The queue pair.
         link: Link,
         /// Its address.
         address: Address,
     },
-    /// Either: it gives up.
+    /// Either end: it gives up.
     GaveUp,
-    /// Receiver: it is about to leave a path that works: nothing more is to be posted until the next epoch.
+    /// Receiver: it is about to leave a path that works. The sender posts nothing more until the next epoch.
     Hold {
         /// The epoch that will begin.
         epoch: u32,
-        /// What is active until then.
+        /// The queue pair that is active until then.
         link: Link,
     },
-    /// Sender: it has stopped, and nothing is under way.
+    /// Sender: it has stopped, and no step is outstanding.
     Drained {
-        /// The epoch that it waits for.
+        /// The epoch that the sender waits for.
         epoch: u32,
-        /// Steps posted since the connection began, which the receiver's NIC has.
+        /// Steps posted since the connection began; the receiver's NIC has acknowledged all of them.
         posted: u64,
     },
-    /// Receiver: its communicator ends, and all that it granted is here and done with. Nothing more comes of it. Outside RDMA alone:
-    /// its queue pairs end with it.
+    /// Receiver: its communicator ends. Every granted step is committed and consumed. This is the last message, and goes outside RDMA
+    /// only: the queue pairs end with the communicator.
     Left {
-        /// Steps that have arrived since the connection began.
+        /// Steps committed since the connection began.
         committed: u64,
     },
 }
@@ -138,7 +138,7 @@ impl Reader<'_> {
         Some(generations)
     }
 
-    /// A queue pair that can be: paths are few, generations count from 1.
+    /// A valid queue pair: its path is below [`MAX_PATHS`], its generation at least 1.
     fn link(&mut self) -> Option<Link> {
         let [path] = self.take()?;
         let generation = self.u32()?;
@@ -151,7 +151,7 @@ impl Reader<'_> {
 }
 
 impl Message {
-    /// Its bytes; what it does not need is 0.
+    /// The bytes of the message; unused bytes are 0.
     #[must_use]
     pub fn encode(&self) -> [u8; MESSAGE_BYTES] {
         let mut to = Writer {
@@ -165,7 +165,7 @@ impl Message {
                 to.put(&epoch.to_le_bytes());
                 to.generations(generations);
             }
-            Self::Noted { generations } => {
+            Self::BrokenAck { generations } => {
                 to.put(&[6]);
                 to.generations(generations);
             }
@@ -214,7 +214,7 @@ impl Message {
         to.bytes
     }
 
-    /// What bytes say; `None` if they are no message.
+    /// Parses a message; `None` if the bytes are none.
     #[must_use]
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         if bytes.len() != MESSAGE_BYTES {
@@ -245,7 +245,7 @@ impl Message {
                 address: from.address()?,
             },
             5 => Self::GaveUp,
-            6 => Self::Noted {
+            6 => Self::BrokenAck {
                 generations: from.generations()?,
             },
             7 => Self::Hold {
@@ -290,7 +290,7 @@ mod tests {
             Message::Offer { link, address },
             Message::Accept { link, address },
             Message::GaveUp,
-            Message::Noted {
+            Message::BrokenAck {
                 generations: [0, 1, 2, 3],
             },
             Message::Hold { epoch: 4, link },

@@ -1,35 +1,40 @@
-//! An end's paths, by their indices.
+//! The paths of an end, by index.
 
 use std::{
     ops::{Index, IndexMut},
     time::Duration,
 };
 
-use crate::{Action, Address, Link, LinkState, MAX_PATHS, Message, PathSet, PathView, Settings};
+use crate::{
+    links::{Link, LinkState, MAX_PATHS, PathSet, PathView},
+    message::{Address, Message},
+    protocol::Action,
+    settings::Settings,
+};
 
-/// A path as either end sees it, and what only this end keeps of it.
+/// A path as its end sees it. `Extra` is what only the sender, or only the receiver, keeps of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Path<More> {
-    /// Of the newest queue pair here.
+pub(crate) struct Path<Extra> {
+    /// Generation of the newest queue pair at this end.
     pub(crate) generation: u32,
     pub(crate) state: LinkState,
     pub(crate) port_up: bool,
-    /// Address of the newest queue pair here, to say again.
+    /// Address of the newest queue pair at this end, kept to be sent again.
     pub(crate) own: Option<Address>,
-    pub(crate) more: More,
+    pub(crate) extra: Extra,
 }
 
-/// An end's paths: [`Paths::count`] of them, indexed from 0.
+/// The [`Paths::count`] paths of an end, indexed from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Paths<More> {
+pub(crate) struct Paths<Extra> {
     pub(crate) count: u8,
-    paths: [Path<More>; MAX_PATHS],
+    paths: [Path<Extra>; MAX_PATHS],
 }
 
-impl<More: Copy> Paths<More> {
-    /// `count` paths, those in `ready` connected as generation 1, and where steps begin: on the first of these. `None` if there are
-    /// no paths, more than [`MAX_PATHS`], or none ready.
-    pub(crate) fn new(count: usize, ready: PathSet, more: More) -> Option<(Self, Link)> {
+impl<Extra: Copy> Paths<Extra> {
+    /// `count` paths, and the queue pair that steps begin on: that of the first path in `ready`. The paths in `ready` are connected as
+    /// generation 1. `None` if there are no paths, more than [`MAX_PATHS`], or none is ready.
+    pub(crate) fn new(count: usize, ready: PathSet, extra: Extra) -> Option<(Self, Link)> {
         let active = Link {
             path: ready.first()?,
             generation: 1,
@@ -42,7 +47,7 @@ impl<More: Copy> Paths<More> {
             state: LinkState::Fenced,
             port_up: true,
             own: None,
-            more,
+            extra,
         };
         let mut paths = Self {
             count: count as u8,
@@ -54,17 +59,17 @@ impl<More: Copy> Paths<More> {
         Some((paths, active))
     }
 
-    /// How long what is posted over the path in use may neither end nor fail.
+    /// How long work requests on the active path may neither complete nor fail.
     pub(crate) fn timeout(&self, settings: &Settings) -> Duration {
         match self.count {
-            // As long as a connection with one path, which would make it anew first.
+            // As long as a connection with one path waits, which would rebuild that path first.
             _ if !settings.enabled => settings.timeout_alone + settings.give_up,
             1 => settings.timeout_alone,
             _ => settings.timeout,
         }
     }
 
-    pub(crate) fn indices(&self) -> impl Iterator<Item = u8> + use<More> {
+    pub(crate) fn indices(&self) -> impl Iterator<Item = u8> + use<Extra> {
         0..self.count
     }
 
@@ -89,7 +94,7 @@ impl<More: Copy> Paths<More> {
         }
     }
 
-    /// Those over which something can be said.
+    /// The paths that can carry a message.
     fn ready(&self) -> PathSet {
         let ready = self
             .indices()
@@ -97,14 +102,14 @@ impl<More: Copy> Paths<More> {
         ready.fold(PathSet::EMPTY, PathSet::with)
     }
 
-    /// Has `message` told over every path that can carry it.
-    pub(crate) fn tell(&self, message: Message, out: &mut Vec<Action>) {
+    /// Sends `message` over every path that can carry it.
+    pub(crate) fn send(&self, message: Message, out: &mut Vec<Action>) {
         let over = self.ready();
-        out.push(Action::Tell { message, over });
+        out.push(Action::Send { message, over });
     }
 
-    /// By path: the newest generation given up here.
-    pub(crate) fn given_up(&self) -> [u32; MAX_PATHS] {
+    /// By path: the newest generation that this end has given up.
+    pub(crate) fn given_up_generations(&self) -> [u32; MAX_PATHS] {
         let mut generations = [0; MAX_PATHS];
         for (path, given_up) in self.indices().zip(&mut generations) {
             *given_up = self[path].generation - u32::from(self[path].state.is_live());
@@ -112,7 +117,7 @@ impl<More: Copy> Paths<More> {
         generations
     }
 
-    /// What can be told of them.
+    /// The public view of each path.
     pub(crate) fn views(&self, active: Link) -> impl Iterator<Item = PathView> {
         self.indices().map(move |path| PathView {
             link: self.link(path),
@@ -123,16 +128,16 @@ impl<More: Copy> Paths<More> {
     }
 }
 
-impl<More> Index<u8> for Paths<More> {
-    type Output = Path<More>;
+impl<Extra> Index<u8> for Paths<Extra> {
+    type Output = Path<Extra>;
 
-    fn index(&self, path: u8) -> &Path<More> {
+    fn index(&self, path: u8) -> &Path<Extra> {
         &self.paths[usize::from(path)]
     }
 }
 
-impl<More> IndexMut<u8> for Paths<More> {
-    fn index_mut(&mut self, path: u8) -> &mut Path<More> {
+impl<Extra> IndexMut<u8> for Paths<Extra> {
+    fn index_mut(&mut self, path: u8) -> &mut Path<Extra> {
         &mut self.paths[usize::from(path)]
     }
 }

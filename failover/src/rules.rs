@@ -1,31 +1,31 @@
-//! Decisions that exactly-once delivery hangs on, each a function, so that the model can show what happens without one.
+//! The decisions that exactly-once delivery depends on. Each is a function, so that the model can show what happens without it.
 
 use std::{fmt::Debug, hash::Hash};
 
-use crate::Status;
+use crate::links::Status;
 
-/// What the machines ask at the points that matter. There is one right answer each: [`Sound`]'s.
+/// The decisions of both state machines. The right answers are [`Sound`]'s; the model replaces one at a time.
 pub trait Rules: Clone + PartialEq + Debug + Hash {
-    /// Whether a completion says that the peer's NIC has the bytes.
+    /// Whether a completion with this status proves that the peer's NIC has the bytes.
     #[must_use]
     fn succeeded(status: Status) -> bool {
         status == Status::Success
     }
 
-    /// Whether the receiver waits for its fence before it says what it has committed. Without, a late write may land in a slot
-    /// that is in use again.
+    /// Whether the receiver waits for its fence before it reports its committed position. Without the fence a late write may land in a
+    /// slot that is in use again.
     #[must_use]
     fn fences() -> bool {
         true
     }
 
-    /// Whether the receiver waits until the sender has stopped before it leaves a path that works, which it does not fence.
+    /// Whether the receiver waits until the sender has stopped before it leaves a path that works. It does not fence such a path.
     #[must_use]
     fn waits_for_stop() -> bool {
         true
     }
 
-    /// Where a replay starts: what was posted may be lost, what was acknowledged may be less than what is there.
+    /// The position at which a replay starts. Posted steps may be lost, and fewer steps may be acknowledged than have arrived.
     #[must_use]
     fn replay_from(committed: u64, posted: u64) -> u64 {
         let _ = posted;
@@ -33,7 +33,7 @@ pub trait Rules: Clone + PartialEq + Debug + Hash {
     }
 }
 
-/// The rules.
+/// The right answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Sound;
 

@@ -1,15 +1,27 @@
 //! The end that posts steps.
+//!
+//! | phase | meaning | left by |
+//! |---|---|---|
+//! | `Flowing` | steps go over the active path | a break of the active path (→ `Waiting`), [`Message::Left`] (→ `PeerLeft`) |
+//! | `Waiting` | the active path is given up; the receiver decides how to go on | [`Message::Switch`] to a path that is ready (→ `Flowing`) |
+//! | `PeerLeft` | the receiver has ended its communicator | – |
+//! | `GaveUp` | this end has given up | – |
+//!
+//! Invariants: `acked ≤ posted ≤ granted ≤ posted + slots`, and the epoch never decreases.
 
 use std::{marker::PhantomData, sync::Arc, time::Duration};
 
 use crate::{
-    Action, Address, Cause, Event, Link, LinkState, MAX_PATHS, Message, PathSet, PathView, Reason, Report,
-    Rules, Settings, Sound, Status, Timer, Work, paths::Paths, timers::Timers,
+    links::{Cause, Link, LinkState, PathSet, PathView, Status, Work},
+    message::{Address, Message},
+    paths::Paths,
+    protocol::{Action, Event, Protocol, Reason, Report},
+    rules::{Rules, Sound},
+    settings::Settings,
+    timers::{Timer, Timers, expire},
 };
 
-mod leaving;
-mod links;
-mod saying;
+mod rebuild;
 #[cfg(test)]
 mod tests;
 
@@ -17,66 +29,67 @@ mod tests;
 enum Phase {
     /// Steps go over the active path.
     Flowing,
-    /// The active path is given up; the receiver is to say how to go on.
+    /// The active path is given up; the receiver decides how to go on.
     Waiting,
-    /// The receiver has ended its communicator: nothing more goes to it or comes from it.
-    Left,
-    /// Given up.
-    Over,
+    /// The receiver has ended its communicator. This end sends and expects nothing more.
+    PeerLeft,
+    /// This end has given up.
+    GaveUp,
 }
 
-/// What this end keeps of a path beside its state.
+/// What the sender keeps of a path beside its state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Dealings {
-    /// A newer one at the receiver, not taken up yet.
+struct SenderPath {
+    /// A newer generation that the receiver has offered and this end has not begun to build.
     offered: Option<(u32, Address)>,
-    /// The newest generation that the receiver is known to know as given up.
-    noted: u32,
-    /// The receiver's queue pair that ours is to be connected to.
+    /// The newest generation that the receiver is known to have given up.
+    known_broken: u32,
+    /// The receiver's queue pair, to which this end's is connected.
     peer: Option<Address>,
-    /// Something got over it since it was connected, or the receiver goes by it.
+    /// Something has crossed the path since it was connected, or the receiver has switched to it.
     proven: bool,
 }
 
-/// The end that posts steps. See the [crate](crate) for what its driver does.
+/// The end that posts steps. The [crate](crate) says what its driver does.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Sender<R = Sound> {
     settings: Arc<Settings>,
     /// Slots of the receiver's FIFO.
     slots: u64,
     epoch: u32,
-    /// Where steps go in this epoch.
     active: Link,
     phase: Phase,
-    /// The receiver asked it to stop until this epoch: it is about to leave a path that works.
+    /// The receiver asked this end to stop until this epoch: it is about to leave a path that works.
     held: Option<u32>,
     posted: u64,
     acked: u64,
     granted: u64,
-    paths: Paths<Dealings>,
+    paths: Paths<SenderPath>,
     timers: Timers,
     /// Time until the next [`Timer::Resend`].
     resend: Duration,
     busy: bool,
-    /// A probe of the active path is out.
+    /// A probe of the active path is outstanding.
     probing: bool,
-    /// The epoch has brought nothing over yet.
+    /// Nothing has crossed the active path in this epoch yet.
     recovering: bool,
     rules: PhantomData<R>,
 }
 
 impl<R: Rules> Sender<R> {
-    /// An end with `count` paths into a FIFO of `slots` slots. Those in `ready` are connected as generation 1; both ends are given
-    /// the same ones, and begin on the first. `None` if there are no paths, more than [`MAX_PATHS`], or none ready.
+    /// An end with `count` paths into a FIFO of `slots` slots.
+    ///
+    /// The paths in `ready` are connected as generation 1. Both ends must be given the same set; they begin on its first path. `None`
+    /// if there are no paths, more than [`MAX_PATHS`](crate::MAX_PATHS), or none is ready.
     #[must_use]
     pub fn new(settings: Arc<Settings>, slots: u64, count: usize, ready: PathSet) -> Option<Self> {
-        let dealings = Dealings {
+        let extra = SenderPath {
             offered: None,
-            noted: 0,
+            known_broken: 0,
             peer: None,
             proven: true,
         };
-        let (paths, active) = Paths::new(count, ready, dealings)?;
+        let (paths, active) = Paths::new(count, ready, extra)?;
         Some(Self {
             resend: settings.resend,
             settings,
@@ -97,7 +110,7 @@ impl<R: Rules> Sender<R> {
         })
     }
 
-    /// Where the next step is to be posted now; `None` while there is no credit for it or no path, or it is to change.
+    /// The queue pair for the next step. `None` without credit, without a path, or while the receiver holds this end.
     #[must_use]
     pub fn link(&self) -> Option<Link> {
         let may = self.phase == Phase::Flowing && self.held.is_none();
@@ -110,54 +123,19 @@ impl<R: Rules> Sender<R> {
         self.posted
     }
 
-    /// Steps that the receiver is known to have: their sources are free.
+    /// Steps that the receiver is known to have. The driver may reuse their sources.
     #[must_use]
     pub fn acked(&self) -> u64 {
         self.acked
     }
 
-    /// Steps granted.
+    /// Steps granted since the connection began.
     #[must_use]
     pub fn granted(&self) -> u64 {
         self.granted
     }
 
-    /// Where steps go in this epoch, or went last.
-    #[must_use]
-    pub fn active(&self) -> Link {
-        self.active
-    }
-
-    /// The epoch that it is in.
-    #[must_use]
-    pub fn epoch(&self) -> u32 {
-        self.epoch
-    }
-
-    /// Whether it is between two paths.
-    #[must_use]
-    pub fn is_recovering(&self) -> bool {
-        self.phase == Phase::Waiting || self.held.is_some()
-    }
-
-    /// Whether it has given up.
-    #[must_use]
-    pub fn is_over(&self) -> bool {
-        self.phase == Phase::Over
-    }
-
-    /// As [`crate::Receiver::next_attempt`]: none, as it is the receiver that decides.
-    #[must_use]
-    pub fn next_attempt(&self, _path: u8) -> Option<Duration> {
-        None
-    }
-
-    /// Its paths, in order.
-    pub fn paths(&self) -> impl Iterator<Item = PathView> {
-        self.paths.views(self.active)
-    }
-
-    /// The step at [`Sender::posted`] has been posted to [`Sender::link`].
+    /// Notes that the driver has posted the step at [`Sender::posted`] to [`Sender::link`].
     pub fn post(&mut self, now: Duration) {
         debug_assert!(
             self.link().is_some(),
@@ -165,110 +143,35 @@ impl<R: Rules> Sender<R> {
         );
         self.posted += 1;
         if self.posted == self.acked + 1 {
-            self.watch(now);
+            self.arm_progress_timer(now);
         }
     }
 
-    /// Whether the driver has an operation for it. An idle end probes nothing, and does not give up for want of a path.
-    pub fn set_busy(&mut self, now: Duration, busy: bool) {
-        if self.busy != busy {
-            self.busy = busy;
-            self.watch(now);
-            self.limit(now);
-        }
-    }
-
-    /// When [`Sender::expire`] is to be called, if nothing happens before.
-    #[must_use]
-    pub fn deadline(&self) -> Option<Duration> {
-        self.timers.next()
-    }
-
-    /// Does what is due.
-    pub fn expire(&mut self, now: Duration, out: &mut Vec<Action>) {
-        // What a timer sets is later than now, unless a setting is 0: then it waits for the next call.
-        for _ in 0..3 + MAX_PATHS {
-            let Some(timer) = self.timers.expired(now) else {
-                return;
-            };
-            self.fire(now, timer, out);
-        }
-    }
-
-    fn fire(&mut self, now: Duration, timer: Timer, out: &mut Vec<Action>) {
+    fn on_timer(&mut self, now: Duration, timer: Timer, out: &mut Vec<Action>) {
         match timer {
-            Timer::Resend => self.say_broken(now, out),
+            Timer::Resend => self.send_broken(now, out),
             Timer::GiveUp => self.give_up(Reason::NoPath, out),
-            Timer::Watch if self.phase != Phase::Flowing => {}
-            Timer::Watch if self.probing || self.posted > self.acked => {
+            Timer::Progress if self.phase != Phase::Flowing => {}
+            Timer::Progress if self.probing || self.posted > self.acked => {
                 self.fail(now, self.active.path, Cause::Timeout, out);
             }
-            Timer::Watch => self.probe(now, out),
+            Timer::Progress => self.probe(now, out),
             Timer::Path(_) => {}
         }
     }
 
-    /// Takes up an event.
-    pub fn handle(&mut self, now: Duration, event: Event, out: &mut Vec<Action>) {
-        if matches!(self.phase, Phase::Left | Phase::Over) {
-            return;
-        }
-        match event {
-            Event::PortDown { path } if self.paths.knows(path) => {
-                self.paths[path].port_up = false;
-                self.port_fell(now, path, out);
-            }
-            Event::PortUp { path } if self.paths.knows(path) => {
-                self.paths[path].port_up = true;
-                self.advance(path, out);
-            }
-            Event::Suspected { path }
-                if path == self.active.path && self.phase == Phase::Flowing && !self.probing =>
-            {
-                self.probe(now, out);
-            }
-            Event::Condemned { path }
-                if self.paths.knows(path) && self.paths[path].state == LinkState::Ready =>
-            {
-                self.fail(now, path, Cause::Shared, out);
-            }
-            Event::Completed { link, work, status } if self.paths.is_newest(link) => {
-                self.completed(now, link, work, status, out);
-            }
-            Event::Granted { steps } => self.grant(now, steps, out),
-            Event::Heard(message) => self.hear(now, message, out),
-            Event::Fenced { link, .. } if self.paths.is_in(link, LinkState::Fencing) => {
-                // Sure or not: what this end's queue pair may still read is ignored by a receiver that is fenced.
-                self.paths[link.path].state = LinkState::Fenced;
-                self.advance(link.path, out);
-            }
-            Event::Rebuilt { link, address } if self.paths.is_in(link, LinkState::Building) => {
-                let path = &mut self.paths[link.path];
-                path.own = Some(address);
-                path.state = LinkState::Connecting;
-                if let Some(peer) = path.more.peer {
-                    out.push(Action::Connect { link, peer });
-                }
-            }
-            Event::Connected { link } if self.paths.is_in(link, LinkState::Connecting) => {
-                let path = &mut self.paths[link.path];
-                (path.state, path.more.proven) = (LinkState::Ready, false);
-                self.accept(link.path, out);
-                // For what the process knows of the path: only the receiver decides by probes, and of those this end sees none.
-                out.push(Action::Probe { link });
-            }
-            Event::Failed { link } if self.paths.is_newest(link) => {
-                self.fail(now, link.path, Cause::Build, out);
-            }
-            _ => {}
-        }
-    }
-
-    fn completed(&mut self, now: Duration, link: Link, work: Work, status: Status, out: &mut Vec<Action>) {
+    fn on_completion(
+        &mut self,
+        now: Duration,
+        link: Link,
+        work: Work,
+        status: Status,
+        out: &mut Vec<Action>,
+    ) {
         let state = self.paths[link.path].state;
-        // The status before anything else: a flushed work request is complete, too, but nobody has its bytes.
+        // The status before anything else: a flushed work request is complete, but nobody has its bytes.
         if !R::succeeded(status) {
-            // The first error names the cause; those of the drain follow from it.
+            // The first error names the cause; the errors of the drain follow from it.
             if state.is_live() {
                 match status.is_survivable() {
                     true => self.fail(now, link.path, Cause::Completion(status), out),
@@ -278,7 +181,7 @@ impl<R: Rules> Sender<R> {
             return;
         }
         if state == LinkState::Ready {
-            self.prove(link.path, out);
+            self.mark_proven(link.path, out);
         }
         if link != self.active {
             return;
@@ -286,20 +189,20 @@ impl<R: Rules> Sender<R> {
         match work {
             Work::Step(position) if position >= self.acked && position < self.posted => {
                 self.acked = position + 1;
-                self.got_over(out);
-                self.watch(now);
-                self.say_drained(out);
+                self.on_first_progress(out);
+                self.arm_progress_timer(now);
+                self.send_drained(out);
             }
             Work::Step(_) | Work::Credit(_) | Work::Message => {}
             Work::Probe => {
                 self.probing = false;
-                self.got_over(out);
-                self.watch(now);
+                self.on_first_progress(out);
+                self.arm_progress_timer(now);
             }
         }
     }
 
-    fn grant(&mut self, now: Duration, steps: u64, out: &mut Vec<Action>) {
+    fn on_grant(&mut self, now: Duration, steps: u64, out: &mut Vec<Action>) {
         // The receiver grants at most as many steps as it has slots beyond those that it got.
         if steps > self.posted + self.slots {
             self.give_up(Reason::Protocol("it granted more steps than it has slots"), out);
@@ -307,12 +210,12 @@ impl<R: Rules> Sender<R> {
             let was_waiting = self.posted == self.granted;
             self.granted = steps;
             if was_waiting && self.posted == self.acked {
-                self.watch(now);
+                self.arm_progress_timer(now);
             }
         }
     }
 
-    fn hear(&mut self, now: Duration, message: Message, out: &mut Vec<Action>) {
+    fn on_message(&mut self, now: Duration, message: Message, out: &mut Vec<Action>) {
         match message {
             Message::Switch {
                 epoch,
@@ -322,46 +225,46 @@ impl<R: Rules> Sender<R> {
             } if self.paths.knows(link.path) => {
                 if epoch > self.epoch {
                     self.switch(now, epoch, link, committed, out);
-                    if self.phase != Phase::Over {
-                        self.grant(now, granted, out);
+                    if self.phase != Phase::GaveUp {
+                        self.on_grant(now, granted, out);
                     }
                 } else if epoch == self.epoch && self.phase == Phase::Flowing {
-                    // Our answer was lost.
-                    self.paths.tell(Message::Switched { epoch }, out);
+                    // The previous answer was lost.
+                    self.paths.send(Message::Switched { epoch }, out);
                 }
             }
-            // Who has given the path up has said so, and is told where to go on.
+            // In another phase this end has given the path up and said so: the receiver answers with a switch.
             Message::Hold { epoch, link }
                 if epoch > self.epoch && link == self.active && self.phase == Phase::Flowing =>
             {
                 self.held = Some(epoch);
-                self.say_drained(out);
+                self.send_drained(out);
             }
             Message::Offer { link, address } if self.paths.knows(link.path) => {
-                self.offer(now, link, address, out);
+                self.on_offer(now, link, address, out);
             }
-            Message::Noted { generations } => {
+            Message::BrokenAck { generations } => {
                 for (path, newest) in self.paths.indices().zip(generations) {
-                    let noted = &mut self.paths[path].more.noted;
-                    *noted = newest.max(*noted);
+                    let known_broken = &mut self.paths[path].extra.known_broken;
+                    *known_broken = newest.max(*known_broken);
                 }
-                self.settle();
+                self.stop_resending();
             }
-            Message::Left { committed } => self.leave(committed, out),
+            Message::Left { committed } => self.on_peer_left(committed, out),
             Message::GaveUp => self.give_up(Reason::Peer, out),
             _ => {}
         }
     }
 
-    /// Begins an epoch: goes on from what the receiver has, on the path that it names.
+    /// Begins an epoch: continues from the receiver's committed position, on the path that the receiver names.
     fn switch(&mut self, now: Duration, epoch: u32, link: Link, committed: u64, out: &mut Vec<Action>) {
         let has_stopped = self.held.take().is_some() && self.acked == self.posted;
         if link == self.active {
-            // It stays where it was, and nothing was fenced.
+            // The receiver stays on the active path, and nothing was fenced.
             self.epoch = epoch;
             return match self.phase {
-                Phase::Flowing => self.paths.tell(Message::Switched { epoch }, out),
-                _ => self.say_broken_soon(now, out),
+                Phase::Flowing => self.paths.send(Message::Switched { epoch }, out),
+                _ => self.start_sending_broken(now, out),
             };
         }
         if committed < self.acked || committed > self.posted {
@@ -372,27 +275,27 @@ impl<R: Rules> Sender<R> {
             return self.give_up(Reason::Protocol(what), out);
         }
         let from = self.active;
-        // The receiver has fenced it, so no step of it can arrive any more; or all have, and it stays as it is. If it has failed over
-        // there meanwhile, an offer will say so.
+        // The receiver has fenced the old path, so no step of it can still arrive. Or this end had stopped and every step has arrived:
+        // then the old path stays as it is. If it has failed at the receiver meanwhile, an offer will say so.
         if !has_stopped {
             if self.paths.is_newest(from) {
                 self.fence(from.path, Cause::Peer, out);
             }
-            let old = &mut self.paths[from.path].more;
-            old.noted = old.noted.max(from.generation);
+            let old = &mut self.paths[from.path].extra;
+            old.known_broken = old.known_broken.max(from.generation);
         }
         (self.epoch, self.active) = (epoch, link);
         self.probing = false;
         self.acked = committed;
         self.recovering = true;
         if !self.paths.is_in(link, LinkState::Ready) {
-            // It failed here meanwhile.
+            // The new path has failed here meanwhile.
             self.phase = Phase::Waiting;
-            self.limit(now);
-            return self.say_broken_soon(now, out);
+            self.arm_give_up_timer(now);
+            return self.start_sending_broken(now, out);
         }
         self.phase = Phase::Flowing;
-        self.prove(link.path, out);
+        self.mark_proven(link.path, out);
         let start = R::replay_from(committed, self.posted);
         out.push(Action::Report(Report::Switched {
             epoch,
@@ -406,25 +309,25 @@ impl<R: Rules> Sender<R> {
             from: start,
             to: self.posted,
         });
-        self.paths.tell(Message::Switched { epoch }, out);
-        self.settle();
+        self.paths.send(Message::Switched { epoch }, out);
+        self.stop_resending();
         if self.acked == self.posted {
-            self.got_over(out);
+            self.on_first_progress(out);
         }
-        self.watch(now);
+        self.arm_progress_timer(now);
     }
 
-    /// Something got over the path of this epoch, or there is nothing that has to.
-    fn got_over(&mut self, out: &mut Vec<Action>) {
+    /// Something has crossed the path of this epoch, or nothing is outstanding: the recovery is over.
+    fn on_first_progress(&mut self, out: &mut Vec<Action>) {
         if self.phase == Phase::Flowing && std::mem::take(&mut self.recovering) {
             self.timers.clear(Timer::GiveUp);
             out.push(Action::Report(Report::Recovered { epoch: self.epoch }));
         }
     }
 
-    /// A path works. Says so of one that was rebuilt.
-    fn prove(&mut self, path: u8, out: &mut Vec<Action>) {
-        if !std::mem::replace(&mut self.paths[path].more.proven, true) {
+    /// Notes that a path works, and reports it if the path was rebuilt.
+    fn mark_proven(&mut self, path: u8, out: &mut Vec<Action>) {
+        if !std::mem::replace(&mut self.paths[path].extra.proven, true) {
             let link = self.paths.link(path);
             out.push(Action::Report(Report::Restored { link }));
         }
@@ -433,15 +336,15 @@ impl<R: Rules> Sender<R> {
     fn probe(&mut self, now: Duration, out: &mut Vec<Action>) {
         self.probing = true;
         out.push(Action::Probe { link: self.active });
-        self.watch(now);
+        self.arm_progress_timer(now);
     }
 
-    /// Sets the end of what an operation waits for, unless it is set. Without one nothing is lost by waiting.
-    fn limit(&mut self, now: Duration) {
+    /// Limits a recovery that an operation waits for. Without an operation nothing is lost by waiting, and the timer is cleared.
+    fn arm_give_up_timer(&mut self, now: Duration) {
         let is_between = match self.phase {
             Phase::Flowing => self.recovering,
             Phase::Waiting => true,
-            Phase::Left | Phase::Over => false,
+            Phase::PeerLeft | Phase::GaveUp => false,
         };
         match self.busy && is_between {
             true => self.timers.ensure(Timer::GiveUp, now + self.settings.give_up),
@@ -449,8 +352,8 @@ impl<R: Rules> Sender<R> {
         }
     }
 
-    /// Sets the time by which something should have happened on the active path.
-    fn watch(&mut self, now: Duration) {
+    /// Sets the time by which something must happen on the active path.
+    fn arm_progress_timer(&mut self, now: Duration) {
         let wait = match () {
             () if self.phase != Phase::Flowing => None,
             () if self.probing || self.posted > self.acked => Some(self.paths.timeout(&self.settings)),
@@ -458,27 +361,182 @@ impl<R: Rules> Sender<R> {
             () => None,
         };
         match wait {
-            Some(wait) => self.timers.set(Timer::Watch, now + wait),
-            None => self.timers.clear(Timer::Watch),
+            Some(wait) => self.timers.set(Timer::Progress, now + wait),
+            None => self.timers.clear(Timer::Progress),
+        }
+    }
+
+    /// The receiver has ended its communicator, having committed `committed` steps.
+    ///
+    /// This is its last message. Where acknowledgements were lost, nothing else will ever acknowledge those steps. Whatever is still
+    /// under way over a path is older than this message.
+    fn on_peer_left(&mut self, committed: u64, out: &mut Vec<Action>) {
+        if committed < self.acked || committed > self.posted {
+            return self.give_up(Reason::Protocol("it left with other steps than were sent"), out);
+        }
+        self.acked = committed;
+        (self.phase, self.held, self.probing) = (Phase::PeerLeft, None, false);
+        self.timers.clear_all();
+    }
+
+    /// Whether the receiver may not know yet of a path that is broken here. It shows that it knows by [`Message::BrokenAck`], an epoch,
+    /// or an offer.
+    fn has_unacknowledged_break(&self) -> bool {
+        self.phase == Phase::Waiting
+            || self.paths.indices().any(|path| {
+                let path = self.paths[path];
+                !path.state.is_live()
+                    && path.extra.known_broken < path.generation
+                    && path.extra.offered.is_none()
+            })
+    }
+
+    /// Tells a receiver that holds this end that nothing is outstanding any more. The receiver repeats its request until then.
+    fn send_drained(&self, out: &mut Vec<Action>) {
+        if let Some(epoch) = self.held
+            && self.acked == self.posted
+        {
+            let posted = self.posted;
+            self.paths.send(Message::Drained { epoch, posted }, out);
+        }
+    }
+
+    /// Sends [`Message::Broken`] now, and repeats it from the shortest interval on.
+    fn start_sending_broken(&mut self, now: Duration, out: &mut Vec<Action>) {
+        self.resend = self.settings.resend;
+        self.send_broken(now, out);
+    }
+
+    fn send_broken(&mut self, now: Duration, out: &mut Vec<Action>) {
+        let generations = self.paths.given_up_generations();
+        let epoch = self.epoch;
+        self.paths.send(Message::Broken { epoch, generations }, out);
+        self.timers.set(Timer::Resend, now + self.resend);
+        self.resend = (self.resend * 2).min(Settings::RESEND_MAX);
+        self.stop_resending();
+    }
+
+    /// Stops repeating [`Message::Broken`] once the receiver knows everything.
+    fn stop_resending(&mut self) {
+        if !self.has_unacknowledged_break() {
+            self.timers.clear(Timer::Resend);
         }
     }
 
     fn give_up(&mut self, reason: Reason, out: &mut Vec<Action>) {
         if reason != Reason::Peer {
-            self.paths.tell(Message::GaveUp, out);
+            self.paths.send(Message::GaveUp, out);
         }
-        self.phase = Phase::Over;
+        self.phase = Phase::GaveUp;
         self.timers.clear_all();
         out.push(Action::GiveUp(reason));
     }
 }
 
+impl<R: Rules> Protocol for Sender<R> {
+    fn active(&self) -> Link {
+        self.active
+    }
+
+    fn epoch(&self) -> u32 {
+        self.epoch
+    }
+
+    fn is_recovering(&self) -> bool {
+        self.phase == Phase::Waiting || self.held.is_some()
+    }
+
+    fn has_given_up(&self) -> bool {
+        self.phase == Phase::GaveUp
+    }
+
+    fn paths(&self) -> impl Iterator<Item = PathView> {
+        self.paths.views(self.active)
+    }
+
+    fn set_busy(&mut self, now: Duration, busy: bool) {
+        if self.busy != busy {
+            self.busy = busy;
+            self.arm_progress_timer(now);
+            self.arm_give_up_timer(now);
+        }
+    }
+
+    fn deadline(&self) -> Option<Duration> {
+        self.timers.next()
+    }
+
+    fn expire(&mut self, now: Duration, out: &mut Vec<Action>) {
+        expire(
+            self,
+            now,
+            |end| &mut end.timers,
+            |end, timer| end.on_timer(now, timer, out),
+        );
+    }
+
+    fn handle(&mut self, now: Duration, event: Event, out: &mut Vec<Action>) {
+        if matches!(self.phase, Phase::PeerLeft | Phase::GaveUp) {
+            return;
+        }
+        match event {
+            Event::PortDown { path } if self.paths.knows(path) => {
+                self.paths[path].port_up = false;
+                self.on_port_down(now, path, out);
+            }
+            Event::PortUp { path } if self.paths.knows(path) => {
+                self.paths[path].port_up = true;
+                self.rebuild_if_offered(path, out);
+            }
+            Event::Suspected { path }
+                if path == self.active.path && self.phase == Phase::Flowing && !self.probing =>
+            {
+                self.probe(now, out);
+            }
+            Event::Condemned { path }
+                if self.paths.knows(path) && self.paths[path].state == LinkState::Ready =>
+            {
+                self.fail(now, path, Cause::Shared, out);
+            }
+            Event::Completed { link, work, status } if self.paths.is_newest(link) => {
+                self.on_completion(now, link, work, status, out);
+            }
+            Event::Granted { steps } => self.on_grant(now, steps, out),
+            Event::Received(message) => self.on_message(now, message, out),
+            Event::Fenced { link, .. } if self.paths.is_in(link, LinkState::Fencing) => {
+                // Sure or not: a fenced receiver ignores whatever this queue pair may still read and send.
+                self.paths[link.path].state = LinkState::Fenced;
+                self.rebuild_if_offered(link.path, out);
+            }
+            Event::Rebuilt { link, address } if self.paths.is_in(link, LinkState::Building) => {
+                let path = &mut self.paths[link.path];
+                path.own = Some(address);
+                path.state = LinkState::Connecting;
+                if let Some(peer) = path.extra.peer {
+                    out.push(Action::Connect { link, peer });
+                }
+            }
+            Event::Connected { link } if self.paths.is_in(link, LinkState::Connecting) => {
+                let path = &mut self.paths[link.path];
+                (path.state, path.extra.proven) = (LinkState::Ready, false);
+                self.send_accept(link.path, out);
+                // Only the receiver decides by probes, and this end sees none of those. This one is for the process's health table.
+                out.push(Action::Probe { link });
+            }
+            Event::Failed { link } if self.paths.is_newest(link) => {
+                self.fail(now, link.path, Cause::Build, out);
+            }
+            _ => {}
+        }
+    }
+}
+
 #[cfg(test)]
 impl<R: Rules> Sender<R> {
-    /// Has a timer be over, whatever the time.
+    /// Fires a timer, whatever the time.
     pub(crate) fn fire_now(&mut self, timer: Timer, out: &mut Vec<Action>) {
         self.timers.clear(timer);
-        self.fire(Duration::ZERO, timer, out);
+        self.on_timer(Duration::ZERO, timer, out);
     }
 
     pub(crate) fn armed(&self) -> impl Iterator<Item = Timer> {

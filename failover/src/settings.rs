@@ -1,47 +1,48 @@
-//! Times and thresholds, and the variables that set them.
+//! Times and thresholds, and the environment variables that set them.
 
 use std::{fmt, time::Duration};
 
 /// Times and thresholds of all connections of a process.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Settings {
-    /// Whether a failed path is survived at all. If not, the connection fails when its device says that it cannot go on, or when the
-    /// device's tries are over, or [`Settings::timeout_alone`] and [`Settings::give_up`] after one another, whichever is first. `RINGSIGHT_NET_FAILOVER`, by default 1; where that is not set,
-    /// `NCCL_ENABLE_FAULT_TOLERANCE`.
+    /// Whether a connection survives a failed path. If not, it fails when its device reports that it cannot go on, when the device's
+    /// retries are over, or after [`Settings::timeout_alone`] plus [`Settings::give_up`], whichever is first. `RINGSIGHT_NET_FAILOVER`, by
+    /// default 1; where that is not set, `NCCL_ENABLE_FAULT_TOLERANCE`.
     pub enabled: bool,
-    /// Whether a path that is proven good again is used again although another one works. `RINGSIGHT_NET_FAILBACK`, by default 1.
+    /// Whether a connection returns to a better path once that is proven good, although another one works. `RINGSIGHT_NET_FAILBACK`, by
+    /// default 1.
     pub failback: bool,
-    /// How long work requests may neither end nor fail. `RINGSIGHT_NET_TIMEOUT_MS`, by default 1000. The NIC's own limit
+    /// How long work requests may neither complete nor fail. `RINGSIGHT_NET_TIMEOUT_MS`, by default 1000. The NIC's own limit
     /// ([`transport_timeout`]) is usually far longer, and soft-RoCE with seven retries has none.
     pub timeout: Duration,
-    /// The same of a connection with one path, which has nothing to go to: as long as its device tries, if that is longer
-    /// ([`transport_timeout`]); where `RINGSIGHT_NET_TIMEOUT_MS` is set, that.
+    /// As [`Settings::timeout`], for a connection with one path, which has no other to switch to. As long as its device retries
+    /// ([`transport_timeout`]), if that is longer; where `RINGSIGHT_NET_TIMEOUT_MS` is set, that.
     pub timeout_alone: Duration,
     /// How long an end waits for the peer with nothing outstanding before it probes the path. `RINGSIGHT_NET_PROBE_MS`, by
     /// default 1000.
     pub probe: Duration,
-    /// How long an operation may wait for a recovery before the communicator fails: 10 s, or as long as a device tries, if that is
+    /// How long an operation may wait for a recovery before the communicator fails: 10 s, or as long as a device retries, if that is
     /// longer; where `RINGSIGHT_NET_GIVE_UP_MS` is set, that.
     pub give_up: Duration,
-    /// When something unanswered is said again at first; doubled each time, at most [`Settings::RESEND_MAX`].
+    /// First interval after which an unanswered message is repeated. It doubles each time, up to [`Settings::RESEND_MAX`].
     /// `RINGSIGHT_NET_RESEND_MS`, by default 20.
     pub resend: Duration,
-    /// How long a path that failed is left alone at first; doubled with each failure. `RINGSIGHT_NET_BACKOFF_MS`, by default 100.
+    /// First back-off: how long a failed path is left alone. It doubles with each failure. `RINGSIGHT_NET_BACKOFF_MS`, by default 100.
     pub backoff: Duration,
-    /// The longest that a path is left alone. Attempts are not limited. `RINGSIGHT_NET_BACKOFF_MAX_MS`, by default (and at most)
+    /// Longest back-off. The number of attempts is not limited. `RINGSIGHT_NET_BACKOFF_MAX_MS`, by default (and at most)
     /// 30000.
     pub backoff_max: Duration,
-    /// Probes in a row that prove a rebuilt path. `RINGSIGHT_NET_PROBATION_PROBES`, by default 3.
+    /// Successive probes that prove a rebuilt path. `RINGSIGHT_NET_PROBATION_PROBES`, by default 3.
     pub probation_probes: u8,
-    /// Time between them. `RINGSIGHT_NET_PROBATION_MS`, by default 50.
+    /// Time between these probes. `RINGSIGHT_NET_PROBATION_MS`, by default 50.
     pub probation: Duration,
-    /// How long a path must be good for its failures to be forgotten. `RINGSIGHT_NET_RECOVERY_WINDOW_MS`, by default 5000.
+    /// How long a path must work before its failures are forgotten. `RINGSIGHT_NET_RECOVERY_WINDOW_MS`, by default 5000.
     pub recovery_window: Duration,
-    /// How many connections must fail over the same two ports for all others to leave them unasked.
+    /// How many connections must fail over the same two ports before all others leave them without probing.
     /// `RINGSIGHT_NET_CONDEMN_AFTER`, by default 2.
     pub condemn_after: u32,
-    /// Whether a path is left because its device says that a queue of it, or itself, cannot go on. `NCCL_IB_RETURN_ASYNC_EVENTS`, by
-    /// default 1.
+    /// Whether a connection leaves a path when the device reports that one of its queues, or the device itself, cannot go on.
+    /// `NCCL_IB_RETURN_ASYNC_EVENTS`, by default 1.
     pub async_events: bool,
 }
 
@@ -51,9 +52,9 @@ impl Default for Settings {
             enabled: true,
             failback: true,
             timeout: Duration::from_millis(1000),
-            timeout_alone: Self::TRIES,
+            timeout_alone: Self::RETRY_TIME,
             probe: Duration::from_millis(1000),
-            give_up: Self::TRIES,
+            give_up: Self::RETRY_TIME,
             resend: Duration::from_millis(20),
             backoff: Duration::from_millis(100),
             backoff_max: Self::BACKOFF_LIMIT,
@@ -66,7 +67,7 @@ impl Default for Settings {
     }
 }
 
-/// A variable whose value means nothing.
+/// An environment variable with an invalid value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SettingsError {
     name: &'static str,
@@ -82,7 +83,7 @@ impl fmt::Display for SettingsError {
 
 impl std::error::Error for SettingsError {}
 
-/// Reads variables by `get`, which gives `None` for one that is not set.
+/// Reads variables by a function that returns `None` for one that is not set.
 struct Variables<F>(F);
 
 impl<F: Fn(&str) -> Option<String>> Variables<F> {
@@ -105,7 +106,7 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         let Some(value) = (self.0)(name) else {
             return Ok(default);
         };
-        // What has no name of NCCL's is decimal, whatever it begins with.
+        // A variable of ringsight's own is always decimal; NCCL's may be hexadecimal or octal.
         let number = match name.starts_with("NCCL_") {
             true => parse_number(&value).and_then(|number| u64::try_from(number).ok()),
             false => value.trim().parse().ok(),
@@ -131,19 +132,19 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
 }
 
 impl Settings {
-    /// As long as a device tries by NCCL's defaults.
-    const TRIES: Duration = Duration::from_nanos((4096 << 20) * 8);
-    /// The shortest [`Settings::give_up`] that is not asked for.
+    /// How long a device retries with NCCL's defaults.
+    const RETRY_TIME: Duration = Duration::from_nanos((4096 << 20) * 8);
+    /// Lower bound of [`Settings::give_up`] unless the variable sets it.
     const GIVE_UP_LEAST: Duration = Duration::from_secs(10);
-    /// The longest back-off that can be asked for.
+    /// Upper bound of [`Settings::backoff_max`].
     pub const BACKOFF_LIMIT: Duration = Duration::from_secs(30);
-    /// The longest time between two of the same message.
+    /// Upper bound of the interval between two copies of a message.
     pub const RESEND_MAX: Duration = Duration::from_secs(1);
 
-    /// What the environment says; `get` reads a variable.
+    /// Reads the settings from the environment; `get` reads one variable.
     ///
     /// # Errors
-    /// The first variable whose value means nothing.
+    /// The first variable with an invalid value.
     pub fn read(get: impl Fn(&str) -> Option<String>) -> Result<Self, SettingsError> {
         let defaults = Self::default();
         let from = Variables(get);
@@ -153,14 +154,14 @@ impl Settings {
                 .switch("NCCL_ENABLE_FAULT_TOLERANCE")?
                 .unwrap_or(defaults.enabled),
         };
-        // A value that means nothing is told of where devices are set up.
+        // Device set-up reports an invalid value of these two.
         let exponent = from.number("NCCL_IB_TIMEOUT", 20, 0, 31).unwrap_or(20);
         let retries = from.number("NCCL_IB_RETRY_CNT", 7, 0, 7).unwrap_or(7);
-        // Whose device never ends a request is as by default.
-        let tries = transport_timeout(exponent as u8, retries as u8).unwrap_or(Self::TRIES);
-        let at_least_tries = |name, usual: Duration| match (from.0)(name) {
+        // A device that retries for ever is treated like the default.
+        let retry_time = transport_timeout(exponent as u8, retries as u8).unwrap_or(Self::RETRY_TIME);
+        let at_least_retry_time = |name, usual: Duration| match (from.0)(name) {
             Some(_) => usual,
-            None => usual.max(tries),
+            None => usual.max(retry_time),
         };
         let timeout = from.time("RINGSIGHT_NET_TIMEOUT_MS", defaults.timeout, 1)?;
         let give_up = from.time("RINGSIGHT_NET_GIVE_UP_MS", Self::GIVE_UP_LEAST, 1)?;
@@ -172,9 +173,9 @@ impl Settings {
                 .switch("RINGSIGHT_NET_FAILBACK")?
                 .unwrap_or(defaults.failback),
             timeout,
-            timeout_alone: at_least_tries("RINGSIGHT_NET_TIMEOUT_MS", timeout),
+            timeout_alone: at_least_retry_time("RINGSIGHT_NET_TIMEOUT_MS", timeout),
             probe: from.time("RINGSIGHT_NET_PROBE_MS", defaults.probe, 1)?,
-            give_up: at_least_tries("RINGSIGHT_NET_GIVE_UP_MS", give_up),
+            give_up: at_least_retry_time("RINGSIGHT_NET_GIVE_UP_MS", give_up),
             resend: from
                 .time("RINGSIGHT_NET_RESEND_MS", defaults.resend, 1)?
                 .min(Self::RESEND_MAX),
@@ -193,7 +194,7 @@ impl Settings {
     }
 }
 
-/// A number as NCCL reads those of its variables (`strtoll` with base 0): decimal, hexadecimal after `0x`, octal after `0`.
+/// Parses a number as NCCL parses its variables (`strtoll` with base 0): decimal, hexadecimal after `0x`, octal after `0`.
 #[must_use]
 pub fn parse_number(text: &str) -> Option<i64> {
     let text = text.trim();
@@ -206,14 +207,14 @@ pub fn parse_number(text: &str) -> Option<i64> {
         [b'0', _, ..] => (8, &digits[1..]),
         _ => (10, digits),
     };
-    // A second sign is no digit.
+    // `from_str_radix` would accept a second sign.
     let is_number = digits.starts_with(|first: char| first.is_digit(base));
     let number = i128::from_str_radix(digits, base).ok().filter(|_| is_number)?;
     i64::try_from(if is_negative { -number } else { number }).ok()
 }
 
-/// How long a NIC tries before a work request ends with "transport retries exceeded": `retries + 1` tries of
-/// 4.096 µs × 2^`timeout` each; `None` if it never gives up (exponent 0 is no timer).
+/// How long a NIC retries before a work request fails with "transport retries exceeded": `retries + 1` tries of
+/// 4.096 µs × 2^`timeout` each. `None` if it never gives up (exponent 0 disables the timer).
 ///
 /// NCCL's defaults, 20 and 7 (`NCCL_IB_TIMEOUT`, `NCCL_IB_RETRY_CNT`), are 8 × 4.295 s = 34.4 s; 18 and 7 are 8.6 s, 14 and 7 are
 /// 537 ms. InfiniBand (volume 1, 9.7.6.1.3) lets a NIC wait up to four times as long per try, and soft-RoCE takes a retry count of
@@ -237,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn variables_set_what_they_name_and_rubbish_is_named() {
+    fn variables_set_their_field_and_invalid_values_are_named() {
         assert_eq!(with(&[]), Ok(Settings::default()));
         assert!(!with(&[("NCCL_ENABLE_FAULT_TOLERANCE", "0")]).unwrap().enabled);
         let both = [
@@ -306,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn the_devices_tries_are_waited_for() {
+    fn timeouts_cover_the_devices_retries() {
         let times = |variables: &[(&str, &str)]| {
             let settings = with(variables).unwrap();
             (settings.timeout_alone.as_millis(), settings.give_up.as_millis())
@@ -317,7 +318,7 @@ mod tests {
             times(&[("NCCL_IB_TIMEOUT", "14"), ("NCCL_IB_RETRY_CNT", "0")]),
             (1000, 10_000)
         );
-        // No limit of the device's, or none that can be.
+        // No timer, and an invalid value.
         assert_eq!(times(&[("NCCL_IB_TIMEOUT", "0")]), (34_359, 34_359));
         assert_eq!(times(&[("NCCL_IB_RETRY_CNT", "x")]), (34_359, 34_359));
         let own = [
@@ -328,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn the_transports_time_is_that_of_all_tries() {
+    fn transport_timeout_covers_all_tries() {
         let milliseconds =
             |timeout, retries| transport_timeout(timeout, retries).map(|time| time.as_millis());
         assert_eq!(milliseconds(20, 7), Some(34_359));

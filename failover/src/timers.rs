@@ -1,41 +1,43 @@
-//! Deadlines of an end.
+//! The deadlines of an end.
 
 use std::time::Duration;
 
-use crate::MAX_PATHS;
+use crate::links::MAX_PATHS;
 
-/// What an end waits for by time.
+/// A timer of an end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Timer {
-    /// Something unanswered is said again.
+    /// The end repeats an unanswered message.
     Resend,
     /// The end gives up.
     GiveUp,
-    /// Work requests should have ended; or, with none outstanding, the path is probed.
-    Watch,
-    /// Of a path: its next rebuild, probe, end of probation, or the end of its recovery window.
+    /// Outstanding work requests should have completed. With none outstanding, the end probes the path.
+    Progress,
+    /// A path's next rebuild, next probe, end of probation, or end of its recovery window.
     Path(u8),
 }
 
-/// One deadline of each kind, if it is set. Times are since a moment of the driver's choice.
+/// One deadline per timer, if it is set. Times are since a moment of the driver's choice.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-pub(crate) struct Timers([Option<Duration>; 3 + MAX_PATHS]);
+pub(crate) struct Timers([Option<Duration>; Self::COUNT]);
 
 impl Timers {
+    const COUNT: usize = 3 + MAX_PATHS;
+
     fn index(timer: Timer) -> usize {
         match timer {
             Timer::Resend => 0,
             Timer::GiveUp => 1,
-            Timer::Watch => 2,
+            Timer::Progress => 2,
             Timer::Path(path) => 3 + usize::from(path),
         }
     }
 
-    fn of_index(index: usize) -> Timer {
+    fn from_index(index: usize) -> Timer {
         match index {
             0 => Timer::Resend,
             1 => Timer::GiveUp,
-            2 => Timer::Watch,
+            2 => Timer::Progress,
             path => Timer::Path((path - 3) as u8),
         }
     }
@@ -44,12 +46,12 @@ impl Timers {
         self.0[Self::index(timer)] = Some(deadline);
     }
 
-    /// Sets it unless it is set.
+    /// Sets the timer unless it is set.
     pub(crate) fn ensure(&mut self, timer: Timer, deadline: Duration) {
         self.0[Self::index(timer)].get_or_insert(deadline);
     }
 
-    /// Has it be over then at the latest, if it is set.
+    /// Moves the deadline to `latest` if the timer is set to a later one.
     pub(crate) fn hasten(&mut self, timer: Timer, latest: Duration) {
         if let Some(deadline) = &mut self.0[Self::index(timer)] {
             *deadline = latest.min(*deadline);
@@ -77,14 +79,14 @@ impl Timers {
         self.0.iter().flatten().min().copied()
     }
 
-    /// A timer that is over, which is cleared.
-    pub(crate) fn expired(&mut self, now: Duration) -> Option<Timer> {
+    /// Clears and returns one timer whose deadline has passed.
+    fn take_expired(&mut self, now: Duration) -> Option<Timer> {
         let index = self
             .0
             .iter()
             .position(|deadline| deadline.is_some_and(|at| at <= now))?;
         self.0[index] = None;
-        Some(Self::of_index(index))
+        Some(Self::from_index(index))
     }
 
     /// The timers that are set.
@@ -92,6 +94,24 @@ impl Timers {
     pub(crate) fn armed(&self) -> impl Iterator<Item = Timer> {
         (0..self.0.len())
             .filter(|index| self.0[*index].is_some())
-            .map(Self::of_index)
+            .map(Self::from_index)
+    }
+}
+
+/// Fires the expired timers of `end`. Firing one may set or clear others.
+///
+/// A timer that firing sets is later than `now`, unless a setting is 0. The number of rounds is therefore bounded: such a timer waits
+/// for the next call.
+pub(crate) fn expire<E>(
+    end: &mut E,
+    now: Duration,
+    timers: fn(&mut E) -> &mut Timers,
+    mut fire: impl FnMut(&mut E, Timer),
+) {
+    for _ in 0..Timers::COUNT {
+        let Some(timer) = timers(end).take_expired(now) else {
+            return;
+        };
+        fire(end, timer);
     }
 }

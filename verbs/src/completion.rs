@@ -13,7 +13,7 @@ use crate::{
     sys,
 };
 
-/// A completion queue, with a descriptor that tells of completions while nobody polls.
+/// A completion queue, with a descriptor that reports completions to a thread that sleeps.
 pub struct Cq {
     pub(crate) raw: *mut sys::Cq,
     channel: *mut sys::CompChannel,
@@ -25,23 +25,23 @@ unsafe impl Send for Cq {}
 // SAFETY: as above.
 unsafe impl Sync for Cq {}
 
-/// What became of a work or receive request.
+/// The completion of a work or receive request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completion {
     /// [`crate::queue::Write::id`] or the receive request's.
     pub id: u64,
-    /// How it ended. Look at this first: with an error only `id` and `qp` mean anything.
+    /// Status. Read it first: after an error only `id` and `qp` are defined.
     pub status: Status,
-    /// A peer's write with this immediate has taken the receive request.
+    /// A peer's write with this immediate has consumed the receive request.
     pub immediate: Option<u32>,
-    /// A peer's send of so many bytes has taken the receive request.
+    /// A peer's send of so many bytes has consumed the receive request.
     pub received: Option<usize>,
     /// The local queue pair.
     pub qp: u32,
 }
 
 impl Completion {
-    /// Room for one.
+    /// A placeholder, for buffers.
     pub const EMPTY: Self = Self {
         id: 0,
         status: Status::Done,
@@ -51,25 +51,25 @@ impl Completion {
     };
 }
 
-/// How a request ended.
+/// Status of a completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Status {
-    /// Done. For a write: the peer's device has acknowledged it.
+    /// Success. For a write: the peer's device has acknowledged it.
     Done,
     /// An error.
     Failed {
         /// `enum ibv_wc_status`.
         code: u32,
-        /// What the device adds.
+        /// The vendor's error code.
         vendor: u32,
     },
 }
 
 impl Status {
-    /// `IBV_WC_WR_FLUSH_ERR`: ended because its queue pair was in error already.
+    /// `IBV_WC_WR_FLUSH_ERR`: flushed, because its queue pair was in the error state.
     pub const FLUSHED: u32 = 5;
 
-    /// In libibverbs' words.
+    /// libibverbs' text for it.
     #[must_use]
     pub fn text(self, context: &Context) -> String {
         match self {
@@ -83,14 +83,14 @@ impl Status {
     }
 }
 
-/// Completions that are taken at once.
+/// Completions of one poll at most.
 pub const BATCH: usize = 16;
 
 impl Cq {
-    /// One with room for `entries` completions.
+    /// A completion queue with room for `entries` completions.
     ///
     /// # Errors
-    /// As the device says.
+    /// A call of the device failed.
     pub fn new(context: &Arc<Context>, entries: u32) -> Result<Arc<Self>> {
         let lib = context.lib();
         // SAFETY: an open device.
@@ -120,15 +120,15 @@ impl Cq {
         Ok(Arc::new(cq))
     }
 
-    /// As events of its device name it.
+    /// Its name in the events of its device.
     pub(crate) fn name(&self) -> Queue {
         Queue::Completions(self.raw.addr())
     }
 
-    /// Takes completions into `room`; how many.
+    /// Polls completions into `room`.
     ///
     /// # Errors
-    /// When the queue has overrun.
+    /// The queue has overrun.
     pub fn poll<'a>(&self, room: &'a mut [Completion; BATCH]) -> Result<&'a [Completion]> {
         let mut raw = [sys::Wc::default(); BATCH];
         // SAFETY: a queue of an open device, whose driver fills at most as many as it is told.
@@ -164,11 +164,11 @@ impl Cq {
         Ok(&room[..count])
     }
 
-    /// Has the descriptor become readable at the next completion. Whoever then waits for it polls once more first: what came before
-    /// this call tells nobody.
+    /// Has the descriptor become readable at the next completion. Poll once more before waiting for it: earlier completions do not make it
+    /// readable.
     ///
     /// # Errors
-    /// As the device says.
+    /// A call of the device failed.
     pub fn arm(&self) -> Result<()> {
         // SAFETY: a queue of an open device.
         let code = unsafe { ((*self.context.raw()).ops.req_notify_cq)(self.raw, 0) };
@@ -177,7 +177,7 @@ impl Cq {
         })
     }
 
-    /// Takes the descriptor's events; it is not readable after that, nor armed.
+    /// Takes the descriptor's events. Afterwards it is neither readable nor armed.
     pub fn take_events(&self) {
         let lib = self.context.lib();
         let (mut cq, mut own) = (ptr::null_mut(), ptr::null_mut());
@@ -200,7 +200,7 @@ impl Drop for Cq {
     fn drop(&mut self) {
         self.take_events();
         let lib = self.context.lib();
-        // SAFETY: its queue pairs are gone, for they hold it; the queue before its channel.
+        // SAFETY: its queue pairs are gone, because they hold it; the queue is destroyed before its channel.
         unsafe {
             (lib.destroy_cq)(self.raw);
             (lib.destroy_comp_channel)(self.channel);

@@ -1,63 +1,63 @@
-//! What the environment says about RDMA: NCCL's names and defaults.
+//! RDMA configuration from the environment, with NCCL's names and defaults.
 
 use ringsight_failover::parse_number;
 
 use crate::{
     choice::{Cross, Distance},
-    queue::Patience,
+    queue::RetryPolicy,
     sysfs::Range,
 };
 
-/// Queue pairs of a connection at most.
-pub const MOST_QPS: usize = 16;
+/// Maximum number of queue pairs of a path.
+pub const MAX_QPS: usize = 16;
 
-/// What is wished for.
+/// The RDMA configuration of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// Which devices and ports: `NCCL_IB_HCA`.
+    /// Devices and ports that may be used: `NCCL_IB_HCA`.
     pub devices: Filter,
     /// `NCCL_IB_GID_INDEX`; `None`: chosen.
     pub gid_index: Option<u8>,
-    /// `NCCL_IB_ROCE_VERSION_NUM`: what is chosen among GIDs.
+    /// `NCCL_IB_ROCE_VERSION_NUM`: the preferred RoCE version of a GID.
     pub roce_version: u8,
-    /// `NCCL_IB_ADDR_FAMILY`: GIDs of IPv6 addresses are chosen before those of IPv4.
+    /// `NCCL_IB_ADDR_FAMILY`: GIDs of IPv6 addresses are preferred to those of IPv4.
     pub ipv6: bool,
     /// `NCCL_IB_TIMEOUT` and `NCCL_IB_RETRY_CNT`.
-    pub patience: Patience,
-    /// `NCCL_IB_QPS_PER_CONNECTION`, [`MOST_QPS`] at most.
+    pub retry: RetryPolicy,
+    /// `NCCL_IB_QPS_PER_CONNECTION`, [`MAX_QPS`] at most.
     pub qps: usize,
-    /// What it asked for, if that is more.
+    /// The number that `NCCL_IB_QPS_PER_CONNECTION` asked for, if it exceeds [`MAX_QPS`].
     pub qps_asked: Option<usize>,
-    /// `NCCL_IB_SPLIT_DATA_ON_QPS`: each message goes over all of them instead of one after the other.
+    /// `NCCL_IB_SPLIT_DATA_ON_QPS`: each step is split over all queue pairs, instead of using them in turn.
     pub split: bool,
-    /// `NCCL_IB_SL`; `None`: as the connection's owner wishes.
+    /// `NCCL_IB_SL`; `None`: the connection's owner decides.
     pub service_level: Option<u8>,
-    /// `NCCL_IB_TC`; `None`: as the connection's owner wishes.
+    /// `NCCL_IB_TC`; `None`: the connection's owner decides.
     pub traffic_class: Option<u8>,
     /// `NCCL_IB_PKEY`: an index.
     pub pkey_index: u16,
-    /// `NCCL_IB_PCI_RELAXED_ORDERING`: 0 never, 1 and 2 where the library can.
+    /// `NCCL_IB_PCI_RELAXED_ORDERING`: 0 never, 1 and 2 if the library supports it.
     pub relaxed_ordering: bool,
     /// `RINGSIGHT_NET_FAILOVER`, or `NCCL_ENABLE_FAULT_TOLERANCE`: connections have a backup.
     pub failover: bool,
-    /// Which devices reach memory of GPUs.
+    /// Which devices access memory of GPUs.
     pub gpu_direct: GpuDirect,
     /// `NCCL_CROSS_NIC`.
     pub cross: Cross,
-    /// `NCCL_IB_ADDR_RANGE`: of which addresses a RoCE port's GID is, if it has one.
+    /// `NCCL_IB_ADDR_RANGE`: the preferred addresses of a RoCE port's GID.
     pub range: Option<Range>,
-    /// Variables that are set and change nothing here, and why.
+    /// Variables that are set and have no effect, with the reason.
     pub without_effect: Vec<(&'static str, &'static str)>,
 }
 
-/// When devices read and write slots in the memory of GPUs.
+/// When RDMA devices access slots in the memory of GPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GpuDirect {
-    /// `NCCL_NET_GDR_LEVEL`: how far GPU and device may be apart; `None`: never.
+    /// `NCCL_NET_GDR_LEVEL`: maximum distance between GPU and device; `None`: never.
     pub level: Option<Distance>,
-    /// `NCCL_DMABUF_ENABLE`. There is no other way here than dma-buf.
+    /// `NCCL_DMABUF_ENABLE`. ringsight supports dma-buf only.
     pub dma_buf: bool,
-    /// `NCCL_NET_GDR_READ`: also what is sent.
+    /// `NCCL_NET_GDR_READ`: also slots that are sent.
     pub read: bool,
 }
 
@@ -72,7 +72,7 @@ impl Default for GpuDirect {
 }
 
 impl GpuDirect {
-    /// The level that a value of `NCCL_NET_GDR_LEVEL` names: `LOC`, that no device is at, or a distance; or NCCL's older numbers.
+    /// Parses `NCCL_NET_GDR_LEVEL`: `LOC` (no device), a distance, or one of NCCL's older numbers.
     fn level(value: &str) -> Option<Option<Distance>> {
         match value.trim() {
             "0" => Some(None),
@@ -86,14 +86,6 @@ impl GpuDirect {
     }
 }
 
-impl PartialEq for Patience {
-    fn eq(&self, other: &Self) -> bool {
-        (self.timeout, self.retries) == (other.timeout, other.retries)
-    }
-}
-
-impl Eq for Patience {}
-
 impl Default for Config {
     fn default() -> Self {
         Self {
@@ -101,7 +93,7 @@ impl Default for Config {
             gid_index: None,
             roce_version: 2,
             ipv6: false,
-            patience: Patience {
+            retry: RetryPolicy {
                 timeout: 20,
                 retries: 7,
             },
@@ -121,21 +113,21 @@ impl Default for Config {
     }
 }
 
-/// A variable whose value is not what it can be.
+/// A variable with an invalid value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{name}={value}: {wanted}")]
-pub struct Invalid {
+pub struct InvalidVariable {
     /// The variable.
     pub name: &'static str,
-    /// What it says.
+    /// Its value.
     pub value: String,
-    /// What it could say.
+    /// The accepted values.
     pub wanted: &'static str,
 }
 
 impl Config {
-    /// Service level and traffic class of a connection whose owner wishes for `class`: the environment has the last word, and 0 is for
-    /// who says nothing. A service level has four bits.
+    /// Service level and traffic class of a connection whose owner asks for `class`. The environment has precedence; the default is 0. A
+    /// service level has four bits.
     #[must_use]
     pub fn classes(&self, class: Option<u8>) -> (u8, u8) {
         let level = self.service_level.or(class.map(|class| class & 15));
@@ -143,20 +135,20 @@ impl Config {
         (level.unwrap_or(0), class.unwrap_or(0))
     }
 
-    /// What the environment says, by `lookup`; `None`: `NCCL_IB_DISABLE` is set.
+    /// Reads the configuration by `lookup`; `None` if `NCCL_IB_DISABLE` is set.
     ///
     /// # Errors
-    /// When a value is no number, or out of range.
+    /// A value is no number, or out of range.
     pub fn from_environment(
         lookup: impl Fn(&'static str) -> Option<String>,
-    ) -> Result<Option<Self>, Invalid> {
+    ) -> Result<Option<Self>, InvalidVariable> {
         let number = |name: &'static str, least: i64, most: i64, wanted: &'static str| {
             let Some(value) = lookup(name) else {
                 return Ok(None);
             };
             match parse_number(&value) {
                 Some(number) if (least..=most).contains(&number) => Ok(Some(number)),
-                _ => Err(Invalid { name, value, wanted }),
+                _ => Err(InvalidVariable { name, value, wanted }),
             }
         };
         if number("NCCL_IB_DISABLE", 0, i64::MAX, "0 or 1 is wanted")?.is_some_and(|value| value != 0) {
@@ -183,26 +175,26 @@ impl Config {
             Some(family) if family == "AF_INET6" => config.ipv6 = true,
             Some(value) => {
                 let (name, wanted) = ("NCCL_IB_ADDR_FAMILY", "AF_INET or AF_INET6 is wanted");
-                return Err(Invalid { name, value, wanted });
+                return Err(InvalidVariable { name, value, wanted });
             }
         }
         if let Some(timeout) = number("NCCL_IB_TIMEOUT", 0, 31, "an exponent from 0 to 31 is wanted")? {
-            config.patience.timeout = timeout as u8;
+            config.retry.timeout = timeout as u8;
         }
         if let Some(retries) = number("NCCL_IB_RETRY_CNT", 0, 7, "a number from 0 to 7 is wanted")? {
-            config.patience.retries = retries as u8;
+            config.retry.retries = retries as u8;
         }
-        // NCCL's most is 128: who asks for that gets what there is.
+        // NCCL's maximum is 128; larger values than ours are reduced to ours.
         let wanted = "a number from 1 to 128 is wanted (of which 16 are used at most)";
         if let Some(qps) = number("NCCL_IB_QPS_PER_CONNECTION", 1, 128, wanted)? {
             let qps = qps as usize;
-            config.qps = qps.min(MOST_QPS);
-            config.qps_asked = (qps > MOST_QPS).then_some(qps);
+            config.qps = qps.min(MAX_QPS);
+            config.qps_asked = (qps > MAX_QPS).then_some(qps);
         }
         if let Some(split) = number("NCCL_IB_SPLIT_DATA_ON_QPS", 0, 1, "0 or 1 is wanted")? {
             config.split = split == 1;
         }
-        // NCCL's own word for "not set" is -1, as of the index above.
+        // NCCL's value for "not set" is -1, as for the index above.
         let wanted = "a service level from 0 to 15 is wanted, or -1";
         if let Some(level) = number("NCCL_IB_SL", -1, 15, wanted)? {
             config.service_level = u8::try_from(level).ok();
@@ -218,7 +210,7 @@ impl Config {
             config.relaxed_ordering = relaxed != 0;
         }
         let switches = ["NCCL_ENABLE_FAULT_TOLERANCE", "RINGSIGHT_NET_FAILOVER"];
-        // The library's own name has the last word.
+        // ringsight's own variable has precedence.
         for name in switches {
             if let Some(on) = number(name, 0, 1, "0 or 1 is wanted")? {
                 config.failover = on == 1;
@@ -226,7 +218,8 @@ impl Config {
         }
         if let Some(value) = lookup("NCCL_NET_GDR_LEVEL") {
             let (name, wanted) = ("NCCL_NET_GDR_LEVEL", "LOC, PIX, PXB, PHB, NODE or SYS is wanted");
-            config.gpu_direct.level = GpuDirect::level(&value).ok_or(Invalid { name, value, wanted })?;
+            config.gpu_direct.level =
+                GpuDirect::level(&value).ok_or(InvalidVariable { name, value, wanted })?;
         }
         if let Some(on) = number("NCCL_DMABUF_ENABLE", 0, 1, "0 or 1 is wanted")? {
             config.gpu_direct.dma_buf = on == 1;
@@ -252,7 +245,7 @@ impl Config {
         }
         if let Some(value) = lookup("NCCL_IB_ADDR_RANGE") {
             let (name, wanted) = ("NCCL_IB_ADDR_RANGE", "address/bits is wanted");
-            config.range = Some(Range::parse(&value).ok_or(Invalid { name, value, wanted })?);
+            config.range = Some(Range::parse(&value).ok_or(InvalidVariable { name, value, wanted })?);
         }
         let set = WITHOUT_EFFECT.iter().filter(|(name, _)| lookup(name).is_some());
         config.without_effect.extend(set);
@@ -260,7 +253,7 @@ impl Config {
     }
 }
 
-/// NCCL's variables that change nothing here, and why.
+/// NCCL's variables that have no effect, with the reason.
 const WITHOUT_EFFECT: [(&str, &str); 16] = [
     (
         "NCCL_IB_ADAPTIVE_ROUTING",
@@ -458,29 +451,29 @@ mod tests {
             (config.qps, config.qps_asked)
         };
         assert_eq!(qps("16"), (16, None));
-        assert_eq!(qps("128"), (MOST_QPS, Some(128)));
+        assert_eq!(qps("128"), (MAX_QPS, Some(128)));
         let off = with("NCCL_ENABLE_FAULT_TOLERANCE", "0").unwrap().unwrap();
         assert!(!off.failover);
     }
 
     #[test]
-    fn what_changes_nothing_is_told() {
-        let told = |name: &'static str, value: &'static str| {
+    fn variables_without_effect_are_reported() {
+        let reported = |name: &'static str, value: &'static str| {
             let lookup = move |asked| (asked == name).then(|| value.to_owned());
             let config = Config::from_environment(lookup).unwrap().unwrap();
             let names: Vec<_> = config.without_effect.iter().map(|(name, _)| *name).collect();
             names
         };
-        assert_eq!(told("NCCL_IB_MERGE_NICS", "1"), ["NCCL_IB_MERGE_NICS"]);
-        assert!(told("NCCL_IB_MERGE_NICS", "0").is_empty(), "as it is anyway");
-        assert_eq!(told("NCCL_IB_AR_THRESHOLD", "0"), ["NCCL_IB_AR_THRESHOLD"]);
+        assert_eq!(reported("NCCL_IB_MERGE_NICS", "1"), ["NCCL_IB_MERGE_NICS"]);
+        assert!(reported("NCCL_IB_MERGE_NICS", "0").is_empty(), "the default");
+        assert_eq!(reported("NCCL_IB_AR_THRESHOLD", "0"), ["NCCL_IB_AR_THRESHOLD"]);
         for (name, _) in WITHOUT_EFFECT {
-            assert_eq!(told(name, "1"), [name]);
+            assert_eq!(reported(name, "1"), [name]);
         }
     }
 
     #[test]
-    fn the_environment_has_the_last_word_of_the_traffic_class() {
+    fn the_environment_overrides_the_traffic_class() {
         let classes = |variables: &'static [(&str, &str)], wished| {
             let lookup = |name: &str| {
                 let found = variables.iter().find(|(known, _)| *known == name);

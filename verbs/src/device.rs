@@ -1,4 +1,4 @@
-//! Devices: their ports and events.
+//! Opened devices: their ports and asynchronous events.
 
 use std::{
     ffi::{CStr, c_int},
@@ -12,7 +12,7 @@ use crate::{
     sys::{self, Lib},
 };
 
-/// An opened device. Everything that is made of it keeps it open.
+/// An opened device. Every object that is made from it keeps it open.
 pub struct Context {
     lib: &'static Lib,
     raw: *mut sys::Context,
@@ -24,12 +24,12 @@ unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
 
-/// What a port is like now.
+/// Attributes of a port at one moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PortState {
-    /// It is up.
+pub struct PortAttributes {
+    /// The port is up.
     pub active: bool,
-    /// It is RoCE: it is addressed by GID.
+    /// The port is RoCE, and addressed by GID.
     pub ethernet: bool,
     /// Address in its InfiniBand subnet.
     pub lid: u16,
@@ -69,7 +69,7 @@ impl Context {
     /// Opens the device of this name.
     ///
     /// # Errors
-    /// When there is none, or the process may not use it.
+    /// There is no such device, or the process may not use it.
     pub fn open(lib: &'static Lib, name: &str) -> Result<Arc<Self>> {
         let mut count = 0;
         // SAFETY: `count` is writable.
@@ -103,7 +103,7 @@ impl Context {
             raw,
             name: name.to_owned(),
         };
-        // Events are taken as they come, by one thread that also does other things.
+        // The thread that reads events must not block on them.
         // SAFETY: the descriptor of an open device.
         set_nonblocking(unsafe { (*raw).async_fd })
             .map_err(|error| Error::new(format!("reading events of {name}"), error))?;
@@ -138,11 +138,11 @@ impl Context {
         Ok(attributes.max_qp_wr.max(0).cast_unsigned())
     }
 
-    /// What a port is like now.
+    /// Queries a port.
     ///
     /// # Errors
     /// As the device says: there is no such port.
-    pub fn port(&self, port: u8) -> Result<PortState> {
+    pub fn port(&self, port: u8) -> Result<PortAttributes> {
         // SAFETY: all-zero bytes are valid attributes, and writable; the struct has more room than any version needs.
         let (code, attributes) = unsafe {
             let mut attributes: sys::PortAttr = std::mem::zeroed();
@@ -152,11 +152,11 @@ impl Context {
             )
         };
         check(code, || format!("asking {} about port {port}", self.name))?;
-        Ok(PortState {
+        Ok(PortAttributes {
             active: attributes.state == sys::PORT_ACTIVE,
             ethernet: attributes.link_layer == sys::LINK_LAYER_ETHERNET,
             lid: attributes.lid,
-            // A port that is down may have none: the least, until it is up.
+            // A port that is down may have none: the smallest, until it is up.
             mtu: Mtu::from_code(attributes.active_mtu).unwrap_or(Mtu(1)),
             gids: attributes.gid_tbl_len.max(0).cast_unsigned(),
             pkeys: attributes.pkey_tbl_len,
@@ -189,7 +189,7 @@ impl Context {
         code == 0 && pkey != 0
     }
 
-    /// The next asynchronous event, if one waits; never blocks. One thread of the process may ask for a device's events.
+    /// The next asynchronous event, if there is one; never blocks. Only one thread of the process may read a device's events.
     #[must_use]
     pub fn event(&self) -> Option<Event> {
         let mut event = sys::AsyncEvent {
@@ -238,7 +238,7 @@ impl AsRawFd for Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: open, and nothing that was made of it is left: all of it holds this.
+        // SAFETY: open, and no object that was made from it is left: each of them holds this.
         unsafe { (self.lib.close_device)(self.raw) };
     }
 }
@@ -249,7 +249,7 @@ impl fmt::Debug for Context {
     }
 }
 
-/// What an asynchronous event is about.
+/// Kind of an asynchronous event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EventKind {
     /// A port came up.
@@ -282,34 +282,34 @@ impl EventKind {
     }
 }
 
-/// A queue that an event is about.
+/// The queue that an event concerns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Queue {
     /// A queue pair, by its number.
     Pair(u32),
     /// A completion queue, by its address in libibverbs.
     Completions(usize),
-    /// All that the device has.
+    /// Every queue of the device.
     All,
 }
 
 /// Something that happened to a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
-    /// What.
+    /// Its kind.
     pub kind: EventKind,
-    /// To which port, if to one.
+    /// The port that it concerns, if any.
     pub port: Option<u8>,
-    /// To which queue, if to one.
+    /// The queue that it concerns, if any.
     pub queue: Option<Queue>,
-    /// libibverbs' words for it.
+    /// Its name in libibverbs.
     pub name: &'static str,
 }
 
 pub(crate) fn check(code: c_int, what: impl FnOnce() -> String) -> Result<()> {
     match code {
         0 => Ok(()),
-        // Most calls return the reason, some leave it in `errno`.
+        // Most calls return the error number, some leave it in `errno`.
         -1 => Err(Error::last(what())),
         code => Err(Error::code(what(), code.abs())),
     }

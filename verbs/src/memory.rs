@@ -1,4 +1,4 @@
-//! Memory that devices reach: protection domains, and what is registered in them.
+//! Memory that devices access: protection domains and memory regions.
 
 use std::{
     collections::HashMap,
@@ -12,11 +12,11 @@ use crate::{
     sys::{self, Lib},
 };
 
-/// A protection domain: what is registered in it may be used by its queue pairs.
+/// A protection domain: its queue pairs may use the memory that is registered in it.
 pub struct Pd {
     context: Arc<Context>,
     raw: *mut sys::Pd,
-    /// Memory that is registered.
+    /// Registered memory.
     registered: Mutex<HashMap<Registration, Weak<Mr>>>,
 }
 
@@ -25,15 +25,15 @@ unsafe impl Send for Pd {}
 // SAFETY: as `Context`.
 unsafe impl Sync for Pd {}
 
-/// What may be done with registered memory.
+/// Access rights of registered memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// The device reads it for its own queue pairs.
     Local,
     /// Peers write to it.
     RemoteWrite,
-    /// The same, and writes may reach memory in any order before the completion that tells of them
-    /// (`NCCL_IB_PCI_RELAXED_ORDERING`), where the library knows that.
+    /// Peers write to it with relaxed ordering (`NCCL_IB_PCI_RELAXED_ORDERING`), if the library supports that: writes may reach memory in any
+    /// order before their completion.
     RemoteWriteRelaxed,
 }
 
@@ -51,7 +51,7 @@ impl Access {
     }
 }
 
-/// What one region is told from others by.
+/// Identity of a region.
 #[derive(PartialEq, Eq, Hash)]
 struct Registration {
     base: usize,
@@ -60,12 +60,12 @@ struct Registration {
     rights: u32,
 }
 
-/// Memory that can be registered: where it is, and what keeps it there.
+/// Memory that can be registered: its range, and the owner that keeps it.
 #[derive(Clone)]
 pub struct Memory {
     base: usize,
     bytes: usize,
-    /// Of another device's memory: its dma-buf, and where in that it begins.
+    /// For another device's memory: its dma-buf and the offset in it.
     dma_buf: Option<(Arc<OwnedFd>, u64)>,
     keep: Arc<dyn Send + Sync>,
 }
@@ -74,8 +74,8 @@ impl Memory {
     /// `bytes` bytes at `base`.
     ///
     /// # Safety
-    /// They stay mapped, readable and writable, while `keep` lives, and nobody has references into them: devices and peers read and
-    /// write them at any time.
+    /// The bytes must stay mapped, readable and writable, while `keep` lives, and nothing may hold references into them: devices and peers
+    /// read and write them at any time.
     #[must_use]
     pub unsafe fn new(base: *mut u8, bytes: usize, keep: Arc<dyn Send + Sync>) -> Self {
         Self {
@@ -86,8 +86,8 @@ impl Memory {
         }
     }
 
-    /// `bytes` bytes of another device's memory, `offset` bytes into its dma-buf. It knows them by `address`, and so do peers; nothing of
-    /// this process is mapped there, or needs to be. They are that device's until `keep` is dropped.
+    /// `bytes` bytes of another device's memory, `offset` bytes into its dma-buf. The device and the peers use `address` for them. This
+    /// process need not map them. The device keeps them until `keep` is dropped.
     #[must_use]
     pub fn of_device(
         address: u64,
@@ -103,13 +103,13 @@ impl Memory {
         }
     }
 
-    /// Where it is.
+    /// Its address.
     #[must_use]
     pub fn address(&self) -> u64 {
         self.base as u64
     }
 
-    /// How long it is.
+    /// Its length, bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.bytes
@@ -117,10 +117,10 @@ impl Memory {
 }
 
 impl Pd {
-    /// One of this device.
+    /// A protection domain of this device.
     ///
     /// # Errors
-    /// As the device says.
+    /// A call of the device failed.
     pub fn new(context: Arc<Context>) -> Result<Arc<Self>> {
         // SAFETY: an open device.
         let raw = unsafe { (context.lib().alloc_pd)(context.raw()) };
@@ -147,10 +147,10 @@ impl Pd {
         self.raw
     }
 
-    /// Registers memory, or finds it registered already: a region lives as long as somebody holds it.
+    /// Registers memory, or returns its region if it is registered already. A region lives as long as it is held.
     ///
     /// # Errors
-    /// As the device says; an error of the limit on locked memory says so.
+    /// A call of the device failed; the error names the limit on locked memory if that is the reason.
     pub fn register(self: &Arc<Self>, memory: &Memory, access: Access) -> Result<Arc<Mr>> {
         let lib = self.context.lib();
         let bits = access.bits(lib);
@@ -161,7 +161,7 @@ impl Pd {
             rights: bits,
         };
         let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
-        // One that is still held keeps its own memory, so that no other can be at its address.
+        // A region that is still held keeps its memory, so no other memory can have its address.
         if let Some(mr) = registered.get(&key).and_then(Weak::upgrade) {
             return Ok(mr);
         }
@@ -196,7 +196,7 @@ impl Pd {
         Ok(raw)
     }
 
-    /// By the descriptor: the kernel asks its exporter for the addresses that this device reaches the memory by.
+    /// Registers by the descriptor: the kernel asks the exporter for the addresses that this device can access.
     fn register_dma_buf(
         &self,
         memory: &Memory,
@@ -213,7 +213,7 @@ impl Pd {
             let text = "libibverbs has no ibv_reg_dmabuf_mr: it is older than rdma-core 34";
             return Err(Error::new(what, std::io::Error::other(text)));
         };
-        // SAFETY: an open descriptor, which the region holds. The kernel refuses what is no dma-buf or beyond its end.
+        // SAFETY: an open descriptor, which the region holds. The kernel refuses other files, and ranges beyond the end.
         let raw = unsafe {
             register(
                 self.raw,
@@ -233,7 +233,7 @@ impl Pd {
 
 impl Drop for Pd {
     fn drop(&mut self) {
-        // SAFETY: its regions and queue pairs are gone: all of them hold it.
+        // SAFETY: its regions and queue pairs are gone, because they hold it.
         unsafe { (self.context.lib().dealloc_pd)(self.raw) };
     }
 }
@@ -257,21 +257,21 @@ impl Mr {
         &self.memory
     }
 
-    /// What queue pairs of its domain use it by.
+    /// Its key for queue pairs of its domain.
     #[must_use]
     pub fn local_key(&self) -> u32 {
         // SAFETY: a region that is registered.
         unsafe { (*self.raw).lkey }
     }
 
-    /// What a peer uses it by.
+    /// Its key for peers.
     #[must_use]
     pub fn remote_key(&self) -> u32 {
         // SAFETY: as above.
         unsafe { (*self.raw).rkey }
     }
 
-    /// Whether it is of this domain.
+    /// Whether it belongs to this domain.
     #[must_use]
     pub fn is_of(&self, pd: &Pd) -> bool {
         std::ptr::eq(&raw const *self.pd, pd)

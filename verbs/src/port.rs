@@ -1,4 +1,4 @@
-//! The ports that this process uses: devices opened once, with what was chosen for each port.
+//! The ports that this process uses. Each device is opened once; each port has its chosen GID.
 
 use std::{
     collections::HashMap,
@@ -9,6 +9,7 @@ use std::{
 use crate::{
     config::Config,
     device::{Context, Mtu},
+    error::{NetError, PortError},
     memory::{Access, Pd},
     sys::{self, Lib},
     sysfs,
@@ -19,7 +20,7 @@ use crate::{
 pub struct Port {
     pd: Arc<Pd>,
     number: u8,
-    /// GID and its index; of RoCE always.
+    /// GID and its index; always there for RoCE.
     gid: Option<([u8; 16], u8)>,
     ethernet: bool,
     lid: u16,
@@ -29,31 +30,34 @@ pub struct Port {
 }
 
 impl Port {
-    /// Looks at a port of an opened device as it is now, and chooses its GID by what `known` says of it.
+    /// Queries a port of an opened device, and chooses its GID from the table in `known`.
     ///
     /// # Errors
-    /// When it is down, or has no GID as wished for.
-    pub fn new(pd: &Arc<Pd>, known: &sysfs::Port, config: &Arc<Config>) -> Result<Self, String> {
+    /// The port is down, or as [`Port::standby`].
+    pub fn new(pd: &Arc<Pd>, known: &sysfs::Port, config: &Arc<Config>) -> Result<Self, PortError> {
         let port = Self::standby(pd, known, config)?;
         match port.active {
             true => Ok(port),
-            false => Err(format!("port {}:{} is down", port.device(), port.number)),
+            false => Err(PortError::Down {
+                port: format!("{}:{}", port.device(), port.number),
+            }),
         }
     }
 
-    /// The same for a port that need not be up: what is made on it is connected when it is.
+    /// As [`Port::new`], for a port that may be down: its queue pairs are connected once it is up.
     ///
     /// # Errors
-    /// When it has no GID as wished for.
-    pub fn standby(pd: &Arc<Pd>, known: &sysfs::Port, config: &Arc<Config>) -> Result<Self, String> {
+    /// The port has no P_Key or GID as configured, or its device fails.
+    pub fn standby(pd: &Arc<Pd>, known: &sysfs::Port, config: &Arc<Config>) -> Result<Self, PortError> {
         let (context, number) = (pd.context(), known.number);
         let name = format!("{}:{number}", context.name());
-        let state = context.port(number).map_err(|error| error.to_string())?;
+        let state = context.port(number)?;
         if !context.has_pkey(number, config.pkey_index) {
-            let (index, keys) = (config.pkey_index, state.pkeys);
-            return Err(format!(
-                "port {name} has no P_Key at index {index} (NCCL_IB_PKEY) of {keys}"
-            ));
+            return Err(PortError::NoPkey {
+                port: name,
+                index: config.pkey_index,
+                count: state.pkeys,
+            });
         }
         let chosen = sysfs::choose_gid(
             known,
@@ -63,26 +67,22 @@ impl Port {
             config.range.as_ref(),
         );
         let gid = match chosen {
-            // As it is now: a port that was down may have got another one.
-            Some(gid) => {
-                let bytes = context
-                    .gid(number, gid.index)
-                    .map_err(|error| error.to_string())?;
-                Some((bytes, gid.index))
-            }
+            // Read again: a port that was down may have another GID there now.
+            Some(gid) => Some((context.gid(number, gid.index)?, gid.index)),
             None if state.ethernet => {
                 let wanted = config.gid_index.map_or("any".to_owned(), |index| {
                     format!("index {index} (NCCL_IB_GID_INDEX)")
                 });
-                let there: Vec<String> = known.gids.iter().map(|gid| gid.index.to_string()).collect();
-                return Err(format!(
-                    "port {name} has no GID, {wanted} was looked for; there are: {}",
-                    if there.is_empty() {
+                let present: Vec<String> = known.gids.iter().map(|gid| gid.index.to_string()).collect();
+                return Err(PortError::NoGid {
+                    port: name,
+                    wanted,
+                    present: if present.is_empty() {
                         "none".to_owned()
                     } else {
-                        there.join(", ")
-                    }
-                ));
+                        present.join(", ")
+                    },
+                });
             }
             None => None,
         };
@@ -98,7 +98,7 @@ impl Port {
         })
     }
 
-    /// It was up when it was looked at.
+    /// Whether the port was up when it was queried.
     #[must_use]
     pub fn is_active(&self) -> bool {
         self.active
@@ -134,7 +134,7 @@ impl Port {
         self.gid
     }
 
-    /// It is RoCE.
+    /// Whether the port is RoCE.
     #[must_use]
     pub fn is_ethernet(&self) -> bool {
         self.ethernet
@@ -152,13 +152,13 @@ impl Port {
         self.mtu
     }
 
-    /// What the environment wishes for.
+    /// The configuration of the process.
     #[must_use]
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// Rights of memory that peers write slots to.
+    /// Access rights of memory that peers write slots to.
     #[must_use]
     pub fn slots_access(&self) -> Access {
         if self.config.relaxed_ordering {
@@ -169,26 +169,26 @@ impl Port {
     }
 }
 
-/// The RDMA ports of the machine that may be used, and the devices that were opened so far.
+/// The RDMA ports that this process may use, and the devices that it has opened.
 pub struct Net {
     lib: &'static Lib,
     config: Arc<Config>,
     sys: PathBuf,
-    /// Those that may be used, as they were at the last [`Net::refresh`]: always the same ones, in the same order.
+    /// The usable ports, as of the last [`Net::refresh`]. The list always has the same ports in the same order.
     ports: Mutex<Arc<[sysfs::Port]>>,
     domains: Mutex<HashMap<String, Arc<Pd>>>,
 }
 
 impl Net {
-    /// Looks for ports in the tree at `sys`. None of them need be up.
+    /// Finds the ports in the tree at `sys` (`/sys`). They may all be down.
     ///
     /// # Errors
-    /// Why there is nothing to use: no library, no device, none that the environment allows.
-    pub fn new(config: Config, sys: &FilePath) -> Result<Self, String> {
-        let lib = sys::lib().map_err(str::to_owned)?;
+    /// There is no library, no device, or none that the environment allows.
+    pub fn new(config: Config, sys: &FilePath) -> Result<Self, NetError> {
+        let lib = sys::lib().map_err(Clone::clone)?;
         let all = sysfs::ports(sys);
         if all.is_empty() {
-            return Err("this machine has no RDMA device".into());
+            return Err(NetError::NoDevice);
         }
         let names: Vec<&str> = all.iter().map(|port| port.device.as_str()).collect();
         let unknown = config.devices.unknown(&names).join(", ");
@@ -198,15 +198,8 @@ impl Net {
             .cloned()
             .collect();
         if ports.is_empty() {
-            let of = if unknown.is_empty() {
-                String::new()
-            } else {
-                format!(" ({unknown} is none)")
-            };
-            return Err(format!(
-                "NCCL_IB_HCA allows none of the RDMA ports {}{of}",
-                names_of(&all)
-            ));
+            let ports = names_of(&all);
+            return Err(NetError::NoneAllowed { ports, unknown });
         }
         Ok(Self {
             lib,
@@ -217,7 +210,7 @@ impl Net {
         })
     }
 
-    /// The ports that may be used, up or not, as they were when they were looked at last.
+    /// The usable ports, up or down, as of the last [`Net::refresh`].
     #[must_use]
     pub fn ports(&self) -> Arc<[sysfs::Port]> {
         Arc::clone(&self.known())
@@ -227,79 +220,76 @@ impl Net {
         self.ports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Looks at the ports anew, for connections that are made from here on. A port that was down when the process began may be up, and
-    /// faster than it said. What was down and what is gone stays in its place.
+    /// Reads the ports again, for connections that are made from now on. A port that was down may be up now, and faster than it was. A
+    /// port that is gone stays in the list, as one that is down.
     ///
     /// # Errors
-    /// None of them is up.
-    pub fn refresh(&self) -> Result<(), String> {
-        let look = |known: &sysfs::Port| {
+    /// No port is up.
+    pub fn refresh(&self) -> Result<(), NetError> {
+        let read = |known: &sysfs::Port| {
             let now = sysfs::port(&self.sys, &known.device, known.number);
             now.unwrap_or_else(|| sysfs::Port {
                 active: false,
                 ..known.clone()
             })
         };
-        let ports: Arc<[sysfs::Port]> = self.ports().iter().map(look).collect();
+        let ports: Arc<[sysfs::Port]> = self.ports().iter().map(read).collect();
         let is_any_up = ports.iter().any(|port| port.active);
         let names = names_of(&ports);
         *self.known() = ports;
         match is_any_up {
             true => Ok(()),
-            false => Err(format!("no RDMA port is up of those that may be used: {names}")),
+            false => Err(NetError::NoneUp { ports: names }),
         }
     }
 
-    /// What the environment wishes for.
+    /// The configuration of the process.
     #[must_use]
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// A port of [`Net::ports`] as it is now, its device opened if it is not: since the process began, or since it was down, its GIDs may
-    /// have moved to other indices.
+    /// Opens a port of [`Net::ports`]. Reads its table of GIDs again: a GID may have moved to another index since the port was down.
     ///
     /// # Errors
-    /// When the device cannot be opened, when the port is gone, or as [`Port::new`].
-    pub fn open(&self, index: usize) -> Result<Port, String> {
+    /// The device cannot be opened, the port is gone, or as [`Port::new`].
+    pub fn open(&self, index: usize) -> Result<Port, PortError> {
         let (pd, now) = self.domain(index)?;
         Port::new(&pd, &now, &self.config)
     }
 
-    /// The same for a port that need not be up.
+    /// As [`Net::open`], for a port that may be down.
     ///
     /// # Errors
-    /// When the device cannot be opened, when the port is gone, or as [`Port::standby`].
-    pub fn standby(&self, index: usize) -> Result<Port, String> {
+    /// The device cannot be opened, the port is gone, or as [`Port::standby`].
+    pub fn standby(&self, index: usize) -> Result<Port, PortError> {
         let (pd, now) = self.domain(index)?;
         Port::standby(&pd, &now, &self.config)
     }
 
     /// The protection domain of a port's device, opened once, and the port as it is now.
-    fn domain(&self, index: usize) -> Result<(Arc<Pd>, sysfs::Port), String> {
+    fn domain(&self, index: usize) -> Result<(Arc<Pd>, sysfs::Port), PortError> {
         let ports = self.ports();
-        let known = ports
-            .get(index)
-            .ok_or_else(|| format!("there is no port {index}"))?;
+        let known = ports.get(index).ok_or(PortError::NoIndex(index))?;
         let mut domains = self.domains.lock().unwrap_or_else(PoisonError::into_inner);
         let pd = match domains.get(&known.device) {
             Some(pd) => Arc::clone(pd),
             None => {
-                let context = Context::open(self.lib, &known.device).map_err(|error| error.to_string())?;
-                let pd = Pd::new(context).map_err(|error| error.to_string())?;
+                let pd = Pd::new(Context::open(self.lib, &known.device)?)?;
                 domains.insert(known.device.clone(), Arc::clone(&pd));
                 pd
             }
         };
         drop(domains);
         let (device, number) = (known.device.as_str(), known.number);
-        let now = sysfs::port(&self.sys, device, number)
-            .ok_or_else(|| format!("port {device}:{number} is gone"))?;
+        let now = sysfs::port(&self.sys, device, number).ok_or_else(|| PortError::Gone {
+            port: format!("{device}:{number}"),
+        })?;
         Ok((pd, now))
     }
 }
 
-/// For messages.
+/// Names of ports, for messages.
 fn names_of(ports: &[sysfs::Port]) -> String {
     let names: Vec<String> = ports
         .iter()

@@ -13,7 +13,7 @@ use crate::{
 /// A reliable connection's queue pair.
 pub struct Qp {
     raw: *mut sys::Qp,
-    /// Bytes that a work request may carry itself.
+    /// Maximum number of inline bytes of a work request.
     inline_bytes: u32,
     pd: Arc<Pd>,
     _cq: Arc<Cq>,
@@ -24,29 +24,29 @@ unsafe impl Send for Qp {}
 // SAFETY: as above.
 unsafe impl Sync for Qp {}
 
-/// How large a queue pair is.
+/// Capacity of a queue pair.
 #[derive(Clone, Copy, Debug)]
 pub struct Size {
     /// Work requests.
     pub sends: u32,
     /// Receive requests.
     pub receives: u32,
-    /// Bytes that a work request can carry itself, at least.
+    /// Minimum number of inline bytes of a work request.
     pub inline_bytes: u32,
 }
 
-/// The peer of a queue pair, and the way to it.
+/// The peer of a queue pair, and the route to it.
 #[derive(Clone, Copy, Debug)]
 pub struct Route {
     /// The peer's queue pair.
     pub qp: u32,
     /// First packet number that it sends.
     pub psn: u32,
-    /// The MTU of both.
+    /// The smaller MTU of both ends.
     pub mtu: Mtu,
     /// Its LID, in an InfiniBand subnet.
     pub lid: u16,
-    /// Its GID, and the index of ours: RoCE, or another subnet.
+    /// Its GID, and the index of the local GID: for RoCE, or another subnet.
     pub gid: Option<([u8; 16], u8)>,
     /// Service level.
     pub service_level: u8,
@@ -54,49 +54,49 @@ pub struct Route {
     pub traffic_class: u8,
 }
 
-/// How a queue pair tries.
-#[derive(Clone, Copy, Debug)]
-pub struct Patience {
-    /// `NCCL_IB_TIMEOUT`: 4.096 µs × 2^this for an answer.
+/// How often and how long a queue pair retries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RetryPolicy {
+    /// `NCCL_IB_TIMEOUT`: an answer may take 4.096 µs × 2^`timeout`.
     pub timeout: u8,
-    /// `NCCL_IB_RETRY_CNT`: attempts after the first; at most 7, which soft-RoCE takes for "without end".
+    /// `NCCL_IB_RETRY_CNT`: attempts after the first; at most 7, which soft-RoCE treats as unlimited.
     pub retries: u8,
 }
 
-/// Where the bytes of a write come from.
+/// Source of the bytes of a write.
 #[derive(Clone)]
 pub enum Source<'a> {
-    /// They go with the request.
+    /// Inline in the request.
     Inline(&'a [u8]),
-    /// From registered memory, at this range of it.
+    /// A range of registered memory.
     Registered(&'a Mr, Range<usize>),
 }
 
 /// A write into a peer's memory.
 #[derive(Clone)]
 pub struct Write<'a> {
-    /// Comes back in the completion.
+    /// Number that the completion returns.
     pub id: u64,
-    /// What is written.
+    /// The bytes to write.
     pub source: Source<'a>,
-    /// Where, as the peer says it.
+    /// Address at the peer.
     pub address: u64,
-    /// The peer's key.
+    /// Remote key of the peer's memory.
     pub key: u32,
-    /// Takes a receive request of the peer, which is told this.
+    /// Consumes a receive request of the peer, whose completion returns this value.
     pub immediate: Option<u32>,
-    /// Its end is told; an error always is.
+    /// Whether success yields a completion; an error always does.
     pub signaled: bool,
 }
 
-/// Writes that are posted at once.
+/// Writes of one call at most.
 pub const CHAIN: usize = 4;
 
 impl Qp {
-    /// One whose completions come in `cq`.
+    /// A queue pair whose completions go to `cq`.
     ///
     /// # Errors
-    /// As the device says.
+    /// A call of the device failed.
     pub fn new(pd: &Arc<Pd>, cq: &Arc<Cq>, size: Size) -> Result<Self> {
         let lib = pd.context().lib();
         let mut attributes = sys::QpInitAttr {
@@ -147,10 +147,10 @@ impl Qp {
         })
     }
 
-    /// Forgets everything; what was posted gives no completion any more.
+    /// Moves it to RESET. Posted requests yield no completion any more.
     ///
     /// # Errors
-    /// As the device says.
+    /// A call of the device failed.
     pub fn reset(&self) -> Result<()> {
         let attributes = sys::QpAttr {
             qp_state: sys::QPS_RESET,
@@ -159,10 +159,10 @@ impl Qp {
         self.modify(attributes, sys::qp_attr::STATE, "RESET")
     }
 
-    /// Ends everything that was posted with an error.
+    /// Moves it to the error state: posted requests are flushed.
     ///
     /// # Errors
-    /// As the device says.
+    /// A call of the device failed.
     pub fn fail(&self) -> Result<()> {
         let attributes = sys::QpAttr {
             qp_state: sys::QPS_ERR,
@@ -171,10 +171,10 @@ impl Qp {
         self.modify(attributes, sys::qp_attr::STATE, "ERROR")
     }
 
-    /// From RESET: it belongs to `port`, and takes receive requests.
+    /// From RESET to INIT: it belongs to `port`, and accepts receive requests.
     ///
     /// # Errors
-    /// As the device says.
+    /// A call of the device failed.
     pub fn init(&self, port: u8, pkey_index: u16) -> Result<()> {
         use sys::qp_attr::{ACCESS_FLAGS, PKEY_INDEX, PORT, STATE};
         let attributes = sys::QpAttr {
@@ -187,21 +187,21 @@ impl Qp {
         self.modify(attributes, STATE | PKEY_INDEX | PORT | ACCESS_FLAGS, "INIT")
     }
 
-    /// From INIT: it receives from its peer. May take a second where the peer's address has to be found.
+    /// From INIT to RTR: it receives from its peer. May take a second if the peer's address has to be resolved.
     ///
     /// # Errors
-    /// As the device says: the peer cannot be reached from this port.
+    /// A call of the device failed: the peer cannot be reached from this port.
     pub fn receive_from(&self, port: u8, route: &Route) -> Result<()> {
         use sys::qp_attr::{AV, DEST_QPN, MAX_DEST_RD_ATOMIC, MIN_RNR_TIMER, PATH_MTU, RQ_PSN, STATE};
-        let mut way = sys::AhAttr {
+        let mut address = sys::AhAttr {
             dlid: route.lid,
             sl: route.service_level,
             port_num: port,
             ..Default::default()
         };
         if let Some((dgid, sgid_index)) = route.gid {
-            way.is_global = 1;
-            way.grh = sys::GlobalRoute {
+            address.is_global = 1;
+            address.grh = sys::GlobalRoute {
                 dgid,
                 sgid_index,
                 hop_limit: 255,
@@ -217,24 +217,24 @@ impl Qp {
             max_dest_rd_atomic: 1,
             // 0.64 ms; a receiver here always has receive requests for what it granted.
             min_rnr_timer: 12,
-            ah_attr: way,
+            ah_attr: address,
             ..Default::default()
         };
         let mask = STATE | AV | PATH_MTU | DEST_QPN | RQ_PSN | MAX_DEST_RD_ATOMIC | MIN_RNR_TIMER;
         self.modify(attributes, mask, "RTR")
     }
 
-    /// From RTR: it sends, with packets counted from `psn`.
+    /// From RTR to RTS: it sends, with packet numbers from `psn`.
     ///
     /// # Errors
-    /// As the device says.
-    pub fn send_from(&self, psn: u32, patience: Patience) -> Result<()> {
+    /// A call of the device failed.
+    pub fn send_from(&self, psn: u32, retry: RetryPolicy) -> Result<()> {
         use sys::qp_attr::{MAX_QP_RD_ATOMIC, RETRY_CNT, RNR_RETRY, SQ_PSN, STATE, TIMEOUT};
         let attributes = sys::QpAttr {
             qp_state: sys::QPS_RTS,
             sq_psn: psn,
-            timeout: patience.timeout,
-            retry_cnt: patience.retries,
+            timeout: retry.timeout,
+            retry_cnt: retry.retries,
             rnr_retry: 7,
             max_rd_atomic: 1,
             ..Default::default()
@@ -243,10 +243,10 @@ impl Qp {
         self.modify(attributes, mask, "RTS")
     }
 
-    /// Its state now: one of the `QPS_` numbers of [`sys`].
+    /// Its present state: one of the `QPS_` numbers of [`sys`].
     ///
     /// # Errors
-    /// As the device says.
+    /// A call of the device failed.
     pub fn state(&self) -> Result<u32> {
         let mut attributes = sys::QpAttr::default();
         // SAFETY: all-zero bytes are valid attributes.
@@ -269,11 +269,10 @@ impl Qp {
     /// Posts writes, in this order.
     ///
     /// # Errors
-    /// As the device says. What was posted before the one that failed stays posted.
+    /// A call of the device failed. Writes before the failed one stay posted.
     ///
     /// # Panics
-    /// For more than [`CHAIN`] of them, more inline bytes than the queue pair was made for, and memory that is not of its domain
-    /// or not within its region.
+    /// For more than [`CHAIN`] writes, too many inline bytes, or memory of another domain or outside its region.
     pub fn post(&self, writes: &[Write<'_>]) -> Result<()> {
         assert!(writes.len() <= CHAIN, "{} writes at once", writes.len());
         let mut pieces = [sys::Sge::default(); CHAIN];
@@ -331,8 +330,8 @@ impl Qp {
             return Ok(());
         }
         let mut bad = ptr::null_mut();
-        // SAFETY: a queue pair of an open device; the chain and its pieces live until the call returns, and the driver keeps nothing
-        // of them. Inline bytes are copied by it; registered memory is held by its region.
+        // SAFETY: a queue pair of an open device; the chain and its pieces live until the call returns, and the driver keeps no pointer to
+        // them. It copies inline bytes; a region holds registered memory.
         let code = unsafe {
             let post = (*self.pd.context().raw()).ops.post_send;
             post(self.raw, first, &raw mut bad)
@@ -340,13 +339,13 @@ impl Qp {
         check(code, || format!("posting to queue pair {}", self.number()))
     }
 
-    /// Posts a send of bytes that go with the request.
+    /// Posts a send with inline bytes.
     ///
     /// # Errors
-    /// As the device says.
+    /// A call of the device failed.
     ///
     /// # Panics
-    /// For more bytes than the queue pair was made for.
+    /// For too many inline bytes.
     pub fn send(&self, id: u64, bytes: &[u8]) -> Result<()> {
         assert!(
             bytes.len() <= self.inline_bytes as usize,
@@ -375,13 +374,13 @@ impl Qp {
         check(code, || format!("sending on queue pair {}", self.number()))
     }
 
-    /// Posts a receive request whose memory a send may fill: `range` of a region.
+    /// Posts a receive request for a send, into `range` of a region.
     ///
     /// # Errors
-    /// As the device says.
+    /// A call of the device failed.
     ///
     /// # Panics
-    /// For memory that is not of its domain or not within its region.
+    /// For memory of another domain or outside its region.
     pub fn post_receive_into(&self, id: u64, mr: &Mr, range: Range<usize>) -> Result<()> {
         assert!(mr.is_of(&self.pd), "memory of another domain");
         assert!(range.start <= range.end && range.end <= mr.memory().bytes());
@@ -411,7 +410,7 @@ impl Qp {
     /// Posts receive requests without memory, for writes with immediate: `count` of them with this id.
     ///
     /// # Errors
-    /// As the device says.
+    /// A call of the device failed.
     pub fn post_receives(&self, id: u64, count: u32) -> Result<()> {
         for _ in 0..count {
             let mut request = sys::RecvWr {
@@ -436,7 +435,7 @@ impl Qp {
 
 impl Drop for Qp {
     fn drop(&mut self) {
-        // SAFETY: made once, destroyed once, before its queue and domain.
+        // SAFETY: made once and destroyed once, before its completion queue and domain.
         unsafe { (self.pd.context().lib().destroy_qp)(self.raw) };
     }
 }

@@ -1,20 +1,20 @@
-//! What the two ends of a connection tell each other before it stands: no pointer, handle or descriptor of a process, only what
-//! means something to the other end.
+//! The offer that the two ends of a connection exchange before it is connected. It holds no pointer, handle or descriptor of a process:
+//! every field has a meaning at the other end.
 
-use crate::{config::MOST_QPS, device::Mtu};
+use crate::{config::MAX_QPS, device::Mtu, error::OfferError};
 
 /// First four bytes of an [`Offer`]: "RSIB".
 const MAGIC: u32 = u32::from_le_bytes(*b"RSIB");
-/// Of the layout, and of what the ends do with it.
+/// Version of the layout and of the protocol.
 pub const VERSION: u16 = 6;
-/// Ways of a connection: the primary and the backup.
-pub const MOST_PATHS: usize = 2;
+/// Paths of a connection at most: the primary and the backup.
+pub const MAX_PATHS: usize = 2;
 /// Bytes of a device's name.
 const NAME_BYTES: usize = 24;
 const HEAD_BYTES: usize = 32;
-const PATH_BYTES: usize = 64 + MOST_QPS * 8;
+const PATH_BYTES: usize = 64 + MAX_QPS * 8;
 /// Bytes of an offer.
-pub const OFFER_BYTES: usize = HEAD_BYTES + MOST_PATHS * PATH_BYTES;
+pub const OFFER_BYTES: usize = HEAD_BYTES + MAX_PATHS * PATH_BYTES;
 
 /// A queue pair, as its peer needs it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -25,16 +25,16 @@ pub struct QpOffer {
     pub psn: u32,
 }
 
-/// One way to an end: a port with its queue pairs, and the keys of the end's memory there.
+/// One path to an end: a port with its queue pairs, and the keys of the end's memory there.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PathOffer {
     /// Name of the device, for messages.
     pub device: String,
     /// Its port.
     pub port: u8,
-    /// It is RoCE.
+    /// The port is RoCE.
     pub ethernet: bool,
-    /// The port is up. A connection begins on the first path whose both ports are.
+    /// The port is up. A connection begins on the first path with both ports up.
     pub up: bool,
     /// MTU of the port.
     pub mtu: Mtu,
@@ -42,28 +42,28 @@ pub struct PathOffer {
     pub lid: u16,
     /// Its GID.
     pub gid: [u8; 16],
-    /// Key of the slots; 0 of a sender, whose slots nobody writes.
+    /// Key of the slots; 0 for a sender, whose slots no peer writes.
     pub slots_key: u32,
-    /// Key of what the ends tell each other.
+    /// Key of the control page.
     pub control_key: u32,
-    /// Its queue pairs, 1 to [`MOST_QPS`].
+    /// Its queue pairs, 1 to [`MAX_QPS`].
     pub qps: Vec<QpOffer>,
 }
 
 /// What an end of a connection offers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Offer {
-    /// It may replay what was lost on another path.
+    /// Failover is on: the end may replay lost steps on another path.
     pub failover: bool,
-    /// Number of the port that is its primary one among those of its process.
+    /// Index of its primary port among the ports of its process.
     pub number: u8,
-    /// How many of the connection's paths are missing before the first of [`Offer::paths`]: 1 where the primary port cannot be used.
+    /// How many of the connection's paths are missing before the first of [`Offer::paths`]: 1 if the primary port cannot be used.
     pub first: u8,
-    /// Where its slots are; 0 of a sender.
+    /// Address of its slots; 0 for a sender.
     pub slots: u64,
-    /// Where it is told of steps or credits.
+    /// Address of its control page.
     pub control: u64,
-    /// Its ways, the primary first; 1 or 2, with those that are missing.
+    /// Its paths, the primary first; 1 or 2, counting those that are missing.
     pub paths: Vec<PathOffer>,
 }
 
@@ -90,7 +90,7 @@ impl Offer {
             .iter()
             .zip(bytes[HEAD_BYTES..].chunks_exact_mut(PATH_BYTES))
         {
-            assert!((1..=MOST_QPS).contains(&path.qps.len()));
+            assert!((1..=MAX_QPS).contains(&path.qps.len()));
             let name = &path.device.as_bytes()[..path.device.floor_char_boundary(NAME_BYTES)];
             bytes[..name.len()].copy_from_slice(name);
             bytes[24..40].copy_from_slice(&path.gid);
@@ -115,10 +115,10 @@ impl Offer {
     /// Reads an offer.
     ///
     /// # Errors
-    /// What is wrong with it: another version, or bytes that [`Offer::encode`] does not write.
-    pub fn parse(bytes: &[u8]) -> Result<Self, String> {
-        let malformed = || "the peer's connection data is malformed".to_owned();
-        let (head, rest) = bytes.split_at_checked(HEAD_BYTES).ok_or_else(malformed)?;
+    /// Another version, or bytes that [`Offer::encode`] does not write.
+    pub fn parse(bytes: &[u8]) -> Result<Self, OfferError> {
+        let malformed = OfferError::Malformed;
+        let (head, rest) = bytes.split_at_checked(HEAD_BYTES).ok_or(malformed)?;
         let word = |bytes: &[u8], at: usize| {
             let bytes = bytes.get(at..at + 4)?.try_into().ok()?;
             Some(u32::from_le_bytes(bytes))
@@ -128,35 +128,36 @@ impl Offer {
             Some(u64::from_le_bytes(bytes))
         };
         if word(head, 0) != Some(MAGIC) {
-            return Err(malformed());
+            return Err(malformed);
         }
         let version = u16::from_le_bytes([head[4], head[5]]);
         if version != VERSION {
-            return Err(format!(
-                "the peer speaks version {version} of the connection data, we version {VERSION}"
-            ));
+            return Err(OfferError::Version {
+                theirs: version,
+                ours: VERSION,
+            });
         }
         let count = usize::from(head[6]);
         let fits = are_paths(head[25], count) && head[7] <= 1 && head[26..] == [0; 6];
-        if !fits || rest.len() != MOST_PATHS * PATH_BYTES {
-            return Err(malformed());
+        if !fits || rest.len() != MAX_PATHS * PATH_BYTES {
+            return Err(malformed);
         }
         let (used, unused) = rest.split_at(count * PATH_BYTES);
         let paths: Option<Vec<PathOffer>> = used.chunks_exact(PATH_BYTES).map(parse_path).collect();
         if unused.iter().any(|byte| *byte != 0) {
-            return Err(malformed());
+            return Err(malformed);
         }
         Ok(Self {
             failover: head[7] == 1,
             number: head[24],
             first: head[25],
-            slots: long(8).ok_or_else(malformed)?,
-            control: long(16).ok_or_else(malformed)?,
-            paths: paths.ok_or_else(malformed)?,
+            slots: long(8).ok_or(malformed)?,
+            control: long(16).ok_or(malformed)?,
+            paths: paths.ok_or(malformed)?,
         })
     }
 
-    /// Feeds bytes to the parser, for fuzzers: what it accepts must survive being written and read again.
+    /// The fuzz target of the parser: an offer that it accepts is encoded as it was.
     pub fn fuzz(bytes: &[u8]) {
         if let Ok(offer) = Self::parse(bytes) {
             assert_eq!(offer.encode(), *bytes);
@@ -164,9 +165,9 @@ impl Offer {
     }
 }
 
-/// Whether a connection may have so many paths behind so many that are missing.
+/// Whether a connection may have `count` paths after `first` missing ones.
 fn are_paths(first: u8, count: usize) -> bool {
-    count > 0 && usize::from(first) + count <= MOST_PATHS
+    count > 0 && usize::from(first) + count <= MAX_PATHS
 }
 
 fn parse_path(bytes: &[u8]) -> Option<PathOffer> {
@@ -182,7 +183,7 @@ fn parse_path(bytes: &[u8]) -> Option<PathOffer> {
     let (port, ethernet, count) = (bytes[50], bytes[52], usize::from(bytes[53]));
     let mtu = Mtu::from_code(bytes[51].into())?;
     let up = bytes[54];
-    if port == 0 || ethernet > 1 || up > 1 || !(1..=MOST_QPS).contains(&count) || bytes[55..64] != [0; 9] {
+    if port == 0 || ethernet > 1 || up > 1 || !(1..=MAX_QPS).contains(&count) || bytes[55..64] != [0; 9] {
         return None;
     }
     let table = &bytes[64..];
@@ -218,7 +219,7 @@ mod tests {
 
     fn paths() -> impl Strategy<Value = Vec<PathOffer>> {
         let qp = (0_u32..1 << 24, 0_u32..1 << 24).prop_map(|(number, psn)| QpOffer { number, psn });
-        let qps = proptest::collection::vec(qp, 1..=MOST_QPS);
+        let qps = proptest::collection::vec(qp, 1..=MAX_QPS);
         let path = (
             "[a-z0-9_]{0,24}",
             1_u8..,
@@ -241,7 +242,7 @@ mod tests {
                 qps,
             },
         );
-        proptest::collection::vec(path, 1..=MOST_PATHS)
+        proptest::collection::vec(path, 1..=MAX_PATHS)
     }
 
     proptest! {
@@ -249,13 +250,13 @@ mod tests {
         fn offers_survive_and_rubbish_is_refused(
             failover: bool, number: u8, missing: bool, slots: u64, control: u64, paths in paths(), at in 0..OFFER_BYTES, bit in 0_u8..8, rubbish in proptest::collection::vec(any::<u8>(), 0..OFFER_BYTES + 8),
         ) {
-            let first = u8::from(missing && paths.len() < MOST_PATHS);
+            let first = u8::from(missing && paths.len() < MAX_PATHS);
             let offer = Offer { failover, number, first, slots, control, paths };
             let bytes = offer.encode();
             prop_assert_eq!(Offer::parse(&bytes), Ok(offer.clone()));
             prop_assert!(Offer::parse(&bytes[..at]).is_err());
             prop_assert!(Offer::parse(&rubbish).is_err());
-            // One bit: refused, or another offer that is written so.
+            // A flipped bit gives an error, or another offer with these bytes.
             let mut flipped = bytes;
             flipped[at] ^= 1 << bit;
             match Offer::parse(&flipped) {
@@ -263,7 +264,7 @@ mod tests {
                     prop_assert_ne!(&other, &offer);
                     prop_assert_eq!(other.encode(), flipped);
                 }
-                Err(text) => prop_assert_eq!(text.contains("version"), at == 4 || at == 5),
+                Err(error) => prop_assert_eq!(matches!(error, OfferError::Version { .. }), at == 4 || at == 5),
             }
         }
     }

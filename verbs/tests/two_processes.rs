@@ -20,9 +20,9 @@ use fabric::{Fabric, Port};
 use ringsight_verbs::{
     config::{Config, Filter},
     endpoint::{Control, Failover, Path, Peer, Receiver, SLOTS, Sender, Slots},
-    hub::Hub,
     memory::Memory,
     port::Net,
+    port_health::PortHealth,
     sys, sysfs,
     wire::{OFFER_BYTES, Offer},
 };
@@ -49,7 +49,7 @@ fn devices() -> Result<[String; 2], String> {
             return Err(format!("there is no RDMA device {name}"));
         }
     }
-    sys::lib()?;
+    sys::lib().map_err(ToString::to_string)?;
     Ok(names)
 }
 
@@ -135,9 +135,9 @@ fn path(device: &str, case: Case, end: (&Memory, bool), control: &Control) -> (P
         seed = mix(seed);
         seed as u32
     };
-    let hub = Hub::new(Arc::default());
-    let path = Path::new(0, port, end, control, &hub, draw).unwrap();
-    (path, Failover::new(&hub, None, Vec::new()).disabled())
+    let port_health = PortHealth::new(Arc::default());
+    let path = Path::new(0, port, end, control, &port_health, draw).unwrap();
+    (path, Failover::new(&port_health, None, Vec::new()).disabled())
 }
 
 fn exchange(stream: &mut TcpStream, mine: &Offer) -> Peer {

@@ -131,7 +131,7 @@ impl Family {
     /// those that have to go over sockets ask.
     pub(super) fn knows_silence(&self) -> bool {
         let rdma = self.proxy.config().rdma.as_ref();
-        rdma.is_some_and(|rdma| rdma.hub.settings().enabled)
+        rdma.is_some_and(|rdma| rdma.port_health.settings().enabled)
     }
 
     /// Takes a communicator out; whether others are left, who keep the proxy.

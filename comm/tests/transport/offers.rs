@@ -16,7 +16,7 @@ use ringsight_comm::{
 use ringsight_verbs::{
     config::{Config, Filter},
     failover::Settings,
-    hub::Hub,
+    port_health::PortHealth,
     port::Net,
 };
 
@@ -46,7 +46,7 @@ fn rdma(device: &str, required: bool) -> Rdma {
     };
     Rdma {
         net: Arc::new(Net::new(config, Path::new("/sys")).unwrap()),
-        hub: Hub::new(Arc::new(Settings::default())),
+        port_health: PortHealth::new(Arc::new(Settings::default())),
         required,
         class: None,
     }

@@ -1,4 +1,4 @@
-//! All states that can be reached, each once, breadth first.
+//! Breadth-first search over all reachable states, each once.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -7,23 +7,23 @@ use std::{
 };
 
 use super::world::{Move, World};
-use crate::Rules;
+use crate::rules::Rules;
 
-/// What must not be.
+/// An error that the exploration found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Found {
-    /// A state is wrong.
+    /// A state violates an invariant.
     Wrong(String),
-    /// A state from which no end is reached.
+    /// A state from which no final state can be reached.
     Hang,
-    /// More states than are explored.
+    /// Extra states than are explored.
     TooMany,
 }
 
-/// Most states of an exploration: memory and time are bounded whatever a change of the protocol brings about.
-const MOST: usize = 5_000_000;
+/// Maximum number of states, so that memory and time stay bounded whatever a change of the protocol causes.
+const MAX_STATES: usize = 5_000_000;
 
-/// What an exploration came to.
+/// The result of an exploration.
 pub(super) struct Outcome {
     pub(super) states: usize,
     pub(super) moves: usize,
@@ -33,7 +33,7 @@ pub(super) struct Outcome {
     pub(super) done: usize,
     pub(super) given_up: usize,
     pub(super) found: Option<Found>,
-    /// How it comes to what was found.
+    /// The moves that lead to the error.
     trace: Vec<String>,
 }
 
@@ -49,13 +49,13 @@ impl fmt::Display for Outcome {
 }
 
 impl Outcome {
-    /// What was found, and the shortest way there.
+    /// The error, and the shortest sequence of moves that leads to it.
     pub(super) fn explain(&self) -> String {
         format!("{self}\n{:?}\n{}", self.found, self.trace.join("\n"))
     }
 }
 
-/// Two independent multiplications of everything: 128 bits, so that two of some millions of states are not taken for one.
+/// A 128-bit hash by two independent multiplications, so that no two of some millions of states collide.
 #[derive(Default)]
 struct Fingerprint(u64, u64);
 
@@ -96,19 +96,19 @@ fn fingerprint(value: &impl Hash) -> (u64, u64) {
     (hasher.0, hasher.1)
 }
 
-/// Where a state came from: the state before, and which of its moves.
+/// The predecessor of a state, and the index of the move that led here.
 #[derive(Clone, Copy)]
 struct Origin {
     before: u32,
     choice: u16,
 }
 
-/// Explores everything from `start`, or up to the first thing that is wrong; with `wanted`, up to the first whose text has that, and
-/// nothing beyond others.
+/// Explores all states from `start`, up to the first error. With `wanted`, up to the first error whose text contains that; the search
+/// does not continue beyond other errors.
 pub(super) fn explore<R: Rules>(start: &World<R>, wanted: Option<&str>) -> Outcome {
     let mut known = HashMap::from([(fingerprint(start), 0_u32)]);
     let mut origins = vec![Origin { before: 0, choice: 0 }];
-    // Ways back, without what comes from outside: what can be reached on its own account.
+    // Edges from a state to its predecessor, without moves from outside.
     let mut edges: Vec<(u32, u32)> = Vec::new();
     let mut ends: Vec<u32> = Vec::new();
     let mut waiting = VecDeque::from([(0_u32, start.clone())]);
@@ -123,13 +123,13 @@ pub(super) fn explore<R: Rules>(start: &World<R>, wanted: Option<&str>) -> Outco
         trace: Vec::new(),
     };
     while let Some((index, world)) = waiting.pop_front() {
-        if origins.len() > MOST {
+        if origins.len() > MAX_STATES {
             outcome.trace = retrace(start, &origins, index);
             outcome.moves = edges.len();
             outcome.found = Some(Found::TooMany);
             return outcome;
         }
-        if world.is_over() {
+        if world.is_finished() {
             ends.push(index);
             match world.is_done() {
                 true => outcome.done += 1,
@@ -175,7 +175,7 @@ pub(super) fn explore<R: Rules>(start: &World<R>, wanted: Option<&str>) -> Outco
     outcome
 }
 
-/// The first state from which none of `ends` is reached, by edges from a state to the one before it.
+/// The first state from which none of `ends` can be reached. `edges` lead from a state to its predecessor.
 fn first_without_end(states: usize, mut edges: Vec<(u32, u32)>, ends: &[u32]) -> Option<u32> {
     edges.sort_unstable();
     let mut reaches = vec![false; states];

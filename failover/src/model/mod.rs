@@ -1,21 +1,20 @@
-//! The protocol, explored: both ends as they are, on a network that may do anything that a network does.
+//! A model checker for the protocol: both real state machines on a network that may do anything that a network does.
 //!
-//! A [`World`] is both machines, what their drivers hold (queue pairs, slots, credit words) and all that is on its way. Every
-//! thing that can happen next is a [`Move`]; [`explore`](explore::explore) tries all of them from every state that can be reached,
-//! each state once; a step is two work requests, and anything may happen between them. What is shown of all states:
+//! A [`World`] is both machines, what their drivers hold (queue pairs, slots, credit words) and everything on its way between them.
+//! Whatever can happen next is a [`Move`](world::Move). [`explore`](explore::explore) tries every move from every reachable state, each
+//! state once. A step is two work requests, and anything may happen between them. The exploration shows for all states:
 //!
-//! - every step is committed once, in order, and the receiver's device finds in its slot what was sent;
-//! - the sender never frees a source that the receiver has not got, nor has more credit than there are free slots;
-//! - an end gives up only when no path has both its ports up and it has an operation, or because the other end did;
-//! - no hang: from every state, both ends can come to be done or given up without a failure being mended from outside.
+//! - the receiver commits every step once, in order, and its device finds in the slot what was sent;
+//! - the sender never frees a source that the receiver has not got, and never has more credit than there are free slots;
+//! - an end gives up only if it has an operation and no path has both ports up, or because the other end gave up;
+//! - no state hangs: from every state both ends can finish or give up without a repair from outside.
 //!
-//! Time is not modelled but by order: a timer that is set may be over at any moment, with two exceptions, which are what the
-//! settings promise. The end's last deadline is over only when no path is alive, or when those that are have failed more than once and
-//! are left alone (its time is long against a recovery, but not against that), and the others only when what they wait for cannot
-//! come (theirs are long against a round trip); so often as [`Scenario::haste`] says, they are over early, too.
+//! Time is modelled by order only: a timer that is set may fire at any moment, with two exceptions, which the settings guarantee.
+//! The give-up timer fires only if no path is alive, or if those that are have failed repeatedly and wait for a long back-off. The other
+//! timers fire only if what they wait for cannot come. [`Scenario::haste`] says how often a timer fires early all the same.
 
+mod apply;
 mod explore;
-mod moves;
 mod network;
 mod world;
 
@@ -23,7 +22,10 @@ use explore::{Found, Outcome, explore};
 use network::Flaw;
 use world::{Scenario, World};
 
-use crate::{Rules, Sound, Status};
+use crate::{
+    links::Status,
+    rules::{Rules, Sound},
+};
 
 fn run<R: Rules>(scenario: Scenario, wanted: Option<&str>) -> Outcome {
     let started = std::time::Instant::now();
@@ -35,7 +37,7 @@ fn run<R: Rules>(scenario: Scenario, wanted: Option<&str>) -> Outcome {
     outcome
 }
 
-/// All is well, and the exploration met what it is for.
+/// The exploration finds nothing wrong, and covers failover.
 fn proves(scenario: Scenario) -> Outcome {
     let outcome = run::<Sound>(scenario, None);
     assert!(outcome.found.is_none(), "{}", outcome.explain());
@@ -47,13 +49,13 @@ fn proves(scenario: Scenario) -> Outcome {
     outcome
 }
 
-/// The mutant comes to what it must come to.
+/// The exploration finds the expected error of a mutant.
 fn catches<R: Rules>(scenario: Scenario, wanted: &str) {
     let outcome = run::<R>(scenario, Some(wanted));
     println!("{}", outcome.explain());
     assert!(
         matches!(&outcome.found, Some(Found::Wrong(what)) if what.contains(wanted)),
-        "the mutant lives"
+        "the mutant survives"
     );
 }
 
@@ -102,7 +104,7 @@ fn both_paths_fail_in_either_order_and_during_recovery() {
     assert!(outcome.given_up > 0, "with no path left, the ends give up");
 }
 
-/// Also the second time, when it would be left alone for longer than the ends wait for a path.
+/// Also the second time, when its back-off would be longer than the ends wait for a path.
 #[test]
 fn one_path_that_comes_back() {
     proves(Scenario {
@@ -114,7 +116,7 @@ fn one_path_that_comes_back() {
     });
 }
 
-/// What fails before there is an operation is no error until there is one.
+/// A failure without an operation is no error until an operation begins.
 #[test]
 fn paths_fail_before_operations_begin() {
     proves(Scenario {
@@ -140,7 +142,7 @@ fn paths_fail_before_operations_begin() {
 }
 
 #[test]
-fn failures_that_no_port_tells_of() {
+fn failures_that_no_port_reports() {
     proves(Scenario {
         silent: true,
         failures: 2,
@@ -160,7 +162,7 @@ fn acknowledgements_are_lost() {
     });
 }
 
-/// Whatever is lost, and whatever fails, before and after.
+/// Whatever is lost or fails, before and after.
 #[test]
 fn the_receiver_leaves_when_it_has_all() {
     let leaves = Scenario {
@@ -182,7 +184,7 @@ fn the_receiver_leaves_when_it_has_all() {
 }
 
 #[test]
-fn a_path_that_is_good_again_is_used_again() {
+fn a_path_that_works_again_is_used_again() {
     proves(Scenario {
         failback: true,
         steps: 2,
@@ -190,10 +192,10 @@ fn a_path_that_is_good_again_is_used_again() {
     });
 }
 
-/// A path is gone back to without the other one being given up: whenever the first path fails, and however soon again, the ends can
-/// agree over the second one alone.
+/// The receiver returns to a path without giving up the other. Whenever the first path fails again, the ends can agree over the second
+/// path alone.
 #[test]
-fn a_path_that_was_left_for_a_better_one_is_there_at_once() {
+fn a_path_that_was_left_for_a_better_one_stays_ready() {
     let outcome = proves(Scenario {
         failback: true,
         outside: false,
@@ -232,7 +234,7 @@ fn a_drain_that_is_cut_short_ends_in_an_error_and_never_in_wrong_data() {
 }
 
 #[test]
-fn timers_are_over_early() {
+fn timers_fire_early() {
     proves(Scenario {
         haste: 1,
         repairs: 0,
@@ -241,7 +243,7 @@ fn timers_are_over_early() {
     });
 }
 
-/// What takes minutes: `cargo test -p ringsight-failover -- --ignored`.
+/// Larger explorations, which take minutes: `cargo test -p ringsight-failover -- --ignored`.
 #[test]
 #[ignore = "takes minutes and some GiB"]
 fn larger() {
@@ -278,7 +280,7 @@ fn larger() {
     });
 }
 
-/// A completion is a completion.
+/// Treats every completion as success.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct ErrorsSucceed;
 
@@ -293,7 +295,7 @@ fn mutant_error_completion_taken_as_success() {
     catches::<ErrorsSucceed>(SMALL, "the sender frees");
 }
 
-/// The receiver says what it has while the path may still write.
+/// The receiver reports its position while the path may still write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Unfenced;
 
@@ -314,7 +316,7 @@ fn mutant_no_fence() {
     catches::<Unfenced>(scenario, "its NIC had acknowledged");
 }
 
-/// The receiver goes back while steps are under way.
+/// The receiver returns to a better path while steps are outstanding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Unstopped;
 
@@ -334,7 +336,7 @@ fn mutant_no_stop_before_going_back() {
     catches::<Unstopped>(scenario, "its NIC had acknowledged");
 }
 
-/// What was posted is taken to be there.
+/// The sender assumes that every posted step has arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct FromPosted;
 
@@ -373,9 +375,9 @@ fn mutant_stale_gid() {
 }
 
 #[test]
-fn mutant_no_last_word() {
+fn mutant_no_goodbye() {
     let scenario = Scenario {
-        flaw: Flaw::NoLastWord,
+        flaw: Flaw::NoGoodbye,
         leaves: true,
         steps: 1,
         repairs: 0,

@@ -1,30 +1,33 @@
-//! Queue pairs and ports, and what is on its way between them.
+//! Queue pairs, ports, and the packets between them.
 
-use crate::{Address, Link, Work};
+use crate::{
+    links::{Link, Work},
+    message::Address,
+};
 
-/// What is wrong with a driver or its NIC, for the mutants that are no rule of the machines.
+/// A defect of a driver or its NIC. Mutants of the state machines are [`Rules`](crate::Rules) instead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Flaw {
-    /// Nothing.
+    /// No defect.
     None,
     /// Credits are added by the NIC instead of written.
     FetchAdd,
-    /// A queue pair's GID is the one that was read at the beginning.
+    /// A queue pair keeps the GID that was read at the beginning.
     StaleGid,
-    /// A drain at the receiver ends before what had arrived is told, as where the completion queue failed.
+    /// A drain at the receiver ends before everything that arrived is delivered, as after a failure of the completion queue.
     CutDrain,
-    /// A step's notice goes before its bytes.
+    /// A step's notice is posted before its bytes.
     NoticeFirst,
-    /// The receiver's communicator ends without a word.
-    NoLastWord,
+    /// The receiver's communicator ends without [`Message::Left`](crate::Message::Left).
+    NoGoodbye,
 }
 
 /// One port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Port {
     pub(super) up: bool,
-    /// What its end was told last.
-    pub(super) told: bool,
+    /// The state that its end knows.
+    pub(super) known_up: bool,
     /// Changes whenever it comes up.
     pub(super) gid: u8,
 }
@@ -37,13 +40,13 @@ pub(super) enum QpState {
     Error,
 }
 
-/// A work request. A step is two: its bytes, then the notice that tells of them.
+/// A work request. A step is two of them: its bytes, then its notice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Request {
     pub(super) work: Work,
-    /// Credits: what is written.
+    /// Credits: the value that is written.
     pub(super) value: u64,
-    /// A step's bytes: they end without a word, with their notice.
+    /// The bytes of a step. They have no completion of their own: that of the notice covers both.
     pub(super) is_data: bool,
 }
 
@@ -52,20 +55,20 @@ pub(super) struct Request {
 pub(super) struct Qp {
     pub(super) generation: u32,
     pub(super) state: QpState,
-    /// Its end waits for all of it to be accounted for.
+    /// Its end waits until every work request is accounted for.
     pub(super) draining: bool,
-    /// Its address, as the peer was told.
+    /// Its address, as the peer knows it.
     pub(super) own: Address,
     pub(super) remote: Address,
-    /// Posted and not completed, in order.
+    /// Work requests that are posted and not completed, in order.
     pub(super) queue: Vec<Request>,
-    /// The first so many have reached the peer; their acknowledgements are on the way or lost.
+    /// How many of them, from the first, have reached the peer. Their acknowledgements are on the way or lost.
     pub(super) delivered: usize,
-    /// The first so many have left the NIC: they can arrive even when the path is dead.
+    /// How many of them, from the first, have left the NIC. They can arrive even when the path is dead.
     pub(super) launched: usize,
-    /// Left the NIC before the queue pair was given up: late, but not lost.
+    /// Work requests that left the NIC before the queue pair was given up: late, but not lost.
     pub(super) late: Vec<Request>,
-    /// Immediates that arrived and were not told yet.
+    /// Immediates that arrived and have not been delivered.
     pub(super) arrived: Vec<u64>,
 }
 
@@ -92,16 +95,16 @@ impl Qp {
         }
     }
 
-    /// How many requests the first acknowledgement that is told of ends; `None` if what is delivered ends without a word.
+    /// How many requests the first visible acknowledgement completes; `None` if no delivered request has a completion of its own.
     pub(super) fn acknowledged(&self) -> Option<usize> {
-        let told = |request: &Request| !request.is_data;
+        let has_completion = |request: &Request| !request.is_data;
         self.queue[..self.delivered]
             .iter()
-            .position(told)
+            .position(has_completion)
             .map(|last| last + 1)
     }
 
-    /// Moves it to the error state: nothing is sent or accepted any more, but what has left is on its way.
+    /// Moves it to the error state. It sends and accepts nothing more, but packets that have left are still on their way.
     pub(super) fn fail(&mut self) {
         if self.state != QpState::Error {
             self.state = QpState::Error;
@@ -111,14 +114,14 @@ impl Qp {
         }
     }
 
-    /// The same by an end that takes notice of nothing any more.
-    pub(super) fn forget(&mut self) {
+    /// As [`Qp::fail`], for an end that processes nothing any more.
+    pub(super) fn abandon(&mut self) {
         self.fail();
         (self.queue, self.arrived, self.draining) = (Vec::new(), Vec::new(), false);
     }
 }
 
-/// The address of the queue pair that is made now: whose it is, and the port's GID.
+/// The address of a new queue pair: its end and path, and the port's GID.
 pub(super) fn address(end: usize, path: usize, generation: u32, gid: u8) -> Address {
     let mut address = Address::default();
     address.0[..8].copy_from_slice(&[end as u8, path as u8, 0, gid, 0, 0, 0, 0]);

@@ -1,52 +1,59 @@
-//! A state of everything, and what can happen in it.
+//! A state of the whole system, and the moves that are possible in it.
 
 use std::{sync::Arc, time::Duration};
 
 use super::network::{Flaw, Port, Qp, QpState, address, gid_of};
 use crate::{
-    Action, Event, Link, LinkState, Message, PathSet, PathView, Receiver, Rules, Sender, Settings, Timer,
+    links::{Link, LinkState, PathSet, PathView},
+    message::Message,
+    protocol::{Action, Event, Protocol},
+    receiver::Receiver,
+    rules::Rules,
+    sender::Sender,
+    settings::Settings,
+    timers::Timer,
 };
 
-/// What is explored.
+/// The bounds and assumptions of an exploration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Scenario {
-    /// Steps that the connection is to move.
+    /// Steps that the connection moves.
     pub(super) steps: u64,
     /// Slots of each FIFO.
     pub(super) slots: usize,
     /// Paths.
     pub(super) paths: usize,
-    /// How often a port goes down, any port at any time.
+    /// How often a port goes down: any port, at any time.
     pub(super) failures: u8,
     /// How often one comes up again, at any later time, with another GID.
     pub(super) repairs: u8,
     /// How often a queue pair fails although its path works (acknowledgements lost in all tries).
     pub(super) glitches: u8,
-    /// Ports say nothing of themselves.
+    /// Ports report no changes.
     pub(super) silent: bool,
     /// There is a connection outside RDMA.
     pub(super) outside: bool,
-    /// Paths that failed are rebuilt while others work, and gone back to; else only when there is no other one.
+    /// Failed paths are rebuilt while others work, and the receiver returns to them. Otherwise only when no other path is left.
     pub(super) failback: bool,
     /// Only ports of the first path fail.
     pub(super) only_first: bool,
-    /// How many messages are lost.
+    /// How many messages may be lost.
     pub(super) losses: u8,
-    /// How often a timer is over early: a time-out although the path works, a resend although the first is on its way, a probe
-    /// although nothing is wrong.
+    /// How often a timer fires early: a time-out although the path works, a resend although the first copy is on its way, a probe although
+    /// nothing is wrong.
     pub(super) haste: u8,
-    /// Operations begin at some time, at each end; else they have when it all begins.
+    /// Operations begin at any time at each end. Otherwise they have begun in the first state.
     pub(super) idle: bool,
-    /// Acknowledgements of credits may be lost, too, and not only those of steps.
+    /// Acknowledgements of credits may be lost, not only those of steps.
     pub(super) credits_in_doubt: bool,
-    /// The receiver's communicator ends at some time after it is done.
+    /// The receiver's communicator ends at any time after its last step.
     pub(super) leaves: bool,
-    /// What is wrong with the drivers.
+    /// The defect of the drivers or NICs.
     pub(super) flaw: Flaw,
 }
 
-/// How long a path is left alone that failed once, and one that failed again before that was forgotten. Only the second may be longer
-/// than the end's last deadline.
+/// Back-off of a path that failed once, and of one that failed again before the first failure was forgotten. Only the second may exceed
+/// the time after which an end gives up.
 const SHORT: Duration = Duration::from_nanos(1);
 const LONG: Duration = Duration::from_nanos(2);
 
@@ -54,40 +61,40 @@ const LONG: Duration = Duration::from_nanos(2);
 pub(super) const SENDER: usize = 0;
 pub(super) const RECEIVER: usize = 1;
 
-/// Something that can happen. Ends and paths are indices.
+/// Something that can happen. Ends and paths are given by index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Move {
-    /// An end has its operation.
+    /// The operation of an end begins.
     Begin(usize),
     /// The sender's driver posts the next step.
     Post,
-    /// The receiver's device is done with a slot.
+    /// The receiver's device has consumed a slot.
     Consume,
     /// The receiver's communicator ends.
     Leave,
-    /// The first work request that is not there yet reaches the peer.
+    /// The first work request that has not arrived reaches the peer.
     Deliver(usize, usize),
-    /// One of a queue pair that was given up reaches the peer after all.
+    /// A work request of a queue pair that was given up reaches the peer after all.
     DeliverLate(usize, usize),
-    /// The first one's acknowledgement is back.
+    /// The acknowledgement of the first work request comes back.
     Acknowledge(usize, usize),
-    /// The first one has been tried often enough.
+    /// The NIC gives up the first work request after its retries.
     Exhaust(usize, usize),
-    /// The same, although the path works.
+    /// As `Exhaust`, although the path works.
     Glitch(usize, usize),
-    /// The receiver's driver sees an immediate.
-    See(usize),
+    /// The receiver's driver polls an immediate.
+    PollImmediate(usize),
     /// A fence is done.
     Drain(usize, usize),
-    /// A message comes: to whom, and which.
-    Hear(usize, usize),
-    /// One is lost.
+    /// A message arrives: at which end, and which one.
+    Receive(usize, usize),
+    /// A message is lost.
     Lose(usize, usize),
-    /// A timer is over.
+    /// A timer fires.
     Expire(usize, Timer),
-    /// A timer is over although there is no reason for it.
+    /// A timer fires early.
     Hasten(usize, Timer),
-    /// An end is told of its port.
+    /// An end learns the state of its port.
     Notice(usize, usize),
     /// A port goes down.
     PortDown(usize, usize),
@@ -96,7 +103,7 @@ pub(super) enum Move {
 }
 
 impl Move {
-    /// Whether it comes from outside: nothing may depend on it to happen.
+    /// Whether the move comes from outside. No progress may depend on such a move.
     pub(super) fn is_outside(self) -> bool {
         matches!(
             self,
@@ -105,19 +112,19 @@ impl Move {
     }
 }
 
-/// A message on its way; over a queue pair of the end that sent it, or outside.
+/// A message on its way, over a queue pair of the end that sent it or outside RDMA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Sent {
     pub(super) message: Message,
     pub(super) link: Option<Link>,
 }
 
-/// Whether it is what the receiver says before its end. It comes in order with that: it is not lost.
-fn is_last_word(sent: &Sent) -> bool {
+/// Whether it is the receiver's last message. The connection outside RDMA delivers it before its own end, so it is never lost.
+fn is_goodbye(sent: &Sent) -> bool {
     matches!(sent.message, Message::Left { .. })
 }
 
-/// A state.
+/// A state of the system.
 #[derive(Clone, Debug, Hash)]
 pub(super) struct World<R> {
     pub(super) scenario: Scenario,
@@ -128,15 +135,15 @@ pub(super) struct World<R> {
     pub(super) consumed: u64,
     /// The receiver's communicator has ended.
     pub(super) left: bool,
-    /// What lies in the receiver's slots: the position that it is the data of.
+    /// By slot of the receiver: the position whose data it holds.
     pub(super) slots: Vec<Option<u64>>,
     /// By path: the sender's credit words.
     pub(super) words: Vec<u64>,
-    /// Credits that the receiver knows to have got over, for [`Flaw::FetchAdd`].
+    /// Credits that the receiver knows to have arrived, for [`Flaw::FetchAdd`].
     pub(super) credited: u64,
     pub(super) ports: [Vec<Port>; 2],
     pub(super) qps: [Vec<Qp>; 2],
-    /// To each end.
+    /// Messages on their way to each end.
     pub(super) messages: [Vec<Sent>; 2],
     pub(super) failures: u8,
     pub(super) repairs: u8,
@@ -145,7 +152,7 @@ pub(super) struct World<R> {
     pub(super) haste: u8,
 }
 
-/// What a move came to, for the tally.
+/// Events of a move that the exploration counts.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Effects {
     pub(super) switches: u64,
@@ -179,7 +186,7 @@ impl<R: Rules> World<R> {
         };
         let port = Port {
             up: true,
-            told: true,
+            known_up: true,
             gid: 0,
         };
         let slots = scenario.slots as u64;
@@ -209,9 +216,9 @@ impl<R: Rules> World<R> {
     }
 
     /// Whether each end is done or has given up.
-    pub(super) fn is_over(&self) -> bool {
-        (self.is_sender_done() || self.sender.is_over())
-            && (self.is_receiver_done() || self.receiver.is_over())
+    pub(super) fn is_finished(&self) -> bool {
+        (self.is_sender_done() || self.sender.has_given_up())
+            && (self.is_receiver_done() || self.receiver.has_given_up())
     }
 
     /// Whether both ends are done.
@@ -233,7 +240,7 @@ impl<R: Rules> World<R> {
         self.begun[end] && !is_done[end]
     }
 
-    /// Tells the ends whether they have.
+    /// Tells each end whether it has an operation.
     pub(super) fn set_busy(&mut self) {
         let [sends, receives] = [SENDER, RECEIVER].map(|end| self.is_busy(end));
         self.sender.set_busy(Duration::ZERO, sends);
@@ -249,23 +256,22 @@ impl<R: Rules> World<R> {
         (0..self.scenario.paths).any(|path| self.is_alive(path))
     }
 
-    /// Whether nothing happens but that time passes until this path is made anew: there is none that is not given up, and it failed
-    /// again and again.
+    /// Whether only time passes until this path is rebuilt: every path is given up, and this one has failed repeatedly.
     fn is_left_alone(&self, path: usize) -> bool {
         let is_long = |at| at > SHORT;
         self.receiver.paths().all(|view| view.state == LinkState::Fenced)
             && self.receiver.next_attempt(path as u8).is_some_and(is_long)
     }
 
-    /// Whether the ends have something left to speak over.
-    pub(super) fn can_speak(&self) -> bool {
+    /// Whether the ends can still exchange messages.
+    pub(super) fn can_communicate(&self) -> bool {
         self.scenario.outside || (0..self.scenario.paths).any(|path| self.works(path))
     }
 
-    /// Whether what `end` sends on `path` finds the peer's queue pair.
+    /// Whether a packet of `end` on `path` reaches the peer's queue pair.
     fn is_accepted(&self, end: usize, path: usize) -> bool {
         let (from, to) = (&self.qps[end][path], &self.qps[1 - end][path]);
-        // The GID in a packet is that of the address it was sent to; the port takes those of its own alone.
+        // A packet carries the GID of its destination address; a port accepts only its own.
         let is_ours = gid_of(&from.remote) == self.ports[1 - end][path].gid;
         to.state == QpState::ReadyToSend && from.remote == to.own && is_ours
     }
@@ -277,11 +283,11 @@ impl<R: Rules> World<R> {
         self.is_alive(path) && sends(SENDER) && sends(RECEIVER)
     }
 
-    /// Everything that can happen.
+    /// All moves that are possible now.
     pub(super) fn moves(&self) -> Vec<Move> {
         let mut moves = self.all_moves();
-        if self.sender.is_over() || self.receiver.is_over() {
-            // What is left to show is that the other end comes to its end, too, with no help.
+        if self.sender.has_given_up() || self.receiver.has_given_up() {
+            // It remains to show that the other end finishes, too, without help from outside.
             moves.retain(|step| !step.is_outside());
         }
         moves
@@ -308,10 +314,10 @@ impl<R: Rules> World<R> {
                 self.network_moves(end, path, &mut moves);
             }
             for index in 0..self.messages[end].len() {
-                if self.can_hear(end, index) {
-                    moves.push(Move::Hear(end, index));
+                if self.can_receive(end, index) {
+                    moves.push(Move::Receive(end, index));
                 }
-                if self.losses > 0 && !is_last_word(&self.messages[end][index]) {
+                if self.losses > 0 && !is_goodbye(&self.messages[end][index]) {
                     moves.push(Move::Lose(end, index));
                 }
             }
@@ -354,13 +360,13 @@ impl<R: Rules> World<R> {
             moves.push(Move::DeliverLate(end, path));
         }
         if end == RECEIVER && !qp.arrived.is_empty() {
-            moves.push(Move::See(path));
+            moves.push(Move::PollImmediate(path));
         }
         if qp.draining {
             moves.push(Move::Drain(end, path));
         }
         let is_there = end == SENDER || !self.left;
-        if port.told != port.up && !self.scenario.silent && is_there {
+        if port.known_up != port.up && !self.scenario.silent && is_there {
             moves.push(Move::Notice(end, path));
         }
         match port.up {
@@ -372,7 +378,7 @@ impl<R: Rules> World<R> {
         }
     }
 
-    fn can_hear(&self, end: usize, index: usize) -> bool {
+    fn can_receive(&self, end: usize, index: usize) -> bool {
         let Some(link) = self.messages[end][index].link else {
             return true;
         };
@@ -380,29 +386,28 @@ impl<R: Rules> World<R> {
         self.qps[1 - end][path].generation == link.generation && self.works(path)
     }
 
-    /// Whether a timer is over because what it waits for does not come.
+    /// Whether a timer may fire because what it waits for cannot come.
     fn is_due(&self, end: usize, timer: Timer) -> bool {
         let views: Vec<PathView> = match end {
             SENDER => self.sender.paths().collect(),
             _ => self.receiver.paths().collect(),
         };
         match timer {
-            // Nothing that it said is on its way.
+            // None of its messages is on its way.
             Timer::Resend => self.messages[1 - end].is_empty(),
-            // Long against a recovery over a path that is alive, but not against how long one may be left alone.
-            // And the ends must have something left to speak over.
-            // Once the receiver has left nothing comes of them, but what it said last is long there.
-            Timer::GiveUp if self.left => !self.messages[SENDER].iter().any(is_last_word),
+            // The time is long against a recovery over a living path, but not against a long back-off, and the ends must be able to
+            // communicate. Once the receiver has left, only its last message still arrives.
+            Timer::GiveUp if self.left => !self.messages[SENDER].iter().any(is_goodbye),
             Timer::GiveUp => {
                 let mut paths = 0..self.scenario.paths;
-                !self.can_speak() || !paths.any(|path| self.is_alive(path) && !self.is_left_alone(path))
+                !self.can_communicate() || !paths.any(|path| self.is_alive(path) && !self.is_left_alone(path))
             }
-            // Long against a round trip.
-            Timer::Watch => views
+            // The time is long against a round trip.
+            Timer::Progress => views
                 .iter()
                 .any(|view| view.active && !self.works(usize::from(view.link.path))),
             Timer::Path(path) => match views[usize::from(path)].state {
-                // Attempts at a dead path come to nothing, for ever.
+                // Attempts on a dead path would fail for ever.
                 LinkState::Fencing | LinkState::Fenced => {
                     let is_needed = self.scenario.failback
                         || !self.receiver.paths().any(|view| view.state == LinkState::Ready);
@@ -416,15 +421,15 @@ impl<R: Rules> World<R> {
         }
     }
 
-    /// A move in words.
+    /// Describes a move.
     pub(super) fn describe(&self, step: Move) -> String {
         match step {
-            Move::Hear(end, index) => format!("{step:?}: {:?}", self.messages[end][index].message),
+            Move::Receive(end, index) => format!("{step:?}: {:?}", self.messages[end][index].message),
             _ => format!("{step:?}"),
         }
     }
 
-    /// Forgets what cannot have an effect any more, so that states which differ by it are one.
+    /// Removes what can have no effect any more, so that states which differ only by that are one.
     pub(super) fn tidy(&mut self) {
         for path in 0..self.scenario.paths {
             if self.works(path) {
@@ -450,16 +455,16 @@ impl<R: Rules> World<R> {
             };
             let kept: Vec<Sent> = self.messages[end]
                 .iter()
-                .filter(|sent| gone(sent) != Some(true) && !self.means_nothing(end, sent.message))
+                .filter(|sent| gone(sent) != Some(true) && !self.is_ignored(end, sent.message))
                 .copied()
                 .collect();
             self.messages[end] = kept;
-            // Their order means nothing.
+            // Their order has no effect.
             self.messages[end].sort_by_key(|sent| (sent.message.encode(), sent.link.map(|link| link.path)));
             let over = if end == SENDER {
-                self.sender.is_over()
+                self.sender.has_given_up()
             } else {
-                self.receiver.is_over() || self.left
+                self.receiver.has_given_up() || self.left
             };
             if over {
                 self.messages[end].clear();
@@ -467,11 +472,11 @@ impl<R: Rules> World<R> {
         }
     }
 
-    /// Whether an end would take no notice, or only answer what the other takes no notice of. Most of what is late is so for ever;
-    /// what is not is said again.
-    fn means_nothing(&self, end: usize, message: Message) -> bool {
+    /// Whether an end would ignore a message, or only answer with messages that the other end ignores. Most late messages are ignored for
+    /// ever; the others are sent again.
+    fn is_ignored(&self, end: usize, message: Message) -> bool {
         let mut actions = Vec::new();
-        let event = Event::Heard(message);
+        let event = Event::Received(message);
         let same = match end {
             SENDER => {
                 let mut sender = self.sender.clone();
@@ -485,25 +490,25 @@ impl<R: Rules> World<R> {
             }
         };
         let empty = |action: &Action| match action {
-            Action::Tell { message, .. } => self.means_nothing(1 - end, *message),
+            Action::Send { message, .. } => self.is_ignored(1 - end, *message),
             _ => false,
         };
         same && actions.iter().all(empty)
     }
 
-    /// What holds in every state.
+    /// Checks the invariants of every state.
     pub(super) fn check(&self) -> Result<(), String> {
         let here: usize = self.qps[RECEIVER].iter().map(|qp| qp.arrived.len()).sum();
         let got = self.receiver.committed() + here as u64;
-        // A cut drain may have lost some: the sender is yet to hear of it.
+        // A cut drain may have lost steps of which the sender does not know yet.
         let may_lose = self.scenario.flaw == Flaw::CutDrain;
-        if self.sender.acked() > got && !self.receiver.is_over() && !may_lose {
+        if self.sender.acked() > got && !self.receiver.has_given_up() && !may_lose {
             return Err(format!(
                 "the sender frees {} steps, the receiver has {got}",
                 self.sender.acked()
             ));
         }
-        // Everything that can go wrong costs a path at most a few of its lives.
+        // Everything that can go wrong costs a path at most a few generations.
         let Scenario {
             failures,
             repairs,

@@ -1,13 +1,18 @@
-//! Which path an epoch is on, and when the next one begins.
+//! The receiver's epochs: which path one is on, and when the next one begins.
 
 use std::time::Duration;
 
 use super::{Phase, Receiver};
-use crate::{Action, LinkState, Report, Rules, Timer};
+use crate::{
+    links::LinkState,
+    protocol::{Action, Report},
+    rules::Rules,
+    timers::Timer,
+};
 
 impl<R: Rules> Receiver<R> {
-    /// Begins the next epoch on the first path that is ready: it may be the one that it is on.
-    pub(super) fn choose(&mut self, now: Duration, out: &mut Vec<Action>) {
+    /// Begins the next epoch on the first usable path, which may be the active one.
+    pub(super) fn begin_epoch(&mut self, now: Duration, out: &mut Vec<Action>) {
         let Some(path) = self.paths.indices().find(|path| self.is_usable(*path)) else {
             return self.strand(now);
         };
@@ -16,8 +21,8 @@ impl<R: Rules> Receiver<R> {
         self.active = self.paths.link(path);
         if self.active == from {
             self.phase = Phase::Resuming;
-            self.say_switch(out);
-            return self.resend_soon(now);
+            self.send_switch(out);
+            return self.start_resending(now);
         }
         let from = from.path;
         self.phase = Phase::Switching;
@@ -30,14 +35,14 @@ impl<R: Rules> Receiver<R> {
             committed: self.committed,
             replayed: 0,
         }));
-        self.say_switch(out);
-        self.resend_soon(now);
-        self.say_credit(out);
-        self.watch(now);
+        self.send_switch(out);
+        self.start_resending(now);
+        self.send_credit(out);
+        self.arm_progress_timer(now);
     }
 
-    /// There is no path to go on. However often those that failed did so: nothing is spared by leaving one alone for long, and the end
-    /// may have given up by then.
+    /// No path is usable. Every failed path is retried after the shortest back-off: a longer one would spare nothing, and this end may
+    /// have given up by then.
     pub(super) fn strand(&mut self, now: Duration) {
         self.phase = Phase::Stranded;
         for path in self
@@ -49,41 +54,41 @@ impl<R: Rules> Receiver<R> {
         }
     }
 
-    /// The sender is in our epoch.
-    pub(super) fn flow(&mut self, now: Duration, out: &mut Vec<Action>) {
-        let was_elsewhere = self.phase == Phase::Switching;
+    /// The sender has entered this end's epoch.
+    pub(super) fn on_switched(&mut self, now: Duration, out: &mut Vec<Action>) {
+        let has_switched = self.phase == Phase::Switching;
         self.phase = Phase::Flowing;
-        self.limit(now);
-        self.settle();
-        if was_elsewhere {
+        self.arm_give_up_timer(now);
+        self.stop_resending();
+        if has_switched {
             out.push(Action::Report(Report::Recovered { epoch: self.epoch }));
         }
-        self.watch(now);
-        self.fall_back(now, out);
+        self.arm_progress_timer(now);
+        self.start_failback(now, out);
     }
 
-    /// Begins to leave the active path if one before it is ready. It works, and stays as it is: what the ends agree by goes over it,
-    /// too, and if the other one fails at once it is there.
-    pub(super) fn fall_back(&mut self, now: Duration, out: &mut Vec<Action>) {
-        if self.settings.failback && self.has_better() {
+    /// Begins to leave the active path if a better one is ready. The active path works and is not fenced: it carries messages, and it is
+    /// ready should the better path fail at once.
+    pub(super) fn start_failback(&mut self, now: Duration, out: &mut Vec<Action>) {
+        if self.settings.failback && self.has_preferred_path() {
             if !R::waits_for_stop() {
-                return self.choose(now, out);
+                return self.begin_epoch(now, out);
             }
             self.phase = Phase::Holding { drained: None };
-            self.say_epoch(out);
-            self.resend_soon(now);
+            self.send_epoch(out);
+            self.start_resending(now);
         }
     }
 
-    /// Leaves the active path when the sender has stopped, and all that it sent is here.
-    pub(super) fn go_back(&mut self, now: Duration, out: &mut Vec<Action>) {
+    /// Leaves the active path once the sender has stopped and every step that it posted is committed.
+    pub(super) fn switch_back_if_drained(&mut self, now: Duration, out: &mut Vec<Action>) {
         if matches!(self.phase, Phase::Holding { drained: Some(posted) } if posted <= self.committed) {
-            self.choose(now, out);
+            self.begin_epoch(now, out);
         }
     }
 
     /// Whether a path before the active one is ready.
-    pub(super) fn has_better(&self) -> bool {
+    pub(super) fn has_preferred_path(&self) -> bool {
         (0..self.active.path).any(|path| self.is_usable(path))
     }
 

@@ -1,9 +1,14 @@
-//! A receiver and its times: its driver and its sender answer at once, over paths that are up or not.
+//! A receiver and its timers. Its driver and its sender answer at once, over paths that are up or down.
 
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 use super::Receiver;
-use crate::{Action, Address, Event, Link, Message, PathSet, Reason, Settings, Status, Work};
+use crate::{
+    links::{Link, PathSet, Status, Work},
+    message::{Address, Message},
+    protocol::{Action, Event, Protocol, Reason},
+    settings::Settings,
+};
 
 fn credited(link: Link, steps: u64) -> Event {
     Event::Completed {
@@ -16,13 +21,13 @@ fn credited(link: Link, steps: u64) -> Event {
 struct Bench {
     receiver: Receiver,
     now: Duration,
-    /// By path: whether anything gets over it.
+    /// By path: whether it carries anything.
     alive: Vec<bool>,
-    /// Credits end only when they are told to.
+    /// Credits complete only when a test says so.
     holds_credits: bool,
     /// The sender does not answer.
     silent: bool,
-    over: Option<Reason>,
+    gave_up: Option<Reason>,
 }
 
 impl Bench {
@@ -34,13 +39,13 @@ impl Bench {
             alive: vec![true; paths],
             holds_credits: false,
             silent: false,
-            over: None,
+            gave_up: None,
         };
         bench.receiver.set_busy(bench.now, true);
         bench
     }
 
-    /// What comes of an action where all goes well, or as well as the path lets it.
+    /// The event that follows from an action, as the state of the path allows.
     fn answer(&self, action: &Action) -> Option<Event> {
         let is_alive = |path: u8| self.alive[usize::from(path)];
         Some(match *action {
@@ -59,7 +64,7 @@ impl Bench {
             Action::Credit { link, steps } if is_alive(link.path) && !self.holds_credits => {
                 credited(link, steps)
             }
-            Action::Tell { message, .. } if !self.silent => Event::Heard(match message {
+            Action::Send { message, .. } if !self.silent => Event::Received(match message {
                 Message::Offer { link, address } if is_alive(link.path) => Message::Accept { link, address },
                 Message::Switch { epoch, link, .. } if is_alive(link.path) => Message::Switched { epoch },
                 Message::Hold { epoch, .. } => Message::Drained { epoch, posted: 0 },
@@ -74,7 +79,7 @@ impl Bench {
         loop {
             for action in actions.drain(..) {
                 if let Action::GiveUp(reason) = action {
-                    self.over = Some(reason);
+                    self.gave_up = Some(reason);
                 }
                 events.extend(self.answer(&action));
             }
@@ -85,7 +90,7 @@ impl Bench {
         }
     }
 
-    fn tell(&mut self, event: Event) {
+    fn handle(&mut self, event: Event) {
         let mut actions = Vec::new();
         self.receiver.handle(self.now, event, &mut actions);
         self.perform(actions);
@@ -97,10 +102,10 @@ impl Bench {
         self.perform(actions);
     }
 
-    /// Takes the receiver's port of a path down, or up again.
-    fn port(&mut self, path: u8, up: bool) {
+    /// Takes the receiver's port of a path up or down.
+    fn set_port(&mut self, path: u8, up: bool) {
         self.alive[usize::from(path)] = up;
-        self.tell(match up {
+        self.handle(match up {
             true => Event::PortUp { path },
             false => Event::PortDown { path },
         });
@@ -118,27 +123,27 @@ impl Bench {
     }
 
     /// Whether steps go over this path.
-    fn flows_over(&self, path: u8) -> bool {
+    fn uses_path(&self, path: u8) -> bool {
         let view = self.receiver.paths().nth(usize::from(path));
         view.is_some_and(|view| view.active && view.state.is_live()) && !self.receiver.is_recovering()
     }
 }
 
-/// Its only path is down for a tenth of a second, however often: it is made anew as soon as its port is up.
+/// The only path goes down for 100 ms again and again. It is rebuilt as soon as its port is up.
 #[test]
-fn one_path_that_flaps_is_there_whenever_its_port_is_up() {
+fn a_single_path_that_flaps_works_whenever_its_port_is_up() {
     for up_for in [50, 100, 1000] {
         let mut bench = Bench::new(Settings::default(), 1);
         for flap in 0..300 {
-            bench.port(0, false);
+            bench.set_port(0, false);
             bench.pass(100);
-            bench.port(0, true);
+            bench.set_port(0, true);
             bench.pass(up_for);
-            assert_eq!(bench.over, None, "flap {flap}, up for {up_for} ms");
-            assert!(bench.flows_over(0) || up_for < 1000, "flap {flap}");
+            assert_eq!(bench.gave_up, None, "flap {flap}, up for {up_for} ms");
+            assert!(bench.uses_path(0) || up_for < 1000, "flap {flap}");
         }
         bench.pass(1000);
-        assert!(bench.flows_over(0));
+        assert!(bench.uses_path(0));
     }
 }
 
@@ -149,7 +154,7 @@ fn soon() -> Settings {
     }
 }
 
-/// It does not wait for the next probe, nor for an operation, and what is granted meanwhile changes nothing.
+/// The end does not wait for the next probe or operation, and later grants do not extend the time-out.
 #[test]
 fn a_credit_that_is_lost_is_found_by_the_time_out() {
     for busy in [true, false] {
@@ -162,13 +167,13 @@ fn a_credit_that_is_lost_is_found_by_the_time_out() {
         bench.pass(200);
         bench.grant(4);
         bench.pass(99);
-        assert!(bench.flows_over(0), "busy: {busy}");
+        assert!(bench.uses_path(0), "busy: {busy}");
         bench.pass(1);
-        assert!(bench.flows_over(1), "busy: {busy}");
+        assert!(bench.uses_path(1), "busy: {busy}");
     }
 }
 
-/// Whether the sender has heard of the switch or not, and whatever ends of the path before.
+/// Whether the sender knows of the switch or not, and whatever completes on the previous path.
 #[test]
 fn a_credit_that_is_lost_after_a_switch_is_found_by_the_time_out() {
     for silent in [true, false] {
@@ -176,9 +181,9 @@ fn a_credit_that_is_lost_after_a_switch_is_found_by_the_time_out() {
         let first = bench.receiver.active();
         bench.grant(2);
         (bench.holds_credits, bench.silent) = (true, silent);
-        bench.port(0, false);
+        bench.set_port(0, false);
         assert_eq!(bench.receiver.active().path, 1);
-        bench.tell(credited(first, 2));
+        bench.handle(credited(first, 2));
         let is_live = |bench: &Bench| {
             bench
                 .receiver
@@ -193,7 +198,7 @@ fn a_credit_that_is_lost_after_a_switch_is_found_by_the_time_out() {
     }
 }
 
-/// One is always under way, and none for long.
+/// One credit is always outstanding, and none for long.
 #[test]
 fn credits_that_follow_each_other_are_not_late() {
     let mut bench = Bench::new(soon(), 2);
@@ -202,29 +207,29 @@ fn credits_that_follow_each_other_are_not_late() {
     for steps in 2..20 {
         bench.pass(200);
         bench.grant(steps);
-        bench.tell(credited(bench.receiver.active(), steps - 1));
+        bench.handle(credited(bench.receiver.active(), steps - 1));
     }
-    assert!(bench.flows_over(0));
+    assert!(bench.uses_path(0));
 }
 
-/// It is known to have come without a word of its end, which may be lost with the sender's queue pair.
+/// A step that uses a credit proves that the credit arrived. The credit's own acknowledgement may be lost.
 #[test]
-fn a_credit_that_was_used_is_not_waited_for() {
+fn a_used_credit_needs_no_acknowledgement() {
     let mut bench = Bench::new(soon(), 2);
     bench.holds_credits = true;
     bench.grant(2);
     for immediate in 0..2 {
         let link = bench.receiver.active();
-        bench.tell(Event::Arrived { link, immediate });
+        bench.handle(Event::Arrived { link, immediate });
     }
     bench.receiver.set_busy(bench.now, false);
     bench.pass(60_000);
     assert_eq!(bench.receiver.epoch(), 0);
 }
 
-/// Credits that get over owe nothing.
+/// Acknowledged credits leave nothing outstanding.
 #[test]
-fn an_idle_end_whose_credits_are_known_waits_for_nothing() {
+fn an_idle_end_with_acknowledged_credits_sets_no_time_out() {
     let mut bench = Bench::new(Settings::default(), 2);
     bench.grant(8);
     bench.receiver.set_busy(bench.now, false);
@@ -233,9 +238,9 @@ fn an_idle_end_whose_credits_are_known_waits_for_nothing() {
     assert_eq!(bench.receiver.epoch(), 0);
 }
 
-/// Paths that failed often are left alone for long, but not while there is no other one.
+/// A path that failed often has a long back-off, but not while no other path works.
 #[test]
-fn a_path_that_is_left_alone_is_tried_when_the_last_other_one_fails() {
+fn a_long_back_off_ends_when_the_last_other_path_fails() {
     let mut bench = Bench::new(Settings::default(), 2);
     let long = Duration::from_secs(20);
     let is_left_alone = |bench: &Bench| {
@@ -243,64 +248,64 @@ fn a_path_that_is_left_alone_is_tried_when_the_last_other_one_fails() {
         next.is_some_and(|at| at > bench.now + long)
     };
     for _ in 0..5000 {
-        bench.port(0, false);
+        bench.set_port(0, false);
         bench.pass(20);
-        bench.port(0, true);
+        bench.set_port(0, true);
         bench.pass(180);
         if is_left_alone(&bench) {
             break;
         }
     }
-    assert!(is_left_alone(&bench) && bench.flows_over(1));
-    bench.port(1, false);
+    assert!(is_left_alone(&bench) && bench.uses_path(1));
+    bench.set_port(1, false);
     bench.pass(1000);
-    assert!(bench.flows_over(0), "its port is up");
-    // What fails while there is none is tried again soon, too.
+    assert!(bench.uses_path(0), "its port is up");
+    // A path that fails while no other works is retried soon, too.
     bench.alive[0] = false;
     for _ in 0..10 {
-        bench.tell(Event::Failed {
+        bench.handle(Event::Failed {
             link: bench.receiver.active(),
         });
         bench.pass(300);
     }
     bench.alive[0] = true;
     bench.pass(2000);
-    assert_eq!(bench.over, None);
-    assert!(bench.flows_over(0));
+    assert_eq!(bench.gave_up, None);
+    assert!(bench.uses_path(0));
 }
 
-/// Both ports are down for longer than an operation may wait. Without one that is no error, and with one only after that time.
+/// Both ports are down for longer than an operation may wait. Without an operation that is no error; with one it is after that time.
 #[test]
-fn an_end_without_an_operation_waits_for_as_long_as_it_takes() {
+fn an_end_without_an_operation_never_gives_up() {
     let settings = Settings::default();
     let give_up = settings.give_up.as_millis() as u64;
     let mut bench = Bench::new(settings, 2);
     bench.receiver.set_busy(bench.now, false);
-    [0, 1].into_iter().for_each(|path| bench.port(path, false));
+    [0, 1].into_iter().for_each(|path| bench.set_port(path, false));
     bench.pass(3 * give_up);
     bench.receiver.set_busy(bench.now, true);
     bench.pass(give_up / 2);
-    assert_eq!(bench.over, None);
-    bench.port(0, true);
+    assert_eq!(bench.gave_up, None);
+    bench.set_port(0, true);
     bench.pass(1000);
-    assert!(bench.flows_over(0));
-    bench.port(0, false);
+    assert!(bench.uses_path(0));
+    bench.set_port(0, false);
     bench.pass(give_up);
-    assert_eq!(bench.over, None);
+    assert_eq!(bench.gave_up, None);
     bench.pass(1);
-    assert_eq!(bench.over, Some(Reason::NoPath));
+    assert_eq!(bench.gave_up, Some(Reason::NoPath));
 }
 
-/// A path is left while a probe of it is out: the other one does not have to answer it.
+/// The end leaves a path while a probe of it is outstanding. It does not expect the answer on the other path.
 #[test]
-fn a_probe_of_the_path_before_is_not_waited_for() {
+fn a_probe_of_the_previous_path_is_forgotten() {
     let mut bench = Bench::new(Settings::default(), 2);
-    bench.port(0, false);
+    bench.set_port(0, false);
     bench.alive[1] = false;
     bench.pass(1100);
-    bench.port(0, true);
+    bench.set_port(0, true);
     bench.pass(500);
-    assert!(bench.flows_over(0));
+    assert!(bench.uses_path(0));
     let before = (bench.receiver.epoch(), bench.receiver.active());
     bench.pass(10_000);
     assert_eq!((bench.receiver.epoch(), bench.receiver.active()), before);

@@ -1,17 +1,17 @@
 use super::*;
-use crate::ADDRESS_BYTES;
+use crate::message::ADDRESS_BYTES;
 
 const AT: Duration = Duration::ZERO;
 const ADDRESS: Address = Address([7; ADDRESS_BYTES]);
 
-/// A sender, and what it wants done.
+/// A sender, and its actions so far.
 struct End {
     sender: Sender,
     out: Vec<Action>,
 }
 
 impl End {
-    /// Over two paths.
+    /// A sender over two paths.
     fn new() -> Self {
         let ready = PathSet::EMPTY.with(0).with(1);
         let sender = Sender::new(Arc::new(Settings::default()), 2, 2, ready).unwrap();
@@ -26,7 +26,7 @@ impl End {
         self
     }
 
-    /// A path fails, and is made anew.
+    /// Has a path fail and be rebuilt.
     fn rebuild(&mut self, path: u8) -> Link {
         let [before, link] = [1, 2].map(|generation| Link { path, generation });
         self.handle(Event::Failed { link: before })
@@ -34,7 +34,7 @@ impl End {
                 link: before,
                 sure: true,
             })
-            .handle(Event::Heard(Message::Offer {
+            .handle(Event::Received(Message::Offer {
                 link,
                 address: ADDRESS,
             }))
@@ -48,7 +48,7 @@ impl End {
     }
 
     fn switch(&mut self, epoch: u32, link: Link) -> &mut Self {
-        self.handle(Event::Heard(Message::Switch {
+        self.handle(Event::Received(Message::Switch {
             epoch,
             link,
             committed: 0,
@@ -56,7 +56,7 @@ impl End {
         }))
     }
 
-    /// What it has said is good again.
+    /// The queue pairs that the sender has reported as restored.
     fn restored(&self) -> Vec<Link> {
         let restored = |action: &Action| match action {
             Action::Report(Report::Restored { link }) => Some(*link),
@@ -67,7 +67,7 @@ impl End {
 }
 
 #[test]
-fn a_path_that_is_not_in_use_is_good_again_when_a_probe_got_over() {
+fn an_inactive_path_is_restored_by_a_probe() {
     let mut end = End::new();
     let link = end.rebuild(1);
     assert!(end.out.contains(&Action::Probe { link }));
@@ -78,26 +78,26 @@ fn a_path_that_is_not_in_use_is_good_again_when_a_probe_got_over() {
     };
     end.handle(probed);
     assert_eq!(end.restored(), [link]);
-    // Once.
+    // It is reported once.
     end.handle(probed);
     assert_eq!(end.restored(), [link]);
 }
 
 #[test]
-fn a_path_is_good_again_when_the_receiver_goes_back_to_it() {
+fn a_path_is_restored_when_the_receiver_returns_to_it() {
     let mut end = End::new();
     let backup = Link {
         path: 1,
         generation: 1,
     };
     end.handle(Event::PortDown { path: 0 }).switch(1, backup);
-    // A path that was never made anew was never bad.
+    // A path that was never rebuilt needs no restoring.
     assert_eq!(end.restored(), []);
     end.handle(Event::PortUp { path: 0 });
     let first = end.rebuild(0);
     end.switch(2, first);
     assert_eq!((end.restored(), end.sender.active()), (vec![first], first));
-    // What was posted to prove it comes after.
+    // The probe that was posted to prove it completes later.
     end.handle(Event::Completed {
         link: first,
         work: Work::Probe,
@@ -107,7 +107,7 @@ fn a_path_is_good_again_when_the_receiver_goes_back_to_it() {
 }
 
 #[test]
-fn a_path_whose_probe_fails_is_not_good_again() {
+fn a_path_whose_probe_fails_is_not_restored() {
     let mut end = End::new();
     let link = end.rebuild(1);
     end.handle(Event::Completed {

@@ -19,7 +19,7 @@ use ringsight_verbs::{
     completion::{BATCH, Completion, Cq, Status},
     device::{Context, Mtu},
     memory::{Access, Memory, Pd},
-    queue::{Patience, Qp, Route, Size},
+    queue::{Qp, RetryPolicy, Route, Size},
     sys,
 };
 
@@ -261,7 +261,7 @@ fn send_to_nobody() -> (u32, Status) {
         traffic_class: 0,
     };
     // Two tries of 4 ms.
-    let patience = Patience {
+    let patience = RetryPolicy {
         timeout: 10,
         retries: 1,
     };

@@ -1,4 +1,4 @@
-//! The page of an end that its peer writes what it has to say to.
+//! The control page of an end, which its peer writes: credits, notices of steps, and messages.
 
 use std::{
     io, ptr,
@@ -10,31 +10,33 @@ use std::{
 
 use ringsight_failover::MESSAGE_BYTES;
 
-use super::{SLOTS, path::RECEIVES};
-use crate::{memory::Memory, wire::MOST_PATHS};
+use super::SLOTS;
+use crate::{memory::Memory, wire::MAX_PATHS};
 
 /// Bytes of the page.
 pub const CONTROL_BYTES: usize = 8192;
-/// Bytes that a notice has for its owner.
+/// Bytes of a notice that belong to the connection's owner.
 pub const NOTICE_BYTES: usize = 80;
-/// Bytes of a notice as it goes over: position u64 | parts u8 | zero u8 | length u16 | zero u32 | the owner's.
+/// Bytes of a notice before the owner's: position u64 | parts u8 | zero u8 | length u16 | zero u32.
 pub(super) const HEAD: usize = 16;
 /// Bytes from one notice to the next.
 const NOTICE_STRIDE: usize = 128;
-/// Bytes from one path's words to the next one's.
+/// Bytes from one path's credit to the next.
 const PATH_STRIDE: usize = 64;
-/// Where the notices begin. Before them is a line for each path with its credit.
+/// Offset of the notices. Before them each path has a cache line with its credit.
 const NOTICES: usize = 1024;
 
-const _: () = assert!(MOST_PATHS * PATH_STRIDE <= NOTICES);
+const _: () = assert!(MAX_PATHS * PATH_STRIDE <= NOTICES);
 const _: () = assert!(HEAD + NOTICE_BYTES <= NOTICE_STRIDE);
-/// Where messages of the ends' agreement go: for each path, as many as it has receive requests.
+/// Receive requests that a queue pair always has: one for every position that may be granted, and as many for steps that arrive twice.
+pub(super) const RECEIVES: u32 = 2 * SLOTS as u32;
+/// Offset of the inboxes: for each path one place per receive request, for messages of the failover protocol.
 const INBOXES: usize = 2048;
 
 const _: () = assert!(NOTICES + SLOTS * NOTICE_STRIDE <= INBOXES);
-const _: () = assert!(inbox_at(MOST_PATHS, 0) <= CONTROL_BYTES && MESSAGE_BYTES.is_multiple_of(8));
+const _: () = assert!(inbox_at(MAX_PATHS, 0) <= CONTROL_BYTES && MESSAGE_BYTES.is_multiple_of(8));
 
-/// A page that a peer's device writes to. Nobody has references into it but to atomics.
+/// A page that the peer's device writes. This process refers to it only through atomics.
 pub struct Control {
     memory: Memory,
     base: *mut u8,
@@ -54,18 +56,18 @@ unsafe impl Sync for Page {}
 
 impl Drop for Page {
     fn drop(&mut self) {
-        // SAFETY: mapped below with this length; whoever used it held it.
+        // SAFETY: mapped with this length in `Control::new`; every user held this page.
         unsafe { libc::munmap(self.0, CONTROL_BYTES) };
     }
 }
 
 impl Control {
-    /// A zeroed one.
+    /// A zeroed page.
     ///
     /// # Errors
-    /// For want of memory.
+    /// No memory is left.
     pub fn new() -> io::Result<Self> {
-        // Shared, so that a fork does not copy the page away from the device.
+        // Shared, so that after a fork the device still writes to the page that this process reads.
         // SAFETY: fresh memory at an address of the kernel's choice.
         let base = unsafe {
             libc::mmap(
@@ -88,7 +90,7 @@ impl Control {
         })
     }
 
-    /// The page, to be registered.
+    /// The page's memory, to be registered.
     #[must_use]
     pub fn memory(&self) -> &Memory {
         &self.memory
@@ -96,24 +98,24 @@ impl Control {
 
     fn word(&self, offset: usize) -> &AtomicU64 {
         debug_assert!(offset.is_multiple_of(8) && offset + 8 <= CONTROL_BYTES);
-        // SAFETY: within the page, which is aligned and mapped while `memory` lives. A device may write it at any time, in pieces of
-        // at least a word: for the processor that is another thread's store.
+        // SAFETY: within the page, which is aligned and mapped while `memory` lives. A device may write it at any time, in units of at
+        // least a word: for the processor that is the store of another thread.
         unsafe { AtomicU64::from_ptr(self.base.add(offset).cast()) }
     }
 
-    /// Steps granted since the connection began, as the peer last said over a path.
+    /// The last credit that the peer wrote over a path: steps granted since the connection began.
     #[must_use]
     pub fn credit(&self, path: usize) -> u64 {
-        // Acquire: what the receiver's device did before it told us is done. The word says nothing of our own memory; the completion
-        // that made us look was there after the word.
+        // Acquire: everything that the receiver's device did before this write is done. The completion that caused this read was
+        // written after the word.
         u64::from_le(self.word(credit_at(path)).load(Ordering::Acquire))
     }
 
-    /// The message that a receive request of a path got.
+    /// The message that a receive request of a path received.
     pub(super) fn message(&self, path: usize, index: usize) -> [u8; MESSAGE_BYTES] {
         let mut bytes = [0; MESSAGE_BYTES];
         for (word, chunk) in bytes.as_chunks_mut::<8>().0.iter_mut().enumerate() {
-            // Relaxed: as notices; the request is not posted again before the message has been read.
+            // Relaxed: as in `notice`. The request is not posted again before the message has been read.
             *chunk = self
                 .word(inbox_at(path, index) + word * 8)
                 .load(Ordering::Relaxed)
@@ -122,35 +124,35 @@ impl Control {
         bytes
     }
 
-    /// The notice of a position: (parts, bytes, how many). `None` if there is another one in its place, or it is none.
+    /// The notice of a position: (parts, the owner's bytes, their number). `None` if its place holds another notice, or none.
     #[must_use]
     pub fn notice(&self, position: u64) -> Option<(u8, [u8; NOTICE_BYTES], usize)> {
         let at = notice_at(position);
         let mut bytes = [0; HEAD + NOTICE_BYTES];
         for (index, word) in bytes.as_chunks_mut::<8>().0.iter_mut().enumerate() {
-            // Relaxed: the completion of the write that brought it has been seen, and was read after the bytes were in memory.
+            // Relaxed: the completion of the write has been read, and was written after these bytes.
             *word = self.word(at + index * 8).load(Ordering::Relaxed).to_ne_bytes();
         }
         parse_notice(&bytes, position)
     }
 }
 
-/// Where a path's receive request of this index has a message go.
+/// Offset of the place where a path's receive request of this index receives a message.
 pub(super) const fn inbox_at(path: usize, index: usize) -> usize {
     INBOXES + (path * RECEIVES as usize + index) * MESSAGE_BYTES
 }
 
-/// Where a path's credit is in the page.
+/// Offset of a path's credit.
 pub(super) fn credit_at(path: usize) -> usize {
     path * PATH_STRIDE
 }
 
-/// Where the notice of a position is in the page.
+/// Offset of the notice of a position.
 pub(super) fn notice_at(position: u64) -> usize {
     NOTICES + position as usize % SLOTS * NOTICE_STRIDE
 }
 
-/// A notice as it goes over; how many bytes of it.
+/// Encodes a notice. Returns its bytes and their number.
 pub(super) fn encode_notice(position: u64, parts: u8, own: &[u8]) -> ([u8; HEAD + NOTICE_BYTES], usize) {
     let mut bytes = [0; HEAD + NOTICE_BYTES];
     bytes[..8].copy_from_slice(&position.to_le_bytes());
@@ -167,14 +169,14 @@ fn parse_notice(bytes: &[u8; HEAD + NOTICE_BYTES], position: u64) -> Option<(u8,
     (is_it && length <= NOTICE_BYTES).then_some((head[8], own.try_into().ok()?, length))
 }
 
-/// Feeds bytes to the parser of notices, for fuzzers.
+/// The fuzz target of the parser of notices.
 pub fn fuzz(bytes: &[u8]) {
     if let Some(notice) = bytes.first_chunk()
         && let Some((position, _)) = bytes.split_first_chunk()
         && let Some((parts, own, length)) = parse_notice(notice, u64::from_le_bytes(*position))
     {
         let (again, _) = encode_notice(u64::from_le_bytes(*position), parts, &own[..length]);
-        // What follows the notice in its place is of an earlier one.
+        // The bytes after the notice are left from an earlier one.
         assert_eq!(again[..HEAD + length], notice[..HEAD + length]);
     }
 }
@@ -187,7 +189,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn notices_survive_and_others_are_refused(
+        fn notices_round_trip_and_others_are_refused(
             position: u64, parts in 1_u8.., own in proptest::collection::vec(any::<u8>(), 0..=NOTICE_BYTES), at in 0..HEAD, bit in 0_u8..8,
             rubbish in proptest::collection::vec(any::<u8>(), HEAD + NOTICE_BYTES),
         ) {
@@ -206,12 +208,12 @@ mod tests {
     }
 
     #[test]
-    fn a_page_is_zero_and_apart() {
+    fn a_new_page_is_zero_and_its_parts_do_not_share_cache_lines() {
         let control = Control::new().unwrap();
         assert_eq!((control.credit(0), control.credit(1)), (0, 0));
         assert_eq!(control.notice(0), None, "parts are never 0");
         let mut places: Vec<usize> = (0..SLOTS as u64).map(notice_at).collect();
-        places.extend((0..MOST_PATHS).map(credit_at));
+        places.extend((0..MAX_PATHS).map(credit_at));
         places.sort_unstable();
         assert!(places.windows(2).all(|two| two[1] - two[0] >= 64));
     }

@@ -1,4 +1,5 @@
-//! The paths of an end: what their devices, other connections and threads tell, and what the agreement wants done.
+//! The driver of an end: owns its paths, collects events from devices, other connections and workers, and carries out the actions of the
+//! state machine.
 
 mod actions;
 
@@ -12,55 +13,54 @@ use std::{
     time::{Duration, Instant},
 };
 
-use actions::Done;
+use actions::JobResult;
 use ringsight_failover::{
-    Event, Link, MESSAGE_BYTES, Message, PathHealth, PathId, Report, Scope, Settings, Status, Work as Asked,
+    Event, Link, MESSAGE_BYTES, Message, PathHealth, PathId, Report, Scope, Settings, Status, Work,
 };
 
 use super::{
     Control, Failure, Path,
-    work::{Ended, Work},
+    work::{PathEvent, WorkRequest},
     worker::Worker,
 };
 use crate::{
-    bell::Bell,
-    hub::{Hub, Told, local_port, remote_port},
     port::Net,
+    port_health::{PortHealth, PortState, local_port, remote_port},
+    waker::Waker,
 };
 
-/// How long a drain may take; a completion queue that failed never ends one. The queue pair is in the error state and writes nothing
-/// more, but what arrived and was not told by then is taken for lost: the sender posts it again, or, if the NIC had acknowledged it, ends
-/// with an error.
-const DRAIN: Duration = Duration::from_millis(500);
-/// How often the paths that are not in use are looked at by a connection that is busy. One that waits has their descriptors.
-const OTHERS_EVERY: Duration = Duration::from_millis(2);
+/// Time limit of a drain: a completion queue that failed never ends one. The queue pair is in the error state and writes nothing more.
+/// Steps that arrived and were not polled by then count as lost: the sender posts them again or, if the NIC had acknowledged them, fails.
+const DRAIN_LIMIT: Duration = Duration::from_millis(500);
+/// How often a busy connection polls its inactive paths. A connection that sleeps has their descriptors.
+const INACTIVE_INTERVAL: Duration = Duration::from_millis(2);
 
-/// What a connection needs besides its paths to learn of their failures, and to survive them.
+/// What a connection needs besides its paths to detect and survive their failures.
 #[derive(Clone)]
 pub struct Failover {
-    /// What the process's connections share.
-    pub hub: Arc<Hub>,
-    /// The connection's: the hub's, or with failover off where the peer has it so.
+    /// Port health of the process.
+    pub port_health: Arc<PortHealth>,
+    /// Settings of the connection: the process's, or with failover off if the peer has it off.
     pub settings: Arc<Settings>,
-    /// The process's ports: a path is rebuilt on its port as it is then.
+    /// Ports of the process: a path is rebuilt on its port in the port's present state.
     pub net: Option<Arc<Net>>,
-    /// By path: the number of its port among those.
+    /// By path: index of its port in [`Failover::net`].
     pub ports: Vec<usize>,
 }
 
 impl Failover {
-    /// Of a connection of the process that has this hub and these ports, by path those with these numbers.
+    /// For a connection whose paths use the ports with these indices.
     #[must_use]
-    pub fn new(hub: &Arc<Hub>, net: Option<&Arc<Net>>, ports: Vec<usize>) -> Self {
+    pub fn new(port_health: &Arc<PortHealth>, net: Option<&Arc<Net>>, ports: Vec<usize>) -> Self {
         Self {
-            settings: Arc::clone(hub.settings()),
-            hub: Arc::clone(hub),
+            settings: Arc::clone(port_health.settings()),
+            port_health: Arc::clone(port_health),
             net: net.cloned(),
             ports,
         }
     }
 
-    /// The same of a connection that fails with its path. It hears all the same when a device says that it cannot go on.
+    /// As given, for a connection that fails with its path. It still fails at once when a device reports that it cannot go on.
     #[must_use]
     pub fn disabled(mut self) -> Self {
         Arc::make_mut(&mut self.settings).enabled = false;
@@ -68,59 +68,61 @@ impl Failover {
     }
 }
 
-/// Something to put on record.
+/// A report of the state machine, with its time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Noted {
-    /// When, by [`Hub::now`].
+pub struct TimedReport {
+    /// When, by [`PortHealth::now`].
     pub at: Duration,
-    /// What.
+    /// The report.
     pub report: Report,
 }
 
-/// A queue pair that was given up and still has requests.
+/// A fenced queue pair whose requests have not all completed.
 #[derive(Clone, Copy)]
 struct Drain {
     link: Link,
-    /// When its device had been told, and whether it has obeyed.
-    told: Option<(Instant, bool)>,
+    /// When the worker had fenced it, and whether the device accepted that. `None` while the worker is at it.
+    fenced: Option<(Instant, bool)>,
 }
 
-/// The paths of an end and what is under way with them.
+/// The paths of an end, with their pending events and jobs.
 pub struct Driver {
-    /// By path: does what may take long. The first to be dropped: paths share their queue pairs with it.
+    /// By path: its worker. Dropped first, because workers share the queue pairs of the paths.
     workers: Vec<Worker>,
     pub(super) paths: Vec<Path>,
     pub(super) control: Control,
     failover: Failover,
     connection: u64,
     ids: Vec<PathId>,
-    seen: u64,
-    /// Rings when there is something new from devices, other connections, and threads that connect. `None` where none is left.
-    bell: Option<Arc<Bell>>,
-    last_look: Instant,
-    /// By path: what was known of its port.
-    told: Vec<Told>,
-    /// By path: what is on its way to be fenced.
+    /// [`PortHealth::version`] at the last look.
+    seen_version: u64,
+    /// Wakes for news of devices, other connections and workers. `None` if the process had no descriptor left.
+    waker: Option<Arc<Waker>>,
+    /// When the inactive paths were polled last.
+    last_full_poll: Instant,
+    /// By path: the state of its port at the last look.
+    port_states: Vec<PortState>,
+    /// By path: its drain, while one is under way.
     drains: Vec<Option<Drain>>,
-    /// What has happened and the end has not taken up.
+    /// Events that the state machine has not processed.
     pub(super) events: VecDeque<Event>,
-    /// Messages for outside.
+    /// Messages to be sent outside RDMA.
     outgoing: VecDeque<[u8; MESSAGE_BYTES]>,
-    noted: VecDeque<Noted>,
-    /// What [`Condition`] says may have changed so often.
-    pub(super) changes: u64,
-    /// Room for what one poll of a path gives.
-    ended: Vec<Ended>,
-    done: Inbox<Done>,
-    doing: Outbox<Done>,
-    /// What the last error said.
-    pub(super) last: Option<Failure>,
+    reports: VecDeque<TimedReport>,
+    /// As [`End::revision`](super::End::revision).
+    pub(super) revision: u64,
+    /// Buffer for the events of one poll of a path.
+    path_events: Vec<PathEvent>,
+    job_results: Inbox<JobResult>,
+    job_sender: Outbox<JobResult>,
+    /// The last error.
+    pub(super) last_failure: Option<Failure>,
 }
 
 impl Driver {
     pub(super) fn new(paths: Vec<Path>, control: Control, failover: Failover) -> Self {
         assert!(!paths.is_empty(), "a connection has a path");
-        let hub = &failover.hub;
+        let port_health = &failover.port_health;
         let ids: Vec<PathId> = paths
             .iter()
             .map(|path| {
@@ -131,20 +133,23 @@ impl Driver {
                 PathId { local, remote }
             })
             .collect();
-        let (doing, done) = mpsc::channel();
-        let bell = hub.bell();
-        let connection = hub.connection();
-        // Before what is read of paths and ports: what changes after is looked at again.
-        let seen = hub.version();
-        let orders: Vec<Option<Scope>> = ids.iter().map(|id| hub.joined(*id, connection)).collect();
-        let told: Vec<Told> = paths
+        let (job_sender, job_results) = mpsc::channel();
+        let waker = port_health.waker();
+        let connection = port_health.next_connection();
+        // Read before the states of paths and ports, so that a later change causes another look.
+        let seen_version = port_health.version();
+        let orders: Vec<Option<Scope>> = ids
             .iter()
-            .map(|path| hub.port(path.port().device(), path.port().number()))
+            .map(|id| port_health.add_connection(*id, connection))
             .collect();
-        // Ends take ports to be up, and paths to work.
+        let port_states: Vec<PortState> = paths
+            .iter()
+            .map(|path| port_health.port_state(path.port().device(), path.port().number()))
+            .collect();
+        // The state machine assumes that ports are up and paths work.
         let down = (0_u8..)
-            .zip(&told)
-            .filter(|(_, told)| !told.up)
+            .zip(&port_states)
+            .filter(|(_, state)| !state.up)
             .map(|(path, _)| Event::PortDown { path });
         let failed = paths
             .iter()
@@ -152,53 +157,54 @@ impl Driver {
             .map(|path| Event::Failed { link: path.link() });
         let ordered = (0_u8..)
             .zip(&orders)
-            .filter_map(|(path, scope)| scope.map(|scope| ordered(path, scope)))
-            // As in `Driver::look`.
+            .filter_map(|(path, scope)| scope.map(|scope| order_event(path, scope)))
+            // As in `Driver::check_sources`.
             .filter(|_| failover.settings.enabled);
         let events = down.chain(failed).chain(ordered).collect();
         let mut driver = Self {
             connection,
-            seen,
-            bell,
-            last_look: Instant::now(),
-            told,
+            seen_version,
+            waker,
+            last_full_poll: Instant::now(),
+            port_states,
             drains: vec![None; paths.len()],
             workers: paths.iter().map(|_| Worker::default()).collect(),
             events,
             outgoing: VecDeque::new(),
-            noted: VecDeque::new(),
-            changes: 0,
-            ended: Vec::new(),
+            reports: VecDeque::new(),
+            revision: 0,
+            path_events: Vec::new(),
             ids,
             paths,
             control,
             failover,
-            done,
-            doing,
-            last: None,
+            job_results,
+            job_sender,
+            last_failure: None,
         };
         // A queue may have failed since it was made.
-        (0..driver.paths.len()).for_each(|index| driver.look_at_queues(index));
+        (0..driver.paths.len()).for_each(|index| driver.check_queues(index));
         driver
     }
 
     pub(super) fn now(&self) -> Duration {
-        self.failover.hub.now()
+        self.failover.port_health.now()
     }
 
-    /// Looks at everything that can happen; what did is in `events`, or was given to `sink` with the path's number.
+    /// Polls everything that can happen. Step and credit events go to `sink` with their queue pair, all others to `events`. Returns whether
+    /// there was any completion.
     ///
-    /// The path in use is looked at each time, the others now and then, and all while something is amiss (`all`).
-    pub(super) fn poll(&mut self, active: usize, all: bool, mut sink: impl FnMut(Link, Ended)) -> bool {
-        let all = self.look() || all || self.is_waiting();
+    /// Each call polls the active path. The others are polled every [`INACTIVE_INTERVAL`], and in each call during a recovery (`all`).
+    pub(super) fn poll(&mut self, active: usize, all: bool, mut sink: impl FnMut(Link, PathEvent)) -> bool {
+        let all = self.check_sources() || all || self.is_waiting();
         let mut any = false;
-        let mut ended = std::mem::take(&mut self.ended);
+        let mut path_events = std::mem::take(&mut self.path_events);
         for index in 0..self.paths.len() {
             if index != active && !all {
                 continue;
             }
-            let polled = self.paths[index].poll(&self.control, |end| {
-                ended.push(end);
+            let polled = self.paths[index].poll(&self.control, |event| {
+                path_events.push(event);
                 Ok(())
             });
             let link = self.paths[index].link();
@@ -206,85 +212,84 @@ impl Driver {
                 Ok(moved) => any |= moved,
                 Err(failure) => self.fail(link, failure),
             }
-            for end in ended.drain(..) {
-                match end {
-                    Ended::Failed { work, code, qp } => {
+            for event in path_events.drain(..) {
+                match event {
+                    PathEvent::Failed { work, code, qp } => {
                         let status = Status::from_verbs(code);
-                        // What a fence flushes says nothing.
+                        // Requests that a fence flushes say nothing about the path.
                         if !self.paths[index].is_fenced() {
                             let text = self.paths[index].status_text(work, code, qp);
-                            self.last = Some(self.paths[index].failure(Some(code), &text));
-                            let work = told(work);
+                            self.last_failure = Some(self.paths[index].failure(Some(code), &text));
+                            let work = protocol_work(work);
                             self.events.push_back(Event::Completed { link, work, status });
                         }
                     }
-                    Ended::Probed => {
-                        let (work, status) = (Asked::Probe, Status::Success);
+                    PathEvent::Probed => {
+                        let (work, status) = (Work::Probe, Status::Success);
                         self.events.push_back(Event::Completed { link, work, status });
                     }
-                    Ended::Message(bytes) => self.hear(&bytes),
-                    end => sink(link, end),
+                    PathEvent::Message(bytes) => self.receive_message(&bytes),
+                    event => sink(link, event),
                 }
             }
-            if let Some(Drain { link, told }) = self.drains[index]
-                && let Some((since, sure)) = told
-                && (self.paths[index].is_drained() || since.elapsed() > DRAIN)
+            if let Some(Drain { link, fenced }) = self.drains[index]
+                && let Some((since, sure)) = fenced
+                && (self.paths[index].is_drained() || since.elapsed() > DRAIN_LIMIT)
             {
                 self.drains[index] = None;
                 self.events.push_back(Event::Fenced { link, sure });
             }
         }
-        self.ended = ended;
+        self.path_events = path_events;
         any
     }
 
-    /// Takes up what came from elsewhere: devices, other connections, threads that connect.
-    /// Whether it is time to look at all paths.
-    fn look(&mut self) -> bool {
-        if let Some(bell) = &self.bell {
-            bell.hush();
+    /// Collects events from devices, other connections and workers. Returns whether all paths must be polled.
+    fn check_sources(&mut self) -> bool {
+        if let Some(waker) = &self.waker {
+            waker.clear();
         }
-        let is_time = self.last_look.elapsed() >= OTHERS_EVERY;
+        let is_time = self.last_full_poll.elapsed() >= INACTIVE_INTERVAL;
         if is_time {
-            self.last_look = Instant::now();
+            self.last_full_poll = Instant::now();
         }
-        while let Ok(done) = self.done.try_recv() {
-            self.take_up(done);
+        while let Ok(result) = self.job_results.try_recv() {
+            self.finish_job(result);
         }
-        let hub = Arc::clone(&self.failover.hub);
-        let version = hub.version();
-        if version == self.seen {
+        let port_health = Arc::clone(&self.failover.port_health);
+        let version = port_health.version();
+        if version == self.seen_version {
             return is_time;
         }
         for (index, path) in (0_u8..).zip(&self.paths) {
-            let told = hub.port(path.port().device(), path.port().number());
-            let before = std::mem::replace(&mut self.told[usize::from(index)], told);
-            // Down and up again since we looked: what was under way is lost, and its address may be another one.
-            if told.downs != before.downs {
+            let state = port_health.port_state(path.port().device(), path.port().number());
+            let before = std::mem::replace(&mut self.port_states[usize::from(index)], state);
+            // The port may be up again by now. Outstanding requests are lost all the same, and its GID may have changed.
+            if state.downs != before.downs {
                 self.events.push_back(Event::PortDown { path: index });
             }
-            if told.up && told != before {
+            if state.up && state != before {
                 self.events.push_back(Event::PortUp { path: index });
             }
-            // What others found is no reason to fail for who has nothing to go to.
+            // A connection that could not switch does not leave its path for what others found.
             let order = match self.failover.settings.enabled {
-                true => hub.order(self.ids[usize::from(index)], self.connection, self.seen),
+                true => port_health.order(self.ids[usize::from(index)], self.connection, self.seen_version),
                 false => None,
             };
-            self.events.extend(order.map(|scope| ordered(index, scope)));
+            self.events.extend(order.map(|scope| order_event(index, scope)));
         }
         for index in 0..self.paths.len() {
-            self.look_at_queues(index);
+            self.check_queues(index);
         }
-        self.seen = version;
-        self.changes += 1;
+        self.seen_version = version;
+        self.revision += 1;
         true
     }
 
-    /// Whether a path's device has told that a queue of it cannot go on: its requests may never end.
-    fn look_at_queues(&mut self, index: usize) {
+    /// Fails a path if its device has reported that one of its queues cannot go on: its requests may never complete.
+    fn check_queues(&mut self, index: usize) {
         let path = &mut self.paths[index];
-        let now = path.told_failures(&self.failover.hub);
+        let now = path.queue_failures(&self.failover.port_health);
         let before = std::mem::replace(&mut path.failures, now);
         if now == before {
             return;
@@ -292,18 +297,18 @@ impl Driver {
         let text = if now.completions == before.completions {
             "its device says that a queue pair, or itself, cannot go on"
         } else {
-            // Whatever is made of it: what is rebuilt on it would never complete.
-            path.spoil();
+            // In any case: requests of queue pairs that are rebuilt on this completion queue would never complete.
+            path.replace_cq_at_rebuild();
             "its device says that the completion queue cannot go on"
         };
-        if !self.failover.hub.settings().async_events {
+        if !self.failover.port_health.settings().async_events {
             return;
         }
         let (link, failure) = (path.link(), path.failure(None, text));
         self.fail(link, failure);
     }
 
-    /// The next thing that has happened.
+    /// The next event for the state machine.
     pub(super) fn next_event(&mut self) -> Option<Event> {
         let event = self.events.pop_front()?;
         let is_usual = matches!(
@@ -314,13 +319,13 @@ impl Driver {
                     ..
                 }
         );
-        self.changes += u64::from(!is_usual);
+        self.revision += u64::from(!is_usual);
         Some(event)
     }
 
-    /// By path: what all connections of the process know of it.
-    pub(super) fn health(&self) -> Vec<PathHealth> {
-        self.failover.hub.with_health(|health| {
+    /// By path: its health in the process.
+    pub(super) fn path_health(&self) -> Vec<PathHealth> {
+        self.failover.port_health.with_health(|health| {
             let of = |id| health.path(id).cloned().unwrap_or_default();
             self.ids.iter().map(of).collect()
         })
@@ -328,14 +333,14 @@ impl Driver {
 
     /// How long a path must work for its failures to be forgotten.
     pub(super) fn recovery_window(&self) -> Duration {
-        self.failover.hub.settings().recovery_window
+        self.failover.port_health.settings().recovery_window
     }
 
-    /// A message, however it came.
-    pub(super) fn hear(&mut self, bytes: &[u8]) {
-        // What cannot be read is as if it were lost: the peer says it again, or gives up.
+    /// Takes a message of the peer, whichever way it came.
+    pub(super) fn receive_message(&mut self, bytes: &[u8]) {
+        // An unreadable message counts as lost: the peer repeats it, or gives up.
         if let Some(message) = Message::parse(bytes) {
-            self.events.push_back(Event::Heard(message));
+            self.events.push_back(Event::Received(message));
         }
     }
 
@@ -343,60 +348,63 @@ impl Driver {
         self.outgoing.pop_front()
     }
 
-    pub(super) fn take_noted(&mut self) -> Option<Noted> {
-        self.noted.pop_front()
+    pub(super) fn take_report(&mut self) -> Option<TimedReport> {
+        self.reports.pop_front()
     }
 
-    /// A call failed: the queue pair is of no use.
+    /// Fails a queue pair after a call of its device failed.
     pub(super) fn fail(&mut self, link: Link, failure: Failure) {
-        self.last = Some(failure);
+        self.last_failure = Some(failure);
         self.events.push_back(Event::Failed { link });
     }
 
+    /// The path of a queue pair, if that is its present generation.
     pub(super) fn path(&mut self, link: Link) -> Option<&mut Path> {
         self.paths
             .get_mut(usize::from(link.path))
             .filter(|path| path.link() == link)
     }
 
-    /// Has all descriptors tell of what happens next.
+    /// Arms the descriptors of [`Driver::fds`] for the next completion.
     pub(super) fn arm(&self) -> Result<(), Failure> {
         self.paths.iter().try_for_each(Path::arm)
     }
 
-    /// What to wait for once armed.
+    /// The descriptors to wait for, once armed.
     pub(super) fn fds(&self) -> Vec<RawFd> {
         let mut fds: Vec<RawFd> = self.paths.iter().map(Path::fd).collect();
-        fds.extend(self.bell.as_deref().map(AsRawFd::as_raw_fd));
+        fds.extend(self.waker.as_deref().map(AsRawFd::as_raw_fd));
         fds
     }
 
-    /// Whether something is under way that no descriptor tells of.
+    /// Whether something is pending that no descriptor reports.
     pub(super) fn is_waiting(&self) -> bool {
-        !self.events.is_empty() || self.drains.iter().any(Option::is_some) || self.bell.is_none()
+        !self.events.is_empty() || self.drains.iter().any(Option::is_some) || self.waker.is_none()
     }
 }
 
 impl Drop for Driver {
     fn drop(&mut self) {
-        self.failover.hub.gone(self.connection);
+        self.failover.port_health.remove_connection(self.connection);
     }
 }
 
-/// What others found of a path, as the agreement is told.
-fn ordered(path: u8, scope: Scope) -> Event {
+/// The event for what other connections' failures require on a path.
+fn order_event(path: u8, scope: Scope) -> Event {
     match scope {
         Scope::Suspect => Event::Suspected { path },
         Scope::Down => Event::Condemned { path },
     }
 }
 
-/// A request as the agreement knows it.
-fn told(work: Option<Work>) -> Asked {
+/// A request, as the failover protocol names it.
+fn protocol_work(work: Option<WorkRequest>) -> Work {
     match work {
-        Some(Work::Step { position, .. } | Work::Data { position, .. }) => Asked::Step(position),
-        Some(Work::Credit { granted }) => Asked::Credit(granted),
-        Some(Work::Probe { .. }) => Asked::Probe,
-        Some(Work::Message | Work::Receive { .. } | Work::Marker { .. }) | None => Asked::Message,
+        Some(WorkRequest::Step { position, .. } | WorkRequest::Data { position, .. }) => Work::Step(position),
+        Some(WorkRequest::Credit { granted }) => Work::Credit(granted),
+        Some(WorkRequest::Probe { .. }) => Work::Probe,
+        Some(WorkRequest::Message | WorkRequest::Receive { .. } | WorkRequest::Marker { .. }) | None => {
+            Work::Message
+        }
     }
 }

@@ -1,122 +1,78 @@
-//! What both ends have: paths with their driver, and the agreement with the peer on which is used.
+//! What both ends of a connection have: a driver with paths, and the state machine that decides which path is used.
 
 use std::{os::fd::RawFd, sync::Arc, time::Duration};
 
-use ringsight_failover::{
-    self as failover, Action, Event, Link, MESSAGE_BYTES, PathSet, PathView, Rules, Settings,
+use ringsight_failover::{Action, Link, MESSAGE_BYTES, PathHealth, PathSet, PathView, Protocol, Settings};
+
+use super::{
+    Control, Failure, Path,
+    driver::{Driver, Failover, TimedReport},
 };
 
-use super::{Condition, Control, Failover, Failure, Noted, Path, driver::Driver};
-
-/// The machine that an end follows; both have these.
-pub trait Agreement {
-    /// Where steps go.
-    fn active(&self) -> Link;
-    /// Whether it is between two paths.
-    fn is_recovering(&self) -> bool;
-    /// What the paths are in.
-    fn views(&self) -> impl Iterator<Item = PathView>;
-    /// Number of the last switch.
-    fn epoch(&self) -> u32;
-    /// Whether it has given up.
-    fn is_over(&self) -> bool;
-    /// When a path that failed is next made anew, if this end has set a time.
-    fn next_attempt(&self, path: u8) -> Option<Duration>;
-    /// Whether there is an operation.
-    fn set_busy(&mut self, now: Duration, busy: bool);
-    /// When it is to be called, if nothing happens before.
-    fn deadline(&self) -> Option<Duration>;
-    /// Does what is due.
-    fn expire(&mut self, now: Duration, out: &mut Vec<Action>);
-    /// Takes up an event.
-    fn handle(&mut self, now: Duration, event: Event, out: &mut Vec<Action>);
-}
-
-macro_rules! agreement {
-    ($machine:ident) => {
-        impl<R: Rules> Agreement for failover::$machine<R> {
-            fn active(&self) -> Link {
-                self.active()
-            }
-
-            fn is_recovering(&self) -> bool {
-                self.is_recovering()
-            }
-
-            fn views(&self) -> impl Iterator<Item = PathView> {
-                self.paths()
-            }
-
-            fn epoch(&self) -> u32 {
-                self.epoch()
-            }
-
-            fn is_over(&self) -> bool {
-                self.is_over()
-            }
-
-            fn next_attempt(&self, path: u8) -> Option<Duration> {
-                self.next_attempt(path)
-            }
-
-            fn set_busy(&mut self, now: Duration, busy: bool) {
-                self.set_busy(now, busy);
-            }
-
-            fn deadline(&self) -> Option<Duration> {
-                self.deadline()
-            }
-
-            fn expire(&mut self, now: Duration, out: &mut Vec<Action>) {
-                self.expire(now, out);
-            }
-
-            fn handle(&mut self, now: Duration, event: Event, out: &mut Vec<Action>) {
-                self.handle(now, event, out);
-            }
-        }
-    };
-}
-
-agreement!(Sender);
-agreement!(Receiver);
-
-/// What only one of the two ends does.
+/// The part of an end that differs between sender and receiver.
 pub trait Role {
-    /// The machine that it follows.
-    type Agreement: Agreement;
+    /// The state machine of this end.
+    type Machine: Protocol;
 
-    /// Does what the agreement wants of this end; what it wants of either is the driver's.
-    fn act(&mut self, driver: &mut Driver, agreement: &Self::Agreement, action: Action);
+    /// Carries out an action of the machine. Actions that are the same at both ends go to the driver.
+    fn act(&mut self, driver: &mut Driver, machine: &Self::Machine, action: Action);
 }
 
 /// An end of a connection.
 pub struct End<R: Role> {
     pub(super) driver: Driver,
-    pub(super) agreement: R::Agreement,
+    pub(super) machine: R::Machine,
     pub(super) role: R,
     actions: Vec<Action>,
     failure: Option<Failure>,
 }
 
+/// State of an end at one moment. Times are by [`PortHealth::now`](crate::port_health::PortHealth::now).
+#[derive(Clone, Debug)]
+pub struct EndSnapshot {
+    /// The moment.
+    pub now: Duration,
+    /// The epoch: the number of switches so far.
+    pub epoch: u32,
+    /// The end is between two paths.
+    pub recovers: bool,
+    /// The end has failed.
+    pub failed: bool,
+    /// Its paths, in order.
+    pub paths: Vec<PathSnapshot>,
+}
+
+/// State of one path of an end.
+#[derive(Clone, Debug)]
+pub struct PathSnapshot {
+    /// The path as this end sees it.
+    pub view: PathView,
+    /// The path as all connections of the process see it.
+    pub health: PathHealth,
+    /// When its failures will be forgotten, if it continues to work.
+    pub recovered: Option<Duration>,
+    /// When this end rebuilds it. `None` at the sender: only the receiver schedules rebuilds.
+    pub next_attempt: Option<Duration>,
+}
+
 impl<R: Role> End<R> {
-    /// An end over these paths. Those that are not connected could not be when the connection was made; one is.
+    /// An end over these paths. At least one is connected; the others could not be connected when the connection was made.
     pub(super) fn over(
         paths: Vec<Path>,
         control: Control,
         failover: Failover,
-        agree: impl FnOnce(Arc<Settings>, usize, PathSet) -> Option<R::Agreement>,
+        machine: impl FnOnce(Arc<Settings>, usize, PathSet) -> Option<R::Machine>,
         role: impl FnOnce(Link) -> R,
     ) -> Self {
         let settings = Arc::clone(&failover.settings);
         let ready = (0_u8..).zip(&paths).filter(|(_, path)| path.is_connected());
         let ready = ready.fold(PathSet::EMPTY, |set, (index, _)| set.with(index));
-        let agreement =
-            agree(settings, paths.len(), ready).expect("one or two paths, of which one is connected");
+        let machine =
+            machine(settings, paths.len(), ready).expect("one or two paths, of which one is connected");
         Self {
             driver: Driver::new(paths, control, failover),
-            role: role(agreement.active()),
-            agreement,
+            role: role(machine.active()),
+            machine,
             actions: Vec::new(),
             failure: None,
         }
@@ -128,118 +84,136 @@ impl<R: Role> End<R> {
         &self.driver.paths
     }
 
-    /// The path in use.
+    /// The active path.
     #[must_use]
     pub fn active(&self) -> &Path {
-        &self.driver.paths[usize::from(self.agreement.active().path)]
+        &self.driver.paths[usize::from(self.machine.active().path)]
     }
 
-    /// What its paths are in.
-    pub fn views(&self) -> impl Iterator<Item = PathView> {
-        self.agreement.views()
+    /// The state of each path.
+    pub fn path_views(&self) -> impl Iterator<Item = PathView> {
+        self.machine.paths()
     }
 
-    /// Changes when [`End::condition`] may have; not with each step.
+    /// A number that changes whenever [`End::snapshot`] may have changed. It does not change with each step.
     #[must_use]
-    pub fn changes(&self) -> u64 {
-        self.driver.changes
+    pub fn revision(&self) -> u64 {
+        self.driver.revision
     }
 
-    /// What it is in, for whoever wants to see it.
+    /// The end's present state.
     #[must_use]
-    pub fn condition(&self) -> Condition {
-        Condition::new(&self.driver, &self.agreement)
+    pub fn snapshot(&self) -> EndSnapshot {
+        let window = self.driver.recovery_window();
+        let paths = self
+            .driver
+            .path_health()
+            .into_iter()
+            .zip(self.machine.paths())
+            .map(|(health, view)| PathSnapshot {
+                view,
+                recovered: health.recovering_since.map(|since| since + window),
+                health,
+                next_attempt: self.machine.next_attempt(view.link.path),
+            });
+        EndSnapshot {
+            now: self.driver.now(),
+            epoch: self.machine.epoch(),
+            recovers: self.machine.is_recovering(),
+            failed: self.machine.has_given_up(),
+            paths: paths.collect(),
+        }
     }
 
-    /// Whether it is between two paths.
+    /// Whether the end is between two paths.
     #[must_use]
     pub fn is_recovering(&self) -> bool {
-        self.agreement.is_recovering()
+        self.machine.is_recovering()
     }
 
-    /// Whether there is an operation for it: an idle end does not ask whether its path works.
+    /// Sets whether there is an operation for this end. An idle end does not probe its path.
     pub fn set_busy(&mut self, busy: bool) {
-        self.agreement.set_busy(self.driver.now(), busy);
+        self.machine.set_busy(self.driver.now(), busy);
     }
 
-    /// A message of the peer that came outside RDMA. The next poll takes it up, after what has ended by then: who was away for longer
-    /// than a time-out would else find that over first, and leave a path that is good.
-    pub fn hear(&mut self, message: &[u8]) {
-        self.driver.hear(message);
+    /// Takes a message of the peer that came outside RDMA. The next poll processes it, after all completions until then: a thread that
+    /// was away for longer than a time-out would otherwise see the time-out first, and leave a path that works.
+    pub fn receive_message(&mut self, message: &[u8]) {
+        self.driver.receive_message(message);
     }
 
-    /// A message for the peer, to go outside RDMA, too.
+    /// The next message for the peer, to be sent outside RDMA.
     pub fn take_outgoing(&mut self) -> Option<[u8; MESSAGE_BYTES]> {
         self.driver.take_outgoing()
     }
 
-    /// Something for the record.
-    pub fn take_noted(&mut self) -> Option<Noted> {
-        self.driver.take_noted()
+    /// The next report that has not been taken.
+    pub fn take_report(&mut self) -> Option<TimedReport> {
+        self.driver.take_report()
     }
 
-    /// How long to wait at most before the next poll; `None`: until a descriptor tells of something.
+    /// How long to wait at most before the next poll; `None`: until a descriptor is readable.
     #[must_use]
     pub fn wait(&self) -> Option<Duration> {
-        // No descriptor tells of a drain that is over.
-        const SOON: Duration = Duration::from_millis(1);
+        // No descriptor reports the end of a drain.
+        const DRAIN_POLL: Duration = Duration::from_millis(1);
         let due = self
-            .agreement
+            .machine
             .deadline()
             .map(|deadline| deadline.saturating_sub(self.driver.now()));
         match (due, self.driver.is_waiting()) {
             (due, false) => due,
-            (due, true) => Some(due.map_or(SOON, |due| due.min(SOON))),
+            (due, true) => Some(due.map_or(DRAIN_POLL, |due| due.min(DRAIN_POLL))),
         }
     }
 
-    /// Has its descriptors tell of what happens next. Poll once more before waiting for them.
+    /// Arms the descriptors of [`End::fds`] for the next completion. Poll once more before waiting for them.
     ///
     /// # Errors
-    /// As the device says.
+    /// A call of a device failed.
     pub fn arm(&self) -> Result<(), Failure> {
         self.driver.arm()
     }
 
-    /// What to wait for once armed.
+    /// The descriptors to wait for, once armed.
     #[must_use]
     pub fn fds(&self) -> Vec<RawFd> {
         self.driver.fds()
     }
 
-    /// What it failed with.
+    /// The failure of this end, as an error.
     pub(super) fn check(&self) -> Result<(), Failure> {
         self.failure.clone().map_or(Ok(()), Err)
     }
 
-    /// Tells the agreement something that is not the driver's to find, with the time.
-    pub(super) fn agree<T>(
+    /// Calls the machine with the present time and the list of its actions.
+    pub(super) fn with_machine<T>(
         &mut self,
-        tell: impl FnOnce(&mut R::Agreement, Duration, &mut Vec<Action>) -> T,
+        call: impl FnOnce(&mut R::Machine, Duration, &mut Vec<Action>) -> T,
     ) -> T {
-        tell(&mut self.agreement, self.driver.now(), &mut self.actions)
+        call(&mut self.machine, self.driver.now(), &mut self.actions)
     }
 
-    /// Takes up what has happened, and does what follows.
+    /// Delivers pending events to the machine, and carries out its actions, until there are none.
     pub(super) fn settle(&mut self) -> Result<(), Failure> {
         let mut actions = std::mem::take(&mut self.actions);
-        let mut is_on_time = false;
+        let mut has_expired = false;
         loop {
             for action in actions.drain(..) {
                 match action {
-                    Action::GiveUp(reason) => self.failure = Some(self.driver.given_up(reason)),
-                    action => self.role.act(&mut self.driver, &self.agreement, action),
+                    Action::GiveUp(reason) => self.failure = Some(self.driver.give_up(reason)),
+                    action => self.role.act(&mut self.driver, &self.machine, action),
                 }
             }
-            // As late as it is: to do something may take its time, and what is waited for from here on has not waited yet.
+            // The time is read here because an action may take long, and a deadline that the machine sets now must not count that.
             let now = self.driver.now();
             if let Some(event) = self.driver.next_event() {
-                self.agreement.handle(now, event, &mut actions);
-            } else if !is_on_time && self.agreement.deadline().is_some_and(|deadline| deadline <= now) {
-                // After all that has happened: who was away for long finds the deadline over, and what it is about done.
-                is_on_time = true;
-                self.driver.changes += 1;
-                self.agreement.expire(now, &mut actions);
+                self.machine.handle(now, event, &mut actions);
+            } else if !has_expired && self.machine.deadline().is_some_and(|deadline| deadline <= now) {
+                // After all events: a thread that was away for long finds the deadline over, but what it was set for has happened.
+                has_expired = true;
+                self.driver.revision += 1;
+                self.machine.expire(now, &mut actions);
             } else {
                 break;
             }

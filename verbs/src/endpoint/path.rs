@@ -1,6 +1,14 @@
-//! One way between the ends: a port of either with queue pairs, and the keys of the memory at both.
+//! A path: a pair of ports, one at each end, with the queue pairs of this end and the keys of both ends' memory.
+//!
+//! | state | meaning | left by |
+//! |---|---|---|
+//! | known | the peer's end is known ([`Path::set_peer`]); the queue pairs are in INIT | [`Path::connect`], [`Path::connecting`] |
+//! | connected | the queue pairs are in RTS | [`Path::fence`] |
+//! | draining | the queue pairs are in the error state; posted requests are being flushed | the last marker ([`Path::is_drained`]) |
+//! | drained | no request is outstanding | [`Path::rebuild`] |
 
 mod rebuild;
+mod requests;
 
 use std::sync::Arc;
 
@@ -9,117 +17,114 @@ pub(super) use rebuild::{Fenced, Rebuilt};
 use ringsight_failover::{Link, MESSAGE_BYTES};
 
 use super::{
-    Control, Failure, SLOTS,
-    control::{HEAD, NOTICE_BYTES, inbox_at},
-    work::Work,
+    Control, SLOTS,
+    control::{HEAD, NOTICE_BYTES, RECEIVES, inbox_at},
+    work::WorkRequest,
 };
 use crate::{
     completion::Cq,
     device::Queue,
-    error::Result,
-    hub::{Failures, Hub},
+    error::{ConnectError, Failure, Result},
     memory::{Access, Memory, Mr},
     port::Port,
-    queue::{Patience, Qp, Route, Size},
+    port_health::{PortHealth, QueueFailures},
+    queue::{Qp, RetryPolicy, Route, Size},
     wire::{PathOffer, QpOffer},
 };
 
-/// Work requests of a queue pair: a step is two, one position is at most once under way on a path, credits are one at a time, a probe,
-/// what marks the end of a drain, and messages.
+/// Work requests of a queue pair: two per slot for steps, a credit, a probe, the marker of a drain, and messages.
 const SENDS: u32 = 2 * SLOTS as u32 + 3 + MESSAGES as u32;
-/// Messages that are under way at most; more are not sent, as if they were lost.
-pub(super) const MESSAGES: usize = 8;
-/// Receive requests that a queue pair always has: for every position that may be granted, and as many that come twice.
-pub(super) const RECEIVES: u32 = 2 * SLOTS as u32;
-/// Bytes that go with a work request at most.
+/// Messages that are outstanding at most. A further message counts as lost.
+const MESSAGES: usize = 8;
+/// Bytes of an inline work request at most.
 const INLINE: usize = if MESSAGE_BYTES > HEAD + NOTICE_BYTES {
     MESSAGE_BYTES
 } else {
     HEAD + NOTICE_BYTES
 };
 
-/// What a path needs to know of the peer's end.
+/// The peer's end of a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// Where its slots are.
+    /// Address of its slots.
     pub slots: u64,
-    /// Where its control page is.
+    /// Address of its control page.
     pub control: u64,
     /// Its side of the path.
     pub path: PathOffer,
 }
 
-/// Work requests of a path, receive requests aside, and completions.
+/// Work requests of a path, without receive requests, and completions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Requests of steps: a write of bytes and one that tells of them, or one for both.
+    /// Requests of steps: a write of the bytes and a notice, or one notice with both.
     pub steps: u64,
-    /// Credits: one at most for each step, one for several where the peer is faster.
+    /// Credits: at most one per step; one covers several steps if the receiver is ahead.
     pub credits: u64,
     /// Probes and messages.
     pub others: u64,
-    /// Completions taken, of any request.
+    /// Completions, of any request.
     pub completions: u64,
 }
 
-/// Queue pairs, and the completion queue that is theirs.
+/// Queue pairs, with their completion queue.
 pub(super) type Queues = (Arc<Cq>, Arc<Vec<Qp>>);
 
-/// A way between the ends.
+/// A path between the ends.
 pub struct Path {
-    pub(super) index: usize,
+    index: usize,
     port: Port,
-    pub(super) cq: Arc<Cq>,
-    /// The completion queue is of no use any more.
-    is_spoiled: bool,
-    /// How often they have been made.
+    cq: Arc<Cq>,
+    /// The completion queue has failed: the next rebuild makes another one.
+    has_failed_cq: bool,
+    /// How often the queue pairs have been built.
     generation: u32,
-    /// Shared with a thread that connects them.
-    pub(super) qps: Arc<Vec<Qp>>,
+    /// Shared with the worker that changes their state.
+    qps: Arc<Vec<Qp>>,
     psns: Vec<u32>,
-    /// `None`: the queue pairs are in use.
-    pub(super) draining: Option<Drain>,
-    /// Messages under way.
-    pub(super) messages: usize,
-    /// Probes under way: one for each queue pair.
-    pub(super) probes: usize,
-    pub(super) counts: Counts,
-    /// This end's slots: what a sender sends from and a receiver is written to.
-    pub(super) slots: Arc<Mr>,
-    pub(super) control: Arc<Mr>,
+    /// `None` while the queue pairs are in use.
+    draining: Option<Drain>,
+    /// Messages outstanding.
+    messages: usize,
+    /// Probes outstanding: one per queue pair.
+    probes: usize,
+    counts: Counts,
+    /// This end's slots: the sender sends from them, the receiver's are written by the peer.
+    slots: Arc<Mr>,
+    control: Arc<Mr>,
     offers_slots: bool,
-    /// The traffic class that its owner wishes for.
+    /// Traffic class that the connection's owner asks for.
     class: Option<u8>,
-    /// It is given up as soon as there is an end ([`Path::presume_failed`]).
+    /// The path counts as failed as soon as an end has it ([`Path::presume_failed`]).
     pub(super) presumed_failed: bool,
-    pub(super) peer: Option<Peer>,
-    /// How often its device had told that queues with its queues' names cannot go on, when that was looked at last.
-    pub(super) failures: Failures,
+    peer: Option<Peer>,
+    /// Failure reports of its device about its queues, as of the last look.
+    pub(super) failures: QueueFailures,
 }
 
 impl Path {
-    /// The `index`-th path of a connection whose slots are in `memory`; `is_receiver`: the peer writes them. `hub` is the one of its end: what
-    /// its device tells of its queues from here on is known to that. `draw` gives random numbers for the packets' first ones.
+    /// Path `index` of a connection whose slots are in `memory`; `is_receiver`: the peer writes them. `port_health` reads the events of the
+    /// device from now on. `draw` gives random numbers, for the first packet numbers.
     ///
     /// # Errors
-    /// As the device says.
+    /// A call of the device failed.
     pub fn new(
         index: usize,
         port: Port,
         (memory, is_receiver): (&Memory, bool),
         control: &Control,
-        hub: &Hub,
+        port_health: &PortHealth,
         mut draw: impl FnMut() -> u32,
     ) -> Result<Self> {
-        // Before there are queues: what is told of them is read, not taken for what others had.
-        hub.watch(port.context(), port.number());
+        // Before the queues exist, so that their events are not mistaken for those of earlier queues.
+        port_health.watch(port.context(), port.number());
         let access = if is_receiver {
             port.slots_access()
         } else {
             Access::Local
         };
         let slots = port.pd().register(memory, access)?;
-        // In order: a credit is read without the completion that tells of it.
+        // Without relaxed ordering: a credit is read without waiting for its completion.
         let control = port.pd().register(control.memory(), Access::RemoteWrite)?;
         let (cq, qps) = queues(index, &port, &control)?;
         let psns = qps.iter().map(|_| draw() & 0xff_ffff).collect();
@@ -127,7 +132,7 @@ impl Path {
             index,
             port,
             cq,
-            is_spoiled: false,
+            has_failed_cq: false,
             generation: 1,
             qps,
             psns,
@@ -141,17 +146,17 @@ impl Path {
             class: None,
             presumed_failed: false,
             peer: None,
-            failures: Failures::default(),
+            failures: QueueFailures::default(),
         };
-        // Those of queues that had the same numbers: a queue is destroyed when all that was told of it has been taken.
-        path.failures = path.told_failures(hub);
+        // Earlier reports concern queues that had the same numbers: a queue is destroyed only after all of its events have been read.
+        path.failures = path.queue_failures(port_health);
         Ok(path)
     }
 
-    /// Makes it the `index`-th path of its connection, before it is connected: what the peer sends goes to other places then.
+    /// Makes it path `index` of its connection, before it is connected. The receive requests are posted again, for the inbox of that index.
     ///
     /// # Errors
-    /// As the device says.
+    /// A call of the device failed.
     pub fn renumber(&mut self, index: usize) -> Result<()> {
         self.index = index;
         self.qps.iter().try_for_each(Qp::reset)?;
@@ -159,7 +164,7 @@ impl Path {
         qps.try_for_each(|qp| prepare(index, qp, &self.port, &self.control))
     }
 
-    /// With a traffic class for its packets, where the environment names none.
+    /// Sets the traffic class of its packets, for a process whose environment names none.
     #[must_use]
     pub fn with_class(mut self, class: Option<u8>) -> Self {
         self.class = class;
@@ -178,13 +183,13 @@ impl Path {
         self.peer.as_ref()
     }
 
-    /// Whether it is connected, and may be used.
+    /// Whether the path is connected and not given up.
     #[must_use]
     pub fn is_connected(&self) -> bool {
         self.peer.is_some() && self.draining.is_none()
     }
 
-    /// What it was used for since it was made.
+    /// Requests and completions since the path was made.
     #[must_use]
     pub fn counts(&self) -> Counts {
         self.counts
@@ -196,25 +201,25 @@ impl Path {
         &self.qps
     }
 
-    /// How often its device has told that queues with its queues' names cannot go on.
-    pub(super) fn told_failures(&self, hub: &Hub) -> Failures {
+    /// Failure reports of its device about queues with the names of its queues.
+    pub(super) fn queue_failures(&self, port_health: &PortHealth) -> QueueFailures {
         let pairs = self.qps.iter().map(|qp| Queue::Pair(qp.number()));
         let others = [self.cq.name(), Queue::All];
-        hub.failures(self.port.device(), pairs.chain(others))
+        port_health.queue_failures(self.port.device(), pairs.chain(others))
     }
 
-    /// Its completion queue is of no use any more: the path is made anew with another one.
-    pub(super) fn spoil(&mut self) {
-        self.is_spoiled = true;
+    /// Has the next rebuild make another completion queue, because this one has failed.
+    pub(super) fn replace_cq_at_rebuild(&mut self) {
+        self.has_failed_cq = true;
     }
 
-    /// Which of its queue pairs leads a step: the one that its notice goes over.
+    /// Index of the queue pair that carries the notice of a step.
     #[must_use]
     pub fn lead(&self, position: u64) -> usize {
         (position % self.qps.len() as u64) as usize
     }
 
-    /// What the peer has to know of it.
+    /// This end of the path, as the peer needs it.
     #[must_use]
     pub fn offer(&self) -> PathOffer {
         PathOffer {
@@ -243,66 +248,63 @@ impl Path {
         }
     }
 
-    /// Takes down what the peer's end is: its queue pairs are connected to it when both ports are up.
+    /// Sets the peer's end. The queue pairs are connected to it later, when both ports are up.
     ///
     /// # Errors
-    /// When the two do not fit.
-    pub fn know(&mut self, peer: Peer) -> std::result::Result<(), String> {
+    /// The two ends do not match.
+    pub fn set_peer(&mut self, peer: Peer) -> std::result::Result<(), ConnectError> {
         let (own, other) = (&self.port, &peer.path);
-        let layer = |ethernet| if ethernet { "RoCE" } else { "InfiniBand" };
         if own.is_ethernet() != other.ethernet {
-            return Err(format!(
-                "{} is {}, the peer's {} is {}",
-                own.device(),
-                layer(own.is_ethernet()),
-                other.device,
-                layer(other.ethernet)
-            ));
+            return Err(ConnectError::LinkLayers {
+                device: own.device().to_owned(),
+                peer: other.device.clone(),
+                ethernet: own.is_ethernet(),
+            });
         }
         if self.qps.len() != other.qps.len() {
-            return Err(format!(
-                "{} queue pairs here, {} at the peer: NCCL_IB_QPS_PER_CONNECTION differs between ranks",
-                self.qps.len(),
-                other.qps.len()
-            ));
+            return Err(ConnectError::QueuePairs {
+                own: self.qps.len(),
+                peer: other.qps.len(),
+            });
         }
         self.peer = Some(peer);
-        self.draining = Some(Drain::NOTHING);
+        self.draining = Some(Drain::EMPTY);
         Ok(())
     }
 
-    /// Connects its queue pairs to the peer's. May take a second. What cannot be connected now is known, as by [`Path::know`].
+    /// Connects the queue pairs to the peer's, which may take a second. If that fails the peer's end is set, as by [`Path::set_peer`].
     ///
     /// # Errors
-    /// When the two do not fit, or the peer cannot be reached.
-    pub fn connect(&mut self, peer: Peer) -> std::result::Result<(), String> {
+    /// The two ends do not match, this port is down, or the peer cannot be reached.
+    pub fn connect(&mut self, peer: Peer) -> std::result::Result<(), ConnectError> {
         let routes = self.routes(&peer.path, &peer.path.qps);
-        let device = peer.path.device.clone();
-        self.know(peer)?;
+        let peer_device = peer.path.device.clone();
+        self.set_peer(peer)?;
         let own = &self.port;
         if !own.is_active() {
-            return Err(format!("port {}:{} is down", own.device(), own.number()));
+            return Err(ConnectError::PortDown {
+                port: format!("{}:{}", own.device(), own.number()),
+            });
         }
-        connect_all(
-            own.number(),
-            &self.qps,
-            &self.psns,
-            &routes,
-            own.config().patience,
-        )
-        .map_err(|error| format!("{} to the peer's {device}: {error}", own.device()))?;
+        connect_all(own.number(), &self.qps, &self.psns, &routes, own.config().retry).map_err(|source| {
+            ConnectError::Device {
+                device: own.device().to_owned(),
+                peer: peer_device,
+                source,
+            }
+        })?;
         self.draining = None;
         Ok(())
     }
 
-    /// Takes a path that could not be connected for one that failed right after it was: the peer may use its end already, and the ends
-    /// agree to leave it.
+    /// Treats a path that could not be connected as one that failed right after it was connected. The peer may use its end already, so the
+    /// ends must agree to leave it.
     pub fn presume_failed(&mut self) {
         self.draining = None;
         self.presumed_failed = true;
     }
 
-    /// The ways of its queue pairs to the peer's `qps`.
+    /// The routes from its queue pairs to the peer's `qps`.
     fn routes(&self, peer: &PathOffer, qps: &[QpOffer]) -> Vec<Route> {
         let own = &self.port;
         let (service_level, traffic_class) = own.config().classes(self.class);
@@ -321,6 +323,7 @@ impl Path {
         qps.iter().map(route).collect()
     }
 
+    /// A failure of this path.
     pub(super) fn failure(&self, status: Option<u32>, text: &str) -> Failure {
         let peer = self.peer.as_ref().map_or("?", |peer| peer.path.device.as_str());
         let (device, port) = (self.port.device(), self.port.number());
@@ -331,7 +334,7 @@ impl Path {
         }
     }
 
-    /// What its queue pairs are in.
+    /// Its present queue pairs.
     #[must_use]
     pub fn link(&self) -> Link {
         Link {
@@ -341,7 +344,7 @@ impl Path {
     }
 }
 
-/// Queue pairs for a path, in INIT and with their receive requests, and their completion queue.
+/// Makes the queue pairs of a path, in INIT and with their receive requests, and their completion queue.
 fn queues(path: usize, port: &Port, control: &Mr) -> Result<Queues> {
     let count = port.config().qps;
     let cq = Cq::new(port.context(), count as u32 * (SENDS + RECEIVES + 1))?;
@@ -359,20 +362,15 @@ fn queues(path: usize, port: &Port, control: &Mr) -> Result<Queues> {
     Ok((cq, Arc::new(qps)))
 }
 
-/// Brings a queue pair from RESET to INIT, with its receive requests.
+/// Brings a queue pair from RESET to INIT, and posts its receive requests.
 fn prepare(path: usize, (number, qp): (usize, &Qp), port: &Port, control: &Mr) -> Result<()> {
     qp.init(port.number(), port.config().pkey_index)?;
     (0..RECEIVES as usize).try_for_each(|index| post_receive(path, qp, (number, index), control))
 }
 
-/// A receive request of a path; messages go over the first queue pair.
-pub(super) fn post_receive(
-    path: usize,
-    qp: &Qp,
-    (number, index): (usize, usize),
-    control: &Mr,
-) -> Result<()> {
-    let id = Work::Receive { qp: number, index }.id();
+/// Posts a receive request. Messages arrive on the first queue pair.
+fn post_receive(path: usize, qp: &Qp, (number, index): (usize, usize), control: &Mr) -> Result<()> {
+    let id = WorkRequest::Receive { qp: number, index }.id();
     if number > 0 {
         return qp.post_receives(id, 1);
     }
@@ -381,10 +379,10 @@ pub(super) fn post_receive(
 }
 
 /// Brings queue pairs to RTS.
-fn connect_all(port: u8, qps: &[Qp], psns: &[u32], routes: &[Route], patience: Patience) -> Result<()> {
+fn connect_all(port: u8, qps: &[Qp], psns: &[u32], routes: &[Route], retry: RetryPolicy) -> Result<()> {
     for ((qp, psn), route) in qps.iter().zip(psns).zip(routes) {
         qp.receive_from(port, route)?;
-        qp.send_from(*psn, patience)?;
+        qp.send_from(*psn, retry)?;
     }
     Ok(())
 }

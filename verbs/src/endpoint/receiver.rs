@@ -1,7 +1,7 @@
 //! The receiving end.
 
 use ringsight_failover::{
-    self as failover, Action, Event, Link, MESSAGE_BYTES, Message, Status, Work as Asked,
+    self as failover, Action, Event, Link, MESSAGE_BYTES, Message, Protocol, Status, Work,
 };
 
 use super::{
@@ -9,17 +9,17 @@ use super::{
     control::NOTICE_BYTES,
     driver::Driver,
     end::{End, Role},
-    work::Ended,
+    work::PathEvent,
 };
 
-/// What came of a position.
+/// The parts of a position that have arrived.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Parts {
-    /// The queue pairs whose part is here, as bits.
+    /// Bit i: the part of queue pair i has arrived.
     mask: u16,
 }
 
-/// A step that is here.
+/// A step that has arrived.
 #[derive(Clone, Copy)]
 pub struct Arrived {
     /// Its position.
@@ -29,7 +29,7 @@ pub struct Arrived {
 }
 
 impl Arrived {
-    /// What the sender's owner said of it.
+    /// The notice that the sender's owner gave.
     #[must_use]
     pub fn notice(&self) -> &[u8] {
         &self.notice[..self.length]
@@ -39,33 +39,33 @@ impl Arrived {
 /// The receiving end.
 pub type Receiver = End<Receiving>;
 
-/// What only the receiving end has.
+/// The part of an end that only the receiver has.
 pub struct Receiving {
-    /// Positions that were taken ([`Receiver::take`]): behind those that are committed.
+    /// Positions taken by [`Receiver::take`]; at most those committed.
     taken: u64,
-    /// Where the last credit went, what it said, and whether it is under way: one at a time, so that as many are posted as the peer
-    /// takes and no more.
+    /// The last credit: its queue pair, its value, and whether it is outstanding. Only one credit is outstanding at a time, so that credits are
+    /// posted no faster than they complete.
     credit_link: Link,
     credited: u64,
     is_crediting: bool,
-    /// By position modulo [`SLOTS`], from the committed ones on.
+    /// By position modulo [`SLOTS`], for the positions after the committed ones.
     parts: [Parts; SLOTS],
-    /// The link that `parts` came over.
+    /// The queue pair that `parts` arrived on.
     parts_link: Link,
 }
 
 impl Role for Receiving {
-    type Agreement = failover::Receiver;
+    type Machine = failover::Receiver;
 
-    fn act(&mut self, driver: &mut Driver, agreement: &failover::Receiver, action: Action) {
+    fn act(&mut self, driver: &mut Driver, machine: &failover::Receiver, action: Action) {
         match action {
             Action::Credit { link, .. } => {
                 if link != self.credit_link {
                     (self.credit_link, self.credited, self.is_crediting) = (link, 0, false);
                 }
-                self.credit(driver, agreement.granted());
+                self.credit(driver, machine.granted());
             }
-            // Told by `committed`.
+            // The machine's `committed` says it.
             Action::Commit { .. } => {}
             other => driver.act(other),
         }
@@ -73,7 +73,7 @@ impl Role for Receiving {
 }
 
 impl Receiving {
-    /// Posts the newest credit, `granted`, unless one is under way. Not over a path that was given up: it is told anew after the switch.
+    /// Posts the newest credit, `granted`, unless one is outstanding or the path is given up. After a switch it is posted again.
     fn credit(&mut self, driver: &mut Driver, granted: u64) {
         let link = self.credit_link;
         if self.is_crediting || self.credited >= granted {
@@ -90,8 +90,8 @@ impl Receiving {
 }
 
 impl Receiver {
-    /// An end over these paths, the first that is connected of which is active. Their control page is `control`, and their hub that of
-    /// `failover`.
+    /// An end over these paths; the first connected one is active. `control` is the control page of the paths, and `failover` holds the
+    /// [`PortHealth`](crate::port_health::PortHealth) that they were made with.
     #[must_use]
     pub fn new(paths: Vec<Path>, control: Control, failover: Failover) -> Self {
         Self::over(paths, control, failover, failover::Receiver::new, |active| {
@@ -112,19 +112,19 @@ impl Receiver {
         self.role.taken
     }
 
-    /// Whether the peer knows of every grant.
+    /// Whether the peer has acknowledged every grant.
     #[must_use]
     pub fn is_settled(&self) -> bool {
-        self.role.credited == self.agreement.granted() && !self.role.is_crediting && !self.is_recovering()
+        self.role.credited == self.machine.granted() && !self.role.is_crediting && !self.is_recovering()
     }
 
-    /// What to tell the sender last of all, outside RDMA, when the communicator ends and the steps that were taken are done with; `None` if
-    /// there are others, or the connection has failed.
+    /// The last message to the sender, to go outside RDMA when the communicator ends and all steps that were taken are consumed. `None` if
+    /// other steps are left, or the connection has failed.
     #[must_use]
-    pub fn last_word(&self) -> Option<[u8; MESSAGE_BYTES]> {
-        let is_whole = self.role.taken == self.agreement.committed();
-        self.agreement
-            .last_word()
+    pub fn goodbye(&self) -> Option<[u8; MESSAGE_BYTES]> {
+        let is_whole = self.role.taken == self.machine.committed();
+        self.machine
+            .goodbye()
             .filter(|_| is_whole)
             .as_ref()
             .map(Message::encode)
@@ -133,21 +133,21 @@ impl Receiver {
     /// Grants positions up to `granted`, counted since the connection began: the slots of the last [`SLOTS`] of them are free.
     ///
     /// # Errors
-    /// When the connection has failed.
+    /// The connection has failed.
     pub fn grant(&mut self, granted: u64) -> Result<(), Failure> {
-        self.agree(|agreement, now, out| agreement.grant(now, granted, out));
+        self.with_machine(|machine, now, out| machine.grant(now, granted, out));
         self.settle()
     }
 
-    /// Takes what has arrived and ended; whether there was any.
+    /// Polls arrivals and completions. Returns whether there was any.
     ///
     /// # Errors
-    /// When no path is left, or the peer sends what it was not granted.
+    /// No path is left, or the peer sends a step that was not granted.
     pub fn poll(&mut self) -> Result<bool, Failure> {
         self.check()?;
         let Self {
             driver,
-            agreement,
+            machine,
             role,
             ..
         } = self;
@@ -158,25 +158,25 @@ impl Receiver {
             credit_link,
             ..
         } = role;
-        let (active, committed, granted) = (agreement.active(), agreement.committed(), agreement.granted());
+        let (active, committed, granted) = (machine.active(), machine.committed(), machine.granted());
         if *parts_link != active {
-            // Of the path before: what is not committed comes again.
+            // Parts of the previous path: uncommitted positions arrive again.
             (*parts, *parts_link) = (Default::default(), active);
         }
-        let (mut excess, mut known) = (None, None);
-        let recovers = agreement.is_recovering();
-        let any = driver.poll(usize::from(active.path), recovers, |link, ended| match ended {
-            Ended::Arrived { qp, immediate } if link == active => {
+        let (mut excess, mut acknowledged) = (None, None);
+        let recovers = machine.is_recovering();
+        let any = driver.poll(usize::from(active.path), recovers, |link, event| match event {
+            PathEvent::Arrived { qp, immediate } if link == active => {
                 let Some(position) = position_of(immediate, committed) else {
-                    return; // of a step that was committed: it came twice
+                    return; // of a committed step, which arrived twice
                 };
                 match position < granted {
                     true => parts[position as usize % SLOTS].mask |= 1 << qp,
                     false => excess = Some(position),
                 }
             }
-            Ended::Credited { granted } if link == *credit_link => {
-                (*is_crediting, known) = (false, Some(granted));
+            PathEvent::Credited { granted } if link == *credit_link => {
+                (*is_crediting, acknowledged) = (false, Some(granted));
             }
             _ => {}
         });
@@ -184,27 +184,27 @@ impl Receiver {
             let text = format!("the peer sends step {position} of the connection, granted are {granted}");
             return Err(self.active().failure(None, &text));
         }
-        // Before all else that happened: a fence follows what it ends.
+        // Before all other events: a fence must come after the arrivals that precede it.
         self.commit(active)?;
-        if let Some(granted) = known {
-            let (work, status) = (Asked::Credit(granted), Status::Success);
+        if let Some(granted) = acknowledged {
+            let (work, status) = (Work::Credit(granted), Status::Success);
             let link = self.role.credit_link;
             let event = Event::Completed { link, work, status };
-            self.agree(|agreement, now, out| agreement.handle(now, event, out));
+            self.with_machine(|machine, now, out| machine.handle(now, event, out));
         }
         self.settle()?;
-        self.role.credit(&mut self.driver, self.agreement.granted());
+        self.role.credit(&mut self.driver, self.machine.granted());
         self.settle()?;
         Ok(any)
     }
 
-    /// Commits the steps of which all is here, in order.
+    /// Commits the steps that have arrived whole, in order.
     fn commit(&mut self, link: Link) -> Result<(), Failure> {
         loop {
-            let position = self.agreement.committed();
+            let position = self.machine.committed();
             let path = &self.driver.paths[usize::from(link.path)];
             let here = self.role.parts[position as usize % SLOTS].mask;
-            // The notice is there with the immediate of the queue pair that leads.
+            // The notice has arrived with the immediate of the leading queue pair.
             if here & 1 << path.lead(position) == 0 {
                 return Ok(());
             }
@@ -222,20 +222,20 @@ impl Receiver {
             self.role.parts[position as usize % SLOTS] = Parts::default();
             let immediate = position as u32;
             let event = Event::Arrived { link, immediate };
-            self.agree(|agreement, now, out| agreement.handle(now, event, out));
-            if self.agreement.committed() == position {
+            self.with_machine(|machine, now, out| machine.handle(now, event, out));
+            if self.machine.committed() == position {
                 return Ok(());
             }
         }
     }
 
-    /// The next step, if all of it is here; each is given once, in order.
+    /// The next committed step; each is returned once, in order.
     ///
     /// # Errors
-    /// When the peer told of a step and did not say what it is.
+    /// The notice of the step has been overwritten.
     pub fn take(&mut self) -> Result<Option<Arrived>, Failure> {
         let position = self.role.taken;
-        if position == self.agreement.committed() {
+        if position == self.machine.committed() {
             return Ok(None);
         }
         let Some((_, notice, length)) = self.driver.control.notice(position) else {
@@ -262,7 +262,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn positions_are_found_by_their_low_half() {
+    fn positions_follow_from_their_low_half() {
         for taken in [0, 5, u64::from(u32::MAX) - 2, 1 << 32, (7 << 32) + 9] {
             for ahead in 0..2 * SLOTS as u64 {
                 assert_eq!(position_of((taken + ahead) as u32, taken), Some(taken + ahead));

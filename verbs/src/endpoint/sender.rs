@@ -1,30 +1,30 @@
 //! The sending end.
 
-use ringsight_failover::{self as failover, Action, Event, Link, PathSet, Status};
+use ringsight_failover::{self as failover, Action, Event, Link, PathSet, Protocol, Status};
 
 use super::{
     Control, Failover, Failure, Path, SLOTS, Slots,
     control::{NOTICE_BYTES, encode_notice},
     driver::Driver,
     end::{End, Role},
-    work::Ended,
+    work::PathEvent,
 };
 
-/// A part of a step is a multiple of this.
+/// The size of a part of a step is a multiple of this, bytes.
 const PART: usize = 128;
 
-/// What a step's posting came to, for records.
+/// How a step was posted, for records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Posted {
-    /// Over which path.
+    /// Index of the path.
     pub path: usize,
-    /// Number of the queue pair of its notice.
+    /// Number of the queue pair that carries its notice.
     pub qp: u32,
     /// Queue pairs that carry a part of it.
     pub parts: usize,
 }
 
-/// What a position that is under way consists of, to be posted again.
+/// A position that is outstanding, kept to be posted again.
 #[derive(Clone, Copy)]
 struct Step {
     notice: [u8; NOTICE_BYTES],
@@ -37,19 +37,19 @@ struct Step {
 /// The sending end.
 pub type Sender = End<Sending>;
 
-/// What only the sending end has.
+/// The part of an end that only the sender has.
 pub struct Sending {
     slots: Slots,
-    /// By position modulo [`SLOTS`]: those that the peer is not known to have.
+    /// By position modulo [`SLOTS`]: the outstanding positions.
     steps: [Step; SLOTS],
-    /// Completions that a position still misses on the active path, by position modulo [`SLOTS`].
+    /// By position modulo [`SLOTS`]: completions that the position still needs on the active path.
     missing: [u8; SLOTS],
-    /// Positions whose every part has ended well on the active path; in order.
-    ended: u64,
+    /// Positions of which every part has completed on the active path, counted in order.
+    completed: u64,
 }
 
 impl Role for Sending {
-    type Agreement = failover::Sender;
+    type Machine = failover::Sender;
 
     fn act(&mut self, driver: &mut Driver, _: &failover::Sender, action: Action) {
         match action {
@@ -60,7 +60,7 @@ impl Role for Sending {
 }
 
 impl Sending {
-    /// The requests of one position over a path.
+    /// Posts the requests of one position over a path.
     fn post_position(&mut self, driver: &mut Driver, link: Link, position: u64) -> Result<Posted, Failure> {
         let path = &mut driver.paths[usize::from(link.path)];
         let Step {
@@ -83,16 +83,16 @@ impl Sending {
         let slot = self.slots.at(position);
         for part in 0..parts {
             let end = ((part + 1) * part_bytes).min(bytes);
-            // The first part goes with the notice; the others' immediates say only that they are there.
-            let told = if part == 0 { &notice[..length] } else { &[] };
+            // The first part carries the notice. The immediates of the others only signal that they have arrived.
+            let head = if part == 0 { &notice[..length] } else { &[] };
             let data = slot + part * part_bytes..slot + end;
-            path.post_step((lead + part) % count, position, told, data)?;
+            path.post_step((lead + part) % count, position, head, data)?;
         }
         Ok(posted)
     }
 
     fn replay(&mut self, driver: &mut Driver, link: Link, from: u64, to: u64) {
-        self.ended = from;
+        self.completed = from;
         for position in from..to {
             if let Err(failure) = self.post_position(driver, link, position) {
                 return driver.fail(link, failure);
@@ -102,12 +102,12 @@ impl Sending {
 }
 
 impl Sender {
-    /// An end over these paths, the first that is connected of which is active. Their control page is `control`, and their hub that of
-    /// `failover`.
+    /// An end over these paths; the first connected one is active. `control` is the control page of the paths, and `failover` holds the
+    /// [`PortHealth`](crate::port_health::PortHealth) that they were made with.
     #[must_use]
     pub fn new(paths: Vec<Path>, control: Control, slots: Slots, failover: Failover) -> Self {
-        let agree = |settings, count, ready| failover::Sender::new(settings, SLOTS as u64, count, ready);
-        Self::over(paths, control, failover, agree, |_| Sending {
+        let machine = |settings, count, ready| failover::Sender::new(settings, SLOTS as u64, count, ready);
+        Self::over(paths, control, failover, machine, |_| Sending {
             slots,
             steps: [Step {
                 notice: [0; NOTICE_BYTES],
@@ -120,29 +120,29 @@ impl Sender {
                 },
             }; SLOTS],
             missing: [0; SLOTS],
-            ended: 0,
+            completed: 0,
         })
     }
 
-    /// Positions posted so far: the next one's number.
+    /// Positions posted so far: the number of the next one.
     #[must_use]
     pub fn posted(&self) -> u64 {
-        self.agreement.posted()
+        self.machine.posted()
     }
 
     /// Positions that the peer has granted.
     #[must_use]
     pub fn granted(&self) -> u64 {
-        self.agreement.granted()
+        self.machine.granted()
     }
 
-    /// Positions that the peer's device has: their slots may be used again.
+    /// Positions that the peer's device has acknowledged. Their slots may be reused.
     #[must_use]
     pub fn acked(&self) -> u64 {
-        self.agreement.acked()
+        self.machine.acked()
     }
 
-    /// How one of the last [`SLOTS`] positions that were posted was posted last: a switch may have had it posted again.
+    /// How one of the last [`SLOTS`] positions was posted. After a switch a position may have been posted again.
     #[must_use]
     pub fn posted_over(&self, position: u64) -> Posted {
         self.role.steps[position as usize % SLOTS].posted
@@ -151,28 +151,28 @@ impl Sender {
     /// Whether the next position may be posted.
     #[must_use]
     pub fn may_post(&self) -> bool {
-        self.agreement.link().is_some()
+        self.machine.link().is_some()
     }
 
-    /// Posts the next position: `notice` for the peer's owner, and the first `bytes` bytes of its slot (0: what there is goes with the
-    /// notice). The slot stays as it is until [`Sender::acked`] has passed it.
+    /// Posts the next position: `notice` for the peer's owner, and the first `bytes` bytes of its slot (0 if the notice holds them). The
+    /// slot must stay unchanged until [`Sender::acked`] has passed the position.
     ///
     /// # Errors
-    /// When the connection has failed.
+    /// The connection has failed.
     ///
     /// # Panics
-    /// For more bytes than a slot or a notice has, and where it may not ([`Sender::may_post`]).
+    /// If a slot or a notice has fewer bytes, or [`Sender::may_post`] is false.
     pub fn post(&mut self, notice: &[u8], bytes: usize) -> Result<Posted, Failure> {
         assert!(notice.len() <= NOTICE_BYTES && bytes <= self.role.slots.bytes);
-        let link = self.agreement.link().expect("a step that may be posted");
+        let link = self.machine.link().expect("a step that may be posted");
         let position = self.posted();
         let step = &mut self.role.steps[position as usize % SLOTS];
         step.notice[..notice.len()].copy_from_slice(notice);
         (step.length, step.bytes) = (notice.len(), bytes);
-        self.agreement.post(self.driver.now());
+        self.machine.post(self.driver.now());
         let posted = self.role.post_position(&mut self.driver, link, position);
         if let Err(failure) = &posted {
-            // It counts as posted: what the peer lacks is posted again.
+            // It counts as posted: a switch posts again what the peer lacks.
             self.driver.fail(link, failure.clone());
             self.settle()?;
         }
@@ -183,39 +183,39 @@ impl Sender {
         }))
     }
 
-    /// Takes what has ended and what was granted; whether there was any.
+    /// Polls completions and credits. Returns whether there was any completion.
     ///
     /// # Errors
-    /// When no path is left, or the peer grants what it cannot have.
+    /// No path is left, or the peer grants more than it has slots.
     pub fn poll(&mut self) -> Result<bool, Failure> {
         self.check()?;
         let Self {
             driver,
-            agreement,
+            machine,
             role,
             ..
         } = self;
         let missing = &mut role.missing;
-        let active = agreement.active();
-        // By path: a write of the peer has told of a credit.
-        let mut told = PathSet::EMPTY;
-        let recovers = agreement.is_recovering();
-        let any = driver.poll(usize::from(active.path), recovers, |link, ended| match ended {
-            // What was posted before a switch says nothing of what was posted after.
-            Ended::Sent { position } if link == active => {
+        let active = machine.active();
+        // The paths over which a credit has arrived.
+        let mut credited = PathSet::EMPTY;
+        let recovers = machine.is_recovering();
+        let any = driver.poll(usize::from(active.path), recovers, |link, event| match event {
+            // Requests from before a switch do not count for those after it.
+            PathEvent::Sent { position } if link == active => {
                 let missing = &mut missing[position as usize % SLOTS];
                 *missing = missing.saturating_sub(1);
             }
-            Ended::Arrived { .. } => told = told.with(link.path),
+            PathEvent::Arrived { .. } => credited = credited.with(link.path),
             _ => {}
         });
-        let ended = &mut self.role.ended;
-        while *ended < self.agreement.posted() && self.role.missing[*ended as usize % SLOTS] == 0 {
-            *ended += 1;
+        let completed = &mut self.role.completed;
+        while *completed < self.machine.posted() && self.role.missing[*completed as usize % SLOTS] == 0 {
+            *completed += 1;
         }
-        if *ended > self.agreement.acked() {
-            // Before all else that happened: a fence follows what it ends.
-            let work = failover::Work::Step(*ended - 1);
+        if *completed > self.machine.acked() {
+            // Before all other events: a fence must come after the completions that it flushes.
+            let work = failover::Work::Step(*completed - 1);
             let status = Status::Success;
             self.driver.events.push_front(Event::Completed {
                 link: active,
@@ -223,7 +223,7 @@ impl Sender {
                 status,
             });
         }
-        for path in told.iter() {
+        for path in credited.iter() {
             let steps = self.driver.control.credit(usize::from(path));
             self.driver.events.push_back(Event::Granted { steps });
         }
@@ -232,7 +232,7 @@ impl Sender {
     }
 }
 
-/// How many parts bytes are cut into, at most `count`, and the bytes of each but the last, which has what is left and some.
+/// Splits bytes into at most `count` parts. Returns the number of parts, and the size of each but the last, which is smaller or equal.
 fn split(bytes: usize, count: usize) -> (usize, usize) {
     let part = bytes.div_ceil(count).next_multiple_of(PART);
     (bytes.div_ceil(part.max(1)).max(1), part)
@@ -241,12 +241,12 @@ fn split(bytes: usize, count: usize) -> (usize, usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::MOST_QPS;
+    use crate::config::MAX_QPS;
 
     #[test]
-    fn parts_are_the_whole_and_none_is_empty() {
+    fn parts_cover_all_bytes_and_none_is_empty() {
         for bytes in [0, 1, 127, 128, 129, 1000, 4096, 4097, 1 << 20] {
-            for count in 1..=MOST_QPS {
+            for count in 1..=MAX_QPS {
                 let (parts, part) = split(bytes, count);
                 assert!((1..=count).contains(&parts) && part % PART == 0);
                 assert!(parts * part >= bytes && (parts - 1) * part <= bytes.saturating_sub(1));

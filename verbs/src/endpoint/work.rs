@@ -1,20 +1,20 @@
-//! What requests are called, and what comes of them.
+//! Work requests by their numbers, and the events that polling a path yields.
 
 use ringsight_failover::MESSAGE_BYTES;
 
-/// A request, as its number says it.
+/// A work or receive request, encoded in its 64-bit number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Work {
-    /// What tells of a step, or a part of one: the last request of it on its queue pair.
+pub enum WorkRequest {
+    /// The notice of a step, or the last request of one of its parts.
     Step {
-        /// Of the path.
+        /// Index of the queue pair in the path.
         qp: usize,
-        /// Low 48 bits: no connection lives to see more.
+        /// Low 48 bits: no connection lasts for more steps.
         position: u64,
     },
-    /// A step's bytes.
+    /// The bytes of a step.
     Data {
-        /// Of the path.
+        /// Index of the queue pair in the path.
         qp: usize,
         /// Low 48 bits.
         position: u64,
@@ -26,28 +26,28 @@ pub enum Work {
     },
     /// A receive request.
     Receive {
-        /// Of the path.
+        /// Index of the queue pair in the path.
         qp: usize,
-        /// Which one, of the first queue pair's: where in the inbox a message would go.
+        /// Index of the request. For the first queue pair it is also the index of the message's place in the inbox.
         index: usize,
     },
-    /// A write of nothing.
+    /// A write of no bytes.
     Probe {
-        /// Of the path.
+        /// Index of the queue pair in the path.
         qp: usize,
     },
-    /// A message of the ends' agreement.
+    /// A message of the failover protocol.
     Message,
-    /// The last request of a queue pair in the error state, of either kind: all before it have ended.
+    /// The last work or receive request of a queue pair in the error state: all requests before it have completed.
     Marker {
-        /// Of the path.
+        /// Index of the queue pair in the path.
         qp: usize,
     },
 }
 
 const LOW: u64 = (1 << 48) - 1;
 
-impl Work {
+impl WorkRequest {
     pub(super) fn id(self) -> u64 {
         let (kind, qp, number) = match self {
             Self::Step { qp, position } => (1, qp, position),
@@ -61,9 +61,9 @@ impl Work {
         kind << 56 | (qp as u64) << 48 | number & LOW
     }
 
-    /// What a completion's number means; `None` for none of ours.
+    /// Decodes a completion's number; `None` for a number that this module did not make.
     #[must_use]
-    pub fn of(id: u64) -> Option<Self> {
+    pub fn from_id(id: u64) -> Option<Self> {
         let (qp, position) = ((id >> 48 & 0xff) as usize, id & LOW);
         Some(match id >> 56 {
             1 => Self::Step { qp, position },
@@ -81,37 +81,37 @@ impl Work {
     }
 }
 
-/// What ended, of one path.
+/// An event on one path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ended {
-    /// The peer's device has a step, or a part of it, in memory.
+pub enum PathEvent {
+    /// The peer's device has acknowledged a step, or a part of it.
     Sent {
         /// Low 48 bits of the position.
         position: u64,
     },
-    /// The peer has a credit.
+    /// The peer's device has acknowledged a credit.
     Credited {
         /// Low 48 bits of it.
         granted: u64,
     },
     /// A write with this immediate arrived.
     Arrived {
-        /// The queue pair that it came over.
+        /// Index of the queue pair that it arrived on.
         qp: usize,
-        /// What it said.
+        /// Its value.
         immediate: u32,
     },
-    /// The peer's device has answered a probe on every queue pair.
+    /// The probe of every queue pair has completed.
     Probed,
     /// A message arrived.
     Message([u8; MESSAGE_BYTES]),
-    /// A request ended with an error: `enum ibv_wc_status`.
+    /// A request completed with an error.
     Failed {
-        /// Which one; `None`: its number is none of ours.
-        work: Option<Work>,
-        /// The status.
+        /// The request; `None` if its number is unknown.
+        work: Option<WorkRequest>,
+        /// `enum ibv_wc_status`.
         code: u32,
-        /// The queue pair's number.
+        /// Number of the queue pair.
         qp: u32,
     },
 }
@@ -121,27 +121,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_are_known_by_their_numbers() {
+    fn numbers_encode_their_requests() {
         let all = [
-            Work::Step {
+            WorkRequest::Step {
                 qp: 15,
                 position: LOW,
             },
-            Work::Data {
+            WorkRequest::Data {
                 qp: 0,
                 position: 1 << 40,
             },
-            Work::Credit { granted: 77 },
-            Work::Receive { qp: 3, index: 15 },
-            Work::Probe { qp: 15 },
-            Work::Message,
-            Work::Marker { qp: 15 },
+            WorkRequest::Credit { granted: 77 },
+            WorkRequest::Receive { qp: 3, index: 15 },
+            WorkRequest::Probe { qp: 15 },
+            WorkRequest::Message,
+            WorkRequest::Marker { qp: 15 },
         ];
         for work in all {
-            assert_eq!(Work::of(work.id()), Some(work));
+            assert_eq!(WorkRequest::from_id(work.id()), Some(work));
         }
         for id in [0, u64::MAX, 8 << 56] {
-            assert_eq!(Work::of(id), None);
+            assert_eq!(WorkRequest::from_id(id), None);
         }
     }
 }

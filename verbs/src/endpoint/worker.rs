@@ -1,4 +1,4 @@
-//! What is asked of the kernel for a path's queue pairs, beside the thread that polls.
+//! A worker thread for calls that may block, so that the polling thread does not.
 
 use std::{
     collections::VecDeque,
@@ -14,9 +14,10 @@ struct Jobs {
     is_running: bool,
 }
 
-/// Does one thing after the other, in the order in which they are asked for, on a thread that ends when there is nothing left. A
-/// queue pair's state changes may take as long as a device's firmware does not answer, or a machine has other things to do; the thread
-/// that polls serves all connections.
+/// Runs jobs one after the other, in the order submitted, on a thread that ends when no job is left.
+///
+/// A state change of a queue pair lasts as long as the device's firmware takes to answer, or longer on a busy machine. The polling thread
+/// serves all connections and must not wait for that.
 #[derive(Default)]
 pub(super) struct Worker {
     jobs: Arc<Mutex<Jobs>>,
@@ -28,8 +29,8 @@ fn lock(jobs: &Mutex<Jobs>) -> MutexGuard<'_, Jobs> {
 }
 
 impl Worker {
-    /// Has a thing done. Where no thread can be had it is done at once.
-    pub(super) fn ask(&mut self, job: impl FnOnce() + Send + 'static) {
+    /// Submits a job. If no thread can be started, the job runs in this call.
+    pub(super) fn submit(&mut self, job: impl FnOnce() + Send + 'static) {
         let mut jobs = lock(&self.jobs);
         jobs.waiting.push_back(Box::new(job));
         if jobs.is_running {
@@ -40,15 +41,15 @@ impl Worker {
         let shared = Arc::clone(&self.jobs);
         let started = thread::Builder::new()
             .name("ringsight-qp".into())
-            .spawn(move || work(&shared));
+            .spawn(move || run_jobs(&shared));
         match started {
             Ok(thread) => self.thread = Some(thread),
-            Err(_) => work(&self.jobs),
+            Err(_) => run_jobs(&self.jobs),
         }
     }
 }
 
-fn work(jobs: &Mutex<Jobs>) {
+fn run_jobs(jobs: &Mutex<Jobs>) {
     loop {
         let mut waiting = lock(jobs);
         let Some(job) = waiting.waiting.pop_front() else {
@@ -61,7 +62,7 @@ fn work(jobs: &Mutex<Jobs>) {
 }
 
 impl Drop for Worker {
-    /// What has not begun is not done any more. What has is waited for: when a connection is gone, its queue pairs are.
+    /// Discards jobs that have not begun, and waits for the one that runs: once a connection is gone, so are its queue pairs.
     fn drop(&mut self) {
         let waiting = std::mem::take(&mut lock(&self.jobs).waiting);
         drop(waiting);
@@ -78,40 +79,40 @@ mod tests {
     use super::*;
 
     #[test]
-    fn things_are_done_in_order_and_beside_who_asks() {
+    fn jobs_run_in_order_on_another_thread() {
         let mut worker = Worker::default();
-        let (say, said) = mpsc::channel();
+        let (send, received) = mpsc::channel();
         let (go, may_go) = mpsc::channel::<()>();
-        worker.ask(move || may_go.recv().unwrap());
+        worker.submit(move || may_go.recv().unwrap());
         for number in 0..100 {
-            let say = say.clone();
-            worker.ask(move || say.send((number, thread::current().id())).unwrap());
+            let send = send.clone();
+            worker.submit(move || send.send((number, thread::current().id())).unwrap());
         }
-        assert!(said.try_recv().is_err(), "the first one is not over");
+        assert!(received.try_recv().is_err(), "the first job is not over");
         go.send(()).unwrap();
         for number in 0..100 {
-            let (next, by) = said.recv().unwrap();
+            let (next, by) = received.recv().unwrap();
             assert_eq!(next, number);
             assert_ne!(by, thread::current().id());
         }
-        // With nothing left the thread ends, and another one is begun.
+        // Without jobs the thread ends; the next job starts another one.
         worker.thread.take().unwrap().join().unwrap();
-        worker.ask(move || say.send((100, thread::current().id())).unwrap());
-        assert_eq!(said.recv().unwrap().0, 100);
+        worker.submit(move || send.send((100, thread::current().id())).unwrap());
+        assert_eq!(received.recv().unwrap().0, 100);
     }
 
     #[test]
-    fn what_has_not_begun_is_dropped_with_it() {
+    fn jobs_that_have_not_begun_are_dropped_with_the_worker() {
         let mut worker = Worker::default();
         let (begin, begun) = mpsc::channel();
         let (go, may_go) = mpsc::channel::<()>();
-        let (say, said) = mpsc::channel();
-        worker.ask(move || {
+        let (send, received) = mpsc::channel();
+        worker.submit(move || {
             begin.send(()).unwrap();
             may_go.recv().unwrap();
         });
-        let late = say.clone();
-        worker.ask(move || late.send("late").unwrap());
+        let late = send.clone();
+        worker.submit(move || late.send("late").unwrap());
         begun.recv().unwrap();
         let jobs = Arc::clone(&worker.jobs);
         thread::scope(|scope| {
@@ -121,7 +122,7 @@ mod tests {
             }
             go.send(()).unwrap();
         });
-        drop(say);
-        assert!(said.recv().is_err());
+        drop(send);
+        assert!(received.recv().is_err());
     }
 }

@@ -1,4 +1,4 @@
-//! The library's functions, and the library itself, which is loaded when it is first asked for.
+//! The functions of libibverbs, which is loaded at the first call.
 
 use std::{
     ffi::{CStr, c_char, c_int, c_uint, c_void},
@@ -9,6 +9,7 @@ use std::{
 use super::{
     AsyncEvent, CompChannel, Context, Cq, Device, DeviceAttr, Mr, Pd, PortAttr, Qp, QpAttr, QpInitAttr,
 };
+use crate::error::LibraryError;
 
 /// `ibv_reg_mr_iova2`: domain, address, bytes, address as peers say it, rights.
 pub type RegMrIova2 = unsafe extern "C" fn(*mut Pd, *mut c_void, usize, u64, c_uint) -> *mut Mr;
@@ -27,11 +28,11 @@ macro_rules! library {
         }
 
         impl Lib {
-            fn find(library: *mut c_void) -> Result<Self, String> {
+            fn find(library: *mut c_void) -> Result<Self, LibraryError> {
                 Ok(Self {
                     $($field: {
                         let symbol = symbol(library, $symbol)
-                            .ok_or_else(|| format!("{LIBRARY} has no {}", $symbol.to_string_lossy()))?;
+                            .ok_or_else(|| LibraryError(format!("{LIBRARY} has no {}", $symbol.to_string_lossy())))?;
                         // SAFETY: a function of this name, with the signature of the header.
                         unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($argument),*) $(-> $result)?>(symbol) }
                     },)*
@@ -117,13 +118,13 @@ fn symbol(library: *mut c_void, name: &CStr) -> Option<*mut c_void> {
     (!symbol.is_null()).then_some(symbol)
 }
 
-/// The library, loaded when first asked for and never unloaded.
+/// The library. The first call loads it; it is never unloaded.
 ///
 /// # Errors
-/// What is missing; the same each time.
-pub fn lib() -> Result<&'static Lib, &'static str> {
-    /// No lock: a thread of the parent may hold it when the process forks, and the child would wait for that thread for ever.
-    static LIB: AtomicPtr<Result<Lib, String>> = AtomicPtr::new(null_mut());
+/// What is missing; the same at every call.
+pub fn lib() -> Result<&'static Lib, &'static LibraryError> {
+    /// An atomic instead of a lock: a child would wait for ever for a lock that a thread of its parent held at the fork.
+    static LIB: AtomicPtr<Result<Lib, LibraryError>> = AtomicPtr::new(null_mut());
     // Acquire: pairs with the exchange below; what it points to is there.
     let mut known = LIB.load(Ordering::Acquire);
     if known.is_null() {
@@ -139,10 +140,10 @@ pub fn lib() -> Result<&'static Lib, &'static str> {
         }
     }
     // SAFETY: not null, and never freed.
-    unsafe { &*known }.as_ref().map_err(String::as_str)
+    unsafe { &*known }.as_ref()
 }
 
-fn load() -> Result<Lib, String> {
+fn load() -> Result<Lib, LibraryError> {
     // SAFETY: a C string. The library's initialisation is its own.
     let library = unsafe { libc::dlopen(c"libibverbs.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
     if library.is_null() {
@@ -151,11 +152,12 @@ fn load() -> Result<Lib, String> {
             let text = libc::dlerror();
             (!text.is_null()).then(|| CStr::from_ptr(text).to_string_lossy().into_owned())
         };
-        return Err(text.unwrap_or_else(|| format!("{LIBRARY} cannot be loaded")));
+        let text = text.unwrap_or_else(|| format!("{LIBRARY} cannot be loaded"));
+        return Err(LibraryError(text));
     }
     let lib = Lib::find(library)?;
-    // As NCCL does: a child's copies of registered pages would otherwise be the ones that the device writes to. On kernels from
-    // 5.12 on there is nothing to do; its failure matters to nobody who does not fork.
+    // As NCCL does. Otherwise the device would write to a child's copies of registered pages. Kernels from 5.12 on need no call; a failure
+    // affects only processes that fork.
     // SAFETY: no arguments.
     unsafe { (lib.fork_init)() };
     Ok(lib)

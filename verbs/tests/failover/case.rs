@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use ringsight_failover::{Cause, Settings, Status, transport_timeout};
-use ringsight_verbs::{config::MOST_QPS, endpoint::SLOTS};
+use ringsight_verbs::{config::MAX_QPS, endpoint::SLOTS};
 
 use super::{
     fabric::Port,
@@ -201,7 +201,7 @@ impl Case {
                 "loose" => case.loose = number()? > 0,
                 "alone" => case.alone = number()? > 0,
                 "qps" => {
-                    case.queues.count = number().filter(|qps| (1..=MOST_QPS as u64).contains(qps))? as usize;
+                    case.queues.count = number().filter(|qps| (1..=MAX_QPS as u64).contains(qps))? as usize;
                 }
                 "split" => case.queues.is_split = number()? > 0,
                 "ib-timeout" => case.queues.timeout = number().filter(|timeout| *timeout < 32)? as u8,

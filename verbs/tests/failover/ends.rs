@@ -9,8 +9,8 @@ use std::{
 use ringsight_verbs::{
     endpoint::{Control, Failover, MESSAGE_BYTES, Path, Peer, Receiver, SLOTS, Sender},
     failover::{Cause, Report, Settings},
-    hub::Hub,
     port::Net,
+    port_health::PortHealth,
 };
 
 use super::{
@@ -25,7 +25,7 @@ const PORT: Port = Port { rank: 0, link: 0 };
 
 /// One path between the ranks' first ports, connected.
 struct Parts {
-    hub: Arc<Hub>,
+    port_health: Arc<PortHealth>,
     nets: [Arc<Net>; 2],
     paths: [Path; 2],
     controls: [Control; 2],
@@ -33,14 +33,14 @@ struct Parts {
 
 impl Parts {
     fn new(settings: Settings) -> Self {
-        let hub = Hub::new(Arc::new(settings));
+        let port_health = PortHealth::new(Arc::new(settings));
         let nets = [0, 1].map(|rank| net(rank, Queues::default()));
         let memories = [(); 2].map(|()| slots().0);
         let controls = [(); 2].map(|()| Control::new().unwrap());
         let mut paths = [0, 1].map(|rank| {
             let port = nets[rank].open(0).unwrap();
             let memory = (&memories[rank], rank == 1);
-            Path::new(0, port, memory, &controls[rank], &hub, || 7).unwrap()
+            Path::new(0, port, memory, &controls[rank], &port_health, || 7).unwrap()
         });
         for rank in [0, 1] {
             let peer = Peer {
@@ -51,7 +51,7 @@ impl Parts {
             paths[rank].connect(peer).unwrap();
         }
         Self {
-            hub,
+            port_health,
             nets,
             paths,
             controls,
@@ -59,7 +59,7 @@ impl Parts {
     }
 
     fn ends(self) -> (Sender, Receiver) {
-        let failover = [0, 1].map(|rank| Failover::new(&self.hub, Some(&self.nets[rank]), vec![0]));
+        let failover = [0, 1].map(|rank| Failover::new(&self.port_health, Some(&self.nets[rank]), vec![0]));
         let ([sends, receives], [own, other]) = (self.paths, self.controls);
         let [of_sender, of_receiver] = failover;
         let sender = Sender::new(vec![sends], own, SLOTS_AT, of_sender);
@@ -77,22 +77,22 @@ fn a_queue_that_fails_before_its_end_is_made_is_noticed() {
         thread::sleep(PATIENCE / 5);
         let (mut sender, _receiver) = parts.ends();
         let start = Instant::now();
-        let noted = loop {
+        let timed = loop {
             assert!(start.elapsed() < PATIENCE, "nobody noticed");
             sender.poll().unwrap();
-            if let Some(noted) = sender.take_noted() {
-                break noted;
+            if let Some(timed) = sender.take_report() {
+                break timed;
             }
         };
         assert!(
             matches!(
-                noted.report,
+                timed.report,
                 Report::Broken {
                     cause: Cause::Build,
                     ..
                 }
             ),
-            "{noted:?}"
+            "{timed:?}"
         );
     }
 }
@@ -118,8 +118,8 @@ fn a_message_that_waits_does_not_go_before_what_has_ended() {
     sender.set_busy(true);
     sender.post(b"step", 0).unwrap();
     thread::sleep(2 * TIMEOUT);
-    sender.hear(&[0xff; MESSAGE_BYTES]);
+    sender.receive_message(&[0xff; MESSAGE_BYTES]);
     sender.poll().unwrap();
-    assert_eq!(sender.take_noted(), None);
+    assert_eq!(sender.take_report(), None);
     assert_eq!(sender.acked(), 1);
 }

@@ -42,11 +42,11 @@ impl Run<'_> {
 
     /// Brings links up, and down again, as was planned when the first one failed.
     pub(super) fn bring_up(&mut self) {
-        let now = self.rank.hub.now();
+        let now = self.rank.port_health.now();
         while let Some((_, port, up)) = self.plan.pop_front_if(|(at, ..)| *at <= now) {
             self.rank.fabric.set_up(port, up);
             if up {
-                self.seen.up = Some(self.rank.hub.now());
+                self.seen.up = Some(self.rank.port_health.now());
             }
         }
     }
@@ -91,7 +91,7 @@ impl Run<'_> {
     }
 
     fn fail_first(&mut self) {
-        let now = self.rank.hub.now();
+        let now = self.rank.port_health.now();
         let fabric = self.rank.fabric;
         self.seen.down = Some(now);
         let paths: &[usize] = match self.case.failure {

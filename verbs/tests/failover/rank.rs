@@ -5,10 +5,10 @@ use std::{net::TcpStream, path::Path as FilePath, sync::Arc};
 use ringsight_verbs::{
     config::{Config, Filter},
     endpoint::{Control, Failover, Path, Peer, Receiver, SLOTS, Sender, Slots},
-    hub::Hub,
     memory::Memory,
     port::Net,
-    queue::Patience,
+    port_health::PortHealth,
+    queue::RetryPolicy,
     wire::Offer,
 };
 
@@ -44,7 +44,7 @@ pub(crate) fn net(rank: usize, queues: Queues) -> Arc<Net> {
         devices: Filter::parse(&format!("={}", devices.join(","))),
         qps: queues.count,
         split: queues.is_split,
-        patience: Patience {
+        retry: RetryPolicy {
             timeout: queues.timeout,
             retries: RETRIES,
         },
@@ -60,7 +60,7 @@ pub(crate) struct Rank {
     pub(crate) net: Arc<Net>,
     /// What `net` makes.
     queues: Queues,
-    pub(crate) hub: Arc<Hub>,
+    pub(crate) port_health: Arc<PortHealth>,
     pub(crate) outside: Outside,
     pub(crate) sends: (Memory, *mut u64),
     pub(crate) receives: (Memory, *mut u64),
@@ -77,7 +77,7 @@ impl Rank {
             fabric: Fabric::here(),
             net: net(number, queues),
             queues,
-            hub: Hub::new(Arc::default()),
+            port_health: PortHealth::new(Arc::default()),
             outside: Outside::new(stream),
             sends: slots(),
             receives: slots(),
@@ -93,14 +93,14 @@ impl Rank {
             self.net = net(self.number, case.queues);
         }
         let settings = case.settings().expect("settings of a case that was parsed");
-        self.hub = Hub::new(Arc::new(settings));
+        self.port_health = PortHealth::new(Arc::new(settings));
     }
 
     /// Numbers of the ports that a case's paths are over. Without failover there is no backup, as in the library.
     fn ports(&self, case: &Case) -> Vec<usize> {
         match case.alone {
             true => vec![1],
-            false if !self.hub.settings().enabled => vec![0],
+            false if !self.port_health.settings().enabled => vec![0],
             false => vec![0, 1],
         }
     }
@@ -123,7 +123,15 @@ impl Rank {
                     seed = mix(seed);
                     seed as u32
                 };
-                Path::new(index, port, (memory, is_receiver), control, &self.hub, draw).unwrap()
+                Path::new(
+                    index,
+                    port,
+                    (memory, is_receiver),
+                    control,
+                    &self.port_health,
+                    draw,
+                )
+                .unwrap()
             })
             .collect()
     }
@@ -131,7 +139,7 @@ impl Rank {
     /// Connects an end's paths to the peer's.
     fn connect(&mut self, paths: &mut [Path], control: &Control, slots: u64) {
         let offer = Offer {
-            failover: self.hub.settings().enabled,
+            failover: self.port_health.settings().enabled,
             number: 0,
             first: 0,
             slots,
@@ -153,9 +161,9 @@ impl Rank {
     }
 
     fn failover(&self, case: &Case) -> Failover {
-        let is_on = self.hub.settings().enabled;
+        let is_on = self.port_health.settings().enabled;
         let ports = if is_on { self.ports(case) } else { Vec::new() };
-        Failover::new(&self.hub, is_on.then_some(&self.net), ports)
+        Failover::new(&self.port_health, is_on.then_some(&self.net), ports)
     }
 
     pub(crate) fn sender(&mut self, case: &Case) -> Sender {

@@ -204,7 +204,7 @@ impl Run<'_> {
                 self.seen.costs[0][WATCHED] = watched;
                 self.seen.costs[0][TORN] = self.torn;
                 self.seen.ran = now;
-                self.seen.over = Some(self.rank.hub.now());
+                self.seen.over = Some(self.rank.port_health.now());
                 let sent = self.rank.fabric.sent_bytes();
                 self.seen.wire = sent.zip(wire).map(|(sent, before)| sent - before);
                 let wrong = self.seen.wrong.as_ref().or(self.seen.error.as_ref());
@@ -228,12 +228,12 @@ impl Run<'_> {
             );
         }
         let sender = self.sender.as_ref().map(|sender| {
-            let paths: Vec<_> = sender.views().collect();
+            let paths: Vec<_> = sender.path_views().collect();
             let counts = (sender.posted(), sender.acked(), sender.granted());
             format!("sender {counts:?} {} {paths:?}", sender.is_recovering())
         });
         let receiver = self.receiver.as_ref().map(|receiver| {
-            let paths: Vec<_> = receiver.views().collect();
+            let paths: Vec<_> = receiver.path_views().collect();
             format!(
                 "receiver {} {} {paths:?}",
                 receiver.taken(),
@@ -302,12 +302,12 @@ impl Run<'_> {
                 // A connection is known by the rank that sends.
                 Some(of) if of == self.rank.number => {
                     if let Some(sender) = &mut self.sender {
-                        sender.hear(&bytes);
+                        sender.receive_message(&bytes);
                     }
                 }
                 Some(_) => {
                     if let Some(receiver) = &mut self.receiver {
-                        receiver.hear(&bytes);
+                        receiver.receive_message(&bytes);
                     }
                 }
                 None => {
@@ -330,17 +330,17 @@ impl Run<'_> {
         while let Some(message) = self.receiver.as_mut().and_then(Receiver::take_outgoing) {
             self.rank.outside.put(MESSAGE[1 - number], &message);
         }
-        while let Some(noted) = self.sender.as_mut().and_then(Sender::take_noted) {
+        while let Some(timed) = self.sender.as_mut().and_then(Sender::take_report) {
             if let Some(sender) = &self.sender {
-                note_left(&mut self.left[0], sender.paths(), noted.report);
+                note_left(&mut self.left[0], sender.paths(), timed.report);
             }
-            self.seen.note(noted);
+            self.seen.note(timed);
         }
-        while let Some(noted) = self.receiver.as_mut().and_then(Receiver::take_noted) {
+        while let Some(timed) = self.receiver.as_mut().and_then(Receiver::take_report) {
             if let Some(receiver) = &self.receiver {
-                note_left(&mut self.left[1], receiver.paths(), noted.report);
+                note_left(&mut self.left[1], receiver.paths(), timed.report);
             }
-            if matches!(noted.report, Report::Broken { active: true, .. }) {
+            if matches!(timed.report, Report::Broken { active: true, .. }) {
                 self.torn += u64::from(self.is_torn());
             }
         }
@@ -407,7 +407,7 @@ impl Run<'_> {
             .min(self.case.steps);
         let is_time = self
             .posted_at
-            .is_none_or(|at| self.case.pace.is_zero() || self.rank.hub.now() >= at + self.case.pace);
+            .is_none_or(|at| self.case.pace.is_zero() || self.rank.port_health.now() >= at + self.case.pace);
         if last >= room || !is_time {
             return Ok(false);
         }
@@ -424,7 +424,7 @@ impl Run<'_> {
         let Some(sender) = &mut self.sender else {
             return Ok(false);
         };
-        self.posted_at = Some(self.rank.hub.now());
+        self.posted_at = Some(self.rank.port_health.now());
         for (position, words) in (next..).zip(steps) {
             // SAFETY: a slot that was acknowledged: nobody else uses it.
             unsafe {

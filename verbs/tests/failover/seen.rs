@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use ringsight_failover::Report;
-use ringsight_verbs::endpoint::Noted;
+use ringsight_verbs::endpoint::TimedReport;
 
 use super::{outside::COSTS, rank::SLOT};
 
@@ -57,14 +57,14 @@ pub(crate) struct Seen {
 }
 
 impl Seen {
-    pub(crate) fn note(&mut self, noted: Noted) {
-        let since = self.down.map(|down| noted.at.saturating_sub(down));
-        match noted.report {
+    pub(crate) fn note(&mut self, timed: TimedReport) {
+        let since = self.down.map(|down| timed.at.saturating_sub(down));
+        match timed.report {
             Report::Switched {
                 from, to, replayed, ..
             } => {
                 if to == 0 {
-                    self.back = self.up.map(|up| noted.at.saturating_sub(up));
+                    self.back = self.up.map(|up| timed.at.saturating_sub(up));
                 }
                 self.switches.push((from, to));
                 self.replayed += replayed;

@@ -129,7 +129,7 @@ impl Service {
             }
             return Ok((Verdict::Welcome.encode().to_vec(), None));
         }
-        let connected = Offer::parse(offer).and_then(|theirs| {
+        let connected = Offer::parse(offer).map_err(|error| error.to_string()).and_then(|theirs| {
             let prepared = self
                 .prepare(id, Some(theirs.number))?
                 .ok_or("the receiver has no RDMA")?;
@@ -161,7 +161,8 @@ impl Service {
         offer: &[u8],
     ) -> Result<Option<Connected>, String> {
         let gone = |error| format!("{error}: its process is gone or cannot be reached");
-        match Offer::parse(offer).and_then(|theirs| prepared.connect(&theirs)) {
+        let theirs = Offer::parse(offer).map_err(|error| error.to_string());
+        match theirs.and_then(|theirs| prepared.connect(&theirs)) {
             Ok(connected) => {
                 stream.write_all(&Verdict::Rdma.encode()).map_err(gone)?;
                 Ok(Some(connected))

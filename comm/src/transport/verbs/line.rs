@@ -80,7 +80,7 @@ impl<R: Role> Line<R> {
     /// Takes what the peer says beside RDMA. What follows from it is found by the next poll.
     pub(super) fn listen(&mut self, socket: &mut Socket) {
         let Self { talk, end, .. } = self;
-        talk.read(socket, |message| end.hear(message));
+        talk.read(socket, |message| end.receive_message(message));
     }
 
     /// Says what is to be said beside RDMA, and shows what the connection is in.
@@ -93,7 +93,7 @@ impl<R: Role> Line<R> {
     /// Tells the log and the records what has happened; `bytes` says how many these positions have that were under way then.
     pub(super) fn note(&mut self, peer: u32, bytes: impl Fn(Range<u64>) -> u64) {
         let Self { end, paths, .. } = self;
-        while let Some(noted) = end.take_noted() {
+        while let Some(noted) = end.take_report() {
             paths.note(&noted, end.paths(), peer, &bytes);
         }
     }

@@ -20,10 +20,10 @@ use std::{
 use ringsight_kernels::fifo::SLOTS;
 use ringsight_verbs::{
     choice,
-    config::{Config, MOST_QPS},
+    config::{Config, MAX_QPS},
     endpoint,
     failover::Settings,
-    hub::Hub,
+    port_health::PortHealth,
     port::Net,
     sysfs::Place,
 };
@@ -48,7 +48,7 @@ pub struct Rdma {
     /// The process's ports.
     pub net: Arc<Net>,
     /// What is known of them and of the paths between them and peers' ports.
-    pub hub: Arc<Hub>,
+    pub port_health: Arc<PortHealth>,
     /// Connections that cannot go over it fail.
     pub required: bool,
     /// Traffic class of its packets, where the environment names none.
@@ -98,7 +98,8 @@ pub(crate) fn by_environment(wish: Wish, class: Option<i32>) -> Result<Option<Rd
                 ..rdma.clone()
             })),
             // For this communicator: the next one may find one up.
-            Err(text) => {
+            Err(error) => {
+                let text = error.to_string();
                 tell_absence(rdma.net.config(), &text);
                 match required {
                     true => Err(missing(&text)),
@@ -159,7 +160,7 @@ fn look() -> std::result::Result<Option<Rdma>, Found> {
             if let Some(asked) = net.config().qps_asked {
                 tracing::warn!(
                     target: log::NET,
-                    "NET/IB : NCCL_IB_QPS_PER_CONNECTION={asked} is more than a connection can have: {MOST_QPS} queue pairs are used"
+                    "NET/IB : NCCL_IB_QPS_PER_CONNECTION={asked} is more than a connection can have: {MAX_QPS} queue pairs are used"
                 );
             }
             for (name, why) in &net.config().without_effect {
@@ -170,12 +171,13 @@ fn look() -> std::result::Result<Option<Rdma>, Found> {
             }
             Ok(Some(Rdma {
                 net: Arc::new(net),
-                hub: Hub::new(Arc::new(settings)),
+                port_health: PortHealth::new(Arc::new(settings)),
                 required: false,
                 class: None,
             }))
         }
-        Err(text) => {
+        Err(error) => {
+            let text = error.to_string();
             tell_absence(&config, &text);
             Err(Found::Nothing(text))
         }

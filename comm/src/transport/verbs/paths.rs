@@ -8,7 +8,7 @@ use ringsight_records::{
     pages::put_text,
 };
 use ringsight_verbs::{
-    endpoint::{self, Condition, End, Noted, Path, Role},
+    endpoint::{self, End, EndSnapshot, TimedReport, Path, Role},
     failover::{Cause, LinkState, PathState, PathView, Report, Status},
     queue::Qp,
 };
@@ -75,7 +75,7 @@ impl Paths {
     /// Tells readers of the pages what the connection is in, if that has changed.
     pub(super) fn show<R: Role>(&mut self, end: &End<R>) {
         let Some(op) = &self.op else { return };
-        let now = Some((end.changes(), op.comm));
+        let now = Some((end.revision(), op.comm));
         if self.told == now {
             return;
         }
@@ -84,11 +84,11 @@ impl Paths {
             self.entry = ConnectionEntry::claim();
         }
         if let Some(entry) = &self.entry {
-            entry.write(&self.view(op, &end.condition(), end.paths(), observe::now_ns()));
+            entry.write(&self.view(op, &end.snapshot(), end.paths(), observe::now_ns()));
         }
     }
 
-    fn view(&self, op: &ProxyOp, condition: &Condition, paths: &[Path], now_ns: u64) -> Connection {
+    fn view(&self, op: &ProxyOp, condition: &EndSnapshot, paths: &[Path], now_ns: u64) -> Connection {
         let (cause, status) = self.left.map_or((0, 0), |(cause, status)| (cause as u8, status));
         let mut view = Connection {
             comm: op.comm,
@@ -113,8 +113,8 @@ impl Paths {
             paths: paths.len() as u8,
             active: self.active,
             phase: match condition {
-                Condition { failed: true, .. } => Connection::FAILED,
-                Condition { recovers: true, .. } => Connection::RECOVERS,
+                EndSnapshot { failed: true, .. } => Connection::FAILED,
+                EndSnapshot { recovers: true, .. } => Connection::RECOVERS,
                 _ => Connection::FLOWS,
             },
             cause,
@@ -176,7 +176,7 @@ impl Paths {
     /// Takes down what was noticed; `bytes` says how many these positions have.
     pub(super) fn note(
         &mut self,
-        noted: &Noted,
+        noted: &TimedReport,
         paths: &[Path],
         peer: u32,
         bytes: impl Fn(Range<u64>) -> u64,
@@ -244,7 +244,7 @@ impl Paths {
         let path = end.active();
         let is_down = |view: PathView| view.link.path == path.link().path && !view.port_up;
         let why = match self.cause {
-            _ if end.views().any(is_down) => Why::PortDown,
+            _ if end.path_views().any(is_down) => Why::PortDown,
             _ if !end.is_recovering() => Why::Unanswered,
             // On its way to a path that is good again, it has left none that failed.
             None | Some((PathCause::Shared | PathCause::Peer | PathCause::Failback, _)) => Why::Told,
@@ -294,8 +294,8 @@ impl Paths {
 }
 
 /// One path for readers of the pages. Its times are by another clock, which is at `at` when `CLOCK_MONOTONIC` is at `now_ns`.
-fn path_view(known: &endpoint::PathCondition, path: &Path, at: Duration, now_ns: u64) -> ConnectionPath {
-    let endpoint::PathCondition {
+fn path_view(known: &endpoint::PathSnapshot, path: &Path, at: Duration, now_ns: u64) -> ConnectionPath {
+    let endpoint::PathSnapshot {
         view,
         health,
         recovered,

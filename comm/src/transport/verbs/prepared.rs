@@ -84,10 +84,11 @@ pub(crate) fn prepare(
     let make = |index: usize, port: usize| -> Result<Path, String> {
         // Of two ports one need not be up yet: it joins when it is.
         let port = match backup {
-            None => rdma.net.open(port)?,
-            Some(_) => rdma.net.standby(port)?,
+            None => rdma.net.open(port),
+            Some(_) => rdma.net.standby(port),
         };
-        Path::new(index, port, (&memory, is_receiver), &control, &rdma.hub, draw)
+        let port = port.map_err(|error| error.to_string())?;
+        Path::new(index, port, (&memory, is_receiver), &control, &rdma.port_health, draw)
             .map(|path| path.with_class(rdma.class))
             .map_err(|error| error.to_string())
     };
@@ -115,7 +116,7 @@ pub(crate) fn prepare(
         None => {}
     }
     let in_use = ports[0] as u8;
-    let failover = Failover::new(&rdma.hub, Some(&rdma.net), ports);
+    let failover = Failover::new(&rdma.port_health, Some(&rdma.net), ports);
     let failover = match rdma.net.config().failover {
         true => failover,
         false => failover.disabled(),
@@ -242,9 +243,10 @@ impl Prepared {
                 path: other.clone(),
             };
             results.push(match up[index] {
-                true => path.connect(end),
+                true => path.connect(end).map_err(|error| error.to_string()),
                 false => path
-                    .know(end)
+                    .set_peer(end)
+                    .map_err(|error| error.to_string())
                     .and_then(|()| Err(down(&self.offer.paths[index], other))),
             });
         }

@@ -149,7 +149,7 @@ impl Receiver {
     /// is here, if that is all that it was to send.
     pub(crate) fn leave(&mut self, socket: &mut Socket) {
         let is_used = self.fifo.released() >= self.received && !self.differs;
-        if is_used && let Some(word) = self.line.end.last_word() {
+        if is_used && let Some(word) = self.line.end.goodbye() {
             self.line.say_last(socket, word);
         }
     }

@@ -269,7 +269,7 @@ impl Sender {
 
 #[cfg(test)]
 mod tests {
-    use ringsight_verbs::endpoint::Work;
+    use ringsight_verbs::endpoint::WorkRequest;
 
     use super::*;
 
@@ -293,8 +293,8 @@ mod tests {
             for step in 0..4 {
                 let position = first + u64::from(step);
                 let qp = (position % queue_pairs as u64) as usize;
-                let work = Work::of(numbering.wr_id(step));
-                assert_eq!(work, Some(Work::Step { qp, position }));
+                let work = WorkRequest::from_id(numbering.wr_id(step));
+                assert_eq!(work, Some(WorkRequest::Step { qp, position }));
             }
         }
     }

@@ -1,4 +1,4 @@
-//! How a path is given up, and made anew.
+//! Fencing and rebuilding a path.
 
 use std::sync::Arc;
 
@@ -8,51 +8,51 @@ use super::{Path, Queues, connect_all, prepare, queues};
 use crate::{
     completion::{BATCH, Completion},
     device::Mtu,
-    endpoint::work::Work,
-    error::Result,
+    endpoint::work::WorkRequest,
+    error::{PortError, Result},
     port::Port,
     queue::Qp,
     wire::QpOffer,
 };
 
-/// A drain.
+/// The drain of a fenced path.
 #[derive(Clone, Copy, Debug, Default)]
-pub(in crate::endpoint) struct Drain {
-    /// Markers posted, when they are.
+pub(super) struct Drain {
+    /// Markers posted; `None` until the worker has posted them.
     markers: Option<usize>,
-    /// Markers that have ended.
-    pub(in crate::endpoint) ended: usize,
+    /// Markers that have completed.
+    pub(super) completed: usize,
 }
 
 impl Drain {
-    /// Of queue pairs to which nothing was posted.
-    pub(super) const NOTHING: Self = Self {
+    /// The drain of queue pairs without requests: it is over.
+    pub(super) const EMPTY: Self = Self {
         markers: Some(0),
-        ended: 0,
+        completed: 0,
     };
 }
 
-/// What became of a fence.
+/// The result of a fence.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::endpoint) struct Fenced {
-    /// Whether the device is sure to write nothing more.
+    /// Whether the device accepted it: nothing is written any more.
     pub(in crate::endpoint) sure: bool,
     markers: usize,
 }
 
-/// What a path has been made anew with.
+/// The result of a rebuild.
 pub(in crate::endpoint) struct Rebuilt {
     port: Port,
-    /// In place of those that there were.
+    /// New queue pairs and completion queue, if the old ones are replaced.
     queues: Option<Queues>,
     psns: Vec<u32>,
     generation: u32,
 }
 
 impl Path {
-    /// Gives its queue pairs up: from here on nothing is posted. What is returned stops them, by calls that may take long: what was
-    /// posted ends, with an error if it has not been done, and nothing of the peer's is taken any more. When it has, tell
-    /// [`Path::fenced`] and poll until [`Path::is_drained`].
+    /// Gives the queue pairs up: nothing is posted any more. The returned job moves them to the error state, which may take long: posted
+    /// requests are flushed, and nothing of the peer is accepted. Pass its result to [`Path::finish_fence`], then poll until
+    /// [`Path::is_drained`].
     pub(in crate::endpoint) fn fence(&mut self) -> impl FnOnce() -> Fenced + Send + 'static {
         self.draining = Some(Drain::default());
         let qps = Arc::clone(&self.qps);
@@ -62,9 +62,9 @@ impl Path {
                 markers: 0,
             };
             for (number, qp) in qps.iter().enumerate() {
-                // In the error state the device takes nothing, and ends what is there in order. A receive request is posted before, for
-                // soft-RoCE looks at those only when it has something else to do; a send after, lest it goes out.
-                let id = Work::Marker { qp: number }.id();
+                // In the error state the device accepts nothing and flushes requests in order. The receive marker is posted before, because
+                // soft-RoCE looks at receive requests only when it has other work; the send marker after, so that it is not sent.
+                let id = WorkRequest::Marker { qp: number }.id();
                 fenced.markers += usize::from(qp.post_receives(id, 1).is_ok());
                 fenced.sure &= qp.fail().is_ok();
                 fenced.markers += usize::from(qp.send(id, &[0]).is_ok());
@@ -73,35 +73,37 @@ impl Path {
         }
     }
 
-    /// Its queue pairs have been stopped.
-    pub(in crate::endpoint) fn fenced(&mut self, fenced: Fenced) {
+    /// Takes the result of the job of [`Path::fence`].
+    pub(in crate::endpoint) fn finish_fence(&mut self, fenced: Fenced) {
         if let Some(drain) = &mut self.draining {
             drain.markers = Some(fenced.markers);
         }
     }
 
-    /// Whether all that was posted before [`Path::fence`] has ended.
+    /// Whether all requests that were posted before [`Path::fence`] have completed.
     pub(in crate::endpoint) fn is_drained(&self) -> bool {
         self.draining
-            .is_some_and(|drain| drain.markers.is_some_and(|markers| drain.ended >= markers))
+            .is_some_and(|drain| drain.markers.is_some_and(|markers| drain.completed >= markers))
     }
 
-    /// Whether it has been fenced and not been rebuilt.
+    /// Whether the path has been fenced and not rebuilt.
     pub(in crate::endpoint) fn is_fenced(&self) -> bool {
         self.draining.is_some()
     }
 
-    /// What makes its queue pairs anew, by calls that may take long, on its port as that is then: from RESET, with other packet numbers,
-    /// so that nothing of theirs before is taken for theirs now. They are not destroyed and others made, for soft-RoCE destroys one
-    /// only when the last of its packets is off the interface, which takes seconds when that is down; but where the completion queue
-    /// failed, which no call mends, there is no other way. For [`Path::rebuilt`].
+    /// Returns a job that rebuilds the queue pairs, which may take long, on the port in its state at that time. Pass its result to
+    /// [`Path::finish_rebuild`].
+    ///
+    /// The queue pairs restart from RESET with other packet numbers, so that no earlier packet is taken for a new one. They are reused
+    /// because soft-RoCE destroys a queue pair only when its last packet has left the interface, which takes seconds when that is down.
+    /// After a failure of the completion queue, which no call repairs, new ones are made.
     pub(in crate::endpoint) fn rebuild(
         &self,
-        port: impl FnOnce() -> std::result::Result<Port, String> + Send + 'static,
+        port: impl FnOnce() -> std::result::Result<Port, PortError> + Send + 'static,
         generation: u32,
-    ) -> impl FnOnce() -> std::result::Result<Rebuilt, String> + Send + 'static {
+    ) -> impl FnOnce() -> std::result::Result<Rebuilt, PortError> + Send + 'static {
         let (index, qps, control) = (self.index, Arc::clone(&self.qps), Arc::clone(&self.control));
-        let is_spoiled = self.is_spoiled;
+        let has_failed_cq = self.has_failed_cq;
         let first = self.psns[0].wrapping_mul(0x9e37_79b1).wrapping_add(generation);
         move || {
             let port = port()?;
@@ -111,12 +113,12 @@ impl Path {
                     .enumerate()
                     .try_for_each(|(number, qp)| prepare(index, (number, qp), &port, &control))
             };
-            let made = match is_spoiled {
+            let made = match has_failed_cq {
                 true => queues(index, &port, &control).map(Some),
                 false => reset().map(|()| None),
             };
             Ok(Rebuilt {
-                queues: made.map_err(|error| error.to_string())?,
+                queues: made?,
                 port,
                 psns: packet_numbers(first, qps.len()),
                 generation,
@@ -124,16 +126,16 @@ impl Path {
         }
     }
 
-    /// Its queue pairs are there anew. What is returned they are in place of: to destroy it may take long.
-    pub(in crate::endpoint) fn rebuilt(&mut self, rebuilt: Rebuilt) -> Result<Option<Queues>> {
+    /// Takes the result of the job of [`Path::rebuild`]. Returns the queues that were replaced; to drop them may take long.
+    pub(in crate::endpoint) fn finish_rebuild(&mut self, rebuilt: Rebuilt) -> Result<Option<Queues>> {
         let before = match rebuilt.queues {
             Some((cq, qps)) => {
-                self.is_spoiled = false;
+                self.has_failed_cq = false;
                 let before = std::mem::replace(&mut self.qps, qps);
                 Some((std::mem::replace(&mut self.cq, cq), before))
             }
             None => {
-                // Nothing has come of the new ones, which are not connected.
+                // All of these completions are old: the rebuilt queue pairs are not connected yet.
                 let mut room = [Completion::EMPTY; BATCH];
                 while !self.cq.poll(&mut room)?.is_empty() {}
                 None
@@ -144,7 +146,7 @@ impl Path {
         Ok(before)
     }
 
-    /// Where it is reached: GID 16 bytes | LID u16 | MTU u8 | queue pairs u8 | first packet number of the first one 3 bytes, from which
+    /// The address of the queue pairs: GID 16 bytes | LID u16 | MTU u8 | queue pairs u8 | first packet number of the first one 3 bytes, from which
     /// the others' follow | zero u8 | 16 times number 3 bytes | zeros.
     pub(in crate::endpoint) fn address(&self) -> Address {
         let offer = self.offer();
@@ -159,7 +161,7 @@ impl Path {
         Address(bytes)
     }
 
-    /// What is to be connected to an address of the peer; `None` if the address makes no sense.
+    /// Returns a job that connects the queue pairs to an address of the peer; `None` if the address is invalid.
     pub(in crate::endpoint) fn connecting(
         &mut self,
         address: &Address,
@@ -185,21 +187,21 @@ impl Path {
         let routes = self.routes(&peer.path, &peer.path.qps);
         let own = self.psns.clone();
         self.peer = Some(peer);
-        let (qps, port, patience) = (
+        let (qps, port, retry) = (
             Arc::clone(&self.qps),
             self.port.number(),
-            self.port.config().patience,
+            self.port.config().retry,
         );
-        Some(move || connect_all(port, &qps, &own, &routes, patience))
+        Some(move || connect_all(port, &qps, &own, &routes, retry))
     }
 }
 
-/// First packet numbers of a path's queue pairs are so far apart.
-const PSN_APART: u32 = 0x10_0001;
+/// Distance of the first packet numbers of a path's queue pairs.
+const PSN_STRIDE: u32 = 0x10_0001;
 
 /// First packet numbers of `count` queue pairs.
 fn packet_numbers(first: u32, count: usize) -> Vec<u32> {
     (0..count as u32)
-        .map(|qp| first.wrapping_add(qp * PSN_APART) & 0xff_ffff)
+        .map(|qp| first.wrapping_add(qp * PSN_STRIDE) & 0xff_ffff)
         .collect()
 }

@@ -1,4 +1,4 @@
-//! What a move does: the network's part, and both drivers'.
+//! The effect of a move: the network's part, and both drivers'.
 
 use std::time::Duration;
 
@@ -6,13 +6,19 @@ use super::{
     network::{Flaw, Qp, QpState, Request, address},
     world::{Effects, Move, RECEIVER, SENDER, Sent, World},
 };
-use crate::{Action, Event, Link, Message, PathSet, Reason, Report, Rules, Status, Timer, Work};
+use crate::{
+    links::{Link, PathSet, Status, Work},
+    message::Message,
+    protocol::{Action, Event, Protocol, Reason, Report},
+    rules::Rules,
+    timers::Timer,
+};
 
 impl<R: Rules> World<R> {
-    /// Does it.
+    /// Makes the move.
     ///
     /// # Errors
-    /// What must never be.
+    /// The invariant that it violates.
     pub(super) fn apply(&mut self, step: Move) -> Result<Effects, String> {
         let mut effects = Effects::default();
         match step {
@@ -59,12 +65,12 @@ impl<R: Rules> World<R> {
                 self.exhaust(end, path, &mut effects)?;
             }
             Move::Exhaust(end, path) => self.exhaust(end, path, &mut effects)?,
-            Move::See(path) => self.see(path, &mut effects)?,
+            Move::PollImmediate(path) => self.poll_immediate(path, &mut effects)?,
             Move::Drain(end, path) => self.drain(end, path, &mut effects)?,
-            Move::Hear(end, index) => {
+            Move::Receive(end, index) => {
                 let message = self.messages[end].remove(index).message;
                 let read = Message::parse(&message.encode()).ok_or("a message cannot be read")?;
-                self.event(end, Event::Heard(read), &mut effects)?;
+                self.event(end, Event::Received(read), &mut effects)?;
             }
             Move::Lose(end, index) => {
                 self.losses -= 1;
@@ -77,7 +83,7 @@ impl<R: Rules> World<R> {
             }
             Move::Notice(end, path) => {
                 let port = &mut self.ports[end][path];
-                port.told = port.up;
+                port.known_up = port.up;
                 let (up, path) = (port.up, path as u8);
                 let event = if up {
                     Event::PortUp { path }
@@ -106,12 +112,12 @@ impl<R: Rules> World<R> {
     /// The receiver's communicator ends, and its queue pairs with it.
     fn leave(&mut self) -> Result<(), String> {
         self.left = true;
-        self.qps[RECEIVER].iter_mut().for_each(Qp::forget);
-        if self.scenario.flaw != Flaw::NoLastWord {
+        self.qps[RECEIVER].iter_mut().for_each(Qp::abandon);
+        if self.scenario.flaw != Flaw::NoGoodbye {
             let message = self
                 .receiver
-                .last_word()
-                .ok_or("a receiver that is done has no last word")?;
+                .goodbye()
+                .ok_or("a receiver that is done has no goodbye")?;
             self.messages[SENDER].push(Sent { message, link: None });
         }
         Ok(())
@@ -153,14 +159,14 @@ impl<R: Rules> World<R> {
         self.perform(RECEIVER, actions, effects)
     }
 
-    /// Puts a work request on a queue pair, which takes it in the error state, too.
+    /// Posts a work request. A queue pair accepts it in the error state, too.
     fn post(&mut self, end: usize, link: Link, work: Work, value: u64) {
         let path = usize::from(link.path);
         assert_eq!(
             self.qps[end][path].generation, link.generation,
             "posted to a queue pair that is gone"
         );
-        // With fetch-and-add, what may be lost is added again.
+        // With fetch-and-add, an addition that may be lost is posted again.
         let value = match self.scenario.flaw {
             Flaw::FetchAdd if matches!(work, Work::Credit(_)) => {
                 let under_way: u64 = self.qps[end][path]
@@ -187,7 +193,7 @@ impl<R: Rules> World<R> {
         self.credited
     }
 
-    /// A work request's effect at the peer of `end`.
+    /// The effect of a work request at the peer of `end`.
     fn land(
         &mut self,
         end: usize,
@@ -217,7 +223,7 @@ impl<R: Rules> World<R> {
         }
     }
 
-    fn see(&mut self, path: usize, effects: &mut Effects) -> Result<(), String> {
+    fn poll_immediate(&mut self, path: usize, effects: &mut Effects) -> Result<(), String> {
         let qp = &mut self.qps[RECEIVER][path];
         let immediate = qp.arrived.remove(0) as u32;
         let link = qp.link(path as u8);
@@ -244,14 +250,14 @@ impl<R: Rules> World<R> {
         self.event(end, Event::Completed { link, work, status }, effects)
     }
 
-    /// All that a queue pair in the error state still has, and that its fence is done.
+    /// Completes everything that a queue pair in the error state still has, and its fence.
     fn drain(&mut self, end: usize, path: usize, effects: &mut Effects) -> Result<(), String> {
         self.qps[end][path].draining = false;
         if end == RECEIVER && self.scenario.flaw == Flaw::CutDrain {
             self.qps[end][path].arrived.clear();
         }
         while !self.qps[end][path].arrived.is_empty() {
-            self.see(path, effects)?;
+            self.poll_immediate(path, effects)?;
         }
         for request in std::mem::take(&mut self.qps[end][path].queue) {
             self.complete(end, path, request.work, Status::Flushed, effects)?;
@@ -290,7 +296,7 @@ impl<R: Rules> World<R> {
                 );
                 qp.fail();
                 match end {
-                    // It waits for nothing.
+                    // The sender does not wait for a drain.
                     SENDER => self.drain(end, usize::from(link.path), effects),
                     _ => {
                         qp.draining = true;
@@ -323,8 +329,7 @@ impl<R: Rules> World<R> {
                 };
                 self.event(end, event, effects)
             }
-            // A sender that asks whether a path works which is not in use goes by nothing that comes of it, unless the path fails, which
-            // the receiver's probes find as well.
+            // The sender ignores the success of a probe of an inactive path. Its failure is one that the receiver's probes find as well.
             Action::Probe { link } if end == SENDER && link != self.sender.active() => Ok(()),
             Action::Probe { link } => {
                 self.post(end, link, Work::Probe, 0);
@@ -348,13 +353,13 @@ impl<R: Rules> World<R> {
                     )),
                 }
             }
-            // Only has the sender stop saying what is known: it need not be late.
-            Action::Tell { message, .. }
-                if matches!(message, Message::Noted { .. }) && self.scenario.outside =>
+            // This message only stops the sender from repeating itself, so it need not be delayed.
+            Action::Send { message, .. }
+                if matches!(message, Message::BrokenAck { .. }) && self.scenario.outside =>
             {
-                self.event(1 - end, Event::Heard(message), effects)
+                self.event(1 - end, Event::Received(message), effects)
             }
-            Action::Tell { message, over } => {
+            Action::Send { message, over } => {
                 self.send(end, message, over);
                 Ok(())
             }
@@ -363,20 +368,20 @@ impl<R: Rules> World<R> {
                 Ok(())
             }
             Action::GiveUp(reason) => {
-                // It takes notice of nothing any more.
-                self.qps[end].iter_mut().for_each(Qp::forget);
+                // This end processes nothing any more.
+                self.qps[end].iter_mut().for_each(Qp::abandon);
                 match reason {
                     _ if self.left => {
                         Err("the sender gives up although the receiver left with all of it".into())
                     }
-                    Reason::NoPath if self.is_any_alive() && self.can_speak() => {
+                    Reason::NoPath if self.is_any_alive() && self.can_communicate() => {
                         Err("an end gives up although a path is alive".into())
                     }
                     Reason::NoPath if !self.is_busy(end) => {
                         Err("an end gives up although nothing waits for it".into())
                     }
                     Reason::NoPath | Reason::Peer => Ok(()),
-                    // What its NIC had acknowledged is gone: there is nothing else to do.
+                    // Steps that the NIC had acknowledged are lost: giving up is the only correct outcome.
                     Reason::Protocol(what)
                         if self.scenario.flaw == Flaw::CutDrain && what.contains("acknowledged") =>
                     {
@@ -398,7 +403,7 @@ impl<R: Rules> World<R> {
         };
         for link in links {
             let sent = Sent { message, link };
-            // What is on its way already need not be there twice: it may be heard at any time, or never.
+            // A second copy adds nothing: a message on its way may arrive at any time, or never.
             if !self.messages[1 - end].contains(&sent) {
                 self.messages[1 - end].push(sent);
             }
